@@ -1,0 +1,28 @@
+"""Margin-aware acceptance as kernels, for TPU, GPU and CPU. This package imports jax only."""
+
+from kernels_pallas.accept import margin_accept
+from kernels_pallas.blocks import BlockError, GpuBlocks, GpuHeadBlocks, TpuBlocks, TpuHeadBlocks
+from kernels_pallas.lm_head import lm_head_margin_stats
+from kernels_pallas.margin import margin_stats
+from kernels_pallas.rule import Acceptance, AcceptControls
+from kernels_pallas.sharded import merge_over, sharded_margin_accept, sharded_margin_stats
+from kernels_pallas.stats import MarginStats, empty, merge
+
+__all__ = [
+    "AcceptControls",
+    "Acceptance",
+    "BlockError",
+    "GpuBlocks",
+    "GpuHeadBlocks",
+    "MarginStats",
+    "TpuBlocks",
+    "TpuHeadBlocks",
+    "empty",
+    "lm_head_margin_stats",
+    "margin_accept",
+    "margin_stats",
+    "merge",
+    "merge_over",
+    "sharded_margin_accept",
+    "sharded_margin_stats",
+]

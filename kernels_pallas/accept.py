@@ -1,0 +1,87 @@
+"""`margin_accept`: from target logits to a verdict, in one pass over the vocabulary.
+
+B batch, N tree nodes, D tree depth, V vocabulary, M stop tokens. Oracle: `reference.decide`, and a walk in
+plain Python in tests/kernels/.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from jax import Array
+
+from kernels_pallas import mosaic, reference, rule, triton, xla
+from kernels_pallas.blocks import GpuBlocks, TpuBlocks
+from kernels_pallas.dispatch import dispatch
+from kernels_pallas.rule import Acceptance, AcceptControls, check_margin
+from kernels_pallas.stats import MarginStats
+
+
+def margin_accept(
+    logits: Array,
+    tokens: Array,
+    parents: Array,
+    y: Array | None,
+    controls: AcceptControls,
+    *,
+    max_depth: int,
+    margin: str = "ratio",
+    logsumexp: bool = False,
+    implementation: str | None = None,
+    blocks: TpuBlocks | GpuBlocks | None = None,
+    interpret=False,
+) -> Acceptance:
+    """Margin-aware acceptance (MARS, arXiv 2601.15498, Algorithm 1) over a tree of drafted tokens.
+
+    At every node the target names one token y. The walk descends from the root to the child that carries y;
+    where there is none, to the lowest child whose token is one of the two largest logits of a node with a low
+    margin. It relaxes nothing in strict rows, over stop tokens (the drafted token, y or the largest), or
+    beyond `max_relaxed_run` in a row. On TPU all of it happens in one kernel, whose last block decides and
+    walks.
+
+    Args:
+      logits: raw target logits [B, N, V], bfloat16 or float32.
+      tokens: i32[B, N]; node 0 is the last committed token; -1 is padding and is never accepted.
+      parents: i32[B, N]; -1 for node 0, else the index of an earlier node.
+      y: i32[B, N], or None at temperature 0, where y is the largest logit.
+      controls: per-row numbers: `AcceptControls`, or anything that has its fields.
+      max_depth: D.
+      margin: "ratio" (z2 / z1 > theta and z1 > 0), "gap" (z1 - z2 < theta nats) or "prob_ratio"
+        (exp(z2 - z1) > theta). `theta = inf` is strict for each.
+      logsumexp: also return it per node.
+      implementation, blocks, interpret: as in `margin_stats`.
+
+    Raises:
+      ValueError: unknown margin, or what `margin_stats` raises.
+
+    >>> import jax.numpy as jnp
+    >>> z = jnp.asarray([[[9.0, 10.0, 0.0], [0.0, 9.0, 0.0]]])  # the draft says 0, the target's second best
+    >>> row = AcceptControls(jnp.asarray([0.85]), jnp.asarray([False]), jnp.asarray([8]), jnp.asarray([[-1]]))
+    >>> out = margin_accept(z, jnp.asarray([[2, 0]]), jnp.asarray([[-1, 0]]), None, row, max_depth=1)
+    >>> out.relaxed.tolist(), out.next_token.tolist()
+    ([[True]], [1])
+    """
+    check_margin(margin)
+    controls = AcceptControls(controls.theta, controls.strict, controls.max_relaxed_run, controls.stop_tokens)
+    options = {"max_depth": max_depth, "margin": margin}
+
+    def two_steps(
+        stats: Callable[..., MarginStats], decide: Callable[..., Acceptance]
+    ) -> Callable[..., Acceptance]:
+        def form(logits, tokens, parents, y, controls, **kernel_options):
+            found = stats(logits, logsumexp=logsumexp, **kernel_options)
+            return decide(found, tokens, parents, found.id1 if y is None else y, controls, **options)
+
+        return form
+
+    forms = {
+        "reference": two_steps(reference.margin_stats, reference.decide),
+        "xla": two_steps(xla.margin_stats, rule.decide),
+        "partitioned": two_steps(xla.partitioned_margin_stats, rule.decide),
+        "pallas_tpu": functools.partial(mosaic.margin_accept, logsumexp=logsumexp, **options),
+        # The statistics are a few numbers per node by then: XLA fuses the walk over them into one small
+        # kernel.
+        "pallas_gpu": two_steps(triton.margin_stats, rule.decide),
+    }
+    return dispatch(implementation, blocks, interpret, (logits, tokens, parents, y, controls), forms)

@@ -1,0 +1,55 @@
+"""Which implementation runs: chosen while the program is lowered, or named by the caller and then never
+replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import lax
+
+from kernels_pallas.whole import whole_or_partitioned
+
+IMPLEMENTATIONS = ("reference", "xla", "partitioned", "pallas_tpu", "pallas_gpu")
+"""The names that `implementation` takes."""
+
+
+def dispatch(
+    implementation: str | None,
+    blocks: Any,
+    interpret: Any,
+    operands: Any,
+    forms: dict[str, Callable[..., Any]],
+) -> Any:
+    """Call the named one of `forms` on `operands`, or what suits the platform the program is lowered for.
+
+    That is "partitioned" where XLA spreads the program over devices, else the kernel of the platform, else
+    "xla".
+
+    Raises:
+      ValueError: unknown name; blocks or interpret without the name of a kernel, which is what they belong
+      to.
+    """
+    if implementation is not None and implementation not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"implementation is {implementation!r}: expected None or one of {', '.join(IMPLEMENTATIONS)}."
+        )
+    kernel = implementation in ("pallas_tpu", "pallas_gpu")
+    if not kernel and (blocks is not None or interpret):
+        raise ValueError(
+            f"blocks and interpret belong to a kernel, and implementation is {implementation!r}: "
+            "name 'pallas_tpu' or 'pallas_gpu' as well."
+        )
+    # Decisions have no gradient; without this a loss over a program that decodes could not be differentiated.
+    operands = jax.tree.map(lax.stop_gradient, operands)
+    if kernel:
+        return forms[implementation](*operands, blocks=blocks, interpret=interpret)
+    if implementation is not None:
+        return forms[implementation](*operands)
+    kernels = {"tpu": "pallas_tpu", "cuda": "pallas_gpu", "default": "xla"}
+    choices = {
+        platform: whole_or_partitioned(forms[name], forms["partitioned"])
+        for platform, name in kernels.items()
+    }
+    return lax.platform_dependent(*operands, **choices)

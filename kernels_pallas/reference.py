@@ -1,0 +1,80 @@
+"""The specification of every operation here, in the fewest lines. Slow on purpose; the tests compare all
+else to it.
+
+B batch, N tree nodes, D tree depth, V vocabulary, M stop tokens. Oracle: numpy and plain Python in
+tests/kernels/.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from kernels_pallas.rule import MARGINS, Acceptance, AcceptControls
+from kernels_pallas.stats import NO_ID, MarginStats
+
+
+def margin_stats(logits: Array, *, logsumexp: bool = False) -> MarginStats:
+    """Statistics of logits [..., V] (bfloat16 or float32) over the last axis.
+
+    >>> margin_stats(jnp.asarray([1.0, 3.0, 2.0])).id2.tolist()
+    2
+    """
+    z = logits.astype(jnp.float32)
+    z = jnp.where(z == 0, 0.0, z)  # top_k ranks 0 above -0, which are equal logits
+    total = jax.nn.logsumexp(z, axis=-1) if logsumexp else None
+    if z.shape[-1] == 1:
+        z = jnp.concatenate([z, jnp.full_like(z, -jnp.inf)], axis=-1)
+    top, ids = lax.top_k(z, 2)
+    id2 = ids[..., 1] if logits.shape[-1] > 1 else jnp.full_like(ids[..., 1], NO_ID)
+    return MarginStats(top[..., 0], ids[..., 0], top[..., 1], id2, total)
+
+
+def lm_head_margin_stats(hidden: Array, weight: Array, *, logsumexp: bool = False) -> MarginStats:
+    """Statistics of the float32 logits `hidden @ weight.T` for hidden [..., E] and weight [V, E]."""
+    logits = jnp.einsum("...e,ve->...v", hidden, weight, preferred_element_type=jnp.float32)
+    return margin_stats(logits, logsumexp=logsumexp)
+
+
+def decide(
+    stats: MarginStats,
+    tokens: Array,
+    parents: Array,
+    y: Array,
+    controls: AcceptControls,
+    max_depth: int,
+    margin: str,
+) -> Acceptance:
+    """`margin_accept` after its statistics: which edges are acceptable, then the walk. Shapes as there."""
+
+    def at_parent(values: Array) -> Array:
+        return jnp.take_along_axis(values, jnp.maximum(parents, 0), axis=1)
+
+    def is_stop(ids: Array) -> Array:
+        return jnp.any((ids[..., None] == controls.stop_tokens[:, None]) & (ids >= 0)[..., None], axis=-1)
+
+    low = MARGINS[margin](stats.top1, stats.top2, jnp.broadcast_to(controls.theta[:, None], y.shape))
+    open_node = low & ~controls.strict[:, None] & ~is_stop(stats.id1) & ~is_stop(y)
+    exact = (tokens >= 0) & (tokens == at_parent(y))
+    best = (tokens == at_parent(stats.id1)) | (tokens == at_parent(stats.id2))
+    relaxable = (tokens >= 0) & ~exact & best & at_parent(open_node) & ~is_stop(tokens)
+
+    def row(parents: Array, exact: Array, relaxable: Array, max_run: Array):
+        def step(carry, _):
+            node, run, stopped = carry
+            child = (parents == node) & ~stopped
+            by_exact, by_relaxed = child & exact, child & relaxable & (run < max_run)
+            is_relaxed = ~jnp.any(by_exact) & jnp.any(by_relaxed)
+            found = jnp.any(by_exact) | is_relaxed
+            chosen = jnp.argmax(jnp.where(is_relaxed, by_relaxed, by_exact)).astype(jnp.int32)
+            node = jnp.where(found, chosen, node)
+            return (node, jnp.where(is_relaxed, run + 1, 0), ~found), (node, found, is_relaxed)
+
+        start = jnp.int32(0), jnp.int32(0), jnp.zeros((), bool)
+        _, (path, found, relaxed) = lax.scan(step, start, length=max_depth)
+        return jnp.pad(path, (1, 0)), jnp.sum(found, dtype=jnp.int32), relaxed
+
+    path, num_accepted, relaxed = jax.vmap(row)(parents, exact, relaxable, controls.max_relaxed_run)
+    next_token = jnp.take_along_axis(y, path[:, -1:], axis=1)[:, 0]
+    return Acceptance(path, num_accepted, next_token, relaxed, stats)

@@ -1,0 +1,145 @@
+"""The same operations where the vocabulary is spread over devices: only a few numbers per node travel.
+
+B batch, N tree nodes, V vocabulary. Oracle: the operations on one device.
+
+Left to itself, XLA gathers the whole logits for a `top_k` over a sharded vocabulary, and it cannot
+partition a Mosaic kernel at all. Inside `shard_map` each device folds its own part and one all-gather
+joins the parts.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import Mesh, PartitionSpec
+
+from kernels_pallas import margin
+from kernels_pallas.rule import Acceptance, AcceptControls, check_margin, decide
+from kernels_pallas.stats import MarginStats, merge
+
+Axis = str | tuple[str, ...]
+
+
+def merge_over(stats: MarginStats, axis: Axis, *, local_vocab: int) -> MarginStats:
+    """Inside `shard_map`: the statistics of each device's part -> those of the whole, on every device.
+
+    Args:
+      stats: of this device's part, ids counted from 0; part i holds tokens `[i * local_vocab, (i + 1) *
+      local_vocab)`.
+      axis: mesh axis, or axes, over which the vocabulary is spread.
+    """
+    first = lax.axis_index(axis) * local_vocab
+    offset = lambda ids: jnp.where(ids < 0, ids, ids + first)  # noqa: E731
+    stats = stats._replace(id1=offset(stats.id1), id2=offset(stats.id2))
+    # One array, so one collective: floats travel as integers, whose bits no device touches.
+    columns = [lax.bitcast_convert_type(x, jnp.int32) for x in stats if x is not None]
+    parts = lax.all_gather(jnp.stack(columns), axis)  # i32[shards, 4 or 5, ...]
+
+    def unpack(part: Array) -> MarginStats:
+        columns = [part[k] for k in range(part.shape[0])]
+        for k in (0, 2, 4)[: len(columns) - 2]:
+            columns[k] = lax.bitcast_convert_type(columns[k], jnp.float32)
+        return MarginStats(*columns)
+
+    return functools.reduce(merge, (unpack(parts[i]) for i in range(parts.shape[0])))
+
+
+def sharded_margin_stats(
+    logits: Array, *, mesh: Mesh | None = None, axis: Axis, batch_axis: Axis | None = None, **options: Any
+) -> MarginStats:
+    """`margin_stats` of logits [B, ..., V] whose last axis is spread over `axis` and whose first over
+    `batch_axis`.
+
+    Args:
+      mesh: of the devices; None takes the one set by `jax.set_mesh`.
+      options: as for `margin_stats`; each device runs that implementation on its own part.
+
+    Raises:
+      ValueError: V does not divide over the devices, or what `margin_stats` raises.
+
+    Example: with `mesh = jax.make_mesh((8,), ("model",))` and logits [B, N, V] placed as
+    `PartitionSpec(None, None, "model")`, `sharded_margin_stats(logits, mesh=mesh, axis="model")`.
+    """
+    local = functools.partial(_local, axis=axis, options=options)
+    return _map(local, mesh, axis, batch_axis, logits.shape[-1], (logits,), _spec(logits, axis, batch_axis))
+
+
+def sharded_margin_accept(
+    logits: Array,
+    tokens: Array,
+    parents: Array,
+    y: Array | None,
+    controls: AcceptControls,
+    *,
+    mesh: Mesh | None = None,
+    axis: Axis,
+    batch_axis: Axis | None = None,
+    max_depth: int,
+    margin: str = "ratio",
+    **options: Any,
+) -> Acceptance:
+    """`margin_accept` of logits [B, N, V] spread over devices as in `sharded_margin_stats`; the rest by
+    `batch_axis`.
+
+    Every device walks the tree itself: that costs less than sending the result.
+
+    Raises:
+      ValueError: as in `sharded_margin_stats`, or an unknown margin.
+    """
+    check_margin(margin)
+    controls = AcceptControls(controls.theta, controls.strict, controls.max_relaxed_run, controls.stop_tokens)
+
+    def local(logits, tokens, parents, y, controls):
+        stats = _local(logits, axis=axis, options=options)
+        return decide(stats, tokens, parents, stats.id1 if y is None else y, controls, max_depth, margin)
+
+    operands = (logits, tokens, parents, y, controls)
+    return _map(local, mesh, axis, batch_axis, logits.shape[-1], operands, _spec(logits, axis, batch_axis))
+
+
+def _local(logits: Array, *, axis: Axis, options: dict[str, Any]) -> MarginStats:
+    stats = margin.margin_stats(logits, **options)
+    return merge_over(stats, axis, local_vocab=logits.shape[-1])
+
+
+def _spec(logits: Array, axis: Axis, batch_axis: Axis | None) -> PartitionSpec:
+    if logits.ndim < 2:
+        raise ValueError(f"logits have shape {logits.shape}: expected [B, ..., V].")
+    return PartitionSpec(batch_axis, *[None] * (logits.ndim - 2), axis)
+
+
+def _map(
+    function: Callable[..., Any],
+    mesh: Mesh | None,
+    axis: Axis,
+    batch_axis: Axis | None,
+    vocab: int,
+    operands: tuple[Any, ...],
+    logits_spec: PartitionSpec,
+) -> Any:
+    sizes = (jax.sharding.get_abstract_mesh() if mesh is None else mesh).shape
+    names = (axis,) if isinstance(axis, str) else axis
+    unknown = [name for name in names if name not in sizes]
+    if unknown:
+        raise ValueError(
+            f"axis is {axis!r} and the mesh has {tuple(sizes)}: pass mesh=, or enter "
+            "jax.set_mesh(mesh) first."
+        )
+    shards = math.prod(sizes[name] for name in names)
+    if vocab % shards:
+        raise ValueError(
+            f"a vocabulary of {vocab} does not divide over {shards} devices: pad the unembedding, with "
+            "-inf logits."
+        )
+    rows = PartitionSpec(batch_axis)
+    specs = (logits_spec, *jax.tree.map(lambda _: rows, operands[1:]))
+    # check_vma: pallas_call does not say how its results vary over a mesh; the merged results are equal on
+    # `axis`.
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=rows, check_vma=False)
+    return mapped(*operands)

@@ -1,0 +1,74 @@
+"""A kernel where a program runs on one device or inside `shard_map`, and another form where XLA partitions
+it.
+
+XLA cannot look into a kernel: it refuses to partition a Mosaic call, and gathers the whole logits in front of
+a Triton call. Which case it is, is known when the program is lowered and not before.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.core
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+
+_whole_p = Primitive("whole_or_partitioned")
+_whole_p.multiple_results = True
+
+
+def whole_or_partitioned(whole: Callable[..., Any], partitioned: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that is `whole` where its operands are whole, and `partitioned` where XLA partitions them.
+
+    Both take the same arrays and give results of one structure, shape and dtype; both can be vmapped.
+    """
+
+    def call(*operands: Any) -> Any:
+        leaves, structure = jax.tree.flatten(operands)
+        result = jax.eval_shape(partitioned, *operands)
+
+        def on_leaves(form: Callable[..., Any]) -> Callable[..., list[Any]]:
+            return lambda *leaves: jax.tree.leaves(form(*structure.unflatten(leaves)))
+
+        out = _whole_p.bind(*leaves, whole=on_leaves(whole), partitioned=on_leaves(partitioned))
+        return jax.tree.unflatten(jax.tree.structure(result), out)
+
+    return call
+
+
+@_whole_p.def_impl
+def _impl(*leaves: Any, **forms: Any) -> list[Any]:
+    return jax.jit(functools.partial(_whole_p.bind, **forms))(*leaves)
+
+
+@_whole_p.def_abstract_eval
+def _abstract_eval(*leaves: Any, whole: Any, partitioned: Any) -> list[Any]:
+    del whole
+    shapes = jax.eval_shape(partitioned, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves))
+    return [jax.core.ShapedArray(x.shape, x.dtype) for x in shapes]
+
+
+def _batch(leaves: Any, axes: Any, *, whole: Any, partitioned: Any) -> tuple[list[Any], list[int]]:
+    forms = {"whole": jax.vmap(whole, axes), "partitioned": jax.vmap(partitioned, axes)}
+    out = _whole_p.bind(*leaves, **forms)
+    return out, [0] * len(out)
+
+
+def _lower(ctx: Any, *leaves: Any, whole: Any, partitioned: Any) -> Any:
+    form = partitioned if _is_partitioned(ctx.module_context.axis_context) else whole
+    return mlir.lower_fun(form, multiple_results=True)(ctx, *leaves)
+
+
+def _is_partitioned(context: Any) -> bool:
+    # The same test as in the lowering of a Mosaic call. Inside shard_map over every axis nothing is
+    # partitioned.
+    if hasattr(context, "manual_axes"):
+        return context.manual_axes != frozenset(context.mesh.axis_names)
+    return getattr(context, "num_devices", 1) != 1
+
+
+batching.primitive_batchers[_whole_p] = _batch
+mlir.register_lowering(_whole_p, _lower)

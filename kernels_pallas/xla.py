@@ -1,0 +1,141 @@
+"""Margin statistics in plain XLA, in two levels: the default on CPU and wherever there is no kernel.
+
+V vocabulary. Oracle: `reference`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from kernels_pallas.stats import LAST_ID, LOWEST, MarginStats, close, empty
+
+BLOCK = 256
+"""Tokens per block. Measured on a CPU at [8, 8, 128256] and [8, 8, 4096]: 64 to 256 are alike, 512 is
+1.2-1.7x slower at 4096."""
+
+ROWS_BYTES = 4 * 2**20
+"""Bytes of exponentials at a time. Measured on a CPU with 64 rows of 128256: 2 and 4 MiB are alike, 8 MiB takes
+twice as long and all of them at once 2 to 4 times, most of it page faults."""
+EXP2 = (1.535336e-4, 1.3398874e-3, 9.618437e-3, 5.5503324e-2, 2.4022648e-1, 6.931472e-1, 1.0)
+"""Coefficients of 2**f, the highest power first."""
+
+
+def margin_stats(logits: Array, *, logsumexp: bool = False) -> MarginStats:
+    """Statistics of logits [..., V] (bfloat16 or float32) over the last axis, for V >= 1.
+
+    One vectorised pass takes the maximum of each block of `BLOCK` tokens. The largest entry lies in the best
+    block, the second largest in the best or in the second-best one, so only those two are searched.
+    `lax.top_k` looks at each entry with a scalar comparison, and `argmax` is slower still on CPU.
+
+    With the logsumexp a few rows are taken at a time. XLA's CPU backend writes the exponentials down before it
+    sums them: of a few rows they stay in the cache, and so do the logits from the first pass to the second.
+    """
+    lead, vocab = logits.shape[:-1], logits.shape[-1]
+    rows = logits.reshape(-1, vocab)
+    count = rows.shape[0]
+    size = min(max(ROWS_BYTES // (4 * vocab), 1), count)
+    if not logsumexp or size == count:
+        stats = _stats(rows, logsumexp)
+        return jax.tree.map(lambda x: x.reshape(lead), stats)
+
+    def step(i: Array, done: MarginStats) -> MarginStats:
+        # The last step starts early enough to be whole; what it computes a second time is the same.
+        start = jnp.minimum(i * size, count - size)
+        some = _stats(lax.dynamic_slice_in_dim(rows, start, size), logsumexp)
+        return jax.tree.map(lambda d, x: lax.dynamic_update_slice_in_dim(d, x, start, axis=0), done, some)
+
+    stats = lax.fori_loop(0, -(-count // size), step, empty((count,), logsumexp=True))
+    return jax.tree.map(lambda x: x.reshape(lead), stats)
+
+
+def _stats(logits: Array, logsumexp: bool) -> MarginStats:
+    vocab = logits.shape[-1]
+    blocks = vocab // BLOCK
+    if blocks < 4:  # the candidates would be most of the vocabulary
+        values, ids = logits, lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+    else:
+        values, ids = _candidates(logits, blocks)
+    top1, id1, top2, id2 = _top_two(values.astype(jnp.float32), ids)
+    id1, id2 = close(top1, id1, top2, id2, vocab)
+    total = None
+    if logsumexp:
+        # A row of -inf has no finite maximum to subtract; any finite number keeps NaN out.
+        shift = jnp.maximum(top1, LOWEST)
+        exponent = logits.astype(jnp.float32) - shift[..., None]
+        total = shift + jnp.log(jnp.sum(_exp_of_negative(exponent), axis=-1))
+        total = jnp.where(top1 == -jnp.inf, -jnp.inf, total)
+    return MarginStats(top1, id1, top2, id2, total)
+
+
+def partitioned_margin_stats(logits: Array, *, logsumexp: bool = False) -> MarginStats:
+    """As `margin_stats`, in reductions over the vocabulary alone.
+
+    XLA partitions each of them over a sharded vocabulary into a reduction per device and an exchange of one
+    number per node and device, whatever V is; it would gather the whole logits for the two levels above or
+    for `lax.top_k`. Slow on CPU, where argmax is.
+    """
+    z = logits.astype(jnp.float32)
+    ids = lax.broadcasted_iota(jnp.int32, z.shape, z.ndim - 1)
+    top1, id1 = jnp.max(z, axis=-1), jnp.argmax(z, axis=-1).astype(jnp.int32)
+    rest = jnp.where(ids == id1[..., None], -jnp.inf, z)
+    top2, id2 = jnp.max(rest, axis=-1), jnp.argmax(rest, axis=-1).astype(jnp.int32)
+    id1, id2 = close(top1, id1, top2, id2, z.shape[-1])
+    total = None
+    if logsumexp:
+        shift = jnp.maximum(top1, LOWEST)
+        total = shift + jnp.log(jnp.sum(jnp.exp(z - shift[..., None]), axis=-1))
+    return MarginStats(top1, id1, top2, id2, total)
+
+
+def _candidates(logits: Array, blocks: int) -> tuple[Array, Array]:
+    """Values and ids [..., 2 * BLOCK + rest] among which the two largest entries are."""
+    lead = logits.shape[:-1]
+    whole = logits[..., : blocks * BLOCK].reshape(*lead, blocks, BLOCK)
+    best = jnp.max(whole, axis=-1)
+    number = lax.broadcasted_iota(jnp.int32, best.shape, best.ndim - 1)
+    # argmax over the few block maxima only; equal maxima go to the earlier block and so to the smaller id.
+    first = jnp.argmax(best, axis=-1, keepdims=True).astype(jnp.int32)
+    second = jnp.argmax(
+        jnp.where(number == first, -jnp.inf, best.astype(jnp.float32)), axis=-1, keepdims=True
+    )
+    chosen = jnp.concatenate([first, second.astype(jnp.int32)], axis=-1)
+    values = jnp.take_along_axis(whole, chosen[..., None], axis=-2).reshape(*lead, 2 * BLOCK)
+    within = lax.broadcasted_iota(jnp.int32, (*lead, 2, BLOCK), len(lead) + 1)
+    ids = (chosen[..., None] * BLOCK + within).reshape(*lead, 2 * BLOCK)
+    rest = logits[..., blocks * BLOCK :]
+    if rest.shape[-1]:
+        ids_of_rest = lax.broadcasted_iota(jnp.int32, rest.shape, rest.ndim - 1) + blocks * BLOCK
+        values, ids = jnp.concatenate([values, rest], axis=-1), jnp.concatenate([ids, ids_of_rest], axis=-1)
+    return values, ids
+
+
+def _top_two(values: Array, ids: Array) -> tuple[Array, Array, Array, Array]:
+    """The two largest of values f32[..., C] with their ids; ties to the smaller id. No argmax: see above."""
+
+    def largest(z: Array) -> tuple[Array, Array]:
+        top = jnp.max(z, axis=-1)
+        return top, jnp.min(jnp.where(z == top[..., None], ids, LAST_ID), axis=-1)
+
+    top1, id1 = largest(values)
+    top2, id2 = largest(jnp.where(ids == id1[..., None], -jnp.inf, values))
+    return top1, id1, top2, id2
+
+
+def _exp_of_negative(x: Array) -> Array:
+    """exp(x) for x f32[...] <= 0, to 2e-7 of the value; 2e-38 and not 0 far below.
+
+    XLA's own exponential takes 1.7x as long in a sum over the vocabulary on CPU: it also serves arguments that
+    overflow. 2**n goes into the exponent bits; 2**f on [-1/2, 1/2] is the polynomial of Cephes' exp2f.
+    """
+    x = jnp.maximum(x, -87.0) * math.log2(math.e)  # 2**-126 is the smallest normal number
+    n = jnp.round(x)
+    f = x - n
+    power = jnp.full_like(f, EXP2[0])
+    for coefficient in EXP2[1:]:
+        power = power * f + coefficient
+    bits = lax.bitcast_convert_type(power, jnp.int32) + (n.astype(jnp.int32) << 23)
+    return lax.bitcast_convert_type(bits, jnp.float32)

@@ -1,0 +1,137 @@
+"""Refuse flags that would have no effect: a flag that is silently ignored is a wrong result."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from mars_jax.cli.prompts import PromptRow
+from mars_jax.cli.settings import FILTERS
+from mars_jax.errors import MarsError
+
+_DRAFT = "draft with ngram or model:PATH"
+
+
+class Plan(NamedTuple):
+    """What the flags say about the rule and the drafter."""
+
+    draft: str  # none, ngram or model
+    verify: str  # exact, rejection or mars
+    samples_draft: bool  # draw the draft from the model, and hand the rule its true q
+    streams: bool
+
+
+def check_flags(args: argparse.Namespace, rows: Sequence[PromptRow]) -> Plan:
+    """Resolve the defaults that depend on other flags.
+
+    Raises:
+      MarsError: a flag was given that does not apply to what the others choose, with the cure.
+    """
+    draft = _draft_kind(args.draft or "ngram")
+    verify = args.verify or ("exact" if draft == "none" else "mars")
+    rejects = "rejection" in (verify, args.base)
+
+    def refuse(flag: str, given: Any, why: str) -> None:
+        if given is not None and given is not False:
+            raise MarsError(f"{flag} does not apply {why}.")
+
+    if args.compare:
+        own = "with --compare, which runs the rules itself and prints one table: leave it out"
+        for flag in ("verify", "base", "block", "output", "resume"):
+            refuse(f"--{flag}", getattr(args, flag), own)
+        refuse("--stream" if args.stream else "--no-stream", None if args.stream is None else True, own)
+        if draft == "none":
+            raise MarsError(f"--compare does not apply to --draft none, which it runs anyway: {_DRAFT}.")
+        verify = "mars"
+    if draft == "none" and verify != "exact":
+        raise MarsError(
+            f"--verify {verify} does not apply to --draft none, which proposes nothing: leave it out, or "
+            f"{_DRAFT}."
+        )
+    if verify != "mars":
+        why = f"to {verify} verification, which relaxes nothing: leave it out, or verify a draft with mars"
+        for name in ("base", "theta", "margin", "max_relaxed_run"):
+            refuse(_flag(name), getattr(args, name), why)
+        for row in rows:
+            for name in ("theta", "max_relaxed_run"):
+                if name in row.settings:
+                    raise row.error(f"{name} does not apply {why}.")
+    if not rejects:
+        refuse(
+            "--block", args.block, "without rejection: add --verify rejection, or mars with --base rejection"
+        )
+    if draft == "none":
+        refuse("--num-draft-tokens", args.num_draft_tokens, f"to --draft none: leave it out, or {_DRAFT}")
+    if draft != "model":
+        why = f"to --draft {draft}, which drafts no trees: leave it out, or draft with model:PATH"
+        refuse("--tree", args.tree, why)
+    if args.tree is not None:
+        why = "with --tree, whose depth is its own: leave one of them out"
+        refuse("--num-draft-tokens", args.num_draft_tokens, why)
+        if rejects and max(args.tree) > 1:
+            raise MarsError(
+                "--tree does not apply to rejection, which verifies chains: use exact, or mars over exact."
+            )
+    _check_sampling(args, rows)
+    _check_theta(args, rows)
+    if args.resume and args.output is None:
+        raise MarsError("--resume does not apply without --output: name the file to continue.")
+    if args.stream and (args.json or args.output):
+        other = "--json" if args.json else "--output"
+        raise MarsError(f"--stream does not apply with {other}, which writes finished rows: leave one out.")
+    if args.chat:
+        for row in rows:
+            if row.prompt is None:
+                raise row.error("--chat does not apply to prompt_tokens: leave it out, or give a text.")
+    return Plan(
+        draft=draft,
+        verify=verify,
+        samples_draft=rejects and draft == "model",
+        streams=args.stream is not False and not (args.json or args.output or args.compare),
+    )
+
+
+def _check_sampling(args: argparse.Namespace, rows: Sequence[PromptRow]) -> None:
+    default = args.temperature or 0.0
+    temperatures = [row.settings.get("temperature", default) for row in rows]
+    if not any(temperatures):
+        for name, off in FILTERS.items():
+            if getattr(args, name) not in (None, off):
+                raise MarsError(
+                    f"{_flag(name)} does not apply at temperature 0, which takes the best token: leave it "
+                    "out, or add a --temperature above 0."
+                )
+    for row, temperature in zip(rows, temperatures, strict=True):
+        for name, off in FILTERS.items():
+            if not temperature and row.settings.get(name, off) != off:
+                raise row.error(
+                    f"{name} does not apply at temperature 0: leave it out, or give a temperature above 0."
+                )
+
+
+def _check_theta(args: argparse.Namespace, rows: Sequence[PromptRow]) -> None:
+    """A ratio is never above 1, so a threshold above 1 is a mistake, or strictness said badly."""
+    margin = args.margin or "ratio"
+    expected = f"a number above 0 and at most 1 for the margin {margin}, or inf, which is strict"
+
+    def wrong(theta: float | None) -> bool:
+        return margin != "gap" and theta is not None and 1 < theta < math.inf
+
+    if wrong(args.theta):
+        raise MarsError(f"--theta is {args.theta:g}: expected {expected}.")
+    for row in rows:
+        if wrong(row.settings.get("theta")):
+            raise row.error(f"theta is {row.settings['theta']:g}: expected {expected}.")
+
+
+def _draft_kind(spec: str) -> str:
+    kind, colon, path = spec.partition(":")
+    if (kind in ("none", "ngram") and not colon) or (kind == "model" and path):
+        return kind
+    raise MarsError(f"--draft is {spec}: expected none, ngram or model:PATH.")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

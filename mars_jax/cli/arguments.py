@@ -1,0 +1,162 @@
+"""The flags of `python -m mars_jax.generate`. Nothing here imports jax, so `--help` is immediate."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import NoReturn
+
+from mars_jax import __version__
+from mars_jax.cli.settings import SETTINGS, from_text, tree_from_text
+from mars_jax.errors import MarsError
+
+RULES = ("exact", "rejection", "mars")
+MARGINS = ("ratio", "gap", "prob_ratio")  # those of verify.MARGINS, whose module imports jax
+DTYPES = ("float32", "bfloat16")
+
+_DESCRIPTION = """\
+Continue prompts by speculative decoding: a cheap draft proposes tokens, the target
+model scores them in one forward pass, and a rule decides how many of them to keep.
+"""
+_EPILOG = """\
+examples:
+  python -m mars_jax.generate --target PATH "Once upon a time"
+  python -m mars_jax.generate --target PATH --draft model:SMALL --verify exact "Hello"
+  python -m mars_jax.generate --target PATH --prompts-file in.jsonl --output out.jsonl
+  python -m mars_jax.generate --target PATH --compare "Once upon a time"
+
+A prompts file holds one prompt a line. Named *.jsonl, it holds one object a line:
+`prompt` or `prompt_tokens`, and where a prompt chooses for itself `id`, temperature,
+top_k, top_p, min_p, theta, max_relaxed_run, strict, seed and max_new_tokens.
+Text goes to stdout, statistics and progress to stderr; bad input ends with exit code 2.
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One sentence like every other error, in place of argparse's usage block."""
+        raise MarsError(f"{message.removeprefix('argument ').rstrip('.')}; --help lists the flags.")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser. Flags default to None, so that what was given can be told from what was not."""
+    made = _Parser(
+        prog="python -m mars_jax.generate",
+        usage="%(prog)s --target PATH [flags] [PROMPT ...]",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,  # an abbreviation would change its meaning with the next flag
+    )
+    made.add_argument("prompts", nargs="*", metavar="PROMPT", help="texts to continue")
+    made.add_argument("--version", action="version", version=f"mars-jax {__version__}")
+    _add_models(made)
+    _add_rule(made)
+    _add_sampling(made)
+    _add_input_and_output(made)
+    return made
+
+
+def _add_models(made: argparse.ArgumentParser) -> None:
+    group = made.add_argument_group("models")
+    group.add_argument(
+        "--target",
+        metavar="PATH",
+        help="checkpoint directory, or owner/name on the Hugging Face hub (required)",
+    )
+    group.add_argument(
+        "--draft",
+        metavar="DRAFT",
+        help="none (plain autoregression), ngram (copy from the text so far) or model:PATH (a small model "
+        "with the target's tokenizer); default: ngram",
+    )
+    group.add_argument(
+        "--num-draft-tokens", metavar="N", help="tokens drafted in a row (default: 5 by a model, 8 by ngram)"
+    )
+    group.add_argument(
+        "--tree", metavar="4-2-2-1", help="draft a tree with a model: children per node at each depth"
+    )
+    group.add_argument("--dtype", choices=DTYPES, help="of the weights (default: the checkpoint's own)")
+
+
+def _add_rule(made: argparse.ArgumentParser) -> None:
+    group = made.add_argument_group("rule")
+    group.add_argument(
+        "--verify",
+        choices=RULES,
+        help="exact: lossless, keeps what the target itself would say; rejection: lossless speculative "
+        "sampling; mars: also keeps the target's runner-up where its two best tokens are nearly tied "
+        "(default: mars)",
+    )
+    group.add_argument("--base", choices=("exact", "rejection"), help="what mars relaxes (default: exact)")
+    group.add_argument(
+        "--block", action="store_true", default=None, help="rejection by whole blocks, not token by token"
+    )
+    group.add_argument(
+        "--theta", metavar="X", help="how near a tie must be for mars; inf never relaxes (default: 0.9)"
+    )
+    group.add_argument(
+        "--margin",
+        choices=MARGINS,
+        help="what theta bounds: ratio (second logit / best > theta), gap (nats between them < theta) or "
+        "prob_ratio (second probability / best > theta); default: ratio",
+    )
+    group.add_argument(
+        "--max-relaxed-run", metavar="N", help="relaxed tokens in a row that mars allows (default: any)"
+    )
+
+
+def _add_sampling(made: argparse.ArgumentParser) -> None:
+    group = made.add_argument_group("sampling")
+    for flag, metavar, text in (
+        ("--temperature", "X", "0 is greedy (default: 0)"),
+        ("--top-k", "N", "sample among the N best tokens (default: off)"),
+        ("--top-p", "X", "sample among the best tokens of total probability X (default: off)"),
+        ("--min-p", "X", "drop tokens below X times the best probability (default: off)"),
+        ("--seed", "N", "prompt i draws with seed N + i (default: 0)"),
+        ("--max-new-tokens", "N", "most tokens per prompt (default: 256)"),
+    ):
+        group.add_argument(flag, metavar=metavar, help=text)
+    group.add_argument("--ignore-eos", action="store_true", help="decode past the model's stop tokens")
+
+
+def _add_input_and_output(made: argparse.ArgumentParser) -> None:
+    group = made.add_argument_group("input")
+    group.add_argument("--prompts-file", metavar="FILE", help="read prompts from a file, or - for stdin")
+    group.add_argument("--chat", action="store_true", help="put prompts through the model's chat template")
+    group.add_argument(
+        "--batch-size", metavar="N", help="prompts decoded side by side (default: 1 for a stream, else 8)"
+    )
+    group = made.add_argument_group("output")
+    group.add_argument(
+        "--stream",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="print text as it is decided (default), or when a batch is done",
+    )
+    group.add_argument("--json", action="store_true", help="print one JSON object per prompt, nothing else")
+    group.add_argument(
+        "--output", metavar="FILE", help="append those objects to a new file, each as soon as it is finished"
+    )
+    group.add_argument("--resume", action="store_true", help="continue the --output of an interrupted run")
+    group.add_argument(
+        "--compare",
+        action="store_true",
+        help="decode the prompts autoregressively, with exact and with mars, and print one table of speed "
+        "and acceptance",
+    )
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Flags as values. Numbers are in range; whether a flag applies is for `applies.check_flags`.
+
+    Raises:
+      MarsError: an unknown flag, or a value that is not what the flag takes.
+      SystemExit: after --help and --version.
+    """
+    args = parser().parse_args(argv)
+    for name in SETTINGS.keys() & vars(args).keys():
+        text = getattr(args, name)
+        setattr(args, name, None if text is None else from_text(name, text))
+    args.tree = None if args.tree is None else tree_from_text(args.tree)
+    return args

@@ -1,0 +1,113 @@
+"""From flags to what the API takes: requests, target, drafter and rule. The cheap checks come first."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from mars_jax import api, batch, drafters, request, text, verify
+from mars_jax.cli.applies import Plan
+from mars_jax.cli.prompts import PromptRow
+from mars_jax.cli.settings import PER_REQUEST
+from mars_jax.errors import MarsError
+from mars_jax.request import Completion, Request, StreamEvent
+from mars_jax.text import Pretrained, check_same_vocabulary
+
+Rule = verify.Exact | verify.Rejection | verify.Mars
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Session:
+    """Everything a run needs."""
+
+    target: Pretrained
+    drafter: drafters.LoadedDrafter
+    rule: Rule
+    requests: list[Request]
+    batch_size: int
+    drafts: bool  # whether anything is proposed at all
+    _compiled: set[int] = dataclasses.field(default_factory=set)
+
+    def batches(self) -> Iterator[list[Request]]:
+        """The requests, a batch at a time."""
+        return request.batches(self.requests, self.batch_size)
+
+    def run(self, group: list[Request]) -> list[Completion]:
+        """Decode one batch; its time holds no compilation."""
+        self._compile(group, stream=False)
+        return api.run_batch(self.target, self.drafter, group, verify=self.rule, rows=self.batch_size)
+
+    def stream(self, group: list[Request]) -> Iterator[StreamEvent]:
+        """Decode one batch step by step; its time holds no compilation."""
+        self._compile(group, stream=True)
+        return api.generate_stream(self.target, self.drafter, group, verify=self.rule, rows=self.batch_size)
+
+    def _compile(self, group: list[Request], *, stream: bool) -> None:
+        width = batch.buffer_width(self.target, group)  # what shapes of two batches can differ in
+        if width not in self._compiled:
+            rows = self.batch_size
+            api.compile_batch(self.target, self.drafter, group, verify=self.rule, rows=rows, stream=stream)
+            self._compiled.add(width)
+
+
+def open_session(args: argparse.Namespace, plan: Plan, rows: Sequence[PromptRow]) -> Session:
+    """Check prompts and vocabularies on configs and tokenizers alone, and only then load weights.
+
+    Raises:
+      MarsError: anything wrong with the checkpoints or the prompts.
+    """
+    sketch = text.outline(args.target)
+    requests = make_requests(sketch, args, rows)
+    if plan.draft == "model":
+        check_same_vocabulary(sketch, text.outline(args.draft.partition(":")[2]))
+    if not sketch.has_tokenizer and not (args.json or args.output or args.compare):
+        raise MarsError(f"'{args.target}' has no tokenizer and so no text to show: add --json for token ids.")
+    target = text.load(args.target, dtype=args.dtype)
+    drafter = drafters.load(
+        args.draft or "ngram",
+        target,
+        num_draft_tokens=args.num_draft_tokens,
+        tree=args.tree,
+        sample=plan.samples_draft,
+        dtype=args.dtype,
+    )
+    size = args.batch_size or (1 if plan.streams else 8)
+    return Session(
+        target=target,
+        drafter=drafter,
+        rule=_rule(args, plan),
+        requests=requests,
+        batch_size=min(size, len(requests)),
+        drafts=plan.draft != "none",
+    )
+
+
+def _rule(args: argparse.Namespace, plan: Plan) -> Rule:
+    rejection = verify.rejection(block=bool(args.block))
+    if plan.verify == "mars":
+        base = rejection if args.base == "rejection" else verify.exact()
+        return verify.mars(base, theta=args.theta or 0.9, margin=args.margin or "ratio")
+    return rejection if plan.verify == "rejection" else verify.exact()
+
+
+def make_requests(target: Pretrained, args: argparse.Namespace, rows: Sequence[PromptRow]) -> list[Request]:
+    """Tokenized requests. Row i draws with the seed --seed + i unless it names one, whatever its batch.
+
+    Raises:
+      MarsError: a prompt that the model cannot take, by its line.
+    """
+    common = {name: getattr(args, name) for name in PER_REQUEST if getattr(args, name, None) is not None}
+    requests = []
+    for index, row in enumerate(rows):
+        settings = common | {"seed": ((args.seed or 0) + index) % 2**32} | row.settings
+        prompt = [row.tokens or ()] if row.prompt is None else [row.prompt]
+        try:
+            [made] = request.make_requests(
+                target, prompt, chat=args.chat, ignore_eos=args.ignore_eos, **settings
+            )
+            request.check_request(target, made)
+        except MarsError as error:
+            raise row.error(error) from None
+        requests.append(dataclasses.replace(made, id=row.id))
+    return requests

@@ -1,0 +1,8 @@
+"""Drafters: each a factory of a `Drafter`, a NamedTuple of pure functions. `load` finds one by its name."""
+
+from mars_jax.drafters.load import AnyDrafter, LoadedDrafter, load
+from mars_jax.drafters.model import language_model
+from mars_jax.drafters.ngram import ngram
+from mars_jax.drafters.none import none
+
+__all__ = ["AnyDrafter", "LoadedDrafter", "language_model", "load", "ngram", "none"]

@@ -1,0 +1,86 @@
+"""Prompt lookup on the device: what followed the longest earlier match of the text's own last tokens.
+
+Source: prompt lookup decoding (Saxena 2023), in `transformers` as `prompt_lookup_num_tokens`. B batch, T buffer.
+Oracle: a Python search in tests/drafters/test_ngram.py.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax.numpy as jnp
+from jax import Array
+
+from mars_jax.errors import MarsError
+from mars_jax.tree import chain
+from mars_jax.types import NO_TOKEN, Drafter
+
+
+@functools.lru_cache
+def ngram(num_draft_tokens: int = 8, *, max_ngram: int = 3, min_ngram: int = 1) -> Drafter:
+    """Propose the tokens that followed the latest of the longest earlier matches of the current suffix.
+
+    Where the continuation runs into the end of the text it starts over at the match, which continues a
+    repetition for as long as is asked. Without a match the nodes are padding and the step emits one token.
+
+    Args:
+      num_draft_tokens: length K of the chain, at least 1.
+      max_ngram: longest suffix that is looked for.
+      min_ngram: shortest suffix that counts as a match.
+
+    Raises:
+      MarsError: an argument is out of range.
+
+    >>> ngram(4).num_nodes
+    5
+    """
+    if num_draft_tokens < 1:
+        raise MarsError(f"num_draft_tokens is {num_draft_tokens}: an n-gram draft needs at least 1 token.")
+    if not 1 <= min_ngram <= max_ngram:
+        raise MarsError(
+            f"min_ngram is {min_ngram} and max_ngram {max_ngram}: give 1 <= min_ngram <= max_ngram."
+        )
+
+    def propose(params, keys, state, tokens, length, controls):
+        drafted = lookup(tokens, length, num_draft_tokens, max_ngram=max_ngram, min_ngram=min_ngram)
+        root = jnp.take_along_axis(tokens, length[:, None] - 1, axis=1)
+        return chain(jnp.concatenate([root, drafted], axis=1)), state
+
+    return Drafter(
+        init=lambda params, tokens, length: (),
+        propose=propose,
+        update=lambda params, state, tree, verdict, output, length: state,
+        num_nodes=num_draft_tokens + 1,
+        max_depth=num_draft_tokens,
+        name=f"ngram({num_draft_tokens})",
+    )
+
+
+def lookup(tokens: Array, length: Array, count: int, *, max_ngram: int, min_ngram: int) -> Array:
+    """The proposed continuation, i32[B, count], all `NO_TOKEN` in a row without a match.
+
+    Args:
+      tokens: i32[B, T]; valid below `length`.
+      length: i32[B], at least 1.
+
+    >>> lookup(jnp.asarray([[5, 6, 7, 5, 6, 0]], jnp.int32), jnp.asarray([5], jnp.int32), 2,
+    ...        max_ngram=3, min_ngram=1).tolist()
+    [[7, 5]]
+    """
+    buffer = tokens.shape[1]
+    end = jnp.arange(buffer, dtype=jnp.int32)[None]  # a match ends just before this place
+    matched = jnp.zeros(tokens.shape, jnp.int32)
+    alive = (end >= 1) & (end < length[:, None])
+    for back in range(1, max_ngram + 1):
+        # tokens[end - back] == tokens[length - back], for as many steps back as the two suffixes agree
+        shifted = jnp.pad(tokens, ((0, 0), (back, 0)), constant_values=NO_TOKEN)[:, :buffer]
+        wanted = jnp.take_along_axis(tokens, jnp.maximum(length - back, 0)[:, None], axis=1)
+        alive &= (shifted == wanted) & (end >= back) & (length >= back)[:, None]
+        matched += alive.astype(jnp.int32)
+    score = jnp.where(matched >= min_ngram, matched * buffer + end, -1)
+    best = jnp.argmax(score, axis=1).astype(jnp.int32)
+    found = jnp.max(score, axis=1) >= 0
+    period = jnp.maximum(length - best, 1)
+    step = jnp.arange(count, dtype=jnp.int32)[None] % period[:, None]
+    drafted = jnp.take_along_axis(tokens, jnp.minimum(best[:, None] + step, buffer - 1), axis=1)
+    return jnp.where(found[:, None], drafted, NO_TOKEN)

@@ -1,0 +1,102 @@
+"""`python -m mars_jax.generate`: continue prompts from the command line.
+
+This module has the name of the function `mars_jax.generate`, and whoever imports it puts it in the function's
+place on the package. So it can be called, and then is that function.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+import types
+from collections.abc import Sequence
+from typing import IO, Any
+
+from mars_jax.cli.applies import check_flags
+from mars_jax.cli.arguments import parse
+from mars_jax.cli.prompts import from_texts, read_prompts
+from mars_jax.errors import MarsError
+
+BAD_INPUT = 2
+INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+BROKEN_PIPE = 141  # 128 + SIGPIPE
+
+
+class _CallableModule(types.ModuleType):
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """See `mars_jax.api.generate`."""
+        from mars_jax import api
+
+        return api.generate(*args, **options)
+
+
+sys.modules[__name__].__class__ = _CallableModule
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    out = sys.stdout
+    try:
+        # Whatever a library prints is no part of the result.
+        with contextlib.redirect_stdout(sys.stderr):
+            _run(argv, out)
+            out.flush()
+    except MarsError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        _discard(out)
+        return BROKEN_PIPE
+    return 0
+
+
+def _run(argv: Sequence[str] | None, out: IO[str]) -> None:
+    with contextlib.redirect_stdout(out):
+        args = parse(argv)
+    if args.target is None:
+        raise MarsError("there is no target: give --target with a checkpoint directory or a name on the hub.")
+    if args.prompts and args.prompts_file is not None:
+        raise MarsError("there are prompts and a --prompts-file: give one of the two.")
+    if not args.prompts and args.prompts_file is None:
+        raise MarsError("there are no prompts: give texts, or a --prompts-file.")
+    file = args.prompts_file
+    rows = from_texts(args.prompts) if file is None else read_prompts(file)
+    plan = check_flags(args, rows)
+
+    # From here on jax loads; what is above answers at once.
+    from mars_jax.cli import decode
+    from mars_jax.cli.output_file import check_output
+    from mars_jax.cli.session import open_session
+
+    if args.output is not None:
+        check_output(args.output, resume=args.resume)
+    with decode.busy("loading"):
+        session = open_session(args, plan, rows)
+    # A narrow locale must not end a run in the middle of a text; JSON is UTF-8 whatever the locale.
+    if isinstance(out, io.TextIOWrapper):
+        out.reconfigure(encoding="utf-8" if args.json else None, errors="strict" if args.json else "replace")
+    if args.compare:
+        decode.print_comparison(session, out, json=args.json)
+    elif args.output is not None:
+        decode.write_output(session, args.output, out, json=args.json)
+    elif args.json:
+        decode.print_json(session, out)
+    elif plan.streams:
+        decode.stream_text(session, out, chat=args.chat)
+    else:
+        decode.print_text(session, out, chat=args.chat)
+
+
+def _discard(out: IO[str]) -> None:
+    """Let the flush at exit go nowhere, rather than complain about the closed pipe."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

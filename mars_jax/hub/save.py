@@ -1,0 +1,94 @@
+"""Save a model as a directory that transformers loads."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from mars_jax.errors import MarsError
+from mars_jax.hub.config import from_json, to_json
+from mars_jax.models.config import ModelConfig
+from mars_jax.models.weights import get, weights
+from mars_jax.types import PyTree
+
+
+def _arrays(config: ModelConfig, params: PyTree) -> dict[str, np.ndarray]:
+    """Checkpoint name -> array, checked against the table of weights."""
+    arrays: dict[str, np.ndarray] = {}
+    for row in weights(config):
+        try:
+            value = np.asarray(jax.device_get(get(params, row.path)))
+        except (KeyError, IndexError, TypeError):
+            raise MarsError(
+                f"params lack {'.'.join(map(str, row.path))}: they belong to another config."
+            ) from None
+        if value.shape != row.shape:
+            raise MarsError(
+                f"params {'.'.join(map(str, row.path))} is {list(value.shape)} and the config says "
+                f"{list(row.shape)}: they belong to another config."
+            )
+        arrays[row.name] = np.ascontiguousarray(value)
+    return arrays
+
+
+def save(
+    path: str | os.PathLike[str], config: ModelConfig, params: PyTree, *, overwrite: bool = False
+) -> Path:
+    """Write config.json and model.safetensors to a new directory, all or nothing.
+
+    Args:
+      path: the directory. Its parents are made.
+      config: the model's config.
+      params: its params, in the dtype to save.
+      overwrite: replace the two files in a directory that already holds something; other files stay.
+
+    Returns:
+      The directory.
+
+    Raises:
+      MarsError: the directory is not empty, params do not fit config, or the family cannot express config.
+
+    >>> save("distilled", config, params)  # doctest: +SKIP
+    PosixPath('distilled')
+    """
+    from safetensors.numpy import save_file
+
+    target = Path(path)
+    if target.exists() and (not target.is_dir() or (any(target.iterdir()) and not overwrite)):
+        raise MarsError(
+            f"'{target}' exists and is not an empty directory: choose another path, or pass overwrite=True."
+        )
+    arrays = _arrays(config, params)
+    data: dict[str, Any] = to_json(config, dtype=arrays["model.embed_tokens.weight"].dtype.name)
+    if from_json(data) != config:
+        raise MarsError(
+            f"config.json of the family '{config.family}' cannot express this config: choose another family."
+        )
+    target.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        save_file(arrays, staging / "model.safetensors", metadata={"format": "pt"})
+        (staging / "config.json").write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+        if not target.exists() or not any(target.iterdir()):
+            staging.chmod(0o777 & ~_umask())
+            os.replace(staging, target)
+        else:
+            for file in ("model.safetensors", "config.json"):
+                os.replace(staging / file, target / file)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return target
+
+
+def _umask() -> int:
+    """The process's umask: mkdtemp makes directories private, and a checkpoint need not be."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

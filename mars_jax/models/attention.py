@@ -1,0 +1,95 @@
+"""Attention over the key-value cache, accumulated in float32.
+
+Oracle: `attend_all`, which scores every slot, and transformers' `eager_attention_forward`. B batch, N tokens,
+S cache slots, K key-value heads, G query heads per key-value head, D head dimension.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+BLOCK = 128
+"""Slots that `_attend_blocks` scores at a time: small enough that a block stays in the CPU's caches."""
+
+_LOWEST = float(jnp.finfo(jnp.float32).min)
+
+
+def attend(q: Array, k: Array, v: Array, mask: Array, live: Array) -> Array:
+    """Grouped-query attention.
+
+    On CPU its cost follows `live` and not the length of the buffer.
+
+    Args:
+      q: [B, N, K, G, D].
+      k: [B, S, K, D]; the cache as it is stored, since any other layout makes XLA copy the whole of it. Its dtype
+        may be wider than q's.
+      v: [B, S, K, D].
+      mask: bool[B, N, S]. A query that sees nothing gets zeros.
+      live: i32[]; `mask[:, :, live:]` is False everywhere.
+
+    Returns:
+      [B, N, K, G, D] in q's dtype.
+    """
+    return lax.platform_dependent(q, k, v, mask, live, cpu=_attend_blocks, default=attend_all)
+
+
+def _scores(q: Array, k: Array, mask: Array) -> Array:
+    """f32[B, K, G, N, S]; -inf where the mask is False."""
+    q = q.astype(k.dtype)
+    scores = jnp.einsum("bnkgd,bskd->bkgns", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
+    return jnp.where(mask[:, None, None], scores, -jnp.inf)
+
+
+def _mix(weights: Array, v: Array) -> Array:
+    """weights f32[B, K, G, N, S] -> f32[B, K, G, N, D]."""
+    return jnp.einsum("bkgns,bskd->bkgnd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+
+
+def _finish(mixed: Array, total: Array, dtype) -> Array:
+    """Normalise after the product: N * D divisions instead of N * S."""
+    mixed = mixed / jnp.where(total == 0, 1.0, total)[..., None]
+    return jnp.transpose(mixed, (0, 3, 1, 2, 4)).astype(dtype)
+
+
+def attend_all(q: Array, k: Array, v: Array, mask: Array, live: Array) -> Array:
+    """`attend` over every slot at once; `live` is not needed."""
+    del live
+    scores = _scores(q, k, mask)
+    top = lax.stop_gradient(jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), _LOWEST))
+    weights = jnp.exp(scores - top)
+    return _finish(_mix(weights, v), jnp.sum(weights, axis=-1), q.dtype)
+
+
+@jax.custom_jvp
+def _attend_blocks(q: Array, k: Array, v: Array, mask: Array, live: Array) -> Array:
+    """`attend` block by block up to `live`, with a running maximum and sum (1805.02867, algorithm 3)."""
+    batch, n, heads, group, dim = q.shape
+    slots = k.shape[1]
+    size = min(BLOCK, slots)
+
+    def body(i, carry):
+        top, total, mixed = carry
+        # The last block slides back to stay inside the buffer; what it would count twice is masked.
+        first = jnp.minimum(i * size, slots - size)
+        fresh = first + jnp.arange(size, dtype=jnp.int32) >= i * size
+        seen = lax.dynamic_slice_in_dim(mask, first, size, axis=2) & fresh[None, None]
+        scores = _scores(q, lax.dynamic_slice_in_dim(k, first, size, axis=1), seen)
+        higher = jnp.maximum(top, jnp.max(scores, axis=-1))
+        weights, shrink = jnp.exp(scores - higher[..., None]), jnp.exp(top - higher)
+        mixed = mixed * shrink[..., None] + _mix(weights, lax.dynamic_slice_in_dim(v, first, size, axis=1))
+        return higher, total * shrink + jnp.sum(weights, axis=-1), mixed
+
+    rows = (batch, heads, group, n)
+    zeros = jnp.zeros(rows, jnp.float32)
+    carry = (jnp.full(rows, _LOWEST, jnp.float32), zeros, jnp.zeros((*rows, dim), jnp.float32))
+    count = (live.astype(jnp.int32) + size - 1) // size
+    _, total, mixed = lax.fori_loop(0, count, body, carry)
+    return _finish(mixed, total, q.dtype)
+
+
+@_attend_blocks.defjvp
+def _attend_blocks_jvp(primals, tangents):
+    # A loop of unknown length has no reverse mode; the value is the same, so differentiate the plain form.
+    return jax.jvp(attend_all, primals, tangents)

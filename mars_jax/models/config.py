@@ -1,0 +1,112 @@
+"""The static description of a transformer: frozen, hashable, free of arrays.
+
+Oracle: the configs of transformers, read by `mars_jax.hub.config`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from mars_jax.errors import MarsError
+
+ROPE_KINDS = ("none", "linear", "llama3", "yarn")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rope:
+    """Rotary position embedding and how its frequencies are stretched beyond the trained length.
+
+    The names are those of transformers' `ROPE_INIT_FUNCTIONS`; a field applies to the kinds named beside it.
+    """
+
+    theta: float = 10000.0
+    kind: str = "none"
+    factor: float = 1.0  # linear, llama3, yarn: how much longer the context has become
+    original_max_positions: int = 0  # llama3, yarn: the trained length
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    attention_factor: float = 1.0  # yarn: scales cos and sin; already resolved from mscale and factor
+    truncate: bool = True  # yarn: round the corrected range outwards to whole dimensions
+
+    def __post_init__(self):
+        if self.kind not in ROPE_KINDS:
+            raise MarsError(
+                f"rope kind '{self.kind}' is not supported: choose one of {', '.join(ROPE_KINDS)}."
+            )
+        if self.kind in ("llama3", "yarn") and self.original_max_positions < 1:
+            raise MarsError(
+                f"rope kind '{self.kind}' needs original_max_positions, the length it was trained at."
+            )
+        if not (self.theta > 0 and self.factor > 0):
+            raise MarsError(f"rope theta ({self.theta}) and factor ({self.factor}) must be positive.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Everything static about a model.
+
+    Invariants: `num_heads % num_kv_heads == 0`, `head_dim % 2 == 0`, `len(windows) == num_layers`. A layer
+    whose window is w lets a query at position p see keys at positions above p - w; None sees everything.
+
+    Raises:
+      MarsError: an invariant does not hold.
+
+    >>> config = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=2)
+    >>> config.head_dim, config.num_kv_heads, config.windows
+    (8, 2, (None, None))
+    """
+
+    family: str = (
+        "llama"  # which Hugging Face architecture a saved checkpoint names; the math is in the fields below
+    )
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int = 0  # 0: num_heads
+    head_dim: int = 0  # 0: hidden_size // num_heads
+    max_positions: int = 2048
+    norm_eps: float = 1e-6
+    rope: Rope = Rope()
+    tie_embeddings: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    windows: tuple[int | None, ...] = ()  # one per layer; () is full attention everywhere
+    activation: str = "silu"
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "max_positions")
+        for name in sizes:
+            if getattr(self, name) < 1:
+                raise MarsError(f"{name} is {getattr(self, name)}: it must be at least 1.")
+        if self.head_dim == 0 and self.hidden_size % self.num_heads:
+            raise MarsError(
+                f"hidden_size {self.hidden_size} is not divisible by {self.num_heads} heads: set head_dim."
+            )
+        # The dataclass is frozen, so derived defaults are written past its guard, once.
+        object.__setattr__(self, "head_dim", self.head_dim or self.hidden_size // self.num_heads)
+        object.__setattr__(self, "num_kv_heads", self.num_kv_heads or self.num_heads)
+        object.__setattr__(self, "windows", self.windows or (None,) * self.num_layers)
+        if self.num_heads % self.num_kv_heads:
+            raise MarsError(
+                f"{self.num_heads} attention heads cannot share {self.num_kv_heads} key-value heads: the "
+                "first must be a multiple of the second."
+            )
+        if self.head_dim % 2:
+            raise MarsError(f"head_dim {self.head_dim} is odd: rotary embeddings rotate pairs of dimensions.")
+        if len(self.windows) != self.num_layers:
+            raise MarsError(f"{len(self.windows)} windows for {self.num_layers} layers: give one per layer.")
+        if any(window is not None and window < 1 for window in self.windows):
+            raise MarsError(f"windows {self.windows}: a window is at least 1, or None for full attention.")
+        if self.activation not in ACTIVATIONS:
+            raise MarsError(
+                f"activation '{self.activation}' is not supported: choose one of {', '.join(ACTIVATIONS)}."
+            )

@@ -1,0 +1,79 @@
+"""The pieces of a transformer layer as pure functions. Oracle: transformers' `modeling_llama.py` and its kin.
+
+B batch, N tokens, S cache slots, E hidden size, K key-value heads, G query heads per key-value head, D head
+dimension.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+_ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "relu": jax.nn.relu,
+}
+
+
+def _dense(x: Array, w: Array) -> Array:
+    return lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def _dense_cpu(x: Array, w: Array) -> Array:
+    """The forms that XLA's CPU backend runs fastest; scripts/bench_decode.py measures their sum."""
+    rows = x.shape[0]
+    if x.dtype == jnp.bfloat16:
+        # One row would be a matrix-vector product, which falls back to scalar code: 10x slower.
+        return _dense(jnp.pad(x, ((0, 1), (0, 0))), w)[:1] if rows == 1 else _dense(x, w)
+    # Eigen's kernels take four columns at a time; 5 to 7 cost more than 8.
+    padded = jnp.pad(x, ((0, -rows % 4), (0, 0))) if rows > 4 else x
+    y = lax.dot_general(w, padded, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    # W @ x.T streams [out, in] weights twice as fast as x @ W.T; the barrier keeps XLA from turning it back.
+    return lax.optimization_barrier(y)[:, :rows].T
+
+
+def dense(x: Array, w: Array, bias: Array | None = None, *, dtype=None) -> Array:
+    """x [..., in] times w [out, in], plus bias [out]: [..., out], summed in float32, cast to `dtype` or x's.
+
+    >>> dense(jnp.ones((1, 3)), jnp.ones((2, 3)), jnp.ones((2,))).tolist()
+    [[4.0, 4.0]]
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    y = lax.platform_dependent(rows, w, cpu=_dense_cpu, default=_dense)
+    if bias is not None:
+        y = y + bias.astype(jnp.float32)[None]
+    return y.astype(dtype or x.dtype).reshape(*x.shape[:-1], w.shape[0])
+
+
+def rms_norm(x: Array, scale: Array, eps: float) -> Array:
+    """x [..., E] over its root mean square, times scale [E]; in float32, cast back (arXiv 1910.07467)."""
+    y = x.astype(jnp.float32)
+    y = y * lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + eps)
+    return (y * jnp.expand_dims(scale.astype(jnp.float32), tuple(range(x.ndim - 1)))).astype(x.dtype)
+
+
+def gated_mlp(layer: dict[str, Array], x: Array, activation: str) -> Array:
+    """down(activation(gate(x)) * up(x)) for x [B, N, E] (arXiv 2002.05202); between products in float32."""
+    gate = dense(x, layer["gate"], layer.get("gate_bias"), dtype=jnp.float32)
+    up = dense(x, layer["up"], layer.get("up_bias"), dtype=jnp.float32)
+    return dense((_ACTIVATIONS[activation](gate) * up).astype(x.dtype), layer["down"], layer.get("down_bias"))
+
+
+@jax.custom_jvp
+def embed(table: Array, ids: Array) -> Array:
+    """Rows of table [V, E] at ids i32[B, N]: [B, N, E]. Ids outside of `[0, V)` take the nearest row."""
+    if table.dtype == jnp.bfloat16:
+        # XLA's CPU backend gathers bfloat16 by widening the whole table first; bits it moves as they are.
+        bits = jnp.take(lax.bitcast_convert_type(table, jnp.uint16), ids, axis=0, mode="clip")
+        return lax.bitcast_convert_type(bits, jnp.bfloat16)
+    return jnp.take(table, ids, axis=0, mode="clip")
+
+
+@embed.defjvp
+def _embed_jvp(primals, tangents):
+    # Bits have no derivative, but the gather is linear in the table.
+    (table, ids), (change, _) = primals, tangents
+    return embed(table, ids), jnp.take(change, ids, axis=0, mode="clip")

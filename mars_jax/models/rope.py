@@ -1,0 +1,68 @@
+"""Rotary position embeddings (arXiv 2104.09864) and their long-context variants.
+
+Oracle: transformers' `ROPE_INIT_FUNCTIONS`. Everything is float32: a bfloat16 angle is off by whole radians
+at position 1000.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from mars_jax.models.config import Rope
+
+
+def _llama3(frequency: np.ndarray, rope: Rope) -> np.ndarray:
+    """Llama 3.1: long waves are slowed by `factor`, short ones kept, those between interpolated."""
+    wavelength = 2 * math.pi / frequency
+    smooth = rope.original_max_positions / wavelength - rope.low_freq_factor
+    smooth = np.clip(smooth / (rope.high_freq_factor - rope.low_freq_factor), 0.0, 1.0)
+    return (1 - smooth) * frequency / rope.factor + smooth * frequency
+
+
+def _yarn(frequency: np.ndarray, rope: Rope, head_dim: int) -> np.ndarray:
+    """YaRN (arXiv 2309.00071, section 3.2): a ramp over dimensions from extrapolation to interpolation."""
+
+    def dimension(rotations: float) -> float:
+        turns = rope.original_max_positions / (rotations * 2 * math.pi)
+        return head_dim * math.log(turns) / (2 * math.log(rope.theta))
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001  # as in transformers: no division by zero
+    ramp = np.clip((np.arange(head_dim // 2) - low) / (high - low), 0.0, 1.0)
+    return frequency / rope.factor * ramp + frequency * (1 - ramp)
+
+
+def frequencies(rope: Rope, head_dim: int) -> np.ndarray:
+    """Radians per position of each rotated pair: f32[head_dim // 2].
+
+    >>> frequencies(Rope(theta=100.0), 4).tolist()
+    [1.0, 0.10000000149011612]
+    """
+    frequency = 1.0 / rope.theta ** (np.arange(0, head_dim, 2) / head_dim)
+    if rope.kind == "linear":
+        frequency = frequency / rope.factor
+    elif rope.kind == "llama3":
+        frequency = _llama3(frequency, rope)
+    elif rope.kind == "yarn":
+        frequency = _yarn(frequency, rope, head_dim)
+    return frequency.astype(np.float32)
+
+
+def angles(positions: Array, rope: Rope, head_dim: int) -> tuple[Array, Array]:
+    """cos and sin, f32[B, N, 1, head_dim // 2] each, of positions i32[B, N]."""
+    theta = positions.astype(jnp.float32)[:, :, None, None] * frequencies(rope, head_dim)[None, None, None]
+    return jnp.cos(theta) * rope.attention_factor, jnp.sin(theta) * rope.attention_factor
+
+
+def rotate(x: Array, cos: Array, sin: Array) -> Array:
+    """Rotate x [B, N, heads, head_dim]: dimension i is paired with i + head_dim // 2, as checkpoints do."""
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)

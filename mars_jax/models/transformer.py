@@ -1,0 +1,157 @@
+"""One decoder-only transformer that covers the supported families by its config.
+
+Oracle: the same checkpoint in PyTorch transformers (tests/models). B batch, N tokens, S cache slots, E hidden
+size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from mars_jax import cache as kv_cache
+from mars_jax.errors import MarsError
+from mars_jax.models import weights
+from mars_jax.models.attention import attend
+from mars_jax.models.config import ModelConfig
+from mars_jax.models.layers import dense, embed, gated_mlp, rms_norm
+from mars_jax.models.rope import angles, rotate
+from mars_jax.types import ForwardOutput, KVCache, LanguageModel, PyTree
+
+
+def init_params(config: ModelConfig, key: Array, dtype="float32", *, scale: float = 0.02) -> PyTree:
+    """Random params: normal matrices of standard deviation `scale`, zero biases, unit norms.
+
+    >>> config = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=2)
+    >>> init_params(config, jax.random.key(0))["layers"][0]["gate"].shape
+    (24, 16)
+    """
+    table = weights.weights(config)
+    keys = dict(zip(table, jax.random.split(key, len(table)), strict=True))
+
+    def make(row: weights.Weight) -> Array:
+        if row.init != "normal":
+            return (jnp.zeros if row.init == "zeros" else jnp.ones)(row.shape, dtype)
+        return (jax.random.normal(keys[row], row.shape, jnp.float32) * scale).astype(dtype)
+
+    return weights.build(config, make)
+
+
+def window_mask(mask: Array, positions: Array, start: Array, window: int) -> Array:
+    """mask bool[B, N, S] without the keys that lie `window` or more positions behind the query.
+
+    Committed slots hold their own position; the rows just written hold `positions` (in a tree, slot and
+    position differ).
+    """
+    slots = jnp.arange(mask.shape[2], dtype=jnp.int32)[None]
+    node = jnp.clip(slots - start[:, None], 0, positions.shape[1] - 1)
+    written = jnp.take_along_axis(positions, node, axis=1)
+    key_positions = jnp.where(slots < start[:, None], slots, written)
+    return mask & (key_positions[:, None, :] > positions[:, :, None] - window)
+
+
+def _attention(config: ModelConfig, layer: dict, x: Array, rotation, mask, k_cache, v_cache, start, live):
+    """Self-attention of one layer: x [B, N, E] -> ([B, N, E], k_cache, v_cache)."""
+    batch, n, _ = x.shape
+    heads, group = config.num_kv_heads, config.num_heads // config.num_kv_heads
+    q = dense(x, layer["q"], layer.get("q_bias")).reshape(batch, n, config.num_heads, config.head_dim)
+    k = dense(x, layer["k"], layer.get("k_bias")).reshape(batch, n, heads, config.head_dim)
+    v = dense(x, layer["v"], layer.get("v_bias")).reshape(batch, n, heads, config.head_dim)
+    if config.qk_norm:
+        q, k = rms_norm(q, layer["q_norm"], config.norm_eps), rms_norm(k, layer["k_norm"], config.norm_eps)
+    q, k = rotate(q, *rotation), rotate(k, *rotation)
+    k_cache, v_cache = kv_cache.write(k_cache, k, start), kv_cache.write(v_cache, v, start)
+    mixed = attend(q.reshape(batch, n, heads, group, config.head_dim), k_cache, v_cache, mask, live)
+    return dense(mixed.reshape(batch, n, -1), layer["o"], layer.get("o_bias")), k_cache, v_cache
+
+
+def _forward(
+    config: ModelConfig, feature_layers, params, tokens, positions, mask, cache, start
+) -> ForwardOutput:
+    x = embed(params["embed"], tokens)  # clips the padding's NO_TOKEN
+    live = jnp.max(start) + tokens.shape[1]
+    rotation = angles(positions, config.rope, config.head_dim)
+    masks = {w: mask if w is None else window_mask(mask, positions, start, w) for w in set(config.windows)}
+    ks, vs, outputs = [], [], {}
+    for i, layer in enumerate(params["layers"]):
+        mixed, k, v = _attention(
+            config,
+            layer,
+            rms_norm(x, layer["attention_norm"], config.norm_eps),
+            rotation,
+            masks[config.windows[i]],
+            cache.k[i],
+            cache.v[i],
+            start,
+            live,
+        )
+        x = x + mixed
+        x = x + gated_mlp(layer, rms_norm(x, layer["mlp_norm"], config.norm_eps), config.activation)
+        ks.append(k)
+        vs.append(v)
+        if i in feature_layers:
+            outputs[i] = x
+    hidden = rms_norm(x, params["norm"], config.norm_eps)
+    features = tuple(outputs[i] for i in feature_layers)
+    return ForwardOutput(hidden=hidden, features=features, cache=KVCache(k=tuple(ks), v=tuple(vs)))
+
+
+def language_model(
+    config: ModelConfig, *, dtype="float32", cache_dtype=None, feature_layers: Sequence[int] = ()
+) -> LanguageModel:
+    """The pure functions of a transformer; see `types.LanguageModel` for their shapes.
+
+    Args:
+      config: its static description.
+      dtype: of the params, "float32" or "bfloat16".
+      cache_dtype: of the key-value cache; default: `dtype`.
+      feature_layers: layers, 0-based, whose outputs (the residual stream after the layer, [B, N, E])
+        `forward` returns as `features`, in this order.
+
+    Raises:
+      MarsError: a feature layer that the model does not have.
+
+    >>> config = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=2)
+    >>> model, params = language_model(config), init_params(config, jax.random.key(0))
+    >>> ids, positions = jnp.asarray([[3, 5]], jnp.int32), jnp.asarray([[0, 1]], jnp.int32)
+    >>> start = jnp.zeros((1,), jnp.int32)
+    >>> mask = jnp.tril(jnp.ones((2, 8), bool))[None]
+    >>> out = model.forward(params, ids, positions, mask, model.init_cache(1, 8), start)
+    >>> model.unembed(params, out.hidden).shape
+    (1, 2, 32)
+    """
+    for layer in feature_layers:
+        if not 0 <= layer < config.num_layers:
+            raise MarsError(
+                f"feature layer {layer} does not exist: the model has layers 0 to {config.num_layers - 1}."
+            )
+    return _language_model(config, jnp.dtype(cache_dtype or dtype), tuple(feature_layers))
+
+
+@functools.lru_cache
+def _language_model(config: ModelConfig, cache_dtype, feature_layers: tuple[int, ...]) -> LanguageModel:
+    """Cached, so that equal models are the same functions and a jitted caller compiles once."""
+
+    def init_cache(batch: int, slots: int) -> KVCache:
+        return kv_cache.init_cache(
+            layers=config.num_layers,
+            batch=batch,
+            slots=slots,
+            kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=cache_dtype,
+        )
+
+    def unembed(params: PyTree, hidden: Array) -> Array:
+        return dense(hidden, params["embed" if config.tie_embeddings else "unembed"], dtype=jnp.float32)
+
+    return LanguageModel(
+        init_cache=init_cache,
+        forward=functools.partial(_forward, config, feature_layers),
+        unembed=unembed,
+        vocab_size=config.vocab_size,
+    )

@@ -1,0 +1,8 @@
+"""Verifiers: frozen, hashable rules `verify(keys, tree, logits, controls) -> Verdict`, built by factories."""
+
+from mars_jax.verify.exact import Exact, exact
+from mars_jax.verify.margins import MARGINS
+from mars_jax.verify.mars import Mars, mars
+from mars_jax.verify.rejection import Rejection, rejection
+
+__all__ = ["MARGINS", "Exact", "Mars", "Rejection", "exact", "mars", "rejection"]

@@ -1,0 +1,93 @@
+"""Margin-aware verification: relax a strict rule where the target is nearly indifferent.
+
+B batch, N nodes, V vocabulary. Oracle: a literal transcription of the paper's Algorithm 1 in
+tests/verify/test_mars.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+from jax import Array
+
+from kernels_pallas import margin_stats
+from mars_jax.errors import MarsError
+from mars_jax.tree import at_parent
+from mars_jax.types import Controls, DraftTree, Verdict
+from mars_jax.verify.exact import Exact
+from mars_jax.verify.margins import MARGINS
+from mars_jax.verify.rejection import Rejection
+from mars_jax.verify.stops import is_stop
+
+
+@dataclasses.dataclass(frozen=True)
+class Mars:
+    """See `mars`."""
+
+    base: Exact | Rejection
+    margin: str
+    # Only what `generate` puts into Controls; the rule reads controls.theta, so it takes no part in equality.
+    theta: float = dataclasses.field(compare=False)
+
+    @property
+    def name(self) -> str:
+        rule = "mars" if self.margin == "ratio" else f"mars({self.margin})"
+        return rule if self.base == Exact() else f"{rule} over {self.base.name}"
+
+    def __call__(self, keys: Array, tree: DraftTree, logits: Array, controls: Controls) -> Verdict:
+        return self.base.relax(keys, tree, logits, controls, self.relaxable(tree, logits, controls))
+
+    def relaxable(self, tree: DraftTree, logits: Array, controls: Controls) -> Array:
+        """bool[B, N]: the edge into node i may be relaxed, as far as the margin, `strict` and stop tokens
+        say."""
+        stats = margin_stats(logits)
+        theta = jnp.broadcast_to(controls.theta[:, None], stats.top1.shape)
+        low = MARGINS[self.margin](stats.top1, stats.top2, theta) & ~controls.strict[:, None]
+        low = low & ~is_stop(stats.id1, controls)
+        best = (tree.tokens == at_parent(tree, stats.id1)) | (tree.tokens == at_parent(tree, stats.id2))
+        return at_parent(tree, low) & best & ~is_stop(tree.tokens, controls) & (tree.tokens >= 0)
+
+
+def mars(base: Exact | Rejection | None = None, *, theta: float = 0.9, margin: str = "ratio") -> Mars:
+    """MARS (arXiv 2601.15498): where the target's margin is low, its runner-up is accepted too.
+
+    An edge that `base` would not take is taken as relaxed where, at its parent, the margin of the two largest
+    raw float32 target logits is low and the drafted token x is one of the two. At temperature 0 over
+    `exact()` this is Algorithm 1 of the paper. Guards: never where x, the target's top token, or the token
+    that `base` would emit instead is a stop token of the row; never in a row with `strict`; at most
+    `max_relaxed_run` in a row; an exact sibling goes first. Lossy by design; with `controls.theta = inf` it
+    equals `base` bit for bit.
+
+    Args:
+      base: the strict rule, `exact()` by default, or `rejection(...)`.
+      theta: what `mars_jax.generate` puts into `Controls.theta` unless told otherwise. The rule itself always
+        reads `controls.theta` ([B], changing it compiles nothing), so this takes no part in equality or hash.
+      margin: "ratio" (z2 / z1 > theta, the paper's), "gap" (z1 - z2 < theta nats) or "prob_ratio"
+        (p2 / p1 > theta).
+
+    Raises:
+      MarsError: unknown margin, theta out of its range, or a base that cannot be relaxed.
+
+    >>> import jax
+    >>> from mars_jax.controls import make_controls
+    >>> from mars_jax.tree import chain
+    >>> z = jnp.asarray([[[9.0, 10.0, 0.0], [0.0, 9.0, 0.0]]])
+    >>> keys = jax.random.split(jax.random.key(0), 1)
+    >>> verdict = mars()(keys, chain(jnp.asarray([[2, 0]], jnp.int32)), z, make_controls(1, limit=9, theta=0.85))
+    >>> verdict.relaxed.tolist(), verdict.next_token.tolist()
+    ([[True]], [1])
+    """
+    if margin not in MARGINS:
+        raise MarsError(f"margin is {margin!r}: expected one of {', '.join(MARGINS)}.")
+    if not theta > 0 or (margin != "gap" and 1 < theta < math.inf):
+        most = "" if margin == "gap" else " and at most 1"  # a ratio of the two is never above 1
+        raise MarsError(
+            f"theta is {theta} for the margin {margin}: expected above 0{most}, or inf, which is strict."
+        )
+    if base is not None and not isinstance(base, Exact | Rejection):
+        raise MarsError(
+            f"base is {base!r}: expected exact() or rejection(...), the rules that mars can relax."
+        )
+    return Mars(base=Exact() if base is None else base, margin=margin, theta=float(theta))

@@ -1,0 +1,115 @@
+"""Tiny random checkpoints with a tokenizer, and the command line called in-process."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import pytest
+
+from mars_jax import hub
+from mars_jax.generate import main
+from mars_jax.models import ModelConfig, init_params
+
+# A context of 64 keeps every test in one token buffer, so that they share what they compile.
+CONTEXT = 64
+
+
+def write_tokenizer(directory: Path, corpus: str, merges: int) -> int:
+    """Train a byte-level BPE tokenizer, save it as transformers would, and return the size of its vocabulary."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=257 + merges,
+        special_tokens=["<eos>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([corpus], trainer)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(directory)
+    return tokenizer.get_vocab_size()
+
+
+def write_checkpoint(
+    directory: Path, *, seed: int, corpus: str = "a story of the sea and the sun", merges: int = 12
+):
+    """A random llama of one layer."""
+    vocab_size = write_tokenizer(directory, corpus, merges)
+    config = ModelConfig(
+        vocab_size=vocab_size,
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=1,
+        num_heads=4,
+        num_kv_heads=2,
+        max_positions=CONTEXT,
+        eos_token_ids=(0,),
+    )
+    hub.save(directory, config, init_params(config, jax.random.key(seed), scale=0.3), overwrite=True)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def target(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("cli") / "target", seed=0)
+
+
+@pytest.fixture(scope="session")
+def draft(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("cli") / "draft", seed=1)
+
+
+@pytest.fixture(scope="session")
+def foreign(tmp_path_factory):
+    """A checkpoint with another tokenizer."""
+    return write_checkpoint(
+        tmp_path_factory.mktemp("cli") / "foreign", seed=0, corpus="numbers 0123456789", merges=9
+    )
+
+
+@pytest.fixture
+def broken(target, tmp_path):
+    """A copy of the target to damage."""
+    return Path(shutil.copytree(target, tmp_path / "broken"))
+
+
+class Outcome(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def run(capsys, monkeypatch):
+    """Call the command line: run("--target", path, ...) -> Outcome."""
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+
+    def call(*argv: object) -> Outcome:
+        capsys.readouterr()
+        code = main([str(a) for a in argv])
+        captured = capsys.readouterr()
+        return Outcome(code, captured.out, captured.err)
+
+    return call
+
+
+@pytest.fixture
+def refused(run):
+    """Call the command line with bad input; returns the sentence on stderr."""
+
+    def call(*argv: object) -> str:
+        outcome = run(*argv)
+        assert outcome.code == 2
+        assert outcome.out == ""
+        assert (
+            outcome.err.startswith("error: ") and outcome.err.endswith(".\n") and outcome.err.count("\n") == 1
+        )
+        return outcome.err
+
+    return call

@@ -1,0 +1,110 @@
+"""A flag that the others make pointless is refused, by name and with the cure."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from mars_jax.cli.applies import check_flags
+from mars_jax.cli.arguments import parse
+from mars_jax.cli.prompts import from_texts
+
+MODEL = ["--draft", "model:small"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--verify", "exact", "--theta", "0.9"], "--theta does not apply to exact verification"),
+        (["--verify", "exact", "--margin", "gap"], "--margin does not apply to exact verification"),
+        (["--verify", "exact", "--max-relaxed-run", "0"], "--max-relaxed-run does not apply to exact"),
+        (["--verify", "rejection", "--theta", "0.9"], "--theta does not apply to rejection verification"),
+        (["--verify", "rejection", "--base", "exact"], "--base does not apply to rejection verification"),
+        (["--draft", "none", "--theta", "0.9"], "--theta does not apply to exact verification"),
+        (["--verify", "exact", "--block"], "--block does not apply without rejection"),
+        (["--block"], "--block does not apply without rejection"),
+        (["--draft", "none", "--verify", "mars"], "--verify mars does not apply to --draft none"),
+        (["--draft", "none", "--verify", "rejection"], "--verify rejection does not apply to --draft none"),
+        (["--draft", "none", "--num-draft-tokens", "4"], "--num-draft-tokens does not apply to --draft none"),
+        (["--tree", "2-2"], "--tree does not apply to --draft ngram"),
+        (["--draft", "none", "--tree", "2-2"], "--tree does not apply to --draft none"),
+        (
+            [*MODEL, "--tree", "2-2", "--num-draft-tokens", "2"],
+            "--num-draft-tokens does not apply with --tree",
+        ),
+        ([*MODEL, "--tree", "2-2", "--verify", "rejection"], "--tree does not apply to rejection"),
+        ([*MODEL, "--tree", "2-2", "--base", "rejection"], "--tree does not apply to rejection"),
+        (["--top-p", "0.9"], "--top-p does not apply at temperature 0"),
+        (["--top-k", "5"], "--top-k does not apply at temperature 0"),
+        (["--min-p", "0.1", "--temperature", "0"], "--min-p does not apply at temperature 0"),
+        (["--theta", "1.5"], "--theta is 1.5: expected a number above 0 and at most 1 for the margin ratio"),
+        (["--resume"], "--resume does not apply without --output"),
+        (["--stream", "--json"], "--stream does not apply with --json"),
+        (["--stream", "--output", "rows.jsonl"], "--stream does not apply with --output"),
+        (["--compare", "--verify", "exact"], "--verify does not apply with --compare"),
+        (["--compare", "--base", "exact"], "--base does not apply with --compare"),
+        (["--compare", "--block"], "--block does not apply with --compare"),
+        (["--compare", "--stream"], "--stream does not apply with --compare"),
+        (["--compare", "--no-stream"], "--no-stream does not apply with --compare"),
+        (["--compare", "--output", "rows.jsonl"], "--output does not apply with --compare"),
+        (["--compare", "--resume"], "--resume does not apply with --compare"),
+        (["--compare", "--draft", "none"], "--compare does not apply to --draft none"),
+    ],
+)
+def test_a_flag_that_does_not_apply_is_refused(refused, argv, message):
+    assert refused("--target", "nowhere", *argv, "hello").startswith(f"error: {message}")
+
+
+@pytest.mark.parametrize(
+    ("row", "argv", "message"),
+    [
+        ({"theta": 0.5}, ["--verify", "exact"], "theta does not apply to exact"),
+        ({"max_relaxed_run": 2}, ["--draft", "none"], "max_relaxed_run does not apply to exact"),
+        ({"top_p": 0.5}, [], "top_p does not apply at temperature 0"),
+        ({"top_k": 5, "temperature": 0}, ["--temperature", "1"], "top_k does not apply at temperature 0"),
+    ],
+)
+def test_a_setting_of_a_row_that_does_not_apply_is_refused(refused, tmp_path, row, argv, message):
+    file = tmp_path / "p.jsonl"
+    file.write_text(json.dumps({"prompt": "a"}) + "\n" + json.dumps({"prompt": "b"} | row) + "\n")
+    assert f"p.jsonl, line 2: {message}" in refused("--target", "nowhere", "--prompts-file", file, *argv)
+
+
+def test_a_chat_of_token_ids_is_refused(refused, tmp_path):
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"prompt_tokens": [1, 2]}\n')
+    message = refused("--target", "nowhere", "--prompts-file", file, "--chat")
+    assert "line 1: --chat does not apply to prompt_tokens" in message
+
+
+def plan(*argv):
+    return check_flags(parse([*argv, "hello"]), from_texts(["hello"]))
+
+
+def test_defaults_follow_the_drafter():
+    assert plan().draft == "ngram" and plan().verify == "mars"
+    assert plan("--draft", "none").verify == "exact"
+    assert plan("--compare").verify == "mars"
+
+
+def test_a_model_samples_only_for_rejection():
+    assert not plan(*MODEL).samples_draft
+    assert plan(*MODEL, "--verify", "rejection", "--block").samples_draft
+    assert plan(*MODEL, "--base", "rejection", "--block").samples_draft
+    assert not plan("--verify", "rejection").samples_draft
+    assert not plan(*MODEL, "--compare").samples_draft
+
+
+def test_text_streams_unless_it_is_switched_off():
+    assert plan().streams
+    for other in (["--no-stream"], ["--json"], ["--output", "x"], ["--compare"]):
+        assert not plan(*other).streams
+
+
+def test_sampling_flags_apply_where_a_row_samples(tmp_path):
+    from mars_jax.cli.prompts import read_prompts
+
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"prompt": "a", "temperature": 1}\n{"prompt": "b"}\n')
+    check_flags(parse(["--top-p", "0.9", "--seed", "3"]), read_prompts(str(file)))

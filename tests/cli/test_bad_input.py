@@ -1,0 +1,135 @@
+"""Checkpoints and prompts that cannot work: one sentence, exit code 2, and no file written."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+FEW = ["--max-new-tokens", "8"]
+
+
+def edit_weights(directory, change):
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.fixture
+def refused_unwritten(refused, tmp_path):
+    """`refused` with an --output, which must not appear."""
+
+    def call(*argv):
+        output = tmp_path / "rows.jsonl"
+        message = refused(*argv, "--output", output)
+        assert not output.exists()
+        return message
+
+    return call
+
+
+def test_a_missing_path(refused_unwritten, tmp_path, target):
+    where = tmp_path / "nowhere"
+    assert f"there is no directory '{where}'" in refused_unwritten("--target", where, "hello")
+    message = refused_unwritten("--target", target, "--draft", f"model:{where}", "hello")
+    assert f"there is no directory '{where}'" in message
+    assert "holds no weights" in refused_unwritten("--target", _without_weights(target, tmp_path), "hello")
+
+
+def _without_weights(target, tmp_path):
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for file in target.iterdir():
+        if file.suffix == ".json":
+            (bare / file.name).write_bytes(file.read_bytes())
+    return bare
+
+
+def test_an_unknown_architecture(refused_unwritten, broken):
+    config = json.loads((broken / "config.json").read_text()) | {"architectures": ["MambaForCausalLM"]}
+    (broken / "config.json").write_text(json.dumps(config))
+    message = refused_unwritten("--target", broken, "hello")
+    assert "MambaForCausalLM is not supported" in message and "Qwen3ForCausalLM" in message
+
+
+def test_a_config_that_is_no_json(refused_unwritten, broken):
+    (broken / "config.json").write_text("{")
+    assert "config.json" in refused_unwritten("--target", broken, "hello")
+
+
+@pytest.mark.parametrize("keep", [0, 5, 1000, -1])
+def test_truncated_safetensors(refused_unwritten, broken, keep):
+    file = broken / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    assert f"'{file}' is truncated or corrupt" in refused_unwritten("--target", broken, "hello")
+
+
+def test_tensors_that_do_not_fit(refused_unwritten, broken):
+    def change(tensors):
+        del tensors["model.norm.weight"]
+        tensors["model.layers.0.extra.weight"] = np.zeros(3, np.float32)
+        tensors["model.layers.0.mlp.up_proj.weight"] = np.zeros((3, 2), np.float32)
+
+    edit_weights(broken, change)
+    message = refused_unwritten("--target", broken, "hello")
+    assert "1 tensors are missing (model.norm.weight)" in message
+    assert "model.layers.0.mlp.up_proj.weight is [3, 2] and not [48, 32]" in message
+    assert "not part of the architecture (model.layers.0.extra.weight)" in message
+
+
+def test_a_draft_of_another_vocabulary(refused_unwritten, target, foreign):
+    message = refused_unwritten("--target", target, "--draft", f"model:{foreign}", "hello")
+    assert "different vocabularies" in message
+
+
+def test_a_prompt_longer_than_the_context(refused_unwritten, target, tmp_path):
+    message = refused_unwritten("--target", target, "q" * 64)
+    assert "the prompt has 64 tokens" in message and "a context of 64" in message
+    file = tmp_path / "p.jsonl"
+    file.write_text(json.dumps({"prompt": "a"}) + "\n" + json.dumps({"prompt": "q" * 64}) + "\n")
+    assert "p.jsonl, line 2: the prompt has 64 tokens" in refused_unwritten(
+        "--target", target, "--prompts-file", file
+    )
+
+
+def test_an_empty_prompt(refused_unwritten, target):
+    assert "the prompt is empty" in refused_unwritten("--target", target, "fine", "")
+
+
+def test_tokens_outside_of_the_vocabulary(refused_unwritten, target, tmp_path):
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"prompt_tokens": [100000]}\n')
+    message = refused_unwritten("--target", target, "--prompts-file", file)
+    assert "line 1: prompt token 100000 is outside of" in message
+
+
+def test_a_chat_without_a_template(refused_unwritten, target):
+    assert "has no chat template" in refused_unwritten("--target", target, "--chat", "hello")
+
+
+def test_a_missing_tokenizer(refused, broken, tmp_path):
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (broken / file).unlink()
+    assert "no tokenizer could be read" in refused("--target", broken, "hello")
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"prompt_tokens": [1]}\n')
+    assert "no text to show: add --json" in refused("--target", broken, "--prompts-file", file)
+
+
+def test_weights_that_are_not_numbers(refused, refused_unwritten, broken):
+    edit_weights(broken, lambda tensors: tensors["model.norm.weight"].fill(np.nan))
+    expected = f"the logits of '{broken}' are not finite"
+    assert expected in refused_unwritten("--target", broken, "--draft", "none", *FEW, "hello")
+    assert expected in refused("--target", broken, "--draft", "none", *FEW, "hello")
+    assert expected in refused("--target", broken, "--draft", "none", *FEW, "--json", "hello")
+
+
+def test_an_output_that_exists(refused, target, tmp_path):
+    output = tmp_path / "rows.jsonl"
+    output.write_text("mine\n")
+    for flags in ([], ["--resume"]):
+        message = refused("--target", target, "--output", output, *flags, *FEW, "hello")
+        assert ("add --resume" if not flags else "not a row that this command wrote") in message
+        assert output.read_text() == "mine\n"

@@ -1,0 +1,231 @@
+"""The command as a user runs it, on a tiny random checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mars_jax
+from mars_jax import api
+from mars_jax.generate import main
+
+FEW = ["--max-new-tokens", "8"]
+PLAIN = [*FEW, "--draft", "none"]
+TIMES = ("seconds", "tokens_per_second")
+KEYS = ["prompt", "text", "prompt_tokens", "tokens", "finish_reason", "steps", "tau", "proposed"]
+KEYS += ["accepted_exact", "accepted_relaxed", "depth_histogram", "seconds", "tokens_per_second", "rule"]
+
+
+def rows(text):
+    return [json.loads(line, parse_constant=pytest.fail) for line in text.splitlines()]
+
+
+def timeless(text):
+    return [{key: value for key, value in row.items() if key not in TIMES} for row in rows(text)]
+
+
+def test_json_is_one_object_a_prompt_and_nothing_else(run, target):
+    outcome = run("--target", target, *FEW, "--json", "the sea", "a story of")
+    assert outcome.code == 0 and outcome.err == ""
+    first, second = rows(outcome.out)
+    assert list(first) == KEYS
+    assert (first["prompt"], second["prompt"]) == ("the sea", "a story of")
+    for row in (first, second):
+        assert len(row["tokens"]) == 8 or row["finish_reason"] == "stop"
+        assert row["rule"] == "mars"
+        assert sum(row["depth_histogram"]) == row["steps"]
+        assert row["tau"] == pytest.approx(len(row["tokens"]) / row["steps"])
+        assert row["tokens_per_second"] == pytest.approx(len(row["tokens"]) / row["seconds"])
+
+
+def test_chatter_of_libraries_stays_off_stdout(run, target, monkeypatch):
+    inner = api.run_batch
+
+    def chatty(*args, **options):
+        print("Loading weights: 100%")
+        return inner(*args, **options)
+
+    monkeypatch.setattr(api, "run_batch", chatty)
+    outcome = run("--target", target, *PLAIN, "--json", "the sea")
+    assert len(rows(outcome.out)) == 1 and "Loading weights" in outcome.err
+
+
+def test_streamed_text_is_that_of_the_device_loop(run, target):
+    argv = ["--target", target, *PLAIN, "the sea", "a story of"]
+    texts = [row["prompt"] + row["text"] for row in rows(run(*argv, "--json").out)]
+    streamed, whole = run(*argv), run(*argv, "--no-stream")
+    assert streamed.code == whole.code == 0
+    assert (
+        streamed.out == whole.out == "\n".join(text if text.endswith("\n") else text + "\n" for text in texts)
+    )
+    assert "tokens/s" in streamed.err and "tokens/s" in whole.err
+    # Rows of one batch come out one after the other as well.
+    assert run(*argv, "--batch-size", "2").out == streamed.out
+
+
+def test_greedy_drafting_changes_no_token(run, target, draft):
+    argv = ["--target", target, *FEW, "--json", "the sea", "a story of"]
+    want = [row["tokens"] for row in rows(run(*argv, "--draft", "none").out)]
+    for flags in (
+        ["--draft", "ngram", "--verify", "exact", "--num-draft-tokens", "3"],
+        ["--draft", f"model:{draft}", "--verify", "rejection", "--num-draft-tokens", "2"],
+        ["--draft", f"model:{target}", "--tree", "2-1", "--theta", "inf"],
+    ):
+        assert [row["tokens"] for row in rows(run(*argv, *flags).out)] == want
+
+
+def test_a_sampled_draft_is_its_own_targets_equal(run, target):
+    """With draft and target the same model p / q is 1, so rejection keeps every drafted token."""
+    argv = [
+        "--target",
+        target,
+        "--draft",
+        f"model:{target}",
+        "--num-draft-tokens",
+        "3",
+        "--ignore-eos",
+        "--json",
+    ]
+    argv += ["--temperature", "0.9", "--top-k", "9", *FEW]
+    for flags in (["--verify", "rejection"], ["--base", "rejection", "--theta", "inf", "--block"]):
+        [row] = rows(run(*argv, *flags, "the sea").out)
+        assert row["depth_histogram"] == [0, 0, 0, 2] and row["accepted_exact"] == 6
+
+
+def test_rows_choose_for_themselves_and_batches_change_nothing(run, target, tmp_path):
+    file = tmp_path / "p.jsonl"
+    lines = [
+        {"prompt": "the sea", "id": "a", "temperature": 1.0, "seed": 5},
+        {"prompt": "the sea", "temperature": 1.0},
+        {"prompt_tokens": [70, 71], "max_new_tokens": 3, "strict": True},
+        {"prompt": "the sea", "id": 7, "temperature": 1.0, "seed": 4},
+    ]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    argv = ["--target", target, *PLAIN, "--ignore-eos", "--json", "--seed", "3", "--prompts-file", file]
+    together = run(*argv).out
+    first, second, third, fourth = rows(together)
+    assert [row.get("id") for row in rows(together)] == ["a", None, None, 7]
+    assert "id" not in second and list(first) == ["id", *KEYS]
+    assert third["prompt"] is None and len(third["tokens"]) == 3 and third["prompt_tokens"] == [70, 71]
+    assert second["tokens"] == fourth["tokens"] != first["tokens"]  # row 1 draws with the seed 3 + 1
+    assert timeless(run(*argv, "--batch-size", "3").out) == timeless(together)
+
+
+def test_the_comparison_is_a_table(run, target):
+    argv = ["--target", target, *FEW, "--num-draft-tokens", "3", "--compare", "the sea", "a story of"]
+    table = run(*argv)
+    assert table.code == 0 and "\x1b" not in table.out and table.err == ""
+    for word in ("autoregressive", "exact", "mars", "speedup", "tau", "relaxed", "tokens/s"):
+        assert word in table.out
+    [comparison] = rows(run(*argv, "--json").out)
+    plain, exact, mars = comparison["rules"]
+    assert [row["rule"] for row in (plain, exact, mars)] == ["autoregressive", "exact", "mars"]
+    assert plain["speedup"] == 1.0 and plain["tau"] == 1.0 and plain["tokens"] == exact["tokens"]
+    assert exact["relaxed_share"] == 0.0 <= mars["relaxed_share"] <= 1.0
+
+
+def test_output_equals_what_json_prints(run, target, tmp_path):
+    output, argv = tmp_path / "rows.jsonl", ["--target", target, *PLAIN, "the sea", "a story of"]
+    written = run(*argv, "--output", output)
+    assert written.code == 0 and written.out == "" and "2/2" in written.err
+    assert timeless(output.read_text()) == timeless(run(*argv, "--json").out)
+    again = run(*argv, "--output", output, "--resume")
+    assert again.code == 0 and "nothing to do" in again.err
+    both = run(*argv, "--output", tmp_path / "other.jsonl", "--json")
+    assert both.out == (tmp_path / "other.jsonl").read_text()
+
+
+# Dies by SIGKILL half-way through writing its fourth row, which is the second one of a batch.
+DIES = """
+import os, signal, sys
+write, count = os.write, 0
+def torn(descriptor, data):
+    global count
+    if bytes(data[:9]) == b'{"prompt"':
+        count += 1
+        if count == 4:
+            write(descriptor, data[:100])
+            os.kill(os.getpid(), signal.SIGKILL)
+    return write(descriptor, data)
+os.write = torn
+from mars_jax.generate import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_killed_run_resumes_without_losing_or_repeating_a_row(run, refused, target, tmp_path):
+    file, output = tmp_path / "p.txt", tmp_path / "rows.jsonl"
+    file.write_text("".join(f"prompt {i}\n" for i in range(7)))
+    argv = ["--target", target, *PLAIN, "--temperature", "1", "--batch-size", "2", "--prompts-file", file]
+    argv = [str(a) for a in argv]
+    killed = subprocess.run(
+        [sys.executable, "-c", DIES, *argv, "--output", str(output)], capture_output=True, cwd=_root()
+    )
+    assert killed.returncode == -9
+    torn = output.read_bytes()
+    assert torn.count(b"\n") == 3 and not torn.endswith(b"\n")
+
+    message = refused(*argv, "--output", output, "--resume", "--seed", "9")
+    assert "line 3 of" in message and "other weights or settings" in message
+    assert output.read_bytes() == torn
+
+    assert run(*argv, "--output", output, "--resume").code == 0
+    assert output.read_bytes().startswith(torn[: torn.rindex(b"\n") + 1])
+    assert run(*argv, "--output", tmp_path / "whole.jsonl").code == 0
+    assert timeless(output.read_text()) == timeless((tmp_path / "whole.jsonl").read_text())
+
+
+def test_a_closed_pipe_ends_quietly(target):
+    prompts = [f"prompt {i}" for i in range(40)]
+    command = [sys.executable, "-m", "mars_jax.generate", "--target", str(target), *PLAIN, "--json"]
+    command += ["--batch-size", "1", *prompts]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=_root()) as process:
+        assert json.loads(process.stdout.readline())["prompt"] == "prompt 0"
+        process.stdout.close()
+        errors = process.stderr.read()
+        process.wait()
+    assert process.returncode == 141 and errors == b""
+
+
+def _root():
+    """Where `python -m mars_jax.generate` finds the package under test."""
+    return Path(mars_jax.__file__).parent.parent
+
+
+def test_interrupting_is_no_traceback(run, target, monkeypatch):
+    def interrupted(*args, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(api, "run_batch", interrupted)
+    outcome = run("--target", target, *PLAIN, "--json", "the sea")
+    assert outcome.code == 130 and outcome.out == "" and outcome.err == "interrupted\n"
+
+
+def test_the_module_is_the_function_too(target):
+    """Importing the submodule puts it where the function was, so it has to answer as the function."""
+    import mars_jax.generate
+
+    pretrained = mars_jax.load(str(target))
+    result = mars_jax.generate(pretrained, "none", "the sea", max_new_tokens=8)
+    assert result.tokens == api.generate(pretrained, "none", "the sea", max_new_tokens=8).tokens
+    assert mars_jax.generate.main is main
+
+
+def test_the_function_comes_without_the_module():
+    code = "import sys, mars_jax as mj; mj.generate.__name__; sys.exit('mars_jax.generate' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=_root(), env=os.environ)
+
+
+def test_a_real_checkpoint_tells_its_story(run):
+    shared = os.environ.get("MARS_JAX_SHARED")
+    if shared is None:
+        pytest.skip("MARS_JAX_SHARED does not name a directory with checkpoints/stories260k")
+    stories = Path(shared) / "checkpoints" / "stories260k"
+    outcome = run("--target", stories, "--max-new-tokens", "24", "Once upon a time")
+    assert outcome.out.startswith("Once upon a time, there was a little girl named Lily.")
+    assert "tau" in outcome.err

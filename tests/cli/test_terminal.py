@@ -1,0 +1,111 @@
+"""Colours on terminals only, text as it is everywhere else."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from mars_jax.cli import terminal
+from mars_jax.cli.terminal import TextPrinter, console, statistics
+from mars_jax.metrics import Metrics
+
+METRICS = Metrics(
+    steps=2,
+    emitted=6,
+    proposed=8,
+    accepted_exact=3,
+    accepted_relaxed=1,
+    depth_histogram=(0, 1, 0, 1),
+    regret=0.6,
+)
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.fixture(autouse=True)
+def ordinary_terminal(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    for name in ("NO_COLOR", "FORCE_COLOR", "COLORTERM", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def story(file, *, colours=True):
+    printer = TextPrinter(console(file), colours=colours)
+    for prompt in ("Once [b]", "Then"):
+        printer.prompt(prompt, chat=False)
+        for kind in ("exact", "relaxed", "corrected"):
+            printer.piece(kind, f" {kind}")
+        printer.end()
+    return file.getvalue()
+
+
+PLAIN = "Once [b] exact relaxed corrected\n\nThen exact relaxed corrected\n"
+
+
+def test_a_file_gets_the_text_alone():
+    assert story(io.StringIO()) == PLAIN
+
+
+def test_a_terminal_tells_the_kinds_apart():
+    text = story(Terminal())
+    codes = {kind: text[: text.index(f" {kind}")].rpartition("\x1b")[2] for kind in terminal.STYLES}
+    assert len(set(codes.values())) == 3
+
+
+def test_no_color_is_honoured(monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert story(Terminal()) == PLAIN
+
+
+def test_a_file_gets_every_character():
+    file, text = io.StringIO(), "word " * 200 + "\ttab\r\n\x0c [b] :smile:"
+    TextPrinter(console(file), colours=True).piece("exact", text)
+    assert file.getvalue() == text
+
+
+def test_text_cannot_drive_the_terminal():
+    file = Terminal()
+    TextPrinter(console(file), colours=False).piece("exact", "\x1b[2Jgone\x07\ttab\n")
+    assert file.getvalue() == "\N{REPLACEMENT CHARACTER}[2Jgone\N{REPLACEMENT CHARACTER}\ttab\n"
+
+
+def test_a_chat_answers_on_a_line_of_its_own():
+    file = io.StringIO()
+    printer = TextPrinter(console(file), colours=False)
+    printer.prompt("Why?", chat=True)
+    printer.piece("exact", "So.")
+    printer.end()
+    assert file.getvalue() == "Why?\nSo.\n"
+
+
+def test_a_closed_pipe_is_left_to_main():
+    class Closed(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        TextPrinter(console(Closed()), colours=False).piece("exact", "x")
+
+
+def test_statistics_count_what_was_drafted():
+    text = statistics(METRICS, 2.0, "mars", drafts=True)
+    assert "6 tokens in 2.00 s, 3.0 tokens/s, 2 steps, rule mars" in text
+    assert "tau 3.00 tokens per step with the correction or bonus token, 2.00 without" in text
+    assert "drafted 8, accepted 4 (50.0%): 3 exact, 1 relaxed" in text
+    assert "0: 0  1: 1  2: 0  3: 1" in text
+    assert "regret 0.1000 nats" in text
+
+
+def test_statistics_leave_out_drafts_that_there_were_not():
+    assert "tau" not in statistics(METRICS, 2.0, "exact", drafts=False)
+
+
+def test_the_legend_names_every_kind():
+    file = io.StringIO()
+    Console(file=file, width=200).print(terminal.legend())
+    assert all(kind in file.getvalue() for kind in terminal.STYLES)

@@ -1,0 +1,42 @@
+"""Prompt lookup against a search in Python."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mars_jax import drafters
+from mars_jax.drafters.ngram import lookup
+from mars_jax.errors import MarsError
+from mars_jax.types import NO_TOKEN
+
+
+def slow_lookup(tokens, count, max_ngram, min_ngram):
+    for size in range(max_ngram, min_ngram - 1, -1):
+        suffix = tokens[len(tokens) - size :]
+        if len(suffix) < size:
+            continue
+        for end in range(len(tokens) - 1, size - 1, -1):
+            if tokens[end - size : end] == suffix:
+                again = tokens[end:]
+                return [again[i % len(again)] for i in range(count)]
+    return [NO_TOKEN] * count
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=24), st.sampled_from([(3, 1), (3, 2), (1, 1)]))
+def test_lookup_is_the_latest_of_the_longest_matches(tokens, sizes):
+    buffer = np.full((1, 24), 2, np.int32)  # a plausible token past the length: it must not be found
+    buffer[0, : len(tokens)] = tokens
+    got = lookup(
+        jnp.asarray(buffer), jnp.asarray([len(tokens)], jnp.int32), 5, max_ngram=sizes[0], min_ngram=sizes[1]
+    )
+    assert got[0].tolist() == slow_lookup(tokens, 5, *sizes)
+
+
+def test_arguments_out_of_range_are_refused():
+    with pytest.raises(MarsError, match="at least 1 token"):
+        drafters.ngram(0)
+    with pytest.raises(MarsError, match="1 <= min_ngram <= max_ngram"):
+        drafters.ngram(4, max_ngram=2, min_ngram=3)

@@ -1,0 +1,319 @@
+"""Every layout of a checkpoint loads alike, and what is wrong with one is said in one sentence."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from mars_jax import hub
+from mars_jax.errors import MarsError
+from mars_jax.models import ModelConfig, init_params
+
+CONFIG = ModelConfig(
+    family="qwen2",
+    vocab_size=17,
+    hidden_size=16,
+    intermediate_size=24,
+    num_layers=2,
+    num_heads=2,
+    qkv_bias=True,
+    tie_embeddings=True,
+    eos_token_ids=(2,),
+)
+
+
+@pytest.fixture
+def params():
+    return init_params(CONFIG, jax.random.key(0))
+
+
+@pytest.fixture
+def saved(tmp_path, params):
+    return hub.save(tmp_path / "model", CONFIG, params)
+
+
+def edit_config(directory: Path, **fields) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def edit_weights(directory: Path, change) -> None:
+    """Apply `change(tensors)` to model.safetensors in place."""
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors")
+
+
+def assert_equal(ours, theirs) -> None:
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+
+
+def message(call, *args, **kwargs) -> str:
+    with pytest.raises(MarsError) as caught:
+        call(*args, **kwargs)
+    text = str(caught.value)
+    assert "\n" not in text and "Traceback" not in text
+    return text
+
+
+def test_a_saved_model_loads_as_it_was(saved, params):
+    checkpoint = hub.load(saved)
+    assert checkpoint.config == CONFIG == hub.read_config(saved)
+    assert_equal(checkpoint.params, params)
+
+
+def test_dtype_none_is_the_checkpoints_own(saved, tmp_path, params):
+    assert hub.load(saved).params["norm"].dtype == jnp.float32
+    assert hub.load(saved, dtype="bfloat16").params["norm"].dtype == jnp.bfloat16
+    low = jax.tree.map(lambda a: a.astype(jnp.bfloat16), params)
+    checkpoint = hub.load(hub.save(tmp_path / "low", CONFIG, low))
+    assert_equal(checkpoint.params, low)
+    # The suite runs on CPU, where caches are float32 whatever the weights are.
+    assert checkpoint.model.init_cache(1, 4).k[0].dtype == jnp.float32
+
+
+def test_float16_becomes_bfloat16(saved, params):
+    edit_weights(saved, lambda tensors: tensors.update({k: v.astype(np.float16) for k, v in tensors.items()}))
+    edit_config(saved, torch_dtype="float16")
+    loaded = hub.load(saved).params
+    assert loaded["embed"].dtype == jnp.bfloat16
+    np.testing.assert_allclose(loaded["embed"].astype(jnp.float32), params["embed"], rtol=2**-8)
+
+
+def shard(directory: Path, kind: str) -> list[str]:
+    """Split model.safetensors in two with an index; returns the names of the shards."""
+    tensors = load_file(directory / "model.safetensors")
+    names = sorted(tensors)
+    parts = [names[: len(names) // 2], names[len(names) // 2 :]]
+    stem, suffix = ("model", "safetensors") if kind == "safetensors" else ("pytorch_model", "bin")
+    files = [f"{stem}-0000{i + 1}-of-00002.{suffix}" for i in range(2)]
+    for file, part in zip(files, parts, strict=True):
+        write(directory / file, {name: tensors[name] for name in part}, kind)
+    index = {"weight_map": {name: file for file, part in zip(files, parts, strict=True) for name in part}}
+    (directory / f"{stem}.{suffix}.index.json").write_text(json.dumps(index))
+    (directory / "model.safetensors").unlink()
+    return files
+
+
+def write(path: Path, tensors, kind: str, dtype: str = "float32") -> None:
+    if kind == "safetensors":
+        save_file(tensors, path)
+    else:
+        torch = pytest.importorskip("torch")
+        torch.save(
+            {k: torch.from_numpy(v.copy()).to(getattr(torch, dtype)) for k, v in tensors.items()}, path
+        )
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_sharded_weights_load_as_whole_ones(saved, params, kind):
+    shard(saved, kind)
+    assert_equal(hub.load(saved).params, params)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bin_weights_load_as_safetensors(saved, params, dtype):
+    write(saved / "pytorch_model.bin", load_file(saved / "model.safetensors"), "bin", dtype)
+    (saved / "model.safetensors").unlink()
+    assert_equal(hub.load(saved, dtype=dtype).params, jax.tree.map(lambda a: a.astype(dtype), params))
+
+
+def test_bin_files_of_the_old_format_load(saved, params):
+    torch = pytest.importorskip("torch")
+    tensors = {k: torch.from_numpy(v) for k, v in load_file(saved / "model.safetensors").items()}
+    torch.save(tensors, saved / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    (saved / "model.safetensors").unlink()
+    assert_equal(hub.load(saved).params, params)
+
+
+def test_a_bin_file_that_would_run_code_is_refused(saved):
+    torch = pytest.importorskip("torch")
+    torch.save({"weights": os.system}, saved / "pytorch_model.bin")
+    (saved / "model.safetensors").unlink()
+    assert "truncated, corrupt or unsafe" in message(hub.load, saved)
+
+
+def test_without_torch_a_bin_file_names_the_extra(saved, monkeypatch):
+    (saved / "model.safetensors").rename(saved / "pytorch_model.bin")
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert "pip install 'mars-jax[torch]'" in message(hub.load, saved)
+
+
+def test_extra_tensors_known_to_be_harmless_are_ignored(saved, params):
+    def change(tensors):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)
+
+    edit_weights(saved, change)
+    assert_equal(hub.load(saved).params, params)
+
+
+def test_names_without_the_model_prefix_load(saved, params):
+    def change(tensors):
+        for name in list(tensors):
+            tensors[name.removeprefix("model.")] = tensors.pop(name)
+
+    edit_weights(saved, change)
+    assert_equal(hub.load(saved).params, params)
+
+
+def test_stop_tokens_of_both_configs_are_merged(saved):
+    edit_config(saved, eos_token_id=[2, 5])
+    (saved / "generation_config.json").write_text('{"eos_token_id": [7, 5]}')
+    assert hub.read_config(saved).eos_token_ids == (2, 5, 7)
+    (saved / "generation_config.json").write_text('{"eos_token_id": 9}')
+    assert hub.read_config(saved).eos_token_ids == (2, 5, 9)
+
+
+def test_stories260k_tells_its_story():
+    sentencepiece = pytest.importorskip("sentencepiece")
+    shared = os.environ.get("MARS_JAX_SHARED")
+    if not shared:
+        pytest.skip("MARS_JAX_SHARED names no directory of checkpoints")
+    from tests.models import oracle
+
+    directory = Path(shared) / "checkpoints" / "stories260k"
+    tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(directory / "tokenizer.model"))
+    ids = np.asarray([[1, *tokenizer.encode("Once upon a time")]])
+    _, greedy = oracle.logits_and_greedy(hub.load(directory), ids, 48)
+    text = tokenizer.decode([*ids[0].tolist(), *greedy[0].tolist()])
+    assert text.startswith(
+        "Once upon a time, there was a little girl named Lily. She loved to play outside in the park."
+    )
+
+
+# What bad input gets.
+
+
+def test_a_missing_path_and_a_file_are_named(tmp_path, saved):
+    assert "there is no directory" in message(hub.load, tmp_path / "absent")
+    assert "there is no directory './absent'" in message(hub.load, "./absent")
+    assert "is a file" in message(hub.load, saved / "config.json")
+
+
+def test_a_hub_name_that_cannot_be_fetched_is_one_sentence(monkeypatch):
+    import huggingface_hub
+
+    def fail(*_, **__):
+        raise OSError("no route to host\nlong story")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", fail)
+    text = message(hub.load, "some/model")
+    assert "'some/model'" in text and "no route to host" in text and "check the name" in text
+
+
+@pytest.mark.parametrize(
+    "kind, wanted", [("safetensors", "model*.safetensors"), ("bin", "pytorch_model*.bin")]
+)
+def test_only_the_needed_files_of_a_hub_model_are_fetched(monkeypatch, saved, kind, wanted):
+    import huggingface_hub
+
+    asked = {}
+
+    def fetch(name, allow_patterns):
+        asked[name] = allow_patterns
+        return str(saved)
+
+    files = ["config.json", "pytorch_model.bin", "original/consolidated.safetensors"]
+    files += ["model.safetensors"] if kind == "safetensors" else []
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda self, name: files)
+    assert hub.load("some/model").path == saved
+    assert wanted in asked["some/model"]
+    assert not any("*.bin" in p or p == "*.safetensors" for p in asked["some/model"] if p != wanted)
+
+
+def test_no_config_and_invalid_json_are_named(saved):
+    (saved / "config.json").write_text('{"model_type": ')
+    assert "is not valid JSON" in message(hub.load, saved)
+    (saved / "config.json").write_text("[]")
+    assert "not an object" in message(hub.load, saved)
+    (saved / "config.json").unlink()
+    assert "no readable config.json" in message(hub.load, saved)
+
+
+@pytest.mark.parametrize(
+    "fields, expected",
+    [
+        (
+            {"architectures": ["BloomForCausalLM"]},
+            "BloomForCausalLM is not supported: choose a checkpoint of LlamaFor",
+        ),
+        ({"architectures": None, "model_type": "t5"}, "architecture t5 is not supported"),
+        ({"hidden_act": "mish"}, "hidden_act 'mish' is not supported: the supported ones are silu"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic' is not supported"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "rope type 'longrope' is not supported"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "rope type 'linear' needs a factor"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "needs low_freq_factor"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is not supported"),
+        ({"num_key_value_heads": 3, "num_attention_heads": 4}, "cannot share 3 key-value heads"),
+        ({"num_attention_heads": 3, "head_dim": None}, "not divisible by 3 heads"),
+        ({"head_dim": 5}, "head_dim 5 is odd"),
+        ({"vocab_size": "many"}, "no number for vocab_size"),
+        ({"num_hidden_layers": 0}, "num_layers is 0"),
+        ({"rms_norm_eps": "small"}, "value of the wrong kind"),
+        (
+            {"use_sliding_window": True, "sliding_window": 4, "layer_types": ["linear_attention"] * 2},
+            "layer type 'linear_attention' is not supported",
+        ),
+    ],
+)
+def test_a_config_that_is_not_supported_names_the_value(saved, fields, expected):
+    edit_config(saved, **fields)
+    text = message(hub.load, saved)
+    assert expected in text and str(saved) in text
+
+
+def test_a_dtype_that_is_not_supported_is_named(saved):
+    assert "dtype 'int8' is not supported: choose one of float32, bfloat16" in message(
+        hub.load, saved, dtype="int8"
+    )
+
+
+@pytest.mark.parametrize("keep", [4, 200, -100])
+def test_truncated_safetensors_are_named(saved, keep):
+    file = saved / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    assert "model.safetensors' is truncated or corrupt" in message(hub.load, saved)
+
+
+def test_no_weights_and_an_absent_shard_are_named(saved):
+    files = shard(saved, "safetensors")
+    (saved / files[1]).unlink()
+    assert f"lacks {files[1]}, which model.safetensors.index.json names (1 of 2" in message(hub.load, saved)
+    (saved / "model.safetensors.index.json").unlink()
+    assert "holds no weights" in message(hub.load, saved)
+
+
+def test_missing_extra_and_misshaped_tensors_are_named(saved):
+    def change(tensors):
+        for layer in (0, 1):
+            for kind in ("gate", "up"):
+                del tensors[f"model.layers.{layer}.mlp.{kind}_proj.weight"]
+        tensors["model.norm.weight"] = np.ones(3, np.float32)
+        tensors["model.surprise.weight"] = np.ones(3, np.float32)
+
+    edit_weights(saved, change)
+    text = message(hub.load, saved)
+    assert "4 tensors are missing (model.layers.0.mlp.gate_proj.weight, " in text and "and 1 more)" in text
+    assert "1 have the wrong shape (model.norm.weight is [3] and not [16])" in text
+    assert "1 are not part of the architecture (model.surprise.weight)" in text
+
+
+def test_an_untied_model_without_its_head_is_refused(saved):
+    edit_config(saved, tie_word_embeddings=False)
+    assert "1 tensors are missing (lm_head.weight)" in message(hub.load, saved)
+
+
+def test_quantised_weights_are_refused(saved):
+    edit_weights(saved, lambda tensors: tensors.update({"model.norm.weight": np.ones(16, np.int8)}))
+    assert "tensor model.norm.weight: it holds int8" in message(hub.load, saved)

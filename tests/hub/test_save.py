@@ -1,0 +1,91 @@
+"""A saved model is what transformers loads, and saving is all or nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mars_jax import hub
+from mars_jax.errors import MarsError
+from mars_jax.models import ModelConfig, Rope, init_params
+from tests.models import oracle
+
+BASE = ModelConfig(
+    vocab_size=61,
+    hidden_size=32,
+    intermediate_size=44,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    max_positions=128,
+    bos_token_id=1,
+    eos_token_ids=(2, 3),
+)
+YARN = Rope(
+    theta=500.0, kind="yarn", factor=4.0, original_max_positions=8, attention_factor=1.3, truncate=False
+)
+LLAMA3 = Rope(kind="llama3", factor=4.0, original_max_positions=8, low_freq_factor=1.0, high_freq_factor=3.0)
+CONFIGS = {
+    "llama": dataclasses.replace(BASE, qkv_bias=True, o_bias=True, mlp_bias=True, rope=LLAMA3, head_dim=12),
+    "mistral": dataclasses.replace(
+        BASE, family="mistral", windows=(5, 5), rope=Rope(kind="linear", factor=3.0)
+    ),
+    "qwen2": dataclasses.replace(BASE, family="qwen2", qkv_bias=True, windows=(None, 6), tie_embeddings=True),
+    "qwen3": dataclasses.replace(BASE, family="qwen3", qk_norm=True, rope=YARN, eos_token_ids=()),
+}
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_transformers_loads_what_was_saved(family, tmp_path):
+    pytest.importorskip("torch")
+    config = CONFIGS[family]
+    params = init_params(config, jax.random.key(1), scale=0.3)
+    checkpoint = hub.load(hub.save(tmp_path / "made" / family, config, params))
+    assert checkpoint.config == config
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, 20))
+    logits, _ = oracle.logits_and_greedy(checkpoint, tokens, 1)
+    theirs = oracle.torch_logits(oracle.load_torch(tmp_path / "made" / family), tokens)
+    np.testing.assert_allclose(logits, theirs, atol=1e-4, rtol=0)
+
+
+def test_a_directory_in_use_is_left_alone_unless_told(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    params = init_params(BASE, jax.random.key(0))
+    with pytest.raises(
+        MarsError, match="not an empty directory: choose another path, or pass overwrite=True"
+    ):
+        hub.save(tmp_path, BASE, params)
+    assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
+    hub.save(tmp_path, BASE, params, overwrite=True)
+    assert (tmp_path / "notes.txt").read_text() == "mine" and hub.load(tmp_path).config == BASE
+
+
+def test_a_failure_leaves_nothing_behind(tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise OSError("disk full")
+
+    monkeypatch.setattr("safetensors.numpy.save_file", fail)
+    with pytest.raises(OSError, match="disk full"):
+        hub.save(tmp_path / "model", BASE, init_params(BASE, jax.random.key(0)))
+    assert not list(tmp_path.iterdir())
+
+
+def test_params_of_another_config_are_refused(tmp_path):
+    params = init_params(BASE, jax.random.key(0))
+    with pytest.raises(
+        MarsError, match=r"params layers\.0\.q_bias .*another config|params lack layers\.0\.q_bias"
+    ):
+        hub.save(tmp_path / "model", dataclasses.replace(BASE, qkv_bias=True), params)
+    params["norm"] = jnp.ones((3,))
+    with pytest.raises(MarsError, match=r"params norm is \[3\] and the config says \[32\]"):
+        hub.save(tmp_path / "model", BASE, params)
+
+
+def test_a_config_that_the_family_cannot_express_is_refused(tmp_path):
+    config = dataclasses.replace(BASE, windows=(4, 4))
+    with pytest.raises(MarsError, match="'llama' cannot express this config"):
+        hub.save(tmp_path / "model", config, init_params(config, jax.random.key(0)))

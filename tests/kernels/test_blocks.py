@@ -1,0 +1,100 @@
+"""Illegal block sizes are refused in this package's words, and every default is legal."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+
+import jax.numpy as jnp
+import pytest
+
+from kernels_pallas import (
+    BlockError,
+    GpuBlocks,
+    GpuHeadBlocks,
+    TpuBlocks,
+    TpuHeadBlocks,
+    lm_head_margin_stats,
+    margin_stats,
+)
+from kernels_pallas.blocks import gpu_blocks, gpu_head_blocks, tpu_blocks, tpu_head_blocks
+from kernels_pallas.shapes import DRAFTS, TARGETS
+
+TPU = functools.partial(margin_stats, implementation="pallas_tpu", interpret=True)
+GPU = functools.partial(margin_stats, implementation="pallas_gpu", interpret=True)
+
+
+@pytest.mark.parametrize(
+    ("run", "dtype", "blocks", "sentence"),
+    [
+        (TPU, jnp.float32, TpuBlocks(8, 100), "blocks.tokens is 100: expected a positive multiple of 128."),
+        (TPU, jnp.float32, TpuBlocks(8, 0), "blocks.tokens is 0: expected a positive multiple of 128."),
+        (
+            TPU,
+            jnp.float32,
+            TpuBlocks(12, 128),
+            "blocks.trees is 12: expected a positive multiple of 8 for float32",
+        ),
+        (
+            TPU,
+            jnp.bfloat16,
+            TpuBlocks(8, 128),
+            "blocks.trees is 8: expected a positive multiple of 16 for bfloat16",
+        ),
+        (
+            TPU,
+            jnp.float32,
+            TpuBlocks(40, 2**20),
+            "a block of 40 trees of 1 nodes by 1048576 tokens does not fit",
+        ),
+        (TPU, jnp.int32, None, "logits are int32: the kernels take float32 or bfloat16."),
+        (GPU, jnp.float32, GpuBlocks(3), "blocks.splits is 3: expected a power of two from 1 to"),
+        (GPU, jnp.float32, GpuBlocks(2, 1000), "blocks.tokens is 1000: expected a power of two"),
+        (GPU, jnp.float32, GpuBlocks(2, 1024, 5), "blocks.warps is 5: expected a power of two"),
+    ],
+)
+def test_illegal_blocks_of_margin_stats(run, dtype, blocks, sentence):
+    with pytest.raises(BlockError, match=re.escape(sentence)):
+        run(jnp.zeros((40, 300), dtype), blocks=blocks)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "blocks", "sentence"),
+    [
+        (
+            "pallas_tpu",
+            TpuHeadBlocks(8, 100, 128),
+            "blocks.tokens is 100: expected a positive multiple of 128.",
+        ),
+        ("pallas_tpu", TpuHeadBlocks(9, 128, 128), "blocks.rows is 9: expected a positive multiple of 8"),
+        ("pallas_tpu", TpuHeadBlocks(8, 128, 100), "blocks.depth is 100: expected 256 or a multiple of 128"),
+        ("pallas_tpu", TpuHeadBlocks(8, 2**16, 256), "does not fit"),
+        ("pallas_gpu", GpuHeadBlocks(8, 1), "blocks.rows is 8: expected a power of two of at least 16."),
+    ],
+)
+def test_illegal_blocks_of_lm_head_margin_stats(implementation, blocks, sentence):
+    with pytest.raises(BlockError, match=re.escape(sentence)):
+        lm_head_margin_stats(
+            jnp.zeros((40, 256)),
+            jnp.zeros((300, 256)),
+            implementation=implementation,
+            blocks=blocks,
+            interpret=True,
+        )
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_every_named_shape_has_legal_default_blocks(dtype):
+    for target, draft in itertools.product(TARGETS.values(), DRAFTS.values()):
+        rows = draft.batch * draft.nodes
+        options = {"vocab": target.vocab, "dtype": dtype}
+        for group, nodes in ((1, draft.nodes), (8, draft.nodes), (16, 1)):
+            found = tpu_blocks(None, trees=draft.batch, nodes=nodes, group=group, **options)
+            assert found == tpu_blocks(found, trees=draft.batch, nodes=nodes, group=group, **options)
+        found = gpu_blocks(None, rows=rows, **options)
+        assert found == gpu_blocks(found, rows=rows, **options)
+        found = tpu_head_blocks(None, rows=rows, width=target.hidden, **options)
+        assert found == tpu_head_blocks(found, rows=rows, width=target.hidden, **options)
+        found = gpu_head_blocks(None, rows=rows, width=target.hidden, **options)
+        assert found == gpu_head_blocks(found, rows=rows, width=target.hidden, **options)

@@ -1,0 +1,139 @@
+"""A vocabulary spread over 8 CPU devices: the same answer, and no collective that carries the vocabulary."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from kernels_pallas import margin_accept, margin_stats, sharded_margin_accept, sharded_margin_stats
+from tests.kernels.oracles import top_two
+from tests.kernels.test_accept import TestXla as AcceptCases
+
+VOCAB = 4096
+
+
+def mesh_of(**axes):
+    return jax.make_mesh(
+        tuple(axes.values()),
+        tuple(axes),
+        axis_types=(AxisType.Auto,) * len(axes),
+        devices=jax.devices()[: int(np.prod(list(axes.values())))],
+    )
+
+
+def few_values(*shape):
+    """Ties across every shard, rows of -inf, whole shards of -inf."""
+    z = np.random.default_rng(0).integers(-3, 4, size=shape).astype(np.float32)
+    z[0, 0], z[0, 1, 512:] = -np.inf, -np.inf
+    z[0, 2, : VOCAB // 2] = -np.inf
+    return jnp.asarray(z)
+
+
+@pytest.mark.parametrize("shards", [1, 2, 4, 8])
+def test_ids_do_not_depend_on_the_number_of_shards(shards):
+    mesh, logits = mesh_of(model=shards), few_values(3, 4, VOCAB)
+    placed = jax.device_put(logits, NamedSharding(mesh, P(None, None, "model")))
+    got = jax.jit(functools.partial(sharded_margin_stats, mesh=mesh, axis="model", logsumexp=True))(placed)
+    want = top_two(logits)
+    for value, expected in zip(got[:4], want[:4], strict=True):
+        np.testing.assert_array_equal(value, expected)
+    # Sums of 4096 float32 exponentials in another order.
+    np.testing.assert_allclose(got.logsumexp, want[4], rtol=1e-6, atol=1e-5)
+
+
+def test_verdicts_equal_those_of_one_device_with_the_batch_spread_as_well():
+    mesh = mesh_of(data=2, model=4)
+    (logits, tokens, parents, y, controls), options = AcceptCases().case(4, 6, 9, 4, 512, sampled=True)
+    want = jax.jit(functools.partial(margin_accept, **options))(logits, tokens, parents, y, controls)
+    placed = jax.device_put(logits, NamedSharding(mesh, P("data", None, "model")))
+    spread = functools.partial(sharded_margin_accept, mesh=mesh, axis="model", batch_axis="data", **options)
+    got = jax.jit(spread)(placed, tokens, parents, y, controls)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_both_axes_of_a_mesh_can_hold_the_vocabulary():
+    mesh, logits = mesh_of(data=2, model=4), few_values(2, 3, VOCAB)
+    with jax.set_mesh(mesh):
+        got = jax.jit(functools.partial(sharded_margin_stats, axis=("data", "model")))(logits)
+    jax.tree.map(np.testing.assert_array_equal, got, margin_stats(logits))
+
+
+def collectives(program):
+    """(name, elements of the largest result) of every collective in an HLO text."""
+    names = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter|collective-broadcast"
+    found = re.findall(rf" = (.*?) ({names})(?:-start)?\(", program)
+    shapes = [(name, re.findall(r"\[([\d,]*)\]", result)) for result, name in found]
+    return [(name, max(math.prod(map(int, filter(None, s.split(",")))) for s in all)) for name, all in shapes]
+
+
+def test_one_collective_of_a_few_numbers_per_node_inside_a_while_loop():
+    """A decode loop in small: unembed with a sharded vocabulary, accept, repeat."""
+    mesh, batch, nodes, shards = mesh_of(model=8), 2, 5, 8
+    (_, tokens, parents, _, controls), options = AcceptCases().case(5, batch, nodes, 3, VOCAB)
+
+    def loop(hidden, weight):
+        def body(carry):
+            i, hidden, _ = carry
+            logits = jnp.einsum("bne,ev->bnv", hidden, weight)
+            out = sharded_margin_accept(
+                logits, tokens, parents, None, controls, mesh=mesh, axis="model", logsumexp=True, **options
+            )
+            return i + 1, hidden + out.next_token[:, None, None].astype(jnp.float32), out.num_accepted
+
+        start = jnp.int32(0), hidden, jnp.zeros((batch,), jnp.int32)
+        return jax.lax.while_loop(lambda carry: carry[0] < 3, body, start)
+
+    shapes = (
+        jax.ShapeDtypeStruct((batch, nodes, 16), jnp.float32, sharding=NamedSharding(mesh, P())),
+        jax.ShapeDtypeStruct((16, VOCAB), jnp.float32, sharding=NamedSharding(mesh, P(None, "model"))),
+    )
+    program = jax.jit(loop).lower(*shapes).compile().as_text()
+    assert collectives(program) == [("all-gather", shards * 5 * batch * nodes)]
+
+
+@pytest.mark.parametrize("vocab", [VOCAB, 8 * 501])
+def test_without_shard_map_the_default_is_partitioned_without_gathering_the_vocabulary(vocab):
+    mesh, batch, nodes, shards = mesh_of(model=8), 2, 5, 8
+
+    def program(hidden, weight):
+        return margin_stats(jnp.einsum("bne,ev->bnv", hidden, weight), logsumexp=True)
+
+    rng = np.random.default_rng(0)
+    hidden = jnp.asarray(rng.integers(-2, 3, (batch, nodes, 4)), jnp.float32)
+    weight = jnp.asarray(rng.integers(-2, 3, (4, vocab)), jnp.float32)
+    placed = jax.device_put(weight, NamedSharding(mesh, P(None, "model")))
+    compiled = jax.jit(program).lower(hidden, placed).compile()
+    assert 0 < max(elements for _, elements in collectives(compiled.as_text())) <= shards * batch * nodes
+    got = compiled(hidden, placed)
+    want = top_two(np.einsum("bne,ev->bnv", hidden, weight))  # small integers: exact in any order
+    for value, expected in zip(got[:4], want[:4], strict=True):
+        np.testing.assert_array_equal(value, expected)
+    np.testing.assert_allclose(got.logsumexp, want[4], rtol=1e-6, atol=1e-5)
+
+
+def test_the_default_can_be_vmapped_jitted_or_neither():
+    logits = few_values(3, 4, 1024)
+    want = margin_stats(logits, implementation="reference")
+    for form in (
+        margin_stats,
+        jax.jit(margin_stats),
+        jax.vmap(margin_stats),
+        jax.vmap(jax.vmap(margin_stats)),
+    ):
+        jax.tree.map(np.testing.assert_array_equal, form(logits), want)
+
+
+def test_what_cannot_be_spread_is_named():
+    mesh = mesh_of(model=8)
+    with pytest.raises(ValueError, match="a vocabulary of 4097 does not divide over 8 devices"):
+        sharded_margin_stats(jnp.zeros((1, 2, 4097)), mesh=mesh, axis="model")
+    with pytest.raises(ValueError, match="axis is 'tensor' and the mesh has"):
+        sharded_margin_stats(jnp.zeros((1, 2, 4096)), mesh=mesh, axis="tensor")

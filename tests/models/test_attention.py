@@ -1,0 +1,96 @@
+"""Attention by blocks equals attention over every slot, and never touches what the mask hides."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mars_jax.models import attention
+from mars_jax.models.attention import BLOCK, attend, attend_all
+
+
+def case(seed, *, batch=2, n=3, slots=300, live=200, heads=2, group=2, dim=4, dtype="float32"):
+    keys = jax.random.split(jax.random.key(seed), 4)
+    q = jax.random.normal(keys[0], (batch, n, heads, group, dim), jnp.float32).astype(dtype)
+    k = jax.random.normal(keys[1], (batch, slots, heads, dim), jnp.float32).astype(dtype)
+    v = jax.random.normal(keys[2], (batch, slots, heads, dim), jnp.float32).astype(dtype)
+    mask = jax.random.bernoulli(keys[3], 0.7, (batch, n, slots)) & (jnp.arange(slots) < live)[None, None]
+    return q, k, v, mask, jnp.int32(live)
+
+
+def numpy_attention(q, k, v, mask):
+    """The textbook formula in float64, one query at a time."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    out = np.zeros_like(q)
+    for b, n, h, g in np.ndindex(q.shape[:4]):
+        seen = np.asarray(mask[b, n])
+        if seen.any():
+            scores = k[b, seen, h] @ q[b, n, h, g] / np.sqrt(q.shape[-1])
+            weights = np.exp(scores - scores.max())
+            out[b, n, h, g] = weights @ v[b, seen, h] / weights.sum()
+    return out
+
+
+@pytest.mark.parametrize("slots", [1, 7, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK - 5])
+@pytest.mark.parametrize("form", [attend, attend_all])
+def test_both_forms_equal_the_textbook_formula(form, slots):
+    for live in {1, (slots + 1) // 2, slots}:
+        given = case(slots, slots=slots, live=live)
+        # 1e-5: float32 sums of at most 400 terms of size one.
+        np.testing.assert_allclose(jax.jit(form)(*given), numpy_attention(*given[:4]), atol=1e-5)
+
+
+def test_what_the_mask_hides_does_not_matter_and_a_blind_query_gets_zeros():
+    q, k, v, mask, live = case(0)
+    mask = mask.at[0, 1].set(False)
+    hidden = ~jnp.any(mask, axis=1)[:, :, None, None]
+    poisoned = [jnp.where(hidden, 1e30, x) for x in (k, v)]
+    clean, dirty = attend(q, k, v, mask, live), attend(q, *poisoned, mask, live)
+    np.testing.assert_array_equal(clean, dirty)
+    np.testing.assert_array_equal(dirty[0, 1], 0.0)
+
+
+def test_large_scores_do_not_overflow():
+    q, k, v, mask, live = case(1)
+    given = (q * 1e3, k * 1e3, v, mask, live)
+    np.testing.assert_allclose(attend(*given), numpy_attention(*given[:4]), atol=1e-5)
+
+
+def test_bfloat16_is_accumulated_in_float32():
+    given = case(2, dtype="bfloat16")
+    out = attend(*given)
+    assert out.dtype == jnp.bfloat16
+    # 2**-7: the weights and the result are each rounded to 8 bits.
+    np.testing.assert_allclose(out.astype(jnp.float32), numpy_attention(*given[:4]), atol=2**-7)
+
+
+def test_gradients_equal_those_of_the_plain_form_also_with_a_blind_query():
+    q, k, v, mask, live = case(3)
+    mask = mask.at[0, 1].set(False)
+
+    def loss(form):
+        return lambda q, k, v: jnp.sum(jnp.sin(form(q, k, v, mask, live)))
+
+    ours = jax.jit(jax.grad(loss(attend), argnums=(0, 1, 2)))(q, k, v)
+    plain = jax.grad(loss(attend_all), argnums=(0, 1, 2))(q, k, v)
+    for a, b in zip(ours, plain, strict=True):
+        assert np.isfinite(a).all()
+        np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+def test_vmap_maps_over_ragged_live_lengths():
+    cases = [case(s, live=live) for s, live in ((4, 10), (5, 290))]
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *cases)
+    out = jax.vmap(attend)(*stacked)
+    for row, given in zip(out, cases, strict=True):
+        np.testing.assert_allclose(row, numpy_attention(*given[:4]), atol=1e-5)
+
+
+def test_the_cost_on_cpu_follows_the_live_length(monkeypatch):
+    """Blocks past `live` are not read: NaN there would spread through 0 * NaN."""
+    q, k, v, mask, live = case(6, slots=4 * BLOCK, live=BLOCK)
+    past = (jnp.arange(4 * BLOCK) >= BLOCK)[None, :, None, None]
+    k, v = jnp.where(past, jnp.nan, k), jnp.where(past, jnp.nan, v)
+    assert np.isfinite(attention._attend_blocks(q, k, v, mask, live)).all()

@@ -1,0 +1,78 @@
+"""Frequencies against transformers' ROPE_INIT_FUNCTIONS, angles against float64."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mars_jax.errors import MarsError
+from mars_jax.hub.config import from_json
+from mars_jax.models.config import Rope
+from mars_jax.models.rope import angles, frequencies, rotate
+from tests.models import oracle
+
+# Parameters of published checkpoints: Llama 3.1 and 3.2, Qwen2.5 with YaRN, and corners of each formula.
+PUBLISHED = [
+    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+    {
+        "rope_type": "yarn",
+        "factor": 40.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.5,
+        "beta_fast": 16,
+        "truncate": False,
+    },
+    {"rope_type": "yarn", "factor": 1.0, "attention_factor": None},
+    {"rope_type": "linear", "factor": 2.5},
+]
+
+
+@pytest.mark.parametrize("scaling", PUBLISHED)
+@pytest.mark.parametrize("theta, dim", [(10000.0, 64), (500000.0, 128), (1e6, 80)])
+def test_frequencies_equal_those_of_transformers(scaling, theta, dim):
+    pytest.importorskip("torch")
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    scaling = {"original_max_position_embeddings": 8192, "rope_theta": theta, **scaling}
+    sizes = {"hidden_size": 2 * dim, "num_attention_heads": 2, "intermediate_size": 8, "num_hidden_layers": 1}
+    with oracle.third_party():
+        theirs = LlamaConfig(**sizes, max_position_embeddings=16384, rope_parameters=dict(scaling))
+        expected, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](theirs, "cpu")
+    data = {"model_type": "llama", "vocab_size": 8, **sizes, "rope_scaling": scaling}
+    rope = from_json(data).rope
+    np.testing.assert_allclose(frequencies(rope, dim), expected.numpy(), rtol=2e-6)  # float32 powers
+    np.testing.assert_allclose(rope.attention_factor, factor, rtol=1e-12)
+
+
+def test_angles_are_float32_far_into_the_context():
+    position = 131071
+    cos, sin = angles(jnp.full((1, 1), position, jnp.int32), Rope(), 8)
+    exact = position * 10000.0 ** (-np.arange(0, 8, 2) / 8)
+    # The float32 rounding of the angle itself: half a unit in the last place of 131071.
+    np.testing.assert_allclose(cos[0, 0, 0], np.cos(exact), atol=0.01)
+    np.testing.assert_allclose(sin[0, 0, 0], np.sin(exact), atol=0.01)
+
+
+def test_scores_depend_on_the_distance_alone():
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 2, 1, 8)), jnp.float32)
+
+    def score(a, b):
+        rotated = rotate(x, *angles(jnp.asarray([[a, b]], jnp.int32), Rope(), 8))
+        return jnp.sum(rotated[0, 0] * rotated[0, 1])
+
+    np.testing.assert_allclose(score(3, 10), score(103, 110), rtol=1e-4)
+
+
+def test_a_rope_that_makes_no_sense_is_refused():
+    with pytest.raises(MarsError, match="rope kind 'su' is not supported: choose one of none, linear"):
+        Rope(kind="su")
+    with pytest.raises(MarsError, match="needs original_max_positions"):
+        dataclasses.replace(Rope(), kind="yarn", factor=2.0)
+    with pytest.raises(MarsError, match="must be positive"):
+        Rope(theta=0.0)

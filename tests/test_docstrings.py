@@ -1,0 +1,46 @@
+"""The examples of docstrings are tests, and every public name has a docstring."""
+
+import doctest
+import importlib
+import inspect
+import pkgutil
+
+import pytest
+
+import kernels_pallas
+import mars_jax
+
+MODULES = sorted(
+    module.name
+    for package in (mars_jax, kernels_pallas)
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + ".")
+)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_run(name):
+    result = doctest.testmod(importlib.import_module(name), optionflags=doctest.NORMALIZE_WHITESPACE)
+    assert result.failed == 0
+
+
+def test_public_functions_and_classes_are_documented():
+    bare = []
+    for name in MODULES:
+        module = importlib.import_module(name)
+        for attribute, value in vars(module).items():
+            ours = inspect.isfunction(value) or inspect.isclass(value)
+            if (
+                ours
+                and not attribute.startswith("_")
+                and value.__module__ == name
+                and not inspect.getdoc(value)
+            ):
+                bare.append(f"{name}.{attribute}")
+    assert not bare
+
+
+def test_the_package_offers_what_it_lists():
+    for name in mars_jax.__all__:
+        assert getattr(mars_jax, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = mars_jax.nothing

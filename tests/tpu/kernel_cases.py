@@ -1,0 +1,101 @@
+"""Every kernel at the named shapes, as functions to compile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.layout import Format, Layout
+
+from kernels_pallas import AcceptControls, margin_accept, margin_stats
+from kernels_pallas.shapes import DRAFTS, TARGETS, Draft
+from tests.tpu import aot
+
+HIDDEN = 256
+"""Width of the matmul that produces the logits: where they come from fixes their layout, and how wide it
+was does not."""
+
+
+class Case(NamedTuple):
+    kernel: str  # "margin_stats" or "margin_accept"
+    vocab: int
+    draft: str
+    dtype: str
+    logsumexp: bool
+
+
+def name(case: Case) -> str:
+    statistics = " with logsumexp" if case.logsumexp else ""
+    return f"{case.kernel} {case.draft} {case.vocab} {case.dtype}{statistics}"
+
+
+def kernel_cases() -> Iterator[Case]:
+    """Each vocabulary of `TARGETS` with each of `DRAFTS`, in float32; the batches in bfloat16 as well."""
+    for vocab in sorted({target.vocab for target in TARGETS.values()}):
+        for draft in DRAFTS:
+            yield Case("margin_stats", vocab, draft, "float32", False)
+            yield Case("margin_accept", vocab, draft, "float32", True)
+            if draft.endswith("batch"):
+                yield Case("margin_stats", vocab, draft, "bfloat16", False)
+
+
+def one_read(report: dict[str, Any]) -> int:
+    """Bytes that a kernel may move: the logits once, and its results, which are tiles of 512 bytes a row
+    each that are written, read and cut. A second read of the logits would be 64 KiB a row or more."""
+    return report["logits_bytes"] + 10 * 2**10 * report["rows"] + 2**16
+
+
+def legal_arrays(report: dict[str, Any]) -> int:
+    """Arrays as large as the logits that a program may write: the matmul's. That of a single row is a
+    matrix-vector product, whose vector becomes a matrix of one row in a second array, half a megabyte
+    large."""
+    return 2 if report["rows"] == 1 else 1
+
+
+def compile_kernel(case: Case, generation: str) -> dict[str, Any]:
+    """Compile unembedding and kernel, and unembedding alone. `arrays_of_logits` is 1 where nothing but the
+    matmul writes an array as large as the logits; `added_bytes` is the difference in the compiler's count
+    of bytes, in which another tiling of the matmul shows as well."""
+    draft: Draft = DRAFTS[case.draft]
+    dtype = jnp.dtype(case.dtype)
+    on = aot.mesh(generation)
+
+    def shape(*dims: int, of: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(dims, of)
+
+    def unembed(hidden: jax.Array, weight: jax.Array) -> jax.Array:
+        return jnp.einsum("bne,ev->bnv", hidden, weight, preferred_element_type=jnp.float32).astype(dtype)
+
+    def stats(hidden, weight):
+        return margin_stats(unembed(hidden, weight), logsumexp=case.logsumexp, implementation="pallas_tpu")
+
+    def accept(hidden, weight, tokens, parents, y, controls):
+        return margin_accept(
+            unembed(hidden, weight),
+            tokens,
+            parents,
+            y,
+            controls,
+            max_depth=draft.depth,
+            logsumexp=case.logsumexp,
+            implementation="pallas_tpu",
+        )
+
+    b, n = draft.batch, draft.nodes
+    producer = aot.abstract(
+        (shape(b, n, HIDDEN, of=jnp.bfloat16), shape(HIDDEN, case.vocab, of=jnp.bfloat16)), on
+    )
+    elements = b * n * case.vocab
+    controls = AcceptControls(shape(b, of=jnp.float32), shape(b, of=bool), shape(b), shape(b, 4))
+    rest = aot.abstract((shape(b, n), shape(b, n), shape(b, n), controls), on)
+    if case.kernel == "margin_stats":
+        report = aot.compile_for(stats, *producer, watch=elements)
+    else:
+        report = aot.compile_for(accept, *producer, *rest, watch=elements)
+    # In whatever layout the matmul leaves them, so that no copy into another one is counted.
+    alone = aot.compile_for(unembed, *producer, out_shardings=Format(Layout.AUTO))
+    logits = elements * dtype.itemsize
+    added = report["bytes_accessed"] - alone["bytes_accessed"]
+    return {"rows": b * n, "logits_bytes": logits, "added_bytes": added, **report}

@@ -1,0 +1,96 @@
+"""The kernels compile for real TPUs, with one read of the logits. Nothing is executed; libtpu is enough."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+pytest.importorskip(
+    "libtpu", reason="TPU compilation needs libtpu: pip install 'mars-jax[test]' on Linux x86-64"
+)
+
+from kernels_pallas import BlockError, TpuBlocks, margin_stats, sharded_margin_stats
+from tests.tpu import aot, head_cases, kernel_cases
+
+ALL = list(kernel_cases.kernel_cases())
+SOME = [
+    kernel_cases.Case("margin_stats", 32000, "autoregressive-batch", "float32", True),
+    kernel_cases.Case("margin_stats", 151936, "tree-batch", "bfloat16", False),
+    kernel_cases.Case("margin_accept", 128256, "chain-batch", "float32", True),
+    kernel_cases.Case("margin_accept", 151936, "tree-batch", "float32", True),
+]
+"""Rows of a matrix and trees of their own, both dtypes, both operations."""
+
+
+def check(case, generation):
+    report = kernel_cases.compile_kernel(case, generation)
+    assert report["mosaic_kernels"] == 1 and not report["collectives"]
+    assert aot.hbm_bytes(report) < aot.HBM_BYTES[generation]
+    assert report["arrays_of_logits"] <= kernel_cases.legal_arrays(report)
+    return report
+
+
+@pytest.mark.parametrize("generation", ["v5e", "v6e"])
+@pytest.mark.parametrize("case", SOME, ids=kernel_cases.name)
+def test_a_kernel_compiles_and_reads_the_logits_once(case, generation):
+    report = check(case, generation)
+    assert report["added_bytes"] <= kernel_cases.one_read(report)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("generation", list(aot.TOPOLOGIES))
+@pytest.mark.parametrize("case", ALL, ids=kernel_cases.name)
+def test_every_kernel_compiles_at_every_named_shape(case, generation):
+    check(case, generation)
+
+
+@pytest.mark.parametrize("generation", list(aot.TOPOLOGIES))
+def test_the_fused_unembedding_compiles_and_writes_no_logits(generation):
+    report = head_cases.compile_head(head_cases.Case("qwen3-32b", "wide-tree-batch"), generation)
+    assert report["mosaic_kernels"] == 1
+    assert report["temporary_bytes"] + report["output_bytes"] < report["logits_bytes"] / 100
+
+
+def logits_of(vocab, on, spec=None):
+    """A program's logits as the compiler sees them, and their arguments."""
+    hidden, weight = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((2, 8, 128), (128, vocab)))
+    return (aot.abstract(hidden, on), aot.abstract(weight, on, spec))
+
+
+def unembed(hidden, weight):
+    return jnp.einsum("bne,ev->bnv", hidden, weight, preferred_element_type=jnp.float32)
+
+
+def test_spread_over_four_chips_each_runs_the_kernel_and_one_collective_joins_them():
+    on = aot.mesh("v5e", devices=4)
+    stats = functools.partial(sharded_margin_stats, mesh=on, axis="model", logsumexp=True)
+    report = aot.compile_for(lambda h, w: stats(unembed(h, w)), *logits_of(128256, on, P(None, "model")))
+    assert report["mosaic_kernels"] == 1
+    assert sum(report["collectives"].values()) == 1
+
+
+def test_where_xla_partitions_the_default_gathers_a_few_numbers_per_node():
+    on = aot.mesh("v5e", devices=4)
+    report = aot.compile_for(
+        lambda h, w: margin_stats(unembed(h, w)), *logits_of(128256, on, P(None, "model"))
+    )
+    assert report["mosaic_kernels"] == 0
+    sizes = [int(n) for name in report["collectives"] for n in re.findall(r"\d+(?=[,\]])", name)]
+    assert max(sizes) <= 8
+
+
+def test_a_named_kernel_that_xla_would_have_to_partition_fails_to_compile():
+    on = aot.mesh("v5e", devices=4)
+    named = functools.partial(margin_stats, implementation="pallas_tpu")
+    with pytest.raises(NotImplementedError, match="Mosaic kernels cannot be automatically partitioned"):
+        aot.compile_for(lambda h, w: named(unembed(h, w)), *logits_of(4096, on, P(None, "model")))
+
+
+def test_illegal_blocks_are_refused_before_the_compiler_sees_them():
+    with pytest.raises(BlockError, match=r"blocks\.tokens is 1000: expected a positive multiple of 128"):
+        margin_stats(jnp.zeros((8, 4096)), implementation="pallas_tpu", blocks=TpuBlocks(8, 1000))

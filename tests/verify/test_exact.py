@@ -1,0 +1,123 @@
+"""`exact`: lossless over deterministic chains and trees, with repeated siblings and padding."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mars_jax import sampling
+from mars_jax import tree as trees
+from mars_jax.types import NO_TOKEN, DraftTree
+from mars_jax.verify import exact, mars, rejection
+from tests.test_tree import B, N, V, random_tree
+from tests.verify import oracles
+
+ROWS = 12_000
+VOCAB = 4
+
+
+def fixed_tree(tokens, parents, is_chain=False) -> DraftTree:
+    depths = [0]
+    for parent in parents[1:]:
+        depths.append(depths[parent] + 1)
+    arrays = {"tokens": tokens, "parents": parents, "depths": depths}
+    arrays = {
+        name: jnp.tile(jnp.asarray(value, jnp.int32)[None], (ROWS, 1)) for name, value in arrays.items()
+    }
+    return DraftTree(**arrays, max_depth=max(depths), is_chain=is_chain)
+
+
+TREES = {
+    "chain": fixed_tree([0, 1, 2], [-1, 0, 1], is_chain=True),
+    "short chain": fixed_tree([0, 1, NO_TOKEN], [-1, 0, 1], is_chain=True),
+    "tree": fixed_tree([0, 1, 3, 0, 2, 3], [-1, 0, 0, 1, 1, 2]),
+    "tree with a repeated sibling and padding": fixed_tree([0, 2, 2, 1, NO_TOKEN, 3], [-1, 0, 0, 1, 1, 2]),
+}
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_exact_leaves_the_target_distribution(name):
+    """Every fifth row has one of the settings; all rows go through one compilation."""
+    tree = TREES[name]
+    rows = [oracles.SETTINGS[b % len(oracles.SETTINGS)] for b in range(ROWS)]
+    table = oracles.tables(11, VOCAB, 3)
+    nodes = []  # the target's logits at each node of the tree, which is the same in every row
+    for i in range(tree.tokens.shape[1]):
+        prefix, node = [], i
+        while node > 0:
+            prefix, node = [max(int(tree.tokens[0, node]), 0), *prefix], int(tree.parents[0, node])
+        nodes.append(
+            oracles.after(table, np.asarray([prefix], int).reshape(1, -1))[0] if len(prefix) < 3 else None
+        )
+    logits = jnp.tile(jnp.asarray(np.stack(nodes))[None], (ROWS, 1, 1))
+    verdict = jax.jit(exact())(oracles.keys_of(5, ROWS), tree, logits, oracles.controls_of(rows))
+    out, count = oracles.emitted(tree.tokens, verdict)
+    for s, row in enumerate(oracles.SETTINGS):
+        pick = slice(s, None, len(oracles.SETTINGS))
+        p = oracles.processed_tables(table, row)
+        sequences = oracles.complete(np.random.default_rng(s), out[pick], count[pick], p)
+        assert oracles.chi_square(sequences, oracles.sequence_probabilities(p)) > 1e-3, row
+
+
+def test_exact_walks_where_the_sample_of_each_node_leads():
+    """The verdict is that of a Python walk over `sample`, greedy and sampled rows mixed."""
+    tree = random_tree(np.random.default_rng(1))
+    logits = jax.random.normal(jax.random.key(1), (B, N, V))
+    settings = oracles.controls_of([(0.0 if b % 2 else 0.8, 0, 1.0, 0.0) for b in range(B)])
+    verdict = jax.jit(exact())(oracles.keys_of(0, B), tree, logits, settings)
+    y = np.asarray(jax.jit(sampling.sample)(oracles.keys_of(0, B), logits, settings))
+    np.testing.assert_array_equal(y[1::2], np.argmax(logits, -1)[1::2])
+    for b in range(B):
+        node, path = 0, [0]
+        while children := [
+            i for i in range(N) if tree.parents[b, i] == node and tree.tokens[b, i] == y[b, node]
+        ]:
+            node = children[0]
+            path.append(node)
+        assert verdict.path[b].tolist() == path + [node] * (tree.max_depth + 1 - len(path))
+        assert int(verdict.num_accepted[b]) == len(path) - 1 and int(verdict.next_token[b]) == y[b, node]
+
+
+@pytest.mark.parametrize(
+    "verify", [exact(), mars(), mars(rejection()), mars(rejection(block=True))], ids=lambda v: v.name
+)
+def test_a_row_alone_equals_the_row_in_a_batch(verify):
+    rows = [(0.0, 0, 1.0, 0.0), *oracles.SETTINGS, (0.9, 0, 1.0, 0.0), (0.0, 0, 1.0, 0.0)]
+    rng = np.random.default_rng(3)
+    settings = oracles.controls_of(rows, theta=[0.5, 0.9, np.inf, 0.1, 0.5, 0.5, 0.5, np.inf])
+    processed = oracles.process(jnp.asarray(rng.normal(0, 1, (8, 4, 6)), jnp.float32), settings)
+    tokens = sampling.sample_processed(oracles.keys_of(8, 8), processed)
+    tree = trees.chain(jnp.roll(tokens, 1, axis=1), processed)
+    tree = tree.replace(tokens=tree.tokens.at[3, 2].set(NO_TOKEN))
+    logits, keys = jnp.asarray(rng.normal(0, 2, (8, 4, 6)), jnp.float32), oracles.keys_of(9, 8)
+    run = jax.jit(verify)
+    together = run(keys, tree, logits, settings)
+    everything = (keys, tree, logits, settings)
+    for b in range(8):
+        alone = run(*jax.tree.map(lambda x, b=b: x[b : b + 1], everything))
+        oracles.same_verdict(alone, jax.tree.map(lambda x, b=b: x[b : b + 1], together))
+
+
+def test_verifiers_are_values():
+    assert exact() == exact() and hash(mars(theta=0.8)) == hash(mars(theta=0.9))
+    assert mars(theta=0.8) == mars(theta=0.9) != mars(margin="gap") != mars(rejection(), margin="gap")
+    assert rejection() != rejection(block=True)
+    rules = exact(), rejection(), rejection(True), mars(), mars(rejection(True), margin="gap")
+    assert [v.name for v in rules] == [
+        "exact", "rejection", "block", "mars", "mars(gap) over block",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "verify", [exact(), rejection(), rejection(block=True), mars()], ids=lambda v: v.name
+)
+def test_a_tree_of_one_node_is_plain_decoding(verify):
+    logits = jax.random.normal(jax.random.key(0), (3, 1, 5))
+    settings = oracles.controls_of([(0.0, 0, 1.0, 0.0), (0.7, 0, 1.0, 0.0), (0.7, 1, 1.0, 0.0)])
+    verdict = jax.jit(verify)(
+        oracles.keys_of(0, 3), trees.chain(jnp.zeros((3, 1), jnp.int32)), logits, settings
+    )
+    assert verdict.path.tolist() == [[0]] * 3 and verdict.relaxed.shape == (3, 0)
+    assert verdict.next_token[0] == jnp.argmax(logits[0, 0]) and verdict.next_token[2] == jnp.argmax(
+        logits[2, 0]
+    )

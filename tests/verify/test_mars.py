@@ -1,0 +1,331 @@
+"""`mars`: Algorithm 1 of the paper at temperature 0, its guards, and the strict rule at theta = inf."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mars_jax import sampling
+from mars_jax import tree as trees
+from mars_jax.errors import MarsError
+from mars_jax.types import NO_TOKEN
+from mars_jax.verify import MARGINS, exact, mars, rejection
+from mars_jax.verify.exact import Exact
+from tests.test_tree import B, N, V, python_walk, random_tree
+from tests.verify import oracles
+
+GREEDY = (0.0, 0, 1.0, 0.0)
+SAMPLED = (0.8, 0, 1.0, 0.0)
+seeds = st.integers(0, 2**32 - 1)
+property_test = settings(max_examples=20, deadline=None)
+strict_rule, ratio_rule = jax.jit(exact()), jax.jit(mars())
+
+
+TRACES = []
+
+
+@functools.cache
+def jitted(rule):
+    """One compilation of a rule for all tests of one shape."""
+    return jax.jit(lambda *args: TRACES.append(rule) or rule(*args))
+
+
+def algorithm_1(drafted, logits, theta):
+    """The paper's Algorithm 1, literally: the tokens it emits."""
+    output = []
+    for x, z in zip(drafted, logits, strict=False):
+        first, second = np.argsort(-z, kind="stable")[:2]
+        if x == first or (x == second and z[first] > 0 and z[second] / z[first] > theta):
+            output.append(x)
+        else:
+            return [*output, first]
+    return [*output, np.argmax(logits[len(drafted)])]
+
+
+@given(seeds)
+@property_test
+def test_temperature_zero_is_algorithm_1_of_the_paper(seed):
+    rng = np.random.default_rng(seed)
+    logits = rng.integers(-2, 9, (32, 5, 4)).astype(np.float32)  # few values: ties, z1 <= 0 and ratios of 1
+    best = np.argsort(-logits, axis=-1, kind="stable")[..., :2]
+    tokens = np.where(rng.random((32, 5)) < 0.5, best[..., 0], best[..., 1])
+    tokens = np.where(rng.random((32, 5)) < 0.1, rng.integers(0, 4, (32, 5)), tokens)[:, :4]
+    theta = rng.choice([0.3, 0.6, 0.9], 32)
+    tree = trees.chain(jnp.asarray(np.pad(tokens, ((0, 0), (1, 0))), jnp.int32))
+    controls = oracles.controls_of([GREEDY] * 32, theta=theta)
+    verdict = ratio_rule(oracles.keys_of(0, 32), tree, jnp.asarray(logits), controls)
+    out, count = oracles.emitted(tree.tokens, verdict)
+    for b in range(32):
+        assert out[b, : count[b]].tolist() == algorithm_1(tokens[b], logits[b], np.float32(theta[b]))
+
+
+def python_relaxable(tokens, parents, logits, y, margin, theta, strict, stops):
+    """One row: which edges may be taken although they are not exact."""
+    result = [False]
+    for i in range(1, len(tokens)):
+        z = logits[parents[i]]
+        first, second = np.argsort(-z, kind="stable")[:2]
+        z1, z2 = z[first], z[second]
+        low = {
+            "ratio": z1 > 0 and z2 > theta * z1,
+            "gap": z1 - z2 < theta < np.inf,
+            "prob_ratio": np.exp(z2 - z1) > theta,
+        }[margin]
+        stopping = {tokens[i], first, y[parents[i]]} & set(stops)
+        result.append(bool(low and not strict and tokens[i] in (first, second) and not stopping))
+    return result
+
+
+@pytest.mark.parametrize("margin", MARGINS)
+def test_trees_of_greedy_and_sampled_rows_follow_the_python_rule(margin):
+    """All guards at once on random trees with repeated siblings and padding."""
+    verify = jax.jit(mars(margin=margin))
+    draw = jax.jit(sampling.sample)
+    num_relaxed = 0
+    for seed in range(30):
+        rng = np.random.default_rng(seed)
+        tree = random_tree(rng)
+        logits = rng.integers(-4, 17, (B, N, V)).astype(np.float32) / 4 + 0.01
+        theta = rng.choice([0.3, 0.5, 1.5, np.inf], B)
+        strict, max_run = rng.random(B) < 0.1, rng.choice([0, 1, 2, 9, 9], B)
+        stops = [list(rng.choice(V, rng.integers(0, 3) // 2, replace=False)) for _ in range(B)]
+        controls = oracles.controls_of(
+            [GREEDY if b % 2 else SAMPLED for b in range(B)],
+            theta=theta, strict=strict, max_relaxed_run=max_run, stop_tokens=stops,
+        )  # fmt: skip
+        keys = oracles.keys_of(seed, B)
+        verdict = verify(keys, tree, jnp.asarray(logits), controls)
+        y = np.asarray(draw(keys, jnp.asarray(logits), controls))
+        for b in range(B):
+            tokens, parents = np.asarray(tree.tokens[b]).tolist(), np.asarray(tree.parents[b]).tolist()
+            named = [-2] + [y[b, parents[i]] for i in range(1, N)]
+            hits = [tokens[i] == named[i] for i in range(N)]
+            relaxable = python_relaxable(
+                tokens, parents, logits[b], y[b], margin, theta[b], strict[b], stops[b]
+            )
+            path, count, edges = python_walk(tokens, parents, hits, relaxable, max_run[b], tree.max_depth)
+            assert verdict.path[b].tolist() == path and int(verdict.num_accepted[b]) == count
+            assert verdict.relaxed[b].tolist() == edges
+            assert int(verdict.next_token[b]) == y[b, path[-1]]
+            num_relaxed += sum(edges)
+    assert num_relaxed > 10
+
+
+ROWS = 192
+
+
+def chain_case(seed, temperature=0.8):
+    """Target logits with close seconds, a draft sampled from a true q that resembles them, and controls."""
+    rng, rows, nodes, vocab = np.random.default_rng(seed), ROWS, 6, 5
+    controls = oracles.controls_of([(temperature, 0, 1.0, 0.0)] * rows, theta=0.3)
+    logits = jnp.asarray(rng.normal(3, 1, (rows, nodes, vocab)), jnp.float32)
+    processed = oracles.process(logits + jnp.asarray(rng.normal(0, 1, logits.shape), jnp.float32), controls)
+    drafted = jax.jit(sampling.sample_processed)(oracles.keys_of(seed + 1, rows), processed)
+    tree = trees.chain(jnp.pad(drafted[:, :-1], ((0, 0), (1, 0))), processed)
+    return oracles.keys_of(seed + 2, rows), tree, logits, controls
+
+
+BASES = [exact(), rejection(), rejection(block=True)]
+
+
+@pytest.mark.parametrize("base", BASES, ids=lambda v: v.name)
+def test_theta_inf_and_strict_rows_equal_the_base_bit_for_bit(base):
+    keys, tree, logits, controls = chain_case(seed=0)
+    controls = controls.replace(temperature=controls.temperature.at[::3].set(0.0))
+    strict, rule = jitted(base)(keys, tree, logits, controls), jitted(mars(base))
+    assert jnp.sum(rule(keys, tree, logits, controls).relaxed) > 10
+    traces = len(TRACES)
+    for name, value in {"theta": np.inf, "strict": True, "max_relaxed_run": 0}.items():
+        changed = controls.replace(**{name: jnp.full_like(getattr(controls, name), value)})
+        oracles.same_verdict(rule(keys, tree, logits, changed), strict)
+    assert len(TRACES) == traces, "changing controls compiled again"
+
+
+def test_the_gap_is_strict_at_infinity_although_its_formula_is_not():
+    keys, tree, logits, controls = chain_case(seed=0)
+    infinite = controls.replace(theta=jnp.full((ROWS,), jnp.inf))
+    got = jitted(mars(margin="gap"))(keys, tree, logits, infinite)
+    oracles.same_verdict(got, jitted(exact())(keys, tree, logits, infinite))
+
+
+@given(seeds)
+@property_test
+def test_theta_inf_equals_exact_on_trees(seed):
+    rng = np.random.default_rng(seed)
+    tree, logits = random_tree(rng), jnp.asarray(rng.normal(1, 2, (B, N, V)), jnp.float32)
+    controls = oracles.controls_of([GREEDY if b % 2 else SAMPLED for b in range(B)], theta=np.inf)
+    args = (oracles.keys_of(seed % 1000, B), tree, logits, controls)
+    oracles.same_verdict(ratio_rule(*args), strict_rule(*args))
+
+
+def one_step(tokens, logits, parents=None, *, base=None, **controls):
+    """One greedy row, by hand; tokens without the root. Padded to six nodes, so that a rule compiles once."""
+    missing = 5 - len(tokens)
+    tree = trees.chain(jnp.asarray([[0, *tokens] + [NO_TOKEN] * missing], jnp.int32))
+    if parents is not None:
+        parents = jnp.asarray([parents + [0] * missing], jnp.int32)
+        depths = jnp.asarray([[0] + [1] * 5], jnp.int32)
+        tree = tree.replace(parents=parents, depths=depths, max_depth=1, is_chain=False)
+    logits = jnp.asarray([logits + [[0.0] * 4] * (6 - len(logits))], jnp.float32)
+    made = oracles.controls_of([GREEDY], **{"theta": 0.9, **controls})
+    verdict = jitted(mars(base))(oracles.keys_of(0, 1), tree, logits, made)
+    out, count = oracles.emitted(tree.tokens, verdict)
+    relaxed = np.asarray(verdict.relaxed[0])
+    assert not relaxed[len(tokens) :].any()
+    return out[0, : count[0]].tolist(), relaxed[: 1 if parents is not None else len(tokens)].tolist()
+
+
+CLOSE = [1.0, 10.0, 9.5, 0.0]  # top 1 is token 1, its close second is token 2
+CLEAR = [1.0, 0.0, 0.0, 8.0]
+
+
+def test_the_runner_up_is_taken_where_the_margin_is_low():
+    assert one_step([2], [CLOSE, CLEAR]) == ([2, 3], [True])
+    assert one_step([2], [CLOSE, CLEAR], theta=0.96) == ([1], [False])
+    assert one_step([1], [CLOSE, CLEAR]) == ([1, 3], [False])  # exact edges are never called relaxed
+    assert one_step([0], [CLOSE, CLEAR]) == ([1], [False])
+
+
+def test_the_exact_sibling_goes_first_and_the_first_of_equal_siblings():
+    nodes = [CLOSE, CLEAR, CLOSE, CLEAR]
+    assert one_step([2, 1, 1], nodes, parents=[-1, 0, 0, 0]) == ([1, 1], [False])
+    assert one_step([2, 2, 0], nodes, parents=[-1, 0, 0, 0]) == ([2, 3], [True])
+
+
+@pytest.mark.parametrize("stop", [1, 2])
+@pytest.mark.parametrize("base", BASES, ids=lambda v: v.name)
+def test_a_stop_token_is_neither_overridden_nor_put_in_by_relaxation(stop, base):
+    assert one_step([2], [CLOSE, CLEAR], base=base) == ([2, 3], [True])
+    assert one_step([2], [CLOSE, CLEAR], base=base, stop_tokens=[3, stop]) == ([1], [False])
+    assert one_step([2], [CLOSE, CLEAR], base=base, stop_tokens=[3]) == ([2, 3], [True])
+
+
+def test_negative_logits_are_never_relaxed_by_the_ratio():
+    assert one_step([2], [[-9.0, -1.0, -1.05, -9.0], CLEAR]) == ([1], [False])
+    assert one_step([2], [[-9.0, 0.0, 0.0, -9.0], CLEAR]) == ([1], [False])
+
+
+def test_relaxed_tokens_in_a_row_are_limited_and_an_exact_one_starts_a_new_run():
+    nodes = [CLOSE] * 6
+    assert one_step([2] * 5, nodes, max_relaxed_run=2) == ([2, 2, 1], [True, True, False, False, False])
+    assert one_step([2, 1, 2, 2, 2], nodes, max_relaxed_run=2)[1] == [True, False, True, True, False]
+    assert one_step([2] * 5, nodes)[1] == [True] * 5
+
+
+def test_margins_are_their_formulas_and_strict_at_infinity():
+    rng = np.random.default_rng(0)
+    z1 = rng.normal(1, 3, 500).astype(np.float32)
+    z2 = (z1 - rng.exponential(1, 500)).astype(np.float32)
+    theta = rng.uniform(0.05, 2, 500).astype(np.float32)
+    expected = {
+        "ratio": (z1 > 0) & (z2 / z1 > theta),
+        "gap": z1 - z2 < theta,
+        "prob_ratio": np.exp(z2 - z1) > theta,
+    }
+    for name, margin in MARGINS.items():
+        np.testing.assert_array_equal(margin(*map(jnp.asarray, (z1, z2, theta))), expected[name])
+        assert expected[name].any() and not expected[name].all()
+        assert not np.any(margin(jnp.asarray(z1), jnp.asarray(z1), jnp.full((500,), jnp.inf)))
+        assert not margin(*(jnp.asarray(x, jnp.float32) for x in (5.0, -np.inf, 0.9)))
+
+
+@pytest.mark.parametrize("base", BASES[1:], ids=lambda v: v.name)
+def test_over_rejection_the_strict_stretch_stands_and_only_guarded_edges_are_relaxed(base):
+    """Until the first relaxed edge the walk is the base's; that edge is where the base stopped, is relaxable,
+    and the token the base emitted there is neither a stop token nor the drafted one.
+    """
+    keys, tree, logits, controls = chain_case(seed=4)
+    controls = controls.replace(
+        stop_tokens=jnp.asarray(np.random.default_rng(0).integers(0, 5, (ROWS, 1)), jnp.int32),
+        max_relaxed_run=jnp.full((ROWS,), 2, jnp.int32),
+    )
+    rule = mars(base)
+    strict, got = jitted(base)(keys, tree, logits, controls), jitted(rule)(keys, tree, logits, controls)
+    relaxable = np.asarray(rule.relaxable(tree, logits, controls))
+    stops, tokens = np.asarray(controls.stop_tokens[:, 0]), np.asarray(tree.tokens)
+    seen = 0
+    for b in range(ROWS):
+        stop, token = int(strict.num_accepted[b]), int(strict.next_token[b])
+        relaxed = np.asarray(got.relaxed[b])
+        open_edge = stop < 5 and relaxable[b, stop + 1] and token not in (stops[b], tokens[b, stop + 1])
+        assert relaxed.any() == open_edge
+        if open_edge:
+            seen += 1
+            assert np.flatnonzero(relaxed)[0] == stop
+            assert got.num_accepted[b] > stop
+            assert all(relaxable[b, i + 1] for i in np.flatnonzero(relaxed))
+            assert "TTT" not in "".join("FT"[flag] for flag in relaxed.astype(int))
+        else:
+            assert (int(got.num_accepted[b]), int(got.next_token[b])) == (stop, token)
+    assert 15 < seen < 170
+
+
+@pytest.mark.parametrize("base", BASES[1:], ids=lambda v: v.name)
+def test_over_rejection_greedy_rows_are_mars_over_exact(base):
+    keys, tree, logits, controls = chain_case(seed=8, temperature=0.0)
+    tree = tree.replace(draft_logits=jnp.zeros_like(logits))
+    mixed = controls.replace(temperature=controls.temperature.at[::2].set(1.0))
+    expected = jitted(mars())(keys, tree, logits, controls)
+    run = jitted(mars(base))
+    oracles.same_verdict(run(keys, tree, logits, controls), expected)
+    odd = lambda x: x[1::2]  # noqa: E731
+    oracles.same_verdict(jax.tree.map(odd, run(keys, tree, logits, mixed)), jax.tree.map(odd, expected))
+    assert np.any(expected.relaxed)
+
+
+@pytest.mark.parametrize("block", [False, True])
+def test_behind_a_relaxed_token_rejection_starts_afresh(block):
+    """The first token is relaxed or accepted in every row; later margins are negative and strict. So what
+    follows is the target's own continuation of the drafted token: exactly so token-wise. A block's stop looks
+    at the tokens drafted behind it, which are no longer samples of q where it stopped: only nearly so.
+    """
+    vocab, rows, first = 4, 20_000, 2
+    rng = np.random.default_rng(0)
+    table = [t - 8 for t in oracles.tables(31, vocab, 4)]
+    table[0] = np.asarray([-5, 2.1, 2.0, -5], np.float32)
+    q_table = oracles.tables(32, vocab, 3)
+    drafted = np.full((rows, 1), first)
+    seen = [np.tile(np.where(np.arange(vocab) == first, 0, -np.inf), (rows, 1))]
+    for _ in range(2):
+        seen.append(oracles.after(q_table, drafted))
+        gumbel = rng.gumbel(size=(rows, vocab))
+        drafted = np.concatenate([drafted, np.argmax(seen[-1] + gumbel, -1)[:, None]], 1)
+    seen.append(np.zeros((rows, vocab)))
+    tokens = np.pad(drafted, ((0, 0), (1, 0)))
+    logits = np.stack([oracles.after(table, drafted[:, :i]) for i in range(4)], 1)
+    tree = trees.chain(jnp.asarray(tokens, jnp.int32), jnp.asarray(np.stack(seen, 1), jnp.float32))
+    controls = oracles.controls_of([(1.0, 0, 1.0, 0.0)] * rows, theta=0.9)
+    verdict = jitted(mars(rejection(block)))(oracles.keys_of(3, rows), tree, jnp.asarray(logits), controls)
+    relaxed = np.asarray(verdict.relaxed)
+    assert not relaxed[:, 1:].any() and 0.3 < relaxed[:, 0].mean() < 0.7
+    out, count = oracles.emitted(tokens, verdict)
+    assert np.all(out[:, 0] == first) and np.all(count >= 2)
+    p = oracles.processed_tables(table, (1.0, 0, 1.0, 0.0))
+    joint = oracles.sequence_probabilities([x[first] for x in p[1:]])
+    sequences = oracles.complete(rng, out, count, p)[:, 1:]
+    counts = np.bincount(np.ravel_multi_index(tuple(sequences.T), joint.shape), minlength=joint.size)
+    distance = np.abs(counts / rows - joint.ravel()).sum() / 2
+    if block:
+        assert distance < 0.05
+    else:
+        assert oracles.chi_square(sequences[relaxed[:, 0]], joint) > 1e-3
+
+
+def test_padding_is_never_relaxed():
+    assert one_step([NO_TOKEN], [CLOSE, CLEAR]) == ([1], [False])
+    assert one_step([2, NO_TOKEN], [CLOSE, CLOSE, CLEAR], base=rejection()) == ([2, 1], [True, False])
+
+
+def test_what_cannot_be_relaxed_is_refused():
+    with pytest.raises(MarsError, match=r"margin is 'entropy'.*ratio, gap, prob_ratio"):
+        mars(margin="entropy")
+    with pytest.raises(MarsError, match=r"base is .*exact"):
+        mars(mars())
+    for theta in (0.0, -1.0, float("nan")):
+        with pytest.raises(MarsError, match=r"^theta is"):
+            mars(theta=theta)
+    assert mars().base == Exact()

@@ -1,0 +1,194 @@
+"""Token-wise and block verification against exact enumeration, and by chi-square through the whole rule."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mars_jax import sampling
+from mars_jax import tree as trees
+from mars_jax.errors import MarsError
+from mars_jax.types import NO_TOKEN
+from mars_jax.verify import exact, rejection
+from mars_jax.verify.rejection import _block_stop, _Ratios, _token_stop
+from tests.verify import oracles
+
+
+def probabilities(table):
+    result = []
+    for logits in table:
+        weights = np.exp(logits.astype(np.float64))
+        result.append(weights / weights.sum(-1, keepdims=True))
+    return result
+
+
+def python_rule(block, p, q, drafted):
+    """Float64, along one draft: acceptance thresholds of nodes 1..K, residual weights of nodes 0..K."""
+    depth = len(drafted)
+    p = [p[i][drafted[:i]] for i in range(depth + 1)]
+    q = [q[i][drafted[:i]] for i in range(depth)]
+    r, thresholds, residuals = 1.0, [], []
+    for i, x in enumerate(drafted):
+        residuals.append(np.maximum(r * p[i] - q[i], 0))
+        if not block:
+            thresholds.append(min(p[i][x] / q[i][x], 1.0))
+            continue
+        r = min(r * p[i][x] / q[i][x], 1.0)
+        left = np.maximum(r * p[i + 1] - q[i + 1], 0).sum() if i + 1 < depth else 0.0
+        certain = 1 - r < 1e-12  # then m / (m + 1 - r) is 1, or 0 / 0 where nothing is left to emit
+        thresholds.append(r if i + 1 == depth else 1.0 if certain else left / (left + 1 - r))
+    return thresholds, [*residuals, p[depth]]
+
+
+def python_cases(block, p, q, deterministic):
+    """(probability, draft, uniforms, node of the stop, residual weights) over all drafts and all ways the
+    uniforms can fall: below a threshold or above it, always hugging it.
+    """
+    vocab, depth = p[0].size, len(q)
+    for drafted in itertools.product(range(vocab), repeat=depth):
+        if deterministic and drafted != (1, 0, 2)[:depth]:
+            continue
+        seen = [np.broadcast_to(np.eye(vocab)[x], t.shape) for x, t in zip(drafted, q, strict=True)]
+        thresholds, residuals = python_rule(block, p, seen if deterministic else q, drafted)
+        chance = 1.0 if deterministic else np.prod([q[i][drafted[: i + 1]] for i in range(depth)])
+        for below in itertools.product((True, False), repeat=depth):
+            sides = list(zip(below, thresholds, strict=True))
+            weight = chance * np.prod([t if b else 1 - t for b, t in sides])
+            uniforms = [t * (1 - 1e-4) if b else t + (1 - t) * 1e-4 for b, t in sides]
+            stop = max(np.flatnonzero([True, *below])) if block else [*below, False].index(False)
+            yield weight, drafted, uniforms, stop, residuals[stop]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(("vocab", "depth"), [(5, 1), (4, 2), (3, 3)])
+def test_enumeration_gives_the_target_distribution_and_block_accepts_no_less(vocab, depth, deterministic):
+    """Sum over every draft, every cell of the uniforms and every emitted token, with the weights that the
+    code gives to the last: the emitted sequences, completed by the target, are the target's. The cells'
+    probabilities are the reference's; the code meets them 1e-4 from each threshold on both sides.
+    """
+    mean_accepted = {}
+    for block, seed in itertools.product((False, True), range(2)):
+        p_logits, q_logits = (
+            oracles.tables(seed, vocab, depth + 1),
+            oracles.tables(seed + 50, vocab, depth, 1.0),
+        )
+        p = probabilities(p_logits)
+        cases = python_cases(block, p, probabilities(q_logits), deterministic)
+        weights, drafted, uniforms, stops, residuals = (np.asarray(x) for x in zip(*cases, strict=True))
+        rows = len(weights)
+        assert abs(weights.sum() - 1) < 1e-9
+        logits = np.stack([oracles.after(p_logits, drafted[:, :i]) for i in range(depth + 1)], 1)
+        # The last node's q is never read: NaN says so.
+        unread = [np.full((rows, vocab), np.nan, np.float32)]
+        q = np.stack([oracles.after(q_logits, drafted[:, :i]) for i in range(depth)] + unread, 1)
+        tokens = jnp.asarray(np.pad(drafted, ((0, 0), (1, 0))), jnp.int32)
+        tree = trees.chain(tokens, None if deterministic else jnp.asarray(q))
+        stop, emit = stretch(
+            block, tree, jnp.asarray(logits), jnp.asarray(np.pad(uniforms, ((0, 0), (1, 0))), "float32")
+        )
+
+        joint, target = np.zeros((vocab,) * (depth + 1)), oracles.sequence_probabilities(p)
+        for c in np.flatnonzero(weights > 1e-9):
+            assert stop[c] == stops[c], (drafted[c], uniforms[c])
+            np.testing.assert_allclose(emit[c], residuals[c] / residuals[c].sum(), atol=1e-4)
+            prefix = tuple(drafted[c, : stops[c]])
+            left = depth - stops[c]  # tokens after the emitted one: the target's own
+            rest = target[prefix].sum(tuple(range(1, left + 1)), keepdims=True)
+            joint[prefix] += weights[c] * emit[c].reshape((vocab,) + (1,) * left) * target[prefix] / rest
+        np.testing.assert_allclose(joint, target, atol=2e-6)
+        mean_accepted[block, seed] = (weights * stops).sum()
+    for seed in range(2):
+        gain = mean_accepted[True, seed] - mean_accepted[False, seed]
+        assert gain > -1e-9
+        assert depth == 1 or deterministic or gain > 1e-4
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def stretch(block, tree, logits, uniforms):
+    """Where the rule stops given its uniforms, and the distribution f32[B, V] of the token it emits there."""
+    ratios = _Ratios.of(tree, logits)
+    rule = _block_stop if block else _token_stop
+    stop, scale = rule(ratios, uniforms, jnp.zeros(tree.tokens.shape[:1], jnp.int32))
+    weights = ratios.residual(stop, scale)
+    return stop, weights / jnp.sum(weights, axis=-1, keepdims=True)
+
+
+def sampled_chain(keys, q_table, settings, rows):
+    """Chains of two tokens drawn from the processed draft tables, with their true q."""
+    drafted, seen = np.zeros((rows, 0), int), []
+    for i in range(2):
+        node = oracles.process(jnp.asarray(oracles.after(q_table, drafted))[:, None], settings)
+        seen.append(node)
+        token = sampling.sample_processed(jax.vmap(jax.random.fold_in, (0, None))(keys, i), node)
+        drafted = np.concatenate([drafted, np.asarray(token)], 1)
+    seen.append(jnp.zeros_like(seen[0]))
+    tokens = np.concatenate([np.zeros((rows, 1), int), drafted], 1)
+    return trees.chain(jnp.asarray(tokens, jnp.int32), jnp.concatenate(seen, 1)), drafted
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("block", [False, True])
+def test_rejection_leaves_the_target_distribution(block, deterministic):
+    """All settings, greedy rows and rows with a padded tail in one batch of one compilation."""
+    vocab, rows = 4, 18_000
+    choices = [*oracles.SETTINGS, (0.0, 0, 1.0, 0.0)]
+    settings = oracles.controls_of([choices[b % 6] for b in range(rows)])
+    p_table, q_table = oracles.tables(21, vocab, 3), oracles.tables(22, vocab, 2)
+    tree, drafted = sampled_chain(oracles.keys_of(1, rows), q_table, settings, rows)
+    logits = jnp.asarray(np.stack([oracles.after(p_table, drafted[:, :i]) for i in range(3)], 1))
+    padded = np.arange(rows) // 6 % 4 == 0
+    tree = tree.replace(tokens=tree.tokens.at[:, 2].set(jnp.where(padded, NO_TOKEN, tree.tokens[:, 2])))
+    if deterministic:  # one draft for all rows
+        best = np.argmax(p_table[0])
+        drafted = np.tile([[best, np.argmax(p_table[1][best])]], (rows, 1))
+        tokens = tree.tokens.at[:, 1:].set(jnp.asarray(drafted, jnp.int32))
+        tree = trees.chain(tokens.at[:, 2].set(jnp.where(padded, NO_TOKEN, tokens[:, 2])))
+        logits = jnp.asarray(np.stack([oracles.after(p_table, drafted[:, :i]) for i in range(3)], 1))
+    verdict = jax.jit(rejection(block))(oracles.keys_of(2, rows), tree, logits, settings)
+    assert np.all(np.asarray(verdict.num_accepted)[padded] <= 1) and not np.any(verdict.relaxed)
+    out, count = oracles.emitted(tree.tokens, verdict)
+    assert np.mean(count) > 1.3  # it does accept
+    for s, row in enumerate(choices):
+        p = oracles.processed_tables(p_table, row)
+        sequences = oracles.complete(np.random.default_rng(s), out[s::6], count[s::6], p)
+        joint = oracles.sequence_probabilities(p)
+        if row[0] == 0:
+            assert np.all(sequences == np.unravel_index(np.argmax(joint), joint.shape))
+        else:
+            assert oracles.chi_square(sequences, joint) > 1e-3, row
+
+
+@pytest.mark.parametrize("block", [False, True])
+def test_greedy_rows_are_exact_in_greedy_and_in_mixed_batches(block):
+    rng = np.random.default_rng(0)
+    tokens = jnp.asarray(rng.integers(0, 3, (64, 4)), jnp.int32)
+    logits = jnp.asarray(rng.normal(0, 1, (64, 4, 3)), jnp.float32)
+    q = jnp.asarray(rng.normal(0, 1, (64, 4, 3)), jnp.float32)
+    greedy = oracles.controls_of([(0.0, 0, 1.0, 0.0)] * 64)
+    mixed = greedy.replace(temperature=greedy.temperature.at[::2].set(1.0))
+    keys, tree = oracles.keys_of(1, 64), trees.chain(tokens, oracles.process(q, greedy))
+    run = jax.jit(rejection(block))
+    expected = jax.jit(exact())(keys, tree, logits, greedy)
+    oracles.same_verdict(run(keys, tree, logits, greedy), expected)
+    odd = lambda x: x[1::2]  # noqa: E731
+    oracles.same_verdict(jax.tree.map(odd, run(keys, tree, logits, mixed)), jax.tree.map(odd, expected))
+
+
+def test_a_token_that_neither_model_allows_is_refused():
+    settings = oracles.controls_of([(1.0, 2, 1.0, 0.0)] * 8)
+    logits = jnp.tile(jnp.asarray([[[3.0, 2.0, 1.0]]]), (8, 3, 1))
+    tree = trees.chain(jnp.asarray([[0, 2, 0]] * 8, jnp.int32), oracles.process(logits, settings))
+    for block in (False, True):
+        verdict = jax.jit(rejection(block))(oracles.keys_of(0, 8), tree, logits, settings)
+        assert verdict.num_accepted.tolist() == [0] * 8 and np.all(np.asarray(verdict.next_token) < 2)
+
+
+def test_a_tree_is_refused_with_the_way_out():
+    tree = trees.chain(jnp.zeros((1, 3), jnp.int32)).replace(is_chain=False)
+    with pytest.raises(MarsError, match=r"chain.*exact\(\)"):
+        rejection()(
+            oracles.keys_of(0, 1), tree, jnp.zeros((1, 3, 4)), oracles.controls_of([(0.0, 0, 1.0, 0.0)])
+        )
