@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent
 # Bottom to top: a module imports only from lines above its own, or from its own package.
 LAYERS = [
     "errors types",
-    "cache tree controls sampling metrics",
+    "cache tree controls sampling metrics tasks",
     "fake verify models prefill",
     "hub",
     "text",

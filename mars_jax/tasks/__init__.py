@@ -1,0 +1,1 @@
+"""Evaluation tasks whose answers can be checked exactly."""

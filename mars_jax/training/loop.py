@@ -1,0 +1,119 @@
+"""The training loop: a jitted step over batches, Orbax checkpoints, a progress bar and a log of the losses."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from mars_jax.types import PyTree
+
+Objective = Callable[[PyTree, Any], tuple[Array, Mapping[str, Array]]]
+"""(params, batch) -> (loss, figures to log); differentiable in params."""
+
+
+def warmup_stable_decay(peak: float, steps: int, *, warmup: int, decay: float) -> optax.Schedule:
+    """Linear warm-up, a plateau, and a linear decay to zero over the last `decay` share (arXiv 2404.06395, 4).
+
+    The plateau does not depend on `steps`, so a run can be shortened or prolonged until its decay begins.
+
+    >>> schedule = warmup_stable_decay(0.1, 100, warmup=10, decay=0.2)
+    >>> [round(float(schedule(i)), 3) for i in (0, 10, 80, 90, 100)]
+    [0.0, 0.1, 0.1, 0.05, 0.0]
+    """
+    falling = max(1, round(steps * decay))
+    return optax.join_schedules(
+        [
+            optax.linear_schedule(0.0, peak, warmup),
+            optax.constant_schedule(peak),
+            optax.linear_schedule(peak, 0.0, falling),
+        ],
+        [warmup, steps - falling],
+    )
+
+
+def make_step(objective: Objective, optimizer: optax.GradientTransformation) -> Callable:
+    """(params, opt_state, batch) -> (params, opt_state, figures), jitted, params and opt_state donated."""
+
+    def step(params: PyTree, opt_state: PyTree, batch: Any):
+        (loss, figures), gradient = jax.value_and_grad(objective, has_aux=True)(params, batch)
+        updates, opt_state = optimizer.update(gradient, opt_state, params)
+        figures = {"loss": loss, **figures, "gradient_norm": optax.global_norm(gradient)}
+        return optax.apply_updates(params, updates), opt_state, figures
+
+    return jax.jit(step, donate_argnums=(0, 1))
+
+
+def fit(
+    objective: Objective,
+    optimizer: optax.GradientTransformation,
+    init: Callable[[], PyTree],
+    batches: Callable[[int], Any],
+    *,
+    steps: int,
+    directory: str | os.PathLike[str],
+    tokens_per_step: int,
+    save_every: int = 100,
+    description: str = "training",
+) -> PyTree:
+    """Minimise `objective`; killed and called again with the same arguments it continues bit for bit.
+
+    Args:
+      objective: see `Objective`.
+      optimizer: from optax.
+      init: the params to start from, where `directory` holds no checkpoint. Params are float32.
+      batches: step number -> batch; a pure function.
+      steps: in all.
+      directory: of the checkpoints and of `log.jsonl`, one line of figures per step.
+      tokens_per_step: for the progress bar.
+      save_every: steps between checkpoints.
+      description: left of the progress bar.
+
+    Returns:
+      The trained params.
+    """
+    import orbax.checkpoint as ocp
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    directory = Path(directory).absolute()
+    directory.mkdir(parents=True, exist_ok=True)
+    log = directory / "log.jsonl"
+    params = init()
+    opt_state = optimizer.init(params)
+    done = 0
+    options = ocp.CheckpointManagerOptions(max_to_keep=2, create=True)
+    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
+    with (
+        ocp.CheckpointManager(directory / "checkpoints", options=options) as manager,
+        Progress(*columns, TextColumn("{task.fields[rate]:,.0f} tokens/s  loss {task.fields[loss]:.3f}")) as bar,
+    ):
+        if (latest := manager.latest_step()) is not None:
+            state = {"params": params, "opt_state": opt_state}
+            restored = manager.restore(latest, args=ocp.args.StandardRestore(state))  # pyright: ignore
+            params, opt_state, done = restored["params"], restored["opt_state"], latest
+        lines = log.read_text().splitlines()[:done] if log.exists() else []
+        log.write_text("".join(line + "\n" for line in lines))
+        step = make_step(objective, optimizer)
+        task = bar.add_task(description, total=steps, completed=done, rate=0.0, loss=float("nan"))
+        with log.open("a", buffering=1) as file:
+            for i in range(done, steps):
+                began = time.perf_counter()
+                params, opt_state, figures = step(params, opt_state, jax.tree.map(jnp.asarray, batches(i)))
+                figures = {name: float(value) for name, value in figures.items()}
+                rate = tokens_per_step / (time.perf_counter() - began)
+                file.write(json.dumps({"step": i + 1, "tokens_per_s": round(rate), **figures}) + "\n")
+                bar.update(task, advance=1, rate=rate, loss=figures["loss"])
+                if (i + 1) % save_every == 0 or i + 1 == steps:
+                    state = {"params": params, "opt_state": opt_state}
+                    manager.save(i + 1, args=ocp.args.StandardSave(state))  # pyright: ignore
+                    # The next step donates these buffers.
+                    manager.wait_until_finished()
+    return params

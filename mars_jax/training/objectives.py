@@ -1,0 +1,57 @@
+"""What a training step minimises: next-token cross entropy, and the divergence of a draft from its target.
+
+B rows, L tokens of a row, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from mars_jax.types import LanguageModel, PyTree
+
+
+def document_mask(segments: Array) -> Array:
+    """bool[B, L, L]: a token sees itself and what comes before it in its own document, for segments i32[B, L].
+
+    >>> document_mask(jnp.asarray([[0, 0, 1]]))[0].astype(int).tolist()
+    [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
+    """
+    length = segments.shape[1]
+    causal = jnp.tril(jnp.ones((length, length), bool))[None]
+    return causal & (segments[:, :, None] == segments[:, None, :])
+
+
+def predict(model: LanguageModel, params: PyTree, tokens: Array, segments: Array) -> Array:
+    """Logits f32[B, L, V] for tokens and segments i32[B, L]: row j is the distribution of token j + 1."""
+    batch, length = tokens.shape
+    positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
+    cache, start = model.init_cache(batch, length), jnp.zeros((batch,), jnp.int32)
+    out = model.forward(params, tokens, positions, document_mask(segments), cache, start)
+    return model.unembed(params, out.hidden)
+
+
+def cross_entropy(logits: Array, labels: Array) -> Array:
+    """-log softmax(logits)[label] in nats, f32[B, L], for logits f32[B, L, V] and labels i32[B, L]."""
+    # A comparison and a sum instead of a gather, whose derivative would be a scatter.
+    ids = jnp.arange(logits.shape[-1], dtype=labels.dtype)[None, None]
+    picked = jnp.sum(jnp.where(labels[..., None] == ids, logits, 0.0), axis=-1)
+    return jax.nn.logsumexp(logits, axis=-1) - picked
+
+
+def forward_kl(target_logits: Array, draft_logits: Array) -> Array:
+    """KL(target || draft) in nats, f32[B, L], for logits f32[B, L, V] (arXiv 1503.02531; DistillSpec 2310.08461)."""
+    p, log_p = jax.nn.softmax(target_logits), jax.nn.log_softmax(target_logits)
+    return jnp.sum(p * (log_p - jax.nn.log_softmax(draft_logits)), axis=-1)
+
+
+def total_variation(target_logits: Array, draft_logits: Array) -> Array:
+    """TV(target, draft) in [0, 1], f32[B, L]: one minus the chance that rejection sampling accepts the draft.
+
+    Source: arXiv 2211.17192, theorem 3.5.
+
+    >>> float(total_variation(jnp.zeros((1, 1, 2)), jnp.asarray([[[jnp.log(3.0), 0.0]]]))[0, 0])
+    0.25
+    """
+    return 0.5 * jnp.sum(jnp.abs(jax.nn.softmax(target_logits) - jax.nn.softmax(draft_logits)), axis=-1)
