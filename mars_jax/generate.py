@@ -58,8 +58,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: Sequence[str] | None, out: IO[str]) -> None:
     with contextlib.redirect_stdout(out):
         args = parse(argv)
-    if args.target is None:
-        raise MarsError("there is no target: give --target with a checkpoint directory or a name on the hub.")
     if args.prompts and args.prompts_file is not None:
         raise MarsError("there are prompts and a --prompts-file: give one of the two.")
     if not args.prompts and args.prompts_file is None:
@@ -73,6 +71,7 @@ def _run(argv: Sequence[str] | None, out: IO[str]) -> None:
     from mars_jax.cli.output_file import check_output
     from mars_jax.cli.session import open_session
 
+    keep_compilations()
     if args.output is not None:
         check_output(args.output, resume=args.resume)
     with decode.busy("loading"):
@@ -87,9 +86,23 @@ def _run(argv: Sequence[str] | None, out: IO[str]) -> None:
     elif args.json:
         decode.print_json(session, out)
     elif plan.streams:
-        decode.stream_text(session, out, chat=args.chat)
+        decode.stream_text(session, out, chat=args.chat, speedup=plan.measures_speedup)
     else:
-        decode.print_text(session, out, chat=args.chat)
+        decode.print_text(session, out, chat=args.chat, speedup=plan.measures_speedup)
+
+
+def keep_compilations() -> None:
+    """Keep what XLA compiles between runs, in the user's cache folder unless JAX is told where.
+
+    JAX reads JAX_COMPILATION_CACHE_DIR and JAX_ENABLE_COMPILATION_CACHE itself.
+    """
+    import jax
+
+    if jax.config.jax_compilation_cache_dir is None:
+        home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+        jax.config.update("jax_compilation_cache_dir", os.path.join(home, "mars_jax", "compiled"))
+        # A start compiles many programs that take less than the second below which JAX keeps none.
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
 
 
 def _discard(out: IO[str]) -> None:

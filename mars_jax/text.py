@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import os
 from collections.abc import Sequence
 from typing import Any
 
-from mars_jax import hub
+from mars_jax import assets, hub
 from mars_jax.errors import MarsError
 from mars_jax.hub.files import resolve
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.transformer import language_model
 from mars_jax.types import LanguageModel, PyTree
 
+# Names under which transformers 4 and 5 save a tokenizer that tokenizer.json describes in full.
+_PLAIN = ("PreTrainedTokenizerFast", "TokenizersBackend")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
@@ -94,18 +97,30 @@ class Pretrained:
 @functools.lru_cache(maxsize=4)
 def _read_tokenizer(path: str) -> Any:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    from transformers import AutoTokenizer
     from transformers.utils import logging
 
     logging.set_verbosity_error()  # advice of the tokenizer's is not ours to print
     try:
-        return AutoTokenizer.from_pretrained(path)
+        return _tokenizer_class(path).from_pretrained(path)
     except Exception as error:  # transformers raises anything from OSError to tokenizers' bare Exception
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise MarsError(
             f"no tokenizer could be read from '{path}' ({reason}): put the checkpoint's tokenizer files "
             "beside its weights, or give prompts as token ids."
         ) from error
+
+
+def _tokenizer_class(path: str) -> Any:
+    """What `AutoTokenizer` would choose. Where the files say it themselves, without its import: 2 s of a start."""
+    import transformers
+
+    config = os.path.join(path, "tokenizer_config.json")
+    if os.path.exists(os.path.join(path, "tokenizer.json")) and os.path.exists(config):
+        with open(config, encoding="utf-8") as file:
+            data = json.load(file)
+        if isinstance(data, dict) and data.get("tokenizer_class") in _PLAIN and "auto_map" not in data:
+            return transformers.PreTrainedTokenizerFast
+    return transformers.AutoTokenizer
 
 
 def outline(name: str) -> Pretrained:
@@ -120,11 +135,11 @@ def outline(name: str) -> Pretrained:
     return Pretrained(name=name, model=model, params=None, config=config, path=str(directory))
 
 
-def load(name: str, *, dtype: str | None = None) -> Pretrained:
+def load(name: str = assets.TARGET, *, dtype: str | None = None) -> Pretrained:
     """Load a checkpoint in the Hugging Face layout: a local directory, or a name on the hub.
 
     Args:
-      name: directory or `owner/name`.
+      name: directory, `owner/name`, or a checkpoint inside the package: "tiny/target" (the default), "tiny/draft".
       dtype: "float32" or "bfloat16"; default: the checkpoint's own.
 
     Raises:

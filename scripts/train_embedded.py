@@ -1,4 +1,4 @@
-"""Train the model family in mars_jax/assets/tiny: a byte-level BPE tokenizer, the target, and a draft distilled from it.
+"""Train the family in mars_jax/assets/tiny: a byte-level BPE tokenizer, the target, and a draft distilled from it.
 
     python scripts/train_embedded.py --work runs/tiny --stories stories.txt.xz --dialogues dialogues.txt.xz \\
         --novels novels.txt.xz --export mars_jax/assets/tiny
@@ -41,12 +41,17 @@ SHAPE = {
     "eos_token_ids": (SEPARATOR_ID,),
 }
 # Few wide layers: on a CPU a layer costs its overhead, whether it checks one token or eight.
-TARGET = ModelConfig(hidden_size=384, intermediate_size=1152, num_layers=6, num_heads=6, num_kv_heads=2, **SHAPE)
-DRAFT = ModelConfig(hidden_size=128, intermediate_size=640, num_layers=2, num_heads=4, num_kv_heads=2, **SHAPE)
+TARGET = ModelConfig(
+    hidden_size=384, intermediate_size=1152, num_layers=6, num_heads=6, num_kv_heads=2, **SHAPE
+)
+DRAFT = ModelConfig(
+    hidden_size=128, intermediate_size=640, num_layers=2, num_heads=4, num_kv_heads=2, **SHAPE
+)
 
 SHARES = {"stories": 0.60, "arithmetic": 0.22, "dialogues": 0.11, "novels": 0.07}
-SHORT, LONG_SHARE = 256, 0.1  # rows of 256 tokens, whose attention is cheap, and of 1024 over the last tenth
-TOKENS_PER_STEP = 8192
+SHORT, LONG_SHARE = 256, 0.05  # rows of 256 tokens, whose attention is cheap, and of 1024 at the very end
+# A draft learns from many small steps; for the target Muon's matrix products would cost too much of each.
+TARGET_STEP, DRAFT_STEP = 8192, 2048  # tokens
 CHAT_TEMPLATE = (
     "{% for message in messages %}{% if message['role'] == 'assistant' %}Assistant: {{ message['content'] }}"
     "{% else %}{{ bos_token }}User: {{ message['content'] }}\n{% endif %}{% endfor %}"
@@ -115,9 +120,11 @@ def _first(documents: list[str], characters: int) -> Iterator[str]:
         yield text
 
 
-def make_batches(streams: list[data.Stream], *, steps: int, seed: int) -> Callable[[int], data.Batch]:
+def make_batches(
+    streams: list[data.Stream], *, steps: int, size: int, seed: int
+) -> Callable[[int], data.Batch]:
     def mixture(length: int) -> data.Mixture:
-        return data.Mixture(streams, rows=TOKENS_PER_STEP // length, length=length, seed=seed)
+        return data.Mixture(streams, rows=size // length, length=length, seed=seed)
 
     short, long, switch = mixture(SHORT), mixture(CONTEXT), round(steps * (1 - LONG_SHARE))
     return lambda step: short.batch(step) if step < switch else long.batch(step)
@@ -126,7 +133,9 @@ def make_batches(streams: list[data.Stream], *, steps: int, seed: int) -> Callab
 def logits(config: ModelConfig, params: Any, batch: data.Batch) -> jax.Array:
     """Computed in bfloat16 from float32 params."""
     low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
-    return predict(language_model(config, dtype="bfloat16"), low, batch.tokens[:, :-1], batch.segments[:, :-1])
+    return predict(
+        language_model(config, dtype="bfloat16"), low, batch.tokens[:, :-1], batch.segments[:, :-1]
+    )
 
 
 def target_objective(params, batch: data.Batch):
@@ -173,7 +182,15 @@ def initial(config: ModelConfig, seed: int):
     return {**params, "layers": layers}
 
 
-def plot(log: Path, picture: Path) -> None:
+def initial_draft(target, seed: int):
+    """Random, but for the embedding: the target's, projected on its principal directions."""
+    table = np.asarray(target["embed"], np.float32)
+    _, _, directions = np.linalg.svd(table, full_matrices=False)
+    projected = table @ directions[: DRAFT.hidden_size].T
+    return {**initial(DRAFT, seed), "embed": jnp.asarray(projected * (0.02 / projected.std()))}
+
+
+def plot(log: Path, picture: Path, size: int) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -183,7 +200,7 @@ def plot(log: Path, picture: Path) -> None:
     window = max(1, len(rows) // 100)
     loss = np.convolve([r["loss"] for r in rows], np.ones(window) / window, mode="valid")
     figure, axes = pyplot.subplots(figsize=(8, 4.5))
-    axes.plot([r["step"] * TOKENS_PER_STEP / 1e6 for r in rows[window - 1 :]], loss)
+    axes.plot([r["step"] * size / 1e6 for r in rows[window - 1 :]], loss)
     axes.set(xlabel="million tokens", ylabel=f"loss, mean of {window} steps", title=log.parent.name)
     axes.grid(alpha=0.3)
     figure.savefig(picture, dpi=120, bbox_inches="tight")
@@ -207,15 +224,19 @@ def export(args, name: str, config: ModelConfig, params) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, required=True, help="folder of the tokenizer, checkpoints, logs, plots")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--work", type=Path, required=True, help="folder of the tokenizer, checkpoints, logs, plots"
+    )
     parser.add_argument("--export", type=Path, required=True, help="folder that takes target/ and draft/")
     for name in ("stories", "dialogues", "novels"):
         parser.add_argument(f"--{name}", type=Path, nargs="+", required=True, metavar="FILE")
     parser.add_argument("--problems", type=int, default=60_000, help="arithmetic problems to generate")
     parser.add_argument("--novel-characters", type=int, default=6_000_000, help="of the novels to use")
-    parser.add_argument("--target-tokens", type=float, default=12e6, help="tokens to train the target on")
-    parser.add_argument("--draft-tokens", type=float, default=6e6, help="tokens to distil the draft on")
+    parser.add_argument("--target-tokens", type=float, default=10.5e6, help="tokens to train the target on")
+    parser.add_argument("--draft-tokens", type=float, default=5e6, help="tokens to distil the draft on")
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -231,29 +252,37 @@ def main() -> None:
     streams = [data.stream(sources[name], tokenizer, weight=share) for name, share in SHARES.items()]
     for name, s in zip(SHARES, streams, strict=True):
         size = sum(len(t.encode()) for t in sources[name])
-        print(f"{name}: {len(sources[name]):,} documents, {len(s.tokens):,} tokens, {size / len(s.tokens):.2f} bytes each")
+        print(
+            f"{name}: {len(sources[name]):,} documents, {len(s.tokens):,} tokens, {size / len(s.tokens):.2f} bytes each"
+        )
     del sources
 
-    def train(name: str, config: ModelConfig, objective, tokens: float, wrap=lambda batch: batch):
-        steps = round(tokens / TOKENS_PER_STEP)
-        batches = make_batches(streams, steps=steps, seed=args.seed)
+    def train(
+        name: str, config: ModelConfig, init, objective, tokens: float, size: int, wrap=lambda batch: batch
+    ):
+        steps = round(tokens / size)
+        batches = make_batches(streams, steps=steps, size=size, seed=args.seed)
         params = fit(
             objective,
             optimizer(args.learning_rate, steps),
-            functools.partial(initial, config, args.seed),
+            init,
             lambda step: wrap(batches(step)),
             steps=steps,
             directory=args.work / name,
-            tokens_per_step=TOKENS_PER_STEP,
+            tokens_per_step=size,
             description=name,
         )
-        plot(args.work / name / "log.jsonl", args.work / name / "loss.png")
+        plot(args.work / name / "log.jsonl", args.work / name / "loss.png", size)
         export(args, name, config, params)
         return params
 
-    target = train("target", TARGET, target_objective, args.target_tokens)
+    start = functools.partial(initial, TARGET, args.seed)
+    target = train("target", TARGET, start, target_objective, args.target_tokens, TARGET_STEP)
     teacher = jax.tree.map(lambda x: x.astype(jnp.bfloat16), target)
-    train("draft", DRAFT, draft_objective, args.draft_tokens, lambda batch: (batch, teacher))
+    start = functools.partial(initial_draft, target, args.seed)
+    train(
+        "draft", DRAFT, start, draft_objective, args.draft_tokens, DRAFT_STEP, lambda batch: (batch, teacher)
+    )
 
 
 if __name__ == "__main__":

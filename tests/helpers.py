@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,6 +33,31 @@ def decode_all(
     decoder = decode.speculative_decoder(target, drafter, rule, prefill_chunk=16)
     state = decode.start(decoder, params, prompts, lengths, made, keys)
     return decode.run(decoder, params, state)
+
+
+@jax.jit
+def one_row(batch, row):
+    """A row of a tree of arrays as a batch of one. `x[row : row + 1]` outside of jit compiles for every row anew."""
+    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1), batch)
+
+
+def logits_after(model, tokens, *, width):
+    """Logits f32[V] of a model without weights after a list of tokens, from a cache that has no past.
+
+    Padded to one width, so that every length shares a compilation; the mask hides the padding.
+    """
+    padded = np.full((1, width), 99, np.int32)
+    padded[0, : len(tokens)] = tokens
+    return np.asarray(_last_logits(model, jnp.asarray(padded), jnp.int32(len(tokens))))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _last_logits(model, tokens, length):
+    width = tokens.shape[1]
+    position = jnp.arange(width, dtype=jnp.int32)[None]
+    mask = (position[:, None, :] <= position[:, :, None]) & (position < length)[:, None, :]
+    out = model.forward((), tokens, position, mask, model.init_cache(1, width), jnp.zeros((1,), jnp.int32))
+    return model.unembed((), out.hidden)[0, length - 1]
 
 
 def committed(state):

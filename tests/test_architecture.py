@@ -9,9 +9,9 @@ ROOT = Path(__file__).parent.parent
 
 # Bottom to top: a module imports only from lines above its own, or from its own package.
 LAYERS = [
-    "errors types",
+    "errors types assets",
     "cache tree controls sampling metrics tasks",
-    "fake verify models prefill",
+    "fake verify models prefill training",
     "hub",
     "text",
     "drafters decode request",

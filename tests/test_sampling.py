@@ -12,6 +12,7 @@ from mars_jax import sampling
 from mars_jax.controls import make_controls
 from mars_jax.errors import MarsError
 from mars_jax.types import NO_TOKEN
+from tests.helpers import one_row
 
 # temperature, top_k, top_p, min_p of one row each
 SETTINGS = [
@@ -175,7 +176,7 @@ def test_a_row_alone_equals_the_row_in_a_batch_and_a_node_does_not_see_the_other
     keys = jax.random.split(jax.random.key(2), len(rows))
     together = sample(keys, z, controls_of(rows))
     for b, row in enumerate(rows):
-        alone = sample(keys[b : b + 1], z[b : b + 1], controls_of([row]))
+        alone = sample(*one_row((keys, z), b), controls_of([row]))
         np.testing.assert_array_equal(alone[0], together[b])
     np.testing.assert_array_equal(sample(keys, z[:, :2], controls_of(rows)), together[:, :2])
 

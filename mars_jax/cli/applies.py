@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from mars_jax import assets
 from mars_jax.cli.prompts import PromptRow
 from mars_jax.cli.settings import FILTERS
 from mars_jax.errors import MarsError
@@ -21,6 +22,7 @@ class Plan(NamedTuple):
     verify: str  # exact, rejection or mars
     samples_draft: bool  # draw the draft from the model, and hand the rule its true q
     streams: bool
+    measures_speedup: bool  # decode once more autoregressively, for a line of the statistics
 
 
 def check_flags(args: argparse.Namespace, rows: Sequence[PromptRow]) -> Plan:
@@ -29,7 +31,7 @@ def check_flags(args: argparse.Namespace, rows: Sequence[PromptRow]) -> Plan:
     Raises:
       MarsError: a flag was given that does not apply to what the others choose, with the cure.
     """
-    draft = _draft_kind(args.draft or "ngram")
+    draft = _draft_kind(args.draft)
     verify = args.verify or ("exact" if draft == "none" else "mars")
     rejects = "rejection" in (verify, args.base)
 
@@ -39,7 +41,7 @@ def check_flags(args: argparse.Namespace, rows: Sequence[PromptRow]) -> Plan:
 
     if args.compare:
         own = "with --compare, which runs the rules itself and prints one table: leave it out"
-        for flag in ("verify", "base", "block", "output", "resume"):
+        for flag in ("verify", "base", "block", "output", "resume", "speedup"):
             refuse(f"--{flag}", getattr(args, flag), own)
         refuse("--stream" if args.stream else "--no-stream", None if args.stream is None else True, own)
         if draft == "none":
@@ -81,15 +83,25 @@ def check_flags(args: argparse.Namespace, rows: Sequence[PromptRow]) -> Plan:
     if args.stream and (args.json or args.output):
         other = "--json" if args.json else "--output"
         raise MarsError(f"--stream does not apply with {other}, which writes finished rows: leave one out.")
+    if args.speedup:
+        why = "to --draft none, which is autoregression: leave it out, or " + _DRAFT
+        refuse("--speedup", draft == "none" or None, why)
+        why = (
+            "with --json or --output, which print no statistics of their own: leave it out, or use --compare"
+        )
+        refuse("--speedup", args.json or args.output, why)
     if args.chat:
         for row in rows:
             if row.prompt is None:
                 raise row.error("--chat does not apply to prompt_tokens: leave it out, or give a text.")
+    shows_text = not (args.json or args.output or args.compare)
+    own = args.target in assets.NAMES
     return Plan(
         draft=draft,
         verify=verify,
         samples_draft=rejects and draft == "model",
-        streams=args.stream is not False and not (args.json or args.output or args.compare),
+        streams=args.stream is not False and shows_text,
+        measures_speedup=args.speedup if args.speedup is not None else own and shows_text and draft != "none",
     )
 
 

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import NoReturn
 
-from mars_jax import __version__
+from mars_jax import __version__, assets
 from mars_jax.cli.settings import SETTINGS, from_text, tree_from_text
 from mars_jax.errors import MarsError
 
@@ -20,7 +20,7 @@ model scores them in one forward pass, and a rule decides how many of them to ke
 """
 _EPILOG = """\
 examples:
-  python -m mars_jax.generate --target PATH "Once upon a time"
+  python -m mars_jax.generate "Once upon a time"
   python -m mars_jax.generate --target PATH --draft model:SMALL --verify exact "Hello"
   python -m mars_jax.generate --target PATH --prompts-file in.jsonl --output out.jsonl
   python -m mars_jax.generate --target PATH --compare "Once upon a time"
@@ -42,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
     """The parser. Flags default to None, so that what was given can be told from what was not."""
     made = _Parser(
         prog="python -m mars_jax.generate",
-        usage="%(prog)s --target PATH [flags] [PROMPT ...]",
+        usage="%(prog)s [flags] [PROMPT ...]",
         description=_DESCRIPTION,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -62,13 +62,14 @@ def _add_models(made: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--target",
         metavar="PATH",
-        help="checkpoint directory, or owner/name on the Hugging Face hub (required)",
+        help="checkpoint directory, or owner/name on the Hugging Face hub (default: tiny/target, a small model "
+        "that comes with the package)",
     )
     group.add_argument(
         "--draft",
         metavar="DRAFT",
         help="none (plain autoregression), ngram (copy from the text so far) or model:PATH (a small model "
-        "with the target's tokenizer); default: ngram",
+        "with the target's tokenizer); default: model:tiny/draft for tiny/target, ngram for others",
     )
     group.add_argument(
         "--num-draft-tokens", metavar="N", help="tokens drafted in a row (default: 5 by a model, 8 by ngram)"
@@ -140,6 +141,13 @@ def _add_input_and_output(made: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--resume", action="store_true", help="continue the --output of an interrupted run")
     group.add_argument(
+        "--speedup",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="decode once more autoregressively, and say how much faster the draft made it (default: with "
+        "tiny/target)",
+    )
+    group.add_argument(
         "--compare",
         action="store_true",
         help="decode the prompts autoregressively, with exact and with mars, and print one table of speed "
@@ -159,4 +167,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         text = getattr(args, name)
         setattr(args, name, None if text is None else from_text(name, text))
     args.tree = None if args.tree is None else tree_from_text(args.tree)
+    args.target = args.target or assets.TARGET
+    args.draft = args.draft or (f"model:{assets.DRAFT}" if args.target == assets.TARGET else "ngram")
     return args

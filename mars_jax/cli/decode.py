@@ -20,7 +20,7 @@ from mars_jax.errors import MarsError
 from mars_jax.request import Completion, Request, StreamEvent, total
 
 
-def stream_text(session: Session, out: IO[str], *, chat: bool) -> None:
+def stream_text(session: Session, out: IO[str], *, chat: bool, speedup: bool) -> None:
     """Print text as it is decided. Of prompts that share a batch the first streams, and the others follow."""
     printer, done = TextPrinter(console(out), colours=session.drafts), []
     for group in session.batches():
@@ -38,7 +38,8 @@ def stream_text(session: Session, out: IO[str], *, chat: bool) -> None:
             if event.completion is not None:
                 printer.end()
                 done[-1].append(event.completion)
-    _report(session, done, colours=printer.colours)
+    plain = _stream_autoregressively(session) if speedup else None
+    _report(session, done, colours=printer.colours, plain=plain)
 
 
 def _row_by_row(events: Iterator[StreamEvent]) -> Iterator[StreamEvent]:
@@ -55,7 +56,7 @@ def _row_by_row(events: Iterator[StreamEvent]) -> Iterator[StreamEvent]:
             current += 1
 
 
-def print_text(session: Session, out: IO[str], *, chat: bool) -> None:
+def print_text(session: Session, out: IO[str], *, chat: bool, speedup: bool) -> None:
     """Print each batch when it is done."""
     printer, done = TextPrinter(console(out), colours=False), []
     for group in session.batches():
@@ -64,7 +65,15 @@ def print_text(session: Session, out: IO[str], *, chat: bool) -> None:
             printer.prompt(_text(session, completion.request), chat=chat)
             printer.piece("exact", completion.text)
             printer.end()
-    _report(session, done)
+    plain = [session.autoregressive.run(group) for group in session.batches()] if speedup else None
+    _report(session, done, plain=plain)
+
+
+def _stream_autoregressively(session: Session) -> list[list[Completion]]:
+    """What the text would have taken without a draft, streamed as it was."""
+    with busy("decoding once more autoregressively, for comparison"):
+        streams = [session.autoregressive.stream(group) for group in session.batches()]
+        return [[e.completion for e in events if e.completion is not None] for events in streams]
 
 
 def print_json(session: Session, out: IO[str]) -> None:
@@ -156,13 +165,30 @@ def _errors() -> Console:
     return console(sys.stderr)
 
 
-def _report(session: Session, batches: list[list[Completion]], *, colours: bool = False) -> None:
-    """Totals on stderr, so that stdout stays the text."""
+def _report(
+    session: Session,
+    batches: list[list[Completion]],
+    *,
+    colours: bool = False,
+    plain: list[list[Completion]] | None = None,
+) -> None:
+    """Totals on stderr, so that stdout stays the text. `plain` is the same decoded autoregressively."""
     everyone = [completion for batch in batches for completion in batch]
-    # Rows of a batch share its time.
-    seconds = sum(max(completion.seconds for completion in batch) for batch in batches)
+    seconds = _seconds(batches)
     screen = _errors()
     screen.print()
     if colours and screen.color_system is not None:
         screen.print(legend())
-    screen.print(statistics(total(everyone), seconds, session.rule.name, drafts=session.drafts))
+    metrics = total(everyone)
+    screen.print(statistics(metrics, seconds, session.rule.name, drafts=session.drafts))
+    if plain is not None:
+        baseline = total([completion for batch in plain for completion in batch]).emitted / _seconds(plain)
+        screen.print(
+            f"{metrics.emitted / seconds / baseline:.2f}x the speed of plain autoregression, which made "
+            f"{baseline:.1f} tokens/s here"
+        )
+
+
+def _seconds(batches: list[list[Completion]]) -> float:
+    # Rows of a batch share its time.
+    return max(sum(max(completion.seconds for completion in batch) for batch in batches), 1e-9)

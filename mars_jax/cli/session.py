@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 
 from mars_jax import api, batch, drafters, request, text, verify
@@ -43,6 +44,12 @@ class Session:
         self._compile(group, stream=True)
         return api.generate_stream(self.target, self.drafter, group, verify=self.rule, rows=self.batch_size)
 
+    @functools.cached_property
+    def autoregressive(self) -> Session:
+        """The same prompts without a draft."""
+        drafter = drafters.load("none", self.target)
+        return dataclasses.replace(self, drafter=drafter, rule=verify.exact(), drafts=False, _compiled=set())
+
     def _compile(self, group: list[Request], *, stream: bool) -> None:
         width = batch.buffer_width(self.target, group)  # what shapes of two batches can differ in
         if width not in self._compiled:
@@ -65,7 +72,7 @@ def open_session(args: argparse.Namespace, plan: Plan, rows: Sequence[PromptRow]
         raise MarsError(f"'{args.target}' has no tokenizer and so no text to show: add --json for token ids.")
     target = text.load(args.target, dtype=args.dtype)
     drafter = drafters.load(
-        args.draft or "ngram",
+        args.draft,
         target,
         num_draft_tokens=args.num_draft_tokens,
         tree=args.tree,

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from mars_jax import assets
 from mars_jax.errors import MarsError
 from mars_jax.hub.config import read_json
 
@@ -30,6 +31,8 @@ class Tensor(NamedTuple):
 def resolve(name_or_path: str | os.PathLike[str], *, weights: bool = True) -> Path:
     """The local directory of a checkpoint; a hub name (`owner/name`) is downloaded first.
 
+    The names of `mars_jax.assets` are the checkpoints inside the package.
+
     Only the files that are needed are fetched: configs, tokenizer and, if `weights`, safetensors where the
     repository has them, `.bin` files otherwise.
 
@@ -40,6 +43,8 @@ def resolve(name_or_path: str | os.PathLike[str], *, weights: bool = True) -> Pa
     if path.is_dir():
         return path
     name = os.fspath(name_or_path)
+    if (embedded := assets.path(name)) is not None:
+        return embedded
     if path.exists():
         raise MarsError(f"'{name}' is a file: give the directory that holds config.json.")
     # A hub name is owner/name; anything else that does not exist is a mistyped path.

@@ -75,6 +75,8 @@ def save(
     staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         save_file(arrays, staging / "model.safetensors", metadata={"format": "pt"})
+        # safetensors makes the file private, and a checkpoint need not be.
+        (staging / "model.safetensors").chmod(0o666 & ~_umask())
         (staging / "config.json").write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
         if not target.exists() or not any(target.iterdir()):
             staging.chmod(0o777 & ~_umask())
@@ -88,7 +90,7 @@ def save(
 
 
 def _umask() -> int:
-    """The process's umask: mkdtemp makes directories private, and a checkpoint need not be."""
+    """The process's umask, which mkdtemp leaves aside: it makes directories private."""
     mask = os.umask(0)
     os.umask(mask)
     return mask

@@ -68,7 +68,9 @@ def stream(texts: Iterable[str], tokenizer: Any, *, weight: float = 1.0) -> Stre
         raise MarsError("there is no text to train on: name files with at least one document.")
     lengths = [len(ids) for ids in encoded]
     return Stream(
-        tokens=np.fromiter((i for ids in encoded for i in ids), np.uint16 if _small(tokenizer) else np.uint32),
+        tokens=np.fromiter(
+            (i for ids in encoded for i in ids), np.uint16 if _small(tokenizer) else np.uint32
+        ),
         segments=np.repeat(np.arange(len(encoded), dtype=np.int32), lengths),
         weight=weight,
     )

@@ -46,7 +46,7 @@ def make_step(objective: Objective, optimizer: optax.GradientTransformation) -> 
     def step(params: PyTree, opt_state: PyTree, batch: Any):
         (loss, figures), gradient = jax.value_and_grad(objective, has_aux=True)(params, batch)
         updates, opt_state = optimizer.update(gradient, opt_state, params)
-        figures = {"loss": loss, **figures, "gradient_norm": optax.global_norm(gradient)}
+        figures = {"loss": loss, **figures, "gradient_norm": optax.tree.norm(gradient)}
         return optax.apply_updates(params, updates), opt_state, figures
 
     return jax.jit(step, donate_argnums=(0, 1))
@@ -93,7 +93,9 @@ def fit(
     columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
     with (
         ocp.CheckpointManager(directory / "checkpoints", options=options) as manager,
-        Progress(*columns, TextColumn("{task.fields[rate]:,.0f} tokens/s  loss {task.fields[loss]:.3f}")) as bar,
+        Progress(
+            *columns, TextColumn("{task.fields[rate]:,.0f} tokens/s  loss {task.fields[loss]:.3f}")
+        ) as bar,
     ):
         if (latest := manager.latest_step()) is not None:
             state = {"params": params, "opt_state": opt_state}

@@ -9,7 +9,7 @@ from mars_jax import decode, drafters, fake, verify
 from mars_jax.controls import make_controls
 from mars_jax.errors import MarsError
 from mars_jax.types import keys_from_seeds
-from tests.helpers import NO_WEIGHTS, ragged
+from tests.helpers import NO_WEIGHTS, logits_after, ragged
 
 VOCAB = 13
 TARGET = fake.hash_model(vocab_size=VOCAB, agree=0.8)
@@ -17,14 +17,7 @@ SMALL = fake.hash_model(vocab_size=VOCAB, seed=5, agree=0.8)
 
 
 def scores(tokens):
-    """Logits of SMALL after a list of tokens, computed without a cache that has a past."""
-    n = len(tokens)
-    position = jnp.arange(n, dtype=jnp.int32)[None]
-    mask = position[:, None, :] <= position[:, :, None]
-    out = SMALL.forward(
-        (), jnp.asarray([tokens], jnp.int32), position, mask, SMALL.init_cache(1, n), jnp.zeros(1, int)
-    )
-    return np.asarray(SMALL.unembed((), out.hidden)[0, -1])
+    return logits_after(SMALL, tokens, width=48)
 
 
 @pytest.mark.parametrize("branching", [(1, 1, 1, 1), (3, 2, 1)])
@@ -40,11 +33,9 @@ def test_drafts_are_those_of_a_fresh_model_after_rounds_of_mixed_acceptance(bran
         make_controls(3, limit=40),
         keys_from_seeds(jnp.arange(3, dtype=jnp.uint32)),
     )
-    seen = set()
+    seen, propose = set(), jax.jit(drafter.propose)
     for _ in range(8):
-        tree, _ = drafter.propose(
-            NO_WEIGHTS, state.keys, state.draft, state.tokens, state.length, state.controls
-        )
+        tree, _ = propose(NO_WEIGHTS, state.keys, state.draft, state.tokens, state.length, state.controls)
         for row in range(3):
             past = state.tokens[row, : state.length[row]].tolist()
             parents, tokens = tree.parents[row].tolist(), tree.tokens[row].tolist()
@@ -67,9 +58,8 @@ def test_sampled_drafts_follow_the_processed_distribution_they_report():
     prompts, lengths = (jnp.broadcast_to(x, (rows, *x.shape[1:])) for x in ragged([4], 12, VOCAB))
     chosen = make_controls(rows, limit=12, temperature=0.7, top_k=4)
     keys = keys_from_seeds(jnp.arange(rows, dtype=jnp.uint32))
-    tree, _ = drafter.propose(
-        NO_WEIGHTS, keys, drafter.init(NO_WEIGHTS, prompts, lengths), prompts, lengths, chosen
-    )
+    state = jax.jit(drafter.init)(NO_WEIGHTS, prompts, lengths)
+    tree, _ = jax.jit(drafter.propose)(NO_WEIGHTS, keys, state, prompts, lengths, chosen)
     z = scores(prompts[0, :4].tolist()) / 0.7
     z[np.argsort(-z)[4:]] = -np.inf
     want = np.exp(z - z.max()) / np.exp(z - z.max()).sum()

@@ -10,14 +10,15 @@ import pytest
 from mars_jax.models import attention
 from mars_jax.models.attention import BLOCK, attend, attend_all
 
+blocked = jax.jit(attend)  # one compilation of each shape for all tests
+
 
 def case(seed, *, batch=2, n=3, slots=300, live=200, heads=2, group=2, dim=4, dtype="float32"):
-    keys = jax.random.split(jax.random.key(seed), 4)
-    q = jax.random.normal(keys[0], (batch, n, heads, group, dim), jnp.float32).astype(dtype)
-    k = jax.random.normal(keys[1], (batch, slots, heads, dim), jnp.float32).astype(dtype)
-    v = jax.random.normal(keys[2], (batch, slots, heads, dim), jnp.float32).astype(dtype)
-    mask = jax.random.bernoulli(keys[3], 0.7, (batch, n, slots)) & (jnp.arange(slots) < live)[None, None]
-    return q, k, v, mask, jnp.int32(live)
+    rng = np.random.default_rng(seed)
+    shapes = (batch, n, heads, group, dim), (batch, slots, heads, dim), (batch, slots, heads, dim)
+    q, k, v = (jnp.asarray(rng.standard_normal(shape), jnp.float32).astype(dtype) for shape in shapes)
+    mask = (rng.random((batch, n, slots)) < 0.7) & (np.arange(slots) < live)
+    return q, k, v, jnp.asarray(mask), jnp.int32(live)
 
 
 def numpy_attention(q, k, v, mask):
@@ -47,7 +48,7 @@ def test_what_the_mask_hides_does_not_matter_and_a_blind_query_gets_zeros():
     mask = mask.at[0, 1].set(False)
     hidden = ~jnp.any(mask, axis=1)[:, :, None, None]
     poisoned = [jnp.where(hidden, 1e30, x) for x in (k, v)]
-    clean, dirty = attend(q, k, v, mask, live), attend(q, *poisoned, mask, live)
+    clean, dirty = blocked(q, k, v, mask, live), blocked(q, *poisoned, mask, live)
     np.testing.assert_array_equal(clean, dirty)
     np.testing.assert_array_equal(dirty[0, 1], 0.0)
 
@@ -55,12 +56,12 @@ def test_what_the_mask_hides_does_not_matter_and_a_blind_query_gets_zeros():
 def test_large_scores_do_not_overflow():
     q, k, v, mask, live = case(1)
     given = (q * 1e3, k * 1e3, v, mask, live)
-    np.testing.assert_allclose(attend(*given), numpy_attention(*given[:4]), atol=1e-5)
+    np.testing.assert_allclose(blocked(*given), numpy_attention(*given[:4]), atol=1e-5)
 
 
 def test_bfloat16_is_accumulated_in_float32():
     given = case(2, dtype="bfloat16")
-    out = attend(*given)
+    out = blocked(*given)
     assert out.dtype == jnp.bfloat16
     # 2**-7: the weights and the result are each rounded to 8 bits.
     np.testing.assert_allclose(out.astype(jnp.float32), numpy_attention(*given[:4]), atol=2**-7)
@@ -74,7 +75,7 @@ def test_gradients_equal_those_of_the_plain_form_also_with_a_blind_query():
         return lambda q, k, v: jnp.sum(jnp.sin(form(q, k, v, mask, live)))
 
     ours = jax.jit(jax.grad(loss(attend), argnums=(0, 1, 2)))(q, k, v)
-    plain = jax.grad(loss(attend_all), argnums=(0, 1, 2))(q, k, v)
+    plain = jax.jit(jax.grad(loss(attend_all), argnums=(0, 1, 2)))(q, k, v)
     for a, b in zip(ours, plain, strict=True):
         assert np.isfinite(a).all()
         np.testing.assert_allclose(a, b, atol=1e-6)
@@ -83,7 +84,7 @@ def test_gradients_equal_those_of_the_plain_form_also_with_a_blind_query():
 def test_vmap_maps_over_ragged_live_lengths():
     cases = [case(s, live=live) for s, live in ((4, 10), (5, 290))]
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *cases)
-    out = jax.vmap(attend)(*stacked)
+    out = jax.jit(jax.vmap(attend))(*stacked)
     for row, given in zip(out, cases, strict=True):
         np.testing.assert_allclose(row, numpy_attention(*given[:4]), atol=1e-5)
 

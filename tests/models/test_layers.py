@@ -11,7 +11,7 @@ from mars_jax.models.layers import dense, embed, rms_norm
 
 
 def normal(seed, *shape, dtype="float32"):
-    return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32).astype(dtype)
 
 
 def wide(x):

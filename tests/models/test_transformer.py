@@ -14,6 +14,7 @@ from mars_jax.models.transformer import window_mask
 from mars_jax.models.weights import get, weights
 from mars_jax.tree import attention_mask
 from mars_jax.types import NO_TOKEN, DraftTree
+from tests.helpers import one_row
 from tests.models.oracle import causal
 
 CONFIG = ModelConfig(
@@ -109,7 +110,7 @@ def test_a_row_alone_equals_the_row_in_a_ragged_batch(forward, params):
     mask = attention_mask(tree, starts, SLOTS)
     both = forward(params, tree.tokens, starts[:, None] + tree.depths, mask, cache, starts).hidden
     for b in range(3):
-        row = jax.tree.map(lambda x, b=b: x[b : b + 1], (tree.tokens, tree.depths, mask, cache, starts))
+        row = one_row((tree.tokens, tree.depths, mask, cache, starts), b)
         alone = forward(params, row[0], row[4][:, None] + row[1], *row[2:]).hidden
         np.testing.assert_allclose(both[b], alone[0], atol=1e-5)
 

@@ -9,6 +9,7 @@ from mars_jax import sampling
 from mars_jax import tree as trees
 from mars_jax.types import NO_TOKEN, DraftTree
 from mars_jax.verify import exact, mars, rejection
+from tests.helpers import one_row
 from tests.test_tree import B, N, V, random_tree
 from tests.verify import oracles
 
@@ -94,8 +95,7 @@ def test_a_row_alone_equals_the_row_in_a_batch(verify):
     together = run(keys, tree, logits, settings)
     everything = (keys, tree, logits, settings)
     for b in range(8):
-        alone = run(*jax.tree.map(lambda x, b=b: x[b : b + 1], everything))
-        oracles.same_verdict(alone, jax.tree.map(lambda x, b=b: x[b : b + 1], together))
+        oracles.same_verdict(run(*one_row(everything, b)), one_row(together, b))
 
 
 def test_verifiers_are_values():

@@ -1,0 +1,90 @@
+"""The family that ships with the package: what it weighs, what transformers makes of it, and what it can do."""
+
+import json
+
+import numpy as np
+import pytest
+
+import mars_jax as mj
+from mars_jax import assets
+from mars_jax.tasks import arithmetic
+
+PROMPT = "Once upon a time"
+
+
+@pytest.fixture(scope="module")
+def family():
+    return {name: mj.load(name, dtype="float32") for name in assets.NAMES}
+
+
+@pytest.fixture(scope="module")
+def chain(family):
+    return mj.drafters.load(f"model:{assets.DRAFT}", family[assets.TARGET], dtype="float32")
+
+
+def test_it_is_small_enough_to_ship():
+    root = assets.path(assets.TARGET).parent
+    assert sum(file.stat().st_size for file in root.rglob("*") if file.is_file()) <= 32e6
+    for name, millions in ((assets.TARGET, 12), (assets.DRAFT, 1)):
+        config = json.loads((assets.path(name) / "config.json").read_text())
+        assert config["torch_dtype"] == "bfloat16"
+        assert config["max_position_embeddings"] >= 1024
+        assert config["tie_word_embeddings"]
+        assert config["num_key_value_heads"] < config["num_attention_heads"]
+        size = (assets.path(name) / "model.safetensors").stat().st_size / 2 / 1e6
+        assert 0.9 * millions < size < 1.2 * millions
+    tokenizers = [(assets.path(name) / "tokenizer.json").read_bytes() for name in assets.NAMES]
+    assert tokenizers[0] == tokenizers[1]
+
+
+@pytest.mark.parametrize("name", assets.NAMES)
+def test_transformers_loads_it_unchanged_and_continues_alike(family, name):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    theirs = AutoModelForCausalLM.from_pretrained(assets.path(name), dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(assets.path(name))
+    ours = family[name]
+    assert type(ours.tokenizer) is type(tokenizer)
+    ids = tokenizer(PROMPT)["input_ids"]
+    assert ids == ours.encode(PROMPT)
+    assert ids[0] == ours.config.bos_token_id == ours.stop_tokens[0] == tokenizer.eos_token_id
+    with torch.no_grad():
+        expected = theirs.generate(torch.tensor([ids]), max_new_tokens=48, do_sample=False)[
+            0, len(ids) :
+        ].tolist()
+    result = mj.generate(ours, "none", [PROMPT], max_new_tokens=48)
+    assert result.tokens[0] == expected
+    assert result.text[0] == tokenizer.decode(expected, skip_special_tokens=True)
+
+
+def test_its_chat_is_turns_of_user_and_assistant(family):
+    tokenizer = family[assets.TARGET].tokenizer
+    turns = [
+        {"role": "user", "content": "How many?"},
+        {"role": "assistant", "content": "Two."},
+        {"role": "user", "content": "Sure?"},
+    ]
+    text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    end = tokenizer.eos_token
+    assert text == f"{end}User: How many?\nAssistant: Two.{end}User: Sure?\nAssistant:"
+    ids = tokenizer.apply_chat_template(turns[:1], add_generation_prompt=True, return_dict=True)["input_ids"]
+    assert ids.count(tokenizer.bos_token_id) == 1
+
+
+def test_the_draft_is_worth_having_and_changes_nothing(family, chain):
+    target = family[assets.TARGET]
+    prompts = [PROMPT, "One day, a girl named Sue", "The little dog was sad because"]
+    plain = mj.generate(target, "none", prompts, max_new_tokens=64)
+    drafted = mj.generate(target, chain, prompts, max_new_tokens=64)
+    assert drafted.tokens == plain.tokens
+    assert drafted.metrics.tau > 2.2
+
+
+def test_it_does_arithmetic_it_has_not_seen(family, chain):
+    problems = list(arithmetic.generate(32, split="eval", seed=1))
+    result = mj.generate(
+        family[assets.TARGET], chain, [p.question for p in problems], chat=True, max_new_tokens=96
+    )
+    assert np.mean([arithmetic.is_correct(p, t) for p, t in zip(problems, result.text, strict=True)]) >= 0.75
+    assert all(c.finish_reason == "stop" for c in result.completions)
