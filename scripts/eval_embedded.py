@@ -43,6 +43,7 @@ def bits_per_byte(pretrained: mj.Pretrained, texts: Sequence[str], *, rows: int 
     `with_end` counts predicting where a document ends too.
     """
     separator, longest = pretrained.config.bos_token_id, pretrained.config.max_positions - 1
+    assert separator is not None
     pieces: list[list[int]] = []
     ends = []
     for text in texts:
@@ -216,7 +217,7 @@ def main() -> None:
     )
     exact, rejection = mj.verify.exact(), mj.verify.rejection()
     # Each relaxed rule behind the strict rule that it relaxes.
-    rules = {
+    rules: dict[str, tuple[Any, Any]] = {
         "exact": (greedy, exact),
         "mars over exact": (greedy, mj.verify.mars(exact, theta=0.9)),
         "rejection": (sampled, rejection),

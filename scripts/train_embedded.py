@@ -142,9 +142,9 @@ def target_objective(params, batch: data.Batch):
     return jnp.mean(cross_entropy(logits(TARGET, params, batch), batch.tokens[:, 1:])), {}
 
 
-def draft_objective(params, batch: tuple[data.Batch, Any]):
+def draft_objective(params, lesson: tuple[data.Batch, Any]):
     """Half KL, which covers what the target may say, half total variation, which is what rejection costs."""
-    batch, teacher = batch
+    batch, teacher = lesson
     p = jax.lax.stop_gradient(logits(TARGET, teacher, batch))
     q = logits(DRAFT, params, batch)
     kl, tv = jnp.mean(forward_kl(p, q)), jnp.mean(total_variation(p, q))

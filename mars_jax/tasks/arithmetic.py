@@ -94,7 +94,8 @@ class _Step(NamedTuple):
 
 def _steps(rng: Random) -> list[_Step]:
     """One to three steps, each working on the result of the one before."""
-    kinds = _kinds(*rng.choices((1, 2, 3), (40, 40, 20)), rng)
+    [count] = rng.choices((1, 2, 3), (40, 40, 20))
+    kinds = _kinds(count, rng)
     while True:
         left, steps = rng.randint(2, 9 if kinds[0].sign == "*" else 30), []
         for kind in kinds:

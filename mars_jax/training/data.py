@@ -83,8 +83,8 @@ def _small(tokenizer: Any) -> bool:
 class Batch(NamedTuple):
     """Rows of consecutive tokens; position j predicts position j + 1."""
 
-    tokens: np.ndarray  # i32[B, L + 1]
-    segments: np.ndarray  # i32[B, L + 1]; a token sees the tokens of its own document only
+    tokens: Any  # i32[B, L + 1], on the host or on a device
+    segments: Any  # i32[B, L + 1]; a token sees the tokens of its own document only
 
 
 class Mixture:
