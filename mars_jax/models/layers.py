@@ -35,38 +35,14 @@ def _dense_cpu(x: Array, w: Array) -> Array:
     return lax.optimization_barrier(y)[:, :rows].T
 
 
-@jax.custom_vjp
-def _product(x: Array, w: Array) -> Array:
-    """x [rows, in] times w [out, in]: f32[rows, out]."""
-    return lax.platform_dependent(x, w, cpu=_dense_cpu, default=_dense)
-
-
-def _product_bwd(operands: tuple[Array, Array], g: Array) -> tuple[Array, Array]:
-    # Left to JAX, both products would be float32, since g is. In the weights' dtype dx is twice as fast; XLA's CPU
-    # backend sums dw over the rows slower in bfloat16 than in float32.
-    x, w = operands
-    low = g.astype(x.dtype)
-    dx = lax.dot_general(low, w, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-
-    def sum_rows(g: Array, x: Array) -> Array:
-        return lax.dot_general(g, x, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-
-    dw = lax.platform_dependent(
-        low, x, cpu=lambda g, x: sum_rows(g.astype(jnp.float32), x.astype(jnp.float32)), default=sum_rows
-    )
-    return dx.astype(x.dtype), dw.astype(w.dtype)
-
-
-_product.defvjp(lambda x, w: (_product(x, w), (x, w)), _product_bwd)
-
-
 def dense(x: Array, w: Array, bias: Array | None = None, *, dtype=None) -> Array:
     """x [..., in] times w [out, in], plus bias [out]: [..., out], summed in float32, cast to `dtype` or x's.
 
     >>> dense(jnp.ones((1, 3)), jnp.ones((2, 3)), jnp.ones((2,))).tolist()
     [[4.0, 4.0]]
     """
-    y = _product(x.reshape(-1, x.shape[-1]), w)
+    rows = x.reshape(-1, x.shape[-1])
+    y = lax.platform_dependent(rows, w, cpu=_dense_cpu, default=_dense)
     if bias is not None:
         y = y + bias.astype(jnp.float32)[None]
     return y.astype(dtype or x.dtype).reshape(*x.shape[:-1], w.shape[0])

