@@ -4,11 +4,12 @@ from kernels_pallas.accept import margin_accept
 from kernels_pallas.blocks import BlockError, GpuBlocks, GpuHeadBlocks, TpuBlocks, TpuHeadBlocks
 from kernels_pallas.lm_head import lm_head_margin_stats
 from kernels_pallas.margin import margin_stats
-from kernels_pallas.rule import Acceptance, AcceptControls
+from kernels_pallas.rule import MARGINS, Acceptance, AcceptControls
 from kernels_pallas.sharded import merge_over, sharded_margin_accept, sharded_margin_stats
 from kernels_pallas.stats import MarginStats, empty, merge
 
 __all__ = [
+    "MARGINS",
     "AcceptControls",
     "Acceptance",
     "BlockError",

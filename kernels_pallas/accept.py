@@ -44,7 +44,7 @@ def margin_accept(
       logits: raw target logits [B, N, V], bfloat16 or float32.
       tokens: i32[B, N]; node 0 is the last committed token; -1 is padding and is never accepted.
       parents: i32[B, N]; -1 for node 0, else the index of an earlier node.
-      y: i32[B, N], or None at temperature 0, where y is the largest logit.
+      y: i32[B, N]; the largest logit where it is negative, as at temperature 0, and everywhere for None.
       controls: per-row numbers: `AcceptControls`, or anything that has its fields.
       max_depth: D.
       margin: "ratio" (z2 / z1 > theta and z1 > 0), "gap" (z1 - z2 < theta nats) or "prob_ratio"
@@ -71,7 +71,7 @@ def margin_accept(
     ) -> Callable[..., Acceptance]:
         def form(logits, tokens, parents, y, controls, **kernel_options):
             found = stats(logits, logsumexp=logsumexp, **kernel_options)
-            return decide(found, tokens, parents, found.id1 if y is None else y, controls, **options)
+            return decide(found, tokens, parents, y, controls, **options)
 
         return form
 

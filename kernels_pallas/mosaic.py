@@ -68,7 +68,6 @@ def margin_accept(
     if blocks is None and not fits(batch, nodes, group):
         # The walk needs whole trees in a block; the fold alone does not.
         stats = margin_stats(logits, logsumexp=logsumexp, interpret=interpret)
-        y = stats.id1 if y is None else y
         return decide(stats, tokens, parents, y, controls, max_depth, margin)
     logits = _arrange(logits, nodes)
     blocks = tpu_blocks(blocks, trees=batch, nodes=nodes, vocab=vocab, dtype=logits.dtype, group=group)
@@ -130,7 +129,7 @@ def _accept_kernel(
     per_row_ref,  # i32[trees, 3 + M]
     tokens_ref,  # i32[trees, N]
     parents_ref,  # i32[trees, N]
-    *refs,  # y i32[trees, N] unless y is id1; packed i32[..., 128]; verdict i32[trees, width]; the state
+    *refs,  # y i32[trees, N] unless it is None; packed i32[..., 128]; verdict i32[trees, width]; the state
     vocab: int,
     logsumexp: bool,
     nodes: int,
@@ -153,7 +152,7 @@ def _accept_kernel(
             stats,
             tokens_ref[...],
             parents_ref[...],
-            stats.id1 if y_ref is None else y_ref[...],
+            None if y_ref is None else y_ref[...],
             lax.bitcast_convert_type(per_row[:, 0:1], jnp.float32),
             per_row[:, 1:2] > 0,
             per_row[:, 2:3],

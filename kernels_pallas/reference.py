@@ -41,7 +41,7 @@ def decide(
     stats: MarginStats,
     tokens: Array,
     parents: Array,
-    y: Array,
+    y: Array | None,
     controls: AcceptControls,
     max_depth: int,
     margin: str,
@@ -54,6 +54,7 @@ def decide(
     def is_stop(ids: Array) -> Array:
         return jnp.any((ids[..., None] == controls.stop_tokens[:, None]) & (ids >= 0)[..., None], axis=-1)
 
+    y = stats.id1 if y is None else jnp.where(y < 0, stats.id1, y)
     low = MARGINS[margin](stats.top1, stats.top2, jnp.broadcast_to(controls.theta[:, None], y.shape))
     open_node = low & ~controls.strict[:, None] & ~is_stop(stats.id1) & ~is_stop(y)
     exact = (tokens >= 0) & (tokens == at_parent(y))

@@ -7,6 +7,7 @@ so the same lines run in XLA and in the last block of the TPU kernel. Oracle: `r
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -34,21 +35,43 @@ class Acceptance(NamedTuple):
     stats: MarginStats  # [B, N] each
 
 
-def _ratio(z1: Array, z2: Array, theta: Array) -> Array:
+Margin = Callable[[Array, Array, Array], Array]
+"""`(z1, z2, theta)`, f32 of one shape, -> bool: True where the target is nearly indifferent between its two
+largest raw logits z1 >= z2, so that relaxing is allowed. An infinite theta is strict for every margin."""
+
+
+def ratio(z1: Array, z2: Array, theta: Array) -> Array:
+    """`z2 / z1 > theta` (MARS, arXiv 2601.15498, Algorithm 1); strict where z1 <= 0, where a ratio says
+    nothing.
+
+    It depends on the offset of the logits: 0.9 allows p2 / p1 down to exp(-0.1 z1).
+
+    >>> ratio(jnp.asarray([10.0, -1.0]), jnp.asarray([9.5, -2.0]), jnp.asarray([0.9, 0.9])).tolist()
+    [True, False]
+    """
     return (z1 > 0) & (z2 / jnp.where(z1 > 0, z1, 1.0) > theta)
 
 
-def _gap(z1: Array, z2: Array, theta: Array) -> Array:
+def gap(z1: Array, z2: Array, theta: Array) -> Array:
+    """`z1 - z2 < theta` in nats; invariant to the offset of the logits.
+
+    >>> gap(jnp.asarray(10.0), jnp.asarray(9.5), jnp.asarray(1.0)).item()
+    True
+    """
     return (z1 - z2 < theta) & (theta < jnp.inf)
 
 
-def _prob_ratio(z1: Array, z2: Array, theta: Array) -> Array:
+def prob_ratio(z1: Array, z2: Array, theta: Array) -> Array:
+    """`p2 / p1 = exp(z2 - z1) > theta`, at temperature 1.
+
+    >>> prob_ratio(jnp.asarray(10.0), jnp.asarray(9.5), jnp.asarray(0.9)).item()
+    False
+    """
     return jnp.exp(z2 - z1) > theta
 
 
-MARGINS = {"ratio": _ratio, "gap": _gap, "prob_ratio": _prob_ratio}
-"""`(z1, z2, theta)` -> bool, True where relaxing is allowed: z2 / z1 > theta and z1 > 0 (MARS, arXiv
-2601.15498), z1 - z2 < theta nats, exp(z2 - z1) > theta. An infinite theta is strict for each of them."""
+MARGINS: dict[str, Margin] = {"ratio": ratio, "gap": gap, "prob_ratio": prob_ratio}
+"""Margins by name."""
 
 
 def check_margin(margin: str) -> None:
@@ -68,7 +91,7 @@ def walk(
     stats: MarginStats,
     tokens: Array,
     parents: Array,
-    y: Array,
+    y: Array | None,
     theta: Array,
     strict: Array,
     max_run: Array,
@@ -80,11 +103,11 @@ def walk(
     """Descend from the root while a child is acceptable; the exact child first, then the lowest node id.
 
     Instead of gathering every node's parent it looks, at each depth, only at the node where each row stands:
-    a one-hot selection over N.
+    one-hot selections over N of the three tokens that a child may carry there.
 
     Args:
       stats: [B, N] each.
-      tokens, parents, y: i32[B, N].
+      tokens, parents, y: i32[B, N]; y is the largest logit where it is negative, or None.
       theta, strict, max_run: f32, bool and i32 [B, 1].
       stops: i32[B, M].
     """
@@ -97,12 +120,11 @@ def walk(
             hit |= values == stops[:, m : m + 1]
         return hit & (values >= 0)
 
-    def first(candidates: Array) -> Array:
-        return jnp.min(jnp.where(candidates, ids, count), axis=1, keepdims=True)
-
+    y = stats.id1 if y is None else jnp.where(y < 0, stats.id1, y)
     low = MARGINS[margin](stats.top1, stats.top2, jnp.broadcast_to(theta, stats.top1.shape))
-    # 1 where a child may be relaxed, as an integer: the selection below is a sum.
-    open_node = (low & ~strict & ~is_stop(stats.id1) & ~is_stop(y)).astype(jnp.int32)
+    # Where nothing may be relaxed no child carries the runner-up: drafted tokens are never -2.
+    open_node = low & ~strict & ~is_stop(stats.id1) & ~is_stop(y)
+    best, second = (jnp.where(open_node, i, -2) for i in (stats.id1, stats.id2))
     real = tokens >= 0
     may_relax = real & ~is_stop(tokens)
 
@@ -116,15 +138,15 @@ def walk(
             return jnp.sum(jnp.where(here, values, 0), axis=1, keepdims=True)
 
         child = (parents == node) & going
-        exact = tokens == at_node(y)
-        best = (tokens == at_node(stats.id1)) | (tokens == at_node(stats.id2))
-        room = (at_node(open_node) > 0) & (run < max_run)
-        by_exact = first(child & exact & real)
-        by_relaxed = first(child & best & ~exact & may_relax & room)
-        is_relaxed = (by_exact == count) & (by_relaxed < count)
-        chosen = jnp.where(is_relaxed, by_relaxed, by_exact)
-        going = chosen < count
-        node = jnp.where(going, chosen, node)
+        exact = child & real & (tokens == at_node(y))
+        runner_up = (tokens == at_node(best)) | (tokens == at_node(second))
+        relaxable = child & may_relax & runner_up & (run < max_run)
+        # One minimum finds both: exact children come before relaxed ones, whatever their ids.
+        rank = jnp.where(exact, ids, jnp.where(relaxable, ids + count, 2 * count))
+        chosen = jnp.min(rank, axis=1, keepdims=True)
+        going = chosen < 2 * count
+        is_relaxed = (chosen >= count) & going
+        node = jnp.where(going, jnp.where(is_relaxed, chosen - count, chosen), node)
         run = jnp.where(is_relaxed, run + 1, 0)
         accepted += going.astype(jnp.int32)
         path.append(node)
@@ -137,7 +159,7 @@ def decide(
     stats: MarginStats,
     tokens: Array,
     parents: Array,
-    y: Array,
+    y: Array | None,
     controls: AcceptControls,
     max_depth: int,
     margin: str,

@@ -97,7 +97,7 @@ def sharded_margin_accept(
 
     def local(logits, tokens, parents, y, controls):
         stats = _local(logits, axis=axis, options=options)
-        return decide(stats, tokens, parents, stats.id1 if y is None else y, controls, max_depth, margin)
+        return decide(stats, tokens, parents, y, controls, max_depth, margin)
 
     operands = (logits, tokens, parents, y, controls)
     return _map(local, mesh, axis, batch_axis, logits.shape[-1], operands, _spec(logits, axis, batch_axis))

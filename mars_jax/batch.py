@@ -65,6 +65,7 @@ def prepare(
         theta=[theta if r.theta is None else r.theta for r in everyone],
         max_relaxed_run=[r.max_relaxed_run for r in everyone],
         strict=[r.strict for r in everyone],
+        draft_stop=[r.draft_stop for r in everyone],
         stop_tokens=[[*r.stop_tokens, *[NO_TOKEN] * (most - len(r.stop_tokens))] for r in everyone],
     )
     decoder = decode.speculative_decoder(target.model, drafter.drafter, rule)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ def make_controls(
     theta: Any = 0.9,
     max_relaxed_run: Any = UNLIMITED_RUN,
     strict: Any = False,
+    draft_stop: Any = math.inf,
     stop_tokens: Any = (),
 ) -> Controls:
     """`Controls` for `batch` requests; every setting is one value for all of them or one per row (shape [B]).
@@ -42,6 +44,8 @@ def make_controls(
       theta: threshold of the relaxed rule, in the units of its margin; inf is strict.
       max_relaxed_run: relaxed tokens allowed in a row.
       strict: True switches relaxation off.
+      draft_stop: nothing is drafted behind a node where the square root of the draft's entropy, in nats, is above
+        it (SVIP, arXiv 2411.18462); inf is off.
       stop_tokens: ids for all rows, or one sequence of ids per row; padded with `NO_TOKEN` to a common M >=
         1.
 
@@ -71,6 +75,7 @@ def make_controls(
         theta=field("theta", theta, np.float32, lambda v: v > 0, "above 0 (inf is strict)"),
         max_relaxed_run=field("max_relaxed_run", max_relaxed_run, np.int32, lambda v: v >= 0, "at least 0"),
         strict=field("strict", strict, np.bool_),
+        draft_stop=field("draft_stop", draft_stop, np.float32, lambda v: v >= 0, "at least 0 (inf is off)"),
         limit=field("limit", limit, np.int32, lambda v: v >= 1, "at least 1"),
         stop_tokens=_stop_tokens(stop_tokens, batch),
     )

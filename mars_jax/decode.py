@@ -17,7 +17,7 @@ from jax import Array, lax
 from mars_jax.cache import commit
 from mars_jax.errors import MarsError
 from mars_jax.metrics import DecodeStats, accumulate, zero_stats
-from mars_jax.prefill import CHUNK, prefill
+from mars_jax.prefill import CHUNK, observed_prefill
 from mars_jax.tree import attention_mask, gather_path
 from mars_jax.types import (
     NO_TOKEN,
@@ -57,7 +57,7 @@ def speculative_decoder(
       transformable; jit and donate at the outermost edge, or use `run` and `stream`.
 
     Raises:
-      MarsError: the drafter speaks another vocabulary than the target.
+      MarsError: the drafter speaks another vocabulary than the target, or needs features that it does not give.
 
     Example:
       >>> from mars_jax import drafters, fake, verify
@@ -76,20 +76,38 @@ def speculative_decoder(
             f"{target.vocab_size}: pair models that share a tokenizer."
         )
 
+    if drafter.feature_layers:
+        if target.with_features is None:
+            raise MarsError(
+                f"the drafter '{drafter.name}' reads the outputs of the target's layers {drafter.feature_layers}, and "
+                "this target gives none: set LanguageModel.with_features."
+            )
+        target = target.with_features(drafter.feature_layers)
+    observe = drafter.observe or (lambda params, state, *_: state)
+
     def init(params: Params, prompts: Array, lengths: Array, controls: Controls, keys: Array) -> DecodeState:
         batch, buffer = prompts.shape
         # Copies: `run` and `stream` take the state's buffers, and the caller keeps what it gave.
         prompts, lengths = jnp.array(prompts, jnp.int32), jnp.array(lengths, jnp.int32)
         controls, keys = jax.tree.map(jnp.copy, (controls, keys))
         cache = target.init_cache(batch, buffer + drafter.num_nodes)
-        cache = prefill(target, params.target, prompts, lengths - 1, cache, chunk=prefill_chunk)
+        cache, draft = observed_prefill(
+            target,
+            params.target,
+            prompts,
+            lengths - 1,
+            cache,
+            drafter.init(params, prompts, lengths),
+            lambda state, first, output: observe(params, state, prompts, first, lengths, output),
+            chunk=prefill_chunk,
+        )
         return DecodeState(
             tokens=prompts,
             length=lengths,
             done=lengths >= jnp.minimum(controls.limit, buffer),
             failed=jnp.zeros((batch,), bool),
             cache=cache,
-            draft=drafter.init(params, prompts, lengths),
+            draft=draft,
             controls=controls,
             keys=keys,
         )

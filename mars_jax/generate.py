@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import sys
 import types
 from collections.abc import Sequence
@@ -16,12 +15,9 @@ from typing import IO, Any
 
 from mars_jax.cli.applies import check_flags
 from mars_jax.cli.arguments import parse
+from mars_jax.cli.program import keep_compilations, program
 from mars_jax.cli.prompts import from_texts, read_prompts
 from mars_jax.errors import MarsError
-
-BAD_INPUT = 2
-INTERRUPTED = 130  # 128 + SIGINT, as shells have it
-BROKEN_PIPE = 141  # 128 + SIGPIPE
 
 
 class _CallableModule(types.ModuleType):
@@ -37,22 +33,7 @@ sys.modules[__name__].__class__ = _CallableModule
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    out = sys.stdout
-    try:
-        # Whatever a library prints is no part of the result.
-        with contextlib.redirect_stdout(sys.stderr):
-            _run(argv, out)
-            out.flush()
-    except MarsError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return BAD_INPUT
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
-    except BrokenPipeError:
-        _discard(out)
-        return BROKEN_PIPE
-    return 0
+    return program(_run, argv)
 
 
 def _run(argv: Sequence[str] | None, out: IO[str]) -> None:
@@ -89,26 +70,6 @@ def _run(argv: Sequence[str] | None, out: IO[str]) -> None:
         decode.stream_text(session, out, chat=args.chat, speedup=plan.measures_speedup)
     else:
         decode.print_text(session, out, chat=args.chat, speedup=plan.measures_speedup)
-
-
-def keep_compilations() -> None:
-    """Keep what XLA compiles between runs, in the user's cache folder unless JAX is told where.
-
-    JAX reads JAX_COMPILATION_CACHE_DIR and JAX_ENABLE_COMPILATION_CACHE itself.
-    """
-    import jax
-
-    if jax.config.jax_compilation_cache_dir is None:  # pyright: ignore[reportAttributeAccessIssue]
-        home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-        jax.config.update("jax_compilation_cache_dir", os.path.join(home, "mars_jax", "compiled"))
-        # A start compiles many programs that take less than the second below which JAX keeps none.
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
-
-
-def _discard(out: IO[str]) -> None:
-    """Let the flush at exit go nowhere, rather than complain about the closed pipe."""
-    with contextlib.suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
 
 
 if __name__ == "__main__":

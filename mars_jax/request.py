@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -30,6 +31,7 @@ class Request:
     theta: float | None = None
     max_relaxed_run: int = UNLIMITED_RUN
     strict: bool = False
+    draft_stop: float = math.inf
     seed: int = 0
     max_new_tokens: int = 256
     stop_tokens: tuple[int, ...] = ()

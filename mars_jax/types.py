@@ -65,6 +65,9 @@ class Controls:
     theta: Array  # f32[B]; threshold of the relaxed rule, in the units of its margin; inf is strict
     max_relaxed_run: Array  # i32[B]; relaxed tokens allowed in a row
     strict: Array  # bool[B]; True switches relaxation off for the row
+    draft_stop: (
+        Array  # f32[B]; nothing is drafted behind a draft entropy whose square root is above it; inf is off
+    )
     limit: Array  # i32[B]; prompt and new tokens together never exceed it
     stop_tokens: Array  # i32[B, M]; padded with NO_TOKEN
 
@@ -128,6 +131,11 @@ class LanguageModel(NamedTuple):
     forward: Callable[..., ForwardOutput]
     unembed: Callable[..., Array]  # (params, hidden [B, N, E]) -> f32[B, N, V]
     vocab_size: int
+    # What drafters that are coupled to their target ask of it; a model without them drafts with other drafters.
+    embed: Callable[..., Array] | None = None  # (params, tokens i32[B, N]) -> [B, N, E]
+    with_features: Callable[[tuple[int, ...]], LanguageModel] | None = (
+        None  # layers -> the model that returns them
+    )
 
 
 class Drafter(NamedTuple):
@@ -138,6 +146,10 @@ class Drafter(NamedTuple):
     update: Callable[..., PyTree]  # (params, state, tree, verdict, target output, length) -> state
     num_nodes: int
     max_depth: int
+    # (params, state, tokens i32[B, T], first i32[B], length i32[B], target output) -> state: while the prompt is
+    # read, the target's output at the n positions from `first` on; those at length - 1 and behind mean nothing.
+    observe: Callable[..., PyTree] | None = None
+    feature_layers: tuple[int, ...] = ()  # of the target; their outputs are what `observe` and `update` read
     vocab_size: int | None = None  # None: drafts only tokens it has seen
     name: str = "drafter"
 

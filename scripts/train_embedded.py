@@ -1,4 +1,5 @@
-"""Train the family in mars_jax/assets/tiny: a byte-level BPE tokenizer, the target, and a draft distilled from it.
+"""Train the family in mars_jax/assets/tiny: a byte-level BPE tokenizer, the target, a draft distilled from it,
+and an EAGLE-3 head on its features.
 
     python scripts/train_embedded.py --work runs/tiny --stories stories.txt.xz --dialogues dialogues.txt.xz \\
         --novels novels.txt.xz --export mars_jax/assets/tiny
@@ -13,23 +14,22 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from mars_jax import hub
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.transformer import init_params, language_model
 from mars_jax.tasks import arithmetic
-from mars_jax.training import data
-from mars_jax.training.loop import fit, warmup_stable_decay
-from mars_jax.training.objectives import cross_entropy, forward_kl, predict, total_variation
+from mars_jax.training import data, distill
+from mars_jax.training.loop import fit
+from mars_jax.training.objectives import cross_entropy, divergence, forward_kl, predict, total_variation
+from mars_jax.training.recipe import muon, plot
 
 VOCAB, CONTEXT, SEPARATOR_ID = 4096, 1024, 0
 SHAPE = {
@@ -48,8 +48,17 @@ DRAFT = ModelConfig(
     hidden_size=128, intermediate_size=640, num_layers=2, num_heads=4, num_kv_heads=2, **SHAPE
 )
 
+EAGLE3_LAYERS, EAGLE3_MLP, EAGLE3_VOCAB = (1, 3, 5), 768, 3072
+EAGLE3_STEPS = 3  # of training-time test
+
 SHARES = {"stories": 0.60, "arithmetic": 0.22, "dialogues": 0.11, "novels": 0.07}
-SHORT, LONG_SHARE = 256, 0.05  # rows of 256 tokens, whose attention is cheap, and of 1024 at the very end
+# The target's second stage. After the first it copies every number and chooses every operation of a word problem
+# rightly, but adds and subtracts wrongly half of the time; problems alone would need many more tokens to teach it.
+REFINE_SHARES = {"stories": 0.45, "arithmetic": 0.20, "drill": 0.22, "dialogues": 0.08, "novels": 0.05}
+LENGTHS = {
+    256: 0.95,
+    CONTEXT: 0.05,
+}  # rows of 256 tokens, whose attention is cheap, and of 1024 at the very end
 # A draft learns from many small steps; for the target Muon's matrix products would cost too much of each.
 TARGET_STEP, DRAFT_STEP = 8192, 2048  # tokens
 CHAT_TEMPLATE = (
@@ -81,6 +90,7 @@ def texts(args) -> dict[str, list[str]]:
     return {
         "stories": [t for path in args.stories for t in data.documents(path)],
         "arithmetic": list(problems(args.problems)),
+        "drill": list(arithmetic.drill(args.problems // 4)),
         "dialogues": [t for path in args.dialogues for t in dialogues(path)],
         "novels": [t for path in args.novels for t in novels(path, limit=args.novel_characters)],
     }
@@ -120,16 +130,6 @@ def _first(documents: list[str], characters: int) -> Iterator[str]:
         yield text
 
 
-def make_batches(
-    streams: list[data.Stream], *, steps: int, size: int, seed: int
-) -> Callable[[int], data.Batch]:
-    def mixture(length: int) -> data.Mixture:
-        return data.Mixture(streams, rows=size // length, length=length, seed=seed)
-
-    short, long, switch = mixture(SHORT), mixture(CONTEXT), round(steps * (1 - LONG_SHARE))
-    return lambda step: short.batch(step) if step < switch else long.batch(step)
-
-
 def logits(config: ModelConfig, params: Any, batch: data.Batch) -> jax.Array:
     """Computed in bfloat16 from float32 params."""
     low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
@@ -152,28 +152,6 @@ def draft_objective(params, lesson: tuple[data.Batch, Any]):
     return kl + tv, {"kl": kl, "total_variation": tv, "same_argmax": same}
 
 
-def optimizer(peak: float, steps: int) -> optax.GradientTransformation:
-    """Muon for the matrices inside the layers (Adam for the rest), on a warmup-stable-decay schedule."""
-
-    def inner_matrices(params):
-        def spec(path, x):
-            inside = x.ndim == 2 and "embed" not in jax.tree_util.keystr(path)
-            return optax.contrib.MuonDimensionNumbers() if inside else None
-
-        return jax.tree_util.tree_map_with_path(spec, params)
-
-    return optax.chain(
-        optax.clip_by_global_norm(1.0),
-        optax.contrib.muon(
-            warmup_stable_decay(peak, steps, warmup=50, decay=0.35),
-            weight_decay=0.1,
-            adam_b2=0.95,
-            consistent_rms=0.2,
-            muon_weight_dimension_numbers=inner_matrices,
-        ),
-    )
-
-
 def initial(config: ModelConfig, seed: int):
     params = init_params(config, jax.random.key(seed))
     # What a layer adds to the residual stream starts small: its variance would grow with depth (GPT-2).
@@ -188,22 +166,6 @@ def initial_draft(target, seed: int):
     _, _, directions = np.linalg.svd(table, full_matrices=False)
     projected = table @ directions[: DRAFT.hidden_size].T
     return {**initial(DRAFT, seed), "embed": jnp.asarray(projected * (0.02 / projected.std()))}
-
-
-def plot(log: Path, picture: Path, size: int) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    rows = [json.loads(line) for line in log.read_text().splitlines()]
-    window = max(1, len(rows) // 100)
-    loss = np.convolve([r["loss"] for r in rows], np.ones(window) / window, mode="valid")
-    figure, axes = pyplot.subplots(figsize=(8, 4.5))
-    axes.plot([r["step"] * size / 1e6 for r in rows[window - 1 :]], loss)
-    axes.set(xlabel="million tokens", ylabel=f"loss, mean of {window} steps", title=log.parent.name)
-    axes.grid(alpha=0.3)
-    figure.savefig(picture, dpi=120, bbox_inches="tight")
 
 
 def export(args, name: str, config: ModelConfig, params) -> None:
@@ -236,7 +198,11 @@ def main() -> None:
     parser.add_argument("--problems", type=int, default=60_000, help="arithmetic problems to generate")
     parser.add_argument("--novel-characters", type=int, default=6_000_000, help="of the novels to use")
     parser.add_argument("--target-tokens", type=float, default=10.5e6, help="tokens to train the target on")
+    parser.add_argument("--refine-tokens", type=float, default=5.2e6, help="tokens of its second stage")
     parser.add_argument("--draft-tokens", type=float, default=5e6, help="tokens to distil the draft on")
+    parser.add_argument(
+        "--eagle3-tokens", type=float, default=1.5e6, help="tokens to train the EAGLE-3 head on"
+    )
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -249,22 +215,21 @@ def main() -> None:
     if not vocabulary.exists():
         train_tokenizer(sources, vocabulary)
     tokenizer = Tokenizer.from_file(str(vocabulary))
-    streams = [data.stream(sources[name], tokenizer, weight=share) for name, share in SHARES.items()]
-    for name, s in zip(SHARES, streams, strict=True):
+    streams = {name: data.stream(documents, tokenizer) for name, documents in sources.items()}
+    for name, s in streams.items():
         size = sum(len(t.encode()) for t in sources[name])
         print(
             f"{name}: {len(sources[name]):,} documents, {len(s.tokens):,} tokens, {size / len(s.tokens):.2f} bytes each"
         )
     del sources
 
-    def train(
-        name: str, config: ModelConfig, init, objective, tokens: float, size: int, wrap=lambda batch: batch
-    ):
+    def train(name, init, objective, shares, tokens, size, *, seed=args.seed, wrap=lambda batch: batch):
         steps = round(tokens / size)
-        batches = make_batches(streams, steps=steps, size=size, seed=args.seed)
+        mixed = [streams[source]._replace(weight=share) for source, share in shares.items()]
+        batches = data.batches(mixed, steps=steps, tokens=size, lengths=LENGTHS, seed=seed)
         params = fit(
             objective,
-            optimizer(args.learning_rate, steps),
+            muon(args.learning_rate, steps),
             init,
             lambda step: wrap(batches(step)),
             steps=steps,
@@ -272,17 +237,61 @@ def main() -> None:
             tokens_per_step=size,
             description=name,
         )
-        plot(args.work / name / "log.jsonl", args.work / name / "loss.png", size)
-        export(args, name, config, params)
+        plot(args.work / name / "log.jsonl", args.work / name / "loss.png", {"loss": ("loss",)}, tokens=size)
         return params
 
-    start = functools.partial(initial, TARGET, args.seed)
-    target = train("target", TARGET, start, target_objective, args.target_tokens, TARGET_STEP)
-    teacher = jax.tree.map(lambda x: x.astype(jnp.bfloat16), target)
-    start = functools.partial(initial_draft, target, args.seed)
-    train(
-        "draft", DRAFT, start, draft_objective, args.draft_tokens, DRAFT_STEP, lambda batch: (batch, teacher)
+    first = functools.partial(initial, TARGET, args.seed)
+    target = train("target", first, target_objective, SHARES, args.target_tokens, TARGET_STEP)
+    again = functools.partial(jax.tree.map, jnp.array, target)
+    target = train(
+        "refine",
+        again,
+        target_objective,
+        REFINE_SHARES,
+        args.refine_tokens,
+        TARGET_STEP,
+        seed=args.seed + 1,  # the text in another order: mostly rows that the first stage did not reach
     )
+    export(args, "target", TARGET, target)
+    teacher = jax.tree.map(lambda x: x.astype(jnp.bfloat16), target)
+    taught = functools.partial(initial_draft, target, args.seed)
+    draft = train(
+        "draft",
+        taught,
+        draft_objective,
+        SHARES,
+        args.draft_tokens,
+        DRAFT_STEP,
+        wrap=lambda batch: (batch, teacher),
+    )
+    export(args, "draft", DRAFT, draft)
+
+    mixed = [streams[source]._replace(weight=share) for source, share in SHARES.items()]
+    apprentice = distill.eagle3(
+        TARGET,
+        target,
+        ids=distill.draft_vocabulary(mixed, EAGLE3_VOCAB, VOCAB, TARGET.eos_token_ids),
+        layers=EAGLE3_LAYERS,
+        intermediate_size=EAGLE3_MLP,
+        steps=EAGLE3_STEPS,
+        divergence=divergence("kl+tv"),
+        seed=args.seed,
+    )
+    head = distill.train(
+        apprentice,
+        target,
+        mixed,
+        args.work / "eagle3",
+        tokens=args.eagle3_tokens,
+        step_tokens=DRAFT_STEP,
+        learning_rate=args.learning_rate,
+        seed=args.seed + 2,
+    )
+    low = {
+        name: x if name == "ids" else jax.tree.map(lambda w: w.astype(jnp.bfloat16), x)
+        for name, x in head.items()
+    }
+    hub.save_eagle(args.export / "eagle3", apprentice.config, low, overwrite=True)
 
 
 if __name__ == "__main__":

@@ -11,14 +11,15 @@ ROOT = Path(__file__).parent.parent
 LAYERS = [
     "errors types assets",
     "cache tree controls sampling metrics tasks",
-    "fake verify models prefill training",
+    "fake verify models prefill",
+    "training",
     "hub",
     "text",
     "drafters decode request",
     "batch",
     "api",
     "cli",
-    "generate",
+    "generate distill",
 ]
 RANK = {name: rank for rank, line in enumerate(LAYERS) for name in line.split()}
 

@@ -14,7 +14,7 @@ PROMPT = "Once upon a time"
 
 @pytest.fixture(scope="module")
 def family():
-    return {name: mj.load(name, dtype="float32") for name in assets.NAMES}
+    return {name: mj.load(name, dtype="float32") for name in assets.MODELS}
 
 
 @pytest.fixture(scope="module")
@@ -33,11 +33,11 @@ def test_it_is_small_enough_to_ship():
         assert config["num_key_value_heads"] < config["num_attention_heads"]
         size = (assets.path(name) / "model.safetensors").stat().st_size / 2 / 1e6
         assert 0.9 * millions < size < 1.2 * millions
-    tokenizers = [(assets.path(name) / "tokenizer.json").read_bytes() for name in assets.NAMES]
+    tokenizers = [(assets.path(name) / "tokenizer.json").read_bytes() for name in assets.MODELS]
     assert tokenizers[0] == tokenizers[1]
 
 
-@pytest.mark.parametrize("name", assets.NAMES)
+@pytest.mark.parametrize("name", assets.MODELS)
 def test_transformers_loads_it_unchanged_and_continues_alike(family, name):
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer

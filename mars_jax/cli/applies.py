@@ -9,18 +9,20 @@ from typing import Any, NamedTuple
 
 from mars_jax import assets
 from mars_jax.cli.prompts import PromptRow
-from mars_jax.cli.settings import FILTERS
+from mars_jax.cli.settings import FILTERS, DynamicTree
 from mars_jax.errors import MarsError
 
-_DRAFT = "draft with ngram or model:PATH"
+_PATHS = "model:PATH, eagle:PATH or medusa:PATH"
+_DRAFT = f"draft with ngram, {_PATHS}"
+_WEIGHTS = ("model", "eagle", "medusa")  # drafters that have a distribution
 
 
 class Plan(NamedTuple):
     """What the flags say about the rule and the drafter."""
 
-    draft: str  # none, ngram or model
+    draft: str  # none, ngram, model, eagle or medusa
     verify: str  # exact, rejection or mars
-    samples_draft: bool  # draw the draft from the model, and hand the rule its true q
+    samples_draft: bool  # draw the draft from its distribution, and hand the rule its true q
     streams: bool
     measures_speedup: bool  # decode once more autoregressively, for a line of the statistics
 
@@ -66,13 +68,24 @@ def check_flags(args: argparse.Namespace, rows: Sequence[PromptRow]) -> Plan:
         )
     if draft == "none":
         refuse("--num-draft-tokens", args.num_draft_tokens, f"to --draft none: leave it out, or {_DRAFT}")
-    if draft != "model":
-        why = f"to --draft {draft}, which drafts no trees: leave it out, or draft with model:PATH"
+    if draft not in _WEIGHTS:
+        why = f"to --draft {draft}, which drafts no trees: leave it out, or draft with {_PATHS}"
         refuse("--tree", args.tree, why)
+        why = f"to --draft {draft}, which has no entropy to stop by: leave it out, or draft with {_PATHS}"
+        refuse("--draft-stop", args.draft_stop, why)
+        for row in rows:
+            if "draft_stop" in row.settings:
+                raise row.error(f"draft_stop does not apply {why}.")
     if args.tree is not None:
         why = "with --tree, whose depth is its own: leave one of them out"
         refuse("--num-draft-tokens", args.num_draft_tokens, why)
-        if rejects and max(args.tree) > 1:
+        dynamic = isinstance(args.tree, DynamicTree)
+        if dynamic and draft == "medusa":
+            raise MarsError(
+                "--tree dynamic does not apply to --draft medusa:PATH: give the children per node at each depth, such "
+                "as 4-2-2-1."
+            )
+        if rejects and (dynamic or max(args.tree) > 1):
             raise MarsError(
                 "--tree does not apply to rejection, which verifies chains: use exact, or mars over exact."
             )
@@ -95,11 +108,11 @@ def check_flags(args: argparse.Namespace, rows: Sequence[PromptRow]) -> Plan:
             if row.prompt is None:
                 raise row.error("--chat does not apply to prompt_tokens: leave it out, or give a text.")
     shows_text = not (args.json or args.output or args.compare)
-    own = args.target in assets.NAMES
+    own = args.target in assets.MODELS
     return Plan(
         draft=draft,
         verify=verify,
-        samples_draft=rejects and draft == "model",
+        samples_draft=rejects and draft in _WEIGHTS,
         streams=args.stream is not False and shows_text,
         measures_speedup=args.speedup if args.speedup is not None else own and shows_text and draft != "none",
     )
@@ -140,9 +153,9 @@ def _check_theta(args: argparse.Namespace, rows: Sequence[PromptRow]) -> None:
 
 def _draft_kind(spec: str) -> str:
     kind, colon, path = spec.partition(":")
-    if (kind in ("none", "ngram") and not colon) or (kind == "model" and path):
+    if (kind in ("none", "ngram") and not colon) or (kind in _WEIGHTS and path):
         return kind
-    raise MarsError(f"--draft is {spec}: expected none, ngram or model:PATH.")
+    raise MarsError(f"--draft is {spec}: expected none, ngram, {_PATHS}.")
 
 
 def _flag(name: str) -> str:

@@ -23,11 +23,13 @@ examples:
   python -m mars_jax.generate "Once upon a time"
   python -m mars_jax.generate --target PATH --draft model:SMALL --verify exact "Hello"
   python -m mars_jax.generate --target PATH --prompts-file in.jsonl --output out.jsonl
+  python -m mars_jax.generate --target PATH --draft eagle:HEAD --tree dynamic:8-6-40 "Hello"
   python -m mars_jax.generate --target PATH --compare "Once upon a time"
 
 A prompts file holds one prompt a line. Named *.jsonl, it holds one object a line:
 `prompt` or `prompt_tokens`, and where a prompt chooses for itself `id`, temperature,
-top_k, top_p, min_p, theta, max_relaxed_run, strict, seed and max_new_tokens.
+top_k, top_p, min_p, theta, max_relaxed_run, strict, draft_stop, seed and
+max_new_tokens.
 Text goes to stdout, statistics and progress to stderr; bad input ends with exit code 2.
 """
 
@@ -68,16 +70,34 @@ def _add_models(made: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--draft",
         metavar="DRAFT",
-        help="none (plain autoregression), ngram (copy from the text so far) or model:PATH (a small model "
-        "with the target's tokenizer); default: model:tiny/draft for tiny/target, ngram for others",
+        help="none (plain autoregression), ngram (copy from the text so far), model:PATH (a small model with the "
+        "target's tokenizer), eagle:PATH (an EAGLE, EAGLE-2 or EAGLE-3 head of the target) or medusa:PATH (Medusa "
+        "heads of the target); default: model:tiny/draft for tiny/target, ngram for others",
     )
     group.add_argument(
-        "--num-draft-tokens", metavar="N", help="tokens drafted in a row (default: 5 by a model, 8 by ngram)"
+        "--num-draft-tokens",
+        metavar="N",
+        help="tokens drafted in a row (default: 5 by a model, 8 by ngram, one by each head of medusa; eagle drafts "
+        "a tree, and 5 for rejection)",
     )
     group.add_argument(
-        "--tree", metavar="4-2-2-1", help="draft a tree with a model: children per node at each depth"
+        "--tree",
+        metavar="4-2-2-1",
+        help="draft a tree with a model, eagle or medusa: children per node at each depth; or dynamic, whose shape "
+        "follows the draft's confidence (not with medusa), or with its children, depth and nodes, as in "
+        "dynamic:8-6-40 (default: dynamic, which is dynamic:10-7-60, for eagle)",
     )
-    group.add_argument("--dtype", choices=DTYPES, help="of the weights (default: the checkpoint's own)")
+    group.add_argument(
+        "--draft-stop",
+        metavar="X",
+        help="draft nothing behind a token where a model, eagle or medusa is unsure: where the square root of its "
+        "entropy in nats is above X (default: inf, which is off)",
+    )
+    group.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        help="of the weights (default: the checkpoint's own; of eagle and medusa heads, the target's)",
+    )
 
 
 def _add_rule(made: argparse.ArgumentParser) -> None:

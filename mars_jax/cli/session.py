@@ -10,8 +10,9 @@ from collections.abc import Iterator, Sequence
 from mars_jax import api, batch, drafters, request, text, verify
 from mars_jax.cli.applies import Plan
 from mars_jax.cli.prompts import PromptRow
-from mars_jax.cli.settings import PER_REQUEST
+from mars_jax.cli.settings import PER_REQUEST, DynamicTree
 from mars_jax.errors import MarsError
+from mars_jax.hub.files import resolve
 from mars_jax.request import Completion, Request, StreamEvent
 from mars_jax.text import Pretrained, check_same_vocabulary
 
@@ -66,8 +67,11 @@ def open_session(args: argparse.Namespace, plan: Plan, rows: Sequence[PromptRow]
     """
     sketch = text.outline(args.target)
     requests = make_requests(sketch, args, rows)
+    path = args.draft.partition(":")[2]
     if plan.draft == "model":
-        check_same_vocabulary(sketch, text.outline(args.draft.partition(":")[2]))
+        check_same_vocabulary(sketch, text.outline(path))
+    elif path:
+        resolve(path, weights=False)
     if not sketch.has_tokenizer and not (args.json or args.output or args.compare):
         raise MarsError(f"'{args.target}' has no tokenizer and so no text to show: add --json for token ids.")
     target = text.load(args.target, dtype=args.dtype)
@@ -75,7 +79,7 @@ def open_session(args: argparse.Namespace, plan: Plan, rows: Sequence[PromptRow]
         args.draft,
         target,
         num_draft_tokens=args.num_draft_tokens,
-        tree=args.tree,
+        tree=drafters.Dynamic(*args.tree) if isinstance(args.tree, DynamicTree) else args.tree,
         sample=plan.samples_draft,
         dtype=args.dtype,
     )

@@ -32,6 +32,7 @@ SETTINGS = {
     "seed": Setting(int, lambda v: 0 <= v < 2**32, "a whole number from 0 to 4294967295"),
     "max_new_tokens": Setting(int, lambda v: 1 <= v <= _MOST, "a whole number of at least 1"),
     "strict": Setting(bool, lambda v: True, "true or false"),
+    "draft_stop": Setting(float, lambda v: v >= 0, "a number of at least 0 (inf is off)"),
     "batch_size": Setting(int, lambda v: 1 <= v <= 2**16, "a whole number from 1 to 65536"),
     # Every drafted token is a node of the one target forward, which past this is no longer cheap.
     "num_draft_tokens": Setting(int, lambda v: 1 <= v <= 128, "a whole number from 1 to 128"),
@@ -42,6 +43,14 @@ FILTERS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 """Settings that only sampling reads, and the value that is off."""
 MOST_NODES = 1024
 """Nodes of the largest tree, for the same reason."""
+
+
+class DynamicTree(NamedTuple):
+    """What `drafters.Dynamic` is made of, whose module imports jax. The defaults are its own."""
+
+    top_k: int = 10
+    depth: int = 7
+    nodes: int = 60
 
 
 def from_text(name: str, text: str) -> Any:
@@ -81,23 +90,41 @@ def from_json(name: str, value: Any) -> Any:
     return value
 
 
-def tree_from_text(text: str) -> tuple[int, ...]:
-    """Children per node at each depth.
+def tree_from_text(text: str) -> tuple[int, ...] | DynamicTree:
+    """Children per node at each depth, or the sizes of a dynamic tree.
 
     Raises:
       MarsError: not whole numbers of at least 1 joined by "-", or too many nodes.
 
-    >>> tree_from_text("4-2-2-1")
-    (4, 2, 2, 1)
+    >>> tree_from_text("4-2-2-1"), tree_from_text("dynamic:8-6-40")
+    ((4, 2, 2, 1), DynamicTree(top_k=8, depth=6, nodes=40))
     """
-    parts = text.split("-")
-    if not all(part.isascii() and part.isdigit() and len(part) < 5 and int(part) for part in parts):
-        raise MarsError(f"--tree is {text}: expected the children per node at each depth, such as 4-2-2-1.")
-    tree = tuple(int(part) for part in parts)
+    if text == "dynamic":
+        return DynamicTree()
+    dynamic = text.startswith("dynamic:")
+    parts = text.removeprefix("dynamic:").split("-")
+    whole = all(part.isascii() and part.isdigit() and len(part) < 5 and int(part) for part in parts)
+    if not whole or (dynamic and len(parts) != 3):
+        raise MarsError(
+            f"--tree is {text}: expected the children per node at each depth, such as 4-2-2-1, or dynamic, or its "
+            "children, depth and nodes, such as dynamic:8-6-40."
+        )
+    sizes = tuple(int(part) for part in parts)
+    if dynamic:
+        tree = DynamicTree(*sizes)
+        if tree.nodes < 2:
+            raise MarsError(f"--tree is {text}: expected at least 2 nodes, the first being the root.")
+        # What is drafted, not only what is kept of it, is work.
+        _check_nodes(text, max(tree.nodes, tree.top_k * tree.depth))
+        return tree
     nodes, level = 1, 1
-    for width in tree:
+    for width in sizes:
         level *= width
         nodes += level
-        if nodes > MOST_NODES:
-            raise MarsError(f"--tree is {text}, more than {MOST_NODES} nodes: choose a smaller tree.")
-    return tree
+        _check_nodes(text, nodes)
+    return sizes
+
+
+def _check_nodes(text: str, nodes: int) -> None:
+    if nodes > MOST_NODES:
+        raise MarsError(f"--tree is {text}, more than {MOST_NODES} nodes: choose a smaller tree.")

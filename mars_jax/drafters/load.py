@@ -8,15 +8,20 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from mars_jax.drafters.eagle import eagle
+from mars_jax.drafters.grow import Dynamic
+from mars_jax.drafters.medusa import medusa
 from mars_jax.drafters.model import language_model
 from mars_jax.drafters.ngram import ngram
 from mars_jax.drafters.none import none
 from mars_jax.errors import MarsError
+from mars_jax.hub.heads import load_eagle
+from mars_jax.hub.medusa import load_medusa
 from mars_jax.text import Pretrained, check_same_vocabulary
 from mars_jax.text import load as load_pretrained
 from mars_jax.types import Drafter, PyTree
 
-SPECS = "none, ngram, model:PATH"
+SPECS = "none, ngram, model:PATH, eagle:PATH, medusa:PATH"
 
 
 class LoadedDrafter(NamedTuple):
@@ -35,22 +40,26 @@ def load(
     target: Pretrained,
     *,
     num_draft_tokens: int | None = None,
-    tree: Sequence[int] | None = None,
+    tree: Sequence[int] | Dynamic | None = None,
     sample: bool = False,
     dtype: str | None = None,
 ) -> LoadedDrafter:
     """The drafter that `spec` names, paired with `target`.
 
     Args:
-      spec: `none`, `ngram`, or `model:PATH` with a directory or hub name of a small language model.
+      spec: `none`, `ngram`, or with a directory or hub name `model:PATH`, a small language model, `eagle:PATH`, an
+        EAGLE head of the target, or `medusa:PATH`, Medusa heads of the target.
       target: the model it drafts for; the vocabularies must agree.
-      num_draft_tokens: chain length; default 5 for a model and 8 for n-grams, which cost nothing to draft.
-      tree: children per node at each depth, for a model.
-      sample: let a model sample its chain and hand over the true q, for `verify.rejection`.
-      dtype: of the draft model's weights; default: the checkpoint's own.
+      num_draft_tokens: chain length; default 5 for a model, all heads for Medusa, and 8 for n-grams, which cost
+        nothing to draft.
+      tree: children per node at each depth, or, not for Medusa, `Dynamic(...)`; default: chains, and `Dynamic()` for
+        EAGLE unless a chain's length is given.
+      sample: draw the chain from the draft and hand over the true q, for `verify.rejection`. EAGLE then drafts a
+        chain, of 5 unless its length is given.
+      dtype: of the draft's weights; default: of a model the checkpoint's own, of heads the target's.
 
     Raises:
-      MarsError: unknown spec, an argument that the drafter does not take, vocabularies that differ.
+      MarsError: unknown spec, an argument that the drafter does not take, a draft that does not fit the target.
 
     >>> load("ngram", None, num_draft_tokens=4).drafter.num_nodes
     5
@@ -63,35 +72,54 @@ def load(
         for name, given in unused.items():
             if given:
                 raise MarsError(
-                    f"{name} does not apply to the drafter '{kind}': leave it out, or draft with model:PATH."
+                    f"{name} does not apply to the drafter '{kind}': leave it out, or draft with model:PATH, "
+                    "eagle:PATH or medusa:PATH."
                 )
         return LoadedDrafter(none() if kind == "none" else ngram(_or(num_draft_tokens, 8)), ())
-    if kind != "model" or not path:
+    if kind not in ("model", "eagle", "medusa") or not path:
         raise MarsError(f"unknown drafter '{spec}': choose one of {SPECS}.")
     if tree is not None and num_draft_tokens is not None:
         raise MarsError(
             "num_draft_tokens does not apply to a tree, whose depth is its own: leave one of them out."
         )
-    draft = load_pretrained(path, dtype=dtype)
-    check_same_vocabulary(target, draft)
-    _check_finite(draft)
-    drafter = language_model(
-        draft.model,
-        _or(num_draft_tokens, 5),
-        tree=tree,
-        sample=sample,
-        vocab_size=target.config.vocab_size,
-    )
-    return LoadedDrafter(drafter, draft.params)
+    if kind == "model":
+        draft = load_pretrained(path, dtype=dtype)
+        check_same_vocabulary(target, draft)
+        params = draft.params
+        drafter = language_model(
+            draft.model,
+            _or(num_draft_tokens, 5),
+            tree=tree,
+            sample=sample,
+            vocab_size=target.config.vocab_size,
+        )
+    elif kind == "eagle":
+        if tree is None and num_draft_tokens is None and not sample:
+            tree = Dynamic()
+        config, params = load_eagle(path, target.config, target.params, dtype=dtype or _dtype(target))
+        # As in `hub.load`: XLA's CPU backend would widen a bfloat16 cache anew at every step.
+        cache_dtype = "float32" if jax.default_backend() == "cpu" else params["fc"].dtype.name
+        length = _or(num_draft_tokens, 5)
+        drafter = eagle(config, target.model, length, tree=tree, sample=sample, cache_dtype=cache_dtype)
+    else:
+        config, params = load_medusa(path, target.config, dtype=dtype or _dtype(target))
+        drafter = medusa(config, target.model, num_draft_tokens, tree=tree, sample=sample)
+    _check_finite(path, params)
+    return LoadedDrafter(drafter, params)
 
 
-def _check_finite(draft: Pretrained) -> None:
+def _dtype(target: Pretrained) -> str:
+    """Heads compute with what the target gives them."""
+    return target.params["embed"].dtype.name
+
+
+def _check_finite(name: str, params: PyTree) -> None:
     """A target that is no number shows in its text; a draft would only ever be rejected, so look at its weights."""
-    for path, weight in jax.tree_util.tree_leaves_with_path(draft.params):
-        if not bool(jnp.all(jnp.isfinite(weight))):
-            name = jax.tree_util.keystr(path, simple=True, separator=".")
+    for path, weight in jax.tree_util.tree_leaves_with_path(params):
+        if jnp.issubdtype(weight.dtype, jnp.floating) and not bool(jnp.all(jnp.isfinite(weight))):
+            place = jax.tree_util.keystr(path, simple=True, separator=".")
             raise MarsError(
-                f"the weights of the draft '{draft.name}' are not finite ({name}): load an intact checkpoint."
+                f"the weights of the draft '{name}' are not finite ({place}): load an intact checkpoint."
             )
 
 

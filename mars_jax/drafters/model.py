@@ -1,4 +1,4 @@
-"""A small language model as drafter: a chain, greedy or sampled, or a static top-k tree.
+"""A small language model as drafter: a chain, greedy or sampled, or a top-k tree, static or dynamic.
 
 Source: Leviathan et al. 2211.17192 (sampled chain), SpecInfer 2305.09781 (static trees). B batch, N nodes,
 V vocabulary. Oracle: the same model run from an empty cache each round (tests/drafters/test_model.py).
@@ -14,16 +14,24 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 
+import flax.struct
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
 from mars_jax.cache import commit
-from mars_jax.errors import MarsError
+from mars_jax.drafters.grow import (
+    Dynamic,
+    Growth,
+    Level,
+    Shape,
+    Static,
+    check_sample,
+    describe,
+    grow,
+    shape_of,
+)
 from mars_jax.prefill import prefill
-from mars_jax.sampling import process, sample_processed
-from mars_jax.tree import attention_mask, chain, static_topology
 from mars_jax.types import Controls, Drafter, DraftTree, KVCache, LanguageModel, Params
 
 
@@ -31,7 +39,7 @@ def language_model(
     model: LanguageModel,
     num_draft_tokens: int = 5,
     *,
-    tree: Sequence[int] | None = None,
+    tree: Sequence[int] | Dynamic | None = None,
     sample: bool = False,
     vocab_size: int | None = None,
 ) -> Drafter:
@@ -40,7 +48,8 @@ def language_model(
     Args:
       model: the small model.
       num_draft_tokens: length K of the chain; not used where `tree` is given.
-      tree: children per node at each depth, such as `(4, 2, 2, 1)`: the top-k tokens at every node.
+      tree: children per node at each depth, such as `(4, 2, 2, 1)`: the top-k tokens at every node; or
+        `Dynamic(...)`, whose shape follows the model's confidence.
       sample: draw the chain from the model with the request's own temperature, top-k, top-p and min-p, and hand
         the true q to the verifier. Rows at temperature 0 stay greedy. What `verify.rejection` is made for.
       vocab_size: the target's vocabulary, where checkpoints that share a tokenizer pad theirs differently.
@@ -53,33 +62,28 @@ def language_model(
     >>> language_model(hash_model(vocab_size=11), tree=(4, 2, 2, 1)).num_nodes
     45
     """
-    branching = tuple(tree) if tree is not None else (1,) * num_draft_tokens
-    if not branching or min(branching) < 1:
-        raise MarsError(
-            f"a draft of shape {branching} has a level without nodes: give at least 1 draft token and at least "
-            "1 child at each level."
-        )
-    vocab = vocab_size or model.vocab_size
-    if max(branching) > min(vocab, model.vocab_size):
-        raise MarsError(f"a node cannot have {max(branching)} children in a vocabulary of {vocab} tokens.")
-    is_chain = max(branching) == 1
-    if sample and not is_chain:
-        raise MarsError(
-            "sample=True drafts chains only: leave `tree` out, or draft the tree without sampling."
-        )
-    return _language_model(model, branching, sample, vocab)
+    shape = shape_of(num_draft_tokens, tree, min(vocab_size or model.vocab_size, model.vocab_size))
+    check_sample(shape, sample)
+    return _language_model(model, shape, sample, vocab_size or model.vocab_size)
+
+
+@flax.struct.dataclass(kw_only=True)
+class ModelState:
+    """Between two steps."""
+
+    cache: KVCache
+    rows: Array  # i32[B, N]; where `grow` put the nodes of the last tree
 
 
 @functools.lru_cache
-def _language_model(model: LanguageModel, branching: tuple[int, ...], sample: bool, vocab: int) -> Drafter:
-    parents, depths = static_topology(branching)
-    n, max_depth, is_chain = len(parents), len(branching), max(branching) == 1
-    first_of_level = [int(np.searchsorted(depths, depth)) for depth in range(max_depth + 2)]
+def _language_model(model: LanguageModel, shape: Shape, sample: bool, vocab: int) -> Drafter:
+    is_chain = isinstance(shape, Static) and shape.is_chain
 
-    def init(params: Params, tokens: Array, length: Array) -> KVCache:
+    def init(params: Params, tokens: Array, length: Array) -> ModelState:
         # One spare slot, since the two-token feed of a one-token prompt reaches a slot further.
-        cache = model.init_cache(tokens.shape[0], tokens.shape[1] + n + 1)
-        return prefill(model, params.draft, tokens, length - 2, cache)
+        cache = model.init_cache(tokens.shape[0], tokens.shape[1] + shape.rows + 2)
+        cache = prefill(model, params.draft, tokens, length - 2, cache)
+        return ModelState(cache=cache, rows=jnp.zeros((tokens.shape[0], shape.num_nodes), jnp.int32))
 
     def unembed(params: Params, hidden: Array) -> Array:
         logits = model.unembed(params.draft, hidden)
@@ -100,77 +104,31 @@ def _language_model(model: LanguageModel, branching: tuple[int, ...], sample: bo
         last = jnp.take_along_axis(output.hidden, (length - 1 - first)[:, None, None], axis=1)
         return unembed(params, last), output.cache
 
-    def children(keys: Array, logits: Array, width: int, controls: Controls) -> tuple[Array, Array | None]:
-        """Tokens i32[B, W * width] under W nodes, and the processed logits they were drawn from."""
-        if sample:
-            processed = process(logits, controls)
-            return sample_processed(keys, processed), processed
-        if width == 1:
-            return jnp.argmax(logits, axis=-1).astype(jnp.int32), None
-        return lax.top_k(logits, width)[1].astype(jnp.int32).reshape(logits.shape[0], -1), None
-
     def propose(
-        params: Params, keys: Array, state: KVCache, tokens: Array, length: Array, controls: Controls
-    ) -> tuple[DraftTree, KVCache]:
-        batch, start = tokens.shape[0], length - 1
-        root = jnp.take_along_axis(tokens, start[:, None], axis=1)
-        logits, cache = feed_committed(params, state, tokens, length)
+        params: Params, keys: Array, state: ModelState, tokens: Array, length: Array, controls: Controls
+    ) -> tuple[DraftTree, ModelState]:
+        def extend(cache: KVCache, level: Level) -> tuple[Array, KVCache]:
+            output = model.forward(params.draft, level.tokens, level.positions, level.mask, cache, level.slot)
+            return unembed(params, output.hidden), output.cache
 
-        def level_children(depth, logits: Array, width: int) -> tuple[Array, Array | None]:
-            level_keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, depth)
-            return children(level_keys, logits, width, controls)
+        logits, cache = feed_committed(params, state.cache, tokens, length)
+        growth = Growth(logits=logits, carry=cache, extend=extend, first=length, slots=cache.slots)
+        root = jnp.take_along_axis(tokens, length[:, None] - 1, axis=1)
+        tree, rows, cache = grow(shape, sample, growth, root, keys, controls)
+        return tree, ModelState(cache=cache, rows=rows)
 
-        drafted, processed = level_children(1, logits, branching[0])
+    def update(params, state: ModelState, tree: DraftTree, verdict, output, length: Array) -> ModelState:
         if is_chain:
-            # A chain's levels are alike: a loop compiles one forward, however long the chain.
-            def body(carry, depth):
-                drafted, cache = carry
-                slot = jnp.arange(cache.slots, dtype=jnp.int32)
-                position = start[:, None] + depth
-                mask = slot[None, None] <= position[:, :, None]
-                output = model.forward(params.draft, drafted, position, mask, cache, start + depth)
-                drafted, q = level_children(depth + 1, unembed(params, output.hidden), 1)
-                return (drafted, output.cache), (drafted[:, 0], None if q is None else q[:, 0])
+            return state
+        path = jnp.take_along_axis(state.rows, verdict.path, axis=1)
+        return dataclasses.replace(state, cache=commit(state.cache, length - 1, path))
 
-            depths_fed = jnp.arange(1, max_depth, dtype=jnp.int32)
-            (_, cache), (rest, rest_processed) = lax.scan(body, (drafted, cache), depths_fed)
-            draft_logits = None
-            if (
-                processed is not None and rest_processed is not None
-            ):  # the last node has no children, so its row is never read
-                draft_logits = jnp.concatenate(
-                    [processed, jnp.moveaxis(rest_processed, 0, 1), jnp.zeros_like(processed)], axis=1
-                )
-            return chain(jnp.concatenate([root, drafted, rest.T], axis=1), draft_logits), cache
-
-        tree = DraftTree(
-            tokens=jnp.zeros((batch, n), jnp.int32),
-            parents=jnp.broadcast_to(jnp.asarray(parents), (batch, n)),
-            depths=jnp.broadcast_to(jnp.asarray(depths), (batch, n)),
-            max_depth=max_depth,
-            is_chain=False,
-        )
-        mask = attention_mask(tree, start, state.slots)
-        levels = [root, drafted]
-        for depth in range(1, max_depth):
-            a, b = first_of_level[depth], first_of_level[depth + 1]
-            output = model.forward(
-                params.draft, levels[-1], start[:, None] + tree.depths[:, a:b], mask[:, a:b], cache, start + a
-            )
-            cache = output.cache
-            levels.append(level_children(depth + 1, unembed(params, output.hidden), branching[depth])[0])
-        return dataclasses.replace(tree, tokens=jnp.concatenate(levels, axis=1)), cache
-
-    def update(params, state: KVCache, tree: DraftTree, verdict, output, length: Array) -> KVCache:
-        return state if is_chain else commit(state, length - 1, verdict.path)
-
-    shape = "-".join(map(str, branching)) if not is_chain else str(max_depth)
     return Drafter(
         init=init,
         propose=propose,
         update=update,
-        num_nodes=n,
-        max_depth=max_depth,
+        num_nodes=shape.num_nodes,
+        max_depth=shape.depth,
         vocab_size=vocab,
-        name=f"model({shape}{', sampled' if sample else ''})",
+        name=f"model({describe(shape, sample)})",
     )

@@ -1,6 +1,7 @@
-"""Hugging Face checkpoints <-> (LanguageModel, params)."""
+"""Hugging Face checkpoints <-> (LanguageModel, params), and EAGLE heads <-> (EagleConfig, params)."""
 
+from mars_jax.hub.heads import load_eagle, save_eagle
 from mars_jax.hub.load import Checkpoint, load, read_config
 from mars_jax.hub.save import save
 
-__all__ = ["Checkpoint", "load", "read_config", "save"]
+__all__ = ["Checkpoint", "load", "load_eagle", "read_config", "save", "save_eagle"]

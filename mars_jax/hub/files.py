@@ -115,6 +115,10 @@ def tensors(directory: Path) -> Iterator[dict[str, Tensor]]:
     )
 
 
+def _quantised(name: str, path: Path, dtype: object) -> str:
+    return f"tensor {name} of '{path}' holds {dtype}: quantised checkpoints are not supported."
+
+
 def _safetensors(path: Path) -> Iterator[dict[str, Tensor]]:
     from safetensors import SafetensorError, safe_open
 
@@ -128,7 +132,10 @@ def _safetensors(path: Path) -> Iterator[dict[str, Tensor]]:
             def read() -> np.ndarray:
                 try:
                     return file.get_tensor(name)
-                except (SafetensorError, TypeError, AttributeError, KeyError, ValueError) as error:
+                except AttributeError:  # numpy has no such dtype
+                    held = file.get_slice(name).get_dtype()
+                    raise MarsError(_quantised(name, path, held)) from None
+                except (SafetensorError, TypeError, KeyError, ValueError) as error:
                     raise MarsError(f"tensor {name} of '{path}' cannot be read ({error}).") from None
 
             return read
@@ -159,14 +166,17 @@ def _bin(path: Path) -> Iterator[dict[str, Tensor]]:
     if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
         raise MarsError(f"'{path}' is not a plain table of tensors: use a checkpoint with safetensors.")
 
-    def reader(tensor) -> Callable[[], np.ndarray]:
+    def reader(name: str, tensor) -> Callable[[], np.ndarray]:
         def read() -> np.ndarray:
             # numpy knows no torch.bfloat16; every other conversion is exact too, so widen.
             whole = tensor.detach().contiguous()
             if whole.dtype == torch.bfloat16:
                 return whole.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
-            return whole.numpy()
+            try:
+                return whole.numpy()
+            except TypeError:  # numpy has no such dtype
+                raise MarsError(_quantised(name, path, whole.dtype)) from None
 
         return read
 
-    yield {name: Tensor(tuple(tensor.shape), reader(tensor)) for name, tensor in state.items()}
+    yield {name: Tensor(tuple(tensor.shape), reader(name, tensor)) for name, tensor in state.items()}

@@ -25,6 +25,10 @@ DTYPES = ("float32", "bfloat16")
 # Buffers that old exports carry and that the config determines.
 _DERIVED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|self_attn\.(bias|masked_bias))$")
 
+# Of Gemma 3 with images, whose text model is loaded and nothing else.
+_TEXT = re.compile(r"^(language_model\.(?=model\.|lm_head\.)|model\.language_model\.)")
+_IMAGES = re.compile(r"^model\.(vision_tower|multi_modal_projector)\.")
+
 
 class Checkpoint(NamedTuple):
     """A loaded model: pure functions, their params, the static config, and the directory it came from."""
@@ -84,12 +88,15 @@ def _listed(names: list[str]) -> str:
 
 
 def _alias(name: str) -> str:
-    """A tensor's canonical name: some exports leave out the `model.` prefix."""
+    """A tensor's canonical name: some exports leave out the `model.` prefix, others name the text model."""
+    name = _TEXT.sub("", name)
     return name if name.startswith(("model.", "lm_head.")) else f"model.{name}"
 
 
 def _harmless(name: str, config: ModelConfig) -> bool:
-    return bool(_DERIVED.search(name)) or (config.tie_embeddings and name == "lm_head.weight")
+    tied = config.tie_embeddings and name == "lm_head.weight"
+    of_images = config.family == "gemma3_text" and _IMAGES.search(name)
+    return bool(_DERIVED.search(name) or tied or of_images)
 
 
 def _convert(array: np.ndarray, dtype: str) -> jax.Array:

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,18 @@ import numpy as np
 from mars_jax.errors import MarsError
 from mars_jax.hub.config import from_json, to_json
 from mars_jax.models.config import ModelConfig
-from mars_jax.models.weights import get, weights
+from mars_jax.models.weights import Weight, get, weights
 from mars_jax.types import PyTree
 
 
-def _arrays(config: ModelConfig, params: PyTree) -> dict[str, np.ndarray]:
-    """Checkpoint name -> array, checked against the table of weights."""
+def named_arrays(rows: Iterable[Weight], params: PyTree) -> dict[str, np.ndarray]:
+    """Checkpoint name -> array, checked against a table of weights.
+
+    Raises:
+      MarsError: params lack a row of the table, or have it in another shape.
+    """
     arrays: dict[str, np.ndarray] = {}
-    for row in weights(config):
+    for row in rows:
         try:
             value = np.asarray(jax.device_get(get(params, row.path)))
         except (KeyError, IndexError, TypeError):
@@ -36,6 +41,20 @@ def _arrays(config: ModelConfig, params: PyTree) -> dict[str, np.ndarray]:
             )
         arrays[row.name] = np.ascontiguousarray(value)
     return arrays
+
+
+def free_directory(path: str | os.PathLike[str], *, overwrite: bool) -> Path:
+    """The path of a directory to write.
+
+    Raises:
+      MarsError: it is in use, and `overwrite` does not allow that.
+    """
+    target = Path(path)
+    if target.exists() and (not target.is_dir() or (any(target.iterdir()) and not overwrite)):
+        raise MarsError(
+            f"'{target}' exists and is not an empty directory: choose another path, or pass overwrite=True."
+        )
+    return target
 
 
 def save(
@@ -58,19 +77,20 @@ def save(
     >>> save("distilled", config, params)  # doctest: +SKIP
     PosixPath('distilled')
     """
-    from safetensors.numpy import save_file
-
-    target = Path(path)
-    if target.exists() and (not target.is_dir() or (any(target.iterdir()) and not overwrite)):
-        raise MarsError(
-            f"'{target}' exists and is not an empty directory: choose another path, or pass overwrite=True."
-        )
-    arrays = _arrays(config, params)
-    data: dict[str, Any] = to_json(config, dtype=arrays["model.embed_tokens.weight"].dtype.name)
+    target = free_directory(path, overwrite=overwrite)
+    arrays = named_arrays(weights(config), params)
+    data = to_json(config, dtype=arrays["model.embed_tokens.weight"].dtype.name)
     if from_json(data) != config:
         raise MarsError(
             f"config.json of the family '{config.family}' cannot express this config: choose another family."
         )
+    return write_directory(target, arrays, data)
+
+
+def write_directory(target: Path, arrays: dict[str, np.ndarray], data: dict[str, Any]) -> Path:
+    """Write model.safetensors and config.json, all or nothing; other files of the directory stay."""
+    from safetensors.numpy import save_file
+
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:

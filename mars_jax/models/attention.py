@@ -6,9 +6,13 @@ S cache slots, K key-value heads, G query heads per key-value head, D head dimen
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+
+from mars_jax.models.layers import soft_cap
 
 BLOCK = 128
 """Slots that `_attend_blocks` scores at a time: small enough that a block stays in the CPU's caches."""
@@ -16,7 +20,16 @@ BLOCK = 128
 _LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
-def attend(q: Array, k: Array, v: Array, mask: Array, live: Array) -> Array:
+def attend(
+    q: Array,
+    k: Array,
+    v: Array,
+    mask: Array,
+    live: Array,
+    *,
+    scale: float | None = None,
+    cap: float | None = None,
+) -> Array:
     """Grouped-query attention.
 
     On CPU its cost follows `live` and not the length of the buffer.
@@ -28,17 +41,24 @@ def attend(q: Array, k: Array, v: Array, mask: Array, live: Array) -> Array:
       v: [B, S, K, D].
       mask: bool[B, N, S]. A query that sees nothing gets zeros.
       live: i32[]; `mask[:, :, live:]` is False everywhere.
+      scale: scores are multiplied by it; None is D ** -0.5.
+      cap: `layers.soft_cap` of the scores, before the mask; None leaves them.
 
     Returns:
       [B, N, K, G, D] in q's dtype.
     """
-    return lax.platform_dependent(q, k, v, mask, live, cpu=_attend_blocks, default=attend_all)
+    on_cpu = functools.partial(_attend_blocks, scale=scale, cap=cap)
+    elsewhere = functools.partial(attend_all, scale=scale, cap=cap)
+    return lax.platform_dependent(q, k, v, mask, live, cpu=on_cpu, default=elsewhere)
 
 
-def _scores(q: Array, k: Array, mask: Array) -> Array:
+def _scores(q: Array, k: Array, mask: Array, scale: float | None, cap: float | None) -> Array:
     """f32[B, K, G, N, S]; -inf where the mask is False."""
     q = q.astype(k.dtype)
-    scores = jnp.einsum("bnkgd,bskd->bkgns", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    scores = jnp.einsum("bnkgd,bskd->bkgns", q, k, preferred_element_type=jnp.float32) * factor
+    if cap is not None:
+        scores = soft_cap(scores, cap)
     return jnp.where(mask[:, None, None], scores, -jnp.inf)
 
 
@@ -53,17 +73,34 @@ def _finish(mixed: Array, total: Array, dtype) -> Array:
     return jnp.transpose(mixed, (0, 3, 1, 2, 4)).astype(dtype)
 
 
-def attend_all(q: Array, k: Array, v: Array, mask: Array, live: Array) -> Array:
+def attend_all(
+    q: Array,
+    k: Array,
+    v: Array,
+    mask: Array,
+    live: Array,
+    *,
+    scale: float | None = None,
+    cap: float | None = None,
+) -> Array:
     """`attend` over every slot at once; `live` is not needed."""
     del live
-    scores = _scores(q, k, mask)
+    scores = _scores(q, k, mask, scale, cap)
     top = lax.stop_gradient(jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), _LOWEST))
     weights = jnp.exp(scores - top)
     return _finish(_mix(weights, v), jnp.sum(weights, axis=-1), q.dtype)
 
 
-@jax.custom_jvp
-def _attend_blocks(q: Array, k: Array, v: Array, mask: Array, live: Array) -> Array:
+@functools.partial(jax.custom_jvp, nondiff_argnums=(5, 6))
+def _attend_blocks(
+    q: Array,
+    k: Array,
+    v: Array,
+    mask: Array,
+    live: Array,
+    scale: float | None = None,
+    cap: float | None = None,
+) -> Array:
     """`attend` block by block up to `live`, with a running maximum and sum (1805.02867, algorithm 3)."""
     batch, n, heads, group, dim = q.shape
     slots = k.shape[1]
@@ -75,7 +112,7 @@ def _attend_blocks(q: Array, k: Array, v: Array, mask: Array, live: Array) -> Ar
         first = jnp.minimum(i * size, slots - size)
         fresh = first + jnp.arange(size, dtype=jnp.int32) >= i * size
         seen = lax.dynamic_slice_in_dim(mask, first, size, axis=2) & fresh[None, None]
-        scores = _scores(q, lax.dynamic_slice_in_dim(k, first, size, axis=1), seen)
+        scores = _scores(q, lax.dynamic_slice_in_dim(k, first, size, axis=1), seen, scale, cap)
         higher = jnp.maximum(top, jnp.max(scores, axis=-1))
         weights, shrink = jnp.exp(scores - higher[..., None]), jnp.exp(top - higher)
         mixed = mixed * shrink[..., None] + _mix(weights, lax.dynamic_slice_in_dim(v, first, size, axis=1))
@@ -90,6 +127,6 @@ def _attend_blocks(q: Array, k: Array, v: Array, mask: Array, live: Array) -> Ar
 
 
 @_attend_blocks.defjvp
-def _attend_blocks_jvp(primals, tangents):
+def _attend_blocks_jvp(scale, cap, primals, tangents):
     # A loop of unknown length has no reverse mode; the value is the same, so differentiate the plain form.
-    return jax.jvp(attend_all, primals, tangents)
+    return jax.jvp(functools.partial(attend_all, scale=scale, cap=cap), primals, tangents)

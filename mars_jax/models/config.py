@@ -48,8 +48,9 @@ class Rope:
 class ModelConfig:
     """Everything static about a model.
 
-    Invariants: `num_heads % num_kv_heads == 0`, `head_dim % 2 == 0`, `len(windows) == num_layers`. A layer
-    whose window is w lets a query at position p see keys at positions above p - w; None sees everything.
+    Invariants: `num_heads % num_kv_heads == 0`, `head_dim % 2 == 0`, `len(windows) == num_layers`,
+    `experts_per_token <= num_experts`. A layer whose window is w lets a query at position p see keys at positions
+    above p - w; None sees everything.
 
     Raises:
       MarsError: an invariant does not hold.
@@ -72,13 +73,29 @@ class ModelConfig:
     max_positions: int = 2048
     norm_eps: float = 1e-6
     rope: Rope = Rope()
+    local_rope: Rope | None = None  # of the layers that have a window; None: rope
     tie_embeddings: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
-    mlp_bias: bool = False
+    mlp_bias: bool = False  # experts have none
     qk_norm: bool = False
     windows: tuple[int | None, ...] = ()  # one per layer; () is full attention everywhere
     activation: str = "silu"
+    num_experts: int = 0  # MLPs of a layer of which each token takes a few; 0: every layer has the one MLP
+    experts_per_token: int = 0
+    expert_size: int = 0  # hidden units of one expert; 0: intermediate_size
+    normalize_experts: bool = (
+        True  # a token's experts share weight 1; else they keep their probabilities among all
+    )
+    dense_layers: tuple[int, ...] = ()  # layers that keep the one MLP although num_experts is not 0
+    scale_embeddings: bool = False  # by sqrt(hidden_size), on the way in only
+    norm_plus_one: bool = False  # norms multiply by 1 + weight
+    post_norms: bool = (
+        False  # norms also behind attention and MLP, before their results join the residual stream
+    )
+    query_scalar: float = 0.0  # scores of attention are divided by its square root; 0: head_dim
+    attention_cap: float | None = None  # scores x of attention become cap * tanh(x / cap)
+    logit_cap: float | None = None  # logits too
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
@@ -106,6 +123,14 @@ class ModelConfig:
             raise MarsError(f"{len(self.windows)} windows for {self.num_layers} layers: give one per layer.")
         if any(window is not None and window < 1 for window in self.windows):
             raise MarsError(f"windows {self.windows}: a window is at least 1, or None for full attention.")
+        if self.num_experts and not 1 <= self.experts_per_token <= self.num_experts:
+            raise MarsError(
+                f"experts_per_token is {self.experts_per_token}: a token takes at least 1 of the {self.num_experts} "
+                "experts and at most all."
+            )
+        caps = [cap for cap in (self.attention_cap, self.logit_cap) if cap is not None]
+        if any(cap <= 0 for cap in caps):
+            raise MarsError(f"a soft cap is {min(caps)}: it must be positive, or None for none.")
         if self.activation not in ACTIVATIONS:
             raise MarsError(
                 f"activation '{self.activation}' is not supported: choose one of {', '.join(ACTIVATIONS)}."

@@ -10,19 +10,20 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-_ACTIVATIONS = {
+ACTIVATIONS = {
     "silu": jax.nn.silu,
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
     "relu": jax.nn.relu,
 }
+"""Functions of the names in `ModelConfig.activation`."""
 
 
 def _dense(x: Array, w: Array) -> Array:
     return lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
 
 
-def _dense_cpu(x: Array, w: Array) -> Array:
+def dense_cpu(x: Array, w: Array) -> Array:
     """The forms that XLA's CPU backend runs fastest; scripts/bench_decode.py measures their sum."""
     rows = x.shape[0]
     if x.dtype == jnp.bfloat16:
@@ -42,24 +43,37 @@ def dense(x: Array, w: Array, bias: Array | None = None, *, dtype=None) -> Array
     [[4.0, 4.0]]
     """
     rows = x.reshape(-1, x.shape[-1])
-    y = lax.platform_dependent(rows, w, cpu=_dense_cpu, default=_dense)
+    y = lax.platform_dependent(rows, w, cpu=dense_cpu, default=_dense)
     if bias is not None:
         y = y + bias.astype(jnp.float32)[None]
     return y.astype(dtype or x.dtype).reshape(*x.shape[:-1], w.shape[0])
 
 
-def rms_norm(x: Array, scale: Array, eps: float) -> Array:
-    """x [..., E] over its root mean square, times scale [E]; in float32, cast back (arXiv 1910.07467)."""
+def rms_norm(x: Array, scale: Array, eps: float, *, plus_one: bool = False) -> Array:
+    """x [..., E] over its root mean square, times scale [E]; in float32, cast back (arXiv 1910.07467).
+
+    With `plus_one` times 1 + scale, as Gemma stores it.
+    """
     y = x.astype(jnp.float32)
     y = y * lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + eps)
-    return (y * jnp.expand_dims(scale.astype(jnp.float32), tuple(range(x.ndim - 1)))).astype(x.dtype)
+    scale = scale.astype(jnp.float32) + 1.0 if plus_one else scale.astype(jnp.float32)
+    return (y * jnp.expand_dims(scale, tuple(range(x.ndim - 1)))).astype(x.dtype)
 
 
 def gated_mlp(layer: dict[str, Array], x: Array, activation: str) -> Array:
     """down(activation(gate(x)) * up(x)) for x [B, N, E] (arXiv 2002.05202); between products in float32."""
     gate = dense(x, layer["gate"], layer.get("gate_bias"), dtype=jnp.float32)
     up = dense(x, layer["up"], layer.get("up_bias"), dtype=jnp.float32)
-    return dense((_ACTIVATIONS[activation](gate) * up).astype(x.dtype), layer["down"], layer.get("down_bias"))
+    return dense((ACTIVATIONS[activation](gate) * up).astype(x.dtype), layer["down"], layer.get("down_bias"))
+
+
+def soft_cap(x: Array, cap: float) -> Array:
+    """x where it is small, squeezed into (-cap, cap) (Gemma 2, arXiv 2408.00118).
+
+    >>> soft_cap(jnp.asarray([0.0, 1e9]), 30.0).tolist()
+    [0.0, 30.0]
+    """
+    return cap * jnp.tanh(x / cap)
 
 
 @jax.custom_jvp

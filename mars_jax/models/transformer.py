@@ -7,7 +7,7 @@ size, V vocabulary.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +18,14 @@ from mars_jax.errors import MarsError
 from mars_jax.models import weights
 from mars_jax.models.attention import attend
 from mars_jax.models.config import ModelConfig
-from mars_jax.models.layers import dense, embed, gated_mlp, rms_norm
+from mars_jax.models.layers import dense, embed, gated_mlp, rms_norm, soft_cap
+from mars_jax.models.moe import experts_mlp
 from mars_jax.models.rope import angles, rotate
 from mars_jax.types import ForwardOutput, KVCache, LanguageModel, PyTree
 
 
 def init_params(config: ModelConfig, key: Array, dtype="float32", *, scale: float = 0.02) -> PyTree:
-    """Random params: normal matrices of standard deviation `scale`, zero biases, unit norms.
+    """Random params: normal matrices of standard deviation `scale`, zero biases, norms of scale 1.
 
     >>> config = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=2)
     >>> init_params(config, jax.random.key(0))["layers"][0]["gate"].shape
@@ -54,48 +55,75 @@ def window_mask(mask: Array, positions: Array, start: Array, window: int) -> Arr
     return mask & (key_positions[:, None, :] > positions[:, :, None] - window)
 
 
-def _attention(config: ModelConfig, layer: dict, x: Array, rotation, mask, k_cache, v_cache, start, live):
-    """Self-attention of one layer: x [B, N, E] -> ([B, N, E], k_cache, v_cache)."""
+def _norm(config: ModelConfig) -> Callable[[Array, Array], Array]:
+    return functools.partial(rms_norm, eps=config.norm_eps, plus_one=config.norm_plus_one)
+
+
+def _embed(config: ModelConfig, params: PyTree, tokens: Array) -> Array:
+    """What enters the first layer: [B, N, E]. Padding, NO_TOKEN, is clipped to a token."""
+    x = embed(params["embed"], tokens)
+    # The factor is rounded to the dtype first, as in the oracle.
+    return x * jnp.asarray(config.hidden_size**0.5, x.dtype) if config.scale_embeddings else x
+
+
+def _mlp(config: ModelConfig, layer: dict, x: Array) -> Array:
+    if "router" not in layer:
+        return gated_mlp(layer, x, config.activation)
+    return experts_mlp(
+        layer, x, config.activation, count=config.experts_per_token, normalize=config.normalize_experts
+    )
+
+
+def attention(config: ModelConfig, layer: dict, x: Array, rotation, mask, k_cache, v_cache, start, live):
+    """Self-attention of one layer: x [B, N, E] -> ([B, N, E], k_cache, v_cache).
+
+    The projections set the width of x and of what is returned; `config` sets the heads.
+    """
     batch, n, _ = x.shape
     heads, group = config.num_kv_heads, config.num_heads // config.num_kv_heads
     q = dense(x, layer["q"], layer.get("q_bias")).reshape(batch, n, config.num_heads, config.head_dim)
     k = dense(x, layer["k"], layer.get("k_bias")).reshape(batch, n, heads, config.head_dim)
     v = dense(x, layer["v"], layer.get("v_bias")).reshape(batch, n, heads, config.head_dim)
     if config.qk_norm:
-        q, k = rms_norm(q, layer["q_norm"], config.norm_eps), rms_norm(k, layer["k_norm"], config.norm_eps)
+        norm = _norm(config)
+        q, k = norm(q, layer["q_norm"]), norm(k, layer["k_norm"])
     q, k = rotate(q, *rotation), rotate(k, *rotation)
     k_cache, v_cache = kv_cache.write(k_cache, k, start), kv_cache.write(v_cache, v, start)
-    mixed = attend(q.reshape(batch, n, heads, group, config.head_dim), k_cache, v_cache, mask, live)
+    q = q.reshape(batch, n, heads, group, config.head_dim)
+    scale = (config.query_scalar or config.head_dim) ** -0.5
+    mixed = attend(q, k_cache, v_cache, mask, live, scale=scale, cap=config.attention_cap)
     return dense(mixed.reshape(batch, n, -1), layer["o"], layer.get("o_bias")), k_cache, v_cache
 
 
 def _forward(
     config: ModelConfig, feature_layers, params, tokens, positions, mask, cache, start
 ) -> ForwardOutput:
-    x = embed(params["embed"], tokens)  # clips the padding's NO_TOKEN
+    x, norm = _embed(config, params, tokens), _norm(config)
     live = jnp.max(start) + tokens.shape[1]
-    rotation = angles(positions, config.rope, config.head_dim)
+    ropes = [config.rope if w is None else config.local_rope or config.rope for w in config.windows]
+    rotations = {rope: angles(positions, rope, config.head_dim) for rope in dict.fromkeys(ropes)}
     masks = {w: mask if w is None else window_mask(mask, positions, start, w) for w in set(config.windows)}
     ks, vs, outputs = [], [], {}
     for i, layer in enumerate(params["layers"]):
-        mixed, k, v = _attention(
+        mixed, k, v = attention(
             config,
             layer,
-            rms_norm(x, layer["attention_norm"], config.norm_eps),
-            rotation,
+            norm(x, layer["attention_norm"]),
+            rotations[ropes[i]],
             masks[config.windows[i]],
             cache.k[i],
             cache.v[i],
             start,
             live,
         )
-        x = x + mixed
-        x = x + gated_mlp(layer, rms_norm(x, layer["mlp_norm"], config.norm_eps), config.activation)
+        x = x + (norm(mixed, layer["attention_post_norm"]) if config.post_norms else mixed)
+        change = _mlp(config, layer, norm(x, layer["mlp_norm"]))
+        x = x + (norm(change, layer["mlp_post_norm"]) if config.post_norms else change)
         ks.append(k)
         vs.append(v)
         if i in feature_layers:
             outputs[i] = x
-    hidden = rms_norm(x, params["norm"], config.norm_eps)
+    hidden = norm(x, params["norm"])
     features = tuple(outputs[i] for i in feature_layers)
     return ForwardOutput(hidden=hidden, features=features, cache=KVCache(k=tuple(ks), v=tuple(vs)))
 
@@ -147,11 +175,17 @@ def _language_model(config: ModelConfig, cache_dtype, feature_layers: tuple[int,
         )
 
     def unembed(params: PyTree, hidden: Array) -> Array:
-        return dense(hidden, params["embed" if config.tie_embeddings else "unembed"], dtype=jnp.float32)
+        logits = dense(hidden, params["embed" if config.tie_embeddings else "unembed"], dtype=jnp.float32)
+        return logits if config.logit_cap is None else soft_cap(logits, config.logit_cap)
+
+    def with_features(layers: tuple[int, ...]) -> LanguageModel:
+        return language_model(config, cache_dtype=cache_dtype, feature_layers=layers)
 
     return LanguageModel(
         init_cache=init_cache,
         forward=functools.partial(_forward, config, feature_layers),
         unembed=unembed,
         vocab_size=config.vocab_size,
+        embed=functools.partial(_embed, config),
+        with_features=with_features,
     )

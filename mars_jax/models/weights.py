@@ -6,8 +6,10 @@ are [out, in], as in the checkpoints: see `layers.dense`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
+
+import jax.numpy as jnp
 
 from mars_jax.models.config import ModelConfig
 from mars_jax.types import PyTree
@@ -16,32 +18,61 @@ from mars_jax.types import PyTree
 class Weight(NamedTuple):
     """One row of the table."""
 
-    path: tuple[str | int, ...]  # ("layers", 3, "q") is params["layers"][3]["q"]
+    path: tuple[str | int, ...]  # ("layers", 3, "q") is params["layers"][3]["q"]; see `build` for experts
     name: str  # of the tensor in a Hugging Face checkpoint
     shape: tuple[int, ...]
     init: str  # "normal", "zeros" or "ones"
 
 
-def _matrix(
-    key: str, name: str, out: int, inner: int, bias: bool
-) -> list[tuple[str, str, tuple[int, ...], str]]:
-    rows = [(key, f"{name}.weight", (out, inner), "normal")]
-    return [*rows, (f"{key}_bias", f"{name}.bias", (out,), "zeros")] if bias else rows
+Row = tuple[tuple[str | int, ...], str, tuple[int, ...], str]
+"""A `Weight` whose path and name are below a layer's."""
+
+_EXPERTS = {"mixtral": ("block_sparse_moe", "w1", "w3", "w2")}
+"""The names of a layer's experts, and of the gate, up and down projection of each, where they are not Qwen's."""
 
 
-def _layer(config: ModelConfig) -> list[tuple[str, str, tuple[int, ...], str]]:
-    """Rows of one layer: (key, name below the layer's prefix, shape, init)."""
+def _matrix(key: str, name: str, out: int, inner: int, bias: bool) -> list[Row]:
+    rows: list[Row] = [((key,), f"{name}.weight", (out, inner), "normal")]
+    return [*rows, ((f"{key}_bias",), f"{name}.bias", (out,), "zeros")] if bias else rows
+
+
+def _experts(config: ModelConfig) -> list[Row]:
+    """Rows of a layer's router and experts."""
+    c, size = config, config.expert_size or config.intermediate_size
+    block, *names = _EXPERTS.get(c.family, ("mlp", "gate_proj", "up_proj", "down_proj"))
+    rows: list[Row] = [(("router",), f"{block}.gate.weight", (c.num_experts, c.hidden_size), "normal")]
+    for key, name in zip(("gate", "up", "down"), names, strict=True):
+        shape = (c.hidden_size, size) if key == "down" else (size, c.hidden_size)
+        for i in range(c.num_experts):
+            rows.append(((f"expert_{key}", i), f"{block}.experts.{i}.{name}.weight", shape, "normal"))
+    return rows
+
+
+def _layer(config: ModelConfig, index: int) -> list[Row]:
+    """Rows of one layer: (path and name below the layer's, shape, init)."""
     c = config
     q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    rows = [("attention_norm", "input_layernorm.weight", (c.hidden_size,), "ones")]
+    unit = "zeros" if c.norm_plus_one else "ones"
+
+    def norm(key: str, name: str, size: int = c.hidden_size) -> list[Row]:
+        return [((key,), f"{name}.weight", (size,), unit)]
+
+    rows = norm("attention_norm", "input_layernorm")
     rows += _matrix("q", "self_attn.q_proj", q, c.hidden_size, c.qkv_bias)
     rows += _matrix("k", "self_attn.k_proj", kv, c.hidden_size, c.qkv_bias)
     rows += _matrix("v", "self_attn.v_proj", kv, c.hidden_size, c.qkv_bias)
     rows += _matrix("o", "self_attn.o_proj", c.hidden_size, q, c.o_bias)
     if c.qk_norm:
-        rows += [("q_norm", "self_attn.q_norm.weight", (c.head_dim,), "ones")]
-        rows += [("k_norm", "self_attn.k_norm.weight", (c.head_dim,), "ones")]
-    rows += [("mlp_norm", "post_attention_layernorm.weight", (c.hidden_size,), "ones")]
+        rows += norm("q_norm", "self_attn.q_norm", c.head_dim)
+        rows += norm("k_norm", "self_attn.k_norm", c.head_dim)
+    if c.post_norms:
+        rows += norm("attention_post_norm", "post_attention_layernorm")
+        rows += norm("mlp_norm", "pre_feedforward_layernorm")
+        rows += norm("mlp_post_norm", "post_feedforward_layernorm")
+    else:
+        rows += norm("mlp_norm", "post_attention_layernorm")
+    if c.num_experts and index not in c.dense_layers:
+        return rows + _experts(c)
     rows += _matrix("gate", "mlp.gate_proj", c.intermediate_size, c.hidden_size, c.mlp_bias)
     rows += _matrix("up", "mlp.up_proj", c.intermediate_size, c.hidden_size, c.mlp_bias)
     rows += _matrix("down", "mlp.down_proj", c.hidden_size, c.intermediate_size, c.mlp_bias)
@@ -58,24 +89,54 @@ def weights(config: ModelConfig) -> tuple[Weight, ...]:
     table = (config.vocab_size, config.hidden_size)
     rows = [Weight(("embed",), "model.embed_tokens.weight", table, "normal")]
     for i in range(config.num_layers):
-        for key, name, shape, init in _layer(config):
-            rows.append(Weight(("layers", i, key), f"model.layers.{i}.{name}", shape, init))
-    rows.append(Weight(("norm",), "model.norm.weight", (config.hidden_size,), "ones"))
+        for path, name, shape, init in _layer(config, i):
+            rows.append(Weight(("layers", i, *path), f"model.layers.{i}.{name}", shape, init))
+    unit = "zeros" if config.norm_plus_one else "ones"
+    rows.append(Weight(("norm",), "model.norm.weight", (config.hidden_size,), unit))
     if not config.tie_embeddings:
         rows.append(Weight(("unembed",), "lm_head.weight", table, "normal"))
     return tuple(rows)
 
 
 def build(config: ModelConfig, make: Callable[[Weight], Any]) -> PyTree:
-    """Params with `make(row)` at each row's path: `{"embed", "layers": ({"q", ...}, ...), "norm", ...}`."""
-    params: dict[str, Any] = {"layers": tuple({} for _ in range(config.num_layers))}
+    """Params with `make(row)` at each row's path: `{"embed", "layers": ({"q", ...}, ...), "norm", ...}`.
+
+    Rows whose path ends in a number are stacked: `("layers", 3, "expert_up", 5)` is
+    `params["layers"][3]["expert_up"][5]` of an array [experts, out, in], which can be split over its first axis.
+
+    >>> config = ModelConfig(vocab_size=9, hidden_size=4, intermediate_size=6, num_layers=1, num_heads=1,
+    ...                      num_experts=3, experts_per_token=2)
+    >>> build(config, lambda row: jnp.zeros(row.shape))["layers"][0]["expert_up"].shape
+    (3, 6, 4)
+    """
+    parts: dict[tuple[str | int, ...], list[Weight]] = {}
     for row in weights(config):
+        parts.setdefault(row.path[:-1] if isinstance(row.path[-1], int) else row.path, []).append(row)
+
+    def leaf(row: Weight) -> Any:
+        made = [make(part) for part in parts[row.path]]
+        return made[0] if parts[row.path][0].path == row.path else jnp.stack(made)
+
+    return build_rows([rows[0]._replace(path=path) for path, rows in parts.items()], leaf)
+
+
+def build_rows(rows: Iterable[Weight], make: Callable[[Weight], Any]) -> PyTree:
+    """`build` for any table: dicts by name, and tuples where the keys are numbers."""
+    params: dict[Any, Any] = {}
+    for row in rows:
         *parents, last = row.path
-        place: Any = params
+        place = params
         for key in parents:
-            place = place[key]
+            place = place.setdefault(key, {})
         place[last] = make(row)
-    return params
+
+    def tuples(tree: Any) -> Any:
+        if not isinstance(tree, dict):
+            return tree
+        made = {key: tuples(value) for key, value in tree.items()}
+        return tuple(made[i] for i in range(len(made))) if made and 0 in made else made
+
+    return tuples(params)
 
 
 def get(params: PyTree, path: tuple[str | int, ...]) -> Any:

@@ -59,6 +59,23 @@ def generate(count: int, *, split: str, seed: int = 0) -> Iterator[Problem]:
     return (problem(index, split=split, seed=seed) for index in range(count))
 
 
+def drill(count: int, *, seed: int = 0) -> Iterator[str]:
+    """Lines of bare equations, 16 each, over every fact that a step of a problem can need.
+
+    A word problem spends some 75 tokens on one or two facts; this text is nothing but facts, for training.
+
+    Source: ours. Raises: nothing.
+
+    >>> [line] = drill(1)
+    >>> line.split(", ")[:3]
+    ['14 + 21 = 35', '32 + 29 = 61', '15 - 13 = 2']
+    """
+    # Sums and differences have some five thousand facts, products and quotients a hundred and fifty.
+    for index in range(count):
+        rng = Random(f"drill/{seed}/{index}")
+        yield ", ".join(_equation(rng) for _ in range(16))
+
+
 def final_answer(text: str) -> int | None:
     """The integer after the first `####` of a model's text, or None. What the model runs on to say is not read.
 
@@ -102,7 +119,7 @@ def _steps(rng: Random) -> list[_Step]:
             if not (choices := _operands(kind.sign, left)):
                 break
             right = rng.choice(choices)
-            result = {"+": left + right, "-": left - right, "*": left * right, "/": left // right}[kind.sign]
+            result = _result(left, kind.sign, right)
             steps.append(_Step(kind, left, right, result))
             left = result
         else:
@@ -134,6 +151,19 @@ def _operands(sign: str, left: int) -> Sequence[int]:
     if sign == "*":
         return range(2, 10)
     return [right for right in range(2, 10) if left % right == 0 and left // right <= 10]
+
+
+def _result(left: int, sign: str, right: int) -> int:
+    return {"+": left + right, "-": left - right, "*": left * right, "/": left // right}[sign]
+
+
+def _equation(rng: Random) -> str:
+    while True:
+        [sign] = rng.choices("+-*/", (47, 47, 3, 3))
+        left = rng.randint(2, 9 if sign == "*" else 100)
+        if choices := _operands(sign, left):
+            right = rng.choice(choices)
+            return f"{left} {sign} {right} = {_result(left, sign, right)}"
 
 
 def _key(steps: list[_Step]) -> str:

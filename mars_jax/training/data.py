@@ -9,7 +9,7 @@ import functools
 import gzip
 import lzma
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -143,3 +143,32 @@ class Mixture:
 @functools.lru_cache(maxsize=16)
 def _order(seed: int, which: int, epoch: int, count: int) -> np.ndarray:
     return np.random.default_rng((seed, which, epoch)).permutation(count)
+
+
+def batches(
+    streams: Sequence[Stream], *, steps: int, tokens: int, lengths: Mapping[int, float], seed: int
+) -> Callable[[int], Batch]:
+    """Step number -> batch of about `tokens` tokens, in rows whose length changes as training goes on.
+
+    Args:
+      streams: see `Mixture`.
+      steps: of the whole training.
+      tokens: of a step.
+      lengths: row length -> share of the steps, in this order; short rows are cheap, long ones belong to the end.
+      seed: of the order.
+
+    >>> stream = Stream(np.arange(99, dtype=np.uint16), np.zeros(99, np.int32), 1.0)
+    >>> batch = batches([stream], steps=10, tokens=16, lengths={8: 0.9, 16: 0.1}, seed=0)
+    >>> batch(8).tokens.shape, batch(9).tokens.shape
+    ((2, 9), (1, 17))
+    """
+    until, mixtures = 0.0, []
+    for length, share in lengths.items():
+        until += share
+        mixture = Mixture(streams, rows=max(1, tokens // length), length=length, seed=seed)
+        mixtures.append((round(steps * until), mixture))
+
+    def batch(step: int) -> Batch:
+        return next((m for end, m in mixtures if step < end), mixtures[-1][1]).batch(step)
+
+    return batch

@@ -87,7 +87,7 @@ def fit(
     directory.mkdir(parents=True, exist_ok=True)
     log = directory / "log.jsonl"
     params = init()
-    opt_state = optimizer.init(params)
+    opt_state = jax.jit(optimizer.init)(params)  # placed as params are
     done = 0
     options = ocp.CheckpointManagerOptions(max_to_keep=2, create=True)
     columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]

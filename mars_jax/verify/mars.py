@@ -9,15 +9,16 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
-from kernels_pallas import margin_stats
+from kernels_pallas import MARGINS, AcceptControls, margin_accept, margin_stats
 from mars_jax.errors import MarsError
+from mars_jax.sampling import is_greedy, process, sample_processed
 from mars_jax.tree import at_parent
-from mars_jax.types import Controls, DraftTree, Verdict
+from mars_jax.types import NO_TOKEN, Controls, DraftTree, Verdict
 from mars_jax.verify.exact import Exact
-from mars_jax.verify.margins import MARGINS
 from mars_jax.verify.rejection import Rejection
 from mars_jax.verify.stops import is_stop
 
@@ -37,11 +38,26 @@ class Mars:
         return rule if self.base == Exact() else f"{rule} over {self.base.name}"
 
     def __call__(self, keys: Array, tree: DraftTree, logits: Array, controls: Controls) -> Verdict:
-        return self.base.relax(keys, tree, logits, controls, self.relaxable(tree, logits, controls))
+        if isinstance(self.base, Rejection):
+            return self.base.relax(keys, tree, logits, controls, self.relaxable(tree, logits, controls))
+        # The kernel itself finds the argmax, so a batch of greedy rows names no token here. A cond over two calls
+        # of the kernel would compile it twice.
+        y = jax.lax.cond(
+            jnp.all(is_greedy(controls)),
+            lambda: jnp.full(tree.tokens.shape, NO_TOKEN, jnp.int32),
+            lambda: sample_processed(keys, process(logits, controls)),
+        )
+        rows = AcceptControls(controls.theta, controls.strict, controls.max_relaxed_run, controls.stop_tokens)
+        done = margin_accept(
+            logits, tree.tokens, tree.parents, y, rows, max_depth=tree.max_depth, margin=self.margin
+        )
+        return Verdict(
+            path=done.path, num_accepted=done.num_accepted, next_token=done.next_token, relaxed=done.relaxed
+        )
 
     def relaxable(self, tree: DraftTree, logits: Array, controls: Controls) -> Array:
-        """bool[B, N]: the edge into node i may be relaxed, as far as the margin, `strict` and stop tokens
-        say."""
+        """bool[B, N]: the edge into node i may be relaxed, as far as the margin, `strict` and stop tokens say;
+        for a base that decides itself where it stops."""
         stats = margin_stats(logits)
         theta = jnp.broadcast_to(controls.theta[:, None], stats.top1.shape)
         low = MARGINS[self.margin](stats.top1, stats.top2, theta) & ~controls.strict[:, None]

@@ -11,7 +11,12 @@ import pytest
 
 from mars_jax import hub
 from mars_jax.generate import main
+from mars_jax.hub.medusa import save_medusa
 from mars_jax.models import ModelConfig, init_params
+from mars_jax.models import eagle as eagle_head
+from mars_jax.models import medusa as medusa_heads
+from mars_jax.models.eagle import EagleConfig
+from mars_jax.models.medusa import MedusaConfig
 
 # A context of 64 keeps every test in one token buffer, so that they share what they compile.
 CONTEXT = 64
@@ -71,6 +76,30 @@ def foreign(tmp_path_factory):
     return write_checkpoint(
         tmp_path_factory.mktemp("cli") / "foreign", seed=0, corpus="numbers 0123456789", merges=9
     )
+
+
+@pytest.fixture(scope="session")
+def eagle(target, tmp_path_factory):
+    """A random EAGLE head of the target."""
+    layer = hub.read_config(target)
+    head = EagleConfig(
+        version=1,
+        layer=layer,
+        target_hidden_size=layer.hidden_size,
+        draft_vocab_size=layer.vocab_size,
+        own_unembed=False,
+    )
+    params = eagle_head.init_params(head, jax.random.key(2), scale=0.3)
+    return hub.save_eagle(tmp_path_factory.mktemp("cli") / "eagle", head, params)
+
+
+@pytest.fixture(scope="session")
+def medusa(target, tmp_path_factory):
+    """Three random Medusa heads of the target."""
+    of = hub.read_config(target)
+    heads = MedusaConfig(num_heads=3, num_layers=1, hidden_size=of.hidden_size, vocab_size=of.vocab_size)
+    params = medusa_heads.init_params(heads, jax.random.key(3), scale=0.3)
+    return save_medusa(tmp_path_factory.mktemp("cli") / "medusa", heads, params)
 
 
 @pytest.fixture

@@ -11,6 +11,8 @@ from mars_jax.cli.arguments import parse
 from mars_jax.cli.prompts import from_texts
 
 MODEL = ["--draft", "model:small"]
+EAGLE = ["--draft", "eagle:head"]
+MEDUSA = ["--draft", "medusa:heads"]
 
 
 @pytest.mark.parametrize(
@@ -35,6 +37,12 @@ MODEL = ["--draft", "model:small"]
         ),
         ([*MODEL, "--tree", "2-2", "--verify", "rejection"], "--tree does not apply to rejection"),
         ([*MODEL, "--tree", "2-2", "--base", "rejection"], "--tree does not apply to rejection"),
+        ([*EAGLE, "--tree", "dynamic", "--verify", "rejection"], "--tree does not apply to rejection"),
+        ([*MEDUSA, "--tree", "2-2", "--base", "rejection"], "--tree does not apply to rejection"),
+        ([*MEDUSA, "--tree", "dynamic:4-3-9"], "--tree dynamic does not apply to --draft medusa:PATH"),
+        (["--tree", "dynamic"], "--tree does not apply to --draft ngram"),
+        (["--draft-stop", "1"], "--draft-stop does not apply to --draft ngram"),
+        (["--draft", "none", "--draft-stop", "inf"], "--draft-stop does not apply to --draft none"),
         (["--top-p", "0.9"], "--top-p does not apply at temperature 0"),
         (["--top-k", "5"], "--top-k does not apply at temperature 0"),
         (["--min-p", "0.1", "--temperature", "0"], "--min-p does not apply at temperature 0"),
@@ -61,6 +69,8 @@ def test_a_flag_that_does_not_apply_is_refused(refused, argv, message):
     [
         ({"theta": 0.5}, ["--verify", "exact"], "theta does not apply to exact"),
         ({"max_relaxed_run": 2}, ["--draft", "none"], "max_relaxed_run does not apply to exact"),
+        ({"draft_stop": 0.5}, [], "draft_stop does not apply to --draft ngram"),
+        ({"draft_stop": 0.5}, ["--draft", "none"], "draft_stop does not apply to --draft none"),
         ({"top_p": 0.5}, [], "top_p does not apply at temperature 0"),
         ({"top_k": 5, "temperature": 0}, ["--temperature", "1"], "top_k does not apply at temperature 0"),
     ],
@@ -86,6 +96,20 @@ def test_defaults_follow_the_drafter():
     assert plan("--target", "x").draft == "ngram" and plan("--target", "x").verify == "mars"
     assert plan("--draft", "none").verify == "exact"
     assert plan("--compare").verify == "mars"
+
+
+def test_a_drafter_is_known_by_its_kind():
+    for kind in ("model", "eagle", "medusa"):
+        assert plan("--draft", f"{kind}:a/b:c", "--tree", "2-1", "--draft-stop", "0.5").draft == kind
+    assert plan(*EAGLE, "--tree", "dynamic").verify == "mars"
+
+
+def test_heads_sample_for_rejection_as_models_do():
+    for draft in (EAGLE, MEDUSA):
+        assert not plan(*draft).samples_draft
+        assert plan(*draft, "--verify", "rejection").samples_draft
+        assert plan(*draft, "--base", "rejection", "--num-draft-tokens", "3").samples_draft
+    assert plan(*EAGLE, "--tree", "1-1-1", "--verify", "rejection").samples_draft
 
 
 def test_a_model_samples_only_for_rejection():

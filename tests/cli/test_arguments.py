@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 import time
 
 import pytest
 
-from mars_jax import __version__, verify
+from mars_jax import __version__, drafters, verify
 from mars_jax.cli.arguments import DTYPES, MARGINS, parse
-from mars_jax.cli.settings import SETTINGS
+from mars_jax.cli.settings import SETTINGS, DynamicTree
 from mars_jax.generate import main
 from mars_jax.hub.load import DTYPES as OF_HUB
 
@@ -45,6 +46,17 @@ from mars_jax.hub.load import DTYPES as OF_HUB
         ("--tree", "4,2"),
         ("--tree", "-"),
         ("--tree", "32-32-32"),
+        ("--tree", "dynamic:"),
+        ("--tree", "dynamic:8-6"),
+        ("--tree", "dynamic:8-6-40-1"),
+        ("--tree", "dynamic:0-6-40"),
+        ("--tree", "dynamic:8-6-1"),
+        ("--tree", "dynamic:8-6-2000"),
+        ("--tree", "dynamic:64-64-40"),
+        ("--tree", "static:4-2"),
+        ("--tree", ":4-2"),
+        ("--draft-stop", "-0.1"),
+        ("--draft-stop", "nan"),
     ],
 )
 def test_a_value_out_of_range_is_named(refused, flag, text):
@@ -61,7 +73,12 @@ def test_a_value_out_of_range_is_named(refused, flag, text):
         (["--no-such-flag", "x"], "unrecognized arguments: --no-such-flag"),
         (["--temp", "1", "x"], "unrecognized arguments: --temp"),
         (["--theta"], "--theta: expected one argument"),
-        (["--draft", "eagle", "x"], "--draft is eagle: expected none, ngram or model:PATH"),
+        (
+            ["--draft", "eagle", "x"],
+            "--draft is eagle: expected none, ngram, model:PATH, eagle:PATH or medusa:PATH",
+        ),
+        (["--draft", "medusa:", "x"], "--draft is medusa:: expected"),
+        (["--draft", "lookahead:heads", "x"], "--draft is lookahead:heads: expected"),
         (["--draft", "model:", "x"], "--draft is model:: expected"),
         (["--draft", "ngram:3", "x"], "--draft is ngram:3: expected"),
     ],
@@ -86,6 +103,13 @@ def test_nothing_given_is_none_or_false_but_for_the_models():
 def test_choices_are_those_of_the_library():
     assert tuple(verify.MARGINS) == MARGINS
     assert OF_HUB == DTYPES
+
+
+def test_trees_are_static_or_dynamic():
+    assert parse(["--tree", "4-2-2-1"]).tree == (4, 2, 2, 1)
+    assert parse(["--tree", "dynamic:8-6-40"]).tree == DynamicTree(top_k=8, depth=6, nodes=40)
+    # Without sizes they are the library's, which this module must not import.
+    assert dataclasses.asdict(drafters.Dynamic()) == parse(["--tree", "dynamic"]).tree._asdict()
 
 
 def test_every_setting_says_what_it_expects():

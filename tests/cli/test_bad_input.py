@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -35,6 +36,9 @@ def test_a_missing_path(refused_unwritten, tmp_path, target):
     assert f"there is no directory '{where}'" in refused_unwritten("--target", where, "hello")
     message = refused_unwritten("--target", target, "--draft", f"model:{where}", "hello")
     assert f"there is no directory '{where}'" in message
+    for kind in ("eagle", "medusa"):
+        message = refused_unwritten("--target", target, "--draft", f"{kind}:{where}", "hello")
+        assert f"there is no directory '{where}'" in message
     assert "holds no weights" in refused_unwritten("--target", _without_weights(target, tmp_path), "hello")
 
 
@@ -82,6 +86,26 @@ def test_tensors_that_do_not_fit(refused_unwritten, broken):
 def test_a_draft_of_another_vocabulary(refused_unwritten, target, foreign):
     message = refused_unwritten("--target", target, "--draft", f"model:{foreign}", "hello")
     assert "different vocabularies" in message
+
+
+def test_heads_that_are_not_the_targets(refused_unwritten, target, foreign, eagle, medusa):
+    message = refused_unwritten("--target", foreign, "--draft", f"medusa:{medusa}", "hello")
+    assert "Medusa heads" in message and "are for a vocabulary of" in message
+    message = refused_unwritten("--target", foreign, "--draft", f"eagle:{eagle}", "hello")
+    assert "the EAGLE head is for a vocabulary of" in message
+    message = refused_unwritten("--target", target, "--draft", f"medusa:{eagle}", "hello")
+    assert "medusa_num_heads of" in message
+    argv = ["--target", target, "--draft", f"medusa:{medusa}", "--num-draft-tokens", "4", "hello"]
+    assert "4 tokens in a row needs as many Medusa heads, and there are 3" in refused_unwritten(*argv)
+
+
+def test_heads_that_are_not_numbers(refused_unwritten, target, medusa, tmp_path):
+    damaged = shutil.copytree(medusa, tmp_path / "damaged")
+    tensors = load_file(damaged / "medusa_lm_head.safetensors")
+    tensors["1.0.linear.bias"].fill(np.inf)
+    save_file(tensors, damaged / "medusa_lm_head.safetensors")
+    message = refused_unwritten("--target", target, "--draft", f"medusa:{damaged}", "hello")
+    assert f"the weights of the draft '{damaged}' are not finite (heads.1.blocks.0.bias)" in message
 
 
 def test_a_prompt_longer_than_the_context(refused_unwritten, target, tmp_path):

@@ -68,13 +68,15 @@ def test_streamed_text_is_that_of_the_device_loop(run, target):
     assert run(*argv, "--batch-size", "2").out == streamed.out
 
 
-def test_greedy_drafting_changes_no_token(run, target, draft):
+def test_greedy_drafting_changes_no_token(run, target, draft, eagle, medusa):
     argv = ["--target", target, *FEW, "--json", "the sea", "a story of"]
     want = [row["tokens"] for row in rows(run(*argv, "--draft", "none").out)]
     for flags in (
         ["--draft", "ngram", "--verify", "exact", "--num-draft-tokens", "3"],
         ["--draft", f"model:{draft}", "--verify", "rejection", "--num-draft-tokens", "2"],
         ["--draft", f"model:{target}", "--tree", "2-1", "--theta", "inf"],
+        ["--draft", f"eagle:{eagle}", "--tree", "dynamic:3-2-6", "--verify", "exact"],
+        ["--draft", f"medusa:{medusa}", "--tree", "2-2", "--verify", "exact", "--draft-stop", "2"],
     ):
         assert [row["tokens"] for row in rows(run(*argv, *flags).out)] == want
 
@@ -95,6 +97,30 @@ def test_a_sampled_draft_is_its_own_targets_equal(run, target):
     for flags in (["--verify", "rejection"], ["--base", "rejection", "--theta", "inf", "--block"]):
         [row] = rows(run(*argv, *flags, "the sea").out)
         assert row["depth_histogram"] == [0, 0, 0, 2] and row["accepted_exact"] == 6
+
+
+def test_heads_draft_by_default_what_suits_them_and_the_rule(run, target, eagle, medusa):
+    """EAGLE a dynamic tree 7 deep, for rejection a chain of 5; Medusa a token by each of its three heads."""
+    argv = ["--target", target, "--ignore-eos", "--json", *FEW, "the sea"]
+    for flags, depth in (
+        (["--draft", f"eagle:{eagle}", "--verify", "exact"], 7),
+        (["--draft", f"eagle:{eagle}", "--verify", "rejection", "--temperature", "1"], 5),
+        (["--draft", f"medusa:{medusa}", "--base", "rejection", "--temperature", "1"], 3),
+    ):
+        [row] = rows(run(*argv, *flags).out)
+        assert len(row["depth_histogram"]) == depth + 1 and len(row["tokens"]) == 8
+        assert 0 < row["proposed"] <= row["steps"] * (59 if depth == 7 else depth)
+
+
+def test_a_row_stops_its_own_draft(run, target, tmp_path):
+    """At 0 nothing is drafted, by any distribution that leaves a doubt; the other row drafts on."""
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"prompt": "the sea", "draft_stop": 0}\n{"prompt": "the sea"}\n')
+    argv = ["--target", target, "--draft", f"model:{target}", "--num-draft-tokens", "3", "--ignore-eos", *FEW]
+    stopped, other = rows(run(*argv, "--verify", "exact", "--json", "--prompts-file", file).out)
+    assert stopped["tokens"] == other["tokens"]
+    assert (stopped["proposed"], stopped["steps"]) == (0, 8)
+    assert (other["proposed"], other["steps"]) == (6, 2)
 
 
 def test_rows_choose_for_themselves_and_batches_change_nothing(run, target, tmp_path):

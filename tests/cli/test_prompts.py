@@ -32,13 +32,13 @@ def test_text_is_one_prompt_a_line_and_blank_lines_are_none(tmp_path):
 def test_rows_carry_their_own_settings(tmp_path):
     line = (
         '{"id": "q1", "prompt": "a", "temperature": 1, "top_k": 4, "top_p": 0.5, "min_p": 0, "theta": Infinity, '
-        '"max_relaxed_run": 2, "seed": 9, "max_new_tokens": 3, "strict": true}'
+        '"max_relaxed_run": 2, "seed": 9, "max_new_tokens": 3, "strict": true, "draft_stop": 0.5}'
     )
     text, tokens = read_prompts(write(tmp_path, "p.jsonl", line + '\n\n{"prompt_tokens": [1, 2]}\n'))
     assert (text.prompt, text.tokens, text.id) == ("a", None, "q1")
     assert text.settings == {
         "temperature": 1.0, "top_k": 4, "top_p": 0.5, "min_p": 0.0, "theta": float("inf"), "max_relaxed_run": 2,
-        "seed": 9, "max_new_tokens": 3, "strict": True,
+        "seed": 9, "max_new_tokens": 3, "strict": True, "draft_stop": 0.5,
     }  # fmt: skip
     assert (tokens.prompt, tokens.tokens, tokens.id, tokens.settings) == (None, (1, 2), None, {})
 
@@ -68,6 +68,10 @@ def test_rows_carry_their_own_settings(tmp_path):
         ('{"prompt": "a", "theta": -1}', "theta is -1.0"),
         ('{"prompt": "a", "seed": -1}', "seed is -1"),
         ('{"prompt": "a", "max_new_tokens": 0}', "max_new_tokens is 0"),
+        (
+            '{"prompt": "a", "draft_stop": -1}',
+            "draft_stop is -1.0: expected a number of at least 0 (inf is off)",
+        ),
         ('{"prompt": "a", "strict": 1}', "strict is 1: expected true or false"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
@@ -15,7 +16,8 @@ from safetensors.numpy import load_file, save_file
 
 from mars_jax import hub
 from mars_jax.errors import MarsError
-from mars_jax.models import ModelConfig, init_params
+from mars_jax.hub.config import from_json
+from mars_jax.models import ModelConfig, Rope, init_params
 
 CONFIG = ModelConfig(
     family="qwen2",
@@ -171,6 +173,129 @@ def test_stop_tokens_of_both_configs_are_merged(saved):
     assert hub.read_config(saved).eos_token_ids == (2, 5, 7)
     (saved / "generation_config.json").write_text('{"eos_token_id": 9}')
     assert hub.read_config(saved).eos_token_ids == (2, 5, 9)
+
+
+EXPERTS = dataclasses.replace(
+    CONFIG,
+    family="mixtral",
+    qkv_bias=False,
+    num_experts=3,
+    experts_per_token=2,
+    norm_eps=1e-5,
+    eos_token_ids=(2,),
+)
+
+
+def test_experts_are_saved_one_by_one_and_loaded_as_one_array(tmp_path):
+    params = init_params(EXPERTS, jax.random.key(0))
+    saved = hub.save(tmp_path / "model", EXPERTS, params)
+    name = "model.layers.1.block_sparse_moe.experts.2.w3.weight"
+    held = load_file(saved / "model.safetensors")
+    np.testing.assert_array_equal(held[name], params["layers"][1]["expert_up"][2])
+    checkpoint = hub.load(saved)
+    assert checkpoint.config == EXPERTS and checkpoint.params["layers"][1]["expert_up"].shape == (3, 24, 16)
+    assert_equal(checkpoint.params, params)
+    shard(saved, "safetensors")
+    assert_equal(hub.load(saved).params, params)
+
+
+def test_an_expert_that_is_missing_is_named(tmp_path):
+    saved = hub.save(tmp_path / "model", EXPERTS, init_params(EXPERTS, jax.random.key(0)))
+    name = "model.layers.0.block_sparse_moe.experts.1.w2.weight"
+    edit_weights(saved, lambda tensors: tensors.pop(name))
+    assert f"1 tensors are missing ({name})" in message(hub.load, saved)
+
+
+# Published config.json files, with fewer and smaller layers; what they leave out they mean all the same.
+GEMMA_3 = {  # google/gemma-3-4b-it
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "model_type": "gemma3",
+    "eos_token_id": [1, 106],
+    "text_config": {
+        "model_type": "gemma3_text",
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 7,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "torch_dtype": "bfloat16",
+    "vision_config": {"model_type": "siglip_vision_model"},
+}
+GEMMA_2 = {  # google/gemma-2-2b
+    "architectures": ["Gemma2ForCausalLM"],
+    "attn_logit_softcapping": 50.0,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "final_logit_softcapping": 30.0,
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "max_position_embeddings": 8192,
+    "model_type": "gemma2",
+    "num_attention_heads": 8,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "query_pre_attn_scalar": 256,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "vocab_size": 256000,
+}
+QWEN_3_MOE = {  # Qwen/Qwen3-30B-A3B
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "decoder_sparse_step": 1,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "max_window_layers": 2,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 4,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+
+
+def test_published_configs_mean_what_they_leave_out():
+    gemma3, gemma2, qwen = (from_json(data) for data in (GEMMA_3, GEMMA_2, QWEN_3_MOE))
+    assert gemma3.family == "gemma3_text" and gemma3.eos_token_ids == (1, 106) and gemma3.tie_embeddings
+    assert (gemma3.vocab_size, gemma3.num_heads, gemma3.num_kv_heads, gemma3.head_dim) == (262208, 8, 4, 256)
+    assert gemma3.windows == (1024,) * 5 + (None, 1024)
+    assert gemma3.rope == Rope(theta=1e6, kind="linear", factor=8.0) and gemma3.local_rope == Rope(theta=1e4)
+    assert gemma2.windows == (4096, None, 4096) and (gemma2.attention_cap, gemma2.logit_cap) == (50.0, 30.0)
+    assert gemma2.tie_embeddings and gemma2.activation == "gelu_tanh" and gemma2.local_rope is None
+    assert (qwen.num_experts, qwen.experts_per_token, qwen.expert_size) == (128, 8, 768)
+    assert qwen.normalize_experts and qwen.dense_layers == () and qwen.windows == (None, None)
+
+
+@pytest.mark.parametrize(
+    "data, fields, expected",
+    [
+        (GEMMA_2, {"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
+        (GEMMA_2, {"sliding_window": None}, "sliding_window is null: set its size"),
+        (GEMMA_2, {"hidden_activation": "mish"}, "hidden_activation 'mish' is not supported"),
+        (GEMMA_2, {"final_logit_softcapping": -1.0}, "a soft cap is -1.0: it must be positive"),
+        (GEMMA_3, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping means nothing in Gemma 3"),
+        (GEMMA_3, {"layer_types": ["linear_attention"] * 7}, "layer type 'linear_attention' is not supp"),
+        (QWEN_3_MOE, {"num_experts_per_tok": 129}, "experts_per_token is 129"),
+    ],
+)
+def test_what_a_family_cannot_express_names_the_value(tmp_path, data, fields, expected):
+    (tmp_path / "config.json").write_text(json.dumps(data | fields))
+    assert expected in message(hub.read_config, tmp_path)
 
 
 def test_stories260k_tells_its_story():

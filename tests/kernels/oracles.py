@@ -40,7 +40,7 @@ def accept(logits, tokens, parents, y, controls, max_depth, margin):
     top1, id1, top2, id2, _ = top_two(logits)
     out = []
     for b in range(len(tokens)):
-        named = id1[b] if y is None else y[b]
+        named = id1[b] if y is None else np.where(y[b] < 0, id1[b], y[b])
         stops = {int(t) for t in controls.stop_tokens[b] if t >= 0}
         node, run, path, relaxed = 0, 0, [0], []
         for _ in range(max_depth):

@@ -1,43 +1,113 @@
-"""`verify.mars` and `margin_accept` are one rule: bit for bit the same verdicts, for every implementation."""
+"""`verify.mars` runs `margin_accept`: in a loop it decides as plain Python does, and it lowers to the kernels."""
 
 from __future__ import annotations
+
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from kernels_pallas import AcceptControls, margin_accept
-from mars_jax import verify
+from kernels_pallas import AcceptControls
+from mars_jax import drafters, fake, sampling, verify
 from mars_jax.controls import make_controls
-from mars_jax.types import DraftTree, keys_from_seeds
-from tests.kernels.implementations import compiled
+from mars_jax.decode import run, speculative_decoder
+from mars_jax.tree import chain
+from mars_jax.types import DraftTree, Params, keys_from_seeds
+from tests.kernels.oracles import accept
 from tests.kernels.test_accept import TestXla as AcceptCases
+from tests.kernels.test_sharded import mesh_of
+
+CASES, BATCH, NODES, DEPTH, VOCAB = 8, 5, 10, 4, 1100
+KEYS = keys_from_seeds(jnp.arange(BATCH, dtype=jnp.uint32))
+FIELDS = ("path", "num_accepted", "next_token", "relaxed")
+
+
+def verdicts_of_a_loop(rule):
+    """One verdict for each of the stacked cases, out of a jitted while_loop."""
+
+    @jax.jit
+    def loop(tokens, parents, logits, controls):
+        def verdict(i):
+            tree = DraftTree(
+                tokens=tokens[i],
+                parents=parents[i],
+                depths=jnp.zeros_like(tokens[i]),
+                max_depth=DEPTH,
+                is_chain=False,
+            )
+            return rule(KEYS, tree, logits[i], jax.tree.map(lambda x: x[i], controls))
+
+        def body(carry):
+            i, done = carry
+            return i + 1, jax.tree.map(lambda all, one: all.at[i].set(one), done, verdict(i))
+
+        shapes = jax.eval_shape(verdict, 0)
+        empty = jax.tree.map(lambda x: jnp.zeros((CASES, *x.shape), x.dtype), shapes)
+        return jax.lax.while_loop(lambda carry: carry[0] < CASES, body, (jnp.int32(0), empty))[1]
+
+    return loop
+
+
+@pytest.mark.parametrize("margin", verify.MARGINS)
+def test_verdicts_of_a_while_loop_are_those_of_plain_python(margin):
+    """Batches of greedy rows, of sampled ones and of both; -1 among the drafted tokens and the stop tokens."""
+    cases = [AcceptCases().case(seed, BATCH, NODES, DEPTH, VOCAB)[0] for seed in range(CASES)]
+    logits, tokens, parents = (jnp.stack(column) for column in list(zip(*cases, strict=True))[:3])
+    rng = np.random.default_rng(0)
+    temperature = np.where(rng.random((CASES, BATCH)) < 0.5, 0.0, 0.7)
+    temperature[:2], temperature[2] = 0.0, 0.7
+    controls = [
+        make_controls(BATCH, limit=9, temperature=row, **case[4]._asdict())
+        for case, row in zip(cases, temperature, strict=True)
+    ]
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *controls)
+    got = verdicts_of_a_loop(verify.mars(margin=margin))(tokens, parents, logits, stacked)
+    assert [getattr(got, field).dtype for field in FIELDS] == [jnp.int32, jnp.int32, jnp.int32, bool]
+    draw = jax.jit(sampling.sample)
+    for i in range(CASES):
+        y = np.asarray(draw(KEYS, logits[i], controls[i]))
+        rows = AcceptControls(*(np.asarray(getattr(controls[i], name)) for name in AcceptControls._fields))
+        want = accept(logits[i], np.asarray(tokens[i]), np.asarray(parents[i]), y, rows, DEPTH, margin)
+        for field, column in zip(FIELDS, zip(*want, strict=True), strict=True):
+            np.testing.assert_array_equal(getattr(got, field)[i], column, err_msg=field)
+    assert np.sum(got.relaxed) > 3
+
+
+def lowered(function, *arguments, platform):
+    return jax.jit(function).trace(*arguments).lower(lowering_platforms=(platform,)).as_text()
 
 
 @pytest.mark.parametrize(
-    ("name", "margin"), [("mosaic", "ratio"), ("reference", "gap"), ("reference", "prob_ratio")]
+    ("rule", "kernel"), [(verify.mars(), "margin_accept"), (verify.mars(verify.rejection()), "margin_stats")]
 )
-def test_greedy_verdicts_are_the_same_bits(name, margin):
-    batch, depth = 6, 4
-    rule = jax.jit(verify.mars(margin=margin))
-    kernel = compiled(margin_accept, name, ("max_depth", "margin"))
-    for seed in range(3):
-        (logits, tokens, parents, _, row), _ = AcceptCases().case(seed, batch, 10, depth, 50)
-        controls = make_controls(
-            batch,
-            limit=9,
-            theta=row.theta,
-            strict=row.strict,
-            max_relaxed_run=row.max_relaxed_run,
-            stop_tokens=row.stop_tokens,
-        )
-        tree = DraftTree(
-            tokens=tokens, parents=parents, depths=jnp.zeros_like(tokens), max_depth=depth, is_chain=False
-        )
-        keys = keys_from_seeds(jnp.arange(batch, dtype=jnp.uint32))
-        want = rule(keys, tree, logits, controls)
-        row = AcceptControls(controls.theta, controls.strict, controls.max_relaxed_run, controls.stop_tokens)
-        got = kernel(logits, tokens, parents, None, row, max_depth=depth, margin=margin)
-        for field in ("path", "num_accepted", "next_token", "relaxed"):
-            np.testing.assert_array_equal(getattr(got, field), getattr(want, field), err_msg=field)
+def test_the_decode_loop_holds_the_kernel_of_its_platform_once(rule, kernel):
+    decoder = speculative_decoder(fake.hash_model(vocab_size=1100), drafters.ngram(4), rule)
+    params = Params(target=())
+    controls = make_controls(2, limit=32)
+    state = jax.eval_shape(
+        lambda keys: decoder.init(
+            params, jnp.ones((2, 32), jnp.int32), jnp.full((2,), 3, jnp.int32), controls, keys
+        ),
+        KEYS[:2],
+    )
+    loop = functools.partial(run, decoder, params)
+    on_tpu, on_gpu = (lowered(loop, state, platform=platform) for platform in ("tpu", "cuda"))
+    assert on_tpu.count("tpu_custom_call") == 1
+    assert f'kernel_name = "{kernel}"' in on_tpu
+    assert on_gpu.count("xla.gpu.triton") == 1
+    assert "custom_call @tpu" not in lowered(loop, state, platform="cpu")
+
+
+def test_where_xla_partitions_the_vocabulary_there_is_no_kernel_and_the_same_verdict():
+    (logits, tokens, _, _, rows), _ = AcceptCases().case(4, BATCH, 4, 3, 512, chain=True)
+    controls = make_controls(BATCH, limit=9, **rows._asdict())
+    rule = verify.mars()
+    want = jax.jit(rule)(KEYS, chain(tokens), logits, controls)
+    spread = jax.device_put(logits, NamedSharding(mesh_of(model=2), P(None, None, "model")))
+    arguments = (KEYS, chain(tokens), spread, controls)
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(rule)(*arguments), want)
+    assert "tpu_custom_call" not in lowered(rule, *arguments, platform="tpu")

@@ -80,11 +80,15 @@ def causal(start, n: int, slots: int):
     return positions, jnp.arange(slots, dtype=jnp.int32)[None, None] <= positions[:, :, None]
 
 
-def logits_and_greedy(checkpoint: hub.Checkpoint, tokens: np.ndarray, count: int):
-    """Logits f32[B, N, V] of a prompt, and `count` greedy tokens decoded through the cache one by one."""
+def logits_and_greedy(checkpoint: hub.Checkpoint, tokens: np.ndarray, count: int, lengths=None):
+    """Logits f32[B, N, V] of a prompt, and `count` greedy tokens decoded through the cache one by one.
+
+    Row b decodes from its first `lengths[b]` tokens, default all.
+    """
     model = checkpoint.model
     batch, n = tokens.shape
     slots = n + count
+    lengths = jnp.asarray([n] * batch if lengths is None else lengths, jnp.int32)
 
     @jax.jit
     def program(params, tokens):
@@ -94,12 +98,13 @@ def logits_and_greedy(checkpoint: hub.Checkpoint, tokens: np.ndarray, count: int
 
         def body(carry, step):
             cache, token = carry
-            start = jnp.full((batch,), n, jnp.int32) + step
+            start = lengths + step
             out = model.forward(params, token, *causal(start, 1, slots), cache, start)
             following = jnp.argmax(model.unembed(params, out.hidden), axis=-1).astype(jnp.int32)
             return (out.cache, following), token[:, 0]
 
-        first = jnp.argmax(logits[:, -1:], axis=-1).astype(jnp.int32)
+        last = jnp.take_along_axis(logits, lengths[:, None, None] - 1, axis=1)
+        first = jnp.argmax(last, axis=-1).astype(jnp.int32)
         _, chosen = lax.scan(body, (out.cache, first), jnp.arange(count, dtype=jnp.int32))
         return logits, chosen.T
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from mars_jax import hub
+from mars_jax.models.attention import _attend_blocks, attend_all
+from mars_jax.types import NO_TOKEN
 from tests.models import oracle
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 
 PROMPT, NEW = 12, 64
 SIZES = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 2}
@@ -27,6 +31,14 @@ TRAINED = {"original_max_position_embeddings": 32}
 BANDS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 MISTRAL = BASE | {"num_hidden_layers": 3}
 ALTERNATING = {"use_sliding_window": True, "sliding_window": 7, "num_hidden_layers": 3}
+FULL_IN_THE_MIDDLE = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
+# Caps that the scores and logits of these models reach, and a scalar that is not head_dim.
+GEMMA = MISTRAL | {"head_dim": 12, "sliding_window": 7, "query_pre_attn_scalar": 24}
+ROPES = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+}
 
 CASES = {
     "llama, one key-value head per head": ("Llama", BASE | {"num_key_value_heads": 4}),
@@ -60,11 +72,44 @@ CASES = {
     ),
     "qwen3, layer types": (
         "Qwen3",
+        BASE | ALTERNATING | {"head_dim": 8} | FULL_IN_THE_MIDDLE,
+    ),
+    "mixtral": ("Mixtral", BASE | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mixtral, window, one expert of eight": (
+        "Mixtral",
+        MISTRAL | {"num_local_experts": 8, "num_experts_per_tok": 1, "sliding_window": 8},
+    ),
+    "qwen3 moe, weights of a token sum to 1": (
+        "Qwen3Moe",
+        BASE | EXPERTS | {"head_dim": 16, "norm_topk_prob": True},
+    ),
+    "qwen3 moe, window, one layer of four with experts": (
+        "Qwen3Moe",
         BASE
+        | EXPERTS
         | ALTERNATING
-        | {"head_dim": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+        | {"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]},
+    ),
+    "gemma2, caps that bind": (
+        "Gemma2",
+        GEMMA | {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.5},
+    ),
+    "gemma2, no caps, biases, untied": (
+        "Gemma2",
+        GEMMA
+        | {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+        | {"attention_bias": True, "tie_word_embeddings": False},
+    ),
+    "gemma3, a rope for each layer type": (
+        "Gemma3Text",
+        GEMMA | FULL_IN_THE_MIDDLE | {"rope_parameters": ROPES},
+    ),
+    "gemma3, pattern of six, final cap": (
+        "Gemma3Text",
+        GEMMA | {"num_hidden_layers": 7, "final_logit_softcapping": 2.5},
     ),
 }
+NEW_FAMILIES = [name for name in CASES if name.startswith(("mixtral", "qwen3 moe", "gemma"))]
 
 
 def transformers_config(family, fields):
@@ -86,6 +131,73 @@ def test_logits_and_greedy_tokens_equal_those_of_transformers(name, tmp_path):
     # 1e-4: sums of float32 products in another order; a wrong term shows as 1e-2 and more.
     np.testing.assert_allclose(logits, oracle.torch_logits(model, prompts()), atol=1e-4, rtol=0)
     np.testing.assert_array_equal(greedy, oracle.torch_greedy(model, prompts(), NEW))
+
+
+@pytest.mark.parametrize("name", NEW_FAMILIES)
+def test_rows_of_a_ragged_batch_decode_as_each_does_alone_in_transformers(name, tmp_path):
+    model = oracle.random_torch_model(transformers_config(*CASES[name]))
+    oracle.save_torch(model, tmp_path)
+    checkpoint, lengths, tokens = hub.load(tmp_path), (PROMPT, 5, 1), prompts(3)
+    padded = np.where(np.arange(PROMPT) < np.asarray(lengths)[:, None], tokens, NO_TOKEN)
+    logits, greedy = oracle.logits_and_greedy(checkpoint, padded, 16, lengths)
+    assert np.isfinite(logits).all()
+    for b, length in enumerate(lengths):
+        row = tokens[b : b + 1, :length]
+        np.testing.assert_allclose(logits[b, :length], oracle.torch_logits(model, row)[0], atol=1e-4, rtol=0)
+        np.testing.assert_array_equal(greedy[b], oracle.torch_greedy(model, row, 16)[0])
+    entered = model.get_input_embeddings()(torch.tensor(tokens)).detach().numpy()
+    np.testing.assert_allclose(checkpoint.model.embed(checkpoint.params, tokens), entered, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", NEW_FAMILIES)
+def test_transformers_loads_what_was_saved_of_the_new_families(name, tmp_path):
+    model = oracle.random_torch_model(transformers_config(*CASES[name]))
+    oracle.save_torch(model, tmp_path / "theirs")
+    theirs = hub.load(tmp_path / "theirs")
+    hub.save(tmp_path / "ours", theirs.config, theirs.params)
+    assert hub.read_config(tmp_path / "ours") == theirs.config
+    # Equal: the same numbers in the same order.
+    again = oracle.torch_logits(oracle.load_torch(tmp_path / "ours"), prompts())
+    np.testing.assert_array_equal(again, oracle.torch_logits(model, prompts()))
+
+
+def test_the_text_model_of_gemma_3_with_images_is_loaded(tmp_path):
+    text = transformers_config("Gemma3Text", GEMMA | FULL_IN_THE_MIDDLE | {"rope_parameters": ROPES})
+    vision = {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16, "patch_size": 8}
+    whole = {"vision_config": vision | {"hidden_size": 16, "intermediate_size": 16}, "mm_tokens_per_image": 4}
+    special = {"image_token_index": 61, "boi_token_index": 62, "eoi_token_index": 63}
+    model = oracle.random_torch_model(
+        transformers_config("Gemma3", {"text_config": text, **whole, **special})
+    )
+    oracle.save_torch(model, tmp_path)
+    logits, greedy = oracle.logits_and_greedy(hub.load(tmp_path), prompts(), 16)
+    np.testing.assert_allclose(logits, oracle.torch_logits(model, prompts()), atol=1e-4, rtol=0)
+    np.testing.assert_array_equal(greedy, oracle.torch_greedy(model, prompts(), 16))
+
+
+@pytest.mark.parametrize("form", [attend_all, _attend_blocks])
+def test_both_forms_of_attention_scale_and_cap_the_scores(form):
+    rng = np.random.default_rng(0)
+    q, k, v = (
+        jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((1, 2, 1, 1, 4), *[(1, 9, 1, 4)] * 2)
+    )
+    mask = jnp.asarray(rng.random((1, 2, 9)) < 0.7)
+
+    def ours(q, k, v):
+        return form(q, k, v, mask, jnp.int32(9), scale=0.7, cap=1.1)[0, :, 0, 0]
+
+    def formula(q, k, v):
+        scores = 1.1 * jnp.tanh(0.7 * q[0, :, 0, 0] @ k[0, :, 0].T / 1.1)
+        return jax.nn.softmax(jnp.where(mask[0], scores, -jnp.inf), axis=-1) @ v[0, :, 0]
+
+    # 1e-6: sums of nine float32 terms.
+    np.testing.assert_allclose(ours(q, k, v), formula(q, k, v), atol=1e-6)
+
+    def slopes(f):
+        return jax.grad(lambda *x: jnp.sum(jnp.sin(f(*x))), argnums=(0, 1, 2))(q, k, v)
+
+    for a, b in zip(slopes(ours), slopes(formula), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
 
 
 @pytest.mark.parametrize(

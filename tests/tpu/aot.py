@@ -24,6 +24,8 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
+LARGER = {"v5p": "v5p:2x2x2"}
+"""Topologies of 8 devices."""
 HBM_BYTES = {"v4": 16 * 2**30, "v5e": 16 * 2**30, "v5p": 95 * 2**30, "v6e": 32 * 2**30}
 """Memory of one device, from Google's TPU documentation. A v4 chip of 32 GiB is two devices here."""
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
@@ -31,7 +33,8 @@ COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "
 
 def mesh(generation: str, *, devices: int = 1, axis: str = "model") -> Mesh:
     """The first devices of a topology of `generation` as a mesh of one axis."""
-    found = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[generation]).devices
+    name = TOPOLOGIES[generation] if devices <= 4 else LARGER[generation]
+    found = topologies.get_topology_desc(platform="tpu", topology_name=name).devices
     return Mesh(np.array(found[:devices]), (axis,))
 
 

@@ -47,6 +47,11 @@ def decode_entries() -> Iterator[tuple[str, Any]]:
                 f"{generation} x{chips} {case.name}",
                 lambda case=case, place=(generation, chips): decode_cases.compile_step(case, *place),
             )
+    for case in decode_cases.EAGLE_CASES:
+        yield (
+            f"{case.generation} x{case.chips} {case.name} with EAGLE-3",
+            lambda case=case: decode_cases.compile_eagle(case),
+        )
 
 
 def read(section: str) -> dict[str, Any]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip(
@@ -28,3 +31,17 @@ def test_the_loop_with_a_draft_of_two_layers_compiles(case, generation, chips):
     assert report["hbm_share"] < 1
     # On one chip the verifier runs the kernel; over four XLA partitions the statistics.
     assert report["mosaic_kernels"] == (1 if chips == 1 else 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", decode_cases.EAGLE_CASES, ids=lambda case: case.name)
+def test_the_loop_with_an_eagle_head_and_a_dynamic_tree_compiles(case):
+    report = decode_cases.compile_eagle(case, layers=4)
+    assert report["hbm_share"] < 1
+    assert report["collectives"]
+
+
+def test_the_report_says_that_the_published_pairs_fit():
+    entries = json.loads((Path(__file__).parent / "reports/decode.json").read_text())["entries"]
+    for case in decode_cases.EAGLE_CASES:
+        assert entries[f"{case.generation} x{case.chips} {case.name} with EAGLE-3"]["hbm_share"] < 1

@@ -1,0 +1,174 @@
+"""An EAGLE head as drafter: chains, static trees and dynamic trees from the target's own features.
+
+Sources: EAGLE 2401.15077, EAGLE-2 2406.16858, EAGLE-3 2503.01840. B batch, N nodes, D depth, T token buffer, E hidden
+size. Oracle: a head run afresh over all committed tokens (tests/drafters/test_eagle.py).
+
+The invariant: the head's cache is valid in slots `[0, length - 1)`, each computed from the target's features, and
+`feature` is the head's output at the last of them, from which the next token is drafted. What the head writes while
+it drafts, from its own features, lies behind and is overwritten.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from mars_jax.drafters.grow import Dynamic, Growth, Level, Shape, check_sample, describe, grow, shape_of
+from mars_jax.errors import MarsError
+from mars_jax.models import eagle as head
+from mars_jax.models.eagle import EagleConfig
+from mars_jax.tree import gather_path
+from mars_jax.types import (
+    Controls,
+    Drafter,
+    DraftTree,
+    ForwardOutput,
+    KVCache,
+    LanguageModel,
+    Params,
+    Verdict,
+)
+
+
+@flax.struct.dataclass(kw_only=True)
+class EagleState:
+    """Between two steps."""
+
+    cache: KVCache
+    feature: Array  # [B, 1, E]
+
+
+def eagle(
+    config: EagleConfig,
+    target: LanguageModel,
+    num_draft_tokens: int = 5,
+    *,
+    tree: Sequence[int] | Dynamic | None = None,
+    sample: bool = False,
+    cache_dtype: str = "float32",
+) -> Drafter:
+    """Draft with an EAGLE head of the target; its weights are `Params.draft`.
+
+    The target's embedding, and where the head has none its unembedding, are read from `Params.target`.
+
+    Args:
+      config: of the head.
+      target: the model that the head was trained for.
+      num_draft_tokens: length of the chain; not used where `tree` is given.
+      tree: `Dynamic(...)`, or children per node at each depth, such as `(4, 2, 2, 1)`.
+      sample: as in `drafters.language_model`.
+      cache_dtype: of the head's keys and values.
+
+    Raises:
+      MarsError: the head does not fit the target, or what `language_model` raises.
+
+    >>> from mars_jax.models import ModelConfig, language_model
+    >>> layer = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=2)
+    >>> config = EagleConfig(version=1, layer=layer, target_hidden_size=16, draft_vocab_size=32, own_unembed=False)
+    >>> eagle(config, language_model(layer), tree=Dynamic(top_k=4, depth=3, nodes=10)).num_nodes
+    10
+    """
+    head.check_target(config, target)
+    if config.feature_layers and target.with_features is None:
+        raise MarsError(
+            "an EAGLE-3 head reads the target's layers, and this target gives none: set LanguageModel.with_features."
+        )
+    shape = shape_of(num_draft_tokens, tree, config.draft_vocab_size)
+    check_sample(shape, sample)
+    return _eagle(config, target, shape, sample, cache_dtype)
+
+
+@functools.lru_cache
+def _eagle(
+    config: EagleConfig, target: LanguageModel, shape: Shape, sample: bool, cache_dtype: str
+) -> Drafter:
+    def init(params: Params, tokens: Array, length: Array) -> EagleState:
+        batch, buffer = tokens.shape
+        slots = buffer + max(shape.rows, shape.depth + 1)
+        feature = jnp.zeros((batch, 1, config.layer.hidden_size), params.draft["fc"].dtype)
+        return EagleState(cache=head.init_cache(config, batch, slots, cache_dtype), feature=feature)
+
+    def absorb(
+        params: Params, state: EagleState, output: ForwardOutput, following: Array, first: Array, last: Array
+    ) -> EagleState:
+        """Entries for consecutive tokens from position `first` on, from the target's output at them and the tokens
+        that follow them; the next token is drafted from the entry at position `last`, where that is among them."""
+        n = following.shape[1]
+        position = first[:, None] + jnp.arange(n, dtype=jnp.int32)[None]
+        slot = jnp.arange(state.cache.slots, dtype=jnp.int32)
+        mask = slot[None, None] <= position[:, :, None]
+        feature = head.fuse(config, params.draft, output)
+        hidden, cache = head.forward(
+            config, target, params, feature, following, position, mask, state.cache, first
+        )
+        inside = (last >= first) & (last < first + n)
+        index = jnp.clip(last - first, 0, n - 1)[:, None, None]
+        picked = jnp.take_along_axis(hidden, index, axis=1).astype(state.feature.dtype)
+        return EagleState(cache=cache, feature=jnp.where(inside[:, None, None], picked, state.feature))
+
+    def observe(
+        params: Params, state: EagleState, tokens: Array, first: Array, length: Array, output: ForwardOutput
+    ) -> EagleState:
+        n = output.hidden.shape[1]
+        place = first[:, None] + 1 + jnp.arange(n, dtype=jnp.int32)[None]
+        following = jnp.take_along_axis(tokens, jnp.minimum(place, tokens.shape[1] - 1), axis=1)
+        return absorb(params, state, output, following, first, length - 2)
+
+    def propose(
+        params: Params, keys: Array, state: EagleState, tokens: Array, length: Array, controls: Controls
+    ) -> tuple[DraftTree, EagleState]:
+        def extend(carry: tuple[KVCache, Array], level: Level) -> tuple[Array, tuple[KVCache, Array]]:
+            cache, above = carry
+            feature = jnp.take_along_axis(above, level.parents[:, :, None], axis=1)
+            hidden, cache = head.forward(
+                config, target, params, feature, level.tokens, level.positions, level.mask, cache, level.slot
+            )
+            hidden = hidden.astype(state.feature.dtype)
+            return head.unembed(config, target, params, hidden), (cache, hidden)
+
+        growth = Growth(
+            logits=head.unembed(config, target, params, state.feature),
+            # Every node of the first level follows the same feature.
+            carry=(state.cache, jnp.repeat(state.feature, shape.top_k, axis=1)),
+            extend=extend,
+            first=length - 1,
+            slots=state.cache.slots,
+            to_target=lambda ids: head.to_target(config, params, ids),
+            widen=lambda logits: head.widen(config, params, logits),
+        )
+        root = jnp.take_along_axis(tokens, length[:, None] - 1, axis=1)
+        tree, _, (cache, _) = grow(shape, sample, growth, root, keys, controls)
+        return tree, EagleState(cache=cache, feature=state.feature)
+
+    def update(
+        params: Params,
+        state: EagleState,
+        tree: DraftTree,
+        verdict: Verdict,
+        output: ForwardOutput,
+        length: Array,
+    ) -> EagleState:
+        along = jax.tree.map(lambda x: gather_path(x, verdict.path), (output.hidden, output.features))
+        output = ForwardOutput(hidden=along[0], features=along[1], cache=output.cache)
+        drafted = gather_path(tree.tokens, verdict.path)
+        drafted = jnp.concatenate([drafted[:, 1:], drafted[:, -1:]], axis=1)
+        place = jnp.arange(drafted.shape[1], dtype=jnp.int32)[None]
+        following = jnp.where(place < verdict.num_accepted[:, None], drafted, verdict.next_token[:, None])
+        return absorb(params, state, output, following, length - 1, length - 1 + verdict.num_accepted)
+
+    return Drafter(
+        init=init,
+        propose=propose,
+        update=update,
+        observe=observe,
+        feature_layers=config.feature_layers,
+        num_nodes=shape.num_nodes,
+        max_depth=shape.depth,
+        vocab_size=config.layer.vocab_size,
+        name=f"eagle{config.version}({describe(shape, sample)})",
+    )

@@ -1,0 +1,353 @@
+"""Grow chains and trees from any drafter that extends nodes: the part that drafters with a cache share.
+
+Sources: static trees SpecInfer 2305.09781; dynamic trees EAGLE-2 2406.16858, section 4; stopping by entropy SVIP
+2411.18462. B batch, W nodes of a level, N tree nodes, D depth, U draft vocabulary, V target vocabulary, S slots.
+Oracle: a Python search over the same logits in tests/drafters/test_grow.py.
+
+A drafter that has read all committed tokens knows the logits of the first level. To *extend* nodes is to run it over
+them: it writes their rows into its cache and gives the logits of their children. Level d + 1 needs the rows of level
+d; the last level is drafted and never extended.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from mars_jax.errors import MarsError
+from mars_jax.sampling import argmax, process, sample_processed
+from mars_jax.tree import chain, static_topology
+from mars_jax.types import NO_TOKEN, Controls, DraftTree
+
+
+class Level(NamedTuple):
+    """W nodes to extend."""
+
+    tokens: Array  # i32[B, W]; of the target's vocabulary; NO_TOKEN behind a drafter that has stopped
+    parents: Array  # i32[B, W]; index of each node's parent among the nodes of the level before
+    positions: Array  # i32[B, W]
+    mask: Array  # bool[B, W, S]
+    slot: Array  # i32[B]; the nodes' rows are written from here on
+
+
+class Growth(NamedTuple):
+    """How a drafter grows a tree, as functions of its carry: its cache, and what else it hands from level to level."""
+
+    logits: Array  # f32[B, 1, U]; of the first level
+    carry: Any
+    extend: Callable[[Any, Level], tuple[Array, Any]]  # (carry, level) -> logits f32[B, W, U], carry
+    first: Array  # i32[B]; slot and position of the first level's rows
+    slots: int  # S
+    to_target: Callable[[Array], Array] = lambda ids: ids  # ids of the draft vocabulary -> the target's
+    widen: Callable[[Array], Array] = lambda logits: logits  # f32[B, W, U] -> f32[B, W, V]
+
+
+@dataclasses.dataclass(frozen=True)
+class Dynamic:
+    """A tree whose shape follows the drafter's confidence (EAGLE-2 2406.16858, section 4).
+
+    At each of `depth` levels the `top_k` likeliest nodes, by the product of the drafter's probabilities from the
+    root, get their `top_k` likeliest children; of all children `nodes` - 1 are kept, the likeliest.
+
+    Raises:
+      MarsError: a size below 1.
+    """
+
+    top_k: int = 10
+    depth: int = 7
+    nodes: int = 60  # the root included
+
+    def __post_init__(self):
+        if min(self.top_k, self.depth, self.nodes - 1) < 1:
+            raise MarsError(f"a dynamic tree of {self}: give at least 1 child, 1 level and 2 nodes.")
+
+    @property
+    def candidates(self) -> int:
+        return self.top_k + (self.depth - 1) * self.top_k**2
+
+    @property
+    def num_nodes(self) -> int:
+        """N: `nodes`, or what there can be."""
+        return min(self.nodes, self.candidates + 1)
+
+    @property
+    def rows(self) -> int:
+        """Cache rows that growing it writes."""
+        return (self.depth - 1) * self.top_k
+
+
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """A tree, or a chain, of a fixed shape: every node of depth l has `branching[l]` children.
+
+    Raises:
+      MarsError: a level without nodes.
+    """
+
+    branching: tuple[int, ...]
+
+    def __post_init__(self):
+        if not self.branching or min(self.branching) < 1:
+            raise MarsError(
+                f"a draft of shape {self.branching} has a level without nodes: give at least 1 draft token and at "
+                "least 1 child at each level."
+            )
+
+    @property
+    def is_chain(self) -> bool:
+        return max(self.branching) == 1
+
+    @property
+    def depth(self) -> int:
+        return len(self.branching)
+
+    @property
+    def top_k(self) -> int:
+        return max(self.branching)
+
+    @property
+    def num_nodes(self) -> int:
+        return 1 + int(np.sum(np.cumprod(self.branching)))
+
+    @property
+    def rows(self) -> int:
+        return self.num_nodes - 1
+
+
+Shape = Static | Dynamic
+
+
+def shape_of(num_draft_tokens: int, tree: Sequence[int] | Dynamic | None, vocab_size: int) -> Shape:
+    """The shape that a drafter's arguments name: a chain, unless `tree` says otherwise.
+
+    Raises:
+      MarsError: a level without nodes, or a node with more children than there are tokens.
+    """
+    if isinstance(tree, Dynamic):
+        shape: Shape = tree
+    else:
+        shape = Static(tuple(tree) if tree is not None else (1,) * num_draft_tokens)
+    if shape.top_k > vocab_size:
+        raise MarsError(f"a node cannot have {shape.top_k} children in a vocabulary of {vocab_size} tokens.")
+    return shape
+
+
+def describe(shape: Shape, sample: bool) -> str:
+    """A shape in a drafter's name."""
+    if isinstance(shape, Dynamic):
+        return f"dynamic {shape.top_k}-{shape.depth}-{shape.num_nodes}"
+    text = str(shape.depth) if shape.is_chain else "-".join(map(str, shape.branching))
+    return f"{text}, sampled" if sample else text
+
+
+def check_sample(shape: Shape, sample: bool) -> None:
+    """Raise MarsError for a tree that is to be sampled."""
+    if sample and (isinstance(shape, Dynamic) or not shape.is_chain):
+        raise MarsError(
+            "sample=True drafts chains only: leave `tree` out, or draft the tree without sampling."
+        )
+
+
+def grow(
+    shape: Shape, sample: bool, growth: Growth, root: Array, keys: Array, controls: Controls
+) -> tuple[DraftTree, Array, Any]:
+    """Draft a tree under the last committed token.
+
+    Args:
+      shape, sample: static; a sampled chain carries the logits that it was drawn from.
+      growth: the drafter.
+      root: i32[B, 1]; the last committed token.
+      keys: key[B], for sampling.
+      controls: of the requests. Behind a node where the square root of the draft's entropy is above
+        `controls.draft_stop` a row drafts nothing more.
+
+    Returns:
+      The tree; i32[B, N], 1 + the row (from `growth.first` on) into which each node was written, 0 for the root and
+      anything for nodes that were not extended; and the carry.
+    """
+    if isinstance(shape, Dynamic):
+        return _dynamic(shape, growth, root, controls)
+    if shape.is_chain:
+        return _chain(shape, sample, growth, root, keys, controls)
+    return _static(shape, growth, root, controls)
+
+
+def _stops(logits: Array, controls: Controls) -> Array:
+    """bool[B, W]: the drafter is too unsure of what follows these nodes to go on."""
+
+    def unsure() -> Array:
+        top = jnp.max(logits, axis=-1, keepdims=True)
+        weights = jnp.exp(logits - top)
+        total = jnp.sum(weights, axis=-1)
+        mean = jnp.sum(jnp.where(weights > 0, weights * (logits - top), 0.0), axis=-1) / total
+        return jnp.sqrt(jnp.maximum(jnp.log(total) - mean, 0.0)) > controls.draft_stop[:, None]
+
+    asked = jnp.any(controls.draft_stop < jnp.inf)
+    return lax.cond(asked, unsure, lambda: jnp.zeros(logits.shape[:2], bool))
+
+
+def _chain(shape: Static, sample: bool, growth: Growth, root: Array, keys: Array, controls: Controls):
+    batch = root.shape[0]
+    slot = jnp.arange(growth.slots, dtype=jnp.int32)
+
+    def pick(depth, logits: Array) -> tuple[Array, Array | None]:
+        """The next token of each row, i32[B, 1], and the processed logits f32[B, 1, V] that it was drawn from."""
+        stops = _stops(logits, controls)
+        if sample:
+            processed = process(growth.widen(logits), controls)
+            level_keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, depth)
+            return jnp.where(stops, NO_TOKEN, sample_processed(level_keys, processed)), processed
+        return jnp.where(stops, NO_TOKEN, growth.to_target(argmax(logits))), None
+
+    tokens, processed = pick(1, growth.logits)
+
+    # A chain's levels are alike: a loop compiles one extension, however long the chain.
+    def body(carry, depth):
+        tokens, carry = carry
+        at = growth.first + depth - 1
+        mask = slot[None, None] <= at[:, None, None]
+        level = Level(tokens, jnp.zeros((batch, 1), jnp.int32), at[:, None], mask, at)
+        logits, carry = growth.extend(carry, level)
+        following, q = pick(depth + 1, logits)
+        following = jnp.where(tokens == NO_TOKEN, NO_TOKEN, following)
+        return (following, carry), (following[:, 0], None if q is None else q[:, 0])
+
+    depths = jnp.arange(1, shape.depth, dtype=jnp.int32)
+    (_, carry), (rest, rest_processed) = lax.scan(body, (tokens, growth.carry), depths)
+    draft_logits = None
+    if processed is not None and rest_processed is not None:
+        # The last node has no children, so its row is never read.
+        draft_logits = jnp.concatenate(
+            [processed, jnp.moveaxis(rest_processed, 0, 1), jnp.zeros_like(processed)], axis=1
+        )
+    tree = chain(jnp.concatenate([root, tokens, rest.T], axis=1), draft_logits)
+    return tree, jnp.maximum(tree.depths, 0), carry
+
+
+def _mask(growth: Growth, seen: Array) -> Array:
+    """bool[B, W, S]: the committed rows, and of the rows from `growth.first` on those `seen` bool[B, W, R]."""
+    offset = jnp.arange(growth.slots, dtype=jnp.int32)[None] - growth.first[:, None]
+    rows = seen.shape[2]
+    index = jnp.broadcast_to(jnp.clip(offset, 0, rows - 1)[:, None], (*seen.shape[:2], growth.slots))
+    inside = jnp.take_along_axis(seen, index, axis=2) & (offset < rows)[:, None]
+    return jnp.where((offset < 0)[:, None], True, inside)
+
+
+def _seen(before: Array, parents: Array, first: Any) -> Array:
+    """bool[B, W, R] for W new rows from row `first` on: what their parents see, and themselves."""
+    rows = jnp.arange(before.shape[2], dtype=jnp.int32)
+    own = rows[None] == first + jnp.arange(parents.shape[1], dtype=jnp.int32)[:, None]
+    return jnp.take_along_axis(before, parents[:, :, None], axis=1) | own[None]
+
+
+def _static(shape: Static, growth: Growth, root: Array, controls: Controls):
+    parents, depths = static_topology(shape.branching)
+    batch, n = root.shape[0], shape.num_nodes
+
+    def children(logits: Array, width: int, alive: Array) -> Array:
+        """i32[B, W * width]; NO_TOKEN under nodes that are not alive."""
+        ids = lax.top_k(logits, width)[1] if width > 1 else argmax(logits)[..., None]
+        alive = alive & ~_stops(logits, controls)
+        return jnp.where(alive[..., None], growth.to_target(ids), NO_TOKEN).reshape(batch, -1)
+
+    levels = [root, children(growth.logits, shape.branching[0], jnp.ones((batch, 1), bool))]
+    seen, carry, row = jnp.zeros((batch, 1, n - 1), bool), growth.carry, 0
+    above, width = np.zeros(shape.branching[0], np.int32), shape.branching[0]
+    for depth in range(1, shape.depth):
+        up = jnp.broadcast_to(jnp.asarray(above), (batch, width))
+        seen = _seen(seen, up, row)
+        positions = jnp.broadcast_to(growth.first[:, None] + depth - 1, (batch, width))
+        level = Level(levels[-1], up, positions, _mask(growth, seen), growth.first + row)
+        logits, carry = growth.extend(carry, level)
+        levels.append(children(logits, shape.branching[depth], levels[-1] != NO_TOKEN))
+        above, row = np.repeat(np.arange(width, dtype=np.int32), shape.branching[depth]), row + width
+        width = len(above)
+    tree = DraftTree(
+        tokens=jnp.concatenate(levels, axis=1),
+        parents=jnp.broadcast_to(jnp.asarray(parents), (batch, n)),
+        depths=jnp.broadcast_to(jnp.asarray(depths), (batch, n)),
+        max_depth=shape.depth,
+        is_chain=False,
+    )
+    return tree, jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (batch, n)), carry
+
+
+def _dynamic(shape: Dynamic, growth: Growth, root: Array, controls: Controls):
+    k, batch, n = shape.top_k, root.shape[0], shape.num_nodes
+
+    def children(logits: Array, score: Array) -> tuple[Array, Array]:
+        """The k likeliest children of each of W nodes, i32[B, W * k], and their scores; -inf where it stops."""
+        top, ids = lax.top_k(logits, k)
+        score = jnp.where(_stops(logits, controls), -jnp.inf, score - jax.nn.logsumexp(logits, axis=-1))
+        return growth.to_target(ids).reshape(batch, -1), (score[..., None] + top).reshape(batch, -1)
+
+    # A candidate is known by its number: level 1 is 0 .. k - 1, and k * k follow for every level.
+    tokens, scores = children(growth.logits, jnp.zeros((batch, 1), jnp.float32))
+    nothing = jnp.zeros((batch, k), jnp.int32)
+    ids = jnp.broadcast_to(jnp.arange(k, dtype=jnp.int32), (batch, k))
+    before = jnp.zeros((batch, k, max(shape.rows, 1)), bool)
+
+    # One compiled extension for all levels, which are alike.
+    def body(carry, depth):
+        carry, tokens, scores, ids, up, before = carry
+        row = (depth - 1) * k
+        seen = _seen(before, up, row)
+        positions = jnp.broadcast_to(growth.first[:, None] + depth - 1, (batch, k))
+        level = Level(tokens, up, positions, _mask(growth, seen), growth.first + row)
+        logits, carry = growth.extend(carry, level)
+        new_tokens, new_scores = children(logits, scores)
+        parents = jnp.repeat(ids, k, axis=1)
+        best_scores, best = lax.top_k(new_scores, k)
+        best_tokens = jnp.take_along_axis(new_tokens, best, axis=1)
+        following = (carry, best_tokens, best_scores, k + row * k + best, best // k, seen)
+        return following, (new_tokens, new_scores, parents, ids)
+
+    carry = (growth.carry, tokens, scores, ids, nothing, before)
+    depths = jnp.arange(1, shape.depth, dtype=jnp.int32)
+    (carry, *_), levels = lax.scan(body, carry, depths)
+
+    def joined(first: Array, rest: Array) -> Array:
+        return jnp.concatenate([first, jnp.moveaxis(rest, 0, 1).reshape(batch, -1)], axis=1)
+
+    all_tokens, all_scores = joined(tokens, levels[0]), joined(scores, levels[1])
+    all_parents = joined(nothing - 1, levels[2])  # candidates; -1 is the root
+    extended = jnp.moveaxis(levels[3], 0, 1).reshape(batch, -1)  # candidates, in the order of their rows
+    all_depths = np.concatenate([np.ones(k), np.repeat(np.arange(2, shape.depth + 1), k * k)]).astype(
+        np.int32
+    )
+
+    # A child is no likelier than its parent, and of equals top_k takes the lower number, the parent's: so the chosen
+    # ones hang together, and in the order of their numbers parents come first.
+    kept = jnp.sort(lax.top_k(all_scores, n - 1)[1], axis=1)
+
+    def numbered(places: Array, values: Array) -> Array:
+        """i32[B, candidates]: values at their candidates, 0 elsewhere."""
+        empty = jnp.zeros((batch, shape.candidates), jnp.int32)
+        return jax.vmap(lambda row, at, new: row.at[at].set(new))(empty, places, values)
+
+    def at_kept(values: Array) -> Array:
+        return jnp.take_along_axis(values, kept, axis=1)
+
+    nodes = jnp.broadcast_to(jnp.arange(1, n, dtype=jnp.int32), (batch, n - 1))
+    node_of = numbered(kept, nodes)
+    parent = at_kept(all_parents)
+    parent = jnp.where(parent < 0, 0, jnp.take_along_axis(node_of, jnp.maximum(parent, 0), axis=1))
+    row_of = numbered(
+        extended, jnp.broadcast_to(1 + jnp.arange(extended.shape[1], dtype=jnp.int32), extended.shape)
+    )
+    alive = at_kept(all_scores) > -jnp.inf
+    zero = jnp.zeros((batch, 1), jnp.int32)
+    tree = DraftTree(
+        tokens=jnp.concatenate([root, jnp.where(alive, at_kept(all_tokens), NO_TOKEN)], axis=1),
+        parents=jnp.concatenate([zero - 1, jnp.where(alive, parent, 0)], axis=1),
+        depths=jnp.concatenate([zero, jnp.asarray(all_depths)[kept]], axis=1),
+        max_depth=shape.depth,
+        is_chain=False,
+    )
+    return tree, jnp.concatenate([zero, at_kept(row_of)], axis=1), carry

@@ -1,0 +1,151 @@
+"""Medusa heads as drafter: a chain, greedy or sampled, or a static tree, all from one hidden state of the target.
+
+Source: Medusa 2401.10774. B batch, K heads that are asked, N nodes, T token buffer, E hidden size, V vocabulary.
+Oracle: the heads in numpy over a forward of the target from an empty cache (tests/drafters/test_medusa.py).
+
+The invariant: the state is the target's hidden state [B, 1, E] at position `length - 2`, the last it has been at;
+zeros where the prompt is one token. From there the heads say what is at `length`, `length + 1` and so on, none of
+them knowing what the others say: the nodes of one depth have the same children.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from mars_jax.drafters.grow import Dynamic, Static, _stops, check_sample, describe, shape_of
+from mars_jax.errors import MarsError
+from mars_jax.models import medusa as heads
+from mars_jax.models.medusa import MedusaConfig
+from mars_jax.sampling import argmax, process, sample_processed
+from mars_jax.tree import chain, gather_path, static_topology
+from mars_jax.types import (
+    NO_TOKEN,
+    Controls,
+    Drafter,
+    DraftTree,
+    ForwardOutput,
+    LanguageModel,
+    Params,
+    Verdict,
+)
+
+
+def medusa(
+    config: MedusaConfig,
+    target: LanguageModel,
+    num_draft_tokens: int | None = None,
+    *,
+    tree: Sequence[int] | Dynamic | None = None,
+    sample: bool = False,
+) -> Drafter:
+    """Draft with Medusa heads of the target; their weights are `Params.draft`.
+
+    Args:
+      config: of the heads.
+      target: the model that the heads were trained for.
+      num_draft_tokens: length of the chain; default: all heads. Not used where `tree` is given.
+      tree: children per node at each depth, such as `(4, 2, 2, 1)`: the likeliest tokens of that depth's head, under
+        every node above.
+      sample: as in `drafters.language_model`. The true q of a chain is the product of what its heads say.
+
+    Raises:
+      MarsError: the heads are for another vocabulary, the draft is longer than there are heads, the tree is dynamic
+        or to be sampled.
+
+    >>> from mars_jax.fake import hash_model
+    >>> config = MedusaConfig(num_heads=5, num_layers=1, hidden_size=8, vocab_size=11)
+    >>> medusa(config, hash_model(vocab_size=11)).max_depth
+    5
+    """
+    if config.vocab_size != target.vocab_size:
+        raise MarsError(
+            f"the Medusa heads are for a vocabulary of {config.vocab_size} tokens and the target has "
+            f"{target.vocab_size}: use the heads that were trained for this target."
+        )
+    if isinstance(tree, Dynamic):
+        raise MarsError(
+            "Medusa heads draft no dynamic tree: give the children per node at each depth, such as (4, 2, 2, 1)."
+        )
+    length = config.num_heads if num_draft_tokens is None else num_draft_tokens
+    shape = shape_of(length, tree, config.vocab_size)
+    assert isinstance(shape, Static)
+    if shape.depth > config.num_heads:
+        raise MarsError(
+            f"a draft of {shape.depth} tokens in a row needs as many Medusa heads, and there are {config.num_heads}: "
+            "draft fewer."
+        )
+    check_sample(shape, sample)
+    return _medusa(config, shape, sample)
+
+
+@functools.lru_cache
+def _medusa(config: MedusaConfig, shape: Static, sample: bool) -> Drafter:
+    def init(params: Params, tokens: Array, length: Array) -> Array:
+        dtype = params.draft["heads"][0]["unembed"].dtype
+        return jnp.zeros((tokens.shape[0], 1, config.hidden_size), dtype)
+
+    def observe(
+        params: Params, state: Array, tokens: Array, first: Array, length: Array, output: ForwardOutput
+    ) -> Array:
+        n = output.hidden.shape[1]
+        index = length - 2 - first
+        picked = jnp.take_along_axis(output.hidden, jnp.clip(index, 0, n - 1)[:, None, None], axis=1)
+        inside = (index >= 0) & (index < n)
+        return jnp.where(inside[:, None, None], picked.astype(state.dtype), state)
+
+    def draft_chain(keys: Array, logits: Array, controls: Controls) -> tuple[Array, Array | None]:
+        """The token of each head i32[B, K], and the processed logits f32[B, N, V] that they were drawn from."""
+        if not sample:
+            return argmax(logits), None
+        processed = process(logits, controls)
+        # The last node has no children, so its row is never read.
+        return sample_processed(keys, processed), jnp.pad(processed, ((0, 0), (0, 1), (0, 0)))
+
+    def draft_tree(root: Array, logits: Array, alive: Array) -> DraftTree:
+        levels = [root]
+        for depth, width in enumerate(shape.branching):
+            ids = lax.top_k(logits[:, depth], width)[1]
+            ids = jnp.where(alive[:, depth, None], ids, NO_TOKEN)
+            levels.append(jnp.tile(ids, (1, levels[-1].shape[1])))
+        tokens = jnp.concatenate(levels, axis=1)
+        parents, depths = static_topology(shape.branching)
+        return DraftTree(
+            tokens=tokens,
+            parents=jnp.broadcast_to(jnp.asarray(parents), tokens.shape),
+            depths=jnp.broadcast_to(jnp.asarray(depths), tokens.shape),
+            max_depth=shape.depth,
+            is_chain=False,
+        )
+
+    def propose(
+        params: Params, keys: Array, state: Array, tokens: Array, length: Array, controls: Controls
+    ) -> tuple[DraftTree, Array]:
+        root = jnp.take_along_axis(tokens, length[:, None] - 1, axis=1)
+        logits = heads.logits(params.draft, state, shape.depth)
+        # A head that is too unsure drafts nothing, and nothing can follow it.
+        alive = jnp.cumprod((~_stops(logits, controls)).astype(jnp.int32), axis=1) > 0
+        if not shape.is_chain:
+            return draft_tree(root, logits, alive), state
+        drafted, processed = draft_chain(keys, logits, controls)
+        drafted = jnp.where(alive, drafted, NO_TOKEN)
+        return chain(jnp.concatenate([root, drafted], axis=1), processed), state
+
+    def update(
+        params: Params, state: Array, tree: DraftTree, verdict: Verdict, output: ForwardOutput, length: Array
+    ) -> Array:
+        return gather_path(output.hidden, verdict.path[:, -1:]).astype(state.dtype)
+
+    return Drafter(
+        init=init,
+        propose=propose,
+        update=update,
+        observe=observe,
+        num_nodes=shape.num_nodes,
+        max_depth=shape.depth,
+        vocab_size=config.vocab_size,
+        name=f"medusa({describe(shape, sample)})",
+    )

@@ -1,0 +1,129 @@
+"""Decode problems with an arm: conversations turn by turn, timed without compilation."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from mars_jax import api, drafters, request
+from mars_jax.batch import buffer_width
+from mars_jax.errors import MarsError
+from mars_jax.evaluate.arms import Arm
+from mars_jax.evaluate.tasks import Problem
+from mars_jax.metrics import Metrics
+from mars_jax.request import Completion
+from mars_jax.text import Pretrained
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What one problem got, over all of its turns."""
+
+    texts: tuple[str, ...]
+    tokens: tuple[tuple[int, ...], ...]  # new ones of each turn
+    finish_reason: (
+        str  # "stop" or "length" of the last turn; "context" where a turn did not fit behind the others
+    )
+    metrics: Metrics
+    seconds: float  # wall time of its batches, prefill included, divided by the problems in each
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decoding:
+    """What all arms share: the pair of models and how prompts become requests."""
+
+    target: Pretrained
+    drafter: drafters.LoadedDrafter
+    chat: bool = False
+    max_new_tokens: int = 256
+    batch_size: int = 1
+    _compiled: set[tuple] = dataclasses.field(default_factory=set)
+
+    def answer(
+        self, arm: Arm, problems: Sequence[Problem], seeds: Sequence[int], *, temperature: float
+    ) -> list[Answer]:
+        """Decode one batch, at most `batch_size` problems. A follow-up turn sees the arm's own answers."""
+        said: list[list[Completion]] = [[] for _ in problems]
+        seconds = [0.0] * len(problems)
+        full = [False] * len(problems)
+        turns = max(len(turns_asked(p, self.chat)) for p in problems)
+        for turn in range(turns):
+            prompts: dict[int, list[int]] = {}
+            for row, problem in enumerate(problems):
+                if turn >= len(turns_asked(problem, self.chat)) or full[row]:
+                    continue
+                ids = prompt_tokens(self.target, problem, [c.text for c in said[row]], chat=self.chat)
+                full[row] = turn > 0 and len(ids) >= self.target.config.max_positions
+                if not full[row]:
+                    prompts[row] = ids
+            if not prompts:
+                break
+            requests = request.make_requests(
+                self.target,
+                list(prompts.values()),
+                temperature=temperature,
+                top_k=arm.top_k,
+                seed=[seeds[row] for row in prompts],
+                max_new_tokens=self.max_new_tokens,
+            )
+            for row, completion in zip(prompts, self._run(arm, requests), strict=True):
+                said[row].append(completion)
+                seconds[row] += completion.seconds / len(requests)
+        return [
+            Answer(
+                texts=tuple(c.text for c in completions),
+                tokens=tuple(tuple(c.tokens) for c in completions),
+                finish_reason="context" if full[row] else completions[-1].finish_reason,
+                metrics=request.total(completions),
+                seconds=seconds[row],
+            )
+            for row, completions in enumerate(said)
+        ]
+
+    def _run(self, arm: Arm, requests: list[request.Request]) -> list[Completion]:
+        drafter = self.drafter if arm.drafts else drafters.load("none", self.target)
+        shape = (drafter.drafter, arm.rule, buffer_width(self.target, requests))
+        if shape not in self._compiled:  # thresholds share what is compiled, and compare equal
+            api.compile_batch(self.target, drafter, requests, verify=arm.rule, rows=self.batch_size)
+            self._compiled.add(shape)
+        return api.run_batch(self.target, drafter, requests, verify=arm.rule, rows=self.batch_size)
+
+
+def turns_asked(problem: Problem, chat: bool) -> tuple[str, ...]:
+    """The turns that are asked: without a chat template the first alone."""
+    return problem.turns if chat and not problem.continues else problem.turns[:1]
+
+
+def prompt_tokens(
+    target: Pretrained, problem: Problem, answers: Sequence[str] = (), *, chat: bool
+) -> list[int]:
+    """Token ids of the turn behind `answers`, the earlier turns in front of it.
+
+    Raises:
+      MarsError: there is no chat template, or the prompt is empty.
+    """
+    if not answers:
+        return target.encode(problem.turns[0], chat=chat and not problem.continues)
+    said = [{"role": "user", "content": problem.turns[0]}]
+    for answer, turn in zip(answers, problem.turns[1:], strict=False):
+        said += [{"role": "assistant", "content": answer}, {"role": "user", "content": turn}]
+    ids = target.tokenizer.apply_chat_template(said, add_generation_prompt=True, return_dict=True)[
+        "input_ids"
+    ]
+    target.check_tokens(ids)
+    return [int(i) for i in ids]
+
+
+def check_problems(target: Pretrained, problems: Sequence[Problem], *, chat: bool) -> None:
+    """Raise MarsError, by its id, for a problem that the target cannot take. An outline of the target is enough."""
+    for problem in problems:
+        context = target.config.max_positions
+        try:
+            count = len(prompt_tokens(target, problem, chat=chat))
+            if count >= context:
+                raise MarsError(
+                    f"the prompt has {count} tokens and '{target.name}' a context of {context}: take it out of the "
+                    "file, or evaluate a target of a longer context."
+                )
+        except MarsError as error:
+            raise MarsError(f"{problem.task}, problem {problem.id}: {error}") from None

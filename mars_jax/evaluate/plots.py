@@ -1,0 +1,91 @@
+"""The plots of an evaluation, a panel for every task and temperature."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+Table = Mapping[str, Any]
+MARKERS = "osD^vPX*<>hp"
+
+
+def draw(summary: Mapping[str, Any], folder: Path) -> None:
+    """Write speed_quality.png, tau_theta.png and depth.png."""
+    tables = summary["tables"]
+    panels = {
+        "speed_quality.png": _speed_quality,
+        "tau_theta.png": _tau_theta,
+        "depth.png": _depth,
+    }
+    for name, panel in panels.items():
+        _picture(tables, folder / name, panel)
+
+
+def _picture(tables: Sequence[Table], path: Path, panel: Callable[[Any, Table], None]) -> None:
+    # Without pyplot, which would choose a window system and keep the figure.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    columns = min(len(tables), len({table["temperature"] for table in tables}))
+    rows = -(-len(tables) // columns)
+    figure = Figure(figsize=(8 * columns, 4.5 * rows), layout="constrained")
+    FigureCanvasAgg(figure)
+    for place, table in enumerate(tables):
+        axis = figure.add_subplot(rows, columns, place + 1)
+        axis.set_title(f"{table['task']}, temperature {table['temperature']:g}")
+        axis.grid(alpha=0.3)
+        panel(axis, table)
+        axis.legend(fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5))
+    figure.savefig(path, dpi=120, metadata={"Software": None})
+
+
+def _style(table: Table, arm: Mapping[str, Any]) -> dict[str, Any]:
+    """The same colour and marker for an arm in every picture."""
+    place = [a["arm"] for a in table["arms"]].index(arm["arm"])
+    return {"color": f"C{place % 10}", "marker": MARKERS[place % len(MARKERS)], "label": arm["arm"]}
+
+
+def _speed_quality(axis: Any, table: Table) -> None:
+    """Up and to the right is better; where nothing is scored, quality is little regret."""
+    scored = all(arm["score"] is not None for arm in table["arms"])
+    for arm in table["arms"]:
+        quality = 100 * arm["score"] if scored else arm["regret_per_token"]
+        axis.plot([arm["tokens_per_second"]], [quality], linestyle="none", **_style(table, arm))
+    axis.set(
+        xlabel="tokens/s", ylabel=f"100 x score, {table['metric']}" if scored else "regret, nats per token"
+    )
+    if not scored:
+        axis.invert_yaxis()
+
+
+def _tau_theta(axis: Any, table: Table) -> None:
+    """tau over the thresholds of the relaxed rule, between its strict limit and its matched control."""
+    drafting = [arm for arm in table["arms"] if arm["acceptance_by_depth"]]
+    strict, infinite, *swept, matched = drafting
+    swept = sorted(swept, key=lambda arm: arm["theta"])
+    axis.plot(
+        [arm["theta"] for arm in swept],
+        [arm["tau"] for arm in swept],
+        marker="o",
+        label=swept[0]["arm"].partition(" theta=")[0],
+    )
+    lines = ((strict, "--", "gray"), (infinite, ":", "black"), (matched, "-.", "C3"))
+    for arm, style, color in lines:
+        axis.axhline(arm["tau"], linestyle=style, color=color, label=arm["arm"])
+    axis.set(xlabel="theta", ylabel="tau, tokens per target forward")
+
+
+def _depth(axis: Any, table: Table) -> None:
+    """Share of the steps by the number of draft tokens that they accepted."""
+    arms = [arm for arm in table["arms"] if arm["acceptance_by_depth"]]
+    width = 0.8 / len(arms)
+    for place, arm in enumerate(arms):
+        histogram = np.asarray(arm["depth_histogram"], np.float64)
+        where = np.arange(len(histogram)) + (place - (len(arms) - 1) / 2) * width
+        style = _style(table, arm)
+        axis.bar(where, histogram / histogram.sum(), width, color=style["color"], label=style["label"])
+    axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.set(xlabel="draft tokens accepted in a step", ylabel="share of steps")

@@ -1,0 +1,247 @@
+"""What each Hugging Face architecture says in config.json beyond what all of them say, read and written.
+
+Oracle: the config classes of transformers 5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from mars_jax.errors import MarsError
+from mars_jax.hub.rope import read_rope
+from mars_jax.models.config import ModelConfig, Rope
+
+_KINDS = {True: "sliding_attention", False: "full_attention"}
+
+
+class Family(NamedTuple):
+    """How one architecture fills the fields that the others leave alone."""
+
+    architecture: str
+    read: Callable[[dict[str, Any]], dict[str, Any]]  # config.json -> fields of ModelConfig
+    write: Callable[[ModelConfig], dict[str, Any]]  # and back
+    defaults: dict[str, Any]  # what config.json means where it says nothing
+    activation: str = "hidden_act"  # the key that names it
+
+
+def _windows(kinds: Sequence[str], window: int | None) -> tuple[int | None, ...]:
+    unknown = sorted(set(kinds) - set(_KINDS.values()))
+    if unknown:
+        raise MarsError(
+            f"layer type '{unknown[0]}' is not supported: only full_attention and sliding_attention are."
+        )
+    if window is None and _KINDS[True] in kinds:
+        raise MarsError(f"layer_types name {_KINDS[True]} and sliding_window is null: set its size.")
+    return tuple(window if kind == _KINDS[True] else None for kind in kinds)
+
+
+def _types(config: ModelConfig) -> list[str]:
+    return [_KINDS[window is not None] for window in config.windows]
+
+
+def _window(config: ModelConfig) -> int | None:
+    """The window of the layers that have one; `hub.save` refuses several sizes, which come back as one."""
+    return max((window for window in config.windows if window is not None), default=None)
+
+
+def _biases(data: dict[str, Any]) -> dict[str, Any]:
+    bias = bool(data.get("attention_bias", False))
+    return {"qkv_bias": bias, "o_bias": bias}
+
+
+def _read_llama(data: dict[str, Any]) -> dict[str, Any]:
+    return _biases(data) | {"mlp_bias": bool(data.get("mlp_bias", False))}
+
+
+def _read_mistral(data: dict[str, Any]) -> dict[str, Any]:
+    window = data.get("sliding_window", 4096)  # an absent key means the first Mistral; null means none
+    return {
+        "windows": (window,) * data["num_hidden_layers"],
+        "num_kv_heads": data.get("num_key_value_heads") or 8,
+    }
+
+
+def _write_mistral(config: ModelConfig) -> dict[str, Any]:
+    return {"sliding_window": _window(config)}
+
+
+def _qwen_windows(data: dict[str, Any]) -> tuple[int | None, ...]:
+    """Qwen's windows: off unless `use_sliding_window`, then per layer type or from `max_window_layers` on."""
+    layers, window = data["num_hidden_layers"], data.get("sliding_window")
+    if not data.get("use_sliding_window") or window is None:
+        return (None,) * layers
+    first = data.get("max_window_layers", 28)
+    return _windows(data.get("layer_types") or [_KINDS[i >= first] for i in range(layers)], window)
+
+
+def _read_qwen2(data: dict[str, Any]) -> dict[str, Any]:
+    return {"qkv_bias": True, "windows": _qwen_windows(data)}
+
+
+def _read_qwen3(data: dict[str, Any]) -> dict[str, Any]:
+    own = {"qk_norm": True, "windows": _qwen_windows(data), "head_dim": data.get("head_dim") or 128}
+    return _biases(data) | own
+
+
+def _write_qwen(config: ModelConfig) -> dict[str, Any]:
+    window = _window(config)
+    return {"use_sliding_window": window is not None, "sliding_window": window, "layer_types": _types(config)}
+
+
+def _read_mixtral(data: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "windows": (data.get("sliding_window"),) * data["num_hidden_layers"],
+        "num_experts": data["num_local_experts"],
+        "experts_per_token": data["num_experts_per_tok"],
+    }
+
+
+def _write_mixtral(config: ModelConfig) -> dict[str, Any]:
+    experts = {"num_local_experts": config.num_experts, "num_experts_per_tok": config.experts_per_token}
+    return _write_mistral(config) | experts
+
+
+def _read_qwen3_moe(data: dict[str, Any]) -> dict[str, Any]:
+    """`decoder_sparse_step` and `mlp_only_layers` both say which layers have no experts."""
+    layers, window = data["num_hidden_layers"], data.get("sliding_window")
+    step, plain = data.get("decoder_sparse_step") or 1, data.get("mlp_only_layers") or ()
+    return _biases(data) | {
+        "qk_norm": True,
+        "windows": (window if data.get("use_sliding_window") else None,) * layers,
+        "num_experts": data.get("num_local_experts", data["num_experts"]),  # transformers 5 and before it
+        "experts_per_token": data["num_experts_per_tok"],
+        "expert_size": data["moe_intermediate_size"],
+        "normalize_experts": bool(data.get("norm_topk_prob", False)),
+        "dense_layers": tuple(i for i in range(layers) if (i + 1) % step or i in plain),
+    }
+
+
+def _write_qwen3_moe(config: ModelConfig) -> dict[str, Any]:
+    window = _window(config)
+    return {
+        "use_sliding_window": window is not None,
+        "sliding_window": window,
+        "num_experts": config.num_experts,
+        "num_experts_per_tok": config.experts_per_token,
+        "moe_intermediate_size": config.expert_size or config.intermediate_size,
+        "norm_topk_prob": config.normalize_experts,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": list(config.dense_layers),
+    }
+
+
+def _read_gemma(data: dict[str, Any], every: int) -> dict[str, Any]:
+    """What Gemma 2 and 3 share; every layer but each `every`-th has a window."""
+    if data.get("use_bidirectional_attention"):
+        raise MarsError("use_bidirectional_attention is not supported: only models that read forwards are.")
+    kinds = data.get("layer_types") or [
+        _KINDS[(i + 1) % every != 0] for i in range(data["num_hidden_layers"])
+    ]
+    cap = data.get("final_logit_softcapping")
+    return _biases(data) | {
+        "windows": _windows(kinds, data.get("sliding_window")),
+        "scale_embeddings": True,
+        "norm_plus_one": True,
+        "post_norms": True,
+        "query_scalar": float(data["query_pre_attn_scalar"]),
+        "logit_cap": None if cap is None else float(cap),
+    }
+
+
+def _read_gemma2(data: dict[str, Any]) -> dict[str, Any]:
+    cap = data.get("attn_logit_softcapping")
+    return _read_gemma(data, 2) | {"attention_cap": None if cap is None else float(cap)}
+
+
+def _read_gemma3(data: dict[str, Any]) -> dict[str, Any]:
+    """Rope per layer type as transformers 5 nests it, or with `rope_local_base_freq` (before it)."""
+    if data.get("attn_logit_softcapping") is not None:
+        raise MarsError("attn_logit_softcapping means nothing in Gemma 3: set it to null.")
+    nested = data.get("rope_parameters") or {}
+
+    def rope(kind: str, theta: float, scaling: dict[str, Any] | None) -> Rope:
+        own = {"rope_theta": theta, **(scaling or {}), **(nested.get(kind) or {})}
+        return read_rope(data | {"rope_scaling": own})
+
+    pattern = data.get("sliding_window_pattern") or data.get("_sliding_window_pattern") or 6
+    return _read_gemma(data, pattern) | {
+        "qk_norm": True,
+        "rope": rope(_KINDS[False], data.get("rope_theta") or 1e6, data.get("rope_scaling")),
+        "local_rope": rope(_KINDS[True], data.get("rope_local_base_freq") or 1e4, None),
+    }
+
+
+def _write_gemma2(config: ModelConfig) -> dict[str, Any]:
+    scalar = config.query_scalar
+    return {
+        "layer_types": _types(config),
+        "sliding_window": _window(config),
+        # Its config class takes whole numbers only.
+        "query_pre_attn_scalar": int(scalar) if scalar == int(scalar) else scalar,
+        "attn_logit_softcapping": config.attention_cap,
+        "final_logit_softcapping": config.logit_cap,
+    }
+
+
+def _write_gemma3(config: ModelConfig) -> dict[str, Any]:
+    local = config.local_rope or config.rope
+    return _write_gemma2(config) | {"rope_local_base_freq": local.theta}
+
+
+_GEMMA = {
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+}
+_GEMMA_2 = {"max_position_embeddings": 8192, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+_GEMMA_3 = {"max_position_embeddings": 131072, "vocab_size": 262208, "num_attention_heads": 8}
+_MIXTRAL = {
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+_QWEN3_MOE = {
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+}
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family("LlamaForCausalLM", _read_llama, lambda config: {}, {}),
+    "mistral": Family("MistralForCausalLM", _read_mistral, _write_mistral, {}),
+    "qwen2": Family("Qwen2ForCausalLM", _read_qwen2, _write_qwen, {}),
+    "qwen3": Family("Qwen3ForCausalLM", _read_qwen3, _write_qwen, {}),
+    "mixtral": Family("MixtralForCausalLM", _read_mixtral, _write_mixtral, _MIXTRAL),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", _read_qwen3_moe, _write_qwen3_moe, _QWEN3_MOE),
+    "gemma2": Family(
+        "Gemma2ForCausalLM", _read_gemma2, _write_gemma2, _GEMMA | _GEMMA_2, activation="hidden_activation"
+    ),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM", _read_gemma3, _write_gemma3, _GEMMA | _GEMMA_3, activation="hidden_activation"
+    ),
+}
+"""Supported families by their `model_type`."""
+
+
+def text_part(data: dict[str, Any]) -> dict[str, Any]:
+    """The config of a checkpoint's text model: of Gemma 3 with images its `text_config`, else the whole.
+
+    >>> text_part({"model_type": "gemma3", "eos_token_id": [1, 106], "text_config": {"eos_token_id": 1}})
+    {'eos_token_id': [1, 106], 'model_type': 'gemma3_text', 'architectures': ['Gemma3ForCausalLM']}
+    """
+    if data.get("model_type") != "gemma3" or not isinstance(data.get("text_config"), dict):
+        return data
+    outer = {key: value for key, value in data.items() if key != "text_config"}
+    # Its stop tokens are those of the whole: the text model's are the defaults of the config class.
+    return data["text_config"] | outer | {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"]}

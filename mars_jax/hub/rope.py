@@ -1,0 +1,91 @@
+"""The rotary embedding of a config.json <-> Rope. Oracle: `ROPE_INIT_FUNCTIONS` of transformers 5."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from mars_jax.errors import MarsError
+from mars_jax.models.config import Rope
+
+
+def _yarn_attention_factor(scaling: dict[str, Any], factor: float) -> float:
+    """How YaRN scales cos and sin (arXiv 2309.00071, equation 15), as transformers resolves it."""
+
+    def mscale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    if scaling.get("attention_factor") is not None:
+        return float(scaling["attention_factor"])
+    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
+        return mscale(scaling["mscale"]) / mscale(scaling["mscale_all_dim"])
+    return mscale(1.0)
+
+
+def read_rope(data: dict[str, Any]) -> Rope:
+    """Read `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before it).
+
+    Raises:
+      MarsError: a type that is not supported, or one that lacks a number.
+
+    >>> read_rope({"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 2.0}}).factor
+    2.0
+    """
+    scaling = data.get("rope_scaling") or data.get("rope_parameters") or {}
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    theta = float(scaling.get("rope_theta") or data.get("rope_theta") or 10000.0)
+    if (scaling.get("partial_rotary_factor") or data.get("partial_rotary_factor") or 1.0) != 1.0:
+        raise MarsError("partial_rotary_factor is not supported: only heads that are rotated whole are.")
+    if kind == "default":
+        return Rope(theta=theta)
+    if kind not in ("linear", "llama3", "yarn"):
+        raise MarsError(
+            f"rope type '{kind}' is not supported: the supported ones are default, linear, llama3, yarn."
+        )
+    trained = data.get("original_max_position_embeddings") or scaling.get("original_max_position_embeddings")
+    trained = int(trained or data.get("max_position_embeddings", 2048))
+    factor = scaling.get("factor")
+    if factor is None and kind == "yarn":
+        factor = data.get("max_position_embeddings", 2048) / trained
+    if factor is None:
+        raise MarsError(
+            f"rope type '{kind}' needs a factor, and config.json gives none: add it to rope_scaling."
+        )
+    if kind == "linear":
+        return Rope(theta=theta, kind=kind, factor=float(factor))
+    if kind == "llama3":
+        missing = [key for key in ("low_freq_factor", "high_freq_factor") if scaling.get(key) is None]
+        if missing:
+            raise MarsError(f"rope type 'llama3' needs {missing[0]}, and config.json gives none: add it.")
+        return Rope(
+            theta=theta,
+            kind=kind,
+            factor=float(factor),
+            original_max_positions=trained,
+            low_freq_factor=float(scaling["low_freq_factor"]),
+            high_freq_factor=float(scaling["high_freq_factor"]),
+        )
+    return Rope(
+        theta=theta,
+        kind=kind,
+        factor=float(factor),
+        original_max_positions=trained,
+        beta_fast=float(scaling.get("beta_fast") or 32),
+        beta_slow=float(scaling.get("beta_slow") or 1),
+        attention_factor=_yarn_attention_factor(scaling, float(factor)),
+        truncate=bool(scaling.get("truncate", True)),
+    )
+
+
+def write_scaling(rope: Rope) -> dict[str, Any] | None:
+    """The `rope_scaling` of config.json, as transformers 4 and 5 read it; None where nothing is stretched."""
+    if rope.kind == "none":
+        return None
+    data: dict[str, Any] = {"rope_type": rope.kind, "factor": rope.factor}
+    if rope.kind == "linear":
+        return data
+    data["original_max_position_embeddings"] = rope.original_max_positions
+    if rope.kind == "llama3":
+        return data | {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
+    data |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow, "truncate": rope.truncate}
+    return data | {"attention_factor": rope.attention_factor}

@@ -1,0 +1,242 @@
+"""EAGLE heads: one transformer layer that reads the target's features and writes the next one.
+
+Sources: EAGLE 2401.15077, EAGLE-2 2406.16858 (the same heads, another tree), EAGLE-3 2503.01840. B batch, N tokens,
+E hidden size of the head, F that of the target, V vocabulary, W draft vocabulary, S cache slots. Oracle: a
+transcription in PyTorch over transformers' Llama layers (tests/models/test_eagle.py).
+
+Entry t of a head pairs the target's feature of token t with the embedding of token t + 1, has position t, and its
+output says which token t + 2 is and stands in for the feature of token t + 1 where the target has not been there yet.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from mars_jax import cache as kv_cache
+from mars_jax.errors import MarsError
+from mars_jax.models.config import ModelConfig
+from mars_jax.models.layers import dense, embed, gated_mlp, rms_norm
+from mars_jax.models.rope import angles
+from mars_jax.models.transformer import attention
+from mars_jax.models.weights import Weight, build_rows
+from mars_jax.types import ForwardOutput, KVCache, LanguageModel, Params, PyTree
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EagleConfig:
+    """Everything static about a head.
+
+    Raises:
+      MarsError: the parts contradict each other.
+    """
+
+    version: int  # 1, of EAGLE and EAGLE-2, or 3
+    layer: ModelConfig  # of the one layer; its vocab_size is the target's, V
+    target_hidden_size: int  # F
+    draft_vocab_size: int  # W; less than V only in version 3
+    feature_layers: tuple[int, ...] = ()  # of the target; version 1 reads its final hidden state instead
+    fc_bias: bool = False
+    fc_norm: bool = False  # a norm over each feature before they are joined (EAGLE-3.1)
+    norm_before_residual: bool = False
+    norm_output: bool = False  # the next feature is the output behind `norm`, not before it (EAGLE-3.1)
+    own_embed: bool = False  # else the target's embedding, by reference
+    own_unembed: bool = True  # else the target's unembedding, by reference
+
+    def __post_init__(self):
+        if self.version not in (1, 3):
+            raise MarsError(
+                f"EAGLE version {self.version} is not known: 1 (and 2, its heads are the same) or 3."
+            )
+        if self.layer.num_layers != 1:
+            raise MarsError(
+                f"the EAGLE head has {self.layer.num_layers} layers: only heads of 1 are supported."
+            )
+        if self.version == 3 and not self.feature_layers:
+            raise MarsError(
+                "an EAGLE-3 head needs the layers of the target that it reads: give feature_layers."
+            )
+        shares = self.version == 1 or not (self.own_embed and self.own_unembed)
+        if shares and self.layer.hidden_size != self.target_hidden_size:
+            raise MarsError(
+                f"the EAGLE head is {self.layer.hidden_size} wide and the target {self.target_hidden_size}: only an "
+                "EAGLE-3 head with an embedding and an lm_head of its own may differ from its target."
+            )
+        if not self.own_unembed and self.draft_vocab_size != self.layer.vocab_size:
+            raise MarsError(
+                f"the EAGLE head drafts from {self.draft_vocab_size} of {self.layer.vocab_size} tokens: then it needs "
+                "an lm_head of its own."
+            )
+
+
+def weights(config: EagleConfig) -> tuple[Weight, ...]:
+    """The table of a head's weights, named as in the published checkpoints; see `models.weights`."""
+    c, layer = config, config.layer
+    e, heads, groups = (
+        layer.hidden_size,
+        layer.num_heads * layer.head_dim,
+        layer.num_kv_heads * layer.head_dim,
+    )
+    features = len(c.feature_layers) * c.target_hidden_size if c.version == 3 else c.target_hidden_size + e
+    name = "midlayer" if c.version == 3 else "layers.0"
+    inner = 2 * e if c.version == 3 else e
+    rows: list[tuple[tuple[str | int, ...], str, tuple[int, ...], str]] = []
+    if c.own_embed:
+        rows.append((("embed",), "embed_tokens.weight", (layer.vocab_size, e), "normal"))
+    rows.append((("fc",), "fc.weight", (e, features), "normal"))
+    if c.fc_bias:
+        rows.append((("fc_bias",), "fc.bias", (e,), "zeros"))
+    if c.fc_norm:
+        for i in range(len(c.feature_layers)):
+            rows.append((("fc_norm", i), f"fc_norm.{i}.weight", (c.target_hidden_size,), "ones"))
+    if c.version == 3:
+        rows.append((("layer", "embed_norm"), f"{name}.input_layernorm.weight", (e,), "ones"))
+        rows.append((("layer", "hidden_norm"), f"{name}.hidden_norm.weight", (e,), "ones"))
+    for key, out, width in (("q", heads, inner), ("k", groups, inner), ("v", groups, inner), ("o", e, heads)):
+        rows.append((("layer", key), f"{name}.self_attn.{key}_proj.weight", (out, width), "normal"))
+        if layer.o_bias if key == "o" else layer.qkv_bias:
+            rows.append((("layer", f"{key}_bias"), f"{name}.self_attn.{key}_proj.bias", (out,), "zeros"))
+    if layer.qk_norm:
+        for key in ("q", "k"):
+            norm = f"{name}.self_attn.{key}_norm.weight"
+            rows.append((("layer", f"{key}_norm"), norm, (layer.head_dim,), "ones"))
+    rows.append((("layer", "mlp_norm"), f"{name}.post_attention_layernorm.weight", (e,), "ones"))
+    inner, outer = layer.intermediate_size, e
+    for key, out, width in (("gate", inner, outer), ("up", inner, outer), ("down", outer, inner)):
+        rows.append((("layer", key), f"{name}.mlp.{key}_proj.weight", (out, width), "normal"))
+        if layer.mlp_bias:
+            rows.append((("layer", f"{key}_bias"), f"{name}.mlp.{key}_proj.bias", (out,), "zeros"))
+    if c.version == 3:
+        rows.append((("norm",), "norm.weight", (e,), "ones"))
+    if c.own_unembed:
+        rows.append((("unembed",), "lm_head.weight", (c.draft_vocab_size, e), "normal"))
+    return tuple(Weight(*row) for row in rows)
+
+
+def init_params(config: EagleConfig, key: Array, dtype="float32", *, scale: float = 0.02) -> PyTree:
+    """Random params, as `transformer.init_params`; a draft vocabulary smaller than V takes the first tokens."""
+    table = weights(config)
+    keys = dict(zip(table, jax.random.split(key, len(table)), strict=True))
+
+    def make(row: Weight) -> Array:
+        if row.init != "normal":
+            return (jnp.zeros if row.init == "zeros" else jnp.ones)(row.shape, dtype)
+        return (jax.random.normal(keys[row], row.shape, jnp.float32) * scale).astype(dtype)
+
+    params = build_rows(table, make)
+    if config.draft_vocab_size < config.layer.vocab_size:
+        params["ids"] = jnp.arange(config.draft_vocab_size, dtype=jnp.int32)
+    return params
+
+
+def init_cache(config: EagleConfig, batch: int, slots: int, dtype) -> KVCache:
+    """An empty cache of the head."""
+    c = config.layer
+    return kv_cache.init_cache(
+        layers=1, batch=batch, slots=slots, kv_heads=c.num_kv_heads, head_dim=c.head_dim, dtype=dtype
+    )
+
+
+def check_target(config: EagleConfig, target: LanguageModel) -> None:
+    """Raise MarsError where the target lacks what a head shares with it."""
+    if target.vocab_size != config.layer.vocab_size:
+        raise MarsError(
+            f"the EAGLE head is for a vocabulary of {config.layer.vocab_size} tokens and the target has "
+            f"{target.vocab_size}: use the head that was trained for this target."
+        )
+    if target.embed is None and not config.own_embed:
+        raise MarsError("the EAGLE head shares its target's embedding, and this target gives none: set "
+                        "LanguageModel.embed.")  # fmt: skip
+
+
+def fuse(config: EagleConfig, head: PyTree, output: ForwardOutput) -> Array:
+    """What a head takes over from the target's output at N tokens: [B, N, E] in version 3, [B, N, F] in version 1."""
+    if config.version == 1:
+        return output.hidden
+    features = output.features
+    if config.fc_norm:
+        features = [
+            rms_norm(x, scale, config.layer.norm_eps)
+            for x, scale in zip(features, head["fc_norm"], strict=True)
+        ]
+    joined = jnp.concatenate(list(features), axis=-1).astype(head["fc"].dtype)
+    return dense(joined, head["fc"], head.get("fc_bias"))
+
+
+def forward(
+    config: EagleConfig,
+    target: LanguageModel,
+    params: Params,
+    feature: Array,
+    tokens: Array,
+    positions: Array,
+    mask: Array,
+    cache: KVCache,
+    start: Array,
+) -> tuple[Array, KVCache]:
+    """Run the head over N entries, written at slots `start .. start + N - 1`.
+
+    Args:
+      config, target: of the head, and the model it belongs to.
+      params: of both; the head's are `params.draft`.
+      feature: [B, N, E] (or F), from `fuse` or from an earlier call of this function.
+      tokens: i32[B, N]; of entry t, token t + 1.
+      positions, mask, cache, start: as in `types.LanguageModel.forward`.
+
+    Returns:
+      The features of the next tokens [B, N, E], and the cache.
+    """
+    head, c = params.draft, config.layer
+    layer = head["layer"]
+    word = _embed(config, target, params, tokens).astype(feature.dtype)
+    if config.version == 3:
+        normed = rms_norm(feature, layer["hidden_norm"], c.norm_eps)
+        h = normed if config.norm_before_residual else feature
+        x = jnp.concatenate([rms_norm(word, layer["embed_norm"], c.norm_eps), normed], axis=-1)
+    else:
+        h = x = dense(jnp.concatenate([word, feature], axis=-1), head["fc"], head.get("fc_bias"))
+    live = jnp.max(start) + tokens.shape[1]
+    # The angles are computed, not looked up: a head's own limit of positions does not bind.
+    rotation = angles(positions, c.rope, c.head_dim)
+    mixed, k, v = attention(c, layer, x, rotation, mask, cache.k[0], cache.v[0], start, live)
+    h = h + mixed
+    h = h + gated_mlp(layer, rms_norm(h, layer["mlp_norm"], c.norm_eps), c.activation)
+    if config.norm_output:
+        h = rms_norm(h, head["norm"], c.norm_eps)
+    return h, KVCache(k=(k,), v=(v,))
+
+
+def _embed(config: EagleConfig, target: LanguageModel, params: Params, tokens: Array) -> Array:
+    if config.own_embed:
+        return embed(params.draft["embed"], tokens)
+    assert target.embed is not None  # check_target
+    return target.embed(params.target, tokens)
+
+
+def unembed(config: EagleConfig, target: LanguageModel, params: Params, hidden: Array) -> Array:
+    """Logits f32[B, N, W] of the tokens behind the next, from features [B, N, E]."""
+    head: dict[str, Any] = params.draft
+    if config.version == 3 and not config.norm_output:
+        hidden = rms_norm(hidden, head["norm"], config.layer.norm_eps)
+    if config.own_unembed:
+        return dense(hidden, head["unembed"], dtype=jnp.float32)
+    return target.unembed(params.target, hidden)
+
+
+def to_target(config: EagleConfig, params: Params, ids: Array) -> Array:
+    """Target tokens i32[...] of draft-vocabulary ids i32[...]."""
+    if config.draft_vocab_size == config.layer.vocab_size:
+        return ids
+    return jnp.take(params.draft["ids"], ids)
+
+
+def widen(config: EagleConfig, params: Params, logits: Array) -> Array:
+    """Logits f32[B, N, W] of the draft vocabulary over the target's, -inf where it has no token: f32[B, N, V]."""
+    if config.draft_vocab_size == config.layer.vocab_size:
+        return logits
+    empty = jnp.full((*logits.shape[:-1], config.layer.vocab_size), -jnp.inf, logits.dtype)
+    return empty.at[..., params.draft["ids"]].set(logits)

@@ -1,0 +1,84 @@
+"""Medusa heads: small feed-forward heads that read the target's last hidden state, each for its own distance.
+
+Source: Medusa 2401.10774, section 2.1. B batch, K heads that are asked, H heads, E hidden size of the target,
+V vocabulary. Oracle: a transcription in numpy (tests/drafters/test_medusa.py).
+
+Head i reads the target's hidden state after the final norm at position p and says which token is at p + 2 + i. The
+target itself says which is at p + 1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from mars_jax.errors import MarsError
+from mars_jax.models.layers import dense
+from mars_jax.models.weights import Weight, build_rows
+from mars_jax.types import PyTree
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MedusaConfig:
+    """Everything static about a set of heads.
+
+    Raises:
+      MarsError: a size that makes no heads.
+    """
+
+    num_heads: int  # H
+    num_layers: int  # residual blocks of each head
+    hidden_size: int  # E, the target's
+    vocab_size: int  # V, the target's
+
+    def __post_init__(self):
+        if min(self.num_heads, self.hidden_size, self.vocab_size) < 1 or self.num_layers < 0:
+            raise MarsError(
+                f"Medusa heads of {self}: give at least 1 head, and sizes that are those of the target."
+            )
+
+
+def weights(config: MedusaConfig) -> tuple[Weight, ...]:
+    """The table of the heads' weights, named as in the published checkpoints; see `models.weights`."""
+    e, v = config.hidden_size, config.vocab_size
+    rows = []
+    for i in range(config.num_heads):
+        for j in range(config.num_layers):
+            block = ("heads", i, "blocks", j)
+            rows.append(Weight((*block, "weight"), f"{i}.{j}.linear.weight", (e, e), "normal"))
+            rows.append(Weight((*block, "bias"), f"{i}.{j}.linear.bias", (e,), "zeros"))
+        rows.append(Weight(("heads", i, "unembed"), f"{i}.{config.num_layers}.weight", (v, e), "normal"))
+    return tuple(rows)
+
+
+def init_params(config: MedusaConfig, key: Array, dtype="float32", *, scale: float = 0.02) -> PyTree:
+    """Random params, as `transformer.init_params`."""
+    table = weights(config)
+    keys = dict(zip(table, jax.random.split(key, len(table)), strict=True))
+
+    def make(row: Weight) -> Array:
+        if row.init == "zeros":
+            return jnp.zeros(row.shape, dtype)
+        return (jax.random.normal(keys[row], row.shape, jnp.float32) * scale).astype(dtype)
+
+    return build_rows(table, make)
+
+
+def logits(params: PyTree, hidden: Array, count: int) -> Array:
+    """What the first `count` heads say: hidden [B, 1, E] -> f32[B, K, V], entry i of head i.
+
+    >>> config = MedusaConfig(num_heads=3, num_layers=1, hidden_size=4, vocab_size=6)
+    >>> logits(init_params(config, jax.random.key(0)), jnp.ones((1, 1, 4)), 2).shape
+    (1, 2, 6)
+    """
+
+    def of(head: dict) -> Array:
+        x = hidden.astype(head["unembed"].dtype)
+        for block in head.get("blocks", ()):
+            x = x + jax.nn.silu(dense(x, block["weight"], block["bias"]))
+        return dense(x, head["unembed"], dtype=jnp.float32)
+
+    return jnp.concatenate([of(head) for head in params["heads"][:count]], axis=1)

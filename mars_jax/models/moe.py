@@ -1,0 +1,100 @@
+"""Mixture of experts: of many MLPs each token takes the few that a router names (arXiv 2401.04088).
+
+No expert has a capacity: every token gets all of its experts, so a row gives the same alone and in any batch.
+Oracle: transformers' `modeling_mixtral.py` and `modeling_qwen3_moe.py`. T tokens, C experts of each, R = T * C rows,
+X experts, E hidden size, M hidden units of an expert.
+
+Gathering each token's matrices would copy them, and running every expert over every token does X / C times the work.
+So the rows are sorted by expert and every expert multiplies its own. `lax.ragged_dot_general` does that in one kernel
+on TPUs. XLA's CPU backend expands it to all experts over all rows and transposes the weights first, which is slower
+than every expert over every token; there `_blocks` takes its place, which reads only the experts that have rows.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from mars_jax.models.layers import ACTIVATIONS, dense, dense_cpu
+
+_ROWS_TIMES_WEIGHTS = lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
+)
+_LARGEST = 32
+"""Rows of a block on CPU: a larger one makes no product faster and is filled less."""
+
+
+def _ragged(x: Array, w: Array, sizes: Array) -> Array:
+    return lax.ragged_dot_general(x, w, sizes, _ROWS_TIMES_WEIGHTS, preferred_element_type=jnp.float32)
+
+
+@jax.custom_jvp
+def _blocks(x: Array, w: Array, sizes: Array) -> Array:
+    """Blocks of rows of one expert each, as many as there are: an expert without rows costs nothing."""
+    rows, experts = x.shape[0], w.shape[0]
+    size = min(_LARGEST, 1 << (max(rows // experts, 1).bit_length() - 1))
+    blocks = (sizes + size - 1) // size
+    ends, first = jnp.cumsum(blocks), jnp.cumsum(sizes) - sizes
+    x = jnp.pad(x, ((0, size), (0, 0)))
+
+    def body(i, y):
+        expert = jnp.sum(ends <= i)
+        begin = first[expert] + (i - ends[expert] + blocks[expert]) * size
+        made = dense_cpu(lax.dynamic_slice_in_dim(x, begin, size), w[expert])
+        # The last block of an expert reaches into the rows of later ones, which are written after it.
+        return lax.dynamic_update_slice_in_dim(y, made, begin, 0)
+
+    y = jnp.zeros((rows + size, w.shape[1]), jnp.float32)
+    return lax.fori_loop(0, ends[-1], body, y)[:rows]
+
+
+@_blocks.defjvp
+def _blocks_jvp(primals, tangents):
+    # A loop of unknown length has no reverse mode; the value is the same, so differentiate the plain form.
+    return jax.jvp(_ragged, primals, tangents)
+
+
+def dense_by_expert(x: Array, w: Array, sizes: Array) -> Array:
+    """x [R, in] times the matrices w [X, out, in]: f32[R, out].
+
+    Args:
+      x: rows sorted by expert.
+      w: a matrix of every expert.
+      sizes: i32[X]; the first `sizes[0]` rows belong to expert 0, the next `sizes[1]` to expert 1; R in all.
+
+    >>> x, w = jnp.ones((3, 1)), jnp.asarray([[[1.0]], [[2.0]], [[3.0]]])
+    >>> dense_by_expert(x, w, jnp.asarray([1, 0, 2], jnp.int32)).tolist()
+    [[1.0], [3.0], [3.0]]
+    """
+    return lax.platform_dependent(x, w, sizes, cpu=_blocks, default=_ragged)
+
+
+def experts_mlp(layer: dict[str, Array], x: Array, activation: str, *, count: int, normalize: bool) -> Array:
+    """The gated MLPs of each token's `count` likeliest experts, weighed by their probabilities.
+
+    Args:
+      layer: `router` [X, E], `expert_gate` and `expert_up` [X, M, E], `expert_down` [X, E, M].
+      x: [B, N, E].
+      activation: see `layers.ACTIVATIONS`.
+      count: C.
+      normalize: the weights of a token's experts are scaled to the sum 1.
+
+    Returns:
+      [B, N, E]; between products in float32.
+    """
+    experts = layer["router"].shape[0]
+    tokens = x.reshape(-1, x.shape[-1])
+    probabilities = jax.nn.softmax(dense(tokens, layer["router"], dtype=jnp.float32), axis=-1)
+    share, chosen = lax.top_k(probabilities, count)
+    if normalize:
+        share = share / jnp.sum(share, axis=-1, keepdims=True)
+    order = jnp.argsort(chosen.reshape(-1))
+    sizes = jnp.bincount(chosen.reshape(-1), length=experts).astype(jnp.int32)
+    rows = tokens[order // count]
+    gate = dense_by_expert(rows, layer["expert_gate"], sizes)
+    up = dense_by_expert(rows, layer["expert_up"], sizes)
+    inner = (ACTIVATIONS[activation](gate) * up).astype(x.dtype)
+    down = dense_by_expert(inner, layer["expert_down"], sizes)
+    back = down[jnp.argsort(order)].reshape(-1, count, x.shape[-1])
+    return jnp.sum(back * share[..., None], axis=1).astype(x.dtype).reshape(x.shape)

@@ -1,0 +1,231 @@
+"""What training a head on its target's features minimises: EAGLE-3, EAGLE-1 and Medusa.
+
+Sources: EAGLE-3 2503.01840, section 3 (training-time test); EAGLE 2401.15077, section 3.2 (regression); Medusa
+2401.10774, section 2.2. B rows, L tokens of a row, n = L - 1 entries, E hidden size, V vocabulary, W draft vocabulary.
+Oracle: the drafter itself, fed the same tokens (tests/training/test_heads.py).
+
+An objective takes (params, (batch, teacher)), for `training.fit`. The target is frozen: `teacher` are its params.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from mars_jax.models import eagle as head
+from mars_jax.models.eagle import EagleConfig
+from mars_jax.training.data import Batch
+from mars_jax.training.loop import Objective
+from mars_jax.training.objectives import Divergence, document_mask, forward_kl
+from mars_jax.types import ForwardOutput, LanguageModel, Params, PyTree
+
+DECAY = 0.8
+"""A step further ahead weighs this much less (the EAGLE-3 and Medusa recipes)."""
+
+
+class Lesson(NamedTuple):
+    """What the frozen target says about the tokens [0, L) of a batch."""
+
+    output: ForwardOutput  # [B, L, ...]
+    logits: Array  # f32[B, L, V]; row t is the distribution of token t + 1
+
+
+def teach(target: LanguageModel, teacher: PyTree, batch: Batch) -> Lesson:
+    """One forward of the target over a batch; no gradient goes into it."""
+    tokens, segments = batch.tokens[:, :-1], batch.segments[:, :-1]
+    rows, length = tokens.shape
+    positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (rows, length))
+    cache, start = target.init_cache(rows, length), jnp.zeros((rows,), jnp.int32)
+    output = target.forward(teacher, tokens, positions, document_mask(segments), cache, start)
+    return jax.lax.stop_gradient(Lesson(output, target.unembed(teacher, output.hidden)))
+
+
+def _cast(params: PyTree, dtype) -> PyTree:
+    """Float32 params in the dtype of the computation."""
+    return jax.tree.map(lambda x: x.astype(dtype), params)
+
+
+def _entries(output: ForwardOutput, count: int) -> ForwardOutput:
+    return output._replace(
+        hidden=output.hidden[:, :count], features=tuple(x[:, :count] for x in output.features)
+    )
+
+
+def _masked_mean(values: Array, valid: Array) -> Array:
+    return jnp.sum(jnp.where(valid, values, 0.0)) / jnp.maximum(jnp.sum(valid, dtype=jnp.float32), 1.0)
+
+
+def _agreement(config: EagleConfig, params: Params, drafted: Array, logits: Array, valid: Array) -> Array:
+    """Share of the entries whose likeliest token is the target's."""
+    token = head.to_target(config, params, jnp.argmax(drafted, axis=-1))
+    return _masked_mean((token == jnp.argmax(logits, axis=-1)).astype(jnp.float32), valid)
+
+
+def eagle3(
+    config: EagleConfig,
+    target: LanguageModel,
+    *,
+    ids: Array | None = None,
+    steps: int = 5,
+    divergence: Divergence = forward_kl,
+    dtype: Any = "bfloat16",
+) -> Objective:
+    """Training-time test: the head continues on its own features for `steps` steps from every position at once.
+
+    At step j entry t stands for the j-th token that is drafted behind position t - j: its feature is what the head
+    itself wrote at entry t - 1 one step before, and it attends to the target's features up to t - j and to its own
+    chain, just as in decoding. Every entry learns the target's distribution of token t + 2, within the draft
+    vocabulary and where the target's own choice is in it.
+
+    Args:
+      config: of the head.
+      target: a model that returns the head's features; see `LanguageModel.with_features`.
+      ids: i32[W]; the target tokens of the draft vocabulary, where it is smaller. They are not trained, and so no part
+        of the params here.
+      steps: how far ahead; step j weighs 0.8**j.
+      divergence: of the head's distribution from the target's.
+      dtype: of the computation.
+    """
+
+    def objective(params: PyTree, lesson: tuple[Batch, PyTree]) -> tuple[Array, dict[str, Array]]:
+        batch, teacher = lesson
+        said = teach(target, teacher, batch)
+        rows, length = batch.tokens[:, :-1].shape
+        n = length - 1
+        both = Params(target=teacher, draft=_cast(params, dtype) | ({} if ids is None else {"ids": ids}))
+        wanted = said.logits[:, 1:]
+        labels = wanted if ids is None else jnp.take(wanted, ids, axis=-1)
+        known = jnp.max(labels, axis=-1) == jnp.max(wanted, axis=-1)
+
+        feature = head.fuse(config, both.draft, _entries(said.output, n))
+        following, segments = batch.tokens[:, 1:length], batch.segments[:, :length]
+        position = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (rows, n))
+        entry = jnp.arange(n, dtype=jnp.int32)
+        together = document_mask(segments[:, :n])
+        cache = head.init_cache(config, rows, steps * n, dtype)
+        total, figures = jnp.float32(0), {}
+        for j in range(steps):
+            behind = (entry[:, None] - entry[None, :])[
+                None
+            ]  # of the entry that attends, from the one attended to
+            blocks = [together & (behind >= j)]
+            blocks += [jnp.broadcast_to(behind == j - i, together.shape) for i in range(1, j + 1)]
+            blocks += [jnp.zeros(together.shape, bool)] * (steps - j - 1)
+            hidden, cache = head.forward(
+                config,
+                target,
+                both,
+                feature,
+                following,
+                position,
+                jnp.concatenate(blocks, axis=2),
+                cache,
+                jnp.full((rows,), j * n, jnp.int32),
+            )
+            drafted = head.unembed(config, target, both, hidden)
+            # From the last of the target's features to the token that is embedded, one document.
+            valid = (jnp.roll(segments[:, :n], j, axis=1) == segments[:, 1:]) & (entry >= j)[None]
+            loss = _masked_mean(divergence(labels, drafted), valid & known)
+            total = total + DECAY**j * loss
+            figures[f"loss_{j + 1}"] = loss
+            figures[f"accept_{j + 1}"] = _agreement(config, both, drafted, wanted, valid)
+            feature = jnp.roll(hidden, 1, axis=1).astype(feature.dtype)
+        return total / sum(DECAY**j for j in range(steps)), figures
+
+    return objective
+
+
+def eagle1(
+    config: EagleConfig,
+    target: LanguageModel,
+    *,
+    token_weight: float = 0.1,
+    noise: float = 0.1,
+    divergence: Divergence = forward_kl,
+    dtype: Any = "bfloat16",
+) -> Objective:
+    """The next feature by regression (smooth L1), and the token that it stands for.
+
+    Args:
+      config, target, dtype: as for `eagle3`.
+      token_weight: of the divergence beside the regression (0.1 in the paper).
+      noise: half the width of the uniform noise on the features, against errors that add up in decoding.
+      divergence: of the head's distribution from the target's.
+    """
+
+    def objective(params: PyTree, lesson: tuple[Batch, PyTree]) -> tuple[Array, dict[str, Array]]:
+        batch, teacher = lesson
+        said = teach(target, teacher, batch)
+        rows, length = batch.tokens[:, :-1].shape
+        n = length - 1
+        both = Params(target=teacher, draft=_cast(params, dtype))
+        segments = batch.segments[:, :length]
+        feature = said.output.hidden[:, :n]
+        # The noise is a function of the batch, so that a run that was killed continues bit for bit.
+        key = jax.random.fold_in(jax.random.key(0), jnp.sum(batch.tokens))
+        feature = feature + jax.random.uniform(key, feature.shape, feature.dtype, -noise, noise)
+        position = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (rows, n))
+        hidden, _ = head.forward(
+            config,
+            target,
+            both,
+            feature,
+            batch.tokens[:, 1:length],
+            position,
+            document_mask(segments[:, :n]),
+            head.init_cache(config, rows, n, dtype),
+            jnp.zeros((rows,), jnp.int32),
+        )
+        drafted, wanted = head.unembed(config, target, both, hidden), said.logits[:, 1:]
+        valid = segments[:, :n] == segments[:, 1:]
+        error = jnp.abs(hidden.astype(jnp.float32) - said.output.hidden[:, 1:].astype(jnp.float32))
+        smooth = jnp.mean(jnp.where(error < 1, 0.5 * error**2, error - 0.5), axis=-1)
+        regression = _masked_mean(smooth, valid)
+        token = _masked_mean(divergence(wanted, drafted), valid)
+        figures = {
+            "regression": regression,
+            "token": token,
+            "accept_1": _agreement(config, both, drafted, wanted, valid),
+        }
+        return regression + token_weight * token, figures
+
+    return objective
+
+
+Heads = Callable[[PyTree, Array], Array]
+"""(params, hidden [B, L, E]) -> logits f32[B, L, H, V] of H Medusa heads."""
+
+
+def medusa(
+    heads: Heads, target: LanguageModel, *, divergence: Divergence = forward_kl, dtype: Any = "bfloat16"
+) -> Objective:
+    """Head i learns the target's distribution of the token i + 2 behind the one that it reads; 0.8**i is its weight.
+
+    Args:
+      heads: of the model to train.
+      target, divergence, dtype: as for `eagle3`.
+    """
+
+    def objective(params: PyTree, lesson: tuple[Batch, PyTree]) -> tuple[Array, dict[str, Array]]:
+        batch, teacher = lesson
+        said = teach(target, teacher, batch)
+        drafted = heads(_cast(params, dtype), said.output.hidden)
+        length, count = drafted.shape[1], drafted.shape[2]
+        segments, total, figures = batch.segments, jnp.float32(0), {}
+        for i in range(count):
+            n = length - 1 - i
+            ours, wanted = drafted[:, :n, i], said.logits[:, 1 + i :]
+            # The target says token t + 2 + i from what is one document up to t + 1 + i.
+            valid = segments[:, :n] == segments[:, 1 + i : length]
+            loss = _masked_mean(divergence(wanted, ours), valid)
+            same = (jnp.argmax(ours, axis=-1) == jnp.argmax(wanted, axis=-1)).astype(jnp.float32)
+            total = total + DECAY**i * loss
+            figures[f"loss_{i + 1}"] = loss
+            figures[f"accept_{i + 1}"] = _masked_mean(same, valid)
+        return total / sum(DECAY**i for i in range(count)), figures
+
+    return objective

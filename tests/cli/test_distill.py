@@ -1,0 +1,129 @@
+"""`python -m mars_jax.distill`: each kind trains, resumes, is written in its layout, and drafts losslessly."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from mars_jax import distill
+from mars_jax.training import data
+from mars_jax.training import distill as training
+from mars_jax.training.objectives import forward_kl
+
+TEXT = "\n<|endoftext|>\n".join(f"a story of the sea and the sun, number {i}, of the sand" for i in range(40))
+SIZES = ("--tokens", 512, "--step-tokens", 128, "--length", 32, "--learning-rate", 0.01)
+
+
+@pytest.fixture(autouse=True)
+def _as_optax_needs_it():
+    """optax mixes its step counter, an integer, with floats."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT)
+    return path
+
+
+@pytest.fixture
+def call(capsys):
+    def call(*argv):
+        code = distill.main([str(a) for a in argv])
+        return code, capsys.readouterr().err
+
+    return call
+
+
+KINDS = {
+    "eagle3": ("--draft-vocab", 200, "--steps-ahead", 2, "--feature-layers", "0,0,0"),
+    "eagle1": ("--intermediate-size", 16),
+    "medusa": ("--heads", 2),
+    "model": (),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_trains_and_drafts_losslessly(kind, call, run, text, target, draft, tmp_path):
+    pytest.importorskip("matplotlib")
+    output = tmp_path / "made"
+    flags = (*KINDS[kind], *(("--from", draft) if kind == "model" else ()))
+    code, err = call(kind, "--target", target, "--data", text, "--output", output, *SIZES, *flags)
+    assert code == 0, err
+    figures = [json.loads(line) for line in (tmp_path / "made-training/log.jsonl").read_text().splitlines()]
+    assert len(figures) == 4 and "accept_1" in figures[0]
+    assert (tmp_path / "made-training/plot.png").stat().st_size > 5000
+
+    asked = ("--target", target, "--max-new-tokens", 12, "--json", "the sea", "a story of")
+    spec = {"medusa": "medusa", "model": "model"}.get(kind, "eagle")
+    drafted = run("--draft", f"{spec}:{output}", "--verify", "exact", "--dtype", "float32", *asked)
+    plain = run("--draft", "none", "--dtype", "float32", *asked)
+    assert drafted.code == plain.code == 0, drafted.err
+    rows = [[json.loads(line)["tokens"] for line in o.out.splitlines()] for o in (drafted, plain)]
+    assert rows[0] == rows[1]
+
+
+def test_the_target_writes_the_text_itself(call, text, target, tmp_path):
+    pytest.importorskip("matplotlib")
+    output = tmp_path / "made"
+    flags = ("--write", 5, "--heads", 1, *SIZES[:2], "--step-tokens", 64, "--length", 24)
+    code, err = call("medusa", "--target", target, "--data", text, "--output", output, *flags)
+    assert code == 0, err
+    written = list(data.documents(tmp_path / "made-training/written.txt"))
+    assert len(written) == 5 and all(t.startswith("a story of the") for t in written)
+
+
+def test_rows_divided_among_devices_train_the_same_head(target, tmp_path):
+    pytest.importorskip("matplotlib")
+    from mars_jax import load
+
+    pretrained = load(str(target), dtype="float32")
+    stream = data.stream([TEXT] * 4, pretrained.tokenizer.backend_tokenizer)
+
+    def train(devices):
+        apprentice = training.eagle1(pretrained.config, divergence=forward_kl)
+        sizes = {"tokens": 256, "step_tokens": 128, "length": 32}
+        work = tmp_path / str(len(devices))
+        return training.train(apprentice, pretrained.params, [stream], work, devices=devices, **sizes)
+
+    one, four = train(jax.devices()[:1]), train(jax.devices()[:4])
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(four), strict=True):
+        # bfloat16 gradients, summed in another order; Muon's steps are of one size whatever the gradient.
+        np.testing.assert_allclose(a, b, atol=2e-4)
+    assert all(len(x.sharding.device_set) == 4 for x in jax.tree.leaves(four))
+
+
+@pytest.mark.parametrize(
+    "argv, sentence",
+    [
+        (("eagle3", "--heads", 3), "--heads does not apply to eagle3"),
+        (("medusa", "--draft-vocab", 30), "--draft-vocab does not apply to medusa"),
+        (("model",), "needs a checkpoint to start from"),
+        (("eagle1", "--tokens", -1), "--tokens is -1.0: expected a number above 0"),
+        (("eagle1", "--loss", "hinge"), "the loss 'hinge' is not known"),
+        (("eagle3", "--draft-vocab", 999), "a draft vocabulary of 999: expected 1 to"),
+        (("eagle3", "--feature-layers", "0,x"), "expected layer numbers"),
+        (("eagle3", "--feature-layers", "7"), "feature layer 7 does not exist"),
+        (("eagle1", "--devices", 99), "--devices is 99: there are"),
+        (
+            ("eagle1", "--step-tokens", 64, "--length", 64, "--devices", 2),
+            "cannot be divided among 2 devices",
+        ),
+    ],
+)
+def test_bad_input_gets_a_sentence(argv, sentence, call, text, target, tmp_path):
+    code, err = call(*argv, "--target", target, "--data", text, "--output", tmp_path / "made")
+    assert code == 2
+    assert err.splitlines()[-1].startswith("error: ") and sentence in err
+    assert not (tmp_path / "made").exists()
+
+
+def test_an_output_that_exists_is_kept(call, text, target, tmp_path):
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made/mine").write_text("precious")
+    code, err = call("eagle1", "--target", target, "--data", text, "--output", tmp_path / "made")
+    assert code == 2 and "exists and is not an empty directory" in err
+    assert (tmp_path / "made/mine").read_text() == "precious"

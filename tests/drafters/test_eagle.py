@@ -1,0 +1,157 @@
+"""The EAGLE drafter: lossless, in step with a head run afresh, and drafting what that head says."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mars_jax import decode, drafters, fake, verify
+from mars_jax.controls import make_controls
+from mars_jax.drafters.eagle import eagle
+from mars_jax.drafters.grow import Dynamic
+from mars_jax.errors import MarsError
+from mars_jax.models import ModelConfig, language_model
+from mars_jax.models import eagle as head
+from mars_jax.models.eagle import EagleConfig
+from mars_jax.models.transformer import init_params
+from mars_jax.types import Params, keys_from_seeds
+from tests.helpers import committed, decode_all, ragged
+
+VOCAB = 8  # small, so that a random head is right now and then
+SIZES = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "num_kv_heads": 1}
+CONFIG = ModelConfig(num_layers=3, **SIZES)
+MODEL = language_model(CONFIG)
+LAYER = ModelConfig(num_layers=1, **SIZES)
+HEADS = {
+    "eagle-3": EagleConfig(
+        version=3, layer=LAYER, target_hidden_size=16, draft_vocab_size=6, feature_layers=(0, 1, 2)
+    ),
+    "eagle-1": EagleConfig(
+        version=1, layer=LAYER, target_hidden_size=16, draft_vocab_size=VOCAB, own_unembed=False
+    ),
+}
+SHAPES = {"chain": None, "static tree": (3, 2, 1), "dynamic tree": Dynamic(3, 3, 9)}
+LENGTHS = [1, 2, 17]
+
+
+@functools.cache
+def weights(name):
+    params = head.init_params(HEADS[name], jax.random.key(3), scale=0.3)
+    if "ids" in params:
+        params["ids"] = jnp.asarray([0, 2, 3, 5, 6, 7], jnp.int32)  # neither the first ones nor all
+    return Params(target=init_params(CONFIG, jax.random.key(0), scale=0.3), draft=params)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def afresh(name, tokens):
+    """The head over a whole text i32[1, n] at once, from the target over the whole text: its outputs and its cache."""
+    config, params, n = HEADS[name], weights(name), tokens.shape[1]
+    model = MODEL.with_features(config.feature_layers)
+    zero, position = jnp.zeros((1,), jnp.int32), jnp.arange(n, dtype=jnp.int32)[None]
+    mask = position[:, None] <= position[..., None]
+    output = model.forward(params.target, tokens, position, mask, model.init_cache(1, n), zero)
+    cache = head.init_cache(config, 1, n, "float32")
+    feature = head.fuse(config, params.draft, output)
+    following = jnp.roll(tokens, -1, axis=1)  # the last entry is wrong, and not looked at
+    hidden, cache = head.forward(config, MODEL, params, feature, following, position, mask, cache, zero)
+    logits = head.widen(config, params, head.unembed(config, MODEL, params, hidden))
+    return hidden[0], logits[0], cache
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("eagle-3", "chain"),
+        ("eagle-3", "static tree"),
+        ("eagle-3", "dynamic tree"),
+        ("eagle-1", "dynamic tree"),
+    ],
+)
+def test_it_is_lossless_and_its_cache_is_that_of_a_head_run_afresh(name, shape):
+    """Ten rounds of mixed acceptance, greedy rows and a sampled one; then the rest of the text."""
+    prompts, lengths = ragged(LENGTHS, 64, VOCAB)
+    drafter = eagle(HEADS[name], MODEL, 3, tree=SHAPES[shape])
+    decoder = decode.speculative_decoder(MODEL, drafter, verify.exact(), prefill_chunk=16)
+    keys = keys_from_seeds(jnp.arange(3, dtype=jnp.uint32))
+    controls = make_controls(3, limit=64, temperature=[0.0, 0.0, 1.0])
+    state = decode.start(decoder, weights(name), prompts, lengths, controls, keys)
+    seen = set()
+    for _ in range(10):
+        state, info = decode.jitted_step(decoder, weights(name), state)
+        seen |= set(info.num_emitted.tolist())
+    assert {1, 2} <= seen
+    padded = np.asarray(state.tokens)
+    for row, tokens in enumerate(committed(state)):
+        n = len(tokens)
+        hidden, logits, cache = afresh(name, padded[row : row + 1])
+        np.testing.assert_allclose(state.draft.feature[row, 0], hidden[n - 2], atol=2e-5)
+        for mine, fresh in ((state.draft.cache.k, cache.k), (state.draft.cache.v, cache.v)):
+            np.testing.assert_allclose(mine[0][row, : n - 1], fresh[0][0, : n - 1], atol=2e-5)
+
+    # What it drafts next is what that head says.
+    tree, _ = jax.jit(drafter.propose)(
+        weights(name), state.keys, state.draft, state.tokens, state.length, state.controls
+    )
+    width = 1 if shape == "chain" else 3
+    for row, n in enumerate(state.length.tolist()):
+        _, logits, _ = afresh(name, padded[row : row + 1])
+        best = np.argsort(-np.asarray(logits[n - 2]), kind="stable")[:width]
+        children = tree.tokens[row][tree.parents[row] == 0]
+        assert set(children.tolist()) <= set(best.tolist()) and best[0] in children
+
+    while not bool(jnp.all(state.done)):
+        state, _ = decode.jitted_step(decoder, weights(name), state)
+    plain, _ = decode_all(
+        MODEL,
+        drafters.none(),
+        verify.exact(),
+        prompts,
+        lengths,
+        params=weights(name)._replace(draft=()),
+        temperature=[0.0, 0.0, 1.0],
+    )
+    assert committed(state)[:2] == committed(plain)[:2]
+
+
+@pytest.mark.parametrize("shape", ["chain", "dynamic tree"])
+def test_at_temperature_1_each_token_follows_the_targets_distribution(shape):
+    """The second new token, conditioned on the first: where a wrong tree would show."""
+    rows = 6000
+    name = "eagle-3"
+    prompts, lengths = (jnp.broadcast_to(x, (rows, *x.shape[1:])) for x in ragged([5], 8, VOCAB))
+    rule = verify.rejection() if shape == "chain" else verify.exact()
+    drafter = eagle(HEADS[name], MODEL, 2, tree=SHAPES[shape], sample=shape == "chain")
+    chosen = {"temperature": 0.8, "top_k": 6}
+    state, stats = decode_all(MODEL, drafter, rule, prompts, lengths, params=weights(name), **chosen)
+    plain, _ = decode_all(
+        MODEL,
+        drafters.none(),
+        verify.exact(),
+        prompts,
+        lengths,
+        params=weights(name)._replace(draft=()),
+        seeds=range(rows, 2 * rows),
+        **chosen,
+    )
+    assert int(jnp.sum(stats.accepted_exact)) > rows // 4
+    counts = []
+    for run in (state, plain):
+        pair = np.asarray(run.tokens)[:, 5] * VOCAB + np.asarray(run.tokens)[:, 6]
+        counts.append(np.bincount(pair, minlength=VOCAB * VOCAB))
+    mine, theirs = counts
+    used = mine + theirs >= 10
+    chi = np.sum((mine - theirs)[used] ** 2 / (mine + theirs)[used])
+    freedom = used.sum() - 1
+    assert chi < freedom + 5 * np.sqrt(2 * freedom)
+
+
+def test_a_head_that_does_not_fit_its_target_is_refused():
+    other = language_model(ModelConfig(num_layers=1, **(SIZES | {"vocab_size": 9})))
+    with pytest.raises(MarsError, match="vocabulary of 8 tokens and the target has 9"):
+        eagle(HEADS["eagle-1"], other)
+    with pytest.raises(MarsError, match=r"LanguageModel\.embed"):
+        eagle(HEADS["eagle-1"], fake.hash_model(vocab_size=VOCAB))
+    with pytest.raises(MarsError, match=r"LanguageModel\.with_features"):
+        eagle(HEADS["eagle-3"], MODEL._replace(with_features=None))

@@ -1,0 +1,130 @@
+"""Growing trees: the dynamic tree against a search in Python, and stopping by entropy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mars_jax import decode, drafters, fake, verify
+from mars_jax.controls import make_controls
+from mars_jax.drafters.grow import Dynamic
+from mars_jax.errors import MarsError
+from mars_jax.types import NO_TOKEN, keys_from_seeds
+from tests.helpers import NO_WEIGHTS, logits_after, ragged
+
+VOCAB = 13
+SMALL = fake.hash_model(vocab_size=VOCAB, seed=5, agree=0.8)
+LENGTHS = [1, 2, 9]
+
+
+def propose(drafter, *, buffer=40, **chosen):
+    """The first draft for three ragged prompts, and their tokens."""
+    prompts, lengths = ragged(LENGTHS, buffer, VOCAB)
+    controls = make_controls(len(LENGTHS), limit=buffer, **chosen)
+    keys = keys_from_seeds(jnp.arange(len(LENGTHS), dtype=jnp.uint32))
+    state = jax.jit(drafter.init)(NO_WEIGHTS, prompts, lengths)
+    tree, _ = jax.jit(drafter.propose)(NO_WEIGHTS, keys, state, prompts, lengths, controls)
+    return tree, [prompts[row, :n].tolist() for row, n in enumerate(LENGTHS)]
+
+
+def log_probs(tokens):
+    z = logits_after(SMALL, tokens, width=48).astype(np.float64)
+    return z - np.log(np.sum(np.exp(z)))
+
+
+def entropy_root(tokens):
+    p = log_probs(tokens)
+    return np.sqrt(-np.sum(np.exp(p) * p))
+
+
+def branches(tree, row):
+    """The tokens from the root to each drafted node, for every node that is not padding."""
+    tokens, parents = tree.tokens[row].tolist(), tree.parents[row].tolist()
+    depths, found = tree.depths[row].tolist(), []
+    for node in range(1, len(tokens)):
+        assert parents[node] < node
+        if tokens[node] == NO_TOKEN:
+            continue
+        branch, at = [], node
+        while at > 0:
+            branch, at = [tokens[at], *branch], parents[at]
+        assert len(branch) == depths[node]
+        found.append(tuple(branch))
+    return found
+
+
+def search(past, shape, stop=np.inf):
+    """EAGLE-2's tree in Python: every branch with its log-probability."""
+    frontier, found = {(): 0.0}, {}
+    for _ in range(shape.depth):
+        level = {}
+        for branch, score in frontier.items():
+            if entropy_root(past + list(branch)) > stop:
+                continue
+            p = log_probs(past + list(branch))
+            for token in np.argsort(-p, kind="stable")[: shape.top_k]:
+                level[(*branch, int(token))] = score + p[token]
+        found |= level
+        frontier = dict(sorted(level.items(), key=lambda item: -item[1])[: shape.top_k])
+    return sorted(found, key=lambda branch: -found[branch])[: shape.nodes - 1]
+
+
+@pytest.mark.parametrize("shape", [Dynamic(3, 4, 12), Dynamic(2, 1, 9), Dynamic(4, 2, 60)], ids=str)
+def test_a_dynamic_tree_is_the_one_that_a_search_finds(shape):
+    tree, texts = propose(drafters.language_model(SMALL, tree=shape))
+    assert tree.tokens.shape == (3, shape.num_nodes)
+    for row, past in enumerate(texts):
+        assert sorted(branches(tree, row)) == sorted(search(past, shape))
+
+
+def test_accepted_branches_of_a_dynamic_tree_are_cached_in_place():
+    """Ten rounds later the drafts still are those of a search that starts from nothing."""
+    shape = Dynamic(3, 3, 10)
+    drafter = drafters.language_model(SMALL, tree=shape)
+    target = fake.hash_model(vocab_size=VOCAB, agree=0.8)
+    decoder = decode.speculative_decoder(target, drafter, verify.exact(), prefill_chunk=16)
+    prompts, lengths = ragged(LENGTHS, 40, VOCAB)
+    keys = keys_from_seeds(jnp.arange(3, dtype=jnp.uint32))
+    state = decode.start(decoder, NO_WEIGHTS, prompts, lengths, make_controls(3, limit=40), keys)
+    seen = set()
+    for _ in range(10):
+        state, info = decode.jitted_step(decoder, NO_WEIGHTS, state)
+        seen |= set(info.num_emitted.tolist())
+    assert {1, 2} <= seen
+    tree, _ = drafter.propose(NO_WEIGHTS, state.keys, state.draft, state.tokens, state.length, state.controls)
+    for row in range(3):
+        past = state.tokens[row, : state.length[row]].tolist()
+        assert sorted(branches(tree, row)) == sorted(search(past, shape))
+
+
+@pytest.mark.parametrize("tree", [(1, 1, 1, 1), (3, 2, 1), Dynamic(3, 3, 12)], ids=str)
+def test_an_unsure_drafter_stops_in_the_rows_that_ask_for_it(tree):
+    _, texts = propose(drafters.language_model(SMALL, 1))
+    roots = [entropy_root(text) for text in texts]
+    stop = float(np.median(roots))  # not in the least certain row, and in the middle one not before depth 2
+    drafter = drafters.language_model(SMALL, tree=tree)
+    full, _ = propose(drafter)
+    cut, _ = propose(drafter, draft_stop=[stop * 1.0001, stop * 1.0001, np.inf])
+    for row, text in enumerate(texts):
+        asked = stop * 1.0001 if row < 2 else np.inf
+        if isinstance(tree, Dynamic):
+            want = search(text, tree, asked)
+        else:
+            want = []
+            for branch in branches(full, row):
+                befores = [text + list(branch[:i]) for i in range(len(branch))]
+                if all(entropy_root(before) <= asked for before in befores):
+                    want.append(branch)
+        assert sorted(branches(cut, row)) == sorted(want)
+    assert any(branches(cut, row) != branches(full, row) for row in range(2))
+    assert branches(cut, 2) == branches(full, 2)
+
+
+def test_a_dynamic_tree_of_nothing_is_refused():
+    for sizes in [(0, 1, 9), (2, 0, 9), (2, 2, 1)]:
+        with pytest.raises(MarsError, match="at least 1 child, 1 level and 2 nodes"):
+            Dynamic(*sizes)
+    with pytest.raises(MarsError, match="20 children in a vocabulary of 13"):
+        drafters.language_model(SMALL, tree=Dynamic(20, 2, 9))
+    with pytest.raises(MarsError, match="chains only"):
+        drafters.language_model(SMALL, tree=Dynamic(2, 2, 4), sample=True)

@@ -1,0 +1,378 @@
+"""Medusa heads against numpy over a target run from an empty cache, and their files against torch."""
+
+import functools
+import itertools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+
+from mars_jax import decode, drafters, verify
+from mars_jax.controls import make_controls
+from mars_jax.drafters.grow import Dynamic
+from mars_jax.errors import MarsError
+from mars_jax.hub.medusa import load_medusa, save_medusa
+from mars_jax.metrics import summarize
+from mars_jax.models import ModelConfig, init_params, language_model
+from mars_jax.models import medusa as heads
+from mars_jax.models.medusa import MedusaConfig
+from mars_jax.tree import static_topology
+from mars_jax.types import NO_TOKEN, ForwardOutput, KVCache, LanguageModel, Params, keys_from_seeds
+from tests.helpers import committed, decode_all, ragged
+
+VOCAB, BUFFER = 7, 40  # so few tokens that a random draft is accepted now and then
+OF_TARGET = ModelConfig(vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=2)
+TARGET = language_model(OF_TARGET)
+CONFIG = MedusaConfig(num_heads=4, num_layers=2, hidden_size=16, vocab_size=VOCAB)
+
+
+@pytest.fixture(scope="module")
+def params():
+    target = init_params(OF_TARGET, jax.random.key(0), scale=0.5)
+    draft = heads.init_params(CONFIG, jax.random.key(1), scale=0.5)
+    # Biases that are not zero, as trained ones are.
+    draft = jax.tree.map(lambda x: x + 0.1 if x.ndim == 1 else x, draft)
+    return Params(target, draft)
+
+
+@jax.jit
+def _hidden(params, tokens):
+    position = jnp.arange(BUFFER, dtype=jnp.int32)[None]
+    mask = position[:, None, :] <= position[:, :, None]
+    start = jnp.zeros((1,), jnp.int32)
+    return TARGET.forward(params, tokens, position, mask, TARGET.init_cache(1, BUFFER), start).hidden[0]
+
+
+def slow_logits(params, past):
+    """[H, V] from the text alone, transcribed from the paper."""
+    hidden = np.zeros(16, np.float32)
+    if len(past) > 1:
+        padded = np.zeros((1, BUFFER), np.int32)
+        padded[0, : len(past)] = past
+        hidden = np.asarray(_hidden(params.target, jnp.asarray(padded)))[len(past) - 2]
+    found = []
+    for head in jax.device_get(params.draft["heads"]):
+        x = hidden
+        for block in head["blocks"]:
+            y = block["weight"] @ x + block["bias"]
+            x = x + y / (1 + np.exp(-y))
+        found.append(head["unembed"] @ x)
+    return np.stack(found)
+
+
+def begin(drafter, params, **chosen):
+    prompts, lengths = ragged([1, 2, 17], BUFFER, VOCAB)
+    decoder = decode.speculative_decoder(TARGET, drafter, verify.exact(), prefill_chunk=8)
+    controls = make_controls(3, limit=BUFFER, **chosen)
+    return decoder, decode.start(
+        decoder, params, prompts, lengths, controls, keys_from_seeds(jnp.arange(3, dtype=jnp.uint32))
+    )
+
+
+@pytest.mark.parametrize("tree", [None, (1, 1), (3, 2, 1)])
+def test_every_draft_is_what_the_heads_say_of_the_text_and_changes_none_of_it(params, tree):
+    drafter = drafters.medusa(CONFIG, TARGET, tree=tree)
+    branching = (1,) * 4 if tree is None else tree
+    decoder, state = begin(drafter, params)
+    seen, propose = set(), jax.jit(drafter.propose)
+    while not bool(jnp.all(state.done)):
+        drafted, _ = propose(params, state.keys, state.draft, state.tokens, state.length, state.controls)
+        for row, past in enumerate(committed(state)):
+            if state.done[row]:
+                continue
+            best = np.argsort(-slow_logits(params, past), axis=1, kind="stable")
+            level, want = 1, [past[-1]]
+            for depth, width in enumerate(branching):
+                want += best[depth, :width].tolist() * level
+                level *= width
+            assert drafted.tokens[row].tolist() == want, (row, len(past), np.sort(slow_logits(params, past)))
+        parents, depths = static_topology(branching)
+        assert drafted.parents[0].tolist() == parents.tolist()
+        assert drafted.depths[0].tolist() == depths.tolist()
+        state, info = decode.jitted_step(decoder, params, state)
+        seen |= set(info.num_emitted.tolist())
+    assert {1, 2, 3} <= seen  # rejections and acceptances both happened
+    plain, _ = decode_all(
+        TARGET, drafters.none(), verify.exact(), *ragged([1, 2, 17], BUFFER, VOCAB), params=params
+    )
+    assert committed(state) == committed(plain)
+
+
+@functools.cache
+def cyclic():
+    """A target that counts in steps of 3 round 11 tokens, and heads that know it: (model, config, params)."""
+    vocab = 11
+    step = np.eye(vocab, dtype=np.float32)[
+        (np.arange(vocab) + 3) % vocab
+    ].T  # one-hot of t -> one-hot of t + 3
+
+    def forward(params, tokens, positions, mask, cache, start):
+        return ForwardOutput(jax.nn.one_hot(tokens, vocab, dtype=jnp.float32), (), cache)
+
+    model = LanguageModel(
+        init_cache=lambda batch, slots: KVCache(
+            k=(jnp.zeros((batch, slots, 1, 1)),), v=(jnp.zeros((batch, slots, 1, 1)),)
+        ),
+        forward=forward,
+        unembed=lambda params, hidden: jnp.einsum("bne,ve->bnv", hidden, jnp.asarray(step)),
+        vocab_size=vocab,
+    )
+    config = MedusaConfig(num_heads=4, num_layers=1, hidden_size=vocab, vocab_size=vocab)
+    empty = jax.tree.map(jnp.zeros_like, heads.init_params(config, jax.random.key(0)))
+    known = tuple(
+        head | {"unembed": jnp.asarray(np.linalg.matrix_power(step, i + 2))}
+        for i, head in enumerate(empty["heads"])
+    )
+    return model, config, Params((), {"heads": known})
+
+
+@pytest.mark.parametrize("tree", [None, (2, 3, 1, 1)])
+def test_heads_that_know_the_text_are_always_right(tree):
+    model, config, params = cyclic()
+    drafter = drafters.medusa(config, model, tree=tree)
+    lengths = jnp.asarray([2, 6, 20], jnp.int32)
+    # Behind the prompts junk, which is not to be counted on.
+    counted = (5 + 3 * np.arange(40)) % 11
+    prompts = jnp.asarray(np.where(np.arange(40) < np.asarray(lengths)[:, None], counted, 1), jnp.int32)
+    state, stats = decode_all(
+        model, drafter, verify.exact(), prompts, lengths, limit=[32, 36, 40], params=params
+    )
+    for row in range(3):
+        # Each step takes the four drafted tokens and the target's own; 30 and 20 tokens are whole steps.
+        assert summarize(stats, row).tau == 5.0
+        text = committed(state)[row][int(lengths[row]) - 1 :]
+        assert {(b - a) % 11 for a, b in itertools.pairwise(text)} == {3}
+
+
+def test_nothing_is_drafted_from_the_first_unsure_head_on(params):
+    stop, lasts = [np.inf, 0.7, 0.0], []
+    for tree in (None, (2, 2, 1)):
+        drafter = drafters.medusa(CONFIG, TARGET, tree=tree)
+        _, state = begin(drafter, params, draft_stop=stop)
+        drafted, _ = jax.jit(drafter.propose)(
+            params, state.keys, state.draft, state.tokens, state.length, state.controls
+        )
+        for row, past in enumerate(committed(state)):
+            z = slow_logits(params, past)[: drafted.max_depth]
+            p = np.exp(z) / np.exp(z).sum(axis=1, keepdims=True)
+            unsure = np.sqrt(-(p * np.log(p)).sum(axis=1)) > stop[row]
+            last = int(np.argmax(unsure)) if unsure.any() else drafted.max_depth
+            lasts.append(last)
+            padding = np.asarray(drafted.tokens[row]) == NO_TOKEN
+            assert padding.tolist() == (np.asarray(drafted.depths[row]) > last).tolist()
+    assert lasts == [4, 2, 0, 3, 2, 0]  # not at all, on its way, at once
+
+
+def test_a_sampled_chain_follows_the_distributions_it_reports(params):
+    rows, past = 4000, [3, 1, 4, 1, 5]
+    drafter = drafters.medusa(CONFIG, TARGET, 2, sample=True)
+    decoder = decode.speculative_decoder(TARGET, drafter, verify.rejection())
+    prompts = jnp.broadcast_to(jnp.asarray([past + [0] * 7], jnp.int32), (rows, 12))
+    keys = keys_from_seeds(jnp.arange(rows, dtype=jnp.uint32))
+    lengths = jnp.full((rows,), 5, jnp.int32)
+    chosen = make_controls(rows, limit=12, temperature=0.7, top_k=4)
+    state = decode.start(decoder, params, prompts, lengths, chosen, keys)
+    tree, _ = jax.jit(drafter.propose)(params, keys, state.draft, state.tokens, state.length, state.controls)
+    z = slow_logits(params, past)[:2] / 0.7
+    z[np.arange(2)[:, None], np.argsort(-z, axis=1)[:, 4:]] = -np.inf
+    want = np.exp(z) / np.exp(z).sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(jax.nn.softmax(tree.draft_logits[0, :2]), want, atol=1e-5)
+    got = np.zeros((VOCAB, VOCAB))
+    np.add.at(got, (np.asarray(tree.tokens[:, 1]), np.asarray(tree.tokens[:, 2])), 1 / rows)
+    # Pairs, since the heads are to be drawn from independently; five standard deviations of such a share.
+    np.testing.assert_allclose(got, np.outer(*want), atol=5 * 0.5 / rows**0.5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_draft_tokens": 5}, "5 tokens in a row needs as many Medusa heads, and there are 4"),
+        ({"num_draft_tokens": 0}, "at least 1 draft token"),
+        ({"tree": (2, 2, 1, 1, 1)}, "and there are 4"),
+        ({"tree": (8,)}, "8 children in a vocabulary of 7"),
+        ({"tree": Dynamic()}, "draft no dynamic tree"),
+        ({"tree": (2, 1), "sample": True}, "chains only"),
+    ],
+)
+def test_drafts_that_the_heads_cannot_make_are_refused(options, message):
+    with pytest.raises(MarsError, match=message):
+        drafters.medusa(CONFIG, TARGET, **options)
+
+
+def test_heads_for_another_vocabulary_are_refused():
+    with pytest.raises(MarsError, match="11 tokens and the target has 7"):
+        drafters.medusa(cyclic()[1], TARGET)
+
+
+def write_torch(directory, draft, *, prefix="", dtype=torch.float32, **config):
+    """The layout of the published heads."""
+    table = {}
+    for i, head in enumerate(draft["heads"]):
+        for j, block in enumerate(head["blocks"]):
+            table[f"{prefix}{i}.{j}.linear.weight"] = block["weight"]
+            table[f"{prefix}{i}.{j}.linear.bias"] = block["bias"]
+        table[f"{prefix}{i}.{len(head['blocks'])}.weight"] = head["unembed"]
+    directory.mkdir()
+    tensors = {name: torch.tensor(np.asarray(value)).to(dtype) for name, value in table.items()}
+    torch.save(tensors, directory / "medusa_lm_head.pt")
+    fields = {"medusa_num_heads": 4, "medusa_num_layers": 2, "base_model_name_or_path": "some/model"} | config
+    (directory / "config.json").write_text(json.dumps(fields))
+    return directory
+
+
+def assert_equal(ours, theirs):
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"prefix": "medusa_head."}, {"medusa_num_heads": 2}],  # the first published config says 2 heads of 5
+    ids=["plain", "prefixed", "more heads than the config says"],
+)
+def test_published_heads_load(params, tmp_path, options):
+    config, draft = load_medusa(write_torch(tmp_path / "heads", params.draft, **options), OF_TARGET)
+    assert config == CONFIG
+    assert_equal(draft, params.draft)
+
+
+def test_half_precision_becomes_bfloat16_unless_another_is_asked_for(params, tmp_path):
+    directory = write_torch(tmp_path / "heads", params.draft, dtype=torch.float16)
+    assert load_medusa(directory, OF_TARGET)[1]["heads"][0]["unembed"].dtype == jnp.bfloat16
+    full = load_medusa(directory, OF_TARGET, dtype="float32")[1]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3), full, params.draft)
+    with pytest.raises(MarsError, match="dtype 'int8' is not supported"):
+        load_medusa(directory, OF_TARGET, dtype="int8")
+
+
+def test_saved_heads_load_as_they_were(params, tmp_path):
+    saved = save_medusa(tmp_path / "heads", CONFIG, params.draft, base_model="some/model")
+    assert sorted(file.name for file in saved.iterdir()) == ["config.json", "medusa_lm_head.safetensors"]
+    assert json.loads((saved / "config.json").read_text())["base_model_name_or_path"] == "some/model"
+    assert "3.2.weight" in load_file(saved / "medusa_lm_head.safetensors")
+    config, draft = load_medusa(saved, OF_TARGET)
+    assert config == CONFIG
+    assert_equal(draft, params.draft)
+    with pytest.raises(MarsError, match="exists and is not an empty directory"):
+        save_medusa(saved, CONFIG, params.draft)
+    save_medusa(saved, CONFIG, params.draft, overwrite=True)
+    (saved / "medusa_lm_head.safetensors").rename(saved / "model.safetensors")
+    assert_equal(load_medusa(saved, OF_TARGET)[1], params.draft)
+    with pytest.raises(MarsError, match=r"blocks.0.weight is \[16, 16\] and the config says \[8, 8\]"):
+        other = MedusaConfig(num_heads=4, num_layers=2, hidden_size=8, vocab_size=VOCAB)
+        save_medusa(tmp_path / "other", other, params.draft)
+
+
+def of_target(**fields):
+    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_layers": 1, "num_heads": 2}
+    return ModelConfig(**sizes | fields)
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ({"hidden_size": 32}, "are for a hidden size of 16 and the target has 32: use the heads"),
+        ({"vocab_size": 9}, "are for a vocabulary of 7 and the target has 9: use the heads"),
+    ],
+)
+def test_heads_of_another_target_are_refused(params, tmp_path, target, message):
+    saved = save_medusa(tmp_path / "heads", CONFIG, params.draft)
+    with pytest.raises(MarsError, match=message):
+        load_medusa(saved, of_target(**target))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"medusa_num_heads": 5}, "says 5 heads and the weights hold 4"),
+        ({"medusa_num_layers": 1}, "says 1 residual layers a head and the weights hold 2"),
+        (
+            {"medusa_num_layers": None},
+            "medusa_num_layers of '.*config.json' is None: expected a whole number",
+        ),
+        ({"medusa_num_heads": True}, "medusa_num_heads of '.*' is True"),
+    ],
+)
+def test_a_config_that_contradicts_the_weights_is_refused(params, tmp_path, config, message):
+    with pytest.raises(MarsError, match=message):
+        load_medusa(write_torch(tmp_path / "heads", params.draft, **config), OF_TARGET)
+
+
+def test_tensors_that_are_not_those_of_heads_are_named(params, tmp_path):
+    saved = save_medusa(tmp_path / "heads", CONFIG, params.draft)
+    tensors = load_file(saved / "medusa_lm_head.safetensors")
+    del tensors["1.0.linear.bias"]
+    tensors["2.1.linear.bias"] = np.zeros(3, np.float32)
+    tensors["norm.weight"] = np.zeros(3, np.float32)
+    save_file(tensors, saved / "medusa_lm_head.safetensors")
+    with pytest.raises(MarsError) as caught:
+        load_medusa(saved, OF_TARGET)
+    for part in (
+        "1 tensors are missing (1.0.linear.bias)",
+        "1 tensors are misshaped (2.1.linear.bias is [3] and not [16])",
+        "1 tensors are no part of Medusa heads (norm.weight)",
+    ):
+        assert part in str(caught.value)
+    tensors = {name: value.astype(np.int8) for name, value in tensors.items() if name != "norm.weight"}
+    tensors |= {"1.0.linear.bias": np.zeros(16, np.int8), "2.1.linear.bias": np.zeros(16, np.int8)}
+    save_file(tensors, saved / "medusa_lm_head.safetensors")
+    with pytest.raises(MarsError, match="it holds int8: quantised checkpoints are not supported"):
+        load_medusa(saved, OF_TARGET)
+
+
+def test_files_that_are_no_heads_are_refused(params, tmp_path, monkeypatch):
+    saved = save_medusa(tmp_path / "heads", CONFIG, params.draft)
+    file = saved / "medusa_lm_head.safetensors"
+    file.write_bytes(file.read_bytes()[:50])
+    with pytest.raises(MarsError, match="truncated or corrupt"):
+        load_medusa(saved, OF_TARGET)
+    file.unlink()
+    with pytest.raises(
+        MarsError, match=r"holds no Medusa heads: put medusa_lm_head\.safetensors or medusa_lm_head\.pt"
+    ):
+        load_medusa(saved, OF_TARGET)
+    (saved / "medusa_lm_head.pt").write_bytes(b"no pickle")
+    with pytest.raises(MarsError, match="truncated, corrupt or unsafe"):
+        load_medusa(saved, OF_TARGET)
+    with pytest.raises(MarsError, match="there is no directory"):
+        load_medusa(tmp_path / "nowhere", OF_TARGET)
+
+
+def test_heads_on_the_hub_are_fetched_without_the_files_that_are_not_needed(params, tmp_path, monkeypatch):
+    import huggingface_hub
+    from huggingface_hub.errors import EntryNotFoundError
+
+    remote = write_torch(tmp_path / "remote", params.draft)
+    local = tmp_path / "local"
+    local.mkdir()
+    asked = []
+
+    def fetch(name, file):
+        asked.append(file)
+        if not (remote / file).exists():
+            raise EntryNotFoundError(f"404: {file}")
+        (local / file).write_bytes((remote / file).read_bytes())
+        return str(local / file)
+
+    def configs(name, allow_patterns):
+        assert not any("medusa_lm_head" in pattern for pattern in allow_patterns)
+        fetch(name, "config.json")
+        return str(local)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", configs)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fetch)
+    assert load_medusa("some/heads", OF_TARGET)[0] == CONFIG
+    assert asked == ["config.json", "medusa_lm_head.safetensors", "medusa_lm_head.pt"]
+
+    def fail(name, file):
+        raise OSError("no route to host\nlong story")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)
+    (local / "medusa_lm_head.pt").unlink()
+    with pytest.raises(
+        MarsError, match=r"did not give medusa_lm_head\.safetensors of 'some/heads' .*no route"
+    ):
+        load_medusa("some/heads", OF_TARGET)

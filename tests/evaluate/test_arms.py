@@ -1,0 +1,110 @@
+"""The arms, and the control that draws from the truncated set."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+from mars_jax import verify
+from mars_jax.controls import make_controls
+from mars_jax.errors import MarsError
+from mars_jax.evaluate.arms import AUTOREGRESSIVE, low_margin_sampling, make_arms, other_margin
+from mars_jax.tree import chain
+
+ROWS = 4000
+LOW = [1.0, 9.6, 10.0, 8.0]  # z2 / z1 = 0.96
+HIGH = [1.0, 5.0, 10.0, 8.0]  # 0.8
+
+
+def draw(logits, *, theta=0.9, temperature=0.0, margin="ratio", **controls):
+    """`ROWS` tokens drawn without a draft."""
+    z = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (ROWS, 1, len(logits)))
+    made = make_controls(ROWS, limit=9, theta=theta, temperature=temperature, **controls)
+    tree = chain(jnp.zeros((ROWS, 1), jnp.int32))
+    rule = low_margin_sampling(margin, theta=0.5 if margin != "gap" else 1.0)
+    verdict = jax.jit(rule)(jax.random.split(jax.random.key(0), ROWS), tree, z, made)
+    assert not verdict.num_accepted.any() and verdict.relaxed.shape == (ROWS, 0)
+    return np.bincount(np.asarray(verdict.next_token), minlength=len(logits))
+
+
+def check(counts, probabilities):
+    expected = ROWS * np.asarray(probabilities)
+    assert not counts[expected == 0].any()
+    if (expected > 0).sum() > 1:
+        assert stats.chisquare(counts[expected > 0], expected[expected > 0]).pvalue > 1e-3
+
+
+@pytest.mark.parametrize(("temperature", "effective"), [(0.0, 1.0), (1.0, 1.0), (0.5, 0.5)])
+def test_where_the_margin_is_low_it_draws_one_of_the_two_best(temperature, effective):
+    second = 1 / (1 + math.exp(0.4 / effective))
+    check(draw(LOW, temperature=temperature), [0, second, 1 - second, 0])
+
+
+def test_elsewhere_it_is_the_target():
+    check(draw(HIGH), [0, 0, 1, 0])
+    p = np.exp(np.asarray(HIGH))
+    check(draw(HIGH, temperature=1.0), p / p.sum())
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "strict", [{"theta": math.inf}, {"strict": True}, {"stop_tokens": [1]}, {"stop_tokens": [2]}]
+)
+def test_the_guards_of_mars_hold_here_too(temperature, strict):
+    p = np.exp(np.asarray(LOW)) if temperature else np.asarray([0, 0, 1.0, 0])
+    check(draw(LOW, temperature=temperature, **strict), p / p.sum())
+
+
+def test_a_gap_in_nats():
+    second = 1 / (1 + math.exp(0.4))
+    check(draw(LOW, margin="gap", theta=0.5), [0, second, 1 - second, 0])
+    check(draw(LOW, margin="gap", theta=0.3), [0, 0, 1, 0])
+
+
+def test_the_arms_of_a_run():
+    arms = make_arms([0.8, 0.95], temperature=1.0, matched=0.7)
+    assert [(arm.name, arm.drafts, arm.theta, arm.top_k) for arm in arms] == [
+        (AUTOREGRESSIVE, False, None, 0),
+        ("exact", True, None, 0),
+        ("mars theta=inf", True, math.inf, 0),
+        ("mars theta=0.8", True, 0.8, 0),
+        ("mars theta=0.95", True, 0.95, 0),
+        ("mars(gap) matched", True, 0.7, 0),
+        ("autoregressive top_k=2", False, None, 2),
+        ("low-margin sampling", False, 0.8, 0),
+    ]
+    assert len(make_arms([0.8], temperature=0.0, matched=0.7)) == 6
+    assert len({arm.name for arm in arms}) == len(arms) == len({arm.meaning for arm in arms}) + 1
+
+
+def test_the_arms_over_rejection():
+    arms = make_arms([1.0], temperature=0.0, matched=0.7, base="rejection", margin="gap")
+    assert [arm.name for arm in arms[1:5]] == [
+        "rejection",
+        "mars(gap) over rejection theta=inf",
+        "mars(gap) over rejection theta=1",
+        "mars over rejection matched",
+    ]
+    assert arms[1].rule == verify.rejection()
+    assert arms[3].rule == verify.mars(verify.rejection(), margin="gap")
+
+
+def test_the_matched_margin_is_another_rule():
+    assert [other_margin(margin) for margin in ("ratio", "gap", "prob_ratio")] == ["gap", "ratio", "ratio"]
+
+
+def test_thresholds_share_what_is_compiled():
+    arms = make_arms([0.8, 0.9], temperature=1.0, matched=0.7)
+    assert len({arm.rule for arm in arms}) == 4
+
+
+def test_bad_thresholds():
+    with pytest.raises(MarsError, match="theta is 2 for the margin ratio"):
+        make_arms([2], temperature=0.0, matched=0.7)
+    with pytest.raises(MarsError, match="margin is 'width'"):
+        low_margin_sampling("width")

@@ -1,0 +1,345 @@
+"""`python -m mars_jax.benchmark` from end to end: its files, its resume, its refusals."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from mars_jax import api
+from mars_jax.benchmark import main, parse
+from mars_jax.errors import MarsError
+from mars_jax.evaluate import plots, report
+from tests.evaluate.conftest import read_folder
+
+TIMES = {"seconds", "tokens_per_second", "speedup", "seconds_per_task", "task_speedup"}
+PICTURES = ("speed_quality.png", "tau_theta.png", "depth.png")
+ARMS = [
+    "autoregressive", "exact", "mars theta=inf", "mars theta=0.9", "mars theta=0.5", "mars(gap) matched",
+    "autoregressive top_k=2", "low-margin sampling",
+]  # fmt: skip
+
+
+def call(*argv):
+    return main([str(a) for a in argv])
+
+
+@pytest.fixture
+def refused(capsys):
+    """Call with bad input; returns the sentence on stderr."""
+
+    def inner(*argv):
+        capsys.readouterr()
+        assert call(*argv) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        message = captured.err.splitlines()[-1]
+        assert message.startswith("error: ") and message.endswith(".")
+        return message
+
+    return inner
+
+
+def timeless(value):
+    """A JSON value without the times in it."""
+    if isinstance(value, dict):
+        return {k: timeless(v) for k, v in value.items() if k not in TIMES}
+    return [timeless(v) for v in value] if isinstance(value, list) else value
+
+
+def rows_of(finished, arm, temperature):
+    return [row for row in finished.rows if (row["arm"], row["temperature"]) == (arm, temperature)]
+
+
+def arm_of(finished, arm, temperature):
+    [table] = [t for t in finished.summary["tables"] if t["temperature"] == temperature]
+    return next(a for a in table["arms"] if a["arm"] == arm)
+
+
+# What it writes.
+
+
+def test_there_is_a_row_for_every_prompt_and_arm(finished):
+    for temperature, arms in ((0.0, [a for a in ARMS if "top_k" not in a]), (1.0, ARMS)):
+        assert [
+            a["arm"] for t in finished.summary["tables"] if t["temperature"] == temperature for a in t["arms"]
+        ] == arms
+        for arm in arms:
+            rows = rows_of(finished, arm, temperature)
+            assert [row["id"] for row in rows] == ["0", "1", "2", "3"]
+            assert [row["seed"] for row in rows] == [0, 1, 2, 3]
+            assert all(
+                0 < len(row["tokens"][0]) <= 12 and row["emitted"] == len(row["tokens"][0]) for row in rows
+            )
+    assert len(finished.rows) == 4 * (7 + 8)
+
+
+def test_batches_run_arm_by_arm(finished):
+    """So that a slow spell strikes all of them."""
+    first = [(row["arm"], row["id"]) for row in finished.rows[:6]]
+    assert first == [("autoregressive", i) for i in "012"] + [("exact", i) for i in "012"]
+
+
+def test_the_strict_arms_are_lossless(finished):
+    for temperature in (0.0, 1.0):
+        exact = [row["tokens"] for row in rows_of(finished, "exact", temperature)]
+        assert [row["tokens"] for row in rows_of(finished, "mars theta=inf", temperature)] == exact
+        assert arm_of(finished, "mars theta=inf", temperature)["same_as_strict"] == 1.0
+    assert [row["tokens"] for row in rows_of(finished, "autoregressive", 0.0)] == [
+        row["tokens"] for row in rows_of(finished, "exact", 0.0)
+    ]
+    assert arm_of(finished, "exact", 0.0)["same_as_autoregressive"] == 1.0
+
+
+def test_the_rule_relaxes_and_its_match_has_its_tau(finished):
+    exact, loose = (arm_of(finished, name, 1.0) for name in ("exact", "mars theta=0.5"))
+    assert exact["relaxed_share"] == 0 < loose["relaxed_share"] and exact["tau"] < loose["tau"]
+    table = finished.summary["tables"][1]
+    assert (
+        table["match"]["wanted"] == arm_of(finished, "mars theta=0.9", 1.0)["tau"]
+    )  # all problems are in the match
+    matched = arm_of(finished, "mars(gap) matched", 1.0)
+    assert (matched["theta"], matched["tau"]) == (table["match"]["theta"], table["match"]["tau"])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("arm", ["autoregressive", "mars theta=0.5"])
+def test_figures_by_hand(finished, arm, temperature):
+    rows, alone = rows_of(finished, arm, temperature), rows_of(finished, "autoregressive", temperature)
+    made = arm_of(finished, arm, temperature)
+    tokens = sum(len(row["tokens"][0]) for row in rows)
+    accepted = sum(row["accepted_exact"] + row["accepted_relaxed"] for row in rows)
+    seconds = sum(row["seconds"] for row in rows)
+    assert made["problems"] == 4
+    assert made["tau"] == pytest.approx(tokens / sum(row["steps"] for row in rows))
+    assert made["relaxed_share"] == pytest.approx(
+        sum(row["accepted_relaxed"] for row in rows) / max(accepted, 1)
+    )
+    assert made["regret_per_token"] == pytest.approx(sum(row["regret"] for row in rows) / tokens)
+    assert made["tokens_per_second"] == pytest.approx(tokens / seconds)
+    assert made["seconds_per_task"] == pytest.approx(seconds / 4)
+    assert made["tokens_per_task"] == tokens / 4
+    assert made["loop_rate"] == sum(row["loops"] for row in rows) / 4
+    assert made["length_rate"] == sum(row["finish_reason"] == "length" for row in rows) / 4
+    assert made["score"] == pytest.approx(sum(row["score"][0] for row in rows) / 4)
+    baseline = sum(row["score"][0] for row in alone)
+    expected = sum(row["score"][0] for row in rows) / baseline if baseline else None
+    assert made["recovered"] == (None if expected is None else pytest.approx(expected))
+    speed = sum(len(row["tokens"][0]) for row in alone) / sum(row["seconds"] for row in alone)
+    assert made["speedup"] == pytest.approx(tokens / seconds / speed)
+    deep = [sum(row["depth_histogram"][d] for row in rows) for d in range(len(rows[0]["depth_histogram"]))]
+    assert made["depth_histogram"] == deep
+    for depth, rate in enumerate(made["acceptance_by_depth"]):
+        reached = sum(deep[depth:])
+        assert rate == (pytest.approx(sum(deep[depth + 1 :]) / reached) if reached else None)
+
+
+def test_the_table_is_for_people(finished):
+    text = (finished.path / "table.md").read_text()
+    for arm in ARMS:
+        assert f"| {arm} |" in text and f"- {arm}: " in text
+    for picture in PICTURES:
+        assert f"({picture})" in text
+    tau = arm_of(finished, "mars theta=0.9", 1.0)["tau"]
+    [line] = [
+        line
+        for line in text[text.index("temperature 1\n") :].splitlines()
+        if line.startswith("| mars theta=0.9")
+    ][:1]
+    assert line.split("|")[2].strip() == f"{tau:.2f}"
+    assert "ROUGE-L" in text and "Note: 3 problems were decoded side by side" in text
+
+
+def test_the_plots_are_not_blank(finished):
+    from matplotlib import image
+
+    for name in PICTURES:
+        picture = image.imread(finished.path / name)[..., :3]
+        assert picture.shape[0] > 300 and picture.shape[1] > 1000  # two panels
+        for panel in np.array_split(picture, 2, axis=1):
+            coloured = (panel.max(axis=-1) - panel.min(axis=-1)) > 0.2
+            assert coloured.mean() > 1e-3 and (panel < 0.5).any(axis=-1).mean() > 1e-3
+
+
+def test_plots_and_table_of_what_is_not_scored(finished, tmp_path):
+    summary = json.loads(json.dumps(finished.summary))
+    for table in summary["tables"]:
+        table["metric"] = "none"
+        for arm in table["arms"]:
+            arm |= {"score": None, "recovered": None, "recovered_interval": None}
+    plots.draw(summary, tmp_path)
+    assert {p.name for p in tmp_path.iterdir()} == set(PICTURES)
+    assert "not scored" in report.markdown(summary)
+
+
+# Killed and run again.
+
+
+@pytest.mark.parametrize(("batches", "torn"), [(0, 0), (3, 0), (25, 30), (33, 1)])
+def test_a_killed_run_goes_on_where_it_was(flags, finished, tmp_path, monkeypatch, capsys, batches, torn):
+    """Killed in the first match or in the middle, and with some bytes of the last row not on disk."""
+    left = [batches]
+
+    def dying(*args, run=api.run_batch, **options):
+        if not left[0]:
+            raise KeyboardInterrupt
+        left[0] -= 1
+        return run(*args, **options)
+
+    output = tmp_path / "killed"
+    with monkeypatch.context() as patch:
+        patch.setattr(api, "run_batch", dying)
+        assert call(*flags, "--output", output) == 130
+    assert not (output / "summary.json").exists()
+    rows = output / "rows.jsonl"
+    if torn:
+        before = rows.read_bytes()
+        assert len(before.splitlines()) < len(finished.rows)
+        rows.write_bytes(before[:-torn])
+    kept = rows.read_bytes().rpartition(b"\n")[0] if rows.exists() else b""
+    assert call(*flags, "--output", output) == 0
+    assert rows.read_bytes().startswith(kept)
+    again = read_folder(output)
+    assert timeless(again.rows) == timeless(finished.rows)
+    assert timeless(again.summary) == timeless(finished.summary)
+    assert (output / "matches.json").read_bytes() == (finished.path / "matches.json").read_bytes()
+    assert sorted(p.name for p in output.iterdir()) == sorted(p.name for p in finished.path.iterdir())
+
+
+def test_a_finished_run_decodes_nothing_and_prints_its_table(flags, finished, tmp_path, monkeypatch, capsys):
+    output = shutil.copytree(finished.path, tmp_path / "copy")
+    for name in ("summary.json", "table.md", *PICTURES):
+        (output / name).unlink()
+    monkeypatch.setattr(api, "run_batch", lambda *args, **options: pytest.fail("decoded"))
+    capsys.readouterr()
+    assert call(*flags, "--output", output) == 0
+    for name in ("summary.json", "table.md", *PICTURES):
+        assert (output / name).read_bytes() == (finished.path / name).read_bytes()
+    captured = capsys.readouterr()
+    assert captured.out == (finished.path / "table.md").read_text()
+    assert "rows, table and plots are in" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("changed", "name"),
+    [
+        (["--thetas", "0.9"], "thetas"),
+        (["--seed", "1"], "seed"),
+        (["--problems", "3"], "tasks"),
+        (["--dtype", "bfloat16"], "dtype"),
+    ],
+)
+def test_a_run_with_other_settings_is_refused(flags, finished, refused, tmp_path, changed, name):
+    output = shutil.copytree(finished.path, tmp_path / "copy")
+    before = (output / "rows.jsonl").read_bytes()
+    message = refused(*flags, *changed, "--output", output)
+    assert f"holds a run with other {name} (" in message and "choose another --output" in message
+    assert (output / "rows.jsonl").read_bytes() == before
+
+
+def test_other_weights_and_other_prompts_are_refused(flags, finished, refused, tmp_path):
+    output = shutil.copytree(finished.path, tmp_path / "copy")
+    settings = json.loads((output / "settings.json").read_text())
+    for name in ("weights", "problems", "device"):
+        (output / "settings.json").write_text(json.dumps(settings | {name: "other"}))
+        assert f"a run with other {name} (" in refused(*flags, "--output", output)
+
+
+def test_rows_of_something_else_are_refused(flags, finished, refused, tmp_path):
+    output = shutil.copytree(finished.path, tmp_path / "copy")
+    lines = (finished.path / "rows.jsonl").read_text().splitlines(keepends=True)
+    for bad in ([lines[1]], [lines[0], "{}\n"], [*lines, lines[0]], ["no json\n"]):
+        (output / "rows.jsonl").write_text("".join(bad))
+        assert "is not what this run would write there" in refused(*flags, "--output", output)
+
+
+def test_a_folder_of_something_else_is_refused(flags, refused, tmp_path):
+    (tmp_path / "thesis.tex").write_text("x")
+    assert "holds other files" in refused(*flags, "--output", tmp_path)
+    assert "is a file: name a folder" in refused(*flags, "--output", tmp_path / "thesis.tex")
+
+
+# Other runs.
+
+
+@pytest.mark.slow
+def test_two_tasks_over_rejection(target, prompts, tmp_path):
+    """The draft's true distribution, and nothing to score in one of the tasks."""
+    stories = tmp_path / "stories.txt"
+    stories.write_text("\n<|endoftext|>\n".join(["a b " * 30] * 3))
+    output = tmp_path / "output"
+    code = call(
+        *("--target", target, "--draft", f"model:{target}", "--num-draft-tokens", 2, "--base", "rejection"),
+        *("--task", f"stories={stories}", "--task", f"jsonl={prompts}", "--problems", 3, "--batch-size", 3),
+        *("--temperatures", 1, "--max-new-tokens", 12, "--output", output),
+    )
+    assert code == 0
+    made = read_folder(output)
+    assert [t["task"] for t in made.summary["tables"]] == ["stories", "jsonl"]
+    mars = [f"mars over rejection theta={theta}" for theta in ("inf", 0.9)]
+    for table in made.summary["tables"]:
+        arms = {a["arm"]: a for a in table["arms"]}
+        assert list(arms)[1:5] == ["rejection", *mars, "mars(gap) over rejection matched"]
+        assert arms["rejection"]["tau"] > 2  # of 3: it drafts for itself, and q is p
+        assert arms[mars[0]]["same_as_strict"] == 1.0
+    assert {row["score"] is None for row in made.rows if row["task"] == "stories"} == {True}
+    assert {row["score"] is None for row in made.rows if row["task"] == "jsonl"} == {False}
+
+
+# Bad input: one sentence, before any weights load.
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--thetas", "2"], "--thetas has 2: expected at most 1 for the margin ratio"),
+        (["--thetas", "x"], "--thetas has x: expected a number above 0"),
+        (["--thetas", "inf"], "--thetas has inf, an arm of every run"),
+        (["--thetas", "0.9", "0.90"], "--thetas has a value twice"),
+        (["--temperatures", "1", "1.0"], "--temperatures has a value twice"),
+        (["--temperatures", "-1"], "--temperatures has -1: expected a finite number"),
+        (["--problems", "0"], "--problems has 0: expected a whole number"),
+        (["--batch-size", "0"], "--batch-size is 0: expected"),
+        (["--draft", "none"], "--draft is none: expected ngram"),
+        (["--draft", "ngram", "--tree", "2-2"], "--tree does not apply to --draft ngram"),
+        (["--tree", "2-2", "--num-draft-tokens", "2"], "--num-draft-tokens does not apply with --tree"),
+        (["--tree", "2-2", "--base", "rejection"], "--tree does not apply to --base rejection"),
+        (["--task", "arithmetic"], "--task names a task twice"),
+        (["--task", "chess=x"], "there is no task 'chess'"),
+        (["--margin", "width"], "invalid choice: 'width'"),
+        (["--allow-code-execution"], "--allow-code-execution does not apply to tasks without tests"),
+        (["--chat"], "has no chat template: leave --chat out"),
+        (["--surprise"], "unrecognized arguments: --surprise"),
+    ],
+)
+def test_bad_flags(refused, target, tmp_path, argv, message):
+    output = tmp_path / "output"
+    common = ["--target", target, "--draft", f"model:{target}", "--task", "arithmetic", "--output", output]
+    assert message in refused(*common, *argv)
+    assert not output.exists()
+
+
+def test_what_must_be_there(refused, tmp_path, target):
+    assert "there is no --output" in refused("--task", "arithmetic")
+    assert "there is no --task" in refused("--output", tmp_path)
+    assert "--chat does not apply to stories" in refused(
+        "--task", "stories=x", "--chat", "--output", tmp_path / "o"
+    )
+
+
+def test_a_problem_that_does_not_fit_is_named(refused, target, tmp_path):
+    message = refused("--target", target, "--task", "arithmetic", "--output", tmp_path / "output")
+    assert "arithmetic, problem " in message and "a context of 64" in message
+    assert not (tmp_path / "output").exists()
+
+
+def test_the_default_is_the_embedded_family():
+    args = parse(["--task", "arithmetic", "--output", "o"])
+    assert (args.target, args.draft) == ("tiny/target", "model:tiny/draft")
+    assert args.temperatures == [0.0, 1.0] and args.thetas == [0.9] and args.batch_size == 1
+    assert parse(["--target", "x", "--task", "arithmetic", "--output", "o"]).draft == "ngram"
+    with pytest.raises(MarsError, match="a value twice"):
+        parse(["--task", "arithmetic", "--output", "o", "--temperatures", "0", "-0"])
+    assert parse(["--task", "a", "--output", "o", "--margin", "gap", "--thetas", "2"]).thetas == [2.0]

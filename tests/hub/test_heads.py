@@ -1,0 +1,479 @@
+"""Every published layout of an EAGLE head loads alike, and what is wrong with one is said in one sentence."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from mars_jax import hub
+from mars_jax.errors import MarsError
+from mars_jax.models import ModelConfig, Rope, eagle
+from mars_jax.models.eagle import EagleConfig
+from mars_jax.models.weights import build_rows
+
+V, W, E, INNER = 61, 20, 32, 44
+TARGET = ModelConfig(vocab_size=V, hidden_size=E, intermediate_size=80, num_layers=9, num_heads=4)
+RNG = np.random.default_rng(0)
+# All that a loader asks of a target's weights.
+TARGET_PARAMS = {name: jnp.asarray(RNG.standard_normal((V, E), np.float32)) for name in ("embed", "unembed")}
+IDS = np.sort(RNG.permutation(V)[:W])
+
+FIELDS_1 = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": V,
+    "hidden_size": E,
+    "intermediate_size": INNER,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "torch_dtype": "float32",
+}
+FIELDS_3 = FIELDS_1 | {"rope_theta": 500000.0, "draft_vocab_size": W}
+LAYERS = "eagle_aux_hidden_state_layer_ids"
+
+
+def random(*shape: int) -> np.ndarray:
+    return RNG.standard_normal(shape, np.float32)
+
+
+def layer(name: str, inner: int) -> dict[str, np.ndarray]:
+    tensors = {
+        "self_attn.q_proj": random(E, inner),
+        "self_attn.k_proj": random(E // 2, inner),
+        "self_attn.v_proj": random(E // 2, inner),
+        "self_attn.o_proj": random(E, E),
+        "mlp.gate_proj": random(INNER, E),
+        "mlp.up_proj": random(INNER, E),
+        "mlp.down_proj": random(E, INNER),
+        "post_attention_layernorm": random(E),
+    }
+    return {f"{name}.{key}.weight": value for key, value in tensors.items()}
+
+
+def eagle_1() -> dict[str, np.ndarray]:
+    """The tensors of yuhuili's EAGLE heads."""
+    own = {"embed_tokens.weight": np.asarray(TARGET_PARAMS["embed"]), "fc.weight": random(E, 2 * E)}
+    return own | layer("layers.0", E) | {"fc.bias": random(E)}
+
+
+def eagle_3() -> dict[str, np.ndarray]:
+    """The tensors of yuhuili's EAGLE-3 heads."""
+    tensors = layer("midlayer", 2 * E) | {"fc.weight": random(E, 3 * E), "lm_head.weight": random(W, E)}
+    for name in ("midlayer.hidden_norm", "midlayer.input_layernorm", "norm"):
+        tensors[f"{name}.weight"] = random(E)
+    return tensors | {"d2t": IDS - np.arange(W), "t2d": np.isin(np.arange(V), IDS)}
+
+
+def publish(directory: Path, tensors, fields, kind: str = "safetensors", dtype: str = "float32") -> Path:
+    (directory / "config.json").write_text(json.dumps(fields))
+    if kind == "safetensors":
+        save_file(tensors, directory / "model.safetensors")
+    else:
+        torch = pytest.importorskip("torch")
+        state = {name: torch.from_numpy(value.copy()) for name, value in tensors.items()}
+        state = {k: v.to(getattr(torch, dtype)) if v.is_floating_point() else v for k, v in state.items()}
+        torch.save(state, directory / "pytorch_model.bin")
+    return directory
+
+
+def load(directory, **kwargs):
+    return hub.load_eagle(directory, TARGET, TARGET_PARAMS, **kwargs)
+
+
+def assert_layer(ours, tensors, name) -> None:
+    """Every tensor of the layer is where `models.eagle` looks for it."""
+    short = {"input_layernorm": "embed_norm", "post_attention_layernorm": "mlp_norm"}
+    for key, value in tensors.items():
+        if key.startswith(f"{name}."):
+            part = key.removesuffix(".weight").rsplit(".", 1)[-1].removesuffix("_proj")
+            np.testing.assert_array_equal(ours[short.get(part, part)], value)
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+@pytest.mark.parametrize("prefix", ["", "model."])
+@pytest.mark.parametrize("name", ["midlayer", "layers.0"])
+def test_an_eagle_3_head_of_every_layout_loads(tmp_path, kind, prefix, name):
+    tensors = eagle_3()
+    renamed = {prefix + key.replace("midlayer", name): value for key, value in tensors.items()}
+    config, params = load(publish(tmp_path, renamed, FIELDS_3, kind))
+    assert config == EagleConfig(
+        version=3,
+        layer=ModelConfig(
+            vocab_size=V,
+            hidden_size=E,
+            intermediate_size=INNER,
+            num_layers=1,
+            num_heads=4,
+            num_kv_heads=2,
+            norm_eps=1e-5,
+            rope=Rope(theta=500000.0),
+        ),
+        target_hidden_size=E,
+        draft_vocab_size=W,
+        feature_layers=(1, 3, 5),
+    )
+    assert_layer(params["layer"], tensors, "midlayer")
+    for ours, theirs in (("fc", "fc"), ("norm", "norm"), ("unembed", "lm_head")):
+        np.testing.assert_array_equal(params[ours], tensors[f"{theirs}.weight"])
+    np.testing.assert_array_equal(params["ids"], IDS)
+    assert params["ids"].dtype == jnp.int32 and set(params) == {"layer", "fc", "norm", "unembed", "ids"}
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_an_eagle_1_head_shares_its_targets_tables(tmp_path, kind):
+    tensors = eagle_1()
+    config, params = load(publish(tmp_path, tensors, FIELDS_1 | {"bias": True}, kind))
+    assert (config.version, config.draft_vocab_size, config.feature_layers) == (1, V, ())
+    assert config.fc_bias and not config.own_embed and not config.own_unembed
+    assert_layer(params["layer"], tensors, "layers.0")
+    np.testing.assert_array_equal(params["fc"], tensors["fc.weight"])
+    np.testing.assert_array_equal(params["fc_bias"], tensors["fc.bias"])
+    assert set(params) == {"layer", "fc", "fc_bias"}
+
+
+@pytest.mark.parametrize(
+    "fields, tensors, expected",
+    [
+        ({"norm_before_residual": True}, {}, {"norm_before_residual": True}),
+        ({}, {f"fc_norm.{i}.weight": random(E) for i in range(3)}, {"fc_norm": True}),
+        ({"norm_output": True}, {}, {"norm_output": True}),
+        (
+            {"eagle_config": {"norm_output": True, "norm_before_residual": True}},
+            {},
+            {"norm_output": True, "norm_before_residual": True},
+        ),
+        ({LAYERS: [0, 4, 8]}, {}, {"feature_layers": (0, 4, 8)}),
+        ({"eagle_config": {LAYERS: [2, 4, 6]}}, {}, {"feature_layers": (2, 4, 6)}),
+        ({"eagle_config": {LAYERS: []}}, {}, {"feature_layers": (1, 3, 5)}),
+        ({LAYERS: [2, 6]}, {"fc.weight": random(E, 2 * E)}, {"feature_layers": (2, 6)}),
+        ({"architectures": ["Eagle3LlamaForCausalLM"]}, {}, {}),
+        ({"architectures": ["LlamaForCausalLMEagle3"], "model_type": "other"}, {}, {}),
+        ({"architectures": ["Eagle3DraftModel"], "draft_vocab_size": None}, {}, {"draft_vocab_size": W}),
+        ({"attention_bias": True, "mlp_bias": True}, {}, {}),
+        ({}, {"midlayer.self_attn.rotary_emb.inv_freq": random(4)}, {}),
+        ({}, {"embed_tokens.weight": random(V, E)}, {"own_embed": True}),
+        ({}, {"embed_tokens.weight": np.asarray(TARGET_PARAMS["embed"])}, {"own_embed": False}),
+    ],
+)
+def test_variants_of_eagle_3(tmp_path, fields, tensors, expected):
+    (tmp_path / "plain").mkdir()
+    plain, _ = load(publish(tmp_path / "plain", eagle_3(), FIELDS_3))
+    config, params = load(publish(tmp_path, eagle_3() | tensors, FIELDS_3 | fields))
+    assert config == dataclasses.replace(plain, **expected)
+    rows = {row.name: row for row in eagle.weights(config)}
+    for name in tensors.keys() & rows.keys():
+        place = params
+        for key in rows[name].path:
+            place = place[key]
+        np.testing.assert_array_equal(place, tensors[name])
+
+
+def test_biases_and_norms_of_the_projections_load(tmp_path):
+    more = {f"midlayer.self_attn.{key}_proj.bias": random(n) for key, n in (("q", E), ("k", 16), ("v", 16))}
+    more |= {f"midlayer.self_attn.{key}_norm.weight": random(8) for key in ("q", "k")}
+    config, params = load(publish(tmp_path, eagle_3() | more, FIELDS_3))
+    assert config.layer.qkv_bias and config.layer.qk_norm and not config.layer.o_bias
+    np.testing.assert_array_equal(params["layer"]["v_bias"], more["midlayer.self_attn.v_proj.bias"])
+    np.testing.assert_array_equal(params["layer"]["k_norm"], more["midlayer.self_attn.k_norm.weight"])
+
+
+def test_a_head_narrower_than_its_target_loads(tmp_path):
+    wide = dataclasses.replace(TARGET, hidden_size=48)
+    params = {name: jnp.zeros((V, 48)) for name in ("embed", "unembed")}
+    tensors = eagle_3() | {"fc.weight": random(E, 3 * 48), "embed_tokens.weight": random(V, E)}
+    config, head = hub.load_eagle(
+        publish(tmp_path, tensors, FIELDS_3 | {"target_hidden_size": 48}), wide, params
+    )
+    assert config.target_hidden_size == 48 and config.layer.hidden_size == E and head["fc"].shape == (E, 144)
+
+
+def without(tensors, *names):
+    return {name: value for name, value in tensors.items() if name not in names}
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_whole_draft_vocabulary_needs_no_map(tmp_path, own):
+    tensors = without(eagle_3(), "lm_head.weight", "d2t", "t2d")
+    if own:
+        tensors |= {"lm_head.weight": random(V, E), "d2t": np.zeros(V, np.int64), "t2d": np.zeros(V, bool)}
+    config, params = load(publish(tmp_path, tensors, FIELDS_3 | {"draft_vocab_size": V}))
+    assert config.draft_vocab_size == V and config.own_unembed == own == ("unembed" in params)
+    assert "ids" not in params
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_eagle_1_head_keeps_only_an_lm_head_of_its_own(tmp_path, tied):
+    target = {"embed": TARGET_PARAMS["embed"]} if tied else TARGET_PARAMS
+    same = np.asarray(TARGET_PARAMS["embed" if tied else "unembed"])
+    publish(tmp_path, eagle_1() | {"lm_head.weight": same}, FIELDS_1)
+    config, params = hub.load_eagle(tmp_path, TARGET, target)
+    assert not config.own_unembed and "unembed" not in params
+    publish(tmp_path, eagle_1() | {"lm_head.weight": same + 1}, FIELDS_1)
+    config, params = hub.load_eagle(tmp_path, TARGET, target)
+    assert config.own_unembed
+    np.testing.assert_array_equal(params["unembed"], same + 1)
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_float16_becomes_bfloat16_and_a_rounded_copy_is_a_copy(tmp_path, kind):
+    tensors = {k: v.astype(np.float16) if v.dtype == np.float32 else v for k, v in eagle_1().items()}
+    publish(tmp_path, tensors, FIELDS_1 | {"torch_dtype": "float16"}, kind, "float16")
+    config, params = load(tmp_path)
+    assert params["fc"].dtype == jnp.bfloat16 and not config.own_embed
+    _, exact = load(tmp_path, dtype="float32")
+    np.testing.assert_array_equal(exact["fc"], tensors["fc.weight"].astype(np.float32))
+    large = {"embed": 1e6 * TARGET_PARAMS["embed"], "unembed": TARGET_PARAMS["unembed"]}
+    assert hub.load_eagle(tmp_path, TARGET, large)[0].own_embed
+
+
+# What bad input gets.
+
+
+def message(call, *args, **kwargs) -> str:
+    with pytest.raises(MarsError) as caught:
+        call(*args, **kwargs)
+    text = str(caught.value)
+    assert "\n" not in text and "Traceback" not in text and text.endswith(".")
+    return text
+
+
+def shifted(where: int, by: int) -> np.ndarray:
+    offsets = IDS - np.arange(W)
+    offsets[where] += by
+    return offsets
+
+
+MALFORMED = {
+    "vocabulary": ({"vocab_size": 60}, {}, "a vocabulary of 60 tokens and the target has 61"),
+    "target": ({"target_hidden_size": 64}, {}, "for a target 64 wide and this one is 32"),
+    "fc": ({}, {"fc.weight": random(E, 64)}, "fc.weight reads 64 numbers, and 3 features .* 32 wide are 96"),
+    "fc norms": ({"fc_norm": True}, {}, r"missing: fc_norm\.0\.weight"),
+    "embedding": (
+        {},
+        {"embed_tokens.weight": random(V, 16)},
+        r"embed_tokens.weight is \[61, 16\] .* \[61, 32\]",
+    ),
+    "width": ({"hidden_size": 16}, {}, "the EAGLE head is 16 wide and the target 32"),
+    "lm_head": (
+        {},
+        {"lm_head.weight": random(19, E)},
+        "lm_head.weight has 19 rows and the draft vocabulary 20",
+    ),
+    "no lm_head": ({}, {"lm_head.weight": None}, "drafts from 20 of 61 tokens: then it needs an lm_head"),
+    "no d2t": ({}, {"d2t": None}, "drafts from 20 of 61 tokens and has no d2t"),
+    "d2t length": ({}, {"d2t": shifted(0, 0)[1:]}, r"d2t has shape \[19\] and lm_head.weight 20 rows"),
+    "d2t above": ({}, {"d2t": shifted(19, 50)}, r"maps draft token 19 to \d+ and the target has 61 tokens"),
+    "d2t below": ({}, {"d2t": shifted(2, -90)}, r"maps draft token 2 to -\d+ and the target has 61 tokens"),
+    "d2t twice": ({}, {"d2t": shifted(1, IDS[0] - IDS[1])}, "d2t maps 20 draft tokens to 19 of the target's"),
+    "d2t dtype": ({}, {"d2t": np.zeros(W, np.float32)}, "d2t holds float32 and not whole numbers"),
+    "t2d length": ({}, {"t2d": np.isin(np.arange(60), IDS)}, r"t2d has shape \[60\] and the target 61 tokens"),
+    "t2d count": ({}, {"t2d": np.ones(V, bool)}, "t2d marks 61 tokens and the draft vocabulary has 20"),
+    "t2d": (
+        {},
+        {"t2d": np.roll(np.isin(np.arange(V), IDS), 1)},
+        r"d2t maps to token \d+, which t2d does not mark",
+    ),
+    "layers": ({"num_hidden_layers": 2}, {}, "the EAGLE head has 2 layers"),
+    "a second layer": ({}, layer("layers.2", E), "the EAGLE head has 3 layers"),
+    "missing": ({}, {"norm.weight": None, "fc.weight": None}, "missing: fc.weight, norm.weight; use the config"),
+    "extra": ({}, {"input_norm.weight": random(E)}, "not part of an EAGLE head: input_norm.weight;"),
+    "a bias alone": ({}, {"midlayer.self_attn.q_proj.bias": random(E)}, "missing: midlayer.self_attn.k_proj.bias"),
+    "shape": ({"intermediate_size": 45}, {}, r"mlp.\w+_proj.weight is \[[0-9, ]+\] and .* ask for \[[0-9, ]+\]"),
+    "twice": ({}, {"model.norm.weight": random(E)}, "two tensors norm.weight"),
+    "quantised": (
+        {},
+        {"norm.weight": np.ones(E, np.int8)},
+        "tensor norm.weight: it holds int8: quantised checkpoints are not supported",
+    ),
+    "version 1": ({}, {"midlayer.hidden_norm.weight": None}, "EAGLE-3 head and the weights are those of EAGLE-1"),
+    "version 3": (
+        {"architectures": ["EagleLlamaForCausalLM"], "draft_vocab_size": None},
+        {},
+        "EAGLE-1 head and the weights are those of EAGLE-3",
+    ),
+    "window": (
+        {"architectures": ["MistralForCausalLM"], "sliding_window": 9},
+        {},
+        "sliding window of 9, which is not supported",
+    ),
+    "no such layer": ({LAYERS: [1, 4, 9]}, {}, "reads layer 9 and the target has layers 0 to 8"),
+    "negative layer": ({LAYERS: [-1, 4, 8]}, {}, "reads layer -1 and the target has layers 0 to 8"),
+    "layers of what": ({LAYERS: "1, 2"}, {}, f"{LAYERS} is '1, 2': give a list"),
+    "family": ({"architectures": ["BloomForCausalLMEagle3"]}, {}, "architecture BloomForCausalLM is not supported"),
+    "kind": ({"rms_norm_eps": "small"}, {}, "holds a value of the wrong kind"),
+    "words": ({"draft_vocab_size": "many"}, {}, "20 rows and the draft vocabulary many"),
+    "one layer": ({"eagle_config": {"use_aux_hidden_state": False}}, {}, "last hidden state alone"),
+    "a number": ({}, {"fc.weight": np.ones((), np.float32)}, r"fc.weight is \[\] and .* ask for \[32, 96\]"),
+    "not an object": ({"eagle_config": [1]}, {}, "holds a value of the wrong kind"),
+    "a permutation": (
+        {"draft_vocab_size": V},
+        {"lm_head.weight": random(V, E), "d2t": np.eye(V, dtype=np.int64)[0] - np.eye(V, dtype=np.int64)[1]},
+        "d2t reorders all 61 tokens",
+    ),
+    "tied to itself": (
+        {"draft_vocab_size": V, "tie_word_embeddings": True},
+        {"lm_head.weight": None, "d2t": None, "embed_tokens.weight": random(V, E)},
+        "ties its lm_head to an embedding of its own",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_a_malformed_head_is_refused_by_what_is_wrong_with_it(tmp_path, name):
+    fields, change, expected = MALFORMED[name]
+    tensors = {key: value for key, value in (eagle_3() | change).items() if value is not None}
+    text = message(load, publish(tmp_path, tensors, FIELDS_3 | fields))
+    assert re.search(expected, text) and str(tmp_path) in text
+
+
+def test_a_malformed_eagle_1_head_is_refused(tmp_path):
+    def text(**change):
+        tensors = eagle_1() | {name.replace("_", ".", 1): value for name, value in change.items()}
+        return message(load, publish(tmp_path, tensors, FIELDS_1))
+
+    assert "fc.weight reads 96 numbers, and an embedding and a feature of a target 32 wide are 64" in text(
+        fc_weight=random(E, 96)
+    )
+    assert "EAGLE head: norm.weight;" in text(norm_weight=random(E))
+    short = eagle_1() | {"lm_head.weight": random(W, E)}
+    assert "lm_head.weight has 20 rows and the draft vocabulary 61 tokens" in message(
+        load, publish(tmp_path, short, FIELDS_1)
+    )
+
+
+def test_a_target_too_shallow_for_the_usual_layers_is_refused(tmp_path):
+    publish(tmp_path, eagle_3(), FIELDS_3)
+    shallow = dataclasses.replace(TARGET, num_layers=4, windows=())
+    text = message(hub.load_eagle, tmp_path, shallow, TARGET_PARAMS)
+    assert "of a target of at least 5, not of 4" in text
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_float8_is_refused(tmp_path, kind):
+    torch = pytest.importorskip("torch")
+    from safetensors.torch import save_file as save_torch
+
+    publish(tmp_path, {}, FIELDS_3)
+    (tmp_path / "model.safetensors").unlink()
+    state = {name: torch.from_numpy(value.copy()) for name, value in eagle_3().items()}
+    state["fc.weight"] = state["fc.weight"].to(torch.float8_e4m3fn)
+    if kind == "bin":
+        torch.save(state, tmp_path / "pytorch_model.bin")
+    else:
+        save_torch(state, tmp_path / "model.safetensors")
+    text = message(load, tmp_path)
+    assert re.search(r"fc.weight .* holds (F8_E4M3|torch.float8_e4m3fn): quantised checkpoints", text)
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path):
+    torch = pytest.importorskip("torch")
+    file = publish(tmp_path, eagle_3(), FIELDS_3) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    assert "model.safetensors' is truncated or corrupt" in message(load, tmp_path)
+    file.unlink()
+    assert "holds no weights" in message(load, tmp_path)
+    torch.save({"fc.weight": os.system}, tmp_path / "pytorch_model.bin")
+    assert "truncated, corrupt or unsafe" in message(load, tmp_path)
+    (tmp_path / "config.json").unlink()
+    assert "no readable config.json" in message(load, tmp_path)
+    assert "there is no directory" in message(load, tmp_path / "absent")
+    assert "dtype 'int8' is not supported" in message(load, tmp_path, dtype="int8")
+
+
+# Saving.
+
+LAYER = ModelConfig(vocab_size=V, hidden_size=E, intermediate_size=INNER, num_layers=1, num_heads=4)
+SAVED = {
+    "eagle-3": EagleConfig(
+        version=3,
+        layer=dataclasses.replace(LAYER, num_kv_heads=2, rope=Rope(theta=500.0), eos_token_ids=(2, 3)),
+        target_hidden_size=E,
+        draft_vocab_size=W,
+        feature_layers=(0, 4, 7),
+        norm_before_residual=True,
+    ),
+    "eagle-3.1": EagleConfig(
+        version=3,
+        layer=dataclasses.replace(
+            LAYER, family="qwen3", head_dim=12, qk_norm=True, qkv_bias=True, mlp_bias=True
+        ),
+        target_hidden_size=E,
+        draft_vocab_size=V,
+        feature_layers=(1, 3, 5),
+        fc_norm=True,
+        norm_output=True,
+        own_unembed=False,
+    ),
+    "eagle-1": EagleConfig(
+        version=1,
+        layer=dataclasses.replace(LAYER, family="qwen2", qkv_bias=True),
+        target_hidden_size=E,
+        draft_vocab_size=V,
+        fc_bias=True,
+        own_embed=True,
+        own_unembed=False,
+    ),
+}
+
+
+def params_of(config, dtype="float32"):
+    params = build_rows(eagle.weights(config), lambda row: jnp.asarray(random(*row.shape)).astype(dtype))
+    if config.draft_vocab_size < V:
+        params["ids"] = jnp.asarray(RNG.permutation(V)[: config.draft_vocab_size], jnp.int32)
+    return params
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", SAVED)
+def test_a_saved_head_loads_as_it_was(tmp_path, name, dtype):
+    config, params = SAVED[name], params_of(SAVED[name], dtype)
+    loaded, ours = load(hub.save_eagle(tmp_path / "made" / "head", config, params))
+    assert loaded == config
+    jax.tree.map(np.testing.assert_array_equal, ours, params)
+    assert jax.tree.map(lambda x: x.dtype, ours) == jax.tree.map(lambda x: x.dtype, params)
+
+
+def test_a_saved_head_has_the_published_layout(tmp_path):
+    config, params = SAVED["eagle-3"], params_of(SAVED["eagle-3"])
+    hub.save_eagle(tmp_path, config, params)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert {name: (value.shape, value.dtype) for name, value in tensors.items()} == {
+        name: (value.shape, value.dtype) for name, value in eagle_3().items()
+    }
+    np.testing.assert_array_equal(tensors["d2t"] + np.arange(W), params["ids"])
+    np.testing.assert_array_equal(np.flatnonzero(tensors["t2d"]), np.sort(params["ids"]))
+    fields = json.loads((tmp_path / "config.json").read_text())
+    assert fields["architectures"] == ["LlamaForCausalLMEagle3"] and fields["model_type"] == "llama"
+    assert fields["draft_vocab_size"] == W and fields[LAYERS] == [0, 4, 7] and fields["norm_before_residual"]
+    hub.save_eagle(tmp_path / "one", SAVED["eagle-1"], params_of(SAVED["eagle-1"]))
+    assert set(load_file(tmp_path / "one" / "model.safetensors")) >= set(eagle_1())
+
+
+def test_what_cannot_be_saved_is_refused_and_leaves_nothing(tmp_path):
+    config, params = SAVED["eagle-3"], params_of(SAVED["eagle-3"])
+    path = tmp_path / "head"
+
+    def text(config=config, **change):
+        return message(hub.save_eagle, path, config, params | change)
+
+    assert "params norm is [3] and the config says [32]" in text(norm=jnp.ones(3))
+    assert "draft token 0 to 61 and the target has 61 tokens" in text(ids=params["ids"].at[0].set(V))
+    windowed = dataclasses.replace(config, layer=dataclasses.replace(config.layer, windows=(4,)))
+    assert "cannot express the head's layer" in text(windowed)
+    del params["ids"]
+    assert "params lack ids" in text()
+    assert not list(tmp_path.iterdir())
+    (path / "notes").mkdir(parents=True)
+    assert "pass overwrite=True" in text()

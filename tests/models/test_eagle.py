@@ -1,0 +1,293 @@
+"""EAGLE heads give what a transcription of the papers over PyTorch transformers' Llama layers gives."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mars_jax.errors import MarsError
+from mars_jax.models import ModelConfig, Rope, eagle, language_model
+from mars_jax.models.eagle import EagleConfig
+from mars_jax.models.weights import build_rows
+from mars_jax.types import ForwardOutput, Params
+from tests.models import oracle
+
+BATCH, N, MORE, SLOTS, VOCAB = 2, 9, 3, 16, 53
+LAYER = ModelConfig(
+    vocab_size=VOCAB,
+    hidden_size=32,
+    intermediate_size=44,
+    num_layers=1,
+    num_heads=4,
+    num_kv_heads=2,
+    rope=Rope(theta=500.0),
+    norm_eps=1e-3,
+)
+EAGLE_3 = EagleConfig(
+    version=3, layer=LAYER, target_hidden_size=32, draft_vocab_size=20, feature_layers=(1, 2, 4)
+)
+EAGLE_1 = EagleConfig(
+    version=1, layer=LAYER, target_hidden_size=32, draft_vocab_size=VOCAB, own_unembed=False
+)
+LLAMA3 = Rope(kind="llama3", factor=4.0, original_max_positions=8, low_freq_factor=1.0, high_freq_factor=3.0)
+
+
+def vary(config: EagleConfig, layer: dict | None = None, **fields) -> EagleConfig:
+    return dataclasses.replace(config, layer=dataclasses.replace(LAYER, **(layer or {})), **fields)
+
+
+CASES = {
+    "eagle-3": EAGLE_3,
+    "eagle-3, norm before residual": vary(EAGLE_3, norm_before_residual=True),
+    "eagle-3, a norm of each feature": vary(EAGLE_3, fc_norm=True),
+    "eagle-3.1": vary(EAGLE_3, fc_norm=True, norm_output=True, norm_before_residual=True),
+    "eagle-3, narrower than its target": vary(
+        EAGLE_3, {"num_kv_heads": 4}, target_hidden_size=48, own_embed=True
+    ),
+    "eagle-3, the target's unembedding": vary(EAGLE_3, draft_vocab_size=VOCAB, own_unembed=False),
+    "eagle-3, every bias, head_dim 12, llama3 rope": vary(
+        EAGLE_3,
+        {"qkv_bias": True, "o_bias": True, "mlp_bias": True, "head_dim": 12, "rope": LLAMA3},
+        fc_bias=True,
+    ),
+    "eagle-1": EAGLE_1,
+    "eagle-1, biases, its own embedding and lm_head": vary(
+        EAGLE_1, {"qkv_bias": True, "o_bias": True}, fc_bias=True, own_embed=True, own_unembed=True
+    ),
+}
+
+
+def torch_head(config: EagleConfig, target):
+    """The head in PyTorch, its parameters named as in the published checkpoints, random; from the description alone.
+
+    Sources: EAGLE 2401.15077, section 4; EAGLE-3 2503.01840, section 3.
+    """
+    import torch
+    from torch import nn
+    from transformers import LlamaConfig
+    from transformers.models.llama import modeling_llama as llama
+
+    c = config.layer
+    rope = {"rope_type": "default", "rope_theta": c.rope.theta}
+    if c.rope.kind == "llama3":
+        rope = {"rope_type": "llama3", "rope_theta": c.rope.theta, "factor": c.rope.factor}
+        rope |= {"original_max_position_embeddings": c.rope.original_max_positions}
+        rope |= {"low_freq_factor": c.rope.low_freq_factor, "high_freq_factor": c.rope.high_freq_factor}
+    with oracle.third_party():
+        described = LlamaConfig(
+            hidden_size=c.hidden_size,
+            intermediate_size=c.intermediate_size,
+            num_attention_heads=c.num_heads,
+            num_key_value_heads=c.num_kv_heads,
+            head_dim=c.head_dim,
+            rms_norm_eps=c.norm_eps,
+            attention_bias=c.qkv_bias,
+            mlp_bias=c.mlp_bias,
+            rope_parameters=rope,
+            attn_implementation="eager",
+        )
+    hidden, features = c.hidden_size, len(config.feature_layers)
+
+    class Layer(nn.Module):
+        """Of EAGLE-3: a Llama layer whose attention reads the embedding beside the feature."""
+
+        def __init__(self):
+            super().__init__()
+            self.self_attn = llama.LlamaAttention(described, 0)
+            for name in ("q_proj", "k_proj", "v_proj"):
+                old = getattr(self.self_attn, name)
+                new = nn.Linear(2 * hidden, old.out_features, bias=old.bias is not None)
+                setattr(self.self_attn, name, new)
+            self.mlp = llama.LlamaMLP(described)
+            self.hidden_norm = llama.LlamaRMSNorm(hidden, c.norm_eps)
+            self.input_layernorm = llama.LlamaRMSNorm(hidden, c.norm_eps)
+            self.post_attention_layernorm = llama.LlamaRMSNorm(hidden, c.norm_eps)
+
+        def forward(self, word, feature, **attention):
+            normed = self.hidden_norm(feature)
+            residual = normed if config.norm_before_residual else feature
+            both = torch.cat([self.input_layernorm(word), normed], dim=-1)
+            h = residual + self.self_attn(both, **attention)[0]
+            return h + self.mlp(self.post_attention_layernorm(h))
+
+    class Head(nn.Module):
+        def __init__(self):
+            super().__init__()
+            if config.own_embed:
+                self.embed_tokens = nn.Embedding(VOCAB, hidden)
+            if config.own_unembed:
+                self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
+            if config.version == 3:
+                self.fc = nn.Linear(features * config.target_hidden_size, hidden, bias=config.fc_bias)
+                self.midlayer = Layer()
+                self.norm = llama.LlamaRMSNorm(hidden, c.norm_eps)
+                if config.fc_norm:
+                    width = config.target_hidden_size
+                    self.fc_norm = nn.ModuleList(
+                        llama.LlamaRMSNorm(width, c.norm_eps) for _ in range(features)
+                    )
+            else:
+                self.fc = nn.Linear(2 * hidden, hidden, bias=config.fc_bias)
+                layer = llama.LlamaDecoderLayer(described, 0)
+                layer.input_layernorm = nn.Identity()  # the first layer of EAGLE-1 has none
+                self.layers = nn.ModuleList([layer])
+            self.rotary = llama.LlamaRotaryEmbedding(described)
+
+        def fuse(self, taken):
+            if config.version == 1:
+                return taken[0]
+            if config.fc_norm:
+                taken = [norm(x) for norm, x in zip(self.fc_norm, taken, strict=True)]
+            return self.fc(torch.cat(list(taken), dim=-1))
+
+        def forward(self, feature, tokens):
+            """Features and logits behind a whole sequence, no cache."""
+            n = tokens.shape[1]
+            table = (
+                self.embed_tokens.weight if config.own_embed else torch.tensor(np.asarray(target["embed"]))
+            )
+            word = table[tokens]
+            future = torch.triu(torch.ones(n, n, dtype=torch.bool), diagonal=1)
+            attention = {
+                "attention_mask": torch.zeros(n, n).masked_fill(future, float("-inf"))[None, None],
+                "position_embeddings": self.rotary(word, torch.arange(n)[None]),
+            }
+            if config.version == 3:
+                h = self.midlayer(word, feature, **attention)
+                normed = self.norm(h)
+                following = normed if config.norm_output else h
+            else:
+                x = self.fc(torch.cat([word, feature], dim=-1))
+                following = normed = self.layers[0](x, **attention)
+            weight = (
+                self.lm_head.weight if config.own_unembed else torch.tensor(np.asarray(target["unembed"]))
+            )
+            return following, normed @ weight.T
+
+    torch.manual_seed(1)
+    torch.set_num_threads(1)
+    head = Head()
+    with torch.no_grad():
+        for name, parameter in head.named_parameters():
+            noise = torch.randn_like(parameter)
+            noise *= 0.2 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5
+            parameter.copy_(noise + 1 if "norm" in name else noise)
+    return head.eval()
+
+
+class Pair:
+    """A head in both libraries with the same weights, its target, and random input for it."""
+
+    def __init__(self, config: EagleConfig):
+        rng = np.random.default_rng(2)
+        table = (VOCAB, config.target_hidden_size)
+        # All that a head asks of its target's weights.
+        draw = (jnp.asarray(0.2 * rng.standard_normal(table, np.float32)) for _ in range(2))
+        weights = dict(zip(("embed", "unembed"), draw, strict=True))
+        self.config, self.target = config, language_model(LAYER)
+        self.torch = torch_head(config, weights)
+        state = {name: value.numpy() for name, value in self.torch.state_dict().items()}
+        draft = build_rows(eagle.weights(config), lambda row: jnp.asarray(state.pop(row.name)))
+        assert not state  # every parameter has its row
+        self.params = Params(target=weights, draft=draft)
+        shape = (max(len(config.feature_layers), 1), BATCH, N, config.target_hidden_size)
+        self.taken = rng.standard_normal(shape, np.float32)
+        self.tokens = rng.integers(0, VOCAB, (BATCH, N + MORE))
+
+    def fuse(self):
+        given = tuple(jnp.asarray(x) for x in self.taken)
+        cache = eagle.init_cache(self.config, 1, 1, "float32")
+        output = ForwardOutput(hidden=given[0], features=given, cache=cache)
+        return jax.jit(functools.partial(eagle.fuse, self.config))(self.params.draft, output)
+
+    def run(self, feature, first, cache=None):
+        """Features, logits and cache of the tokens from `first` on, one for each of the features given."""
+        n = feature.shape[1]
+        cache = eagle.init_cache(self.config, BATCH, SLOTS, "float32") if cache is None else cache
+        tokens = jnp.asarray(self.tokens[:, first : first + n], jnp.int32)
+        return self.program(self.params, feature, tokens, jnp.full((BATCH,), first, jnp.int32), cache)
+
+    @functools.cached_property
+    def program(self):
+        def program(params, feature, tokens, start, cache):
+            place = oracle.causal(start, tokens.shape[1], SLOTS)
+            out = eagle.forward(self.config, self.target, params, feature, tokens, *place, cache, start)
+            return out[0], eagle.unembed(self.config, self.target, params, out[0]), out[1]
+
+        return jax.jit(program)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_head_equals_its_transcription_in_pytorch(name):
+    """Over a sequence at once, and over the tokens that it drafts behind it from its own features."""
+    torch = pytest.importorskip("torch")
+    pair = Pair(CASES[name])
+    ours = pair.fuse()
+    with torch.no_grad(), oracle.third_party():
+        theirs = pair.torch.fuse([torch.tensor(x) for x in pair.taken])
+        # 1e-5: sums of float32 products in another order; a wrong term shows as 1e-2 and more.
+        np.testing.assert_allclose(ours, theirs, atol=1e-5, rtol=0)
+        cache, first = None, 0
+        for last in range(N, N + MORE + 1):
+            ours, logits, cache = pair.run(ours, first, cache)
+            following, expected = pair.torch(theirs, torch.tensor(pair.tokens[:, :last]))
+            np.testing.assert_allclose(ours, following[:, first:], atol=1e-5, rtol=0)
+            np.testing.assert_allclose(logits, expected[:, first:], atol=1e-5, rtol=0)
+            ours, first = ours[:, -1:], last
+            theirs = torch.cat([theirs, following[:, -1:]], dim=1)
+
+
+@pytest.mark.parametrize("name", ["eagle-3.1", "eagle-1"])
+def test_token_by_token_equals_all_at_once(name):
+    pytest.importorskip("torch")
+    pair = Pair(CASES[name])
+    feature = pair.fuse()
+    whole, logits, cache = pair.run(feature, 0)
+    one = None
+    for i in range(N):
+        got, scores, one = pair.run(feature[:, i : i + 1], i, one)
+        np.testing.assert_allclose(got, whole[:, i : i + 1], atol=1e-5, rtol=0)
+        np.testing.assert_allclose(scores, logits[:, i : i + 1], atol=1e-5, rtol=0)
+    np.testing.assert_allclose(one.k[0], cache.k[0], atol=1e-5, rtol=0)
+
+
+def test_the_table_names_every_leaf_of_params_once():
+    for config in CASES.values():
+        table = eagle.weights(config)
+        params = jax.eval_shape(functools.partial(eagle.init_params, config), jax.random.key(0))
+        ids = config.draft_vocab_size < VOCAB
+        assert len({row.name for row in table}) == len(table) == len(jax.tree.leaves(params)) - ids
+
+
+def test_draft_tokens_and_logits_map_to_the_targets():
+    ids = jnp.asarray([4, 1, 9], jnp.int32)
+    config = vary(EAGLE_3, draft_vocab_size=3)
+    params = Params(target=(), draft={"ids": ids})
+    chosen = eagle.to_target(config, params, jnp.asarray([[2, 0]], jnp.int32))
+    np.testing.assert_array_equal(chosen, [[9, 4]])
+    wide = eagle.widen(config, params, jnp.asarray([[[0.5, 1.5, 2.5]]]))
+    expected = np.full((1, 1, VOCAB), -np.inf)
+    expected[0, 0, [4, 1, 9]] = [0.5, 1.5, 2.5]
+    np.testing.assert_array_equal(wide, expected)
+    assert eagle.to_target(EAGLE_1, params, ids) is ids
+
+
+@pytest.mark.parametrize(
+    "base, change, expected",
+    [
+        (EAGLE_3, {"version": 2}, "EAGLE version 2 is not known"),
+        (EAGLE_3, {"feature_layers": ()}, "give feature_layers"),
+        (EAGLE_3, {"target_hidden_size": 48}, "is 32 wide and the target 48"),
+        (EAGLE_1, {"target_hidden_size": 48, "own_embed": True, "own_unembed": True}, "is 32 wide and the target 48"),
+        (EAGLE_3, {"own_unembed": False}, "drafts from 20 of 53 tokens"),
+        (EAGLE_3, {"layer": {"num_layers": 2, "windows": ()}}, "has 2 layers"),
+    ],
+)  # fmt: skip
+def test_a_config_that_makes_no_sense_is_refused(base, change, expected):
+    with pytest.raises(MarsError, match=expected):
+        vary(base, **change)

@@ -1,0 +1,164 @@
+"""Experts multiply their own rows, whatever the form; oracles are formulas in NumPy (test_families has PyTorch)."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mars_jax.errors import MarsError
+from mars_jax.models import ModelConfig, init_params, language_model, moe
+from mars_jax.models.weights import get, weights
+from mars_jax.types import NO_TOKEN
+from tests.models.oracle import causal
+
+CONFIG = ModelConfig(
+    family="qwen3_moe",
+    vocab_size=29,
+    hidden_size=16,
+    intermediate_size=24,
+    num_layers=3,
+    num_heads=4,
+    num_experts=5,
+    experts_per_token=2,
+    expert_size=12,
+    dense_layers=(1,),
+)
+
+
+def normal(seed, *shape, dtype="float32"):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32).astype(dtype)
+
+
+def by_definition(x, w, sizes):
+    """Row r times the matrix of the expert whose rows include r, in float64."""
+    x, w = np.asarray(x, np.float64), np.asarray(w, np.float64)
+    return np.stack([w[e] @ row for row, e in zip(x, np.repeat(np.arange(len(sizes)), sizes), strict=True)])
+
+
+FORMS = {"blocks": moe._blocks, "ragged": moe._ragged}
+SIZES = {
+    "one row": (0, 1, 0),
+    "one expert has all": (0, 0, 9, 0),
+    "an expert without rows at each end": (0, 3, 1, 5, 0),
+    "blocks of 2, part filled": (3, 1, 4),
+    "blocks of 32, part filled": (70, 0, 33, 5, 100),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("case", SIZES)
+@pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-5), ("bfloat16", 1e-5)])
+def test_every_form_multiplies_rows_by_the_matrix_of_their_expert(form, case, dtype, tolerance):
+    sizes = SIZES[case]
+    x, w = normal(0, sum(sizes), 7, dtype=dtype), normal(1, len(sizes), 6, 7, dtype=dtype)
+    out = jax.jit(FORMS[form])(x, w, jnp.asarray(sizes, jnp.int32))
+    # 1e-5: float32 sums of 7 products, which of bfloat16 factors are exact.
+    assert out.dtype == jnp.float32
+    np.testing.assert_allclose(out, by_definition(x, w, sizes), atol=tolerance)
+
+
+def test_gradients_are_those_of_the_definition():
+    sizes = jnp.asarray([2, 0, 3], jnp.int32)
+    x, w, owner = normal(0, 5, 7), normal(1, 3, 6, 7), jnp.asarray([0, 0, 2, 2, 2])
+
+    def loss(form):
+        return lambda x, w: jnp.sum(jnp.sin(form(x, w)))
+
+    for form in (moe.dense_by_expert, moe._ragged):
+        ours = jax.grad(loss(functools.partial(form, sizes=sizes)), argnums=(0, 1))(x, w)
+        plain = jax.grad(loss(lambda x, w: jnp.einsum("ri,roi->ro", x, w[owner])), argnums=(0, 1))(x, w)
+        for a, b in zip(ours, plain, strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def layer(experts=5, hidden=8, inner=6):
+    shapes = {"router": (experts, hidden), "expert_gate": (experts, inner, hidden)}
+    shapes |= {"expert_up": (experts, inner, hidden), "expert_down": (experts, hidden, inner)}
+    return {name: normal(i, *shape) for i, (name, shape) in enumerate(shapes.items())}
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.parametrize("normalize", [True, False])
+def test_a_token_gets_its_likeliest_experts_by_their_probabilities(count, normalize):
+    p, x = layer(), normal(9, 2, 3, 8)
+    wide = {name: np.asarray(value, np.float64) for name, value in p.items()}
+    expected = np.zeros(x.shape)
+    for b, n in np.ndindex(2, 3):
+        token = np.asarray(x[b, n], np.float64)
+        probability = np.exp(wide["router"] @ token)
+        probability /= probability.sum()
+        chosen = np.argsort(-probability)[:count]
+        share = probability[chosen] / (probability[chosen].sum() if normalize else 1.0)
+        for e, weight in zip(chosen, share, strict=True):
+            gate, up = wide["expert_gate"][e] @ token, wide["expert_up"][e] @ token
+            expected[b, n] += weight * (wide["expert_down"][e] @ (gate / (1 + np.exp(-gate)) * up))
+    ours = moe.experts_mlp(p, x, "silu", count=count, normalize=normalize)
+    # 1e-4: products of four random numbers each, of size up to a hundred.
+    np.testing.assert_allclose(ours, expected, atol=1e-4)
+
+
+def test_a_broken_row_breaks_no_other():
+    x = normal(9, 1, 6, 8)
+    clean, broken = (
+        jax.jit(functools.partial(moe.experts_mlp, activation="silu", count=2, normalize=True))(
+            layer(), given
+        )
+        for given in (x, x.at[0, 2].set(jnp.nan))
+    )
+    others = np.asarray([0, 1, 3, 4, 5])
+    np.testing.assert_allclose(broken[0, others], clean[0, others], atol=1e-6)
+    assert np.isnan(broken[0, 2]).all()
+
+
+def test_padding_is_finite_and_changes_no_other_token():
+    params, model = init_params(CONFIG, jax.random.key(0), scale=0.5), language_model(CONFIG)
+    forward, start = jax.jit(model.forward), jnp.zeros((1,), jnp.int32)
+    padded, filled = (
+        forward(
+            params,
+            jnp.asarray([[3, 5, *rest]], jnp.int32),
+            *causal(start, 4, 8),
+            model.init_cache(1, 8),
+            start,
+        ).hidden
+        for rest in ((NO_TOKEN, NO_TOKEN), (7, 11))
+    )
+    assert np.isfinite(padded).all()
+    np.testing.assert_allclose(padded[:, :2], filled[:, :2], atol=1e-5)
+
+
+def test_the_params_hold_the_experts_of_a_layer_in_one_array():
+    params = init_params(CONFIG, jax.random.key(0))
+    first, dense, _ = params["layers"]
+    assert first["expert_gate"].shape == (5, 12, 16) and first["expert_down"].shape == (5, 16, 12)
+    assert "router" not in dense and dense["gate"].shape == (24, 16)
+    assert all(get(params, row.path).shape == row.shape for row in weights(CONFIG))
+    names = {row.name for row in weights(CONFIG)}
+    assert len(names) == len(weights(CONFIG)) and "model.layers.2.mlp.experts.4.down_proj.weight" in names
+    assert not np.array_equal(first["expert_up"][0], first["expert_up"][1])
+
+
+def test_on_cpu_the_weights_are_read_where_they_are():
+    w = jax.ShapeDtypeStruct((16, 256, 256), jnp.float32)
+    x, sizes = jax.ShapeDtypeStruct((4, 256), jnp.float32), jax.ShapeDtypeStruct((16,), jnp.int32)
+    memory = jax.jit(moe.dense_by_expert).lower(x, w, sizes).compile().memory_analysis()
+    # One expert's matrix at most is copied, not all 16.
+    assert memory.temp_size_in_bytes < 2 * w.size * 4 / 16
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+def test_elsewhere_the_compiler_gets_one_ragged_product(platform):
+    shapes = ((4, 8), "float32"), ((3, 8, 8), "float32"), ((3,), "int32")
+    given = (jax.ShapeDtypeStruct(*shape) for shape in shapes)
+    text = jax.jit(moe.dense_by_expert).trace(*given).lower(lowering_platforms=(platform,)).as_text()
+    assert text.count("ragged_dot") and "while" not in text
+
+
+@pytest.mark.parametrize("count", [0, 6])
+def test_more_experts_for_a_token_than_there_are_is_refused(count):
+    with pytest.raises(MarsError, match=f"experts_per_token is {count}: a token takes at least 1 of the 5"):
+        ModelConfig(**{**vars(CONFIG), "experts_per_token": count})
