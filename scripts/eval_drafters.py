@@ -37,6 +37,7 @@ def drafters(target: mj.Pretrained, heads: dict[str, str]) -> dict[str, Any]:
     made = {
         "model chain": mj.drafters.load(draft, target, num_draft_tokens=CHAIN, dtype="float32"),
         "model dynamic tree": mj.drafters.load(draft, target, tree=TREE, dtype="float32"),
+        "model static tree": mj.drafters.load(draft, target, tree=STATIC, dtype="float32"),
         "ngram": mj.drafters.load("ngram", target),
     }
     for name, spec in heads.items():
@@ -52,7 +53,7 @@ def drafters(target: mj.Pretrained, heads: dict[str, str]) -> dict[str, Any]:
 def lossless(target: mj.Pretrained, made: dict[str, Any], prompts: list[list[int]]) -> dict[str, Any]:
     """Prompts whose greedy continuation is that of autoregression, token for token, in float32 and ragged batches."""
     ragged = [ids[: 2 + i % len(ids)] for i, ids in enumerate(prompts)]
-    options = {"max_new_tokens": 96, "batch_size": 16}
+    options: dict[str, Any] = {"max_new_tokens": 96, "batch_size": 16}
     plain = mj.generate(target, "none", ragged, **options).tokens
     equal = {}
     for name, drafter in made.items():
@@ -89,7 +90,12 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=128, help="stories to continue")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument(
-        "--head", nargs=2, action="append", metavar=("NAME", "SPEC"), help="default: eagle3 of the package"
+        "--head",
+        nargs=2,
+        action="append",
+        default=[],
+        metavar=("NAME", "SPEC"),
+        help="heads for the embedded target, such as eagle3 eagle:PATH",
     )
     parts = ("lossless", "acceptance", "cost")
     parser.add_argument("--only", nargs="*", choices=parts, default=parts)
@@ -108,7 +114,7 @@ def main() -> None:
         print(name, json.dumps(value), flush=True)
 
     target = mj.load(assets.TARGET, dtype="float32")
-    heads = dict(args.head or [("eagle3", f"eagle:{assets.EAGLE3}")])
+    heads = dict(args.head)
     made = drafters(target, heads)
     prompts = story_prompts(target, list(documents(args.stories)), args.prompts)
     exact, mars = mj.verify.exact(), mj.verify.mars(theta=0.9)
@@ -120,7 +126,7 @@ def main() -> None:
                 key = f"stories, {name}, {rule.name}, temperature {t:g}"
                 keep(key, acceptance(target, drafter, rule, prompts, temperature=t))
     if "cost" in args.only:
-        trees = {name: d for name, d in made.items() if name.startswith(next(iter(heads)))}
+        trees = {name: d for name, d in made.items() if "tree" in name}
         keep("cost", cost(target, trees, prompts[0], args.repeats))
 
 

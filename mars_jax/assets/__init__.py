@@ -8,10 +8,7 @@ TARGET = "tiny/target"
 """The default target of every command: about 12M parameters."""
 DRAFT = "tiny/draft"
 """Its draft: about 1M parameters, distilled from it."""
-EAGLE3 = "tiny/eagle3"
-"""An EAGLE-3 head for it."""
-MODELS = (TARGET, DRAFT)
-NAMES = (*MODELS, EAGLE3)
+NAMES = (TARGET, DRAFT)
 
 
 def path(name: str) -> Path | None:

@@ -90,25 +90,25 @@ def summarize(
     return {
         "settings": dict(settings),
         "environment": dict(environment),
-        "notes": _notes(settings, problems, rows),
+        "notes": notes(settings, problems, rows),
         "tables": tables,
     }
 
 
-def _notes(settings: Mapping[str, Any], problems: Sequence[Problem], rows: Sequence[Row]) -> list[str]:
+def notes(settings: Mapping[str, Any], problems: Sequence[Problem], rows: Sequence[Row]) -> list[str]:
     """What a reader must know and the figures do not say."""
-    notes = []
+    told = []
     if not settings["chat"] and any(len(p.turns) > 1 for p in problems):
-        notes.append("Follow-up turns were left out: they need a chat template, which --chat applies.")
+        told.append("Follow-up turns were left out: they need a chat template, which --chat applies.")
     if any(p.metric == "pass@1" for p in problems) and not settings["allow_code_execution"]:
-        notes.append("Generated programs were not run and so not scored: --allow-code-execution runs them.")
+        told.append("Generated programs were not run and so not scored: --allow-code-execution runs them.")
     if any(p.task == "humaneval" and p.code is None for p in problems):
-        notes.append("This HumanEval file has no tests, so nothing is scored: its original layout has them.")
+        told.append("This HumanEval file has no tests, so nothing is scored: its original layout has them.")
     if full := sum(row["finish_reason"] == "context" for row in rows):
-        notes.append(f"In {full} rows a follow-up turn did not fit the context and was left out.")
+        told.append(f"In {full} rows a follow-up turn did not fit the context and was left out.")
     if settings["batch_size"] > 1:
-        notes.append(f"{settings['batch_size']} problems were decoded side by side; s/task is their share.")
-    return notes
+        told.append(f"{settings['batch_size']} problems were decoded side by side; s/task is their share.")
+    return told
 
 
 def write(summary: Mapping[str, Any], folder: Path) -> None:
@@ -123,7 +123,7 @@ def write(summary: Mapping[str, Any], folder: Path) -> None:
 def markdown(summary: Mapping[str, Any]) -> str:
     """The tables for people."""
     settings = summary["settings"]
-    shown = ("target", "draft", "num_draft_tokens", "tree", "dtype", "base", "margin", "max_new_tokens")
+    shown = ("target", "draft", "drafter", "dtype", "base", "margin", "max_new_tokens")
     shown += ("batch_size", "seed", "chat", "device")
     facts = [f"{k.replace('_', ' ')} {_fact(settings[k])}" for k in shown if settings.get(k) is not None]
     lines = ["# Speculative decoding, measured", "", "; ".join(facts) + ".", ""]

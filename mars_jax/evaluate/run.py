@@ -97,6 +97,7 @@ def evaluate(
     settings = {
         "target": target.name,
         **(names or {}),
+        "drafter": drafter.drafter.name,
         "base": base,
         "margin": margin,
         "thetas": thetas,

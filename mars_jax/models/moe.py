@@ -41,7 +41,9 @@ def _blocks(x: Array, w: Array, sizes: Array) -> Array:
     def body(i, y):
         expert = jnp.sum(ends <= i)
         begin = first[expert] + (i - ends[expert] + blocks[expert]) * size
-        made = dense_cpu(lax.dynamic_slice_in_dim(x, begin, size), w[expert])
+        # XLA slices bfloat16 by widening it; tied to i, that stays in the loop, where it is of one matrix.
+        tied, _ = lax.optimization_barrier((w, i))
+        made = dense_cpu(lax.dynamic_slice_in_dim(x, begin, size), tied[expert])
         # The last block of an expert reaches into the rows of later ones, which are written after it.
         return lax.dynamic_update_slice_in_dim(y, made, begin, 0)
 

@@ -242,7 +242,7 @@ def train(
     length: int = 256,
     learning_rate: float = 1e-3,
     seed: int = 0,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[Any] | None = None,
 ) -> PyTree:
     """Train an apprentice; killed and called again with the same arguments it continues bit for bit.
 

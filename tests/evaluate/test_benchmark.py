@@ -12,6 +12,7 @@ from mars_jax import api
 from mars_jax.benchmark import main, parse
 from mars_jax.errors import MarsError
 from mars_jax.evaluate import plots, report
+from mars_jax.evaluate.tasks import Code, Problem
 from tests.evaluate.conftest import read_folder
 
 TIMES = {"seconds", "tokens_per_second", "speedup", "seconds_per_task", "task_speedup"}
@@ -174,10 +175,27 @@ def test_plots_and_table_of_what_is_not_scored(finished, tmp_path):
     assert "not scored" in report.markdown(summary)
 
 
+def test_notes_say_what_the_figures_do_not(finished):
+    settings = finished.summary["settings"] | {"batch_size": 1, "chat": False}
+    told = Problem(task="mt_bench", id="0", turns=("One?", "Two?"))
+    bare = Problem(task="humaneval", id="0", turns=("Complete it.",))
+    coded = Problem(task="mbpp", id="0", turns=("Write it.",), metric="pass@1", code=Code("", "", ""))
+    notes = report.notes(settings, [told, bare, coded], [{"finish_reason": "context"}])
+    words = (
+        "Follow-up turns were left out",
+        "programs were not run",
+        "has no tests",
+        "In 1 rows a follow-up turn",
+    )
+    assert len(notes) == 4 and all(word in note for word, note in zip(words, notes, strict=True))
+    allowed = settings | {"chat": True, "allow_code_execution": True}
+    assert report.notes(allowed, [told, coded], [{"finish_reason": "stop"}]) == []
+
+
 # Killed and run again.
 
 
-@pytest.mark.parametrize(("batches", "torn"), [(0, 0), (3, 0), (25, 30), (33, 1)])
+@pytest.mark.parametrize(("batches", "torn"), [(0, 0), (3, 0), (10, 500), (33, 1)])
 def test_a_killed_run_goes_on_where_it_was(flags, finished, tmp_path, monkeypatch, capsys, batches, torn):
     """Killed in the first match or in the middle, and with some bytes of the last row not on disk."""
     left = [batches]
@@ -198,7 +216,9 @@ def test_a_killed_run_goes_on_where_it_was(flags, finished, tmp_path, monkeypatc
         before = rows.read_bytes()
         assert len(before.splitlines()) < len(finished.rows)
         rows.write_bytes(before[:-torn])
-    kept = rows.read_bytes().rpartition(b"\n")[0] if rows.exists() else b""
+    kept = b"".join(rows.read_bytes().rpartition(b"\n")[:2]) if rows.exists() else b""
+    if torn == 500:
+        assert kept.count(b"\n") % 3  # a row and a piece of the next are gone, out of a batch of three
     assert call(*flags, "--output", output) == 0
     assert rows.read_bytes().startswith(kept)
     again = read_folder(output)

@@ -133,6 +133,11 @@ def test_programs_run_only_where_that_is_allowed(monkeypatch):
     assert score(asked, RIGHT[0], run_code=True) == [1.0] and len(ran) == 1
 
 
+def test_programs_that_really_run():
+    asked = problem("pass@1", code=CODE)
+    assert [score(asked, text, run_code=True) for text in (RIGHT[0], WRONG[0])] == [[1.0], [0.0]]
+
+
 def test_running_code_without_tests_is_refused():
     with pytest.raises(MarsError, match="does not apply to tasks without tests to run"):
         check_metrics([problem("none")], run_code=True)

@@ -20,7 +20,7 @@ CONFIG = ModelConfig(
     vocab_size=29,
     hidden_size=16,
     intermediate_size=24,
-    num_layers=3,
+    num_layers=2,
     num_heads=4,
     num_experts=5,
     experts_per_token=2,
@@ -51,14 +51,14 @@ SIZES = {
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("case", SIZES)
-@pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-5), ("bfloat16", 1e-5)])
-def test_every_form_multiplies_rows_by_the_matrix_of_their_expert(form, case, dtype, tolerance):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_form_multiplies_rows_by_the_matrix_of_their_expert(form, case, dtype):
     sizes = SIZES[case]
     x, w = normal(0, sum(sizes), 7, dtype=dtype), normal(1, len(sizes), 6, 7, dtype=dtype)
     out = jax.jit(FORMS[form])(x, w, jnp.asarray(sizes, jnp.int32))
     # 1e-5: float32 sums of 7 products, which of bfloat16 factors are exact.
     assert out.dtype == jnp.float32
-    np.testing.assert_allclose(out, by_definition(x, w, sizes), atol=tolerance)
+    np.testing.assert_allclose(out, by_definition(x, w, sizes), atol=1e-5)
 
 
 def test_gradients_are_those_of_the_definition():
@@ -69,7 +69,7 @@ def test_gradients_are_those_of_the_definition():
         return lambda x, w: jnp.sum(jnp.sin(form(x, w)))
 
     for form in (moe.dense_by_expert, moe._ragged):
-        ours = jax.grad(loss(functools.partial(form, sizes=sizes)), argnums=(0, 1))(x, w)
+        ours = jax.jit(jax.grad(loss(functools.partial(form, sizes=sizes)), argnums=(0, 1)))(x, w)
         plain = jax.grad(loss(lambda x, w: jnp.einsum("ri,roi->ro", x, w[owner])), argnums=(0, 1))(x, w)
         for a, b in zip(ours, plain, strict=True):
             np.testing.assert_allclose(a, b, atol=1e-5)
@@ -96,7 +96,7 @@ def test_a_token_gets_its_likeliest_experts_by_their_probabilities(count, normal
         for e, weight in zip(chosen, share, strict=True):
             gate, up = wide["expert_gate"][e] @ token, wide["expert_up"][e] @ token
             expected[b, n] += weight * (wide["expert_down"][e] @ (gate / (1 + np.exp(-gate)) * up))
-    ours = moe.experts_mlp(p, x, "silu", count=count, normalize=normalize)
+    ours = jax.jit(lambda p, x: moe.experts_mlp(p, x, "silu", count=count, normalize=normalize))(p, x)
     # 1e-4: products of four random numbers each, of size up to a hundred.
     np.testing.assert_allclose(ours, expected, atol=1e-4)
 
@@ -133,20 +133,21 @@ def test_padding_is_finite_and_changes_no_other_token():
 
 def test_the_params_hold_the_experts_of_a_layer_in_one_array():
     params = init_params(CONFIG, jax.random.key(0))
-    first, dense, _ = params["layers"]
+    first, dense = params["layers"]
     assert first["expert_gate"].shape == (5, 12, 16) and first["expert_down"].shape == (5, 16, 12)
     assert "router" not in dense and dense["gate"].shape == (24, 16)
     assert all(get(params, row.path).shape == row.shape for row in weights(CONFIG))
     names = {row.name for row in weights(CONFIG)}
-    assert len(names) == len(weights(CONFIG)) and "model.layers.2.mlp.experts.4.down_proj.weight" in names
+    assert len(names) == len(weights(CONFIG)) and "model.layers.0.mlp.experts.4.down_proj.weight" in names
     assert not np.array_equal(first["expert_up"][0], first["expert_up"][1])
 
 
-def test_on_cpu_the_weights_are_read_where_they_are():
-    w = jax.ShapeDtypeStruct((16, 256, 256), jnp.float32)
-    x, sizes = jax.ShapeDtypeStruct((4, 256), jnp.float32), jax.ShapeDtypeStruct((16,), jnp.int32)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_on_cpu_the_weights_are_read_where_they_are(dtype):
+    w = jax.ShapeDtypeStruct((16, 256, 256), dtype)
+    x, sizes = jax.ShapeDtypeStruct((4, 256), dtype), jax.ShapeDtypeStruct((16,), jnp.int32)
     memory = jax.jit(moe.dense_by_expert).lower(x, w, sizes).compile().memory_analysis()
-    # One expert's matrix at most is copied, not all 16.
+    # One expert's matrix at most is copied, or widened to float32, not all 16.
     assert memory.temp_size_in_bytes < 2 * w.size * 4 / 16
 
 
