@@ -135,7 +135,7 @@ def walk(
         here = ids == node
 
         def at_node(values: Array, here: Array = here) -> Array:
-            return jnp.sum(jnp.where(here, values, 0), axis=1, keepdims=True)
+            return jnp.sum(jnp.where(here, values, 0), axis=1, keepdims=True, dtype=values.dtype)
 
         child = (parents == node) & going
         exact = child & real & (tokens == at_node(y))
@@ -151,7 +151,7 @@ def walk(
         accepted += going.astype(jnp.int32)
         path.append(node)
         relaxed.append(is_relaxed.astype(jnp.int32))
-    next_token = jnp.sum(jnp.where(ids == node, y, 0), axis=1, keepdims=True)
+    next_token = jnp.sum(jnp.where(ids == node, y, 0), axis=1, keepdims=True, dtype=jnp.int32)
     return Walk(path, relaxed, accepted, next_token)
 
 

@@ -18,8 +18,8 @@ LAYERS = [
     "drafters decode request",
     "batch",
     "api",
-    "cli",
-    "generate distill",
+    "cli evaluate",
+    "generate distill benchmark",
 ]
 RANK = {name: rank for rank, line in enumerate(LAYERS) for name in line.split()}
 

@@ -68,7 +68,7 @@ def drill(count: int, *, seed: int = 0) -> Iterator[str]:
 
     >>> [line] = drill(1)
     >>> line.split(", ")[:3]
-    ['14 + 21 = 35', '32 + 29 = 61', '15 - 13 = 2']
+    ['16 + 6 = 22', '36 - 14 = 22', '21 + 28 = 49']
     """
     # Sums and differences have some five thousand facts, products and quotients a hundred and fifty.
     for index in range(count):

@@ -64,7 +64,7 @@ def afresh(name, tokens):
     ("name", "shape"),
     [
         ("eagle-3", "chain"),
-        ("eagle-3", "static tree"),
+        pytest.param("eagle-3", "static tree", marks=pytest.mark.slow),
         ("eagle-3", "dynamic tree"),
         ("eagle-1", "dynamic tree"),
     ],

@@ -2,8 +2,9 @@
 
     python -m tests.tpu.report kernels
     python -m tests.tpu.report decode
+    python -m tests.tpu.report eagle
 
-Writes `reports/kernels.json` and `reports/decode.json`, where an entry replaces the one of the same name.
+Writes `reports/SECTION.json`, where an entry replaces the one of the same name.
 Nothing is executed, so there are no run times.
 """
 
@@ -47,6 +48,10 @@ def decode_entries() -> Iterator[tuple[str, Any]]:
                 f"{generation} x{chips} {case.name}",
                 lambda case=case, place=(generation, chips): decode_cases.compile_step(case, *place),
             )
+
+
+def eagle_entries() -> Iterator[tuple[str, Any]]:
+    """(name, function that compiles) of the published pairs of a target and an EAGLE-3 head."""
     for case in decode_cases.EAGLE_CASES:
         yield (
             f"{case.generation} x{case.chips} {case.name} with EAGLE-3",
@@ -64,13 +69,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("section", choices=("kernels", "decode"))
+    parser.add_argument("section", choices=("kernels", "decode", "eagle"))
     parser.add_argument("--only", default="", help="compile only the entries whose name contains this")
     parser.add_argument(
         "--missing", action="store_true", help="compile only the entries that are not there yet"
     )
     chosen = parser.parse_args()
-    entries = {"kernels": kernel_entries, "decode": decode_entries}[chosen.section]
+    entries = {"kernels": kernel_entries, "decode": decode_entries, "eagle": eagle_entries}[chosen.section]
     for name, compile_entry in entries():
         if chosen.only in name and not (chosen.missing and name in read(chosen.section)["entries"]):
             entry = compile_entry()
