@@ -46,9 +46,10 @@ def generate(
       chat: put each text through the chat template as a user turn.
       ignore_eos: decode to `max_new_tokens` past any stop token.
       **options: fields of `Request`, each one value for all prompts or a sequence of one per prompt: temperature,
-        top_k, top_p, min_p, theta (default: the rule's own), max_relaxed_run, strict, seed, max_new_tokens
-        (default 256), stop_tokens (default: the model's). A single seed s gives prompt i the seed s + i. At
-        temperature 0 a row takes the best token, and the filters and the seed have nothing to choose.
+        top_k, top_p, min_p, theta (default: the rule's own), max_relaxed_run, strict, draft_stop (see `make_controls`;
+        not for n-grams), seed, max_new_tokens (default 256), stop_tokens (default: the model's). A single seed s
+        gives prompt i the seed s + i. At temperature 0 a row takes the best token, and the filters and the seed have
+        nothing to choose.
 
     Raises:
       MarsError: a prompt that is empty or does not fit the context, a value out of range, logits that are not

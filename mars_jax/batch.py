@@ -42,6 +42,11 @@ def prepare(
     context = target.config.max_positions
     for request in requests:
         check_request(target, request)
+        if request.draft_stop < math.inf and not drafter.drafter.stoppable:
+            raise MarsError(
+                f"draft_stop does not apply to the drafter '{drafter.drafter.name}', which has no entropy to stop by: "
+                "leave it out, or draft with model:PATH, eagle:PATH or medusa:PATH."
+            )
     batch = max(rows or 0, len(requests))
     lengths = np.array([len(r.prompt_tokens) for r in requests])
     limits = np.minimum(lengths + np.array([r.max_new_tokens for r in requests]), context)

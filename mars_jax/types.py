@@ -151,6 +151,7 @@ class Drafter(NamedTuple):
     observe: Callable[..., PyTree] | None = None
     feature_layers: tuple[int, ...] = ()  # of the target; their outputs are what `observe` and `update` read
     vocab_size: int | None = None  # None: drafts only tokens it has seen
+    stoppable: bool = False  # heeds Controls.draft_stop
     name: str = "drafter"
 
 

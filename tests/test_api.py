@@ -158,6 +158,12 @@ def test_bad_input_gets_a_sentence(target, prompts, options, sentence):
         mj.generate(target, "none", prompts, **options)
 
 
+@pytest.mark.parametrize("drafter", ["none", "ngram"])
+def test_a_drafter_without_entropy_refuses_draft_stop(target, drafter):
+    with pytest.raises(mj.MarsError, match=f"draft_stop does not apply to the drafter '{drafter}"):
+        mj.generate(target, drafter, [[1]], draft_stop=0.5)
+
+
 def test_an_option_that_does_not_exist_is_a_type_error(target):
     with pytest.raises(TypeError, match="unexpected keyword argument 'temprature'"):
         mj.generate(target, "none", [[1]], temprature=1.0)

@@ -170,5 +170,6 @@ def _eagle(
         num_nodes=shape.num_nodes,
         max_depth=shape.depth,
         vocab_size=config.layer.vocab_size,
+        stoppable=True,
         name=f"eagle{config.version}({describe(shape, sample)})",
     )

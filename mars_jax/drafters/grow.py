@@ -178,7 +178,7 @@ def grow(
     return _static(shape, growth, root, controls)
 
 
-def _stops(logits: Array, controls: Controls) -> Array:
+def stops_at(logits: Array, controls: Controls) -> Array:
     """bool[B, W]: the drafter is too unsure of what follows these nodes to go on."""
 
     def unsure() -> Array:
@@ -198,7 +198,7 @@ def _chain(shape: Static, sample: bool, growth: Growth, root: Array, keys: Array
 
     def pick(depth, logits: Array) -> tuple[Array, Array | None]:
         """The next token of each row, i32[B, 1], and the processed logits f32[B, 1, V] that it was drawn from."""
-        stops = _stops(logits, controls)
+        stops = stops_at(logits, controls)
         if sample:
             processed = process(growth.widen(logits), controls)
             level_keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, depth)
@@ -253,7 +253,7 @@ def _static(shape: Static, growth: Growth, root: Array, controls: Controls):
     def children(logits: Array, width: int, alive: Array) -> Array:
         """i32[B, W * width]; NO_TOKEN under nodes that are not alive."""
         ids = lax.top_k(logits, width)[1] if width > 1 else argmax(logits)[..., None]
-        alive = alive & ~_stops(logits, controls)
+        alive = alive & ~stops_at(logits, controls)
         return jnp.where(alive[..., None], growth.to_target(ids), NO_TOKEN).reshape(batch, -1)
 
     levels = [root, children(growth.logits, shape.branching[0], jnp.ones((batch, 1), bool))]
@@ -284,7 +284,7 @@ def _dynamic(shape: Dynamic, growth: Growth, root: Array, controls: Controls):
     def children(logits: Array, score: Array) -> tuple[Array, Array]:
         """The k likeliest children of each of W nodes, i32[B, W * k], and their scores; -inf where it stops."""
         top, ids = lax.top_k(logits, k)
-        score = jnp.where(_stops(logits, controls), -jnp.inf, score - jax.nn.logsumexp(logits, axis=-1))
+        score = jnp.where(stops_at(logits, controls), -jnp.inf, score - jax.nn.logsumexp(logits, axis=-1))
         return growth.to_target(ids).reshape(batch, -1), (score[..., None] + top).reshape(batch, -1)
 
     # A candidate is known by its number: level 1 is 0 .. k - 1, and k * k follow for every level.

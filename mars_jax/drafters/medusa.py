@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mars_jax.drafters.grow import Dynamic, Static, _stops, check_sample, describe, shape_of
+from mars_jax.drafters.grow import Dynamic, Static, check_sample, describe, shape_of, stops_at
 from mars_jax.errors import MarsError
 from mars_jax.models import medusa as heads
 from mars_jax.models.medusa import MedusaConfig
@@ -127,7 +127,7 @@ def _medusa(config: MedusaConfig, shape: Static, sample: bool) -> Drafter:
         root = jnp.take_along_axis(tokens, length[:, None] - 1, axis=1)
         logits = heads.logits(params.draft, state, shape.depth)
         # A head that is too unsure drafts nothing, and nothing can follow it.
-        alive = jnp.cumprod((~_stops(logits, controls)).astype(jnp.int32), axis=1) > 0
+        alive = jnp.cumprod((~stops_at(logits, controls)).astype(jnp.int32), axis=1) > 0
         if not shape.is_chain:
             return draft_tree(root, logits, alive), state
         drafted, processed = draft_chain(keys, logits, controls)
@@ -147,5 +147,6 @@ def _medusa(config: MedusaConfig, shape: Static, sample: bool) -> Drafter:
         num_nodes=shape.num_nodes,
         max_depth=shape.depth,
         vocab_size=config.vocab_size,
+        stoppable=True,
         name=f"medusa({describe(shape, sample)})",
     )

@@ -130,5 +130,6 @@ def _language_model(model: LanguageModel, shape: Shape, sample: bool, vocab: int
         num_nodes=shape.num_nodes,
         max_depth=shape.depth,
         vocab_size=vocab,
+        stoppable=True,
         name=f"model({describe(shape, sample)})",
     )

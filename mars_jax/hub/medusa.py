@@ -6,7 +6,6 @@ medusa_lm_head.safetensors, medusa_lm_head.pt or model.safetensors, some with `m
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from pathlib import Path
@@ -19,7 +18,7 @@ from mars_jax.errors import MarsError
 from mars_jax.hub.config import read_json
 from mars_jax.hub.files import Tensor, _bin, _safetensors, resolve
 from mars_jax.hub.load import DTYPES, _convert, _listed
-from mars_jax.hub.save import _umask, free_directory, named_arrays
+from mars_jax.hub.save import free_directory, named_arrays, write_directory
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.medusa import MedusaConfig, weights
 from mars_jax.models.weights import Weight, build_rows
@@ -175,8 +174,6 @@ def save_medusa(
     >>> save_medusa("heads", config, params, base_model="lmsys/vicuna-7b-v1.3")  # doctest: +SKIP
     PosixPath('heads')
     """
-    from safetensors.numpy import save_file
-
     target = free_directory(path, overwrite=overwrite)
     arrays = named_arrays(weights(config), params)
     data = {
@@ -184,13 +181,4 @@ def save_medusa(
         "medusa_num_layers": config.num_layers,
         "base_model_name_or_path": base_model,
     }
-    target.mkdir(parents=True, exist_ok=True)
-    # Each file appears whole or not at all, and the config, without which there are no heads, last.
-    staged = target / f".{_FILES[0]}"
-    save_file(arrays, staged, metadata={"format": "pt"})
-    staged.chmod(0o666 & ~_umask())
-    os.replace(staged, target / _FILES[0])
-    staged = target / ".config.json"
-    staged.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-    os.replace(staged, target / "config.json")
-    return target
+    return write_directory(target, arrays, data, file=_FILES[0])

@@ -87,23 +87,25 @@ def save(
     return write_directory(target, arrays, data)
 
 
-def write_directory(target: Path, arrays: dict[str, np.ndarray], data: dict[str, Any]) -> Path:
-    """Write model.safetensors and config.json, all or nothing; other files of the directory stay."""
+def write_directory(
+    target: Path, arrays: dict[str, np.ndarray], data: dict[str, Any], *, file: str = "model.safetensors"
+) -> Path:
+    """Write the weights into `file`, and config.json, all or nothing; other files of the directory stay."""
     from safetensors.numpy import save_file
 
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
-        save_file(arrays, staging / "model.safetensors", metadata={"format": "pt"})
+        save_file(arrays, staging / file, metadata={"format": "pt"})
         # safetensors makes the file private, and a checkpoint need not be.
-        (staging / "model.safetensors").chmod(0o666 & ~_umask())
+        (staging / file).chmod(0o666 & ~_umask())
         (staging / "config.json").write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
         if not target.exists() or not any(target.iterdir()):
             staging.chmod(0o777 & ~_umask())
             os.replace(staging, target)
         else:
-            for file in ("model.safetensors", "config.json"):
-                os.replace(staging / file, target / file)
+            for name in (file, "config.json"):
+                os.replace(staging / name, target / name)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     return target
