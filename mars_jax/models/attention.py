@@ -15,7 +15,10 @@ from jax import Array, lax
 from mars_jax.models.layers import soft_cap
 
 BLOCK = 128
-"""Slots that `_attend_blocks` scores at a time: small enough that a block stays in the CPU's caches."""
+"""Slots scored at a time on CPU: small enough that a block stays in its caches."""
+WIDE_BLOCK = 1024
+"""Slots scored at a time elsewhere, in buffers of more than two such blocks: reading one takes longer than a turn
+of the loop costs."""
 
 _LOWEST = float(jnp.finfo(jnp.float32).min)
 
@@ -32,7 +35,7 @@ def attend(
 ) -> Array:
     """Grouped-query attention.
 
-    On CPU its cost follows `live` and not the length of the buffer.
+    Its cost follows `live` and not the length of the buffer, in blocks.
 
     Args:
       q: [B, N, K, G, D].
@@ -49,6 +52,8 @@ def attend(
     """
     on_cpu = functools.partial(_attend_blocks, scale=scale, cap=cap)
     elsewhere = functools.partial(attend_all, scale=scale, cap=cap)
+    if k.shape[1] > 2 * WIDE_BLOCK:
+        elsewhere = functools.partial(_attend_blocks, scale=scale, cap=cap, block=WIDE_BLOCK)
     return lax.platform_dependent(q, k, v, mask, live, cpu=on_cpu, default=elsewhere)
 
 
@@ -91,7 +96,7 @@ def attend_all(
     return _finish(_mix(weights, v), jnp.sum(weights, axis=-1), q.dtype)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(5, 6))
+@functools.partial(jax.custom_jvp, nondiff_argnums=(5, 6, 7))
 def _attend_blocks(
     q: Array,
     k: Array,
@@ -100,11 +105,12 @@ def _attend_blocks(
     live: Array,
     scale: float | None = None,
     cap: float | None = None,
+    block: int = BLOCK,
 ) -> Array:
     """`attend` block by block up to `live`, with a running maximum and sum (1805.02867, algorithm 3)."""
     batch, n, heads, group, dim = q.shape
     slots = k.shape[1]
-    size = min(BLOCK, slots)
+    size = min(block, slots)
 
     def body(i, carry):
         top, total, mixed = carry
@@ -127,6 +133,6 @@ def _attend_blocks(
 
 
 @_attend_blocks.defjvp
-def _attend_blocks_jvp(scale, cap, primals, tangents):
+def _attend_blocks_jvp(scale, cap, block, primals, tangents):
     # A loop of unknown length has no reverse mode; the value is the same, so differentiate the plain form.
     return jax.jvp(functools.partial(attend_all, scale=scale, cap=cap), primals, tangents)

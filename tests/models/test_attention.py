@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mars_jax.models import attention
-from mars_jax.models.attention import BLOCK, attend, attend_all
+from mars_jax.models.attention import BLOCK, WIDE_BLOCK, attend, attend_all
 
 blocked = jax.jit(attend)  # one compilation of each shape for all tests
 
@@ -95,3 +95,17 @@ def test_the_cost_on_cpu_follows_the_live_length(monkeypatch):
     past = (jnp.arange(4 * BLOCK) >= BLOCK)[None, :, None, None]
     k, v = jnp.where(past, jnp.nan, k), jnp.where(past, jnp.nan, v)
     assert np.isfinite(attention._attend_blocks(q, k, v, mask, live)).all()
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+@pytest.mark.parametrize(("slots", "loops"), [(2 * WIDE_BLOCK, 0), (2 * WIDE_BLOCK + 1, 1)])
+def test_accelerators_read_long_buffers_block_by_block(platform, slots, loops):
+    shapes = jax.eval_shape(lambda: case(0, slots=slots))
+    text = jax.jit(attend).trace(*shapes).lower(lowering_platforms=(platform,)).as_text()
+    assert text.count("stablehlo.while") == loops
+
+
+def test_wide_blocks_give_the_same_numbers():
+    given = case(7, slots=2 * WIDE_BLOCK + 100, live=WIDE_BLOCK + 3)
+    wide = attention._attend_blocks(*given, None, None, WIDE_BLOCK)
+    np.testing.assert_allclose(wide, attend_all(*given), atol=1e-6)
