@@ -10,9 +10,10 @@ ROOT = Path(__file__).parent.parent
 # Bottom to top: a module imports only from lines above its own, or from its own package.
 LAYERS = [
     "errors types assets",
+    "mesh",
     "cache tree controls sampling metrics tasks",
     "fake verify models prefill",
-    "training",
+    "training sharding",
     "hub",
     "text",
     "drafters decode request",

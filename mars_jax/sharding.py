@@ -1,0 +1,186 @@
+"""Where weights and state lie on a mesh: trees of `NamedSharding` with the structure of what they place.
+
+Tensor parallelism is Megatron's (arXiv 1909.08053): heads, hidden units and vocabulary are divided, so that a layer
+needs one sum behind attention and one behind its MLP. Experts are divided whole. Rows of the batch are divided over
+`data`, and nothing of them ever travels there. Oracle: the unsharded run (tests/test_sharding.py).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from mars_jax.errors import MarsError
+from mars_jax.mesh import axes_of, parse_mesh
+from mars_jax.models import eagle, medusa, weights
+from mars_jax.models.config import ModelConfig
+from mars_jax.models.eagle import EagleConfig
+from mars_jax.models.medusa import MedusaConfig
+from mars_jax.models.weights import Weight, build_rows
+from mars_jax.types import KVCache, PyTree
+
+__all__ = ["params_shardings", "parse_mesh", "place", "state_shardings", "weight_spec", "whole"]
+
+AnyConfig = ModelConfig | EagleConfig | MedusaConfig
+AnyMesh = Mesh | AbstractMesh
+
+# Matrices are [out, in]. What is not named here, such as norms and routers, every device has.
+_LOGICAL: dict[str, tuple[str | None, ...]] = {
+    "embed": ("vocab", None),
+    "unembed": ("vocab", None),
+    "q": ("heads", None),
+    "k": ("kv_heads", None),
+    "v": ("kv_heads", None),
+    "o": (None, "heads"),
+    "gate": ("hidden", None),
+    "up": ("hidden", None),
+    "down": (None, "hidden"),
+    "expert_gate": ("experts", "expert_hidden", None),
+    "expert_up": ("experts", "expert_hidden", None),
+    "expert_down": ("experts", None, "expert_hidden"),
+    # The target's features are on every device and what heads make of them must be: so the sum is divided.
+    "fc": (None, "features"),
+    "weight": (None, "features"),
+    "q_bias": ("heads",),
+    "k_bias": ("kv_heads",),
+    "v_bias": ("kv_heads",),
+    "gate_bias": ("hidden",),
+    "up_bias": ("hidden",),
+}
+
+
+def weight_spec(config: AnyConfig, mesh: AnyMesh, row: Weight) -> P:
+    """How a weight of a model's or a head's table is divided; of experts, the array that holds all of them.
+
+    >>> from mars_jax.models import ModelConfig
+    >>> config = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=4)
+    >>> tuple(weight_spec(config, AbstractMesh((4,), ("model",)), weights.weights(config)[2]))
+    ('model', None)
+    """
+    name = next(key for key in reversed(row.path) if isinstance(key, str))
+    logical = _LOGICAL.get(name)
+    if logical is None:
+        return P()
+    sizes = list(row.shape)
+    layer = config.layer if isinstance(config, EagleConfig) else config
+    if len(logical) == 3 and len(sizes) == 2:
+        assert isinstance(config, ModelConfig)
+        sizes = [config.num_experts, *sizes]
+    taken: tuple[str, ...] = ()
+    spec = []
+    for axis, size in zip(logical, sizes, strict=True):
+        if axis in ("heads", "kv_heads"):
+            assert isinstance(layer, ModelConfig)
+            size = layer.num_heads if axis == "heads" else layer.num_kv_heads
+        axes = () if axis is None else axes_of(axis, size, mesh, without=taken)
+        taken += axes
+        spec.append(None if not axes else axes[0] if len(axes) == 1 else axes)
+    return P(*spec)
+
+
+def params_shardings(config: AnyConfig, mesh: AnyMesh) -> PyTree:
+    """`NamedSharding`s with the structure of the params of a model, an EAGLE head or Medusa heads.
+
+    What does not divide over its axis lies whole on every device, key-value heads most often; `whole` says what.
+
+    Raises:
+      MarsError: the experts do not divide over the mesh's own axis for them.
+
+    >>> from mars_jax.models import ModelConfig
+    >>> config = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=4)
+    >>> tuple(params_shardings(config, AbstractMesh((2, 4), ("data", "model")))["layers"][0]["down"].spec)
+    (None, 'model')
+    """
+    rows: dict[tuple[str | int, ...], Weight] = {}
+    for row in _table(config):
+        # Experts are rows of their own in the table and one array in params.
+        stacked = isinstance(row.path[-1], int) and isinstance(config, ModelConfig)
+        path = row.path[:-1] if stacked else row.path
+        rows.setdefault(path, row._replace(path=path))
+    if isinstance(config, ModelConfig):
+        _check_experts(config, mesh)
+    made = build_rows(rows.values(), lambda row: NamedSharding(mesh, weight_spec(config, mesh, row)))
+    if isinstance(config, EagleConfig) and config.draft_vocab_size < config.layer.vocab_size:
+        made["ids"] = NamedSharding(mesh, P())
+    return made
+
+
+def _table(config: AnyConfig) -> tuple[Weight, ...]:
+    if isinstance(config, EagleConfig):
+        return eagle.weights(config)
+    return medusa.weights(config) if isinstance(config, MedusaConfig) else weights.weights(config)
+
+
+def _check_experts(config: ModelConfig, mesh: AnyMesh) -> None:
+    axis = mesh.shape.get("expert", 1)
+    if config.num_experts % axis:
+        raise MarsError(
+            f"{config.num_experts} experts do not divide over expert={axis}: choose a divisor of {config.num_experts}."
+        )
+
+
+def whole(config: AnyConfig, mesh: AnyMesh) -> list[str]:
+    """What lies whole on every device although the mesh has an axis for it: one sentence each, with the numbers.
+
+    >>> from mars_jax.models import ModelConfig
+    >>> config = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=4,
+    ...                      num_kv_heads=2)
+    >>> whole(config, AbstractMesh((4,), ("model",)))
+    ['2 key-value heads do not divide over model=4: every device holds all of them.']
+    """
+    layer = config.layer if isinstance(config, EagleConfig) else config
+    counts = [("vocab", layer.vocab_size, "tokens of the vocabulary")]
+    if isinstance(layer, ModelConfig):
+        counts += [
+            ("heads", layer.num_heads, "attention heads"),
+            ("kv_heads", layer.num_kv_heads, "key-value heads"),
+        ]
+        if not layer.num_experts or layer.dense_layers:
+            counts.append(("hidden", layer.intermediate_size, "hidden units"))
+    model = mesh.shape.get("model", 1)
+    return [
+        f"{size} {name} do not divide over model={model}: every device holds all of them."
+        for logical, size, name in counts
+        if model > 1 and "model" not in axes_of(logical, size, mesh)
+    ]
+
+
+def state_shardings(state: PyTree, mesh: AnyMesh) -> PyTree:
+    """`NamedSharding`s of a `DecodeState`, or of anything else whose arrays begin with the rows of the batch.
+
+    Args:
+      state: arrays or shapes; `KVCache`s in it are divided by their heads too.
+
+    Raises:
+      MarsError: the rows do not divide over the mesh's axis `data`.
+    """
+
+    def spec(x: Any) -> NamedSharding:
+        return NamedSharding(mesh, P(_rows(x.shape[0], mesh)))
+
+    def of(x: Any) -> Any:
+        if not isinstance(x, KVCache):
+            return spec(x)
+        axes = axes_of("kv_heads", x.k[0].shape[2], mesh)
+        place = NamedSharding(mesh, P(_rows(x.k[0].shape[0], mesh), None, axes or None, None))
+        return KVCache(k=(place,) * len(x.k), v=(place,) * len(x.v))
+
+    return jax.tree.map(of, state, is_leaf=lambda x: isinstance(x, KVCache))
+
+
+def _rows(rows: int, mesh: AnyMesh) -> str | None:
+    size = math.prod(mesh.shape.get(name, 1) for name in ("data",))
+    if rows % size:
+        raise MarsError(
+            f"a batch of {rows} rows does not divide over data={size}: pad it to a multiple of {size}."
+        )
+    return "data" if "data" in mesh.shape else None
+
+
+def place(params: PyTree, config: AnyConfig, mesh: Mesh) -> PyTree:
+    """Params on a mesh; see `params_shardings`."""
+    return jax.device_put(params, params_shardings(config, mesh))
