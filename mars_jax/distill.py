@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from mars_jax import assets
-from mars_jax.cli.program import keep_compilations, program
+from mars_jax.cli.program import Parser, keep_compilations, program
 from mars_jax.errors import MarsError
 
 KINDS = ("eagle3", "eagle1", "medusa", "model")  # those of training.distill, whose module imports jax
@@ -35,12 +35,10 @@ checkpoint was. A plot of loss and acceptance lies beside the checkpoints, in --
 
 def parser() -> argparse.ArgumentParser:
     """The parser. Flags of one kind of drafter default to None, so that what was given can be told."""
-    made = argparse.ArgumentParser(
+    made = Parser(
         prog="python -m mars_jax.distill",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     made.add_argument("kind", choices=KINDS, help="of drafter")
     made.add_argument("--target", default=assets.TARGET, metavar="PATH", help="default: %(default)s")

@@ -19,8 +19,9 @@ LAYERS = [
     "drafters decode request",
     "batch",
     "api",
-    "cli evaluate",
-    "generate distill benchmark",
+    "cli",
+    "evaluate planning",
+    "generate distill benchmark calibrate cascades plan",
 ]
 RANK = {name: rank for rank, line in enumerate(LAYERS) for name in line.split()}
 

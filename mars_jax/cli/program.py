@@ -2,17 +2,43 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
-from typing import IO
+from typing import IO, Any, NoReturn
 
 from mars_jax.errors import MarsError
 
 BAD_INPUT = 2
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 BROKEN_PIPE = 141  # 128 + SIGPIPE
+
+
+class Parser(argparse.ArgumentParser):
+    """Every command's: descriptions keep their lines, and an abbreviation, whose meaning the next flag would change,
+    is no flag."""
+
+    def __init__(self, **options: Any):
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options)
+
+    def error(self, message: str) -> NoReturn:
+        """One sentence, as for every other error, in place of argparse's usage block."""
+        raise MarsError(f"{message.removeprefix('argument ').rstrip('.')}; --help lists the flags.")
+
+
+class Ticker:
+    """A line on stderr every few seconds: `ticker("theta=0.9", 12, 200)`."""
+
+    def __init__(self, things: str, seconds: float = 5.0):
+        self._things, self._seconds, self._last = things, seconds, time.monotonic()
+
+    def __call__(self, what: str, done: int, of: int) -> None:
+        if done == of or time.monotonic() - self._last >= self._seconds:
+            self._last = time.monotonic()
+            print(f"{what}: {done} of {of} {self._things}", file=sys.stderr, flush=True)
 
 
 def program(run: Callable[[Sequence[str] | None, IO[str]], None], argv: Sequence[str] | None) -> int:

@@ -1,0 +1,97 @@
+"""Compile a program for devices that are not there, and read off what the compiler says of it."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
+
+
+class OutOfMemory(Exception):
+    """The program does not fit: `used` and `capacity` are bytes of one device, 0 where they were not said."""
+
+    def __init__(self, used: int, capacity: int):
+        super().__init__(f"{used} of {capacity} bytes")
+        self.used, self.capacity = used, capacity
+
+
+def compile_for(
+    function: Callable[..., Any], *arguments: Any, watch: int | None = None, **jit_options: Any
+) -> dict[str, Any]:
+    """Compile a function for its abstract arguments and report; see `compile_program`."""
+    return compile_program(jax.jit(function, **jit_options).lower(*arguments), watch=watch)
+
+
+def compile_program(lowered: jax.stages.Lowered, *, watch: int | None = None) -> dict[str, Any]:
+    """Compile and report: seconds, what the compiler counts, and the collectives in the program.
+
+    Args:
+      lowered: for abstract arguments that carry shardings of the devices to compile for.
+      watch: report how many arrays of this many elements the program writes.
+
+    Raises:
+      OutOfMemory: the compiler says that it does not fit.
+    """
+    started = time.perf_counter()
+    try:
+        compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise _out_of_memory(str(error)) from None
+    seconds = time.perf_counter() - started
+    memory = compiled.memory_analysis()
+    text = compiled.as_text()
+    watched = {} if watch is None else {"arrays_of_logits": arrays_written(text, watch)}
+    return {
+        **watched,
+        "seconds": round(seconds, 2),
+        "bytes_accessed": int(compiled.cost_analysis()["bytes accessed"]),
+        "argument_bytes": memory.argument_size_in_bytes,
+        "output_bytes": memory.output_size_in_bytes,
+        "temporary_bytes": memory.temp_size_in_bytes,
+        "aliased_bytes": memory.alias_size_in_bytes,
+        "mosaic_kernels": text.count('custom_call_target="tpu_custom_call"'),
+        "collectives": collectives(text),
+    }
+
+
+def _out_of_memory(text: str) -> OutOfMemory:
+    """From "... Used 20.95G of 15.75G hbm ..."."""
+    units = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+    found = re.search(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm", text)
+    if found is None:
+        return OutOfMemory(0, 0)
+    used, unit, capacity, of = found.groups()
+    return OutOfMemory(int(float(used) * units[unit]), int(float(capacity) * units[of]))
+
+
+def collectives(program: str) -> dict[str, int]:
+    """Each collective of an HLO text with the shape of its result, and how often it occurs."""
+    pattern = re.compile(rf"= (.*?) ({'|'.join(COLLECTIVES)})(?:-start)?\(")
+    found = (pattern.search(line) for line in program.splitlines())
+    return dict(Counter(f"{hit[2]} {re.sub(r'{[^}]*}', '', hit[1])}" for hit in found if hit))
+
+
+def arrays_written(program: str, elements: int) -> int:
+    """How many instructions of the entry computation of an HLO text write an array of so many elements."""
+    entry = program[program.index("\nENTRY ") :].split("\n}", 1)[0]
+    pattern = re.compile(r" = \w+\[([\d,]+)\]\S* (?!bitcast|parameter|get-tuple-element)[\w-]+\(")
+    return sum(math.prod(map(int, hit[1].split(","))) == elements for hit in pattern.finditer(entry))
+
+
+def held_bytes(report: dict[str, Any]) -> int:
+    """What a program holds at once on a device: arguments, results that reuse none of them, and temporaries."""
+    return (
+        report["argument_bytes"]
+        + report["output_bytes"]
+        - report["aliased_bytes"]
+        + report["temporary_bytes"]
+    )
