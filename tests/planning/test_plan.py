@@ -122,7 +122,8 @@ def test_every_chip_is_one_that_the_compiler_knows():
 
 
 def test_the_command_prints_json_and_ends_with_whether_it_fits(capsys):
-    code = plan.main("--target tiny/draft --draft ngram --topology v5e:1x1 --context 128 --json".split())
+    flags = ["--draft", "ngram", "--topology", "v5e:1x1", "--context", "128", "--json"]
+    code = plan.main(["--target", "tiny/draft", *flags])
     row = json.loads(capsys.readouterr().out)
     assert code == 0 and row["fits"] and row["topology"] == "v5e:1x1" and row["collectives"] == {}
 
