@@ -1,10 +1,12 @@
-"""The files of a checkpoint: where they are, which tensors they hold, reading one tensor at a time.
+"""The files of a checkpoint: where they are, which tensors they hold, reading some rows of a tensor at a time.
 
 Oracle: `safetensors.numpy.save_file` and `torch.save`, round trip in tests/hub.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,11 +23,30 @@ _PATTERNS = ["*.json", "*.model", "*.jinja", "*.txt"]
 """What a checkpoint needs beside its weights: configs, index, tokenizer and chat template."""
 
 
+_DTYPES = {
+    "F64": np.float64,
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+    "I64": np.int64,
+    "I32": np.int32,
+    "I16": np.int16,
+    "I8": np.int8,
+    "U8": np.uint8,
+    "BOOL": np.bool_,
+}
+"""What safetensors calls the types that numpy has."""
+
+
 class Tensor(NamedTuple):
     """A tensor on disk."""
 
     shape: tuple[int, ...]
-    read: Callable[[], np.ndarray]
+    rows: Callable[[int, int], np.ndarray]  # (first, last) -> [last - first, ...], along the first axis
+
+    def read(self) -> np.ndarray:
+        """All of it."""
+        return self.rows(0, self.shape[0]) if self.shape else self.rows(0, 1).reshape(())
 
 
 def resolve(name_or_path: str | os.PathLike[str], *, weights: bool = True) -> Path:
@@ -97,7 +118,7 @@ def _shards(directory: Path, index: str) -> list[Path]:
 
 
 def tensors(directory: Path) -> Iterator[dict[str, Tensor]]:
-    """The tensors of a checkpoint, file by file; a file is closed before the next one opens.
+    """The tensors of a checkpoint, file by file. They can be read in any order; nothing is held in memory.
 
     Raises:
       MarsError: no weights, an absent shard, or a file that cannot be read.
@@ -120,28 +141,41 @@ def _quantised(name: str, path: Path, dtype: object) -> str:
 
 
 def _safetensors(path: Path) -> Iterator[dict[str, Tensor]]:
+    """Read by plain file access: safetensors maps a file and its pages would count as this process's memory."""
     from safetensors import SafetensorError, safe_open
 
     try:
-        file = safe_open(path, framework="np")
+        with safe_open(path, framework="np"):  # it checks the header against the file
+            pass
+        with open(path, "rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(size))
     except (SafetensorError, OSError, ValueError) as error:
         raise MarsError(f"'{path}' is truncated or corrupt ({error}): download it again.") from None
-    with file:
 
-        def reader(name: str) -> Callable[[], np.ndarray]:
-            def read() -> np.ndarray:
-                try:
-                    return file.get_tensor(name)
-                except AttributeError:  # numpy has no such dtype
-                    held = file.get_slice(name).get_dtype()
-                    raise MarsError(_quantised(name, path, held)) from None
-                except (SafetensorError, TypeError, KeyError, ValueError) as error:
-                    raise MarsError(f"tensor {name} of '{path}' cannot be read ({error}).") from None
+    def tensor(name: str, entry: dict[str, Any]) -> Tensor:
+        shape, begin = tuple(entry["shape"]), 8 + size + entry["data_offsets"][0]
+        dtype, width = _DTYPES.get(entry["dtype"]), math.prod(shape[1:])
 
-            return read
+        def rows(first: int, last: int) -> np.ndarray:
+            if dtype is None:
+                raise MarsError(_quantised(name, path, entry["dtype"]))
+            made = np.empty((last - first, *shape[1:]), dtype)
+            try:
+                with open(path, "rb", buffering=0) as file:
+                    file.seek(begin + first * width * made.itemsize)
+                    left = memoryview(made.reshape(-1).view(np.uint8))
+                    while len(left) and (got := file.readinto(left)):  # Linux gives 2 GB at most at once
+                        left = left[got:]
+            except OSError as error:
+                raise MarsError(f"tensor {name} of '{path}' cannot be read ({error}).") from None
+            if len(left):
+                raise MarsError(f"'{path}' ends within tensor {name}: download it again.")
+            return made
 
-        names = list(file.keys())
-        yield {name: Tensor(tuple(file.get_slice(name).get_shape()), reader(name)) for name in names}
+        return Tensor(shape, rows)
+
+    yield {name: tensor(name, entry) for name, entry in header.items() if name != "__metadata__"}
 
 
 def _bin(path: Path) -> Iterator[dict[str, Tensor]]:
@@ -166,17 +200,16 @@ def _bin(path: Path) -> Iterator[dict[str, Tensor]]:
     if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
         raise MarsError(f"'{path}' is not a plain table of tensors: use a checkpoint with safetensors.")
 
-    def reader(name: str, tensor) -> Callable[[], np.ndarray]:
-        def read() -> np.ndarray:
-            # numpy knows no torch.bfloat16; every other conversion is exact too, so widen.
-            whole = tensor.detach().contiguous()
-            if whole.dtype == torch.bfloat16:
-                return whole.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
+    def reader(name: str, tensor) -> Callable[[int, int], np.ndarray]:
+        def rows(first: int, last: int) -> np.ndarray:
+            part = (tensor.detach()[first:last] if tensor.ndim else tensor.detach()[None]).contiguous()
+            if part.dtype == torch.bfloat16:  # which numpy does not know
+                return part.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
             try:
-                return whole.numpy()
+                return part.numpy()
             except TypeError:  # numpy has no such dtype
-                raise MarsError(_quantised(name, path, whole.dtype)) from None
+                raise MarsError(_quantised(name, path, part.dtype)) from None
 
-        return read
+        return rows
 
     yield {name: Tensor(tuple(tensor.shape), reader(name, tensor)) for name, tensor in state.items()}

@@ -18,10 +18,11 @@ from mars_jax.errors import MarsError
 from mars_jax.hub.config import read_json
 from mars_jax.hub.files import resolve, tensors
 from mars_jax.hub.head_config import canonical, from_head_json, to_head_json
-from mars_jax.hub.load import _DERIVED, DTYPES, _convert, _listed
+from mars_jax.hub.load import _DERIVED, DTYPES, _listed, convert, resolve_dtype
 from mars_jax.hub.save import free_directory, named_arrays, write_directory
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.eagle import EagleConfig, weights
+from mars_jax.models.quantize import Int8, is_quantized, quantize
 from mars_jax.models.weights import build_rows
 from mars_jax.types import PyTree
 
@@ -43,7 +44,8 @@ def load_eagle(
       name_or_path: directory, or `owner/name` on the Hugging Face hub.
       target_config: of the model that the head was trained for.
       target_params: its params.
-      dtype: "float32" or "bfloat16"; None is the head's own (float16 becomes bfloat16).
+      dtype: "float32" or "bfloat16"; None is the head's own (float16 becomes bfloat16). "int8" keeps its matrices in
+        8 bits per weight, and the rest in its own.
 
     Returns:
       The config, and what `Params.draft` is to be. In it `ids` i32[W] are the target's tokens that a draft
@@ -60,10 +62,10 @@ def load_eagle(
     directory = resolve(name_or_path)
     data = read_json(directory / "config.json")
     own = str(data.get("dtype") or data.get("torch_dtype") or "float32").removeprefix("torch.")
-    dtype = dtype or ("float32" if own in ("float32", "float64") else "bfloat16")
+    dtype, int8 = resolve_dtype(dtype, own)
     try:
         config = from_head_json(data, _shapes(directory), target_config)
-        return _read(directory, config, target_params, dtype)
+        return _read(directory, config, target_params, dtype, int8)
     except MarsError as error:
         text = str(error)
         raise MarsError(text if f"'{directory}" in text else f"'{directory}': {text}") from None
@@ -80,13 +82,15 @@ def _shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _read(directory: Path, config: EagleConfig, target: PyTree, dtype: str) -> tuple[EagleConfig, PyTree]:
+def _read(
+    directory: Path, config: EagleConfig, target: PyTree, dtype: str, int8: bool
+) -> tuple[EagleConfig, PyTree]:
     """The params of a head, checked against the table of weights, and its config without what the target shares."""
     shareable = {"embed_tokens.weight": target["embed"]}
     if config.version == 1:
         shareable["lm_head.weight"] = target.get("unembed", target["embed"])
     table = {canonical(row.name): row for row in weights(config)}
-    found: dict[str, jax.Array] = {}
+    found: dict[str, jax.Array | Int8] = {}
     shared: set[str] = set()
     maps: dict[str, np.ndarray] = {}
     extra: list[str] = []
@@ -105,11 +109,11 @@ def _read(directory: Path, config: EagleConfig, target: PyTree, dtype: str) -> t
                 )
             else:
                 array = tensor.read()
-                if name in shareable and _repeats(array, np.asarray(shareable[name])):
+                if name in shareable and _repeats(array, shareable[name]):
                     shared.add(name)
                     continue
                 try:
-                    found[name] = _convert(array, dtype)
+                    found[name] = convert(array, dtype, int8=int8 and is_quantized(row))
                 except MarsError as error:
                     raise MarsError(f"tensor {given}: {error}") from None
     missing = [row.name for name, row in table.items() if name not in found and name not in shared]
@@ -140,15 +144,34 @@ def _read(directory: Path, config: EagleConfig, target: PyTree, dtype: str) -> t
     return config, params
 
 
-def _repeats(ours: np.ndarray, theirs: np.ndarray, rows: int = 4096) -> bool:
-    """Whether a table is a copy of another, perhaps in a narrower dtype; in blocks, which saves memory."""
+def _repeats(ours: np.ndarray, theirs: jax.Array | Int8, rows: int = 4096) -> bool:
+    """Whether a table is a copy of another, perhaps in a narrower dtype; in blocks, which saves memory.
+
+    Of one in 8 bits it is where it rounds to the same. Of one that is spread, every process compares its own parts.
+    """
 
     def copied(a: np.ndarray, b: np.ndarray) -> bool:
         blocks = (slice(i, i + rows) for i in range(0, len(a), rows))
         with np.errstate(all="ignore"):  # what does not fit is no copy
             return all(np.array_equal(a[block].astype(b.dtype), b[block]) for block in blocks)
 
-    return ours.shape == theirs.shape and (copied(ours, theirs) or copied(theirs, ours))
+    if ours.shape != theirs.shape or not jnp.issubdtype(ours.dtype, jnp.floating):
+        return False
+    if isinstance(theirs, Int8):
+        small = quantize(ours)
+        pairs = [(small.values, theirs.values), (small.scale, theirs.scale)]
+    else:
+        pairs = [(ours, theirs)]
+    same = True
+    for a, b in pairs:
+        for shard in b.addressable_shards:
+            part, held = np.asarray(a)[shard.index], np.asarray(shard.data)
+            same = same and (copied(part, held) or copied(held, part))
+    if jax.process_count() > 1:  # all of them decode with the same head
+        from jax.experimental import multihost_utils
+
+        same = bool(np.all(multihost_utils.process_allgather(np.asarray(same))))
+    return same
 
 
 def _ids(config: EagleConfig, d2t: np.ndarray, t2d: np.ndarray | None = None) -> np.ndarray:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +14,15 @@ import numpy as np
 
 from mars_jax.errors import MarsError
 from mars_jax.hub.config import read_directory
-from mars_jax.hub.files import resolve, tensors
+from mars_jax.hub.files import Tensor, resolve, tensors
+from mars_jax.hub.stream import HostArray, read_array, to_params
 from mars_jax.models.config import ModelConfig
+from mars_jax.models.quantize import Int8, is_quantized, quantize
 from mars_jax.models.transformer import language_model
-from mars_jax.models.weights import Weight, build, weights
+from mars_jax.models.weights import Weight, build_rows, get, leaves, weights
 from mars_jax.types import LanguageModel, PyTree
 
-DTYPES = ("float32", "bfloat16")
+DTYPES = ("float32", "bfloat16", "int8")
 
 # Buffers that old exports carry and that the config determines.
 _DERIVED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|self_attn\.(bias|masked_bias))$")
@@ -55,14 +57,23 @@ def read_config(name_or_path: str | os.PathLike[str]) -> ModelConfig:
 
 
 def load(
-    name_or_path: str | os.PathLike[str], *, dtype: str | None = None, feature_layers: Sequence[int] = ()
+    name_or_path: str | os.PathLike[str],
+    *,
+    dtype: str | None = None,
+    feature_layers: Sequence[int] = (),
+    shardings: PyTree = None,
 ) -> Checkpoint:
-    """Load a checkpoint: its config, and its weights tensor by tensor.
+    """Load a checkpoint: its config, and its weights some rows at a time, straight to where they belong.
+
+    Host memory holds one or two arrays of params, not the model.
 
     Args:
       name_or_path: directory, or `owner/name` on the Hugging Face hub.
-      dtype: "float32" or "bfloat16"; None is the checkpoint's own (float16 becomes bfloat16).
+      dtype: "float32" or "bfloat16"; None is the checkpoint's own (float16 becomes bfloat16). "int8" keeps matrices
+        in 8 bits per weight (`models.quantize`), and everything else in the checkpoint's own.
       feature_layers: see `models.language_model`.
+      shardings: of the params, a tree of `jax.sharding.Sharding` with their structure; each process reads the parts
+        of its own devices. None is JAX's default device.
 
     Raises:
       MarsError: with one sentence that names what is wrong and the cure.
@@ -73,12 +84,22 @@ def load(
         raise MarsError(f"dtype '{dtype}' is not supported: choose one of {', '.join(DTYPES)}.")
     directory = resolve(name_or_path)
     config, own = read_directory(directory)
-    dtype = dtype or ("float32" if own in (None, "float32", "float64") else "bfloat16")
-    params = read_params(directory, config, dtype)
+    dtype, int8 = resolve_dtype(dtype, own)
+    params = read_params(directory, config, dtype, int8=int8, shardings=shardings)
     # XLA's CPU backend computes in float32 and would widen a bfloat16 cache anew, whole, at every step.
     cache_dtype = "float32" if jax.default_backend() == "cpu" else dtype
     model = language_model(config, dtype=dtype, cache_dtype=cache_dtype, feature_layers=feature_layers)
     return Checkpoint(model=model, params=params, config=config, path=directory)
+
+
+def resolve_dtype(asked: str | None, own: str | None) -> tuple[str, bool]:
+    """The floating dtype of params, and whether matrices are in 8 bits, of what is asked for and a checkpoint's own.
+
+    >>> resolve_dtype(None, "float16"), resolve_dtype("int8", "float32")
+    (('bfloat16', False), ('float32', True))
+    """
+    floating = "float32" if own in (None, "float32", "float64") else "bfloat16"
+    return asked if asked in ("float32", "bfloat16") else floating, asked == "int8"
 
 
 def _listed(names: list[str]) -> str:
@@ -99,20 +120,27 @@ def _harmless(name: str, config: ModelConfig) -> bool:
     return bool(_DERIVED.search(name) or tied or of_images)
 
 
-def _convert(array: np.ndarray, dtype: str) -> jax.Array:
+def convert(array: np.ndarray, dtype: str, *, int8: bool = False) -> jax.Array | Int8:
+    """A whole tensor as params hold it.
+
+    Raises:
+      MarsError: it is not of floating numbers.
+    """
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise MarsError(f"it holds {array.dtype}: quantised checkpoints are not supported.")
+    if int8:
+        return jax.tree.map(jnp.asarray, quantize(array, dtype))
     return jnp.asarray(array.astype(jnp.dtype(dtype), copy=False))
 
 
-def read_params(directory: Path, config: ModelConfig, dtype: str) -> PyTree:
-    """The params of a checkpoint directory, checked against the table of weights.
+def find_tensors(directory: Path, config: ModelConfig) -> dict[str, tuple[str, Tensor]]:
+    """The tensors of a checkpoint directory by the name in the table of weights, and their name in the files.
 
     Raises:
       MarsError: missing, unexpected or mis-shaped tensors, by name.
     """
     table = {row.name: row for row in weights(config)}
-    found: dict[str, jax.Array] = {}
+    found: dict[str, tuple[str, Tensor]] = {}
     extra: list[str] = []
     misshaped: list[str] = []
     for file in tensors(directory):
@@ -121,14 +149,10 @@ def read_params(directory: Path, config: ModelConfig, dtype: str) -> PyTree:
             if row is None:
                 if not _harmless(_alias(name), config):
                     extra.append(name)
-            elif tensor.shape != row.shape:
+                continue
+            found[row.name] = name, tensor
+            if tensor.shape != row.shape:
                 misshaped.append(f"{name} is {list(tensor.shape)} and not {list(row.shape)}")
-                found[row.name] = jnp.zeros(())
-            else:
-                try:
-                    found[row.name] = _convert(tensor.read(), dtype)
-                except MarsError as error:
-                    raise MarsError(f"'{directory}': tensor {name}: {error}") from None
     missing = [name for name in table if name not in found]
     problems: list[str] = []
     if missing:
@@ -142,8 +166,37 @@ def read_params(directory: Path, config: ModelConfig, dtype: str) -> PyTree:
             f"the weights in '{directory}' do not fit its config.json: {'; '.join(problems)}: use the config "
             "the weights came with."
         )
+    return found
 
-    def take(row: Weight) -> Any:
-        return found.pop(row.name)
 
-    return build(config, take)
+def read_arrays(
+    directory: Path, config: ModelConfig, dtype: str, *, int8: bool = False, shardings: PyTree = None
+) -> Iterator[tuple[Weight, list[HostArray]]]:
+    """The arrays of params one after the other in host memory, each with its row; see `stream.read_array`."""
+    found = find_tensors(directory, config)
+    for leaf, rows in leaves(config).items():
+        sharding = None if shardings is None else get(shardings, leaf.path)
+        parts = [found[row.name] for row in rows]
+        try:
+            yield (
+                leaf,
+                read_array(parts, leaf.shape, dtype, sharding=sharding, int8=int8 and is_quantized(leaf)),
+            )
+        except MarsError as error:
+            raise MarsError(f"'{directory}': {error}") from None
+
+
+def read_params(
+    directory: Path, config: ModelConfig, dtype: str, *, int8: bool = False, shardings: PyTree = None
+) -> PyTree:
+    """The params of a checkpoint directory, on their devices.
+
+    Raises:
+      MarsError: missing, unexpected or mis-shaped tensors, by name.
+    """
+    params: dict[Weight, jax.Array | Int8] = {}
+    last = None
+    for leaf, arrays in read_arrays(directory, config, dtype, int8=int8, shardings=shardings):
+        jax.block_until_ready(last)  # while one array travels the next is read, and no more than that is held
+        last = params[leaf] = to_params(arrays, dtype)
+    return jax.block_until_ready(build_rows(params, params.__getitem__))

@@ -11,16 +11,16 @@ import re
 from pathlib import Path
 
 import jax
-import numpy as np
 
 from mars_jax import assets
 from mars_jax.errors import MarsError
 from mars_jax.hub.config import read_json
 from mars_jax.hub.files import Tensor, _bin, _safetensors, resolve
-from mars_jax.hub.load import DTYPES, _convert, _listed
+from mars_jax.hub.load import DTYPES, _listed, convert, resolve_dtype
 from mars_jax.hub.save import free_directory, named_arrays, write_directory
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.medusa import MedusaConfig, weights
+from mars_jax.models.quantize import Int8, is_quantized
 from mars_jax.models.weights import Weight, build_rows
 from mars_jax.types import PyTree
 
@@ -39,7 +39,8 @@ def load_medusa(
     Args:
       name_or_path: directory, or `owner/name` on the Hugging Face hub.
       target_config: of the model that the heads are to draft for.
-      dtype: "float32" or "bfloat16"; None is the heads' own (float16 becomes bfloat16).
+      dtype: "float32" or "bfloat16"; None is the heads' own (float16 becomes bfloat16). "int8" keeps their matrices
+        in 8 bits per weight, and the rest in their own.
 
     Raises:
       MarsError: no such heads, heads of another target, or tensors that are not those of Medusa heads.
@@ -137,11 +138,11 @@ def _read(file: Path, config: MedusaConfig, tensors: dict[str, Tensor], dtype: s
             f"'{file}' holds other than its config.json says: {'; '.join(found)}: use intact heads."
         )
 
-    def take(row: Weight) -> jax.Array:
+    def take(row: Weight) -> jax.Array | Int8:
         array = tensors[row.name].read()
-        own = "float32" if array.dtype in (np.float32, np.float64) else "bfloat16"
+        floating, int8 = resolve_dtype(dtype, array.dtype.name)
         try:
-            return _convert(array, dtype or own)
+            return convert(array, floating, int8=int8 and is_quantized(row))
         except MarsError as error:
             raise MarsError(f"'{file}': tensor {row.name}: {error}") from None
 

@@ -16,6 +16,7 @@ import numpy as np
 from mars_jax.errors import MarsError
 from mars_jax.hub.config import from_json, to_json
 from mars_jax.models.config import ModelConfig
+from mars_jax.models.quantize import Int8
 from mars_jax.models.weights import Weight, get, weights
 from mars_jax.types import PyTree
 
@@ -29,7 +30,10 @@ def named_arrays(rows: Iterable[Weight], params: PyTree) -> dict[str, np.ndarray
     arrays: dict[str, np.ndarray] = {}
     for row in rows:
         try:
-            value = np.asarray(jax.device_get(get(params, row.path)))
+            value = get(params, row.path)
+            if isinstance(value, Int8):
+                raise MarsError("int8 weights are not saved in this layout: save those they were made of.")
+            value = np.asarray(jax.device_get(value))
         except (KeyError, IndexError, TypeError):
             raise MarsError(
                 f"params lack {'.'.join(map(str, row.path))}: they belong to another config."

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from mars_jax.models.quantize import Int8
+
 ACTIVATIONS = {
     "silu": jax.nn.silu,
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
@@ -36,14 +38,17 @@ def dense_cpu(x: Array, w: Array) -> Array:
     return lax.optimization_barrier(y)[:, :rows].T
 
 
-def dense(x: Array, w: Array, bias: Array | None = None, *, dtype=None) -> Array:
+def dense(x: Array, w: Array | Int8, bias: Array | None = None, *, dtype=None) -> Array:
     """x [..., in] times w [out, in], plus bias [out]: [..., out], summed in float32, cast to `dtype` or x's.
 
     >>> dense(jnp.ones((1, 3)), jnp.ones((2, 3)), jnp.ones((2,))).tolist()
     [[4.0, 4.0]]
     """
     rows = x.reshape(-1, x.shape[-1])
-    y = lax.platform_dependent(rows, w, cpu=dense_cpu, default=_dense)
+    matrix = w.values.astype(x.dtype) if isinstance(w, Int8) else w
+    y = lax.platform_dependent(rows, matrix, cpu=dense_cpu, default=_dense)
+    if isinstance(w, Int8):
+        y = y * w.scale[None]
     if bias is not None:
         y = y + bias.astype(jnp.float32)[None]
     return y.astype(dtype or x.dtype).reshape(*x.shape[:-1], w.shape[0])
@@ -76,9 +81,16 @@ def soft_cap(x: Array, cap: float) -> Array:
     return cap * jnp.tanh(x / cap)
 
 
-@jax.custom_jvp
-def embed(table: Array, ids: Array) -> Array:
+def embed(table: Array | Int8, ids: Array) -> Array:
     """Rows of table [V, E] at ids i32[B, N]: [B, N, E]. Ids outside of `[0, V)` take the nearest row."""
+    if isinstance(table, Int8):
+        scale = jnp.take(table.scale, ids, axis=0, mode="clip")
+        return Int8(jnp.take(table.values, ids, axis=0, mode="clip"), scale, table.dtype).astype(table.dtype)
+    return _gather(table, ids)
+
+
+@jax.custom_jvp
+def _gather(table: Array, ids: Array) -> Array:
     if table.dtype == jnp.bfloat16:
         # XLA's CPU backend gathers bfloat16 by widening the whole table first; bits it moves as they are.
         bits = jnp.take(lax.bitcast_convert_type(table, jnp.uint16), ids, axis=0, mode="clip")
@@ -86,8 +98,8 @@ def embed(table: Array, ids: Array) -> Array:
     return jnp.take(table, ids, axis=0, mode="clip")
 
 
-@embed.defjvp
-def _embed_jvp(primals, tangents):
+@_gather.defjvp
+def _gather_jvp(primals, tangents):
     # Bits have no derivative, but the gather is linear in the table.
     (table, ids), (change, _) = primals, tangents
-    return embed(table, ids), jnp.take(change, ids, axis=0, mode="clip")
+    return _gather(table, ids), jnp.take(change, ids, axis=0, mode="clip")

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from mars_jax.models.layers import ACTIVATIONS, dense, dense_cpu
+from mars_jax.models.quantize import Int8
 
 _ROWS_TIMES_WEIGHTS = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
@@ -26,6 +27,7 @@ _LARGEST = 32
 
 
 def _ragged(x: Array, w: Array, sizes: Array) -> Array:
+    w = w.astype(x.dtype)
     return lax.ragged_dot_general(x, w, sizes, _ROWS_TIMES_WEIGHTS, preferred_element_type=jnp.float32)
 
 
@@ -43,7 +45,7 @@ def _blocks(x: Array, w: Array, sizes: Array) -> Array:
         begin = first[expert] + (i - ends[expert] + blocks[expert]) * size
         # XLA slices bfloat16 by widening it; tied to i, that stays in the loop, where it is of one matrix.
         tied, _ = lax.optimization_barrier((w, i))
-        made = dense_cpu(lax.dynamic_slice_in_dim(x, begin, size), tied[expert])
+        made = dense_cpu(lax.dynamic_slice_in_dim(x, begin, size), tied[expert].astype(x.dtype))
         # The last block of an expert reaches into the rows of later ones, which are written after it.
         return lax.dynamic_update_slice_in_dim(y, made, begin, 0)
 
@@ -57,7 +59,7 @@ def _blocks_jvp(primals, tangents):
     return jax.jvp(_ragged, primals, tangents)
 
 
-def dense_by_expert(x: Array, w: Array, sizes: Array) -> Array:
+def dense_by_expert(x: Array, w: Array | Int8, sizes: Array) -> Array:
     """x [R, in] times the matrices w [X, out, in]: f32[R, out].
 
     Args:
@@ -69,7 +71,12 @@ def dense_by_expert(x: Array, w: Array, sizes: Array) -> Array:
     >>> dense_by_expert(x, w, jnp.asarray([1, 0, 2], jnp.int32)).tolist()
     [[1.0], [3.0], [3.0]]
     """
-    return lax.platform_dependent(x, w, sizes, cpu=_blocks, default=_ragged)
+    matrices = w.values if isinstance(w, Int8) else w
+    y = lax.platform_dependent(x, matrices, sizes, cpu=_blocks, default=_ragged)
+    if not isinstance(w, Int8):
+        return y
+    expert = jnp.repeat(jnp.arange(w.shape[0]), sizes, total_repeat_length=x.shape[0])
+    return y * w.scale[expert]
 
 
 def experts_mlp(layer: dict[str, Array], x: Array, activation: str, *, count: int, normalize: bool) -> Array:

@@ -18,7 +18,7 @@ from mars_jax.types import PyTree
 class Weight(NamedTuple):
     """One row of the table."""
 
-    path: tuple[str | int, ...]  # ("layers", 3, "q") is params["layers"][3]["q"]; see `build` for experts
+    path: tuple[str | int, ...]  # ("layers", 3, "q") is params["layers"][3]["q"]; see `leaves` for experts
     name: str  # of the tensor in a Hugging Face checkpoint
     shape: tuple[int, ...]
     init: str  # "normal", "zeros" or "ones"
@@ -98,26 +98,44 @@ def weights(config: ModelConfig) -> tuple[Weight, ...]:
     return tuple(rows)
 
 
-def build(config: ModelConfig, make: Callable[[Weight], Any]) -> PyTree:
-    """Params with `make(row)` at each row's path: `{"embed", "layers": ({"q", ...}, ...), "norm", ...}`.
+def leaves(config: ModelConfig) -> dict[Weight, tuple[Weight, ...]]:
+    """The arrays of params, and the rows of the table that each holds: itself, or the experts stacked in it.
 
     Rows whose path ends in a number are stacked: `("layers", 3, "expert_up", 5)` is
-    `params["layers"][3]["expert_up"][5]` of an array [experts, out, in], which can be split over its first axis.
+    `params["layers"][3]["expert_up"][5]` of an array [experts, out, in], which can be split over its first axis. Of a
+    stack, the path and the shape are the array's and the name is that of its first row.
+
+    >>> config = ModelConfig(vocab_size=9, hidden_size=4, intermediate_size=6, num_layers=1, num_heads=1,
+    ...                      num_experts=3, experts_per_token=2)
+    >>> [(leaf.path[-1], leaf.shape, len(rows)) for leaf, rows in leaves(config).items()][8]
+    ('expert_up', (3, 6, 4), 3)
+    """
+    stacks: dict[tuple[str | int, ...], list[Weight]] = {}
+    for row in weights(config):
+        stacks.setdefault(row.path[:-1] if isinstance(row.path[-1], int) else row.path, []).append(row)
+    made: dict[Weight, tuple[Weight, ...]] = {}
+    for path, rows in stacks.items():
+        stacked = rows[0].path != path
+        shape = (len(rows), *rows[0].shape) if stacked else rows[0].shape
+        made[rows[0]._replace(path=path, shape=shape)] = tuple(rows)
+    return made
+
+
+def build(config: ModelConfig, make: Callable[[Weight], Any]) -> PyTree:
+    """Params with `make(row)` at each row's path: `{"embed", "layers": ({"q", ...}, ...), "norm", ...}`.
 
     >>> config = ModelConfig(vocab_size=9, hidden_size=4, intermediate_size=6, num_layers=1, num_heads=1,
     ...                      num_experts=3, experts_per_token=2)
     >>> build(config, lambda row: jnp.zeros(row.shape))["layers"][0]["expert_up"].shape
     (3, 6, 4)
     """
-    parts: dict[tuple[str | int, ...], list[Weight]] = {}
-    for row in weights(config):
-        parts.setdefault(row.path[:-1] if isinstance(row.path[-1], int) else row.path, []).append(row)
+    table = leaves(config)
 
     def leaf(row: Weight) -> Any:
-        made = [make(part) for part in parts[row.path]]
-        return made[0] if parts[row.path][0].path == row.path else jnp.stack(made)
+        rows = table[row]
+        return make(row) if rows == (row,) else jnp.stack([make(part) for part in rows])
 
-    return build_rows([rows[0]._replace(path=path) for path, rows in parts.items()], leaf)
+    return build_rows(table, leaf)
 
 
 def build_rows(rows: Iterable[Weight], make: Callable[[Weight], Any]) -> PyTree:

@@ -1,0 +1,119 @@
+"""Tensors of files into arrays on devices, some rows at a time.
+
+What the host holds is one array of params, or its part on this host's devices, one more on its way to the devices, and
+a block of rows. Oracle: reading everything whole (tests/hub/test_stream.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Sharding
+
+from mars_jax.errors import MarsError
+from mars_jax.hub.files import Tensor
+from mars_jax.models.quantize import Int8, quantize, scale_sharding
+
+BLOCK = 64 << 20
+"""Bytes of the rows that are read at a time."""
+
+Box = tuple[tuple[int, int], ...]
+"""Where a part of an array begins and ends along each axis."""
+
+
+class HostArray:
+    """The parts of one array that this host's devices are to have, in host memory while they are filled."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: Any, sharding: Sharding | None):
+        self.shape, self.dtype, self.sharding = shape, jnp.dtype(dtype), sharding
+        whole = tuple(slice(0, n) for n in shape)
+        indices = [whole] if sharding is None else sharding.addressable_devices_indices_map(shape).values()
+        self.parts = {box: np.empty([b - a for a, b in box], self.dtype) for box in map(self._box, indices)}
+
+    def _box(self, index: Any) -> Box:
+        return tuple(s.indices(n)[:2] for s, n in zip(index, self.shape, strict=True))
+
+    def rows(self, at: int | None) -> tuple[int, int]:
+        """First and last of the rows that are needed here; of number `at`, where tensors are stacked."""
+        boxes = [box for box in self.parts if at is None or box[0][0] <= at < box[0][1]]
+        axis = 0 if at is None else 1
+        return min((b[axis][0] for b in boxes), default=0), max((b[axis][1] for b in boxes), default=0)
+
+    def write(self, at: int | None, first: int, block: np.ndarray) -> None:
+        """Rows of the tensor, of number `at` where tensors are stacked, from `first` on."""
+        for box, part in self.parts.items():
+            if at is not None:
+                (low, high), *rest = box
+                if not low <= at < high:
+                    continue
+                box, part = tuple(rest), part[at - low]
+            (low, high), *columns = box
+            begin, end = max(first, low), min(first + len(block), high)
+            if begin < end:
+                inner = tuple(slice(a, b) for a, b in columns)
+                part[begin - low : end - low] = block[(slice(begin - first, end - first), *inner)]
+
+    def to_devices(self) -> jax.Array:
+        """The array on its devices; on JAX's default device where no sharding is given."""
+        if self.sharding is None:
+            return jnp.asarray(next(iter(self.parts.values())))
+        return jax.make_array_from_callback(
+            self.shape, self.sharding, lambda index: self.parts[self._box(index)], dtype=self.dtype
+        )
+
+
+def read_array(
+    tensors: Sequence[tuple[str, Tensor]],
+    shape: tuple[int, ...],
+    dtype: Any,
+    *,
+    sharding: Sharding | None = None,
+    int8: bool = False,
+) -> list[HostArray]:
+    """One array of params in host memory: the array, or its values and its scale if `int8`.
+
+    Args:
+      tensors: what it consists of, by name: one tensor of `shape`, or all that are stacked along a new first axis.
+      shape: of the array.
+      dtype: floating; of the array, or of what the quantised one stands for.
+      sharding: which parts this host needs, and where they go; None is all of it.
+      int8: see `models.quantize`.
+
+    Raises:
+      MarsError: a tensor that cannot be read, or does not hold floating numbers.
+    """
+    if int8:
+        split = None if sharding is None else scale_sharding(sharding, len(shape))
+        made = [HostArray(shape, "int8", sharding), HostArray(shape[:-1], "float32", split)]
+    else:
+        made = [HostArray(shape, dtype, sharding)]
+    stacked = len(shape) > len(tensors[0][1].shape)
+    for number, (name, tensor) in enumerate(tensors):
+        at = number if stacked else None
+        first, last = made[0].rows(at)
+        step = max(1, BLOCK // (4 * math.prod(tensor.shape[1:])))
+        for begin in range(first, last, step):
+            try:
+                block = tensor.rows(begin, min(begin + step, last))
+                if not jnp.issubdtype(block.dtype, jnp.floating):
+                    raise MarsError(f"it holds {block.dtype}: quantised checkpoints are not supported.")
+            except MarsError as error:
+                raise MarsError(f"tensor {name}: {error}") from None
+            if int8:
+                small = quantize(block)
+                made[0].write(at, begin, small.values)  # pyright: ignore[reportArgumentType]
+                made[1].write(at, begin, small.scale)  # pyright: ignore[reportArgumentType]
+            else:
+                made[0].write(at, begin, block.astype(made[0].dtype, copy=False))
+    return made
+
+
+def to_params(arrays: Sequence[HostArray], dtype: Any) -> jax.Array | Int8:
+    """What `read_array` read, on its way to the devices."""
+    placed = [array.to_devices() for array in arrays]
+    return placed[0] if len(placed) == 1 else Int8(*placed, dtype=jnp.dtype(dtype))

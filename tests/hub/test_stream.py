@@ -1,0 +1,121 @@
+"""Weights go straight to their devices: the same as read whole, and nothing is read that no device here needs."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+from mars_jax import hub, mesh, sharding
+from mars_jax.errors import MarsError
+from mars_jax.hub import stream
+from mars_jax.hub.files import Tensor
+from mars_jax.models import ModelConfig, init_params
+from mars_jax.models.quantize import Int8, quantize
+
+CONFIG = ModelConfig(
+    family="mixtral",
+    vocab_size=24,
+    hidden_size=16,
+    intermediate_size=24,
+    num_layers=2,
+    num_heads=4,
+    num_experts=4,
+    experts_per_token=2,
+    norm_eps=1e-5,
+)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    params = init_params(CONFIG, jax.random.key(0), scale=1.0)
+    return hub.save(tmp_path_factory.mktemp("checkpoint") / "model", CONFIG, params)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("axes", ["data=2,model=4", "expert=2,model=2"])
+def test_shards_equal_those_of_the_model_read_whole(saved, monkeypatch, dtype, axes):
+    monkeypatch.setattr(stream, "BLOCK", 3 * 4 * 16)  # three rows of the hidden size
+    shardings = sharding.params_shardings(CONFIG, mesh.parse_mesh(axes))
+    got, want = hub.load(saved, dtype=dtype, shardings=shardings).params, hub.load(saved, dtype=dtype).params
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+    def is_placed(array, asked):
+        values = array.values if isinstance(array, Int8) else array
+        assert values.sharding == asked and len(values.sharding.device_set) == asked.mesh.size
+        if isinstance(array, Int8):
+            spec = (*asked.spec, *[None] * (values.ndim - len(asked.spec)))
+            assert array.scale.sharding.is_equivalent_to(
+                NamedSharding(asked.mesh, P(*spec[:-1])), values.ndim - 1
+            )
+
+    jax.tree.map(is_placed, got, shardings, is_leaf=lambda x: isinstance(x, Int8))
+
+
+def test_without_shardings_params_stay_where_jit_puts_them(saved):
+    """Committed to a device, they could not be used beside arrays on a mesh."""
+    assert not hub.load(saved).params["embed"]._committed
+    device = SingleDeviceSharding(jax.devices()[3])
+    shardings = jax.tree.map(lambda _: device, hub.load(saved).params)
+    assert hub.load(saved, shardings=shardings).params["norm"].devices() == {jax.devices()[3]}
+
+
+class Here:
+    """A sharding of which this process has only some parts, as on several hosts."""
+
+    def __init__(self, *indices):
+        self.indices = indices
+
+    def addressable_devices_indices_map(self, shape):
+        return dict(enumerate(self.indices))
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_only_the_rows_that_devices_here_hold_are_read(monkeypatch, int8):
+    monkeypatch.setattr(stream, "BLOCK", 4 * 4 * 2)  # two rows
+    monkeypatch.setattr(stream, "scale_sharding", lambda here, ndim: Here(*[i[:-1] for i in here.indices]))
+    whole = np.random.default_rng(0).standard_normal((3, 10, 4)).astype(np.float32)
+    asked = []
+
+    def tensor(number):
+        def rows(first, last):
+            asked.append((number, first, last))
+            return whole[number, first:last]
+
+        return Tensor((10, 4), rows)
+
+    parts = [(f"expert {i}", tensor(i)) for i in range(3)]
+    index = slice(1, 2), slice(3, 8), slice(2, 4)
+    made = stream.read_array(parts, (3, 10, 4), "float32", sharding=Here(index), int8=int8)
+    assert asked == [(1, 3, 5), (1, 5, 7), (1, 7, 8)]
+    # The scale of a channel is of all its weights, wherever they lie.
+    expected = [quantize(whole).values[index], quantize(whole).scale[index[:-1]]] if int8 else [whole[index]]
+    for array, want in zip(made, expected, strict=True):
+        [part] = array.parts.values()
+        np.testing.assert_array_equal(part, want)
+
+
+def test_a_file_that_was_cut_off_after_it_was_opened_is_named(saved, tmp_path):
+    from mars_jax.hub.files import tensors
+
+    path = tmp_path / "model.safetensors"
+    path.write_bytes((saved / "model.safetensors").read_bytes())
+    [file] = tensors(tmp_path)
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(MarsError, match=r"' ends within tensor model.*: download it again"):
+        [tensor.read() for tensor in file.values()]
+
+
+def test_int8_needs_a_sharding_whose_axes_have_names():
+    with pytest.raises(MarsError, match="int8 weights cannot be spread by a Odd: give a NamedSharding"):
+        from mars_jax.models.quantize import scale_sharding
+
+        class Odd:
+            is_fully_replicated = False
+
+        scale_sharding(Odd(), 2)
+    assert jnp.int8 == quantize(np.ones((2, 2), np.float32)).values.dtype

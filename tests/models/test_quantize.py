@@ -1,0 +1,142 @@
+"""Weights in 8 bits compute what their dequantised matrices compute, in every family and in heads."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mars_jax import hub
+from mars_jax.models import ModelConfig, eagle, init_params, language_model, medusa
+from mars_jax.models.layers import dense, embed
+from mars_jax.models.moe import dense_by_expert
+from mars_jax.models.quantize import Int8, quantize
+from tests.models.oracle import causal
+
+
+def normal(seed, *shape, dtype="float32"):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32).astype(dtype)
+
+
+def is_int8(x):
+    return isinstance(x, Int8)
+
+
+def dequantized(params):
+    return jax.tree.map(lambda x: x.astype(x.dtype) if is_int8(x) else x, params, is_leaf=is_int8)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_no_weight_moves_by_more_than_half_a_step_of_its_channel(dtype):
+    w = np.array(normal(0, 6, 5, 33, dtype=dtype))
+    w[2, 3] = 0
+    made = quantize(w)
+    wide = w.astype(np.float32)
+    assert made.values.dtype == np.int8 and made.scale.shape == (6, 5) and made.shape == w.shape
+    np.testing.assert_allclose(made.scale, np.abs(wide).max(-1) / 127, rtol=1e-6)
+    error = np.abs(made.values * made.scale[..., None] - wide)
+    assert np.all(error <= made.scale[..., None] * 0.5001) and not made.values[2, 3].any()
+    on_device = quantize(jnp.asarray(w))
+    np.testing.assert_array_equal(on_device.values, made.values)
+
+
+def test_a_channel_that_is_no_number_stays_none():
+    made = quantize(np.asarray([[1.0, np.nan], [np.inf, 1.0], [1.0, 2.0]], np.float32))
+    assert np.isfinite(made.scale).tolist() == [False, False, True]
+
+
+@pytest.mark.parametrize("rows", [1, 5, 12])
+@pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-5), ("bfloat16", 2**-5)])
+def test_products_are_those_of_the_dequantised_matrix(rows, dtype, tolerance):
+    x, w = normal(0, rows, 7, dtype=dtype), quantize(normal(1, 5, 7, dtype=dtype))
+    wide = np.asarray(w.astype("float32"))
+    np.testing.assert_allclose(
+        jax.jit(dense)(x, w).astype("float32"), np.asarray(x, np.float32) @ wide.T, atol=tolerance
+    )
+    ids = jnp.asarray([[4, -1, 9]], jnp.int32)
+    assert embed(w, ids).dtype == dtype
+    np.testing.assert_allclose(embed(w, ids)[0].astype("float32"), wide[[4, 0, 4]], rtol=2**-8)
+
+
+def test_products_by_expert_are_those_of_the_dequantised_matrices():
+    x, w = normal(0, 6, 7), quantize(normal(1, 4, 5, 7))
+    sizes = jnp.asarray([2, 0, 3, 1], jnp.int32)
+    got = jax.jit(dense_by_expert)(x, w, sizes)
+    np.testing.assert_allclose(got, dense_by_expert(x, w.astype("float32"), sizes), atol=1e-5)
+
+
+SIZES = {"vocab_size": 29, "hidden_size": 16, "intermediate_size": 24, "num_layers": 2, "num_heads": 4}
+CONFIGS = {
+    "qwen3 moe, a dense layer, untied": ModelConfig(
+        family="qwen3_moe",
+        qk_norm=True,
+        num_experts=4,
+        experts_per_token=2,
+        expert_size=12,
+        dense_layers=(1,),
+        **SIZES,
+    ),
+    "gemma2, tied": ModelConfig(
+        family="gemma2",
+        tie_embeddings=True,
+        norm_plus_one=True,
+        post_norms=True,
+        scale_embeddings=True,
+        query_scalar=4.0,
+        logit_cap=30.0,
+        activation="gelu_tanh",
+        eos_token_ids=(1,),
+        **SIZES,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_family_loaded_in_int8_is_the_model_of_its_dequantised_weights(name, tmp_path):
+    config = CONFIGS[name]
+    saved = hub.save(tmp_path / "model", config, init_params(config, jax.random.key(0), scale=0.3))
+    checkpoint = hub.load(saved, dtype="int8")
+    kinds = {is_int8(x) for x in jax.tree.leaves(checkpoint.params["layers"], is_leaf=is_int8)}
+    assert kinds == {True, False} and is_int8(checkpoint.params["embed"])
+    tokens, start = np.random.default_rng(0).integers(0, 29, (2, 6)), jnp.zeros((2,), jnp.int32)
+    model = language_model(config)
+
+    @jax.jit
+    def logits(params):
+        cache = model.init_cache(2, 8)
+        out = model.forward(params, jnp.asarray(tokens, jnp.int32), *causal(start, 6, 8), cache, start)
+        return model.unembed(params, out.hidden)
+
+    got = logits(checkpoint.params)
+    # 1e-4: the scale is applied behind the product, in float32.
+    np.testing.assert_allclose(got, logits(dequantized(checkpoint.params)), atol=1e-4)
+    assert np.abs(got - logits(hub.load(saved).params)).max() > 1e-4  # the weights are not the same
+
+
+def test_heads_load_in_int8_beside_a_target_in_int8(tmp_path):
+    layer = ModelConfig(family="llama", **SIZES | {"num_layers": 1})
+    target = hub.save(tmp_path / "target", layer, init_params(layer, jax.random.key(1), scale=0.3))
+    target = hub.load(target, dtype="int8")
+    config = eagle.EagleConfig(
+        version=1, layer=layer, target_hidden_size=16, draft_vocab_size=29, own_embed=True
+    )
+    head = eagle.init_params(config, jax.random.key(2), scale=0.3)
+    whole = hub.load(target.path).params
+    own = {"embed": whole["embed"], "unembed": whole["unembed"] * 1.5}
+    saved = hub.save_eagle(tmp_path / "head", config, head | own)
+    config, loaded = hub.load_eagle(saved, target.config, target.params, dtype="int8")
+    # What it repeats of the target it shares, although the target's is rounded by now.
+    assert not config.own_embed and config.own_unembed and is_int8(loaded["unembed"])
+    hidden = normal(0, 1, 3, 16)
+    x = jnp.concatenate([hidden, hidden], axis=-1)
+    got = dense(x, loaded["fc"])
+    np.testing.assert_allclose(got, dense(x, dequantized(loaded)["fc"]), atol=1e-5)
+
+    from mars_jax.hub.medusa import load_medusa, save_medusa
+
+    heads = medusa.MedusaConfig(num_heads=2, num_layers=1, hidden_size=16, vocab_size=29)
+    save_medusa(tmp_path / "medusa", heads, medusa.init_params(heads, jax.random.key(3), scale=0.3))
+    _, loaded = load_medusa(tmp_path / "medusa", layer, dtype="int8")
+    got = medusa.logits(loaded, hidden[:, :1], 2)
+    np.testing.assert_allclose(got, medusa.logits(dequantized(loaded), hidden[:, :1], 2), atol=1e-5)
