@@ -21,7 +21,7 @@ LAYERS = [
     "api",
     "cli",
     "evaluate planning",
-    "generate distill benchmark calibrate cascades plan",
+    "generate distill benchmark calibrate cascades lm_eval plan",
 ]
 RANK = {name: rank for rank, line in enumerate(LAYERS) for name in line.split()}
 

@@ -21,7 +21,7 @@ class Plan(NamedTuple):
     """What the flags say about the rule and the drafter."""
 
     draft: str  # none, ngram, model, eagle or medusa
-    verify: str  # exact, rejection or mars
+    verify: str  # exact, rejection, mars or simulated
     samples_draft: bool  # draw the draft from its distribution, and hand the rule its true q
     streams: bool
     measures_speedup: bool  # decode once more autoregressively, for a line of the statistics
@@ -43,7 +43,7 @@ def check_flags(args: argparse.Namespace, rows: Sequence[PromptRow]) -> Plan:
 
     if args.compare:
         own = "with --compare, which runs the rules itself and prints one table: leave it out"
-        for flag in ("verify", "base", "block", "output", "resume", "speedup"):
+        for flag in ("verify", "tau", "base", "block", "output", "resume", "speedup"):
             refuse(f"--{flag}", getattr(args, flag), own)
         refuse("--stream" if args.stream else "--no-stream", None if args.stream is None else True, own)
         if draft == "none":
@@ -54,6 +54,7 @@ def check_flags(args: argparse.Namespace, rows: Sequence[PromptRow]) -> Plan:
             f"--verify {verify} does not apply to --draft none, which proposes nothing: leave it out, or "
             f"{_DRAFT}."
         )
+    _check_tau(args, draft, verify)
     if verify != "mars":
         why = f"to {verify} verification, which relaxes nothing: leave it out, or verify a draft with mars"
         for name in ("base", "theta", "margin", "max_relaxed_run"):
@@ -136,6 +137,24 @@ def _check_sampling(args: argparse.Namespace, rows: Sequence[PromptRow]) -> None
                 )
 
 
+def _check_tau(args: argparse.Namespace, draft: str, verify: str) -> None:
+    """Simulated acceptance needs a tau, and drafts that can reach it."""
+    if verify != "simulated":
+        if args.tau is not None:
+            raise MarsError("--tau does not apply without --verify simulated: leave it out, or add that.")
+        return
+    if args.tau is None:
+        raise MarsError("--verify simulated needs a --tau: give the tokens per target forward to simulate.")
+    if draft not in _WEIGHTS:
+        raise MarsError(
+            f"--verify simulated does not apply to --draft {draft}, which often drafts nothing: draft with {_PATHS}."
+        )
+    if args.draft_stop is not None:
+        raise MarsError(
+            "--draft-stop does not apply to --verify simulated, whose drafts must be long enough: leave it out."
+        )
+
+
 def _check_theta(args: argparse.Namespace, rows: Sequence[PromptRow]) -> None:
     """A ratio is never above 1, so a threshold above 1 is a mistake, or strictness said badly."""
     margin = args.margin or "ratio"
@@ -147,6 +166,11 @@ def _check_theta(args: argparse.Namespace, rows: Sequence[PromptRow]) -> None:
     if wrong(args.theta):
         raise MarsError(f"--theta is {args.theta:g}: expected {expected}.")
     for row in rows:
+        if args.theta_file is not None and "temperature" in row.settings and "theta" not in row.settings:
+            try:
+                args.theta_file.check({"temperature": row.settings["temperature"]})
+            except MarsError as error:
+                raise row.error(error) from None
         if wrong(row.settings.get("theta")):
             raise row.error(f"theta is {row.settings['theta']:g}: expected {expected}.")
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import NoReturn
 
 from mars_jax import __version__, assets
+from mars_jax.cli.program import Parser
 from mars_jax.cli.settings import SETTINGS, from_text, tree_from_text
-from mars_jax.errors import MarsError
+from mars_jax.cli.theta import ThetaFile, settings_of, theta_from_text
 
-RULES = ("exact", "rejection", "mars")
+RULES = ("exact", "rejection", "mars", "simulated")
 MARGINS = ("ratio", "gap", "prob_ratio")  # those of verify.MARGINS, whose module imports jax
 DTYPES = ("float32", "bfloat16")
 
@@ -34,21 +34,13 @@ Text goes to stdout, statistics and progress to stderr; bad input ends with exit
 """
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """One sentence like every other error, in place of argparse's usage block."""
-        raise MarsError(f"{message.removeprefix('argument ').rstrip('.')}; --help lists the flags.")
-
-
 def parser() -> argparse.ArgumentParser:
     """The parser. Flags default to None, so that what was given can be told from what was not."""
-    made = _Parser(
+    made = Parser(
         prog="python -m mars_jax.generate",
         usage="%(prog)s [flags] [PROMPT ...]",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,  # an abbreviation would change its meaning with the next flag
     )
     made.add_argument("prompts", nargs="*", metavar="PROMPT", help="texts to continue")
     made.add_argument("--version", action="version", version=f"mars-jax {__version__}")
@@ -106,15 +98,21 @@ def _add_rule(made: argparse.ArgumentParser) -> None:
         "--verify",
         choices=RULES,
         help="exact: lossless, keeps what the target itself would say; rejection: lossless speculative "
-        "sampling; mars: also keeps the target's runner-up where its two best tokens are nearly tied "
-        "(default: mars)",
+        "sampling; mars: also keeps the target's runner-up where its two best tokens are nearly tied; simulated: "
+        "accepts by chance, to size hardware, and its text means nothing (default: mars)",
+    )
+    group.add_argument(
+        "--tau", metavar="X", help="tokens per target forward that simulated gives, in the mean over steps"
     )
     group.add_argument("--base", choices=("exact", "rejection"), help="what mars relaxes (default: exact)")
     group.add_argument(
         "--block", action="store_true", default=None, help="rejection by whole blocks, not token by token"
     )
     group.add_argument(
-        "--theta", metavar="X", help="how near a tie must be for mars; inf never relaxes (default: 0.9)"
+        "--theta",
+        metavar="X",
+        help="how near a tie must be for mars; inf never relaxes; or a file that python -m mars_jax.calibrate wrote, "
+        "whose margin and base go with it (default: 0.9)",
     )
     group.add_argument(
         "--margin",
@@ -183,10 +181,18 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
       SystemExit: after --help and --version.
     """
     args = parser().parse_args(argv)
+    theta = None if args.theta is None else theta_from_text(args.theta)
+    args.theta = None
     for name in SETTINGS.keys() & vars(args).keys():
         text = getattr(args, name)
         setattr(args, name, None if text is None else from_text(name, text))
     args.tree = None if args.tree is None else tree_from_text(args.tree)
     args.target = args.target or assets.TARGET
     args.draft = args.draft or (f"model:{assets.DRAFT}" if args.target == assets.TARGET else "ngram")
+    args.theta, args.theta_file = theta, None
+    if isinstance(theta, ThetaFile):
+        args.theta, args.theta_file = theta.theta, theta
+        given = {name: getattr(args, name) for name in ("base", "margin") if getattr(args, name) is not None}
+        theta.check(settings_of(args, temperature=args.temperature or 0.0, **given))
+        args.base, args.margin = theta.settings["base"], theta.settings["margin"]
     return args

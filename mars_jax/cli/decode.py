@@ -18,6 +18,7 @@ from mars_jax.cli.session import Session
 from mars_jax.cli.terminal import TextPrinter, console, legend, statistics
 from mars_jax.errors import MarsError
 from mars_jax.request import Completion, Request, StreamEvent, total
+from mars_jax.verify import Simulated
 
 
 def stream_text(session: Session, out: IO[str], *, chat: bool, speedup: bool) -> None:
@@ -181,6 +182,8 @@ def _report(
         screen.print(legend())
     metrics = total(everyone)
     screen.print(statistics(metrics, seconds, session.rule.name, drafts=session.drafts))
+    if isinstance(session.rule, Simulated):
+        screen.print("acceptance was simulated: the text means nothing, and quality cannot be read from it")
     if plain is not None:
         baseline = total([completion for batch in plain for completion in batch]).emitted / _seconds(plain)
         screen.print(

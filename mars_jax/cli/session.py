@@ -16,7 +16,7 @@ from mars_jax.hub.files import resolve
 from mars_jax.request import Completion, Request, StreamEvent
 from mars_jax.text import Pretrained, check_same_vocabulary
 
-Rule = verify.Exact | verify.Rejection | verify.Mars
+Rule = verify.Exact | verify.Rejection | verify.Mars | verify.Simulated
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,6 +83,11 @@ def open_session(args: argparse.Namespace, plan: Plan, rows: Sequence[PromptRow]
         sample=plan.samples_draft,
         dtype=args.dtype,
     )
+    if plan.verify == "simulated" and args.tau > drafter.drafter.max_depth + 1:
+        raise MarsError(
+            f"--tau is {args.tau:g}, and this draft gives {drafter.drafter.max_depth + 1} tokens a step at most: "
+            "ask for less, or draft deeper."
+        )
     size = args.batch_size or (1 if plan.streams else 8)
     return Session(
         target=target,
@@ -95,6 +100,8 @@ def open_session(args: argparse.Namespace, plan: Plan, rows: Sequence[PromptRow]
 
 
 def _rule(args: argparse.Namespace, plan: Plan) -> Rule:
+    if plan.verify == "simulated":
+        return verify.simulated(args.tau)
     rejection = verify.rejection(block=bool(args.block))
     if plan.verify == "mars":
         base = rejection if args.base == "rejection" else verify.exact()

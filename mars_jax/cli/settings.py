@@ -28,6 +28,9 @@ SETTINGS = {
     "top_p": Setting(float, lambda v: 0 < v <= 1, "a number above 0 and at most 1 (1 is off)"),
     "min_p": Setting(float, lambda v: 0 <= v <= 1, "a number between 0 and 1 (0 is off)"),
     "theta": Setting(float, lambda v: v > 0, "a number above 0 (inf is strict)"),
+    "tau": Setting(
+        float, lambda v: 1 <= v <= 1024, "a number of at least 1, the token that every step gives"
+    ),
     "max_relaxed_run": Setting(int, lambda v: 0 <= v <= _MOST, "a whole number of at least 0"),
     "seed": Setting(int, lambda v: 0 <= v < 2**32, "a whole number from 0 to 4294967295"),
     "max_new_tokens": Setting(int, lambda v: 1 <= v <= _MOST, "a whole number of at least 1"),
@@ -37,7 +40,7 @@ SETTINGS = {
     # Every drafted token is a node of the one target forward, which past this is no longer cheap.
     "num_draft_tokens": Setting(int, lambda v: 1 <= v <= 128, "a whole number from 1 to 128"),
 }
-PER_REQUEST = tuple(name for name in SETTINGS if name not in ("batch_size", "num_draft_tokens"))
+PER_REQUEST = tuple(name for name in SETTINGS if name not in ("batch_size", "num_draft_tokens", "tau"))
 """Settings that a row of a prompts file may carry."""
 FILTERS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 """Settings that only sampling reads, and the value that is off."""

@@ -107,6 +107,7 @@ def make_arms(
     matched: float,
     base: str = "exact",
     margin: str = "ratio",
+    simulated_taus: Sequence[float] = (),
 ) -> list[Arm]:
     """All arms at one temperature, autoregression first and the strict rule second.
 
@@ -116,6 +117,7 @@ def make_arms(
       matched: threshold of the rule with `other_margin` that has the tau of the first theta.
       base: "exact" or "rejection".
       margin: one of `verify.MARGINS`.
+      simulated_taus: of arms that accept by chance, which come last.
 
     Raises:
       MarsError: unknown margin, or a threshold out of its range.
@@ -157,6 +159,10 @@ def make_arms(
         f"the target alone, sampling among its two best tokens where the margin is low at theta={thetas[0]:g}"
     )
     arms.append(Arm(name=control.name, rule=control, drafts=False, meaning=meaning))
+    simulated = "acceptance by chance with this tau, to size hardware: its text and its score mean nothing"
+    for tau in simulated_taus:
+        rule = verify.simulated(tau)
+        arms.append(Arm(name=rule.name, rule=rule, drafts=True, meaning=simulated))
     return arms
 
 

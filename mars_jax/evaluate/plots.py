@@ -63,7 +63,8 @@ def _speed_quality(axis: Any, table: Table) -> None:
 
 def _tau_theta(axis: Any, table: Table) -> None:
     """tau over the thresholds of the relaxed rule, between its strict limit and its matched control."""
-    drafting = [arm for arm in table["arms"] if arm["acceptance_by_depth"]]
+    arms = [arm for arm in table["arms"] if not arm["arm"].startswith("simulated")]
+    drafting = [arm for arm in arms if arm["acceptance_by_depth"]]
     strict, infinite, *swept, matched = drafting
     swept = sorted(swept, key=lambda arm: arm["theta"])
     axis.plot(

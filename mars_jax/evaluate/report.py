@@ -66,6 +66,7 @@ def summarize(
                 matched=found.theta,
                 base=settings["base"],
                 margin=settings["margin"],
+                simulated_taus=settings.get("simulated_taus", ()),
             )
             alone, strict = (by_arm[task, temperature, name] for name in (AUTOREGRESSIVE, arms[1].name))
             tables.append(

@@ -43,6 +43,7 @@ def evaluate(
     margin: str = "ratio",
     thetas: Sequence[float] = (0.9,),
     temperatures: Sequence[float] = (0.0, 1.0),
+    simulated_taus: Sequence[float] = (),
     max_new_tokens: int = 256,
     batch_size: int = 1,
     seed: int = 0,
@@ -65,6 +66,7 @@ def evaluate(
       margin: what `thetas` bound; see `verify.mars`.
       thetas: of the relaxed rule; the controls are matched to the first.
       temperatures: all arms run at each.
+      simulated_taus: of further arms, which accept by chance; see `verify.simulated`.
       max_new_tokens: of a turn.
       batch_size: problems decoded side by side.
       seed: problem i of a task draws with seed + i, in every arm.
@@ -88,6 +90,12 @@ def evaluate(
             raise MarsError(f"{name} are {values}: give at least one, and each once.")
     if math.inf in thetas:
         raise MarsError("thetas holds inf, an arm of every evaluation: leave it out.")
+    deepest = drafter.drafter.max_depth + 1
+    if simulated_taus and max(simulated_taus) > deepest:
+        raise MarsError(
+            f"simulated_taus has {max(simulated_taus):g}, and this draft gives {deepest} tokens a step at most: ask "
+            "for less, or draft deeper."
+        )
     for theta in thetas:
         verify.mars(base_rule(base), theta=theta, margin=margin)
     scores.check_metrics(problems, run_code=allow_code_execution)
@@ -102,6 +110,8 @@ def evaluate(
         "margin": margin,
         "thetas": thetas,
         "temperatures": temperatures,
+        # Left out where there are none, so that folders of runs before this setting can go on.
+        **({"simulated_taus": [float(tau) for tau in simulated_taus]} if simulated_taus else {}),
         "tasks": {task: len(group) for task, group in _by_task(problems).items()},
         "max_new_tokens": max_new_tokens,
         "batch_size": batch_size,
@@ -165,7 +175,12 @@ class _Evaluation:
     def _arms(self, temperature: float, *, matched: float) -> list[Arm]:
         s = self._settings
         return make_arms(
-            s["thetas"], temperature=temperature, matched=matched, base=s["base"], margin=s["margin"]
+            s["thetas"],
+            temperature=temperature,
+            matched=matched,
+            base=s["base"],
+            margin=s["margin"],
+            simulated_taus=s.get("simulated_taus", ()),
         )
 
     def _seed(self, task: str, problem: Problem) -> int:

@@ -1,8 +1,23 @@
 """Verifiers: frozen, hashable rules `verify(keys, tree, logits, controls) -> Verdict`, built by factories."""
 
 from kernels_pallas import MARGINS
+from mars_jax.verify.context import Context, context, token_classes
 from mars_jax.verify.exact import Exact, exact
 from mars_jax.verify.mars import Mars, mars
 from mars_jax.verify.rejection import Rejection, rejection
+from mars_jax.verify.simulated import Simulated, simulated
 
-__all__ = ["MARGINS", "Exact", "Mars", "Rejection", "exact", "mars", "rejection"]
+__all__ = [
+    "MARGINS",
+    "Context",
+    "Exact",
+    "Mars",
+    "Rejection",
+    "Simulated",
+    "context",
+    "exact",
+    "mars",
+    "rejection",
+    "simulated",
+    "token_classes",
+]

@@ -18,6 +18,7 @@ from mars_jax.errors import MarsError
 from mars_jax.sampling import is_greedy, process, sample_processed
 from mars_jax.tree import at_parent
 from mars_jax.types import NO_TOKEN, Controls, DraftTree, Verdict
+from mars_jax.verify.context import Context
 from mars_jax.verify.exact import Exact
 from mars_jax.verify.rejection import Rejection
 from mars_jax.verify.stops import is_stop
@@ -31,14 +32,17 @@ class Mars:
     margin: str
     # Only what `generate` puts into Controls; the rule reads controls.theta, so it takes no part in equality.
     theta: float = dataclasses.field(compare=False)
+    context: Context | None = None
 
     @property
     def name(self) -> str:
-        rule = "mars" if self.margin == "ratio" else f"mars({self.margin})"
+        inside = [self.margin] if self.margin != "ratio" else []
+        inside += [f"by {self.context.by}"] if self.context else []
+        rule = f"mars({', '.join(inside)})" if inside else "mars"
         return rule if self.base == Exact() else f"{rule} over {self.base.name}"
 
     def __call__(self, keys: Array, tree: DraftTree, logits: Array, controls: Controls) -> Verdict:
-        if isinstance(self.base, Rejection):
+        if isinstance(self.base, Rejection) or self.context is not None:
             return self.base.relax(keys, tree, logits, controls, self.relaxable(tree, logits, controls))
         # The kernel itself finds the argmax, so a batch of greedy rows names no token here. A cond over two calls
         # of the kernel would compile it twice.
@@ -59,14 +63,23 @@ class Mars:
         """bool[B, N]: the edge into node i may be relaxed, as far as the margin, `strict` and stop tokens say;
         for a base that decides itself where it stops."""
         stats = margin_stats(logits)
-        theta = jnp.broadcast_to(controls.theta[:, None], stats.top1.shape)
+        if self.context is None:
+            theta = jnp.broadcast_to(controls.theta[:, None], stats.top1.shape)
+        else:
+            theta = self.context.theta(tree, logits, stats, controls.theta, self.margin)
         low = MARGINS[self.margin](stats.top1, stats.top2, theta) & ~controls.strict[:, None]
         low = low & ~is_stop(stats.id1, controls)
         best = (tree.tokens == at_parent(tree, stats.id1)) | (tree.tokens == at_parent(tree, stats.id2))
         return at_parent(tree, low) & best & ~is_stop(tree.tokens, controls) & (tree.tokens >= 0)
 
 
-def mars(base: Exact | Rejection | None = None, *, theta: float = 0.9, margin: str = "ratio") -> Mars:
+def mars(
+    base: Exact | Rejection | None = None,
+    *,
+    theta: float = 0.9,
+    margin: str = "ratio",
+    context: Context | None = None,
+) -> Mars:
     """MARS (arXiv 2601.15498): where the target's margin is low, its runner-up is accepted too.
 
     An edge that `base` would not take is taken as relaxed where, at its parent, the margin of the two largest
@@ -82,6 +95,8 @@ def mars(base: Exact | Rejection | None = None, *, theta: float = 0.9, margin: s
         reads `controls.theta` ([B], changing it compiles nothing), so this takes no part in equality or hash.
       margin: "ratio" (z2 / z1 > theta, the paper's), "gap" (z1 - z2 < theta nats) or "prob_ratio"
         (p2 / p1 > theta).
+      context: what scales the looseness of theta node by node, see `context`; its thresholds are compared outside
+        of the kernel.
 
     Raises:
       MarsError: unknown margin, theta out of its range, or a base that cannot be relaxed.
@@ -106,4 +121,4 @@ def mars(base: Exact | Rejection | None = None, *, theta: float = 0.9, margin: s
         raise MarsError(
             f"base is {base!r}: expected exact() or rejection(...), the rules that mars can relax."
         )
-    return Mars(base=Exact() if base is None else base, margin=margin, theta=float(theta))
+    return Mars(base=Exact() if base is None else base, margin=margin, theta=float(theta), context=context)

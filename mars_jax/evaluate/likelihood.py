@@ -1,0 +1,73 @@
+"""What the target thinks of given texts: the likelihood of every token, and its margin there.
+
+R rows, L tokens of a row, V vocabulary. Oracle: PyTorch transformers on the same texts, in tests/evaluate/.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kernels_pallas import margin_stats
+from mars_jax.batch import bucket
+from mars_jax.text import Pretrained
+from mars_jax.training.objectives import predict
+from mars_jax.types import LanguageModel
+
+ROWS = 4
+"""Texts of one forward. The logits of all their tokens are in memory together."""
+
+
+class Scored(NamedTuple):
+    """Of one text, entry t about its token t + 1 as the target sees it from the tokens before."""
+
+    log_p: np.ndarray  # f32[L - 1]; natural logarithm
+    best: np.ndarray  # i32[L - 1]; the target's own choice
+    second: np.ndarray  # i32[L - 1]
+    z1: np.ndarray  # f32[L - 1]; raw logits of these two
+    z2: np.ndarray  # f32[L - 1]
+
+
+def score(target: Pretrained, texts: Sequence[Sequence[int]], *, rows: int = ROWS) -> list[Scored]:
+    """Score every token of every text but its first.
+
+    Args:
+      target: the model.
+      texts: token ids, at least two each and within the model's context.
+      rows: texts of one forward.
+    """
+    found: list[Scored | None] = [None] * len(texts)
+    for group, tokens in batches(texts, rows, target.config.max_positions):
+        log_p, stats = jax.device_get(_score(target.model, target.params, jnp.asarray(tokens)))
+        for row, i in enumerate(group):
+            n = len(texts[i]) - 1
+            columns = (log_p, stats.id1, stats.id2, stats.top1, stats.top2)
+            found[i] = Scored(*(column[row, :n] for column in columns))
+    return [scored for scored in found if scored is not None]
+
+
+def batches(
+    texts: Sequence[Sequence[int]], rows: int, longest: int
+) -> Iterator[tuple[list[int], np.ndarray]]:
+    """Texts of like lengths together: (their indices, tokens i32[rows, L]), zeros behind a text and below the last."""
+    order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
+    for first in range(0, len(order), rows):
+        group = order[first : first + rows]
+        width = max(len(texts[group[-1]]), min(bucket(len(texts[group[-1]])), longest))
+        tokens = np.zeros((rows, width), np.int32)
+        for row, i in enumerate(group):
+            tokens[row, : len(texts[i])] = texts[i]
+        yield group, tokens
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _score(model: LanguageModel, params, tokens):
+    logits = predict(model, params, tokens[:, :-1], jnp.zeros_like(tokens[:, :-1]))
+    stats = margin_stats(logits, logsumexp=True)
+    said = jnp.take_along_axis(logits, tokens[:, 1:, None], axis=2)[..., 0]
+    return said - stats.logsumexp, stats

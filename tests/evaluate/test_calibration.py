@@ -1,0 +1,182 @@
+"""Calibration: the promise holds over resamplings, tests stop where they must, and the file fits one run alone."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from mars_jax.calibrate import main
+from mars_jax.cli.arguments import parse
+from mars_jax.cli.theta import FORMAT, read_theta, settings_of
+from mars_jax.errors import MarsError
+from mars_jax.evaluate.calibration import choose, fewest, p_value
+
+RESAMPLINGS = 200
+
+
+@pytest.mark.parametrize("confidence", [0.8, 0.95])
+@pytest.mark.parametrize("kind", ["flips", "regret"])
+def test_the_bound_holds_as_often_as_promised_over_resamplings(kind, confidence):
+    """The hardest case: a risk that is not monotone, and thresholds just above the bound behind easy ones."""
+    rng = np.random.default_rng(0)
+    thetas, bound = [0.95, 0.9, 0.85, 0.8, 0.7], 0.03
+    risks = [0.0, 0.001, 0.0302, 0.029, 0.2]
+    if kind == "flips":  # a score that is lost or won, as accuracy is
+        population = [
+            rng.permutation(np.repeat([1.0, -1.0, 0.0], [lost, 400, 20_000 - 400 - lost]))
+            for lost in (round(20_000 * r) + 400 for r in risks)
+        ]
+    else:
+        population = [np.clip(rng.exponential(max(r, 1e-9), 20_000), 0, 1) for r in risks]
+    truth = dict(zip(thetas, (p.mean() for p in population), strict=True))
+    truth[math.inf] = 0.0
+    columns = dict(zip(thetas, population, strict=True))
+    held = relaxed = 0
+    for _ in range(RESAMPLINGS):
+        rows = rng.integers(0, 20_000, 400)
+        theta, trials = choose(
+            thetas, lambda t, rows=rows: (columns[t][rows], 2.0), bound=bound, confidence=confidence
+        )
+        held += truth[theta] <= bound
+        relaxed += theta <= 0.9
+        assert [t.passed for t in trials[:-1]] == [True] * (len(trials) - 1)
+    assert held / RESAMPLINGS >= confidence
+    # And it is no promise kept by never relaxing.
+    assert relaxed / RESAMPLINGS >= (0.9 if kind == "regret" else 0.15)
+
+
+def test_testing_stops_at_the_first_threshold_that_fails():
+    asked = []
+
+    def losses_at(theta):
+        asked.append(theta)
+        return np.full(500, 0.5 if theta == 0.8 else 0.0), 3.0
+
+    theta, trials = choose([0.9, 0.8, 0.7], losses_at, bound=0.05, confidence=0.9)
+    assert (theta, asked, [t.passed for t in trials]) == (0.9, [0.9, 0.8], [True, False])
+
+
+def test_the_p_value_is_that_of_a_bet_written_out():
+    """Capital by the loop of the paper, with bets from the past alone."""
+    rng = np.random.default_rng(1)
+    losses, bound, confidence = rng.choice([0.0, 0.0, 0.0, 0.2, -0.1], 300), 0.04, 0.9
+    capital, most, seen = 1.0, 1.0, []
+    for loss in losses:
+        x, r, past = (loss + 1) / 2, (bound + 1) / 2, [(s + 1) / 2 for s in seen]
+        means = [(0.5 + sum(past[: i + 1])) / (2 + i) for i in range(len(past))]
+        variance = (0.25 + sum((a - m) ** 2 for a, m in zip(past, means, strict=True))) / (1 + len(past))
+        bet = min(math.sqrt(2 * math.log(1 / (1 - confidence)) / (len(losses) * variance)), 0.75 / (1 - r))
+        capital *= 1 - bet * (x - r)
+        most = max(most, capital)
+        seen.append(loss)
+    assert p_value(losses, bound, confidence) == pytest.approx(1 / most)
+
+
+def test_too_few_problems_are_known_beforehand():
+    count = fewest(0.05, 0.9)
+    assert p_value(np.zeros(count), 0.05, 0.9) <= 0.1 < p_value(np.zeros(count - 1), 0.05, 0.9)
+
+
+# The command and its file.
+
+
+@pytest.fixture(scope="module")
+def jsonl(tmp_path_factory):
+    file = tmp_path_factory.mktemp("calibrate") / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"the sea {i}"}) + "\n" for i in range(8)))
+    return file
+
+
+def call(*argv):
+    return main([str(a) for a in argv])
+
+
+@pytest.fixture(scope="module")
+def theta_file(target, jsonl, tmp_path_factory):
+    path = tmp_path_factory.mktemp("calibrate") / "theta.json"
+    flags = [
+        "--target",
+        target,
+        "--draft",
+        f"model:{target}",
+        "--num-draft-tokens",
+        2,
+        "--task",
+        f"jsonl={jsonl}",
+    ]
+    flags += ["--max-new-tokens", 12, "--batch-size", 4, "--thetas", 0.9, 0.5, "--temperature", 1]
+    assert call(*flags, "--bound", 0.9, "--confidence", 0.5, "--output", path) == 0
+    return path
+
+
+def test_the_file_says_what_was_promised_and_for_what(theta_file, target):
+    data = json.loads(theta_file.read_text())
+    assert data["format"] == FORMAT and data["theta"] == 0.5 and data["problems"] == 8
+    assert data["promise"]["bound"] == 0.9 and [t["theta"] for t in data["trials"]] == [0.9, 0.5]
+    assert data["settings"] == {
+        "target": str(target), "draft": f"model:{target}", "num_draft_tokens": 2, "tree": None, "base": "exact",
+        "margin": "ratio", "temperature": 1.0,
+    }  # fmt: skip
+
+
+def test_generate_takes_the_file_and_its_rule(theta_file, target):
+    flags = ["--target", f"elsewhere/{target.name}", "--draft", f"model:{target}", "--num-draft-tokens", "2"]
+    args = parse([*flags, "--temperature", "1", "--theta", str(theta_file), "hello"])
+    assert (args.theta, args.margin, args.base) == (0.5, "ratio", "exact")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"--target": "other"}, "calibrated for the target"),
+        ({"--draft": "ngram"}, "calibrated for the draft"),
+        ({"--num-draft-tokens": "3"}, "calibrated for the num draft tokens 2, and this run has 3"),
+        ({"--temperature": "0"}, "calibrated for the temperature 1, and this run has 0"),
+        ({"--margin": "gap"}, "calibrated for the margin ratio, and this run has gap"),
+        ({"--base": "rejection"}, "calibrated for the base exact, and this run has rejection"),
+    ],
+)
+def test_a_threshold_for_something_else_is_refused(theta_file, target, change, message):
+    flags = {
+        "--target": str(target), "--draft": f"model:{target}", "--num-draft-tokens": "2", "--temperature": "1",
+        "--theta": str(theta_file),
+    } | change  # fmt: skip
+    with pytest.raises(MarsError, match=message):
+        parse([*(x for pair in flags.items() for x in pair), "hello"])
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"format": "mars-jax theta 1"}', '{"format": "mars-jax theta 9", "theta": 0.9}']
+)
+def test_a_file_that_is_none_is_refused(tmp_path, text):
+    file = tmp_path / "theta.json"
+    file.write_text(text)
+    with pytest.raises(MarsError, match="holds no threshold"):
+        read_theta(str(file))
+
+
+def test_trees_are_told_apart(theta_file):
+    args = parse(["--tree", "dynamic:3-4-9", "hello"])
+    assert settings_of(args)["tree"] == {"dynamic": [3, 4, 9]}
+    assert settings_of(parse(["--tree", "3-4-9", "hello"]))["tree"] == [3, 4, 9]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--bound", "0.01"], "8 problems cannot certify a bound of 0.01 with confidence 0.95"),
+        (["--bound", "2"], "--bound is 2: expected a number between 0 and 1"),
+        (["--risk", "accuracy", "--bound", "0.9"], "--risk accuracy needs a score of every answer"),
+        (
+            ["--thetas", "0.5", "0.9"],
+            "--thetas are not in order: give finite numbers from strict to loose, falling",
+        ),
+        (["--thetas", "1.5"], "--thetas has 1.5: expected at most 1 for the margin ratio"),
+    ],
+)
+def test_what_cannot_be_certified_is_refused_before_anything_loads(jsonl, tmp_path, capsys, argv, message):
+    output = tmp_path / "theta.json"
+    assert call("--target", "nowhere", "--task", f"jsonl={jsonl}", "--output", output, *argv) == 2
+    assert message in capsys.readouterr().err
+    assert not output.exists()

@@ -1,0 +1,101 @@
+"""Simulated acceptance: the tau that was asked for, on chains, trees and trees that change."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mars_jax import drafters, fake
+from mars_jax import tree as trees
+from mars_jax.errors import MarsError
+from mars_jax.metrics import summarize
+from mars_jax.types import NO_TOKEN
+from mars_jax.verify import simulated
+from mars_jax.verify.simulated import acceptance_rate
+from tests import helpers
+from tests.test_tree import random_tree
+from tests.verify import oracles
+
+GREEDY = (0.0, 0, 1.0, 0.0)
+
+
+def test_rates_solve_the_geometric_sum():
+    tau = np.asarray([1.0, 1.5, 3.0, 3.9, 6.0], np.float32)
+    height = np.asarray([5, 1, 4, 3, 5])
+    solve = jax.jit(acceptance_rate, static_argnums=2)
+    rate = np.asarray(solve(jnp.asarray(tau), jnp.asarray(height, jnp.int32), 5), np.float64)
+    sums = [sum(a**d for d in range(h + 1)) for a, h in zip(rate, height, strict=True)]
+    np.testing.assert_allclose(sums, tau, rtol=1e-5)
+    assert float(solve(jnp.float32([4.0] * 5), jnp.int32([2] * 5), 5)[0]) == 1.0
+
+
+@pytest.mark.parametrize("tau", [1.0, 2.2])
+def test_trees_of_any_shape_give_the_tau_in_the_mean(tau):
+    """Half of the trees are chains cut short by padding, whose rate is another one."""
+    rows = 4096
+    rng = np.random.default_rng(0)
+    parents, depths = trees.static_topology((2, 1, 2, 1))
+    tokens = np.tile(np.arange(len(parents)), (rows, 1))
+    tokens[: rows // 2, depths > 3] = NO_TOKEN
+    spread = lambda x: jnp.asarray(np.tile(x, (rows, 1)), jnp.int32)  # noqa: E731
+    tree = trees.DraftTree(
+        tokens=jnp.asarray(tokens, jnp.int32), parents=spread(parents), depths=spread(depths), max_depth=4,
+        is_chain=False,
+    )  # fmt: skip
+    logits = jnp.asarray(rng.normal(size=(1, len(parents), 32)).astype(np.float32)).repeat(rows, axis=0)
+    verdict = jax.jit(simulated(tau))(
+        oracles.keys_of(1, rows), tree, logits, oracles.controls_of([GREEDY] * rows)
+    )
+    for half in (slice(0, rows // 2), slice(rows // 2, rows)):
+        count = np.asarray(verdict.num_accepted[half]) + 1.0
+        assert abs(count.mean() - tau) < 4 * count.std() / np.sqrt(len(count)) + 1e-6
+    # What it emits is a path of the tree, and behind it the target's own token there.
+    path, accepted = np.asarray(verdict.path), np.asarray(verdict.num_accepted)
+    for b in range(0, rows, 97):
+        for i in range(1, accepted[b] + 1):
+            assert parents[path[b, i]] == path[b, i - 1] and tokens[b, path[b, i]] >= 0
+        assert verdict.next_token[b] == np.argmax(logits[b, path[b, accepted[b]]])
+    assert not verdict.relaxed.any()
+
+
+def test_padding_is_never_accepted():
+    rng = np.random.default_rng(3)
+    tree = random_tree(rng)
+    logits = jnp.zeros((*tree.tokens.shape, 16))
+    rows = tree.tokens.shape[0]
+    verdict = jax.jit(simulated(tree.max_depth + 1))(
+        oracles.keys_of(0, rows), tree, logits, oracles.controls_of([GREEDY] * rows)
+    )
+    taken = np.take_along_axis(np.asarray(tree.tokens), np.asarray(verdict.path[:, 1:]), axis=1)
+    edge = np.arange(tree.max_depth)[None] < np.asarray(verdict.num_accepted)[:, None]
+    assert (taken[edge] >= 0).all() and edge.any()
+
+
+def test_a_decode_has_the_tau_and_rows_do_not_see_each_other():
+    model = fake.hash_model(vocab_size=31)
+    drafter = drafters.language_model(
+        model, 5
+    )  # drafts what the target says, and is believed by chance alone
+    prompts, lengths = helpers.ragged([5] * 8, 512, 31)
+    rule = simulated(3.5)
+    state, counters = helpers.decode_all(model, drafter, rule, prompts, lengths)
+    steps = np.asarray(counters.steps)
+    tau = summarize(counters).tau
+    # The last step of a row is cut by the limit, by 2.5 tokens at most in the mean.
+    spread = 2.0 / np.sqrt(steps.sum())
+    assert abs(tau - 3.5) < 4 * spread + 2.5 * len(steps) / steps.sum()
+    # A row draws the same wherever it stands.
+    turned, _ = helpers.decode_all(
+        model, drafter, rule, prompts[::-1], lengths[::-1], seeds=list(range(8))[::-1]
+    )
+    assert jnp.array_equal(turned.tokens[::-1], state.tokens)
+
+
+def test_a_tau_out_of_reach_is_refused():
+    with pytest.raises(MarsError, match=r"tau is 0\.5: expected a number of at least 1"):
+        simulated(0.5)
+    tree = trees.chain(jnp.zeros((1, 3), jnp.int32))
+    with pytest.raises(MarsError, match="a draft of depth 2 gives 3 tokens a step at most"):
+        simulated(3.1)(
+            jax.random.split(jax.random.key(0), 1), tree, jnp.zeros((1, 3, 4)), oracles.controls_of([GREEDY])
+        )
