@@ -123,7 +123,8 @@ def _map(
     operands: tuple[Any, ...],
     logits_spec: PartitionSpec,
 ) -> Any:
-    sizes = (jax.sharding.get_abstract_mesh() if mesh is None else mesh).shape
+    where = jax.sharding.get_abstract_mesh() if mesh is None else mesh
+    sizes = where.shape
     names = (axis,) if isinstance(axis, str) else axis
     unknown = [name for name in names if name not in sizes]
     if unknown:
@@ -141,5 +142,12 @@ def _map(
     specs = (logits_spec, *jax.tree.map(lambda _: rows, operands[1:]))
     # check_vma: pallas_call does not say how its results vary over a mesh; the merged results are equal on
     # `axis`.
-    mapped = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=rows, check_vma=False)
+    mapped = jax.shard_map(
+        function,
+        mesh=mesh,
+        in_specs=specs,
+        out_specs=rows,
+        axis_names=set(where.axis_names) - set(where.manual_axes),  # those that an outer shard_map has left
+        check_vma=False,
+    )
     return mapped(*operands)

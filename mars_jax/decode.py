@@ -16,8 +16,10 @@ from jax import Array, lax
 
 from mars_jax.cache import commit
 from mars_jax.errors import MarsError
+from mars_jax.mesh import by_rows
 from mars_jax.metrics import DecodeStats, accumulate, zero_stats
 from mars_jax.prefill import CHUNK, observed_prefill
+from mars_jax.sampling import at_tokens
 from mars_jax.tree import attention_mask, gather_path
 from mars_jax.types import (
     NO_TOKEN,
@@ -131,7 +133,7 @@ def speculative_decoder(
         cache = output.cache if tree.is_chain else commit(output.cache, start, verdict.path)
         return dataclasses.replace(next_state, cache=cache, draft=draft), info
 
-    return Decoder(init=init, step=step, max_depth=drafter.max_depth)
+    return Decoder(init=by_rows(init), step=by_rows(step), max_depth=drafter.max_depth)
 
 
 def _emit(
@@ -163,7 +165,7 @@ def _emit(
     stopped = jnp.any(is_stop & written, axis=1)
     length = state.length + count
 
-    at_node = jax.vmap(lambda z, n, t: z[n, t])(logits, verdict.path, jnp.maximum(emitted, 0))
+    at_node = at_tokens(logits, verdict.path, jnp.maximum(emitted, 0))
     regret = jnp.where(written, gather_path(top, verdict.path) - at_node, 0.0)
     info = StepInfo(
         verdict=verdict,
@@ -195,13 +197,15 @@ def run(decoder: Decoder, params: Params, state: DecodeState) -> tuple[DecodeSta
     the loop ends.
     """
 
-    def body(carry: tuple[DecodeState, DecodeStats]) -> tuple[DecodeState, DecodeStats]:
-        state, stats = carry
-        state, info = decoder.step(params, state)
-        return state, accumulate(stats, info)
+    def loop(params: Params, state: DecodeState) -> tuple[DecodeState, DecodeStats]:
+        def body(carry: tuple[DecodeState, DecodeStats]) -> tuple[DecodeState, DecodeStats]:
+            state, info = decoder.step(params, carry[0])
+            return state, accumulate(carry[1], info)
 
-    stats = zero_stats(state.tokens.shape[0], decoder.max_depth)
-    return lax.while_loop(lambda carry: ~jnp.all(carry[0].done), body, (state, stats))
+        stats = zero_stats(state.tokens.shape[0], decoder.max_depth)
+        return lax.while_loop(lambda carry: ~jnp.all(carry[0].done), body, (state, stats))
+
+    return by_rows(loop)(params, state)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)

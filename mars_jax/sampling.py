@@ -6,10 +6,13 @@ V vocabulary. Oracles: the transformers warpers and the sorting reference in tes
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from mars_jax.mesh import over_vocabulary
 from mars_jax.types import Controls
 
 BLOCK = 128
@@ -83,9 +86,52 @@ def argmax(logits: Array) -> Array:
     The maximum of each block first, then the argmax of two short rows: on CPU XLA runs a maximum as vector
     instructions and an argmax as a scalar loop, and this is 7 to 14 times faster at V = 32000 and 128256.
     """
+    return over_vocabulary(lambda axes, z: _shards_top_k(axes, z, 1)[1][..., 0], _argmax, logits)
+
+
+def _argmax(logits: Array) -> Array:
     blocks = _blocks(logits, -jnp.inf)
     block = jnp.argmax(jnp.max(blocks, axis=-1), axis=-1).astype(jnp.int32)
     return block * BLOCK + jnp.argmax(_block(blocks, block), axis=-1).astype(jnp.int32)
+
+
+def top_k(logits: Array, k: int) -> tuple[Array, Array]:
+    """The k largest of logits f32[..., V] and their ids i32[..., k], as `lax.top_k`.
+
+    Of a vocabulary that is divided over devices only the k largest of each part travel.
+    """
+    local = functools.partial(_shards_top_k, k=k)
+    return over_vocabulary(local, functools.partial(jax.lax.top_k, k=k), logits)
+
+
+def _shards_top_k(axes: tuple[str, ...], part: Array, k: int) -> tuple[Array, Array]:
+    size = part.shape[-1]
+    if k == 1:
+        ids = _argmax(part)[..., None]
+        values = jnp.take_along_axis(part, ids, axis=-1)
+    else:
+        values, ids = jax.lax.top_k(part, min(k, size))
+    ids = ids + jax.lax.axis_index(axes) * size
+    # One array, so one collective: floats travel as integers, whose bits no device touches.
+    both = jnp.stack([jax.lax.bitcast_convert_type(values.astype(jnp.float32), jnp.int32), ids])
+    both = jax.lax.all_gather(both, axes, axis=both.ndim - 1, tiled=True)
+    # Parts come in the order of their ids, so ties still go to the smaller id.
+    values, place = jax.lax.top_k(jax.lax.bitcast_convert_type(both[0], jnp.float32), k)
+    return values, jnp.take_along_axis(both[1], place, axis=-1)
+
+
+def at_tokens(logits: Array, nodes: Array, tokens: Array) -> Array:
+    """logits f32[B, N, V] at P pairs of node and token per row, i32[B, P] each: f32[B, P]."""
+
+    def pick(logits: Array, nodes: Array, tokens: Array) -> Array:
+        return jax.vmap(lambda z, n, t: z[n, t])(logits, nodes, tokens)
+
+    def local(axes: tuple[str, ...], part: Array, nodes: Array, tokens: Array) -> Array:
+        place = tokens - jax.lax.axis_index(axes) * part.shape[-1]
+        mine = (place >= 0) & (place < part.shape[-1])
+        return jax.lax.psum(jnp.where(mine, pick(part, nodes, jnp.where(mine, place, 0)), 0.0), axes)
+
+    return over_vocabulary(local, pick, logits, nodes, tokens)
 
 
 def sample_processed(keys: Array, processed: Array) -> Array:
@@ -112,9 +158,28 @@ def inverse_cdf(weights: Array, uniform: Array) -> Array:
     >>> inverse_cdf(jnp.asarray([0.0, 1.0, 0.0, 3.0]), jnp.asarray(0.25)).item()
     3
     """
-    blocks = _blocks(weights, 0)
-    sums = jnp.sum(blocks, axis=-1)
-    target = uniform * jnp.sum(sums, axis=-1)
+
+    def local(axes: tuple[str, ...], part: Array, uniform: Array) -> Array:
+        """The same one level further up: the uniform picks the device first."""
+        blocks = _blocks(part, 0)
+        sums = jnp.sum(blocks, axis=-1)
+        totals = jnp.moveaxis(jax.lax.all_gather(jnp.sum(sums, axis=-1), axes), 0, -1)
+        target = uniform * jnp.sum(totals, axis=-1)
+        shard, before = _quantile(totals, target)
+        here = jax.lax.axis_index(axes)
+        token = here * part.shape[-1] + _token_at(blocks, sums, target - before)
+        return jax.lax.psum(jnp.where(shard == here, token, 0), axes)
+
+    def whole(weights: Array, uniform: Array) -> Array:
+        blocks = _blocks(weights, 0)
+        sums = jnp.sum(blocks, axis=-1)
+        return _token_at(blocks, sums, uniform * jnp.sum(sums, axis=-1))
+
+    return over_vocabulary(local, whole, weights, uniform)
+
+
+def _token_at(blocks: Array, sums: Array, target: Array) -> Array:
+    """The token whose cumulative weight first exceeds target, by the sums of the blocks."""
     block, before = _quantile(sums, target)
     token, _ = _quantile(_block(blocks, block), target - before)
     return block * BLOCK + token

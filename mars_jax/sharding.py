@@ -7,15 +7,14 @@ needs one sum behind attention and one behind its MLP. Experts are divided whole
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mars_jax.errors import MarsError
-from mars_jax.mesh import axes_of, parse_mesh
+from mars_jax.mesh import AnyMesh, axes_of, check_rows, parse_mesh, row_spec
 from mars_jax.models import eagle, medusa, weights
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.eagle import EagleConfig
@@ -26,7 +25,6 @@ from mars_jax.types import KVCache, PyTree
 __all__ = ["params_shardings", "parse_mesh", "place", "state_shardings", "weight_spec", "whole"]
 
 AnyConfig = ModelConfig | EagleConfig | MedusaConfig
-AnyMesh = Mesh | AbstractMesh
 
 # Matrices are [out, in]. What is not named here, such as norms and routers, every device has.
 _LOGICAL: dict[str, tuple[str | None, ...]] = {
@@ -159,28 +157,22 @@ def state_shardings(state: PyTree, mesh: AnyMesh) -> PyTree:
       MarsError: the rows do not divide over the mesh's axis `data`.
     """
 
-    def spec(x: Any) -> NamedSharding:
-        return NamedSharding(mesh, P(_rows(x.shape[0], mesh)))
+    for x in jax.tree.leaves(state):
+        check_rows(x.shape[0], mesh)
 
     def of(x: Any) -> Any:
-        if not isinstance(x, KVCache):
-            return spec(x)
-        axes = axes_of("kv_heads", x.k[0].shape[2], mesh)
-        place = NamedSharding(mesh, P(_rows(x.k[0].shape[0], mesh), None, axes or None, None))
-        return KVCache(k=(place,) * len(x.k), v=(place,) * len(x.v))
+        return jax.tree.map(lambda _: NamedSharding(mesh, row_spec(x, mesh)), x)
 
     return jax.tree.map(of, state, is_leaf=lambda x: isinstance(x, KVCache))
 
 
-def _rows(rows: int, mesh: AnyMesh) -> str | None:
-    size = math.prod(mesh.shape.get(name, 1) for name in ("data",))
-    if rows % size:
-        raise MarsError(
-            f"a batch of {rows} rows does not divide over data={size}: pad it to a multiple of {size}."
-        )
-    return "data" if "data" in mesh.shape else None
-
-
 def place(params: PyTree, config: AnyConfig, mesh: Mesh) -> PyTree:
     """Params on a mesh; see `params_shardings`."""
-    return jax.device_put(params, params_shardings(config, mesh))
+
+    def put(sharding: NamedSharding, weight: PyTree) -> PyTree:
+        # The scales of a matrix in 8 bits lack its last axis.
+        return jax.tree.map(
+            lambda x: jax.device_put(x, NamedSharding(mesh, P(*sharding.spec[: x.ndim]))), weight
+        )
+
+    return jax.tree.map(put, params_shardings(config, mesh), params)

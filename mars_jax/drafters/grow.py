@@ -21,7 +21,7 @@ import numpy as np
 from jax import Array, lax
 
 from mars_jax.errors import MarsError
-from mars_jax.sampling import argmax, process, sample_processed
+from mars_jax.sampling import argmax, process, sample_processed, top_k
 from mars_jax.tree import chain, static_topology
 from mars_jax.types import NO_TOKEN, Controls, DraftTree
 
@@ -252,7 +252,7 @@ def _static(shape: Static, growth: Growth, root: Array, controls: Controls):
 
     def children(logits: Array, width: int, alive: Array) -> Array:
         """i32[B, W * width]; NO_TOKEN under nodes that are not alive."""
-        ids = lax.top_k(logits, width)[1] if width > 1 else argmax(logits)[..., None]
+        ids = top_k(logits, width)[1] if width > 1 else argmax(logits)[..., None]
         alive = alive & ~stops_at(logits, controls)
         return jnp.where(alive[..., None], growth.to_target(ids), NO_TOKEN).reshape(batch, -1)
 
@@ -283,7 +283,7 @@ def _dynamic(shape: Dynamic, growth: Growth, root: Array, controls: Controls):
 
     def children(logits: Array, score: Array) -> tuple[Array, Array]:
         """The k likeliest children of each of W nodes, i32[B, W * k], and their scores; -inf where it stops."""
-        top, ids = lax.top_k(logits, k)
+        top, ids = top_k(logits, k)
         score = jnp.where(stops_at(logits, controls), -jnp.inf, score - jax.nn.logsumexp(logits, axis=-1))
         return growth.to_target(ids).reshape(batch, -1), (score[..., None] + top).reshape(batch, -1)
 

@@ -14,13 +14,13 @@ import functools
 from collections.abc import Sequence
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from mars_jax.drafters.grow import Dynamic, Static, check_sample, describe, shape_of, stops_at
 from mars_jax.errors import MarsError
 from mars_jax.models import medusa as heads
 from mars_jax.models.medusa import MedusaConfig
-from mars_jax.sampling import argmax, process, sample_processed
+from mars_jax.sampling import argmax, process, sample_processed, top_k
 from mars_jax.tree import chain, gather_path, static_topology
 from mars_jax.types import (
     NO_TOKEN,
@@ -108,7 +108,7 @@ def _medusa(config: MedusaConfig, shape: Static, sample: bool) -> Drafter:
     def draft_tree(root: Array, logits: Array, alive: Array) -> DraftTree:
         levels = [root]
         for depth, width in enumerate(shape.branching):
-            ids = lax.top_k(logits[:, depth], width)[1]
+            ids = top_k(logits[:, depth], width)[1]
             ids = jnp.where(alive[:, depth, None], ids, NO_TOKEN)
             levels.append(jnp.tile(ids, (1, levels[-1].shape[1])))
         tokens = jnp.concatenate(levels, axis=1)

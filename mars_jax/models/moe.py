@@ -1,5 +1,8 @@
 """Mixture of experts: of many MLPs each token takes the few that a router names (arXiv 2401.04088).
 
+Where experts are divided over devices, each device computes its own for all tokens, and one sum joins them: of the few
+tokens of a decode step that is less to send than an exchange of rows.
+
 No expert has a capacity: every token gets all of its experts, so a row gives the same alone and in any batch.
 Oracle: transformers' `modeling_mixtral.py` and `modeling_qwen3_moe.py`. T tokens, C experts of each, R = T * C rows,
 X experts, E hidden size, M hidden units of an expert.
@@ -15,7 +18,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.sharding import PartitionSpec as P
 
+from mars_jax.mesh import expert_axes, map_devices
 from mars_jax.models.layers import ACTIVATIONS, dense, dense_cpu
 from mars_jax.models.quantize import Int8
 
@@ -92,18 +97,55 @@ def experts_mlp(layer: dict[str, Array], x: Array, activation: str, *, count: in
     Returns:
       [B, N, E]; between products in float32.
     """
-    experts = layer["router"].shape[0]
+    experts, size = layer["expert_gate"].shape[:2]
+    by_expert, by_unit = expert_axes(experts, size)
     tokens = x.reshape(-1, x.shape[-1])
     probabilities = jax.nn.softmax(dense(tokens, layer["router"], dtype=jnp.float32), axis=-1)
     share, chosen = lax.top_k(probabilities, count)
     if normalize:
         share = share / jnp.sum(share, axis=-1, keepdims=True)
+    matrices = {name: layer[name] for name in ("expert_gate", "expert_up", "expert_down")}
+
+    def local(matrices: dict[str, Array], tokens: Array, share: Array, chosen: Array) -> Array:
+        first = lax.axis_index(by_expert) * matrices["expert_gate"].shape[0] if by_expert else None
+        return lax.psum(_mix(matrices, tokens, share, chosen, activation, first), (*by_expert, *by_unit))
+
+    if by_expert or by_unit:
+        specs = {"expert_down": P(by_expert, None, by_unit)}
+        specs |= dict.fromkeys(("expert_gate", "expert_up"), P(by_expert, by_unit, None))
+        # The scales of matrices in 8 bits lack their last axis.
+        specs = {k: jax.tree.map(lambda x, k=k: P(*specs[k][: x.ndim]), w) for k, w in matrices.items()}
+        mixed = map_devices(local, (specs, P(), P(), P()))(matrices, tokens, share, chosen)
+    else:
+        mixed = _mix(matrices, tokens, share, chosen, activation, None)
+    return mixed.astype(x.dtype).reshape(x.shape)
+
+
+def _mix(
+    matrices: dict[str, Array],
+    tokens: Array,
+    share: Array,
+    chosen: Array,
+    activation: str,
+    first: Array | None,
+) -> Array:
+    """f32[T, E]: what experts make of the tokens that chose them, weighed by `share` f32[T, C].
+
+    Args:
+      matrices: of all experts; or of some, of which number `first` is the first.
+      chosen: i32[T, C] among all experts. Those that are not here count nothing.
+    """
+    experts, count = matrices["expert_gate"].shape[0], chosen.shape[1]
+    here = None
+    if first is not None:
+        here = (chosen >= first) & (chosen < first + experts)
+        chosen = jnp.where(here, chosen - first, experts)  # sorted behind the last row that is multiplied
     order = jnp.argsort(chosen.reshape(-1))
     sizes = jnp.bincount(chosen.reshape(-1), length=experts).astype(jnp.int32)
     rows = tokens[order // count]
-    gate = dense_by_expert(rows, layer["expert_gate"], sizes)
-    up = dense_by_expert(rows, layer["expert_up"], sizes)
-    inner = (ACTIVATIONS[activation](gate) * up).astype(x.dtype)
-    down = dense_by_expert(inner, layer["expert_down"], sizes)
-    back = down[jnp.argsort(order)].reshape(-1, count, x.shape[-1])
-    return jnp.sum(back * share[..., None], axis=1).astype(x.dtype).reshape(x.shape)
+    gate = dense_by_expert(rows, matrices["expert_gate"], sizes)
+    up = dense_by_expert(rows, matrices["expert_up"], sizes)
+    inner = (ACTIVATIONS[activation](gate) * up).astype(tokens.dtype)
+    down = dense_by_expert(inner, matrices["expert_down"], sizes)
+    back = down[jnp.argsort(order)].reshape(-1, count, tokens.shape[-1]) * share[..., None]
+    return jnp.sum(back if here is None else jnp.where(here[..., None], back, 0.0), axis=1)

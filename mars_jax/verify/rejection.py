@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from mars_jax.errors import MarsError
-from mars_jax.sampling import inverse_cdf, is_greedy, node_uniforms, process
+from mars_jax.sampling import at_tokens, inverse_cdf, is_greedy, node_uniforms, process
 from mars_jax.types import Controls, DraftTree, Verdict
 from mars_jax.verify.exact import Exact
 from mars_jax.verify.stops import is_stop
@@ -138,12 +138,13 @@ class _Ratios:
     @staticmethod
     def of(tree: DraftTree, log_p: Array) -> _Ratios:
         drafted = tree.tokens[:, 1:]
+        nodes = jnp.broadcast_to(jnp.arange(drafted.shape[1], dtype=jnp.int32), drafted.shape)
         length = jnp.sum(jnp.cumprod((drafted >= 0).astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
         norm_p = jax.nn.logsumexp(log_p, axis=-1)
         log_q, norm_q = tree.draft_logits, None
 
         def at_drafted(logits: Array, norm: Array) -> Array:
-            picked = jnp.take_along_axis(logits[:, :-1], jnp.maximum(drafted, 0)[..., None], axis=-1)[..., 0]
+            picked = at_tokens(logits, nodes, jnp.maximum(drafted, 0))
             # A q rounded above 1 would refuse a token that is certain.
             return jnp.minimum(picked - norm[:, :-1], 0.0)
 
