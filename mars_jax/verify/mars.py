@@ -7,14 +7,23 @@ tests/verify/test_mars.py.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from kernels_pallas import MARGINS, AcceptControls, margin_accept, margin_stats
+from kernels_pallas import (
+    MARGINS,
+    AcceptControls,
+    margin_accept,
+    margin_stats,
+    sharded_margin_accept,
+    sharded_margin_stats,
+)
 from mars_jax.errors import MarsError
+from mars_jax.mesh import vocabulary_axes
 from mars_jax.sampling import is_greedy, process, sample_processed
 from mars_jax.tree import at_parent
 from mars_jax.types import NO_TOKEN, Controls, DraftTree, Verdict
@@ -52,7 +61,9 @@ class Mars:
             lambda: sample_processed(keys, process(logits, controls)),
         )
         rows = AcceptControls(controls.theta, controls.strict, controls.max_relaxed_run, controls.stop_tokens)
-        done = margin_accept(
+        axes = vocabulary_axes(logits.shape[-1])
+        accept = functools.partial(sharded_margin_accept, axis=axes) if axes else margin_accept
+        done = accept(
             logits, tree.tokens, tree.parents, y, rows, max_depth=tree.max_depth, margin=self.margin
         )
         return Verdict(
@@ -61,8 +72,9 @@ class Mars:
 
     def relaxable(self, tree: DraftTree, logits: Array, controls: Controls) -> Array:
         """bool[B, N]: the edge into node i may be relaxed, as far as the margin, `strict` and stop tokens say;
-        for a base that decides itself where it stops."""
-        stats = margin_stats(logits)
+        for what decides outside of the kernel."""
+        axes = vocabulary_axes(logits.shape[-1])
+        stats = sharded_margin_stats(logits, axis=axes) if axes else margin_stats(logits)
         if self.context is None:
             theta = jnp.broadcast_to(controls.theta[:, None], stats.top1.shape)
         else:
