@@ -93,9 +93,8 @@ def main() -> None:
         "--head",
         nargs=2,
         action="append",
-        default=[],
         metavar=("NAME", "SPEC"),
-        help="heads for the embedded target, such as eagle3 eagle:PATH",
+        help="heads for the embedded target (default: eagle3 eagle:tiny/eagle3)",
     )
     parts = ("lossless", "acceptance", "cost")
     parser.add_argument("--only", nargs="*", choices=parts, default=parts)
@@ -114,7 +113,7 @@ def main() -> None:
         print(name, json.dumps(value), flush=True)
 
     target = mj.load(assets.TARGET, dtype="float32")
-    heads = dict(args.head)
+    heads = dict(args.head or [("eagle3", f"eagle:{assets.EAGLE3}")])
     made = drafters(target, heads)
     prompts = story_prompts(target, list(documents(args.stories)), args.prompts)
     exact, mars = mj.verify.exact(), mj.verify.mars(theta=0.9)

@@ -1,5 +1,5 @@
 """Train the family in mars_jax/assets/tiny: a byte-level BPE tokenizer, the target, a draft distilled from it,
-and if asked an EAGLE-3 head on its features.
+and an EAGLE-3 head on its features.
 
     python scripts/train_embedded.py --work runs/tiny --stories stories.txt.xz --dialogues dialogues.txt.xz \\
         --novels novels.txt.xz --export mars_jax/assets/tiny
@@ -201,7 +201,7 @@ def main() -> None:
     parser.add_argument("--refine-tokens", type=float, default=5.2e6, help="tokens of its second stage")
     parser.add_argument("--draft-tokens", type=float, default=5e6, help="tokens to distil the draft on")
     parser.add_argument(
-        "--eagle3-tokens", type=float, default=1.2e6, help="tokens to train the EAGLE-3 head on"
+        "--eagle3-tokens", type=float, default=1.5e6, help="tokens to train the EAGLE-3 head on"
     )
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)

@@ -14,7 +14,7 @@ PROMPT = "Once upon a time"
 
 @pytest.fixture(scope="module")
 def family():
-    return {name: mj.load(name, dtype="float32") for name in assets.NAMES}
+    return {name: mj.load(name, dtype="float32") for name in assets.MODELS}
 
 
 @pytest.fixture(scope="module")
@@ -23,21 +23,24 @@ def chain(family):
 
 
 def test_it_is_small_enough_to_ship():
-    root = assets.path(assets.TARGET).parent
-    assert sum(file.stat().st_size for file in root.rglob("*") if file.is_file()) <= 32e6
+    def size(name):
+        return sum(file.stat().st_size for file in assets.path(name).iterdir())
+
+    assert sum(map(size, assets.MODELS)) <= 32e6
+    assert size(assets.EAGLE3) <= 8e6
     for name, millions in ((assets.TARGET, 12), (assets.DRAFT, 1)):
         config = json.loads((assets.path(name) / "config.json").read_text())
         assert config["torch_dtype"] == "bfloat16"
         assert config["max_position_embeddings"] >= 1024
         assert config["tie_word_embeddings"]
         assert config["num_key_value_heads"] < config["num_attention_heads"]
-        size = (assets.path(name) / "model.safetensors").stat().st_size / 2 / 1e6
-        assert 0.9 * millions < size < 1.2 * millions
-    tokenizers = [(assets.path(name) / "tokenizer.json").read_bytes() for name in assets.NAMES]
+        weights = (assets.path(name) / "model.safetensors").stat().st_size / 2 / 1e6
+        assert 0.9 * millions < weights < 1.2 * millions
+    tokenizers = [(assets.path(name) / "tokenizer.json").read_bytes() for name in assets.MODELS]
     assert tokenizers[0] == tokenizers[1]
 
 
-@pytest.mark.parametrize("name", assets.NAMES)
+@pytest.mark.parametrize("name", assets.MODELS)
 def test_transformers_loads_it_unchanged_and_continues_alike(family, name):
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -72,13 +75,17 @@ def test_its_chat_is_turns_of_user_and_assistant(family):
     assert ids.count(tokenizer.bos_token_id) == 1
 
 
-def test_the_draft_is_worth_having_and_changes_nothing(family, chain):
+def test_the_draft_and_the_head_are_worth_having_and_change_nothing(family, chain):
     target = family[assets.TARGET]
     prompts = [PROMPT, "One day, a girl named Sue", "The little dog was sad because"]
     plain = mj.generate(target, "none", prompts, max_new_tokens=64)
     drafted = mj.generate(target, chain, prompts, max_new_tokens=64)
     assert drafted.tokens == plain.tokens
     assert drafted.metrics.tau > 2.2
+    head = mj.drafters.load(f"eagle:{assets.EAGLE3}", target, dtype="float32")
+    grown = mj.generate(target, head, prompts, max_new_tokens=64)
+    assert grown.tokens == plain.tokens
+    assert grown.metrics.tau > 1.25 * drafted.metrics.tau
 
 
 def test_it_does_arithmetic_it_has_not_seen(family, chain):

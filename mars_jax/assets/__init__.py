@@ -8,7 +8,10 @@ TARGET = "tiny/target"
 """The default target of every command: about 12M parameters."""
 DRAFT = "tiny/draft"
 """Its draft: about 1M parameters, distilled from it."""
-NAMES = (TARGET, DRAFT)
+EAGLE3 = "tiny/eagle3"
+"""An EAGLE-3 head of the target, trained by `training.distill`."""
+MODELS = (TARGET, DRAFT)
+NAMES = (*MODELS, EAGLE3)
 
 
 def path(name: str) -> Path | None:

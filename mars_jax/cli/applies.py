@@ -109,7 +109,7 @@ def check_flags(args: argparse.Namespace, rows: Sequence[PromptRow]) -> Plan:
             if row.prompt is None:
                 raise row.error("--chat does not apply to prompt_tokens: leave it out, or give a text.")
     shows_text = not (args.json or args.output or args.compare)
-    own = args.target in assets.NAMES
+    own = args.target in assets.MODELS
     return Plan(
         draft=draft,
         verify=verify,
