@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import json
 import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from mars_jax import __version__
 from mars_jax.cli import pair
@@ -28,7 +29,7 @@ examples:
   python -m mars_jax.cascades --task arithmetic --chat --problems 200 --output cascades
 
 {pair.TASKS}
-OUTPUT gets cascades.json, cascades.md and cascades.png; the report goes to stdout too.
+OUTPUT gets cascades.json, cascades.md, cascades.png and events.jsonl; the report goes to stdout too.
 """
 
 
@@ -108,13 +109,16 @@ def _run(argv: Sequence[str] | None, out: IO[str]) -> None:
             progress=Ticker(f"of {task}"),
         )
         tasks[task] = cascade_report.summarize(texts, found, horizon=args.horizon, seed=args.seed)
-        events += [{"task": task, **dataclasses.asdict(event)} for event in found]
+        events += [{"task": task, **_rounded(event)} for event in found]
     shown = ("theta", "max_new_tokens", "horizon", "per_text", "batch_size", "seed", "problems", "chat")
     settings = settings_of(args, margin=args.margin) | {name: getattr(args, name) for name in shown}
     summary = {"settings": settings, "version": __version__, "tasks": tasks}
     try:
         args.output.mkdir(parents=True, exist_ok=True)
-        write_json(args.output / "cascades.json", summary | {"events": events})
+        write_json(args.output / "cascades.json", summary)
+        (args.output / "events.jsonl").write_text(
+            "".join(f"{json.dumps(event, ensure_ascii=False)}\n" for event in events)
+        )
         (args.output / "cascades.md").write_text(cascade_report.markdown(summary), encoding="utf-8")
         cascade_report.draw(summary, args.output / "cascades.png")
     except OSError as error:
@@ -122,6 +126,15 @@ def _run(argv: Sequence[str] | None, out: IO[str]) -> None:
             f"--output '{args.output}' cannot be written ({error.strerror}): check its permissions."
         ) from None
     print(cascade_report.markdown(summary), file=out, end="")
+
+
+def _rounded(event: Any) -> dict[str, Any]:
+    """An event for its file; likelihoods to four places."""
+    fields = dataclasses.asdict(event)
+    return {
+        name: [round(x, 4) for x in value] if name.endswith("log_p") else value
+        for name, value in fields.items()
+    }
 
 
 if __name__ == "__main__":

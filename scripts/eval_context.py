@@ -1,0 +1,227 @@
+"""Context-dependent thresholds against the single global one, on the embedded family, at equal risk.
+
+    python scripts/eval_context.py --stories heldout.txt.xz --output scripts/results/eval_context.json
+
+Risk is the mean regret per token (z1 - z[token] of the target, nats). Every rule is the paper's ratio over `exact` at
+temperature 0, with a context that scales the looseness of its threshold, or without. On one half of the prompts every
+rule sweeps theta, and gets the theta at which its risk is that of the global 0.9; on the other half the rules run
+with these, and tau, risk and score are compared with the global rule's by the paired bootstrap over prompts. A context
+beats the global threshold where its tau is higher with 95% confidence and its risk is not. Beside the JSON goes a PNG.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from eval_embedded import ANSWER_TOKENS, CHAIN, NEW_TOKENS, story_prompts
+
+import mars_jax as mj
+from mars_jax import assets
+from mars_jax.evaluate.likelihood import batches
+from mars_jax.evaluate.likelihood import score as likelihood
+from mars_jax.tasks import arithmetic
+from mars_jax.training.data import documents
+from mars_jax.training.objectives import predict
+from mars_jax.verify.context import entropy
+
+THETA = 0.9
+LOOSENESS = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0)  # of the sweep, in units of that of THETA
+RESAMPLES = 4000
+
+
+def rules(target: mj.Pretrained, median_entropy: float) -> dict[str, mj.verify.Mars]:
+    """The global rule and every context that is tried; chosen before anything is measured."""
+    texts = [target.tokenizer.decode([i]) for i in range(target.config.vocab_size)]
+    classes = mj.verify.token_classes(texts)
+    contexts = {
+        "entropy, loose where low": mj.verify.context("entropy", (2, 0.5), edges=(median_entropy,)),
+        "entropy, loose where high": mj.verify.context("entropy", (0.5, 2), edges=(median_entropy,)),
+        "position, loose early": mj.verify.context("position", (2, 1, 0.5), edges=(1, 3)),
+        "position, loose late": mj.verify.context("position", (0.5, 1, 2), edges=(1, 3)),
+        "class, strict on numbers": mj.verify.context("class", (1, 0, 1), classes=classes),
+        "class, half on numbers": mj.verify.context("class", (1, 0.5, 1), classes=classes),
+        "class, strict on punctuation": mj.verify.context("class", (1, 1, 0), classes=classes),
+        "class, strict on words": mj.verify.context("class", (0, 1, 1), classes=classes),
+    }
+    return {"global": mj.verify.mars()} | {
+        name: mj.verify.mars(context=chosen) for name, chosen in contexts.items()
+    }
+
+
+def theta_of(looseness: float) -> float:
+    """Of a ratio, from multiples of the looseness of THETA."""
+    return 1 / (1 + looseness * (1 / THETA - 1))
+
+
+def middle_entropy(target: mj.Pretrained, texts: list[list[int]]) -> float:
+    """Median entropy of the target where its margin is low at THETA, in texts of its own."""
+
+    @jax.jit
+    def entropies(params, tokens):
+        return entropy(predict(target.model, params, tokens[:, :-1], jnp.zeros_like(tokens[:, :-1])))
+
+    found = []
+    scored = likelihood(target, texts)
+    for group, tokens in batches(texts, 4, target.config.max_positions):
+        values = np.asarray(entropies(target.params, jnp.asarray(tokens)))
+        for row, i in enumerate(group):
+            low = (scored[i].z1 > 0) & (scored[i].z2 > THETA * scored[i].z1)
+            found += values[row, : len(low)][low].tolist()
+    return float(np.median(found))
+
+
+class Task:
+    """Prompts, and what decoding them with a rule gives, prompt by prompt."""
+
+    def __init__(self, target: mj.Pretrained, drafter: Any, prompts: list[Any], problems: list[Any] | None):
+        self._target, self._drafter, self._prompts, self._problems = target, drafter, prompts, problems
+
+    def run(self, rule: Any, theta: float, chosen: slice) -> dict[str, np.ndarray]:
+        """f64[n] each: steps, emitted tokens, regret, and score where there is one."""
+        result = mj.generate(
+            self._target,
+            self._drafter,
+            self._prompts[chosen],
+            verify=rule,
+            theta=theta,
+            chat=self._problems is not None,
+            max_new_tokens=ANSWER_TOKENS if self._problems is not None else NEW_TOKENS,
+            batch_size=16,
+        )
+        columns = {
+            name: np.asarray([getattr(c.metrics, name) for c in result.completions], np.float64)
+            for name in ("steps", "emitted", "regret", "accepted_relaxed")
+        }
+        if self._problems is not None:
+            right = zip(self._problems[chosen], result.text, strict=True)
+            columns["score"] = np.asarray([float(arithmetic.is_correct(p, text)) for p, text in right])
+        return columns
+
+
+def figures(columns: dict[str, np.ndarray], weights: np.ndarray | None = None) -> dict[str, Any]:
+    """tau, risk and score, of the prompts or of resamplings f64[R, n] of them."""
+    w = np.ones((1, len(columns["steps"]))) if weights is None else weights
+    total = {name: w @ values for name, values in columns.items()}
+    found = {"tau": total["emitted"] / total["steps"], "risk": total["regret"] / total["emitted"]}
+    if "score" in total:
+        found["score"] = total["score"] / w.sum(axis=1)
+    return {name: float(v[0]) for name, v in found.items()} if weights is None else found
+
+
+def matched(sweep: list[dict[str, float]], risk: float) -> tuple[float, bool]:
+    """The theta at which a swept rule has `risk`, between its neighbours, and whether the sweep came so far.
+
+    Looseness is followed upwards to where the risk is first reached.
+    """
+    points = [(0.0, 0.0), *((row["looseness"], row["risk"]) for row in sweep)]
+    for (l0, r0), (l1, r1) in zip(points, points[1:], strict=False):
+        if r1 >= risk:
+            share = (risk - r0) / (r1 - r0) if r1 > r0 else 1.0
+            return theta_of(l0 + share * (l1 - l0)), True
+    return theta_of(points[-1][0]), False
+
+
+def compare(task: Task, made: dict[str, Any], count: int) -> dict[str, Any]:
+    """Sweep on the first half, compare on the second."""
+    tune, test = slice(0, count // 2), slice(count // 2, count)
+    sweeps: dict[str, list[dict[str, float]]] = {}
+    for name, rule in made.items():
+        sweeps[name] = []
+        for looseness in LOOSENESS:
+            found = figures(task.run(rule, theta_of(looseness), tune))
+            sweeps[name].append({"looseness": looseness, "theta": theta_of(looseness)} | found)
+        print(name, sweeps[name], flush=True)
+    risk = next(row["risk"] for row in sweeps["global"] if row["looseness"] == 1.0)
+    plain = task.run(made["global"], THETA, test)
+    n = len(plain["steps"])
+    weights = np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), size=RESAMPLES).astype(np.float64)
+    resampled = figures(plain, weights)
+    results = {"global": {"theta": THETA} | figures(plain)}
+    for name, rule in made.items():
+        if name == "global":
+            continue
+        theta, reached = matched(sweeps[name], risk)
+        columns = task.run(rule, theta, test)
+        row: dict[str, Any] = {"theta": theta, "risk_reached": reached} | figures(columns)
+        for key, values in figures(columns, weights).items():
+            low, high = np.quantile(values - resampled[key], [0.025, 0.975])
+            row[f"{key}_difference"] = [row[key] - results["global"][key], float(low), float(high)]
+        row["beats_global"] = bool(row["tau_difference"][1] > 0 and row["risk_difference"][0] <= 0)
+        results[name] = row
+        print(name, row, flush=True)
+    best = max((name for name in results if name != "global"), key=lambda name: results[name]["tau"])
+    return {"prompts": count, "risk": risk, "sweeps": sweeps, "test": results, "best": best}
+
+
+def draw(report: dict[str, Any], path: Path) -> None:
+    """tau over risk: the sweeps as lines, the comparison as points."""
+    from matplotlib import use
+
+    use("Agg")
+    from matplotlib import pyplot
+
+    names = report["tasks"]
+    figure, axes = pyplot.subplots(1, len(names), figsize=(8 * len(names), 5), squeeze=False)
+    for axis, (task, found) in zip(axes[0], names.items(), strict=True):
+        for i, (name, sweep) in enumerate(found["sweeps"].items()):
+            style = {"color": "black", "linewidth": 2.5} if name == "global" else {"color": f"C{i % 10}"}
+            axis.plot([r["risk"] for r in sweep], [r["tau"] for r in sweep], marker=".", label=name, **style)
+            axis.plot(
+                [found["test"][name]["risk"]], [found["test"][name]["tau"]], marker="D", color=style["color"]
+            )
+        axis.axvline(found["risk"], linestyle=":", color="gray")
+        axis.set(
+            xlabel="risk: regret, nats per token", ylabel="tau", title=f"{task}; diamonds: held-out half"
+        )
+        axis.grid(alpha=0.3)
+    axes[0][-1].legend(fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5))
+    figure.savefig(path, dpi=110, bbox_inches="tight")
+    pyplot.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--stories", type=Path, required=True, help="held-out stories")
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--problems", type=int, default=600, help="arithmetic problems, both halves")
+    parser.add_argument("--prompts", type=int, default=128, help="stories, both halves")
+    args = parser.parse_args()
+    target = mj.load(assets.TARGET, dtype="float32")
+    drafter = mj.drafters.load(f"model:{assets.DRAFT}", target, num_draft_tokens=CHAIN, dtype="float32")
+    stories = story_prompts(target, list(documents(args.stories)), args.prompts)
+    problems = list(arithmetic.generate(args.problems, split="eval"))
+    told = mj.generate(target, "none", stories[:16], max_new_tokens=NEW_TOKENS, batch_size=16).tokens
+    edge = middle_entropy(target, [[*p, *t] for p, t in zip(stories, told, strict=False)])
+    made = rules(target, edge)
+    report: dict[str, Any] = {
+        "environment": {
+            "python": platform.python_version(),
+            "jax": jax.__version__,
+            "cores": os.cpu_count(),
+        },
+        "entropy_edge": edge,
+        "tasks": {},
+    }
+    tasks = {
+        "arithmetic": (Task(target, drafter, [p.question for p in problems], problems), len(problems)),
+        "stories": (Task(target, drafter, stories, None), len(stories)),
+    }
+    for name, (task, count) in tasks.items():
+        report["tasks"][name] = compare(task, made, count)
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        args.output.write_text(json.dumps(report, indent=1) + "\n")
+    draw(report, args.output.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()
