@@ -116,9 +116,8 @@ def _run(argv: Sequence[str] | None, out: IO[str]) -> None:
     try:
         args.output.mkdir(parents=True, exist_ok=True)
         write_json(args.output / "cascades.json", summary)
-        (args.output / "events.jsonl").write_text(
-            "".join(f"{json.dumps(event, ensure_ascii=False)}\n" for event in events)
-        )
+        lines = [json.dumps(event, ensure_ascii=False) for event in events]
+        (args.output / "events.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
         (args.output / "cascades.md").write_text(cascade_report.markdown(summary), encoding="utf-8")
         cascade_report.draw(summary, args.output / "cascades.png")
     except OSError as error:

@@ -12,6 +12,7 @@ beats the global threshold where its tau is higher with 95% confidence and its r
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -116,17 +117,18 @@ def figures(columns: dict[str, np.ndarray], weights: np.ndarray | None = None) -
     return {name: float(v[0]) for name, v in found.items()} if weights is None else found
 
 
-def matched(sweep: list[dict[str, float]], risk: float) -> tuple[float, bool]:
-    """The theta at which a swept rule has `risk`, between its neighbours, and whether the sweep came so far.
+def matched(sweep: list[dict[str, float]], risk: float) -> dict[str, Any]:
+    """The theta at which a swept rule has `risk`, its tau there, and whether the sweep came so far.
 
-    Looseness is followed upwards to where the risk is first reached.
+    Looseness is followed upwards to where the risk is first reached, and then between the neighbours.
     """
-    points = [(0.0, 0.0), *((row["looseness"], row["risk"]) for row in sweep)]
-    for (l0, r0), (l1, r1) in zip(points, points[1:], strict=False):
+    points = [(row["looseness"], row["risk"], row["tau"]) for row in sweep]
+    for (l0, r0, t0), (l1, r1, t1) in itertools.pairwise([(0.0, 0.0, points[0][2]), *points]):
         if r1 >= risk:
             share = (risk - r0) / (r1 - r0) if r1 > r0 else 1.0
-            return theta_of(l0 + share * (l1 - l0)), True
-    return theta_of(points[-1][0]), False
+            theta = theta_of(l0 + share * (l1 - l0))
+            return {"theta": theta, "tuned_tau": t0 + share * (t1 - t0), "risk_reached": True}
+    return {"theta": theta_of(points[-1][0]), "tuned_tau": points[-1][2], "risk_reached": False}
 
 
 def compare(task: Task, made: dict[str, Any], count: int) -> dict[str, Any]:
@@ -148,17 +150,25 @@ def compare(task: Task, made: dict[str, Any], count: int) -> dict[str, Any]:
     for name, rule in made.items():
         if name == "global":
             continue
-        theta, reached = matched(sweeps[name], risk)
-        columns = task.run(rule, theta, test)
-        row: dict[str, Any] = {"theta": theta, "risk_reached": reached} | figures(columns)
+        row = matched(sweeps[name], risk)
+        columns = task.run(rule, row["theta"], test)
+        row |= figures(columns)
         for key, values in figures(columns, weights).items():
             low, high = np.quantile(values - resampled[key], [0.025, 0.975])
             row[f"{key}_difference"] = [row[key] - results["global"][key], float(low), float(high)]
         row["beats_global"] = bool(row["tau_difference"][1] > 0 and row["risk_difference"][0] <= 0)
         results[name] = row
         print(name, row, flush=True)
-    best = max((name for name in results if name != "global"), key=lambda name: results[name]["tau"])
-    return {"prompts": count, "risk": risk, "sweeps": sweeps, "test": results, "best": best}
+    # Chosen on the first half, so that the best of many is not best by luck.
+    best = max((name for name in results if name != "global"), key=lambda name: results[name]["tuned_tau"])
+    return {
+        "prompts": count,
+        "risk": risk,
+        "sweeps": sweeps,
+        "test": results,
+        "best": best,
+        "beats_global": results[best]["beats_global"],
+    }
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
