@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mars_jax import decode, drafters, fake, hub, metrics, models, sampling, tree, types, verify
+    from mars_jax import decode, drafters, fake, hub, metrics, models, sampling, sharding, tree, types, verify
     from mars_jax.api import generate, generate_stream
     from mars_jax.controls import make_controls
     from mars_jax.decode import run, speculative_decoder, stream
@@ -61,7 +61,19 @@ _HOME = {
     "stream": "decode",
     "summarize": "metrics",
 }
-_MODULES = ("decode", "drafters", "fake", "hub", "metrics", "models", "sampling", "tree", "types", "verify")
+_MODULES = (
+    "decode",
+    "drafters",
+    "fake",
+    "hub",
+    "metrics",
+    "models",
+    "sampling",
+    "sharding",
+    "tree",
+    "types",
+    "verify",
+)
 
 __all__ = sorted([*_HOME, *_MODULES])  # pyright: ignore[reportUnsupportedDunderAll]
 

@@ -98,7 +98,8 @@ def run_batch(
     """Decode one batch in one device loop. `rows` pads the batch, so that a shorter last one recompiles nothing."""
     began = time.perf_counter()
     decoder, params, state = prepare(target, drafter, requests, verify=verify, rows=rows)
-    state, stats = jax.block_until_ready(decode.run(decoder, params, state))
+    with target.on_mesh():
+        state, stats = jax.block_until_ready(decode.run(decoder, params, state))
     seconds = time.perf_counter() - began
     stats, final = jax.device_get((stats, (state.tokens, state.length, state.failed)))
     return [
@@ -133,11 +134,12 @@ def compile_batch(
     decoder, params, state = prepare(target, drafter, stand_ins, verify=verify, rows=rows)
     one_step = dataclasses.replace(state.controls, limit=state.length + 1)
     state = dataclasses.replace(state, controls=one_step)
-    if stream:
-        stats = zero_stats(state.tokens.shape[0], decoder.max_depth)
-        jax.block_until_ready(_accumulate(stats, decode.jitted_step(decoder, params, state)[1]))
-    else:
-        jax.block_until_ready(decode.run(decoder, params, state))
+    with target.on_mesh():
+        if stream:
+            stats = zero_stats(state.tokens.shape[0], decoder.max_depth)
+            jax.block_until_ready(_accumulate(stats, decode.jitted_step(decoder, params, state)[1]))
+        else:
+            jax.block_until_ready(decode.run(decoder, params, state))
 
 
 def generate_stream(
@@ -160,8 +162,14 @@ def generate_stream(
     stats = zero_stats(first.tokens.shape[0], decoder.max_depth)
     texts = [Detokenizer(target, request.prompt_tokens) for request in requests]
     was_done = np.asarray(first.done)
-    for state, info in decode.stream(decoder, params, first):
-        stats = _accumulate(stats, info)
+    steps = decode.stream(decoder, params, first)
+    while True:
+        # Not around the loop: what the caller does between two events is none of the mesh's business.
+        with target.on_mesh():
+            state, info = next(steps, (None, None))
+            if state is None or info is None:
+                return
+            stats = _accumulate(stats, info)
         host, done, failed = jax.device_get((info, state.done, state.failed))
         _check_finite(target, failed[: len(requests)])
         for row, request in enumerate(requests):

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -13,6 +14,7 @@ from mars_jax import decode, drafters
 from mars_jax.controls import make_controls
 from mars_jax.errors import MarsError
 from mars_jax.request import Request, check_request
+from mars_jax.sharding import state_shardings
 from mars_jax.text import Pretrained
 from mars_jax.types import NO_TOKEN, Decoder, DecodeState, Drafter, Params, Verifier, keys_from_seeds
 from mars_jax.verify import exact
@@ -28,8 +30,9 @@ def prepare(
 ) -> tuple[Decoder, Params, DecodeState]:
     """The decoder, its params, and the state after prefill for one batch of requests.
 
-    The token buffer is a bucket, so prompts and limits of like lengths share one compilation; everything else
-    that differs between requests is a value.
+    On the target's mesh the rows are divided over `data`, and filled up to a multiple of it. The token buffer is a
+    bucket, so prompts and limits of like lengths share one compilation; everything else that differs between requests
+    is a value.
     """
     if isinstance(drafter, str):
         drafter = drafters.load(drafter, target)
@@ -48,6 +51,8 @@ def prepare(
                 "leave it out, or draft with model:PATH, eagle:PATH or medusa:PATH."
             )
     batch = max(rows or 0, len(requests))
+    if target.mesh is not None:
+        batch += -batch % target.mesh.shape.get("data", 1)
     lengths = np.array([len(r.prompt_tokens) for r in requests])
     limits = np.minimum(lengths + np.array([r.max_new_tokens for r in requests]), context)
     width = buffer_width(target, requests)
@@ -77,7 +82,11 @@ def prepare(
     params = Params(target=target.params, draft=drafter.params)
     keys = keys_from_seeds(jnp.asarray([r.seed & 0xFFFFFFFF for r in everyone], jnp.uint32))
     all_lengths = jnp.asarray([*lengths, *[1] * pad], jnp.int32)
-    return decoder, params, decode.start(decoder, params, jnp.asarray(prompts), all_lengths, made, keys)
+    arrays = (jnp.asarray(prompts), all_lengths, made, keys)
+    if target.mesh is not None:
+        arrays = jax.device_put(arrays, state_shardings(arrays, target.mesh))
+    with target.on_mesh():
+        return decoder, params, decode.start(decoder, params, *arrays)
 
 
 def buffer_width(target: Pretrained, requests: Sequence[Request]) -> int:

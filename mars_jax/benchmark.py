@@ -144,7 +144,7 @@ def _run(argv: Sequence[str] | None, out: IO[str]) -> None:
         problems,
         args.output,
         allow_code_execution=args.allow_code_execution,
-        names={name: getattr(args, name) for name in ("draft", "num_draft_tokens", "tree", "dtype")},
+        names={name: getattr(args, name) for name in ("draft", "num_draft_tokens", "tree", "dtype", "mesh")},
         progress=Ticker("rows"),
         **{name: getattr(args, name) for name in shared},
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -9,11 +10,15 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+from jax.sharding import Mesh
+
 from mars_jax import assets, hub
 from mars_jax.errors import MarsError
 from mars_jax.hub.files import resolve
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.transformer import language_model
+from mars_jax.sharding import params_shardings
 from mars_jax.types import LanguageModel, PyTree
 
 # Names under which transformers 4 and 5 save a tokenizer that tokenizer.json describes in full.
@@ -30,6 +35,11 @@ class Pretrained:
     params: PyTree
     config: ModelConfig
     path: str
+    mesh: Mesh | None = None  # over which params are divided; None is one device
+
+    def on_mesh(self) -> contextlib.AbstractContextManager:
+        """What to trace and run programs over these params in: `jax.set_mesh`, where there is a mesh."""
+        return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
 
     @functools.cached_property
     def tokenizer(self) -> Any:
@@ -135,25 +145,33 @@ def outline(name: str) -> Pretrained:
     return Pretrained(name=name, model=model, params=None, config=config, path=str(directory))
 
 
-def load(name: str = assets.TARGET, *, dtype: str | None = None) -> Pretrained:
+def load(name: str = assets.TARGET, *, dtype: str | None = None, mesh: Mesh | None = None) -> Pretrained:
     """Load a checkpoint in the Hugging Face layout: a local directory, or a name on the hub.
 
     Args:
       name: directory, `owner/name`, or a checkpoint inside the package: "tiny/target" (the default), "tiny/draft".
       dtype: "float32" or "bfloat16"; default: the checkpoint's own.
 
+      mesh: devices to divide the weights over, with any of the axes `data`, `model` and `expert`, of type Auto or
+        Explicit; see `mars_jax.sharding`. `generate` then divides the batch over `data`.
+
     Raises:
       MarsError: with one sentence that names what is wrong and the cure.
 
     >>> target = load("path/to/Llama-3.1-8B-Instruct", dtype="bfloat16")  # doctest: +SKIP
+    >>> target = load("path/to/Llama-3.3-70B-Instruct", mesh=parse_mesh("data=2,model=4"))  # doctest: +SKIP
     """
-    checkpoint = hub.load(name, dtype=dtype)
+    shardings = None
+    if mesh is not None:
+        shardings = params_shardings(hub.read_config(resolve(name, weights=False)), mesh)
+    checkpoint = hub.load(name, dtype=dtype, shardings=shardings)
     return Pretrained(
         name=name,
         model=checkpoint.model,
         params=checkpoint.params,
         config=checkpoint.config,
         path=str(checkpoint.path),
+        mesh=mesh,
     )
 
 

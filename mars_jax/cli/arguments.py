@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from mars_jax import __version__, assets
 from mars_jax.cli.program import Parser
-from mars_jax.cli.settings import SETTINGS, from_text, tree_from_text
+from mars_jax.cli.settings import MESH_HELP, SETTINGS, from_text, tree_from_text
 from mars_jax.cli.theta import ThetaFile, settings_of, theta_from_text
 
 RULES = ("exact", "rejection", "mars", "simulated")
@@ -90,6 +90,7 @@ def _add_models(made: argparse.ArgumentParser) -> None:
         choices=DTYPES,
         help="of the weights (default: the checkpoint's own; of eagle and medusa heads, the target's)",
     )
+    group.add_argument("--mesh", metavar="data=2,model=4", help=MESH_HELP)
 
 
 def _add_rule(made: argparse.ArgumentParser) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from mars_jax import api, batch, drafters, request, text, verify
 from mars_jax.cli.applies import Plan
+from mars_jax.cli.mesh import open_mesh
 from mars_jax.cli.prompts import PromptRow
 from mars_jax.cli.settings import PER_REQUEST, DynamicTree
 from mars_jax.errors import MarsError
@@ -74,7 +75,7 @@ def open_session(args: argparse.Namespace, plan: Plan, rows: Sequence[PromptRow]
         resolve(path, weights=False)
     if not sketch.has_tokenizer and not (args.json or args.output or args.compare):
         raise MarsError(f"'{args.target}' has no tokenizer and so no text to show: add --json for token ids.")
-    target = text.load(args.target, dtype=args.dtype)
+    target = text.load(args.target, dtype=args.dtype, mesh=open_mesh(args.mesh, sketch.config))
     drafter = drafters.load(
         args.draft,
         target,

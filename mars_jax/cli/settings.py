@@ -44,6 +44,10 @@ PER_REQUEST = tuple(name for name in SETTINGS if name not in ("batch_size", "num
 """Settings that a row of a prompts file may carry."""
 FILTERS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 """Settings that only sampling reads, and the value that is off."""
+MESH_HELP = (
+    "divide the work over devices: data (rows of the batch), model (heads, hidden units and vocabulary) and expert, as "
+    "in data=2,model=4 (default: one device)"
+)
 MOST_NODES = 1024
 """Nodes of the largest tree, for the same reason."""
 

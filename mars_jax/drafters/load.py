@@ -17,6 +17,7 @@ from mars_jax.drafters.none import none
 from mars_jax.errors import MarsError
 from mars_jax.hub.heads import load_eagle
 from mars_jax.hub.medusa import load_medusa
+from mars_jax.sharding import place
 from mars_jax.text import Pretrained, check_same_vocabulary
 from mars_jax.text import load as load_pretrained
 from mars_jax.types import Drafter, PyTree
@@ -49,7 +50,7 @@ def load(
     Args:
       spec: `none`, `ngram`, or with a directory or hub name `model:PATH`, a small language model, `eagle:PATH`, an
         EAGLE head of the target, or `medusa:PATH`, Medusa heads of the target.
-      target: the model it drafts for; the vocabularies must agree.
+      target: the model it drafts for; the vocabularies must agree. The draft is divided over its mesh.
       num_draft_tokens: chain length; default 5 for a model, all heads for Medusa, and 8 for n-grams, which cost
         nothing to draft.
       tree: children per node at each depth, or, not for Medusa, `Dynamic(...)`; default: chains, and `Dynamic()` for
@@ -83,7 +84,7 @@ def load(
             "num_draft_tokens does not apply to a tree, whose depth is its own: leave one of them out."
         )
     if kind == "model":
-        draft = load_pretrained(path, dtype=dtype)
+        draft = load_pretrained(path, dtype=dtype, mesh=target.mesh)
         check_same_vocabulary(target, draft)
         params = draft.params
         drafter = language_model(
@@ -104,6 +105,8 @@ def load(
     else:
         config, params = load_medusa(path, target.config, dtype=dtype or _dtype(target))
         drafter = medusa(config, target.model, num_draft_tokens, tree=tree, sample=sample)
+    if kind != "model" and target.mesh is not None:
+        params = place(params, config, target.mesh)
     _check_finite(path, params)
     return LoadedDrafter(drafter, params)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from mars_jax import drafters, text
+from mars_jax.cli.mesh import open_mesh
 from mars_jax.cli.settings import DynamicTree
 from mars_jax.errors import MarsError
 from mars_jax.evaluate.answers import check_problems
@@ -40,7 +41,7 @@ def open_pair(args: argparse.Namespace, problems: list[Problem]) -> tuple[Pretra
     kind, _, path = args.draft.partition(":")
     if kind == "model":
         text.check_same_vocabulary(sketch, text.outline(path))
-    target = text.load(args.target, dtype=args.dtype)
+    target = text.load(args.target, dtype=args.dtype, mesh=open_mesh(args.mesh, sketch.config))
     drafter = drafters.load(
         args.draft,
         target,
