@@ -13,7 +13,7 @@ LAYERS = [
     "mesh",
     "cache tree controls sampling metrics tasks",
     "fake verify models prefill",
-    "training sharding",
+    "training sharding checkpoint",
     "hub",
     "text",
     "drafters decode request",
@@ -21,7 +21,7 @@ LAYERS = [
     "api",
     "cli",
     "evaluate planning",
-    "generate distill benchmark calibrate cascades lm_eval plan",
+    "generate distill benchmark calibrate cascades lm_eval plan convert",
 ]
 RANK = {name: rank for rank, line in enumerate(LAYERS) for name in line.split()}
 

@@ -1,17 +1,8 @@
-"""Hugging Face checkpoints <-> (LanguageModel, params), EAGLE and Medusa heads <-> (their config, params)."""
+"""Hugging Face checkpoints <-> (LanguageModel, params), and EAGLE heads <-> (EagleConfig, params)."""
 
+from mars_jax.hub.conversion import convert
 from mars_jax.hub.heads import load_eagle, save_eagle
 from mars_jax.hub.load import Checkpoint, load, read_config
-from mars_jax.hub.medusa import load_medusa, save_medusa
 from mars_jax.hub.save import save
 
-__all__ = [
-    "Checkpoint",
-    "load",
-    "load_eagle",
-    "load_medusa",
-    "read_config",
-    "save",
-    "save_eagle",
-    "save_medusa",
-]
+__all__ = ["Checkpoint", "convert", "load", "load_eagle", "read_config", "save", "save_eagle"]

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Sharding
 
 from mars_jax.errors import MarsError
 from mars_jax.hub.config import read_directory
+from mars_jax.hub.converted import is_converted, restore_params
 from mars_jax.hub.files import Tensor, resolve, tensors
 from mars_jax.hub.stream import HostArray, read_array, to_params
 from mars_jax.models.config import ModelConfig
@@ -63,7 +65,7 @@ def load(
     feature_layers: Sequence[int] = (),
     shardings: PyTree = None,
 ) -> Checkpoint:
-    """Load a checkpoint: its config, and its weights some rows at a time, straight to where they belong.
+    """Load a checkpoint, or what `convert` made of one: its config, and its weights straight to where they belong.
 
     Host memory holds one or two arrays of params, not the model.
 
@@ -84,8 +86,11 @@ def load(
         raise MarsError(f"dtype '{dtype}' is not supported: choose one of {', '.join(DTYPES)}.")
     directory = resolve(name_or_path)
     config, own = read_directory(directory)
-    dtype, int8 = resolve_dtype(dtype, own)
-    params = read_params(directory, config, dtype, int8=int8, shardings=shardings)
+    if is_converted(directory):
+        params, dtype = restore_params(directory, config, dtype, shardings=shardings)
+    else:
+        dtype, int8 = resolve_dtype(dtype, own)
+        params = read_params(directory, config, dtype, int8=int8, shardings=shardings)
     # XLA's CPU backend computes in float32 and would widen a bfloat16 cache anew, whole, at every step.
     cache_dtype = "float32" if jax.default_backend() == "cpu" else dtype
     model = language_model(config, dtype=dtype, cache_dtype=cache_dtype, feature_layers=feature_layers)
@@ -169,21 +174,29 @@ def find_tensors(directory: Path, config: ModelConfig) -> dict[str, tuple[str, T
     return found
 
 
-def read_arrays(
-    directory: Path, config: ModelConfig, dtype: str, *, int8: bool = False, shardings: PyTree = None
-) -> Iterator[tuple[Weight, list[HostArray]]]:
-    """The arrays of params one after the other in host memory, each with its row; see `stream.read_array`."""
-    found = find_tensors(directory, config)
-    for leaf, rows in leaves(config).items():
-        sharding = None if shardings is None else get(shardings, leaf.path)
-        parts = [found[row.name] for row in rows]
-        try:
-            yield (
-                leaf,
-                read_array(parts, leaf.shape, dtype, sharding=sharding, int8=int8 and is_quantized(leaf)),
-            )
-        except MarsError as error:
-            raise MarsError(f"'{directory}': {error}") from None
+def read_leaf(
+    directory: Path,
+    found: dict[str, tuple[str, Tensor]],
+    leaf: Weight,
+    rows: Sequence[Weight],
+    dtype: str,
+    *,
+    int8: bool = False,
+    sharding: Sharding | None = None,
+) -> list[HostArray]:
+    """One array of params in host memory; see `stream.read_array`.
+
+    Args:
+      directory: for errors.
+      found: from `find_tensors`.
+      leaf, rows: an entry of `weights.leaves`.
+      dtype, int8, sharding: as for `read_params`.
+    """
+    parts = [found[row.name] for row in rows]
+    try:
+        return read_array(parts, leaf.shape, dtype, sharding=sharding, int8=int8 and is_quantized(leaf))
+    except MarsError as error:
+        raise MarsError(f"'{directory}': {error}") from None
 
 
 def read_params(
@@ -191,12 +204,22 @@ def read_params(
 ) -> PyTree:
     """The params of a checkpoint directory, on their devices.
 
+    Args:
+      directory: of the checkpoint.
+      config: its config.
+      dtype: floating.
+      int8: matrices in 8 bits.
+      shardings: tree of shardings with the structure of params; None is JAX's default device.
+
     Raises:
       MarsError: missing, unexpected or mis-shaped tensors, by name.
     """
+    found = find_tensors(directory, config)
     params: dict[Weight, jax.Array | Int8] = {}
     last = None
-    for leaf, arrays in read_arrays(directory, config, dtype, int8=int8, shardings=shardings):
+    for leaf, rows in leaves(config).items():
+        sharding = None if shardings is None else get(shardings, leaf.path)
+        arrays = read_leaf(directory, found, leaf, rows, dtype, int8=int8, sharding=sharding)
         jax.block_until_ready(last)  # while one array travels the next is read, and no more than that is held
         last = params[leaf] = to_params(arrays, dtype)
     return jax.block_until_ready(build_rows(params, params.__getitem__))

@@ -107,7 +107,7 @@ def leaves(config: ModelConfig) -> dict[Weight, tuple[Weight, ...]]:
 
     >>> config = ModelConfig(vocab_size=9, hidden_size=4, intermediate_size=6, num_layers=1, num_heads=1,
     ...                      num_experts=3, experts_per_token=2)
-    >>> [(leaf.path[-1], leaf.shape, len(rows)) for leaf, rows in leaves(config).items()][8]
+    >>> [(leaf.path[-1], leaf.shape, len(rows)) for leaf, rows in leaves(config).items()][9]
     ('expert_up', (3, 6, 4), 3)
     """
     stacks: dict[tuple[str | int, ...], list[Weight]] = {}

@@ -1,0 +1,177 @@
+"""A Hugging Face checkpoint into one whose weights are an Orbax checkpoint, all or nothing.
+
+Everything is written to a hidden directory beside the destination, read back, and renamed: whenever a conversion is
+killed, the destination is either not there, or what it was before, or complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mars_jax.errors import MarsError
+from mars_jax.hub.config import read_directory, read_json
+from mars_jax.hub.converted import MANIFEST, WEIGHTS, is_converted
+from mars_jax.hub.files import resolve
+from mars_jax.hub.load import DTYPES, find_tensors, read_leaf, resolve_dtype
+from mars_jax.models.quantize import Int8, is_quantized
+from mars_jax.models.weights import Weight, build_rows, leaves
+
+Progress = Callable[[str, int, int], None]
+"""("writing" or "verifying", bytes that were done since the last call, bytes in all)."""
+
+
+def convert(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    *,
+    dtype: str | None = None,
+    overwrite: bool = False,
+    progress: Progress = lambda stage, done, total: None,
+) -> Path:
+    """Write a checkpoint that `load` restores onto any mesh, each process reading the parts of its own devices.
+
+    Config, generation config and tokenizer come along. One array of params is in memory at a time. What was written is
+    read back and compared before it appears under its name.
+
+    Args:
+      source: directory, or `owner/name` on the Hugging Face hub.
+      destination: directory, new or empty.
+      dtype: as for `load`.
+      overwrite: replace a destination that is itself a conversion.
+      progress: see `Progress`.
+
+    Returns:
+      The destination.
+
+    Raises:
+      MarsError: a source that `load` does not take either, a destination in use, or a disk that does not give back
+        what was written to it.
+
+    >>> convert("Qwen/Qwen3-235B-A22B", "qwen3-235b", dtype="int8")  # doctest: +SKIP
+    PosixPath('qwen3-235b')
+    """
+    from mars_jax import checkpoint
+
+    if dtype is not None and dtype not in DTYPES:
+        raise MarsError(f"dtype '{dtype}' is not supported: choose one of {', '.join(DTYPES)}.")
+    target = Path(os.path.abspath(Path(destination).expanduser()))
+    _check_free(target, overwrite)
+    directory = resolve(source)
+    if is_converted(directory):
+        raise MarsError(f"'{directory}' is a conversion already: convert the checkpoint that it was made of.")
+    config, own = read_directory(directory)
+    floating, int8 = resolve_dtype(dtype, own)
+    found, table = find_tensors(directory, config), leaves(config)
+
+    # An array in 8 bits is two, which are read together and written one after the other.
+    @functools.lru_cache(maxsize=1)
+    def read(leaf: Weight) -> list[np.ndarray]:
+        arrays = read_leaf(directory, found, leaf, table[leaf], floating, int8=int8)
+        return [next(iter(array.parts.values())) for array in arrays]
+
+    def pending(leaf: Weight) -> Any:
+        def array(index: int, shape: tuple[int, ...], kind: Any) -> Any:
+            return checkpoint.Pending(shape, jnp.dtype(kind), lambda: read(leaf)[index])
+
+        if not (int8 and is_quantized(leaf)):
+            return array(0, leaf.shape, floating)
+        return Int8(array(0, leaf.shape, "int8"), array(1, leaf.shape[:-1], "float32"), jnp.dtype(floating))
+
+    tree = build_rows(table, pending)
+    total = sum(x.nbytes for x in jax.tree.leaves(tree))
+    with _staging(target) as staging:
+        written = checkpoint.save(staging / WEIGHTS, tree, done=lambda n: progress("writing", n, total))
+        read.cache_clear()
+        again = checkpoint.checksums(staging / WEIGHTS, tree, done=lambda n: progress("verifying", n, total))
+        wrong = sorted(name for name in written if written[name] != again.get(name))
+        if wrong:
+            raise MarsError(
+                f"{len(wrong)} of {len(written)} arrays in '{staging}' read back otherwise than they were written "
+                f"({wrong[0]}): check the disk, and convert again."
+            )
+        _copy_files(directory, staging, floating)
+        manifest = {"source": os.fspath(source), "dtype": floating, "int8": int8, "bytes": total}
+        _write(staging / MANIFEST, manifest | {"checksums": written})
+        _check_free(target, overwrite)
+        _swap(staging, target)
+    return target
+
+
+def _check_free(target: Path, overwrite: bool) -> None:
+    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+        return
+    if not (overwrite and is_converted(target)):
+        cure = (
+            "choose another path"
+            if overwrite
+            else "choose another path, or add --overwrite if it is a conversion"
+        )
+        raise MarsError(f"'{target}' exists and is not {'a conversion' if overwrite else 'empty'}: {cure}.")
+
+
+@contextlib.contextmanager
+def _staging(target: Path) -> Iterator[Path]:
+    """An empty directory beside the target that one process has for itself. What is still there at the end goes."""
+    staging, replaced = _beside(target, "converting"), _beside(target, "replaced")
+    staging.mkdir(parents=True, exist_ok=True)
+    lock = os.open(staging, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # it goes with the process, however that ends
+        except BlockingIOError:
+            raise MarsError(f"another process is converting to '{target}': wait for it.") from None
+        if replaced.exists() and not target.exists():  # killed between the two renames of `_swap`
+            os.rename(replaced, target)
+        shutil.rmtree(replaced, ignore_errors=True)
+        for left in staging.iterdir():  # of a conversion that was killed
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
+        try:
+            yield staging
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+    finally:
+        os.close(lock)
+
+
+def _beside(target: Path, what: str) -> Path:
+    return target.parent / f".{target.name}.{what}"
+
+
+def _swap(staging: Path, target: Path) -> None:
+    replaced = _beside(target, "replaced")
+    if target.exists() and any(target.iterdir()):
+        os.rename(target, replaced)
+    os.replace(staging, target)
+    folder = os.open(target.parent, os.O_RDONLY)
+    os.fsync(folder)
+    os.close(folder)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _copy_files(source: Path, staging: Path, dtype: str) -> None:
+    """All but the weights: config with the dtype it now has, generation config, tokenizer, chat template."""
+    for file in sorted(source.iterdir()):
+        wanted = file.suffix in (".json", ".model", ".jinja", ".txt") and file.name != "config.json"
+        if wanted and file.is_file() and not file.name.endswith(".index.json"):
+            shutil.copyfile(file, staging / file.name)
+    data = read_json(source / "config.json")
+    _write(staging / "config.json", {k: v for k, v in data.items() if k != "dtype"} | {"torch_dtype": dtype})
+
+
+def _write(path: Path, data: dict[str, Any]) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.write(json.dumps(data, indent=2) + "\n")
+        file.flush()
+        os.fsync(file.fileno())

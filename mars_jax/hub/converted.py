@@ -1,0 +1,96 @@
+"""Reading what `conversion.convert` wrote: the files of a checkpoint, with its weights as an Orbax checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Sharding, SingleDeviceSharding
+
+from mars_jax.errors import MarsError
+from mars_jax.hub.config import read_json
+from mars_jax.models.config import ModelConfig
+from mars_jax.models.quantize import Int8, is_quantized, scale_sharding
+from mars_jax.models.weights import Weight, build_rows, get, leaves
+from mars_jax.types import PyTree
+
+MANIFEST = "conversion.json"
+"""Written last: a directory without it is no converted checkpoint."""
+WEIGHTS = "orbax"
+
+
+class Conversion(NamedTuple):
+    """What a conversion made."""
+
+    dtype: str  # of the params, where they are not in 8 bits
+    int8: bool
+    checksums: dict[str, int]  # CRC-32 by Orbax's name of the array
+
+
+def is_converted(directory: Path) -> bool:
+    """Whether a directory holds a finished conversion."""
+    return (directory / MANIFEST).is_file()
+
+
+def read_conversion(directory: Path) -> Conversion:
+    """The manifest of a conversion.
+
+    Raises:
+      MarsError: there is none, or it is not one.
+    """
+    data = read_json(directory / MANIFEST)
+    try:
+        return Conversion(str(data["dtype"]), bool(data["int8"]), dict(data["checksums"]))
+    except (KeyError, TypeError, ValueError):
+        raise MarsError(
+            f"'{directory / MANIFEST}' is not a conversion's: convert the checkpoint again."
+        ) from None
+
+
+def abstract_params(
+    config: ModelConfig, dtype: str, *, int8: bool = False, shardings: PyTree = None
+) -> PyTree:
+    """The params of a config as `jax.ShapeDtypeStruct`s with their shardings.
+
+    Args:
+      config, dtype, int8: as of `load.read_params`.
+      shardings: tree of shardings with the structure of params; default: JAX's default device.
+    """
+    default = None if shardings is not None else SingleDeviceSharding(jnp.zeros(()).devices().pop())
+
+    def shape(row: Weight) -> Any:
+        place: Sharding = default or get(shardings, row.path)
+        if not (int8 and is_quantized(row)):
+            return jax.ShapeDtypeStruct(row.shape, jnp.dtype(dtype), sharding=place)
+        scale = scale_sharding(place, len(row.shape))
+        return Int8(
+            values=jax.ShapeDtypeStruct(row.shape, jnp.int8, sharding=place),  # pyright: ignore
+            scale=jax.ShapeDtypeStruct(row.shape[:-1], jnp.float32, sharding=scale),  # pyright: ignore
+            dtype=jnp.dtype(dtype),
+        )
+
+    return build_rows(leaves(config), shape)
+
+
+def restore_params(
+    directory: Path, config: ModelConfig, asked: str | None, *, shardings: PyTree = None
+) -> tuple[PyTree, str]:
+    """The params of a conversion on their devices, and their floating dtype.
+
+    Raises:
+      MarsError: 8 bits are asked of a conversion that has more, or more of one that has 8.
+    """
+    from mars_jax import checkpoint
+
+    made = read_conversion(directory)
+    if asked is not None and (asked == "int8") != made.int8:
+        held = "int8" if made.int8 else made.dtype
+        raise MarsError(
+            f"'{directory}' was converted to {held} and the dtype is {asked}: leave it out, or convert with --dtype "
+            f"{asked}."
+        )
+    dtype = made.dtype if asked in (None, "int8") else asked
+    like = abstract_params(config, dtype, int8=made.int8, shardings=shardings)
+    return checkpoint.restore(directory / WEIGHTS, like), dtype
