@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import sys
 import time
@@ -10,7 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
-from mars_jax.cli.program import program
+from mars_jax.cli.arguments import DTYPES
+from mars_jax.cli.program import Parser, program
 
 _DESCRIPTION = """\
 Convert a checkpoint of the Hugging Face layout into one whose weights are an Orbax checkpoint:
@@ -27,22 +27,16 @@ was left behind goes. Figures go to stderr; bad input ends with exit code 2.
 """
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """The parser."""
-    made = argparse.ArgumentParser(
-        prog="python -m mars_jax.convert",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    made = Parser(prog="python -m mars_jax.convert", description=_DESCRIPTION, epilog=_EPILOG)
     made.add_argument(
         "source", metavar="SRC", help="checkpoint directory, or owner/name on the Hugging Face hub"
     )
     made.add_argument("destination", metavar="DST", type=Path, help="directory, new or empty")
     made.add_argument(
         "--dtype",
-        choices=("float32", "bfloat16", "int8"),
+        choices=DTYPES,
         help="of the weights (default: the checkpoint's own); int8: matrices in 8 bits, the rest in its own",
     )
     made.add_argument("--overwrite", action="store_true", help="replace a DST that is itself a conversion")

@@ -150,8 +150,7 @@ def load(name: str = assets.TARGET, *, dtype: str | None = None, mesh: Mesh | No
 
     Args:
       name: directory, `owner/name`, or a checkpoint inside the package: "tiny/target" (the default), "tiny/draft".
-      dtype: "float32" or "bfloat16"; default: the checkpoint's own.
-
+      dtype: "float32", "bfloat16" or "int8"; default: the checkpoint's own. See `hub.load`.
       mesh: devices to divide the weights over, with any of the axes `data`, `model` and `expert`, of type Auto or
         Explicit; see `mars_jax.sharding`. `generate` then divides the batch over `data`.
 

@@ -12,7 +12,7 @@ from mars_jax.cli.theta import ThetaFile, settings_of, theta_from_text
 
 RULES = ("exact", "rejection", "mars", "simulated")
 MARGINS = ("ratio", "gap", "prob_ratio")  # those of verify.MARGINS, whose module imports jax
-DTYPES = ("float32", "bfloat16")
+DTYPES = ("float32", "bfloat16", "int8")
 
 _DESCRIPTION = """\
 Continue prompts by speculative decoding: a cheap draft proposes tokens, the target
@@ -88,7 +88,8 @@ def _add_models(made: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--dtype",
         choices=DTYPES,
-        help="of the weights (default: the checkpoint's own; of eagle and medusa heads, the target's)",
+        help="of the weights (default: the checkpoint's own; of eagle and medusa heads, the target's); int8: matrices "
+        "in 8 bits per weight, and the rest in the checkpoint's own",
     )
     group.add_argument("--mesh", metavar="data=2,model=4", help=MESH_HELP)
 

@@ -68,7 +68,7 @@ def test_a_value_out_of_range_is_named(refused, flag, text):
     ("argv", "message"),
     [
         (["--verify", "fast", "x"], "--verify: invalid choice: 'fast'"),
-        (["--dtype", "int8", "x"], "--dtype: invalid choice"),
+        (["--dtype", "int4", "x"], "--dtype: invalid choice"),
         (["--margin", "wide", "x"], "--margin: invalid choice"),
         (["--no-such-flag", "x"], "unrecognized arguments: --no-such-flag"),
         (["--temp", "1", "x"], "unrecognized arguments: --temp"),
