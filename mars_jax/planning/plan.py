@@ -23,7 +23,7 @@ from mars_jax.models.eagle import EagleConfig
 from mars_jax.models.medusa import MedusaConfig
 from mars_jax.planning.chips import Topology
 from mars_jax.planning.program import OutOfMemory, compile_program, held_bytes
-from mars_jax.types import Drafter, Params, PyTree, Verifier, keys_from_seeds
+from mars_jax.types import Decoder, DecodeState, Drafter, Params, PyTree, Verifier, keys_from_seeds
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -145,20 +145,11 @@ def make_plan(
     """
     model = transformer.language_model(target, dtype=dtype)
     drafter = draft.make(model)
-    params = Params(target=_weights(target, mesh, dtype), draft=())
+    params = Params(target=abstract_params(target, mesh, dtype))
     if draft.config is not None:
-        params = params._replace(draft=_weights(draft.config, mesh, dtype))
+        params = params._replace(draft=abstract_params(draft.config, mesh, dtype))
     decoder = speculative_decoder(model, drafter, verify)
-
-    def start(params: Params) -> Any:
-        seeds = keys_from_seeds(jnp.arange(batch, dtype=jnp.uint32))
-        prompts, lengths = jnp.zeros((batch, context), jnp.int32), jnp.full((batch,), 2, jnp.int32)
-        return decoder.init(params, prompts, lengths, make_controls(batch, limit=context), seeds)
-
-    with jax.set_mesh(mesh):
-        state = jax.eval_shape(start, params)
-        state = _placed(state, sharding.state_shardings(state, mesh))
-        lowered = run.lower(decoder, params, state)
+    state, lowered = lower_loop(decoder, params, mesh, batch=batch, context=context)
     try:
         report = compile_program(lowered)
         held = held_bytes(report)
@@ -191,8 +182,24 @@ def make_plan(
     )
 
 
-def _weights(config: ModelConfig | EagleConfig | MedusaConfig, mesh: Mesh, dtype: str) -> PyTree:
-    """Abstract weights on a mesh."""
+def lower_loop(
+    decoder: Decoder, params: Params, mesh: Mesh, *, batch: int, context: int
+) -> tuple[DecodeState, jax.stages.Lowered]:
+    """The abstract state of a batch on a mesh, and `decode.run` lowered for it."""
+
+    def start(params: Params) -> DecodeState:
+        seeds = keys_from_seeds(jnp.arange(batch, dtype=jnp.uint32))
+        prompts, lengths = jnp.zeros((batch, context), jnp.int32), jnp.full((batch,), 2, jnp.int32)
+        return decoder.init(params, prompts, lengths, make_controls(batch, limit=context), seeds)
+
+    with jax.set_mesh(mesh):
+        state = jax.eval_shape(start, params)
+        state = _placed(state, sharding.state_shardings(state, mesh))
+        return state, run.lower(decoder, params, state)
+
+
+def abstract_params(config: ModelConfig | EagleConfig | MedusaConfig, mesh: Mesh, dtype: str) -> PyTree:
+    """The shapes of a model's or a head's params, divided over a mesh."""
     module = {ModelConfig: transformer, EagleConfig: eagle, MedusaConfig: medusa}[type(config)]
     shapes = jax.eval_shape(lambda: module.init_params(config, jax.random.key(0), dtype))
     return _placed(shapes, sharding.params_shardings(config, mesh))

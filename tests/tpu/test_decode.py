@@ -26,8 +26,8 @@ def test_the_autoregressive_loop_of_two_layers_compiles(generation, chips):
 def test_the_loop_with_a_draft_of_two_layers_compiles(case, generation, chips):
     report = decode_cases.compile_step(case, generation, chips, layers=2)
     assert report["hbm_share"] < 1
-    # On one chip the verifier runs the kernel; over four XLA partitions the statistics.
-    assert report["mosaic_kernels"] == (1 if chips == 1 else 0)
+    # The verifier runs the kernel, over four chips each on its part of the vocabulary.
+    assert report["mosaic_kernels"] == 1
 
 
 @pytest.mark.slow
