@@ -61,7 +61,10 @@ def parser() -> argparse.ArgumentParser:
         help="tokens of a row, prompt and output (default: %(default)s)",
     )
     made.add_argument(
-        "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default: %(default)s"
+        "--dtype",
+        choices=("bfloat16", "float32", "int8"),
+        default="bfloat16",
+        help="of the weights; int8: the target's matrices in 8 bits (default: %(default)s)",
     )
     made.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     return made

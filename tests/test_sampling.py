@@ -14,6 +14,8 @@ from mars_jax.errors import MarsError
 from mars_jax.types import NO_TOKEN
 from tests.helpers import one_row
 
+top_k, lax_top_k = (jax.jit(f, static_argnums=1) for f in (sampling.top_k, jax.lax.top_k))
+
 # temperature, top_k, top_p, min_p of one row each
 SETTINGS = [
     (1.0, 0, 1.0, 0.0),
@@ -156,6 +158,18 @@ def test_the_inverse_cdf_never_returns_a_token_of_weight_zero():
     for u in (0.0, 0.5, last, 1.0):
         tokens = sampling.inverse_cdf(jnp.asarray(weights, jnp.float32), jnp.full((64,), u, jnp.float32))
         assert np.all(weights[np.arange(64), tokens] > 0)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.sampled_from([2, 3, 7]), st.sampled_from([1024, 3001, 3584, 4097]))
+def test_top_k_in_blocks_is_top_k_also_where_many_tie(seed, k, vocab):
+    rng = np.random.default_rng(seed)
+    z = rng.integers(-2, rng.integers(0, 40), (3, vocab)).astype(np.float32)
+    z[0] = np.where(rng.random(vocab) < rng.random(), -np.inf, z[0])
+    z[1, : rng.integers(0, vocab)] = -np.inf
+    z[2] = -np.inf
+    for ours, theirs in zip(top_k(z, k), lax_top_k(z, k), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
 
 
 @given(st.integers(0, 2**32 - 1))

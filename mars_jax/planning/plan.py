@@ -21,6 +21,7 @@ from mars_jax.models import eagle, medusa, transformer
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.eagle import EagleConfig
 from mars_jax.models.medusa import MedusaConfig
+from mars_jax.models.quantize import Int8, scale_sharding
 from mars_jax.planning.chips import Topology
 from mars_jax.planning.program import OutOfMemory, compile_program, held_bytes
 from mars_jax.types import Decoder, DecodeState, Drafter, Params, PyTree, Verifier, keys_from_seeds
@@ -72,6 +73,7 @@ def draft_of(
       tree: children per node at each depth, or `drafters.Dynamic(...)`.
       dtype: of the weights and the cache.
     """
+    dtype = "bfloat16" if dtype == "int8" else dtype
     if config == "none":
         return Draft(lambda _: drafters.none())
     if config == "ngram":
@@ -138,16 +140,17 @@ def make_plan(
       verify: the rule.
       batch: B.
       context: tokens of prompt and output together.
-      dtype: of weights and caches.
+      dtype: of weights and caches; "int8" is the target's matrices in 8 bits, and bfloat16 for the rest.
 
     Raises:
       MarsError: the parts do not fit each other or the mesh.
     """
-    model = transformer.language_model(target, dtype=dtype)
+    wide = "bfloat16" if dtype == "int8" else dtype
+    model = transformer.language_model(target, dtype=wide)
     drafter = draft.make(model)
     params = Params(target=abstract_params(target, mesh, dtype))
     if draft.config is not None:
-        params = params._replace(draft=abstract_params(draft.config, mesh, dtype))
+        params = params._replace(draft=abstract_params(draft.config, mesh, wide))
     decoder = speculative_decoder(model, drafter, verify)
     state, lowered = lower_loop(decoder, params, mesh, batch=batch, context=context)
     try:
@@ -201,8 +204,20 @@ def lower_loop(
 def abstract_params(config: ModelConfig | EagleConfig | MedusaConfig, mesh: Mesh, dtype: str) -> PyTree:
     """The shapes of a model's or a head's params, divided over a mesh."""
     module = {ModelConfig: transformer, EagleConfig: eagle, MedusaConfig: medusa}[type(config)]
-    shapes = jax.eval_shape(lambda: module.init_params(config, jax.random.key(0), dtype))
-    return _placed(shapes, sharding.params_shardings(config, mesh))
+    wide = "bfloat16" if dtype == "int8" else dtype
+    shapes = jax.eval_shape(lambda: module.init_params(config, jax.random.key(0), wide))
+    placed = _placed(shapes, sharding.params_shardings(config, mesh))
+    return jax.tree.map_with_path(_in_8_bits, placed) if dtype == "int8" else placed
+
+
+def _in_8_bits(path: Any, x: jax.ShapeDtypeStruct) -> Any:
+    """What `models.quantize` makes of an abstract matrix; norms, biases and routers stay."""
+    if x.ndim < 2 or getattr(path[-1], "key", None) == "router":
+        return x
+    scale = jax.ShapeDtypeStruct(x.shape[:-1], jnp.float32, sharding=scale_sharding(x.sharding, x.ndim))
+    return Int8(
+        values=jax.ShapeDtypeStruct(x.shape, jnp.int8, sharding=x.sharding), scale=scale, dtype=x.dtype
+    )
 
 
 def _placed(shapes: PyTree, where: PyTree) -> PyTree:

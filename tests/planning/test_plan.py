@@ -69,6 +69,14 @@ def test_a_model_that_is_too_large_does_not_fit():
     assert not made.fits and made.weight_bytes > made.hbm_bytes
 
 
+def test_in_8_bits_a_model_reads_a_byte_a_weight_and_its_scales():
+    made = planned(TINY, "v5e:2x2", dtype="int8")
+    divided, whole = 512 + 3 * 256 + 2 * 512, 2 * 256  # channels; those of `o` and `down` are on every chip
+    cache = 2 * 2 * (256 + 1) * 64
+    assert made.fits
+    assert made.read_bytes == MATRICES // 4 + 4 * (divided // 4 + whole) + 2 * 3 * 256 + cache
+
+
 def test_experts_that_nobody_chose_are_not_read():
     sizes = {"num_experts": 8, "experts_per_token": 2, "expert_size": 512}
     mixture = dataclasses.replace(TINY, family="mixtral", **sizes)
