@@ -157,12 +157,19 @@ def _is_cache(x: Any) -> bool:
 
 
 def _hold_heads(x: Any) -> Any:
-    """Caches divided by their heads, and not as XLA may come to think."""
-    mesh = current()
-    if not _is_cache(x) or mesh is None:
-        return x
-    axes = axes_of("kv_heads", x.k[0].shape[2], mesh)
-    return jax.lax.with_sharding_constraint(x, P(None, None, axes or None, None)) if axes else x
+    return jax.tree.map(hold_heads, x) if _is_cache(x) else x
+
+
+def hold_heads(buffer: Array) -> Array:
+    """A layer's keys or values [B, S, K, D], divided by their heads if those divide and else whole.
+
+    Left to itself XLA divides heads that do not divide over part of an axis, and sends the buffer around for it.
+    """
+    mesh = _ready()
+    if mesh is None or not mesh.auto_axes:
+        return buffer
+    axes = axes_of("kv_heads", buffer.shape[2], mesh)
+    return jax.lax.with_sharding_constraint(buffer, P(None, None, axes or None, None))
 
 
 def _explicit_mesh(arrays: PyTree) -> AbstractMesh | None:

@@ -15,6 +15,7 @@ from jax import Array
 
 from mars_jax import cache as kv_cache
 from mars_jax.errors import MarsError
+from mars_jax.mesh import hold_heads
 from mars_jax.models import weights
 from mars_jax.models.attention import attend
 from mars_jax.models.config import ModelConfig
@@ -88,7 +89,9 @@ def attention(config: ModelConfig, layer: dict, x: Array, rotation, mask, k_cach
         norm = _norm(config)
         q, k = norm(q, layer["q_norm"]), norm(k, layer["k_norm"])
     q, k = rotate(q, *rotation), rotate(k, *rotation)
-    k_cache, v_cache = kv_cache.write(k_cache, k, start), kv_cache.write(v_cache, v, start)
+    k_cache, v_cache = (
+        hold_heads(kv_cache.write(cache, new, start)) for cache, new in ((k_cache, k), (v_cache, v))
+    )
     q = q.reshape(batch, n, heads, group, config.head_dim)
     scale = (config.query_scalar or config.head_dim) ** -0.5
     mixed = attend(q, k_cache, v_cache, mask, live, scale=scale, cap=config.attention_cap)
