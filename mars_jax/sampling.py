@@ -101,7 +101,8 @@ def top_k(logits: Array, k: int) -> tuple[Array, Array]:
     Of a vocabulary that is divided over devices only the k largest of each part travel.
     """
     local = functools.partial(_shards_top_k, k=k)
-    return over_vocabulary(local, functools.partial(_top_k, k=k), logits)
+    values, ids = over_vocabulary(local, functools.partial(_top_k, k=k), logits)
+    return values, ids
 
 
 def _top_k(logits: Array, k: int) -> tuple[Array, Array]:

@@ -16,11 +16,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from mars_jax import decode, drafters, sharding, verify
+from mars_jax import decode, drafters, sampling, sharding, verify
 from mars_jax.controls import make_controls
 from mars_jax.drafters import Dynamic
+from mars_jax.errors import MarsError
+from mars_jax.mesh import by_rows
 from mars_jax.models import ModelConfig, eagle, init_params, language_model, medusa
 from mars_jax.models.eagle import EagleConfig
 from mars_jax.models.medusa import MedusaConfig
@@ -109,15 +112,19 @@ CASES = {
 }
 
 
+def compiled(function, *arguments):
+    """Of a jitted function, in a quarter of the time: the code is slower then, and there is little to run."""
+    return function.lower(*arguments).compile({"xla_backend_optimization_level": 0})
+
+
 def peaked(table):
     """An unembedding by which few tokens are likely, so that drafts by random heads are right now and then."""
     likely = jnp.zeros((table.shape[0],), bool).at[:: table.shape[0] // len(LIKELY)].set(True)
     return jnp.where(likely[:, None], table, 0.1 * table)
 
 
-@functools.cache
 def weights(config):
-    """Random params. The drafting model is the target with some noise."""
+    """Random params."""
     if isinstance(config, MedusaConfig):
         made = medusa.init_params(config, jax.random.key(2), scale=0.3)
         heads = tuple(head | {"unembed": peaked(head["unembed"])} for head in made["heads"])
@@ -133,6 +140,7 @@ def weights(config):
 
 
 def params_of(target, draft):
+    """Of a target and its drafter. The drafting model is the target with some noise."""
     drawn = () if draft is None else weights(draft)
     if isinstance(draft, ModelConfig):
         noise = init_params(draft, jax.random.key(5), scale=0.05)
@@ -153,15 +161,11 @@ def rows():
     return prompts, lengths, controls, keys_from_seeds(jnp.arange(BATCH, dtype=jnp.uint32))
 
 
+@functools.cache
 def decoder_of(case):
     target, drafter, draft, rule = CASES[case]
     decoder = decode.speculative_decoder(language_model(target), drafter, rule, prefill_chunk=16)
-    return decoder, params_of(target, draft)
-
-
-def compiled(function, *arguments):
-    """Of a jitted function, in a quarter of the time: the code is slower then, and there is little to run."""
-    return function.lower(*arguments).compile({"xla_backend_optimization_level": 0})
+    return decoder, compiled(jax.jit(params_of, static_argnums=(0, 1)), target, draft)()
 
 
 @functools.cache
@@ -193,7 +197,8 @@ def on_mesh(case, mesh, *, named=True):
     arrays = jax.device_put(rows(), sharding.state_shardings(rows(), mesh))
     with jax.set_mesh(mesh if named else None):
         state = compiled(decode.start, decoder, params, *arrays)(params, *arrays)
-        assert_placed(state, mesh)
+        if named:
+            assert_placed(state, mesh)
         program = compiled(decode.run, decoder, params, state)
         state, stats = program(params, state)
     return committed(state), stats, program.as_text()
@@ -258,4 +263,118 @@ def test_tokens_are_those_of_one_device(case, axes, kind):
     _, drafter, _, _ = CASES[case]
     nodes = BATCH // mesh.shape.get("data", 1) * max(drafter.num_nodes, 2)
     most = max(elements for _, elements in found)
+    if case == "model tree, mars":  # whose target's nodes are no drafter's
+        # Of the target: one sum for the embedding, one behind each attention and one behind each MLP.
+        assert found["all-reduce", nodes * HIDDEN] == 1 + 2 * CONFIG.num_layers
     assert most <= (math.ceil(nodes / 4) * 4) * HIDDEN < nodes * VOCAB / 4
+
+
+def test_sampling_from_a_divided_vocabulary_sends_a_few_numbers_per_node():
+    """Every function that reads [.., V]: the same tokens, the same filters, and nothing as long as the vocabulary."""
+    rng = np.random.default_rng(0)
+    logits = jnp.asarray(rng.integers(-9, 9, (BATCH, 3, VOCAB)), jnp.float32)  # ties on every device
+    _, _, controls, keys = rows()
+    tokens = jnp.asarray(rng.integers(0, VOCAB, (BATCH, 4)), jnp.int32)
+    nodes = jnp.asarray(rng.integers(0, 3, (BATCH, 4)), jnp.int32)
+
+    def everything(_, logits, controls, keys, nodes, tokens):
+        return {
+            "argmax": sampling.argmax(logits),
+            "sample": sampling.sample(keys, logits, controls),
+            "top_k": sampling.top_k(logits, 5),
+            "processed": sampling.process(logits, controls),
+            "at_tokens": sampling.at_tokens(logits, nodes, tokens),
+        }
+
+    mesh = mesh_of("data=2,model=4")
+    arguments = ((), logits, controls, keys, nodes, tokens)
+    wanted = jax.jit(everything)(*arguments)
+    spread = {name: P("data") for name in wanted} | {"processed": P("data", None, "model")}
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(arguments, sharding.state_shardings(arguments, mesh))
+        logits = jax.device_put(logits, NamedSharding(mesh, P("data", None, "model")))
+        function = jax.jit(by_rows(everything), out_shardings=spread)
+        program = compiled(function, (), logits, *placed[2:])
+        got = program((), logits, *placed[2:])
+    for name in ("argmax", "sample", "top_k", "at_tokens"):
+        jax.tree.map(np.testing.assert_array_equal, got[name], wanted[name])
+    np.testing.assert_allclose(got["processed"], wanted["processed"], rtol=1e-6)
+    found = collectives(program.as_text())
+    assert {name for name, _ in found} <= {"all-gather", "all-reduce"}
+    # Two numbers for each of five candidates on four devices, of 4 rows with 3 nodes.
+    assert max(elements for _, elements in found) == 2 * 5 * 4 * 12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_mesh_that_nobody_names(kind):
+    """Placed arrays without `jax.set_mesh`: types say it all, or everything is left to XLA."""
+    case = "model tree, mars"
+    tokens, _, _ = on_mesh(case, mesh_of("data=2,model=4", kind), named=False)
+    assert tokens == on_one_device(case)[0]
+
+
+def test_what_does_not_divide_is_whole_and_said():
+    mesh = sharding.parse_mesh("data=2,model=4")
+    assert sharding.whole(CONFIG, mesh) == [
+        "2 key-value heads do not divide over model=4: every device holds all of them."
+    ]
+    placed = sharding.params_shardings(CONFIG, mesh)
+    assert jax.tree.structure(placed) == jax.tree.structure(jax.eval_shape(lambda: weights(CONFIG)))
+    layer = placed["layers"][0]
+    assert (layer["q"].spec, layer["k"].spec, layer["o"].spec) == (
+        P("model", None),
+        P(None, None),
+        P(None, "model"),
+    )
+    assert placed["embed"].spec == placed["unembed"].spec == P("model", None)
+    assert layer["q_norm"].spec == placed["norm"].spec == P()
+    for config in (EAGLE_3, EAGLE_1, MEDUSA):
+        placed = sharding.params_shardings(config, mesh)
+        assert jax.tree.structure(placed) == jax.tree.structure(
+            jax.eval_shape(functools.partial(weights, config))
+        )
+        assert any("model" in x.spec for x in jax.tree.leaves(placed))
+
+
+@pytest.mark.parametrize(
+    ("axes", "up", "down"),
+    [
+        ("model=4", P("model", None, None), P("model", None, None)),
+        ("expert=4", P("expert", None, None), P("expert", None, None)),
+        ("expert=2,model=2", P(("expert", "model"), None, None), P(("expert", "model"), None, None)),
+        ("expert=2,model=4", P("expert", "model", None), P("expert", None, "model")),
+        ("model=8", P(None, "model", None), P(None, None, "model")),
+    ],
+)
+def test_experts_are_divided_whole_before_their_hidden_units(axes, up, down):
+    layer = sharding.params_shardings(EXPERTS, sharding.parse_mesh(axes))["layers"][1]
+    assert (layer["expert_up"].spec, layer["expert_down"].spec, layer["router"].spec) == (up, down, P())
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("data=2,tensor=4", "expected axes among data, model, expert"),
+        ("data=2,data=4", "each once"),
+        ("data=0", "number of devices"),
+        ("model", "number of devices"),
+        ("data=3,model=4", "of 12 devices and there are 8"),
+    ],
+)
+def test_a_mesh_that_cannot_be_is_refused(text, said):
+    with pytest.raises(MarsError, match=said):
+        sharding.parse_mesh(text)
+
+
+def test_rows_and_experts_that_do_not_divide_are_refused_with_the_numbers():
+    mesh = sharding.parse_mesh("data=8")
+    with pytest.raises(
+        MarsError, match="a batch of 6 rows does not divide over data=8: pad it to a multiple of 8"
+    ):
+        sharding.state_shardings(jnp.zeros((6, 2)), mesh)
+    decoder, params = decoder_of("none, exact")
+    with jax.set_mesh(mesh), pytest.raises(MarsError, match="a batch of 6 rows does not divide over data=8"):
+        decoder.init(params, *jax.tree.map(lambda x: x[:6], rows()))
+    with pytest.raises(MarsError, match="4 experts do not divide over expert=3: choose a divisor of 4"):
+        sharding.params_shardings(EXPERTS, sharding.parse_mesh("expert=3"))
