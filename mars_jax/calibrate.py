@@ -69,6 +69,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         _check_thetas(args.thetas, args.margin)
     if args.output.exists():
         raise MarsError(f"--output '{args.output}' exists already: name a new file.")
+    if not args.output.parent.is_dir():
+        raise MarsError(f"there is no directory '{args.output.parent}' for --output: make it first.")
     return args
 
 

@@ -127,7 +127,8 @@ def speculative_decoder(
             params.target, tree.tokens, start[:, None] + tree.depths, mask, state.cache, start
         )
         logits = target.unembed(params.target, output.hidden)
-        verdict = verify(verify_keys, tree, logits, state.controls)
+        learned = (output.hidden, params.verify) if getattr(verify, "reads_hidden", False) else ()
+        verdict = verify(verify_keys, tree, logits, state.controls, *learned)
         draft = drafter.update(params, draft, tree, verdict, output, state.length)
         next_state, info = _emit(state, tree, verdict, logits)
         cache = output.cache if tree.is_chain else commit(output.cache, start, verdict.path)

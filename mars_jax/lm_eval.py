@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mars_jax import api, assets, drafters, text, verify
-from mars_jax.cli.program import program
+from mars_jax.cli.program import BAD_INPUT, program
 from mars_jax.cli.settings import DynamicTree, tree_from_text
 from mars_jax.cli.theta import theta_from_text
 from mars_jax.errors import MarsError
@@ -28,7 +28,11 @@ try:
     from lm_eval.api.model import TemplateLM
     from lm_eval.api.registry import register_model
 except ImportError:
-    raise MarsError("the package lm-eval is not installed: install mars-jax[lm-eval].") from None
+    missing = MarsError("the package lm-eval is not installed: install mars-jax[lm-eval].")
+    if __name__ == "__main__":
+        print(f"error: {missing}", file=sys.stderr)
+        sys.exit(BAD_INPUT)
+    raise missing from None
 
 RULES = ("exact", "rejection", "mars")
 

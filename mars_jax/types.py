@@ -108,10 +108,11 @@ class StepInfo:
 
 
 class Params(NamedTuple):
-    """Weights of both models; always an argument, never closed over."""
+    """Weights of both models, and of a rule that has some; always an argument, never closed over."""
 
     target: PyTree
     draft: PyTree = ()
+    verify: PyTree = ()
 
 
 class ForwardOutput(NamedTuple):
@@ -156,7 +157,11 @@ class Drafter(NamedTuple):
 
 
 class Verifier(Protocol):
-    """`verify(keys, tree, logits, controls)`: keys key[B], logits f32[B, N, V] raw target logits -> Verdict."""
+    """`verify(keys, tree, logits, controls)`: keys key[B], logits f32[B, N, V] raw target logits -> Verdict.
+
+    A rule with a true attribute `reads_hidden` gets two arguments more: the target's hidden [B, N, E], after its final
+    norm, and `Params.verify`.
+    """
 
     def __call__(self, keys: Array, tree: DraftTree, logits: Array, controls: Controls) -> Verdict: ...
 

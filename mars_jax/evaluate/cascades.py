@@ -121,7 +121,7 @@ def study(
         left = max_new_tokens - place
         length = left if problems[problem].metric != "none" else min(left, horizon)
         branches += [((*before, token), length - 1), (before, length)]
-    done = _continue(target, drafter, branches, batch_size, tick)
+    done = continue_strictly(target, drafter, branches, batch_size, tick)
     pairs = [
         ((branch[0][-1], *tokens) if i % 2 == 0 else tokens)
         for i, (branch, tokens) in enumerate(zip(branches, done, strict=True))
@@ -165,12 +165,12 @@ def _places(
     return chosen
 
 
-def _continue(
+def continue_strictly(
     target: Pretrained,
     drafter: drafters.LoadedDrafter,
     branches: Sequence[tuple[tuple[int, ...], int]],
     rows: int,
-    tick: Callable[[str, int, int], None],
+    tick: Callable[[str, int, int], None] = lambda what, done, of: None,
 ) -> list[tuple[int, ...]]:
     """Strict greedy continuations of (tokens, length); of length 0 where no token is left or the text has ended."""
     done: list[tuple[int, ...]] = [()] * len(branches)
@@ -220,8 +220,8 @@ def curves(events: Sequence[Event], horizon: int, *, seed: int = 0) -> dict[str,
 
     Returns:
       `same_place`, `same_order` and `surprise`: mean, low and high (95%, bootstrap over problems) at each distance.
-      Agreement counts two texts that are over as one; surprise is -log p under the target in nats, ours less the
-      strict one's. `grows` has the change of each between the first and the last third of the distances, and `score`
+      Distances behind the end of both continuations are left out; surprise is -log p under the target in nats, ours
+      less the strict one's. `grows` has the change of each between the first and the last third of the distances, and `score`
       the score that the token costs, where there is one.
     """
     names = ("same_place", "same_order", "surprise")
@@ -232,7 +232,6 @@ def curves(events: Sequence[Event], horizon: int, *, seed: int = 0) -> dict[str,
         for d in range(horizon):
             here, there = d < len(ours), d < len(strict)
             if not here and not there:
-                # Both are over, or were cut by the limit of the text; only an end is agreement.
                 continue
             values["same_place"][row, d] = here and there and ours[d] == strict[d]
             if here:

@@ -17,6 +17,7 @@ from jax import Array
 from kernels_pallas import (
     MARGINS,
     AcceptControls,
+    MarginStats,
     margin_accept,
     margin_stats,
     sharded_margin_accept,
@@ -73,16 +74,26 @@ class Mars:
     def relaxable(self, tree: DraftTree, logits: Array, controls: Controls) -> Array:
         """bool[B, N]: the edge into node i may be relaxed, as far as the margin, `strict` and stop tokens say;
         for what decides outside of the kernel."""
-        axes = vocabulary_axes(logits.shape[-1])
-        stats = sharded_margin_stats(logits, axis=axes) if axes else margin_stats(logits)
+        stats = node_stats(logits)
         if self.context is None:
             theta = jnp.broadcast_to(controls.theta[:, None], stats.top1.shape)
         else:
             theta = self.context.theta(tree, logits, stats, controls.theta, self.margin)
-        low = MARGINS[self.margin](stats.top1, stats.top2, theta) & ~controls.strict[:, None]
-        low = low & ~is_stop(stats.id1, controls)
-        best = (tree.tokens == at_parent(tree, stats.id1)) | (tree.tokens == at_parent(tree, stats.id2))
-        return at_parent(tree, low) & best & ~is_stop(tree.tokens, controls) & (tree.tokens >= 0)
+        return relaxable_edges(tree, stats, MARGINS[self.margin](stats.top1, stats.top2, theta), controls)
+
+
+def node_stats(logits: Array) -> MarginStats:
+    """The margin statistics of every node, [B, N] each, of logits that may be divided by vocabulary."""
+    axes = vocabulary_axes(logits.shape[-1])
+    return sharded_margin_stats(logits, axis=axes) if axes else margin_stats(logits)
+
+
+def relaxable_edges(tree: DraftTree, stats: MarginStats, low: Array, controls: Controls) -> Array:
+    """bool[B, N]: the edges into one of the target's two best tokens at nodes where `low` bool[B, N], unless the row is
+    strict or a stop token is involved."""
+    low = low & ~controls.strict[:, None] & ~is_stop(stats.id1, controls)
+    best = (tree.tokens == at_parent(tree, stats.id1)) | (tree.tokens == at_parent(tree, stats.id2))
+    return at_parent(tree, low) & best & ~is_stop(tree.tokens, controls) & (tree.tokens >= 0)
 
 
 def mars(

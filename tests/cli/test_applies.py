@@ -58,6 +58,21 @@ MEDUSA = ["--draft", "medusa:heads"]
         (["--compare", "--output", "rows.jsonl"], "--output does not apply with --compare"),
         (["--compare", "--resume"], "--resume does not apply with --compare"),
         (["--compare", "--draft", "none"], "--compare does not apply to --draft none"),
+        (["--compare", "--tau", "2"], "--tau does not apply with --compare"),
+        (["--tau", "2"], "--tau does not apply without --verify simulated"),
+        ([*MODEL, "--verify", "simulated"], "--verify simulated needs a --tau"),
+        (
+            ["--verify", "simulated", "--tau", "2"],
+            "--verify simulated does not apply to --draft ngram, which often drafts nothing",
+        ),
+        (
+            [*MODEL, "--verify", "simulated", "--tau", "2", "--draft-stop", "1"],
+            "--draft-stop does not apply to --verify simulated",
+        ),
+        (
+            [*MODEL, "--verify", "simulated", "--tau", "2", "--theta", "0.9"],
+            "--theta does not apply to simulated",
+        ),
     ],
 )
 def test_a_flag_that_does_not_apply_is_refused(refused, argv, message):

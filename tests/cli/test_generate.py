@@ -271,3 +271,25 @@ def test_a_real_checkpoint_tells_its_story(run):
     outcome = run("--target", stories, "--max-new-tokens", "24", "Once upon a time")
     assert outcome.out.startswith("Once upon a time, there was a little girl named Lily.")
     assert "tau" in outcome.err
+
+
+def test_simulated_acceptance_gives_the_tau_and_says_what_the_text_is_worth(run, refused, target, draft):
+    models = [
+        "--target",
+        target,
+        "--draft",
+        f"model:{draft}",
+        "--num-draft-tokens",
+        3,
+        "--verify",
+        "simulated",
+    ]
+    prompts = [f"the sea {i}" for i in range(8)]
+    outcome = run(*models, "--tau", 2.5, "--ignore-eos", "--no-stream", "--max-new-tokens", 48, *prompts)
+    assert outcome.code == 0 and "the text means nothing" in outcome.err
+    # 150 steps; the last step of each prompt is cut by the limit.
+    tau = float(outcome.err.partition("tau ")[2].split()[0])
+    assert abs(tau - 2.5) < 0.35
+    assert "--tau is 5, and this draft gives 4 tokens a step at most" in refused(
+        *models, "--tau", 5, "the sea"
+    )

@@ -79,6 +79,9 @@ def test_the_arms_of_a_run():
         ("low-margin sampling", False, 0.8, 0),
     ]
     assert len(make_arms([0.8], temperature=0.0, matched=0.7)) == 6
+    simulated = make_arms([0.8], temperature=0.0, matched=0.7, simulated_taus=[2, 3.5])[-2:]
+    assert [arm.name for arm in simulated] == ["simulated tau=2", "simulated tau=3.5"]
+    assert all(arm.drafts and "mean nothing" in arm.meaning for arm in simulated)
     assert len({arm.name for arm in arms}) == len(arms) == len({arm.meaning for arm in arms}) + 1
 
 

@@ -1,0 +1,52 @@
+"""A small head that says whether relaxing at a token would change the outcome of its text.
+
+E hidden size, W width. Oracle: held-out branches of the text, in scripts/eval_indicator.py.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from mars_jax.types import PyTree
+
+WIDTH = 64
+WORST_GAP = 10.0
+"""Nats; a gap beyond it says no more."""
+
+
+def init_params(hidden_size: int, key: Array, *, width: int = WIDTH) -> PyTree:
+    """Random params, float32: one hidden layer on the target's features, and its margin straight to the output.
+
+    >>> init_params(8, jax.random.key(0), width=4)["inner"].shape
+    (4, 8)
+    """
+    inner, outer = jax.random.split(key)
+    return {
+        "inner": jax.random.normal(inner, (width, hidden_size)) * hidden_size**-0.5,
+        "outer": jax.random.normal(outer, (width,)) * 0.1 * width**-0.5,
+        "margin": jnp.zeros((2,)),
+        "bias": jnp.zeros(()),
+    }
+
+
+def logit(params: PyTree, hidden: Array, z1: Array, z2: Array) -> Array:
+    """Log odds f32[...] that the runner-up in place of the best token changes the outcome.
+
+    Args:
+      params: from `init_params`.
+      hidden: [..., E]; of the target, after its final norm.
+      z1, z2: f32[...]; its two largest raw logits there.
+
+    >>> params = init_params(8, jax.random.key(0))
+    >>> logit(params, jnp.ones((3, 8)), jnp.ones((3,)), jnp.zeros((3,))).shape
+    (3,)
+    """
+    x = hidden.astype(jnp.float32)
+    x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
+    inner = jax.nn.gelu(jnp.einsum("...e,we->...w", x, params["inner"]))
+    gap = jnp.minimum(z1 - z2, WORST_GAP)
+    share = jnp.where(z1 > 0, jnp.clip(z2 / jnp.where(z1 > 0, z1, 1.0), 0.0, 1.0), 0.0)
+    direct = params["margin"][0] * gap + params["margin"][1] * (1 - share)
+    return jnp.einsum("...w,w->...", inner, params["outer"]) + direct + params["bias"]

@@ -1,0 +1,199 @@
+"""`mars` against transformers' assisted generation in PyTorch: same weights, prompts, lengths and threads, in one run.
+
+    python scripts/bench_assisted.py --stories heldout.txt.xz --output scripts/results/bench_assisted.json
+
+The embedded family in float32, which transformers loads from the same files; a greedy chain of 5 drafted by its draft
+in both. Every text has the same number of new tokens, stop tokens ignored. All ways are timed in turns (A B A B ...)
+after a warm-up of each, over the same prompts; figures are medians, and every single time is in the JSON. Batch 8:
+transformers' assisted generation takes one prompt at a time (what it says to more is recorded), so there it goes
+through the batch prompt by prompt, and plain batched generate stands beside it. XLA uses the cores that this process
+may run on, and PyTorch is given as many threads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import torch
+import transformers
+from eval_embedded import CHAIN, story_prompts
+from transformers import AutoModelForCausalLM
+
+import mars_jax as mj
+from mars_jax import assets
+from mars_jax.tasks import arithmetic
+from mars_jax.training.data import documents
+
+THETA = 0.9
+BAR = 4.0
+Tokens = list[list[int]]
+
+
+class Torch:
+    """The two checkpoints in transformers."""
+
+    def __init__(self, new_tokens: int):
+        self._new = new_tokens
+        root = Path(assets.__file__).parent
+        self._target, self._draft = (
+            AutoModelForCausalLM.from_pretrained(root / name, dtype="float32").eval()
+            for name in (assets.TARGET, assets.DRAFT)
+        )
+        self._target.generation_config.eos_token_id = None
+        self._target.generation_config.pad_token_id = 0
+        chosen = self._draft.generation_config
+        chosen.num_assistant_tokens, chosen.num_assistant_tokens_schedule = CHAIN, "constant"
+        chosen.assistant_confidence_threshold = 0.0
+
+    def generate(self, prompts: Tokens, temperature: float, *, assisted: bool) -> Tokens:
+        """Continue prompts together, padded on the left."""
+        width = max(map(len, prompts))
+        ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts])
+        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
+        how: dict[str, Any] = {"do_sample": False}
+        if temperature:
+            how = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+        if assisted:
+            how["assistant_model"] = self._draft
+        with torch.inference_mode():
+            out = self._target.generate(
+                ids, attention_mask=mask, max_new_tokens=self._new, min_new_tokens=self._new, **how
+            )
+        return out[:, width:].tolist()
+
+    def one_by_one(self, prompts: Tokens, temperature: float, *, assisted: bool) -> Tokens:
+        """Continue prompts one after another."""
+        return [self.generate([p], temperature, assisted=assisted)[0] for p in prompts]
+
+    def refusal(self, prompts: Tokens) -> str | None:
+        """What assisted generation says to a batch, or None where it takes it."""
+        try:
+            self.generate(prompts, 0.0, assisted=True)
+        except ValueError as error:
+            return str(error)
+        return None
+
+
+def ways(
+    target: mj.Pretrained,
+    drafter: Any,
+    theirs: Torch,
+    prompts: Tokens,
+    batch: int,
+    temperature: float,
+    new: int,
+) -> dict[str, Callable[[], Tokens]]:
+    """Each way to continue all prompts, in groups of `batch`."""
+    groups = [prompts[i : i + batch] for i in range(0, len(prompts), batch)]
+
+    def ours(draft: Any, rule: Any) -> Callable[[], Tokens]:
+        return lambda: mj.generate(
+            target, draft, prompts, verify=rule, temperature=temperature, max_new_tokens=new, batch_size=batch,
+            ignore_eos=True,
+        ).tokens  # fmt: skip
+
+    def grouped(assisted: bool) -> Tokens:
+        return [t for group in groups for t in theirs.generate(group, temperature, assisted=assisted)]
+
+    return {
+        "transformers generate": lambda: grouped(False),
+        "transformers assisted": lambda: theirs.one_by_one(prompts, temperature, assisted=True),
+        "mars-jax autoregressive": ours("none", mj.verify.exact()),
+        "mars-jax exact": ours(drafter, mj.verify.exact()),
+        f"mars-jax mars({THETA:g})": ours(drafter, mj.verify.mars(theta=THETA)),
+    }
+
+
+def measure(made: dict[str, Callable[[], Tokens]], repeats: int, new: int) -> dict[str, Any]:
+    """Seconds of every run, taken in turns, and tokens/s by their median."""
+    texts = {name: run() for name, run in made.items()}  # compiles, and warms up
+    for name, tokens in texts.items():
+        assert all(len(t) == new for t in tokens), (
+            f"{name} gave {sorted(set(map(len, tokens)))} tokens, not {new}"
+        )
+    seconds: dict[str, list[float]] = {name: [] for name in made}
+    for _ in range(repeats):
+        for name, run in made.items():
+            began = time.perf_counter()
+            run()
+            seconds[name].append(time.perf_counter() - began)
+    count = {name: sum(map(len, tokens)) for name, tokens in texts.items()}
+    alone, assisted = texts["transformers generate"], seconds["transformers assisted"]
+    return {
+        name: {
+            "tokens_per_second": count[name] / statistics.median(times),
+            "against_assisted": statistics.median(a / t for a, t in zip(assisted, times, strict=True)),
+            "texts_as_transformers_alone": sum(a == b for a, b in zip(texts[name], alone, strict=True)),
+            "tokens": count[name],
+            "seconds": times,
+        }
+        for name, times in seconds.items()
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--stories", type=Path, required=True, help="held-out stories")
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--prompts", type=int, default=8, help="of each task")
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
+    args = parser.parse_args()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(cores)
+    torch.manual_seed(0)
+    transformers.utils.logging.set_verbosity_error()
+    theirs = Torch(args.new_tokens)
+    target = mj.load(assets.TARGET, dtype="float32")
+    drafter = mj.drafters.load(f"model:{assets.DRAFT}", target, num_draft_tokens=CHAIN, dtype="float32")
+    questions = [p.question for p in arithmetic.generate(args.prompts, split="eval")]
+    tasks = {
+        "stories": story_prompts(target, list(documents(args.stories)), args.prompts),
+        "arithmetic": [target.encode(q, chat=True) for q in questions],
+    }
+    report: dict[str, Any] = {
+        "command": "python " + " ".join(sys.argv),
+        "environment": {
+            "python": platform.python_version(),
+            "jax": jax.__version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "cores": cores,
+            "torch_threads": torch.get_num_threads(),
+        },
+        "bar": f"mars({THETA:g}) at batch 1: at least {BAR:g} x the tokens/s of transformers assisted generation",
+        "assisted_of_a_batch": theirs.refusal(tasks["stories"][:2]),
+        "cases": [],
+    }
+    for task, prompts in tasks.items():
+        for batch in args.batches:
+            for temperature in args.temperatures:
+                made = ways(target, drafter, theirs, prompts, batch, temperature, args.new_tokens)
+                found = measure(made, args.repeats, args.new_tokens)
+                case = {"task": task, "batch": batch, "temperature": temperature, "prompts": len(prompts)}
+                report["cases"].append(case | {"ways": found})
+                args.output.parent.mkdir(parents=True, exist_ok=True)
+                args.output.write_text(json.dumps(report, indent=1) + "\n")
+                print(f"{task}, batch {batch}, temperature {temperature:g}")
+                for name, row in found.items():
+                    rate, against = row["tokens_per_second"], row["against_assisted"]
+                    same = f"{row['texts_as_transformers_alone']}/{len(prompts)} texts of generate"
+                    print(f"  {name:28} {rate:8.1f} tokens/s {against:6.2f} x assisted  {same}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,293 @@
+"""A learned indicator against the ratio of logits, on the embedded family: does relaxing here change the outcome?
+
+    python scripts/eval_indicator.py --stories train.txt.xz heldout.txt.xz --work runs/indicator \\
+        --output scripts/results/eval_indicator.json
+
+Examples: the target's own greedy text, and at some of its tokens the runner-up in the best one's place, continued
+greedily. The outcome of a problem is its final answer; that of a story has changed where less than half of the next
+48 tokens are those of the strict text, in order. The head (`models.indicator`) learns on problems and stories of the
+training splits and is judged on held-out ones: area under the curve against ratio and gap, and, as a rule in the
+loop, tau and score against `mars` at equal tau, with 95% intervals by the bootstrap over problems. Beside the JSON
+goes a PNG.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import platform
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from eval_embedded import ANSWER_TOKENS, CHAIN, NEW_TOKENS, story_prompts
+
+import mars_jax as mj
+from mars_jax import assets, decode
+from mars_jax.batch import prepare
+from mars_jax.evaluate.cascades import aligned, continue_strictly
+from mars_jax.evaluate.likelihood import batches
+from mars_jax.evaluate.likelihood import score as likelihood
+from mars_jax.models import indicator
+from mars_jax.request import batches as groups
+from mars_jax.tasks import arithmetic
+from mars_jax.training.data import documents
+from mars_jax.training.indicator import Examples, train
+from mars_jax.training.objectives import document_mask
+
+WIDEST = 4.0  # nats between the two best tokens, beyond which nothing is asked
+PER_TEXT = 5
+HORIZON = 48  # of a story
+THETAS = (0.9, 0.8, 0.7)  # of mars, whose tau the indicator gets too
+ROWS = 32
+RESAMPLES = 2000
+
+
+@dataclasses.dataclass
+class Set:
+    """Examples, the text that each is of, and what they are of."""
+
+    examples: Examples
+    text: np.ndarray  # i32[n]
+
+
+def collect(
+    target: mj.Pretrained, drafter: Any, prompts: Sequence[Sequence[int]], *, scored: bool, seed: int
+) -> Set:
+    """Branch off greedy texts at random tokens whose runner-up is near."""
+    length = ANSWER_TOKENS if scored else NEW_TOKENS
+    told = mj.generate(target, drafter, prompts, max_new_tokens=length, batch_size=ROWS).tokens
+    texts = [(*p, *t) for p, t in zip(prompts, told, strict=True)]
+    rng = np.random.default_rng(seed)
+    places, branches = [], []
+    for i, (p, s) in enumerate(zip(prompts, likelihood(target, texts), strict=True)):
+        at = np.arange(len(p) - 1, len(texts[i]) - 1)
+        near = (s.z1[at] - s.z2[at] < WIDEST) & ~np.isin(s.best[at], target.stop_tokens)
+        near &= ~np.isin(s.second[at], target.stop_tokens)
+        if not scored:  # a changed story must have room to show it
+            near &= at < len(texts[i]) - 1 - HORIZON
+        chosen = rng.permutation(at[near])[:PER_TEXT]
+        for place in sorted(chosen.tolist()):
+            places.append((i, place, s.z1[place], s.z2[place]))
+            left = len(p) + length - place - 2
+            branches.append(((*texts[i][: place + 1], int(s.second[place])), left if scored else HORIZON))
+    done = continue_strictly(target, drafter, branches, ROWS)
+    changed = []
+    for (i, place, *_), (branch, _), tail in zip(places, branches, done, strict=True):
+        if scored:
+            start = len(prompts[i])
+            ours = arithmetic.final_answer(target.decode([*branch[start:], *tail]))
+            changed.append(ours != arithmetic.final_answer(target.decode(told[i])))
+        else:
+            changed.append(aligned(texts[i][place + 2 : place + 2 + HORIZON], tail).sum() < HORIZON / 2)
+    hidden = features(target, texts, [(i, place) for i, place, *_ in places])
+    z1, z2 = (np.asarray([p[k] for p in places], np.float32) for k in (2, 3))
+    return Set(Examples(hidden, z1, z2, np.asarray(changed, np.float32)), np.asarray([p[0] for p in places]))
+
+
+def features(
+    target: mj.Pretrained, texts: Sequence[Sequence[int]], places: list[tuple[int, int]]
+) -> np.ndarray:
+    """f32[n, E]: what the target knew where it chose the token behind each place."""
+
+    @jax.jit
+    def hidden(params, tokens):
+        rows, length = tokens.shape
+        position = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens.shape)
+        cache = target.model.init_cache(rows, length)
+        mask = document_mask(jnp.zeros_like(tokens))
+        return target.model.forward(
+            params, tokens, position, mask, cache, jnp.zeros((rows,), jnp.int32)
+        ).hidden
+
+    wanted: dict[int, list[tuple[int, int]]] = {}
+    for n, (text, place) in enumerate(places):
+        wanted.setdefault(text, []).append((n, place))
+    found = np.zeros((len(places), target.config.hidden_size), np.float32)
+    for group, tokens in batches(texts, 8, target.config.max_positions):
+        values = np.asarray(hidden(target.params, jnp.asarray(tokens)), np.float32)
+        for row, text in enumerate(group):
+            for n, place in wanted.get(text, []):
+                found[n] = values[row, place]
+    return found
+
+
+def auc(score: np.ndarray, changed: np.ndarray) -> float:
+    """Chance that a changed example has the higher score, ties counting half (Mann and Whitney)."""
+    bad, good = score[changed > 0.5], np.sort(score[changed <= 0.5])
+    if not len(bad) or not len(good):
+        return float("nan")
+    below, upto = np.searchsorted(good, bad, "left"), np.searchsorted(good, bad, "right")
+    return float(np.mean(below + upto) / 2 / len(good))
+
+
+def curves(held: Set, harm: np.ndarray) -> dict[str, Any]:
+    """AUC of each indicator with a 95% interval over texts, and of the head less the ratio's."""
+    e = held.examples
+    scores = {"learned": harm, "ratio": -e.z2 / np.where(e.z1 > 0, e.z1, np.inf), "gap": e.z1 - e.z2}
+    rng = np.random.default_rng(0)
+    by_text = [np.flatnonzero(held.text == t) for t in np.unique(held.text)]
+    resampled: dict[str, list[float]] = {name: [] for name in scores}
+    for _ in range(RESAMPLES):
+        chosen = np.concatenate([by_text[i] for i in rng.integers(0, len(by_text), len(by_text))])
+        for name, score in scores.items():
+            resampled[name].append(auc(score[chosen], e.changed[chosen]))
+    found: dict[str, Any] = {"examples": len(harm), "changed": float(e.changed.mean())}
+    for name, score in scores.items():
+        low, high = np.nanquantile(resampled[name], [0.025, 0.975])
+        found[name] = [auc(score, e.changed), float(low), float(high)]
+    difference = np.subtract(resampled["learned"], resampled["ratio"])
+    low, high = np.nanquantile(difference, [0.025, 0.975])
+    found["learned_less_ratio"] = [found["learned"][0] - found["ratio"][0], float(low), float(high)]
+    return found
+
+
+class Loop:
+    """Decoding held-out problems with a rule, whether it has weights or not."""
+
+    def __init__(self, target: mj.Pretrained, drafter: Any, problems: list[Any], head: Any):
+        self._target, self._drafter, self._problems, self._head = target, drafter, problems, head
+        questions = [target.encode(p.question, chat=True) for p in problems]
+        self._requests = mj.make_requests(target, questions, max_new_tokens=ANSWER_TOKENS)
+
+    def run(self, rule: Any, theta: float) -> dict[str, np.ndarray]:
+        """f64[n] each: steps, emitted, regret and score of every problem."""
+        columns: dict[str, list[float]] = {"steps": [], "emitted": [], "regret": [], "score": []}
+        requests = [dataclasses.replace(r, theta=theta) for r in self._requests]
+        for group in groups(requests, ROWS):
+            decoder, params, state = prepare(self._target, self._drafter, group, verify=rule, rows=ROWS)
+            state, stats = decode.run(decoder, params._replace(verify=self._head), state)
+            tokens, length, stats = jax.device_get((state.tokens, state.length, stats))
+            for row, request in enumerate(group):
+                problem = self._problems[len(columns["score"])]
+                said = tokens[row, len(request.prompt_tokens) : length[row]].tolist()
+                columns["score"].append(float(arithmetic.is_correct(problem, self._target.decode(said))))
+                for name in ("steps", "emitted", "regret"):
+                    columns[name].append(float(getattr(stats, name)[row]))
+        return {name: np.asarray(values) for name, values in columns.items()}
+
+
+def tau(columns: dict[str, np.ndarray]) -> float:
+    return columns["emitted"].sum() / columns["steps"].sum()
+
+
+def at_tau(
+    run: Callable[[float], dict[str, np.ndarray]], wanted: float, halvings: int = 8
+) -> tuple[float, dict]:
+    """Bisect the head's threshold, on a log scale, for a tau."""
+    low, high, best = np.log(1e-4), 0.0, None
+    for _ in range(halvings):
+        middle = (low + high) / 2
+        columns = run(float(np.exp(middle)))
+        if best is None or abs(tau(columns) - wanted) < abs(tau(best[1]) - wanted):
+            best = float(np.exp(middle)), columns
+        if abs(tau(columns) - wanted) < 0.003 * wanted:
+            break
+        low, high = (middle, high) if tau(columns) < wanted else (low, middle)
+    assert best is not None
+    return best
+
+
+def in_the_loop(loop: Loop) -> list[dict[str, Any]]:
+    """Score of both rules at the tau of each theta."""
+    rows = []
+    for theta in THETAS:
+        ratio = loop.run(mj.verify.mars(), theta)
+        chosen, learned = at_tau(lambda t: loop.run(mj.verify.learned(), t), tau(ratio))
+        rng = np.random.default_rng(0)
+        n = len(ratio["score"])
+        weights = rng.multinomial(n, np.full(n, 1 / n), size=RESAMPLES) / n
+        difference = weights @ (learned["score"] - ratio["score"])
+        low, high = np.quantile(difference, [0.025, 0.975])
+        row: dict[str, Any] = {"theta": theta, "learned_theta": chosen, "problems": n}
+        for name, columns in (("ratio", ratio), ("learned", learned)):
+            row[name] = {
+                "tau": tau(columns),
+                "score": float(columns["score"].mean()),
+                "regret_per_token": float(columns["regret"].sum() / columns["emitted"].sum()),
+            }
+        row["score_difference"] = [float((learned["score"] - ratio["score"]).mean()), float(low), float(high)]
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+    return rows
+
+
+def draw(report: dict[str, Any], held: dict[str, tuple[Set, np.ndarray]], path: Path) -> None:
+    """ROC curves of the indicators, and score over tau in the loop."""
+    from matplotlib import use
+
+    use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, len(held) + 1, figsize=(6 * (len(held) + 1), 5))
+    for axis, (task, (chosen, harm)) in zip(axes, held.items(), strict=False):
+        e = chosen.examples
+        for name, score in {"learned": harm, "ratio": -e.z2 / e.z1, "gap": e.z1 - e.z2}.items():
+            order = np.argsort(-score)
+            hit = np.cumsum(e.changed[order]) / max(e.changed.sum(), 1)
+            false = np.cumsum(1 - e.changed[order]) / max((1 - e.changed).sum(), 1)
+            axis.plot(false, hit, label=f"{name} {report['auc'][task][name][0]:.3f}")
+        axis.plot([0, 1], [0, 1], ":", color="gray")
+        axis.set(xlabel="harmless, refused", ylabel="outcome changed, refused", title=f"{task}: AUC")
+        axis.legend()
+    axis = axes[-1]
+    for name in ("ratio", "learned"):
+        rows = [row[name] for row in report["loop"]]
+        axis.plot([r["tau"] for r in rows], [100 * r["score"] for r in rows], "o-", label=name)
+    axis.set(xlabel="tau", ylabel="problems right, %", title="in the loop, arithmetic")
+    axis.legend()
+    for axis in axes:
+        axis.grid(alpha=0.3)
+    figure.savefig(path, dpi=110, bbox_inches="tight")
+    pyplot.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--stories", type=Path, nargs=2, required=True, metavar=("TRAIN", "HELDOUT"), help="text files"
+    )
+    parser.add_argument("--work", type=Path, required=True, help="a new folder for the training")
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--problems", type=int, nargs=2, default=(1500, 1000), metavar=("TRAIN", "HELDOUT"))
+    parser.add_argument("--prompts", type=int, nargs=2, default=(400, 128), metavar=("TRAIN", "HELDOUT"))
+    parser.add_argument("--steps", type=int, default=600)
+    args = parser.parse_args()
+    target = mj.load(assets.TARGET, dtype="float32")
+    drafter = mj.drafters.load(f"model:{assets.DRAFT}", target, num_draft_tokens=CHAIN, dtype="float32")
+    sets: dict[str, list[Set]] = {"arithmetic": [], "stories": []}
+    for i, split in enumerate(("train", "eval")):
+        questions = [p.question for p in arithmetic.generate(args.problems[i], split=split)]
+        asked = [target.encode(q, chat=True) for q in questions]
+        sets["arithmetic"].append(collect(target, drafter, asked, scored=True, seed=i))
+        begun = story_prompts(target, list(documents(args.stories[i])), args.prompts[i])
+        sets["stories"].append(collect(target, drafter, begun, scored=False, seed=i))
+        print(split, {k: (len(v[i].text), v[i].examples.changed.mean()) for k, v in sets.items()}, flush=True)
+    pooled = Examples(*(np.concatenate(c) for c in zip(*(s[0].examples for s in sets.values()), strict=True)))
+    head = train(pooled, args.work, steps=args.steps)
+    held = {
+        task: (s[1], np.asarray(indicator.logit(head, *map(jnp.asarray, s[1].examples[:3]))))
+        for task, s in sets.items()
+    }
+    report: dict[str, Any] = {
+        "environment": {"python": platform.python_version(), "jax": jax.__version__, "cores": os.cpu_count()},
+        "training_examples": {task: len(s[0].text) for task, s in sets.items()},
+        "auc": {task: curves(*pair) for task, pair in held.items()},
+    }
+    print(json.dumps(report["auc"]), flush=True)
+    problems = list(arithmetic.generate(args.problems[1], split="eval"))
+    report["loop"] = in_the_loop(Loop(target, drafter, problems, head))
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.write_text(json.dumps(report, indent=1) + "\n")
+    draw(report, held, args.output.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()
