@@ -172,6 +172,17 @@ def hold_heads(buffer: Array) -> Array:
     return jax.lax.with_sharding_constraint(buffer, P(None, None, axes or None, None))
 
 
+def hold_whole(x: Array) -> Array:
+    """Activations [B, N, E] on every device of `model`, whatever reads them next.
+
+    Left to itself XLA may divide them by E where a later product is, and then gathers them again in every layer.
+    """
+    mesh = _ready()
+    if mesh is None or not mesh.auto_axes:
+        return x
+    return jax.lax.with_sharding_constraint(x, P(*[None] * x.ndim))
+
+
 def _explicit_mesh(arrays: PyTree) -> AbstractMesh | None:
     """The mesh of arrays whose types say how they are divided (`AxisType.Explicit`)."""
     meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arrays)]

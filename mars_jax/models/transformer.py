@@ -15,7 +15,7 @@ from jax import Array
 
 from mars_jax import cache as kv_cache
 from mars_jax.errors import MarsError
-from mars_jax.mesh import hold_heads
+from mars_jax.mesh import hold_heads, hold_whole
 from mars_jax.models import weights
 from mars_jax.models.attention import attend
 from mars_jax.models.config import ModelConfig
@@ -121,7 +121,7 @@ def _forward(
         )
         x = x + (norm(mixed, layer["attention_post_norm"]) if config.post_norms else mixed)
         change = _mlp(config, layer, norm(x, layer["mlp_norm"]))
-        x = x + (norm(change, layer["mlp_post_norm"]) if config.post_norms else change)
+        x = hold_whole(x + (norm(change, layer["mlp_post_norm"]) if config.post_norms else change))
         ks.append(k)
         vs.append(v)
         if i in feature_layers:
