@@ -7,6 +7,7 @@ needs one sum behind attention and one behind its MLP. Experts are divided whole
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -93,24 +94,19 @@ def params_shardings(config: AnyConfig, mesh: AnyMesh) -> PyTree:
     >>> tuple(params_shardings(config, AbstractMesh((2, 4), ("data", "model")))["layers"][0]["down"].spec)
     (None, 'model')
     """
-    rows: dict[tuple[str | int, ...], Weight] = {}
-    for row in _table(config):
-        # Experts are rows of their own in the table and one array in params.
-        stacked = isinstance(row.path[-1], int) and isinstance(config, ModelConfig)
-        path = row.path[:-1] if stacked else row.path
-        rows.setdefault(path, row._replace(path=path))
     if isinstance(config, ModelConfig):
         _check_experts(config, mesh)
-    made = build_rows(rows.values(), lambda row: NamedSharding(mesh, weight_spec(config, mesh, row)))
+    made = build_rows(_table(config), lambda row: NamedSharding(mesh, weight_spec(config, mesh, row)))
     if isinstance(config, EagleConfig) and config.draft_vocab_size < config.layer.vocab_size:
         made["ids"] = NamedSharding(mesh, P())
     return made
 
 
-def _table(config: AnyConfig) -> tuple[Weight, ...]:
+def _table(config: AnyConfig) -> Iterable[Weight]:
+    """A row for each array of params."""
     if isinstance(config, EagleConfig):
         return eagle.weights(config)
-    return medusa.weights(config) if isinstance(config, MedusaConfig) else weights.weights(config)
+    return medusa.weights(config) if isinstance(config, MedusaConfig) else weights.leaves(config)
 
 
 def _check_experts(config: ModelConfig, mesh: AnyMesh) -> None:
