@@ -4,7 +4,7 @@
 
 tau is tokens per target forward. All drafters get the same prompts and seeds, and a relaxed rule the same tree as the
 strict one. Costs are medians of decodes taken in turns (A B A B ...) in one process; every single time is in the JSON.
-`--only` runs some parts and keeps the others' figures.
+`--only` runs some parts and `--drafters` some drafters; the others' figures are kept.
 """
 
 from __future__ import annotations
@@ -96,6 +96,7 @@ def main() -> None:
         metavar=("NAME", "SPEC"),
         help="heads for the embedded target (default: eagle3 eagle:tiny/eagle3)",
     )
+    parser.add_argument("--drafters", nargs="*", default=(), help="take only those of these names")
     parts = ("lossless", "acceptance", "cost")
     parser.add_argument("--only", nargs="*", choices=parts, default=parts)
     args = parser.parse_args()
@@ -115,6 +116,7 @@ def main() -> None:
     target = mj.load(assets.TARGET, dtype="float32")
     heads = dict(args.head or [("eagle3", f"eagle:{assets.EAGLE3}")])
     made = drafters(target, heads)
+    made = {name: drafter for name, drafter in made.items() if name in args.drafters or not args.drafters}
     prompts = story_prompts(target, list(documents(args.stories)), args.prompts)
     exact, mars = mj.verify.exact(), mj.verify.mars(theta=0.9)
     if "lossless" in args.only:
