@@ -17,6 +17,7 @@ import numpy as np
 from mars_jax import decode, drafters
 from mars_jax.batch import prepare
 from mars_jax.errors import MarsError
+from mars_jax.hosts import fetch
 from mars_jax.metrics import Metrics, accumulate, summarize, zero_stats
 from mars_jax.request import Completion, Request, Result, StreamEvent, batches, make_requests, total
 from mars_jax.text import Detokenizer, Pretrained
@@ -101,7 +102,7 @@ def run_batch(
     with target.on_mesh():
         state, stats = jax.block_until_ready(decode.run(decoder, params, state))
     seconds = time.perf_counter() - began
-    stats, final = jax.device_get((stats, (state.tokens, state.length, state.failed)))
+    stats, final = fetch((stats, (state.tokens, state.length, state.failed)))
     return [
         _complete(target, request, row, final, summarize(stats, row), seconds)
         for row, request in enumerate(requests)
@@ -161,7 +162,7 @@ def generate_stream(
     decoder, params, first = prepare(target, drafter, requests, verify=verify, rows=rows)
     stats = zero_stats(first.tokens.shape[0], decoder.max_depth)
     texts = [Detokenizer(target, request.prompt_tokens) for request in requests]
-    was_done = np.asarray(first.done)
+    was_done = fetch(first.done)
     steps = decode.stream(decoder, params, first)
     while True:
         # Not around the loop: what the caller does between two events is none of the mesh's business.
@@ -170,8 +171,9 @@ def generate_stream(
             if state is None or info is None:
                 return
             stats = _accumulate(stats, info)
-        host, done, failed = jax.device_get((info, state.done, state.failed))
+        host, done, failed = fetch((info, state.done, state.failed))
         _check_finite(target, failed[: len(requests)])
+        ended = None  # read where a row ends in this step
         for row, request in enumerate(requests):
             if was_done[row]:
                 continue
@@ -185,9 +187,9 @@ def generate_stream(
             )
             completion = None
             if done[row]:
-                final = jax.device_get((state.tokens, state.length, state.failed))
+                ended = ended or fetch((stats, (state.tokens, state.length, state.failed)))
                 seconds = time.perf_counter() - began
-                completion = _complete(target, request, row, final, summarize(stats, row), seconds)
+                completion = _complete(target, request, row, ended[1], summarize(ended[0], row), seconds)
             yield StreamEvent(row, "".join(text for _, text in pieces), pieces, tuple(tokens), completion)
         was_done = done
 

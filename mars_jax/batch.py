@@ -6,13 +6,13 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from mars_jax import decode, drafters
 from mars_jax.controls import make_controls
 from mars_jax.errors import MarsError
+from mars_jax.hosts import put
 from mars_jax.request import Request, check_request
 from mars_jax.sharding import state_shardings
 from mars_jax.text import Pretrained
@@ -84,7 +84,7 @@ def prepare(
     all_lengths = jnp.asarray([*lengths, *[1] * pad], jnp.int32)
     arrays = (jnp.asarray(prompts), all_lengths, made, keys)
     if target.mesh is not None:
-        arrays = jax.device_put(arrays, state_shardings(arrays, target.mesh))
+        arrays = put(arrays, state_shardings(arrays, target.mesh))
     with target.on_mesh():
         return decoder, params, decode.start(decoder, params, *arrays)
 

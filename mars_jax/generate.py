@@ -6,6 +6,7 @@ place on the package. So it can be called, and then is that function.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import sys
@@ -13,10 +14,10 @@ import types
 from collections.abc import Sequence
 from typing import IO, Any
 
-from mars_jax.cli.applies import check_flags
+from mars_jax.cli.applies import Plan, check_flags
 from mars_jax.cli.arguments import parse
 from mars_jax.cli.program import keep_compilations, program
-from mars_jax.cli.prompts import from_texts, read_prompts
+from mars_jax.cli.prompts import PromptRow, from_texts, read_prompts
 from mars_jax.errors import MarsError
 
 
@@ -48,12 +49,20 @@ def _run(argv: Sequence[str] | None, out: IO[str]) -> None:
     plan = check_flags(args, rows)
 
     # From here on jax loads; what is above answers at once.
+    from mars_jax.cli.hosts import joined
+
+    keep_compilations()
+    with joined(args, rows, out) as place:
+        _decode(args, plan, rows, place)
+
+
+def _decode(args: argparse.Namespace, plan: Plan, rows: Sequence[PromptRow], out: IO[str]) -> None:
+    from mars_jax import hosts
     from mars_jax.cli import decode
     from mars_jax.cli.output_file import check_output
     from mars_jax.cli.session import open_session
 
-    keep_compilations()
-    if args.output is not None:
+    if args.output is not None and hosts.is_first():
         check_output(args.output, resume=args.resume)
     with decode.busy("loading"):
         session = open_session(args, plan, rows)

@@ -14,6 +14,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from mars_jax import hosts
 from mars_jax.errors import MarsError
 from mars_jax.mesh import AnyMesh, axes_of, check_rows, parse_mesh, row_spec
 from mars_jax.models import eagle, medusa, weights
@@ -168,7 +169,7 @@ def place(params: PyTree, config: AnyConfig, mesh: Mesh) -> PyTree:
     def put(sharding: NamedSharding, weight: PyTree) -> PyTree:
         # The scales of a matrix in 8 bits lack its last axis.
         return jax.tree.map(
-            lambda x: jax.device_put(x, NamedSharding(mesh, P(*sharding.spec[: x.ndim]))), weight
+            lambda x: hosts.put(x, NamedSharding(mesh, P(*sharding.spec[: x.ndim]))), weight
         )
 
     return jax.tree.map(put, params_shardings(config, mesh), params)

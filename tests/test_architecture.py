@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent
 # Bottom to top: a module imports only from lines above its own, or from its own package.
 LAYERS = [
     "errors types assets",
-    "mesh",
+    "mesh hosts",
     "cache tree controls sampling metrics tasks",
     "fake verify models prefill",
     "training sharding checkpoint",

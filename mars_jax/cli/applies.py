@@ -41,6 +41,10 @@ def check_flags(args: argparse.Namespace, rows: Sequence[PromptRow]) -> Plan:
         if given is not None and given is not False:
             raise MarsError(f"{flag} does not apply {why}.")
 
+    if args.mesh is None:
+        why = "without --mesh, over which several processes divide the work: add it"
+        for name in ("coordinator", "num_processes", "process_id"):
+            refuse(_flag(name), getattr(args, name), why)
     if args.compare:
         own = "with --compare, which runs the rules itself and prints one table: leave it out"
         for flag in ("verify", "tau", "base", "block", "output", "resume", "speedup"):

@@ -92,6 +92,16 @@ def _add_models(made: argparse.ArgumentParser) -> None:
         "in 8 bits per weight, and the rest in the checkpoint's own",
     )
     group.add_argument("--mesh", metavar="data=2,model=4", help=MESH_HELP)
+    group = made.add_argument_group(
+        "several hosts, with --mesh (on Cloud TPU and Slurm they find each other)"
+    )
+    group.add_argument("--coordinator", metavar="HOST:PORT", help="of process 0, where it is to listen")
+    group.add_argument(
+        "--num-processes", type=int, metavar="N", help="started with the same flags; 1: look for no others"
+    )
+    group.add_argument(
+        "--process-id", type=int, metavar="I", help="which of them this is; 0 prints and writes"
+    )
 
 
 def _add_rule(made: argparse.ArgumentParser) -> None:

@@ -11,8 +11,9 @@ from typing import IO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from mars_jax import hosts
 from mars_jax.cli.compare import compare, to_table
-from mars_jax.cli.output_file import OutputFile
+from mars_jax.cli.output_file import OutputFile, Unwritten
 from mars_jax.cli.rows import to_line, to_row
 from mars_jax.cli.session import Session
 from mars_jax.cli.terminal import TextPrinter, console, legend, statistics
@@ -90,8 +91,8 @@ def write_output(session: Session, path: str, out: IO[str], *, json: bool) -> No
     The batch that holds the last row on file is decoded again. It shows that the file belongs to this run,
     and completes itself in the very shapes of an uninterrupted run.
     """
-    file = OutputFile(path, session.requests, session.rule.name)
-    resumed, total = file.finished, len(session.requests)
+    file = OutputFile(path, session.requests, session.rule.name) if hosts.is_first() else Unwritten()
+    resumed, total = hosts.broadcast(file.finished), len(session.requests)
     if resumed == total:
         _errors().print(f"'{path}' holds all {total} rows already: nothing to do.")
         return

@@ -122,3 +122,18 @@ class OutputFile:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
+
+
+class Unwritten:
+    """What stands for the file in the processes that do not write it."""
+
+    finished = 0
+
+    def check_same(self, index: int, completion: Completion) -> None:
+        """Nothing: the first process does."""
+
+    def append(self, completion: Completion) -> None:
+        """Nothing: the first process does."""
+
+    def close(self) -> None:
+        """Nothing is open."""

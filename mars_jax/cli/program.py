@@ -43,6 +43,15 @@ class Ticker:
 
 def program(run: Callable[[Sequence[str] | None, IO[str]], None], argv: Sequence[str] | None) -> int:
     """Run `run(argv, stdout)`; returns the exit code."""
+    code = _program(run, argv)
+    if code and "jax" in sys.modules:
+        from mars_jax import hosts
+
+        hosts.leave(code)
+    return code
+
+
+def _program(run: Callable[[Sequence[str] | None, IO[str]], None], argv: Sequence[str] | None) -> int:
     out = sys.stdout
     try:
         # Whatever a library prints is no part of the result.

@@ -67,7 +67,7 @@ def load(
 ) -> Checkpoint:
     """Load a checkpoint, or what `convert` made of one: its config, and its weights straight to where they belong.
 
-    Host memory holds one or two arrays of params, not the model.
+    Host memory holds one array of params, not the model.
 
     Args:
       name_or_path: directory, or `owner/name` on the Hugging Face hub.
@@ -216,10 +216,8 @@ def read_params(
     """
     found = find_tensors(directory, config)
     params: dict[Weight, jax.Array | Int8] = {}
-    last = None
     for leaf, rows in leaves(config).items():
         sharding = None if shardings is None else get(shardings, leaf.path)
-        arrays = read_leaf(directory, found, leaf, rows, dtype, int8=int8, sharding=sharding)
-        jax.block_until_ready(last)  # while one array travels the next is read, and no more than that is held
-        last = params[leaf] = to_params(arrays, dtype)
-    return jax.block_until_ready(build_rows(params, params.__getitem__))
+        made = to_params(read_leaf(directory, found, leaf, rows, dtype, int8=int8, sharding=sharding), dtype)
+        params[leaf] = jax.block_until_ready(made)  # until then the host has it too
+    return build_rows(params, params.__getitem__)

@@ -1,7 +1,7 @@
 """Tensors of files into arrays on devices, some rows at a time.
 
-What the host holds is one array of params, or its part on this host's devices, one more on its way to the devices, and
-a block of rows. Oracle: reading everything whole (tests/hub/test_stream.py).
+What the host holds is one array of params, or the part of it that its devices are to have, and a block of rows.
+Oracle: reading everything whole (tests/hub/test_stream.py).
 """
 
 from __future__ import annotations

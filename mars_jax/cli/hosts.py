@@ -1,0 +1,56 @@
+"""The flags --coordinator, --num-processes and --process-id: several processes of which one prints."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import IO, Any
+
+import jax
+
+from mars_jax import hosts
+from mars_jax.errors import MarsError
+
+
+@contextlib.contextmanager
+def joined(args: argparse.Namespace, rows: Any, out: IO[str]) -> Iterator[IO[str]]:
+    """The other processes of the run, if it has a mesh; gives where this one is to print.
+
+    Raises:
+      MarsError: as `hosts.connect`; other flags or prompts than theirs; or one of them failed.
+    """
+    if args.mesh is None:
+        yield out
+        return
+    hosts.connect(args.coordinator, args.num_processes, args.process_id)
+    own = ("coordinator", "process_id")
+    try:
+        with _printing(out) as place:
+            hosts.check_equal(
+                ({k: v for k, v in vars(args).items() if k not in own}, rows), "flags or prompts"
+            )
+            yield place
+    except jax.errors.JaxRuntimeError as error:
+        if jax.process_count() == 1:
+            raise
+        reason = next(iter(str(error).strip().splitlines()), "").rstrip(".")
+        raise MarsError(
+            f"one of the {jax.process_count()} processes of the run failed ({reason})."
+        ) from error
+
+
+@contextlib.contextmanager
+def _printing(out: IO[str]) -> Iterator[IO[str]]:
+    """Where this process prints: the first to `out`, the others nowhere. What goes round Python goes to stderr."""
+    if not jax.distributed.is_initialized():
+        yield out
+        return
+    with os.fdopen(os.dup(out.fileno()), "w", encoding=out.encoding) as place:
+        os.dup2(2, out.fileno())  # Gloo, of CPU devices, says on stdout whom it is connected to
+        if hosts.is_first():
+            yield place
+            return
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
+        yield nowhere

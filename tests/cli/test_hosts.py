@@ -1,0 +1,144 @@
+"""Two processes of four CPU devices each decode what one process of eight does; if one dies, the other ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from mars_jax import hosts, hub
+from mars_jax.cli.applies import check_flags
+from mars_jax.cli.arguments import parse
+from mars_jax.errors import MarsError
+from mars_jax.generate import main
+from mars_jax.mesh import parse_mesh
+from mars_jax.models import ModelConfig, init_params
+
+ROOT = Path(__file__).parent.parent.parent
+CONFIG = ModelConfig(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=64,
+    num_layers=1,
+    num_heads=4,
+    num_kv_heads=4,
+    norm_eps=1e-5,
+)
+
+
+@pytest.fixture(scope="module")
+def arguments(tmp_path_factory):
+    """A command line over eight devices."""
+    folder = tmp_path_factory.mktemp("hosts")
+    hub.save(folder / "model", CONFIG, init_params(CONFIG, jax.random.key(0), scale=0.3))
+    prompts = [{"prompt_tokens": [1 + i, 2, 3, 1 + i, 2, 3, 1 + i]} for i in range(6)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
+    command = f"--target {folder / 'model'} --draft ngram --mesh data=2,model=4 --batch-size 4 --ignore-eos "
+    return (command + f"--prompts-file {folder / 'prompts.jsonl'} --json").split()
+
+
+def start(arguments, *own):
+    environment = os.environ | {
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "JAX_PLATFORMS": "cpu",
+    }
+    return subprocess.Popen(
+        [sys.executable, "-m", "mars_jax.generate", *arguments, *own],
+        env=environment,
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def start_two(arguments, *own):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    flags = ["--coordinator", f"localhost:{port}", "--num-processes", "2", "--process-id"]
+    return [start(arguments, *own, *flags, str(i)) for i in range(2)]
+
+
+def rows(text):
+    made = [json.loads(line) for line in text.splitlines()]
+    return [(row["prompt_tokens"], row["tokens"], row["steps"]) for row in made]
+
+
+@pytest.mark.slow
+def test_two_processes_of_four_devices_give_the_tokens_of_one_of_eight(arguments, tmp_path, capsys):
+    arguments = [*arguments, "--max-new-tokens", "24"]
+    assert main(arguments) == 0
+    expected = capsys.readouterr().out
+    # To a file as well, as if an earlier run had been interrupted behind its first row.
+    file = tmp_path / "rows.jsonl"
+    file.write_text(expected.splitlines(keepends=True)[0])
+    both = start_two(arguments, "--output", str(file), "--resume")
+    printed = [process.communicate(timeout=600) for process in both]
+    assert [process.returncode for process in both] == [0, 0], printed
+    assert rows(printed[0][0]) == rows(expected)[1:] and len(rows(expected)) == 6
+    assert rows(file.read_text()) == rows(expected)
+    assert "tokens/s" in printed[0][1]
+    assert printed[1][0] == "" and "tokens/s" not in printed[1][1]
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_ends_the_others(arguments):
+    long = [*[a for a in arguments if a != "--json"], "--max-new-tokens", "1900", "--json"]
+    first, second = start_two(long)
+    assert first.stdout.readline()  # the first batch is through and the second is on its way
+    second.kill()
+    began = time.monotonic()
+    _, errors = first.communicate(timeout=hosts.HEARTBEAT + 40)
+    assert first.returncode not in (0, None), errors
+    assert time.monotonic() - began < hosts.HEARTBEAT + 30
+    second.communicate()
+    assert second.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    "given, expected",
+    [
+        ((None, 2, 0), "--coordinator is missing"),
+        (("localhost:1", 2, None), "--process-id is missing"),
+        (("localhost:1", 2, 2), "--process-id is 2: expected one from 0 to 1"),
+    ],
+)
+def test_numbers_that_make_no_run_are_named(given, expected):
+    with pytest.raises(MarsError, match=expected):
+        hosts.connect(*given)
+
+
+def test_without_a_mesh_the_flags_of_several_hosts_do_not_apply():
+    with pytest.raises(MarsError, match="--num-processes does not apply without --mesh"):
+        check_flags(parse(["--num-processes", "2", "x"]), [])
+
+
+def test_alone_there_is_nothing_to_wait_for(monkeypatch):
+    monkeypatch.delenv("SLURM_NTASKS", raising=False)
+    hosts.connect()
+    hosts.connect("localhost:1", 1, 0)
+    assert not jax.distributed.is_initialized() and hosts.is_first() and hosts.broadcast(7) == 7
+    hosts.check_equal("anything", "flags")
+    hosts.check_mesh(None)
+    hosts.leave(3)
+
+
+def test_what_is_put_on_a_mesh_is_fetched_as_it_was():
+    mesh = parse_mesh("data=2,model=4")
+    tree = {"tokens": jnp.arange(8).reshape(4, 2), "keys": jax.random.split(jax.random.key(1), 4)}
+    placed = hosts.put(tree, jax.tree.map(lambda _: jax.NamedSharding(mesh, P("data")), tree))
+    assert len(placed["keys"].sharding.device_set) == 8
+    np.testing.assert_array_equal(hosts.fetch(placed["tokens"]), tree["tokens"])
+    np.testing.assert_array_equal(jax.random.key_data(placed["keys"]), jax.random.key_data(tree["keys"]))
