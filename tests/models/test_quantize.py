@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mars_jax import hub
-from mars_jax.models import ModelConfig, eagle, init_params, language_model, medusa
+from mars_jax.models import ModelConfig, eagle, init_params, language_model, medusa, moe
 from mars_jax.models.layers import dense, embed
 from mars_jax.models.moe import dense_by_expert
 from mars_jax.models.quantize import Int8, quantize
@@ -62,8 +62,14 @@ def test_products_are_those_of_the_dequantised_matrix(rows, dtype, tolerance):
 def test_products_by_expert_are_those_of_the_dequantised_matrices():
     x, w = normal(0, 6, 7), quantize(normal(1, 4, 5, 7))
     sizes = jnp.asarray([2, 0, 3, 1], jnp.int32)
-    got = jax.jit(dense_by_expert)(x, w, sizes)
-    np.testing.assert_allclose(got, dense_by_expert(x, w.astype("float32"), sizes), atol=1e-5)
+    want = dense_by_expert(x, w.astype("float32"), sizes)
+    np.testing.assert_allclose(jax.jit(dense_by_expert)(x, w, sizes), want, atol=1e-5)
+    expert = np.repeat(np.arange(4), np.asarray(sizes))
+    ragged = jax.jit(moe._ragged)(x, w.values, sizes) * w.scale[expert]
+    np.testing.assert_allclose(ragged, want, atol=1e-5)
+    for platform in ("tpu", "cuda"):
+        text = jax.jit(dense_by_expert).trace(x, w, sizes).lower(lowering_platforms=(platform,)).as_text()
+        assert "4x5x7xi8" in text
 
 
 SIZES = {"vocab_size": 29, "hidden_size": 16, "intermediate_size": 24, "num_layers": 2, "num_heads": 4}
