@@ -44,7 +44,10 @@ def findings(found: Mapping[str, Any]) -> list[str]:
         said.append("The continuations are too short to say whether errors compound.")
     else:
         span = f"{change:+.3f} nats per token [{low:+.3f}, {high:+.3f}]"
-        verdict = "Errors compound" if low > 0 else "Errors do not compound"
+        # An interval that holds zero is no proof of the contrary, least of all a wide one.
+        verdict = (
+            "Errors compound" if low > 0 else "Errors fade" if high < 0 else "No sign that errors compound"
+        )
         said.append(
             f"{verdict}: from the first to the last third of the distances, what a relaxed token adds to the surprise "
             f"of a token behind it changes by {span}."

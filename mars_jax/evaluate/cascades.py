@@ -221,8 +221,8 @@ def curves(events: Sequence[Event], horizon: int, *, seed: int = 0) -> dict[str,
     Returns:
       `same_place`, `same_order` and `surprise`: mean, low and high (95%, bootstrap over problems) at each distance.
       Distances behind the end of both continuations are left out; surprise is -log p under the target in nats, ours
-      less the strict one's. `grows` has the change of each between the first and the last third of the distances, and `score`
-      the score that the token costs, where there is one.
+      less the strict one's. `grows` has the change of each between the first and the last third of the distances,
+      and `score` the score that the token costs, where there is one.
     """
     names = ("same_place", "same_order", "surprise")
     values = {name: np.full((len(events), horizon), np.nan) for name in names}

@@ -99,7 +99,9 @@ def test_findings_say_whether_surprise_grows():
         found = summarize(texts, events, horizon=12)
         verdicts.append(found["findings"][0])
         assert findings(found)[0] == verdicts[-1]
-    assert verdicts[0].startswith("Errors compound: ") and verdicts[1].startswith("Errors do not compound: ")
+    assert verdicts[0].startswith("Errors compound: ") and verdicts[1].startswith(
+        "No sign that errors compound: "
+    )
 
 
 def test_relapse_is_one_where_relaxed_tokens_do_not_know_each_other():
