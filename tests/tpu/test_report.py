@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import re
+
 import pytest
 
 pytest.importorskip(
@@ -10,7 +13,7 @@ pytest.importorskip(
 
 from tests.tpu import kernel_cases, report
 
-KERNELS, DECODE = report.read("kernels")["entries"], report.read("decode")["entries"]
+KERNELS, DECODE, EAGLE = (report.read(section)["entries"] for section in ("kernels", "decode", "eagle"))
 
 
 def test_it_covers_every_kernel_shape_and_generation():
@@ -19,6 +22,7 @@ def test_it_covers_every_kernel_shape_and_generation():
 
 def test_it_covers_every_decode_step():
     assert set(DECODE) == {name for name, _ in report.decode_entries()}
+    assert set(EAGLE) == {name for name, _ in report.eagle_entries()}
 
 
 def test_every_kernel_reads_the_logits_once():
@@ -31,5 +35,16 @@ def test_every_kernel_reads_the_logits_once():
 
 
 def test_every_decode_step_fits_in_memory():
-    for name, entry in DECODE.items():
+    for name, entry in (DECODE | EAGLE).items():
         assert entry["hbm_share"] < 1, name
+
+
+def test_between_chips_travel_hidden_states_and_a_few_numbers_a_node_but_no_vocabulary():
+    widest = max(
+        math.prod(map(int, shape.split(",")))
+        for entry in (DECODE | EAGLE).values()
+        for name in entry["collectives"]
+        for shape in re.findall(r"\[([\d,]+)\]", name)
+    )
+    assert widest <= 64 * 8192  # the nodes of a tree or a batch of chains, by the hidden size of a 70B model
+    assert all(entry["mosaic_kernels"] == 1 for entry in (DECODE | EAGLE).values())
