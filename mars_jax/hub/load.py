@@ -134,8 +134,10 @@ def convert(array: np.ndarray, dtype: str, *, int8: bool = False) -> jax.Array |
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise MarsError(f"it holds {array.dtype}: quantised checkpoints are not supported.")
     if int8:
-        return jax.tree.map(jnp.asarray, quantize(array, dtype))
-    return jnp.asarray(array.astype(jnp.dtype(dtype), copy=False))
+        return jax.device_put(quantize(array, dtype))
+    return jnp.asarray(
+        array.astype(jnp.dtype(dtype), copy=False)
+    )  # a copy: of a .bin file it is the file itself
 
 
 def find_tensors(directory: Path, config: ModelConfig) -> dict[str, tuple[str, Tensor]]:
