@@ -175,7 +175,8 @@ def hold_heads(buffer: Array) -> Array:
 def hold_whole(x: Array) -> Array:
     """Activations [B, N, E] on every device of `model`, whatever reads them next.
 
-    Left to itself XLA may divide them by E where a later product is, and then gathers them again in every layer.
+    Left to itself XLA may divide them by E where a later product is, and then gathers them again in every layer, or
+    divide a concatenation by sending its parts.
     """
     mesh = _ready()
     if mesh is None or not mesh.auto_axes:
@@ -225,12 +226,20 @@ def expert_axes(experts: int, size: int) -> tuple[tuple[str, ...], tuple[str, ..
     return axes, axes_of("expert_hidden", size, mesh, without=axes)
 
 
-def map_devices(function: Callable[..., PyTree], in_specs: Any) -> Callable[..., PyTree]:
-    """`jax.shard_map` over all axes of the mesh but that of the rows; the results are equal on all devices."""
+def map_devices(
+    function: Callable[..., PyTree], in_specs: Any, out_specs: Any = None
+) -> Callable[..., PyTree]:
+    """`jax.shard_map` over all axes of the mesh but that of the rows; by default results are equal on all devices."""
     mesh = jax.sharding.get_abstract_mesh()
     free = set(mesh.axis_names) - set(mesh.manual_axes)
     # check_vma: it cannot see that what every device computes from what all of them gathered is equal.
-    return jax.shard_map(function, in_specs=in_specs, out_specs=P(), axis_names=free, check_vma=False)
+    return jax.shard_map(
+        function,
+        in_specs=in_specs,
+        out_specs=P() if out_specs is None else out_specs,
+        axis_names=free,
+        check_vma=False,
+    )
 
 
 def over_vocabulary(

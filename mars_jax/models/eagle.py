@@ -15,10 +15,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
+from jax.sharding import PartitionSpec as P
 
 from mars_jax import cache as kv_cache
 from mars_jax.errors import MarsError
+from mars_jax.mesh import hold_whole, map_devices, vocabulary_axes
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.layers import dense, embed, gated_mlp, rms_norm
 from mars_jax.models.rope import angles
@@ -163,7 +165,7 @@ def fuse(config: EagleConfig, head: PyTree, output: ForwardOutput) -> Array:
             rms_norm(x, scale, config.layer.norm_eps)
             for x, scale in zip(features, head["fc_norm"], strict=True)
         ]
-    joined = jnp.concatenate(list(features), axis=-1).astype(head["fc"].dtype)
+    joined = hold_whole(jnp.concatenate(list(features), axis=-1)).astype(head["fc"].dtype)
     return dense(joined, head["fc"], head.get("fc_bias"))
 
 
@@ -198,7 +200,8 @@ def forward(
         h = normed if config.norm_before_residual else feature
         x = jnp.concatenate([rms_norm(word, layer["embed_norm"], c.norm_eps), normed], axis=-1)
     else:
-        h = x = dense(jnp.concatenate([word, feature], axis=-1), head["fc"], head.get("fc_bias"))
+        joined = hold_whole(jnp.concatenate([word, feature], axis=-1))
+        h = x = dense(joined, head["fc"], head.get("fc_bias"))
     live = jnp.max(start) + tokens.shape[1]
     # The angles are computed, not looked up: a head's own limit of positions does not bind.
     rotation = angles(positions, c.rope, c.head_dim)
@@ -238,5 +241,17 @@ def widen(config: EagleConfig, params: Params, logits: Array) -> Array:
     """Logits f32[B, N, W] of the draft vocabulary over the target's, -inf where it has no token: f32[B, N, V]."""
     if config.draft_vocab_size == config.layer.vocab_size:
         return logits
-    empty = jnp.full((*logits.shape[:-1], config.layer.vocab_size), -jnp.inf, logits.dtype)
-    return empty.at[..., params.draft["ids"]].set(logits)
+    vocab, ids = config.layer.vocab_size, params.draft["ids"]
+    axes = vocabulary_axes(vocab)
+    if not axes:
+        return jnp.full((*logits.shape[:-1], vocab), -jnp.inf, logits.dtype).at[..., ids].set(logits)
+
+    # Every device gets all W logits, and keeps those of its own part of V.
+    def local(logits: Array, ids: Array) -> Array:
+        size = vocab // lax.axis_size(axes)
+        place = ids - lax.axis_index(axes) * size
+        place = jnp.where(place < 0, size, place)  # a negative index would count from the end
+        empty = jnp.full((*logits.shape[:-1], size), -jnp.inf, logits.dtype)
+        return empty.at[..., place].set(logits, mode="drop")
+
+    return map_devices(local, (P(), P()), P(None, None, axes))(logits, ids)
