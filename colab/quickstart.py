@@ -127,7 +127,7 @@ if RUN_LARGE:
 # rule compiles, and every way is run once before it is timed. Large targets are asked to end as the small one does.
 
 # %%
-THETAS = (0.98, 0.95, 0.9, 0.85, 0.8, 0.7)
+THETAS = (0.95, 0.9, 0.8, 0.7, 0.6, 0.5)
 
 problems = list(arithmetic.generate(PROBLEMS, split="eval"))
 ending = " End with the result after ####." if RUN_LARGE else ""
