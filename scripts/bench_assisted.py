@@ -114,8 +114,9 @@ def ways(
     }
 
 
-def measure(made: dict[str, Callable[[], Tokens]], repeats: int, new: int) -> dict[str, Any]:
-    """Seconds of every run, taken in turns, and tokens/s by their median."""
+def measure(made: dict[str, Callable[[], Tokens]], repeats: int, new: int, *, greedy: bool) -> dict[str, Any]:
+    """Seconds of every run, taken in turns, and tokens/s by their median; and, where nothing is drawn, the texts that
+    are the ones of plain generate."""
     texts = {name: run() for name, run in made.items()}  # compiles, and warms up
     for name, tokens in texts.items():
         assert all(len(t) == new for t in tokens), (
@@ -133,7 +134,9 @@ def measure(made: dict[str, Callable[[], Tokens]], repeats: int, new: int) -> di
         name: {
             "tokens_per_second": count[name] / statistics.median(times),
             "against_assisted": statistics.median(a / t for a, t in zip(assisted, times, strict=True)),
-            "texts_as_transformers_alone": sum(a == b for a, b in zip(texts[name], alone, strict=True)),
+            "texts_as_transformers_alone": sum(a == b for a, b in zip(texts[name], alone, strict=True))
+            if greedy
+            else None,
             "tokens": count[name],
             "seconds": times,
         }
@@ -183,7 +186,7 @@ def main() -> None:
         for batch in args.batches:
             for temperature in args.temperatures:
                 made = ways(target, drafter, theirs, prompts, batch, temperature, args.new_tokens)
-                found = measure(made, args.repeats, args.new_tokens)
+                found = measure(made, args.repeats, args.new_tokens, greedy=temperature == 0)
                 case = {"task": task, "batch": batch, "temperature": temperature, "prompts": len(prompts)}
                 report["cases"].append(case | {"ways": found})
                 args.output.parent.mkdir(parents=True, exist_ok=True)
@@ -191,7 +194,8 @@ def main() -> None:
                 print(f"{task}, batch {batch}, temperature {temperature:g}")
                 for name, row in found.items():
                     rate, against = row["tokens_per_second"], row["against_assisted"]
-                    same = f"{row['texts_as_transformers_alone']}/{len(prompts)} texts of generate"
+                    count = row["texts_as_transformers_alone"]
+                    same = "" if count is None else f"{count}/{len(prompts)} texts of generate"
                     print(f"  {name:28} {rate:8.1f} tokens/s {against:6.2f} x assisted  {same}", flush=True)
 
 
