@@ -8,7 +8,10 @@ from pathlib import Path
 
 # Eight CPU devices let sharding tests run anywhere; set before JAX starts its backend.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+# A test runs a program once or a few times, so what LLVM would gain by optimising it is never won back.
+os.environ.setdefault(
+    "XLA_FLAGS", "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+)
 
 # Nearly all of the time goes into compiling. What one worker compiled, the others and later tests load from here;
 # workers inherit the name. Name a folder yourself to keep it for the next run.
