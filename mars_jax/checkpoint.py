@@ -47,7 +47,7 @@ class _OneByOne(ocp.type_handlers.NumpyHandler):
 
     async def serialize(self, values, infos, args=None):
         for value, info, arg in zip(values, infos, args or [ocp.SaveArgs()] * len(values), strict=True):
-            array = value.read()
+            array = value.read()  # pyright: ignore[reportAttributeAccessIssue]
             for written in await super().serialize([array], [info], [arg]):
                 written.result()
             self._count(info.name, array)
@@ -70,7 +70,8 @@ def checksum(array: np.ndarray) -> int:
     >>> checksum(np.zeros(3, np.float32)) == zlib.crc32(bytes(12))
     True
     """
-    return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    data: Any = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return zlib.crc32(data)
 
 
 def _checkpointer(handler: _OneByOne) -> ocp.Checkpointer:

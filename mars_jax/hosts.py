@@ -11,6 +11,7 @@ import sys
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from mars_jax.errors import MarsError
@@ -126,7 +127,7 @@ def put(tree: PyTree, shardings: PyTree) -> PyTree:
     def one(x: Any, sharding: Any) -> jax.Array:
         if sharding.is_fully_addressable:
             return jax.device_put(x, sharding)
-        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             made = one(jax.random.key_data(x), sharding)
             return jax.random.wrap_key_data(made, impl=jax.random.key_impl(x))
         host = np.asarray(x)

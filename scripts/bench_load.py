@@ -21,6 +21,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 CASES = {
     "load": {},
@@ -85,7 +86,7 @@ def measure(case: dict, checkpoint: str, converted: str) -> dict:
 
     from mars_jax import hub, mesh, sharding
 
-    load = importlib.import_module("mars_jax.hub.load")  # the package has a function of that name
+    load: Any = importlib.import_module("mars_jax.hub.load")  # the package has a function of that name
 
     if "mesh" in case:
         shardings = sharding.params_shardings(hub.read_config(checkpoint), mesh.parse_mesh(case["mesh"]))

@@ -47,7 +47,7 @@ def _printing(out: IO[str]) -> Iterator[IO[str]]:
     if not jax.distributed.is_initialized():
         yield out
         return
-    with os.fdopen(os.dup(out.fileno()), "w", encoding=out.encoding) as place:
+    with os.fdopen(os.dup(out.fileno()), "w", encoding="utf-8") as place:
         os.dup2(2, out.fileno())  # Gloo, of CPU devices, says on stdout whom it is connected to
         if hosts.is_first():
             yield place

@@ -164,7 +164,8 @@ def _safetensors(path: Path) -> Iterator[dict[str, Tensor]]:
             try:
                 with open(path, "rb", buffering=0) as file:
                     file.seek(begin + first * width * made.itemsize)
-                    left = memoryview(made.reshape(-1).view(np.uint8))
+                    data: Any = made.reshape(-1).view(np.uint8)
+                    left = memoryview(data)
                     while len(left) and (got := file.readinto(left)):  # Linux gives 2 GB at most at once
                         left = left[got:]
             except OSError as error:
