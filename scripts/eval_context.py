@@ -6,7 +6,8 @@ Risk is the mean regret per token (z1 - z[token] of the target, nats). Every rul
 temperature 0, with a context that scales the looseness of its threshold, or without. On one half of the prompts every
 rule sweeps theta, and gets the theta at which its risk is that of a global threshold; on the other half the rules run
 with these, and tau, risk and score are compared with the global rule's by the paired bootstrap over prompts. A context
-beats the global threshold where its tau is higher with 95% confidence and its risk is not. Beside the JSON goes a PNG.
+beats the global threshold where its tau is higher with 95% confidence, after what tau the global rule would have gained
+by the risk in which the two differ. Beside the JSON goes a PNG.
 """
 
 from __future__ import annotations
@@ -136,6 +137,14 @@ def matched(sweep: list[dict[str, float]], risk: float) -> dict[str, Any]:
     return {"theta": theta_of(points[-1][0]), "tuned_tau": points[-1][2], "risk_reached": False}
 
 
+def steepness(sweep: list[dict[str, float]], looseness: float) -> float:
+    """How much tau the global rule gains by a unit of risk, around a looseness of its sweep."""
+    at = [row["looseness"] for row in sweep].index(looseness)
+    before, after = sweep[max(at - 1, 0)], sweep[min(at + 1, len(sweep) - 1)]
+    more = after["risk"] - before["risk"]
+    return max((after["tau"] - before["tau"]) / more, 0.0) if more > 0 else 0.0
+
+
 def compare(task: Task, made: dict[str, Any], count: int) -> dict[str, Any]:
     """Sweep on the first half, compare on the second, at the risk of each global threshold of `REFERENCES`."""
     tune, test = slice(0, count // 2), slice(count // 2, count)
@@ -164,16 +173,22 @@ def held_out(
     weights = np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), size=RESAMPLES).astype(np.float64)
     resampled = figures(plain, weights)
     results = {"global": {"theta": theta_of(reference)} | figures(plain)}
+    slope = steepness(sweeps["global"], reference)
     for name in made:
         if name == "global":
             continue
         row = matched(sweeps[name], risk)
         columns = task.run(made[name], row["theta"], test)
         row |= figures(columns)
-        for key, values in figures(columns, weights).items():
-            low, high = np.quantile(values - resampled[key], [0.025, 0.975])
-            row[f"{key}_difference"] = [row[key] - results["global"][key], float(low), float(high)]
-        row["beats_global"] = bool(row["tau_difference"][1] > 0 and row["risk_difference"][0] <= 0)
+        drawn = figures(columns, weights)
+        differences = {key: (row[key] - results["global"][key], drawn[key] - resampled[key]) for key in drawn}
+        # What of the tau is owed to the risk that the two halves did not match.
+        owed = [slope * of_risk for of_risk in differences["risk"]]
+        differences["tau_at_equal_risk"] = (differences["tau"][0] - owed[0], differences["tau"][1] - owed[1])
+        for key, (value, values) in differences.items():
+            low, high = np.quantile(values, [0.025, 0.975])
+            row[f"{key}_difference"] = [float(value), float(low), float(high)]
+        row["beats_global"] = bool(row["tau_at_equal_risk_difference"][1] > 0)
         results[name] = row
     # Chosen on the first half, so that the best of many is not best by luck.
     best = max((name for name in results if name != "global"), key=lambda name: results[name]["tuned_tau"])
