@@ -43,7 +43,7 @@ from mars_jax.training.objectives import document_mask
 WIDEST = 4.0  # nats between the two best tokens, beyond which nothing is asked
 PER_TEXT = 5
 HORIZON = 48  # of a story
-THETAS = (0.9, 0.8, 0.7)  # of mars, whose tau the indicator gets too
+THETAS = (0.9, 0.6, 0.4)  # of mars, whose tau the indicator gets too
 ROWS = 32
 RESAMPLES = 2000
 
