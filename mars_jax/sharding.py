@@ -56,6 +56,7 @@ _LOGICAL: dict[str, tuple[str | None, ...]] = {
 def weight_spec(config: AnyConfig, mesh: AnyMesh, row: Weight) -> P:
     """How a weight of a model's or a head's table is divided; of experts, the array that holds all of them.
 
+    >>> from jax.sharding import AbstractMesh
     >>> from mars_jax.models import ModelConfig
     >>> config = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=4)
     >>> tuple(weight_spec(config, AbstractMesh((4,), ("model",)), weights.weights(config)[2]))
@@ -90,6 +91,7 @@ def params_shardings(config: AnyConfig, mesh: AnyMesh) -> PyTree:
     Raises:
       MarsError: the experts do not divide over the mesh's own axis for them.
 
+    >>> from jax.sharding import AbstractMesh
     >>> from mars_jax.models import ModelConfig
     >>> config = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=4)
     >>> tuple(params_shardings(config, AbstractMesh((2, 4), ("data", "model")))["layers"][0]["down"].spec)
@@ -121,6 +123,7 @@ def _check_experts(config: ModelConfig, mesh: AnyMesh) -> None:
 def whole(config: AnyConfig, mesh: AnyMesh) -> list[str]:
     """What lies whole on every device although the mesh has an axis for it: one sentence each, with the numbers.
 
+    >>> from jax.sharding import AbstractMesh
     >>> from mars_jax.models import ModelConfig
     >>> config = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=4,
     ...                      num_kv_heads=2)
@@ -168,8 +171,6 @@ def place(params: PyTree, config: AnyConfig, mesh: Mesh) -> PyTree:
 
     def put(sharding: NamedSharding, weight: PyTree) -> PyTree:
         # The scales of a matrix in 8 bits lack its last axis.
-        return jax.tree.map(
-            lambda x: hosts.put(x, NamedSharding(mesh, P(*sharding.spec[: x.ndim]))), weight
-        )
+        return jax.tree.map(lambda x: hosts.put(x, NamedSharding(mesh, P(*sharding.spec[: x.ndim]))), weight)
 
     return jax.tree.map(put, params_shardings(config, mesh), params)

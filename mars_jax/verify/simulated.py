@@ -99,6 +99,7 @@ def simulated(tau: float) -> Simulated:
     Raises:
       MarsError: tau below 1 or not finite; when called, tau above what the draft's depth allows.
 
+    >>> import jax
     >>> from mars_jax.controls import make_controls
     >>> from mars_jax.tree import chain
     >>> z = jnp.eye(4, dtype=jnp.float32)[None, 1:4]
