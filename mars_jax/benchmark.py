@@ -12,7 +12,7 @@ from typing import IO
 
 from mars_jax.cli import pair
 from mars_jax.cli.program import Ticker, keep_compilations, program
-from mars_jax.cli.theta import settings_of, theta_from_text
+from mars_jax.cli.theta import ThetaFile, settings_of, theta_from_text
 from mars_jax.errors import MarsError
 
 _DESCRIPTION = """\
@@ -91,7 +91,7 @@ def _theta(args: argparse.Namespace, text: str) -> float:
         found = theta_from_text(text)
     except MarsError as error:
         raise MarsError(str(error).replace("--theta is", "--thetas has", 1)) from None
-    if isinstance(found, float):
+    if not isinstance(found, ThetaFile):
         return found
     found.check(settings_of(args, base=args.base, margin=args.margin))
     return found.theta

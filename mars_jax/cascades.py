@@ -15,7 +15,7 @@ from typing import IO, Any
 from mars_jax import __version__
 from mars_jax.cli import pair
 from mars_jax.cli.program import Ticker, keep_compilations, program
-from mars_jax.cli.theta import settings_of, theta_from_text
+from mars_jax.cli.theta import ThetaFile, settings_of, theta_from_text
 from mars_jax.errors import MarsError
 
 _DESCRIPTION = """\
@@ -62,7 +62,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if args.base == "rejection":
         raise MarsError("--base rejection does not apply at temperature 0, where it is exact: leave it out.")
     found = theta_from_text(args.theta)
-    if not isinstance(found, float):
+    if isinstance(found, ThetaFile):
         found.check(settings_of(args, base=args.base, margin=args.margin, temperature=0.0))
         found = found.theta
     if math.isinf(found) or (args.margin != "gap" and found > 1):

@@ -17,7 +17,7 @@ from typing import Any
 from mars_jax import api, assets, drafters, text, verify
 from mars_jax.cli.program import BAD_INPUT, program
 from mars_jax.cli.settings import DynamicTree, tree_from_text
-from mars_jax.cli.theta import theta_from_text
+from mars_jax.cli.theta import ThetaFile, theta_from_text
 from mars_jax.errors import MarsError
 from mars_jax.evaluate.likelihood import score
 from mars_jax.request import batches, make_requests
@@ -127,7 +127,8 @@ class MarsJax(TemplateLM):
         # A context that is too long loses its beginning, as everywhere in the harness.
         texts = [(context + wanted)[-self.max_length :] for _, context, wanted in requests]
         answers = []
-        for (_, _, wanted), found in zip(requests, score(self._target, texts, rows=self._rows), strict=True):
+        for request, found in zip(requests, score(self._target, texts, rows=self._rows), strict=True):
+            wanted = request[2]
             n = min(len(wanted), len(found.log_p))
             greedy = found.best[len(found.best) - n :].tolist() == wanted[len(wanted) - n :]
             answers.append((float(found.log_p[len(found.log_p) - n :].sum(dtype="float64")), greedy))
@@ -191,7 +192,7 @@ def _rule(name: str, theta: str | float, margin: str, base: str) -> Verifier:
     if name != "mars":
         return strict
     found = theta_from_text(str(theta))
-    if not isinstance(found, float):
+    if isinstance(found, ThetaFile):
         found.check({"margin": margin, "base": base})
         found = found.theta
     return verify.mars(strict, theta=found, margin=margin)

@@ -66,7 +66,7 @@ class Torch:
         if assisted:
             how["assistant_model"] = self._draft
         with torch.inference_mode():
-            out = self._target.generate(
+            out = self._target.generate(  # pyright: ignore[reportAttributeAccessIssue]
                 ids, attention_mask=mask, max_new_tokens=self._new, min_new_tokens=self._new, **how
             )
         return out[:, width:].tolist()

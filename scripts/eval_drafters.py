@@ -114,7 +114,7 @@ def main() -> None:
         print(name, json.dumps(value), flush=True)
 
     target = mj.load(assets.TARGET, dtype="float32")
-    heads = dict(args.head or [("eagle3", f"eagle:{assets.EAGLE3}")])
+    heads: dict[str, str] = dict(args.head or [("eagle3", f"eagle:{assets.EAGLE3}")])
     made = drafters(target, heads)
     made = {name: drafter for name, drafter in made.items() if name in args.drafters or not args.drafters}
     prompts = story_prompts(target, list(documents(args.stories)), args.prompts)

@@ -15,6 +15,7 @@ import difflib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from mars_jax import api, drafters, request, verify
@@ -153,9 +154,8 @@ def _places(
     for problem, (text, s) in enumerate(zip(texts, scored, strict=True)):
         relaxed = [i for i, was in enumerate(text.relaxed) if was]
         at = np.arange(len(text.tokens)) + len(text.prompt) - 1
-        low = np.asarray(
-            verify.MARGINS[rule.margin](s.z1[at], s.z2[at], np.full(len(at), rule.theta, np.float32))
-        )
+        z1, z2 = jnp.asarray(s.z1[at]), jnp.asarray(s.z2[at])
+        low = np.asarray(verify.MARGINS[rule.margin](z1, z2, jnp.full(len(at), rule.theta, jnp.float32)))
         own = s.best[at] == np.asarray(text.tokens)
         stops = np.isin(s.best[at], target.stop_tokens) | np.isin(s.second[at], target.stop_tokens)
         refused = np.flatnonzero(~low & own & ~stops).tolist()

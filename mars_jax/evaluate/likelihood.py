@@ -70,4 +70,5 @@ def _score(model: LanguageModel, params, tokens):
     logits = predict(model, params, tokens[:, :-1], jnp.zeros_like(tokens[:, :-1]))
     stats = margin_stats(logits, logsumexp=True)
     said = jnp.take_along_axis(logits, tokens[:, 1:, None], axis=2)[..., 0]
+    assert stats.logsumexp is not None  # as asked
     return said - stats.logsumexp, stats

@@ -28,6 +28,11 @@ _QWEN3: dict[str, Any] = {
     "qk_norm": True,
     "rope": Rope(theta=1000000.0),
 }
+_LLAMA32: dict[str, Any] = _LLAMA3 | {
+    "head_dim": 64,
+    "rope": Rope(theta=500000.0, kind="llama3", factor=32.0, original_max_positions=8192),
+}
+_QWEN3_MOE: dict[str, Any] = _QWEN3 | {"family": "qwen3_moe"}
 
 CONFIGS = {
     "vicuna-13b": ModelConfig(
@@ -37,11 +42,7 @@ CONFIGS = {
         **_LLAMA3, hidden_size=4096, intermediate_size=14336, num_layers=32, num_heads=32
     ),
     "llama-3.2-1b": ModelConfig(
-        **_LLAMA3
-        | {
-            "head_dim": 64,
-            "rope": Rope(theta=500000.0, kind="llama3", factor=32.0, original_max_positions=8192),
-        },
+        **_LLAMA32,
         hidden_size=2048,
         intermediate_size=8192,
         num_layers=16,
@@ -58,7 +59,7 @@ CONFIGS = {
         **_QWEN3, hidden_size=5120, intermediate_size=25600, num_layers=64, num_heads=64, num_kv_heads=8
     ),
     "qwen3-235b-a22b": ModelConfig(
-        **_QWEN3 | {"family": "qwen3_moe"},
+        **_QWEN3_MOE,
         hidden_size=4096,
         intermediate_size=12288,
         num_layers=94,

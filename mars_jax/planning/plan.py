@@ -214,10 +214,9 @@ def _in_8_bits(path: Any, x: jax.ShapeDtypeStruct) -> Any:
     """What `models.quantize` makes of an abstract matrix; norms, biases and routers stay."""
     if x.ndim < 2 or getattr(path[-1], "key", None) == "router":
         return x
-    scale = jax.ShapeDtypeStruct(x.shape[:-1], jnp.float32, sharding=scale_sharding(x.sharding, x.ndim))
-    return Int8(
-        values=jax.ShapeDtypeStruct(x.shape, jnp.int8, sharding=x.sharding), scale=scale, dtype=x.dtype
-    )
+    scale: Any = jax.ShapeDtypeStruct(x.shape[:-1], jnp.float32, sharding=scale_sharding(x.sharding, x.ndim))
+    values: Any = jax.ShapeDtypeStruct(x.shape, jnp.int8, sharding=x.sharding)
+    return Int8(values=values, scale=scale, dtype=x.dtype)
 
 
 def _placed(shapes: PyTree, where: PyTree) -> PyTree:

@@ -47,13 +47,13 @@ def compile_program(lowered: jax.stages.Lowered, *, watch: int | None = None) ->
             raise
         raise _out_of_memory(str(error)) from None
     seconds = time.perf_counter() - started
-    memory = compiled.memory_analysis()
-    text = compiled.as_text()
+    memory, text, costs = compiled.memory_analysis(), compiled.as_text(), compiled.cost_analysis()
+    assert memory is not None and text is not None and costs is not None  # XLA's TPU compiler gives them all
     watched = {} if watch is None else {"arrays_of_logits": arrays_written(text, watch)}
     return {
         **watched,
         "seconds": round(seconds, 2),
-        "bytes_accessed": int(compiled.cost_analysis()["bytes accessed"]),
+        "bytes_accessed": int(costs["bytes accessed"]),
         "argument_bytes": memory.argument_size_in_bytes,
         "output_bytes": memory.output_size_in_bytes,
         "temporary_bytes": memory.temp_size_in_bytes,

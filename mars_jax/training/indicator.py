@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +51,7 @@ def train(
       Params for `verify.learned`.
     """
 
-    def objective(params: PyTree, batch: Examples):
+    def objective(params: PyTree, batch: Any):
         log_odds = indicator.logit(params, batch.hidden, batch.z1, batch.z2)
         loss = jnp.mean(optax.sigmoid_binary_cross_entropy(log_odds, batch.changed))
         right = jnp.mean(((log_odds > 0) == (batch.changed > 0.5)).astype(jnp.float32))
