@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -107,7 +107,8 @@ class Pretrained:
 @functools.lru_cache(maxsize=4)
 def _read_tokenizer(path: str) -> Any:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    from transformers.utils import logging
+    with _no_advice():
+        from transformers.utils import logging
 
     logging.set_verbosity_error()  # advice of the tokenizer's is not ours to print
     try:
@@ -118,6 +119,20 @@ def _read_tokenizer(path: str) -> Any:
             f"no tokenizer could be read from '{path}' ({reason}): put the checkpoint's tokenizer files "
             "beside its weights, or give prompts as token ids."
         ) from error
+
+
+@contextlib.contextmanager
+def _no_advice() -> Iterator[None]:
+    """On import transformers says where PyTorch is missing, of which a tokenizer has no need."""
+    name = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before
 
 
 def _tokenizer_class(path: str) -> Any:

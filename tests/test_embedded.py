@@ -7,6 +7,7 @@ import pytest
 
 import mars_jax as mj
 from mars_jax import assets
+from mars_jax.hub.files import resolve
 from mars_jax.tasks import arithmetic
 
 PROMPT = "Once upon a time"
@@ -59,6 +60,14 @@ def test_transformers_loads_it_unchanged_and_continues_alike(family, name):
     result = mj.generate(ours, "none", [PROMPT], max_new_tokens=48)
     assert result.tokens[0] == expected
     assert result.text[0] == tokenizer.decode(expected, skip_special_tokens=True)
+
+
+def test_a_folder_of_the_same_name_hides_it_only_with_a_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / assets.TARGET).mkdir(parents=True)
+    assert resolve(assets.TARGET) == assets.path(assets.TARGET)
+    (tmp_path / assets.TARGET / "config.json").write_text("{}")
+    assert resolve(assets.TARGET).resolve() == tmp_path / assets.TARGET
 
 
 def test_its_chat_is_turns_of_user_and_assistant(family):

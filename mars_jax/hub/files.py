@@ -60,11 +60,12 @@ def resolve(name_or_path: str | os.PathLike[str], *, weights: bool = True) -> Pa
     Raises:
       MarsError: there is no such directory, or the hub does not give it.
     """
-    path = Path(name_or_path).expanduser()
-    if path.is_dir():
+    path, name = Path(name_or_path).expanduser(), os.fspath(name_or_path)
+    embedded = assets.path(name)
+    # A folder that happens to have such a name, and no checkpoint in it, does not hide the package's own.
+    if path.is_dir() and (embedded is None or (path / "config.json").is_file()):
         return path
-    name = os.fspath(name_or_path)
-    if (embedded := assets.path(name)) is not None:
+    if embedded is not None:
         return embedded
     if path.exists():
         raise MarsError(f"'{name}' is a file: give the directory that holds config.json.")
