@@ -1,6 +1,6 @@
 """What a margin-aware rule needs of a vocabulary, and how two parts of one are joined.
 
-V vocabulary; `...` stands for any leading dimensions. Oracle: numpy sorting in tests/kernels/test_stats.py.
+V vocabulary; `...` stands for any leading dimensions. Oracle: numpy sorting in tests/kernels/test_margin.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Trees of arrays as Orbax checkpoints: one array at a time on the way to disk, onto any mesh on the way back.
 
 Orbax by itself saves arrays that are all in memory. A `Pending` is one that is read when its turn comes; what comes of
-it is an ordinary Orbax checkpoint. Oracle: `orbax.checkpoint.StandardCheckpointer` (tests/test_checkpoint.py).
+it is an ordinary Orbax checkpoint. Oracle: `orbax.checkpoint.StandardCheckpointer` (tests/hub/test_convert.py).
 """
 
 from __future__ import annotations

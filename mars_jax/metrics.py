@@ -1,6 +1,6 @@
 """What a decode did: counters that ride in the device loop, and their summary on the host.
 
-B batch, D tree depth. Oracle: recounting the `StepInfo` of a streamed run (tests/test_metrics.py).
+B batch, D tree depth. Oracle: recounting the `StepInfo` of a streamed run (tests/test_decode.py).
 """
 
 from __future__ import annotations

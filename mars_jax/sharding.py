@@ -11,7 +11,8 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from mars_jax import hosts
@@ -21,10 +22,19 @@ from mars_jax.models import eagle, medusa, weights
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.eagle import EagleConfig
 from mars_jax.models.medusa import MedusaConfig
-from mars_jax.models.weights import Weight, build_rows
+from mars_jax.models.quantize import Int8, is_quantized, scale_sharding
+from mars_jax.models.weights import Weight, build_rows, get
 from mars_jax.types import KVCache, PyTree
 
-__all__ = ["params_shardings", "parse_mesh", "place", "state_shardings", "weight_spec", "whole"]
+__all__ = [
+    "abstract_params",
+    "params_shardings",
+    "parse_mesh",
+    "place",
+    "state_shardings",
+    "weight_spec",
+    "whole",
+]
 
 AnyConfig = ModelConfig | EagleConfig | MedusaConfig
 
@@ -54,26 +64,22 @@ _LOGICAL: dict[str, tuple[str | None, ...]] = {
 
 
 def weight_spec(config: AnyConfig, mesh: AnyMesh, row: Weight) -> P:
-    """How a weight of a model's or a head's table is divided; of experts, the array that holds all of them.
+    """How an array of params is divided: a row of `models.weights.leaves`, or of a head's table.
 
     >>> from jax.sharding import AbstractMesh
     >>> from mars_jax.models import ModelConfig
     >>> config = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=4)
-    >>> tuple(weight_spec(config, AbstractMesh((4,), ("model",)), weights.weights(config)[2]))
+    >>> tuple(weight_spec(config, AbstractMesh((4,), ("model",)), list(weights.leaves(config))[2]))
     ('model', None)
     """
     name = next(key for key in reversed(row.path) if isinstance(key, str))
     logical = _LOGICAL.get(name)
     if logical is None:
         return P()
-    sizes = list(row.shape)
     layer = config.layer if isinstance(config, EagleConfig) else config
-    if len(logical) == 3 and len(sizes) == 2:
-        assert isinstance(config, ModelConfig)
-        sizes = [config.num_experts, *sizes]
     taken: tuple[str, ...] = ()
     spec = []
-    for axis, size in zip(logical, sizes, strict=True):
+    for axis, size in zip(logical, row.shape, strict=True):
         if axis in ("heads", "kv_heads"):
             assert isinstance(layer, ModelConfig)
             size = layer.num_heads if axis == "heads" else layer.num_kv_heads
@@ -110,6 +116,38 @@ def _table(config: AnyConfig) -> Iterable[Weight]:
     if isinstance(config, EagleConfig):
         return eagle.weights(config)
     return medusa.weights(config) if isinstance(config, MedusaConfig) else weights.leaves(config)
+
+
+def abstract_params(config: AnyConfig, dtype: str, *, int8: bool = False, shardings: PyTree = None) -> PyTree:
+    """The params of a model, an EAGLE head or Medusa heads as `jax.ShapeDtypeStruct`s with their shardings.
+
+    Args:
+      config: of the model or the heads.
+      dtype: floating.
+      int8: matrices in 8 bits, see `models.quantize`.
+      shardings: tree of shardings with the structure of params; default: JAX's default device.
+
+    >>> from mars_jax.models import ModelConfig
+    >>> config = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=4)
+    >>> abstract_params(config, "bfloat16", int8=True)["embed"].scale.shape
+    (32,)
+    """
+    default = None if shardings is not None else SingleDeviceSharding(jnp.zeros(()).devices().pop())
+
+    def shape(row: Weight) -> Any:
+        place: Sharding = default or get(shardings, row.path)
+        if not (int8 and is_quantized(row)):
+            return jax.ShapeDtypeStruct(row.shape, jnp.dtype(dtype), sharding=place)
+        values: Any = jax.ShapeDtypeStruct(row.shape, jnp.int8, sharding=place)
+        scale = scale_sharding(place, len(row.shape))
+        scales: Any = jax.ShapeDtypeStruct(row.shape[:-1], jnp.float32, sharding=scale)
+        return Int8(values=values, scale=scales, dtype=jnp.dtype(dtype))
+
+    made = build_rows(_table(config), shape)
+    if isinstance(config, EagleConfig) and config.draft_vocab_size < config.layer.vocab_size:
+        place = default or get(shardings, ("ids",))
+        made["ids"] = jax.ShapeDtypeStruct((config.draft_vocab_size,), jnp.int32, sharding=place)
+    return made
 
 
 def _check_experts(config: ModelConfig, mesh: AnyMesh) -> None:

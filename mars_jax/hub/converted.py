@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import jax
-import jax.numpy as jnp
-from jax.sharding import Sharding, SingleDeviceSharding
+from typing import NamedTuple
 
 from mars_jax.errors import MarsError
 from mars_jax.hub.config import read_json
 from mars_jax.models.config import ModelConfig
-from mars_jax.models.quantize import Int8, is_quantized, scale_sharding
-from mars_jax.models.weights import Weight, build_rows, get, leaves
+from mars_jax.sharding import abstract_params
 from mars_jax.types import PyTree
 
 MANIFEST = "conversion.json"
@@ -47,31 +42,6 @@ def read_conversion(directory: Path) -> Conversion:
         raise MarsError(
             f"'{directory / MANIFEST}' is not a conversion's: convert the checkpoint again."
         ) from None
-
-
-def abstract_params(
-    config: ModelConfig, dtype: str, *, int8: bool = False, shardings: PyTree = None
-) -> PyTree:
-    """The params of a config as `jax.ShapeDtypeStruct`s with their shardings.
-
-    Args:
-      config, dtype, int8: as of `load.read_params`.
-      shardings: tree of shardings with the structure of params; default: JAX's default device.
-    """
-    default = None if shardings is not None else SingleDeviceSharding(jnp.zeros(()).devices().pop())
-
-    def shape(row: Weight) -> Any:
-        place: Sharding = default or get(shardings, row.path)
-        if not (int8 and is_quantized(row)):
-            return jax.ShapeDtypeStruct(row.shape, jnp.dtype(dtype), sharding=place)
-        scale = scale_sharding(place, len(row.shape))
-        return Int8(
-            values=jax.ShapeDtypeStruct(row.shape, jnp.int8, sharding=place),  # pyright: ignore
-            scale=jax.ShapeDtypeStruct(row.shape[:-1], jnp.float32, sharding=scale),  # pyright: ignore
-            dtype=jnp.dtype(dtype),
-        )
-
-    return build_rows(leaves(config), shape)
 
 
 def restore_params(

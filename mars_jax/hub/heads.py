@@ -18,7 +18,7 @@ from mars_jax.errors import MarsError
 from mars_jax.hub.config import read_json
 from mars_jax.hub.files import resolve, tensors
 from mars_jax.hub.head_config import canonical, from_head_json, to_head_json
-from mars_jax.hub.load import _DERIVED, DTYPES, _listed, convert, resolve_dtype
+from mars_jax.hub.load import DERIVED, DTYPES, convert, listed, resolve_dtype
 from mars_jax.hub.save import free_directory, named_arrays, write_directory
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.eagle import EagleConfig, weights
@@ -101,7 +101,7 @@ def _read(
             if name in ("d2t", "t2d"):
                 maps[name] = tensor.read()
             elif row is None:
-                extra += [] if _DERIVED.search(name) else [given]
+                extra += [] if DERIVED.search(name) else [given]
             elif tensor.shape != row.shape:
                 raise MarsError(
                     f"tensor {given} is {list(tensor.shape)} and config.json and target ask for {list(row.shape)}: "
@@ -120,7 +120,7 @@ def _read(
     if missing or extra:
         what = "missing" if missing else "not part of an EAGLE head"
         raise MarsError(
-            f"tensors that are {what}: {_listed(missing or extra)}; use the config the weights came with."
+            f"tensors that are {what}: {listed(missing or extra)}; use the config the weights came with."
         )
     config = dataclasses.replace(
         config,

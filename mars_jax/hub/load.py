@@ -27,7 +27,7 @@ from mars_jax.types import LanguageModel, PyTree
 DTYPES = ("float32", "bfloat16", "int8")
 
 # Buffers that old exports carry and that the config determines.
-_DERIVED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|self_attn\.(bias|masked_bias))$")
+DERIVED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|self_attn\.(bias|masked_bias))$")
 
 # Of Gemma 3 with images, whose text model is loaded and nothing else.
 _TEXT = re.compile(r"^(language_model\.(?=model\.|lm_head\.)|model\.language_model\.)")
@@ -107,7 +107,7 @@ def resolve_dtype(asked: str | None, own: str | None) -> tuple[str, bool]:
     return asked if asked in ("float32", "bfloat16") else floating, asked == "int8"
 
 
-def _listed(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
     """The first few names and how many there are."""
     shown = ", ".join(names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
@@ -122,7 +122,7 @@ def _alias(name: str) -> str:
 def _harmless(name: str, config: ModelConfig) -> bool:
     tied = config.tie_embeddings and name == "lm_head.weight"
     of_images = config.family == "gemma3_text" and _IMAGES.search(name)
-    return bool(_DERIVED.search(name) or tied or of_images)
+    return bool(DERIVED.search(name) or tied or of_images)
 
 
 def convert(array: np.ndarray, dtype: str, *, int8: bool = False) -> jax.Array | Int8:
@@ -163,11 +163,11 @@ def find_tensors(directory: Path, config: ModelConfig) -> dict[str, tuple[str, T
     missing = [name for name in table if name not in found]
     problems: list[str] = []
     if missing:
-        problems.append(f"{len(missing)} tensors are missing ({_listed(missing)})")
+        problems.append(f"{len(missing)} tensors are missing ({listed(missing)})")
     if misshaped:
-        problems.append(f"{len(misshaped)} have the wrong shape ({_listed(misshaped)})")
+        problems.append(f"{len(misshaped)} have the wrong shape ({listed(misshaped)})")
     if extra:
-        problems.append(f"{len(extra)} are not part of the architecture ({_listed(extra)})")
+        problems.append(f"{len(extra)} are not part of the architecture ({listed(extra)})")
     if problems:
         raise MarsError(
             f"the weights in '{directory}' do not fit its config.json: {'; '.join(problems)}: use the config "

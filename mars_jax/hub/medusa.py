@@ -16,7 +16,7 @@ from mars_jax import assets
 from mars_jax.errors import MarsError
 from mars_jax.hub.config import read_json
 from mars_jax.hub.files import Tensor, _bin, _safetensors, resolve
-from mars_jax.hub.load import DTYPES, _listed, convert, resolve_dtype
+from mars_jax.hub.load import DTYPES, convert, listed, resolve_dtype
 from mars_jax.hub.save import free_directory, named_arrays, write_directory
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.medusa import MedusaConfig, weights
@@ -131,7 +131,7 @@ def _read(file: Path, config: MedusaConfig, tensors: dict[str, Tensor], dtype: s
     ]
     problems = {"missing": missing, "misshaped": misshaped, "no part of Medusa heads": extra}
     found = [
-        f"{len(names)} tensors are {what} ({_listed(names)})" for what, names in problems.items() if names
+        f"{len(names)} tensors are {what} ({listed(names)})" for what, names in problems.items() if names
     ]
     if found:
         raise MarsError(

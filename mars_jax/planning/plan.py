@@ -17,13 +17,13 @@ from jax.sharding import Mesh, NamedSharding
 from mars_jax import drafters, sharding
 from mars_jax.controls import make_controls
 from mars_jax.decode import run, speculative_decoder
-from mars_jax.models import eagle, medusa, transformer
+from mars_jax.models import transformer
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.eagle import EagleConfig
 from mars_jax.models.medusa import MedusaConfig
-from mars_jax.models.quantize import Int8, scale_sharding
 from mars_jax.planning.chips import Topology
 from mars_jax.planning.program import OutOfMemory, compile_program, held_bytes
+from mars_jax.sharding import AnyConfig
 from mars_jax.types import Decoder, DecodeState, Drafter, Params, PyTree, Verifier, keys_from_seeds
 
 
@@ -51,15 +51,14 @@ class Plan:
 
 
 class Draft(NamedTuple):
-    """A drafter without weights: how to make it, and how often a step streams its weights."""
+    """A drafter without weights."""
 
     make: Callable[[Any], Drafter]  # (target's LanguageModel) -> drafter
-    config: ModelConfig | EagleConfig | MedusaConfig | None = None
-    passes: int = 0
+    config: AnyConfig | None = None
 
 
 def draft_of(
-    config: ModelConfig | EagleConfig | MedusaConfig | str,
+    config: AnyConfig | str,
     *,
     num_draft_tokens: int | None = None,
     tree: Any = None,
@@ -81,28 +80,19 @@ def draft_of(
     if isinstance(config, ModelConfig):
         small = transformer.language_model(config, dtype=dtype)
         length = num_draft_tokens or 5
-        passes = _depth(tree) or length
         return Draft(
             lambda target: drafters.language_model(small, length, tree=tree, vocab_size=target.vocab_size),
             config,
-            passes,
         )
     if isinstance(config, EagleConfig):
         if tree is None and num_draft_tokens is None:
             tree = drafters.Dynamic()
         length = num_draft_tokens or 5
-        # All levels but the last are extended, and then the accepted path is read once more.
         return Draft(
-            lambda target: drafters.eagle(config, target, length, tree=tree, cache_dtype=dtype),
-            config,
-            _depth(tree) or length,
+            lambda target: drafters.eagle(config, target, length, tree=tree, cache_dtype=dtype), config
         )
     assert isinstance(config, MedusaConfig)
-    return Draft(lambda target: drafters.medusa(config, target, num_draft_tokens, tree=tree), config, 1)
-
-
-def _depth(tree: Any) -> int:
-    return 0 if tree is None else tree.depth if isinstance(tree, drafters.Dynamic) else len(tree)
+    return Draft(lambda target: drafters.medusa(config, target, num_draft_tokens, tree=tree), config)
 
 
 def default_mesh(config: ModelConfig, count: int, batch: int) -> dict[str, int]:
@@ -148,9 +138,14 @@ def make_plan(
     wide = "bfloat16" if dtype == "int8" else dtype
     model = transformer.language_model(target, dtype=wide)
     drafter = draft.make(model)
-    params = Params(target=abstract_params(target, mesh, dtype))
+
+    def placed(config: AnyConfig, *, int8: bool = False) -> PyTree:
+        places = sharding.params_shardings(config, mesh)
+        return sharding.abstract_params(config, wide, int8=int8, shardings=places)
+
+    params = Params(target=placed(target, int8=dtype == "int8"))
     if draft.config is not None:
-        params = params._replace(draft=abstract_params(draft.config, mesh, wide))
+        params = params._replace(draft=placed(draft.config))
     decoder = speculative_decoder(model, drafter, verify)
     state, lowered = lower_loop(decoder, params, mesh, batch=batch, context=context)
     try:
@@ -165,7 +160,10 @@ def make_plan(
     alone = read_once(target, params.target, tokens=batch)
     extra = 0
     if draft.config is not None:
-        extra = draft.passes * (read_once(draft.config, params.draft, tokens=batch) + drafted)
+        # A level each: a chain begins with two tokens at once, and EAGLE reads the accepted path once more instead of
+        # extending the last level. Medusa's heads all read one feature.
+        passes = 1 if isinstance(draft.config, MedusaConfig) else drafter.max_depth
+        extra = passes * (read_once(draft.config, params.draft, tokens=batch) + drafted)
     read = own + cache + extra
     return Plan(
         topology=topology.name,
@@ -201,24 +199,6 @@ def lower_loop(
         return state, run.lower(decoder, params, state)
 
 
-def abstract_params(config: ModelConfig | EagleConfig | MedusaConfig, mesh: Mesh, dtype: str) -> PyTree:
-    """The shapes of a model's or a head's params, divided over a mesh."""
-    module = {ModelConfig: transformer, EagleConfig: eagle, MedusaConfig: medusa}[type(config)]
-    wide = "bfloat16" if dtype == "int8" else dtype
-    shapes = jax.eval_shape(lambda: module.init_params(config, jax.random.key(0), wide))
-    placed = _placed(shapes, sharding.params_shardings(config, mesh))
-    return jax.tree.map_with_path(_in_8_bits, placed) if dtype == "int8" else placed
-
-
-def _in_8_bits(path: Any, x: jax.ShapeDtypeStruct) -> Any:
-    """What `models.quantize` makes of an abstract matrix; norms, biases and routers stay."""
-    if x.ndim < 2 or getattr(path[-1], "key", None) == "router":
-        return x
-    scale: Any = jax.ShapeDtypeStruct(x.shape[:-1], jnp.float32, sharding=scale_sharding(x.sharding, x.ndim))
-    values: Any = jax.ShapeDtypeStruct(x.shape, jnp.int8, sharding=x.sharding)
-    return Int8(values=values, scale=scale, dtype=x.dtype)
-
-
 def _placed(shapes: PyTree, where: PyTree) -> PyTree:
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, where)
 
@@ -234,7 +214,7 @@ def _local_bytes(tree: PyTree) -> int:
     return sum(map(of, jax.tree.leaves(tree)))
 
 
-def read_once(config: ModelConfig | EagleConfig | MedusaConfig, params: PyTree, *, tokens: int) -> int:
+def read_once(config: AnyConfig, params: PyTree, *, tokens: int) -> int:
     """Bytes of weights that one device reads in a forward of so many tokens.
 
     An embedding is looked up in and not read, unless it unembeds too. Of E experts of which a token takes k, tokens

@@ -1,7 +1,7 @@
 """Train a drafter for a target: EAGLE and Medusa heads on its features, small language models on its distributions.
 
 Sources: see `training.heads` and `training.objectives`. W draft vocabulary. Oracle: the acceptance that a decode
-with the exported drafter reaches (tests/training/test_distill.py).
+with the exported drafter reaches (tests/cli/test_distill.py).
 """
 
 from __future__ import annotations

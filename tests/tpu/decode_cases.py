@@ -11,8 +11,9 @@ from mars_jax import drafters, verify
 from mars_jax.decode import speculative_decoder
 from mars_jax.models import ModelConfig, language_model
 from mars_jax.planning.models import CONFIGS, eagle3
-from mars_jax.planning.plan import abstract_params, lower_loop
-from mars_jax.types import Drafter, LanguageModel, Params
+from mars_jax.planning.plan import lower_loop
+from mars_jax.sharding import AnyConfig, abstract_params, params_shardings
+from mars_jax.types import Drafter, LanguageModel, Params, PyTree
 from tests.tpu import aot
 
 BUFFER = 2048
@@ -59,14 +60,18 @@ def model(config: ModelConfig) -> LanguageModel:
     return language_model(config, dtype="bfloat16")
 
 
+def weights(config: AnyConfig, on: Mesh) -> PyTree:
+    return abstract_params(config, "bfloat16", shardings=params_shardings(config, on))
+
+
 def compile_step(case: Case, generation: str, chips: int, *, layers: int | None = None) -> dict[str, Any]:
     """A Llama-3.1-8B, drafted by a Llama-3.2-1B or not at all. `layers` shortens both models."""
     on = aot.mesh(generation, devices=chips)
     target, small = shortened("llama-3.1-8b", layers), shortened("llama-3.2-1b", layers)
-    params = Params(target=abstract_params(target, on, "bfloat16"))
+    params = Params(target=weights(target, on))
     drafter = drafters.none()
     if case.branching:
-        params = params._replace(draft=abstract_params(small, on, "bfloat16"))
+        params = params._replace(draft=weights(small, on))
         drafter = drafters.language_model(model(small), tree=case.branching)
     return compile_loop(target, drafter, params, case.batch, generation, on)
 
@@ -76,9 +81,7 @@ def compile_eagle(case: EagleCase, *, layers: int | None = None) -> dict[str, An
     on = aot.mesh(case.generation, devices=case.chips)
     target = shortened(case.target, layers)
     head = eagle3(target)
-    params = Params(
-        target=abstract_params(target, on, "bfloat16"), draft=abstract_params(head, on, "bfloat16")
-    )
+    params = Params(target=weights(target, on), draft=weights(head, on))
     drafter = drafters.eagle(head, model(target), tree=TREE, cache_dtype="bfloat16")
     return compile_loop(target, drafter, params, 1, case.generation, on)
 
