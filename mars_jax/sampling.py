@@ -108,7 +108,8 @@ def top_k(logits: Array, k: int) -> tuple[Array, Array]:
 def _top_k(logits: Array, k: int) -> tuple[Array, Array]:
     """Search the k blocks of the largest maxima, where the k largest are.
 
-    `lax.top_k` over a whole vocabulary is a scalar loop on CPU, and on TPU a sort that takes long to compile. A tie outside of the chosen blocks has a larger id than as many ties within as can be wanted.
+    `lax.top_k` over a whole vocabulary is a scalar loop on CPU, and on TPU a sort that takes long to compile. A tie
+    outside of the chosen blocks has a larger id than as many ties within as can be wanted.
     """
     if logits.shape[-1] < 4 * k * BLOCK:
         return jax.lax.top_k(logits, k)
