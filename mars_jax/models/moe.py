@@ -8,9 +8,11 @@ Oracle: transformers' `modeling_mixtral.py` and `modeling_qwen3_moe.py`. T token
 X experts, E hidden size, M hidden units of an expert.
 
 Gathering each token's matrices would copy them, and running every expert over every token does X / C times the work.
-So the rows are sorted by expert and every expert multiplies its own. `lax.ragged_dot_general` does that in one kernel
-on TPUs. XLA's CPU backend expands it to all experts over all rows and transposes the weights first, which is slower
-than every expert over every token; there `_blocks` takes its place, which reads only the experts that have rows.
+So the rows are sorted by expert and every expert multiplies its own. `lax.ragged_dot_general` says that in one
+operation, with two exceptions. For TPUs, XLA copies all matrices of 16 or 32 bits into another layout first; there
+Megablox multiplies (arXiv 2211.15841; the kernel is in JAX), which reads them as they lie. XLA's CPU backend expands
+the operation to all experts over all rows and transposes the weights first, which is slower than every expert over
+every token; there `_blocks` takes its place. Both read only the experts that have rows.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
 from jax.sharding import PartitionSpec as P
 
 from mars_jax.mesh import expert_axes, map_devices
@@ -29,10 +32,14 @@ _ROWS_TIMES_WEIGHTS = lax.RaggedDotDimensionNumbers(
 )
 _LARGEST = 32
 """Rows of a block on CPU: a larger one makes no product faster and is filled less."""
+_TILE = 128
+"""Rows at most that a TPU multiplies at a time."""
+_WIDEST = 1024
+"""Inner and outer width of it: up to 2 MB of bfloat16 weights."""
 
 
 def _ragged(x: Array, w: Array, sizes: Array) -> Array:
-    # Of w in 8 bits, TPUs convert what they read of it; `astype` would be a copy of all experts.
+    # w in 8 bits is converted where it is read; `astype` would be a copy of all experts.
     return lax.ragged_dot_general(x, w, sizes, _ROWS_TIMES_WEIGHTS, preferred_element_type=jnp.float32)
 
 
@@ -58,10 +65,25 @@ def _blocks(x: Array, w: Array, sizes: Array) -> Array:
     return lax.fori_loop(0, ends[-1], body, y)[:rows]
 
 
-@_blocks.defjvp
-def _blocks_jvp(primals, tangents):
-    # A loop of unknown length has no reverse mode; the value is the same, so differentiate the plain form.
-    return jax.jvp(_ragged, primals, tangents)
+def _divisor(size: int) -> int:
+    """The widest part of whole registers that divides a width, which costs no masks."""
+    widths = range(_WIDEST, 0, -128)
+    return next((w for w in widths if size % w == 0), min(size, _WIDEST))
+
+
+@jax.custom_jvp
+def _megablox(x: Array, w: Array, sizes: Array) -> Array:
+    rows, (outer, inner) = x.shape[0], w.shape[1:]
+    tiling = min(_TILE, -(-rows // 16) * 16), _divisor(inner), _divisor(outer)
+    x = jnp.pad(x, ((0, -rows % tiling[0]), (0, 0)))
+    # Where no row is of an expert that is here, the kernel's grid would be empty.
+    sizes = sizes.at[-1].max((jnp.sum(sizes, dtype=jnp.int32) == 0).astype(jnp.int32))
+    return gmm(x, w, sizes, jnp.float32, tiling, transpose_rhs=True)[:rows]
+
+
+# A loop of unknown length and a kernel have no derivative; the value is the same, so differentiate the plain form.
+for _form in (_blocks, _megablox):
+    _form.defjvp(lambda primals, tangents: jax.jvp(_ragged, primals, tangents))
 
 
 def dense_by_expert(x: Array, w: Array | Int8, sizes: Array) -> Array:
@@ -77,7 +99,9 @@ def dense_by_expert(x: Array, w: Array | Int8, sizes: Array) -> Array:
     [[1.0], [3.0], [3.0]]
     """
     matrices = w.values if isinstance(w, Int8) else w
-    y = lax.platform_dependent(x, matrices, sizes, cpu=_blocks, default=_ragged)
+    # Megablox takes no 8 bits; of these XLA copies none for v5e, but does for v5p and v6e.
+    on_tpu = _ragged if isinstance(w, Int8) else _megablox
+    y = lax.platform_dependent(x, matrices, sizes, cpu=_blocks, tpu=on_tpu, default=_ragged)
     if not isinstance(w, Int8):
         return y
     expert = jnp.repeat(jnp.arange(w.shape[0]), sizes, total_repeat_length=x.shape[0])
