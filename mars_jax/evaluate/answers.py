@@ -9,7 +9,7 @@ from mars_jax import api, drafters, request
 from mars_jax.batch import buffer_width
 from mars_jax.errors import MarsError
 from mars_jax.evaluate.arms import Arm
-from mars_jax.evaluate.tasks import Problem
+from mars_jax.evaluate.problems import Problem
 from mars_jax.metrics import Metrics
 from mars_jax.request import Completion
 from mars_jax.text import Pretrained
@@ -58,13 +58,8 @@ class Decoding:
                     prompts[row] = ids
             if not prompts:
                 break
-            requests = request.make_requests(
-                self.target,
-                list(prompts.values()),
-                temperature=temperature,
-                top_k=arm.top_k,
-                seed=[seeds[row] for row in prompts],
-                max_new_tokens=self.max_new_tokens,
+            requests = self.requests(
+                list(prompts.values()), [seeds[row] for row in prompts], temperature, top_k=arm.top_k
             )
             for row, completion in zip(prompts, self._run(arm, requests), strict=True):
                 said[row].append(completion)
@@ -79,6 +74,19 @@ class Decoding:
             )
             for row, completions in enumerate(said)
         ]
+
+    def requests(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], temperature: float, *, top_k: int = 0
+    ) -> list[request.Request]:
+        """Prompts as the requests that are decoded."""
+        return request.make_requests(
+            self.target,
+            prompts,
+            temperature=temperature,
+            top_k=top_k,
+            seed=seeds,
+            max_new_tokens=self.max_new_tokens,
+        )
 
     def _run(self, arm: Arm, requests: list[request.Request]) -> list[Completion]:
         drafter = self.drafter if arm.drafts else drafters.load("none", self.target)

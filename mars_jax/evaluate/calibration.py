@@ -24,7 +24,7 @@ from mars_jax.errors import MarsError
 from mars_jax.evaluate import scores
 from mars_jax.evaluate.answers import Answer, Decoding
 from mars_jax.evaluate.arms import Arm, base_rule
-from mars_jax.evaluate.tasks import Problem
+from mars_jax.evaluate.problems import UNJUDGED, Problem
 
 RISKS = {
     "regret": "what the rule adds to the regret of a text, in nats per token, mean over texts, each clipped at 1 nat",
@@ -213,7 +213,7 @@ def check(problems: Sequence[Problem], *, risk: str, bound: float, confidence: f
     if not 0 < confidence < 1:
         raise MarsError(f"--confidence is {confidence:g}: expected a number between 0 and 1.")
     metrics = {p.metric for p in problems}
-    if risk == "accuracy" and metrics & {"none", "bleu"}:
+    if risk == "accuracy" and metrics & {*UNJUDGED, "bleu"}:
         raise MarsError(
             "--risk accuracy needs a score of every answer, and these tasks have none of their own: choose --risk "
             "regret, or another task."

@@ -22,7 +22,7 @@ from mars_jax import api, drafters, request, verify
 from mars_jax.evaluate import scores
 from mars_jax.evaluate.answers import prompt_tokens
 from mars_jax.evaluate.likelihood import score as likelihood
-from mars_jax.evaluate.tasks import Problem
+from mars_jax.evaluate.problems import UNJUDGED, Problem
 from mars_jax.request import Request
 from mars_jax.text import Pretrained
 
@@ -120,7 +120,7 @@ def study(
         before = (*text.prompt, *text.tokens[:place])
         token = runner_up if control else text.tokens[place]
         left = max_new_tokens - place
-        length = left if problems[problem].metric != "none" else min(left, horizon)
+        length = min(left, horizon) if problems[problem].metric in UNJUDGED else left
         branches += [((*before, token), length - 1), (before, length)]
     done = continue_strictly(target, drafter, branches, batch_size, tick)
     pairs = [
@@ -197,7 +197,7 @@ def continue_strictly(
 
 def _worth(target: Pretrained, problem: Problem, tokens: Sequence[int]) -> float | None:
     """The score of a text, where a text has one of its own and no program must run for it."""
-    if problem.metric in ("none", "bleu", "pass@1"):
+    if problem.metric in (*UNJUDGED, "bleu", "pass@1"):
         return None
     numbers = scores.score(problem, target.decode(tokens))
     return None if numbers is None else numbers[0]

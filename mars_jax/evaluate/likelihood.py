@@ -16,11 +16,13 @@ import numpy as np
 from kernels_pallas import margin_stats
 from mars_jax.batch import bucket
 from mars_jax.text import Pretrained
-from mars_jax.training.objectives import predict
+from mars_jax.training.objectives import read
 from mars_jax.types import LanguageModel
 
 ROWS = 4
-"""Texts of one forward. The logits of all their tokens are in memory together."""
+"""Texts of one forward."""
+POSITIONS = 128
+"""Of each text, whose logits are in memory together."""
 
 
 class Scored(NamedTuple):
@@ -51,6 +53,18 @@ def score(target: Pretrained, texts: Sequence[Sequence[int]], *, rows: int = ROW
     return [scored for scored in found if scored is not None]
 
 
+def score_answers(
+    target: Pretrained, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
+) -> list[list[float]]:
+    """Of each answer to its prompt: the sum of its tokens' log-likelihoods in nats, and how many tokens it has."""
+    texts = [(*p, *a) for p, a in zip(prompts, answers, strict=True)]
+    scored = score(target, texts, rows=min(ROWS, len(texts)))
+    return [
+        [float(np.sum(s.log_p[len(p) - 1 :], dtype=np.float64)), float(len(a))]
+        for s, p, a in zip(scored, prompts, answers, strict=True)
+    ]
+
+
 def batches(
     texts: Sequence[Sequence[int]], rows: int, longest: int
 ) -> Iterator[tuple[list[int], np.ndarray]]:
@@ -67,8 +81,19 @@ def batches(
 
 @functools.partial(jax.jit, static_argnums=0)
 def _score(model: LanguageModel, params, tokens):
-    logits = predict(model, params, tokens[:, :-1], jnp.zeros_like(tokens[:, :-1]))
-    stats = margin_stats(logits, logsumexp=True)
-    said = jnp.take_along_axis(logits, tokens[:, 1:, None], axis=2)[..., 0]
-    assert stats.logsumexp is not None  # as asked
-    return said - stats.logsumexp, stats
+    rows, length = tokens.shape
+    hidden = read(model, params, tokens, jnp.zeros_like(tokens)).hidden
+    # Row j against token j + 1, in parts; the last row has none, and what is behind it is cut off.
+    size = min(POSITIONS, length)
+    hidden = jnp.pad(hidden, ((0, 0), (0, -length % size), (0, 0)))
+    said = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1 + -length % size)))
+
+    def part(first):
+        logits = model.unembed(params, jax.lax.dynamic_slice_in_dim(hidden, first, size, axis=1))
+        stats = margin_stats(logits, logsumexp=True)
+        here = jax.lax.dynamic_slice_in_dim(said, first, size, axis=1)
+        assert stats.logsumexp is not None  # as asked
+        return jnp.take_along_axis(logits, here[..., None], axis=2)[..., 0] - stats.logsumexp, stats
+
+    found = jax.lax.map(part, jnp.arange(0, said.shape[1], size, dtype=jnp.int32))
+    return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(rows, -1)[:, : length - 1], found)

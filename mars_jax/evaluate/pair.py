@@ -9,7 +9,8 @@ from mars_jax.cli.mesh import open_mesh
 from mars_jax.cli.settings import DynamicTree
 from mars_jax.errors import MarsError
 from mars_jax.evaluate.answers import check_problems
-from mars_jax.evaluate.tasks import Problem, read
+from mars_jax.evaluate.problems import Problem
+from mars_jax.evaluate.tasks import read
 from mars_jax.text import Pretrained
 
 

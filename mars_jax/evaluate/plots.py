@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,13 @@ MARKERS = "osD^vPX*<>hp"
 
 
 def draw(summary: Mapping[str, Any], folder: Path) -> None:
-    """Write speed_quality.png, tau_theta.png and depth.png."""
+    """Write speed_quality.png, tau_theta.png, depth.png and margins.png."""
     tables = summary["tables"]
     panels = {
         "speed_quality.png": _speed_quality,
         "tau_theta.png": _tau_theta,
         "depth.png": _depth,
+        "margins.png": functools.partial(_margins, summary["settings"]["margin"]),
     }
     for name, panel in panels.items():
         _picture(tables, folder / name, panel)
@@ -90,3 +92,18 @@ def _depth(axis: Any, table: Table) -> None:
         axis.bar(where, histogram / histogram.sum(), width, color=style["color"], label=style["label"])
     axis.xaxis.get_major_locator().set_params(integer=True)
     axis.set(xlabel="draft tokens accepted in a step", ylabel="share of steps")
+
+
+def _margins(margin: str, axis: Any, table: Table) -> None:
+    """Draft tokens by the margin of the target there: the strict rule's as areas, the relaxed rule's as lines."""
+    for (arm, counts), filled in zip(table["margins"].items(), (True, False), strict=True):
+        edges = np.asarray(counts["edges"])
+        for kind, color in (("accepted", "C2"), ("relaxed", "C1"), ("rejected", "C3")):
+            if any(counts[kind]):
+                look = {"fill": True, "alpha": 0.3} if filled else {"linewidth": 1.5}
+                axis.stairs(counts[kind], edges, color=color, label=f"{arm}: {kind}", **look)
+    if theta := next((a["theta"] for a in table["arms"] if a["arm"] == [*table["margins"]][1]), None):
+        axis.axvline(theta, linestyle=":", color="black", label=f"theta={theta:g}")
+    meaning = {"ratio": "z2 / z1", "gap": "z1 - z2, nats", "prob_ratio": "p2 / p1"}[margin]
+    axis.set_yscale("symlog", linthresh=1)
+    axis.set(xlabel=f"margin of the target's two best tokens, {meaning}", ylabel="places with a draft")

@@ -11,9 +11,9 @@ from mars_jax.evaluate import figures
 from mars_jax.evaluate.arms import AUTOREGRESSIVE, make_arms
 from mars_jax.evaluate.folder import write_json
 from mars_jax.evaluate.match import Match
+from mars_jax.evaluate.problems import Problem
 from mars_jax.evaluate.rows import Row
 from mars_jax.evaluate.scores import METRICS
-from mars_jax.evaluate.tasks import Problem
 
 SUMMARY, TABLE = "summary.json", "table.md"
 
@@ -48,6 +48,7 @@ def summarize(
     settings: Mapping[str, Any],
     environment: Mapping[str, Any],
     matches: Mapping[str, Match],
+    margins: Mapping[str, Any],
     problems: Sequence[Problem],
     rows: Sequence[Row],
 ) -> dict[str, Any]:
@@ -75,6 +76,7 @@ def summarize(
                     "temperature": temperature,
                     "metric": metric,
                     "match": found._asdict(),
+                    "margins": margins[f"{task}, temperature {temperature:g}"],
                     "arms": [
                         {"arm": arm.name, "meaning": arm.meaning}
                         | figures.summarize(
@@ -140,7 +142,7 @@ def markdown(summary: Mapping[str, Any]) -> str:
         "",
         "![tau against theta](tau_theta.png)",
     ]
-    lines += ["", "![steps by accepted draft tokens](depth.png)", ""]
+    lines += ["", "![steps by accepted draft tokens](depth.png)", "", "![drafts by margin](margins.png)", ""]
     return "\n".join(lines)
 
 

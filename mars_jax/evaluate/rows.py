@@ -17,7 +17,7 @@ from mars_jax.errors import MarsError
 from mars_jax.evaluate.answers import Answer
 from mars_jax.evaluate.arms import Arm
 from mars_jax.evaluate.figures import loops
-from mars_jax.evaluate.tasks import Problem
+from mars_jax.evaluate.problems import Problem
 
 Row = dict[str, Any]
 

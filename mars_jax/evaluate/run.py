@@ -18,16 +18,16 @@ import jax
 
 from mars_jax import __version__, drafters, verify
 from mars_jax.errors import MarsError
-from mars_jax.evaluate import report, scores
-from mars_jax.evaluate.answers import Decoding, check_problems
+from mars_jax.evaluate import likelihood, margins, report, scores
+from mars_jax.evaluate.answers import Answer, Decoding, check_problems, prompt_tokens
 from mars_jax.evaluate.arms import Arm, base_rule, make_arms, other_margin
 from mars_jax.evaluate.folder import claim, digest, fingerprint, write_json
 from mars_jax.evaluate.match import PROBLEMS, Match, match
+from mars_jax.evaluate.problems import Problem
 from mars_jax.evaluate.rows import Key, RowFile, make_row
-from mars_jax.evaluate.tasks import Problem
 from mars_jax.text import Pretrained
 
-MATCHES, ROWS = "matches.json", "rows.jsonl"
+MATCHES, MARGINS, ROWS = "matches.json", "margins.json", "rows.jsonl"
 
 Progress = Callable[[str, int, int], None]
 """`(what, rows done, rows in all)`."""
@@ -137,7 +137,9 @@ def evaluate(
         evaluation.decode(progress or (lambda what, done, of: None))
     finally:
         evaluation.file.close()
-    summary = report.summarize(settings, environment(), evaluation.matches, problems, evaluation.file.rows)
+    summary = report.summarize(
+        settings, environment(), evaluation.matches, evaluation.margins, problems, evaluation.file.rows
+    )
     report.write(summary, folder)
     return summary
 
@@ -151,9 +153,8 @@ class _Evaluation:
         self._decoding, self._folder, self._settings = decoding, folder, settings
         self._tasks = _by_task(problems)
         self._numbers = {(task, p.id): i for task, group in self._tasks.items() for i, p in enumerate(group)}
-        path = folder / MATCHES
-        read = json.loads(path.read_text()) if path.exists() else {}
-        self.matches = {place: Match(**found) for place, found in read.items()}
+        self.matches = {place: Match(**found) for place, found in self._read(MATCHES).items()}
+        self.margins = self._read(MARGINS)
         # A placeholder, since the names of arms do not depend on the threshold that is matched.
         keys = [
             Key(task, temperature, arm.name, problem.id)
@@ -164,6 +165,10 @@ class _Evaluation:
         ]
         self._rows = len(keys)
         self.file = RowFile(folder / ROWS, keys)
+
+    def _read(self, name: str) -> dict[str, Any]:
+        path = self._folder / name
+        return json.loads(path.read_text()) if path.exists() else {}
 
     def _places(self) -> Iterator[tuple[str, float]]:
         return ((task, t) for task in self._tasks for t in self._settings["temperatures"])
@@ -199,23 +204,49 @@ class _Evaluation:
                         self.file.append(self._decode(task, temperature, arm, group)[on_file:])
                     place += len(group)
                     progress(what, place, self._rows)
+            self._margins(task, temperature)
 
     def _decode(self, task: str, temperature: float, arm: Arm, group: list[Problem]) -> list[dict[str, Any]]:
         seeds = [self._seed(task, problem) for problem in group]
         answers = self._decoding.answer(arm, group, seeds, temperature=temperature)
-        run_code = self._settings["allow_code_execution"]
+        stops = self._decoding.target.stop_tokens
         return [
-            make_row(
-                problem,
-                arm,
-                temperature,
-                seed,
-                answer,
-                scores.score(problem, answer.texts[-1], run_code=run_code),
-                self._decoding.target.stop_tokens,
+            make_row(problem, arm, temperature, seed, answer, scored, stops)
+            for problem, seed, answer, scored in zip(
+                group, seeds, answers, self._scores(group, answers), strict=True
             )
-            for problem, seed, answer in zip(group, seeds, answers, strict=True)
         ]
+
+    def _scores(self, group: list[Problem], answers: list[Answer]) -> list[list[float] | None]:
+        """Of the last turn of each problem; the metric is that of their task."""
+        if group[0].metric != "likelihood":
+            run_code = self._settings["allow_code_execution"]
+            return [
+                scores.score(p, a.texts[-1], run_code=run_code) for p, a in zip(group, answers, strict=True)
+            ]
+        target, chat = self._decoding.target, self._decoding.chat
+        prompts = [
+            prompt_tokens(target, p, a.texts[:-1], chat=chat) for p, a in zip(group, answers, strict=True)
+        ]
+        return [*likelihood.score_answers(target, prompts, [a.tokens[-1] for a in answers])]
+
+    def _margins(self, task: str, temperature: float) -> None:
+        """Histograms of the strict rule's decisions and of the relaxed one's, made once and kept beside the rows."""
+        name = f"{task}, temperature {temperature:g}"
+        if name in self.margins:
+            return
+        decoding, problems = self._decoding, self._tasks[task][: margins.PROBLEMS]
+        prompts = [prompt_tokens(decoding.target, p, chat=decoding.chat) for p in problems]
+        requests = decoding.requests(prompts, [self._seed(task, p) for p in problems], temperature)
+        _, strict, _, relaxed, *_ = self._arms(temperature, matched=1.0)
+        self.margins[name] = {
+            arm.name: margins.histograms(
+                self._settings["margin"],
+                margins.decisions(decoding.target, decoding.drafter, requests, arm.rule, decoding.batch_size),
+            )
+            for arm in (strict, relaxed)
+        }
+        write_json(self._folder / MARGINS, self.margins)
 
     def _match(self, task: str, temperature: float, tick: Callable[[], None]) -> Match:
         """The match of a task at a temperature, found once and kept beside the rows."""

@@ -16,7 +16,7 @@ import numpy as np
 
 from mars_jax.errors import MarsError
 from mars_jax.evaluate import sandbox
-from mars_jax.evaluate.tasks import Code, Problem
+from mars_jax.evaluate.problems import Code, Problem
 from mars_jax.tasks.arithmetic import final_answer
 
 METRICS = {
@@ -26,6 +26,7 @@ METRICS = {
     "pass@1": "pass@1, share of programs that pass their tests",
     "rouge_l": "ROUGE-L, F1 with stemming",
     "bleu": "corpus BLEU (sacrebleu, 13a)",
+    "likelihood": "likelihood under the target, geometric mean over the tokens, at temperature 1",
 }
 """What each metric is, for a table."""
 BLEU_ORDER = 4
@@ -35,7 +36,7 @@ def score(problem: Problem, text: str, *, run_code: bool = False) -> list[float]
     """The numbers of one answer, one or, for BLEU, its counts; None where it is not scored.
 
     Args:
-      problem: its metric and what it compares with.
+      problem: its metric and what it compares with; for the likelihood see `likelihood.score_answers`.
       text: the answer.
       run_code: whether generated programs may run; without it they are not scored.
 
@@ -82,11 +83,14 @@ def check_metrics(problems: Sequence[Problem], *, run_code: bool) -> None:
 def total(metric: str, counts: np.ndarray) -> np.ndarray:
     """The score of a task, f64[R] in [0, 1], from summed rows of `score`, f64[R, k + 1].
 
-    The last column is the number of answers; the score is a mean but for BLEU, whose counts are pooled.
+    The last column is the number of answers; the score is a mean but for BLEU, whose counts are pooled, and for the
+    likelihood, whose mean is over tokens.
 
     >>> total("pass@1", np.asarray([[3.0, 4.0]])).tolist()
     [0.75]
     """
+    if metric == "likelihood":
+        return np.exp(counts[:, 0] / counts[:, 1])
     return _bleu(counts[:, :-1]) if metric == "bleu" else counts[:, 0] / counts[:, -1]
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from mars_jax.errors import MarsError
-from mars_jax.types import LanguageModel, PyTree
+from mars_jax.types import ForwardOutput, LanguageModel, PyTree
 
 
 def document_mask(segments: Array) -> Array:
@@ -28,11 +28,15 @@ def document_mask(segments: Array) -> Array:
 
 def predict(model: LanguageModel, params: PyTree, tokens: Array, segments: Array) -> Array:
     """Logits f32[B, L, V] for tokens and segments i32[B, L]: row j is the distribution of token j + 1."""
+    return model.unembed(params, read(model, params, tokens, segments).hidden)
+
+
+def read(model: LanguageModel, params: PyTree, tokens: Array, segments: Array) -> ForwardOutput:
+    """What a model makes of tokens i32[B, L], each of which sees those of its segment i32[B, L] before it."""
     batch, length = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
     cache, start = model.init_cache(batch, length), jnp.zeros((batch,), jnp.int32)
-    out = model.forward(params, tokens, positions, document_mask(segments), cache, start)
-    return model.unembed(params, out.hidden)
+    return model.forward(params, tokens, positions, document_mask(segments), cache, start)
 
 
 def cross_entropy(logits: Array, labels: Array) -> Array:

@@ -12,7 +12,7 @@ from mars_jax import drafters, hub
 from mars_jax.cascades import main
 from mars_jax.evaluate.cascade_report import findings, summarize
 from mars_jax.evaluate.cascades import Decoded, Event, aligned, curves, interval, relapse, study
-from mars_jax.evaluate.tasks import Problem
+from mars_jax.evaluate.problems import Problem
 
 THETA, NEW, HORIZON = 0.6, 24, 8
 

@@ -49,7 +49,7 @@ def test_stories_are_cut_between_words(tmp_path):
     path.write_text(f"Too short.\n<|endoftext|>\n{long}\n<|endoftext|>\n{long}\n")
     first, second = read("stories", str(path), chat=True)
     assert first.turns[0] == "w0  w1  w2\n" + " ".join(words[3:STORY_WORDS])
-    assert (first.id, second.id, first.metric, first.continues) == ("1", "2", "none", True)
+    assert (first.id, second.id, first.metric, first.continues) == ("1", "2", "likelihood", True)
     assert len(read("stories", str(path), chat=False, limit=1)) == 1
     path.write_text("Too short.\n")
     with pytest.raises(MarsError, match="no document of more than 48 words"):
@@ -118,8 +118,8 @@ def test_the_question_sets_of_the_mars_release(write):
     path = write(turns(81, "One?", "Two?", category="writing"), turns(82, "Three?", "Four?"))
     problems = read("mt_bench", path, chat=True)
     assert [(p.id, p.turns, p.metric) for p in problems] == [
-        ("81", ("One?", "Two?"), "none"),
-        ("82", ("Three?", "Four?"), "none"),
+        ("81", ("One?", "Two?"), "likelihood"),
+        ("82", ("Three?", "Four?"), "likelihood"),
     ]
     path = write(turns(0, "Summarize: ...", category="summarization", reference=["Short."]))
     assert read("cnn_dm", path, chat=True)[0].references == ("Short.",)
@@ -139,11 +139,11 @@ def test_spec_bench_is_six_tasks(write):
     ]
     found = read("spec_bench", write(*rows), chat=True)
     assert [(p.task.partition("/")[2], p.id, p.metric) for p in found] == [
-        ("mt_bench", "1", "none"),
-        ("mt_bench", "4", "none"),
+        ("mt_bench", "1", "likelihood"),
+        ("mt_bench", "4", "likelihood"),
         ("math_reasoning", "2", "last_number"),
         ("translation", "3", "bleu"),
-        ("rag", "5", "none"),
+        ("rag", "5", "likelihood"),
     ]
     assert len(read("spec_bench", write(*rows), chat=True, limit=1)) == 4
     with pytest.raises(MarsError, match="category is 'chess'"):

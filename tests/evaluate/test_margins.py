@@ -1,0 +1,58 @@
+"""Decisions by margin, against the counters of the same decoding and the target's own scores of its texts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import mars_jax as mj
+from mars_jax import api
+from mars_jax.evaluate import likelihood
+from mars_jax.evaluate.margins import KINDS, decisions, edges_of, histograms, margin_of
+from mars_jax.request import make_requests
+
+PROMPTS = ("the sea", "a story", "of the sun")
+
+
+@pytest.mark.parametrize("theta", [np.inf, 0.2])
+@pytest.mark.parametrize("draft", ["chain", "tree"])
+def test_every_decision_is_counted_with_its_margin(target, draft, theta):
+    # It drafts for itself, so that sampling decides.
+    name, target = f"model:{target}", mj.load(str(target))
+    shape = {"tree": (2, 2)} if draft == "tree" else {"num_draft_tokens": 2}
+    drafter = mj.drafters.load(name, target, **shape)
+    rule = mj.verify.mars(theta=theta)
+    # Rows of different ends in batches that are not full.
+    requests = make_requests(target, PROMPTS, temperature=0.7, seed=[5, 6, 7], max_new_tokens=24)
+    found = decisions(target, drafter, requests, rule, 2)
+    done = [
+        c for i in (0, 2) for c in api.run_batch(target, drafter, requests[i : i + 2], verify=rule, rows=2)
+    ]
+    count = {kind: len(found[kind][0]) for kind in KINDS}
+    assert count["accepted"] == sum(c.metrics.accepted_exact for c in done) > 0
+    assert count["relaxed"] == sum(c.metrics.accepted_relaxed for c in done)
+    assert bool(count["relaxed"]) == (theta < np.inf)
+    # Of 2 tokens; a step that took both rejects nothing, and the last one of a row may be cut short.
+    short = sum(sum(c.metrics.depth_histogram[:2]) for c in done)
+    assert short - len(done) <= count["rejected"] <= short
+    scored = likelihood.score(
+        target, [(*r.prompt_tokens, *c.tokens) for r, c in zip(requests, done, strict=True)]
+    )
+    pairs = np.concatenate([np.stack([s.z1, s.z2], axis=1) for s in scored])
+    for z1, z2 in found.values():
+        for decided in zip(z1, z2, strict=True):
+            assert np.abs(pairs - decided).max(axis=1).min() < 1e-4
+    if theta < np.inf:
+        assert (margin_of("ratio", *found["relaxed"]) > theta).all()
+
+
+def test_histograms_hold_everything():
+    z1, z2 = np.asarray([10.0, 10.0, -1.0, 2.0]), np.asarray([9.9, -3.0, -2.0, 2.0])
+    found = dict.fromkeys(KINDS, (z1, z2))
+    expected = {"ratio": [0.99, 0, 0, 1], "gap": [0.1, 13, 1, 0], "prob_ratio": np.exp([-0.1, -13, -1, 0])}
+    for margin, values in expected.items():
+        np.testing.assert_allclose(margin_of(margin, z1, z2), values)
+        made = histograms(margin, found)
+        assert made["edges"] == edges_of(margin).tolist()
+        assert all(sum(made[kind]) == 4 for kind in KINDS)
+    assert histograms("gap", found)["accepted"][-1] == 1  # all that is wider
