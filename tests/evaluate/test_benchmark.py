@@ -288,14 +288,14 @@ def test_a_folder_of_something_else_is_refused(flags, refused, tmp_path):
 
 @pytest.mark.slow
 def test_two_tasks_over_rejection(target, prompts, tmp_path):
-    """The draft's true distribution, and nothing to score in one of the tasks."""
+    """The draft's true distribution, a task scored by likelihood, and an arm that accepts by chance."""
     stories = tmp_path / "stories.txt"
     stories.write_text("\n<|endoftext|>\n".join(["a b " * 30] * 3))
     output = tmp_path / "output"
     code = call(
         *("--target", target, "--draft", f"model:{target}", "--num-draft-tokens", 2, "--base", "rejection"),
         *("--task", f"stories={stories}", "--task", f"jsonl={prompts}", "--problems", 3, "--batch-size", 3),
-        *("--temperatures", 1, "--max-new-tokens", 12, "--output", output),
+        *("--temperatures", 1, "--max-new-tokens", 12, "--simulated-taus", 1.7, "--output", output),
     )
     assert code == 0
     made = read_folder(output)
@@ -306,6 +306,8 @@ def test_two_tasks_over_rejection(target, prompts, tmp_path):
         assert list(arms)[1:5] == ["rejection", *mars, "mars(gap) over rejection matched"]
         assert arms["rejection"]["tau"] > 2  # of 3: it drafts for itself, and q is p
         assert arms[mars[0]]["same_as_strict"] == 1.0
+        # About 24 steps, each with a standard deviation of 0.8.
+        assert 1.2 < arms["simulated tau=1.7"]["tau"] < 2.3
     assert {len(row["score"]) for row in made.rows if row["task"] == "stories"} == {2}
     assert {len(row["score"]) for row in made.rows if row["task"] == "jsonl"} == {1}
     stories = made.summary["tables"][0]["arms"]
