@@ -27,7 +27,7 @@ from mars_jax.types import NO_TOKEN, Controls, DraftTree, Verdict, Verifier
 
 PROBLEMS = 32
 """Of a task, whose drafts are counted."""
-BINS = 25
+BINS = 50
 WIDEST_GAP = 5.0
 """Nats; wider gaps count in the last bin."""
 KINDS = ("accepted", "relaxed", "rejected")
