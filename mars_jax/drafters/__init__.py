@@ -1,12 +1,12 @@
 """Drafters: each a factory of a `Drafter`, a NamedTuple of pure functions. `load` finds one by its name."""
 
 from mars_jax.drafters.eagle import eagle
-from mars_jax.drafters.grow import Dynamic
 from mars_jax.drafters.load import AnyDrafter, LoadedDrafter, load
 from mars_jax.drafters.medusa import medusa
 from mars_jax.drafters.model import language_model
 from mars_jax.drafters.ngram import ngram
 from mars_jax.drafters.none import none
+from mars_jax.drafters.shapes import Dynamic
 
 __all__ = [
     "AnyDrafter",

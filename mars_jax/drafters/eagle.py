@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from mars_jax.drafters.grow import Dynamic, Growth, Level, Shape, check_sample, describe, grow, shape_of
+from mars_jax.drafters.grow import Growth, Level, grow
+from mars_jax.drafters.shapes import Dynamic, Shape, check_sample, describe, shape_of
 from mars_jax.errors import MarsError
 from mars_jax.models import eagle as head
 from mars_jax.models.eagle import EagleConfig

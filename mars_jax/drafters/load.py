@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from mars_jax.drafters.eagle import eagle
-from mars_jax.drafters.grow import Dynamic
 from mars_jax.drafters.medusa import medusa
 from mars_jax.drafters.model import language_model
 from mars_jax.drafters.ngram import ngram
 from mars_jax.drafters.none import none
+from mars_jax.drafters.shapes import Dynamic
 from mars_jax.errors import MarsError
 from mars_jax.hub.heads import load_eagle
 from mars_jax.hub.medusa import load_medusa

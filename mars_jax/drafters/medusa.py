@@ -16,7 +16,8 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jax import Array
 
-from mars_jax.drafters.grow import Dynamic, Static, check_sample, describe, shape_of, stops_at
+from mars_jax.drafters.grow import stops_at
+from mars_jax.drafters.shapes import Dynamic, Static, check_sample, describe, shape_of
 from mars_jax.errors import MarsError
 from mars_jax.models import medusa as heads
 from mars_jax.models.medusa import MedusaConfig

@@ -20,17 +20,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from mars_jax.cache import commit
-from mars_jax.drafters.grow import (
-    Dynamic,
-    Growth,
-    Level,
-    Shape,
-    Static,
-    check_sample,
-    describe,
-    grow,
-    shape_of,
-)
+from mars_jax.drafters.grow import Growth, Level, grow
+from mars_jax.drafters.shapes import Dynamic, Shape, Static, check_sample, describe, shape_of
 from mars_jax.prefill import prefill
 from mars_jax.types import Controls, Drafter, DraftTree, KVCache, LanguageModel, Params
 

@@ -10,7 +10,7 @@ import pytest
 from mars_jax import decode, drafters, fake, verify
 from mars_jax.controls import make_controls
 from mars_jax.drafters.eagle import eagle
-from mars_jax.drafters.grow import Dynamic
+from mars_jax.drafters.shapes import Dynamic
 from mars_jax.errors import MarsError
 from mars_jax.models import ModelConfig, language_model
 from mars_jax.models import eagle as head

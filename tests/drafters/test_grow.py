@@ -7,7 +7,7 @@ import pytest
 
 from mars_jax import decode, drafters, fake, verify
 from mars_jax.controls import make_controls
-from mars_jax.drafters.grow import Dynamic
+from mars_jax.drafters.shapes import Dynamic
 from mars_jax.errors import MarsError
 from mars_jax.types import NO_TOKEN, keys_from_seeds
 from tests.helpers import NO_WEIGHTS, logits_after, ragged

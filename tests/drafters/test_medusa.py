@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from mars_jax import decode, drafters, verify
 from mars_jax.controls import make_controls
-from mars_jax.drafters.grow import Dynamic
+from mars_jax.drafters.shapes import Dynamic
 from mars_jax.errors import MarsError
 from mars_jax.hub.medusa import load_medusa, save_medusa
 from mars_jax.metrics import summarize
