@@ -29,7 +29,7 @@ examples:
       --thetas 0.9 0.8 0.95 --temperatures 0 1 --output evidence
 
 {pair.TASKS}
-OUTPUT gets rows.jsonl as rows finish, then summary.json, table.md and three plots. Killed
+OUTPUT gets rows.jsonl as rows finish, then summary.json, table.md and four plots. Killed
 and started again with the same flags, it goes on where it was. The table goes to stdout,
 progress to stderr; bad input ends with exit code 2.
 """
