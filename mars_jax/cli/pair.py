@@ -12,7 +12,7 @@ from mars_jax.cli.settings import MESH_HELP, DynamicTree, from_text, tree_from_t
 from mars_jax.errors import MarsError
 
 TASKS = """\
-tasks, read from local files (plain, .xz or .gz) or from the Hub (OWNER/DATASET[:CONFIG[:SPLIT]]) but for arithmetic:
+tasks; PATH is a local file (plain, .xz or .gz) or a dataset of the Hub (OWNER/NAME[:CONFIG[:SPLIT]])
   arithmetic            generated word problems; exact match after ####
   gsm8k=PATH            exact match after ####
   humaneval=PATH        pass@1 where the file has the tests, with --allow-code-execution
@@ -20,7 +20,7 @@ tasks, read from local files (plain, .xz or .gz) or from the Hub (OWNER/DATASET[
   cnn_dm=PATH           ROUGE-L
   wmt19=PATH            BLEU
   spec_bench=PATH       its six parts, each by its own metric
-  mt_bench=PATH, alpaca=PATH, stories=FILE (documents between <|endoftext|>)
+  mt_bench=PATH, alpaca=PATH, stories=FILE (local: documents between <|endoftext|>)
                         likelihood under the target
   jsonl=PATH            `prompt` or `turns`, and `metric` and `reference` where scored
 """

@@ -13,11 +13,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from kernels_pallas import MARGINS, margin_stats
+from kernels_pallas import MARGINS
 from mars_jax import verify
 from mars_jax.sampling import is_greedy, node_uniforms, sample
 from mars_jax.tree import at_parent, walk
 from mars_jax.types import Controls, DraftTree, Verdict, Verifier
+from mars_jax.verify.mars import node_stats
 from mars_jax.verify.stops import is_stop
 
 AUTOREGRESSIVE = "autoregressive"
@@ -53,7 +54,7 @@ class LowMarginSampling:
         return "low-margin sampling"
 
     def __call__(self, keys: Array, tree: DraftTree, logits: Array, controls: Controls) -> Verdict:
-        stats = margin_stats(logits)  # [B, N] each
+        stats = node_stats(logits)  # [B, N] each
         theta = jnp.broadcast_to(controls.theta[:, None], stats.top1.shape)
         low = MARGINS[self.margin](stats.top1, stats.top2, theta) & ~controls.strict[:, None]
         low &= ~is_stop(stats.id1, controls) & ~is_stop(stats.id2, controls)

@@ -44,7 +44,7 @@ def is_hub_name(path: str) -> bool:
 
 
 def read_hub(path: str, task: str) -> Iterator[Fields]:
-    """The rows of OWNER/NAME[:CONFIG[:SPLIT]] or of a folder, which `datasets` keeps in its cache.
+    """The rows of OWNER/NAME[:CONFIG[:SPLIT]] or of a folder, streamed: no more is downloaded than is read.
 
     Args:
       path: as above.
@@ -55,6 +55,7 @@ def read_hub(path: str, task: str) -> Iterator[Fields]:
     """
     try:
         import datasets
+        from datasets.exceptions import DatasetsError
     except ImportError:
         raise MarsError(
             "datasets of the Hub need the package datasets: install mars-jax[evaluate]."
@@ -62,16 +63,13 @@ def read_hub(path: str, task: str) -> Iterator[Fields]:
     folder = Path(path).is_dir()
     name, config, split = (path, "", "") if folder else (*path.split(":"), "", "")[:3]
     part = PARTS.get(task, Part(None, "test"))
-    datasets.disable_progress_bars()
     try:
-        rows = datasets.load_dataset(name, config or part.config, split=split or part.split)
-    except (
-        ValueError,
-        OSError,
-    ) as error:  # DatasetNotFoundError and all that the network says are among them
+        rows = datasets.load_dataset(name, config or part.config, split=split or part.split, streaming=True)
+        for number, values in enumerate(rows):
+            yield Fields(f"{path}, row {number}", dict(values))
+    except (DatasetsError, ValueError, OSError, RuntimeError) as error:
         reason = str(error).strip().partition("\n")[0].rstrip(".")
-        raise MarsError(
-            f"the dataset '{path}' cannot be read ({reason}): write OWNER/NAME:CONFIG:SPLIT, or give a local file."
-        ) from None
-    for number, values in enumerate(rows):
-        yield Fields(f"{path}, row {number}", dict(values))
+        cure = (
+            "give a file of JSON lines" if folder else "write OWNER/NAME:CONFIG:SPLIT, or give a local file"
+        )
+        raise MarsError(f"the dataset '{path}' cannot be read ({reason}): {cure}.") from None

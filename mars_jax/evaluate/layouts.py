@@ -114,7 +114,7 @@ _LANGUAGES = {
 
 
 def _wmt19(fields: Fields, name: str, chat: bool) -> Problem:
-    """In the MARS release's layout, or a text in two languages, asked as there from the first into the second."""
+    """In the MARS release's layout, or a text in two languages, of which English is the one to answer in."""
     if fields.has("turns"):
         return _turns("wmt19", "bleu")(fields, name, chat)
     texts = fields.values.get("translation")

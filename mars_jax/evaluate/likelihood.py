@@ -1,6 +1,6 @@
 """What the target thinks of given texts: the likelihood of every token, and its margin there.
 
-R rows, L tokens of a row, V vocabulary. Oracle: PyTorch transformers on the same texts, in tests/evaluate/.
+R rows, L tokens of a row, V vocabulary. Oracle: PyTorch transformers on the same texts, in tests/test_lm_eval.py.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kernels_pallas import margin_stats
 from mars_jax.batch import bucket
+from mars_jax.hosts import fetch
+from mars_jax.mesh import by_rows
 from mars_jax.text import Pretrained
 from mars_jax.training.objectives import read
 from mars_jax.types import LanguageModel
+from mars_jax.verify.mars import node_stats
 
 ROWS = 4
 """Texts of one forward."""
@@ -41,11 +43,14 @@ def score(target: Pretrained, texts: Sequence[Sequence[int]], *, rows: int = ROW
     Args:
       target: the model.
       texts: token ids, at least two each and within the model's context.
-      rows: texts of one forward.
+      rows: texts of one forward; on a mesh filled up to a multiple of its axis `data`.
     """
     found: list[Scored | None] = [None] * len(texts)
+    if target.mesh is not None:
+        rows += -rows % target.mesh.shape.get("data", 1)
     for group, tokens in batches(texts, rows, target.config.max_positions):
-        log_p, stats = jax.device_get(_score(target.model, target.params, jnp.asarray(tokens)))
+        with target.on_mesh():
+            log_p, stats = fetch(_score(target.model, target.params, jnp.asarray(tokens)))
         for row, i in enumerate(group):
             n = len(texts[i]) - 1
             columns = (log_p, stats.id1, stats.id2, stats.top1, stats.top2)
@@ -81,6 +86,10 @@ def batches(
 
 @functools.partial(jax.jit, static_argnums=0)
 def _score(model: LanguageModel, params, tokens):
+    return by_rows(functools.partial(_score_rows, model))(params, tokens)
+
+
+def _score_rows(model: LanguageModel, params, tokens):
     rows, length = tokens.shape
     hidden = read(model, params, tokens, jnp.zeros_like(tokens)).hidden
     # Row j against token j + 1, in parts; the last row has none, and what is behind it is cut off.
@@ -90,7 +99,7 @@ def _score(model: LanguageModel, params, tokens):
 
     def part(first):
         logits = model.unembed(params, jax.lax.dynamic_slice_in_dim(hidden, first, size, axis=1))
-        stats = margin_stats(logits, logsumexp=True)
+        stats = node_stats(logits, logsumexp=True)
         here = jax.lax.dynamic_slice_in_dim(said, first, size, axis=1)
         assert stats.logsumexp is not None  # as asked
         return jnp.take_along_axis(logits, here[..., None], axis=2)[..., 0] - stats.logsumexp, stats

@@ -7,7 +7,7 @@ forced.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.struct
@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from kernels_pallas import margin_stats
 from mars_jax import decode
 from mars_jax.batch import prepare
 from mars_jax.drafters import LoadedDrafter
@@ -24,6 +23,7 @@ from mars_jax.request import Request
 from mars_jax.text import Pretrained
 from mars_jax.tree import gather_path
 from mars_jax.types import NO_TOKEN, Controls, DraftTree, Verdict, Verifier
+from mars_jax.verify.mars import node_stats
 
 PROBLEMS = 32
 """Of a task, whose drafts are counted."""
@@ -54,7 +54,7 @@ class Observe:
 
     def __call__(self, keys: Array, tree: DraftTree, logits: Array, controls: Controls) -> Seen:
         verdict = self.rule(keys, tree, logits, controls)
-        stats = margin_stats(logits)
+        stats = node_stats(logits)
         nodes = jnp.arange(tree.tokens.shape[1], dtype=jnp.int32)
         child = (tree.parents[:, None, :] == nodes[None, :, None]) & (tree.tokens != NO_TOKEN)[:, None, :]
         return Seen(
@@ -84,7 +84,12 @@ def edges_of(name: str) -> np.ndarray:
 
 
 def decisions(
-    target: Pretrained, drafter: LoadedDrafter, requests: Sequence[Request], rule: Verifier, rows: int
+    target: Pretrained,
+    drafter: LoadedDrafter,
+    requests: Sequence[Request],
+    rule: Verifier,
+    rows: int,
+    tick: Callable[[], None] = lambda: None,
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Decode requests and give the target's two best logits, f32[n] each, wherever something was drafted.
 
@@ -93,6 +98,7 @@ def decisions(
       requests: from `make_requests`.
       rule: whose decisions these are.
       rows: decoded side by side.
+      tick: called after every batch.
 
     Returns:
       By `KINDS`: of every accepted draft token whether it needed the relaxation, and of every step that ended before
@@ -113,6 +119,7 @@ def decisions(
                 kinds = (accepted & ~relaxed, accepted & relaxed, rejected)
                 for kind, chosen in zip(KINDS, kinds, strict=True):
                     found[kind].append((seen.z1[chosen], seen.z2[chosen]))
+        tick()
     return {
         kind: (np.concatenate([z1 for z1, _ in parts]), np.concatenate([z2 for _, z2 in parts]))
         for kind, parts in found.items()

@@ -51,7 +51,8 @@ def _style(table: Table, arm: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _speed_quality(axis: Any, table: Table) -> None:
-    """Up and to the right is better; where nothing is scored, quality is little regret."""
+    """Up and to the right is better, but for likelihoods, which are best where the target alone is; where nothing is
+    scored, quality is little regret."""
     scored = all(arm["score"] is not None for arm in table["arms"])
     for arm in table["arms"]:
         quality = 100 * arm["score"] if scored else arm["regret_per_token"]

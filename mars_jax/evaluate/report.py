@@ -10,6 +10,7 @@ from mars_jax.errors import MarsError
 from mars_jax.evaluate import figures
 from mars_jax.evaluate.arms import AUTOREGRESSIVE, make_arms
 from mars_jax.evaluate.folder import write_json
+from mars_jax.evaluate.margins import PROBLEMS
 from mars_jax.evaluate.match import Match
 from mars_jax.evaluate.problems import Problem
 from mars_jax.evaluate.rows import Row
@@ -31,7 +32,8 @@ COLUMNS = {
     "same": "share of answers that are the target's own, token for token; at temperature 0 a lossless rule has 100%, "
     "but for ties that rounding decides",
     "score": "see the heading",
-    "recovered": "score against that of the target alone, with a 95% interval by the paired bootstrap over problems",
+    "recovered": "score against that of the target alone, with a 95% interval by the paired bootstrap over problems; "
+    "of a likelihood 100% is the aim, for what exceeds it is sharper than the target's own samples",
 }
 """What stands in each column of a table."""
 
@@ -143,6 +145,7 @@ def markdown(summary: Mapping[str, Any]) -> str:
         "![tau against theta](tau_theta.png)",
     ]
     lines += ["", "![steps by accepted draft tokens](depth.png)", "", "![drafts by margin](margins.png)", ""]
+    lines += [f"The margins are those of the first {PROBLEMS} problems of a task, in their first turn.", ""]
     return "\n".join(lines)
 
 

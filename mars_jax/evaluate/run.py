@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from mars_jax import __version__, drafters, verify
 from mars_jax.errors import MarsError
@@ -204,7 +205,9 @@ class _Evaluation:
                         self.file.append(self._decode(task, temperature, arm, group)[on_file:])
                     place += len(group)
                     progress(what, place, self._rows)
-            self._margins(task, temperature)
+            self._margins(
+                task, temperature, functools.partial(progress, f"{what}, margins", place, self._rows)
+            )
 
     def _decode(self, task: str, temperature: float, arm: Arm, group: list[Problem]) -> list[dict[str, Any]]:
         seeds = [self._seed(task, problem) for problem in group]
@@ -218,19 +221,24 @@ class _Evaluation:
         ]
 
     def _scores(self, group: list[Problem], answers: list[Answer]) -> list[list[float] | None]:
-        """Of the last turn of each problem; the metric is that of their task."""
+        """Of the last turn of each problem, a likelihood of all of its turns; the metric is that of their task."""
         if group[0].metric != "likelihood":
             run_code = self._settings["allow_code_execution"]
             return [
                 scores.score(p, a.texts[-1], run_code=run_code) for p, a in zip(group, answers, strict=True)
             ]
         target, chat = self._decoding.target, self._decoding.chat
-        prompts = [
-            prompt_tokens(target, p, a.texts[:-1], chat=chat) for p, a in zip(group, answers, strict=True)
+        turns = [
+            (i, prompt_tokens(target, p, a.texts[:turn], chat=chat), tokens)
+            for i, (p, a) in enumerate(zip(group, answers, strict=True))
+            for turn, tokens in enumerate(a.tokens)
         ]
-        return [*likelihood.score_answers(target, prompts, [a.tokens[-1] for a in answers])]
+        scored = likelihood.score_answers(target, [t[1] for t in turns], [t[2] for t in turns])
+        sums = np.zeros((len(group), 2))
+        np.add.at(sums, [t[0] for t in turns], scored)
+        return [*sums.tolist()]
 
-    def _margins(self, task: str, temperature: float) -> None:
+    def _margins(self, task: str, temperature: float, tick: Callable[[], None]) -> None:
         """Histograms of the strict rule's decisions and of the relaxed one's, made once and kept beside the rows."""
         name = f"{task}, temperature {temperature:g}"
         if name in self.margins:
@@ -239,13 +247,13 @@ class _Evaluation:
         prompts = [prompt_tokens(decoding.target, p, chat=decoding.chat) for p in problems]
         requests = decoding.requests(prompts, [self._seed(task, p) for p in problems], temperature)
         _, strict, _, relaxed, *_ = self._arms(temperature, matched=1.0)
-        self.margins[name] = {
-            arm.name: margins.histograms(
-                self._settings["margin"],
-                margins.decisions(decoding.target, decoding.drafter, requests, arm.rule, decoding.batch_size),
+        found = {}
+        for arm in (strict, relaxed):
+            seen = margins.decisions(
+                decoding.target, decoding.drafter, requests, arm.rule, decoding.batch_size, tick
             )
-            for arm in (strict, relaxed)
-        }
+            found[arm.name] = margins.histograms(self._settings["margin"], seen)
+        self.margins[name] = found
         write_json(self._folder / MARGINS, self.margins)
 
     def _match(self, task: str, temperature: float, tick: Callable[[], None]) -> Match:

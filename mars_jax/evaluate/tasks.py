@@ -26,8 +26,8 @@ def read(name: str, path: str | None = None, *, chat: bool, limit: int | None = 
 
     Args:
       name: one of `TASKS`.
-      path: of its file, or a dataset of the Hub as OWNER/NAME[:CONFIG[:SPLIT]]; none for arithmetic, whose problems
-        are generated.
+      path: of its file, or but for stories a dataset of the Hub as OWNER/NAME[:CONFIG[:SPLIT]]; none for arithmetic,
+        whose problems are generated.
       chat: whether the prompts will go through a chat template; plain prompts say in their own words what is wanted.
       limit: None for all.
 
@@ -47,13 +47,14 @@ def read(name: str, path: str | None = None, *, chat: bool, limit: int | None = 
             )
         return _arithmetic(ARITHMETIC_PROBLEMS if limit is None else limit)
     if not path:
-        raise MarsError(
-            f"the task {name} needs a file: write {name}=PATH, or {name}=OWNER/DATASET of the Hub."
-        )
+        hub = "" if name == "stories" else f", or {name}=OWNER/DATASET of the Hub"
+        raise MarsError(f"the task {name} needs a file: write {name}=PATH{hub}.")
     if name == "stories":
         return list(itertools.islice(_stories(path), limit))
     problems, seen = [], Counter[str]()
     rows = read_hub(path, name) if is_hub_name(path) else read_jsonl(path)
+    if name != "spec_bench":  # whose parts have limits of their own
+        rows = itertools.islice(rows, limit)
     for number, fields in enumerate(rows):
         problem = READERS[name](fields, str(_id(fields, number)), chat)
         seen[problem.task] += 1

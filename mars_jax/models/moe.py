@@ -23,6 +23,7 @@ from jax import Array, lax
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
 from jax.sharding import PartitionSpec as P
 
+from kernels_pallas.whole import whole_or_partitioned
 from mars_jax.mesh import expert_axes, map_devices
 from mars_jax.models.layers import ACTIVATIONS, dense, dense_cpu
 from mars_jax.models.quantize import Int8
@@ -71,14 +72,18 @@ def _divisor(size: int) -> int:
     return next((w for w in widths if size % w == 0), min(size, _WIDEST))
 
 
-@jax.custom_jvp
-def _megablox(x: Array, w: Array, sizes: Array) -> Array:
+def _gmm(x: Array, w: Array, sizes: Array) -> Array:
     rows, (outer, inner) = x.shape[0], w.shape[1:]
     tiling = min(_TILE, -(-rows // 16) * 16), _divisor(inner), _divisor(outer)
     x = jnp.pad(x, ((0, -rows % tiling[0]), (0, 0)))
     # Where no row is of an expert that is here, the kernel's grid would be empty.
     sizes = sizes.at[-1].max((jnp.sum(sizes, dtype=jnp.int32) == 0).astype(jnp.int32))
     return gmm(x, w, sizes, jnp.float32, tiling, transpose_rhs=True)[:rows]
+
+
+@jax.custom_jvp
+def _megablox(x: Array, w: Array, sizes: Array) -> Array:
+    return whole_or_partitioned(_gmm, _ragged)(x, w, sizes)
 
 
 # A loop of unknown length and a kernel have no derivative; the value is the same, so differentiate the plain form.

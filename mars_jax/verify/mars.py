@@ -82,10 +82,12 @@ class Mars:
         return relaxable_edges(tree, stats, MARGINS[self.margin](stats.top1, stats.top2, theta), controls)
 
 
-def node_stats(logits: Array) -> MarginStats:
+def node_stats(logits: Array, *, logsumexp: bool = False) -> MarginStats:
     """The margin statistics of every node, [B, N] each, of logits that may be divided by vocabulary."""
     axes = vocabulary_axes(logits.shape[-1])
-    return sharded_margin_stats(logits, axis=axes) if axes else margin_stats(logits)
+    if axes:
+        return sharded_margin_stats(logits, axis=axes, logsumexp=logsumexp)
+    return margin_stats(logits, logsumexp=logsumexp)
 
 
 def relaxable_edges(tree: DraftTree, stats: MarginStats, low: Array, controls: Controls) -> Array:

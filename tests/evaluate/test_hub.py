@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -85,25 +86,27 @@ def test_a_name_says_dataset_config_and_split(monkeypatch):
         [problem] = read("gsm8k", path, chat=True)
         assert problem.references == ("12",)
     assert asked == [
-        ("openai/gsm8k", "main", {"split": "test"}),
-        ("openai/gsm8k", "socratic", {"split": "test"}),
-        ("openai/gsm8k", "main", {"split": "train"}),
-        ("a/b", "c", {"split": "d"}),
+        ("openai/gsm8k", "main", {"split": "test", "streaming": True}),
+        ("openai/gsm8k", "socratic", {"split": "test", "streaming": True}),
+        ("openai/gsm8k", "main", {"split": "train", "streaming": True}),
+        ("a/b", "c", {"split": "d", "streaming": True}),
     ]
 
 
-@pytest.mark.parametrize(
-    ("path", "reason"),
-    [("a/missing.jsonl", "there is no file"), ("missing", "there is no file"), ("a:b", "there is no file")],
-)
-def test_what_is_no_name_is_a_file(path, reason):
-    with pytest.raises(MarsError, match=reason):
+@pytest.mark.parametrize("path", ["a/missing.jsonl", "missing", "a:b"])
+def test_what_is_no_name_is_a_file(path):
+    with pytest.raises(MarsError, match="there is no file"):
         read("gsm8k", path, chat=True)
 
 
 def test_what_datasets_cannot_read_is_said(published, monkeypatch):
     with pytest.raises(MarsError, match=r"row 0: it has no question|reference is None|turns is None"):
         read("gsm8k", published("gsm8k", {"a": 1}), chat=True)
+
+    broken = Path(published("mbpp", ROWS["mbpp"]))
+    (broken / "rows.jsonl").write_text('{"task_id": 1,\n')
+    with pytest.raises(MarsError, match=r"cannot be read \(.*\): give a file of JSON lines"):
+        read("mbpp", str(broken), chat=True)
 
     def refuse(*args, **more):
         raise datasets.exceptions.DatasetNotFoundError("Dataset 'a/b' doesn't exist on the Hub.\nMore.")

@@ -46,6 +46,37 @@ def test_every_decision_is_counted_with_its_margin(target, draft, theta):
         assert (margin_of("ratio", *found["relaxed"]) > theta).all()
 
 
+def test_the_decisions_of_a_chain_are_in_the_order_of_its_text(target):
+    name, target = f"model:{target}", mj.load(str(target))
+    drafter = mj.drafters.load(name, target, num_draft_tokens=2)
+    [request] = make_requests(target, PROMPTS[:1], temperature=1.0, seed=[5], max_new_tokens=40)
+    rule = mj.verify.mars(theta=0.9)
+    events = list(api.generate_stream(target, drafter, [request], verify=rule))
+    text = [*request.prompt_tokens, *(t for event in events for t in event.tokens)]
+    [scored] = likelihood.score(target, [text])
+    expected, at = {kind: [] for kind in KINDS}, len(request.prompt_tokens) - 1
+    for event in events:
+        for kind, _ in event.pieces:
+            if kind != "corrected" or len(event.pieces) < 3:  # else it is the token behind both drafts
+                name = {"exact": "accepted", "relaxed": "relaxed", "corrected": "rejected"}[kind]
+                expected[name].append((scored.z1[at], scored.z2[at]))
+            at += 1
+    assert all(expected.values())
+    for kind, (z1, z2) in decisions(target, drafter, [request], rule, 1).items():
+        np.testing.assert_allclose(np.stack([z1, z2], axis=1), expected[kind], atol=1e-4)
+
+
+def test_where_nothing_was_drafted_nothing_was_rejected(target):
+    target = mj.load(str(target))
+    drafter = mj.drafters.load("ngram", target)
+    requests = make_requests(target, PROMPTS, temperature=1.0, seed=[5, 6, 7], max_new_tokens=24)
+    found = decisions(target, drafter, requests, mj.verify.exact(), 3)
+    done = api.run_batch(target, drafter, requests, verify=mj.verify.exact())
+    undrafted = sum(c.metrics.depth_histogram[0] for c in done)
+    assert len(found["accepted"][0]) == sum(c.metrics.accepted_exact for c in done)
+    assert len(found["rejected"][0]) < undrafted
+
+
 def test_histograms_hold_everything():
     z1, z2 = np.asarray([10.0, 10.0, -1.0, 2.0]), np.asarray([9.9, -3.0, -2.0, 2.0])
     found = dict.fromkeys(KINDS, (z1, z2))

@@ -43,7 +43,7 @@ def by_definition(x, w, sizes):
 
 def megablox(*args):
     with pltpu.force_tpu_interpret_mode():
-        return moe._megablox(*args)
+        return moe._gmm(*args)
 
 
 FORMS = {"blocks": moe._blocks, "ragged": moe._ragged, "megablox": megablox}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
 
 pytest.importorskip(
     "libtpu", reason="TPU compilation needs libtpu: pip install 'mars-jax[test]' on Linux x86-64"
@@ -30,6 +31,15 @@ def test_in_8_bits_a_v5e_copies_none_either():
     values = jax.ShapeDtypeStruct((EXPERTS, OUTER, INNER), "int8")
     w = Int8(values, jax.ShapeDtypeStruct((EXPERTS, OUTER), "float32"), "bfloat16")
     assert compiled(w, 488, "v5e")["temporary_bytes"] < OUTER * INNER * 2
+
+
+def test_where_xla_divides_the_work_it_gets_the_ragged_product():
+    on = aot.mesh("v5e", devices=4)
+    w = aot.abstract(jax.ShapeDtypeStruct((EXPERTS, OUTER, INNER), "bfloat16"), on, P(None, "model"))
+    x = aot.abstract(jax.ShapeDtypeStruct((8, INNER), "bfloat16"), on)
+    sizes = aot.abstract(jax.ShapeDtypeStruct((EXPERTS,), "int32"), on)
+    report = aot.compile_for(dense_by_expert, x, w, sizes)
+    assert report["argument_bytes"] < EXPERTS * OUTER * INNER  # of 2 bytes each, on 4 chips
 
 
 def compiled(w, rows, generation):
