@@ -177,8 +177,10 @@ def _dynamic(shape: Dynamic, growth: Growth, root: Array, controls: Controls):
     def children(logits: Array, score: Array) -> tuple[Array, Array]:
         """The k likeliest children of each of W nodes, i32[B, W * k], and their scores; -inf where it stops."""
         top, ids = top_k(logits, k)
-        score = jnp.where(stops_at(logits, controls), -jnp.inf, score - jax.nn.logsumexp(logits, axis=-1))
-        return growth.to_target(ids).reshape(batch, -1), (score[..., None] + top).reshape(batch, -1)
+        # At most 0 also where rounding says otherwise, so that no child is likelier than its parent.
+        log_p = jnp.minimum(top - jax.nn.logsumexp(logits, axis=-1, keepdims=True), 0.0)
+        score = jnp.where(stops_at(logits, controls), -jnp.inf, score)
+        return growth.to_target(ids).reshape(batch, -1), (score[..., None] + log_p).reshape(batch, -1)
 
     # A candidate is known by its number: level 1 is 0 .. k - 1, and k * k follow for every level.
     tokens, scores = children(growth.logits, jnp.zeros((batch, 1), jnp.float32))

@@ -7,6 +7,7 @@ import pytest
 
 from mars_jax import decode, drafters, fake, verify
 from mars_jax.controls import make_controls
+from mars_jax.drafters.grow import Growth, grow
 from mars_jax.drafters.shapes import Dynamic
 from mars_jax.errors import MarsError
 from mars_jax.types import NO_TOKEN, keys_from_seeds
@@ -75,6 +76,33 @@ def test_a_dynamic_tree_is_the_one_that_a_search_finds(shape):
     assert tree.tokens.shape == (3, shape.num_nodes)
     for row, past in enumerate(texts):
         assert sorted(branches(tree, row)) == sorted(search(past, shape))
+
+
+def test_a_drafter_that_is_certain_orphans_no_node():
+    """Of a child whose probability is 1 rounding must not make more than its parent has."""
+    batch, vocab, shape = 256, 7, Dynamic(2, 5, 6)
+    rng = np.random.default_rng(0)
+
+    def certain(width):
+        """Logits of any size, of which one or two are far above the rest."""
+        z = np.full((batch, width, vocab), -40.0) + rng.uniform(-3, 3, (batch, width, 1))
+        for _ in range(2):
+            places = rng.integers(vocab, size=(batch, width, 1))
+            np.put_along_axis(z, places, rng.uniform(0, 20, (batch, width, 1)), axis=2)
+        return jnp.asarray(z, jnp.float32)
+
+    first, later = certain(1), certain(2)
+    growth = Growth(
+        logits=first,
+        carry=jnp.zeros((batch,)),
+        extend=lambda carry, level: (later + carry[:, None, None], carry + 0.7),
+        first=jnp.zeros((batch,), jnp.int32),
+        slots=16,
+    )
+    root, controls = jnp.zeros((batch, 1), jnp.int32), make_controls(batch, limit=16)
+    tree, *_ = jax.jit(lambda: grow(shape, False, growth, root, None, controls))()
+    for row in range(batch):
+        assert branches(tree, row)
 
 
 def test_accepted_branches_of_a_dynamic_tree_are_cached_in_place():
