@@ -38,7 +38,7 @@ from mars_jax.request import batches as groups
 from mars_jax.tasks import arithmetic
 from mars_jax.training.data import documents
 from mars_jax.training.indicator import Examples, train
-from mars_jax.training.objectives import document_mask
+from mars_jax.training.objectives import read
 
 WIDEST = 4.0  # nats between the two best tokens, beyond which nothing is asked
 PER_TEXT = 5
@@ -97,13 +97,7 @@ def features(
 
     @jax.jit
     def hidden(params, tokens):
-        rows, length = tokens.shape
-        position = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens.shape)
-        cache = target.model.init_cache(rows, length)
-        mask = document_mask(jnp.zeros_like(tokens))
-        return target.model.forward(
-            params, tokens, position, mask, cache, jnp.zeros((rows,), jnp.int32)
-        ).hidden
+        return read(target.model, params, tokens, jnp.zeros_like(tokens)).hidden
 
     wanted: dict[int, list[tuple[int, int]]] = {}
     for n, (text, place) in enumerate(places):

@@ -1,7 +1,6 @@
 """How near the target's two best tokens are where drafts are accepted, relaxed and rejected.
 
-B batch, N nodes, D depth, P problems. Oracle: tests/evaluate/test_margins.py scores the texts once more, teacher-
-forced.
+B batch, N nodes, D depth. Oracle: tests/evaluate/test_margins.py scores the texts once more, teacher-forced.
 """
 
 from __future__ import annotations
