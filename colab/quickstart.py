@@ -50,7 +50,7 @@ import matplotlib.pyplot as plt
 from IPython.display import HTML, display
 
 import mars_jax as mj
-from mars_jax.tasks import arithmetic
+from mars_jax.evaluate.tasks import arithmetic
 
 PROBLEMS = int(os.environ.get("PROBLEMS", "32"))  # of the sweep below; more make its curves smoother
 print(

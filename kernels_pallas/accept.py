@@ -11,9 +11,11 @@ from collections.abc import Callable
 
 from jax import Array
 
-from kernels_pallas import mosaic, reference, rule, triton, xla
+from kernels_pallas import reference, rule, xla
 from kernels_pallas.blocks import GpuBlocks, TpuBlocks
 from kernels_pallas.dispatch import dispatch
+from kernels_pallas.gpu import margin as triton
+from kernels_pallas.mosaic import margin as mosaic
 from kernels_pallas.rule import Acceptance, AcceptControls, check_margin
 from kernels_pallas.stats import MarginStats
 

@@ -12,9 +12,11 @@ import math
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kernels_pallas import mosaic_lm_head, reference, triton_lm_head, xla
+from kernels_pallas import reference, xla
 from kernels_pallas.blocks import GpuHeadBlocks, TpuHeadBlocks
 from kernels_pallas.dispatch import dispatch
+from kernels_pallas.gpu import lm_head as triton_lm_head
+from kernels_pallas.mosaic import lm_head as mosaic_lm_head
 from kernels_pallas.stats import MarginStats, empty, merge
 
 CHUNK_BYTES = 64 * 2**20

@@ -9,9 +9,11 @@ import functools
 
 from jax import Array
 
-from kernels_pallas import mosaic, reference, triton, xla
+from kernels_pallas import reference, xla
 from kernels_pallas.blocks import GpuBlocks, TpuBlocks
 from kernels_pallas.dispatch import dispatch
+from kernels_pallas.gpu import margin as triton
+from kernels_pallas.mosaic import margin as mosaic
 from kernels_pallas.stats import MarginStats
 
 __all__ = ["MarginStats", "margin_stats"]

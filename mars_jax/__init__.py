@@ -6,15 +6,13 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mars_jax import decode, drafters, fake, hub, metrics, models, sampling, sharding, tree, types, verify
-    from mars_jax.api import generate, generate_stream
-    from mars_jax.controls import make_controls
-    from mars_jax.decode import run, speculative_decoder, stream
-    from mars_jax.errors import MarsError
-    from mars_jax.metrics import Metrics, summarize
-    from mars_jax.request import Completion, Request, Result, make_requests
-    from mars_jax.text import Pretrained, load
-    from mars_jax.types import (
+    from mars_jax import drafters, hub, models, verify
+    from mars_jax.core import decode, fake, metrics, sampling, tree, types
+    from mars_jax.core.controls import make_controls
+    from mars_jax.core.decode import run, speculative_decoder, stream
+    from mars_jax.core.errors import MarsError
+    from mars_jax.core.metrics import Metrics, summarize
+    from mars_jax.core.types import (
         Controls,
         Decoder,
         DecodeState,
@@ -28,52 +26,56 @@ if TYPE_CHECKING:
         Verdict,
         keys_from_seeds,
     )
+    from mars_jax.placement import shardings
+    from mars_jax.pretrained import Pretrained, load
+    from mars_jax.serve.generate import generate, generate_stream
+    from mars_jax.serve.requests import Completion, Request, Result, make_requests
 
 __version__ = "0.1.0"
 
 # Public names and the module that defines each. They load on first use, so that `import mars_jax` stays light.
 _HOME = {
-    "Completion": "request",
-    "Controls": "types",
-    "DecodeState": "types",
-    "Decoder": "types",
-    "DraftTree": "types",
-    "Drafter": "types",
-    "ForwardOutput": "types",
-    "KVCache": "types",
-    "LanguageModel": "types",
-    "MarsError": "errors",
-    "Metrics": "metrics",
-    "Params": "types",
-    "Pretrained": "text",
-    "Request": "request",
-    "Result": "request",
-    "StepInfo": "types",
-    "Verdict": "types",
-    "generate": "api",
-    "generate_stream": "api",
-    "keys_from_seeds": "types",
-    "load": "text",
-    "make_controls": "controls",
-    "make_requests": "request",
-    "run": "decode",
-    "speculative_decoder": "decode",
-    "stream": "decode",
-    "summarize": "metrics",
+    "Completion": "serve.requests",
+    "Controls": "core.types",
+    "DecodeState": "core.types",
+    "Decoder": "core.types",
+    "DraftTree": "core.types",
+    "Drafter": "core.types",
+    "ForwardOutput": "core.types",
+    "KVCache": "core.types",
+    "LanguageModel": "core.types",
+    "MarsError": "core.errors",
+    "Metrics": "core.metrics",
+    "Params": "core.types",
+    "Pretrained": "pretrained",
+    "Request": "serve.requests",
+    "Result": "serve.requests",
+    "StepInfo": "core.types",
+    "Verdict": "core.types",
+    "generate": "serve.generate",
+    "generate_stream": "serve.generate",
+    "keys_from_seeds": "core.types",
+    "load": "pretrained",
+    "make_controls": "core.controls",
+    "make_requests": "serve.requests",
+    "run": "core.decode",
+    "speculative_decoder": "core.decode",
+    "stream": "core.decode",
+    "summarize": "core.metrics",
 }
-_MODULES = (
-    "decode",
-    "drafters",
-    "fake",
-    "hub",
-    "metrics",
-    "models",
-    "sampling",
-    "sharding",
-    "tree",
-    "types",
-    "verify",
-)
+_MODULES = {
+    "decode": "core.decode",
+    "drafters": "drafters",
+    "fake": "core.fake",
+    "hub": "hub",
+    "metrics": "core.metrics",
+    "models": "models",
+    "sampling": "core.sampling",
+    "sharding": "placement.shardings",
+    "tree": "core.tree",
+    "types": "core.types",
+    "verify": "verify",
+}
 
 __all__ = sorted([*_HOME, *_MODULES])  # pyright: ignore[reportUnsupportedDunderAll]
 
@@ -82,7 +84,7 @@ def __getattr__(name: str):
     if name in _HOME:
         value = getattr(importlib.import_module(f"mars_jax.{_HOME[name]}"), name)
     elif name in _MODULES:
-        value = importlib.import_module(f"mars_jax.{name}")
+        value = importlib.import_module(f"mars_jax.{_MODULES[name]}")
     else:
         raise AttributeError(f"module 'mars_jax' has no attribute '{name}'")
     globals()[name] = value

@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM
 
 import mars_jax as mj
 from mars_jax import assets
-from mars_jax.tasks import arithmetic
+from mars_jax.evaluate.tasks import arithmetic
 from mars_jax.training.data import documents
 
 THETA = 0.9

@@ -31,11 +31,12 @@ from rich.console import Console
 from rich.table import Table
 
 import mars_jax as mj
-from mars_jax import decode, drafters, hub, verify
-from mars_jax.controls import make_controls
+from mars_jax import drafters, hub, verify
+from mars_jax.core import decode
+from mars_jax.core.controls import make_controls
+from mars_jax.core.types import Params
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.transformer import init_params, language_model
-from mars_jax.types import Params
 
 SHAPES = {
     "12M": ModelConfig(

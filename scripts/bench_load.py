@@ -84,7 +84,9 @@ def measure(case: dict, checkpoint: str, converted: str) -> dict:
     """One case, in this process."""
     import jax
 
-    from mars_jax import hub, mesh, sharding
+    from mars_jax import hub
+    from mars_jax.core import mesh
+    from mars_jax.placement import shardings as sharding
 
     load: Any = importlib.import_module("mars_jax.hub.load")  # the package has a function of that name
 

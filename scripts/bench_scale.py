@@ -29,7 +29,8 @@ from rich.console import Console
 from rich.table import Table
 
 import mars_jax as mj
-from mars_jax import assets, decode, drafters, verify
+from mars_jax import assets, drafters, verify
+from mars_jax.core import decode
 from mars_jax.drafters import Dynamic
 
 BAR = 1.3

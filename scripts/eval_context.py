@@ -27,9 +27,9 @@ from eval_embedded import ANSWER_TOKENS, CHAIN, NEW_TOKENS, story_prompts
 
 import mars_jax as mj
 from mars_jax import assets
-from mars_jax.evaluate.likelihood import batches
-from mars_jax.evaluate.likelihood import score as likelihood
-from mars_jax.tasks import arithmetic
+from mars_jax.evaluate.scoring.likelihood import batches
+from mars_jax.evaluate.scoring.likelihood import score as likelihood
+from mars_jax.evaluate.tasks import arithmetic
 from mars_jax.training.data import documents
 from mars_jax.training.objectives import predict
 from mars_jax.verify.context import entropy

@@ -65,7 +65,7 @@ def lossless(target: mj.Pretrained, made: dict[str, Any], prompts: list[list[int
 def cost(target: mj.Pretrained, made: dict[str, Any], prompt: list[int], repeats: int) -> dict[str, Any]:
     """Milliseconds of a step at batch 1: a decode with a rule that accepts next to nothing, over its steps."""
     requests = mj.make_requests(target, [prompt], max_new_tokens=96, ignore_eos=True, temperature=1.0)
-    from mars_jax.api import compile_batch, run_batch
+    from mars_jax.serve.generate import compile_batch, run_batch
 
     times: dict[str, list[float]] = {name: [] for name in made}
     rule = mj.verify.exact()

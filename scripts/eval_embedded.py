@@ -28,7 +28,7 @@ import numpy as np
 
 import mars_jax as mj
 from mars_jax import assets
-from mars_jax.tasks import arithmetic
+from mars_jax.evaluate.tasks import arithmetic
 from mars_jax.training.data import documents
 from mars_jax.training.objectives import cross_entropy, predict
 

@@ -28,14 +28,15 @@ import numpy as np
 from eval_embedded import ANSWER_TOKENS, CHAIN, NEW_TOKENS, story_prompts
 
 import mars_jax as mj
-from mars_jax import assets, decode
-from mars_jax.batch import prepare
-from mars_jax.evaluate.cascades import aligned, continue_strictly
-from mars_jax.evaluate.likelihood import batches
-from mars_jax.evaluate.likelihood import score as likelihood
+from mars_jax import assets
+from mars_jax.core import decode
+from mars_jax.evaluate.scoring.likelihood import batches
+from mars_jax.evaluate.scoring.likelihood import score as likelihood
+from mars_jax.evaluate.studies.branches import aligned, continue_strictly
+from mars_jax.evaluate.tasks import arithmetic
 from mars_jax.models import indicator
-from mars_jax.request import batches as groups
-from mars_jax.tasks import arithmetic
+from mars_jax.serve.prepare import prepare
+from mars_jax.serve.requests import batches as groups
 from mars_jax.training.data import documents
 from mars_jax.training.indicator import Examples, train
 from mars_jax.training.objectives import read

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from mars_jax import planning, verify
+from mars_jax.placement.shardings import parse_mesh
 from mars_jax.planning.chips import topology
+from mars_jax.planning.fit import default_mesh, draft_of
 from mars_jax.planning.models import CONFIGS, eagle3
-from mars_jax.planning.plan import default_mesh, draft_of
-from mars_jax.sharding import parse_mesh
 
 CASES = (
     ("llama-3.1-8b", "v5e:1x1", "int8"),

@@ -23,10 +23,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from mars_jax import hub
+from mars_jax.evaluate.tasks import arithmetic
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.transformer import init_params, language_model
-from mars_jax.tasks import arithmetic
-from mars_jax.training import data, distill
+from mars_jax.training import data, distillation
 from mars_jax.training.loop import fit
 from mars_jax.training.objectives import cross_entropy, divergence, forward_kl, predict, total_variation
 from mars_jax.training.recipe import muon, plot
@@ -269,17 +269,17 @@ def main() -> None:
     if not args.eagle3_tokens:
         return
     mixed = [streams[source]._replace(weight=share) for source, share in SHARES.items()]
-    apprentice = distill.eagle3(
+    apprentice = distillation.eagle3(
         TARGET,
         target,
-        ids=distill.draft_vocabulary(mixed, EAGLE3_VOCAB, VOCAB, TARGET.eos_token_ids),
+        ids=distillation.draft_vocabulary(mixed, EAGLE3_VOCAB, VOCAB, TARGET.eos_token_ids),
         layers=EAGLE3_LAYERS,
         intermediate_size=EAGLE3_MLP,
         steps=EAGLE3_STEPS,
         divergence=divergence("kl+tv"),
         seed=args.seed,
     )
-    head = distill.train(
+    head = distillation.train(
         apprentice,
         target,
         mixed,

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mars_jax import decode
-from mars_jax.controls import make_controls
-from mars_jax.types import Params, keys_from_seeds
+from mars_jax.core import decode
+from mars_jax.core.controls import make_controls
+from mars_jax.core.types import Params, keys_from_seeds
 
 NO_WEIGHTS = Params(target=(), draft=())
 

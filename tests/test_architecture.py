@@ -3,26 +3,24 @@
 import ast
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 
 # Bottom to top: a module imports only from lines above its own, or from its own package.
 LAYERS = [
-    "errors types assets",
-    "mesh hosts",
-    "cache tree controls sampling metrics tasks",
-    "fake models prefill",
+    "core assets",
+    "models",
+    "placement",
     "verify",
-    "training sharding checkpoint",
-    "hub",
-    "text",
-    "drafters decode request",
-    "batch",
-    "api",
-    "cli",
+    "training hub",
+    "pretrained",
+    "drafters",
+    "serve",
     "evaluate planning",
-    "generate distill benchmark calibrate cascades lm_eval plan convert",
+    "cli",
+    "__main__ generate distill benchmark calibrate compounding lm_eval plan convert",
 ]
 RANK = {name: rank for rank, line in enumerate(LAYERS) for name in line.split()}
 
@@ -47,7 +45,7 @@ def test_modules_import_only_from_the_layers_below():
     wrong = []
     for path in sorted((ROOT / "mars_jax").rglob("*.py")):
         own = path.relative_to(ROOT / "mars_jax").with_suffix("").parts[0]
-        if own in ("__init__", "__main__"):
+        if own == "__init__":
             continue
         for module in imported(path):
             if not module.startswith("mars_jax.") or part(module) == own or part(module) == "__version__":
@@ -62,6 +60,25 @@ def test_every_module_has_a_layer():
         p.relative_to(ROOT / "mars_jax").with_suffix("").parts[0] for p in (ROOT / "mars_jax").rglob("*.py")
     }
     assert parts - {"__init__"} == set(RANK)
+
+
+def test_core_is_what_people_embed():
+    for path in sorted((ROOT / "mars_jax" / "core").rglob("*.py")):
+        for module in imported(path):
+            top = module.split(".")[0]
+            allowed = ("jax", "numpy", "flax", "kernels_pallas", "mars_jax", "__future__")
+            assert top in allowed or top in sys.stdlib_module_names, f"{path.name} imports {module}"
+            assert top != "flax" or module == "flax.struct", f"{path.name} imports {module}"
+
+
+def test_no_file_name_stands_three_times():
+    names = Counter(
+        p.name
+        for top in ("mars_jax", "kernels_pallas")
+        for p in (ROOT / top).rglob("*.py")
+        if p.stem != "__init__"
+    )
+    assert [name for name, count in names.items() if count > 2] == []
 
 
 def test_the_kernels_import_jax_and_nothing_else_from_outside():

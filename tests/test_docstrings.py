@@ -15,7 +15,7 @@ MODULES = sorted(
     for package in (mars_jax, kernels_pallas)
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + ".")
     # The adapter to a harness is nothing without that harness.
-    if module.name != "mars_jax.lm_eval" or importlib.util.find_spec("lm_eval")
+    if module.name not in ("mars_jax.cli.harness", "mars_jax.lm_eval") or importlib.util.find_spec("lm_eval")
 )
 
 

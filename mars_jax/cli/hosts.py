@@ -10,8 +10,8 @@ from typing import IO, Any
 
 import jax
 
-from mars_jax import hosts
-from mars_jax.errors import MarsError
+from mars_jax.core.errors import MarsError
+from mars_jax.placement import hosts
 
 
 @contextlib.contextmanager

@@ -6,9 +6,9 @@ import sys
 
 from jax.sharding import Mesh
 
-from mars_jax import hosts
 from mars_jax.models import ModelConfig
-from mars_jax.sharding import parse_mesh, whole
+from mars_jax.placement import hosts
+from mars_jax.placement.shardings import parse_mesh, whole
 
 
 def open_mesh(text: str | None, config: ModelConfig) -> Mesh | None:

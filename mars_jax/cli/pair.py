@@ -6,10 +6,10 @@ import argparse
 from typing import Any
 
 from mars_jax import __version__, assets
-from mars_jax.cli.arguments import DTYPES, MARGINS
+from mars_jax.cli.generate.arguments import DTYPES, MARGINS
 from mars_jax.cli.program import Parser
 from mars_jax.cli.settings import MESH_HELP, DynamicTree, from_text, tree_from_text
-from mars_jax.errors import MarsError
+from mars_jax.core.errors import MarsError
 
 TASKS = """\
 tasks; PATH is a local file (plain, .xz or .gz) or a dataset of the Hub (OWNER/NAME[:CONFIG[:SPLIT]])

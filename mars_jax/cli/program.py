@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import IO, Any, NoReturn
 
-from mars_jax.errors import MarsError
+from mars_jax.core.errors import MarsError
 
 BAD_INPUT = 2
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
@@ -45,7 +45,7 @@ def program(run: Callable[[Sequence[str] | None, IO[str]], None], argv: Sequence
     """Run `run(argv, stdout)`; returns the exit code."""
     code = _program(run, argv)
     if code and "jax" in sys.modules:
-        from mars_jax import hosts
+        from mars_jax.placement import hosts
 
         hosts.leave(code)
     return code

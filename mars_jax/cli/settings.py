@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from mars_jax.errors import MarsError
+from mars_jax.core.errors import MarsError
 
 _MOST = 2**31 - 1  # settings travel as int32 and float32
 _LARGEST = 3e38

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mars_jax.cli.settings import from_text
-from mars_jax.errors import MarsError
+from mars_jax.core.errors import MarsError
 
 FORMAT = "mars-jax theta 1"
 SETTINGS = ("target", "draft", "num_draft_tokens", "tree", "base", "margin", "temperature")

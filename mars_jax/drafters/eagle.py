@@ -18,13 +18,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from mars_jax.drafters.grow import Growth, Level, grow
-from mars_jax.drafters.shapes import Dynamic, Shape, check_sample, describe, shape_of
-from mars_jax.errors import MarsError
-from mars_jax.models import eagle as head
-from mars_jax.models.eagle import EagleConfig
-from mars_jax.tree import gather_path
-from mars_jax.types import (
+from mars_jax.core.errors import MarsError
+from mars_jax.core.tree import gather_path
+from mars_jax.core.types import (
     Controls,
     Drafter,
     DraftTree,
@@ -34,6 +30,10 @@ from mars_jax.types import (
     Params,
     Verdict,
 )
+from mars_jax.drafters.grow import Growth, Level, grow
+from mars_jax.drafters.shapes import Dynamic, Shape, check_sample, describe, shape_of
+from mars_jax.models import eagle as head
+from mars_jax.models.eagle import EagleConfig
 
 
 @flax.struct.dataclass(kw_only=True)

@@ -19,10 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from mars_jax.core.sampling import argmax, process, sample_processed, top_k
+from mars_jax.core.tree import chain, static_topology
+from mars_jax.core.types import NO_TOKEN, Controls, DraftTree
 from mars_jax.drafters.shapes import Dynamic, Shape, Static
-from mars_jax.sampling import argmax, process, sample_processed, top_k
-from mars_jax.tree import chain, static_topology
-from mars_jax.types import NO_TOKEN, Controls, DraftTree
 
 
 class Level(NamedTuple):

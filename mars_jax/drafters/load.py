@@ -8,19 +8,19 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from mars_jax.core.errors import MarsError
+from mars_jax.core.types import Drafter, PyTree
 from mars_jax.drafters.eagle import eagle
 from mars_jax.drafters.medusa import medusa
 from mars_jax.drafters.model import language_model
 from mars_jax.drafters.ngram import ngram
 from mars_jax.drafters.none import none
 from mars_jax.drafters.shapes import Dynamic
-from mars_jax.errors import MarsError
-from mars_jax.hub.heads import load_eagle
-from mars_jax.hub.medusa import load_medusa
-from mars_jax.sharding import place
-from mars_jax.text import Pretrained, check_same_vocabulary
-from mars_jax.text import load as load_pretrained
-from mars_jax.types import Drafter, PyTree
+from mars_jax.hub.heads.eagle_files import load_eagle
+from mars_jax.hub.heads.medusa_files import load_medusa
+from mars_jax.placement.shardings import place
+from mars_jax.pretrained import Pretrained, check_same_vocabulary
+from mars_jax.pretrained import load as load_pretrained
 
 SPECS = "none, ngram, model:PATH, eagle:PATH, medusa:PATH"
 

@@ -16,14 +16,10 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jax import Array
 
-from mars_jax.drafters.grow import stops_at
-from mars_jax.drafters.shapes import Dynamic, Static, check_sample, describe, shape_of
-from mars_jax.errors import MarsError
-from mars_jax.models import medusa as heads
-from mars_jax.models.medusa import MedusaConfig
-from mars_jax.sampling import argmax, process, sample_processed, top_k
-from mars_jax.tree import chain, gather_path, static_topology
-from mars_jax.types import (
+from mars_jax.core.errors import MarsError
+from mars_jax.core.sampling import argmax, process, sample_processed, top_k
+from mars_jax.core.tree import chain, gather_path, static_topology
+from mars_jax.core.types import (
     NO_TOKEN,
     Controls,
     Drafter,
@@ -33,6 +29,10 @@ from mars_jax.types import (
     Params,
     Verdict,
 )
+from mars_jax.drafters.grow import stops_at
+from mars_jax.drafters.shapes import Dynamic, Static, check_sample, describe, shape_of
+from mars_jax.models import medusa as heads
+from mars_jax.models.medusa import MedusaConfig
 
 
 def medusa(
@@ -57,7 +57,7 @@ def medusa(
       MarsError: the heads are for another vocabulary, the draft is longer than there are heads, the tree is dynamic
         or to be sampled.
 
-    >>> from mars_jax.fake import hash_model
+    >>> from mars_jax.core.fake import hash_model
     >>> config = MedusaConfig(num_heads=5, num_layers=1, hidden_size=8, vocab_size=11)
     >>> medusa(config, hash_model(vocab_size=11)).max_depth
     5

@@ -19,11 +19,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mars_jax.cache import commit
+from mars_jax.core.cache import commit
+from mars_jax.core.prefill import prefill
+from mars_jax.core.types import Controls, Drafter, DraftTree, KVCache, LanguageModel, Params
 from mars_jax.drafters.grow import Growth, Level, grow
 from mars_jax.drafters.shapes import Dynamic, Shape, Static, check_sample, describe, shape_of
-from mars_jax.prefill import prefill
-from mars_jax.types import Controls, Drafter, DraftTree, KVCache, LanguageModel, Params
 
 
 def language_model(
@@ -49,7 +49,7 @@ def language_model(
     Raises:
       MarsError: K or a branching factor is below 1, or a tree is asked to sample.
 
-    >>> from mars_jax.fake import hash_model
+    >>> from mars_jax.core.fake import hash_model
     >>> language_model(hash_model(vocab_size=11), tree=(4, 2, 2, 1)).num_nodes
     45
     """

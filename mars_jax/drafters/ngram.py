@@ -11,9 +11,9 @@ import functools
 import jax.numpy as jnp
 from jax import Array
 
-from mars_jax.errors import MarsError
-from mars_jax.tree import chain
-from mars_jax.types import NO_TOKEN, Drafter
+from mars_jax.core.errors import MarsError
+from mars_jax.core.tree import chain
+from mars_jax.core.types import NO_TOKEN, Drafter
 
 
 @functools.lru_cache

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from mars_jax.tree import chain
-from mars_jax.types import Drafter
+from mars_jax.core.tree import chain
+from mars_jax.core.types import Drafter
 
 
 def none() -> Drafter:

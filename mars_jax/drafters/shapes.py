@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mars_jax.errors import MarsError
+from mars_jax.core.errors import MarsError
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from mars_jax import api, drafters, request
-from mars_jax.batch import buffer_width
-from mars_jax.errors import MarsError
-from mars_jax.evaluate.arms import Arm
-from mars_jax.evaluate.problems import Problem
-from mars_jax.metrics import Metrics
-from mars_jax.request import Completion
-from mars_jax.text import Pretrained
+from mars_jax import drafters
+from mars_jax.core.errors import MarsError
+from mars_jax.core.metrics import Metrics
+from mars_jax.evaluate.benchmark.arms import Arm
+from mars_jax.evaluate.tasks.problems import Problem
+from mars_jax.pretrained import Pretrained
+from mars_jax.serve import requests as request
+from mars_jax.serve.generate import compile_batch, run_batch
+from mars_jax.serve.prepare import buffer_width
+from mars_jax.serve.requests import Completion
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,9 +94,9 @@ class Decoding:
         drafter = self.drafter if arm.drafts else drafters.load("none", self.target)
         shape = (drafter.drafter, arm.rule, buffer_width(self.target, requests))
         if shape not in self._compiled:  # thresholds share what is compiled, and compare equal
-            api.compile_batch(self.target, drafter, requests, verify=arm.rule, rows=self.batch_size)
+            compile_batch(self.target, drafter, requests, verify=arm.rule, rows=self.batch_size)
             self._compiled.add(shape)
-        return api.run_batch(self.target, drafter, requests, verify=arm.rule, rows=self.batch_size)
+        return run_batch(self.target, drafter, requests, verify=arm.rule, rows=self.batch_size)
 
 
 def turns_asked(problem: Problem, chat: bool) -> tuple[str, ...]:

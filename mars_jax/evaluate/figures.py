@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from mars_jax.evaluate.scores import total
-from mars_jax.metrics import Metrics
+from mars_jax.core.metrics import Metrics
+from mars_jax.evaluate.scoring.scores import total
 
 LONGEST_PERIOD = 90
 LOOP_TOKENS = 12

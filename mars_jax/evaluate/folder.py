@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from mars_jax.errors import MarsError
+from mars_jax.core.errors import MarsError
 
 SETTINGS = "settings.json"
 

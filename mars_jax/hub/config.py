@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mars_jax.errors import MarsError
+from mars_jax.core.errors import MarsError
 from mars_jax.hub.families import FAMILIES, text_part
 from mars_jax.hub.rope import read_rope, write_scaling
 from mars_jax.models.config import ModelConfig

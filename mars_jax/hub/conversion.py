@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mars_jax.errors import MarsError
+from mars_jax.core.errors import MarsError
 from mars_jax.hub.config import read_directory, read_json
 from mars_jax.hub.converted import MANIFEST, WEIGHTS, is_converted
 from mars_jax.hub.files import resolve
@@ -62,7 +62,7 @@ def convert(
     >>> convert("Qwen/Qwen3-235B-A22B", "qwen3-235b", dtype="int8")  # doctest: +SKIP
     PosixPath('qwen3-235b')
     """
-    from mars_jax import checkpoint
+    from mars_jax.hub import orbax
 
     if dtype is not None and dtype not in DTYPES:
         raise MarsError(f"dtype '{dtype}' is not supported: choose one of {', '.join(DTYPES)}.")
@@ -83,7 +83,7 @@ def convert(
 
     def pending(leaf: Weight) -> Any:
         def array(index: int, shape: tuple[int, ...], kind: Any) -> Any:
-            return checkpoint.Pending(shape, jnp.dtype(kind), lambda: read(leaf)[index])
+            return orbax.Pending(shape, jnp.dtype(kind), lambda: read(leaf)[index])
 
         if not (int8 and is_quantized(leaf)):
             return array(0, leaf.shape, floating)
@@ -92,9 +92,9 @@ def convert(
     tree = build_rows(table, pending)
     total = sum(x.nbytes for x in jax.tree.leaves(tree))
     with _staging(target) as staging:
-        written = checkpoint.save(staging / WEIGHTS, tree, done=lambda n: progress("writing", n, total))
+        written = orbax.save(staging / WEIGHTS, tree, done=lambda n: progress("writing", n, total))
         read.cache_clear()
-        again = checkpoint.checksums(staging / WEIGHTS, tree, done=lambda n: progress("verifying", n, total))
+        again = orbax.checksums(staging / WEIGHTS, tree, done=lambda n: progress("verifying", n, total))
         wrong = sorted(name for name in written if written[name] != again.get(name))
         if wrong:
             raise MarsError(

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from mars_jax.errors import MarsError
+from mars_jax.core.errors import MarsError
+from mars_jax.core.types import PyTree
 from mars_jax.hub.config import read_json
 from mars_jax.models.config import ModelConfig
-from mars_jax.sharding import abstract_params
-from mars_jax.types import PyTree
+from mars_jax.placement.shardings import abstract_params
 
 MANIFEST = "conversion.json"
 """Written last: a directory without it is no converted checkpoint."""
@@ -52,7 +52,7 @@ def restore_params(
     Raises:
       MarsError: 8 bits are asked of a conversion that has more, or more of one that has 8.
     """
-    from mars_jax import checkpoint
+    from mars_jax.hub import orbax
 
     made = read_conversion(directory)
     if asked is not None and (asked == "int8") != made.int8:
@@ -63,4 +63,4 @@ def restore_params(
         )
     dtype = made.dtype if asked in (None, "int8") else asked
     like = abstract_params(config, dtype, int8=made.int8, shardings=shardings)
-    return checkpoint.restore(directory / WEIGHTS, like), dtype
+    return orbax.restore(directory / WEIGHTS, like), dtype

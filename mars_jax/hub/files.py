@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from mars_jax import assets
-from mars_jax.errors import MarsError
+from mars_jax.core.errors import MarsError
 from mars_jax.hub.config import read_json
 
 _PATTERNS = ["*.json", "*.model", "*.jinja", "*.txt"]

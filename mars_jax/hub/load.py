@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
-from mars_jax.errors import MarsError
+from mars_jax.core.errors import MarsError
+from mars_jax.core.types import LanguageModel, PyTree
 from mars_jax.hub.config import read_directory
 from mars_jax.hub.converted import is_converted, restore_params
 from mars_jax.hub.files import Tensor, resolve, tensors
@@ -22,7 +23,6 @@ from mars_jax.models.config import ModelConfig
 from mars_jax.models.quantize import Int8, is_quantized, quantize
 from mars_jax.models.transformer import language_model
 from mars_jax.models.weights import Weight, build_rows, get, leaves, weights
-from mars_jax.types import LanguageModel, PyTree
 
 DTYPES = ("float32", "bfloat16", "int8")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from mars_jax.errors import MarsError
+from mars_jax.core.errors import MarsError
 from mars_jax.models.config import Rope
 
 

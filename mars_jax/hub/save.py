@@ -13,12 +13,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from mars_jax.errors import MarsError
+from mars_jax.core.errors import MarsError
+from mars_jax.core.types import PyTree
 from mars_jax.hub.config import from_json, to_json
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.quantize import Int8
 from mars_jax.models.weights import Weight, get, weights
-from mars_jax.types import PyTree
 
 
 def named_arrays(rows: Iterable[Weight], params: PyTree) -> dict[str, np.ndarray]:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
-from mars_jax.errors import MarsError
+from mars_jax.core.errors import MarsError
 from mars_jax.hub.files import Tensor
 from mars_jax.models.quantize import Int8, quantize, scale_sharding
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from mars_jax.errors import MarsError
+from mars_jax.core.errors import MarsError
 
 ROPE_KINDS = ("none", "linear", "llama3", "yarn")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")

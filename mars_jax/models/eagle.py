@@ -18,15 +18,15 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
-from mars_jax import cache as kv_cache
-from mars_jax.errors import MarsError
-from mars_jax.mesh import hold_whole, map_devices, vocabulary_axes
+from mars_jax.core import cache as kv_cache
+from mars_jax.core.errors import MarsError
+from mars_jax.core.mesh import hold_whole, map_devices, vocabulary_axes
+from mars_jax.core.types import ForwardOutput, KVCache, LanguageModel, Params, PyTree
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.layers import dense, embed, gated_mlp, rms_norm
 from mars_jax.models.rope import angles
 from mars_jax.models.transformer import attention
 from mars_jax.models.weights import Weight, build_rows
-from mars_jax.types import ForwardOutput, KVCache, LanguageModel, Params, PyTree
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

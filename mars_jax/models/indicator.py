@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from mars_jax.types import PyTree
+from mars_jax.core.types import PyTree
 
 WIDTH = 64
 WORST_GAP = 10.0

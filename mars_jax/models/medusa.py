@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from mars_jax.errors import MarsError
+from mars_jax.core.errors import MarsError
+from mars_jax.core.types import PyTree
 from mars_jax.models.layers import dense
 from mars_jax.models.weights import Weight, build_rows
-from mars_jax.types import PyTree
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
 from jax.sharding import PartitionSpec as P
 
 from kernels_pallas.whole import whole_or_partitioned
-from mars_jax.mesh import expert_axes, map_devices
+from mars_jax.core.mesh import expert_axes, map_devices
 from mars_jax.models.layers import ACTIVATIONS, dense, dense_cpu
 from mars_jax.models.quantize import Int8
 

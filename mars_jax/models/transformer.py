@@ -13,16 +13,16 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from mars_jax import cache as kv_cache
-from mars_jax.errors import MarsError
-from mars_jax.mesh import hold_heads, hold_whole
+from mars_jax.core import cache as kv_cache
+from mars_jax.core.errors import MarsError
+from mars_jax.core.mesh import hold_heads, hold_whole
+from mars_jax.core.types import ForwardOutput, KVCache, LanguageModel, PyTree
 from mars_jax.models import weights
 from mars_jax.models.attention import attend
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.layers import dense, embed, gated_mlp, rms_norm, soft_cap
 from mars_jax.models.moe import experts_mlp
 from mars_jax.models.rope import angles, rotate
-from mars_jax.types import ForwardOutput, KVCache, LanguageModel, PyTree
 
 
 def init_params(config: ModelConfig, key: Array, dtype="float32", *, scale: float = 0.02) -> PyTree:

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from mars_jax.core.types import PyTree
 from mars_jax.models.config import ModelConfig
-from mars_jax.types import PyTree
 
 
 class Weight(NamedTuple):

@@ -9,7 +9,7 @@ import math
 import os
 from typing import Any, NamedTuple
 
-from mars_jax.errors import MarsError
+from mars_jax.core.errors import MarsError
 
 
 class Chip(NamedTuple):

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mars_jax.errors import MarsError
+from mars_jax.core.errors import MarsError
 
 SEPARATOR = "<|endoftext|>"
 """Stands alone between the documents of a text file, and is the token that starts and ends a document."""

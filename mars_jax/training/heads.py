@@ -16,12 +16,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from mars_jax.core.types import ForwardOutput, LanguageModel, Params, PyTree
 from mars_jax.models import eagle as head
 from mars_jax.models.eagle import EagleConfig
 from mars_jax.training.data import Batch
 from mars_jax.training.loop import Objective
 from mars_jax.training.objectives import Divergence, document_mask, forward_kl
-from mars_jax.types import ForwardOutput, LanguageModel, Params, PyTree
 
 DECAY = 0.8
 """A step further ahead weighs this much less (the EAGLE-3 and Medusa recipes)."""

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from mars_jax.core.types import PyTree
 from mars_jax.models import indicator
 from mars_jax.training.loop import fit
 from mars_jax.training.recipe import muon, plot
-from mars_jax.types import PyTree
 
 
 class Examples(NamedTuple):

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from mars_jax.types import PyTree
+from mars_jax.core.types import PyTree
 
 Objective = Callable[[PyTree, Any], tuple[Array, Mapping[str, Array]]]
 """(params, batch) -> (loss, figures to log); differentiable in params."""

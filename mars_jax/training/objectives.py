@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from mars_jax.errors import MarsError
-from mars_jax.types import ForwardOutput, LanguageModel, PyTree
+from mars_jax.core.errors import MarsError
+from mars_jax.core.types import ForwardOutput, LanguageModel, PyTree
 
 
 def document_mask(segments: Array) -> Array:

@@ -15,8 +15,8 @@ import numpy as np
 from jax import Array
 
 from kernels_pallas import MarginStats
-from mars_jax.errors import MarsError
-from mars_jax.types import DraftTree
+from mars_jax.core.errors import MarsError
+from mars_jax.core.types import DraftTree
 
 KINDS = ("entropy", "position", "class")
 CLASSES = ("word", "number", "punctuation")

@@ -10,9 +10,9 @@ import dataclasses
 import jax.numpy as jnp
 from jax import Array
 
-from mars_jax.sampling import sample
-from mars_jax.tree import at_parent, walk
-from mars_jax.types import Controls, DraftTree, Verdict
+from mars_jax.core.sampling import sample
+from mars_jax.core.tree import at_parent, walk
+from mars_jax.core.types import Controls, DraftTree, Verdict
 from mars_jax.verify.stops import is_stop
 
 
@@ -51,8 +51,8 @@ def exact() -> Exact:
     of the node where the walk stops.
 
     >>> import jax
-    >>> from mars_jax.controls import make_controls
-    >>> from mars_jax.tree import chain
+    >>> from mars_jax.core.controls import make_controls
+    >>> from mars_jax.core.tree import chain
     >>> z = jnp.eye(4, dtype=jnp.float32)[None, 1:4]  # the target goes 1, 2, 3
     >>> keys = jax.random.split(jax.random.key(0), 1)
     >>> verdict = exact()(keys, chain(jnp.asarray([[0, 1, 3]], jnp.int32)), z, make_controls(1, limit=9))

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from mars_jax.errors import MarsError
+from mars_jax.core.errors import MarsError
+from mars_jax.core.types import Controls, DraftTree, PyTree, Verdict
 from mars_jax.models import indicator
-from mars_jax.types import Controls, DraftTree, PyTree, Verdict
 from mars_jax.verify.exact import Exact
 from mars_jax.verify.mars import node_stats, relaxable_edges
 from mars_jax.verify.rejection import Rejection

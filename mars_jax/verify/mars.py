@@ -23,11 +23,11 @@ from kernels_pallas import (
     sharded_margin_accept,
     sharded_margin_stats,
 )
-from mars_jax.errors import MarsError
-from mars_jax.mesh import vocabulary_axes
-from mars_jax.sampling import is_greedy, process, sample_processed
-from mars_jax.tree import at_parent
-from mars_jax.types import NO_TOKEN, Controls, DraftTree, Verdict
+from mars_jax.core.errors import MarsError
+from mars_jax.core.mesh import vocabulary_axes
+from mars_jax.core.sampling import is_greedy, process, sample_processed
+from mars_jax.core.tree import at_parent
+from mars_jax.core.types import NO_TOKEN, Controls, DraftTree, Verdict
 from mars_jax.verify.context import Context
 from mars_jax.verify.exact import Exact
 from mars_jax.verify.rejection import Rejection
@@ -127,8 +127,8 @@ def mars(
       MarsError: unknown margin, theta out of its range, or a base that cannot be relaxed.
 
     >>> import jax
-    >>> from mars_jax.controls import make_controls
-    >>> from mars_jax.tree import chain
+    >>> from mars_jax.core.controls import make_controls
+    >>> from mars_jax.core.tree import chain
     >>> z = jnp.asarray([[[9.0, 10.0, 0.0], [0.0, 9.0, 0.0]]])
     >>> keys = jax.random.split(jax.random.key(0), 1)
     >>> verdict = mars()(keys, chain(jnp.asarray([[2, 0]], jnp.int32)), z, make_controls(1, limit=9, theta=0.85))

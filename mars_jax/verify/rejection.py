@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from mars_jax.errors import MarsError
-from mars_jax.sampling import at_tokens, inverse_cdf, is_greedy, node_uniforms, process
-from mars_jax.types import Controls, DraftTree, Verdict
+from mars_jax.core.errors import MarsError
+from mars_jax.core.sampling import at_tokens, inverse_cdf, is_greedy, node_uniforms, process
+from mars_jax.core.types import Controls, DraftTree, Verdict
 from mars_jax.verify.exact import Exact
 from mars_jax.verify.stops import is_stop
 
@@ -228,8 +228,8 @@ def rejection(block: bool = False) -> Rejection:
 
     Raises (when called): MarsError where the tree is not a chain.
 
-    >>> from mars_jax.controls import make_controls
-    >>> from mars_jax.tree import chain
+    >>> from mars_jax.core.controls import make_controls
+    >>> from mars_jax.core.tree import chain
     >>> z = jnp.eye(4, dtype=jnp.float32)[None, 1:4]
     >>> keys = jax.random.split(jax.random.key(0), 1)
     >>> verdict = rejection()(keys, chain(jnp.asarray([[0, 1, 3]], jnp.int32)), z, make_controls(1, limit=9))

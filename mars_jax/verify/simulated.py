@@ -11,10 +11,10 @@ import math
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mars_jax.errors import MarsError
-from mars_jax.sampling import node_uniforms, sample
-from mars_jax.tree import ancestors, walk
-from mars_jax.types import Controls, DraftTree, Verdict
+from mars_jax.core.errors import MarsError
+from mars_jax.core.sampling import node_uniforms, sample
+from mars_jax.core.tree import ancestors, walk
+from mars_jax.core.types import Controls, DraftTree, Verdict
 
 HALVINGS = 24
 """Of the interval that holds the acceptance rate; what is left of it is below float32's resolution of a tau."""
@@ -100,8 +100,8 @@ def simulated(tau: float) -> Simulated:
       MarsError: tau below 1 or not finite; when called, tau above what the draft's depth allows.
 
     >>> import jax
-    >>> from mars_jax.controls import make_controls
-    >>> from mars_jax.tree import chain
+    >>> from mars_jax.core.controls import make_controls
+    >>> from mars_jax.core.tree import chain
     >>> z = jnp.eye(4, dtype=jnp.float32)[None, 1:4]
     >>> keys = jax.random.split(jax.random.key(0), 1)
     >>> verdict = simulated(3)(keys, chain(jnp.asarray([[0, 3, 3]], jnp.int32)), z, make_controls(1, limit=9))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array
 
-from mars_jax.types import Controls
+from mars_jax.core.types import Controls
 
 
 def is_stop(tokens: Array, controls: Controls) -> Array:

@@ -10,8 +10,8 @@ import jax
 import pytest
 
 from mars_jax import hub
-from mars_jax.generate import main
-from mars_jax.hub.medusa import save_medusa
+from mars_jax.cli.generate.command import main
+from mars_jax.hub.heads.medusa_files import save_medusa
 from mars_jax.models import ModelConfig, init_params
 from mars_jax.models import eagle as eagle_head
 from mars_jax.models import medusa as medusa_heads

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from mars_jax.cli.applies import check_flags
-from mars_jax.cli.arguments import parse
-from mars_jax.cli.prompts import from_texts
+from mars_jax.cli.generate.applies import check_flags
+from mars_jax.cli.generate.arguments import parse
+from mars_jax.cli.generate.prompts import from_texts
 
 MODEL = ["--draft", "model:small"]
 EAGLE = ["--draft", "eagle:head"]
@@ -142,7 +142,7 @@ def test_text_streams_unless_it_is_switched_off():
 
 
 def test_sampling_flags_apply_where_a_row_samples(tmp_path):
-    from mars_jax.cli.prompts import read_prompts
+    from mars_jax.cli.generate.prompts import read_prompts
 
     file = tmp_path / "p.jsonl"
     file.write_text('{"prompt": "a", "temperature": 1}\n{"prompt": "b"}\n')

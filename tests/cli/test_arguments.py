@@ -10,9 +10,9 @@ import time
 import pytest
 
 from mars_jax import __version__, drafters, verify
-from mars_jax.cli.arguments import DTYPES, MARGINS, parse
+from mars_jax.cli.generate.arguments import DTYPES, MARGINS, parse
+from mars_jax.cli.generate.command import main
 from mars_jax.cli.settings import SETTINGS, DynamicTree
-from mars_jax.generate import main
 from mars_jax.hub.load import DTYPES as OF_HUB
 
 

@@ -6,9 +6,9 @@ import jax
 import numpy as np
 import pytest
 
-from mars_jax import distill
+from mars_jax.cli import distill
 from mars_jax.training import data
-from mars_jax.training import distill as training
+from mars_jax.training import distillation as training
 from mars_jax.training.objectives import forward_kl
 
 TEXT = "\n<|endoftext|>\n".join(f"a story of the sea and the sun, number {i}, of the sand" for i in range(40))

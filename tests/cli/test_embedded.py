@@ -5,8 +5,8 @@ import re
 import pytest
 
 from mars_jax import assets
-from mars_jax.cli.applies import check_flags
-from mars_jax.cli.arguments import parse
+from mars_jax.cli.generate.applies import check_flags
+from mars_jax.cli.generate.arguments import parse
 
 
 def plan(*argv):

@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 import mars_jax
-from mars_jax import api
-from mars_jax.cli.applies import check_flags
-from mars_jax.cli.arguments import parse
-from mars_jax.cli.prompts import from_texts
-from mars_jax.cli.session import open_session
-from mars_jax.generate import main
+from mars_jax.cli.generate import session
+from mars_jax.cli.generate.applies import check_flags
+from mars_jax.cli.generate.arguments import parse
+from mars_jax.cli.generate.command import main
+from mars_jax.cli.generate.prompts import from_texts
+from mars_jax.cli.generate.session import open_session
+from mars_jax.serve import generate as serving
 
 FEW = ["--max-new-tokens", "8"]
 PLAIN = [*FEW, "--draft", "none"]
@@ -48,13 +49,13 @@ def test_json_is_one_object_a_prompt_and_nothing_else(run, target):
 
 
 def test_chatter_of_libraries_stays_off_stdout(run, target, monkeypatch):
-    inner = api.run_batch
+    inner = session.run_batch
 
     def chatty(*args, **options):
         print("Loading weights: 100%")
         return inner(*args, **options)
 
-    monkeypatch.setattr(api, "run_batch", chatty)
+    monkeypatch.setattr(session, "run_batch", chatty)
     outcome = run("--target", target, *PLAIN, "--json", "the sea")
     assert len(rows(outcome.out)) == 1 and "Loading weights" in outcome.err
 
@@ -195,7 +196,7 @@ def torn(descriptor, data):
             os.kill(os.getpid(), signal.SIGKILL)
     return write(descriptor, data)
 os.write = torn
-from mars_jax.generate import main
+from mars_jax.cli.generate.command import main
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -243,7 +244,7 @@ def test_interrupting_is_no_traceback(run, target, monkeypatch):
     def interrupted(*args, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(api, "run_batch", interrupted)
+    monkeypatch.setattr(session, "run_batch", interrupted)
     outcome = run("--target", target, *PLAIN, "--json", "the sea")
     assert outcome.code == 130 and outcome.out == "" and outcome.err == "interrupted\n"
 
@@ -254,7 +255,7 @@ def test_the_module_is_the_function_too(target):
 
     pretrained = mars_jax.load(str(target))
     result = mars_jax.generate(pretrained, "none", "the sea", max_new_tokens=8)
-    assert result.tokens == api.generate(pretrained, "none", "the sea", max_new_tokens=8).tokens
+    assert result.tokens == serving.generate(pretrained, "none", "the sea", max_new_tokens=8).tokens
     assert mars_jax.generate.main is main
 
 

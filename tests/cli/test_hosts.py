@@ -17,13 +17,14 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from mars_jax import hosts, hub
-from mars_jax.cli.applies import check_flags
-from mars_jax.cli.arguments import parse
-from mars_jax.errors import MarsError
-from mars_jax.generate import main
-from mars_jax.mesh import parse_mesh
+from mars_jax import hub
+from mars_jax.cli.generate.applies import check_flags
+from mars_jax.cli.generate.arguments import parse
+from mars_jax.cli.generate.command import main
+from mars_jax.core.errors import MarsError
+from mars_jax.core.mesh import parse_mesh
 from mars_jax.models import ModelConfig, init_params
+from mars_jax.placement import hosts
 
 ROOT = Path(__file__).parent.parent.parent
 CONFIG = ModelConfig(

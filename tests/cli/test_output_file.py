@@ -7,11 +7,11 @@ import os
 
 import pytest
 
-from mars_jax.cli.output_file import OutputFile, check_output
-from mars_jax.cli.rows import to_line, to_row
-from mars_jax.errors import MarsError
-from mars_jax.metrics import Metrics
-from mars_jax.request import Completion, Request
+from mars_jax.cli.generate.output_file import OutputFile, check_output
+from mars_jax.cli.generate.rows import to_line, to_row
+from mars_jax.core.errors import MarsError
+from mars_jax.core.metrics import Metrics
+from mars_jax.serve.requests import Completion, Request
 
 METRICS = Metrics(
     steps=2, emitted=3, proposed=4, accepted_exact=1, accepted_relaxed=0, depth_histogram=(1, 1), regret=0.0

@@ -7,8 +7,8 @@ import types
 
 import pytest
 
-from mars_jax.cli.prompts import from_texts, read_prompts
-from mars_jax.errors import MarsError
+from mars_jax.cli.generate.prompts import from_texts, read_prompts
+from mars_jax.core.errors import MarsError
 
 
 def write(tmp_path, name, content):

@@ -7,9 +7,9 @@ import io
 import pytest
 from rich.console import Console
 
-from mars_jax.cli import terminal
-from mars_jax.cli.terminal import TextPrinter, console, statistics
-from mars_jax.metrics import Metrics
+from mars_jax.cli.generate import terminal
+from mars_jax.cli.generate.terminal import TextPrinter, console, statistics
+from mars_jax.core.metrics import Metrics
 
 METRICS = Metrics(
     steps=2,

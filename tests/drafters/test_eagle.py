@@ -7,16 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mars_jax import decode, drafters, fake, verify
-from mars_jax.controls import make_controls
+from mars_jax import drafters, verify
+from mars_jax.core import decode, fake
+from mars_jax.core.controls import make_controls
+from mars_jax.core.errors import MarsError
+from mars_jax.core.types import Params, keys_from_seeds
 from mars_jax.drafters.eagle import eagle
 from mars_jax.drafters.shapes import Dynamic
-from mars_jax.errors import MarsError
 from mars_jax.models import ModelConfig, language_model
 from mars_jax.models import eagle as head
 from mars_jax.models.eagle import EagleConfig
 from mars_jax.models.transformer import init_params
-from mars_jax.types import Params, keys_from_seeds
 from tests.helpers import committed, decode_all, ragged
 
 VOCAB = 8  # small, so that a random head is right now and then

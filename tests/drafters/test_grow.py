@@ -5,12 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mars_jax import decode, drafters, fake, verify
-from mars_jax.controls import make_controls
+from mars_jax import drafters, verify
+from mars_jax.core import decode, fake
+from mars_jax.core.controls import make_controls
+from mars_jax.core.errors import MarsError
+from mars_jax.core.types import NO_TOKEN, keys_from_seeds
 from mars_jax.drafters.grow import Growth, grow
 from mars_jax.drafters.shapes import Dynamic
-from mars_jax.errors import MarsError
-from mars_jax.types import NO_TOKEN, keys_from_seeds
 from tests.helpers import NO_WEIGHTS, logits_after, ragged
 
 VOCAB = 13

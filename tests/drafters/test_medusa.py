@@ -11,17 +11,18 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from mars_jax import decode, drafters, verify
-from mars_jax.controls import make_controls
+from mars_jax import drafters, verify
+from mars_jax.core import decode
+from mars_jax.core.controls import make_controls
+from mars_jax.core.errors import MarsError
+from mars_jax.core.metrics import summarize
+from mars_jax.core.tree import static_topology
+from mars_jax.core.types import NO_TOKEN, ForwardOutput, KVCache, LanguageModel, Params, keys_from_seeds
 from mars_jax.drafters.shapes import Dynamic
-from mars_jax.errors import MarsError
-from mars_jax.hub.medusa import load_medusa, save_medusa
-from mars_jax.metrics import summarize
+from mars_jax.hub.heads.medusa_files import load_medusa, save_medusa
 from mars_jax.models import ModelConfig, init_params, language_model
 from mars_jax.models import medusa as heads
 from mars_jax.models.medusa import MedusaConfig
-from mars_jax.tree import static_topology
-from mars_jax.types import NO_TOKEN, ForwardOutput, KVCache, LanguageModel, Params, keys_from_seeds
 from tests.helpers import committed, decode_all, ragged
 
 VOCAB, BUFFER = 7, 40  # so few tokens that a random draft is accepted now and then

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mars_jax import drafters
+from mars_jax.core.errors import MarsError
+from mars_jax.core.types import NO_TOKEN
 from mars_jax.drafters.ngram import lookup
-from mars_jax.errors import MarsError
-from mars_jax.types import NO_TOKEN
 
 
 def slow_lookup(tokens, count, max_ngram, min_ngram):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from mars_jax.benchmark import main
+from mars_jax.cli.benchmark import main
 from tests.cli.conftest import write_checkpoint
 
 PROMPTS = ["the sea", "a story", "of the sun", "and the"]

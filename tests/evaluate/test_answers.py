@@ -6,11 +6,12 @@ import shutil
 
 import pytest
 
-from mars_jax import drafters, text
-from mars_jax.errors import MarsError
+from mars_jax import drafters
+from mars_jax import pretrained as text
+from mars_jax.core.errors import MarsError
 from mars_jax.evaluate.answers import Decoding, check_problems, prompt_tokens
-from mars_jax.evaluate.arms import make_arms
-from mars_jax.evaluate.problems import Problem
+from mars_jax.evaluate.benchmark.arms import make_arms
+from mars_jax.evaluate.tasks.problems import Problem
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }};{% endfor %}"

@@ -11,10 +11,10 @@ import pytest
 from scipy import stats
 
 from mars_jax import verify
-from mars_jax.controls import make_controls
-from mars_jax.errors import MarsError
-from mars_jax.evaluate.arms import AUTOREGRESSIVE, low_margin_sampling, make_arms, other_margin
-from mars_jax.tree import chain
+from mars_jax.core.controls import make_controls
+from mars_jax.core.errors import MarsError
+from mars_jax.core.tree import chain
+from mars_jax.evaluate.benchmark.arms import AUTOREGRESSIVE, low_margin_sampling, make_arms, other_margin
 
 ROWS = 4000
 LOW = [1.0, 9.6, 10.0, 8.0]  # z2 / z1 = 0.96

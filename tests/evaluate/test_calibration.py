@@ -6,11 +6,11 @@ import math
 import numpy as np
 import pytest
 
-from mars_jax.calibrate import main
-from mars_jax.cli.arguments import parse
+from mars_jax.cli.calibrate import main
+from mars_jax.cli.generate.arguments import parse
 from mars_jax.cli.theta import FORMAT, read_theta, settings_of
-from mars_jax.errors import MarsError
-from mars_jax.evaluate.calibration import choose, fewest, p_value
+from mars_jax.core.errors import MarsError
+from mars_jax.evaluate.studies.calibration import choose, fewest, p_value
 
 RESAMPLINGS = 200
 

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 import mars_jax as mj
-from mars_jax.evaluate import likelihood, run
 from mars_jax.evaluate.answers import prompt_tokens
-from mars_jax.evaluate.problems import Problem
-from mars_jax.evaluate.scores import total
-from mars_jax.sharding import parse_mesh
+from mars_jax.evaluate.benchmark import run
+from mars_jax.evaluate.scoring import likelihood
+from mars_jax.evaluate.scoring.scores import total
+from mars_jax.evaluate.tasks.problems import Problem
+from mars_jax.placement.shardings import parse_mesh
 
 TEXTS = [[1, 5, 3], list(range(2, 60)), [7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7]]
 

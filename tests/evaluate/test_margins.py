@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 import mars_jax as mj
-from mars_jax import api
-from mars_jax.evaluate import likelihood
-from mars_jax.evaluate.margins import KINDS, decisions, edges_of, histograms, margin_of
-from mars_jax.request import make_requests
+from mars_jax.evaluate.benchmark.margins import KINDS, decisions, edges_of, histograms, margin_of
+from mars_jax.evaluate.scoring import likelihood
+from mars_jax.serve.generate import generate_stream, run_batch
+from mars_jax.serve.requests import make_requests
 
 PROMPTS = ("the sea", "a story", "of the sun")
 
@@ -25,9 +25,7 @@ def test_every_decision_is_counted_with_its_margin(target, draft, theta):
     # Rows of different ends in batches that are not full.
     requests = make_requests(target, PROMPTS, temperature=0.7, seed=[5, 6, 7], max_new_tokens=24)
     found = decisions(target, drafter, requests, rule, 2)
-    done = [
-        c for i in (0, 2) for c in api.run_batch(target, drafter, requests[i : i + 2], verify=rule, rows=2)
-    ]
+    done = [c for i in (0, 2) for c in run_batch(target, drafter, requests[i : i + 2], verify=rule, rows=2)]
     count = {kind: len(found[kind][0]) for kind in KINDS}
     assert count["accepted"] == sum(c.metrics.accepted_exact for c in done) > 0
     assert count["relaxed"] == sum(c.metrics.accepted_relaxed for c in done)
@@ -51,7 +49,7 @@ def test_the_decisions_of_a_chain_are_in_the_order_of_its_text(target):
     drafter = mj.drafters.load(name, target, num_draft_tokens=2)
     [request] = make_requests(target, PROMPTS[:1], temperature=1.0, seed=[5], max_new_tokens=40)
     rule = mj.verify.mars(theta=0.9)
-    events = list(api.generate_stream(target, drafter, [request], verify=rule))
+    events = list(generate_stream(target, drafter, [request], verify=rule))
     text = [*request.prompt_tokens, *(t for event in events for t in event.tokens)]
     [scored] = likelihood.score(target, [text])
     expected, at = {kind: [] for kind in KINDS}, len(request.prompt_tokens) - 1
@@ -71,7 +69,7 @@ def test_where_nothing_was_drafted_nothing_was_rejected(target):
     drafter = mj.drafters.load("ngram", target)
     requests = make_requests(target, PROMPTS, temperature=1.0, seed=[5, 6, 7], max_new_tokens=24)
     found = decisions(target, drafter, requests, mj.verify.exact(), 3)
-    done = api.run_batch(target, drafter, requests, verify=mj.verify.exact())
+    done = run_batch(target, drafter, requests, verify=mj.verify.exact())
     undrafted = sum(c.metrics.depth_histogram[0] for c in done)
     assert len(found["accepted"][0]) == sum(c.metrics.accepted_exact for c in done)
     assert len(found["rejected"][0]) < undrafted

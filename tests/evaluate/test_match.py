@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from mars_jax.errors import MarsError
-from mars_jax.evaluate.match import CLOSE, STEPS, match, threshold
+from mars_jax.core.errors import MarsError
+from mars_jax.evaluate.benchmark.match import CLOSE, STEPS, match, threshold
 
 
 def seen(function):

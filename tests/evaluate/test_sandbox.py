@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from mars_jax.evaluate.sandbox import passes
+from mars_jax.evaluate.scoring.sandbox import passes
 
 pytest.importorskip("resource")
 

@@ -5,10 +5,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mars_jax.errors import MarsError
-from mars_jax.evaluate import scores
-from mars_jax.evaluate.problems import Code, Problem
-from mars_jax.evaluate.scores import bleu_counts, check_metrics, last_number, program, rouge_l, score, total
+from mars_jax.core.errors import MarsError
+from mars_jax.evaluate.scoring import scores
+from mars_jax.evaluate.scoring.scores import (
+    bleu_counts,
+    check_metrics,
+    last_number,
+    program,
+    rouge_l,
+    score,
+    total,
+)
+from mars_jax.evaluate.tasks.problems import Code, Problem
 
 
 def problem(metric, *references, code=None):

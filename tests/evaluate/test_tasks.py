@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from mars_jax.errors import MarsError
-from mars_jax.evaluate.tasks import ARITHMETIC_PROBLEMS, STORY_WORDS, read
-from mars_jax.tasks import arithmetic
+from mars_jax.core.errors import MarsError
+from mars_jax.evaluate.tasks import arithmetic
+from mars_jax.evaluate.tasks.catalogue import ARITHMETIC_PROBLEMS, STORY_WORDS, read
 
 
 @pytest.fixture

@@ -16,11 +16,14 @@ import orbax.checkpoint as ocp
 import pytest
 
 import mars_jax as mj
-from mars_jax import checkpoint, hub, mesh, sharding
-from mars_jax.convert import main
-from mars_jax.errors import MarsError
+from mars_jax import hub
+from mars_jax.cli.convert import main
+from mars_jax.core import mesh
+from mars_jax.core.errors import MarsError
 from mars_jax.hub import conversion
+from mars_jax.hub import orbax as checkpoint
 from mars_jax.models import ModelConfig, init_params
+from mars_jax.placement import shardings as sharding
 
 CONFIG = ModelConfig(
     family="mixtral",

@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from mars_jax import hub
-from mars_jax.errors import MarsError
+from mars_jax.core.errors import MarsError
 from mars_jax.models import ModelConfig, Rope, eagle
 from mars_jax.models.eagle import EagleConfig
 from mars_jax.models.weights import build_rows

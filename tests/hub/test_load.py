@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from mars_jax import hub
-from mars_jax.errors import MarsError
+from mars_jax.core.errors import MarsError
 from mars_jax.hub.config import from_json
 from mars_jax.models import ModelConfig, Rope, init_params
 

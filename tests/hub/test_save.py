@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mars_jax import hub
-from mars_jax.errors import MarsError
+from mars_jax.core.errors import MarsError
 from mars_jax.models import ModelConfig, Rope, init_params
 from tests.models import oracle
 

@@ -9,12 +9,14 @@ import pytest
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from mars_jax import hub, mesh, sharding
-from mars_jax.errors import MarsError
+from mars_jax import hub
+from mars_jax.core import mesh
+from mars_jax.core.errors import MarsError
 from mars_jax.hub import stream
 from mars_jax.hub.files import Tensor
 from mars_jax.models import ModelConfig, init_params
 from mars_jax.models.quantize import Int8, quantize
+from mars_jax.placement import shardings as sharding
 
 CONFIG = ModelConfig(
     family="mixtral",

@@ -12,11 +12,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from kernels_pallas import AcceptControls
-from mars_jax import drafters, fake, sampling, verify
-from mars_jax.controls import make_controls
-from mars_jax.decode import run, speculative_decoder
-from mars_jax.tree import chain
-from mars_jax.types import DraftTree, Params, keys_from_seeds
+from mars_jax import drafters, verify
+from mars_jax.core import fake, sampling
+from mars_jax.core.controls import make_controls
+from mars_jax.core.decode import run, speculative_decoder
+from mars_jax.core.tree import chain
+from mars_jax.core.types import DraftTree, Params, keys_from_seeds
 from tests.kernels.oracles import accept
 from tests.kernels.test_accept import TestXla as AcceptCases
 from tests.kernels.test_sharded import mesh_of

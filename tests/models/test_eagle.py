@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mars_jax.errors import MarsError
+from mars_jax.core.errors import MarsError
+from mars_jax.core.types import ForwardOutput, Params
 from mars_jax.models import ModelConfig, Rope, eagle, language_model
 from mars_jax.models.eagle import EagleConfig
 from mars_jax.models.weights import build_rows
-from mars_jax.types import ForwardOutput, Params
 from tests.models import oracle
 
 BATCH, N, MORE, SLOTS, VOCAB = 2, 9, 3, 16, 53

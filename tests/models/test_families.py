@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from mars_jax import hub
+from mars_jax.core.types import NO_TOKEN
 from mars_jax.models.attention import _attend_blocks, attend_all
-from mars_jax.types import NO_TOKEN
 from tests.models import oracle
 
 torch = pytest.importorskip("torch")

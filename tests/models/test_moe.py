@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from mars_jax.errors import MarsError
+from mars_jax.core.errors import MarsError
+from mars_jax.core.types import NO_TOKEN
 from mars_jax.models import ModelConfig, init_params, language_model, moe
 from mars_jax.models.quantize import Int8
 from mars_jax.models.weights import get, weights
-from mars_jax.types import NO_TOKEN
 from tests.models.oracle import causal
 
 CONFIG = ModelConfig(

@@ -139,7 +139,7 @@ def test_heads_load_in_int8_beside_a_target_in_int8(tmp_path):
     got = dense(x, loaded["fc"])
     np.testing.assert_allclose(got, dense(x, dequantized(loaded)["fc"]), atol=1e-5)
 
-    from mars_jax.hub.medusa import load_medusa, save_medusa
+    from mars_jax.hub.heads.medusa_files import load_medusa, save_medusa
 
     heads = medusa.MedusaConfig(num_heads=2, num_layers=1, hidden_size=16, vocab_size=29)
     save_medusa(tmp_path / "medusa", heads, medusa.init_params(heads, jax.random.key(3), scale=0.3))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mars_jax.errors import MarsError
+from mars_jax.core.errors import MarsError
 from mars_jax.hub.config import from_json
 from mars_jax.models.config import Rope
 from mars_jax.models.rope import angles, frequencies, rotate

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mars_jax.cache import commit
-from mars_jax.errors import MarsError
+from mars_jax.core.cache import commit
+from mars_jax.core.errors import MarsError
+from mars_jax.core.tree import attention_mask
+from mars_jax.core.types import NO_TOKEN, DraftTree
 from mars_jax.models import ModelConfig, init_params, language_model
 from mars_jax.models.transformer import window_mask
 from mars_jax.models.weights import get, weights
-from mars_jax.tree import attention_mask
-from mars_jax.types import NO_TOKEN, DraftTree
 from tests.helpers import one_row
 from tests.models.oracle import causal
 

@@ -6,7 +6,7 @@ import lzma
 import numpy as np
 import pytest
 
-from mars_jax.errors import MarsError
+from mars_jax.core.errors import MarsError
 from mars_jax.training.data import Mixture, Stream, documents, stream
 
 TEXT = "One.\r\nStill one.\n<|endoftext|>\n\nTwo.\n<|endoftext|>\n \n<|endoftext|>\n"

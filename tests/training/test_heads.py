@@ -5,8 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from mars_jax import decode, drafters, verify
-from mars_jax.controls import make_controls
+from mars_jax import drafters, verify
+from mars_jax.core import decode
+from mars_jax.core.controls import make_controls
+from mars_jax.core.types import Params, keys_from_seeds
 from mars_jax.drafters.eagle import eagle
 from mars_jax.models import ModelConfig, language_model
 from mars_jax.models import eagle as head
@@ -15,7 +17,6 @@ from mars_jax.models.transformer import init_params
 from mars_jax.training import heads
 from mars_jax.training.data import Batch
 from mars_jax.training.loop import make_step
-from mars_jax.types import Params, keys_from_seeds
 from tests.helpers import decode_all, ragged
 
 SIZES = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "num_kv_heads": 1}

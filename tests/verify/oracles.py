@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from scipy import stats
 
-from mars_jax import sampling
-from mars_jax.controls import make_controls
+from mars_jax.core import sampling
+from mars_jax.core.controls import make_controls
 
 # Per-row settings of the distribution tests: temperature, top_k, top_p, min_p.
 SETTINGS = [

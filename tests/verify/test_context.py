@@ -7,8 +7,8 @@ import pytest
 from scipy import stats
 
 from kernels_pallas import margin_stats
-from mars_jax import tree as trees
-from mars_jax.errors import MarsError
+from mars_jax.core import tree as trees
+from mars_jax.core.errors import MarsError
 from mars_jax.verify import MARGINS, context, exact, mars
 from mars_jax.verify.context import token_classes
 from tests.verify import oracles

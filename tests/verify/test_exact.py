@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mars_jax import sampling
-from mars_jax import tree as trees
-from mars_jax.types import NO_TOKEN, DraftTree
+from mars_jax.core import sampling
+from mars_jax.core import tree as trees
+from mars_jax.core.types import NO_TOKEN, DraftTree
 from mars_jax.verify import exact, mars, rejection
+from tests.core.test_tree import B, N, V, random_tree
 from tests.helpers import one_row
-from tests.test_tree import B, N, V, random_tree
 from tests.verify import oracles
 
 ROWS = 12_000

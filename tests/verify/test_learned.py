@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from mars_jax import drafters, verify
-from mars_jax import tree as trees
-from mars_jax.errors import MarsError
+from mars_jax.core import tree as trees
+from mars_jax.core.errors import MarsError
+from mars_jax.core.types import Params
 from mars_jax.models import ModelConfig, init_params, language_model
 from mars_jax.models.indicator import init_params as init_head
 from mars_jax.models.indicator import logit
-from mars_jax.types import Params
 from tests import helpers
 from tests.verify import oracles
 

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mars_jax import sampling
-from mars_jax import tree as trees
-from mars_jax.errors import MarsError
-from mars_jax.types import NO_TOKEN
+from mars_jax.core import sampling
+from mars_jax.core import tree as trees
+from mars_jax.core.errors import MarsError
+from mars_jax.core.types import NO_TOKEN
 from mars_jax.verify import MARGINS, exact, mars, rejection
 from mars_jax.verify.exact import Exact
-from tests.test_tree import B, N, V, python_walk, random_tree
+from tests.core.test_tree import B, N, V, python_walk, random_tree
 from tests.verify import oracles
 
 GREEDY = (0.0, 0, 1.0, 0.0)

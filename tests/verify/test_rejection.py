@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mars_jax import sampling
-from mars_jax import tree as trees
-from mars_jax.errors import MarsError
-from mars_jax.types import NO_TOKEN
+from mars_jax.core import sampling
+from mars_jax.core import tree as trees
+from mars_jax.core.errors import MarsError
+from mars_jax.core.types import NO_TOKEN
 from mars_jax.verify import exact, rejection
 from mars_jax.verify.rejection import _block_stop, _Ratios, _token_stop
 from tests.verify import oracles

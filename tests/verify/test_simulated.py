@@ -5,15 +5,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mars_jax import drafters, fake
-from mars_jax import tree as trees
-from mars_jax.errors import MarsError
-from mars_jax.metrics import summarize
-from mars_jax.types import NO_TOKEN
+from mars_jax import drafters
+from mars_jax.core import fake
+from mars_jax.core import tree as trees
+from mars_jax.core.errors import MarsError
+from mars_jax.core.metrics import summarize
+from mars_jax.core.types import NO_TOKEN
 from mars_jax.verify import simulated
 from mars_jax.verify.simulated import acceptance_rate
 from tests import helpers
-from tests.test_tree import random_tree
+from tests.core.test_tree import random_tree
 from tests.verify import oracles
 
 GREEDY = (0.0, 0, 1.0, 0.0)

@@ -1,0 +1,191 @@
+"""`python -m mars_jax.calibrate`: a threshold whose risk stays below a bound, from held-out prompts."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from mars_jax import __version__
+from mars_jax.cli import pair
+from mars_jax.cli.program import Ticker, keep_compilations, program
+from mars_jax.cli.theta import FORMAT, settings_of
+from mars_jax.core.errors import MarsError
+
+_DESCRIPTION = """\
+Choose theta from held-out prompts: the loosest threshold at which a risk stays below a
+bound with a stated confidence (Learn then Test, arXiv 2110.01052), over the choice of the
+prompts. What is promised holds for prompts like these, with the same pair of models.
+"""
+_EPILOG = f"""\
+examples:
+  python -m mars_jax.calibrate --task arithmetic --chat --problems 500 --risk accuracy \\
+      --bound 0.02 --output theta.json
+  python -m mars_jax.generate --theta theta.json --chat "..."
+
+{pair.TASKS}
+The file goes to generate and benchmark as --theta FILE; they refuse it for another pair,
+rule or temperature. Where no threshold is certified it holds inf, which is strict.
+"""
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Flags as values, in range and of use.
+
+    Raises:
+      MarsError: an unknown flag, a value out of range, a flag that does not apply to what the others choose.
+      SystemExit: after --help and --version.
+    """
+    made = pair.make_parser("mars_jax.calibrate", _DESCRIPTION, _EPILOG)
+    made.add_argument(
+        "--risk",
+        choices=("regret", "accuracy"),
+        default="regret",
+        help="regret: nats per token that the rule adds, mean over texts, each clipped at 1; accuracy: share of the "
+        "score that it takes (default: %(default)s)",
+    )
+    made.add_argument("--bound", metavar="X", help="of the risk (default: 0.02)", default="0.02")
+    made.add_argument("--confidence", metavar="X", default="0.95", help="default: %(default)s")
+    made.add_argument(
+        "--thetas", nargs="+", metavar="X", help="to try, from strict to loose (default: a fixed grid)"
+    )
+    made.add_argument("--temperature", metavar="X", default="0", help="0 is greedy (default: %(default)s)")
+    made.add_argument(
+        "--allow-code-execution", action="store_true", help="run the programs that the target writes"
+    )
+    made.add_argument("--output", type=Path, metavar="FILE", help="a new file")
+    args = made.parse_args(argv)
+    pair.convert(args)
+    pair.check(args, output="name a file for the threshold")
+    args.temperature = pair.value_of("temperature", "temperature", args.temperature) + 0.0
+    for name in ("bound", "confidence"):
+        setattr(args, name, _share(name, getattr(args, name)))
+    if args.thetas is not None:
+        args.thetas = [pair.value_of("thetas", "theta", text) for text in args.thetas]
+        _check_thetas(args.thetas, args.margin)
+    if args.output.exists():
+        raise MarsError(f"--output '{args.output}' exists already: name a new file.")
+    if not args.output.parent.is_dir():
+        raise MarsError(f"there is no directory '{args.output.parent}' for --output: make it first.")
+    return args
+
+
+def _share(name: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < 1:
+        raise MarsError(f"--{name} is {text}: expected a number between 0 and 1.")
+    return value
+
+
+def _check_thetas(thetas: list[float], margin: str) -> None:
+    if margin != "gap" and max(thetas) > 1:
+        raise MarsError(f"--thetas has {max(thetas):g}: expected at most 1 for the margin {margin}.")
+    if thetas != sorted(set(thetas), reverse=margin != "gap") or math.inf in thetas:
+        order = "rising" if margin == "gap" else "falling"
+        raise MarsError(
+            f"--thetas are not in order: give finite numbers from strict to loose, {order} for the margin {margin}."
+        )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    return program(_run, argv)
+
+
+def _run(argv: Sequence[str] | None, out: IO[str]) -> None:
+    with contextlib.redirect_stdout(out):
+        args = parse(argv)
+
+    # From here on jax loads; what is above answers at once.
+    from mars_jax.cli.open_pair import open_pair, read_problems
+    from mars_jax.evaluate.answers import Decoding
+    from mars_jax.evaluate.folder import digest, write_json
+    from mars_jax.evaluate.studies import calibration
+
+    keep_compilations()
+    problems = read_problems(args)
+    calibration.check(
+        problems,
+        risk=args.risk,
+        bound=args.bound,
+        confidence=args.confidence,
+        run_code=args.allow_code_execution,
+    )
+    target, drafter = open_pair(args, problems)
+    decoding = Decoding(
+        target=target,
+        drafter=drafter,
+        chat=args.chat,
+        max_new_tokens=args.max_new_tokens,
+        batch_size=min(args.batch_size, len(problems)),
+    )
+    found = calibration.calibrate(
+        decoding,
+        problems,
+        risk=args.risk,
+        bound=args.bound,
+        confidence=args.confidence,
+        base=args.base,
+        margin=args.margin,
+        thetas=args.thetas,
+        temperature=args.temperature,
+        seed=args.seed,
+        run_code=args.allow_code_execution,
+        progress=Ticker("answers"),
+    )
+    settings = settings_of(args, base=args.base, margin=args.margin, temperature=args.temperature)
+    try:
+        write_json(
+            args.output,
+            {
+                "format": FORMAT,
+                "theta": "inf" if found["theta"] == math.inf else found["theta"],
+                "settings": settings,
+                "promise": {
+                    "risk": args.risk,
+                    "meaning": calibration.RISKS[args.risk],
+                    "bound": args.bound,
+                    "confidence": args.confidence,
+                },
+                "tau": found["tau"],
+                "strict_tau": found["strict_tau"],
+                "trials": found["trials"],
+                "tasks": args.task,
+                "problems": len(problems),
+                "problems_digest": digest(repr(problems).encode()),
+                "chat": args.chat,
+                "max_new_tokens": args.max_new_tokens,
+                "seed": args.seed,
+                "version": __version__,
+            },
+        )
+    except OSError as error:
+        raise MarsError(
+            f"--output '{args.output}' cannot be written ({error.strerror}): name a file in a folder that exists."
+        ) from None
+    print(_table(found, args), file=out)
+
+
+def _table(found: dict[str, Any], args: argparse.Namespace) -> str:
+    unit = "nats per token" if args.risk == "regret" else "of the score"
+    lines = [f"{'theta':>8} {'risk':>9} {'p-value':>9} {'tau':>6}"]
+    for trial in found["trials"]:
+        lines.append(
+            f"{trial['theta']:>8g} {trial['risk']:>9.5f} {trial['p_value']:>9.2g} {trial['tau']:>6.2f}"
+            f"  {'certified' if trial['passed'] else 'not certified'}"
+        )
+    theta, strict = found["theta"], found["strict_tau"]
+    said = (
+        f"no threshold keeps {args.risk} below {args.bound:g} {unit} with confidence {args.confidence:g}: the file "
+        "says inf, which is strict"
+        if theta == math.inf
+        else f"theta {theta:g}: {args.risk} below {args.bound:g} {unit} with confidence {args.confidence:g}; tau "
+        f"{found['tau']:.2f}, strict {strict:.2f}"
+    )
+    return "\n".join([*lines, said])

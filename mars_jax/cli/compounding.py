@@ -1,0 +1,136 @@
+"""`python -m mars_jax.compounding`: what relaxed tokens do to the text behind them, and whether errors compound."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from mars_jax import __version__
+from mars_jax.cli import pair
+from mars_jax.cli.program import Ticker, keep_compilations, program
+from mars_jax.cli.theta import ThetaFile, settings_of, theta_from_text
+from mars_jax.core.errors import MarsError
+
+_DESCRIPTION = """\
+After a relaxed token, the strict rule continues the text twice: behind that token, and behind
+the target's own. How the two depart by distance (agreement, likelihood under the target,
+score) says whether errors compound. A control does the same where the rule refuses to relax.
+Everything at temperature 0.
+"""
+_EPILOG = f"""\
+examples:
+  python -m mars_jax.compounding --task arithmetic --chat --problems 200 --output cascades
+
+{pair.TASKS}
+OUTPUT gets cascades.json, cascades.md, cascades.png and events.jsonl; the report goes to stdout too.
+"""
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Flags as values, in range and of use.
+
+    Raises:
+      MarsError: an unknown flag, a value out of range, a flag that does not apply to what the others choose.
+      SystemExit: after --help and --version.
+    """
+    made = pair.make_parser("mars_jax.compounding", _DESCRIPTION, _EPILOG)
+    made.add_argument(
+        "--theta", default="0.9", metavar="X", help="or a file of mars_jax.calibrate (default: 0.9)"
+    )
+    made.add_argument(
+        "--horizon", default="48", metavar="N", help="distances to look at (default: %(default)s)"
+    )
+    made.add_argument(
+        "--per-text",
+        default="2",
+        metavar="N",
+        help="relaxed tokens of a text, at random (default: %(default)s)",
+    )
+    made.add_argument("--output", type=Path, metavar="DIR", help="a new folder")
+    args = made.parse_args(argv)
+    pair.convert(args)
+    pair.check(args, output="name a folder for the report")
+    for name in ("horizon", "per_text"):
+        setattr(args, name, pair.value_of(name.replace("_", "-"), "max_new_tokens", getattr(args, name)))
+    if args.base == "rejection":
+        raise MarsError("--base rejection does not apply at temperature 0, where it is exact: leave it out.")
+    found = theta_from_text(args.theta)
+    if isinstance(found, ThetaFile):
+        found.check(settings_of(args, base=args.base, margin=args.margin, temperature=0.0))
+        found = found.theta
+    if math.isinf(found) or (args.margin != "gap" and found > 1):
+        raise MarsError(f"--theta is {found:g}: expected a number at which the margin {args.margin} relaxes.")
+    args.theta = found
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    return program(_run, argv)
+
+
+def _run(argv: Sequence[str] | None, out: IO[str]) -> None:
+    with contextlib.redirect_stdout(out):
+        args = parse(argv)
+
+    # From here on jax loads; what is above answers at once.
+    from mars_jax.cli.open_pair import open_pair, read_problems
+    from mars_jax.evaluate.benchmark import report
+    from mars_jax.evaluate.folder import write_json
+    from mars_jax.evaluate.studies import branch_report, branches
+
+    keep_compilations()
+    if args.output.exists() and (not args.output.is_dir() or any(args.output.iterdir())):
+        raise MarsError(f"--output '{args.output}' exists and is not an empty folder: name a new one.")
+    report.check_installed()
+    problems = read_problems(args)
+    target, drafter = open_pair(args, problems)
+    tasks, events = {}, []
+    for task in dict.fromkeys(p.task for p in problems):
+        chosen = [p for p in problems if p.task == task]
+        texts, found = branches.study(
+            target,
+            drafter,
+            chosen,
+            theta=args.theta,
+            margin=args.margin,
+            chat=args.chat,
+            max_new_tokens=args.max_new_tokens,
+            horizon=args.horizon,
+            per_text=args.per_text,
+            batch_size=args.batch_size,
+            seed=args.seed,
+            progress=Ticker(f"of {task}"),
+        )
+        tasks[task] = branch_report.summarize(texts, found, horizon=args.horizon, seed=args.seed)
+        events += [{"task": task, **_rounded(event)} for event in found]
+    shown = ("theta", "max_new_tokens", "horizon", "per_text", "batch_size", "seed", "problems", "chat")
+    settings = settings_of(args, margin=args.margin) | {name: getattr(args, name) for name in shown}
+    summary = {"settings": settings, "version": __version__, "tasks": tasks}
+    try:
+        args.output.mkdir(parents=True, exist_ok=True)
+        write_json(args.output / "cascades.json", summary)
+        lines = [json.dumps(event, ensure_ascii=False) for event in events]
+        (args.output / "events.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        (args.output / "cascades.md").write_text(branch_report.markdown(summary), encoding="utf-8")
+        branch_report.draw(summary, args.output / "cascades.png")
+    except OSError as error:
+        raise MarsError(
+            f"--output '{args.output}' cannot be written ({error.strerror}): check its permissions."
+        ) from None
+    print(branch_report.markdown(summary), file=out, end="")
+
+
+def _rounded(event: Any) -> dict[str, Any]:
+    """An event for its file; likelihoods to four places."""
+    fields = dataclasses.asdict(event)
+    return {
+        name: [round(x, 4) for x in value] if name.endswith("log_p") else value
+        for name, value in fields.items()
+    }

@@ -1,0 +1,91 @@
+"""`python -m mars_jax.convert`: a Hugging Face checkpoint into an Orbax checkpoint from the command line."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
+
+from mars_jax.cli.generate.arguments import DTYPES
+from mars_jax.cli.program import Parser, program
+
+_DESCRIPTION = """\
+Convert a checkpoint of the Hugging Face layout into one whose weights are an Orbax checkpoint:
+on several hosts each process then reads the parts of its own devices, whatever the mesh.
+One array of weights is in memory at a time. What was written is read back and compared.
+"""
+_EPILOG = """\
+examples:
+  python -m mars_jax.convert Qwen/Qwen3-235B-A22B /data/qwen3-235b --dtype int8
+  python -m mars_jax.generate --target /data/qwen3-235b --mesh expert=8 "Hello"
+
+DST appears when it is complete, under its name or not at all. Killed, start it again: what
+was left behind goes. Figures go to stderr; bad input ends with exit code 2.
+"""
+
+
+def parser() -> Parser:
+    """The parser."""
+    made = Parser(prog="python -m mars_jax.convert", description=_DESCRIPTION, epilog=_EPILOG)
+    made.add_argument(
+        "source", metavar="SRC", help="checkpoint directory, or owner/name on the Hugging Face hub"
+    )
+    made.add_argument("destination", metavar="DST", type=Path, help="directory, new or empty")
+    made.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        help="of the weights (default: the checkpoint's own); int8: matrices in 8 bits, the rest in its own",
+    )
+    made.add_argument("--overwrite", action="store_true", help="replace a DST that is itself a conversion")
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    return program(_run, argv)
+
+
+def _run(argv: Sequence[str] | None, out: IO[str]) -> None:
+    with contextlib.redirect_stdout(out):
+        args = parser().parse_args(argv)
+
+    # From here on jax loads; what is above answers at once.
+    import jax
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import TransferSpeedColumn as Speed
+
+    from mars_jax import hub
+    from mars_jax.cli.generate.terminal import console
+
+    jax.config.update("jax_platforms", "cpu")  # it computes nothing, and others may need the accelerator
+    began, size = time.perf_counter(), 0
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        Speed(),
+        TimeRemainingColumn(),
+    )
+    screen = console(sys.stderr)
+    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
+        tasks = {}
+
+        def progress(stage: str, done: int, total: int) -> None:
+            nonlocal size
+            size = total
+            if stage not in tasks:
+                tasks[stage] = bar.add_task(stage, total=total)
+            bar.advance(tasks[stage], done)
+
+        made = hub.convert(
+            args.source, args.destination, dtype=args.dtype, overwrite=args.overwrite, progress=progress
+        )
+    seconds = time.perf_counter() - began
+    print(
+        f"{made}: {size / 1e9:.2f} GB written, read back and equal, in {seconds:.1f} s "
+        f"({size / seconds / 1e6:.0f} MB/s); decode with --target {made}",
+        file=sys.stderr,
+    )

@@ -1,0 +1,248 @@
+"""`python -m mars_jax.distill`: train a drafter for a target from the command line."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from mars_jax import assets
+from mars_jax.cli.program import Parser, keep_compilations, program
+from mars_jax.core.errors import MarsError
+
+KINDS = ("eagle3", "eagle1", "medusa", "model")  # those of training.distill, whose module imports jax
+
+_DESCRIPTION = """\
+Train a drafter for a target: an EAGLE-3 head by training-time test, an EAGLE-1 head by
+regression, Medusa heads, or a small language model on the target's distributions. What is
+written has the published layout, and `generate --draft KIND:OUTPUT` drafts with it.
+"""
+_EPILOG = """\
+examples:
+  python -m mars_jax.distill eagle3 --data stories.txt --output heads/mine
+  python -m mars_jax.distill model --target PATH --from SMALL --data a.txt b.txt.xz \\
+      --write 2000 --loss kl+tv --output drafts/mine
+
+Data are text files, plain, .xz or .gz, whose documents are separated by lines of
+<|endoftext|>. Killed and started again with the same arguments, it goes on where its last
+checkpoint was. A plot of loss and acceptance lies beside the checkpoints, in --work.
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser. Flags of one kind of drafter default to None, so that what was given can be told."""
+    made = Parser(
+        prog="python -m mars_jax.distill",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+    )
+    made.add_argument("kind", choices=KINDS, help="of drafter")
+    made.add_argument("--target", default=assets.TARGET, metavar="PATH", help="default: %(default)s")
+    made.add_argument("--data", nargs="+", required=True, type=Path, metavar="FILE", help="text to train on")
+    made.add_argument(
+        "--output", required=True, type=Path, metavar="DIR", help="new directory of the drafter"
+    )
+    made.add_argument(
+        "--work", type=Path, metavar="DIR", help="of the checkpoints (default: OUTPUT-training)"
+    )
+    made.add_argument(
+        "--write",
+        type=int,
+        metavar="N",
+        help="train on N texts that the target itself writes at temperature 1, from the first 16 tokens of the "
+        "documents (default: on the documents)",
+    )
+    made.add_argument("--tokens", type=float, default=2e6, help="to train on (default: %(default)g)")
+    made.add_argument("--step-tokens", type=int, default=2048, help="of one step (default: %(default)s)")
+    made.add_argument("--length", type=int, default=256, help="tokens of a row (default: %(default)s)")
+    made.add_argument("--learning-rate", type=float, default=1e-3, help="default: %(default)s")
+    made.add_argument(
+        "--loss",
+        default="kl",
+        help="kl, reverse_kl and tv, or a sum such as kl+0.5*tv (default: %(default)s)",
+    )
+    made.add_argument("--seed", type=int, default=0)
+    made.add_argument("--devices", type=int, default=1, help="to divide a step's rows among (default: 1)")
+    made.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of what is written"
+    )
+    group = made.add_argument_group("eagle3 and eagle1")
+    group.add_argument("--intermediate-size", type=int, help="of the head's MLP (default: the target's)")
+    group = made.add_argument_group("eagle3")
+    group.add_argument(
+        "--draft-vocab", type=int, metavar="W", help="the W most frequent tokens (default: all)"
+    )
+    group.add_argument("--steps-ahead", type=int, help="of training-time test (default: 5)")
+    group.add_argument("--feature-layers", metavar="I,J,K", help="of the target, 0-based")
+    group = made.add_argument_group("medusa")
+    group.add_argument("--heads", type=int, help="default: 4")
+    group = made.add_argument_group("model")
+    group.add_argument("--from", dest="first", metavar="PATH", help="checkpoint of the small model to train")
+    return made
+
+
+_OWN = {
+    "intermediate_size": ("eagle3", "eagle1"),
+    "draft_vocab": ("eagle3",),
+    "steps_ahead": ("eagle3",),
+    "feature_layers": ("eagle3",),
+    "heads": ("medusa",),
+    "first": ("model",),
+}
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raise MarsError for values out of range, and for flags of another kind of drafter."""
+    for name, kinds in _OWN.items():
+        flag = "--from" if name == "first" else "--" + name.replace("_", "-")
+        if getattr(args, name) is not None and args.kind not in kinds:
+            raise MarsError(f"{flag} does not apply to {args.kind}: leave it out.")
+    positive = ("write", "tokens", "step_tokens", "length", "learning_rate", "devices", "intermediate_size")
+    for name in (*positive, "draft_vocab", "steps_ahead", "heads"):
+        value = getattr(args, name)
+        if value is not None and not 0 < value < float("inf"):
+            raise MarsError(f"--{name.replace('_', '-')} is {value}: expected a number above 0.")
+    if args.kind == "model" and args.first is None:
+        raise MarsError("a small model needs a checkpoint to start from: name it with --from.")
+    if args.output.exists() and (not args.output.is_dir() or any(args.output.iterdir())):
+        raise MarsError(f"'{args.output}' exists and is not an empty directory: choose another --output.")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    return program(_run, argv)
+
+
+def _run(argv: Sequence[str] | None, out: IO[str]) -> None:
+    with contextlib.redirect_stdout(out):
+        args = parser().parse_args(argv)
+    check(args)
+
+    # From here on jax loads; what is above answers at once.
+    import jax
+    import jax.numpy as jnp
+
+    from mars_jax import hub, pretrained
+    from mars_jax.hub.heads.medusa_files import save_medusa
+    from mars_jax.training import distillation
+    from mars_jax.training.objectives import divergence
+
+    keep_compilations()
+    loss = divergence(args.loss)
+    if args.devices > len(jax.devices()):
+        raise MarsError(f"--devices is {args.devices}: there are {len(jax.devices())}.")
+    work = args.work or args.output.with_name(args.output.name + "-training")
+    work.mkdir(parents=True, exist_ok=True)
+    target = pretrained.load(args.target)
+    stream = _text(args, target, work)
+    print(f"{len(stream.tokens):,} tokens of text", file=sys.stderr)
+
+    common: dict[str, Any] = {"divergence": loss, "seed": args.seed}
+    if args.kind == "eagle3":
+        ids = None
+        if args.draft_vocab not in (None, target.config.vocab_size):
+            vocab = target.config.vocab_size
+            ids = distillation.draft_vocabulary([stream], args.draft_vocab, vocab, target.stop_tokens)
+        apprentice = distillation.eagle3(
+            target.config,
+            target.params,
+            ids=ids,
+            layers=_layers(args.feature_layers),
+            intermediate_size=args.intermediate_size,
+            steps=args.steps_ahead or 5,
+            **common,
+        )
+    elif args.kind == "eagle1":
+        apprentice = distillation.eagle1(target.config, intermediate_size=args.intermediate_size, **common)
+    elif args.kind == "medusa":
+        apprentice = distillation.medusa_heads(target.config, target.params, count=args.heads or 4, **common)
+    else:
+        small = pretrained.load(args.first, dtype="float32")
+        pretrained.check_same_vocabulary(target, small)
+        apprentice = distillation.small_model(target.config, small.config, small.params, **common)
+
+    params = distillation.train(
+        apprentice,
+        target.params,
+        [stream],
+        work,
+        tokens=args.tokens,
+        step_tokens=args.step_tokens,
+        length=args.length,
+        learning_rate=args.learning_rate,
+        seed=args.seed,
+        devices=jax.devices()[: args.devices],
+    )
+    cast = jax.tree.map(
+        lambda x: x.astype(args.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, params
+    )
+    if args.kind in ("eagle3", "eagle1"):
+        hub.save_eagle(args.output, apprentice.config, cast)
+    elif args.kind == "medusa":
+        save_medusa(args.output, apprentice.config, cast)
+    else:
+        hub.save(args.output, apprentice.config, cast)
+        _copy_tokenizer(Path(small.path), args.output)
+    spec = {"eagle3": "eagle", "eagle1": "eagle"}.get(args.kind, args.kind)
+    print(
+        f"{args.output}: draft with --draft {spec}:{args.output}; figures and plot in {work}", file=sys.stderr
+    )
+
+
+def _layers(given: str | None) -> tuple[int, ...] | None:
+    if given is None:
+        return None
+    try:
+        return tuple(int(part) for part in given.split(","))
+    except ValueError:
+        raise MarsError(f"--feature-layers is {given}: expected layer numbers such as 1,15,28.") from None
+
+
+def _text(args: argparse.Namespace, target: Any, work: Path) -> Any:
+    """The tokens to train on: of the files, or of what the target writes."""
+    from mars_jax.training import data
+
+    documents = [text for path in args.data for text in data.documents(path)]
+    tokenize = target.tokenizer.backend_tokenizer
+    if args.write is None:
+        return data.stream(documents, tokenize)
+    written = work / "written.txt"
+    if not written.exists():
+        texts = write_texts(target, documents, args.write, length=args.length, seed=args.seed)
+        staged = written.with_suffix(".partial")
+        staged.write_text(f"\n{data.SEPARATOR}\n".join(texts) + "\n", encoding="utf-8")
+        staged.replace(written)
+    return data.stream(list(data.documents(written)), tokenize)
+
+
+def write_texts(
+    target: Any, documents: Sequence[str], count: int, *, length: int, seed: int, rows: int = 32
+) -> list[str]:
+    """`count` texts of up to `length` tokens that the target writes from the first 16 tokens of documents.
+
+    Raises:
+      MarsError: no document is long enough to begin with.
+    """
+    import mars_jax as mj
+
+    # Long documents are cut before they are tokenized: 16 tokens are never 2,000 characters of a text.
+    begun = (target.encode(text[:2000])[:16] for text in documents)
+    prompts = [ids for ids in begun if len(ids) == 16][:count]
+    if not prompts:
+        raise MarsError("no document has 16 tokens to begin a text with: give longer ones.")
+    prompts = [prompts[i % len(prompts)] for i in range(count)]
+    drafter = mj.drafters.load("ngram", target)
+    result = mj.generate(
+        target, drafter, prompts, temperature=1.0, seed=seed, max_new_tokens=length - 16, batch_size=rows
+    )
+    return [target.decode([*p, *ids]) for p, ids in zip(prompts, result.tokens, strict=True)]
+
+
+def _copy_tokenizer(source: Path, output: Path) -> None:
+    for file in source.iterdir():
+        if file.name.startswith(("tokenizer", "special_tokens", "vocab", "merges", "chat_template")):
+            shutil.copy(file, output / file.name)

@@ -1,0 +1,106 @@
+"""Text, statistics and progress for people. Colours go to terminals only, and never where NO_COLOR is set."""
+
+from __future__ import annotations
+
+import os
+from typing import IO, NoReturn
+
+from rich.color import ColorSystem
+from rich.console import Console
+from rich.style import Style
+from rich.text import Text
+
+from mars_jax.core.metrics import Metrics
+
+STYLES = {"exact": "green", "relaxed": "bold yellow", "corrected": "cyan"}
+"""How the tokens of a `StreamEvent` look, by kind."""
+_MEANING = {
+    "exact": "drafted, as the target would say",
+    "relaxed": "drafted, the target's near tie",
+    "corrected": "the target's own",
+}
+# Text of a model or a file must not drive the terminal: other control characters are shown as a replacement.
+_CONTROLS = {c: "\N{REPLACEMENT CHARACTER}" for c in [*range(32), *range(127, 160)] if chr(c) not in "\n\t"}
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> NoReturn:
+        """Leave it to `main`, where rich would exit by itself."""
+        raise BrokenPipeError
+
+
+def console(file: IO[str]) -> Console:
+    """A console that writes text as it is."""
+    return _Console(
+        file=file,
+        highlight=False,
+        markup=False,
+        emoji=False,
+        soft_wrap=True,
+        color_system=None if os.environ.get("NO_COLOR") else "auto",
+    )
+
+
+class TextPrinter:
+    """Prompts and their continuations on stdout, one prompt after the other."""
+
+    def __init__(self, out: Console, *, colours: bool):
+        self._out = out
+        self._colours = colours and out.color_system is not None
+        self._last = ""
+
+    @property
+    def colours(self) -> bool:
+        return self._colours
+
+    def prompt(self, text: str, *, chat: bool) -> None:
+        """Begin a prompt: its own text, which the continuation follows (on a line of its own in a chat)."""
+        self._write(("\n" if self._last else "") + text + ("\n" if chat else ""), "dim")
+
+    def piece(self, kind: str, text: str) -> None:
+        """Some more of the continuation."""
+        self._write(text, STYLES[kind] if self._colours else "")
+
+    def end(self) -> None:
+        """End the continuation with a newline."""
+        if not self._last.endswith("\n"):
+            self._write("\n")
+
+    def _write(self, text: str, style: str = "") -> None:
+        # Not through rich, which would expand tabs and drop carriage returns.
+        if not text:
+            return
+        self._last = text
+        if self._out.is_terminal:
+            text = text.translate(_CONTROLS)
+        if style and self._out.color_system is not None:
+            text = Style.parse(style).render(text, color_system=ColorSystem.STANDARD)
+        self._out.file.write(text)
+        self._out.file.flush()
+
+
+def legend() -> Text:
+    """What the colours say."""
+    return Text("   ").join(
+        Text(kind, STYLES[kind]) + Text(f" {meaning}") for kind, meaning in _MEANING.items()
+    )
+
+
+def statistics(metrics: Metrics, seconds: float, rule: str, *, drafts: bool) -> str:
+    """A few lines about how the decoding went; those about drafts only where there were any."""
+    speed = metrics.emitted / max(seconds, 1e-9)
+    lines = [
+        f"{metrics.emitted} tokens in {seconds:.2f} s, {speed:.1f} tokens/s, {metrics.steps} steps, "
+        f"rule {rule}"
+    ]
+    if drafts:
+        histogram = "  ".join(f"{depth}: {count}" for depth, count in enumerate(metrics.depth_histogram))
+        lines += [
+            f"tau {metrics.tau:.2f} tokens per step with the correction or bonus token, "
+            f"{metrics.tau_without_bonus:.2f} without",
+            f"drafted {metrics.proposed}, accepted {metrics.accepted} ({metrics.acceptance_rate:.1%}): "
+            f"{metrics.accepted_exact} exact, {metrics.accepted_relaxed} relaxed",
+            f"steps by draft tokens accepted  {histogram}",
+        ]
+    lines.append(f"regret {metrics.regret_per_token:.4f} nats per token below the target's best")
+    return "\n".join(lines)

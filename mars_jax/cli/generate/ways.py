@@ -1,0 +1,198 @@
+"""The ways of running a session: streamed text, whole rows, rows into a file, and the comparison."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import IO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from mars_jax.cli.generate.compare import compare, to_table
+from mars_jax.cli.generate.output_file import OutputFile, Unwritten
+from mars_jax.cli.generate.rows import to_line, to_row
+from mars_jax.cli.generate.session import Session
+from mars_jax.cli.generate.terminal import TextPrinter, console, legend, statistics
+from mars_jax.core.errors import MarsError
+from mars_jax.placement import hosts
+from mars_jax.serve.requests import Completion, Request, StreamEvent, total
+from mars_jax.verify import Simulated
+
+
+def stream_text(session: Session, out: IO[str], *, chat: bool, speedup: bool) -> None:
+    """Print text as it is decided. Of prompts that share a batch the first streams, and the others follow."""
+    printer, done = TextPrinter(console(out), colours=session.drafts), []
+    for group in session.batches():
+        done.append([])
+        with busy("compiling"):
+            events = session.stream(group)
+        # A prompt shows up with its first tokens: weights that give none leave stdout empty.
+        shown = None
+        for event in _row_by_row(events):
+            if event.row != shown:
+                printer.prompt(_text(session, group[event.row]), chat=chat)
+                shown = event.row
+            for kind, text in event.pieces:
+                printer.piece(kind, text)
+            if event.completion is not None:
+                printer.end()
+                done[-1].append(event.completion)
+    plain = _stream_autoregressively(session) if speedup else None
+    _report(session, done, colours=printer.colours, plain=plain)
+
+
+def _row_by_row(events: Iterator[StreamEvent]) -> Iterator[StreamEvent]:
+    """Events of row 0 as they come, then those of row 1, and so on."""
+    waiting: dict[int, list[StreamEvent]] = collections.defaultdict(list)
+    current = 0
+    for event in events:
+        waiting[event.row].append(event)
+        while waiting[current]:
+            ready = waiting.pop(current)
+            yield from ready
+            if ready[-1].completion is None:
+                break
+            current += 1
+
+
+def print_text(session: Session, out: IO[str], *, chat: bool, speedup: bool) -> None:
+    """Print each batch when it is done."""
+    printer, done = TextPrinter(console(out), colours=False), []
+    for group in session.batches():
+        done.append(session.run(group))
+        for completion in done[-1]:
+            printer.prompt(_text(session, completion.request), chat=chat)
+            printer.piece("exact", completion.text)
+            printer.end()
+    plain = [session.autoregressive.run(group) for group in session.batches()] if speedup else None
+    _report(session, done, plain=plain)
+
+
+def _stream_autoregressively(session: Session) -> list[list[Completion]]:
+    """What the text would have taken without a draft, streamed as it was."""
+    with busy("decoding once more autoregressively, for comparison"):
+        streams = [session.autoregressive.stream(group) for group in session.batches()]
+        return [[e.completion for e in events if e.completion is not None] for events in streams]
+
+
+def print_json(session: Session, out: IO[str]) -> None:
+    """Print each row when its batch is done."""
+    for group in session.batches():
+        for completion in session.run(group):
+            _print_row(session, completion, out)
+
+
+def write_output(session: Session, path: str, out: IO[str], *, json: bool) -> None:
+    """Append rows to a file, from where it ends, with a progress bar; and print them too if `json`.
+
+    The batch that holds the last row on file is decoded again. It shows that the file belongs to this run,
+    and completes itself in the very shapes of an uninterrupted run.
+    """
+    file = OutputFile(path, session.requests, session.rule.name) if hosts.is_first() else Unwritten()
+    resumed, total = hosts.broadcast(file.finished), len(session.requests)
+    if resumed == total:
+        _errors().print(f"'{path}' holds all {total} rows already: nothing to do.")
+        return
+    first, done = 0, []
+    with contextlib.closing(file), _progress_bar() as progress:
+        task = progress.add_task("prompts", total=total, completed=resumed)
+        for group in session.batches():
+            if first + len(group) >= resumed:
+                completions = session.run(group)
+                on_file = max(resumed - first, 0)
+                for index, completion in enumerate(completions[:on_file], start=first):
+                    file.check_same(index, completion)
+                for completion in completions[on_file:]:
+                    file.append(completion)
+                    progress.advance(task)
+                    if json:
+                        _print_row(session, completion, out)
+                done.append(completions[on_file:])
+            first += len(group)
+    _report(session, [batch for batch in done if batch])
+
+
+@contextlib.contextmanager
+def _progress_bar() -> Iterator[Progress]:
+    """A bar on stderr that bad input takes away, so that its sentence stands alone."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=_errors()) as progress:
+        try:
+            yield progress
+        except MarsError:
+            progress.live.transient = True
+            progress.live.stop()
+            progress.disable = True  # rich would still end the bar with an empty line
+            raise
+
+
+def print_comparison(session: Session, out: IO[str], *, json: bool) -> None:
+    """Print the comparison as a table, or as one object."""
+    columns = (TextColumn("{task.description}"), BarColumn())
+    screen = _errors()
+    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as progress:
+        task = progress.add_task("comparing")
+        comparison = compare(session, lambda done, total: progress.update(task, completed=done, total=total))
+    if json:
+        _print_line(comparison, out)
+        return
+    screen = console(out)
+    # A pipe has no width, and must not cut the table to that of some terminal.
+    screen.print(to_table(comparison), width=None if screen.is_terminal else 100)
+
+
+def _text(session: Session, request: Request) -> str:
+    return session.target.decode(request.prompt_tokens) if request.prompt is None else request.prompt
+
+
+def _print_row(session: Session, completion: Completion, out: IO[str]) -> None:
+    _print_line(to_row(completion, session.rule.name), out)
+
+
+def _print_line(row: dict, out: IO[str]) -> None:
+    out.write(to_line(row) + "\n")
+    out.flush()
+
+
+def busy(doing: str) -> contextlib.AbstractContextManager:
+    """Say on a terminal what takes so long before anything is shown."""
+    screen = _errors()
+    return screen.status(f"{doing} ...") if screen.is_terminal else contextlib.nullcontext()
+
+
+def _errors() -> Console:
+    return console(sys.stderr)
+
+
+def _report(
+    session: Session,
+    batches: list[list[Completion]],
+    *,
+    colours: bool = False,
+    plain: list[list[Completion]] | None = None,
+) -> None:
+    """Totals on stderr, so that stdout stays the text. `plain` is the same decoded autoregressively."""
+    everyone = [completion for batch in batches for completion in batch]
+    seconds = _seconds(batches)
+    screen = _errors()
+    screen.print()
+    if colours and screen.color_system is not None:
+        screen.print(legend())
+    metrics = total(everyone)
+    screen.print(statistics(metrics, seconds, session.rule.name, drafts=session.drafts))
+    if isinstance(session.rule, Simulated):
+        screen.print("acceptance was simulated: the text means nothing, and quality cannot be read from it")
+    if plain is not None:
+        baseline = total([completion for batch in plain for completion in batch]).emitted / _seconds(plain)
+        screen.print(
+            f"{metrics.emitted / seconds / baseline:.2f}x the speed of plain autoregression, which made "
+            f"{baseline:.1f} tokens/s here"
+        )
+
+
+def _seconds(batches: list[list[Completion]]) -> float:
+    # Rows of a batch share its time.
+    return max(sum(max(completion.seconds for completion in batch) for batch in batches), 1e-9)

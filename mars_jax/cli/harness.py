@@ -1,0 +1,210 @@
+"""`python -m mars_jax.lm_eval`: the command line of lm-evaluation-harness, with `--model mars_jax` in it.
+
+The harness finds models in a registry and has no plugins, so this module enters ours and hands over; a program that
+calls `lm_eval.simple_evaluate(model="mars_jax", ...)` imports it first. `generate_until` decodes with the draft and
+the rule, so that their quality is what a task measures; likelihoods are the target's own, whatever the rule.
+
+Oracle: PyTorch transformers with the same checkpoint, in tests/cli/test_harness.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from mars_jax import assets, drafters, pretrained, verify
+from mars_jax.cli.settings import DynamicTree, tree_from_text
+from mars_jax.cli.theta import ThetaFile, theta_from_text
+from mars_jax.core.errors import MarsError
+from mars_jax.core.types import Verifier
+from mars_jax.evaluate.scoring.likelihood import score
+from mars_jax.serve.generate import generate_stream
+from mars_jax.serve.requests import batches, make_requests
+
+try:
+    from lm_eval import utils
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.api.registry import register_model
+except ImportError:
+    raise MarsError("the package lm-eval is not installed: install mars-jax[lm-eval].") from None
+
+RULES = ("exact", "rejection", "mars")
+
+
+@register_model("mars_jax")
+class MarsJax(TemplateLM):
+    """A target and its draft as the harness sees a model; the arguments are those of `--model_args`."""
+
+    def __init__(
+        self,
+        target: str = assets.TARGET,
+        draft: str | None = None,
+        verify: str = "mars",
+        theta: str | float = 0.9,
+        margin: str = "ratio",
+        base: str = "exact",
+        num_draft_tokens: int | None = None,
+        tree: str | None = None,
+        dtype: str | None = None,
+        max_gen_toks: int = 256,
+        seed: int = 0,
+        batch_size: int | str = 1,
+        max_batch_size: int | None = None,
+        device: str | None = None,
+    ):
+        """
+        Args:
+          target, draft, dtype, num_draft_tokens, tree: as for `python -m mars_jax.generate`; without a draft the
+            target decodes alone, but for the embedded family.
+          verify: "exact", "rejection" or "mars".
+          theta: a number, or a file of `mars_jax.calibrate`.
+          margin, base: of mars.
+          max_gen_toks: most new tokens of a task that does not say.
+          seed: request i draws with seed + i.
+          batch_size: prompts that decode side by side, a number.
+          max_batch_size, device: what the harness always passes; JAX chooses the device by itself.
+
+        Raises:
+          MarsError: with one sentence that names what is wrong and the cure.
+        """
+        super().__init__()
+        if not str(batch_size).isdigit() or int(batch_size) < 1:
+            raise MarsError(f"batch_size is {batch_size}: expected a whole number of at least 1.")
+        draft = draft or (f"model:{assets.DRAFT}" if target == assets.TARGET else "none")
+        self._rule = _rule(verify, theta, margin, base)
+        shape = None if tree is None else tree_from_text(tree)
+        self._target = pretrained.load(target, dtype=dtype)
+        if not self._target.has_tokenizer:
+            raise MarsError(
+                f"'{target}' has no tokenizer, and tasks are text: put its files beside the weights."
+            )
+        self._drafter = drafters.load(
+            draft,
+            self._target,
+            num_draft_tokens=num_draft_tokens,
+            tree=drafters.Dynamic(*shape) if isinstance(shape, DynamicTree) else shape,
+            sample="rejection" in (verify, base) and draft not in ("none", "ngram"),
+            dtype=dtype if draft not in ("none", "ngram") else None,
+        )
+        self._rows, self._max_gen_toks, self._seed = int(batch_size), max_gen_toks, seed
+        self.tokenizer = self._target.tokenizer
+
+    @property
+    def eot_token_id(self) -> int:
+        """The token in front of a text that has no context."""
+        return self._target.stop_tokens[0]
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The token in front of a text that has no context: the one that begins texts, else the one that ends them."""
+        bos = self._target.config.bos_token_id
+        return self.eot_token_id if bos is None else bos
+
+    @property
+    def tokenizer_name(self) -> str:
+        """For the harness's record of a run."""
+        return self._target.name.replace("/", "__")
+
+    @property
+    def max_length(self) -> int:
+        """The context of the target."""
+        return self._target.config.max_positions
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """Token ids of a text; special tokens as the tokenizer adds them, unless told otherwise."""
+        options = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
+        return list(self.tokenizer(string, **options)["input_ids"])
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
+    ) -> list[tuple[float, bool]]:
+        # A context that is too long loses its beginning, as everywhere in the harness.
+        texts = [(context + wanted)[-self.max_length :] for _, context, wanted in requests]
+        answers = []
+        for request, found in zip(requests, score(self._target, texts, rows=self._rows), strict=True):
+            wanted = request[2]
+            n = min(len(wanted), len(found.log_p))
+            greedy = found.best[len(found.best) - n :].tolist() == wanted[len(wanted) - n :]
+            answers.append((float(found.log_p[len(found.log_p) - n :].sum(dtype="float64")), greedy))
+        return answers
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """Likelihood of whole texts, in windows of the context where they are longer."""
+        totals = []
+        for request in requests:
+            windows = utils.get_rolling_token_windows(
+                token_list=self.tok_encode(request.args[0], add_special_tokens=False),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length - 1,
+                context_len=1,
+            )
+            pairs = [(None, *utils.make_disjoint_window(window)) for window in windows]
+            totals.append(sum(log_p for log_p, _ in self._loglikelihood_tokens(pairs)))
+        return totals
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """Decode with the draft and the rule, up to the first of a request's stop strings."""
+        made, untils = [], []
+        for index, request in enumerate(requests):
+            context, options = request.args
+            limit, until, sampling = _options(options, self._max_gen_toks)
+            ids = self.tok_encode(context)[-max(1, self.max_length - limit) :]
+            made += make_requests(
+                self._target, [ids], max_new_tokens=limit, seed=(self._seed + index) % 2**32, **sampling
+            )
+            untils.append(until)
+        answers: list[str] = []
+        for group in batches(made, self._rows):
+            answers += self._decode(group, untils[len(answers) : len(answers) + len(group)])
+        return answers
+
+    def _decode(self, group: list[Any], untils: Sequence[Sequence[str]]) -> list[str]:
+        """Step by step, so that a batch ends when all of its rows have said a stop string."""
+        texts, going = [""] * len(group), set(range(len(group)))
+        for event in generate_stream(self._target, self._drafter, group, verify=self._rule, rows=self._rows):
+            row = event.row
+            if row in going:
+                texts[row] += event.text
+                cuts = [at for stop in untils[row] if (at := texts[row].find(stop)) >= 0]
+                if cuts:
+                    texts[row] = texts[row][: min(cuts)]
+                if cuts or event.completion is not None:
+                    going.remove(row)
+            if not going:
+                break
+        return texts
+
+
+def _rule(name: str, theta: str | float, margin: str, base: str) -> Verifier:
+    if name not in RULES or base not in RULES[:2]:
+        raise MarsError(
+            f"verify is {name} and base {base}: expected {', '.join(RULES)}, and exact or rejection for base."
+        )
+    strict = verify.rejection() if "rejection" in (name, base) else verify.exact()
+    if name != "mars":
+        return strict
+    found = theta_from_text(str(theta))
+    if isinstance(found, ThetaFile):
+        found.check({"margin": margin, "base": base})
+        found = found.theta
+    return verify.mars(strict, theta=found, margin=margin)
+
+
+def _options(given: dict[str, Any], limit: int) -> tuple[int, list[str], dict[str, Any]]:
+    """(most new tokens, stop strings, sampling) of a task's gen_kwargs."""
+    left = dict(given)
+    until = left.pop("until", None) or []
+    limit = int(left.pop("max_gen_toks", left.pop("max_new_tokens", limit)))
+    sampled = bool(left.pop("do_sample", float(left.get("temperature") or 0) > 0))
+    sampling = {name: left.pop(name) for name in ("temperature", "top_k", "top_p", "min_p") if name in left}
+    if left:
+        raise MarsError(
+            f"the task asks for {', '.join(sorted(left))} in its gen_kwargs, which this model does not have: take it "
+            "out with --gen_kwargs or in the task."
+        )
+    if not sampled:
+        sampling = {}
+    elif not math.isfinite(float(sampling.setdefault("temperature", 1.0))):
+        raise MarsError(f"temperature is {sampling['temperature']}: expected a finite number.")
+    return limit, [until] if isinstance(until, str) else [stop for stop in until if stop], sampling

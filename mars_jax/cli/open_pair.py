@@ -1,0 +1,54 @@
+"""What `cli.pair`'s flags name: problems, target and drafter. The cheap checks come first."""
+
+from __future__ import annotations
+
+import argparse
+
+from mars_jax import drafters, pretrained
+from mars_jax.cli.mesh import open_mesh
+from mars_jax.cli.settings import DynamicTree
+from mars_jax.core.errors import MarsError
+from mars_jax.evaluate.answers import check_problems
+from mars_jax.evaluate.tasks.catalogue import read
+from mars_jax.evaluate.tasks.problems import Problem
+from mars_jax.pretrained import Pretrained
+
+
+def read_problems(args: argparse.Namespace) -> list[Problem]:
+    """The problems of all tasks.
+
+    Raises:
+      MarsError: as `tasks.read`.
+    """
+    problems = []
+    for task in args.task:
+        name, _, path = task.partition("=")
+        problems += read(name, path or None, chat=args.chat, limit=args.problems)
+    return problems
+
+
+def open_pair(args: argparse.Namespace, problems: list[Problem]) -> tuple[Pretrained, drafters.LoadedDrafter]:
+    """Check prompts and vocabularies on configs and tokenizers alone, and only then load weights.
+
+    Raises:
+      MarsError: anything wrong with the checkpoints or the prompts.
+    """
+    sketch = pretrained.outline(args.target)
+    if not sketch.has_tokenizer:
+        raise MarsError(
+            f"'{args.target}' has no tokenizer, and tasks are text: put its files beside the weights."
+        )
+    check_problems(sketch, problems, chat=args.chat)
+    kind, _, path = args.draft.partition(":")
+    if kind == "model":
+        pretrained.check_same_vocabulary(sketch, pretrained.outline(path))
+    target = pretrained.load(args.target, dtype=args.dtype, mesh=open_mesh(args.mesh, sketch.config))
+    drafter = drafters.load(
+        args.draft,
+        target,
+        num_draft_tokens=args.num_draft_tokens,
+        tree=drafters.Dynamic(*args.tree) if isinstance(args.tree, DynamicTree) else args.tree,
+        sample=args.base == "rejection" and kind != "ngram",
+        dtype=args.dtype,
+    )
+    return target, drafter

@@ -1,0 +1,123 @@
+"""Build the per-request settings of a batch. Oracle: tests/core/test_sampling.py. B batch, M stop tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.core import Tracer
+
+from mars_jax.core.errors import MarsError
+from mars_jax.core.types import NO_TOKEN, Controls
+
+UNLIMITED_RUN = 1 << 30
+"""Default of `max_relaxed_run`: longer than any draft."""
+
+
+def make_controls(
+    batch: int,
+    *,
+    limit: Any,
+    temperature: Any = 0.0,
+    top_k: Any = 0,
+    top_p: Any = 1.0,
+    min_p: Any = 0.0,
+    theta: Any = 0.9,
+    max_relaxed_run: Any = UNLIMITED_RUN,
+    strict: Any = False,
+    draft_stop: Any = math.inf,
+    stop_tokens: Any = (),
+) -> Controls:
+    """`Controls` for `batch` requests; every setting is one value for all of them or one per row (shape [B]).
+
+    Args:
+      batch: B.
+      limit: most tokens of prompt and output together.
+      temperature: 0 is greedy.
+      top_k: 0 is off.
+      top_p: 1 is off.
+      min_p: 0 is off.
+      theta: threshold of the relaxed rule, in the units of its margin; inf is strict.
+      max_relaxed_run: relaxed tokens allowed in a row.
+      strict: True switches relaxation off.
+      draft_stop: nothing is drafted behind a node where the square root of the draft's entropy, in nats, is above
+        it (SVIP, arXiv 2411.18462); inf is off.
+      stop_tokens: ids for all rows, or one sequence of ids per row; padded with `NO_TOKEN` to a common M >=
+        1.
+
+    Raises:
+      MarsError: a value is out of range or has the wrong shape. Traced values are not checked.
+
+    >>> make_controls(2, limit=64, temperature=[0.0, 0.7], stop_tokens=[[2], [2, 13]]).stop_tokens.tolist()
+    [[2, -1], [2, 13]]
+    """
+
+    def field(name: str, value: Any, dtype: Any, ok: Callable | None = None, expected: str = "") -> Array:
+        return _field(name, value, batch, dtype, ok, expected)
+
+    return Controls(
+        temperature=field(
+            "temperature",
+            temperature,
+            np.float32,
+            lambda v: np.isfinite(v) & (v >= 0),
+            "finite and at least 0",
+        ),
+        top_k=field("top_k", top_k, np.int32, lambda v: v >= 0, "at least 0 (0 is off)"),
+        top_p=field(
+            "top_p", top_p, np.float32, lambda v: (v > 0) & (v <= 1), "above 0 and at most 1 (1 is off)"
+        ),
+        min_p=field("min_p", min_p, np.float32, lambda v: (v >= 0) & (v <= 1), "between 0 and 1 (0 is off)"),
+        theta=field("theta", theta, np.float32, lambda v: v > 0, "above 0 (inf is strict)"),
+        max_relaxed_run=field("max_relaxed_run", max_relaxed_run, np.int32, lambda v: v >= 0, "at least 0"),
+        strict=field("strict", strict, np.bool_),
+        draft_stop=field("draft_stop", draft_stop, np.float32, lambda v: v >= 0, "at least 0 (inf is off)"),
+        limit=field("limit", limit, np.int32, lambda v: v >= 1, "at least 1"),
+        stop_tokens=_stop_tokens(stop_tokens, batch),
+    )
+
+
+def _field(name: str, value: Any, batch: int, dtype: Any, ok: Callable | None, expected: str) -> Array:
+    if isinstance(value, Tracer):
+        return jnp.broadcast_to(value.astype(dtype), (batch,))
+    try:
+        raw = np.asarray(value)
+        array = raw.astype(dtype)
+    except (TypeError, ValueError):
+        raise MarsError(f"{name} is {value!r}: expected a number, or one per row.") from None
+    if array.shape not in ((), (batch,)):
+        raise MarsError(
+            f"{name} has shape {array.shape}: expected one value, or one for each of the {batch} rows."
+        )
+    if dtype == np.int32 and not np.all(raw == array):
+        raise MarsError(f"{name} is {value!r}: expected whole numbers of 32 bits.")
+    if ok is not None and not np.all(ok(array)):
+        bad = array[~ok(array)].flat[0]
+        raise MarsError(f"{name} is {bad}: expected a value {expected}.")
+    return jnp.asarray(np.broadcast_to(array, (batch,)))
+
+
+def _stop_tokens(value: Any, batch: int) -> Array:
+    if isinstance(value, Array):
+        if value.ndim == 2 and value.shape[0] == batch and value.shape[1] >= 1:
+            return value.astype(jnp.int32)
+        value = np.asarray(value)
+    rows = list(value)
+    if not any(isinstance(row, Sequence | np.ndarray) and np.ndim(row) == 1 for row in rows):
+        rows = [rows] * batch
+    if len(rows) != batch:
+        raise MarsError(
+            f"stop_tokens has {len(rows)} rows: expected one sequence of ids, or one for each of {batch}."
+        )
+    width = max(1, *(len(row) for row in rows)) if rows else 1
+    padded = np.full((batch, width), NO_TOKEN, np.int32)
+    for b, row in enumerate(rows):
+        ids = np.asarray(row if len(row) else [NO_TOKEN])
+        if not np.issubdtype(ids.dtype, np.integer) or np.any(ids < NO_TOKEN):
+            raise MarsError(f"stop_tokens holds {row!r}: expected token ids, whole numbers of at least 0.")
+        padded[b, : len(ids)] = ids
+    return jnp.asarray(padded)

@@ -1,0 +1,63 @@
+"""A language model without weights, for tests: its logits are a hash of what it can see.
+
+The hash runs over the tokens and positions that the mask lets a node see *in the cache*, so a wrong mask,
+position, slot or rollback changes the logits. The idea is mctx's: a fake model that makes tests exact.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax.numpy as jnp
+from jax import Array
+
+from mars_jax.core.cache import write
+from mars_jax.core.types import ForwardOutput, KVCache, LanguageModel
+
+
+def _mix(x: Array) -> Array:
+    """A bijective scrambling of u32 (the finaliser of MurmurHash3, public domain)."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)
+
+
+@functools.lru_cache
+def hash_model(*, vocab_size: int, seed: int = 0, scale: float = 2.0, agree: float = 0.0) -> LanguageModel:
+    """A model whose logits, about uniform in `[0, 2 * scale)`, depend on every visible token and position.
+
+    Args:
+      vocab_size: V.
+      seed: models of different seeds disagree.
+      scale: half the range of the logits.
+      agree: in [0, 1]: weight of a component that all seeds share; drafts from a model with a high `agree` are
+        accepted often, as those of a good small model would be.
+
+    >>> hash_model(vocab_size=7).vocab_size
+    7
+    """
+
+    def init_cache(batch: int, slots: int) -> KVCache:
+        shape = (batch, slots, 1, 1)
+        return KVCache(k=(jnp.zeros(shape, jnp.int32),), v=(jnp.zeros(shape, jnp.int32),))
+
+    def forward(params, tokens, positions, mask, cache, start) -> ForwardOutput:
+        k = write(cache.k[0], tokens[:, :, None, None], start)
+        v = write(cache.v[0], positions[:, :, None, None], start)
+        seen_token = k[:, None, :, 0, 0].astype(jnp.uint32)
+        seen_position = v[:, None, :, 0, 0].astype(jnp.uint32)
+        part = _mix(seen_token * jnp.uint32(2654435761) ^ _mix(seen_position + jnp.uint32(1)))
+        total = jnp.sum(jnp.where(mask, part, jnp.uint32(0)), axis=2, dtype=jnp.uint32)
+        hidden = _mix(total ^ _mix(positions.astype(jnp.uint32)))[:, :, None]
+        return ForwardOutput(hidden=hidden, features=(), cache=KVCache(k=(k,), v=(v,)))
+
+    def unembed(params, hidden) -> Array:
+        ids = jnp.arange(vocab_size, dtype=jnp.uint32)[None, None]
+
+        def noise(salt: int) -> Array:
+            bits = _mix(hidden ^ _mix(ids * jnp.uint32(0x9E3779B9) + jnp.uint32(salt)))
+            return (bits >> 8).astype(jnp.float32) * jnp.float32(2 * scale / 2**24)
+
+        return agree * noise(0) + (1 - agree) * noise(seed + 1)
+
+    return LanguageModel(init_cache=init_cache, forward=forward, unembed=unembed, vocab_size=vocab_size)

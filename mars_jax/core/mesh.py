@@ -1,0 +1,261 @@
+"""Meshes: which of their axes holds what, and the mesh a program is being traced for.
+
+Oracle: the same program on one device (tests/placement/test_shardings.py).
+
+Three axes have a meaning: `data` holds rows of the batch, `model` heads, hidden units and vocabulary, `expert` the
+experts of a mixture. A mesh has any of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Array
+from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+from mars_jax.core.errors import MarsError
+from mars_jax.core.types import KVCache, PyTree
+
+AnyMesh = Mesh | AbstractMesh
+
+RULES: Mapping[str, tuple[str, ...]] = {
+    "rows": ("data",),
+    "vocab": ("model", "expert"),
+    "heads": ("model", "expert"),
+    "kv_heads": ("model", "expert"),
+    "hidden": ("model", "expert"),
+    "features": ("model", "expert"),
+    "experts": ("expert", "model"),
+    "expert_hidden": ("model",),
+}
+"""Mesh axes of each logical axis, the outermost first. What does not divide over all of them is divided over fewer."""
+
+AXES = ("data", "model", "expert")
+
+
+def parse_mesh(text: str, devices: Sequence[Any] | None = None) -> Mesh:
+    """The mesh that `--mesh` names, over the first devices, with axes of type Auto.
+
+    Args:
+      text: axes with their sizes, the outermost first, such as "data=2,model=4".
+      devices: default: all of `jax.devices()`.
+
+    Raises:
+      MarsError: no such axis, or more devices than there are.
+
+    >>> dict(parse_mesh("model=1").shape)
+    {'model': 1}
+    """
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, size = (piece.strip() for piece in part.partition("="))
+        if name not in AXES or name in sizes or not (size.isascii() and size.isdigit() and int(size)):
+            raise MarsError(
+                f"the mesh is {text!r}: expected axes among {', '.join(AXES)}, each once with its number of devices, "
+                "such as data=2,model=4."
+            )
+        sizes[name] = int(size)
+    devices = list(jax.devices() if devices is None else devices)
+    count = math.prod(sizes.values())
+    if count > len(devices):
+        raise MarsError(
+            f"the mesh {text} is of {count} devices and there are {len(devices)}: make it smaller."
+        )
+    return Mesh(
+        np.array(devices[:count]).reshape(tuple(sizes.values())),
+        tuple(sizes),
+        axis_types=(AxisType.Auto,) * len(sizes),
+    )
+
+
+def axes_of(logical: str, size: int, mesh: AnyMesh, *, without: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """The mesh axes over which `size` things of a logical axis are divided; () where each device has them all.
+
+    >>> axes_of("kv_heads", 8, AbstractMesh((2, 4), ("data", "model"))), axes_of(
+    ...     "kv_heads", 2, AbstractMesh((4,), ("model",)))
+    (('model',), ())
+    """
+    axes = [name for name in RULES[logical] if mesh.shape.get(name, 1) > 1 and name not in without]
+    while axes and size % math.prod(mesh.shape[name] for name in axes):
+        axes.pop()
+    return tuple(axes)
+
+
+def current() -> AbstractMesh | None:
+    """The mesh that a program is being traced for, as `jax.set_mesh` and `by_rows` set it; None for one device."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return None if mesh.empty or mesh.size == 1 else mesh
+
+
+def by_rows(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    """`function(params, *rows)` on the mesh it is traced for, each device on rows of its own.
+
+    What begins with the rows of the batch is divided over the mesh's axis `data`, and since no row asks for
+    another, nothing travels there; a loop ends on each device when its own rows are done. The other axes are left to
+    XLA, which divides the work as the weights are. Without a mesh it is `function`.
+
+    Every array of `rows` and of the result begins with B.
+
+    Raises (when called):
+      MarsError: B does not divide over `data`.
+    """
+
+    @functools.wraps(function)
+    def call(params: PyTree, *rows: PyTree) -> PyTree:
+        explicit = _explicit_mesh((params, rows))
+        if explicit is not None:
+            return _as_auto(explicit, call, params, *rows)
+        mesh = current()
+        if mesh is None:
+            return function(params, *rows)
+
+        def placed(params: PyTree, *rows: PyTree) -> PyTree:
+            return jax.tree.map(_hold_heads, function(params, *rows), is_leaf=_is_cache)
+
+        size = mesh.shape.get("data", 1)
+        if size == 1 or "data" in mesh.manual_axes:
+            return placed(params, *rows)
+        check_rows(jax.tree.leaves(rows)[0].shape[0], mesh)
+        # check_vma: what is equal on all devices of `data` is nothing that this returns.
+        mapped = jax.shard_map(
+            placed,
+            in_specs=(P(), *[P("data")] * len(rows)),
+            out_specs=P("data"),
+            axis_names={"data"},
+            check_vma=False,
+        )
+        return mapped(params, *rows)
+
+    return call
+
+
+def check_rows(batch: int, mesh: AnyMesh) -> None:
+    """Raise MarsError where rows do not divide over the mesh's axis `data`."""
+    size = mesh.shape.get("data", 1)
+    if batch % size:
+        raise MarsError(
+            f"a batch of {batch} rows does not divide over data={size}: pad it to a multiple of {size}."
+        )
+
+
+def row_spec(x: Any, mesh: AnyMesh) -> P:
+    """How an array that begins with the rows of the batch is divided, or all the arrays of a `KVCache`."""
+    rows = "data" if mesh.shape.get("data", 1) > 1 else None
+    if not _is_cache(x):
+        return P(rows)
+    return P(rows, None, axes_of("kv_heads", x.k[0].shape[2], mesh) or None, None)
+
+
+def _is_cache(x: Any) -> bool:
+    return isinstance(x, KVCache)
+
+
+def _hold_heads(x: Any) -> Any:
+    return jax.tree.map(hold_heads, x) if _is_cache(x) else x
+
+
+def hold_heads(buffer: Array) -> Array:
+    """A layer's keys or values [B, S, K, D], divided by their heads if those divide and else whole.
+
+    Left to itself XLA divides heads that do not divide over part of an axis, and sends the buffer around for it.
+    """
+    mesh = _ready()
+    if mesh is None or not mesh.auto_axes:
+        return buffer
+    axes = axes_of("kv_heads", buffer.shape[2], mesh)
+    return jax.lax.with_sharding_constraint(buffer, P(None, None, axes or None, None))
+
+
+def hold_whole(x: Array) -> Array:
+    """Activations [B, N, E] on every device of `model`, whatever reads them next.
+
+    Left to itself XLA may divide them by E where a later product is, and then gathers them again in every layer, or
+    divide a concatenation by sending its parts.
+    """
+    mesh = _ready()
+    if mesh is None or not mesh.auto_axes:
+        return x
+    return jax.lax.with_sharding_constraint(x, P(*[None] * x.ndim))
+
+
+def _explicit_mesh(arrays: PyTree) -> AbstractMesh | None:
+    """The mesh of arrays whose types say how they are divided (`AxisType.Explicit`)."""
+    meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arrays)]
+    return next((mesh for mesh in meshes if mesh.explicit_axes), None)
+
+
+def _as_auto(mesh: AbstractMesh, function: Callable[..., PyTree], *arguments: PyTree) -> PyTree:
+    """`function` with the axes of an explicit mesh left to XLA inside, as `jax.sharding.auto_axes` does it.
+
+    The results are divided as `row_spec` says, which nobody knows before.
+    """
+    auto = mesh.update_axis_types(dict.fromkeys(mesh.explicit_axes, AxisType.Auto))
+    with jax.sharding.use_abstract_mesh(auto):
+        out = function(*jax.sharding.reshard(arguments, jax.tree.map(lambda _: P(), arguments)))
+    specs = jax.tree.map(lambda x: jax.tree.map(lambda _: row_spec(x, mesh), x), out, is_leaf=_is_cache)
+    with jax.sharding.use_abstract_mesh(mesh):
+        return jax.sharding.reshard(out, specs)
+
+
+def _ready() -> AbstractMesh | None:
+    """The mesh of a program whose rows `by_rows` has divided already, so that the rest of it can be mapped by hand."""
+    mesh = current()
+    if mesh is None or mesh.explicit_axes or set(mesh.manual_axes) - {"data"}:
+        return None
+    return mesh if mesh.shape.get("data", 1) == 1 or "data" in mesh.manual_axes else None
+
+
+def vocabulary_axes(vocab: int) -> tuple[str, ...]:
+    """The mesh axes over which logits of `vocab` tokens are divided where this is traced; () where they are whole."""
+    mesh = _ready()
+    return () if mesh is None else axes_of("vocab", vocab, mesh)
+
+
+def expert_axes(experts: int, size: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The mesh axes over which experts are divided where this is traced, and over which the hidden units of each."""
+    mesh = _ready()
+    if mesh is None:
+        return (), ()
+    axes = axes_of("experts", experts, mesh)
+    return axes, axes_of("expert_hidden", size, mesh, without=axes)
+
+
+def map_devices(
+    function: Callable[..., PyTree], in_specs: Any, out_specs: Any = None
+) -> Callable[..., PyTree]:
+    """`jax.shard_map` over all axes of the mesh but that of the rows; by default results are equal on all devices."""
+    mesh = jax.sharding.get_abstract_mesh()
+    free = set(mesh.axis_names) - set(mesh.manual_axes)
+    # check_vma: it cannot see that what every device computes from what all of them gathered is equal.
+    return jax.shard_map(
+        function,
+        in_specs=in_specs,
+        out_specs=P() if out_specs is None else out_specs,
+        axis_names=free,
+        check_vma=False,
+    )
+
+
+def over_vocabulary(
+    local: Callable[..., PyTree], whole: Callable[..., PyTree], logits: Array, *others: PyTree
+) -> PyTree:
+    """`whole(logits, *others)`, or where the vocabulary is divided `local(axes, part, *others)` on each device.
+
+    Args:
+      local: gets the mesh axes to join the parts over and its device's part of logits [..., V]; its results are to be
+        equal on all devices.
+      whole: the same for a vocabulary in one piece.
+      logits: [..., V].
+      others: what every device gets whole.
+    """
+    axes = vocabulary_axes(logits.shape[-1])
+    if not axes:
+        return whole(logits, *others)
+    specs = (P(*[None] * (logits.ndim - 1), axes), *[P()] * len(others))
+    return map_devices(functools.partial(local, axes), specs)(logits, *others)

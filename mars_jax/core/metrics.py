@@ -1,0 +1,131 @@
+"""What a decode did: counters that ride in the device loop, and their summary on the host.
+
+B batch, D tree depth. Oracle: recounting the `StepInfo` of a streamed run (tests/core/test_decode.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import flax.struct
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from mars_jax.core.types import StepInfo
+
+
+@flax.struct.dataclass(kw_only=True)
+class DecodeStats:
+    """Per-row counters over the steps in which the row was live. A pytree: `run` carries it in its loop."""
+
+    steps: Array  # i32[B]; target forwards
+    emitted: Array  # i32[B]
+    proposed: Array  # i32[B]; drafted nodes, padding not counted
+    accepted_exact: Array  # i32[B]; emitted draft tokens that the strict rule accepts
+    accepted_relaxed: Array  # i32[B]; emitted draft tokens accepted only thanks to relaxation
+    depth_histogram: Array  # i32[B, D + 1]; steps by number of draft tokens emitted
+    regret: Array  # f32[B]; sum over emitted tokens of z1 - z[token], nats
+
+
+def zero_stats(batch: int, max_depth: int) -> DecodeStats:
+    """Counters at zero for `batch` rows and trees of depth `max_depth`."""
+    zeros = jnp.zeros((batch,), jnp.int32)
+    return DecodeStats(
+        steps=zeros,
+        emitted=zeros,
+        proposed=zeros,
+        accepted_exact=zeros,
+        accepted_relaxed=zeros,
+        depth_histogram=jnp.zeros((batch, max_depth + 1), jnp.int32),
+        regret=jnp.zeros((batch,), jnp.float32),
+    )
+
+
+def accumulate(stats: DecodeStats, info: StepInfo) -> DecodeStats:
+    """Add one step. Draft tokens cut off by a stop token or a limit do not count as accepted."""
+    live = info.num_emitted > 0
+    accepted = jnp.minimum(info.verdict.num_accepted, info.num_emitted)
+    depth = info.verdict.relaxed.shape[1]
+    edge = jnp.arange(depth, dtype=jnp.int32)[None]
+    relaxed = jnp.sum(info.verdict.relaxed & (edge < accepted[:, None]), axis=1, dtype=jnp.int32)
+    histogram = (jnp.arange(depth + 1, dtype=jnp.int32)[None] == accepted[:, None]) & live[:, None]
+    return DecodeStats(
+        steps=stats.steps + live.astype(jnp.int32),
+        emitted=stats.emitted + info.num_emitted,
+        proposed=stats.proposed + jnp.where(live, info.num_proposed, 0),
+        accepted_exact=stats.accepted_exact + accepted - relaxed,
+        accepted_relaxed=stats.accepted_relaxed + relaxed,
+        depth_histogram=stats.depth_histogram + histogram.astype(jnp.int32),
+        regret=stats.regret + jnp.sum(info.regret, axis=1),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Metrics:
+    """Totals over some rows. `tau` counts the correction or bonus token, as the MARS paper does; engines differ.
+
+    >>> m = Metrics(steps=2, emitted=6, proposed=8, accepted_exact=3, accepted_relaxed=1,
+    ...             depth_histogram=(0, 1, 0, 1, 0), regret=0.5)
+    >>> m.tau, m.tau_without_bonus, m.relaxed_share
+    (3.0, 2.0, 0.25)
+    """
+
+    steps: int
+    emitted: int
+    proposed: int
+    accepted_exact: int
+    accepted_relaxed: int
+    depth_histogram: tuple[int, ...]  # steps by number of draft tokens accepted
+    regret: float  # total, nats
+
+    @property
+    def accepted(self) -> int:
+        return self.accepted_exact + self.accepted_relaxed
+
+    @property
+    def tau(self) -> float:
+        """Tokens per target forward, correction or bonus token included."""
+        return self.emitted / max(self.steps, 1)
+
+    @property
+    def tau_without_bonus(self) -> float:
+        """Draft tokens accepted per target forward."""
+        return self.accepted / max(self.steps, 1)
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Share of drafted nodes that were accepted."""
+        return self.accepted / max(self.proposed, 1)
+
+    @property
+    def relaxed_share(self) -> float:
+        """Share of accepted draft tokens that only the relaxed rule accepts."""
+        return self.accepted_relaxed / max(self.accepted, 1)
+
+    @property
+    def regret_per_token(self) -> float:
+        """Mean of z1 - z[token] over emitted tokens, nats."""
+        return self.regret / max(self.emitted, 1)
+
+
+def summarize(stats: DecodeStats, rows: Any = slice(None)) -> Metrics:
+    """Totals of `stats` over `rows` (an index, a slice or a list of indices into the batch) on the host."""
+
+    def pick(values: Array) -> np.ndarray:
+        return np.atleast_1d(np.asarray(values)[rows])
+
+    def total(values: Array) -> int:
+        return int(pick(values).sum())
+
+    histogram = np.atleast_2d(np.asarray(stats.depth_histogram)[rows]).sum(axis=0)
+    return Metrics(
+        steps=total(stats.steps),
+        emitted=total(stats.emitted),
+        proposed=total(stats.proposed),
+        accepted_exact=total(stats.accepted_exact),
+        accepted_relaxed=total(stats.accepted_relaxed),
+        depth_histogram=tuple(int(n) for n in histogram),
+        regret=float(pick(stats.regret).sum()),
+    )

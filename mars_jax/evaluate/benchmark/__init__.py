@@ -1,0 +1,1 @@
+"""The benchmark: arms, rows, figures and the report."""

@@ -1,0 +1,135 @@
+"""How near the target's two best tokens are where drafts are accepted, relaxed and rejected.
+
+B batch, N nodes, D depth. Oracle: tests/evaluate/test_margins.py scores the texts once more, teacher-forced.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import flax.struct
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from mars_jax.core import decode
+from mars_jax.core.tree import gather_path
+from mars_jax.core.types import NO_TOKEN, Controls, DraftTree, Verdict, Verifier
+from mars_jax.drafters import LoadedDrafter
+from mars_jax.placement.hosts import fetch
+from mars_jax.pretrained import Pretrained
+from mars_jax.serve.prepare import prepare
+from mars_jax.serve.requests import Request
+from mars_jax.verify.mars import node_stats
+
+PROBLEMS = 32
+"""Of a task, whose drafts are counted."""
+BINS = 50
+WIDEST_GAP = 5.0
+"""Nats; wider gaps count in the last bin."""
+KINDS = ("accepted", "relaxed", "rejected")
+
+
+@flax.struct.dataclass(kw_only=True)
+class Seen(Verdict):
+    """A verdict with what the target knew at the nodes of its path."""
+
+    z1: Array  # f32[B, D + 1]; raw logits of its two best tokens
+    z2: Array
+    drafted: Array  # bool[B, D + 1]; something was drafted behind the node
+
+
+@dataclasses.dataclass(frozen=True)
+class Observe:
+    """A verifier that decides as `rule` does, and tells what it saw."""
+
+    rule: Verifier
+
+    @property
+    def theta(self) -> float:
+        return getattr(self.rule, "theta", np.inf)
+
+    def __call__(self, keys: Array, tree: DraftTree, logits: Array, controls: Controls) -> Seen:
+        verdict = self.rule(keys, tree, logits, controls)
+        stats = node_stats(logits)
+        nodes = jnp.arange(tree.tokens.shape[1], dtype=jnp.int32)
+        child = (tree.parents[:, None, :] == nodes[None, :, None]) & (tree.tokens != NO_TOKEN)[:, None, :]
+        return Seen(
+            **{field.name: getattr(verdict, field.name) for field in dataclasses.fields(Verdict)},
+            z1=gather_path(stats.top1, verdict.path),
+            z2=gather_path(stats.top2, verdict.path),
+            drafted=gather_path(jnp.any(child, axis=2), verdict.path),
+        )
+
+
+def margin_of(name: str, z1: np.ndarray, z2: np.ndarray) -> np.ndarray:
+    """The quantity that a margin's theta bounds, for logits z1 >= z2 of one shape; of a ratio 0 where it says nothing.
+
+    >>> margin_of("ratio", np.asarray([10.0, -1.0]), np.asarray([9.0, -2.0])).tolist()
+    [0.9, 0.0]
+    """
+    if name == "gap":
+        return z1 - z2
+    if name == "prob_ratio":
+        return np.exp(z2 - z1)
+    return np.where(z1 > 0, np.maximum(z2, 0) / np.where(z1 > 0, z1, 1), 0)
+
+
+def edges_of(name: str) -> np.ndarray:
+    """f64[BINS + 1]: the bins of a margin."""
+    return np.linspace(0, WIDEST_GAP if name == "gap" else 1, BINS + 1)
+
+
+def decisions(
+    target: Pretrained,
+    drafter: LoadedDrafter,
+    requests: Sequence[Request],
+    rule: Verifier,
+    rows: int,
+    tick: Callable[[], None] = lambda: None,
+) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Decode requests and give the target's two best logits, f32[n] each, wherever something was drafted.
+
+    Args:
+      target, drafter: the pair.
+      requests: from `make_requests`.
+      rule: whose decisions these are.
+      rows: decoded side by side.
+      tick: called after every batch.
+
+    Returns:
+      By `KINDS`: of every accepted draft token whether it needed the relaxation, and of every step that ended before
+      its draft did, the place where no draft was taken.
+    """
+    found: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {kind: [] for kind in KINDS}
+    for first in range(0, len(requests), rows):
+        group = requests[first : first + rows]
+        decoder, params, state = prepare(target, drafter, group, verify=Observe(rule), rows=rows)
+        with target.on_mesh():
+            for _, info in decode.stream(decoder, params, state):
+                emitted, seen = fetch((info.num_emitted, info.verdict))
+                place = np.arange(seen.z1.shape[1])[None]
+                written = place < emitted[:, None]
+                relaxed = np.pad(seen.relaxed, ((0, 0), (0, 1)))
+                accepted = written & (place < seen.num_accepted[:, None])
+                rejected = written & (place == seen.num_accepted[:, None]) & seen.drafted
+                kinds = (accepted & ~relaxed, accepted & relaxed, rejected)
+                for kind, chosen in zip(KINDS, kinds, strict=True):
+                    found[kind].append((seen.z1[chosen], seen.z2[chosen]))
+        tick()
+    return {
+        kind: (np.concatenate([z1 for z1, _ in parts]), np.concatenate([z2 for _, z2 in parts]))
+        for kind, parts in found.items()
+    }
+
+
+def histograms(margin: str, found: dict[str, tuple[np.ndarray, np.ndarray]]) -> dict[str, Any]:
+    """Counts of decisions by their margin: `edges`, and a list for each of `KINDS`."""
+    edges = edges_of(margin)
+    counted = {
+        kind: np.histogram(np.clip(margin_of(margin, z1, z2), edges[0], edges[-1]), edges)[0].tolist()
+        for kind, (z1, z2) in found.items()
+    }
+    return {"edges": edges.tolist(), **counted}

@@ -1,0 +1,304 @@
+"""Evaluate a pair of models: every arm on the same prompts with the same seeds, in one run that a kill does not harm.
+
+Batches are the outer loop and arms the inner one, so that a slow spell of the machine strikes all arms alike.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import platform
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from mars_jax import __version__, drafters, verify
+from mars_jax.core.errors import MarsError
+from mars_jax.evaluate.answers import Answer, Decoding, check_problems, prompt_tokens
+from mars_jax.evaluate.benchmark import margins, report
+from mars_jax.evaluate.benchmark.arms import Arm, base_rule, make_arms, other_margin
+from mars_jax.evaluate.benchmark.match import PROBLEMS, Match, match
+from mars_jax.evaluate.benchmark.rows import Key, RowFile, make_row
+from mars_jax.evaluate.folder import claim, digest, fingerprint, write_json
+from mars_jax.evaluate.scoring import likelihood, scores
+from mars_jax.evaluate.tasks.problems import Problem
+from mars_jax.pretrained import Pretrained
+
+MATCHES, MARGINS, ROWS = "matches.json", "margins.json", "rows.jsonl"
+
+Progress = Callable[[str, int, int], None]
+"""`(what, rows done, rows in all)`."""
+
+
+def evaluate(
+    target: Pretrained,
+    drafter: drafters.LoadedDrafter,
+    problems: Sequence[Problem],
+    output: str | os.PathLike[str],
+    *,
+    base: str = "exact",
+    margin: str = "ratio",
+    thetas: Sequence[float] = (0.9,),
+    temperatures: Sequence[float] = (0.0, 1.0),
+    simulated_taus: Sequence[float] = (),
+    max_new_tokens: int = 256,
+    batch_size: int = 1,
+    seed: int = 0,
+    chat: bool = False,
+    allow_code_execution: bool = False,
+    names: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Decode and score every arm, and write rows, summary, table and plots under `output`.
+
+    Run again with the same arguments, it goes on where it was killed, and all files come out as of one run, but for
+    the times.
+
+    Args:
+      target: from `mars_jax.load`.
+      drafter: from `mars_jax.drafters.load`, with `sample=True` where `base` is "rejection" and it has weights.
+      problems: from `tasks.read`.
+      output: a folder, new, empty, or of the run to go on with.
+      base: the strict rule, "exact" or "rejection".
+      margin: what `thetas` bound; see `verify.mars`.
+      thetas: of the relaxed rule; the controls are matched to the first.
+      temperatures: all arms run at each.
+      simulated_taus: of further arms, which accept by chance; see `verify.simulated`.
+      max_new_tokens: of a turn.
+      batch_size: problems decoded side by side.
+      seed: problem i of a task draws with seed + i, in every arm.
+      chat: put questions through the target's chat template, with all their turns.
+      allow_code_execution: run what the model writes, to score it; see `sandbox`.
+      names: whatever else tells this run from others, such as the draft's name.
+      progress: called after every batch of an arm.
+
+    Returns:
+      The summary, as it is in summary.json.
+
+    Raises:
+      MarsError: problems that do not fit the target, an output of another run, a package that is missing.
+    """
+    if not problems:
+        raise MarsError("there are no problems to evaluate on: ask for at least 1.")
+    thetas = [float(theta) for theta in thetas]
+    temperatures = [float(temperature) + 0.0 for temperature in temperatures]  # -0 is 0
+    for name, values in (("thetas", thetas), ("temperatures", temperatures)):
+        if not values or len({f"{value:g}" for value in values}) < len(values):
+            raise MarsError(f"{name} are {values}: give at least one, and each once.")
+    if math.inf in thetas:
+        raise MarsError("thetas holds inf, an arm of every evaluation: leave it out.")
+    deepest = drafter.drafter.max_depth + 1
+    if simulated_taus and max(simulated_taus) > deepest:
+        raise MarsError(
+            f"simulated_taus has {max(simulated_taus):g}, and this draft gives {deepest} tokens a step at most: ask "
+            "for less, or draft deeper."
+        )
+    for theta in thetas:
+        verify.mars(base_rule(base), theta=theta, margin=margin)
+    scores.check_metrics(problems, run_code=allow_code_execution)
+    report.check_installed()
+    check_problems(target, problems, chat=chat)
+    folder = Path(output)
+    settings = {
+        "target": target.name,
+        **(names or {}),
+        "drafter": drafter.drafter.name,
+        "base": base,
+        "margin": margin,
+        "thetas": thetas,
+        "temperatures": temperatures,
+        # Left out where there are none, so that folders of runs before this setting can go on.
+        **({"simulated_taus": [float(tau) for tau in simulated_taus]} if simulated_taus else {}),
+        "tasks": {task: len(group) for task, group in _by_task(problems).items()},
+        "max_new_tokens": max_new_tokens,
+        "batch_size": batch_size,
+        "seed": seed,
+        "chat": chat,
+        "allow_code_execution": allow_code_execution,
+        "problems": digest(repr(list(problems)).encode()),
+        "weights": fingerprint((target.params, drafter.params)),
+        "versions": {"mars-jax": __version__, "jax": jax.__version__},
+        "device": f"{jax.device_count()} {jax.devices()[0].device_kind}",
+    }
+    claim(folder, settings)
+    largest = max(settings["tasks"].values())
+    decoding = Decoding(
+        target=target,
+        drafter=drafter,
+        chat=chat,
+        max_new_tokens=max_new_tokens,
+        batch_size=min(batch_size, largest),
+    )
+    evaluation = _Evaluation(decoding, folder, problems, settings)
+    try:
+        evaluation.decode(progress or (lambda what, done, of: None))
+    finally:
+        evaluation.file.close()
+    summary = report.summarize(
+        settings, environment(), evaluation.matches, evaluation.margins, problems, evaluation.file.rows
+    )
+    report.write(summary, folder)
+    return summary
+
+
+class _Evaluation:
+    """The loops of one run over its tasks, temperatures, batches and arms."""
+
+    def __init__(
+        self, decoding: Decoding, folder: Path, problems: Sequence[Problem], settings: Mapping[str, Any]
+    ):
+        self._decoding, self._folder, self._settings = decoding, folder, settings
+        self._tasks = _by_task(problems)
+        self._numbers = {(task, p.id): i for task, group in self._tasks.items() for i, p in enumerate(group)}
+        self.matches = {place: Match(**found) for place, found in self._read(MATCHES).items()}
+        self.margins = self._read(MARGINS)
+        # A placeholder, since the names of arms do not depend on the threshold that is matched.
+        keys = [
+            Key(task, temperature, arm.name, problem.id)
+            for task, temperature in self._places()
+            for group in self._batches(task)
+            for arm in self._arms(temperature, matched=1.0)
+            for problem in group
+        ]
+        self._rows = len(keys)
+        self.file = RowFile(folder / ROWS, keys)
+
+    def _read(self, name: str) -> dict[str, Any]:
+        path = self._folder / name
+        return json.loads(path.read_text()) if path.exists() else {}
+
+    def _places(self) -> Iterator[tuple[str, float]]:
+        return ((task, t) for task in self._tasks for t in self._settings["temperatures"])
+
+    def _batches(self, task: str) -> Iterator[list[Problem]]:
+        problems, size = self._tasks[task], self._decoding.batch_size
+        return (problems[first : first + size] for first in range(0, len(problems), size))
+
+    def _arms(self, temperature: float, *, matched: float) -> list[Arm]:
+        s = self._settings
+        return make_arms(
+            s["thetas"],
+            temperature=temperature,
+            matched=matched,
+            base=s["base"],
+            margin=s["margin"],
+            simulated_taus=s.get("simulated_taus", ()),
+        )
+
+    def _seed(self, task: str, problem: Problem) -> int:
+        return (self._settings["seed"] + self._numbers[task, problem.id]) % 2**32
+
+    def decode(self, progress: Progress) -> None:
+        place = 0
+        for task, temperature in self._places():
+            what = f"{task}, temperature {temperature:g}"
+            tick = functools.partial(progress, f"{what}, matching", place, self._rows)
+            matched = self._match(task, temperature, tick)
+            for group in self._batches(task):
+                for arm in self._arms(temperature, matched=matched.theta):
+                    on_file = len(self.file.rows) - place
+                    if on_file < len(group):  # a batch is decoded as it was, also where some of it is on file
+                        self.file.append(self._decode(task, temperature, arm, group)[on_file:])
+                    place += len(group)
+                    progress(what, place, self._rows)
+            self._margins(
+                task, temperature, functools.partial(progress, f"{what}, margins", place, self._rows)
+            )
+
+    def _decode(self, task: str, temperature: float, arm: Arm, group: list[Problem]) -> list[dict[str, Any]]:
+        seeds = [self._seed(task, problem) for problem in group]
+        answers = self._decoding.answer(arm, group, seeds, temperature=temperature)
+        stops = self._decoding.target.stop_tokens
+        return [
+            make_row(problem, arm, temperature, seed, answer, scored, stops)
+            for problem, seed, answer, scored in zip(
+                group, seeds, answers, self._scores(group, answers), strict=True
+            )
+        ]
+
+    def _scores(self, group: list[Problem], answers: list[Answer]) -> list[list[float] | None]:
+        """Of the last turn of each problem, a likelihood of all of its turns; the metric is that of their task."""
+        if group[0].metric != "likelihood":
+            run_code = self._settings["allow_code_execution"]
+            return [
+                scores.score(p, a.texts[-1], run_code=run_code) for p, a in zip(group, answers, strict=True)
+            ]
+        target, chat = self._decoding.target, self._decoding.chat
+        turns = [
+            (i, prompt_tokens(target, p, a.texts[:turn], chat=chat), tokens)
+            for i, (p, a) in enumerate(zip(group, answers, strict=True))
+            for turn, tokens in enumerate(a.tokens)
+        ]
+        scored = likelihood.score_answers(target, [t[1] for t in turns], [t[2] for t in turns])
+        sums = np.zeros((len(group), 2))
+        np.add.at(sums, [t[0] for t in turns], scored)
+        return [*sums.tolist()]
+
+    def _margins(self, task: str, temperature: float, tick: Callable[[], None]) -> None:
+        """Histograms of the strict rule's decisions and of the relaxed one's, made once and kept beside the rows."""
+        name = f"{task}, temperature {temperature:g}"
+        if name in self.margins:
+            return
+        decoding, problems = self._decoding, self._tasks[task][: margins.PROBLEMS]
+        prompts = [prompt_tokens(decoding.target, p, chat=decoding.chat) for p in problems]
+        requests = decoding.requests(prompts, [self._seed(task, p) for p in problems], temperature)
+        _, strict, _, relaxed, *_ = self._arms(temperature, matched=1.0)
+        found = {}
+        for arm in (strict, relaxed):
+            seen = margins.decisions(
+                decoding.target, decoding.drafter, requests, arm.rule, decoding.batch_size, tick
+            )
+            found[arm.name] = margins.histograms(self._settings["margin"], seen)
+        self.margins[name] = found
+        write_json(self._folder / MARGINS, self.margins)
+
+    def _match(self, task: str, temperature: float, tick: Callable[[], None]) -> Match:
+        """The match of a task at a temperature, found once and kept beside the rows."""
+        name = f"{task}, temperature {temperature:g}"
+        if name in self.matches:
+            return self.matches[name]
+        base, margin = base_rule(self._settings["base"]), self._settings["margin"]
+        other = other_margin(margin)
+        problems = self._tasks[task][:PROBLEMS]
+        size = self._decoding.batch_size
+
+        def tau_at(theta: float, margin: str = other) -> float:
+            rule = verify.mars(base, theta=theta, margin=margin)
+            arm = Arm(name="match", rule=rule, drafts=True, meaning="")
+            emitted = steps = 0
+            for first in range(0, len(problems), size):
+                group = problems[first : first + size]
+                seeds = [self._seed(task, problem) for problem in group]
+                for answer in self._decoding.answer(arm, group, seeds, temperature=temperature):
+                    emitted += answer.metrics.emitted
+                    steps += answer.metrics.steps
+                tick()
+            return emitted / steps
+
+        found = match(tau_at, tau_at(self._settings["thetas"][0], margin), other)
+        self.matches[name] = found
+        write_json(self._folder / MATCHES, {place: m._asdict() for place, m in self.matches.items()})
+        return found
+
+
+def _by_task(problems: Sequence[Problem]) -> dict[str, list[Problem]]:
+    """Problems by their task, in order of appearance."""
+    tasks: dict[str, list[Problem]] = {}
+    for problem in problems:
+        tasks.setdefault(problem.task, []).append(problem)
+    return tasks
+
+
+def environment() -> dict[str, Any]:
+    """Where the times were taken."""
+    return {
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+        "backend": jax.default_backend(),
+    }

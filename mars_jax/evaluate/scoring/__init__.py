@@ -1,0 +1,1 @@
+"""Scores of answers: metrics, likelihood, programs that are run."""

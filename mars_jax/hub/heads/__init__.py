@@ -1,0 +1,1 @@
+"""EAGLE and Medusa heads <-> (config, params)."""

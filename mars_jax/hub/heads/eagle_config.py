@@ -1,0 +1,195 @@
+"""config.json of an EAGLE head <-> EagleConfig. V vocabulary, W draft vocabulary.
+
+The files of SafeAILab/EAGLE, SpecForge and NVIDIA differ in what they write down, and copy fields of the target's
+config that mean nothing in a head. So what the tensors show is read off them. Oracle: tests/hub/test_heads.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from mars_jax.core.errors import MarsError
+from mars_jax.hub.config import FAMILIES, from_json, to_json
+from mars_jax.models.config import ModelConfig
+from mars_jax.models.eagle import EagleConfig, weights
+
+_LAYERS = "eagle_aux_hidden_state_layer_ids"
+_OTHER = "use the head that was trained for this target"
+
+
+def canonical(name: str) -> str:
+    """A tensor's name without what the exports differ in: the `model.` prefix and `midlayer`.
+
+    >>> canonical("model.midlayer.hidden_norm.weight")
+    'layers.0.hidden_norm.weight'
+    """
+    return re.sub(r"^midlayer\.", "layers.0.", name.removeprefix("model."))
+
+
+def from_head_json(
+    data: dict[str, Any], shapes: dict[str, tuple[int, ...]], target: ModelConfig
+) -> EagleConfig:
+    """An EagleConfig from the contents of config.json and the shapes of the tensors by canonical name.
+
+    Raises:
+      MarsError: they contradict each other or the target, or are not supported.
+    """
+    try:
+        return _from_head_json(data, shapes, target)
+    except (TypeError, AttributeError, LookupError, ValueError) as error:
+        raise MarsError(f"config.json holds a value of the wrong kind ({error}): correct it.") from None
+
+
+def _from_head_json(data: dict[str, Any], shapes: dict[str, tuple[int, ...]], target: ModelConfig):
+    version, layer = _version(data, shapes), layer_config(data, shapes)
+    if layer.vocab_size != target.vocab_size:
+        raise MarsError(
+            f"the EAGLE head is for a vocabulary of {layer.vocab_size} tokens and the target has "
+            f"{target.vocab_size}: {_OTHER}."
+        )
+    width = data.get("target_hidden_size") or target.hidden_size
+    if width != target.hidden_size:
+        raise MarsError(
+            f"the EAGLE head is for a target {width} wide and this one is {target.hidden_size}: {_OTHER}."
+        )
+    rows = next(iter(shapes.get("lm_head.weight", ())), None)
+    drafted = target.vocab_size
+    if version == 3:
+        drafted = data.get("draft_vocab_size") or rows or drafted
+    if rows is not None and rows != drafted:
+        raise MarsError(
+            f"lm_head.weight has {rows} rows and the draft vocabulary {drafted} tokens: use the config the weights "
+            "came with."
+        )
+    config = EagleConfig(
+        version=version,
+        layer=layer,
+        target_hidden_size=target.hidden_size,
+        draft_vocab_size=drafted,
+        feature_layers=_feature_layers(data, target.num_layers) if version == 3 else (),
+        fc_bias="fc.bias" in shapes,
+        fc_norm=version == 3 and ("fc_norm.0.weight" in shapes or bool(_said(data, "fc_norm"))),
+        norm_before_residual=version == 3 and bool(_said(data, "norm_before_residual")),
+        norm_output=version == 3 and bool(_said(data, "norm_output")),
+        own_embed="embed_tokens.weight" in shapes,
+        own_unembed="lm_head.weight" in shapes,
+    )
+    if drafted != target.vocab_size and "d2t" not in shapes:
+        raise MarsError(
+            f"the EAGLE head drafts from {drafted} of {target.vocab_size} tokens and has no d2t that says which: "
+            "download it again."
+        )
+    expected = next(row.shape[1] for row in weights(config) if row.name == "fc.weight")
+    found = next(reversed(shapes.get("fc.weight", ())), expected)
+    if found != expected:
+        parts = f"{len(config.feature_layers)} features" if version == 3 else "an embedding and a feature"
+        raise MarsError(
+            f"fc.weight reads {found} numbers, and {parts} of a target {target.hidden_size} wide are {expected}: "
+            f"{_OTHER}."
+        )
+    return config
+
+
+def _said(data: dict[str, Any], key: str) -> Any:
+    """What config.json says about a key of EAGLE, itself or in its `eagle_config`."""
+    return data.get(key) or (data.get("eagle_config") or {}).get(key)
+
+
+def _version(data: dict[str, Any], shapes: Iterable[str]) -> int:
+    """1 or 3, which config.json and the weights must agree about; a config without any mark agrees with either."""
+    named = str(data.get("architectures") or "").lower()
+    marked = any(data.get(key) is not None for key in ("draft_vocab_size", "eagle_config", _LAYERS))
+    held = 3 if "layers.0.hidden_norm.weight" in shapes else 1
+    said = 3 if marked or re.search(r"eagle-?3", named) else 1 if "eagle" in named else held
+    if said != held:
+        raise MarsError(
+            f"config.json describes an EAGLE-{said} head and the weights are those of EAGLE-{held} "
+            f"({'with' if held == 3 else 'without'} a hidden_norm): use the config the weights came with."
+        )
+    return held
+
+
+def layer_config(data: dict[str, Any], shapes: Iterable[str]) -> ModelConfig:
+    """The config of a head's layer from config.json and the canonical names of the tensors.
+
+    Raises:
+      MarsError: more than one layer, a sliding window, or what `hub.config.from_json` does not support.
+    """
+    named = data.get("architectures") or [""]
+    named = named if isinstance(named, str) else named[0]
+    # LlamaForCausalLMEagle3 and Eagle3LlamaForCausalLM are Llama; where only EAGLE is named, model_type tells.
+    plain = re.sub(r"eagle-?\d?", "", named, flags=re.IGNORECASE)
+    data = data | {"architectures": [plain] if plain.endswith("ForCausalLM") else None}
+    layers = {int(found[1]) + 1 for name in shapes if (found := re.match(r"layers\.(\d+)\.", name))}
+    count = max({data.get("num_hidden_layers") or 1} | layers)
+    if count > 1:
+        raise MarsError(f"the EAGLE head has {count} layers: only heads of 1 are supported.")
+    layer = from_json(data)
+    if layer.windows != (None,):
+        raise MarsError(
+            f"the EAGLE head has a sliding window of {layer.windows[0]}, which is not supported: if it was trained "
+            "without one, set sliding_window to null."
+        )
+
+    def held(name: str) -> bool:
+        return f"layers.0.{name}" in shapes
+
+    # Heads copy the target's flags and are trained without biases.
+    return dataclasses.replace(
+        layer,
+        qkv_bias=held("self_attn.q_proj.bias"),
+        o_bias=held("self_attn.o_proj.bias"),
+        mlp_bias=held("mlp.gate_proj.bias"),
+        qk_norm=held("self_attn.q_norm.weight"),
+    )
+
+
+def _feature_layers(data: dict[str, Any], count: int) -> tuple[int, ...]:
+    """The layers whose outputs the head reads, of a target that has `count`."""
+    if _said(data, "use_aux_hidden_state") is False:
+        raise MarsError(
+            "the EAGLE-3 head reads its target's last hidden state alone (use_aux_hidden_state is false), which is not "
+            "supported: use a head that reads several layers."
+        )
+    layers = _said(data, _LAYERS)
+    if not layers:
+        if count < 5:
+            raise MarsError(
+                f"the EAGLE head names no layers to read, and the usual ones are those of a target of at least 5, not "
+                f"of {count}: add {_LAYERS} to config.json."
+            )
+        return 1, count // 2 - 1, count - 4
+    if not isinstance(layers, list) or any(type(i) is not int for i in layers):
+        raise MarsError(f"{_LAYERS} is {layers!r}: give a list of whole numbers.")
+    if wrong := [i for i in layers if not 0 <= i < count]:
+        raise MarsError(
+            f"the EAGLE head reads layer {wrong[0]} and the target has layers 0 to {count - 1}: {_OTHER}."
+        )
+    return tuple(layers)
+
+
+def to_head_json(config: EagleConfig, *, dtype: str) -> dict[str, Any]:
+    """The contents of config.json, as SGLang and vLLM read it.
+
+    Raises:
+      MarsError: the layer's family cannot express the layer.
+    """
+    data = to_json(config.layer, dtype=dtype) | {"bias": config.fc_bias}
+    if config.version == 3:
+        data |= {
+            "architectures": [f"{FAMILIES[config.layer.family].architecture}Eagle3"],
+            "draft_vocab_size": config.draft_vocab_size,
+            "target_hidden_size": config.target_hidden_size,
+            _LAYERS: list(config.feature_layers),
+            "fc_norm": config.fc_norm,
+            "norm_before_residual": config.norm_before_residual,
+            "norm_output": config.norm_output,
+        }
+    if layer_config(data, {canonical(row.name) for row in weights(config)}) != config.layer:
+        raise MarsError(
+            f"config.json of the family '{config.layer.family}' cannot express the head's layer: choose another family."
+        )
+    return data

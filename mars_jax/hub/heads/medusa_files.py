@@ -1,0 +1,185 @@
+"""Medusa heads in their published layout, read and written. Oracle: `torch.save` (tests/drafters/test_medusa.py).
+
+A directory holds config.json with the numbers of heads and layers, and the state dict of the heads alone in
+medusa_lm_head.safetensors, medusa_lm_head.pt or model.safetensors, some with `medusa_head.` before every name.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import jax
+
+from mars_jax import assets
+from mars_jax.core.errors import MarsError
+from mars_jax.core.types import PyTree
+from mars_jax.hub.config import read_json
+from mars_jax.hub.files import Tensor, _bin, _safetensors, resolve
+from mars_jax.hub.load import DTYPES, convert, listed, resolve_dtype
+from mars_jax.hub.save import free_directory, named_arrays, write_directory
+from mars_jax.models.config import ModelConfig
+from mars_jax.models.medusa import MedusaConfig, weights
+from mars_jax.models.quantize import Int8, is_quantized
+from mars_jax.models.weights import Weight, build_rows
+
+_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "model.safetensors")
+_PREFIX = "medusa_head."
+
+
+def load_medusa(
+    name_or_path: str | os.PathLike[str], target_config: ModelConfig, *, dtype: str | None = None
+) -> tuple[MedusaConfig, PyTree]:
+    """Load Medusa heads for a target.
+
+    Where the weights hold more heads than config.json says, all of them count: the config of the first heads that
+    were published says 2, and there are 5.
+
+    Args:
+      name_or_path: directory, or `owner/name` on the Hugging Face hub.
+      target_config: of the model that the heads are to draft for.
+      dtype: "float32" or "bfloat16"; None is the heads' own (float16 becomes bfloat16). "int8" keeps their matrices
+        in 8 bits per weight, and the rest in their own.
+
+    Raises:
+      MarsError: no such heads, heads of another target, or tensors that are not those of Medusa heads.
+
+    >>> load_medusa("FasterDecoding/medusa-vicuna-7b-v1.3", target.config)  # doctest: +SKIP
+    """
+    if dtype is not None and dtype not in DTYPES:
+        raise MarsError(f"dtype '{dtype}' is not supported: choose one of {', '.join(DTYPES)}.")
+    directory = _directory(name_or_path)
+    file = directory / next(name for name in _FILES if (directory / name).is_file())
+    reader = (_bin if file.suffix == ".pt" else _safetensors)(file)  # it holds the file open
+    tensors = next(reader)
+    own = {name.removeprefix(_PREFIX): t for name, t in tensors.items() if name.startswith(_PREFIX)}
+    config = _config(directory, own or tensors, target_config)
+    return config, _read(file, config, own or tensors, dtype)
+
+
+def _directory(name_or_path: str | os.PathLike[str]) -> Path:
+    """The local directory with the heads, downloaded where it is a name on the hub."""
+    directory = resolve(name_or_path, weights=False)
+    if any((directory / name).is_file() for name in _FILES):
+        return directory
+    name = os.fspath(name_or_path)
+    if not Path(name).expanduser().is_dir() and assets.path(name) is None:
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import EntryNotFoundError
+
+        for file in _FILES:
+            try:
+                return Path(hf_hub_download(name, file)).parent
+            except EntryNotFoundError:
+                continue
+            except Exception as error:  # as in `resolve`
+                reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+                raise MarsError(
+                    f"the hub did not give {file} of '{name}' ({type(error).__name__}: {reason.rstrip('.')}): check "
+                    "the network and your access."
+                ) from None
+    raise MarsError(f"'{name}' holds no Medusa heads: put {_FILES[0]} or {_FILES[1]} there.")
+
+
+def _config(directory: Path, tensors: dict[str, Tensor], target: ModelConfig) -> MedusaConfig:
+    """What config.json says and the tensors confirm."""
+    data = read_json(directory / "config.json")
+
+    def number(key: str) -> int:
+        if type(data.get(key)) is not int:
+            raise MarsError(
+                f"{key} of '{directory / 'config.json'}' is {data.get(key)!r}: expected a whole number, as with Medusa "
+                "heads."
+            )
+        return data[key]
+
+    names = [match for name in tensors if (match := re.fullmatch(r"(\d+)\.(\d+)\.(linear\.)?weight", name))]
+    heads = len({match[1] for match in names})
+    layers = len({match[2] for match in names if match[3]})
+    for what, says, holds in (
+        ("heads", number("medusa_num_heads"), heads),
+        ("residual layers a head", number("medusa_num_layers"), layers),
+    ):
+        if holds != says and not (what == "heads" and holds > says):
+            raise MarsError(
+                f"config.json in '{directory}' says {says} {what} and the weights hold {holds}: use the config the "
+                "heads came with."
+            )
+    shape = tensors[f"0.{layers}.weight"].shape if f"0.{layers}.weight" in tensors else ()
+    for what, ours, theirs in zip(
+        ("vocabulary", "hidden size"), shape, (target.vocab_size, target.hidden_size), strict=False
+    ):
+        if ours != theirs:
+            raise MarsError(
+                f"the Medusa heads in '{directory}' are for a {what} of {ours} and the target has {theirs}: use the "
+                "heads that were trained for this target."
+            )
+    return MedusaConfig(
+        num_heads=heads, num_layers=layers, hidden_size=target.hidden_size, vocab_size=target.vocab_size
+    )
+
+
+def _read(file: Path, config: MedusaConfig, tensors: dict[str, Tensor], dtype: str | None) -> PyTree:
+    table = weights(config)
+    missing = [row.name for row in table if row.name not in tensors]
+    extra = sorted(tensors.keys() - {row.name for row in table})
+    misshaped = [
+        f"{row.name} is {list(tensors[row.name].shape)} and not {list(row.shape)}"
+        for row in table
+        if row.name in tensors and tensors[row.name].shape != row.shape
+    ]
+    problems = {"missing": missing, "misshaped": misshaped, "no part of Medusa heads": extra}
+    found = [
+        f"{len(names)} tensors are {what} ({listed(names)})" for what, names in problems.items() if names
+    ]
+    if found:
+        raise MarsError(
+            f"'{file}' holds other than its config.json says: {'; '.join(found)}: use intact heads."
+        )
+
+    def take(row: Weight) -> jax.Array | Int8:
+        array = tensors[row.name].read()
+        floating, int8 = resolve_dtype(dtype, array.dtype.name)
+        try:
+            return convert(array, floating, int8=int8 and is_quantized(row))
+        except MarsError as error:
+            raise MarsError(f"'{file}': tensor {row.name}: {error}") from None
+
+    return build_rows(table, take)
+
+
+def save_medusa(
+    path: str | os.PathLike[str],
+    config: MedusaConfig,
+    params: PyTree,
+    *,
+    base_model: str = "",
+    overwrite: bool = False,
+) -> Path:
+    """Write config.json and medusa_lm_head.safetensors, as others read them.
+
+    Args:
+      path: the directory. Its parents are made.
+      config: of the heads.
+      params: the heads, in the dtype to save.
+      base_model: name of the target, for `base_model_name_or_path`.
+      overwrite: replace the two files in a directory that already holds something; other files stay.
+
+    Returns:
+      The directory.
+
+    Raises:
+      MarsError: the directory is not empty, or params do not fit config.
+
+    >>> save_medusa("heads", config, params, base_model="lmsys/vicuna-7b-v1.3")  # doctest: +SKIP
+    PosixPath('heads')
+    """
+    target = free_directory(path, overwrite=overwrite)
+    arrays = named_arrays(weights(config), params)
+    data = {
+        "medusa_num_heads": config.num_heads,
+        "medusa_num_layers": config.num_layers,
+        "base_model_name_or_path": base_model,
+    }
+    return write_directory(target, arrays, data, file=_FILES[0])

@@ -1,0 +1,159 @@
+"""Trees of arrays as Orbax checkpoints: one array at a time on the way to disk, onto any mesh on the way back.
+
+Orbax by itself saves arrays that are all in memory. A `Pending` is one that is read when its turn comes; what comes of
+it is an ordinary Orbax checkpoint. Oracle: `orbax.checkpoint.StandardCheckpointer` (tests/hub/test_convert.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from mars_jax.core.errors import MarsError
+from mars_jax.core.types import PyTree
+
+_CHUNK = 64 << 20
+"""Bytes that are stored together: a process that needs a part of an array reads no more than that around it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Pending:
+    """An array that is not in memory yet."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    read: Callable[[], np.ndarray]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
+
+class _OneByOne(ocp.type_handlers.NumpyHandler):
+    """Orbax's handler of arrays for `Pending`: saves what it reads, and restores checksums, an array at a time."""
+
+    def __init__(self, done: Callable[[int], None]):
+        super().__init__(deepcopy_host_arrays=False)
+        self.done, self.checksums = done, {}
+
+    async def serialize(self, values, infos, args=None):
+        for value, info, arg in zip(values, infos, args or [ocp.SaveArgs()] * len(values), strict=True):
+            array = value.read()  # pyright: ignore[reportAttributeAccessIssue]
+            for written in await super().serialize([array], [info], [arg]):
+                written.result()
+            self._count(info.name, array)
+        return []
+
+    async def deserialize(self, infos, args=None):
+        for info in infos:
+            [array] = await super().deserialize([info])
+            self._count(info.name, array)
+        return [...] * len(infos)
+
+    def _count(self, name: str, array: np.ndarray) -> None:
+        self.checksums[name] = checksum(array)
+        self.done(array.nbytes)
+
+
+def checksum(array: np.ndarray) -> int:
+    """CRC-32 of the bytes of an array.
+
+    >>> checksum(np.zeros(3, np.float32)) == zlib.crc32(bytes(12))
+    True
+    """
+    data: Any = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return zlib.crc32(data)
+
+
+def _checkpointer(handler: _OneByOne) -> ocp.Checkpointer:
+    registry = ocp.type_handlers.create_type_handler_registry(
+        (Pending, handler), (jax.Array, ocp.type_handlers.ArrayHandler())
+    )
+    # To the compressor, weights are noise.
+    return ocp.Checkpointer(
+        ocp.PyTreeCheckpointHandler(type_handler_registry=registry, use_compression=False)
+    )
+
+
+def save(
+    path: str | os.PathLike[str], tree: PyTree, *, done: Callable[[int], None] = lambda size: None
+) -> dict[str, int]:
+    """Write a tree of `Pending` as a new Orbax checkpoint, all or nothing, reading one after the other.
+
+    Args:
+      path: of a directory that does not exist.
+      tree: read in the order of its leaves.
+      done: is called with the bytes of each array that is written.
+
+    Returns:
+      The checksum of each array as it was read, by the name that Orbax gives it.
+
+    >>> import tempfile
+    >>> tree = {"a": Pending((2,), np.float32, lambda: np.ones(2, np.float32))}
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save(f"{folder}/new", tree) == checksums(f"{folder}/new", tree)
+    True
+    """
+    handler = _OneByOne(done)
+    arguments = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK), tree)
+    with _checkpointer(handler) as checkpointer:
+        checkpointer.save(Path(path).absolute(), args=ocp.args.PyTreeSave(tree, save_args=arguments))  # pyright: ignore
+    return handler.checksums
+
+
+def checksums(
+    path: str | os.PathLike[str], tree: PyTree, *, done: Callable[[int], None] = lambda size: None
+) -> dict[str, int]:
+    """What `save` returns, of what is on disk: the arrays of a tree of `Pending`, read back one after the other.
+
+    Raises:
+      MarsError: the checkpoint is not of such a tree, or cannot be read.
+    """
+    handler = _OneByOne(done)
+    arguments = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=Pending), tree)
+    _restore(path, _checkpointer(handler), tree, arguments)
+    return handler.checksums
+
+
+def restore(path: str | os.PathLike[str], like: PyTree) -> PyTree:
+    """The arrays of a checkpoint, where `like` has them; each process reads the parts of its own devices.
+
+    Args:
+      path: the directory.
+      like: a tree of `jax.ShapeDtypeStruct` that carry shardings; of another floating dtype, arrays are cast.
+
+    Raises:
+      MarsError: the checkpoint is not of such a tree, or cannot be read.
+    """
+    # What is on its way at once is bounded, by no less than the largest array.
+    largest = max(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(like))
+    handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=1 + largest // 10**9)
+    arguments = jax.tree.map(
+        lambda x: ocp.ArrayRestoreArgs(sharding=x.sharding, global_shape=x.shape, dtype=x.dtype), like
+    )
+    return _restore(path, ocp.Checkpointer(handler), like, arguments)
+
+
+def _restore(
+    path: str | os.PathLike[str], checkpointer: ocp.Checkpointer, like: PyTree, args: PyTree
+) -> PyTree:
+    try:
+        with checkpointer:
+            what = ocp.args.PyTreeRestore(item=like, restore_args=args)  # pyright: ignore
+            return checkpointer.restore(Path(path).absolute(), args=what)
+    except (
+        Exception
+    ) as error:  # Orbax and TensorStore raise their own, ValueError, KeyError and OSError alike
+        reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+        raise MarsError(
+            f"'{path}' cannot be read ({reason.rstrip('.')}): convert the checkpoint again."
+        ) from error

@@ -1,0 +1,214 @@
+"""Where weights and state lie on a mesh: trees of `NamedSharding` with the structure of what they place.
+
+Tensor parallelism is Megatron's (arXiv 1909.08053): heads, hidden units and vocabulary are divided, so that a layer
+needs one sum behind attention and one behind its MLP. Experts are divided whole. Rows of the batch are divided over
+`data`, and nothing of them ever travels there. Oracle: the unsharded run (tests/placement/test_shardings.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+from mars_jax.core.errors import MarsError
+from mars_jax.core.mesh import AnyMesh, axes_of, check_rows, parse_mesh, row_spec
+from mars_jax.core.types import KVCache, PyTree
+from mars_jax.models import eagle, medusa, weights
+from mars_jax.models.config import ModelConfig
+from mars_jax.models.eagle import EagleConfig
+from mars_jax.models.medusa import MedusaConfig
+from mars_jax.models.quantize import Int8, is_quantized, scale_sharding
+from mars_jax.models.weights import Weight, build_rows, get
+from mars_jax.placement import hosts
+
+__all__ = [
+    "abstract_params",
+    "params_shardings",
+    "parse_mesh",
+    "place",
+    "state_shardings",
+    "weight_spec",
+    "whole",
+]
+
+AnyConfig = ModelConfig | EagleConfig | MedusaConfig
+
+# Matrices are [out, in]. What is not named here, such as norms and routers, every device has.
+_LOGICAL: dict[str, tuple[str | None, ...]] = {
+    "embed": ("vocab", None),
+    "unembed": ("vocab", None),
+    "q": ("heads", None),
+    "k": ("kv_heads", None),
+    "v": ("kv_heads", None),
+    "o": (None, "heads"),
+    "gate": ("hidden", None),
+    "up": ("hidden", None),
+    "down": (None, "hidden"),
+    "expert_gate": ("experts", "expert_hidden", None),
+    "expert_up": ("experts", "expert_hidden", None),
+    "expert_down": ("experts", None, "expert_hidden"),
+    # The target's features are on every device and what heads make of them must be: so the sum is divided.
+    "fc": (None, "features"),
+    "weight": (None, "features"),
+    "q_bias": ("heads",),
+    "k_bias": ("kv_heads",),
+    "v_bias": ("kv_heads",),
+    "gate_bias": ("hidden",),
+    "up_bias": ("hidden",),
+}
+
+
+def weight_spec(config: AnyConfig, mesh: AnyMesh, row: Weight) -> P:
+    """How an array of params is divided: a row of `models.weights.leaves`, or of a head's table.
+
+    >>> from jax.sharding import AbstractMesh
+    >>> from mars_jax.models import ModelConfig
+    >>> config = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=4)
+    >>> tuple(weight_spec(config, AbstractMesh((4,), ("model",)), list(weights.leaves(config))[2]))
+    ('model', None)
+    """
+    name = next(key for key in reversed(row.path) if isinstance(key, str))
+    logical = _LOGICAL.get(name)
+    if logical is None:
+        return P()
+    layer = config.layer if isinstance(config, EagleConfig) else config
+    taken: tuple[str, ...] = ()
+    spec = []
+    for axis, size in zip(logical, row.shape, strict=True):
+        if axis in ("heads", "kv_heads"):
+            assert isinstance(layer, ModelConfig)
+            size = layer.num_heads if axis == "heads" else layer.num_kv_heads
+        axes = () if axis is None else axes_of(axis, size, mesh, without=taken)
+        taken += axes
+        spec.append(None if not axes else axes[0] if len(axes) == 1 else axes)
+    return P(*spec)
+
+
+def params_shardings(config: AnyConfig, mesh: AnyMesh) -> PyTree:
+    """`NamedSharding`s with the structure of the params of a model, an EAGLE head or Medusa heads.
+
+    What does not divide over its axis lies whole on every device, key-value heads most often; `whole` says what.
+
+    Raises:
+      MarsError: the experts do not divide over the mesh's own axis for them.
+
+    >>> from jax.sharding import AbstractMesh
+    >>> from mars_jax.models import ModelConfig
+    >>> config = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=4)
+    >>> tuple(params_shardings(config, AbstractMesh((2, 4), ("data", "model")))["layers"][0]["down"].spec)
+    (None, 'model')
+    """
+    if isinstance(config, ModelConfig):
+        _check_experts(config, mesh)
+    made = build_rows(_table(config), lambda row: NamedSharding(mesh, weight_spec(config, mesh, row)))
+    if isinstance(config, EagleConfig) and config.draft_vocab_size < config.layer.vocab_size:
+        made["ids"] = NamedSharding(mesh, P())
+    return made
+
+
+def _table(config: AnyConfig) -> Iterable[Weight]:
+    """A row for each array of params."""
+    if isinstance(config, EagleConfig):
+        return eagle.weights(config)
+    return medusa.weights(config) if isinstance(config, MedusaConfig) else weights.leaves(config)
+
+
+def abstract_params(config: AnyConfig, dtype: str, *, int8: bool = False, shardings: PyTree = None) -> PyTree:
+    """The params of a model, an EAGLE head or Medusa heads as `jax.ShapeDtypeStruct`s with their shardings.
+
+    Args:
+      config: of the model or the heads.
+      dtype: floating.
+      int8: matrices in 8 bits, see `models.quantize`.
+      shardings: tree of shardings with the structure of params; default: JAX's default device.
+
+    >>> from mars_jax.models import ModelConfig
+    >>> config = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=4)
+    >>> abstract_params(config, "bfloat16", int8=True)["embed"].scale.shape
+    (32,)
+    """
+    default = None if shardings is not None else SingleDeviceSharding(jnp.zeros(()).devices().pop())
+
+    def shape(row: Weight) -> Any:
+        place: Sharding = default or get(shardings, row.path)
+        if not (int8 and is_quantized(row)):
+            return jax.ShapeDtypeStruct(row.shape, jnp.dtype(dtype), sharding=place)
+        values: Any = jax.ShapeDtypeStruct(row.shape, jnp.int8, sharding=place)
+        scale = scale_sharding(place, len(row.shape))
+        scales: Any = jax.ShapeDtypeStruct(row.shape[:-1], jnp.float32, sharding=scale)
+        return Int8(values=values, scale=scales, dtype=jnp.dtype(dtype))
+
+    made = build_rows(_table(config), shape)
+    if isinstance(config, EagleConfig) and config.draft_vocab_size < config.layer.vocab_size:
+        place = default or get(shardings, ("ids",))
+        made["ids"] = jax.ShapeDtypeStruct((config.draft_vocab_size,), jnp.int32, sharding=place)
+    return made
+
+
+def _check_experts(config: ModelConfig, mesh: AnyMesh) -> None:
+    axis = mesh.shape.get("expert", 1)
+    if config.num_experts % axis:
+        raise MarsError(
+            f"{config.num_experts} experts do not divide over expert={axis}: choose a divisor of {config.num_experts}."
+        )
+
+
+def whole(config: AnyConfig, mesh: AnyMesh) -> list[str]:
+    """What lies whole on every device although the mesh has an axis for it: one sentence each, with the numbers.
+
+    >>> from jax.sharding import AbstractMesh
+    >>> from mars_jax.models import ModelConfig
+    >>> config = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=4,
+    ...                      num_kv_heads=2)
+    >>> whole(config, AbstractMesh((4,), ("model",)))
+    ['2 key-value heads do not divide over model=4: every device holds all of them.']
+    """
+    layer = config.layer if isinstance(config, EagleConfig) else config
+    counts = [("vocab", layer.vocab_size, "tokens of the vocabulary")]
+    if isinstance(layer, ModelConfig):
+        counts += [
+            ("heads", layer.num_heads, "attention heads"),
+            ("kv_heads", layer.num_kv_heads, "key-value heads"),
+        ]
+        if not layer.num_experts or layer.dense_layers:
+            counts.append(("hidden", layer.intermediate_size, "hidden units"))
+    model = mesh.shape.get("model", 1)
+    return [
+        f"{size} {name} do not divide over model={model}: every device holds all of them."
+        for logical, size, name in counts
+        if model > 1 and "model" not in axes_of(logical, size, mesh)
+    ]
+
+
+def state_shardings(state: PyTree, mesh: AnyMesh) -> PyTree:
+    """`NamedSharding`s of a `DecodeState`, or of anything else whose arrays begin with the rows of the batch.
+
+    Args:
+      state: arrays or shapes; `KVCache`s in it are divided by their heads too.
+
+    Raises:
+      MarsError: the rows do not divide over the mesh's axis `data`.
+    """
+
+    for x in jax.tree.leaves(state):
+        check_rows(x.shape[0], mesh)
+
+    def of(x: Any) -> Any:
+        return jax.tree.map(lambda _: NamedSharding(mesh, row_spec(x, mesh)), x)
+
+    return jax.tree.map(of, state, is_leaf=lambda x: isinstance(x, KVCache))
+
+
+def place(params: PyTree, config: AnyConfig, mesh: Mesh) -> PyTree:
+    """Params on a mesh; see `params_shardings`."""
+
+    def put(sharding: NamedSharding, weight: PyTree) -> PyTree:
+        # The scales of a matrix in 8 bits lack its last axis.
+        return jax.tree.map(lambda x: hosts.put(x, NamedSharding(mesh, P(*sharding.spec[: x.ndim]))), weight)
+
+    return jax.tree.map(put, params_shardings(config, mesh), params)

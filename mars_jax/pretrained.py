@@ -1,0 +1,236 @@
+"""A checkpoint together with its tokenizer: text in, text out. Tokenizers and chat templates are transformers'."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from mars_jax import assets, hub
+from mars_jax.core.errors import MarsError
+from mars_jax.core.types import LanguageModel, PyTree
+from mars_jax.hub.files import resolve
+from mars_jax.models.config import ModelConfig
+from mars_jax.models.transformer import language_model
+from mars_jax.placement.shardings import params_shardings
+
+# Names under which transformers 4 and 5 save a tokenizer that tokenizer.json describes in full.
+_PLAIN = ("PreTrainedTokenizerFast", "TokenizersBackend")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Pretrained:
+    """A loaded model: pure functions, their params, the static config and the tokenizer."""
+
+    name: str
+    model: LanguageModel
+    params: PyTree
+    config: ModelConfig
+    path: str
+    mesh: Mesh | None = None  # over which params are divided; None is one device
+
+    def on_mesh(self) -> contextlib.AbstractContextManager:
+        """What to trace and run programs over these params in: `jax.set_mesh`, where there is a mesh."""
+        return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
+
+    @functools.cached_property
+    def tokenizer(self) -> Any:
+        """The transformers tokenizer of the checkpoint's directory.
+
+        Raises:
+          MarsError: the directory holds none that can be read.
+        """
+        return _read_tokenizer(self.path)
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether the checkpoint's directory holds any tokenizer; without one it takes and gives token ids."""
+        return any(os.path.exists(os.path.join(self.path, name)) for name in _TOKENIZER_FILES)
+
+    @property
+    def stop_tokens(self) -> tuple[int, ...]:
+        """Ids that end a text: the config's, else the tokenizer's."""
+        if self.config.eos_token_ids:
+            return self.config.eos_token_ids
+        eos = self.tokenizer.eos_token_id if self.has_tokenizer else None
+        return () if eos is None else (int(eos),)
+
+    def encode(self, prompt: str, *, chat: bool = False) -> list[int]:
+        """Token ids of a prompt, as one user turn of the chat template if `chat`.
+
+        Raises:
+          MarsError: the prompt is empty, or the tokenizer has no chat template.
+        """
+        if not prompt:
+            raise MarsError("the prompt is empty: give at least one character of text to continue.")
+        if not chat:
+            ids = self.tokenizer(prompt)["input_ids"]
+        elif getattr(self.tokenizer, "chat_template", None) is None:
+            raise MarsError(
+                f"'{self.name}' has no chat template: leave --chat out, or use an instruction-tuned model."
+            )
+        else:
+            turns = [{"role": "user", "content": prompt}]
+            ids = self.tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)[
+                "input_ids"
+            ]
+        self.check_tokens(ids)
+        return [int(i) for i in ids]
+
+    def check_tokens(self, ids: Sequence[int]) -> None:
+        """Raise MarsError where ids are none at all, or outside of the model's vocabulary."""
+        if not len(ids):
+            raise MarsError("the prompt has no tokens: give at least one.")
+        outside = [i for i in ids if not 0 <= i < self.config.vocab_size]
+        if outside:
+            raise MarsError(
+                f"prompt token {outside[0]} is outside of the {self.config.vocab_size} tokens of '{self.name}': "
+                "tokenize the prompt with this model's own tokenizer."
+            )
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of token ids, special tokens left out; "" where there is no tokenizer."""
+        if not self.has_tokenizer:
+            return ""
+        return self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+# By directory, so that an outline and the model loaded after it read one tokenizer once.
+@functools.lru_cache(maxsize=4)
+def _read_tokenizer(path: str) -> Any:
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    with _no_advice():
+        from transformers.utils import logging
+
+    logging.set_verbosity_error()  # advice of the tokenizer's is not ours to print
+    try:
+        return _tokenizer_class(path).from_pretrained(path)
+    except Exception as error:  # transformers raises anything from OSError to tokenizers' bare Exception
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise MarsError(
+            f"no tokenizer could be read from '{path}' ({reason}): put the checkpoint's tokenizer files "
+            "beside its weights, or give prompts as token ids."
+        ) from error
+
+
+@contextlib.contextmanager
+def _no_advice() -> Iterator[None]:
+    """On import transformers says where PyTorch is missing, of which a tokenizer has no need."""
+    name = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before
+
+
+def _tokenizer_class(path: str) -> Any:
+    """What `AutoTokenizer` would choose. Where the files say it themselves, without its import: 2 s of a start."""
+    import transformers
+
+    config = os.path.join(path, "tokenizer_config.json")
+    if os.path.exists(os.path.join(path, "tokenizer.json")) and os.path.exists(config):
+        with open(config, encoding="utf-8") as file:
+            data = json.load(file)
+        if isinstance(data, dict) and data.get("tokenizer_class") in _PLAIN and "auto_map" not in data:
+            return transformers.PreTrainedTokenizerFast
+    return transformers.AutoTokenizer
+
+
+def outline(name: str) -> Pretrained:
+    """A checkpoint without its weights: `params` is None. Enough to tokenize and check prompts.
+
+    Raises:
+      MarsError: no such checkpoint, or one that is not supported.
+    """
+    directory = resolve(name, weights=False)
+    config = hub.read_config(directory)
+    model = language_model(config)
+    return Pretrained(name=name, model=model, params=None, config=config, path=str(directory))
+
+
+def load(name: str = assets.TARGET, *, dtype: str | None = None, mesh: Mesh | None = None) -> Pretrained:
+    """Load a checkpoint in the Hugging Face layout: a local directory, or a name on the hub.
+
+    Args:
+      name: directory, `owner/name`, or a checkpoint inside the package: "tiny/target" (the default), "tiny/draft".
+      dtype: "float32", "bfloat16" or "int8"; default: the checkpoint's own. See `hub.load`.
+      mesh: devices to divide the weights over, with any of the axes `data`, `model` and `expert`, of type Auto or
+        Explicit; see `mars_jax.placement.shardings`. `generate` then divides the batch over `data`.
+
+    Raises:
+      MarsError: with one sentence that names what is wrong and the cure.
+
+    >>> target = load("path/to/Llama-3.1-8B-Instruct", dtype="bfloat16")  # doctest: +SKIP
+    >>> target = load("path/to/Llama-3.3-70B-Instruct", mesh=parse_mesh("data=2,model=4"))  # doctest: +SKIP
+    """
+    shardings = None
+    if mesh is not None:
+        shardings = params_shardings(hub.read_config(resolve(name, weights=False)), mesh)
+    checkpoint = hub.load(name, dtype=dtype, shardings=shardings)
+    return Pretrained(
+        name=name,
+        model=checkpoint.model,
+        params=checkpoint.params,
+        config=checkpoint.config,
+        path=str(checkpoint.path),
+        mesh=mesh,
+    )
+
+
+def check_same_vocabulary(target: Pretrained, draft: Pretrained) -> None:
+    """Raise MarsError where two tokenizers give a token id different meanings.
+
+    Checkpoints of one family may pad their embeddings to different sizes; only the tokens count.
+    """
+    if not (target.has_tokenizer and draft.has_tokenizer):
+        ours, theirs = target.config.vocab_size, draft.config.vocab_size
+        if ours != theirs:  # without words to compare, their number is all there is
+            raise MarsError(
+                f"the draft '{draft.name}' has a vocabulary of {theirs} tokens and the target '{target.name}' one "
+                f"of {ours}: pair models that share a tokenizer."
+            )
+        return
+    ours, theirs = target.tokenizer.get_vocab(), draft.tokenizer.get_vocab()
+    if ours == theirs:
+        return
+    differing = sorted(t for t in ours.keys() | theirs.keys() if ours.get(t) != theirs.get(t))
+    raise MarsError(
+        f"the draft '{draft.name}' and the target '{target.name}' have different vocabularies ({len(theirs)} and "
+        f"{len(ours)} tokens; {len(differing)} differ, such as {differing[0]!r}): pair models that share a tokenizer."
+    )
+
+
+class Detokenizer:
+    """Turn a growing list of tokens into text, piece by piece; the pieces joined are the text of the whole.
+
+    Bytes of an unfinished character are held back until it is complete. Only the tokens since the piece before
+    last are decoded again, so the cost of a piece does not grow with the text.
+    """
+
+    def __init__(self, pretrained: Pretrained, prompt_tokens: Sequence[int]):
+        self._decode = pretrained.decode
+        # The prompt's tail gives the tokenizer the context in which the first new token joins the text.
+        self._tokens = list(prompt_tokens)[-8:]
+        self._context, self._read = 0, len(self._tokens)
+
+    def feed(self, tokens: Sequence[int], *, last: bool = False) -> str:
+        """Text that `tokens` complete. `last` releases what was held back."""
+        self._tokens += list(tokens)
+        shown = self._decode(self._tokens[self._context : self._read])
+        text = self._decode(self._tokens[self._context :])
+        if not last and (text.endswith("\N{REPLACEMENT CHARACTER}") or len(text) <= len(shown)):
+            return ""
+        self._context, self._read = self._read, len(self._tokens)
+        return text[len(shown) :]

@@ -1,0 +1,1 @@
+"""Text to text: requests, what they become on the device, and what they get."""

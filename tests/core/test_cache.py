@@ -1,0 +1,31 @@
+"""Commit against a cache that a chain would have written."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from mars_jax.core.cache import commit, init_cache, write
+
+
+def test_commit_moves_the_path_to_where_a_chain_would_have_put_it():
+    rng = np.random.default_rng(0)
+    cache = init_cache(layers=2, batch=3, slots=20, kv_heads=2, head_dim=4, dtype=jnp.float32)
+    old = [rng.standard_normal((3, 20, 2, 4)).astype(np.float32) for _ in range(4)]
+    cache = cache.replace(k=tuple(map(jnp.asarray, old[:2])), v=tuple(map(jnp.asarray, old[2:])))
+    start = jnp.asarray([0, 5, 11], jnp.int32)
+    path = jnp.asarray([[0, 2, 5, 6], [0, 3, 3, 3], [0, 0, 0, 0]], jnp.int32)
+    accepted = [3, 1, 0]
+    moved = commit(cache, start, path)
+    for before, after in zip(old, [*moved.k, *moved.v], strict=True):
+        for row in range(3):
+            s = int(start[row])
+            np.testing.assert_array_equal(after[row, : s + 1], before[row, : s + 1])
+            for depth in range(1, accepted[row] + 1):
+                np.testing.assert_array_equal(after[row, s + depth], before[row, s + int(path[row, depth])])
+
+
+def test_write_places_each_rows_tokens_at_its_own_slot():
+    buffer = jnp.zeros((2, 6, 1, 1), jnp.bfloat16)
+    rows = jnp.arange(1, 5, dtype=jnp.float32).reshape(2, 2, 1, 1)
+    got = write(buffer, rows, jnp.asarray([1, 4], jnp.int32))
+    assert got[..., 0, 0].astype(jnp.int32).tolist() == [[0, 1, 2, 0, 0, 0], [0, 0, 0, 0, 3, 4]]
+    assert got.dtype == jnp.bfloat16

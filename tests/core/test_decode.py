@@ -1,0 +1,361 @@
+"""The step and its loops, with a model that sees wrong masks, positions, slots and rollbacks."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mars_jax import drafters, verify
+from mars_jax.core import decode, fake
+from mars_jax.core.controls import make_controls
+from mars_jax.core.errors import MarsError
+from mars_jax.core.metrics import accumulate, summarize, zero_stats
+from mars_jax.core.tree import static_topology
+from mars_jax.core.types import NO_TOKEN, Drafter, DraftTree, KVCache, keys_from_seeds
+from tests.helpers import NO_WEIGHTS, committed, decode_all, logits_after, ragged
+
+VOCAB = 13
+TARGET = fake.hash_model(vocab_size=VOCAB, agree=0.8)
+SMALL = fake.hash_model(vocab_size=VOCAB, seed=5, agree=0.8)
+
+
+@functools.lru_cache
+def random_tree_drafter(num_nodes=10, max_depth=4):
+    """A fresh random tree in every row and step: the shape is data. Tokens are the target's taste or noise."""
+
+    def propose(params, keys, state, tokens, length, chosen):
+        def one(key):
+            spread, token = jax.random.split(key)
+            picks = jax.random.uniform(spread, (num_nodes,))
+            parents, depths = [jnp.int32(-1)], [jnp.int32(0)]
+            for i in range(1, num_nodes):
+                # Leaves at the maximal depth take no children; the root always can.
+                open_ = jnp.stack([d < max_depth for d in depths])
+                rank = jnp.floor(picks[i] * jnp.sum(open_, dtype=jnp.float32)).astype(jnp.int32)
+                parent = jnp.argmax(jnp.cumsum(open_, dtype=jnp.int32) == rank + 1).astype(jnp.int32)
+                parents.append(parent)
+                depths.append(jnp.stack(depths)[parent] + 1)
+            # A vocabulary of two in most nodes makes long accepted paths, and duplicate siblings.
+            drafted = jax.random.randint(token, (num_nodes,), -1, 3)
+            return jnp.stack(parents), jnp.stack(depths), drafted
+
+        parents, depths, drafted = jax.vmap(one)(keys)
+        root = jnp.take_along_axis(tokens, length[:, None] - 1, axis=1)
+        tree = DraftTree(
+            tokens=jnp.concatenate([root, drafted[:, 1:]], axis=1),
+            parents=parents,
+            depths=depths,
+            max_depth=max_depth,
+            is_chain=False,
+        )
+        return tree, state
+
+    return Drafter(
+        init=lambda params, tokens, length: (),
+        propose=propose,
+        update=lambda params, state, tree, verdict, output, length: state,
+        num_nodes=num_nodes,
+        max_depth=max_depth,
+        name="random tree",
+    )
+
+
+DRAFTERS = {
+    "ngram": drafters.ngram(4),
+    "chain": drafters.language_model(SMALL, 5),
+    "chain of 1": drafters.language_model(SMALL, 1),
+    "sampled chain": drafters.language_model(SMALL, 4, sample=True),
+    "static tree": drafters.language_model(SMALL, tree=(4, 2, 2, 1)),
+    "random tree": random_tree_drafter(),
+}
+RULES = {
+    "exact": verify.exact(),
+    "rejection": verify.rejection(),
+    "block": verify.rejection(block=True),
+    "mars": verify.mars(),
+    "mars over rejection": verify.mars(verify.rejection()),
+    "mars over block": verify.mars(verify.rejection(block=True)),
+}
+PAIRS = [(d, r) for d in DRAFTERS for r in RULES if "tree" not in d or r in ("exact", "mars")]
+# Every drafter, every rule, and every rule that reads the q of a sampled chain.
+SOME_PAIRS = [
+    ("ngram", "exact"),
+    ("ngram", "block"),
+    ("chain", "mars"),
+    ("chain", "mars over block"),
+    ("chain of 1", "rejection"),
+    ("sampled chain", "rejection"),
+    ("sampled chain", "block"),
+    ("sampled chain", "mars over rejection"),
+    ("sampled chain", "mars over block"),
+    ("static tree", "exact"),
+    ("static tree", "mars"),
+    ("random tree", "mars"),
+]
+
+
+def autoregressive(prompts, lengths, **chosen):
+    return decode_all(TARGET, drafters.none(), verify.exact(), prompts, lengths, **chosen)[0]
+
+
+@pytest.mark.parametrize(("drafter", "rule"), PAIRS)
+def test_greedy_output_is_that_of_autoregression(drafter, rule):
+    prompts, lengths = ragged([1, 2, 19, 30], 48, VOCAB)
+    state, stats = decode_all(TARGET, DRAFTERS[drafter], RULES[rule], prompts, lengths, theta=np.inf)
+    assert committed(state) == committed(autoregressive(prompts, lengths))
+    assert int(stats.steps.sum()) <= int(stats.emitted.sum())
+
+
+def test_autoregression_is_the_plain_loop_over_the_model():
+    """The oracle of the oracle: the hash computed afresh over the whole prefix at every token."""
+    prompts, lengths = ragged([3, 9], 24, VOCAB)
+    got = committed(autoregressive(prompts, lengths))
+    for row in range(2):
+        tokens = prompts[row, : lengths[row]].tolist()
+        while len(tokens) < 24:
+            tokens.append(int(np.argmax(logits_after(TARGET, tokens, width=24))))
+        assert got[row] == tokens
+
+
+@pytest.mark.parametrize("drafter", ["chain", "static tree", "random tree"])
+def test_drafts_are_accepted_at_depth(drafter):
+    """A suite in which nothing is ever accepted would prove little."""
+    prompts, lengths = ragged([4] * 4, 48, VOCAB)
+    _, stats = decode_all(TARGET, DRAFTERS[drafter], verify.exact(), prompts, lengths)
+    histogram = np.asarray(stats.depth_histogram).sum(axis=0)
+    assert (histogram[1:3] > 0).all()
+
+
+def test_a_perfect_draft_is_accepted_in_full():
+    prompts, lengths = ragged([1, 2, 5], 61, VOCAB)
+    twin = drafters.language_model(TARGET, 5)
+    _, stats = decode_all(TARGET, twin, verify.exact(), prompts, lengths, limit=lengths + 54)
+    assert np.asarray(stats.depth_histogram).tolist() == [[0, 0, 0, 0, 0, 9]] * 3
+
+
+def test_a_perfect_tree_is_accepted_in_full():
+    prompts, lengths = ragged([1, 2, 5], 61, VOCAB)
+    twin = drafters.language_model(TARGET, tree=(3, 2, 2, 1, 1))
+    _, stats = decode_all(TARGET, twin, verify.exact(), prompts, lengths, limit=lengths + 54)
+    assert np.asarray(stats.depth_histogram).tolist() == [[0, 0, 0, 0, 0, 9]] * 3
+
+
+@pytest.mark.parametrize(
+    ("drafter", "rule"),
+    [pytest.param(*pair, marks=[] if pair in SOME_PAIRS else pytest.mark.slow) for pair in PAIRS],
+)
+def test_a_row_alone_equals_the_row_in_a_batch(drafter, rule):
+    prompts, lengths = ragged([1, 6, 21, 30], 48, VOCAB)
+    chosen = {"temperature": [0.0, 0.9, 1.3, 0.0], "top_k": [0, 5, 0, 0], "top_p": [1.0, 1.0, 0.8, 1.0]}
+    chosen["theta"] = [0.5, 0.9, 0.6, 0.9]
+    together, _ = decode_all(TARGET, DRAFTERS[drafter], RULES[rule], prompts, lengths, **chosen)
+    for row in (1, 3):
+        alone, _ = decode_all(
+            TARGET,
+            DRAFTERS[drafter],
+            RULES[rule],
+            prompts[row : row + 1],
+            lengths[row : row + 1],
+            seeds=[row],
+            **{name: values[row] for name, values in chosen.items()},
+        )
+        assert committed(alone) == [committed(together)[row]]
+
+
+def test_stream_takes_the_steps_of_run():
+    prompts, lengths = ragged([2, 9, 17], 48, VOCAB)
+    made = make_controls(3, limit=[48, 30, 40], temperature=[0.0, 1.0, 0.7], stop_tokens=[[3], [], [5, 6]])
+    keys = keys_from_seeds(jnp.arange(3, dtype=jnp.uint32))
+    decoder = decode.speculative_decoder(TARGET, DRAFTERS["static tree"], verify.mars(), prefill_chunk=16)
+    ran, stats = decode.run(
+        decoder, NO_WEIGHTS, decode.start(decoder, NO_WEIGHTS, prompts, lengths, made, keys)
+    )
+    counted, text = (
+        zero_stats(3, decoder.max_depth),
+        [row[:n].tolist() for row, n in zip(prompts, lengths, strict=True)],
+    )
+    first = decode.start(decoder, NO_WEIGHTS, prompts, lengths, made, keys)
+    for state, info in decode.stream(decoder, NO_WEIGHTS, first):  # noqa: B007 (the last one is used below)
+        counted = accumulate(counted, info)
+        for row in range(3):
+            text[row] += [t for t in info.emitted[row].tolist() if t != NO_TOKEN]
+    assert committed(state) == committed(ran) == text
+    jax.tree.map(np.testing.assert_array_equal, counted, stats)
+    totals = summarize(stats)
+    assert totals.accepted <= totals.emitted <= totals.accepted + totals.steps  # a cut step has no bonus
+    assert totals.emitted == sum(map(len, text)) - int(lengths.sum())
+
+
+def test_rows_stop_at_their_own_stop_tokens_and_limits():
+    prompts, lengths = ragged([5, 5, 5], 64, VOCAB, seed=3)
+    prompts = jnp.broadcast_to(prompts[:1], prompts.shape)
+    free = committed(autoregressive(prompts, lengths))[0]
+    stop = free[20]
+    first = free.index(stop, 5)
+    state, _ = decode_all(
+        TARGET,
+        DRAFTERS["chain"],
+        verify.exact(),
+        prompts,
+        lengths,
+        limit=[64, 64, 12],
+        stop_tokens=[[stop], [], []],
+    )
+    assert committed(state) == [free[: first + 1], free, free[:12]]
+
+
+def test_finished_and_padding_rows_change_nothing():
+    prompts, lengths = ragged([4, 11], 48, VOCAB)
+    alone, _ = decode_all(TARGET, DRAFTERS["chain"], verify.exact(), prompts, lengths)
+    wide, stats = decode_all(
+        TARGET,
+        DRAFTERS["chain"],
+        verify.exact(),
+        jnp.pad(prompts, ((0, 2), (0, 0))),
+        jnp.pad(lengths, (0, 2), constant_values=1),
+        limit=[48, 48, 1, 1],
+    )
+    assert committed(wide)[:2] == committed(alone)
+    assert stats.steps[2:].tolist() == [0, 0] and stats.emitted[2:].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_slots_past_the_length_are_never_read(drafter):
+    prompts, lengths = ragged([1, 2, 3, 18], 48, VOCAB)
+    decoder = decode.speculative_decoder(TARGET, DRAFTERS[drafter], verify.exact(), prefill_chunk=16)
+    made, keys = make_controls(4, limit=48), keys_from_seeds(jnp.arange(4, dtype=jnp.uint32))
+
+    def poison(buffer):
+        slot = jnp.arange(buffer.shape[1])[None, :, None, None]
+        return jnp.where(slot >= lengths[:, None, None, None] - 1, 1_000_003, buffer)
+
+    state = decode.start(decoder, NO_WEIGHTS, prompts, lengths, made, keys)
+    dirty = dataclasses.replace(
+        state,
+        cache=jax.tree.map(poison, state.cache),
+        tokens=jnp.where(jnp.arange(48)[None] >= lengths[:, None], 77, state.tokens),
+    )
+    if isinstance(state.draft, KVCache):
+        dirty = dataclasses.replace(dirty, draft=jax.tree.map(poison, state.draft))
+    dirty = jax.tree.map(jnp.copy, dirty)  # `run` takes its state's buffers
+    clean = committed(decode.run(decoder, NO_WEIGHTS, state)[0])
+    assert committed(decode.run(decoder, NO_WEIGHTS, dirty)[0]) == clean
+
+
+def test_chunked_prefill_equals_one_forward():
+    prompts, lengths = ragged([1, 15, 16, 17, 39], 40, VOCAB)
+    made, keys = make_controls(5, limit=40), keys_from_seeds(jnp.arange(5, dtype=jnp.uint32))
+    caches = []
+    for chunk in (7, 16, 64):
+        decoder = decode.speculative_decoder(TARGET, drafters.none(), verify.exact(), prefill_chunk=chunk)
+        caches.append(decode.start(decoder, NO_WEIGHTS, prompts, lengths, made, keys).cache)
+    for row, n in enumerate(lengths.tolist()):
+        for cache in caches[:2]:
+            np.testing.assert_array_equal(cache.k[0][row, : n - 1], caches[2].k[0][row, : n - 1])
+            np.testing.assert_array_equal(cache.v[0][row, : n - 1], caches[2].v[0][row, : n - 1])
+
+
+def test_weights_that_are_no_numbers_end_the_row_and_say_so():
+    broken = TARGET._replace(unembed=lambda params, hidden: TARGET.unembed(params, hidden) * jnp.nan)
+    prompts, lengths = ragged([3, 4], 16, VOCAB)
+    state, stats = decode_all(broken, DRAFTERS["chain"], verify.exact(), prompts, lengths)
+    assert state.failed.tolist() == [True, True]
+    assert state.length.tolist() == [3, 4] and stats.emitted.tolist() == [0, 0]
+
+
+def test_values_that_change_compile_nothing():
+    prompts, lengths = ragged([3, 9], 32, VOCAB)
+    decoder = decode.speculative_decoder(TARGET, DRAFTERS["ngram"], verify.mars(), prefill_chunk=8)
+
+    def once(seed, lengths, **chosen):
+        made = make_controls(2, stop_tokens=[1, 2], **chosen)
+        keys = keys_from_seeds(jnp.asarray([seed, seed + 1], jnp.uint32))
+        decode.run(decoder, NO_WEIGHTS, decode.start(decoder, NO_WEIGHTS, prompts, lengths, made, keys))
+
+    once(0, lengths, limit=32)
+    before = decode.run._cache_size(), decode.start._cache_size()
+    once(
+        1,
+        lengths + 5,
+        limit=[20, 31],
+        temperature=0.8,
+        theta=0.5,
+        top_k=3,
+        top_p=0.7,
+        min_p=0.1,
+        strict=[True, False],
+    )
+    once(2, lengths - 2, limit=30, temperature=[0.0, 2.0], theta=np.inf, max_relaxed_run=1)
+    assert (decode.run._cache_size(), decode.start._cache_size()) == before
+
+
+def test_equal_arguments_give_the_same_decoder():
+    first = decode.speculative_decoder(TARGET, drafters.ngram(3), verify.mars(theta=0.9))
+    assert decode.speculative_decoder(TARGET, drafters.ngram(3), verify.mars(theta=0.5)) is first
+
+
+def test_the_step_embeds_in_a_program_of_its_user():
+    """Inside a jitted function, a scan and a vmap over batches."""
+    prompts, lengths = ragged([3, 9], 32, VOCAB)
+    decoder = decode.speculative_decoder(TARGET, DRAFTERS["chain"], verify.exact(), prefill_chunk=16)
+
+    @jax.jit
+    def sample(prompts, lengths, keys):
+        state = decoder.init(NO_WEIGHTS, prompts, lengths, make_controls(2, limit=32), keys)
+        state, info = jax.lax.scan(lambda s, _: decoder.step(NO_WEIGHTS, s), state, length=29)
+        return state.tokens, info.num_emitted
+
+    keys = keys_from_seeds(jnp.arange(2, dtype=jnp.uint32))
+    tokens, emitted = sample(prompts, lengths, keys)
+    want = committed(autoregressive(prompts, lengths))
+    assert tokens.tolist() == want and emitted.sum(axis=0).tolist() == [29, 23]
+    stacked, _ = jax.vmap(sample)(prompts[None], lengths[None], keys[None])
+    assert stacked[0].tolist() == want
+
+
+def test_vocabularies_are_checked_when_paired():
+    other = fake.hash_model(vocab_size=VOCAB + 2)
+    with pytest.raises(MarsError, match="vocabulary of 15 tokens and the target one of 13"):
+        decode.speculative_decoder(TARGET, drafters.language_model(other, 3), verify.exact())
+    # Padded differently, same tokenizer: the caller says so.
+    prompts, lengths = ragged([3, 9], 32, VOCAB)
+    for size in (VOCAB + 2, VOCAB - 2):
+        drafter = drafters.language_model(fake.hash_model(vocab_size=size), 3, vocab_size=VOCAB)
+        state, _ = decode_all(TARGET, drafter, verify.exact(), prompts, lengths)
+        assert committed(state) == committed(autoregressive(prompts, lengths))
+
+
+def test_static_topology_is_breadth_first():
+    parents, depths = static_topology((2, 2))
+    assert parents.tolist() == [-1, 0, 0, 1, 1, 2, 2] and depths.tolist() == [0, 1, 1, 2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("loop", ["run", "stream"])
+def test_the_caller_keeps_its_arrays(loop):
+    """`run` and `stream` donate the state, which must not hold what the caller gave."""
+    prompts, lengths = ragged([3, 9], 32, VOCAB)
+    made, keys = make_controls(2, limit=32), keys_from_seeds(jnp.arange(2, dtype=jnp.uint32))
+    decoder = decode.speculative_decoder(TARGET, DRAFTERS["ngram"], verify.exact())
+    for _ in range(2):
+        state = decoder.init(NO_WEIGHTS, prompts, lengths, made, keys)
+        if loop == "run":
+            decode.run(decoder, NO_WEIGHTS, state)
+        else:
+            next(decode.stream(decoder, NO_WEIGHTS, state))
+    assert not any(x.is_deleted() for x in jax.tree.leaves((prompts, lengths, made, keys)))
+
+
+@pytest.mark.parametrize(
+    ("drafter", "rule"),
+    [("sampled chain", "mars over block"), ("static tree", "mars"), ("ngram", "exact")],
+)
+def test_x64_mode_changes_nothing(drafter, rule):
+    prompts, lengths = ragged([1, 2, 19, 30], 48, VOCAB)  # the shapes of the tests above, compiled already
+    chosen = {"temperature": [0.0, 0.9, 0.0, 0.9], "top_k": [0, 5, 0, 5]}
+    want = committed(decode_all(TARGET, DRAFTERS[drafter], RULES[rule], prompts, lengths, **chosen)[0])
+    with jax.enable_x64(True):
+        got = decode_all(TARGET, DRAFTERS[drafter], RULES[rule], prompts, lengths, **chosen)[0]
+        assert committed(got) == want

@@ -1,0 +1,265 @@
+"""The processed logits against transformers and a sorting reference; the sampler against the softmax."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from mars_jax.core import sampling
+from mars_jax.core.controls import make_controls
+from mars_jax.core.errors import MarsError
+from mars_jax.core.types import NO_TOKEN
+from tests.helpers import one_row
+
+top_k, lax_top_k = (jax.jit(f, static_argnums=1) for f in (sampling.top_k, jax.lax.top_k))
+
+# temperature, top_k, top_p, min_p of one row each
+SETTINGS = [
+    (1.0, 0, 1.0, 0.0),
+    (0.7, 0, 1.0, 0.0),
+    (0.7, 5, 1.0, 0.0),
+    (0.7, 0, 0.8, 0.0),
+    (1.3, 20, 0.9, 0.0),
+    (0.7, 0, 1.0, 0.1),
+    (2.0, 100, 0.95, 0.02),
+    (0.7, 1, 0.5, 0.0),
+    (1.0, 10_000, 0.01, 1.0),
+]
+process = jax.jit(sampling.process)
+sample = jax.jit(sampling.sample)
+
+
+def controls_of(rows):
+    columns = np.asarray(rows).T
+    return make_controls(
+        len(rows),
+        limit=1,
+        temperature=columns[0],
+        top_k=columns[1].astype(int),
+        top_p=columns[2],
+        min_p=columns[3],
+    )
+
+
+def python_process(z, temperature, top_k, top_p, min_p):
+    """One node, by sorting, in float64: -> (log weights, kept). Ties with the last one kept are kept."""
+    z = z.astype(np.float64)
+    if temperature == 0:
+        return None, np.arange(len(z)) == np.argmax(z)
+    weights = np.exp((z - z.max()) / temperature)
+    kept = z >= np.sort(z)[::-1][(top_k or len(z)) - 1 if top_k < len(z) else -1]
+    if top_p < 1:
+        weights = np.where(kept, weights, 0)
+        above = np.asarray([weights[z > value].sum() for value in z])
+        kept &= above < top_p * weights.sum()
+    kept &= weights >= min_p * weights.max()
+    return (z - z.max()) / temperature, kept & np.isfinite(z)
+
+
+@pytest.mark.parametrize("vocab", [7, 300])
+def test_process_equals_the_warpers_of_transformers(vocab):
+    torch = pytest.importorskip("torch")
+    from transformers.generation import logits_process as hf
+
+    rows, nodes = SETTINGS, 6
+    z = np.random.default_rng(vocab).normal(0, 3, (len(rows), nodes, vocab)).astype(np.float32)
+    got = np.asarray(process(jnp.asarray(z), controls_of(rows)))
+    for b, (temperature, top_k, top_p, min_p) in enumerate(rows):
+        warpers = [hf.TemperatureLogitsWarper(temperature)]
+        warpers += [hf.TopKLogitsWarper(top_k)] if top_k else []
+        warpers += [hf.TopPLogitsWarper(top_p)] if top_p < 1 else []
+        warpers += [hf.MinPLogitsWarper(min_p)] if min_p else []
+        expected = torch.from_numpy(z[b])
+        for warper in warpers:
+            expected = warper(None, expected)
+        expected = expected.numpy()
+        np.testing.assert_array_equal(np.isneginf(got[b]), np.isneginf(expected), err_msg=str(rows[b]))
+        # Ours are shifted so that the largest is 0; float32 rounds the two orders of operation differently.
+        np.testing.assert_allclose(got[b], expected - expected.max(-1, keepdims=True), atol=1e-5)
+
+
+@given(st.integers(0, 2**32 - 1))
+@settings(max_examples=25, deadline=None)
+def test_process_equals_the_sorting_reference_with_ties(seed):
+    rng = np.random.default_rng(seed)
+    batch, nodes, vocab = 6, 3, 40
+    # Quarters tie often; sixteenths in top_p against irrational weights never meet a partial sum exactly.
+    z = np.round(rng.normal(0, 2, (batch, nodes, vocab)) * 4) / 4
+    z[rng.random(z.shape) < 0.1] = -np.inf
+    z[..., 0] = np.where(np.isneginf(z).all(-1), 0, z[..., 0])
+    rows = [
+        (
+            rng.choice([0.0, 0.3, 0.7, 1.9]),
+            rng.integers(0, 50),
+            rng.integers(1, 17) / 16,
+            rng.choice([0.0, 0.03, 0.2]),
+        )
+        for _ in range(batch)
+    ]
+    got = np.asarray(process(jnp.asarray(z, jnp.float32), controls_of(rows)))
+    for b in range(batch):
+        for n in range(nodes):
+            logs, kept = python_process(z[b, n], *rows[b])
+            np.testing.assert_array_equal(np.isfinite(got[b, n]), kept, err_msg=str(rows[b]))
+            np.testing.assert_allclose(got[b, n][kept], 0.0 if logs is None else logs[kept], atol=1e-5)
+
+
+def test_a_tiny_temperature_is_finite_and_a_zero_one_never_divides():
+    z = jnp.asarray([[[1e4, 1e4 - 1, -np.inf]]] * 3, jnp.float32)
+    got = process(z, make_controls(3, limit=1, temperature=[0.0, 1e-30, 1e-42]))
+    np.testing.assert_array_equal(np.exp(got), [[[1, 0, 0]]] * 3)
+
+
+@given(st.integers(0, 2**32 - 1))
+@settings(max_examples=20, deadline=None)
+def test_argmax_takes_the_smaller_id_of_a_tie(seed):
+    z = np.random.default_rng(seed).integers(-3, 4, (4, 3, 200)).astype(np.float32)
+    np.testing.assert_array_equal(sampling.argmax(jnp.asarray(z)), np.argmax(z, -1))
+
+
+@pytest.mark.parametrize("vocab", [5, 200])
+def test_sample_follows_the_processed_distribution(vocab):
+    rows, draws = [*SETTINGS[:7], (0.0, 0, 1.0, 0.0)], 1 << 14
+    rng = np.random.default_rng(vocab)
+    z = rng.normal(0, 2, (len(rows), 1, vocab)).astype(np.float32)
+    z[:, :, 1] = -np.inf
+    keys = jax.random.split(jax.random.key(vocab), (draws, len(rows)))
+    settings_of_rows = controls_of(rows)
+    tokens = jax.jit(jax.vmap(lambda k: sampling.sample(k, jnp.asarray(z), settings_of_rows)))(keys)
+    p = np.exp(np.asarray(process(jnp.asarray(z), settings_of_rows), np.float64))
+    p /= p.sum(-1, keepdims=True)
+    for b in range(len(rows)):
+        counts = np.bincount(np.asarray(tokens[:, b, 0]), minlength=vocab)
+        assert counts[p[b, 0] == 0].sum() == 0
+        assert chi_square(counts, p[b, 0]) > 1e-3
+
+
+def chi_square(counts, p):
+    """The p-value, with categories of fewer than five expected draws joined into one."""
+    expected = p * counts.sum()
+    small = expected < 5
+    join = lambda x: np.append(x[~small], x[small].sum())  # noqa: E731
+    counts, expected = join(counts), join(expected)
+    used = expected > 0
+    assert counts[~used].sum() == 0
+    return stats.chisquare(counts[used], expected[used]).pvalue if used.sum() > 1 else 1.0
+
+
+def test_the_inverse_cdf_never_returns_a_token_of_weight_zero():
+    rng = np.random.default_rng(0)
+    weights = np.where(
+        rng.random((64, 500)) < 0.98, 0, rng.random((64, 500)) * 10.0 ** rng.integers(-20, 3, (64, 500))
+    )
+    weights[:, rng.integers(500)] = 1.0
+    last = 1.0 - 2.0**-24  # larger than any uniform drawn: the end of the sum, rounding included
+    for u in (0.0, 0.5, last, 1.0):
+        tokens = sampling.inverse_cdf(jnp.asarray(weights, jnp.float32), jnp.full((64,), u, jnp.float32))
+        assert np.all(weights[np.arange(64), tokens] > 0)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.sampled_from([2, 3, 7]), st.sampled_from([1024, 3001, 3584, 4097]))
+def test_top_k_in_blocks_is_top_k_also_where_many_tie(seed, k, vocab):
+    rng = np.random.default_rng(seed)
+    z = rng.integers(-2, rng.integers(0, 40), (3, vocab)).astype(np.float32)
+    z[0] = np.where(rng.random(vocab) < rng.random(), -np.inf, z[0])
+    z[1, : rng.integers(0, vocab)] = -np.inf
+    z[2] = -np.inf
+    for ours, theirs in zip(top_k(z, k), lax_top_k(z, k), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@given(st.integers(0, 2**32 - 1))
+@settings(max_examples=20, deadline=None)
+def test_the_inverse_cdf_is_the_inverse_of_the_cumulative_sum(seed):
+    rng = np.random.default_rng(seed)
+    weights = rng.integers(0, 4, (32, 300))  # small whole numbers: float32 sums are exact
+    weights[:, 7] += 1
+    uniform = rng.random(32).astype(np.float32)
+    tokens = sampling.inverse_cdf(jnp.asarray(weights, jnp.float32), jnp.asarray(uniform))
+    target = uniform * weights.sum(-1).astype(np.float32)
+    np.testing.assert_array_equal(tokens, np.argmax(np.cumsum(weights, -1) > target[:, None], -1))
+
+
+def test_a_row_alone_equals_the_row_in_a_batch_and_a_node_does_not_see_the_others():
+    rows = [*SETTINGS, (0.0, 3, 0.5, 0.0)]
+    z = jax.random.normal(jax.random.key(1), (len(rows), 5, 64)) * 3
+    keys = jax.random.split(jax.random.key(2), len(rows))
+    together = sample(keys, z, controls_of(rows))
+    for b, row in enumerate(rows):
+        alone = sample(*one_row((keys, z), b), controls_of([row]))
+        np.testing.assert_array_equal(alone[0], together[b])
+    np.testing.assert_array_equal(sample(keys, z[:, :2], controls_of(rows)), together[:, :2])
+
+
+def test_sample_is_sample_processed_of_process():
+    rows = [*SETTINGS, (0.0, 3, 0.5, 0.0)]
+    z = jax.random.normal(jax.random.key(3), (len(rows), 5, 64)) * 3
+    keys = jax.random.split(jax.random.key(4), len(rows))
+    processed = process(z, controls_of(rows))
+    np.testing.assert_array_equal(
+        sample(keys, z, controls_of(rows)), sampling.sample_processed(keys, processed)
+    )
+
+
+def test_changing_controls_compiles_nothing():
+    z = jax.random.normal(jax.random.key(1), (2, 1, 16))
+    keys = jax.random.split(jax.random.key(2), 2)
+    traces = []
+    draw = jax.jit(lambda *args: traces.append(1) or sampling.sample(*args))
+    for changed in (
+        {},
+        {"temperature": 0.7},
+        {"temperature": [0, 1.0], "top_k": 3, "top_p": 0.5, "min_p": 0.1},
+    ):
+        draw(keys, z, make_controls(2, limit=1, **changed))
+    assert len(traces) == 1
+
+
+def test_controls_take_scalars_and_rows():
+    built = make_controls(2, limit=[5, 6], temperature=0.5, strict=[True, False], stop_tokens=[[1], [2, 3]])
+    assert built.limit.tolist() == [5, 6] and built.temperature.tolist() == [0.5, 0.5]
+    assert built.strict.tolist() == [True, False]
+    assert built.stop_tokens.tolist() == [[1, NO_TOKEN], [2, 3]]
+    assert make_controls(2, limit=1, stop_tokens=[4, 5]).stop_tokens.tolist() == [[4, 5], [4, 5]]
+    assert make_controls(2, limit=1).stop_tokens.tolist() == [[NO_TOKEN], [NO_TOKEN]]
+    assert make_controls(2, limit=1, stop_tokens=[[], [7]]).stop_tokens.tolist() == [[NO_TOKEN], [7]]
+    assert make_controls(1, limit=1, theta=np.inf).theta.tolist() == [np.inf]
+    traced = jax.jit(
+        lambda t: make_controls(2, limit=1, temperature=t, stop_tokens=jnp.zeros((2, 3), jnp.int32))
+    )
+    assert traced(jnp.asarray([0.0, 1.0])).temperature.tolist() == [0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", np.nan),
+        ("temperature", np.inf),
+        ("temperature", [1.0, 1.0, 1.0]),
+        ("temperature", "warm"),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("top_p", np.nan),
+        ("min_p", -0.1),
+        ("min_p", 1.1),
+        ("top_k", -1),
+        ("top_k", 2.5),
+        ("theta", np.nan),
+        ("theta", 0.0),
+        ("theta", [0.9, -1.0]),
+        ("limit", 0),
+        ("limit", 2**40),
+        ("max_relaxed_run", -1),
+        ("stop_tokens", [1.5]),
+        ("stop_tokens", [-7]),
+        ("stop_tokens", [[1], [2], [3]]),
+    ],
+)
+def test_controls_refuse_a_value_in_one_sentence_that_names_it(name, value):
+    with pytest.raises(MarsError, match=f"^{name} .*expected.*\\.$"):
+        make_controls(2, **{"limit": 8, name: value})

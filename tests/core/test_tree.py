@@ -1,0 +1,120 @@
+"""Trees against 15-line Python references, on random trees padded to one fixed shape."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mars_jax.core import tree as trees
+from mars_jax.core.types import NO_NODE, NO_TOKEN, DraftTree
+
+B, N, D, S, V = 8, 12, 5, 24, 4
+seeds = st.integers(0, 2**32 - 1)
+property_test = settings(max_examples=25, deadline=None)
+
+
+def random_tree(rng: np.random.Generator, batch: int = B) -> DraftTree:
+    """Random topology of depth <= D; so few token ids that siblings repeat; about a sixth is padding."""
+    parents = np.full((batch, N), NO_NODE)
+    depths = np.zeros((batch, N), int)
+    for b in range(batch):
+        for i in range(1, N):
+            parents[b, i] = rng.choice([j for j in range(i) if depths[b, j] < D])
+            depths[b, i] = depths[b, parents[b, i]] + 1
+    tokens = rng.integers(0, V, (batch, N))
+    tokens[:, 1:][rng.random((batch, N - 1)) < 1 / 6] = NO_TOKEN
+    as_i32 = lambda x: jnp.asarray(x, jnp.int32)  # noqa: E731
+    return DraftTree(
+        tokens=as_i32(tokens), parents=as_i32(parents), depths=as_i32(depths), max_depth=D, is_chain=False
+    )
+
+
+def python_walk(tokens, parents, exact, relaxed, max_run, max_depth):
+    """One row, as the sentence in `tree.walk` says it."""
+    node, path, edges, run = 0, [0], [], 0
+    while len(edges) < max_depth:
+        children = [i for i in range(len(tokens)) if parents[i] == node and tokens[i] >= 0]
+        best = [i for i in children if exact[i]]
+        spare = [i for i in children if relaxed[i] and run < max_run]
+        if not best and not spare:
+            break
+        edges.append(not best)
+        run = run + 1 if edges[-1] else 0
+        node = (best or spare)[0]
+        path.append(node)
+    missing = max_depth - len(edges)
+    return path + [node] * missing, len(edges), edges + [False] * missing
+
+
+def python_ancestors(parents, i):
+    seen = set()
+    while i >= 0:
+        seen.add(i)
+        i = parents[i]
+    return seen
+
+
+@given(seeds)
+@property_test
+def test_walk_equals_the_python_walk(seed):
+    rng = np.random.default_rng(seed)
+    tree = random_tree(rng)
+    exact, relaxed = rng.random((B, N)) < 0.3, rng.random((B, N)) < 0.4
+    max_run = rng.integers(0, 4, B)
+    path, count, edges = jax.jit(trees.walk)(
+        tree, jnp.asarray(exact), jnp.asarray(relaxed), jnp.asarray(max_run, jnp.int32)
+    )
+    for b in range(B):
+        expected = python_walk(tree.tokens[b], tree.parents[b], exact[b], relaxed[b], max_run[b], D)
+        assert (path[b].tolist(), int(count[b]), edges[b].tolist()) == expected
+
+
+@given(seeds)
+@property_test
+def test_attention_mask_shows_the_prefix_and_the_ancestors(seed):
+    rng = np.random.default_rng(seed)
+    tree = random_tree(rng)
+    start = rng.integers(0, S - N + 1, B)
+    mask = np.asarray(jax.jit(trees.attention_mask, static_argnums=2)(tree, jnp.asarray(start, jnp.int32), S))
+    for b in range(B):
+        parents = np.asarray(tree.parents[b])
+        for i in range(N):
+            seen = set(range(start[b])) | {start[b] + j for j in python_ancestors(parents, i)}
+            assert set(np.flatnonzero(mask[b, i])) == seen
+
+
+def test_a_chain_has_the_mask_of_the_same_tree():
+    chain = trees.chain(jnp.arange(2 * N, dtype=jnp.int32).reshape(2, N))
+    start = jnp.asarray([0, 7], jnp.int32)
+    as_tree = chain.replace(is_chain=False)
+    np.testing.assert_array_equal(
+        trees.attention_mask(chain, start, S), trees.attention_mask(as_tree, start, S)
+    )
+    values = jnp.arange(2 * N, dtype=jnp.int32).reshape(2, N)
+    np.testing.assert_array_equal(trees.at_parent(chain, values), trees.at_parent(as_tree, values))
+
+
+def test_one_node_walks_nowhere():
+    tree = trees.chain(jnp.asarray([[3]], jnp.int32))
+    flags = jnp.ones((1, 1), bool)
+    path, count, edges = trees.walk(tree, flags, flags, jnp.asarray([9], jnp.int32))
+    assert path.tolist() == [[0]] and count.tolist() == [0] and edges.shape == (1, 0)
+
+
+@pytest.mark.parametrize("branching", [(), (3,), (4, 2, 2, 1), (1, 1, 1)])
+def test_static_topology_has_the_branching_it_was_asked_for(branching):
+    parents, depths = trees.static_topology(branching)
+    assert parents[0] == NO_NODE and len(parents) == 1 + sum(np.cumprod(branching, dtype=int))
+    for i in range(1, len(parents)):
+        assert parents[i] < i and depths[i] == depths[parents[i]] + 1
+    for i, depth in enumerate(depths):
+        assert np.sum(parents == i) == (branching[depth] if depth < len(branching) else 0)
+
+
+def test_gather_path_takes_rows_in_path_order():
+    values = jnp.arange(2 * 4 * 3, dtype=jnp.int32).reshape(2, 4, 3)
+    path = jnp.asarray([[0, 2, 2], [0, 1, 3]], jnp.int32)
+    expected = np.stack([np.asarray(values)[b, np.asarray(path)[b]] for b in range(2)])
+    np.testing.assert_array_equal(trees.gather_path(values, path), expected)

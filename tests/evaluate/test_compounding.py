@@ -1,0 +1,158 @@
+"""Error cascades: branches are what plain decoding gives, and the curves are those of texts made by hand."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+import mars_jax as mj
+from mars_jax import drafters, hub
+from mars_jax.cli.compounding import main
+from mars_jax.evaluate.studies.branch_report import findings, summarize
+from mars_jax.evaluate.studies.branches import Decoded, Event, aligned, curves, interval, relapse, study
+from mars_jax.evaluate.tasks.problems import Problem
+
+THETA, NEW, HORIZON = 0.6, 24, 8
+
+
+@pytest.fixture(scope="module")
+def near(target, tmp_path_factory):
+    """The target with some noise: a draft that often says the runner-up."""
+    path = shutil.copytree(target, tmp_path_factory.mktemp("cascades") / "near")
+    loaded = hub.load(str(target))
+    leaves, tree = jax.tree.flatten(loaded.params)
+    rng = np.random.default_rng(0)
+    noisy = [np.asarray(x) * (1 + 0.25 * rng.normal(size=x.shape)).astype(np.float32) for x in leaves]
+    hub.save(path, loaded.config, jax.tree.unflatten(tree, noisy), overwrite=True)
+    return path
+
+
+@pytest.fixture(scope="module")
+def pair(target, near):
+    loaded = mj.load(str(target))
+    return loaded, drafters.load(f"model:{near}", loaded, num_draft_tokens=2)
+
+
+@pytest.fixture(scope="module")
+def studied(pair):
+    words = ("the sea", "a story", "of the sun", "and the", "sun", "the story")
+    problems = [
+        Problem(task="t", id=str(i), turns=(w,), metric="rouge_l", references=("the sea",))
+        for i, w in enumerate(words)
+    ]
+    pytest.importorskip("rouge_score")
+    return study(*pair, problems, theta=THETA, max_new_tokens=NEW, horizon=HORIZON, batch_size=4)
+
+
+def test_branches_are_what_the_target_alone_says_there(pair, studied):
+    target, _ = pair
+    texts, events = studied
+    assert {e.control for e in events} == {False, True}
+    assert any(sum(t.relaxed) for t in texts)
+    for event in events[:6]:
+        text = texts[event.problem]
+        before = [*text.prompt, *text.tokens[: event.place]]
+        left = NEW - event.place
+        plain = mj.generate(target, "none", [before], max_new_tokens=left).tokens[0]
+        assert list(event.strict) == plain
+        assert event.ours[0] != event.strict[0]
+        assert event.control or (event.ours[0] == text.tokens[event.place] and text.relaxed[event.place])
+        behind = []
+        if event.ours[0] not in target.stop_tokens and left > 1:
+            behind = mj.generate(target, "none", [[*before, event.ours[0]]], max_new_tokens=left - 1).tokens[
+                0
+            ]
+        assert list(event.ours[1:]) == behind
+        assert len(event.our_log_p) == len(event.ours) and len(event.strict_log_p) == len(event.strict)
+        # The target never prefers the token that was put in its place.
+        assert event.our_log_p[0] <= event.strict_log_p[0]
+
+
+def event(problem, ours, strict, control=False, our_score=None, strict_score=None, surprise=0.5):
+    return Event(
+        problem, control, 0, len(ours) - 1, tuple(ours), tuple(strict),
+        tuple(-1.0 - surprise * i for i in range(len(ours))), (-1.0,) * len(strict), our_score, strict_score,
+    )  # fmt: skip
+
+
+def test_curves_of_texts_made_by_hand():
+    shifted = event(0, [9, 5, 1, 2, 3], [0, 1, 2, 3, 4], our_score=0.0, strict_score=1.0)
+    same = event(1, [9, 1, 2, 3, 4], [0, 1, 2, 3, 4], our_score=1.0, strict_score=1.0)
+    found = curves([shifted, same], 6)
+    assert found["same_place"]["mean"] == [0.5, 0.5, 0.5, 0.5, None, None]
+    assert found["same_order"]["mean"] == [0.5, 1.0, 1.0, 1.0, None, None]
+    assert found["surprise"]["mean"][:4] == pytest.approx([0.5, 1.0, 1.5, 2.0])
+    assert found["score"]["mean"] == [0.5] and found["score"]["changed"] == 0.5
+
+
+def test_alignment_finds_a_text_that_is_only_moved():
+    assert aligned([1, 2, 3, 4, 5], [7, 7, 2, 3, 9, 5]).tolist() == [False, False, True, True, False, True]
+
+
+def test_findings_say_whether_surprise_grows():
+    texts = [Decoded((1,), (2,) * 13, (True, *[False] * 12))] * 8
+    verdicts = []
+    for slope in (0.3, 0.0):
+        events = [event(i, [9] * 13, [0, *[9] * 12], surprise=slope) for i in range(8)]
+        found = summarize(texts, events, horizon=12)
+        verdicts.append(found["findings"][0])
+        assert findings(found)[0] == verdicts[-1]
+    assert verdicts[0].startswith("Errors compound: ") and verdicts[1].startswith(
+        "No sign that errors compound: "
+    )
+
+
+def test_relapse_is_one_where_relaxed_tokens_do_not_know_each_other():
+    rng = np.random.default_rng(0)
+    flags = rng.random((1000, 100)) < 0.2
+    texts = [Decoded((1,), (2,) * 100, tuple(row)) for row in flags.tolist()]
+    found = relapse(texts, 3)
+    assert found["share"] == pytest.approx(0.2, abs=0.02)
+    assert found["mean"] == pytest.approx([1.0] * 3, abs=0.05)
+    assert all(high - low < 0.15 for low, high in zip(found["low"], found["high"], strict=True))
+    paired = [Decoded((1,), (2,) * 100, tuple((np.arange(100) % 10 < 2).tolist()))] * 5
+    assert relapse(paired, 3)["mean"][0] == pytest.approx(10 / 20 / 0.2)
+
+
+def test_intervals_resample_problems_and_not_events():
+    """Ten copies of an event are one problem's: they do not make the interval narrower."""
+    values, groups = np.asarray([[0.0], [1.0]] * 10), np.asarray([0, 1] * 10)
+    found = interval(values, groups)
+    assert (found["mean"], found["low"], found["high"]) == ([0.5], [0.0], [1.0])
+
+
+def test_the_command_writes_its_report(target, near, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text(
+        "".join(json.dumps({"prompt": p}) + "\n" for p in ("the sea", "a story", "of the sun"))
+    )
+    flags = ["--target", target, "--draft", f"model:{near}", "--num-draft-tokens", 2, "--theta", THETA]
+    flags += ["--task", f"jsonl={prompts}", "--max-new-tokens", NEW, "--horizon", HORIZON, "--batch-size", 4]
+    assert main([str(x) for x in (*flags, "--output", tmp_path / "out")]) == 0
+    shown = capsys.readouterr().out
+    assert shown == (tmp_path / "out" / "cascades.md").read_text()
+    assert "compound" in shown or "Errors fade" in shown
+    summary = json.loads((tmp_path / "out" / "cascades.json").read_text())
+    events = [json.loads(line) for line in (tmp_path / "out" / "events.jsonl").read_text().splitlines()]
+    relaxed = [e for e in events if not e["control"]]
+    assert summary["tasks"]["jsonl"]["relaxed"]["events"] == len(relaxed) > 0
+    assert all(len(e["ours"]) <= HORIZON for e in events)
+    assert (tmp_path / "out" / "cascades.png").read_bytes()[:4] == b"\x89PNG"
+    # Nothing is written over.
+    assert main([str(x) for x in (*flags, "--output", tmp_path / "out")]) == 2
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--theta", "inf"], "--theta is inf: expected a number at which the margin ratio relaxes"),
+        (["--base", "rejection"], "--base rejection does not apply at temperature 0"),
+        (["--horizon", "0"], "--horizon has 0: expected a whole number of at least 1"),
+    ],
+)
+def test_flags_that_make_no_sense_are_refused(tmp_path, capsys, argv, message):
+    assert main(["--task", "arithmetic", "--output", str(tmp_path / "out"), *argv]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,385 @@
+"""The step on meshes of eight CPU devices against the same step on one: the same tokens, and little that travels.
+
+Tokens are compared in float32. A sum over devices adds in another order, so logits differ by rounding: with logits
+of random weights, some tenths apart, no choice hangs on that, and all runs here are reproducible. Batches mix greedy
+and sampled rows.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from mars_jax import drafters, verify
+from mars_jax.core import decode, sampling
+from mars_jax.core.controls import make_controls
+from mars_jax.core.errors import MarsError
+from mars_jax.core.mesh import by_rows
+from mars_jax.core.types import Params, keys_from_seeds
+from mars_jax.drafters import Dynamic
+from mars_jax.models import ModelConfig, eagle, init_params, language_model, medusa
+from mars_jax.models.eagle import EagleConfig
+from mars_jax.models.medusa import MedusaConfig
+from mars_jax.placement import shardings as sharding
+from tests.helpers import committed, ragged
+
+VOCAB, HIDDEN, BATCH, BUFFER = 1024, 32, 8, 40
+LIKELY = jnp.arange(0, VOCAB, VOCAB // 16)  # on every device some
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 48,
+    "num_heads": 4,
+    "num_kv_heads": 2,  # which over four devices do not divide
+}
+CONFIG = ModelConfig(num_layers=2, qk_norm=True, **SIZES)
+EXPERTS = ModelConfig(
+    num_layers=2, family="qwen3_moe", num_experts=4, experts_per_token=2, dense_layers=(0,), **SIZES
+)
+LAYER = ModelConfig(num_layers=1, **SIZES)
+EAGLE_3 = EagleConfig(
+    version=3, layer=LAYER, target_hidden_size=HIDDEN, draft_vocab_size=256, feature_layers=(0, 1, 1)
+)
+EAGLE_1 = EagleConfig(
+    version=1, layer=LAYER, target_hidden_size=HIDDEN, draft_vocab_size=VOCAB, own_unembed=False
+)
+MEDUSA = MedusaConfig(num_heads=3, num_layers=1, hidden_size=HIDDEN, vocab_size=VOCAB)
+
+MODEL = language_model(CONFIG)
+DYNAMIC = Dynamic(top_k=3, depth=3, nodes=9)
+# Target, drafter, the config of the drafter's weights, rule.
+CASES = {
+    "none, exact": (CONFIG, drafters.none(), None, verify.exact()),
+    "ngram, mars": (CONFIG, drafters.ngram(3), None, verify.mars()),
+    "model chain, rejection": (
+        CONFIG,
+        drafters.language_model(MODEL, 3, sample=True),
+        CONFIG,
+        verify.rejection(),
+    ),
+    "model chain, mars over block rejection": (
+        CONFIG,
+        drafters.language_model(MODEL, 3, sample=True),
+        CONFIG,
+        verify.mars(verify.rejection(block=True)),
+    ),
+    "model tree, mars": (CONFIG, drafters.language_model(MODEL, tree=(3, 1)), CONFIG, verify.mars()),
+    "model dynamic tree, exact": (
+        CONFIG,
+        drafters.language_model(MODEL, tree=DYNAMIC),
+        CONFIG,
+        verify.exact(),
+    ),
+    "eagle-3 chain, rejection": (
+        CONFIG,
+        drafters.eagle(EAGLE_3, MODEL, 3, sample=True),
+        EAGLE_3,
+        verify.rejection(),
+    ),
+    "eagle-3 dynamic tree, mars": (
+        CONFIG,
+        drafters.eagle(EAGLE_3, MODEL, tree=DYNAMIC),
+        EAGLE_3,
+        verify.mars(),
+    ),
+    "eagle-1 dynamic tree, exact": (
+        CONFIG,
+        drafters.eagle(EAGLE_1, MODEL, tree=DYNAMIC),
+        EAGLE_1,
+        verify.exact(),
+    ),
+    "medusa tree, mars": (CONFIG, drafters.medusa(MEDUSA, MODEL, tree=(2, 2, 1)), MEDUSA, verify.mars()),
+    "medusa chain, rejection": (
+        CONFIG,
+        drafters.medusa(MEDUSA, MODEL, sample=True),
+        MEDUSA,
+        verify.rejection(),
+    ),
+    "experts, none, exact": (EXPERTS, drafters.none(), None, verify.exact()),
+    "experts, model tree, mars": (
+        EXPERTS,
+        drafters.language_model(MODEL, tree=(2, 1)),
+        CONFIG,
+        verify.mars(),
+    ),
+}
+
+
+def compiled(function, *arguments):
+    """Of a jitted function, in a quarter of the time: the code is slower then, and there is little to run."""
+    return function.lower(*arguments).compile({"xla_backend_optimization_level": 0})
+
+
+def peaked(table):
+    """An unembedding by which few tokens are likely, so that drafts by random heads are right now and then."""
+    likely = jnp.zeros((table.shape[0],), bool).at[:: table.shape[0] // len(LIKELY)].set(True)
+    return jnp.where(likely[:, None], table, 0.1 * table)
+
+
+def weights(config):
+    """Random params."""
+    if isinstance(config, MedusaConfig):
+        made = medusa.init_params(config, jax.random.key(2), scale=0.3)
+        heads = tuple(head | {"unembed": peaked(head["unembed"])} for head in made["heads"])
+        return {"heads": heads}
+    if isinstance(config, EagleConfig):
+        made = eagle.init_params(config, jax.random.key(1), scale=0.3)
+        if config.version == 3:
+            made["ids"] = jnp.arange(0, VOCAB, VOCAB // config.draft_vocab_size, dtype=jnp.int32)
+            made["unembed"] = peaked(made["unembed"])
+        return made
+    made = init_params(config, jax.random.key(0), scale=0.3)
+    return made | {"unembed": peaked(made["unembed"])}
+
+
+def params_of(target, draft):
+    """Of a target and its drafter. The drafting model is the target with some noise."""
+    drawn = () if draft is None else weights(draft)
+    if isinstance(draft, ModelConfig):
+        noise = init_params(draft, jax.random.key(5), scale=0.05)
+        drawn = jax.tree.map(lambda x, y: x + y if x.ndim > 1 else x, drawn, noise)
+    return Params(target=weights(target), draft=drawn)
+
+
+def rows():
+    prompts, lengths = ragged([1, 2, 17, 5, 9, 3, 7, 12], BUFFER, VOCAB)
+    controls = make_controls(
+        BATCH,
+        limit=BUFFER - jnp.arange(BATCH) % 3,
+        temperature=[0.0, 0.7, 0.0, 1.0, 0.8, 0.0, 1.2, 0.0],
+        top_k=[0, 0, 0, 9, 0, 0, 0, 0],
+        top_p=[1.0, 1.0, 1.0, 1.0, 0.9, 1.0, 1.0, 1.0],
+        theta=0.8,
+    )
+    return prompts, lengths, controls, keys_from_seeds(jnp.arange(BATCH, dtype=jnp.uint32))
+
+
+@functools.cache
+def decoder_of(case):
+    target, drafter, draft, rule = CASES[case]
+    decoder = decode.speculative_decoder(language_model(target), drafter, rule, prefill_chunk=16)
+    return decoder, compiled(jax.jit(params_of, static_argnums=(0, 1)), target, draft)()
+
+
+@functools.cache
+def on_one_device(case):
+    decoder, params = decoder_of(case)
+    state = compiled(decode.start, decoder, params, *rows())(params, *rows())
+    state, stats = compiled(decode.run, decoder, params, state)(params, state)
+    return committed(state), stats
+
+
+def mesh_of(text, kind=AxisType.Auto):
+    mesh = sharding.parse_mesh(text)
+    return jax.make_mesh(
+        tuple(mesh.shape.values()),
+        tuple(mesh.shape),
+        axis_types=(kind,) * len(mesh.shape),
+        devices=mesh.devices.flat,
+    )
+
+
+def on_mesh(case, mesh, *, named=True):
+    """(tokens, counters, the compiled loop). `named`: the mesh is entered by `jax.set_mesh`."""
+    target, _, draft, _ = CASES[case]
+    decoder, params = decoder_of(case)
+    params = Params(
+        target=sharding.place(params.target, target, mesh),
+        draft=() if draft is None else sharding.place(params.draft, draft, mesh),
+    )
+    arrays = jax.device_put(rows(), sharding.state_shardings(rows(), mesh))
+    with jax.set_mesh(mesh if named else None):
+        state = compiled(decode.start, decoder, params, *arrays)(params, *arrays)
+        if named:
+            assert_placed(state, mesh)
+        program = compiled(decode.run, decoder, params, state)
+        state, stats = program(params, state)
+    return committed(state), stats, program.as_text()
+
+
+def assert_placed(state, mesh):
+    wanted = sharding.state_shardings(state, mesh)
+    for x, place in zip(jax.tree.leaves(state), jax.tree.leaves(wanted), strict=True):
+        assert x.sharding.is_equivalent_to(place, x.ndim)
+
+
+def collectives(program):
+    """(name, elements of the largest result) of every collective in an HLO text, with how often it occurs."""
+    names = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter|collective-broadcast"
+    found = re.findall(rf" = (.*?) ({names})(?:-start)?\(", program)
+    shapes = [(name, re.findall(r"\[([\d,]*)\]", result)) for result, name in found]
+    elements = [
+        (name, max(math.prod(map(int, filter(None, s.split(",")))) for s in all)) for name, all in shapes
+    ]
+    return collections.Counter(elements)
+
+
+def check(case, mesh, **options):
+    tokens, stats, program = on_mesh(case, mesh, **options)
+    wanted, counted = on_one_device(case)
+    assert tokens == wanted
+    for name in ("steps", "emitted", "accepted_exact", "accepted_relaxed"):
+        np.testing.assert_array_equal(getattr(stats, name), getattr(counted, name))
+    return program
+
+
+FAST = [
+    ("ngram, mars", "data=8", AxisType.Auto),
+    ("ngram, mars", "data=2,model=4", AxisType.Explicit),
+    ("experts, none, exact", "data=2,expert=2,model=2", AxisType.Auto),
+]
+ALL = [
+    (case, axes, kind)
+    for case in CASES
+    for axes in ("data=8", "model=2", "model=4", "data=2,model=4", "data=2,expert=2,model=2")
+    for kind in (AxisType.Auto, AxisType.Explicit)
+    # Experts where there are any; and types that say how arrays are divided on the one mesh that has it all.
+    if ("expert=" in axes) == case.startswith("experts")
+    and (kind == AxisType.Auto or axes in ("data=2,model=4", "data=2,expert=2,model=2"))
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "axes", "kind"),
+    [*FAST, *[pytest.param(*one, marks=pytest.mark.slow) for one in ALL if one not in FAST]],
+)
+def test_tokens_are_those_of_one_device(case, axes, kind):
+    mesh = mesh_of(axes, kind)
+    program = check(case, mesh)
+    found = collectives(program)
+    if mesh.shape.get("model", 1) == mesh.shape.get("expert", 1) == 1:
+        assert not found
+        return
+    assert {name for name, _ in found} <= {"all-gather", "all-reduce"}
+    # Nothing of the vocabulary, of the cache or of the weights travels: at most what a layer makes of the nodes, or
+    # the few numbers per node and device that join a divided vocabulary.
+    _, drafter, _, _ = CASES[case]
+    nodes = BATCH // mesh.shape.get("data", 1) * max(drafter.num_nodes, 2)
+    most = max(elements for _, elements in found)
+    if case == "ngram, mars":  # all forwards are the target's
+        # One sum for the embedding, one behind each attention and one behind each MLP.
+        assert found["all-reduce", nodes * HIDDEN] == 1 + 2 * CONFIG.num_layers
+    allowed = (math.ceil(nodes / 4) * 4) * HIDDEN
+    if case == "eagle-3 chain, rejection":  # all of the draft vocabulary, a node at a time
+        allowed = BATCH // mesh.shape.get("data", 1) * EAGLE_3.draft_vocab_size
+    assert most <= allowed < nodes * VOCAB / 4
+
+
+def test_sampling_from_a_divided_vocabulary_sends_a_few_numbers_per_node():
+    """Every function that reads [.., V]: the same tokens, the same filters, and nothing as long as the vocabulary."""
+    rng = np.random.default_rng(0)
+    logits = jnp.asarray(rng.integers(-9, 9, (BATCH, 3, VOCAB)), jnp.float32)  # ties on every device
+    _, _, controls, keys = rows()
+    tokens = jnp.asarray(rng.integers(0, VOCAB, (BATCH, 4)), jnp.int32)
+    nodes = jnp.asarray(rng.integers(0, 3, (BATCH, 4)), jnp.int32)
+
+    def everything(_, logits, controls, keys, nodes, tokens):
+        return {
+            "argmax": sampling.argmax(logits),
+            "sample": sampling.sample(keys, logits, controls),
+            "top_k": sampling.top_k(logits, 5),
+            "processed": sampling.process(logits, controls),
+            "at_tokens": sampling.at_tokens(logits, nodes, tokens),
+        }
+
+    mesh = mesh_of("data=2,model=4")
+    arguments = ((), logits, controls, keys, nodes, tokens)
+    wanted = jax.jit(everything)(*arguments)
+    spread = {name: P("data") for name in wanted} | {"processed": P("data", None, "model")}
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(arguments, sharding.state_shardings(arguments, mesh))
+        logits = jax.device_put(logits, NamedSharding(mesh, P("data", None, "model")))
+        function = jax.jit(by_rows(everything), out_shardings=spread)
+        program = compiled(function, (), logits, *placed[2:])
+        got = program((), logits, *placed[2:])
+    for name in ("argmax", "sample", "top_k", "at_tokens"):
+        jax.tree.map(np.testing.assert_array_equal, got[name], wanted[name])
+    np.testing.assert_allclose(got["processed"], wanted["processed"], rtol=1e-6)
+    found = collectives(program.as_text())
+    assert {name for name, _ in found} <= {"all-gather", "all-reduce"}
+    # Two numbers for each of five candidates on four devices, of 4 rows with 3 nodes.
+    assert max(elements for _, elements in found) == 2 * 5 * 4 * 12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_mesh_that_nobody_names(kind):
+    """Placed arrays without `jax.set_mesh`: types say it all, or everything is left to XLA."""
+    case = "model tree, mars"
+    tokens, _, _ = on_mesh(case, mesh_of("data=2,model=4", kind), named=False)
+    assert tokens == on_one_device(case)[0]
+
+
+def test_what_does_not_divide_is_whole_and_said():
+    mesh = sharding.parse_mesh("data=2,model=4")
+    assert sharding.whole(CONFIG, mesh) == [
+        "2 key-value heads do not divide over model=4: every device holds all of them."
+    ]
+    placed = sharding.params_shardings(CONFIG, mesh)
+    assert jax.tree.structure(placed) == jax.tree.structure(jax.eval_shape(lambda: weights(CONFIG)))
+    layer = placed["layers"][0]
+    assert (layer["q"].spec, layer["k"].spec, layer["o"].spec) == (
+        P("model", None),
+        P(None, None),
+        P(None, "model"),
+    )
+    assert placed["embed"].spec == placed["unembed"].spec == P("model", None)
+    assert layer["q_norm"].spec == placed["norm"].spec == P()
+    for config in (EAGLE_3, EAGLE_1, MEDUSA):
+        placed = sharding.params_shardings(config, mesh)
+        assert jax.tree.structure(placed) == jax.tree.structure(
+            jax.eval_shape(functools.partial(weights, config))
+        )
+        assert any("model" in x.spec for x in jax.tree.leaves(placed))
+
+
+@pytest.mark.parametrize(
+    ("axes", "up", "down"),
+    [
+        ("model=4", P("model", None, None), P("model", None, None)),
+        ("expert=4", P("expert", None, None), P("expert", None, None)),
+        ("expert=2,model=2", P(("expert", "model"), None, None), P(("expert", "model"), None, None)),
+        ("expert=2,model=4", P("expert", "model", None), P("expert", None, "model")),
+        ("model=8", P(None, "model", None), P(None, None, "model")),
+    ],
+)
+def test_experts_are_divided_whole_before_their_hidden_units(axes, up, down):
+    layer = sharding.params_shardings(EXPERTS, sharding.parse_mesh(axes))["layers"][1]
+    assert (layer["expert_up"].spec, layer["expert_down"].spec, layer["router"].spec) == (up, down, P())
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("data=2,tensor=4", "expected axes among data, model, expert"),
+        ("data=2,data=4", "each once"),
+        ("data=0", "number of devices"),
+        ("model", "number of devices"),
+        ("data=3,model=4", "of 12 devices and there are 8"),
+    ],
+)
+def test_a_mesh_that_cannot_be_is_refused(text, said):
+    with pytest.raises(MarsError, match=said):
+        sharding.parse_mesh(text)
+
+
+def test_rows_and_experts_that_do_not_divide_are_refused_with_the_numbers():
+    mesh = sharding.parse_mesh("data=8")
+    with pytest.raises(
+        MarsError, match="a batch of 6 rows does not divide over data=8: pad it to a multiple of 8"
+    ):
+        sharding.state_shardings(jnp.zeros((6, 2)), mesh)
+    decoder, params = decoder_of("none, exact")
+    with jax.set_mesh(mesh), pytest.raises(MarsError, match="a batch of 6 rows does not divide over data=8"):
+        decoder.init(params, *jax.tree.map(lambda x: x[:6], rows()))
+    with pytest.raises(MarsError, match="4 experts do not divide over expert=3: choose a divisor of 4"):
+        sharding.params_shardings(EXPERTS, sharding.parse_mesh("expert=3"))

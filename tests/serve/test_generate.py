@@ -1,0 +1,244 @@
+"""Text to text, against PyTorch transformers with the same checkpoint."""
+
+import dataclasses
+import os
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import mars_jax as mj
+from mars_jax import hub, verify
+from mars_jax import pretrained as text
+from mars_jax.models.config import ModelConfig
+from mars_jax.models.transformer import init_params
+from mars_jax.serve import prepare as batch
+from mars_jax.serve.generate import generate_requests, generate_stream
+
+SHARED = os.environ.get("MARS_JAX_SHARED")
+CONFIG = ModelConfig(
+    vocab_size=97, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, max_positions=96,
+    eos_token_ids=(7,),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    """A random checkpoint without a tokenizer."""
+    path = tmp_path_factory.mktemp("api") / "target"
+    hub.save(path, CONFIG, init_params(CONFIG, jax.random.key(0), scale=0.3))
+    return mj.load(str(path))
+
+
+@pytest.fixture(scope="module")
+def stories():
+    if SHARED is None:
+        pytest.skip("MARS_JAX_SHARED does not name a directory with checkpoints/stories260k")
+    return mj.load(str(Path(SHARED) / "checkpoints" / "stories260k"))
+
+
+PROMPTS = [[3, 5, 8], [1], list(range(10, 50))]
+
+
+def test_greedy_tokens_are_those_of_transformers(target):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(target.path)
+    result = mj.generate(target, "ngram", PROMPTS, max_new_tokens=30, ignore_eos=True)
+    for prompt, completion in zip(PROMPTS, result.completions, strict=True):
+        ids = torch.tensor([prompt])
+        with torch.inference_mode():
+            want = model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=30, do_sample=False, eos_token_id=None,
+                pad_token_id=0,
+            )  # fmt: skip
+        assert completion.tokens == want[0, len(prompt) :].tolist()
+        assert completion.finish_reason == "length" and completion.text == ""
+
+
+def test_batch_size_and_drafter_change_no_row(target):
+    options = {
+        "temperature": [0.0, 1.0, 0.8],
+        "seed": [5, 6, 7],
+        "max_new_tokens": [30, 12, 20],
+        "stop_tokens": (),
+    }
+    whole = mj.generate(target, "none", PROMPTS, **options)
+    assert [len(t) for t in whole.tokens] == [30, 12, 20]
+    by_two = mj.generate(target, "none", PROMPTS, batch_size=2, **options)
+    alone = mj.generate(target, "none", PROMPTS[2:], **{k: v[2:] for k, v in options.items()})
+    assert whole.tokens == by_two.tokens and alone.tokens == whole.tokens[2:]
+    drafted = mj.generate(target, "ngram", PROMPTS, **options)
+    assert drafted.tokens[0] == whole.tokens[0]
+    assert drafted.metrics.emitted == 62
+
+
+def test_a_single_seed_counts_up_over_the_prompts(target):
+    first = mj.generate(
+        target, "none", [[3]] * 3, seed=4, temperature=1.0, max_new_tokens=12, ignore_eos=True
+    )
+    second = mj.generate(
+        target, "none", [[3]] * 3, seed=[4, 5, 6], temperature=1.0, max_new_tokens=12, ignore_eos=True
+    )
+    assert first.tokens == second.tokens
+    assert len({tuple(t) for t in first.tokens}) == 3
+
+
+def test_stop_tokens_and_context_end_a_row(target):
+    free = mj.generate(target, "none", [[3, 5, 8]], max_new_tokens=500, ignore_eos=True)
+    assert len(free.tokens[0]) == 96 - 3 and free.completions[0].finish_reason == "length"
+    stop = free.tokens[0][9]
+    first = free.tokens[0].index(stop)
+    stopped = mj.generate(target, "ngram", [[3, 5, 8]], max_new_tokens=93, stop_tokens=[stop])
+    assert stopped.tokens[0] == free.tokens[0][: first + 1]
+    assert stopped.completions[0].finish_reason == "stop"
+
+
+def test_stop_tokens_come_in_any_usual_shape(target):
+    free = mj.generate(target, "none", [[3, 5, 8]], max_new_tokens=20, ignore_eos=True).tokens[0]
+    stop, want = free[9], free[: free.index(free[9]) + 1]
+    unused = next(i for i in range(97) if i not in free)
+    for given in (stop, [stop], np.array([stop]), jax.numpy.array([stop]), [[stop, unused]]):
+        assert mj.generate(target, "none", [[3, 5, 8]], max_new_tokens=20, stop_tokens=given).tokens == [want]
+
+
+def test_a_drafter_without_weights_needs_no_loading(target):
+    named = mj.generate(target, "ngram", PROMPTS, max_new_tokens=9)
+    assert mj.generate(target, mj.drafters.ngram(8), PROMPTS, max_new_tokens=9).tokens == named.tokens
+
+
+def test_a_draft_of_broken_weights_is_reported(target, tmp_path):
+    params = init_params(CONFIG, jax.random.key(1))
+    params["layers"][1]["q"] = params["layers"][1]["q"].at[3, 4].set(np.nan)
+    hub.save(tmp_path / "draft", CONFIG, params)
+    with pytest.raises(mj.MarsError, match=r"weights of the draft .* are not finite \(layers\.1\.q\)"):
+        mj.drafters.load(f"model:{tmp_path / 'draft'}", target)
+
+
+def test_the_stream_joins_to_the_completion(target):
+    requests = mj.make_requests(
+        target, PROMPTS, max_new_tokens=24, temperature=[0.0, 1.0, 0.0], theta=0.2, ignore_eos=True
+    )
+    tokens = {row: [] for row in range(3)}
+    kinds = {}
+    for event in generate_stream(target, "ngram", requests, verify=verify.mars()):
+        tokens[event.row] += event.tokens
+        for kind, _ in event.pieces:
+            kinds[kind] = kinds.get(kind, 0) + 1
+        if event.completion:
+            assert event.completion.tokens == tokens[event.row]
+    result = generate_requests(target, "ngram", requests, verify=verify.mars())
+    assert result.tokens == list(tokens.values())
+    assert kinds.get("relaxed", 0) == result.metrics.accepted_relaxed
+    assert kinds.get("exact", 0) == result.metrics.accepted_exact
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "sentence"),
+    [
+        ([], {}, "there are no prompts"),
+        ([[]], {}, "the prompt has no tokens"),
+        ([[3, 97]], {}, "prompt token 97 is outside of the 97 tokens"),
+        ([[1] * 96], {}, "the prompt has 96 tokens and .* a context of 96"),
+        ([[1]], {"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ([[1]], {"temperature": -1.0}, "temperature"),
+        ([[1]], {"top_p": 0.0}, "top_p"),
+        ([[1]], {"seed": [1, 2]}, "seed has 2 values for 1 prompts"),
+        ([1, 2], {}, "prompt 0 is 1: expected token ids"),
+        ([[1.5, 3]], {}, "prompt 0 is .*: expected token ids"),
+        ([b"abc"], {}, "prompt 0 is b'abc': expected token ids"),
+        ([[1], [2]], {"stop_tokens": [[3]]}, "stop_tokens has 1 values for 2 prompts"),
+        ([[1]], {"stop_tokens": "x"}, "stop_tokens is .*: expected token ids"),
+        ([[1]], {"stop_tokens": [3], "ignore_eos": True}, "contradict each other"),
+        ([[1]], {"theta": 0.5}, "theta does not apply to a rule that relaxes nothing"),
+        ([[1]], {"batch_size": 0}, "batch_size is 0"),
+        ([[1]], {"verify": "mars"}, "verify is 'mars': give a rule"),
+    ],
+)
+def test_bad_input_gets_a_sentence(target, prompts, options, sentence):
+    with pytest.raises(mj.MarsError, match=sentence):
+        mj.generate(target, "none", prompts, **options)
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram"])
+def test_a_drafter_without_entropy_refuses_draft_stop(target, drafter):
+    with pytest.raises(mj.MarsError, match=f"draft_stop does not apply to the drafter '{drafter}"):
+        mj.generate(target, drafter, [[1]], draft_stop=0.5)
+
+
+def test_an_option_that_does_not_exist_is_a_type_error(target):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'temprature'"):
+        mj.generate(target, "none", [[1]], temprature=1.0)
+
+
+def test_broken_weights_are_reported(target):
+    broken = dataclasses.replace(target, params={**target.params, "norm": target.params["norm"] * np.nan})
+    with pytest.raises(mj.MarsError, match="not finite"):
+        mj.generate(broken, "none", [[1, 2]], max_new_tokens=30)
+
+
+def test_values_that_change_compile_nothing(target):
+    def once(prompts, **options):
+        mj.generate(
+            target, "ngram", prompts, verify=verify.mars(theta=options.pop("rule_theta", 0.9)), **options
+        )
+
+    once([[3, 5, 8]], max_new_tokens=30)
+    before = mj.run._cache_size()
+    once([[9] * 20], max_new_tokens=40, temperature=0.7, top_p=0.9, seed=3, rule_theta=0.5)
+    once([[4, 4]], max_new_tokens=50, theta=0.3, top_k=5, ignore_eos=True)
+    assert mj.run._cache_size() == before
+
+
+def test_buckets_grow_by_a_third_or_a_half():
+    sizes = [batch.bucket(n) for n in range(1, 5000)]
+    assert all(size >= n for n, size in enumerate(sizes, start=1))
+    assert sorted(set(sizes)) == [64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144]
+
+
+def test_stories260k_tells_its_documented_story(stories):
+    result = mj.generate(stories, "ngram", ["Once upon a time"], max_new_tokens=64)
+    assert result.text[0].startswith(
+        ", there was a little girl named Lily. She loved to play outside in the park."
+    )
+
+
+def test_stories260k_in_every_rule_equals_transformers_at_temperature_zero(stories):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(stories.path)
+    ids = torch.tensor([stories.encode("The little dog")])
+    with torch.inference_mode():
+        want = model.generate(ids, max_new_tokens=100, do_sample=False, eos_token_id=None, pad_token_id=0)
+    want = want[0, ids.shape[1] :].tolist()
+    twin = mj.drafters.load(f"model:{stories.path}", stories, tree=(3, 2, 1))
+    for drafter, rule in [
+        ("none", verify.exact()),
+        ("ngram", verify.rejection(block=True)),
+        (twin, verify.mars(theta=np.inf)),
+    ]:
+        got = mj.generate(
+            stories, drafter, ["The little dog"], verify=rule, max_new_tokens=100, ignore_eos=True
+        )
+        assert got.tokens[0] == want
+
+
+def test_a_character_cut_in_two_reads_the_same_streamed_and_whole(stories):
+    """Bytes of an emoji, and then of half an emoji."""
+    tokens = [243, 162, 155, 131, 243, 162]
+    detokenizer = text.Detokenizer(stories, stories.encode("Once upon a time"))
+    pieces = "".join(detokenizer.feed([t], last=i == 5) for i, t in enumerate(tokens))
+    assert pieces.startswith("\N{GRINNING FACE}") and pieces.endswith("\N{REPLACEMENT CHARACTER}")
+
+
+def test_detokenized_pieces_join_to_the_text(stories):
+    """Multi-byte characters, spaces at joints, and tokens of one byte each."""
+    whole = "Once upon a time, a café in Tōkyō \N{SNOWMAN} had  two   spaces.\nThe end"
+    ids = stories.encode(whole)
+    for cut in (1, 3, len(ids) - 1):
+        prompt, rest = ids[:cut], ids[cut:]
+        detokenizer = text.Detokenizer(stories, prompt)
+        pieces = [detokenizer.feed([t], last=i == len(rest) - 1) for i, t in enumerate(rest)]
+        assert stories.decode(prompt) + "".join(pieces) == stories.decode(ids)
+        assert "\N{REPLACEMENT CHARACTER}" not in "".join(pieces)
