@@ -1,0 +1,84 @@
+"""The rules and the drafters by name, with their settings, ranges, defaults and needs. Nothing here imports jax.
+
+Flags, checks, prompts files, arms of a benchmark, arguments of lm-eval and the texts of errors come from these tables,
+and the factories take their ranges from their row.
+
+Oracle: tests/test_specs.py, which holds every row against its factory.
+"""
+
+from mars_jax.core.settings import CONTROLS, LARGEST_INT, Range, Setting, by_name
+from mars_jax.specs.drafts import (
+    DRAFTERS,
+    DraftKind,
+    DraftSpec,
+    DynamicTree,
+    draft_words,
+    drafters_that,
+    parse_draft,
+    parse_tree,
+)
+from mars_jax.specs.rules import MARGINS, NEEDS, RULES, UNLIMITED_RUN, Rule, check_setting, rule
+
+DTYPES = ("float32", "bfloat16", "int8")
+"""Of weights."""
+FILTERS = ("top_k", "top_p", "min_p")
+"""Settings that only sampling reads; their defaults are off."""
+REQUEST = CONTROLS | by_name(
+    Setting(
+        name="seed",
+        kind=int,
+        default=0,
+        ranges=Range("a whole number from 0 to 4294967295", 0, 2**32 - 1),
+        per_row=True,
+        metavar="N",
+        help="prompt i draws with seed N + i (default: 0)",
+    ),
+    Setting(
+        name="max_new_tokens",
+        kind=int,
+        default=256,
+        ranges=Range("a whole number of at least 1", 1, LARGEST_INT),
+        per_row=True,
+        metavar="N",
+        help="most tokens per prompt (default: 256)",
+    ),
+    Setting(
+        name="batch_size",
+        kind=int,
+        ranges=Range("a whole number from 1 to 65536", 1, 2**16),
+        metavar="N",
+        help="prompts decoded side by side (default: 1 for a stream, else 8)",
+    ),
+    Setting(
+        name="num_draft_tokens",
+        kind=int,
+        # Every drafted token is a node of the one target forward, which past this is no longer cheap.
+        ranges=Range("a whole number from 1 to 128", 1, 128),
+        metavar="N",
+        help="tokens drafted in a row",
+    ),
+)
+"""Settings of a request and of its batch. Those that are `per_row` may stand in a row of a prompts file."""
+
+__all__ = [
+    "DRAFTERS",
+    "DTYPES",
+    "FILTERS",
+    "MARGINS",
+    "NEEDS",
+    "REQUEST",
+    "RULES",
+    "UNLIMITED_RUN",
+    "DraftKind",
+    "DraftSpec",
+    "DynamicTree",
+    "Range",
+    "Rule",
+    "Setting",
+    "check_setting",
+    "draft_words",
+    "drafters_that",
+    "parse_draft",
+    "parse_tree",
+    "rule",
+]

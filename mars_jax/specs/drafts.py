@@ -1,0 +1,178 @@
+"""The drafters by name: what each can do, how it is named, and the shapes of its drafts. No jax."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from mars_jax.core.errors import MarsError
+
+MOST_NODES = 1024
+"""Nodes of the largest tree: every one is a node of the one target forward, which past this is no longer cheap."""
+
+
+class DynamicTree(NamedTuple):
+    """The sizes of `drafters.Dynamic`, and their defaults."""
+
+    top_k: int = 10
+    depth: int = 7
+    nodes: int = 60  # the root included
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DraftKind:
+    """A row of `DRAFTERS`."""
+
+    name: str
+    help: str
+    path: bool = False  # named with a checkpoint, as NAME:PATH
+    trees: bool = False  # drafts static trees
+    dynamic: bool = False  # drafts dynamic trees
+    samples: bool = False  # has a distribution, and draws from it for rejection
+    stops: bool = False  # heeds draft_stop
+    length: int | None = None  # of a chain unless told otherwise; None: as many as it has, or none at all
+    grows: bool = False  # drafts a dynamic tree unless told otherwise
+    paper: str = ""
+
+    @property
+    def spec(self) -> str:
+        """How it is named.
+
+        >>> DRAFTERS["model"].spec
+        'model:PATH'
+        """
+        return f"{self.name}:PATH" if self.path else self.name
+
+    def as_json(self) -> dict[str, Any]:
+        """The row, for `--list-drafters --json`."""
+        return dataclasses.asdict(self)
+
+
+DRAFTERS: dict[str, DraftKind] = {
+    row.name: row
+    for row in (
+        DraftKind(name="none", help="plain autoregression"),
+        DraftKind(name="ngram", help="copy from the text so far", length=8, paper="2304.04487"),
+        DraftKind(
+            name="model",
+            help="a small model with the target's tokenizer",
+            path=True,
+            trees=True,
+            dynamic=True,
+            samples=True,
+            stops=True,
+            length=5,
+            paper="2211.17192",
+        ),
+        DraftKind(
+            name="eagle",
+            help="an EAGLE, EAGLE-2 or EAGLE-3 head of the target",
+            path=True,
+            trees=True,
+            dynamic=True,
+            samples=True,
+            stops=True,
+            length=5,
+            grows=True,
+            paper="2401.15077, 2406.16858, 2503.01840",
+        ),
+        DraftKind(
+            name="medusa",
+            help="Medusa heads of the target",
+            path=True,
+            trees=True,
+            samples=True,
+            stops=True,
+            paper="2401.10774",
+        ),
+    )
+}
+"""The drafters by name."""
+
+
+class DraftSpec(NamedTuple):
+    """A drafter as it is named: `eagle:PATH` is ("eagle", "PATH"), and `ngram` is ("ngram", "")."""
+
+    kind: str
+    path: str
+
+    @property
+    def row(self) -> DraftKind:
+        return DRAFTERS[self.kind]
+
+
+def draft_words(names: Iterable[str] = DRAFTERS) -> str:
+    """How drafters are named, for help and errors.
+
+    >>> draft_words(["ngram", "model", "eagle"])
+    'ngram, model:PATH or eagle:PATH'
+    """
+    *most, last = (DRAFTERS[name].spec for name in names)
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+def drafters_that(what: str) -> str:
+    """`draft_words` of the drafters with a property, such as "trees"."""
+    return draft_words(name for name, row in DRAFTERS.items() if getattr(row, what))
+
+
+def parse_draft(spec: str, *, shown: str = "the drafter", among: Iterable[str] = DRAFTERS) -> DraftSpec:
+    """The kind and the path of a drafter.
+
+    Args:
+      spec: such as "ngram" or "eagle:PATH"; a path may hold colons.
+      shown: how the argument is called in the message.
+      among: the kinds that are taken here.
+
+    Raises:
+      MarsError: an unknown kind, a path that is missing or too many.
+
+    >>> parse_draft("eagle:owner/name")
+    DraftSpec(kind='eagle', path='owner/name')
+    """
+    kind, colon, path = spec.partition(":")
+    among = list(among)
+    if kind not in among or DRAFTERS[kind].path != bool(path) or (colon and not path):
+        raise MarsError(f"{shown} is {spec}: expected {draft_words(among)}.")
+    return DraftSpec(kind, path)
+
+
+def parse_tree(text: str, *, shown: str = "--tree") -> tuple[int, ...] | DynamicTree:
+    """Children per node at each depth, or the sizes of a dynamic tree.
+
+    Raises:
+      MarsError: not whole numbers of at least 1 joined by "-", or too many nodes.
+
+    >>> parse_tree("4-2-2-1"), parse_tree("dynamic:8-6-40")
+    ((4, 2, 2, 1), DynamicTree(top_k=8, depth=6, nodes=40))
+    """
+    if text == "dynamic":
+        return DynamicTree()
+    dynamic = text.startswith("dynamic:")
+    parts = text.removeprefix("dynamic:").split("-")
+    whole = all(part.isascii() and part.isdigit() and len(part) < 5 and int(part) for part in parts)
+    if not whole or (dynamic and len(parts) != 3):
+        raise MarsError(
+            f"{shown} is {text}: expected the children per node at each depth, such as 4-2-2-1, or dynamic, or its "
+            "children, depth and nodes, such as dynamic:8-6-40."
+        )
+    sizes = tuple(int(part) for part in parts)
+    if dynamic:
+        tree = DynamicTree(*sizes)
+        if tree.nodes < 2:
+            raise MarsError(f"{shown} is {text}: expected at least 2 nodes, the first being the root.")
+        # What is drafted, not only what is kept of it, is work.
+        _check_nodes(shown, text, max(tree.nodes, tree.top_k * tree.depth))
+        return tree
+    nodes, level = 1, 1
+    for width in sizes:
+        level *= width
+        nodes += level
+        _check_nodes(shown, text, nodes)
+    return sizes
+
+
+def _check_nodes(shown: str, text: str, nodes: int) -> None:
+    if nodes > MOST_NODES:
+        raise MarsError(f"{shown} is {text}, more than {MOST_NODES} nodes: choose a smaller tree.")

@@ -1,0 +1,192 @@
+"""The tables: every row against its factory, ranges at their ends, and the texts that name them."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kernels_pallas
+from mars_jax import drafters, specs
+from mars_jax.core.errors import MarsError
+from mars_jax.core.settings import Range, Setting
+
+
+def message(call, *args, **options):
+    with pytest.raises(MarsError) as caught:
+        call(*args, **options)
+    assert str(caught.value).endswith(".")
+    return str(caught.value)
+
+
+def test_the_tables_do_not_load_jax():
+    code = "import sys, mars_jax.specs; assert not {'jax', 'numpy', 'flax'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_margins_are_those_of_the_kernels():
+    assert list(specs.MARGINS) == list(kernels_pallas.MARGINS)
+
+
+def test_a_dynamic_tree_has_the_sizes_of_the_drafters():
+    import dataclasses
+
+    assert dataclasses.asdict(drafters.Dynamic()) == specs.DynamicTree()._asdict()
+
+
+@pytest.mark.parametrize(
+    ("rule", "name", "value", "chosen"),
+    [
+        ("mars", "theta", 1.0, {}),
+        ("mars", "theta", math.inf, {}),
+        ("mars", "theta", 1, {"margin": "prob_ratio"}),
+        ("mars", "theta", 7.5, {"margin": "gap"}),
+        ("mars", "theta", [0.5, math.inf], {}),
+        ("mars", "theta", np.float32([0.5, 0.9]), {}),
+        ("mars", "theta", jnp.float32(0.5), {}),
+        ("mars", "theta", jnp.asarray([2.0, math.inf]), {"margin": "gap"}),
+        ("mars", "max_relaxed_run", 0, {}),
+        ("mars", "max_relaxed_run", specs.UNLIMITED_RUN, {}),
+        ("mars", "max_relaxed_run", np.asarray([0, 3]), {}),
+        ("mars", "max_relaxed_run", 2.0, {}),
+        ("mars", "margin", "gap", {}),
+        ("mars", "block", True, {"base": "rejection"}),
+        ("learned", "theta", 0.2, {}),
+        ("simulated", "tau", 1, {}),
+        ("rejection", "block", True, {}),
+    ],
+)
+def test_a_value_in_range_passes(rule, name, value, chosen):
+    specs.check_setting(rule, name, value, **chosen)
+
+
+@pytest.mark.parametrize(
+    ("rule", "name", "value", "chosen", "expected"),
+    [
+        ("mars", "theta", 0.0, {}, "theta is 0: expected a number above 0 and at most 1 for the margin ratio, or inf"),
+        ("mars", "theta", 1.5, {}, "theta is 1.5: expected a number above 0 and at most 1 for the margin ratio"),
+        ("mars", "theta", 1.5, {"margin": "prob_ratio"}, "theta is 1.5: expected a number above 0 and at most 1 for"),
+        ("mars", "theta", -1, {"margin": "gap"}, "theta is -1: expected a number above 0 for the margin gap"),
+        ("mars", "theta", math.nan, {"margin": "gap"}, "theta is nan"),
+        ("mars", "theta", np.asarray([0.5, 1.5]), {}, "theta is 1.5"),
+        ("mars", "theta", jnp.asarray([[0.5], [0.0]]), {}, "theta is 0"),
+        ("mars", "theta", [0.5, "x"], {}, "theta is 'x'"),
+        ("mars", "theta", True, {}, "theta is True"),
+        ("mars", "theta", None, {}, "theta is None"),
+        ("mars", "max_relaxed_run", 1.5, {}, "max_relaxed_run is 1.5: expected a whole number"),
+        ("mars", "max_relaxed_run", 2**31, {}, "max_relaxed_run is 2147483648"),
+        ("mars", "max_relaxed_run", [0, -1], {}, "max_relaxed_run is -1"),
+        ("mars", "margin", "wide", {}, "margin is 'wide': expected one of ratio, gap, prob_ratio"),
+        ("mars", "theta", 0.9, {"margin": "wide"}, "margin is 'wide': expected one of ratio, gap, prob_ratio"),
+        ("mars", "tau", 2.0, {}, "the rule mars has no setting 'tau': it has base, margin, theta, max_relaxed_run"),
+        ("mars", "block", True, {}, "the rule mars has no setting 'block'"),
+        ("exact", "theta", 0.9, {}, "the rule exact has no setting 'theta': it has none"),
+        ("learned", "theta", 1.5, {}, "theta is 1.5: expected a probability"),
+        ("simulated", "tau", 0.5, {}, "tau is 0.5: expected a number of at least 1"),
+        ("simulated", "tau", math.inf, {}, "tau is inf"),
+        ("rejection", "block", 1, {}, "block is 1: expected true or false"),
+        ("marz", "theta", 0.9, {}, "there is no rule 'marz' (did you mean mars?): choose one of exact"),
+    ],
+)  # fmt: skip
+def test_a_value_out_of_range_is_named(rule, name, value, chosen, expected):
+    assert message(specs.check_setting, rule, name, value, **chosen).startswith(expected)
+
+
+def test_traced_values_are_not_looked_at():
+    @jax.jit
+    def build(theta):
+        specs.check_setting("mars", "theta", theta)
+        specs.check_setting("mars", "theta", [theta, theta])
+        return theta
+
+    assert build(2.0) == 2.0
+
+
+def test_settled_settings_are_whole():
+    assert specs.rule("mars").settle({"margin": "gap", "theta": 1.5}) == {
+        "base": "exact", "margin": "gap", "theta": 1.5, "max_relaxed_run": specs.UNLIMITED_RUN,
+    }  # fmt: skip
+    assert specs.rule("mars").settle({"base": "rejection", "block": True})["block"] is True
+    assert specs.rule("exact").settle({}) == {}
+    assert message(specs.rule("simulated").settle, {}) == (
+        "the rule simulated needs a tau: give a number of at least 1, the token that every step gives."
+    )
+    assert "theta is 1.5" in message(specs.rule("mars").settle, {"theta": 1.5})
+    assert "no setting 'block'" in message(specs.rule("mars").settle, {"block": True})
+
+
+@pytest.mark.parametrize("name", specs.RULES)
+def test_grids_go_from_strict_to_loose_within_their_range(name):
+    for setting in specs.rule(name).settings.values():
+        ranges = [setting.ranges] if isinstance(setting.ranges, Range) else setting.ranges.values()
+        for found in ranges:
+            assert all(value in found for value in found.grid)
+            assert list(found.grid) in (sorted(set(found.grid)), sorted(set(found.grid), reverse=True))
+
+
+def test_tables_are_json():
+    rows = [row.as_json() for row in (*specs.RULES.values(), *specs.DRAFTERS.values())]
+    again = json.loads(json.dumps(rows, allow_nan=False))
+    theta = next(s for s in again[2]["settings"] if s["name"] == "theta")
+    assert theta["range_by"]["setting"] == "margin" and theta["range_by"]["gap"]["inf_included"]
+    assert theta["range_by"]["ratio"] == {
+        "expected": "a number above 0 and at most 1 for the margin ratio, or inf, which is strict",
+        "low": 0, "high": 1, "low_included": False, "inf_included": True,
+    }  # fmt: skip
+
+
+def test_texts_and_json_become_values():
+    theta = specs.rule("mars").settings["theta"]
+    assert theta.from_text("inf", margin="ratio") == math.inf
+    assert theta.from_json(1, margin="ratio") == 1.0 and type(theta.from_json(1, margin="ratio")) is float
+    assert "--theta is warm" in message(theta.from_text, "warm", shown="--theta", margin="gap")
+    block = specs.rule("rejection").settings["block"]
+    assert block.from_text("true") is True and block.from_text("False") is False
+    assert message(block.from_text, "yes") == "block is yes: expected true or false."
+    run = specs.rule("mars").settings["max_relaxed_run"]
+    assert run.from_text("3") == 3
+    assert "max_relaxed_run is 1.5" in message(run.from_text, "1.5")
+    assert "max_relaxed_run is 2.0" in message(run.from_json, 2.0)
+
+
+@pytest.mark.parametrize("setting", [*specs.REQUEST.values()], ids=lambda s: s.name)
+def test_every_setting_says_what_it_expects(setting: Setting):
+    assert setting.expected() and not setting.expected().endswith(".")
+    assert setting.help and not setting.help.endswith(".")
+    if setting.default is not None:
+        setting.check(setting.default)
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        ("none", ("none", "")),
+        ("ngram", ("ngram", "")),
+        ("model:a/b", ("model", "a/b")),
+        ("eagle:C:/heads", ("eagle", "C:/heads")),
+        ("medusa:x", ("medusa", "x")),
+    ],
+)
+def test_drafts_are_named_by_kind_and_path(spec, expected):
+    assert specs.parse_draft(spec) == expected
+    assert specs.parse_draft(spec).row.name == expected[0]
+
+
+@pytest.mark.parametrize(
+    "spec", ["", ":", "ngram:", "ngram:3", "model", "model:", "eagel:x", "none:x", "Model:x"]
+)
+def test_other_drafts_are_refused(spec):
+    assert message(specs.parse_draft, spec, shown="--draft") == (
+        f"--draft is {spec}: expected none, ngram, model:PATH, eagle:PATH or medusa:PATH."
+    )
+
+
+def test_drafts_may_be_narrowed():
+    assert "expected ngram or model:PATH." in message(specs.parse_draft, "none", among=("ngram", "model"))
+    assert specs.drafters_that("trees") == "model:PATH, eagle:PATH or medusa:PATH"
