@@ -99,7 +99,7 @@ def decoding(decoder, params, config) -> Callable[[], tuple]:
     length, made, keys = jnp.array([PROMPT], jnp.int32), make_controls(1, limit=PROMPT + NEW), KEYS()
 
     def run():
-        state = decode.start(decoder, params, tokens, length, made, keys)
+        state = decode.start(decoder, params, tokens, length, made, verify.exact(), keys)
         return jax.block_until_ready(decode.run(decoder, params, state))
 
     return run
@@ -226,7 +226,8 @@ def step_overhead(repeats: int, size: str, draft: str, draft_tokens: int = 5, ti
         weights,
         tokens,
         jnp.array([past], jnp.int32),
-        make_controls(1, limit=width, theta=float("inf")),
+        make_controls(1, limit=width),
+        verify.exact(),
         KEYS(),
     )
     held = [first]
@@ -264,6 +265,7 @@ def step_memory(size: str, batch: int, slots: int) -> dict:
     state = jax.eval_shape(
         decoder.init, Params(params), shape((batch, slots - 8), jnp.int32), shape((batch,), jnp.int32),
         jax.eval_shape(lambda: make_controls(batch, limit=slots - 8)),
+        jax.eval_shape(lambda: verify.for_rows(verify.mars(), batch)),
         jax.eval_shape(lambda: mj.keys_from_seeds(jnp.zeros((batch,), jnp.uint32))),
     )  # fmt: skip
     temporary = temp_bytes(decode.jitted_step.lower(decoder, Params(params), state))
@@ -280,19 +282,19 @@ def compiles(size: str) -> dict:
     decoder = decode.speculative_decoder(model, drafters.ngram(7), verify.mars())
     rng = np.random.default_rng(1)
 
-    def once(length, seed, **chosen):
+    def once(length, seed, rule=verify.mars(), **chosen):  # noqa: B008
         tokens = jnp.asarray(rng.integers(3, config.vocab_size, (1, 128)), jnp.int32)
         state = decode.start(
             decoder, Params(params), tokens, jnp.array([length], jnp.int32), make_controls(1, **chosen),
-            mj.keys_from_seeds(jnp.array([seed], jnp.uint32)),
+            rule, mj.keys_from_seeds(jnp.array([seed], jnp.uint32)),
         )  # fmt: skip
         decode.run(decoder, Params(params), state)
 
     once(10, 0, limit=40)
     before = compiled()
     once(30, 1, limit=60)
-    once(9, 2, limit=128, temperature=1.0, top_p=0.8, theta=0.5)
-    once(60, 3, limit=100, temperature=0.5, top_k=7, min_p=0.1, strict=True, max_relaxed_run=1)
+    once(9, 2, verify.mars(theta=0.5), limit=128, temperature=1.0, top_p=0.8)
+    once(60, 3, verify.mars(max_relaxed_run=1), limit=100, temperature=0.5, top_k=7, min_p=0.1, strict=True)
     count = compiled() - before
     return {
         "case": "compilations after values change",

@@ -76,7 +76,7 @@ def steps(
     controls = mj.make_controls(batch, limit=buffer)
     lengths = jnp.full((batch,), 2, jnp.int32)
     keys = mj.keys_from_seeds(jnp.arange(batch, dtype=jnp.uint32))
-    held = [decode.start(decoder, params, tokens, lengths, controls, keys)]
+    held = [decode.start(decoder, params, tokens, lengths, controls, verify.mars(), keys)]
 
     def run() -> None:
         # Back to the same length, so that every run decodes the same stretch.

@@ -13,6 +13,7 @@ by the risk in which the two differ. Beside the JSON goes a PNG.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import json
 import os
@@ -58,8 +59,9 @@ def rules(target: mj.Pretrained, median_entropy: float) -> dict[str, mj.verify.M
         "class, strict on punctuation": mj.verify.context("class", (1, 1, 0), classes=classes),
         "class, strict on words": mj.verify.context("class", (0, 1, 1), classes=classes),
     }
-    return {"global": mj.verify.mars()} | {
-        name: mj.verify.mars(context=chosen) for name, chosen in contexts.items()
+    by_context = mj.verify.LoadedRule
+    return {"global": by_context(mj.verify.mars())} | {
+        name: by_context(mj.verify.mars(context=chosen.by), chosen) for name, chosen in contexts.items()
     }
 
 
@@ -97,8 +99,7 @@ class Task:
             self._target,
             self._drafter,
             self._prompts[chosen],
-            verify=rule,
-            theta=theta,
+            verify=rule._replace(rule=dataclasses.replace(rule.rule, theta=np.float32(theta))),
             chat=self._problems is not None,
             max_new_tokens=ANSWER_TOKENS if self._problems is not None else NEW_TOKENS,
             batch_size=16,

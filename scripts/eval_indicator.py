@@ -153,10 +153,10 @@ class Loop:
     def run(self, rule: Any, theta: float) -> dict[str, np.ndarray]:
         """f64[n] each: steps, emitted, regret and score of every problem."""
         columns: dict[str, list[float]] = {"steps": [], "emitted": [], "regret": [], "score": []}
-        requests = [dataclasses.replace(r, theta=theta) for r in self._requests]
-        for group in groups(requests, ROWS):
-            decoder, params, state = prepare(self._target, self._drafter, group, verify=rule, rows=ROWS)
-            state, stats = decode.run(decoder, params._replace(verify=self._head), state)
+        loaded = mj.verify.LoadedRule(dataclasses.replace(rule, theta=np.float32(theta)), self._head)
+        for group in groups(self._requests, ROWS):
+            decoder, params, state = prepare(self._target, self._drafter, group, verify=loaded, rows=ROWS)
+            state, stats = decode.run(decoder, params, state)
             tokens, length, stats = jax.device_get((state.tokens, state.length, stats))
             for row, request in enumerate(group):
                 problem = self._problems[len(columns["score"])]

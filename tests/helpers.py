@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from typing import Any
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mars_jax.core import decode
+from mars_jax.core import decode, rules
 from mars_jax.core.controls import make_controls
-from mars_jax.core.types import Params, keys_from_seeds
+from mars_jax.core.evidence import evidence
+from mars_jax.core.types import Controls, DraftInput, Params, Visible, keys_from_seeds
 
 NO_WEIGHTS = Params(target=(), draft=())
 
@@ -23,15 +27,64 @@ def ragged(lengths, buffer, vocab, seed=0):
     )
 
 
+def draft_input(state, keys=None):
+    """What a drafter would be given for the state."""
+    keys = state.keys if keys is None else keys
+    return DraftInput(keys=keys, tokens=state.tokens, length=state.length, controls=state.controls)
+
+
+NUMBERS = ("theta", "max_relaxed_run", "tau")
+
+
+@flax.struct.dataclass(kw_only=True)
+class Rows(Controls):
+    """Controls, and beside them the numbers of whatever rule is tried; None leaves the rule its own."""
+
+    theta: Any = None
+    max_relaxed_run: Any = None
+
+
+def make_rows(batch, **settings):
+    """As `make_controls`, which does not know a rule's numbers."""
+    numbers = {name: settings.pop(name) for name in ("theta", "max_relaxed_run") if name in settings}
+    made = make_controls(batch, **settings)
+    fields = {f.name: getattr(made, f.name) for f in dataclasses.fields(made)}
+    dtypes = {"theta": jnp.float32, "max_relaxed_run": jnp.int32}
+    spread = {n: jnp.broadcast_to(jnp.asarray(v, dtypes[n]), (batch,)) for n, v in numbers.items()}
+    return Rows(**fields, **spread)
+
+
+def with_numbers(rule, **numbers):
+    """The rule with other numbers, where it has them."""
+    fields = {f.name for f in dataclasses.fields(rule)}
+    dtypes = {"max_relaxed_run": jnp.int32}
+    given = {k: v for k, v in numbers.items() if k in fields and v is not None}
+    return dataclasses.replace(
+        rule, **{k: jnp.asarray(v, dtypes.get(k, jnp.float32)) for k, v in given.items()}
+    )
+
+
+def judge(rule):
+    """`(keys, tree, logits, rows, hidden=, params=) -> Verdict` of a rule, with the numbers of the rows."""
+
+    def decide(keys, tree, logits, rows, **given):
+        numbers = {name: getattr(rows, name, None) for name in NUMBERS}
+        made = rules.for_rows(with_numbers(rule, **numbers), tree.tokens.shape[0])
+        return made(evidence(tree, logits, keys=keys, controls=rows, **given))[0]
+
+    return decide
+
+
 def decode_all(
     target, drafter, rule, prompts, lengths, *, limit=None, seeds=None, params=NO_WEIGHTS, **chosen
 ):
     """Run to the end; returns (state, stats)."""
     batch, buffer = prompts.shape
+    rule = with_numbers(rule, **{name: chosen.pop(name) for name in NUMBERS if name in chosen})
     made = make_controls(batch, limit=buffer if limit is None else limit, **chosen)
     keys = keys_from_seeds(jnp.asarray(range(batch) if seeds is None else seeds, jnp.uint32))
     decoder = decode.speculative_decoder(target, drafter, rule, prefill_chunk=16)
-    state = decode.start(decoder, params, prompts, lengths, made, keys)
+    state = decode.start(decoder, params, prompts, lengths, made, rule, keys)
     return decode.run(decoder, params, state)
 
 
@@ -56,7 +109,9 @@ def _last_logits(model, tokens, length):
     width = tokens.shape[1]
     position = jnp.arange(width, dtype=jnp.int32)[None]
     mask = (position[:, None, :] <= position[:, :, None]) & (position < length)[:, None, :]
-    out = model.forward((), tokens, position, mask, model.init_cache(1, width), jnp.zeros((1,), jnp.int32))
+    zero = jnp.zeros((1,), jnp.int32)
+    visible = Visible(first=zero, positions=position, slot=zero, seen=mask)
+    out = model.forward((), tokens, visible, model.init_cache(1, width))
     return model.unembed((), out.hidden)[0, length - 1]
 
 

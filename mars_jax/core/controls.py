@@ -14,9 +14,6 @@ from jax.core import Tracer
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import NO_TOKEN, Controls
 
-UNLIMITED_RUN = 1 << 30
-"""Default of `max_relaxed_run`: longer than any draft."""
-
 
 def make_controls(
     batch: int,
@@ -26,8 +23,6 @@ def make_controls(
     top_k: Any = 0,
     top_p: Any = 1.0,
     min_p: Any = 0.0,
-    theta: Any = 0.9,
-    max_relaxed_run: Any = UNLIMITED_RUN,
     strict: Any = False,
     draft_stop: Any = math.inf,
     stop_tokens: Any = (),
@@ -41,10 +36,8 @@ def make_controls(
       top_k: 0 is off.
       top_p: 1 is off.
       min_p: 0 is off.
-      theta: threshold of the relaxed rule, in the units of its margin; inf is strict.
-      max_relaxed_run: relaxed tokens allowed in a row.
-      strict: True switches relaxation off.
-      draft_stop: nothing is drafted behind a node where the square root of the draft's entropy, in nats, is above
+      strict: True switches a lossy rule off: the row gets the rule's lossless base.
+      draft_stop: nothing is drafted after a node where the square root of the draft's entropy, in nats, is above
         it (SVIP, arXiv 2411.18462); inf is off.
       stop_tokens: ids for all rows, or one sequence of ids per row; padded with `NO_TOKEN` to a common M >=
         1.
@@ -72,13 +65,21 @@ def make_controls(
             "top_p", top_p, np.float32, lambda v: (v > 0) & (v <= 1), "above 0 and at most 1 (1 is off)"
         ),
         min_p=field("min_p", min_p, np.float32, lambda v: (v >= 0) & (v <= 1), "between 0 and 1 (0 is off)"),
-        theta=field("theta", theta, np.float32, lambda v: v > 0, "above 0 (inf is strict)"),
-        max_relaxed_run=field("max_relaxed_run", max_relaxed_run, np.int32, lambda v: v >= 0, "at least 0"),
         strict=field("strict", strict, np.bool_),
         draft_stop=field("draft_stop", draft_stop, np.float32, lambda v: v >= 0, "at least 0 (inf is off)"),
         limit=field("limit", limit, np.int32, lambda v: v >= 1, "at least 1"),
         stop_tokens=_stop_tokens(stop_tokens, batch),
     )
+
+
+def is_stop(tokens: Array, stop_tokens: Array) -> Array:
+    """bool[B, ...]: tokens i32[B, ...] among the row's stop tokens i32[B, M]; NO_TOKEN never is.
+
+    >>> is_stop(jnp.asarray([[2, 7, -1]]), jnp.asarray([[2, -1]])).tolist()
+    [[True, False, False]]
+    """
+    stops = stop_tokens.reshape(tokens.shape[:1] + (1,) * (tokens.ndim - 1) + (-1,))
+    return jnp.any(tokens[..., None] == stops, axis=-1) & (tokens >= 0)
 
 
 def _field(name: str, value: Any, batch: int, dtype: Any, ok: Callable | None, expected: str) -> Array:

@@ -9,40 +9,53 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
+from jax.core import Tracer
 
-from mars_jax.core.cache import commit
+from mars_jax.core import rules
+from mars_jax.core.controls import is_stop
 from mars_jax.core.errors import MarsError
+from mars_jax.core.evidence import Evidence
+from mars_jax.core.logprobs import log_probs
 from mars_jax.core.mesh import by_rows
 from mars_jax.core.metrics import DecodeStats, accumulate, zero_stats
 from mars_jax.core.prefill import CHUNK, observed_prefill
 from mars_jax.core.sampling import at_tokens
-from mars_jax.core.tree import attention_mask, gather_path
+from mars_jax.core.tree import gather_path, visible
 from mars_jax.core.types import (
+    CORRECTED,
+    EXACT,
+    KEY_IMPL,
+    NO_KIND,
     NO_TOKEN,
+    RELAXED,
     Controls,
     Decoder,
     DecodeState,
     Drafter,
+    DraftInput,
     DraftTree,
     LanguageModel,
     Params,
+    PyTree,
     StepInfo,
     Verdict,
     Verifier,
 )
 
 
-@functools.lru_cache(maxsize=64)
 def speculative_decoder(
     target: LanguageModel, drafter: Drafter, verify: Verifier, *, prefill_chunk: int = CHUNK
 ) -> Decoder:
     """Speculative decoding (Leviathan et al. 2211.17192) with any drafter and any verifier, as two pure functions.
 
-    Equal arguments give the same `Decoder`, so whatever was compiled for it is found again.
+    Equal arguments give the same `Decoder`, so whatever was compiled for it is found again. Of `verify` only the
+    structure counts: rules that differ in numbers are one decoder, and `init` puts the numbers into the state.
 
     Args:
       target: the model whose text this is.
@@ -53,25 +66,35 @@ def speculative_decoder(
 
     Returns:
       `Decoder(init, step, max_depth)`:
-      `init(params, prompts i32[B, T], lengths i32[B], controls, keys key[B]) -> DecodeState` takes the prompts left-
-      aligned in the token buffer, whose width T bounds prompt and continuation together;
+      `init(params, prompts i32[B, T], lengths i32[B], controls, rule, keys key[B]) -> DecodeState` takes the prompts
+      left-aligned in the token buffer, whose width T bounds prompt and continuation together, and a rule of the
+      structure of `verify`, whose numbers are one value or one per row;
       `step(params, state) -> (state, StepInfo)` advances every live row by 1 to D + 1 tokens. Both are
       transformable; jit and donate at the outermost edge, or use `run` and `stream`.
 
     Raises:
-      MarsError: the drafter speaks another vocabulary than the target, or needs features that it does not give.
+      MarsError: the drafter speaks another vocabulary than the target, or needs features that it does not give; the
+        rule is none. `init`: a rule of another structure, keys of another generator than `keys_from_seeds` gives, or,
+        where they can be seen, lengths outside of 1 .. T.
 
     Example:
       >>> from mars_jax import drafters, fake, verify
       >>> from mars_jax.core.controls import make_controls
       >>> model = fake.hash_model(vocab_size=11)
-      >>> decoder = speculative_decoder(model, drafters.ngram(4), verify.mars())
+      >>> from mars_jax.core.types import keys_from_seeds
+      >>> rule = verify.mars(theta=0.9)
+      >>> decoder = speculative_decoder(model, drafters.ngram(4), rule)
       >>> state = decoder.init(Params(target=()), jnp.ones((1, 32), jnp.int32), jnp.array([3], jnp.int32),
-      ...                      make_controls(1, limit=32), jax.vmap(jax.random.key)(jnp.arange(1)))
+      ...                      make_controls(1, limit=32), rule, keys_from_seeds(jnp.arange(1)))
       >>> state = jax.lax.while_loop(lambda s: ~jnp.all(s.done), lambda s: decoder.step(Params(()), s)[0], state)
       >>> int(state.length[0])
       32
     """
+    return _decoder(target, drafter, rules.structure(verify), prefill_chunk)
+
+
+@functools.lru_cache(maxsize=64)
+def _decoder(target: LanguageModel, drafter: Drafter, structure: Any, prefill_chunk: int) -> Decoder:
     if drafter.vocab_size is not None and drafter.vocab_size != target.vocab_size:
         raise MarsError(
             f"the drafter '{drafter.name}' has a vocabulary of {drafter.vocab_size} tokens and the target one of "
@@ -87,11 +110,13 @@ def speculative_decoder(
         target = target.with_features(drafter.feature_layers)
     observe = drafter.observe or (lambda params, state, *_: state)
 
-    def init(params: Params, prompts: Array, lengths: Array, controls: Controls, keys: Array) -> DecodeState:
+    def init(
+        params: Params, prompts: Array, lengths: Array, controls: Controls, rule: PyTree, keys: Array
+    ) -> DecodeState:
         batch, buffer = prompts.shape
         # Copies: `run` and `stream` take the state's buffers, and the caller keeps what it gave.
         prompts, lengths = jnp.array(prompts, jnp.int32), jnp.array(lengths, jnp.int32)
-        controls, keys = jax.tree.map(jnp.copy, (controls, keys))
+        controls, rule, keys = jax.tree.map(jnp.copy, (controls, rule, keys))
         cache = target.init_cache(batch, buffer + drafter.num_nodes)
         cache, draft = observed_prefill(
             target,
@@ -106,35 +131,81 @@ def speculative_decoder(
         return DecodeState(
             tokens=prompts,
             length=lengths,
+            # An array of its own: a loop that is given the state may not be given one buffer twice.
+            prompt_length=jnp.copy(lengths),
             done=lengths >= jnp.minimum(controls.limit, buffer),
             failed=jnp.zeros((batch,), bool),
             cache=cache,
             draft=draft,
             controls=controls,
+            rule=rule,
             keys=keys,
         )
 
+    def checked_init(
+        params: Params, prompts: Array, lengths: Array, controls: Controls, rule: PyTree, keys: Array
+    ) -> DecodeState:
+        if rules.structure(rule) != structure:
+            raise MarsError(
+                f"the rule {rules.name_of(rule)} is not of the structure that this decoder was made for: give "
+                "speculative_decoder the same rule; only its numbers may differ."
+            )
+        _check_rows(prompts, lengths, keys)
+        rule = rules.for_rows(rule, prompts.shape[0])
+        return by_rows(init)(params, prompts, lengths, controls, rule, keys)
+
     def step(params: Params, state: DecodeState) -> tuple[DecodeState, StepInfo]:
         start = state.length - 1
-        # The key depends on the position alone, so a row draws the same numbers alone and in any batch.
-        step_keys = jax.vmap(jax.random.fold_in)(state.keys, state.length)
-        draft_keys, verify_keys = jnp.unstack(jax.vmap(jax.random.split)(step_keys), axis=1)
-        tree, draft = drafter.propose(
-            params, draft_keys, state.draft, state.tokens, state.length, state.controls
-        )
-        mask = attention_mask(tree, start, state.cache.slots)
-        output = target.forward(
-            params.target, tree.tokens, start[:, None] + tree.depths, mask, state.cache, start
-        )
+        # Draws of the target depend on the position alone, so that a row gives the same text alone, in any batch, and
+        # after any deterministic draft. A draft's own draws are fresh in every step.
+        draft_keys, verify_keys = jnp.unstack(jax.vmap(jax.random.split)(state.keys), axis=1)
+        draft_keys = jax.vmap(jax.random.fold_in)(draft_keys, state.length)
+        given = DraftInput(keys=draft_keys, tokens=state.tokens, length=state.length, controls=state.controls)
+        tree, draft = drafter.propose(params, state.draft, given)
+        output = target.forward(params.target, tree.tokens, visible(tree, start), state.cache)
         logits = target.unembed(params.target, output.hidden)
-        learned = (output.hidden, params.verify) if getattr(verify, "reads_hidden", False) else ()
-        verdict = verify(verify_keys, tree, logits, state.controls, *learned)
+        evidence = Evidence(
+            keys=verify_keys,
+            start=start,
+            prompt_length=state.prompt_length,
+            tree=tree,
+            logits=logits,
+            hidden=output.hidden,
+            controls=state.controls,
+            params=params.verify,
+        )
+        verdict, rule = state.rule(evidence)
         draft = drafter.update(params, draft, tree, verdict, output, state.length)
         next_state, info = _emit(state, tree, verdict, logits)
-        cache = output.cache if tree.is_chain else commit(output.cache, start, verdict.path)
-        return dataclasses.replace(next_state, cache=cache, draft=draft), info
+        cache = output.cache if tree.is_chain else target.commit(output.cache, start, verdict.path)
+        rule = jax.tree.map(functools.partial(_unless_done, state.done), rule, state.rule)
+        return dataclasses.replace(next_state, cache=cache, draft=draft, rule=rule), info
 
-    return Decoder(init=by_rows(init), step=by_rows(step), max_depth=drafter.max_depth)
+    return Decoder(init=checked_init, step=by_rows(step), max_depth=drafter.max_depth)
+
+
+def _check_rows(prompts: Array, lengths: Array, keys: Array) -> None:
+    """Raise MarsError for keys that would tie a row to its batch, and for lengths that are no lengths."""
+    if not jnp.issubdtype(keys.dtype, jax.dtypes.prng_key) or str(jax.random.key_impl(keys)) != KEY_IMPL:
+        raise MarsError(
+            f"keys are of dtype {keys.dtype}: expected typed keys of {KEY_IMPL}, as keys_from_seeds makes them; with "
+            "other generators a row would draw other numbers in a batch than alone."
+        )
+    buffer = prompts.shape[1]
+    if isinstance(lengths, Tracer) or (isinstance(lengths, Array) and not lengths.is_fully_addressable):
+        return
+    given = np.asarray(lengths)
+    if np.any(wrong := (given < 1) | (given > buffer)):
+        raise MarsError(
+            f"a prompt has the length {given[wrong][0]}: expected 1 to {buffer}, the width of the token buffer."
+        )
+
+
+def _unless_done(done: Array, new: Array, old: Array) -> Array:
+    """A rule's state moves on in live rows only."""
+    if new is old:
+        return old
+    return jnp.where(done.reshape((-1,) + (1,) * (new.ndim - 1)), old, new)
 
 
 def _emit(
@@ -143,59 +214,98 @@ def _emit(
     """Append the accepted path and `next_token`, cut at the first stop token and at the limit."""
     buffer = state.tokens.shape[1]
     place = jnp.arange(tree.max_depth + 1, dtype=jnp.int32)[None]  # i32[1, D + 1]
-    accepted = verdict.num_accepted[:, None]
-    drafted = gather_path(tree.tokens, verdict.path)
-    drafted = jnp.concatenate([drafted[:, 1:], drafted[:, -1:]], axis=1)
-    emitted = jnp.where(place < accepted, drafted, verdict.next_token[:, None])
+    emitted = _assemble(tree, verdict, place)
 
-    # Broken weights show as a top logit that is no number. The row stops there instead of emitting token 0.
-    top = jnp.max(logits, axis=-1)  # f32[B, N]
-    broken = jnp.any(~jnp.isfinite(top) & (tree.tokens != NO_TOKEN), axis=1) & ~state.done
+    # Broken weights show as a top logit that is no number. The row stops there instead of emitting token 0; what is not
+    # on the path decided nothing, and so breaks nothing.
+    top = gather_path(jnp.max(logits, axis=-1), verdict.path)  # f32[B, D + 1]
+    broken = jnp.any(~jnp.isfinite(top), axis=1) & ~state.done
 
-    stops = state.controls.stop_tokens
-    is_stop = jnp.any((emitted[:, :, None] == stops[:, None, :]) & (stops >= 0)[:, None, :], axis=2)
-    is_stop &= place <= accepted
-    until_stop = jnp.min(jnp.where(is_stop, place + 1, tree.max_depth + 1), axis=1)
     room = jnp.minimum(state.controls.limit, buffer) - state.length
-    count = jnp.minimum(jnp.minimum(verdict.num_accepted + 1, until_stop), room)
+    count, stops = _cut(verdict, emitted, state.controls, place, room)
     count = jnp.where(state.done | broken, 0, count)
-
     written = place < count[:, None]
     where = jnp.where(written, state.length[:, None] + place, buffer)
     tokens = jax.vmap(lambda row, at, new: row.at[at].set(new, mode="drop"))(state.tokens, where, emitted)
-    stopped = jnp.any(is_stop & written, axis=1)
     length = state.length + count
 
     at_node = at_tokens(logits, verdict.path, jnp.maximum(emitted, 0))
-    regret = jnp.where(written, gather_path(top, verdict.path) - at_node, 0.0)
+    along = log_probs(gather_path(logits, verdict.path), emitted, state.controls, rules.lossless(state.rule))
     info = StepInfo(
         verdict=verdict,
         emitted=jnp.where(written, emitted, NO_TOKEN),
         num_emitted=count,
         num_proposed=jnp.sum(tree.tokens[:, 1:] != NO_TOKEN, axis=1, dtype=jnp.int32),
-        regret=regret,
+        kind=jnp.where(written, _kinds(verdict, place), NO_KIND),
+        regret=jnp.where(written, top - at_node, 0.0),
+        **{name: jnp.where(written, value, 0.0) for name, value in along._asdict().items()},
     )
-    done = state.done | broken | stopped | (length >= jnp.minimum(state.controls.limit, buffer))
+    done = state.done | broken | jnp.any(stops & written, axis=1)
+    done |= length >= jnp.minimum(state.controls.limit, buffer)
     next_state = dataclasses.replace(
         state, tokens=tokens, length=length, done=done, failed=state.failed | broken
     )
     return next_state, info
 
 
-@functools.partial(jax.jit, static_argnums=0)
+def _assemble(tree: DraftTree, verdict: Verdict, place: Array) -> Array:
+    """i32[B, D + 1]: the drafted tokens of the path, then `next_token`, again and again."""
+    drafted = gather_path(tree.tokens, verdict.path)
+    drafted = jnp.concatenate([drafted[:, 1:], drafted[:, -1:]], axis=1)
+    return jnp.where(place < verdict.num_accepted[:, None], drafted, verdict.next_token[:, None])
+
+
+def _cut(
+    verdict: Verdict, emitted: Array, controls: Controls, place: Array, room: Array
+) -> tuple[Array, Array]:
+    """How many tokens are emitted, i32[B], and where there are stop tokens, bool[B, D + 1]."""
+    stops = is_stop(emitted, controls.stop_tokens) & (place <= verdict.num_accepted[:, None])
+    until_stop = jnp.min(jnp.where(stops, place + 1, place.shape[1]), axis=1)
+    return jnp.minimum(jnp.minimum(verdict.num_accepted + 1, until_stop), room), stops
+
+
+def _kinds(verdict: Verdict, place: Array) -> Array:
+    """i32[B, D + 1]: EXACT or RELAXED on the path, CORRECTED after it."""
+    relaxed = jnp.pad(verdict.relaxed, ((0, 0), (0, 1)))
+    drafted = jnp.where(relaxed, RELAXED, EXACT).astype(jnp.int32)
+    return jnp.where(place < verdict.num_accepted[:, None], drafted, CORRECTED)
+
+
 def start(
-    decoder: Decoder, params: Params, prompts: Array, lengths: Array, controls: Controls, keys: Array
+    decoder: Decoder,
+    params: Params,
+    prompts: Array,
+    lengths: Array,
+    controls: Controls,
+    rule: PyTree,
+    keys: Array,
 ) -> DecodeState:
-    """`decoder.init`, compiled."""
-    return decoder.init(params, prompts, lengths, controls, keys)
+    """`decoder.init`, checked and compiled. A number of the rule may be one value or one per row."""
+    _check_rows(prompts, lengths, keys)
+    rule = rules.for_rows(rule, prompts.shape[0])
+    return _start(decoder, params, prompts, lengths, controls, rule, keys)
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-def run(decoder: Decoder, params: Params, state: DecodeState) -> tuple[DecodeState, DecodeStats]:
+@functools.partial(jax.jit, static_argnums=0)
+def _start(decoder: Decoder, *arguments: Any) -> DecodeState:
+    return decoder.init(*arguments)
+
+
+@functools.partial(jax.jit, static_argnums=0, static_argnames="record", donate_argnums=2)
+def run(
+    decoder: Decoder, params: Params, state: DecodeState, *, record: bool = False
+) -> tuple[DecodeState, DecodeStats]:
     """Step until every row is done, in one `lax.while_loop` on the device. `state` is donated.
 
-    Returns the final state and the per-row counters. Each step adds a token to every live row or ends it, so
-    the loop ends.
+    Each step adds a token to every live row or ends it, so the loop ends.
+
+    Args:
+      decoder, params: from `speculative_decoder`, and the weights.
+      state: from `start`.
+      record: also keep what each new token was: `DecodeStats.tokens`.
+
+    Returns:
+      The final state and the per-row counters.
     """
 
     def loop(params: Params, state: DecodeState) -> tuple[DecodeState, DecodeStats]:
@@ -203,7 +313,8 @@ def run(decoder: Decoder, params: Params, state: DecodeState) -> tuple[DecodeSta
             state, info = decoder.step(params, carry[0])
             return state, accumulate(carry[1], info)
 
-        stats = zero_stats(state.tokens.shape[0], decoder.max_depth)
+        batch, buffer = state.tokens.shape
+        stats = zero_stats(batch, decoder.max_depth, record=buffer if record else None)
         return lax.while_loop(lambda carry: ~jnp.all(carry[0].done), body, (state, stats))
 
     return by_rows(loop)(params, state)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from mars_jax.core.cache import write
-from mars_jax.core.types import ForwardOutput, KVCache, LanguageModel
+from mars_jax.core.types import ForwardOutput, KVCache, LanguageModel, Visible
 
 
 def _mix(x: Array) -> Array:
@@ -41,9 +41,11 @@ def hash_model(*, vocab_size: int, seed: int = 0, scale: float = 2.0, agree: flo
         shape = (batch, slots, 1, 1)
         return KVCache(k=(jnp.zeros(shape, jnp.int32),), v=(jnp.zeros(shape, jnp.int32),))
 
-    def forward(params, tokens, positions, mask, cache, start) -> ForwardOutput:
-        k = write(cache.k[0], tokens[:, :, None, None], start)
-        v = write(cache.v[0], positions[:, :, None, None], start)
+    def forward(params, tokens: Array, visible: Visible, cache: KVCache) -> ForwardOutput:
+        positions = visible.positions
+        k = write(cache.k[0], tokens[:, :, None, None], visible.slot)
+        v = write(cache.v[0], positions[:, :, None, None], visible.slot)
+        mask = visible.dense(cache.slots)
         seen_token = k[:, None, :, 0, 0].astype(jnp.uint32)
         seen_position = v[:, None, :, 0, 0].astype(jnp.uint32)
         part = _mix(seen_token * jnp.uint32(2654435761) ^ _mix(seen_position + jnp.uint32(1)))

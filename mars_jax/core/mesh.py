@@ -19,8 +19,9 @@ from jax import Array
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
+from mars_jax.core.cache import KVCache
 from mars_jax.core.errors import MarsError
-from mars_jax.core.types import KVCache, PyTree
+from mars_jax.core.types import PyTree
 
 AnyMesh = Mesh | AbstractMesh
 

@@ -9,11 +9,12 @@ import dataclasses
 from typing import Any
 
 import flax.struct
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from mars_jax.core.types import StepInfo
+from mars_jax.core.types import NO_KIND, StepInfo
 
 
 @flax.struct.dataclass(kw_only=True)
@@ -27,10 +28,22 @@ class DecodeStats:
     accepted_relaxed: Array  # i32[B]; emitted draft tokens accepted only thanks to relaxation
     depth_histogram: Array  # i32[B, D + 1]; steps by number of draft tokens emitted
     regret: Array  # f32[B]; sum over emitted tokens of z1 - z[token], nats
+    tokens: TokenRecord | None = None  # where it was asked for
 
 
-def zero_stats(batch: int, max_depth: int) -> DecodeStats:
-    """Counters at zero for `batch` rows and trees of depth `max_depth`."""
+@flax.struct.dataclass(kw_only=True)
+class TokenRecord:
+    """What each new token of a row was, [B, T] each: entry j is the j-th token after the prompt; see `StepInfo`."""
+
+    kind: Array  # i32; NO_KIND after the last
+    regret: Array  # f32, as are the others; 0 after the last
+    log_prob: Array
+    temperature_log_prob: Array
+    processed_log_prob: Array
+
+
+def zero_stats(batch: int, max_depth: int, record: int | None = None) -> DecodeStats:
+    """Counters at zero for `batch` rows and trees of depth `max_depth`; `record` is T of a `TokenRecord` to keep."""
     zeros = jnp.zeros((batch,), jnp.int32)
     return DecodeStats(
         steps=zeros,
@@ -40,7 +53,27 @@ def zero_stats(batch: int, max_depth: int) -> DecodeStats:
         accepted_relaxed=zeros,
         depth_histogram=jnp.zeros((batch, max_depth + 1), jnp.int32),
         regret=jnp.zeros((batch,), jnp.float32),
+        tokens=None if record is None else _empty_record(batch, record),
     )
+
+
+def _empty_record(batch: int, buffer: int) -> TokenRecord:
+    numbers = {f.name: jnp.zeros((batch, buffer), jnp.float32) for f in dataclasses.fields(TokenRecord)}
+    return TokenRecord(**numbers | {"kind": jnp.full((batch, buffer), NO_KIND, jnp.int32)})
+
+
+def _append(record: TokenRecord, info: StepInfo, emitted: Array) -> TokenRecord:
+    """The record after one more step of rows that had emitted i32[B] tokens before it."""
+    buffer = record.kind.shape[1]
+    place = jnp.arange(info.emitted.shape[1], dtype=jnp.int32)[None]
+    where = jnp.where(place < info.num_emitted[:, None], emitted[:, None] + place, buffer)
+
+    def put(name: str) -> Array:
+        return jax.vmap(lambda row, at, new: row.at[at].set(new, mode="drop"))(
+            getattr(record, name), where, getattr(info, name)
+        )
+
+    return TokenRecord(**{field.name: put(field.name) for field in dataclasses.fields(TokenRecord)})
 
 
 def accumulate(stats: DecodeStats, info: StepInfo) -> DecodeStats:
@@ -59,6 +92,7 @@ def accumulate(stats: DecodeStats, info: StepInfo) -> DecodeStats:
         accepted_relaxed=stats.accepted_relaxed + relaxed,
         depth_histogram=stats.depth_histogram + histogram.astype(jnp.int32),
         regret=stats.regret + jnp.sum(info.regret, axis=1),
+        tokens=None if stats.tokens is None else _append(stats.tokens, info, stats.emitted),
     )
 
 

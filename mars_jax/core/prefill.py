@@ -10,7 +10,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mars_jax.core.types import ForwardOutput, KVCache, LanguageModel, PyTree
+from mars_jax.core.types import ForwardOutput, LanguageModel, PyTree, Visible
 
 CHUNK = 64
 """Tokens a prefill forward takes: on CPU enough to be bound by arithmetic, and short prompts waste little. Long
@@ -18,9 +18,9 @@ prompts on an accelerator want more; see `speculative_decoder`."""
 
 
 def prefill(
-    model: LanguageModel, params: PyTree, tokens: Array, count: Array, cache: KVCache, *, chunk: int = CHUNK
-) -> KVCache:
-    """Cache the first `count[b]` tokens of each row; slots past `count[b]` hold garbage, as `KVCache` allows.
+    model: LanguageModel, params: PyTree, tokens: Array, count: Array, cache: PyTree, *, chunk: int = CHUNK
+) -> PyTree:
+    """Cache the first `count[b]` tokens of each row; slots past `count[b]` hold garbage, which nothing reads.
 
     Args:
       model, params: the model whose cache is filled.
@@ -37,12 +37,12 @@ def observed_prefill(
     params: PyTree,
     tokens: Array,
     count: Array,
-    cache: KVCache,
+    cache: PyTree,
     state: PyTree,
     observe: Callable[[PyTree, Array, ForwardOutput], PyTree],
     *,
     chunk: int = CHUNK,
-) -> tuple[KVCache, PyTree]:
+) -> tuple[PyTree, PyTree]:
     """`prefill`, with `state = observe(state, first i32[B], output)` folded over the chunks' outputs.
 
     The number of chunks is a value and not a shape, so prompts of any length share one compilation.
@@ -59,17 +59,14 @@ def observed_prefill(
     """
     batch, buffer = tokens.shape
     chunk = min(chunk, buffer)
-    slot = jnp.arange(cache.slots, dtype=jnp.int32)
 
     def body(carry):
         index, cache, state = carry
         # What the last chunk computes twice comes out the same.
         first = jnp.minimum(index * chunk, buffer - chunk)
         start = jnp.broadcast_to(first, (batch,))
-        position = start[:, None] + jnp.arange(chunk, dtype=jnp.int32)[None]
-        mask = slot[None, None, :] <= position[:, :, None]
         piece = lax.dynamic_slice_in_dim(tokens, first, chunk, axis=1)
-        output = model.forward(params, piece, position, mask, cache, start)
+        output = model.forward(params, piece, Visible.causal(start, chunk), cache)
         return index + 1, output.cache, observe(state, start, output)
 
     chunks = (jnp.max(count) + chunk - 1) // chunk

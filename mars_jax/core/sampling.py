@@ -62,21 +62,22 @@ def process(logits: Array, controls: Controls) -> Array:
     return jax.lax.cond(jnp.all(greedy), one_hot, mixed)
 
 
-def sample(keys: Array, logits: Array, controls: Controls) -> Array:
+def sample(keys: Array, positions: Array, logits: Array, controls: Controls) -> Array:
     """One token i32[B, N] per node from raw logits f32[B, N, V]; the argmax on rows with temperature 0.
 
-    The draw of node i of row b depends on `keys[b]` (key[B]) and i only: a row gives the same tokens alone
-    and in any batch. A batch of greedy rows does nothing but the argmax.
+    The draw of node i of row b depends on `keys[b]` (key[B]) and `positions[b, i]` only: a row gives the same tokens
+    alone and in any batch, and a position the same token whatever draft it is reached by. A batch of greedy rows does
+    nothing but the argmax.
 
     >>> from mars_jax.core.controls import make_controls
-    >>> keys = jax.random.split(jax.random.key(0), 1)
-    >>> sample(keys, jnp.asarray([[[1.0, 3.0]]]), make_controls(1, limit=8)).tolist()
+    >>> keys, positions = jax.random.split(jax.random.key(0), 1), jnp.asarray([[4]])
+    >>> sample(keys, positions, jnp.asarray([[[1.0, 3.0]]]), make_controls(1, limit=8)).tolist()
     [[1]]
     """
     return jax.lax.cond(
         jnp.all(is_greedy(controls)),
         lambda: argmax(logits),
-        lambda: sample_processed(keys, process(logits, controls)),
+        lambda: sample_processed(keys, positions, process(logits, controls)),
     )
 
 
@@ -152,19 +153,22 @@ def at_tokens(logits: Array, nodes: Array, tokens: Array) -> Array:
     return over_vocabulary(local, pick, logits, nodes, tokens)
 
 
-def sample_processed(keys: Array, processed: Array) -> Array:
+def sample_processed(keys: Array, positions: Array, processed: Array) -> Array:
     """As `sample`, from what `process` returned: for callers that also need the processed logits."""
-    return inverse_cdf(jnp.exp(processed), node_uniforms(keys, processed.shape[1]))
+    return inverse_cdf(jnp.exp(processed), node_uniforms(keys, positions))
 
 
-def node_uniforms(keys: Array, num_nodes: int) -> Array:
-    """keys key[B] -> f32[B, N] uniform in [0, 1); entry [b, i] depends on `keys[b]` and i only, not on N."""
-    nodes = jnp.arange(num_nodes, dtype=jnp.int32)
-    return jax.vmap(
-        lambda key: jax.vmap(lambda i: jax.random.uniform(jax.random.fold_in(key, i), dtype=jnp.float32))(
-            nodes
-        )
-    )(keys)
+def node_uniforms(keys: Array, positions: Array) -> Array:
+    """keys key[B], positions i32[B, N] -> f32[B, N] uniform in [0, 1).
+
+    Entry [b, i] depends on `keys[b]` and `positions[b, i]` only: nodes of one depth share their number, and only one of
+    them is on the path.
+    """
+
+    def uniform(key: Array, position: Array) -> Array:
+        return jax.random.uniform(jax.random.fold_in(key, position), dtype=jnp.float32)
+
+    return jax.vmap(jax.vmap(uniform, in_axes=(None, 0)))(keys, positions)
 
 
 def inverse_cdf(weights: Array, uniform: Array) -> Array:

@@ -6,13 +6,14 @@ B batch, N nodes, D depth, S cache slots.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from mars_jax.core.types import NO_NODE, ROOT, DraftTree
+from mars_jax.core.types import NO_NODE, ROOT, DraftInput, DraftTree, Visible
 
 
 def static_topology(branching: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -50,29 +51,31 @@ def ancestors(parents: Array, max_depth: int) -> Array:
     return reach
 
 
-def attention_mask(tree: DraftTree, start: Array, slots: int) -> Array:
-    """bool[B, N, S]: node i sees the committed slots `[0, start)` and the slots of itself and its ancestors.
+def visible(tree: DraftTree, start: Array) -> Visible:
+    """What the nodes of a tree may attend to: the committed slots `[0, start)`, themselves and their ancestors.
 
-    Node j lies in slot `start + j`.
+    Node j is written to slot `start + j` and stands at position `start + depth`.
     """
-    n = tree.tokens.shape[1]
-    offset = jnp.arange(slots, dtype=jnp.int32)[None] - start[:, None]  # i32[B, S]: node id of each slot
-    if tree.is_chain:
-        return offset[:, None, :] <= jnp.arange(n, dtype=jnp.int32)[None, :, None]
-    seen = ancestors(tree.parents, tree.max_depth)
-    column = jnp.clip(offset, 0, n - 1)[:, None, :]
-    in_tree = jnp.take_along_axis(seen, jnp.broadcast_to(column, (seen.shape[0], n, slots)), axis=2)
-    return jnp.where(offset[:, None, :] < 0, True, in_tree & (offset < n)[:, None, :])
+    seen = None if tree.is_chain else ancestors(tree.parents, tree.max_depth)
+    return Visible(first=start, positions=start[:, None] + tree.depths, slot=start, seen=seen)
 
 
-def walk(tree: DraftTree, exact: Array, relaxed: Array, max_relaxed_run: Array) -> tuple[Array, Array, Array]:
+class Allowance(NamedTuple):
+    """What a rule lets a walk do beyond the strict rule: which edges it may relax, and how far."""
+
+    edges: Array  # bool[B, N]; the edge into node i may be taken although it is not exact
+    max_run: Array  # i32[B]; relaxed edges allowed in a row
+    cost: Array | None = None  # f32[B, N], at least 0; what relaxing the edge into node i spends
+    budget: Array | None = None  # f32[B]; what a walk may spend; None with a cost of None
+
+
+def walk(tree: DraftTree, exact: Array, allowed: Allowance | None) -> tuple[Array, Array, Array]:
     """Descend from the root while a child is acceptable; the exact child first, then the lowest node id.
 
     Args:
       tree: the drafted tree.
       exact: bool[B, N]; the edge into node i carries the token the target named at its parent.
-      relaxed: bool[B, N]; the edge into node i is acceptable although it is not exact.
-      max_relaxed_run: i32[B]; no more than this many relaxed edges in a row.
+      allowed: the edges that are acceptable although they are not exact; None allows none.
 
     Returns:
       `(path i32[B, D + 1], num_accepted i32[B], relaxed_edge bool[B, D])` as in `Verdict`.
@@ -80,23 +83,33 @@ def walk(tree: DraftTree, exact: Array, relaxed: Array, max_relaxed_run: Array) 
     batch, n = exact.shape
     ids = jnp.arange(n, dtype=jnp.int32)[None]
     real = tree.tokens >= 0
-    exact, relaxed = exact & real, relaxed & real & ~exact
+    exact = exact & real
+    relaxed = jnp.zeros_like(exact) if allowed is None else allowed.edges & real & ~exact
 
     def first(candidates: Array) -> Array:
         return jnp.min(jnp.where(candidates, ids, n), axis=1)
 
     node = jnp.zeros((batch,), jnp.int32)
     run = jnp.zeros((batch,), jnp.int32)
+    spent = jnp.zeros((batch,), jnp.float32)
     stopped = jnp.zeros((batch,), bool)
     path, relaxed_edges = [node], []
     for _ in range(tree.max_depth):
         child = (tree.parents == node[:, None]) & ~stopped[:, None]
-        best_exact = first(child & exact)
-        best_relaxed = first(child & relaxed & (run < max_relaxed_run)[:, None])
-        is_relaxed = (best_exact == n) & (best_relaxed < n)
-        chosen = jnp.where(is_relaxed, best_relaxed, best_exact)
-        stopped = chosen == n
-        node = jnp.where(stopped, node, chosen)
+        best = best_exact = first(child & exact)
+        is_relaxed = jnp.zeros((batch,), bool)
+        if allowed is not None:
+            may = child & relaxed & (run < allowed.max_run)[:, None]
+            if allowed.cost is not None and allowed.budget is not None:
+                may &= spent[:, None] + allowed.cost <= allowed.budget[:, None]
+            best_relaxed = first(may)
+            is_relaxed = (best_exact == n) & (best_relaxed < n)
+            best = jnp.where(is_relaxed, best_relaxed, best_exact)
+            if allowed.cost is not None:
+                here = ids == best[:, None]
+                spent += jnp.where(is_relaxed, jnp.sum(jnp.where(here, allowed.cost, 0.0), axis=1), 0.0)
+        stopped = best == n
+        node = jnp.where(stopped, node, best)
         run = jnp.where(is_relaxed, run + 1, 0)
         path.append(node)
         relaxed_edges.append(is_relaxed)
@@ -111,6 +124,11 @@ def at_parent(tree: DraftTree, values: Array) -> Array:
     if tree.is_chain:
         return jnp.concatenate([values[:, :1], values[:, :-1]], axis=1)
     return jnp.take_along_axis(values, jnp.maximum(tree.parents, 0), axis=1)
+
+
+def last_token(given: DraftInput) -> Array:
+    """i32[B, 1]: the last committed token of each row, which is the root of every draft."""
+    return jnp.take_along_axis(given.tokens, given.length[:, None] - 1, axis=1)
 
 
 def chain(tokens: Array, draft_logits: Array | None = None) -> DraftTree:

@@ -7,11 +7,47 @@ M stop tokens.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import flax.struct
 import jax
+import jax.numpy as jnp
 from jax import Array
+
+from mars_jax.core import cache as kv_cache
+from mars_jax.core.cache import KVCache
+
+if TYPE_CHECKING:
+    from typing import Self
+
+    from mars_jax.core.evidence import Evidence
+
+__all__ = [
+    "CORRECTED",
+    "EXACT",
+    "NO_KIND",
+    "NO_NODE",
+    "NO_TOKEN",
+    "RELAXED",
+    "ROOT",
+    "Controls",
+    "DecodeState",
+    "Decoder",
+    "DraftInput",
+    "DraftTree",
+    "Drafter",
+    "ForwardOutput",
+    "KVCache",
+    "LanguageModel",
+    "LoadedRule",
+    "Params",
+    "PyTree",
+    "StepInfo",
+    "Verdict",
+    "Verifier",
+    "Visible",
+    "keys_from_seeds",
+]
 
 PyTree = Any
 
@@ -21,6 +57,12 @@ NO_NODE = -1
 """Parent of the root."""
 NO_TOKEN = -1
 """Token of a padding node, or of an unused entry of `Controls.stop_tokens`. Never accepted, never emitted."""
+
+EXACT, RELAXED, CORRECTED = 0, 1, 2
+"""Kinds of emitted tokens: a draft token that the strict rule accepts, one that only the relaxed rule accepts, and the
+target's own token that ends a step, be it a correction or a bonus."""
+NO_KIND = -1
+"""Kind of what was not emitted."""
 
 
 @flax.struct.dataclass(kw_only=True)
@@ -43,15 +85,61 @@ class DraftTree:
 
 
 @flax.struct.dataclass(kw_only=True)
-class KVCache:
-    """Keys and values per layer. Row b is valid in slots `[0, length[b] - 1)`; the rest is never read."""
+class Visible:
+    """What each of N nodes may attend to, and where the nodes' own rows are written.
 
-    k: tuple[Array, ...]  # each [B, S, kv_heads, head_dim]
-    v: tuple[Array, ...]
+    Every slot before `first` is committed, holds the token of its own position, and is seen by all nodes. Of the rows
+    from slot `first` on, node i sees row r where `seen[b, i, r]`. What no node sees is never read. A kernel can work
+    from this without a mask; `dense` makes the mask for everybody else.
+    """
 
-    @property
-    def slots(self) -> int:
-        return self.k[0].shape[1]
+    first: Array  # i32[B]
+    positions: Array  # i32[B, N]; of the nodes
+    slot: Array  # i32[B]; the nodes' rows are written at slot .. slot + N - 1
+    seen: Array | None = None  # bool[B, N, R]; None: R == N, and node i sees the rows 0 .. i
+    seen_positions: Array | None = None  # i32[B, R]; of the rows from `first` on; None: they are the nodes
+
+    @staticmethod
+    def causal(first: Array, n: int) -> Visible:
+        """N tokens in a row after the committed ones: token i stands at position and slot `first + i`."""
+        positions = first[:, None] + jnp.arange(n, dtype=jnp.int32)[None]
+        return Visible(first=first, positions=positions, slot=first)
+
+    def dense(self, slots: int, window: int | None = None) -> Array:
+        """The attention mask bool[B, N, S] over a cache of `slots` slots.
+
+        Args:
+          slots: S.
+          window: keys `window` or more positions before the query are masked; None masks none.
+
+        >>> Visible.causal(jnp.asarray([1], jnp.int32), 2).dense(4)[0].astype(int).tolist()
+        [[1, 1, 0, 0], [1, 1, 1, 0]]
+        """
+        n = self.positions.shape[1]
+        slot = jnp.arange(slots, dtype=jnp.int32)
+        offset = slot[None] - self.first[:, None]  # i32[B, S]: the row that each slot holds
+        recent = None if window is None else self.positions - window  # i32[B, N]; seen keys are after it
+        if self.seen is None and self.seen_positions is None:
+            seen = offset[:, None, :] <= jnp.arange(n, dtype=jnp.int32)[None, :, None]
+            # The nodes are in a row, so that every slot holds its own position.
+            return seen if recent is None else seen & (slot[None, None] > recent[:, :, None])
+        seen, positions = self.seen, self.seen_positions
+        if seen is None:
+            seen = jnp.tril(jnp.ones((n, n), bool))[None]
+        if recent is not None:
+            positions = self.positions if positions is None else positions
+            seen = seen & (positions[:, None, :] > recent[:, :, None])
+        # A product with a one-hot, not a gather: few nodes, and every platform is good at products.
+        if seen.shape[2] == slots:  # then `first` is 0
+            return jnp.broadcast_to(seen, (offset.shape[0], *seen.shape[1:]))
+        rows = jnp.arange(seen.shape[2], dtype=jnp.int32)
+        here = (offset[:, None, :] == rows[None, :, None]).astype(jnp.float32)
+        seen = jnp.broadcast_to(seen, (here.shape[0], *seen.shape[1:])).astype(jnp.float32)
+        inside = jnp.einsum("bnr,brs->bns", seen, here) > 0
+        before = jnp.broadcast_to((offset < 0)[:, None], inside.shape)
+        if recent is not None:
+            before &= slot[None, None] > recent[:, :, None]
+        return before | inside
 
 
 @flax.struct.dataclass(kw_only=True)
@@ -62,12 +150,9 @@ class Controls:
     top_k: Array  # i32[B]; 0 is off
     top_p: Array  # f32[B]; 1 is off
     min_p: Array  # f32[B]; 0 is off
-    theta: Array  # f32[B]; threshold of the relaxed rule, in the units of its margin; inf is strict
-    max_relaxed_run: Array  # i32[B]; relaxed tokens allowed in a row
-    strict: Array  # bool[B]; True switches relaxation off for the row
-    draft_stop: (
-        Array  # f32[B]; nothing is drafted behind a draft entropy whose square root is above it; inf is off
-    )
+    strict: Array  # bool[B]; True switches every lossy rule off for the row, which then gets the rule's lossless base
+    # f32[B]; nothing is drafted after a draft entropy whose square root is above it; inf is off
+    draft_stop: Array
     limit: Array  # i32[B]; prompt and new tokens together never exceed it
     stop_tokens: Array  # i32[B, M]; padded with NO_TOKEN
 
@@ -84,16 +169,18 @@ class Verdict:
 
 @flax.struct.dataclass(kw_only=True)
 class DecodeState:
-    """Exactly what the next step needs."""
+    """Exactly what the next step needs. Every leaf begins with B."""
 
     tokens: Array  # i32[B, T]; tokens[b, :length[b]] are committed
     length: Array  # i32[B]
+    prompt_length: Array  # i32[B]
     done: Array  # bool[B]
     failed: Array  # bool[B]; the target's logits were not finite, and the row stopped there
-    cache: KVCache
+    cache: PyTree  # the target's own: only its `LanguageModel` opens it
     draft: PyTree
     controls: Controls
-    keys: Array  # key[B]; constant: step randomness is fold_in(key, length)
+    rule: PyTree  # the rule, whose every number is [B]
+    keys: Array  # key[B]; constant: a row's randomness is a function of its key and of positions
 
 
 @flax.struct.dataclass(kw_only=True)
@@ -104,7 +191,15 @@ class StepInfo:
     emitted: Array  # i32[B, D + 1]; NO_TOKEN from num_emitted on
     num_emitted: Array  # i32[B]
     num_proposed: Array  # i32[B]; drafted nodes that are not padding
-    regret: Array  # f32[B, D + 1]; z1 - z[token] in nats for each emitted token, 0 elsewhere
+    kind: Array  # i32[B, D + 1]; EXACT, RELAXED or CORRECTED; NO_KIND from num_emitted on
+    # f32[B, D + 1] each, of every emitted token and in nats; 0 from num_emitted on
+    regret: Array  # z1 - z[token], of the raw target
+    log_prob: Array  # log softmax(z)[token], of the raw target
+    # log softmax(z / T)[token] over the whole vocabulary, which is what RL libraries mean; at T = 0, log_prob
+    temperature_log_prob: Array
+    # of the distribution that the token was drawn from, after the filters; NaN where the rule is not lossless and the
+    # row not strict, since the law of its text is not p
+    processed_log_prob: Array
 
 
 class Params(NamedTuple):
@@ -120,36 +215,96 @@ class ForwardOutput(NamedTuple):
     features: tuple[
         Array, ...
     ]  # [B, N, E] each: outputs of the layers asked for, for target-coupled drafters
-    cache: KVCache
+    cache: PyTree
+
+
+class Forward(Protocol):
+    """Write the rows of N tokens at `visible.slot`, then attend to what `visible` says. tokens i32[B, N]."""
+
+    def __call__(
+        self, params: PyTree, tokens: Array, visible: Visible, cache: PyTree, /
+    ) -> ForwardOutput: ...
 
 
 class LanguageModel(NamedTuple):
-    """A decoder-only model as pure functions over a params pytree."""
+    """A decoder-only model as pure functions over a params pytree.
 
-    init_cache: Callable[..., KVCache]  # (batch, slots) -> KVCache
-    # (params, tokens i32[B, N], positions i32[B, N], mask bool[B, N, S], cache, start i32[B]) -> ForwardOutput.
-    # Writes the keys and values of the N tokens at slots start .. start + N - 1, then attends where mask is True.
-    forward: Callable[..., ForwardOutput]
-    unembed: Callable[..., Array]  # (params, hidden [B, N, E]) -> f32[B, N, V]
+    The cache is the model's own: nobody else opens it. The defaults of `slots`, `commit` and `select` serve every cache
+    whose leaves are [B, S, ...].
+    """
+
+    init_cache: Callable[[int, int], PyTree]  # (batch, slots) -> cache
+    forward: Forward
+    unembed: Callable[[PyTree, Array], Array]  # (params, hidden [B, N, E]) -> f32[B, N, V]
     vocab_size: int
     # What drafters that are coupled to their target ask of it; a model without them drafts with other drafters.
-    embed: Callable[..., Array] | None = None  # (params, tokens i32[B, N]) -> [B, N, E]
+    embed: Callable[[PyTree, Array], Array] | None = None  # (params, tokens i32[B, N]) -> [B, N, E]
     with_features: Callable[[tuple[int, ...]], LanguageModel] | None = (
         None  # layers -> the model that returns them
     )
+    slots: Callable[[PyTree], int] = kv_cache.slots  # cache -> S
+    # (cache, start i32[B], path i32[B, D + 1]) -> cache: move the rows of an accepted path into a row
+    commit: Callable[[PyTree, Array, Array], PyTree] = kv_cache.commit
+    # (rows bool[B], new, old) -> cache: the rows of one cache put into another
+    select: Callable[[Array, PyTree, PyTree], PyTree] = kv_cache.select
+
+
+@flax.struct.dataclass(kw_only=True)
+class DraftInput:
+    """What a drafter drafts from. It grows without changing any drafter's signature."""
+
+    keys: Array  # key[B]; fresh in every step
+    tokens: Array  # i32[B, T]; committed below `length`
+    length: Array  # i32[B]
+    controls: Controls
+
+
+class Propose(Protocol):
+    """Draft a tree under the last committed token."""
+
+    def __call__(self, params: Params, state: PyTree, given: DraftInput, /) -> tuple[DraftTree, PyTree]: ...
+
+
+class Update(Protocol):
+    """The draft state after a verdict; length i32[B] is that before the step, output the target's over the tree."""
+
+    def __call__(
+        self,
+        params: Params,
+        state: PyTree,
+        tree: DraftTree,
+        verdict: Verdict,
+        output: ForwardOutput,
+        length: Array,
+        /,
+    ) -> PyTree: ...
+
+
+class Observe(Protocol):
+    """While the prompt is read: the target's output at the n positions from first i32[B] on; those at length - 1 and
+    after it mean nothing."""
+
+    def __call__(
+        self,
+        params: Params,
+        state: PyTree,
+        tokens: Array,
+        first: Array,
+        length: Array,
+        output: ForwardOutput,
+        /,
+    ) -> PyTree: ...
 
 
 class Drafter(NamedTuple):
     """A source of draft trees as pure functions. `num_nodes` and `max_depth` are the static N and D."""
 
-    init: Callable[..., PyTree]  # (params: Params, tokens i32[B, T], length i32[B]) -> draft state
-    propose: Callable[..., tuple[DraftTree, PyTree]]  # (params, keys, state, tokens, length, controls)
-    update: Callable[..., PyTree]  # (params, state, tree, verdict, target output, length) -> state
+    init: Callable[[Params, Array, Array], PyTree]  # (params, tokens i32[B, T], length i32[B]) -> draft state
+    propose: Propose
+    update: Update
     num_nodes: int
     max_depth: int
-    # (params, state, tokens i32[B, T], first i32[B], length i32[B], target output) -> state: while the prompt is
-    # read, the target's output at the n positions from `first` on; those at length - 1 and behind mean nothing.
-    observe: Callable[..., PyTree] | None = None
+    observe: Observe | None = None
     feature_layers: tuple[int, ...] = ()  # of the target; their outputs are what `observe` and `update` read
     vocab_size: int | None = None  # None: drafts only tokens it has seen
     stoppable: bool = False  # heeds Controls.draft_stop
@@ -157,23 +312,43 @@ class Drafter(NamedTuple):
 
 
 class Verifier(Protocol):
-    """`verify(keys, tree, logits, controls)`: keys key[B], logits f32[B, N, V] raw target logits -> Verdict.
+    """A rule: a frozen pytree (`flax.struct.dataclass`) that sees `Evidence` and returns a `Verdict` and itself.
 
-    A rule with a true attribute `reads_hidden` gets two arguments more: the target's hidden [B, N, E], after its final
-    norm, and `Params.verify`.
+    Its structure (which rule, which margin, which base) is static and decides the compilation. Its numbers are leaves,
+    one value or one per row; a step sees them as [B]. A rule that returns itself changed keeps state per row.
+
+    Optional attributes: `name`, for reports; `lossless`, True where the output has the target's own law; `needs`, names
+    of what must be there, as in `specs.NEEDS`, such as "weights" for `Params.verify`; `check_drafter(drafter)`, which
+    raises MarsError where the drafts will not do.
     """
 
-    def __call__(self, keys: Array, tree: DraftTree, logits: Array, controls: Controls) -> Verdict: ...
+    def __call__(self, evidence: Evidence, /) -> tuple[Verdict, Self]: ...
+
+
+class LoadedRule(NamedTuple):
+    """A rule and its weights, which go into `Params.verify`."""
+
+    rule: Any  # a Verifier
+    params: PyTree = ()
 
 
 class Decoder(NamedTuple):
     """A pair of pure functions; see `decode.speculative_decoder`."""
 
-    init: Callable[..., DecodeState]  # (params, prompts i32[B, T], lengths i32[B], controls, keys key[B])
-    step: Callable[..., tuple[DecodeState, StepInfo]]  # (params, state)
+    # (params, prompts i32[B, T], lengths i32[B], controls, rule, keys key[B]) -> state
+    init: Callable[..., DecodeState]
+    step: Callable[[Params, DecodeState], tuple[DecodeState, StepInfo]]
     max_depth: int
 
 
+KEY_IMPL = "threefry2x32"
+"""The generator of row keys. Others, `rbg` among them, give a row other numbers in a batch than alone."""
+
+
 def keys_from_seeds(seeds: Array) -> Array:
-    """One PRNG key per row: seeds u32[B] or i32[B] -> key[B]."""
-    return jax.vmap(jax.random.key)(seeds)
+    """One PRNG key per row: seeds u32[B] or i32[B] -> key[B], of `threefry2x32` whatever JAX's default is.
+
+    >>> keys_from_seeds(jnp.arange(3)).shape
+    (3,)
+    """
+    return jax.vmap(lambda seed: jax.random.key(seed, impl=KEY_IMPL))(seeds)

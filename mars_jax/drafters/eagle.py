@@ -5,7 +5,7 @@ size. Oracle: a head run afresh over all committed tokens (tests/drafters/test_e
 
 The invariant: the head's cache is valid in slots `[0, length - 1)`, each computed from the target's features, and
 `feature` is the head's output at the last of them, from which the next token is drafted. What the head writes while
-it drafts, from its own features, lies behind and is overwritten.
+it drafts, from its own features, comes after and is overwritten.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ import jax.numpy as jnp
 from jax import Array
 
 from mars_jax.core.errors import MarsError
-from mars_jax.core.tree import gather_path
+from mars_jax.core.tree import gather_path, last_token
 from mars_jax.core.types import (
-    Controls,
     Drafter,
+    DraftInput,
     DraftTree,
     ForwardOutput,
     KVCache,
     LanguageModel,
     Params,
     Verdict,
+    Visible,
 )
 from mars_jax.drafters.grow import Growth, Level, grow
 from mars_jax.drafters.shapes import Dynamic, Shape, check_sample, describe, shape_of
@@ -100,12 +101,9 @@ def _eagle(
         """Entries for consecutive tokens from position `first` on, from the target's output at them and the tokens
         that follow them; the next token is drafted from the entry at position `last`, where that is among them."""
         n = following.shape[1]
-        position = first[:, None] + jnp.arange(n, dtype=jnp.int32)[None]
-        slot = jnp.arange(state.cache.slots, dtype=jnp.int32)
-        mask = slot[None, None] <= position[:, :, None]
         feature = head.fuse(config, params.draft, output)
         hidden, cache = head.forward(
-            config, target, params, feature, following, position, mask, state.cache, first
+            config, target, params, feature, following, Visible.causal(first, n), state.cache
         )
         inside = (last >= first) & (last < first + n)
         index = jnp.clip(last - first, 0, n - 1)[:, None, None]
@@ -120,15 +118,11 @@ def _eagle(
         following = jnp.take_along_axis(tokens, jnp.minimum(place, tokens.shape[1] - 1), axis=1)
         return absorb(params, state, output, following, first, length - 2)
 
-    def propose(
-        params: Params, keys: Array, state: EagleState, tokens: Array, length: Array, controls: Controls
-    ) -> tuple[DraftTree, EagleState]:
+    def propose(params: Params, state: EagleState, given: DraftInput) -> tuple[DraftTree, EagleState]:
         def extend(carry: tuple[KVCache, Array], level: Level) -> tuple[Array, tuple[KVCache, Array]]:
             cache, above = carry
             feature = jnp.take_along_axis(above, level.parents[:, :, None], axis=1)
-            hidden, cache = head.forward(
-                config, target, params, feature, level.tokens, level.positions, level.mask, cache, level.slot
-            )
+            hidden, cache = head.forward(config, target, params, feature, level.tokens, level.visible, cache)
             hidden = hidden.astype(state.feature.dtype)
             return head.unembed(config, target, params, hidden), (cache, hidden)
 
@@ -137,13 +131,11 @@ def _eagle(
             # Every node of the first level follows the same feature.
             carry=(state.cache, jnp.repeat(state.feature, shape.top_k, axis=1)),
             extend=extend,
-            first=length - 1,
-            slots=state.cache.slots,
+            first=given.length - 1,
             to_target=lambda ids: head.to_target(config, params, ids),
             widen=lambda logits: head.widen(config, params, logits),
         )
-        root = jnp.take_along_axis(tokens, length[:, None] - 1, axis=1)
-        tree, _, (cache, _) = grow(shape, sample, growth, root, keys, controls)
+        tree, _, (cache, _) = grow(shape, sample, growth, last_token(given), given.keys, given.controls)
         return tree, EagleState(cache=cache, feature=state.feature)
 
     def update(

@@ -21,18 +21,16 @@ from jax import Array, lax
 
 from mars_jax.core.sampling import argmax, process, sample_processed, top_k
 from mars_jax.core.tree import chain, static_topology
-from mars_jax.core.types import NO_TOKEN, Controls, DraftTree
+from mars_jax.core.types import NO_TOKEN, Controls, DraftTree, Visible
 from mars_jax.drafters.shapes import Dynamic, Shape, Static
 
 
 class Level(NamedTuple):
     """W nodes to extend."""
 
-    tokens: Array  # i32[B, W]; of the target's vocabulary; NO_TOKEN behind a drafter that has stopped
+    tokens: Array  # i32[B, W]; of the target's vocabulary; NO_TOKEN after a drafter that has stopped
     parents: Array  # i32[B, W]; index of each node's parent among the nodes of the level before
-    positions: Array  # i32[B, W]
-    mask: Array  # bool[B, W, S]
-    slot: Array  # i32[B]; the nodes' rows are written from here on
+    visible: Visible
 
 
 class Growth(NamedTuple):
@@ -42,7 +40,6 @@ class Growth(NamedTuple):
     carry: Any
     extend: Callable[[Any, Level], tuple[Array, Any]]  # (carry, level) -> logits f32[B, W, U], carry
     first: Array  # i32[B]; slot and position of the first level's rows
-    slots: int  # S
     to_target: Callable[[Array], Array] = lambda ids: ids  # ids of the draft vocabulary -> the target's
     widen: Callable[[Array], Array] = lambda logits: logits  # f32[B, W, U] -> f32[B, W, V]
 
@@ -87,7 +84,6 @@ def stops_at(logits: Array, controls: Controls) -> Array:
 
 def _chain(shape: Static, sample: bool, growth: Growth, root: Array, keys: Array, controls: Controls):
     batch = root.shape[0]
-    slot = jnp.arange(growth.slots, dtype=jnp.int32)
 
     def pick(depth, logits: Array) -> tuple[Array, Array | None]:
         """The next token of each row, i32[B, 1], and the processed logits f32[B, 1, V] that it was drawn from."""
@@ -95,7 +91,8 @@ def _chain(shape: Static, sample: bool, growth: Growth, root: Array, keys: Array
         if sample:
             processed = process(growth.widen(logits), controls)
             level_keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, depth)
-            return jnp.where(stops, NO_TOKEN, sample_processed(level_keys, processed)), processed
+            root = jnp.zeros((batch, 1), jnp.int32)  # the keys know the depth already
+            return jnp.where(stops, NO_TOKEN, sample_processed(level_keys, root, processed)), processed
         return jnp.where(stops, NO_TOKEN, growth.to_target(argmax(logits))), None
 
     tokens, processed = pick(1, growth.logits)
@@ -104,8 +101,7 @@ def _chain(shape: Static, sample: bool, growth: Growth, root: Array, keys: Array
     def body(carry, depth):
         tokens, carry = carry
         at = growth.first + depth - 1
-        mask = slot[None, None] <= at[:, None, None]
-        level = Level(tokens, jnp.zeros((batch, 1), jnp.int32), at[:, None], mask, at)
+        level = Level(tokens, jnp.zeros((batch, 1), jnp.int32), Visible.causal(at, 1))
         logits, carry = growth.extend(carry, level)
         following, q = pick(depth + 1, logits)
         following = jnp.where(tokens == NO_TOKEN, NO_TOKEN, following)
@@ -123,13 +119,14 @@ def _chain(shape: Static, sample: bool, growth: Growth, root: Array, keys: Array
     return tree, jnp.maximum(tree.depths, 0), carry
 
 
-def _mask(growth: Growth, seen: Array) -> Array:
-    """bool[B, W, S]: the committed rows, and of the rows from `growth.first` on those `seen` bool[B, W, R]."""
-    offset = jnp.arange(growth.slots, dtype=jnp.int32)[None] - growth.first[:, None]
-    rows = seen.shape[2]
-    index = jnp.broadcast_to(jnp.clip(offset, 0, rows - 1)[:, None], (*seen.shape[:2], growth.slots))
-    inside = jnp.take_along_axis(seen, index, axis=2) & (offset < rows)[:, None]
-    return jnp.where((offset < 0)[:, None], True, inside)
+def _visible(growth: Growth, seen: Array, row: Any, depths: np.ndarray) -> Visible:
+    """What W nodes see that are written from row `row` on: of the rows, whose depths are i32[R], those `seen`
+    bool[B, W, R]."""
+    of_rows = growth.first[:, None] + jnp.asarray(depths, jnp.int32)[None] - 1
+    positions = lax.dynamic_slice_in_dim(of_rows, row, seen.shape[1], axis=1)
+    return Visible(
+        first=growth.first, positions=positions, slot=growth.first + row, seen=seen, seen_positions=of_rows
+    )
 
 
 def _seen(before: Array, parents: Array, first: Any) -> Array:
@@ -155,8 +152,7 @@ def _static(shape: Static, growth: Growth, root: Array, controls: Controls):
     for depth in range(1, shape.depth):
         up = jnp.broadcast_to(jnp.asarray(above), (batch, width))
         seen = _seen(seen, up, row)
-        positions = jnp.broadcast_to(growth.first[:, None] + depth - 1, (batch, width))
-        level = Level(levels[-1], up, positions, _mask(growth, seen), growth.first + row)
+        level = Level(levels[-1], up, _visible(growth, seen, row, depths[1:]))
         logits, carry = growth.extend(carry, level)
         levels.append(children(logits, shape.branching[depth], levels[-1] != NO_TOKEN))
         above, row = np.repeat(np.arange(width, dtype=np.int32), shape.branching[depth]), row + width
@@ -187,14 +183,14 @@ def _dynamic(shape: Dynamic, growth: Growth, root: Array, controls: Controls):
     nothing = jnp.zeros((batch, k), jnp.int32)
     ids = jnp.broadcast_to(jnp.arange(k, dtype=jnp.int32), (batch, k))
     before = jnp.zeros((batch, k, max(shape.rows, 1)), bool)
+    row_depths = 1 + np.arange(max(shape.rows, 1)) // k
 
     # One compiled extension for all levels, which are alike.
     def body(carry, depth):
         carry, tokens, scores, ids, up, before = carry
         row = (depth - 1) * k
         seen = _seen(before, up, row)
-        positions = jnp.broadcast_to(growth.first[:, None] + depth - 1, (batch, k))
-        level = Level(tokens, up, positions, _mask(growth, seen), growth.first + row)
+        level = Level(tokens, up, _visible(growth, seen, row, row_depths))
         logits, carry = growth.extend(carry, level)
         new_tokens, new_scores = children(logits, scores)
         parents = jnp.repeat(ids, k, axis=1)

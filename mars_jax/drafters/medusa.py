@@ -18,11 +18,12 @@ from jax import Array
 
 from mars_jax.core.errors import MarsError
 from mars_jax.core.sampling import argmax, process, sample_processed, top_k
-from mars_jax.core.tree import chain, gather_path, static_topology
+from mars_jax.core.tree import chain, gather_path, last_token, static_topology
 from mars_jax.core.types import (
     NO_TOKEN,
     Controls,
     Drafter,
+    DraftInput,
     DraftTree,
     ForwardOutput,
     LanguageModel,
@@ -104,7 +105,8 @@ def _medusa(config: MedusaConfig, shape: Static, sample: bool) -> Drafter:
             return argmax(logits), None
         processed = process(logits, controls)
         # The last node has no children, so its row is never read.
-        return sample_processed(keys, processed), jnp.pad(processed, ((0, 0), (0, 1), (0, 0)))
+        head = jnp.broadcast_to(jnp.arange(shape.depth, dtype=jnp.int32), processed.shape[:2])
+        return sample_processed(keys, head, processed), jnp.pad(processed, ((0, 0), (0, 1), (0, 0)))
 
     def draft_tree(root: Array, logits: Array, alive: Array) -> DraftTree:
         levels = [root]
@@ -122,16 +124,14 @@ def _medusa(config: MedusaConfig, shape: Static, sample: bool) -> Drafter:
             is_chain=False,
         )
 
-    def propose(
-        params: Params, keys: Array, state: Array, tokens: Array, length: Array, controls: Controls
-    ) -> tuple[DraftTree, Array]:
-        root = jnp.take_along_axis(tokens, length[:, None] - 1, axis=1)
+    def propose(params: Params, state: Array, given: DraftInput) -> tuple[DraftTree, Array]:
+        root, controls = last_token(given), given.controls
         logits = heads.logits(params.draft, state, shape.depth)
         # A head that is too unsure drafts nothing, and nothing can follow it.
         alive = jnp.cumprod((~stops_at(logits, controls)).astype(jnp.int32), axis=1) > 0
         if not shape.is_chain:
             return draft_tree(root, logits, alive), state
-        drafted, processed = draft_chain(keys, logits, controls)
+        drafted, processed = draft_chain(given.keys, logits, controls)
         drafted = jnp.where(alive, drafted, NO_TOKEN)
         return chain(jnp.concatenate([root, drafted], axis=1), processed), state
 

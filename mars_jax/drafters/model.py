@@ -19,9 +19,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mars_jax.core.cache import commit
 from mars_jax.core.prefill import prefill
-from mars_jax.core.types import Controls, Drafter, DraftTree, KVCache, LanguageModel, Params
+from mars_jax.core.tree import last_token
+from mars_jax.core.types import Drafter, DraftInput, DraftTree, LanguageModel, Params, PyTree, Visible
 from mars_jax.drafters.grow import Growth, Level, grow
 from mars_jax.drafters.shapes import Dynamic, Shape, Static, check_sample, describe, shape_of
 
@@ -62,7 +62,7 @@ def language_model(
 class ModelState:
     """Between two steps."""
 
-    cache: KVCache
+    cache: PyTree  # the model's own
     rows: Array  # i32[B, N]; where `grow` put the nodes of the last tree
 
 
@@ -83,36 +83,30 @@ def _language_model(model: LanguageModel, shape: Shape, sample: bool, vocab: int
         short = vocab - model.vocab_size
         return jnp.pad(logits, ((0, 0), (0, 0), (0, short)), constant_values=-jnp.inf)
 
-    def feed_committed(params: Params, cache: KVCache, tokens: Array, length: Array) -> tuple[Array, KVCache]:
+    def feed_committed(params: Params, cache: PyTree, tokens: Array, length: Array) -> tuple[Array, PyTree]:
         """Logits f32[B, 1, V] after the last committed token, feeding the last two."""
         first = jnp.maximum(length - 2, 0)
         window = jax.vmap(lambda row, at: lax.dynamic_slice_in_dim(row, at, 2))(tokens, first)
-        position = first[:, None] + jnp.arange(2, dtype=jnp.int32)[None]
-        slot = jnp.arange(cache.slots, dtype=jnp.int32)
-        mask = slot[None, None] <= position[:, :, None]
-        output = model.forward(params.draft, window, position, mask, cache, first)
+        output = model.forward(params.draft, window, Visible.causal(first, 2), cache)
         # A one-token prompt fills the window's first place only.
         last = jnp.take_along_axis(output.hidden, (length - 1 - first)[:, None, None], axis=1)
         return unembed(params, last), output.cache
 
-    def propose(
-        params: Params, keys: Array, state: ModelState, tokens: Array, length: Array, controls: Controls
-    ) -> tuple[DraftTree, ModelState]:
-        def extend(cache: KVCache, level: Level) -> tuple[Array, KVCache]:
-            output = model.forward(params.draft, level.tokens, level.positions, level.mask, cache, level.slot)
+    def propose(params: Params, state: ModelState, given: DraftInput) -> tuple[DraftTree, ModelState]:
+        def extend(cache: PyTree, level: Level) -> tuple[Array, PyTree]:
+            output = model.forward(params.draft, level.tokens, level.visible, cache)
             return unembed(params, output.hidden), output.cache
 
-        logits, cache = feed_committed(params, state.cache, tokens, length)
-        growth = Growth(logits=logits, carry=cache, extend=extend, first=length, slots=cache.slots)
-        root = jnp.take_along_axis(tokens, length[:, None] - 1, axis=1)
-        tree, rows, cache = grow(shape, sample, growth, root, keys, controls)
+        logits, cache = feed_committed(params, state.cache, given.tokens, given.length)
+        growth = Growth(logits=logits, carry=cache, extend=extend, first=given.length)
+        tree, rows, cache = grow(shape, sample, growth, last_token(given), given.keys, given.controls)
         return tree, ModelState(cache=cache, rows=rows)
 
     def update(params, state: ModelState, tree: DraftTree, verdict, output, length: Array) -> ModelState:
         if is_chain:
             return state
         path = jnp.take_along_axis(state.rows, verdict.path, axis=1)
-        return dataclasses.replace(state, cache=commit(state.cache, length - 1, path))
+        return dataclasses.replace(state, cache=model.commit(state.cache, length - 1, path))
 
     return Drafter(
         init=init,

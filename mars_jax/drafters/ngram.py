@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from mars_jax.core.errors import MarsError
-from mars_jax.core.tree import chain
-from mars_jax.core.types import NO_TOKEN, Drafter
+from mars_jax.core.tree import chain, last_token
+from mars_jax.core.types import NO_TOKEN, Drafter, DraftInput, DraftTree, Params, PyTree
 
 
 @functools.lru_cache
@@ -41,10 +41,11 @@ def ngram(num_draft_tokens: int = 8, *, max_ngram: int = 3, min_ngram: int = 1) 
             f"min_ngram is {min_ngram} and max_ngram {max_ngram}: give 1 <= min_ngram <= max_ngram."
         )
 
-    def propose(params, keys, state, tokens, length, controls):
-        drafted = lookup(tokens, length, num_draft_tokens, max_ngram=max_ngram, min_ngram=min_ngram)
-        root = jnp.take_along_axis(tokens, length[:, None] - 1, axis=1)
-        return chain(jnp.concatenate([root, drafted], axis=1)), state
+    def propose(params: Params, state: PyTree, given: DraftInput) -> tuple[DraftTree, PyTree]:
+        drafted = lookup(
+            given.tokens, given.length, num_draft_tokens, max_ngram=max_ngram, min_ngram=min_ngram
+        )
+        return chain(jnp.concatenate([last_token(given), drafted], axis=1)), state
 
     return Drafter(
         init=lambda params, tokens, length: (),

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import jax.numpy as jnp
-
-from mars_jax.core.tree import chain
-from mars_jax.core.types import Drafter
+from mars_jax.core.tree import chain, last_token
+from mars_jax.core.types import Drafter, DraftInput, DraftTree, Params, PyTree
 
 
 def none() -> Drafter:
@@ -17,9 +15,8 @@ def none() -> Drafter:
     return _NONE
 
 
-def _propose(params, keys, state, tokens, length, controls):
-    root = jnp.take_along_axis(tokens, length[:, None] - 1, axis=1)
-    return chain(root), state
+def _propose(params: Params, state: PyTree, given: DraftInput) -> tuple[DraftTree, PyTree]:
+    return chain(last_token(given)), state
 
 
 # One instance: equal drafters share what was compiled for them.

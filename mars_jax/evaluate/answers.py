@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from mars_jax import drafters
 from mars_jax.core.errors import MarsError
 from mars_jax.core.metrics import Metrics
+from mars_jax.core.rules import structure
 from mars_jax.evaluate.benchmark.arms import Arm
 from mars_jax.evaluate.tasks.problems import Problem
 from mars_jax.pretrained import Pretrained
@@ -92,8 +93,8 @@ class Decoding:
 
     def _run(self, arm: Arm, requests: list[request.Request]) -> list[Completion]:
         drafter = self.drafter if arm.drafts else drafters.load("none", self.target)
-        shape = (drafter.drafter, arm.rule, buffer_width(self.target, requests))
-        if shape not in self._compiled:  # thresholds share what is compiled, and compare equal
+        shape = (drafter.drafter, structure(arm.rule), buffer_width(self.target, requests))
+        if shape not in self._compiled:  # thresholds share what is compiled
             compile_batch(self.target, drafter, requests, verify=arm.rule, rows=self.batch_size)
             self._compiled.add(shape)
         return run_batch(self.target, drafter, requests, verify=arm.rule, rows=self.batch_size)

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from mars_jax.core import cache as kv_cache
 from mars_jax.core.errors import MarsError
 from mars_jax.core.mesh import hold_whole, map_devices, vocabulary_axes
-from mars_jax.core.types import ForwardOutput, KVCache, LanguageModel, Params, PyTree
+from mars_jax.core.types import ForwardOutput, KVCache, LanguageModel, Params, PyTree, Visible
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.layers import dense, embed, gated_mlp, rms_norm
 from mars_jax.models.rope import angles
@@ -175,19 +175,17 @@ def forward(
     params: Params,
     feature: Array,
     tokens: Array,
-    positions: Array,
-    mask: Array,
+    visible: Visible,
     cache: KVCache,
-    start: Array,
 ) -> tuple[Array, KVCache]:
-    """Run the head over N entries, written at slots `start .. start + N - 1`.
+    """Run the head over N entries, written from slot `visible.slot` on.
 
     Args:
       config, target: of the head, and the model it belongs to.
       params: of both; the head's are `params.draft`.
       feature: [B, N, E] (or F), from `fuse` or from an earlier call of this function.
       tokens: i32[B, N]; of entry t, token t + 1.
-      positions, mask, cache, start: as in `types.LanguageModel.forward`.
+      visible, cache: as in `types.LanguageModel.forward`.
 
     Returns:
       The features of the next tokens [B, N, E], and the cache.
@@ -202,10 +200,11 @@ def forward(
     else:
         joined = hold_whole(jnp.concatenate([word, feature], axis=-1))
         h = x = dense(joined, head["fc"], head.get("fc_bias"))
-    live = jnp.max(start) + tokens.shape[1]
+    live = jnp.max(visible.slot) + tokens.shape[1]
     # The angles are computed, not looked up: a head's own limit of positions does not bind.
-    rotation = angles(positions, c.rope, c.head_dim)
-    mixed, k, v = attention(c, layer, x, rotation, mask, cache.k[0], cache.v[0], start, live)
+    rotation = angles(visible.positions, c.rope, c.head_dim)
+    mask = visible.dense(cache.slots)
+    mixed, k, v = attention(c, layer, x, rotation, mask, cache.k[0], cache.v[0], visible.slot, live)
     h = h + mixed
     h = h + gated_mlp(layer, rms_norm(h, layer["mlp_norm"], c.norm_eps), c.activation)
     if config.norm_output:

@@ -16,7 +16,7 @@ from jax import Array
 from mars_jax.core import cache as kv_cache
 from mars_jax.core.errors import MarsError
 from mars_jax.core.mesh import hold_heads, hold_whole
-from mars_jax.core.types import ForwardOutput, KVCache, LanguageModel, PyTree
+from mars_jax.core.types import ForwardOutput, KVCache, LanguageModel, PyTree, Visible
 from mars_jax.models import weights
 from mars_jax.models.attention import attend
 from mars_jax.models.config import ModelConfig
@@ -41,19 +41,6 @@ def init_params(config: ModelConfig, key: Array, dtype="float32", *, scale: floa
         return (jax.random.normal(keys[row], row.shape, jnp.float32) * scale).astype(dtype)
 
     return weights.build(config, make)
-
-
-def window_mask(mask: Array, positions: Array, start: Array, window: int) -> Array:
-    """mask bool[B, N, S] without the keys that lie `window` or more positions behind the query.
-
-    Committed slots hold their own position; the rows just written hold `positions` (in a tree, slot and
-    position differ).
-    """
-    slots = jnp.arange(mask.shape[2], dtype=jnp.int32)[None]
-    node = jnp.clip(slots - start[:, None], 0, positions.shape[1] - 1)
-    written = jnp.take_along_axis(positions, node, axis=1)
-    key_positions = jnp.where(slots < start[:, None], slots, written)
-    return mask & (key_positions[:, None, :] > positions[:, :, None] - window)
 
 
 def _norm(config: ModelConfig) -> Callable[[Array, Array], Array]:
@@ -99,13 +86,14 @@ def attention(config: ModelConfig, layer: dict, x: Array, rotation, mask, k_cach
 
 
 def _forward(
-    config: ModelConfig, feature_layers, params, tokens, positions, mask, cache, start
+    config: ModelConfig, feature_layers, params, tokens: Array, visible: Visible, cache: KVCache
 ) -> ForwardOutput:
     x, norm = _embed(config, params, tokens), _norm(config)
+    positions, start = visible.positions, visible.slot
     live = jnp.max(start) + tokens.shape[1]
     ropes = [config.rope if w is None else config.local_rope or config.rope for w in config.windows]
     rotations = {rope: angles(positions, rope, config.head_dim) for rope in dict.fromkeys(ropes)}
-    masks = {w: mask if w is None else window_mask(mask, positions, start, w) for w in set(config.windows)}
+    masks = {window: visible.dense(cache.slots, window) for window in dict.fromkeys(config.windows)}
     ks, vs, outputs = [], [], {}
     for i, layer in enumerate(params["layers"]):
         mixed, k, v = attention(
@@ -148,10 +136,8 @@ def language_model(
 
     >>> config = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=2)
     >>> model, params = language_model(config), init_params(config, jax.random.key(0))
-    >>> ids, positions = jnp.asarray([[3, 5]], jnp.int32), jnp.asarray([[0, 1]], jnp.int32)
-    >>> start = jnp.zeros((1,), jnp.int32)
-    >>> mask = jnp.tril(jnp.ones((2, 8), bool))[None]
-    >>> out = model.forward(params, ids, positions, mask, model.init_cache(1, 8), start)
+    >>> ids, start = jnp.asarray([[3, 5]], jnp.int32), jnp.zeros((1,), jnp.int32)
+    >>> out = model.forward(params, ids, Visible.causal(start, 2), model.init_cache(1, 8))
     >>> model.unembed(params, out.hidden).shape
     (1, 2, 32)
     """

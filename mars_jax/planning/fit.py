@@ -148,7 +148,7 @@ def make_plan(
     if draft.config is not None:
         params = params._replace(draft=placed(draft.config))
     decoder = speculative_decoder(model, drafter, verify)
-    state, lowered = lower_loop(decoder, params, mesh, batch=batch, context=context)
+    state, lowered = lower_loop(decoder, params, verify, mesh, batch=batch, context=context)
     try:
         report = compile_program(lowered)
         held = held_bytes(report)
@@ -185,14 +185,14 @@ def make_plan(
 
 
 def lower_loop(
-    decoder: Decoder, params: Params, mesh: Mesh, *, batch: int, context: int
+    decoder: Decoder, params: Params, rule: Verifier, mesh: Mesh, *, batch: int, context: int
 ) -> tuple[DecodeState, jax.stages.Lowered]:
     """The abstract state of a batch on a mesh, and `decode.run` lowered for it."""
 
     def start(params: Params) -> DecodeState:
         seeds = keys_from_seeds(jnp.arange(batch, dtype=jnp.uint32))
         prompts, lengths = jnp.zeros((batch, context), jnp.int32), jnp.full((batch,), 2, jnp.int32)
-        return decoder.init(params, prompts, lengths, make_controls(batch, limit=context), seeds)
+        return decoder.init(params, prompts, lengths, make_controls(batch, limit=context), rule, seeds)
 
     with jax.set_mesh(mesh):
         state = jax.eval_shape(start, params)

@@ -12,17 +12,26 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from mars_jax import drafters
-from mars_jax.core import decode
+from mars_jax.core import decode, rules
 from mars_jax.core.errors import MarsError
-from mars_jax.core.metrics import Metrics, accumulate, summarize, zero_stats
-from mars_jax.core.types import Verifier
+from mars_jax.core.metrics import DecodeStats, accumulate, summarize, zero_stats
+from mars_jax.core.types import LoadedRule
 from mars_jax.placement.hosts import fetch
 from mars_jax.pretrained import Detokenizer, Pretrained
-from mars_jax.serve.prepare import prepare
-from mars_jax.serve.requests import Completion, Request, Result, StreamEvent, batches, make_requests, total
+from mars_jax.serve.prepare import AnyRule, prepare
+from mars_jax.serve.requests import (
+    KINDS,
+    Completion,
+    Request,
+    Result,
+    StreamEvent,
+    TokenLogProbs,
+    batches,
+    make_requests,
+    total,
+)
 
 
 def generate(
@@ -30,10 +39,11 @@ def generate(
     drafter: drafters.AnyDrafter = "none",
     prompts: str | Sequence[str] | Sequence[Sequence[int]] = (),
     *,
-    verify: Verifier | None = None,
+    verify: AnyRule | None = None,
     batch_size: int | None = None,
     chat: bool = False,
     ignore_eos: bool = False,
+    log_probs: bool = False,
     **options: Any,
 ) -> Result:
     """Continue prompts by speculative decoding, a batch at a time, each batch in one device loop.
@@ -43,30 +53,30 @@ def generate(
       drafter: from `mars_jax.drafters.load`, or its spec where it needs no more than that, such as "ngram"; or a
         `Drafter` without weights of its own.
       prompts: a text, texts, or token ids.
-      verify: the rule; default `verify.exact()`, which changes nothing but the speed.
+      verify: the rule, such as `verify.mars(theta=0.9)`, or a `LoadedRule`; default `verify.exact()`, which changes
+        nothing but the speed. Its numbers are one for all prompts, or one per prompt.
       batch_size: rows that decode side by side; default: all prompts.
       chat: put each text through the chat template as a user turn.
       ignore_eos: decode to `max_new_tokens` past any stop token.
+      log_probs: also give what the target thinks of each new token, `Completion.log_probs`.
       **options: fields of `Request`, each one value for all prompts or a sequence of one per prompt: temperature,
-        top_k, top_p, min_p, theta (default: the rule's own), max_relaxed_run, strict, draft_stop (see `make_controls`;
-        not for n-grams), seed, max_new_tokens (default 256), stop_tokens (default: the model's). A single seed s
-        gives prompt i the seed s + i. At temperature 0 a row takes the best token, and the filters and the seed have
-        nothing to choose.
+        top_k, top_p, min_p, strict (not for lossless rules), draft_stop (see `make_controls`; not for n-grams), seed,
+        max_new_tokens (default 256), stop_tokens (default: the model's). A single seed s gives prompt i the seed s + i.
+        At temperature 0 a row takes the best token, and the filters and the seed have nothing to choose.
 
     Raises:
-      MarsError: a prompt that is empty or does not fit the context, a value out of range, logits that are not
-        finite.
+      MarsError: a prompt that is empty or does not fit the context, a value out of range.
+
+    A prompt at which the target's logits are not finite ends with the finish reason "failed", and harms no other.
 
     >>> import mars_jax as mj  # doctest: +SKIP
     >>> target = mj.load("path/to/checkpoint")  # doctest: +SKIP
     >>> mj.generate(target, "ngram", ["Once upon a time"], verify=mj.verify.mars(theta=0.9)).text  # doctest: +SKIP
     """
-    if options.get("theta") is not None and not hasattr(verify, "theta"):
-        raise MarsError(
-            "theta does not apply to a rule that relaxes nothing: leave it out, or verify with mars()."
-        )
     requests = make_requests(target, prompts, chat=chat, ignore_eos=ignore_eos, **options)
-    return generate_requests(target, drafter, requests, verify=verify, batch_size=batch_size)
+    return generate_requests(
+        target, drafter, requests, verify=verify, batch_size=batch_size, log_probs=log_probs
+    )
 
 
 def generate_requests(
@@ -74,14 +84,17 @@ def generate_requests(
     drafter: drafters.AnyDrafter,
     requests: Sequence[Request],
     *,
-    verify: Verifier | None = None,
+    verify: AnyRule | None = None,
     batch_size: int | None = None,
+    log_probs: bool = False,
 ) -> Result:
     """`generate` for prepared requests."""
     began = time.perf_counter()
     completions: list[Completion] = []
     for group in batches(requests, batch_size):
-        completions += run_batch(target, drafter, group, verify=verify, rows=batch_size)
+        rows = range(len(completions), len(completions) + len(group))
+        rule = rule_of(verify, rows, len(requests))
+        completions += run_batch(target, drafter, group, verify=rule, rows=batch_size, log_probs=log_probs)
     return Result(
         completions=completions,
         metrics=total(completions),
@@ -94,20 +107,18 @@ def run_batch(
     drafter: drafters.AnyDrafter,
     requests: Sequence[Request],
     *,
-    verify: Verifier | None = None,
+    verify: AnyRule | None = None,
     rows: int | None = None,
+    log_probs: bool = False,
 ) -> list[Completion]:
     """Decode one batch in one device loop. `rows` pads the batch, so that a shorter last one recompiles nothing."""
     began = time.perf_counter()
     decoder, params, state = prepare(target, drafter, requests, verify=verify, rows=rows)
     with target.on_mesh():
-        state, stats = jax.block_until_ready(decode.run(decoder, params, state))
+        state, stats = jax.block_until_ready(decode.run(decoder, params, state, record=log_probs))
     seconds = time.perf_counter() - began
     stats, final = fetch((stats, (state.tokens, state.length, state.failed)))
-    return [
-        _complete(target, request, row, final, summarize(stats, row), seconds)
-        for row, request in enumerate(requests)
-    ]
+    return [_complete(target, request, row, final, stats, seconds) for row, request in enumerate(requests)]
 
 
 def compile_batch(
@@ -115,9 +126,10 @@ def compile_batch(
     drafter: drafters.AnyDrafter,
     requests: Sequence[Request],
     *,
-    verify: Verifier | None = None,
+    verify: AnyRule | None = None,
     rows: int | None = None,
     stream: bool = False,
+    log_probs: bool = False,
 ) -> None:
     """Compile what `run_batch`, or `generate_stream` if `stream`, will run, so that they time no compilation.
 
@@ -141,7 +153,7 @@ def compile_batch(
             stats = zero_stats(state.tokens.shape[0], decoder.max_depth)
             jax.block_until_ready(_accumulate(stats, decode.jitted_step(decoder, params, state)[1]))
         else:
-            jax.block_until_ready(decode.run(decoder, params, state))
+            jax.block_until_ready(decode.run(decoder, params, state, record=log_probs))
 
 
 def generate_stream(
@@ -149,7 +161,7 @@ def generate_stream(
     drafter: drafters.AnyDrafter,
     requests: Sequence[Request],
     *,
-    verify: Verifier | None = None,
+    verify: AnyRule | None = None,
     rows: int | None = None,
 ) -> Iterator[StreamEvent]:
     """Decode one batch step by step, and yield the tokens of each row as they are decided.
@@ -172,54 +184,71 @@ def generate_stream(
             if state is None or info is None:
                 return
             stats = _accumulate(stats, info)
-        host, done, failed = fetch((info, state.done, state.failed))
-        _check_finite(target, failed[: len(requests)])
+        host, done = fetch((info, state.done))
         ended = None  # read where a row ends in this step
         for row, request in enumerate(requests):
             if was_done[row]:
                 continue
             count = int(host.num_emitted[row])
             tokens = host.emitted[row, :count].tolist()
-            kinds = ["relaxed" if r else "exact" for r in host.verdict.relaxed[row]]
-            kinds[int(host.verdict.num_accepted[row]) :] = ["corrected"]
+            told = _token_log_probs(host, row, count)
             pieces = tuple(
                 (kind, texts[row].feed([token], last=bool(done[row]) and place == count - 1))
-                for place, (kind, token) in enumerate(zip(kinds, tokens, strict=False))
+                for place, (kind, token) in enumerate(zip(told.kind, tokens, strict=True))
             )
             completion = None
             if done[row]:
                 ended = ended or fetch((stats, (state.tokens, state.length, state.failed)))
                 seconds = time.perf_counter() - began
-                completion = _complete(target, request, row, ended[1], summarize(ended[0], row), seconds)
-            yield StreamEvent(row, "".join(text for _, text in pieces), pieces, tuple(tokens), completion)
+                completion = _complete(target, request, row, ended[1], ended[0], seconds)
+            yield StreamEvent(
+                row, "".join(text for _, text in pieces), pieces, tuple(tokens), told, completion
+            )
         was_done = done
 
 
 _accumulate = jax.jit(accumulate)
 
 
+def _token_log_probs(source: Any, row: int, count: int) -> TokenLogProbs:
+    """Of the first `count` tokens of a row, from a `StepInfo` or a `TokenRecord` on the host."""
+    names = ("log_prob", "temperature_log_prob", "processed_log_prob", "regret")
+    values = {name: tuple(getattr(source, name)[row, :count].tolist()) for name in names}
+    return TokenLogProbs(**values, kind=tuple(KINDS[k] for k in source.kind[row, :count]))
+
+
 def _complete(
-    target: Pretrained, request: Request, row: int, final: tuple, metrics: Metrics, seconds: float
+    target: Pretrained, request: Request, row: int, final: tuple, stats: DecodeStats, seconds: float
 ) -> Completion:
     """Cut one row's new tokens out of the batch's final state and name why it ended."""
     tokens, length, failed = final
-    _check_finite(target, failed[row : row + 1])
     new = tokens[row, len(request.prompt_tokens) : length[row]].tolist()
     detokenizer = Detokenizer(target, request.prompt_tokens)
+    stopped = "stop" if new and new[-1] in request.stop_tokens else "length"
     return Completion(
         request=request,
         # As the stream does it, so that a character cut in two reads the same both ways.
         text="".join(detokenizer.feed([token], last=i == len(new) - 1) for i, token in enumerate(new)),
         tokens=new,
-        finish_reason="stop" if new and new[-1] in request.stop_tokens else "length",
-        metrics=metrics,
+        finish_reason="failed" if failed[row] else stopped,
+        metrics=summarize(stats, row),
         seconds=seconds,
+        log_probs=None if stats.tokens is None else _token_log_probs(stats.tokens, row, len(new)),
     )
 
 
-def _check_finite(target: Pretrained, failed: np.ndarray) -> None:
-    if failed.any():
+def rule_of(verify: AnyRule | None, rows: Sequence[int], count: int) -> AnyRule | None:
+    """The rule for some of `count` prompts: what it has one of per prompt is theirs."""
+    if isinstance(verify, LoadedRule):
+        return verify._replace(rule=rules.take_rows(verify.rule, rows, count))
+    return None if verify is None else rules.take_rows(verify, rows, count)
+
+
+def check_finite(target: Pretrained, completions: Sequence[Completion]) -> None:
+    """Raise MarsError where prompts failed, for callers to whom that is an error."""
+    failed = sum(completion.finish_reason == "failed" for completion in completions)
+    if failed:
         raise MarsError(
-            f"the logits of '{target.name}' are not finite: its weights hold NaN, or overflow in bfloat16; load an "
-            "intact checkpoint, or one in float32."
+            f"the logits of '{target.name}' are not finite for {failed} of {len(completions)} prompts: its weights "
+            "hold NaN, or overflow in bfloat16; load an intact checkpoint, or one in float32."
         )

@@ -6,12 +6,12 @@ import dataclasses
 import math
 import operator
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from mars_jax.core.controls import UNLIMITED_RUN
+from mars_jax import specs
 from mars_jax.core.errors import MarsError
 from mars_jax.core.metrics import Metrics
 from mars_jax.pretrained import Pretrained
@@ -28,13 +28,25 @@ class Request:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-    theta: float | None = None
-    max_relaxed_run: int = UNLIMITED_RUN
     strict: bool = False
     draft_stop: float = math.inf
     seed: int = 0
     max_new_tokens: int = 256
     stop_tokens: tuple[int, ...] = ()
+
+
+class TokenLogProbs(NamedTuple):
+    """What the target thinks of each new token, in nats; see `core.types.StepInfo`."""
+
+    log_prob: tuple[float, ...]
+    temperature_log_prob: tuple[float, ...]
+    processed_log_prob: tuple[float, ...]  # NaN where the rule is not lossless
+    regret: tuple[float, ...]
+    kind: tuple[str, ...]  # of KINDS
+
+
+KINDS = ("exact", "relaxed", "corrected")
+"""Kinds of tokens by their numbers in `core.types`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,9 +56,10 @@ class Completion:
     request: Request
     text: str  # "" where the checkpoint has no tokenizer
     tokens: list[int]  # new tokens, the stop token included
-    finish_reason: str  # "stop" or "length"
+    finish_reason: str  # "stop", "length", or "failed": the target's logits were not finite there
     metrics: Metrics
     seconds: float
+    log_probs: TokenLogProbs | None = None  # of the new tokens, where they were asked for
 
     @property
     def tokens_per_second(self) -> float:
@@ -84,6 +97,7 @@ class StreamEvent:
         tuple[str, str], ...
     ]  # (kind, text): "exact", "relaxed" or "corrected"; joined they are `text`
     tokens: tuple[int, ...]
+    log_probs: TokenLogProbs  # of `tokens`
     completion: Completion | None  # with the last event of its row
 
 
@@ -101,6 +115,8 @@ def make_requests(
         raise MarsError("there are no prompts: give at least one.")
     known = {f.name for f in dataclasses.fields(Request)} - {"prompt", "prompt_tokens", "id"}
     for name in options.keys() - known:
+        if any(name in row.settings for row in specs.RULES.values()):
+            raise MarsError(f"{name} is a setting of the rule: give it there, as in verify=mars({name}=...).")
         raise TypeError(f"generate() got an unexpected keyword argument '{name}'")
     if ignore_eos and "stop_tokens" in options:
         raise MarsError("ignore_eos and stop_tokens contradict each other: leave one of them out.")

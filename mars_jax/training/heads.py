@@ -16,12 +16,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from mars_jax.core.types import ForwardOutput, LanguageModel, Params, PyTree
+from mars_jax.core.types import ForwardOutput, LanguageModel, Params, PyTree, Visible
 from mars_jax.models import eagle as head
 from mars_jax.models.eagle import EagleConfig
 from mars_jax.training.data import Batch
 from mars_jax.training.loop import Objective
-from mars_jax.training.objectives import Divergence, document_mask, forward_kl
+from mars_jax.training.objectives import Divergence, document_mask, forward_kl, in_documents, read
 
 DECAY = 0.8
 """A step further ahead weighs this much less (the EAGLE-3 and Medusa recipes)."""
@@ -37,10 +37,7 @@ class Lesson(NamedTuple):
 def teach(target: LanguageModel, teacher: PyTree, batch: Batch) -> Lesson:
     """One forward of the target over a batch; no gradient goes into it."""
     tokens, segments = batch.tokens[:, :-1], batch.segments[:, :-1]
-    rows, length = tokens.shape
-    positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (rows, length))
-    cache, start = target.init_cache(rows, length), jnp.zeros((rows,), jnp.int32)
-    output = target.forward(teacher, tokens, positions, document_mask(segments), cache, start)
+    output = read(target, teacher, tokens, segments)
     return jax.lax.stop_gradient(Lesson(output, target.unembed(teacher, output.hidden)))
 
 
@@ -103,8 +100,8 @@ def eagle3(
 
         feature = head.fuse(config, both.draft, _entries(said.output, n))
         following, segments = batch.tokens[:, 1:length], batch.segments[:, :length]
-        position = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (rows, n))
         entry = jnp.arange(n, dtype=jnp.int32)
+        position = jnp.broadcast_to(entry, (rows, n))
         together = document_mask(segments[:, :n])
         cache = head.init_cache(config, rows, steps * n, dtype)
         total, figures = jnp.float32(0), {}
@@ -121,10 +118,14 @@ def eagle3(
                 both,
                 feature,
                 following,
-                position,
-                jnp.concatenate(blocks, axis=2),
+                Visible(
+                    first=jnp.zeros((rows,), jnp.int32),
+                    positions=position,
+                    slot=jnp.full((rows,), j * n, jnp.int32),
+                    seen=jnp.concatenate(blocks, axis=2),
+                    seen_positions=jnp.tile(position, (1, steps)),
+                ),
                 cache,
-                jnp.full((rows,), j * n, jnp.int32),
             )
             drafted = head.unembed(config, target, both, hidden)
             # From the last of the target's features to the token that is embedded, one document.
@@ -168,17 +169,14 @@ def eagle1(
         # The noise is a function of the batch, so that a run that was killed continues bit for bit.
         key = jax.random.fold_in(jax.random.key(0), jnp.sum(batch.tokens))
         feature = feature + jax.random.uniform(key, feature.shape, feature.dtype, -noise, noise)
-        position = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (rows, n))
         hidden, _ = head.forward(
             config,
             target,
             both,
             feature,
             batch.tokens[:, 1:length],
-            position,
-            document_mask(segments[:, :n]),
+            in_documents(segments[:, :n]),
             head.init_cache(config, rows, n, dtype),
-            jnp.zeros((rows,), jnp.int32),
         )
         drafted, wanted = head.unembed(config, target, both, hidden), said.logits[:, 1:]
         valid = segments[:, :n] == segments[:, 1:]

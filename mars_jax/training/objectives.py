@@ -5,6 +5,7 @@ B rows, L tokens of a row, V vocabulary.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from mars_jax.core.errors import MarsError
-from mars_jax.core.types import ForwardOutput, LanguageModel, PyTree
+from mars_jax.core.types import ForwardOutput, LanguageModel, PyTree, Visible
 
 
 def document_mask(segments: Array) -> Array:
@@ -33,10 +34,14 @@ def predict(model: LanguageModel, params: PyTree, tokens: Array, segments: Array
 
 def read(model: LanguageModel, params: PyTree, tokens: Array, segments: Array) -> ForwardOutput:
     """What a model makes of tokens i32[B, L], each of which sees those of its segment i32[B, L] before it."""
-    batch, length = tokens.shape
-    positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
-    cache, start = model.init_cache(batch, length), jnp.zeros((batch,), jnp.int32)
-    return model.forward(params, tokens, positions, document_mask(segments), cache, start)
+    return model.forward(params, tokens, in_documents(segments), model.init_cache(*tokens.shape))
+
+
+def in_documents(segments: Array) -> Visible:
+    """What tokens see that nothing precedes: those before them in their own document, for segments i32[B, L]."""
+    batch, length = segments.shape
+    visible = Visible.causal(jnp.zeros((batch,), jnp.int32), length)
+    return dataclasses.replace(visible, seen=document_mask(segments))
 
 
 def cross_entropy(logits: Array, labels: Array) -> Array:

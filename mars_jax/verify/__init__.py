@@ -1,26 +1,41 @@
-"""Verifiers: frozen, hashable rules `verify(keys, tree, logits, controls) -> Verdict`, built by factories."""
+"""The rules: frozen pytrees `rule(evidence) -> (verdict, rule)`, built by factories; see docs/rules.md."""
 
 from kernels_pallas import MARGINS
-from mars_jax.verify.context import Context, context, token_classes
+from mars_jax.core.evidence import Evidence, evidence, node_stats
+from mars_jax.core.rules import for_rows
+from mars_jax.core.types import LoadedRule, Verifier
+from mars_jax.verify.context import Context, context, entropy, token_classes
 from mars_jax.verify.exact import Exact, exact
 from mars_jax.verify.learned import Learned, learned
 from mars_jax.verify.mars import Mars, mars
 from mars_jax.verify.rejection import Rejection, rejection
+from mars_jax.verify.relaxed import Relaxed, runner_up_edges
+from mars_jax.verify.retargeted import Retargeted
 from mars_jax.verify.simulated import Simulated, simulated
 
 __all__ = [
     "MARGINS",
     "Context",
+    "Evidence",
     "Exact",
     "Learned",
+    "LoadedRule",
     "Mars",
     "Rejection",
+    "Relaxed",
+    "Retargeted",
     "Simulated",
+    "Verifier",
     "context",
+    "entropy",
+    "evidence",
     "exact",
+    "for_rows",
     "learned",
     "mars",
+    "node_stats",
     "rejection",
+    "runner_up_edges",
     "simulated",
     "token_classes",
 ]

@@ -5,22 +5,21 @@ B batch, N nodes, V vocabulary, C bins. Oracle: tests/verify/test_context.py.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from kernels_pallas import MarginStats
 from mars_jax.core.errors import MarsError
-from mars_jax.core.types import DraftTree
+from mars_jax.core.evidence import Evidence
 
 KINDS = ("entropy", "position", "class")
 CLASSES = ("word", "number", "punctuation")
-"""Classes of tokens, by the ids in `Context.classes`; what is neither number nor punctuation is word."""
+"""Classes of tokens, by their ids in `Context.classes`; what is neither number nor punctuation is word."""
 
 # The looseness of a threshold, on which factors act: 0 is strict, and it grows with what is let through.
 _TO_LOOSENESS: dict[str, Callable[[Array], Array]] = {
@@ -35,42 +34,59 @@ _TO_THETA: dict[str, Callable[[Array], Array]] = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
+@flax.struct.dataclass(kw_only=True)
 class Context:
-    """See `context`."""
+    """A table for `verify.mars(context=...)`; see `context`. Its numbers are weights of the rule: `Params.verify`."""
 
-    by: str
-    factors: tuple[float, ...]  # [C]
-    edges: tuple[float, ...] = ()  # [C - 1], ascending; bin c holds edges[c - 1] <= value < edges[c]
-    classes: bytes = b""  # u8[V]: the class of each token
+    by: str = flax.struct.field(pytree_node=False)
+    factors: Array  # f32[C]
+    edges: Array  # f32[C - 1], ascending; bin c holds edges[c - 1] <= value < edges[c]
+    classes: Array  # u8[V]: the class of each token; u8[0] for other contexts
 
-    def theta(self, tree: DraftTree, logits: Array, stats: MarginStats, theta: Array, margin: str) -> Array:
-        """f32[B, N]: the threshold at every node, from that of its row.
 
-        Args:
-          tree, logits: as a verifier gets them.
-          stats: of the logits.
-          theta: f32[B].
-          margin: what theta bounds.
-        """
-        theta = jnp.broadcast_to(theta[:, None], stats.top1.shape)
-        scaled = _TO_THETA[margin](_TO_LOOSENESS[margin](theta) * self._factor(tree, logits, stats))
-        return jnp.where(jnp.isinf(theta), theta, scaled)
+def thresholds(by: str, table: Context, evidence: Evidence, theta: Array, margin: str) -> Array:
+    """f32[B, N]: the threshold at every node.
 
-    def _factor(self, tree: DraftTree, logits: Array, stats: MarginStats) -> Array:
-        factors = jnp.asarray(self.factors, jnp.float32)
-        if self.by == "class":
-            of_token = factors[jnp.asarray(np.frombuffer(self.classes, np.uint8).astype(np.int32))]
-            return jnp.minimum(of_token[stats.id1], of_token[stats.id2])
-        value = entropy(logits) if self.by == "entropy" else tree.depths.astype(jnp.float32)
-        edges = jnp.asarray(self.edges, jnp.float32)
-        return factors[jnp.searchsorted(edges, value, side="right")]
+    Args:
+      by: what the rule is for.
+      table: from `context`.
+      evidence: of the step.
+      theta: f32[B, N]; thresholds of the rows.
+      margin: what theta bounds.
+
+    Raises:
+      MarsError: no table, or one by something else.
+    """
+    if not isinstance(table, Context) or table.by != by:
+        has = f"one by {table.by}" if isinstance(table, Context) else "none"
+        raise MarsError(
+            f"the rule has a context by {by} and Params.verify holds {has}: pass "
+            f'LoadedRule(mars(context="{by}"), verify.context("{by}", ...)).'
+        )
+    scaled = _TO_THETA[margin](_TO_LOOSENESS[margin](theta) * _factor(table, evidence))
+    return jnp.where(jnp.isinf(theta), theta, scaled)
+
+
+def _factor(table: Context, evidence: Evidence) -> Array:
+    if table.by == "class":
+        of_token = table.factors[table.classes.astype(jnp.int32)]
+        stats = evidence.stats
+        return jnp.minimum(of_token[stats.id1], of_token[stats.id2])
+    by_entropy = table.by == "entropy"
+    value = entropy(evidence.logits) if by_entropy else evidence.tree.depths.astype(jnp.float32)
+    return table.factors[jnp.searchsorted(table.edges, value, side="right")]
+
+
+def check_kind(by: str) -> None:
+    """Raise MarsError for an unknown context."""
+    if by not in KINDS:
+        raise MarsError(f"context is by {by!r}: expected one of {', '.join(KINDS)}.")
 
 
 def context(
     by: str, factors: Sequence[float], *, edges: Sequence[float] = (), classes: bytes = b""
 ) -> Context:
-    """A context for `verify.mars`: what scales the looseness of its threshold, node by node.
+    """A table for `verify.mars(context=by)`: what scales the looseness of its threshold, node by node.
 
     The looseness of a threshold is the gap between the two best logits that it lets through: in nats for the margins
     gap and prob_ratio, as a share of the second logit for ratio. Bin c of the context multiplies it by `factors[c]`: 0
@@ -87,11 +103,10 @@ def context(
     Raises:
       MarsError: unknown context, or numbers that do not fit it.
 
-    >>> context("position", (1.0, 0.5), edges=(2,)).factors
-    (1.0, 0.5)
+    >>> context("position", (1.0, 0.5), edges=(2,)).factors.tolist()
+    [1.0, 0.5]
     """
-    if by not in KINDS:
-        raise MarsError(f"context is by {by!r}: expected one of {', '.join(KINDS)}.")
+    check_kind(by)
     factors, edges = tuple(map(float, factors)), tuple(map(float, edges))
     bins = len(CLASSES) if by == "class" else len(edges) + 1
     if len(factors) != bins:
@@ -106,7 +121,12 @@ def context(
         )
     if (by == "class") != bool(classes):
         raise MarsError("classes belong to a context by class, and to no other: see token_classes.")
-    return Context(by=by, factors=factors, edges=edges, classes=classes)
+    return Context(
+        by=by,
+        factors=jnp.asarray(factors, jnp.float32),
+        edges=jnp.asarray(edges, jnp.float32),
+        classes=jnp.asarray(np.frombuffer(classes, np.uint8)),
+    )
 
 
 def entropy(logits: Array) -> Array:

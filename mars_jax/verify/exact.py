@@ -5,58 +5,59 @@ B batch, N nodes, V vocabulary. Oracle: exact enumeration and chi-square in test
 
 from __future__ import annotations
 
-import dataclasses
+from typing import ClassVar
 
+import flax.struct
 import jax.numpy as jnp
-from jax import Array
 
+from mars_jax.core.controls import is_stop
+from mars_jax.core.evidence import Evidence
 from mars_jax.core.sampling import sample
-from mars_jax.core.tree import at_parent, walk
-from mars_jax.core.types import Controls, DraftTree, Verdict
-from mars_jax.verify.stops import is_stop
+from mars_jax.core.tree import Allowance, at_parent, walk
+from mars_jax.core.types import Verdict
 
 
-@dataclasses.dataclass(frozen=True)
+@flax.struct.dataclass
 class Exact:
-    """See `exact`."""
+    """The target names one token y per node; a child is accepted where it carries y.
 
-    @property
-    def name(self) -> str:
-        return "exact"
+    y is the argmax of a greedy row and otherwise a sample of the processed distribution. Lossless for every
+    draft that does not depend on the target's noise: greedy chains, top-k trees, n-grams. `next_token` is y
+    of the node where the walk stops. The noise is a function of the position, so that a seed gives the same text after
+    every such draft, and without one.
 
-    def __call__(self, keys: Array, tree: DraftTree, logits: Array, controls: Controls) -> Verdict:
-        return self.relax(keys, tree, logits, controls, None)
+    >>> import jax
+    >>> from mars_jax import verify
+    >>> from mars_jax.core.tree import chain
+    >>> z = jnp.eye(4, dtype=jnp.float32)[None, 1:4]  # the target goes 1, 2, 3
+    >>> given = verify.evidence(chain(jnp.asarray([[0, 1, 3]], jnp.int32)), z)
+    >>> verdict, _ = Exact()(given)
+    >>> verdict.num_accepted.tolist(), verdict.next_token.tolist()
+    ([1], [2])
+    """
 
-    def relax(
-        self, keys: Array, tree: DraftTree, logits: Array, controls: Controls, relaxable: Array | None
-    ) -> Verdict:
-        """As the call; the edge into node i is also taken where `relaxable` bool[B, N], unless y is a stop
-        token."""
-        y = sample(keys, logits, controls)
+    lossless: ClassVar[bool] = True
+    name: ClassVar[str] = "exact"
+
+    def __call__(self, evidence: Evidence) -> tuple[Verdict, Exact]:
+        return self.relax(evidence, None), self
+
+    def relax(self, evidence: Evidence, allowed: Allowance | None) -> Verdict:
+        """As the call; an edge that `allowed` names is taken too, unless y is a stop token there."""
+        tree, controls = evidence.tree, evidence.controls
+        y = sample(evidence.keys, evidence.positions, evidence.logits, controls)
         wanted = at_parent(tree, y)
-        if relaxable is None:
-            relaxable = jnp.zeros(tree.tokens.shape, bool)
-        else:
-            relaxable = relaxable & ~is_stop(wanted, controls)
-        path, num_accepted, relaxed = walk(tree, tree.tokens == wanted, relaxable, controls.max_relaxed_run)
+        if allowed is not None:
+            allowed = allowed._replace(edges=allowed.edges & ~is_stop(wanted, controls.stop_tokens))
+        path, num_accepted, relaxed = walk(tree, tree.tokens == wanted, allowed)
         next_token = jnp.take_along_axis(y, path[:, -1:], axis=1)[:, 0]
         return Verdict(path=path, num_accepted=num_accepted, next_token=next_token, relaxed=relaxed)
 
 
 def exact() -> Exact:
-    """The target names one token y per node; a child is accepted where it carries y.
+    """The strict rule for deterministic drafts; see `Exact`.
 
-    y is the argmax of a greedy row and otherwise a sample of the processed distribution. Lossless for every
-    draft that does not depend on the target's noise: greedy chains, top-k trees, n-grams. `next_token` is y
-    of the node where the walk stops.
-
-    >>> import jax
-    >>> from mars_jax.core.controls import make_controls
-    >>> from mars_jax.core.tree import chain
-    >>> z = jnp.eye(4, dtype=jnp.float32)[None, 1:4]  # the target goes 1, 2, 3
-    >>> keys = jax.random.split(jax.random.key(0), 1)
-    >>> verdict = exact()(keys, chain(jnp.asarray([[0, 1, 3]], jnp.int32)), z, make_controls(1, limit=9))
-    >>> verdict.num_accepted.tolist(), verdict.next_token.tolist()
-    ([1], [2])
+    >>> exact().name
+    'exact'
     """
     return Exact()

@@ -5,63 +5,63 @@ Oracle: the same decisions made node by node in Python, in tests/verify/test_lea
 
 from __future__ import annotations
 
-import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from mars_jax import specs
 from mars_jax.core.errors import MarsError
-from mars_jax.core.types import Controls, DraftTree, PyTree, Verdict
+from mars_jax.core.evidence import Evidence
 from mars_jax.models import indicator
-from mars_jax.verify.exact import Exact
-from mars_jax.verify.mars import node_stats, relaxable_edges
-from mars_jax.verify.rejection import Rejection
+from mars_jax.specs import UNLIMITED_RUN
+from mars_jax.verify.relaxed import Relaxed, base_of, number
 
 
-@dataclasses.dataclass(frozen=True)
-class Learned:
-    """See `learned`."""
-
-    base: Exact | Rejection
-    # A value in Controls, as in `mars`.
-    theta: float = dataclasses.field(compare=False)
-    reads_hidden: ClassVar[bool] = True
-
-    @property
-    def name(self) -> str:
-        return "learned" if self.base == Exact() else f"learned over {self.base.name}"
-
-    def __call__(
-        self, keys: Array, tree: DraftTree, logits: Array, controls: Controls, hidden: Array, weights: PyTree
-    ) -> Verdict:
-        stats = node_stats(logits)
-        harm = jax.nn.sigmoid(indicator.logit(weights, hidden, stats.top1, stats.top2))
-        theta = controls.theta[:, None]
-        low = (harm < theta) & (theta < jnp.inf)
-        return self.base.relax(keys, tree, logits, controls, relaxable_edges(tree, stats, low, controls))
-
-
-def learned(base: Exact | Rejection | None = None, *, theta: float = 0.1) -> Learned:
-    """As `mars`, with a head on the target's features in place of its margin: an edge to one of the two best tokens is
+@flax.struct.dataclass(kw_only=True)
+class Learned(Relaxed):
+    """As `Mars`, with a head on the target's features in place of its margin: an edge to one of the two best tokens is
     relaxed where the head gives the outcome of the text less than `theta` of a chance to change.
 
     The head's weights are `Params.verify`; see `models.indicator`, and `training.indicator` for how it learns. The
-    guards are those of `mars`.
+    guards are those of `Mars`.
+    """
+
+    theta: Any  # f32[] or [B]; a probability; inf is strict
+    needs: ClassVar[tuple[str, ...]] = ("weights",)
+
+    def low(self, evidence: Evidence) -> Array:
+        if not isinstance(evidence.params, dict) or "inner" not in evidence.params:
+            raise MarsError(
+                "the rule learned needs the weights of its head: pass LoadedRule(verify.learned(), weights), or "
+                "verify.load."
+            )
+        stats = evidence.stats
+        harm = jax.nn.sigmoid(indicator.logit(evidence.params, evidence.hidden, stats.top1, stats.top2))
+        theta = self.theta[:, None]
+        return (harm < theta) & (theta < jnp.inf)
+
+
+def learned(base: Any = None, *, theta: Any = 0.1, max_relaxed_run: Any = UNLIMITED_RUN) -> Learned:
+    """Relaxed verification by a learned head; see `Learned`.
 
     Args:
       base: the strict rule, `exact()` by default, or `rejection(...)`.
-      theta: default of `Controls.theta`: a probability, or inf, which is strict.
+      theta: a probability, one number or one per row; inf is strict.
+      max_relaxed_run: relaxed tokens allowed in a row, one number or one per row.
 
     Raises:
-      MarsError: theta out of its range.
+      MarsError: a number out of its range, or a base that cannot be relaxed.
 
     >>> learned(theta=0.2).name
     'learned'
     """
-    if not (0 < theta <= 1 or theta == float("inf")):
-        raise MarsError(
-            f"theta is {theta} for a learned indicator: expected above 0 and at most 1, or inf, which is strict."
-        )
-    return Learned(base=Exact() if base is None else base, theta=float(theta))
+    specs.check_setting("learned", "theta", theta)
+    specs.check_setting("learned", "max_relaxed_run", max_relaxed_run)
+    return Learned(
+        base=base_of(base, "learned"),
+        theta=number(theta),
+        max_relaxed_run=number(max_relaxed_run, jnp.int32),
+    )

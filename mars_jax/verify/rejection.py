@@ -8,124 +8,146 @@ tiny vocabularies in tests/verify/test_rejection.py.
 from __future__ import annotations
 
 import dataclasses
-import functools
+from typing import ClassVar, NamedTuple
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from mars_jax.core.controls import is_stop
 from mars_jax.core.errors import MarsError
+from mars_jax.core.evidence import Evidence
 from mars_jax.core.sampling import at_tokens, inverse_cdf, is_greedy, node_uniforms, process
-from mars_jax.core.types import Controls, DraftTree, Verdict
+from mars_jax.core.tree import Allowance
+from mars_jax.core.types import DraftTree, Verdict
 from mars_jax.verify.exact import Exact
-from mars_jax.verify.stops import is_stop
 
 
-@dataclasses.dataclass(frozen=True)
+@flax.struct.dataclass
 class Rejection:
-    """See `rejection`."""
+    """Accept drafted tokens so that the output follows the target exactly, whatever q is; chains only.
 
-    block: bool
+    Token-wise (2211.17192, 2302.01318): accept x with min(1, p / q), else emit a sample of norm((p - q)+); a
+    sample of p follows when all are accepted. `block=True` (2403.10444) decides on the block as a whole:
+    never fewer accepted tokens in expectation. Padding nodes shorten the row's chain. Rows with temperature 0
+    are exact.
+    """
+
+    block: bool = flax.struct.field(pytree_node=False, default=False)
+    lossless: ClassVar[bool] = True
+    needs: ClassVar[tuple[str, ...]] = ("chain",)
 
     @property
     def name(self) -> str:
         return "block" if self.block else "rejection"
 
-    def __call__(self, keys: Array, tree: DraftTree, logits: Array, controls: Controls) -> Verdict:
-        return self.relax(keys, tree, logits, controls, None)
+    def __call__(self, evidence: Evidence) -> tuple[Verdict, Rejection]:
+        return self.relax(evidence, None), self
 
-    def relax(
-        self, keys: Array, tree: DraftTree, logits: Array, controls: Controls, relaxable: Array | None
-    ) -> Verdict:
-        """As the call; the edge before which the rule stops is also taken where `relaxable` bool[B, N].
+    def relax(self, evidence: Evidence, allowed: Allowance | None) -> Verdict:
+        """As the call; the edge before which the rule stops is also taken where `allowed` says so.
 
-        The token the rule would have emitted there is drawn first. The edge is relaxed unless that token is a
-        stop token of the row (it is emitted, as in the strict rule), equals the drafted token, or the run of
-        relaxed edges is at its limit. Verification then starts afresh behind the relaxed token, block
-        verification with a fresh block. The uniforms of a fresh start are keyed by the node it starts at, so
-        the first stretch, all there is without relaxation, draws the same ones with and without it.
-
-        What follows a relaxed token is the target's own continuation, exactly so token-wise. Where a block
-        stops depends on the tokens drafted behind the stop, so that these are no longer samples of q, and the
+        Not where the token that the rule would emit instead is a stop token. From the relaxed token on the
+        rule starts afresh, so the tokens after it are verified as if they were a draft of their own. In blocks the
+        rest of the draft has taken part in deciding the stop, so that these are no longer samples of q, and the
         fresh block is lossless only nearly.
         """
-        if not tree.is_chain:
-            raise MarsError(
-                "rejection needs a chain of drafted tokens and got a tree: verify trees with exact()."
-            )
+        check_chain(evidence.tree, self.name)
         # With p one-hot, accepting with p / q and emitting the residual is what exact does, without the sums.
         return jax.lax.cond(
-            jnp.all(is_greedy(controls)),
-            lambda: Exact().relax(keys, tree, logits, controls, relaxable),
-            lambda: self._sampled(keys, tree, logits, controls, relaxable),
+            jnp.all(is_greedy(evidence.controls)),
+            lambda: Exact().relax(evidence, allowed),
+            lambda: verify_chain(evidence, process(evidence.logits, evidence.controls), allowed, self.block),
         )
 
-    def _sampled(
-        self, keys: Array, tree: DraftTree, logits: Array, controls: Controls, relaxable: Array | None
-    ) -> Verdict:
-        batch, n = tree.tokens.shape
-        ratios = _Ratios.of(tree, process(logits, controls))
-        stop_of = _block_stop if self.block else _token_stop
 
-        def stretch(start: Array) -> tuple[Array, Array]:
-            """From node `start` i32[B]: the node where the rule stops, and the token it emits there."""
-            stretch_keys = jax.vmap(jax.random.fold_in)(keys, start)
-            accept_keys, draw_keys = (
-                jax.vmap(jax.random.fold_in, (0, None))(stretch_keys, i) for i in (0, 1)
-            )
-            stop, scale = stop_of(ratios, node_uniforms(accept_keys, n), start)
-            return stop, inverse_cdf(
-                ratios.residual(stop, scale),
-                jax.vmap(functools.partial(jax.random.uniform, dtype=jnp.float32))(draw_keys),
-            )
+def check_chain(tree: DraftTree, rule: str) -> None:
+    """Raise MarsError for a tree that is no chain."""
+    if not tree.is_chain:
+        raise MarsError(f"{rule} needs a chain of drafted tokens and got a tree: verify trees with exact().")
 
-        def verdict(stop: Array, token: Array, relaxed: Array) -> Verdict:
-            path = jnp.minimum(jnp.arange(n, dtype=jnp.int32)[None], stop[:, None])
-            return Verdict(path=path, num_accepted=stop, next_token=token, relaxed=relaxed)
 
-        nothing = jnp.zeros((batch, n - 1), bool)
-        stop, token = stretch(jnp.zeros((batch,), jnp.int32))
-        if relaxable is None or n == 1:
-            return verdict(stop, token, nothing)
+class _Walked(NamedTuple):
+    """Where a row stands while a lossy rule overrides the stops of rejection, [B] each but `relaxed`."""
 
-        def overridable(start: Array, stop: Array, token: Array, run: Array) -> tuple[Array, Array]:
-            edge = jnp.minimum(stop + 1, n - 1)[:, None]
-            run = jnp.where(stop > start, 0, run)  # accepted edges in between end the run
-            drafted = jnp.take_along_axis(tree.tokens, edge, axis=1)[:, 0]
-            allowed = jnp.take_along_axis(relaxable, edge, axis=1)[:, 0] & (stop < ratios.length)
-            allowed = (
-                allowed & (drafted != token) & ~is_stop(token, controls) & (run < controls.max_relaxed_run)
-            )
-            return allowed, run
+    start: Array  # i32; the node from which the rule has started afresh
+    stop: Array  # i32; the node where it stops
+    token: Array  # i32; what it emits there
+    run: Array  # i32; relaxed edges in a row
+    spent: Array  # f32
+    relaxed: Array  # bool[B, K]
 
-        def go_on(carry):
-            start, stop, token, run, relaxed = carry
-            take, run = overridable(start, stop, token, run)
-            relaxed = relaxed | (take[:, None] & (jnp.arange(n - 1, dtype=jnp.int32)[None] == stop[:, None]))
-            start = jnp.where(take, stop + 1, start)
-            new_stop, new_token = stretch(start)
-            return (
-                start,
-                jnp.where(take, new_stop, stop),
-                jnp.where(take, new_token, token),
-                jnp.where(take, run + 1, run),
-                relaxed,
-            )
 
-        def unfinished(carry):
-            start, stop, token, run, _ = carry
-            return jnp.any(overridable(start, stop, token, run)[0])
+def verify_chain(evidence: Evidence, log_v: Array, allowed: Allowance | None, block: bool) -> Verdict:
+    """Verify a chain against the distribution of log_v, by rejection.
 
-        origin = jnp.zeros((batch,), jnp.int32)
-        _, stop, token, _, relaxed = jax.lax.while_loop(
-            unfinished, go_on, (origin, stop, token, origin, nothing)
+    Args:
+      evidence: of the step.
+      log_v: f32[B, N, V]; processed logits of what the output is to follow: the target's, or another distribution.
+      allowed: the edges that may be relaxed where the rule stops.
+      block: by blocks instead of token by token.
+    """
+    tree, stop_tokens = evidence.tree, evidence.controls.stop_tokens
+    batch, n = tree.tokens.shape
+    ratios = _Ratios.of(tree, log_v)
+    accept_keys, draw_keys = jnp.unstack(jax.vmap(jax.random.split)(evidence.keys), axis=1)
+
+    def stretch(start: Array) -> tuple[Array, Array]:
+        """From node `start` i32[B]: the node where the rule stops, and the token it emits there."""
+        if block:
+            # A block decides on all of its numbers at once, so that the next one may see none of them again.
+            keys = jax.vmap(jax.random.fold_in)(accept_keys, evidence.start + start)
+            stop, scale = _block_stop(ratios, node_uniforms(keys, evidence.positions), start)
+        else:
+            stop, scale = _token_stop(ratios, node_uniforms(accept_keys, evidence.positions), start)
+        drawn = node_uniforms(draw_keys, (evidence.start + stop)[:, None])[:, 0]
+        return stop, inverse_cdf(ratios.residual(stop, scale), drawn)
+
+    def verdict(stop: Array, token: Array, relaxed: Array) -> Verdict:
+        path = jnp.minimum(jnp.arange(n, dtype=jnp.int32)[None], stop[:, None])
+        return Verdict(path=path, num_accepted=stop, next_token=token, relaxed=relaxed)
+
+    origin, nothing = jnp.zeros((batch,), jnp.int32), jnp.zeros((batch, n - 1), bool)
+    stop, token = stretch(origin)
+    if allowed is None or n == 1:
+        return verdict(stop, token, nothing)
+
+    def override(at: _Walked) -> tuple[Array, Array, Array]:
+        """bool[B]: the edge after the stop is taken all the same; and the run and the sum that it would join."""
+        edge = jnp.minimum(at.stop + 1, n - 1)[:, None]
+        run = jnp.where(at.stop > at.start, 0, at.run)  # accepted edges in between end the run
+        drafted = jnp.take_along_axis(tree.tokens, edge, axis=1)[:, 0]
+        take = jnp.take_along_axis(allowed.edges, edge, axis=1)[:, 0] & (at.stop < ratios.length)
+        take &= (drafted != at.token) & ~is_stop(at.token, stop_tokens) & (run < allowed.max_run)
+        spent = at.spent
+        if allowed.cost is not None and allowed.budget is not None:
+            spent = spent + jnp.take_along_axis(allowed.cost, edge, axis=1)[:, 0]
+            take &= spent <= allowed.budget
+        return take, run, spent
+
+    def go_on(at: _Walked) -> _Walked:
+        take, run, spent = override(at)
+        start = jnp.where(take, at.stop + 1, at.start)
+        stop, token = stretch(start)
+        here = jnp.arange(n - 1, dtype=jnp.int32)[None] == at.stop[:, None]
+        return _Walked(
+            start=start,
+            stop=jnp.where(take, stop, at.stop),
+            token=jnp.where(take, token, at.token),
+            run=jnp.where(take, run + 1, run),
+            spent=jnp.where(take, spent, at.spent),
+            relaxed=at.relaxed | (take[:, None] & here),
         )
-        return verdict(stop, token, relaxed)
+
+    begin = _Walked(origin, stop, token, origin, jnp.zeros((batch,), jnp.float32), nothing)
+    end = jax.lax.while_loop(lambda at: jnp.any(override(at)[0]), go_on, begin)
+    return verdict(end.stop, end.token, end.relaxed)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Ratios:
-    """What both rules read: p and q at the drafted tokens, and the distributions behind them."""
+    """What both rules read: p and q at the drafted tokens, and their distributions."""
 
     tree: DraftTree
     length: Array  # i32[B]; drafted tokens before the first padding node
@@ -137,6 +159,7 @@ class _Ratios:
 
     @staticmethod
     def of(tree: DraftTree, log_p: Array) -> _Ratios:
+        """Of a tree and the processed logits f32[B, N, V] that its tokens are verified against."""
         drafted = tree.tokens[:, 1:]
         nodes = jnp.broadcast_to(jnp.arange(drafted.shape[1], dtype=jnp.int32), drafted.shape)
         length = jnp.sum(jnp.cumprod((drafted >= 0).astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
@@ -167,7 +190,7 @@ class _Ratios:
         return jnp.exp(self.log_q[:, :-1] - self.norm_q[:, :-1, None])
 
     def residual(self, stop: Array, scale: Array) -> Array:
-        """Weights f32[B, V] of the emitted token: (scale p - q)+ at node `stop`, and p behind the last
+        """Weights f32[B, V] of the emitted token: (scale p - q)+ at node `stop`, and p after the last
         token."""
 
         def row(values: Array) -> Array:
@@ -209,7 +232,7 @@ def _block_stop(ratios: _Ratios, uniforms: Array, start: Array) -> tuple[Array, 
     left = jnp.sum(jnp.maximum(r[:, :-1, None] * ratios.p() - ratios.q(), 0.0), axis=-1)
     left = jnp.pad(left, ((0, 0), (0, 1)))
     over = left + 1.0 - r
-    # 0 / 0 is r = 1 with p = q behind it: the prefix is certain, and so is a longer one.
+    # 0 / 0 is r = 1 with p = q after it: the prefix is certain, and so is a longer one.
     h = jnp.where(
         node == ratios.length[:, None], r, jnp.where(over > 0, left / jnp.where(over > 0, over, 1.0), 1.0)
     )
@@ -219,20 +242,17 @@ def _block_stop(ratios: _Ratios, uniforms: Array, start: Array) -> tuple[Array, 
 
 
 def rejection(block: bool = False) -> Rejection:
-    """Accept drafted tokens so that the output follows the target exactly, whatever q is; chains only.
+    """Speculative sampling; see `Rejection`.
 
-    Token-wise (2211.17192, 2302.01318): accept x with min(1, p / q), else emit a sample of norm((p - q)+); a
-    sample of p follows when all are accepted. `block=True` (2403.10444) decides on the block as a whole:
-    never fewer accepted tokens in expectation. Padding nodes shorten the row's chain. Rows with temperature 0
-    are exact.
+    Args:
+      block: decide on the block as a whole.
 
     Raises (when called): MarsError where the tree is not a chain.
 
-    >>> from mars_jax.core.controls import make_controls
+    >>> from mars_jax import verify
     >>> from mars_jax.core.tree import chain
     >>> z = jnp.eye(4, dtype=jnp.float32)[None, 1:4]
-    >>> keys = jax.random.split(jax.random.key(0), 1)
-    >>> verdict = rejection()(keys, chain(jnp.asarray([[0, 1, 3]], jnp.int32)), z, make_controls(1, limit=9))
+    >>> verdict, _ = rejection()(verify.evidence(chain(jnp.asarray([[0, 1, 3]], jnp.int32)), z))
     >>> verdict.num_accepted.tolist(), verdict.next_token.tolist()
     ([1], [2])
     """

@@ -5,37 +5,56 @@ B batch, N nodes, D depth. Oracle: the mean over many steps in tests/verify/test
 
 from __future__ import annotations
 
-import dataclasses
-import math
+from typing import Any, ClassVar
 
+import flax.struct
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
+from mars_jax import specs
 from mars_jax.core.errors import MarsError
+from mars_jax.core.evidence import Evidence
 from mars_jax.core.sampling import node_uniforms, sample
-from mars_jax.core.tree import ancestors, walk
-from mars_jax.core.types import Controls, DraftTree, Verdict
+from mars_jax.core.tree import ancestors, at_parent, walk
+from mars_jax.core.types import Drafter, Verdict
+from mars_jax.verify.relaxed import number
 
 HALVINGS = 24
 """Of the interval that holds the acceptance rate; what is left of it is below float32's resolution of a tau."""
 
 
-@dataclasses.dataclass(frozen=True)
+@flax.struct.dataclass
 class Simulated:
-    """See `simulated`."""
+    """Accept by chance, so that a step gives `tau` tokens in expectation, bonus token included. The text means nothing.
 
-    tau: float
+    In each step one path of the draft, to the first of its deepest nodes, is followed as far as a constant rate of
+    acceptance per depth leads; the rate is solved for from tau and from that path's length, step by step. So tau is
+    met by chains, by trees, and by trees that differ from step to step, unless a draft is too short to reach it: then
+    all of that path is accepted. What is emitted is what was drafted, whatever the target says, and the target's token
+    after it. Everything costs what it costs under `exact`, which strict rows get. A drafted stop token ends a text, so
+    decode past it (`ignore_eos`) where a length is wanted, and a last step that the limit cuts short counts less.
+    """
+
+    tau: Any  # f32[] or [B]
+    lossless: ClassVar[bool] = False
+    needs: ClassVar[tuple[str, ...]] = ("draft", "long")
 
     @property
     def name(self) -> str:
-        return f"simulated tau={self.tau:g}"
+        return f"simulated tau={self.tau:g}" if np.ndim(self.tau) == 0 else "simulated"
 
-    def __call__(self, keys: Array, tree: DraftTree, logits: Array, controls: Controls) -> Verdict:
-        if self.tau > tree.max_depth + 1:
+    def check_drafter(self, drafter: Drafter) -> None:
+        """Raise MarsError where drafts are too short for tau."""
+        most = drafter.max_depth + 1
+        if np.max(np.asarray(self.tau)) > most:
             raise MarsError(
-                f"tau is {self.tau:g}, and a draft of depth {tree.max_depth} gives {tree.max_depth + 1} tokens a step "
-                "at most: ask for less, or draft deeper."
+                f"tau is {np.max(np.asarray(self.tau)):g}, and this draft gives {most} tokens a step at most: ask for "
+                "less, or draft deeper."
             )
+
+    def __call__(self, evidence: Evidence) -> tuple[Verdict, Simulated]:
+        tree = evidence.tree
         real = tree.tokens >= 0
         depths = jnp.where(real, tree.depths, -1)
         height = jnp.max(depths, axis=1)  # i32[B]
@@ -45,15 +64,18 @@ class Simulated:
             # The first of the deepest nodes, and its ancestors.
             deepest = jnp.argmax(depths, axis=1)[:, None, None]
             on_path = jnp.take_along_axis(ancestors(tree.parents, tree.max_depth), deepest, axis=1)[:, 0]
-        rate = acceptance_rate(jnp.full(height.shape, self.tau), height, tree.max_depth)
+        rate = acceptance_rate(self.tau, height, tree.max_depth)
         # u < rate ** d for d = 1, 2, ...: accepted that far.
-        uniform = jnp.maximum(node_uniforms(keys, 1), jnp.finfo(jnp.float32).tiny)
+        uniform = node_uniforms(evidence.keys, evidence.start[:, None])
+        uniform = jnp.maximum(uniform, jnp.finfo(jnp.float32).tiny)
         accepted = on_path & (uniform < rate[:, None] ** tree.depths.astype(jnp.float32))
-        path, num_accepted, relaxed = walk(tree, accepted, jnp.zeros_like(accepted), controls.max_relaxed_run)
-        # The tokens of the target, though nothing depends on them, for they cost what they cost in `exact`.
-        y = sample(keys, logits, controls)
+        # The tokens of the target, though little depends on them, for they cost what they cost in `exact`.
+        y = sample(evidence.keys, evidence.positions, evidence.logits, evidence.controls)
+        accepted = jnp.where(evidence.controls.strict[:, None], tree.tokens == at_parent(tree, y), accepted)
+        path, num_accepted, relaxed = walk(tree, accepted, None)
         next_token = jnp.take_along_axis(y, path[:, -1:], axis=1)[:, 0]
-        return Verdict(path=path, num_accepted=num_accepted, next_token=next_token, relaxed=relaxed)
+        verdict = Verdict(path=path, num_accepted=num_accepted, next_token=next_token, relaxed=relaxed)
+        return verdict, self
 
 
 def acceptance_rate(tau: Array, height: Array, max_depth: int) -> Array:
@@ -83,31 +105,22 @@ def acceptance_rate(tau: Array, height: Array, max_depth: int) -> Array:
     return jnp.where(tau >= 1 + last, 1.0, (low + high) / 2)
 
 
-def simulated(tau: float) -> Simulated:
-    """Accept by chance, so that a step gives `tau` tokens in expectation, bonus token included. The text means nothing.
-
-    In each step one path of the draft, to the first of its deepest nodes, is followed as far as a constant rate of
-    acceptance per depth leads; the rate is solved for from tau and from that path's length, step by step. So tau is
-    met by chains, by trees, and by trees that differ from step to step, unless a draft is too short to reach it: then
-    all of that path is accepted. What is emitted is what was drafted, whatever the target says, and the target's token
-    behind it. Everything costs what it costs under `exact`. A drafted stop token ends a text, so decode past it
-    (`ignore_eos`) where a length is wanted, and a last step that the limit cuts short counts less.
+def simulated(tau: Any) -> Simulated:
+    """Acceptance by chance; see `Simulated`.
 
     Args:
-      tau: tokens per target forward, from 1 to the depth of the draft plus 1.
+      tau: tokens per target forward, from 1 to the depth of the draft plus 1; one number or one per row.
 
     Raises:
-      MarsError: tau below 1 or not finite; when called, tau above what the draft's depth allows.
+      MarsError: tau below 1 or not finite.
 
-    >>> import jax
-    >>> from mars_jax.core.controls import make_controls
+    >>> from mars_jax import verify
     >>> from mars_jax.core.tree import chain
     >>> z = jnp.eye(4, dtype=jnp.float32)[None, 1:4]
-    >>> keys = jax.random.split(jax.random.key(0), 1)
-    >>> verdict = simulated(3)(keys, chain(jnp.asarray([[0, 3, 3]], jnp.int32)), z, make_controls(1, limit=9))
+    >>> given = verify.evidence(chain(jnp.asarray([[0, 3, 3]], jnp.int32)), z)
+    >>> verdict, _ = verify.for_rows(simulated(3), 1)(given)
     >>> verdict.num_accepted.tolist(), verdict.next_token.tolist()
     ([2], [3])
     """
-    if not (math.isfinite(tau) and tau >= 1):
-        raise MarsError(f"tau is {tau}: expected a number of at least 1, the token that every step gives.")
-    return Simulated(float(tau))
+    specs.check_setting("simulated", "tau", tau)
+    return Simulated(tau=number(tau))

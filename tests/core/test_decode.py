@@ -14,7 +14,8 @@ from mars_jax.core.controls import make_controls
 from mars_jax.core.errors import MarsError
 from mars_jax.core.metrics import accumulate, summarize, zero_stats
 from mars_jax.core.tree import static_topology
-from mars_jax.core.types import NO_TOKEN, Drafter, DraftTree, KVCache, keys_from_seeds
+from mars_jax.core.types import NO_TOKEN, Drafter, DraftTree, keys_from_seeds
+from mars_jax.drafters.model import ModelState
 from tests.helpers import NO_WEIGHTS, committed, decode_all, logits_after, ragged
 
 VOCAB = 13
@@ -26,7 +27,9 @@ SMALL = fake.hash_model(vocab_size=VOCAB, seed=5, agree=0.8)
 def random_tree_drafter(num_nodes=10, max_depth=4):
     """A fresh random tree in every row and step: the shape is data. Tokens are the target's taste or noise."""
 
-    def propose(params, keys, state, tokens, length, chosen):
+    def propose(params, state, given):
+        keys, tokens, length = given.keys, given.tokens, given.length
+
         def one(key):
             spread, token = jax.random.split(key)
             picks = jax.random.uniform(spread, (num_nodes,))
@@ -171,13 +174,13 @@ def test_stream_takes_the_steps_of_run():
     keys = keys_from_seeds(jnp.arange(3, dtype=jnp.uint32))
     decoder = decode.speculative_decoder(TARGET, DRAFTERS["static tree"], verify.mars(), prefill_chunk=16)
     ran, stats = decode.run(
-        decoder, NO_WEIGHTS, decode.start(decoder, NO_WEIGHTS, prompts, lengths, made, keys)
+        decoder, NO_WEIGHTS, decode.start(decoder, NO_WEIGHTS, prompts, lengths, made, verify.mars(), keys)
     )
     counted, text = (
         zero_stats(3, decoder.max_depth),
         [row[:n].tolist() for row, n in zip(prompts, lengths, strict=True)],
     )
-    first = decode.start(decoder, NO_WEIGHTS, prompts, lengths, made, keys)
+    first = decode.start(decoder, NO_WEIGHTS, prompts, lengths, made, verify.mars(), keys)
     for state, info in decode.stream(decoder, NO_WEIGHTS, first):  # noqa: B007 (the last one is used below)
         counted = accumulate(counted, info)
         for row in range(3):
@@ -232,14 +235,15 @@ def test_slots_past_the_length_are_never_read(drafter):
         slot = jnp.arange(buffer.shape[1])[None, :, None, None]
         return jnp.where(slot >= lengths[:, None, None, None] - 1, 1_000_003, buffer)
 
-    state = decode.start(decoder, NO_WEIGHTS, prompts, lengths, made, keys)
+    state = decode.start(decoder, NO_WEIGHTS, prompts, lengths, made, verify.exact(), keys)
     dirty = dataclasses.replace(
         state,
         cache=jax.tree.map(poison, state.cache),
         tokens=jnp.where(jnp.arange(48)[None] >= lengths[:, None], 77, state.tokens),
     )
-    if isinstance(state.draft, KVCache):
-        dirty = dataclasses.replace(dirty, draft=jax.tree.map(poison, state.draft))
+    if isinstance(state.draft, ModelState):
+        draft = dataclasses.replace(state.draft, cache=jax.tree.map(poison, state.draft.cache))
+        dirty = dataclasses.replace(dirty, draft=draft)
     dirty = jax.tree.map(jnp.copy, dirty)  # `run` takes its state's buffers
     clean = committed(decode.run(decoder, NO_WEIGHTS, state)[0])
     assert committed(decode.run(decoder, NO_WEIGHTS, dirty)[0]) == clean
@@ -251,7 +255,7 @@ def test_chunked_prefill_equals_one_forward():
     caches = []
     for chunk in (7, 16, 64):
         decoder = decode.speculative_decoder(TARGET, drafters.none(), verify.exact(), prefill_chunk=chunk)
-        caches.append(decode.start(decoder, NO_WEIGHTS, prompts, lengths, made, keys).cache)
+        caches.append(decode.start(decoder, NO_WEIGHTS, prompts, lengths, made, verify.exact(), keys).cache)
     for row, n in enumerate(lengths.tolist()):
         for cache in caches[:2]:
             np.testing.assert_array_equal(cache.k[0][row, : n - 1], caches[2].k[0][row, : n - 1])
@@ -270,13 +274,15 @@ def test_values_that_change_compile_nothing():
     prompts, lengths = ragged([3, 9], 32, VOCAB)
     decoder = decode.speculative_decoder(TARGET, DRAFTERS["ngram"], verify.mars(), prefill_chunk=8)
 
-    def once(seed, lengths, **chosen):
+    def once(seed, lengths, theta=0.9, max_relaxed_run=9, **chosen):
         made = make_controls(2, stop_tokens=[1, 2], **chosen)
         keys = keys_from_seeds(jnp.asarray([seed, seed + 1], jnp.uint32))
-        decode.run(decoder, NO_WEIGHTS, decode.start(decoder, NO_WEIGHTS, prompts, lengths, made, keys))
+        rule = verify.mars(theta=theta, max_relaxed_run=max_relaxed_run)
+        state = decode.start(decoder, NO_WEIGHTS, prompts, lengths, made, rule, keys)
+        decode.run(decoder, NO_WEIGHTS, state)
 
     once(0, lengths, limit=32)
-    before = decode.run._cache_size(), decode.start._cache_size()
+    before = decode.run._cache_size(), decode._start._cache_size()
     once(
         1,
         lengths + 5,
@@ -288,8 +294,8 @@ def test_values_that_change_compile_nothing():
         min_p=0.1,
         strict=[True, False],
     )
-    once(2, lengths - 2, limit=30, temperature=[0.0, 2.0], theta=np.inf, max_relaxed_run=1)
-    assert (decode.run._cache_size(), decode.start._cache_size()) == before
+    once(2, lengths - 2, limit=30, temperature=[0.0, 2.0], theta=[np.inf, 0.8], max_relaxed_run=1)
+    assert (decode.run._cache_size(), decode._start._cache_size()) == before
 
 
 def test_equal_arguments_give_the_same_decoder():
@@ -304,7 +310,7 @@ def test_the_step_embeds_in_a_program_of_its_user():
 
     @jax.jit
     def sample(prompts, lengths, keys):
-        state = decoder.init(NO_WEIGHTS, prompts, lengths, make_controls(2, limit=32), keys)
+        state = decoder.init(NO_WEIGHTS, prompts, lengths, make_controls(2, limit=32), verify.exact(), keys)
         state, info = jax.lax.scan(lambda s, _: decoder.step(NO_WEIGHTS, s), state, length=29)
         return state.tokens, info.num_emitted
 
@@ -340,7 +346,7 @@ def test_the_caller_keeps_its_arrays(loop):
     made, keys = make_controls(2, limit=32), keys_from_seeds(jnp.arange(2, dtype=jnp.uint32))
     decoder = decode.speculative_decoder(TARGET, DRAFTERS["ngram"], verify.exact())
     for _ in range(2):
-        state = decoder.init(NO_WEIGHTS, prompts, lengths, made, keys)
+        state = decoder.init(NO_WEIGHTS, prompts, lengths, made, verify.exact(), keys)
         if loop == "run":
             decode.run(decoder, NO_WEIGHTS, state)
         else:

@@ -29,7 +29,16 @@ SETTINGS = [
     (1.0, 10_000, 0.01, 1.0),
 ]
 process = jax.jit(sampling.process)
-sample = jax.jit(sampling.sample)
+
+
+def places(z):
+    """Positions 0, 1, ... of the nodes of z [B, N, V]."""
+    return jnp.broadcast_to(jnp.arange(z.shape[1], dtype=jnp.int32), z.shape[:2])
+
+
+@jax.jit
+def sample(keys, z, controls):
+    return sampling.sample(keys, places(z), z, controls)
 
 
 def controls_of(rows):
@@ -128,7 +137,9 @@ def test_sample_follows_the_processed_distribution(vocab):
     z[:, :, 1] = -np.inf
     keys = jax.random.split(jax.random.key(vocab), (draws, len(rows)))
     settings_of_rows = controls_of(rows)
-    tokens = jax.jit(jax.vmap(lambda k: sampling.sample(k, jnp.asarray(z), settings_of_rows)))(keys)
+    tokens = jax.jit(jax.vmap(lambda k: sampling.sample(k, places(z), jnp.asarray(z), settings_of_rows)))(
+        keys
+    )
     p = np.exp(np.asarray(process(jnp.asarray(z), settings_of_rows), np.float64))
     p /= p.sum(-1, keepdims=True)
     for b in range(len(rows)):
@@ -195,13 +206,22 @@ def test_a_row_alone_equals_the_row_in_a_batch_and_a_node_does_not_see_the_other
     np.testing.assert_array_equal(sample(keys, z[:, :2], controls_of(rows)), together[:, :2])
 
 
+def test_a_number_belongs_to_its_position():
+    """Whatever tree a position is reached by, it draws the same."""
+    keys = jax.random.split(jax.random.key(5), 3)
+    first = sampling.node_uniforms(keys, jnp.asarray([[4, 5, 6]] * 3, jnp.int32))
+    tree = sampling.node_uniforms(keys, jnp.asarray([[5, 6, 6, 4]] * 3, jnp.int32))
+    np.testing.assert_array_equal(tree, first[:, [1, 2, 2, 0]])
+    assert len(np.unique(first)) == 9
+
+
 def test_sample_is_sample_processed_of_process():
     rows = [*SETTINGS, (0.0, 3, 0.5, 0.0)]
     z = jax.random.normal(jax.random.key(3), (len(rows), 5, 64)) * 3
     keys = jax.random.split(jax.random.key(4), len(rows))
     processed = process(z, controls_of(rows))
     np.testing.assert_array_equal(
-        sample(keys, z, controls_of(rows)), sampling.sample_processed(keys, processed)
+        sample(keys, z, controls_of(rows)), sampling.sample_processed(keys, places(z), processed)
     )
 
 
@@ -215,7 +235,7 @@ def test_changing_controls_compiles_nothing():
         {"temperature": 0.7},
         {"temperature": [0, 1.0], "top_k": 3, "top_p": 0.5, "min_p": 0.1},
     ):
-        draw(keys, z, make_controls(2, limit=1, **changed))
+        draw(keys, places(z), z, make_controls(2, limit=1, **changed))
     assert len(traces) == 1
 
 
@@ -227,7 +247,6 @@ def test_controls_take_scalars_and_rows():
     assert make_controls(2, limit=1, stop_tokens=[4, 5]).stop_tokens.tolist() == [[4, 5], [4, 5]]
     assert make_controls(2, limit=1).stop_tokens.tolist() == [[NO_TOKEN], [NO_TOKEN]]
     assert make_controls(2, limit=1, stop_tokens=[[], [7]]).stop_tokens.tolist() == [[NO_TOKEN], [7]]
-    assert make_controls(1, limit=1, theta=np.inf).theta.tolist() == [np.inf]
     traced = jax.jit(
         lambda t: make_controls(2, limit=1, temperature=t, stop_tokens=jnp.zeros((2, 3), jnp.int32))
     )
@@ -249,12 +268,8 @@ def test_controls_take_scalars_and_rows():
         ("min_p", 1.1),
         ("top_k", -1),
         ("top_k", 2.5),
-        ("theta", np.nan),
-        ("theta", 0.0),
-        ("theta", [0.9, -1.0]),
         ("limit", 0),
         ("limit", 2**40),
-        ("max_relaxed_run", -1),
         ("stop_tokens", [1.5]),
         ("stop_tokens", [-7]),
         ("stop_tokens", [[1], [2], [3]]),

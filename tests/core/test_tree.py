@@ -64,11 +64,40 @@ def test_walk_equals_the_python_walk(seed):
     exact, relaxed = rng.random((B, N)) < 0.3, rng.random((B, N)) < 0.4
     max_run = rng.integers(0, 4, B)
     path, count, edges = jax.jit(trees.walk)(
-        tree, jnp.asarray(exact), jnp.asarray(relaxed), jnp.asarray(max_run, jnp.int32)
+        tree, jnp.asarray(exact), trees.Allowance(jnp.asarray(relaxed), jnp.asarray(max_run, jnp.int32))
     )
     for b in range(B):
         expected = python_walk(tree.tokens[b], tree.parents[b], exact[b], relaxed[b], max_run[b], D)
         assert (path[b].tolist(), int(count[b]), edges[b].tolist()) == expected
+
+
+def mask_of(tree, start):
+    return trees.visible(tree, start).dense(S)
+
+
+@given(seeds)
+@property_test
+def test_what_a_walk_spends_stays_within_the_budget_and_the_next_affordable_edge_is_taken(seed):
+    """With the first relaxed child free of choice: along a chain, against plain Python."""
+    rng = np.random.default_rng(seed)
+    tree = trees.chain(jnp.zeros((B, N), jnp.int32))
+    exact, relaxed = rng.random((B, N)) < 0.3, rng.random((B, N)) < 0.8
+    cost, budget = rng.integers(0, 5, (B, N)) / 4, rng.integers(0, 9, B) / 4
+    allowed = trees.Allowance(
+        jnp.asarray(relaxed),
+        jnp.full((B,), N, jnp.int32),
+        jnp.asarray(cost, jnp.float32),
+        jnp.asarray(budget, jnp.float32),
+    )
+    _, count, edges = jax.jit(trees.walk)(tree, jnp.asarray(exact), allowed)
+    for b in range(B):
+        left, taken = budget[b], []
+        for i in range(1, N):
+            if not exact[b, i] and not (relaxed[b, i] and cost[b, i] <= left):
+                break
+            taken.append(not exact[b, i])
+            left -= cost[b, i] if taken[-1] else 0
+        assert int(count[b]) == len(taken) and edges[b, : len(taken)].tolist() == taken
 
 
 @given(seeds)
@@ -77,7 +106,7 @@ def test_attention_mask_shows_the_prefix_and_the_ancestors(seed):
     rng = np.random.default_rng(seed)
     tree = random_tree(rng)
     start = rng.integers(0, S - N + 1, B)
-    mask = np.asarray(jax.jit(trees.attention_mask, static_argnums=2)(tree, jnp.asarray(start, jnp.int32), S))
+    mask = np.asarray(jax.jit(mask_of)(tree, jnp.asarray(start, jnp.int32)))
     for b in range(B):
         parents = np.asarray(tree.parents[b])
         for i in range(N):
@@ -89,9 +118,7 @@ def test_a_chain_has_the_mask_of_the_same_tree():
     chain = trees.chain(jnp.arange(2 * N, dtype=jnp.int32).reshape(2, N))
     start = jnp.asarray([0, 7], jnp.int32)
     as_tree = chain.replace(is_chain=False)
-    np.testing.assert_array_equal(
-        trees.attention_mask(chain, start, S), trees.attention_mask(as_tree, start, S)
-    )
+    np.testing.assert_array_equal(mask_of(chain, start), mask_of(as_tree, start))
     values = jnp.arange(2 * N, dtype=jnp.int32).reshape(2, N)
     np.testing.assert_array_equal(trees.at_parent(chain, values), trees.at_parent(as_tree, values))
 
@@ -99,7 +126,7 @@ def test_a_chain_has_the_mask_of_the_same_tree():
 def test_one_node_walks_nowhere():
     tree = trees.chain(jnp.asarray([[3]], jnp.int32))
     flags = jnp.ones((1, 1), bool)
-    path, count, edges = trees.walk(tree, flags, flags, jnp.asarray([9], jnp.int32))
+    path, count, edges = trees.walk(tree, flags, trees.Allowance(flags, jnp.asarray([9], jnp.int32)))
     assert path.tolist() == [[0]] and count.tolist() == [0] and edges.shape == (1, 0)
 
 

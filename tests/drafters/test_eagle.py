@@ -11,7 +11,7 @@ from mars_jax import drafters, verify
 from mars_jax.core import decode, fake
 from mars_jax.core.controls import make_controls
 from mars_jax.core.errors import MarsError
-from mars_jax.core.types import Params, keys_from_seeds
+from mars_jax.core.types import Params, Visible, keys_from_seeds
 from mars_jax.drafters.eagle import eagle
 from mars_jax.drafters.shapes import Dynamic
 from mars_jax.models import ModelConfig, language_model
@@ -50,13 +50,12 @@ def afresh(name, tokens):
     """The head over a whole text i32[1, n] at once, from the target over the whole text: its outputs and its cache."""
     config, params, n = HEADS[name], weights(name), tokens.shape[1]
     model = MODEL.with_features(config.feature_layers)
-    zero, position = jnp.zeros((1,), jnp.int32), jnp.arange(n, dtype=jnp.int32)[None]
-    mask = position[:, None] <= position[..., None]
-    output = model.forward(params.target, tokens, position, mask, model.init_cache(1, n), zero)
+    visible = Visible.causal(jnp.zeros((1,), jnp.int32), n)
+    output = model.forward(params.target, tokens, visible, model.init_cache(1, n))
     cache = head.init_cache(config, 1, n, "float32")
     feature = head.fuse(config, params.draft, output)
     following = jnp.roll(tokens, -1, axis=1)  # the last entry is wrong, and not looked at
-    hidden, cache = head.forward(config, MODEL, params, feature, following, position, mask, cache, zero)
+    hidden, cache = head.forward(config, MODEL, params, feature, following, visible, cache)
     logits = head.widen(config, params, head.unembed(config, MODEL, params, hidden))
     return hidden[0], logits[0], cache
 
@@ -77,7 +76,7 @@ def test_it_is_lossless_and_its_cache_is_that_of_a_head_run_afresh(name, shape):
     decoder = decode.speculative_decoder(MODEL, drafter, verify.exact(), prefill_chunk=16)
     keys = keys_from_seeds(jnp.arange(3, dtype=jnp.uint32))
     controls = make_controls(3, limit=64, temperature=[0.0, 0.0, 1.0])
-    state = decode.start(decoder, weights(name), prompts, lengths, controls, keys)
+    state = decode.start(decoder, weights(name), prompts, lengths, controls, verify.exact(), keys)
     seen = set()
     for _ in range(10):
         state, info = decode.jitted_step(decoder, weights(name), state)

@@ -12,7 +12,7 @@ from mars_jax.core.errors import MarsError
 from mars_jax.core.types import NO_TOKEN, keys_from_seeds
 from mars_jax.drafters.grow import Growth, grow
 from mars_jax.drafters.shapes import Dynamic
-from tests.helpers import NO_WEIGHTS, logits_after, ragged
+from tests.helpers import NO_WEIGHTS, draft_input, logits_after, ragged
 
 VOCAB = 13
 SMALL = fake.hash_model(vocab_size=VOCAB, seed=5, agree=0.8)
@@ -114,13 +114,15 @@ def test_accepted_branches_of_a_dynamic_tree_are_cached_in_place():
     decoder = decode.speculative_decoder(target, drafter, verify.exact(), prefill_chunk=16)
     prompts, lengths = ragged(LENGTHS, 40, VOCAB)
     keys = keys_from_seeds(jnp.arange(3, dtype=jnp.uint32))
-    state = decode.start(decoder, NO_WEIGHTS, prompts, lengths, make_controls(3, limit=40), keys)
+    state = decode.start(
+        decoder, NO_WEIGHTS, prompts, lengths, make_controls(3, limit=40), verify.exact(), keys
+    )
     seen = set()
     for _ in range(10):
         state, info = decode.jitted_step(decoder, NO_WEIGHTS, state)
         seen |= set(info.num_emitted.tolist())
     assert {1, 2} <= seen
-    tree, _ = drafter.propose(NO_WEIGHTS, state.keys, state.draft, state.tokens, state.length, state.controls)
+    tree, _ = drafter.propose(NO_WEIGHTS, state.draft, draft_input(state))
     for row in range(3):
         past = state.tokens[row, : state.length[row]].tolist()
         assert sorted(branches(tree, row)) == sorted(search(past, shape))

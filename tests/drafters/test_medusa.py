@@ -17,13 +17,21 @@ from mars_jax.core.controls import make_controls
 from mars_jax.core.errors import MarsError
 from mars_jax.core.metrics import summarize
 from mars_jax.core.tree import static_topology
-from mars_jax.core.types import NO_TOKEN, ForwardOutput, KVCache, LanguageModel, Params, keys_from_seeds
+from mars_jax.core.types import (
+    NO_TOKEN,
+    ForwardOutput,
+    KVCache,
+    LanguageModel,
+    Params,
+    Visible,
+    keys_from_seeds,
+)
 from mars_jax.drafters.shapes import Dynamic
 from mars_jax.hub.heads.medusa_files import load_medusa, save_medusa
 from mars_jax.models import ModelConfig, init_params, language_model
 from mars_jax.models import medusa as heads
 from mars_jax.models.medusa import MedusaConfig
-from tests.helpers import committed, decode_all, ragged
+from tests.helpers import committed, decode_all, draft_input, ragged
 
 VOCAB, BUFFER = 7, 40  # so few tokens that a random draft is accepted now and then
 OF_TARGET = ModelConfig(vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=2)
@@ -42,10 +50,8 @@ def params():
 
 @jax.jit
 def _hidden(params, tokens):
-    position = jnp.arange(BUFFER, dtype=jnp.int32)[None]
-    mask = position[:, None, :] <= position[:, :, None]
-    start = jnp.zeros((1,), jnp.int32)
-    return TARGET.forward(params, tokens, position, mask, TARGET.init_cache(1, BUFFER), start).hidden[0]
+    visible = Visible.causal(jnp.zeros((1,), jnp.int32), BUFFER)
+    return TARGET.forward(params, tokens, visible, TARGET.init_cache(1, BUFFER)).hidden[0]
 
 
 def slow_logits(params, past):
@@ -70,7 +76,13 @@ def begin(drafter, params, **chosen):
     decoder = decode.speculative_decoder(TARGET, drafter, verify.exact(), prefill_chunk=8)
     controls = make_controls(3, limit=BUFFER, **chosen)
     return decoder, decode.start(
-        decoder, params, prompts, lengths, controls, keys_from_seeds(jnp.arange(3, dtype=jnp.uint32))
+        decoder,
+        params,
+        prompts,
+        lengths,
+        controls,
+        verify.exact(),
+        keys_from_seeds(jnp.arange(3, dtype=jnp.uint32)),
     )
 
 
@@ -81,7 +93,7 @@ def test_every_draft_is_what_the_heads_say_of_the_text_and_changes_none_of_it(pa
     decoder, state = begin(drafter, params)
     seen, propose = set(), jax.jit(drafter.propose)
     while not bool(jnp.all(state.done)):
-        drafted, _ = propose(params, state.keys, state.draft, state.tokens, state.length, state.controls)
+        drafted, _ = propose(params, state.draft, draft_input(state))
         for row, past in enumerate(committed(state)):
             if state.done[row]:
                 continue
@@ -111,7 +123,7 @@ def cyclic():
         (np.arange(vocab) + 3) % vocab
     ].T  # one-hot of t -> one-hot of t + 3
 
-    def forward(params, tokens, positions, mask, cache, start):
+    def forward(params, tokens, visible, cache):
         return ForwardOutput(jax.nn.one_hot(tokens, vocab, dtype=jnp.float32), (), cache)
 
     model = LanguageModel(
@@ -176,8 +188,8 @@ def test_a_sampled_chain_follows_the_distributions_it_reports(params):
     keys = keys_from_seeds(jnp.arange(rows, dtype=jnp.uint32))
     lengths = jnp.full((rows,), 5, jnp.int32)
     chosen = make_controls(rows, limit=12, temperature=0.7, top_k=4)
-    state = decode.start(decoder, params, prompts, lengths, chosen, keys)
-    tree, _ = jax.jit(drafter.propose)(params, keys, state.draft, state.tokens, state.length, state.controls)
+    state = decode.start(decoder, params, prompts, lengths, chosen, verify.exact(), keys)
+    tree, _ = jax.jit(drafter.propose)(params, state.draft, draft_input(state))
     z = slow_logits(params, past)[:2] / 0.7
     z[np.arange(2)[:, None], np.argsort(-z, axis=1)[:, 4:]] = -np.inf
     want = np.exp(z) / np.exp(z).sum(axis=1, keepdims=True)

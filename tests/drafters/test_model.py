@@ -10,7 +10,7 @@ from mars_jax.core import decode, fake
 from mars_jax.core.controls import make_controls
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import keys_from_seeds
-from tests.helpers import NO_WEIGHTS, logits_after, ragged
+from tests.helpers import NO_WEIGHTS, draft_input, logits_after, ragged
 
 VOCAB = 13
 TARGET = fake.hash_model(vocab_size=VOCAB, agree=0.8)
@@ -32,11 +32,12 @@ def test_drafts_are_those_of_a_fresh_model_after_rounds_of_mixed_acceptance(bran
         prompts,
         lengths,
         make_controls(3, limit=40),
+        verify.exact(),
         keys_from_seeds(jnp.arange(3, dtype=jnp.uint32)),
     )
     seen, propose = set(), jax.jit(drafter.propose)
     for _ in range(8):
-        tree, _ = propose(NO_WEIGHTS, state.keys, state.draft, state.tokens, state.length, state.controls)
+        tree, _ = propose(NO_WEIGHTS, state.draft, draft_input(state))
         for row in range(3):
             past = state.tokens[row, : state.length[row]].tolist()
             parents, tokens = tree.parents[row].tolist(), tree.tokens[row].tolist()

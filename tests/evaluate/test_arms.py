@@ -11,10 +11,11 @@ import pytest
 from scipy import stats
 
 from mars_jax import verify
-from mars_jax.core.controls import make_controls
 from mars_jax.core.errors import MarsError
+from mars_jax.core.rules import structure
 from mars_jax.core.tree import chain
 from mars_jax.evaluate.benchmark.arms import AUTOREGRESSIVE, low_margin_sampling, make_arms, other_margin
+from tests.helpers import judge, make_rows
 
 ROWS = 4000
 LOW = [1.0, 9.6, 10.0, 8.0]  # z2 / z1 = 0.96
@@ -24,10 +25,10 @@ HIGH = [1.0, 5.0, 10.0, 8.0]  # 0.8
 def draw(logits, *, theta=0.9, temperature=0.0, margin="ratio", **controls):
     """`ROWS` tokens drawn without a draft."""
     z = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (ROWS, 1, len(logits)))
-    made = make_controls(ROWS, limit=9, theta=theta, temperature=temperature, **controls)
+    made = make_rows(ROWS, limit=9, theta=theta, temperature=temperature, **controls)
     tree = chain(jnp.zeros((ROWS, 1), jnp.int32))
     rule = low_margin_sampling(margin, theta=0.5 if margin != "gap" else 1.0)
-    verdict = jax.jit(rule)(jax.random.split(jax.random.key(0), ROWS), tree, z, made)
+    verdict = jax.jit(judge(rule))(jax.random.split(jax.random.key(0), ROWS), tree, z, made)
     assert not verdict.num_accepted.any() and verdict.relaxed.shape == (ROWS, 0)
     return np.bincount(np.asarray(verdict.next_token), minlength=len(logits))
 
@@ -94,7 +95,7 @@ def test_the_arms_over_rejection():
         "mars over rejection matched",
     ]
     assert arms[1].rule == verify.rejection()
-    assert arms[3].rule == verify.mars(verify.rejection(), margin="gap")
+    assert structure(arms[3].rule) == structure(verify.mars(verify.rejection(), margin="gap"))
 
 
 def test_the_matched_margin_is_another_rule():
@@ -103,7 +104,7 @@ def test_the_matched_margin_is_another_rule():
 
 def test_thresholds_share_what_is_compiled():
     arms = make_arms([0.8, 0.9], temperature=1.0, matched=0.7)
-    assert len({arm.rule for arm in arms}) == 4
+    assert len({structure(arm.rule) for arm in arms}) == 4
 
 
 def test_bad_thresholds():

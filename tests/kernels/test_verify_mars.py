@@ -18,6 +18,7 @@ from mars_jax.core.controls import make_controls
 from mars_jax.core.decode import run, speculative_decoder
 from mars_jax.core.tree import chain
 from mars_jax.core.types import DraftTree, Params, keys_from_seeds
+from tests.helpers import judge, make_rows
 from tests.kernels.oracles import accept
 from tests.kernels.test_accept import TestXla as AcceptCases
 from tests.kernels.test_sharded import mesh_of
@@ -40,7 +41,7 @@ def verdicts_of_a_loop(rule):
                 max_depth=DEPTH,
                 is_chain=False,
             )
-            return rule(KEYS, tree, logits[i], jax.tree.map(lambda x: x[i], controls))
+            return judge(rule)(KEYS, tree, logits[i], jax.tree.map(lambda x: x[i], controls))
 
         def body(carry):
             i, done = carry
@@ -62,7 +63,7 @@ def test_verdicts_of_a_while_loop_are_those_of_plain_python(margin):
     temperature = np.where(rng.random((CASES, BATCH)) < 0.5, 0.0, 0.7)
     temperature[:2], temperature[2] = 0.0, 0.7
     controls = [
-        make_controls(BATCH, limit=9, temperature=row, **case[4]._asdict())
+        make_rows(BATCH, limit=9, temperature=row, **case[4]._asdict())
         for case, row in zip(cases, temperature, strict=True)
     ]
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *controls)
@@ -70,7 +71,7 @@ def test_verdicts_of_a_while_loop_are_those_of_plain_python(margin):
     assert [getattr(got, field).dtype for field in FIELDS] == [jnp.int32, jnp.int32, jnp.int32, bool]
     draw = jax.jit(sampling.sample)
     for i in range(CASES):
-        y = np.asarray(draw(KEYS, logits[i], controls[i]))
+        y = np.asarray(draw(KEYS, jnp.zeros_like(tokens[i]), logits[i], controls[i]))
         rows = AcceptControls(*(np.asarray(getattr(controls[i], name)) for name in AcceptControls._fields))
         want = accept(logits[i], np.asarray(tokens[i]), np.asarray(parents[i]), y, rows, DEPTH, margin)
         for field, column in zip(FIELDS, zip(*want, strict=True), strict=True):
@@ -91,7 +92,7 @@ def test_the_decode_loop_holds_the_kernel_of_its_platform_once(rule, kernel):
     controls = make_controls(2, limit=32)
     state = jax.eval_shape(
         lambda keys: decoder.init(
-            params, jnp.ones((2, 32), jnp.int32), jnp.full((2,), 3, jnp.int32), controls, keys
+            params, jnp.ones((2, 32), jnp.int32), jnp.full((2,), 3, jnp.int32), controls, rule, keys
         ),
         KEYS[:2],
     )
@@ -105,8 +106,8 @@ def test_the_decode_loop_holds_the_kernel_of_its_platform_once(rule, kernel):
 
 def test_where_xla_partitions_the_vocabulary_there_is_no_kernel_and_the_same_verdict():
     (logits, tokens, _, _, rows), _ = AcceptCases().case(4, BATCH, 4, 3, 512, chain=True)
-    controls = make_controls(BATCH, limit=9, **rows._asdict())
-    rule = verify.mars()
+    controls = make_rows(BATCH, limit=9, **rows._asdict())
+    rule = judge(verify.mars())
     want = jax.jit(rule)(KEYS, chain(tokens), logits, controls)
     spread = jax.device_put(logits, NamedSharding(mesh_of(model=2), P(None, None, "model")))
     arguments = (KEYS, chain(tokens), spread, controls)

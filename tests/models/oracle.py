@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 
 from mars_jax import hub
+from mars_jax.core.types import Visible
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -74,12 +75,6 @@ def torch_greedy(model, tokens: np.ndarray, count: int) -> np.ndarray:
     return tokens[:, -count:]
 
 
-def causal(start, n: int, slots: int):
-    """positions i32[B, N] and mask bool[B, N, S] of a chain of n tokens at `start`."""
-    positions = start[:, None] + jnp.arange(n, dtype=jnp.int32)[None]
-    return positions, jnp.arange(slots, dtype=jnp.int32)[None, None] <= positions[:, :, None]
-
-
 def logits_and_greedy(checkpoint: hub.Checkpoint, tokens: np.ndarray, count: int, lengths=None):
     """Logits f32[B, N, V] of a prompt, and `count` greedy tokens decoded through the cache one by one.
 
@@ -93,13 +88,13 @@ def logits_and_greedy(checkpoint: hub.Checkpoint, tokens: np.ndarray, count: int
     @jax.jit
     def program(params, tokens):
         start = jnp.zeros((batch,), jnp.int32)
-        out = model.forward(params, tokens, *causal(start, n, slots), model.init_cache(batch, slots), start)
+        out = model.forward(params, tokens, Visible.causal(start, n), model.init_cache(batch, slots))
         logits = model.unembed(params, out.hidden)
 
         def body(carry, step):
             cache, token = carry
             start = lengths + step
-            out = model.forward(params, token, *causal(start, 1, slots), cache, start)
+            out = model.forward(params, token, Visible.causal(start, 1), cache)
             following = jnp.argmax(model.unembed(params, out.hidden), axis=-1).astype(jnp.int32)
             return (out.cache, following), token[:, 0]
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mars_jax.core.errors import MarsError
-from mars_jax.core.types import ForwardOutput, Params
+from mars_jax.core.types import ForwardOutput, Params, Visible
 from mars_jax.models import ModelConfig, Rope, eagle, language_model
 from mars_jax.models.eagle import EagleConfig
 from mars_jax.models.weights import build_rows
@@ -215,8 +215,8 @@ class Pair:
     @functools.cached_property
     def program(self):
         def program(params, feature, tokens, start, cache):
-            place = oracle.causal(start, tokens.shape[1], SLOTS)
-            out = eagle.forward(self.config, self.target, params, feature, tokens, *place, cache, start)
+            visible = Visible.causal(start, tokens.shape[1])
+            out = eagle.forward(self.config, self.target, params, feature, tokens, visible, cache)
             return out[0], eagle.unembed(self.config, self.target, params, out[0]), out[1]
 
         return jax.jit(program)

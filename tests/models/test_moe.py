@@ -11,11 +11,10 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from mars_jax.core.errors import MarsError
-from mars_jax.core.types import NO_TOKEN
+from mars_jax.core.types import NO_TOKEN, Visible
 from mars_jax.models import ModelConfig, init_params, language_model, moe
 from mars_jax.models.quantize import Int8
 from mars_jax.models.weights import get, weights
-from tests.models.oracle import causal
 
 CONFIG = ModelConfig(
     family="qwen3_moe",
@@ -141,9 +140,8 @@ def test_padding_is_finite_and_changes_no_other_token():
         forward(
             params,
             jnp.asarray([[3, 5, *rest]], jnp.int32),
-            *causal(start, 4, 8),
+            Visible.causal(start, 4),
             model.init_cache(1, 8),
-            start,
         ).hidden
         for rest in ((NO_TOKEN, NO_TOKEN), (7, 11))
     )

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from mars_jax import hub
+from mars_jax.core.types import Visible
 from mars_jax.models import ModelConfig, eagle, init_params, language_model, medusa, moe
 from mars_jax.models.layers import dense, embed
 from mars_jax.models.moe import dense_by_expert
 from mars_jax.models.quantize import Int8, quantize
-from tests.models.oracle import causal
 
 
 def normal(seed, *shape, dtype="float32"):
@@ -111,7 +111,7 @@ def test_a_family_loaded_in_int8_is_the_model_of_its_dequantised_weights(name, t
     @jax.jit
     def logits(params):
         cache = model.init_cache(2, 8)
-        out = model.forward(params, jnp.asarray(tokens, jnp.int32), *causal(start, 6, 8), cache, start)
+        out = model.forward(params, jnp.asarray(tokens, jnp.int32), Visible.causal(start, 6), cache)
         return model.unembed(params, out.hidden)
 
     got = logits(checkpoint.params)

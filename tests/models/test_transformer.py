@@ -9,13 +9,11 @@ import pytest
 
 from mars_jax.core.cache import commit
 from mars_jax.core.errors import MarsError
-from mars_jax.core.tree import attention_mask
-from mars_jax.core.types import NO_TOKEN, DraftTree
+from mars_jax.core.tree import visible
+from mars_jax.core.types import NO_TOKEN, DraftTree, Visible
 from mars_jax.models import ModelConfig, init_params, language_model
-from mars_jax.models.transformer import window_mask
 from mars_jax.models.weights import get, weights
 from tests.helpers import one_row
-from tests.models.oracle import causal
 
 CONFIG = ModelConfig(
     vocab_size=29,
@@ -51,7 +49,7 @@ def run_chain(forward, params, tokens, start=0, cache=None):
     batch, n = tokens.shape
     start = jnp.full((batch,), start, jnp.int32)
     cache = MODEL.init_cache(batch, SLOTS) if cache is None else cache
-    return forward(params, tokens, *causal(start, n, SLOTS), cache, start)
+    return forward(params, tokens, Visible.causal(start, n), cache)
 
 
 def make_tree(batch=1):
@@ -70,8 +68,7 @@ def run_tree(forward, params, prefix):
     tree = make_tree()
     start = jnp.full((1,), PREFIX, jnp.int32)
     cache = run_chain(forward, params, prefix).cache
-    mask = attention_mask(tree, start, SLOTS)
-    return tree, forward(params, tree.tokens, start[:, None] + tree.depths, mask, cache, start)
+    return tree, forward(params, tree.tokens, visible(tree, start), cache)
 
 
 def branch(node):
@@ -107,11 +104,10 @@ def test_a_row_alone_equals_the_row_in_a_ragged_batch(forward, params):
     starts = jnp.asarray([0, 5, 9], jnp.int32)
     cache = run_chain(forward, params, tokens).cache
     tree = make_tree(3)
-    mask = attention_mask(tree, starts, SLOTS)
-    both = forward(params, tree.tokens, starts[:, None] + tree.depths, mask, cache, starts).hidden
+    both = forward(params, tree.tokens, visible(tree, starts), cache).hidden
     for b in range(3):
-        row = one_row((tree.tokens, tree.depths, mask, cache, starts), b)
-        alone = forward(params, row[0], row[4][:, None] + row[1], *row[2:]).hidden
+        row = one_row((tree.tokens, visible(tree, starts), cache), b)
+        alone = forward(params, *row).hidden
         np.testing.assert_allclose(both[b], alone[0], atol=1e-5)
 
 
@@ -120,22 +116,6 @@ def test_unread_slots_do_not_matter(forward, params):
     poison = jax.tree.map(lambda x: jnp.full_like(x, 1e30), MODEL.init_cache(2, SLOTS))
     clean, dirty = run_chain(forward, params, tokens), run_chain(forward, params, tokens, cache=poison)
     np.testing.assert_array_equal(clean.hidden, dirty.hidden)
-
-
-def test_window_mask_equals_its_definition():
-    rng = np.random.default_rng(4)
-    start, window = rng.integers(0, 10, 3), 4
-    positions = start[:, None] + rng.integers(0, 4, (3, 5))
-    mask = rng.random((3, 5, 16)) < 0.8
-    expected = mask.copy()
-    for b, n, s in np.ndindex(mask.shape):
-        if s < start[b] + 5:
-            key = s if s < start[b] else positions[b, s - start[b]]
-            expected[b, n, s] &= key > positions[b, n] - window
-    given = (jnp.asarray(x) for x in (mask, positions.astype(np.int32), start.astype(np.int32)))
-    ours = np.asarray(window_mask(*given, window))
-    for b in range(3):
-        np.testing.assert_array_equal(ours[b, :, : start[b] + 5], expected[b, :, : start[b] + 5])
 
 
 def test_features_are_the_outputs_of_the_layers_asked_for_in_their_order(forward, params):
@@ -150,7 +130,7 @@ def test_features_are_the_outputs_of_the_layers_asked_for_in_their_order(forward
     cache = shallow.init_cache(1, SLOTS)
     one = {**params, "layers": params["layers"][:1]}
     alone = jax.jit(shallow.forward)(
-        one, jnp.asarray([[1, 2, 3]], jnp.int32), *causal(start, 3, SLOTS), cache, start
+        one, jnp.asarray([[1, 2, 3]], jnp.int32), Visible.causal(start, 3), cache
     )
     np.testing.assert_allclose(alone.features[0], first, atol=1e-5)
     with pytest.raises(MarsError, match="feature layer 2 does not exist: the model has layers 0 to 1"):
@@ -162,7 +142,7 @@ def test_bfloat16_stays_near_float32_and_gives_float32_logits(forward, params):
     model = language_model(CONFIG, dtype="bfloat16")
     tokens, start = jnp.asarray([[1, 2, 3, 4]], jnp.int32), jnp.zeros((1,), jnp.int32)
     forward_low = jax.jit(model.forward)
-    out = forward_low(low, tokens, *causal(start, 4, SLOTS), model.init_cache(1, SLOTS), start)
+    out = forward_low(low, tokens, Visible.causal(start, 4), model.init_cache(1, SLOTS))
     logits, exact = (
         model.unembed(low, out.hidden),
         MODEL.unembed(params, run_chain(forward, params, tokens).hidden),
@@ -180,7 +160,7 @@ def test_the_forward_is_differentiable_through_the_cache(params):
     tokens, start = jnp.asarray([[1, 2, NO_TOKEN]], jnp.int32), jnp.zeros((1,), jnp.int32)
 
     def loss(params):
-        out = MODEL.forward(params, tokens, *causal(start, 3, 8), MODEL.init_cache(1, 8), start)
+        out = MODEL.forward(params, tokens, Visible.causal(start, 3), MODEL.init_cache(1, 8))
         return jnp.mean(jnp.sin(MODEL.unembed(params, out.hidden)))
 
     gradient = jax.jit(jax.grad(loss))(params)

@@ -91,7 +91,9 @@ def compile_loop(
 ) -> dict[str, Any]:
     """Compile `decode.run`, the loop over the step, with the state donated."""
     decoder = speculative_decoder(model(target), drafter, verify.mars())
-    report = aot.compile_program(lower_loop(decoder, params, on, batch=batch, context=BUFFER)[1])
+    report = aot.compile_program(
+        lower_loop(decoder, params, verify.mars(), on, batch=batch, context=BUFFER)[1]
+    )
     held = aot.held_bytes(report)
     return {
         "hbm_gib": round(held / 2**30, 2),

@@ -17,7 +17,7 @@ from mars_jax.models.transformer import init_params
 from mars_jax.training import heads
 from mars_jax.training.data import Batch
 from mars_jax.training.loop import make_step
-from tests.helpers import decode_all, ragged
+from tests.helpers import decode_all, draft_input, ragged
 
 SIZES = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "num_kv_heads": 1}
 CONFIG = ModelConfig(num_layers=3, **SIZES)
@@ -41,8 +41,8 @@ def test_step_j_of_training_is_the_jth_drafted_token():
     decoder = decode.speculative_decoder(TARGET, drafter, verify.exact(), prefill_chunk=8)
     controls = make_controls(1, limit=24)
     keys = keys_from_seeds(jnp.zeros((1,), jnp.uint32))
-    state = decode.start(decoder, both, prompts, lengths, controls, keys)
-    tree, _ = drafter.propose(both, state.keys, state.draft, state.tokens, lengths, controls)
+    state = decode.start(decoder, both, prompts, lengths, controls, verify.exact(), keys)
+    tree, _ = drafter.propose(both, state.draft, draft_input(state))
     text = jnp.concatenate([prompts[:, :12], tree.tokens[:, 1:]], axis=1)  # 16 tokens
 
     scored = []

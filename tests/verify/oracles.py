@@ -8,7 +8,7 @@ import numpy as np
 from scipy import stats
 
 from mars_jax.core import sampling
-from mars_jax.core.controls import make_controls
+from tests.helpers import make_rows
 
 # Per-row settings of the distribution tests: temperature, top_k, top_p, min_p.
 SETTINGS = [
@@ -22,7 +22,7 @@ SETTINGS = [
 
 def controls_of(rows, **more):
     columns = np.asarray(rows, float).T
-    return make_controls(
+    return make_rows(
         len(rows),
         limit=99,
         temperature=columns[0],

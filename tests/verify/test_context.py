@@ -9,8 +9,10 @@ from scipy import stats
 from kernels_pallas import margin_stats
 from mars_jax.core import tree as trees
 from mars_jax.core.errors import MarsError
-from mars_jax.verify import MARGINS, context, exact, mars
-from mars_jax.verify.context import token_classes
+from mars_jax.core.rules import structure
+from mars_jax.verify import MARGINS, context, evidence, exact, mars
+from mars_jax.verify.context import thresholds, token_classes
+from tests.helpers import judge
 from tests.verify import oracles
 
 V, NODES, ROWS = 8, 4, 32
@@ -29,9 +31,10 @@ def case():
     return tree, jnp.asarray(logits), oracles.keys_of(0, ROWS)
 
 
-def decided(rule, case, theta):
+def decided(rule, case, theta, table=()):
     tree, logits, keys = case
-    return jax.jit(rule)(keys, tree, logits, oracles.controls_of([GREEDY] * ROWS, theta=theta))
+    rows = oracles.controls_of([GREEDY] * ROWS, theta=theta)
+    return jax.jit(judge(rule))(keys, tree, logits, rows, params=table)
 
 
 @pytest.mark.parametrize("margin", MARGINS)
@@ -39,10 +42,11 @@ def test_factors_scale_the_gap_that_is_let_through(case, margin):
     """In units of the margin: nats, or for the ratio the second logit."""
     tree, logits, _ = case
     found = margin_stats(logits)
-    theta = jnp.full((ROWS,), {"ratio": 0.7, "gap": 1.5, "prob_ratio": 0.25}[margin], jnp.float32)
+    theta = jnp.full((ROWS, NODES), {"ratio": 0.7, "gap": 1.5, "prob_ratio": 0.25}[margin], jnp.float32)
+    seen = evidence(tree, logits)
     factors = np.asarray([1.0, 0.0, 2.0, 2.0])
     by = context("position", factors[:3], edges=(1, 2))
-    low = MARGINS[margin](found.top1, found.top2, by.theta(tree, logits, found, theta, margin))
+    low = MARGINS[margin](found.top1, found.top2, thresholds("position", by, seen, theta, margin))
     gap, unit = np.asarray(found.top1 - found.top2), 1.0
     limit = {"ratio": 1 / 0.7 - 1, "gap": 1.5, "prob_ratio": np.log(4)}[margin]
     if margin == "ratio":
@@ -51,13 +55,13 @@ def test_factors_scale_the_gap_that_is_let_through(case, margin):
     sure = (np.asarray(found.top2) > 0) & (np.abs(gap / unit - limit * factors) > 1e-5)
     assert np.array_equal(np.asarray(low)[sure], expected[sure]) and sure.mean() > 0.8
     assert 0 < expected[sure].mean() < 1
-    infinite = by.theta(tree, logits, found, jnp.full((ROWS,), jnp.inf), margin)
+    infinite = thresholds("position", by, seen, jnp.full((ROWS, NODES), jnp.inf), margin)
     assert not MARGINS[margin](found.top1, found.top2, infinite).any()
 
 
 def test_factors_of_zero_are_the_strict_base(case):
     zero = context("class", (0, 0, 0), classes=CLASSES)
-    oracles.same_verdict(decided(mars(context=zero), case, 0.7), decided(exact(), case, 0.7))
+    oracles.same_verdict(decided(mars(context="class"), case, 0.7, zero), decided(exact(), case, 0.7))
 
 
 @pytest.mark.parametrize(
@@ -78,7 +82,7 @@ def test_factors_of_zero_are_the_strict_base(case):
 def test_every_node_has_the_threshold_of_its_bin(case, chosen, factor):
     """Against a chain walked in Python with a gap of one nat, scaled."""
     tree, logits, _ = case
-    found = decided(mars(margin="gap", context=chosen), case, 1.0)
+    found = decided(mars(margin="gap", context=chosen.by), case, 1.0, chosen)
     some = set()
     for b in range(ROWS):
         accepted, relaxed = 0, []
@@ -97,10 +101,16 @@ def test_every_node_has_the_threshold_of_its_bin(case, chosen, factor):
 
 
 def test_a_rule_with_a_context_is_told_from_one_without():
-    by = context("class", (1, 0, 1), classes=CLASSES)
-    assert mars(context=by) == mars(theta=0.5, context=context("class", (1, 0, 1), classes=CLASSES))
-    assert mars(context=by) != mars()
-    assert mars(context=by).name == "mars(by class)"
+    assert (
+        structure(mars(context="class")) == structure(mars(theta=0.5, context="class")) != structure(mars())
+    )
+    assert mars(context="class").name == "mars(by class)"
+
+
+def test_a_table_is_asked_for_by_its_kind(case):
+    for table in ((), context("position", (1.0, 0.5), edges=(2,))):
+        with pytest.raises(MarsError, match=r"has a context by class and Params\.verify holds"):
+            decided(mars(context="class"), case, 0.7, table)
 
 
 @pytest.mark.parametrize(

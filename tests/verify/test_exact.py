@@ -7,10 +7,11 @@ import pytest
 
 from mars_jax.core import sampling
 from mars_jax.core import tree as trees
+from mars_jax.core.rules import structure
 from mars_jax.core.types import NO_TOKEN, DraftTree
 from mars_jax.verify import exact, mars, rejection
 from tests.core.test_tree import B, N, V, random_tree
-from tests.helpers import one_row
+from tests.helpers import judge, one_row
 from tests.verify import oracles
 
 ROWS = 12_000
@@ -51,7 +52,7 @@ def test_exact_leaves_the_target_distribution(name):
             oracles.after(table, np.asarray([prefix], int).reshape(1, -1))[0] if len(prefix) < 3 else None
         )
     logits = jnp.tile(jnp.asarray(np.stack(nodes))[None], (ROWS, 1, 1))
-    verdict = jax.jit(exact())(oracles.keys_of(5, ROWS), tree, logits, oracles.controls_of(rows))
+    verdict = jax.jit(judge(exact()))(oracles.keys_of(5, ROWS), tree, logits, oracles.controls_of(rows))
     out, count = oracles.emitted(tree.tokens, verdict)
     for s, row in enumerate(oracles.SETTINGS):
         pick = slice(s, None, len(oracles.SETTINGS))
@@ -65,8 +66,8 @@ def test_exact_walks_where_the_sample_of_each_node_leads():
     tree = random_tree(np.random.default_rng(1))
     logits = jax.random.normal(jax.random.key(1), (B, N, V))
     settings = oracles.controls_of([(0.0 if b % 2 else 0.8, 0, 1.0, 0.0) for b in range(B)])
-    verdict = jax.jit(exact())(oracles.keys_of(0, B), tree, logits, settings)
-    y = np.asarray(jax.jit(sampling.sample)(oracles.keys_of(0, B), logits, settings))
+    verdict = jax.jit(judge(exact()))(oracles.keys_of(0, B), tree, logits, settings)
+    y = np.asarray(jax.jit(sampling.sample)(oracles.keys_of(0, B), tree.depths, logits, settings))
     np.testing.assert_array_equal(y[1::2], np.argmax(logits, -1)[1::2])
     for b in range(B):
         node, path = 0, [0]
@@ -87,11 +88,12 @@ def test_a_row_alone_equals_the_row_in_a_batch(verify):
     rng = np.random.default_rng(3)
     settings = oracles.controls_of(rows, theta=[0.5, 0.9, np.inf, 0.1, 0.5, 0.5, 0.5, np.inf])
     processed = oracles.process(jnp.asarray(rng.normal(0, 1, (8, 4, 6)), jnp.float32), settings)
-    tokens = sampling.sample_processed(oracles.keys_of(8, 8), processed)
+    nodes = jnp.broadcast_to(jnp.arange(4, dtype=jnp.int32), (8, 4))
+    tokens = sampling.sample_processed(oracles.keys_of(8, 8), nodes, processed)
     tree = trees.chain(jnp.roll(tokens, 1, axis=1), processed)
     tree = tree.replace(tokens=tree.tokens.at[3, 2].set(NO_TOKEN))
     logits, keys = jnp.asarray(rng.normal(0, 2, (8, 4, 6)), jnp.float32), oracles.keys_of(9, 8)
-    run = jax.jit(verify)
+    run = jax.jit(judge(verify))
     together = run(keys, tree, logits, settings)
     everything = (keys, tree, logits, settings)
     for b in range(8):
@@ -99,9 +101,11 @@ def test_a_row_alone_equals_the_row_in_a_batch(verify):
 
 
 def test_verifiers_are_values():
-    assert exact() == exact() and hash(mars(theta=0.8)) == hash(mars(theta=0.9))
-    assert mars(theta=0.8) == mars(theta=0.9) != mars(margin="gap") != mars(rejection(), margin="gap")
-    assert rejection() != rejection(block=True)
+    assert (
+        structure(mars(theta=0.8)) == structure(mars(theta=0.9)) != structure(mars(margin="gap", theta=0.9))
+    )
+    assert structure(mars()) != structure(mars(rejection()))
+    assert exact() == exact() and rejection() != rejection(block=True)
     rules = exact(), rejection(), rejection(True), mars(), mars(rejection(True), margin="gap")
     assert [v.name for v in rules] == [
         "exact", "rejection", "block", "mars", "mars(gap) over block",
@@ -114,7 +118,7 @@ def test_verifiers_are_values():
 def test_a_tree_of_one_node_is_plain_decoding(verify):
     logits = jax.random.normal(jax.random.key(0), (3, 1, 5))
     settings = oracles.controls_of([(0.0, 0, 1.0, 0.0), (0.7, 0, 1.0, 0.0), (0.7, 1, 1.0, 0.0)])
-    verdict = jax.jit(verify)(
+    verdict = jax.jit(judge(verify))(
         oracles.keys_of(0, 3), trees.chain(jnp.zeros((3, 1), jnp.int32)), logits, settings
     )
     assert verdict.path.tolist() == [[0]] * 3 and verdict.relaxed.shape == (3, 0)

@@ -10,11 +10,13 @@ import pytest
 from mars_jax import drafters, verify
 from mars_jax.core import tree as trees
 from mars_jax.core.errors import MarsError
+from mars_jax.core.rules import structure
 from mars_jax.core.types import Params
 from mars_jax.models import ModelConfig, init_params, language_model
 from mars_jax.models.indicator import init_params as init_head
 from mars_jax.models.indicator import logit
 from tests import helpers
+from tests.helpers import judge
 from tests.verify import oracles
 
 GREEDY, V, NODES, ROWS, E = (0.0, 0, 1.0, 0.0), 8, 4, 32, 6
@@ -31,9 +33,11 @@ def test_nodes_are_relaxed_where_the_head_gives_little_chance_of_harm():
     z = np.sort(logits, axis=-1)
     harm = jax.nn.sigmoid(logit(head, *map(jnp.asarray, (hidden, z[..., -1], z[..., -2]))))
     theta = float(np.median(harm))
-    rule = jax.jit(verify.learned())
+    rule = jax.jit(judge(verify.learned()))
     made = oracles.controls_of([GREEDY] * ROWS, theta=theta, stop_tokens=[3])
-    found = rule(oracles.keys_of(0, ROWS), tree, jnp.asarray(logits), made, jnp.asarray(hidden), head)
+    found = rule(
+        oracles.keys_of(0, ROWS), tree, jnp.asarray(logits), made, hidden=jnp.asarray(hidden), params=head
+    )
     seen = 0
     for b in range(ROWS):
         accepted = 0
@@ -48,8 +52,15 @@ def test_nodes_are_relaxed_where_the_head_gives_little_chance_of_harm():
     assert seen > 3
     strict = dataclasses.replace(made, theta=jnp.full((ROWS,), jnp.inf))
     oracles.same_verdict(
-        rule(oracles.keys_of(0, ROWS), tree, jnp.asarray(logits), strict, jnp.asarray(hidden), head),
-        jax.jit(verify.exact())(oracles.keys_of(0, ROWS), tree, jnp.asarray(logits), strict),
+        rule(
+            oracles.keys_of(0, ROWS),
+            tree,
+            jnp.asarray(logits),
+            strict,
+            hidden=jnp.asarray(hidden),
+            params=head,
+        ),
+        jax.jit(judge(verify.exact()))(oracles.keys_of(0, ROWS), tree, jnp.asarray(logits), strict),
     )
 
 
@@ -74,6 +85,8 @@ def test_the_loop_hands_it_the_targets_hidden_state_and_its_weights():
 
 
 def test_thresholds_are_probabilities():
-    assert verify.learned(theta=0.2) == verify.learned(theta=float("inf"))
-    with pytest.raises(MarsError, match="expected above 0 and at most 1"):
+    assert structure(verify.learned(theta=0.2)) == structure(verify.learned(theta=float("inf")))
+    with pytest.raises(
+        MarsError, match=r"theta is 1\.5: expected a probability, a number above 0 and at most 1"
+    ):
         verify.learned(theta=1.5)

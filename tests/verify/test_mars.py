@@ -1,5 +1,6 @@
 """`mars`: Algorithm 1 of the paper at temperature 0, its guards, and the strict rule at theta = inf."""
 
+import dataclasses
 import functools
 
 import jax
@@ -13,25 +14,34 @@ from mars_jax.core import sampling
 from mars_jax.core import tree as trees
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import NO_TOKEN
-from mars_jax.verify import MARGINS, exact, mars, rejection
+from mars_jax.verify import MARGINS, evidence, exact, for_rows, mars, rejection
 from mars_jax.verify.exact import Exact
+from mars_jax.verify.relaxed import guarded
 from tests.core.test_tree import B, N, V, python_walk, random_tree
+from tests.helpers import judge
 from tests.verify import oracles
 
 GREEDY = (0.0, 0, 1.0, 0.0)
 SAMPLED = (0.8, 0, 1.0, 0.0)
 seeds = st.integers(0, 2**32 - 1)
 property_test = settings(max_examples=20, deadline=None)
-strict_rule, ratio_rule = jax.jit(exact()), jax.jit(mars())
+strict_rule, ratio_rule = jax.jit(judge(exact())), jax.jit(judge(mars()))
 
 
 TRACES = []
 
 
-@functools.cache
 def jitted(rule):
     """One compilation of a rule for all tests of one shape."""
-    return jax.jit(lambda *args: TRACES.append(rule) or rule(*args))
+    return jitted_structure(jax.tree.structure(rule))
+
+
+@functools.cache
+def jitted_structure(structure):
+    rule = jax.tree.unflatten(structure, [np.float32(0.5)] * structure.num_leaves)  # `judge` fills numbers in
+    if hasattr(rule, "max_relaxed_run"):
+        rule = dataclasses.replace(rule, max_relaxed_run=np.int32(1 << 30))
+    return jax.jit(lambda *args: TRACES.append(rule.name) or judge(rule)(*args))
 
 
 def algorithm_1(drafted, logits, theta):
@@ -83,7 +93,7 @@ def python_relaxable(tokens, parents, logits, y, margin, theta, strict, stops):
 @pytest.mark.parametrize("margin", MARGINS)
 def test_trees_of_greedy_and_sampled_rows_follow_the_python_rule(margin):
     """All guards at once on random trees with repeated siblings and padding."""
-    verify = jax.jit(mars(margin=margin))
+    verify = jax.jit(judge(mars(margin=margin)))
     draw = jax.jit(sampling.sample)
     num_relaxed = 0
     for seed in range(30):
@@ -99,7 +109,7 @@ def test_trees_of_greedy_and_sampled_rows_follow_the_python_rule(margin):
         )  # fmt: skip
         keys = oracles.keys_of(seed, B)
         verdict = verify(keys, tree, jnp.asarray(logits), controls)
-        y = np.asarray(draw(keys, jnp.asarray(logits), controls))
+        y = np.asarray(draw(keys, tree.depths, jnp.asarray(logits), controls))
         for b in range(B):
             tokens, parents = np.asarray(tree.tokens[b]).tolist(), np.asarray(tree.parents[b]).tolist()
             named = [-2] + [y[b, parents[i]] for i in range(1, N)]
@@ -121,10 +131,11 @@ ROWS = 192
 def chain_case(seed, temperature=0.8):
     """Target logits with close seconds, a draft sampled from a true q that resembles them, and controls."""
     rng, rows, nodes, vocab = np.random.default_rng(seed), ROWS, 6, 5
-    controls = oracles.controls_of([(temperature, 0, 1.0, 0.0)] * rows, theta=0.3)
+    controls = oracles.controls_of([(temperature, 0, 1.0, 0.0)] * rows, theta=0.3, max_relaxed_run=9)
     logits = jnp.asarray(rng.normal(3, 1, (rows, nodes, vocab)), jnp.float32)
     processed = oracles.process(logits + jnp.asarray(rng.normal(0, 1, logits.shape), jnp.float32), controls)
-    drafted = jax.jit(sampling.sample_processed)(oracles.keys_of(seed + 1, rows), processed)
+    places = jnp.broadcast_to(jnp.arange(nodes, dtype=jnp.int32), (rows, nodes))
+    drafted = jax.jit(sampling.sample_processed)(oracles.keys_of(seed + 1, rows), places, processed)
     tree = trees.chain(jnp.pad(drafted[:, :-1], ((0, 0), (1, 0))), processed)
     return oracles.keys_of(seed + 2, rows), tree, logits, controls
 
@@ -245,7 +256,9 @@ def test_over_rejection_the_strict_stretch_stands_and_only_guarded_edges_are_rel
     )
     rule = mars(base)
     strict, got = jitted(base)(keys, tree, logits, controls), jitted(rule)(keys, tree, logits, controls)
-    relaxable = np.asarray(rule.relaxable(tree, logits, controls))
+    rows = for_rows(dataclasses.replace(rule, theta=controls.theta), ROWS)
+    seen = evidence(tree, logits, controls=controls)
+    relaxable = np.asarray(guarded(seen, rows.relaxable(seen)))
     stops, tokens = np.asarray(controls.stop_tokens[:, 0]), np.asarray(tree.tokens)
     seen = 0
     for b in range(ROWS):
@@ -325,7 +338,7 @@ def test_what_cannot_be_relaxed_is_refused():
         mars(margin="entropy")
     with pytest.raises(MarsError, match=r"base is .*exact"):
         mars(mars())
-    for theta in (0.0, -1.0, float("nan")):
+    for theta in (0.0, -1.0, float("nan"), 1.5, [0.5, 1.5]):
         with pytest.raises(MarsError, match=r"^theta is"):
             mars(theta=theta)
     assert mars().base == Exact()

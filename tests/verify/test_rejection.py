@@ -14,6 +14,7 @@ from mars_jax.core.errors import MarsError
 from mars_jax.core.types import NO_TOKEN
 from mars_jax.verify import exact, rejection
 from mars_jax.verify.rejection import _block_stop, _Ratios, _token_stop
+from tests.helpers import judge
 from tests.verify import oracles
 
 
@@ -122,7 +123,8 @@ def sampled_chain(keys, q_table, settings, rows):
     for i in range(2):
         node = oracles.process(jnp.asarray(oracles.after(q_table, drafted))[:, None], settings)
         seen.append(node)
-        token = sampling.sample_processed(jax.vmap(jax.random.fold_in, (0, None))(keys, i), node)
+        place = jnp.full((rows, 1), i, jnp.int32)
+        token = sampling.sample_processed(keys, place, node)
         drafted = np.concatenate([drafted, np.asarray(token)], 1)
     seen.append(jnp.zeros_like(seen[0]))
     tokens = np.concatenate([np.zeros((rows, 1), int), drafted], 1)
@@ -147,7 +149,7 @@ def test_rejection_leaves_the_target_distribution(block, deterministic):
         tokens = tree.tokens.at[:, 1:].set(jnp.asarray(drafted, jnp.int32))
         tree = trees.chain(tokens.at[:, 2].set(jnp.where(padded, NO_TOKEN, tokens[:, 2])))
         logits = jnp.asarray(np.stack([oracles.after(p_table, drafted[:, :i]) for i in range(3)], 1))
-    verdict = jax.jit(rejection(block))(oracles.keys_of(2, rows), tree, logits, settings)
+    verdict = jax.jit(judge(rejection(block)))(oracles.keys_of(2, rows), tree, logits, settings)
     assert np.all(np.asarray(verdict.num_accepted)[padded] <= 1) and not np.any(verdict.relaxed)
     out, count = oracles.emitted(tree.tokens, verdict)
     assert np.mean(count) > 1.3  # it does accept
@@ -170,8 +172,8 @@ def test_greedy_rows_are_exact_in_greedy_and_in_mixed_batches(block):
     greedy = oracles.controls_of([(0.0, 0, 1.0, 0.0)] * 64)
     mixed = greedy.replace(temperature=greedy.temperature.at[::2].set(1.0))
     keys, tree = oracles.keys_of(1, 64), trees.chain(tokens, oracles.process(q, greedy))
-    run = jax.jit(rejection(block))
-    expected = jax.jit(exact())(keys, tree, logits, greedy)
+    run = jax.jit(judge(rejection(block)))
+    expected = jax.jit(judge(exact()))(keys, tree, logits, greedy)
     oracles.same_verdict(run(keys, tree, logits, greedy), expected)
     odd = lambda x: x[1::2]  # noqa: E731
     oracles.same_verdict(jax.tree.map(odd, run(keys, tree, logits, mixed)), jax.tree.map(odd, expected))
@@ -182,13 +184,13 @@ def test_a_token_that_neither_model_allows_is_refused():
     logits = jnp.tile(jnp.asarray([[[3.0, 2.0, 1.0]]]), (8, 3, 1))
     tree = trees.chain(jnp.asarray([[0, 2, 0]] * 8, jnp.int32), oracles.process(logits, settings))
     for block in (False, True):
-        verdict = jax.jit(rejection(block))(oracles.keys_of(0, 8), tree, logits, settings)
+        verdict = jax.jit(judge(rejection(block)))(oracles.keys_of(0, 8), tree, logits, settings)
         assert verdict.num_accepted.tolist() == [0] * 8 and np.all(np.asarray(verdict.next_token) < 2)
 
 
 def test_a_tree_is_refused_with_the_way_out():
     tree = trees.chain(jnp.zeros((1, 3), jnp.int32)).replace(is_chain=False)
     with pytest.raises(MarsError, match=r"chain.*exact\(\)"):
-        rejection()(
+        judge(rejection())(
             oracles.keys_of(0, 1), tree, jnp.zeros((1, 3, 4)), oracles.controls_of([(0.0, 0, 1.0, 0.0)])
         )

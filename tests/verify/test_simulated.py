@@ -11,10 +11,11 @@ from mars_jax.core import tree as trees
 from mars_jax.core.errors import MarsError
 from mars_jax.core.metrics import summarize
 from mars_jax.core.types import NO_TOKEN
-from mars_jax.verify import simulated
+from mars_jax.verify import exact, simulated
 from mars_jax.verify.simulated import acceptance_rate
 from tests import helpers
 from tests.core.test_tree import random_tree
+from tests.helpers import judge
 from tests.verify import oracles
 
 GREEDY = (0.0, 0, 1.0, 0.0)
@@ -44,7 +45,7 @@ def test_trees_of_any_shape_give_the_tau_in_the_mean(tau):
         is_chain=False,
     )  # fmt: skip
     logits = jnp.asarray(rng.normal(size=(1, len(parents), 32)).astype(np.float32)).repeat(rows, axis=0)
-    verdict = jax.jit(simulated(tau))(
+    verdict = jax.jit(judge(simulated(tau)))(
         oracles.keys_of(1, rows), tree, logits, oracles.controls_of([GREEDY] * rows)
     )
     for half in (slice(0, rows // 2), slice(rows // 2, rows)):
@@ -64,7 +65,7 @@ def test_padding_is_never_accepted():
     tree = random_tree(rng)
     logits = jnp.zeros((*tree.tokens.shape, 16))
     rows = tree.tokens.shape[0]
-    verdict = jax.jit(simulated(tree.max_depth + 1))(
+    verdict = jax.jit(judge(simulated(tree.max_depth + 1)))(
         oracles.keys_of(0, rows), tree, logits, oracles.controls_of([GREEDY] * rows)
     )
     taken = np.take_along_axis(np.asarray(tree.tokens), np.asarray(verdict.path[:, 1:]), axis=1)
@@ -95,8 +96,15 @@ def test_a_decode_has_the_tau_and_rows_do_not_see_each_other():
 def test_a_tau_out_of_reach_is_refused():
     with pytest.raises(MarsError, match=r"tau is 0\.5: expected a number of at least 1"):
         simulated(0.5)
-    tree = trees.chain(jnp.zeros((1, 3), jnp.int32))
-    with pytest.raises(MarsError, match="a draft of depth 2 gives 3 tokens a step at most"):
-        simulated(3.1)(
-            jax.random.split(jax.random.key(0), 1), tree, jnp.zeros((1, 3, 4)), oracles.controls_of([GREEDY])
-        )
+    with pytest.raises(MarsError, match=r"tau is 3\.1, and this draft gives 3 tokens a step at most"):
+        simulated([1, 3.1]).check_drafter(drafters.ngram(2))
+
+
+def test_strict_rows_get_the_text_of_the_target():
+    model = fake.hash_model(vocab_size=31)
+    drafter = drafters.language_model(fake.hash_model(vocab_size=31, seed=1), 5)
+    prompts, lengths = helpers.ragged([5] * 2, 64, 31)
+    state, _ = helpers.decode_all(model, drafter, simulated(3.5), prompts, lengths, strict=[False, True])
+    plain, _ = helpers.decode_all(model, drafters.none(), exact(), prompts, lengths)
+    assert jnp.array_equal(state.tokens[1], plain.tokens[1])
+    assert not jnp.array_equal(state.tokens[0], plain.tokens[0])

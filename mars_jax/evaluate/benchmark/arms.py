@@ -8,18 +8,20 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any, ClassVar
 
+import flax.struct
 import jax
 import jax.numpy as jnp
-from jax import Array
+import numpy as np
 
 from kernels_pallas import MARGINS
 from mars_jax import verify
+from mars_jax.core.controls import is_stop
+from mars_jax.core.evidence import Evidence
 from mars_jax.core.sampling import is_greedy, node_uniforms, sample
 from mars_jax.core.tree import at_parent, walk
-from mars_jax.core.types import Controls, DraftTree, Verdict, Verifier
-from mars_jax.verify.mars import node_stats
-from mars_jax.verify.stops import is_stop
+from mars_jax.core.types import Verdict, Verifier
 
 AUTOREGRESSIVE = "autoregressive"
 """The arm that every other one is measured against."""
@@ -38,34 +40,35 @@ class Arm:
     @property
     def theta(self) -> float | None:
         """The threshold, or None for a rule that has none."""
-        return getattr(self.rule, "theta", None)
+        theta = getattr(self.rule, "theta", None)
+        return (
+            None if theta is None else float(f"{float(theta):.7g}")
+        )  # as it was given, not as f32 widens it
 
 
-@dataclasses.dataclass(frozen=True)
+@flax.struct.dataclass
 class LowMarginSampling:
     """See `low_margin_sampling`."""
 
-    margin: str
-    # A value in Controls, as in `verify.Mars`.
-    theta: float = dataclasses.field(compare=False)
+    theta: Any  # f32[] or [B]
+    margin: str = flax.struct.field(pytree_node=False, default="ratio")
+    name: ClassVar[str] = "low-margin sampling"
+    lossless: ClassVar[bool] = False
 
-    @property
-    def name(self) -> str:
-        return "low-margin sampling"
-
-    def __call__(self, keys: Array, tree: DraftTree, logits: Array, controls: Controls) -> Verdict:
-        stats = node_stats(logits)  # [B, N] each
-        theta = jnp.broadcast_to(controls.theta[:, None], stats.top1.shape)
+    def __call__(self, evidence: Evidence) -> tuple[Verdict, LowMarginSampling]:
+        tree, controls, stats = evidence.tree, evidence.controls, evidence.stats
+        theta = jnp.broadcast_to(self.theta[:, None], stats.top1.shape)
         low = MARGINS[self.margin](stats.top1, stats.top2, theta) & ~controls.strict[:, None]
-        low &= ~is_stop(stats.id1, controls) & ~is_stop(stats.id2, controls)
+        low &= ~is_stop(stats.id1, controls.stop_tokens) & ~is_stop(stats.id2, controls.stop_tokens)
         temperature = jnp.where(is_greedy(controls), 1.0, controls.temperature)[:, None]
         share = jax.nn.sigmoid((stats.top2 - stats.top1) / temperature)  # of the runner-up, among the two
-        second = node_uniforms(keys, tree.tokens.shape[1]) < share
-        y = jnp.where(low, jnp.where(second, stats.id2, stats.id1), sample(keys, logits, controls))
-        wanted = tree.tokens == at_parent(tree, y)
-        path, accepted, relaxed = walk(tree, wanted, jnp.zeros_like(wanted), controls.max_relaxed_run)
+        second = node_uniforms(evidence.keys, evidence.positions) < share
+        y = sample(evidence.keys, evidence.positions, evidence.logits, controls)
+        y = jnp.where(low, jnp.where(second, stats.id2, stats.id1), y)
+        path, accepted, relaxed = walk(tree, tree.tokens == at_parent(tree, y), None)
         next_token = jnp.take_along_axis(y, path[:, -1:], axis=1)[:, 0]
-        return Verdict(path=path, num_accepted=accepted, next_token=next_token, relaxed=relaxed)
+        verdict = Verdict(path=path, num_accepted=accepted, next_token=next_token, relaxed=relaxed)
+        return verdict, self
 
 
 def low_margin_sampling(margin: str = "ratio", *, theta: float = 0.9) -> LowMarginSampling:
@@ -82,18 +85,15 @@ def low_margin_sampling(margin: str = "ratio", *, theta: float = 0.9) -> LowMarg
     Raises:
       MarsError: unknown margin, or theta out of its range.
 
-    >>> from mars_jax.core.controls import make_controls
     >>> from mars_jax.core.tree import chain
     >>> z = jnp.asarray([[[0.0, 9.99, 10.0]], [[0.0, 5.0, 10.0]]])
-    >>> draw = low_margin_sampling(theta=0.9)
-    >>> tree, controls = chain(jnp.zeros((2, 1), jnp.int32)), make_controls(2, limit=9)
-    >>> drawn = {tuple(draw(jax.random.split(jax.random.key(i)), tree, z, controls).next_token.tolist())
-    ...          for i in range(20)}
+    >>> draw, tree = verify.for_rows(low_margin_sampling(theta=0.9), 2), chain(jnp.zeros((2, 1), jnp.int32))
+    >>> drawn = {tuple(draw(verify.evidence(tree, z, seeds=[i, i]))[0].next_token.tolist()) for i in range(20)}
     >>> sorted(drawn)
     [(1, 2), (2, 2)]
     """
     verify.mars(margin=margin, theta=theta)
-    return LowMarginSampling(margin=margin, theta=float(theta))
+    return LowMarginSampling(margin=margin, theta=np.float32(theta))
 
 
 def other_margin(margin: str) -> str:

@@ -15,14 +15,14 @@ import numpy as np
 from jax import Array
 
 from mars_jax.core import decode
+from mars_jax.core.evidence import Evidence
 from mars_jax.core.tree import gather_path
-from mars_jax.core.types import NO_TOKEN, Controls, DraftTree, Verdict, Verifier
+from mars_jax.core.types import NO_TOKEN, Verdict, Verifier
 from mars_jax.drafters import LoadedDrafter
 from mars_jax.placement.hosts import fetch
 from mars_jax.pretrained import Pretrained
 from mars_jax.serve.prepare import prepare
 from mars_jax.serve.requests import Request
-from mars_jax.verify.mars import node_stats
 
 PROBLEMS = 32
 """Of a task, whose drafts are counted."""
@@ -38,30 +38,27 @@ class Seen(Verdict):
 
     z1: Array  # f32[B, D + 1]; raw logits of its two best tokens
     z2: Array
-    drafted: Array  # bool[B, D + 1]; something was drafted behind the node
+    drafted: Array  # bool[B, D + 1]; something was drafted after the node
 
 
-@dataclasses.dataclass(frozen=True)
+@flax.struct.dataclass
 class Observe:
-    """A verifier that decides as `rule` does, and tells what it saw."""
+    """A rule that decides as another one does, and tells what it saw."""
 
-    rule: Verifier
+    rule: Any
 
-    @property
-    def theta(self) -> float:
-        return getattr(self.rule, "theta", np.inf)
-
-    def __call__(self, keys: Array, tree: DraftTree, logits: Array, controls: Controls) -> Seen:
-        verdict = self.rule(keys, tree, logits, controls)
-        stats = node_stats(logits)
+    def __call__(self, evidence: Evidence) -> tuple[Seen, Observe]:
+        verdict, rule = self.rule(evidence)
+        tree, stats = evidence.tree, evidence.stats
         nodes = jnp.arange(tree.tokens.shape[1], dtype=jnp.int32)
         child = (tree.parents[:, None, :] == nodes[None, :, None]) & (tree.tokens != NO_TOKEN)[:, None, :]
-        return Seen(
+        seen = Seen(
             **{field.name: getattr(verdict, field.name) for field in dataclasses.fields(Verdict)},
             z1=gather_path(stats.top1, verdict.path),
             z2=gather_path(stats.top2, verdict.path),
             drafted=gather_path(jnp.any(child, axis=2), verdict.path),
         )
+        return seen, Observe(rule)
 
 
 def margin_of(name: str, z1: np.ndarray, z2: np.ndarray) -> np.ndarray:

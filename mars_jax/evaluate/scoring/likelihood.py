@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mars_jax.core.evidence import node_stats
 from mars_jax.core.mesh import by_rows
 from mars_jax.core.types import LanguageModel
 from mars_jax.placement.hosts import fetch
 from mars_jax.pretrained import Pretrained
 from mars_jax.serve.prepare import bucket
 from mars_jax.training.objectives import read
-from mars_jax.verify.mars import node_stats
 
 ROWS = 4
 """Texts of one forward."""

@@ -157,7 +157,7 @@ def _places(
         relaxed = [i for i, was in enumerate(text.relaxed) if was]
         at = np.arange(len(text.tokens)) + len(text.prompt) - 1
         z1, z2 = jnp.asarray(s.z1[at]), jnp.asarray(s.z2[at])
-        low = np.asarray(verify.MARGINS[rule.margin](z1, z2, jnp.full(len(at), rule.theta, jnp.float32)))
+        low = np.asarray(verify.MARGINS[rule.margin](z1, z2, jnp.full(len(at), rule.theta)))
         own = s.best[at] == np.asarray(text.tokens)
         stops = np.isin(s.best[at], target.stop_tokens) | np.isin(s.second[at], target.stop_tokens)
         refused = np.flatnonzero(~low & own & ~stops).tolist()

@@ -1,0 +1,73 @@
+"""What a rule decides from. B batch, N nodes, V vocabulary, E hidden size. Oracle: none, it holds no decision."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.struct
+import jax.numpy as jnp
+from jax import Array
+
+from kernels_pallas import MarginStats, margin_stats, sharded_margin_stats
+from mars_jax.core.controls import make_controls
+from mars_jax.core.mesh import vocabulary_axes
+from mars_jax.core.types import Controls, DraftTree, PyTree, keys_from_seeds
+
+
+@flax.struct.dataclass(kw_only=True)
+class Evidence:
+    """What a rule sees of one step. It grows without changing any rule's signature."""
+
+    keys: Array  # key[B]; constant over a row's life: key what you draw by position, as `sampling.node_uniforms` does
+    start: Array  # i32[B]; position of the root
+    prompt_length: Array  # i32[B]
+    tree: DraftTree
+    logits: Array  # f32[B, N, V]; raw target logits
+    hidden: Array  # [B, N, E]; the target's, after its final norm
+    controls: Controls
+    params: PyTree = ()  # Params.verify
+
+    @property
+    def positions(self) -> Array:
+        """i32[B, N]: the absolute position of every node."""
+        return self.start[:, None] + self.tree.depths
+
+    @property
+    def stats(self) -> MarginStats:
+        """The two largest raw logits of every node and their ids, [B, N] each. XLA merges repeated reads into one."""
+        return node_stats(self.logits)
+
+
+def node_stats(logits: Array, *, logsumexp: bool = False) -> MarginStats:
+    """The margin statistics of every node, [B, N] each, of logits f32[B, N, V] that may be divided by vocabulary."""
+    axes = vocabulary_axes(logits.shape[-1])
+    if axes:
+        return sharded_margin_stats(logits, axis=axes, logsumexp=logsumexp)
+    return margin_stats(logits, logsumexp=logsumexp)
+
+
+def evidence(tree: DraftTree, logits: Array, *, seeds: Any = None, **given: Any) -> Evidence:
+    """`Evidence` by hand, to try a rule outside of a step.
+
+    Args:
+      tree, logits: of the step.
+      seeds: u32[B]; default: 0, 1, 2, ...
+      **given: other fields of `Evidence`, or settings of `make_controls`; default: greedy rows that start at 0.
+
+    >>> from mars_jax.core.tree import chain
+    >>> made = evidence(chain(jnp.asarray([[0, 1]], jnp.int32)), jnp.zeros((1, 2, 4)), temperature=0.7)
+    >>> made.positions.tolist(), made.controls.temperature.tolist()
+    ([[0, 1]], [0.699999988079071])
+    """
+    batch, n = tree.tokens.shape
+    fields = {name: given.pop(name) for name in Evidence.__dataclass_fields__ if name in given}
+    if "controls" not in fields:
+        fields["controls"] = make_controls(batch, **{"limit": 1 << 20, **given})
+    zeros = jnp.zeros((batch,), jnp.int32)
+    made: dict[str, Any] = {
+        "keys": keys_from_seeds(jnp.arange(batch) if seeds is None else jnp.asarray(seeds)),
+        "start": zeros,
+        "prompt_length": zeros + 1,
+        "hidden": jnp.zeros((batch, n, 1)),
+    }
+    return Evidence(tree=tree, logits=logits, **made | fields)

@@ -1,0 +1,114 @@
+"""The seam of edges: a strict rule, and the edges that a lossy rule lets it take as well.
+
+B batch, N nodes, V vocabulary. Oracle: tests/verify/test_rules.py, for every rule of the table.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Self
+
+import flax.struct
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from mars_jax.core.controls import is_stop
+from mars_jax.core.errors import MarsError
+from mars_jax.core.evidence import Evidence
+from mars_jax.core.tree import Allowance, at_parent, gather_path
+from mars_jax.core.types import Verdict
+from mars_jax.specs import UNLIMITED_RUN
+from mars_jax.verify.exact import Exact
+from mars_jax.verify.rejection import Rejection
+
+
+@flax.struct.dataclass(kw_only=True)
+class Relaxed:
+    """A strict rule that also takes some edges that it would refuse. Subclass it to write a rule of edges.
+
+    A subclass says where: by `low`, the nodes at which the target's runner-up may stand in for its best token, or by
+    `relaxable`, the edges themselves. It may bound how far: `max_relaxed_run` in a row, and with `cost` and `spend`
+    what the relaxed edges of a row may add up to over the whole text; what is left is state that the rule carries on.
+
+    What no rule has to think of: an exact sibling goes first; strict rows, padding, and stop tokens (the drafted one,
+    the target's best, or the one that the base would emit) are never relaxed.
+    """
+
+    base: Any = Exact()  # Exact or Rejection
+    max_relaxed_run: Any = np.int32(UNLIMITED_RUN)  # i32[] or [B]; relaxed tokens allowed in a row
+    lossless: ClassVar[bool] = False
+
+    @property
+    def name(self) -> str:
+        return over(type(self).__name__.lower(), self.base)
+
+    def low(self, evidence: Evidence) -> Array:
+        """bool[B, N]: the nodes where the target is nearly indifferent, so that its runner-up will do."""
+        raise MarsError(f"the rule {type(self).__name__} says nothing: give it a method low or relaxable.")
+
+    def relaxable(self, evidence: Evidence) -> Array:
+        """bool[B, N]: the edges into these nodes may be relaxed; by default those into one of the target's two best
+        tokens, at nodes where `low`."""
+        return runner_up_edges(evidence, self.low(evidence))
+
+    def cost(self, evidence: Evidence) -> tuple[Array, Array] | None:
+        """What relaxing the edge into each node costs, f32[B, N], and what each row has left, f32[B]; None is free."""
+        return None
+
+    def spend(self, left: Array) -> Self:
+        """The rule after a step that left its rows f32[B] to spend."""
+        raise MarsError(
+            f"the rule {type(self).__name__} has a cost and keeps no budget: give it a method spend."
+        )
+
+    def __call__(self, evidence: Evidence) -> tuple[Verdict, Self]:
+        cost, budget = self.cost(evidence) or (None, None)
+        allowed = Allowance(guarded(evidence, self.relaxable(evidence)), self.max_relaxed_run, cost, budget)
+        verdict = self.base.relax(evidence, allowed)
+        if cost is None or budget is None:
+            return verdict, self
+        paid = jnp.where(verdict.relaxed, gather_path(cost, verdict.path[:, 1:]), 0.0)
+        return verdict, self.spend(budget - jnp.sum(paid, axis=1))
+
+
+def over(name: str, base: Any) -> str:
+    """The name of a rule over its base; the usual base is not mentioned."""
+    return name if isinstance(base, Exact) else f"{name} over {base.name}"
+
+
+def base_of(base: Any, rule: str) -> Any:
+    """The strict rule that a factory was given, `exact()` by default.
+
+    Raises:
+      MarsError: a rule that cannot be relaxed.
+    """
+    if base is not None and not isinstance(base, Exact | Rejection):
+        raise MarsError(
+            f"base is {base!r}: expected exact() or rejection(...), the rules that {rule} can relax."
+        )
+    return Exact() if base is None else base
+
+
+def runner_up_edges(evidence: Evidence, low: Array) -> Array:
+    """bool[B, N]: the edges into one of the target's two best tokens, at nodes where `low` bool[B, N], unless the best
+    one is a stop token."""
+    tree, stats = evidence.tree, evidence.stats
+    low = low & ~is_stop(stats.id1, evidence.controls.stop_tokens)
+    best = (tree.tokens == at_parent(tree, stats.id1)) | (tree.tokens == at_parent(tree, stats.id2))
+    return at_parent(tree, low) & best
+
+
+def guarded(evidence: Evidence, edges: Array) -> Array:
+    """bool[B, N]: of `edges` those that any rule may relax: not in strict rows, not into stop tokens or padding."""
+    tokens, controls = evidence.tree.tokens, evidence.controls
+    free = ~controls.strict[:, None] & ~is_stop(tokens, controls.stop_tokens)
+    return edges & free & (tokens >= 0)
+
+
+def number(value: Any, dtype: Any = np.float32) -> Any:
+    """A number of a rule as a strongly typed leaf, [] or [B]; a traced or device array is cast where it is.
+
+    >>> number(0.9).dtype, number([1, 2], np.int32).shape
+    (dtype('float32'), (2,))
+    """
+    return value.astype(dtype) if isinstance(value, Array) else np.asarray(value, dtype)
