@@ -11,6 +11,7 @@ holds has no part in the cost. Every point is a loop of steps on the device, all
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import json
 import os
@@ -81,7 +82,7 @@ def steps(
     def run() -> None:
         # Back to the same length, so that every run decodes the same stretch.
         length, done = jnp.full((batch,), context, jnp.int32), jnp.zeros((batch,), bool)
-        held[0] = jax.block_until_ready(loop(params, held[0].replace(length=length, done=done)))
+        held[0] = jax.block_until_ready(loop(params, dataclasses.replace(held[0], length=length, done=done)))
 
     return run
 

@@ -45,7 +45,7 @@ REFERENCES = (
 RESAMPLES = 4000
 
 
-def rules(target: mj.Pretrained, median_entropy: float) -> dict[str, mj.verify.Mars]:
+def rules(target: mj.Pretrained, median_entropy: float) -> dict[str, mj.verify.LoadedRule]:
     """The global rule and every context that is tried; chosen before anything is measured."""
     texts = [target.tokenizer.decode([i]) for i in range(target.config.vocab_size)]
     classes = mj.verify.token_classes(texts)
