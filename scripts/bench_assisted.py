@@ -76,7 +76,7 @@ class Torch:
         return [self.generate([p], temperature, assisted=assisted)[0] for p in prompts]
 
     def refusal(self, prompts: Tokens) -> str | None:
-        """What assisted generation says to a batch, or None where it takes it."""
+        """Assisted generation's refusal of a batch, or None where it takes it."""
         try:
             self.generate(prompts, 0.0, assisted=True)
         except ValueError as error:

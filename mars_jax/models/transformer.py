@@ -44,7 +44,7 @@ def init_params(config: ModelConfig, key: Array, dtype="float32", *, scale: floa
 
 
 def window_mask(mask: Array, positions: Array, start: Array, window: int) -> Array:
-    """mask bool[B, N, S] without the keys that lie `window` or more positions behind the query.
+    """mask bool[B, N, S] without the keys that are `window` or more positions before the query.
 
     Committed slots hold their own position; the rows just written hold `positions` (in a tree, slot and
     position differ).
@@ -61,7 +61,7 @@ def _norm(config: ModelConfig) -> Callable[[Array, Array], Array]:
 
 
 def _embed(config: ModelConfig, params: PyTree, tokens: Array) -> Array:
-    """What enters the first layer: [B, N, E]. Padding, NO_TOKEN, is clipped to a token."""
+    """The input of the first layer: [B, N, E]. Padding, NO_TOKEN, is clipped to a token."""
     x = embed(params["embed"], tokens)
     # The factor is rounded to the dtype first, as in the oracle.
     return x * jnp.asarray(config.hidden_size**0.5, x.dtype) if config.scale_embeddings else x

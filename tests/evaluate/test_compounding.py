@@ -1,4 +1,4 @@
-"""Error cascades: branches are what plain decoding gives, and the curves are those of texts made by hand."""
+"""Compounding errors: branches are what plain decoding gives, and the curves are those of texts made by hand."""
 
 import json
 import shutil
@@ -59,12 +59,10 @@ def test_branches_are_what_the_target_alone_says_there(pair, studied):
         assert list(event.strict) == plain
         assert event.ours[0] != event.strict[0]
         assert event.control or (event.ours[0] == text.tokens[event.place] and text.relaxed[event.place])
-        behind = []
+        rest = []
         if event.ours[0] not in target.stop_tokens and left > 1:
-            behind = mj.generate(target, "none", [[*before, event.ours[0]]], max_new_tokens=left - 1).tokens[
-                0
-            ]
-        assert list(event.ours[1:]) == behind
+            rest = mj.generate(target, "none", [[*before, event.ours[0]]], max_new_tokens=left - 1).tokens[0]
+        assert list(event.ours[1:]) == rest
         assert len(event.our_log_p) == len(event.ours) and len(event.strict_log_p) == len(event.strict)
         # The target never prefers the token that was put in its place.
         assert event.our_log_p[0] <= event.strict_log_p[0]

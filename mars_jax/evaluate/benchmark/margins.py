@@ -1,4 +1,4 @@
-"""How near the target's two best tokens are where drafts are accepted, relaxed and rejected.
+"""The margin between the target's two best tokens where drafts are accepted, relaxed and rejected.
 
 B batch, N nodes, D depth. Oracle: tests/evaluate/test_margins.py scores the texts once more, teacher-forced.
 """
@@ -38,7 +38,7 @@ class Seen(Verdict):
 
     z1: Array  # f32[B, D + 1]; raw logits of its two best tokens
     z2: Array
-    drafted: Array  # bool[B, D + 1]; something was drafted behind the node
+    drafted: Array  # bool[B, D + 1]; something was drafted after the node
 
 
 @dataclasses.dataclass(frozen=True)
