@@ -32,7 +32,7 @@ def lm_head_margin_stats(
     lead, (vocab, width) = hidden.shape[:-1], weight.shape
     rows = math.prod(lead)
     blocks = gpu_head_blocks(blocks, rows=rows, vocab=vocab, width=width, dtype=hidden.dtype)
-    # Programs write whole blocks of rows; what is past the last row is cut off.
+    # Programs write whole blocks of rows; what lies behind the last row is cut off.
     padded = pl.cdiv(rows, blocks.rows) * blocks.rows
     dtypes = [jnp.float32, jnp.int32, jnp.float32, jnp.int32] + [jnp.float32] * logsumexp
     parts = pl.pallas_call(

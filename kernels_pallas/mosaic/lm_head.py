@@ -1,4 +1,4 @@
-"""The TPU kernel of `lm_head_margin_stats`: a matmul whose result is folded in fast memory, where it was computed.
+"""The TPU kernel of `lm_head_margin_stats`: a matmul whose result is folded where it lies, in fast memory.
 
 R rows, E hidden size, V vocabulary. Oracle: `reference`.
 """
