@@ -13,6 +13,7 @@ may run on, and PyTorch is given as many threads.
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import platform
@@ -170,7 +171,9 @@ def main() -> None:
     }
     report: dict[str, Any] = {
         "command": "python " + " ".join(sys.argv),
+        "date": datetime.date.today().isoformat(),
         "environment": {
+            "processor": platform.machine(),
             "python": platform.python_version(),
             "jax": jax.__version__,
             "torch": torch.__version__,

@@ -1,4 +1,4 @@
-"""Which TPU slice the models of the published results need: the table of the README, from the TPU's own compiler.
+"""Which TPU slice the models of the published results need: the table of docs/results.md, from the TPU's own compiler.
 
     python scripts/plans.py --output scripts/results/plans.json
 
