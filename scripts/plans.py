@@ -67,7 +67,7 @@ def planned(name: str, where: str, dtype: str) -> dict[str, Any]:
 
 
 def table(entries: dict[str, dict[str, Any]]) -> str:
-    """The README's lines, in the order of `CASES`."""
+    """A Markdown table, in the order of `CASES`."""
     lines = [
         "| target | weights | slice | fits | GiB of a chip | a step takes at least, ms | without a draft, ms |",
         "|---|---|---|---|---|---|---|",
