@@ -1,9 +1,9 @@
-"""Write docs/results.md from the JSON under scripts/results.
+"""Write docs/results.md, and the figures of the embedded family's card, from the JSON under scripts/results.
 
     python scripts/results_page.py            # after any script there was run again
-    python scripts/results_page.py --check    # exits with 1 where the page is not what the JSON says
+    python scripts/results_page.py --check    # exits with 1 where a page is not what the JSON says
 
-The prose is in results_page.md.jinja, every number in the package results_tables. A sentence that the figures must
+The prose is in templates beside this file, every number in the package results_tables. A sentence that the figures must
 support is wrapped in `claim(condition, sentence)`: where new figures contradict it, the page is not written, and the
 sentence has to be changed first.
 """
@@ -24,8 +24,10 @@ from results_tables import everything
 from results_tables.bars import Bar
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "results.md"
-TEMPLATE = "results_page.md.jinja"
+PAGES = {"docs/results.md": "results_page.md.jinja", "mars_jax/assets/tiny/README.md": "tiny_card.md.jinja"}
+"""The pages and their templates. Where a page has the marks below, only what is between them is written."""
+BEGIN = "<!-- figures: written by scripts/results_page.py from the JSON in scripts/results -->\n"
+END = "<!-- end of figures -->\n"
 
 
 def claim(condition: bool, sentence: str) -> str:
@@ -38,7 +40,7 @@ def claim(condition: bool, sentence: str) -> str:
     'It is faster.'
     """
     if not condition:
-        raise ValueError(f"the figures do not support '{sentence}': change it in scripts/{TEMPLATE}.")
+        raise ValueError(f"the figures do not support '{sentence}': change the template in scripts.")
     return sentence
 
 
@@ -91,8 +93,8 @@ def _fill(block: str) -> str:
     return block[:start] + "\n".join(lines) + block[end:]
 
 
-def page() -> str:
-    """The whole page."""
+def render(template: str) -> str:
+    """A template with the figures in it."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         undefined=jinja2.StrictUndefined,
@@ -102,7 +104,19 @@ def page() -> str:
         autoescape=False,  # Markdown, from our own files
     )
     environment.globals |= {"claim": claim, "table": table, "barred": barred}
-    return wrapped(environment.get_template(TEMPLATE).render(everything()))
+    return wrapped(environment.get_template(template).render(everything()))
+
+
+def page(found: str, figures: str) -> str:
+    """A page with its figures renewed: all of it, or what is between its marks.
+
+    >>> page(f"old\\n{BEGIN}1\\n{END}", "2\\n") == f"old\\n{BEGIN}2\\n{END}"
+    True
+    """
+    if BEGIN not in found:
+        return figures
+    before, rest = found.split(BEGIN)
+    return before + BEGIN + figures + END + rest.split(END)[1]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -110,22 +124,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--check", action="store_true", help="write nothing; exit with 1 where the page has drifted"
+        "--check", action="store_true", help="write nothing; exit with 1 where a page has drifted"
     )
-    parser.add_argument("--page", type=Path, default=PAGE, help="the page to write or check")
+    parser.add_argument(
+        "--root", type=Path, default=ROOT, help="the checkout whose pages are written or checked"
+    )
     chosen = parser.parse_args(argv)
-    wanted = page()
-    if not chosen.check:
-        chosen.page.write_text(wanted, encoding="utf-8")
+    drift = []
+    for name, template in PAGES.items():
+        path = chosen.root / name
+        found = path.read_text(encoding="utf-8") if path.exists() else ""
+        wanted = page(found, render(template))
+        drift += difflib.unified_diff(
+            found.splitlines(), wanted.splitlines(), name, "scripts/results", lineterm="", n=0
+        )
+        if not chosen.check:
+            path.write_text(wanted, encoding="utf-8")
+    if not chosen.check or not drift:
         return 0
-    found = chosen.page.read_text(encoding="utf-8") if chosen.page.exists() else ""
-    lines = difflib.unified_diff(
-        found.splitlines(), wanted.splitlines(), str(chosen.page), "scripts/results", lineterm="", n=0
-    )
-    drift = "\n".join(lines)
-    if drift:
-        print(f"{drift}\n\nRun python scripts/results_page.py.", file=sys.stderr)
-    return 1 if drift else 0
+    print("\n".join([*drift, "", "Run python scripts/results_page.py."]), file=sys.stderr)
+    return 1
 
 
 if __name__ == "__main__":

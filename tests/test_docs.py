@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import doctest
+import importlib
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -55,33 +58,47 @@ def test_the_results_are_those_of_the_json():
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_drift_of_the_results_is_noticed(tmp_path):
-    page = tmp_path / "results.md"
-    text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
-    page.write_text(text.replace("| no |", "| yes |", 1), encoding="utf-8")
-    done = run("results_page.py", "--check", "--page", str(page))
+@pytest.mark.parametrize("name", ["docs/results.md", "mars_jax/assets/tiny/README.md"])
+def test_drift_of_the_results_is_noticed(tmp_path, name):
+    for page in ("docs/results.md", "mars_jax/assets/tiny/README.md"):
+        (tmp_path / page).parent.mkdir(parents=True)
+        shutil.copy(ROOT / page, tmp_path / page)
+    assert run("results_page.py", "--check", "--root", str(tmp_path)).returncode == 0
+    text = (ROOT / name).read_text(encoding="utf-8")
+    drifted = text.replace("| no |", "| yes |", 1)
+    (tmp_path / name).write_text(drifted, encoding="utf-8")
+    done = run("results_page.py", "--check", "--root", str(tmp_path))
     assert done.returncode == 1
-    assert "| yes |" in done.stderr and "Run python scripts/results_page.py." in done.stderr
-    assert "| yes |" in page.read_text(encoding="utf-8").split("| no |")[0], "--check must not write"
+    assert f"--- {name}" in done.stderr and "Run python scripts/results_page.py." in done.stderr
+    assert (tmp_path / name).read_text(encoding="utf-8") == drifted, "--check must not write"
+    assert run("results_page.py", "--root", str(tmp_path)).returncode == 0
+    assert (tmp_path / name).read_text(encoding="utf-8") == text
 
 
-def test_a_sentence_that_the_figures_contradict_is_not_written(monkeypatch):
+@pytest.fixture
+def scripts(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    import results_page
 
-    assert results_page.claim(True, "It is faster.") == "It is faster."
+
+@pytest.mark.parametrize("name", ["results_page", "results_tables.bars"])
+def test_examples_of_the_scripts_run(scripts, name):
+    found = doctest.testmod(importlib.import_module(name))
+    assert found.attempted and not found.failed
+
+
+def test_a_sentence_that_the_figures_contradict_is_not_written(scripts):
+    claim = importlib.import_module("results_page").claim
     with pytest.raises(ValueError, match=r"do not support 'It is faster\.'"):
-        results_page.claim(False, "It is faster.")
+        claim(False, "It is faster.")
 
 
-def test_bars_are_judged_by_their_own_words(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    from results_tables.bars import bar
-
-    judged = [
-        bar("", figure, "{}", wanted).met for figure, wanted in ((2, ">= 2"), (2, "< 2 s"), (13.1, ">= +13%"))
+def test_a_bar_without_a_number_is_refused(scripts):
+    bar = importlib.import_module("results_tables.bars").bar
+    assert [bar("", x, "{}", w).met for x, w in ((2, ">= 2"), (2, "< 2 s"), (13.1, ">= +13%"))] == [
+        "yes",
+        "no",
+        "yes",
     ]
-    assert judged == ["yes", "no", "yes"]
     with pytest.raises(ValueError, match="'about 2' is no bar"):
         bar("", 2, "{}", "about 2")
 

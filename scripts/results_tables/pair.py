@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from results_tables.bars import bar, gain, load
@@ -14,6 +15,15 @@ DRAFTERS = {
     "ngram": "`ngram`",
 }
 """Names in eval_drafters.json, and what the page calls them."""
+RULES = (
+    ("exact", 0),
+    ("mars over exact", 0),
+    ("exact", 1),
+    ("mars over exact", 1),
+    ("rejection", 1),
+    ("mars over rejection", 1),
+)
+"""Rules and temperatures of eval_embedded.json."""
 
 
 def speed() -> dict[str, Any]:
@@ -78,7 +88,33 @@ def family() -> dict[str, Any]:
         bar("The same, second start", start["second_seconds"], "{:.1f} s", "< 4 s"),
     ]  # fmt: skip
     rates = {name: row["tokens_per_second"] for name, row in compared.items()}
-    return {"rows": rows, "environment": report["environment"], "rates": rates}
+    return {
+        "rows": rows,
+        "environment": report["environment"],
+        "rates": rates,
+        "problems": accuracy["problems"],
+        "bits": {
+            name: f"{report[f'bits {name}']['bits_per_byte']:.3f}"
+            for name in ("target", "draft", "stories260k")
+        },
+        "rules": [_rule_row(report, rule, temperature) for rule, temperature in RULES],
+        "steps": ", ".join(f"{k}: {100 * share:.1f}%" for k, share in accuracy["accuracy_by_steps"].items()),
+        "speeds": [_speed_row(report, dtype) for dtype in ("float32", "bfloat16")],
+    }
+
+
+def _rule_row(report: Mapping[str, Any], rule: str, temperature: int) -> list[str]:
+    stories, problems = (
+        report[f"{task}, {rule}, temperature {temperature}"] for task in ("stories", "arithmetic")
+    )
+    accuracy = f"{100 * problems['accuracy']:.1f}%"
+    return [f"{rule}, temperature {temperature}", f"{stories['tau']:.2f}", f"{problems['tau']:.2f}", accuracy]
+
+
+def _speed_row(report: Mapping[str, Any], dtype: str) -> list[str]:
+    alone, *others = report[f"speed {dtype}"]["rules"]
+    relative = [f"{row['tokens_per_second']:.0f} ({row['speedup']:.2f}x)" for row in others]
+    return [dtype, f"{alone['tokens_per_second']:.0f}", *relative]
 
 
 def drafters() -> dict[str, Any]:
