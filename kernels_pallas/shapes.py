@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Target(NamedTuple):
-    """The sizes of a target model that matter to the kernels."""
+    """What the kernels see of a target model."""
 
     vocab: int  # V, as in the model's config
     hidden: int  # E

@@ -206,7 +206,7 @@ def state_like(rows: tuple[int, ...], logsumexp: bool) -> list:
 
 
 def unpack(packed: Array, lead: tuple[int, ...], logsumexp: bool) -> MarginStats:
-    """The numbers that `finish` packed, as statistics of shape `lead`."""
+    """What `finish` packed, as statistics of shape `lead`."""
     columns = [packed[..., k].reshape(lead) for k in range(5 if logsumexp else 4)]
     for k in (0, 2, 4)[: 3 if logsumexp else 2]:
         columns[k] = lax.bitcast_convert_type(columns[k], jnp.float32)

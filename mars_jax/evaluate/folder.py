@@ -49,7 +49,7 @@ def claim(folder: Path, settings: Mapping[str, Any]) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """Check the folder before any model is loaded.
+    """What can be known before any model is loaded.
 
     Raises:
       MarsError: the folder is none, or holds anything but a run.

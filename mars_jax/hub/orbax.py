@@ -113,7 +113,7 @@ def save(
 def checksums(
     path: str | os.PathLike[str], tree: PyTree, *, done: Callable[[int], None] = lambda size: None
 ) -> dict[str, int]:
-    """The checksums that `save` returns, but of the files: the arrays of a tree of `Pending`, read back one by one.
+    """What `save` returns, of what is on disk: the arrays of a tree of `Pending`, read back one after the other.
 
     Raises:
       MarsError: the checkpoint is not of such a tree, or cannot be read.

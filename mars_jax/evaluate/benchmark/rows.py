@@ -1,7 +1,7 @@
 """The rows of an evaluation: one line of JSON for every problem and arm, on disk before the next batch begins.
 
 The order of rows is known beforehand, so a killed run leaves a prefix of it and at most one torn line, and the
-next run goes on after it.
+next run goes on behind that.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Row = dict[str, Any]
 
 
 class Key(NamedTuple):
-    """The task, temperature, arm and problem of a row."""
+    """What a row is about."""
 
     task: str
     temperature: float
@@ -66,7 +66,7 @@ def make_row(
 
 
 def key_of(row: Row) -> Key:
-    """The key of a row."""
+    """What a row is about."""
     return Key(row["task"], row["temperature"], row["arm"], row["id"])
 
 

@@ -1,4 +1,4 @@
-"""Scores of answers, from 0 to 1, and of tasks.
+"""How good one answer is, from 0 to 1, and how answers add up to the score of a task.
 
 A metric turns an answer into a row of numbers, and a task's score is a function of the sum of these rows, so that
 the bootstrap resamples sums. R resamples, n answers, k numbers of an answer. Oracles: `rouge-score` and `sacrebleu`
@@ -28,7 +28,7 @@ METRICS = {
     "bleu": "corpus BLEU (sacrebleu, 13a)",
     "likelihood": "likelihood under the target, geometric mean over the tokens, at temperature 1",
 }
-"""The name of each metric in a table."""
+"""What each metric is, for a table."""
 BLEU_ORDER = 4
 
 
@@ -61,7 +61,7 @@ def score(problem: Problem, text: str, *, run_code: bool = False) -> list[float]
 
 
 def check_metrics(problems: Sequence[Problem], *, run_code: bool) -> None:
-    """Check the metrics before anything is decoded.
+    """What can be known before anything is decoded.
 
     Raises:
       MarsError: a package is missing, or `run_code` has nothing to run or no limits to run it under.
@@ -138,7 +138,7 @@ def _bleu_metric() -> Any:
 
 
 def bleu_counts(text: str, references: Sequence[str]) -> list[float]:
-    """The counts that an answer adds to corpus BLEU: matches of 1 to 4 words, all n-grams, both lengths in words.
+    """What an answer adds to corpus BLEU: matches of 1 to 4 words, the n-grams there are, both lengths in words.
 
     Source: Papineni et al. 2002 and Post 1804.08771, by `sacrebleu`. Raises: MarsError where that is not installed.
     """
@@ -159,11 +159,11 @@ def _bleu(counts: np.ndarray) -> np.ndarray:
 
 
 _ENDS = re.compile(r"\n(?:class |def |#|if |print|assert|@|```|\[DONE\])")
-"""Ends of a completed function: the stop sequences of Chen et al. 2107.03374, and ends of a fence."""
+"""Where a completion of a function is over: the stop sequences of Chen et al. 2107.03374, and ends of a fence."""
 
 
 def program(code: Code, text: str) -> str:
-    """The program that an answer makes, with its tests after it.
+    """The program that an answer makes, with its tests behind it.
 
     An answer is a whole function, in a fenced block or bare, or the rest of the function that the prompt began.
 

@@ -94,7 +94,7 @@ def _from_head_json(data: dict[str, Any], shapes: dict[str, tuple[int, ...]], ta
 
 
 def _said(data: dict[str, Any], key: str) -> Any:
-    """The value in config.json of a key of EAGLE, itself or in its `eagle_config`."""
+    """What config.json says about a key of EAGLE, itself or in its `eagle_config`."""
     return data.get(key) or (data.get("eagle_config") or {}).get(key)
 
 
