@@ -81,7 +81,7 @@ def draw(report: Mapping[str, Any], pictures: Sequence[Path]) -> None:
 
     tasks = _ordered([case["task"] for case in report["cases"]])
     temperatures = sorted({case["temperature"] for case in report["cases"]})
-    figure, axes = plt.subplots(1, len(temperatures), figsize=(8, 3.2), sharey=True, layout="constrained")
+    figure, axes = plt.subplots(1, len(temperatures), figsize=(8, 3.5), sharey=True, layout="constrained")
     width = 0.8 / len(WAYS)
     for axis, temperature in zip(axes, temperatures, strict=True):
         for k, way in enumerate(WAYS):
@@ -107,7 +107,7 @@ def draw(report: Mapping[str, Any], pictures: Sequence[Path]) -> None:
     axes[0].set_ylabel("tokens/s")
     axes[0].margins(y=0.1)
     handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(WAYS), frameon=False)
+    figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False)
     for picture in pictures:
         metadata = {"Date": None} if picture.suffix == ".svg" else {"Software": None}
         figure.savefig(picture, dpi=160, metadata=metadata)

@@ -18,7 +18,7 @@ from mars_jax.cli.theta import ThetaFile, settings_of, theta_from_text
 from mars_jax.core.errors import MarsError
 
 _DESCRIPTION = """\
-After a relaxed token, the strict rule continues the text twice: after that token, and after
+After a relaxed token, the strict rule continues the text twice: behind that token, and behind
 the target's own. How the two depart by distance (agreement, likelihood under the target,
 score) says whether errors compound. A control does the same where the rule refuses to relax.
 Everything at temperature 0.

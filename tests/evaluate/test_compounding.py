@@ -1,4 +1,4 @@
-"""Compounding errors: branches are what plain decoding gives, and the curves are those of texts made by hand."""
+"""Error cascades: branches are what plain decoding gives, and the curves are those of texts made by hand."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ THETA, NEW, HORIZON = 0.6, 24, 8
 @pytest.fixture(scope="module")
 def near(target, tmp_path_factory):
     """The target with some noise: a draft that often says the runner-up."""
-    path = shutil.copytree(target, tmp_path_factory.mktemp("compounding") / "near")
+    path = shutil.copytree(target, tmp_path_factory.mktemp("cascades") / "near")
     loaded = hub.load(str(target))
     leaves, tree = jax.tree.flatten(loaded.params)
     rng = np.random.default_rng(0)
@@ -59,10 +59,12 @@ def test_branches_are_what_the_target_alone_says_there(pair, studied):
         assert list(event.strict) == plain
         assert event.ours[0] != event.strict[0]
         assert event.control or (event.ours[0] == text.tokens[event.place] and text.relaxed[event.place])
-        rest = []
+        behind = []
         if event.ours[0] not in target.stop_tokens and left > 1:
-            rest = mj.generate(target, "none", [[*before, event.ours[0]]], max_new_tokens=left - 1).tokens[0]
-        assert list(event.ours[1:]) == rest
+            behind = mj.generate(target, "none", [[*before, event.ours[0]]], max_new_tokens=left - 1).tokens[
+                0
+            ]
+        assert list(event.ours[1:]) == behind
         assert len(event.our_log_p) == len(event.ours) and len(event.strict_log_p) == len(event.strict)
         # The target never prefers the token that was put in its place.
         assert event.our_log_p[0] <= event.strict_log_p[0]

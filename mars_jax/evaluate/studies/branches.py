@@ -1,6 +1,6 @@
-"""Compounding errors: the effect of one relaxed token on the text after it.
+"""Error cascades: what one relaxed token does to the text behind it.
 
-At a relaxed token the text is continued twice by the strict rule, once after that token and once after the target's
+At a relaxed token the text is continued twice by the strict rule, once behind that token and once behind the target's
 own, so that whatever differs is the work of this one token. The same is done with a control: the target's runner-up
 put in where the margin was not low, so that the rule would have refused it. All at temperature 0, where two
 continuations differ for no other reason.
@@ -47,8 +47,8 @@ class Event:
     problem: int
     control: bool  # False: relaxed by the rule; True: put in where it would have refused
     place: int  # of the token in its text
-    left: int  # tokens of the text after it
-    ours: tuple[int, ...]  # the token, then its strict continuation
+    left: int  # tokens of the text behind it
+    ours: tuple[int, ...]  # strict continuation behind the token, which comes first
     strict: tuple[int, ...]  # strict continuation of the text before it
     our_log_p: tuple[float, ...]
     strict_log_p: tuple[float, ...]
@@ -218,11 +218,11 @@ def aligned(strict: Sequence[int], ours: Sequence[int]) -> np.ndarray:
 
 
 def curves(events: Sequence[Event], horizon: int, *, seed: int = 0) -> dict[str, Any]:
-    """The effect of the events by distance, 1 being the first token after the one that differs.
+    """What the events say by distance, 1 being the first token behind the one that differs.
 
     Returns:
       `same_place`, `same_order` and `surprise`: mean, low and high (95%, bootstrap over problems) at each distance.
-      Distances beyond the end of both continuations are left out; surprise is -log p under the target in nats, ours
+      Distances behind the end of both continuations are left out; surprise is -log p under the target in nats, ours
       less the strict one's. `grows` has the change of each between the first and the last third of the distances,
       and `score` the score that the token costs, where there is one.
     """
@@ -290,7 +290,7 @@ def interval(values: np.ndarray, groups: np.ndarray, *, seed: int = 0) -> dict[s
 
 
 def relapse(texts: Sequence[Decoded], horizon: int, *, seed: int = 0) -> dict[str, Any]:
-    """Rate of relaxed tokens at each distance after a relaxed one, over the rate of all: 1 is no memory."""
+    """How often a token is relaxed at each distance behind a relaxed one, over how often any is: 1 is no memory."""
     hits, chances = np.zeros((len(texts), horizon)), np.zeros((len(texts), horizon))
     for row, text in enumerate(texts):
         flags = np.asarray(text.relaxed, bool)
