@@ -17,7 +17,7 @@ from kernels_pallas.stats import MarginStats
 
 
 class AcceptControls(NamedTuple):
-    """What may differ between the rows of one batch."""
+    """The settings that may differ between the rows of one batch."""
 
     theta: Array  # f32[B]; threshold in the units of the margin; inf is strict
     strict: Array  # bool[B]; True relaxes nothing in the row
@@ -26,7 +26,7 @@ class AcceptControls(NamedTuple):
 
 
 class Acceptance(NamedTuple):
-    """How far down the tree the target follows, the token it adds, and the statistics of every node."""
+    """The accepted path, the token that the target adds, and the statistics of every node."""
 
     path: Array  # i32[B, D + 1]; node ids from the root; past num_accepted it repeats the last node
     num_accepted: Array  # i32[B]; edges walked

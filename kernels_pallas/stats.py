@@ -1,4 +1,4 @@
-"""What a margin-aware rule needs of a vocabulary, and how two parts of one are joined.
+"""The statistics that a margin-aware rule needs of a vocabulary, and the merge of two parts of one.
 
 V vocabulary; `...` stands for any leading dimensions. Oracle: numpy sorting in tests/kernels/test_margin.py.
 """

@@ -27,7 +27,7 @@ EXP2 = (1.535336e-4, 1.3398874e-3, 9.618437e-3, 5.5503324e-2, 2.4022648e-1, 6.93
 def margin_stats(logits: Array, *, logsumexp: bool = False) -> MarginStats:
     """Statistics of logits [..., V] (bfloat16 or float32) over the last axis, for V >= 1.
 
-    One vectorised pass takes the maximum of each block of `BLOCK` tokens. The largest entry lies in the best
+    One vectorised pass takes the maximum of each block of `BLOCK` tokens. The largest entry is in the best
     block, the second largest in the best or in the second-best one, so only those two are searched.
     `lax.top_k` looks at each entry with a scalar comparison, and `argmax` is slower still on CPU.
 

@@ -38,7 +38,7 @@ class Pretrained:
     mesh: Mesh | None = None  # over which params are divided; None is one device
 
     def on_mesh(self) -> contextlib.AbstractContextManager:
-        """What to trace and run programs over these params in: `jax.set_mesh`, where there is a mesh."""
+        """The context to trace and run programs over these params in: `jax.set_mesh`, where there is a mesh."""
         return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
 
     @functools.cached_property
@@ -136,7 +136,7 @@ def _no_advice() -> Iterator[None]:
 
 
 def _tokenizer_class(path: str) -> Any:
-    """What `AutoTokenizer` would choose. Where the files say it themselves, without its import: 2 s of a start."""
+    """The class that `AutoTokenizer` would choose. Where the files name it, its import, 2 s of a start, is saved."""
     import transformers
 
     config = os.path.join(path, "tokenizer_config.json")

@@ -13,6 +13,7 @@ may run on, and PyTorch is given as many threads.
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import platform
@@ -76,7 +77,7 @@ class Torch:
         return [self.generate([p], temperature, assisted=assisted)[0] for p in prompts]
 
     def refusal(self, prompts: Tokens) -> str | None:
-        """What assisted generation says to a batch, or None where it takes it."""
+        """Assisted generation's refusal of a batch, or None where it takes it."""
         try:
             self.generate(prompts, 0.0, assisted=True)
         except ValueError as error:
@@ -170,7 +171,9 @@ def main() -> None:
     }
     report: dict[str, Any] = {
         "command": "python " + " ".join(sys.argv),
+        "date": datetime.date.today().isoformat(),
         "environment": {
+            "processor": platform.machine(),
             "python": platform.python_version(),
             "jax": jax.__version__,
             "torch": torch.__version__,

@@ -1,4 +1,4 @@
-"""What a step costs against batch, context, nodes and the length of the buffer, on the embedded target.
+"""The cost of a step against batch, context, nodes and the length of the buffer, on the embedded target.
 
     python scripts/bench_scale.py --output scripts/results/bench_scale.json
 

@@ -139,7 +139,7 @@ def matched(sweep: list[dict[str, float]], risk: float) -> dict[str, Any]:
 
 
 def steepness(sweep: list[dict[str, float]], looseness: float) -> float:
-    """How much tau the global rule gains by a unit of risk, around a looseness of its sweep."""
+    """The tau that the global rule gains by a unit of risk, around a looseness of its sweep."""
     at = [row["looseness"] for row in sweep].index(looseness)
     before, after = sweep[max(at - 1, 0)], sweep[min(at + 1, len(sweep) - 1)]
     more = after["risk"] - before["risk"]

@@ -38,7 +38,7 @@ ANSWER_TOKENS = 128
 
 
 def bits_per_byte(pretrained: mj.Pretrained, texts: Sequence[str], *, rows: int = 16) -> dict[str, float]:
-    """Of whole documents, each behind the separator; one longer than the model's context is scored in pieces.
+    """Of whole documents, each after the separator; one longer than the model's context is scored in pieces.
 
     `with_end` counts predicting where a document ends too.
     """
@@ -133,7 +133,7 @@ def acceptance(target, drafter, rule, prompts, *, temperature: float, rows: int 
 
 
 def speed(dtype: str, prompts: list[list[int]]) -> dict[str, Any]:
-    """What `--compare` says of stories at batch 1 and temperature 0: autoregression, exact and mars in turns."""
+    """The table of `--compare` for stories at batch 1 and temperature 0: autoregression, exact and mars in turns."""
     with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as file:
         file.writelines(json.dumps({"prompt_tokens": ids}) + "\n" for ids in prompts)
         file.flush()
@@ -166,7 +166,7 @@ def first_token(cache: str) -> float:
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
     ) as process:
         assert process.stdout is not None
-        # The prompt is printed together with the first token behind it.
+        # The prompt is printed together with the first token after it.
         head = process.stdout.read(len(prompt) + 1)
         seconds = time.perf_counter() - began
         process.stdout.read()
@@ -216,7 +216,7 @@ def main() -> None:
         for sample in (False, True)
     )
     exact, rejection = mj.verify.exact(), mj.verify.rejection()
-    # Each relaxed rule behind the strict rule that it relaxes.
+    # Each relaxed rule after the strict rule that it relaxes.
     rules: dict[str, tuple[Any, Any]] = {
         "exact": (greedy, exact),
         "mars over exact": (greedy, mj.verify.mars(exact, theta=0.9)),

@@ -94,7 +94,7 @@ def collect(
 def features(
     target: mj.Pretrained, texts: Sequence[Sequence[int]], places: list[tuple[int, int]]
 ) -> np.ndarray:
-    """f32[n, E]: what the target knew where it chose the token behind each place."""
+    """f32[n, E]: what the target knew where it chose the token after each place."""
 
     @jax.jit
     def hidden(params, tokens):

@@ -1,4 +1,4 @@
-"""What weights in 8 bits change on the embedded family: logits, tokens per target forward, solved problems.
+"""The effect of weights in 8 bits on the embedded family: logits, tokens per target forward, solved problems.
 
     python scripts/eval_int8.py --output scripts/results/eval_int8.json
 

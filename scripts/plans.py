@@ -1,4 +1,4 @@
-"""Which TPU slice the models of the published results need: the table of the README, from the TPU's own compiler.
+"""Which TPU slice the models of the published results need: the table of docs/results.md, from the TPU's own compiler.
 
     python scripts/plans.py --output scripts/results/plans.json
 
@@ -67,7 +67,7 @@ def planned(name: str, where: str, dtype: str) -> dict[str, Any]:
 
 
 def table(entries: dict[str, dict[str, Any]]) -> str:
-    """The README's lines, in the order of `CASES`."""
+    """A Markdown table, in the order of `CASES`."""
     lines = [
         "| target | weights | slice | fits | GiB of a chip | a step takes at least, ms | without a draft, ms |",
         "|---|---|---|---|---|---|---|",

@@ -62,7 +62,7 @@ def _kernel(logits_ref, *out_refs, vocab: int, blocks: GpuBlocks, logsumexp: boo
         z = plgpu.load(logits_ref.at[row, ids], mask=inside, other=-jnp.inf, eviction_policy="evict_first")
         z = z.astype(jnp.float32)
         if logsumexp:
-            # One exponential an element: of the distance to the maximum so far, on whichever side z lies.
+            # One exponential an element: of the distance to the maximum so far, on whichever side z is.
             shift = jnp.maximum(top1, LOWEST)
             power = jnp.exp(-jnp.abs(z - shift))
             total = [jnp.where(z > shift, total[0] * power + 1.0, total[0] + power)]

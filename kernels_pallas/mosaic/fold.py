@@ -35,7 +35,7 @@ def fold(logits_ref, state, block: Array, last: int | Array, *, vocab: int, logs
 
             def chunk(c: int) -> Array:
                 z = logits_ref[:, c * LANES : (c + 1) * LANES].astype(jnp.float32)
-                # What lies behind the vocabulary is whatever was in memory.
+                # Past the end of the vocabulary is whatever was in memory.
                 return jnp.where(lanes < vocab - c * LANES, z, -jnp.inf) if partial else z
 
             top1, id1, top2, id2 = (ref[...] for ref in state[:4])
@@ -129,7 +129,7 @@ def per_tree(packed_ref, trees: int, nodes: int) -> MarginStats:
 
 
 def beside(columns: list[Array], shape: tuple[int, int]) -> Array:
-    """i32[rows, lanes] whose lane k is column k of i32[rows, 1], and 0 behind them."""
+    """i32[rows, lanes] whose lane k is column k of i32[rows, 1], and 0 after them."""
     lane = lax.broadcasted_iota(jnp.int32, shape, 1)
     out = jnp.zeros(shape, jnp.int32)
     for k, column in enumerate(columns):

@@ -25,10 +25,10 @@ Everything at temperature 0.
 """
 _EPILOG = f"""\
 examples:
-  python -m mars_jax.compounding --task arithmetic --chat --problems 200 --output cascades
+  python -m mars_jax.compounding --task arithmetic --chat --problems 200 --output compounding
 
 {pair.TASKS}
-OUTPUT gets cascades.json, cascades.md, cascades.png and events.jsonl; the report goes to stdout too.
+OUTPUT gets compounding.json, compounding.md, compounding.png and events.jsonl; the report goes to stdout too.
 """
 
 
@@ -115,11 +115,11 @@ def _run(argv: Sequence[str] | None, out: IO[str]) -> None:
     summary = {"settings": settings, "version": __version__, "tasks": tasks}
     try:
         args.output.mkdir(parents=True, exist_ok=True)
-        write_json(args.output / "cascades.json", summary)
+        write_json(args.output / "compounding.json", summary)
         lines = [json.dumps(event, ensure_ascii=False) for event in events]
         (args.output / "events.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-        (args.output / "cascades.md").write_text(branch_report.markdown(summary), encoding="utf-8")
-        branch_report.draw(summary, args.output / "cascades.png")
+        (args.output / "compounding.md").write_text(branch_report.markdown(summary), encoding="utf-8")
+        branch_report.draw(summary, args.output / "compounding.png")
     except OSError as error:
         raise MarsError(
             f"--output '{args.output}' cannot be written ({error.strerror}): check its permissions."

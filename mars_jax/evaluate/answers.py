@@ -20,12 +20,12 @@ from mars_jax.serve.requests import Completion
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What one problem got, over all of its turns."""
+    """The answer to one problem, over all of its turns."""
 
     texts: tuple[str, ...]
     tokens: tuple[tuple[int, ...], ...]  # new ones of each turn
     finish_reason: (
-        str  # "stop" or "length" of the last turn; "context" where a turn did not fit behind the others
+        str  # "stop" or "length" of the last turn; "context" where a turn did not fit after the others
     )
     metrics: Metrics
     seconds: float  # wall time of its batches, prefill included, divided by the problems in each
@@ -33,7 +33,7 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decoding:
-    """What all arms share: the pair of models and how prompts become requests."""
+    """The settings that all arms share: the pair of models, and how prompts become requests."""
 
     target: Pretrained
     drafter: drafters.LoadedDrafter
@@ -108,7 +108,7 @@ def turns_asked(problem: Problem, chat: bool) -> tuple[str, ...]:
 def prompt_tokens(
     target: Pretrained, problem: Problem, answers: Sequence[str] = (), *, chat: bool
 ) -> list[int]:
-    """Token ids of the turn behind `answers`, the earlier turns in front of it.
+    """Token ids of the turn after `answers`, the earlier turns in front of it.
 
     Raises:
       MarsError: there is no chat template, or the prompt is empty.

@@ -1,4 +1,4 @@
-"""What the rows of one arm add up to, beside those of the target alone.
+"""Figures of one arm from its rows, beside those of the target alone.
 
 n rows, R resamples, k numbers of a score. Oracles: recounts by hand, and the coverage of simulated intervals, in
 tests/evaluate/test_figures.py.

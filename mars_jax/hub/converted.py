@@ -17,7 +17,7 @@ WEIGHTS = "orbax"
 
 
 class Conversion(NamedTuple):
-    """What a conversion made."""
+    """The manifest of a conversion."""
 
     dtype: str  # of the params, where they are not in 8 bits
     int8: bool

@@ -1,4 +1,4 @@
-"""What each Hugging Face architecture says in config.json beyond what all of them say, read and written.
+"""Fields of config.json that only some Hugging Face architectures have, read and written.
 
 Oracle: the config classes of transformers 5.
 """
@@ -16,7 +16,7 @@ _KINDS = {True: "sliding_attention", False: "full_attention"}
 
 
 class Family(NamedTuple):
-    """How one architecture fills the fields that the others leave alone."""
+    """One architecture's reading and writing of the fields that the others leave alone."""
 
     architecture: str
     read: Callable[[dict[str, Any]], dict[str, Any]]  # config.json -> fields of ModelConfig
@@ -132,7 +132,7 @@ def _write_qwen3_moe(config: ModelConfig) -> dict[str, Any]:
 
 
 def _read_gemma(data: dict[str, Any], every: int) -> dict[str, Any]:
-    """What Gemma 2 and 3 share; every layer but each `every`-th has a window."""
+    """Fields that Gemma 2 and 3 share; every layer but each `every`-th has a window."""
     if data.get("use_bidirectional_attention"):
         raise MarsError("use_bidirectional_attention is not supported: only models that read forwards are.")
     kinds = data.get("layer_types") or [

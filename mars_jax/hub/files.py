@@ -20,7 +20,7 @@ from mars_jax.core.errors import MarsError
 from mars_jax.hub.config import read_json
 
 _PATTERNS = ["*.json", "*.model", "*.jinja", "*.txt"]
-"""What a checkpoint needs beside its weights: configs, index, tokenizer and chat template."""
+"""Files that a checkpoint needs beside its weights: configs, index, tokenizer and chat template."""
 
 
 _DTYPES = {
@@ -35,7 +35,7 @@ _DTYPES = {
     "U8": np.uint8,
     "BOOL": np.bool_,
 }
-"""What safetensors calls the types that numpy has."""
+"""The names that safetensors has for the types of numpy."""
 
 
 class Tensor(NamedTuple):

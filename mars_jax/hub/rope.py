@@ -10,7 +10,7 @@ from mars_jax.models.config import Rope
 
 
 def _yarn_attention_factor(scaling: dict[str, Any], factor: float) -> float:
-    """How YaRN scales cos and sin (arXiv 2309.00071, equation 15), as transformers resolves it."""
+    """YaRN's factor on cos and sin (arXiv 2309.00071, equation 15), as transformers resolves it."""
 
     def mscale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

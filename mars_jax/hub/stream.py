@@ -23,7 +23,7 @@ BLOCK = 64 << 20
 """Bytes of the rows that are read at a time."""
 
 Box = tuple[tuple[int, int], ...]
-"""Where a part of an array begins and ends along each axis."""
+"""First and last index of a part of an array along each axis."""
 
 
 class HostArray:
@@ -122,6 +122,6 @@ def read_array(
 
 
 def to_params(arrays: Sequence[HostArray], dtype: Any) -> jax.Array | Int8:
-    """What `read_array` read, on its way to the devices."""
+    """Move the result of `read_array` to the devices."""
     placed = [array.to_devices() for array in arrays]
     return placed[0] if len(placed) == 1 else Int8(*placed, dtype=jnp.dtype(dtype))

@@ -91,7 +91,7 @@ class ModelConfig:
     scale_embeddings: bool = False  # by sqrt(hidden_size), on the way in only
     norm_plus_one: bool = False  # norms multiply by 1 + weight
     post_norms: bool = (
-        False  # norms also behind attention and MLP, before their results join the residual stream
+        False  # norms also after attention and MLP, before their results join the residual stream
     )
     query_scalar: float = 0.0  # scores of attention are divided by its square root; 0: head_dim
     attention_cap: float | None = None  # scores x of attention become cap * tanh(x / cap)

@@ -45,7 +45,7 @@ class EagleConfig:
     fc_bias: bool = False
     fc_norm: bool = False  # a norm over each feature before they are joined (EAGLE-3.1)
     norm_before_residual: bool = False
-    norm_output: bool = False  # the next feature is the output behind `norm`, not before it (EAGLE-3.1)
+    norm_output: bool = False  # the next feature is the output after `norm`, not before it (EAGLE-3.1)
     own_embed: bool = False  # else the target's embedding, by reference
     own_unembed: bool = True  # else the target's unembedding, by reference
 
@@ -156,7 +156,7 @@ def check_target(config: EagleConfig, target: LanguageModel) -> None:
 
 
 def fuse(config: EagleConfig, head: PyTree, output: ForwardOutput) -> Array:
-    """What a head takes over from the target's output at N tokens: [B, N, E] in version 3, [B, N, F] in version 1."""
+    """A head's input from the target's output at N tokens: [B, N, E] in version 3, [B, N, F] in version 1."""
     if config.version == 1:
         return output.hidden
     features = output.features
@@ -220,7 +220,7 @@ def _embed(config: EagleConfig, target: LanguageModel, params: Params, tokens: A
 
 
 def unembed(config: EagleConfig, target: LanguageModel, params: Params, hidden: Array) -> Array:
-    """Logits f32[B, N, W] of the tokens behind the next, from features [B, N, E]."""
+    """Logits f32[B, N, W] of the tokens after the next, from features [B, N, E]."""
     head: dict[str, Any] = params.draft
     if config.version == 3 and not config.norm_output:
         hidden = rms_norm(hidden, head["norm"], config.layer.norm_eps)

@@ -68,7 +68,7 @@ def init_params(config: MedusaConfig, key: Array, dtype="float32", *, scale: flo
 
 
 def logits(params: PyTree, hidden: Array, count: int) -> Array:
-    """What the first `count` heads say: hidden [B, 1, E] -> f32[B, K, V], entry i of head i.
+    """Logits of the first `count` heads: hidden [B, 1, E] -> f32[B, K, V], entry i of head i.
 
     >>> config = MedusaConfig(num_heads=3, num_layers=1, hidden_size=4, vocab_size=6)
     >>> logits(init_params(config, jax.random.key(0)), jnp.ones((1, 1, 4)), 2).shape

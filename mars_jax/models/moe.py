@@ -10,9 +10,9 @@ X experts, E hidden size, M hidden units of an expert.
 Gathering each token's matrices would copy them, and running every expert over every token does X / C times the work.
 So the rows are sorted by expert and every expert multiplies its own. `lax.ragged_dot_general` says that in one
 operation, with two exceptions. For TPUs, XLA copies all matrices of 16 or 32 bits into another layout first; there
-Megablox multiplies (arXiv 2211.15841; the kernel is in JAX), which reads them as they lie. XLA's CPU backend expands
-the operation to all experts over all rows and transposes the weights first, which is slower than every expert over
-every token; there `_blocks` takes its place. Both read only the experts that have rows.
+Megablox multiplies (arXiv 2211.15841; the kernel is in JAX), which reads them as they are stored. XLA's CPU backend
+expands the operation to all experts over all rows and transposes the weights first, which is slower than every expert
+over every token; there `_blocks` takes its place. Both read only the experts that have rows.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def _mix(
     here = None
     if first is not None:
         here = (chosen >= first) & (chosen < first + experts)
-        chosen = jnp.where(here, chosen - first, experts)  # sorted behind the last row that is multiplied
+        chosen = jnp.where(here, chosen - first, experts)  # sorted after the last row that is multiplied
     order = jnp.argsort(chosen.reshape(-1))
     sizes = jnp.bincount(chosen.reshape(-1), length=experts).astype(jnp.int32)
     rows = tokens[order // count]

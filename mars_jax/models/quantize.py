@@ -64,7 +64,7 @@ def is_quantized(row: Weight) -> bool:
 
 
 def scale_sharding(sharding: Sharding, ndim: int) -> Sharding:
-    """How the scale of a quantised matrix of `ndim` axes is spread: as the matrix, whose last axis it does not have.
+    """The sharding of the scale of a quantised matrix of `ndim` axes: the matrix's own, without its last axis.
 
     Raises:
       MarsError: the sharding does not name its axes.

@@ -48,7 +48,7 @@ def _norm(config: ModelConfig) -> Callable[[Array, Array], Array]:
 
 
 def _embed(config: ModelConfig, params: PyTree, tokens: Array) -> Array:
-    """What enters the first layer: [B, N, E]. Padding, NO_TOKEN, is clipped to a token."""
+    """The input of the first layer: [B, N, E]. Padding, NO_TOKEN, is clipped to a token."""
     x = embed(params["embed"], tokens)
     # The factor is rounded to the dtype first, as in the oracle.
     return x * jnp.asarray(config.hidden_size**0.5, x.dtype) if config.scale_embeddings else x

@@ -1,1 +1,1 @@
-"""Where weights and state lie on a mesh, and several processes that decode as one."""
+"""The placement of weights and state on a mesh, and several processes that decode as one."""

@@ -113,7 +113,7 @@ def check_mesh(mesh: jax.sharding.Mesh | None) -> None:
 
 
 def broadcast(value: int) -> int:
-    """What the first process has."""
+    """The first process's value, in every process."""
     if jax.process_count() == 1:
         return value
     from jax.experimental import multihost_utils

@@ -1,7 +1,7 @@
-"""Where weights and state lie on a mesh: trees of `NamedSharding` with the structure of what they place.
+"""The placement of weights and state on a mesh: trees of `NamedSharding` with the structure of what they place.
 
 Tensor parallelism is Megatron's (arXiv 1909.08053): heads, hidden units and vocabulary are divided, so that a layer
-needs one sum behind attention and one behind its MLP. Experts are divided whole. Rows of the batch are divided over
+needs one sum after attention and one after its MLP. Experts are divided whole. Rows of the batch are divided over
 `data`, and nothing of them ever travels there. Oracle: the unsharded run (tests/placement/test_shardings.py).
 """
 
@@ -64,7 +64,7 @@ _LOGICAL: dict[str, tuple[str | None, ...]] = {
 
 
 def weight_spec(config: AnyConfig, mesh: AnyMesh, row: Weight) -> P:
-    """How an array of params is divided: a row of `models.weights.leaves`, or of a head's table.
+    """The `PartitionSpec` of an array of params: a row of `models.weights.leaves`, or of a head's table.
 
     >>> from jax.sharding import AbstractMesh
     >>> from mars_jax.models import ModelConfig
@@ -92,7 +92,8 @@ def weight_spec(config: AnyConfig, mesh: AnyMesh, row: Weight) -> P:
 def params_shardings(config: AnyConfig, mesh: AnyMesh) -> PyTree:
     """`NamedSharding`s with the structure of the params of a model, an EAGLE head or Medusa heads.
 
-    What does not divide over its axis lies whole on every device, key-value heads most often; `whole` says what.
+    An array that does not divide over its axis is stored whole on every device, key-value heads most often; `whole`
+    names them.
 
     Raises:
       MarsError: the experts do not divide over the mesh's own axis for them.
@@ -159,7 +160,7 @@ def _check_experts(config: ModelConfig, mesh: AnyMesh) -> None:
 
 
 def whole(config: AnyConfig, mesh: AnyMesh) -> list[str]:
-    """What lies whole on every device although the mesh has an axis for it: one sentence each, with the numbers.
+    """Arrays stored whole on every device although the mesh has an axis for them: one sentence each, with the numbers.
 
     >>> from jax.sharding import AbstractMesh
     >>> from mars_jax.models import ModelConfig

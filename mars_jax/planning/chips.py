@@ -1,4 +1,4 @@
-"""What is published about TPU chips, and the topologies that libtpu compiles for.
+"""Published figures of TPU chips, and the topologies that libtpu compiles for.
 
 Memory and bandwidth of a chip: Google's Cloud TPU documentation, pages v4, v5e, v5p and v6e (Trillium), 2026.
 """

@@ -30,7 +30,7 @@ from mars_jax.planning.program import OutOfMemory, compile_program, held_bytes
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What the compiler said, and the arithmetic beside it. Bytes are of one device."""
+    """The compiler's report, and the arithmetic beside it. Bytes are of one device."""
 
     topology: str
     chips: int
@@ -45,7 +45,7 @@ class Plan:
     autoregressive_floor_seconds: float  # of a step of the target alone
     collectives: dict[str, int]  # of the loop, by kind and shape
     compile_seconds: float
-    notes: tuple[str, ...]  # what lies whole on every device
+    notes: tuple[str, ...]  # arrays that every device holds whole
 
     def as_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

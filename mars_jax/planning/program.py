@@ -81,14 +81,14 @@ def collectives(program: str) -> dict[str, int]:
 
 
 def arrays_written(program: str, elements: int) -> int:
-    """How many instructions of the entry computation of an HLO text write an array of so many elements."""
+    """Count the instructions in the entry computation of an HLO text that write an array of so many elements."""
     entry = program[program.index("\nENTRY ") :].split("\n}", 1)[0]
     pattern = re.compile(r" = \w+\[([\d,]+)\]\S* (?!bitcast|parameter|get-tuple-element)[\w-]+\(")
     return sum(math.prod(map(int, hit[1].split(","))) == elements for hit in pattern.finditer(entry))
 
 
 def held_bytes(report: dict[str, Any]) -> int:
-    """What a program holds at once on a device: arguments, results that reuse none of them, and temporaries."""
+    """Bytes that a program holds at once on a device: arguments, results that reuse none of them, and temporaries."""
     return (
         report["argument_bytes"]
         + report["output_bytes"]

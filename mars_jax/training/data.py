@@ -131,7 +131,7 @@ class Mixture:
         return chosen.tokens[part], chosen.segments[part]
 
     def _source(self, k: int) -> tuple[int, int]:
-        """(stream of block k, blocks taken from it before): the stream that lags most behind its weight is next."""
+        """(stream of block k, blocks taken from it before): the stream furthest below its weight is next."""
         while len(self._sources) <= k:
             lag = self._weights * (len(self._sources) + 1) - self._taken
             which = int(np.argmax(lag))

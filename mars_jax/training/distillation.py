@@ -34,7 +34,7 @@ KINDS = ("eagle3", "eagle1", "medusa", "model")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Apprentice:
-    """What is trained: a drafter's static config, its first params (float32), and what training minimises."""
+    """A drafter in training: its static config, its first params (float32), and what training minimises."""
 
     config: Any
     init: Callable[[], PyTree]

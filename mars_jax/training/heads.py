@@ -1,4 +1,4 @@
-"""What training a head on its target's features minimises: EAGLE-3, EAGLE-1 and Medusa.
+"""Objectives of heads that are trained on their target's features: EAGLE-3, EAGLE-1 and Medusa.
 
 Sources: EAGLE-3 2503.01840, section 3 (training-time test); EAGLE 2401.15077, section 3.2 (regression); Medusa
 2401.10774, section 2.2. B rows, L tokens of a row, n = L - 1 entries, E hidden size, V vocabulary, W draft vocabulary.
@@ -28,7 +28,7 @@ DECAY = 0.8
 
 
 class Lesson(NamedTuple):
-    """What the frozen target says about the tokens [0, L) of a batch."""
+    """The frozen target's output for the tokens [0, L) of a batch."""
 
     output: ForwardOutput  # [B, L, ...]
     logits: Array  # f32[B, L, V]; row t is the distribution of token t + 1
@@ -73,7 +73,7 @@ def eagle3(
 ) -> Objective:
     """Training-time test: the head continues on its own features for `steps` steps from every position at once.
 
-    At step j entry t stands for the j-th token that is drafted behind position t - j: its feature is what the head
+    At step j entry t stands for the j-th token that is drafted after position t - j: its feature is what the head
     itself wrote at entry t - 1 one step before, and it attends to the target's features up to t - j and to its own
     chain, just as in decoding. Every entry learns the target's distribution of token t + 2, within the draft
     vocabulary and where the target's own choice is in it.
@@ -106,11 +106,9 @@ def eagle3(
         cache = head.init_cache(config, rows, steps * n, dtype)
         total, figures = jnp.float32(0), {}
         for j in range(steps):
-            behind = (entry[:, None] - entry[None, :])[
-                None
-            ]  # of the entry that attends, from the one attended to
-            blocks = [together & (behind >= j)]
-            blocks += [jnp.broadcast_to(behind == j - i, together.shape) for i in range(1, j + 1)]
+            distance = (entry[:, None] - entry[None, :])[None]  # from the entry attended to
+            blocks = [together & (distance >= j)]
+            blocks += [jnp.broadcast_to(distance == j - i, together.shape) for i in range(1, j + 1)]
             blocks += [jnp.zeros(together.shape, bool)] * (steps - j - 1)
             hidden, cache = head.forward(
                 config,
@@ -201,7 +199,7 @@ Heads = Callable[[PyTree, Array], Array]
 def medusa(
     heads: Heads, target: LanguageModel, *, divergence: Divergence = forward_kl, dtype: Any = "bfloat16"
 ) -> Objective:
-    """Head i learns the target's distribution of the token i + 2 behind the one that it reads; 0.8**i is its weight.
+    """Head i learns the target's distribution of the token i + 2 after the one that it reads; 0.8**i is its weight.
 
     Args:
       heads: of the model to train.

@@ -1,4 +1,4 @@
-"""What a training step minimises: next-token cross entropy, and the divergence of a draft from its target.
+"""Objectives of training: next-token cross entropy, and the divergence of a draft from its target.
 
 B rows, L tokens of a row, V vocabulary.
 """
@@ -33,7 +33,7 @@ def predict(model: LanguageModel, params: PyTree, tokens: Array, segments: Array
 
 
 def read(model: LanguageModel, params: PyTree, tokens: Array, segments: Array) -> ForwardOutput:
-    """What a model makes of tokens i32[B, L], each of which sees those of its segment i32[B, L] before it."""
+    """The output of a model for tokens i32[B, L], each of which sees those of its segment i32[B, L] before it."""
     return model.forward(params, tokens, in_documents(segments), model.init_cache(*tokens.shape))
 
 

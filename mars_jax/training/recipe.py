@@ -1,4 +1,4 @@
-"""How the project trains: the optimizer and its schedule, and the plot of a log."""
+"""The project's training recipe: the optimizer and its schedule, and the plot of a log."""
 
 from __future__ import annotations
 

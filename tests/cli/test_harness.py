@@ -132,11 +132,11 @@ def test_likelihoods_are_those_of_transformers_and_say_what_is_greedy(ours, thei
     said = greedy(ours, theirs, context)[:3]
     pairs = [(context, " and the sun"), ("", "a story"), (LONG, " sun"), (context, said)]
     found = ours.loglikelihood(instances("loglikelihood", *pairs), disable_tqdm=True)
-    for (before, behind), (log_p, is_greedy) in zip(pairs, found, strict=True):
+    for (before, rest), (log_p, is_greedy) in zip(pairs, found, strict=True):
         if before:
-            first, ids = ours._encode_pair(before, behind)
+            first, ids = ours._encode_pair(before, rest)
         else:
-            first, ids = [ours.prefix_token_id], ours.tok_encode(behind)
+            first, ids = [ours.prefix_token_id], ours.tok_encode(rest)
         whole = [*first, *ids][-CONTEXT:]
         expected, best = log_likelihood(theirs, whole, len(whole) - len(ids))
         assert log_p == pytest.approx(expected, abs=1e-3) and is_greedy == best

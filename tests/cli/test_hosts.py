@@ -82,7 +82,7 @@ def test_two_processes_of_four_devices_give_the_tokens_of_one_of_eight(arguments
     arguments = [*arguments, "--max-new-tokens", "24"]
     assert main(arguments) == 0
     expected = capsys.readouterr().out
-    # To a file as well, as if an earlier run had been interrupted behind its first row.
+    # To a file as well, as if an earlier run had been interrupted after its first row.
     file = tmp_path / "rows.jsonl"
     file.write_text(expected.splitlines(keepends=True)[0])
     both = start_two(arguments, "--output", str(file), "--resume")

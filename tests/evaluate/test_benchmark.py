@@ -170,7 +170,7 @@ def test_plots_and_table_of_what_is_not_scored(finished, tmp_path):
         table["metric"] = "none"
         for arm in table["arms"]:
             arm |= {"score": None, "recovered": None, "recovered_interval": None}
-        # An arm that no threshold belongs to, and that comes behind the others.
+        # An arm without a threshold, which comes after the others.
         table["arms"].append(table["arms"][1] | {"arm": "simulated tau=2"})
     plots.draw(summary, tmp_path)
     assert {p.name for p in tmp_path.iterdir()} == set(PICTURES)

@@ -18,7 +18,7 @@ RESAMPLINGS = 200
 @pytest.mark.parametrize("confidence", [0.8, 0.95])
 @pytest.mark.parametrize("kind", ["flips", "regret"])
 def test_the_bound_holds_as_often_as_promised_over_resamplings(kind, confidence):
-    """The hardest case: a risk that is not monotone, and thresholds just above the bound behind easy ones."""
+    """The hardest case: a risk that is not monotone, and thresholds just above the bound after easy ones."""
     rng = np.random.default_rng(0)
     thetas, bound = [0.95, 0.9, 0.85, 0.8, 0.7], 0.03
     risks = [0.0, 0.001, 0.0302, 0.029, 0.2]

@@ -133,14 +133,14 @@ def test_the_command_writes_its_report(target, near, tmp_path, capsys):
     flags += ["--task", f"jsonl={prompts}", "--max-new-tokens", NEW, "--horizon", HORIZON, "--batch-size", 4]
     assert main([str(x) for x in (*flags, "--output", tmp_path / "out")]) == 0
     shown = capsys.readouterr().out
-    assert shown == (tmp_path / "out" / "cascades.md").read_text()
+    assert shown == (tmp_path / "out" / "compounding.md").read_text()
     assert "compound" in shown or "Errors fade" in shown
-    summary = json.loads((tmp_path / "out" / "cascades.json").read_text())
+    summary = json.loads((tmp_path / "out" / "compounding.json").read_text())
     events = [json.loads(line) for line in (tmp_path / "out" / "events.jsonl").read_text().splitlines()]
     relaxed = [e for e in events if not e["control"]]
     assert summary["tasks"]["jsonl"]["relaxed"]["events"] == len(relaxed) > 0
     assert all(len(e["ours"]) <= HORIZON for e in events)
-    assert (tmp_path / "out" / "cascades.png").read_bytes()[:4] == b"\x89PNG"
+    assert (tmp_path / "out" / "compounding.png").read_bytes()[:4] == b"\x89PNG"
     # Nothing is written over.
     assert main([str(x) for x in (*flags, "--output", tmp_path / "out")]) == 2
 

@@ -55,7 +55,7 @@ def test_the_decisions_of_a_chain_are_in_the_order_of_its_text(target):
     expected, at = {kind: [] for kind in KINDS}, len(request.prompt_tokens) - 1
     for event in events:
         for kind, _ in event.pieces:
-            if kind != "corrected" or len(event.pieces) < 3:  # else it is the token behind both drafts
+            if kind != "corrected" or len(event.pieces) < 3:  # else it is the token after both drafts
                 name = {"exact": "accepted", "relaxed": "relaxed", "corrected": "rejected"}[kind]
                 expected[name].append((scored.z1[at], scored.z2[at]))
             at += 1

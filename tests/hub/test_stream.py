@@ -94,7 +94,7 @@ def test_only_the_rows_that_devices_here_hold_are_read(monkeypatch, int8):
     index = slice(1, 2), slice(3, 8), slice(2, 4)
     made = stream.read_array(parts, (3, 10, 4), "float32", sharding=Here(index), int8=int8)
     assert asked == [(1, 3, 5), (1, 5, 7), (1, 7, 8)]
-    # The scale of a channel is of all its weights, wherever they lie.
+    # The scale of a channel is of all its weights, wherever they are stored.
     expected = [quantize(whole).values[index], quantize(whole).scale[index[:-1]]] if int8 else [whole[index]]
     for array, want in zip(made, expected, strict=True):
         [part] = array.parts.values()

@@ -1,4 +1,4 @@
-"""What the kernels should say, in numpy and plain Python, written from the definitions."""
+"""The operations in numpy and plain Python, written from the definitions."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ def torch_head(config: EagleConfig, target):
             return self.fc(torch.cat(list(taken), dim=-1))
 
         def forward(self, feature, tokens):
-            """Features and logits behind a whole sequence, no cache."""
+            """Features and logits after a whole sequence, no cache."""
             n = tokens.shape[1]
             table = (
                 self.embed_tokens.weight if config.own_embed else torch.tensor(np.asarray(target["embed"]))
@@ -224,7 +224,7 @@ class Pair:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_head_equals_its_transcription_in_pytorch(name):
-    """Over a sequence at once, and over the tokens that it drafts behind it from its own features."""
+    """Over a sequence at once, and over the tokens that it drafts after it from its own features."""
     torch = pytest.importorskip("torch")
     pair = Pair(CASES[name])
     ours = pair.fuse()

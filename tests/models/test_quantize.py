@@ -115,7 +115,7 @@ def test_a_family_loaded_in_int8_is_the_model_of_its_dequantised_weights(name, t
         return model.unembed(params, out.hidden)
 
     got = logits(checkpoint.params)
-    # 1e-4: the scale is applied behind the product, in float32.
+    # 1e-4: the scale is applied after the product, in float32.
     np.testing.assert_allclose(got, logits(dequantized(checkpoint.params)), atol=1e-4)
     assert np.abs(got - logits(hub.load(saved).params)).max() > 1e-4  # the weights are not the same
 

@@ -266,7 +266,7 @@ def test_tokens_are_those_of_one_device(case, axes, kind):
     nodes = BATCH // mesh.shape.get("data", 1) * max(drafter.num_nodes, 2)
     most = max(elements for _, elements in found)
     if case == "ngram, mars":  # all forwards are the target's
-        # One sum for the embedding, one behind each attention and one behind each MLP.
+        # One sum for the embedding, one after each attention and one after each MLP.
         assert found["all-reduce", nodes * HIDDEN] == 1 + 2 * CONFIG.num_layers
     allowed = (math.ceil(nodes / 4) * 4) * HIDDEN
     if case == "eagle-3 chain, rejection":  # all of the draft vocabulary, a node at a time

@@ -1,4 +1,4 @@
-"""Mixture of experts as the TPU compiler sees it: the experts are read where they lie."""
+"""Mixture of experts as the TPU compiler sees it: the experts are read where they are stored."""
 
 from __future__ import annotations
 

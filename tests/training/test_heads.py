@@ -56,7 +56,7 @@ def test_step_j_of_training_is_the_jth_drafted_token():
     objective = heads.eagle3(EAGLE3, FEATURES, ids=IDS, steps=4, divergence=watch, dtype="float32")
     objective(trained, (batch, WEIGHTS))
     for j, drafted in enumerate(scored):
-        # Token 12 + j is drafted j tokens behind the text: by entry 10 + j, in step j.
+        # Token 12 + j is drafted j tokens after the text: by entry 10 + j, in step j.
         assert IDS[jnp.argmax(drafted[0, 10 + j])] == tree.tokens[0, 1 + j]
 
 

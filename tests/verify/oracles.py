@@ -1,4 +1,4 @@
-"""What the verifier tests share: tables of a prefix-dependent target, completions, and slow references."""
+"""Helpers that the verifier tests share: tables of a prefix-dependent target, completions, and slow references."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def sequence_probabilities(probabilities: list[np.ndarray]) -> np.ndarray:
 
 
 def emitted(tokens: np.ndarray, verdict) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens int[B, D + 1] that a step emits (garbage behind the count) and their count int[B]."""
+    """Tokens int[B, D + 1] that a step emits (garbage after the count) and their count int[B]."""
     path, count = np.asarray(verdict.path), np.asarray(verdict.num_accepted)
     walked = np.take_along_axis(np.asarray(tokens), path[:, 1:], 1)
     out = np.concatenate([walked, np.zeros((len(path), 1), int)], 1)

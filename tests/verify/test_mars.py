@@ -294,7 +294,7 @@ def test_over_rejection_greedy_rows_are_mars_over_exact(base):
 def test_behind_a_relaxed_token_rejection_starts_afresh(block):
     """The first token is relaxed or accepted in every row; later margins are negative and strict. So what
     follows is the target's own continuation of the drafted token: exactly so token-wise. A block's stop looks
-    at the tokens drafted behind it, which are no longer samples of q where it stopped: only nearly so.
+    at the tokens drafted after it, which are no longer samples of q where it stopped: only nearly so.
     """
     vocab, rows, first = 4, 20_000, 2
     rng = np.random.default_rng(0)

@@ -51,7 +51,7 @@ def test_trees_of_any_shape_give_the_tau_in_the_mean(tau):
     for half in (slice(0, rows // 2), slice(rows // 2, rows)):
         count = np.asarray(verdict.num_accepted[half]) + 1.0
         assert abs(count.mean() - tau) < 4 * count.std() / np.sqrt(len(count)) + 1e-6
-    # What it emits is a path of the tree, and behind it the target's own token there.
+    # What it emits is a path of the tree, and after it the target's own token there.
     path, accepted = np.asarray(verdict.path), np.asarray(verdict.num_accepted)
     for b in range(0, rows, 97):
         for i in range(1, accepted[b] + 1):

@@ -1,4 +1,4 @@
-"""How near the target's two best tokens are where drafts are accepted, relaxed and rejected.
+"""The margin between the target's two best tokens where drafts are accepted, relaxed and rejected.
 
 B batch, N nodes, D depth. Oracle: tests/evaluate/test_margins.py scores the texts once more, teacher-forced.
 """

@@ -35,7 +35,7 @@ COLUMNS = {
     "recovered": "score against that of the target alone, with a 95% interval by the paired bootstrap over problems; "
     "of a likelihood 100% is the aim, for what exceeds it is sharper than the target's own samples",
 }
-"""What stands in each column of a table."""
+"""The meaning of each column of a table."""
 
 
 def check_installed() -> None:
@@ -101,7 +101,7 @@ def summarize(
 
 
 def notes(settings: Mapping[str, Any], problems: Sequence[Problem], rows: Sequence[Row]) -> list[str]:
-    """What a reader must know and the figures do not say."""
+    """Facts that a reader needs and that the figures do not show."""
     told = []
     if not settings["chat"] and any(len(p.turns) > 1 for p in problems):
         told.append("Follow-up turns were left out: they need a chat template, which --chat applies.")

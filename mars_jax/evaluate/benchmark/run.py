@@ -295,7 +295,7 @@ def _by_task(problems: Sequence[Problem]) -> dict[str, list[Problem]]:
 
 
 def environment() -> dict[str, Any]:
-    """Where the times were taken."""
+    """The machine and the versions that the times were measured with."""
     return {
         "python": platform.python_version(),
         "machine": platform.machine(),

@@ -1,4 +1,4 @@
-"""What the target thinks of given texts: the likelihood of every token, and its margin there.
+"""Given texts under the target: the likelihood of every token, and the margin there.
 
 R rows, L tokens of a row, V vocabulary. Oracle: PyTorch transformers on the same
 texts, in tests/cli/test_harness.py.
@@ -74,7 +74,7 @@ def score_answers(
 def batches(
     texts: Sequence[Sequence[int]], rows: int, longest: int
 ) -> Iterator[tuple[list[int], np.ndarray]]:
-    """Texts of like lengths together: (their indices, tokens i32[rows, L]), zeros behind a text and below the last."""
+    """Texts of like lengths together: (their indices, tokens i32[rows, L]), zeros after a text and below the last."""
     order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
     for first in range(0, len(order), rows):
         group = order[first : first + rows]
@@ -93,7 +93,7 @@ def _score(model: LanguageModel, params, tokens):
 def _score_rows(model: LanguageModel, params, tokens):
     rows, length = tokens.shape
     hidden = read(model, params, tokens, jnp.zeros_like(tokens)).hidden
-    # Row j against token j + 1, in parts; the last row has none, and what is behind it is cut off.
+    # Row j against token j + 1, in parts; the last row has none, and the rest is cut off.
     size = min(POSITIONS, length)
     hidden = jnp.pad(hidden, ((0, 0), (0, -length % size), (0, 0)))
     said = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1 + -length % size)))

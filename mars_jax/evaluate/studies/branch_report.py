@@ -1,4 +1,4 @@
-"""Summary, Markdown and plot of a study of error cascades."""
+"""Summary, Markdown and plot of a study of compounding errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PANELS = {
     "same_place": "share of tokens that are the strict ones, place by place",
     "same_order": "share of tokens that the strict text has too, in order",
     "surprise": "extra surprise under the target, nats per token",
-    "relapse": "rate of relaxed tokens behind a relaxed one / overall",
+    "relapse": "rate of relaxed tokens after a relaxed one / overall",
 }
 
 
@@ -32,8 +32,8 @@ def summarize(
 
 
 def findings(found: Mapping[str, Any]) -> list[str]:
-    """What the figures say, in sentences. Errors compound where the text behind a relaxed token grows less and less
-    likely under the target."""
+    """The findings in sentences. Errors compound where the text after a relaxed token grows less and less likely under
+    the target."""
     relaxed, control = found["relaxed"], found["control"]
     if relaxed is None:
         return ["Nothing was relaxed, so nothing can compound."]
@@ -50,7 +50,7 @@ def findings(found: Mapping[str, Any]) -> list[str]:
         )
         said.append(
             f"{verdict}: from the first to the last third of the distances, what a relaxed token adds to the surprise "
-            f"of a token behind it changes by {span}."
+            f"of a token after it changes by {span}."
         )
     places = [x for x in relaxed["same_order"]["mean"] if x is not None]
     if places:
@@ -59,7 +59,7 @@ def findings(found: Mapping[str, Any]) -> list[str]:
         )
         other = [x for x in control["same_order"]["mean"] if x is not None] if control else []
         said.append(
-            line + (f"; behind a refused runner-up put in by force, {other[-1]:.0%}." if other else ".")
+            line + (f"; after a refused runner-up put in by force, {other[-1]:.0%}." if other else ".")
         )
     if relaxed["score"] is not None:
         lost = relaxed["score"]
@@ -75,7 +75,7 @@ def findings(found: Mapping[str, Any]) -> list[str]:
     again = found["relapse"]
     if again["mean"] and again["mean"][0] is not None and again["low"][0] is not None:
         said.append(
-            f"The token behind a relaxed one is relaxed {again['mean'][0]:.2f} [{again['low'][0]:.2f}, "
+            f"The token after a relaxed one is relaxed {again['mean'][0]:.2f} [{again['low'][0]:.2f}, "
             f"{again['high'][0]:.2f}] times as often as any; passages that are hard as a whole count in this too."
         )
     return said
@@ -85,16 +85,16 @@ def markdown(summary: Mapping[str, Any]) -> str:
     """The report for people."""
     settings = summary["settings"]
     facts = "; ".join(f"{k.replace('_', ' ')} {v}" for k, v in settings.items() if v is not None)
-    lines = ["# Error cascades", "", f"{facts}; temperature 0.", ""]
+    lines = ["# Do errors compound?", "", f"{facts}; temperature 0.", ""]
     lines += [
-        "At tokens that the rule relaxed, the strict rule continues the text behind them and behind the target's own "
+        "At tokens that the rule relaxed, the strict rule continues the text after them and after the target's own "
         "token. The control puts the target's runner-up in where the rule would have refused it.",
         "",
     ]
     for task, found in summary["tasks"].items():
         lines += [f"## {task}", "", *(f"- {line}" for line in found["findings"]), ""]
         lines += _table(found)
-    return "\n".join([*lines, "![cascades](cascades.png)", ""])
+    return "\n".join([*lines, "![compounding](compounding.png)", ""])
 
 
 def _table(found: Mapping[str, Any]) -> list[str]:
@@ -154,7 +154,7 @@ def draw(summary: Mapping[str, Any], path: Path) -> None:
                 axis.axhline(float(name == "relapse"), color="gray", linestyle=":")
             else:
                 axis.set_ylim(0, 1.02)
-            axis.set(xlabel="tokens behind it", title=f"{task}: {title}")
+            axis.set(xlabel="tokens after it", title=f"{task}: {title}")
             axis.title.set_fontsize(9)
             axis.grid(alpha=0.3)
             axis.legend(fontsize="small")

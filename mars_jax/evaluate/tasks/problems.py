@@ -1,4 +1,4 @@
-"""What is evaluated: problems, whatever task and file they are from."""
+"""Problems to evaluate on, the same for every task and file."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ UNJUDGED = ("none", "likelihood")
 
 
 class Code(NamedTuple):
-    """What a generated program is run with."""
+    """The parts that a generated program is run with."""
 
     prompt: str  # the beginning of the program, "" where the model writes it all
     entry_point: str  # the function asked for, "" where the tests say it
-    tests: str  # run behind the program; fail by an exception
+    tests: str  # run after the program; they fail by an exception
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

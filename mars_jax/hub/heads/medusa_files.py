@@ -83,7 +83,7 @@ def _directory(name_or_path: str | os.PathLike[str]) -> Path:
 
 
 def _config(directory: Path, tensors: dict[str, Tensor], target: ModelConfig) -> MedusaConfig:
-    """What config.json says and the tensors confirm."""
+    """The config that config.json states and the tensors confirm."""
     data = read_json(directory / "config.json")
 
     def number(key: str) -> int:

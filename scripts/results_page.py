@@ -1,0 +1,150 @@
+"""Write docs/results.md, and the figures of the embedded family's card, from the JSON under scripts/results.
+
+    python scripts/results_page.py            # after any script there was run again
+    python scripts/results_page.py --check    # exits with 1 where a page is not what the JSON says
+
+The prose is in templates beside this file, every number in the package results_tables. A sentence that the figures must
+support is wrapped in `claim(condition, sentence)`: where new figures contradict it, the page is not written, and the
+sentence has to be changed first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+import sys
+import textwrap
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import jinja2
+from results_tables import everything
+from results_tables.bars import Bar
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = {"docs/results.md": "results_page.md.jinja", "mars_jax/assets/tiny/README.md": "tiny_card.md.jinja"}
+"""The pages and their templates. Where a page has the marks below, only what is between them is written."""
+BEGIN = "<!-- figures: written by scripts/results_page.py from the JSON in scripts/results -->\n"
+END = "<!-- end of figures -->\n"
+
+
+def claim(condition: bool, sentence: str) -> str:
+    """The sentence, where the figures support it.
+
+    Raises:
+      ValueError: they do not.
+
+    >>> claim(1.2 > 1, "It is faster.")
+    'It is faster.'
+    """
+    if not condition:
+        raise ValueError(f"the figures do not support '{sentence}': change the template in scripts.")
+    return sentence
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table.
+
+    >>> print(table(["a", "b"], [["1", "2"]]))
+    | a | b |
+    |---|---|
+    | 1 | 2 |
+    """
+    lines = [header, ["---"] * len(header), *rows]
+    texts = ["| " + " | ".join(cells) + " |" for cells in lines]
+    return "\n".join([texts[0], "|" + "---|" * len(header), *texts[2:]])
+
+
+def barred(rows: Sequence[Bar]) -> str:
+    """A Markdown table of figures beside the bars that were set for them."""
+    return table(["case", "measured", "bar", "met"], [[r.case, r.measured, r.bar, r.met] for r in rows])
+
+
+def wrapped(text: str) -> str:
+    """Markdown with its paragraphs and list items filled to 118 columns; everything else as it is.
+
+    >>> print(wrapped("One\\ntwo.\\n\\n- three\\n  four\\n\\n# five"))
+    One two.
+    <BLANKLINE>
+    - three four
+    <BLANKLINE>
+    # five
+    """
+    fenced = re.split(r"(^```.*?^```$)", text, flags=re.MULTILINE | re.DOTALL)
+    return "".join(part if part.startswith("```") else _filled(part) for part in fenced)
+
+
+def _filled(text: str) -> str:
+    blocks = re.split(r"(\n{2,})", text)
+    return "".join(block if _is_verbatim(block) else _fill(block) for block in blocks)
+
+
+def _is_verbatim(block: str) -> bool:
+    return not block.strip() or block.lstrip("\n").startswith(("|", "#", "!", "<"))
+
+
+def _fill(block: str) -> str:
+    start, end = len(block) - len(block.lstrip("\n")), len(block.rstrip("\n"))
+    items = re.split(r"\n(?=- )", block[start:end])
+    fill = partial(textwrap.fill, width=118, break_long_words=False, break_on_hyphens=False)
+    lines = [fill(" ".join(item.split()), subsequent_indent="  " * item.startswith("- ")) for item in items]
+    return block[:start] + "\n".join(lines) + block[end:]
+
+
+def render(template: str) -> str:
+    """A template with the figures in it."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,  # Markdown, from our own files
+    )
+    environment.globals |= {"claim": claim, "table": table, "barred": barred}
+    return wrapped(environment.get_template(template).render(everything()))
+
+
+def page(found: str, figures: str) -> str:
+    """A page with its figures renewed: all of it, or what is between its marks.
+
+    >>> page(f"old\\n{BEGIN}1\\n{END}", "2\\n") == f"old\\n{BEGIN}2\\n{END}"
+    True
+    """
+    if BEGIN not in found:
+        return figures
+    before, rest = found.split(BEGIN)
+    return before + BEGIN + figures + END + rest.split(END)[1]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit with 1 where a page has drifted"
+    )
+    parser.add_argument(
+        "--root", type=Path, default=ROOT, help="the checkout whose pages are written or checked"
+    )
+    chosen = parser.parse_args(argv)
+    drift = []
+    for name, template in PAGES.items():
+        path = chosen.root / name
+        found = path.read_text(encoding="utf-8") if path.exists() else ""
+        wanted = page(found, render(template))
+        drift += difflib.unified_diff(
+            found.splitlines(), wanted.splitlines(), name, "scripts/results", lineterm="", n=0
+        )
+        if not chosen.check:
+            path.write_text(wanted, encoding="utf-8")
+    if not chosen.check or not drift:
+        return 0
+    print("\n".join([*drift, "", "Run python scripts/results_page.py."]), file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""Growth with sizes, memory, 8 bits, TPU slices, kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from results_tables.bars import Bar, bar, load
+
+GB = 1e9
+GIB = 2**30
+GENERATIONS = ("v5e", "v6e", "v5p")
+
+
+def scale() -> dict[str, Any]:
+    """bench_scale.json, bench_load.json and eval_int8.json."""
+    report, loading, int8 = (
+        load("bench_scale.json")["results"],
+        load("bench_load.json"),
+        load("eval_int8.json"),
+    )
+
+    def growth(series: str) -> float:
+        times = [point["milliseconds"] for point in report[f"{series}, float32"]["points"].values()]
+        return times[-1] / times[0]
+
+    worst = max(row["host_bytes"] for row in loading["results"]) / GB
+    limit = max(row["bar_bytes"] for row in loading["results"]) / GB
+    logits = int8["logits, int8 from bfloat16"]
+    rms, same = 100 * logits["rms_error_over_rms_logit"], 100 * logits["same_argmax"]
+    taus = [int8[f"{name} target, {name} draft, exact"]["tau"] for name in ("int8", "bfloat16")]
+    rows = [
+        bar(
+            "A step at 256 tokens in a buffer of 8192, over the same in a buffer of 512: chain of 6 nodes",
+            report["buffer, float32"]["figure"], "{:.2f} x", "<= 1.3 x",
+        ),
+        bar(
+            "The same, dynamic tree of 60 nodes",
+            report["buffer, tree of 60, float32"]["figure"], "{:.2f} x", "<= 1.3 x",
+        ),
+        Bar(
+            "Context 8192 over 256; batch 64 over 1; 64 nodes over 1",
+            "; ".join(f"{growth(series):.1f} x" for series in ("context", "batch", "nodes")),
+        ),
+        bar(
+            f"Host memory of loading or converting a checkpoint of {loading['checkpoint_bytes'] / GB:.2f} GB, at most",
+            worst, "{:.2f} GB", f"<= {limit:.2f} GB",
+        ),
+        Bar(
+            "int8 against bfloat16: RMS error of the logits; same best token; tau of `exact`",
+            f"{rms:.2f}%; {same:.2f}%; {taus[0]:.2f} against {taus[1]:.2f}",
+        ),
+    ]  # fmt: skip
+    return {"rows": rows}
+
+
+def plans() -> dict[str, Any]:
+    """plans.json: slices by the TPU's compiler."""
+    report = load("plans.json")
+    targets = list(dict.fromkeys(row["target"] for row in report["entries"].values()))
+    entries = sorted(
+        report["entries"].values(),
+        key=lambda row: (
+            targets.index(row["target"]),
+            GENERATIONS.index(row["topology"].split(":")[0]),
+            row["chips"],
+        ),
+    )
+    rows = [
+        [
+            row["target"],
+            row["dtype"],
+            row["topology"],
+            "yes" if row["fits"] else "no",
+            f"{row['held_bytes'] / GIB:.1f} of {row['hbm_bytes'] / GIB:.0f}",
+            f"{1e3 * row['floor_seconds']:.1f}",
+            f"{1e3 * row['autoregressive_floor_seconds']:.1f}",
+        ]
+        for row in entries
+    ]
+    mixture = [row for row in entries if row["target"] == "qwen3-235b-a22b"]
+    return {
+        "rows": rows,
+        "versions": report["versions"],
+        "mixture_reads_more": all(
+            row["floor_seconds"] > 3 * row["autoregressive_floor_seconds"] for row in mixture
+        ),
+    }
+
+
+def kernels() -> dict[str, Any]:
+    """bench_kernels_cpu.json: `margin_stats` on the CPU beside `lax.top_k`."""
+    report = load("bench_kernels_cpu.json")
+    prefix = "margin_stats "
+    found = [row for row in report["results"] if row["name"].startswith(prefix)]
+    rows, ratios = [], {}
+    for row in found:
+        ms = {name: form["median_ms"] for name, form in row["forms"].items()}
+        name = row["name"].removeprefix(prefix)
+        plain, summed = ms["top_k"] / ms["margin_stats"], ms["top_k"] / ms["margin_stats logsumexp"]
+        ratios[name] = (plain, summed)
+        rows.append([
+            f"`{name}`", f"{row['floor_ms']:.2f}", f"{ms['margin_stats']:.2f}", f"{ms['margin_stats logsumexp']:.2f}",
+            f"{ms['top_k']:.2f}", f"{plain:.2f}", f"{summed:.2f}",
+        ])  # fmt: skip
+    plain, summed = ratios["(8, 8, 128256) float32"]
+    smallest = min(x for name, (x, _) in ratios.items() if ", 4096)" in name)
+    bars = [
+        bar("`top_k` over `xla` at `(8, 8, 128256) float32`", plain, "{:.2f} x", ">= 2.5"),
+        bar("the same with the logsumexp", summed, "{:.2f} x", ">= 2"),
+        bar("`top_k` over `xla` at a vocabulary of 4096", smallest, "{:.2f} x", ">= 1"),
+    ]
+    return {
+        "rows": rows,
+        "bars": bars,
+        "machine": report["machine"],
+        "jax": report["jax"],
+        "repeats": report["repeats"],
+    }

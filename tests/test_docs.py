@@ -1,0 +1,214 @@
+"""The documents: their figures are those of the JSON, and the tests, files, pictures and flags that they name exist."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mars_jax import specs
+from mars_jax.cli.commands import COMMANDS
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+REPORTS = sorted((ROOT / "scripts" / "results").rglob("*.md"))
+COMING: set[str] = {"docs/rules.md", "docs/drafters.md", "docs/embedding.md"}
+"""Pages that others link to already."""
+
+
+def prose(path: Path) -> str:
+    """A document without its blocks of code."""
+    return re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+
+
+def links(path: Path) -> list[str]:
+    """The local files and anchors that a document links to or shows."""
+    found = re.findall(r"\]\(([^)\s]+)\)", prose(path))
+    return [link for link in found if not re.match(r"[a-z]+:", link)]
+
+
+def anchors(path: Path) -> set[str]:
+    """The anchors that GitHub gives a document's headings."""
+    headings = re.findall(r"^#+ (.*)$", prose(path), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def table(heading: str) -> list[list[str]]:
+    """The cells of the table below a heading of the README, without its header."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    section = text[text.index(f"## {heading}\n") :].split("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows[2:]]
+
+
+def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "scripts" / script), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_the_results_are_those_of_the_json():
+    done = run("results_page.py", "--check")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("name", ["docs/results.md", "mars_jax/assets/tiny/README.md"])
+def test_drift_of_the_results_is_noticed(tmp_path, name):
+    for page in ("docs/results.md", "mars_jax/assets/tiny/README.md"):
+        (tmp_path / page).parent.mkdir(parents=True)
+        shutil.copy(ROOT / page, tmp_path / page)
+    assert run("results_page.py", "--check", "--root", str(tmp_path)).returncode == 0
+    text = (ROOT / name).read_text(encoding="utf-8")
+    drifted = text.replace("| no |", "| yes |", 1)
+    (tmp_path / name).write_text(drifted, encoding="utf-8")
+    done = run("results_page.py", "--check", "--root", str(tmp_path))
+    assert done.returncode == 1
+    assert f"--- {name}" in done.stderr and "Run python scripts/results_page.py." in done.stderr
+    assert (tmp_path / name).read_text(encoding="utf-8") == drifted, "--check must not write"
+    assert run("results_page.py", "--root", str(tmp_path)).returncode == 0
+    assert (tmp_path / name).read_text(encoding="utf-8") == text
+
+
+@pytest.fixture
+def scripts(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+
+
+@pytest.mark.parametrize("name", ["results_page", "results_tables.bars"])
+def test_examples_of_the_scripts_run(scripts, name):
+    found = doctest.testmod(importlib.import_module(name))
+    assert found.attempted and not found.failed
+
+
+def test_a_sentence_that_the_figures_contradict_is_not_written(scripts):
+    claim = importlib.import_module("results_page").claim
+    with pytest.raises(ValueError, match=r"do not support 'It is faster\.'"):
+        claim(False, "It is faster.")
+
+
+def test_a_bar_without_a_number_is_refused(scripts):
+    bar = importlib.import_module("results_tables.bars").bar
+    assert [bar("", x, "{}", w).met for x, w in ((2, ">= 2"), (2, "< 2 s"), (13.1, ">= +13%"))] == [
+        "yes",
+        "no",
+        "yes",
+    ]
+    with pytest.raises(ValueError, match="'about 2' is no bar"):
+        bar("", 2, "{}", "about 2")
+
+
+def test_the_picture_of_the_readme_has_the_caption_of_its_json():
+    caption = run("speed_picture.py", "--caption").stdout.strip()
+    date = json.loads((ROOT / "scripts" / "results" / "bench_assisted.json").read_text())["date"]
+    assert date in caption
+    assert caption in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_picture_shows_the_rates_of_its_json(tmp_path):
+    pytest.importorskip("matplotlib")
+    done = run("speed_picture.py", "--folder", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    drawn = (tmp_path / "speed.svg").read_text(encoding="utf-8")
+    shown, kept = (
+        re.findall(r"<text[^>]*>([^<]*)</text>", text)
+        for text in (drawn, (ROOT / "docs" / "speed.svg").read_text(encoding="utf-8"))
+    )
+    assert "mars-jax, mars(theta=0.9)" in shown
+    assert shown == kept
+    assert (tmp_path / "speed.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize("path", [*DOCUMENTS, *REPORTS], ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(path):
+    dead = []
+    for link in links(path):
+        name, _, anchor = link.partition("#")
+        there = (path.parent / name).resolve() if name else path
+        if there.is_relative_to(ROOT) and str(there.relative_to(ROOT)) in COMING:
+            continue
+        if not there.exists() or (anchor and anchor not in anchors(there)):
+            dead.append(link)
+    assert dead == []
+
+
+def test_no_page_is_still_said_to_come():
+    assert [name for name in COMING if (ROOT / name).exists()] == [], "take them off COMING"
+
+
+def test_every_picture_is_shown_by_a_document():
+    shown = {(path.parent / link).resolve() for path in (*DOCUMENTS, *REPORTS) for link in links(path)}
+    pictures = [
+        path
+        for folder in ("docs", "scripts/results")
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in (".png", ".svg")
+    ]
+    twins = {
+        path.with_suffix(".png") for path in shown if path.suffix == ".svg"
+    }  # where SVG is not displayed
+    assert [str(path.relative_to(ROOT)) for path in pictures if path not in shown | twins] == []
+
+
+def test_every_feature_names_tests_that_exist():
+    text = (ROOT / "docs" / "features.md").read_text(encoding="utf-8")
+    rows = [row for row in text.splitlines() if row.startswith("| ") and not row.startswith("| feature")]
+    assert len(rows) > 30
+    for row in rows:
+        named = re.findall(r"`(tests/[^`]*)`", row)
+        assert named, f"no test: {row}"
+        assert [name for name in named if not (ROOT / name).is_file()] == [], row
+
+
+def test_flags_that_documents_name_exist():
+    # Those of tools that are not ours; blocks of code are looked at too.
+    foreign = {"--quiet", "--model", "--model_args", "--tasks", "--check"}
+    source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "mars_jax").rglob("*.py"))
+    for path in (ROOT / "README.md", ROOT / "docs" / "commands.md"):
+        named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", path.read_text(encoding="utf-8"))) - foreign
+        # A flag, or its name in the table of settings, or its opposite.
+        missing = [
+            flag
+            for flag in sorted(named)
+            if f'"{flag}"' not in source
+            and f'name="{flag[2:].replace("-", "_")}"' not in source
+            and f'"--{flag.removeprefix("--no-")}"' not in source
+        ]
+        assert missing == [], path.name
+
+
+def test_every_command_has_its_section():
+    headings = re.findall(
+        r"^## (\w+)$", (ROOT / "docs" / "commands.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert sorted(headings) == sorted(COMMANDS)
+
+
+def test_the_readme_has_every_rule_and_drafter_of_the_tables():
+    rules, drafters = table("Rules"), table("Drafters")
+    assert [name for name, *_ in rules] == [f"`{name}`" for name in specs.RULES]
+    for row, (_, _, lossless, settings) in zip(specs.RULES.values(), rules, strict=True):
+        assert (lossless == "yes") == row.lossless, row.name
+        assert set(re.findall(r"`(\w+)`", settings)) == set(row.settings), row.name
+    assert [name for name, *_ in drafters] == [f"`{row.spec}`" for row in specs.DRAFTERS.values()]
+    for row, (_, _, shapes) in zip(specs.DRAFTERS.values(), drafters, strict=True):
+        assert ("static tree" in shapes, "dynamic tree" in shapes) == (row.trees, row.dynamic), row.name
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 160
+
+
+def test_the_python_of_the_readme_runs(capsys):
+    (block,) = re.findall(
+        r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    exec(compile(block, "README.md", "exec"), {})
+    told, tau = capsys.readouterr().out.rsplit("\n", 2)[:2]
+    assert len(told) > 20
+    assert float(tau.split(" tokens per target forward")[0]) > 1
