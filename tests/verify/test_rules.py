@@ -1,0 +1,313 @@
+"""Every rule of the table through the same tests, on a model that sees every wrong mask, slot and rollback.
+
+A new rule is one row of `CASES`; a test at the end says so of the table.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mars_jax import drafters, specs, verify
+from mars_jax.core import decode, fake
+from mars_jax.core.controls import make_controls
+from mars_jax.core.errors import MarsError
+from mars_jax.core.rules import for_rows, structure, take_rows
+from mars_jax.core.types import LoadedRule, Params, keys_from_seeds
+from mars_jax.models import indicator
+from tests.helpers import committed, decode_all, ragged
+
+VOCAB, BATCH, BUFFER = 13, 4, 40
+TARGET = fake.hash_model(vocab_size=VOCAB, agree=0.8)
+SMALL = fake.hash_model(vocab_size=VOCAB, seed=5, agree=0.8)
+CHAIN = drafters.language_model(SMALL, 4)
+SAMPLED = drafters.language_model(SMALL, 4, sample=True)
+TREE = drafters.language_model(SMALL, tree=(2, 2, 1))
+SETTINGS = {"temperature": [0.0, 0.9, 1.3, 0.0], "top_k": [0, 5, 0, 0]}
+
+
+@flax.struct.dataclass
+class EntropyGate(verify.Relaxed):
+    """The rule of docs/rules.md."""
+
+    entropy: Any
+
+    def low(self, evidence):
+        return verify.entropy(evidence.logits) > self.entropy[:, None]
+
+
+@flax.struct.dataclass
+class Budget(verify.Relaxed):
+    """A rule with state: what relaxing costs in nats is taken from what the row has left."""
+
+    nats: Any
+
+    def low(self, evidence):
+        return jnp.ones(evidence.tree.tokens.shape, bool)
+
+    def cost(self, evidence):
+        stats = evidence.stats
+        at = jnp.maximum(evidence.tree.parents, 0)
+        lost = jnp.take_along_axis(stats.top1 - stats.top2, at, axis=1)
+        return lost, self.nats
+
+    def spend(self, left):
+        return dataclasses.replace(self, nats=left)
+
+
+@flax.struct.dataclass
+class Lenience(verify.Retargeted):
+    """Rejection against max(p, share q), renormalised: the seam of distributions."""
+
+    share: Any
+
+    def target(self, log_p, log_q, evidence):
+        return jnp.maximum(log_p, log_q + jnp.log(self.share)[:, None, None])
+
+
+class Case(NamedTuple):
+    rule: Any  # relaxing
+    base: Any  # what it is where it is strict
+    strict: dict[str, Any] | None = (
+        None  # numbers at which the rule is its base; None: only the switch does it
+    )
+    changed: dict[str, Any] | None = None  # other numbers
+    params: Any = ()
+    drafter: Any = CHAIN
+    relaxes: bool = True
+
+
+def learned_head():
+    made = indicator.init_params(1, jax.random.key(0), width=2)
+    return made | {"margin": jnp.asarray([1.0, 0.0]), "bias": jnp.asarray(-2.0)}
+
+
+CASES = {
+    "exact": Case(verify.exact(), verify.exact(), relaxes=False),
+    "rejection": Case(verify.rejection(), verify.rejection(), drafter=SAMPLED, relaxes=False),
+    "block": Case(verify.rejection(True), verify.rejection(True), drafter=SAMPLED, relaxes=False),
+    "mars": Case(verify.mars(theta=0.5), verify.exact(), {"theta": np.inf}, {"theta": 0.8}, drafter=TREE),
+    "mars over rejection": Case(
+        verify.mars(verify.rejection(), theta=0.5), verify.rejection(), {"theta": np.inf}, {"theta": 0.97},
+        drafter=SAMPLED,
+    ),
+    "mars by position": Case(
+        verify.mars(theta=0.5, context="position"), verify.exact(), {"theta": np.inf}, {"theta": 0.8},
+        params=verify.context("position", (1.5, 0.5), edges=(1,)),
+    ),
+    "gap": Case(verify.mars(margin="gap", theta=1.5), verify.exact(), {"theta": np.inf}, {"theta": 0.5}),
+    "prob_ratio": Case(
+        verify.mars(margin="prob_ratio", theta=0.2), verify.exact(), {"max_relaxed_run": 0}, {"theta": 0.6}
+    ),
+    "learned": Case(
+        verify.learned(theta=0.5), verify.exact(), {"theta": np.inf}, {"theta": 0.3}, params=learned_head(),
+        drafter=TREE,
+    ),
+    "simulated": Case(verify.simulated(3), verify.exact(), None, {"tau": 1.5}),
+    "entropy gate": Case(
+        EntropyGate(entropy=np.float32(0.5)), verify.exact(), {"entropy": np.inf}, {"entropy": 1.5}, drafter=TREE
+    ),
+    "budget": Case(Budget(nats=np.float32(4)), verify.exact(), {"nats": -1.0}, {"nats": 1.0}, drafter=TREE),
+    "lenience": Case(
+        Lenience(share=np.float32(0.8)), verify.rejection(), None, {"share": 0.3}, drafter=SAMPLED
+    ),
+}  # fmt: skip
+every_rule = pytest.mark.parametrize("name", CASES)
+
+
+def with_numbers(rule, numbers):
+    dtypes = {name: np.asarray(getattr(rule, name)).dtype for name in numbers}
+    return dataclasses.replace(rule, **{k: np.asarray(v, dtypes[k]) for k, v in numbers.items()})
+
+
+@functools.cache
+def prompts():
+    return ragged([1, 6, 12, 17], BUFFER, VOCAB)
+
+
+def decoded(case, rule, rows=slice(None), **chosen):
+    """Tokens of the chosen rows."""
+    tokens, lengths = prompts()
+    index = np.arange(BATCH)[rows]
+    settings = {k: [v[i] for i in index] for k, v in {**SETTINGS, **chosen}.items()}
+    state, stats = decode_all(
+        TARGET, case.drafter, rule, tokens[index], lengths[index], seeds=index.tolist(),
+        params=Params((), (), case.params), **settings,
+    )  # fmt: skip
+    return committed(state), stats
+
+
+@every_rule
+def test_at_its_strict_setting_a_rule_is_its_base_bit_for_bit(name):
+    case = CASES[name]
+    want, _ = decoded(case, case.base)
+    if case.relaxes:
+        assert decoded(case, case.rule)[0] != want, (
+            "the setting relaxes nothing: the test would prove nothing"
+        )
+        assert decoded(case, case.rule, strict=[True] * BATCH)[0] == want
+    if case.strict is not None:
+        assert decoded(case, with_numbers(case.rule, case.strict))[0] == want
+
+
+@every_rule
+def test_a_strict_row_beside_others_is_its_base(name):
+    case = CASES[name]
+    want, _ = decoded(case, case.base)
+    mixed, _ = decoded(case, case.rule, strict=[True, False, True, False])
+    assert [mixed[0], mixed[2]] == [want[0], want[2]]
+
+
+@every_rule
+def test_a_row_alone_equals_the_row_in_a_batch(name):
+    case = CASES[name]
+    together, _ = decoded(case, case.rule)
+    for row in (1, 3):
+        assert decoded(case, case.rule, slice(row, row + 1))[0] == [together[row]]
+
+
+@every_rule
+def test_changed_numbers_compile_nothing_and_are_obeyed_row_by_row(name):
+    case = CASES[name]
+    before, _ = decoded(case, case.rule)
+    count = decode.run._cache_size(), decode._start._cache_size()
+    if case.changed is None:
+        return
+    changed, _ = decoded(case, with_numbers(case.rule, case.changed))
+    assert changed != before
+    own = {
+        k: [v, float(getattr(case.rule, k)), v, float(getattr(case.rule, k))] for k, v in case.changed.items()
+    }
+    mixed, _ = decoded(case, with_numbers(case.rule, own))
+    assert mixed == [changed[0], before[1], changed[2], before[3]]
+    assert (decode.run._cache_size(), decode._start._cache_size()) == count
+
+
+@flax.struct.dataclass
+class Wrapped:
+    """Somebody's wrapper, which forwards nothing but the call."""
+
+    inner: Any
+    calls: Any
+
+    def __call__(self, evidence):
+        verdict, inner = self.inner(evidence)
+        return verdict, dataclasses.replace(self, inner=inner, calls=self.calls + 1)
+
+
+@every_rule
+def test_under_a_wrapper_it_is_the_same_and_the_wrapper_keeps_state(name):
+    case = CASES[name]
+    tokens, lengths = prompts()
+    rule = Wrapped(case.rule, np.int32(0))
+    state, stats = decode_all(
+        TARGET, case.drafter, rule, tokens, lengths, params=Params((), (), case.params), **SETTINGS
+    )
+    assert committed(state) == decoded(case, case.rule)[0]
+    np.testing.assert_array_equal(state.rule.calls, stats.steps)  # done rows do not count
+
+
+@every_rule
+def test_beside_stop_tokens_it_ends_where_its_text_says_one(name):
+    """No relaxed rule puts a stop token in, and none is passed over."""
+    case = CASES[name]
+    tokens, lengths = prompts()
+    stops = [3, 7]
+    state, _ = decode_all(
+        TARGET, case.drafter, case.rule, tokens, lengths, params=Params((), (), case.params),
+        stop_tokens=stops, **SETTINGS,
+    )  # fmt: skip
+    for text, n in zip(committed(state), lengths.tolist(), strict=True):
+        assert not set(text[n:-1]) & set(stops)
+        assert len(text) == BUFFER or text[-1] in stops
+
+
+@every_rule
+def test_in_a_mesh_the_text_is_that_of_one_device(name):
+    case = CASES[name]
+    tokens, lengths = prompts()
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    decoder = decode.speculative_decoder(TARGET, case.drafter, case.rule, prefill_chunk=16)
+    with jax.set_mesh(mesh):
+        made = make_controls(BATCH, limit=BUFFER, **SETTINGS)
+        keys = keys_from_seeds(jnp.arange(BATCH, dtype=jnp.uint32))
+        params = Params((), (), case.params)
+        state = decode.start(decoder, params, tokens, lengths, made, case.rule, keys)
+        state, _ = decode.run(decoder, params, state)
+    assert committed(state) == decoded(case, case.rule)[0]
+
+
+def test_a_budget_is_spent_and_not_exceeded():
+    case = CASES["budget"]
+    tokens, lengths = prompts()
+    start = with_numbers(case.rule, {"nats": [4.0, 0.0, 2.0, 1e9]})
+    state, stats = decode_all(TARGET, case.drafter, start, tokens, lengths)
+    left = np.asarray(state.rule.nats)
+    assert np.all(left >= -1e-4) and left[1] == 0 and left[0] < 4
+    relaxed = np.asarray(stats.accepted_relaxed)
+    assert relaxed[1] == 0 and relaxed[3] > relaxed[0] > 0
+
+
+def test_the_table_and_the_tests_name_the_same_rules():
+    rules = {case.rule.name.split()[0].split("(")[0] for case in CASES.values()}
+    assert {"block" if name == "rejection" else name for name in specs.RULES} <= rules
+
+
+def test_a_rule_is_told_by_its_structure_alone():
+    assert structure(verify.mars(theta=0.5)) == structure(verify.mars(theta=[0.5, 0.9]))
+    assert structure(verify.mars()) != structure(verify.mars(margin="gap", theta=1.0))
+    for wrong in (None, "mars", lambda evidence: None, 3, object()):
+        with pytest.raises(MarsError, match="expected a rule"):
+            structure(wrong)
+    with pytest.raises(MarsError, match=r"give its \.rule"):
+        structure(LoadedRule(verify.mars()))
+
+
+def test_numbers_are_one_or_one_per_row():
+    spread = for_rows(verify.mars(theta=0.5, max_relaxed_run=[1, 2, 3]), 3)
+    assert spread.theta.tolist() == [0.5] * 3 and spread.max_relaxed_run.dtype == jnp.int32
+    with pytest.raises(MarsError, match=r"theta of the rule has shape \(2,\).*each of the 3 rows"):
+        for_rows(verify.mars(theta=[0.5, 0.6]), 3)
+    with pytest.raises(MarsError, match="theta of the rule has 2 values for 3 prompts"):
+        take_rows(verify.mars(theta=[0.5, 0.6]), [0], 3)
+
+
+def test_a_decoder_refuses_a_rule_of_another_structure():
+    decoder = decode.speculative_decoder(TARGET, CHAIN, verify.mars())
+    tokens, lengths = prompts()
+    made, keys = make_controls(BATCH, limit=8), keys_from_seeds(jnp.arange(BATCH))
+    with pytest.raises(MarsError, match="the rule exact is not of the structure"):
+        decoder.init(Params(()), tokens, lengths, made, verify.exact(), keys)
+
+
+@pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg", "raw"])
+def test_keys_that_would_tie_a_row_to_its_batch_are_refused(impl):
+    decoder = decode.speculative_decoder(TARGET, CHAIN, verify.mars())
+    tokens, lengths = prompts()
+    made = make_controls(BATCH, limit=8)
+    keys = jax.random.split(jax.random.key(0, impl=impl) if impl != "raw" else jax.random.key(0), BATCH)
+    keys = jax.random.key_data(keys) if impl == "raw" else keys
+    with pytest.raises(MarsError, match="expected typed keys of threefry2x32"):
+        decode.start(decoder, Params(()), tokens, lengths, made, verify.mars(), keys)
+
+
+@pytest.mark.parametrize("length", [0, BUFFER + 1])
+def test_lengths_outside_of_the_buffer_are_refused(length):
+    decoder = decode.speculative_decoder(TARGET, CHAIN, verify.mars())
+    tokens, lengths = prompts()
+    made, keys = make_controls(BATCH, limit=8), keys_from_seeds(jnp.arange(BATCH))
+    wrong = lengths.at[1].set(length)
+    with pytest.raises(MarsError, match=f"length {length}: expected 1 to {BUFFER}"):
+        decode.start(decoder, Params(()), tokens, wrong, made, verify.mars(), keys)
+
+
+def test_seeds_are_threefry_whatever_jax_has_for_default():
+    seeds = jnp.arange(3)
+    want = jax.random.key_data(keys_from_seeds(seeds))
+    with jax.default_prng_impl("rbg"):
+        np.testing.assert_array_equal(jax.random.key_data(keys_from_seeds(seeds)), want)
