@@ -166,9 +166,7 @@ def test_nothing_is_drafted_from_the_first_unsure_head_on(params):
     for tree in (None, (2, 2, 1)):
         drafter = drafters.medusa(CONFIG, TARGET, tree=tree)
         _, state = begin(drafter, params, draft_stop=stop)
-        drafted, _ = jax.jit(drafter.propose)(
-            params, state.keys, state.draft, state.tokens, state.length, state.controls
-        )
+        drafted, _ = jax.jit(drafter.propose)(params, state.draft, draft_input(state))
         for row, past in enumerate(committed(state)):
             z = slow_logits(params, past)[: drafted.max_depth]
             p = np.exp(z) / np.exp(z).sum(axis=1, keepdims=True)

@@ -1,0 +1,186 @@
+"""Draws are keyed by position: a seed's text, its law, and what a step says of its tokens.
+
+The model's logits are a hash of what a node sees, the same in every batch and every shape of a draft; so texts are
+compared for equality, and laws with the joint distribution of all continuations.
+"""
+
+import functools
+import itertools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mars_jax import drafters, verify
+from mars_jax.core import decode, fake
+from mars_jax.core.controls import make_controls
+from mars_jax.core.types import CORRECTED, EXACT, NO_KIND, RELAXED, keys_from_seeds
+from tests.core.test_decode import random_tree_drafter
+from tests.helpers import NO_WEIGHTS, committed, decode_all, logits_after, ragged
+from tests.verify.oracles import chi_square
+
+VOCAB = 13
+TARGET = fake.hash_model(vocab_size=VOCAB, agree=0.8)
+SMALL = fake.hash_model(vocab_size=VOCAB, seed=5, agree=0.8)
+DRAFTERS = {
+    "ngram": drafters.ngram(4),
+    "chain": drafters.language_model(SMALL, 5),
+    "static tree": drafters.language_model(SMALL, tree=(3, 2, 1)),
+    "dynamic tree": drafters.language_model(SMALL, tree=drafters.Dynamic(top_k=3, depth=4, nodes=12)),
+    "random tree": random_tree_drafter(),
+}
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_under_exact_a_seed_gives_the_same_text_with_any_deterministic_draft_and_with_none(drafter):
+    prompts, lengths = ragged([1, 6, 21], 48, VOCAB)
+    chosen = {"temperature": [1.0, 0.7, 1.4], "top_p": [1.0, 0.9, 1.0]}
+    plain, _ = decode_all(TARGET, drafters.none(), verify.exact(), prompts, lengths, **chosen)
+    drafted, stats = decode_all(TARGET, DRAFTERS[drafter], verify.exact(), prompts, lengths, **chosen)
+    assert committed(drafted) == committed(plain)
+    assert int(stats.accepted_exact.sum()) > 5  # not for want of drafts
+
+
+def test_the_text_of_a_lossy_rule_depends_on_the_draft():
+    """What the docs say of it: it is no defect, and no promise."""
+    prompts, lengths = ragged([1, 6, 21], 48, VOCAB)
+    rule = verify.mars(theta=0.5)
+    texts = [
+        committed(decode_all(TARGET, DRAFTERS[name], rule, prompts, lengths, temperature=1.0)[0])
+        for name in ("chain", "static tree")
+    ]
+    assert texts[0] != texts[1]
+
+
+TINY = fake.hash_model(vocab_size=3, agree=0.6, scale=1.0)
+TINY_DRAFT = fake.hash_model(vocab_size=3, seed=3, agree=0.6, scale=1.0)
+NEW = 4
+
+
+@functools.cache
+def law(length):
+    """The joint distribution of `NEW` tokens after the prompt, f64[3] * NEW."""
+    prompt = ragged([length], length + NEW, 3)[0][0, :length].tolist()
+    joint = np.ones((3,) * NEW)
+    for depth in range(NEW):
+        for prefix in itertools.product(range(3), repeat=depth):
+            z = logits_after(TINY, prompt + list(prefix), width=length + NEW).astype(np.float64)
+            p = np.exp(z - z.max())
+            joint[prefix] *= (p / p.sum()).reshape((3,) + (1,) * (NEW - depth - 1))
+    return joint
+
+
+@pytest.mark.parametrize("rule", ["exact", "exact on a tree", "rejection", "block"])
+def test_texts_of_several_steps_follow_the_target(rule):
+    """Draws that are seen twice, by a draft's later nodes and by the next step, must not tie tokens together."""
+    rows, length = 8000, 2
+    prompts, lengths = (jnp.broadcast_to(x, (rows, *x.shape[1:])) for x in ragged([length], length + NEW, 3))
+    made = {"exact": verify.exact(), "rejection": verify.rejection(), "block": verify.rejection(block=True)}
+    tree = (2, 2) if rule.endswith("tree") else None
+    sample = rule in ("rejection", "block")
+    drafter = drafters.language_model(TINY_DRAFT, 3, tree=tree, sample=sample)
+    state, stats = decode_all(
+        TINY, drafter, made[rule.split()[0]], prompts, lengths, temperature=1.0, seeds=range(rows)
+    )
+    assert 1.3 < float(stats.emitted.sum() / stats.steps.sum()) < 3.5  # several steps, and accepted drafts
+    assert chi_square(np.asarray(state.tokens)[:, length:], law(length)) > 1e-3
+
+
+def log_softmax(z):
+    z = z - z.max()
+    return z - np.log(np.exp(z).sum())
+
+
+@pytest.mark.parametrize("rule", ["exact", "mars"])
+def test_a_step_says_what_the_target_thinks_of_its_tokens(rule):
+    """Three log-probabilities, the regret and the kind of every token, against the model run afresh on its prefix."""
+    prompts, lengths = ragged([3, 9, 5], 32, VOCAB)
+    chosen = {"temperature": [0.0, 0.7, 1.3], "top_k": [0, 4, 0]}
+    made = verify.mars(theta=0.5) if rule == "mars" else verify.exact()
+    strict = {"strict": [False, True, False]} if rule == "mars" else {}
+    drafter = DRAFTERS["static tree"]
+    decoder = decode.speculative_decoder(TARGET, drafter, made, prefill_chunk=16)
+    arguments = (prompts, lengths, make_controls(3, limit=32, **chosen, **strict), made)
+    keys = keys_from_seeds(jnp.arange(3, dtype=jnp.uint32))
+    state = decode.start(decoder, NO_WEIGHTS, *arguments, keys)
+    said = [[] for _ in range(3)]
+    for _, info in decode.stream(decoder, NO_WEIGHTS, state):
+        for row in range(3):
+            n = int(info.num_emitted[row])
+            names = ("emitted", "log_prob", "temperature_log_prob", "processed_log_prob", "regret", "kind")
+            said[row] += zip(
+                *(np.asarray(getattr(info, name)[row, :n]).tolist() for name in names), strict=True
+            )
+            assert set(info.kind[row, n:].tolist()) <= {NO_KIND}
+            assert not np.any(np.asarray(info.log_prob[row, n:]))
+    kinds = set()
+    for row in range(3):
+        text = prompts[row, : lengths[row]].tolist()
+        temperature = chosen["temperature"][row]
+        for token, raw, tempered, processed, regret, kind in said[row]:
+            z = logits_after(TARGET, text, width=32).astype(np.float64)
+            np.testing.assert_allclose(raw, log_softmax(z)[token], atol=1e-4)
+            np.testing.assert_allclose(tempered, log_softmax(z / (temperature or 1.0))[token], atol=1e-4)
+            np.testing.assert_allclose(regret, z.max() - z[token], atol=1e-4)
+            if rule == "mars" and row != 1:
+                assert np.isnan(processed)
+            elif temperature == 0:
+                assert processed == 0.0
+            else:
+                kept = z if not chosen["top_k"][row] else np.where(z >= np.sort(z)[-4], z, -np.inf)
+                want = log_softmax(kept / temperature)[token]
+                np.testing.assert_allclose(processed, want, atol=1e-4)
+            kinds.add(kind)
+            text.append(token)
+    assert kinds == ({EXACT, RELAXED, CORRECTED} if rule == "mars" else {EXACT, CORRECTED})
+
+
+def test_a_recorded_run_says_the_same_as_its_steps():
+    prompts, lengths = ragged([3, 9, 5], 32, VOCAB)
+    made = verify.mars(theta=0.5)
+    decoder = decode.speculative_decoder(TARGET, DRAFTERS["chain"], made, prefill_chunk=16)
+    keys = keys_from_seeds(jnp.arange(3, dtype=jnp.uint32))
+    controls = make_controls(3, limit=[32, 20, 32], temperature=[0.0, 1.0, 1.0])
+    arguments = (decoder, NO_WEIGHTS, prompts, lengths, controls, made, keys)
+    final, stats = decode.run(decoder, NO_WEIGHTS, decode.start(*arguments), record=True)
+    assert decode.run(decoder, NO_WEIGHTS, decode.start(*arguments))[1].tokens is None
+    names = ("log_prob", "temperature_log_prob", "processed_log_prob", "regret", "kind")
+    steps = [info for _, info in decode.stream(decoder, NO_WEIGHTS, decode.start(*arguments))]
+    for row in range(3):
+        count = int(final.length[row] - lengths[row])
+        for name in names:
+            want = np.concatenate([getattr(i, name)[row, : int(i.num_emitted[row])] for i in steps])
+            got = np.asarray(getattr(stats.tokens, name)[row])
+            np.testing.assert_array_equal(got[:count], want)
+            assert set(got[count:].tolist()) <= {NO_KIND if name == "kind" else 0}
+
+
+def test_a_broken_row_fails_alone_and_only_by_what_is_on_its_path():
+    """NaN after chosen tokens: where only one row reads them, and where drafts hold them and no walk reaches them."""
+    vocab, tree = 97, (3, 2, 1)
+    model = fake.hash_model(vocab_size=vocab, agree=0.6)
+    drafter = drafters.language_model(fake.hash_model(vocab_size=vocab, seed=5, agree=0.6), tree=tree)
+    prompts, lengths = ragged([3, 9, 5], 32, vocab)
+    texts = committed(decode_all(model, drafter, verify.exact(), prompts, lengths)[0])
+    read = [set(text[n - 1 : -1]) for text, n in zip(texts, lengths.tolist(), strict=True)]
+    victim = next(t for t in texts[1][int(lengths[1]) + 5 :] if t not in read[0] | read[2])
+
+    def broken(bad):
+        def forward(params, tokens, visible, cache):
+            output = model.forward(params, tokens, visible, cache)
+            flag = jnp.isin(tokens, jnp.asarray(bad))[:, :, None].astype(jnp.uint32)
+            return output._replace(hidden=jnp.concatenate([output.hidden, flag], axis=2))
+
+        def unembed(params, hidden):
+            return jnp.where(hidden[:, :, 1:] > 0, jnp.nan, model.unembed(params, hidden[:, :, :1]))
+
+        return model._replace(forward=forward, unembed=unembed)
+
+    unread = sorted(set(range(vocab)) - read[0] - read[1] - read[2])
+    off_path, _ = decode_all(broken(unread), drafter, verify.exact(), prompts, lengths)
+    assert not off_path.failed.any() and committed(off_path) == texts
+    hit, _ = decode_all(broken([victim]), drafter, verify.exact(), prompts, lengths)
+    assert hit.failed.tolist() == [False, True, False]
+    assert committed(hit)[0] == texts[0] and committed(hit)[2] == texts[2]
+    stopped = committed(hit)[1]
+    assert stopped == texts[1][: len(stopped)] and len(stopped) < 32
