@@ -73,8 +73,10 @@ def is_partitioned(ctx: Any) -> bool:
     """
     context: Any = getattr(getattr(ctx, "module_context", None), "axis_context", None)
     if hasattr(context, "manual_axes"):
-        # Inside shard_map. Over every axis of the mesh nothing is left to partition.
-        return context.manual_axes != frozenset(context.mesh.axis_names)
+        # Inside shard_map, whose mesh names the axes of those around it. Over every axis of the mesh nothing is left
+        # to partition.
+        manual = context.manual_axes | set(getattr(context.mesh, "manual_axes", ()))
+        return manual != set(context.mesh.axis_names)
     return getattr(context, "num_devices", None) != 1
 
 

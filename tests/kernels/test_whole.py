@@ -64,7 +64,8 @@ def test_one_shard_map_inside_another_over_the_axes_that_it_left_is_whole():
 
     with jax.set_mesh(mesh_of(data=2, model=4)):
         spread = jax.shard_map(outer, in_specs=P("data"), out_specs=P("data"), axis_names={"data"})
-        runs(jax.jit(spread), ZEROS, WHOLE)
+        # Before 0.10.2 jax knows only of the inner axes there, and refuses a Mosaic call.
+        runs(jax.jit(spread), ZEROS, PARTITIONED if jax.__version_info__ < (0, 10, 2) else WHOLE)
 
 
 @pytest.mark.parametrize(
