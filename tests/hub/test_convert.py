@@ -111,7 +111,7 @@ def test_killed_it_leaves_nothing_that_looks_complete_and_starts_again(saved, tm
 
 
 def test_what_a_disk_gives_back_otherwise_is_found(saved, tmp_path, monkeypatch):
-    true = checkpoint.checksums
+    true = checkpoint.digests
 
     def corrupt(path, tree, **options):
         file = max((f for f in path.rglob("d/*") if f.is_file()), key=lambda f: f.stat().st_size)
@@ -120,7 +120,7 @@ def test_what_a_disk_gives_back_otherwise_is_found(saved, tmp_path, monkeypatch)
         file.write_bytes(data)
         return true(path, tree, **options)
 
-    monkeypatch.setattr(checkpoint, "checksums", corrupt)
+    monkeypatch.setattr(checkpoint, "digests", corrupt)
     with pytest.raises(MarsError, match=r"1 of \d+ arrays in .* read back otherwise|cannot be read"):
         convert(saved, tmp_path / "made")
     assert os.listdir(tmp_path) == []
