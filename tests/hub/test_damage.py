@@ -1,4 +1,4 @@
-"""A conversion whose bits have changed is refused, whatever part of it they are in, and never loads as other numbers."""
+"""A conversion whose bits have changed is refused, wherever they are, and never loads as other numbers."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_of_an_older_conversion_whole_arrays_are_compared(intact, made):
     assert same(hub.load(made).params, intact[1])
     file, at = weights_in(made, intact[1]["embed"])
     flip(file, at)
-    with pytest.raises(MarsError, match="embed in .* is not what was written"):
+    with pytest.raises(MarsError, match=r"embed in .* is not what was written"):
         hub.load(made)
 
 
