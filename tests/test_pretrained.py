@@ -1,4 +1,4 @@
-"""A checkpoint's tokenizer and chat template are data: no code of theirs runs, and what they raise becomes a sentence."""
+"""Tokenizers and chat templates are data: no code of a checkpoint runs, and what they raise becomes a sentence."""
 
 from __future__ import annotations
 
@@ -24,9 +24,13 @@ class Mine(PreTrainedTokenizerFast): pass
 """
 
 
+EMBEDDED = assets.path("tiny/draft")
+assert EMBEDDED is not None
+
+
 @pytest.fixture
 def checkpoint(tmp_path):
-    return shutil.copytree(assets.path("tiny/draft"), tmp_path / "model")
+    return shutil.copytree(EMBEDDED, tmp_path / "model")
 
 
 def edit(path, **fields) -> None:
@@ -62,7 +66,7 @@ def test_no_code_of_a_checkpoint_runs_and_no_question_is_asked(with_code):
 
 def test_a_config_that_names_code_beside_a_plain_tokenizer_loads_without_it(with_code):
     checkpoint, trace = with_code
-    shutil.copy(assets.path("tiny/draft") / "tokenizer_config.json", checkpoint / "tokenizer_config.json")  # pyright: ignore
+    shutil.copy(EMBEDDED / "tokenizer_config.json", checkpoint / "tokenizer_config.json")
     assert pretrained.outline(str(checkpoint)).encode("hello")
     edit(
         checkpoint / "tokenizer_config.json", tokenizer_class="GPT2Tokenizer", auto_map={"AutoConfig": "x.Y"}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
@@ -66,20 +66,36 @@ class CheckedArrays(ocp.type_handlers.ArrayHandler):
         stores = await _together([open_store(info) for info in infos])
         each = zip(infos, stores, args, strict=True)
         reads = [_Read(info, store, arg, self._digests) for info, store, arg in each]
-        held = _Budget(max([_HELD, *(read.held for read in reads)]))
-        under_way = _Budget(max([_READ, *(read.largest for read in reads)]))
         with ThreadPoolExecutor() as threads:
-            return await _together([read.run(held, under_way, threads) for read in reads])
+            shared = _Shared(
+                held=_Budget(max([_HELD, *(read.held for read in reads)])),
+                under_way=_Budget(max([_READ, *(read.largest for read in reads)])),
+                threads=threads,
+            )
+            return await _together([read.run(shared) for read in reads])
 
 
 async def _together(works: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """The results of all; where one fails, its error, after the others have ended."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(work) for work in works]
-    except BaseExceptionGroup as failed:
-        raise failed.exceptions[0] from None
-    return [task.result() for task in tasks]
+    """The results of all; where one fails, its error, after the others have ended.
+
+    None is cancelled: TensorStore reports also what was cancelled, to a loop that is closed by then.
+    """
+    results = await asyncio.gather(*works, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
+
+
+class _Shared:
+    """What the reads of one checkpoint have in common."""
+
+    def __init__(self, *, held: _Budget, under_way: _Budget, threads: Executor):
+        self.held, self.under_way, self.threads = held, under_way, threads
+        self.failed = False  # no further block is read then
+
+    async def in_thread(self, work: Callable[..., Any], *args: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self.threads, work, *args)
 
 
 class _Read:
@@ -110,22 +126,27 @@ class _Read:
         held = min(here * math.prod(self._sharding.shard_shape(self._shape)), math.prod(self._shape))
         self.held = held * self._dtype.itemsize
 
-    async def run(self, held: _Budget, under_way: _Budget, threads: Executor) -> jax.Array:
-        async with held.of(self.held):
+    async def run(self, shared: _Shared) -> jax.Array | None:
+        """The array; None where another has failed."""
+        async with shared.held.of(self.held):
+            if shared.failed:
+                return None
             array = HostArray(self._shape, self._dtype, self._sharding)
             wanted = [(box, crc) for box, crc in self._blocks if array.overlaps(box)]
-            await _together([self._fill(array, box, crc, under_way, threads) for box, crc in wanted])
-            loop = asyncio.get_running_loop()
+            await _together([self._fill(array, box, crc, shared) for box, crc in wanted])
             # Until it has arrived the host has it too.
-            return await loop.run_in_executor(threads, lambda: jax.block_until_ready(array.to_devices()))
+            return await shared.in_thread(lambda: jax.block_until_ready(array.to_devices()))
 
-    async def _fill(
-        self, array: HostArray, box: Box, crc: int | None, under_way: _Budget, threads: Executor
-    ) -> None:
-        async with under_way.of(self._bytes[box]):
-            block = np.asarray(await self._store[tuple(slice(*ends) for ends in box)].read())
-            loop = asyncio.get_running_loop()
-            await loop.run_in_executor(threads, self._place, array, box, block, crc)
+    async def _fill(self, array: HostArray, box: Box, crc: int | None, shared: _Shared) -> None:
+        async with shared.under_way.of(self._bytes[box]):
+            if shared.failed:
+                return
+            try:
+                block = np.asarray(await self._store[tuple(slice(*ends) for ends in box)].read())
+                await shared.in_thread(self._place, array, box, block, crc)
+            except BaseException:
+                shared.failed = True
+                raise
 
     def _place(self, array: HostArray, box: Box, block: np.ndarray, crc: int | None) -> None:
         if crc is not None and checksum(block) != crc:
