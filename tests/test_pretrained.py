@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import pytest
@@ -24,8 +25,7 @@ class Mine(PreTrainedTokenizerFast): pass
 """
 
 
-EMBEDDED = assets.path("tiny/draft")
-assert EMBEDDED is not None
+EMBEDDED = Path(assets.__file__).parent / "tiny" / "draft"
 
 
 @pytest.fixture
