@@ -111,7 +111,7 @@ def in_torch(config: ModelConfig, params, directory: Path):
     from transformers import AutoModelForCausalLM
 
     hub.save(directory, config, params)
-    return AutoModelForCausalLM.from_pretrained(directory, dtype="float32").eval()
+    return AutoModelForCausalLM.from_pretrained(directory, dtype="float32", trust_remote_code=False).eval()
 
 
 def torch_decoding(model, config, **options) -> Callable[[], Any]:

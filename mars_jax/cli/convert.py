@@ -15,7 +15,8 @@ from mars_jax.cli.program import Parser, program
 _DESCRIPTION = """\
 Convert a checkpoint of the Hugging Face layout into one whose weights are an Orbax checkpoint:
 on several hosts each process then reads the parts of its own devices, whatever the mesh.
-One array of weights is in memory at a time. What was written is read back and compared.
+One array of weights is in memory at a time. What was written is read back and compared,
+and checksums are stored with it, which are compared whenever it is loaded.
 """
 _EPILOG = """\
 examples:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -108,7 +109,8 @@ def check(args: argparse.Namespace) -> None:
             raise MarsError(f"--{name.replace('_', '-')} is {value}: expected a number above 0.")
     if args.kind == "model" and args.first is None:
         raise MarsError("a small model needs a checkpoint to start from: name it with --from.")
-    if args.output.exists() and (not args.output.is_dir() or any(args.output.iterdir())):
+    # os.path answers False for paths that the system refuses, of which `free_directory` speaks later.
+    if os.path.exists(args.output) and not (os.path.isdir(args.output) and not os.listdir(args.output)):
         raise MarsError(f"'{args.output}' exists and is not an empty directory: choose another --output.")
 
 
@@ -127,7 +129,9 @@ def _run(argv: Sequence[str] | None, out: IO[str]) -> None:
     import jax.numpy as jnp
 
     from mars_jax import hub, pretrained
+    from mars_jax.hub.durable import writing
     from mars_jax.hub.heads.medusa_files import save_medusa
+    from mars_jax.hub.save import free_directory
     from mars_jax.training import distillation
     from mars_jax.training.objectives import divergence
 
@@ -136,7 +140,9 @@ def _run(argv: Sequence[str] | None, out: IO[str]) -> None:
     if args.devices > len(jax.devices()):
         raise MarsError(f"--devices is {args.devices}: there are {len(jax.devices())}.")
     work = args.work or args.output.with_name(args.output.name + "-training")
-    work.mkdir(parents=True, exist_ok=True)
+    free_directory(args.output, overwrite=False)  # now, and not after hours of training
+    with writing(work):
+        work.mkdir(parents=True, exist_ok=True)
     target = pretrained.load(args.target)
     stream = _text(args, target, work)
     print(f"{len(stream.tokens):,} tokens of text", file=sys.stderr)

@@ -69,7 +69,8 @@ class MarsJax(TemplateLM):
           MarsError: with one sentence that names what is wrong and the cure.
         """
         super().__init__()
-        if not str(batch_size).isdigit() or int(batch_size) < 1:
+        size = str(batch_size)
+        if not (size.isascii() and size.isdigit() and len(size) < 10 and int(size)):
             raise MarsError(f"batch_size is {batch_size}: expected a whole number of at least 1.")
         draft = draft or (f"model:{assets.DRAFT}" if target == assets.TARGET else "none")
         self._rule = _rule(verify, theta, margin, base)

@@ -8,7 +8,7 @@ from typing import Any
 from mars_jax import __version__, assets
 from mars_jax.cli.generate.arguments import DTYPES, MARGINS
 from mars_jax.cli.program import Parser
-from mars_jax.cli.settings import MESH_HELP, DynamicTree, from_text, tree_from_text
+from mars_jax.cli.settings import MESH_HELP, NO_CHECK_HELP, DynamicTree, from_text, tree_from_text
 from mars_jax.core.errors import MarsError
 
 TASKS = """\
@@ -46,6 +46,7 @@ def make_parser(prog: str, description: str, epilog: str) -> Parser:
     )
     made.add_argument("--tree", metavar="4-2-2-1", help="draft a tree; as for mars_jax.generate")
     made.add_argument("--dtype", choices=DTYPES, help="of the weights (default: the checkpoint's own)")
+    made.add_argument("--no-check", action="store_true", help=NO_CHECK_HELP)
     made.add_argument("--mesh", metavar="data=2,model=4", help=MESH_HELP)
     made.add_argument(
         "--task", action="append", default=[], metavar="NAME[=PATH]", help="what to measure; once or more"

@@ -127,7 +127,8 @@ def _run(argv: Sequence[str] | None, out: IO[str]) -> bool:
 
 
 def _number(name: str, text: str) -> int:
-    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= 2**20):
+    # Python converts no text of more than 4,300 digits.
+    if not (text.isascii() and text.isdigit() and len(text) < 10 and 1 <= int(text) <= 2**20):
         raise MarsError(f"--{name} is {text}: expected a whole number from 1 to {2**20}.")
     return int(text)
 

@@ -38,7 +38,7 @@ def claim(folder: Path, settings: Mapping[str, Any]) -> None:
         differing = [
             k for k in (*settings, *there) if json.loads(json.dumps(settings.get(k))) != there.get(k)
         ]
-    except (ValueError, AttributeError, TypeError):
+    except (ValueError, AttributeError, TypeError, RecursionError):
         raise MarsError(f"'{path}' is damaged: choose another --output.") from None
     if differing:
         name = differing[0]

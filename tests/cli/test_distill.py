@@ -129,3 +129,13 @@ def test_an_output_that_exists_is_kept(call, text, target, tmp_path):
     code, err = call("eagle1", "--target", target, "--data", text, "--output", tmp_path / "made")
     assert code == 2 and "exists and is not an empty directory" in err
     assert (tmp_path / "made/mine").read_text() == "precious"
+
+
+@pytest.mark.parametrize("flag", ["--output", "--work"])
+@pytest.mark.parametrize("where", ["text.txt/x", "/proc/x", "n" * 300])
+def test_a_path_that_takes_nothing_is_refused_before_the_training(flag, where, call, text, target, tmp_path):
+    flags = {"--output": tmp_path / "made", flag: tmp_path / where}
+    argv = [x for pair in flags.items() for x in pair]
+    code, err = call("eagle1", "--target", target, "--data", text, *argv, *SIZES)
+    assert code == 2 and err.startswith(f"error: '{flags[flag]}' cannot be written ("), err
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["text.txt"]

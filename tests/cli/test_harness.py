@@ -168,6 +168,8 @@ def test_texts_end_at_the_first_stop_string_and_keep_their_order(ours, theirs):
     [
         ({"verify": "fast"}, "verify is fast"),
         ({"batch_size": "auto"}, "batch_size is auto"),
+        ({"batch_size": "²"}, "batch_size is ²"),
+        ({"batch_size": "9" * 5000}, "expected a whole number of at least 1"),
         ({"theta": "nowhere.json"}, "--theta is nowhere.json"),
     ],
 )

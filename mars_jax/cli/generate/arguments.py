@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from mars_jax import __version__, assets
 from mars_jax.cli.program import Parser
-from mars_jax.cli.settings import MESH_HELP, SETTINGS, from_text, tree_from_text
+from mars_jax.cli.settings import MESH_HELP, NO_CHECK_HELP, SETTINGS, from_text, tree_from_text
 from mars_jax.cli.theta import ThetaFile, settings_of, theta_from_text
 
 RULES = ("exact", "rejection", "mars", "simulated")
@@ -91,6 +91,7 @@ def _add_models(made: argparse.ArgumentParser) -> None:
         help="of the weights (default: the checkpoint's own; of eagle and medusa heads, the target's); int8: matrices "
         "in 8 bits per weight, and the rest in the checkpoint's own",
     )
+    group.add_argument("--no-check", action="store_true", default=None, help=NO_CHECK_HELP)
     group.add_argument("--mesh", metavar="data=2,model=4", help=MESH_HELP)
     group = made.add_argument_group(
         "several hosts, with --mesh (on Cloud TPU and Slurm they find each other)"

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from mars_jax import drafters, pretrained, verify
 from mars_jax.cli.generate.applies import Plan
 from mars_jax.cli.generate.prompts import PromptRow
-from mars_jax.cli.mesh import open_mesh
+from mars_jax.cli.open_target import open_target
 from mars_jax.cli.settings import PER_REQUEST, DynamicTree
 from mars_jax.core.errors import MarsError
 from mars_jax.hub.files import resolve
@@ -78,7 +78,7 @@ def open_session(args: argparse.Namespace, plan: Plan, rows: Sequence[PromptRow]
         resolve(path, weights=False)
     if not sketch.has_tokenizer and not (args.json or args.output or args.compare):
         raise MarsError(f"'{args.target}' has no tokenizer and so no text to show: add --json for token ids.")
-    target = pretrained.load(args.target, dtype=args.dtype, mesh=open_mesh(args.mesh, sketch.config))
+    target = open_target(args, sketch)
     drafter = drafters.load(
         args.draft,
         target,
