@@ -130,9 +130,7 @@ def _run(argv: Sequence[str] | None, out: IO[str]) -> None:
     keep_compilations()
     check_folder(args.output)
     problems = read_problems(args)
-    scores.check_metrics(
-        problems, run_code=args.allow_code_execution, unconfined=args.allow_unconfined_code
-    )
+    scores.check_metrics(problems, run_code=args.allow_code_execution, unconfined=args.allow_unconfined_code)
     report.check_installed()
     target, drafter = open_pair(args, problems)
     shared = ("base", "margin", "thetas", "temperatures", "simulated_taus")

@@ -80,8 +80,9 @@ def add_code_flags(parser: Parser) -> None:
     parser.add_argument(
         "--allow-code-execution",
         action="store_true",
-        help="run the programs that the target writes, inside bubblewrap or unshare: no network, no files but Python's, "
-        "read-only, and a temporary folder, bounds on time, memory, processes and files; refused where neither works",
+        help="run the programs that the target writes, inside bubblewrap or unshare: no network, no files but "
+        "Python's, read-only, and a temporary folder, bounds on time, memory, processes and files; refused where "
+        "neither works",
     )
     parser.add_argument(
         "--allow-unconfined-code",

@@ -32,7 +32,7 @@ WRITES = {
     "mkdir by dir_fd": "import os; os.mkdir('new', dir_fd=os.open('{outside}', os.O_RDONLY))",
     "open by dir_fd": "import os; os.open('outside.txt', os.O_RDWR | os.O_TRUNC, dir_fd=os.open('{outside}', 0))",
     "open up from a dir_fd": "import os\nos.makedirs('a/b')\nfd = os.open('.', 0)\nos.chdir('a/b')\n"
-    "os.open('../../{name}/new', os.O_RDWR | os.O_CREAT, dir_fd=fd)",
+    "os.open('../{name}/new', os.O_RDWR | os.O_CREAT, dir_fd=fd)",
     "fchdir": "import os; os.fchdir(os.open('{outside}', 0)); open('new', 'w')",
     "ctypes": "import ctypes; ctypes.CDLL(None).creat(b'{outside}/new', 0o644)",
     "patched tables": "import sys\nm = sys.modules['__main__']\nm.WRITES = 0\nm.REFUSED = ()\nm.PATH_EVENTS = {{}}\n"
@@ -74,7 +74,8 @@ OUTLIVES = {
 
 FORGES = {
     "the code of argv": "import os, sys; os._exit(int(sys.argv[1]))",
-    "the codes of argv": "import os, sys\nfor word in sys.argv[::-1]:\n    if word.isdigit():\n        os._exit(int(word))\nos._exit(3)",
+    "the codes of argv": "import os, sys\n"
+    "for word in sys.argv[::-1]:\n    if word.isdigit():\n        os._exit(int(word))\nos._exit(3)",
     "the variable below": "import os, sys; os._exit(sys._getframe(1).f_locals['passed'])",
     "an exit": "import os; os._exit(0)",
     "an exit of Python": "import sys; sys.exit(0)",
@@ -86,12 +87,10 @@ frame, found = sys._getframe(), []
 while frame:
     found += [*frame.f_locals.values(), *frame.f_globals.values()]
     frame = frame.f_back
-for _ in range(3):
+for _ in range(2):
     for value in found[:]:
         if isinstance(value, (list, tuple, set)):
             found += list(value)
-        elif isinstance(value, dict) and len(value) < 50:
-            found += list(value.values())
         elif callable(value) and getattr(value, '__closure__', None):
             found += [cell.cell_contents for cell in value.__closure__ if cell]
 for value in found:

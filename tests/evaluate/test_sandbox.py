@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from mars_jax.evaluate.tasks.problems import Code, Problem
 from tests.evaluate import attacks
 
 pytest.importorskip("resource")
+ROOT = str(Path(__file__).parents[2]) + os.sep
+PACKAGES = ["mars_jax", "mars_jax.core", "mars_jax.evaluate"]
 MODES = {candidate.name: candidate for candidate in walls.ALL}
 
 
@@ -71,9 +74,9 @@ HONEST = {
     "with ThreadPoolExecutor(4) as p:\n    assert list(p.map(abs, [-1, 2])) == [1, 2]",
     "drops what is printed": "import contextlib, os\nwith open(os.devnull, 'w') as f, contextlib.redirect_stdout(f):\n"
     "    print('x')",
-    "draws numbers": "import os, random, secrets, uuid; random.random(); secrets.token_hex(); uuid.uuid4(); os.urandom(9)",
-    "imports much": "import csv, ctypes.util, dataclasses, decimal, email, enum, fractions, http.client, inspect, json, "
-    "logging, multiprocessing, pickle, queue, sqlite3, statistics, typing, unittest, urllib.request, xml.dom.minidom",
+    "draws numbers": "import os, random, secrets, uuid\nrandom.random(), secrets.token_hex(), uuid.uuid4()",
+    "imports much": "import csv, ctypes.util, dataclasses, decimal, email, enum, fractions, http.client, inspect\n"
+    "import json, logging, multiprocessing, pickle, queue, sqlite3, statistics, typing, unittest, urllib.request",
     "makes records": "import collections, dataclasses, enum, typing\nP = collections.namedtuple('P', 'x y')\n"
     "@dataclasses.dataclass\nclass D:\n    x: int = 0\nassert P(1, 2).x == D(1).x",
     "imports numpy": "import numpy; assert numpy.arange(4).sum() == 6",
@@ -97,8 +100,8 @@ def test_a_program_that_does_not_come_to_its_end_fails(passes, program):
 
 
 def test_a_long_program_passes(passes):
-    assert passes("x = 1\n" * 100_000)  # more than a pipe holds
-    assert not passes("x = 1\n" * 100_000 + "assert False")
+    assert passes("x = 1\n" * 20_000)  # more than a pipe holds
+    assert not passes("x = 1\n" * 20_000 + "assert False")
 
 
 def test_the_verdict_does_not_hang_on_the_order_of_a_set(passes):
@@ -112,7 +115,7 @@ def test_the_verdict_does_not_hang_on_the_order_of_a_set(passes):
 @pytest.mark.parametrize("program", ["while True: pass", "import time; time.sleep(60)"])
 def test_an_endless_program_is_stopped(passes, program):
     began = time.monotonic()
-    assert not passes(program, seconds=2)
+    assert not passes(program, seconds=1)
     assert time.monotonic() - began < 30  # not 60; a busy machine takes its time to start a process
 
 
@@ -155,7 +158,7 @@ assert 0 < started <= %d, started
 @pytest.mark.parametrize("name", attacks.WRITES)
 def test_nothing_outside_is_written(passes, outside, name):
     # The folder of the program and `outside` may have a parent in common.
-    near = Path(walls.FOLDER) / f"mars-jax-near-{random.randrange(1 << 62)}"
+    near = Path(tempfile.gettempdir()) / f"mars-jax-near-{random.randrange(1 << 62)}"
     near.mkdir()
     try:
         passes(attacks.WRITES[name].format(outside=outside, name=near.name))
@@ -172,7 +175,10 @@ def test_nothing_outside_is_written(passes, outside, name):
 def test_nothing_outside_is_seen(passes, mode, outside, name):
     home = str(Path.home())
     # Python itself may be installed there.
-    known = {"", *(os.path.relpath(path, home).split(os.sep)[0] for path in walls.visible() if path.startswith(home))}
+    known = {
+        "",
+        *(os.path.relpath(path, home).split(os.sep)[0] for path in walls.visible() if path.startswith(home)),
+    }
     program = attacks.SEES[name].format(outside=outside, home=home, known=known, pid=os.getpid())
     assert not passes(program)
 
@@ -209,7 +215,7 @@ def gone(mark, seconds=5.0):
 @pytest.mark.parametrize("name", attacks.OUTLIVES)
 def test_nothing_outlives_the_verdict(passes, name):
     mark = f"300.{random.randrange(10**9)}"
-    passes(attacks.OUTLIVES[name].format(seconds=mark), seconds=2)
+    passes(attacks.OUTLIVES[name].format(seconds=mark), seconds=1)
     assert gone(mark)
 
 
@@ -219,7 +225,9 @@ def test_nothing_outlives_this_process(mode, tmp_path):
     mark = "program of a parent that was killed"
     program = "import time; time.sleep(300)"
     code = (
-        "import sys; from mars_jax.evaluate.scoring import sandbox, walls\n"
+        f"import sys, types\nfor name in {PACKAGES}:\n    sys.modules[name] = types.ModuleType(name)\n"
+        f"    sys.modules[name].__path__ = [{ROOT!r} + name.replace('.', '/')]\n"  # without jax
+        "from mars_jax.evaluate.scoring import sandbox, walls\n"
         f"walls.interpreter = lambda old=walls.interpreter: [*old(), '-X', {mark!r}]\n"
         f"chosen = {{w.name: w for w in walls.ALL}}.get({mode and mode.name!r})\n"
         f"sandbox._run({program!r}, chosen, seconds=3)"
@@ -320,12 +328,18 @@ def without(monkeypatch):
 
 
 NOTHING = walls.Walls("bubblewrap", lambda folder: None), walls.Walls("unshare", lambda folder: None)
-FORBIDDEN = walls.Walls("bubblewrap", lambda folder: ["/bin/false"]), walls.Walls("unshare", lambda folder: None)
+FORBIDDEN = (
+    walls.Walls("bubblewrap", lambda folder: ["/bin/false"]),
+    walls.Walls("unshare", lambda folder: None),
+)
 
 
 @pytest.mark.parametrize(
     ("offered", "cure"),
-    [(NOTHING, r"install bubblewrap \(apt-get install bubblewrap"), (FORBIDDEN, "sysctl -w kernel.unprivileged")],
+    [
+        (NOTHING, r"install bubblewrap \(apt-get install bubblewrap"),
+        (FORBIDDEN, "sysctl -w kernel.unprivileged"),
+    ],
 )
 def test_without_walls_code_is_refused_with_the_cure(without, offered, cure):
     without(*offered)
@@ -358,7 +372,9 @@ def test_walls_are_used_where_they_are_also_with_the_second_flag(without, mode):
         pytest.skip("about walls")
     without(mode)
     assert sandbox.confinement() == sandbox.confinement(unconfined=True) == mode.name
-    assert sandbox.passes("import os; assert os.getpid() < 10 and os.getcwd().startswith('/tmp')", unconfined=True)
+    assert sandbox.passes(
+        "import os; assert os.getpid() < 10 and os.getcwd().startswith('/tmp')", unconfined=True
+    )
 
 
 def test_a_machine_is_asked_once(without):

@@ -6,10 +6,11 @@ Behind walls (`walls`: bubblewrap, or `unshare`) the kernel keeps, also against 
   home, no /proc, no environment, no process of others;
 - there is no network;
 - nothing outlives the verdict, also where this process is killed;
-- bounds on time, on the memory and the processes and threads, on a file and on all files.
+- time, processes and threads, the memory of each, the size of a file and of all files are bounded.
 
-Without walls (`unconfined`) Python's audit hook (`sandbox_child`) stands alone: it keeps the same from what a model writes
-by accident, and from the simple attacks, and it is no prison: a program that means harm finds a way around it.
+Without walls (`unconfined`) Python's audit hook (`sandbox_child`) stands alone, with the bounds but that on all files.
+They hold what a model writes by accident, and attacks by plain Python; they are no prison, and a program that means
+harm finds a way out.
 
 The verdict is a token of 128 bits, new for each program, on a pipe; no exit code and no output makes a pass. The
 tests run where the program runs, so in both modes a program that means to can cheat them: by an `==` that is always
@@ -75,7 +76,7 @@ def _walls() -> walls.Walls | str:
     there = False
     for candidate in walls.ALL:
         with tempfile.NamedTemporaryFile() as marker:
-            there = there or candidate.name == "bubblewrap" and candidate.command("") is not None
+            there = there or (candidate.name == "bubblewrap" and candidate.command("") is not None)
             if _run(PROBE.format(marker=marker.name), candidate, seconds=SECONDS):
                 return candidate
     if there:

@@ -33,13 +33,14 @@ PATH_EVENTS = {
     "os.utime": 1,
 }  # fmt: skip
 """Audit events that change what stands at a path, and how many of their arguments are paths."""
-# Modules whose functions write files or start processes without an audit event, or start an interpreter without the hook.
+# Their functions write files or start processes without an audit event, or an interpreter without the hook.
 MODULES = (
     "_ctypes", "_ctypes_test", "_dbm", "_gdbm", "_interpreters", "_posixshmem", "_posixsubprocess", "_sqlite3",
     "_testcapi", "_testinternalcapi", "_testmultiphase", "_xxsubinterpreters", "posix", "readline",
 )  # fmt: skip
 FUNCTIONS = (
-    "chroot", "forkpty", "mkfifo", "mknod", "openpty", "posix_openpt", "setns", "setpgid", "setpgrp", "setsid", "unshare",
+    "chroot", "forkpty", "mkfifo", "mknod", "openpty", "posix_openpt", "setns", "setpgid", "setpgrp", "setsid",
+    "unshare",
 )  # fmt: skip
 """Of `os`, without an audit event; a process of another session would outlive the verdict."""
 
@@ -111,10 +112,9 @@ def _take_away() -> None:
     def refuse(*args: object, **kwargs: object) -> None:
         raise PermissionError("this function is not for generated programs")
 
+    import _posixsubprocess
     import posix
     import subprocess  # asyncio needs it, and the hook refuses what it needs in turn
-
-    import _posixsubprocess
 
     listed = (os.supports_dir_fd, os.supports_fd, os.supports_follow_symlinks, os.supports_effective_ids)
     for name in FUNCTIONS:

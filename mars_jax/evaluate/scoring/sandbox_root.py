@@ -38,7 +38,12 @@ def read_only(c: ctypes.CDLL, path: str) -> None:
     attributes = (ctypes.c_uint64 * 4)(RDONLY | NOSUID, 0, 0, 0)
     size = ctypes.c_size_t(ctypes.sizeof(attributes))
     result = c.syscall(
-        ctypes.c_long(MOUNT_SETATTR), AT_FDCWD, os.fsencode(path), ctypes.c_uint(AT_RECURSIVE), attributes, size
+        ctypes.c_long(MOUNT_SETATTR),
+        AT_FDCWD,
+        os.fsencode(path),
+        ctypes.c_uint(AT_RECURSIVE),
+        attributes,
+        size,
     )
     checked(result, f"mount_setattr {path}")
 

@@ -2,7 +2,8 @@
 
 Behind walls there is an empty system: the folders that Python needs, read-only, five devices, and one private folder
 that may be written and is gone with the program. There is no network, no home, no /proc, no process of others and
-no environment of theirs; when the verdict is there, the kernel ends every process inside. Oracle: tests/evaluate/test_sandbox.py.
+no environment of theirs; when the verdict is there, the kernel ends every process inside.
+Oracle: tests/evaluate/test_sandbox.py.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Walls(NamedTuple):
 
     Attributes:
       name: for people.
-      command: an existing empty folder -> the command in front of `python ... CHILD`, or None where this is not installed.
+      command: an existing empty folder -> the command in front of `python ... CHILD`, None where it is not installed.
     """
 
     name: str
@@ -58,7 +59,9 @@ def visible() -> list[str]:
         path = os.path.normpath(os.path.join(os.path.dirname(path), os.readlink(path)))
     prefixes = [sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix, *steps]
     prefixes += [os.path.realpath(prefix) for prefix in prefixes]
-    parts = [os.path.join(prefix, part) for prefix in prefixes for part in ("bin", "lib", "lib64", "pyvenv.cfg")]
+    parts = [
+        os.path.join(prefix, part) for prefix in prefixes for part in ("bin", "lib", "lib64", "pyvenv.cfg")
+    ]
     found = [path for path in dict.fromkeys((*SYSTEM, *parts)) if os.path.exists(path)]
     # What is inside of another one is there with it.
     return [path for path in found if not any(path.startswith(other + "/") for other in found)]

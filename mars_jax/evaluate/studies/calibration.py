@@ -166,9 +166,7 @@ def calibrate(
       MarsError: a risk that the problems cannot measure.
     """
     thetas = list(GRID[margin] if thetas is None else thetas)
-    check(
-        problems, risk=risk, bound=bound, confidence=confidence, run_code=run_code, unconfined=unconfined
-    )
+    check(problems, risk=risk, bound=bound, confidence=confidence, run_code=run_code, unconfined=unconfined)
     strict = base_rule(base)
 
     def decode(rule: Any, name: str) -> list[Answer]:
