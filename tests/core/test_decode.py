@@ -10,6 +10,7 @@ import pytest
 
 from mars_jax import drafters, verify
 from mars_jax.core import decode, fake
+from mars_jax.core.cache import KVCache
 from mars_jax.core.controls import make_controls
 from mars_jax.core.errors import MarsError
 from mars_jax.core.metrics import accumulate, summarize, zero_stats
