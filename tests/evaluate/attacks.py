@@ -93,13 +93,18 @@ for _ in range(2):
             found += list(value)
         elif callable(value) and getattr(value, '__closure__', None):
             found += [cell.cell_contents for cell in value.__closure__ if cell]
+tokens = set()
 for value in found:
-    for made in ([value] if isinstance(value, bytes) else [value.encode()] if isinstance(value, str) else []):
-        for fd in range(3, 64):
-            try:
-                os.write(fd, made if len(made) == 16 else bytes.fromhex(made.decode()))
-            except (OSError, ValueError):
-                pass
+    try:
+        tokens.add(value if type(value) is bytes else bytes.fromhex(value))
+    except (TypeError, ValueError):
+        pass
+for token in tokens:
+    for fd in range(3, 64):
+        try:
+            len(token) == 16 and os.write(fd, token)
+        except OSError:
+            pass
 for value in found:
     if type(value) is int and 2 < value < 120:
         os._exit(value)
