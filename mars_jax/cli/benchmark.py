@@ -56,12 +56,7 @@ def parser() -> argparse.ArgumentParser:
         help="add arms that accept by chance so often that they give X tokens a step, to size hardware; their texts "
         "and scores mean nothing",
     )
-    made.add_argument(
-        "--allow-code-execution",
-        action="store_true",
-        help="run the programs that the target writes, with bounds on time, memory and files; no protection "
-        "against malice",
-    )
+    pair.add_code_flags(made)
     made.add_argument("--output", type=Path, metavar="DIR", help="a new folder, or one to go on with")
     return made
 
@@ -135,7 +130,7 @@ def _run(argv: Sequence[str] | None, out: IO[str]) -> None:
     keep_compilations()
     check_folder(args.output)
     problems = read_problems(args)
-    scores.check_metrics(problems, run_code=args.allow_code_execution)
+    scores.check_metrics(problems, run_code=args.allow_code_execution, unconfined=args.allow_unconfined_code)
     report.check_installed()
     target, drafter = open_pair(args, problems)
     shared = ("base", "margin", "thetas", "temperatures", "simulated_taus")
@@ -146,6 +141,7 @@ def _run(argv: Sequence[str] | None, out: IO[str]) -> None:
         problems,
         args.output,
         allow_code_execution=args.allow_code_execution,
+        allow_unconfined_code=args.allow_unconfined_code,
         names={name: getattr(args, name) for name in ("draft", "num_draft_tokens", "tree", "dtype", "mesh")},
         progress=Ticker("rows"),
         **{name: getattr(args, name) for name in shared},

@@ -53,9 +53,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--thetas", nargs="+", metavar="X", help="to try, from strict to loose (default: a fixed grid)"
     )
     made.add_argument("--temperature", metavar="X", default="0", help="0 is greedy (default: %(default)s)")
-    made.add_argument(
-        "--allow-code-execution", action="store_true", help="run the programs that the target writes"
-    )
+    pair.add_code_flags(made)
     made.add_argument("--output", type=Path, metavar="FILE", help="a new file")
     args = made.parse_args(argv)
     pair.convert(args)
@@ -116,6 +114,7 @@ def _run(argv: Sequence[str] | None, out: IO[str]) -> None:
         bound=args.bound,
         confidence=args.confidence,
         run_code=args.allow_code_execution,
+        unconfined=args.allow_unconfined_code,
     )
     target, drafter = open_pair(args, problems)
     decoding = Decoding(
@@ -137,6 +136,7 @@ def _run(argv: Sequence[str] | None, out: IO[str]) -> None:
         temperature=args.temperature,
         seed=args.seed,
         run_code=args.allow_code_execution,
+        unconfined=args.allow_unconfined_code,
         progress=Ticker("answers"),
     )
     settings = settings_of(args, base=args.base, margin=args.margin, temperature=args.temperature)

@@ -76,6 +76,23 @@ def make_parser(prog: str, description: str, epilog: str) -> Parser:
     return made
 
 
+def add_code_flags(parser: Parser) -> None:
+    """The flags that let generated programs run."""
+    parser.add_argument(
+        "--allow-code-execution",
+        action="store_true",
+        help="run the programs that the target writes, inside bubblewrap or unshare: no network, no files but "
+        "Python's, read-only, and a temporary folder, bounds on time, memory, processes and files; refused where "
+        "neither works",
+    )
+    parser.add_argument(
+        "--allow-unconfined-code",
+        action="store_true",
+        help="with it, where neither works: run them with your rights under Python's audit hook and the same bounds, "
+        "a guard against accidents and not against malice",
+    )
+
+
 def convert(args: argparse.Namespace) -> None:
     """Texts of the shared flags into values.
 

@@ -192,6 +192,8 @@ def test_notes_say_what_the_figures_do_not(finished):
     assert len(notes) == 4 and all(word in note for word, note in zip(words, notes, strict=True))
     allowed = settings | {"chat": True, "allow_code_execution": True}
     assert report.notes(allowed, [told, coded], [{"finish_reason": "stop"}]) == []
+    hooked = report.notes(allowed | {"confinement": "audit hook"}, [told, coded], [{"finish_reason": "stop"}])
+    assert len(hooked) == 1 and "audit hook alone" in hooked[0]
 
 
 # Killed and run again.
@@ -337,6 +339,10 @@ def test_two_tasks_over_rejection(target, prompts, tmp_path):
         (["--task", "chess=x"], "there is no task 'chess'"),
         (["--margin", "width"], "invalid choice: 'width'"),
         (["--allow-code-execution"], "--allow-code-execution does not apply to tasks without tests"),
+        (
+            ["--allow-unconfined-code"],
+            "--allow-unconfined-code does not apply without --allow-code-execution",
+        ),
         (["--chat"], "has no chat template: leave --chat out"),
         (["--surprise"], "unrecognized arguments: --surprise"),
     ],

@@ -25,7 +25,7 @@ from mars_jax.evaluate.benchmark.arms import Arm, base_rule, make_arms, other_ma
 from mars_jax.evaluate.benchmark.match import PROBLEMS, Match, match
 from mars_jax.evaluate.benchmark.rows import Key, RowFile, make_row
 from mars_jax.evaluate.folder import claim, digest, fingerprint, write_json
-from mars_jax.evaluate.scoring import likelihood, scores
+from mars_jax.evaluate.scoring import likelihood, sandbox, scores
 from mars_jax.evaluate.tasks.problems import Problem
 from mars_jax.pretrained import Pretrained
 
@@ -51,6 +51,7 @@ def evaluate(
     seed: int = 0,
     chat: bool = False,
     allow_code_execution: bool = False,
+    allow_unconfined_code: bool = False,
     names: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
@@ -73,7 +74,8 @@ def evaluate(
       batch_size: problems decoded side by side.
       seed: problem i of a task draws with seed + i, in every arm.
       chat: put questions through the target's chat template, with all their turns.
-      allow_code_execution: run what the model writes, to score it; see `sandbox`.
+      allow_code_execution: run what the model writes, to score it, behind the walls of `scoring.sandbox`.
+      allow_unconfined_code: and without walls where this machine has none, with your rights.
       names: whatever else tells this run from others, such as the draft's name.
       progress: called after every batch of an arm.
 
@@ -100,7 +102,7 @@ def evaluate(
         )
     for theta in thetas:
         verify.mars(base_rule(base), theta=theta, margin=margin)
-    scores.check_metrics(problems, run_code=allow_code_execution)
+    scores.check_metrics(problems, run_code=allow_code_execution, unconfined=allow_unconfined_code)
     report.check_installed()
     check_problems(target, problems, chat=chat)
     folder = Path(output)
@@ -120,6 +122,12 @@ def evaluate(
         "seed": seed,
         "chat": chat,
         "allow_code_execution": allow_code_execution,
+        # What kept the programs may decide what passes; left out where none ran.
+        **(
+            {"confinement": sandbox.confinement(unconfined=allow_unconfined_code)}
+            if allow_code_execution
+            else {}
+        ),
         "problems": digest(repr(list(problems)).encode()),
         "weights": fingerprint((target.params, drafter.params)),
         "versions": {"mars-jax": __version__, "jax": jax.__version__},
@@ -224,10 +232,11 @@ class _Evaluation:
     def _scores(self, group: list[Problem], answers: list[Answer]) -> list[list[float] | None]:
         """Of the last turn of each problem, a likelihood of all of its turns; the metric is that of their task."""
         if group[0].metric != "likelihood":
-            run_code = self._settings["allow_code_execution"]
-            return [
-                scores.score(p, a.texts[-1], run_code=run_code) for p, a in zip(group, answers, strict=True)
-            ]
+            how = {
+                "run_code": self._settings["allow_code_execution"],
+                "unconfined": self._settings.get("confinement") == sandbox.HOOK,
+            }
+            return [scores.score(p, a.texts[-1], **how) for p, a in zip(group, answers, strict=True)]
         target, chat = self._decoding.target, self._decoding.chat
         turns = [
             (i, prompt_tokens(target, p, a.texts[:turn], chat=chat), tokens)

@@ -142,6 +142,7 @@ def calibrate(
     temperature: float = 0.0,
     seed: int = 0,
     run_code: bool = False,
+    unconfined: bool = False,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> dict[str, Any]:
     """Decode held-out problems under looser and looser thresholds, as long as the risk is certified.
@@ -155,7 +156,7 @@ def calibrate(
       base, margin: of the rule; see `verify.mars`.
       thetas: from strict to loose; default: `GRID`.
       temperature, seed: problem i draws with seed + i under every rule.
-      run_code: as for `scores.score`.
+      run_code, unconfined: as for `scores.score`.
       progress: `(what, done, of)`, called after every batch.
 
     Returns:
@@ -165,7 +166,7 @@ def calibrate(
       MarsError: a risk that the problems cannot measure.
     """
     thetas = list(GRID[margin] if thetas is None else thetas)
-    check(problems, risk=risk, bound=bound, confidence=confidence, run_code=run_code)
+    check(problems, risk=risk, bound=bound, confidence=confidence, run_code=run_code, unconfined=unconfined)
     strict = base_rule(base)
 
     def decode(rule: Any, name: str) -> list[Answer]:
@@ -183,7 +184,8 @@ def calibrate(
         if risk == "regret":
             return np.asarray([-a.metrics.regret_per_token for a in answers])
         found = [
-            scores.score(p, a.texts[-1], run_code=run_code) for p, a in zip(problems, answers, strict=True)
+            scores.score(p, a.texts[-1], run_code=run_code, unconfined=unconfined)
+            for p, a in zip(problems, answers, strict=True)
         ]
         return np.asarray([numbers[0] for numbers in found if numbers is not None])
 
@@ -206,7 +208,15 @@ def calibrate(
     }
 
 
-def check(problems: Sequence[Problem], *, risk: str, bound: float, confidence: float, run_code: bool) -> None:
+def check(
+    problems: Sequence[Problem],
+    *,
+    risk: str,
+    bound: float,
+    confidence: float,
+    run_code: bool,
+    unconfined: bool = False,
+) -> None:
     """Raise MarsError where the problems cannot measure the risk, or are too few to certify it."""
     if not 0 < bound < 1:
         raise MarsError(f"--bound is {bound:g}: expected a number between 0 and 1.")
@@ -220,8 +230,8 @@ def check(problems: Sequence[Problem], *, risk: str, bound: float, confidence: f
         )
     if risk == "accuracy" and "pass@1" in metrics and not run_code:
         raise MarsError("--risk accuracy on programs must run them: add --allow-code-execution.")
-    if risk == "accuracy" or run_code:
-        scores.check_metrics(problems, run_code=run_code)
+    if risk == "accuracy" or run_code or unconfined:
+        scores.check_metrics(problems, run_code=run_code, unconfined=unconfined)
     if len(problems) < (needed := fewest(bound, confidence)):
         raise MarsError(
             f"{len(problems)} problems cannot certify a bound of {bound:g} with confidence {confidence:g}, however "
