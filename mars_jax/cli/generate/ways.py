@@ -13,10 +13,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from mars_jax.cli.generate.compare import compare, to_table
 from mars_jax.cli.generate.output_file import OutputFile, Unwritten
-from mars_jax.cli.generate.rows import to_line, to_row
+from mars_jax.cli.generate.rows import to_row
 from mars_jax.cli.generate.session import Session
 from mars_jax.cli.generate.terminal import TextPrinter, console, legend, statistics
 from mars_jax.core.errors import MarsError
+from mars_jax.journal import to_line
 from mars_jax.placement import hosts
 from mars_jax.serve.requests import Completion, Request, StreamEvent, total
 from mars_jax.verify import Simulated
@@ -85,19 +86,19 @@ def print_json(session: Session, out: IO[str]) -> None:
             _print_row(session, completion, out)
 
 
-def write_output(session: Session, path: str, out: IO[str], *, json: bool) -> None:
+def write_output(session: Session, file: OutputFile | Unwritten, out: IO[str], *, json: bool) -> None:
     """Append rows to a file, from where it ends, with a progress bar; and print them too if `json`.
 
     The batch that holds the last row on file is decoded again. It shows that the file belongs to this run,
     and completes itself in the very shapes of an uninterrupted run.
     """
-    file = OutputFile(path, session.requests, session.rule.name) if hosts.is_first() else Unwritten()
+    file.check(session.requests, session.rule.name)
     resumed, total = hosts.broadcast(file.finished), len(session.requests)
     if resumed == total:
-        _errors().print(f"'{path}' holds all {total} rows already: nothing to do.")
+        _errors().print(f"the --output holds all {total} rows already: nothing to do.")
         return
     first, done = 0, []
-    with contextlib.closing(file), _progress_bar() as progress:
+    with _progress_bar() as progress:
         task = progress.add_task("prompts", total=total, completed=resumed)
         for group in session.batches():
             if first + len(group) >= resumed:
