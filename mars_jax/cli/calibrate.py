@@ -12,7 +12,8 @@ from typing import IO, Any
 
 from mars_jax import __version__
 from mars_jax.cli import pair
-from mars_jax.cli.program import Ticker, keep_compilations, program
+from mars_jax.cli.program import keep_compilations, program
+from mars_jax.cli.progress import busy, ticking
 from mars_jax.cli.theta import FORMAT, settings_of
 from mars_jax.core.errors import MarsError
 
@@ -123,7 +124,8 @@ def _run(argv: Sequence[str] | None, out: IO[str]) -> None:
         confidence=args.confidence,
         run_code=args.allow_code_execution,
     )
-    target, drafter = open_pair(args, problems)
+    with busy("loading"):
+        target, drafter = open_pair(args, problems)
     decoding = Decoding(
         target=target,
         drafter=drafter,
@@ -151,7 +153,8 @@ def _run(argv: Sequence[str] | None, out: IO[str]) -> None:
         settings | asked | {name: getattr(args, name) for name in ("thetas", "batch_size", "dtype", "mesh")}
     )
     weights = fingerprint((target.params, drafter.params))
-    with claim(work, decides | {"run_code": args.allow_code_execution, "weights": weights}):
+    decides |= {"run_code": args.allow_code_execution, "weights": weights}
+    with claim(work, decides), ticking("answers") as tick:
         found = calibration.calibrate(
             decoding,
             problems,
@@ -164,7 +167,7 @@ def _run(argv: Sequence[str] | None, out: IO[str]) -> None:
             temperature=args.temperature,
             seed=args.seed,
             run_code=args.allow_code_execution,
-            progress=Ticker("answers"),
+            progress=tick,
             rows=work / "rows.jsonl",
         )
         made = {

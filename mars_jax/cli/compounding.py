@@ -13,7 +13,8 @@ from typing import IO, Any
 
 from mars_jax import __version__
 from mars_jax.cli import pair
-from mars_jax.cli.program import Ticker, keep_compilations, program
+from mars_jax.cli.program import keep_compilations, program
+from mars_jax.cli.progress import busy, ticking
 from mars_jax.cli.theta import ThetaFile, settings_of, theta_from_text
 from mars_jax.core.errors import MarsError
 from mars_jax.journal import write_whole
@@ -30,9 +31,8 @@ examples:
 
 {pair.TASKS}
 OUTPUT gets rows.jsonl as texts finish, then compounding.json, compounding.md,
-compounding.png and
-events.jsonl; the report goes to stdout too. Killed and started again with the same flags,
-it goes on where it was.
+compounding.png and events.jsonl; the report goes to stdout too. Killed and started again
+with the same flags, it goes on where it was.
 """
 
 
@@ -94,7 +94,8 @@ def _run(argv: Sequence[str] | None, out: IO[str]) -> None:
     check_folder(args.output)
     report.check_installed()
     problems = read_problems(args)
-    target, drafter = open_pair(args, problems)
+    with busy("loading"):
+        target, drafter = open_pair(args, problems)
     shown = ("theta", "max_new_tokens", "horizon", "per_text", "batch_size", "seed", "problems", "chat")
     settings = settings_of(args, margin=args.margin) | {name: getattr(args, name) for name in shown}
     identity = {
@@ -111,21 +112,22 @@ def _run(argv: Sequence[str] | None, out: IO[str]) -> None:
     ):
         tasks, events = {}, []
         for task in dict.fromkeys(p.task for p in problems):
-            texts, found = branches.study(
-                target,
-                drafter,
-                [p for p in problems if p.task == task],
-                theta=args.theta,
-                margin=args.margin,
-                chat=args.chat,
-                max_new_tokens=args.max_new_tokens,
-                horizon=args.horizon,
-                per_text=args.per_text,
-                batch_size=args.batch_size,
-                seed=args.seed,
-                progress=Ticker(f"of {task}"),
-                rows=rows,
-            )
+            with ticking(f"of {task}") as tick:
+                texts, found = branches.study(
+                    target,
+                    drafter,
+                    [p for p in problems if p.task == task],
+                    theta=args.theta,
+                    margin=args.margin,
+                    chat=args.chat,
+                    max_new_tokens=args.max_new_tokens,
+                    horizon=args.horizon,
+                    per_text=args.per_text,
+                    batch_size=args.batch_size,
+                    seed=args.seed,
+                    progress=tick,
+                    rows=rows,
+                )
             tasks[task] = branch_report.summarize(texts, found, horizon=args.horizon, seed=args.seed)
             events += [{"task": task, **_rounded(event)} for event in found]
         summary = {"settings": settings, "version": __version__, "tasks": tasks}

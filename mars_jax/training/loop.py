@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
+from mars_jax import activity
 from mars_jax.core.types import PyTree
 
 Objective = Callable[[PyTree, Any], tuple[Array, Mapping[str, Array]]]
@@ -92,6 +93,7 @@ def fit(
     options = ocp.CheckpointManagerOptions(max_to_keep=2, create=True)
     columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
     with (
+        activity.doing(description) as going,
         ocp.CheckpointManager(directory / "checkpoints", options=options) as manager,
         Progress(
             *columns, TextColumn("{task.fields[rate]:,.0f} tokens/s  loss {task.fields[loss]:.3f}")
@@ -113,6 +115,7 @@ def fit(
                 rate = tokens_per_step / (time.perf_counter() - began)
                 file.write(json.dumps({"step": i + 1, "tokens_per_s": round(rate), **figures}) + "\n")
                 bar.update(task, advance=1, rate=rate, loss=figures["loss"])
+                going.detail = f"{i + 1} of {steps} steps, {rate:,.0f} tokens/s, loss {figures['loss']:.3f}"
                 if (i + 1) % save_every == 0 or i + 1 == steps:
                     state = {"params": params, "opt_state": opt_state}
                     manager.save(i + 1, args=ocp.args.StandardSave(state))  # pyright: ignore

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import io
 from collections.abc import Sequence
 from typing import IO
 
@@ -54,10 +53,8 @@ def _decode(args: argparse.Namespace, plan: Plan, rows: Sequence[PromptRow], out
         with ways.busy("loading"):
             session = open_session(args, plan, rows)
         # A narrow locale must not end a run in the middle of a text; JSON is UTF-8 whatever the locale.
-        if isinstance(out, io.TextIOWrapper):
-            out.reconfigure(
-                encoding="utf-8" if args.json else None, errors="strict" if args.json else "replace"
-            )
+        if (reconfigure := getattr(out, "reconfigure", None)) is not None:
+            reconfigure(encoding="utf-8" if args.json else None, errors="strict" if args.json else "replace")
         if args.compare:
             ways.print_comparison(session, out, json=args.json)
         elif args.output is not None:
