@@ -17,6 +17,7 @@ _NO_TPU = {
     "TPU_ACCELERATOR_TYPE": "v5litepod-1",
     "TPU_WORKER_HOSTNAMES": "localhost",
 }
+_JAX_SETS = ("TPU_LIBRARY_PATH", "TPU_SKIP_MDS_QUERY")  # also where there is no TPU; children inherit them
 
 
 def quiet() -> None:
@@ -33,8 +34,7 @@ def may_have_tpu(root: Path = Path("/")) -> bool:
     Args:
       root: of the file system, for tests.
     """
-    # JAX itself sets the last one where it finds no chip, and children inherit it.
-    told = [name for name in os.environ if name.startswith("TPU_") and name != "TPU_SKIP_MDS_QUERY"]
+    told = [name for name in os.environ if name.startswith("TPU_") and name not in _JAX_SETS]
     if told or "JAX_FORCE_TPU_INIT" in os.environ:
         return True
     if any(root.glob("dev/accel*")) or any(root.glob("dev/vfio/[0-9]*")):

@@ -234,7 +234,8 @@ def test_a_closed_pipe_ends_quietly(target):
         process.stdout.close()
         errors = process.stderr.read()
         process.wait()
-    assert process.returncode == 141 and errors == b""
+    assert process.returncode == 141
+    assert [line for line in errors.splitlines() if b"compiling" not in line] == []
 
 
 def _root():

@@ -71,11 +71,12 @@ def test_libtpu_says_nothing_where_there_is_no_tpu():
         pytest.skip("needs libtpu, and no TPU")
     command = [sys.executable, "-m", "mars_jax.generate", "--json", "--max-new-tokens", "4", "the sea"]
     found = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=without_platform())
-    assert found.returncode == 0 and found.stderr == ""
+    # But for the lines of a slow compilation, which are ours.
+    assert found.returncode == 0 and [s for s in found.stderr.splitlines() if "compiling" not in s] == []
     # Whoever wants to see it says so.
     asked = without_platform() | {"TPU_STDERR_LOG_LEVEL": "0"}
     found = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=asked)
-    assert found.returncode == 0 and found.stderr != ""
+    assert found.returncode == 0 and "TPU" in found.stderr
 
 
 # A constant that takes XLA two seconds to fold, at which its alarm rings as it does for a slow compilation.
