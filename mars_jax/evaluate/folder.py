@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +19,9 @@ from mars_jax.journal import Lock, difference, plain, write_whole
 SETTINGS = "settings.json"
 
 
-def claim(folder: Path, settings: Mapping[str, Any], *, flag: str = "--output") -> Lock:
+def claim(
+    folder: Path, settings: Mapping[str, Any], *, flag: str = "--output", unrecorded: str | None = None
+) -> Lock:
     """Make a folder that of one run, whose process has it until it ends or closes the lock.
 
     The settings are written, or compared with those that are there.
@@ -27,19 +30,27 @@ def claim(folder: Path, settings: Mapping[str, Any], *, flag: str = "--output") 
       folder: new, empty, or of a run.
       settings: whatever decides what the run writes; see `journal.plain`.
       flag: that names the folder, for messages.
+      unrecorded: what a run of before settings were recorded has in its folder; it goes on, with a warning.
 
     Raises:
       MarsError: the folder holds a run with other settings, or something else altogether, or another process has it.
     """
-    check_folder(folder, flag=flag)
     path = folder / SETTINGS
+    old = unrecorded is not None and (folder / unrecorded).exists() and not path.exists()
+    if not old:
+        check_folder(folder, flag=flag)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise _unwritable(folder, error, flag) from None
     lock = Lock(folder)
     try:
-        if path.exists():
+        if old:
+            print(
+                f"note: {flag} '{folder}' has no {SETTINGS}: it is taken to be of a run with these settings.",
+                file=sys.stderr,
+            )
+        elif path.exists():
             _compare(folder, settings, flag)
         else:
             write_json(path, {name: plain(value) for name, value in settings.items()})

@@ -15,6 +15,7 @@ import optax
 from jax import Array
 
 from mars_jax import activity
+from mars_jax.core.errors import MarsError
 from mars_jax.core.types import PyTree
 
 Objective = Callable[[PyTree, Any], tuple[Array, Mapping[str, Array]]]
@@ -80,6 +81,9 @@ def fit(
 
     Returns:
       The trained params.
+
+    Raises:
+      MarsError: the checkpoint in `directory` is of other params.
     """
     import orbax.checkpoint as ocp
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -101,10 +105,16 @@ def fit(
     ):
         if (latest := manager.latest_step()) is not None:
             state = {"params": params, "opt_state": opt_state}
-            restored = manager.restore(latest, args=ocp.args.StandardRestore(state))  # pyright: ignore
+            try:
+                restored = manager.restore(latest, args=ocp.args.StandardRestore(state))  # pyright: ignore
+            except (ValueError, KeyError, TypeError) as error:  # of a tree or shapes that are not these
+                reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+                raise MarsError(
+                    f"the checkpoint in '{directory}' is of another training ({reason[:200].rstrip('.:')}): remove "
+                    "that directory, or train in another."
+                ) from error
             params, opt_state, done = restored["params"], restored["opt_state"], latest
-        lines = log.read_text().splitlines()[:done] if log.exists() else []
-        log.write_text("".join(line + "\n" for line in lines))
+        _cut(log, done)
         step = make_step(objective, optimizer)
         task = bar.add_task(description, total=steps, completed=done, rate=0.0, loss=float("nan"))
         with log.open("a", buffering=1) as file:
@@ -117,8 +127,18 @@ def fit(
                 bar.update(task, advance=1, rate=rate, loss=figures["loss"])
                 going.detail = f"{i + 1} of {steps} steps, {rate:,.0f} tokens/s, loss {figures['loss']:.3f}"
                 if (i + 1) % save_every == 0 or i + 1 == steps:
+                    os.fsync(file.fileno())  # a checkpoint has all of its lines
                     state = {"params": params, "opt_state": opt_state}
                     manager.save(i + 1, args=ocp.args.StandardSave(state))  # pyright: ignore
                     # The next step donates these buffers.
                     manager.wait_until_finished()
     return params
+
+
+def _cut(log: Path, lines: int) -> None:
+    """Leave the first lines of a file, in place: killed at any moment, they are there."""
+    with log.open("ab+") as file:
+        file.seek(0)
+        for _ in range(lines):
+            file.readline()
+        file.truncate()
