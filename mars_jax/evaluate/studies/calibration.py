@@ -177,9 +177,9 @@ def calibrate(
     strict = base_rule(base)
 
     with contextlib.ExitStack() as stack:
-        # Without a file rows are kept as long as this takes.
-        folder = stack.enter_context(tempfile.TemporaryDirectory()) if rows is None else None
-        file = RowFile(Path(folder) / "rows.jsonl" if rows is None else rows)
+        if rows is None:  # then they are kept as long as this takes
+            rows = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "rows.jsonl"
+        file = RowFile(rows)
         stack.callback(file.close)
 
         def decode(rule: Any, name: str) -> list[Row]:
