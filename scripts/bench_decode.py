@@ -235,7 +235,9 @@ def step_overhead(repeats: int, size: str, draft: str, draft_tokens: int = 5, ti
 
     def whole():
         # Back to the same length, so that every run decodes the same stretch.
-        held[0] = dataclasses.replace(held[0], length=jnp.array([past], jnp.int32), done=jnp.zeros((1,), bool))
+        held[0] = dataclasses.replace(
+            held[0], length=jnp.array([past], jnp.int32), done=jnp.zeros((1,), bool)
+        )
         held[0] = jax.block_until_ready(steps(weights, held[0]))
 
     runs = {
