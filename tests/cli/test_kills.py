@@ -27,4 +27,4 @@ def test_a_command_killed_twice_at_random_ends_as_one_that_was_not(command, tmp_
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
     [found] = json.loads(results.read_text())
-    assert found["command"] == command and found["equal"] == found["times"] == 2
+    assert found["command"] == command and found["kills"] == 2 and found["equal"] == found["runs"] >= 1
