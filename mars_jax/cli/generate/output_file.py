@@ -47,7 +47,7 @@ class OutputFile:
         self._rows: list[dict[str, Any]] = []
         self._requests: Sequence[Request] = ()
         self._rule = ""
-        self._written = False
+        self._written = self._unrecorded = False
         try:
             if existed and not resume:
                 raise MarsError(
@@ -70,11 +70,7 @@ class OutputFile:
             there = json.loads(self._beside.read_text(encoding="utf-8"))
             settings, own = dict(there["settings"]), dict(there["own"])
         except FileNotFoundError:
-            self._written = True  # nobody knows what to write
-            print(
-                f"note: '{self._path}' has no {self._beside.name}, so only its last rows are compared with this run.",
-                file=sys.stderr,
-            )
+            self._unrecorded = True
             return
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             raise MarsError(
@@ -103,6 +99,11 @@ class OutputFile:
             self._read(line)
         if self._journal.torn:
             self._check_torn(self._journal.torn)
+        if self._unrecorded:
+            print(
+                f"note: '{self._path}' has no {self._beside.name}, so only its last rows are compared with this run.",
+                file=sys.stderr,
+            )
 
     def _read(self, line: bytes) -> None:
         number = len(self._rows) + 1
@@ -141,7 +142,7 @@ class OutputFile:
         Raises:
           MarsError: the disk does not take it.
         """
-        if not self._written:
+        if not self._written and not self._unrecorded:
             try:
                 write_whole(self._beside, to_line(self._recorded._asdict()) + "\n")
             except OSError as error:
