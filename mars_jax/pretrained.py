@@ -24,6 +24,8 @@ from mars_jax.placement.shardings import params_shardings
 
 # Names under which transformers 4 and 5 save a tokenizer that tokenizer.json describes in full.
 _PLAIN = ("PreTrainedTokenizerFast", "TokenizersBackend")
+_PARALLEL = "TOKENIZERS_PARALLELISM"
+_USER_CHOSE = _PARALLEL in os.environ
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
@@ -100,6 +102,27 @@ class Pretrained:
         self.check_tokens(ids)
         return [int(i) for i in ids]
 
+    def encode_many(self, prompts: Sequence[str], *, chat: bool = False) -> list[list[int]]:
+        """`encode` of many prompts at once, on all cores where the tokenizer can.
+
+        Raises:
+          MarsError: as `encode`, of the first prompt that it refuses.
+        """
+        try:
+            with _on_all_cores():
+                if chat:
+                    turns = [[{"role": "user", "content": prompt}] for prompt in prompts]
+                    found = self.tokenizer.apply_chat_template(
+                        turns, add_generation_prompt=True, return_dict=True
+                    )["input_ids"]
+                else:
+                    found = self.tokenizer(list(prompts))["input_ids"]
+            if all(prompts) and all(found):
+                return found
+        except Exception:  # of a template, or of a tokenizer: the prompt at fault says what it is
+            pass
+        return [self.encode(prompt, chat=chat) for prompt in prompts]
+
     def check_tokens(self, ids: Sequence[int]) -> None:
         """Raise MarsError where ids are none at all, or outside of the model's vocabulary."""
         if not len(ids):
@@ -121,7 +144,7 @@ class Pretrained:
 # By directory, so that an outline and the model loaded after it read one tokenizer once.
 @functools.lru_cache(maxsize=4)
 def _read_tokenizer(path: str) -> Any:
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault(_PARALLEL, "false")
     with _no_advice():
         from transformers.utils import logging
 
@@ -142,6 +165,22 @@ def _read_tokenizer(path: str) -> Any:
 def _reason(error: Exception) -> str:
     """The first line of what an error of another library says, else its type."""
     return next(iter(str(error).strip().splitlines()), "").rstrip(".:") or type(error).__name__
+
+
+@contextlib.contextmanager
+def _on_all_cores() -> Iterator[None]:
+    """Let tokenizers divide a batch over threads, unless the user's environment says otherwise.
+
+    Not for longer: a process that forks while they may would be warned of it.
+    """
+    before = os.environ.get(_PARALLEL)
+    if not _USER_CHOSE:
+        os.environ[_PARALLEL] = "true"
+    try:
+        yield
+    finally:
+        if not _USER_CHOSE and before is not None:
+            os.environ[_PARALLEL] = before
 
 
 @contextlib.contextmanager

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import IO
 
 from mars_jax.cli import pair
-from mars_jax.cli.program import Ticker, keep_compilations, program
+from mars_jax.cli.program import keep_compilations, program
+from mars_jax.cli.progress import busy, ticking
 from mars_jax.cli.theta import ThetaFile, settings_of, theta_from_text
 from mars_jax.core.errors import MarsError
 
@@ -132,19 +133,23 @@ def _run(argv: Sequence[str] | None, out: IO[str]) -> None:
     problems = read_problems(args)
     scores.check_metrics(problems, run_code=args.allow_code_execution, unconfined=args.allow_unconfined_code)
     report.check_installed()
-    target, drafter = open_pair(args, problems)
+    with busy("loading"):
+        target, drafter = open_pair(args, problems)
     shared = ("base", "margin", "thetas", "temperatures", "simulated_taus")
     shared += ("max_new_tokens", "batch_size", "seed", "chat")
-    summary = evaluate(
-        target,
-        drafter,
-        problems,
-        args.output,
-        allow_code_execution=args.allow_code_execution,
-        allow_unconfined_code=args.allow_unconfined_code,
-        names={name: getattr(args, name) for name in ("draft", "num_draft_tokens", "tree", "dtype", "mesh")},
-        progress=Ticker("rows"),
-        **{name: getattr(args, name) for name in shared},
-    )
+    with ticking("rows") as tick:
+        summary = evaluate(
+            target,
+            drafter,
+            problems,
+            args.output,
+            allow_code_execution=args.allow_code_execution,
+            allow_unconfined_code=args.allow_unconfined_code,
+            names={
+                name: getattr(args, name) for name in ("draft", "num_draft_tokens", "tree", "dtype", "mesh")
+            },
+            progress=tick,
+            **{name: getattr(args, name) for name in shared},
+        )
     print(report.markdown(summary), file=out, end="")
     print(f"rows, table and plots are in {args.output}", file=sys.stderr)

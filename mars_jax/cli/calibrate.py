@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from mars_jax import __version__
 from mars_jax.cli import pair
-from mars_jax.cli.program import Ticker, keep_compilations, program
+from mars_jax.cli.program import keep_compilations, program
+from mars_jax.cli.progress import busy, ticking
 from mars_jax.cli.theta import FORMAT, settings_of
 from mars_jax.core.errors import MarsError
 
@@ -29,6 +31,8 @@ examples:
 {pair.TASKS}
 The file goes to generate and benchmark as --theta FILE; they refuse it for another pair,
 rule or temperature. Where no threshold is certified it holds inf, which is strict.
+Until then answers are in OUTPUT-rows: killed and started again with the same flags, it
+goes on where it was.
 """
 
 
@@ -103,10 +107,13 @@ def _run(argv: Sequence[str] | None, out: IO[str]) -> None:
     # From here on jax loads; what is above answers at once.
     from mars_jax.cli.open_pair import open_pair, read_problems
     from mars_jax.evaluate.answers import Decoding
-    from mars_jax.evaluate.folder import digest, write_json
+    from mars_jax.evaluate.folder import check_folder, check_writable, claim, digest, fingerprint, write_json
     from mars_jax.evaluate.studies import calibration
 
     keep_compilations()
+    work = args.output.with_name(f"{args.output.name}-rows")
+    check_writable(args.output)
+    check_folder(work)
     problems = read_problems(args)
     calibration.check(
         problems,
@@ -116,7 +123,8 @@ def _run(argv: Sequence[str] | None, out: IO[str]) -> None:
         run_code=args.allow_code_execution,
         unconfined=args.allow_unconfined_code,
     )
-    target, drafter = open_pair(args, problems)
+    with busy("loading"):
+        target, drafter = open_pair(args, problems)
     decoding = Decoding(
         target=target,
         drafter=drafter,
@@ -124,51 +132,60 @@ def _run(argv: Sequence[str] | None, out: IO[str]) -> None:
         max_new_tokens=args.max_new_tokens,
         batch_size=min(args.batch_size, len(problems)),
     )
-    found = calibration.calibrate(
-        decoding,
-        problems,
-        risk=args.risk,
-        bound=args.bound,
-        confidence=args.confidence,
-        base=args.base,
-        margin=args.margin,
-        thetas=args.thetas,
-        temperature=args.temperature,
-        seed=args.seed,
-        run_code=args.allow_code_execution,
-        unconfined=args.allow_unconfined_code,
-        progress=Ticker("answers"),
-    )
     settings = settings_of(args, base=args.base, margin=args.margin, temperature=args.temperature)
-    try:
-        write_json(
-            args.output,
-            {
-                "format": FORMAT,
-                "theta": "inf" if found["theta"] == math.inf else found["theta"],
-                "settings": settings,
-                "promise": {
-                    "risk": args.risk,
-                    "meaning": calibration.RISKS[args.risk],
-                    "bound": args.bound,
-                    "confidence": args.confidence,
-                },
-                "tau": found["tau"],
-                "strict_tau": found["strict_tau"],
-                "trials": found["trials"],
-                "tasks": args.task,
-                "problems": len(problems),
-                "problems_digest": digest(repr(problems).encode()),
-                "chat": args.chat,
-                "max_new_tokens": args.max_new_tokens,
-                "seed": args.seed,
-                "version": __version__,
-            },
+    asked = {
+        "promise": {
+            "risk": args.risk,
+            "meaning": calibration.RISKS[args.risk],
+            "bound": args.bound,
+            "confidence": args.confidence,
+        },
+        "tasks": args.task,
+        "problems": len(problems),
+        "problems_digest": digest(repr(problems).encode()),
+        "chat": args.chat,
+        "max_new_tokens": args.max_new_tokens,
+        "seed": args.seed,
+        "version": __version__,
+    }
+    decides = (
+        settings | asked | {name: getattr(args, name) for name in ("thetas", "batch_size", "dtype", "mesh")}
+    )
+    weights = fingerprint((target.params, drafter.params))
+    decides |= {"run_code": args.allow_code_execution, "weights": weights}
+    with claim(work, decides), ticking("answers") as tick:
+        found = calibration.calibrate(
+            decoding,
+            problems,
+            risk=args.risk,
+            bound=args.bound,
+            confidence=args.confidence,
+            base=args.base,
+            margin=args.margin,
+            thetas=args.thetas,
+            temperature=args.temperature,
+            seed=args.seed,
+            run_code=args.allow_code_execution,
+            unconfined=args.allow_unconfined_code,
+            progress=tick,
+            rows=work / "rows.jsonl",
         )
-    except OSError as error:
-        raise MarsError(
-            f"--output '{args.output}' cannot be written ({error.strerror}): name a file in a folder that exists."
-        ) from None
+        made = {
+            "format": FORMAT,
+            "theta": "inf" if found["theta"] == math.inf else found["theta"],
+            "settings": settings,
+            "tau": found["tau"],
+            "strict_tau": found["strict_tau"],
+            "trials": found["trials"],
+        }
+        try:
+            write_json(args.output, made | asked)
+        except OSError as error:
+            raise MarsError(
+                f"--output '{args.output}' cannot be written ({error.strerror}): mend that, then run the same command "
+                "again, which goes on from its rows."
+            ) from None
+        shutil.rmtree(work)  # the file has it all
     print(_table(found, args), file=out)
 
 

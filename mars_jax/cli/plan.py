@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from mars_jax.cli.program import Parser, program
+from mars_jax.cli.progress import busy
 from mars_jax.cli.settings import DynamicTree, from_text, tree_from_text
 from mars_jax.core.errors import MarsError
 
@@ -102,16 +103,17 @@ def _run(argv: Sequence[str] | None, out: IO[str]) -> bool:
         f"{k}={v}" for k, v in default_mesh(target, len(where.devices), batch).items()
     )
     draft = draft_of(_draft(args.draft, target), num_draft_tokens=length, tree=tree, dtype=args.dtype)
-    made = planning.make_plan(
-        target,
-        draft,
-        where,
-        mesh=parse_mesh(axes, where.devices),
-        verify=verify.mars() if args.verify == "mars" else verify.exact(),
-        batch=batch,
-        context=context,
-        dtype=args.dtype,
-    )
+    with busy("planning"):
+        made = planning.make_plan(
+            target,
+            draft,
+            where,
+            mesh=parse_mesh(axes, where.devices),
+            verify=verify.mars() if args.verify == "mars" else verify.exact(),
+            batch=batch,
+            context=context,
+            dtype=args.dtype,
+        )
     asked = {
         "target": args.target,
         "draft": args.draft,

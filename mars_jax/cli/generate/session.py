@@ -7,10 +7,11 @@ import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 
-from mars_jax import drafters, pretrained, verify
+from mars_jax import activity, drafters, pretrained, verify
 from mars_jax.cli.generate.applies import Plan
 from mars_jax.cli.generate.prompts import PromptRow
 from mars_jax.cli.open_target import open_target
+from mars_jax.cli.progress import Pace
 from mars_jax.cli.settings import PER_REQUEST, DynamicTree
 from mars_jax.core.errors import MarsError
 from mars_jax.hub.files import resolve
@@ -19,6 +20,9 @@ from mars_jax.serve import prepare as batch
 from mars_jax.serve import requests as request
 from mars_jax.serve.generate import compile_batch, generate_stream, run_batch
 from mars_jax.serve.requests import Completion, Request, StreamEvent
+
+CHUNK = 2048
+"""Prompts that are tokenized at once: enough for all cores, and few enough to tell how far it is."""
 
 Rule = verify.Exact | verify.Rejection | verify.Mars | verify.Simulated
 
@@ -121,15 +125,43 @@ def make_requests(target: Pretrained, args: argparse.Namespace, rows: Sequence[P
     """
     common = {name: getattr(args, name) for name in PER_REQUEST if getattr(args, name, None) is not None}
     requests = []
-    for index, row in enumerate(rows):
+    for index, (row, tokens) in enumerate(zip(rows, _tokens(target, rows, chat=args.chat), strict=True)):
         settings = common | {"seed": ((args.seed or 0) + index) % 2**32} | row.settings
-        prompt = [row.tokens or ()] if row.prompt is None else [row.prompt]
         try:
-            [made] = request.make_requests(
-                target, prompt, chat=args.chat, ignore_eos=args.ignore_eos, **settings
-            )
+            [made] = request.make_requests(target, [tokens], ignore_eos=args.ignore_eos, **settings)
             request.check_request(target, made)
         except MarsError as error:
             raise row.error(error) from None
-        requests.append(dataclasses.replace(made, id=row.id))
+        requests.append(dataclasses.replace(made, prompt=row.prompt, id=row.id))
     return requests
+
+
+def _tokens(target: Pretrained, rows: Sequence[PromptRow], *, chat: bool) -> Iterator[Sequence[int]]:
+    """Token ids of each prompt, a chunk at a time, each chunk on all cores.
+
+    Raises:
+      MarsError: a prompt that cannot be tokenized, by its line.
+    """
+    with activity.doing("tokenizing") as going:
+        pace = Pace(len(rows))
+        for first in range(0, len(rows), CHUNK):
+            chunk = rows[first : first + CHUNK]
+            texts = [row.prompt for row in chunk if row.prompt is not None]
+            try:
+                found = iter(target.encode_many(texts, chat=chat) if texts else ())
+            except MarsError:
+                found = None  # one of them is at fault, and is to be named
+            for row in chunk:
+                yield row.tokens or () if row.prompt is None else _one(target, row, found, chat=chat)
+            pace.advance(first + len(chunk))
+            going.detail = f"{pace.describe()} prompts"
+
+
+def _one(target: Pretrained, row: PromptRow, found: Iterator[list[int]] | None, *, chat: bool) -> list[int]:
+    if found is not None:
+        return next(found)
+    assert row.prompt is not None
+    try:
+        return target.encode(row.prompt, chat=chat)
+    except MarsError as error:
+        raise row.error(error) from None

@@ -20,13 +20,15 @@ import numpy as np
 from mars_jax import __version__, drafters, verify
 from mars_jax.core.errors import MarsError
 from mars_jax.evaluate.answers import Answer, Decoding, check_problems, prompt_tokens
+from mars_jax.evaluate.batches import RowFile
 from mars_jax.evaluate.benchmark import margins, report
 from mars_jax.evaluate.benchmark.arms import Arm, base_rule, make_arms, other_margin
 from mars_jax.evaluate.benchmark.match import PROBLEMS, Match, match
-from mars_jax.evaluate.benchmark.rows import Key, RowFile, make_row
+from mars_jax.evaluate.benchmark.rows import Key, make_row
 from mars_jax.evaluate.folder import claim, digest, fingerprint, write_json
 from mars_jax.evaluate.scoring import likelihood, sandbox, scores
 from mars_jax.evaluate.tasks.problems import Problem
+from mars_jax.journal import Row
 from mars_jax.pretrained import Pretrained
 
 MATCHES, MARGINS, ROWS = "matches.json", "margins.json", "rows.jsonl"
@@ -133,7 +135,6 @@ def evaluate(
         "versions": {"mars-jax": __version__, "jax": jax.__version__},
         "device": f"{jax.device_count()} {jax.devices()[0].device_kind}",
     }
-    claim(folder, settings)
     largest = max(settings["tasks"].values())
     decoding = Decoding(
         target=target,
@@ -142,15 +143,16 @@ def evaluate(
         max_new_tokens=max_new_tokens,
         batch_size=min(batch_size, largest),
     )
-    evaluation = _Evaluation(decoding, folder, problems, settings)
-    try:
-        evaluation.decode(progress or (lambda what, done, of: None))
-    finally:
-        evaluation.file.close()
-    summary = report.summarize(
-        settings, environment(), evaluation.matches, evaluation.margins, problems, evaluation.file.rows
-    )
-    report.write(summary, folder)
+    with claim(folder, settings):
+        evaluation = _Evaluation(decoding, folder, problems, settings)
+        try:
+            evaluation.decode(progress or (lambda what, done, of: None))
+        finally:
+            evaluation.file.close()
+        summary = report.summarize(
+            settings, environment(), evaluation.matches, evaluation.margins, problems, evaluation.file.rows
+        )
+        report.write(summary, folder)
     return summary
 
 
@@ -167,7 +169,7 @@ class _Evaluation:
         self.margins = self._read(MARGINS)
         # A placeholder, since the names of arms do not depend on the threshold that is matched.
         keys = [
-            Key(task, temperature, arm.name, problem.id)
+            Key(task, temperature, arm.name, problem.id)._asdict()
             for task, temperature in self._places()
             for group in self._batches(task)
             for arm in self._arms(temperature, matched=1.0)
@@ -209,11 +211,11 @@ class _Evaluation:
             matched = self._match(task, temperature, tick)
             for group in self._batches(task):
                 for arm in self._arms(temperature, matched=matched.theta):
-                    on_file = len(self.file.rows) - place
-                    if on_file < len(group):  # a batch is decoded as it was, also where some of it is on file
-                        self.file.append(self._decode(task, temperature, arm, group)[on_file:])
+                    keys = [Key(task, temperature, arm.name, problem.id)._asdict() for problem in group]
+                    make = functools.partial(self._decode, task, temperature, arm, group)
+                    rows = self.file.batch(keys, make)
                     place += len(group)
-                    progress(what, place, self._rows)
+                    progress(f"{what}, {arm.name}, {_speed(rows)}", place, self._rows)
             self._margins(
                 task, temperature, functools.partial(progress, f"{what}, margins", place, self._rows)
             )
@@ -293,6 +295,12 @@ class _Evaluation:
         self.matches[name] = found
         write_json(self._folder / MATCHES, {place: m._asdict() for place, m in self.matches.items()})
         return found
+
+
+def _speed(rows: Sequence[Row]) -> str:
+    """How a batch went, for whoever waits."""
+    emitted, steps, seconds = (sum(row[name] for row in rows) for name in ("emitted", "steps", "seconds"))
+    return f"{emitted / max(seconds, 1e-9):,.0f} tokens/s, tau {emitted / max(steps, 1):.2f}"
 
 
 def _by_task(problems: Sequence[Problem]) -> dict[str, list[Problem]]:
