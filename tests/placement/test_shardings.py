@@ -30,7 +30,7 @@ from mars_jax.models import ModelConfig, eagle, init_params, language_model, med
 from mars_jax.models.eagle import EagleConfig
 from mars_jax.models.medusa import MedusaConfig
 from mars_jax.placement import shardings as sharding
-from tests.helpers import committed, ragged
+from tests.helpers import committed, ragged, with_numbers
 
 VOCAB, HIDDEN, BATCH, BUFFER = 1024, 32, 8, 40
 LIKELY = jnp.arange(0, VOCAB, VOCAB // 16)  # on every device some
@@ -150,7 +150,7 @@ def params_of(target, draft):
     return Params(target=weights(target), draft=drawn)
 
 
-def rows():
+def rows(rule):
     prompts, lengths = ragged([1, 2, 17, 5, 9, 3, 7, 12], BUFFER, VOCAB)
     controls = make_controls(
         BATCH,
@@ -158,9 +158,10 @@ def rows():
         temperature=[0.0, 0.7, 0.0, 1.0, 0.8, 0.0, 1.2, 0.0],
         top_k=[0, 0, 0, 9, 0, 0, 0, 0],
         top_p=[1.0, 1.0, 1.0, 1.0, 0.9, 1.0, 1.0, 1.0],
-        theta=0.8,
     )
-    return prompts, lengths, controls, keys_from_seeds(jnp.arange(BATCH, dtype=jnp.uint32))
+    keys = keys_from_seeds(jnp.arange(BATCH, dtype=jnp.uint32))
+    rule = with_numbers(rule, theta=0.8)
+    return prompts, lengths, controls, verify.for_rows(rule, BATCH), keys
 
 
 @functools.cache
@@ -173,7 +174,8 @@ def decoder_of(case):
 @functools.cache
 def on_one_device(case):
     decoder, params = decoder_of(case)
-    state = compiled(decode.start, decoder, params, *rows())(params, *rows())
+    given = rows(CASES[case][3])
+    state = compiled(decode._start, decoder, params, *given)(params, *given)
     state, stats = compiled(decode.run, decoder, params, state)(params, state)
     return committed(state), stats
 
@@ -190,15 +192,15 @@ def mesh_of(text, kind=AxisType.Auto):
 
 def on_mesh(case, mesh, *, named=True):
     """(tokens, counters, the compiled loop). `named`: the mesh is entered by `jax.set_mesh`."""
-    target, _, draft, _ = CASES[case]
+    target, _, draft, rule = CASES[case]
     decoder, params = decoder_of(case)
     params = Params(
         target=sharding.place(params.target, target, mesh),
         draft=() if draft is None else sharding.place(params.draft, draft, mesh),
     )
-    arrays = jax.device_put(rows(), sharding.state_shardings(rows(), mesh))
+    arrays = jax.device_put(rows(rule), sharding.state_shardings(rows(rule), mesh))
     with jax.set_mesh(mesh if named else None):
-        state = compiled(decode.start, decoder, params, *arrays)(params, *arrays)
+        state = compiled(decode._start, decoder, params, *arrays)(params, *arrays)
         if named:
             assert_placed(state, mesh)
         program = compiled(decode.run, decoder, params, state)
@@ -283,14 +285,15 @@ def test_sampling_from_a_divided_vocabulary_sends_a_few_numbers_per_node():
     """Every function that reads [.., V]: the same tokens, the same filters, and nothing as long as the vocabulary."""
     rng = np.random.default_rng(0)
     logits = jnp.asarray(rng.integers(-9, 9, (BATCH, 3, VOCAB)), jnp.float32)  # ties on every device
-    _, _, controls, keys = rows()
+    _, _, controls, _, keys = rows(verify.exact())
+    places = jnp.broadcast_to(jnp.arange(3, dtype=jnp.int32), (BATCH, 3))
     tokens = jnp.asarray(rng.integers(0, VOCAB, (BATCH, 4)), jnp.int32)
     nodes = jnp.asarray(rng.integers(0, 3, (BATCH, 4)), jnp.int32)
 
     def everything(_, logits, controls, keys, nodes, tokens):
         return {
             "argmax": sampling.argmax(logits),
-            "sample": sampling.sample(keys, logits, controls),
+            "sample": sampling.sample(keys, places, logits, controls),
             "top_k": sampling.top_k(logits, 5),
             "processed": sampling.process(logits, controls),
             "at_tokens": sampling.at_tokens(logits, nodes, tokens),
@@ -385,6 +388,6 @@ def test_rows_and_experts_that_do_not_divide_are_refused_with_the_numbers():
         sharding.state_shardings(jnp.zeros((6, 2)), mesh)
     decoder, params = decoder_of("none, exact")
     with jax.set_mesh(mesh), pytest.raises(MarsError, match="a batch of 6 rows does not divide over data=8"):
-        decoder.init(params, *jax.tree.map(lambda x: x[:6], rows()))
+        decoder.init(params, *jax.tree.map(lambda x: x[:6], rows(verify.exact())))
     with pytest.raises(MarsError, match="4 experts do not divide over expert=3: choose a divisor of 4"):
         sharding.params_shardings(EXPERTS, sharding.parse_mesh("expert=3"))
