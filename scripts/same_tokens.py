@@ -95,7 +95,7 @@ def prompts(target: Any) -> list[list[int]]:
         arithmetic = import_module("mars_jax.evaluate.tasks.arithmetic")
     except ModuleNotFoundError:
         arithmetic = import_module("mars_jax.tasks.arithmetic")
-    questions = [p.question for p in arithmetic.generate(8, split="test", seed=7)]
+    questions = [p.question for p in arithmetic.generate(8, split="eval", seed=7)]
     return [target.encode(text) for text in STORIES] + [target.encode(q, chat=True) for q in questions]
 
 
