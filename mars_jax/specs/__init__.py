@@ -17,6 +17,7 @@ from mars_jax.specs.drafts import (
     parse_draft,
     parse_tree,
 )
+from mars_jax.specs.own import factory, find, is_own
 from mars_jax.specs.rules import MARGINS, NEEDS, RULES, UNLIMITED_RUN, Rule, check_setting, rule
 
 DTYPES = ("float32", "bfloat16", "int8")
@@ -78,6 +79,9 @@ __all__ = [
     "check_setting",
     "draft_words",
     "drafters_that",
+    "factory",
+    "find",
+    "is_own",
     "parse_draft",
     "parse_tree",
     "rule",
