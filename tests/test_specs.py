@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import kernels_pallas
-from mars_jax import drafters, specs
+from mars_jax import specs
 from mars_jax.core.errors import MarsError
 from mars_jax.core.settings import Range, Setting
 
@@ -32,12 +32,6 @@ def test_the_tables_do_not_load_jax():
 
 def test_margins_are_those_of_the_kernels():
     assert list(specs.MARGINS) == list(kernels_pallas.MARGINS)
-
-
-def test_a_dynamic_tree_has_the_sizes_of_the_drafters():
-    import dataclasses
-
-    assert dataclasses.asdict(drafters.Dynamic()) == specs.DynamicTree()._asdict()
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from mars_jax import __version__
+from mars_jax import __version__, specs
 from mars_jax.cli import pair
 from mars_jax.cli.program import Ticker, keep_compilations, program
-from mars_jax.cli.theta import FORMAT, settings_of
+from mars_jax.cli.rule import rule_of
+from mars_jax.cli.theta import FORMAT, rule_as_json, settings_of, thetas_of
 from mars_jax.core.errors import MarsError
+from mars_jax.specs import RuleChoice
 
 _DESCRIPTION = """\
 Choose theta from held-out prompts: the loosest threshold at which a risk stays below a
@@ -27,8 +29,8 @@ examples:
   python -m mars_jax.generate --theta theta.json --chat "..."
 
 {pair.TASKS}
-The file goes to generate and benchmark as --theta FILE; they refuse it for another pair,
-rule or temperature. Where no threshold is certified it holds inf, which is strict.
+The file goes to generate as --theta FILE and to benchmark among --thetas; they refuse it
+for another pair, rule or temperature. Where no threshold is certified it holds inf, which is strict.
 """
 
 
@@ -39,7 +41,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
       MarsError: an unknown flag, a value out of range, a flag that does not apply to what the others choose.
       SystemExit: after --help and --version.
     """
-    made = pair.make_parser("mars_jax.calibrate", _DESCRIPTION, _EPILOG)
+    made = pair.make_parser("mars_jax.calibrate", _DESCRIPTION, _EPILOG, instead=("theta",))
     made.add_argument(
         "--risk",
         choices=("regret", "accuracy"),
@@ -59,13 +61,22 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     made.add_argument("--output", type=Path, metavar="FILE", help="a new file")
     args = made.parse_args(argv)
     pair.convert(args)
-    pair.check(args, output="name a file for the threshold")
+    args.rule = rule_of(args, "mars", instead=("theta",))
+    if "theta" not in args.rule.options:
+        raise MarsError(
+            f"--verify {args.rule.name} has no theta to calibrate: choose a rule that has, such as mars."
+        )
+    pair.check(args, args.rule, output="name a file for the threshold")
     args.temperature = pair.value_of("temperature", "temperature", args.temperature) + 0.0
     for name in ("bound", "confidence"):
         setattr(args, name, _share(name, getattr(args, name)))
     if args.thetas is not None:
-        args.thetas = [pair.value_of("thetas", "theta", text) for text in args.thetas]
-        _check_thetas(args.thetas, args.margin)
+        args.thetas = thetas_of(args.rule, args.thetas, settings_of(args))
+        _check_thetas(args.thetas, args.rule)
+    elif specs.is_own(args.rule.spec):
+        raise MarsError(
+            "there are no --thetas, and a rule of your own has none to try: give them from strict to loose."
+        )
     if args.output.exists():
         raise MarsError(f"--output '{args.output}' exists already: name a new file.")
     if not args.output.parent.is_dir():
@@ -83,13 +94,17 @@ def _share(name: str, text: str) -> float:
     return value
 
 
-def _check_thetas(thetas: list[float], margin: str) -> None:
-    if margin != "gap" and max(thetas) > 1:
-        raise MarsError(f"--thetas has {max(thetas):g}: expected at most 1 for the margin {margin}.")
-    if thetas != sorted(set(thetas), reverse=margin != "gap") or math.inf in thetas:
-        order = "rising" if margin == "gap" else "falling"
+def _check_thetas(thetas: list[float], rule: RuleChoice) -> None:
+    """Thresholds go from strict to loose, whichever way that is; the table knows it of its own rules."""
+    setting, structure = rule.setting("theta")
+    grid = setting.range(**structure).grid
+    rising, falling = sorted(set(thetas)), sorted(set(thetas), reverse=True)
+    allowed = [rising, falling] if not grid else [rising if grid[0] < grid[-1] else falling]
+    if thetas not in allowed or math.inf in thetas:
+        order = "rising or falling" if not grid else "rising" if grid[0] < grid[-1] else "falling"
+        where = f" for the margin {structure['margin']}" if setting.by == "margin" else ""
         raise MarsError(
-            f"--thetas are not in order: give finite numbers from strict to loose, {order} for the margin {margin}."
+            f"--thetas are not in order: give finite numbers from strict to loose, {order}{where}."
         )
 
 
@@ -117,7 +132,7 @@ def _run(argv: Sequence[str] | None, out: IO[str]) -> None:
         confidence=args.confidence,
         run_code=args.allow_code_execution,
     )
-    target, drafter = open_pair(args, problems)
+    target, drafter = open_pair(args, args.rule, problems)
     decoding = Decoding(
         target=target,
         drafter=drafter,
@@ -131,21 +146,21 @@ def _run(argv: Sequence[str] | None, out: IO[str]) -> None:
         risk=args.risk,
         bound=args.bound,
         confidence=args.confidence,
-        base=args.base,
-        margin=args.margin,
+        rule=args.rule,
         thetas=args.thetas,
         temperature=args.temperature,
         seed=args.seed,
         run_code=args.allow_code_execution,
         progress=Ticker("answers"),
     )
-    settings = settings_of(args, base=args.base, margin=args.margin, temperature=args.temperature)
+    settings = settings_of(args, temperature=args.temperature)
     try:
         write_json(
             args.output,
             {
                 "format": FORMAT,
                 "theta": "inf" if found["theta"] == math.inf else found["theta"],
+                "rule": rule_as_json(args.rule),
                 "settings": settings,
                 "promise": {
                     "risk": args.risk,

@@ -7,11 +7,12 @@ Oracle: tests/test_specs.py, which holds every row against its factory.
 """
 
 from mars_jax.core.settings import CONTROLS, LARGEST_INT, Range, Setting, by_name
+from mars_jax.specs.choice import Given, RuleChoice, choose, not_in
 from mars_jax.specs.drafts import (
     DRAFTERS,
     DraftKind,
     DraftSpec,
-    DynamicTree,
+    Dynamic,
     draft_words,
     drafters_that,
     parse_draft,
@@ -72,16 +73,20 @@ __all__ = [
     "UNLIMITED_RUN",
     "DraftKind",
     "DraftSpec",
-    "DynamicTree",
+    "Dynamic",
+    "Given",
     "Range",
     "Rule",
+    "RuleChoice",
     "Setting",
     "check_setting",
+    "choose",
     "draft_words",
     "drafters_that",
     "factory",
     "find",
     "is_own",
+    "not_in",
     "parse_draft",
     "parse_tree",
     "rule",

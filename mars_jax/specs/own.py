@@ -18,13 +18,17 @@ from pathlib import Path
 from typing import Any
 
 from mars_jax.core.errors import MarsError
-from mars_jax.core.settings import LARGEST_INT, Range, Setting
+from mars_jax.core.settings import CONTROLS, LARGEST_INT, Range, Setting
 from mars_jax.specs.rules import RULES, Rule, rule
 
 _RANGES = {
     float: Range("a number"),
     int: Range(f"a whole number from {-LARGEST_INT} to {LARGEST_INT}", -LARGEST_INT, LARGEST_INT),
 }
+
+
+_TAKEN = {*CONTROLS, "seed", "max_new_tokens", "id", "prompt", "prompt_tokens"}
+"""Keys of a row of a prompts file that mean something else."""
 
 
 def is_own(spec: str) -> bool:
@@ -157,7 +161,8 @@ def _setting(parameter: inspect.Parameter) -> Setting | None:
         optional=parameter.default is None,
         ranges=_RANGES.get(kind, Range("a number")),
         choices=choices,
-        per_row=kind in _RANGES,
+        # A row's temperature or seed is its own, and no rule's.
+        per_row=kind in _RANGES and parameter.name not in _TAKEN,
         help="",
     )
 

@@ -7,7 +7,7 @@ from mars_jax.core.types import LoadedRule, Verifier
 from mars_jax.verify.context import Context, context, entropy, token_classes
 from mars_jax.verify.exact import Exact, exact
 from mars_jax.verify.learned import Learned, learned
-from mars_jax.verify.load import load, save
+from mars_jax.verify.load import load, needs_chain, save
 from mars_jax.verify.mars import Mars, mars
 from mars_jax.verify.rejection import Rejection, rejection
 from mars_jax.verify.relaxed import Relaxed, runner_up_edges
@@ -35,6 +35,7 @@ __all__ = [
     "learned",
     "load",
     "mars",
+    "needs_chain",
     "node_stats",
     "rejection",
     "runner_up_edges",

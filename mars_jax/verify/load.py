@@ -85,6 +85,19 @@ def _own(spec: str, row: specs.Rule, settings: dict[str, Any]) -> LoadedRule:
     return loaded
 
 
+def needs_chain(rule: Any) -> bool:
+    """Whether a rule, or the rule that it is over, verifies chains alone, with the true q of a sampled draft.
+
+    >>> needs_chain(load("mars", base="rejection").rule), needs_chain(load("mars").rule)
+    (True, False)
+    """
+    while rule is not None:
+        if "chain" in getattr(rule, "needs", ()):
+            return True
+        rule = getattr(rule, "base", None)
+    return False
+
+
 def save(directory: str | os.PathLike[str], params: PyTree) -> Path:
     """Write the weights of `learned`, from `training.indicator.train`, into a new directory; returns it.
 

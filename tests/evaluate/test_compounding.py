@@ -13,6 +13,7 @@ from mars_jax.cli.compounding import main
 from mars_jax.evaluate.studies.branch_report import findings, summarize
 from mars_jax.evaluate.studies.branches import Decoded, Event, aligned, curves, interval, relapse, study
 from mars_jax.evaluate.tasks.problems import Problem
+from mars_jax.specs import RuleChoice
 
 THETA, NEW, HORIZON = 0.6, 24, 8
 
@@ -43,7 +44,14 @@ def studied(pair):
         for i, w in enumerate(words)
     ]
     pytest.importorskip("rouge_score")
-    return study(*pair, problems, theta=THETA, max_new_tokens=NEW, horizon=HORIZON, batch_size=4)
+    return study(
+        *pair,
+        problems,
+        rule=RuleChoice("mars", {"theta": THETA}),
+        max_new_tokens=NEW,
+        horizon=HORIZON,
+        batch_size=4,
+    )
 
 
 def test_branches_are_what_the_target_alone_says_there(pair, studied):
@@ -148,8 +156,9 @@ def test_the_command_writes_its_report(target, near, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--theta", "inf"], "--theta is inf: expected a number at which the margin ratio relaxes"),
-        (["--base", "rejection"], "--base rejection does not apply at temperature 0"),
+        (["--theta", "inf"], "--theta is inf, at which nothing is relaxed"),
+        (["--base", "rejection"], "--verify mars over rejection does not apply at temperature 0"),
+        (["--verify", "exact"], "--verify exact relaxes nothing, so there is nothing to follow"),
         (["--horizon", "0"], "--horizon has 0: expected a whole number of at least 1"),
     ],
 )

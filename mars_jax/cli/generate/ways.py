@@ -19,7 +19,6 @@ from mars_jax.cli.generate.terminal import TextPrinter, console, legend, statist
 from mars_jax.core.errors import MarsError
 from mars_jax.placement import hosts
 from mars_jax.serve.requests import Completion, Request, StreamEvent, total
-from mars_jax.verify import Simulated
 
 
 def stream_text(session: Session, out: IO[str], *, chat: bool, speedup: bool) -> None:
@@ -91,7 +90,7 @@ def write_output(session: Session, path: str, out: IO[str], *, json: bool) -> No
     The batch that holds the last row on file is decoded again. It shows that the file belongs to this run,
     and completes itself in the very shapes of an uninterrupted run.
     """
-    file = OutputFile(path, session.requests, session.rule.name) if hosts.is_first() else Unwritten()
+    file = OutputFile(path, session.requests, session.rule_name) if hosts.is_first() else Unwritten()
     resumed, total = hosts.broadcast(file.finished), len(session.requests)
     if resumed == total:
         _errors().print(f"'{path}' holds all {total} rows already: nothing to do.")
@@ -149,7 +148,7 @@ def _text(session: Session, request: Request) -> str:
 
 
 def _print_row(session: Session, completion: Completion, out: IO[str]) -> None:
-    _print_line(to_row(completion, session.rule.name), out)
+    _print_line(to_row(completion, session.rule_name), out)
 
 
 def _print_line(row: dict, out: IO[str]) -> None:
@@ -182,8 +181,8 @@ def _report(
     if colours and screen.color_system is not None:
         screen.print(legend())
     metrics = total(everyone)
-    screen.print(statistics(metrics, seconds, session.rule.name, drafts=session.drafts))
-    if isinstance(session.rule, Simulated):
+    screen.print(statistics(metrics, seconds, session.rule_name, drafts=session.drafts))
+    if session.simulated:
         screen.print("acceptance was simulated: the text means nothing, and quality cannot be read from it")
     if plain is not None:
         baseline = total([completion for batch in plain for completion in batch]).emitted / _seconds(plain)

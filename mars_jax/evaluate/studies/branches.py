@@ -20,6 +20,7 @@ import numpy as np
 
 from mars_jax import drafters, verify
 from mars_jax.evaluate.answers import prompt_tokens
+from mars_jax.evaluate.benchmark.arms import MARS
 from mars_jax.evaluate.scoring import scores
 from mars_jax.evaluate.scoring.likelihood import score as likelihood
 from mars_jax.evaluate.tasks.problems import UNJUDGED, Problem
@@ -27,6 +28,7 @@ from mars_jax.pretrained import Pretrained
 from mars_jax.serve import requests as request
 from mars_jax.serve.generate import generate_stream, run_batch
 from mars_jax.serve.requests import Request
+from mars_jax.specs import RuleChoice
 
 RESAMPLES = 2000
 
@@ -78,8 +80,7 @@ def study(
     drafter: drafters.LoadedDrafter,
     problems: Sequence[Problem],
     *,
-    theta: float = 0.9,
-    margin: str = "ratio",
+    rule: RuleChoice = MARS,
     chat: bool = False,
     max_new_tokens: int = 256,
     horizon: int = 48,
@@ -93,7 +94,7 @@ def study(
     Args:
       target, drafter: as for `generate`.
       problems: of one task.
-      theta, margin: of the rule, over `verify.exact`.
+      rule: by name, over `verify.exact`.
       chat: put questions through the chat template.
       max_new_tokens: of a text, in every branch.
       horizon: tokens of a continuation that is not scored; scored ones go on to their end.
@@ -109,13 +110,13 @@ def study(
     prompts = [prompt_tokens(target, problem, chat=chat) for problem in problems]
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "seed": seed}
     requests = request.make_requests(target, prompts, **options)
-    rule = verify.mars(theta=theta, margin=margin)
+    made = verify.load(rule.spec, target, **rule.settings)
     texts: list[Decoded] = []
     for first in range(0, len(requests), batch_size):
-        texts += relaxed_texts(target, drafter, requests[first : first + batch_size], rule, batch_size)
+        texts += relaxed_texts(target, drafter, requests[first : first + batch_size], made, batch_size)
         tick("texts", len(texts), len(requests))
     # One more token of each branch than the distances that are looked at.
-    places = _places(target, texts, rule, per_text, np.random.default_rng(seed))
+    places = _places(target, texts, made.rule, per_text, np.random.default_rng(seed))
     branches = []
     for problem, control, place, runner_up in places:
         text = texts[problem]
