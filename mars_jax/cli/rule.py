@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import textwrap
 from collections.abc import Collection, Mapping
 from typing import IO, Any
 
@@ -140,7 +141,8 @@ def print_rules(out: IO[str], *, as_json: bool, own: str | None = None) -> None:
         needs = "".join(f"; needs {specs.NEEDS[need]}" for need in row.needs)
         print(f"{row.name}: {row.help}\n  {kind}{needs}{f'; {row.paper}' if row.paper else ''}", file=out)
         for setting in row.settings.values():
-            print(f"  {setting.name}: {_described(setting)}", file=out)
+            line = f"  {setting.name}: {_described(setting)}"
+            print(textwrap.fill(line, 100, subsequent_indent="    ", break_on_hyphens=False), file=out)
         print(file=out)
     print(f"A rule of your own is named as {OWN}.", file=out)
 

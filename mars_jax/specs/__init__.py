@@ -6,6 +6,7 @@ and the factories take their ranges from their row.
 Oracle: tests/test_specs.py, which holds every row against its factory.
 """
 
+from mars_jax.core.errors import MarsError
 from mars_jax.core.settings import CONTROLS, LARGEST_INT, Range, Setting, by_name
 from mars_jax.specs.choice import Given, RuleChoice, choose, not_in
 from mars_jax.specs.drafts import (
@@ -23,6 +24,8 @@ from mars_jax.specs.rules import MARGINS, NEEDS, RULES, UNLIMITED_RUN, Rule, che
 
 DTYPES = ("float32", "bfloat16", "int8")
 """Of weights."""
+TRAINED = ("eagle3", "eagle1", "medusa", "model")
+"""Drafters that `training.distill` makes; an eagle3 or eagle1 is drafted with as eagle:PATH."""
 FILTERS = ("top_k", "top_p", "min_p")
 """Settings that only sampling reads; their defaults are off."""
 REQUEST = CONTROLS | by_name(
@@ -70,6 +73,7 @@ __all__ = [
     "NEEDS",
     "REQUEST",
     "RULES",
+    "TRAINED",
     "UNLIMITED_RUN",
     "DraftKind",
     "DraftSpec",
@@ -79,6 +83,7 @@ __all__ = [
     "Rule",
     "RuleChoice",
     "Setting",
+    "check_dtype",
     "check_setting",
     "choose",
     "draft_words",
@@ -91,3 +96,12 @@ __all__ = [
     "parse_tree",
     "rule",
 ]
+
+
+def check_dtype(dtype: str | None) -> None:
+    """Raise MarsError for a dtype of weights that is none of `DTYPES`; None is the checkpoint's own.
+
+    >>> check_dtype("bfloat16")
+    """
+    if dtype is not None and dtype not in DTYPES:
+        raise MarsError(f"dtype '{dtype}' is not supported: choose one of {', '.join(DTYPES)}.")

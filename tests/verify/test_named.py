@@ -12,7 +12,7 @@ from mars_jax import specs, verify
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import LoadedRule
 from mars_jax.models import indicator
-from mars_jax.verify.load import read_weights
+from mars_jax.verify.named import read_weights
 
 OWN = """
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A rule by its name: of the table, of a checkpoint, or of the user's own file.
 
-E hidden size, W width. Oracle: the factories themselves, in tests/verify/test_load.py.
+E hidden size, W width. Oracle: the factories themselves, in tests/verify/test_named.py.
 """
 
 from __future__ import annotations
