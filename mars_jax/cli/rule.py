@@ -75,7 +75,7 @@ def named(spec: str, given: Mapping[str, Given]) -> RuleChoice:
       MarsError: as `choose`; weights that are missing.
     """
     choice = choose(spec, given)
-    if "weights" in choice.row.needs and not spec.partition(":")[2]:
+    if "weights" in choice.row.needs and not specs.split(spec)[1]:
         raise MarsError(f"the rule {choice.row.name} needs weights: name them, as {choice.row.name}:PATH.")
     return choice
 
@@ -139,12 +139,16 @@ def print_rules(out: IO[str], *, as_json: bool, own: str | None = None) -> None:
     for row in rows:
         kind = "lossless" if row.lossless else "lossy"
         needs = "".join(f"; needs {specs.NEEDS[need]}" for need in row.needs)
-        print(f"{row.name}: {row.help}\n  {kind}{needs}{f'; {row.paper}' if row.paper else ''}", file=out)
+        print(f"{row.name}: {row.help}", file=out)
+        print(_lines(f"  {kind}{needs}{f'; {row.paper}' if row.paper else ''}"), file=out)
         for setting in row.settings.values():
-            line = f"  {setting.name}: {_described(setting)}"
-            print(textwrap.fill(line, 100, subsequent_indent="    ", break_on_hyphens=False), file=out)
+            print(_lines(f"  {setting.name}: {_described(setting)}"), file=out)
         print(file=out)
     print(f"A rule of your own is named as {OWN}.", file=out)
+
+
+def _lines(text: str) -> str:
+    return textwrap.fill(text, 100, subsequent_indent="    ", break_on_hyphens=False)
 
 
 def _described(setting: Setting) -> str:

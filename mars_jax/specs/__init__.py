@@ -19,7 +19,7 @@ from mars_jax.specs.drafts import (
     parse_draft,
     parse_tree,
 )
-from mars_jax.specs.own import factory, find, is_own
+from mars_jax.specs.own import factory, find, is_own, split
 from mars_jax.specs.rules import MARGINS, NEEDS, RULES, UNLIMITED_RUN, Rule, check_setting, rule
 
 DTYPES = ("float32", "bfloat16", "int8")
@@ -95,6 +95,7 @@ __all__ = [
     "parse_draft",
     "parse_tree",
     "rule",
+    "split",
 ]
 
 

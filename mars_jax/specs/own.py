@@ -31,6 +31,16 @@ _TAKEN = {*CONTROLS, "seed", "max_new_tokens", "id", "prompt", "prompt_tokens"}
 """Keys of a row of a prompts file that mean something else."""
 
 
+def split(spec: str) -> tuple[str, str]:
+    """The name of a rule of the table, and the path of its weights, "" where none is named.
+
+    >>> split("learned:some/folder"), split("mars")
+    (('learned', 'some/folder'), ('mars', ''))
+    """
+    name, _, path = spec.partition(":")
+    return name, path
+
+
 def is_own(spec: str) -> bool:
     """Whether a spec names a rule of the user's.
 
@@ -38,7 +48,7 @@ def is_own(spec: str) -> bool:
     (True, False, False)
     """
     where, colon, name = spec.rpartition(":")
-    return bool(colon and where and name) and where.partition(":")[0] not in RULES
+    return bool(colon and where and name) and split(where)[0] not in RULES
 
 
 def find(spec: str) -> Rule:
@@ -56,9 +66,9 @@ def find(spec: str) -> Rule:
     'mars'
     """
     if not is_own(spec):
-        name, colon, path = spec.partition(":")
+        name, path = split(spec)
         row = rule(name)
-        if colon and not (path and "weights" in row.needs):
+        if ":" in spec and not (path and "weights" in row.needs):
             raise MarsError(f"the rule is {spec}: {name} has no weights, so name it alone.")
         return row
     made = factory(spec)

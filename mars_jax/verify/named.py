@@ -55,7 +55,7 @@ def load(spec: str, target: Any = None, **settings: Any) -> LoadedRule:
     rule = specs.factory(row.factory)(**keywords)
     if "weights" not in row.needs:
         return LoadedRule(rule)
-    path = spec.partition(":")[2]
+    _, path = specs.split(spec)
     if not path:
         raise MarsError(f"the rule {row.name} needs weights: name them, as {row.name}:PATH.")
     return LoadedRule(rule, read_weights(path, target))

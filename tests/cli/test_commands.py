@@ -100,7 +100,7 @@ def test_the_table_of_rules_is_for_people_too(capsys):
     told = " " + " ".join(out.split())
     for row in specs.RULES.values():
         assert f"{row.name}: {row.help}\n  {'lossless' if row.lossless else 'lossy'}" in out
-        assert row.paper in out
+        assert row.paper in told
         for setting in row.settings.values():
             assert f" {setting.name}: {setting.help}" in told
     assert "a number above 0 for the margin gap (inf is strict); " in told and "default: any" in told
