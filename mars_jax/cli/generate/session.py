@@ -12,13 +12,14 @@ from mars_jax.cli.generate.applies import Choices
 from mars_jax.cli.generate.prompts import PromptRow
 from mars_jax.cli.mesh import open_mesh
 from mars_jax.core.errors import MarsError
-from mars_jax.core.rules import name_of, take_rows
+from mars_jax.core.rules import name_of
 from mars_jax.core.types import LoadedRule
 from mars_jax.hub.files import resolve
 from mars_jax.pretrained import Pretrained, check_same_vocabulary
 from mars_jax.serve import prepare as batch
 from mars_jax.serve import requests as request
-from mars_jax.serve.generate import compile_batch, generate_stream, run_batch
+from mars_jax.serve.generate import compile_batch, generate_stream, rule_of, run_batch
+from mars_jax.serve.prepare import AnyRule
 from mars_jax.serve.requests import Completion, Request, StreamEvent
 
 
@@ -40,11 +41,11 @@ class Session:
         """For reports."""
         return name_of(self.rule.rule)
 
-    def rule_of(self, group: list[Request]) -> LoadedRule:
+    def rule_of(self, group: list[Request]) -> AnyRule | None:
         """The rule with the numbers of a batch, which is a stretch of the requests."""
         first = next(i for i, request in enumerate(self.requests) if request is group[0])
         rows = range(first, first + len(group))
-        return self.rule._replace(rule=take_rows(self.rule.rule, rows, len(self.requests)))
+        return rule_of(self.rule, rows, len(self.requests))
 
     def batches(self) -> Iterator[list[Request]]:
         """The requests, a batch at a time."""
@@ -135,7 +136,7 @@ def _rule(choice: specs.RuleChoice, target: Pretrained, rows: Sequence[PromptRow
 def _check_tau(choice: specs.RuleChoice, rows: Sequence[PromptRow], most: int) -> None:
     """A draft gives so many tokens a step at most."""
     for row in rows:
-        tau = row.numbers.get("tau", choice.settings.get("tau"))
+        tau = row.numbers.get("tau") or choice.settings["tau"]
         if tau > most:
             told = f"is {tau:g}, and this draft gives {most} tokens a step at most: ask for less, or draft deeper."
             raise row.error(f"tau {told}") if "tau" in row.numbers else MarsError(f"--tau {told}")
