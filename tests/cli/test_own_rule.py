@@ -97,7 +97,7 @@ def test_rows_choose_the_numbers_of_a_rule(run, pair, gates, tmp_path):
     """A row alone has the tokens that it has beside others, in whatever batch."""
     file = tmp_path / "p.jsonl"
     entropies = [ALWAYS, NEVER, None, 5.3, ALWAYS]
-    lines = [{"prompt": "the sea", "seed": i % 2} for i in range(5)]
+    lines = [{"prompt": "a story of", "seed": i % 2} for i in range(5)]
     lines = [line | ({} if e is None else {"entropy": e}) for line, e in zip(lines, entropies, strict=True)]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     flags = [*pair, "--ignore-eos", "--max-new-tokens", "24", "--json", "--verify", f"{gates}:entropy_gate"]
@@ -106,7 +106,7 @@ def test_rows_choose_the_numbers_of_a_rule(run, pair, gates, tmp_path):
     pairs = rows(run(*flags, *common, "--prompts-file", file, "--batch-size", "2"))
     for row, other, entropy in zip(together, pairs, entropies, strict=True):
         given = ["--rule-option", f"entropy={4.9 if entropy is None else entropy}"]
-        [alone] = rows(run(*flags, *given, "the sea"))
+        [alone] = rows(run(*flags, *given, "a story of"))
         assert row["tokens"] == other["tokens"] == alone["tokens"]
         assert row["accepted_relaxed"] == other["accepted_relaxed"] == alone["accepted_relaxed"]
     assert together[0]["accepted_relaxed"] > together[1]["accepted_relaxed"] == 0
@@ -115,12 +115,12 @@ def test_rows_choose_the_numbers_of_a_rule(run, pair, gates, tmp_path):
 def test_rows_choose_the_numbers_of_a_rule_of_the_table(run, pair, tmp_path):
     file = tmp_path / "p.jsonl"
     lines = [{"theta": 0.5}, {"theta": 0.5, "max_relaxed_run": 0}, {"theta": "inf"}, {}, {"strict": True}]
-    text = "".join(json.dumps({"prompt": "the sea"} | line) + "\n" for line in lines)
+    text = "".join(json.dumps({"prompt": "a story of"} | line) + "\n" for line in lines)
     file.write_text(text.replace('"inf"', "Infinity"))
     flags = [*pair, "--ignore-eos", "--max-new-tokens", "24", "--json"]
     found = rows(run(*flags, "--theta", "0.4", "--prompts-file", file))
     for row, given in zip(found, ("0.5", None, None, "0.4", None), strict=True):
-        [alone] = rows(run(*flags, *(["--theta", given] if given else ["--verify", "exact"]), "the sea"))
+        [alone] = rows(run(*flags, *(["--theta", given] if given else ["--verify", "exact"]), "a story of"))
         assert row["tokens"] == alone["tokens"]
     assert found[0]["accepted_relaxed"] > 0 == found[1]["accepted_relaxed"] == found[4]["accepted_relaxed"]
 
@@ -154,7 +154,7 @@ def test_compare_takes_it_too(run, pair, gates):
     ("argv", "message"),
     [
         (["--rule-option", "entropy=high"], "--rule-option entropy is high: expected a number"),
-        (["--rule-option", "theta=1"], "--rule-option theta does not apply to the rule entropy_gate, which has entropy"),
+        (["--rule-option", "theta=1"], "--rule-option theta does not apply to the rule entropy_gate, which has e"),
         (["--theta", "1"], "--theta does not apply to the rule entropy_gate, which has entropy: leave it out, or "),
         (["--block"], "--block does not apply to the rule entropy_gate"),
     ],
