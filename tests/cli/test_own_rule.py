@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mars_jax import hub
-from mars_jax.cli import benchmark, calibrate
+from mars_jax.cli import benchmark, calibrate, compounding
 
 ENTROPY_GATE = '''
 """Relaxes where the target's entropy is high."""
@@ -209,6 +209,18 @@ def test_the_benchmark_measures_it_with_the_same_controls(pair, gates, tmp_path)
     # The same command goes on with its folder, and another rule does not.
     assert benchmark.main([str(x) for x in (*flags, "--output", tmp_path / "out")]) == 0
     assert benchmark.main([str(x) for x in (*flags[:-1], "entropy=1", "--output", tmp_path / "out")]) == 2
+
+
+def test_what_it_does_to_a_text_can_be_studied(pair, gates, tmp_path):
+    pytest.importorskip("matplotlib")
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in PROMPTS))
+    flags = [*pair, "--task", f"jsonl={prompts}", "--max-new-tokens", 24, "--horizon", 4, "--batch-size", 3]
+    flags += ["--verify", f"{gates}:entropy_gate", "--rule-option", "entropy=3", "--output", tmp_path / "out"]
+    assert compounding.main([str(x) for x in flags]) == 0
+    summary = json.loads(next((tmp_path / "out").glob("*.json")).read_text())
+    assert summary["settings"]["rule"] == {"verify": f"{gates}:entropy_gate", "settings": {"entropy": 3.0}}
+    assert summary["tasks"]["jsonl"]["relaxed"]["events"] > 0
 
 
 def test_its_theta_can_be_calibrated(run, pair, gates, tmp_path, capsys):
