@@ -13,7 +13,7 @@ from mars_jax import __version__, specs
 from mars_jax.cli import pair
 from mars_jax.cli.program import Ticker, keep_compilations, program
 from mars_jax.cli.rule import rule_of
-from mars_jax.cli.theta import FORMAT, rule_as_json, settings_of, thetas_of
+from mars_jax.cli.theta import FORMAT, settings_of, thetas_of
 from mars_jax.core.errors import MarsError
 from mars_jax.specs import RuleChoice
 
@@ -160,7 +160,7 @@ def _run(argv: Sequence[str] | None, out: IO[str]) -> None:
             {
                 "format": FORMAT,
                 "theta": "inf" if found["theta"] == math.inf else found["theta"],
-                "rule": rule_as_json(args.rule),
+                "rule": args.rule.as_json(but=("theta",)),
                 "settings": settings,
                 "promise": {
                     "risk": args.risk,

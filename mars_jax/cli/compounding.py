@@ -15,7 +15,7 @@ from mars_jax import __version__
 from mars_jax.cli import pair
 from mars_jax.cli.program import Ticker, keep_compilations, program
 from mars_jax.cli.rule import given_settings
-from mars_jax.cli.theta import rule_and_file, rule_as_json, settings_of
+from mars_jax.cli.theta import rule_and_file, settings_of
 from mars_jax.core.errors import MarsError
 
 _DESCRIPTION = """\
@@ -114,7 +114,7 @@ def _run(argv: Sequence[str] | None, out: IO[str]) -> None:
         events += [{"task": task, **_rounded(event)} for event in found]
     shown = ("max_new_tokens", "horizon", "per_text", "batch_size", "seed", "problems", "chat")
     settings = settings_of(args) | {
-        "rule": rule_as_json(args.rule),
+        "rule": args.rule.as_json(but=("theta",)),
         "theta": args.rule.settled().get("theta"),
     }
     settings |= {name: getattr(args, name) for name in shown}

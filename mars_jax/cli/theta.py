@@ -174,13 +174,6 @@ def read_theta(path: str) -> ThetaFile:
     return ThetaFile(path, theta, spec, rule, settings)
 
 
-def rule_as_json(rule: RuleChoice) -> dict[str, Any]:
-    """The rule of a calibration for its file: its name, and every setting but theta."""
-    settings = {name: value for name, value in rule.settled().items() if name != "theta"}
-    plain = {k: str(v) if isinstance(v, float) and math.isinf(v) else v for k, v in settings.items()}
-    return {"verify": rule.spec, "settings": plain}
-
-
 def settings_of(args: argparse.Namespace, **more: Any) -> dict[str, Any]:
     """The settings of a run by its flags, those that it leaves to the file left out."""
     flags = {name: getattr(args, name) for name in ("target", "draft", "num_draft_tokens", "tree")}

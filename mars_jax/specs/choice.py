@@ -6,7 +6,8 @@ No jax; `verify.load(choice.spec, target, **choice.settings)` makes the rule.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from mars_jax.core.errors import MarsError
@@ -59,6 +60,16 @@ class RuleChoice:
     def settled(self) -> dict[str, Any]:
         """All settings, with the defaults of those that were not given."""
         return self.row.settle(self.settings)
+
+    def as_json(self, *, but: Collection[str] = ()) -> dict[str, Any]:
+        """For the records of a run: the spec and every setting, `but` some; infinities as texts.
+
+        >>> RuleChoice("rejection", {}).as_json()
+        {'verify': 'rejection', 'settings': {'block': False}}
+        """
+        settings = {name: value for name, value in self.settled().items() if name not in but}
+        plain = {k: str(v) if isinstance(v, float) and math.isinf(v) else v for k, v in settings.items()}
+        return {"verify": self.spec, "settings": plain}
 
     def but(self, **settings: Any) -> RuleChoice:
         """The same rule with other settings.

@@ -114,6 +114,17 @@ def margin_of(choice: RuleChoice) -> str | None:
     return margin if margin in specs.MARGINS else None
 
 
+def default_thetas(rule: RuleChoice) -> list[float]:
+    """The threshold of a rule of the table, by its settings or by default; none for a rule that has none.
+
+    >>> default_thetas(MARS), default_thetas(RuleChoice("exact", {}))
+    ([0.9], [])
+    """
+    if specs.is_own(rule.spec) or "theta" not in rule.options:
+        return []
+    return [rule.settled()["theta"]]
+
+
 def make_arms(
     choice: RuleChoice,
     thetas: Sequence[float],

@@ -17,12 +17,20 @@ from typing import Any
 import jax
 import numpy as np
 
-from mars_jax import __version__, drafters, specs, verify
+from mars_jax import __version__, drafters, verify
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import LoadedRule
 from mars_jax.evaluate.answers import Answer, Decoding, check_problems, prompt_tokens
 from mars_jax.evaluate.benchmark import margins, report
-from mars_jax.evaluate.benchmark.arms import MARS, Arm, base_of, make_arms, margin_of, other_margin
+from mars_jax.evaluate.benchmark.arms import (
+    MARS,
+    Arm,
+    base_of,
+    default_thetas,
+    make_arms,
+    margin_of,
+    other_margin,
+)
 from mars_jax.evaluate.benchmark.match import PROBLEMS, Match, match
 from mars_jax.evaluate.benchmark.rows import Key, RowFile, make_row
 from mars_jax.evaluate.folder import claim, digest, fingerprint, write_json
@@ -110,7 +118,7 @@ def evaluate(
         "target": target.name,
         **(names or {}),
         "drafter": drafter.drafter.name,
-        "rule": as_json(rule),
+        "rule": rule.as_json(but=("theta",) if thetas else ()),
         "thetas": thetas,
         "temperatures": temperatures,
         # Left out where there are none, so that folders of runs before this setting can go on.
@@ -308,26 +316,6 @@ class _Evaluation:
         self.matches[name] = found
         write_json(self._folder / MATCHES, {place: m._asdict() for place, m in self.matches.items()})
         return found
-
-
-def default_thetas(rule: RuleChoice) -> list[float]:
-    """The threshold of a rule of the table, by its settings or by default; none for a rule that has none.
-
-    >>> default_thetas(MARS), default_thetas(RuleChoice("exact", {}))
-    ([0.9], [])
-    """
-    if specs.is_own(rule.spec) or "theta" not in rule.options:
-        return []
-    return [rule.settled()["theta"]]
-
-
-def as_json(rule: RuleChoice) -> dict[str, Any]:
-    """A rule in the settings of a run: its name, and every setting but theta, whose arms are many."""
-    settings = {
-        name: value for name, value in rule.settled().items() if name != "theta" or specs.is_own(rule.spec)
-    }
-    plain = {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in settings.items()}
-    return {"verify": rule.spec, "settings": plain}
 
 
 def _by_task(problems: Sequence[Problem]) -> dict[str, list[Problem]]:
