@@ -1,9 +1,7 @@
 """Margin-aware acceptance as kernels, for TPU, GPU and CPU. This package imports jax only."""
 
-from kernels_pallas.accept import margin_accept
-from kernels_pallas.blocks import BlockError, GpuBlocks, GpuHeadBlocks, TpuBlocks, TpuHeadBlocks
-from kernels_pallas.lm_head import lm_head_margin_stats
-from kernels_pallas.margin import margin_stats
+from kernels_pallas.api import margin_accept, margin_stats
+from kernels_pallas.blocks import BlockError, GpuBlocks, TpuBlocks
 from kernels_pallas.rule import MARGINS, Acceptance, AcceptControls
 from kernels_pallas.sharded import merge_over, sharded_margin_accept, sharded_margin_stats
 from kernels_pallas.stats import MarginStats, empty, merge
@@ -14,12 +12,9 @@ __all__ = [
     "Acceptance",
     "BlockError",
     "GpuBlocks",
-    "GpuHeadBlocks",
     "MarginStats",
     "TpuBlocks",
-    "TpuHeadBlocks",
     "empty",
-    "lm_head_margin_stats",
     "margin_accept",
     "margin_stats",
     "merge",

@@ -16,8 +16,6 @@ SUBLANES = 8
 BLOCK_BYTES = 2 * 2**20
 """Bytes of logits per block. Two are in flight, and together with the state they stay far below the 16 MiB of
 fast memory that every generation grants a kernel by default."""
-HEAD_BYTES = 15 * 2**20
-"""Bytes of fast memory for the fused unembedding, of those 16 MiB."""
 MAX_ROWS = 1024
 """Rows per block. The state takes 2.5 KiB a row."""
 
@@ -131,84 +129,3 @@ def gpu_blocks(blocks: GpuBlocks | None, *, rows: int, vocab: int, dtype) -> Gpu
 
 def _power_of_two(at_least: int) -> int:
     return 1 << (at_least - 1).bit_length()
-
-
-class TpuHeadBlocks(NamedTuple):
-    """Block of `lm_head_margin_stats` on TPU: `rows` times `tokens` of the vocabulary, `depth` of E at a
-    time."""
-
-    rows: int
-    tokens: int
-    depth: int
-
-
-def tpu_head_blocks(
-    blocks: TpuHeadBlocks | None, *, rows: int, vocab: int, width: int, dtype
-) -> TpuHeadBlocks:
-    """`blocks` where it is legal, or the default.
-
-    Raises:
-      BlockError: with what is wrong and what would be right.
-    """
-    itemsize, group = _itemsize(dtype), tile_rows(dtype)
-    if rows == 0 or vocab == 0 or width == 0:
-        raise BlockError(f"{rows} rows of width {width} and {vocab} tokens: expected 1 or more of each.")
-    if blocks is None:
-        # Every block is held twice: 3 MiB of rows, and 2 MiB of the weight, which streams by.
-        most = max(3 * BLOCK_BYTES // 2 // (width * itemsize) // group, 1) * group
-        block_rows = rows if rows <= min(most, 512) else min(most, 512)
-        tokens = min(512, -(-vocab // LANES) * LANES)
-        depths = [d for d in range(LANES, width + 1, LANES) if width % d == 0] or [width]
-        fitting = [d for d in depths if d * tokens * itemsize <= BLOCK_BYTES] or depths[:1]
-        blocks = TpuHeadBlocks(block_rows, tokens, fitting[-1])
-    if blocks.tokens <= 0 or blocks.tokens % LANES:
-        raise BlockError(f"blocks.tokens is {blocks.tokens}: expected a positive multiple of {LANES}.")
-    if blocks.rows != rows and (blocks.rows <= 0 or blocks.rows % group):
-        raise BlockError(
-            f"blocks.rows is {blocks.rows}: expected a positive multiple of {group}, or all {rows} of them."
-        )
-    if blocks.depth != width and (blocks.depth <= 0 or blocks.depth % LANES or width % blocks.depth):
-        raise BlockError(
-            f"blocks.depth is {blocks.depth}: expected {width} or a multiple of {LANES} that divides it."
-        )
-    # Two of each operand, the logits and the product they are added from, the state and the results.
-    operands = 2 * (blocks.rows * width + blocks.tokens * blocks.depth) * itemsize
-    needed = operands + 2 * blocks.rows * blocks.tokens * 4 + 7 * blocks.rows * LANES * 4
-    if needed > HEAD_BYTES:
-        raise BlockError(
-            f"a block of {blocks.rows} rows by {blocks.tokens} tokens by {blocks.depth} of {width} does not fit: "
-            f"it needs {needed} bytes of {HEAD_BYTES}; take fewer rows or tokens."
-        )
-    return blocks
-
-
-class GpuHeadBlocks(NamedTuple):
-    """Blocks of `lm_head_margin_stats` on GPU: programs of `rows` rows by one of `splits` parts of the
-    vocabulary, in steps of `tokens` tokens and `depth` of E."""
-
-    rows: int
-    splits: int
-    tokens: int = 128
-    depth: int = 64
-    warps: int = 4
-
-
-def gpu_head_blocks(
-    blocks: GpuHeadBlocks | None, *, rows: int, vocab: int, width: int, dtype
-) -> GpuHeadBlocks:
-    """`blocks` where it is legal, or the default.
-
-    Raises:
-      BlockError: with what is wrong and what would be right.
-    """
-    _itemsize(dtype)
-    if rows == 0 or vocab == 0 or width == 0:
-        raise BlockError(f"{rows} rows of width {width} and {vocab} tokens: expected 1 or more of each.")
-    if blocks is None:
-        block_rows = min(max(_power_of_two(rows), 16), 64)  # Triton multiplies nothing below 16
-        wanted = _power_of_two(max(PROGRAMS // 2 // -(-rows // block_rows), 1))
-        return GpuHeadBlocks(block_rows, min(wanted, _power_of_two(-(-vocab // 128))))
-    for name, value, low in zip(blocks._fields, blocks, (16, 1, 16, 16, 1), strict=True):
-        if value < low or value & (value - 1):
-            raise BlockError(f"blocks.{name} is {value}: expected a power of two of at least {low}.")
-    return blocks

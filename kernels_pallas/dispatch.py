@@ -13,6 +13,9 @@ from kernels_pallas.whole import whole_or_partitioned
 
 IMPLEMENTATIONS = ("reference", "xla", "partitioned", "pallas_tpu", "pallas_gpu")
 """The names that `implementation` takes."""
+KERNELS = {"tpu": "pallas_tpu"}
+"""The kernel that runs on a platform unasked. "pallas_gpu" has no place here: no card has run it, and the backend
+of jax that it is written for is deprecated."""
 
 
 def dispatch(
@@ -24,8 +27,8 @@ def dispatch(
 ) -> Any:
     """Call the named one of `forms` on `operands`, or what suits the platform the program is lowered for.
 
-    That is "partitioned" where XLA spreads the program over devices, else the kernel of the platform, else
-    "xla".
+    That is "partitioned" where XLA spreads the program over devices, else the kernel of the platform where
+    `KERNELS` has one, else "xla".
 
     Raises:
       ValueError: unknown name; blocks or interpret without the name of a kernel, which is what they belong
@@ -47,9 +50,8 @@ def dispatch(
         return forms[implementation](*operands, blocks=blocks, interpret=interpret)
     if implementation is not None:
         return forms[implementation](*operands)
-    kernels = {"tpu": "pallas_tpu", "cuda": "pallas_gpu", "default": "xla"}
     choices = {
         platform: whole_or_partitioned(forms[name], forms["partitioned"])
-        for platform, name in kernels.items()
+        for platform, name in {**KERNELS, "default": "xla"}.items()
     }
     return lax.platform_dependent(*operands, **choices)

@@ -31,12 +31,6 @@ def margin_stats(logits: Array, *, logsumexp: bool = False) -> MarginStats:
     return MarginStats(top[..., 0], ids[..., 0], top[..., 1], id2, total)
 
 
-def lm_head_margin_stats(hidden: Array, weight: Array, *, logsumexp: bool = False) -> MarginStats:
-    """Statistics of the float32 logits `hidden @ weight.T` for hidden [..., E] and weight [V, E]."""
-    logits = jnp.einsum("...e,ve->...v", hidden, weight, preferred_element_type=jnp.float32)
-    return margin_stats(logits, logsumexp=logsumexp)
-
-
 def decide(
     stats: MarginStats,
     tokens: Array,

@@ -4,22 +4,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-
-class Target(NamedTuple):
-    """What the kernels see of a target model."""
-
-    vocab: int  # V, as in the model's config
-    hidden: int  # E
-
-
-TARGETS = {
-    "llama-3.1-8b": Target(vocab=128256, hidden=4096),
-    "llama-3.3-70b": Target(vocab=128256, hidden=8192),
-    "qwen3-8b": Target(vocab=151936, hidden=4096),
-    "qwen3-32b": Target(vocab=151936, hidden=5120),
-    "qwen3-235b-a22b": Target(vocab=151936, hidden=4096),
-    "vicuna-13b": Target(vocab=32000, hidden=5120),
+VOCABULARIES = {
+    "llama-3.1-8b": 128256,
+    "llama-3.3-70b": 128256,
+    "qwen3-8b": 151936,
+    "qwen3-32b": 151936,
+    "qwen3-235b-a22b": 151936,
+    "vicuna-13b": 32000,
 }
+"""V of each target, as in its config."""
 
 
 class Draft(NamedTuple):

@@ -19,9 +19,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import Mesh, PartitionSpec
 
-from kernels_pallas import margin
+from kernels_pallas.api import margin_stats
 from kernels_pallas.rule import Acceptance, AcceptControls, check_margin, decide
-from kernels_pallas.stats import MarginStats, merge
+from kernels_pallas.stats import MarginStats, bits, from_bits, merge
 
 Axis = str | tuple[str, ...]
 
@@ -37,17 +37,11 @@ def merge_over(stats: MarginStats, axis: Axis, *, local_vocab: int) -> MarginSta
     first = lax.axis_index(axis) * local_vocab
     offset = lambda ids: jnp.where(ids < 0, ids, ids + first)  # noqa: E731
     stats = stats._replace(id1=offset(stats.id1), id2=offset(stats.id2))
-    # One array, so one collective: floats travel as integers, whose bits no device touches.
-    columns = [lax.bitcast_convert_type(x, jnp.int32) for x in stats if x is not None]
+    # One array, so one collective.
+    columns = [bits(x) for x in stats if x is not None]
     parts = lax.all_gather(jnp.stack(columns), axis)  # i32[shards, 4 or 5, ...]
 
-    def unpack(part: Array) -> MarginStats:
-        columns = [part[k] for k in range(part.shape[0])]
-        for k in (0, 2, 4)[: len(columns) - 2]:
-            columns[k] = lax.bitcast_convert_type(columns[k], jnp.float32)
-        return MarginStats(*columns)
-
-    return functools.reduce(merge, (unpack(parts[i]) for i in range(parts.shape[0])))
+    return functools.reduce(merge, (from_bits(list(part)) for part in parts))
 
 
 def sharded_margin_stats(
@@ -104,7 +98,7 @@ def sharded_margin_accept(
 
 
 def _local(logits: Array, *, axis: Axis, options: dict[str, Any]) -> MarginStats:
-    stats = margin.margin_stats(logits, **options)
+    stats = margin_stats(logits, **options)
     return merge_over(stats, axis, local_vocab=logits.shape[-1])
 
 

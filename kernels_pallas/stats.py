@@ -5,10 +5,11 @@ V vocabulary; `...` stands for any leading dimensions. Oracle: numpy sorting in 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 NO_ID = -1
 """Id of an entry that does not exist: the second of a vocabulary of one, both of an empty one."""
@@ -31,6 +32,31 @@ class MarginStats(NamedTuple):
     top2: Array  # f32[...]; -inf where V == 1
     id2: Array  # i32[...]; NO_ID where V == 1
     logsumexp: Array | None = None  # f32[...]; None where it was not asked for; -inf for a row of -inf
+
+
+def dtypes(*, logsumexp: bool) -> list[jnp.dtype]:
+    """Of the fields in order, with or without the last: what a kernel allocates for them.
+
+    >>> len(dtypes(logsumexp=False))
+    4
+    """
+    largest_two = [jnp.float32, jnp.int32, jnp.float32, jnp.int32]
+    return [jnp.dtype(x) for x in ([*largest_two, jnp.float32] if logsumexp else largest_two)]
+
+
+def bits(x: Array) -> Array:
+    """f32[...] or i32[...] -> i32[...], the same bits.
+
+    Integers carry the floats and not the other way round: an id seen as a float is denormal and may be flushed
+    to 0.
+    """
+    return lax.bitcast_convert_type(x, jnp.int32)
+
+
+def from_bits(columns: Sequence[Array]) -> MarginStats:
+    """Statistics from the `bits` of their fields, i32[...] each."""
+    wanted = dtypes(logsumexp=len(columns) == 5)
+    return MarginStats(*(lax.bitcast_convert_type(x, d) for x, d in zip(columns, wanted, strict=True)))
 
 
 def empty(shape: tuple[int, ...], *, logsumexp: bool = False) -> MarginStats:

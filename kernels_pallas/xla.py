@@ -1,10 +1,11 @@
-"""Margin statistics in plain XLA, in two levels: the default on CPU and wherever there is no kernel.
+"""Margin statistics in plain XLA, in two levels: the default everywhere but on TPUs.
 
 V vocabulary. Oracle: `reference`.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
@@ -31,28 +32,36 @@ def margin_stats(logits: Array, *, logsumexp: bool = False) -> MarginStats:
     block, the second largest in the best or in the second-best one, so only those two are searched.
     `lax.top_k` looks at each entry with a scalar comparison, and `argmax` is slower still on CPU.
 
-    With the logsumexp a few rows are taken at a time. XLA's CPU backend writes the exponentials down before it
+    With the logsumexp, a CPU takes a few rows at a time. XLA's CPU backend writes the exponentials down before it
     sums them: of a few rows they stay in the cache, and so do the logits from the first pass to the second.
     """
-    lead, vocab = logits.shape[:-1], logits.shape[-1]
-    rows = logits.reshape(-1, vocab)
-    count = rows.shape[0]
+    rows = logits.reshape(-1, logits.shape[-1])
+    if logsumexp:
+        stats = lax.platform_dependent(
+            rows, cpu=_a_few_rows_at_a_time, default=functools.partial(_stats, logsumexp=True)
+        )
+    else:
+        stats = _stats(rows, logsumexp=False)
+    return jax.tree.map(lambda x: x.reshape(logits.shape[:-1]), stats)
+
+
+def _a_few_rows_at_a_time(rows: Array) -> MarginStats:
+    """`_stats` of rows [R, V] with the logsumexp, `ROWS_BYTES` at a time."""
+    count, vocab = rows.shape
     size = min(max(ROWS_BYTES // (4 * vocab), 1), count)
-    if not logsumexp or size == count:
-        stats = _stats(rows, logsumexp)
-        return jax.tree.map(lambda x: x.reshape(lead), stats)
+    if size == count:
+        return _stats(rows, logsumexp=True)
 
     def step(i: Array, done: MarginStats) -> MarginStats:
         # The last step starts early enough to be whole; what it computes a second time is the same.
         start = jnp.minimum(i * size, count - size)
-        some = _stats(lax.dynamic_slice_in_dim(rows, start, size), logsumexp)
+        some = _stats(lax.dynamic_slice_in_dim(rows, start, size), logsumexp=True)
         return jax.tree.map(lambda d, x: lax.dynamic_update_slice_in_dim(d, x, start, axis=0), done, some)
 
-    stats = lax.fori_loop(0, -(-count // size), step, empty((count,), logsumexp=True))
-    return jax.tree.map(lambda x: x.reshape(lead), stats)
+    return lax.fori_loop(0, -(-count // size), step, empty((count,), logsumexp=True))
 
 
-def _stats(logits: Array, logsumexp: bool) -> MarginStats:
+def _stats(logits: Array, *, logsumexp: bool) -> MarginStats:
     vocab = logits.shape[-1]
     blocks = vocab // BLOCK
     if blocks < 4:  # the candidates would be most of the vocabulary

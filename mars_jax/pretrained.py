@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from mars_jax import assets, hub
 from mars_jax.core.errors import MarsError
+from mars_jax.core.mesh import parse_mesh
 from mars_jax.core.types import LanguageModel, PyTree
 from mars_jax.hub.files import resolve
 from mars_jax.models.config import ModelConfig
@@ -23,6 +24,8 @@ from mars_jax.placement.shardings import params_shardings
 
 # Names under which transformers 4 and 5 save a tokenizer that tokenizer.json describes in full.
 _PLAIN = ("PreTrainedTokenizerFast", "TokenizersBackend")
+_PARALLEL = "TOKENIZERS_PARALLELISM"
+_USER_CHOSE = _PARALLEL in os.environ
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
@@ -67,23 +70,58 @@ class Pretrained:
         """Token ids of a prompt, as one user turn of the chat template if `chat`.
 
         Raises:
-          MarsError: the prompt is empty, or the tokenizer has no chat template.
+          MarsError: the prompt is empty, or as `encode_chat`.
         """
         if not prompt:
             raise MarsError("the prompt is empty: give at least one character of text to continue.")
-        if not chat:
-            ids = self.tokenizer(prompt)["input_ids"]
-        elif getattr(self.tokenizer, "chat_template", None) is None:
+        if chat:
+            return self.encode_chat([{"role": "user", "content": prompt}])
+        ids = self.tokenizer(prompt)["input_ids"]
+        self.check_tokens(ids)
+        return [int(i) for i in ids]
+
+    def encode_chat(self, turns: Sequence[dict[str, str]]) -> list[int]:
+        """Token ids of a conversation, each turn with its `role` and `content`, up to where the model is to answer.
+
+        Raises:
+          MarsError: the tokenizer has no chat template, or one that does not take these turns.
+        """
+        tokenizer = self.tokenizer
+        if getattr(tokenizer, "chat_template", None) is None:
             raise MarsError(
                 f"'{self.name}' has no chat template: leave --chat out, or use an instruction-tuned model."
             )
-        else:
-            turns = [{"role": "user", "content": prompt}]
-            ids = self.tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)[
-                "input_ids"
-            ]
+        try:
+            encoded = tokenizer.apply_chat_template(list(turns), add_generation_prompt=True, return_dict=True)
+        except Exception as error:  # a template is a program of the checkpoint's: it may raise anything
+            raise MarsError(
+                f"the chat template of '{self.name}' cannot be applied ({_reason(error)}): correct it, or leave "
+                "--chat out."
+            ) from error
+        ids = encoded["input_ids"]
         self.check_tokens(ids)
         return [int(i) for i in ids]
+
+    def encode_many(self, prompts: Sequence[str], *, chat: bool = False) -> list[list[int]]:
+        """`encode` of many prompts at once, on all cores where the tokenizer can.
+
+        Raises:
+          MarsError: as `encode`, of the first prompt that it refuses.
+        """
+        try:
+            with _on_all_cores():
+                if chat:
+                    turns = [[{"role": "user", "content": prompt}] for prompt in prompts]
+                    found = self.tokenizer.apply_chat_template(
+                        turns, add_generation_prompt=True, return_dict=True
+                    )["input_ids"]
+                else:
+                    found = self.tokenizer(list(prompts))["input_ids"]
+            if all(prompts) and all(found):
+                return found
+        except Exception:  # of a template, or of a tokenizer: the prompt at fault says what it is
+            pass
+        return [self.encode(prompt, chat=chat) for prompt in prompts]
 
     def check_tokens(self, ids: Sequence[int]) -> None:
         """Raise MarsError where ids are none at all, or outside of the model's vocabulary."""
@@ -106,19 +144,43 @@ class Pretrained:
 # By directory, so that an outline and the model loaded after it read one tokenizer once.
 @functools.lru_cache(maxsize=4)
 def _read_tokenizer(path: str) -> Any:
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault(_PARALLEL, "false")
     with _no_advice():
         from transformers.utils import logging
 
     logging.set_verbosity_error()  # advice of the tokenizer's is not ours to print
     try:
-        return _tokenizer_class(path).from_pretrained(path)
+        # Without the flag transformers asks on stdin whether to run the checkpoint's code.
+        return _tokenizer_class(path).from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # transformers raises anything from OSError to tokenizers' bare Exception
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise MarsError(
-            f"no tokenizer could be read from '{path}' ({reason}): put the checkpoint's tokenizer files "
-            "beside its weights, or give prompts as token ids."
-        ) from error
+        cure = "put the checkpoint's tokenizer files beside its weights, or give prompts as token ids"
+        if "auto_map" in _tokenizer_config(path):
+            cure = (
+                "its tokenizer_config.json names code of the checkpoint's own (auto_map), which is never run; give "
+                "prompts as token ids, or use a checkpoint whose tokenizer transformers has"
+            )
+        raise MarsError(f"no tokenizer could be read from '{path}' ({_reason(error)}): {cure}.") from error
+
+
+def _reason(error: Exception) -> str:
+    """The first line of what an error of another library says, else its type."""
+    return next(iter(str(error).strip().splitlines()), "").rstrip(".:") or type(error).__name__
+
+
+@contextlib.contextmanager
+def _on_all_cores() -> Iterator[None]:
+    """Let tokenizers divide a batch over threads, unless the user's environment says otherwise.
+
+    Not for longer: a process that forks while they may would be warned of it.
+    """
+    before = os.environ.get(_PARALLEL)
+    if not _USER_CHOSE:
+        os.environ[_PARALLEL] = "true"
+    try:
+        yield
+    finally:
+        if not _USER_CHOSE and before is not None:
+            os.environ[_PARALLEL] = before
 
 
 @contextlib.contextmanager
@@ -139,13 +201,21 @@ def _tokenizer_class(path: str) -> Any:
     """The class that `AutoTokenizer` would choose. Where the files name it, its import, 2 s of a start, is saved."""
     import transformers
 
-    config = os.path.join(path, "tokenizer_config.json")
-    if os.path.exists(os.path.join(path, "tokenizer.json")) and os.path.exists(config):
-        with open(config, encoding="utf-8") as file:
-            data = json.load(file)
-        if isinstance(data, dict) and data.get("tokenizer_class") in _PLAIN and "auto_map" not in data:
-            return transformers.PreTrainedTokenizerFast
+    data = _tokenizer_config(path)
+    described = os.path.exists(os.path.join(path, "tokenizer.json"))
+    if described and data.get("tokenizer_class") in _PLAIN and "auto_map" not in data:
+        return transformers.PreTrainedTokenizerFast
     return transformers.AutoTokenizer
+
+
+def _tokenizer_config(path: str) -> dict[str, Any]:
+    """The object in tokenizer_config.json; {} where there is no such file, or something else in it."""
+    try:
+        with open(os.path.join(path, "tokenizer_config.json"), encoding="utf-8") as file:
+            data = json.load(file)
+    except (OSError, ValueError, RecursionError):  # AutoTokenizer says what is wrong with it
+        return {}
+    return data if isinstance(data, dict) else {}
 
 
 def outline(name: str) -> Pretrained:
@@ -160,25 +230,30 @@ def outline(name: str) -> Pretrained:
     return Pretrained(name=name, model=model, params=None, config=config, path=str(directory))
 
 
-def load(name: str = assets.TARGET, *, dtype: str | None = None, mesh: Mesh | None = None) -> Pretrained:
+def load(
+    name: str = assets.TARGET, *, dtype: str | None = None, mesh: Mesh | str | None = None, check: bool = True
+) -> Pretrained:
     """Load a checkpoint in the Hugging Face layout: a local directory, or a name on the hub.
 
     Args:
       name: directory, `owner/name`, or a checkpoint inside the package: "tiny/target" (the default), "tiny/draft".
       dtype: "float32", "bfloat16" or "int8"; default: the checkpoint's own. See `hub.load`.
       mesh: devices to divide the weights over, with any of the axes `data`, `model` and `expert`, of type Auto or
-        Explicit; see `mars_jax.placement.shardings`. `generate` then divides the batch over `data`.
+        Explicit, or a text such as "data=2,model=4"; see `mars_jax.placement.shardings`. `generate` then divides the
+        batch over `data`.
+      check: whether to compare the checksums of a conversion; see `hub.load`.
 
     Raises:
       MarsError: with one sentence that names what is wrong and the cure.
 
     >>> target = load("path/to/Llama-3.1-8B-Instruct", dtype="bfloat16")  # doctest: +SKIP
-    >>> target = load("path/to/Llama-3.3-70B-Instruct", mesh=parse_mesh("data=2,model=4"))  # doctest: +SKIP
+    >>> target = load("path/to/Llama-3.3-70B-Instruct", mesh="data=2,model=4")  # doctest: +SKIP
     """
+    mesh = _mesh(mesh)
     shardings = None
     if mesh is not None:
         shardings = params_shardings(hub.read_config(resolve(name, weights=False)), mesh)
-    checkpoint = hub.load(name, dtype=dtype, shardings=shardings)
+    checkpoint = hub.load(name, dtype=dtype, shardings=shardings, check=check)
     return Pretrained(
         name=name,
         model=checkpoint.model,
@@ -186,6 +261,16 @@ def load(name: str = assets.TARGET, *, dtype: str | None = None, mesh: Mesh | No
         config=checkpoint.config,
         path=str(checkpoint.path),
         mesh=mesh,
+    )
+
+
+def _mesh(given: Any) -> Mesh | None:
+    if given is None or isinstance(given, Mesh):
+        return given
+    if isinstance(given, str):
+        return parse_mesh(given)
+    raise MarsError(
+        f'the mesh is {given!r}: expected a jax.sharding.Mesh, or a text such as "data=2,model=4".'
     )
 
 

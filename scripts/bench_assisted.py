@@ -47,7 +47,7 @@ class Torch:
         self._new = new_tokens
         root = Path(assets.__file__).parent
         self._target, self._draft = (
-            AutoModelForCausalLM.from_pretrained(root / name, dtype="float32").eval()
+            AutoModelForCausalLM.from_pretrained(root / name, dtype="float32", trust_remote_code=False).eval()
             for name in (assets.TARGET, assets.DRAFT)
         )
         self._target.generation_config.eos_token_id = None

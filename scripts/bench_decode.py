@@ -111,7 +111,7 @@ def in_torch(config: ModelConfig, params, directory: Path):
     from transformers import AutoModelForCausalLM
 
     hub.save(directory, config, params)
-    return AutoModelForCausalLM.from_pretrained(directory, dtype="float32").eval()
+    return AutoModelForCausalLM.from_pretrained(directory, dtype="float32", trust_remote_code=False).eval()
 
 
 def torch_decoding(model, config, **options) -> Callable[[], Any]:
@@ -235,7 +235,9 @@ def step_overhead(repeats: int, size: str, draft: str, draft_tokens: int = 5, ti
 
     def whole():
         # Back to the same length, so that every run decodes the same stretch.
-        held[0] = dataclasses.replace(held[0], length=jnp.array([past], jnp.int32), done=jnp.zeros((1,), bool))
+        held[0] = dataclasses.replace(
+            held[0], length=jnp.array([past], jnp.int32), done=jnp.zeros((1,), bool)
+        )
         held[0] = jax.block_until_ready(steps(weights, held[0]))
 
     runs = {

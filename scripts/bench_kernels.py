@@ -24,19 +24,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas import AcceptControls, lm_head_margin_stats, margin_accept, margin_stats
-from kernels_pallas.shapes import DRAFTS, TARGETS
+from kernels_pallas import AcceptControls, margin_accept, margin_stats
+from kernels_pallas.shapes import DRAFTS
 
 STATS_SHAPES = {
     "cpu": [(8, 8, 128256), (8, 8, 4096), (1, 1, 128256), (1, 8, 151936), (8, 8, 32000)],
     "gpu": [(64, 8, 128256), (8, 8, 128256), (1, 8, 128256), (1, 60, 151936), (64, 64, 32000)],
     "tpu": [(64, 8, 128256), (8, 8, 128256), (1, 8, 128256), (1, 60, 151936), (64, 64, 32000)],
-}
-# Rows, hidden size, vocabulary: on CPU small enough that a matmul takes seconds at most.
-HEAD_SHAPES = {
-    "cpu": [(64, 512, 32000), (512, 512, 32000)],
-    "gpu": [(rows, *TARGETS["llama-3.1-8b"][::-1]) for rows in (64, 256, 1024, 4096)],
-    "tpu": [(rows, *TARGETS["llama-3.1-8b"][::-1]) for rows in (64, 256, 1024, 4096)],
 }
 
 
@@ -118,19 +112,6 @@ def bench_accept(draft_name: str, vocab: int, repeats: int) -> dict[str, Any]:
     return entry(f"margin_accept {draft_name} {vocab} float32", logits.nbytes, timed, None)
 
 
-def bench_head(rows: int, width: int, vocab: int, dtype: Any, repeats: int) -> dict[str, Any]:
-    hidden = jax.random.normal(jax.random.key(0), (rows, width), jnp.float32).astype(dtype)
-    weight = jax.random.normal(jax.random.key(1), (vocab, width), jnp.float32).astype(dtype)
-
-    def apart(hidden: jax.Array, weight: jax.Array) -> Any:
-        return margin_stats(jnp.einsum("re,ve->rv", hidden, weight, preferred_element_type=jnp.float32))
-
-    forms = {"lm_head_margin_stats": lm_head_margin_stats, "matmul and margin_stats": apart}
-    timed = time_in_turn(forms, (hidden, weight), repeats)
-    name = f"lm_head_margin_stats {rows} x {width} x {vocab} {jnp.dtype(dtype).name}"
-    return entry(name, hidden.nbytes + weight.nbytes, timed, None)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -155,10 +136,6 @@ def main() -> None:
             show(bench_stats(shape, dtype, chosen.repeats))
     for draft in ("chain",) if backend == "cpu" else ("chain", "chain-batch"):
         show(bench_accept(draft, 128256, chosen.repeats))
-    for rows, width, vocab in HEAD_SHAPES[backend]:
-        show(
-            bench_head(rows, width, vocab, jnp.float32 if backend == "cpu" else jnp.bfloat16, chosen.repeats)
-        )
     if chosen.output:
         device = jax.devices()[0].device_kind
         # A busy machine slows the forms that use every core more than those that use one: `top_k` does.

@@ -32,7 +32,8 @@ from mars_jax import assets
 from mars_jax.core import decode
 from mars_jax.evaluate.scoring.likelihood import batches
 from mars_jax.evaluate.scoring.likelihood import score as likelihood
-from mars_jax.evaluate.studies.branches import aligned, continue_strictly
+from mars_jax.evaluate.studies.branch_curves import aligned
+from mars_jax.evaluate.studies.branches import continue_strictly
 from mars_jax.evaluate.tasks import arithmetic
 from mars_jax.models import indicator
 from mars_jax.serve.prepare import prepare

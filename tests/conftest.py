@@ -25,6 +25,8 @@ import jax
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
+pytest_plugins = ("tests.selection",)
+
 MAPS = Path("/proc/self/maps")
 
 

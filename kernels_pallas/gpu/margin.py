@@ -1,6 +1,7 @@
 """The GPU kernel: the vocabulary of each row is split over programs, and XLA merges their few numbers.
 
-R rows, V vocabulary. Oracle: `reference`. Lowered for CUDA and interpreted on CPU in the tests.
+R rows, V vocabulary. Oracle: `reference`. Lowered for CUDA and interpreted on CPU in the tests; no card has run it,
+and jax 0.12 deprecates the backend it is written for, so only `implementation="pallas_gpu"` leads here.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from kernels_pallas.blocks import GpuBlocks, gpu_blocks
-from kernels_pallas.stats import LAST_ID, LOWEST, NO_ID, MarginStats, close, merge
+from kernels_pallas.stats import LAST_ID, LOWEST, NO_ID, MarginStats, close, dtypes, merge
 
 
 def margin_stats(
@@ -25,19 +26,20 @@ def margin_stats(
     lead, vocab = logits.shape[:-1], logits.shape[-1]
     rows = math.prod(lead)
     blocks = gpu_blocks(blocks, rows=rows, vocab=vocab, dtype=logits.dtype)
-    dtypes = [jnp.float32, jnp.int32, jnp.float32, jnp.int32] + [jnp.float32] * logsumexp
     parts = pl.pallas_call(
         functools.partial(_kernel, vocab=vocab, blocks=blocks, logsumexp=logsumexp),
         grid=(rows, blocks.splits),
-        out_shape=[jax.ShapeDtypeStruct((rows, blocks.splits), dtype) for dtype in dtypes],
+        out_shape=[
+            jax.ShapeDtypeStruct((rows, blocks.splits), dtype) for dtype in dtypes(logsumexp=logsumexp)
+        ],
         compiler_params=plgpu.CompilerParams(num_warps=blocks.warps, num_stages=3),
         interpret=interpret,
         name="margin_stats",
     )(logits.reshape(rows, vocab))
-    return join_splits(MarginStats(*parts), lead, vocab)
+    return _join_splits(MarginStats(*parts), lead, vocab)
 
 
-def join_splits(stats: MarginStats, lead: tuple[int, ...], vocab: int) -> MarginStats:
+def _join_splits(stats: MarginStats, lead: tuple[int, ...], vocab: int) -> MarginStats:
     """Statistics [R, splits] of the parts of a vocabulary as statistics of the whole, of shape `lead`."""
     while stats.top1.shape[1] > 1:  # the number of splits is a power of two: halve
         half = stats.top1.shape[1] // 2

@@ -15,7 +15,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from kernels_pallas.blocks import LANES
-from kernels_pallas.stats import LAST_ID, LOWEST, MarginStats, close
+from kernels_pallas.stats import LAST_ID, LOWEST, MarginStats, bits, close
 
 
 def fold(logits_ref, state, block: Array, last: int | Array, *, vocab: int, logsumexp: bool) -> None:
@@ -135,10 +135,3 @@ def beside(columns: list[Array], shape: tuple[int, int]) -> Array:
     for k, column in enumerate(columns):
         out = jnp.where(lane == k, column, out)
     return out
-
-
-def bits(x: Array) -> Array:
-    """f32[...] -> i32[...], the same bits."""
-    # Integers carry the floats and not the other way round: an id seen as a float is denormal and may be
-    # flushed to 0.
-    return lax.bitcast_convert_type(x, jnp.int32)

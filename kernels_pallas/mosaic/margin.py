@@ -17,9 +17,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kernels_pallas.blocks import LANES, MAX_ROWS, SUBLANES, TpuBlocks, fits, tile_rows, tpu_blocks
-from kernels_pallas.mosaic.fold import beside, bits, finish, fold, per_tree
+from kernels_pallas.mosaic.fold import beside, finish, fold, per_tree
 from kernels_pallas.rule import Acceptance, AcceptControls, decide, walk
-from kernels_pallas.stats import MarginStats
+from kernels_pallas.stats import MarginStats, bits, dtypes, from_bits
 
 
 def margin_stats(
@@ -33,7 +33,7 @@ def margin_stats(
     # Leading dimensions have no tiles: only rows of a matrix are taken in groups.
     group = 1 if logits.ndim == 3 else tile_rows(logits.dtype)
     blocks = tpu_blocks(blocks, trees=trees, nodes=nodes, vocab=vocab, dtype=logits.dtype, group=group)
-    block, state = _block(logits, blocks, nodes), state_like(_block_shape(logits, blocks, nodes), logsumexp)
+    block, state = _block(logits, blocks, nodes), _state_like(_block_shape(logits, blocks, nodes), logsumexp)
     packed = pl.pallas_call(
         functools.partial(_stats_kernel, vocab=vocab, logsumexp=logsumexp),
         grid=(pl.cdiv(trees, blocks.trees), pl.cdiv(vocab, blocks.tokens)),
@@ -46,7 +46,7 @@ def margin_stats(
         interpret=interpret,
         name="margin_stats",
     )(logits)
-    return unpack(packed, lead, logsumexp)
+    return _unpack(packed, lead, logsumexp)
 
 
 def margin_accept(
@@ -71,7 +71,7 @@ def margin_accept(
         return decide(stats, tokens, parents, y, controls, max_depth, margin)
     logits = _arrange(logits, nodes)
     blocks = tpu_blocks(blocks, trees=batch, nodes=nodes, vocab=vocab, dtype=logits.dtype, group=group)
-    block, state = _block(logits, blocks, nodes), state_like(_block_shape(logits, blocks, nodes), logsumexp)
+    block, state = _block(logits, blocks, nodes), _state_like(_block_shape(logits, blocks, nodes), logsumexp)
     # Per-row numbers travel as one integer array: theta's bits, strict, max_relaxed_run, then the stop
     # tokens.
     numbers = [
@@ -86,6 +86,7 @@ def margin_accept(
     packed, verdict = pl.pallas_call(
         functools.partial(
             _accept_kernel,
+            has_y=y is not None,
             vocab=vocab,
             logsumexp=logsumexp,
             nodes=nodes,
@@ -111,7 +112,7 @@ def margin_accept(
         num_accepted=verdict[:, 2 * max_depth + 1],
         next_token=verdict[:, 2 * max_depth + 2],
         relaxed=verdict[:, edge : edge + max_depth] > 0,
-        stats=unpack(packed, (batch, nodes), logsumexp),
+        stats=_unpack(packed, (batch, nodes), logsumexp),
     )
 
 
@@ -129,17 +130,16 @@ def _accept_kernel(
     per_row_ref,  # i32[trees, 3 + M]
     tokens_ref,  # i32[trees, N]
     parents_ref,  # i32[trees, N]
-    *refs,  # y i32[trees, N] unless it is None; packed i32[..., 128]; verdict i32[trees, width]; the state
+    *refs,  # y i32[trees, N] where there is one; packed i32[..., 128]; verdict i32[trees, width]; the state
+    has_y: bool,
     vocab: int,
     logsumexp: bool,
     nodes: int,
     max_depth: int,
     margin: str,
 ):
-    state_size = 5 if logsumexp else 4
-    y_ref = refs[0] if len(refs) == state_size + 3 else None
-    packed_ref, verdict_ref = refs[-state_size - 2 : -state_size]
-    state = refs[-state_size:]
+    y_ref, refs = (refs[0], refs[1:]) if has_y else (None, refs)
+    packed_ref, verdict_ref, *state = refs
     block, last = pl.program_id(1), pl.num_programs(1) - 1
     fold(logits_ref, state, block, last, vocab=vocab, logsumexp=logsumexp)
 
@@ -199,18 +199,14 @@ def _by_tree(blocks: TpuBlocks, width: int) -> pl.BlockSpec:
     return pl.BlockSpec((blocks.trees, width), lambda i, j: (i, 0))
 
 
-def state_like(rows: tuple[int, ...], logsumexp: bool) -> list:
+def _state_like(rows: tuple[int, ...], logsumexp: bool) -> list:
     """Scratch memory of the fold, for a block of `rows`."""
-    dtypes = [jnp.float32, jnp.int32, jnp.float32, jnp.int32] + [jnp.float32] * logsumexp
-    return [pltpu.VMEM((*rows, LANES), dtype) for dtype in dtypes]
+    return [pltpu.VMEM((*rows, LANES), dtype) for dtype in dtypes(logsumexp=logsumexp)]
 
 
-def unpack(packed: Array, lead: tuple[int, ...], logsumexp: bool) -> MarginStats:
+def _unpack(packed: Array, lead: tuple[int, ...], logsumexp: bool) -> MarginStats:
     """What `finish` packed, as statistics of shape `lead`."""
-    columns = [packed[..., k].reshape(lead) for k in range(5 if logsumexp else 4)]
-    for k in (0, 2, 4)[: 3 if logsumexp else 2]:
-        columns[k] = lax.bitcast_convert_type(columns[k], jnp.float32)
-    return MarginStats(*columns)
+    return from_bits([packed[..., k].reshape(lead) for k in range(5 if logsumexp else 4)])
 
 
 def _cost(rows: int, vocab: int, dtype, logsumexp: bool) -> pl.CostEstimate:

@@ -12,7 +12,8 @@ from typing import IO
 
 from mars_jax import specs
 from mars_jax.cli import pair
-from mars_jax.cli.program import Ticker, keep_compilations, program
+from mars_jax.cli.program import keep_compilations, program
+from mars_jax.cli.progress import busy, ticking
 from mars_jax.cli.rule import rule_of
 from mars_jax.cli.theta import plain, settings_of, thetas_of
 from mars_jax.core.errors import MarsError
@@ -63,12 +64,7 @@ def parser() -> argparse.ArgumentParser:
         help="add arms that accept by chance so often that they give X tokens a step, to size hardware; their texts "
         "and scores mean nothing",
     )
-    made.add_argument(
-        "--allow-code-execution",
-        action="store_true",
-        help="run the programs that the target writes, with bounds on time, memory and files; no protection "
-        "against malice",
-    )
+    pair.add_code_flags(made)
     made.add_argument("--output", type=Path, metavar="DIR", help="a new folder, or one to go on with")
     return made
 
@@ -134,23 +130,26 @@ def _run(argv: Sequence[str] | None, out: IO[str]) -> None:
     keep_compilations()
     check_folder(args.output)
     problems = read_problems(args)
-    scores.check_metrics(problems, run_code=args.allow_code_execution)
+    scores.check_metrics(problems, run_code=args.allow_code_execution, unconfined=args.allow_unconfined_code)
     report.check_installed()
-    target, drafter = open_pair(args, args.rule, problems)
+    with busy("loading"):
+        target, drafter = open_pair(args, args.rule, problems)
     shared = ("rule", "thetas", "temperatures", "simulated_taus")
     shared += ("max_new_tokens", "batch_size", "seed", "chat")
-    summary = evaluate(
-        target,
-        drafter,
-        problems,
-        args.output,
-        allow_code_execution=args.allow_code_execution,
-        names={
-            name: plain(getattr(args, name))
-            for name in ("draft", "num_draft_tokens", "tree", "dtype", "mesh")
-        },
-        progress=Ticker("rows"),
-        **{name: getattr(args, name) for name in shared},
-    )
+    with ticking("rows") as tick:
+        summary = evaluate(
+            target,
+            drafter,
+            problems,
+            args.output,
+            allow_code_execution=args.allow_code_execution,
+            allow_unconfined_code=args.allow_unconfined_code,
+            names={
+                name: plain(getattr(args, name))
+                for name in ("draft", "num_draft_tokens", "tree", "dtype", "mesh")
+            },
+            progress=tick,
+            **{name: getattr(args, name) for name in shared},
+        )
     print(report.markdown(summary), file=out, end="")
     print(f"rows, table and plots are in {args.output}", file=sys.stderr)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from mars_jax import __version__, specs
 from mars_jax.cli import pair
-from mars_jax.cli.program import Ticker, keep_compilations, program
+from mars_jax.cli.program import keep_compilations, program
+from mars_jax.cli.progress import busy, ticking
 from mars_jax.cli.rule import rule_of
 from mars_jax.cli.theta import FORMAT, settings_of, thetas_of
 from mars_jax.core.errors import MarsError
@@ -31,6 +33,8 @@ examples:
 {pair.TASKS}
 The file goes to generate as --theta FILE and to benchmark among --thetas; they refuse it
 for another pair, rule or temperature. Where no threshold is certified it holds inf, which is strict.
+Until then answers are in OUTPUT-rows: killed and started again with the same flags, it
+goes on where it was.
 """
 
 
@@ -55,9 +59,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--thetas", nargs="+", metavar="X", help="to try, from strict to loose (default: a fixed grid)"
     )
     made.add_argument("--temperature", metavar="X", default="0", help="0 is greedy (default: %(default)s)")
-    made.add_argument(
-        "--allow-code-execution", action="store_true", help="run the programs that the target writes"
-    )
+    pair.add_code_flags(made)
     made.add_argument("--output", type=Path, metavar="FILE", help="a new file")
     args = made.parse_args(argv)
     pair.convert(args)
@@ -120,10 +122,13 @@ def _run(argv: Sequence[str] | None, out: IO[str]) -> None:
     # From here on jax loads; what is above answers at once.
     from mars_jax.cli.open_pair import open_pair, read_problems
     from mars_jax.evaluate.answers import Decoding
-    from mars_jax.evaluate.folder import digest, write_json
+    from mars_jax.evaluate.folder import check_folder, check_writable, claim, digest, fingerprint, write_json
     from mars_jax.evaluate.studies import calibration
 
     keep_compilations()
+    work = args.output.with_name(f"{args.output.name}-rows")
+    check_writable(args.output)
+    check_folder(work)
     problems = read_problems(args)
     calibration.check(
         problems,
@@ -131,8 +136,10 @@ def _run(argv: Sequence[str] | None, out: IO[str]) -> None:
         bound=args.bound,
         confidence=args.confidence,
         run_code=args.allow_code_execution,
+        unconfined=args.allow_unconfined_code,
     )
-    target, drafter = open_pair(args, args.rule, problems)
+    with busy("loading"):
+        target, drafter = open_pair(args, args.rule, problems)
     decoding = Decoding(
         target=target,
         drafter=drafter,
@@ -140,50 +147,64 @@ def _run(argv: Sequence[str] | None, out: IO[str]) -> None:
         max_new_tokens=args.max_new_tokens,
         batch_size=min(args.batch_size, len(problems)),
     )
-    found = calibration.calibrate(
-        decoding,
-        problems,
-        risk=args.risk,
-        bound=args.bound,
-        confidence=args.confidence,
-        rule=args.rule,
-        thetas=args.thetas,
-        temperature=args.temperature,
-        seed=args.seed,
-        run_code=args.allow_code_execution,
-        progress=Ticker("answers"),
-    )
     settings = settings_of(args, temperature=args.temperature)
-    try:
-        write_json(
-            args.output,
-            {
-                "format": FORMAT,
-                "theta": "inf" if found["theta"] == math.inf else found["theta"],
-                "rule": args.rule.as_json(but=("theta",)),
-                "settings": settings,
-                "promise": {
-                    "risk": args.risk,
-                    "meaning": calibration.RISKS[args.risk],
-                    "bound": args.bound,
-                    "confidence": args.confidence,
-                },
-                "tau": found["tau"],
-                "strict_tau": found["strict_tau"],
-                "trials": found["trials"],
-                "tasks": args.task,
-                "problems": len(problems),
-                "problems_digest": digest(repr(problems).encode()),
-                "chat": args.chat,
-                "max_new_tokens": args.max_new_tokens,
-                "seed": args.seed,
-                "version": __version__,
-            },
+    rule = args.rule.as_json(but=("theta",))
+    asked = {
+        "promise": {
+            "risk": args.risk,
+            "meaning": calibration.RISKS[args.risk],
+            "bound": args.bound,
+            "confidence": args.confidence,
+        },
+        "tasks": args.task,
+        "problems": len(problems),
+        "problems_digest": digest(repr(problems).encode()),
+        "chat": args.chat,
+        "max_new_tokens": args.max_new_tokens,
+        "seed": args.seed,
+        "version": __version__,
+    }
+    decides = (
+        settings
+        | asked
+        | {"rule": rule}
+        | {name: getattr(args, name) for name in ("thetas", "batch_size", "dtype", "mesh")}
+    )
+    weights = fingerprint((target.params, drafter.params))
+    decides |= {"run_code": args.allow_code_execution, "weights": weights}
+    with claim(work, decides), ticking("answers") as tick:
+        found = calibration.calibrate(
+            decoding,
+            problems,
+            risk=args.risk,
+            bound=args.bound,
+            confidence=args.confidence,
+            rule=args.rule,
+            thetas=args.thetas,
+            temperature=args.temperature,
+            seed=args.seed,
+            run_code=args.allow_code_execution,
+            unconfined=args.allow_unconfined_code,
+            progress=tick,
+            rows=work / "rows.jsonl",
         )
-    except OSError as error:
-        raise MarsError(
-            f"--output '{args.output}' cannot be written ({error.strerror}): name a file in a folder that exists."
-        ) from None
+        made = {
+            "format": FORMAT,
+            "theta": "inf" if found["theta"] == math.inf else found["theta"],
+            "rule": rule,
+            "settings": settings,
+            "tau": found["tau"],
+            "strict_tau": found["strict_tau"],
+            "trials": found["trials"],
+        }
+        try:
+            write_json(args.output, made | asked)
+        except OSError as error:
+            raise MarsError(
+                f"--output '{args.output}' cannot be written ({error.strerror}): mend that, then run the same command "
+                "again, which goes on from its rows."
+            ) from None
+        shutil.rmtree(work)  # the file has it all
     print(_table(found, args), file=out)
 
 

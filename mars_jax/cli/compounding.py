@@ -13,10 +13,12 @@ from typing import IO, Any
 
 from mars_jax import __version__
 from mars_jax.cli import pair
-from mars_jax.cli.program import Ticker, keep_compilations, program
+from mars_jax.cli.program import keep_compilations, program
+from mars_jax.cli.progress import busy, ticking
 from mars_jax.cli.rule import given_settings
 from mars_jax.cli.theta import rule_and_file, settings_of
 from mars_jax.core.errors import MarsError
+from mars_jax.journal import write_whole
 
 _DESCRIPTION = """\
 After a relaxed token, the strict rule continues the text twice: behind that token, and behind
@@ -29,7 +31,9 @@ examples:
   python -m mars_jax.compounding --task arithmetic --chat --problems 200 --output compounding
 
 {pair.TASKS}
-OUTPUT gets compounding.json, compounding.md, compounding.png and events.jsonl; the report goes to stdout too.
+OUTPUT gets rows.jsonl as texts finish, then compounding.json, compounding.md,
+compounding.png and events.jsonl; the report goes to stdout too. Killed and started again
+with the same flags, it goes on where it was.
 """
 
 
@@ -50,7 +54,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="N",
         help="relaxed tokens of a text, at random (default: %(default)s)",
     )
-    made.add_argument("--output", type=Path, metavar="DIR", help="a new folder")
+    made.add_argument("--output", type=Path, metavar="DIR", help="a new folder, or one to go on with")
     args = made.parse_args(argv)
     pair.convert(args)
     args.rule, file = rule_and_file(args.verify, given_settings(args), "mars")
@@ -84,53 +88,73 @@ def _run(argv: Sequence[str] | None, out: IO[str]) -> None:
 
     # From here on jax loads; what is above answers at once.
     from mars_jax.cli.open_pair import open_pair, read_problems
+    from mars_jax.evaluate.batches import RowFile
     from mars_jax.evaluate.benchmark import report
-    from mars_jax.evaluate.folder import write_json
+    from mars_jax.evaluate.folder import check_folder, claim, digest, fingerprint
     from mars_jax.evaluate.studies import branch_report, branches
 
     keep_compilations()
-    if args.output.exists() and (not args.output.is_dir() or any(args.output.iterdir())):
-        raise MarsError(f"--output '{args.output}' exists and is not an empty folder: name a new one.")
+    check_folder(args.output)
     report.check_installed()
     problems = read_problems(args)
-    target, drafter = open_pair(args, args.rule, problems)
-    tasks, events = {}, []
-    for task in dict.fromkeys(p.task for p in problems):
-        chosen = [p for p in problems if p.task == task]
-        texts, found = branches.study(
-            target,
-            drafter,
-            chosen,
-            rule=args.rule,
-            chat=args.chat,
-            max_new_tokens=args.max_new_tokens,
-            horizon=args.horizon,
-            per_text=args.per_text,
-            batch_size=args.batch_size,
-            seed=args.seed,
-            progress=Ticker(f"of {task}"),
-        )
-        tasks[task] = branch_report.summarize(texts, found, horizon=args.horizon, seed=args.seed)
-        events += [{"task": task, **_rounded(event)} for event in found]
+    with busy("loading"):
+        target, drafter = open_pair(args, args.rule, problems)
     shown = ("max_new_tokens", "horizon", "per_text", "batch_size", "seed", "problems", "chat")
     settings = settings_of(args) | {
         "rule": args.rule.as_json(but=("theta",)),
         "theta": args.rule.settled().get("theta"),
     }
     settings |= {name: getattr(args, name) for name in shown}
-    summary = {"settings": settings, "version": __version__, "tasks": tasks}
+    identity = {
+        "tasks": args.task,
+        "dtype": args.dtype,
+        "mesh": args.mesh,
+        "problems_digest": digest(repr(problems).encode()),
+        "weights": fingerprint((target.params, drafter.params)),
+        "version": __version__,
+    }
+    with (
+        claim(args.output, settings | identity),
+        contextlib.closing(RowFile(args.output / "rows.jsonl")) as rows,
+    ):
+        tasks, events = {}, []
+        for task in dict.fromkeys(p.task for p in problems):
+            with ticking(f"of {task}") as tick:
+                texts, found = branches.study(
+                    target,
+                    drafter,
+                    [p for p in problems if p.task == task],
+                    rule=args.rule,
+                    chat=args.chat,
+                    max_new_tokens=args.max_new_tokens,
+                    horizon=args.horizon,
+                    per_text=args.per_text,
+                    batch_size=args.batch_size,
+                    seed=args.seed,
+                    progress=tick,
+                    rows=rows,
+                )
+            tasks[task] = branch_report.summarize(texts, found, horizon=args.horizon, seed=args.seed)
+            events += [{"task": task, **_rounded(event)} for event in found]
+        summary = {"settings": settings, "version": __version__, "tasks": tasks}
+        _write(args.output, summary, events)
+    print(branch_report.markdown(summary), file=out, end="")
+
+
+def _write(output: Path, summary: dict[str, Any], events: list[dict[str, Any]]) -> None:
+    from mars_jax.evaluate.folder import write_json
+    from mars_jax.evaluate.studies import branch_report
+
     try:
-        args.output.mkdir(parents=True, exist_ok=True)
-        write_json(args.output / "compounding.json", summary)
+        write_json(output / "compounding.json", summary)
         lines = [json.dumps(event, ensure_ascii=False) for event in events]
-        (args.output / "events.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-        (args.output / "compounding.md").write_text(branch_report.markdown(summary), encoding="utf-8")
-        branch_report.draw(summary, args.output / "compounding.png")
+        write_whole(output / "events.jsonl", "".join(f"{line}\n" for line in lines))
+        write_whole(output / "compounding.md", branch_report.markdown(summary))
+        branch_report.draw(summary, output / "compounding.png")
     except OSError as error:
         raise MarsError(
-            f"--output '{args.output}' cannot be written ({error.strerror}): check its permissions."
+            f"--output '{output}' cannot be written ({error.strerror}): mend that, then run the same command again."
         ) from None
-    print(branch_report.markdown(summary), file=out, end="")
 
 
 def _rounded(event: Any) -> dict[str, Any]:

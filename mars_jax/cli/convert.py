@@ -9,13 +9,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
-from mars_jax import __version__, specs
+from mars_jax import __version__, activity, specs
 from mars_jax.cli.program import Parser, program
+from mars_jax.cli.progress import Pace
 
 _DESCRIPTION = """\
 Convert a checkpoint of the Hugging Face layout into one whose weights are an Orbax checkpoint:
 on several hosts each process then reads the parts of its own devices, whatever the mesh.
-One array of weights is in memory at a time. What was written is read back and compared.
+One array of weights is in memory at a time. What was written is read back and compared,
+and checksums are stored with it, which are compared whenever it is loaded.
 """
 _EPILOG = """\
 examples:
@@ -71,15 +73,20 @@ def _run(argv: Sequence[str] | None, out: IO[str]) -> None:
         TimeRemainingColumn(),
     )
     screen = console(sys.stderr)
-    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
-        tasks = {}
+    with (
+        activity.doing("converting") as going,
+        Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar,
+    ):
+        tasks, paces = {}, {}
 
         def progress(stage: str, done: int, total: int) -> None:
             nonlocal size
             size = total
             if stage not in tasks:
-                tasks[stage] = bar.add_task(stage, total=total)
+                tasks[stage], paces[stage] = bar.add_task(stage, total=total), Pace(total)
             bar.advance(tasks[stage], done)
+            paces[stage].advance(paces[stage].done + done)
+            going.detail = f"{stage} {paces[stage].describe()} bytes"
 
         made = hub.convert(
             args.source, args.destination, dtype=args.dtype, overwrite=args.overwrite, progress=progress

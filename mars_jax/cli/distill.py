@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -12,7 +13,9 @@ from typing import IO, Any
 
 from mars_jax import __version__, assets, specs
 from mars_jax.cli.program import Parser, keep_compilations, program
+from mars_jax.cli.progress import busy
 from mars_jax.core.errors import MarsError
+from mars_jax.journal import plain, sync_directory
 
 _DESCRIPTION = """\
 Train a drafter for a target: an EAGLE-3 head by training-time test, an EAGLE-1 head by
@@ -27,7 +30,8 @@ examples:
 
 Data are text files, plain, .xz or .gz, whose documents are separated by lines of
 <|endoftext|>. Killed and started again with the same arguments, it goes on where its last
-checkpoint was. A plot of loss and acceptance lies beside the checkpoints, in --work.
+checkpoint was; with other arguments it refuses the --work of that run. A plot of loss and
+acceptance is beside the checkpoints, in --work.
 """
 
 
@@ -107,7 +111,8 @@ def check(args: argparse.Namespace) -> None:
             raise MarsError(f"--{name.replace('_', '-')} is {value}: expected a number above 0.")
     if args.kind == "model" and args.first is None:
         raise MarsError("a small model needs a checkpoint to start from: name it with --from.")
-    if args.output.exists() and (not args.output.is_dir() or any(args.output.iterdir())):
+    # os.path answers False for paths that the system refuses, of which `free_directory` speaks later.
+    if os.path.exists(args.output) and not (os.path.isdir(args.output) and not os.listdir(args.output)):
         raise MarsError(f"'{args.output}' exists and is not an empty directory: choose another --output.")
 
 
@@ -123,11 +128,11 @@ def _run(argv: Sequence[str] | None, out: IO[str]) -> None:
 
     # From here on jax loads; what is above answers at once.
     import jax
-    import jax.numpy as jnp
 
-    from mars_jax import hub, pretrained
-    from mars_jax.hub.heads.medusa_files import save_medusa
-    from mars_jax.training import distillation
+    from mars_jax import pretrained
+    from mars_jax.evaluate.folder import check_writable, claim, digest, fingerprint
+    from mars_jax.hub.save import free_directory
+    from mars_jax.training import data
     from mars_jax.training.objectives import divergence
 
     keep_compilations()
@@ -135,11 +140,48 @@ def _run(argv: Sequence[str] | None, out: IO[str]) -> None:
     if args.devices > len(jax.devices()):
         raise MarsError(f"--devices is {args.devices}: there are {len(jax.devices())}.")
     work = args.work or args.output.with_name(args.output.name + "-training")
-    work.mkdir(parents=True, exist_ok=True)
-    target = pretrained.load(args.target)
-    stream = _text(args, target, work)
-    print(f"{len(stream.tokens):,} tokens of text", file=sys.stderr)
+    free_directory(args.output, overwrite=False)  # now, and not after hours of training
+    check_writable(args.output)
+    check_writable(work, flag="--work")
+    with busy("loading"):
+        target = pretrained.load(args.target)
+        small = None if args.first is None else pretrained.load(args.first, dtype="float32")
+        documents = [text for path in args.data for text in data.documents(path)]
+    weights = (target.params, () if small is None else small.params)
+    settings = recorded(args) | {
+        "data": digest("\0".join(documents).encode()),
+        "weights": fingerprint(weights),
+    }
+    with claim(work, settings, flag="--work", unrecorded="checkpoints"):
+        apprentice, params = _train(args, target, small, documents, loss, work)
+        _write(args, apprentice, params, small)
+    spec = {"eagle3": "eagle", "eagle1": "eagle"}.get(args.kind, args.kind)
+    print(
+        f"{args.output}: draft with --draft {spec}:{args.output}; figures and plot in {work}", file=sys.stderr
+    )
 
+
+_NO_MATTER = ("output", "work", "data", "devices", "dtype")
+"""Flags that do not decide what is trained: places, where it is computed, what it is cast to; data count by content."""
+
+
+def recorded(args: argparse.Namespace) -> dict[str, Any]:
+    """The settings that a training is recorded with: all flags but those, also ones that do not exist yet."""
+    return {name: plain(value) for name, value in vars(args).items() if name not in _NO_MATTER}
+
+
+def _train(
+    args: argparse.Namespace, target: Any, small: Any, documents: list[str], loss: Any, work: Path
+) -> tuple[Any, Any]:
+    """The apprentice and its trained params."""
+    import jax
+
+    from mars_jax import pretrained
+    from mars_jax.cli.training_text import training_text
+    from mars_jax.training import distillation
+
+    stream = training_text(target, documents, work, write=args.write, length=args.length, seed=args.seed)
+    print(f"{len(stream.tokens):,} tokens of text", file=sys.stderr)
     common: dict[str, Any] = {"divergence": loss, "seed": args.seed}
     if args.kind == "eagle3":
         ids = None
@@ -160,7 +202,6 @@ def _run(argv: Sequence[str] | None, out: IO[str]) -> None:
     elif args.kind == "medusa":
         apprentice = distillation.medusa_heads(target.config, target.params, count=args.heads or 4, **common)
     else:
-        small = pretrained.load(args.first, dtype="float32")
         pretrained.check_same_vocabulary(target, small)
         apprentice = distillation.small_model(target.config, small.config, small.params, **common)
 
@@ -176,20 +217,39 @@ def _run(argv: Sequence[str] | None, out: IO[str]) -> None:
         seed=args.seed,
         devices=jax.devices()[: args.devices],
     )
+    return apprentice, params
+
+
+def _write(args: argparse.Namespace, apprentice: Any, params: Any, small: Any) -> None:
+    """Write the drafter, complete or not at all: a kill leaves no half of it at --output."""
+    import jax
+    import jax.numpy as jnp
+
+    from mars_jax import hub
+    from mars_jax.hub.heads.medusa_files import save_medusa
+
     cast = jax.tree.map(
         lambda x: x.astype(args.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, params
     )
-    if args.kind in ("eagle3", "eagle1"):
-        hub.save_eagle(args.output, apprentice.config, cast)
-    elif args.kind == "medusa":
-        save_medusa(args.output, apprentice.config, cast)
-    else:
-        hub.save(args.output, apprentice.config, cast)
-        _copy_tokenizer(Path(small.path), args.output)
-    spec = {"eagle3": "eagle", "eagle1": "eagle"}.get(args.kind, args.kind)
-    print(
-        f"{args.output}: draft with --draft {spec}:{args.output}; figures and plot in {work}", file=sys.stderr
-    )
+    staging = args.output.with_name(f".{args.output.name}.distilling")
+    shutil.rmtree(staging, ignore_errors=True)  # of a run that was killed; --work is this process's alone
+    try:
+        made = staging / args.output.name
+        if args.kind in ("eagle3", "eagle1"):
+            hub.save_eagle(made, apprentice.config, cast)
+        elif args.kind == "medusa":
+            save_medusa(made, apprentice.config, cast)
+        else:
+            hub.save(made, apprentice.config, cast)
+            _copy_tokenizer(Path(small.path), made)
+        made.replace(args.output)
+        sync_directory(args.output.absolute().parent)
+    except OSError as error:
+        raise MarsError(
+            f"--output '{args.output}' cannot be written ({error.strerror}): mend that, then run this again."
+        ) from None
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
 
 
 def _layers(given: str | None) -> tuple[int, ...] | None:
@@ -199,46 +259,6 @@ def _layers(given: str | None) -> tuple[int, ...] | None:
         return tuple(int(part) for part in given.split(","))
     except ValueError:
         raise MarsError(f"--feature-layers is {given}: expected layer numbers such as 1,15,28.") from None
-
-
-def _text(args: argparse.Namespace, target: Any, work: Path) -> Any:
-    """The tokens to train on: of the files, or of what the target writes."""
-    from mars_jax.training import data
-
-    documents = [text for path in args.data for text in data.documents(path)]
-    tokenize = target.tokenizer.backend_tokenizer
-    if args.write is None:
-        return data.stream(documents, tokenize)
-    written = work / "written.txt"
-    if not written.exists():
-        texts = write_texts(target, documents, args.write, length=args.length, seed=args.seed)
-        staged = written.with_suffix(".partial")
-        staged.write_text(f"\n{data.SEPARATOR}\n".join(texts) + "\n", encoding="utf-8")
-        staged.replace(written)
-    return data.stream(list(data.documents(written)), tokenize)
-
-
-def write_texts(
-    target: Any, documents: Sequence[str], count: int, *, length: int, seed: int, rows: int = 32
-) -> list[str]:
-    """`count` texts of up to `length` tokens that the target writes from the first 16 tokens of documents.
-
-    Raises:
-      MarsError: no document is long enough to begin with.
-    """
-    import mars_jax as mj
-
-    # Long documents are cut before they are tokenized: 16 tokens are never 2,000 characters of a text.
-    begun = (target.encode(text[:2000])[:16] for text in documents)
-    prompts = [ids for ids in begun if len(ids) == 16][:count]
-    if not prompts:
-        raise MarsError("no document has 16 tokens to begin a text with: give longer ones.")
-    prompts = [prompts[i % len(prompts)] for i in range(count)]
-    drafter = mj.drafters.load("ngram", target)
-    result = mj.generate(
-        target, drafter, prompts, temperature=1.0, seed=seed, max_new_tokens=length - 16, batch_size=rows
-    )
-    return [target.decode([*p, *ids]) for p, ids in zip(prompts, result.tokens, strict=True)]
 
 
 def _copy_tokenizer(source: Path, output: Path) -> None:

@@ -12,6 +12,9 @@ MESH_HELP = (
     "divide the work over devices: data (rows of the batch), model (heads, hidden units and vocabulary) and expert, as "
     "in data=2,model=4 (default: one device)"
 )
+NO_CHECK_HELP = (
+    "do not compare the checksums of a --target that mars_jax.convert wrote with what is read of it"
+)
 
 
 def number_of(name: str, text: str, shown: str | None = None) -> Any:

@@ -65,7 +65,8 @@ class MarsJax(TemplateLM):
           MarsError: with one sentence that names what is wrong and the cure.
         """
         super().__init__()
-        if not str(batch_size).isdigit() or int(batch_size) < 1:
+        size = str(batch_size)
+        if not (size.isascii() and size.isdigit() and len(size) < 10 and int(size)):
             raise MarsError(f"batch_size is {batch_size}: expected a whole number of at least 1.")
         if target != assets.TARGET:
             draft = draft or "none"
@@ -94,6 +95,7 @@ class MarsJax(TemplateLM):
         )
         self._rows, self._max_gen_toks, self._seed = int(batch_size), max_gen_toks, seed
         self.tokenizer = self._target.tokenizer
+        self._template: str | None = None
 
     @property
     def eot_token_id(self) -> int:
@@ -116,8 +118,66 @@ class MarsJax(TemplateLM):
         """The context of the target."""
         return self._target.config.max_positions
 
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """The template that `apply_chat_template` takes from now on, for the harness's record of a run.
+
+        Args:
+          chat_template: True for the tokenizer's own, the name of one of several, or False for none.
+
+        Raises:
+          MarsError: the tokenizer has no such template.
+        """
+        if not chat_template:
+            return None
+        found = getattr(self.tokenizer, "chat_template", None)
+        named = found if isinstance(found, dict) else {"default": found}
+        name = "default" if chat_template is True else chat_template
+        if named.get(name) is None:
+            known = ", ".join(key for key, text in named.items() if text) or "none at all"
+            raise MarsError(
+                f"'{self._target.name}' has no chat template '{name}' (it has {known}): leave --apply_chat_template "
+                "out, or use an instruction-tuned model."
+            )
+        self._template = named[name]
+        return self._template
+
+    def apply_chat_template(
+        self, chat_history: Sequence[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """A conversation as the text that is tokenized.
+
+        Args:
+          chat_history: turns, each with its `role` and `content`.
+          add_generation_prompt: end where the model is to answer; else within the last turn, which it continues.
+
+        Raises:
+          MarsError: there is no template, or it does not take these turns.
+        """
+        if self._template is None:
+            self.chat_template(True)
+        try:
+            return self.tokenizer.apply_chat_template(
+                list(chat_history),
+                chat_template=self._template,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+            )
+        except Exception as error:  # a template is a program, and may raise anything
+            reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+            raise MarsError(
+                f"the chat template of '{self._target.name}' cannot be applied ({reason.rstrip('.')}): leave "
+                "--apply_chat_template out, or what it refuses, such as a system instruction."
+            ) from None
+
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Token ids of a text; special tokens as the tokenizer adds them, unless told otherwise."""
+        """Token ids of a text; special tokens as the tokenizer adds them, unless told otherwise.
+
+        A text that begins with the token that begins texts, as a chat template's does, gets no second one.
+        """
+        begin = getattr(self.tokenizer, "bos_token", None)
+        if add_special_tokens is None and begin and string.startswith(begin):
+            add_special_tokens = False
         options = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
         return list(self.tokenizer(string, **options)["input_ids"])
 

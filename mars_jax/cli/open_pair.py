@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from mars_jax import drafters, pretrained, specs, verify
-from mars_jax.cli.mesh import open_mesh
+from mars_jax.cli.open_target import open_target
 from mars_jax.core.errors import MarsError
 from mars_jax.evaluate.answers import check_problems
 from mars_jax.evaluate.tasks.catalogue import read
@@ -45,7 +45,7 @@ def open_pair(
     kind, path = draft = specs.parse_draft(args.draft, shown="--draft")
     if kind == "model":
         pretrained.check_same_vocabulary(sketch, pretrained.outline(path))
-    target = pretrained.load(args.target, dtype=args.dtype, mesh=open_mesh(args.mesh, sketch.config))
+    target = open_target(args, sketch)
     drafter = drafters.load(
         args.draft,
         target,

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from typing import Any
 
 from mars_jax import __version__, assets, specs
-from mars_jax.cli.flags import MESH_HELP, draft_of, number_of, numbers_of
+from mars_jax.cli.flags import MESH_HELP, NO_CHECK_HELP, draft_of, number_of, numbers_of
 from mars_jax.cli.program import Parser
 from mars_jax.cli.rule import add_rule_flags
 from mars_jax.core.errors import MarsError
@@ -53,6 +53,7 @@ def make_parser(prog: str, description: str, epilog: str, *, instead: Collection
     )
     made.add_argument("--tree", metavar="4-2-2-1", help="draft a tree; as for mars_jax.generate")
     made.add_argument("--dtype", choices=specs.DTYPES, help="of the weights (default: the checkpoint's own)")
+    made.add_argument("--no-check", action="store_true", help=NO_CHECK_HELP)
     made.add_argument("--mesh", metavar="data=2,model=4", help=MESH_HELP)
     made.add_argument(
         "--task", action="append", default=[], metavar="NAME[=PATH]", help="what to measure; once or more"
@@ -72,6 +73,23 @@ def make_parser(prog: str, description: str, epilog: str, *, instead: Collection
     add_rule_flags(made, instead=instead)
     made.add_argument("--seed", default="0", metavar="N", help="problem i draws with seed N + i (default: 0)")
     return made
+
+
+def add_code_flags(parser: Parser) -> None:
+    """The flags that let generated programs run."""
+    parser.add_argument(
+        "--allow-code-execution",
+        action="store_true",
+        help="run the programs that the target writes, inside bubblewrap or unshare: no network, no files but "
+        "Python's, read-only, and a temporary folder, bounds on time, memory, processes and files; refused where "
+        "neither works",
+    )
+    parser.add_argument(
+        "--allow-unconfined-code",
+        action="store_true",
+        help="with it, where neither works: run them with your rights under Python's audit hook and the same bounds, "
+        "a guard against accidents and not against malice",
+    )
 
 
 def convert(args: argparse.Namespace) -> None:

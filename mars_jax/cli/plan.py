@@ -12,6 +12,7 @@ from typing import IO, Any
 from mars_jax import __version__, specs
 from mars_jax.cli.flags import number_of
 from mars_jax.cli.program import Parser, program
+from mars_jax.cli.progress import busy
 from mars_jax.cli.rule import add_rule_flags, rule_of
 from mars_jax.core.errors import MarsError
 
@@ -107,16 +108,17 @@ def _run(argv: Sequence[str] | None, out: IO[str]) -> bool:
         f"{k}={v}" for k, v in default_mesh(target, len(where.devices), batch).items()
     )
     draft = draft_of(_draft(args.draft, target), num_draft_tokens=length, tree=tree, dtype=args.dtype)
-    made = planning.make_plan(
-        target,
-        draft,
-        where,
-        mesh=parse_mesh(axes, where.devices),
-        verify=verify.load(rule.spec, **rule.settings).rule,
-        batch=batch,
-        context=context,
-        dtype=args.dtype,
-    )
+    with busy("planning"):
+        made = planning.make_plan(
+            target,
+            draft,
+            where,
+            mesh=parse_mesh(axes, where.devices),
+            verify=verify.load(rule.spec, **rule.settings).rule,
+            batch=batch,
+            context=context,
+            dtype=args.dtype,
+        )
     asked = {
         "target": args.target,
         "draft": args.draft,
@@ -132,7 +134,8 @@ def _run(argv: Sequence[str] | None, out: IO[str]) -> bool:
 
 
 def _number(name: str, text: str) -> int:
-    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= 2**20):
+    # Python converts no text of more than 4,300 digits.
+    if not (text.isascii() and text.isdigit() and len(text) < 10 and 1 <= int(text) <= 2**20):
         raise MarsError(f"--{name} is {text}: expected a whole number from 1 to {2**20}.")
     return int(text)
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import os
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import IO, Any, NoReturn
 
+from mars_jax.cli.progress import heartbeat
+from mars_jax.cli.quiet import quiet
 from mars_jax.core.errors import MarsError
 
 BAD_INPUT = 2
@@ -29,21 +31,12 @@ class Parser(argparse.ArgumentParser):
         raise MarsError(f"{message.removeprefix('argument ').rstrip('.')}; --help lists the flags.")
 
 
-class Ticker:
-    """A line on stderr every few seconds: `ticker("theta=0.9", 12, 200)`."""
-
-    def __init__(self, things: str, seconds: float = 5.0):
-        self._things, self._seconds, self._last = things, seconds, time.monotonic()
-
-    def __call__(self, what: str, done: int, of: int) -> None:
-        if done == of or time.monotonic() - self._last >= self._seconds:
-            self._last = time.monotonic()
-            print(f"{what}: {done} of {of} {self._things}", file=sys.stderr, flush=True)
-
-
 def program(run: Callable[[Sequence[str] | None, IO[str]], None], argv: Sequence[str] | None) -> int:
     """Run `run(argv, stdout)`; returns the exit code."""
-    code = _program(run, argv)
+    _reserve()
+    quiet()
+    with heartbeat():
+        code = _program(run, argv)
     if code and "jax" in sys.modules:
         from mars_jax.placement import hosts
 
@@ -52,22 +45,84 @@ def program(run: Callable[[Sequence[str] | None, IO[str]], None], argv: Sequence
 
 
 def _program(run: Callable[[Sequence[str] | None, IO[str]], None], argv: Sequence[str] | None) -> int:
-    out = sys.stdout
+    out: Any = _Checked(sys.stdout)
     try:
         # Whatever a library prints is no part of the result.
-        with contextlib.redirect_stdout(sys.stderr):
+        with contextlib.redirect_stdout(sys.stderr), _flushed(out):
             run(argv, out)
-            out.flush()
     except MarsError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        if isinstance(error, _Lost):
+            _discard(out)
+        _say(f"error: {' '.join(str(error).split())}")
         return BAD_INPUT
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        _say("interrupted")
         return INTERRUPTED
     except BrokenPipeError:
         _discard(out)
         return BROKEN_PIPE
     return 0
+
+
+class _Lost(MarsError):
+    """What was printed does not arrive."""
+
+
+class _Checked:
+    """A stdout whose failures say that it was stdout. None stands for one that the caller closed."""
+
+    def __init__(self, inner: IO[str] | None):
+        self._inner = inner
+
+    def write(self, text: str) -> int:
+        with self._told():
+            if self._inner is None:
+                raise OSError(errno.EBADF, "it is closed")
+            return self._inner.write(text)
+
+    def flush(self) -> None:
+        with self._told():
+            if self._inner is not None:
+                self._inner.flush()
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except BrokenPipeError:  # whoever read it has had enough
+            raise
+        except OSError as error:
+            raise _Lost(f"stdout cannot be written ({error.strerror}): direct it to another place.") from None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+@contextlib.contextmanager
+def _flushed(out: IO[str]) -> Iterator[None]:
+    """What is left in the buffer belongs to the result, also that of --help, which exits."""
+    try:
+        yield
+    except SystemExit:
+        out.flush()
+        raise
+    out.flush()
+
+
+def _say(sentence: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # where stderr is lost too, the exit code says it
+        print(sentence, file=sys.stderr, flush=True)
+
+
+def _reserve() -> None:
+    """Give a closed stdin, stdout or stderr its number back, lest a file of ours get it and what is printed to it."""
+    while (number := os.open(os.devnull, os.O_RDWR)) < 3:
+        os.set_inheritable(number, True)
+    os.close(number)
+    if sys.stdin is None:
+        sys.stdin = open(0)  # noqa: SIM115
+    if sys.stderr is None:
+        sys.stderr = open(2, "w")  # noqa: SIM115
 
 
 def keep_compilations() -> None:
@@ -86,5 +141,5 @@ def keep_compilations() -> None:
 
 def _discard(out: IO[str]) -> None:
     """Let the flush at exit go nowhere, rather than complain about the closed pipe."""
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, AttributeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())

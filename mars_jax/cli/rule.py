@@ -110,6 +110,10 @@ def _flags() -> dict[str, list[tuple[str, Setting]]]:
     return found
 
 
+FLAGS = ("verify", *_flags())
+"""The names under which parsed flags hold the rule."""
+
+
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 

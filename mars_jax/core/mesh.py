@@ -56,7 +56,9 @@ def parse_mesh(text: str, devices: Sequence[Any] | None = None) -> Mesh:
     sizes: dict[str, int] = {}
     for part in text.split(","):
         name, _, size = (piece.strip() for piece in part.partition("="))
-        if name not in AXES or name in sizes or not (size.isascii() and size.isdigit() and int(size)):
+        # Python converts no text of more than 4,300 digits, and there are not a billion devices.
+        whole = size.isascii() and size.isdigit() and len(size) < 10
+        if name not in AXES or name in sizes or not whole or not int(size):
             raise MarsError(
                 f"the mesh is {text!r}: expected axes among {', '.join(AXES)}, each once with its number of devices, "
                 "such as data=2,model=4."

@@ -118,11 +118,7 @@ def prompt_tokens(
     said = [{"role": "user", "content": problem.turns[0]}]
     for answer, turn in zip(answers, problem.turns[1:], strict=False):
         said += [{"role": "assistant", "content": answer}, {"role": "user", "content": turn}]
-    ids = target.tokenizer.apply_chat_template(said, add_generation_prompt=True, return_dict=True)[
-        "input_ids"
-    ]
-    target.check_tokens(ids)
-    return [int(i) for i in ids]
+    return target.encode_chat(said)
 
 
 def check_problems(target: Pretrained, problems: Sequence[Problem], *, chat: bool) -> None:

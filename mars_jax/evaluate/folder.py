@@ -1,9 +1,11 @@
-"""The folder of one evaluation: claimed by its settings, so that a run goes on with its own rows and no others."""
+"""The folder of one run: claimed by its settings, so that a run goes on with its own rows and no others."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,64 +14,107 @@ import jax
 import numpy as np
 
 from mars_jax.core.errors import MarsError
+from mars_jax.journal import Lock, difference, plain, write_whole
 
 SETTINGS = "settings.json"
 
 
-def claim(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Make a folder that of one run: write the settings, or compare them with those that are there.
+def claim(
+    folder: Path, settings: Mapping[str, Any], *, flag: str = "--output", unrecorded: str | None = None
+) -> Lock:
+    """Make a folder that of one run, whose process has it until it ends or closes the lock.
+
+    The settings are written, or compared with those that are there.
+
+    Args:
+      folder: new, empty, or of a run.
+      settings: whatever decides what the run writes; see `journal.plain`.
+      flag: that names the folder, for messages.
+      unrecorded: what a run of before settings were recorded has in its folder; it goes on, with a warning.
 
     Raises:
-      MarsError: the folder holds a run with other settings, or something else altogether.
+      MarsError: the folder holds a run with other settings, or something else altogether, or another process has it.
     """
-    check_folder(folder)
     path = folder / SETTINGS
-    if not path.exists():
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            write_json(path, settings)
-        except OSError as error:
-            raise MarsError(
-                f"--output '{folder}' cannot be written ({error.strerror}): check its permissions."
-            ) from None
-        return
+    old = unrecorded is not None and (folder / unrecorded).exists() and not path.exists()
+    if not old:
+        check_folder(folder, flag=flag)
     try:
-        there = json.loads(path.read_text())
-        differing = [
-            k for k in (*settings, *there) if json.loads(json.dumps(settings.get(k))) != there.get(k)
-        ]
-    except (ValueError, AttributeError, TypeError):
-        raise MarsError(f"'{path}' is damaged: choose another --output.") from None
-    if differing:
-        name = differing[0]
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(folder, error, flag) from None
+    lock = Lock(folder)
+    try:
+        if old:
+            print(
+                f"note: {flag} '{folder}' has no {SETTINGS}: it is taken to be of a run with these settings.",
+                file=sys.stderr,
+            )
+        elif path.exists():
+            _compare(folder, settings, flag)
+        else:
+            write_json(path, {name: plain(value) for name, value in settings.items()})
+    except OSError as error:
+        lock.close()
+        raise _unwritable(folder, error, flag) from None
+    except MarsError:
+        lock.close()
+        raise
+    return lock
+
+
+def _compare(folder: Path, settings: Mapping[str, Any], flag: str) -> None:
+    path = folder / SETTINGS
+    try:
+        found = difference(json.loads(path.read_text(encoding="utf-8")), settings)
+    except (ValueError, AttributeError, TypeError, RecursionError):
+        raise MarsError(f"'{path}' is damaged: choose another {flag}.") from None
+    if found is not None:
         raise MarsError(
-            f"--output '{folder}' holds a run with other {name.replace('_', ' ')} ({_brief(there.get(name))} and not "
-            f"{_brief(settings.get(name))}): choose another --output, or the settings of that run."
+            f"{flag} '{folder}' holds a run with {found}: choose another {flag}, or the settings of that run."
         )
 
 
-def check_folder(folder: Path) -> None:
+def check_folder(folder: Path, *, flag: str = "--output") -> None:
     """What can be known before any model is loaded.
 
     Raises:
-      MarsError: the folder is none, or holds anything but a run.
+      MarsError: the folder is none, holds anything but a run, or cannot be made or written to.
     """
     if folder.exists() and not folder.is_dir():
-        raise MarsError(f"--output '{folder}' is a file: name a folder.")
-    if folder.exists() and not (folder / SETTINGS).exists() and any(folder.iterdir()):
-        raise MarsError(f"--output '{folder}' holds other files: choose a new or an empty folder.")
+        raise MarsError(f"{flag} '{folder}' is a file: name a folder.")
+    try:
+        # A file that was being written when its process was killed is no content.
+        found = [] if not folder.exists() else [f for f in folder.iterdir() if f.suffix != ".partial"]
+    except OSError as error:
+        raise _unwritable(folder, error, flag) from None
+    if found and not (folder / SETTINGS).exists():
+        raise MarsError(f"{flag} '{folder}' holds other files: choose a new or an empty folder.")
+    check_writable(folder, flag=flag)
 
 
-def _brief(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) < 60 else f"{text[:57]}..."
+def check_writable(path: Path, *, flag: str = "--output") -> None:
+    """Raise MarsError where a directory cannot be written to, or not be made; nothing is made."""
+    nearest = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
+    if not nearest.is_dir():
+        raise MarsError(f"{flag} '{path}' leads through '{nearest}', which is a file: choose another path.")
+    try:
+        # What os.access says is no more than the permissions: /proc, say, has them and takes no file.
+        with tempfile.TemporaryFile(dir=nearest):
+            pass
+    except OSError as error:
+        raise _unwritable(path, error, flag) from None
+
+
+def _unwritable(folder: Path, error: OSError, flag: str) -> MarsError:
+    return MarsError(
+        f"{flag} '{folder}' cannot be written ({error.strerror}): check its permissions, or choose another path."
+    )
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a whole file or nothing."""
-    staged = path.with_suffix(".partial")
-    staged.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    staged.replace(path)
+    """Write a whole file or nothing; it is on disk when this returns."""
+    write_whole(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
 
 
 def fingerprint(params: Any) -> str:

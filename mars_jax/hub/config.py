@@ -9,6 +9,7 @@ from typing import Any
 from mars_jax.core.errors import MarsError
 from mars_jax.hub.families import FAMILIES, text_part
 from mars_jax.hub.rope import read_rope, write_scaling
+from mars_jax.hub.values import count, given, token_ids
 from mars_jax.models.config import ModelConfig
 
 _ACTIVATIONS = {
@@ -32,10 +33,6 @@ def _family(data: dict[str, Any]) -> str:
     raise MarsError(f"architecture {shown} is not supported: choose a checkpoint of {supported}.")
 
 
-def _ids(value: int | list[int] | None) -> tuple[int, ...]:
-    return () if value is None else tuple(value) if isinstance(value, list) else (value,)
-
-
 def from_json(data: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
     """A ModelConfig from the contents of config.json and, if there is one, of generation_config.json.
 
@@ -53,30 +50,34 @@ def from_json(data: dict[str, Any], generation: dict[str, Any] | None = None) ->
     family = _family(data)
     data = FAMILIES[family].defaults | data
     required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    missing = [key for key in required if not isinstance(data.get(key), int)]
+    missing = [key for key in required if type(data.get(key)) is not int]
     if missing:
         raise MarsError(
             f"config.json gives no number for {', '.join(missing)}: use the config the checkpoint came with."
         )
     key = FAMILIES[family].activation
-    activation = data.get(key) or "silu"
+    activation = given(data, key, FAMILIES[family].defaults.get(key, "silu"))
     if activation not in _ACTIVATIONS:
         raise MarsError(
             f"{key} '{activation}' is not supported: the supported ones are {', '.join(_ACTIVATIONS)}."
         )
-    eos = (*_ids(data.get("eos_token_id")), *_ids((generation or {}).get("eos_token_id")))
-    bos = _ids(data.get("bos_token_id"))
+    eos = (
+        *token_ids(data, "eos_token_id", "config.json"),
+        *token_ids(generation or {}, "eos_token_id", "generation_config.json"),
+    )
+    bos = token_ids(data, "bos_token_id", "config.json")
+    heads = data["num_attention_heads"]
     fields: dict[str, Any] = {
         "family": family,
         "vocab_size": data["vocab_size"],
         "hidden_size": data["hidden_size"],
         "intermediate_size": data["intermediate_size"],
         "num_layers": data["num_hidden_layers"],
-        "num_heads": data["num_attention_heads"],
-        "num_kv_heads": data.get("num_key_value_heads") or 0,
-        "head_dim": data.get("head_dim") or 0,
-        "max_positions": data.get("max_position_embeddings") or 2048,
-        "norm_eps": float(data.get("rms_norm_eps", 1e-6)),
+        "num_heads": heads,
+        "num_kv_heads": count(data, "num_key_value_heads", heads) if heads > 0 else 0,
+        "head_dim": 0 if data.get("head_dim") is None else count(data, "head_dim", 0),
+        "max_positions": count(data, "max_position_embeddings", 2048),
+        "norm_eps": float(given(data, "rms_norm_eps", 1e-6)),
         "rope": read_rope(data),
         "tie_embeddings": bool(data.get("tie_word_embeddings", False)),
         "activation": _ACTIVATIONS[activation],
@@ -98,7 +99,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise MarsError(
             f"there is no readable {path.name} in '{path.parent}': give a checkpoint's directory."
         ) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # the second: lists within lists, 100,000 deep
         raise MarsError(f"'{path}' is not valid JSON ({error}): download the checkpoint again.") from None
     if not isinstance(data, dict):
         raise MarsError(
@@ -115,7 +116,7 @@ def read_directory(directory: Path) -> tuple[ModelConfig, str | None]:
         config = from_json(data, read_json(generation) if generation.exists() else None)
     except MarsError as error:
         raise MarsError(f"'{directory}': {error}") from None
-    except (TypeError, AttributeError, KeyError, ValueError) as error:
+    except (TypeError, AttributeError, LookupError, ValueError, ArithmeticError) as error:
         raise MarsError(
             f"'{directory / 'config.json'}' holds a value of the wrong kind ({error}): correct it."
         ) from None

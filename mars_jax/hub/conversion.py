@@ -23,7 +23,8 @@ import numpy as np
 from mars_jax import specs
 from mars_jax.core.errors import MarsError
 from mars_jax.hub.config import read_directory, read_json
-from mars_jax.hub.converted import MANIFEST, WEIGHTS, is_converted
+from mars_jax.hub.converted import MANIFEST, WEIGHTS, is_converted, write_digests
+from mars_jax.hub.durable import check_place, sync, sync_tree, writing
 from mars_jax.hub.files import resolve
 from mars_jax.hub.load import find_tensors, read_leaf, resolve_dtype
 from mars_jax.models.quantize import Int8, is_quantized
@@ -67,7 +68,9 @@ def convert(
 
     specs.check_dtype(dtype)
     target = Path(os.path.abspath(Path(destination).expanduser()))
-    _check_free(target, overwrite)
+    with writing(target):
+        _check_free(target, overwrite)
+    check_place(target)
     directory = resolve(source)
     if is_converted(directory):
         raise MarsError(f"'{directory}' is a conversion already: convert the checkpoint that it was made of.")
@@ -91,11 +94,11 @@ def convert(
 
     tree = build_rows(table, pending)
     total = sum(x.nbytes for x in jax.tree.leaves(tree))
-    with _staging(target) as staging:
+    with writing(target), _staging(target) as staging:
         written = orbax.save(staging / WEIGHTS, tree, done=lambda n: progress("writing", n, total))
         read.cache_clear()
-        again = orbax.checksums(staging / WEIGHTS, tree, done=lambda n: progress("verifying", n, total))
-        wrong = sorted(name for name in written if written[name] != again.get(name))
+        again = orbax.digests(staging / WEIGHTS, tree, done=lambda n: progress("verifying", n, total))
+        wrong = sorted(name for name in written if name not in again or written[name] != again[name].whole)
         if wrong:
             raise MarsError(
                 f"{len(wrong)} of {len(written)} arrays in '{staging}' read back otherwise than they were written "
@@ -103,8 +106,9 @@ def convert(
             )
         _copy_files(directory, staging, floating)
         manifest = {"source": os.fspath(source), "dtype": floating, "int8": int8, "bytes": total}
-        _write(staging / MANIFEST, manifest | {"checksums": written})
+        _write(staging / MANIFEST, manifest | write_digests(again))
         _check_free(target, overwrite)
+        sync_tree(staging)
         _swap(staging, target)
     return target
 
@@ -154,9 +158,7 @@ def _swap(staging: Path, target: Path) -> None:
     if target.exists() and any(target.iterdir()):
         os.rename(target, replaced)
     os.replace(staging, target)
-    folder = os.open(target.parent, os.O_RDONLY)
-    os.fsync(folder)
-    os.close(folder)
+    sync(target.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
@@ -171,7 +173,4 @@ def _copy_files(source: Path, staging: Path, dtype: str) -> None:
 
 
 def _write(path: Path, data: dict[str, Any]) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(json.dumps(data, indent=2) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+    path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")

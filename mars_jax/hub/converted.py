@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import jax
 
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import PyTree
 from mars_jax.hub.config import read_json
+from mars_jax.hub.digests import Digest
 from mars_jax.models.config import ModelConfig
 from mars_jax.placement.shardings import abstract_params
 
@@ -21,7 +26,7 @@ class Conversion(NamedTuple):
 
     dtype: str  # of the params, where they are not in 8 bits
     int8: bool
-    checksums: dict[str, int]  # CRC-32 by Orbax's name of the array
+    digests: dict[str, Digest]  # by Orbax's name of the array
 
 
 def is_converted(directory: Path) -> bool:
@@ -37,20 +42,48 @@ def read_conversion(directory: Path) -> Conversion:
     """
     data = read_json(directory / MANIFEST)
     try:
-        return Conversion(str(data["dtype"]), bool(data["int8"]), dict(data["checksums"]))
-    except (KeyError, TypeError, ValueError):
+        dtype, int8, blocks = data["dtype"], data["int8"], data.get("blocks", {})
+        if dtype not in ("float32", "bfloat16") or not isinstance(int8, bool):
+            raise ValueError
+        digests = {name: _digest(whole, blocks.get(name)) for name, whole in data["checksums"].items()}
+        return Conversion(dtype, int8, digests)
+    except (KeyError, TypeError, ValueError, AttributeError):
         raise MarsError(
             f"'{directory / MANIFEST}' is not a conversion's: convert the checkpoint again."
         ) from None
 
 
+def _digest(whole: Any, blocks: Any) -> Digest:
+    if blocks is None:  # of a conversion that was made before there were any
+        return Digest(int(whole))
+    return Digest(int(whole), tuple(map(int, blocks["shape"])), tuple(map(int, blocks["crc32"])))
+
+
+def write_digests(digests: Mapping[str, Digest]) -> dict[str, Any]:
+    """What the manifest says of the checksums of all arrays."""
+    return {
+        "checksums": {name: made.whole for name, made in digests.items()},
+        "blocks": {
+            name: {"shape": list(made.block), "crc32": list(made.blocks)} for name, made in digests.items()
+        },
+    }
+
+
 def restore_params(
-    directory: Path, config: ModelConfig, asked: str | None, *, shardings: PyTree = None
+    directory: Path, config: ModelConfig, asked: str | None, *, shardings: PyTree = None, check: bool = True
 ) -> tuple[PyTree, str]:
     """The params of a conversion on their devices, and their floating dtype.
 
+    Args:
+      directory: of the conversion.
+      config: its config.
+      asked: dtype, as for `hub.load`.
+      shardings: of the params.
+      check: compare the checksums of what is read.
+
     Raises:
-      MarsError: 8 bits are asked of a conversion that has more, or more of one that has 8.
+      MarsError: 8 bits are asked of a conversion that has more, or more of one that has 8; it cannot be read, or a
+        checksum differs.
     """
     from mars_jax.hub import orbax
 
@@ -63,4 +96,18 @@ def restore_params(
         )
     dtype = made.dtype if asked in (None, "int8") else asked
     like = abstract_params(config, dtype, int8=made.int8, shardings=shardings)
-    return orbax.restore(directory / WEIGHTS, like), dtype
+    return orbax.restore(
+        directory / WEIGHTS, like, expected=_expected(directory, made) if check else None
+    ), dtype
+
+
+def _expected(directory: Path, made: Conversion) -> dict[str, Digest] | None:
+    """The checksums to compare; None, with a warning, where every process would have to read everything for that."""
+    if jax.process_count() == 1 or all(digest.blocks for digest in made.digests.values()):
+        return made.digests
+    warnings.warn(
+        f"the checksums of '{directory}' are not compared, for it was converted before each part had its own: convert "
+        "the checkpoint again.",
+        stacklevel=2,
+    )
+    return None

@@ -5,11 +5,13 @@ Oracle: the config classes of transformers 5.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from mars_jax.core.errors import MarsError
 from mars_jax.hub.rope import read_rope
+from mars_jax.hub.values import count, given
 from mars_jax.models.config import ModelConfig, Rope
 
 _KINDS = {True: "sliding_attention", False: "full_attention"}
@@ -58,7 +60,7 @@ def _read_mistral(data: dict[str, Any]) -> dict[str, Any]:
     window = data.get("sliding_window", 4096)  # an absent key means the first Mistral; null means none
     return {
         "windows": (window,) * data["num_hidden_layers"],
-        "num_kv_heads": data.get("num_key_value_heads") or 8,
+        "num_kv_heads": count(data, "num_key_value_heads", 8),
     }
 
 
@@ -80,7 +82,7 @@ def _read_qwen2(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_qwen3(data: dict[str, Any]) -> dict[str, Any]:
-    own = {"qk_norm": True, "windows": _qwen_windows(data), "head_dim": data.get("head_dim") or 128}
+    own = {"qk_norm": True, "windows": _qwen_windows(data), "head_dim": count(data, "head_dim", 128)}
     return _biases(data) | own
 
 
@@ -105,7 +107,7 @@ def _write_mixtral(config: ModelConfig) -> dict[str, Any]:
 def _read_qwen3_moe(data: dict[str, Any]) -> dict[str, Any]:
     """`decoder_sparse_step` and `mlp_only_layers` both say which layers have no experts."""
     layers, window = data["num_hidden_layers"], data.get("sliding_window")
-    step, plain = data.get("decoder_sparse_step") or 1, data.get("mlp_only_layers") or ()
+    step, plain = count(data, "decoder_sparse_step", 1), data.get("mlp_only_layers") or ()
     return _biases(data) | {
         "qk_norm": True,
         "windows": (window if data.get("use_sliding_window") else None,) * layers,
@@ -138,13 +140,15 @@ def _read_gemma(data: dict[str, Any], every: int) -> dict[str, Any]:
     kinds = data.get("layer_types") or [
         _KINDS[(i + 1) % every != 0] for i in range(data["num_hidden_layers"])
     ]
-    cap = data.get("final_logit_softcapping")
+    cap, scalar = data.get("final_logit_softcapping"), float(data["query_pre_attn_scalar"])
+    if not 0 < scalar < math.inf:  # ModelConfig takes 0 for the width of a head
+        raise MarsError(f"query_pre_attn_scalar is {scalar}: it must be positive.")
     return _biases(data) | {
         "windows": _windows(kinds, data.get("sliding_window")),
         "scale_embeddings": True,
         "norm_plus_one": True,
         "post_norms": True,
-        "query_scalar": float(data["query_pre_attn_scalar"]),
+        "query_scalar": scalar,
         "logit_cap": None if cap is None else float(cap),
     }
 
@@ -164,11 +168,11 @@ def _read_gemma3(data: dict[str, Any]) -> dict[str, Any]:
         own = {"rope_theta": theta, **(scaling or {}), **(nested.get(kind) or {})}
         return read_rope(data | {"rope_scaling": own})
 
-    pattern = data.get("sliding_window_pattern") or data.get("_sliding_window_pattern") or 6
+    pattern = count(data, "sliding_window_pattern", count(data, "_sliding_window_pattern", 6))
     return _read_gemma(data, pattern) | {
         "qk_norm": True,
-        "rope": rope(_KINDS[False], data.get("rope_theta") or 1e6, data.get("rope_scaling")),
-        "local_rope": rope(_KINDS[True], data.get("rope_local_base_freq") or 1e4, None),
+        "rope": rope(_KINDS[False], given(data, "rope_theta", 1e6), data.get("rope_scaling")),
+        "local_rope": rope(_KINDS[True], given(data, "rope_local_base_freq", 1e4), None),
     }
 
 

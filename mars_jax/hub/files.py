@@ -9,7 +9,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -103,19 +103,31 @@ def _shards(directory: Path, index: str) -> list[Path]:
     """The files that an index names.
 
     Raises:
-      MarsError: one of them is not there.
+      MarsError: one of them is not there, or not within the directory.
     """
     mapping = read_json(directory / index).get("weight_map")
     if not isinstance(mapping, dict) or not all(isinstance(name, str) for name in mapping.values()):
         raise MarsError(f"'{directory / index}' has no weight_map: download the checkpoint again.")
+    for tensor, name in mapping.items():
+        if not _is_within(name):
+            raise MarsError(
+                f"'{directory / index}' names {name!r} for tensor {tensor}, which is no file within its directory: "
+                "use a checkpoint from a source that you trust."
+            )
     shards = [directory / name for name in dict.fromkeys(mapping.values())]
-    absent = [shard.name for shard in shards if not shard.is_file()]
+    absent = [shard.name for shard in shards if not os.path.isfile(shard)]
     if absent:
         raise MarsError(
             f"'{directory}' lacks {absent[0]}, which {index} names ({len(absent)} of {len(shards)} files are "
             "absent): download the checkpoint again."
         )
     return shards
+
+
+def _is_within(name: str) -> bool:
+    """Whether a path stays in the directory that it is relative to. Links may lead out: the hub's cache has them."""
+    path = PurePath(name)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\0" not in name
 
 
 def tensors(directory: Path) -> Iterator[dict[str, Tensor]]:
@@ -199,18 +211,29 @@ def _bin(path: Path) -> Iterator[dict[str, Tensor]]:
             raise MarsError(
                 f"'{path}' is truncated, corrupt or unsafe ({reason}): download it again."
             ) from None
-    if not isinstance(state, dict) or not all(isinstance(value, torch.Tensor) for value in state.values()):
+    if not isinstance(state, dict) or not all(
+        isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in state.items()
+    ):
         raise MarsError(f"'{path}' is not a plain table of tensors: use a checkpoint with safetensors.")
+    for name, value in state.items():
+        if value.layout != torch.strided or value.device.type != "cpu" or value.is_nested:
+            kind = str(value.layout if value.device.type == "cpu" else value.device.type).removeprefix(
+                "torch."
+            )
+            raise MarsError(
+                f"tensor {name} of '{path}' is stored as {kind} and not as an ordinary array: save it with its "
+                "to_dense(), or use a checkpoint with safetensors."
+            )
 
     def reader(name: str, tensor) -> Callable[[int, int], np.ndarray]:
         def rows(first: int, last: int) -> np.ndarray:
-            part = (tensor.detach()[first:last] if tensor.ndim else tensor.detach()[None]).contiguous()
-            if part.dtype == torch.bfloat16:  # which numpy does not know
-                return part.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
             try:
-                return part.numpy()
-            except TypeError:  # numpy has no such dtype
-                raise MarsError(_quantised(name, path, part.dtype)) from None
+                part = (tensor.detach()[first:last] if tensor.ndim else tensor.detach()[None]).contiguous()
+                if part.dtype == torch.bfloat16:  # which numpy does not know
+                    return part.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
+                return part.resolve_conj().resolve_neg().numpy()
+            except (TypeError, RuntimeError):  # numpy has no such dtype, nor torch a part of such a tensor
+                raise MarsError(_quantised(name, path, tensor.dtype)) from None
 
         return rows
 

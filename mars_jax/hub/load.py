@@ -63,6 +63,7 @@ def load(
     dtype: str | None = None,
     feature_layers: Sequence[int] = (),
     shardings: PyTree = None,
+    check: bool = True,
 ) -> Checkpoint:
     """Load a checkpoint, or what `convert` made of one: its config, and its weights straight to where they belong.
 
@@ -75,6 +76,8 @@ def load(
       feature_layers: see `models.language_model`.
       shardings: of the params, a tree of `jax.sharding.Sharding` with their structure; each process reads the parts
         of its own devices. None is JAX's default device.
+      check: of a conversion, compare the checksum of every part that is read with what was written. Files of the
+        Hugging Face layout hold none.
 
     Raises:
       MarsError: with one sentence that names what is wrong and the cure.
@@ -85,7 +88,7 @@ def load(
     directory = resolve(name_or_path)
     config, own = read_directory(directory)
     if is_converted(directory):
-        params, dtype = restore_params(directory, config, dtype, shardings=shardings)
+        params, dtype = restore_params(directory, config, dtype, shardings=shardings, check=check)
     else:
         dtype, int8 = resolve_dtype(dtype, own)
         params = read_params(directory, config, dtype, int8=int8, shardings=shardings)
@@ -142,12 +145,13 @@ def find_tensors(directory: Path, config: ModelConfig) -> dict[str, tuple[str, T
     """The tensors of a checkpoint directory by the name in the table of weights, and their name in the files.
 
     Raises:
-      MarsError: missing, unexpected or mis-shaped tensors, by name.
+      MarsError: missing, unexpected, mis-shaped or doubled tensors, by name.
     """
     table = {row.name: row for row in weights(config)}
     found: dict[str, tuple[str, Tensor]] = {}
     extra: list[str] = []
     misshaped: list[str] = []
+    twice: list[str] = []
     for file in tensors(directory):
         for name, tensor in file.items():
             row = table.get(_alias(name))
@@ -155,6 +159,9 @@ def find_tensors(directory: Path, config: ModelConfig) -> dict[str, tuple[str, T
                 if not _harmless(_alias(name), config):
                     extra.append(name)
                 continue
+            if row.name in found:
+                first = found[row.name][0]
+                twice.append(f"{name} in two files" if first == name else f"{first} and {name}")
             found[row.name] = name, tensor
             if tensor.shape != row.shape:
                 misshaped.append(f"{name} is {list(tensor.shape)} and not {list(row.shape)}")
@@ -166,6 +173,8 @@ def find_tensors(directory: Path, config: ModelConfig) -> dict[str, tuple[str, T
         problems.append(f"{len(misshaped)} have the wrong shape ({listed(misshaped)})")
     if extra:
         problems.append(f"{len(extra)} are not part of the architecture ({listed(extra)})")
+    if twice:
+        problems.append(f"{len(twice)} are there twice, and which one is meant is not said ({listed(twice)})")
     if problems:
         raise MarsError(
             f"the weights in '{directory}' do not fit its config.json: {'; '.join(problems)}: use the config "

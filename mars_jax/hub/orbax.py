@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import zlib
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ import orbax.checkpoint as ocp
 
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import PyTree
+from mars_jax.hub.checked import CheckedArrays, block_shape, open_store
+from mars_jax.hub.digests import Digest, checksum, digest
 
 _CHUNK = 64 << 20
 """Bytes that are stored together: a process that needs a part of an array reads no more than that around it."""
@@ -43,35 +45,26 @@ class _OneByOne(ocp.type_handlers.NumpyHandler):
 
     def __init__(self, done: Callable[[int], None]):
         super().__init__(deepcopy_host_arrays=False)
-        self.done, self.checksums = done, {}
+        self.done = done
+        self.written: dict[str, int] = {}
+        self.read: dict[str, Digest] = {}
 
     async def serialize(self, values, infos, args=None):
         for value, info, arg in zip(values, infos, args or [ocp.SaveArgs()] * len(values), strict=True):
             array = value.read()  # pyright: ignore[reportAttributeAccessIssue]
             for written in await super().serialize([array], [info], [arg]):
                 written.result()
-            self._count(info.name, array)
+            self.written[info.name] = checksum(array)
+            self.done(array.nbytes)
         return []
 
     async def deserialize(self, infos, args=None):
         for info in infos:
             [array] = await super().deserialize([info])
-            self._count(info.name, array)
+            store = await open_store(info)
+            self.read[info.name] = digest(array, block_shape(store))
+            self.done(array.nbytes)
         return [...] * len(infos)
-
-    def _count(self, name: str, array: np.ndarray) -> None:
-        self.checksums[name] = checksum(array)
-        self.done(array.nbytes)
-
-
-def checksum(array: np.ndarray) -> int:
-    """CRC-32 of the bytes of an array.
-
-    >>> checksum(np.zeros(3, np.float32)) == zlib.crc32(bytes(12))
-    True
-    """
-    data: Any = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    return zlib.crc32(data)
 
 
 def _checkpointer(handler: _OneByOne) -> ocp.Checkpointer:
@@ -95,25 +88,37 @@ def save(
       done: is called with the bytes of each array that is written.
 
     Returns:
-      The checksum of each array as it was read, by the name that Orbax gives it.
+      The CRC-32 of each array as it was read, by the name that Orbax gives it.
+
+    Raises:
+      MarsError: an array cannot be read, or the disk does not take it.
 
     >>> import tempfile
     >>> tree = {"a": Pending((2,), np.float32, lambda: np.ones(2, np.float32))}
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     save(f"{folder}/new", tree) == checksums(f"{folder}/new", tree)
+    ...     written = save(f"{folder}/new", tree)
+    ...     written == {name: made.whole for name, made in digests(f"{folder}/new", tree).items()}
     True
     """
     handler = _OneByOne(done)
     arguments = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK), tree)
-    with _checkpointer(handler) as checkpointer:
-        checkpointer.save(Path(path).absolute(), args=ocp.args.PyTreeSave(tree, save_args=arguments))  # pyright: ignore
-    return handler.checksums
+    what = ocp.args.PyTreeSave(tree, save_args=arguments)  # pyright: ignore
+    try:
+        with _checkpointer(handler) as checkpointer:
+            checkpointer.save(Path(path).absolute(), args=what)
+    except MarsError:
+        raise
+    except Exception as error:  # as in `_restore`
+        raise MarsError(
+            f"'{path}' cannot be written ({_reason(error)}): choose another path, or make room."
+        ) from error
+    return handler.written
 
 
-def checksums(
+def digests(
     path: str | os.PathLike[str], tree: PyTree, *, done: Callable[[int], None] = lambda size: None
-) -> dict[str, int]:
-    """What `save` returns, of what is on disk: the arrays of a tree of `Pending`, read back one after the other.
+) -> dict[str, Digest]:
+    """The checksums of what is on disk: the arrays of a tree of `Pending`, read back one after the other.
 
     Raises:
       MarsError: the checkpoint is not of such a tree, or cannot be read.
@@ -121,22 +126,27 @@ def checksums(
     handler = _OneByOne(done)
     arguments = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=Pending), tree)
     _restore(path, _checkpointer(handler), tree, arguments)
-    return handler.checksums
+    return handler.read
 
 
-def restore(path: str | os.PathLike[str], like: PyTree) -> PyTree:
+def restore(
+    path: str | os.PathLike[str], like: PyTree, *, expected: Mapping[str, Digest] | None = None
+) -> PyTree:
     """The arrays of a checkpoint, where `like` has them; each process reads the parts of its own devices.
 
     Args:
       path: the directory.
       like: a tree of `jax.ShapeDtypeStruct` that carry shardings; of another floating dtype, arrays are cast.
+      expected: checksums of all arrays, to compare with what is read; None compares nothing.
 
     Raises:
-      MarsError: the checkpoint is not of such a tree, or cannot be read.
+      MarsError: the checkpoint is not of such a tree, cannot be read, or is not what was written.
     """
-    # What is on its way at once is bounded, by no less than the largest array.
-    largest = max(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(like))
-    handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=1 + largest // 10**9)
+    handler = ocp.PyTreeCheckpointHandler(
+        type_handler_registry=ocp.type_handlers.create_type_handler_registry(
+            (jax.Array, CheckedArrays(expected))
+        ),
+    )
     arguments = jax.tree.map(
         lambda x: ocp.ArrayRestoreArgs(sharding=x.sharding, global_shape=x.shape, dtype=x.dtype), like
     )
@@ -150,10 +160,18 @@ def _restore(
         with checkpointer:
             what = ocp.args.PyTreeRestore(item=like, restore_args=args)  # pyright: ignore
             return checkpointer.restore(Path(path).absolute(), args=what)
+    except MarsError:
+        raise
     except (
         Exception
     ) as error:  # Orbax and TensorStore raise their own, ValueError, KeyError and OSError alike
-        reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
         raise MarsError(
-            f"'{path}' cannot be read ({reason.rstrip('.')}): convert the checkpoint again."
+            f"'{path}' cannot be read ({_reason(error)}): convert the checkpoint again."
         ) from error
+
+
+def _reason(error: Exception) -> str:
+    """The first line of what an error says, without the specification and the places that TensorStore adds."""
+    line = next(iter(str(error).strip().splitlines()), "")
+    line = re.split(r" \[(?:tensorstore_spec|source locations)", line)[0].rstrip(".: ")
+    return f"{type(error).__name__} {line}".strip() if isinstance(error, LookupError) or not line else line

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from mars_jax.core.errors import MarsError
+from mars_jax.hub.values import count, given
 from mars_jax.models.config import Rope
 
 
@@ -33,8 +34,8 @@ def read_rope(data: dict[str, Any]) -> Rope:
     """
     scaling = data.get("rope_scaling") or data.get("rope_parameters") or {}
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    theta = float(scaling.get("rope_theta") or data.get("rope_theta") or 10000.0)
-    if (scaling.get("partial_rotary_factor") or data.get("partial_rotary_factor") or 1.0) != 1.0:
+    theta = float(given(scaling, "rope_theta", given(data, "rope_theta", 10000.0)))
+    if given(scaling, "partial_rotary_factor", given(data, "partial_rotary_factor", 1.0)) != 1.0:
         raise MarsError("partial_rotary_factor is not supported: only heads that are rotated whole are.")
     if kind == "default":
         return Rope(theta=theta)
@@ -42,11 +43,12 @@ def read_rope(data: dict[str, Any]) -> Rope:
         raise MarsError(
             f"rope type '{kind}' is not supported: the supported ones are default, linear, llama3, yarn."
         )
-    trained = data.get("original_max_position_embeddings") or scaling.get("original_max_position_embeddings")
-    trained = int(trained or data.get("max_position_embeddings", 2048))
+    longest = count(data, "max_position_embeddings", 2048)
+    trained = "original_max_position_embeddings"
+    trained = count(data, trained, count(scaling, trained, longest))
     factor = scaling.get("factor")
     if factor is None and kind == "yarn":
-        factor = data.get("max_position_embeddings", 2048) / trained
+        factor = longest / trained
     if factor is None:
         raise MarsError(
             f"rope type '{kind}' needs a factor, and config.json gives none: add it to rope_scaling."

@@ -16,6 +16,7 @@ import numpy as np
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import PyTree
 from mars_jax.hub.config import from_json, to_json
+from mars_jax.hub.durable import check_place, sync, sync_tree, writing
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.quantize import Int8
 from mars_jax.models.weights import Weight, get, weights
@@ -51,20 +52,23 @@ def free_directory(path: str | os.PathLike[str], *, overwrite: bool) -> Path:
     """The path of a directory to write.
 
     Raises:
-      MarsError: it is in use, and `overwrite` does not allow that.
+      MarsError: it is in use, and `overwrite` does not allow that; or nothing can be written there.
     """
     target = Path(path)
-    if target.exists() and (not target.is_dir() or (any(target.iterdir()) and not overwrite)):
+    with writing(target):
+        used = target.exists() and (not target.is_dir() or (any(target.iterdir()) and not overwrite))
+    if used:
         raise MarsError(
             f"'{target}' exists and is not an empty directory: choose another path, or pass overwrite=True."
         )
+    check_place(target)
     return target
 
 
 def save(
     path: str | os.PathLike[str], config: ModelConfig, params: PyTree, *, overwrite: bool = False
 ) -> Path:
-    """Write config.json and model.safetensors to a new directory, all or nothing.
+    """Write config.json and model.safetensors to a new directory, all or nothing; see `write_directory`.
 
     Args:
       path: the directory. Its parents are made.
@@ -94,25 +98,50 @@ def save(
 def write_directory(
     target: Path, arrays: dict[str, np.ndarray], data: dict[str, Any], *, file: str = "model.safetensors"
 ) -> Path:
-    """Write the weights into `file`, and config.json, all or nothing; other files of the directory stay."""
+    """Write the weights into `file`, and config.json; everything is on disk before it appears under its name.
+
+    A new directory appears whole or not at all. In one that holds something, other files stay; whenever the process or
+    the machine stops, the two files are the old ones or the new ones, or there is no config.json: never do old weights
+    and a new config pass for a checkpoint.
+
+    Raises:
+      MarsError: the disk does not take them.
+    """
+    from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
-    target.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    try:
-        save_file(arrays, staging / file, metadata={"format": "pt"})
-        # safetensors makes the file private, and a checkpoint need not be.
-        (staging / file).chmod(0o666 & ~_umask())
-        (staging / "config.json").write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-        if not target.exists() or not any(target.iterdir()):
-            staging.chmod(0o777 & ~_umask())
-            os.replace(staging, target)
-        else:
-            for name in (file, "config.json"):
-                os.replace(staging / name, target / name)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+    with writing(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+        try:
+            save_file(arrays, staging / file, metadata={"format": "pt"})
+            # safetensors makes the file private, and a checkpoint need not be.
+            (staging / file).chmod(0o666 & ~_umask())
+            (staging / "config.json").write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+            sync_tree(staging)
+            if not target.exists() or not any(target.iterdir()):
+                staging.chmod(0o777 & ~_umask())
+                os.replace(staging, target)
+                sync(target.parent)
+            else:
+                _replace(staging, target, file)
+        except SafetensorError as error:  # a full disk, among others
+            raise OSError(str(error)) from error
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
     return target
+
+
+def _replace(staging: Path, target: Path, file: str) -> None:
+    """Put the weights and config.json of one directory in the place of another's; see `write_directory`."""
+    new, old = staging / "config.json", target / "config.json"
+    if not old.exists() or old.read_bytes() != new.read_bytes():
+        old.unlink(missing_ok=True)
+        sync(target)
+    os.replace(staging / file, target / file)
+    sync(target)
+    os.replace(new, old)
+    sync(target)
 
 
 def _umask() -> int:

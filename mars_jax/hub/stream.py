@@ -58,6 +58,18 @@ class HostArray:
                 inner = tuple(slice(a, b) for a, b in columns)
                 part[begin - low : end - low] = block[(slice(begin - first, end - first), *inner)]
 
+    def overlaps(self, box: Box) -> bool:
+        """Whether anything of a block of the array is needed here."""
+        return any(_common(box, own) is not None for own in self.parts)
+
+    def place(self, box: Box, block: np.ndarray) -> None:
+        """A block of the array, in whatever floating dtype."""
+        for own, part in self.parts.items():
+            if (common := _common(box, own)) is not None:
+                target = tuple(slice(a - low, b - low) for (a, b), (low, _) in zip(common, own, strict=True))
+                source = tuple(slice(a - low, b - low) for (a, b), (low, _) in zip(common, box, strict=True))
+                part[target] = block[source].astype(self.dtype, copy=False)
+
     def to_devices(self) -> jax.Array:
         """The array on its devices; on JAX's default device where no sharding is given."""
         if self.sharding is None:
@@ -65,6 +77,12 @@ class HostArray:
         return jax.make_array_from_callback(
             self.shape, self.sharding, lambda index: self.parts[self._box(index)], dtype=self.dtype
         )
+
+
+def _common(one: Box, other: Box) -> Box | None:
+    """What two blocks share; None where they share nothing."""
+    common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    return common if all(first < end for first, end in common) else None
 
 
 def _empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:

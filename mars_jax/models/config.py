@@ -6,11 +6,15 @@ Oracle: the configs of transformers, read by `mars_jax.hub.config`.
 from __future__ import annotations
 
 import dataclasses
+import math
+import numbers
 
 from mars_jax.core.errors import MarsError
 
 ROPE_KINDS = ("none", "linear", "llama3", "yarn")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
+_COUNTS = ("num_kv_heads", "head_dim", "num_experts", "experts_per_token", "expert_size")
+"""Whole numbers of a model that may be 0."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,8 +44,11 @@ class Rope:
             raise MarsError(
                 f"rope kind '{self.kind}' needs original_max_positions, the length it was trained at."
             )
-        if not (self.theta > 0 and self.factor > 0):
+        if not (0 < self.theta < math.inf and 0 < self.factor < math.inf):
             raise MarsError(f"rope theta ({self.theta}) and factor ({self.factor}) must be positive.")
+        others = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor")
+        if wrong := [name for name in others if not math.isfinite(getattr(self, name))]:
+            raise MarsError(f"rope {wrong[0]} is {getattr(self, wrong[0])}: expected a number.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,6 +111,11 @@ class ModelConfig:
         for name in sizes:
             if getattr(self, name) < 1:
                 raise MarsError(f"{name} is {getattr(self, name)}: it must be at least 1.")
+        for name in (*sizes, *_COUNTS):
+            if not isinstance(getattr(self, name), numbers.Integral):
+                raise MarsError(f"{name} is {getattr(self, name)!r}: expected a whole number.")
+        if not 0 <= self.norm_eps < math.inf:  # NaN would make every logit NaN
+            raise MarsError(f"norm_eps is {self.norm_eps}: expected a number of at least 0, such as 1e-6.")
         if self.head_dim == 0 and self.hidden_size % self.num_heads:
             raise MarsError(
                 f"hidden_size {self.hidden_size} is not divisible by {self.num_heads} heads: set head_dim."
@@ -129,8 +141,8 @@ class ModelConfig:
                 "experts and at most all."
             )
         caps = [cap for cap in (self.attention_cap, self.logit_cap) if cap is not None]
-        if any(cap <= 0 for cap in caps):
-            raise MarsError(f"a soft cap is {min(caps)}: it must be positive, or None for none.")
+        if wrong := [cap for cap in caps if not 0 < cap < math.inf]:
+            raise MarsError(f"a soft cap is {wrong[0]}: it must be positive, or None for none.")
         if self.activation not in ACTIVATIONS:
             raise MarsError(
                 f"activation '{self.activation}' is not supported: choose one of {', '.join(ACTIVATIONS)}."

@@ -59,7 +59,9 @@ def topology(name: str) -> Topology:
     generation, _, shape = name.partition(":")
     sizes = shape.split("x")
     chip = CHIPS.get(generation)
-    if chip is None or len(sizes) != chip.dims or not all(size.isdigit() and int(size) for size in sizes):
+    # At most 9 digits: Python converts no text of more than 4,300.
+    whole = all(size.isascii() and size.isdigit() and len(size) < 10 and int(size) for size in sizes)
+    if chip is None or len(sizes) != chip.dims or not whole:
         raise MarsError(
             f"the topology is {name!r}: expected {', '.join(CHIPS)} and a shape, of two numbers such as v5e:4x4, or of "
             "three for v4 and v5p, such as v5p:2x2x2."

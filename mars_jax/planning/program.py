@@ -11,6 +11,8 @@ from typing import Any
 
 import jax
 
+from mars_jax import activity
+
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 
 
@@ -29,6 +31,7 @@ def compile_for(
     return compile_program(jax.jit(function, **jit_options).lower(*arguments), watch=watch)
 
 
+@activity.doing("compiling")
 def compile_program(lowered: jax.stages.Lowered, *, watch: int | None = None) -> dict[str, Any]:
     """Compile and report: seconds, what the compiler counts, and the collectives in the program.
 

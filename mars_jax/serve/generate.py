@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from mars_jax import drafters
+from mars_jax import activity, drafters
 from mars_jax.core import decode, rules
 from mars_jax.core.errors import MarsError
 from mars_jax.core.metrics import DecodeStats, accumulate, summarize, zero_stats
@@ -121,6 +121,7 @@ def run_batch(
     return [_complete(target, request, row, final, stats, seconds) for row, request in enumerate(requests)]
 
 
+@activity.doing("compiling")
 def compile_batch(
     target: Pretrained,
     drafter: drafters.AnyDrafter,

@@ -9,16 +9,21 @@ import functools
 import gzip
 import lzma
 import os
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from mars_jax import activity
 from mars_jax.core.errors import MarsError
 
 SEPARATOR = "<|endoftext|>"
 """Stands alone between the documents of a text file, and is the token that starts and ends a document."""
+
+UNREADABLE = (OSError, EOFError, lzma.LZMAError, zlib.error)
+"""What reading a file raises, plain or compressed; EOFError where it was cut short."""
 
 
 def documents(path: str | os.PathLike[str]) -> Iterator[str]:
@@ -37,7 +42,7 @@ def documents(path: str | os.PathLike[str]) -> Iterator[str]:
     try:
         with opener(path, "rt", encoding="utf-8") as file:
             text = file.read()
-    except (OSError, UnicodeDecodeError, lzma.LZMAError) as error:
+    except (*UNREADABLE, UnicodeDecodeError) as error:
         raise MarsError(f"'{path}' cannot be read as text ({error}): name a UTF-8 text file.") from error
     for document in text.replace("\r\n", "\n").split(SEPARATOR):
         if document.strip():
@@ -63,7 +68,8 @@ def stream(texts: Iterable[str], tokenizer: Any, *, weight: float = 1.0) -> Stre
     Raises:
       MarsError: there is no text.
     """
-    encoded = [e.ids for e in tokenizer.encode_batch(list(texts))]
+    with activity.doing("tokenizing"):
+        encoded = [e.ids for e in tokenizer.encode_batch(list(texts))]
     if not encoded:
         raise MarsError("there is no text to train on: name files with at least one document.")
     lengths = [len(ids) for ids in encoded]

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
+from mars_jax import activity
+from mars_jax.core.errors import MarsError
 from mars_jax.core.types import PyTree
 
 Objective = Callable[[PyTree, Any], tuple[Array, Mapping[str, Array]]]
@@ -79,6 +81,9 @@ def fit(
 
     Returns:
       The trained params.
+
+    Raises:
+      MarsError: the checkpoint in `directory` is of other params.
     """
     import orbax.checkpoint as ocp
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -92,6 +97,7 @@ def fit(
     options = ocp.CheckpointManagerOptions(max_to_keep=2, create=True)
     columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
     with (
+        activity.doing(description) as going,
         ocp.CheckpointManager(directory / "checkpoints", options=options) as manager,
         Progress(
             *columns, TextColumn("{task.fields[rate]:,.0f} tokens/s  loss {task.fields[loss]:.3f}")
@@ -99,10 +105,16 @@ def fit(
     ):
         if (latest := manager.latest_step()) is not None:
             state = {"params": params, "opt_state": opt_state}
-            restored = manager.restore(latest, args=ocp.args.StandardRestore(state))  # pyright: ignore
+            try:
+                restored = manager.restore(latest, args=ocp.args.StandardRestore(state))  # pyright: ignore
+            except (ValueError, KeyError, TypeError) as error:  # of a tree or shapes that are not these
+                reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+                raise MarsError(
+                    f"the checkpoint in '{directory}' is of another training ({reason[:200].rstrip('.:')}): remove "
+                    "that directory, or train in another."
+                ) from error
             params, opt_state, done = restored["params"], restored["opt_state"], latest
-        lines = log.read_text().splitlines()[:done] if log.exists() else []
-        log.write_text("".join(line + "\n" for line in lines))
+        _cut(log, done)
         step = make_step(objective, optimizer)
         task = bar.add_task(description, total=steps, completed=done, rate=0.0, loss=float("nan"))
         with log.open("a", buffering=1) as file:
@@ -113,9 +125,20 @@ def fit(
                 rate = tokens_per_step / (time.perf_counter() - began)
                 file.write(json.dumps({"step": i + 1, "tokens_per_s": round(rate), **figures}) + "\n")
                 bar.update(task, advance=1, rate=rate, loss=figures["loss"])
+                going.detail = f"{i + 1} of {steps} steps, {rate:,.0f} tokens/s, loss {figures['loss']:.3f}"
                 if (i + 1) % save_every == 0 or i + 1 == steps:
+                    os.fsync(file.fileno())  # a checkpoint has all of its lines
                     state = {"params": params, "opt_state": opt_state}
                     manager.save(i + 1, args=ocp.args.StandardSave(state))  # pyright: ignore
                     # The next step donates these buffers.
                     manager.wait_until_finished()
     return params
+
+
+def _cut(log: Path, lines: int) -> None:
+    """Leave the first lines of a file, in place: killed at any moment, they are there."""
+    with log.open("ab+") as file:
+        file.seek(0)
+        for _ in range(lines):
+            file.readline()
+        file.truncate()

@@ -10,6 +10,7 @@ import jax
 import pytest
 
 from mars_jax import hub
+from mars_jax.cli import progress
 from mars_jax.cli.generate.command import main
 from mars_jax.hub.heads.medusa_files import save_medusa
 from mars_jax.models import ModelConfig, init_params
@@ -106,6 +107,12 @@ def medusa(target, tmp_path_factory):
 def broken(target, tmp_path):
     """A copy of the target to damage."""
     return Path(shutil.copytree(target, tmp_path / "broken"))
+
+
+@pytest.fixture(autouse=True)
+def _no_heartbeat(monkeypatch):
+    """Tests that look at all of stderr do not depend on how fast the machine is."""
+    monkeypatch.setattr(progress, "SECONDS", 3600.0)
 
 
 class Outcome(NamedTuple):

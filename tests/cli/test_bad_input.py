@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from mars_jax import hub
+
 FEW = ["--max-new-tokens", "8"]
 
 
@@ -131,6 +133,27 @@ def test_tokens_outside_of_the_vocabulary(refused_unwritten, target, tmp_path):
 
 def test_a_chat_without_a_template(refused_unwritten, target):
     assert "has no chat template" in refused_unwritten("--target", target, "--chat", "hello")
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ raise_exception('no system turns') }}", "{% if", "{{ ''.__class__.__mro__ }}"]
+)
+def test_a_chat_template_that_cannot_be_applied(refused_unwritten, broken, template):
+    (broken / "chat_template.jinja").write_text(template)
+    message = refused_unwritten("--target", broken, "--chat", "hello")
+    assert f"the chat template of '{broken}' cannot be applied (" in message and "leave --chat out" in message
+
+
+def test_a_conversion_whose_bits_have_changed(refused_unwritten, run, target, tmp_path):
+    made = hub.convert(target, tmp_path / "made")
+    file = max(made.rglob("d/*"), key=lambda f: f.stat().st_size)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1  # the last bit of some weight, which changes no text
+    file.write_bytes(data)
+    assert "is not what was written" in refused_unwritten("--target", made, "hello")
+    assert run("--target", made, "--no-check", *FEW, "hello").code == 0
+    message = refused_unwritten("--target", target, "--no-check", "hello")
+    assert f"--no-check does not apply to '{target}', which is no conversion" in message
 
 
 def test_a_missing_tokenizer(refused, broken, tmp_path):

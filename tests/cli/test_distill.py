@@ -1,6 +1,9 @@
 """`python -m mars_jax.distill`: each kind trains, resumes, is written in its layout, and drafts losslessly."""
 
+import gzip
 import json
+import lzma
+import shutil
 
 import jax
 import numpy as np
@@ -98,6 +101,97 @@ def test_rows_divided_among_devices_train_the_same_head(target, tmp_path):
     assert all(len(x.sharding.device_set) == 4 for x in jax.tree.leaves(four))
 
 
+SMALL = ("medusa", "--tokens", 128, "--step-tokens", 64, "--length", 32)
+
+
+def files(path):
+    return {p.name: p.read_bytes() for p in path.iterdir()}
+
+
+def test_old_checkpoints_are_not_taken_for_those_of_other_settings(call, text, target, tmp_path):
+    """A deleted OUTPUT beside an old OUTPUT-training gave the old weights as new ones."""
+    pytest.importorskip("matplotlib")
+    output, work = tmp_path / "made", tmp_path / "made-training"
+    argv = (*SMALL, "--target", target, "--data", text, "--output", output, "--heads", 1)
+    assert call(*argv)[0] == 0
+    first = files(output)
+    shutil.rmtree(output)
+    text.write_text(TEXT + "\n<|endoftext|>\nmore of the sand")
+    for flags, differs in (
+        (("--heads", 2), "other heads (1 and not 2)"),
+        (("--seed", 1), "other seed (0 and not 1)"),
+        (("--loss", "tv"), 'other loss ("kl" and not "tv")'),
+        ((), "other data ("),
+    ):
+        code, err = call(*argv, *flags)
+        assert code == 2 and f"error: --work '{work}' holds a run with {differs}" in err
+        assert not output.exists()
+    text.write_text(TEXT)
+    assert call(*argv)[0] == 0
+    assert files(output) == first
+    # Of before settings were recorded: told, and no traceback where they cannot be those.
+    shutil.rmtree(output)
+    (work / "settings.json").unlink()
+    code, err = call(*argv, "--heads", 2)
+    assert code == 2 and f"note: --work '{work}' has no settings.json" in err
+    assert "is of another training" in err.splitlines()[-1]
+    assert call(*argv)[0] == 0
+    assert files(output) == first
+
+
+def test_the_log_survives_a_restart_line_by_line(call, text, target, tmp_path):
+    """A torn line, and lines behind the last checkpoint, go."""
+    pytest.importorskip("matplotlib")
+    output, log = tmp_path / "made", tmp_path / "made-training" / "log.jsonl"
+    argv = (*SMALL, "--target", target, "--data", text, "--output", output, "--heads", 1)
+    assert call(*argv)[0] == 0
+    shutil.rmtree(output)
+    before = log.read_bytes()
+    log.write_bytes(before + b'{"step": 3}\n{"st')
+    assert call(*argv)[0] == 0 and log.read_bytes() == before
+
+
+@pytest.mark.slow
+def test_a_kill_while_the_drafter_is_written_leaves_nothing_half(
+    call, text, target, draft, tmp_path, monkeypatch
+):
+    pytest.importorskip("matplotlib")
+    output = tmp_path / "made"
+    argv = ("model", *SMALL[1:], "--target", target, "--from", draft, "--data", text, "--output", output)
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(distill, "_copy_tokenizer", killed)
+        assert call(*argv)[0] == 130
+    assert not output.exists()
+    assert call(*argv)[0] == 0
+    assert {"tokenizer.json", "model.safetensors"} <= files(output).keys()
+    assert not list(tmp_path.glob(".made*"))
+
+
+@pytest.mark.parametrize(("suffix", "opener"), [(".gz", gzip.open), (".xz", lzma.open)])
+def test_data_that_was_cut_short_is_a_sentence(call, target, tmp_path, suffix, opener):
+    path = tmp_path / f"text{suffix}"
+    with opener(path, "wt") as file:
+        file.write(TEXT)
+    whole = path.read_bytes()
+    for damaged in (whole[:-20], whole[: len(whole) // 2] + b"x" * 20 + whole[len(whole) // 2 + 20 :]):
+        path.write_bytes(damaged)
+        code, err = call(*SMALL, "--target", target, "--data", path, "--output", tmp_path / "made")
+        assert code == 2 and f"error: '{path}' cannot be read as text (" in err
+
+
+@pytest.mark.parametrize("place", ["{}/file/made", "/proc/made", "{}/file"])
+def test_an_output_that_cannot_be_is_a_sentence(call, text, tmp_path, place):
+    (tmp_path / "file").write_text("mine")
+    place = place.format(tmp_path)
+    code, err = call(*SMALL, "--target", "nowhere", "--data", text, "--output", place)
+    assert code == 2 and err.startswith("error: ") and f"'{place}'" in err
+    assert not (tmp_path / "file-training").exists()
+
+
 @pytest.mark.parametrize(
     "argv, sentence",
     [
@@ -129,3 +223,13 @@ def test_an_output_that_exists_is_kept(call, text, target, tmp_path):
     code, err = call("eagle1", "--target", target, "--data", text, "--output", tmp_path / "made")
     assert code == 2 and "exists and is not an empty directory" in err
     assert (tmp_path / "made/mine").read_text() == "precious"
+
+
+@pytest.mark.parametrize("flag", ["--output", "--work"])
+@pytest.mark.parametrize("where", ["text.txt/x", "/proc/x", "n" * 300])
+def test_a_path_that_takes_nothing_is_refused_before_the_training(flag, where, call, text, target, tmp_path):
+    flags = {"--output": tmp_path / "made", flag: tmp_path / where}
+    argv = [x for pair in flags.items() for x in pair]
+    code, err = call("eagle1", "--target", target, "--data", text, *argv, *SIZES)
+    assert code == 2 and err.startswith(f"error: '{flags[flag]}' cannot be written ("), err
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["text.txt"]

@@ -214,7 +214,9 @@ def test_a_killed_run_resumes_without_losing_or_repeating_a_row(run, refused, ta
     assert torn.count(b"\n") == 3 and not torn.endswith(b"\n")
 
     message = refused(*argv, "--output", output, "--resume", "--seed", "9")
-    assert "line 3 of" in message and "other weights or settings" in message
+    assert "was begun with other seed (the default and not 9)" in message
+    output.with_name("rows.jsonl.settings.json").unlink()
+    assert run(*argv, "--output", output, "--resume", "--seed", "9").err.startswith("note: ")
     assert output.read_bytes() == torn
 
     assert run(*argv, "--output", output, "--resume").code == 0
@@ -232,7 +234,8 @@ def test_a_closed_pipe_ends_quietly(target):
         process.stdout.close()
         errors = process.stderr.read()
         process.wait()
-    assert process.returncode == 141 and errors == b""
+    assert process.returncode == 141
+    assert [line for line in errors.splitlines() if b"compiling" not in line] == []
 
 
 def _root():

@@ -1,6 +1,7 @@
 """The adapter to lm-evaluation-harness on a local task, against PyTorch transformers with the same checkpoint."""
 
 import json
+import shutil
 
 import pytest
 
@@ -172,6 +173,8 @@ def test_texts_end_at_the_first_stop_string_and_keep_their_order(ours, theirs):
             "verify is simulated, whose text means nothing",
         ),
         ({"batch_size": "auto"}, "batch_size is auto"),
+        ({"batch_size": "²"}, "batch_size is ²"),
+        ({"batch_size": "9" * 5000}, "expected a whole number of at least 1"),
         ({"draft": "ngram", "theta": "nowhere.json"}, "theta is nowhere.json"),
         ({"draft": "ngram", "theta": 1.5}, "theta is 1.5: expected a number above 0 and at most 1"),
         ({"draft": "ngram", "margin": "wide"}, "margin is wide: expected one of ratio, gap, prob_ratio"),
@@ -209,3 +212,78 @@ def test_any_rule_is_an_argument(checkpoint, tmp_path):
 def test_gen_kwargs_that_mean_nothing_here_are_refused(ours):
     with pytest.raises(MarsError, match="the task asks for num_beams"):
         ours.generate_until(instances("generate_until", ("the sea", {"num_beams": 4})))
+
+
+# Chat templates.
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system turn') }}{% endif %}"
+    "[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def chatty(checkpoint, tmp_path_factory):
+    """The checkpoint with two chat templates, and a tokenizer that begins every text with a token."""
+    path = shutil.copytree(checkpoint, tmp_path_factory.mktemp("lm_eval") / "chatty")
+    config = json.loads((path / "tokenizer_config.json").read_text())
+    named = {"default": TEMPLATE, "short": "<eos>{{ messages[-1].content }}"}
+    config |= {
+        "bos_token": "<eos>",
+        "chat_template": [{"name": name, "template": text} for name, text in named.items()],
+    }
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    from tokenizers import Tokenizer
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+    tokenizer.post_processor = TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", 0)])
+    tokenizer.save(str(path / "tokenizer.json"))
+    return path
+
+
+def test_a_task_goes_through_the_chat_template(chatty, theirs, tmp_path):
+    """The score is that of the templated text decoded by transformers, and the record names the template."""
+    file = tmp_path / "docs.jsonl"
+    model = MarsJax(target=str(chatty), draft="ngram", verify="exact")
+    assert model.chat_template(True) == TEMPLATE
+    texts = [model.apply_chat_template([{"role": "user", "content": p}]) for p in PROMPTS]
+    assert texts[0] == "[user]the sea[assistant]"
+    answers = [greedy(model, theirs, text) for text in texts]
+    assert answers != [greedy(model, theirs, p) for p in PROMPTS]
+    rows = zip(PROMPTS, answers, strict=True)
+    file.write_text("".join(json.dumps({"prompt": p, "answer": a}) + "\n" for p, a in rows))
+    (tmp_path / "said.yaml").write_text(TASKS["said"].replace("FILE", str(file)))
+    found = simple_evaluate(
+        model="mars_jax",
+        model_args={"target": str(chatty), "draft": "ngram", "verify": "exact"},
+        tasks=["said"],
+        task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
+        bootstrap_iters=0,
+        apply_chat_template=True,
+    )
+    assert found["results"]["said"]["exact_match,none"] == 1.0
+    assert found["config"]["model"] == "mars_jax"
+
+
+def test_a_template_by_its_name_and_a_turn_that_is_continued(chatty):
+    model = MarsJax(target=str(chatty), draft="none", verify="exact")
+    turns = [{"role": "user", "content": "the sea"}, {"role": "assistant", "content": "and the"}]
+    assert model.apply_chat_template(turns, add_generation_prompt=False) == "[user]the sea[assistant]and the"
+    assert model.chat_template(False) is None
+    assert model.chat_template("short") == "<eos>{{ messages[-1].content }}"
+    text = model.apply_chat_template(turns[:1])
+    assert text == "<eos>the sea"
+    # The token that begins texts is there once, whoever wrote it.
+    assert model.tok_encode(text) == model.tok_encode("the sea") and model.tok_encode(text)[0] == 0
+    assert model.tok_encode(text)[1] != 0
+
+
+def test_templates_that_cannot_be_applied_are_sentences(ours, chatty):
+    with pytest.raises(MarsError, match=r"no chat template 'default' \(it has none at all\)"):
+        ours.apply_chat_template([{"role": "user", "content": "the sea"}])
+    model = MarsJax(target=str(chatty), draft="none", verify="exact")
+    with pytest.raises(MarsError, match=r"no chat template 'long' \(it has default, short\)"):
+        model.chat_template("long")
+    with pytest.raises(MarsError, match=r"cannot be applied \(no system turn\)"):
+        model.apply_chat_template([{"role": "system", "content": "x"}, {"role": "user", "content": "y"}])

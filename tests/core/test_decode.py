@@ -10,12 +10,12 @@ import pytest
 
 from mars_jax import drafters, verify
 from mars_jax.core import decode, fake
+from mars_jax.core.cache import KVCache
 from mars_jax.core.controls import make_controls
 from mars_jax.core.errors import MarsError
 from mars_jax.core.metrics import accumulate, summarize, zero_stats
 from mars_jax.core.tree import static_topology
 from mars_jax.core.types import NO_TOKEN, Drafter, DraftTree, keys_from_seeds
-from mars_jax.drafters.model import ModelState
 from tests.helpers import NO_WEIGHTS, committed, decode_all, logits_after, ragged
 
 VOCAB = 13
@@ -231,22 +231,35 @@ def test_slots_past_the_length_are_never_read(drafter):
     decoder = decode.speculative_decoder(TARGET, DRAFTERS[drafter], verify.exact(), prefill_chunk=16)
     made, keys = make_controls(4, limit=48), keys_from_seeds(jnp.arange(4, dtype=jnp.uint32))
 
-    def poison(buffer):
-        slot = jnp.arange(buffer.shape[1])[None, :, None, None]
-        return jnp.where(slot >= lengths[:, None, None, None] - 1, 1_000_003, buffer)
+    poisoned = []
+
+    def poison(cache):
+        def one(buffer):
+            slot = jnp.arange(buffer.shape[1])[None, :, None, None]
+            return jnp.where(slot >= lengths[:, None, None, None] - 1, 1_000_003, buffer)
+
+        if not isinstance(cache, KVCache):
+            return cache
+        poisoned.append(cache)
+        return jax.tree.map(one, cache)
+
+    def poison_caches(state):
+        return jax.tree.map(poison, state, is_leaf=lambda x: isinstance(x, KVCache))
 
     state = decode.start(decoder, NO_WEIGHTS, prompts, lengths, made, verify.exact(), keys)
     dirty = dataclasses.replace(
         state,
-        cache=jax.tree.map(poison, state.cache),
+        cache=poison_caches(state.cache),
+        draft=poison_caches(state.draft),
         tokens=jnp.where(jnp.arange(48)[None] >= lengths[:, None], 77, state.tokens),
     )
-    if isinstance(state.draft, ModelState):
-        draft = dataclasses.replace(state.draft, cache=jax.tree.map(poison, state.draft.cache))
-        dirty = dataclasses.replace(dirty, draft=draft)
+    assert len(poisoned) == (1 if drafter in ("ngram", "random tree") else 2)  # the target's, and the draft's
     dirty = jax.tree.map(jnp.copy, dirty)  # `run` takes its state's buffers
-    clean = committed(decode.run(decoder, NO_WEIGHTS, state)[0])
-    assert committed(decode.run(decoder, NO_WEIGHTS, dirty)[0]) == clean
+    clean, counted = decode.run(decoder, NO_WEIGHTS, state)
+    again, recounted = decode.run(decoder, NO_WEIGHTS, dirty)
+    assert committed(again) == committed(clean)
+    # What a draft reads changes no token of a greedy row: only how many drafts are right.
+    jax.tree.map(np.testing.assert_array_equal, recounted, counted)
 
 
 def test_chunked_prefill_equals_one_forward():
@@ -320,6 +333,72 @@ def test_the_step_embeds_in_a_program_of_its_user():
     assert tokens.tolist() == want and emitted.sum(axis=0).tolist() == [29, 23]
     stacked, _ = jax.vmap(sample)(prompts[None], lengths[None], keys[None])
     assert stacked[0].tolist() == want
+
+
+@pytest.mark.parametrize(("drafter", "rule"), [("chain", "mars"), ("sampled chain", "mars over rejection")])
+def test_a_relaxed_step_under_vmap_gives_the_tokens_of_each_batch(drafter, rule):
+    """Under `vmap` the kernels are batched once more, and every `cond` over rows becomes a select."""
+    made = [ragged([3, 9], 32, VOCAB, seed=seed) for seed in (0, 1)]
+    chosen = {"temperature": [0.0, 1.0], "theta": [0.5, 0.6]}
+    seeds = [[0, 1], [2, 3]]
+    alone = [
+        decode_all(TARGET, DRAFTERS[drafter], RULES[rule], *batch, seeds=seed, **chosen)
+        for batch, seed in zip(made, seeds, strict=True)
+    ]
+    assert all(int(np.sum(stats.accepted_relaxed)) > 0 for _, stats in alone)
+
+    def decoded(prompts, lengths, seeds):
+        state, stats = decode_all(
+            TARGET, DRAFTERS[drafter], RULES[rule], prompts, lengths, seeds=seeds, **chosen
+        )
+        return state.tokens, state.length, stats.steps
+
+    stacked = (jnp.stack([batch[i] for batch in made]) for i in (0, 1))
+    tokens, length, steps = jax.jit(jax.vmap(decoded))(*stacked, jnp.asarray(seeds, jnp.uint32))
+    for i, (state, stats) in enumerate(alone):
+        assert [t[:n].tolist() for t, n in zip(tokens[i], length[i], strict=True)] == committed(state)
+        np.testing.assert_array_equal(steps[i], stats.steps)
+
+
+@pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
+@pytest.mark.parametrize(("drafter", "rule"), [("chain", "mars"), ("sampled chain", "rejection")])
+def test_another_default_prng_changes_nothing(impl, drafter, rule):
+    """Training code often sets "rbg", whose draws for one row of a batch depend on the others."""
+    prompts, lengths = ragged([1, 2, 19, 30], 48, VOCAB)
+    chosen = {"temperature": [0.0, 0.9, 0.0, 0.9], "top_k": [0, 5, 0, 5]}
+    want = committed(decode_all(TARGET, DRAFTERS[drafter], RULES[rule], prompts, lengths, **chosen)[0])
+    with jax.default_prng_impl(impl):
+        got = decode_all(TARGET, DRAFTERS[drafter], RULES[rule], prompts, lengths, **chosen)[0]
+    assert committed(got) == want
+
+
+@pytest.mark.parametrize("filters", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}])
+def test_mars_over_sampled_rows_emits_what_filters_exclude(filters):
+    """As its docstring says: margins are of the raw logits, and the runner-up may be what a filter took out."""
+    prompts, lengths = ragged([1, 4, 9, 17], 48, VOCAB)
+    strict, relaxed = (
+        decode_all(
+            TARGET,
+            DRAFTERS["chain"],
+            RULES["mars"],
+            prompts,
+            lengths,
+            temperature=1.0,
+            theta=theta,
+            **filters,
+        )
+        for theta in (np.inf, 0.5)
+    )
+    greedy = committed(autoregressive(prompts, lengths))
+    assert committed(strict[0]) == greedy  # each of these filters leaves the best token alone
+    assert int(np.sum(relaxed[1].accepted_relaxed)) > 0
+    excluded = 0
+    for row, text in enumerate(committed(relaxed[0])):
+        for at in range(int(lengths[row]), len(text)):
+            best = np.argsort(logits_after(TARGET, text[:at], width=48))[::-1]
+            assert text[at] in best[:2]
+            excluded += int(text[at] != best[0])
+    assert excluded == int(np.sum(relaxed[1].accepted_relaxed))
 
 
 def test_vocabularies_are_checked_when_paired():

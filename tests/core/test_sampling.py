@@ -116,6 +116,27 @@ def test_process_equals_the_sorting_reference_with_ties(seed):
             np.testing.assert_allclose(got[b, n][kept], 0.0 if logs is None else logs[kept], atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("top_p", "kept"),
+    [
+        (0.5, 1),  # half of the mass is above the second token: not less than top_p
+        (np.nextafter(np.float32(0.5), np.float32(1)), 2),
+        (0.75, 2),
+        (np.nextafter(np.float32(0.75), np.float32(1)), 4),  # the last two tie
+        (0.875, 4),
+        (np.nextafter(np.float32(0.5), np.float32(0)), 1),
+    ],
+)
+def test_top_p_at_the_boundary_of_a_partial_sum(top_p, kept):
+    """Halves, quarters and eighths add up exactly, so that `<` and `<=` differ."""
+    weights = np.asarray([0.125, 0.5, 0.125, 0.25], np.float32)
+    z = jnp.log(jnp.asarray(weights))[None, None]
+    scaled = process(z, controls_of([(1.0, 0, 1.0, 0.0)]))
+    np.testing.assert_array_equal(jnp.exp(scaled)[0, 0], 2 * weights)  # else this tests nothing exactly
+    got = process(z, controls_of([(1.0, 0, top_p, 0.0)]))[0, 0]
+    assert np.isfinite(got).tolist() == (np.argsort(np.argsort(-weights, kind="stable")) < kept).tolist()
+
+
 def test_a_tiny_temperature_is_finite_and_a_zero_one_never_divides():
     z = jnp.asarray([[[1e4, 1e4 - 1, -np.inf]]] * 3, jnp.float32)
     got = process(z, make_controls(3, limit=1, temperature=[0.0, 1e-30, 1e-42]))

@@ -12,7 +12,9 @@ from mars_jax.cli.benchmark import main, parse
 from mars_jax.core.errors import MarsError
 from mars_jax.evaluate import answers
 from mars_jax.evaluate.benchmark import plots, report
+from mars_jax.evaluate.folder import claim
 from mars_jax.evaluate.tasks.problems import Code, Problem
+from mars_jax.journal import Lock
 from tests.evaluate.conftest import read_folder
 
 TIMES = {"seconds", "tokens_per_second", "speedup", "seconds_per_task", "task_speedup"}
@@ -192,6 +194,8 @@ def test_notes_say_what_the_figures_do_not(finished):
     assert len(notes) == 4 and all(word in note for word, note in zip(words, notes, strict=True))
     allowed = settings | {"chat": True, "allow_code_execution": True}
     assert report.notes(allowed, [told, coded], [{"finish_reason": "stop"}]) == []
+    hooked = report.notes(allowed | {"confinement": "audit hook"}, [told, coded], [{"finish_reason": "stop"}])
+    assert len(hooked) == 1 and "audit hook alone" in hooked[0]
 
 
 # Killed and run again.
@@ -228,6 +232,33 @@ def test_a_killed_run_goes_on_where_it_was(flags, finished, tmp_path, monkeypatc
     assert timeless(again.summary) == timeless(finished.summary)
     assert (output / "matches.json").read_bytes() == (finished.path / "matches.json").read_bytes()
     assert sorted(p.name for p in output.iterdir()) == sorted(p.name for p in finished.path.iterdir())
+
+
+def test_a_folder_is_one_process_at_a_time(flags, finished, refused, tmp_path):
+    output = shutil.copytree(finished.path, tmp_path / "copy")
+    with Lock(output):
+        assert f"another process is writing to '{output}'" in refused(*flags, "--output", output)
+    with Lock(output / "rows.jsonl"):
+        assert f"another process is writing to '{output / 'rows.jsonl'}'" in refused(
+            *flags, "--output", output
+        )
+
+
+def test_rows_with_a_tail_of_nul_bytes_go_on(flags, finished, tmp_path):
+    """After a power cut a file may have its length and not its bytes."""
+    output = shutil.copytree(finished.path, tmp_path / "copy")
+    rows = (output / "rows.jsonl").read_bytes()
+    (output / "rows.jsonl").write_bytes(rows[:-40] + b"\0" * 40)
+    assert call(*flags, "--output", output) == 0
+    assert timeless(read_folder(output).rows) == timeless(finished.rows)
+
+
+def test_a_kill_while_the_settings_are_written_blocks_nothing(tmp_path):
+    (tmp_path / "settings.json.partial").write_text('{"tar')
+    claim(tmp_path, {"seed": 1}).close()
+    claim(tmp_path, {"seed": 1}).close()
+    with pytest.raises(MarsError, match=r"a run with other seed \(1 and not 2\)"):
+        claim(tmp_path, {"seed": 2})
 
 
 def test_a_finished_run_decodes_nothing_and_prints_its_table(flags, finished, tmp_path, monkeypatch, capsys):
@@ -342,6 +373,10 @@ def test_two_tasks_over_rejection(target, prompts, tmp_path):
         (["--task", "chess=x"], "there is no task 'chess'"),
         (["--margin", "width"], "--margin is width: expected one of ratio, gap, prob_ratio"),
         (["--allow-code-execution"], "--allow-code-execution does not apply to tasks without tests"),
+        (
+            ["--allow-unconfined-code"],
+            "--allow-unconfined-code does not apply without --allow-code-execution",
+        ),
         (["--chat"], "has no chat template: leave --chat out"),
         (["--surprise"], "unrecognized arguments: --surprise"),
     ],

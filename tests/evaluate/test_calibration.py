@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from mars_jax.cli.calibrate import main
 from mars_jax.cli.generate.arguments import parse
 from mars_jax.cli.theta import FORMAT, OLD_FORMAT, read_theta, settings_of
 from mars_jax.core.errors import MarsError
+from mars_jax.evaluate import answers
 from mars_jax.evaluate.studies.calibration import choose, fewest, p_value
 
 RESAMPLINGS = 200
@@ -94,8 +96,7 @@ def call(*argv):
 
 
 @pytest.fixture(scope="module")
-def theta_file(target, jsonl, tmp_path_factory):
-    path = tmp_path_factory.mktemp("calibrate") / "theta.json"
+def flags(target, jsonl):
     flags = [
         "--target",
         target,
@@ -107,8 +108,59 @@ def theta_file(target, jsonl, tmp_path_factory):
         f"jsonl={jsonl}",
     ]
     flags += ["--max-new-tokens", 12, "--batch-size", 4, "--thetas", 0.9, 0.5, "--temperature", 1]
-    assert call(*flags, "--bound", 0.9, "--confidence", 0.5, "--output", path) == 0
+    return [*flags, "--bound", 0.9, "--confidence", 0.5]
+
+
+@pytest.fixture(scope="module")
+def theta_file(flags, tmp_path_factory):
+    path = tmp_path_factory.mktemp("calibrate") / "theta.json"
+    assert call(*flags, "--output", path) == 0
+    assert [p.name for p in path.parent.iterdir()] == ["theta.json"]
     return path
+
+
+@pytest.mark.parametrize(("batches", "torn"), [(0, 0), (1, 0), (5, 7)])
+def test_a_killed_run_goes_on_and_ends_alike(theta_file, flags, tmp_path, monkeypatch, batches, torn):
+    left = [batches]
+
+    def dying(*args, run=answers.run_batch, **options):
+        if not left[0]:
+            raise KeyboardInterrupt
+        left[0] -= 1
+        return run(*args, **options)
+
+    output = tmp_path / "theta.json"
+    with monkeypatch.context() as patch:
+        patch.setattr(answers, "run_batch", dying)
+        assert call(*flags, "--output", output) == 130
+    assert not output.exists()
+    rows = tmp_path / "theta.json-rows" / "rows.jsonl"
+    if torn:
+        rows.write_bytes(rows.read_bytes()[:-torn])
+    decoded = []
+
+    def counting(*args, run=answers.run_batch, **options):
+        decoded.append(1)
+        return run(*args, **options)
+
+    monkeypatch.setattr(answers, "run_batch", counting)
+    assert call(*flags, "--output", output) == 0
+    assert output.read_bytes() == theta_file.read_bytes()
+    assert len(decoded) == 6 - batches + bool(torn) and not rows.exists()
+
+
+def test_rows_of_other_settings_and_paths_that_take_no_file_are_refused(flags, tmp_path, capsys):
+    output = tmp_path / "theta.json"
+    work = tmp_path / "theta.json-rows"
+    work.mkdir()
+    (work / "settings.json").write_text('{"seed": 8}')
+    assert call(*flags, "--output", output) == 2
+    assert f"'{work}' holds a run with other" in capsys.readouterr().err
+    for place in (output / "x", Path("/proc/theta.json")):
+        (tmp_path / "theta.json").touch()
+        assert call("--target", "nowhere", "--task", "arithmetic", "--output", place) == 2
+        error = capsys.readouterr().err
+        assert f"'{place.parent}'" in error or f"'{place}' cannot be written" in error
 
 
 def test_the_file_says_what_was_promised_and_for_what(theta_file, target):
@@ -220,6 +272,7 @@ def test_trees_are_told_apart(theta_file):
             ["--thetas", "0.5", "0.9"],
             "--thetas are not in order: give finite numbers from strict to loose, falling",
         ),
+        (["--allow-unconfined-code", "--bound", "0.9"], "does not apply without --allow-code-execution"),
         (["--verify", "exact"], "--verify exact has no theta to calibrate"),
         (
             ["--thetas", "1.5"],

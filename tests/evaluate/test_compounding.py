@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +14,10 @@ from mars_jax import drafters, hub
 from mars_jax.cli.compounding import main
 from mars_jax.core.errors import MarsError
 from mars_jax.evaluate.scoring import likelihood
+from mars_jax.evaluate.studies import branches
+from mars_jax.evaluate.studies.branch_curves import aligned, curves, interval, relapse
 from mars_jax.evaluate.studies.branch_report import findings, summarize
-from mars_jax.evaluate.studies.branches import Decoded, Event, aligned, curves, interval, relapse, study
+from mars_jax.evaluate.studies.branches import Decoded, Event, study
 from mars_jax.evaluate.studies.refusals import low_nodes
 from mars_jax.evaluate.tasks.problems import Problem
 from mars_jax.specs import RuleChoice
@@ -149,7 +152,7 @@ def test_intervals_resample_problems_and_not_events():
     assert (found["mean"], found["low"], found["high"]) == ([0.5], [0.0], [1.0])
 
 
-def test_the_command_writes_its_report(target, near, tmp_path, capsys):
+def test_the_command_writes_its_report_and_resumes(target, near, tmp_path, capsys, monkeypatch):
     pytest.importorskip("matplotlib")
     prompts = tmp_path / "p.jsonl"
     prompts.write_text(
@@ -167,8 +170,32 @@ def test_the_command_writes_its_report(target, near, tmp_path, capsys):
     assert summary["tasks"]["jsonl"]["relaxed"]["events"] == len(relaxed) > 0
     assert all(len(e["ours"]) <= HORIZON for e in events)
     assert (tmp_path / "out" / "compounding.png").read_bytes()[:4] == b"\x89PNG"
-    # Nothing is written over.
-    assert main([str(x) for x in (*flags, "--output", tmp_path / "out")]) == 2
+    # Run again it decodes nothing, with other flags it does not run.
+    before = {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}
+    with monkeypatch.context() as patch:
+        patch.setattr(branches, "run_batch", lambda *args, **options: pytest.fail("decoded"))
+        patch.setattr(branches, "generate_stream", lambda *args, **options: pytest.fail("decoded"))
+        assert main([str(x) for x in (*flags, "--output", tmp_path / "out")]) == 0
+    assert capsys.readouterr().out == shown
+    assert {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()} == before
+    assert main([str(x) for x in (*flags, "--seed", 3, "--output", tmp_path / "out")]) == 2
+    assert "holds a run with other seed (0 and not 3)" in capsys.readouterr().err
+    # Killed in the middle, with a torn row, it goes on.
+    rows = (tmp_path / "out" / "rows.jsonl").read_bytes()
+    assert rows.count(b"\n") > 5
+    for keep in (0, len(rows) // 3, len(rows) - 9):
+        for name in ("compounding.json", "compounding.md", "compounding.png", "events.jsonl"):
+            (tmp_path / "out" / name).unlink()
+        (tmp_path / "out" / "rows.jsonl").write_bytes(rows[:keep])
+        assert main([str(x) for x in (*flags, "--output", tmp_path / "out")]) == 0
+        assert {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()} == before
+
+
+def test_a_folder_that_cannot_be_written_is_known_at_the_start(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    for place in (tmp_path / "file" / "out", Path("/proc/out")):
+        assert main(["--target", "nowhere", "--task", "arithmetic", "--output", str(place)]) == 2
+        assert f"--output '{place}'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -135,21 +135,29 @@ def test_a_program_without_a_beginning():
 
 def test_programs_run_only_where_that_is_allowed(monkeypatch):
     ran = []
-    monkeypatch.setattr(scores.sandbox, "passes", lambda source: ran.append(source) or True)
+    monkeypatch.setattr(
+        scores.sandbox, "passes", lambda source, unconfined: ran.append((source, unconfined)) or True
+    )
     asked = problem("pass@1", code=CODE)
     assert score(asked, RIGHT[0]) is None and not ran
-    assert score(asked, RIGHT[0], run_code=True) == [1.0] and len(ran) == 1
+    assert score(asked, RIGHT[0], run_code=True) == [1.0] and [how for _, how in ran] == [False]
+    assert score(asked, RIGHT[0], run_code=True, unconfined=True) == [1.0] and ran[1] == (ran[0][0], True)
 
 
 def test_programs_that_really_run():
     asked = problem("pass@1", code=CODE)
-    assert [score(asked, text, run_code=True) for text in (RIGHT[0], WRONG[0])] == [[1.0], [0.0]]
+    found = [score(asked, text, run_code=True, unconfined=True) for text in (RIGHT[0], WRONG[0])]
+    assert found == [[1.0], [0.0]]
 
 
 def test_running_code_without_tests_is_refused():
     with pytest.raises(MarsError, match="does not apply to tasks without tests to run"):
         check_metrics([problem("none")], run_code=True)
-    check_metrics([problem("pass@1", code=CODE)], run_code=True)
+    check_metrics([problem("pass@1", code=CODE)], run_code=True, unconfined=True)
+    with pytest.raises(
+        MarsError, match="--allow-unconfined-code does not apply without --allow-code-execution"
+    ):
+        check_metrics([problem("pass@1", code=CODE)], run_code=False, unconfined=True)
 
 
 @pytest.mark.parametrize(

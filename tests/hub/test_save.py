@@ -69,7 +69,7 @@ def test_a_failure_leaves_nothing_behind(tmp_path, monkeypatch):
         raise OSError("disk full")
 
     monkeypatch.setattr("safetensors.numpy.save_file", fail)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(MarsError, match=r"model' cannot be written \(disk full\)"):
         hub.save(tmp_path / "model", BASE, init_params(BASE, jax.random.key(0)))
     assert not list(tmp_path.iterdir())
 

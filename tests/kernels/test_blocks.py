@@ -9,17 +9,9 @@ import re
 import jax.numpy as jnp
 import pytest
 
-from kernels_pallas import (
-    BlockError,
-    GpuBlocks,
-    GpuHeadBlocks,
-    TpuBlocks,
-    TpuHeadBlocks,
-    lm_head_margin_stats,
-    margin_stats,
-)
-from kernels_pallas.blocks import gpu_blocks, gpu_head_blocks, tpu_blocks, tpu_head_blocks
-from kernels_pallas.shapes import DRAFTS, TARGETS
+from kernels_pallas import BlockError, GpuBlocks, TpuBlocks, margin_stats
+from kernels_pallas.blocks import gpu_blocks, tpu_blocks
+from kernels_pallas.shapes import DRAFTS, VOCABULARIES
 
 TPU = functools.partial(margin_stats, implementation="pallas_tpu", interpret=True)
 GPU = functools.partial(margin_stats, implementation="pallas_gpu", interpret=True)
@@ -59,42 +51,13 @@ def test_illegal_blocks_of_margin_stats(run, dtype, blocks, sentence):
         run(jnp.zeros((40, 300), dtype), blocks=blocks)
 
 
-@pytest.mark.parametrize(
-    ("implementation", "blocks", "sentence"),
-    [
-        (
-            "pallas_tpu",
-            TpuHeadBlocks(8, 100, 128),
-            "blocks.tokens is 100: expected a positive multiple of 128.",
-        ),
-        ("pallas_tpu", TpuHeadBlocks(9, 128, 128), "blocks.rows is 9: expected a positive multiple of 8"),
-        ("pallas_tpu", TpuHeadBlocks(8, 128, 100), "blocks.depth is 100: expected 256 or a multiple of 128"),
-        ("pallas_tpu", TpuHeadBlocks(8, 2**16, 256), "does not fit"),
-        ("pallas_gpu", GpuHeadBlocks(8, 1), "blocks.rows is 8: expected a power of two of at least 16."),
-    ],
-)
-def test_illegal_blocks_of_lm_head_margin_stats(implementation, blocks, sentence):
-    with pytest.raises(BlockError, match=re.escape(sentence)):
-        lm_head_margin_stats(
-            jnp.zeros((40, 256)),
-            jnp.zeros((300, 256)),
-            implementation=implementation,
-            blocks=blocks,
-            interpret=True,
-        )
-
-
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_every_named_shape_has_legal_default_blocks(dtype):
-    for target, draft in itertools.product(TARGETS.values(), DRAFTS.values()):
+    for vocab, draft in itertools.product(VOCABULARIES.values(), DRAFTS.values()):
         rows = draft.batch * draft.nodes
-        options = {"vocab": target.vocab, "dtype": dtype}
+        options = {"vocab": vocab, "dtype": dtype}
         for group, nodes in ((1, draft.nodes), (8, draft.nodes), (16, 1)):
             found = tpu_blocks(None, trees=draft.batch, nodes=nodes, group=group, **options)
             assert found == tpu_blocks(found, trees=draft.batch, nodes=nodes, group=group, **options)
         found = gpu_blocks(None, rows=rows, **options)
         assert found == gpu_blocks(found, rows=rows, **options)
-        found = tpu_head_blocks(None, rows=rows, width=target.hidden, **options)
-        assert found == tpu_head_blocks(found, rows=rows, width=target.hidden, **options)
-        found = gpu_head_blocks(None, rows=rows, width=target.hidden, **options)
-        assert found == gpu_head_blocks(found, rows=rows, width=target.hidden, **options)

@@ -78,8 +78,11 @@ def branch(node):
     return path
 
 
-def test_every_branch_of_a_tree_equals_the_chain_of_its_tokens(forward, params):
-    """Also under a sliding window, in which slot and position of a node differ."""
+@pytest.mark.parametrize("window", [2, 3])
+def test_every_branch_of_a_tree_equals_the_chain_of_its_tokens(params, window):
+    """Also under a sliding window, in which slot and position of a node differ: one of 2 tells every mix-up."""
+    config = ModelConfig(**{**vars(CONFIG), "windows": (None, window)})
+    forward = jax.jit(language_model(config).forward)
     prefix = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (1, PREFIX))
     tree, out = run_tree(forward, params, prefix)
     for node in (5, 6):

@@ -236,11 +236,16 @@ FAST = [
     ("ngram, mars", "data=8", AxisType.Auto),
     ("ngram, mars", "data=2,model=4", AxisType.Explicit),
     ("experts, none, exact", "data=2,expert=2,model=2", AxisType.Auto),
+    # Axes of one device divide nothing, and are there all the same: specs name them, `shard_map` runs over them.
+    ("ngram, mars", "data=1,model=1", AxisType.Explicit),
+    ("ngram, mars", "data=1,model=2", AxisType.Auto),
 ]
+AXES = ("data=8", "model=2", "model=4", "data=2,model=4", "data=2,expert=2,model=2")
+AXES_OF_ONE = ("data=1,model=1", "data=8,model=1", "data=1,model=2", "data=1,expert=1,model=2")
 ALL = [
     (case, axes, kind)
     for case in CASES
-    for axes in ("data=8", "model=2", "model=4", "data=2,model=4", "data=2,expert=2,model=2")
+    for axes in (*AXES, *AXES_OF_ONE)
     for kind in (AxisType.Auto, AxisType.Explicit)
     # Experts where there are any; and types that say how arrays are divided on the one mesh that has it all.
     if ("expert=" in axes) == case.startswith("experts")

@@ -98,7 +98,12 @@ def test_collectives_are_counted_by_kind_and_shape():
     assert collectives(text) == {"all-reduce bf16[8,4]": 1, "all-gather s32[4]": 1}
 
 
-@pytest.mark.parametrize("name", ["v5e", "v5e:4", "v5p:2x2", "v9:2x2", "v5e:0x2", "v5e:3x5", "v5e:axb"])
+DIGITS = "v5e:1x" + "9" * 5000  # Python converts no text of more than 4,300 digits
+
+
+@pytest.mark.parametrize(
+    "name", ["v5e", "v5e:4", "v5p:2x2", "v9:2x2", "v5e:0x2", "v5e:3x5", "v5e:axb", "v5e:²x2", DIGITS]
+)
 def test_a_topology_that_is_none_gets_a_sentence(name):
     with pytest.raises(MarsError, match="topology"):
         topology(name)
@@ -143,6 +148,10 @@ def test_the_command_prints_json_and_ends_with_whether_it_fits(capsys):
         ("--topology v5e:2x2 --draft what", "--draft is what"),
         ("--topology v5e:2x2 --mesh model=8", "8 devices and there are 4"),
         ("--topology v5e:2x2 --batch 0", "--batch is 0"),
+        ("--topology v5e:2x2 --batch " + "9" * 5000, "expected a whole number from 1 to 1048576"),
+        ("--topology v5e:2x2 --context " + "9" * 5000, "expected a whole number from 1 to 1048576"),
+        ("--topology v5e:2x2 --mesh model=" + "9" * 5000, "expected axes among"),
+        ("--topology v5e:2x" + "9" * 5000, "expected v"),
         ("--topology v5e:2x2 --batch 3 --mesh data=2", "3 rows"),
         ("--draft none", "required"),
     ],

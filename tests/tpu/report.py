@@ -20,7 +20,7 @@ from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from tests.tpu import aot, decode_cases, head_cases, kernel_cases
+from tests.tpu import aot, decode_cases, kernel_cases
 
 REPORTS = Path(__file__).with_name("reports")
 
@@ -32,11 +32,6 @@ def kernel_entries() -> Iterator[tuple[str, Any]]:
             yield (
                 f"{generation} {kernel_cases.name(case)}",
                 lambda case=case, generation=generation: kernel_cases.compile_kernel(case, generation),
-            )
-        for case in head_cases.head_cases():
-            yield (
-                f"{generation} {head_cases.name(case)}",
-                lambda case=case, generation=generation: head_cases.compile_head(case, generation),
             )
 
 

@@ -28,7 +28,7 @@ def test_it_covers_every_decode_step():
 def test_every_kernel_reads_the_logits_once():
     for name, entry in KERNELS.items():
         assert entry["mosaic_kernels"] == 1, name
-    kernels = [entry for entry in KERNELS.values() if "added_bytes" in entry]
+    kernels = KERNELS.values()
     assert all(entry["arrays_of_logits"] <= kernel_cases.legal_arrays(entry) for entry in kernels)
     # The count of bytes also moves with the tiling of the matmul, so a few entries exceed one read.
     assert sum(entry["added_bytes"] <= kernel_cases.one_read(entry) for entry in kernels) > 0.8 * len(kernels)

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Sequence
 
 from mars_jax import __version__, assets, specs
-from mars_jax.cli.flags import MESH_HELP, draft_of, numbers_of
+from mars_jax.cli.flags import MESH_HELP, NO_CHECK_HELP, draft_of, numbers_of
 from mars_jax.cli.program import Parser
 from mars_jax.cli.rule import OWN, add_rule_flags, given_settings
 from mars_jax.cli.theta import rule_and_file, settings_of
@@ -95,6 +95,7 @@ def _add_models(made: argparse.ArgumentParser) -> None:
         help="of the weights (default: the checkpoint's own; of eagle and medusa heads, the target's); int8: matrices "
         "in 8 bits per weight, and the rest in the checkpoint's own",
     )
+    group.add_argument("--no-check", action="store_true", default=None, help=NO_CHECK_HELP)
     group.add_argument("--mesh", metavar="data=2,model=4", help=MESH_HELP)
     group = made.add_argument_group(
         "several hosts, with --mesh (on Cloud TPU and Slurm they find each other)"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import io
 from collections.abc import Sequence
 from typing import IO
 
 from mars_jax.cli.generate.applies import Choices, check_flags
 from mars_jax.cli.generate.arguments import parse
 from mars_jax.cli.generate.prompts import PromptRow, from_texts, read_prompts
+from mars_jax.cli.generate.recorded import recorded
 from mars_jax.cli.program import keep_compilations, program
 from mars_jax.cli.rule import print_drafters, print_rules
 from mars_jax.core.errors import MarsError
@@ -56,24 +56,27 @@ def _list(args: argparse.Namespace, out: IO[str]) -> None:
 
 def _decode(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRow], out: IO[str]) -> None:
     from mars_jax.cli.generate import ways
-    from mars_jax.cli.generate.output_file import check_output
+    from mars_jax.cli.generate.output_file import OutputFile, Unwritten
     from mars_jax.cli.generate.session import open_session
     from mars_jax.placement import hosts
 
-    if args.output is not None and hosts.is_first():
-        check_output(args.output, resume=args.resume)
-    with ways.busy("loading"):
-        session = open_session(args, choices, rows)
-    # A narrow locale must not end a run in the middle of a text; JSON is UTF-8 whatever the locale.
-    if isinstance(out, io.TextIOWrapper):
-        out.reconfigure(encoding="utf-8" if args.json else None, errors="strict" if args.json else "replace")
-    if args.compare:
-        ways.print_comparison(session, out, json=args.json)
-    elif args.output is not None:
-        ways.write_output(session, args.output, out, json=args.json)
-    elif args.json:
-        ways.print_json(session, out)
-    elif choices.streams:
-        ways.stream_text(session, out, chat=args.chat, speedup=choices.measures_speedup)
-    else:
-        ways.print_text(session, out, chat=args.chat, speedup=choices.measures_speedup)
+    with contextlib.ExitStack() as stack:
+        file: OutputFile | Unwritten = Unwritten()
+        if args.output is not None and hosts.is_first():
+            file = OutputFile(args.output, recorded(args, choices, rows), resume=args.resume)
+            stack.callback(file.close)
+        with ways.busy("loading"):
+            session = open_session(args, choices, rows)
+        # A narrow locale must not end a run in the middle of a text; JSON is UTF-8 whatever the locale.
+        if (reconfigure := getattr(out, "reconfigure", None)) is not None:
+            reconfigure(encoding="utf-8" if args.json else None, errors="strict" if args.json else "replace")
+        if args.compare:
+            ways.print_comparison(session, out, json=args.json)
+        elif args.output is not None:
+            ways.write_output(session, file, out, json=args.json)
+        elif args.json:
+            ways.print_json(session, out)
+        elif choices.streams:
+            ways.stream_text(session, out, chat=args.chat, speedup=choices.measures_speedup)
+        else:
+            ways.print_text(session, out, chat=args.chat, speedup=choices.measures_speedup)

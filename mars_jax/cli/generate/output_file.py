@@ -1,91 +1,128 @@
-"""A file of finished rows that survives being killed: whole lines, in order, on disk before the next one.
+"""The file of finished rows: those of one run, with its settings beside it, in the order of the prompts.
 
-A row is one write of one line, followed by fsync. So a file is a run of intact rows and at most one torn line
-at its end, which `--resume` cuts off.
+`FILE.settings.json` has what decides the rows, so that `--resume` adds no others. See `journal` for how rows survive.
 """
 
 from __future__ import annotations
 
 import json
-import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mars_jax.cli.generate.rows import row_head, to_line, to_row
+from mars_jax.cli.generate.recorded import Recorded
+from mars_jax.cli.generate.rows import row_head, to_row
 from mars_jax.core.errors import MarsError
+from mars_jax.journal import Journal, could_begin, difference, parse, to_line, write_whole
 from mars_jax.serve.requests import Completion, Request
 
 _OTHER = "choose another --output, or the flags of the run that began it"
 
 
-def check_output(path: str, *, resume: bool) -> None:
-    """What can be known before any model is loaded.
-
-    Raises:
-      MarsError: the file exists and is not to be resumed, or could not be written.
-    """
+def check_output(path: str) -> None:
+    """Raise MarsError where there can be no such file. It opens nothing."""
     file = Path(path)
     if file.exists() and not file.is_file():
         raise MarsError(f"--output '{path}' is not a regular file: choose another path.")
-    if file.exists() and not resume:
-        raise MarsError(f"--output '{path}' exists: add --resume to continue it, or choose another path.")
     if not file.exists() and not file.parent.is_dir():
         raise MarsError(f"there is no directory '{file.parent}' for --output: make it first.")
-    if not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise MarsError(f"--output '{path}' cannot be written: check its permissions.")
 
 
 class OutputFile:
-    """The rows of one run. Nothing on disk changes before the first `append`."""
+    """The rows of one run, whose process has the file for itself. Its content changes with the first `append`."""
 
-    def __init__(self, path: str, requests: Sequence[Request], rule: str):
-        """Read what an interrupted run left.
+    def __init__(self, path: str, recorded: Recorded, *, resume: bool):
+        """Lock the file, and compare the settings that it was begun with; before any model is loaded.
 
         Raises:
-          MarsError: the file holds anything else than the first rows of this run.
+          MarsError: the file exists and is not to be resumed, cannot be written, is another process's, or was begun
+            with other settings.
         """
-        self._path, self._requests, self._rule = path, requests, rule
-        self._descriptor: int | None = None
+        check_output(path)
+        existed = Path(path).exists()
+        self._path, self._recorded = path, recorded
+        self._beside = Path(f"{path}.settings.json")
+        self._journal = Journal(path, again="add --resume")
         self._rows: list[dict[str, Any]] = []
+        self._requests: Sequence[Request] = ()
+        self._rule = ""
+        self._written = self._unrecorded = False
         try:
-            data = Path(path).read_bytes()
-        except FileNotFoundError:
-            data = b""
-        *lines, torn = data.split(b"\n")
-        self._intact = len(data) - len(torn)
-        for line in lines:
-            self._read(line)
-        if torn:
-            self._check_torn(torn)
+            if existed and not resume:
+                raise MarsError(
+                    f"--output '{path}' exists: add --resume to continue it, or choose another path."
+                )
+            self._compare()
+        except MarsError:
+            self.close()
+            raise
 
     @property
     def finished(self) -> int:
         """Rows that are on file."""
-        return len(self._rows)
+        return len(self._journal.lines)
+
+    def _compare(self) -> None:
+        if not self.finished:
+            return
+        try:
+            there = json.loads(self._beside.read_text(encoding="utf-8"))
+            settings, own = dict(there["settings"]), dict(there["own"])
+        except FileNotFoundError:
+            self._unrecorded = True
+            return
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            raise MarsError(
+                f"'{self._beside}' is damaged: remove it to resume without its protection."
+            ) from None
+        found = difference(settings, self._recorded.settings)
+        if found is not None:
+            raise MarsError(f"'{self._path}' was begun with {found}: {_OTHER}.")
+        for index in range(self.finished):
+            found = difference(own.get(str(index), {}), self._recorded.own.get(str(index), {}))
+            if found is not None:
+                raise MarsError(
+                    f"line {index + 1} of '{self._path}' was decoded with {found}, by its prompts file: {_OTHER}."
+                )
+
+    def check(self, requests: Sequence[Request], rule: str) -> None:
+        """Compare the rows on file with the prompts of this run.
+
+        Raises:
+          MarsError: the file holds anything else than the first rows of this run.
+        """
+        self._requests, self._rule = requests, rule
+        if self.finished > len(requests):
+            raise MarsError(f"'{self._path}' has more rows than there are prompts: {_OTHER}.")
+        for line in self._journal.lines:
+            self._read(line)
+        if self._journal.torn:
+            self._check_torn(self._journal.torn)
+        if self._unrecorded:
+            print(
+                f"note: '{self._path}' has no {self._beside.name}, so only its last rows are compared with this run.",
+                file=sys.stderr,
+            )
 
     def _read(self, line: bytes) -> None:
-        where = f"line {self.finished + 1} of '{self._path}'"
-        if self.finished == len(self._requests):
-            raise MarsError(f"'{self._path}' has more rows than there are prompts: {_OTHER}.")
-        request = self._requests[self.finished]
-        try:
-            row = json.loads(line)
-            was = (row["prompt"], row["prompt_tokens"], row.get("id"))
-            rule, _, _ = row["rule"], row["tokens"], row["steps"]
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            raise MarsError(f"{where} is not a row that this command wrote: {_OTHER}.") from None
+        number = len(self._rows) + 1
+        where = f"line {number} of '{self._path}'"
+        request, row = self._requests[number - 1], parse(line)
+        if row is None or not {"prompt", "prompt_tokens", "rule", "tokens", "steps"} <= row.keys():
+            raise MarsError(f"{where} is not a row that this command wrote: {_OTHER}.")
+        was = (row["prompt"], row["prompt_tokens"], row.get("id"))
         if was != (request.prompt, list(request.prompt_tokens), request.id):
-            raise MarsError(f"{where} is not about prompt {self.finished + 1} of this run: {_OTHER}.")
-        if rule != self._rule:
-            raise MarsError(f"{where} has the rule '{rule}' and this run '{self._rule}': {_OTHER}.")
+            raise MarsError(f"{where} is not about prompt {number} of this run: {_OTHER}.")
+        if row["rule"] != self._rule:
+            raise MarsError(f"{where} has the rule '{row['rule']}' and this run '{self._rule}': {_OTHER}.")
         self._rows.append(row)
 
     def _check_torn(self, torn: bytes) -> None:
         """Only a torn row of this run is cut off; another file that merely lacks its last newline is not."""
         if self.finished < len(self._requests):
             head = to_line(row_head(self._requests[self.finished]))[:-1].encode()
-            if torn.startswith(head) or head.startswith(torn):
+            if could_begin(torn, head):
                 return
         raise MarsError(
             f"the last line of '{self._path}' is not the beginning of this run's next row: {_OTHER}."
@@ -100,34 +137,33 @@ class OutputFile:
             )
 
     def append(self, completion: Completion) -> None:
-        """Write one row, and return when it is on disk.
+        """Write one row, and return when it is on disk; before the first one, the settings.
 
         Raises:
           MarsError: the disk does not take it.
         """
-        line = memoryview(to_line(to_row(completion, self._rule)).encode() + b"\n")
-        try:
-            if self._descriptor is None:
-                self._descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-                os.ftruncate(self._descriptor, self._intact)
-            while line:
-                line = line[os.write(self._descriptor, line) :]
-            os.fsync(self._descriptor)
-        except OSError as error:
-            raise MarsError(
-                f"--output '{self._path}' cannot be written ({error.strerror}): mend that, then add --resume."
-            ) from None
+        if not self._written and not self._unrecorded:
+            try:
+                write_whole(self._beside, to_line(self._recorded._asdict()) + "\n")
+            except OSError as error:
+                raise MarsError(
+                    f"'{self._beside}' cannot be written ({error.strerror}): mend that."
+                ) from None
+            self._written = True
+        self._journal.append(to_row(completion, self._rule))
 
     def close(self) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        """Let go of the file. One that this run made and wrote nothing to goes."""
+        self._journal.close()
 
 
 class Unwritten:
     """What stands for the file in the processes that do not write it."""
 
     finished = 0
+
+    def check(self, requests: Sequence[Request], rule: str) -> None:
+        """Nothing: the first process does."""
 
     def check_same(self, index: int, completion: Completion) -> None:
         """Nothing: the first process does."""

@@ -1,9 +1,7 @@
-"""A completion as one line of JSON."""
+"""A completion as the row that is written of it."""
 
 from __future__ import annotations
 
-import json
-import math
 from typing import Any
 
 from mars_jax.serve.requests import Completion, Request
@@ -32,13 +30,3 @@ def to_row(completion: Completion, rule: str) -> dict[str, Any]:
         "tokens_per_second": completion.tokens_per_second,
         "rule": rule,
     }
-
-
-def to_line(row: dict[str, Any]) -> str:
-    """One line of JSON. Numbers that JSON cannot write become null.
-
-    >>> to_line({"tau": float("nan"), "tokens": [1]})
-    '{"tau": null, "tokens": [1]}'
-    """
-    fields = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
-    return json.dumps(fields, ensure_ascii=False, allow_nan=False)

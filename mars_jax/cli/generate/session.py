@@ -7,10 +7,11 @@ import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 
-from mars_jax import drafters, pretrained, specs, verify
+from mars_jax import activity, drafters, pretrained, specs, verify
 from mars_jax.cli.generate.applies import Choices
 from mars_jax.cli.generate.prompts import PromptRow
-from mars_jax.cli.mesh import open_mesh
+from mars_jax.cli.open_target import open_target
+from mars_jax.cli.progress import Pace
 from mars_jax.core.errors import MarsError
 from mars_jax.core.rules import name_of
 from mars_jax.core.types import LoadedRule
@@ -21,6 +22,9 @@ from mars_jax.serve import requests as request
 from mars_jax.serve.generate import compile_batch, generate_stream, rule_of, run_batch
 from mars_jax.serve.prepare import AnyRule
 from mars_jax.serve.requests import Completion, Request, StreamEvent
+
+CHUNK = 2048
+"""Prompts that are tokenized at once: enough for all cores, and few enough to tell how far it is."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,7 +100,7 @@ def open_session(args: argparse.Namespace, choices: Choices, rows: Sequence[Prom
         resolve(path, weights=False)
     if not sketch.has_tokenizer and not (args.json or args.output or args.compare):
         raise MarsError(f"'{args.target}' has no tokenizer and so no text to show: add --json for token ids.")
-    target = pretrained.load(args.target, dtype=args.dtype, mesh=open_mesh(args.mesh, sketch.config))
+    target = open_target(args, sketch)
     if target.mesh is not None:
         rule = _rule(choices.rule, target, rows)  # its weights go where the target's are
     drafter = drafters.load(
@@ -151,15 +155,43 @@ def make_requests(target: Pretrained, args: argparse.Namespace, rows: Sequence[P
     names = [name for name, setting in specs.REQUEST.items() if setting.per_row]
     common = {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
     requests = []
-    for index, row in enumerate(rows):
+    for index, (row, tokens) in enumerate(zip(rows, _tokens(target, rows, chat=args.chat), strict=True)):
         settings = common | {"seed": ((args.seed or 0) + index) % 2**32} | row.settings
-        prompt = [row.tokens or ()] if row.prompt is None else [row.prompt]
         try:
-            [made] = request.make_requests(
-                target, prompt, chat=args.chat, ignore_eos=args.ignore_eos, **settings
-            )
+            [made] = request.make_requests(target, [tokens], ignore_eos=args.ignore_eos, **settings)
             request.check_request(target, made)
         except MarsError as error:
             raise row.error(error) from None
-        requests.append(dataclasses.replace(made, id=row.id))
+        requests.append(dataclasses.replace(made, prompt=row.prompt, id=row.id))
     return requests
+
+
+def _tokens(target: Pretrained, rows: Sequence[PromptRow], *, chat: bool) -> Iterator[Sequence[int]]:
+    """Token ids of each prompt, a chunk at a time, each chunk on all cores.
+
+    Raises:
+      MarsError: a prompt that cannot be tokenized, by its line.
+    """
+    with activity.doing("tokenizing") as going:
+        pace = Pace(len(rows))
+        for first in range(0, len(rows), CHUNK):
+            chunk = rows[first : first + CHUNK]
+            texts = [row.prompt for row in chunk if row.prompt is not None]
+            try:
+                found = iter(target.encode_many(texts, chat=chat) if texts else ())
+            except MarsError:
+                found = None  # one of them is at fault, and is to be named
+            for row in chunk:
+                yield row.tokens or () if row.prompt is None else _one(target, row, found, chat=chat)
+            pace.advance(first + len(chunk))
+            going.detail = f"{pace.describe()} prompts"
+
+
+def _one(target: Pretrained, row: PromptRow, found: Iterator[list[int]] | None, *, chat: bool) -> list[int]:
+    if found is not None:
+        return next(found)
+    assert row.prompt is not None
+    try:
+        return target.encode(row.prompt, chat=chat)
+    except MarsError as error:
+        raise row.error(error) from None

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import sys
 from collections.abc import Iterator
 from typing import IO
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn
 
+from mars_jax import activity
 from mars_jax.cli.generate.compare import compare, to_table
 from mars_jax.cli.generate.output_file import OutputFile, Unwritten
-from mars_jax.cli.generate.rows import to_line, to_row
+from mars_jax.cli.generate.rows import to_row
 from mars_jax.cli.generate.session import Session
 from mars_jax.cli.generate.terminal import TextPrinter, console, legend, statistics
-from mars_jax.core.errors import MarsError
+from mars_jax.cli.progress import busy, counted, progress_bar
+from mars_jax.journal import to_line
 from mars_jax.placement import hosts
 from mars_jax.serve.requests import Completion, Request, StreamEvent, total
 
@@ -24,23 +25,36 @@ from mars_jax.serve.requests import Completion, Request, StreamEvent, total
 def stream_text(session: Session, out: IO[str], *, chat: bool, speedup: bool) -> None:
     """Print text as it is decided. Of prompts that share a batch the first streams, and the others follow."""
     printer, done = TextPrinter(console(out), colours=session.drafts), []
-    for group in session.batches():
-        done.append([])
-        with busy("compiling"):
-            events = session.stream(group)
-        # A prompt shows up with its first tokens: weights that give none leave stdout empty.
-        shown = None
-        for event in _row_by_row(events):
-            if event.row != shown:
-                printer.prompt(_text(session, group[event.row]), chat=chat)
-                shown = event.row
-            for kind, text in event.pieces:
-                printer.piece(kind, text)
-            if event.completion is not None:
-                printer.end()
-                done[-1].append(event.completion)
+    with counted(len(session.requests)) as count:
+        for group in session.batches():
+            with busy("compiling"):
+                events = session.stream(group)
+            done.append(_show(session, printer, group, events, chat=chat))
+            count.advance(done[-1])
     plain = _stream_autoregressively(session) if speedup else None
     _report(session, done, colours=printer.colours, plain=plain)
+
+
+def _show(
+    session: Session,
+    printer: TextPrinter,
+    group: list[Request],
+    events: Iterator[StreamEvent],
+    *,
+    chat: bool,
+) -> list[Completion]:
+    # A prompt shows up with its first tokens: weights that give none leave stdout empty.
+    shown, done = None, []
+    for event in _row_by_row(events):
+        if event.row != shown:
+            printer.prompt(_text(session, group[event.row]), chat=chat)
+            shown = event.row
+        for kind, text in event.pieces:
+            printer.piece(kind, text)
+        if event.completion is not None:
+            printer.end()
+            done.append(event.completion)
+    return done
 
 
 def _row_by_row(events: Iterator[StreamEvent]) -> Iterator[StreamEvent]:
@@ -60,12 +74,14 @@ def _row_by_row(events: Iterator[StreamEvent]) -> Iterator[StreamEvent]:
 def print_text(session: Session, out: IO[str], *, chat: bool, speedup: bool) -> None:
     """Print each batch when it is done."""
     printer, done = TextPrinter(console(out), colours=False), []
-    for group in session.batches():
-        done.append(session.run(group))
-        for completion in done[-1]:
-            printer.prompt(_text(session, completion.request), chat=chat)
-            printer.piece("exact", completion.text)
-            printer.end()
+    with counted(len(session.requests)) as count:
+        for group in session.batches():
+            done.append(session.run(group))
+            count.advance(done[-1])
+            for completion in done[-1]:
+                printer.prompt(_text(session, completion.request), chat=chat)
+                printer.piece("exact", completion.text)
+                printer.end()
     plain = [session.autoregressive.run(group) for group in session.batches()] if speedup else None
     _report(session, done, plain=plain)
 
@@ -79,25 +95,27 @@ def _stream_autoregressively(session: Session) -> list[list[Completion]]:
 
 def print_json(session: Session, out: IO[str]) -> None:
     """Print each row when its batch is done."""
-    for group in session.batches():
-        for completion in session.run(group):
-            _print_row(session, completion, out)
+    with counted(len(session.requests)) as count:
+        for group in session.batches():
+            completions = session.run(group)
+            count.advance(completions)
+            for completion in completions:
+                _print_row(session, completion, out)
 
 
-def write_output(session: Session, path: str, out: IO[str], *, json: bool) -> None:
+def write_output(session: Session, file: OutputFile | Unwritten, out: IO[str], *, json: bool) -> None:
     """Append rows to a file, from where it ends, with a progress bar; and print them too if `json`.
 
     The batch that holds the last row on file is decoded again. It shows that the file belongs to this run,
     and completes itself in the very shapes of an uninterrupted run.
     """
-    file = OutputFile(path, session.requests, session.rule_name) if hosts.is_first() else Unwritten()
-    resumed, total = hosts.broadcast(file.finished), len(session.requests)
-    if resumed == total:
-        _errors().print(f"'{path}' holds all {total} rows already: nothing to do.")
+    file.check(session.requests, session.rule_name)
+    resumed, of = hosts.broadcast(file.finished), len(session.requests)
+    if resumed == of:
+        _errors().print(f"the --output holds all {of} rows already: nothing to do.")
         return
     first, done = 0, []
-    with contextlib.closing(file), _progress_bar() as progress:
-        task = progress.add_task("prompts", total=total, completed=resumed)
+    with progress_bar(of, resumed) as count:
         for group in session.batches():
             if first + len(group) >= resumed:
                 completions = session.run(group)
@@ -106,35 +124,29 @@ def write_output(session: Session, path: str, out: IO[str], *, json: bool) -> No
                     file.check_same(index, completion)
                 for completion in completions[on_file:]:
                     file.append(completion)
-                    progress.advance(task)
                     if json:
                         _print_row(session, completion, out)
                 done.append(completions[on_file:])
+                count.advance(done[-1])
             first += len(group)
     _report(session, [batch for batch in done if batch])
-
-
-@contextlib.contextmanager
-def _progress_bar() -> Iterator[Progress]:
-    """A bar on stderr that bad input takes away, so that its sentence stands alone."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=_errors()) as progress:
-        try:
-            yield progress
-        except MarsError:
-            progress.live.transient = True
-            progress.live.stop()
-            progress.disable = True  # rich would still end the bar with an empty line
-            raise
 
 
 def print_comparison(session: Session, out: IO[str], *, json: bool) -> None:
     """Print the comparison as a table, or as one object."""
     columns = (TextColumn("{task.description}"), BarColumn())
     screen = _errors()
-    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as progress:
-        task = progress.add_task("comparing")
-        comparison = compare(session, lambda done, total: progress.update(task, completed=done, total=total))
+    with (
+        activity.doing("comparing") as going,
+        Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar,
+    ):
+        task = bar.add_task("comparing")
+
+        def progress(done: int, of: int) -> None:
+            going.detail = f"{done} of {of} runs"
+            bar.update(task, completed=done, total=of)
+
+        comparison = compare(session, progress)
     if json:
         _print_line(comparison, out)
         return
@@ -154,12 +166,6 @@ def _print_row(session: Session, completion: Completion, out: IO[str]) -> None:
 def _print_line(row: dict, out: IO[str]) -> None:
     out.write(to_line(row) + "\n")
     out.flush()
-
-
-def busy(doing: str) -> contextlib.AbstractContextManager:
-    """Say on a terminal what takes so long before anything is shown."""
-    screen = _errors()
-    return screen.status(f"{doing} ...") if screen.is_terminal else contextlib.nullcontext()
 
 
 def _errors() -> Console:

@@ -14,6 +14,7 @@ from mars_jax.evaluate.benchmark.margins import PROBLEMS
 from mars_jax.evaluate.benchmark.match import Match
 from mars_jax.evaluate.benchmark.rows import Row
 from mars_jax.evaluate.folder import write_json
+from mars_jax.evaluate.scoring import sandbox
 from mars_jax.evaluate.scoring.scores import METRICS
 from mars_jax.evaluate.tasks.problems import Problem
 
@@ -102,6 +103,8 @@ def notes(settings: Mapping[str, Any], problems: Sequence[Problem], rows: Sequen
         told.append("Follow-up turns were left out: they need a chat template, which --chat applies.")
     if any(p.metric == "pass@1" for p in problems) and not settings["allow_code_execution"]:
         told.append("Generated programs were not run and so not scored: --allow-code-execution runs them.")
+    if settings.get("confinement") == sandbox.HOOK:
+        told.append("Generated programs ran under Python's audit hook alone, without walls.")
     if any(p.task == "humaneval" and p.code is None for p in problems):
         told.append("This HumanEval file has no tests, so nothing is scored: its original layout has them.")
     if full := sum(row["finish_reason"] == "context" for row in rows):

@@ -21,6 +21,7 @@ from mars_jax import __version__, drafters, verify
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import LoadedRule
 from mars_jax.evaluate.answers import Answer, Decoding, check_problems, prompt_tokens
+from mars_jax.evaluate.batches import RowFile
 from mars_jax.evaluate.benchmark import margins, report
 from mars_jax.evaluate.benchmark.arms import (
     MARS,
@@ -32,10 +33,11 @@ from mars_jax.evaluate.benchmark.arms import (
     other_margin,
 )
 from mars_jax.evaluate.benchmark.match import PROBLEMS, Match, match
-from mars_jax.evaluate.benchmark.rows import Key, RowFile, make_row
+from mars_jax.evaluate.benchmark.rows import Key, make_row
 from mars_jax.evaluate.folder import claim, digest, fingerprint, write_json
-from mars_jax.evaluate.scoring import likelihood, scores
+from mars_jax.evaluate.scoring import likelihood, sandbox, scores
 from mars_jax.evaluate.tasks.problems import Problem
+from mars_jax.journal import Row
 from mars_jax.pretrained import Pretrained
 from mars_jax.specs import RuleChoice
 
@@ -60,6 +62,7 @@ def evaluate(
     seed: int = 0,
     chat: bool = False,
     allow_code_execution: bool = False,
+    allow_unconfined_code: bool = False,
     names: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
@@ -83,7 +86,8 @@ def evaluate(
       batch_size: problems decoded side by side.
       seed: problem i of a task draws with seed + i, in every arm.
       chat: put questions through the target's chat template, with all their turns.
-      allow_code_execution: run what the model writes, to score it; see `sandbox`.
+      allow_code_execution: run what the model writes, to score it, behind the walls of `scoring.sandbox`.
+      allow_unconfined_code: and without walls where this machine has none, with your rights.
       names: whatever else tells this run from others, such as the draft's name.
       progress: called after every batch of an arm.
 
@@ -110,7 +114,7 @@ def evaluate(
         )
     for theta in thetas:
         rule.but(theta=theta)
-    scores.check_metrics(problems, run_code=allow_code_execution)
+    scores.check_metrics(problems, run_code=allow_code_execution, unconfined=allow_unconfined_code)
     report.check_installed()
     check_problems(target, problems, chat=chat)
     folder = Path(output)
@@ -129,12 +133,17 @@ def evaluate(
         "seed": seed,
         "chat": chat,
         "allow_code_execution": allow_code_execution,
+        # What kept the programs may decide what passes; left out where none ran.
+        **(
+            {"confinement": sandbox.confinement(unconfined=allow_unconfined_code)}
+            if allow_code_execution
+            else {}
+        ),
         "problems": digest(repr(list(problems)).encode()),
         "weights": fingerprint((target.params, drafter.params)),
         "versions": {"mars-jax": __version__, "jax": jax.__version__},
         "device": f"{jax.device_count()} {jax.devices()[0].device_kind}",
     }
-    claim(folder, settings)
     largest = max(settings["tasks"].values())
     decoding = Decoding(
         target=target,
@@ -143,21 +152,22 @@ def evaluate(
         max_new_tokens=max_new_tokens,
         batch_size=min(batch_size, largest),
     )
-    evaluation = _Evaluation(decoding, folder, problems, settings, rule)
-    try:
-        evaluation.decode(progress or (lambda what, done, of: None))
-    finally:
-        evaluation.file.close()
-    summary = report.summarize(
-        settings,
-        environment(),
-        evaluation.matches,
-        evaluation.margins,
-        problems,
-        evaluation.file.rows,
-        evaluation.arms,
-    )
-    report.write(summary, folder)
+    with claim(folder, settings):
+        evaluation = _Evaluation(decoding, folder, problems, settings, rule)
+        try:
+            evaluation.decode(progress or (lambda what, done, of: None))
+        finally:
+            evaluation.file.close()
+        summary = report.summarize(
+            settings,
+            environment(),
+            evaluation.matches,
+            evaluation.margins,
+            problems,
+            evaluation.file.rows,
+            evaluation.arms,
+        )
+        report.write(summary, folder)
     return summary
 
 
@@ -180,7 +190,7 @@ class _Evaluation:
         self.margins = self._read(MARGINS)
         # A placeholder, since the names of arms do not depend on the threshold that is matched.
         keys = [
-            Key(task, temperature, arm.name, problem.id)
+            Key(task, temperature, arm.name, problem.id)._asdict()
             for task, temperature in self._places()
             for group in self._batches(task)
             for arm in self.arms(temperature, self._stand_in)
@@ -229,11 +239,11 @@ class _Evaluation:
             found = self._match(task, temperature, tick)
             for group in self._batches(task):
                 for arm in self.arms(temperature, found and found.theta):
-                    on_file = len(self.file.rows) - place
-                    if on_file < len(group):  # a batch is decoded as it was, also where some of it is on file
-                        self.file.append(self._decode(task, temperature, arm, group)[on_file:])
+                    keys = [Key(task, temperature, arm.name, problem.id)._asdict() for problem in group]
+                    make = functools.partial(self._decode, task, temperature, arm, group)
+                    rows = self.file.batch(keys, make)
                     place += len(group)
-                    progress(what, place, self._rows)
+                    progress(f"{what}, {arm.name}, {_speed(rows)}", place, self._rows)
             self._margins(
                 task, temperature, functools.partial(progress, f"{what}, margins", place, self._rows)
             )
@@ -252,10 +262,11 @@ class _Evaluation:
     def _scores(self, group: list[Problem], answers: list[Answer]) -> list[list[float] | None]:
         """Of the last turn of each problem, a likelihood of all of its turns; the metric is that of their task."""
         if group[0].metric != "likelihood":
-            run_code = self._settings["allow_code_execution"]
-            return [
-                scores.score(p, a.texts[-1], run_code=run_code) for p, a in zip(group, answers, strict=True)
-            ]
+            how = {
+                "run_code": self._settings["allow_code_execution"],
+                "unconfined": self._settings.get("confinement") == sandbox.HOOK,
+            }
+            return [scores.score(p, a.texts[-1], **how) for p, a in zip(group, answers, strict=True)]
         target, chat = self._decoding.target, self._decoding.chat
         turns = [
             (i, prompt_tokens(target, p, a.texts[:turn], chat=chat), tokens)
@@ -316,6 +327,12 @@ class _Evaluation:
         self.matches[name] = found
         write_json(self._folder / MATCHES, {place: m._asdict() for place, m in self.matches.items()})
         return found
+
+
+def _speed(rows: Sequence[Row]) -> str:
+    """How a batch went, for whoever waits."""
+    emitted, steps, seconds = (sum(row[name] for row in rows) for name in ("emitted", "steps", "seconds"))
+    return f"{emitted / max(seconds, 1e-9):,.0f} tokens/s, tau {emitted / max(steps, 1):.2f}"
 
 
 def _by_task(problems: Sequence[Problem]) -> dict[str, list[Problem]]:

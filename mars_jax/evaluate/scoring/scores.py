@@ -32,13 +32,16 @@ METRICS = {
 BLEU_ORDER = 4
 
 
-def score(problem: Problem, text: str, *, run_code: bool = False) -> list[float] | None:
+def score(
+    problem: Problem, text: str, *, run_code: bool = False, unconfined: bool = False
+) -> list[float] | None:
     """The numbers of one answer, one or, for BLEU, its counts; None where it is not scored.
 
     Args:
       problem: its metric and what it compares with; for the likelihood see `likelihood.score_answers`.
       text: the answer.
       run_code: whether generated programs may run; without it they are not scored.
+      unconfined: whether they may run without walls, where there are none; see `sandbox`.
 
     >>> score(Problem(task="t", id="0", turns=("1 + 1?",), metric="final_answer", references=("2",)), "#### 2")
     [1.0]
@@ -56,28 +59,33 @@ def score(problem: Problem, text: str, *, run_code: bool = False) -> list[float]
             return bleu_counts(text, problem.references)
         case "pass@1":
             assert problem.code is not None
-            return [float(sandbox.passes(program(problem.code, text)))] if run_code else None
+            made = program(problem.code, text)
+            return [float(sandbox.passes(made, unconfined=unconfined))] if run_code else None
     raise ValueError(problem.metric)
 
 
-def check_metrics(problems: Sequence[Problem], *, run_code: bool) -> None:
+def check_metrics(problems: Sequence[Problem], *, run_code: bool, unconfined: bool = False) -> None:
     """What can be known before anything is decoded.
 
     Raises:
-      MarsError: a package is missing, or `run_code` has nothing to run or no limits to run it under.
+      MarsError: a package is missing, or `run_code` has nothing to run or no walls to run it behind.
     """
     metrics = {problem.metric for problem in problems}
     if "rouge_l" in metrics:
         _rouge()
     if "bleu" in metrics:
         _bleu_metric()
+    if unconfined and not run_code:
+        raise MarsError(
+            "--allow-unconfined-code does not apply without --allow-code-execution: add that, or leave it out."
+        )
     if run_code and "pass@1" not in metrics:
         raise MarsError(
             "--allow-code-execution does not apply to tasks without tests to run: leave it out, or add humaneval or "
             "mbpp in its original layout."
         )
     if run_code:
-        sandbox.check_platform()
+        sandbox.confinement(unconfined=unconfined)
 
 
 def total(metric: str, counts: np.ndarray) -> np.ndarray:

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mars_jax.evaluate.studies.branches import Decoded, Event, curves, relapse
+from mars_jax.evaluate.studies.branch_curves import curves, relapse
+from mars_jax.evaluate.studies.branches import Decoded, Event
 
 PANELS = {
     "same_place": "share of tokens that are the strict ones, place by place",

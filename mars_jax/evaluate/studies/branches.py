@@ -11,7 +11,7 @@ n events, H distances. Oracle: tests/evaluate/test_compounding.py.
 from __future__ import annotations
 
 import dataclasses
-import difflib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,18 +20,18 @@ import numpy as np
 from mars_jax import drafters, verify
 from mars_jax.core.types import LoadedRule
 from mars_jax.evaluate.answers import prompt_tokens
+from mars_jax.evaluate.batches import RowFile
 from mars_jax.evaluate.benchmark.arms import MARS
 from mars_jax.evaluate.scoring import scores
 from mars_jax.evaluate.scoring.likelihood import score as likelihood
 from mars_jax.evaluate.studies.refusals import check_low, low_nodes
 from mars_jax.evaluate.tasks.problems import UNJUDGED, Problem
+from mars_jax.journal import Row
 from mars_jax.pretrained import Pretrained
 from mars_jax.serve import requests as request
 from mars_jax.serve.generate import generate_stream, run_batch
 from mars_jax.serve.requests import Request
 from mars_jax.specs import RuleChoice
-
-RESAMPLES = 2000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +41,11 @@ class Decoded:
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
     relaxed: tuple[bool, ...]  # of each token
+
+    @classmethod
+    def of(cls, row: Row) -> Decoded:
+        """From its row."""
+        return cls(tuple(row["prompt"]), tuple(row["tokens"]), tuple(row["relaxed"]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +94,7 @@ def study(
     batch_size: int = 8,
     seed: int = 0,
     progress: Callable[[str, int, int], None] | None = None,
+    rows: RowFile | None = None,
 ) -> tuple[list[Decoded], list[Event]]:
     """Decode problems with the relaxed rule, and branch off at some of the tokens that it relaxed.
 
@@ -103,6 +109,7 @@ def study(
       batch_size: rows that decode side by side.
       seed: of the places.
       progress: `(what, done, of)`.
+      rows: file to keep what was decoded in, where a run with the same arguments that was killed goes on.
 
     Raises:
       MarsError: as `generate`; a rule that does not say where it relaxes, see `check_low`.
@@ -115,7 +122,13 @@ def study(
     check_low(made.rule)
     texts: list[Decoded] = []
     for first in range(0, len(requests), batch_size):
-        texts += relaxed_texts(target, drafter, requests[first : first + batch_size], made, batch_size)
+        group = requests[first : first + batch_size]
+        make = functools.partial(relaxed_texts, target, drafter, group, made, batch_size)
+        keys = [
+            {"what": "text", "task": problems[first + i].task, "problem": first + i}
+            for i in range(len(group))
+        ]
+        texts += _kept(rows, keys, make, dataclasses.asdict, Decoded.of)
         tick("texts", len(texts), len(requests))
     # One more token of each branch than the distances that are looked at.
     places = _places(target, texts, made, per_text, np.random.default_rng(seed))
@@ -127,7 +140,7 @@ def study(
         left = max_new_tokens - place
         length = min(left, horizon) if problems[problem].metric in UNJUDGED else left
         branches += [((*before, token), length - 1), (before, length)]
-    done = continue_strictly(target, drafter, branches, batch_size, tick)
+    done = continue_strictly(target, drafter, branches, batch_size, tick, rows=rows)
     pairs = [
         ((branch[0][-1], *tokens) if i % 2 == 0 else tokens)
         for i, (branch, tokens) in enumerate(zip(branches, done, strict=True))
@@ -173,8 +186,10 @@ def continue_strictly(
     target: Pretrained,
     drafter: drafters.LoadedDrafter,
     branches: Sequence[tuple[tuple[int, ...], int]],
-    rows: int,
+    size: int,
     tick: Callable[[str, int, int], None] = lambda what, done, of: None,
+    *,
+    rows: RowFile | None = None,
 ) -> list[tuple[int, ...]]:
     """Strict greedy continuations of (tokens, length); of length 0 where no token is left or the text has ended."""
     done: list[tuple[int, ...]] = [()] * len(branches)
@@ -186,17 +201,46 @@ def continue_strictly(
     ]
     # Rows of one length bucket decode together.
     going.sort(key=lambda i: len(branches[i][0]) + branches[i][1])
-    for first in range(0, len(going), rows):
-        group = going[first : first + rows]
-        requests = [
-            request.make_requests(target, [branches[i][0]], max_new_tokens=branches[i][1])[0] for i in group
-        ]
-        for i, c in zip(
-            group, run_batch(target, drafter, requests, verify=verify.exact(), rows=rows), strict=True
-        ):
-            done[i] = tuple(c.tokens)
+    for first in range(0, len(going), size):
+        group = going[first : first + size]
+        keys = [{"what": "branch", "branch": i, "length": branches[i][1]} for i in group]
+        make = functools.partial(_continue, target, drafter, [branches[i] for i in group], size)
+        found = _kept(rows, keys, make, lambda tokens: {"tokens": tokens}, lambda row: tuple(row["tokens"]))
+        for i, tokens in zip(group, found, strict=True):
+            done[i] = tokens
         tick("branches", first + len(group), len(going))
     return done
+
+
+def _continue(
+    target: Pretrained,
+    drafter: drafters.LoadedDrafter,
+    branches: Sequence[tuple[tuple[int, ...], int]],
+    size: int,
+) -> list[tuple[int, ...]]:
+    """One batch of `continue_strictly`."""
+    requests = [
+        request.make_requests(target, [tokens], max_new_tokens=length)[0] for tokens, length in branches
+    ]
+    done = run_batch(target, drafter, requests, verify=verify.exact(), rows=size)
+    return [tuple(c.tokens) for c in done]
+
+
+def _kept(
+    rows: RowFile | None,
+    keys: Sequence[Row],
+    make: Callable[[], Sequence[Any]],
+    to_row: Callable[[Any], Row],
+    of_row: Callable[[Row], Any],
+) -> list[Any]:
+    """A batch of values, each a row of the file where there is one."""
+    if rows is None:
+        return list(make())
+
+    def made() -> list[Row]:
+        return [key | to_row(value) for key, value in zip(keys, make(), strict=True)]
+
+    return [of_row(row) for row in rows.batch(keys, made)]
 
 
 def _worth(target: Pretrained, problem: Problem, tokens: Sequence[int]) -> float | None:
@@ -205,116 +249,3 @@ def _worth(target: Pretrained, problem: Problem, tokens: Sequence[int]) -> float
         return None
     numbers = scores.score(problem, target.decode(tokens))
     return None if numbers is None else numbers[0]
-
-
-def aligned(strict: Sequence[int], ours: Sequence[int]) -> np.ndarray:
-    """bool[len(ours)]: tokens that the strict continuation has too, in the same order, if not in the same place.
-
-    >>> aligned([1, 2, 3, 4], [9, 1, 2, 4]).tolist()
-    [False, True, True, True]
-    """
-    found = np.zeros(len(ours), bool)
-    for block in difflib.SequenceMatcher(None, strict, ours, autojunk=False).get_matching_blocks():
-        found[block.b : block.b + block.size] = True
-    return found
-
-
-def curves(events: Sequence[Event], horizon: int, *, seed: int = 0) -> dict[str, Any]:
-    """What the events say by distance, 1 being the first token behind the one that differs.
-
-    Returns:
-      `same_place`, `same_order` and `surprise`: mean, low and high (95%, bootstrap over problems) at each distance.
-      Distances behind the end of both continuations are left out; surprise is -log p under the target in nats, ours
-      less the strict one's. `grows` has the change of each between the first and the last third of the distances,
-      and `score` the score that the token costs, where there is one.
-    """
-    names = ("same_place", "same_order", "surprise")
-    values = {name: np.full((len(events), horizon), np.nan) for name in names}
-    for row, event in enumerate(events):
-        ours, strict = event.ours[1:], event.strict[1:]
-        order = aligned(strict, ours)
-        for d in range(horizon):
-            here, there = d < len(ours), d < len(strict)
-            if not here and not there:
-                continue
-            values["same_place"][row, d] = here and there and ours[d] == strict[d]
-            if here:
-                values["same_order"][row, d] = order[d]
-            if here and there:
-                values["surprise"][row, d] = event.strict_log_p[d + 1] - event.our_log_p[d + 1]
-    groups = np.asarray([event.problem for event in events])
-    third = max(1, horizon // 3)
-    report: dict[str, Any] = {"events": len(events), "problems": len(set(groups.tolist()))}
-    for name in names:
-        report[name] = interval(values[name], groups, seed=seed)
-    report["grows"] = {
-        name: interval(
-            (_mean(values[name][:, -third:]) - _mean(values[name][:, :third]))[:, None], groups, seed=seed
-        )
-        for name in names
-    }
-    scored = [e for e in events if e.our_score is not None and e.strict_score is not None]
-    report["score"] = None
-    if scored:
-        lost = np.asarray([[e.strict_score - e.our_score] for e in scored])  # pyright: ignore
-        report["score"] = interval(lost, np.asarray([e.problem for e in scored]), seed=seed) | {
-            "strict": float(np.mean([e.strict_score for e in scored])),  # pyright: ignore
-            "changed": float(np.mean([e.strict_score != e.our_score for e in scored])),
-        }
-    return report
-
-
-def _mean(values: np.ndarray) -> np.ndarray:
-    """f64[n, k] -> f64[n], NaN where a row has none."""
-    count = np.sum(~np.isnan(values), axis=1)
-    return np.where(count > 0, np.nansum(values, axis=1) / np.maximum(count, 1), np.nan)
-
-
-def interval(values: np.ndarray, groups: np.ndarray, *, seed: int = 0) -> dict[str, list[float | None]]:
-    """Mean and 95% interval of each column of f64[n, k], NaN left out, by the bootstrap over groups i[n]."""
-    _, index = np.unique(groups, return_inverse=True)
-    count = int(index.max(initial=-1)) + 1
-    known = ~np.isnan(values)
-    sums, sizes = np.zeros((count, values.shape[1])), np.zeros((count, values.shape[1]))
-    np.add.at(sums, index, np.where(known, values, 0.0))
-    np.add.at(sizes, index, known)
-    weights = np.random.default_rng(seed).multinomial(count, np.full(count, 1 / count), size=RESAMPLES)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        means = (weights @ sums) / (weights @ sizes)
-        mean = sums.sum(axis=0) / sizes.sum(axis=0)
-    found = {"mean": mean.tolist(), "low": [], "high": []}
-    for column in means.T:
-        finite = column[np.isfinite(column)]
-        low, high = np.quantile(finite, [0.025, 0.975]) if len(finite) else (np.nan, np.nan)
-        found["low"].append(float(low))
-        found["high"].append(float(high))
-    return {k: [None if np.isnan(x) else float(x) for x in xs] for k, xs in found.items()}
-
-
-def relapse(texts: Sequence[Decoded], horizon: int, *, seed: int = 0) -> dict[str, Any]:
-    """How often a token is relaxed at each distance behind a relaxed one, over how often any is: 1 is no memory."""
-    hits, chances = np.zeros((len(texts), horizon)), np.zeros((len(texts), horizon))
-    for row, text in enumerate(texts):
-        flags = np.asarray(text.relaxed, bool)
-        for d in range(1, min(horizon, len(flags) - 1) + 1):
-            hits[row, d - 1] = np.sum(flags[:-d] & flags[d:])
-            chances[row, d - 1] = np.sum(flags[:-d])
-    relaxed = np.asarray([sum(t.relaxed) for t in texts], np.float64)
-    tokens = np.asarray([len(t.tokens) for t in texts], np.float64)
-    rng = np.random.default_rng(seed)
-    weights = rng.multinomial(len(texts), np.full(len(texts), 1 / len(texts)), size=RESAMPLES)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        resampled = (
-            (weights @ hits) / (weights @ chances) / ((weights @ relaxed) / (weights @ tokens))[:, None]
-        )
-        mean = hits.sum(axis=0) / chances.sum(axis=0) / (relaxed.sum() / tokens.sum())
-    found = {"mean": mean, "low": [], "high": []}
-    for column in resampled.T:
-        finite = column[np.isfinite(column)]
-        bounds = np.quantile(finite, [0.025, 0.975]) if len(finite) else (np.nan, np.nan)
-        found["low"].append(bounds[0])
-        found["high"].append(bounds[1])
-    return {
-        "share": float(relaxed.sum() / tokens.sum()),
-        **{k: [None if not np.isfinite(x) else float(x) for x in xs] for k, xs in found.items()},
-    }

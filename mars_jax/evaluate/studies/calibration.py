@@ -12,9 +12,13 @@ Oracle: 200 resamplings of a known population in tests/evaluate/test_calibration
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import math
+import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,10 +27,12 @@ from mars_jax import verify
 from mars_jax.core.errors import MarsError
 from mars_jax.core.rules import name_of
 from mars_jax.core.types import LoadedRule
-from mars_jax.evaluate.answers import Answer, Decoding
+from mars_jax.evaluate.answers import Decoding
+from mars_jax.evaluate.batches import RowFile
 from mars_jax.evaluate.benchmark.arms import MARS, Arm, base_of
 from mars_jax.evaluate.scoring import scores
 from mars_jax.evaluate.tasks.problems import UNJUDGED, Problem
+from mars_jax.journal import Row
 from mars_jax.specs import RuleChoice
 
 RISKS = {
@@ -138,7 +144,9 @@ def calibrate(
     temperature: float = 0.0,
     seed: int = 0,
     run_code: bool = False,
+    unconfined: bool = False,
     progress: Callable[[str, int, int], None] | None = None,
+    rows: Path | None = None,
 ) -> dict[str, Any]:
     """Decode held-out problems under looser and looser thresholds, as long as the risk is certified.
 
@@ -151,8 +159,9 @@ def calibrate(
       rule: whose theta is calibrated, with its other settings.
       thetas: from strict to loose; default: those of its row in `specs.RULES`.
       temperature, seed: problem i draws with seed + i under every rule.
-      run_code: as for `scores.score`.
+      run_code, unconfined: as for `scores.score`.
       progress: `(what, done, of)`, called after every batch.
+      rows: file to keep what was decoded in, where a run with the same arguments that was killed goes on.
 
     Returns:
       `theta`, inf where nothing is certified, `tau` there and of the strict rule, and `trials`.
@@ -161,44 +170,51 @@ def calibrate(
       MarsError: a risk that the problems cannot measure.
     """
     thetas = list(grid(rule) if thetas is None else thetas)
-    check(problems, risk=risk, bound=bound, confidence=confidence, run_code=run_code)
+    check(problems, risk=risk, bound=bound, confidence=confidence, run_code=run_code, unconfined=unconfined)
     rules = [verify.load(rule.spec, decoding.target, **{**rule.settings, "theta": theta}) for theta in thetas]
     strict = base_of(rules[0])
 
-    def decode(rule: LoadedRule, name: str) -> list[Answer]:
-        arm = Arm(name=name, rule=rule, drafts=True, meaning="")
-        answers, size = [], decoding.batch_size
-        for first in range(0, len(problems), size):
-            group = problems[first : first + size]
-            seeds = [(seed + first + i) % 2**32 for i in range(len(group))]
-            answers += decoding.answer(arm, group, seeds, temperature=temperature)
-            if progress is not None:
-                progress(name, len(answers), len(problems))
-        return answers
+    with contextlib.ExitStack() as stack:
+        if rows is None:  # then they are kept as long as this takes
+            rows = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "rows.jsonl"
+        file = RowFile(rows)
+        stack.callback(file.close)
 
-    def worth(answers: Sequence[Answer]) -> np.ndarray:
-        if risk == "regret":
-            return np.asarray([-a.metrics.regret_per_token for a in answers])
-        found = [
-            scores.score(p, a.texts[-1], run_code=run_code) for p, a in zip(problems, answers, strict=True)
-        ]
-        return np.asarray([numbers[0] for numbers in found if numbers is not None])
+        def decode(rule: LoadedRule, name: str) -> list[Row]:
+            arm = Arm(name=name, rule=rule, drafts=True, meaning="")
+            found, size = [], decoding.batch_size
+            for first in range(0, len(problems), size):
+                group = problems[first : first + size]
+                seeds = [(seed + first + i) % 2**32 for i in range(len(group))]
+                make = functools.partial(
+                    _rows,
+                    decoding,
+                    arm,
+                    group,
+                    seeds,
+                    temperature=temperature,
+                    risk=risk,
+                    run_code=run_code,
+                    unconfined=unconfined,
+                )
+                found += file.batch([_key(arm, problem) for problem in group], make)
+                if progress is not None:
+                    progress(f"{name}, tau {_tau(found):.2f}", len(found), len(problems))
+            return found
 
-    def tau(answers: Sequence[Answer]) -> float:
-        return sum(a.metrics.emitted for a in answers) / sum(a.metrics.steps for a in answers)
+        alone = decode(strict, name_of(strict.rule))
 
-    alone = decode(strict, name_of(strict.rule))
-    theirs = worth(alone)
+        def losses_at(theta: float) -> tuple[np.ndarray, float]:
+            found = decode(rules[thetas.index(theta)], f"theta={theta:g}")
+            pairs = [(a["worth"], b["worth"]) for a, b in zip(alone, found, strict=True)]
+            lost = np.asarray([before - after for before, after in pairs if None not in (before, after)])
+            return np.clip(lost / CLIP, -1, 1), _tau(found)
 
-    def losses_at(theta: float) -> tuple[np.ndarray, float]:
-        answers = decode(rules[thetas.index(theta)], f"theta={theta:g}")
-        return np.clip((theirs - worth(answers)) / CLIP, -1, 1), tau(answers)
-
-    theta, trials = choose(thetas, losses_at, bound=bound / CLIP, confidence=confidence)
+        theta, trials = choose(thetas, losses_at, bound=bound / CLIP, confidence=confidence)
     return {
         "theta": theta,
-        "tau": next((t.tau for t in trials if t.theta == theta), tau(alone)),
-        "strict_tau": tau(alone),
+        "tau": next((t.tau for t in trials if t.theta == theta), _tau(alone)),
+        "strict_tau": _tau(alone),
         "trials": [dataclasses.asdict(t) for t in trials],
     }
 
@@ -223,7 +239,55 @@ def grid(rule: RuleChoice) -> tuple[float, ...]:
     return found
 
 
-def check(problems: Sequence[Problem], *, risk: str, bound: float, confidence: float, run_code: bool) -> None:
+def _key(arm: Arm, problem: Problem) -> Row:
+    return {"rule": arm.name, "task": problem.task, "id": problem.id}
+
+
+def _tau(rows: Sequence[Row]) -> float:
+    return sum(row["emitted"] for row in rows) / sum(row["steps"] for row in rows)
+
+
+def _rows(
+    decoding: Decoding,
+    arm: Arm,
+    problems: Sequence[Problem],
+    seeds: Sequence[int],
+    *,
+    temperature: float,
+    risk: str,
+    run_code: bool,
+    unconfined: bool,
+) -> list[Row]:
+    """A batch of answers and what each is worth: the score, or the regret per token, with its sign turned."""
+    made = []
+    answers = decoding.answer(arm, problems, seeds, temperature=temperature)
+    for problem, answer in zip(problems, answers, strict=True):
+        if risk == "regret":
+            worth = -answer.metrics.regret_per_token
+        else:
+            numbers = scores.score(problem, answer.texts[-1], run_code=run_code, unconfined=unconfined)
+            worth = None if numbers is None else numbers[0]
+        made.append(
+            _key(arm, problem)
+            | {
+                "text": list(answer.texts),
+                "emitted": answer.metrics.emitted,
+                "steps": answer.metrics.steps,
+                "worth": worth,
+            }
+        )
+    return made
+
+
+def check(
+    problems: Sequence[Problem],
+    *,
+    risk: str,
+    bound: float,
+    confidence: float,
+    run_code: bool,
+    unconfined: bool = False,
+) -> None:
     """Raise MarsError where the problems cannot measure the risk, or are too few to certify it."""
     if not 0 < bound < 1:
         raise MarsError(f"--bound is {bound:g}: expected a number between 0 and 1.")
@@ -237,8 +301,8 @@ def check(problems: Sequence[Problem], *, risk: str, bound: float, confidence: f
         )
     if risk == "accuracy" and "pass@1" in metrics and not run_code:
         raise MarsError("--risk accuracy on programs must run them: add --allow-code-execution.")
-    if risk == "accuracy" or run_code:
-        scores.check_metrics(problems, run_code=run_code)
+    if risk == "accuracy" or run_code or unconfined:
+        scores.check_metrics(problems, run_code=run_code, unconfined=unconfined)
     if len(problems) < (needed := fewest(bound, confidence)):
         raise MarsError(
             f"{len(problems)} problems cannot certify a bound of {bound:g} with confidence {confidence:g}, however "

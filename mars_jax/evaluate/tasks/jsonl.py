@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mars_jax.core.errors import MarsError
+from mars_jax.training.data import UNREADABLE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +76,7 @@ def read_jsonl(path: str) -> Iterator[Fields]:
             data = file.read()
     except FileNotFoundError:
         raise MarsError(f"there is no file '{path}': check the path.") from None
-    except (OSError, EOFError, lzma.LZMAError) as error:
+    except UNREADABLE as error:
         raise MarsError(f"'{path}' cannot be read ({error}): name an intact file of JSON lines.") from None
     for number, line in enumerate(data.split(b"\n"), start=1):
         where = f"{path}, line {number}"

@@ -13,6 +13,7 @@ from typing import Any
 
 from mars_jax.core.errors import MarsError
 from mars_jax.hub.config import FAMILIES, from_json, to_json
+from mars_jax.hub.values import given
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.eagle import EagleConfig, weights
 
@@ -39,7 +40,7 @@ def from_head_json(
     """
     try:
         return _from_head_json(data, shapes, target)
-    except (TypeError, AttributeError, LookupError, ValueError) as error:
+    except (TypeError, AttributeError, LookupError, ValueError, ArithmeticError) as error:
         raise MarsError(f"config.json holds a value of the wrong kind ({error}): correct it.") from None
 
 
@@ -50,7 +51,7 @@ def _from_head_json(data: dict[str, Any], shapes: dict[str, tuple[int, ...]], ta
             f"the EAGLE head is for a vocabulary of {layer.vocab_size} tokens and the target has "
             f"{target.vocab_size}: {_OTHER}."
         )
-    width = data.get("target_hidden_size") or target.hidden_size
+    width = given(data, "target_hidden_size", target.hidden_size)
     if width != target.hidden_size:
         raise MarsError(
             f"the EAGLE head is for a target {width} wide and this one is {target.hidden_size}: {_OTHER}."
@@ -58,7 +59,7 @@ def _from_head_json(data: dict[str, Any], shapes: dict[str, tuple[int, ...]], ta
     rows = next(iter(shapes.get("lm_head.weight", ())), None)
     drafted = target.vocab_size
     if version == 3:
-        drafted = data.get("draft_vocab_size") or rows or drafted
+        drafted = given(data, "draft_vocab_size", rows or drafted)
     if rows is not None and rows != drafted:
         raise MarsError(
             f"lm_head.weight has {rows} rows and the draft vocabulary {drafted} tokens: use the config the weights "
@@ -95,7 +96,7 @@ def _from_head_json(data: dict[str, Any], shapes: dict[str, tuple[int, ...]], ta
 
 def _said(data: dict[str, Any], key: str) -> Any:
     """What config.json says about a key of EAGLE, itself or in its `eagle_config`."""
-    return data.get(key) or (data.get("eagle_config") or {}).get(key)
+    return given(data, key, (data.get("eagle_config") or {}).get(key))
 
 
 def _version(data: dict[str, Any], shapes: Iterable[str]) -> int:
@@ -123,8 +124,8 @@ def layer_config(data: dict[str, Any], shapes: Iterable[str]) -> ModelConfig:
     # LlamaForCausalLMEagle3 and Eagle3LlamaForCausalLM are Llama; where only EAGLE is named, model_type tells.
     plain = re.sub(r"eagle-?\d?", "", named, flags=re.IGNORECASE)
     data = data | {"architectures": [plain] if plain.endswith("ForCausalLM") else None}
-    layers = {int(found[1]) + 1 for name in shapes if (found := re.match(r"layers\.(\d+)\.", name))}
-    count = max({data.get("num_hidden_layers") or 1} | layers)
+    layers = {int(found[1]) + 1 for name in shapes if (found := re.match(r"layers\.(\d{1,9})\.", name))}
+    count = max({given(data, "num_hidden_layers", 1)} | layers)
     if count > 1:
         raise MarsError(f"the EAGLE head has {count} layers: only heads of 1 are supported.")
     layer = from_json(data)

@@ -53,6 +53,10 @@ def load_medusa(
     reader = (_bin if file.suffix == ".pt" else _safetensors)(file)  # it holds the file open
     tensors = next(reader)
     own = {name.removeprefix(_PREFIX): t for name, t in tensors.items() if name.startswith(_PREFIX)}
+    if twice := sorted(own.keys() & tensors.keys()):
+        raise MarsError(
+            f"'{file}' holds both {twice[0]} and {_PREFIX}{twice[0]}: delete the one that is not meant."
+        )
     config = _config(directory, own or tensors, target_config)
     return config, _read(file, config, own or tensors, dtype)
 

@@ -1,23 +1,65 @@
-"""`margin_accept`: from target logits to a verdict, in one pass over the vocabulary.
+"""The operations: `margin_stats`, the two largest logits of each row, and `margin_accept`, what MARS makes of them.
 
-B batch, N tree nodes, D tree depth, V vocabulary, M stop tokens. Oracle: `reference.decide`, and a walk in
-plain Python in tests/kernels/.
+B batch, N tree nodes, D tree depth, V vocabulary, M stop tokens. Both read the vocabulary once. Oracles:
+`reference.margin_stats` and `reference.decide`; numpy and a walk in plain Python in tests/kernels/.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
+import jax
 from jax import Array
 
 from kernels_pallas import reference, rule, xla
 from kernels_pallas.blocks import GpuBlocks, TpuBlocks
 from kernels_pallas.dispatch import dispatch
-from kernels_pallas.gpu import margin as triton
 from kernels_pallas.mosaic import margin as mosaic
 from kernels_pallas.rule import Acceptance, AcceptControls, check_margin
 from kernels_pallas.stats import MarginStats
+
+
+def margin_stats(
+    logits: Array,
+    *,
+    logsumexp: bool = False,
+    implementation: str | None = None,
+    blocks: TpuBlocks | GpuBlocks | None = None,
+    interpret: Any = False,
+) -> MarginStats:
+    """Statistics of logits [..., V] (bfloat16 or float32, V >= 1) over the last axis, in float32.
+
+    They serve decisions, so no gradient flows through them.
+
+    Args:
+      logits: raw logits; `-inf` where a token is masked.
+      logsumexp: also return it. Greedy decoding needs none, and without it none is computed.
+      implementation: "pallas_tpu" (Mosaic), "pallas_gpu" (Triton), "xla", "partitioned", "reference", or
+        None. None is "partitioned" where XLA spreads the program over devices by itself, else "pallas_tpu"
+        where the program is lowered for a TPU, and "xla" everywhere else. A named one is never replaced: on
+        another platform it fails.
+      blocks: block sizes of a named kernel, `TpuBlocks` or `GpuBlocks`.
+      interpret: run a named kernel on CPU: True, or `pltpu.InterpretParams(...)` for "pallas_tpu".
+
+    Raises:
+      ValueError: unknown implementation, illegal block sizes, or options the implementation does not have.
+      NotImplementedError: "pallas_gpu" with a jax that has no Triton backend any more.
+
+    >>> import jax.numpy as jnp
+    >>> margin_stats(jnp.asarray([[1.0, 3.0, 2.0]])).id2.tolist()
+    [2]
+    """
+    forms = {
+        "reference": reference.margin_stats,
+        "xla": xla.margin_stats,
+        "partitioned": xla.partitioned_margin_stats,
+        "pallas_tpu": mosaic.margin_stats,
+        "pallas_gpu": _triton_margin_stats,
+    }
+    forms = {name: functools.partial(form, logsumexp=logsumexp) for name, form in forms.items()}
+    return dispatch(implementation, blocks, interpret, (logits,), forms)
 
 
 def margin_accept(
@@ -32,7 +74,7 @@ def margin_accept(
     logsumexp: bool = False,
     implementation: str | None = None,
     blocks: TpuBlocks | GpuBlocks | None = None,
-    interpret=False,
+    interpret: Any = False,
 ) -> Acceptance:
     """Margin-aware acceptance (MARS, arXiv 2601.15498, Algorithm 1) over a tree of drafted tokens.
 
@@ -84,6 +126,22 @@ def margin_accept(
         "pallas_tpu": functools.partial(mosaic.margin_accept, logsumexp=logsumexp, **options),
         # The statistics are a few numbers per node by then: XLA fuses the walk over them into one small
         # kernel.
-        "pallas_gpu": two_steps(triton.margin_stats, rule.decide),
+        "pallas_gpu": two_steps(_triton_margin_stats, rule.decide),
     }
     return dispatch(implementation, blocks, interpret, (logits, tokens, parents, y, controls), forms)
+
+
+def _triton_margin_stats(logits: Array, **options: Any) -> MarginStats:
+    """`gpu.margin.margin_stats`, imported when it is asked for.
+
+    jax 0.12 deprecates Pallas' Triton backend. Whoever does not name "pallas_gpu" needs none of it, so the
+    release that removes it breaks nothing else.
+    """
+    try:
+        from kernels_pallas.gpu import margin as triton
+    except ImportError as error:
+        raise NotImplementedError(
+            f"implementation is 'pallas_gpu', and jax {jax.__version__} has no Triton backend for it: "
+            "leave implementation out, which takes 'xla' on a GPU."
+        ) from error
+    return triton.margin_stats(logits, **options)

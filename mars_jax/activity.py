@@ -1,0 +1,49 @@
+"""What this process is doing, for whoever waits: long parts of the work name themselves, and a command may tell.
+
+Nothing here imports jax.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator
+
+
+@dataclasses.dataclass
+class Activity:
+    """One thing that is being done; `detail` may change while it is."""
+
+    name: str
+    detail: str = ""
+    began: float = dataclasses.field(default_factory=time.monotonic)
+
+    def describe(self, now: float) -> str:
+        """In words, with the seconds that it has taken where it has nothing else to say."""
+        return f"{self.name}: {self.detail}" if self.detail else f"{self.name} ... ({now - self.began:.0f} s)"
+
+
+_going: list[Activity] = []
+
+
+@contextlib.contextmanager
+def doing(name: str, detail: str = "") -> Iterator[Activity]:
+    """Name what is done inside. Also a decorator, of a function that is such a part.
+
+    >>> with doing("prompts", "3 of 9"), doing("compiling"):
+    ...     describe()
+    'prompts: 3 of 9; compiling ... (0 s)'
+    """
+    activity = Activity(name, detail)
+    _going.append(activity)
+    try:
+        yield activity
+    finally:
+        _going.remove(activity)
+
+
+def describe() -> str:
+    """What is being done, the widest first; "" where nothing has a name."""
+    now = time.monotonic()
+    return "; ".join(activity.describe(now) for activity in list(_going))

@@ -1,0 +1,174 @@
+"""Progress on stderr: a bar or a spinner on a terminal, elsewhere a line every half minute."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from mars_jax import activity
+from mars_jax.core.errors import MarsError
+
+if TYPE_CHECKING:
+    from mars_jax.serve.requests import Completion
+
+Show = Callable[[int, str], None]
+"""(prompts more, their speed in words)."""
+
+SECONDS = 30.0
+"""Between two lines where stderr is no terminal."""
+
+
+@contextlib.contextmanager
+def heartbeat() -> Iterator[None]:
+    """Say every `SECONDS` what is being done, unless stderr is a terminal, which has its bars.
+
+    From a thread, since a compilation does not return for minutes; it lets other threads run.
+    """
+    if sys.stderr.isatty():
+        yield
+        return
+    ended = threading.Event()
+
+    def beat() -> None:
+        while not ended.wait(SECONDS):
+            if said := activity.describe():
+                with contextlib.suppress(OSError, ValueError):  # stderr is full or closed: nobody listens
+                    print(said, file=sys.stderr, flush=True)
+
+    thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+@contextlib.contextmanager
+def busy(doing: str) -> Iterator[None]:
+    """Say what takes so long before anything is shown."""
+    from mars_jax.cli.generate.terminal import console
+
+    screen = console(sys.stderr)
+    with (
+        activity.doing(doing),
+        screen.status(f"{doing} ...") if screen.is_terminal else contextlib.nullcontext(),
+    ):
+        yield
+
+
+class Pace:
+    """How far work of a known size is, and how long the rest will take at the pace so far.
+
+    >>> Pace(9, done=3).describe()
+    '3 of 9'
+    """
+
+    def __init__(self, of: int, *, done: int = 0):
+        self._of, self.done, self._first, self._began = of, done, done, time.monotonic()
+
+    def advance(self, done: int) -> None:
+        """There are now `done` of them."""
+        self.done = done
+
+    def describe(self) -> str:
+        """How many of how many, and from the second on the time left."""
+        said = f"{self.done} of {self._of}"
+        if self._first < self.done < self._of:
+            each = (time.monotonic() - self._began) / (self.done - self._first)
+            said += f", {duration(each * (self._of - self.done))} left"
+        return said
+
+
+def duration(seconds: float) -> str:
+    """Hours, minutes and seconds.
+
+    >>> duration(59), duration(3725)
+    ('0:59', '1:02:05')
+    """
+    whole = round(seconds)
+    hours, minutes = whole // 3600, whole // 60 % 60
+    return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
+
+
+class Ticker:
+    """Progress of work that counts itself, `ticker("theta=0.9", 12, 200)`: a line at the end of each kind of it, on a
+    terminal also every few seconds, elsewhere by `heartbeat`."""
+
+    def __init__(self, things: str, going: activity.Activity, seconds: float = 5.0):
+        self._things, self._going, self._seconds, self._last = things, going, seconds, time.monotonic()
+        self._pace, self._of = Pace(0), 0
+
+    def __call__(self, what: str, done: int, of: int) -> None:
+        if of != self._of:
+            self._pace, self._of = Pace(of, done=done), of
+        self._pace.advance(done)
+        self._going.detail = f"{self._pace.describe()} ({what})"
+        shown = sys.stderr.isatty() and time.monotonic() - self._last >= self._seconds
+        if done == of or shown:
+            self._last = time.monotonic()
+            print(f"{what}: {done} of {of} {self._things}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def ticking(things: str) -> Iterator[Ticker]:
+    """A ticker for as long as the work takes."""
+    with activity.doing(things) as going:
+        yield Ticker(things, going)
+
+
+class Count:
+    """Prompts that were decoded, with their speed and tau, for `heartbeat` to tell."""
+
+    def __init__(
+        self, of: int, going: activity.Activity, *, done: int = 0, show: Show = lambda rows, said: None
+    ):
+        self._pace, self._going, self._done, self._show = Pace(of, done=done), going, done, show
+        self._tokens = self._steps = 0
+        self._seconds = 0.0
+
+    def advance(self, completions: Sequence[Completion]) -> None:
+        """These more, which were decoded side by side."""
+        self._done += len(completions)
+        self._tokens += sum(completion.metrics.emitted for completion in completions)
+        self._steps += sum(completion.metrics.steps for completion in completions)
+        self._seconds += max((completion.seconds for completion in completions), default=0.0)
+        self._pace.advance(self._done)
+        said = f"{self._tokens / max(self._seconds, 1e-9):,.0f} tokens/s, tau {self._tokens / max(self._steps, 1):.2f}"
+        self._going.detail = f"{self._pace.describe()}, {said}"
+        self._show(len(completions), said)
+
+
+@contextlib.contextmanager
+def counted(of: int) -> Iterator[Count]:
+    """A count of prompts whose text is shown, so that a terminal needs no bar."""
+    with activity.doing("prompts") as going:
+        yield Count(of, going)
+
+
+@contextlib.contextmanager
+def progress_bar(of: int, done: int = 0) -> Iterator[Count]:
+    """A count of prompts with a bar on stderr, which bad input takes away, so that its sentence stands alone."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from mars_jax.cli.generate.terminal import console
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with (
+        activity.doing("prompts") as going,
+        Progress(*columns, TextColumn("{task.fields[said]}"), console=console(sys.stderr)) as bar,
+    ):
+        task = bar.add_task("prompts", total=of, completed=done, said="")
+        try:
+            yield Count(
+                of, going, done=done, show=lambda rows, said: bar.update(task, advance=rows, said=said)
+            )
+        except MarsError:
+            bar.live.transient = True
+            bar.live.stop()
+            bar.disable = True  # rich would still end the bar with an empty line
+            raise

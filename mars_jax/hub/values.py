@@ -1,0 +1,45 @@
+"""Values of a config.json: what is given counts, and 0 is given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mars_jax.core.errors import MarsError
+
+
+def given(data: dict[str, Any], key: str, default: Any) -> Any:
+    """What a file says; `default` where it says nothing, or null.
+
+    >>> given({"rope_theta": 0}, "rope_theta", 10000.0), given({"rope_theta": None}, "rope_theta", 10000.0)
+    (0, 10000.0)
+    """
+    value = data.get(key)
+    return default if value is None else value
+
+
+def count(data: dict[str, Any], key: str, default: int) -> int:
+    """A whole number of at least 1; `default` where the file says nothing, or null.
+
+    Raises:
+      MarsError: it is something else.
+    """
+    value = given(data, key, default)
+    if type(value) is not int or value < 1:  # true is no number, though Python's bool is an int
+        raise MarsError(f"{key} is {value!r}: expected a whole number of at least 1.")
+    return value
+
+
+def token_ids(data: dict[str, Any], key: str, file: str) -> tuple[int, ...]:
+    """The ids of one token or of several; () where the file says nothing, or null.
+
+    Raises:
+      MarsError: they are something else; it names the file.
+
+    >>> token_ids({"eos_token_id": [1, 106]}, "eos_token_id", "config.json")
+    (1, 106)
+    """
+    value = given(data, key, [])
+    ids = value if isinstance(value, list) else [value]
+    if any(type(i) is not int or not 0 <= i < 2**31 for i in ids):
+        raise MarsError(f"{key} of {file} is {value!r}: expected a token id, or a list of token ids.")
+    return tuple(ids)

@@ -1,0 +1,30 @@
+"""Commands killed by SIGKILL at random moments end as if nobody had: a few of the kills of scripts/kills.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command", ["generate", "benchmark", "calibrate", "compounding", "distill", "convert"]
+)
+def test_a_command_killed_twice_at_random_ends_as_one_that_was_not(command, tmp_path):
+    pytest.importorskip("matplotlib")
+    results = tmp_path / "kills.json"
+    argv = ["--times", "2", "--only", command, "--work", tmp_path / "work", "--results", results]
+    run = subprocess.run(
+        [sys.executable, ROOT / "scripts" / "kills.py", *argv],
+        capture_output=True, text=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    [found] = json.loads(results.read_text())
+    assert found["command"] == command and found["kills"] == 2 and found["equal"] == found["runs"] >= 1

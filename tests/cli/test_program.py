@@ -1,0 +1,220 @@
+"""What surrounds every command: a stdout that is lost, libraries that are quiet, and lines while one waits."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import mars_jax
+from mars_jax import activity
+from mars_jax.cli import progress, quiet
+from mars_jax.cli.progress import Pace, busy, counted, heartbeat, ticking
+from mars_jax.core.metrics import Metrics
+from mars_jax.serve.requests import Completion, Request
+
+ROOT = Path(mars_jax.__file__).parent.parent
+COMMAND = f"{sys.executable} -m mars_jax.generate --draft none --max-new-tokens 4"
+
+
+def shell(command, **environment):
+    """Run a line of bash from where the package under test is."""
+    return subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, cwd=ROOT, env=os.environ | environment
+    )
+
+
+# A stdout that is lost.
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize("flags", ["--json 'the sea'", "--no-stream 'the sea'", "'the sea'", "--help"])
+def test_a_full_disk_at_stdout_is_one_sentence(flags):
+    found = shell(f"{COMMAND} {flags} >/dev/full")
+    assert found.returncode == 2
+    last = "error: stdout cannot be written (No space left on device): direct it to another place."
+    assert found.stderr.splitlines()[-1] == last and "Traceback" not in found.stderr
+
+
+def test_a_closed_stdout_is_one_sentence_where_it_is_needed(tmp_path):
+    found = shell(f"{COMMAND} --json 'the sea' >&-")
+    assert found.returncode == 2
+    assert found.stderr == ("error: stdout cannot be written (it is closed): direct it to another place.\n")
+    # A file of ours never gets its number, which libraries print to.
+    found = shell(f"{COMMAND} 'the sea' --output {tmp_path / 'rows.jsonl'} >&-")
+    assert found.returncode == 0 and (tmp_path / "rows.jsonl").read_text().count("\n") == 1
+
+
+def test_closed_stdin_and_stderr_are_no_tracebacks():
+    assert shell(f"{COMMAND} --prompts-file - <&-").returncode == 2
+    found = shell(f"{COMMAND} --json 'the sea' 2>&-")
+    assert found.returncode == 0 and found.stdout.startswith('{"prompt"') and found.stdout.count("\n") == 1
+
+
+# Quiet libraries.
+
+
+def without_platform():
+    """The environment of a user, who names no platform."""
+    return {
+        k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS" and not k.startswith(("TPU_", "TF_CPP"))
+    }
+
+
+def test_libtpu_says_nothing_where_there_is_no_tpu():
+    if importlib.util.find_spec("libtpu") is None or quiet.may_have_tpu():
+        pytest.skip("needs libtpu, and no TPU")
+    command = [sys.executable, "-m", "mars_jax.generate", "--json", "--max-new-tokens", "4", "the sea"]
+    found = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=without_platform())
+    # But for the lines of a slow compilation, which are ours.
+    assert found.returncode == 0 and [s for s in found.stderr.splitlines() if "compiling" not in s] == []
+    # Whoever wants to see it says so.
+    asked = without_platform() | {"TPU_STDERR_LOG_LEVEL": "0"}
+    found = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=asked)
+    assert found.returncode == 0 and "TPU" in found.stderr
+
+
+# A constant that takes XLA two seconds to fold, at which its alarm rings as it does for a slow compilation.
+ALARM = """
+import sys, threading, os
+{start}
+import jax, jax.numpy as jnp
+def slow():
+    return jax.lax.reduce_window(jax.lax.iota(jnp.float32, 200_000), 0.0, jax.lax.add, (3000,), (1,), "SAME")
+threading.Timer(8.0, lambda: os._exit(0)).start()
+jax.jit(slow).lower().compile()
+"""
+
+
+@pytest.mark.slow
+def test_xlas_alarms_about_slow_compilations_are_quiet():
+    environment = without_platform() | {"JAX_PLATFORMS": "cpu"}
+    environment.pop("XLA_FLAGS", None)
+    said = []
+    for start in ("", "from mars_jax.cli.quiet import quiet; quiet()"):
+        code = ALARM.format(start=start)
+        run = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=environment
+        )
+        said.append(run.stderr)
+    assert "is taking > " in said[0] and said[1] == ""
+
+
+def test_what_the_environment_says_stands(monkeypatch):
+    for name in [n for n in os.environ if n.startswith(("TPU_", "TF_CPP"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "0")
+    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "a,b")
+    quiet.quiet()
+    assert os.environ["TF_CPP_MIN_LOG_LEVEL"] == "0"
+    assert os.environ["TPU_WORKER_HOSTNAMES"] == "a,b" and "TPU_ACCELERATOR_TYPE" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("made", "expected"),
+    [
+        ([], False),
+        (["dev/accel0"], True),
+        (["dev/vfio/vfio"], False),
+        (["dev/vfio/0"], True),
+        (["sys/bus/pci/devices/0/vendor=0x1ae0", "sys/bus/pci/devices/0/device=0x0063"], True),
+        (["sys/bus/pci/devices/0/vendor=0x1ae0", "sys/bus/pci/devices/0/device=0x0042"], False),
+        (["sys/bus/pci/devices/0/vendor=0x10de", "sys/bus/pci/devices/0/device=0x2330"], False),
+    ],
+)
+def test_a_machine_that_may_have_a_tpu_is_left_alone(made, expected, tmp_path, monkeypatch):
+    for name in [n for n in os.environ if n.startswith(("TPU_", "JAX_FORCE"))]:
+        monkeypatch.delenv(name)
+    for file in made:
+        name, _, content = file.partition("=")
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content + "\n")
+    assert quiet.may_have_tpu(tmp_path) is expected
+
+
+# Lines while one waits.
+
+
+@pytest.fixture
+def fast(monkeypatch):
+    monkeypatch.setattr(progress, "SECONDS", 0.05)
+
+
+def lines(capsys):
+    return capsys.readouterr().err.splitlines()
+
+
+def test_a_line_now_and_then_says_what_is_being_done(fast, capsys):
+    with heartbeat():
+        time.sleep(0.12)
+        assert lines(capsys) == []  # nothing has a name
+        with busy("loading"), activity.doing("compiling"):
+            time.sleep(0.12)
+    assert set(lines(capsys)) == {"loading ... (0 s); compiling ... (0 s)"}
+    time.sleep(0.12)
+    assert lines(capsys) == []  # it ended
+
+
+def completion(tokens, steps, seconds):
+    metrics = Metrics(
+        steps=steps, emitted=tokens, proposed=0, accepted_exact=0, accepted_relaxed=0, depth_histogram=(steps,),
+        regret=0.0,
+    )  # fmt: skip
+    request = Request(prompt="x", prompt_tokens=(1,))
+    return Completion(
+        request=request, text="", tokens=[1], finish_reason="length", metrics=metrics, seconds=seconds
+    )
+
+
+def test_the_line_has_rows_speed_tau_and_the_time_left(fast, capsys, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    with counted(10) as count:
+        now[0] += 20
+        count.advance([completion(30, 10, 2.0), completion(10, 10, 2.0)])
+        said = activity.describe()
+    assert said == "prompts: 2 of 10, 1:20 left, 20 tokens/s, tau 2.00"
+
+
+def test_work_that_resumes_is_timed_by_what_it_did_itself(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    pace = Pace(100, done=90)
+    now[0] = 5.0
+    pace.advance(95)
+    assert pace.describe() == "95 of 100, 0:05 left"
+
+
+def test_ticks_are_lines_at_the_end_and_in_the_heartbeat(fast, capsys):
+    with heartbeat(), ticking("rows") as tick:
+        tick("arithmetic, exact", 3, 9)
+        time.sleep(0.12)
+        tick("arithmetic, mars", 9, 9)
+    said = lines(capsys)
+    assert said[0] == "rows: 3 of 9 (arithmetic, exact)"
+    assert said[-1] == "arithmetic, mars: 9 of 9 rows"
+
+
+def test_a_compilation_names_itself(run, target, fast, monkeypatch):
+    """The heartbeat goes on while XLA compiles, from which nothing returns for minutes."""
+    from mars_jax.serve import generate
+
+    inner = generate.prepare
+
+    def slow(*args, **options):
+        time.sleep(0.2)
+        return inner(*args, **options)
+
+    monkeypatch.setattr(generate, "prepare", slow)
+    outcome = run(
+        "--target", target, "--draft", "none", "--max-new-tokens", 8, "--no-stream", "the sea", "a story"
+    )
+    assert outcome.code == 0
+    assert any(
+        line.startswith("prompts ... (") and "; compiling ... (" in line for line in outcome.err.splitlines()
+    )

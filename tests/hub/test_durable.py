@@ -1,0 +1,161 @@
+"""What is written is on disk before it has its name, old and new never mix, and a full disk gets a sentence."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from mars_jax import hub
+from mars_jax.cli import convert as convert_command
+from mars_jax.core.errors import MarsError
+from mars_jax.hub.durable import check_place
+from mars_jax.models import ModelConfig, Rope, init_params
+
+CONFIG = ModelConfig(vocab_size=17, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=2)
+OTHER = dataclasses.replace(CONFIG, rope=Rope(theta=500.0))  # of the same shapes: a mixture would load
+
+
+def params(seed: int):
+    return init_params(CONFIG, jax.random.key(seed))
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+def test_files_are_on_disk_before_they_have_their_names(tmp_path, monkeypatch):
+    done = []
+    fsync, replace = os.fsync, os.replace
+
+    def synced(descriptor):
+        done.append(("sync", os.fstat(descriptor).st_ino))
+        fsync(descriptor)
+
+    def renamed(source, target):
+        inside = [source, *Path(source).glob("*")] if Path(source).is_dir() else [source]
+        done.extend(("named", os.stat(path).st_ino) for path in inside)
+        replace(source, target)
+        done.append(("in", os.stat(Path(target).parent).st_ino))
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", renamed)
+    source = hub.save(tmp_path / "model", CONFIG, params(0))
+    hub.save(source, OTHER, params(1), overwrite=True)
+    hub.convert(source, tmp_path / "converted")
+    named = [(at, inode) for at, (what, inode) in enumerate(done) if what == "named"]
+    assert len(named) >= 3 + 2 + 4
+    for at, inode in named:
+        assert ("sync", inode) in done[:at]
+    for at, inode in ((at, inode) for at, (what, inode) in enumerate(done) if what == "in"):
+        assert ("sync", inode) in done[at:]
+
+
+@pytest.mark.parametrize("end", range(12))
+def test_whenever_an_overwrite_is_killed_old_and_new_never_mix(tmp_path, monkeypatch, end):
+    directory = hub.save(tmp_path / "model", CONFIG, params(0))
+    (directory / "notes.txt").write_text("mine")
+    calls = 0
+
+    def counted(name):
+        true = getattr(os, name)
+
+        def call(*arguments, **more):
+            nonlocal calls
+            calls += 1
+            if calls > end:
+                raise Killed
+            return true(*arguments, **more)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        for name in ("fsync", "replace", "unlink"):
+            patch.setattr(os, name, counted(name))
+        with contextlib.suppress(Killed):
+            hub.save(directory, OTHER, params(1), overwrite=True)
+    assert (directory / "notes.txt").read_text() == "mine"
+    if not (directory / "config.json").exists():
+        with pytest.raises(MarsError, match=r"no readable config\.json"):
+            hub.load(directory)
+    else:
+        found = hub.load(directory)
+        seed = {CONFIG: 0, OTHER: 1}[found.config]
+        jax.tree.map(np.testing.assert_array_equal, found.params, params(seed))
+    hub.save(directory, OTHER, params(1), overwrite=True)
+    assert hub.load(directory).config == OTHER
+
+
+def test_the_same_config_stays_while_weights_are_replaced(tmp_path, monkeypatch):
+    directory = hub.save(tmp_path / "model", CONFIG, params(0))
+    true = os.replace
+
+    def replace(source, target):
+        assert (directory / "config.json").exists()
+        true(source, target)
+
+    monkeypatch.setattr(os, "replace", replace)
+    hub.save(directory, CONFIG, params(1), overwrite=True)
+    jax.tree.map(np.testing.assert_array_equal, hub.load(directory).params, params(1))
+
+
+@pytest.fixture
+def nowhere(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    return [tmp_path / "file" / "x", Path("/proc/mars/x"), Path("/proc/x"), tmp_path / ("n" * 300)]
+
+
+def test_a_path_that_takes_nothing_is_refused_at_once(tmp_path, nowhere, capsys):
+    source = hub.save(tmp_path / "model", CONFIG, params(0))
+    for path in nowhere:
+        for call in (
+            check_place,
+            lambda path: hub.save(path, CONFIG, params(0)),
+            lambda path: hub.convert(source, path),
+            lambda path: hub.convert("/nowhere", path),  # before the source is looked for
+        ):
+            with pytest.raises(MarsError, match=r"' cannot be written \(.*\): choose another path") as caught:
+                call(path)
+            assert f"'{path}'" in str(caught.value)
+        capsys.readouterr()
+        assert convert_command.main([str(source), str(path)]) == 2
+        assert capsys.readouterr().err.startswith(f"error: '{path}' cannot be written (")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "model"]
+
+
+FULL = """
+import resource, signal, sys
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+import jax
+from mars_jax import hub
+from mars_jax.core.errors import MarsError
+checkpoint = hub.load(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]),) * 2)
+try:
+    hub.convert(sys.argv[1], sys.argv[2] + "/converted")
+except MarsError as error:
+    print(error)
+try:
+    hub.save(sys.argv[2] + "/saved", checkpoint.config, checkpoint.params)
+except MarsError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("most", [1, 3000])
+def test_a_disk_that_takes_no_more_gets_a_sentence_and_nothing_is_left(tmp_path, most):
+    source = hub.save(tmp_path / "model", CONFIG, params(0))
+    (tmp_path / "to").mkdir()
+    arguments = [sys.executable, "-c", FULL, str(source), str(tmp_path / "to"), str(most)]
+    done = subprocess.run(arguments, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2 and all("cannot be written (" in line for line in lines), lines
+    assert os.listdir(tmp_path / "to") == []

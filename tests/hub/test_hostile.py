@@ -1,0 +1,268 @@
+"""Checkpoints that contradict themselves, lead elsewhere or hold no numbers: one sentence that names what is wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from mars_jax import hub
+from mars_jax.core.errors import MarsError
+from mars_jax.hub.heads.eagle_config import from_head_json
+from mars_jax.hub.heads.medusa_files import load_medusa, save_medusa
+from mars_jax.models import ModelConfig, Rope, init_params
+from mars_jax.models import medusa as medusa_heads
+from mars_jax.models.medusa import MedusaConfig
+from tests.hub.test_load import GEMMA_2, GEMMA_3, QWEN_3_MOE, edit_config, edit_weights, message, shard
+
+CONFIG = ModelConfig(vocab_size=17, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=2)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    return hub.save(tmp_path / "model", CONFIG, init_params(CONFIG, jax.random.key(0)))
+
+
+# Files that lead out of their directory.
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+@pytest.mark.parametrize("where", ["../{}", "{parent}/{}", "sub/../../{}", "..", "", ".", "a\0b"])
+def test_an_index_that_leads_out_of_its_directory_is_refused_by_its_entry(saved, kind, where):
+    file = shard(saved, kind)[1]
+    index = next(saved.glob("*.index.json"))
+    entry = where.format(file, parent=saved.parent)
+    (saved / file).rename(saved.parent / file)  # it would load
+    (saved / "sub").mkdir()
+    data = json.loads(index.read_text())
+    data["weight_map"] = {name: entry if f == file else f for name, f in data["weight_map"].items()}
+    index.write_text(json.dumps(data))
+    text = message(hub.load, saved)
+    assert f"names {entry!r} for tensor " in text and "no file within its directory" in text
+    assert next(name for name, f in data["weight_map"].items() if f == entry) in text
+
+
+def test_links_out_of_the_directory_are_followed_as_the_hubs_cache_needs(saved):
+    file = shard(saved, "safetensors")[0]
+    (saved / file).rename(saved.parent / "blob")
+    (saved / file).symlink_to("../blob")
+    assert hub.load(saved).config == CONFIG
+
+
+def test_a_file_name_that_no_system_takes_is_absent(saved):
+    shard(saved, "safetensors")
+    index = saved / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"lm_head.weight": "x" * 5000}}))
+    assert "(1 of 1 files are absent)" in message(hub.load, saved)
+
+
+# Tensors that contradict each other.
+
+
+def test_a_tensor_under_two_names_is_refused(saved):
+    edit_weights(saved, lambda held: held.update({"norm.weight": 2 * held["model.norm.weight"]}))
+    twice = r"1 are there twice.*(model\.norm\.weight and norm\.weight|norm\.weight and model\.norm\.weight)"
+    for call in (hub.load, lambda path: hub.convert(path, path.parent / "converted")):
+        with pytest.raises(MarsError, match=twice):
+            call(saved)
+
+
+def test_a_tensor_in_two_files_is_refused(saved):
+    first, second = shard(saved, "safetensors")
+    both = load_file(saved / second) | {"lm_head.weight": 2 * load_file(saved / first)["lm_head.weight"]}
+    save_file(both, saved / second)
+    assert "1 are there twice" in (text := message(hub.load, saved)) and "lm_head.weight in two files" in text
+
+
+def test_medusa_heads_under_two_names_are_refused(tmp_path):
+    config = MedusaConfig(num_heads=1, num_layers=1, hidden_size=16, vocab_size=17)
+    path = save_medusa(tmp_path / "heads", config, medusa_heads.init_params(config, jax.random.key(0)))
+    held = load_file(path / "medusa_lm_head.safetensors")
+    held["medusa_head.0.1.weight"] = 2 * held["0.1.weight"]
+    save_file(held, path / "medusa_lm_head.safetensors")
+    assert "holds both 0.1.weight and medusa_head.0.1.weight" in message(load_medusa, path, CONFIG)
+
+
+# PyTorch files.
+
+
+def sparse(torch):
+    return torch.eye(17, 16).to_sparse()
+
+
+def compressed(torch):
+    with pytest.warns(UserWarning, match="Sparse CSR"):
+        return torch.eye(17, 16).to_sparse_csr()
+
+
+STATES = {
+    "sparse": (lambda torch: {"lm_head.weight": sparse(torch)}, "lm_head.weight .* stored as sparse_coo"),
+    "compressed": (lambda torch: {"lm_head.weight": compressed(torch)}, "lm_head.weight .* as sparse_csr"),
+    "nowhere": (
+        lambda torch: {"lm_head.weight": torch.empty(17, 16, device="meta")},
+        "lm_head.weight .* stored as meta",
+    ),
+    "quantized": (
+        lambda torch: {"lm_head.weight": torch.quantize_per_tensor(torch.eye(17, 16), 0.1, 0, torch.qint8)},
+        "lm_head.weight .*quantised checkpoints are not supported|unsafe",
+    ),
+    "complex": (
+        lambda torch: {"lm_head.weight": torch.eye(17, 16, dtype=torch.complex64).conj()},
+        "lm_head.weight: it holds complex64",
+    ),
+    "numbers for names": (lambda torch: {3: torch.ones(2)}, "not a plain table of tensors"),
+    "pairs for names": (lambda torch: {("a", 1): torch.ones(2)}, "not a plain table of tensors"),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+@pytest.mark.filterwarnings("ignore:.*:DeprecationWarning", "ignore:.*:UserWarning")
+def test_what_a_bin_file_can_hold_beside_arrays_is_refused_by_name(saved, name):
+    torch = pytest.importorskip("torch")
+    change, expected = STATES[name]
+    held = {k: torch.from_numpy(v) for k, v in load_file(saved / "model.safetensors").items()}
+    (saved / "model.safetensors").unlink()
+    torch.save(held | change(torch), saved / "pytorch_model.bin")
+    with pytest.raises(MarsError, match=expected):
+        hub.load(saved)
+
+
+# Values of config.json.
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json", "index"])
+@pytest.mark.parametrize("brackets", [("[", "]"), ('{"a":', "}")])
+def test_json_that_is_nested_too_deep_gets_a_sentence(saved, file, brackets):
+    if file == "index":
+        shard(saved, "safetensors")
+    path = saved / ("model.safetensors.index.json" if file == "index" else file)
+    path.write_text('{"x": ' + brackets[0] * 100_000 + "1" + brackets[1] * 100_000 + "}")
+    assert f"'{path}' is not valid JSON (" in message(hub.load, saved)
+
+
+@pytest.mark.parametrize(
+    "fields, expected",
+    [
+        ({"rope_theta": 0}, "rope theta (0.0)"),
+        ({"rope_parameters": {"rope_theta": 0, "rope_type": "default"}}, "rope theta (0.0)"),
+        ({"rope_theta": float("inf")}, "rope theta (inf)"),
+        ({"rope_theta": float("nan")}, "rope theta (nan)"),
+        ({"partial_rotary_factor": 0.0}, "partial_rotary_factor is not supported"),
+        ({"rms_norm_eps": float("nan")}, "norm_eps is nan: expected a number of at least 0"),
+        ({"rms_norm_eps": -1.0}, "norm_eps is -1.0"),
+        ({"rms_norm_eps": 10**400}, "value of the wrong kind"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads is 0: expected a whole number"),
+        ({"num_key_value_heads": 2.0}, "num_key_value_heads is 2.0"),
+        ({"num_key_value_heads": True}, "num_key_value_heads is True"),
+        ({"head_dim": 0}, "head_dim is 0"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings is 0"),
+        ({"vocab_size": True}, "no number for vocab_size"),
+        ({"hidden_act": ""}, "hidden_act '' is not supported"),
+        (
+            {
+                "rope_scaling": {
+                    "rope_type": "yarn",
+                    "factor": 2.0,
+                    "original_max_position_embeddings": 0,
+                }
+            },
+            "original_max_position_embeddings is 0",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "attention_factor": float("nan")}},
+            "rope attention_factor is nan",
+        ),
+        ({"eos_token_id": "</s>"}, "eos_token_id of config.json is '</s>': expected a token id"),
+        ({"eos_token_id": [1, "x"]}, "eos_token_id of config.json is [1, 'x']"),
+        ({"eos_token_id": 2.5}, "eos_token_id of config.json is 2.5"),
+        ({"eos_token_id": True}, "eos_token_id of config.json is True"),
+        ({"eos_token_id": 2**40}, "eos_token_id of config.json is 1099511627776"),
+        ({"bos_token_id": "<s>"}, "bos_token_id of config.json is '<s>'"),
+    ],
+)
+def test_a_value_that_means_nothing_is_named_and_not_replaced(saved, fields, expected):
+    edit_config(saved, **fields)
+    text = message(hub.load, saved)
+    assert expected in text and str(saved) in text
+
+
+@pytest.mark.parametrize("value", ["</s>", [1, None], -5, {"id": 2}])
+def test_a_bad_stop_token_of_the_generation_config_names_that_file(saved, value):
+    (saved / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    text = message(hub.load, saved)
+    assert f"eos_token_id of generation_config.json is {value!r}" in text and str(saved) in text
+
+
+@pytest.mark.parametrize(
+    "data, fields, expected",
+    [
+        (GEMMA_2, {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0.0: it must be positive"),
+        (GEMMA_2, {"attn_logit_softcapping": float("nan")}, "a soft cap is nan"),
+        (GEMMA_2, {"rope_theta": 0}, "rope theta (0.0)"),
+        (GEMMA_3, {"rope_local_base_freq": 0}, "rope theta (0.0)"),
+        (GEMMA_3, {"sliding_window_pattern": 0}, "sliding_window_pattern is 0"),
+        (QWEN_3_MOE, {"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
+        (QWEN_3_MOE, {"head_dim": 0}, "head_dim is 0"),
+        (QWEN_3_MOE, {"moe_intermediate_size": 7.5}, "expert_size is 7.5: expected a whole number"),
+    ],
+)
+def test_a_zero_of_a_family_is_not_its_default(tmp_path, data, fields, expected):
+    (tmp_path / "config.json").write_text(json.dumps(data | fields))
+    assert expected in message(hub.read_config, tmp_path)
+
+
+def test_a_null_activation_is_the_familys_own(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(GEMMA_2 | {"hidden_activation": None}))
+    assert hub.read_config(tmp_path).activation == "gelu_tanh"
+
+
+def test_a_config_made_in_python_is_checked_alike():
+    with pytest.raises(MarsError, match="norm_eps is nan"):
+        dataclasses.replace(CONFIG, norm_eps=float("nan"))
+    with pytest.raises(MarsError, match=r"num_kv_heads is 1\.0: expected a whole number"):
+        dataclasses.replace(CONFIG, num_kv_heads=1.0)  # pyright: ignore[reportArgumentType]
+    assert dataclasses.replace(CONFIG, num_kv_heads=np.int64(1)).num_kv_heads == 1  # pyright: ignore
+    with pytest.raises(MarsError, match="rope beta_slow is inf"):
+        Rope(kind="yarn", original_max_positions=8, beta_slow=float("inf"))
+
+
+# EAGLE heads.
+
+HEAD = {"architectures": ["LlamaForCausalLMEagle3"], "vocab_size": 17, "hidden_size": 16}
+HEAD |= {"intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "draft_vocab_size": 9}
+SHAPES = {"fc.weight": (16, 48), "layers.0.hidden_norm.weight": (16,), "lm_head.weight": (9, 16), "d2t": (9,)}
+
+
+@pytest.mark.parametrize(
+    "fields, shapes, expected",
+    [
+        ({"vocab_size": 18}, {}, "is for a vocabulary of 18 tokens"),
+        ({"target_hidden_size": 64}, {}, "is for a target 64 wide"),
+        ({"target_hidden_size": 0}, {}, "is for a target 0 wide"),
+        ({"draft_vocab_size": 0}, {}, "lm_head.weight has 9 rows and the draft vocabulary 0"),
+        ({"num_hidden_layers": 2}, {}, "the EAGLE head has 2 layers"),
+        ({"rope_theta": 0}, {}, r"rope theta \(0\.0\)"),
+        ({"use_aux_hidden_state": False}, {}, "last hidden state alone"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, {}, "last hidden state alone"),
+        ({"architectures": ["BloomForCausalLM"]}, {}, "BloomForCausalLM is not supported"),
+        ({}, {"lm_head.weight": (8, 16)}, "lm_head.weight has 8 rows"),
+        ({}, {"layers.0.hidden_norm.weight": None}, "describes an EAGLE-3 head"),
+        ({}, {"d2t": None}, "has no d2t that says which"),
+        ({"eos_token_id": "x"}, {}, "eos_token_id of config.json is 'x'"),
+    ],
+)
+def test_a_refusal_of_a_head_says_what_is_wrong_and_nothing_else(fields, shapes, expected):
+    deep = dataclasses.replace(CONFIG, num_layers=9, windows=())
+    held = {name: shape for name, shape in (SHAPES | shapes).items() if shape is not None}
+    with pytest.raises(MarsError, match=expected) as caught:
+        from_head_json(HEAD | fields, held, deep)
+    assert "wrong kind" not in str(caught.value)
+
+
+def test_a_mars_error_is_no_value_error():
+    """Or whatever turns other libraries' ValueErrors into sentences would wrap one sentence in another."""
+    assert not issubclass(MarsError, ValueError)

@@ -1,0 +1,80 @@
+"""`whole_or_partitioned` picks the form by what XLA partitions: the one place that reads a private part of jax."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from kernels_pallas.whole import is_partitioned, whole_or_partitioned
+from tests.kernels.test_sharded import mesh_of
+
+WHOLE, PARTITIONED = 1.0, 2.0
+
+
+def form_of(x):
+    """The form that runs, as a number in the place of every element."""
+    return whole_or_partitioned(lambda x: x + WHOLE, lambda x: x + PARTITIONED)(x)
+
+
+def runs(function, x, form):
+    np.testing.assert_array_equal(function(x), jnp.full(x.shape, form))
+
+
+ZEROS = jnp.zeros((8, 4))
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.vmap, lambda f: jax.jit(jax.vmap(f))])
+def test_on_one_device_it_is_whole(wrap):
+    runs(wrap(form_of), ZEROS, WHOLE)
+
+
+def test_over_the_devices_of_a_mesh_it_is_partitioned():
+    on = NamedSharding(mesh_of(data=8), P("data"))
+    runs(jax.jit(form_of), jax.device_put(ZEROS, on), PARTITIONED)
+    # Copies on every device are a program over all of them as well.
+    runs(jax.jit(form_of), jax.device_put(ZEROS, NamedSharding(mesh_of(data=8), P())), PARTITIONED)
+
+
+def test_inside_shard_map_over_every_axis_it_is_whole():
+    mesh = mesh_of(data=2, model=4)
+    spread = jax.shard_map(form_of, mesh=mesh, in_specs=P("data", "model"), out_specs=P("data", "model"))
+    runs(jax.jit(spread), ZEROS, WHOLE)
+
+
+def test_inside_shard_map_over_one_of_two_axes_it_is_partitioned():
+    mesh = mesh_of(data=2, model=4)
+    spread = jax.shard_map(
+        form_of, mesh=mesh, in_specs=P("data"), out_specs=P("data"), axis_names={"data"}, check_vma=False
+    )
+    runs(jax.jit(spread), ZEROS, PARTITIONED)
+
+
+def test_one_shard_map_inside_another_over_the_axes_that_it_left_is_whole():
+    def outer(x):
+        inner = jax.shard_map(
+            form_of, in_specs=P(None, "model"), out_specs=P(None, "model"), axis_names={"model"}
+        )
+        return inner(x)
+
+    with jax.set_mesh(mesh_of(data=2, model=4)):
+        spread = jax.shard_map(outer, in_specs=P("data"), out_specs=P("data"), axis_names={"data"})
+        # Before 0.10.2 jax knows only of the inner axes there, and refuses a Mosaic call.
+        runs(jax.jit(spread), ZEROS, PARTITIONED if jax.__version_info__ < (0, 10, 2) else WHOLE)
+
+
+@pytest.mark.parametrize(
+    "ctx",
+    [
+        SimpleNamespace(),
+        SimpleNamespace(module_context=SimpleNamespace()),
+        SimpleNamespace(module_context=SimpleNamespace(axis_context=object())),
+    ],
+)
+def test_a_jax_that_keeps_it_elsewhere_gets_the_form_that_is_right_everywhere(ctx):
+    assert is_partitioned(ctx)

@@ -1,0 +1,143 @@
+"""Tokenizers and chat templates are data: no code of a checkpoint runs, and what they raise becomes a sentence."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+import mars_jax as mj
+from mars_jax import assets, pretrained
+from mars_jax.core.errors import MarsError
+from mars_jax.evaluate.answers import prompt_tokens
+from mars_jax.evaluate.tasks.problems import Problem
+
+CODE = """
+import pathlib
+pathlib.Path({trace!r}).write_text("the checkpoint's code ran")
+from transformers import PreTrainedTokenizerFast
+class Mine(PreTrainedTokenizerFast): pass
+"""
+
+
+EMBEDDED = Path(assets.__file__).parent / "tiny" / "draft"
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    return shutil.copytree(EMBEDDED, tmp_path / "model")
+
+
+def edit(path, **fields) -> None:
+    data = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(data | fields))
+
+
+@pytest.fixture
+def with_code(checkpoint, tmp_path):
+    """The checkpoint with a tokenizer of its own, and the file that its code would write."""
+    trace = tmp_path / "ran"
+    for name in ("tokenization_mine", "configuration_mine"):
+        (checkpoint / f"{name}.py").write_text(CODE.format(trace=str(trace)))
+    mapped = {"AutoTokenizer": [None, "tokenization_mine.Mine"], "AutoConfig": "configuration_mine.Mine"}
+    edit(checkpoint / "tokenizer_config.json", tokenizer_class="Mine", auto_map=mapped)
+    edit(checkpoint / "config.json", auto_map=mapped)
+    return checkpoint, trace
+
+
+def test_no_code_of_a_checkpoint_runs_and_no_question_is_asked(with_code):
+    checkpoint, trace = with_code
+    command = [sys.executable, "-m", "mars_jax.generate", "--target", str(checkpoint), "--draft", "none"]
+    done = subprocess.run([*command, "hello"], input="y\n" * 9, capture_output=True, text=True)
+    assert not trace.exists()
+    assert done.returncode == 2 and done.stdout == ""
+    assert "(auto_map), which is never run" in done.stderr and "[y/N]" not in done.stderr
+    assert (
+        done.stderr.strip()
+        .splitlines()[-1]
+        .startswith(f"error: no tokenizer could be read from '{checkpoint}'")
+    )
+
+
+def test_a_config_that_names_code_beside_a_plain_tokenizer_loads_without_it(with_code):
+    checkpoint, trace = with_code
+    shutil.copy(EMBEDDED / "tokenizer_config.json", checkpoint / "tokenizer_config.json")
+    assert pretrained.outline(str(checkpoint)).encode("hello")
+    edit(
+        checkpoint / "tokenizer_config.json", tokenizer_class="GPT2Tokenizer", auto_map={"AutoConfig": "x.Y"}
+    )
+    pretrained._read_tokenizer.cache_clear()
+    assert pretrained.outline(str(checkpoint)).encode("hello")
+    assert not trace.exists()
+
+
+TEMPLATES = {
+    "raises": "{{ raise_exception('roles must\nalternate') }}",
+    "is malformed": "{% for m in messages %}{{ m",
+    "names what is not there": "{{ messages[0].content.nothing.more }}",
+    "divides by zero": "{{ 1 // 0 }}",
+    "reaches for the interpreter": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "changes a list": "{{ messages.append(1) }}",
+    "counts too far": "{% for i in range(10 ** 9) %}x{% endfor %}",
+    "calls itself": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "adds words to numbers": "{{ 1 + 'a' }}",
+}
+
+
+@pytest.mark.parametrize("what", TEMPLATES)
+def test_a_chat_template_that_cannot_be_applied_gets_a_sentence(checkpoint, what):
+    (checkpoint / "chat_template.jinja").write_text(TEMPLATES[what])
+    sketch = pretrained.outline(str(checkpoint))
+    turns = Problem(task="t", id="0", turns=("hello", "and"))
+    for call in (
+        lambda: sketch.encode("hello", chat=True),
+        lambda: prompt_tokens(sketch, turns, ["hi"], chat=True),
+        lambda: mj.serve.requests.make_requests(sketch, ["hello"], chat=True),
+    ):
+        with pytest.raises(MarsError) as caught:
+            call()
+        text = str(caught.value)
+        assert (
+            text.startswith(f"the chat template of '{checkpoint}' cannot be applied (") and "\n" not in text
+        )
+        assert text.endswith("): correct it, or leave --chat out.")
+
+
+def test_a_list_of_templates_without_a_default_gets_a_sentence(checkpoint):
+    (checkpoint / "chat_template.jinja").unlink()
+    edit(checkpoint / "tokenizer_config.json", chat_template=[{"name": "tools", "template": "x"}])
+    with pytest.raises(MarsError, match="cannot be applied"):
+        pretrained.outline(str(checkpoint)).encode("hello", chat=True)
+
+
+def test_a_conversation_without_a_template_is_refused_in_later_turns_too(checkpoint):
+    (checkpoint / "chat_template.jinja").unlink(missing_ok=True)
+    config = json.loads((checkpoint / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    (checkpoint / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(MarsError, match="has no chat template"):
+        pretrained.outline(str(checkpoint)).encode_chat([{"role": "user", "content": "hello"}])
+
+
+def test_a_mesh_may_be_a_text():
+    loaded = mj.load("tiny/draft", mesh="data=2")
+    assert loaded.mesh is not None and dict(loaded.mesh.shape) == {"data": 2}
+    assert loaded.params["norm"].sharding.mesh == loaded.mesh
+    assert mj.load("tiny/draft", mesh=jax.make_mesh((1,), ("model",))).mesh.size == 1  # pyright: ignore
+
+
+@pytest.mark.parametrize("mesh", ["data", "data=0", "data=" + "9" * 5000, "data=²", "rows=2", ""])
+def test_a_text_that_is_no_mesh_gets_a_sentence(mesh):
+    with pytest.raises(MarsError, match=r"the mesh is .*: expected axes among"):
+        mj.load("tiny/draft", mesh=mesh)
+
+
+@pytest.mark.parametrize("mesh", [2, {"data": 2}, ("data", 2), jax.devices()])
+def test_what_is_neither_a_mesh_nor_a_text_gets_a_sentence(mesh):
+    with pytest.raises(MarsError, match=r"the mesh is .*: expected a jax\.sharding\.Mesh, or a text such as"):
+        mj.load("tiny/draft", mesh=mesh)
