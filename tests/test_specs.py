@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import subprocess
 import sys
+from importlib import import_module
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,7 @@ import numpy as np
 import pytest
 
 import kernels_pallas
-from mars_jax import drafters, specs
+from mars_jax import specs
 from mars_jax.core.errors import MarsError
 from mars_jax.core.settings import Range, Setting
 
@@ -30,14 +32,22 @@ def test_the_tables_do_not_load_jax():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.parametrize("name", specs.RULES)
+def test_a_row_names_a_factory_and_only_what_it_takes(name):
+    row = specs.rule(name)
+    module, _, function = row.factory.partition(":")
+    takes = inspect.signature(getattr(import_module(module), function)).parameters
+    for setting in row.settings.values():
+        assert setting.name in takes, setting.name
+        default = takes[setting.name].default
+        if default is not inspect.Parameter.empty and default is not None:
+            assert default == setting.default, setting.name
+    assert row.help and set(row.needs) <= set(specs.NEEDS)
+    assert row.lossless or row.paper
+
+
 def test_margins_are_those_of_the_kernels():
     assert list(specs.MARGINS) == list(kernels_pallas.MARGINS)
-
-
-def test_a_dynamic_tree_has_the_sizes_of_the_drafters():
-    import dataclasses
-
-    assert dataclasses.asdict(drafters.Dynamic()) == specs.DynamicTree()._asdict()
 
 
 @pytest.mark.parametrize(

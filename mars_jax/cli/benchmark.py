@@ -10,24 +10,31 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
+from mars_jax import specs
 from mars_jax.cli import pair
 from mars_jax.cli.program import keep_compilations, program
 from mars_jax.cli.progress import busy, ticking
-from mars_jax.cli.theta import ThetaFile, settings_of, theta_from_text
+from mars_jax.cli.rule import rule_of
+from mars_jax.cli.theta import plain, settings_of, thetas_of
 from mars_jax.core.errors import MarsError
 
 _DESCRIPTION = """\
-Measure a pair of models: speed, acceptance and quality of margin-aware verification
-against the target alone, the strict rule, the rule at theta = inf, another margin matched
-to the same tau, and the target sampling from the same truncated set; all on the same
-prompts and seeds, in one run.
+Measure a pair of models: speed, acceptance and quality of a rule, margin-aware
+verification unless --verify says otherwise, against the target alone, the strict rule,
+the rule at theta = inf, another margin matched to the same tau, and the target sampling
+from the same truncated set; all on the same prompts and seeds, in one run. A rule of your
+own is one arm, with the same controls.
 """
+_SWEPT = ("theta", "tau")
+"""Settings of rules that have flags for several values."""
 _EPILOG = f"""\
 examples:
   python -m mars_jax.benchmark --task arithmetic --chat --problems 100 --output evidence
   python -m mars_jax.benchmark --target PATH --draft model:SMALL --chat \\
       --task gsm8k=gsm8k_test.jsonl --task mt_bench=mt_bench.jsonl.xz \\
       --thetas 0.9 0.8 0.95 --temperatures 0 1 --output evidence
+  python -m mars_jax.benchmark --task arithmetic --chat --problems 100 \\
+      --verify gates.py:entropy_gate --rule-option entropy=1.5 --output gate
 
 {pair.TASKS}
 OUTPUT gets rows.jsonl as rows finish, then summary.json, table.md and four plots. Killed
@@ -38,13 +45,13 @@ progress to stderr; bad input ends with exit code 2.
 
 def parser() -> argparse.ArgumentParser:
     """The parser; numbers are still texts."""
-    made = pair.make_parser("mars_jax.benchmark", _DESCRIPTION, _EPILOG)
+    made = pair.make_parser("mars_jax.benchmark", _DESCRIPTION, _EPILOG, instead=_SWEPT)
     made.add_argument(
         "--thetas",
         nargs="+",
-        default=["0.9"],
         metavar="X",
-        help="of mars, or files of mars_jax.calibrate; the controls are matched to the first (default: 0.9)",
+        help="of the rule, an arm for each, or files of mars_jax.calibrate; the controls are matched to the first "
+        "(default: the rule's own theta, 0.9 for mars)",
     )
     made.add_argument(
         "--temperatures", nargs="+", default=["0", "1"], metavar="X", help="0 is greedy (default: 0 1)"
@@ -71,44 +78,36 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """
     args = parser().parse_args(argv)
     pair.convert(args)
-    args.thetas = [_theta(args, text) for text in args.thetas]
+    args.rule = rule_of(args, "mars", instead=_SWEPT)
+    args.thetas = args.thetas and thetas_of(args.rule, args.thetas, settings_of(args))
     # Plus zero, so that -0 is 0.
     args.temperatures = [
         pair.value_of("temperatures", "temperature", text) + 0.0 for text in args.temperatures
     ]
-    args.simulated_taus = [pair.value_of("simulated-taus", "tau", text) for text in args.simulated_taus]
+    args.simulated_taus = [_tau(text) for text in args.simulated_taus]
     _check(args)
     return args
 
 
-def _theta(args: argparse.Namespace, text: str) -> float:
-    """A threshold, or that of a file for this pair and rule. Temperatures are measured here, not relied on."""
+def _tau(text: str) -> float:
     try:
-        found = theta_from_text(text)
+        return specs.rule("simulated").settings["tau"].from_text(text, shown="--simulated-taus")
     except MarsError as error:
-        raise MarsError(str(error).replace("--theta is", "--thetas has", 1)) from None
-    if not isinstance(found, ThetaFile):
-        return found
-    found.check(settings_of(args, base=args.base, margin=args.margin))
-    return found.theta
+        raise MarsError(str(error).replace("--simulated-taus is", "--simulated-taus has", 1)) from None
 
 
 def _check(args: argparse.Namespace) -> None:
-    pair.check(args, output="name a folder for rows, table and plots")
+    pair.check(args, args.rule, output="name a folder for rows, table and plots")
     for flag in ("thetas", "temperatures", "simulated_taus"):
-        values = getattr(args, flag)
+        values = getattr(args, flag) or []
         if len({f"{value:g}" for value in values}) < len(values):
             raise MarsError(f"--{flag.replace('_', '-')} has a value twice: give each once.")
-    if math.inf in args.thetas:
+    if args.thetas and math.inf in args.thetas:
         raise MarsError("--thetas has inf, an arm of every run: leave it out.")
-    if args.margin != "gap" and max(args.thetas) > 1:
+    if args.simulated_taus and not specs.parse_draft(args.draft).row.stops:
         raise MarsError(
-            f"--thetas has {max(args.thetas):g}: expected at most 1 for the margin {args.margin}."
-        )
-    if args.simulated_taus and args.draft == "ngram":
-        raise MarsError(
-            "--simulated-taus does not apply to --draft ngram, which often drafts nothing: draft with model:PATH, "
-            "eagle:PATH or medusa:PATH."
+            f"--simulated-taus does not apply to --draft {args.draft}, which often drafts nothing: draft with "
+            f"{specs.drafters_that('stops')}."
         )
 
 
@@ -134,8 +133,8 @@ def _run(argv: Sequence[str] | None, out: IO[str]) -> None:
     scores.check_metrics(problems, run_code=args.allow_code_execution, unconfined=args.allow_unconfined_code)
     report.check_installed()
     with busy("loading"):
-        target, drafter = open_pair(args, problems)
-    shared = ("base", "margin", "thetas", "temperatures", "simulated_taus")
+        target, drafter = open_pair(args, args.rule, problems)
+    shared = ("rule", "thetas", "temperatures", "simulated_taus")
     shared += ("max_new_tokens", "batch_size", "seed", "chat")
     with ticking("rows") as tick:
         summary = evaluate(
@@ -146,7 +145,8 @@ def _run(argv: Sequence[str] | None, out: IO[str]) -> None:
             allow_code_execution=args.allow_code_execution,
             allow_unconfined_code=args.allow_unconfined_code,
             names={
-                name: getattr(args, name) for name in ("draft", "num_draft_tokens", "tree", "dtype", "mesh")
+                name: plain(getattr(args, name))
+                for name in ("draft", "num_draft_tokens", "tree", "dtype", "mesh")
             },
             progress=tick,
             **{name: getattr(args, name) for name in shared},

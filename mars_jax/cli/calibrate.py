@@ -10,12 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from mars_jax import __version__
+from mars_jax import __version__, specs
 from mars_jax.cli import pair
 from mars_jax.cli.program import keep_compilations, program
 from mars_jax.cli.progress import busy, ticking
-from mars_jax.cli.theta import FORMAT, settings_of
+from mars_jax.cli.rule import rule_of
+from mars_jax.cli.theta import FORMAT, settings_of, thetas_of
 from mars_jax.core.errors import MarsError
+from mars_jax.specs import RuleChoice
 
 _DESCRIPTION = """\
 Choose theta from held-out prompts: the loosest threshold at which a risk stays below a
@@ -29,8 +31,8 @@ examples:
   python -m mars_jax.generate --theta theta.json --chat "..."
 
 {pair.TASKS}
-The file goes to generate and benchmark as --theta FILE; they refuse it for another pair,
-rule or temperature. Where no threshold is certified it holds inf, which is strict.
+The file goes to generate as --theta FILE and to benchmark among --thetas; they refuse it
+for another pair, rule or temperature. Where no threshold is certified it holds inf, which is strict.
 Until then answers are in OUTPUT-rows: killed and started again with the same flags, it
 goes on where it was.
 """
@@ -43,7 +45,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
       MarsError: an unknown flag, a value out of range, a flag that does not apply to what the others choose.
       SystemExit: after --help and --version.
     """
-    made = pair.make_parser("mars_jax.calibrate", _DESCRIPTION, _EPILOG)
+    made = pair.make_parser("mars_jax.calibrate", _DESCRIPTION, _EPILOG, instead=("theta",))
     made.add_argument(
         "--risk",
         choices=("regret", "accuracy"),
@@ -61,13 +63,22 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     made.add_argument("--output", type=Path, metavar="FILE", help="a new file")
     args = made.parse_args(argv)
     pair.convert(args)
-    pair.check(args, output="name a file for the threshold")
+    args.rule = rule_of(args, "mars", instead=("theta",))
+    if "theta" not in args.rule.options:
+        raise MarsError(
+            f"--verify {args.rule.name} has no theta to calibrate: choose a rule that has, such as mars."
+        )
+    pair.check(args, args.rule, output="name a file for the threshold")
     args.temperature = pair.value_of("temperature", "temperature", args.temperature) + 0.0
     for name in ("bound", "confidence"):
         setattr(args, name, _share(name, getattr(args, name)))
     if args.thetas is not None:
-        args.thetas = [pair.value_of("thetas", "theta", text) for text in args.thetas]
-        _check_thetas(args.thetas, args.margin)
+        args.thetas = thetas_of(args.rule, args.thetas, settings_of(args))
+        _check_thetas(args.thetas, args.rule)
+    elif specs.is_own(args.rule.spec):
+        raise MarsError(
+            "there are no --thetas, and a rule of your own has none to try: give them from strict to loose."
+        )
     if args.output.exists():
         raise MarsError(f"--output '{args.output}' exists already: name a new file.")
     if not args.output.parent.is_dir():
@@ -85,13 +96,17 @@ def _share(name: str, text: str) -> float:
     return value
 
 
-def _check_thetas(thetas: list[float], margin: str) -> None:
-    if margin != "gap" and max(thetas) > 1:
-        raise MarsError(f"--thetas has {max(thetas):g}: expected at most 1 for the margin {margin}.")
-    if thetas != sorted(set(thetas), reverse=margin != "gap") or math.inf in thetas:
-        order = "rising" if margin == "gap" else "falling"
+def _check_thetas(thetas: list[float], rule: RuleChoice) -> None:
+    """Thresholds go from strict to loose, whichever way that is; the table knows it of its own rules."""
+    setting, structure = rule.setting("theta")
+    grid = setting.range(**structure).grid
+    rising, falling = sorted(set(thetas)), sorted(set(thetas), reverse=True)
+    allowed = [rising, falling] if not grid else [rising if grid[0] < grid[-1] else falling]
+    if thetas not in allowed or math.inf in thetas:
+        order = "rising or falling" if not grid else "rising" if grid[0] < grid[-1] else "falling"
+        where = f" for the margin {structure['margin']}" if setting.by == "margin" else ""
         raise MarsError(
-            f"--thetas are not in order: give finite numbers from strict to loose, {order} for the margin {margin}."
+            f"--thetas are not in order: give finite numbers from strict to loose, {order}{where}."
         )
 
 
@@ -124,7 +139,7 @@ def _run(argv: Sequence[str] | None, out: IO[str]) -> None:
         unconfined=args.allow_unconfined_code,
     )
     with busy("loading"):
-        target, drafter = open_pair(args, problems)
+        target, drafter = open_pair(args, args.rule, problems)
     decoding = Decoding(
         target=target,
         drafter=drafter,
@@ -132,7 +147,8 @@ def _run(argv: Sequence[str] | None, out: IO[str]) -> None:
         max_new_tokens=args.max_new_tokens,
         batch_size=min(args.batch_size, len(problems)),
     )
-    settings = settings_of(args, base=args.base, margin=args.margin, temperature=args.temperature)
+    settings = settings_of(args, temperature=args.temperature)
+    rule = args.rule.as_json(but=("theta",))
     asked = {
         "promise": {
             "risk": args.risk,
@@ -149,7 +165,10 @@ def _run(argv: Sequence[str] | None, out: IO[str]) -> None:
         "version": __version__,
     }
     decides = (
-        settings | asked | {name: getattr(args, name) for name in ("thetas", "batch_size", "dtype", "mesh")}
+        settings
+        | asked
+        | {"rule": rule}
+        | {name: getattr(args, name) for name in ("thetas", "batch_size", "dtype", "mesh")}
     )
     weights = fingerprint((target.params, drafter.params))
     decides |= {"run_code": args.allow_code_execution, "weights": weights}
@@ -160,8 +179,7 @@ def _run(argv: Sequence[str] | None, out: IO[str]) -> None:
             risk=args.risk,
             bound=args.bound,
             confidence=args.confidence,
-            base=args.base,
-            margin=args.margin,
+            rule=args.rule,
             thetas=args.thetas,
             temperature=args.temperature,
             seed=args.seed,
@@ -173,6 +191,7 @@ def _run(argv: Sequence[str] | None, out: IO[str]) -> None:
         made = {
             "format": FORMAT,
             "theta": "inf" if found["theta"] == math.inf else found["theta"],
+            "rule": rule,
             "settings": settings,
             "tau": found["tau"],
             "strict_tau": found["strict_tau"],

@@ -15,7 +15,8 @@ from mars_jax import __version__
 from mars_jax.cli import pair
 from mars_jax.cli.program import keep_compilations, program
 from mars_jax.cli.progress import busy, ticking
-from mars_jax.cli.theta import ThetaFile, settings_of, theta_from_text
+from mars_jax.cli.rule import given_settings
+from mars_jax.cli.theta import rule_and_file, settings_of
 from mars_jax.core.errors import MarsError
 from mars_jax.journal import write_whole
 
@@ -45,9 +46,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """
     made = pair.make_parser("mars_jax.compounding", _DESCRIPTION, _EPILOG)
     made.add_argument(
-        "--theta", default="0.9", metavar="X", help="or a file of mars_jax.calibrate (default: 0.9)"
-    )
-    made.add_argument(
         "--horizon", default="48", metavar="N", help="distances to look at (default: %(default)s)"
     )
     made.add_argument(
@@ -59,18 +57,23 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     made.add_argument("--output", type=Path, metavar="DIR", help="a new folder, or one to go on with")
     args = made.parse_args(argv)
     pair.convert(args)
-    pair.check(args, output="name a folder for the report")
+    args.rule, file = rule_and_file(args.verify, given_settings(args), "mars")
+    pair.check(args, args.rule, output="name a folder for the report")
     for name in ("horizon", "per_text"):
         setattr(args, name, pair.value_of(name.replace("_", "-"), "max_new_tokens", getattr(args, name)))
-    if args.base == "rejection":
-        raise MarsError("--base rejection does not apply at temperature 0, where it is exact: leave it out.")
-    found = theta_from_text(args.theta)
-    if isinstance(found, ThetaFile):
-        found.check(settings_of(args, base=args.base, margin=args.margin, temperature=0.0))
-        found = found.theta
-    if math.isinf(found) or (args.margin != "gap" and found > 1):
-        raise MarsError(f"--theta is {found:g}: expected a number at which the margin {args.margin} relaxes.")
-    args.theta = found
+    rule = args.rule
+    if "chain" in rule.needs:
+        raise MarsError(
+            f"--verify {rule.name} does not apply at temperature 0, where rejection is exact: leave rejection out."
+        )
+    if rule.row.lossless:
+        raise MarsError(
+            f"--verify {rule.name} relaxes nothing, so there is nothing to follow: choose another rule."
+        )
+    if file is not None:
+        file.check(settings_of(args, temperature=0.0))
+    if rule.settled().get("theta") == math.inf:
+        raise MarsError("--theta is inf, at which nothing is relaxed: give a number.")
     return args
 
 
@@ -95,9 +98,13 @@ def _run(argv: Sequence[str] | None, out: IO[str]) -> None:
     report.check_installed()
     problems = read_problems(args)
     with busy("loading"):
-        target, drafter = open_pair(args, problems)
-    shown = ("theta", "max_new_tokens", "horizon", "per_text", "batch_size", "seed", "problems", "chat")
-    settings = settings_of(args, margin=args.margin) | {name: getattr(args, name) for name in shown}
+        target, drafter = open_pair(args, args.rule, problems)
+    shown = ("max_new_tokens", "horizon", "per_text", "batch_size", "seed", "problems", "chat")
+    settings = settings_of(args) | {
+        "rule": args.rule.as_json(but=("theta",)),
+        "theta": args.rule.settled().get("theta"),
+    }
+    settings |= {name: getattr(args, name) for name in shown}
     identity = {
         "tasks": args.task,
         "dtype": args.dtype,
@@ -117,8 +124,7 @@ def _run(argv: Sequence[str] | None, out: IO[str]) -> None:
                     target,
                     drafter,
                     [p for p in problems if p.task == task],
-                    theta=args.theta,
-                    margin=args.margin,
+                    rule=args.rule,
                     chat=args.chat,
                     max_new_tokens=args.max_new_tokens,
                     horizon=args.horizon,

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
-from mars_jax import activity
-from mars_jax.cli.generate.arguments import DTYPES
+from mars_jax import __version__, activity, specs
 from mars_jax.cli.program import Parser, program
 from mars_jax.cli.progress import Pace
 
@@ -33,13 +32,14 @@ was left behind goes. Figures go to stderr; bad input ends with exit code 2.
 def parser() -> Parser:
     """The parser."""
     made = Parser(prog="python -m mars_jax.convert", description=_DESCRIPTION, epilog=_EPILOG)
+    made.add_argument("--version", action="version", version=f"mars-jax {__version__}")
     made.add_argument(
         "source", metavar="SRC", help="checkpoint directory, or owner/name on the Hugging Face hub"
     )
     made.add_argument("destination", metavar="DST", type=Path, help="directory, new or empty")
     made.add_argument(
         "--dtype",
-        choices=DTYPES,
+        choices=specs.DTYPES,
         help="of the weights (default: the checkpoint's own); int8: matrices in 8 bits, the rest in its own",
     )
     made.add_argument("--overwrite", action="store_true", help="replace a DST that is itself a conversion")

@@ -11,13 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from mars_jax import assets
+from mars_jax import __version__, assets, specs
 from mars_jax.cli.program import Parser, keep_compilations, program
 from mars_jax.cli.progress import busy
 from mars_jax.core.errors import MarsError
 from mars_jax.journal import plain, sync_directory
-
-KINDS = ("eagle3", "eagle1", "medusa", "model")  # those of training.distill, whose module imports jax
 
 _DESCRIPTION = """\
 Train a drafter for a target: an EAGLE-3 head by training-time test, an EAGLE-1 head by
@@ -44,7 +42,8 @@ def parser() -> argparse.ArgumentParser:
         description=_DESCRIPTION,
         epilog=_EPILOG,
     )
-    made.add_argument("kind", choices=KINDS, help="of drafter")
+    made.add_argument("--version", action="version", version=f"mars-jax {__version__}")
+    made.add_argument("kind", choices=specs.TRAINED, help="of drafter")
     made.add_argument("--target", default=assets.TARGET, metavar="PATH", help="default: %(default)s")
     made.add_argument("--data", nargs="+", required=True, type=Path, metavar="FILE", help="text to train on")
     made.add_argument(

@@ -13,11 +13,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from mars_jax import assets, drafters, pretrained, verify
-from mars_jax.cli.settings import DynamicTree, tree_from_text
-from mars_jax.cli.theta import ThetaFile, theta_from_text
+from mars_jax import assets, drafters, pretrained, specs
+from mars_jax import verify as rules
+from mars_jax.cli.flags import draft_of
+from mars_jax.cli.theta import plain, rule_and_file
 from mars_jax.core.errors import MarsError
-from mars_jax.core.types import Verifier
 from mars_jax.evaluate.scoring.likelihood import score
 from mars_jax.serve.generate import generate_stream
 from mars_jax.serve.requests import batches, make_requests
@@ -29,8 +29,6 @@ try:
 except ImportError:
     raise MarsError("the package lm-eval is not installed: install mars-jax[lm-eval].") from None
 
-RULES = ("exact", "rejection", "mars")
-
 
 @register_model("mars_jax")
 class MarsJax(TemplateLM):
@@ -40,10 +38,7 @@ class MarsJax(TemplateLM):
         self,
         target: str = assets.TARGET,
         draft: str | None = None,
-        verify: str = "mars",
-        theta: str | float = 0.9,
-        margin: str = "ratio",
-        base: str = "exact",
+        verify: str | None = None,
         num_draft_tokens: int | None = None,
         tree: str | None = None,
         dtype: str | None = None,
@@ -52,18 +47,19 @@ class MarsJax(TemplateLM):
         batch_size: int | str = 1,
         max_batch_size: int | None = None,
         device: str | None = None,
+        **settings: Any,
     ):
         """
         Args:
           target, draft, dtype, num_draft_tokens, tree: as for `python -m mars_jax.generate`; without a draft the
             target decodes alone, but for the embedded family.
-          verify: "exact", "rejection" or "mars".
-          theta: a number, or a file of `mars_jax.calibrate`.
-          margin, base: of mars.
+          verify: a rule as for `python -m mars_jax.generate`, by default mars, or exact without a draft; one of your
+            own is named as FILE.py:NAME, and its file is run.
           max_gen_toks: most new tokens of a task that does not say.
           seed: request i draws with seed + i.
           batch_size: prompts that decode side by side, a number.
           max_batch_size, device: what the harness always passes; JAX chooses the device by itself.
+          **settings: of the rule, such as theta, a number or a file of `mars_jax.calibrate`, margin and base.
 
         Raises:
           MarsError: with one sentence that names what is wrong and the cure.
@@ -72,21 +68,30 @@ class MarsJax(TemplateLM):
         size = str(batch_size)
         if not (size.isascii() and size.isdigit() and len(size) < 10 and int(size)):
             raise MarsError(f"batch_size is {batch_size}: expected a whole number of at least 1.")
-        draft = draft or (f"model:{assets.DRAFT}" if target == assets.TARGET else "none")
-        self._rule = _rule(verify, theta, margin, base)
-        shape = None if tree is None else tree_from_text(tree)
+        if target != assets.TARGET:
+            draft = draft or "none"
+        kind, _ = spec = specs.parse_draft(draft_of(draft, target), shown="draft")
+        shape = None if tree is None else specs.parse_tree(tree, shown="tree")
+        given = {name: specs.Given(str(value), name) for name, value in settings.items()}
+        choice, file = rule_and_file(verify, given, "exact" if kind == "none" else "mars")
+        if "long" in choice.needs:
+            raise MarsError(f"verify is {choice.name}, whose text means nothing: choose another rule.")
+        if file is not None:
+            pair = {"target": target, "draft": draft_of(draft, target), "num_draft_tokens": num_draft_tokens}
+            file.check(pair | {"tree": plain(shape)})
         self._target = pretrained.load(target, dtype=dtype)
         if not self._target.has_tokenizer:
             raise MarsError(
                 f"'{target}' has no tokenizer, and tasks are text: put its files beside the weights."
             )
+        self._rule = rules.load(choice.spec, self._target, **choice.settings)
         self._drafter = drafters.load(
-            draft,
+            draft_of(draft, target),
             self._target,
             num_draft_tokens=num_draft_tokens,
-            tree=drafters.Dynamic(*shape) if isinstance(shape, DynamicTree) else shape,
-            sample="rejection" in (verify, base) and draft not in ("none", "ngram"),
-            dtype=dtype if draft not in ("none", "ngram") else None,
+            tree=shape,
+            sample=spec.row.samples and rules.needs_chain(self._rule.rule),
+            dtype=dtype if spec.row.path else None,
         )
         self._rows, self._max_gen_toks, self._seed = int(batch_size), max_gen_toks, seed
         self.tokenizer = self._target.tokenizer
@@ -234,21 +239,6 @@ class MarsJax(TemplateLM):
             if not going:
                 break
         return texts
-
-
-def _rule(name: str, theta: str | float, margin: str, base: str) -> Verifier:
-    if name not in RULES or base not in RULES[:2]:
-        raise MarsError(
-            f"verify is {name} and base {base}: expected {', '.join(RULES)}, and exact or rejection for base."
-        )
-    strict = verify.rejection() if "rejection" in (name, base) else verify.exact()
-    if name != "mars":
-        return strict
-    found = theta_from_text(str(theta))
-    if isinstance(found, ThetaFile):
-        found.check({"margin": margin, "base": base})
-        found = found.theta
-    return verify.mars(strict, theta=found, margin=margin)
 
 
 def _options(given: dict[str, Any], limit: int) -> tuple[int, list[str], dict[str, Any]]:

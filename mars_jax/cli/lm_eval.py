@@ -6,18 +6,25 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from mars_jax import __version__
 from mars_jax.cli.program import program
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """The harness's own command line; returns the exit code."""
 
     def run(argv: Sequence[str] | None, out: Any) -> None:
-        from lm_eval.__main__ import cli_evaluate
+        given = list(sys.argv[1:] if argv is None else argv)
+        if given == ["--version"]:
+            print(f"mars-jax {__version__}", file=out)
+            return
 
         from mars_jax.cli import harness  # noqa: F401  # enters the model into the harness's registry
 
+        from lm_eval.__main__ import cli_evaluate  # isort: skip  # after ours, which says where it is missing
+
+        sys.argv = [sys.argv[0], *given]  # the only place where the harness looks
         sys.stdout = out  # the harness prints its tables there
         cli_evaluate()
 
-    return program(run, None)
+    return program(run, argv)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 
-from mars_jax import drafters, pretrained
+from mars_jax import drafters, pretrained, specs, verify
 from mars_jax.cli.open_target import open_target
-from mars_jax.cli.settings import DynamicTree
 from mars_jax.core.errors import MarsError
 from mars_jax.evaluate.answers import check_problems
 from mars_jax.evaluate.tasks.catalogue import read
 from mars_jax.evaluate.tasks.problems import Problem
 from mars_jax.pretrained import Pretrained
+from mars_jax.specs import RuleChoice
 
 
 def read_problems(args: argparse.Namespace) -> list[Problem]:
@@ -27,8 +27,10 @@ def read_problems(args: argparse.Namespace) -> list[Problem]:
     return problems
 
 
-def open_pair(args: argparse.Namespace, problems: list[Problem]) -> tuple[Pretrained, drafters.LoadedDrafter]:
-    """Check prompts and vocabularies on configs and tokenizers alone, and only then load weights.
+def open_pair(
+    args: argparse.Namespace, rule: RuleChoice, problems: list[Problem]
+) -> tuple[Pretrained, drafters.LoadedDrafter]:
+    """Check prompts, rule and vocabularies on configs and tokenizers alone, and only then load weights.
 
     Raises:
       MarsError: anything wrong with the checkpoints or the prompts.
@@ -39,7 +41,8 @@ def open_pair(args: argparse.Namespace, problems: list[Problem]) -> tuple[Pretra
             f"'{args.target}' has no tokenizer, and tasks are text: put its files beside the weights."
         )
     check_problems(sketch, problems, chat=args.chat)
-    kind, _, path = args.draft.partition(":")
+    made = verify.load(rule.spec, sketch, **rule.settings).rule
+    kind, path = draft = specs.parse_draft(args.draft, shown="--draft")
     if kind == "model":
         pretrained.check_same_vocabulary(sketch, pretrained.outline(path))
     target = open_target(args, sketch)
@@ -47,8 +50,8 @@ def open_pair(args: argparse.Namespace, problems: list[Problem]) -> tuple[Pretra
         args.draft,
         target,
         num_draft_tokens=args.num_draft_tokens,
-        tree=drafters.Dynamic(*args.tree) if isinstance(args.tree, DynamicTree) else args.tree,
-        sample=args.base == "rejection" and kind != "ngram",
+        tree=args.tree,
+        sample=draft.row.samples and verify.needs_chain(made),
         dtype=args.dtype,
     )
     return target, drafter

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Collection
 from typing import Any
 
-from mars_jax import __version__, assets
-from mars_jax.cli.generate.arguments import DTYPES, MARGINS
+from mars_jax import __version__, assets, specs
+from mars_jax.cli.flags import MESH_HELP, NO_CHECK_HELP, draft_of, number_of, numbers_of
 from mars_jax.cli.program import Parser
-from mars_jax.cli.settings import MESH_HELP, NO_CHECK_HELP, DynamicTree, from_text, tree_from_text
+from mars_jax.cli.rule import add_rule_flags
 from mars_jax.core.errors import MarsError
+from mars_jax.specs import RuleChoice
 
 TASKS = """\
 tasks; PATH is a local file (plain, .xz or .gz) or a dataset of the Hub (OWNER/NAME[:CONFIG[:SPLIT]])
@@ -24,11 +26,16 @@ tasks; PATH is a local file (plain, .xz or .gz) or a dataset of the Hub (OWNER/N
                         likelihood under the target
   jsonl=PATH            `prompt` or `turns`, and `metric` and `reference` where scored
 """
-DRAFTS = "ngram, model:PATH, eagle:PATH or medusa:PATH"
+DRAFTS = tuple(name for name in specs.DRAFTERS if name != "none")
 
 
-def make_parser(prog: str, description: str, epilog: str) -> Parser:
-    """A parser with the flags of the pair and of its tasks; numbers are still texts."""
+def make_parser(prog: str, description: str, epilog: str, *, instead: Collection[str] = ()) -> Parser:
+    """A parser with the flags of the pair, of its rule and of its tasks; numbers are still texts.
+
+    Args:
+      prog, description, epilog: of the command.
+      instead: settings of the rule that the command gives otherwise; see `add_rule_flags`.
+    """
     made = Parser(
         prog=f"python -m {prog}",
         description=description,
@@ -39,13 +46,13 @@ def make_parser(prog: str, description: str, epilog: str) -> Parser:
     made.add_argument(
         "--draft",
         metavar="DRAFT",
-        help=f"{DRAFTS} (default: model:{assets.DRAFT} for {assets.TARGET}, ngram for others)",
+        help=f"{specs.draft_words(DRAFTS)} (default: model:{assets.DRAFT} for {assets.TARGET}, ngram for others)",
     )
     made.add_argument(
         "--num-draft-tokens", metavar="N", help="tokens drafted in a row (default: the drafter's)"
     )
     made.add_argument("--tree", metavar="4-2-2-1", help="draft a tree; as for mars_jax.generate")
-    made.add_argument("--dtype", choices=DTYPES, help="of the weights (default: the checkpoint's own)")
+    made.add_argument("--dtype", choices=specs.DTYPES, help="of the weights (default: the checkpoint's own)")
     made.add_argument("--no-check", action="store_true", help=NO_CHECK_HELP)
     made.add_argument("--mesh", metavar="data=2,model=4", help=MESH_HELP)
     made.add_argument(
@@ -63,15 +70,7 @@ def make_parser(prog: str, description: str, epilog: str) -> Parser:
     made.add_argument(
         "--batch-size", default="1", metavar="N", help="problems decoded side by side (default: %(default)s)"
     )
-    made.add_argument(
-        "--base",
-        choices=("exact", "rejection"),
-        default="exact",
-        help="the strict rule (default: %(default)s)",
-    )
-    made.add_argument(
-        "--margin", choices=MARGINS, default="ratio", help="what theta bounds (default: %(default)s)"
-    )
+    add_rule_flags(made, instead=instead)
     made.add_argument("--seed", default="0", metavar="N", help="problem i draws with seed N + i (default: 0)")
     return made
 
@@ -99,35 +98,33 @@ def convert(args: argparse.Namespace) -> None:
     Raises:
       MarsError: a value out of range.
     """
-    for name in ("num_draft_tokens", "max_new_tokens", "batch_size", "seed"):
-        text = getattr(args, name)
-        setattr(args, name, None if text is None else from_text(name, text))
+    numbers_of(args, ("num_draft_tokens", "max_new_tokens", "batch_size", "seed"))
     if args.problems is not None:
         args.problems = value_of("problems", "batch_size", args.problems)
-    args.tree = None if args.tree is None else tree_from_text(args.tree)
-    args.draft = args.draft or (f"model:{assets.DRAFT}" if args.target == assets.TARGET else "ngram")
+    args.tree = None if args.tree is None else specs.parse_tree(args.tree)
+    args.draft = draft_of(args.draft, args.target)
 
 
 def value_of(flag: str, name: str, text: str) -> Any:
-    """A value of `flag`, in the range of the setting `name`."""
+    """A value of `flag`, in the range of the request setting `name`."""
     try:
-        return from_text(name, text)
+        return number_of(name, text, shown=f"--{flag}")
     except MarsError as error:
-        raise MarsError(str(error).replace(f"--{name.replace('_', '-')} is", f"--{flag} has", 1)) from None
+        raise MarsError(str(error).replace(f"--{flag} is", f"--{flag} has", 1)) from None
 
 
-def check(args: argparse.Namespace, *, output: str) -> None:
+def check(args: argparse.Namespace, rule: RuleChoice, *, output: str) -> None:
     """Raise MarsError for shared flags that contradict each other, or that name nothing to do.
 
     Args:
       args: after `convert`.
+      rule: that the flags choose.
       output: what to do where there is no --output.
     """
-    kind, _, path = args.draft.partition(":")
-    if not (args.draft == "ngram" or (kind in ("model", "eagle", "medusa") and path)):
-        raise MarsError(
-            f"--draft is {args.draft}: expected {DRAFTS}; the target alone is an arm of every run."
-        )
+    try:
+        draft = specs.parse_draft(args.draft, shown="--draft", among=DRAFTS)
+    except MarsError as error:
+        raise MarsError(f"{str(error)[:-1]}; the target alone is an arm of every run.") from None
     if args.output is None:
         raise MarsError(f"there is no --output: {output}.")
     if not args.task:
@@ -139,14 +136,20 @@ def check(args: argparse.Namespace, *, output: str) -> None:
         )
     if args.chat and set(names) == {"stories"}:
         raise MarsError("--chat does not apply to stories, which are continued as they are: leave it out.")
+    if "long" in rule.needs:
+        raise MarsError(
+            f"--verify {rule.name} does not apply here, since its text means nothing: verify with another rule."
+        )
     if args.tree is not None:
         if args.num_draft_tokens is not None:
             raise MarsError(
                 "--num-draft-tokens does not apply with --tree, whose depth is its own: leave one out."
             )
-        if kind == "ngram":
-            raise MarsError("--tree does not apply to --draft ngram, which drafts no trees: leave it out.")
-        if args.base == "rejection" and (isinstance(args.tree, DynamicTree) or max(args.tree) > 1):
+        if not draft.row.trees:
             raise MarsError(
-                "--tree does not apply to --base rejection, which verifies chains: leave one out."
+                f"--tree does not apply to --draft {draft.kind}, which drafts no trees: leave it out."
+            )
+        if "chain" in rule.needs and (isinstance(args.tree, specs.Dynamic) or max(args.tree) > 1):
+            raise MarsError(
+                f"--tree does not apply to the rule {rule.name}, which verifies chains: leave one out."
             )

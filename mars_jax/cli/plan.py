@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from mars_jax import __version__, specs
+from mars_jax.cli.flags import number_of
 from mars_jax.cli.program import Parser, program
 from mars_jax.cli.progress import busy
-from mars_jax.cli.settings import DynamicTree, from_text, tree_from_text
+from mars_jax.cli.rule import add_rule_flags, rule_of
 from mars_jax.core.errors import MarsError
 
 _DESCRIPTION = """\
@@ -36,6 +38,7 @@ _DRAFTS = "eagle3, medusa, model:TARGET, ngram or none"
 def parser() -> argparse.ArgumentParser:
     """The parser; numbers are still texts."""
     made = Parser(prog="python -m mars_jax.plan", description=_DESCRIPTION, epilog=_EPILOG)
+    made.add_argument("--version", action="version", version=f"mars-jax {__version__}")
     made.add_argument("--target", required=True, metavar="NAME")
     made.add_argument(
         "--draft",
@@ -45,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--tree", metavar="SHAPE", help="as for mars_jax.generate")
     made.add_argument("--num-draft-tokens", metavar="N", help="length of a chain (default: the drafter's)")
-    made.add_argument("--verify", choices=("mars", "exact"), default="mars", help="default: %(default)s")
+    add_rule_flags(made)
     made.add_argument("--topology", required=True, metavar="SLICE", help="such as v5e:4x4")
     made.add_argument(
         "--mesh",
@@ -62,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument(
         "--dtype",
-        choices=("bfloat16", "float32", "int8"),
+        choices=specs.DTYPES,
         default="bfloat16",
         help="of the weights; int8: the target's matrices in 8 bits (default: %(default)s)",
     )
@@ -85,18 +88,20 @@ def _run(argv: Sequence[str] | None, out: IO[str]) -> bool:
     with contextlib.redirect_stdout(out):
         args = parser().parse_args(argv)
     batch, context = _number("batch", args.batch), _number("context", args.context)
-    length = None if args.num_draft_tokens is None else from_text("num_draft_tokens", args.num_draft_tokens)
-    tree: Any = None if args.tree is None else tree_from_text(args.tree)
+    length = None if args.num_draft_tokens is None else number_of("num_draft_tokens", args.num_draft_tokens)
+    tree: Any = None if args.tree is None else specs.parse_tree(args.tree)
+    rule = rule_of(args, "mars")
+    if needs := {"chain", "weights"} & rule.needs:
+        raise MarsError(
+            f"--verify {rule.name} needs {specs.NEEDS[min(needs)]}, which a plan has not: choose another rule."
+        )
 
     # From here on jax loads; what is above answers at once.
     from mars_jax import planning, verify
-    from mars_jax.drafters import Dynamic
     from mars_jax.placement.shardings import parse_mesh
     from mars_jax.planning.chips import topology
     from mars_jax.planning.fit import default_mesh, draft_of
 
-    if isinstance(tree, DynamicTree):
-        tree = Dynamic(*tree)
     target = _config(args.target)
     where = topology(args.topology)
     axes = args.mesh or ",".join(
@@ -109,7 +114,7 @@ def _run(argv: Sequence[str] | None, out: IO[str]) -> bool:
             draft,
             where,
             mesh=parse_mesh(axes, where.devices),
-            verify=verify.mars() if args.verify == "mars" else verify.exact(),
+            verify=verify.load(rule.spec, **rule.settings).rule,
             batch=batch,
             context=context,
             dtype=args.dtype,
@@ -150,17 +155,16 @@ def _draft(spec: str, target: Any) -> Any:
     from mars_jax.models.medusa import MedusaConfig
     from mars_jax.planning.models import eagle3
 
-    kind, _, path = spec.partition(":")
-    if spec in ("none", "ngram"):
-        return spec
     if spec == "eagle3":
         return eagle3(target)
     if spec == "medusa":
         size, vocab = target.hidden_size, target.vocab_size
         return MedusaConfig(num_heads=5, num_layers=1, hidden_size=size, vocab_size=vocab)
-    if kind == "model" and path:
-        return _config(path)
-    raise MarsError(f"--draft is {spec}: expected {_DRAFTS}.")
+    try:
+        kind, path = specs.parse_draft(spec, among=("none", "ngram", "model"))
+    except MarsError:
+        raise MarsError(f"--draft is {spec}: expected {_DRAFTS}.") from None
+    return _config(path) if kind == "model" else spec
 
 
 def _print(asked: dict[str, Any], made: Any, out: IO[str]) -> None:

@@ -12,12 +12,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mars_jax.cli.settings import from_text
+from mars_jax import specs
+from mars_jax.cli.rule import named
 from mars_jax.core.errors import MarsError
+from mars_jax.specs import Given, RuleChoice, choose
 
-FORMAT = "mars-jax theta 1"
-SETTINGS = ("target", "draft", "num_draft_tokens", "tree", "base", "margin", "temperature")
-"""What a threshold was calibrated for: elsewhere its promise does not hold."""
+FORMAT = "mars-jax theta 2"
+OLD_FORMAT = "mars-jax theta 1"
+"""Files of mars alone: of its settings they hold base and margin, and no others were calibrated then."""
+SETTINGS = ("target", "draft", "num_draft_tokens", "tree", "temperature")
+"""What a threshold was calibrated for besides its rule: elsewhere its promise does not hold."""
 
 
 class ThetaFile(NamedTuple):
@@ -25,86 +29,168 @@ class ThetaFile(NamedTuple):
 
     path: str
     theta: float
+    spec: str  # of the rule
+    rule: dict[str, Any]  # all settings of the rule but theta
     settings: dict[str, Any]  # by `SETTINGS`
+
+    @property
+    def choice(self) -> RuleChoice:
+        """The rule with its threshold."""
+        return RuleChoice(self.spec, {**self.rule, "theta": self.theta})
 
     def check(self, run: Mapping[str, Any]) -> None:
         """Raise MarsError where a run has other settings; those that `run` leaves out do not count.
 
-        Models are told by the last part of their path, since a checkpoint may lie elsewhere on another machine.
+        Models are told by the last part of their path, since a checkpoint may be elsewhere on another machine.
         """
         for name in SETTINGS:
-            if name not in run:
-                continue
-            theirs, ours = _plain(self.settings[name]), _plain(run[name])
-            if name in ("target", "draft"):
-                theirs, ours = (str(x).rpartition("/")[2] or x for x in (theirs, ours))
-            if theirs != ours:
-                word = name.replace("_", " ")
-                raise MarsError(
-                    f"'{self.path}' was calibrated for the {word} {_word(self.settings[name])}, and this run has "
-                    f"{_word(run[name])}: calibrate for it with python -m mars_jax.calibrate, or give a number."
-                )
+            if name in run:
+                theirs, ours = self.settings[name], run[name]
+                if name in ("target", "draft"):
+                    theirs, ours = _last(theirs), _last(ours)
+                self._compare(name, plain(theirs), plain(ours), self.settings[name], run[name])
+
+    def check_rule(self, rule: RuleChoice) -> None:
+        """Raise MarsError where the rule of a run, apart from theta, is another one."""
+        self._compare("rule", _last(self.spec), _last(rule.spec), self.spec, rule.spec)
+        self.check_settings(rule.settled())
+
+    def check_settings(self, settings: Mapping[str, Any]) -> None:
+        """Raise MarsError where settings of the rule differ from those in the file; theta is not among them."""
+        for name, value in settings.items():
+            if name != "theta":
+                self._compare(name, self.rule.get(name), value, self.rule.get(name), value)
+
+    def _compare(self, name: str, theirs: Any, ours: Any, shown_theirs: Any, shown_ours: Any) -> None:
+        if theirs != ours:
+            raise MarsError(
+                f"'{self.path}' was calibrated for the {name.replace('_', ' ')} {_word(shown_theirs)}, and this run "
+                f"has {_word(shown_ours)}: calibrate for it with python -m mars_jax.calibrate, or give a number."
+            )
 
 
-def theta_from_text(text: str) -> float | ThetaFile:
-    """A number, or the threshold in a file.
+def rule_and_file(
+    spec: str | None, given: Mapping[str, Given], default: str
+) -> tuple[RuleChoice, ThetaFile | None]:
+    """The rule that was chosen, where theta may be a file; the rule in the file then goes with it.
+
+    Args:
+      spec: of the rule, or None for the file's or else the default.
+      given: its settings, from `given_settings`.
+      default: spec where neither says one.
 
     Raises:
-      MarsError: neither of both.
+      MarsError: as `named` and `read_theta`; settings that are not those in the file.
+    """
+    file = file_of(given["theta"]) if "theta" in given else None
+    if file is None:
+        return named(spec or default, given), None
+    if spec is not None:
+        file.check_rule(RuleChoice(spec, file.rule))
+    elif specs.is_own(file.spec):
+        raise MarsError(
+            f"'{file.path}' is for the rule {file.spec}: name it as --verify too, since that runs its code."
+        )
+    spec = spec or file.spec
+    file.check_settings(choose(spec, {k: v for k, v in given.items() if k != "theta"}).settings)
+    choice = RuleChoice(spec, {**file.rule, "theta": file.theta})
+    choice.settled()
+    return choice, file
 
-    >>> theta_from_text("0.9")
-    0.9
+
+def file_of(given: Given) -> ThetaFile | None:
+    """The file that a threshold names; None where it is a number.
+
+    Raises:
+      MarsError: as `read_theta`, or neither number nor file.
     """
     try:
-        float(text)
+        float(given.text)
     except ValueError:
-        if not Path(text).exists():
+        if not Path(given.text).exists():
             raise MarsError(
-                f"--theta is {text}: expected a number above 0 (inf is strict), or a file that "
+                f"{given.shown} is {given.text}: expected a number above 0 (inf is strict), or a file that "
                 "python -m mars_jax.calibrate wrote."
             ) from None
-        return read_theta(text)
-    return from_text("theta", text)
+        return read_theta(given.text)
+    return None
+
+
+def thetas_of(rule: RuleChoice, texts: list[str], run: Mapping[str, Any]) -> list[float]:
+    """Thresholds of --thetas, each a number or a file for this rule and run.
+
+    Raises:
+      MarsError: a rule without a threshold, a value out of range, a file for something else.
+    """
+    if "theta" not in rule.options:
+        raise MarsError(f"--thetas does not apply to {specs.not_in(rule, 'theta')}.")
+    setting, structure = rule.setting("theta")
+    values = []
+    for text in texts:
+        try:
+            file = file_of(Given(text, "--thetas"))
+            if file is None:
+                values.append(setting.from_text(text, shown="--thetas", **structure))
+                continue
+        except MarsError as error:
+            raise MarsError(str(error).replace("--thetas is", "--thetas has", 1)) from None
+        file.check(run)
+        file.check_rule(rule)
+        values.append(file.theta)
+    return values
 
 
 def read_theta(path: str) -> ThetaFile:
-    """Read what `write_theta` wrote.
+    """Read what `python -m mars_jax.calibrate` wrote. A rule of somebody's own is not looked at, let alone run.
 
     Raises:
       MarsError: the file cannot be read, or is something else.
     """
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
-        if data["format"] != FORMAT:
+        if data["format"] not in (FORMAT, OLD_FORMAT):
             raise ValueError
         theta = float(data["theta"])
         settings = {name: data["settings"][name] for name in SETTINGS}
-        if not theta > 0 or (settings["margin"] != "gap" and 1 < theta < math.inf):
+        if data["format"] == OLD_FORMAT:
+            spec = "mars"
+            rule = RuleChoice(spec, {name: data["settings"][name] for name in ("base", "margin")}).settled()
+        else:
+            spec, rule = data["rule"]["verify"], dict(data["rule"]["settings"])
+            rule = {name: float(v) if v in ("inf", "-inf") else v for name, v in rule.items()}
+        rule.pop("theta", None)
+        if math.isnan(theta):
             raise ValueError
+        if not specs.is_own(spec):
+            RuleChoice(spec, {**rule, "theta": theta}).settled()
     except OSError as error:
         raise MarsError(
             f"'{path}' cannot be read ({error.strerror}): name a file of mars_jax.calibrate."
         ) from None
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise MarsError(
             f"'{path}' holds no threshold: give a number, or a file that python -m mars_jax.calibrate wrote."
         ) from None
-    return ThetaFile(path, theta, settings)
+    return ThetaFile(path, theta, spec, rule, settings)
 
 
 def settings_of(args: argparse.Namespace, **more: Any) -> dict[str, Any]:
     """The settings of a run by its flags, those that it leaves to the file left out."""
     flags = {name: getattr(args, name) for name in ("target", "draft", "num_draft_tokens", "tree")}
-    return {name: _plain(value) for name, value in (flags | more).items()}
+    return {name: plain(value) for name, value in (flags | more).items()}
 
 
-def _plain(value: Any) -> Any:
-    """As JSON gives it back. A dynamic tree is told from a static one by its name."""
-    if isinstance(value, tuple):
-        fields = getattr(value, "_asdict", None)
-        return {"dynamic": list(value)} if fields else list(value)
-    return value
+def _last(name: Any) -> Any:
+    """The last part of a path."""
+    return str(name).rpartition("/")[2] or name
+
+
+def plain(value: Any) -> Any:
+    """A setting as JSON gives it back. A dynamic tree is told from a static one by its name."""
+    if isinstance(value, specs.Dynamic):
+        return {"dynamic": [value.top_k, value.depth, value.nodes]}
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _word(value: Any) -> str:
-    return "default" if value is None else f"{value:g}" if isinstance(value, float) else str(_plain(value))
+    return "default" if value is None else f"{value:g}" if isinstance(value, float) else str(plain(value))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,7 +12,16 @@ from jax import Array
 from jax.core import Tracer
 
 from mars_jax.core.errors import MarsError
+from mars_jax.core.settings import CONTROLS, LARGEST_INT, Range, Setting, by_name
 from mars_jax.core.types import NO_TOKEN, Controls
+
+_LIMIT = Setting(
+    name="limit",
+    kind=int,
+    help="most tokens of a row",
+    ranges=Range("a whole number of at least 1", 1, LARGEST_INT),
+)
+_SETTINGS = CONTROLS | by_name(_LIMIT)
 
 
 def make_controls(
@@ -49,25 +58,17 @@ def make_controls(
     [[2, -1], [2, 13]]
     """
 
-    def field(name: str, value: Any, dtype: Any, ok: Callable | None = None, expected: str = "") -> Array:
-        return _field(name, value, batch, dtype, ok, expected)
+    def field(name: str, value: Any, dtype: Any) -> Array:
+        return _field(name, value, batch, dtype)
 
     return Controls(
-        temperature=field(
-            "temperature",
-            temperature,
-            np.float32,
-            lambda v: np.isfinite(v) & (v >= 0),
-            "finite and at least 0",
-        ),
-        top_k=field("top_k", top_k, np.int32, lambda v: v >= 0, "at least 0 (0 is off)"),
-        top_p=field(
-            "top_p", top_p, np.float32, lambda v: (v > 0) & (v <= 1), "above 0 and at most 1 (1 is off)"
-        ),
-        min_p=field("min_p", min_p, np.float32, lambda v: (v >= 0) & (v <= 1), "between 0 and 1 (0 is off)"),
+        temperature=field("temperature", temperature, np.float32),
+        top_k=field("top_k", top_k, np.int32),
+        top_p=field("top_p", top_p, np.float32),
+        min_p=field("min_p", min_p, np.float32),
         strict=field("strict", strict, np.bool_),
-        draft_stop=field("draft_stop", draft_stop, np.float32, lambda v: v >= 0, "at least 0 (inf is off)"),
-        limit=field("limit", limit, np.int32, lambda v: v >= 1, "at least 1"),
+        draft_stop=field("draft_stop", draft_stop, np.float32),
+        limit=field("limit", limit, np.int32),
         stop_tokens=_stop_tokens(stop_tokens, batch),
     )
 
@@ -82,7 +83,7 @@ def is_stop(tokens: Array, stop_tokens: Array) -> Array:
     return jnp.any(tokens[..., None] == stops, axis=-1) & (tokens >= 0)
 
 
-def _field(name: str, value: Any, batch: int, dtype: Any, ok: Callable | None, expected: str) -> Array:
+def _field(name: str, value: Any, batch: int, dtype: Any) -> Array:
     if isinstance(value, Tracer):
         return jnp.broadcast_to(value.astype(dtype), (batch,))
     try:
@@ -96,9 +97,7 @@ def _field(name: str, value: Any, batch: int, dtype: Any, ok: Callable | None, e
         )
     if dtype == np.int32 and not np.all(raw == array):
         raise MarsError(f"{name} is {value!r}: expected whole numbers of 32 bits.")
-    if ok is not None and not np.all(ok(array)):
-        bad = array[~ok(array)].flat[0]
-        raise MarsError(f"{name} is {bad}: expected a value {expected}.")
+    _SETTINGS[name].check(array)
     return jnp.asarray(np.broadcast_to(array, (batch,)))
 
 

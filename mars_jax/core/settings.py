@@ -52,7 +52,8 @@ class Setting:
     name: str
     kind: type  # float, int, bool or str
     help: str
-    default: Any = None  # None: it must be given
+    default: Any = None  # None: it must be given, unless it is optional
+    optional: bool = False
     ranges: Range | Mapping[str, Range] = Range("a number")
     by: str | None = None
     choices: Mapping[str, str] = dataclasses.field(default_factory=dict)  # by name, what each means
@@ -77,7 +78,7 @@ class Setting:
     def default_words(self) -> str:
         """The default, in words."""
         if self.default is None:
-            return "must be given"
+            return "none" if self.optional else "must be given"
         return self.word or (f"{self.default:g}" if self.kind is float else str(self.default).lower())
 
     def check(self, value: Any, *, shown: str | None = None, **chosen: Any) -> None:

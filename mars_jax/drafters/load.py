@@ -8,6 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from mars_jax import specs
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import Drafter, PyTree
 from mars_jax.drafters.eagle import eagle
@@ -21,8 +22,6 @@ from mars_jax.hub.heads.medusa_files import load_medusa
 from mars_jax.placement.shardings import place
 from mars_jax.pretrained import Pretrained, check_same_vocabulary
 from mars_jax.pretrained import load as load_pretrained
-
-SPECS = "none, ngram, model:PATH, eagle:PATH, medusa:PATH"
 
 
 class LoadedDrafter(NamedTuple):
@@ -65,42 +64,43 @@ def load(
     >>> load("ngram", None, num_draft_tokens=4).drafter.num_nodes
     5
     """
-    kind, _, path = spec.partition(":")
-    if kind in ("none", "ngram") and not path:
-        unused = {"tree": tree is not None, "sample": sample}
-        if kind == "none":
-            unused["num_draft_tokens"] = num_draft_tokens is not None
-        for name, given in unused.items():
-            if given:
-                raise MarsError(
-                    f"{name} does not apply to the drafter '{kind}': leave it out, or draft with model:PATH, "
-                    "eagle:PATH or medusa:PATH."
-                )
-        return LoadedDrafter(none() if kind == "none" else ngram(_or(num_draft_tokens, 8)), ())
-    if kind not in ("model", "eagle", "medusa") or not path:
-        raise MarsError(f"unknown drafter '{spec}': choose one of {SPECS}.")
+    parsed = specs.parse_draft(spec)
+    (kind, path), row = parsed, parsed.row
+    length = row.length if num_draft_tokens is None else num_draft_tokens
+    unused = {"tree": (tree is not None, "trees"), "sample": (sample, "samples")}
+    for name, (given, what) in unused.items():
+        if given and not getattr(row, what):
+            raise MarsError(
+                f"{name} does not apply to the drafter '{kind}': leave it out, or draft with "
+                f"{specs.drafters_that(what)}."
+            )
+    if kind == "none" and num_draft_tokens is not None:
+        raise MarsError("num_draft_tokens does not apply to the drafter 'none': leave it out.")
+    if kind in ("none", "ngram"):
+        return LoadedDrafter(none() if length is None else ngram(length), ())
     if tree is not None and num_draft_tokens is not None:
         raise MarsError(
             "num_draft_tokens does not apply to a tree, whose depth is its own: leave one of them out."
         )
     if kind == "model":
+        assert length is not None
         draft = load_pretrained(path, dtype=dtype, mesh=target.mesh)
         check_same_vocabulary(target, draft)
         params = draft.params
         drafter = language_model(
             draft.model,
-            _or(num_draft_tokens, 5),
+            length,
             tree=tree,
             sample=sample,
             vocab_size=target.config.vocab_size,
         )
     elif kind == "eagle":
-        if tree is None and num_draft_tokens is None and not sample:
+        assert length is not None
+        if row.grows and tree is None and num_draft_tokens is None and not sample:
             tree = Dynamic()
         config, params = load_eagle(path, target.config, target.params, dtype=dtype or _dtype(target))
         # As in `hub.load`: XLA's CPU backend would widen a bfloat16 cache anew at every step.
         cache_dtype = "float32" if jax.default_backend() == "cpu" else params["fc"].dtype.name
-        length = _or(num_draft_tokens, 5)
         drafter = eagle(config, target.model, length, tree=tree, sample=sample, cache_dtype=cache_dtype)
     else:
         config, params = load_medusa(path, target.config, dtype=dtype or _dtype(target))
@@ -124,7 +124,3 @@ def _check_finite(name: str, params: PyTree) -> None:
             raise MarsError(
                 f"the weights of the draft '{name}' are not finite ({place}): load an intact checkpoint."
             )
-
-
-def _or(value: int | None, default: int) -> int:
-    return default if value is None else value

@@ -8,40 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mars_jax.core.errors import MarsError
-
-
-@dataclasses.dataclass(frozen=True)
-class Dynamic:
-    """A tree whose shape follows the drafter's confidence (EAGLE-2 2406.16858, section 4).
-
-    At each of `depth` levels the `top_k` likeliest nodes, by the product of the drafter's probabilities from the
-    root, get their `top_k` likeliest children; of all children `nodes` - 1 are kept, the likeliest.
-
-    Raises:
-      MarsError: a size below 1.
-    """
-
-    top_k: int = 10
-    depth: int = 7
-    nodes: int = 60  # the root included
-
-    def __post_init__(self):
-        if min(self.top_k, self.depth, self.nodes - 1) < 1:
-            raise MarsError(f"a dynamic tree of {self}: give at least 1 child, 1 level and 2 nodes.")
-
-    @property
-    def candidates(self) -> int:
-        return self.top_k + (self.depth - 1) * self.top_k**2
-
-    @property
-    def num_nodes(self) -> int:
-        """N: `nodes`, or what there can be."""
-        return min(self.nodes, self.candidates + 1)
-
-    @property
-    def rows(self) -> int:
-        """Cache rows that growing it writes."""
-        return (self.depth - 1) * self.top_k
+from mars_jax.specs import Dynamic
 
 
 @dataclasses.dataclass(frozen=True)

@@ -93,7 +93,7 @@ class Decoding:
 
     def _run(self, arm: Arm, requests: list[request.Request]) -> list[Completion]:
         drafter = self.drafter if arm.drafts else drafters.load("none", self.target)
-        shape = (drafter.drafter, structure(arm.rule), buffer_width(self.target, requests))
+        shape = (drafter.drafter, structure(arm.rule.rule), buffer_width(self.target, requests))
         if shape not in self._compiled:  # thresholds share what is compiled
             compile_batch(self.target, drafter, requests, verify=arm.rule, rows=self.batch_size)
             self._compiled.add(shape)

@@ -20,12 +20,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mars_jax import specs
 from mars_jax.core.errors import MarsError
 from mars_jax.hub.config import read_directory, read_json
 from mars_jax.hub.converted import MANIFEST, WEIGHTS, is_converted, write_digests
 from mars_jax.hub.durable import check_place, sync, sync_tree, writing
 from mars_jax.hub.files import resolve
-from mars_jax.hub.load import DTYPES, find_tensors, read_leaf, resolve_dtype
+from mars_jax.hub.load import find_tensors, read_leaf, resolve_dtype
 from mars_jax.models.quantize import Int8, is_quantized
 from mars_jax.models.weights import Weight, build_rows, leaves
 
@@ -65,8 +66,7 @@ def convert(
     """
     from mars_jax.hub import orbax
 
-    if dtype is not None and dtype not in DTYPES:
-        raise MarsError(f"dtype '{dtype}' is not supported: choose one of {', '.join(DTYPES)}.")
+    specs.check_dtype(dtype)
     target = Path(os.path.abspath(Path(destination).expanduser()))
     with writing(target):
         _check_free(target, overwrite)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
+from mars_jax import specs
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import LanguageModel, PyTree
 from mars_jax.hub.config import read_directory
@@ -23,8 +24,6 @@ from mars_jax.models.config import ModelConfig
 from mars_jax.models.quantize import Int8, is_quantized, quantize
 from mars_jax.models.transformer import language_model
 from mars_jax.models.weights import Weight, build_rows, get, leaves, weights
-
-DTYPES = ("float32", "bfloat16", "int8")
 
 # Buffers that old exports carry and that the config determines.
 DERIVED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|self_attn\.(bias|masked_bias))$")
@@ -85,8 +84,7 @@ def load(
 
     >>> target = load("meta-llama/Llama-3.1-8B-Instruct", dtype="bfloat16")  # doctest: +SKIP
     """
-    if dtype is not None and dtype not in DTYPES:
-        raise MarsError(f"dtype '{dtype}' is not supported: choose one of {', '.join(DTYPES)}.")
+    specs.check_dtype(dtype)
     directory = resolve(name_or_path)
     config, own = read_directory(directory)
     if is_converted(directory):

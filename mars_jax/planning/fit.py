@@ -51,7 +51,7 @@ class Plan:
         return dataclasses.asdict(self)
 
 
-class Draft(NamedTuple):
+class PlannedDraft(NamedTuple):
     """A drafter without weights."""
 
     make: Callable[[Any], Drafter]  # (target's LanguageModel) -> drafter
@@ -64,7 +64,7 @@ def draft_of(
     num_draft_tokens: int | None = None,
     tree: Any = None,
     dtype: str = "bfloat16",
-) -> Draft:
+) -> PlannedDraft:
     """The drafter of a config, or "none" or "ngram", with the defaults of `drafters.load`.
 
     Args:
@@ -75,13 +75,13 @@ def draft_of(
     """
     dtype = "bfloat16" if dtype == "int8" else dtype
     if config == "none":
-        return Draft(lambda _: drafters.none())
+        return PlannedDraft(lambda _: drafters.none())
     if config == "ngram":
-        return Draft(lambda _: drafters.ngram(num_draft_tokens or 8))
+        return PlannedDraft(lambda _: drafters.ngram(num_draft_tokens or 8))
     if isinstance(config, ModelConfig):
         small = transformer.language_model(config, dtype=dtype)
         length = num_draft_tokens or 5
-        return Draft(
+        return PlannedDraft(
             lambda target: drafters.language_model(small, length, tree=tree, vocab_size=target.vocab_size),
             config,
         )
@@ -89,11 +89,11 @@ def draft_of(
         if tree is None and num_draft_tokens is None:
             tree = drafters.Dynamic()
         length = num_draft_tokens or 5
-        return Draft(
+        return PlannedDraft(
             lambda target: drafters.eagle(config, target, length, tree=tree, cache_dtype=dtype), config
         )
     assert isinstance(config, MedusaConfig)
-    return Draft(lambda target: drafters.medusa(config, target, num_draft_tokens, tree=tree), config)
+    return PlannedDraft(lambda target: drafters.medusa(config, target, num_draft_tokens, tree=tree), config)
 
 
 def default_mesh(config: ModelConfig, count: int, batch: int) -> dict[str, int]:
@@ -112,7 +112,7 @@ def default_mesh(config: ModelConfig, count: int, batch: int) -> dict[str, int]:
 
 def make_plan(
     target: ModelConfig,
-    draft: Draft,
+    draft: PlannedDraft,
     topology: Topology,
     *,
     mesh: Mesh,

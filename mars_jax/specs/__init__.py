@@ -6,21 +6,26 @@ and the factories take their ranges from their row.
 Oracle: tests/test_specs.py, which holds every row against its factory.
 """
 
+from mars_jax.core.errors import MarsError
 from mars_jax.core.settings import CONTROLS, LARGEST_INT, Range, Setting, by_name
+from mars_jax.specs.choice import Given, RuleChoice, choose, not_in
 from mars_jax.specs.drafts import (
     DRAFTERS,
     DraftKind,
     DraftSpec,
-    DynamicTree,
+    Dynamic,
     draft_words,
     drafters_that,
     parse_draft,
     parse_tree,
 )
+from mars_jax.specs.own import factory, find, is_own, split
 from mars_jax.specs.rules import MARGINS, NEEDS, RULES, UNLIMITED_RUN, Rule, check_setting, rule
 
 DTYPES = ("float32", "bfloat16", "int8")
 """Of weights."""
+TRAINED = ("eagle3", "eagle1", "medusa", "model")
+"""Drafters that `training.distill` makes; an eagle3 or eagle1 is drafted with as eagle:PATH."""
 FILTERS = ("top_k", "top_p", "min_p")
 """Settings that only sampling reads; their defaults are off."""
 REQUEST = CONTROLS | by_name(
@@ -68,17 +73,36 @@ __all__ = [
     "NEEDS",
     "REQUEST",
     "RULES",
+    "TRAINED",
     "UNLIMITED_RUN",
     "DraftKind",
     "DraftSpec",
-    "DynamicTree",
+    "Dynamic",
+    "Given",
     "Range",
     "Rule",
+    "RuleChoice",
     "Setting",
+    "check_dtype",
     "check_setting",
+    "choose",
     "draft_words",
     "drafters_that",
+    "factory",
+    "find",
+    "is_own",
+    "not_in",
     "parse_draft",
     "parse_tree",
     "rule",
+    "split",
 ]
+
+
+def check_dtype(dtype: str | None) -> None:
+    """Raise MarsError for a dtype of weights that is none of `DTYPES`; None is the checkpoint's own.
+
+    >>> check_dtype("bfloat16")
+    """
+    if dtype is not None and dtype not in DTYPES:
+        raise MarsError(f"dtype '{dtype}' is not supported: choose one of {', '.join(DTYPES)}.")

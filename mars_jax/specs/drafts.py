@@ -12,12 +12,38 @@ MOST_NODES = 1024
 """Nodes of the largest tree: every one is a node of the one target forward, which past this is no longer cheap."""
 
 
-class DynamicTree(NamedTuple):
-    """The sizes of `drafters.Dynamic`, and their defaults."""
+@dataclasses.dataclass(frozen=True)
+class Dynamic:
+    """A tree whose shape follows the drafter's confidence (EAGLE-2 2406.16858, section 4).
+
+    At each of `depth` levels the `top_k` likeliest nodes, by the product of the drafter's probabilities from the
+    root, get their `top_k` likeliest children; of all children `nodes` - 1 are kept, the likeliest.
+
+    Raises:
+      MarsError: a size below 1.
+    """
 
     top_k: int = 10
     depth: int = 7
     nodes: int = 60  # the root included
+
+    def __post_init__(self):
+        if min(self.top_k, self.depth, self.nodes - 1) < 1:
+            raise MarsError(f"a dynamic tree of {self}: give at least 1 child, 1 level and 2 nodes.")
+
+    @property
+    def candidates(self) -> int:
+        return self.top_k + (self.depth - 1) * self.top_k**2
+
+    @property
+    def num_nodes(self) -> int:
+        """N: `nodes`, or what there can be."""
+        return min(self.nodes, self.candidates + 1)
+
+    @property
+    def rows(self) -> int:
+        """Cache rows that growing it writes."""
+        return (self.depth - 1) * self.top_k
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,17 +164,17 @@ def parse_draft(spec: str, *, shown: str = "the drafter", among: Iterable[str] =
     return DraftSpec(kind, path)
 
 
-def parse_tree(text: str, *, shown: str = "--tree") -> tuple[int, ...] | DynamicTree:
+def parse_tree(text: str, *, shown: str = "--tree") -> tuple[int, ...] | Dynamic:
     """Children per node at each depth, or the sizes of a dynamic tree.
 
     Raises:
       MarsError: not whole numbers of at least 1 joined by "-", or too many nodes.
 
     >>> parse_tree("4-2-2-1"), parse_tree("dynamic:8-6-40")
-    ((4, 2, 2, 1), DynamicTree(top_k=8, depth=6, nodes=40))
+    ((4, 2, 2, 1), Dynamic(top_k=8, depth=6, nodes=40))
     """
     if text == "dynamic":
-        return DynamicTree()
+        return Dynamic()
     dynamic = text.startswith("dynamic:")
     parts = text.removeprefix("dynamic:").split("-")
     whole = all(part.isascii() and part.isdigit() and len(part) < 5 and int(part) for part in parts)
@@ -159,9 +185,9 @@ def parse_tree(text: str, *, shown: str = "--tree") -> tuple[int, ...] | Dynamic
         )
     sizes = tuple(int(part) for part in parts)
     if dynamic:
-        tree = DynamicTree(*sizes)
-        if tree.nodes < 2:
+        if sizes[2] < 2:
             raise MarsError(f"{shown} is {text}: expected at least 2 nodes, the first being the root.")
+        tree = Dynamic(*sizes)
         # What is drafted, not only what is kept of it, is work.
         _check_nodes(shown, text, max(tree.nodes, tree.top_k * tree.depth))
         return tree

@@ -97,8 +97,9 @@ class Rule:
             self.check(name, value, **chosen)
         settled = {name: s.default for name, s in self.options(**chosen).items()} | dict(given)
         for name, value in settled.items():
-            if value is None:
-                expected = self.setting(name, **chosen).expected(**self._structure(chosen))
+            setting = self.setting(name, **chosen)
+            if value is None and not setting.optional:
+                expected = setting.expected(**self._structure(chosen))
                 raise MarsError(f"the rule {self.name} needs a {name}: give {expected}.")
         return settled
 

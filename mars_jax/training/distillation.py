@@ -29,8 +29,6 @@ from mars_jax.training.loop import Objective, fit
 from mars_jax.training.objectives import Divergence, predict
 from mars_jax.training.recipe import muon, plot
 
-KINDS = ("eagle3", "eagle1", "medusa", "model")
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Apprentice:

@@ -8,6 +8,7 @@ from mars_jax.verify.context import Context, context, entropy, token_classes
 from mars_jax.verify.exact import Exact, exact
 from mars_jax.verify.learned import Learned, learned
 from mars_jax.verify.mars import Mars, mars
+from mars_jax.verify.named import load, needs_chain, save
 from mars_jax.verify.rejection import Rejection, rejection
 from mars_jax.verify.relaxed import Relaxed, runner_up_edges
 from mars_jax.verify.retargeted import Retargeted
@@ -32,10 +33,13 @@ __all__ = [
     "exact",
     "for_rows",
     "learned",
+    "load",
     "mars",
+    "needs_chain",
     "node_stats",
     "rejection",
     "runner_up_edges",
+    "save",
     "simulated",
     "token_classes",
 ]

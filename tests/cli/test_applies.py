@@ -18,14 +18,34 @@ MEDUSA = ["--draft", "medusa:heads"]
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--verify", "exact", "--theta", "0.9"], "--theta does not apply to exact verification"),
-        (["--verify", "exact", "--margin", "gap"], "--margin does not apply to exact verification"),
-        (["--verify", "exact", "--max-relaxed-run", "0"], "--max-relaxed-run does not apply to exact"),
-        (["--verify", "rejection", "--theta", "0.9"], "--theta does not apply to rejection verification"),
-        (["--verify", "rejection", "--base", "exact"], "--base does not apply to rejection verification"),
-        (["--draft", "none", "--theta", "0.9"], "--theta does not apply to exact verification"),
-        (["--verify", "exact", "--block"], "--block does not apply without rejection"),
-        (["--block"], "--block does not apply without rejection"),
+        (
+            ["--verify", "exact", "--theta", "0.9"],
+            "--theta does not apply to the rule exact, which has no settings",
+        ),
+        (["--verify", "exact", "--margin", "gap"], "--margin does not apply to the rule exact"),
+        (
+            ["--verify", "exact", "--max-relaxed-run", "0"],
+            "--max-relaxed-run does not apply to the rule exact",
+        ),
+        (
+            ["--verify", "rejection", "--theta", "0.9"],
+            "--theta does not apply to the rule rejection, which has block",
+        ),
+        (["--verify", "rejection", "--base", "exact"], "--base does not apply to the rule rejection"),
+        (
+            ["--draft", "none", "--theta", "0.9"],
+            "--theta does not apply to the rule exact, which has no settings",
+        ),
+        (["--verify", "exact", "--block"], "--block does not apply to the rule exact, which has no settings"),
+        (
+            ["--block"],
+            "--block does not apply to the rule mars, which has base, margin, theta, max_relaxed_run: leave it out, or "
+            "verify with rejection, or set base to rejection",
+        ),
+        (
+            ["--verify", "mars", "--rule-option", "block=true"],
+            "--rule-option block does not apply to the rule mars",
+        ),
         (["--draft", "none", "--verify", "mars"], "--verify mars does not apply to --draft none"),
         (["--draft", "none", "--verify", "rejection"], "--verify rejection does not apply to --draft none"),
         (["--draft", "none", "--num-draft-tokens", "4"], "--num-draft-tokens does not apply to --draft none"),
@@ -35,10 +55,10 @@ MEDUSA = ["--draft", "medusa:heads"]
             [*MODEL, "--tree", "2-2", "--num-draft-tokens", "2"],
             "--num-draft-tokens does not apply with --tree",
         ),
-        ([*MODEL, "--tree", "2-2", "--verify", "rejection"], "--tree does not apply to rejection"),
-        ([*MODEL, "--tree", "2-2", "--base", "rejection"], "--tree does not apply to rejection"),
-        ([*EAGLE, "--tree", "dynamic", "--verify", "rejection"], "--tree does not apply to rejection"),
-        ([*MEDUSA, "--tree", "2-2", "--base", "rejection"], "--tree does not apply to rejection"),
+        ([*MODEL, "--tree", "2-2", "--verify", "rejection"], "--tree does not apply to the rule"),
+        ([*MODEL, "--tree", "2-2", "--base", "rejection"], "--tree does not apply to the rule"),
+        ([*EAGLE, "--tree", "dynamic", "--verify", "rejection"], "--tree does not apply to the rule"),
+        ([*MEDUSA, "--tree", "2-2", "--base", "rejection"], "--tree does not apply to the rule"),
         ([*MEDUSA, "--tree", "dynamic:4-3-9"], "--tree dynamic does not apply to --draft medusa:PATH"),
         (["--tree", "dynamic"], "--tree does not apply to --draft ngram"),
         (["--draft-stop", "1"], "--draft-stop does not apply to --draft ngram"),
@@ -52,14 +72,17 @@ MEDUSA = ["--draft", "medusa:heads"]
         (["--stream", "--output", "rows.jsonl"], "--stream does not apply with --output"),
         (["--compare", "--verify", "exact"], "--verify does not apply with --compare"),
         (["--compare", "--base", "exact"], "--base does not apply with --compare"),
-        (["--compare", "--block"], "--block does not apply with --compare"),
+        (["--compare", "--base", "rejection", "--block"], "--base does not apply with --compare"),
         (["--compare", "--stream"], "--stream does not apply with --compare"),
         (["--compare", "--no-stream"], "--no-stream does not apply with --compare"),
         (["--compare", "--output", "rows.jsonl"], "--output does not apply with --compare"),
         (["--compare", "--resume"], "--resume does not apply with --compare"),
         (["--compare", "--draft", "none"], "--compare does not apply to --draft none"),
-        (["--compare", "--tau", "2"], "--tau does not apply with --compare"),
-        (["--tau", "2"], "--tau does not apply without --verify simulated"),
+        (["--compare", "--tau", "2"], "--tau does not apply to the rule mars"),
+        (
+            ["--tau", "2"],
+            "--tau does not apply to the rule mars, which has base, margin, ",
+        ),
         ([*MODEL, "--verify", "simulated"], "--verify simulated needs a --tau"),
         (
             ["--verify", "simulated", "--tau", "2"],
@@ -71,7 +94,7 @@ MEDUSA = ["--draft", "medusa:heads"]
         ),
         (
             [*MODEL, "--verify", "simulated", "--tau", "2", "--theta", "0.9"],
-            "--theta does not apply to simulated",
+            "--theta does not apply to the rule simulated",
         ),
     ],
 )
@@ -82,10 +105,32 @@ def test_a_flag_that_does_not_apply_is_refused(refused, argv, message):
 @pytest.mark.parametrize(
     ("row", "argv", "message"),
     [
-        ({"theta": 0.5}, ["--verify", "exact"], "theta does not apply to exact"),
-        ({"max_relaxed_run": 2}, ["--draft", "none"], "max_relaxed_run does not apply to exact"),
+        (
+            {"theta": 0.5},
+            ["--verify", "exact"],
+            "theta does not apply to the rule exact, which has no settings: leave it out, or verify",
+        ),
+        ({"max_relaxed_run": 2}, ["--draft", "none"], "max_relaxed_run does not apply to the rule exact"),
         ({"draft_stop": 0.5}, [], "draft_stop does not apply to --draft ngram"),
         ({"draft_stop": 0.5}, ["--draft", "none"], "draft_stop does not apply to --draft none"),
+        ({"tau": 2}, [], "tau does not apply to the rule mars, which has base, "),
+        (
+            {"margin": "gap"},
+            [],
+            "margin is one for all prompts: leave it out, and give --rule-option margin=VALUE",
+        ),
+        ({"theta": 2}, [], "theta is 2.0: expected a number above 0 and at most 1 for the margin ratio"),
+        (
+            {"strict": True},
+            ["--verify", "exact"],
+            "strict does not apply to the rule exact, which relaxes nothing",
+        ),
+        ({"strict": True}, ["--verify", "rejection"], "strict does not apply to the rule rejection"),
+        (
+            {"draft_stop": 1},
+            [*MODEL, "--verify", "simulated", "--tau", "2"],
+            "draft_stop does not apply to --verify",
+        ),
         ({"top_p": 0.5}, [], "top_p does not apply at temperature 0"),
         ({"top_k": 5, "temperature": 0}, ["--temperature", "1"], "top_k does not apply at temperature 0"),
     ],
@@ -108,15 +153,18 @@ def plan(*argv):
 
 
 def test_defaults_follow_the_drafter():
-    assert plan("--target", "x").draft == "ngram" and plan("--target", "x").verify == "mars"
-    assert plan("--draft", "none").verify == "exact"
-    assert plan("--compare").verify == "mars"
+    assert plan("--target", "x").draft == ("ngram", "") and plan("--target", "x").rule.name == "mars"
+    assert plan("--draft", "none").rule.name == "exact"
+    assert plan("--compare").rule.name == "mars"
 
 
 def test_a_drafter_is_known_by_its_kind():
     for kind in ("model", "eagle", "medusa"):
-        assert plan("--draft", f"{kind}:a/b:c", "--tree", "2-1", "--draft-stop", "0.5").draft == kind
-    assert plan(*EAGLE, "--tree", "dynamic").verify == "mars"
+        assert plan("--draft", f"{kind}:a/b:c", "--tree", "2-1", "--draft-stop", "0.5").draft == (
+            kind,
+            "a/b:c",
+        )
+    assert plan(*EAGLE, "--tree", "dynamic").rule.name == "mars"
 
 
 def test_heads_sample_for_rejection_as_models_do():
@@ -146,4 +194,5 @@ def test_sampling_flags_apply_where_a_row_samples(tmp_path):
 
     file = tmp_path / "p.jsonl"
     file.write_text('{"prompt": "a", "temperature": 1}\n{"prompt": "b"}\n')
-    check_flags(parse(["--top-p", "0.9", "--seed", "3"]), read_prompts(str(file)))
+    args = parse(["--top-p", "0.9", "--seed", "3"])
+    check_flags(args, read_prompts(str(file), args.rule))

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import subprocess
 import sys
 import time
 
 import pytest
 
-from mars_jax import __version__, drafters, verify
-from mars_jax.cli.generate.arguments import DTYPES, MARGINS, parse
+from mars_jax import __version__, drafters
+from mars_jax.cli.generate.arguments import parse
 from mars_jax.cli.generate.command import main
-from mars_jax.cli.settings import SETTINGS, DynamicTree
-from mars_jax.hub.load import DTYPES as OF_HUB
 
 
 @pytest.mark.parametrize(
@@ -36,8 +33,6 @@ from mars_jax.hub.load import DTYPES as OF_HUB
         ("--theta", "-1"),
         ("--theta", "nan"),
         ("--theta", "no-such-file.json"),
-        ("--tau", "0.5"),
-        ("--tau", "nan"),
         ("--max-relaxed-run", "-1"),
         ("--seed", "-1"),
         ("--seed", "4294967296"),
@@ -67,12 +62,37 @@ def test_a_value_out_of_range_is_named(refused, flag, text):
     assert message.startswith(f"error: {flag} is {text}")
 
 
+@pytest.mark.parametrize("text", ["0.5", "nan", "inf", "many"])
+def test_a_setting_of_another_rule_has_its_range_too(refused, text):
+    flags = ["--draft", "model:x", "--verify", "simulated", f"--tau={text}", "hello"]
+    assert refused("--target", "nowhere", *flags).startswith(
+        f"error: --tau is {text}: expected a number of at"
+    )
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--verify", "fast", "x"], "--verify: invalid choice: 'fast'"),
+        (["--verify", "fast", "x"], "there is no rule 'fast': choose one of exact, rejection, mars"),
+        (["--verify", "marss", "x"], "there is no rule 'marss' (did you mean mars?)"),
         (["--dtype", "int4", "x"], "--dtype: invalid choice"),
-        (["--margin", "wide", "x"], "--margin: invalid choice"),
+        (["--margin", "wide", "x"], "--margin is wide: expected one of ratio, gap, prob_ratio"),
+        (["--base", "mars", "x"], "--base is mars: expected one of exact, rejection"),
+        (["--rule-option", "theta", "x"], "--rule-option is theta: expected NAME=VALUE"),
+        (["--rule-option", "theta=2", "x"], "--rule-option theta is 2: expected a number above 0"),
+        (
+            ["--rule-option", "fast=2", "x"],
+            "--rule-option fast does not apply to the rule mars, which has base, ",
+        ),
+        (
+            ["--rule-option", "theta=1", "--theta", "1", "x"],
+            "--rule-option theta=1 is given twice, also as --theta",
+        ),
+        (["--verify", "learned", "x"], "the rule learned needs weights: name them, as learned:PATH"),
+        (["--verify", "mars:x", "x"], "the rule is mars:x: mars has no weights, so name it alone"),
+        (["--verify", "nowhere.py:gate", "x"], "the file of a rule 'nowhere.py' cannot be read"),
+        (["--list-rules", "x"], "--list-rules prints a table and decodes nothing"),
+        (["--list-rules", "--list-drafters"], "not allowed with"),
         (["--no-such-flag", "x"], "unrecognized arguments: --no-such-flag"),
         (["--temp", "1", "x"], "unrecognized arguments: --temp"),
         (["--theta"], "--theta: expected one argument"),
@@ -100,24 +120,15 @@ def test_what_must_be_given_is_asked_for(refused, tmp_path):
 
 def test_nothing_given_is_none_or_false_but_for_the_models():
     values = {name: value for name, value in vars(parse([])).items() if value not in (None, False)}
+    rule = values.pop("rule")
     assert values == {"prompts": [], "target": "tiny/target", "draft": "model:tiny/draft"}
-
-
-def test_choices_are_those_of_the_library():
-    assert tuple(verify.MARGINS) == MARGINS
-    assert OF_HUB == DTYPES
+    assert (rule.spec, dict(rule.settings)) == ("mars", {})
 
 
 def test_trees_are_static_or_dynamic():
     assert parse(["--tree", "4-2-2-1"]).tree == (4, 2, 2, 1)
-    assert parse(["--tree", "dynamic:8-6-40"]).tree == DynamicTree(top_k=8, depth=6, nodes=40)
-    # Without sizes they are the library's, which this module must not import.
-    assert dataclasses.asdict(drafters.Dynamic()) == parse(["--tree", "dynamic"]).tree._asdict()
-
-
-def test_every_setting_says_what_it_expects():
-    for setting in SETTINGS.values():
-        assert setting.expected and not setting.expected.endswith(".")
+    assert parse(["--tree", "dynamic:8-6-40"]).tree == drafters.Dynamic(top_k=8, depth=6, nodes=40)
+    assert parse(["--tree", "dynamic"]).tree == drafters.Dynamic()
 
 
 @pytest.mark.parametrize("flag", ["--help", "--version"])

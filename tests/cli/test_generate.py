@@ -145,7 +145,7 @@ def test_rows_choose_for_themselves_and_batches_change_nothing(run, target, tmp_
     lines = [
         {"prompt": "the sea", "id": "a", "temperature": 1.0, "seed": 5},
         {"prompt": "the sea", "temperature": 1.0},
-        {"prompt_tokens": [70, 71], "max_new_tokens": 3, "strict": True},
+        {"prompt_tokens": [70, 71], "max_new_tokens": 3},
         {"prompt": "the sea", "id": 7, "temperature": 1.0, "seed": 4},
     ]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -167,16 +167,46 @@ def test_texts_end_at_the_first_stop_string_and_keep_their_order(ours, theirs):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"verify": "fast"}, "verify is fast"),
+        ({"verify": "fast"}, "there is no rule 'fast': choose one of exact, "),
+        (
+            {"verify": "simulated", "tau": 2, "draft": "ngram"},
+            "verify is simulated, whose text means nothing",
+        ),
         ({"batch_size": "auto"}, "batch_size is auto"),
         ({"batch_size": "²"}, "batch_size is ²"),
         ({"batch_size": "9" * 5000}, "expected a whole number of at least 1"),
-        ({"theta": "nowhere.json"}, "--theta is nowhere.json"),
+        ({"draft": "ngram", "theta": "nowhere.json"}, "theta is nowhere.json"),
+        ({"draft": "ngram", "theta": 1.5}, "theta is 1.5: expected a number above 0 and at most 1"),
+        ({"draft": "ngram", "margin": "wide"}, "margin is wide: expected one of ratio, gap, prob_ratio"),
+        (
+            {"draft": "ngram", "speed": 3},
+            "speed does not apply to the rule mars, which has base, margin, theta",
+        ),
+        ({"theta": 0.9}, "theta does not apply to the rule exact, which has no settings"),
+        ({"draft": "eagle"}, "draft is eagle: expected none, ngram, model:PATH"),
     ],
 )
 def test_arguments_out_of_range_are_named(checkpoint, arguments, message):
     with pytest.raises(MarsError, match=message):
         MarsJax(target=str(checkpoint), **arguments)
+
+
+def test_any_rule_is_an_argument(checkpoint, tmp_path):
+    own = tmp_path / "gates.py"
+    own.write_text(
+        "from mars_jax import verify\n\ndef gate(level: float = 1.0):\n    return verify.mars(theta=level)\n"
+    )
+    draft = {"target": str(checkpoint), "draft": f"model:{checkpoint}", "num_draft_tokens": 2}
+    strict = MarsJax(**draft, verify="exact")
+    asked = [(p, {"until": [], "max_gen_toks": 12}) for p in PROMPTS]
+    want = strict.generate_until(instances("generate_until", *asked))
+    # At inf, given as the harness parses its arguments, the user's rule is strict.
+    ours = MarsJax(**draft, verify=f"{own}:gate", level=float("inf"))
+    assert ours.generate_until(instances("generate_until", *asked)) == want
+    blocks = MarsJax(**draft, verify="mars", base="rejection", block=True, margin="gap", theta="1.5")
+    assert blocks._rule.rule.name == "mars(gap) over block" and blocks._drafter.drafter.name.endswith(
+        "sampled)"
+    )
 
 
 def test_gen_kwargs_that_mean_nothing_here_are_refused(ours):

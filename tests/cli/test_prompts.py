@@ -9,6 +9,9 @@ import pytest
 
 from mars_jax.cli.generate.prompts import from_texts, read_prompts
 from mars_jax.core.errors import MarsError
+from mars_jax.specs import RuleChoice
+
+MARS = RuleChoice("mars", {})
 
 
 def write(tmp_path, name, content):
@@ -25,8 +28,8 @@ def message(call, *args):
 
 def test_text_is_one_prompt_a_line_and_blank_lines_are_none(tmp_path):
     path = write(tmp_path, "p.txt", "\ufefffirst \r\n\n   \n second\u2028half\nlast")
-    assert [row.prompt for row in read_prompts(path)] == ["first ", " second\u2028half", "last"]
-    assert read_prompts(path)[-1].where == f"{path}, line 5"
+    assert [row.prompt for row in read_prompts(path, MARS)] == ["first ", " second\u2028half", "last"]
+    assert read_prompts(path, MARS)[-1].where == f"{path}, line 5"
 
 
 def test_rows_carry_their_own_settings(tmp_path):
@@ -34,12 +37,13 @@ def test_rows_carry_their_own_settings(tmp_path):
         '{"id": "q1", "prompt": "a", "temperature": 1, "top_k": 4, "top_p": 0.5, "min_p": 0, "theta": Infinity, '
         '"max_relaxed_run": 2, "seed": 9, "max_new_tokens": 3, "strict": true, "draft_stop": 0.5}'
     )
-    text, tokens = read_prompts(write(tmp_path, "p.jsonl", line + '\n\n{"prompt_tokens": [1, 2]}\n'))
+    text, tokens = read_prompts(write(tmp_path, "p.jsonl", line + '\n\n{"prompt_tokens": [1, 2]}\n'), MARS)
     assert (text.prompt, text.tokens, text.id) == ("a", None, "q1")
     assert text.settings == {
-        "temperature": 1.0, "top_k": 4, "top_p": 0.5, "min_p": 0.0, "theta": float("inf"), "max_relaxed_run": 2,
+        "temperature": 1.0, "top_k": 4, "top_p": 0.5, "min_p": 0.0,
         "seed": 9, "max_new_tokens": 3, "strict": True, "draft_stop": 0.5,
     }  # fmt: skip
+    assert text.numbers == {"theta": float("inf"), "max_relaxed_run": 2} and tokens.numbers == {}
     assert (tokens.prompt, tokens.tokens, tokens.id, tokens.settings) == (None, (1, 2), None, {})
 
 
@@ -77,21 +81,21 @@ def test_rows_carry_their_own_settings(tmp_path):
 )
 def test_a_bad_row_is_named_by_its_line(tmp_path, line, expected):
     path = write(tmp_path, "p.jsonl", '{"prompt": "fine"}\n' + line + "\n")
-    assert message(read_prompts, path).startswith(f"{path}, line 2: {expected}")
+    assert message(read_prompts, path, MARS).startswith(f"{path}, line 2: {expected}")
 
 
 def test_a_bad_file_is_named(tmp_path):
-    assert "there is no prompts file" in message(read_prompts, str(tmp_path / "none.txt"))
-    assert "cannot be read" in message(read_prompts, str(tmp_path))
-    assert "holds no prompts" in message(read_prompts, write(tmp_path, "p.txt", "\n \n"))
-    assert "line 2: it is not UTF-8" in message(read_prompts, write(tmp_path, "q.txt", b"fine\n\xff\n"))
+    assert "there is no prompts file" in message(read_prompts, str(tmp_path / "none.txt"), MARS)
+    assert "cannot be read" in message(read_prompts, str(tmp_path), MARS)
+    assert "holds no prompts" in message(read_prompts, write(tmp_path, "p.txt", "\n \n"), MARS)
+    assert "line 2: it is not UTF-8" in message(read_prompts, write(tmp_path, "q.txt", b"fine\n\xff\n"), MARS)
 
 
 @pytest.mark.parametrize("content", ["one\ntwo\n", '{"prompt": "one"}\n{"prompt": "two"}\n'])
 def test_stdin_is_text_or_json_lines(monkeypatch, content):
     stdin = types.SimpleNamespace(buffer=io.BytesIO(content.encode()))
     monkeypatch.setattr("sys.stdin", stdin)
-    rows = read_prompts("-")
+    rows = read_prompts("-", MARS)
     assert [row.prompt for row in rows] == ["one", "two"]
     assert rows[1].where == "stdin, line 2"
 

@@ -10,7 +10,7 @@ from mars_jax import drafters
 from mars_jax import pretrained as text
 from mars_jax.core.errors import MarsError
 from mars_jax.evaluate.answers import Decoding, check_problems, prompt_tokens
-from mars_jax.evaluate.benchmark.arms import make_arms
+from mars_jax.evaluate.benchmark.arms import MARS, make_arms
 from mars_jax.evaluate.tasks.problems import Problem
 
 TEMPLATE = (
@@ -38,7 +38,7 @@ def problem(*turns, **changes):
 
 
 def arms(temperature=0.0):
-    return {arm.name: arm for arm in make_arms([0.9], temperature=temperature, matched=1.0)}
+    return {arm.name: arm for arm in make_arms(MARS, [0.9], temperature=temperature, matched=1.0)}
 
 
 def test_a_follow_up_turn_sees_the_answer_before_it(chatty, decoding):

@@ -9,7 +9,7 @@ import pytest
 from mars_jax.core.errors import MarsError
 from mars_jax.evaluate.tasks import arithmetic
 from mars_jax.evaluate.tasks import arithmetic_words as words
-from mars_jax.evaluate.tasks.arithmetic import Problem, final_answer, generate, is_correct, problem
+from mars_jax.evaluate.tasks.arithmetic import Exercise, final_answer, generate, is_correct, problem
 
 SIGNS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 EQUATION = re.compile(r"(\d+) ([-+*/]) (\d+) = (\d+)")
@@ -136,7 +136,7 @@ def test_no_wording_belongs_to_two_kinds():
 )
 def test_final_answer(text, value):
     assert final_answer(text) == value
-    assert is_correct(Problem("", "", 17), text) == (value == 17)
+    assert is_correct(Exercise("", "", 17), text) == (value == 17)
 
 
 def test_a_problem_is_correct_by_its_own_answer(evaluation):

@@ -14,7 +14,16 @@ from mars_jax import verify
 from mars_jax.core.errors import MarsError
 from mars_jax.core.rules import structure
 from mars_jax.core.tree import chain
-from mars_jax.evaluate.benchmark.arms import AUTOREGRESSIVE, low_margin_sampling, make_arms, other_margin
+from mars_jax.evaluate.benchmark.arms import (
+    AUTOREGRESSIVE,
+    MARS,
+    low_margin_sampling,
+    make_arms,
+    margin_of,
+    other_margin,
+)
+from mars_jax.models import indicator
+from mars_jax.specs import RuleChoice
 from tests.helpers import judge, make_rows
 
 ROWS = 4000
@@ -68,7 +77,7 @@ def test_a_gap_in_nats():
 
 
 def test_the_arms_of_a_run():
-    arms = make_arms([0.8, 0.95], temperature=1.0, matched=0.7)
+    arms = make_arms(MARS, [0.8, 0.95], temperature=1.0, matched=0.7)
     assert [(arm.name, arm.drafts, arm.theta, arm.top_k) for arm in arms] == [
         (AUTOREGRESSIVE, False, None, 0),
         ("exact", True, None, 0),
@@ -79,36 +88,92 @@ def test_the_arms_of_a_run():
         ("autoregressive top_k=2", False, None, 2),
         ("low-margin sampling", False, 0.8, 0),
     ]
-    assert len(make_arms([0.8], temperature=0.0, matched=0.7)) == 6
-    simulated = make_arms([0.8], temperature=0.0, matched=0.7, simulated_taus=[2, 3.5])[-2:]
+    assert len(make_arms(MARS, [0.8], temperature=0.0, matched=0.7)) == 6
+    simulated = make_arms(MARS, [0.8], temperature=0.0, matched=0.7, simulated_taus=[2, 3.5])[-2:]
     assert [arm.name for arm in simulated] == ["simulated tau=2", "simulated tau=3.5"]
     assert all(arm.drafts and "mean nothing" in arm.meaning for arm in simulated)
     assert len({arm.name for arm in arms}) == len(arms) == len({arm.meaning for arm in arms}) + 1
 
 
 def test_the_arms_over_rejection():
-    arms = make_arms([1.0], temperature=0.0, matched=0.7, base="rejection", margin="gap")
+    choice = RuleChoice("mars", {"base": "rejection", "margin": "gap"})
+    arms = make_arms(choice, [1.0], temperature=0.0, matched=0.7)
     assert [arm.name for arm in arms[1:5]] == [
         "rejection",
         "mars(gap) over rejection theta=inf",
         "mars(gap) over rejection theta=1",
         "mars over rejection matched",
     ]
-    assert arms[1].rule == verify.rejection()
-    assert structure(arms[3].rule) == structure(verify.mars(verify.rejection(), margin="gap"))
+    assert arms[1].rule.rule == verify.rejection()
+    assert structure(arms[3].rule.rule) == structure(verify.mars(verify.rejection(), margin="gap"))
 
 
 def test_the_matched_margin_is_another_rule():
-    assert [other_margin(margin) for margin in ("ratio", "gap", "prob_ratio")] == ["gap", "ratio", "ratio"]
+    margins = ("ratio", "gap", "prob_ratio", None)
+    assert [other_margin(margin) for margin in margins] == ["gap", "ratio", "ratio", "ratio"]
+
+
+def test_settings_stand_in_the_names_of_arms():
+    choice = RuleChoice("mars", {"base": "rejection", "block": True, "max_relaxed_run": 2})
+    arms = make_arms(choice, [0.9], temperature=0.0, matched=0.7)
+    assert [arm.name for arm in arms[1:4]] == [
+        "block",
+        "mars over block max_relaxed_run=2 theta=inf",
+        "mars over block max_relaxed_run=2 theta=0.9",
+    ]
+
+
+OWN = """
+from mars_jax import verify
+
+
+def gate(entropy: float = 1.5):
+    return verify.mars(verify.rejection(), theta=0.5)
+"""
+
+
+def test_a_rule_of_the_users_is_one_arm_with_the_same_controls(tmp_path):
+    (tmp_path / "gates.py").write_text(OWN)
+    choice = RuleChoice(f"{tmp_path}/gates.py:gate", {"entropy": 2.0})
+    arms = make_arms(choice, [], temperature=1.0, matched=0.7)
+    assert [(arm.name, arm.role, arm.theta) for arm in arms] == [
+        (AUTOREGRESSIVE, "alone", None),
+        ("rejection", "strict", None),
+        ("gate entropy=2", "rule", None),
+        ("mars over rejection matched", "matched", 0.7),
+        ("autoregressive top_k=2", "control", None),
+        ("low-margin sampling", "control", 0.7),
+    ]
+    assert margin_of(choice) is None
+    assert (
+        "tau is that of gate entropy=2" in arms[3].meaning and "at the matched theta=0.7" in arms[5].meaning
+    )
+
+
+def test_a_rule_with_weights_is_swept_as_mars_is(tmp_path):
+    params = indicator.init_params(8, jax.random.key(0))
+    choice = RuleChoice(f"learned:{verify.save(tmp_path / 'head', params)}", {})
+    arms = make_arms(choice, [0.1, 0.3], temperature=0.0, matched=0.7)
+    names = ["exact", "learned theta=inf", "learned theta=0.1", "learned theta=0.3", "mars matched"]
+    assert [arm.name for arm in arms[1:6]] == names
+    assert all(np.array_equal(arm.rule.params["inner"], params["inner"]) for arm in arms[2:5])
+
+
+def test_a_lossless_rule_has_no_quality_to_control_for():
+    arms = make_arms(RuleChoice("rejection", {"block": True}), [], temperature=1.0, matched=None)
+    assert [arm.name for arm in arms] == [AUTOREGRESSIVE, "exact", "block"]
+    assert len(make_arms(RuleChoice("exact", {}), [], temperature=1.0, matched=None)) == 2
 
 
 def test_thresholds_share_what_is_compiled():
-    arms = make_arms([0.8, 0.9], temperature=1.0, matched=0.7)
-    assert len({structure(arm.rule) for arm in arms}) == 4
+    arms = make_arms(MARS, [0.8, 0.9], temperature=1.0, matched=0.7)
+    assert len({structure(arm.rule.rule) for arm in arms}) == 4
 
 
 def test_bad_thresholds():
-    with pytest.raises(MarsError, match="theta is 2 for the margin ratio"):
-        make_arms([2], temperature=0.0, matched=0.7)
+    with pytest.raises(
+        MarsError, match="theta is 2: expected a number above 0 and at most 1 for the margin ratio"
+    ):
+        make_arms(MARS, [2], temperature=0.0, matched=0.7)
     with pytest.raises(MarsError, match="margin is 'width'"):
         low_margin_sampling("width")

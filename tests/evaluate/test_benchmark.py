@@ -173,7 +173,7 @@ def test_plots_and_table_of_what_is_not_scored(finished, tmp_path):
         for arm in table["arms"]:
             arm |= {"score": None, "recovered": None, "recovered_interval": None}
         # An arm without a threshold, which comes after the others.
-        table["arms"].append(table["arms"][1] | {"arm": "simulated tau=2"})
+        table["arms"].append(table["arms"][1] | {"arm": "simulated tau=2", "role": "simulated"})
     plots.draw(summary, tmp_path)
     assert {p.name for p in tmp_path.iterdir()} == set(PICTURES)
     assert "not scored" in report.markdown(summary)
@@ -352,7 +352,7 @@ def test_two_tasks_over_rejection(target, prompts, tmp_path):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--thetas", "2"], "--thetas has 2: expected at most 1 for the margin ratio"),
+        (["--thetas", "2"], "--thetas has 2: expected a number above 0 and at most 1 for the margin ratio"),
         (["--thetas", "x"], "--thetas has x: expected a number above 0"),
         (["--thetas", "inf"], "--thetas has inf, an arm of every run"),
         (["--thetas", "0.9", "0.90"], "--thetas has a value twice"),
@@ -363,10 +363,15 @@ def test_two_tasks_over_rejection(target, prompts, tmp_path):
         (["--draft", "none"], "--draft is none: expected ngram"),
         (["--draft", "ngram", "--tree", "2-2"], "--tree does not apply to --draft ngram"),
         (["--tree", "2-2", "--num-draft-tokens", "2"], "--num-draft-tokens does not apply with --tree"),
-        (["--tree", "2-2", "--base", "rejection"], "--tree does not apply to --base rejection"),
+        (["--tree", "2-2", "--base", "rejection"], "--tree does not apply to the rule mars over rejection"),
+        (["--theta", "0.9"], "unrecognized arguments: --theta"),
+        (["--rule-option", "theta=0.9"], "--rule-option theta does not apply here: give --thetas"),
+        (["--verify", "exact", "--thetas", "0.9"], "--thetas does not apply to the rule exact"),
+        (["--verify", "simulated"], "--verify simulated does not apply here, since its text means nothing"),
+        (["--verify", "gates.py:gate"], "the file of a rule 'gates.py' cannot be read"),
         (["--task", "arithmetic"], "--task names a task twice"),
         (["--task", "chess=x"], "there is no task 'chess'"),
-        (["--margin", "width"], "invalid choice: 'width'"),
+        (["--margin", "width"], "--margin is width: expected one of ratio, gap, prob_ratio"),
         (["--allow-code-execution"], "--allow-code-execution does not apply to tasks without tests"),
         (
             ["--allow-unconfined-code"],
@@ -400,7 +405,7 @@ def test_a_problem_that_does_not_fit_is_named(refused, target, tmp_path):
 def test_the_default_is_the_embedded_family():
     args = parse(["--task", "arithmetic", "--output", "o"])
     assert (args.target, args.draft) == ("tiny/target", "model:tiny/draft")
-    assert args.temperatures == [0.0, 1.0] and args.thetas == [0.9] and args.batch_size == 1
+    assert args.temperatures == [0.0, 1.0] and args.thetas is None and args.batch_size == 1
     assert parse(["--target", "x", "--task", "arithmetic", "--output", "o"]).draft == "ngram"
     with pytest.raises(MarsError, match="a value twice"):
         parse(["--task", "arithmetic", "--output", "o", "--temperatures", "0", "-0"])

@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mars_jax import specs
 from mars_jax.cli.calibrate import main
 from mars_jax.cli.generate.arguments import parse
-from mars_jax.cli.theta import FORMAT, read_theta, settings_of
+from mars_jax.cli.theta import FORMAT, OLD_FORMAT, read_theta, settings_of
 from mars_jax.core.errors import MarsError
 from mars_jax.evaluate import answers
 from mars_jax.evaluate.studies.calibration import choose, fewest, p_value
@@ -167,15 +168,60 @@ def test_the_file_says_what_was_promised_and_for_what(theta_file, target):
     assert data["format"] == FORMAT and data["theta"] == 0.5 and data["problems"] == 8
     assert data["promise"]["bound"] == 0.9 and [t["theta"] for t in data["trials"]] == [0.9, 0.5]
     assert data["settings"] == {
-        "target": str(target), "draft": f"model:{target}", "num_draft_tokens": 2, "tree": None, "base": "exact",
-        "margin": "ratio", "temperature": 1.0,
+        "target": str(target), "draft": f"model:{target}", "num_draft_tokens": 2, "tree": None, "temperature": 1.0,
     }  # fmt: skip
+    assert data["rule"] == {
+        "verify": "mars",
+        "settings": {"base": "exact", "margin": "ratio", "max_relaxed_run": specs.UNLIMITED_RUN},
+    }
 
 
 def test_generate_takes_the_file_and_its_rule(theta_file, target):
     flags = ["--target", f"elsewhere/{target.name}", "--draft", f"model:{target}", "--num-draft-tokens", "2"]
     args = parse([*flags, "--temperature", "1", "--theta", str(theta_file), "hello"])
-    assert (args.theta, args.margin, args.base) == (0.5, "ratio", "exact")
+    assert args.rule.spec == "mars" and args.rule.settled() == {
+        "theta": 0.5, "margin": "ratio", "base": "exact", "max_relaxed_run": specs.UNLIMITED_RUN,
+    }  # fmt: skip
+
+
+def test_files_of_the_first_format_are_still_read(theta_file, target, tmp_path):
+    data = json.loads(theta_file.read_text())
+    old = {k: v for k, v in data.items() if k != "rule"} | {"format": OLD_FORMAT}
+    old["settings"] = data["settings"] | {"base": "rejection", "margin": "gap"}
+    file = tmp_path / "old.json"
+    file.write_text(json.dumps(old))
+    found = read_theta(str(file))
+    assert found.choice.name == "mars over rejection" and found.choice.settled()["margin"] == "gap"
+    assert read_theta(str(theta_file)).choice.name == "mars"
+
+
+def test_a_file_for_somebodys_own_rule_runs_nothing_until_it_is_named(theta_file, target, tmp_path):
+    marker, own = tmp_path / "ran", tmp_path / "gates.py"
+    own.write_text(
+        f"import pathlib\npathlib.Path({str(marker)!r}).touch()\nfrom mars_jax import verify\n"
+        "def gate(theta: float = 1.0, most: int = 3):\n    return verify.exact()\n"
+    )
+    data = json.loads(theta_file.read_text())
+    data["rule"] = {"verify": f"{own}:gate", "settings": {"most": 2}}
+    file = tmp_path / "theta.json"
+    file.write_text(json.dumps(data))
+    flags = [
+        "--target",
+        str(target),
+        "--draft",
+        f"model:{target}",
+        "--num-draft-tokens",
+        "2",
+        "--temperature",
+        "1",
+    ]
+    with pytest.raises(MarsError, match="name it as --verify too, since that runs its code"):
+        parse([*flags, "--theta", str(file), "hello"])
+    assert not marker.exists()
+    args = parse([*flags, "--theta", str(file), "--verify", f"{own}:gate", "hello"])
+    assert dict(args.rule.settings) == {"most": 2, "theta": 0.5}
+    with pytest.raises(MarsError, match="calibrated for the most 2, and this run has 3"):
+        parse([*flags, "--theta", str(file), "--verify", f"{own}:gate", "--rule-option", "most=3", "hello"])
 
 
 @pytest.mark.parametrize(
@@ -187,6 +233,8 @@ def test_generate_takes_the_file_and_its_rule(theta_file, target):
         ({"--temperature": "0"}, "calibrated for the temperature 1, and this run has 0"),
         ({"--margin": "gap"}, "calibrated for the margin ratio, and this run has gap"),
         ({"--base": "rejection"}, "calibrated for the base exact, and this run has rejection"),
+        ({"--max-relaxed-run": "2"}, "calibrated for the max relaxed run 1073741824, and this run has 2"),
+        ({"--verify": "learned:head"}, "calibrated for the rule mars, and this run has learned:head"),
     ],
 )
 def test_a_threshold_for_something_else_is_refused(theta_file, target, change, message):
@@ -225,7 +273,11 @@ def test_trees_are_told_apart(theta_file):
             "--thetas are not in order: give finite numbers from strict to loose, falling",
         ),
         (["--allow-unconfined-code", "--bound", "0.9"], "does not apply without --allow-code-execution"),
-        (["--thetas", "1.5"], "--thetas has 1.5: expected at most 1 for the margin ratio"),
+        (["--verify", "exact"], "--verify exact has no theta to calibrate"),
+        (
+            ["--thetas", "1.5"],
+            "--thetas has 1.5: expected a number above 0 and at most 1 for the margin ratio",
+        ),
     ],
 )
 def test_what_cannot_be_certified_is_refused_before_anything_loads(jsonl, tmp_path, capsys, argv, message):

@@ -5,17 +5,22 @@ import shutil
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import mars_jax as mj
 from mars_jax import drafters, hub
 from mars_jax.cli.compounding import main
+from mars_jax.core.errors import MarsError
+from mars_jax.evaluate.scoring import likelihood
 from mars_jax.evaluate.studies import branches
 from mars_jax.evaluate.studies.branch_curves import aligned, curves, interval, relapse
 from mars_jax.evaluate.studies.branch_report import findings, summarize
 from mars_jax.evaluate.studies.branches import Decoded, Event, study
+from mars_jax.evaluate.studies.refusals import low_nodes
 from mars_jax.evaluate.tasks.problems import Problem
+from mars_jax.specs import RuleChoice
 
 THETA, NEW, HORIZON = 0.6, 24, 8
 
@@ -46,7 +51,14 @@ def studied(pair):
         for i, w in enumerate(words)
     ]
     pytest.importorskip("rouge_score")
-    return study(*pair, problems, theta=THETA, max_new_tokens=NEW, horizon=HORIZON, batch_size=4)
+    return study(
+        *pair,
+        problems,
+        rule=RuleChoice("mars", {"theta": THETA}),
+        max_new_tokens=NEW,
+        horizon=HORIZON,
+        batch_size=4,
+    )
 
 
 def test_branches_are_what_the_target_alone_says_there(pair, studied):
@@ -71,6 +83,20 @@ def test_branches_are_what_the_target_alone_says_there(pair, studied):
         assert len(event.our_log_p) == len(event.ours) and len(event.strict_log_p) == len(event.strict)
         # The target never prefers the token that was put in its place.
         assert event.our_log_p[0] <= event.strict_log_p[0]
+
+
+def test_a_rule_is_asked_where_it_is_indifferent(pair):
+    """For mars it is where its margin is low, by the logits of the likelihoods."""
+    target, _ = pair
+    texts = [(1, 20, 30, 40, 50, 60), (2, 3), tuple(range(10, 50))]
+    for margin, theta in (("ratio", 0.9), ("gap", 0.2)):
+        found = low_nodes(target, mj.verify.load("mars", margin=margin, theta=theta), texts)
+        for low, text, s in zip(found, texts, likelihood.score(target, texts), strict=True):
+            assert low.shape == (len(text) - 1,)
+            z1, z2 = jnp.asarray(s.z1), jnp.asarray(s.z2)
+            assert low.tolist() == mj.verify.MARGINS[margin](z1, z2, jnp.full(len(low), theta)).tolist()
+    with pytest.raises(MarsError, match="the rule exact does not say at which nodes"):
+        low_nodes(target, mj.verify.load("exact"), texts)
 
 
 def event(problem, ours, strict, control=False, our_score=None, strict_score=None, surprise=0.5):
@@ -175,8 +201,9 @@ def test_a_folder_that_cannot_be_written_is_known_at_the_start(tmp_path, capsys)
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--theta", "inf"], "--theta is inf: expected a number at which the margin ratio relaxes"),
-        (["--base", "rejection"], "--base rejection does not apply at temperature 0"),
+        (["--theta", "inf"], "--theta is inf, at which nothing is relaxed"),
+        (["--base", "rejection"], "--verify mars over rejection does not apply at temperature 0"),
+        (["--verify", "exact"], "--verify exact relaxes nothing, so there is nothing to follow"),
         (["--horizon", "0"], "--horizon has 0: expected a whole number of at least 1"),
     ],
 )

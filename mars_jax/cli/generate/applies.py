@@ -3,39 +3,36 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from mars_jax import assets
+from mars_jax import assets, specs
 from mars_jax.cli.generate.prompts import PromptRow
-from mars_jax.cli.settings import FILTERS, DynamicTree
 from mars_jax.core.errors import MarsError
+from mars_jax.specs import Dynamic, RuleChoice
 
-_PATHS = "model:PATH, eagle:PATH or medusa:PATH"
-_DRAFT = f"draft with ngram, {_PATHS}"
-_WEIGHTS = ("model", "eagle", "medusa")  # drafters that have a distribution
+_DRAFT = f"draft with {specs.draft_words(name for name in specs.DRAFTERS if name != 'none')}"
 
 
-class Plan(NamedTuple):
+class Choices(NamedTuple):
     """What the flags say about the rule and the drafter."""
 
-    draft: str  # none, ngram, model, eagle or medusa
-    verify: str  # exact, rejection, mars or simulated
+    draft: specs.DraftSpec
+    rule: RuleChoice
     samples_draft: bool  # draw the draft from its distribution, and hand the rule its true q
     streams: bool
     measures_speedup: bool  # decode once more autoregressively, for a line of the statistics
 
 
-def check_flags(args: argparse.Namespace, rows: Sequence[PromptRow]) -> Plan:
+def check_flags(args: argparse.Namespace, rows: Sequence[PromptRow]) -> Choices:
     """Resolve the defaults that depend on other flags.
 
     Raises:
       MarsError: a flag was given that does not apply to what the others choose, with the cure.
     """
-    draft = _draft_kind(args.draft)
-    verify = args.verify or ("exact" if draft == "none" else "mars")
-    rejects = "rejection" in (verify, args.base)
+    spec = specs.parse_draft(args.draft, shown="--draft")
+    draft, row, rule = spec.kind, spec.row, args.rule
+    rejects = "chain" in rule.needs
 
     def refuse(flag: str, given: Any, why: str) -> None:
         if given is not None and given is not False:
@@ -46,56 +43,49 @@ def check_flags(args: argparse.Namespace, rows: Sequence[PromptRow]) -> Plan:
         for name in ("coordinator", "num_processes", "process_id"):
             refuse(_flag(name), getattr(args, name), why)
     if args.compare:
-        own = "with --compare, which runs the rules itself and prints one table: leave it out"
-        for flag in ("verify", "tau", "base", "block", "output", "resume", "speedup"):
+        own = "with --compare, which runs exact itself and prints one table: leave it out"
+        refuse(
+            "--verify", (rule.row.lossless and args.verify) or None, f"{own}, or name a rule that is lossy"
+        )
+        for flag in ("base", "block", "output", "resume", "speedup"):
             refuse(f"--{flag}", getattr(args, flag), own)
         refuse("--stream" if args.stream else "--no-stream", None if args.stream is None else True, own)
         if draft == "none":
             raise MarsError(f"--compare does not apply to --draft none, which it runs anyway: {_DRAFT}.")
-        verify = "mars"
-    if draft == "none" and verify != "exact":
+    if draft == "none" and "draft" in rule.needs:
         raise MarsError(
-            f"--verify {verify} does not apply to --draft none, which proposes nothing: leave it out, or "
+            f"--verify {rule.row.name} does not apply to --draft none, which proposes nothing: leave it out, or "
             f"{_DRAFT}."
         )
-    _check_tau(args, draft, verify)
-    if verify != "mars":
-        why = f"to {verify} verification, which relaxes nothing: leave it out, or verify a draft with mars"
-        for name in ("base", "theta", "margin", "max_relaxed_run"):
-            refuse(_flag(name), getattr(args, name), why)
-        for row in rows:
-            for name in ("theta", "max_relaxed_run"):
-                if name in row.settings:
-                    raise row.error(f"{name} does not apply {why}.")
-    if not rejects:
-        refuse(
-            "--block", args.block, "without rejection: add --verify rejection, or mars with --base rejection"
-        )
+    _check_rule(args, spec, rows)
     if draft == "none":
         refuse("--num-draft-tokens", args.num_draft_tokens, f"to --draft none: leave it out, or {_DRAFT}")
-    if draft not in _WEIGHTS:
-        why = f"to --draft {draft}, which drafts no trees: leave it out, or draft with {_PATHS}"
+    if not row.trees:
+        paths = specs.drafters_that("trees")
+        why = f"to --draft {draft}, which drafts no trees: leave it out, or draft with {paths}"
         refuse("--tree", args.tree, why)
-        why = f"to --draft {draft}, which has no entropy to stop by: leave it out, or draft with {_PATHS}"
+    if not row.stops:
+        paths = specs.drafters_that("stops")
+        why = f"to --draft {draft}, which has no entropy to stop by: leave it out, or draft with {paths}"
         refuse("--draft-stop", args.draft_stop, why)
-        for row in rows:
-            if "draft_stop" in row.settings:
-                raise row.error(f"draft_stop does not apply {why}.")
+        for prompt in rows:
+            if "draft_stop" in prompt.settings:
+                raise prompt.error(f"draft_stop does not apply {why}.")
     if args.tree is not None:
         why = "with --tree, whose depth is its own: leave one of them out"
         refuse("--num-draft-tokens", args.num_draft_tokens, why)
-        dynamic = isinstance(args.tree, DynamicTree)
-        if dynamic and draft == "medusa":
+        dynamic = isinstance(args.tree, Dynamic)
+        if dynamic and not row.dynamic:
             raise MarsError(
-                "--tree dynamic does not apply to --draft medusa:PATH: give the children per node at each depth, such "
+                f"--tree dynamic does not apply to --draft {row.spec}: give the children per node at each depth, such "
                 "as 4-2-2-1."
             )
         if rejects and (dynamic or max(args.tree) > 1):
             raise MarsError(
-                "--tree does not apply to rejection, which verifies chains: use exact, or mars over exact."
+                f"--tree does not apply to the rule {rule.name}, which verifies chains: use exact, or mars over exact."
             )
     _check_sampling(args, rows)
-    _check_theta(args, rows)
+    _check_file(args, rows)
     if args.resume and args.output is None:
         raise MarsError("--resume does not apply without --output: name the file to continue.")
     if args.stream and (args.json or args.output):
@@ -109,15 +99,15 @@ def check_flags(args: argparse.Namespace, rows: Sequence[PromptRow]) -> Plan:
         )
         refuse("--speedup", args.json or args.output, why)
     if args.chat:
-        for row in rows:
-            if row.prompt is None:
-                raise row.error("--chat does not apply to prompt_tokens: leave it out, or give a text.")
+        for prompt in rows:
+            if prompt.prompt is None:
+                raise prompt.error("--chat does not apply to prompt_tokens: leave it out, or give a text.")
     shows_text = not (args.json or args.output or args.compare)
     own = args.target in assets.MODELS
-    return Plan(
-        draft=draft,
-        verify=verify,
-        samples_draft=rejects and draft in _WEIGHTS,
+    return Choices(
+        draft=spec,
+        rule=rule,
+        samples_draft=rejects and row.samples,
         streams=args.stream is not False and shows_text,
         measures_speedup=args.speedup if args.speedup is not None else own and shows_text and draft != "none",
     )
@@ -127,63 +117,64 @@ def _check_sampling(args: argparse.Namespace, rows: Sequence[PromptRow]) -> None
     default = args.temperature or 0.0
     temperatures = [row.settings.get("temperature", default) for row in rows]
     if not any(temperatures):
-        for name, off in FILTERS.items():
-            if getattr(args, name) not in (None, off):
+        for name in specs.FILTERS:
+            if getattr(args, name) not in (None, specs.REQUEST[name].default):
                 raise MarsError(
                     f"{_flag(name)} does not apply at temperature 0, which takes the best token: leave it "
                     "out, or add a --temperature above 0."
                 )
     for row, temperature in zip(rows, temperatures, strict=True):
-        for name, off in FILTERS.items():
+        for name in specs.FILTERS:
+            off = specs.REQUEST[name].default
             if not temperature and row.settings.get(name, off) != off:
                 raise row.error(
                     f"{name} does not apply at temperature 0: leave it out, or give a temperature above 0."
                 )
 
 
-def _check_tau(args: argparse.Namespace, draft: str, verify: str) -> None:
-    """Simulated acceptance needs a tau, and drafts that can reach it."""
-    if verify != "simulated":
-        if args.tau is not None:
-            raise MarsError("--tau does not apply without --verify simulated: leave it out, or add that.")
+def _check_rule(args: argparse.Namespace, draft: specs.DraftSpec, rows: Sequence[PromptRow]) -> None:
+    """What the rule needs, and what it does not read."""
+    rule = args.rule
+    for name, setting in rule.options.items():
+        required = setting.default is None and not setting.optional and name not in rule.settings
+        # What every row chooses for itself need not be given for all.
+        if required and not (rows and all(name in row.numbers for row in rows)):
+            flag = _flag(name) if setting.flag else f"--rule-option {name}=VALUE"
+            raise MarsError(f"--verify {rule.row.name} needs a {flag}: give {setting.expected()}.")
+    if "long" in rule.needs:
+        if not draft.row.stops:
+            raise MarsError(
+                f"--verify {rule.row.name} does not apply to --draft {draft.kind}, which often drafts nothing: draft "
+                f"with {specs.drafters_that('stops')}."
+            )
+        why = f"does not apply to --verify {rule.row.name}, whose drafts must be long enough: leave it out."
+        if args.draft_stop is not None:
+            raise MarsError(f"--draft-stop {why}")
+        for row in rows:
+            if "draft_stop" in row.settings:
+                raise row.error(f"draft_stop {why}")
+    if rule.row.lossless:
+        for row in rows:
+            if row.settings.get("strict"):
+                raise row.error(
+                    f"strict does not apply to the rule {rule.name}, which relaxes nothing: leave it out, or verify "
+                    "with a rule that is lossy."
+                )
+
+
+def _check_file(args: argparse.Namespace, rows: Sequence[PromptRow]) -> None:
+    """A calibrated threshold stands for the settings that it was calibrated with, in every row that takes it."""
+    if args.theta_file is None:
         return
-    if args.tau is None:
-        raise MarsError("--verify simulated needs a --tau: give the tokens per target forward to simulate.")
-    if draft not in _WEIGHTS:
-        raise MarsError(
-            f"--verify simulated does not apply to --draft {draft}, which often drafts nothing: draft with {_PATHS}."
-        )
-    if args.draft_stop is not None:
-        raise MarsError(
-            "--draft-stop does not apply to --verify simulated, whose drafts must be long enough: leave it out."
-        )
-
-
-def _check_theta(args: argparse.Namespace, rows: Sequence[PromptRow]) -> None:
-    """A ratio is never above 1, so a threshold above 1 is a mistake, or strictness said badly."""
-    margin = args.margin or "ratio"
-    expected = f"a number above 0 and at most 1 for the margin {margin}, or inf, which is strict"
-
-    def wrong(theta: float | None) -> bool:
-        return margin != "gap" and theta is not None and 1 < theta < math.inf
-
-    if wrong(args.theta):
-        raise MarsError(f"--theta is {args.theta:g}: expected {expected}.")
     for row in rows:
-        if args.theta_file is not None and "temperature" in row.settings and "theta" not in row.settings:
-            try:
+        if "theta" in row.numbers:
+            continue
+        try:
+            if "temperature" in row.settings:
                 args.theta_file.check({"temperature": row.settings["temperature"]})
-            except MarsError as error:
-                raise row.error(error) from None
-        if wrong(row.settings.get("theta")):
-            raise row.error(f"theta is {row.settings['theta']:g}: expected {expected}.")
-
-
-def _draft_kind(spec: str) -> str:
-    kind, colon, path = spec.partition(":")
-    if (kind in ("none", "ngram") and not colon) or (kind in _WEIGHTS and path):
-        return kind
-    raise MarsError(f"--draft is {spec}: expected none, ngram, {_PATHS}.")
+            args.theta_file.check_settings(row.numbers)
+        except MarsError as error:
+            raise row.error(error) from None
 
 
 def _flag(name: str) -> str:

@@ -3,33 +3,40 @@
 from __future__ import annotations
 
 import argparse
+import textwrap
 from collections.abc import Sequence
 
-from mars_jax import __version__, assets
+from mars_jax import __version__, assets, specs
+from mars_jax.cli.flags import MESH_HELP, NO_CHECK_HELP, draft_of, numbers_of
 from mars_jax.cli.program import Parser
-from mars_jax.cli.settings import MESH_HELP, NO_CHECK_HELP, SETTINGS, from_text, tree_from_text
-from mars_jax.cli.theta import ThetaFile, settings_of, theta_from_text
-
-RULES = ("exact", "rejection", "mars", "simulated")
-MARGINS = ("ratio", "gap", "prob_ratio")  # those of verify.MARGINS, whose module imports jax
-DTYPES = ("float32", "bfloat16", "int8")
+from mars_jax.cli.rule import OWN, add_rule_flags, given_settings
+from mars_jax.cli.theta import rule_and_file, settings_of
 
 _DESCRIPTION = """\
 Continue prompts by speculative decoding: a cheap draft proposes tokens, the target
 model scores them in one forward pass, and a rule decides how many of them to keep.
 """
-_EPILOG = """\
+_ROWS = textwrap.fill(
+    "A prompts file holds one prompt a line. Named *.jsonl, it holds one object a line: prompt or prompt_tokens, and "
+    "where a prompt chooses for itself id, "
+    + ", ".join(name for name, row in specs.REQUEST.items() if row.per_row)
+    + ", and the numbers of the rule, such as theta.",
+    width=88,
+)
+_EPILOG = f"""\
 examples:
   python -m mars_jax.generate "Once upon a time"
   python -m mars_jax.generate --target PATH --draft model:SMALL --verify exact "Hello"
   python -m mars_jax.generate --target PATH --prompts-file in.jsonl --output out.jsonl
   python -m mars_jax.generate --target PATH --draft eagle:HEAD --tree dynamic:8-6-40 "Hello"
+  python -m mars_jax.generate --target PATH --verify gates.py:entropy_gate \\
+      --rule-option entropy=1.5 "Hello"
   python -m mars_jax.generate --target PATH --compare "Once upon a time"
 
-A prompts file holds one prompt a line. Named *.jsonl, it holds one object a line:
-`prompt` or `prompt_tokens`, and where a prompt chooses for itself `id`, temperature,
-top_k, top_p, min_p, theta, max_relaxed_run, strict, draft_stop, seed and
-max_new_tokens.
+{_ROWS}
+A rule of your own, {OWN}, is a function that makes a
+rule, and its arguments are the settings; naming it runs its file. --list-rules prints
+the table of rules.
 Text goes to stdout, statistics and progress to stderr; bad input ends with exit code 2.
 """
 
@@ -59,12 +66,11 @@ def _add_models(made: argparse.ArgumentParser) -> None:
         help="checkpoint directory, or owner/name on the Hugging Face hub (default: tiny/target, a small model "
         "that comes with the package)",
     )
+    drafts = [f"{row.spec} ({row.help})" for row in specs.DRAFTERS.values()]
     group.add_argument(
         "--draft",
         metavar="DRAFT",
-        help="none (plain autoregression), ngram (copy from the text so far), model:PATH (a small model with the "
-        "target's tokenizer), eagle:PATH (an EAGLE, EAGLE-2 or EAGLE-3 head of the target) or medusa:PATH (Medusa "
-        "heads of the target); default: model:tiny/draft for tiny/target, ngram for others",
+        help=f"{', '.join(drafts[:-1])} or {drafts[-1]}; default: model:tiny/draft for tiny/target, ngram for others",
     )
     group.add_argument(
         "--num-draft-tokens",
@@ -72,22 +78,20 @@ def _add_models(made: argparse.ArgumentParser) -> None:
         help="tokens drafted in a row (default: 5 by a model, 8 by ngram, one by each head of medusa; eagle drafts "
         "a tree, and 5 for rejection)",
     )
+    made_of = specs.Dynamic()
+    sizes = f"{made_of.top_k}-{made_of.depth}-{made_of.nodes}"
     group.add_argument(
         "--tree",
         metavar="4-2-2-1",
-        help="draft a tree with a model, eagle or medusa: children per node at each depth; or dynamic, whose shape "
-        "follows the draft's confidence (not with medusa), or with its children, depth and nodes, as in "
-        "dynamic:8-6-40 (default: dynamic, which is dynamic:10-7-60, for eagle)",
+        help=f"draft a tree with {specs.drafters_that('trees')}: children per node at each depth; or dynamic, whose "
+        f"shape follows the draft's confidence ({specs.drafters_that('dynamic')}), or with its children, depth and "
+        f"nodes, as in dynamic:8-6-40 (default: dynamic, which is dynamic:{sizes}, for eagle)",
     )
-    group.add_argument(
-        "--draft-stop",
-        metavar="X",
-        help="draft nothing behind a token where a model, eagle or medusa is unsure: where the square root of its "
-        "entropy in nats is above X (default: inf, which is off)",
-    )
+    stop = specs.REQUEST["draft_stop"]
+    group.add_argument("--draft-stop", metavar=stop.metavar, help=stop.help)
     group.add_argument(
         "--dtype",
-        choices=DTYPES,
+        choices=specs.DTYPES,
         help="of the weights (default: the checkpoint's own; of eagle and medusa heads, the target's); int8: matrices "
         "in 8 bits per weight, and the rest in the checkpoint's own",
     )
@@ -107,48 +111,19 @@ def _add_models(made: argparse.ArgumentParser) -> None:
 
 def _add_rule(made: argparse.ArgumentParser) -> None:
     group = made.add_argument_group("rule")
-    group.add_argument(
-        "--verify",
-        choices=RULES,
-        help="exact: lossless, keeps what the target itself would say; rejection: lossless speculative "
-        "sampling; mars: also keeps the target's runner-up where its two best tokens are nearly tied; simulated: "
-        "accepts by chance, to size hardware, and its text means nothing (default: mars)",
-    )
-    group.add_argument(
-        "--tau", metavar="X", help="tokens per target forward that simulated gives, in the mean over steps"
-    )
-    group.add_argument("--base", choices=("exact", "rejection"), help="what mars relaxes (default: exact)")
-    group.add_argument(
-        "--block", action="store_true", default=None, help="rejection by whole blocks, not token by token"
-    )
-    group.add_argument(
-        "--theta",
-        metavar="X",
-        help="how near a tie must be for mars; inf never relaxes; or a file that python -m mars_jax.calibrate wrote, "
-        "whose margin and base go with it (default: 0.9)",
-    )
-    group.add_argument(
-        "--margin",
-        choices=MARGINS,
-        help="what theta bounds: ratio (second logit / best > theta), gap (nats between them < theta) or "
-        "prob_ratio (second probability / best > theta); default: ratio",
-    )
-    group.add_argument(
-        "--max-relaxed-run", metavar="N", help="relaxed tokens in a row that mars allows (default: any)"
+    add_rule_flags(group, default="mars; exact for --draft none")
+    one = group.add_mutually_exclusive_group()
+    one.add_argument("--list-rules", action="store_true", help="print the table of rules, and nothing else")
+    one.add_argument(
+        "--list-drafters", action="store_true", help="print the table of drafters, and nothing else"
     )
 
 
 def _add_sampling(made: argparse.ArgumentParser) -> None:
     group = made.add_argument_group("sampling")
-    for flag, metavar, text in (
-        ("--temperature", "X", "0 is greedy (default: 0)"),
-        ("--top-k", "N", "sample among the N best tokens (default: off)"),
-        ("--top-p", "X", "sample among the best tokens of total probability X (default: off)"),
-        ("--min-p", "X", "drop tokens below X times the best probability (default: off)"),
-        ("--seed", "N", "prompt i draws with seed N + i (default: 0)"),
-        ("--max-new-tokens", "N", "most tokens per prompt (default: 256)"),
-    ):
-        group.add_argument(flag, metavar=metavar, help=text)
+    for name in ("temperature", *specs.FILTERS, "seed", "max_new_tokens"):
+        row = specs.REQUEST[name]
+        group.add_argument("--" + name.replace("_", "-"), metavar=row.metavar, help=row.help)
     group.add_argument("--ignore-eos", action="store_true", help="decode past the model's stop tokens")
 
 
@@ -156,9 +131,7 @@ def _add_input_and_output(made: argparse.ArgumentParser) -> None:
     group = made.add_argument_group("input")
     group.add_argument("--prompts-file", metavar="FILE", help="read prompts from a file, or - for stdin")
     group.add_argument("--chat", action="store_true", help="put prompts through the model's chat template")
-    group.add_argument(
-        "--batch-size", metavar="N", help="prompts decoded side by side (default: 1 for a stream, else 8)"
-    )
+    group.add_argument("--batch-size", metavar="N", help=specs.REQUEST["batch_size"].help)
     group = made.add_argument_group("output")
     group.add_argument(
         "--stream",
@@ -166,7 +139,11 @@ def _add_input_and_output(made: argparse.ArgumentParser) -> None:
         default=None,
         help="print text as it is decided (default), or when a batch is done",
     )
-    group.add_argument("--json", action="store_true", help="print one JSON object per prompt, nothing else")
+    group.add_argument(
+        "--json",
+        action="store_true",
+        help="print one JSON object per prompt, nothing else; with --list-rules the table",
+    )
     group.add_argument(
         "--output", metavar="FILE", help="append those objects to a new file, each as soon as it is finished"
     )
@@ -181,31 +158,27 @@ def _add_input_and_output(made: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--compare",
         action="store_true",
-        help="decode the prompts autoregressively, with exact and with mars, and print one table of speed "
+        help="decode the prompts autoregressively, with exact and with the rule, and print one table of speed "
         "and acceptance",
     )
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Flags as values. Numbers are in range; whether a flag applies is for `applies.check_flags`.
+    """Flags as values, and `rule`, what those of the rule choose. Whether a flag applies is for `check_flags`.
 
     Raises:
       MarsError: an unknown flag, or a value that is not what the flag takes.
       SystemExit: after --help and --version.
     """
     args = parser().parse_args(argv)
-    theta = None if args.theta is None else theta_from_text(args.theta)
-    args.theta = None
-    for name in SETTINGS.keys() & vars(args).keys():
-        text = getattr(args, name)
-        setattr(args, name, None if text is None else from_text(name, text))
-    args.tree = None if args.tree is None else tree_from_text(args.tree)
+    numbers_of(args, specs.REQUEST)
+    args.tree = None if args.tree is None else specs.parse_tree(args.tree)
     args.target = args.target or assets.TARGET
-    args.draft = args.draft or (f"model:{assets.DRAFT}" if args.target == assets.TARGET else "ngram")
-    args.theta, args.theta_file = theta, None
-    if isinstance(theta, ThetaFile):
-        args.theta, args.theta_file = theta.theta, theta
-        given = {name: getattr(args, name) for name in ("base", "margin") if getattr(args, name) is not None}
-        theta.check(settings_of(args, temperature=args.temperature or 0.0, **given))
-        args.base, args.margin = theta.settings["base"], theta.settings["margin"]
+    args.draft = draft_of(args.draft, args.target)
+    drafts = specs.parse_draft(args.draft, shown="--draft").kind != "none"
+    args.rule, args.theta_file = rule_and_file(
+        args.verify, given_settings(args), "mars" if drafts else "exact"
+    )
+    if args.theta_file is not None:
+        args.theta_file.check(settings_of(args, temperature=args.temperature or 0.0))
     return args

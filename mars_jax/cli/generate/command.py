@@ -7,11 +7,12 @@ import contextlib
 from collections.abc import Sequence
 from typing import IO
 
-from mars_jax.cli.generate.applies import Plan, check_flags
+from mars_jax.cli.generate.applies import Choices, check_flags
 from mars_jax.cli.generate.arguments import parse
 from mars_jax.cli.generate.prompts import PromptRow, from_texts, read_prompts
 from mars_jax.cli.generate.recorded import recorded
 from mars_jax.cli.program import keep_compilations, program
+from mars_jax.cli.rule import print_drafters, print_rules
 from mars_jax.core.errors import MarsError
 
 
@@ -23,23 +24,37 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: Sequence[str] | None, out: IO[str]) -> None:
     with contextlib.redirect_stdout(out):
         args = parse(argv)
+    if args.list_rules or args.list_drafters:
+        _list(args, out)
+        return
     if args.prompts and args.prompts_file is not None:
         raise MarsError("there are prompts and a --prompts-file: give one of the two.")
     if not args.prompts and args.prompts_file is None:
         raise MarsError("there are no prompts: give texts, or a --prompts-file.")
     file = args.prompts_file
-    rows = from_texts(args.prompts) if file is None else read_prompts(file)
-    plan = check_flags(args, rows)
+    rows = from_texts(args.prompts) if file is None else read_prompts(file, args.rule)
+    choices = check_flags(args, rows)
 
     # From here on jax loads; what is above answers at once.
     from mars_jax.cli.hosts import joined
 
     keep_compilations()
     with joined(args, rows, out) as place:
-        _decode(args, plan, rows, place)
+        _decode(args, choices, rows, place)
 
 
-def _decode(args: argparse.Namespace, plan: Plan, rows: Sequence[PromptRow], out: IO[str]) -> None:
+def _list(args: argparse.Namespace, out: IO[str]) -> None:
+    """The tables, and nothing else."""
+    if args.prompts or args.prompts_file is not None:
+        flag = "--list-rules" if args.list_rules else "--list-drafters"
+        raise MarsError(f"{flag} prints a table and decodes nothing: leave the prompts out, or it.")
+    if args.list_rules:
+        print_rules(out, as_json=args.json, own=args.verify)
+    if args.list_drafters:
+        print_drafters(out, as_json=args.json)
+
+
+def _decode(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRow], out: IO[str]) -> None:
     from mars_jax.cli.generate import ways
     from mars_jax.cli.generate.output_file import OutputFile, Unwritten
     from mars_jax.cli.generate.session import open_session
@@ -48,10 +63,10 @@ def _decode(args: argparse.Namespace, plan: Plan, rows: Sequence[PromptRow], out
     with contextlib.ExitStack() as stack:
         file: OutputFile | Unwritten = Unwritten()
         if args.output is not None and hosts.is_first():
-            file = OutputFile(args.output, recorded(args, plan, rows), resume=args.resume)
+            file = OutputFile(args.output, recorded(args, choices, rows), resume=args.resume)
             stack.callback(file.close)
         with ways.busy("loading"):
-            session = open_session(args, plan, rows)
+            session = open_session(args, choices, rows)
         # A narrow locale must not end a run in the middle of a text; JSON is UTF-8 whatever the locale.
         if (reconfigure := getattr(out, "reconfigure", None)) is not None:
             reconfigure(encoding="utf-8" if args.json else None, errors="strict" if args.json else "replace")
@@ -61,7 +76,7 @@ def _decode(args: argparse.Namespace, plan: Plan, rows: Sequence[PromptRow], out
             ways.write_output(session, file, out, json=args.json)
         elif args.json:
             ways.print_json(session, out)
-        elif plan.streams:
-            ways.stream_text(session, out, chat=args.chat, speedup=plan.measures_speedup)
+        elif choices.streams:
+            ways.stream_text(session, out, chat=args.chat, speedup=choices.measures_speedup)
         else:
-            ways.print_text(session, out, chat=args.chat, speedup=plan.measures_speedup)
+            ways.print_text(session, out, chat=args.chat, speedup=choices.measures_speedup)

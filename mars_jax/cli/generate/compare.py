@@ -29,10 +29,11 @@ def compare(session: Session, progress: Callable[[int, int], None]) -> dict[str,
     ways = {
         "autoregressive": (drafters.load("none", session.target), exact()),
         "exact": (session.drafter, exact()),
-        session.rule.name: (session.drafter, session.rule),
+        session.rule_name: (session.drafter, session.rule),
     }
     for drafter, rule in ways.values():
         for group in session.batches():
+            rule = session.rule_of(group) if rule is session.rule else rule
             compile_batch(session.target, drafter, group, verify=rule, rows=session.batch_size)
     runs: dict[str, list[Result]] = {name: [] for name in ways}
     for turn in range(REPEATS):

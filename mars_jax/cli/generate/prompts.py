@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mars_jax.cli.settings import PER_REQUEST, from_json
+from mars_jax import specs
 from mars_jax.core.errors import MarsError
+from mars_jax.specs import RuleChoice
 
-_KEYS = ("prompt", "prompt_tokens", "id", *PER_REQUEST)
+_PER_REQUEST = {name: row for name, row in specs.REQUEST.items() if row.per_row}
+_KEYS = ("prompt", "prompt_tokens", "id", *_PER_REQUEST)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,7 +24,8 @@ class PromptRow:
     prompt: str | None = None
     tokens: tuple[int, ...] | None = None
     id: str | int | None = None
-    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)  # of the request
+    numbers: dict[str, Any] = dataclasses.field(default_factory=dict)  # of the rule
 
     def error(self, message: object) -> MarsError:
         """`message` with the place it is about."""
@@ -38,10 +41,14 @@ def from_texts(texts: list[str]) -> list[PromptRow]:
     return [_checked(PromptRow(where="", prompt=text)) for text in texts]
 
 
-def read_prompts(path: str) -> list[PromptRow]:
+def read_prompts(path: str, rule: RuleChoice) -> list[PromptRow]:
     """The rows of a file; `-` is stdin. Blank lines are ignored.
 
     Files named *.jsonl, *.ndjson or *.json hold JSON lines, and so does stdin if it begins with "{".
+
+    Args:
+      path: of the file.
+      rule: whose numbers a row may choose for itself.
 
     Raises:
       MarsError: no such file, no prompts in it, or a line that is not a prompt.
@@ -70,14 +77,14 @@ def read_prompts(path: str) -> list[PromptRow]:
             raise MarsError(f"{where}: it is not UTF-8: convert the file.") from None
         if text.strip():
             rows.append(
-                _checked(_from_json_line(text, where) if jsonl else PromptRow(where=where, prompt=text))
+                _checked(_from_json_line(text, where, rule) if jsonl else PromptRow(where=where, prompt=text))
             )
     if not rows:
         raise MarsError(f"the prompts file '{name}' holds no prompts: give one a line.")
     return rows
 
 
-def _from_json_line(line: str, where: str) -> PromptRow:
+def _from_json_line(line: str, where: str, rule: RuleChoice) -> PromptRow:
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -87,9 +94,9 @@ def _from_json_line(line: str, where: str) -> PromptRow:
     row = PromptRow(where=where)
     if not isinstance(fields, dict):
         raise row.error('it is not an object: write {"prompt": "..."}.')
-    unknown = sorted(fields.keys() - set(_KEYS))
-    if unknown:
-        raise row.error(f"unknown key '{unknown[0]}': the keys are {', '.join(_KEYS)}.")
+    numbers = {name: setting for name, setting in rule.options.items() if setting.per_row}
+    for name in sorted(fields.keys() - {*_KEYS, *numbers}):
+        raise row.error(_unknown(name, rule, (*_KEYS, *numbers)))
     if ("prompt" in fields) == ("prompt_tokens" in fields):
         raise row.error("it needs either prompt or prompt_tokens, and not both.")
     prompt, tokens, name = fields.get("prompt"), fields.get("prompt_tokens"), fields.get("id")
@@ -100,7 +107,11 @@ def _from_json_line(line: str, where: str) -> PromptRow:
     if type(name) not in (str, int, type(None)):
         raise row.error(f"id is {name!r}: expected a text or a whole number.")
     try:
-        settings = {key: from_json(key, fields[key]) for key in PER_REQUEST if key in fields}
+        settings = {key: row.from_json(fields[key]) for key, row in _PER_REQUEST.items() if key in fields}
+        chosen = {}
+        for key in numbers.keys() & fields.keys():
+            setting, structure = rule.setting(key)
+            chosen[key] = setting.from_json(fields[key], **structure)
     except MarsError as error:
         raise row.error(error) from None
     return PromptRow(
@@ -109,7 +120,17 @@ def _from_json_line(line: str, where: str) -> PromptRow:
         tokens=None if tokens is None else tuple(tokens),
         id=name,
         settings=settings,
+        numbers=chosen,
     )
+
+
+def _unknown(name: str, rule: RuleChoice, keys: tuple[str, ...]) -> str:
+    """Why a key is none of a row."""
+    if name in rule.options:
+        return f"{name} is one for all prompts: leave it out, and give --rule-option {name}=VALUE."
+    if any(name in row.settings for row in specs.RULES.values()):
+        return f"{name} does not apply to {specs.not_in(rule, name)}."
+    return f"unknown key '{name}': the keys are {', '.join(keys)}."
 
 
 def _checked(row: PromptRow) -> PromptRow:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from mars_jax.cli.generate.applies import Plan
+from mars_jax import specs
+from mars_jax.cli.generate.applies import Choices
 from mars_jax.cli.generate.prompts import PromptRow
-from mars_jax.cli.settings import FILTERS
+from mars_jax.cli.rule import FLAGS
 from mars_jax.journal import plain
 
 _ELSEWHERE = {
@@ -17,19 +17,10 @@ _ELSEWHERE = {
     "output", "resume", "json", "stream", "speedup", "compare",
     # A row alone is the row in a batch, on one device or on many.
     "batch_size", "mesh", "coordinator", "num_processes", "process_id",
-    "theta_file",  # its threshold, margin and base are flags by now
+    "theta_file", "rule", "rule_option", *FLAGS,  # what they choose is recorded as the rule's settings
 }  # fmt: skip
 """Flags that decide no row. Every other one is recorded, also one that does not exist yet."""
-_DEFAULTS = {
-    **FILTERS,
-    "temperature": 0.0,
-    "seed": 0,
-    "max_new_tokens": 256,
-    "theta": 0.9,
-    "margin": "ratio",
-    "base": "exact",
-    "draft_stop": math.inf,
-}
+_DEFAULTS = {name: row.default for name, row in specs.REQUEST.items() if row.default is not None}
 
 
 class Recorded(NamedTuple):
@@ -39,18 +30,23 @@ class Recorded(NamedTuple):
     own: dict[str, dict[str, Any]]  # by the number of the prompt, where it chooses for itself
 
 
-def recorded(args: argparse.Namespace, plan: Plan, rows: Sequence[PromptRow]) -> Recorded:
+def recorded(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRow]) -> Recorded:
     """The settings of the flags and of the prompts file.
 
     A flag that is given with its default is one that is not given: both decode the same.
     """
-    given = vars(args) | {"verify": plan.verify}
     settings = {
         name: plain(value)
-        for name, value in given.items()
+        for name, value in vars(args).items()
         if name not in _ELSEWHERE and not _is_default(name, value)
     }
-    own = {str(i): plain(row.settings) for i, row in enumerate(rows) if row.settings}
+    rule = choices.rule
+    settings["verify"] = rule.spec
+    for name, value in rule.settings.items():
+        if value != rule.options[name].default:
+            settings[name] = plain(value)
+    own = {str(i): plain(row.settings | row.numbers) for i, row in enumerate(rows)}
+    own = {number: chosen for number, chosen in own.items() if chosen}
     return Recorded(settings, own)
 
 

@@ -7,24 +7,24 @@ import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 
-from mars_jax import activity, drafters, pretrained, verify
-from mars_jax.cli.generate.applies import Plan
+from mars_jax import activity, drafters, pretrained, specs, verify
+from mars_jax.cli.generate.applies import Choices
 from mars_jax.cli.generate.prompts import PromptRow
 from mars_jax.cli.open_target import open_target
 from mars_jax.cli.progress import Pace
-from mars_jax.cli.settings import PER_REQUEST, DynamicTree
 from mars_jax.core.errors import MarsError
+from mars_jax.core.rules import name_of
+from mars_jax.core.types import LoadedRule
 from mars_jax.hub.files import resolve
 from mars_jax.pretrained import Pretrained, check_same_vocabulary
 from mars_jax.serve import prepare as batch
 from mars_jax.serve import requests as request
-from mars_jax.serve.generate import compile_batch, generate_stream, run_batch
+from mars_jax.serve.generate import compile_batch, generate_stream, rule_of, run_batch
+from mars_jax.serve.prepare import AnyRule
 from mars_jax.serve.requests import Completion, Request, StreamEvent
 
 CHUNK = 2048
 """Prompts that are tokenized at once: enough for all cores, and few enough to tell how far it is."""
-
-Rule = verify.Exact | verify.Rejection | verify.Mars | verify.Simulated
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,11 +33,23 @@ class Session:
 
     target: Pretrained
     drafter: drafters.LoadedDrafter
-    rule: Rule
+    rule: LoadedRule  # its numbers are one for all requests, or one for each
     requests: list[Request]
     batch_size: int
     drafts: bool  # whether anything is proposed at all
+    simulated: bool = False  # the text means nothing
     _compiled: set[int] = dataclasses.field(default_factory=set)
+
+    @property
+    def rule_name(self) -> str:
+        """For reports."""
+        return name_of(self.rule.rule)
+
+    def rule_of(self, group: list[Request]) -> AnyRule | None:
+        """The rule with the numbers of a batch, which is a stretch of the requests."""
+        first = next(i for i, request in enumerate(self.requests) if request is group[0])
+        rows = range(first, first + len(group))
+        return rule_of(self.rule, rows, len(self.requests))
 
     def batches(self) -> Iterator[list[Request]]:
         """The requests, a batch at a time."""
@@ -46,75 +58,92 @@ class Session:
     def run(self, group: list[Request]) -> list[Completion]:
         """Decode one batch; its time holds no compilation."""
         self._compile(group, stream=False)
-        return run_batch(self.target, self.drafter, group, verify=self.rule, rows=self.batch_size)
+        rule = self.rule_of(group)
+        return run_batch(self.target, self.drafter, group, verify=rule, rows=self.batch_size)
 
     def stream(self, group: list[Request]) -> Iterator[StreamEvent]:
         """Decode one batch step by step; its time holds no compilation."""
         self._compile(group, stream=True)
-        return generate_stream(self.target, self.drafter, group, verify=self.rule, rows=self.batch_size)
+        rule = self.rule_of(group)
+        return generate_stream(self.target, self.drafter, group, verify=rule, rows=self.batch_size)
 
     @functools.cached_property
     def autoregressive(self) -> Session:
         """The same prompts without a draft."""
         drafter = drafters.load("none", self.target)
-        return dataclasses.replace(self, drafter=drafter, rule=verify.exact(), drafts=False, _compiled=set())
+        rule = LoadedRule(verify.exact())
+        return dataclasses.replace(
+            self, drafter=drafter, rule=rule, drafts=False, simulated=False, _compiled=set()
+        )
 
     def _compile(self, group: list[Request], *, stream: bool) -> None:
         width = batch.buffer_width(self.target, group)  # what shapes of two batches can differ in
         if width not in self._compiled:
-            rows = self.batch_size
-            compile_batch(self.target, self.drafter, group, verify=self.rule, rows=rows, stream=stream)
+            rule, rows = self.rule_of(group), self.batch_size
+            compile_batch(self.target, self.drafter, group, verify=rule, rows=rows, stream=stream)
             self._compiled.add(width)
 
 
-def open_session(args: argparse.Namespace, plan: Plan, rows: Sequence[PromptRow]) -> Session:
+def open_session(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRow]) -> Session:
     """Check prompts and vocabularies on configs and tokenizers alone, and only then load weights.
 
     Raises:
-      MarsError: anything wrong with the checkpoints or the prompts.
+      MarsError: anything wrong with the checkpoints, the rule or the prompts.
     """
     sketch = pretrained.outline(args.target)
     requests = make_requests(sketch, args, rows)
-    path = args.draft.partition(":")[2]
-    if plan.draft == "model":
+    rule = _rule(choices.rule, sketch, rows)
+    kind, path = choices.draft
+    if kind == "model":
         check_same_vocabulary(sketch, pretrained.outline(path))
     elif path:
         resolve(path, weights=False)
     if not sketch.has_tokenizer and not (args.json or args.output or args.compare):
         raise MarsError(f"'{args.target}' has no tokenizer and so no text to show: add --json for token ids.")
     target = open_target(args, sketch)
+    if target.mesh is not None:
+        rule = _rule(choices.rule, target, rows)  # its weights go where the target's are
     drafter = drafters.load(
         args.draft,
         target,
         num_draft_tokens=args.num_draft_tokens,
-        tree=drafters.Dynamic(*args.tree) if isinstance(args.tree, DynamicTree) else args.tree,
-        sample=plan.samples_draft,
+        tree=args.tree,
+        sample=choices.draft.row.samples and verify.needs_chain(rule.rule),
         dtype=args.dtype,
     )
-    if plan.verify == "simulated" and args.tau > drafter.drafter.max_depth + 1:
-        raise MarsError(
-            f"--tau is {args.tau:g}, and this draft gives {drafter.drafter.max_depth + 1} tokens a step at most: "
-            "ask for less, or draft deeper."
-        )
-    size = args.batch_size or (1 if plan.streams else 8)
+    simulated = choices.rule.row.name == "simulated"
+    if simulated:
+        _check_tau(choices.rule, rows, drafter.drafter.max_depth + 1)
+    size = args.batch_size or (1 if choices.streams else 8)
     return Session(
         target=target,
         drafter=drafter,
-        rule=_rule(args, plan),
+        rule=rule,
         requests=requests,
         batch_size=min(size, len(requests)),
-        drafts=plan.draft != "none",
+        drafts=kind != "none",
+        simulated=simulated,
     )
 
 
-def _rule(args: argparse.Namespace, plan: Plan) -> Rule:
-    if plan.verify == "simulated":
-        return verify.simulated(args.tau)
-    rejection = verify.rejection(block=bool(args.block))
-    if plan.verify == "mars":
-        base = rejection if args.base == "rejection" else verify.exact()
-        return verify.mars(base, theta=args.theta or 0.9, margin=args.margin or "ratio")
-    return rejection if plan.verify == "rejection" else verify.exact()
+def _rule(choice: specs.RuleChoice, target: Pretrained, rows: Sequence[PromptRow]) -> LoadedRule:
+    """The rule, the numbers that rows choose for themselves as one for each prompt."""
+    chosen = dict.fromkeys(name for row in rows for name in row.numbers)
+    common = {name: setting.default for name, setting in choice.options.items()} | dict(choice.settings)
+    own = {name: [row.numbers.get(name, common[name]) for row in rows] for name in chosen}
+    for name, values in own.items():
+        if None in values:
+            raise rows[values.index(None)].error(f"it has no {name}, which other rows have: give it one too.")
+    return verify.load(choice.spec, target, **{**choice.settings, **own})
+
+
+def _check_tau(choice: specs.RuleChoice, rows: Sequence[PromptRow], most: int) -> None:
+    """A draft gives so many tokens a step at most."""
+    for row in rows:
+        tau = row.numbers.get("tau") or choice.settings["tau"]
+        if tau > most:
+            told = f"is {tau:g}, and this draft gives {most} tokens a step at most: ask for less, or draft deeper."
+            raise row.error(f"tau {told}") if "tau" in row.numbers else MarsError(f"--tau {told}")
 
 
 def make_requests(target: Pretrained, args: argparse.Namespace, rows: Sequence[PromptRow]) -> list[Request]:
@@ -123,7 +152,8 @@ def make_requests(target: Pretrained, args: argparse.Namespace, rows: Sequence[P
     Raises:
       MarsError: a prompt that the model cannot take, by its line.
     """
-    common = {name: getattr(args, name) for name in PER_REQUEST if getattr(args, name, None) is not None}
+    names = [name for name, setting in specs.REQUEST.items() if setting.per_row]
+    common = {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
     requests = []
     for index, (row, tokens) in enumerate(zip(rows, _tokens(target, rows, chat=args.chat), strict=True)):
         settings = common | {"seed": ((args.seed or 0) + index) % 2**32} | row.settings

@@ -20,7 +20,6 @@ from mars_jax.cli.progress import busy, counted, progress_bar
 from mars_jax.journal import to_line
 from mars_jax.placement import hosts
 from mars_jax.serve.requests import Completion, Request, StreamEvent, total
-from mars_jax.verify import Simulated
 
 
 def stream_text(session: Session, out: IO[str], *, chat: bool, speedup: bool) -> None:
@@ -110,7 +109,7 @@ def write_output(session: Session, file: OutputFile | Unwritten, out: IO[str], *
     The batch that holds the last row on file is decoded again. It shows that the file belongs to this run,
     and completes itself in the very shapes of an uninterrupted run.
     """
-    file.check(session.requests, session.rule.name)
+    file.check(session.requests, session.rule_name)
     resumed, of = hosts.broadcast(file.finished), len(session.requests)
     if resumed == of:
         _errors().print(f"the --output holds all {of} rows already: nothing to do.")
@@ -161,7 +160,7 @@ def _text(session: Session, request: Request) -> str:
 
 
 def _print_row(session: Session, completion: Completion, out: IO[str]) -> None:
-    _print_line(to_row(completion, session.rule.name), out)
+    _print_line(to_row(completion, session.rule_name), out)
 
 
 def _print_line(row: dict, out: IO[str]) -> None:
@@ -188,8 +187,8 @@ def _report(
     if colours and screen.color_system is not None:
         screen.print(legend())
     metrics = total(everyone)
-    screen.print(statistics(metrics, seconds, session.rule.name, drafts=session.drafts))
-    if isinstance(session.rule, Simulated):
+    screen.print(statistics(metrics, seconds, session.rule_name, drafts=session.drafts))
+    if session.simulated:
         screen.print("acceptance was simulated: the text means nothing, and quality cannot be read from it")
     if plain is not None:
         baseline = total([completion for batch in plain for completion in batch]).emitted / _seconds(plain)

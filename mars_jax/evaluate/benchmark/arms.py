@@ -16,15 +16,23 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels_pallas import MARGINS
-from mars_jax import verify
+from mars_jax import specs, verify
 from mars_jax.core.controls import is_stop
 from mars_jax.core.evidence import Evidence
+from mars_jax.core.rules import name_of
 from mars_jax.core.sampling import is_greedy, node_uniforms, sample
 from mars_jax.core.tree import at_parent, walk
-from mars_jax.core.types import Verdict, Verifier
+from mars_jax.core.types import LoadedRule, Verdict
+from mars_jax.specs import RuleChoice
 
+MARS = RuleChoice("mars", {})
+"""The rule that is measured unless told otherwise."""
 AUTOREGRESSIVE = "autoregressive"
 """The arm that every other one is measured against."""
+
+
+ROLES = ("alone", "strict", "infinite", "rule", "matched", "control", "simulated")
+"""What an arm is in a run: the rule that is measured, or something that it is measured against."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,18 +40,12 @@ class Arm:
     """One way to decode the same prompts with the same seeds."""
 
     name: str
-    rule: Verifier
+    rule: LoadedRule
+    role: str = ""  # one of ROLES
     drafts: bool  # False: a target forward for every token
     top_k: int = 0
+    theta: float | None = None  # the threshold, or None for a rule that has none
     meaning: str  # for the legend of a table
-
-    @property
-    def theta(self) -> float | None:
-        """The threshold, or None for a rule that has none."""
-        theta = getattr(self.rule, "theta", None)
-        return (
-            None if theta is None else float(f"{float(theta):.7g}")
-        )  # as it was given, not as f32 widens it
 
 
 @flax.struct.dataclass
@@ -96,77 +98,175 @@ def low_margin_sampling(margin: str = "ratio", *, theta: float = 0.9) -> LowMarg
     return LowMarginSampling(margin=margin, theta=np.float32(theta))
 
 
-def other_margin(margin: str) -> str:
-    """The margin of the matched control: gap for the paper's ratio, and ratio for gap and what is one in disguise."""
+def other_margin(margin: str | None) -> str:
+    """The margin of the matched control: gap for the paper's ratio; ratio for gap, for what is one in disguise, and for
+    rules that have no margin."""
     return "gap" if margin == "ratio" else "ratio"
 
 
+def margin_of(choice: RuleChoice) -> str | None:
+    """What the threshold of a rule bounds; None for a rule that bounds no margin.
+
+    >>> margin_of(RuleChoice("mars", {})), margin_of(RuleChoice("learned:PATH", {}))
+    ('ratio', None)
+    """
+    margin = None if specs.is_own(choice.spec) else choice.settled().get("margin")
+    return margin if margin in specs.MARGINS else None
+
+
+def default_thetas(rule: RuleChoice) -> list[float]:
+    """The threshold of a rule of the table, by its settings or by default; none for a rule that has none.
+
+    >>> default_thetas(MARS), default_thetas(RuleChoice("exact", {}))
+    ([0.9], [])
+    """
+    if specs.is_own(rule.spec) or "theta" not in rule.options:
+        return []
+    return [rule.settled()["theta"]]
+
+
 def make_arms(
+    choice: RuleChoice,
     thetas: Sequence[float],
     *,
     temperature: float,
-    matched: float,
-    base: str = "exact",
-    margin: str = "ratio",
+    matched: float | None,
+    target: Any = None,
     simulated_taus: Sequence[float] = (),
 ) -> list[Arm]:
-    """All arms at one temperature, autoregression first and the strict rule second.
+    """All arms at one temperature: autoregression first, the strict rule second, then the rule and its controls.
 
     Args:
-      thetas: of the relaxed rule; the first is the one that the controls are matched to.
+      choice: the rule that is measured.
+      thetas: of the rule, an arm for each; the first is the one that the controls are matched to. None for a rule
+        without a threshold, or that keeps its own: it is one arm.
       temperature: at 0 the simple control, which samples, would be autoregression itself, and is left out.
-      matched: threshold of the rule with `other_margin` that has the tau of the first theta.
-      base: "exact" or "rejection".
-      margin: one of `verify.MARGINS`.
+      matched: threshold of `mars` with `other_margin` that has the tau of the rule; None for a lossless rule, which has
+        no quality to control for.
+      target: from `mars_jax.load`, for a rule with weights.
       simulated_taus: of arms that accept by chance, which come last.
 
     Raises:
-      MarsError: unknown margin, or a threshold out of its range.
+      MarsError: as `verify.load`.
 
-    >>> [arm.name for arm in make_arms([0.9], temperature=0.0, matched=1.2)]
+    >>> [arm.name for arm in make_arms(RuleChoice("mars", {}), [0.9], temperature=0.0, matched=1.2)]
     ['autoregressive', 'exact', 'mars theta=inf', 'mars theta=0.9', 'mars(gap) matched', 'low-margin sampling']
     """
-    strict = base_rule(base)
-    relaxed = verify.mars(strict, theta=math.inf, margin=margin).name
-    other = verify.mars(strict, theta=matched, margin=other_margin(margin))
+    measured = _measured(choice, thetas, target)
+    strict = base_of(measured[-1].rule)
     arms = [
-        Arm(name=AUTOREGRESSIVE, rule=verify.exact(), drafts=False, meaning="the target alone"),
-        Arm(name=base, rule=strict, drafts=True, meaning="the strict rule, which is lossless"),
-        *(
+        Arm(name=AUTOREGRESSIVE, rule=_EXACT, role="alone", drafts=False, meaning="the target alone"),
+        Arm(
+            name=name_of(strict.rule),
+            rule=strict,
+            role="strict",
+            drafts=True,
+            meaning="the strict rule, which is lossless",
+        ),
+        *(arm for arm in measured if arm.name != name_of(strict.rule)),
+    ]
+    if matched is not None:
+        arms += _controls(choice, measured[-1 - len(thetas[1:])], matched, temperature)
+    simulated = "acceptance by chance with this tau, to size hardware: its text and its score mean nothing"
+    for tau in simulated_taus:
+        rule = LoadedRule(verify.simulated(tau))
+        arms.append(
+            Arm(name=f"simulated tau={tau:g}", rule=rule, role="simulated", drafts=True, meaning=simulated)
+        )
+    return arms
+
+
+def _measured(choice: RuleChoice, thetas: Sequence[float], target: Any) -> list[Arm]:
+    """The rule at its thresholds; one of the table also at inf, which is strict."""
+    if not thetas:
+        rule = verify.load(choice.spec, target, **choice.settings)
+        return [Arm(name=label(choice, rule), rule=rule, role="rule", drafts=True, meaning="the rule")]
+    infinite = () if specs.is_own(choice.spec) else (math.inf,)
+    arms = []
+    for theta in (*infinite, *thetas):
+        rule = verify.load(choice.spec, target, **{**choice.settings, "theta": theta})
+        arms.append(
             Arm(
-                name=f"{relaxed} theta={theta:g}",
-                rule=verify.mars(strict, theta=theta, margin=margin),
+                name=f"{label(choice, rule)} theta={theta:g}",
+                rule=rule,
+                role="infinite" if theta == math.inf else "rule",
                 drafts=True,
+                theta=theta,
                 meaning="the relaxed rule switched off by its threshold: the strict rule again"
                 if theta == math.inf
                 else "the relaxed rule",
             )
-            for theta in (math.inf, *thetas)
-        ),
+        )
+    return arms
+
+
+def label(choice: RuleChoice, rule: LoadedRule) -> str:
+    """A rule in the name of its arms, with the settings that were given for it and that its own name leaves out."""
+    own = specs.is_own(choice.spec)
+    given = (
+        choice.settings.items()
+        if own
+        else [(k, v) for k, v in choice.settings.items() if type(v) in (int, float)]
+    )
+    words = [f"{k}={format(v, 'g') if type(v) in (int, float) else v}" for k, v in given if k != "theta"]
+    return " ".join([choice.row.name if own else name_of(rule.rule), *words])
+
+
+def _controls(choice: RuleChoice, first: Arm, matched: float, temperature: float) -> list[Arm]:
+    """What tells the rule's own merit from speed and from sampling among two tokens."""
+    margin = margin_of(choice)
+    strict = base_of(first.rule).rule
+    other = verify.mars(strict, theta=matched, margin=other_margin(margin))
+    at = f"theta={first.theta:g}" if first.theta is not None else first.name
+    arms = [
         Arm(
             name=f"{other.name} matched",
-            rule=other,
+            rule=LoadedRule(other),
+            role="matched",
             drafts=True,
-            meaning=f"another margin, its threshold set so that tau is that of theta={thetas[0]:g}",
-        ),
+            theta=matched,
+            meaning=f"another margin, its threshold set so that tau is that of {at}",
+        )
     ]
     if temperature > 0:
         simple = "the target alone, sampling among its two best tokens everywhere: the simple control"
         arms.append(
-            Arm(name=f"{AUTOREGRESSIVE} top_k=2", rule=verify.exact(), drafts=False, top_k=2, meaning=simple)
+            Arm(
+                name=f"{AUTOREGRESSIVE} top_k=2",
+                rule=_EXACT,
+                role="control",
+                drafts=False,
+                top_k=2,
+                meaning=simple,
+            )
         )
-    control = low_margin_sampling(margin, theta=thetas[0])
-    meaning = (
-        f"the target alone, sampling among its two best tokens where the margin is low at theta={thetas[0]:g}"
-    )
-    arms.append(Arm(name=control.name, rule=control, drafts=False, meaning=meaning))
-    simulated = "acceptance by chance with this tau, to size hardware: its text and its score mean nothing"
-    for tau in simulated_taus:
-        rule = verify.simulated(tau)
-        arms.append(Arm(name=rule.name, rule=rule, drafts=True, meaning=simulated))
-    return arms
+    # A rule without a margin is compared with what its matched margin lets a draft choose from.
+    if margin is None or first.theta is None:
+        margin, theta, at = other_margin(margin), matched, f"the matched theta={matched:g}"
+    else:
+        theta = first.theta
+    control = low_margin_sampling(margin, theta=theta)
+    meaning = f"the target alone, sampling among its two best tokens where the margin is low at {at}"
+    return [
+        *arms,
+        Arm(
+            name=control.name,
+            rule=LoadedRule(control),
+            role="control",
+            drafts=False,
+            theta=theta,
+            meaning=meaning,
+        ),
+    ]
 
 
-def base_rule(base: str) -> verify.Exact | verify.Rejection:
-    """The strict rule by its name."""
-    return verify.rejection() if base == "rejection" else verify.exact()
+def base_of(rule: LoadedRule) -> LoadedRule:
+    """The strict rule under a rule; of a rule that is over none, and lossless or not, `exact`.
+
+    >>> base_of(verify.load("mars", base="rejection")).rule.name
+    'rejection'
+    """
+    return LoadedRule(getattr(rule.rule, "base", None) or verify.exact())
+
+
+_EXACT = LoadedRule(verify.exact())

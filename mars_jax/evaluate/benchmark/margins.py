@@ -17,11 +17,11 @@ from jax import Array
 from mars_jax.core import decode
 from mars_jax.core.evidence import Evidence
 from mars_jax.core.tree import gather_path
-from mars_jax.core.types import NO_TOKEN, Verdict, Verifier
+from mars_jax.core.types import NO_TOKEN, LoadedRule, Verdict
 from mars_jax.drafters import LoadedDrafter
 from mars_jax.placement.hosts import fetch
 from mars_jax.pretrained import Pretrained
-from mars_jax.serve.prepare import prepare
+from mars_jax.serve.prepare import AnyRule, prepare
 from mars_jax.serve.requests import Request
 
 PROBLEMS = 32
@@ -83,7 +83,7 @@ def decisions(
     target: Pretrained,
     drafter: LoadedDrafter,
     requests: Sequence[Request],
-    rule: Verifier,
+    rule: AnyRule,
     rows: int,
     tick: Callable[[], None] = lambda: None,
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -101,9 +101,11 @@ def decisions(
       its draft did, the place where no draft was taken.
     """
     found: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {kind: [] for kind in KINDS}
+    loaded = rule if isinstance(rule, LoadedRule) else LoadedRule(rule)
+    observed = LoadedRule(Observe(loaded.rule), loaded.params)
     for first in range(0, len(requests), rows):
         group = requests[first : first + rows]
-        decoder, params, state = prepare(target, drafter, group, verify=Observe(rule), rows=rows)
+        decoder, params, state = prepare(target, drafter, group, verify=observed, rows=rows)
         with target.on_mesh():
             for _, info in decode.stream(decoder, params, state):
                 emitted, seen = fetch((info.num_emitted, info.verdict))

@@ -20,7 +20,7 @@ def draw(summary: Mapping[str, Any], folder: Path) -> None:
         "speed_quality.png": _speed_quality,
         "tau_theta.png": _tau_theta,
         "depth.png": _depth,
-        "margins.png": functools.partial(_margins, summary["settings"]["margin"]),
+        "margins.png": functools.partial(_margins, summary["settings"]["rule"]["settings"].get("margin")),
     }
     for name, panel in panels.items():
         _picture(tables, folder / name, panel)
@@ -66,19 +66,26 @@ def _speed_quality(axis: Any, table: Table) -> None:
 
 def _tau_theta(axis: Any, table: Table) -> None:
     """tau over the thresholds of the relaxed rule, between its strict limit and its matched control."""
-    arms = [arm for arm in table["arms"] if not arm["arm"].startswith("simulated")]
-    drafting = [arm for arm in arms if arm["acceptance_by_depth"]]
-    strict, infinite, *swept, matched = drafting
-    swept = sorted(swept, key=lambda arm: arm["theta"])
-    axis.plot(
-        [arm["theta"] for arm in swept],
-        [arm["tau"] for arm in swept],
-        marker="o",
-        label=swept[0]["arm"].partition(" theta=")[0],
-    )
-    lines = ((strict, "--", "gray"), (infinite, ":", "black"), (matched, "-.", "C3"))
-    for arm, style, color in lines:
-        axis.axhline(arm["tau"], linestyle=style, color=color, label=arm["arm"])
+    arms = table["arms"]
+    swept = [arm for arm in arms if arm["role"] == "rule" and arm["theta"] is not None]
+    if swept:
+        swept.sort(key=lambda arm: arm["theta"])
+        axis.plot(
+            [arm["theta"] for arm in swept],
+            [arm["tau"] for arm in swept],
+            marker="o",
+            label=swept[0]["arm"].partition(" theta=")[0],
+        )
+    styles = {
+        "strict": ("--", "gray"),
+        "infinite": (":", "black"),
+        "matched": ("-.", "C3"),
+        "rule": ("-", "C0"),
+    }
+    for arm in arms:
+        if arm["role"] in styles and arm not in swept:
+            style, color = styles[arm["role"]]
+            axis.axhline(arm["tau"], linestyle=style, color=color, label=arm["arm"])
     axis.set(xlabel="theta", ylabel="tau, tokens per target forward")
 
 
@@ -95,16 +102,18 @@ def _depth(axis: Any, table: Table) -> None:
     axis.set(xlabel="draft tokens accepted in a step", ylabel="share of steps")
 
 
-def _margins(margin: str, axis: Any, table: Table) -> None:
+def _margins(margin: str | None, axis: Any, table: Table) -> None:
     """Draft tokens by the margin of the target there: the strict rule's as areas, the relaxed rule's as lines."""
-    for (arm, counts), filled in zip(table["margins"].items(), (True, False), strict=True):
+    for (arm, counts), filled in zip(table["margins"].items(), (True, False), strict=False):
         edges = np.asarray(counts["edges"])
         for kind, color in (("accepted", "C2"), ("relaxed", "C1"), ("rejected", "C3")):
             if any(counts[kind]):
                 look = {"fill": True, "alpha": 0.3} if filled else {"linewidth": 1.5}
                 axis.stairs(counts[kind], edges, color=color, label=f"{arm}: {kind}", **look)
-    if theta := next((a["theta"] for a in table["arms"] if a["arm"] == [*table["margins"]][1]), None):
+    measured = [*table["margins"]][-1]
+    theta = next((a["theta"] for a in table["arms"] if a["arm"] == measured), None)
+    if theta is not None and margin is not None:
         axis.axvline(theta, linestyle=":", color="black", label=f"theta={theta:g}")
-    meaning = {"ratio": "z2 / z1", "gap": "z1 - z2, nats", "prob_ratio": "p2 / p1"}[margin]
+    meaning = {"ratio": "z2 / z1", "gap": "z1 - z2, nats", "prob_ratio": "p2 / p1"}[margin or "ratio"]
     axis.set_yscale("symlog", linthresh=1)
     axis.set(xlabel=f"margin of the target's two best tokens, {meaning}", ylabel="places with a draft")

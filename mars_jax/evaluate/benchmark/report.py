@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mars_jax import specs
 from mars_jax.core.errors import MarsError
 from mars_jax.evaluate import figures
-from mars_jax.evaluate.benchmark.arms import AUTOREGRESSIVE, make_arms
+from mars_jax.evaluate.benchmark.arms import AUTOREGRESSIVE, Arm
 from mars_jax.evaluate.benchmark.margins import PROBLEMS
 from mars_jax.evaluate.benchmark.match import Match
 from mars_jax.evaluate.benchmark.rows import Row
@@ -54,8 +55,9 @@ def summarize(
     margins: Mapping[str, Any],
     problems: Sequence[Problem],
     rows: Sequence[Row],
+    arms_at: Callable[[float, float | None], list[Arm]],
 ) -> dict[str, Any]:
-    """The content of summary.json."""
+    """The content of summary.json. `arms_at` gives the arms at a temperature and a matched threshold."""
     metrics = {problem.task: problem.metric for problem in problems}
     by_arm: dict[tuple[str, float, str], list[Row]] = {}
     for row in rows:
@@ -63,25 +65,18 @@ def summarize(
     tables = []
     for task, metric in metrics.items():
         for temperature in settings["temperatures"]:
-            found = matches[f"{task}, temperature {temperature:g}"]
-            arms = make_arms(
-                settings["thetas"],
-                temperature=temperature,
-                matched=found.theta,
-                base=settings["base"],
-                margin=settings["margin"],
-                simulated_taus=settings.get("simulated_taus", ()),
-            )
+            found = matches.get(f"{task}, temperature {temperature:g}")
+            arms = arms_at(temperature, found and found.theta)
             alone, strict = (by_arm[task, temperature, name] for name in (AUTOREGRESSIVE, arms[1].name))
             tables.append(
                 {
                     "task": task,
                     "temperature": temperature,
                     "metric": metric,
-                    "match": found._asdict(),
+                    "match": found and found._asdict(),
                     "margins": margins[f"{task}, temperature {temperature:g}"],
                     "arms": [
-                        {"arm": arm.name, "meaning": arm.meaning}
+                        {"arm": arm.name, "role": arm.role, "meaning": arm.meaning}
                         | figures.summarize(
                             by_arm[task, temperature, arm.name],
                             alone,
@@ -131,9 +126,10 @@ def write(summary: Mapping[str, Any], folder: Path) -> None:
 def markdown(summary: Mapping[str, Any]) -> str:
     """The tables for people."""
     settings = summary["settings"]
-    shown = ("target", "draft", "drafter", "dtype", "base", "margin", "max_new_tokens")
+    shown = ("target", "draft", "drafter", "dtype", "rule", "max_new_tokens")
     shown += ("batch_size", "seed", "chat", "device")
-    facts = [f"{k.replace('_', ' ')} {_fact(settings[k])}" for k in shown if settings.get(k) is not None]
+    told = {**settings, "rule": _rule(settings["rule"])}
+    facts = [f"{k.replace('_', ' ')} {_fact(told[k])}" for k in shown if told.get(k) is not None]
     lines = ["# Speculative decoding, measured", "", "; ".join(facts) + ".", ""]
     for note in summary["notes"]:
         lines += [f"Note: {note}", ""]
@@ -152,6 +148,17 @@ def markdown(summary: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _rule(rule: Mapping[str, Any]) -> str:
+    """The rule with its settings."""
+    row = specs.RULES.get(rule["verify"])
+    said = []
+    for name, value in rule["settings"].items():
+        setting = row and row.settings.get(name)
+        word = setting.default_words if setting and value == setting.default else _fact(value)
+        said.append(f"{name.replace('_', ' ')} {word}")
+    return f"{rule['verify']} ({', '.join(said)})" if said else rule["verify"]
+
+
 def _fact(value: Any) -> str:
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
 
@@ -161,8 +168,7 @@ def _table(table: Mapping[str, Any]) -> list[str]:
     lines = [
         f"## {table['task']}, temperature {table['temperature']:g}",
         "",
-        f"{arms[0]['problems']} problems; {METRICS[table['metric']]}. Matched threshold {found['theta']:g}: tau "
-        f"{found['tau']:.2f} for {found['wanted']:.2f}, on the problems of the match.",
+        f"{arms[0]['problems']} problems; {METRICS[table['metric']]}.{_match(found)}",
         "",
         "| " + " | ".join(COLUMNS) + " |",
         "|---|" + "---:|" * (len(COLUMNS) - 1),
@@ -181,6 +187,15 @@ def _table(table: Mapping[str, Any]) -> list[str]:
             cells = ["-" if rate is None else f"{rate:.1%}" for rate in rates]
             lines.append(f"| {arm['arm']} | " + " | ".join(cells) + " |")
     return [*lines, "", *(f"- {arm['arm']}: {arm['meaning']}" for arm in arms), ""]
+
+
+def _match(found: Mapping[str, Any] | None) -> str:
+    if found is None:  # a lossless rule has no control
+        return ""
+    return (
+        f" Matched threshold {found['theta']:g}: tau {found['tau']:.2f} for {found['wanted']:.2f}, on the problems of "
+        "the match."
+    )
 
 
 def _cells(arm: Mapping[str, Any]) -> list[str]:

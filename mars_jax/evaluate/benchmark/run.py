@@ -19,10 +19,19 @@ import numpy as np
 
 from mars_jax import __version__, drafters, verify
 from mars_jax.core.errors import MarsError
+from mars_jax.core.types import LoadedRule
 from mars_jax.evaluate.answers import Answer, Decoding, check_problems, prompt_tokens
 from mars_jax.evaluate.batches import RowFile
 from mars_jax.evaluate.benchmark import margins, report
-from mars_jax.evaluate.benchmark.arms import Arm, base_rule, make_arms, other_margin
+from mars_jax.evaluate.benchmark.arms import (
+    MARS,
+    Arm,
+    base_of,
+    default_thetas,
+    make_arms,
+    margin_of,
+    other_margin,
+)
 from mars_jax.evaluate.benchmark.match import PROBLEMS, Match, match
 from mars_jax.evaluate.benchmark.rows import Key, make_row
 from mars_jax.evaluate.folder import claim, digest, fingerprint, write_json
@@ -30,6 +39,7 @@ from mars_jax.evaluate.scoring import likelihood, sandbox, scores
 from mars_jax.evaluate.tasks.problems import Problem
 from mars_jax.journal import Row
 from mars_jax.pretrained import Pretrained
+from mars_jax.specs import RuleChoice
 
 MATCHES, MARGINS, ROWS = "matches.json", "margins.json", "rows.jsonl"
 
@@ -43,9 +53,8 @@ def evaluate(
     problems: Sequence[Problem],
     output: str | os.PathLike[str],
     *,
-    base: str = "exact",
-    margin: str = "ratio",
-    thetas: Sequence[float] = (0.9,),
+    rule: RuleChoice = MARS,
+    thetas: Sequence[float] | None = None,
     temperatures: Sequence[float] = (0.0, 1.0),
     simulated_taus: Sequence[float] = (),
     max_new_tokens: int = 256,
@@ -64,12 +73,13 @@ def evaluate(
 
     Args:
       target: from `mars_jax.load`.
-      drafter: from `mars_jax.drafters.load`, with `sample=True` where `base` is "rejection" and it has weights.
+      drafter: from `mars_jax.drafters.load`, with `sample=True` where the rule is over rejection and it has weights.
       problems: from `tasks.read`.
       output: a folder, new, empty, or of the run to go on with.
-      base: the strict rule, "exact" or "rejection".
-      margin: what `thetas` bound; see `verify.mars`.
-      thetas: of the relaxed rule; the controls are matched to the first.
+      rule: that is measured, by name, such as `specs.RuleChoice("mars", {"margin": "gap"})` or
+        `specs.RuleChoice("gates.py:entropy_gate", {"entropy": 1.5})`, whose file is run.
+      thetas: of the rule; the controls are matched to the first. Default: the rule's own; none for a rule without
+        thresholds, or of the user's, which is one arm.
       temperatures: all arms run at each.
       simulated_taus: of further arms, which accept by chance; see `verify.simulated`.
       max_new_tokens: of a turn.
@@ -89,10 +99,10 @@ def evaluate(
     """
     if not problems:
         raise MarsError("there are no problems to evaluate on: ask for at least 1.")
-    thetas = [float(theta) for theta in thetas]
+    thetas = [float(theta) for theta in (default_thetas(rule) if thetas is None else thetas)]
     temperatures = [float(temperature) + 0.0 for temperature in temperatures]  # -0 is 0
     for name, values in (("thetas", thetas), ("temperatures", temperatures)):
-        if not values or len({f"{value:g}" for value in values}) < len(values):
+        if (not values and name == "temperatures") or len({f"{value:g}" for value in values}) < len(values):
             raise MarsError(f"{name} are {values}: give at least one, and each once.")
     if math.inf in thetas:
         raise MarsError("thetas holds inf, an arm of every evaluation: leave it out.")
@@ -103,7 +113,7 @@ def evaluate(
             "for less, or draft deeper."
         )
     for theta in thetas:
-        verify.mars(base_rule(base), theta=theta, margin=margin)
+        rule.but(theta=theta)
     scores.check_metrics(problems, run_code=allow_code_execution, unconfined=allow_unconfined_code)
     report.check_installed()
     check_problems(target, problems, chat=chat)
@@ -112,8 +122,7 @@ def evaluate(
         "target": target.name,
         **(names or {}),
         "drafter": drafter.drafter.name,
-        "base": base,
-        "margin": margin,
+        "rule": rule.as_json(but=("theta",) if thetas else ()),
         "thetas": thetas,
         "temperatures": temperatures,
         # Left out where there are none, so that folders of runs before this setting can go on.
@@ -144,13 +153,19 @@ def evaluate(
         batch_size=min(batch_size, largest),
     )
     with claim(folder, settings):
-        evaluation = _Evaluation(decoding, folder, problems, settings)
+        evaluation = _Evaluation(decoding, folder, problems, settings, rule)
         try:
             evaluation.decode(progress or (lambda what, done, of: None))
         finally:
             evaluation.file.close()
         summary = report.summarize(
-            settings, environment(), evaluation.matches, evaluation.margins, problems, evaluation.file.rows
+            settings,
+            environment(),
+            evaluation.matches,
+            evaluation.margins,
+            problems,
+            evaluation.file.rows,
+            evaluation.arms,
         )
         report.write(summary, folder)
     return summary
@@ -160,9 +175,15 @@ class _Evaluation:
     """The loops of one run over its tasks, temperatures, batches and arms."""
 
     def __init__(
-        self, decoding: Decoding, folder: Path, problems: Sequence[Problem], settings: Mapping[str, Any]
+        self,
+        decoding: Decoding,
+        folder: Path,
+        problems: Sequence[Problem],
+        settings: Mapping[str, Any],
+        rule: RuleChoice,
     ):
-        self._decoding, self._folder, self._settings = decoding, folder, settings
+        self._decoding, self._folder, self._settings, self._rule = decoding, folder, settings, rule
+        self._made: dict[tuple[float, float | None], list[Arm]] = {}
         self._tasks = _by_task(problems)
         self._numbers = {(task, p.id): i for task, group in self._tasks.items() for i, p in enumerate(group)}
         self.matches = {place: Match(**found) for place, found in self._read(MATCHES).items()}
@@ -172,7 +193,7 @@ class _Evaluation:
             Key(task, temperature, arm.name, problem.id)._asdict()
             for task, temperature in self._places()
             for group in self._batches(task)
-            for arm in self._arms(temperature, matched=1.0)
+            for arm in self.arms(temperature, self._stand_in)
             for problem in group
         ]
         self._rows = len(keys)
@@ -189,16 +210,23 @@ class _Evaluation:
         problems, size = self._tasks[task], self._decoding.batch_size
         return (problems[first : first + size] for first in range(0, len(problems), size))
 
-    def _arms(self, temperature: float, *, matched: float) -> list[Arm]:
-        s = self._settings
-        return make_arms(
-            s["thetas"],
-            temperature=temperature,
-            matched=matched,
-            base=s["base"],
-            margin=s["margin"],
-            simulated_taus=s.get("simulated_taus", ()),
-        )
+    @property
+    def _stand_in(self) -> float | None:
+        """A matched threshold, before it is known."""
+        return None if self._rule.row.lossless else 1.0
+
+    def arms(self, temperature: float, matched: float | None) -> list[Arm]:
+        """The arms at a temperature; a rule with weights reads them once."""
+        if (temperature, matched) not in self._made:
+            self._made[temperature, matched] = make_arms(
+                self._rule,
+                self._settings["thetas"],
+                temperature=temperature,
+                matched=matched,
+                target=self._decoding.target,
+                simulated_taus=self._settings.get("simulated_taus", ()),
+            )
+        return self._made[temperature, matched]
 
     def _seed(self, task: str, problem: Problem) -> int:
         return (self._settings["seed"] + self._numbers[task, problem.id]) % 2**32
@@ -208,9 +236,9 @@ class _Evaluation:
         for task, temperature in self._places():
             what = f"{task}, temperature {temperature:g}"
             tick = functools.partial(progress, f"{what}, matching", place, self._rows)
-            matched = self._match(task, temperature, tick)
+            found = self._match(task, temperature, tick)
             for group in self._batches(task):
-                for arm in self._arms(temperature, matched=matched.theta):
+                for arm in self.arms(temperature, found and found.theta):
                     keys = [Key(task, temperature, arm.name, problem.id)._asdict() for problem in group]
                     make = functools.partial(self._decode, task, temperature, arm, group)
                     rows = self.file.batch(keys, make)
@@ -258,32 +286,32 @@ class _Evaluation:
         decoding, problems = self._decoding, self._tasks[task][: margins.PROBLEMS]
         prompts = [prompt_tokens(decoding.target, p, chat=decoding.chat) for p in problems]
         requests = decoding.requests(prompts, [self._seed(task, p) for p in problems], temperature)
-        _, strict, _, relaxed, *_ = self._arms(temperature, matched=1.0)
+        arms = self.arms(temperature, self._stand_in)
+        strict = next(arm for arm in arms if arm.role == "strict")
         found = {}
-        for arm in (strict, relaxed):
+        for arm in (strict, next((arm for arm in arms if arm.role == "rule"), strict)):
             seen = margins.decisions(
                 decoding.target, decoding.drafter, requests, arm.rule, decoding.batch_size, tick
             )
-            found[arm.name] = margins.histograms(self._settings["margin"], seen)
+            found[arm.name] = margins.histograms(margin_of(self._rule) or "ratio", seen)
         self.margins[name] = found
         write_json(self._folder / MARGINS, self.margins)
 
-    def _match(self, task: str, temperature: float, tick: Callable[[], None]) -> Match:
-        """The match of a task at a temperature, found once and kept beside the rows."""
+    def _match(self, task: str, temperature: float, tick: Callable[[], None]) -> Match | None:
+        """The match of a task at a temperature, found once and kept beside the rows; None for a lossless rule."""
         name = f"{task}, temperature {temperature:g}"
-        if name in self.matches:
-            return self.matches[name]
-        base, margin = base_rule(self._settings["base"]), self._settings["margin"]
-        other = other_margin(margin)
+        if name in self.matches or self._rule.row.lossless:
+            return self.matches.get(name)
+        first = next(arm for arm in self.arms(temperature, self._stand_in) if arm.role == "rule")
+        other = other_margin(margin_of(self._rule))
         problems = self._tasks[task][:PROBLEMS]
         size = self._decoding.batch_size
 
-        def tau_at(theta: float, margin: str = other) -> float:
-            rule = verify.mars(base, theta=theta, margin=margin)
+        def tau_of(rule: LoadedRule) -> float:
             arm = Arm(name="match", rule=rule, drafts=True, meaning="")
             emitted = steps = 0
-            for first in range(0, len(problems), size):
-                group = problems[first : first + size]
+            for begin in range(0, len(problems), size):
+                group = problems[begin : begin + size]
                 seeds = [self._seed(task, problem) for problem in group]
                 for answer in self._decoding.answer(arm, group, seeds, temperature=temperature):
                     emitted += answer.metrics.emitted
@@ -291,7 +319,11 @@ class _Evaluation:
                 tick()
             return emitted / steps
 
-        found = match(tau_at, tau_at(self._settings["thetas"][0], margin), other)
+        def tau_at(theta: float) -> float:
+            base = base_of(first.rule).rule
+            return tau_of(LoadedRule(verify.mars(base, theta=theta, margin=other)))
+
+        found = match(tau_at, tau_of(first.rule), other)
         self.matches[name] = found
         write_json(self._folder / MATCHES, {place: m._asdict() for place, m in self.matches.items()})
         return found

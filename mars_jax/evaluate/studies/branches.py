@@ -2,7 +2,7 @@
 
 At a relaxed token the text is continued twice by the strict rule, once behind that token and once behind the target's
 own, so that whatever differs is the work of this one token. The same is done with a control: the target's runner-up
-put in where the margin was not low, so that the rule would have refused it. All at temperature 0, where two
+put in where the rule was not indifferent, so that it would have refused it. All at temperature 0, where two
 continuations differ for no other reason.
 
 n events, H distances. Oracle: tests/evaluate/test_compounding.py.
@@ -15,20 +15,23 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from mars_jax import drafters, verify
+from mars_jax.core.types import LoadedRule
 from mars_jax.evaluate.answers import prompt_tokens
 from mars_jax.evaluate.batches import RowFile
+from mars_jax.evaluate.benchmark.arms import MARS
 from mars_jax.evaluate.scoring import scores
 from mars_jax.evaluate.scoring.likelihood import score as likelihood
+from mars_jax.evaluate.studies.refusals import check_low, low_nodes
 from mars_jax.evaluate.tasks.problems import UNJUDGED, Problem
 from mars_jax.journal import Row
 from mars_jax.pretrained import Pretrained
 from mars_jax.serve import requests as request
 from mars_jax.serve.generate import generate_stream, run_batch
 from mars_jax.serve.requests import Request
+from mars_jax.specs import RuleChoice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,8 +86,7 @@ def study(
     drafter: drafters.LoadedDrafter,
     problems: Sequence[Problem],
     *,
-    theta: float = 0.9,
-    margin: str = "ratio",
+    rule: RuleChoice = MARS,
     chat: bool = False,
     max_new_tokens: int = 256,
     horizon: int = 48,
@@ -99,7 +101,7 @@ def study(
     Args:
       target, drafter: as for `generate`.
       problems: of one task.
-      theta, margin: of the rule, over `verify.exact`.
+      rule: by name, over `verify.exact`.
       chat: put questions through the chat template.
       max_new_tokens: of a text, in every branch.
       horizon: tokens of a continuation that is not scored; scored ones go on to their end.
@@ -110,17 +112,18 @@ def study(
       rows: file to keep what was decoded in, where a run with the same arguments that was killed goes on.
 
     Raises:
-      MarsError: as `generate`.
+      MarsError: as `generate`; a rule that does not say where it relaxes, see `check_low`.
     """
     tick = progress or (lambda what, done, of: None)
     prompts = [prompt_tokens(target, problem, chat=chat) for problem in problems]
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "seed": seed}
     requests = request.make_requests(target, prompts, **options)
-    rule = verify.mars(theta=theta, margin=margin)
+    made = verify.load(rule.spec, target, **rule.settings)
+    check_low(made.rule)
     texts: list[Decoded] = []
     for first in range(0, len(requests), batch_size):
         group = requests[first : first + batch_size]
-        make = functools.partial(relaxed_texts, target, drafter, group, rule, batch_size)
+        make = functools.partial(relaxed_texts, target, drafter, group, made, batch_size)
         keys = [
             {"what": "text", "task": problems[first + i].task, "problem": first + i}
             for i in range(len(group))
@@ -128,7 +131,7 @@ def study(
         texts += _kept(rows, keys, make, dataclasses.asdict, Decoded.of)
         tick("texts", len(texts), len(requests))
     # One more token of each branch than the distances that are looked at.
-    places = _places(target, texts, rule, per_text, np.random.default_rng(seed))
+    places = _places(target, texts, made, per_text, np.random.default_rng(seed))
     branches = []
     for problem, control, place, runner_up in places:
         text = texts[problem]
@@ -160,20 +163,19 @@ def study(
 
 
 def _places(
-    target: Pretrained, texts: Sequence[Decoded], rule: verify.Mars, per_text: int, rng: np.random.Generator
+    target: Pretrained, texts: Sequence[Decoded], rule: LoadedRule, per_text: int, rng: np.random.Generator
 ) -> list[tuple[int, bool, int, int]]:
     """(problem, control, place, runner-up) of the events. A control stands where the text says what the target would,
-    its margin is not low, and neither of the two best tokens is a stop token."""
+    the rule is not indifferent, and neither of the two best tokens is a stop token."""
     chosen = []
-    scored = likelihood(target, [(*text.prompt, *text.tokens) for text in texts])
-    for problem, (text, s) in enumerate(zip(texts, scored, strict=True)):
+    whole = [(*text.prompt, *text.tokens) for text in texts]
+    told = zip(texts, likelihood(target, whole), low_nodes(target, rule, whole), strict=True)
+    for problem, (text, s, indifferent) in enumerate(told):
         relaxed = [i for i, was in enumerate(text.relaxed) if was]
         at = np.arange(len(text.tokens)) + len(text.prompt) - 1
-        z1, z2 = jnp.asarray(s.z1[at]), jnp.asarray(s.z2[at])
-        low = np.asarray(verify.MARGINS[rule.margin](z1, z2, jnp.full(len(at), rule.theta)))
         own = s.best[at] == np.asarray(text.tokens)
         stops = np.isin(s.best[at], target.stop_tokens) | np.isin(s.second[at], target.stop_tokens)
-        refused = np.flatnonzero(~low & own & ~stops).tolist()
+        refused = np.flatnonzero(~indifferent[at] & own & ~stops).tolist()
         for control, places in ((False, relaxed), (True, refused if relaxed else [])):
             picked = rng.choice(places, min(per_text, len(places)), replace=False) if places else []
             chosen += [(problem, control, int(i), int(s.second[at[i]])) for i in picked]

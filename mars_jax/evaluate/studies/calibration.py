@@ -25,12 +25,15 @@ import numpy as np
 
 from mars_jax import verify
 from mars_jax.core.errors import MarsError
+from mars_jax.core.rules import name_of
+from mars_jax.core.types import LoadedRule
 from mars_jax.evaluate.answers import Decoding
 from mars_jax.evaluate.batches import RowFile
-from mars_jax.evaluate.benchmark.arms import Arm, base_rule
+from mars_jax.evaluate.benchmark.arms import MARS, Arm, base_of
 from mars_jax.evaluate.scoring import scores
 from mars_jax.evaluate.tasks.problems import UNJUDGED, Problem
 from mars_jax.journal import Row
+from mars_jax.specs import RuleChoice
 
 RISKS = {
     "regret": "what the rule adds to the regret of a text, in nats per token, mean over texts, each clipped at 1 nat",
@@ -41,12 +44,6 @@ CLIP = 1.0
 """Nats per token at which the loss of one text is clipped: a test needs bounded losses."""
 BET = 0.75
 """Of the largest bet that cannot go bankrupt; Waudby-Smith and Ramdas advise 1/2 or 3/4."""
-GRID = {
-    "ratio": (0.98, 0.96, 0.94, 0.92, 0.9, 0.88, 0.86, 0.84, 0.82, 0.8, 0.75, 0.7, 0.65, 0.6, 0.55, 0.5),
-    "gap": (0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0),
-    "prob_ratio": (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.25, 0.2, 0.15, 0.1, 0.07, 0.05, 0.03, 0.01),
-}
-"""Thresholds that are tried, from strict to loose, by margin. Chosen before anything is seen, as the test asks."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,8 +139,7 @@ def calibrate(
     risk: str,
     bound: float,
     confidence: float,
-    base: str = "exact",
-    margin: str = "ratio",
+    rule: RuleChoice = MARS,
     thetas: Sequence[float] | None = None,
     temperature: float = 0.0,
     seed: int = 0,
@@ -160,8 +156,8 @@ def calibrate(
       risk: one of `RISKS`.
       bound: of the risk, in nats per token or as a share.
       confidence: with which the bound shall hold.
-      base, margin: of the rule; see `verify.mars`.
-      thetas: from strict to loose; default: `GRID`.
+      rule: whose theta is calibrated, with its other settings.
+      thetas: from strict to loose; default: those of its row in `specs.RULES`.
       temperature, seed: problem i draws with seed + i under every rule.
       run_code, unconfined: as for `scores.score`.
       progress: `(what, done, of)`, called after every batch.
@@ -173,9 +169,10 @@ def calibrate(
     Raises:
       MarsError: a risk that the problems cannot measure.
     """
-    thetas = list(GRID[margin] if thetas is None else thetas)
+    thetas = list(grid(rule) if thetas is None else thetas)
     check(problems, risk=risk, bound=bound, confidence=confidence, run_code=run_code, unconfined=unconfined)
-    strict = base_rule(base)
+    rules = [verify.load(rule.spec, decoding.target, **{**rule.settings, "theta": theta}) for theta in thetas]
+    strict = base_of(rules[0])
 
     with contextlib.ExitStack() as stack:
         if rows is None:  # then they are kept as long as this takes
@@ -183,7 +180,7 @@ def calibrate(
         file = RowFile(rows)
         stack.callback(file.close)
 
-        def decode(rule: Any, name: str) -> list[Row]:
+        def decode(rule: LoadedRule, name: str) -> list[Row]:
             arm = Arm(name=name, rule=rule, drafts=True, meaning="")
             found, size = [], decoding.batch_size
             for first in range(0, len(problems), size):
@@ -205,10 +202,10 @@ def calibrate(
                     progress(f"{name}, tau {_tau(found):.2f}", len(found), len(problems))
             return found
 
-        alone = decode(strict, strict.name)
+        alone = decode(strict, name_of(strict.rule))
 
         def losses_at(theta: float) -> tuple[np.ndarray, float]:
-            found = decode(verify.mars(strict, theta=theta, margin=margin), f"theta={theta:g}")
+            found = decode(rules[thetas.index(theta)], f"theta={theta:g}")
             pairs = [(a["worth"], b["worth"]) for a, b in zip(alone, found, strict=True)]
             lost = np.asarray([before - after for before, after in pairs if None not in (before, after)])
             return np.clip(lost / CLIP, -1, 1), _tau(found)
@@ -220,6 +217,26 @@ def calibrate(
         "strict_tau": _tau(alone),
         "trials": [dataclasses.asdict(t) for t in trials],
     }
+
+
+def grid(rule: RuleChoice) -> tuple[float, ...]:
+    """Thresholds worth trying, from strict to loose. Chosen before anything is seen, as the test asks.
+
+    Raises:
+      MarsError: a rule without a threshold, or of the user's, who knows what its thresholds are.
+
+    >>> grid(MARS)[:3]
+    (0.98, 0.96, 0.94)
+    """
+    if "theta" not in rule.options:
+        raise MarsError(f"the rule {rule.name} has no theta to calibrate: choose one that has, such as mars.")
+    setting, structure = rule.setting("theta")
+    found = setting.range(**structure).grid
+    if not found:
+        raise MarsError(
+            f"the rule {rule.name} has no thresholds of its own: give --thetas, from strict to loose."
+        )
+    return found
 
 
 def _key(arm: Arm, problem: Problem) -> Row:

@@ -21,7 +21,7 @@ SPLITS = ("train", "eval")
 
 
 @dataclass(frozen=True)
-class Problem:
+class Exercise:
     """A question, its worked answer, which ends in `#### result`, and the result."""
 
     question: str
@@ -29,7 +29,7 @@ class Problem:
     result: int
 
 
-def problem(index: int, *, split: str, seed: int = 0) -> Problem:
+def problem(index: int, *, split: str, seed: int = 0) -> Exercise:
     """Problem `index` of a split; it depends on nothing but these three values.
 
     Source: ours. Raises: MarsError for an unknown split.
@@ -47,7 +47,7 @@ def problem(index: int, *, split: str, seed: int = 0) -> Problem:
     return _worded(steps, rng)
 
 
-def generate(count: int, *, split: str, seed: int = 0) -> Iterator[Problem]:
+def generate(count: int, *, split: str, seed: int = 0) -> Iterator[Exercise]:
     """The first `count` problems of a split.
 
     Source: ours. Raises: MarsError for an unknown split.
@@ -91,12 +91,12 @@ def final_answer(text: str) -> int | None:
     return int(found[1].replace(",", "")) if found else None
 
 
-def is_correct(problem: Problem, text: str) -> bool:
+def is_correct(problem: Exercise, text: str) -> bool:
     """Whether a model's text ends in the result of the problem.
 
     Source: ours. Raises: nothing.
 
-    >>> is_correct(Problem("What is 3 * 4?", "3 * 4 = 12.\\n#### 12", 12), "It is 12. #### 12")
+    >>> is_correct(Exercise("What is 3 * 4?", "3 * 4 = 12.\\n#### 12", 12), "It is 12. #### 12")
     True
     """
     return final_answer(text) == problem.result
@@ -176,7 +176,7 @@ def _split(steps: list[_Step]) -> str:
     return "train" if hashlib.sha256(_key(steps).encode()).digest()[0] % 10 else "eval"
 
 
-def _worded(steps: list[_Step], rng: Random) -> Problem:
+def _worded(steps: list[_Step], rng: Random) -> Exercise:
     """The problem in words, drawn independently of its numbers."""
     people = [
         (rng.choice(words.GIRLS.split()), "she", "her", "her"),
@@ -208,7 +208,7 @@ def _worded(steps: list[_Step], rng: Random) -> Problem:
     story[0] = f"{rng.choice(_lines(words.SCENES))}, {story[0]}"
     story.append(say(steps[-1].kind.ask, steps[-1]))
     result = steps[-1].result
-    return Problem(_sentences(story), f"{_sentences(work)}\n#### {result}", result)
+    return Exercise(_sentences(story), f"{_sentences(work)}\n#### {result}", result)
 
 
 def _lines(text: str) -> list[str]:

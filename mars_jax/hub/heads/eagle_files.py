@@ -14,12 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mars_jax import specs
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import PyTree
 from mars_jax.hub.config import read_json
 from mars_jax.hub.files import resolve, tensors
 from mars_jax.hub.heads.eagle_config import canonical, from_head_json, to_head_json
-from mars_jax.hub.load import DERIVED, DTYPES, convert, listed, resolve_dtype
+from mars_jax.hub.load import DERIVED, convert, listed, resolve_dtype
 from mars_jax.hub.save import free_directory, named_arrays, write_directory
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.eagle import EagleConfig, weights
@@ -57,8 +58,7 @@ def load_eagle(
     >>> name, target = "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", load("meta-llama/...")  # doctest: +SKIP
     >>> config, head = load_eagle(name, target.config, target.params)  # doctest: +SKIP
     """
-    if dtype is not None and dtype not in DTYPES:
-        raise MarsError(f"dtype '{dtype}' is not supported: choose one of {', '.join(DTYPES)}.")
+    specs.check_dtype(dtype)
     directory = resolve(name_or_path)
     data = read_json(directory / "config.json")
     own = str(data.get("dtype") or data.get("torch_dtype") or "float32").removeprefix("torch.")

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import jax
 
-from mars_jax import assets
+from mars_jax import assets, specs
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import PyTree
 from mars_jax.hub.config import read_json
 from mars_jax.hub.files import Tensor, _bin, _safetensors, resolve
-from mars_jax.hub.load import DTYPES, convert, listed, resolve_dtype
+from mars_jax.hub.load import convert, listed, resolve_dtype
 from mars_jax.hub.save import free_directory, named_arrays, write_directory
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.medusa import MedusaConfig, weights
@@ -47,8 +47,7 @@ def load_medusa(
 
     >>> load_medusa("FasterDecoding/medusa-vicuna-7b-v1.3", target.config)  # doctest: +SKIP
     """
-    if dtype is not None and dtype not in DTYPES:
-        raise MarsError(f"dtype '{dtype}' is not supported: choose one of {', '.join(DTYPES)}.")
+    specs.check_dtype(dtype)
     directory = _directory(name_or_path)
     file = directory / next(name for name in _FILES if (directory / name).is_file())
     reader = (_bin if file.suffix == ".pt" else _safetensors)(file)  # it holds the file open

@@ -1,0 +1,188 @@
+"""The flags of a rule, in every command that takes one, and the tables for people. Nothing here imports jax."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import textwrap
+from collections.abc import Collection, Mapping
+from typing import IO, Any
+
+from mars_jax import specs
+from mars_jax.core.errors import MarsError
+from mars_jax.specs import Given, RuleChoice, Setting, choose
+
+OWN = "FILE.py:NAME or package.module:NAME"
+
+
+def add_rule_flags(
+    made: Any, *, default: str = "mars", instead: Collection[str] = (), help: str = ""
+) -> None:
+    """Add --verify, --rule-option, and a flag for each setting of the table that has one.
+
+    Args:
+      made: a parser, or a group of one.
+      default: rule, for the help.
+      instead: settings that the command gives otherwise, and that get no flag.
+      help: of --verify, in front of the list.
+    """
+    listed = "; ".join(f"{row.name}: {row.help}" for row in specs.RULES.values())
+    made.add_argument(
+        "--verify",
+        metavar="RULE",
+        help=f"{help}{listed}; learned is named with its weights, as learned:PATH, and a rule of your own as {OWN}, "
+        f"whose code is run; generate --list-rules says more (default: {default})",
+    )
+    for name, settings in _flags().items():
+        if name in instead:
+            continue
+        first = settings[0][1]
+        options: dict[str, Any] = {"metavar": first.metavar}
+        if first.kind is bool:
+            options = {"action": "store_true", "default": None}
+        elif first.choices:
+            options = {"metavar": "NAME"}
+        made.add_argument(_flag(name), help=_help(name, settings), **options)
+    made.add_argument(
+        "--rule-option",
+        action="append",
+        metavar="NAME=VALUE",
+        help="any setting of the rule, once or more; those of a rule of your own are the arguments of its function",
+    )
+
+
+def rule_of(args: argparse.Namespace, default: str, *, instead: Collection[str] = ()) -> RuleChoice:
+    """The rule that the flags choose, its settings in range.
+
+    Args:
+      args: of a parser with `add_rule_flags`.
+      default: where there is no --verify.
+      instead: as for `add_rule_flags`.
+
+    Raises:
+      MarsError: as `choose`; a setting given twice; weights that are missing.
+    """
+    given = given_settings(args)
+    for name in given.keys() & set(instead):
+        raise MarsError(f"{given[name].shown} does not apply here: give {_flag(name)}s in its place.")
+    return named(args.verify or default, given)
+
+
+def named(spec: str, given: Mapping[str, Given]) -> RuleChoice:
+    """`choose`, and the weights that a rule needs are named too.
+
+    Raises:
+      MarsError: as `choose`; weights that are missing.
+    """
+    choice = choose(spec, given)
+    if "weights" in choice.row.needs and not specs.split(spec)[1]:
+        raise MarsError(f"the rule {choice.row.name} needs weights: name them, as {choice.row.name}:PATH.")
+    return choice
+
+
+def given_settings(args: argparse.Namespace) -> dict[str, Given]:
+    """The settings of the rule that flags and --rule-option name, as texts."""
+    given = {}
+    for name in _flags():
+        value = getattr(args, name, None)
+        if value is not None:
+            given[name] = Given("true" if value is True else value, _flag(name))
+    for option in args.rule_option or ():
+        name, equals, text = option.partition("=")
+        if not (name and equals):
+            raise MarsError(f"--rule-option is {option}: expected NAME=VALUE, such as theta=0.8.")
+        name = name.replace("-", "_")
+        if name in given:
+            raise MarsError(
+                f"--rule-option {option} is given twice, also as {given[name].shown}: leave one out."
+            )
+        given[name] = Given(text, f"--rule-option {name}")
+    return given
+
+
+def _flags() -> dict[str, list[tuple[str, Setting]]]:
+    """Settings with a flag of their own: by name, each with the rules that have it."""
+    found: dict[str, list[tuple[str, Setting]]] = {}
+    for row in specs.RULES.values():
+        for name, setting in row.settings.items():
+            if setting.flag:
+                found.setdefault(name, []).append((row.name, setting))
+    return found
+
+
+FLAGS = ("verify", *_flags())
+"""The names under which parsed flags hold the rule."""
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _help(name: str, settings: list[tuple[str, Setting]]) -> str:
+    """What a setting means in each rule that has it, said once where it means the same."""
+    said: dict[str, list[str]] = {}
+    for rule, setting in settings:
+        text = setting.help
+        if setting.choices:
+            text += ": " + ", ".join(f"{choice} ({means})" for choice, means in setting.choices.items())
+        if setting.kind is not bool:
+            text += f" (default: {setting.default_words})" if setting.default is not None else ""
+        said.setdefault(text, []).append(rule)
+    made = "; ".join(f"{', '.join(rules)}: {text}" for text, rules in said.items())
+    if name == "theta":
+        made += "; or a file that calibrate wrote, with which its rule goes"
+    return made.replace("%", "%%")
+
+
+def print_rules(out: IO[str], *, as_json: bool, own: str | None = None) -> None:
+    """The table of rules, and the user's own if one is named."""
+    rows = [*specs.RULES.values(), *([specs.find(own)] if own and specs.is_own(own) else [])]
+    if as_json:
+        print(json.dumps([row.as_json() for row in rows], indent=2), file=out)
+        return
+    for row in rows:
+        kind = "lossless" if row.lossless else "lossy"
+        needs = "".join(f"; needs {specs.NEEDS[need]}" for need in row.needs)
+        print(f"{row.name}: {row.help}", file=out)
+        print(_lines(f"  {kind}{needs}{f'; {row.paper}' if row.paper else ''}"), file=out)
+        for setting in row.settings.values():
+            print(_lines(f"  {setting.name}: {_described(setting)}"), file=out)
+        print(file=out)
+    print(f"A rule of your own is named as {OWN}.", file=out)
+
+
+def _lines(text: str) -> str:
+    return textwrap.fill(text, 100, subsequent_indent="    ", break_on_hyphens=False)
+
+
+def _described(setting: Setting) -> str:
+    """A setting in one line."""
+    parts = [setting.help] if setting.help else []
+    if setting.by:
+        assert not isinstance(setting.ranges, specs.Range)
+        parts += [found.words for found in setting.ranges.values()]
+    else:
+        parts.append(setting.expected())
+    parts.append(f"default: {setting.default_words}")
+    if setting.per_row:
+        parts.append("a prompt may choose its own")
+    return "; ".join(parts)
+
+
+def print_drafters(out: IO[str], *, as_json: bool) -> None:
+    """The table of drafters."""
+    rows = specs.DRAFTERS.values()
+    if as_json:
+        print(json.dumps([row.as_json() for row in rows], indent=2), file=out)
+        return
+    for row in rows:
+        can = [
+            ("trees", row.trees),
+            ("dynamic trees", row.dynamic),
+            ("rejection with its true q", row.samples),
+        ]
+        can += [("draft_stop", row.stops)]
+        what = ", ".join(name for name, has in can if has) or "no trees"
+        length = "a dynamic tree" if row.grows else f"{row.length} tokens" if row.length else None
+        default = f"; default: {length}" if length else ""
+        print(f"{row.spec}: {row.help}\n  {what}{default}{f'; {row.paper}' if row.paper else ''}", file=out)

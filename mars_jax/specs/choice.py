@@ -1,0 +1,136 @@
+"""A rule with the settings that somebody chose for it, by name: what flags, files and arms of a benchmark hand on.
+
+No jax; `verify.load(choice.spec, target, **choice.settings)` makes the rule.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+from mars_jax.core.errors import MarsError
+from mars_jax.core.settings import Setting
+from mars_jax.specs.own import find, is_own
+from mars_jax.specs.rules import RULES, Rule
+
+
+class Given(NamedTuple):
+    """The text of a setting, and how the setting was called where it was given."""
+
+    text: str
+    shown: str  # such as --theta
+
+
+@dataclasses.dataclass(frozen=True)
+class RuleChoice:
+    """See `choose`."""
+
+    spec: str
+    settings: Mapping[str, Any]  # what was given, as values in range
+
+    @property
+    def row(self) -> Rule:
+        """Of the table, or of the user's factory."""
+        return find(self.spec)
+
+    @property
+    def name(self) -> str:
+        """As messages have it.
+
+        >>> choose("mars", {"base": Given("rejection", "--base")}).name
+        'mars over rejection'
+        """
+        base = self.settings.get("base", "exact")
+        return self.row.name if base == "exact" or is_own(self.spec) else f"{self.row.name} over {base}"
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Of the rule and of its base, as far as the table knows."""
+        base = self.settings.get("base")
+        of_base = RULES[base].needs if base in RULES and not is_own(self.spec) else ()
+        return frozenset((*self.row.needs, *of_base))
+
+    @property
+    def options(self) -> dict[str, Setting]:
+        """What can be set, the settings of its base among it."""
+        return self.row.options(**self._structure())
+
+    def settled(self) -> dict[str, Any]:
+        """All settings, with the defaults of those that were not given."""
+        return self.row.settle(self.settings)
+
+    def as_json(self, *, but: Collection[str] = ()) -> dict[str, Any]:
+        """For the records of a run: the spec and every setting, `but` some; infinities as texts.
+
+        >>> RuleChoice("rejection", {}).as_json()
+        {'verify': 'rejection', 'settings': {'block': False}}
+        """
+        settings = {name: value for name, value in self.settled().items() if name not in but}
+        plain = {k: str(v) if isinstance(v, float) and math.isinf(v) else v for k, v in settings.items()}
+        return {"verify": self.spec, "settings": plain}
+
+    def but(self, **settings: Any) -> RuleChoice:
+        """The same rule with other settings.
+
+        Raises:
+          MarsError: as `Rule.settle`.
+        """
+        made = RuleChoice(self.spec, {**self.settings, **settings})
+        made.settled()
+        return made
+
+    def setting(self, name: str) -> tuple[Setting, dict[str, Any]]:
+        """A setting, and the structural choices that its range depends on.
+
+        Raises:
+          MarsError: there is none of that name.
+        """
+        structure = self._structure()
+        return self.row.setting(name, **structure), structure
+
+    def _structure(self) -> dict[str, Any]:
+        chosen = {name: s.default for name, s in self.row.settings.items() if s.choices}
+        return chosen | {name: self.settings[name] for name in chosen.keys() & self.settings.keys()}
+
+
+def choose(spec: str, given: Mapping[str, Given]) -> RuleChoice:
+    """A rule by its name, with settings as texts.
+
+    Args:
+      spec: as for `find`.
+      given: by the names of settings.
+
+    Raises:
+      MarsError: no such rule; a setting that it does not have, with the rules that do; a value out of range.
+
+    >>> dict(choose("mars", {"theta": Given("0.8", "--theta")}).settings)
+    {'theta': 0.8}
+    """
+    row = find(spec)
+    chosen: dict[str, Any] = {}
+    # Choices first, since what else there is, and in which range, depends on them.
+    for name in sorted(given, key=lambda name: not (name in row.settings and row.settings[name].choices)):
+        choice = RuleChoice(spec, chosen)
+        text, shown = given[name]
+        if name not in choice.options:
+            raise MarsError(f"{shown} does not apply to {not_in(choice, name)}.")
+        setting, structure = choice.setting(name)
+        chosen[name] = setting.from_text(text, shown=shown, **structure)
+    return RuleChoice(spec, chosen)
+
+
+def not_in(choice: RuleChoice, name: str) -> str:
+    """The rest of a sentence: why a setting does not apply, and what to do.
+
+    >>> not_in(RuleChoice("exact", {}), "tau")
+    'the rule exact, which has no settings: leave it out, or verify with simulated'
+    """
+    has = ", ".join(choice.options)
+    others = [row.name for row in RULES.values() if name in row.settings]
+    cure = f", or verify with {' or '.join(others)}" if others else ""
+    based = [b for b in others if "base" in choice.row.settings and b in choice.row.settings["base"].choices]
+    if based:
+        cure += f", or set base to {based[0]}"
+    return f"the rule {choice.name}, which has {has or 'no settings'}: leave it out{cure}"

@@ -1,0 +1,188 @@
+"""A rule of the user's, named as FILE.py:NAME or package.module:NAME, as a row like those of the table. No jax here.
+
+Naming a file runs it: what it holds is the user's own code, and nothing else ever runs it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+import types
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mars_jax.core.errors import MarsError
+from mars_jax.core.settings import CONTROLS, LARGEST_INT, Range, Setting
+from mars_jax.specs.rules import RULES, Rule, rule
+
+_RANGES = {
+    float: Range("a number"),
+    int: Range(f"a whole number from {-LARGEST_INT} to {LARGEST_INT}", -LARGEST_INT, LARGEST_INT),
+}
+
+
+_TAKEN = {*CONTROLS, "seed", "max_new_tokens", "id", "prompt", "prompt_tokens"}
+"""Keys of a row of a prompts file that mean something else."""
+
+
+def split(spec: str) -> tuple[str, str]:
+    """The name of a rule of the table, and the path of its weights, "" where none is named.
+
+    >>> split("learned:some/folder"), split("mars")
+    (('learned', 'some/folder'), ('mars', ''))
+    """
+    name, _, path = spec.partition(":")
+    return name, path
+
+
+def is_own(spec: str) -> bool:
+    """Whether a spec names a rule of the user's.
+
+    >>> is_own("gates.py:entropy_gate"), is_own("mars"), is_own("learned:some/folder")
+    (True, False, False)
+    """
+    where, colon, name = spec.rpartition(":")
+    return bool(colon and where and name) and split(where)[0] not in RULES
+
+
+def find(spec: str) -> Rule:
+    """The row of a rule: of the table, or what the signature of a user's factory says.
+
+    Args:
+      spec: a name of `RULES`, with `:PATH` for a rule with weights, or FILE.py:NAME or package.module:NAME. NAME takes
+        its settings as keywords: numbers, whole numbers, true or false, texts, and `Literal` for a choice, told from
+        annotations or from defaults.
+
+    Raises:
+      MarsError: no such rule, file or name; a factory with an argument that nobody can give.
+
+    >>> find("mars").name
+    'mars'
+    """
+    if not is_own(spec):
+        name, path = split(spec)
+        row = rule(name)
+        if ":" in spec and not (path and "weights" in row.needs):
+            raise MarsError(f"the rule is {spec}: {name} has no weights, so name it alone.")
+        return row
+    made = factory(spec)
+    doc = (inspect.getdoc(made) or "").partition("\n")[0].strip().rstrip(".")
+    settings = {s.name: s for s in _settings(spec, made)}
+    name = spec.rpartition(":")[2]
+    return Rule(name=name, factory=spec, help=doc or "a rule of your own", lossless=False, settings=settings)
+
+
+def factory(spec: str) -> Callable[..., Any]:
+    """What a row's `factory` or a user's spec names.
+
+    Raises:
+      MarsError: no such file, module or name, or one that cannot be called, or a file that fails.
+    """
+    where, _, name = spec.rpartition(":")
+    module = _from_file(where) if where.endswith(".py") else _from_module(where, spec)
+    made = getattr(module, name, None)
+    if not callable(made):
+        has = "is nothing that can be called" if hasattr(module, name) else "is not in it"
+        raise MarsError(f"the rule is {spec}: {name} {has}; name a function that makes a rule.")
+    return made
+
+
+def _from_file(path: str) -> types.ModuleType:
+    try:
+        source = Path(path).read_bytes()
+    except OSError as error:
+        raise MarsError(
+            f"the file of a rule '{path}' cannot be read ({error.strerror}): check the path."
+        ) from None
+    # By what it holds, so that an edited file is read anew and an unedited one gives the same classes.
+    digest = hashlib.sha256(os.path.abspath(path).encode() + b"\0" + source).hexdigest()[:16]
+    name = f"mars_jax_own_{Path(path).stem}_{digest}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up there
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise MarsError(
+            f"the file of a rule '{path}' does not run ({type(error).__name__}: {error}): mend it first."
+        ) from error
+    return module
+
+
+def _from_module(name: str, spec: str) -> types.ModuleType:
+    # A console script does not look where it is started, which `python -m` does.
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.import_module(name)
+    except (ImportError, TypeError, ValueError) as error:
+        raise MarsError(
+            f"the rule is {spec}: the module '{name}' cannot be imported ({error}); expected a rule of the "
+            f"table ({', '.join(RULES)}), FILE.py:NAME or package.module:NAME."
+        ) from None
+
+
+def _settings(spec: str, made: Callable[..., Any]) -> list[Setting]:
+    try:
+        found = inspect.signature(made, eval_str=True)
+    except NameError:  # an annotation that exists for type checkers alone
+        found = inspect.signature(made)
+    except (TypeError, ValueError):
+        raise MarsError(
+            f"the rule is {spec}: it has no signature; name a function that makes a rule."
+        ) from None
+    settings = []
+    for parameter in found.parameters.values():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        setting = None if parameter.kind is parameter.POSITIONAL_ONLY else _setting(parameter)
+        if setting is not None:
+            settings.append(setting)
+        elif parameter.default is parameter.empty:
+            raise MarsError(
+                f"the rule is {spec}: its argument '{parameter.name}' has no default and is annotated neither as "
+                "float, int, bool, str nor Literal, so that nobody can give it: give it a default, or annotate it."
+            )
+    return settings
+
+
+def _setting(parameter: inspect.Parameter) -> Setting | None:
+    """A keyword argument as a setting; None where no text can say its value."""
+    default = None if parameter.default is parameter.empty else parameter.default
+    kind, choices = _kind(parameter.annotation)
+    if kind is None and type(default) in (float, int, bool, str):
+        kind = type(default)
+    if kind is None:
+        return None
+    return Setting(
+        name=parameter.name,
+        kind=kind,
+        default=float(default) if kind is float and type(default) is int else default,
+        optional=parameter.default is None,
+        ranges=_RANGES.get(kind, Range("a number")),
+        choices=choices,
+        # A row's temperature or seed is its own, and no rule's.
+        per_row=kind in _RANGES and parameter.name not in _TAKEN,
+        help="",
+    )
+
+
+def _kind(annotation: Any) -> tuple[type | None, dict[str, str]]:
+    """The type of an annotation and its choices; `float | None` is a float."""
+    if typing.get_origin(annotation) is typing.Literal:
+        names = typing.get_args(annotation)
+        return (str, dict.fromkeys(names, "")) if all(isinstance(n, str) for n in names) else (None, {})
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        kinds = [_kind(part) for part in typing.get_args(annotation) if part is not type(None)]
+        return kinds[0] if len(kinds) == 1 else (None, {})
+    return (annotation if annotation in (float, int, bool, str) else None), {}

@@ -1,0 +1,129 @@
+"""`python -m mars_jax` and `mars-jax`: the commands by name."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from mars_jax import __version__, specs
+from mars_jax.cli import commands
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def call(capsys, *argv):
+    """(exit code, stdout, stderr) of a command line."""
+    capsys.readouterr()
+    try:
+        code = commands.main(list(argv))
+    except SystemExit as ended:
+        code = ended.code
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_without_a_name_all_are_listed(capsys):
+    for argv in ([], ["--help"], ["-h"]):
+        code, out, _ = call(capsys, *argv)
+        assert code == 0
+        for name, does in commands.COMMANDS.items():
+            assert f"  {name} " in out and does in out
+
+
+def test_a_name_that_is_none_is_refused(capsys):
+    code, out, err = call(capsys, "generat")
+    assert (code, out) == (2, "") and err.startswith(
+        "error: there is no command 'generat': choose one of generate, "
+    )
+
+
+@pytest.mark.parametrize("name", [None, *commands.COMMANDS])
+def test_every_command_says_its_version(capsys, name):
+    code, out, _ = call(capsys, *([name] if name else []), "--version")
+    assert code == 0 and out == f"mars-jax {__version__}\n"
+
+
+@pytest.mark.parametrize("name", commands.COMMANDS)
+def test_every_command_is_a_module_of_its_own_too(name):
+    assert importlib.util.find_spec(f"mars_jax.{name}") is not None
+
+
+@pytest.mark.parametrize("name", [name for name in commands.COMMANDS if name != "lm_eval"])
+def test_every_command_has_help_that_loads_no_jax(name):
+    code = f"import sys; from mars_jax.cli.commands import main\ntry: main([{name!r}, '--help'])\n"
+    code += "except SystemExit as e: assert e.code == 0\nassert 'jax' not in sys.modules"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert run.returncode == 0, run.stderr
+    assert "usage: " in run.stdout
+
+
+def test_what_follows_the_name_reaches_the_command(capsys):
+    code, out, err = call(capsys, "generate", "--theta", "2", "hello")
+    assert (code, out) == (2, "") and err.startswith("error: --theta is 2: expected a number above 0")
+
+
+def test_the_console_script_is_the_module(capsys):
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts == {"mars-jax": "mars_jax.cli.commands:main"}
+    run = subprocess.run([sys.executable, "-m", "mars_jax"], capture_output=True, text=True, cwd=ROOT)
+    assert run.returncode == 0 and run.stdout == call(capsys)[1]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("lm_eval") is not None, reason="lm-eval is installed")
+def test_a_harness_that_is_missing_is_one_sentence(capsys):
+    code, out, err = call(capsys, "lm_eval", "--tasks", "x")
+    assert (code, out) == (2, "")
+    assert err == "error: the package lm-eval is not installed: install mars-jax[lm-eval].\n"
+
+
+# The tables.
+
+
+def test_the_table_of_rules_is_json(capsys):
+    code, out, _ = call(capsys, "generate", "--list-rules", "--json")
+    assert code == 0 and [row["name"] for row in json.loads(out)] == list(specs.RULES)
+    by_name = {row["name"]: row for row in json.loads(out)}
+    assert by_name["exact"]["lossless"] and by_name["rejection"]["needs"] == ["draft", "chain"]
+    tau = by_name["simulated"]["settings"][0]
+    assert (tau["name"], tau["default"], tau["range"]["low"], tau["per_row"]) == ("tau", None, 1, True)
+
+
+def test_the_table_of_rules_is_for_people_too(capsys):
+    code, out, err = call(capsys, "generate", "--list-rules")
+    assert (code, err) == (0, "")
+    told = " " + " ".join(out.split())
+    for row in specs.RULES.values():
+        assert f"{row.name}: {row.help}\n  {'lossless' if row.lossless else 'lossy'}" in out
+        assert row.paper in told
+        for setting in row.settings.values():
+            assert f" {setting.name}: {setting.help}" in told
+    assert "a number above 0 for the margin gap (inf is strict); " in told and "default: any" in told
+    assert max(map(len, out.splitlines())) < 130
+
+
+def test_a_rule_of_ones_own_joins_the_table_when_it_is_named(capsys, tmp_path):
+    own = tmp_path / "gates.py"
+    own.write_text("def gate(entropy: float = 1.5):\n    'High entropy relaxes.'\n")
+    code, out, _ = call(capsys, "generate", "--list-rules", "--json", "--verify", f"{own}:gate")
+    row = json.loads(out)[-1]
+    assert code == 0 and (row["name"], row["help"]) == ("gate", "High entropy relaxes")
+    assert [(s["name"], s["type"], s["default"]) for s in row["settings"]] == [("entropy", "float", 1.5)]
+
+
+def test_the_table_of_drafters(capsys):
+    code, out, _ = call(capsys, "generate", "--list-drafters")
+    assert code == 0 and all(f"{row.spec}: {row.help}" in out for row in specs.DRAFTERS.values())
+    code, out, _ = call(capsys, "generate", "--list-drafters", "--json")
+    assert code == 0 and [row["name"] for row in json.loads(out)] == list(specs.DRAFTERS)
+
+
+def test_tables_answer_without_jax():
+    code = "import sys; from mars_jax.cli.commands import main; main(['generate', '--list-rules'])\n"
+    code += "assert 'jax' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, cwd=ROOT)

@@ -1,0 +1,243 @@
+"""A rule of the user's, in a file of its own, through the commands."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from mars_jax import hub
+from mars_jax.cli import benchmark, calibrate, compounding
+
+ENTROPY_GATE = '''
+"""Relaxes where the target's entropy is high."""
+
+import flax.struct
+import jax.numpy as jnp
+
+from mars_jax import verify
+
+
+@flax.struct.dataclass
+class EntropyGate(verify.Relaxed):
+    entropy: jnp.ndarray  # f32[] or [B]; nats
+
+    def low(self, evidence):
+        return verify.entropy(evidence.logits) > self.entropy[:, None]
+
+
+def entropy_gate(entropy: float = 1.5):
+    """Also keeps the runner-up where the target's entropy is high."""
+    return EntropyGate(base=verify.exact(), entropy=jnp.float32(entropy))
+
+
+def over_rejection(entropy: float = 1.5):
+    return EntropyGate(base=verify.rejection(), entropy=jnp.float32(entropy))
+
+
+def thresholded(theta: float = 1.5):
+    return EntropyGate(base=verify.exact(), entropy=jnp.float32(theta))
+'''
+NEVER, ALWAYS = 100.0, 0.0
+"""Nats that no entropy reaches, and that every one does."""
+
+
+@pytest.fixture
+def gates(tmp_path):
+    file = tmp_path / "gates.py"
+    file.write_text(ENTROPY_GATE)
+    return str(file)
+
+
+@pytest.fixture(scope="module")
+def near(target, tmp_path_factory):
+    """The target with some noise: a draft that often says the runner-up."""
+    path = shutil.copytree(target, tmp_path_factory.mktemp("own") / "near")
+    loaded = hub.load(str(target))
+    leaves, tree = jax.tree.flatten(loaded.params)
+    rng = np.random.default_rng(0)
+    noisy = [np.asarray(x) * (1 + 0.25 * rng.normal(size=x.shape)).astype(np.float32) for x in leaves]
+    hub.save(path, loaded.config, jax.tree.unflatten(tree, noisy), overwrite=True)
+    return path
+
+
+@pytest.fixture
+def pair(target, near):
+    return ["--target", target, "--draft", f"model:{near}", "--num-draft-tokens", "2"]
+
+
+def rows(outcome):
+    assert outcome.code == 0, outcome.err
+    return [json.loads(line) for line in outcome.out.splitlines()]
+
+
+PROMPTS = ["the sea", "a story of", "the sun"]
+
+
+def test_a_file_of_ones_own_decodes(run, pair, gates):
+    flags = [*pair, "--ignore-eos", "--max-new-tokens", "24", "--json", *PROMPTS]
+    own = ["--verify", f"{gates}:entropy_gate"]
+    exact = rows(run(*flags, "--verify", "exact"))
+    never = rows(run(*flags, *own, "--rule-option", f"entropy={NEVER}"))
+    always = rows(run(*flags, *own, "--rule-option", f"entropy={ALWAYS}"))
+    assert [row["tokens"] for row in never] == [row["tokens"] for row in exact]
+    assert sum(row["accepted_relaxed"] for row in never) == 0 < sum(row["accepted_relaxed"] for row in always)
+    assert sum(row["steps"] for row in always) < sum(row["steps"] for row in exact)
+    # The default is that of the function's signature.
+    default = rows(run(*flags, *own))
+    assert [row["tokens"] for row in default] == [
+        row["tokens"] for row in rows(run(*flags, *own, "--rule-option", "entropy=1.5"))
+    ]
+
+
+def test_rows_choose_the_numbers_of_a_rule(run, pair, gates, tmp_path):
+    """A row alone has the tokens that it has beside others, in whatever batch."""
+    file = tmp_path / "p.jsonl"
+    entropies = [ALWAYS, NEVER, None, 5.3, ALWAYS]
+    lines = [{"prompt": "a story of", "seed": i % 2} for i in range(5)]
+    lines = [line | ({} if e is None else {"entropy": e}) for line, e in zip(lines, entropies, strict=True)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    flags = [*pair, "--ignore-eos", "--max-new-tokens", "24", "--json", "--verify", f"{gates}:entropy_gate"]
+    common = ["--rule-option", "entropy=4.9"]
+    together = rows(run(*flags, *common, "--prompts-file", file))
+    pairs = rows(run(*flags, *common, "--prompts-file", file, "--batch-size", "2"))
+    for row, other, entropy in zip(together, pairs, entropies, strict=True):
+        given = ["--rule-option", f"entropy={4.9 if entropy is None else entropy}"]
+        [alone] = rows(run(*flags, *given, "a story of"))
+        assert row["tokens"] == other["tokens"] == alone["tokens"]
+        assert row["accepted_relaxed"] == other["accepted_relaxed"] == alone["accepted_relaxed"]
+    assert together[0]["accepted_relaxed"] > together[1]["accepted_relaxed"] == 0
+
+
+def test_rows_choose_the_numbers_of_a_rule_of_the_table(run, pair, tmp_path):
+    file = tmp_path / "p.jsonl"
+    lines = [{"theta": 0.5}, {"theta": 0.5, "max_relaxed_run": 0}, {"theta": "inf"}, {}, {"strict": True}]
+    text = "".join(json.dumps({"prompt": "a story of"} | line) + "\n" for line in lines)
+    file.write_text(text.replace('"inf"', "Infinity"))
+    flags = [*pair, "--ignore-eos", "--max-new-tokens", "24", "--json"]
+    found = rows(run(*flags, "--theta", "0.4", "--prompts-file", file))
+    for row, given in zip(found, ("0.5", None, None, "0.4", None), strict=True):
+        [alone] = rows(run(*flags, *(["--theta", given] if given else ["--verify", "exact"]), "a story of"))
+        assert row["tokens"] == alone["tokens"]
+    assert found[0]["accepted_relaxed"] > 0 == found[1]["accepted_relaxed"] == found[4]["accepted_relaxed"]
+
+
+def test_a_rule_of_ones_own_over_rejection_gets_a_sampled_draft(run, pair, gates):
+    flags = [*pair, "--ignore-eos", "--max-new-tokens", "16", "--json", "--temperature", "1", "the sea"]
+    own = ["--verify", f"{gates}:over_rejection", "--rule-option", f"entropy={NEVER}"]
+    [ours] = rows(run(*flags, *own))
+    [theirs] = rows(run(*flags, "--verify", "rejection"))
+    assert ours["tokens"] == theirs["tokens"] and ours["depth_histogram"] == theirs["depth_histogram"]
+
+
+def test_compare_takes_it_too(run, pair, gates):
+    argv = [
+        *pair,
+        "--max-new-tokens",
+        "8",
+        "--compare",
+        "--json",
+        "--verify",
+        f"{gates}:entropy_gate",
+        "the sea",
+    ]
+    [made] = rows(run(*argv))
+    assert [row["rule"] for row in made["rules"]][:2] == ["autoregressive", "exact"] and len(
+        made["rules"]
+    ) == 3
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--rule-option", "entropy=high"], "--rule-option entropy is high: expected a number"),
+        (["--rule-option", "theta=1"], "--rule-option theta does not apply to the rule entropy_gate, which has e"),
+        (["--theta", "1"], "--theta does not apply to the rule entropy_gate, which has entropy: leave it out, or "),
+        (["--block"], "--block does not apply to the rule entropy_gate"),
+    ],
+)  # fmt: skip
+def test_what_it_does_not_have_is_refused(refused, gates, argv, message):
+    flags = ["--target", "nowhere", "--verify", f"{gates}:entropy_gate", *argv, "hello"]
+    assert refused(*flags).startswith(f"error: {message}")
+
+
+def test_a_row_of_the_wrong_kind_is_named(refused, gates, tmp_path):
+    file = tmp_path / "p.jsonl"
+    flags = ["--target", "nowhere", "--verify", f"{gates}:entropy_gate", "--prompts-file", file]
+    for row, message in (
+        ({"entropy": "high"}, "entropy is 'high': expected a number"),
+        ({"theta": 1}, "theta does not apply to the rule entropy_gate, which has entropy"),
+        ({"entropi": 1}, "unknown key 'entropi': the keys are prompt, prompt_tokens, id, "),
+    ):
+        file.write_text(json.dumps({"prompt": "a"} | row) + "\n")
+        assert f"p.jsonl, line 1: {message}" in refused(*flags)
+
+
+def test_the_benchmark_measures_it_with_the_same_controls(pair, gates, tmp_path):
+    pytest.importorskip("matplotlib")
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in PROMPTS))
+    flags = [
+        *pair,
+        "--task",
+        f"jsonl={prompts}",
+        "--max-new-tokens",
+        12,
+        "--batch-size",
+        3,
+        "--temperatures",
+        0,
+    ]
+    flags += ["--verify", f"{gates}:entropy_gate", "--rule-option", f"entropy={ALWAYS}"]
+    assert benchmark.main([str(x) for x in (*flags, "--output", tmp_path / "out")]) == 0
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["settings"]["rule"] == {"verify": f"{gates}:entropy_gate", "settings": {"entropy": ALWAYS}}
+    [table] = summary["tables"]
+    arms = {arm["arm"]: arm for arm in table["arms"]}
+    assert list(arms) == [
+        "autoregressive", "exact", "entropy_gate entropy=0", "mars matched", "low-margin sampling",
+    ]  # fmt: skip
+    ours = arms["entropy_gate entropy=0"]
+    assert ours["relaxed_share"] > 0 and ours["tau"] > arms["exact"]["tau"]
+    assert ours["tau"] == table["match"]["wanted"]
+    assert arms["mars matched"]["theta"] == table["match"]["theta"]
+    assert set(table["margins"]) == {"exact", "entropy_gate entropy=0"}
+    assert f"rule {gates}:entropy_gate (entropy 0" in (tmp_path / "out" / "table.md").read_text()
+    # The same command goes on with its folder, and another rule does not.
+    assert benchmark.main([str(x) for x in (*flags, "--output", tmp_path / "out")]) == 0
+    assert benchmark.main([str(x) for x in (*flags[:-1], "entropy=1", "--output", tmp_path / "out")]) == 2
+
+
+def test_what_it_does_to_a_text_can_be_studied(pair, gates, tmp_path):
+    pytest.importorskip("matplotlib")
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in PROMPTS))
+    flags = [*pair, "--task", f"jsonl={prompts}", "--max-new-tokens", 24, "--horizon", 4, "--batch-size", 3]
+    flags += ["--verify", f"{gates}:entropy_gate", "--rule-option", "entropy=3", "--output", tmp_path / "out"]
+    assert compounding.main([str(x) for x in flags]) == 0
+    summary = json.loads(next((tmp_path / "out").glob("*.json")).read_text())
+    assert summary["settings"]["rule"] == {"verify": f"{gates}:entropy_gate", "settings": {"entropy": 3.0}}
+    assert summary["tasks"]["jsonl"]["relaxed"]["events"] > 0
+
+
+def test_its_theta_can_be_calibrated(run, pair, gates, tmp_path, capsys):
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"the sea {i}"}) + "\n" for i in range(8)))
+    flags = [*pair, "--task", f"jsonl={prompts}", "--max-new-tokens", 12, "--batch-size", 4, "--bound", 0.9]
+    flags += ["--confidence", 0.5, "--output", tmp_path / "theta.json", "--verify"]
+    assert calibrate.main([str(x) for x in (*flags, f"{gates}:thresholded")]) == 2
+    assert "there are no --thetas, and a rule of your own has none to try" in capsys.readouterr().err
+    assert calibrate.main([str(x) for x in (*flags, f"{gates}:entropy_gate")]) == 2
+    assert "--verify entropy_gate has no theta to calibrate" in capsys.readouterr().err
+    assert calibrate.main([str(x) for x in (*flags, f"{gates}:thresholded", "--thetas", NEVER, ALWAYS)]) == 0
+    made = json.loads((tmp_path / "theta.json").read_text())
+    assert made["rule"] == {"verify": f"{gates}:thresholded", "settings": {}} and made["theta"] == ALWAYS
+    own = ["--verify", f"{gates}:thresholded", "--theta", tmp_path / "theta.json"]
+    [row] = rows(run(*pair, "--max-new-tokens", 8, "--json", *own, "the sea"))
+    [same] = rows(
+        run(*pair, "--max-new-tokens", 8, "--json", *own[:2], "--rule-option", "theta=0", "the sea")
+    )
+    assert row["tokens"] == same["tokens"]

@@ -1,0 +1,199 @@
+"""Rules by name: of the table, with weights, and of the user's own files."""
+
+from __future__ import annotations
+
+import types
+
+import jax
+import numpy as np
+import pytest
+
+from mars_jax import specs, verify
+from mars_jax.core.errors import MarsError
+from mars_jax.core.types import LoadedRule
+from mars_jax.models import indicator
+from mars_jax.verify.named import read_weights
+
+OWN = """
+from __future__ import annotations
+
+from typing import Literal
+
+from mars_jax import verify
+
+RUNS = []
+NOTHING = 3
+
+
+def gate(
+    entropy: float = 1, *, most: int = 2, on: bool = True, kind: Literal["a", "b"] = "a", word="x", base=None,
+    floor: float | None = None,
+):
+    '''Relax where the entropy is high.
+
+    More of it.
+    '''
+    RUNS.append((entropy, most, on, kind, word, base, floor))
+    return verify.mars(base)
+
+
+def needy(level: float):
+    return verify.exact()
+
+
+def loaded(scale: float = 1.0):
+    from mars_jax.core.types import LoadedRule
+
+    return LoadedRule(verify.exact(), {"scale": scale})
+
+
+def nothing():
+    return None
+
+
+def unsayable(table):
+    return verify.exact()
+"""
+
+
+@pytest.fixture
+def own(tmp_path):
+    file = tmp_path / "gates.py"
+    file.write_text(OWN)
+    return str(file)
+
+
+def message(call, *args, **options):
+    with pytest.raises(MarsError) as caught:
+        call(*args, **options)
+    assert str(caught.value).endswith(".")
+    return str(caught.value)
+
+
+def test_a_name_of_the_table_is_its_factory():
+    assert verify.load("exact") == LoadedRule(verify.exact())
+    assert verify.load("mars", margin="gap", theta=1.5).rule.name == verify.mars(margin="gap").name
+    assert verify.load("rejection", block=True).rule == verify.rejection(block=True)
+    blocks = verify.load("mars", base="rejection", block=True).rule
+    assert blocks.base == verify.rejection(block=True)
+    assert verify.load("mars", base=verify.rejection(block=True)).rule == blocks
+    assert verify.load("simulated", tau=2.0).rule.name == verify.simulated(2.0).name
+
+
+def test_numbers_reach_the_rule_one_for_all_or_one_for_each():
+    assert float(verify.load("mars", theta=0.5).rule.theta) == 0.5
+    rule = verify.load("mars", theta=[0.5, 0.75], max_relaxed_run=np.asarray([1, 2])).rule
+    assert np.asarray(rule.theta).tolist() == [0.5, 0.75]
+    assert np.asarray(rule.max_relaxed_run).tolist() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("spec", "settings", "expected"),
+    [
+        ("marz", {}, "there is no rule 'marz' (did you mean mars?)"),
+        ("mars", {"tau": 2}, "the rule mars has no setting 'tau': it has base, margin, theta, max_relaxed_run."),
+        ("mars", {"theta": 1.5}, "theta is 1.5: expected"),
+        ("mars", {"base": "mars"}, "base is 'mars': expected one of exact, rejection."),
+        ("exact", {"theta": 0.9}, "the rule exact has no setting 'theta': it has none."),
+        ("simulated", {}, "the rule simulated needs a tau"),
+        ("mars:weights", {}, "the rule is mars:weights: mars has no weights, so name it alone."),
+        ("learned", {}, "the rule learned needs weights: name them, as learned:PATH."),
+        ("learned:nowhere", {}, "the weights of a rule 'nowhere' cannot be read (No such file"),
+        ("nowhere.py:gate", {}, "the file of a rule 'nowhere.py' cannot be read (No such file"),
+        ("no.such.module:gate", {}, "the rule is no.such.module:gate: the module 'no.such.module' cannot be imported"),
+        ("mars_jax.verify:nothing", {}, "the rule is mars_jax.verify:nothing: nothing is not in it"),
+        ("mars_jax.verify:MARGINS", {}, "the rule is mars_jax.verify:MARGINS: MARGINS is nothing that can be called"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_named(spec, settings, expected):
+    assert message(verify.load, spec, **settings).startswith(expected)
+
+
+def test_a_users_file_is_read_by_its_signature(own):
+    row = specs.find(f"{own}:gate")
+    assert (row.name, row.help, row.lossless) == ("gate", "Relax where the entropy is high", False)
+    found = {s.name: (s.kind, s.default, s.per_row, tuple(s.choices)) for s in row.settings.values()}
+    assert found == {
+        "entropy": (float, 1.0, True, ()),
+        "most": (int, 2, True, ()),
+        "on": (bool, True, False, ()),
+        "kind": (str, "a", False, ("a", "b")),
+        "word": (str, "x", False, ()),
+        "floor": (float, None, True, ()),
+    }
+
+
+def test_a_users_settings_reach_their_factory(own):
+    loaded = verify.load(f"{own}:gate", entropy=[0.5, 2.0], kind="b", base=verify.rejection())
+    assert loaded.params == () and loaded.rule.base == verify.rejection()
+    runs = specs.factory(f"{own}:gate").__globals__["RUNS"]
+    assert runs == [([0.5, 2.0], 2, True, "b", "x", verify.rejection(), None)]
+    assert verify.load(f"{own}:needy", level=1.0).rule == verify.exact()
+    assert verify.load(f"{own}:loaded", scale=2.0) == LoadedRule(verify.exact(), {"scale": 2.0})
+
+
+def test_a_module_of_the_users_is_found_from_where_they_start(tmp_path, monkeypatch):
+    (tmp_path / "own_gates_of_a_test.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", ["/"])
+    assert verify.load("own_gates_of_a_test:gate", most=3).rule == verify.mars()
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "expected"),
+    [
+        (
+            "gate",
+            {"theta": 1.0},
+            "the rule gate has no setting 'theta': it has entropy, most, on, kind, word, floor.",
+        ),
+        ("gate", {"entropy": "high"}, "entropy is 'high': expected a number."),
+        ("gate", {"most": 1.5}, "most is 1.5: expected a whole number from"),
+        ("gate", {"kind": "c"}, "kind is 'c': expected one of a, b."),
+        ("needy", {}, "the rule needy needs a level: give a number."),
+    ],
+)
+def test_a_users_settings_are_checked(own, name, settings, expected):
+    assert message(verify.load, f"{own}:{name}", **settings).startswith(expected)
+
+
+def test_what_is_no_factory_is_named(own, tmp_path):
+    assert "NOTHING is nothing that can be called" in message(verify.load, f"{own}:NOTHING")
+    assert "it returned None; return a rule" in message(verify.load, f"{own}:nothing")
+    assert "its argument 'table' has no default" in message(verify.load, f"{own}:unsayable")
+    (tmp_path / "broken.py").write_text("1 / 0\n")
+    assert "does not run (ZeroDivisionError: division by zero)" in message(
+        verify.load, f"{tmp_path}/broken.py:gate"
+    )
+
+
+def test_an_edited_file_is_read_anew_and_an_unedited_one_is_not(own):
+    first = specs.factory(f"{own}:gate")
+    assert specs.factory(f"{own}:gate") is first
+    with open(own, "a") as file:
+        file.write("\n")
+    assert specs.factory(f"{own}:gate") is not first
+
+
+def test_weights_come_back_as_they_were_saved(tmp_path):
+    params = indicator.init_params(8, jax.random.key(0), width=4)
+    folder = verify.save(tmp_path / "head", params)
+    loaded = verify.load(f"learned:{folder}", theta=0.2)
+    assert loaded.rule.name == verify.learned().name
+    assert jax.tree.all(jax.tree.map(lambda a, b: np.array_equal(a, b), loaded.params, params))
+    assert "holds weights already" in message(verify.save, folder, params)
+
+
+def test_weights_that_do_not_fit_are_refused(tmp_path):
+    folder = verify.save(tmp_path / "head", indicator.init_params(8, jax.random.key(0)))
+    target = types.SimpleNamespace(config=types.SimpleNamespace(hidden_size=16), name="t", mesh=None)
+    assert "are for a hidden size of 8, and 't' has 16" in message(verify.load, f"learned:{folder}", target)
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    assert "holds no weights of a rule (its model_type is llama)" in message(read_weights, folder)
+    (folder / "config.json").write_text('{"model_type": "mars_jax_indicator", "hidden_size": 9, "width": 64}')
+    assert "do not have the shapes that config.json says" in message(read_weights, folder)
+    (folder / "config.json").write_text('{"model_type": "mars_jax_indicator", "hidden_size": 8, "width": 64}')
+    (folder / "model.safetensors").write_bytes(b"x")
+    assert "holds no weights of a rule" in message(read_weights, folder)
+    broken = indicator.init_params(8, jax.random.key(0)) | {"bias": np.float32(np.nan)}
+    assert "are not finite" in message(read_weights, verify.save(tmp_path / "other", broken))
