@@ -18,7 +18,7 @@ from mars_jax.cli.progress import busy, ticking
 from mars_jax.cli.rule import given_settings
 from mars_jax.cli.theta import rule_and_file, settings_of
 from mars_jax.core.errors import MarsError
-from mars_jax.journal import write_whole
+from mars_jax.serve.journal import write_whole
 
 _DESCRIPTION = """\
 After a relaxed token, the strict rule continues the text twice: behind that token, and behind

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
-from mars_jax import __version__, activity, specs
+from mars_jax import __version__, specs
 from mars_jax.cli.program import Parser, program
 from mars_jax.cli.progress import Pace
+from mars_jax.core import activity
 
 _DESCRIPTION = """\
 Convert a checkpoint of the Hugging Face layout into one whose weights are an Orbax checkpoint:

@@ -15,7 +15,7 @@ from mars_jax import __version__, assets, specs
 from mars_jax.cli.program import Parser, keep_compilations, program
 from mars_jax.cli.progress import busy
 from mars_jax.core.errors import MarsError
-from mars_jax.journal import plain, sync_directory
+from mars_jax.serve.journal import plain, sync_directory
 
 _DESCRIPTION = """\
 Train a drafter for a target: an EAGLE-3 head by training-time test, an EAGLE-1 head by

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from mars_jax import activity
+from mars_jax.core import activity
 from mars_jax.core.errors import MarsError
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from mars_jax import drafters
 from mars_jax.cli.progress import ticking
 from mars_jax.core.errors import MarsError
 from mars_jax.evaluate.batches import RowFile
-from mars_jax.journal import write_whole
 from mars_jax.pretrained import Pretrained
 from mars_jax.serve.generate import generate
+from mars_jax.serve.journal import write_whole
 from mars_jax.training import data
 
 

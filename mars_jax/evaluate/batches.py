@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mars_jax.core.errors import MarsError
-from mars_jax.journal import Journal, Row, parse
+from mars_jax.serve.journal import Journal, Row, parse
 
 Key = Mapping[str, Any]
 """What a row is about: the fields that it has to hold."""

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from mars_jax.core.errors import MarsError
-from mars_jax.journal import Lock, difference, plain, write_whole
+from mars_jax.serve.journal import Lock, difference, plain, write_whole
 
 SETTINGS = "settings.json"
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from mars_jax import activity
+from mars_jax.core import activity
 
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import jax
 
-from mars_jax import activity, drafters
-from mars_jax.core import decode, rules
+from mars_jax import drafters
+from mars_jax.core import activity, decode, rules
 from mars_jax.core.errors import MarsError
 from mars_jax.core.metrics import DecodeStats, accumulate, summarize, zero_stats
 from mars_jax.core.types import LoadedRule

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mars_jax import activity
+from mars_jax.core import activity
 from mars_jax.core.errors import MarsError
 
 SEPARATOR = "<|endoftext|>"

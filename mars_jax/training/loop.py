@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from mars_jax import activity
+from mars_jax.core import activity
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import PyTree
 

@@ -17,7 +17,7 @@ from mars_jax.cli.generate.recorded import Recorded, recorded
 from mars_jax.cli.generate.rows import to_row
 from mars_jax.core.errors import MarsError
 from mars_jax.core.metrics import Metrics
-from mars_jax.journal import to_line
+from mars_jax.serve.journal import to_line
 from mars_jax.serve.requests import Completion, Request
 
 METRICS = Metrics(
@@ -179,7 +179,7 @@ def test_one_process_writes_at_a_time(path):
 
 
 def test_the_lock_dies_with_its_process(path):
-    holds = "import sys, time; from mars_jax.journal import Journal; j = Journal(sys.argv[1]); print(1, flush=True)"
+    holds = "import sys, time; from mars_jax.serve.journal import Journal; j = Journal(sys.argv[1]); print(1, flush=True)"
     command = [sys.executable, "-c", f"{holds}; time.sleep(60)", str(path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdout.readline() == b"1\n"

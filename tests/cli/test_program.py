@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 import mars_jax
-from mars_jax import activity
 from mars_jax.cli import progress, quiet
 from mars_jax.cli.progress import Pace, busy, counted, heartbeat, ticking
+from mars_jax.core import activity
 from mars_jax.core.metrics import Metrics
 from mars_jax.serve.requests import Completion, Request
 

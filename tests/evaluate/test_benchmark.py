@@ -14,7 +14,7 @@ from mars_jax.evaluate import answers
 from mars_jax.evaluate.benchmark import plots, report
 from mars_jax.evaluate.folder import claim
 from mars_jax.evaluate.tasks.problems import Code, Problem
-from mars_jax.journal import Lock
+from mars_jax.serve.journal import Lock
 from tests.evaluate.conftest import read_folder
 
 TIMES = {"seconds", "tokens_per_second", "speedup", "seconds_per_task", "task_speedup"}

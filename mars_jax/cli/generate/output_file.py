@@ -14,7 +14,7 @@ from typing import Any
 from mars_jax.cli.generate.recorded import Recorded
 from mars_jax.cli.generate.rows import row_head, to_row
 from mars_jax.core.errors import MarsError
-from mars_jax.journal import Journal, could_begin, difference, parse, to_line, write_whole
+from mars_jax.serve.journal import Journal, could_begin, difference, parse, to_line, write_whole
 from mars_jax.serve.requests import Completion, Request
 
 _OTHER = "choose another --output, or the flags of the run that began it"

@@ -10,7 +10,7 @@ from mars_jax import specs
 from mars_jax.cli.generate.applies import Choices
 from mars_jax.cli.generate.prompts import PromptRow
 from mars_jax.cli.rule import FLAGS
-from mars_jax.journal import plain
+from mars_jax.serve.journal import plain
 
 _ELSEWHERE = {
     "prompts", "prompts_file",  # rows are compared with their prompts one by one

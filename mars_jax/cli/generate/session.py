@@ -7,11 +7,12 @@ import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 
-from mars_jax import activity, drafters, pretrained, specs, verify
+from mars_jax import drafters, pretrained, specs, verify
 from mars_jax.cli.generate.applies import Choices
 from mars_jax.cli.generate.prompts import PromptRow
 from mars_jax.cli.open_target import open_target
 from mars_jax.cli.progress import Pace
+from mars_jax.core import activity
 from mars_jax.core.errors import MarsError
 from mars_jax.core.rules import name_of
 from mars_jax.core.types import LoadedRule

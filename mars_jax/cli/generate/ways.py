@@ -10,15 +10,15 @@ from typing import IO
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from mars_jax import activity
 from mars_jax.cli.generate.compare import compare, to_table
 from mars_jax.cli.generate.output_file import OutputFile, Unwritten
 from mars_jax.cli.generate.rows import to_row
 from mars_jax.cli.generate.session import Session
 from mars_jax.cli.generate.terminal import TextPrinter, console, legend, statistics
 from mars_jax.cli.progress import busy, counted, progress_bar
-from mars_jax.journal import to_line
+from mars_jax.core import activity
 from mars_jax.placement import hosts
+from mars_jax.serve.journal import to_line
 from mars_jax.serve.requests import Completion, Request, StreamEvent, total
 
 

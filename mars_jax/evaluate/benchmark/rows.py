@@ -10,7 +10,7 @@ from mars_jax.evaluate.answers import Answer
 from mars_jax.evaluate.benchmark.arms import Arm
 from mars_jax.evaluate.figures import loops
 from mars_jax.evaluate.tasks.problems import Problem
-from mars_jax.journal import Row
+from mars_jax.serve.journal import Row
 
 
 class Key(NamedTuple):

@@ -37,8 +37,8 @@ from mars_jax.evaluate.benchmark.rows import Key, make_row
 from mars_jax.evaluate.folder import claim, digest, fingerprint, write_json
 from mars_jax.evaluate.scoring import likelihood, sandbox, scores
 from mars_jax.evaluate.tasks.problems import Problem
-from mars_jax.journal import Row
 from mars_jax.pretrained import Pretrained
+from mars_jax.serve.journal import Row
 from mars_jax.specs import RuleChoice
 
 MATCHES, MARGINS, ROWS = "matches.json", "margins.json", "rows.jsonl"

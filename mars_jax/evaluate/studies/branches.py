@@ -26,10 +26,10 @@ from mars_jax.evaluate.scoring import scores
 from mars_jax.evaluate.scoring.likelihood import score as likelihood
 from mars_jax.evaluate.studies.refusals import check_low, low_nodes
 from mars_jax.evaluate.tasks.problems import UNJUDGED, Problem
-from mars_jax.journal import Row
 from mars_jax.pretrained import Pretrained
 from mars_jax.serve import requests as request
 from mars_jax.serve.generate import generate_stream, run_batch
+from mars_jax.serve.journal import Row
 from mars_jax.serve.requests import Request
 from mars_jax.specs import RuleChoice
 

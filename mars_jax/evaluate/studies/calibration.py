@@ -32,7 +32,7 @@ from mars_jax.evaluate.batches import RowFile
 from mars_jax.evaluate.benchmark.arms import MARS, Arm, base_of
 from mars_jax.evaluate.scoring import scores
 from mars_jax.evaluate.tasks.problems import UNJUDGED, Problem
-from mars_jax.journal import Row
+from mars_jax.serve.journal import Row
 from mars_jax.specs import RuleChoice
 
 RISKS = {
