@@ -1,8 +1,8 @@
-"""Options of the test run, as a pytest plugin: a part of the slow tests, a bound on their time, and no silent skip.
+"""Options of the test run, as a pytest plugin: a part of the slow tests, a bound on their time, and no missing package.
 
     pytest -m slow --slow-part 2/3      the second third of the slow tests; the three make up all
     pytest -m slow --slow-minutes 10    those that begin within ten minutes; the rest is skipped and counted
-    MARS_JAX_TESTS_MAY_SKIP="torch" pytest    a skip whose reason has none of these words fails
+    MARS_JAX_TESTS_MAY_LACK="torch" pytest    a skip for want of any other package fails
 
 The plugin imports nothing but pytest, so that a test of it starts in a moment.
 """
@@ -16,7 +16,9 @@ import time
 
 import pytest
 
-MAY_SKIP = "MARS_JAX_TESTS_MAY_SKIP"
+MAY_LACK = "MARS_JAX_TESTS_MAY_LACK"
+WANTS_A_PACKAGE = re.compile("could not import|No module named|pip install")
+"""In the reason of every skip for want of a package: pytest's words, and those of our own reasons."""
 TIME_IS_UP = "--slow-minutes: time is up"
 _BEGAN = pytest.StashKey[float]()
 
@@ -84,14 +86,15 @@ def pytest_runtest_makereport(item, call):
 
 
 def _refuse_skip(report):
-    """The report; failed where it skipped for a reason that `MAY_SKIP` does not name.
+    """The report; failed where it skipped for want of a package that `MAY_LACK` does not name.
 
     A missing package turns tests into skips, and a run of nothing but skips looks green.
     """
-    if MAY_SKIP not in os.environ or not report.skipped or hasattr(report, "wasxfail"):
+    if MAY_LACK not in os.environ or not report.skipped or hasattr(report, "wasxfail"):
         return report
     reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-    if TIME_IS_UP not in reason and not any(word in reason for word in os.environ[MAY_SKIP].split()):
+    may_lack = os.environ[MAY_LACK].split()
+    if WANTS_A_PACKAGE.search(reason) and not any(package in reason for package in may_lack):
         report.outcome = "failed"
-        report.longrepr = f"skipped, and {MAY_SKIP} is {os.environ[MAY_SKIP]!r}: {reason}"
+        report.longrepr = f"skipped, and {MAY_LACK} is {os.environ[MAY_LACK]!r}: {reason}"
     return report

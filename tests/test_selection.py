@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.selection import MAY_SKIP, part_of
+from tests.selection import MAY_LACK, WANTS_A_PACKAGE, part_of
 
 ROOT = Path(__file__).parent.parent
 
@@ -93,20 +94,29 @@ def test_a_part_that_is_none_is_named(suite, text):
 
 
 def test_when_time_is_up_slow_tests_are_skipped_and_fast_ones_run(suite):
-    status, output = run(suite, "--slow-minutes", "0", **{MAY_SKIP: ""})
+    status, output = run(suite, "--slow-minutes", "0", **{MAY_LACK: ""})
     assert status == 0 and passed(output) == {"test_it.py::test_fast"}
     assert "30 skipped" in output and "--slow-minutes: time is up" in output
     assert "31 passed" in run(suite, "--slow-minutes", "9")[1]
 
 
-def test_a_skip_fails_unless_its_reason_is_named(tmp_path):
+def test_a_skip_for_want_of_a_package_fails_unless_it_is_named(tmp_path):
     (tmp_path / "test_it.py").write_text(SKIPS)
     status, output = run(tmp_path)
     assert status == 0 and "2 skipped, 1 xfailed" in output
-    status, output = run(tmp_path, **{MAY_SKIP: "SOME_FOLDER"})
+    status, output = run(tmp_path, **{MAY_LACK: "torch"})
     assert status == 1 and "1 failed, 1 skipped, 1 xfailed" in output
-    assert f"{MAY_SKIP} is 'SOME_FOLDER'" in output and "could not import 'no_such_package'" in output
-    assert run(tmp_path, **{MAY_SKIP: "SOME_FOLDER no_such_package"})[0] == 0
+    assert f"{MAY_LACK} is 'torch'" in output and "could not import 'no_such_package'" in output
+    assert run(tmp_path, **{MAY_LACK: "torch no_such_package"})[0] == 0
+
+
+def test_every_reason_of_a_missing_package_is_known_as_one():
+    """`importorskip` with a reason of its own says nothing but that reason."""
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.importorskip":
+                for given in node.keywords:
+                    assert given.arg != "reason" or WANTS_A_PACKAGE.search(ast.unparse(given.value)), path
 
 
 @pytest.mark.parametrize("workers", [(), ("-p", "xdist", "-n", "2")], ids=["alone", "xdist"])
@@ -115,6 +125,6 @@ def test_a_module_that_skips_as_a_whole_fails_as_well(tmp_path, workers):
         "import pytest\npytest.importorskip('no_such_package')\ndef test(): pass\n"
     )
     (tmp_path / "test_other.py").write_text("def test(): pass\n")
-    status, output = run(tmp_path, *workers, **{MAY_SKIP: ""})
+    status, output = run(tmp_path, *workers, **{MAY_LACK: ""})
     assert status != 0 and "could not import 'no_such_package'" in output
-    assert run(tmp_path, *workers, **{MAY_SKIP: "no_such_package"})[0] == 0
+    assert run(tmp_path, *workers, **{MAY_LACK: "no_such_package"})[0] == 0

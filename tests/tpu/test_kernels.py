@@ -67,6 +67,16 @@ def test_spread_over_four_chips_each_runs_the_kernel_and_one_collective_joins_th
     assert sum(report["collectives"].values()) == 1
 
 
+def test_statistics_that_are_read_twice_are_computed_once():
+    def twice(hidden, weight):
+        logits = unembed(hidden, weight)
+        first, second = margin_stats(logits), margin_stats(logits)
+        return first.top1 - second.top2, first.id1, second.id2
+
+    report = aot.compile_for(twice, *logits_of(4096, aot.mesh("v5e")))
+    assert report["mosaic_kernels"] == 1
+
+
 def test_where_xla_partitions_the_default_gathers_a_few_numbers_per_node():
     on = aot.mesh("v5e", devices=4)
     report = aot.compile_for(
