@@ -6,6 +6,7 @@ intact rows, and at most one torn line at its end. Nothing here imports jax.
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import json
 import os
@@ -226,6 +227,8 @@ def plain(value: Any) -> Any:
         return {str(name): plain(part) for name, part in value.items()}
     if hasattr(value, "_asdict"):
         return plain(value._asdict())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return plain(dataclasses.asdict(value))
     return [plain(part) for part in value] if isinstance(value, list | tuple) else str(value)
 
 

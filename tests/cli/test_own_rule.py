@@ -218,7 +218,7 @@ def test_what_it_does_to_a_text_can_be_studied(pair, gates, tmp_path):
     flags = [*pair, "--task", f"jsonl={prompts}", "--max-new-tokens", 24, "--horizon", 4, "--batch-size", 3]
     flags += ["--verify", f"{gates}:entropy_gate", "--rule-option", "entropy=3", "--output", tmp_path / "out"]
     assert compounding.main([str(x) for x in flags]) == 0
-    summary = json.loads(next((tmp_path / "out").glob("*.json")).read_text())
+    summary = json.loads((tmp_path / "out" / "compounding.json").read_text())
     assert summary["settings"]["rule"] == {"verify": f"{gates}:entropy_gate", "settings": {"entropy": 3.0}}
     assert summary["tasks"]["jsonl"]["relaxed"]["events"] > 0
 
