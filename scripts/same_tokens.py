@@ -16,6 +16,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -87,14 +88,16 @@ POSITION_KEYS = [
 """(file, what it says, what it is to say) of the commit before the layout of `core/`."""
 
 
+def is_old() -> bool:
+    """Whether the mars_jax that is imported is from before the layout of `core/`."""
+    import mars_jax
+
+    return (Path(mars_jax.__file__ or "").parent / "batch.py").exists()
+
+
 def prompts(target: Any) -> list[list[int]]:
     """Eight beginnings of stories and eight word problems, as tokens."""
-    from importlib import import_module
-
-    try:
-        arithmetic = import_module("mars_jax.evaluate.tasks.arithmetic")
-    except ModuleNotFoundError:
-        arithmetic = import_module("mars_jax.tasks.arithmetic")
+    arithmetic = import_module(f"mars_jax.{'tasks' if is_old() else 'evaluate.tasks'}.arithmetic")
     questions = [p.question for p in arithmetic.generate(8, split="eval", seed=7)]
     return [target.encode(text) for text in STORIES] + [target.encode(q, chat=True) for q in questions]
 
@@ -108,7 +111,8 @@ def rules(hidden: int) -> dict[str, Any]:
 
     head = indicator.init_params(hidden, jax.random.key(0), width=8) | {"bias": jax.numpy.asarray(-1.0)}
     table = verify.context("position", (1.5, 0.5), edges=(2,))
-    loaded = getattr(verify, "LoadedRule", None)
+    mars: Any = verify.mars
+    by_position = (mars(context=table), ()) if is_old() else (mars(context="position"), table)
     exact, rejection, block = verify.exact(), verify.rejection(), verify.rejection(block=True)
     return {
         "exact": (exact, ()),
@@ -117,9 +121,7 @@ def rules(hidden: int) -> dict[str, Any]:
         "mars": (verify.mars(), ()),
         "mars gap": (verify.mars(margin="gap", theta=1.0), ()),
         "mars prob_ratio": (verify.mars(margin="prob_ratio", theta=0.4), ()),
-        "mars by position": (verify.mars(context="position"), table)
-        if loaded
-        else (verify.mars(context=table), ()),
+        "mars by position": by_position,
         "mars over rejection": (verify.mars(rejection), ()),
         "mars over block": (verify.mars(block), ()),
         "learned": (verify.learned(theta=0.4), head),
@@ -153,10 +155,7 @@ def dump(temperatures: list[float], path: Path) -> None:
 
     import mars_jax as mj
 
-    try:
-        from mars_jax.serve.prepare import prepare
-    except ModuleNotFoundError:
-        from mars_jax.batch import prepare  # pyright: ignore[reportMissingImports]
+    prepare = import_module("mars_jax.batch" if is_old() else "mars_jax.serve.prepare").prepare
 
     target = mj.load(dtype="float32")
     texts, found = prompts(target), {}

@@ -179,7 +179,8 @@ def test_one_process_writes_at_a_time(path):
 
 
 def test_the_lock_dies_with_its_process(path):
-    holds = "import sys, time; from mars_jax.serve.journal import Journal; j = Journal(sys.argv[1]); print(1, flush=True)"
+    holds = "import sys, time; from mars_jax.serve.journal import Journal; "
+    holds += "j = Journal(sys.argv[1]); print(1, flush=True)"
     command = [sys.executable, "-c", f"{holds}; time.sleep(60)", str(path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdout.readline() == b"1\n"
