@@ -165,12 +165,14 @@ def test_a_missing_tokenizer(refused, broken, tmp_path):
     assert "no text to show: add --json" in refused("--target", broken, "--prompts-file", file)
 
 
-def test_weights_that_are_not_numbers(refused, refused_unwritten, broken):
+def test_weights_that_are_not_numbers(run, refused, refused_unwritten, broken):
     edit_weights(broken, lambda tensors: tensors["model.norm.weight"].fill(np.nan))
     expected = f"the logits of '{broken}' are not finite"
     assert expected in refused_unwritten("--target", broken, "--draft", "none", *FEW, "hello")
     assert expected in refused("--target", broken, "--draft", "none", *FEW, "hello")
-    assert expected in refused("--target", broken, "--draft", "none", *FEW, "--json", "hello")
+    outcome = run("--target", broken, "--draft", "none", *FEW, "--json", "hello", "world")
+    assert outcome.code == 2 and f"{expected} for 2 of 2 prompts" in outcome.err
+    assert [json.loads(line)["finish_reason"] for line in outcome.out.splitlines()] == ["failed"] * 2
 
 
 def test_an_output_that_exists(refused, target, tmp_path):

@@ -57,6 +57,60 @@ def test_greedy_tokens_are_those_of_transformers(target):
         assert completion.finish_reason == "length" and completion.text == ""
 
 
+@pytest.mark.parametrize("rule", ["exact", "mars"])
+def test_log_probabilities_are_those_of_teacher_forcing_by_transformers(target, rule):
+    """Raw, after temperature, and after the filters, at every new token of a ragged batch."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(target.path)
+    temperatures, top_k = [0.0, 0.7, 1.3], 5
+    result = mj.generate(
+        target, "ngram", PROMPTS, max_new_tokens=30, ignore_eos=True, temperature=temperatures, top_k=[0, top_k, 0],
+        verify=verify.mars(theta=0.5) if rule == "mars" else None, log_probs=True,
+    )  # fmt: skip
+    filters = transformers.generation.logits_process
+    for prompt, temperature, completion in zip(PROMPTS, temperatures, result.completions, strict=True):
+        with torch.inference_mode():
+            ids = torch.tensor([prompt + completion.tokens])
+            z = model(ids).logits[0, len(prompt) - 1 : -1].double()
+        new = torch.tensor(completion.tokens)[:, None]
+        of = lambda z, new=new: torch.log_softmax(z, -1).gather(1, new)[:, 0].numpy()  # noqa: E731
+        told = completion.log_probs
+        np.testing.assert_allclose(told.log_prob, of(z), atol=1e-4)
+        np.testing.assert_allclose(told.temperature_log_prob, of(z / (temperature or 1)), atol=1e-4)
+        np.testing.assert_allclose(
+            told.regret, (z.max(-1).values[:, None] - z.gather(1, new))[:, 0], atol=1e-4
+        )
+        if rule == "mars":
+            assert np.all(np.isnan(told.processed_log_prob))
+        elif temperature == 0:
+            assert set(told.processed_log_prob) == {0.0}
+        else:
+            kept = z / temperature
+            if temperature == 0.7:
+                kept = filters.TopKLogitsWarper(top_k)(None, kept)
+            np.testing.assert_allclose(told.processed_log_prob, of(kept), atol=1e-4)
+        assert len(told.kind) == 30 and set(told.kind) <= {"exact", "relaxed", "corrected"}
+    assert mj.generate(target, "none", [[3]], max_new_tokens=2).completions[0].log_probs is None
+
+
+def test_numbers_of_a_rule_are_one_or_one_per_prompt(target):
+    """Over several batches, each prompt decodes as it would with its own number alone."""
+    options = {"max_new_tokens": 24, "ignore_eos": True, "batch_size": 2}
+    thetas = [0.2, 0.9, np.inf]
+    together = mj.generate(target, "ngram", PROMPTS, verify=verify.mars(theta=thetas), **options)
+    for i, theta in enumerate(thetas):
+        alone = mj.generate(target, "ngram", PROMPTS, verify=verify.mars(theta=theta), **options)
+        assert alone.tokens[i] == together.tokens[i]
+    with pytest.raises(mj.MarsError, match="theta of the rule has 2 values for 3 prompts"):
+        mj.generate(target, "ngram", PROMPTS, verify=verify.mars(theta=[0.2, 0.9]), **options)
+
+
+def test_a_rule_that_needs_weights_says_so(target):
+    with pytest.raises(mj.MarsError, match="the rule learned needs weights: pass .*LoadedRule"):
+        mj.generate(target, "ngram", PROMPTS, verify=verify.learned())
+
+
 def test_batch_size_and_drafter_change_no_row(target):
     options = {
         "temperature": [0.0, 1.0, 0.8],
@@ -70,7 +124,7 @@ def test_batch_size_and_drafter_change_no_row(target):
     alone = mj.generate(target, "none", PROMPTS[2:], **{k: v[2:] for k, v in options.items()})
     assert whole.tokens == by_two.tokens and alone.tokens == whole.tokens[2:]
     drafted = mj.generate(target, "ngram", PROMPTS, **options)
-    assert drafted.tokens[0] == whole.tokens[0]
+    assert drafted.tokens == whole.tokens  # the sampled ones too: draws are keyed by position
     assert drafted.metrics.emitted == 62
 
 
@@ -118,17 +172,19 @@ def test_a_draft_of_broken_weights_is_reported(target, tmp_path):
 
 def test_the_stream_joins_to_the_completion(target):
     requests = mj.make_requests(
-        target, PROMPTS, max_new_tokens=24, temperature=[0.0, 1.0, 0.0], theta=0.2, ignore_eos=True
+        target, PROMPTS, max_new_tokens=24, temperature=[0.0, 1.0, 0.0], ignore_eos=True
     )
     tokens = {row: [] for row in range(3)}
     kinds = {}
-    for event in generate_stream(target, "ngram", requests, verify=verify.mars()):
+    for event in generate_stream(target, "ngram", requests, verify=verify.mars(theta=0.2)):
         tokens[event.row] += event.tokens
+        assert event.log_probs.kind == tuple(kind for kind, _ in event.pieces)
+        assert len(event.log_probs.log_prob) == len(event.tokens)
         for kind, _ in event.pieces:
             kinds[kind] = kinds.get(kind, 0) + 1
         if event.completion:
             assert event.completion.tokens == tokens[event.row]
-    result = generate_requests(target, "ngram", requests, verify=verify.mars())
+    result = generate_requests(target, "ngram", requests, verify=verify.mars(theta=0.2))
     assert result.tokens == list(tokens.values())
     assert kinds.get("relaxed", 0) == result.metrics.accepted_relaxed
     assert kinds.get("exact", 0) == result.metrics.accepted_exact
@@ -151,7 +207,8 @@ def test_the_stream_joins_to_the_completion(target):
         ([[1], [2]], {"stop_tokens": [[3]]}, "stop_tokens has 1 values for 2 prompts"),
         ([[1]], {"stop_tokens": "x"}, "stop_tokens is .*: expected token ids"),
         ([[1]], {"stop_tokens": [3], "ignore_eos": True}, "contradict each other"),
-        ([[1]], {"theta": 0.5}, "theta does not apply to a rule that relaxes nothing"),
+        ([[1]], {"theta": 0.5}, r"theta is a setting of the rule: give it there, as in verify=mars\(theta="),
+        ([[1]], {"strict": True}, "strict does not apply to the rule exact, which is lossless"),
         ([[1]], {"batch_size": 0}, "batch_size is 0"),
         ([[1]], {"verify": "mars"}, "verify is 'mars': give a rule"),
     ],
@@ -187,7 +244,7 @@ def test_values_that_change_compile_nothing(target):
     once([[3, 5, 8]], max_new_tokens=30)
     before = mj.run._cache_size()
     once([[9] * 20], max_new_tokens=40, temperature=0.7, top_p=0.9, seed=3, rule_theta=0.5)
-    once([[4, 4]], max_new_tokens=50, theta=0.3, top_k=5, ignore_eos=True)
+    once([[4, 4]], max_new_tokens=50, rule_theta=[0.3], top_k=5, ignore_eos=True)
     assert mj.run._cache_size() == before
 
 

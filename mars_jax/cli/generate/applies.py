@@ -86,6 +86,10 @@ def check_flags(args: argparse.Namespace, rows: Sequence[PromptRow]) -> Choices:
             )
     _check_sampling(args, rows)
     _check_file(args, rows)
+    if args.log_probs and not (args.json or args.output):
+        raise MarsError(
+            "--log-probs does not apply without --json or --output, whose rows it adds to: add one."
+        )
     if args.resume and args.output is None:
         raise MarsError("--resume does not apply without --output: name the file to continue.")
     if args.stream and (args.json or args.output):

@@ -140,6 +140,11 @@ def _add_input_and_output(made: argparse.ArgumentParser) -> None:
         help="print text as it is decided (default), or when a batch is done",
     )
     group.add_argument(
+        "--log-probs",
+        action="store_true",
+        help="with --json or --output: three log-probabilities, the regret and the kind of every token",
+    )
+    group.add_argument(
         "--json",
         action="store_true",
         help="print one JSON object per prompt, nothing else; with --list-rules the table",

@@ -80,3 +80,4 @@ def _decode(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRow
             ways.stream_text(session, out, chat=args.chat, speedup=choices.measures_speedup)
         else:
             ways.print_text(session, out, chat=args.chat, speedup=choices.measures_speedup)
+        session.check_finite()

@@ -20,7 +20,7 @@ from mars_jax.hub.files import resolve
 from mars_jax.pretrained import Pretrained, check_same_vocabulary
 from mars_jax.serve import prepare as batch
 from mars_jax.serve import requests as request
-from mars_jax.serve.generate import compile_batch, generate_stream, rule_of, run_batch
+from mars_jax.serve.generate import check_finite, compile_batch, generate_stream, rule_of, run_batch
 from mars_jax.serve.prepare import AnyRule
 from mars_jax.serve.requests import Completion, Request, StreamEvent
 
@@ -39,6 +39,8 @@ class Session:
     batch_size: int
     drafts: bool  # whether anything is proposed at all
     simulated: bool = False  # the text means nothing
+    log_probs: bool = False  # keep what the target thinks of each token
+    finished: list[Completion] = dataclasses.field(default_factory=list)
     _compiled: set[int] = dataclasses.field(default_factory=set)
 
     @property
@@ -60,13 +62,27 @@ class Session:
         """Decode one batch; its time holds no compilation."""
         self._compile(group, stream=False)
         rule = self.rule_of(group)
-        return run_batch(self.target, self.drafter, group, verify=rule, rows=self.batch_size)
+        done = run_batch(
+            self.target, self.drafter, group, verify=rule, rows=self.batch_size, log_probs=self.log_probs
+        )
+        self.finished.extend(done)
+        return done
 
     def stream(self, group: list[Request]) -> Iterator[StreamEvent]:
         """Decode one batch step by step; its time holds no compilation."""
         self._compile(group, stream=True)
+        return self._events(group)
+
+    def _events(self, group: list[Request]) -> Iterator[StreamEvent]:
         rule = self.rule_of(group)
-        return generate_stream(self.target, self.drafter, group, verify=rule, rows=self.batch_size)
+        for event in generate_stream(self.target, self.drafter, group, verify=rule, rows=self.batch_size):
+            if event.completion is not None:
+                self.finished.append(event.completion)
+            yield event
+
+    def check_finite(self) -> None:
+        """Raise MarsError where prompts failed; their rows are written by then."""
+        check_finite(self.target, self.finished)
 
     @functools.cached_property
     def autoregressive(self) -> Session:
@@ -74,14 +90,22 @@ class Session:
         drafter = drafters.load("none", self.target)
         rule = LoadedRule(verify.exact())
         return dataclasses.replace(
-            self, drafter=drafter, rule=rule, drafts=False, simulated=False, _compiled=set()
+            self, drafter=drafter, rule=rule, drafts=False, simulated=False, finished=[], _compiled=set()
         )
 
     def _compile(self, group: list[Request], *, stream: bool) -> None:
         width = batch.buffer_width(self.target, group)  # what shapes of two batches can differ in
         if width not in self._compiled:
             rule, rows = self.rule_of(group), self.batch_size
-            compile_batch(self.target, self.drafter, group, verify=rule, rows=rows, stream=stream)
+            compile_batch(
+                self.target,
+                self.drafter,
+                group,
+                verify=rule,
+                rows=rows,
+                stream=stream,
+                log_probs=self.log_probs,
+            )
             self._compiled.add(width)
 
 
@@ -123,6 +147,7 @@ def open_session(args: argparse.Namespace, choices: Choices, rows: Sequence[Prom
         requests=requests,
         batch_size=min(size, len(requests)),
         drafts=kind != "none",
+        log_probs=args.log_probs,
         simulated=simulated,
     )
 

@@ -46,6 +46,9 @@ def _show(
     # A prompt shows up with its first tokens: weights that give none leave stdout empty.
     shown, done = None, []
     for event in _row_by_row(events):
+        if event.completion is not None and not event.completion.tokens:
+            done.append(event.completion)
+            continue
         if event.row != shown:
             printer.prompt(_text(session, group[event.row]), chat=chat)
             shown = event.row
@@ -54,7 +57,14 @@ def _show(
         if event.completion is not None:
             printer.end()
             done.append(event.completion)
+    _stop_if_all_failed(session, done)
     return done
+
+
+def _stop_if_all_failed(session: Session, done: list[Completion]) -> None:
+    """The next batch would fail as well, and there is nothing to show."""
+    if all(completion.finish_reason == "failed" for completion in done):
+        session.check_finite()
 
 
 def _row_by_row(events: Iterator[StreamEvent]) -> Iterator[StreamEvent]:
@@ -78,6 +88,7 @@ def print_text(session: Session, out: IO[str], *, chat: bool, speedup: bool) -> 
         for group in session.batches():
             done.append(session.run(group))
             count.advance(done[-1])
+            _stop_if_all_failed(session, done[-1])
             for completion in done[-1]:
                 printer.prompt(_text(session, completion.request), chat=chat)
                 printer.piece("exact", completion.text)
