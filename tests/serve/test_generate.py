@@ -14,7 +14,7 @@ from mars_jax import pretrained as text
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.transformer import init_params
 from mars_jax.serve import prepare as batch
-from mars_jax.serve.generate import generate_requests, generate_stream
+from mars_jax.serve.generate import check_finite, generate_requests, generate_stream
 
 SHARED = os.environ.get("MARS_JAX_SHARED")
 CONFIG = ModelConfig(
@@ -107,7 +107,7 @@ def test_numbers_of_a_rule_are_one_or_one_per_prompt(target):
 
 
 def test_a_rule_that_needs_weights_says_so(target):
-    with pytest.raises(mj.MarsError, match="the rule learned needs weights: pass .*LoadedRule"):
+    with pytest.raises(mj.MarsError, match=r"the rule learned needs weights: pass .*LoadedRule"):
         mj.generate(target, "ngram", PROMPTS, verify=verify.learned())
 
 
@@ -210,7 +210,7 @@ def test_the_stream_joins_to_the_completion(target):
         ([[1]], {"theta": 0.5}, r"theta is a setting of the rule: give it there, as in verify=mars\(theta="),
         ([[1]], {"strict": True}, "strict does not apply to the rule exact, which is lossless"),
         ([[1]], {"batch_size": 0}, "batch_size is 0"),
-        ([[1]], {"verify": "mars"}, "verify is 'mars': give a rule"),
+        ([[1]], {"verify": "mars"}, "verify is 'mars': expected a rule"),
     ],
 )
 def test_bad_input_gets_a_sentence(target, prompts, options, sentence):
@@ -231,8 +231,10 @@ def test_an_option_that_does_not_exist_is_a_type_error(target):
 
 def test_broken_weights_are_reported(target):
     broken = dataclasses.replace(target, params={**target.params, "norm": target.params["norm"] * np.nan})
-    with pytest.raises(mj.MarsError, match="not finite"):
-        mj.generate(broken, "none", [[1, 2]], max_new_tokens=30)
+    [completion] = mj.generate(broken, "none", [[1, 2]], max_new_tokens=30).completions
+    assert completion.finish_reason == "failed" and completion.tokens == []
+    with pytest.raises(mj.MarsError, match="not finite for 1 of 1 prompts"):
+        check_finite(broken, [completion])
 
 
 def test_values_that_change_compile_nothing(target):

@@ -130,6 +130,7 @@ def write_output(session: Session, file: OutputFile | Unwritten, out: IO[str], *
         for group in session.batches():
             if first + len(group) >= resumed:
                 completions = session.run(group)
+                _stop_if_all_failed(session, completions)
                 on_file = max(resumed - first, 0)
                 for index, completion in enumerate(completions[:on_file], start=first):
                     file.check_same(index, completion)

@@ -1,0 +1,180 @@
+"""Compare what a compiled decode loop costs in another commit of mars-jax and in this one.
+
+    python scripts/same_cost.py --old e8fc8ba --output scripts/results/same_cost.json
+
+For each case: instructions of the optimised HLO of `run`, bytes that XLA counts, and the time of decoding the same prompts,
+in interleaved pairs of two processes that wait for their turn. The ratio is new over old; its bound is the upper 95% one of
+a bootstrap over pairs of the median. Import times are compared the same way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[1]
+CASES = (
+    "none, exact",
+    "chain, exact",
+    "chain, mars",
+    "sampled chain, rejection",
+    "eagle tree, exact",
+    "eagle tree, mars",
+)
+NEW_TOKENS, REPEATS = 64, 3
+
+
+def worker(case: str) -> None:
+    """Compile, say what was compiled, then decode once for every line on stdin and say how long it took."""
+    import jax
+
+    import mars_jax as mj
+
+    old = (Path(mj.__file__ or "").parent / "batch.py").exists()
+    prepare = import_module("mars_jax.batch" if old else "mars_jax.serve.prepare").prepare
+    draft, name = case.split(", ")
+    target = mj.load()
+    drafter = {
+        "none": lambda: mj.drafters.load("none", target),
+        "chain": lambda: mj.drafters.load("model:tiny/draft", target),
+        "sampled chain": lambda: mj.drafters.load("model:tiny/draft", target, sample=True),
+        "eagle tree": lambda: mj.drafters.load(
+            "eagle:tiny/eagle3", target, tree=mj.drafters.Dynamic(6, 4, 24)
+        ),
+    }[draft]()
+    rule = getattr(mj.verify, name)()
+    requests = mj.make_requests(target, ["Once upon a time"], max_new_tokens=NEW_TOKENS, ignore_eos=True)
+
+    def fresh() -> tuple[Any, Any, Any]:
+        return prepare(target, drafter, requests, verify=rule)
+
+    decoder, params, state = fresh()
+    compiled = mj.run.lower(decoder, params, state).compile()
+    text, costs = compiled.as_text(), compiled.cost_analysis()
+    instructions = len(re.findall(r"^\s+(?:ROOT )?%?[\w.-]+ = ", text, re.MULTILINE))
+    steps = int(mj.run(decoder, params, state)[1].steps[0])
+    print(
+        json.dumps({"instructions": instructions, "bytes": costs["bytes accessed"], "steps": steps}),
+        flush=True,
+    )
+    for _ in sys.stdin:
+        seconds = 0.0
+        for _ in range(REPEATS):
+            state = jax.block_until_ready(fresh()[2])
+            began = time.perf_counter()
+            jax.block_until_ready(mj.run(decoder, params, state))
+            seconds += time.perf_counter() - began
+        print(json.dumps(seconds), flush=True)
+
+
+def bound(ratios: np.ndarray) -> dict[str, float]:
+    """Median of the ratios, and the upper bound of a one-sided 95% interval by bootstrap."""
+    rng = np.random.default_rng(0)
+    medians = np.median(rng.choice(ratios, (10_000, len(ratios))), axis=1)
+    return {"median": float(np.median(ratios)), "upper_95": float(np.quantile(medians, 0.95))}
+
+
+def compare(case: str, checkouts: dict[str, Path], pairs: int) -> dict[str, Any]:
+    def start(checkout: Path) -> subprocess.Popen[str]:
+        command = [sys.executable, __file__, "--worker", case]
+        environment = os.environ | {"PYTHONPATH": str(checkout)}
+        return subprocess.Popen(
+            command, cwd=checkout, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def answer(process: subprocess.Popen[str]) -> Any:
+        assert process.stdout is not None
+        return json.loads(process.stdout.readline())
+
+    workers = {name: start(path) for name, path in checkouts.items()}
+    made = {name: answer(process) for name, process in workers.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in workers}
+    for turn in range(pairs + 1):
+        for name in sorted(workers, reverse=bool(turn % 2)):
+            process = workers[name]
+            assert process.stdin is not None
+            process.stdin.write("go\n")
+            process.stdin.flush()
+            seconds[name].append(answer(process))
+    for process in workers.values():
+        process.kill()
+    per_step = {
+        n: np.asarray(s[1:]) / made[n]["steps"] / REPEATS for n, s in seconds.items()
+    }  # the first warms up
+    return {
+        "case": case,
+        **{name: made[name] | {"ms_per_step": float(np.median(per_step[name]) * 1e3)} for name in made},
+        "time_ratio": bound(per_step["new"] / per_step["old"]),
+        "pairs": pairs,
+    }
+
+
+def imports(checkouts: dict[str, Path], pairs: int) -> dict[str, Any]:
+    """Seconds of `import mars_jax` and of the names that an embedded loop needs."""
+    code = "import time; b = time.perf_counter(); import mars_jax; a = time.perf_counter() - b\n"
+    code += "mars_jax.DraftTree, mars_jax.speculative_decoder; print(a, time.perf_counter() - b)"
+    found: dict[str, list[list[float]]] = {name: [] for name in checkouts}
+    for turn in range(pairs):
+        for name in sorted(checkouts, reverse=bool(turn % 2)):
+            environment = os.environ | {"PYTHONPATH": str(checkouts[name])}
+            done = subprocess.run(
+                [sys.executable, "-c", code],
+                env=environment,
+                cwd=checkouts[name],
+                capture_output=True,
+                text=True,
+                check=True,
+            )
+            found[name].append([float(x) for x in done.stdout.split()])
+    old, new = np.asarray(found["old"]), np.asarray(found["new"])
+    return {
+        what: {
+            "old_s": float(np.median(old[:, i])),
+            "new_s": float(np.median(new[:, i])),
+            **bound(new[:, i] / old[:, i]),
+        }
+        for i, what in enumerate(("import mars_jax", "with the names of an embedded loop"))
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--old", default="e8fc8ba", metavar="REV")
+    parser.add_argument("--pairs", type=int, default=30)
+    parser.add_argument("--cases", nargs="+", default=CASES)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        worker(args.worker)
+        return
+    with tempfile.TemporaryDirectory() as work:
+        old = Path(work) / "old"
+        subprocess.run(["git", "-C", ROOT, "worktree", "add", "-q", "--detach", old, args.old], check=True)
+        try:
+            checkouts = {"old": old, "new": ROOT}
+            report: dict[str, Any] = {"old": args.old, "cores": os.cpu_count(), "cases": []}
+            for case in args.cases:
+                report["cases"].append(compare(case, checkouts, args.pairs))
+                print(json.dumps(report["cases"][-1]), flush=True)
+            report["imports"] = imports(checkouts, max(args.pairs // 2, 3))
+            print(json.dumps(report["imports"]))
+        finally:
+            subprocess.run(["git", "-C", ROOT, "worktree", "remove", "--force", old], check=True)
+    if args.output is not None:
+        args.output.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
