@@ -2,9 +2,9 @@
 
     python scripts/same_cost.py --old e8fc8ba --output scripts/results/same_cost.json
 
-For each case: instructions of the optimised HLO of `run`, bytes that XLA counts, and the time of decoding the same prompts,
-in interleaved pairs of two processes that wait for their turn. The ratio is new over old; its bound is the upper 95% one of
-a bootstrap over pairs of the median. Import times are compared the same way.
+For each case: instructions of the optimised HLO of `run`, bytes that XLA counts, and the time of decoding the same
+prompt, in interleaved pairs of two processes that wait for their turn. The ratio is new over old; its bound is the upper
+95% one of a bootstrap over pairs of the median. Import times are compared the same way.
 """
 
 from __future__ import annotations
