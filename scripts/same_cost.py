@@ -3,8 +3,8 @@
     python scripts/same_cost.py --old e8fc8ba --output scripts/results/same_cost.json
 
 For each case: instructions of the optimised HLO of `run`, bytes that XLA counts, and the time of decoding the same
-prompt, in interleaved pairs of two processes that wait for their turn. The ratio is new over old; its bound is the upper
-95% one of a bootstrap over pairs of the median. Import times are compared the same way.
+prompt, in interleaved pairs of two processes that wait for their turn. The ratio is new over old; its bound is the
+upper 95% one of a bootstrap over pairs of the median. Import times are compared the same way.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ def worker(case: str) -> None:
     decoder, params, state = fresh()
     compiled = mj.run.lower(decoder, params, state).compile()
     text, costs = compiled.as_text(), compiled.cost_analysis()
+    assert text is not None and costs is not None
     instructions = len(re.findall(r"^\s+(?:ROOT )?%?[\w.-]+ = ", text, re.MULTILINE))
     steps = int(mj.run(decoder, params, state)[1].steps[0])
     print(

@@ -149,7 +149,7 @@ def drafters(target: Any) -> dict[str, Any]:
     }
 
 
-def dump(temperatures: list[float], path: Path) -> None:
+def dump(temperatures: list[float], path: Path, chosen: list[str]) -> None:
     """Decode with whatever mars_jax is imported, and write {case: tokens of every prompt}."""
     import jax
 
@@ -161,6 +161,8 @@ def dump(temperatures: list[float], path: Path) -> None:
     texts, found = prompts(target), {}
     loaded = getattr(mj.verify, "LoadedRule", None)
     for draft, drafter in drafters(target).items():
+        if chosen and draft not in chosen:
+            continue
         for name, (rule, weights) in rules(target.config.hidden_size).items():
             if ("tree" in draft and ("rejection" in name or "block" in name)) or (
                 name == "simulated" and draft in ("none", "ngram")
@@ -180,10 +182,11 @@ def dump(temperatures: list[float], path: Path) -> None:
     path.write_text(json.dumps(found))
 
 
-def run(checkout: Path, temperatures: list[float], path: Path) -> dict[str, Any]:
+def run(checkout: Path, temperatures: list[float], path: Path, chosen: list[str]) -> dict[str, Any]:
     environment = os.environ | {"PYTHONPATH": str(checkout)}
     wanted = [f"{t:g}" for t in temperatures]
     command = [sys.executable, __file__, "--dump", str(path), "--temperatures", *wanted]
+    command += ["--drafters", *chosen] if chosen else []
     subprocess.run(command, cwd=checkout, env=environment, check=True)
     return json.loads(path.read_text())
 
@@ -200,22 +203,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--old", default="e8fc8ba", metavar="REV")
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--drafters", nargs="+", default=[], help="some of them (default: all)")
     parser.add_argument("--dump", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     args = parser.parse_args()
     if args.dump is not None:
-        dump(args.temperatures, args.dump)
+        dump(args.temperatures, args.dump, args.drafters)
         return
     with tempfile.TemporaryDirectory() as work:
         old, here = Path(work) / "old", Path(work)
         subprocess.run(["git", "-C", ROOT, "worktree", "add", "-q", "--detach", old, args.old], check=True)
         try:
-            theirs = run(old, [0.0], here / "plain.json")
+            theirs = run(old, [0.0], here / "plain.json", args.drafters)
             patch(old)
-            theirs |= run(old, [1.0], here / "patched.json")
+            theirs |= run(old, [1.0], here / "patched.json", args.drafters)
         finally:
             subprocess.run(["git", "-C", ROOT, "worktree", "remove", "--force", old], check=True)
-        ours = run(ROOT, [0.0, 1.0], here / "new.json")
+        ours = run(ROOT, [0.0, 1.0], here / "new.json", args.drafters)
     different = {
         case: sum(a != b for a, b in zip(ours[case], theirs[case], strict=True))
         for case in theirs
@@ -223,6 +227,7 @@ def main() -> None:
     }
     report = {
         "old": args.old,
+        "drafters": args.drafters or "all",
         "cases": len(theirs),
         "prompts": len(next(iter(theirs.values()))),
         "new_tokens": NEW_TOKENS,
