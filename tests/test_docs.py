@@ -189,10 +189,12 @@ def test_every_command_has_its_section():
     assert sorted(headings) == sorted(COMMANDS)
 
 
-def test_the_readme_has_every_rule_and_drafter_of_the_tables():
+def test_the_readme_says_of_rules_and_drafters_what_the_tables_say():
+    """Not of every rule, so that a new one needs no line there: `--list-rules` has all."""
     rules, drafters = table("Rules"), table("Drafters")
-    assert [name for name, *_ in rules] == [f"`{name}`" for name in specs.RULES]
-    for row, (_, _, lossless, settings) in zip(specs.RULES.values(), rules, strict=True):
+    assert len(rules) >= 5
+    for name, _, lossless, settings in rules:
+        row = specs.rule(name.strip("`"))
         assert (lossless == "yes") == row.lossless, row.name
         assert set(re.findall(r"`(\w+)`", settings)) == set(row.settings), row.name
     assert [name for name, *_ in drafters] == [f"`{row.spec}`" for row in specs.DRAFTERS.values()]
