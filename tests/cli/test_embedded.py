@@ -18,7 +18,7 @@ def test_it_is_the_default():
     args, plan_ = plan("hello")
     assert args.target == assets.TARGET
     assert args.draft == f"model:{assets.DRAFT}"
-    assert plan_.draft == "model"
+    assert plan_.draft.kind == "model"
     assert plan_.measures_speedup
 
 
