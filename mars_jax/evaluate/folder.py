@@ -95,6 +95,12 @@ def check_folder(folder: Path, *, flag: str = "--output") -> None:
 
 def check_writable(path: Path, *, flag: str = "--output") -> None:
     """Raise MarsError where a directory cannot be written to, or not be made; nothing is made."""
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:  # a name that is too long, say
+        raise _unwritable(path, error, flag) from None
     nearest = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
     if not nearest.is_dir():
         raise MarsError(f"{flag} '{path}' leads through '{nearest}', which is a file: choose another path.")

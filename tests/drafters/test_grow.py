@@ -9,7 +9,7 @@ from mars_jax import drafters, verify
 from mars_jax.core import decode, fake
 from mars_jax.core.controls import make_controls
 from mars_jax.core.errors import MarsError
-from mars_jax.core.types import NO_TOKEN, keys_from_seeds
+from mars_jax.core.types import NO_TOKEN, DraftInput, keys_from_seeds
 from mars_jax.drafters.grow import Growth, grow
 from mars_jax.drafters.shapes import Dynamic
 from tests.helpers import NO_WEIGHTS, draft_input, logits_after, ragged
@@ -25,7 +25,8 @@ def propose(drafter, *, buffer=40, **chosen):
     controls = make_controls(len(LENGTHS), limit=buffer, **chosen)
     keys = keys_from_seeds(jnp.arange(len(LENGTHS), dtype=jnp.uint32))
     state = jax.jit(drafter.init)(NO_WEIGHTS, prompts, lengths)
-    tree, _ = jax.jit(drafter.propose)(NO_WEIGHTS, keys, state, prompts, lengths, controls)
+    given = DraftInput(keys=keys, tokens=prompts, length=lengths, controls=controls)
+    tree, _ = jax.jit(drafter.propose)(NO_WEIGHTS, state, given)
     return tree, [prompts[row, :n].tolist() for row, n in enumerate(LENGTHS)]
 
 
@@ -98,7 +99,6 @@ def test_a_drafter_that_is_certain_orphans_no_node():
         carry=jnp.zeros((batch,)),
         extend=lambda carry, level: (later + carry[:, None, None], carry + 0.7),
         first=jnp.zeros((batch,), jnp.int32),
-        slots=16,
     )
     root, controls = jnp.zeros((batch, 1), jnp.int32), make_controls(batch, limit=16)
     tree, *_ = jax.jit(lambda: grow(shape, False, growth, root, None, controls))()

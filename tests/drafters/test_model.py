@@ -9,7 +9,7 @@ from mars_jax import drafters, verify
 from mars_jax.core import decode, fake
 from mars_jax.core.controls import make_controls
 from mars_jax.core.errors import MarsError
-from mars_jax.core.types import keys_from_seeds
+from mars_jax.core.types import DraftInput, keys_from_seeds
 from tests.helpers import NO_WEIGHTS, draft_input, logits_after, ragged
 
 VOCAB = 13
@@ -61,7 +61,8 @@ def test_sampled_drafts_follow_the_processed_distribution_they_report():
     chosen = make_controls(rows, limit=12, temperature=0.7, top_k=4)
     keys = keys_from_seeds(jnp.arange(rows, dtype=jnp.uint32))
     state = jax.jit(drafter.init)(NO_WEIGHTS, prompts, lengths)
-    tree, _ = jax.jit(drafter.propose)(NO_WEIGHTS, keys, state, prompts, lengths, chosen)
+    given = DraftInput(keys=keys, tokens=prompts, length=lengths, controls=chosen)
+    tree, _ = jax.jit(drafter.propose)(NO_WEIGHTS, state, given)
     z = scores(prompts[0, :4].tolist()) / 0.7
     z[np.argsort(-z)[4:]] = -np.inf
     want = np.exp(z - z.max()) / np.exp(z - z.max()).sum()
