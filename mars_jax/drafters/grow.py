@@ -119,11 +119,11 @@ def _chain(shape: Static, sample: bool, growth: Growth, root: Array, keys: Array
     return tree, jnp.maximum(tree.depths, 0), carry
 
 
-def _visible(growth: Growth, seen: Array, row: Any, depths: np.ndarray) -> Visible:
-    """What W nodes see that are written from row `row` on: of the rows, whose depths are i32[R], those `seen`
-    bool[B, W, R]."""
+def _visible(growth: Growth, seen: Array, depth: Any, row: Any, depths: np.ndarray) -> Visible:
+    """What W nodes of a depth see that are written from row `row` on: of the rows, whose depths are i32[R], those
+    `seen` bool[B, W, R]."""
     of_rows = growth.first[:, None] + jnp.asarray(depths, jnp.int32)[None] - 1
-    positions = lax.dynamic_slice_in_dim(of_rows, row, seen.shape[1], axis=1)
+    positions = jnp.broadcast_to(growth.first[:, None] + depth - 1, seen.shape[:2])
     return Visible(
         first=growth.first, positions=positions, slot=growth.first + row, seen=seen, seen_positions=of_rows
     )
@@ -152,7 +152,7 @@ def _static(shape: Static, growth: Growth, root: Array, controls: Controls):
     for depth in range(1, shape.depth):
         up = jnp.broadcast_to(jnp.asarray(above), (batch, width))
         seen = _seen(seen, up, row)
-        level = Level(levels[-1], up, _visible(growth, seen, row, depths[1:]))
+        level = Level(levels[-1], up, _visible(growth, seen, depth, row, depths[1:]))
         logits, carry = growth.extend(carry, level)
         levels.append(children(logits, shape.branching[depth], levels[-1] != NO_TOKEN))
         above, row = np.repeat(np.arange(width, dtype=np.int32), shape.branching[depth]), row + width
@@ -190,7 +190,7 @@ def _dynamic(shape: Dynamic, growth: Growth, root: Array, controls: Controls):
         carry, tokens, scores, ids, up, before = carry
         row = (depth - 1) * k
         seen = _seen(before, up, row)
-        level = Level(tokens, up, _visible(growth, seen, row, row_depths))
+        level = Level(tokens, up, _visible(growth, seen, depth, row, row_depths))
         logits, carry = growth.extend(carry, level)
         new_tokens, new_scores = children(logits, scores)
         parents = jnp.repeat(ids, k, axis=1)
