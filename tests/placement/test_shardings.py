@@ -290,7 +290,7 @@ def test_sampling_from_a_divided_vocabulary_sends_a_few_numbers_per_node():
     tokens = jnp.asarray(rng.integers(0, VOCAB, (BATCH, 4)), jnp.int32)
     nodes = jnp.asarray(rng.integers(0, 3, (BATCH, 4)), jnp.int32)
 
-    def everything(_, logits, controls, keys, nodes, tokens):
+    def everything(_, logits, controls, keys, places, nodes, tokens):
         return {
             "argmax": sampling.argmax(logits),
             "sample": sampling.sample(keys, places, logits, controls),
@@ -300,7 +300,7 @@ def test_sampling_from_a_divided_vocabulary_sends_a_few_numbers_per_node():
         }
 
     mesh = mesh_of("data=2,model=4")
-    arguments = ((), logits, controls, keys, nodes, tokens)
+    arguments = ((), logits, controls, keys, places, nodes, tokens)
     wanted = jax.jit(everything)(*arguments)
     spread = {name: P("data") for name in wanted} | {"processed": P("data", None, "model")}
     with jax.set_mesh(mesh):
