@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import shutil
 from typing import Any
 
 import flax.struct
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mars_jax import hub
 from mars_jax.core import decode, rules
 from mars_jax.core.controls import make_controls
 from mars_jax.core.evidence import evidence
@@ -113,6 +115,17 @@ def _last_logits(model, tokens, length):
     visible = Visible(first=zero, positions=position, slot=zero, seen=mask)
     out = model.forward((), tokens, visible, model.init_cache(1, width))
     return model.unembed((), out.hidden)[0, length - 1]
+
+
+def noisy_copy(target, path):
+    """The checkpoint in a directory with some noise, as another one: a draft that often says the runner-up."""
+    shutil.copytree(target, path)
+    loaded = hub.load(str(target))
+    leaves, tree = jax.tree.flatten(loaded.params)
+    rng = np.random.default_rng(0)
+    noisy = [np.asarray(x) * (1 + 0.25 * rng.normal(size=x.shape)).astype(np.float32) for x in leaves]
+    hub.save(path, loaded.config, jax.tree.unflatten(tree, noisy), overwrite=True)
+    return path
 
 
 def committed(state):

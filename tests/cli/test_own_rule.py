@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import shutil
 
-import jax
-import numpy as np
 import pytest
 
-from mars_jax import hub
 from mars_jax.cli import benchmark, calibrate, compounding
+from tests.helpers import noisy_copy
 
 ENTROPY_GATE = '''
 """Relaxes where the target's entropy is high."""
@@ -54,14 +51,7 @@ def gates(tmp_path):
 
 @pytest.fixture(scope="module")
 def near(target, tmp_path_factory):
-    """The target with some noise: a draft that often says the runner-up."""
-    path = shutil.copytree(target, tmp_path_factory.mktemp("own") / "near")
-    loaded = hub.load(str(target))
-    leaves, tree = jax.tree.flatten(loaded.params)
-    rng = np.random.default_rng(0)
-    noisy = [np.asarray(x) * (1 + 0.25 * rng.normal(size=x.shape)).astype(np.float32) for x in leaves]
-    hub.save(path, loaded.config, jax.tree.unflatten(tree, noisy), overwrite=True)
-    return path
+    return noisy_copy(target, tmp_path_factory.mktemp("own") / "near")
 
 
 @pytest.fixture

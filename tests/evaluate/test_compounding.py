@@ -1,16 +1,14 @@
 """Error cascades: branches are what plain decoding gives, and the curves are those of texts made by hand."""
 
 import json
-import shutil
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import mars_jax as mj
-from mars_jax import drafters, hub
+from mars_jax import drafters
 from mars_jax.cli.compounding import main
 from mars_jax.core.errors import MarsError
 from mars_jax.evaluate.scoring import likelihood
@@ -21,20 +19,14 @@ from mars_jax.evaluate.studies.branches import Decoded, Event, study
 from mars_jax.evaluate.studies.refusals import low_nodes
 from mars_jax.evaluate.tasks.problems import Problem
 from mars_jax.specs import RuleChoice
+from tests.helpers import noisy_copy
 
 THETA, NEW, HORIZON = 0.6, 24, 8
 
 
 @pytest.fixture(scope="module")
 def near(target, tmp_path_factory):
-    """The target with some noise: a draft that often says the runner-up."""
-    path = shutil.copytree(target, tmp_path_factory.mktemp("cascades") / "near")
-    loaded = hub.load(str(target))
-    leaves, tree = jax.tree.flatten(loaded.params)
-    rng = np.random.default_rng(0)
-    noisy = [np.asarray(x) * (1 + 0.25 * rng.normal(size=x.shape)).astype(np.float32) for x in leaves]
-    hub.save(path, loaded.config, jax.tree.unflatten(tree, noisy), overwrite=True)
-    return path
+    return noisy_copy(target, tmp_path_factory.mktemp("cascades") / "near")
 
 
 @pytest.fixture(scope="module")
