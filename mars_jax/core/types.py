@@ -290,7 +290,7 @@ KEY_IMPL = "threefry2x32"
 def keys_from_seeds(seeds: Array) -> Array:
     """One PRNG key per row: seeds u32[B] or i32[B] -> key[B], of `threefry2x32` whatever JAX's default is.
 
-    >>> keys_from_seeds(jnp.arange(3)).shape
+    >>> keys_from_seeds(jax.numpy.arange(3)).shape
     (3,)
     """
     return jax.vmap(lambda seed: jax.random.key(seed, impl=KEY_IMPL))(seeds)
