@@ -159,7 +159,8 @@ def rows(rule):
         top_k=[0, 0, 0, 9, 0, 0, 0, 0],
         top_p=[1.0, 1.0, 1.0, 1.0, 0.9, 1.0, 1.0, 1.0],
     )
-    keys = keys_from_seeds(jnp.arange(BATCH, dtype=jnp.uint32))
+    # A draw of seed 6 falls within rounding of the edge between two tokens, and a mesh rounds as it likes.
+    keys = keys_from_seeds(100 + jnp.arange(BATCH, dtype=jnp.uint32))
     rule = with_numbers(rule, theta=0.8)
     return prompts, lengths, controls, verify.for_rows(rule, BATCH), keys
 
