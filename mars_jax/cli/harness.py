@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from mars_jax import assets, drafters, pretrained, specs
+from mars_jax import assets, drafters, hub, specs
 from mars_jax import verify as rules
 from mars_jax.cli.flags import draft_of
 from mars_jax.cli.theta import plain, rule_and_file
@@ -79,7 +79,7 @@ class MarsJax(TemplateLM):
         if file is not None:
             pair = {"target": target, "draft": draft_of(draft, target), "num_draft_tokens": num_draft_tokens}
             file.check(pair | {"tree": plain(shape)})
-        self._target = pretrained.load(target, dtype=dtype)
+        self._target = hub.load(target, dtype=dtype)
         if not self._target.has_tokenizer:
             raise MarsError(
                 f"'{target}' has no tokenizer, and tasks are text: put its files beside the weights."

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 
-from mars_jax import drafters, pretrained, specs, verify
+from mars_jax import drafters, hub, specs, verify
 from mars_jax.cli.open_target import open_target
 from mars_jax.core.errors import MarsError
 from mars_jax.evaluate.answers import check_problems
 from mars_jax.evaluate.tasks.catalogue import read
 from mars_jax.evaluate.tasks.problems import Problem
-from mars_jax.pretrained import Pretrained
+from mars_jax.pretrained import Pretrained, check_same_vocabulary
 from mars_jax.specs import RuleChoice
 
 
@@ -35,7 +35,7 @@ def open_pair(
     Raises:
       MarsError: anything wrong with the checkpoints or the prompts.
     """
-    sketch = pretrained.outline(args.target)
+    sketch = hub.outline(args.target)
     if not sketch.has_tokenizer:
         raise MarsError(
             f"'{args.target}' has no tokenizer, and tasks are text: put its files beside the weights."
@@ -44,7 +44,7 @@ def open_pair(
     made = verify.load(rule.spec, sketch, **rule.settings).rule
     kind, path = draft = specs.parse_draft(args.draft, shown="--draft")
     if kind == "model":
-        pretrained.check_same_vocabulary(sketch, pretrained.outline(path))
+        check_same_vocabulary(sketch, hub.outline(path))
     target = open_target(args, sketch)
     drafter = drafters.load(
         args.draft,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from mars_jax import specs
+from mars_jax import hub, specs
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import Drafter, PyTree
 from mars_jax.drafters.eagle import eagle
@@ -21,7 +21,6 @@ from mars_jax.hub.heads.eagle_files import load_eagle
 from mars_jax.hub.heads.medusa_files import load_medusa
 from mars_jax.placement.shardings import place
 from mars_jax.pretrained import Pretrained, check_same_vocabulary
-from mars_jax.pretrained import load as load_pretrained
 
 
 class LoadedDrafter(NamedTuple):
@@ -84,7 +83,7 @@ def load(
         )
     if kind == "model":
         assert length is not None
-        draft = load_pretrained(path, dtype=dtype, mesh=target.mesh)
+        draft = hub.load(path, dtype=dtype, mesh=target.mesh)
         check_same_vocabulary(target, draft)
         params = draft.params
         drafter = language_model(

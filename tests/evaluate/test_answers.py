@@ -6,8 +6,7 @@ import shutil
 
 import pytest
 
-from mars_jax import drafters
-from mars_jax import pretrained as text
+from mars_jax import drafters, hub
 from mars_jax.core.errors import MarsError
 from mars_jax.evaluate.answers import Decoding, check_problems, prompt_tokens
 from mars_jax.evaluate.benchmark.arms import MARS, make_arms
@@ -24,7 +23,7 @@ def chatty(target, tmp_path_factory):
     """The target with a chat template."""
     path = shutil.copytree(target, tmp_path_factory.mktemp("answers") / "chatty")
     (path / "chat_template.jinja").write_text(TEMPLATE)
-    return text.load(str(path))
+    return hub.load(str(path))
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 
-from mars_jax import drafters, pretrained, specs, verify
+from mars_jax import drafters, hub, specs, verify
 from mars_jax.cli.generate.applies import Choices
 from mars_jax.cli.generate.prompts import PromptRow
 from mars_jax.cli.open_target import open_target
@@ -115,12 +115,12 @@ def open_session(args: argparse.Namespace, choices: Choices, rows: Sequence[Prom
     Raises:
       MarsError: anything wrong with the checkpoints, the rule or the prompts.
     """
-    sketch = pretrained.outline(args.target)
+    sketch = hub.outline(args.target)
     requests = make_requests(sketch, args, rows)
     rule = _rule(choices.rule, sketch, rows)
     kind, path = choices.draft
     if kind == "model":
-        check_same_vocabulary(sketch, pretrained.outline(path))
+        check_same_vocabulary(sketch, hub.outline(path))
     elif path:
         resolve(path, weights=False)
     if not sketch.has_tokenizer and not (args.json or args.output or args.compare):
