@@ -124,6 +124,7 @@ def _run(argv: Sequence[str] | None, out: IO[str]) -> None:
     from mars_jax.evaluate.answers import Decoding
     from mars_jax.evaluate.folder import check_folder, check_writable, claim, digest, fingerprint, write_json
     from mars_jax.evaluate.studies import calibration
+    from mars_jax.serve.session import Session
 
     keep_compilations()
     work = args.output.with_name(f"{args.output.name}-rows")
@@ -140,13 +141,8 @@ def _run(argv: Sequence[str] | None, out: IO[str]) -> None:
     )
     with busy("loading"):
         target, drafter = open_pair(args, args.rule, problems)
-    decoding = Decoding(
-        target=target,
-        drafter=drafter,
-        chat=args.chat,
-        max_new_tokens=args.max_new_tokens,
-        batch_size=min(args.batch_size, len(problems)),
-    )
+    session = Session(target=target, drafter=drafter, batch_size=min(args.batch_size, len(problems)))
+    decoding = Decoding(session=session, chat=args.chat, max_new_tokens=args.max_new_tokens)
     settings = settings_of(args, temperature=args.temperature)
     rule = args.rule.as_json(but=("theta",))
     asked = {

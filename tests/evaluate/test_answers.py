@@ -11,6 +11,7 @@ from mars_jax.core.errors import MarsError
 from mars_jax.evaluate.answers import Decoding, check_problems, prompt_tokens
 from mars_jax.evaluate.benchmark.arms import MARS, make_arms
 from mars_jax.evaluate.tasks.problems import Problem
+from mars_jax.serve.session import Session
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }};{% endfor %}"
@@ -29,7 +30,8 @@ def chatty(target, tmp_path_factory):
 @pytest.fixture(scope="module")
 def decoding(chatty):
     drafter = drafters.load("ngram", chatty, num_draft_tokens=3)
-    return Decoding(target=chatty, drafter=drafter, chat=True, max_new_tokens=8, batch_size=3)
+    session = Session(target=chatty, drafter=drafter, batch_size=3)
+    return Decoding(session=session, chat=True, max_new_tokens=8)
 
 
 def problem(*turns, **changes):
@@ -52,7 +54,7 @@ def test_a_follow_up_turn_sees_the_answer_before_it(chatty, decoding):
 
 
 def test_without_a_template_the_first_turn_alone_is_asked(chatty, decoding):
-    plain = Decoding(target=chatty, drafter=decoding.drafter, max_new_tokens=8)
+    plain = Decoding(session=decoding.session, max_new_tokens=8)
     [answer] = plain.answer(arms()["exact"], [problem("sea", "sun")], [0], temperature=0.0)
     assert len(answer.texts) == 1
     assert prompt_tokens(chatty, problem("sea"), chat=False) == chatty.tokenizer("sea")["input_ids"]

@@ -12,8 +12,8 @@ from mars_jax.cli.calibrate import main
 from mars_jax.cli.generate.arguments import parse
 from mars_jax.cli.theta import FORMAT, OLD_FORMAT, read_theta, settings_of
 from mars_jax.core.errors import MarsError
-from mars_jax.evaluate import answers
 from mars_jax.evaluate.studies.calibration import choose, fewest, p_value
+from mars_jax.serve import session
 
 RESAMPLINGS = 200
 
@@ -123,7 +123,7 @@ def theta_file(flags, tmp_path_factory):
 def test_a_killed_run_goes_on_and_ends_alike(theta_file, flags, tmp_path, monkeypatch, batches, torn):
     left = [batches]
 
-    def dying(*args, run=answers.run_batch, **options):
+    def dying(*args, run=session.run_batch, **options):
         if not left[0]:
             raise KeyboardInterrupt
         left[0] -= 1
@@ -131,7 +131,7 @@ def test_a_killed_run_goes_on_and_ends_alike(theta_file, flags, tmp_path, monkey
 
     output = tmp_path / "theta.json"
     with monkeypatch.context() as patch:
-        patch.setattr(answers, "run_batch", dying)
+        patch.setattr(session, "run_batch", dying)
         assert call(*flags, "--output", output) == 130
     assert not output.exists()
     rows = tmp_path / "theta.json-rows" / "rows.jsonl"
@@ -139,11 +139,11 @@ def test_a_killed_run_goes_on_and_ends_alike(theta_file, flags, tmp_path, monkey
         rows.write_bytes(rows.read_bytes()[:-torn])
     decoded = []
 
-    def counting(*args, run=answers.run_batch, **options):
+    def counting(*args, run=session.run_batch, **options):
         decoded.append(1)
         return run(*args, **options)
 
-    monkeypatch.setattr(answers, "run_batch", counting)
+    monkeypatch.setattr(session, "run_batch", counting)
     assert call(*flags, "--output", output) == 0
     assert output.read_bytes() == theta_file.read_bytes()
     assert len(decoded) == 6 - batches + bool(torn) and not rows.exists()

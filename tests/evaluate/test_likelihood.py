@@ -65,7 +65,7 @@ def test_all_turns_of_a_conversation_count():
     one = Problem(task="t", id="1", turns=("One?",), metric="likelihood")
     said = types.SimpleNamespace(texts=(" Yes.", " No."), tokens=((20, 30), (40,)))
     short = types.SimpleNamespace(texts=(" Yes.",), tokens=((20, 30),))
-    decoding = types.SimpleNamespace(target=target, chat=True)
+    decoding = types.SimpleNamespace(session=types.SimpleNamespace(target=target), chat=True)
     evaluation = types.SimpleNamespace(_decoding=decoding, _settings={})
     first, second = run._Evaluation._scores(evaluation, [two, one], [said, short])
     prompts = [prompt_tokens(target, two, said.texts[:n], chat=True) for n in (0, 1)]

@@ -39,6 +39,7 @@ from mars_jax.evaluate.scoring import likelihood, sandbox, scores
 from mars_jax.evaluate.tasks.problems import Problem
 from mars_jax.pretrained import Pretrained
 from mars_jax.serve.journal import Row
+from mars_jax.serve.session import Session
 from mars_jax.specs import RuleChoice
 
 MATCHES, MARGINS, ROWS = "matches.json", "margins.json", "rows.jsonl"
@@ -145,13 +146,8 @@ def evaluate(
         "device": f"{jax.device_count()} {jax.devices()[0].device_kind}",
     }
     largest = max(settings["tasks"].values())
-    decoding = Decoding(
-        target=target,
-        drafter=drafter,
-        chat=chat,
-        max_new_tokens=max_new_tokens,
-        batch_size=min(batch_size, largest),
-    )
+    session = Session(target=target, drafter=drafter, batch_size=min(batch_size, largest))
+    decoding = Decoding(session=session, chat=chat, max_new_tokens=max_new_tokens)
     with claim(folder, settings):
         evaluation = _Evaluation(decoding, folder, problems, settings, rule)
         try:
@@ -207,7 +203,7 @@ class _Evaluation:
         return ((task, t) for task in self._tasks for t in self._settings["temperatures"])
 
     def _batches(self, task: str) -> Iterator[list[Problem]]:
-        problems, size = self._tasks[task], self._decoding.batch_size
+        problems, size = self._tasks[task], self._decoding.session.batch_size
         return (problems[first : first + size] for first in range(0, len(problems), size))
 
     @property
@@ -223,7 +219,7 @@ class _Evaluation:
                 self._settings["thetas"],
                 temperature=temperature,
                 matched=matched,
-                target=self._decoding.target,
+                target=self._decoding.session.target,
                 simulated_taus=self._settings.get("simulated_taus", ()),
             )
         return self._made[temperature, matched]
@@ -251,7 +247,7 @@ class _Evaluation:
     def _decode(self, task: str, temperature: float, arm: Arm, group: list[Problem]) -> list[dict[str, Any]]:
         seeds = [self._seed(task, problem) for problem in group]
         answers = self._decoding.answer(arm, group, seeds, temperature=temperature)
-        stops = self._decoding.target.stop_tokens
+        stops = self._decoding.session.target.stop_tokens
         return [
             make_row(problem, arm, temperature, seed, answer, scored, stops)
             for problem, seed, answer, scored in zip(
@@ -267,7 +263,7 @@ class _Evaluation:
                 "unconfined": self._settings.get("confinement") == sandbox.HOOK,
             }
             return [scores.score(p, a.texts[-1], **how) for p, a in zip(group, answers, strict=True)]
-        target, chat = self._decoding.target, self._decoding.chat
+        target, chat = self._decoding.session.target, self._decoding.chat
         turns = [
             (i, prompt_tokens(target, p, a.texts[:turn], chat=chat), tokens)
             for i, (p, a) in enumerate(zip(group, answers, strict=True))
@@ -284,15 +280,14 @@ class _Evaluation:
         if name in self.margins:
             return
         decoding, problems = self._decoding, self._tasks[task][: margins.PROBLEMS]
-        prompts = [prompt_tokens(decoding.target, p, chat=decoding.chat) for p in problems]
+        session = decoding.session
+        prompts = [prompt_tokens(session.target, p, chat=decoding.chat) for p in problems]
         requests = decoding.requests(prompts, [self._seed(task, p) for p in problems], temperature)
         arms = self.arms(temperature, self._stand_in)
         strict = next(arm for arm in arms if arm.role == "strict")
         found = {}
         for arm in (strict, next((arm for arm in arms if arm.role == "rule"), strict)):
-            seen = margins.decisions(
-                decoding.target, decoding.drafter, requests, arm.rule, decoding.batch_size, tick
-            )
+            seen = margins.decisions(session.using(arm.rule), requests, tick)
             found[arm.name] = margins.histograms(margin_of(self._rule) or "ratio", seen)
         self.margins[name] = found
         write_json(self._folder / MARGINS, self.margins)
@@ -305,7 +300,7 @@ class _Evaluation:
         first = next(arm for arm in self.arms(temperature, self._stand_in) if arm.role == "rule")
         other = other_margin(margin_of(self._rule))
         problems = self._tasks[task][:PROBLEMS]
-        size = self._decoding.batch_size
+        size = self._decoding.session.batch_size
 
         def tau_of(rule: LoadedRule) -> float:
             arm = Arm(name="match", rule=rule, drafts=True, meaning="")

@@ -171,7 +171,10 @@ def calibrate(
     """
     thetas = list(grid(rule) if thetas is None else thetas)
     check(problems, risk=risk, bound=bound, confidence=confidence, run_code=run_code, unconfined=unconfined)
-    rules = [verify.load(rule.spec, decoding.target, **{**rule.settings, "theta": theta}) for theta in thetas]
+    rules = [
+        verify.load(rule.spec, decoding.session.target, **{**rule.settings, "theta": theta})
+        for theta in thetas
+    ]
     strict = base_of(rules[0])
 
     with contextlib.ExitStack() as stack:
@@ -182,7 +185,7 @@ def calibrate(
 
         def decode(rule: LoadedRule, name: str) -> list[Row]:
             arm = Arm(name=name, rule=rule, drafts=True, meaning="")
-            found, size = [], decoding.batch_size
+            found, size = [], decoding.session.batch_size
             for first in range(0, len(problems), size):
                 group = problems[first : first + size]
                 seeds = [(seed + first + i) % 2**32 for i in range(len(group))]
