@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import shutil
 import sys
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from mars_jax import __version__, assets, specs
-from mars_jax.cli.program import Parser, keep_compilations, program
+from mars_jax.cli.program import Parser, command, keep_compilations
 from mars_jax.cli.progress import busy
 from mars_jax.core.errors import MarsError
 from mars_jax.serve.journal import plain, sync_directory
@@ -118,12 +117,10 @@ def check(args: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    return program(_run, argv)
+    return command(lambda argv: parser().parse_args(argv), _run, argv)
 
 
-def _run(argv: Sequence[str] | None, out: IO[str]) -> None:
-    with contextlib.redirect_stdout(out):
-        args = parser().parse_args(argv)
+def _run(args: argparse.Namespace, out: IO[str]) -> None:
     check(args)
 
     # From here on jax loads; what is above answers at once.

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
 
 from mars_jax import drafters, hub, specs, verify
 from mars_jax.cli.open_target import open_target
+from mars_jax.cli.program import keep_compilations
+from mars_jax.cli.progress import busy
 from mars_jax.core.errors import MarsError
 from mars_jax.evaluate.answers import check_problems
+from mars_jax.evaluate.folder import check_folder
 from mars_jax.evaluate.tasks.catalogue import read
 from mars_jax.evaluate.tasks.problems import Problem
 from mars_jax.pretrained import Pretrained, check_same_vocabulary
@@ -25,6 +31,33 @@ def read_problems(args: argparse.Namespace) -> list[Problem]:
         name, _, path = task.partition("=")
         problems += read(name, path or None, chat=args.chat, limit=args.problems)
     return problems
+
+
+class Opened(NamedTuple):
+    """What a study works on."""
+
+    problems: list[Problem]
+    target: Pretrained
+    drafter: drafters.LoadedDrafter
+
+
+def open_study(args: argparse.Namespace, folder: Path, check: Callable[[list[Problem]], None]) -> Opened:
+    """What the flags name, for a command that measures a pair on tasks: folder, problems and models, in that order.
+
+    Args:
+      args: of a parser of `pair.make_parser`, after `pair.check`.
+      folder: that the rows go to.
+      check: raises MarsError for problems that the command cannot use.
+
+    Raises:
+      MarsError: a folder of something else, problems that are not there, as `check`, or as `open_pair`.
+    """
+    keep_compilations()
+    check_folder(folder)
+    problems = read_problems(args)
+    check(problems)
+    with busy("loading"):
+        return Opened(problems, *open_pair(args, args.rule, problems))
 
 
 def open_pair(

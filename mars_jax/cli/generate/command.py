@@ -11,19 +11,17 @@ from mars_jax.cli.generate.applies import Choices, check_flags
 from mars_jax.cli.generate.arguments import parse
 from mars_jax.cli.generate.prompts import PromptRow, from_texts, read_prompts
 from mars_jax.cli.generate.recorded import recorded
-from mars_jax.cli.program import keep_compilations, program
+from mars_jax.cli.program import command, keep_compilations
 from mars_jax.cli.rule import print_drafters, print_rules
 from mars_jax.core.errors import MarsError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    return program(_run, argv)
+    return command(parse, _run, argv)
 
 
-def _run(argv: Sequence[str] | None, out: IO[str]) -> None:
-    with contextlib.redirect_stdout(out):
-        args = parse(argv)
+def _run(args: argparse.Namespace, out: IO[str]) -> None:
     if args.list_rules or args.list_drafters:
         _list(args, out)
         return
