@@ -15,7 +15,7 @@ from mars_jax.evaluate.folder import claim
 from mars_jax.evaluate.tasks.problems import Code, Problem
 from mars_jax.serve import session
 from mars_jax.serve.journal import Lock
-from tests.evaluate.conftest import read_folder
+from tests.evaluate.conftest import dying_after, read_folder
 
 TIMES = {"seconds", "tokens_per_second", "speedup", "seconds_per_task", "task_speedup"}
 PICTURES = ("speed_quality.png", "tau_theta.png", "depth.png", "margins.png")
@@ -204,17 +204,9 @@ def test_notes_say_what_the_figures_do_not(finished):
 @pytest.mark.parametrize(("batches", "torn"), [(0, 0), (3, 0), (10, 500), (33, 1)])
 def test_a_killed_run_goes_on_where_it_was(flags, finished, tmp_path, monkeypatch, capsys, batches, torn):
     """Killed in the first match or in the middle, and with some bytes of the last row not on disk."""
-    left = [batches]
-
-    def dying(*args, run=session.run_batch, **options):
-        if not left[0]:
-            raise KeyboardInterrupt
-        left[0] -= 1
-        return run(*args, **options)
-
     output = tmp_path / "killed"
     with monkeypatch.context() as patch:
-        patch.setattr(session, "run_batch", dying)
+        patch.setattr(session, "run_batch", dying_after(batches))
         assert call(*flags, "--output", output) == 130
     assert not (output / "summary.json").exists()
     rows = output / "rows.jsonl"
