@@ -1,7 +1,7 @@
-"""Error cascades: what one relaxed token does to the text behind it.
+"""Error cascades: what one relaxed token does to the text after it.
 
-At a relaxed token the text is continued twice by the strict rule, once behind that token and once behind the target's
-own, so that whatever differs is the work of this one token. The same is done with a control: the target's runner-up
+At a relaxed token the strict rule continues the text twice, once after that token and once after the target's own,
+so that whatever differs is the work of this one token. The same is done with a control: the target's runner-up
 put in where the rule was not indifferent, so that it would have refused it. All at temperature 0, where two
 continuations differ for no other reason.
 
@@ -54,8 +54,8 @@ class Event:
     problem: int
     control: bool  # False: relaxed by the rule; True: put in where it would have refused
     place: int  # of the token in its text
-    left: int  # tokens of the text behind it
-    ours: tuple[int, ...]  # strict continuation behind the token, which comes first
+    left: int  # tokens of the text after it
+    ours: tuple[int, ...]  # the token, then its strict continuation
     strict: tuple[int, ...]  # strict continuation of the text before it
     our_log_p: tuple[float, ...]
     strict_log_p: tuple[float, ...]
