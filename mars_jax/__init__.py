@@ -26,8 +26,9 @@ if TYPE_CHECKING:
         Verdict,
         keys_from_seeds,
     )
+    from mars_jax.hub import load
     from mars_jax.placement import shardings
-    from mars_jax.pretrained import Pretrained, load
+    from mars_jax.pretrained import Pretrained
     from mars_jax.serve.generate import generate, generate_stream
     from mars_jax.serve.requests import Completion, Request, Result, make_requests
 
@@ -55,7 +56,7 @@ _HOME = {
     "generate": "serve.generate",
     "generate_stream": "serve.generate",
     "keys_from_seeds": "core.types",
-    "load": "pretrained",
+    "load": "hub",
     "make_controls": "core.controls",
     "make_requests": "serve.requests",
     "run": "core.decode",

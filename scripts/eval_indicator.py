@@ -38,6 +38,7 @@ from mars_jax.evaluate.tasks import arithmetic
 from mars_jax.models import indicator
 from mars_jax.serve.prepare import prepare
 from mars_jax.serve.requests import batches as groups
+from mars_jax.serve.session import Session
 from mars_jax.training.data import documents
 from mars_jax.training.indicator import Examples, train
 from mars_jax.training.objectives import read
@@ -78,7 +79,7 @@ def collect(
             places.append((i, place, s.z1[place], s.z2[place]))
             left = len(p) + length - place - 2
             branches.append(((*texts[i][: place + 1], int(s.second[place])), left if scored else HORIZON))
-    done = continue_strictly(target, drafter, branches, ROWS)
+    done = continue_strictly(Session(target=target, drafter=drafter, batch_size=ROWS), branches)
     changed = []
     for (i, place, *_), (branch, _), tail in zip(places, branches, done, strict=True):
         if scored:

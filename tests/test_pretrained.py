@@ -12,10 +12,11 @@ import jax
 import pytest
 
 import mars_jax as mj
-from mars_jax import assets, pretrained
+from mars_jax import assets, hub
 from mars_jax.core.errors import MarsError
 from mars_jax.evaluate.answers import prompt_tokens
 from mars_jax.evaluate.tasks.problems import Problem
+from mars_jax.pretrained.tokenizer import read_tokenizer
 
 CODE = """
 import pathlib
@@ -67,12 +68,12 @@ def test_no_code_of_a_checkpoint_runs_and_no_question_is_asked(with_code):
 def test_a_config_that_names_code_beside_a_plain_tokenizer_loads_without_it(with_code):
     checkpoint, trace = with_code
     shutil.copy(EMBEDDED / "tokenizer_config.json", checkpoint / "tokenizer_config.json")
-    assert pretrained.outline(str(checkpoint)).encode("hello")
+    assert hub.outline(str(checkpoint)).encode("hello")
     edit(
         checkpoint / "tokenizer_config.json", tokenizer_class="GPT2Tokenizer", auto_map={"AutoConfig": "x.Y"}
     )
-    pretrained._read_tokenizer.cache_clear()
-    assert pretrained.outline(str(checkpoint)).encode("hello")
+    read_tokenizer.cache_clear()
+    assert hub.outline(str(checkpoint)).encode("hello")
     assert not trace.exists()
 
 
@@ -92,7 +93,7 @@ TEMPLATES = {
 @pytest.mark.parametrize("what", TEMPLATES)
 def test_a_chat_template_that_cannot_be_applied_gets_a_sentence(checkpoint, what):
     (checkpoint / "chat_template.jinja").write_text(TEMPLATES[what])
-    sketch = pretrained.outline(str(checkpoint))
+    sketch = hub.outline(str(checkpoint))
     turns = Problem(task="t", id="0", turns=("hello", "and"))
     for call in (
         lambda: sketch.encode("hello", chat=True),
@@ -112,7 +113,7 @@ def test_a_list_of_templates_without_a_default_gets_a_sentence(checkpoint):
     (checkpoint / "chat_template.jinja").unlink()
     edit(checkpoint / "tokenizer_config.json", chat_template=[{"name": "tools", "template": "x"}])
     with pytest.raises(MarsError, match="cannot be applied"):
-        pretrained.outline(str(checkpoint)).encode("hello", chat=True)
+        hub.outline(str(checkpoint)).encode("hello", chat=True)
 
 
 def test_a_conversation_without_a_template_is_refused_in_later_turns_too(checkpoint):
@@ -121,7 +122,7 @@ def test_a_conversation_without_a_template_is_refused_in_later_turns_too(checkpo
     config.pop("chat_template", None)
     (checkpoint / "tokenizer_config.json").write_text(json.dumps(config))
     with pytest.raises(MarsError, match="has no chat template"):
-        pretrained.outline(str(checkpoint)).encode_chat([{"role": "user", "content": "hello"}])
+        hub.outline(str(checkpoint)).encode_chat([{"role": "user", "content": "hello"}])
 
 
 def test_a_mesh_may_be_a_text():

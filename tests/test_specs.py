@@ -18,6 +18,7 @@ import kernels_pallas
 from mars_jax import specs
 from mars_jax.core.errors import MarsError
 from mars_jax.core.settings import Range, Setting
+from mars_jax.drafters.load import LOADERS
 
 
 def message(call, *args, **options):
@@ -44,6 +45,10 @@ def test_a_row_names_a_factory_and_only_what_it_takes(name):
             assert default == setting.default, setting.name
     assert row.help and set(row.needs) <= set(specs.NEEDS)
     assert row.lossless or row.paper
+
+
+def test_every_drafter_of_the_table_has_a_loader():
+    assert list(LOADERS) == list(specs.DRAFTERS)
 
 
 def test_margins_are_those_of_the_kernels():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import math
 import sys
 from collections.abc import Sequence
@@ -12,8 +11,8 @@ from typing import IO
 
 from mars_jax import specs
 from mars_jax.cli import pair
-from mars_jax.cli.program import keep_compilations, program
-from mars_jax.cli.progress import busy, ticking
+from mars_jax.cli.program import command
+from mars_jax.cli.progress import ticking
 from mars_jax.cli.rule import rule_of
 from mars_jax.cli.theta import plain, settings_of, thetas_of
 from mars_jax.core.errors import MarsError
@@ -113,27 +112,23 @@ def _check(args: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    return program(_run, argv)
+    return command(parse, _run, argv)
 
 
-def _run(argv: Sequence[str] | None, out: IO[str]) -> None:
-    with contextlib.redirect_stdout(out):
-        args = parse(argv)
-
-    # From here on jax loads; what is above answers at once.
-    from mars_jax.cli.open_pair import open_pair, read_problems
+def _run(args: argparse.Namespace, out: IO[str]) -> None:
+    from mars_jax.cli.open_pair import open_study
     from mars_jax.evaluate import evaluate
     from mars_jax.evaluate.benchmark import report
-    from mars_jax.evaluate.folder import check_folder
     from mars_jax.evaluate.scoring import scores
+    from mars_jax.evaluate.tasks.problems import Problem
 
-    keep_compilations()
-    check_folder(args.output)
-    problems = read_problems(args)
-    scores.check_metrics(problems, run_code=args.allow_code_execution, unconfined=args.allow_unconfined_code)
-    report.check_installed()
-    with busy("loading"):
-        target, drafter = open_pair(args, args.rule, problems)
+    code = {"run_code": args.allow_code_execution, "unconfined": args.allow_unconfined_code}
+
+    def check(problems: list[Problem]) -> None:
+        scores.check_metrics(problems, **code)
+        report.check_installed()
+
+    problems, target, drafter = open_study(args, args.output, check)
     shared = ("rule", "thetas", "temperatures", "simulated_taus")
     shared += ("max_new_tokens", "batch_size", "seed", "chat")
     with ticking("rows") as tick:

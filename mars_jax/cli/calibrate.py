@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
+import functools
 import math
 import shutil
 from collections.abc import Sequence
@@ -12,8 +12,8 @@ from typing import IO, Any
 
 from mars_jax import __version__, specs
 from mars_jax.cli import pair
-from mars_jax.cli.program import keep_compilations, program
-from mars_jax.cli.progress import busy, ticking
+from mars_jax.cli.program import command
+from mars_jax.cli.progress import ticking
 from mars_jax.cli.rule import rule_of
 from mars_jax.cli.theta import FORMAT, settings_of, thetas_of
 from mars_jax.core.errors import MarsError
@@ -112,41 +112,24 @@ def _check_thetas(thetas: list[float], rule: RuleChoice) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    return program(_run, argv)
+    return command(parse, _run, argv)
 
 
-def _run(argv: Sequence[str] | None, out: IO[str]) -> None:
-    with contextlib.redirect_stdout(out):
-        args = parse(argv)
-
-    # From here on jax loads; what is above answers at once.
-    from mars_jax.cli.open_pair import open_pair, read_problems
+def _run(args: argparse.Namespace, out: IO[str]) -> None:
+    from mars_jax.cli.open_pair import open_study
     from mars_jax.evaluate.answers import Decoding
-    from mars_jax.evaluate.folder import check_folder, check_writable, claim, digest, fingerprint, write_json
+    from mars_jax.evaluate.folder import check_writable, claim, digest, fingerprint, write_json
     from mars_jax.evaluate.studies import calibration
+    from mars_jax.serve.session import Session
 
-    keep_compilations()
     work = args.output.with_name(f"{args.output.name}-rows")
     check_writable(args.output)
-    check_folder(work)
-    problems = read_problems(args)
-    calibration.check(
-        problems,
-        risk=args.risk,
-        bound=args.bound,
-        confidence=args.confidence,
-        run_code=args.allow_code_execution,
-        unconfined=args.allow_unconfined_code,
-    )
-    with busy("loading"):
-        target, drafter = open_pair(args, args.rule, problems)
-    decoding = Decoding(
-        target=target,
-        drafter=drafter,
-        chat=args.chat,
-        max_new_tokens=args.max_new_tokens,
-        batch_size=min(args.batch_size, len(problems)),
-    )
+    promise = {"risk": args.risk, "bound": args.bound, "confidence": args.confidence}
+    code = {"run_code": args.allow_code_execution, "unconfined": args.allow_unconfined_code}
+    check = functools.partial(calibration.check, **promise, **code)
+    problems, target, drafter = open_study(args, work, check)
+    session = Session(target=target, drafter=drafter, batch_size=min(args.batch_size, len(problems)))
+    decoding = Decoding(session=session, chat=args.chat, max_new_tokens=args.max_new_tokens)
     settings = settings_of(args, temperature=args.temperature)
     rule = args.rule.as_json(but=("theta",))
     asked = {
@@ -176,15 +159,12 @@ def _run(argv: Sequence[str] | None, out: IO[str]) -> None:
         found = calibration.calibrate(
             decoding,
             problems,
-            risk=args.risk,
-            bound=args.bound,
-            confidence=args.confidence,
+            **promise,
+            **code,
             rule=args.rule,
             thetas=args.thetas,
             temperature=args.temperature,
             seed=args.seed,
-            run_code=args.allow_code_execution,
-            unconfined=args.allow_unconfined_code,
             progress=tick,
             rows=work / "rows.jsonl",
         )

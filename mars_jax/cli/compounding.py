@@ -1,4 +1,4 @@
-"""`python -m mars_jax.compounding`: what relaxed tokens do to the text behind them, and whether errors compound."""
+"""`python -m mars_jax.compounding`: what relaxed tokens do to the text after them, and whether errors compound."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import IO, Any
 
 from mars_jax import __version__
 from mars_jax.cli import pair
-from mars_jax.cli.program import keep_compilations, program
-from mars_jax.cli.progress import busy, ticking
+from mars_jax.cli.program import command
+from mars_jax.cli.progress import ticking
 from mars_jax.cli.rule import given_settings
 from mars_jax.cli.theta import rule_and_file, settings_of
 from mars_jax.core.errors import MarsError
@@ -79,26 +79,17 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    return program(_run, argv)
+    return command(parse, _run, argv)
 
 
-def _run(argv: Sequence[str] | None, out: IO[str]) -> None:
-    with contextlib.redirect_stdout(out):
-        args = parse(argv)
-
-    # From here on jax loads; what is above answers at once.
-    from mars_jax.cli.open_pair import open_pair, read_problems
+def _run(args: argparse.Namespace, out: IO[str]) -> None:
+    from mars_jax.cli.open_pair import open_study
     from mars_jax.evaluate.batches import RowFile
     from mars_jax.evaluate.benchmark import report
-    from mars_jax.evaluate.folder import check_folder, claim, digest, fingerprint
+    from mars_jax.evaluate.folder import claim, digest, fingerprint
     from mars_jax.evaluate.studies import branch_report, branches
 
-    keep_compilations()
-    check_folder(args.output)
-    report.check_installed()
-    problems = read_problems(args)
-    with busy("loading"):
-        target, drafter = open_pair(args, args.rule, problems)
+    problems, target, drafter = open_study(args, args.output, lambda problems: report.check_installed())
     shown = ("max_new_tokens", "horizon", "per_text", "batch_size", "seed", "problems", "chat")
     settings = settings_of(args) | {
         "rule": args.rule.as_json(but=("theta",)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import argparse
 import sys
 import time
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO
 
 from mars_jax import __version__, specs
-from mars_jax.cli.program import Parser, program
+from mars_jax.cli.program import Parser, command
 from mars_jax.cli.progress import Pace
 from mars_jax.core import activity
 
@@ -49,13 +49,10 @@ def parser() -> Parser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    return program(_run, argv)
+    return command(lambda argv: parser().parse_args(argv), _run, argv)
 
 
-def _run(argv: Sequence[str] | None, out: IO[str]) -> None:
-    with contextlib.redirect_stdout(out):
-        args = parser().parse_args(argv)
-
+def _run(args: argparse.Namespace, out: IO[str]) -> None:
     # From here on jax loads; what is above answers at once.
     import jax
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn

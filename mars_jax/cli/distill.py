@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import shutil
 import sys
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from mars_jax import __version__, assets, specs
-from mars_jax.cli.program import Parser, keep_compilations, program
+from mars_jax.cli.program import Parser, command, keep_compilations
 from mars_jax.cli.progress import busy
 from mars_jax.core.errors import MarsError
 from mars_jax.serve.journal import plain, sync_directory
@@ -118,18 +117,16 @@ def check(args: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    return program(_run, argv)
+    return command(lambda argv: parser().parse_args(argv), _run, argv)
 
 
-def _run(argv: Sequence[str] | None, out: IO[str]) -> None:
-    with contextlib.redirect_stdout(out):
-        args = parser().parse_args(argv)
+def _run(args: argparse.Namespace, out: IO[str]) -> None:
     check(args)
 
     # From here on jax loads; what is above answers at once.
     import jax
 
-    from mars_jax import pretrained
+    from mars_jax import hub
     from mars_jax.evaluate.folder import check_writable, claim, digest, fingerprint
     from mars_jax.hub.save import free_directory
     from mars_jax.training import data
@@ -144,8 +141,8 @@ def _run(argv: Sequence[str] | None, out: IO[str]) -> None:
     check_writable(args.output)
     check_writable(work, flag="--work")
     with busy("loading"):
-        target = pretrained.load(args.target)
-        small = None if args.first is None else pretrained.load(args.first, dtype="float32")
+        target = hub.load(args.target)
+        small = None if args.first is None else hub.load(args.first, dtype="float32")
         documents = [text for path in args.data for text in data.documents(path)]
     weights = (target.params, () if small is None else small.params)
     settings = recorded(args) | {
@@ -176,8 +173,8 @@ def _train(
     """The apprentice and its trained params."""
     import jax
 
-    from mars_jax import pretrained
     from mars_jax.cli.training_text import training_text
+    from mars_jax.pretrained import check_same_vocabulary
     from mars_jax.training import distillation
 
     stream = training_text(target, documents, work, write=args.write, length=args.length, seed=args.seed)
@@ -202,7 +199,7 @@ def _train(
     elif args.kind == "medusa":
         apprentice = distillation.medusa_heads(target.config, target.params, count=args.heads or 4, **common)
     else:
-        pretrained.check_same_vocabulary(target, small)
+        check_same_vocabulary(target, small)
         apprentice = distillation.small_model(target.config, small.config, small.params, **common)
 
     params = distillation.train(
@@ -241,7 +238,7 @@ def _write(args: argparse.Namespace, apprentice: Any, params: Any, small: Any) -
             save_medusa(made, apprentice.config, cast)
         else:
             hub.save(made, apprentice.config, cast)
-            _copy_tokenizer(Path(small.path), made)
+            _copy_tokenizer(small.path, made)
         made.replace(args.output)
         sync_directory(args.output.absolute().parent)
     except OSError as error:

@@ -13,14 +13,15 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from mars_jax import assets, drafters, pretrained, specs
+from mars_jax import assets, drafters, hub, specs
 from mars_jax import verify as rules
 from mars_jax.cli.flags import draft_of
 from mars_jax.cli.theta import plain, rule_and_file
 from mars_jax.core.errors import MarsError
 from mars_jax.evaluate.scoring.likelihood import score
-from mars_jax.serve.generate import generate_stream
-from mars_jax.serve.requests import batches, make_requests
+from mars_jax.pretrained import Pretrained
+from mars_jax.serve.requests import make_requests
+from mars_jax.serve.session import Batch, Session
 
 try:
     from lm_eval import utils
@@ -79,23 +80,28 @@ class MarsJax(TemplateLM):
         if file is not None:
             pair = {"target": target, "draft": draft_of(draft, target), "num_draft_tokens": num_draft_tokens}
             file.check(pair | {"tree": plain(shape)})
-        self._target = pretrained.load(target, dtype=dtype)
-        if not self._target.has_tokenizer:
+        loaded = hub.load(target, dtype=dtype)
+        if not loaded.has_tokenizer:
             raise MarsError(
                 f"'{target}' has no tokenizer, and tasks are text: put its files beside the weights."
             )
-        self._rule = rules.load(choice.spec, self._target, **choice.settings)
-        self._drafter = drafters.load(
+        rule = rules.load(choice.spec, loaded, **choice.settings)
+        drafter = drafters.load(
             draft_of(draft, target),
-            self._target,
+            loaded,
             num_draft_tokens=num_draft_tokens,
             tree=shape,
-            sample=spec.row.samples and rules.needs_chain(self._rule.rule),
+            sample=spec.row.samples and rules.needs_chain(rule.rule),
             dtype=dtype if spec.row.path else None,
         )
-        self._rows, self._max_gen_toks, self._seed = int(batch_size), max_gen_toks, seed
-        self.tokenizer = self._target.tokenizer
+        self._session = Session(target=loaded, drafter=drafter, rule=rule, batch_size=int(batch_size))
+        self._max_gen_toks, self._seed = max_gen_toks, seed
+        self.tokenizer = loaded.tokenizer
         self._template: str | None = None
+
+    @property
+    def _target(self) -> Pretrained:
+        return self._session.target
 
     @property
     def eot_token_id(self) -> int:
@@ -187,7 +193,9 @@ class MarsJax(TemplateLM):
         # A context that is too long loses its beginning, as everywhere in the harness.
         texts = [(context + wanted)[-self.max_length :] for _, context, wanted in requests]
         answers = []
-        for request, found in zip(requests, score(self._target, texts, rows=self._rows), strict=True):
+        for request, found in zip(
+            requests, score(self._target, texts, rows=self._session.batch_size), strict=True
+        ):
             wanted = request[2]
             n = min(len(wanted), len(found.log_p))
             greedy = found.best[len(found.best) - n :].tolist() == wanted[len(wanted) - n :]
@@ -216,18 +224,23 @@ class MarsJax(TemplateLM):
             limit, until, sampling = _options(options, self._max_gen_toks)
             ids = self.tok_encode(context)[-max(1, self.max_length - limit) :]
             made += make_requests(
-                self._target, [ids], max_new_tokens=limit, seed=(self._seed + index) % 2**32, **sampling
+                self._target,
+                [ids],
+                max_new_tokens=limit,
+                seed=(self._seed + index) % 2**32,
+                **sampling,
             )
             untils.append(until)
         answers: list[str] = []
-        for group in batches(made, self._rows):
-            answers += self._decode(group, untils[len(answers) : len(answers) + len(group)])
+        for batch in self._session.batches(made):
+            answers += self._decode(batch, untils[len(answers) : len(answers) + len(batch.requests)])
         return answers
 
-    def _decode(self, group: list[Any], untils: Sequence[Sequence[str]]) -> list[str]:
+    def _decode(self, batch: Batch, untils: Sequence[Sequence[str]]) -> list[str]:
         """Step by step, so that a batch ends when all of its rows have said a stop string."""
-        texts, going = [""] * len(group), set(range(len(group)))
-        for event in generate_stream(self._target, self._drafter, group, verify=self._rule, rows=self._rows):
+        count = len(batch.requests)
+        texts, going = [""] * count, set(range(count))
+        for event in batch.session.stream(batch.requests):
             row = event.row
             if row in going:
                 texts[row] += event.text

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
 
-from mars_jax import drafters, pretrained, specs, verify
+from mars_jax import drafters, hub, specs, verify
 from mars_jax.cli.open_target import open_target
+from mars_jax.cli.program import keep_compilations
+from mars_jax.cli.progress import busy
 from mars_jax.core.errors import MarsError
 from mars_jax.evaluate.answers import check_problems
+from mars_jax.evaluate.folder import check_folder
 from mars_jax.evaluate.tasks.catalogue import read
 from mars_jax.evaluate.tasks.problems import Problem
-from mars_jax.pretrained import Pretrained
+from mars_jax.pretrained import Pretrained, check_same_vocabulary
 from mars_jax.specs import RuleChoice
 
 
@@ -27,6 +33,33 @@ def read_problems(args: argparse.Namespace) -> list[Problem]:
     return problems
 
 
+class Opened(NamedTuple):
+    """What a study works on."""
+
+    problems: list[Problem]
+    target: Pretrained
+    drafter: drafters.LoadedDrafter
+
+
+def open_study(args: argparse.Namespace, folder: Path, check: Callable[[list[Problem]], None]) -> Opened:
+    """What the flags name, for a command that measures a pair on tasks: folder, problems and models, in that order.
+
+    Args:
+      args: of a parser of `pair.make_parser`, after `pair.check`.
+      folder: that the rows go to.
+      check: raises MarsError for problems that the command cannot use.
+
+    Raises:
+      MarsError: a folder of something else, problems that are not there, as `check`, or as `open_pair`.
+    """
+    keep_compilations()
+    check_folder(folder)
+    problems = read_problems(args)
+    check(problems)
+    with busy("loading"):
+        return Opened(problems, *open_pair(args, args.rule, problems))
+
+
 def open_pair(
     args: argparse.Namespace, rule: RuleChoice, problems: list[Problem]
 ) -> tuple[Pretrained, drafters.LoadedDrafter]:
@@ -35,7 +68,7 @@ def open_pair(
     Raises:
       MarsError: anything wrong with the checkpoints or the prompts.
     """
-    sketch = pretrained.outline(args.target)
+    sketch = hub.outline(args.target)
     if not sketch.has_tokenizer:
         raise MarsError(
             f"'{args.target}' has no tokenizer, and tasks are text: put its files beside the weights."
@@ -44,7 +77,7 @@ def open_pair(
     made = verify.load(rule.spec, sketch, **rule.settings).rule
     kind, path = draft = specs.parse_draft(args.draft, shown="--draft")
     if kind == "model":
-        pretrained.check_same_vocabulary(sketch, pretrained.outline(path))
+        check_same_vocabulary(sketch, hub.outline(path))
     target = open_target(args, sketch)
     drafter = drafters.load(
         args.draft,

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
-from mars_jax import pretrained
+from mars_jax import hub
 from mars_jax.cli.mesh import open_mesh
 from mars_jax.core.errors import MarsError
 from mars_jax.hub.converted import is_converted
@@ -16,12 +15,12 @@ def open_target(args: argparse.Namespace, sketch: Pretrained) -> Pretrained:
     """Load the weights of a target whose outline is known.
 
     Raises:
-      MarsError: as `pretrained.load` and `open_mesh`; or --no-check was given, and there is nothing to check.
+      MarsError: as `hub.load` and `open_mesh`; or --no-check was given, and there is nothing to check.
     """
-    if args.no_check and not is_converted(Path(sketch.path)):
+    if args.no_check and not is_converted(sketch.path):
         raise MarsError(
             f"--no-check does not apply to '{args.target}', which is no conversion and holds no checksums: leave it "
             "out."
         )
     mesh = open_mesh(args.mesh, sketch.config)
-    return pretrained.load(args.target, dtype=args.dtype, mesh=mesh, check=not args.no_check)
+    return hub.load(args.target, dtype=args.dtype, mesh=mesh, check=not args.no_check)

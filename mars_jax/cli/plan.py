@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import IO, Any
 
 from mars_jax import __version__, specs
 from mars_jax.cli.flags import number_of
-from mars_jax.cli.program import Parser, program
+from mars_jax.cli.program import Parser, command
 from mars_jax.cli.progress import busy
 from mars_jax.cli.rule import add_rule_flags, rule_of
 from mars_jax.core.errors import MarsError
@@ -77,16 +76,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     fits = True
 
-    def run(argv: Sequence[str] | None, out: IO[str]) -> None:
+    def run(args: argparse.Namespace, out: IO[str]) -> None:
         nonlocal fits
-        fits = _run(argv, out)
+        fits = _run(args, out)
 
-    return program(run, argv) or (0 if fits else 1)
+    return command(lambda argv: parser().parse_args(argv), run, argv) or (0 if fits else 1)
 
 
-def _run(argv: Sequence[str] | None, out: IO[str]) -> bool:
-    with contextlib.redirect_stdout(out):
-        args = parser().parse_args(argv)
+def _run(args: argparse.Namespace, out: IO[str]) -> bool:
     batch, context = _number("batch", args.batch), _number("context", args.context)
     length = None if args.num_draft_tokens is None else number_of("num_draft_tokens", args.num_draft_tokens)
     tree: Any = None if args.tree is None else specs.parse_tree(args.tree)

@@ -31,6 +31,24 @@ class Parser(argparse.ArgumentParser):
         raise MarsError(f"{message.removeprefix('argument ').rstrip('.')}; --help lists the flags.")
 
 
+def command(
+    parse: Callable[[Sequence[str] | None], argparse.Namespace],
+    run: Callable[[argparse.Namespace, IO[str]], None],
+    argv: Sequence[str] | None,
+) -> int:
+    """Run `run(parse(argv), stdout)`; returns the exit code.
+
+    `parse` answers at once, and may print, as --help does. jax loads in `run`, whose result is what it writes.
+    """
+
+    def parsed(argv: Sequence[str] | None, out: IO[str]) -> None:
+        with contextlib.redirect_stdout(out):
+            args = parse(argv)
+        run(args, out)
+
+    return program(parsed, argv)
+
+
 def program(run: Callable[[Sequence[str] | None, IO[str]], None], argv: Sequence[str] | None) -> int:
     """Run `run(argv, stdout)`; returns the exit code."""
     _reserve()

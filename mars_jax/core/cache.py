@@ -5,7 +5,7 @@ Oracle: a cache rebuilt from the committed tokens alone (tests/core/test_cache.p
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.struct
 import jax
@@ -16,6 +16,9 @@ from jax import Array, lax
 @flax.struct.dataclass(kw_only=True)
 class KVCache:
     """Keys and values per layer. Row b is valid in slots `[0, length[b] - 1)`; the rest is never read."""
+
+    logical_axes: ClassVar[tuple[str | None, ...]] = ("rows", None, "kv_heads", None)
+    """How each array is divided over a mesh; see `mesh.logical_axes`."""
 
     k: tuple[Array, ...]  # each [B, S, kv_heads, head_dim]
     v: tuple[Array, ...]

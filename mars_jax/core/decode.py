@@ -18,33 +18,24 @@ from jax import Array, lax
 from jax.core import Tracer
 
 from mars_jax.core import rules
-from mars_jax.core.controls import is_stop
+from mars_jax.core.emit import emit
 from mars_jax.core.errors import MarsError
 from mars_jax.core.evidence import Evidence
-from mars_jax.core.logprobs import log_probs
 from mars_jax.core.mesh import by_rows
 from mars_jax.core.metrics import DecodeStats, accumulate, zero_stats
 from mars_jax.core.prefill import CHUNK, observed_prefill
-from mars_jax.core.sampling import at_tokens
-from mars_jax.core.tree import gather_path, visible
+from mars_jax.core.tree import visible
 from mars_jax.core.types import (
-    CORRECTED,
-    EXACT,
     KEY_IMPL,
-    NO_KIND,
-    NO_TOKEN,
-    RELAXED,
     Controls,
     Decoder,
     DecodeState,
     Drafter,
     DraftInput,
-    DraftTree,
     LanguageModel,
     Params,
     PyTree,
     StepInfo,
-    Verdict,
     Verifier,
 )
 
@@ -176,7 +167,7 @@ def _decoder(target: LanguageModel, drafter: Drafter, structure: Any, prefill_ch
         )
         verdict, rule = state.rule(evidence)
         draft = drafter.update(params, draft, tree, verdict, output, state.length)
-        next_state, info = _emit(state, tree, verdict, logits)
+        next_state, info = emit(state, tree, verdict, logits)
         cache = output.cache if tree.is_chain else target.commit(output.cache, start, verdict.path)
         rule = jax.tree.map(functools.partial(_unless_done, state.done), rule, state.rule)
         return dataclasses.replace(next_state, cache=cache, draft=draft, rule=rule), info
@@ -206,69 +197,6 @@ def _unless_done(done: Array, new: Array, old: Array) -> Array:
     if new is old:
         return old
     return jnp.where(done.reshape((-1,) + (1,) * (new.ndim - 1)), old, new)
-
-
-def _emit(
-    state: DecodeState, tree: DraftTree, verdict: Verdict, logits: Array
-) -> tuple[DecodeState, StepInfo]:
-    """Append the accepted path and `next_token`, cut at the first stop token and at the limit."""
-    buffer = state.tokens.shape[1]
-    place = jnp.arange(tree.max_depth + 1, dtype=jnp.int32)[None]  # i32[1, D + 1]
-    emitted = _assemble(tree, verdict, place)
-
-    # Broken weights show as a top logit that is no number. The row stops there instead of emitting token 0; what is not
-    # on the path decided nothing, and so breaks nothing.
-    top = gather_path(jnp.max(logits, axis=-1), verdict.path)  # f32[B, D + 1]
-    broken = jnp.any(~jnp.isfinite(top), axis=1) & ~state.done
-
-    room = jnp.minimum(state.controls.limit, buffer) - state.length
-    count, stops = _cut(verdict, emitted, state.controls, place, room)
-    count = jnp.where(state.done | broken, 0, count)
-    written = place < count[:, None]
-    where = jnp.where(written, state.length[:, None] + place, buffer)
-    tokens = jax.vmap(lambda row, at, new: row.at[at].set(new, mode="drop"))(state.tokens, where, emitted)
-    length = state.length + count
-
-    at_node = at_tokens(logits, verdict.path, jnp.maximum(emitted, 0))
-    along = log_probs(gather_path(logits, verdict.path), emitted, state.controls, rules.lossless(state.rule))
-    info = StepInfo(
-        verdict=verdict,
-        emitted=jnp.where(written, emitted, NO_TOKEN),
-        num_emitted=count,
-        num_proposed=jnp.sum(tree.tokens[:, 1:] != NO_TOKEN, axis=1, dtype=jnp.int32),
-        kind=jnp.where(written, _kinds(verdict, place), NO_KIND),
-        regret=jnp.where(written, top - at_node, 0.0),
-        **{name: jnp.where(written, value, 0.0) for name, value in along._asdict().items()},
-    )
-    done = state.done | broken | jnp.any(stops & written, axis=1)
-    done |= length >= jnp.minimum(state.controls.limit, buffer)
-    next_state = dataclasses.replace(
-        state, tokens=tokens, length=length, done=done, failed=state.failed | broken
-    )
-    return next_state, info
-
-
-def _assemble(tree: DraftTree, verdict: Verdict, place: Array) -> Array:
-    """i32[B, D + 1]: the drafted tokens of the path, then `next_token`, again and again."""
-    drafted = gather_path(tree.tokens, verdict.path)
-    drafted = jnp.concatenate([drafted[:, 1:], drafted[:, -1:]], axis=1)
-    return jnp.where(place < verdict.num_accepted[:, None], drafted, verdict.next_token[:, None])
-
-
-def _cut(
-    verdict: Verdict, emitted: Array, controls: Controls, place: Array, room: Array
-) -> tuple[Array, Array]:
-    """How many tokens are emitted, i32[B], and where there are stop tokens, bool[B, D + 1]."""
-    stops = is_stop(emitted, controls.stop_tokens) & (place <= verdict.num_accepted[:, None])
-    until_stop = jnp.min(jnp.where(stops, place + 1, place.shape[1]), axis=1)
-    return jnp.minimum(jnp.minimum(verdict.num_accepted + 1, until_stop), room), stops
-
-
-def _kinds(verdict: Verdict, place: Array) -> Array:
-    """i32[B, D + 1]: EXACT or RELAXED on the path, CORRECTED after it."""
-    relaxed = jnp.pad(verdict.relaxed, ((0, 0), (0, 1)))
-    drafted = jnp.where(relaxed, RELAXED, EXACT).astype(jnp.int32)
-    return jnp.where(place < verdict.num_accepted[:, None], drafted, CORRECTED)
 
 
 def start(

@@ -19,7 +19,6 @@ from jax import Array
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from mars_jax.core.cache import KVCache
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import PyTree
 
@@ -119,7 +118,7 @@ def by_rows(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
             return function(params, *rows)
 
         def placed(params: PyTree, *rows: PyTree) -> PyTree:
-            return jax.tree.map(_hold_heads, function(params, *rows), is_leaf=_is_cache)
+            return _map_nodes(lambda x, axes: _hold(x, axes) if axes else x, function(params, *rows))
 
         size = mesh.shape.get("data", 1)
         if size == 1 or "data" in mesh.manual_axes:
@@ -147,20 +146,48 @@ def check_rows(batch: int, mesh: AnyMesh) -> None:
         )
 
 
-def row_spec(x: Any, mesh: AnyMesh) -> P:
-    """How an array that begins with the rows of the batch is divided, or all the arrays of a `KVCache`."""
-    rows = "data" if mesh.shape.get("data", 1) > 1 else None
-    if not _is_cache(x):
-        return P(rows)
-    return P(rows, None, axes_of("kv_heads", x.k[0].shape[2], mesh) or None, None)
+Axes = tuple[str | None, ...]
 
 
-def _is_cache(x: Any) -> bool:
-    return isinstance(x, KVCache)
+def logical_axes(x: Any) -> Axes | None:
+    """What a container says of its arrays: the logical axis of each of their dimensions, as `RULES` has them.
+
+    A cache whose arrays are divided by more than the rows of the batch has an attribute of this name.
+    """
+    return getattr(x, "logical_axes", None)
 
 
-def _hold_heads(x: Any) -> Any:
-    return jax.tree.map(hold_heads, x) if _is_cache(x) else x
+def row_specs(tree: PyTree, mesh: AnyMesh) -> PyTree:
+    """How arrays that begin with the rows of the batch are divided, and more where their container says so."""
+    return _map_nodes(lambda x, axes: _spec(x, axes or ("rows",), mesh), tree)
+
+
+def _map_nodes(function: Callable[[Any, Axes | None], Any], tree: PyTree) -> PyTree:
+    """`function(array, what its container says of it)` of every array."""
+
+    def node(x: Any) -> Any:
+        return jax.tree.map(lambda leaf: function(leaf, logical_axes(x)), x)
+
+    return jax.tree.map(node, tree, is_leaf=lambda x: logical_axes(x) is not None)
+
+
+def _spec(x: Any, axes: Axes, mesh: AnyMesh, *, rows: bool = True) -> P:
+    """The parts of an array; `rows` is False where `by_rows` has divided those already."""
+
+    def of(name: str | None, size: int) -> Any:
+        if name == "rows":
+            return "data" if rows and mesh.shape.get("data", 1) > 1 else None
+        return None if name is None else axes_of(name, size, mesh) or None
+
+    return P(*[of(name, size) for name, size in zip(axes, x.shape, strict=False)])
+
+
+def _hold(x: Array, axes: Axes) -> Array:
+    """An array divided as its container says, if that divides and else whole."""
+    mesh = _ready()
+    if mesh is None or not mesh.auto_axes:
+        return x
+    return jax.lax.with_sharding_constraint(x, _spec(x, axes, mesh, rows=False))
 
 
 def hold_heads(buffer: Array) -> Array:
@@ -168,11 +195,7 @@ def hold_heads(buffer: Array) -> Array:
 
     Left to itself XLA divides heads that do not divide over part of an axis, and sends the buffer around for it.
     """
-    mesh = _ready()
-    if mesh is None or not mesh.auto_axes:
-        return buffer
-    axes = axes_of("kv_heads", buffer.shape[2], mesh)
-    return jax.lax.with_sharding_constraint(buffer, P(None, None, axes or None, None))
+    return _hold(buffer, (None, None, "kv_heads", None))
 
 
 def hold_whole(x: Array) -> Array:
@@ -196,14 +219,13 @@ def _explicit_mesh(arrays: PyTree) -> AbstractMesh | None:
 def _as_auto(mesh: AbstractMesh, function: Callable[..., PyTree], *arguments: PyTree) -> PyTree:
     """`function` with the axes of an explicit mesh left to XLA inside, as `jax.sharding.auto_axes` does it.
 
-    The results are divided as `row_spec` says, which nobody knows before.
+    The results are divided as `row_specs` says, which nobody knows before.
     """
     auto = mesh.update_axis_types(dict.fromkeys(mesh.explicit_axes, AxisType.Auto))
     with jax.sharding.use_abstract_mesh(auto):
         out = function(*jax.sharding.reshard(arguments, jax.tree.map(lambda _: P(), arguments)))
-    specs = jax.tree.map(lambda x: jax.tree.map(lambda _: row_spec(x, mesh), x), out, is_leaf=_is_cache)
     with jax.sharding.use_abstract_mesh(mesh):
-        return jax.sharding.reshard(out, specs)
+        return jax.sharding.reshard(out, row_specs(out, mesh))
 
 
 def _ready() -> AbstractMesh | None:

@@ -12,14 +12,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from mars_jax.core.filters import warp
 from mars_jax.core.mesh import over_vocabulary
 from mars_jax.core.types import Controls
 
 BLOCK = 128
 """Tokens per partial sum. It divides 32000, 128256 and 151936, so the usual vocabularies need no padding, and
 it is the lane width of a TPU."""
-
-_NEG_INF_ORDER = -2139095041  # _to_order(-inf)
 
 
 def is_greedy(controls: Controls) -> Array:
@@ -55,7 +54,7 @@ def process(logits: Array, controls: Controls) -> Array:
         return jnp.where(ids == argmax(z)[..., None], jnp.float32(0), jnp.float32(-jnp.inf))
 
     def mixed() -> Array:
-        warped = _warp(z, controls, ~greedy)
+        warped = warp(z, controls, ~greedy)
         replaced = lambda: jnp.where(greedy[:, None, None], one_hot(), warped)  # noqa: E731
         return jax.lax.cond(jnp.any(greedy), replaced, lambda: warped)
 
@@ -231,88 +230,3 @@ def _quantile(weights: Array, target: Array) -> tuple[Array, Array]:
     at = jnp.take_along_axis(cumulative, index[..., None], axis=-1)[..., 0]
     own = jnp.take_along_axis(weights, index[..., None], axis=-1)[..., 0]
     return index, at - own
-
-
-def _warp(z: Array, controls: Controls, active: Array) -> Array:
-    """`process` for rows with a positive temperature; `active` bool[B] names them."""
-    vocab = z.shape[-1]
-    top = jnp.max(z, axis=-1, keepdims=True)
-    # Shifting before dividing keeps a small temperature from turning the largest logit into inf.
-    temperature = jnp.where(active, controls.temperature, 1.0)[:, None, None]
-    scaled = (z - top) / temperature
-
-    use_k = active & (controls.top_k > 0) & (controls.top_k < vocab)
-    use_p = active & (controls.top_p < 1)
-    use_min = active & (controls.min_p > 0)
-    scaled = jax.lax.cond(
-        jnp.any(use_k),
-        lambda: jnp.where(_top_k_kept(z, top, controls.top_k, use_k), scaled, -jnp.inf),
-        lambda: scaled,
-    )
-    scaled = jax.lax.cond(
-        jnp.any(use_p),
-        lambda: jnp.where(_top_p_kept(z, top, jnp.exp(scaled), controls.top_p, use_p), scaled, -jnp.inf),
-        lambda: scaled,
-    )
-    floor = jnp.where(use_min, jnp.log(controls.min_p), -jnp.inf)[:, None, None]
-    return jnp.where(scaled >= floor, scaled, -jnp.inf)
-
-
-def _top_k_kept(z: Array, top: Array, top_k: Array, use: Array) -> Array:
-    """bool[B, N, V]: z >= the top_k-th largest; everything in rows that do not use it."""
-    k = top_k[:, None]
-
-    def keeps_enough(threshold: Array) -> Array:
-        return jnp.sum(z >= threshold[..., None], axis=-1, dtype=jnp.int32) >= k
-
-    low, _ = _bisect(keeps_enough, _to_order(top[..., 0]) + 1, use)
-    return (z >= _from_order(low)[..., None]) | ~use[:, None, None]
-
-
-def _top_p_kept(z: Array, top: Array, weights: Array, top_p: Array, use: Array) -> Array:
-    """bool[B, N, V]: less than top_p of the mass lies strictly above z; everything in rows that do not use
-    it.
-
-    A masked sum is monotone in its mask also after rounding, so that bisection on it is exact.
-    """
-    wanted = top_p[:, None] * jnp.sum(weights, axis=-1)
-
-    def mass_reached(threshold: Array) -> Array:
-        return jnp.sum(jnp.where(z > threshold[..., None], weights, 0.0), axis=-1) >= wanted
-
-    _, high = _bisect(mass_reached, _to_order(top[..., 0]), use)
-    return (z >= _from_order(high)[..., None]) | ~use[:, None, None]
-
-
-def _bisect(holds, high: Array, use: Array) -> tuple[Array, Array]:
-    """Neighbouring floats, as orders i32[B, N], between which the decreasing predicate `holds` turns false.
-
-    It holds at -inf and fails at `high`. Halving the 2**32 orders takes 32 passes over the vocabulary at
-    most: exact, and several times cheaper than a sort of it.
-    """
-    low = jnp.where(use[:, None], jnp.full_like(high, _NEG_INF_ORDER), high)
-
-    def middle(low, high):
-        return (low & high) + ((low ^ high) >> 1)  # floor of the mean, without overflow
-
-    def unfinished(bounds):
-        low, high = bounds
-        return jnp.any(middle(low, high) != low)
-
-    def halve(bounds):
-        low, high = bounds
-        mid = middle(low, high)
-        up = holds(_from_order(mid))
-        return jnp.where(up, mid, low), jnp.where(up, high, jnp.maximum(mid, low))
-
-    return jax.lax.while_loop(unfinished, halve, (low, high))
-
-
-def _to_order(x: Array) -> Array:
-    """f32 -> i32 with the same order."""
-    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
-    return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-
-
-def _from_order(order: Array) -> Array:
-    return jax.lax.bitcast_convert_type(jnp.where(order < 0, order ^ 0x7FFFFFFF, order), jnp.float32)

@@ -1,7 +1,8 @@
 """Drafters: each a factory of a `Drafter`, a NamedTuple of pure functions. `load` finds one by its name."""
 
+from mars_jax.drafters.asked import LoadedDrafter
 from mars_jax.drafters.eagle import eagle
-from mars_jax.drafters.load import AnyDrafter, LoadedDrafter, load
+from mars_jax.drafters.load import AnyDrafter, load
 from mars_jax.drafters.medusa import medusa
 from mars_jax.drafters.model import language_model
 from mars_jax.drafters.ngram import ngram

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from mars_jax import hub
 from mars_jax.core.errors import MarsError
 from mars_jax.core.tree import gather_path, last_token
 from mars_jax.core.types import (
@@ -31,6 +32,7 @@ from mars_jax.core.types import (
     Verdict,
     Visible,
 )
+from mars_jax.drafters.asked import Asked, LoadedDrafter
 from mars_jax.drafters.grow import Growth, Level, grow
 from mars_jax.drafters.shapes import Dynamic, Shape, check_sample, describe, shape_of
 from mars_jax.models import eagle as head
@@ -166,3 +168,17 @@ def _eagle(
         stoppable=True,
         name=f"eagle{config.version}({describe(shape, sample)})",
     )
+
+
+def load_eagle(asked: Asked) -> LoadedDrafter:
+    """`eagle` of a head's checkpoint.
+
+    Raises:
+      MarsError: as `hub.load_eagle`.
+    """
+    target = asked.target
+    config, params = hub.load_eagle(asked.path, target.config, target.params, dtype=asked.heads_dtype)
+    # As in `hub.load`: XLA's CPU backend would widen a bfloat16 cache anew at every step.
+    cache_dtype = "float32" if jax.default_backend() == "cpu" else params["fc"].dtype.name
+    drafter = eagle(config, target.model, asked.chain, **asked.shape, cache_dtype=cache_dtype)
+    return LoadedDrafter(drafter, asked.placed(params, config))

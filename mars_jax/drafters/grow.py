@@ -54,7 +54,7 @@ def grow(
       growth: the drafter.
       root: i32[B, 1]; the last committed token.
       keys: key[B], for sampling.
-      controls: of the requests. Behind a node where the square root of the draft's entropy is above
+      controls: of the requests. After a node where the square root of the draft's entropy is above
         `controls.draft_stop` a row drafts nothing more.
 
     Returns:

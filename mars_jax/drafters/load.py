@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -11,25 +10,23 @@ import jax.numpy as jnp
 from mars_jax import specs
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import Drafter, PyTree
-from mars_jax.drafters.eagle import eagle
-from mars_jax.drafters.medusa import medusa
-from mars_jax.drafters.model import language_model
+from mars_jax.drafters.asked import Asked, LoadedDrafter
+from mars_jax.drafters.eagle import load_eagle
+from mars_jax.drafters.medusa import load_medusa
+from mars_jax.drafters.model import load_model
 from mars_jax.drafters.ngram import ngram
 from mars_jax.drafters.none import none
 from mars_jax.drafters.shapes import Dynamic
-from mars_jax.hub.heads.eagle_files import load_eagle
-from mars_jax.hub.heads.medusa_files import load_medusa
-from mars_jax.placement.shardings import place
-from mars_jax.pretrained import Pretrained, check_same_vocabulary
-from mars_jax.pretrained import load as load_pretrained
+from mars_jax.pretrained import Pretrained
 
-
-class LoadedDrafter(NamedTuple):
-    """A drafter and its weights."""
-
-    drafter: Drafter
-    params: PyTree
-
+LOADERS: Mapping[str, Callable[[Asked], LoadedDrafter]] = {
+    "none": lambda asked: LoadedDrafter(none(), ()),
+    "ngram": lambda asked: LoadedDrafter(ngram(asked.chain), ()),
+    "model": load_model,
+    "eagle": load_eagle,
+    "medusa": load_medusa,
+}
+"""By the name of a row of `specs.DRAFTERS`, from what is asked for to the drafter with its weights."""
 
 AnyDrafter = LoadedDrafter | Drafter | str
 """What `mars_jax.generate` takes: a spec, or a drafter with or without weights of its own."""
@@ -76,44 +73,15 @@ def load(
             )
     if kind == "none" and num_draft_tokens is not None:
         raise MarsError("num_draft_tokens does not apply to the drafter 'none': leave it out.")
-    if kind in ("none", "ngram"):
-        return LoadedDrafter(none() if length is None else ngram(length), ())
     if tree is not None and num_draft_tokens is not None:
         raise MarsError(
             "num_draft_tokens does not apply to a tree, whose depth is its own: leave one of them out."
         )
-    if kind == "model":
-        assert length is not None
-        draft = load_pretrained(path, dtype=dtype, mesh=target.mesh)
-        check_same_vocabulary(target, draft)
-        params = draft.params
-        drafter = language_model(
-            draft.model,
-            length,
-            tree=tree,
-            sample=sample,
-            vocab_size=target.config.vocab_size,
-        )
-    elif kind == "eagle":
-        assert length is not None
-        if row.grows and tree is None and num_draft_tokens is None and not sample:
-            tree = Dynamic()
-        config, params = load_eagle(path, target.config, target.params, dtype=dtype or _dtype(target))
-        # As in `hub.load`: XLA's CPU backend would widen a bfloat16 cache anew at every step.
-        cache_dtype = "float32" if jax.default_backend() == "cpu" else params["fc"].dtype.name
-        drafter = eagle(config, target.model, length, tree=tree, sample=sample, cache_dtype=cache_dtype)
-    else:
-        config, params = load_medusa(path, target.config, dtype=dtype or _dtype(target))
-        drafter = medusa(config, target.model, num_draft_tokens, tree=tree, sample=sample)
-    if kind != "model" and target.mesh is not None:
-        params = place(params, config, target.mesh)
-    _check_finite(path, params)
-    return LoadedDrafter(drafter, params)
-
-
-def _dtype(target: Pretrained) -> str:
-    """Heads compute with what the target gives them."""
-    return target.params["embed"].dtype.name
+    if row.grows and tree is None and num_draft_tokens is None and not sample:
+        tree = Dynamic()
+    loaded = LOADERS[kind](Asked(target, path, length, tree, sample, dtype))
+    _check_finite(path, loaded.params)
+    return loaded
 
 
 def _check_finite(name: str, params: PyTree) -> None:

@@ -30,8 +30,10 @@ from mars_jax.core.types import (
     Params,
     Verdict,
 )
+from mars_jax.drafters.asked import Asked, LoadedDrafter
 from mars_jax.drafters.grow import stops_at
 from mars_jax.drafters.shapes import Dynamic, Static, check_sample, describe, shape_of
+from mars_jax.hub.heads import medusa_files
 from mars_jax.models import medusa as heads
 from mars_jax.models.medusa import MedusaConfig
 
@@ -151,3 +153,15 @@ def _medusa(config: MedusaConfig, shape: Static, sample: bool) -> Drafter:
         stoppable=True,
         name=f"medusa({describe(shape, sample)})",
     )
+
+
+def load_medusa(asked: Asked) -> LoadedDrafter:
+    """`medusa` of the heads' checkpoint.
+
+    Raises:
+      MarsError: as `medusa_files.load_medusa`.
+    """
+    target = asked.target
+    config, params = medusa_files.load_medusa(asked.path, target.config, dtype=asked.heads_dtype)
+    drafter = medusa(config, target.model, asked.length, **asked.shape)
+    return LoadedDrafter(drafter, asked.placed(params, config))

@@ -19,11 +19,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from mars_jax import hub
 from mars_jax.core.prefill import prefill
 from mars_jax.core.tree import last_token
 from mars_jax.core.types import Drafter, DraftInput, DraftTree, LanguageModel, Params, PyTree, Visible
+from mars_jax.drafters.asked import Asked, LoadedDrafter
 from mars_jax.drafters.grow import Growth, Level, grow
 from mars_jax.drafters.shapes import Dynamic, Shape, Static, check_sample, describe, shape_of
+from mars_jax.pretrained import check_same_vocabulary
 
 
 def language_model(
@@ -118,3 +121,16 @@ def _language_model(model: LanguageModel, shape: Shape, sample: bool, vocab: int
         stoppable=True,
         name=f"model({describe(shape, sample)})",
     )
+
+
+def load_model(asked: Asked) -> LoadedDrafter:
+    """`language_model` of a checkpoint.
+
+    Raises:
+      MarsError: as `hub.load`, or its vocabulary is not the target's.
+    """
+    draft = hub.load(asked.path, dtype=asked.dtype, mesh=asked.target.mesh)
+    check_same_vocabulary(asked.target, draft)
+    vocab = asked.target.config.vocab_size
+    drafter = language_model(draft.model, asked.chain, **asked.shape, vocab_size=vocab)
+    return LoadedDrafter(drafter, draft.params)

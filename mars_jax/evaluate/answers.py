@@ -5,17 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from mars_jax import drafters
 from mars_jax.core.errors import MarsError
 from mars_jax.core.metrics import Metrics
-from mars_jax.core.rules import structure
 from mars_jax.evaluate.benchmark.arms import Arm
 from mars_jax.evaluate.tasks.problems import Problem
 from mars_jax.pretrained import Pretrained
 from mars_jax.serve import requests as request
-from mars_jax.serve.generate import compile_batch, run_batch
-from mars_jax.serve.prepare import buffer_width
 from mars_jax.serve.requests import Completion
+from mars_jax.serve.session import Session
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,17 +32,15 @@ class Answer:
 class Decoding:
     """The settings that all arms share: the pair of models, and how prompts become requests."""
 
-    target: Pretrained
-    drafter: drafters.LoadedDrafter
+    session: Session  # whose rule is each arm's own
     chat: bool = False
     max_new_tokens: int = 256
-    batch_size: int = 1
-    _compiled: set[tuple] = dataclasses.field(default_factory=set)
 
     def answer(
         self, arm: Arm, problems: Sequence[Problem], seeds: Sequence[int], *, temperature: float
     ) -> list[Answer]:
-        """Decode one batch, at most `batch_size` problems. A follow-up turn sees the arm's own answers."""
+        """Decode one batch, at most `session.batch_size` problems. A follow-up turn sees the arm's own answers."""
+        target = self.session.target
         said: list[list[Completion]] = [[] for _ in problems]
         seconds = [0.0] * len(problems)
         full = [False] * len(problems)
@@ -55,8 +50,8 @@ class Decoding:
             for row, problem in enumerate(problems):
                 if turn >= len(turns_asked(problem, self.chat)) or full[row]:
                     continue
-                ids = prompt_tokens(self.target, problem, [c.text for c in said[row]], chat=self.chat)
-                full[row] = turn > 0 and len(ids) >= self.target.config.max_positions
+                ids = prompt_tokens(target, problem, [c.text for c in said[row]], chat=self.chat)
+                full[row] = turn > 0 and len(ids) >= target.config.max_positions
                 if not full[row]:
                     prompts[row] = ids
             if not prompts:
@@ -83,7 +78,7 @@ class Decoding:
     ) -> list[request.Request]:
         """Prompts as the requests that are decoded."""
         return request.make_requests(
-            self.target,
+            self.session.target,
             prompts,
             temperature=temperature,
             top_k=top_k,
@@ -92,12 +87,8 @@ class Decoding:
         )
 
     def _run(self, arm: Arm, requests: list[request.Request]) -> list[Completion]:
-        drafter = self.drafter if arm.drafts else drafters.load("none", self.target)
-        shape = (drafter.drafter, structure(arm.rule.rule), buffer_width(self.target, requests))
-        if shape not in self._compiled:  # thresholds share what is compiled
-            compile_batch(self.target, drafter, requests, verify=arm.rule, rows=self.batch_size)
-            self._compiled.add(shape)
-        return run_batch(self.target, drafter, requests, verify=arm.rule, rows=self.batch_size)
+        pair = self.session if arm.drafts else self.session.autoregressive
+        return pair.using(arm.rule).run(requests)
 
 
 def turns_asked(problem: Problem, chat: bool) -> tuple[str, ...]:

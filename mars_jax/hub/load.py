@@ -6,16 +6,17 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Sharding
+from jax.sharding import Mesh, Sharding
 
-from mars_jax import specs
+from mars_jax import assets, specs
 from mars_jax.core.errors import MarsError
-from mars_jax.core.types import LanguageModel, PyTree
+from mars_jax.core.mesh import parse_mesh
+from mars_jax.core.types import PyTree
 from mars_jax.hub.config import read_directory
 from mars_jax.hub.converted import is_converted, restore_params
 from mars_jax.hub.files import Tensor, resolve, tensors
@@ -24,6 +25,8 @@ from mars_jax.models.config import ModelConfig
 from mars_jax.models.quantize import Int8, is_quantized, quantize
 from mars_jax.models.transformer import language_model
 from mars_jax.models.weights import Weight, build_rows, get, leaves, weights
+from mars_jax.placement.shardings import params_shardings
+from mars_jax.pretrained import Pretrained
 
 # Buffers that old exports carry and that the config determines.
 DERIVED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|self_attn\.(bias|masked_bias))$")
@@ -31,15 +34,6 @@ DERIVED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|self_attn\.(bias|masked_bias)
 # Of Gemma 3 with images, whose text model is loaded and nothing else.
 _TEXT = re.compile(r"^(language_model\.(?=model\.|lm_head\.)|model\.language_model\.)")
 _IMAGES = re.compile(r"^model\.(vision_tower|multi_modal_projector)\.")
-
-
-class Checkpoint(NamedTuple):
-    """A loaded model: pure functions, their params, the static config, and the directory it came from."""
-
-    model: LanguageModel
-    params: PyTree
-    config: ModelConfig
-    path: Path
 
 
 def read_config(name_or_path: str | os.PathLike[str]) -> ModelConfig:
@@ -57,33 +51,57 @@ def read_config(name_or_path: str | os.PathLike[str]) -> ModelConfig:
     return read_directory(resolve(name_or_path, weights=False))[0]
 
 
+def outline(name_or_path: str | os.PathLike[str]) -> Pretrained:
+    """A checkpoint without its weights: `params` is None. Enough to tokenize and check prompts.
+
+    Raises:
+      MarsError: no such checkpoint, or one that is not supported.
+    """
+    directory = resolve(name_or_path, weights=False)
+    config = read_directory(directory)[0]
+    return Pretrained(
+        name=os.fspath(name_or_path),
+        model=language_model(config),
+        params=None,
+        config=config,
+        path=directory,
+    )
+
+
 def load(
-    name_or_path: str | os.PathLike[str],
+    name_or_path: str | os.PathLike[str] = assets.TARGET,
     *,
     dtype: str | None = None,
-    feature_layers: Sequence[int] = (),
+    mesh: Mesh | str | None = None,
     shardings: PyTree = None,
     check: bool = True,
-) -> Checkpoint:
-    """Load a checkpoint, or what `convert` made of one: its config, and its weights straight to where they belong.
+) -> Pretrained:
+    """Load a checkpoint in the Hugging Face layout, or what `convert` made of one.
 
-    Host memory holds one array of params, not the model.
+    Weights go straight to where they belong: host memory holds one array of params, not the model.
 
     Args:
-      name_or_path: directory, or `owner/name` on the Hugging Face hub.
+      name_or_path: directory, `owner/name` on the Hugging Face hub, or a checkpoint inside the package: "tiny/target"
+        (the default), "tiny/draft".
       dtype: "float32" or "bfloat16"; None is the checkpoint's own (float16 becomes bfloat16). "int8" keeps matrices
         in 8 bits per weight (`models.quantize`), and everything else in the checkpoint's own.
-      feature_layers: see `models.language_model`.
-      shardings: of the params, a tree of `jax.sharding.Sharding` with their structure; each process reads the parts
-        of its own devices. None is JAX's default device.
+      mesh: devices to divide the weights over, with any of the axes `data`, `model` and `expert`, of type Auto or
+        Explicit, or a text such as "data=2,model=4"; see `mars_jax.placement.shardings`. `generate` then divides the
+        batch over `data`.
+      shardings: of the params, a tree of `jax.sharding.Sharding` with their structure, for a division of your own;
+        default: what the mesh gives, else JAX's default device. Each process reads the parts of its own devices.
       check: of a conversion, compare the checksum of every part that is read with what was written. Files of the
         Hugging Face layout hold none.
 
     Raises:
       MarsError: with one sentence that names what is wrong and the cure.
 
-    >>> target = load("meta-llama/Llama-3.1-8B-Instruct", dtype="bfloat16")  # doctest: +SKIP
+    >>> target = load("path/to/Llama-3.1-8B-Instruct", dtype="bfloat16")  # doctest: +SKIP
+    >>> target = load("path/to/Llama-3.3-70B-Instruct", mesh="data=2,model=4")  # doctest: +SKIP
     """
+    mesh = _mesh(mesh)
+    if mesh is not None and shardings is None:
+        shardings = params_shardings(read_config(name_or_path), mesh)
     specs.check_dtype(dtype)
     directory = resolve(name_or_path)
     config, own = read_directory(directory)
@@ -94,8 +112,24 @@ def load(
         params = read_params(directory, config, dtype, int8=int8, shardings=shardings)
     # XLA's CPU backend computes in float32 and would widen a bfloat16 cache anew, whole, at every step.
     cache_dtype = "float32" if jax.default_backend() == "cpu" else dtype
-    model = language_model(config, dtype=dtype, cache_dtype=cache_dtype, feature_layers=feature_layers)
-    return Checkpoint(model=model, params=params, config=config, path=directory)
+    return Pretrained(
+        name=os.fspath(name_or_path),
+        model=language_model(config, dtype=dtype, cache_dtype=cache_dtype),
+        params=params,
+        config=config,
+        path=directory,
+        mesh=mesh,
+    )
+
+
+def _mesh(given: Any) -> Mesh | None:
+    if given is None or isinstance(given, Mesh):
+        return given
+    if isinstance(given, str):
+        return parse_mesh(given)
+    raise MarsError(
+        f'the mesh is {given!r}: expected a jax.sharding.Mesh, or a text such as "data=2,model=4".'
+    )
 
 
 def resolve_dtype(asked: str | None, own: str | None) -> tuple[str, bool]:

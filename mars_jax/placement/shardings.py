@@ -16,8 +16,8 @@ from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from mars_jax.core.errors import MarsError
-from mars_jax.core.mesh import AnyMesh, axes_of, check_rows, parse_mesh, row_spec
-from mars_jax.core.types import KVCache, PyTree
+from mars_jax.core.mesh import AnyMesh, axes_of, check_rows, parse_mesh, row_specs
+from mars_jax.core.types import PyTree
 from mars_jax.models import eagle, medusa, weights
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.eagle import EagleConfig
@@ -190,7 +190,7 @@ def state_shardings(state: PyTree, mesh: AnyMesh) -> PyTree:
     """`NamedSharding`s of a `DecodeState`, or of anything else whose arrays begin with the rows of the batch.
 
     Args:
-      state: arrays or shapes; `KVCache`s in it are divided by their heads too.
+      state: arrays or shapes; caches in it are divided by their heads too, as they say themselves.
 
     Raises:
       MarsError: the rows do not divide over the mesh's axis `data`.
@@ -198,11 +198,7 @@ def state_shardings(state: PyTree, mesh: AnyMesh) -> PyTree:
 
     for x in jax.tree.leaves(state):
         check_rows(x.shape[0], mesh)
-
-    def of(x: Any) -> Any:
-        return jax.tree.map(lambda _: NamedSharding(mesh, row_spec(x, mesh)), x)
-
-    return jax.tree.map(of, state, is_leaf=lambda x: isinstance(x, KVCache))
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), row_specs(state, mesh))
 
 
 def place(params: PyTree, config: AnyConfig, mesh: Mesh) -> PyTree:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
@@ -32,6 +32,8 @@ from mars_jax.serve.requests import (
     make_requests,
     total,
 )
+
+Rule = TypeVar("Rule", bound=AnyRule | None)
 
 
 def generate(
@@ -91,9 +93,7 @@ def generate_requests(
     """`generate` for prepared requests."""
     began = time.perf_counter()
     completions: list[Completion] = []
-    for group in batches(requests, batch_size):
-        rows = range(len(completions), len(completions) + len(group))
-        rule = rule_of(verify, rows, len(requests))
+    for group, rule in groups(requests, verify, batch_size):
         completions += run_batch(target, drafter, group, verify=rule, rows=batch_size, log_probs=log_probs)
     return Result(
         completions=completions,
@@ -238,8 +238,17 @@ def _complete(
     )
 
 
-def rule_of(verify: AnyRule | None, rows: Sequence[int], count: int) -> AnyRule | None:
-    """The rule for some of `count` prompts: what it has one of per prompt is theirs."""
+def groups(
+    requests: Sequence[Request], verify: Rule, batch_size: int | None
+) -> Iterator[tuple[list[Request], Rule]]:
+    """Requests in groups of `batch_size`, each with its rule: what that has one of per request is theirs."""
+    first = 0
+    for group in batches(requests, batch_size):
+        yield group, _rule_of(verify, range(first, first + len(group)), len(requests))
+        first += len(group)
+
+
+def _rule_of(verify: Any, rows: Sequence[int], count: int) -> Any:
     if isinstance(verify, LoadedRule):
         return verify._replace(rule=rules.take_rows(verify.rule, rows, count))
     return None if verify is None else rules.take_rows(verify, rows, count)

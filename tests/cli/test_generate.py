@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 import mars_jax
-from mars_jax.cli.generate import session
 from mars_jax.cli.generate.applies import check_flags
 from mars_jax.cli.generate.arguments import parse
 from mars_jax.cli.generate.command import main
+from mars_jax.cli.generate.job import open_job
 from mars_jax.cli.generate.prompts import from_texts
-from mars_jax.cli.generate.session import open_session
 from mars_jax.serve import generate as serving
+from mars_jax.serve import session
 
 FEW = ["--max-new-tokens", "8"]
 PLAIN = [*FEW, "--draft", "none"]
@@ -115,7 +115,7 @@ def test_heads_draft_by_default_what_suits_them_and_the_rule(target, eagle, medu
         (["--draft", f"medusa:{medusa}", "--base", "rejection"], "medusa(3, sampled)"),
     ):
         args, prompts = parse(["--target", str(target), *flags, "the sea"]), from_texts(["the sea"])
-        assert open_session(args, check_flags(args, prompts), prompts).drafter.drafter.name == name
+        assert open_job(args, check_flags(args, prompts), prompts).session.drafter.drafter.name == name
 
 
 def test_heads_sample_chains_for_rejection(run, target, eagle, medusa):

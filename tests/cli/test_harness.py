@@ -204,9 +204,8 @@ def test_any_rule_is_an_argument(checkpoint, tmp_path):
     ours = MarsJax(**draft, verify=f"{own}:gate", level=float("inf"))
     assert ours.generate_until(instances("generate_until", *asked)) == want
     blocks = MarsJax(**draft, verify="mars", base="rejection", block=True, margin="gap", theta="1.5")
-    assert blocks._rule.rule.name == "mars(gap) over block" and blocks._drafter.drafter.name.endswith(
-        "sampled)"
-    )
+    pair = blocks._session
+    assert pair.rule_name == "mars(gap) over block" and pair.drafter.drafter.name.endswith("sampled)")
 
 
 def test_gen_kwargs_that_mean_nothing_here_are_refused(ours):

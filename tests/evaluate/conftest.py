@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from mars_jax.cli.benchmark import main
+from mars_jax.serve import session
 from tests.cli.conftest import write_checkpoint
 
 PROMPTS = ["the sea", "a story", "of the sun", "and the"]
@@ -36,6 +37,18 @@ def flags(target, prompts):
         *("--target", target, "--draft", f"model:{target}", "--num-draft-tokens", 2),
         *("--task", f"jsonl={prompts}", "--max-new-tokens", 12, "--batch-size", 3, "--thetas", 0.9, 0.5),
     ]
+
+
+def dying_after(batches: int, run=session.run_batch):
+    """`run_batch` for so many batches, and then a kill."""
+    left = iter(range(batches))
+
+    def dying(*args, **options):
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        return run(*args, **options)
+
+    return dying
 
 
 class Folder(NamedTuple):

@@ -6,12 +6,12 @@ import shutil
 
 import pytest
 
-from mars_jax import drafters
-from mars_jax import pretrained as text
+from mars_jax import drafters, hub
 from mars_jax.core.errors import MarsError
 from mars_jax.evaluate.answers import Decoding, check_problems, prompt_tokens
 from mars_jax.evaluate.benchmark.arms import MARS, make_arms
 from mars_jax.evaluate.tasks.problems import Problem
+from mars_jax.serve.session import Session
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }};{% endfor %}"
@@ -24,13 +24,14 @@ def chatty(target, tmp_path_factory):
     """The target with a chat template."""
     path = shutil.copytree(target, tmp_path_factory.mktemp("answers") / "chatty")
     (path / "chat_template.jinja").write_text(TEMPLATE)
-    return text.load(str(path))
+    return hub.load(str(path))
 
 
 @pytest.fixture(scope="module")
 def decoding(chatty):
     drafter = drafters.load("ngram", chatty, num_draft_tokens=3)
-    return Decoding(target=chatty, drafter=drafter, chat=True, max_new_tokens=8, batch_size=3)
+    session = Session(target=chatty, drafter=drafter, batch_size=3)
+    return Decoding(session=session, chat=True, max_new_tokens=8)
 
 
 def problem(*turns, **changes):
@@ -53,7 +54,7 @@ def test_a_follow_up_turn_sees_the_answer_before_it(chatty, decoding):
 
 
 def test_without_a_template_the_first_turn_alone_is_asked(chatty, decoding):
-    plain = Decoding(target=chatty, drafter=decoding.drafter, max_new_tokens=8)
+    plain = Decoding(session=decoding.session, max_new_tokens=8)
     [answer] = plain.answer(arms()["exact"], [problem("sea", "sun")], [0], temperature=0.0)
     assert len(answer.texts) == 1
     assert prompt_tokens(chatty, problem("sea"), chat=False) == chatty.tokenizer("sea")["input_ids"]

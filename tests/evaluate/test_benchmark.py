@@ -10,12 +10,12 @@ import pytest
 
 from mars_jax.cli.benchmark import main, parse
 from mars_jax.core.errors import MarsError
-from mars_jax.evaluate import answers
 from mars_jax.evaluate.benchmark import plots, report
 from mars_jax.evaluate.folder import claim
 from mars_jax.evaluate.tasks.problems import Code, Problem
+from mars_jax.serve import session
 from mars_jax.serve.journal import Lock
-from tests.evaluate.conftest import read_folder
+from tests.evaluate.conftest import dying_after, read_folder
 
 TIMES = {"seconds", "tokens_per_second", "speedup", "seconds_per_task", "task_speedup"}
 PICTURES = ("speed_quality.png", "tau_theta.png", "depth.png", "margins.png")
@@ -204,17 +204,9 @@ def test_notes_say_what_the_figures_do_not(finished):
 @pytest.mark.parametrize(("batches", "torn"), [(0, 0), (3, 0), (10, 500), (33, 1)])
 def test_a_killed_run_goes_on_where_it_was(flags, finished, tmp_path, monkeypatch, capsys, batches, torn):
     """Killed in the first match or in the middle, and with some bytes of the last row not on disk."""
-    left = [batches]
-
-    def dying(*args, run=answers.run_batch, **options):
-        if not left[0]:
-            raise KeyboardInterrupt
-        left[0] -= 1
-        return run(*args, **options)
-
     output = tmp_path / "killed"
     with monkeypatch.context() as patch:
-        patch.setattr(answers, "run_batch", dying)
+        patch.setattr(session, "run_batch", dying_after(batches))
         assert call(*flags, "--output", output) == 130
     assert not (output / "summary.json").exists()
     rows = output / "rows.jsonl"
@@ -265,7 +257,7 @@ def test_a_finished_run_decodes_nothing_and_prints_its_table(flags, finished, tm
     output = shutil.copytree(finished.path, tmp_path / "copy")
     for name in ("summary.json", "table.md", *PICTURES):
         (output / name).unlink()
-    monkeypatch.setattr(answers, "run_batch", lambda *args, **options: pytest.fail("decoded"))
+    monkeypatch.setattr(session, "run_batch", lambda *args, **options: pytest.fail("decoded"))
     capsys.readouterr()
     assert call(*flags, "--output", output) == 0
     for name in ("summary.json", "table.md", *PICTURES):

@@ -12,8 +12,9 @@ from mars_jax.cli.calibrate import main
 from mars_jax.cli.generate.arguments import parse
 from mars_jax.cli.theta import FORMAT, OLD_FORMAT, read_theta, settings_of
 from mars_jax.core.errors import MarsError
-from mars_jax.evaluate import answers
-from mars_jax.evaluate.studies.calibration import choose, fewest, p_value
+from mars_jax.evaluate.studies.certify import choose, fewest, p_value
+from mars_jax.serve import session
+from tests.evaluate.conftest import dying_after
 
 RESAMPLINGS = 200
 
@@ -121,17 +122,9 @@ def theta_file(flags, tmp_path_factory):
 
 @pytest.mark.parametrize(("batches", "torn"), [(0, 0), (1, 0), (5, 7)])
 def test_a_killed_run_goes_on_and_ends_alike(theta_file, flags, tmp_path, monkeypatch, batches, torn):
-    left = [batches]
-
-    def dying(*args, run=answers.run_batch, **options):
-        if not left[0]:
-            raise KeyboardInterrupt
-        left[0] -= 1
-        return run(*args, **options)
-
     output = tmp_path / "theta.json"
     with monkeypatch.context() as patch:
-        patch.setattr(answers, "run_batch", dying)
+        patch.setattr(session, "run_batch", dying_after(batches))
         assert call(*flags, "--output", output) == 130
     assert not output.exists()
     rows = tmp_path / "theta.json-rows" / "rows.jsonl"
@@ -139,11 +132,11 @@ def test_a_killed_run_goes_on_and_ends_alike(theta_file, flags, tmp_path, monkey
         rows.write_bytes(rows.read_bytes()[:-torn])
     decoded = []
 
-    def counting(*args, run=answers.run_batch, **options):
+    def counting(*args, run=session.run_batch, **options):
         decoded.append(1)
         return run(*args, **options)
 
-    monkeypatch.setattr(answers, "run_batch", counting)
+    monkeypatch.setattr(session, "run_batch", counting)
     assert call(*flags, "--output", output) == 0
     assert output.read_bytes() == theta_file.read_bytes()
     assert len(decoded) == 6 - batches + bool(torn) and not rows.exists()

@@ -12,12 +12,12 @@ from mars_jax import drafters
 from mars_jax.cli.compounding import main
 from mars_jax.core.errors import MarsError
 from mars_jax.evaluate.scoring import likelihood
-from mars_jax.evaluate.studies import branches
 from mars_jax.evaluate.studies.branch_curves import aligned, curves, interval, relapse
 from mars_jax.evaluate.studies.branch_report import findings, summarize
 from mars_jax.evaluate.studies.branches import Decoded, Event, study
 from mars_jax.evaluate.studies.refusals import low_nodes
 from mars_jax.evaluate.tasks.problems import Problem
+from mars_jax.serve import session
 from mars_jax.specs import RuleChoice
 from tests.helpers import noisy_copy
 
@@ -165,8 +165,8 @@ def test_the_command_writes_its_report_and_resumes(target, near, tmp_path, capsy
     # Run again it decodes nothing, with other flags it does not run.
     before = {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}
     with monkeypatch.context() as patch:
-        patch.setattr(branches, "run_batch", lambda *args, **options: pytest.fail("decoded"))
-        patch.setattr(branches, "generate_stream", lambda *args, **options: pytest.fail("decoded"))
+        patch.setattr(session, "run_batch", lambda *args, **options: pytest.fail("decoded"))
+        patch.setattr(session, "generate_stream", lambda *args, **options: pytest.fail("decoded"))
         assert main([str(x) for x in (*flags, "--output", tmp_path / "out")]) == 0
     assert capsys.readouterr().out == shown
     assert {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()} == before

@@ -11,7 +11,7 @@ import pytest
 
 import mars_jax as mj
 from mars_jax.evaluate.answers import prompt_tokens
-from mars_jax.evaluate.benchmark import run
+from mars_jax.evaluate.benchmark import loops
 from mars_jax.evaluate.scoring import likelihood
 from mars_jax.evaluate.scoring.scores import total
 from mars_jax.evaluate.tasks.problems import Problem
@@ -65,9 +65,9 @@ def test_all_turns_of_a_conversation_count():
     one = Problem(task="t", id="1", turns=("One?",), metric="likelihood")
     said = types.SimpleNamespace(texts=(" Yes.", " No."), tokens=((20, 30), (40,)))
     short = types.SimpleNamespace(texts=(" Yes.",), tokens=((20, 30),))
-    decoding = types.SimpleNamespace(target=target, chat=True)
+    decoding = types.SimpleNamespace(session=types.SimpleNamespace(target=target), chat=True)
     evaluation = types.SimpleNamespace(_decoding=decoding, _settings={})
-    first, second = run._Evaluation._scores(evaluation, [two, one], [said, short])
+    first, second = loops.Evaluation._scores(evaluation, [two, one], [said, short])
     prompts = [prompt_tokens(target, two, said.texts[:n], chat=True) for n in (0, 1)]
     parts = likelihood.score_answers(target, prompts, said.tokens)
     np.testing.assert_allclose(first, np.sum(parts, axis=0), atol=1e-3)

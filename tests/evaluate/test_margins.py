@@ -10,8 +10,13 @@ from mars_jax.evaluate.benchmark.margins import KINDS, decisions, edges_of, hist
 from mars_jax.evaluate.scoring import likelihood
 from mars_jax.serve.generate import generate_stream, run_batch
 from mars_jax.serve.requests import make_requests
+from mars_jax.serve.session import Session
 
 PROMPTS = ("the sea", "a story", "of the sun")
+
+
+def session(target, drafter, rule, rows):
+    return Session(target=target, drafter=drafter, rule=mj.verify.LoadedRule(rule), batch_size=rows)
 
 
 @pytest.mark.parametrize("theta", [np.inf, 0.2])
@@ -24,7 +29,7 @@ def test_every_decision_is_counted_with_its_margin(target, draft, theta):
     rule = mj.verify.mars(theta=theta)
     # Rows of different ends in batches that are not full.
     requests = make_requests(target, PROMPTS, temperature=0.7, seed=[5, 6, 7], max_new_tokens=24)
-    found = decisions(target, drafter, requests, rule, 2)
+    found = decisions(session(target, drafter, rule, 2), requests)
     done = [c for i in (0, 2) for c in run_batch(target, drafter, requests[i : i + 2], verify=rule, rows=2)]
     count = {kind: len(found[kind][0]) for kind in KINDS}
     assert count["accepted"] == sum(c.metrics.accepted_exact for c in done) > 0
@@ -60,7 +65,7 @@ def test_the_decisions_of_a_chain_are_in_the_order_of_its_text(target):
                 expected[name].append((scored.z1[at], scored.z2[at]))
             at += 1
     assert all(expected.values())
-    for kind, (z1, z2) in decisions(target, drafter, [request], rule, 1).items():
+    for kind, (z1, z2) in decisions(session(target, drafter, rule, 1), [request]).items():
         np.testing.assert_allclose(np.stack([z1, z2], axis=1), expected[kind], atol=1e-4)
 
 
@@ -68,7 +73,7 @@ def test_where_nothing_was_drafted_nothing_was_rejected(target):
     target = mj.load(str(target))
     drafter = mj.drafters.load("ngram", target)
     requests = make_requests(target, PROMPTS, temperature=1.0, seed=[5, 6, 7], max_new_tokens=24)
-    found = decisions(target, drafter, requests, mj.verify.exact(), 3)
+    found = decisions(session(target, drafter, mj.verify.exact(), 3), requests)
     done = run_batch(target, drafter, requests, verify=mj.verify.exact())
     undrafted = sum(c.metrics.depth_histogram[0] for c in done)
     assert len(found["accepted"][0]) == sum(c.metrics.accepted_exact for c in done)

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mars_jax import hub
 from mars_jax.core.types import Visible
+from mars_jax.pretrained import Pretrained
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -75,7 +75,7 @@ def torch_greedy(model, tokens: np.ndarray, count: int) -> np.ndarray:
     return tokens[:, -count:]
 
 
-def logits_and_greedy(checkpoint: hub.Checkpoint, tokens: np.ndarray, count: int, lengths=None):
+def logits_and_greedy(checkpoint: Pretrained, tokens: np.ndarray, count: int, lengths=None):
     """Logits f32[B, N, V] of a prompt, and `count` greedy tokens decoded through the cache one by one.
 
     Row b decodes from its first `lengths[b]` tokens, default all.

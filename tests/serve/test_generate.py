@@ -10,9 +10,9 @@ import pytest
 
 import mars_jax as mj
 from mars_jax import hub, verify
-from mars_jax import pretrained as text
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.transformer import init_params
+from mars_jax.pretrained import Detokenizer
 from mars_jax.serve import prepare as batch
 from mars_jax.serve.generate import check_finite, generate_requests, generate_stream
 
@@ -286,7 +286,7 @@ def test_stories260k_in_every_rule_equals_transformers_at_temperature_zero(stori
 def test_a_character_cut_in_two_reads_the_same_streamed_and_whole(stories):
     """Bytes of an emoji, and then of half an emoji."""
     tokens = [243, 162, 155, 131, 243, 162]
-    detokenizer = text.Detokenizer(stories, stories.encode("Once upon a time"))
+    detokenizer = Detokenizer(stories, stories.encode("Once upon a time"))
     pieces = "".join(detokenizer.feed([t], last=i == 5) for i, t in enumerate(tokens))
     assert pieces.startswith("\N{GRINNING FACE}") and pieces.endswith("\N{REPLACEMENT CHARACTER}")
 
@@ -297,7 +297,7 @@ def test_detokenized_pieces_join_to_the_text(stories):
     ids = stories.encode(whole)
     for cut in (1, 3, len(ids) - 1):
         prompt, rest = ids[:cut], ids[cut:]
-        detokenizer = text.Detokenizer(stories, prompt)
+        detokenizer = Detokenizer(stories, prompt)
         pieces = [detokenizer.feed([t], last=i == len(rest) - 1) for i, t in enumerate(rest)]
         assert stories.decode(prompt) + "".join(pieces) == stories.decode(ids)
         assert "\N{REPLACEMENT CHARACTER}" not in "".join(pieces)

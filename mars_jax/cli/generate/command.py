@@ -11,19 +11,17 @@ from mars_jax.cli.generate.applies import Choices, check_flags
 from mars_jax.cli.generate.arguments import parse
 from mars_jax.cli.generate.prompts import PromptRow, from_texts, read_prompts
 from mars_jax.cli.generate.recorded import recorded
-from mars_jax.cli.program import keep_compilations, program
+from mars_jax.cli.program import command, keep_compilations
 from mars_jax.cli.rule import print_drafters, print_rules
 from mars_jax.core.errors import MarsError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    return program(_run, argv)
+    return command(parse, _run, argv)
 
 
-def _run(argv: Sequence[str] | None, out: IO[str]) -> None:
-    with contextlib.redirect_stdout(out):
-        args = parse(argv)
+def _run(args: argparse.Namespace, out: IO[str]) -> None:
     if args.list_rules or args.list_drafters:
         _list(args, out)
         return
@@ -56,8 +54,8 @@ def _list(args: argparse.Namespace, out: IO[str]) -> None:
 
 def _decode(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRow], out: IO[str]) -> None:
     from mars_jax.cli.generate import ways
+    from mars_jax.cli.generate.job import open_job
     from mars_jax.cli.generate.output_file import OutputFile, Unwritten
-    from mars_jax.cli.generate.session import open_session
     from mars_jax.placement import hosts
 
     with contextlib.ExitStack() as stack:
@@ -66,18 +64,18 @@ def _decode(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRow
             file = OutputFile(args.output, recorded(args, choices, rows), resume=args.resume)
             stack.callback(file.close)
         with ways.busy("loading"):
-            session = open_session(args, choices, rows)
+            job = open_job(args, choices, rows)
         # A narrow locale must not end a run in the middle of a text; JSON is UTF-8 whatever the locale.
         if (reconfigure := getattr(out, "reconfigure", None)) is not None:
             reconfigure(encoding="utf-8" if args.json else None, errors="strict" if args.json else "replace")
         if args.compare:
-            ways.print_comparison(session, out, json=args.json)
+            ways.print_comparison(job, out, json=args.json)
         elif args.output is not None:
-            ways.write_output(session, file, out, json=args.json)
+            ways.write_output(job, file, out, json=args.json)
         elif args.json:
-            ways.print_json(session, out)
+            ways.print_json(job, out)
         elif choices.streams:
-            ways.stream_text(session, out, chat=args.chat, speedup=choices.measures_speedup)
+            ways.stream_text(job, out, chat=args.chat, speedup=choices.measures_speedup)
         else:
-            ways.print_text(session, out, chat=args.chat, speedup=choices.measures_speedup)
-        session.check_finite()
+            ways.print_text(job, out, chat=args.chat, speedup=choices.measures_speedup)
+        job.check_finite()

@@ -8,9 +8,9 @@ from typing import Any
 
 from rich.table import Table
 
-from mars_jax import drafters
-from mars_jax.cli.generate.session import Session
-from mars_jax.serve.generate import compile_batch, generate_requests
+from mars_jax.cli.generate.job import Job
+from mars_jax.core.types import LoadedRule
+from mars_jax.serve.generate import generate_requests
 from mars_jax.serve.requests import Result
 from mars_jax.verify import exact
 
@@ -18,7 +18,7 @@ REPEATS = 5
 """Timed runs of each way; the median counts."""
 
 
-def compare(session: Session, progress: Callable[[int, int], None]) -> dict[str, Any]:
+def compare(job: Job, progress: Callable[[int, int], None]) -> dict[str, Any]:
     """Decode everything `REPEATS` times each way, in turns, so that a slow spell strikes all alike.
 
     Compilation happens before, and is not timed. `progress(done, total)` is called after every run.
@@ -26,20 +26,20 @@ def compare(session: Session, progress: Callable[[int, int], None]) -> dict[str,
     Raises:
       MarsError: as `generate_requests`.
     """
+    pair, requests = job.session, job.requests
     ways = {
-        "autoregressive": (drafters.load("none", session.target), exact()),
-        "exact": (session.drafter, exact()),
-        session.rule_name: (session.drafter, session.rule),
+        "autoregressive": pair.autoregressive,
+        "exact": pair.using(LoadedRule(exact())),
+        pair.rule_name: pair,
     }
-    for drafter, rule in ways.values():
-        for group in session.batches():
-            rule = session.rule_of(group) if rule is session.rule else rule
-            compile_batch(session.target, drafter, group, verify=rule, rows=session.batch_size)
+    for way in ways.values():
+        for batch in way.batches(requests):
+            batch.session.compile(batch.requests)
     runs: dict[str, list[Result]] = {name: [] for name in ways}
     for turn in range(REPEATS):
-        for place, (name, (drafter, rule)) in enumerate(ways.items()):
+        for place, (name, way) in enumerate(ways.items()):
             result = generate_requests(
-                session.target, drafter, session.requests, verify=rule, batch_size=session.batch_size
+                way.target, way.drafter, requests, verify=way.rule, batch_size=way.batch_size
             )
             runs[name].append(result)
             progress(turn * len(ways) + place + 1, REPEATS * len(ways))
@@ -47,8 +47,8 @@ def compare(session: Session, progress: Callable[[int, int], None]) -> dict[str,
     for row in rows:
         row["speedup"] = row["tokens_per_second"] / rows[0]["tokens_per_second"]
     return {
-        "prompts": len(session.requests),
-        "batch_size": session.batch_size,
+        "prompts": len(requests),
+        "batch_size": pair.batch_size,
         "repeats": REPEATS,
         "rules": rows,
     }

@@ -17,12 +17,10 @@ from jax import Array
 from mars_jax.core import decode
 from mars_jax.core.evidence import Evidence
 from mars_jax.core.tree import gather_path
-from mars_jax.core.types import NO_TOKEN, LoadedRule, Verdict
-from mars_jax.drafters import LoadedDrafter
+from mars_jax.core.types import NO_TOKEN, Verdict
 from mars_jax.placement.hosts import fetch
-from mars_jax.pretrained import Pretrained
-from mars_jax.serve.prepare import AnyRule, prepare
 from mars_jax.serve.requests import Request
+from mars_jax.serve.session import Session
 
 PROBLEMS = 32
 """Of a task, whose drafts are counted."""
@@ -80,20 +78,13 @@ def edges_of(name: str) -> np.ndarray:
 
 
 def decisions(
-    target: Pretrained,
-    drafter: LoadedDrafter,
-    requests: Sequence[Request],
-    rule: AnyRule,
-    rows: int,
-    tick: Callable[[], None] = lambda: None,
+    session: Session, requests: Sequence[Request], tick: Callable[[], None] = lambda: None
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Decode requests and give the target's two best logits, f32[n] each, wherever something was drafted.
 
     Args:
-      target, drafter: the pair.
+      session: the pair, and the rule whose decisions these are.
       requests: from `make_requests`.
-      rule: whose decisions these are.
-      rows: decoded side by side.
       tick: called after every batch.
 
     Returns:
@@ -101,12 +92,10 @@ def decisions(
       its draft did, the place where no draft was taken.
     """
     found: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {kind: [] for kind in KINDS}
-    loaded = rule if isinstance(rule, LoadedRule) else LoadedRule(rule)
-    observed = LoadedRule(Observe(loaded.rule), loaded.params)
-    for first in range(0, len(requests), rows):
-        group = requests[first : first + rows]
-        decoder, params, state = prepare(target, drafter, group, verify=observed, rows=rows)
-        with target.on_mesh():
+    observing = session.using(session.rule._replace(rule=Observe(session.rule.rule)))
+    for batch in observing.batches(requests):
+        decoder, params, state = batch.session.prepare(batch.requests)
+        with session.target.on_mesh():
             for _, info in decode.stream(decoder, params, state):
                 emitted, seen = fetch((info.num_emitted, info.verdict))
                 place = np.arange(seen.z1.shape[1])[None]

@@ -171,7 +171,7 @@ _ENDS = re.compile(r"\n(?:class |def |#|if |print|assert|@|```|\[DONE\])")
 
 
 def program(code: Code, text: str) -> str:
-    """The program that an answer makes, with its tests behind it.
+    """The program that an answer makes, followed by its tests.
 
     An answer is a whole function, in a fenced block or bare, or the rest of the function that the prompt began.
 

@@ -29,11 +29,11 @@ def aligned(strict: Sequence[int], ours: Sequence[int]) -> np.ndarray:
 
 
 def curves(events: Sequence[Event], horizon: int, *, seed: int = 0) -> dict[str, Any]:
-    """What the events say by distance, 1 being the first token behind the one that differs.
+    """What the events say by distance, 1 being the first token after the one that differs.
 
     Returns:
       `same_place`, `same_order` and `surprise`: mean, low and high (95%, bootstrap over problems) at each distance.
-      Distances behind the end of both continuations are left out; surprise is -log p under the target in nats, ours
+      Distances past the end of both continuations are left out; surprise is -log p under the target in nats, ours
       less the strict one's. `grows` has the change of each between the first and the last third of the distances,
       and `score` the score that the token costs, where there is one.
     """
@@ -101,7 +101,7 @@ def interval(values: np.ndarray, groups: np.ndarray, *, seed: int = 0) -> dict[s
 
 
 def relapse(texts: Sequence[Decoded], horizon: int, *, seed: int = 0) -> dict[str, Any]:
-    """How often a token is relaxed at each distance behind a relaxed one, over how often any is: 1 is no memory."""
+    """How often a token is relaxed at each distance after a relaxed one, over how often any is: 1 is no memory."""
     hits, chances = np.zeros((len(texts), horizon)), np.zeros((len(texts), horizon))
     for row, text in enumerate(texts):
         flags = np.asarray(text.relaxed, bool)

@@ -1,7 +1,7 @@
-"""Error cascades: what one relaxed token does to the text behind it.
+"""Error cascades: what one relaxed token does to the text after it.
 
-At a relaxed token the text is continued twice by the strict rule, once behind that token and once behind the target's
-own, so that whatever differs is the work of this one token. The same is done with a control: the target's runner-up
+At a relaxed token the strict rule continues the text twice, once after that token and once after the target's own,
+so that whatever differs is the work of this one token. The same is done with a control: the target's runner-up
 put in where the rule was not indifferent, so that it would have refused it. All at temperature 0, where two
 continuations differ for no other reason.
 
@@ -28,9 +28,8 @@ from mars_jax.evaluate.studies.refusals import check_low, low_nodes
 from mars_jax.evaluate.tasks.problems import UNJUDGED, Problem
 from mars_jax.pretrained import Pretrained
 from mars_jax.serve import requests as request
-from mars_jax.serve.generate import generate_stream, run_batch
 from mars_jax.serve.journal import Row
-from mars_jax.serve.requests import Request
+from mars_jax.serve.session import Batch, Session
 from mars_jax.specs import RuleChoice
 
 
@@ -55,8 +54,8 @@ class Event:
     problem: int
     control: bool  # False: relaxed by the rule; True: put in where it would have refused
     place: int  # of the token in its text
-    left: int  # tokens of the text behind it
-    ours: tuple[int, ...]  # strict continuation behind the token, which comes first
+    left: int  # tokens of the text after it
+    ours: tuple[int, ...]  # the token, then its strict continuation
     strict: tuple[int, ...]  # strict continuation of the text before it
     our_log_p: tuple[float, ...]
     strict_log_p: tuple[float, ...]
@@ -64,21 +63,16 @@ class Event:
     strict_score: float | None
 
 
-def relaxed_texts(
-    target: Pretrained, drafter: drafters.LoadedDrafter, requests: Sequence[Request], rule: Any, rows: int
-) -> list[Decoded]:
-    """Decode step by step, to see which tokens were relaxed."""
-    texts: list[Decoded] = []
-    for group in request.batches(requests, rows):
-        said: list[list[tuple[int, bool]]] = [[] for _ in group]
-        for event in generate_stream(target, drafter, group, verify=rule, rows=rows):
-            kinds = [kind == "relaxed" for kind, _ in event.pieces]
-            said[event.row] += zip(event.tokens, kinds, strict=True)
-        texts += [
-            Decoded(r.prompt_tokens, tuple(t for t, _ in tokens), tuple(k for _, k in tokens))
-            for r, tokens in zip(group, said, strict=True)
-        ]
-    return texts
+def relaxed_texts(batch: Batch) -> list[Decoded]:
+    """Decode a batch step by step, to see which tokens were relaxed."""
+    said: list[list[tuple[int, bool]]] = [[] for _ in batch.requests]
+    for event in batch.session.stream(batch.requests):
+        kinds = [kind == "relaxed" for kind, _ in event.pieces]
+        said[event.row] += zip(event.tokens, kinds, strict=True)
+    return [
+        Decoded(r.prompt_tokens, tuple(t for t, _ in tokens), tuple(k for _, k in tokens))
+        for r, tokens in zip(batch.requests, said, strict=True)
+    ]
 
 
 def study(
@@ -120,13 +114,14 @@ def study(
     requests = request.make_requests(target, prompts, **options)
     made = verify.load(rule.spec, target, **rule.settings)
     check_low(made.rule)
+    strictly = Session(target=target, drafter=drafter, batch_size=batch_size)
     texts: list[Decoded] = []
-    for first in range(0, len(requests), batch_size):
-        group = requests[first : first + batch_size]
-        make = functools.partial(relaxed_texts, target, drafter, group, made, batch_size)
+    for batch in strictly.using(made).batches(requests):
+        make = functools.partial(relaxed_texts, batch)
+        first = len(texts)
         keys = [
-            {"what": "text", "task": problems[first + i].task, "problem": first + i}
-            for i in range(len(group))
+            {"what": "text", "task": problems[i].task, "problem": i}
+            for i in range(first, first + len(batch.requests))
         ]
         texts += _kept(rows, keys, make, dataclasses.asdict, Decoded.of)
         tick("texts", len(texts), len(requests))
@@ -140,7 +135,7 @@ def study(
         left = max_new_tokens - place
         length = min(left, horizon) if problems[problem].metric in UNJUDGED else left
         branches += [((*before, token), length - 1), (before, length)]
-    done = continue_strictly(target, drafter, branches, batch_size, tick, rows=rows)
+    done = continue_strictly(strictly, branches, tick, rows=rows)
     pairs = [
         ((branch[0][-1], *tokens) if i % 2 == 0 else tokens)
         for i, (branch, tokens) in enumerate(zip(branches, done, strict=True))
@@ -183,16 +178,18 @@ def _places(
 
 
 def continue_strictly(
-    target: Pretrained,
-    drafter: drafters.LoadedDrafter,
+    session: Session,
     branches: Sequence[tuple[tuple[int, ...], int]],
-    size: int,
     tick: Callable[[str, int, int], None] = lambda what, done, of: None,
     *,
     rows: RowFile | None = None,
 ) -> list[tuple[int, ...]]:
-    """Strict greedy continuations of (tokens, length); of length 0 where no token is left or the text has ended."""
+    """Strict greedy continuations of (tokens, length); of length 0 where no token is left or the text has ended.
+
+    The session's rule is `verify.exact`.
+    """
     done: list[tuple[int, ...]] = [()] * len(branches)
+    target, size = session.target, session.batch_size
     context = target.config.max_positions
     going = [
         i
@@ -204,7 +201,7 @@ def continue_strictly(
     for first in range(0, len(going), size):
         group = going[first : first + size]
         keys = [{"what": "branch", "branch": i, "length": branches[i][1]} for i in group]
-        make = functools.partial(_continue, target, drafter, [branches[i] for i in group], size)
+        make = functools.partial(_continue, session, [branches[i] for i in group])
         found = _kept(rows, keys, make, lambda tokens: {"tokens": tokens}, lambda row: tuple(row["tokens"]))
         for i, tokens in zip(group, found, strict=True):
             done[i] = tokens
@@ -212,18 +209,13 @@ def continue_strictly(
     return done
 
 
-def _continue(
-    target: Pretrained,
-    drafter: drafters.LoadedDrafter,
-    branches: Sequence[tuple[tuple[int, ...], int]],
-    size: int,
-) -> list[tuple[int, ...]]:
+def _continue(session: Session, branches: Sequence[tuple[tuple[int, ...], int]]) -> list[tuple[int, ...]]:
     """One batch of `continue_strictly`."""
     requests = [
-        request.make_requests(target, [tokens], max_new_tokens=length)[0] for tokens, length in branches
+        request.make_requests(session.target, [tokens], max_new_tokens=length)[0]
+        for tokens, length in branches
     ]
-    done = run_batch(target, drafter, requests, verify=verify.exact(), rows=size)
-    return [tuple(c.tokens) for c in done]
+    return [tuple(c.tokens) for c in session.run(requests)]
 
 
 def _kept(

@@ -1,4 +1,4 @@
-"""From flags to what the API takes: requests, target, drafter and rule. The cheap checks come first."""
+"""From flags to what the API takes: requests, and a session to decode them. The cheap checks come first."""
 
 from __future__ import annotations
 
@@ -7,120 +7,77 @@ import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 
-from mars_jax import drafters, pretrained, specs, verify
+from mars_jax import drafters, hub, specs, verify
 from mars_jax.cli.generate.applies import Choices
 from mars_jax.cli.generate.prompts import PromptRow
 from mars_jax.cli.open_target import open_target
 from mars_jax.cli.progress import Pace
 from mars_jax.core import activity
 from mars_jax.core.errors import MarsError
-from mars_jax.core.rules import name_of
 from mars_jax.core.types import LoadedRule
 from mars_jax.hub.files import resolve
 from mars_jax.pretrained import Pretrained, check_same_vocabulary
-from mars_jax.serve import prepare as batch
 from mars_jax.serve import requests as request
-from mars_jax.serve.generate import check_finite, compile_batch, generate_stream, rule_of, run_batch
-from mars_jax.serve.prepare import AnyRule
+from mars_jax.serve.generate import check_finite
 from mars_jax.serve.requests import Completion, Request, StreamEvent
+from mars_jax.serve.session import Batch, Session
 
 CHUNK = 2048
 """Prompts that are tokenized at once: enough for all cores, and few enough to tell how far it is."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Session:
-    """Everything a run needs."""
+class Job:
+    """The prompts of a command, and the session that decodes them."""
 
-    target: Pretrained
-    drafter: drafters.LoadedDrafter
-    rule: LoadedRule  # its numbers are one for all requests, or one for each
+    session: Session
     requests: list[Request]
-    batch_size: int
     drafts: bool  # whether anything is proposed at all
     simulated: bool = False  # the text means nothing
-    log_probs: bool = False  # keep what the target thinks of each token
     finished: list[Completion] = dataclasses.field(default_factory=list)
-    _compiled: set[int] = dataclasses.field(default_factory=set)
 
-    @property
-    def rule_name(self) -> str:
-        """For reports."""
-        return name_of(self.rule.rule)
-
-    def rule_of(self, group: list[Request]) -> AnyRule | None:
-        """The rule with the numbers of a batch, which is a stretch of the requests."""
-        first = next(i for i, request in enumerate(self.requests) if request is group[0])
-        rows = range(first, first + len(group))
-        return rule_of(self.rule, rows, len(self.requests))
-
-    def batches(self) -> Iterator[list[Request]]:
+    def batches(self) -> Iterator[Batch]:
         """The requests, a batch at a time."""
-        return request.batches(self.requests, self.batch_size)
+        return self.session.batches(self.requests)
 
-    def run(self, group: list[Request]) -> list[Completion]:
+    def run(self, batch: Batch) -> list[Completion]:
         """Decode one batch; its time holds no compilation."""
-        self._compile(group, stream=False)
-        rule = self.rule_of(group)
-        done = run_batch(
-            self.target, self.drafter, group, verify=rule, rows=self.batch_size, log_probs=self.log_probs
-        )
+        done = batch.session.run(batch.requests)
         self.finished.extend(done)
         return done
 
-    def stream(self, group: list[Request]) -> Iterator[StreamEvent]:
+    def stream(self, batch: Batch) -> Iterator[StreamEvent]:
         """Decode one batch step by step; its time holds no compilation."""
-        self._compile(group, stream=True)
-        return self._events(group)
+        return self._noted(batch.session.stream(batch.requests))
 
-    def _events(self, group: list[Request]) -> Iterator[StreamEvent]:
-        rule = self.rule_of(group)
-        for event in generate_stream(self.target, self.drafter, group, verify=rule, rows=self.batch_size):
+    def _noted(self, events: Iterator[StreamEvent]) -> Iterator[StreamEvent]:
+        for event in events:
             if event.completion is not None:
                 self.finished.append(event.completion)
             yield event
 
     def check_finite(self) -> None:
         """Raise MarsError where prompts failed; their rows are written by then."""
-        check_finite(self.target, self.finished)
+        check_finite(self.session.target, self.finished)
 
     @functools.cached_property
-    def autoregressive(self) -> Session:
+    def autoregressive(self) -> Job:
         """The same prompts without a draft."""
-        drafter = drafters.load("none", self.target)
-        rule = LoadedRule(verify.exact())
-        return dataclasses.replace(
-            self, drafter=drafter, rule=rule, drafts=False, simulated=False, finished=[], _compiled=set()
-        )
-
-    def _compile(self, group: list[Request], *, stream: bool) -> None:
-        width = batch.buffer_width(self.target, group)  # what shapes of two batches can differ in
-        if width not in self._compiled:
-            rule, rows = self.rule_of(group), self.batch_size
-            compile_batch(
-                self.target,
-                self.drafter,
-                group,
-                verify=rule,
-                rows=rows,
-                stream=stream,
-                log_probs=self.log_probs,
-            )
-            self._compiled.add(width)
+        return Job(session=self.session.autoregressive, requests=self.requests, drafts=False)
 
 
-def open_session(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRow]) -> Session:
+def open_job(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRow]) -> Job:
     """Check prompts and vocabularies on configs and tokenizers alone, and only then load weights.
 
     Raises:
       MarsError: anything wrong with the checkpoints, the rule or the prompts.
     """
-    sketch = pretrained.outline(args.target)
+    sketch = hub.outline(args.target)
     requests = make_requests(sketch, args, rows)
     rule = _rule(choices.rule, sketch, rows)
     kind, path = choices.draft
     if kind == "model":
-        check_same_vocabulary(sketch, pretrained.outline(path))
+        check_same_vocabulary(sketch, hub.outline(path))
     elif path:
         resolve(path, weights=False)
     if not sketch.has_tokenizer and not (args.json or args.output or args.compare):
@@ -140,16 +97,14 @@ def open_session(args: argparse.Namespace, choices: Choices, rows: Sequence[Prom
     if simulated:
         _check_tau(choices.rule, rows, drafter.drafter.max_depth + 1)
     size = args.batch_size or (1 if choices.streams else 8)
-    return Session(
+    session = Session(
         target=target,
         drafter=drafter,
         rule=rule,
-        requests=requests,
         batch_size=min(size, len(requests)),
-        drafts=kind != "none",
         log_probs=args.log_probs,
-        simulated=simulated,
     )
+    return Job(session=session, requests=requests, drafts=kind != "none", simulated=simulated)
 
 
 def _rule(choice: specs.RuleChoice, target: Pretrained, rows: Sequence[PromptRow]) -> LoadedRule:

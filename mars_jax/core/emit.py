@@ -1,0 +1,104 @@
+"""What a step gives back: the tokens of the accepted path, where they end, and what each of them is.
+
+B batch, N nodes, D depth, T token buffer, V vocabulary. Oracle: greedy autoregression of the same model, token for
+token (tests/core/test_decode.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from mars_jax.core import rules
+from mars_jax.core.controls import is_stop
+from mars_jax.core.logprobs import log_probs
+from mars_jax.core.sampling import at_tokens
+from mars_jax.core.tree import gather_path
+from mars_jax.core.types import (
+    CORRECTED,
+    EXACT,
+    NO_KIND,
+    NO_TOKEN,
+    RELAXED,
+    Controls,
+    DecodeState,
+    DraftTree,
+    StepInfo,
+    Verdict,
+)
+
+
+def emit(
+    state: DecodeState, tree: DraftTree, verdict: Verdict, logits: Array
+) -> tuple[DecodeState, StepInfo]:
+    """Append the accepted path and `next_token`, cut at the first stop token and at the limit.
+
+    Args:
+      state: before the step.
+      tree: what was drafted.
+      verdict: of the rule.
+      logits: f32[B, N, V]; the target's.
+
+    Returns:
+      The state with the new tokens, its cache, draft and rule as they were, and what the step did.
+    """
+    buffer = state.tokens.shape[1]
+    place = jnp.arange(tree.max_depth + 1, dtype=jnp.int32)[None]  # i32[1, D + 1]
+    emitted = _assemble(tree, verdict, place)
+
+    # Broken weights show as a top logit that is no number. The row stops there instead of emitting token 0; what is not
+    # on the path decided nothing, and so breaks nothing.
+    top = gather_path(jnp.max(logits, axis=-1), verdict.path)  # f32[B, D + 1]
+    broken = jnp.any(~jnp.isfinite(top), axis=1) & ~state.done
+
+    room = jnp.minimum(state.controls.limit, buffer) - state.length
+    count, stops = _cut(verdict, emitted, state.controls, place, room)
+    count = jnp.where(state.done | broken, 0, count)
+    written = place < count[:, None]
+    where = jnp.where(written, state.length[:, None] + place, buffer)
+    tokens = jax.vmap(lambda row, at, new: row.at[at].set(new, mode="drop"))(state.tokens, where, emitted)
+    length = state.length + count
+
+    at_node = at_tokens(logits, verdict.path, jnp.maximum(emitted, 0))
+    along = log_probs(gather_path(logits, verdict.path), emitted, state.controls, rules.lossless(state.rule))
+    info = StepInfo(
+        verdict=verdict,
+        emitted=jnp.where(written, emitted, NO_TOKEN),
+        num_emitted=count,
+        num_proposed=jnp.sum(tree.tokens[:, 1:] != NO_TOKEN, axis=1, dtype=jnp.int32),
+        kind=jnp.where(written, _kinds(verdict, place), NO_KIND),
+        regret=jnp.where(written, top - at_node, 0.0),
+        **{name: jnp.where(written, value, 0.0) for name, value in along._asdict().items()},
+    )
+    done = state.done | broken | jnp.any(stops & written, axis=1)
+    done |= length >= jnp.minimum(state.controls.limit, buffer)
+    next_state = dataclasses.replace(
+        state, tokens=tokens, length=length, done=done, failed=state.failed | broken
+    )
+    return next_state, info
+
+
+def _assemble(tree: DraftTree, verdict: Verdict, place: Array) -> Array:
+    """i32[B, D + 1]: the drafted tokens of the path, then `next_token`, again and again."""
+    drafted = gather_path(tree.tokens, verdict.path)
+    drafted = jnp.concatenate([drafted[:, 1:], drafted[:, -1:]], axis=1)
+    return jnp.where(place < verdict.num_accepted[:, None], drafted, verdict.next_token[:, None])
+
+
+def _cut(
+    verdict: Verdict, emitted: Array, controls: Controls, place: Array, room: Array
+) -> tuple[Array, Array]:
+    """How many tokens are emitted, i32[B], and where there are stop tokens, bool[B, D + 1]."""
+    stops = is_stop(emitted, controls.stop_tokens) & (place <= verdict.num_accepted[:, None])
+    until_stop = jnp.min(jnp.where(stops, place + 1, place.shape[1]), axis=1)
+    return jnp.minimum(jnp.minimum(verdict.num_accepted + 1, until_stop), room), stops
+
+
+def _kinds(verdict: Verdict, place: Array) -> Array:
+    """i32[B, D + 1]: EXACT or RELAXED on the path, CORRECTED after it."""
+    relaxed = jnp.pad(verdict.relaxed, ((0, 0), (0, 1)))
+    drafted = jnp.where(relaxed, RELAXED, EXACT).astype(jnp.int32)
+    return jnp.where(place < verdict.num_accepted[:, None], drafted, CORRECTED)

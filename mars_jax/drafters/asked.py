@@ -1,0 +1,49 @@
+"""What a drafter is loaded from, and what loading gives. `drafters.load` has the table of those who do it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from mars_jax.core.types import Drafter, PyTree
+from mars_jax.drafters.shapes import Dynamic
+from mars_jax.placement.shardings import place
+from mars_jax.pretrained import Pretrained
+
+
+class LoadedDrafter(NamedTuple):
+    """A drafter and its weights."""
+
+    drafter: Drafter
+    params: PyTree
+
+
+class Asked(NamedTuple):
+    """The arguments of `drafters.load`, checked against the drafter's row in `specs` and completed from it."""
+
+    target: Pretrained
+    path: str  # of its checkpoint, "" where it has none
+    length: int | None  # of a chain; None: as many as it has, or none at all
+    tree: Sequence[int] | Dynamic | None
+    sample: bool
+    dtype: str | None
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        """`tree` and `sample`, which every factory with weights takes."""
+        return {"tree": self.tree, "sample": self.sample}
+
+    @property
+    def chain(self) -> int:
+        """The length of a chain, of a drafter whose row names one."""
+        assert self.length is not None
+        return self.length
+
+    @property
+    def heads_dtype(self) -> str:
+        """Of the weights of heads: they compute with what the target gives them."""
+        return self.dtype or self.target.params["embed"].dtype.name
+
+    def placed(self, params: PyTree, config: Any) -> PyTree:
+        """Weights of heads on the target's mesh."""
+        return params if self.target.mesh is None else place(params, config, self.target.mesh)

@@ -1,0 +1,103 @@
+"""The tokenizer in a checkpoint's directory. Tokenizers and chat templates are transformers'."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mars_jax.core.errors import MarsError
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+"""A directory that has a tokenizer has one of these."""
+
+# Names under which transformers 4 and 5 save a tokenizer that tokenizer.json describes in full.
+_PLAIN = ("PreTrainedTokenizerFast", "TokenizersBackend")
+_PARALLEL = "TOKENIZERS_PARALLELISM"
+_USER_CHOSE = _PARALLEL in os.environ
+
+
+# By directory, so that an outline and the model loaded after it read one tokenizer once.
+@functools.lru_cache(maxsize=4)
+def read_tokenizer(path: Path) -> Any:
+    """The transformers tokenizer of a checkpoint's directory. No code of the checkpoint's runs.
+
+    Raises:
+      MarsError: there is none that can be read.
+    """
+    os.environ.setdefault(_PARALLEL, "false")
+    with _no_advice():
+        from transformers.utils import logging
+
+    logging.set_verbosity_error()  # advice of the tokenizer's is not ours to print
+    try:
+        # Without the flag transformers asks on stdin whether to run the checkpoint's code.
+        return _tokenizer_class(path).from_pretrained(str(path), trust_remote_code=False)
+    except Exception as error:  # transformers raises anything from OSError to tokenizers' bare Exception
+        cure = "put the checkpoint's tokenizer files beside its weights, or give prompts as token ids"
+        if "auto_map" in _tokenizer_config(path):
+            cure = (
+                "its tokenizer_config.json names code of the checkpoint's own (auto_map), which is never run; give "
+                "prompts as token ids, or use a checkpoint whose tokenizer transformers has"
+            )
+        raise MarsError(f"no tokenizer could be read from '{path}' ({first_line(error)}): {cure}.") from error
+
+
+def first_line(error: Exception) -> str:
+    """The first line of what an error of another library says, else its type."""
+    return next(iter(str(error).strip().splitlines()), "").rstrip(".:") or type(error).__name__
+
+
+@contextlib.contextmanager
+def on_all_cores() -> Iterator[None]:
+    """Let tokenizers divide a batch over threads, unless the user's environment says otherwise.
+
+    Not for longer: a process that forks while they may would be warned of it.
+    """
+    before = os.environ.get(_PARALLEL)
+    if not _USER_CHOSE:
+        os.environ[_PARALLEL] = "true"
+    try:
+        yield
+    finally:
+        if not _USER_CHOSE and before is not None:
+            os.environ[_PARALLEL] = before
+
+
+@contextlib.contextmanager
+def _no_advice() -> Iterator[None]:
+    """On import transformers says where PyTorch is missing, of which a tokenizer has no need."""
+    name = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before
+
+
+def _tokenizer_class(path: Path) -> Any:
+    """The class that `AutoTokenizer` would choose. Where the files name it, its import, 2 s of a start, is saved."""
+    import transformers
+
+    data = _tokenizer_config(path)
+    described = (path / "tokenizer.json").exists()
+    if described and data.get("tokenizer_class") in _PLAIN and "auto_map" not in data:
+        return transformers.PreTrainedTokenizerFast
+    return transformers.AutoTokenizer
+
+
+def _tokenizer_config(path: Path) -> dict[str, Any]:
+    """The object in tokenizer_config.json; {} where there is no such file, or something else in it."""
+    try:
+        with (path / "tokenizer_config.json").open(encoding="utf-8") as file:
+            data = json.load(file)
+    except (OSError, ValueError, RecursionError):  # AutoTokenizer says what is wrong with it
+        return {}
+    return data if isinstance(data, dict) else {}
