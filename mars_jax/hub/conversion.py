@@ -22,13 +22,15 @@ import numpy as np
 
 from mars_jax import specs
 from mars_jax.core.errors import MarsError
-from mars_jax.hub.config import read_directory, read_json
+from mars_jax.hub.config import read_json, to_json
 from mars_jax.hub.converted import MANIFEST, WEIGHTS, is_converted, write_digests
 from mars_jax.hub.durable import check_place, sync, sync_tree, writing
 from mars_jax.hub.files import resolve
-from mars_jax.hub.load import find_tensors, read_leaf, resolve_dtype
+from mars_jax.hub.load import find_tensors, read_leaf, read_path, resolve_dtype
 from mars_jax.models.quantize import Int8, is_quantized
 from mars_jax.models.weights import Weight, build_rows, leaves
+from mars_jax.pretrained.gguf_file import is_gguf
+from mars_jax.pretrained.tokenizer import read_tokenizer
 
 Progress = Callable[[str, int, int], None]
 """("writing" or "verifying", bytes that were done since the last call, bytes in all)."""
@@ -48,7 +50,7 @@ def convert(
     read back and compared before it appears under its name.
 
     Args:
-      source: directory, or `owner/name` on the Hugging Face hub.
+      source: directory, GGUF file, or `owner/name` on the Hugging Face hub.
       destination: directory, new or empty.
       dtype: as for `load`.
       overwrite: replace a destination that is itself a conversion.
@@ -74,7 +76,7 @@ def convert(
     directory = resolve(source)
     if is_converted(directory):
         raise MarsError(f"'{directory}' is a conversion already: convert the checkpoint that it was made of.")
-    config, own = read_directory(directory)
+    config, own = read_path(directory)
     floating, int8 = resolve_dtype(dtype, own)
     found, table = find_tensors(directory, config), leaves(config)
 
@@ -104,7 +106,11 @@ def convert(
                 f"{len(wrong)} of {len(written)} arrays in '{staging}' read back otherwise than they were written "
                 f"({wrong[0]}): check the disk, and convert again."
             )
-        _copy_files(directory, staging, floating)
+        if is_gguf(directory):
+            _write(staging / "config.json", to_json(config, dtype=floating))
+            read_tokenizer(directory).save_pretrained(staging)
+        else:
+            _copy_files(directory, staging, floating)
         manifest = {"source": os.fspath(source), "dtype": floating, "int8": int8, "bytes": total}
         _write(staging / MANIFEST, manifest | write_digests(again))
         _check_free(target, overwrite)

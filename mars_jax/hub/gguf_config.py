@@ -1,0 +1,154 @@
+"""The metadata of a GGUF file as the config.json that the same model has on the Hugging Face hub.
+
+Keys: ggml-org/ggml, docs/gguf.md. Oracle: transformers, which reads the same files (tests/hub/test_gguf.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mars_jax.core.errors import MarsError
+from mars_jax.hub.config import from_json
+from mars_jax.hub.rope import read_rope
+from mars_jax.models.config import ModelConfig
+from mars_jax.models.rope import frequencies
+from mars_jax.pretrained.gguf_file import GGUFFile
+
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",  # and Mistral's, which differs in nothing that a file says
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+}
+_STOPS = ("eos", "eot", "eom")
+"""Tokens that end a text, a turn and a message."""
+_27B = {"gemma2": 46, "gemma3": 62}
+"""Layers of the largest models, whose scores are scaled by hidden size over heads; the file does not say it."""
+
+
+def read_config(file: GGUFFile) -> tuple[ModelConfig, str | None]:
+    """The config of a GGUF file, and the dtype it stands for: that of its matrices, None where they are quantised.
+
+    Raises:
+      MarsError: an architecture that is not supported, or metadata that is absent or inconsistent.
+    """
+    if file.architecture not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise MarsError(
+            f"'{file.path}' is of architecture '{file.architecture}': the supported ones in GGUF are {known}."
+        )
+    try:
+        config = from_json(to_json(file))
+    except MarsError as error:
+        raise MarsError(f"'{file.path}': {error}") from None
+    except (TypeError, AttributeError, LookupError, ValueError, ArithmeticError) as error:
+        raise MarsError(
+            f"'{file.path}' holds metadata of the wrong kind ({error}): download it again."
+        ) from None
+    kinds = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
+    matrices = {tensor.tensor_type.name for tensor in file.tensors.values() if len(tensor.shape) > 1}
+    return config, kinds.get(matrices.pop()) if len(matrices) == 1 else None
+
+
+def to_json(file: GGUFFile) -> dict[str, Any]:
+    """The contents of config.json, as far as a file tells them."""
+    embed = file.tensors.get("token_embd.weight")
+    if embed is None:
+        raise MarsError("it has no tensor token_embd.weight: download it again.")
+    if file.of_model("expert_count"):
+        raise MarsError("it is a mixture of experts, which is supported in safetensors and not in GGUF.")
+    heads = _number(file, "attention.head_count")
+    stops = [file.get(f"tokenizer.ggml.{name}_token_id") for name in _STOPS]
+    data = {
+        "architectures": [ARCHITECTURES[file.architecture]],
+        "vocab_size": int(embed.shape[1]),
+        "hidden_size": _number(file, "embedding_length"),
+        "intermediate_size": _number(file, "feed_forward_length"),
+        "num_hidden_layers": _number(file, "block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": _number(file, "attention.head_count_kv", heads),
+        "head_dim": file.of_model("attention.key_length"),
+        "max_position_embeddings": file.of_model("context_length"),
+        "rms_norm_eps": _decimal(file.of_model("attention.layer_norm_rms_epsilon")),
+        "rope_theta": _decimal(file.of_model("rope.freq_base")),
+        "rope_scaling": _scaling(file),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "bos_token_id": file.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": list(dict.fromkeys(stop for stop in stops if stop is not None)),
+    }
+    if file.architecture.startswith("gemma"):
+        data |= _gemma(file, data)
+    return {key: value for key, value in data.items() if value is not None}
+
+
+def _gemma(file: GGUFFile, data: dict[str, Any]) -> dict[str, Any]:
+    largest = data["num_hidden_layers"] == _27B[file.architecture]
+    width = data["hidden_size"] / data["num_attention_heads"] if largest else data["head_dim"]
+    return {
+        "query_pre_attn_scalar": width,
+        "sliding_window": file.of_model("attention.sliding_window"),
+        "attn_logit_softcapping": _decimal(file.of_model("attn_logit_softcapping")),
+        "final_logit_softcapping": _decimal(file.of_model("final_logit_softcapping")),
+        "rope_local_base_freq": _decimal(file.of_model("rope.freq_base_swa")),
+    }
+
+
+def _number(file: GGUFFile, key: str, default: Any = None) -> Any:
+    """A size; where a file gives one for each layer, they have to be the same."""
+    value = file.of_model(key, default)
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        if len(set(value)) != 1:
+            raise MarsError(f"{file.architecture}.{key} differs from layer to layer, which is not supported.")
+        return value[0]
+    return value
+
+
+def _decimal(value: float | None) -> float | None:
+    """The number that was meant by one that went through 32 bits.
+
+    >>> _decimal(9.999999747378752e-06)
+    1e-05
+    """
+    return None if value is None else float(str(np.float32(value)))
+
+
+def _scaling(file: GGUFFile) -> dict[str, Any] | None:
+    if "rope_freqs.weight" in file.tensors:
+        return _llama3(file)
+    kind = file.of_model("rope.scaling.type")
+    if kind in (None, "none"):
+        return None
+    scaling = {
+        "rope_type": kind,
+        "factor": _decimal(file.of_model("rope.scaling.factor")),
+        "original_max_position_embeddings": file.of_model("rope.scaling.original_context_length"),
+        "attention_factor": _decimal(file.of_model("rope.scaling.attn_factor")),
+    }
+    return {key: value for key, value in scaling.items() if value is not None}
+
+
+def _llama3(file: GGUFFile) -> dict[str, Any]:
+    """Llama 3's scaling, whose outcome a file has instead of its numbers: a divisor of every frequency.
+
+    The numbers of all published models but for the factor, which the slowest frequencies are divided by whole, are
+    those of Llama 3.1. What they give has to be what the file holds.
+    """
+    held = np.asarray(file.tensors["rope_freqs.weight"].data, np.float32)
+    scaling = {
+        "rope_type": "llama3",
+        "factor": float(held.max()),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    theta = float(file.of_model("rope.freq_base", 10000.0))
+    plain = theta ** -(np.arange(len(held)) / len(held))
+    scaled = np.asarray(frequencies(read_rope({"rope_theta": theta, "rope_scaling": scaling}), 2 * len(held)))
+    if not np.allclose(plain / scaled, held, rtol=1e-3):
+        raise MarsError("rope_freqs.weight is not Llama 3's scaling, and no other is supported.")
+    return scaling

@@ -1,0 +1,70 @@
+"""The tensors of a GGUF file by their names on the Hugging Face hub, dequantised some rows at a time.
+
+Oracle: transformers, which reads the same files (tests/hub/test_gguf.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from mars_jax.core.errors import MarsError
+from mars_jax.hub.files import Tensor
+from mars_jax.models.config import ModelConfig
+from mars_jax.models.weights import weights
+from mars_jax.pretrained.gguf_file import read_gguf
+
+_DERIVED = {"rope_freqs.weight"}
+"""What the config says as well."""
+_INTERLEAVED = {"llama"}
+"""Architectures whose queries and keys llama.cpp stores for rotating neighbours; the hub's models rotate halves."""
+
+
+def gguf_tensors(path: Any, config: ModelConfig) -> Iterator[dict[str, Tensor]]:
+    """What `files.tensors` gives of a directory, of a GGUF file. A tensor that the model does not have keeps its name.
+
+    Raises:
+      MarsError: a file that cannot be read.
+    """
+    import gguf
+
+    file = read_gguf(path)
+    [kind] = [number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == file.architecture]
+    names = gguf.get_tensor_name_map(kind, config.num_layers)
+    ours = {names.get_name(row.name, try_suffixes=(".weight", ".bias")): row.name for row in weights(config)}
+    yield {
+        ours.get(name, name): _tensor(path, name, tensor, config, file.architecture)
+        for name, tensor in file.tensors.items()
+        if name not in _DERIVED
+    }
+
+
+def _tensor(path: Any, name: str, tensor: Any, config: ModelConfig, architecture: str) -> Tensor:
+    import gguf
+
+    shape = tuple(int(size) for size in reversed(tensor.shape))
+
+    def read(first: int, last: int) -> np.ndarray:
+        try:
+            return gguf.dequantize(tensor.data[first:last], tensor.tensor_type).reshape(-1, *shape[1:])
+        except NotImplementedError:
+            raise MarsError(
+                f"tensor {name} of '{path}' is of type {tensor.tensor_type.name}, which the package gguf does not "
+                "read: take a file of another quantisation."
+            ) from None
+
+    if architecture in _INTERLEAVED and (".attn_q." in name or ".attn_k." in name):
+        return Tensor(shape, lambda first, last: _halves(read, config.head_dim, first, last))
+    if architecture.startswith("gemma") and name.endswith("norm.weight"):
+        return Tensor(shape, lambda first, last: read(first, last) - 1.0)  # llama.cpp stores 1 + scale
+    return Tensor(shape, read)
+
+
+def _halves(read: Any, size: int, first: int, last: int) -> np.ndarray:
+    """Rows `first .. last - 1`, where a head's row i is stored at 2i, and row `size // 2 + i` at 2i + 1."""
+    begin, end = first // size * size, -(-last // size) * size
+    stored = read(begin, end)
+    heads = stored.reshape(-1, size // 2, 2, *stored.shape[1:]).swapaxes(1, 2).reshape(stored.shape)
+    return heads[first - begin : last - begin]

