@@ -35,7 +35,7 @@ def parser() -> Parser:
     made = Parser(prog="python -m mars_jax.convert", description=_DESCRIPTION, epilog=_EPILOG)
     made.add_argument("--version", action="version", version=f"mars-jax {__version__}")
     made.add_argument(
-        "source", metavar="SRC", help="checkpoint directory, or owner/name on the Hugging Face hub"
+        "source", metavar="SRC", help="checkpoint directory, GGUF file, or owner/name on the Hugging Face hub"
     )
     made.add_argument("destination", metavar="DST", type=Path, help="directory, new or empty")
     made.add_argument(

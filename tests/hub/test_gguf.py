@@ -64,6 +64,7 @@ def write(path, case, *, quantisation=gguf.GGMLQuantizationType.F32, drop=(), ch
     names = gguf.get_tensor_name_map(kind, LAYERS)
     for row in weights(config_of(case, tied)):
         name = names.get_name(row.name, try_suffixes=(".weight", ".bias"))
+        assert name is not None
         value = draw.standard_normal(row.shape).astype(np.float32) * (0.3 if len(row.shape) > 1 else 0.1)
         if row.name.endswith("norm.weight"):
             value += 1
@@ -123,6 +124,7 @@ def our_logits(target):
 
 def their_logits(path):
     torch = pytest.importorskip("torch")
+    pytest.importorskip("accelerate")
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
