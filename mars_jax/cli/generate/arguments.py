@@ -63,8 +63,8 @@ def _add_models(made: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--target",
         metavar="PATH",
-        help="checkpoint directory, GGUF file, or owner/name on the Hugging Face hub (default: tiny/target, a small model "
-        "that comes with the package)",
+        help="checkpoint directory, GGUF file, or owner/name on the Hugging Face hub (default: tiny/target, a small "
+        "model that comes with the package)",
     )
     drafts = [f"{row.spec} ({row.help})" for row in specs.DRAFTERS.values()]
     group.add_argument(
