@@ -269,6 +269,19 @@ def test_a_row_that_chose_otherwise_is_named(path):
     open_file(path, settings=flags_of(rows=rows)).close()
 
 
+def test_weights_are_compared_before_rows(path):
+    file = open_file(path, resume=False)
+    file.check_weights({"target": "a", "draft": "b"})
+    file.append(completion(0))
+    file.close()
+    file = OutputFile(str(path), SETTINGS, resume=True)
+    file.check_weights({"target": "a", "draft": "b"})
+    for other, name in (({"target": "a", "draft": "c"}, "draft"), ({"target": "c", "draft": "b"}, "target")):
+        with pytest.raises(MarsError, match=f"was begun with other weights of the {name}: choose another"):
+            file.check_weights(other)
+    file.close()
+
+
 def test_a_flag_that_does_not_exist_yet_is_recorded(path):
     args = parse(["hello"])
     begun(path, recorded(args, check_flags(args, []), []))

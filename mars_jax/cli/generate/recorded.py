@@ -29,6 +29,7 @@ class Recorded(NamedTuple):
 
     settings: dict[str, Any]
     own: dict[str, dict[str, Any]]  # by the number of the prompt, where it chooses for itself
+    weights: dict[str, str] | None = None  # a fingerprint of each, known when they are loaded
 
 
 def recorded(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRow]) -> Recorded:
