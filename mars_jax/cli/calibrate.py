@@ -153,7 +153,7 @@ def _run(args: argparse.Namespace, out: IO[str]) -> None:
         | {"rule": rule}
         | {name: getattr(args, name) for name in ("thetas", "batch_size", "dtype", "mesh")}
     )
-    weights = fingerprint((target.params, drafter.params))
+    weights = fingerprint((target.params, drafter.params), target.path)
     decides |= {"run_code": args.allow_code_execution, "weights": weights}
     with claim(work, decides), ticking("answers") as tick:
         found = calibration.calibrate(

@@ -101,7 +101,7 @@ def _run(args: argparse.Namespace, out: IO[str]) -> None:
         "dtype": args.dtype,
         "mesh": args.mesh,
         "problems_digest": digest(repr(problems).encode()),
-        "weights": fingerprint((target.params, drafter.params)),
+        "weights": fingerprint((target.params, drafter.params), target.path),
         "version": __version__,
     }
     with (

@@ -147,7 +147,7 @@ def _run(args: argparse.Namespace, out: IO[str]) -> None:
     weights = (target.params, () if small is None else small.params)
     settings = recorded(args) | {
         "data": digest("\0".join(documents).encode()),
-        "weights": fingerprint(weights),
+        "weights": fingerprint(weights, target.path),
     }
     with claim(work, settings, flag="--work", unrecorded="checkpoints"):
         apprentice, params = _train(args, target, small, documents, loss, work)

@@ -1,7 +1,8 @@
 """A Hugging Face checkpoint into one whose weights are an Orbax checkpoint, all or nothing.
 
 Everything is written to a hidden directory beside the destination, read back, and renamed: whenever a conversion is
-killed, the destination is either not there, or what it was before, or complete.
+killed, the destination is either what it was before, or complete; or, where two directories cannot change places, not
+there until the next conversion finds it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from mars_jax import specs
 from mars_jax.core.errors import MarsError
 from mars_jax.hub.config import read_json, to_json
 from mars_jax.hub.converted import MANIFEST, WEIGHTS, is_converted, write_digests
-from mars_jax.hub.durable import check_place, sync, sync_tree, writing
+from mars_jax.hub.durable import check_place, exchange, sync, sync_tree, writing
 from mars_jax.hub.files import resolve
 from mars_jax.hub.load import find_tensors, read_leaf, read_path, resolve_dtype
 from mars_jax.models.quantize import Int8, is_quantized
@@ -162,6 +163,9 @@ def _beside(target: Path, what: str) -> Path:
 def _swap(staging: Path, target: Path) -> None:
     replaced = _beside(target, "replaced")
     if target.exists() and any(target.iterdir()):
+        if exchange(staging, target):
+            sync(target.parent)
+            return
         os.rename(target, replaced)
     os.replace(staging, target)
     sync(target.parent)

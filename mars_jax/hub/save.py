@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,7 +19,7 @@ import numpy as np
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import PyTree
 from mars_jax.hub.config import from_json, to_json
-from mars_jax.hub.durable import check_place, sync, sync_tree, writing
+from mars_jax.hub.durable import check_place, exchange, sync, sync_tree, writing
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.quantize import Int8
 from mars_jax.models.weights import Weight, get, weights
@@ -101,8 +104,9 @@ def write_directory(
     """Write the weights into `file`, and config.json; everything is on disk before it appears under its name.
 
     A new directory appears whole or not at all. In one that holds something, other files stay; whenever the process or
-    the machine stops, the two files are the old ones or the new ones, or there is no config.json: never do old weights
-    and a new config pass for a checkpoint.
+    the machine stops, the two files are the old ones or the new ones. Where two directories cannot change places (not
+    on Linux, on a network file system, or in the working directory) there may be no config.json instead: never do old
+    weights and a new config pass for a checkpoint.
 
     Raises:
       MarsError: the disk does not take them.
@@ -111,25 +115,72 @@ def write_directory(
     from safetensors.numpy import save_file
 
     with writing(target):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+        place = Path(os.path.realpath(target))
+        place.parent.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(prefix=f".{place.name}.", dir=place.parent))
         try:
             save_file(arrays, staging / file, metadata={"format": "pt"})
             # safetensors makes the file private, and a checkpoint need not be.
             (staging / file).chmod(0o666 & ~_umask())
             (staging / "config.json").write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
             sync_tree(staging)
-            if not target.exists() or not any(target.iterdir()):
+            if not place.exists() or not any(place.iterdir()):
                 staging.chmod(0o777 & ~_umask())
-                os.replace(staging, target)
-                sync(target.parent)
-            else:
-                _replace(staging, target, file)
+                os.replace(staging, place)
+                sync(place.parent)
+            elif not _swap(staging, place):
+                _replace(staging, place, file)
         except SafetensorError as error:  # a full disk, among others
             raise OSError(str(error)) from error
         finally:
             shutil.rmtree(staging, ignore_errors=True)
     return target
+
+
+def _swap(staging: Path, target: Path) -> bool:
+    """Let two directories change places, which replaces both files in one step; False where that cannot be.
+
+    The other files of the target are in both by then, as hard links.
+    """
+    if target in (Path.cwd(), *Path.cwd().parents):
+        return False  # this process would be left in the directory that goes
+    new = set(os.listdir(staging))
+    try:
+        for name in set(os.listdir(target)) - new:
+            _link(target / name, staging / name)
+        _like(staging, target)
+        for folder, _, _ in os.walk(staging):
+            sync(Path(folder))
+    except (
+        OSError,
+        shutil.Error,
+    ):  # a file system without hard links, say; what is linked goes with the staging
+        return False
+    if not exchange(staging, target):
+        return False
+    sync(target.parent)
+    for name in set(os.listdir(staging)) - set(
+        os.listdir(target)
+    ):  # written by somebody else in the meantime
+        os.replace(staging / name, target / name)
+    return True
+
+
+def _link(source: Path, target: Path) -> None:
+    """A file or a directory under a second name."""
+    link = functools.partial(os.link, follow_symlinks=False)
+    if source.is_dir() and not source.is_symlink():
+        shutil.copytree(source, target, symlinks=True, copy_function=link)
+    else:
+        link(source, target)
+
+
+def _like(directory: Path, other: Path) -> None:
+    """Give a directory the mode and the owner of another."""
+    found = other.stat()
+    with contextlib.suppress(PermissionError):  # only root gives files away
+        os.chown(directory, found.st_uid, found.st_gid)
+    directory.chmod(stat.S_IMODE(found.st_mode))
 
 
 def _replace(staging: Path, target: Path, file: str) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import mars_jax
 from mars_jax.cli.generate.applies import check_flags
@@ -223,6 +225,44 @@ def test_a_killed_run_resumes_without_losing_or_repeating_a_row(run, refused, ta
     assert output.read_bytes().startswith(torn[: torn.rindex(b"\n") + 1])
     assert run(*argv, "--output", tmp_path / "whole.jsonl").code == 0
     assert timeless(output.read_text()) == timeless((tmp_path / "whole.jsonl").read_text())
+
+
+def test_rows_of_other_weights_are_refused_by_what_differs(run, refused, target, draft, tmp_path):
+    """Paths stay, as where a checkpoint is trained on, and what is in them changes."""
+    ours, drafts = (Path(shutil.copytree(path, tmp_path / path.name)) for path in (target, draft))
+    output = tmp_path / "rows.jsonl"
+    argv = ["--target", ours, "--draft", f"model:{drafts}", *FEW, "--batch-size", 2, "--output", output]
+    assert run(*argv, "the sea", "a story").code == 0
+    more = [*argv, "--resume", "the sea", "a story", "of the sun"]
+
+    def change(path, name):
+        weights = load_file(path / "model.safetensors")
+        weights[name][-1] *= 1.01  # the last row alone
+        save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+
+    def edit(path):
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.1}))
+
+    for path, what, spoil in (
+        (ours, "target", lambda: change(ours, "model.layers.0.mlp.up_proj.weight")),
+        (drafts, "draft", lambda: change(drafts, "model.layers.0.mlp.up_proj.weight")),
+        (ours, "target", lambda: edit(ours)),
+        (drafts, "draft", lambda: edit(drafts)),
+    ):
+        kept = {file: file.read_bytes() for file in (path / "config.json", path / "model.safetensors")}
+        spoil()
+        assert f"'{output}' was begun with other weights of the {what}: choose another" in refused(*more)
+        for file, data in kept.items():
+            file.write_bytes(data)
+    # A file of before they were recorded goes on, and records them.
+    beside = output.with_name("rows.jsonl.settings.json")
+    settings = json.loads(beside.read_text())
+    assert settings.pop("weights").keys() == {"target", "draft"}
+    beside.write_text(json.dumps(settings))
+    assert run(*more).code == 0 and output.read_text().count("\n") == 3
+    change(drafts, "model.embed_tokens.weight")
+    assert "other weights of the draft" in refused(*more, "and the")
 
 
 def test_a_closed_pipe_ends_quietly(target):

@@ -253,20 +253,8 @@ def test_other_settings_are_refused_by_the_one_that_differs(path, argv, expected
 
 def test_what_decides_no_row_may_change(path):
     begun(path, flags_of())
-    same = [
-        "--theta",
-        "0.9",
-        "--seed",
-        "0",
-        "--batch-size",
-        "3",
-        "--resume",
-        "--output",
-        "x",
-        "--verify",
-        "mars",
-    ]
-    open_file(path, settings=flags_of(*same)).close()
+    same = "--theta 0.9 --seed 0 --batch-size 3 --resume --output x --verify mars --no-check"
+    open_file(path, settings=flags_of(*same.split())).close()
 
 
 def test_a_row_that_chose_otherwise_is_named(path):
@@ -279,6 +267,19 @@ def test_a_row_that_chose_otherwise_is_named(path):
     rows[0] = PromptRow(where="p", prompt="a", settings={"temperature": 0.5})
     rows[1] = PromptRow(where="p", prompt="b", settings={"temperature": 0.9})
     open_file(path, settings=flags_of(rows=rows)).close()
+
+
+def test_weights_are_compared_before_rows(path):
+    file = open_file(path, resume=False)
+    file.check_weights({"target": "a", "draft": "b"})
+    file.append(completion(0))
+    file.close()
+    file = OutputFile(str(path), SETTINGS, resume=True)
+    file.check_weights({"target": "a", "draft": "b"})
+    for other, name in (({"target": "a", "draft": "c"}, "draft"), ({"target": "c", "draft": "b"}, "target")):
+        with pytest.raises(MarsError, match=f"was begun with other weights of the {name}: choose another"):
+            file.check_weights(other)
+    file.close()
 
 
 def test_a_flag_that_does_not_exist_yet_is_recorded(path):

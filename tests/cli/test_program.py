@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import time
@@ -12,10 +13,13 @@ from pathlib import Path
 import pytest
 
 import mars_jax
+from mars_jax import pretrained
 from mars_jax.cli import progress, quiet
+from mars_jax.cli.generate import job
 from mars_jax.cli.progress import Pace, busy, counted, heartbeat, ticking
 from mars_jax.core import activity
 from mars_jax.core.metrics import Metrics
+from mars_jax.serve import generate
 from mars_jax.serve.requests import Completion, Request
 
 ROOT = Path(mars_jax.__file__).parent.parent
@@ -202,17 +206,37 @@ def test_ticks_are_lines_at_the_end_and_in_the_heartbeat(fast, capsys):
     assert said[-1] == "arithmetic, mars: 9 of 9 rows"
 
 
-def test_a_compilation_names_itself(run, target, fast, monkeypatch):
-    """The heartbeat goes on while XLA compiles, from which nothing returns for minutes."""
-    from mars_jax.serve import generate
-
-    inner = generate.prepare
+def slowly(monkeypatch, owner, name, seconds=0.2):
+    """Let a function take so long."""
+    inner = getattr(owner, name)
 
     def slow(*args, **options):
-        time.sleep(0.2)
+        time.sleep(seconds)
         return inner(*args, **options)
 
-    monkeypatch.setattr(generate, "prepare", slow)
+    monkeypatch.setattr(owner, name, slow)
+
+
+def test_a_command_counts_its_prompts_while_it_decodes(run, target, fast, monkeypatch):
+    slowly(monkeypatch, generate, "prepare")
+    few = ("--draft", "none", "--max-new-tokens", 8, "--batch-size", 1, "--json")
+    outcome = run("--target", target, *few, "the sea", "a story", "of the sun")
+    line = re.compile(r"^prompts: [12] of 3, \d:\d\d left, [\d,]+ tokens/s, tau 1\.00")
+    assert outcome.code == 0 and any(map(line.match, outcome.err.splitlines())), outcome.err
+
+
+def test_a_command_counts_the_prompts_that_it_tokenizes(run, target, fast, monkeypatch):
+    monkeypatch.setattr(job, "CHUNK", 2)
+    slowly(monkeypatch, pretrained.Pretrained, "encode_many")
+    few = ("--draft", "none", "--max-new-tokens", 8, "--json")
+    outcome = run("--target", target, *few, *["the sea"] * 5)
+    line = re.compile(r"^loading \.\.\. \(\d s\); tokenizing: [24] of 5, \d:\d\d left prompts$")
+    assert outcome.code == 0 and any(map(line.match, outcome.err.splitlines())), outcome.err
+
+
+def test_a_compilation_names_itself(run, target, fast, monkeypatch):
+    """The heartbeat goes on while XLA compiles, from which nothing returns for minutes."""
+    slowly(monkeypatch, generate, "prepare")
     outcome = run(
         "--target", target, "--draft", "none", "--max-new-tokens", 8, "--no-stream", "the sea", "a story"
     )

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -121,7 +122,7 @@ def theta_file(flags, tmp_path_factory):
 
 
 @pytest.mark.parametrize(("batches", "torn"), [(0, 0), (1, 0), (5, 7)])
-def test_a_killed_run_goes_on_and_ends_alike(theta_file, flags, tmp_path, monkeypatch, batches, torn):
+def test_a_killed_run_goes_on_and_ends_alike(theta_file, flags, tmp_path, capsys, monkeypatch, batches, torn):
     output = tmp_path / "theta.json"
     with monkeypatch.context() as patch:
         patch.setattr(session, "run_batch", dying_after(batches))
@@ -137,9 +138,14 @@ def test_a_killed_run_goes_on_and_ends_alike(theta_file, flags, tmp_path, monkey
         return run(*args, **options)
 
     monkeypatch.setattr(session, "run_batch", counting)
+    capsys.readouterr()
     assert call(*flags, "--output", output) == 0
     assert output.read_bytes() == theta_file.read_bytes()
     assert len(decoded) == 6 - batches + bool(torn) and not rows.exists()
+    # The lines of whoever waits; what was on file took this process no time.
+    said = [line for line in capsys.readouterr().err.splitlines() if line.endswith(": 8 of 8 answers")]
+    fresh = [bool(re.search(r", [\d,]+ tokens/s, tau \d\.\d\d: ", line)) for line in said]
+    assert fresh == [2 * i + 2 > batches - bool(torn) for i in range(3)] and len(said) == 3, said
 
 
 def test_rows_of_other_settings_and_paths_that_take_no_file_are_refused(flags, tmp_path, capsys):

@@ -1,6 +1,7 @@
 """Error cascades: branches are what plain decoding gives, and the curves are those of texts made by hand."""
 
 import json
+import re
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -153,8 +154,10 @@ def test_the_command_writes_its_report_and_resumes(target, near, tmp_path, capsy
     flags = ["--target", target, "--draft", f"model:{near}", "--num-draft-tokens", 2, "--theta", THETA]
     flags += ["--task", f"jsonl={prompts}", "--max-new-tokens", NEW, "--horizon", HORIZON, "--batch-size", 4]
     assert main([str(x) for x in (*flags, "--output", tmp_path / "out")]) == 0
-    shown = capsys.readouterr().out
+    shown, said = capsys.readouterr()
     assert shown == (tmp_path / "out" / "compounding.md").read_text()
+    for what in ("texts", "branches"):
+        assert re.search(rf"^{what}, [\d,]+ tokens/s, tau \d\.\d\d: (\d+) of \1 of jsonl$", said, re.M), said
     assert "compound" in shown or "Errors fade" in shown
     summary = json.loads((tmp_path / "out" / "compounding.json").read_text())
     events = [json.loads(line) for line in (tmp_path / "out" / "events.jsonl").read_text().splitlines()]

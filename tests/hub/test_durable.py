@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import subprocess
 import sys
@@ -16,9 +17,11 @@ import pytest
 from mars_jax import hub
 from mars_jax.cli import convert as convert_command
 from mars_jax.core.errors import MarsError
+from mars_jax.hub import durable
 from mars_jax.hub.durable import check_place
 from mars_jax.models import ModelConfig, Rope, init_params
 
+saving = sys.modules["mars_jax.hub.save"]  # hub.save is its function
 CONFIG = ModelConfig(vocab_size=17, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=2)
 OTHER = dataclasses.replace(CONFIG, rope=Rope(theta=500.0))  # of the same shapes: a mixture would load
 
@@ -45,8 +48,15 @@ def test_files_are_on_disk_before_they_have_their_names(tmp_path, monkeypatch):
         replace(source, target)
         done.append(("in", os.stat(Path(target).parent).st_ino))
 
+    def exchanged(one, other):
+        done.extend(("named", os.stat(path).st_ino) for path in (one, *one.glob("*")))
+        found = durable.exchange(one, other)
+        done.append(("in", os.stat(other.parent).st_ino))
+        return found
+
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(os, "replace", renamed)
+    monkeypatch.setattr(saving, "exchange", exchanged)
     source = hub.save(tmp_path / "model", CONFIG, params(0))
     hub.save(source, OTHER, params(1), overwrite=True)
     hub.convert(source, tmp_path / "converted")
@@ -59,7 +69,8 @@ def test_files_are_on_disk_before_they_have_their_names(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("end", range(12))
-def test_whenever_an_overwrite_is_killed_old_and_new_never_mix(tmp_path, monkeypatch, end):
+def test_where_directories_cannot_change_places_old_and_new_never_mix(tmp_path, monkeypatch, end):
+    monkeypatch.setattr(saving, "exchange", lambda one, other: False)
     directory = hub.save(tmp_path / "model", CONFIG, params(0))
     (directory / "notes.txt").write_text("mine")
     calls = 0
@@ -91,6 +102,103 @@ def test_whenever_an_overwrite_is_killed_old_and_new_never_mix(tmp_path, monkeyp
         jax.tree.map(np.testing.assert_array_equal, found.params, params(seed))
     hub.save(directory, OTHER, params(1), overwrite=True)
     assert hub.load(directory).config == OTHER
+
+
+DIES = """
+import json, os, sys
+from pathlib import Path
+import numpy as np
+from mars_jax.hub import durable
+saving = sys.modules["mars_jax.hub.save"]
+
+directory, file = Path(sys.argv[1]), "model.safetensors"
+
+def write(value):
+    arrays = {"w": np.full(1000, value, np.float32)}
+    saving.write_directory(directory, arrays, {"value": value})
+
+def content():
+    config = json.loads((directory / "config.json").read_text())
+    return config["value"], np.frombuffer((directory / file).read_bytes()[-4:], np.float32)[0]
+
+def dying(call, left):
+    def counted(*arguments, **options):
+        if not left:
+            os._exit(9)
+        left.pop()
+        return call(*arguments, **options)
+    return counted
+
+def kill(at):
+    left = [None] * at
+    for name in ("fsync", "replace", "link", "unlink", "rmdir", "chmod", "chown"):
+        setattr(os, name, dying(getattr(os, name), left))
+    saving.exchange = dying(durable.exchange, left)
+
+write(1)
+if not durable.exchange(directory, directory):
+    sys.exit("no exchange")
+(directory / "notes.txt").write_text("mine")
+(directory / "more").mkdir()
+(directory / "more" / "notes.txt").write_text("mine too")
+(directory / "link").symlink_to("nowhere")
+found, at = [], 0
+while True:
+    child = os.fork()
+    if not child:
+        kill(at)
+        write(2)
+        os._exit(0)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert status in (0, 9), status
+    found.append(content())
+    assert (directory / "notes.txt").read_text() == "mine" and os.readlink(directory / "link") == "nowhere"
+    assert (directory / "more" / "notes.txt").read_text() == "mine too"
+    write(1)
+    if status == 0:
+        break
+    at += 1
+print(json.dumps([[a, float(b)] for a, b in found]))
+"""
+
+
+def test_a_kill_at_any_step_of_an_overwrite_leaves_the_old_or_the_new(tmp_path):
+    command = [sys.executable, "-c", DIES, str(tmp_path / "model")]
+    run = subprocess.run(command, capture_output=True, text=True)
+    if run.stderr.startswith("no exchange"):
+        pytest.skip("directories cannot change places on this file system")
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout)
+    # Every step was tried, until one process came through; first the old, from some step on the new.
+    assert len(found) > 12 and all(value == weights for value, weights in found)
+    values = [value for value, _ in found]
+    assert values == sorted(values) and set(values) == {1, 2}
+
+
+def test_an_overwrite_keeps_what_a_directory_is(tmp_path, monkeypatch):
+    """Its mode, and links to it; nothing is left beside it; and a process may write to where it is."""
+    directory = hub.save(tmp_path / "model", CONFIG, params(0))
+    directory.chmod(0o750)
+    (tmp_path / "link").symlink_to("model")
+    assert hub.save(tmp_path / "link", OTHER, params(1), overwrite=True) == tmp_path / "link"
+    assert hub.load(directory).config == OTHER and directory.stat().st_mode & 0o777 == 0o750
+    monkeypatch.chdir(directory)
+    hub.save(directory, CONFIG, params(0), overwrite=True)
+    assert hub.load(".").config == CONFIG
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["link", "model"]
+
+
+def test_what_is_written_beside_an_overwrite_is_kept(tmp_path, monkeypatch):
+    directory = hub.save(tmp_path / "model", CONFIG, params(0))
+    true = durable.exchange
+
+    def exchange(one, other):
+        (directory / "later.txt").write_text("mine")
+        return true(one, other)
+
+    monkeypatch.setattr(saving, "exchange", exchange)
+    hub.save(directory, OTHER, params(1), overwrite=True)
+    assert (directory / "later.txt").read_text() == "mine" and hub.load(directory).config == OTHER
 
 
 def test_the_same_config_stays_while_weights_are_replaced(tmp_path, monkeypatch):

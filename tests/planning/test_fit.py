@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 
 import pytest
 
-from mars_jax import MarsError, verify
-from mars_jax.cli import plan
+from mars_jax import MarsError, planning, verify
+from mars_jax.cli import plan, progress
 from mars_jax.models import ModelConfig
 from mars_jax.placement.shardings import parse_mesh
 from mars_jax.planning import make_plan
@@ -140,6 +141,17 @@ def test_the_command_prints_json_and_ends_with_whether_it_fits(capsys):
     code = plan.main(["--target", "tiny/draft", *flags])
     row = json.loads(capsys.readouterr().out)
     assert code == 0 and row["fits"] and row["topology"] == "v5e:1x1" and row["collectives"] == {}
+
+
+def test_a_line_now_and_then_says_that_it_plans(capsys, monkeypatch):
+    def slow(*args, **options):
+        time.sleep(0.3)
+        raise MarsError("enough.")
+
+    monkeypatch.setattr(progress, "SECONDS", 0.05)
+    monkeypatch.setattr(planning, "make_plan", slow)
+    assert plan.main(["--target", "tiny/draft", "--draft", "ngram", "--topology", "v5e:1x1"]) == 2
+    assert "planning ... (0 s)" in capsys.readouterr().err.splitlines()
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def _list(args: argparse.Namespace, out: IO[str]) -> None:
 def _decode(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRow], out: IO[str]) -> None:
     from mars_jax.cli.generate import ways
     from mars_jax.cli.generate.job import open_job
-    from mars_jax.cli.generate.output_file import OutputFile, Unwritten
+    from mars_jax.cli.generate.output_file import OutputFile, Unwritten, fingerprints
     from mars_jax.placement import hosts
 
     with contextlib.ExitStack() as stack:
@@ -65,6 +65,8 @@ def _decode(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRow
             stack.callback(file.close)
         with ways.busy("loading"):
             job = open_job(args, choices, rows)
+        if args.output is not None:
+            file.check_weights(fingerprints(job.session, draft=choices.draft.path))
         # A narrow locale must not end a run in the middle of a text; JSON is UTF-8 whatever the locale.
         if (reconfigure := getattr(out, "reconfigure", None)) is not None:
             reconfigure(encoding="utf-8" if args.json else None, errors="strict" if args.json else "replace")

@@ -130,6 +130,9 @@ def _check_tau(choice: specs.RuleChoice, rows: Sequence[PromptRow], most: int) -
 def make_requests(target: Pretrained, args: argparse.Namespace, rows: Sequence[PromptRow]) -> list[Request]:
     """Tokenized requests. Row i draws with the seed --seed + i unless it names one, whatever its batch.
 
+    All of them before weights are loaded, and not as they are decoded: a prompt that is too long is to be named in the
+    first seconds, and not after hours of work.
+
     Raises:
       MarsError: a prompt that the model cannot take, by its line.
     """

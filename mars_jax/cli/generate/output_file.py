@@ -1,21 +1,27 @@
 """The file of finished rows: those of one run, with its settings beside it, in the order of the prompts.
 
-`FILE.settings.json` has what decides the rows, so that `--resume` adds no others. See `journal` for how rows survive.
+`FILE.settings.json` has what decides the rows, the weights too, so that `--resume` adds no others. See `journal` for
+how rows survive.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import jax
 
 from mars_jax.cli.generate.recorded import Recorded
 from mars_jax.cli.generate.rows import row_head, to_row
 from mars_jax.core.errors import MarsError
+from mars_jax.evaluate.folder import fingerprint
+from mars_jax.hub.files import resolve
 from mars_jax.serve.journal import Journal, could_begin, difference, parse, to_line, write_whole
 from mars_jax.serve.requests import Completion, Request
+from mars_jax.serve.session import Session
 
 _OTHER = "choose another --output, or the flags of the run that began it"
 
@@ -47,6 +53,7 @@ class OutputFile:
         self._rows: list[dict[str, Any]] = []
         self._requests: Sequence[Request] = ()
         self._rule = ""
+        self._begun_with: dict[str, str] = {}
         self._written = self._unrecorded = False
         try:
             if existed and not resume:
@@ -69,6 +76,7 @@ class OutputFile:
         try:
             there = json.loads(self._beside.read_text(encoding="utf-8"))
             settings, own = dict(there["settings"]), dict(there["own"])
+            self._begun_with = dict(there.get("weights") or {})
         except FileNotFoundError:
             self._unrecorded = True
             return
@@ -85,6 +93,23 @@ class OutputFile:
                 raise MarsError(
                     f"line {index + 1} of '{self._path}' was decoded with {found}, by its prompts file: {_OTHER}."
                 )
+
+    def check_weights(self, weights: Mapping[str, str]) -> None:
+        """Compare the weights with those that the file was begun with.
+
+        Args:
+          weights: the fingerprint of each checkpoint, by what it is.
+
+        Raises:
+          MarsError: one of them differs. A file of before they were recorded goes on with any.
+        """
+        for name, found in weights.items():
+            if self._begun_with and self._begun_with.get(name) != found:
+                raise MarsError(
+                    f"'{self._path}' was begun with other weights of the {name}: choose another --output, or the "
+                    "checkpoint of the run that began it."
+                )
+        self._recorded = self._recorded._replace(weights=dict(weights))
 
     def check(self, requests: Sequence[Request], rule: str) -> None:
         """Compare the rows on file with the prompts of this run.
@@ -157,10 +182,29 @@ class OutputFile:
         self._journal.close()
 
 
+def fingerprints(session: Session, *, draft: str | None) -> dict[str, str]:
+    """Of what has weights, a name for them. Where there are several processes, all call it.
+
+    Args:
+      session: with the weights.
+      draft: the checkpoint of its drafter, if that has one.
+    """
+    target, drafter, rule = session.target, session.drafter, session.rule
+    found = {"target": fingerprint(target.params, target.path)}
+    if draft:
+        found["draft"] = fingerprint(drafter.params, resolve(draft, weights=False))
+    if jax.tree.leaves(rule.params):
+        found["rule"] = fingerprint(rule.params)
+    return found
+
+
 class Unwritten:
     """What stands for the file in the processes that do not write it."""
 
     finished = 0
+
+    def check_weights(self, weights: Mapping[str, str]) -> None:
+        """Nothing: the first process does."""
 
     def check(self, requests: Sequence[Request], rule: str) -> None:
         """Nothing: the first process does."""

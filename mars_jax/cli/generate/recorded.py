@@ -17,6 +17,7 @@ _ELSEWHERE = {
     "output", "resume", "json", "stream", "speedup", "compare",
     # A row alone is the row in a batch, on one device or on many.
     "batch_size", "mesh", "coordinator", "num_processes", "process_id",
+    "no_check",  # whether checksums are compared, not what is loaded
     "theta_file", "rule", "rule_option", *FLAGS,  # what they choose is recorded as the rule's settings
 }  # fmt: skip
 """Flags that decide no row. Every other one is recorded, also one that does not exist yet."""
@@ -28,6 +29,7 @@ class Recorded(NamedTuple):
 
     settings: dict[str, Any]
     own: dict[str, dict[str, Any]]  # by the number of the prompt, where it chooses for itself
+    weights: dict[str, str] | None = None  # a fingerprint of each, known when they are loaded
 
 
 def recorded(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRow]) -> Recorded:

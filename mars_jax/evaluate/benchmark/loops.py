@@ -13,7 +13,7 @@ import numpy as np
 from mars_jax import verify
 from mars_jax.core.types import LoadedRule
 from mars_jax.evaluate.answers import Answer, Decoding, prompt_tokens
-from mars_jax.evaluate.batches import RowFile
+from mars_jax.evaluate.batches import RowFile, Speed
 from mars_jax.evaluate.benchmark import margins
 from mars_jax.evaluate.benchmark.arms import Arm, base_of, make_arms, margin_of, other_margin
 from mars_jax.evaluate.benchmark.match import PROBLEMS, Match, match
@@ -189,8 +189,8 @@ class Evaluation:
 
 def _speed(rows: Sequence[Row]) -> str:
     """How a batch went, for whoever waits."""
-    emitted, steps, seconds = (sum(row[name] for row in rows) for name in ("emitted", "steps", "seconds"))
-    return f"{emitted / max(seconds, 1e-9):,.0f} tokens/s, tau {emitted / max(steps, 1):.2f}"
+    sums = {name: sum(row[name] for row in rows) for name in ("emitted", "steps", "seconds")}
+    return Speed(**sums).describe()
 
 
 def by_task(problems: Sequence[Problem]) -> dict[str, list[Problem]]:

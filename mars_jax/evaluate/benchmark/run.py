@@ -118,7 +118,7 @@ def evaluate(
             else {}
         ),
         "problems": digest(repr(list(problems)).encode()),
-        "weights": fingerprint((target.params, drafter.params)),
+        "weights": fingerprint((target.params, drafter.params), target.path),
         "versions": {"mars-jax": __version__, "jax": jax.__version__},
         "device": f"{jax.device_count()} {jax.devices()[0].device_kind}",
     }

@@ -20,7 +20,7 @@ import numpy as np
 from mars_jax import drafters, verify
 from mars_jax.core.types import LoadedRule
 from mars_jax.evaluate.answers import prompt_tokens
-from mars_jax.evaluate.batches import RowFile
+from mars_jax.evaluate.batches import RowFile, Speed
 from mars_jax.evaluate.benchmark.arms import MARS
 from mars_jax.evaluate.scoring import scores
 from mars_jax.evaluate.scoring.likelihood import score as likelihood
@@ -29,6 +29,7 @@ from mars_jax.evaluate.tasks.problems import UNJUDGED, Problem
 from mars_jax.pretrained import Pretrained
 from mars_jax.serve import requests as request
 from mars_jax.serve.journal import Row
+from mars_jax.serve.requests import Completion
 from mars_jax.serve.session import Batch, Session
 from mars_jax.specs import RuleChoice
 
@@ -63,12 +64,15 @@ class Event:
     strict_score: float | None
 
 
-def relaxed_texts(batch: Batch) -> list[Decoded]:
+def relaxed_texts(batch: Batch, speed: Speed) -> list[Decoded]:
     """Decode a batch step by step, to see which tokens were relaxed."""
     said: list[list[tuple[int, bool]]] = [[] for _ in batch.requests]
+    done = []
     for event in batch.session.stream(batch.requests):
         kinds = [kind == "relaxed" for kind, _ in event.pieces]
         said[event.row] += zip(event.tokens, kinds, strict=True)
+        done += [] if event.completion is None else [event.completion]
+    _count(speed, done)
     return [
         Decoded(r.prompt_tokens, tuple(t for t, _ in tokens), tuple(k for _, k in tokens))
         for r, tokens in zip(batch.requests, said, strict=True)
@@ -116,15 +120,16 @@ def study(
     check_low(made.rule)
     strictly = Session(target=target, drafter=drafter, batch_size=batch_size)
     texts: list[Decoded] = []
+    speed = Speed()
     for batch in strictly.using(made).batches(requests):
-        make = functools.partial(relaxed_texts, batch)
+        make = functools.partial(relaxed_texts, batch, speed)
         first = len(texts)
         keys = [
             {"what": "text", "task": problems[i].task, "problem": i}
             for i in range(first, first + len(batch.requests))
         ]
         texts += _kept(rows, keys, make, dataclasses.asdict, Decoded.of)
-        tick("texts", len(texts), len(requests))
+        tick(f"texts, {speed.describe()}", len(texts), len(requests))
     # One more token of each branch than the distances that are looked at.
     places = _places(target, texts, made, per_text, np.random.default_rng(seed))
     branches = []
@@ -198,24 +203,36 @@ def continue_strictly(
     ]
     # Rows of one length bucket decode together.
     going.sort(key=lambda i: len(branches[i][0]) + branches[i][1])
+    speed = Speed()
     for first in range(0, len(going), size):
         group = going[first : first + size]
         keys = [{"what": "branch", "branch": i, "length": branches[i][1]} for i in group]
-        make = functools.partial(_continue, session, [branches[i] for i in group])
+        make = functools.partial(_continue, session, [branches[i] for i in group], speed)
         found = _kept(rows, keys, make, lambda tokens: {"tokens": tokens}, lambda row: tuple(row["tokens"]))
         for i, tokens in zip(group, found, strict=True):
             done[i] = tokens
-        tick("branches", first + len(group), len(going))
+        tick(f"branches, {speed.describe()}", first + len(group), len(going))
     return done
 
 
-def _continue(session: Session, branches: Sequence[tuple[tuple[int, ...], int]]) -> list[tuple[int, ...]]:
+def _continue(
+    session: Session, branches: Sequence[tuple[tuple[int, ...], int]], speed: Speed
+) -> list[tuple[int, ...]]:
     """One batch of `continue_strictly`."""
     requests = [
         request.make_requests(session.target, [tokens], max_new_tokens=length)[0]
         for tokens, length in branches
     ]
-    return [tuple(c.tokens) for c in session.run(requests)]
+    done = session.run(requests)
+    _count(speed, done)
+    return [tuple(c.tokens) for c in done]
+
+
+def _count(speed: Speed, done: Sequence[Completion]) -> None:
+    """A batch, whose rows were decoded side by side."""
+    metrics = request.total(done)
+    seconds = max(completion.seconds for completion in done)
+    speed.add(emitted=metrics.emitted, steps=metrics.steps, seconds=seconds)
 
 
 def _kept(

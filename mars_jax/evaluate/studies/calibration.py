@@ -21,7 +21,7 @@ from mars_jax.core.errors import MarsError
 from mars_jax.core.rules import name_of
 from mars_jax.core.types import LoadedRule
 from mars_jax.evaluate.answers import Decoding
-from mars_jax.evaluate.batches import RowFile
+from mars_jax.evaluate.batches import RowFile, Speed
 from mars_jax.evaluate.benchmark.arms import MARS, Arm, base_of
 from mars_jax.evaluate.scoring import scores
 from mars_jax.evaluate.studies.certify import choose, fewest
@@ -91,7 +91,7 @@ def calibrate(
 
         def decode(rule: LoadedRule, name: str) -> list[Row]:
             arm = Arm(name=name, rule=rule, drafts=True, meaning="")
-            found, size = [], decoding.session.batch_size
+            found, size, speed = [], decoding.session.batch_size, Speed()
             for first in range(0, len(problems), size):
                 group = problems[first : first + size]
                 seeds = [(seed + first + i) % 2**32 for i in range(len(group))]
@@ -101,6 +101,7 @@ def calibrate(
                     arm,
                     group,
                     seeds,
+                    speed,
                     temperature=temperature,
                     risk=risk,
                     run_code=run_code,
@@ -108,7 +109,7 @@ def calibrate(
                 )
                 found += file.batch([_key(arm, problem) for problem in group], make)
                 if progress is not None:
-                    progress(f"{name}, tau {_tau(found):.2f}", len(found), len(problems))
+                    progress(f"{name}, {speed.describe()}", len(found), len(problems))
             return found
 
         alone = decode(strict, name_of(strict.rule))
@@ -161,6 +162,7 @@ def _rows(
     arm: Arm,
     problems: Sequence[Problem],
     seeds: Sequence[int],
+    speed: Speed,
     *,
     temperature: float,
     risk: str,
@@ -171,8 +173,10 @@ def _rows(
     made = []
     answers = decoding.answer(arm, problems, seeds, temperature=temperature)
     for problem, answer in zip(problems, answers, strict=True):
+        metrics = answer.metrics
+        speed.add(emitted=metrics.emitted, steps=metrics.steps, seconds=answer.seconds)
         if risk == "regret":
-            worth = -answer.metrics.regret_per_token
+            worth = -metrics.regret_per_token
         else:
             numbers = scores.score(problem, answer.texts[-1], run_code=run_code, unconfined=unconfined)
             worth = None if numbers is None else numbers[0]
@@ -180,8 +184,8 @@ def _rows(
             _key(arm, problem)
             | {
                 "text": list(answer.texts),
-                "emitted": answer.metrics.emitted,
-                "steps": answer.metrics.steps,
+                "emitted": metrics.emitted,
+                "steps": metrics.steps,
                 "worth": worth,
             }
         )
