@@ -188,3 +188,16 @@ def edges(
         bases=() if base is None else (EXACT, REJECTION),
         settings=by_name(*(() if base is None else (base,)), *settings, MAX_RELAXED_RUN, EXACT_PREFIX),
     )
+
+
+def distributions(name: str, help: str, paper: str, *settings: Setting) -> Rule:
+    """A rule that verifies another distribution than the target's, by rejection."""
+    return Rule(
+        name=name,
+        factory=f"mars_jax.verify.{name}:{name}",
+        help=help,
+        lossless=False,
+        needs=("draft", "chain"),
+        paper=paper,
+        settings=by_name(*settings, EXACT_PREFIX),
+    )

@@ -14,11 +14,13 @@ from mars_jax.core.errors import MarsError
 from mars_jax.core.settings import LARGEST_FLOAT, LARGEST_INT, Range, Setting, by_name
 from mars_jax.specs.row import (
     BASE,
+    BLOCK,
     EXACT,
     EXACT_PREFIX,
     MARGINS,
     REJECTION,
     Rule,
+    distributions,
     edges,
     number,
 )
@@ -196,6 +198,78 @@ RULES: dict[str, Rule] = {
                 8.0,
                 Range("a number of at least 0", 0),
                 "nats that all of them may cost, in a whole text",
+            ),
+        ),
+        distributions(
+            "lenience",
+            "speculative sampling that refuses a drafted token less often than it should",
+            "2211.17192, appendix A.5",
+            number(
+                "factor",
+                0.5,
+                Range("a number above 0 and at most 1", 0, 1, above=True, grid=_ODDS),
+                "of the draft's probability in every comparison; 1 is lossless",
+            ),
+            BLOCK,
+        ),
+        distributions(
+            "mixture",
+            "follows a mixture of target and draft, by rejection",
+            "2604.07622, with a static weight",
+            number(
+                "weight",
+                0.5,
+                Range("a number from 0 to 1", 0, 1, grid=_ODDS),
+                "of the target in the mixture; 1 is lossless, 0 follows the draft",
+            ),
+            BLOCK,
+        ),
+        distributions(
+            "cactus",
+            "verifies against the target with more of the drafted token, within a divergence",
+            "2604.04987",
+            number(
+                "divergence",
+                0.1,
+                _nats("a finite number of at least 0", grid=_HARMS),
+                "how far the target is bent; 0 is lossless",
+            ),
+        ),
+        distributions(
+            "speccascade",
+            "follows the draft where the target trusts it, by rejection",
+            "2405.19261",
+            Setting(
+                name="trust",
+                kind=str,
+                default="token_v3",
+                choices={
+                    "token_v3": "tokens with p >= (1 - alpha) max p",
+                    "opt": "positions, unless max q < max p - alpha TV(p, q)",
+                },
+                help="what is trusted",
+            ),
+            number(
+                "alpha",
+                0.1,
+                {
+                    "token_v3": Range("a number from 0 to 1 for token_v3", 0, 1, grid=_HARMS),
+                    "opt": _nats("a finite number of at least 0 for opt", grid=_HARMS),
+                },
+                "how much is trusted",
+                by="trust",
+            ),
+            BLOCK,
+        ),
+        distributions(
+            "released",
+            "what the released code of MARS does along a chain, which is not the paper's rule",
+            "the code of 2601.15498",
+            number(
+                "ratio",
+                0.9,
+                Range("a number above 0, or inf", 0, above=True, grid=_RATIOS),
+                "second logit / best above which the two are taken with certainty; never strict",
             ),
         ),
         Rule(

@@ -1,5 +1,5 @@
-"""Nucleus acceptance. B batch, N nodes. Oracle: transformers' top-p warper, in
-tests/verify/test_edges.py."""
+"""Nucleus acceptance. B batch, N nodes. Oracles: transformers' top-p warper in tests/verify/test_edges.py, and the
+exact law of one step in tests/verify/test_distributions.py."""
 
 from __future__ import annotations
 

@@ -84,6 +84,22 @@ CASES = {
         verify.fly(window=1), verify.exact(), {"entropy": np.inf}, {"window": 2}, drafter=CHAIN
     ),
     "budget": Case(verify.budget(gap=1.0), verify.exact(), {"max_relaxed": 0}, {"total": 1.0}, drafter=TREE),
+    "lenience": Case(
+        verify.lenience(factor=0.2), verify.rejection(), {"factor": 1.0}, {"factor": 1.0}, drafter=SAMPLED
+    ),
+    "mixture": Case(
+        verify.mixture(weight=0.2), verify.rejection(), {"weight": 1.0}, {"weight": 0.7}, drafter=SAMPLED
+    ),
+    "cactus": Case(
+        verify.cactus(divergence=2), verify.rejection(), {"divergence": 0.0}, {"divergence": 0.0}, drafter=SAMPLED
+    ),
+    "speccascade": Case(
+        verify.speccascade(alpha=0.9), verify.rejection(), None, {"alpha": 0.1}, drafter=SAMPLED
+    ),
+    "speccascade(opt)": Case(
+        verify.speccascade(trust="opt", alpha=1), verify.rejection(), None, {"alpha": 0.0}, drafter=SAMPLED
+    ),
+    "released": Case(verify.released(ratio=0.4), verify.rejection(), None, {"ratio": np.inf}, drafter=SAMPLED),
 }  # fmt: skip
 every_rule = pytest.mark.parametrize("name", CASES)
 
