@@ -17,7 +17,7 @@ from kernels_pallas import reference, rule, xla
 from kernels_pallas.blocks import GpuBlocks, TpuBlocks
 from kernels_pallas.dispatch import dispatch
 from kernels_pallas.mosaic import margin as mosaic
-from kernels_pallas.rule import Acceptance, AcceptControls, check_margin
+from kernels_pallas.rule import Acceptance, AcceptControls, as_arrays, check_margin
 from kernels_pallas.stats import MarginStats
 
 
@@ -80,9 +80,9 @@ def margin_accept(
 
     At every node the target names one token y. The walk descends from the root to the child that carries y;
     where there is none, to the lowest child whose token is one of the two largest logits of a node with a low
-    margin. It relaxes nothing in strict rows, over stop tokens (the drafted token, y or the largest), or
-    beyond `max_relaxed_run` in a row. On TPU all of it happens in one kernel, whose last block decides and
-    walks.
+    margin. It relaxes nothing in strict rows, on strict edges, over stop tokens (the drafted token, y or the
+    largest), or beyond `max_relaxed_run` in a row. On TPU all of it happens in one kernel, whose last block
+    decides and walks.
 
     Args:
       logits: raw target logits [B, N, V], bfloat16 or float32.
@@ -107,7 +107,7 @@ def margin_accept(
     ([[True]], [1])
     """
     check_margin(margin)
-    controls = AcceptControls(controls.theta, controls.strict, controls.max_relaxed_run, controls.stop_tokens)
+    controls = as_arrays(controls)
     options = {"max_depth": max_depth, "margin": margin}
 
     def two_steps(

@@ -50,16 +50,16 @@ def decide(
 
     y = stats.id1 if y is None else jnp.where(y < 0, stats.id1, y)
     low = MARGINS[margin](stats.top1, stats.top2, jnp.broadcast_to(controls.theta[:, None], y.shape))
-    open_node = low & ~controls.strict[:, None] & ~is_stop(stats.id1) & ~is_stop(y)
+    open_node = low & ~is_stop(stats.id1) & ~is_stop(y)
     exact = (tokens >= 0) & (tokens == at_parent(y))
     best = (tokens == at_parent(stats.id1)) | (tokens == at_parent(stats.id2))
     relaxable = (tokens >= 0) & ~exact & best & at_parent(open_node) & ~is_stop(tokens)
 
-    def row(parents: Array, exact: Array, relaxable: Array, max_run: Array):
-        def step(carry, _):
+    def row(parents: Array, exact: Array, relaxable: Array, max_run: Array, strict: Array):
+        def step(carry, depth):
             node, run, stopped = carry
             child = (parents == node) & ~stopped
-            by_exact, by_relaxed = child & exact, child & relaxable & (run < max_run)
+            by_exact, by_relaxed = child & exact, child & relaxable & (run < max_run) & (depth >= strict)
             is_relaxed = ~jnp.any(by_exact) & jnp.any(by_relaxed)
             found = jnp.any(by_exact) | is_relaxed
             chosen = jnp.argmax(jnp.where(is_relaxed, by_relaxed, by_exact)).astype(jnp.int32)
@@ -67,9 +67,11 @@ def decide(
             return (node, jnp.where(is_relaxed, run + 1, 0), ~found), (node, found, is_relaxed)
 
         start = jnp.int32(0), jnp.int32(0), jnp.zeros((), bool)
-        _, (path, found, relaxed) = lax.scan(step, start, length=max_depth)
+        _, (path, found, relaxed) = lax.scan(step, start, jnp.arange(max_depth, dtype=jnp.int32))
         return jnp.pad(path, (1, 0)), jnp.sum(found, dtype=jnp.int32), relaxed
 
-    path, num_accepted, relaxed = jax.vmap(row)(parents, exact, relaxable, controls.max_relaxed_run)
+    path, num_accepted, relaxed = jax.vmap(row)(
+        parents, exact, relaxable, controls.max_relaxed_run, controls.strict
+    )
     next_token = jnp.take_along_axis(y, path[:, -1:], axis=1)[:, 0]
     return Acceptance(path, num_accepted, next_token, relaxed, stats)

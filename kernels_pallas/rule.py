@@ -20,9 +20,21 @@ class AcceptControls(NamedTuple):
     """The settings that may differ between the rows of one batch."""
 
     theta: Array  # f32[B]; threshold in the units of the margin; inf is strict
-    strict: Array  # bool[B]; True relaxes nothing in the row
+    strict: (
+        Array  # bool[B], True relaxes nothing in the row; or i32[B], the edges from the root that are strict
+    )
     max_relaxed_run: Array  # i32[B]; relaxed edges allowed in a row
     stop_tokens: Array  # i32[B, M]; padded with -1
+
+
+def as_arrays(controls: AcceptControls) -> AcceptControls:
+    """Of anything that has the fields of `AcceptControls`: `strict` as a number of edges, i32[B]."""
+    strict = controls.strict
+    if strict.dtype == jnp.bool_:
+        strict = jnp.where(strict, jnp.iinfo(jnp.int32).max, 0)
+    return AcceptControls(
+        controls.theta, strict.astype(jnp.int32), controls.max_relaxed_run, controls.stop_tokens
+    )
 
 
 class Acceptance(NamedTuple):
@@ -108,7 +120,7 @@ def walk(
     Args:
       stats: [B, N] each.
       tokens, parents, y: i32[B, N]; y is the largest logit where it is negative, or None.
-      theta, strict, max_run: f32, bool and i32 [B, 1].
+      theta, strict, max_run: f32, i32 and i32 [B, 1].
       stops: i32[B, M].
     """
     count = tokens.shape[1]
@@ -123,7 +135,7 @@ def walk(
     y = stats.id1 if y is None else jnp.where(y < 0, stats.id1, y)
     low = MARGINS[margin](stats.top1, stats.top2, jnp.broadcast_to(theta, stats.top1.shape))
     # Where nothing may be relaxed no child carries the runner-up: drafted tokens are never -2.
-    open_node = low & ~strict & ~is_stop(stats.id1) & ~is_stop(y)
+    open_node = low & ~is_stop(stats.id1) & ~is_stop(y)
     best, second = (jnp.where(open_node, i, -2) for i in (stats.id1, stats.id2))
     real = tokens >= 0
     may_relax = real & ~is_stop(tokens)
@@ -131,7 +143,7 @@ def walk(
     node = jnp.zeros(theta.shape, jnp.int32)
     run, accepted, going = node, node, node == 0
     path, relaxed = [node], []
-    for _ in range(max_depth):
+    for depth in range(max_depth):
         here = ids == node
 
         def at_node(values: Array, here: Array = here) -> Array:
@@ -140,7 +152,7 @@ def walk(
         child = (parents == node) & going
         exact = child & real & (tokens == at_node(y))
         runner_up = (tokens == at_node(best)) | (tokens == at_node(second))
-        relaxable = child & may_relax & runner_up & (run < max_run)
+        relaxable = child & may_relax & runner_up & (run < max_run) & (strict <= depth)
         # One minimum finds both: exact children come before relaxed ones, whatever their ids.
         rank = jnp.where(exact, ids, jnp.where(relaxable, ids + count, 2 * count))
         chosen = jnp.min(rank, axis=1, keepdims=True)

@@ -20,7 +20,7 @@ from jax import Array, lax
 from jax.sharding import Mesh, PartitionSpec
 
 from kernels_pallas.api import margin_stats
-from kernels_pallas.rule import Acceptance, AcceptControls, check_margin, decide
+from kernels_pallas.rule import Acceptance, AcceptControls, as_arrays, check_margin, decide
 from kernels_pallas.stats import MarginStats, bits, from_bits, merge
 
 Axis = str | tuple[str, ...]
@@ -87,7 +87,7 @@ def sharded_margin_accept(
       ValueError: as in `sharded_margin_stats`, or an unknown margin.
     """
     check_margin(margin)
-    controls = AcceptControls(controls.theta, controls.strict, controls.max_relaxed_run, controls.stop_tokens)
+    controls = as_arrays(controls)
 
     def local(logits, tokens, parents, y, controls):
         stats = _local(logits, axis=axis, options=options)

@@ -44,6 +44,7 @@ def test_a_row_names_a_factory_and_only_what_it_takes(name):
         if default is not inspect.Parameter.empty and default is not None:
             assert default == setting.default, setting.name
     assert row.help and set(row.needs) <= set(specs.NEEDS)
+    assert row.lossless != ("exact_prefix" in row.settings)
     assert row.lossless or row.paper
 
 
@@ -126,6 +127,7 @@ def test_traced_values_are_not_looked_at():
 def test_settled_settings_are_whole():
     assert specs.rule("mars").settle({"margin": "gap", "theta": 1.5}) == {
         "base": "exact", "margin": "gap", "theta": 1.5, "max_relaxed_run": specs.UNLIMITED_RUN,
+        "exact_prefix": 0,
     }  # fmt: skip
     assert specs.rule("mars").settle({"base": "rejection", "block": True})["block"] is True
     assert specs.rule("exact").settle({}) == {}

@@ -154,7 +154,7 @@ def _accept_kernel(
             parents_ref[...],
             None if y_ref is None else y_ref[...],
             lax.bitcast_convert_type(per_row[:, 0:1], jnp.float32),
-            per_row[:, 1:2] > 0,
+            per_row[:, 1:2],
             per_row[:, 2:3],
             per_row[:, 3:],
             max_depth=max_depth,

@@ -158,11 +158,13 @@ def read_theta(path: str) -> ThetaFile:
         else:
             spec, rule = data["rule"]["verify"], dict(data["rule"]["settings"])
             rule = {name: float(v) if v in ("inf", "-inf") else v for name, v in rule.items()}
-        rule.pop("theta", None)
+        rule["theta"] = theta
         if math.isnan(theta):
             raise ValueError
         if not specs.is_own(spec):
-            RuleChoice(spec, {**rule, "theta": theta}).settled()
+            # A setting that the file is older than had its default.
+            rule = RuleChoice(spec, rule).settled()
+        del rule["theta"]
     except OSError as error:
         raise MarsError(
             f"'{path}' cannot be read ({error.strerror}): name a file of mars_jax.calibrate."

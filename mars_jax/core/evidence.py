@@ -33,6 +33,11 @@ class Evidence:
         return self.start[:, None] + self.tree.depths
 
     @property
+    def generated(self) -> Array:
+        """i32[B]: the tokens that the row has had before this step, those of its prompt not among them."""
+        return self.start + 1 - self.prompt_length
+
+    @property
     def stats(self) -> MarginStats:
         """The two largest raw logits of every node and their ids, [B, N] each. XLA merges repeated reads into one."""
         return node_stats(self.logits)

@@ -67,6 +67,7 @@ class Allowance(NamedTuple):
     max_run: Array  # i32[B]; relaxed edges allowed in a row
     cost: Array | None = None  # f32[B, N], at least 0; what relaxing the edge into node i spends
     budget: Array | None = None  # f32[B]; what a walk may spend; None with a cost of None
+    max_relaxed: Array | None = None  # i32[B]; relaxed edges allowed in a walk; None is any
 
 
 def walk(tree: DraftTree, exact: Array, allowed: Allowance | None) -> tuple[Array, Array, Array]:
@@ -91,6 +92,7 @@ def walk(tree: DraftTree, exact: Array, allowed: Allowance | None) -> tuple[Arra
 
     node = jnp.zeros((batch,), jnp.int32)
     run = jnp.zeros((batch,), jnp.int32)
+    count = jnp.zeros((batch,), jnp.int32)
     spent = jnp.zeros((batch,), jnp.float32)
     stopped = jnp.zeros((batch,), bool)
     path, relaxed_edges = [node], []
@@ -100,6 +102,8 @@ def walk(tree: DraftTree, exact: Array, allowed: Allowance | None) -> tuple[Arra
         is_relaxed = jnp.zeros((batch,), bool)
         if allowed is not None:
             may = child & relaxed & (run < allowed.max_run)[:, None]
+            if allowed.max_relaxed is not None:
+                may &= (count < allowed.max_relaxed)[:, None]
             if allowed.cost is not None and allowed.budget is not None:
                 may &= spent[:, None] + allowed.cost <= allowed.budget[:, None]
             best_relaxed = first(may)
@@ -111,6 +115,7 @@ def walk(tree: DraftTree, exact: Array, allowed: Allowance | None) -> tuple[Arra
         stopped = best == n
         node = jnp.where(stopped, node, best)
         run = jnp.where(is_relaxed, run + 1, 0)
+        count += is_relaxed.astype(jnp.int32)
         path.append(node)
         relaxed_edges.append(is_relaxed)
     path = jnp.stack(path, axis=1)

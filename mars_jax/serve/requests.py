@@ -115,8 +115,11 @@ def make_requests(
         raise MarsError("there are no prompts: give at least one.")
     known = {f.name for f in dataclasses.fields(Request)} - {"prompt", "prompt_tokens", "id"}
     for name in options.keys() - known:
-        if any(name in row.settings for row in specs.RULES.values()):
-            raise MarsError(f"{name} is a setting of the rule: give it there, as in verify=mars({name}=...).")
+        for row in specs.RULES.values():
+            if name in row.settings:
+                raise MarsError(
+                    f"{name} is a setting of the rule: give it there, as in verify={row.name}({name}=...)."
+                )
         raise TypeError(f"generate() got an unexpected keyword argument '{name}'")
     if ignore_eos and "stop_tokens" in options:
         raise MarsError("ignore_eos and stop_tokens contradict each other: leave one of them out.")

@@ -20,7 +20,8 @@ from mars_jax.specs.drafts import (
     parse_tree,
 )
 from mars_jax.specs.own import factory, find, is_own, split
-from mars_jax.specs.rules import MARGINS, NEEDS, RULES, UNLIMITED_RUN, Rule, check_setting, rule
+from mars_jax.specs.row import MARGINS, NEEDS, UNLIMITED_RUN, Rule
+from mars_jax.specs.rules import RULES, check_setting, rule
 
 DTYPES = ("float32", "bfloat16", "int8")
 """Of weights."""

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 from mars_jax.core.errors import MarsError
 from mars_jax.core.settings import Setting
 from mars_jax.specs.own import find, is_own
-from mars_jax.specs.rules import RULES, Rule
+from mars_jax.specs.row import Rule
+from mars_jax.specs.rules import RULES
 
 
 class Given(NamedTuple):
@@ -42,13 +43,13 @@ class RuleChoice:
         >>> choose("mars", {"base": Given("rejection", "--base")}).name
         'mars over rejection'
         """
-        base = self.settings.get("base", "exact")
+        base = self._structure().get("base", "exact")
         return self.row.name if base == "exact" or is_own(self.spec) else f"{self.row.name} over {base}"
 
     @property
     def needs(self) -> frozenset[str]:
         """Of the rule and of its base, as far as the table knows."""
-        base = self.settings.get("base")
+        base = self._structure().get("base")
         of_base = RULES[base].needs if base in RULES and not is_own(self.spec) else ()
         return frozenset((*self.row.needs, *of_base))
 
@@ -129,8 +130,8 @@ def not_in(choice: RuleChoice, name: str) -> str:
     """
     has = ", ".join(choice.options)
     others = [row.name for row in RULES.values() if name in row.settings]
-    cure = f", or verify with {' or '.join(others)}" if others else ""
     based = [b for b in others if "base" in choice.row.settings and b in choice.row.settings["base"].choices]
+    cure = f", or verify with {' or '.join(based or others[:3])}" if others else ""
     if based:
         cure += f", or set base to {based[0]}"
     return f"the rule {choice.name}, which has {has or 'no settings'}: leave it out{cure}"

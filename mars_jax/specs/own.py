@@ -19,7 +19,8 @@ from typing import Any
 
 from mars_jax.core.errors import MarsError
 from mars_jax.core.settings import CONTROLS, LARGEST_INT, Range, Setting
-from mars_jax.specs.rules import RULES, Rule, rule
+from mars_jax.specs.row import Rule
+from mars_jax.specs.rules import RULES, rule
 
 _RANGES = {
     float: Range("a number"),

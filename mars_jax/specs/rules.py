@@ -7,223 +7,269 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Mapping
+import math
 from typing import Any
 
 from mars_jax.core.errors import MarsError
-from mars_jax.core.settings import LARGEST_INT, Range, Setting, by_name
-
-UNLIMITED_RUN = 1 << 30
-"""Default of `max_relaxed_run`: longer than any draft."""
-MARGINS = {
-    "ratio": "second logit / best > theta",
-    "gap": "nats between them < theta",
-    "prob_ratio": "second probability / best > theta",
-}
-"""What a threshold may bound, as `kernels_pallas.MARGINS` computes it."""
-NEEDS = {
-    "draft": "a draft, about which it decides",
-    "chain": "chains, no trees",
-    "weights": "weights of its own, as NAME:PATH",
-    "long": "drafts of a sure length: no ngram, no draft_stop",
-}
-"""What a rule may need, in words."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Rule:
-    """A row of `RULES`, or what the signature of a user's own factory says."""
-
-    name: str
-    factory: str  # "module:function"
-    help: str
-    lossless: bool
-    needs: tuple[str, ...] = ()  # of NEEDS
-    paper: str = ""
-    settings: Mapping[str, Setting] = dataclasses.field(default_factory=dict)
-
-    def options(self, **chosen: Any) -> dict[str, Setting]:
-        """Its settings, and those of the rule that `base` names.
-
-        >>> list(rule("mars").options(base="rejection"))
-        ['base', 'margin', 'theta', 'max_relaxed_run', 'block']
-        """
-        made = dict(self.settings)
-        if "base" in made and made["base"].choices:
-            base = RULES[chosen.get("base", made["base"].default)]
-            made |= {k: v for k, v in base.settings.items() if k not in made}
-        return made
-
-    def setting(self, name: str, **chosen: Any) -> Setting:
-        """One of `options`.
-
-        Raises:
-          MarsError: it has none of that name.
-        """
-        options = self.options(**chosen)
-        if name not in options:
-            has = f"it has {', '.join(options)}" if options else "it has none"
-            raise MarsError(f"the rule {self.name} has no setting '{name}': {has}.")
-        return options[name]
-
-    def check(self, name: str, value: Any, **chosen: Any) -> None:
-        """Raise MarsError unless `value` is in the range of a setting; see `Setting.check`.
-
-        >>> rule("mars").check("theta", [0.8, float("inf")], margin="ratio")
-        """
-        structure = self._structure(chosen)
-        self.setting(name, **chosen).check(value, **structure)
-
-    def _structure(self, chosen: Mapping[str, Any]) -> dict[str, Any]:
-        """Its structural choices, those that are not in `chosen` by their defaults."""
-        for name in self.settings.keys() & chosen.keys():
-            self.settings[name].check(chosen[name])
-        return {name: s.default for name, s in self.settings.items() if s.choices} | dict(chosen)
-
-    def settle(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """All settings: what is given, checked, and the defaults of the others.
-
-        Raises:
-          MarsError: an unknown name, a value out of range, or a setting that must be given and is not.
-
-        >>> rule("mars").settle({"theta": 0.8})["margin"]
-        'ratio'
-        """
-        # Choices first, since what else there is, and in which range, depends on them.
-        chosen = {name: given[name] for name, s in self.settings.items() if s.choices and name in given}
-        for name, value in chosen.items():
-            self.settings[name].check(value)
-        for name, value in given.items():
-            self.check(name, value, **chosen)
-        settled = {name: s.default for name, s in self.options(**chosen).items()} | dict(given)
-        for name, value in settled.items():
-            setting = self.setting(name, **chosen)
-            if value is None and not setting.optional:
-                expected = setting.expected(**self._structure(chosen))
-                raise MarsError(f"the rule {self.name} needs a {name}: give {expected}.")
-        return settled
-
-    def as_json(self) -> dict[str, Any]:
-        """The row, for `--list-rules --json`."""
-        return {
-            "name": self.name,
-            "help": self.help,
-            "lossless": self.lossless,
-            "needs": list(self.needs),
-            "paper": self.paper or None,
-            "factory": self.factory,
-            "settings": [s.as_json() for s in self.settings.values()],
-        }
+from mars_jax.core.settings import LARGEST_FLOAT, LARGEST_INT, Range, Setting, by_name
+from mars_jax.specs.row import (
+    BASE,
+    BLOCK,
+    EXACT,
+    EXACT_PREFIX,
+    MARGINS,
+    REJECTION,
+    Rule,
+    distributions,
+    edges,
+    number,
+)
 
 
 def _share(words: str, grid: tuple[float, ...]) -> Range:
     return Range(words, 0, 1, above=True, inf=True, grid=grid)
 
 
-_BASE = Setting(
-    name="base",
-    kind=str,
-    default="exact",
-    choices={"exact": "what the target would say", "rejection": "speculative sampling"},
-    flag=True,
-    help="the strict rule that is relaxed",
-)
-_MAX_RELAXED_RUN = Setting(
-    name="max_relaxed_run",
-    kind=int,
-    default=UNLIMITED_RUN,
-    word="any",
-    ranges=Range("a whole number of at least 0", 0, LARGEST_INT),
-    per_row=True,
-    flag=True,
-    metavar="N",
-    help="relaxed tokens in a row that are allowed",
-)
+def _nats(words: str, grid: tuple[float, ...]) -> Range:
+    return Range(words, 0, LARGEST_FLOAT, grid=grid)
+
+
 _RATIOS = (0.98, 0.96, 0.94, 0.92, 0.9, 0.88, 0.86, 0.84, 0.82, 0.8, 0.75, 0.7, 0.65, 0.6, 0.55, 0.5)
 _GAPS = (0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0)
 _ODDS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.25, 0.2, 0.15, 0.1, 0.07, 0.05, 0.03, 0.01)
 _HARMS = (0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+_NATS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0, 1.5, 2.0, 3.0)
+_ENTROPIES = (4.0, 3.5, 3.0, 2.5, 2.0, 1.75, 1.5, 1.25, 1.0, 0.8, 0.6, 0.4, 0.2)
+_UNSURE = (1.05, 1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05)
+_WHOLE = Range("a whole number of at least 0", 0, LARGEST_INT)
 _STRICT = "above 0 and at most 1 for the margin {}, or inf, which is strict"
 
 RULES: dict[str, Rule] = {
     row.name: row
     for row in (
-        Rule(
-            name="exact",
-            factory="mars_jax.verify.exact:exact",
-            help="keeps what the target itself would say",
-            lossless=True,
-        ),
-        Rule(
-            name="rejection",
-            factory="mars_jax.verify.rejection:rejection",
-            help="speculative sampling with the draft's true probabilities",
-            lossless=True,
-            needs=("draft", "chain"),
-            paper="2211.17192, 2302.01318; block: 2403.10444",
-            settings=by_name(
-                Setting(
-                    name="block", kind=bool, default=False, flag=True, help="by whole blocks, not by tokens"
-                )
+        EXACT,
+        REJECTION,
+        edges(
+            "mars",
+            "also keeps the target's runner-up where its two best tokens are nearly tied",
+            "2601.15498",
+            Setting(
+                name="margin",
+                kind=str,
+                default="ratio",
+                choices=MARGINS,
+                flag=True,
+                help="what theta bounds",
             ),
-        ),
-        Rule(
-            name="mars",
-            factory="mars_jax.verify.mars:mars",
-            help="also keeps the target's runner-up where its two best tokens are nearly tied",
-            lossless=False,
-            needs=("draft",),
-            paper="2601.15498",
-            settings=by_name(
-                _BASE,
-                Setting(
-                    name="margin",
-                    kind=str,
-                    default="ratio",
-                    choices=MARGINS,
-                    flag=True,
-                    help="what theta bounds",
-                ),
-                Setting(
-                    name="theta",
-                    kind=float,
-                    default=0.9,
-                    by="margin",
-                    ranges={
-                        "ratio": _share("a number " + _STRICT.format("ratio"), grid=_RATIOS),
-                        "gap": Range(
-                            "a number above 0 for the margin gap (inf is strict)", 0, above=True, grid=_GAPS
-                        ),
-                        "prob_ratio": _share("a number " + _STRICT.format("prob_ratio"), grid=_ODDS),
-                    },
-                    per_row=True,
-                    flag=True,
-                    help="how near a tie must be; inf never relaxes",
-                ),
-                _MAX_RELAXED_RUN,
-            ),
-        ),
-        Rule(
-            name="learned",
-            factory="mars_jax.verify.learned:learned",
-            help="also keeps the runner-up where a trained head says that the outcome would not change",
-            lossless=False,
-            needs=("draft", "weights"),
-            paper="after 2501.19309",
-            settings=by_name(
-                _BASE,
-                Setting(
-                    name="theta",
-                    kind=float,
-                    default=0.1,
-                    ranges=_share(
-                        "a probability, a number above 0 and at most 1, or inf, which is strict", grid=_HARMS
+            number(
+                "theta",
+                0.9,
+                {
+                    "ratio": _share("a number " + _STRICT.format("ratio"), grid=_RATIOS),
+                    "gap": Range(
+                        "a number above 0 for the margin gap (inf is strict)", 0, above=True, grid=_GAPS
                     ),
-                    per_row=True,
-                    flag=True,
-                    help="chance of another outcome below which a token is relaxed; inf never relaxes",
+                    "prob_ratio": _share("a number " + _STRICT.format("prob_ratio"), grid=_ODDS),
+                },
+                "how near a tie must be; inf never relaxes",
+                by="margin",
+                flag=True,
+            ),
+        ),
+        edges(
+            "learned",
+            "also keeps the runner-up where a trained head says that the outcome would not change",
+            "after 2501.19309",
+            number(
+                "theta",
+                0.1,
+                _share("a probability, a number above 0 and at most 1, or inf, which is strict", grid=_HARMS),
+                "chance of another outcome below which a token is relaxed; inf never relaxes",
+                flag=True,
+            ),
+            needs=("weights",),
+        ),
+        edges(
+            "topk",
+            "also keeps what is among the target's best tokens and near the best one",
+            "TensorRT-LLM's relaxed acceptance",
+            number(
+                "k", 10, _WHOLE, "of the target's best tokens that may be kept; 0 never relaxes", kind=int
+            ),
+            number(
+                "delta",
+                0.6,
+                _nats("a finite number of at least 0", grid=_NATS),
+                "nats by which they may be less likely than the best one",
+            ),
+        ),
+        edges(
+            "typical",
+            "also keeps what is likely enough, where less is enough if the target is unsure",
+            "2401.10774, section 2.3.1",
+            number(
+                "epsilon",
+                0.09,
+                _share("a probability, a number above 0 and at most 1, or inf, which is strict", grid=_ODDS),
+                "probability that is always enough",
+            ),
+            number(
+                "delta",
+                0.3,
+                Range("a number above 0; inf leaves it to epsilon", 0, above=True, grid=_ODDS),
+                "factor of exp(-entropy), a probability that is enough as well",
+            ),
+        ),
+        edges(
+            "nucleus",
+            "also keeps what is in the nucleus of the target's distribution",
+            "2610.07822",
+            number(
+                "mass",
+                0.9,
+                Range("a probability, a number from 0 to 1", 0, 1, grid=_HARMS),
+                "probability of the nucleus, after temperature and filters; 0 never relaxes",
+            ),
+            base=dataclasses.replace(BASE, default="rejection"),
+        ),
+        edges(
+            "adaptive",
+            "also keeps what is likely enough beside the target's best token",
+            "2609.02897",
+            number(
+                "theta",
+                0.3,
+                _share("a number above 0 and at most 1, or inf, which is strict", grid=_ODDS),
+                "probability / best probability above which a token is kept; inf never relaxes",
+                flag=True,
+            ),
+        ),
+        edges(
+            "entropy_gate",
+            "also keeps the runner-up where the target's entropy is high",
+            "after 2511.22972",
+            number(
+                "entropy",
+                1.5,
+                Range("a number of at least 0 (inf is strict)", 0, grid=_ENTROPIES),
+                "nats above which the target is unsure; inf never relaxes",
+            ),
+        ),
+        edges(
+            "fly",
+            "also keeps what is drafted where the target is unsure, if it goes on as the target would",
+            "2511.22972",
+            number(
+                "entropy",
+                0.3,
+                Range(
+                    "a number from 0 to ln 3, or inf, which is strict", 0, math.log(3), inf=True, grid=_UNSURE
                 ),
-                _MAX_RELAXED_RUN,
+                "nats of the three largest probabilities from which the target is unsure; inf never relaxes",
+            ),
+            number(
+                "window",
+                6,
+                _WHOLE,
+                "tokens after it that must be the target's own; drafts must be longer",
+                kind=int,
+            ),
+            base=None,
+        ),
+        edges(
+            "budget",
+            "also keeps what costs little of the target's logits, while a budget lasts",
+            "2608.03447",
+            number(
+                "gap",
+                0.25,
+                _nats("a finite number of at least 0", grid=_NATS),
+                "nats that a token may cost for each drafted token that is left",
+            ),
+            number(
+                "max_relaxed",
+                2,
+                _WHOLE,
+                "relaxed tokens that are allowed in a step; 0 never relaxes",
+                kind=int,
+            ),
+            number(
+                "total",
+                8.0,
+                Range("a number of at least 0", 0),
+                "nats that all of them may cost, in a whole text",
+            ),
+        ),
+        distributions(
+            "lenience",
+            "speculative sampling that refuses a drafted token less often than it should",
+            "2211.17192, appendix A.5",
+            number(
+                "factor",
+                0.5,
+                Range("a number above 0 and at most 1", 0, 1, above=True, grid=_ODDS),
+                "of the draft's probability in every comparison; 1 is lossless",
+            ),
+            BLOCK,
+        ),
+        distributions(
+            "mixture",
+            "follows a mixture of target and draft, by rejection",
+            "2604.07622, with a static weight",
+            number(
+                "weight",
+                0.5,
+                Range("a number from 0 to 1", 0, 1, grid=_ODDS),
+                "of the target in the mixture; 1 is lossless, 0 follows the draft",
+            ),
+            BLOCK,
+        ),
+        distributions(
+            "cactus",
+            "verifies against the target with more of the drafted token, within a divergence",
+            "2604.04987",
+            number(
+                "divergence",
+                0.1,
+                _nats("a finite number of at least 0", grid=_HARMS),
+                "how far the target is bent; 0 is lossless",
+            ),
+        ),
+        distributions(
+            "speccascade",
+            "follows the draft where the target trusts it, by rejection",
+            "2405.19261",
+            Setting(
+                name="trust",
+                kind=str,
+                default="token_v3",
+                choices={
+                    "token_v3": "tokens with p >= (1 - alpha) max p",
+                    "opt": "positions, unless max q < max p - alpha TV(p, q)",
+                },
+                help="what is trusted",
+            ),
+            number(
+                "alpha",
+                0.1,
+                {
+                    "token_v3": Range("a number from 0 to 1 for token_v3", 0, 1, grid=_HARMS),
+                    "opt": _nats("a finite number of at least 0 for opt", grid=_HARMS),
+                },
+                "how much is trusted",
+                by="trust",
+            ),
+            BLOCK,
+        ),
+        distributions(
+            "released",
+            "what the released code of MARS does along a chain, which is not the paper's rule",
+            "the code of 2601.15498",
+            number(
+                "ratio",
+                0.9,
+                Range("a number above 0, or inf", 0, above=True, grid=_RATIOS),
+                "second logit / best above which the two are taken with certainty; never strict",
             ),
         ),
         Rule(
@@ -234,14 +280,14 @@ RULES: dict[str, Rule] = {
             needs=("draft", "long"),
             paper="the rate: 2211.17192, equation 1",
             settings=by_name(
-                Setting(
-                    name="tau",
-                    kind=float,
-                    ranges=Range("a number of at least 1, the token that every step gives", 1, 1024),
+                number(
+                    "tau",
+                    None,
+                    Range("a number of at least 1, the token that every step gives", 1, 1024),
+                    "tokens per target forward, in the mean over steps",
                     flag=True,
-                    per_row=True,
-                    help="tokens per target forward, in the mean over steps",
-                )
+                ),
+                EXACT_PREFIX,
             ),
         ),
     )

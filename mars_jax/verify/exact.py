@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import flax.struct
 import jax.numpy as jnp
+from jax import Array
 
 from mars_jax.core.controls import is_stop
 from mars_jax.core.evidence import Evidence
@@ -45,13 +46,18 @@ class Exact:
     def relax(self, evidence: Evidence, allowed: Allowance | None) -> Verdict:
         """As the call; an edge that `allowed` names is taken too, unless y is a stop token there."""
         tree, controls = evidence.tree, evidence.controls
-        y = sample(evidence.keys, evidence.positions, evidence.logits, controls)
+        y = named(evidence)
         wanted = at_parent(tree, y)
         if allowed is not None:
             allowed = allowed._replace(edges=allowed.edges & ~is_stop(wanted, controls.stop_tokens))
         path, num_accepted, relaxed = walk(tree, tree.tokens == wanted, allowed)
         next_token = jnp.take_along_axis(y, path[:, -1:], axis=1)[:, 0]
         return Verdict(path=path, num_accepted=num_accepted, next_token=next_token, relaxed=relaxed)
+
+
+def named(evidence: Evidence) -> Array:
+    """i32[B, N]: the token y that the target names at each node."""
+    return sample(evidence.keys, evidence.positions, evidence.logits, evidence.controls)
 
 
 def exact() -> Exact:

@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from mars_jax import specs
 from mars_jax.core.errors import MarsError
 from mars_jax.core.evidence import Evidence
 from mars_jax.models import indicator
 from mars_jax.specs import UNLIMITED_RUN
-from mars_jax.verify.relaxed import Relaxed, base_of, number
+from mars_jax.verify.lossy import numbers
+from mars_jax.verify.relaxed import Relaxed, base_of
 
 
 @flax.struct.dataclass(kw_only=True)
@@ -44,13 +44,16 @@ class Learned(Relaxed):
         return (harm < theta) & (theta < jnp.inf)
 
 
-def learned(base: Any = None, *, theta: Any = 0.1, max_relaxed_run: Any = UNLIMITED_RUN) -> Learned:
+def learned(
+    base: Any = None, *, theta: Any = 0.1, max_relaxed_run: Any = UNLIMITED_RUN, exact_prefix: Any = 0
+) -> Learned:
     """Relaxed verification by a learned head; see `Learned`.
 
     Args:
       base: the strict rule, `exact()` by default, or `rejection(...)`.
       theta: a probability, one number or one per row; inf is strict.
       max_relaxed_run: relaxed tokens allowed in a row, one number or one per row.
+      exact_prefix: generated tokens at the start that are strict, one number or one per row; see `Lossy`.
 
     Raises:
       MarsError: a number out of its range, or a base that cannot be relaxed.
@@ -58,10 +61,5 @@ def learned(base: Any = None, *, theta: Any = 0.1, max_relaxed_run: Any = UNLIMI
     >>> learned(theta=0.2).name
     'learned'
     """
-    specs.check_setting("learned", "theta", theta)
-    specs.check_setting("learned", "max_relaxed_run", max_relaxed_run)
-    return Learned(
-        base=base_of(base, "learned"),
-        theta=number(theta),
-        max_relaxed_run=number(max_relaxed_run, jnp.int32),
-    )
+    given = {"theta": theta, "max_relaxed_run": max_relaxed_run, "exact_prefix": exact_prefix}
+    return Learned(base=base_of(base, "learned"), **numbers("learned", given))

@@ -23,19 +23,20 @@ from mars_jax.core.types import NO_TOKEN, Verdict
 from mars_jax.specs import UNLIMITED_RUN
 from mars_jax.verify.context import check_kind, thresholds
 from mars_jax.verify.exact import Exact
-from mars_jax.verify.relaxed import Relaxed, base_of, number, over
+from mars_jax.verify.lossy import numbers
+from mars_jax.verify.relaxed import Relaxed, base_of, over
 
 
 @flax.struct.dataclass(kw_only=True)
 class Mars(Relaxed):
     """MARS (arXiv 2601.15498): where the target's margin is low, its runner-up is accepted too.
 
-    An edge that `base` would not take is taken as relaxed where, at its parent, the margin of the two largest
-    raw float32 target logits is low and the drafted token x is one of the two. At temperature 0 over
-    `exact()` this is Algorithm 1 of the paper. Guards: never where x, the target's top token, or the token
-    that `base` would emit instead is a stop token of the row; never in a row with `strict`; at most
-    `max_relaxed_run` in a row; an exact sibling goes first. Lossy by design; at theta = inf it equals `base` bit for
-    bit. The margin is of raw logits, so in a sampled row the rule can emit a token that top-k or top-p excludes.
+    An edge that `base` would not take is taken as relaxed where, at its parent, the margin of the two largest raw
+    float32 target logits is low and the drafted token x is one of the two. At temperature 0 over `exact()` this is
+    Algorithm 1 of the paper. Guards: never where x, the target's top token, or the token that `base` would emit
+    instead is a stop token of the row; never in a row with `strict`, nor among its first `exact_prefix` tokens; at
+    most `max_relaxed_run` in a row; an exact sibling goes first. Lossy by design; at theta = inf it equals `base` bit
+    for bit. The margin is of raw logits, so in a sampled row the rule can emit a token that top-k or top-p excludes.
     """
 
     theta: Any  # f32[] or [B]; threshold in the units of the margin; inf is strict
@@ -72,7 +73,8 @@ class Mars(Relaxed):
             lambda: jnp.full(tree.tokens.shape, NO_TOKEN, jnp.int32),
             lambda: sample_processed(evidence.keys, evidence.positions, process(logits, controls)),
         )
-        rows = AcceptControls(self.theta, controls.strict, self.max_relaxed_run, controls.stop_tokens)
+        strict = self.strict_edges(evidence)
+        rows = AcceptControls(self.theta, strict, self.max_relaxed_run, controls.stop_tokens)
         axes = vocabulary_axes(logits.shape[-1])
         accept = functools.partial(sharded_margin_accept, axis=axes) if axes else margin_accept
         done = accept(
@@ -90,6 +92,7 @@ def mars(
     theta: Any = 0.9,
     margin: str = "ratio",
     max_relaxed_run: Any = UNLIMITED_RUN,
+    exact_prefix: Any = 0,
     context: str | None = None,
 ) -> Mars:
     """Margin-aware verification; see `Mars` for what it does.
@@ -100,6 +103,7 @@ def mars(
       margin: "ratio" (z2 / z1 > theta, the paper's), "gap" (z1 - z2 < theta nats) or "prob_ratio"
         (p2 / p1 > theta).
       max_relaxed_run: relaxed tokens allowed in a row, one number or one per row; default: any.
+      exact_prefix: generated tokens at the start that are strict, one number or one per row; see `Lossy`.
       context: "entropy", "position" or "class": what scales the looseness of theta node by node. Its table, from
         `verify.context`, is `Params.verify`; pass both as `LoadedRule(mars(context="entropy"), table)`.
 
@@ -115,14 +119,12 @@ def mars(
     ([[True]], [1])
     """
     specs.check_setting("mars", "margin", margin)
-    specs.check_setting("mars", "theta", theta, margin=margin)
-    specs.check_setting("mars", "max_relaxed_run", max_relaxed_run)
+    given = {"theta": theta, "max_relaxed_run": max_relaxed_run, "exact_prefix": exact_prefix}
     if context is not None:
         check_kind(context)
     return Mars(
         base=base_of(base, "mars"),
-        theta=number(theta),
         margin=margin,
-        max_relaxed_run=number(max_relaxed_run, jnp.int32),
         context=context,
+        **numbers("mars", given, margin=margin),
     )

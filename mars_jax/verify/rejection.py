@@ -120,6 +120,8 @@ def verify_chain(evidence: Evidence, log_v: Array, allowed: Allowance | None, bl
         drafted = jnp.take_along_axis(tree.tokens, edge, axis=1)[:, 0]
         take = jnp.take_along_axis(allowed.edges, edge, axis=1)[:, 0] & (at.stop < ratios.length)
         take &= (drafted != at.token) & ~is_stop(at.token, stop_tokens) & (run < allowed.max_run)
+        if allowed.max_relaxed is not None:
+            take &= jnp.sum(at.relaxed, axis=1, dtype=jnp.int32) < allowed.max_relaxed
         spent = at.spent
         if allowed.cost is not None and allowed.budget is not None:
             spent = spent + jnp.take_along_axis(allowed.cost, edge, axis=1)[:, 0]

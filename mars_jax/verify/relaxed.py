@@ -5,7 +5,7 @@ B batch, N nodes, V vocabulary. Oracle: tests/verify/test_rules.py, for every ru
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import flax.struct
 import jax.numpy as jnp
@@ -19,24 +19,26 @@ from mars_jax.core.tree import Allowance, at_parent, gather_path
 from mars_jax.core.types import Verdict
 from mars_jax.specs import UNLIMITED_RUN
 from mars_jax.verify.exact import Exact
+from mars_jax.verify.lossy import Lossy
 from mars_jax.verify.rejection import Rejection
 
 
 @flax.struct.dataclass(kw_only=True)
-class Relaxed:
+class Relaxed(Lossy):
     """A strict rule that also takes some edges that it would refuse. Subclass it to write a rule of edges.
 
     A subclass says where: by `low`, the nodes at which the target's runner-up may stand in for its best token, or by
-    `relaxable`, the edges themselves. It may bound how far: `max_relaxed_run` in a row, and with `cost` and `spend`
-    what the relaxed edges of a row may add up to over the whole text; what is left is state that the rule carries on.
+    `relaxable`, the edges themselves. It may bound how far: `max_relaxed_run` in a row, `max_relaxed` in a step, and
+    with `cost` and `spend` what the relaxed edges of a row may add up to over the whole text; what is left is state
+    that the rule carries on.
 
-    What no rule has to think of: an exact sibling goes first; strict rows, padding, and stop tokens (the drafted one,
-    the target's best, or the one that the base would emit) are never relaxed.
+    What no rule has to think of: an exact sibling goes first; strict rows, the exact prefix, padding, and stop tokens
+    (the drafted one, the target's best, or the one that the base would emit) are never relaxed.
     """
 
     base: Any = Exact()  # Exact or Rejection
     max_relaxed_run: Any = np.int32(UNLIMITED_RUN)  # i32[] or [B]; relaxed tokens allowed in a row
-    lossless: ClassVar[bool] = False
+    max_relaxed: Any = None  # i32[] or [B]; relaxed tokens allowed in a step; None is any
 
     @property
     def name(self) -> str:
@@ -61,9 +63,18 @@ class Relaxed:
             f"the rule {type(self).__name__} has a cost and keeps no budget: give it a method spend."
         )
 
+    def guarded(self, evidence: Evidence) -> Array:
+        """bool[B, N]: of the edges that are `relaxable` those that any rule may relax."""
+        tree, stop_tokens = evidence.tree, evidence.controls.stop_tokens
+        free = (tree.depths > self.strict_edges(evidence)[:, None]) & (tree.tokens >= 0)
+        free &= ~is_stop(tree.tokens, stop_tokens) & ~at_parent(
+            tree, is_stop(evidence.stats.id1, stop_tokens)
+        )
+        return self.relaxable(evidence) & free
+
     def __call__(self, evidence: Evidence) -> tuple[Verdict, Self]:
         cost, budget = self.cost(evidence) or (None, None)
-        allowed = Allowance(guarded(evidence, self.relaxable(evidence)), self.max_relaxed_run, cost, budget)
+        allowed = Allowance(self.guarded(evidence), self.max_relaxed_run, cost, budget, self.max_relaxed)
         verdict = self.base.relax(evidence, allowed)
         if cost is None or budget is None:
             return verdict, self
@@ -90,25 +101,7 @@ def base_of(base: Any, rule: str) -> Any:
 
 
 def runner_up_edges(evidence: Evidence, low: Array) -> Array:
-    """bool[B, N]: the edges into one of the target's two best tokens, at nodes where `low` bool[B, N], unless the best
-    one is a stop token."""
+    """bool[B, N]: the edges into one of the target's two best tokens, at nodes where `low` bool[B, N]."""
     tree, stats = evidence.tree, evidence.stats
-    low = low & ~is_stop(stats.id1, evidence.controls.stop_tokens)
     best = (tree.tokens == at_parent(tree, stats.id1)) | (tree.tokens == at_parent(tree, stats.id2))
     return at_parent(tree, low) & best
-
-
-def guarded(evidence: Evidence, edges: Array) -> Array:
-    """bool[B, N]: of `edges` those that any rule may relax: not in strict rows, not into stop tokens or padding."""
-    tokens, controls = evidence.tree.tokens, evidence.controls
-    free = ~controls.strict[:, None] & ~is_stop(tokens, controls.stop_tokens)
-    return edges & free & (tokens >= 0)
-
-
-def number(value: Any, dtype: Any = np.float32) -> Any:
-    """A number of a rule as a strongly typed leaf, [] or [B]; a traced or device array is cast where it is.
-
-    >>> number(0.9).dtype, number([1, 2], np.int32).shape
-    (dtype('float32'), (2,))
-    """
-    return value.astype(dtype) if isinstance(value, Array) else np.asarray(value, dtype)

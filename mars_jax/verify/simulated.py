@@ -12,32 +12,31 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from mars_jax import specs
 from mars_jax.core.errors import MarsError
 from mars_jax.core.evidence import Evidence
 from mars_jax.core.sampling import node_uniforms, sample
 from mars_jax.core.tree import ancestors, at_parent, walk
 from mars_jax.core.types import Drafter, Verdict
-from mars_jax.verify.relaxed import number
+from mars_jax.verify.lossy import Lossy, numbers
 
 HALVINGS = 24
 """Of the interval that holds the acceptance rate; what is left of it is below float32's resolution of a tau."""
 
 
-@flax.struct.dataclass
-class Simulated:
+@flax.struct.dataclass(kw_only=True)
+class Simulated(Lossy):
     """Accept by chance, so that a step gives `tau` tokens in expectation, bonus token included. The text means nothing.
 
     In each step one path of the draft, to the first of its deepest nodes, is followed as far as a constant rate of
     acceptance per depth leads; the rate is solved for from tau and from that path's length, step by step. So tau is
     met by chains, by trees, and by trees that differ from step to step, unless a draft is too short to reach it: then
     all of that path is accepted. What is emitted is what was drafted, whatever the target says, and the target's token
-    after it. Everything costs what it costs under `exact`, which strict rows get. A drafted stop token ends a text, so
-    decode past it (`ignore_eos`) where a length is wanted, and a last step that the limit cuts short counts less.
+    after it. Everything costs what it costs under `exact`, which strict rows and the exact prefix get. A
+    drafted stop token ends a text, so decode past it (`ignore_eos`) where a length is wanted, and a last step that the
+    limit cuts short counts less.
     """
 
     tau: Any  # f32[] or [B]
-    lossless: ClassVar[bool] = False
     needs: ClassVar[tuple[str, ...]] = ("draft", "long")
 
     @property
@@ -71,7 +70,8 @@ class Simulated:
         accepted = on_path & (uniform < rate[:, None] ** tree.depths.astype(jnp.float32))
         # The tokens of the target, though little depends on them, for they cost what they cost in `exact`.
         y = sample(evidence.keys, evidence.positions, evidence.logits, evidence.controls)
-        accepted = jnp.where(evidence.controls.strict[:, None], tree.tokens == at_parent(tree, y), accepted)
+        strict = tree.depths <= self.strict_edges(evidence)[:, None]
+        accepted = jnp.where(strict, tree.tokens == at_parent(tree, y), accepted)
         path, num_accepted, relaxed = walk(tree, accepted, None)
         next_token = jnp.take_along_axis(y, path[:, -1:], axis=1)[:, 0]
         verdict = Verdict(path=path, num_accepted=num_accepted, next_token=next_token, relaxed=relaxed)
@@ -105,11 +105,12 @@ def acceptance_rate(tau: Array, height: Array, max_depth: int) -> Array:
     return jnp.where(tau >= 1 + last, 1.0, (low + high) / 2)
 
 
-def simulated(tau: Any) -> Simulated:
+def simulated(tau: Any, *, exact_prefix: Any = 0) -> Simulated:
     """Acceptance by chance; see `Simulated`.
 
     Args:
       tau: tokens per target forward, from 1 to the depth of the draft plus 1; one number or one per row.
+      exact_prefix: generated tokens at the start that are strict, one number or one per row; see `Lossy`.
 
     Raises:
       MarsError: tau below 1 or not finite.
@@ -122,5 +123,4 @@ def simulated(tau: Any) -> Simulated:
     >>> verdict.num_accepted.tolist(), verdict.next_token.tolist()
     ([2], [3])
     """
-    specs.check_setting("simulated", "tau", tau)
-    return Simulated(tau=number(tau))
+    return Simulated(**numbers("simulated", {"tau": tau, "exact_prefix": exact_prefix}))

@@ -39,8 +39,8 @@ MEDUSA = ["--draft", "medusa:heads"]
         (["--verify", "exact", "--block"], "--block does not apply to the rule exact, which has no settings"),
         (
             ["--block"],
-            "--block does not apply to the rule mars, which has base, margin, theta, max_relaxed_run: leave it out, or "
-            "verify with rejection, or set base to rejection",
+            "--block does not apply to the rule mars, which has base, margin, theta, max_relaxed_run, exact_prefix: "
+            "leave it out, or verify with rejection, or set base to rejection",
         ),
         (
             ["--verify", "mars", "--rule-option", "block=true"],

@@ -105,14 +105,18 @@ def test_rows_choose_the_numbers_of_a_rule(run, pair, gates, tmp_path):
 def test_rows_choose_the_numbers_of_a_rule_of_the_table(run, pair, tmp_path):
     file = tmp_path / "p.jsonl"
     lines = [{"theta": 0.5}, {"theta": 0.5, "max_relaxed_run": 0}, {"theta": "inf"}, {}, {"strict": True}]
+    lines.append({"exact_prefix": 24})
     text = "".join(json.dumps({"prompt": "a story of"} | line) + "\n" for line in lines)
     file.write_text(text.replace('"inf"', "Infinity"))
     flags = [*pair, "--ignore-eos", "--max-new-tokens", "24", "--json"]
     found = rows(run(*flags, "--theta", "0.4", "--prompts-file", file))
-    for row, given in zip(found, ("0.5", None, None, "0.4", None), strict=True):
+    for row, given in zip(found, ("0.5", None, None, "0.4", None, None), strict=True):
         [alone] = rows(run(*flags, *(["--theta", given] if given else ["--verify", "exact"]), "a story of"))
         assert row["tokens"] == alone["tokens"]
     assert found[0]["accepted_relaxed"] > 0 == found[1]["accepted_relaxed"] == found[4]["accepted_relaxed"]
+    for prefix in (["--exact-prefix", "24"], ["--rule-option", "exact_prefix=24"]):
+        [row] = rows(run(*flags, "--theta", "0.4", *prefix, "a story of"))
+        assert row["tokens"] == found[5]["tokens"] != found[3]["tokens"] and row["accepted_relaxed"] == 0
 
 
 def test_a_rule_of_ones_own_over_rejection_gets_a_sampled_draft(run, pair, gates):

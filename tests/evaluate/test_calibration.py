@@ -171,7 +171,12 @@ def test_the_file_says_what_was_promised_and_for_what(theta_file, target):
     }  # fmt: skip
     assert data["rule"] == {
         "verify": "mars",
-        "settings": {"base": "exact", "margin": "ratio", "max_relaxed_run": specs.UNLIMITED_RUN},
+        "settings": {
+            "base": "exact",
+            "margin": "ratio",
+            "max_relaxed_run": specs.UNLIMITED_RUN,
+            "exact_prefix": 0,
+        },
     }
 
 
@@ -180,6 +185,7 @@ def test_generate_takes_the_file_and_its_rule(theta_file, target):
     args = parse([*flags, "--temperature", "1", "--theta", str(theta_file), "hello"])
     assert args.rule.spec == "mars" and args.rule.settled() == {
         "theta": 0.5, "margin": "ratio", "base": "exact", "max_relaxed_run": specs.UNLIMITED_RUN,
+        "exact_prefix": 0,
     }  # fmt: skip
 
 
@@ -192,6 +198,18 @@ def test_files_of_the_first_format_are_still_read(theta_file, target, tmp_path):
     found = read_theta(str(file))
     assert found.choice.name == "mars over rejection" and found.choice.settled()["margin"] == "gap"
     assert read_theta(str(theta_file)).choice.name == "mars"
+
+
+def test_a_setting_that_is_newer_than_a_file_had_its_default(theta_file, target, tmp_path):
+    data = json.loads(theta_file.read_text())
+    del data["rule"]["settings"]["exact_prefix"]
+    file = tmp_path / "older.json"
+    file.write_text(json.dumps(data))
+    flags = ["--target", f"elsewhere/{target.name}", "--draft", f"model:{target}", "--num-draft-tokens", "2"]
+    flags += ["--temperature", "1", "--theta", str(file), "--verify", "mars"]
+    assert parse([*flags, "hello"]).rule.settled()["exact_prefix"] == 0
+    with pytest.raises(MarsError, match="was calibrated for the exact prefix 0, and this run has 2"):
+        parse([*flags, "--exact-prefix", "2", "hello"])
 
 
 def test_a_file_for_somebodys_own_rule_runs_nothing_until_it_is_named(theta_file, target, tmp_path):

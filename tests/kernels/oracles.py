@@ -43,13 +43,17 @@ def accept(logits, tokens, parents, y, controls, max_depth, margin):
         named = id1[b] if y is None else np.where(y[b] < 0, id1[b], y[b])
         stops = {int(t) for t in controls.stop_tokens[b] if t >= 0}
         node, run, path, relaxed = 0, 0, [0], []
-        for _ in range(max_depth):
+        for depth in range(max_depth):
             drafted = [(i, int(tokens[b, i])) for i in range(len(parents[b])) if parents[b, i] == node]
             drafted = [(i, x) for i, x in drafted if x >= 0]
             exact = [i for i, x in drafted if x == named[node]]
             may_relax = (
                 low_margin(top1[b, node], top2[b, node], controls.theta[b], margin)
-                and not controls.strict[b]
+                and (
+                    depth >= controls.strict[b]
+                    if controls.strict.dtype == np.int32
+                    else not controls.strict[b]
+                )
                 and not {int(id1[b, node]), int(named[node])} & stops
                 and run < controls.max_relaxed_run[b]
             )

@@ -136,6 +136,17 @@ class Cases:
             got = self.check(logits, tokens, parents, None, controls, **options, margin=margin)
             assert not got.relaxed.any()
 
+    def test_the_first_edges_of_a_row_may_be_strict(self):
+        (logits, tokens, parents, y, controls), options = self.case(9, 24, 5, 4, 50, chain=True)
+        controls = controls._replace(
+            theta=jnp.full((24,), 0.3, jnp.float32), max_relaxed_run=jnp.full((24,), 99, jnp.int32)
+        )
+        for strict in (0, 1, 2, 4, 2**31 - 1):
+            edges = controls._replace(strict=jnp.full((24,), strict, jnp.int32))
+            got = self.check(logits, tokens, parents, y, edges, **options)
+            assert not got.relaxed[:, :strict].any()
+            assert bool(got.relaxed[:, strict:].any()) == (strict < 3)
+
     def test_an_exact_sibling_goes_before_a_relaxed_one_with_a_lower_id(self):
         logits = jnp.zeros((1, 4, 9)).at[0, 0, jnp.asarray([2, 5])].set(jnp.asarray([9.5, 10.0]))
         tokens, parents = jnp.asarray([[0, 2, 5, 5]]), jnp.asarray([[-1, 0, 0, 0]])

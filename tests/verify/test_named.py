@@ -91,7 +91,7 @@ def test_numbers_reach_the_rule_one_for_all_or_one_for_each():
     ("spec", "settings", "expected"),
     [
         ("marz", {}, "there is no rule 'marz' (did you mean mars?)"),
-        ("mars", {"tau": 2}, "the rule mars has no setting 'tau': it has base, margin, theta, max_relaxed_run."),
+        ("mars", {"tau": 2}, "the rule mars has no setting 'tau': it has base, margin, theta, max_relaxed_run, "),
         ("mars", {"theta": 1.5}, "theta is 1.5: expected"),
         ("mars", {"base": "mars"}, "base is 'mars': expected one of exact, rejection."),
         ("exact", {"theta": 0.9}, "the rule exact has no setting 'theta': it has none."),

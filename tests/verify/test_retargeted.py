@@ -19,7 +19,7 @@ VOCAB, ROWS = 4, 18_000
 
 
 @flax.struct.dataclass
-class Lenience(verify.Retargeted):
+class Lifted(verify.Retargeted):
     """The normalised max(p, share q)."""
 
     share: Any
@@ -28,7 +28,7 @@ class Lenience(verify.Retargeted):
         return jnp.maximum(log_p, log_q + jnp.log(self.share)[:, None, None])
 
 
-def lenient(p, q, share):
+def lifted(p, q, share):
     """f64, along the last axis."""
     v = np.maximum(p, share * q)
     return v / v.sum(-1, keepdims=True)
@@ -42,12 +42,12 @@ def test_the_output_follows_what_the_rule_names(block):
     p_table, q_table = oracles.tables(41, VOCAB, 3), oracles.tables(42, VOCAB, 2)
     tree, drafted = sampled_chain(oracles.keys_of(1, ROWS), q_table, settings, ROWS)
     logits = jnp.asarray(np.stack([oracles.after(p_table, drafted[:, :i]) for i in range(3)], 1))
-    rule = Lenience(share=np.float32(share), block=block)
+    rule = Lifted(share=np.float32(share), block=block)
     verdict = jax.jit(judge(rule))(oracles.keys_of(2, ROWS), tree, logits, settings)
     out, count = oracles.emitted(tree.tokens, verdict)
     for s, row in enumerate(oracles.SETTINGS):
         p, q = oracles.processed_tables(p_table, row), oracles.processed_tables(q_table, row)
-        named = [lenient(p[0], q[0], share), lenient(p[1], q[1], share), p[2]]
+        named = [lifted(p[0], q[0], share), lifted(p[1], q[1], share), p[2]]
         assert np.abs(named[0] - p[0]).max() > 0.02  # another law than the target's
         sequences = oracles.complete(np.random.default_rng(s), out[s::5], count[s::5], named)
         assert oracles.chi_square(sequences, oracles.sequence_probabilities(named)) > 1e-3, row
@@ -58,7 +58,7 @@ def test_strict_rows_follow_the_target():
     p_table, q_table = oracles.tables(41, VOCAB, 3), oracles.tables(42, VOCAB, 2)
     tree, drafted = sampled_chain(oracles.keys_of(1, ROWS), q_table, settings, ROWS)
     logits = jnp.asarray(np.stack([oracles.after(p_table, drafted[:, :i]) for i in range(3)], 1))
-    rule = jax.jit(judge(Lenience(share=np.float32(0.9))))
+    rule = jax.jit(judge(Lifted(share=np.float32(0.9))))
     verdict = rule(oracles.keys_of(2, ROWS), tree, logits, settings)
     p = oracles.processed_tables(p_table, oracles.SETTINGS[0])
     sequences = oracles.complete(np.random.default_rng(0), *oracles.emitted(tree.tokens, verdict), p)
@@ -68,8 +68,8 @@ def test_strict_rows_follow_the_target():
 def test_a_tree_is_refused_and_a_rule_that_names_nothing():
     tree = trees.chain(jnp.zeros((1, 3), jnp.int32))
     rows = oracles.controls_of([(1.0, 0, 1.0, 0.0)])
-    with pytest.raises(MarsError, match=r"lenience needs a chain .*exact\(\)"):
-        judge(Lenience(share=np.float32(1)))(
+    with pytest.raises(MarsError, match=r"lifted needs a chain .*exact\(\)"):
+        judge(Lifted(share=np.float32(1)))(
             oracles.keys_of(0, 1), tree.replace(is_chain=False), jnp.zeros((1, 3, 4)), rows
         )
     with pytest.raises(MarsError, match="says nothing: give it a method target"):

@@ -15,6 +15,7 @@ import pytest
 
 from mars_jax import drafters, specs, verify
 from mars_jax.core import decode, fake
+from mars_jax.core import tree as trees
 from mars_jax.core.controls import make_controls
 from mars_jax.core.errors import MarsError
 from mars_jax.core.rules import for_rows, structure, take_rows
@@ -29,45 +30,6 @@ CHAIN = drafters.language_model(SMALL, 4)
 SAMPLED = drafters.language_model(SMALL, 4, sample=True)
 TREE = drafters.language_model(SMALL, tree=(2, 2, 1))
 SETTINGS = {"temperature": [0.0, 0.9, 1.3, 0.0], "top_k": [0, 5, 0, 0]}
-
-
-@flax.struct.dataclass
-class EntropyGate(verify.Relaxed):
-    """The rule of docs/rules.md."""
-
-    entropy: Any
-
-    def low(self, evidence):
-        return verify.entropy(evidence.logits) > self.entropy[:, None]
-
-
-@flax.struct.dataclass
-class Budget(verify.Relaxed):
-    """A rule with state: what relaxing costs in nats is taken from what the row has left."""
-
-    nats: Any
-
-    def low(self, evidence):
-        return jnp.ones(evidence.tree.tokens.shape, bool)
-
-    def cost(self, evidence):
-        stats = evidence.stats
-        at = jnp.maximum(evidence.tree.parents, 0)
-        lost = jnp.take_along_axis(stats.top1 - stats.top2, at, axis=1)
-        return lost, self.nats
-
-    def spend(self, left):
-        return dataclasses.replace(self, nats=left)
-
-
-@flax.struct.dataclass
-class Lenience(verify.Retargeted):
-    """Rejection against max(p, share q), renormalised: the seam of distributions."""
-
-    share: Any
-
-    def target(self, log_p, log_q, evidence):
-        return jnp.maximum(log_p, log_q + jnp.log(self.share)[:, None, None])
 
 
 class Case(NamedTuple):
@@ -109,13 +71,35 @@ CASES = {
         drafter=TREE,
     ),
     "simulated": Case(verify.simulated(3), verify.exact(), None, {"tau": 1.5}),
-    "entropy gate": Case(
-        EntropyGate(entropy=np.float32(0.5)), verify.exact(), {"entropy": np.inf}, {"entropy": 2.3}, drafter=TREE
+    "topk": Case(verify.topk(delta=1.5), verify.exact(), {"k": 0}, {"delta": 0.4}, drafter=TREE),
+    "typical": Case(
+        verify.typical(), verify.exact(), {"epsilon": 1.0, "delta": np.inf}, {"delta": 3.0}, drafter=TREE
     ),
-    "budget": Case(Budget(nats=np.float32(4)), verify.exact(), {"nats": -1.0}, {"nats": 1.0}, drafter=TREE),
+    "nucleus": Case(verify.nucleus(), verify.rejection(), {"mass": 0.0}, {"mass": 0.4}, drafter=SAMPLED),
+    "adaptive": Case(verify.adaptive(), verify.exact(), {"theta": np.inf}, {"theta": 0.7}, drafter=TREE),
+    "entropy_gate": Case(
+        verify.entropy_gate(entropy=0.5), verify.exact(), {"entropy": np.inf}, {"entropy": 2.3}, drafter=TREE
+    ),
+    "fly": Case(
+        verify.fly(window=1), verify.exact(), {"entropy": np.inf}, {"window": 2}, drafter=CHAIN
+    ),
+    "budget": Case(verify.budget(gap=1.0), verify.exact(), {"max_relaxed": 0}, {"total": 1.0}, drafter=TREE),
     "lenience": Case(
-        Lenience(share=np.float32(0.8)), verify.rejection(), None, {"share": 0.3}, drafter=SAMPLED
+        verify.lenience(factor=0.2), verify.rejection(), {"factor": 1.0}, {"factor": 1.0}, drafter=SAMPLED
     ),
+    "mixture": Case(
+        verify.mixture(weight=0.2), verify.rejection(), {"weight": 1.0}, {"weight": 0.7}, drafter=SAMPLED
+    ),
+    "cactus": Case(
+        verify.cactus(divergence=2), verify.rejection(), {"divergence": 0.0}, {"divergence": 0.0}, drafter=SAMPLED
+    ),
+    "speccascade": Case(
+        verify.speccascade(alpha=0.9), verify.rejection(), None, {"alpha": 0.1}, drafter=SAMPLED
+    ),
+    "speccascade(opt)": Case(
+        verify.speccascade(trust="opt", alpha=1), verify.rejection(), None, {"alpha": 0.0}, drafter=SAMPLED
+    ),
+    "released": Case(verify.released(ratio=0.4), verify.rejection(), None, {"ratio": np.inf}, drafter=SAMPLED),
 }  # fmt: skip
 every_rule = pytest.mark.parametrize("name", CASES)
 
@@ -188,6 +172,37 @@ def test_changed_numbers_compile_nothing_and_are_obeyed_row_by_row(name):
     assert (decode.run._cache_size(), decode._start._cache_size()) == count
 
 
+@every_rule
+def test_the_exact_prefix_of_each_row_is_its_bases(name):
+    case = CASES[name]
+    if not case.relaxes:
+        assert not hasattr(case.rule, "exact_prefix")
+        return
+    want, free = decoded(case, case.base)[0], decoded(case, case.rule)[0]
+    count = decode.run._cache_size(), decode._start._cache_size()
+    # To two tokens past the first that the rule relaxes, where it relaxes any.
+    differ = [
+        next((i for i, (x, y) in enumerate(zip(*pair, strict=False)) if x != y), 0)
+        for pair in zip(free, want, strict=True)
+    ]
+    ends = [first + 3 if first else 0 for first in differ]
+    lengths = prompts()[1].tolist()
+    prefixes = [max(end - length, 0) for end, length in zip(ends, lengths, strict=True)]
+    found, _ = decoded(case, with_numbers(case.rule, {"exact_prefix": prefixes}))
+    for row, other, end in zip(found, want, ends, strict=True):
+        assert row[:end] == other[:end]
+    # One row of them alone, and under a wrapper.
+    one = next(row for row, prefix in enumerate(prefixes) if prefix)
+    own = with_numbers(
+        case.rule, {"exact_prefix": [p if row == one else 0 for row, p in enumerate(prefixes)]}
+    )
+    mixed, _ = decoded(case, own)
+    assert mixed == [found[row] if row == one else free[row] for row in range(BATCH)]
+    assert decoded(case, with_numbers(case.rule, {"exact_prefix": 2**31 - 1}))[0] == want
+    assert (decode.run._cache_size(), decode._start._cache_size()) == count
+    assert decoded(case, Wrapped(own, np.int32(0)))[0] == mixed
+
+
 @flax.struct.dataclass
 class Wrapped:
     """Somebody's wrapper, which forwards nothing but the call."""
@@ -242,12 +257,30 @@ def test_in_a_mesh_the_text_is_that_of_one_device(name):
     assert committed(state) == decoded(case, case.rule)[0]
 
 
+@pytest.mark.parametrize("generated", [0, 1, 2, 3])
+@pytest.mark.parametrize("rule", [verify.mars(theta=0.5), verify.adaptive(theta=0.5)])
+def test_an_exact_prefix_ends_at_its_token(rule, generated):
+    """Every drafted token is the runner-up; of two strict tokens the ones that came before are taken off."""
+    tree = trees.chain(jnp.asarray([[0, 2, 2, 2, 2]], jnp.int32))
+    given = verify.evidence(
+        tree,
+        jnp.asarray([[[0.0, 10.0, 9.9]] * 5]),
+        start=jnp.asarray([6 + generated], jnp.int32),
+        prompt_length=jnp.asarray([7], jnp.int32),
+    )
+    verdict, _ = for_rows(dataclasses.replace(rule, exact_prefix=np.int32(2)), 1)(given)
+    assert int(verdict.num_accepted[0]) == (0 if generated < 2 else 4)
+    exact_first = given.replace(tree=trees.chain(jnp.asarray([[0, 1, 2, 2, 2]], jnp.int32)))
+    verdict, _ = for_rows(dataclasses.replace(rule, exact_prefix=np.int32(2)), 1)(exact_first)
+    assert int(verdict.num_accepted[0]) == (1 if generated < 1 else 4)
+
+
 def test_a_budget_is_spent_and_not_exceeded():
     case = CASES["budget"]
     tokens, lengths = prompts()
-    start = with_numbers(case.rule, {"nats": [4.0, 0.0, 2.0, 1e9]})
+    start = with_numbers(case.rule, {"total": [4.0, 0.0, 2.0, 1e9]})
     state, stats = decode_all(TARGET, case.drafter, start, tokens, lengths)
-    left = np.asarray(state.rule.nats)
+    left = np.asarray(state.rule.total)
     assert np.all(left >= -1e-4) and left[1] == 0 and left[0] < 4
     relaxed = np.asarray(stats.accepted_relaxed)
     assert relaxed[1] == 0 and relaxed[0] > 0 and relaxed[3] > 0

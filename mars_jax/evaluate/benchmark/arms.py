@@ -216,7 +216,8 @@ def _controls(choice: RuleChoice, first: Arm, matched: float, temperature: float
     """What tells the rule's own merit from speed and from sampling among two tokens."""
     margin = margin_of(choice)
     strict = base_of(first.rule).rule
-    other = verify.mars(strict, theta=matched, margin=other_margin(margin))
+    prefix = getattr(first.rule.rule, "exact_prefix", 0)
+    other = verify.mars(strict, theta=matched, margin=other_margin(margin), exact_prefix=prefix)
     at = f"theta={first.theta:g}" if first.theta is not None else first.name
     arms = [
         Arm(

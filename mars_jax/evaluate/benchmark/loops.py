@@ -178,8 +178,8 @@ class Evaluation:
             return emitted / steps
 
         def tau_at(theta: float) -> float:
-            base = base_of(first.rule).rule
-            return tau_of(LoadedRule(verify.mars(base, theta=theta, margin=other)))
+            base, prefix = base_of(first.rule).rule, getattr(first.rule.rule, "exact_prefix", 0)
+            return tau_of(LoadedRule(verify.mars(base, theta=theta, margin=other, exact_prefix=prefix)))
 
         found = match(tau_at, tau_of(first.rule), other)
         self.matches[name] = found

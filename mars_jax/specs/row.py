@@ -1,0 +1,203 @@
+"""What the rows of the table of rules are made of: settings that they share, and two kinds of rows. No jax."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from mars_jax.core.errors import MarsError
+from mars_jax.core.settings import LARGEST_INT, Range, Setting, by_name
+
+UNLIMITED_RUN = 1 << 30
+"""Default of `max_relaxed_run`: longer than any draft."""
+MARGINS = {
+    "ratio": "second logit / best > theta",
+    "gap": "nats between them < theta",
+    "prob_ratio": "second probability / best > theta",
+}
+"""What a threshold may bound, as `kernels_pallas.MARGINS` computes it."""
+NEEDS = {
+    "draft": "a draft, about which it decides",
+    "chain": "chains, no trees",
+    "weights": "weights of its own, as NAME:PATH",
+    "long": "drafts of a sure length: no ngram, no draft_stop",
+}
+"""What a rule may need, in words."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rule:
+    """A row of `rules.RULES`, or what the signature of a user's own factory says."""
+
+    name: str
+    factory: str  # "module:function"
+    help: str
+    lossless: bool
+    needs: tuple[str, ...] = ()  # of NEEDS
+    paper: str = ""
+    bases: tuple[Rule, ...] = ()  # what its setting `base` chooses from
+    settings: Mapping[str, Setting] = dataclasses.field(default_factory=dict)
+
+    def options(self, **chosen: Any) -> dict[str, Setting]:
+        """Its settings, and those of the rule that `base` names.
+
+        >>> from mars_jax import specs
+        >>> list(specs.rule("mars").options(base="rejection"))
+        ['base', 'margin', 'theta', 'max_relaxed_run', 'exact_prefix', 'block']
+        """
+        made = dict(self.settings)
+        for base in self.bases:
+            if base.name == chosen.get("base", made["base"].default):
+                made |= {k: v for k, v in base.settings.items() if k not in made}
+        return made
+
+    def setting(self, name: str, **chosen: Any) -> Setting:
+        """One of `options`.
+
+        Raises:
+          MarsError: it has none of that name.
+        """
+        options = self.options(**chosen)
+        if name not in options:
+            has = f"it has {', '.join(options)}" if options else "it has none"
+            raise MarsError(f"the rule {self.name} has no setting '{name}': {has}.")
+        return options[name]
+
+    def check(self, name: str, value: Any, **chosen: Any) -> None:
+        """Raise MarsError unless `value` is in the range of a setting; see `Setting.check`.
+
+        >>> from mars_jax import specs
+        >>> specs.rule("mars").check("theta", [0.8, float("inf")], margin="ratio")
+        """
+        structure = self._structure(chosen)
+        self.setting(name, **chosen).check(value, **structure)
+
+    def _structure(self, chosen: Mapping[str, Any]) -> dict[str, Any]:
+        """Its structural choices, those that are not in `chosen` by their defaults."""
+        for name in self.settings.keys() & chosen.keys():
+            self.settings[name].check(chosen[name])
+        return {name: s.default for name, s in self.settings.items() if s.choices} | dict(chosen)
+
+    def settle(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """All settings: what is given, checked, and the defaults of the others.
+
+        Raises:
+          MarsError: an unknown name, a value out of range, or a setting that must be given and is not.
+
+        >>> from mars_jax import specs
+        >>> specs.rule("mars").settle({"theta": 0.8})["margin"]
+        'ratio'
+        """
+        # Choices first, since what else there is, and in which range, depends on them.
+        chosen = {name: given[name] for name, s in self.settings.items() if s.choices and name in given}
+        for name, value in chosen.items():
+            self.settings[name].check(value)
+        for name, value in given.items():
+            self.check(name, value, **chosen)
+        settled = {name: s.default for name, s in self.options(**chosen).items()} | dict(given)
+        for name, value in settled.items():
+            setting = self.setting(name, **chosen)
+            if value is None and not setting.optional:
+                expected = setting.expected(**self._structure(chosen))
+                raise MarsError(f"the rule {self.name} needs a {name}: give {expected}.")
+        return settled
+
+    def as_json(self) -> dict[str, Any]:
+        """The row, for `--list-rules --json`."""
+        return {
+            "name": self.name,
+            "help": self.help,
+            "lossless": self.lossless,
+            "needs": list(self.needs),
+            "paper": self.paper or None,
+            "factory": self.factory,
+            "settings": [s.as_json() for s in self.settings.values()],
+        }
+
+
+def number(name: str, default: float | None, ranges: Any, help: str, **more: Any) -> Setting:
+    """A number of a rule, one for all prompts or one for each; `ranges` and `more` as in `Setting`."""
+    return Setting(
+        name=name, default=default, ranges=ranges, help=help, **{"kind": float, "per_row": True, **more}
+    )
+
+
+BASE = Setting(
+    name="base",
+    kind=str,
+    default="exact",
+    choices={"exact": "what the target would say", "rejection": "speculative sampling"},
+    flag=True,
+    help="the strict rule that is relaxed",
+)
+BLOCK = Setting(name="block", kind=bool, default=False, flag=True, help="by whole blocks, not by tokens")
+MAX_RELAXED_RUN = number(
+    "max_relaxed_run",
+    UNLIMITED_RUN,
+    Range("a whole number of at least 0", 0, LARGEST_INT),
+    "relaxed tokens in a row that are allowed",
+    kind=int,
+    word="any",
+    flag=True,
+    metavar="N",
+)
+EXACT_PREFIX = number(
+    "exact_prefix",
+    0,
+    Range("a whole number of at least 0", 0, LARGEST_INT),
+    "tokens at the start of each answer that are verified strictly; 2 where safety matters",
+    kind=int,
+    flag=True,
+    metavar="N",
+)
+
+EXACT = Rule(
+    name="exact",
+    factory="mars_jax.verify.exact:exact",
+    help="keeps what the target itself would say",
+    lossless=True,
+)
+REJECTION = Rule(
+    name="rejection",
+    factory="mars_jax.verify.rejection:rejection",
+    help="speculative sampling with the draft's true probabilities",
+    lossless=True,
+    needs=("draft", "chain"),
+    paper="2211.17192, 2302.01318; block: 2403.10444",
+    settings=by_name(BLOCK),
+)
+
+
+def edges(
+    name: str,
+    help: str,
+    paper: str,
+    *settings: Setting,
+    base: Setting | None = BASE,
+    needs: tuple[str, ...] = (),
+) -> Rule:
+    """A rule that relaxes edges of a strict base; of `exact` alone where `base` is None."""
+    return Rule(
+        name=name,
+        factory=f"mars_jax.verify.{name}:{name}",
+        help=help,
+        lossless=False,
+        needs=("draft", *needs),
+        paper=paper,
+        bases=() if base is None else (EXACT, REJECTION),
+        settings=by_name(*(() if base is None else (base,)), *settings, MAX_RELAXED_RUN, EXACT_PREFIX),
+    )
+
+
+def distributions(name: str, help: str, paper: str, *settings: Setting) -> Rule:
+    """A rule that verifies another distribution than the target's, by rejection."""
+    return Rule(
+        name=name,
+        factory=f"mars_jax.verify.{name}:{name}",
+        help=help,
+        lossless=False,
+        needs=("draft", "chain"),
+        paper=paper,
+        settings=by_name(*settings, EXACT_PREFIX),
+    )

@@ -1,0 +1,54 @@
+"""Acceptance by the ratio of probabilities. B batch, N nodes. Oracle: transformers' min-p warper, in
+tests/verify/test_edges.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.struct
+import jax.numpy as jnp
+from jax import Array
+
+from mars_jax.core.evidence import Evidence
+from mars_jax.specs import UNLIMITED_RUN
+from mars_jax.verify import drafted
+from mars_jax.verify.lossy import numbers
+from mars_jax.verify.relaxed import Relaxed, base_of
+
+
+@flax.struct.dataclass(kw_only=True)
+class Adaptive(Relaxed):
+    """AdaptiveSpec (arXiv 2609.02897): a drafted token x is accepted where p(x) / p(top1) > theta.
+
+    It is `mars(margin="prob_ratio")` without the limit to the two best tokens. Lossy; at theta of 1 or more, as at inf,
+    it equals `base` bit for bit.
+    """
+
+    theta: Any  # f32[] or [B]
+
+    def relaxable(self, evidence: Evidence) -> Array:
+        return jnp.exp(-drafted.shortfall(evidence)) > self.theta[:, None]
+
+
+def adaptive(
+    base: Any = None, *, theta: Any = 0.3, max_relaxed_run: Any = UNLIMITED_RUN, exact_prefix: Any = 0
+) -> Adaptive:
+    """Acceptance by the ratio of probabilities; see `Adaptive`.
+
+    Args:
+      base: the strict rule, `exact()` by default, or `rejection(...)`.
+      theta: the paper's K, which it leaves to the task; the default is ours.
+      max_relaxed_run, exact_prefix: as for `mars`. Every number is one value, or one per row.
+
+    Raises:
+      MarsError: a number out of its range, or a base that cannot be relaxed.
+
+    >>> from mars_jax import verify
+    >>> from mars_jax.core.tree import chain
+    >>> z = jnp.log(jnp.asarray([[[0.2, 0.5, 0.3], [0.1, 0.8, 0.1]]]))
+    >>> given = verify.evidence(chain(jnp.asarray([[2, 0]], jnp.int32)), z)
+    >>> [int(verify.for_rows(adaptive(theta=t), 1)(given)[0].num_accepted[0]) for t in (0.5, 0.3)]
+    [0, 1]
+    """
+    given = {"theta": theta, "max_relaxed_run": max_relaxed_run, "exact_prefix": exact_prefix}
+    return Adaptive(base=base_of(base, "adaptive"), **numbers("adaptive", given))

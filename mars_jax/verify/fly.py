@@ -1,0 +1,98 @@
+"""Acceptance by what follows. B batch, N nodes. Oracle: the same decisions node by node in Python, in
+tests/verify/test_edges.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from mars_jax.core.errors import MarsError
+from mars_jax.core.evidence import Evidence, node_stats
+from mars_jax.core.sampling import top_k
+from mars_jax.core.tree import at_parent
+from mars_jax.core.types import Drafter, DraftTree
+from mars_jax.specs import UNLIMITED_RUN
+from mars_jax.verify.exact import named
+from mars_jax.verify.lossy import numbers
+from mars_jax.verify.relaxed import Relaxed
+
+
+@flax.struct.dataclass(kw_only=True)
+class Fly(Relaxed):
+    """FLy (arXiv 2511.22972): any drafted token is accepted where the target is unsure, if it then goes on as drafted.
+
+    Unsure means that the three largest probabilities, as they are, have an entropy of at least `entropy` nats (ln 3 is
+    the most). Going on means that the next `window` drafted tokens are those that the target names; a window that does
+    not fit into the draft refuses the token, so drafts must be longer than the window. Over `exact()`. Lossy; at
+    entropy = inf it equals `exact()` bit for bit.
+    """
+
+    entropy: Any  # f32[] or [B]; nats
+    window: Any  # i32[] or [B]; tokens
+
+    def check_drafter(self, drafter: Drafter) -> None:
+        """Raise MarsError where no window fits into a draft."""
+        least = int(np.min(np.asarray(self.window)))
+        if drafter.max_depth <= least:
+            raise MarsError(
+                f"window is {least}, and this draft is {drafter.max_depth} tokens deep, so that the rule fly could "
+                "relax nothing: draft deeper, or give a smaller window."
+            )
+
+    def relaxable(self, evidence: Evidence) -> Array:
+        tree = evidence.tree
+        total = node_stats(evidence.logits, logsumexp=True).logsumexp
+        assert total is not None
+        best = jnp.exp(top_k(evidence.logits, 3)[0] - total[..., None])
+        unsure = jnp.sum(jax.scipy.special.entr(best), axis=-1) >= self.entropy[:, None]
+        native = (tree.tokens == at_parent(tree, named(evidence))) & (tree.depths > 0)
+        return at_parent(tree, unsure) & (followed(tree, native) >= self.window[:, None])
+
+
+def followed(tree: DraftTree, native: Array) -> Array:
+    """i32[B, N]: the length of the longest path below each node whose edges are all `native` bool[B, N].
+
+    >>> from mars_jax.core.tree import chain
+    >>> followed(chain(jnp.zeros((1, 4), jnp.int32)), jnp.asarray([[False, False, True, True]])).tolist()
+    [[0, 2, 1, 0]]
+    """
+    to_parents = jax.vmap(lambda lengths, parents: jnp.zeros_like(lengths).at[parents].max(lengths))
+    length = jnp.zeros(native.shape, jnp.int32)
+    for _ in range(tree.max_depth):
+        through = jnp.where(native, length + 1, 0)
+        length = to_parents(through, jnp.maximum(tree.parents, 0))
+    return length
+
+
+def fly(
+    *, entropy: Any = 0.3, window: Any = 6, max_relaxed_run: Any = UNLIMITED_RUN, exact_prefix: Any = 0
+) -> Fly:
+    """Acceptance by what follows; see `Fly`.
+
+    Args:
+      entropy: nats, of the three largest probabilities.
+      window: drafted tokens after a relaxed one that must be the target's own.
+      max_relaxed_run, exact_prefix: as for `mars`. Every number is one value, or one per row.
+
+    Raises:
+      MarsError: a number out of its range.
+
+    >>> from mars_jax import verify
+    >>> from mars_jax.core.tree import chain
+    >>> z = jnp.asarray([[[0.0, 1.0, 0.0, 0.0], [0.0, 0.0, 9.0, 0.0], [0.0, 0.0, 0.0, 9.0]]])
+    >>> given = verify.evidence(chain(jnp.asarray([[0, 3, 2]], jnp.int32)), z)
+    >>> [int(verify.for_rows(fly(window=w), 1)(given)[0].num_accepted[0]) for w in (1, 2)]
+    [2, 0]
+    """
+    given = {
+        "entropy": entropy,
+        "window": window,
+        "max_relaxed_run": max_relaxed_run,
+        "exact_prefix": exact_prefix,
+    }
+    return Fly(**numbers("fly", given))

@@ -1,0 +1,52 @@
+"""Rejection against a mixture of target and draft. B batch, N nodes, V vocabulary. Oracle: transformers'
+`assistant_ensemble_weight`, in tests/verify/test_distributions.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.struct
+import jax.numpy as jnp
+from jax import Array
+
+from mars_jax.core.evidence import Evidence
+from mars_jax.verify.lossy import numbers
+from mars_jax.verify.retargeted import Retargeted
+
+
+@flax.struct.dataclass(kw_only=True)
+class Mixture(Retargeted):
+    """DIVERSED with a static weight (arXiv 2604.07622): the text follows v = w p + (1 - w) q, w the target's `weight`.
+
+    A drafted token x is accepted with min(1, v(x) / q(x)), else norm((v - q)+) is drawn from, which is norm((p - q)+).
+    Both distributions are those after temperature and filters. At temperature 0 the rule is exact, where transformers'
+    `assistant_ensemble_weight` compares with the best token of the mixture at temperature 1. Lossy; at weight 1 it
+    equals `rejection` bit for bit.
+    """
+
+    weight: Any  # f32[] or [B]; 1 is lossless
+
+    def target(self, log_p: Array, log_q: Array, evidence: Evidence) -> Array:
+        weight = self.weight[:, None, None]
+        return jnp.logaddexp(jnp.log(weight) + log_p, jnp.log1p(-weight) + log_q)
+
+
+def mixture(*, weight: Any = 0.5, block: bool = False, exact_prefix: Any = 0) -> Mixture:
+    """Rejection against a mixture of target and draft; see `Mixture`.
+
+    Args:
+      weight: of the target, from 0 to 1; the default is ours.
+      block: decide on the block as a whole, as in `rejection`.
+      exact_prefix: as for `mars`. Every number is one value, or one per row.
+
+    Raises:
+      MarsError: a number out of its range.
+
+    >>> from mars_jax import verify
+    >>> from mars_jax.core.tree import chain
+    >>> p, q = jnp.log(jnp.asarray([[[0.8, 0.2]] * 2] * 99)), jnp.log(jnp.asarray([[[0.2, 0.8]] * 2] * 99))
+    >>> given = verify.evidence(chain(jnp.asarray([[0, 1]] * 99, jnp.int32), q), p, temperature=1.0)
+    >>> [int(verify.for_rows(mixture(weight=w), 99)(given)[0].num_accepted.sum()) for w in (1.0, 0.5, 0.0)]
+    [22, 63, 99]
+    """
+    return Mixture(block=block, **numbers("mixture", {"weight": weight, "exact_prefix": exact_prefix}))

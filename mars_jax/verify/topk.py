@@ -1,0 +1,63 @@
+"""Relaxed top-k acceptance. B batch, N nodes. Oracle: transformers' top-k warper, in tests/verify/test_edges.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.struct
+import jax.numpy as jnp
+from jax import Array
+
+from mars_jax.core.evidence import Evidence
+from mars_jax.specs import UNLIMITED_RUN
+from mars_jax.verify import drafted
+from mars_jax.verify.lossy import numbers
+from mars_jax.verify.relaxed import Relaxed, base_of
+
+
+@flax.struct.dataclass(kw_only=True)
+class TopK(Relaxed):
+    """A drafted token x is accepted where it is among the target's `k` best and near the best one:
+    log p(top1) - log p(x) <= delta.
+
+    TensorRT-LLM's relaxed acceptance (its guide to DeepSeek-R1), which is on between the marks of a thinking span only;
+    here it is on wherever the row is not strict. Lossy; `k` = 0 equals `base` bit for bit.
+    """
+
+    k: Any  # i32[] or [B]; 0 is strict
+    delta: Any  # f32[] or [B]; nats
+
+    def relaxable(self, evidence: Evidence) -> Array:
+        _, above = drafted.preferred(evidence, evidence.logits)
+        rank = jnp.sum(above, axis=-1, dtype=jnp.int32)
+        return (rank < self.k[:, None]) & (drafted.shortfall(evidence) <= self.delta[:, None])
+
+
+def topk(
+    base: Any = None,
+    *,
+    k: Any = 10,
+    delta: Any = 0.6,
+    max_relaxed_run: Any = UNLIMITED_RUN,
+    exact_prefix: Any = 0,
+) -> TopK:
+    """Relaxed top-k acceptance; see `TopK`.
+
+    Args:
+      base: the strict rule, `exact()` by default, or `rejection(...)`.
+      k: how many of the target's best tokens may be accepted; 0 is strict.
+      delta: nats by which they may be less likely than the best.
+      max_relaxed_run, exact_prefix: as for `mars`. Every number is one value, or one per row.
+
+    Raises:
+      MarsError: a number out of its range, or a base that cannot be relaxed.
+
+    >>> from mars_jax import verify
+    >>> from mars_jax.core.tree import chain
+    >>> z = jnp.asarray([[[9.5, 10.0, 9.8], [0.0, 9.0, 0.0]]])
+    >>> given = verify.evidence(chain(jnp.asarray([[2, 0]], jnp.int32)), z)
+    >>> [int(verify.for_rows(topk(k=k), 1)(given)[0].num_accepted[0]) for k in (2, 3)]
+    [0, 1]
+    """
+    given = {"k": k, "delta": delta, "max_relaxed_run": max_relaxed_run, "exact_prefix": exact_prefix}
+    return TopK(base=base_of(base, "topk"), **numbers("topk", given))

@@ -1,0 +1,230 @@
+"""The rules of distributions, and `nucleus` over rejection: how each decides, written anew in Python from its paper,
+one draft and one token at a time. Every decision is compared with those, and the text of whole steps with their law."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mars_jax import verify
+from mars_jax.core import tree as trees
+from mars_jax.core.rules import for_rows
+from tests.helpers import judge
+from tests.verify import oracles
+from tests.verify.test_rejection import sampled_chain
+
+VOCAB, ROWS = 4, 9_000
+
+
+def over(weights):
+    """Weights as a distribution; None where there is nothing."""
+    weights = np.maximum(weights, 0)
+    return weights / weights.sum() if weights.sum() > 1e-12 else None
+
+
+def by_target(v, p, q, x):
+    """Rejection against v: the chance of x, and what is drawn from in its place."""
+    return min(1.0, v[x] / q[x]), over(v - q)
+
+
+def lenience(z, p, q, x, factor):
+    return min(1.0, p[x] / (factor * q[x])), over(p - q)
+
+
+def mixture(z, p, q, x, weight):
+    return by_target(weight * p + (1 - weight) * q, p, q, x)
+
+
+def cactus(z, p, q, x, divergence):
+    grown = min(p[x] + np.sqrt(2 * divergence * p[x] * (1 - p[x])), 1.0)
+    h = p * (1 - grown) / (1 - p[x]) if p[x] < 1 else p.copy()
+    h[x] = grown
+    return by_target(h, p, q, x)
+
+
+def token_v3(z, p, q, x, alpha):
+    trusted = p >= (1 - alpha) * p.max()
+    return by_target(q * trusted + p * q[~trusted].sum(), p, q, x)
+
+
+def opt(z, p, q, x, alpha):
+    defers = q.max() < p.max() - alpha * np.abs(p - q).sum() / 2
+    return by_target(p if defers else q, p, q, x)
+
+
+def released(z, p, q, x, ratio):
+    kept = np.where(p > 0, z, -np.inf)  # the filters have set what they exclude to -inf
+    first, second = np.argsort(-kept)[:2]
+    if kept[second] / kept[first] > ratio and x in (first, second):
+        return 1.0, None
+    rest = p.copy()
+    rest[x] = 0
+    return min(1.0, p[x] / q[x]), over(rest)
+
+
+def nucleus(z, p, q, x, mass):
+    inside = p[x] > 0 and p[p > p[x]].sum() < mass
+    return 1.0 if inside else min(1.0, p[x] / q[x]), over(p - q)
+
+
+class Law(NamedTuple):
+    rule: Any
+    decide: Any  # (z, p, q, x, number) -> chance of x, and the distribution that is drawn from else
+    number: float
+
+
+LAWS = {
+    "lenience": Law(verify.lenience(factor=0.4), lenience, 0.4),
+    "lenience by blocks": Law(verify.lenience(factor=0.4, block=True), lenience, 0.4),
+    "mixture": Law(verify.mixture(weight=0.6), mixture, 0.6),
+    "mixture by blocks": Law(verify.mixture(weight=0.6, block=True), mixture, 0.6),
+    "cactus": Law(verify.cactus(divergence=0.2), cactus, 0.2),
+    "token_v3": Law(verify.speccascade(alpha=0.6), token_v3, 0.6),
+    "opt": Law(verify.speccascade(trust="opt", alpha=0.3), opt, 0.3),
+    "released": Law(verify.released(ratio=0.6), released, 0.6),
+    "nucleus": Law(verify.nucleus(mass=0.9), nucleus, 0.9),
+}
+
+
+def law_of(law, z, p, q):
+    """f64, shaped as p: the distribution of one emitted token after every prefix, over all drafts."""
+    flat = [x.reshape(-1, VOCAB) for x in (z, p, q)]
+    made = np.zeros_like(flat[1])
+    for row, (z_row, p_row, q_row) in enumerate(zip(*(x.astype(float) for x in flat), strict=True)):
+        for x in np.flatnonzero(q_row > 0):
+            chance, else_from = law.decide(z_row, p_row, q_row, x, law.number)
+            made[row, x] += q_row[x] * chance
+            if chance < 1 and else_from is not None:
+                made[row] += q_row[x] * (1 - chance) * else_from
+    return (made / made.sum(-1, keepdims=True)).reshape(p.shape)
+
+
+@functools.cache
+def steps():
+    """Drafts of two tokens and the target's logits; every setting in one batch."""
+    settings = oracles.controls_of([oracles.SETTINGS[b % 5] for b in range(ROWS)])
+    z_table, q_table = oracles.tables(41, VOCAB, 3), oracles.tables(42, VOCAB, 2)
+    tree, drafted = sampled_chain(oracles.keys_of(1, ROWS), q_table, settings, ROWS)
+    logits = jnp.asarray(np.stack([oracles.after(z_table, drafted[:, :i]) for i in range(3)], 1))
+    return settings, z_table, q_table, tree, logits
+
+
+@pytest.mark.parametrize("name", LAWS)
+def test_the_text_follows_the_law_of_the_paper(name):
+    """The token after the draft follows the target."""
+    law = LAWS[name]
+    settings, z_table, q_table, tree, logits = steps()
+    verdict = jax.jit(judge(law.rule))(oracles.keys_of(2, ROWS), tree, logits, settings)
+    out, count = oracles.emitted(tree.tokens, verdict)
+    for s, row in enumerate(oracles.SETTINGS):
+        p, q = oracles.processed_tables(z_table, row), oracles.processed_tables(q_table, row)
+        named = [law_of(law, *layer) for layer in zip(z_table[:2], p[:2], q, strict=True)] + [p[2]]
+        assert np.abs(named[0] - p[0]).max() > 0.02 or s  # another law than the target's
+        sequences = oracles.complete(np.random.default_rng(s), out[s::5], count[s::5], named)
+        assert oracles.chi_square(sequences, oracles.sequence_probabilities(named)) > 1e-3, row
+
+
+@pytest.mark.parametrize("name", [name for name in LAWS if "blocks" not in name and name != "nucleus"])
+def test_every_decision_is_the_papers(name):
+    """Without draws: of 300 pairs of distributions, some of which exclude tokens, every x that can be drafted."""
+    law, rng, pairs = LAWS[name], np.random.default_rng(5), 300
+    z, y = (rng.normal(0, 1.5, (pairs, VOCAB)).astype(np.float32) for _ in range(2))
+    top_k = rng.integers(2, VOCAB + 1, pairs)
+    rows = oracles.controls_of([(1.0, k, 1.0, 0.0) for k in np.repeat(top_k, VOCAB)])
+    tokens = np.stack([np.zeros(pairs * VOCAB, int), np.tile(np.arange(VOCAB), pairs)], 1)
+    z_rows, y_rows = (jnp.asarray(np.repeat(a, VOCAB, 0))[:, None].repeat(2, 1) for a in (z, y))
+    q_logits = oracles.process(y_rows, rows)
+    given = verify.evidence(trees.chain(jnp.asarray(tokens, jnp.int32), q_logits), z_rows, controls=rows)
+    log_p, log_q = (jax.nn.log_softmax(a, axis=-1) for a in (oracles.process(z_rows, rows), q_logits))
+    log_v = for_rows(law.rule, len(tokens)).target(log_p, log_q, given)
+    p, q = (np.exp(np.asarray(a, float))[:, 0] for a in (log_p, log_q))
+    v = np.asarray(jax.nn.softmax(log_v, axis=-1), float)[:, 0]
+    relaxed = 0
+    for b, x in enumerate(tokens[:, 1]):
+        if q[b, x] == 0:
+            continue
+        chance, else_from = law.decide(np.asarray(z_rows)[b, 0], p[b], q[b], x, law.number)
+        np.testing.assert_allclose(min(1.0, v[b, x] / q[b, x]), chance, atol=2e-5)
+        if chance < 0.99:
+            np.testing.assert_allclose(over(v[b] - q[b]), else_from, atol=2e-4)
+        relaxed += chance > min(1.0, p[b, x] / q[b, x]) + 1e-3
+    assert relaxed > 30
+
+
+def test_the_mixture_decides_as_transformers_ensemble(monkeypatch):
+    """The very function of transformers, given the numbers that it would draw: one on each side of our chance."""
+    torch = pytest.importorskip("torch")
+    utils = pytest.importorskip("transformers.generation.utils")
+    rng, weight = np.random.default_rng(7), 0.3
+    seen = []
+    monkeypatch.setattr(
+        torch, "multinomial", lambda p, num_samples: seen.append(p) or torch.zeros(1, 1, dtype=int)
+    )
+    for _ in range(40):
+        p_logits, q_logits = (rng.normal(0, 1.5, (1, n, VOCAB)).astype(np.float32) for n in (3, 2))
+        drafted = rng.integers(0, VOCAB, (1, 2))
+        tokens, unread = np.pad(drafted, ((0, 0), (1, 0))), np.pad(q_logits, ((0, 0), (0, 1), (0, 0)))
+        tree = trees.chain(jnp.asarray(tokens, jnp.int32), jnp.asarray(unread))
+        given = verify.evidence(tree, jnp.asarray(p_logits), temperature=1.0)
+        log_p, log_q = (
+            jax.nn.log_softmax(given.logits, axis=-1),
+            jax.nn.log_softmax(tree.draft_logits, axis=-1),
+        )
+        v = np.exp(np.asarray(for_rows(verify.mixture(weight=weight), 1).target(log_p, log_q, given), float))[
+            0
+        ]
+        q = np.exp(np.asarray(log_q, float))[0]
+        chances = [min(1.0, v[i, x] / q[i, x]) for i, x in enumerate(drafted[0])]
+        for stop in range(3):
+            sides = [c * (1 - 1e-4) if i < stop else c + 1e-4 for i, c in enumerate(chances)]
+            if any(u > 1 for u in sides):
+                continue
+            numbers = torch.tensor(sides, dtype=torch.float32)
+            monkeypatch.setattr(torch, "rand_like", lambda like, numbers=numbers: numbers)
+            tensors = (torch.tensor(a) for a in (drafted, q_logits))
+            _, matches = utils._speculative_sampling(
+                *tensors, 2, torch.tensor(p_logits), assistant_ensemble_weight=weight
+            )
+            assert int(matches) == stop
+            wanted = over(v[stop] - q[stop]) if stop < 2 else np.exp(np.asarray(log_p, float))[0, 2]
+            np.testing.assert_allclose(seen[-1].numpy().ravel(), wanted, atol=1e-4)
+    assert len(seen) > 40
+
+
+def test_under_lenience_no_token_has_more_than_its_share():
+    law = LAWS["lenience"]
+    _, z_table, q_table, _, _ = steps()
+    p, q = (oracles.processed_tables(t, oracles.SETTINGS[0]) for t in (z_table, q_table))
+    named = law_of(law, z_table[1], p[1], q[1])
+    assert np.all(named <= p[1] / law.number + 1e-9) and np.any(named > p[1] * 1.2)
+
+
+def test_one_step_of_the_nucleus_is_off_by_what_the_paper_says():
+    """A total variation of the sum of (q - p)+ over the nucleus."""
+    law = LAWS["nucleus"]
+    _, z_table, q_table, _, _ = steps()
+    p, q = (oracles.processed_tables(t, oracles.SETTINGS[0])[1] for t in (z_table, q_table))
+    named = law_of(law, z_table[1], p, q)
+    for row in range(VOCAB):
+        inside = [p[row][p[row] > p[row, x]].sum() < law.number for x in range(VOCAB)]
+        off = np.maximum(q[row] - p[row], 0)[inside].sum()
+        np.testing.assert_allclose(np.abs(named[row] - p[row]).sum() / 2, off, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", [name for name in LAWS if "blocks" not in name])
+def test_at_temperature_0_in_strict_rows_and_after_the_draft_the_target_is_followed(name):
+    settings, _, _, tree, logits = steps()
+    few = lambda x: x[:64]  # noqa: E731
+    tree, logits = jax.tree.map(few, tree), few(logits)
+    rows = jax.tree.map(few, settings).replace(temperature=jnp.tile(jnp.asarray([0.0, 1.0]), 32))
+    strict = rows.replace(strict=jnp.ones((64,), bool))
+    keys = oracles.keys_of(3, 64)
+    run, base = jax.jit(judge(LAWS[name].rule)), jax.jit(judge(verify.rejection()))
+    greedy = lambda v: jax.tree.map(lambda x: x[::2], v)  # noqa: E731
+    oracles.same_verdict(greedy(run(keys, tree, logits, rows)), greedy(base(keys, tree, logits, rows)))
+    oracles.same_verdict(run(keys, tree, logits, strict), base(keys, tree, logits, rows))
+    undrafted = tree.replace(tokens=tree.tokens.at[:, 1:].set(-1))
+    oracles.same_verdict(run(keys, undrafted, logits, rows), base(keys, undrafted, logits, rows))

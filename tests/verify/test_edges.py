@@ -1,0 +1,221 @@
+"""The rules of edges: the tokens that they let through are those that the warpers of transformers keep, entropies are
+scipy's, and what no package has is decided node by node in Python."""
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.special
+import scipy.stats
+
+from mars_jax import drafters, verify
+from mars_jax.core import fake
+from mars_jax.core import tree as trees
+from mars_jax.core.errors import MarsError
+from mars_jax.core.rules import for_rows
+from mars_jax.core.types import DraftTree
+from tests.helpers import judge
+from tests.verify import oracles
+
+VOCAB, ROWS, NODES = 12, 60, 7
+
+
+@functools.cache
+def case(chain: bool):
+    """Random trees, half of whose tokens are among the target's best, and its logits; entropies are of all sizes."""
+    rng = np.random.default_rng(3)
+    logits = rng.normal(0, rng.choice([0.3, 1.0, 3.0], (ROWS, NODES, 1)), (ROWS, NODES, VOCAB))
+    best = np.argsort(-logits, axis=-1)
+    parents = np.tile(np.arange(NODES) - 1 if chain else [-1, 0, 0, 1, 1, 2, 4], (ROWS, 1))
+    depths = np.arange(NODES) if chain else np.asarray([0, 1, 1, 2, 2, 2, 3])
+    rank = np.where(rng.random((ROWS, NODES)) < 0.5, rng.integers(0, 4, (ROWS, NODES)), VOCAB - 1)
+    rank[rng.random((ROWS, NODES)) < 0.3] = 0
+    tokens = np.take_along_axis(
+        np.take_along_axis(best, np.maximum(parents, 0)[..., None], 1), rank[..., None], 2
+    )[..., 0]
+    tree = DraftTree(
+        tokens=jnp.asarray(tokens, jnp.int32),
+        parents=jnp.asarray(parents, jnp.int32),
+        depths=jnp.broadcast_to(jnp.asarray(depths, jnp.int32), (ROWS, NODES)),
+        max_depth=int(depths.max()),
+        is_chain=chain,
+    )
+    return tree, jnp.asarray(logits, jnp.float32)
+
+
+both = pytest.mark.parametrize("chain", [True, False], ids=["chain", "tree"])
+
+
+def relaxable(rule, tree, logits, **given):
+    """bool[B, N - 1]: of the edges below the root."""
+    return np.asarray(for_rows(rule, ROWS).relaxable(verify.evidence(tree, logits, **given)))[:, 1:]
+
+
+def at_edges(tree, per_node):
+    """What [B, N, V] says of each drafted token at its parent, [B, N - 1]."""
+    tokens, parents = np.asarray(tree.tokens)[:, 1:], np.asarray(tree.parents)[:, 1:]
+    return np.asarray(per_node)[np.arange(ROWS)[:, None], parents, tokens]
+
+
+def warped(logits, *warpers):
+    """bool[B, N, V]: what warpers of transformers keep."""
+    torch = pytest.importorskip("torch")
+    scores = torch.tensor(np.asarray(logits)).reshape(-1, VOCAB)
+    for warper in warpers:
+        scores = warper(None, scores)
+    return np.isfinite(scores.numpy()).reshape(logits.shape)
+
+
+def same_and_mixed(found, wanted):
+    np.testing.assert_array_equal(found, wanted)
+    assert 0.05 < np.mean(wanted) < 0.95
+
+
+@both
+@pytest.mark.parametrize(("k", "delta"), [(1, 9.0), (3, 9.0), (10, 0.6), (3, 1.0)])
+def test_topk_lets_through_the_best_k_within_delta(chain, k, delta):
+    transformers = pytest.importorskip("transformers")
+    tree, logits = case(chain)
+    near = transformers.MinPLogitsWarper(float(np.exp(-delta)))
+    wanted = at_edges(tree, warped(logits, transformers.TopKLogitsWarper(k), near))
+    same_and_mixed(relaxable(verify.topk(k=k, delta=delta), tree, logits), wanted)
+
+
+@both
+@pytest.mark.parametrize("theta", [0.05, 0.3, 0.7])
+def test_adaptive_lets_through_what_min_p_keeps(chain, theta):
+    transformers = pytest.importorskip("transformers")
+    tree, logits = case(chain)
+    wanted = at_edges(tree, warped(logits, transformers.MinPLogitsWarper(theta)))
+    same_and_mixed(relaxable(verify.adaptive(theta=theta), tree, logits), wanted)
+
+
+@both
+@pytest.mark.parametrize("epsilon", [0.09, 0.01, 0.25])
+def test_typical_lets_through_what_eta_sampling_keeps(chain, epsilon):
+    """Eta sampling is typical acceptance with delta = sqrt(epsilon), as Medusa's defaults are; it keeps the best token
+    in any case, which an edge rule need not."""
+    transformers = pytest.importorskip("transformers")
+    tree, logits = case(chain)
+    eta = transformers.EtaLogitsWarper(epsilon, device="cpu")
+    wanted = at_edges(tree, warped(logits, eta))
+    found = relaxable(verify.typical(epsilon=epsilon, delta=epsilon**0.5), tree, logits)
+    best = np.asarray(logits) == np.asarray(logits).max(-1, keepdims=True)
+    same_and_mixed(found | at_edges(tree, best), wanted)
+    if epsilon == 0.09:
+        np.testing.assert_array_equal(found, relaxable(verify.typical(), tree, logits))
+
+
+@both
+@pytest.mark.parametrize("mass", [0.3, 0.8, 1.0])
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_nucleus_lets_through_what_top_p_keeps_of_what_the_row_draws_from(chain, mass, temperature):
+    transformers = pytest.importorskip("transformers")
+    tree, logits = case(chain)
+    warpers = transformers.TemperatureLogitsWarper(temperature), transformers.TopKLogitsWarper(5)
+    wanted = at_edges(tree, warped(logits, *warpers, transformers.TopPLogitsWarper(mass)))
+    rule = verify.nucleus(verify.exact(), mass=mass)
+    same_and_mixed(relaxable(rule, tree, logits, temperature=temperature, top_k=5), wanted)
+    best = at_edges(tree, np.asarray(logits) == np.asarray(logits).max(-1, keepdims=True))
+    np.testing.assert_array_equal(relaxable(rule, tree, logits), best)  # at temperature 0
+
+
+@both
+def test_the_entropy_gate_opens_by_scipys_entropy(chain):
+    tree, logits = case(chain)
+    best = np.argsort(-np.asarray(logits), axis=-1)[..., :2]
+    nats = scipy.stats.entropy(scipy.special.softmax(np.asarray(logits, float), axis=-1), axis=-1)
+    runner_up = (np.arange(VOCAB) == best[..., :1]) | (np.arange(VOCAB) == best[..., 1:])
+    wanted = at_edges(tree, runner_up & (nats > 1.9)[..., None])
+    same_and_mixed(relaxable(verify.entropy_gate(entropy=1.9), tree, logits), wanted)
+
+
+def unsure(z, least):
+    """The three largest probabilities, as they are; scipy's entropy would make them sum to one."""
+    p = np.sort(scipy.special.softmax(np.asarray(z, float)))[-3:]
+    return scipy.special.entr(p).sum() >= least
+
+
+@both
+@pytest.mark.parametrize("window", [0, 1, 2])
+def test_fly_lets_through_what_is_followed_by_the_targets_own_tokens(chain, window):
+    tree, logits = case(chain)
+    tokens, parents, z = (np.asarray(x) for x in (tree.tokens, tree.parents, logits))
+
+    def goes_on(b, node, more):
+        """Whether `more` drafted tokens after a node can be the target's own."""
+        children = [
+            c for c in range(1, NODES) if parents[b, c] == node and tokens[b, c] == z[b, node].argmax()
+        ]
+        return more == 0 or any(goes_on(b, child, more - 1) for child in children)
+
+    wanted = np.asarray(
+        [
+            [unsure(z[b, parents[b, i]], 0.8) and goes_on(b, i, window) for i in range(1, NODES)]
+            for b in range(ROWS)
+        ]
+    )
+    np.testing.assert_array_equal(relaxable(verify.fly(entropy=0.8, window=window), tree, logits), wanted)
+    assert wanted.any() and not wanted.all()
+
+
+def test_fly_asks_for_drafts_that_hold_its_window():
+    model = fake.hash_model(vocab_size=VOCAB)
+    verify.fly(window=[9, 3]).check_drafter(drafters.language_model(model, 4))
+    with pytest.raises(MarsError, match=r"window is 6, and this draft is 6 tokens deep.*smaller window"):
+        verify.fly().check_drafter(drafters.language_model(model, 6))
+
+
+def spent(tree, logits, gap, most, total):
+    """One greedy step of ASD in Python: for each row the accepted tokens, and what is left of the budget."""
+    tokens, parents, z = (np.asarray(x) for x in (tree.tokens, tree.parents, logits))
+    out = []
+    for b in range(ROWS):
+        node, left, relaxed, accepted = 0, np.float32(total), 0, []
+        for i in range(tree.max_depth):
+            children = [c for c in range(1, NODES) if parents[b, c] == node]
+            exact = [c for c in children if tokens[b, c] == z[b, node].argmax()]
+            regret = {c: z[b, node].max() - z[b, node, tokens[b, c]] for c in children}
+            cheap = [
+                c
+                for c in children
+                if regret[c] / (tree.max_depth - i) <= gap and relaxed < most and regret[c] <= left
+            ]
+            if not (exact or cheap):
+                break
+            node = (exact or cheap)[0]
+            if not exact:
+                left, relaxed = left - regret[node], relaxed + 1
+            accepted.append(tokens[b, node])
+        out.append((accepted, left))
+    return out
+
+
+@both
+@pytest.mark.parametrize(
+    ("gap", "most", "total"), [(0.25, 2, 8.0), (0.5, 1, 8.0), (1.0, 9, 0.7), (1.0, 0, 8.0)]
+)
+def test_a_budget_is_spent_as_in_python(chain, gap, most, total):
+    tree, logits = case(chain)
+    rule = for_rows(verify.budget(gap=gap, max_relaxed=most, total=total), ROWS)
+    verdict, left = rule(verify.evidence(tree, logits))
+    out, count = oracles.emitted(tree.tokens, verdict)
+    wanted = spent(tree, logits, gap, most, total)
+    assert [row[: n - 1].tolist() for row, n in zip(out, count, strict=True)] == [row for row, _ in wanted]
+    np.testing.assert_allclose(left.total, [money for _, money in wanted], atol=1e-5)
+    assert bool(np.any(verdict.relaxed)) == (most > 0)
+    assert np.asarray(verdict.relaxed).sum(1).max() == (0 if most == 0 else 1 if most == 1 else 2)
+
+
+def test_over_rejection_a_step_relaxes_no_more_than_its_share():
+    """Every drafted token is the runner-up, and rejection refuses nearly all of them."""
+    tokens = jnp.asarray([[0, 1, 1, 1, 1]] * ROWS, jnp.int32)
+    sure = jnp.tile(jnp.asarray([[[0.0, -9.0, -9.0]]]), (ROWS, 5, 1))
+    tree = trees.chain(tokens, sure[..., jnp.asarray([1, 0, 2])])
+    for most in (0, 1, 3):
+        rule = verify.budget(verify.rejection(), gap=9.0, max_relaxed=most, total=99.0)
+        rows = oracles.controls_of([(1.0, 0, 1.0, 0.0)] * ROWS)
+        verdict = judge(rule)(oracles.keys_of(1, ROWS), tree, sure, rows)
+        relaxed = np.asarray(verdict.relaxed).sum(1)
+        assert relaxed.max() == most and np.mean(relaxed == most) > 0.9
