@@ -102,7 +102,8 @@ def _chain(shape: Static, sample: bool, growth: Growth, root: Array, keys: Array
         tokens, carry = carry
         at = growth.first + depth - 1
         level = Level(tokens, jnp.zeros((batch, 1), jnp.int32), Visible.causal(at, 1))
-        logits, carry = growth.extend(carry, level)
+        with jax.named_scope("level"):
+            logits, carry = growth.extend(carry, level)
         following, q = pick(depth + 1, logits)
         following = jnp.where(tokens == NO_TOKEN, NO_TOKEN, following)
         return (following, carry), (following[:, 0], None if q is None else q[:, 0])
@@ -153,7 +154,8 @@ def _static(shape: Static, growth: Growth, root: Array, controls: Controls):
         up = jnp.broadcast_to(jnp.asarray(above), (batch, width))
         seen = _seen(seen, up, row)
         level = Level(levels[-1], up, _visible(growth, seen, depth, row, depths[1:]))
-        logits, carry = growth.extend(carry, level)
+        with jax.named_scope("level"):
+            logits, carry = growth.extend(carry, level)
         levels.append(children(logits, shape.branching[depth], levels[-1] != NO_TOKEN))
         above, row = np.repeat(np.arange(width, dtype=np.int32), shape.branching[depth]), row + width
         width = len(above)
@@ -191,7 +193,8 @@ def _dynamic(shape: Dynamic, growth: Growth, root: Array, controls: Controls):
         row = (depth - 1) * k
         seen = _seen(before, up, row)
         level = Level(tokens, up, _visible(growth, seen, depth, row, row_depths))
-        logits, carry = growth.extend(carry, level)
+        with jax.named_scope("level"):
+            logits, carry = growth.extend(carry, level)
         new_tokens, new_scores = children(logits, scores)
         parents = jnp.repeat(ids, k, axis=1)
         best_scores, best = lax.top_k(new_scores, k)
