@@ -120,6 +120,7 @@ def _chain(shape: Static, sample: bool, growth: Growth, root: Array, keys: Array
     return tree, jnp.maximum(tree.depths, 0), carry
 
 
+@jax.named_scope("mask")
 def _visible(growth: Growth, seen: Array, depth: Any, row: Any, depths: np.ndarray) -> Visible:
     """What W nodes of a depth see that are written from row `row` on: of the rows, whose depths are i32[R], those
     `seen` bool[B, W, R]."""
@@ -130,6 +131,7 @@ def _visible(growth: Growth, seen: Array, depth: Any, row: Any, depths: np.ndarr
     )
 
 
+@jax.named_scope("mask")
 def _seen(before: Array, parents: Array, first: Any) -> Array:
     """bool[B, W, R] for W new rows from row `first` on: what their parents see, and themselves."""
     rows = jnp.arange(before.shape[2], dtype=jnp.int32)

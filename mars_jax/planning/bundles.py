@@ -102,7 +102,7 @@ def parse(text: str) -> Routine:
             branches.append((k, bool(negated), predicate, region))
     defined = _definitions(bundles)
     loops = [
-        Loop(regions[region], min(k + _DELAY, len(bundles) - 1), _trips(defined, predicate, k))
+        Loop(regions[region], min(k + _DELAY, len(bundles) - 1), _trips(defined, predicate))
         for k, _, predicate, region in branches
         if regions.get(region, k + 1) <= k
     ]
@@ -126,32 +126,37 @@ def _value(defined: _Definitions, name: str) -> str:
 
 
 def _constant(defined: _Definitions, text: str) -> int | None:
-    """An operand's value where it is a number or a register that is set to one."""
+    """An operand's value where it is a number, or a register that is set to one, perhaps under a predicate: of the
+    smaller of a constant and something else the constant. What is added to such a register fills a pipeline, and
+    does no work."""
     text = text.strip()
-    if text.startswith("%"):
-        move = re.match(r"s?mov (?:\([^)]*\), )?([^,]*)$", _value(defined, text[1:]))
-        return _constant(defined, move[1]) if move else None
-    return int(text) if re.fullmatch(r"-?\d+", text) else None
+    if not text.startswith("%"):
+        return int(text) if re.fullmatch(r"-?\d+", text) else None
+    for _, value in defined.get(text[1:], ()):
+        move = re.match(r"s?mov (?:\([^)]*\), )?([^,]*)$", value)
+        added = re.match(r"sadd\.s32 (?:\([^)]*\), )?\d+, (%\w+)", value)
+        found = _constant(defined, (move or added)[1]) if move or added else None  # type: ignore[index]
+        if found is not None:
+            return found
+    return None
 
 
-def _trips(defined: _Definitions, predicate: str, branch: int) -> int | None:
-    """Of a loop that counts up by a constant, from a constant to a constant; None of any other."""
+def _trips(defined: _Definitions, predicate: str) -> int | None:
+    """Of a loop that counts up to a constant: by the constant that is added, else by 1, from the constant at which its
+    counter starts, else from 0. None of any other."""
     test = re.match(
-        r"scmp\.(ge|lt)\.[su]32(?:\.totalorder)? (?:\([^)]*\), )?%(\w+), (\S+)", _value(defined, predicate)
+        r"scmp\.(?:ge|lt)\.[su]32(?:\.totalorder)? (?:\([^)]*\), )?(%\w+), (\S+)", _value(defined, predicate)
     )
-    bound = _constant(defined, test[3]) if test else None
+    bound = _constant(defined, test[2]) if test else None
     if test is None or bound is None:
         return None
-    step = re.match(r"sadd\.s32 (?:\([^)]*\), )?(\S+), (\S+)", _value(defined, test[2]))
-    if step is None:
-        return None
-    by, counter = (step[1], step[2]) if not step[1].startswith("%") else (step[2], step[1])
-    increment = _constant(defined, by)
-    phi = re.match(r"sphi (%\w+), (%\w+)", _value(defined, counter[1:]))
-    if not increment or increment < 0 or phi is None:
-        return None
-    first = _constant(defined, phi[1])
-    return max(1, -(-(bound - (first or 0)) // increment))
+    first, by = 0, 1
+    step = re.match(r"sadd\.s32 (?:\([^)]*\), )?(\d+), %(\w+)", _value(defined, test[1][1:]))
+    if step:
+        by = int(step[1])
+        phi = re.match(r"sphi (%\w+), %\w+", _value(defined, step[2]))
+        first = (_constant(defined, phi[1]) if phi else None) or 0
+    return max(1, -(-(bound - first) // by)) if by > 0 and bound > first else None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ class Speed(NamedTuple):
 
     clock: float  # bundles a second
     link: float  # bytes a second of one inter-chip link, both directions together
-    peak_bf16: float  # published, operations a second of a chip
+    peak_bf16: float  # published, operations a second of a chip; v4's two cores share it
 
 
 SPEEDS = {

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from mars_jax.planning.bundles import Schedule
+from mars_jax.planning.flops import flops
 from mars_jax.planning.hlo import Computation, Instruction, Module
 from mars_jax.planning.loops import condition_and_body, trips
 from mars_jax.planning.parts import Parts
@@ -36,6 +37,7 @@ class Op:
     times: int
     traffic: Traffic  # of one execution, like all that follows
     bundles: int
+    flops: int  # of the matrix units
     payload: int  # bytes of the whole array of a collective
     devices: int  # of a collective's group
     sorted: int  # elements along the axis of a sort
@@ -172,6 +174,7 @@ class _Reader:
             traffic=traffic(self.module, computation, instruction),
             # The loops of a collective wait for others: the model of `constants` stands for them.
             bundles=0 if collective or routine is None else routine.executed,
+            flops=flops(self.module, computation, instruction),
             payload=payload if collective else 0,
             devices=_group(instruction.rest) if collective else 0,
             sorted=_sorted(instruction, shapes[0].dims if shapes else ()),

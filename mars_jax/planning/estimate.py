@@ -1,6 +1,6 @@
 """A step in figures: what each part executes and moves, and the milliseconds that follow from it.
 
-A part takes the longer of its bytes over the bandwidth and its bundles over the clock, as if its copies and its
+A part takes the longer of its bytes over the bandwidth, its bundles over the clock and its products over the peak, as if its copies and its
 computing overlapped without loss; collectives come on top, by the model of `constants`; and an instruction's own time,
 of which nothing is known, comes on top twice, at 0.2 and at 1.5 us.
 """
@@ -13,6 +13,9 @@ from typing import Any
 from mars_jax.planning.constants import OP_SECONDS, Speed, collective_seconds
 from mars_jax.planning.cost import Step
 from mars_jax.planning.in_order import seconds_in_order
+
+LAYERED = ("target/attention", "target/mlp", "commit")
+"""Parts that every layer of the target adds to."""
 
 Figures = dict[str, Any]
 """Nested dicts of numbers, ready for JSON; a key that is missing is 0."""
@@ -34,6 +37,7 @@ def figures(step: Step, speed: Speed, bandwidth: float) -> Figures:
         part["read_bytes"] += op.times * op.traffic.read
         part["written_bytes"] += op.times * op.traffic.written
         part["bundles"] += op.times * op.bundles
+        part["flops"] += op.times * op.flops
         if op.payload:
             seconds = collective_seconds(op.opcode, op.payload, op.devices, speed.link)
             part["collectives"] += op.times
@@ -59,18 +63,46 @@ def figures(step: Step, speed: Speed, bandwidth: float) -> Figures:
     }
 
 
-def extrapolate(few: Any, more: Any, layers: tuple[int, int], count: int) -> Any:
-    """Figures of a model of `count` layers, from those of programs of `layers` layers; all but the layers is alike.
+def extrapolate(few: Figures, more: Figures, layers: tuple[int, int], count: int) -> Figures:
+    """Figures of a model of `count` layers, from those of programs of `layers` layers.
 
-    >>> extrapolate({"ops": 30, "sorts": {}}, {"ops": 50, "sorts": {"4": 2}}, (2, 4), 32)
-    {'ops': 330, 'sorts': {'4': 30}}
+    The parts that layers belong to grow by a straight line. The others are taken from the larger program: which of
+    their arrays the compiler keeps in fast memory changes from program to program, and is no slope.
+
+    >>> few = {"parts": {"target/mlp": {"ops": 30}, "verify": {"ops": 7}}, "sorts": {"4 in draft": 5}}
+    >>> more = {"parts": {"target/mlp": {"ops": 50}, "verify": {"ops": 8}}, "sorts": {"4 in draft": 6}}
+    >>> extrapolate(few, more, (2, 4), 32)
+    {'parts': {'target/mlp': {'ops': 330}, 'verify': {'ops': 8}}, 'sorts': {'4 in draft': 6}}
     """
-    if isinstance(few, dict) or isinstance(more, dict):
-        few, more = few or {}, more or {}
-        keys = dict.fromkeys([*few, *more])
-        return {key: extrapolate(few.get(key, 0), more.get(key, 0), layers, count) for key in keys}
-    slope = (more - few) / (layers[1] - layers[0])
-    value = max(0, few + slope * (count - layers[0]))
+    found: Figures = {}
+    for kind, value in more.items():
+        if kind == "parts":
+            found[kind] = {
+                name: {
+                    key: _line(few[kind].get(name, {}).get(key, 0), part.get(key, 0), layers, count)
+                    if name in LAYERED
+                    else part[key]
+                    for key in part
+                }
+                for name, part in value.items()
+            }
+        elif kind in ("collectives", "sorts", "gathers"):
+            found[kind] = {
+                name: _line(few[kind].get(name, 0), number, layers, count)
+                if name.rpartition(" in ")[2] in LAYERED
+                else number
+                for name, number in value.items()
+            }
+        elif kind == "loops":
+            keys = dict.fromkeys([*few[kind], *value])
+            found[kind] = {k: _line(few[kind].get(k, 0), value.get(k, 0), layers, count) for k in keys}
+        else:
+            found[kind] = value
+    return found
+
+
+def _line(few: float, more: float, layers: tuple[int, int], count: int) -> float:
+    value = max(0, few + (more - few) / (layers[1] - layers[0]) * (count - layers[0]))
     return round(value) if isinstance(few, int) and isinstance(more, int) else value
 
 
@@ -82,19 +114,19 @@ def estimate(found: Figures, speed: Speed, bandwidth: float) -> Figures:
       instructions' own time; "low_seconds" and "high_seconds", the sum with 0.2 and with 1.5 us an instruction;
       "in_order_seconds", the schedule run in order, with 0.2 us an instruction; and the totals.
     """
-    parts, bundles = {}, 0.0
+    parts, beyond = {}, 0.0
     total = Counter()
     for name, part in found["parts"].items():
         total.update(part)
         moving = (part.get("read_bytes", 0) + part.get("written_bytes", 0)) / bandwidth
-        computing = part.get("bundles", 0) / speed.clock
-        bundles += max(0.0, computing - moving)
+        computing = max(part.get("bundles", 0) / speed.clock, part.get("flops", 0) / speed.peak_bf16)
+        beyond += max(0.0, computing - moving)
         parts[name] = max(moving, computing) + part.get("collective_seconds", 0.0)
     low, high = (sum(parts.values()) + total["ops"] * own for own in OP_SECONDS)
     return {
         "bytes": total["read_bytes"] + total["written_bytes"],
         "bytes_seconds": (total["read_bytes"] + total["written_bytes"]) / bandwidth,
-        "bundles_seconds": bundles,  # beyond the bytes
+        "computing_seconds": beyond,  # beyond the bytes
         "collective_seconds": total["collective_seconds"],
         "ops": total["ops"],
         "scalars": total["scalars"],

@@ -57,7 +57,7 @@ class _Clock:
             if moving:
                 self.queue[op.name] = op, moving
             return
-        busy = op.bundles / self.speed.clock
+        busy = max(op.bundles / self.speed.clock, op.flops / self.speed.peak_bf16)
         if op.payload:
             busy = collective_seconds(op.opcode, op.payload, op.devices, self.speed.link)
         self.parts[op.part] += max(moving, busy) * op.times

@@ -23,7 +23,7 @@ _PHASE_FUNCTIONS = (
     ("commit", r":(commit|_commit)$"),
     ("emit", r"(metrics\.py:|:_emit$)"),
     ("verify", r"/verify/"),
-    ("target", r"transformer\.py:(_forward|.*unembed)$"),
+    ("target", r"(transformer\.py:(_forward|.*unembed)|tree\.py:attention_mask)$"),
 )
 _COMPONENT_FUNCTIONS = (
     ("mask", r"(visible\.py:|:attention_mask|:window_mask|:_mask|:dense_mask|:_seen$|:_visible$)"),
