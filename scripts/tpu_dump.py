@@ -1,6 +1,6 @@
 """Compile one decode loop for a TPU slice and leave its optimised HLO, and what the compiler said of it, in a folder.
 
-    LIBTPU_INIT_ARGS="--xla_jf_dump_to=DIR ..." python scripts/tpu_dump.py --model llama-3.1-8b --draft tree --layers 2 DIR
+    LIBTPU_INIT_ARGS="--xla_jf_dump_to=DIR ..." python scripts/tpu_dump.py --draft tree --layers 2 DIR
 
 scripts/tpu_cost.py starts it, once for each program: libtpu takes its flags when it is loaded. It imports of mars_jax
 what old checkouts have too, so that before and after are judged by the same tool; put the checkout on PYTHONPATH.
@@ -34,14 +34,15 @@ try:
     from mars_jax.placement import shardings
     from mars_jax.planning import fit
 except ImportError:  # up to commit e8fc8ba
-    from mars_jax import sharding as shardings  # pyright: ignore
     from mars_jax.decode import speculative_decoder  # pyright: ignore
-    from mars_jax.planning import plan as fit  # pyright: ignore
     from mars_jax.types import Params  # pyright: ignore
+
+    from mars_jax import sharding as shardings  # pyright: ignore
+    from mars_jax.planning import plan as fit  # pyright: ignore
 
 
 def draft_of(kind: str, config: Any) -> Any:
-    """ "none", "tree" (EAGLE-3, dynamic, 60 nodes), or "chain-K" (EAGLE-3, K tokens)."""
+    """The kinds: none, tree (EAGLE-3, dynamic, 60 nodes) and chain-K (EAGLE-3, K tokens)."""
     if kind == "none":
         return fit.draft_of("none")
     length = int(kind.partition("-")[2]) if kind.startswith("chain-") else None

@@ -1,8 +1,8 @@
 """A step in figures: what each part executes and moves, and the milliseconds that follow from it.
 
-A part takes the longer of its bytes over the bandwidth, its bundles over the clock and its products over the peak, as if its copies and its
-computing overlapped without loss; collectives come on top, by the model of `constants`; and an instruction's own time,
-of which nothing is known, comes on top twice, at 0.2 and at 1.5 us.
+A part takes the longest of its bytes over the bandwidth, its bundles over the clock and its products over the peak of
+the matrix units, as if copying and computing overlapped without loss; collectives come on top, by the model of
+`constants`; and an instruction's own time, of which nothing is known, comes on top twice, at 0.2 and at 1.5 us.
 """
 
 from __future__ import annotations

@@ -67,8 +67,8 @@ def check(where: Topology, generation: str) -> list[dict[str, Any]]:
     return [
         {
             "program": f"product of two bfloat16 matrices of {size} x {size}",
-            "expected": "operations found over operations done is 1; bundles over the clock are no more than 1.1 of the "
-            "operations over the published peak, and less where the units stall, so that the peak is a floor as well",
+            "expected": "operations found over operations done is 1; bundles over the clock are at most 1.1 of the "
+            "operations over the published peak, and less where the units stall: so the peak is a floor as well",
             "ratio": product["flops"] / (2 * size**3),
             "bundles_over_peak": product["bundle_seconds"] / (2 * size**3 / (speed.peak_bf16 / devices)),
             **product,
