@@ -178,6 +178,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--branches", choices=("cheap", "dear"), default="cheap")
     parser.add_argument("--checkout", type=Path, default=ROOT, help="the mars_jax to compile")
     parser.add_argument("--label", default="now")
+    parser.add_argument("--about", help="what the label stands for, such as a commit")
     parser.add_argument("--keep", type=Path, help="a folder for the dumps, which are removed else")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--picture", action="store_true")
@@ -225,6 +226,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             },
         }
         report["cases"].setdefault(asked.label, {}).update(made)
+        if asked.about:
+            report.setdefault("labels", {})[asked.label] = asked.about
     if asked.check:
         from mars_jax.planning.trust import CANNOT_SEE
 

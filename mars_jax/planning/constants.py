@@ -30,23 +30,25 @@ HOP_SECONDS = 1e-6
 OP_SECONDS = (0.2e-6, 1.5e-6)
 
 
-def collective_seconds(kind: str, payload: int, devices: int, link: float) -> float:
-    """A ring of devices that passes both ways: the hops, and the payload over one link.
+def collective_seconds(kind: str, sent: int, received: int, devices: int, link: float) -> float:
+    """A ring of devices that passes both ways: the hops, and the bytes over one link.
 
-    An all-reduce is a reduce-scatter and an all-gather; a permute is one hop.
+    An all-reduce is a reduce-scatter of what is given and an all-gather of what comes out; a permute is one hop.
 
     Args:
       kind: the opcode.
-      payload: bytes of the whole array: the result, of a reduce-scatter the operand.
+      sent: bytes of a device's operands.
+      received: bytes of a device's results.
       devices: of a group.
       link: bytes a second of a link in both directions.
 
-    >>> round(1e6 * collective_seconds("all-reduce", 8192, 4, 90e9), 2)
-    4.14
+    >>> round(1e6 * collective_seconds("all-reduce", 16384, 8192, 4, 90e9), 2)
+    4.2
     """
     if devices < 2:
         return 0.0
     if kind.startswith("collective-permute"):
-        return HOP_SECONDS + payload / (link / 2)
+        return HOP_SECONDS + received / (link / 2)
     passes = 2 if kind.startswith("all-reduce") else 1
-    return passes * (devices // 2 * HOP_SECONDS + payload * (devices - 1) / devices / link)
+    moved = sent + received if passes == 2 else max(sent, received)
+    return passes * (devices // 2) * HOP_SECONDS + moved * (devices - 1) / devices / link

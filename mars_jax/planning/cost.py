@@ -38,7 +38,8 @@ class Op:
     traffic: Traffic  # of one execution, like all that follows
     bundles: int
     flops: int  # of the matrix units
-    payload: int  # bytes of the whole array of a collective
+    sent: int  # bytes of a collective's operands
+    received: int  # and of its results
     devices: int  # of a collective's group
     sorted: int  # elements along the axis of a sort
     gathered: int  # elements of a gather that XLA lowers element by element
@@ -165,7 +166,10 @@ class _Reader:
             self.unmatched.append(instruction.name)
         shapes = [shape for shape in instruction.shapes if shape.dtype != "token"]
         operands = [computation.instructions[name] for name in instruction.operands]
-        payload = max((shape.payload for o in [instruction, *operands] for shape in o.shapes), default=0)
+        sent = sum(shape.payload for o in operands for shape in o.shapes) if collective else 0
+        received = sum(shape.payload for shape in shapes) if collective else 0
+        if instruction.opcode in ("all-gather-start", "collective-permute-start"):
+            received -= sent  # these give their operands back
         return Op(
             name=instruction.name,
             opcode=instruction.opcode,
@@ -175,7 +179,8 @@ class _Reader:
             # The loops of a collective wait for others: the model of `constants` stands for them.
             bundles=0 if collective or routine is None else routine.executed,
             flops=flops(self.module, computation, instruction),
-            payload=payload if collective else 0,
+            sent=sent,
+            received=received,
             devices=_group(instruction.rest) if collective else 0,
             sorted=_sorted(instruction, shapes[0].dims if shapes else ()),
             gathered=self.gathered(instruction),

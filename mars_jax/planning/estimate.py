@@ -38,11 +38,11 @@ def figures(step: Step, speed: Speed, bandwidth: float) -> Figures:
         part["written_bytes"] += op.times * op.traffic.written
         part["bundles"] += op.times * op.bundles
         part["flops"] += op.times * op.flops
-        if op.payload:
-            seconds = collective_seconds(op.opcode, op.payload, op.devices, speed.link)
+        if op.devices:
+            seconds = collective_seconds(op.opcode, op.sent, op.received, op.devices, speed.link)
             part["collectives"] += op.times
             part["collective_seconds"] += op.times * seconds
-            collectives[f"{op.opcode} of {op.payload} bytes over {op.devices} in {op.part}"] += op.times
+            collectives[f"{op.opcode} of {op.received} bytes over {op.devices} in {op.part}"] += op.times
         if op.sorted:
             sorts[f"{op.sorted} in {op.part}"] += op.times
         if op.gathered:

@@ -58,8 +58,8 @@ class _Clock:
                 self.queue[op.name] = op, moving
             return
         busy = max(op.bundles / self.speed.clock, op.flops / self.speed.peak_bf16)
-        if op.payload:
-            busy = collective_seconds(op.opcode, op.payload, op.devices, self.speed.link)
+        if op.devices:
+            busy = collective_seconds(op.opcode, op.sent, op.received, op.devices, self.speed.link)
         self.parts[op.part] += max(moving, busy) * op.times
         self._serve(max(0.0, busy - moving), op.times)
 

@@ -45,9 +45,9 @@ def test_the_block_of_the_cache_is_read_in_each_turn_and_the_row_is_written(step
 
 def test_collectives_and_sorts_have_their_sizes(step):
     reduce = named(step, "all-reduce.4")
-    assert (reduce.payload, reduce.devices, reduce.bundles) == (8 * 1024 * 2, 4, 0)
+    assert (reduce.received, reduce.devices, reduce.bundles) == (8 * 1024 * 2, 4, 0)
     assert named(step, "sort.18").sorted == 1024
-    assert sum(op.payload > 0 for op in step.ops()) == 2
+    assert sum(op.devices > 0 for op in step.ops()) == 2
 
 
 def test_figures_and_estimate_add_up(step):
@@ -96,7 +96,7 @@ def test_of_a_conditional_the_asked_branch_is_counted(branches, expected):
 def an_op(name, *, opcode="fusion", moved=0, bundles=0, times=1, part="target/mlp"):
     return Op(
         name=name, opcode=opcode, part=part, times=times, traffic=Traffic(moved, 0), bundles=bundles, flops=0,
-        payload=0, devices=0, sorted=0, gathered=0, scalar=False,
+        sent=0, received=0, devices=0, sorted=0, gathered=0, scalar=False,
     )  # fmt: skip
 
 
@@ -140,10 +140,12 @@ def test_the_layers_are_extrapolated_and_the_rest_is_the_larger_program():
 
 
 def test_a_ring_that_passes_both_ways():
-    assert collective_seconds("all-gather", 0, 4, 90e9) == 2 * HOP_SECONDS
-    assert collective_seconds("all-reduce", 0, 8, 90e9) == 8 * HOP_SECONDS
-    assert collective_seconds("all-reduce", 90 * 10**6, 4, 90e9) == pytest.approx(4e-6 + 2 * 0.75e-3)
-    assert collective_seconds("all-reduce", 1 << 20, 1, 90e9) == 0
+    assert collective_seconds("all-gather", 0, 0, 4, 90e9) == 2 * HOP_SECONDS
+    assert collective_seconds("all-reduce", 0, 0, 8, 90e9) == 8 * HOP_SECONDS
+    large = 90 * 10**6
+    assert collective_seconds("all-reduce", large, large // 2, 4, 90e9) == pytest.approx(4e-6 + 1.5 * 0.75e-3)
+    assert collective_seconds("reduce-scatter", large, large // 4, 4, 90e9) == pytest.approx(2e-6 + 0.75e-3)
+    assert collective_seconds("all-reduce", 1 << 20, 1 << 20, 1, 90e9) == 0
 
 
 @pytest.mark.parametrize(
