@@ -103,6 +103,8 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class Computation:
+    """A list of instructions with one result: the program, a fusion, the body of a loop."""
+
     name: str
     instructions: dict[str, Instruction]  # in the order of the schedule
 
@@ -127,6 +129,8 @@ class Computation:
 
 @dataclasses.dataclass(frozen=True)
 class Module:
+    """A program."""
+
     computations: dict[str, Computation]
     entry: str
     functions: dict[int, tuple[str, ...]]  # of a source frame: "file:function", innermost first

@@ -8,6 +8,7 @@ from mars_jax.planning.hlo import Computation, Instruction, Module
 
 
 def condition_and_body(module: Module, loop: Instruction) -> tuple[Computation, Computation]:
+    """The two computations of a while loop."""
     names = {kind: loop.attribute(kind) or "" for kind in ("condition", "body")}
     return module.computations[names["condition"]], module.computations[names["body"]]
 
