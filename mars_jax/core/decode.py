@@ -152,9 +152,12 @@ def _decoder(target: LanguageModel, drafter: Drafter, structure: Any, prefill_ch
         draft_keys, verify_keys = jnp.unstack(jax.vmap(jax.random.split)(state.keys), axis=1)
         draft_keys = jax.vmap(jax.random.fold_in)(draft_keys, state.length)
         given = DraftInput(keys=draft_keys, tokens=state.tokens, length=state.length, controls=state.controls)
-        tree, draft = drafter.propose(params, state.draft, given)
-        output = target.forward(params.target, tree.tokens, visible(tree, start), state.cache)
-        logits = target.unembed(params.target, output.hidden)
+        # The names are what a profiler and `planning.cost` see of the step; they change nothing in the program.
+        with jax.named_scope("draft"):
+            tree, draft = drafter.propose(params, state.draft, given)
+        with jax.named_scope("target"):
+            output = target.forward(params.target, tree.tokens, visible(tree, start), state.cache)
+            logits = target.unembed(params.target, output.hidden)
         evidence = Evidence(
             keys=verify_keys,
             start=start,
@@ -165,10 +168,14 @@ def _decoder(target: LanguageModel, drafter: Drafter, structure: Any, prefill_ch
             controls=state.controls,
             params=params.verify,
         )
-        verdict, rule = state.rule(evidence)
-        draft = drafter.update(params, draft, tree, verdict, output, state.length)
-        next_state, info = emit(state, tree, verdict, logits)
-        cache = output.cache if tree.is_chain else target.commit(output.cache, start, verdict.path)
+        with jax.named_scope("verify"):
+            verdict, rule = state.rule(evidence)
+        with jax.named_scope("update"):
+            draft = drafter.update(params, draft, tree, verdict, output, state.length)
+        with jax.named_scope("emit"):
+            next_state, info = emit(state, tree, verdict, logits)
+        with jax.named_scope("commit"):
+            cache = output.cache if tree.is_chain else target.commit(output.cache, start, verdict.path)
         rule = jax.tree.map(functools.partial(_unless_done, state.done), rule, state.rule)
         return dataclasses.replace(next_state, cache=cache, draft=draft, rule=rule), info
 
@@ -239,7 +246,8 @@ def run(
     def loop(params: Params, state: DecodeState) -> tuple[DecodeState, DecodeStats]:
         def body(carry: tuple[DecodeState, DecodeStats]) -> tuple[DecodeState, DecodeStats]:
             state, info = decoder.step(params, carry[0])
-            return state, accumulate(carry[1], info)
+            with jax.named_scope("emit"):
+                return state, accumulate(carry[1], info)
 
         batch, buffer = state.tokens.shape
         stats = zero_stats(batch, decoder.max_depth, record=buffer if record else None)

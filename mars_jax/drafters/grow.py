@@ -102,7 +102,8 @@ def _chain(shape: Static, sample: bool, growth: Growth, root: Array, keys: Array
         tokens, carry = carry
         at = growth.first + depth - 1
         level = Level(tokens, jnp.zeros((batch, 1), jnp.int32), Visible.causal(at, 1))
-        logits, carry = growth.extend(carry, level)
+        with jax.named_scope("level"):
+            logits, carry = growth.extend(carry, level)
         following, q = pick(depth + 1, logits)
         following = jnp.where(tokens == NO_TOKEN, NO_TOKEN, following)
         return (following, carry), (following[:, 0], None if q is None else q[:, 0])
@@ -119,6 +120,7 @@ def _chain(shape: Static, sample: bool, growth: Growth, root: Array, keys: Array
     return tree, jnp.maximum(tree.depths, 0), carry
 
 
+@jax.named_scope("mask")
 def _visible(growth: Growth, seen: Array, depth: Any, row: Any, depths: np.ndarray) -> Visible:
     """What W nodes of a depth see that are written from row `row` on: of the rows, whose depths are i32[R], those
     `seen` bool[B, W, R]."""
@@ -129,6 +131,7 @@ def _visible(growth: Growth, seen: Array, depth: Any, row: Any, depths: np.ndarr
     )
 
 
+@jax.named_scope("mask")
 def _seen(before: Array, parents: Array, first: Any) -> Array:
     """bool[B, W, R] for W new rows from row `first` on: what their parents see, and themselves."""
     rows = jnp.arange(before.shape[2], dtype=jnp.int32)
@@ -153,7 +156,8 @@ def _static(shape: Static, growth: Growth, root: Array, controls: Controls):
         up = jnp.broadcast_to(jnp.asarray(above), (batch, width))
         seen = _seen(seen, up, row)
         level = Level(levels[-1], up, _visible(growth, seen, depth, row, depths[1:]))
-        logits, carry = growth.extend(carry, level)
+        with jax.named_scope("level"):
+            logits, carry = growth.extend(carry, level)
         levels.append(children(logits, shape.branching[depth], levels[-1] != NO_TOKEN))
         above, row = np.repeat(np.arange(width, dtype=np.int32), shape.branching[depth]), row + width
         width = len(above)
@@ -191,7 +195,8 @@ def _dynamic(shape: Dynamic, growth: Growth, root: Array, controls: Controls):
         row = (depth - 1) * k
         seen = _seen(before, up, row)
         level = Level(tokens, up, _visible(growth, seen, depth, row, row_depths))
-        logits, carry = growth.extend(carry, level)
+        with jax.named_scope("level"):
+            logits, carry = growth.extend(carry, level)
         new_tokens, new_scores = children(logits, scores)
         parents = jnp.repeat(ids, k, axis=1)
         best_scores, best = lax.top_k(new_scores, k)

@@ -155,6 +155,7 @@ def check_target(config: EagleConfig, target: LanguageModel) -> None:
                         "LanguageModel.embed.")  # fmt: skip
 
 
+@jax.named_scope("fuse")
 def fuse(config: EagleConfig, head: PyTree, output: ForwardOutput) -> Array:
     """A head's input from the target's output at N tokens: [B, N, E] in version 3, [B, N, F] in version 1."""
     if config.version == 1:
@@ -192,7 +193,8 @@ def forward(
     """
     head, c = params.draft, config.layer
     layer = head["layer"]
-    word = _embed(config, target, params, tokens).astype(feature.dtype)
+    with jax.named_scope("embed"):
+        word = _embed(config, target, params, tokens).astype(feature.dtype)
     if config.version == 3:
         normed = rms_norm(feature, layer["hidden_norm"], c.norm_eps)
         h = normed if config.norm_before_residual else feature
@@ -203,10 +205,13 @@ def forward(
     live = jnp.max(visible.slot) + tokens.shape[1]
     # The angles are computed, not looked up: a head's own limit of positions does not bind.
     rotation = angles(visible.positions, c.rope, c.head_dim)
-    mask = visible.dense(cache.slots)
-    mixed, k, v = attention(c, layer, x, rotation, mask, cache.k[0], cache.v[0], visible.slot, live)
-    h = h + mixed
-    h = h + gated_mlp(layer, rms_norm(h, layer["mlp_norm"], c.norm_eps), c.activation)
+    with jax.named_scope("mask"):
+        mask = visible.dense(cache.slots)
+    with jax.named_scope("attention"):
+        mixed, k, v = attention(c, layer, x, rotation, mask, cache.k[0], cache.v[0], visible.slot, live)
+        h = h + mixed
+    with jax.named_scope("mlp"):
+        h = h + gated_mlp(layer, rms_norm(h, layer["mlp_norm"], c.norm_eps), c.activation)
     if config.norm_output:
         h = rms_norm(h, head["norm"], c.norm_eps)
     return h, KVCache(k=(k,), v=(v,))
@@ -219,6 +224,7 @@ def _embed(config: EagleConfig, target: LanguageModel, params: Params, tokens: A
     return target.embed(params.target, tokens)
 
 
+@jax.named_scope("unembed")
 def unembed(config: EagleConfig, target: LanguageModel, params: Params, hidden: Array) -> Array:
     """Logits f32[B, N, W] of the tokens after the next, from features [B, N, E]."""
     head: dict[str, Any] = params.draft

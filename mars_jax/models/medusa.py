@@ -67,6 +67,7 @@ def init_params(config: MedusaConfig, key: Array, dtype="float32", *, scale: flo
     return build_rows(table, make)
 
 
+@jax.named_scope("unembed")
 def logits(params: PyTree, hidden: Array, count: int) -> Array:
     """Logits of the first `count` heads: hidden [B, 1, E] -> f32[B, K, V], entry i of head i.
 

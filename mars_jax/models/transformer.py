@@ -88,28 +88,33 @@ def attention(config: ModelConfig, layer: dict, x: Array, rotation, mask, k_cach
 def _forward(
     config: ModelConfig, feature_layers, params, tokens: Array, visible: Visible, cache: KVCache
 ) -> ForwardOutput:
-    x, norm = _embed(config, params, tokens), _norm(config)
+    norm = _norm(config)
+    with jax.named_scope("embed"):
+        x = _embed(config, params, tokens)
     positions, start = visible.positions, visible.slot
     live = jnp.max(start) + tokens.shape[1]
     ropes = [config.rope if w is None else config.local_rope or config.rope for w in config.windows]
     rotations = {rope: angles(positions, rope, config.head_dim) for rope in dict.fromkeys(ropes)}
-    masks = {window: visible.dense(cache.slots, window) for window in dict.fromkeys(config.windows)}
+    with jax.named_scope("mask"):
+        masks = {window: visible.dense(cache.slots, window) for window in dict.fromkeys(config.windows)}
     ks, vs, outputs = [], [], {}
     for i, layer in enumerate(params["layers"]):
-        mixed, k, v = attention(
-            config,
-            layer,
-            norm(x, layer["attention_norm"]),
-            rotations[ropes[i]],
-            masks[config.windows[i]],
-            cache.k[i],
-            cache.v[i],
-            start,
-            live,
-        )
-        x = x + (norm(mixed, layer["attention_post_norm"]) if config.post_norms else mixed)
-        change = _mlp(config, layer, norm(x, layer["mlp_norm"]))
-        x = hold_whole(x + (norm(change, layer["mlp_post_norm"]) if config.post_norms else change))
+        with jax.named_scope(f"layer{i}"), jax.named_scope("attention"):
+            mixed, k, v = attention(
+                config,
+                layer,
+                norm(x, layer["attention_norm"]),
+                rotations[ropes[i]],
+                masks[config.windows[i]],
+                cache.k[i],
+                cache.v[i],
+                start,
+                live,
+            )
+            x = x + (norm(mixed, layer["attention_post_norm"]) if config.post_norms else mixed)
+        with jax.named_scope(f"layer{i}"), jax.named_scope("mlp"):
+            change = _mlp(config, layer, norm(x, layer["mlp_norm"]))
+            x = hold_whole(x + (norm(change, layer["mlp_post_norm"]) if config.post_norms else change))
         ks.append(k)
         vs.append(v)
         if i in feature_layers:
@@ -163,6 +168,7 @@ def _language_model(config: ModelConfig, cache_dtype, feature_layers: tuple[int,
             dtype=cache_dtype,
         )
 
+    @jax.named_scope("unembed")
     def unembed(params: PyTree, hidden: Array) -> Array:
         logits = dense(hidden, params["embed" if config.tie_embeddings else "unembed"], dtype=jnp.float32)
         return logits if config.logit_cap is None else soft_cap(logits, config.logit_cap)

@@ -5,7 +5,9 @@ B batch, N nodes, V vocabulary. Oracle: the TPU compiler (libtpu), and the byte 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -24,7 +26,11 @@ from mars_jax.models.eagle import EagleConfig
 from mars_jax.models.medusa import MedusaConfig
 from mars_jax.placement import shardings
 from mars_jax.placement.shardings import AnyConfig
+from mars_jax.planning import dump
 from mars_jax.planning.chips import Topology
+from mars_jax.planning.constants import SPEEDS
+from mars_jax.planning.cost import read_step
+from mars_jax.planning.estimate import estimate, figures
 from mars_jax.planning.program import OutOfMemory, compile_program, held_bytes
 
 
@@ -45,6 +51,8 @@ class Plan:
     autoregressive_floor_seconds: float  # of a step of the target alone
     collectives: dict[str, int]  # of the loop, by kind and shape
     compile_seconds: float
+    step: dict[str, Any] | None  # from `planning.estimate`, where libtpu was told to keep its schedule
+    autoregressive_step: dict[str, Any] | None
     notes: tuple[str, ...]  # arrays that every device holds whole
 
     def as_json(self) -> dict[str, Any]:
@@ -147,13 +155,21 @@ def make_plan(
     params = Params(target=placed(target, int8=dtype == "int8"))
     if draft.config is not None:
         params = params._replace(draft=placed(draft.config))
-    decoder = speculative_decoder(model, drafter, verify)
-    state, lowered = lower_loop(decoder, params, verify, mesh, batch=batch, context=context)
-    try:
-        report = compile_program(lowered)
-        held = held_bytes(report)
-    except OutOfMemory as error:
-        report, held = {"collectives": {}, "seconds": 0.0}, error.used
+
+    def compiled(drafter: Drafter, params: Params) -> tuple[DecodeState, dict[str, Any], int]:
+        decoder = speculative_decoder(model, drafter, verify)
+        state, lowered = lower_loop(decoder, params, verify, mesh, batch=batch, context=context)
+        try:
+            report = compile_program(lowered, read=functools.partial(_estimated, topology, context))
+        except OutOfMemory as error:
+            return state, {"collectives": {}, "seconds": 0.0, "read": None}, error.used
+        return state, report, held_bytes(report)
+
+    with dump.fresh() if dump.is_on() else contextlib.nullcontext():
+        state, report, held = compiled(drafter, params)
+        step = alone_step = report["read"]
+        if step is not None and drafter.num_nodes > 1:
+            alone_step = compiled(drafters.none(), Params(target=params.target))[1]["read"]
 
     cache = _local_bytes(state.cache)
     drafted = _local_bytes(state.draft)
@@ -165,6 +181,9 @@ def make_plan(
         # extending the last level. Medusa's heads all read one feature.
         passes = 1 if isinstance(draft.config, MedusaConfig) else drafter.max_depth
         extra = passes * (read_once(draft.config, params.draft, tokens=batch) + drafted)
+        if isinstance(draft.config, EagleConfig) and draft.config.version == 3:
+            # Only what the target gives goes through `fc`, once a step.
+            extra -= (passes - 1) * _local_bytes({k: v for k, v in params.draft.items() if k in FUSED})
     read = own + cache + extra
     return Plan(
         topology=topology.name,
@@ -180,8 +199,20 @@ def make_plan(
         autoregressive_floor_seconds=(alone + cache) / topology.bandwidth,
         collectives=report["collectives"],
         compile_seconds=report["seconds"],
+        step=step,
+        autoregressive_step=alone_step,
         notes=tuple(shardings.whole(target, mesh)),
     )
+
+
+def _estimated(where: Topology, context: int, text: str) -> dict[str, Any] | None:
+    """The estimate of a compiled decode loop."""
+    found = dump.recorded(text)
+    if found is None:
+        return None
+    speed = SPEEDS[where.name.partition(":")[0]]
+    made = figures(read_step(*found, live=context), speed, where.bandwidth)
+    return estimate(made, speed, where.bandwidth)
 
 
 def lower_loop(
@@ -198,6 +229,10 @@ def lower_loop(
         state = jax.eval_shape(start, params)
         state = _placed(state, shardings.state_shardings(state, mesh))
         return state, run.lower(decoder, params, state)
+
+
+FUSED = ("fc", "fc_bias", "fc_norm")
+"""Weights of an EAGLE-3 head that fuse the target's features."""
 
 
 def _placed(shapes: PyTree, where: PyTree) -> PyTree:

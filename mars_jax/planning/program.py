@@ -32,12 +32,15 @@ def compile_for(
 
 
 @activity.doing("compiling")
-def compile_program(lowered: jax.stages.Lowered, *, watch: int | None = None) -> dict[str, Any]:
+def compile_program(
+    lowered: jax.stages.Lowered, *, watch: int | None = None, read: Callable[[str], Any] | None = None
+) -> dict[str, Any]:
     """Compile and report: seconds, what the compiler counts, and the collectives in the program.
 
     Args:
       lowered: for abstract arguments that carry shardings of the devices to compile for.
       watch: report how many arrays of this many elements the program writes.
+      read: of the program's text, for the report's entry "read".
 
     Raises:
       OutOfMemory: the compiler says that it does not fit.
@@ -52,7 +55,9 @@ def compile_program(lowered: jax.stages.Lowered, *, watch: int | None = None) ->
     seconds = time.perf_counter() - started
     memory, text, costs = compiled.memory_analysis(), compiled.as_text(), compiled.cost_analysis()
     assert memory is not None and text is not None and costs is not None  # XLA's TPU compiler gives them all
-    watched = {} if watch is None else {"arrays_of_logits": arrays_written(text, watch)}
+    watched: dict[str, Any] = {} if watch is None else {"arrays_of_logits": arrays_written(text, watch)}
+    if read is not None:
+        watched["read"] = read(text)
     return {
         **watched,
         "seconds": round(seconds, 2),

@@ -171,3 +171,31 @@ def test_a_line_now_and_then_says_that_it_plans(capsys, monkeypatch):
 def test_bad_input_gets_a_sentence(capsys, flags, sentence):
     assert plan.main(["--target", "tiny/draft", *flags.split()]) == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_what_fuses_the_targets_features_is_read_once_a_step():
+    from mars_jax.placement import shardings
+    from mars_jax.planning.fit import FUSED, _local_bytes, read_once
+
+    config = dataclasses.replace(TINY, num_layers=4, windows=(None,) * 4)
+    head = eagle3(config)
+    mesh = parse_mesh("model=1", topology("v5e:1x1").devices)
+    places = shardings.params_shardings(head, mesh)
+    weights = shardings.abstract_params(head, "bfloat16", int8=False, shardings=places)
+    fused = _local_bytes({name: value for name, value in weights.items() if name in FUSED})
+    assert fused >= 2 * 3 * 256 * 256
+    reads = []
+    for length in (2, 3):
+        made = make_plan(
+            config,
+            draft_of(head, num_draft_tokens=length),
+            topology("v5e:1x1"),
+            mesh=mesh,
+            verify=verify.exact(),
+            context=256,
+        )
+        reads.append(made.read_bytes)
+    # A level more reads the head without what fuses, its cache, and a slot more of the caches.
+    level, cache = reads[1] - reads[0], 2 * 2 * (256 + 4) * 4 * 64
+    alone = read_once(head, weights, tokens=1) - fused
+    assert alone <= level <= alone + 1.1 * cache

@@ -1,0 +1,244 @@
+"""What a decode step costs on a TPU, by the schedule that libtpu's compiler makes; no TPU is needed.
+
+    python scripts/tpu_cost.py --cases none chain-5 tree       # compiles 6 programs of 2 and 4 layers: some minutes
+    python scripts/tpu_cost.py --cases none --checkout OLD --label before
+    python scripts/tpu_cost.py --from DIR2 DIR4 --layers 2 4 --model-layers 32
+    python scripts/tpu_cost.py --check                         # what the tool was checked on
+    python scripts/tpu_cost.py --picture                       # of what is in the JSON
+
+Results are added to scripts/results/tpu_cost.json by label and case, and drawn into docs/tpu_cost.svg and .png. How to
+read them: docs/design.md, "What a step costs". Constants, frozen: mars_jax/planning/constants.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mars_jax.planning import bundles, hlo
+from mars_jax.planning.chips import CHIPS
+from mars_jax.planning.constants import HOP_SECONDS, OP_SECONDS, SPEEDS
+from mars_jax.planning.cost import read_step
+from mars_jax.planning.estimate import estimate, extrapolate, figures
+
+ROOT = Path(__file__).resolve().parents[1]
+REPORT = ROOT / "scripts" / "results" / "tpu_cost.json"
+COLOURS = {
+    "target/mlp": "#0072B2", "target/attention": "#56B4E9", "target/unembed": "#009E73", "draft": "#E69F00",
+    "mask": "#D55E00", "verify": "#CC79A7", "update": "#F0E442", "the rest": "#999999", "instructions": "#DDDDDD",
+}  # fmt: skip
+
+
+def dump(arguments: Sequence[str], folder: Path, checkout: Path) -> None:
+    """Run tpu_dump.py in a process of its own, on a checkout."""
+    environment = os.environ | {
+        "PYTHONPATH": str(checkout),
+        "LIBTPU_INIT_ARGS": bundles.LIBTPU_FLAGS.format(folder=folder),
+        "JAX_ENABLE_COMPILATION_CACHE": "false",
+    }
+    command = [sys.executable, str(ROOT / "scripts" / "tpu_dump.py"), *arguments, str(folder)]
+    subprocess.run(command, check=True, env=environment, cwd=checkout)
+
+
+def read(folder: Path, generation: str, live: int, branches: str) -> dict[str, Any]:
+    """The figures of a program from its folder."""
+    module, schedule = hlo.parse((folder / "hlo.txt").read_text()), bundles.read(folder)
+    step = read_step(module, schedule, live=live, branches=branches)  # pyright: ignore[reportArgumentType]
+    if step.unmatched:
+        print(f"instructions without a schedule: {', '.join(step.unmatched)}", file=sys.stderr)
+    return figures(step, SPEEDS[generation], CHIPS[generation].bandwidth)
+
+
+def case(
+    folders: Sequence[Path], layers: tuple[int, int], count: int, generation: str, live: int, branches: str
+) -> dict[str, Any]:
+    """Figures and estimate of the whole model, from the folders of its two small programs."""
+    few, more = (read(folder, generation, live, branches) for folder in folders)
+    found = extrapolate(few, more, layers, count)
+    told = folders[1] / "meta.json"
+    return {
+        "compiled": json.loads(told.read_text()) if told.exists() else {},
+        "extrapolated": f"from {layers[0]} and {layers[1]} layers to {count}",
+        "branches": branches,
+        "estimate": estimate(found, SPEEDS[generation], CHIPS[generation].bandwidth),
+        "figures": found,
+    }
+
+
+def show(name: str, found: Mapping[str, Any]) -> None:
+    """The table of a case."""
+    from rich.console import Console
+    from rich.table import Table
+
+    total, made = found["estimate"], found["figures"]
+    table = Table("part", "ms", "in order", "ops", "GB", "kilobundles", "collectives", title=name)
+    for part in sorted(total["parts"], key=lambda part: -total["parts"][part]):
+        row = made["parts"][part]
+        moved = row.get("read_bytes", 0) + row.get("written_bytes", 0)
+        table.add_row(
+            part,
+            f"{1e3 * total['parts'][part]:.3f}",
+            f"{1e3 * row.get('in_order_seconds', 0):.3f}",
+            f"{row.get('ops', 0)}",
+            f"{moved / 1e9:.3f}",
+            f"{row.get('bundles', 0) / 1e3:.0f}",
+            f"{row.get('collectives', 0)}",
+        )
+    console = Console(soft_wrap=True, highlight=False)
+    console.print(table)
+    low, high, least = total["low_seconds"], total["high_seconds"], total["bytes_seconds"]
+    console.print(
+        f"{1e3 * least:.2f} ms of bytes; estimate {1e3 * low:.2f} .. {1e3 * high:.2f} ms "
+        f"({low / least:.2f} .. {high / least:.2f} of the bytes), in order {1e3 * total['in_order_seconds']:.2f} ms; "
+        f"{total['ops']} ops, {total['scalars']} scalars, {total['collectives']} collectives, "
+        f"sorts {sum(made['sorts'].values())}, gathers {sum(made['gathers'].values())}, loops {made['loops']}."
+    )
+
+
+def bars(found: Mapping[str, Any]) -> dict[str, float]:
+    """ms of the pieces of a case's bar."""
+    pieces = dict.fromkeys(COLOURS, 0.0)
+    for part, seconds in found["estimate"]["parts"].items():
+        phase, _, component = part.partition("/")
+        key = next(
+            (k for k in (part, "mask" if component == "mask" else "", phase) if k in pieces), "the rest"
+        )
+        pieces[key] += 1e3 * seconds
+    pieces["instructions"] = 1e3 * OP_SECONDS[0] * found["estimate"]["ops"]
+    return pieces
+
+
+def draw(report: Mapping[str, Any], pictures: Sequence[Path]) -> None:
+    """A stacked bar a case; the dot is all bytes over the bandwidth, the dash the schedule run in order."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    matplotlib.rcParams.update({"svg.hashsalt": "mars-jax", "svg.fonttype": "none", "font.size": 9})
+    from matplotlib import pyplot as plt
+
+    named = [
+        (f"{name}\n{label}", found)
+        for label, cases in report["cases"].items()
+        for name, found in cases.items()
+    ]
+    named.sort(key=lambda pair: pair[0])
+    figure, axis = plt.subplots(figsize=(8, 4), layout="constrained")
+    bottoms = [0.0] * len(named)
+    for piece, colour in COLOURS.items():
+        heights = [bars(found)[piece] for _, found in named]
+        axis.bar(range(len(named)), heights, 0.6, bottom=bottoms, color=colour, label=piece)
+        bottoms = [a + b for a, b in zip(bottoms, heights, strict=True)]
+    for mark, key, label in (("o", "bytes_seconds", "bytes"), ("_", "in_order_seconds", "in order")):
+        heights = [1e3 * found["estimate"][key] for _, found in named]
+        axis.plot(range(len(named)), heights, mark, color="black", markersize=7, label=label)
+    axis.set_xticks(range(len(named)), [name for name, _ in named])
+    axis.set_ylabel("ms a step, estimated")
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside right center", frameon=False)
+    for picture in pictures:
+        metadata = {"Date": None} if picture.suffix == ".svg" else {"Software": None}
+        figure.savefig(picture, dpi=160, metadata=metadata)
+    plt.close(figure)
+
+
+def checked(topology: str) -> Any:
+    """The checks of planning.trust, in a process whose libtpu dumps."""
+    code = (
+        "import json; from mars_jax.planning import trust, chips, dump; dump.dump_folder(); "
+        f"print(json.dumps(trust.check(chips.topology({topology!r}), {topology.partition(':')[0]!r})))"
+    )
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    ran = subprocess.run(
+        [sys.executable, "-c", code], check=True, env=environment, stdout=subprocess.PIPE, text=True
+    )
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="llama-3.1-8b")
+    parser.add_argument("--cases", nargs="*", default=[], help="none, chain-K, tree")
+    parser.add_argument("--from", nargs=2, type=Path, dest="folders", metavar="DIR", help="dumps made before")
+    parser.add_argument("--name", default="none", help="the case that --from is stored as")
+    parser.add_argument("--model-layers", type=int, default=32, help="of the model that --from was cut from")
+    parser.add_argument("--layers", nargs=2, type=int, default=[2, 4])
+    parser.add_argument("--topology", default="v5e:2x2")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--context", type=int, default=4096, help="slots of a row that hold something")
+    parser.add_argument("--branches", choices=("cheap", "dear"), default="cheap")
+    parser.add_argument("--checkout", type=Path, default=ROOT, help="the mars_jax to compile")
+    parser.add_argument("--label", default="now")
+    parser.add_argument("--about", help="what the label stands for, such as a commit")
+    parser.add_argument("--keep", type=Path, help="a folder for the dumps, which are removed else")
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--picture", action="store_true")
+    parser.add_argument("--json", type=Path, default=REPORT)
+    parser.add_argument("--pictures", type=Path, default=ROOT / "docs")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    asked = parse(argv)
+    generation = asked.topology.partition(":")[0]
+    report = json.loads(asked.json.read_text()) if asked.json.exists() else {"cases": {}}
+    made: dict[str, Any] = {}
+    if asked.folders:
+        made[asked.name] = case(
+            asked.folders, asked.layers, asked.model_layers, generation, asked.context, asked.branches
+        )
+    for name in asked.cases:
+        with tempfile.TemporaryDirectory(prefix="mars-jax-tpu-cost-") as scratch:
+            folders = [(asked.keep or Path(scratch)) / f"{name}-{count}" for count in asked.layers]
+            for folder, count in zip(folders, asked.layers, strict=True):
+                arguments = {
+                    "--model": asked.model, "--draft": name, "--layers": count, "--topology": asked.topology,
+                    "--batch": asked.batch, "--context": asked.context,
+                }  # fmt: skip
+                folder.mkdir(parents=True, exist_ok=True)
+                flat = [str(word) for pair in arguments.items() for word in pair]
+                dump(flat, folder.resolve(), asked.checkout.resolve())
+            layers = json.loads((folders[0] / "meta.json").read_text())["layers"]
+            made[name] = case(folders, asked.layers, layers, generation, asked.context, asked.branches)
+    for name, found in made.items():
+        show(f"{name}, {asked.label}", found)
+    if made:
+        report |= {
+            "model": asked.model,
+            "topology": asked.topology,
+            "batch": asked.batch,
+            "context": asked.context,
+            "date": datetime.date.today().isoformat(),
+            "constants": {
+                "speed": SPEEDS[generation]._asdict(),
+                "bandwidth": CHIPS[generation].bandwidth,
+                "hop_seconds": HOP_SECONDS,
+                "op_seconds": OP_SECONDS,
+            },
+        }
+        report["cases"].setdefault(asked.label, {}).update(made)
+        if asked.about:
+            report.setdefault("labels", {})[asked.label] = asked.about
+    if asked.check:
+        from mars_jax.planning.trust import CANNOT_SEE
+
+        report["trust"] = {"checked_on": checked(asked.topology), "cannot_see": CANNOT_SEE}
+        for row in report["trust"]["checked_on"]:
+            print(f"{row['program']}: {row['ratio']:.3f} ({row['expected']})")
+    if made or asked.check:
+        asked.json.write_text(json.dumps(report, indent=1) + "\n")
+    if asked.picture:
+        draw(report, [asked.pictures / "tpu_cost.svg", asked.pictures / "tpu_cost.png"])
+
+
+if __name__ == "__main__":
+    main()

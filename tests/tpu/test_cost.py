@@ -1,0 +1,93 @@
+"""The cost of small programs of known size, from schedules that libtpu makes on the spot."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip(
+    "libtpu", reason="TPU compilation needs libtpu: pip install 'mars-jax[test]' on Linux x86-64"
+)
+
+CODE = """
+import json
+from mars_jax.planning import chips, dump, trust
+dump.dump_folder()
+where = chips.topology("v5e:2x2")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from mars_jax.planning.constants import SPEEDS
+from mars_jax.planning.cost import read_step
+from mars_jax.planning.estimate import estimate, figures
+
+mesh = Mesh(np.array(where.devices), ("model",))
+
+def placed(shape, spec):
+    return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+
+def product(x, w):
+    with jax.named_scope("target"), jax.named_scope("mlp"):
+        return jax.lax.with_sharding_constraint(x @ w, NamedSharding(mesh, P()))
+
+lowered = jax.jit(product).lower(placed((16, 4096), P(None, "model")), placed((4096, 2048), P("model", None)))
+module, schedule = dump.compile_scheduled(lowered)
+step = read_step(module, schedule, live=0)
+found = figures(step, SPEEDS["v5e"], where.bandwidth)
+print(json.dumps({
+    "figures": found,
+    "estimate": estimate(found, SPEEDS["v5e"], where.bandwidth),
+    "trust": trust.check(where, "v5e"),
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def found():
+    # libtpu takes its flags when it is loaded, so that this needs a process of its own.
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    ran = subprocess.run(
+        [sys.executable, "-c", CODE], env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+def test_a_sharded_product_has_the_bytes_the_products_and_the_collective_of_a_hand_count(found):
+    part = found["figures"]["parts"]["target/mlp"]
+    rows, inner, outer = 16, 4096 // 4, 2048
+    assert part["flops"] == 2 * rows * inner * outer
+    weights, inputs, outputs = 2 * inner * outer, 2 * rows * inner, 2 * rows * outer
+    total = found["estimate"]["bytes"]
+    # The sum may pass through HBM once more on its way into the result.
+    assert weights + inputs + outputs <= total <= weights + inputs + 4 * outputs
+    assert sum(found["figures"]["collectives"].values()) == part["collectives"] == 1
+    (name,) = found["figures"]["collectives"]
+    assert name.startswith("all-reduce") and "over 4 in target/mlp" in name
+    assert found["estimate"]["ops"] <= 8 and found["figures"]["unmatched"] == 0
+
+
+def test_a_large_product_has_its_operations_and_no_more_bundles_than_its_peak_allows(found):
+    product = found["trust"][0]
+    assert product["ratio"] == 1
+    assert 0.7 < product["bundles_over_peak"] < 1.1
+
+
+def test_a_copy_moves_its_bytes_and_computes_less_than_it_moves(found):
+    copied = found["trust"][1]
+    assert copied["ratio"] == 1
+    assert copied["bundle_seconds"] < copied["bytes"] / 819e9
+
+
+def test_the_margin_kernel_reads_its_logits_once(found):
+    assert found["trust"][2]["ratio"] == pytest.approx(1, rel=0.01)
+
+
+def test_a_gather_of_single_elements_is_seen_to_be_slow(found):
+    assert found["trust"][3]["ratio"] > 5
