@@ -7,6 +7,7 @@ import dataclasses
 from typing import Any
 
 import flax.struct
+import numpy as np
 from jax import Array
 
 from mars_jax.core.evidence import Evidence
@@ -27,7 +28,7 @@ class Budget(Relaxed):
     """
 
     gap: Any  # f32[] or [B]; nats per token
-    max_relaxed: Any  # i32[] or [B]
+    max_relaxed: Any = np.int32(2)  # i32[] or [B]
     total: Any  # f32[] or [B]; nats
 
     def relaxable(self, evidence: Evidence) -> Array:
