@@ -17,7 +17,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mars_jax.core.errors import MarsError
+from mars_jax.hub import gguf_config
 from mars_jax.placement.hosts import fetch
+from mars_jax.pretrained.gguf_file import is_gguf, read_gguf
 from mars_jax.serve.journal import Lock, difference, plain, write_whole
 
 SETTINGS = "settings.json"
@@ -136,17 +138,23 @@ def fingerprint(params: Any, *checkpoints: str | os.PathLike[str]) -> str:
 
     Args:
       params: arrays.
-      checkpoints: directories whose config.json counts too: it decides what the weights mean.
+      checkpoints: directories or GGUF files whose config counts too: it decides what the weights mean.
 
     >>> fingerprint({"w": np.zeros((2, 3))}) == fingerprint({"w": np.ones((2, 3))})
     False
     """
-    parts = [(Path(directory) / "config.json").read_bytes() for directory in checkpoints]
+    parts = [_config(Path(checkpoint)) for checkpoint in checkpoints]
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         weight = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
         parts.append(f"{jax.tree_util.keystr(path)} {weight.shape} {weight.dtype}".encode())
         parts.append(fetch(_some_rows(weight)).tobytes())
     return digest(b"".join(parts))
+
+
+def _config(checkpoint: Path) -> bytes:
+    if is_gguf(checkpoint):
+        return json.dumps(gguf_config.to_json(read_gguf(checkpoint)), sort_keys=True).encode()
+    return (checkpoint / "config.json").read_bytes()
 
 
 def _some_rows(weight: Any) -> Any:

@@ -39,6 +39,16 @@ def test_names_shapes_and_types_count():
     assert len({fingerprint(weights) for weights in made}) == len(made)
 
 
+def test_the_config_of_a_gguf_file_counts(tmp_path):
+    pytest.importorskip("gguf")
+    from tests.hub.test_gguf import write
+
+    names = [fingerprint(WEIGHTS, write(tmp_path / f"{case}.gguf", case)) for case in ("llama", "qwen2")]
+    assert len({*names, fingerprint(WEIGHTS)}) == 3
+    (tmp_path / "llama.gguf").rename(tmp_path / "moved.gguf")
+    assert fingerprint(WEIGHTS, tmp_path / "moved.gguf") == names[0]
+
+
 def test_what_the_config_says_of_them_counts(tmp_path):
     names = []
     for theta in (1e4, 1e5):
