@@ -91,3 +91,33 @@ def test_the_margin_kernel_reads_its_logits_once(found):
 
 def test_a_gather_of_single_elements_is_seen_to_be_slow(found):
     assert found["trust"][3]["ratio"] > 5
+
+
+def test_plan_says_what_a_step_takes_by_the_schedule(tmp_path):
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 512,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    command = [sys.executable, "-m", "mars_jax.plan", "--target", str(tmp_path), "--draft", "ngram"]
+    command += ["--num-draft-tokens", "3", "--topology", "v5e:1x1", "--context", "256", "--json"]
+    ran = subprocess.run(
+        command, env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True, timeout=900
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    made = json.loads(ran.stdout)
+    step, alone = made["step"], made["autoregressive_step"]
+    for found in (step, alone):
+        assert found["high_seconds"] > found["low_seconds"] > found["bytes_seconds"] > 0
+        assert found["collectives"] == 0 and "target/mlp" in found["parts"]
+    assert step["ops"] > alone["ops"]
