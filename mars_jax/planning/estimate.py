@@ -21,6 +21,10 @@ Figures = dict[str, Any]
 """Nested dicts of numbers, ready for JSON; a key that is missing is 0."""
 
 
+def _zeros() -> dict[str, float]:
+    return defaultdict(int)
+
+
 def figures(step: Step, speed: Speed, bandwidth: float) -> Figures:
     """What a step executes and moves.
 
@@ -29,8 +33,10 @@ def figures(step: Step, speed: Speed, bandwidth: float) -> Figures:
       speed: of the generation.
       bandwidth: of a device's HBM, bytes a second.
     """
-    parts: dict[str, Counter] = defaultdict(Counter)
-    collectives, sorts, gathers = Counter(), Counter(), Counter()
+    parts: dict[str, dict[str, float]] = defaultdict(_zeros)
+    collectives: Counter[str] = Counter()
+    sorts: Counter[str] = Counter()
+    gathers: Counter[str] = Counter()
     for op in step.ops():
         part = parts[op.part]
         part["scalars" if op.scalar else "ops"] += op.times
@@ -115,9 +121,10 @@ def estimate(found: Figures, speed: Speed, bandwidth: float) -> Figures:
       "in_order_seconds", the schedule run in order, with 0.2 us an instruction; and the totals.
     """
     parts, beyond = {}, 0.0
-    total = Counter()
+    total = _zeros()
     for name, part in found["parts"].items():
-        total.update(part)
+        for key, value in part.items():
+            total[key] += value
         moving = (part.get("read_bytes", 0) + part.get("written_bytes", 0)) / bandwidth
         computing = max(part.get("bundles", 0) / speed.clock, part.get("flops", 0) / speed.peak_bf16)
         beyond += max(0.0, computing - moving)

@@ -7,7 +7,7 @@ compiler arranged it. What lies between the two is what a better schedule could 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 
 from mars_jax.planning.constants import Speed, collective_seconds
 from mars_jax.planning.cost import COPIES, Items, Loop, Op, Step, Wait
@@ -34,7 +34,7 @@ class _Clock:
 
     def __init__(self, speed: Speed, bandwidth: float):
         self.speed, self.bandwidth = speed, bandwidth
-        self.parts: Counter[str] = Counter()
+        self.parts: dict[str, float] = defaultdict(float)
         self.queue: dict[str, tuple[Op, float]] = {}  # in order: a copy, and the seconds that it still needs
 
     def run(self, items: Items) -> None:

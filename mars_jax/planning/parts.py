@@ -8,7 +8,7 @@ uses it.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from mars_jax.planning.hlo import Computation, Instruction, Module
 
@@ -138,7 +138,12 @@ class Parts:
             and body.instructions[inner.operands[0]].opcode == "parameter"
         ]
 
-    def _near(self, computation: Computation, instruction: Instruction, neighbours) -> str | None:
+    def _near(
+        self,
+        computation: Computation,
+        instruction: Instruction,
+        neighbours: Callable[[Instruction], list[Instruction]],
+    ) -> str | None:
         """Breadth first; loops and tuples tie everything to everything, so the search ends there."""
         seen, layer = {instruction.name}, [instruction]
         while layer:
