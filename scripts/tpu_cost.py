@@ -190,7 +190,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     asked = parse(argv)
     generation = asked.topology.partition(":")[0]
-    report = json.loads(asked.json.read_text()) if asked.json.exists() else {"cases": {}}
+    report: dict[str, Any] = json.loads(asked.json.read_text()) if asked.json.exists() else {"cases": {}}
     made: dict[str, Any] = {}
     if asked.folders:
         made[asked.name] = case(
