@@ -102,6 +102,15 @@ CASES = {
     "released": Case(verify.released(ratio=0.4), verify.rejection(), None, {"ratio": np.inf}, drafter=SAMPLED),
 }  # fmt: skip
 every_rule = pytest.mark.parametrize("name", CASES)
+LIKE_ANOTHER = {
+    "mars by position", "gap", "prob_ratio", "typical", "adaptive", "entropy_gate", "nucleus", "lenience", "cactus",
+    "speccascade", "speccascade(opt)",
+}  # fmt: skip
+"""Rules that are a formula in a seam that another rule of the table has as well, and keep no state."""
+every_rule_in_time = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LIKE_ANOTHER)) for name in CASES]
+)
+"""For tests that compile loops of their own: rules `LIKE_ANOTHER` are slow."""
 
 
 def with_numbers(rule, numbers):
@@ -147,7 +156,7 @@ def test_a_strict_row_beside_others_is_its_base(name):
     assert [mixed[0], mixed[2]] == [want[0], want[2]]
 
 
-@every_rule
+@every_rule_in_time
 def test_a_row_alone_equals_the_row_in_a_batch(name):
     case = CASES[name]
     together, _ = decoded(case, case.rule)
@@ -227,7 +236,7 @@ def test_under_a_wrapper_it_is_the_same_and_the_wrapper_keeps_state(name):
     np.testing.assert_array_equal(state.rule.calls, stats.steps)  # done rows do not count
 
 
-@every_rule
+@every_rule_in_time
 def test_beside_stop_tokens_it_ends_where_its_text_says_one(name):
     """No relaxed rule puts a stop token in, and none is passed over."""
     case = CASES[name]
@@ -242,7 +251,7 @@ def test_beside_stop_tokens_it_ends_where_its_text_says_one(name):
         assert len(text) == BUFFER or text[-1] in stops
 
 
-@every_rule
+@every_rule_in_time
 def test_in_a_mesh_the_text_is_that_of_one_device(name):
     case = CASES[name]
     tokens, lengths = prompts()
