@@ -6,7 +6,7 @@
     python scripts/tpu_cost.py --check                         # what the tool was checked on
     python scripts/tpu_cost.py --picture                       # of what is in the JSON
 
-Results are added to scripts/results/tpu_cost.json by label and case, and drawn into docs/tpu_cost.svg and .png. How to
+Results are added to scripts/results/tpu_cost.json by label and case, and drawn into docs/tpu_cost.svg. How to
 read them: docs/design.md, "What a step costs". Constants, frozen: mars_jax/planning/constants.py.
 """
 
@@ -237,7 +237,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if made or asked.check:
         asked.json.write_text(json.dumps(report, indent=1) + "\n")
     if asked.picture:
-        draw(report, [asked.pictures / "tpu_cost.svg", asked.pictures / "tpu_cost.png"])
+        draw(report, [asked.pictures / "tpu_cost.svg"])
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=[pytest.mark.slow] if k in ("eagle1", "model") else []) for k in KINDS]
+    "kind", [pytest.param(k, marks=[pytest.mark.slow] if k != "medusa" else []) for k in KINDS]
 )
 def test_each_kind_trains_and_drafts_losslessly(kind, call, run, text, target, draft, tmp_path):
     pytest.importorskip("matplotlib")
@@ -81,6 +81,7 @@ def test_the_target_writes_the_text_itself(call, text, target, tmp_path):
     assert len(written) == 5 and all(t.startswith("a story of the") for t in written)
 
 
+@pytest.mark.slow
 def test_rows_divided_among_devices_train_the_same_head(target, tmp_path):
     pytest.importorskip("matplotlib")
     from mars_jax import load

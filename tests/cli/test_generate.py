@@ -120,6 +120,7 @@ def test_heads_draft_by_default_what_suits_them_and_the_rule(target, eagle, medu
         assert open_job(args, check_flags(args, prompts), prompts).session.drafter.drafter.name == name
 
 
+@pytest.mark.slow
 def test_heads_sample_chains_for_rejection(run, target, eagle, medusa):
     argv = ["--target", target, "--ignore-eos", "--json", *FEW, "--temperature", "1", "the sea"]
     for flags, depth in (
