@@ -75,6 +75,7 @@ def same_and_mixed(found, wanted):
 @both
 @pytest.mark.parametrize(("k", "delta"), [(1, 9.0), (3, 9.0), (10, 0.6), (3, 1.0)])
 def test_topk_lets_through_the_best_k_within_delta(chain, k, delta):
+    pytest.importorskip("torch")  # without which the warpers are not there
     transformers = pytest.importorskip("transformers")
     tree, logits = case(chain)
     near = transformers.MinPLogitsWarper(float(np.exp(-delta)))
@@ -85,6 +86,7 @@ def test_topk_lets_through_the_best_k_within_delta(chain, k, delta):
 @both
 @pytest.mark.parametrize("theta", [0.05, 0.3, 0.7])
 def test_adaptive_lets_through_what_min_p_keeps(chain, theta):
+    pytest.importorskip("torch")  # without which the warpers are not there
     transformers = pytest.importorskip("transformers")
     tree, logits = case(chain)
     wanted = at_edges(tree, warped(logits, transformers.MinPLogitsWarper(theta)))
@@ -96,6 +98,7 @@ def test_adaptive_lets_through_what_min_p_keeps(chain, theta):
 def test_typical_lets_through_what_eta_sampling_keeps(chain, epsilon):
     """Eta sampling is typical acceptance with delta = sqrt(epsilon), as Medusa's defaults are; it keeps the best token
     in any case, which an edge rule need not."""
+    pytest.importorskip("torch")  # without which the warpers are not there
     transformers = pytest.importorskip("transformers")
     tree, logits = case(chain)
     eta = transformers.EtaLogitsWarper(epsilon, device="cpu")
@@ -111,6 +114,7 @@ def test_typical_lets_through_what_eta_sampling_keeps(chain, epsilon):
 @pytest.mark.parametrize("mass", [0.3, 0.8, 1.0])
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 def test_nucleus_lets_through_what_top_p_keeps_of_what_the_row_draws_from(chain, mass, temperature):
+    pytest.importorskip("torch")  # without which the warpers are not there
     transformers = pytest.importorskip("transformers")
     tree, logits = case(chain)
     warpers = transformers.TemperatureLogitsWarper(temperature), transformers.TopKLogitsWarper(5)
