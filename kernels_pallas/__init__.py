@@ -1,7 +1,9 @@
-"""Margin-aware acceptance as kernels, for TPU, GPU and CPU. This package imports jax only."""
+"""Margin-aware acceptance and attention over drafted trees as kernels. This package imports jax only."""
 
 from kernels_pallas.api import margin_accept, margin_stats
-from kernels_pallas.blocks import BlockError, GpuBlocks, TpuBlocks
+from kernels_pallas.attention import tree_attention
+from kernels_pallas.blocks import AttentionBlocks, BlockError, GpuBlocks, TpuBlocks
+from kernels_pallas.largest import TopK, sharded_top_k, top_k
 from kernels_pallas.rule import MARGINS, Acceptance, AcceptControls
 from kernels_pallas.sharded import merge_over, sharded_margin_accept, sharded_margin_stats
 from kernels_pallas.stats import MarginStats, empty, merge
@@ -10,9 +12,11 @@ __all__ = [
     "MARGINS",
     "AcceptControls",
     "Acceptance",
+    "AttentionBlocks",
     "BlockError",
     "GpuBlocks",
     "MarginStats",
+    "TopK",
     "TpuBlocks",
     "empty",
     "margin_accept",
@@ -21,4 +25,7 @@ __all__ = [
     "merge_over",
     "sharded_margin_accept",
     "sharded_margin_stats",
+    "sharded_top_k",
+    "top_k",
+    "tree_attention",
 ]

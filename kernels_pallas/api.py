@@ -13,10 +13,9 @@ from typing import Any
 import jax
 from jax import Array
 
-from kernels_pallas import reference, rule, xla
+from kernels_pallas import mosaic, reference, rule, xla
 from kernels_pallas.blocks import GpuBlocks, TpuBlocks
 from kernels_pallas.dispatch import dispatch
-from kernels_pallas.mosaic import margin as mosaic
 from kernels_pallas.rule import Acceptance, AcceptControls, as_arrays, check_margin
 from kernels_pallas.stats import MarginStats
 
@@ -55,7 +54,7 @@ def margin_stats(
         "reference": reference.margin_stats,
         "xla": xla.margin_stats,
         "partitioned": xla.partitioned_margin_stats,
-        "pallas_tpu": mosaic.margin_stats,
+        "pallas_tpu": mosaic.margin.margin_stats,
         "pallas_gpu": _triton_margin_stats,
     }
     forms = {name: functools.partial(form, logsumexp=logsumexp) for name, form in forms.items()}
@@ -123,7 +122,7 @@ def margin_accept(
         "reference": two_steps(reference.margin_stats, reference.decide),
         "xla": two_steps(xla.margin_stats, rule.decide),
         "partitioned": two_steps(xla.partitioned_margin_stats, rule.decide),
-        "pallas_tpu": functools.partial(mosaic.margin_accept, logsumexp=logsumexp, **options),
+        "pallas_tpu": functools.partial(mosaic.margin.margin_accept, logsumexp=logsumexp, **options),
         # The statistics are a few numbers per node by then: XLA fuses the walk over them into one small
         # kernel.
         "pallas_gpu": two_steps(_triton_margin_stats, rule.decide),

@@ -93,6 +93,19 @@ def _itemsize(dtype) -> int:
     return size
 
 
+TOP_K_BYTES = 4 * 2**20
+"""Bytes of logits per block of `top_k`, which holds whole rows. Two are in flight."""
+
+
+def top_k_fits(vocab: int, k: int) -> bool:
+    """True where a block of rows with `vocab` tokens fits into fast memory, and k entries into a vector.
+
+    >>> top_k_fits(32000, 10), top_k_fits(262144, 10)
+    (True, False)
+    """
+    return k < LANES and SUBLANES * 4 * vocab <= TOP_K_BYTES
+
+
 class GpuBlocks(NamedTuple):
     """Blocks of the GPU kernel: each row's vocabulary is cut into `splits` programs of `warps` warps, each of
     which steps over `tokens` at a time."""
@@ -129,3 +142,72 @@ def gpu_blocks(blocks: GpuBlocks | None, *, rows: int, vocab: int, dtype) -> Gpu
 
 def _power_of_two(at_least: int) -> int:
     return 1 << (at_least - 1).bit_length()
+
+
+class AttentionBlocks(NamedTuple):
+    """Blocks of the attention kernel: `slots` of the cache and `queries` of a row at a time; `buffers` blocks of slots
+    are on the chip or on their way to it."""
+
+    slots: int
+    queries: int
+    buffers: int = 4
+
+
+ATTENTION_BYTES = 2**19
+"""Bytes of keys per block. Four blocks of keys and of values are 4 MiB of fast memory."""
+
+
+def attention_blocks(
+    blocks: AttentionBlocks | None,
+    *,
+    n: int,
+    heads: int,
+    group: int,
+    dim: int,
+    slots: int,
+    dtype,
+    scaled: bool,
+) -> tuple[AttentionBlocks, int]:
+    """`blocks` where they are legal or the default, and what the first slot of a block is a multiple of.
+
+    Args:
+      n, heads, group, dim, slots: N, K, G, D and S.
+      dtype: of the keys and values.
+      scaled: they have scales.
+
+    Raises:
+      BlockError: the blocks or the cache are nothing that the kernel can read.
+    """
+    itemsize = jnp.dtype(dtype).itemsize
+    packing = 4 // itemsize
+    align = 1
+    if heads == 1 and packing > 1:
+        align = tile_rows(dtype)
+    elif heads % packing or (heads // packing not in (1, 2, 4) and heads // packing % SUBLANES):
+        raise BlockError(
+            f"the cache has {heads} heads of {jnp.dtype(dtype).name} on a device: the kernel takes {packing} times "
+            f"1, 2, 4 or a multiple of {SUBLANES}" + (", or 1." if packing > 1 else ".")
+        )
+    if dim % LANES and dim > LANES:
+        raise BlockError(f"heads are {dim} wide: the kernel takes multiples of {LANES}, or less than that.")
+    if scaled:
+        align = LANES
+    if slots % align:
+        raise BlockError(
+            f"the cache has {slots} slots: this kernel reads a multiple of {align}, so allocate "
+            f"{-(-slots // align) * align}."
+        )
+    if blocks is None:
+        size = 512
+        while size > 64 and size * heads * dim * itemsize > ATTENTION_BYTES:
+            size //= 2
+        # About 8 MiB of queries, results and state, and scores of 512 queries.
+        rows = max(2048 * LANES // (heads * max(dim, LANES)), 1)
+        blocks = AttentionBlocks(max(size, align), max(min(rows, 512) // group, 1))
+    if blocks.slots <= 0 or blocks.slots % align:
+        raise BlockError(f"blocks.slots is {blocks.slots}: expected a positive multiple of {align}.")
+    if blocks.queries <= 0 or blocks.buffers < 2:
+        raise BlockError(
+            f"blocks has {blocks.queries} queries and {blocks.buffers} buffers: expected 1 or more, and 2 or more."
+        )
+    return blocks._replace(slots=min(blocks.slots, slots), queries=min(blocks.queries, n)), align

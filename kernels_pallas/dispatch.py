@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from jax import lax
 
+from kernels_pallas.trial import kernel_or
 from kernels_pallas.whole import whole_or_partitioned
 
 IMPLEMENTATIONS = ("reference", "xla", "partitioned", "pallas_tpu", "pallas_gpu")
@@ -28,11 +29,11 @@ def dispatch(
     """Call the named one of `forms` on `operands`, or what suits the platform the program is lowered for.
 
     That is "partitioned" where XLA spreads the program over devices, else the kernel of the platform where
-    `KERNELS` has one, else "xla".
+    `KERNELS` has one, `trial.SWITCH` allows it and it compiles (`trial.kernel_or`), else "xla".
 
     Raises:
       ValueError: unknown name; blocks or interpret without the name of a kernel, which is what they belong
-      to.
+      to; the switch is neither 0 nor 1.
     """
     if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise ValueError(
@@ -50,8 +51,9 @@ def dispatch(
         return forms[implementation](*operands, blocks=blocks, interpret=interpret)
     if implementation is not None:
         return forms[implementation](*operands)
+    xla, partitioned = forms["xla"], forms["partitioned"]
     choices = {
-        platform: whole_or_partitioned(forms[name], forms["partitioned"])
-        for platform, name in {**KERNELS, "default": "xla"}.items()
+        platform: whole_or_partitioned(kernel_or(forms[name], xla, platform=platform), partitioned)
+        for platform, name in KERNELS.items()
     }
-    return lax.platform_dependent(*operands, **choices)
+    return lax.platform_dependent(*operands, **choices, default=whole_or_partitioned(xla, partitioned))

@@ -75,3 +75,47 @@ def decide(
     )
     next_token = jnp.take_along_axis(y, path[:, -1:], axis=1)[:, 0]
     return Acceptance(path, num_accepted, next_token, relaxed, stats)
+
+
+def tree_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    first: Array,
+    *,
+    seen: Array | None,
+    positions: Array,
+    seen_positions: Array | None,
+    window: int | None,
+    cap: float | None,
+    scale: float,
+    k_scale: Array | None,
+    v_scale: Array | None,
+) -> Array:
+    """`kernels_pallas.tree_attention` in float32, over a mask made slot by slot."""
+    n = q.shape[1]
+    if seen is None:
+        seen = jnp.tril(jnp.ones((n, n), bool))[None]
+    if seen_positions is None:
+        seen_positions = positions
+
+    def slot(b: Array, i: Array, s: Array) -> Array:
+        """Whether query i of row b sees slot s."""
+        row = s - first[b]
+        at = jnp.clip(row, 0, seen.shape[2] - 1)
+        inside = (row < seen.shape[2]) & seen[b % seen.shape[0], i, at]
+        position = jnp.where(row < 0, s, seen_positions[b, at])
+        recent = True if window is None else position > positions[b, i] - window
+        return ((row < 0) | inside) & recent
+
+    over = jax.vmap(jax.vmap(jax.vmap(slot, (None, None, 0)), (None, 0, None)), (0, None, None))
+    mask = over(*(jnp.arange(size) for size in (q.shape[0], n, k.shape[1])))
+    keys, values = (
+        x.astype(jnp.float32) * (1 if by is None else by[..., None]) for x, by in ((k, k_scale), (v, v_scale))
+    )
+    scores = jnp.einsum("bnkgd,bskd->bnkgs", q.astype(jnp.float32), keys, precision="highest") * scale
+    if cap is not None:
+        scores = cap * jnp.tanh(scores / cap)
+    mask = mask[:, :, None, None]
+    weights = jnp.where(mask, jax.nn.softmax(jnp.where(mask, scores, -1e30), axis=-1), 0)
+    return jnp.einsum("bnkgs,bskd->bnkgd", weights, values, precision="highest").astype(q.dtype)

@@ -1,4 +1,4 @@
-"""Margin statistics in plain XLA, in two levels: the default everywhere but on TPUs.
+"""The operations in plain XLA: margin statistics in two levels, attention over every slot.
 
 V vocabulary. Oracle: `reference`.
 """
@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from kernels_pallas.mask import dense, region
 from kernels_pallas.stats import LAST_ID, LOWEST, MarginStats, close, empty
 
 BLOCK = 256
@@ -148,3 +149,47 @@ def _exp_of_negative(x: Array) -> Array:
         power = power * f + coefficient
     bits = lax.bitcast_convert_type(power, jnp.int32) + (n.astype(jnp.int32) << 23)
     return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def tree_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    first: Array,
+    *,
+    seen: Array | None,
+    positions: Array,
+    seen_positions: Array | None,
+    window: int | None,
+    cap: float | None,
+    scale: float,
+    k_scale: Array | None,
+    v_scale: Array | None,
+) -> Array:
+    """`kernels_pallas.tree_attention` over every slot of the cache at once, in the dtype of keys and values.
+
+    Scales go to scores and weights, so that no wider copy of the cache is made.
+    """
+    mask = dense(first, q.shape[1], k.shape[1], *region(seen, positions, seen_positions, window))
+    dtype = k.dtype if k_scale is None else q.dtype
+
+    def per_slot(x: Array) -> Array:
+        return jnp.transpose(x, (0, 2, 1))[:, :, None, None]
+
+    scores = jnp.einsum(
+        "bnkgd,bskd->bkgns", q.astype(dtype), k.astype(dtype), preferred_element_type=jnp.float32
+    )
+    scores = scores * scale if k_scale is None else scores * scale * per_slot(k_scale)
+    if cap is not None:
+        scores = cap * jnp.tanh(scores / cap)
+    scores = jnp.where(mask[:, None, None], scores, -jnp.inf)
+    top = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), LOWEST)
+    weights = jnp.exp(scores - top)
+    total = jnp.sum(weights, axis=-1)
+    if v_scale is not None:
+        weights = weights * per_slot(v_scale)
+    mixed = jnp.einsum(
+        "bkgns,bskd->bkgnd", weights.astype(dtype), v.astype(dtype), preferred_element_type=jnp.float32
+    )
+    mixed = mixed / jnp.where(total == 0, 1.0, total)[..., None]
+    return jnp.transpose(mixed, (0, 3, 1, 2, 4)).astype(q.dtype)

@@ -6,10 +6,12 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mars_jax import drafters, hub, models, verify
+    from mars_jax import bridge, constraints, drafters, hub, models, tunix, verify
     from mars_jax.core import decode, fake, metrics, sampling, tree, types
+    from mars_jax.core.compilations import enable_compilation_cache
     from mars_jax.core.controls import make_controls
     from mars_jax.core.decode import run, speculative_decoder, stream
+    from mars_jax.core.edits import make_edits
     from mars_jax.core.errors import MarsError
     from mars_jax.core.metrics import Metrics, summarize
     from mars_jax.core.types import (
@@ -26,10 +28,17 @@ if TYPE_CHECKING:
         Verdict,
         keys_from_seeds,
     )
+    from mars_jax.evaluate.scoring.likelihood import score
     from mars_jax.hub import load
     from mars_jax.placement import shardings
     from mars_jax.pretrained import Pretrained
-    from mars_jax.serve.generate import generate, generate_stream
+    from mars_jax.serve.generate import (
+        generate,
+        generate_async,
+        generate_iter,
+        generate_stream,
+        generate_text,
+    )
     from mars_jax.serve.requests import Completion, Request, Result, make_requests
 
 __version__ = "0.1.0"
@@ -53,18 +62,26 @@ _HOME = {
     "Result": "serve.requests",
     "StepInfo": "core.types",
     "Verdict": "core.types",
+    "enable_compilation_cache": "core.compilations",
     "generate": "serve.generate",
+    "generate_async": "serve.generate",
+    "generate_iter": "serve.generate",
     "generate_stream": "serve.generate",
+    "generate_text": "serve.generate",
     "keys_from_seeds": "core.types",
     "load": "hub",
     "make_controls": "core.controls",
+    "make_edits": "core.edits",
     "make_requests": "serve.requests",
     "run": "core.decode",
+    "score": "evaluate.scoring.likelihood",
     "speculative_decoder": "core.decode",
     "stream": "core.decode",
     "summarize": "core.metrics",
 }
 _MODULES = {
+    "bridge": "bridge",
+    "constraints": "constraints",
     "decode": "core.decode",
     "drafters": "drafters",
     "fake": "core.fake",
@@ -74,6 +91,7 @@ _MODULES = {
     "sampling": "core.sampling",
     "sharding": "placement.shardings",
     "tree": "core.tree",
+    "tunix": "tunix",
     "types": "core.types",
     "verify": "verify",
 }

@@ -256,6 +256,9 @@ def main() -> None:
     parser.add_argument("--problems", type=int, nargs=2, default=(1500, 1000), metavar=("TRAIN", "HELDOUT"))
     parser.add_argument("--prompts", type=int, nargs=2, default=(400, 128), metavar=("TRAIN", "HELDOUT"))
     parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument(
+        "--save", type=Path, help="a folder for the head, as `--verify learned:FOLDER` reads it"
+    )
     args = parser.parse_args()
     target = mj.load(assets.TARGET, dtype="float32")
     drafter = mj.drafters.load(f"model:{assets.DRAFT}", target, num_draft_tokens=CHAIN, dtype="float32")
@@ -269,6 +272,8 @@ def main() -> None:
         print(split, {k: (len(v[i].text), v[i].examples.changed.mean()) for k, v in sets.items()}, flush=True)
     pooled = Examples(*(np.concatenate(c) for c in zip(*(s[0].examples for s in sets.values()), strict=True)))
     head = train(pooled, args.work, steps=args.steps)
+    if args.save:
+        mj.verify.save(args.save, head)
     held = {
         task: (s[1], np.asarray(indicator.logit(head, *map(jnp.asarray, s[1].examples[:3]))))
         for task, s in sets.items()

@@ -19,6 +19,7 @@ from mars_jax.placement.shardings import parse_mesh
 from mars_jax.planning.chips import topology
 from mars_jax.planning.fit import default_mesh, draft_of
 from mars_jax.planning.models import CONFIGS, eagle3
+from mars_jax.specs import Dynamic
 
 CASES = (
     ("llama-3.1-8b", "v5e:1x1", "int8"),
@@ -48,7 +49,7 @@ def planned(name: str, where: str, dtype: str) -> dict[str, Any]:
     axes = ",".join(f"{k}={v}" for k, v in default_mesh(target, len(slice_.devices), BATCH).items())
     made = planning.make_plan(
         target,
-        draft_of(eagle3(target), dtype=dtype),
+        draft_of(eagle3(target), tree=Dynamic(), dtype=dtype),
         slice_,
         mesh=parse_mesh(axes, slice_.devices),
         verify=verify.mars(),

@@ -1,4 +1,4 @@
-"""Write docs/results.md, and the figures of the embedded family's card, from the JSON under scripts/results.
+"""Write the pages of results in docs and the figures of the embedded family's card from scripts/results.
 
     python scripts/results_page.py            # after any script there was run again
     python scripts/results_page.py --check    # exits with 1 where a page is not what the JSON says
@@ -24,7 +24,12 @@ from results_tables import everything
 from results_tables.bars import Bar
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = {"docs/results.md": "results_page.md.jinja", "mars_jax/assets/tiny/README.md": "tiny_card.md.jinja"}
+PAGES = {
+    "docs/results.md": "results_page.md.jinja",
+    "docs/rules-compared.md": "rules_compared.md.jinja",
+    "docs/smollm2.md": "smollm2.md.jinja",
+    "mars_jax/assets/tiny/README.md": "tiny_card.md.jinja",
+}
 """The pages and their templates. Where a page has the marks below, only what is between them is written."""
 BEGIN = "<!-- figures: written by scripts/results_page.py from the JSON in scripts/results -->\n"
 END = "<!-- end of figures -->\n"

@@ -3,6 +3,7 @@
     python scripts/tpu_cost.py --cases none chain-5 tree       # compiles 6 programs of 2 and 4 layers: some minutes
     python scripts/tpu_cost.py --cases none --checkout OLD --label before
     python scripts/tpu_cost.py --from DIR2 DIR4 --layers 2 4 --model-layers 32
+    python scripts/tpu_cost.py --added DIR DIR --name chain-5  # what the second program adds
     python scripts/tpu_cost.py --check                         # what the tool was checked on
     python scripts/tpu_cost.py --picture                       # of what is in the JSON
 
@@ -57,6 +58,27 @@ def read(folder: Path, generation: str, live: int, branches: str) -> dict[str, A
     return figures(step, SPEEDS[generation], CHIPS[generation].bandwidth)
 
 
+def draft_ops(folder: Path, live: int) -> dict[str, float]:
+    """Instructions of a level of the draft, where it is a loop, and of a block's tree."""
+    module = hlo.parse((folder / "hlo.txt").read_text())
+    scopes = {
+        instruction.name: instruction.op_name
+        for computation in module.computations.values()
+        for instruction in computation.instructions.values()
+    }
+    step = read_step(module, bundles.read(folder), live=live)
+    found = {"level": 0.0, "best_first": 0.0}
+    turns = max((loop.turns for loop in step.loops()), default=1)
+    for op in step.ops():
+        if op.scalar or not op.part.startswith("draft"):
+            continue
+        if "best_first" in scopes.get(op.name, "").split("/"):
+            found["best_first"] += op.times
+        elif op.times > 1:
+            found["level"] += op.times / turns
+    return found
+
+
 def case(
     folders: Sequence[Path], layers: tuple[int, int], count: int, generation: str, live: int, branches: str
 ) -> dict[str, Any]:
@@ -68,8 +90,40 @@ def case(
         "compiled": json.loads(told.read_text()) if told.exists() else {},
         "extrapolated": f"from {layers[0]} and {layers[1]} layers to {count}",
         "branches": branches,
+        "draft_ops": draft_ops(folders[1], live),
         "estimate": estimate(found, SPEEDS[generation], CHIPS[generation].bandwidth),
         "figures": found,
+    }
+
+
+def added(
+    folders: Sequence[Path], generation: str, live: int, branches: str, step_seconds: float
+) -> dict[str, Any]:
+    """What a program has that another of as many layers has not, in the parts that are no model's.
+
+    Between two programs the compiler also moves weights to and from fast memory, which is no cost of what was added.
+
+    Args:
+      folders: dumps of the two.
+      step_seconds: of a step of the whole model, by its low estimate.
+    """
+    few, more = (read(folder, generation, live, branches) for folder in folders)
+    seconds = [estimate(found, SPEEDS[generation], CHIPS[generation].bandwidth) for found in (few, more)]
+    parts = {}
+    for name in sorted({*few["parts"], *more["parts"]}):
+        if "/" not in name:
+            ops = [found["parts"].get(name, {}).get("ops", 0) for found in (few, more)]
+            own = [found["parts"].get(name, 0.0) for found in seconds]
+            parts[name] = {"seconds": own[1] - own[0], "ops": ops[1] - ops[0]}
+    total = sum(p["seconds"] + OP_SECONDS[0] * p["ops"] for p in parts.values())
+    return {
+        "parts": parts,
+        "low_seconds": total,
+        "share_of_step": total / step_seconds,
+        "step_seconds": step_seconds,
+        "whole_programs": [found["low_seconds"] for found in seconds],
+        "gathers": [found["gathers"] for found in (few, more)],
+        "compiled": [json.loads((folder / "meta.json").read_text()) for folder in folders],
     }
 
 
@@ -127,6 +181,7 @@ def draw(report: Mapping[str, Any], pictures: Sequence[Path]) -> None:
     named = [
         (f"{name}\n{label}", found)
         for label, cases in report["cases"].items()
+        if "from" not in label
         for name, found in cases.items()
     ]
     named.sort(key=lambda pair: pair[0])
@@ -167,14 +222,19 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="llama-3.1-8b")
-    parser.add_argument("--cases", nargs="*", default=[], help="none, chain-K, tree")
+    parser.add_argument("--cases", nargs="*", default=[], help="as tpu_dump.py takes them for --draft")
     parser.add_argument("--from", nargs=2, type=Path, dest="folders", metavar="DIR", help="dumps made before")
-    parser.add_argument("--name", default="none", help="the case that --from is stored as")
+    parser.add_argument(
+        "--added", nargs=2, type=Path, metavar="DIR", help="a dump, and one that has something more"
+    )
+    parser.add_argument("--name", default="none", help="the case that --from and --added are stored as")
     parser.add_argument("--model-layers", type=int, default=32, help="of the model that --from was cut from")
     parser.add_argument("--layers", nargs=2, type=int, default=[2, 4])
     parser.add_argument("--topology", default="v5e:2x2")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--context", type=int, default=4096, help="slots of a row that hold something")
+    parser.add_argument("--attention", default="xla", help="of the target: xla or pallas")
+    parser.add_argument("--constraint", type=int, metavar="STATES", help="rows have one, of so many states")
     parser.add_argument("--branches", choices=("cheap", "dear"), default="cheap")
     parser.add_argument("--checkout", type=Path, default=ROOT, help="the mars_jax to compile")
     parser.add_argument("--label", default="now")
@@ -196,14 +256,25 @@ def main(argv: Sequence[str] | None = None) -> None:
         made[asked.name] = case(
             asked.folders, asked.layers, asked.model_layers, generation, asked.context, asked.branches
         )
+    if asked.added:
+        whole = json.loads(REPORT.read_text())["cases"]["now"][asked.name]["estimate"]["low_seconds"]
+        told = added(asked.added, generation, asked.context, asked.branches, whole)
+        print(
+            json.dumps(
+                {key: told[key] for key in ("parts", "low_seconds", "share_of_step", "whole_programs")}
+            )
+        )
+        report.setdefault("added", {}).setdefault(asked.label, {})[asked.name] = told
     for name in asked.cases:
         with tempfile.TemporaryDirectory(prefix="mars-jax-tpu-cost-") as scratch:
             folders = [(asked.keep or Path(scratch)) / f"{name}-{count}" for count in asked.layers]
             for folder, count in zip(folders, asked.layers, strict=True):
                 arguments = {
                     "--model": asked.model, "--draft": name, "--layers": count, "--topology": asked.topology,
-                    "--batch": asked.batch, "--context": asked.context,
+                    "--batch": asked.batch, "--context": asked.context, "--attention": asked.attention,
                 }  # fmt: skip
+                if asked.constraint is not None:
+                    arguments["--constraint"] = asked.constraint
                 folder.mkdir(parents=True, exist_ok=True)
                 flat = [str(word) for pair in arguments.items() for word in pair]
                 dump(flat, folder.resolve(), asked.checkout.resolve())
@@ -234,7 +305,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         report["trust"] = {"checked_on": checked(asked.topology), "cannot_see": CANNOT_SEE}
         for row in report["trust"]["checked_on"]:
             print(f"{row['program']}: {row['ratio']:.3f} ({row['expected']})")
-    if made or asked.check:
+    if made or asked.check or asked.added:
         asked.json.write_text(json.dumps(report, indent=1) + "\n")
     if asked.picture:
         draw(report, [asked.pictures / "tpu_cost.svg"])

@@ -41,12 +41,76 @@ except ImportError:  # up to commit e8fc8ba
     from mars_jax.planning import plan as fit  # pyright: ignore
 
 
+PREFILL_CHUNK = 512
+"""Tokens, as `prefill.chunk_of` has it where an accelerator is."""
+
+
 def draft_of(kind: str, config: Any) -> Any:
-    """The kinds: none, tree (EAGLE-3, dynamic, 60 nodes) and chain-K (EAGLE-3, K tokens)."""
-    if kind == "none":
+    """The kinds: none, tree (EAGLE-3, dynamic, 60 nodes), chain-K (EAGLE-3, K tokens), dflash (a block of 16, a tree of
+    60 nodes), dflash-int8 (its matrices in 8 bits), dflash-chain (all of the block), and small-K (Llama-3.2-1B, K
+    tokens); prefill drafts nothing."""
+    if kind in ("none", "prefill"):
         return fit.draft_of("none")
-    length = int(kind.partition("-")[2]) if kind.startswith("chain-") else None
+    if kind.startswith("dflash"):
+        from mars_jax.planning.models import dflash
+
+        head = dflash(config)
+        return fit.draft_of(head, num_draft_tokens=head.drafts if kind == "dflash-chain" else None)
+    length = int(kind.partition("-")[2]) if kind.startswith(("chain-", "small-")) else None
+    if kind.startswith("small-"):
+        return fit.draft_of(CONFIGS["llama-3.2-1b"], num_draft_tokens=length)
     return fit.draft_of(eagle3(config), num_draft_tokens=length)
+
+
+def lower_prefill(decoder: Any, params: Any, rule: Any, mesh: Mesh, batch: int, context: int) -> Any:
+    """`Decoder.init` of prompts that fill the context. Its loop, over chunks, is what is read for a step."""
+    from mars_jax.core.controls import make_controls
+    from mars_jax.core.types import keys_from_seeds
+
+    def start(params: Any, prompts: Any, lengths: Any) -> Any:
+        keys = keys_from_seeds(jax.numpy.arange(batch, dtype=jax.numpy.uint32))
+        return decoder.init(params, prompts, lengths, make_controls(batch, limit=context), rule, keys)
+
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    given = (
+        jax.ShapeDtypeStruct((batch, context), "int32", sharding=whole),
+        jax.ShapeDtypeStruct((batch,), "int32", sharding=whole),
+    )
+    with jax.set_mesh(mesh):
+        return jax.jit(start).lower(params, *given)
+
+
+def constrained(params: Any, decoder: Any, states: int, vocab: int, mesh: Mesh) -> tuple[Any, Any]:
+    """Abstract tables of a constraint in the params, and a decoder whose rows all begin in it."""
+    from mars_jax.core.guide import Guides, Tables, Tracked
+
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    sizes = {
+        "next": ((states, 128), "uint16"),
+        "classes": ((2, vocab), "uint16"),
+        "bits": ((states, -(-vocab // 32)), "uint32"),
+        **dict.fromkeys(("rows", "forced"), ((states,), "int32")),
+        **dict.fromkeys(("accepting", "closed", "strict"), ((states,), "bool")),
+    }
+    tables: Any = {
+        name: jax.ShapeDtypeStruct(shape, dtype, sharding=whole) for name, (shape, dtype) in sizes.items()
+    }
+
+    if isinstance(params.draft, dict) and "ids" in params.draft:  # a draft of a vocabulary of its own
+        from mars_jax.core.guide import Narrow
+
+        ids = params.draft["ids"]
+        shape = (states, -(-ids.shape[0] // 32))
+        bits: Any = jax.ShapeDtypeStruct(shape, "uint32", sharding=whole)
+        tables["narrow"] = Narrow(ids=ids, bits=bits)
+
+    def init(params: Any, prompts: Any, lengths: Any, controls: Any, rule: Any, keys: Any) -> Any:
+        rows = jax.numpy.full(lengths.shape, 2, jax.numpy.int32)
+        tracked = Tracked(start=rows, group=jax.numpy.ones_like(rows))
+        controls = dataclasses.replace(controls, guides=Guides(constraint=tracked))
+        return decoder.init(params, prompts, lengths, controls, rule, keys)
+
+    return params._replace(guides=Guides(constraint=Tables(**tables))), decoder._replace(init=init)
 
 
 def main() -> None:
@@ -54,11 +118,19 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="llama-3.1-8b", choices=sorted(CONFIGS))
-    parser.add_argument("--draft", default="none", help="none, tree or chain-K")
+    parser.add_argument(
+        "--draft",
+        default="none",
+        help="none, tree, chain-K, small-K, dflash, dflash-int8 or dflash-chain; prefill: the prompt",
+    )
     parser.add_argument("--layers", type=int, required=True)
     parser.add_argument("--topology", default="v5e:2x2")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--context", type=int, default=4096)
+    parser.add_argument("--attention", default="xla", help="of the target: xla or pallas")
+    parser.add_argument(
+        "--constraint", type=int, metavar="STATES", help="every row has one, of tables of so many states"
+    )
     parser.add_argument("folder", type=Path)
     asked = parser.parse_args()
 
@@ -66,20 +138,29 @@ def main() -> None:
     config = dataclasses.replace(full, num_layers=asked.layers, windows=full.windows[: asked.layers])
     mesh = Mesh(np.array(where.devices), ("model",))
     draft, rule = draft_of(asked.draft, config), verify.mars()
-    model = transformer.language_model(config, dtype="bfloat16")
+    # Older commits know no other attention.
+    chosen = {} if asked.attention == "xla" else {"attention": asked.attention}
+    if asked.draft == "prefill":
+        chosen["prefill_chunk"] = PREFILL_CHUNK
+    model = transformer.language_model(config, dtype="bfloat16", **chosen)
 
-    def placed(config: Any) -> Any:
+    def placed(config: Any, *, int8: bool = False) -> Any:
         places = shardings.params_shardings(config, mesh)
-        return shardings.abstract_params(config, "bfloat16", int8=False, shardings=places)
+        return shardings.abstract_params(config, "bfloat16", int8=int8, shardings=places)
 
     params = Params(target=placed(config))
     if draft.config is not None:
-        params = params._replace(draft=placed(draft.config))
+        params = params._replace(draft=placed(draft.config, int8=asked.draft.endswith("-int8")))
     drafter = draft.make(model)
     decoder = speculative_decoder(model, drafter, rule)
+    if asked.constraint is not None:
+        params, decoder = constrained(params, decoder, asked.constraint, config.vocab_size, mesh)
     rules = [rule] if "rule" in inspect.signature(fit.lower_loop).parameters else []
     lower_loop: Any = fit.lower_loop  # of whichever commit is imported
-    _, lowered = lower_loop(decoder, params, *rules, mesh, batch=asked.batch, context=asked.context)
+    if asked.draft == "prefill":
+        lowered = lower_prefill(decoder, params, rule, mesh, asked.batch, asked.context)
+    else:
+        _, lowered = lower_loop(decoder, params, *rules, mesh, batch=asked.batch, context=asked.context)
     started = time.perf_counter()
     compiled = lowered.compile()
     seconds = time.perf_counter() - started

@@ -1,8 +1,9 @@
-"""The notebook: its two files are one, and it runs from end to end on the embedded family."""
+"""The notebooks: their two files are one, and they run from end to end on the embedded family."""
 
 from __future__ import annotations
 
 import base64
+import re
 from pathlib import Path
 
 import pytest
@@ -14,29 +15,77 @@ COLAB = Path(__file__).parent.parent / "colab"
 pytestmark = pytest.mark.filterwarnings("ignore")  # Jupyter's packages warn of themselves
 
 
-def test_the_notebook_is_its_source():
-    source, notebook = (jupytext.read(COLAB / f"quickstart.{end}") for end in ("py", "ipynb"))
+NOTEBOOKS = sorted(path.stem for path in COLAB.glob("*.py"))
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_the_notebook_is_its_source(name):
+    source, notebook = (jupytext.read(COLAB / f"{name}.{end}") for end in ("py", "ipynb"))
     assert [(c.cell_type, c.source) for c in notebook.cells] == [
         (c.cell_type, c.source) for c in source.cells
     ]
     assert not any(cell.get("outputs") for cell in notebook.cells)
 
 
-@pytest.mark.slow
-def test_it_runs_headless_and_draws_its_plots(monkeypatch, tmp_path):
+def executed(name, monkeypatch, tmp_path, **settings):
+    """(what it printed, the pictures and pages that it showed)."""
     nbclient = pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
     pytest.importorskip("matplotlib")
-    monkeypatch.setenv("PROBLEMS", "4")
+    for key, value in settings.items():
+        monkeypatch.setenv(key, value)
     monkeypatch.setenv("PYTHONPATH", str(COLAB.parent))
-    notebook = jupytext.read(COLAB / "quickstart.ipynb")
+    notebook = jupytext.read(COLAB / f"{name}.ipynb")
     nbclient.NotebookClient(
         notebook, timeout=1200, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
     ).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     said = "".join(output.get("text", "") for output in outputs)
+    return said, [output["data"] for output in outputs if "data" in output]
+
+
+@pytest.mark.slow
+def test_rollouts_learn_and_compile_nothing_after_the_first_update(monkeypatch, tmp_path):
+    said, shown = executed("rl_rollouts", monkeypatch, tmp_path, UPDATES="3")
+    updates = [line for line in said.splitlines() if line.startswith("update ")]
+    assert len(updates) == 3 and all(line.endswith(" 0 compilations") for line in updates[1:]), said
+    assert float(re.search(r"teacher forcing by (\S+)", said)[1]) < 1e-4
+    assert "refreshed" in said and any("image/png" in data for data in shown)
+
+
+@pytest.mark.slow
+def test_a_rule_of_ones_own_is_compared(monkeypatch, tmp_path):
+    said, shown = executed("your_own_rule", monkeypatch, tmp_path, NEW_TOKENS="24")
+    assert "entropy     1.5" in said and "mars       0.9" in said
+    assert any("image/png" in data for data in shown)
+
+
+@pytest.mark.slow
+def test_a_pair_of_ones_own_is_planned_and_timed(monkeypatch, tmp_path):
+    pytest.importorskip("libtpu")
+    said, _ = executed("your_own_pair", monkeypatch, tmp_path, NEW_TOKENS="16")
+    assert "v5e" in said and "fits" in said, said
+    assert said.count("tokens/s") == 4 and "4 of 4 texts" in said
+
+
+@pytest.mark.slow
+def test_a_head_is_distilled_and_drafts(monkeypatch, tmp_path):
+    said, shown = executed("distill_a_head", monkeypatch, tmp_path, TOKENS="8192", WRITE="16")
+    taus = dict(re.findall(r"(\S+) +tau (\S+), 4 of 4 texts", said))
+    assert set(taus) == {"ngram", "eagle:head", "eagle:tiny/eagle3"} and float(taus["eagle:head"]) >= 1
+    assert any("image/png" in data for data in shown)
+
+
+@pytest.mark.slow
+def test_meshes_give_the_texts_of_one_device(monkeypatch, tmp_path):
+    said, _ = executed("mesh", monkeypatch, tmp_path, NEW_TOKENS="16")
+    assert said.count("4 of 4 texts are those of one device") == 2
+
+
+@pytest.mark.slow
+def test_it_runs_headless_and_draws_its_plots(monkeypatch, tmp_path):
+    said, shown = executed("quickstart", monkeypatch, tmp_path, PROBLEMS="4")
     assert "tau" in said and "####" in said and "theta 0.7" in said
-    shown = [output["data"] for output in outputs if "data" in output]
     assert any("#268bd2" in data.get("text/html", "") for data in shown)
     [picture] = [data["image/png"] for data in shown if "image/png" in data]
     (tmp_path / "plot.png").write_bytes(base64.b64decode(picture))

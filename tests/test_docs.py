@@ -58,14 +58,24 @@ def test_the_results_are_those_of_the_json():
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("name", ["docs/results.md", "mars_jax/assets/tiny/README.md"])
+PAGES = {
+    "docs/results.md": ("| no |", "| yes |"),
+    "docs/smollm2.md": ("| no |", "| maybe |"),
+    "docs/rules-compared.md": ("| exact | 64 |", "| exact | 65 |"),
+    "mars_jax/assets/tiny/README.md": ("| no |", "| yes |"),
+}
+"""The pages that are written from JSON, and a figure that drifts in each."""
+
+
+@pytest.mark.parametrize("name", PAGES)
 def test_drift_of_the_results_is_noticed(tmp_path, name):
-    for page in ("docs/results.md", "mars_jax/assets/tiny/README.md"):
-        (tmp_path / page).parent.mkdir(parents=True)
+    for page in PAGES:
+        (tmp_path / page).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / page, tmp_path / page)
     assert run("results_page.py", "--check", "--root", str(tmp_path)).returncode == 0
     text = (ROOT / name).read_text(encoding="utf-8")
-    drifted = text.replace("| no |", "| yes |", 1)
+    drifted = text.replace(*PAGES[name], 1)
+    assert drifted != text
     (tmp_path / name).write_text(drifted, encoding="utf-8")
     done = run("results_page.py", "--check", "--root", str(tmp_path))
     assert done.returncode == 1
@@ -122,6 +132,24 @@ def test_the_picture_shows_the_rates_of_its_json(tmp_path):
     assert "mars-jax, mars(theta=0.9)" in shown
     assert shown == kept
     assert (tmp_path / "speed.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize("task", ["stories", "arithmetic"])
+def test_the_pictures_of_the_rules_show_their_json(tmp_path, task):
+    pytest.importorskip("matplotlib")
+    done = run("rules_pictures.py", "--folder", str(tmp_path), "--task", task)
+    assert done.returncode == 0, done.stderr
+    drawn, kept = (
+        (folder / f"rules_{task}.svg").read_text(encoding="utf-8") for folder in (tmp_path, ROOT / "docs")
+    )
+    # Places of marks to a hundredth of a point, since another version of matplotlib writes other digits.
+    places = re.compile(r'<use xlink:href="#\w+" x="([\d.]+)" y="([\d.]+)"')
+    marks, kept_marks = places.findall(drawn), places.findall(kept)
+    assert len(marks) == len(kept_marks) > 50
+    for ours, theirs in zip(marks, kept_marks, strict=True):
+        assert [float(x) for x in ours] == pytest.approx([float(x) for x in theirs], abs=0.01)
+    texts, kept_texts = (re.findall(r"<text[^>]*>([^<]*)</text>", text) for text in (drawn, kept))
+    assert "mars (gap)" in texts and texts == kept_texts
 
 
 @pytest.mark.parametrize("path", [*DOCUMENTS, *REPORTS], ids=lambda path: str(path.relative_to(ROOT)))

@@ -13,6 +13,7 @@ import pytest
 
 import mars_jax as mj
 from mars_jax import assets, hub
+from mars_jax.core import fake
 from mars_jax.core.errors import MarsError
 from mars_jax.evaluate.answers import prompt_tokens
 from mars_jax.evaluate.tasks.problems import Problem
@@ -142,3 +143,30 @@ def test_a_text_that_is_no_mesh_gets_a_sentence(mesh):
 def test_what_is_neither_a_mesh_nor_a_text_gets_a_sentence(mesh):
     with pytest.raises(MarsError, match=r"the mesh is .*: expected a jax\.sharding\.Mesh, or a text such as"):
         mj.load("tiny/draft", mesh=mesh)
+
+
+def test_a_model_of_ones_own_decodes_as_a_loaded_one():
+    """With a config or without one, with a tokenizer or without; and a model that is none of ours, refilled."""
+    loaded = mj.load("tiny/draft")
+    parts = (loaded.model, loaded.params)
+    own = mj.Pretrained.from_parts(*parts, loaded.tokenizer, config=loaded.config)
+    bare = mj.Pretrained.from_parts(
+        *parts, loaded.tokenizer, max_positions=loaded.config.max_positions, stop_tokens=loaded.stop_tokens
+    )
+    assert own.stop_tokens == bare.stop_tokens == loaded.stop_tokens
+    options = {"max_new_tokens": 12, "stop_strings": "xyzzy"}
+    want = mj.generate(loaded, "ngram", ["Once upon a time", "The cat"], **options)
+    for made in (own, bare):
+        found = mj.generate(made, "ngram", ["Once upon a time", "The cat"], **options)
+        assert found.text == want.text and found.tokens == want.tokens
+    with pytest.raises(MarsError, match=r"has no config, by which the heads of 'x' are checked"):
+        mj.drafters.load("eagle:x", bare)
+    hashed = mj.Pretrained.from_parts(fake.hash_model(vocab_size=11), (), max_positions=48)
+    prompts = [[1, 2], [3], [4, 5, 6]]
+    one = mj.generate(hashed, "ngram", prompts, batch_size=1, max_new_tokens=9)
+    assert (
+        one.tokens == mj.generate(hashed, "none", prompts, max_new_tokens=9).tokens and one.text == [""] * 3
+    )
+    for given in ({}, {"config": loaded.config, "max_positions": 9}):
+        with pytest.raises(MarsError, match="from_parts takes a config, or max_positions"):
+            mj.Pretrained.from_parts(*parts, **given)

@@ -199,11 +199,19 @@ def test_drafts_are_named_by_kind_and_path(spec, expected):
     "spec", ["", ":", "ngram:", "ngram:3", "model", "model:", "eagel:x", "none:x", "Model:x"]
 )
 def test_other_drafts_are_refused(spec):
+    near = (
+        " (did you mean eagle?)"
+        if spec == "eagel:x"
+        else " (did you mean model?)"
+        if spec == "Model:x"
+        else ""
+    )
     assert message(specs.parse_draft, spec, shown="--draft") == (
-        f"--draft is {spec}: expected none, ngram, model:PATH, eagle:PATH or medusa:PATH."
+        f"--draft is {spec}{near}: expected none, ngram, model:PATH, eagle:PATH, medusa:PATH, sprinter:PATH, "
+        "trispec:PATH, via_sd:PATH, replay:PATH or dflash:PATH."
     )
 
 
 def test_drafts_may_be_narrowed():
     assert "expected ngram or model:PATH." in message(specs.parse_draft, "none", among=("ngram", "model"))
-    assert specs.drafters_that("trees") == "model:PATH, eagle:PATH or medusa:PATH"
+    assert specs.drafters_that("trees") == "model:PATH, eagle:PATH, medusa:PATH or dflash:PATH"

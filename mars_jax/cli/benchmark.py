@@ -45,17 +45,18 @@ progress to stderr; bad input ends with exit code 2.
 def parser() -> argparse.ArgumentParser:
     """The parser; numbers are still texts."""
     made = pair.make_parser("mars_jax.benchmark", _DESCRIPTION, _EPILOG, instead=_SWEPT)
-    made.add_argument(
+    group = made.add_argument_group("arms")
+    group.add_argument(
         "--thetas",
         nargs="+",
         metavar="X",
         help="of the rule, an arm for each, or files of mars_jax.calibrate; the controls are matched to the first "
         "(default: the rule's own theta, 0.9 for mars)",
     )
-    made.add_argument(
+    group.add_argument(
         "--temperatures", nargs="+", default=["0", "1"], metavar="X", help="0 is greedy (default: 0 1)"
     )
-    made.add_argument(
+    group.add_argument(
         "--simulated-taus",
         nargs="+",
         default=[],
@@ -63,8 +64,15 @@ def parser() -> argparse.ArgumentParser:
         help="add arms that accept by chance so often that they give X tokens a step, to size hardware; their texts "
         "and scores mean nothing",
     )
+    group.add_argument(
+        "--refine",
+        metavar="FILE",
+        help="add an arm, the strict rule with a draft, a model or an EAGLE-3 head, that learns from its failures "
+        "after every group of problems; FILE as for mars_jax.generate",
+    )
     pair.add_code_flags(made)
-    made.add_argument("--output", type=Path, metavar="DIR", help="a new folder, or one to go on with")
+    group = made.add_argument_group("output")
+    group.add_argument("--output", type=Path, metavar="DIR", help="a new folder, or one to go on with")
     return made
 
 
@@ -103,6 +111,18 @@ def _check(args: argparse.Namespace) -> None:
             raise MarsError(f"--{flag.replace('_', '-')} has a value twice: give each once.")
     if args.thetas and math.inf in args.thetas:
         raise MarsError("--thetas has inf, an arm of every run: leave it out.")
+    if args.refine is not None:
+        kind = specs.parse_draft(args.draft).kind
+        if kind not in ("model", "eagle"):
+            raise MarsError(
+                f"--refine does not apply to --draft {kind}: draft with model:PATH or eagle:PATH, which learn from "
+                "their failures."
+            )
+        for flag in ("mesh", "draft_size"):
+            if getattr(args, flag) is not None:
+                raise MarsError(
+                    f"--refine does not apply with --{flag.replace('_', '-')}: leave one of them out."
+                )
     if args.simulated_taus and not specs.parse_draft(args.draft).row.stops:
         raise MarsError(
             f"--simulated-taus does not apply to --draft {args.draft}, which often drafts nothing: draft with "
@@ -116,7 +136,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace, out: IO[str]) -> None:
+    from mars_jax.cli.hosts import studying
+
+    with studying(args, args.output, out) as (place, folder):
+        _study(args, folder, place)
+
+
+def _study(args: argparse.Namespace, folder: Path, out: IO[str]) -> None:
     from mars_jax.cli.open_pair import open_study
+    from mars_jax.cli.open_refiner import open_refiner
     from mars_jax.evaluate import evaluate
     from mars_jax.evaluate.benchmark import report
     from mars_jax.evaluate.scoring import scores
@@ -128,21 +156,28 @@ def _run(args: argparse.Namespace, out: IO[str]) -> None:
         scores.check_metrics(problems, **code)
         report.check_installed()
 
-    problems, target, drafter = open_study(args, args.output, check)
+    problems, target, drafter = open_study(args, folder, check)
     shared = ("rule", "thetas", "temperatures", "simulated_taus")
     shared += ("max_new_tokens", "batch_size", "seed", "chat")
+    refiner = None
+    if args.refine is not None:
+        samples = any(temperature > 0 for temperature in args.temperatures)
+        refiner = open_refiner(args.refine, target, args.draft, drafter, dtype=args.dtype, samples=samples)
     with ticking("rows") as tick:
         summary = evaluate(
             target,
             drafter,
             problems,
-            args.output,
+            folder,
             allow_code_execution=args.allow_code_execution,
             allow_unconfined_code=args.allow_unconfined_code,
             names={
                 name: plain(getattr(args, name))
                 for name in ("draft", "num_draft_tokens", "tree", "dtype", "mesh")
-            },
+            }
+            | pair.given(args)
+            | ({} if args.refine is None else {"refine": args.refine}),
+            refiner=refiner,
             progress=tick,
             **{name: getattr(args, name) for name in shared},
         )

@@ -38,6 +38,29 @@ goes on where it was.
 """
 
 
+def parser() -> argparse.ArgumentParser:
+    """The parser; numbers are still texts."""
+    made = pair.make_parser("mars_jax.calibrate", _DESCRIPTION, _EPILOG, instead=("theta",))
+    group = made.add_argument_group("calibration")
+    group.add_argument(
+        "--risk",
+        choices=("regret", "accuracy"),
+        default="regret",
+        help="regret: nats per token that the rule adds, mean over texts, each clipped at 1; accuracy: share of the "
+        "score that it takes (default: %(default)s)",
+    )
+    group.add_argument("--bound", metavar="X", help="of the risk (default: 0.02)", default="0.02")
+    group.add_argument("--confidence", metavar="X", default="0.95", help="default: %(default)s")
+    group.add_argument(
+        "--thetas", nargs="+", metavar="X", help="to try, from strict to loose (default: a fixed grid)"
+    )
+    group.add_argument("--temperature", metavar="X", default="0", help="0 is greedy (default: %(default)s)")
+    pair.add_code_flags(made)
+    group = made.add_argument_group("output")
+    group.add_argument("--output", type=Path, metavar="FILE", help="a new file")
+    return made
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Flags as values, in range and of use.
 
@@ -45,23 +68,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
       MarsError: an unknown flag, a value out of range, a flag that does not apply to what the others choose.
       SystemExit: after --help and --version.
     """
-    made = pair.make_parser("mars_jax.calibrate", _DESCRIPTION, _EPILOG, instead=("theta",))
-    made.add_argument(
-        "--risk",
-        choices=("regret", "accuracy"),
-        default="regret",
-        help="regret: nats per token that the rule adds, mean over texts, each clipped at 1; accuracy: share of the "
-        "score that it takes (default: %(default)s)",
-    )
-    made.add_argument("--bound", metavar="X", help="of the risk (default: 0.02)", default="0.02")
-    made.add_argument("--confidence", metavar="X", default="0.95", help="default: %(default)s")
-    made.add_argument(
-        "--thetas", nargs="+", metavar="X", help="to try, from strict to loose (default: a fixed grid)"
-    )
-    made.add_argument("--temperature", metavar="X", default="0", help="0 is greedy (default: %(default)s)")
-    pair.add_code_flags(made)
-    made.add_argument("--output", type=Path, metavar="FILE", help="a new file")
-    args = made.parse_args(argv)
+    args = parser().parse_args(argv)
     pair.convert(args)
     args.rule = rule_of(args, "mars", instead=("theta",))
     if "theta" not in args.rule.options:
@@ -116,14 +123,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace, out: IO[str]) -> None:
+    from mars_jax.cli.hosts import studying
+
+    named = args.output.with_name(f"{args.output.name}-rows")
+    with studying(args, named, out) as (place, work):
+        _study(args, work, args.output if work == named else work.with_name(args.output.name), place)
+
+
+def _study(args: argparse.Namespace, work: Path, output: Path, out: IO[str]) -> None:
     from mars_jax.cli.open_pair import open_study
     from mars_jax.evaluate.answers import Decoding
     from mars_jax.evaluate.folder import check_writable, claim, digest, fingerprint, write_json
     from mars_jax.evaluate.studies import calibration
     from mars_jax.serve.session import Session
 
-    work = args.output.with_name(f"{args.output.name}-rows")
-    check_writable(args.output)
+    check_writable(output)
     promise = {"risk": args.risk, "bound": args.bound, "confidence": args.confidence}
     code = {"run_code": args.allow_code_execution, "unconfined": args.allow_unconfined_code}
     check = functools.partial(calibration.check, **promise, **code)
@@ -152,6 +166,7 @@ def _run(args: argparse.Namespace, out: IO[str]) -> None:
         | asked
         | {"rule": rule}
         | {name: getattr(args, name) for name in ("thetas", "batch_size", "dtype", "mesh")}
+        | pair.given(args)
     )
     weights = fingerprint((target.params, drafter.params), target.path)
     decides |= {"run_code": args.allow_code_execution, "weights": weights}
@@ -178,7 +193,7 @@ def _run(args: argparse.Namespace, out: IO[str]) -> None:
             "trials": found["trials"],
         }
         try:
-            write_json(args.output, made | asked)
+            write_json(output, made | asked)
         except OSError as error:
             raise MarsError(
                 f"--output '{args.output}' cannot be written ({error.strerror}): mend that, then run the same command "

@@ -1,13 +1,16 @@
-"""The commands by name. Nothing here imports jax."""
+"""The commands by name, their parsers, and the completion of shells. Nothing here imports jax."""
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from mars_jax import __version__
-from mars_jax.cli.program import BAD_INPUT
+from mars_jax.cli.program import BAD_INPUT, Parser
+from mars_jax.core.errors import did_you_mean
 
 COMMANDS = {
     "generate": "continue prompts by speculative decoding",
@@ -17,11 +20,49 @@ COMMANDS = {
     "distill": "train a draft model, or EAGLE or Medusa heads, for a target",
     "convert": "convert a checkpoint into Orbax arrays, cast or quantised once",
     "plan": "compile a decode step for TPU slices ahead of time, without a TPU",
+    "check": "check kernels, tokens and speed on the device that is there",
     "lm_eval": "run lm-evaluation-harness with drafts and rules",
 }
-_HOME = {"generate": "mars_jax.cli.generate.command"}
+_HOME = {"generate": "mars_jax.cli.generate.command", "check": "mars_jax.cli.check.command"}
+_PARSERS = {"generate": "mars_jax.cli.generate.arguments"}
+SHELLS = ("bash", "zsh", "tcsh")
+"""Shells whose completion `--completion` prints."""
 
 USAGE = "usage: mars-jax COMMAND [flags]; each command explains its flags with --help"
+
+
+def parser_of(name: str) -> argparse.ArgumentParser | None:
+    """The parser of a command; None for lm_eval, whose flags are the harness's.
+
+    >>> parser_of("plan").prog
+    'python -m mars_jax.plan'
+    """
+    if name == "lm_eval":
+        return None
+    home = _PARSERS.get(name) or _HOME.get(name, f"mars_jax.cli.{name}")
+    return importlib.import_module(home).parser()
+
+
+def completion(shell: str) -> str:
+    """A script that completes `mars-jax`, its commands, their flags and the choices of flags, made by shtab.
+
+    Raises:
+      ImportError: shtab is not installed.
+    """
+    shtab = importlib.import_module("shtab")
+    made = Parser(prog="mars-jax")
+    made.add_argument("--version", action="store_true", help="print the version")
+    commands = made.add_subparsers()
+    for name, does in COMMANDS.items():
+        own = parser_of(name)
+        parents: list[Any] = [] if own is None else [own]
+        added = commands.add_parser(name, help=does, parents=parents, add_help=own is None)
+        for action in added._actions:
+            if action.metavar in ("PATH", "FILE", "DIR"):
+                action.complete = shtab.FILE  # type: ignore[attr-defined]
+            # shtab fills in percents itself, of which no completion has any.
+            action.help = (action.help or "").partition("; ")[0].partition(" (")[0].replace("%", "%%")
+    return shtab.complete(made, shell)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,14 +71,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = given[0] if given else "--help"
     if name in ("-h", "--help"):
         lines = [USAGE, "", *(f"  {command:<12} {does}" for command, does in COMMANDS.items())]
+        lines += ["", f"mars-jax --completion SHELL prints a completion script for {', '.join(SHELLS)}."]
         print("\n".join(lines))
         return 0
     if name == "--version":
         print(f"mars-jax {__version__}")
         return 0
+    if name == "--completion":
+        return _complete(given[1:])
     if name not in COMMANDS:
         known = ", ".join(COMMANDS)
-        print(f"error: there is no command '{name}': choose one of {known}.", file=sys.stderr)
+        near = did_you_mean(name, COMMANDS)
+        print(f"error: there is no command '{name}'{near}: choose one of {known}.", file=sys.stderr)
         return BAD_INPUT
     module = importlib.import_module(_HOME.get(name, f"mars_jax.cli.{name}"))
     return module.main(given[1:])
+
+
+def _complete(given: Sequence[str]) -> int:
+    """Print a script for a shell; returns the exit code."""
+    if len(given) != 1 or given[0] not in SHELLS:
+        print(
+            f"error: --completion is {' '.join(given) or 'empty'}: expected one of {', '.join(SHELLS)}.",
+            file=sys.stderr,
+        )
+        return BAD_INPUT
+    try:
+        print(completion(given[0]))
+    except ImportError:
+        print(
+            "error: the package shtab is not installed: install mars-jax[completion].",
+            file=sys.stderr,
+        )
+        return BAD_INPUT
+    return 0

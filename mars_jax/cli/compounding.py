@@ -37,6 +37,24 @@ with the same flags, it goes on where it was.
 """
 
 
+def parser() -> argparse.ArgumentParser:
+    """The parser; numbers are still texts."""
+    made = pair.make_parser("mars_jax.compounding", _DESCRIPTION, _EPILOG)
+    group = made.add_argument_group("study")
+    group.add_argument(
+        "--horizon", default="48", metavar="N", help="distances to look at (default: %(default)s)"
+    )
+    group.add_argument(
+        "--per-text",
+        default="2",
+        metavar="N",
+        help="relaxed tokens of a text, at random (default: %(default)s)",
+    )
+    group = made.add_argument_group("output")
+    group.add_argument("--output", type=Path, metavar="DIR", help="a new folder, or one to go on with")
+    return made
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Flags as values, in range and of use.
 
@@ -44,25 +62,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
       MarsError: an unknown flag, a value out of range, a flag that does not apply to what the others choose.
       SystemExit: after --help and --version.
     """
-    made = pair.make_parser("mars_jax.compounding", _DESCRIPTION, _EPILOG)
-    made.add_argument(
-        "--horizon", default="48", metavar="N", help="distances to look at (default: %(default)s)"
-    )
-    made.add_argument(
-        "--per-text",
-        default="2",
-        metavar="N",
-        help="relaxed tokens of a text, at random (default: %(default)s)",
-    )
-    made.add_argument("--output", type=Path, metavar="DIR", help="a new folder, or one to go on with")
-    args = made.parse_args(argv)
+    args = parser().parse_args(argv)
     pair.convert(args)
     args.rule, file = rule_and_file(args.verify, given_settings(args), "mars")
     pair.check(args, args.rule, output="name a folder for the report")
     for name in ("horizon", "per_text"):
         setattr(args, name, pair.value_of(name.replace("_", "-"), "max_new_tokens", getattr(args, name)))
     rule = args.rule
-    if "chain" in rule.needs:
+    if "q" in rule.needs:
         raise MarsError(
             f"--verify {rule.name} does not apply at temperature 0, where rejection is exact: leave rejection out."
         )
@@ -83,13 +90,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace, out: IO[str]) -> None:
+    from mars_jax.cli.hosts import studying
+
+    with studying(args, args.output, out) as (place, folder):
+        _study(args, folder, place)
+
+
+def _study(args: argparse.Namespace, folder: Path, out: IO[str]) -> None:
     from mars_jax.cli.open_pair import open_study
     from mars_jax.evaluate.batches import RowFile
     from mars_jax.evaluate.benchmark import report
     from mars_jax.evaluate.folder import claim, digest, fingerprint
     from mars_jax.evaluate.studies import branch_report, branches
 
-    problems, target, drafter = open_study(args, args.output, lambda problems: report.check_installed())
+    problems, target, drafter = open_study(args, folder, lambda problems: report.check_installed())
     shown = ("max_new_tokens", "horizon", "per_text", "batch_size", "seed", "problems", "chat")
     settings = settings_of(args) | {
         "rule": args.rule.as_json(but=("theta",)),
@@ -103,10 +117,11 @@ def _run(args: argparse.Namespace, out: IO[str]) -> None:
         "problems_digest": digest(repr(problems).encode()),
         "weights": fingerprint((target.params, drafter.params), target.path),
         "version": __version__,
+        **pair.given(args),
     }
     with (
-        claim(args.output, settings | identity),
-        contextlib.closing(RowFile(args.output / "rows.jsonl")) as rows,
+        claim(folder, settings | identity),
+        contextlib.closing(RowFile(folder / "rows.jsonl")) as rows,
     ):
         tasks, events = {}, []
         for task in dict.fromkeys(p.task for p in problems):
@@ -128,7 +143,7 @@ def _run(args: argparse.Namespace, out: IO[str]) -> None:
             tasks[task] = branch_report.summarize(texts, found, horizon=args.horizon, seed=args.seed)
             events += [{"task": task, **_rounded(event)} for event in found]
         summary = {"settings": settings, "version": __version__, "tasks": tasks}
-        _write(args.output, summary, events)
+        _write(folder, summary, events)
     print(branch_report.markdown(summary), file=out, end="")
 
 

@@ -10,18 +10,25 @@ Oracle: PyTorch transformers with the same checkpoint, in tests/cli/test_harness
 from __future__ import annotations
 
 import math
+import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
-from mars_jax import assets, drafters, hub, specs
+from mars_jax import assets, constraints, drafters, hub, specs
 from mars_jax import verify as rules
 from mars_jax.cli.flags import draft_of
+from mars_jax.cli.mesh import open_mesh
+from mars_jax.cli.progress import ticking
 from mars_jax.cli.theta import plain, rule_and_file
 from mars_jax.core.errors import MarsError
+from mars_jax.evaluate.batches import Speed
 from mars_jax.evaluate.scoring.likelihood import score
+from mars_jax.placement import hosts
 from mars_jax.pretrained import Pretrained
+from mars_jax.serve.queue import longest_first
 from mars_jax.serve.requests import make_requests
-from mars_jax.serve.session import Batch, Session
+from mars_jax.serve.session import Session
 
 try:
     from lm_eval import utils
@@ -43,8 +50,18 @@ class MarsJax(TemplateLM):
         num_draft_tokens: int | None = None,
         tree: str | None = None,
         dtype: str | None = None,
+        cache_dtype: str | None = None,
+        prefill_chunk: int | None = None,
+        attention: str = "xla",
         max_gen_toks: int = 256,
         seed: int = 0,
+        regex: str | None = None,
+        json_schema: str | None = None,
+        choice: str | None = None,
+        mesh: str | None = None,
+        coordinator: str | None = None,
+        num_processes: int | None = None,
+        process_id: int | None = None,
         batch_size: int | str = 1,
         max_batch_size: int | None = None,
         device: str | None = None,
@@ -52,13 +69,18 @@ class MarsJax(TemplateLM):
     ):
         """
         Args:
-          target, draft, dtype, num_draft_tokens, tree: as for `python -m mars_jax.generate`; without a draft the
-            target decodes alone, but for the embedded family.
+          target, draft, dtype, cache_dtype, prefill_chunk, attention, num_draft_tokens, tree: as for
+            `python -m mars_jax.generate`; without a draft the target decodes alone, but for the embedded family.
           verify: a rule as for `python -m mars_jax.generate`, by default mars, or exact without a draft; one of your
             own is named as FILE.py:NAME, and its file is run.
           max_gen_toks: most new tokens of a task that does not say.
           seed: request i draws with seed + i.
-          batch_size: prompts that decode side by side, a number.
+          regex, json_schema, choice: what every generated text is to be: a pattern, a file with a schema, or texts
+            divided by "|". A task may say so itself in its generation_kwargs, choice there as a list.
+          mesh: axes with their sizes, joined by a plus since commas part arguments: data=2+model=4.
+          coordinator, num_processes, process_id: as for `python -m mars_jax.generate`; every process gives the harness
+            the same results, and only one should be given an --output_path.
+          batch_size: prompts that decode side by side, a number; a row that ends is begun anew with the next one.
           max_batch_size, device: what the harness always passes; JAX chooses the device by itself.
           **settings: of the rule, such as theta, a number or a file of `mars_jax.calibrate`, margin and base.
 
@@ -74,28 +96,44 @@ class MarsJax(TemplateLM):
         kind, _ = spec = specs.parse_draft(draft_of(draft, target), shown="draft")
         shape = None if tree is None else specs.parse_tree(tree, shown="tree")
         given = {name: specs.Given(str(value), name) for name, value in settings.items()}
-        choice, file = rule_and_file(verify, given, "exact" if kind == "none" else "mars")
-        if "long" in choice.needs:
-            raise MarsError(f"verify is {choice.name}, whose text means nothing: choose another rule.")
+        named, file = rule_and_file(verify, given, "exact" if kind == "none" else "mars")
+        if "long" in named.needs:
+            raise MarsError(f"verify is {named.name}, whose text means nothing: choose another rule.")
         if file is not None:
             pair = {"target": target, "draft": draft_of(draft, target), "num_draft_tokens": num_draft_tokens}
             file.check(pair | {"tree": plain(shape)})
-        loaded = hub.load(target, dtype=dtype)
+        if mesh is None and (coordinator, num_processes, process_id) != (None, None, None):
+            raise MarsError(
+                "coordinator, num_processes and process_id do not apply without mesh, over which several processes "
+                "divide the work: add it."
+            )
+        if mesh is not None:
+            hosts.connect(coordinator, num_processes, process_id)
+        loaded = hub.load(
+            target,
+            dtype=dtype,
+            mesh=None if mesh is None else open_mesh(mesh.replace("+", ","), hub.outline(target).config),
+            cache_dtype=cache_dtype,
+            prefill_chunk=prefill_chunk,
+            attention=attention,
+        )
         if not loaded.has_tokenizer:
             raise MarsError(
                 f"'{target}' has no tokenizer, and tasks are text: put its files beside the weights."
             )
-        rule = rules.load(choice.spec, loaded, **choice.settings)
+        rule = rules.load(named.spec, loaded, **named.settings)
         drafter = drafters.load(
             draft_of(draft, target),
             loaded,
             num_draft_tokens=num_draft_tokens,
             tree=shape,
-            sample=spec.row.samples and rules.needs_chain(rule.rule),
+            sample=spec.row.samples and rules.needs_q(rule.rule),
             dtype=dtype if spec.row.path else None,
         )
         self._session = Session(target=loaded, drafter=drafter, rule=rule, batch_size=int(batch_size))
         self._max_gen_toks, self._seed = max_gen_toks, seed
+        given = {"regex": regex, "json_schema": json_schema, "choice": choice and str(choice).split("|")}
+        self._constraint = constraints.from_fields({name: value for name, value in given.items() if value})
         self.tokenizer = loaded.tokenizer
         self._template: str | None = None
 
@@ -217,41 +255,42 @@ class MarsJax(TemplateLM):
         return totals
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Decode with the draft and the rule, up to the first of a request's stop strings."""
-        made, untils = [], []
+        """Decode with the draft and the rule, up to the first of a request's stop strings.
+
+        Tau and tokens per second are said on stderr.
+        """
+        made = []
         for index, request in enumerate(requests):
             context, options = request.args
             limit, until, sampling = _options(options, self._max_gen_toks)
+            if self._constraint is not None and not any(name in sampling for name in constraints.KINDS):
+                sampling["constraint"] = self._constraint
             ids = self.tok_encode(context)[-max(1, self.max_length - limit) :]
             made += make_requests(
                 self._target,
                 [ids],
                 max_new_tokens=limit,
                 seed=(self._seed + index) % 2**32,
+                stop_strings=until,
                 **sampling,
             )
-            untils.append(until)
-        answers: list[str] = []
-        for batch in self._session.batches(made):
-            answers += self._decode(batch, untils[len(answers) : len(answers) + len(batch.requests)])
+        if not made:
+            return []
+        queue = self._session.queue(made, order=longest_first(made))
+        began, answers, speed = time.perf_counter(), [""] * len(made), Speed()
+        with ticking("answers") as tick:
+            for count, (index, completion) in enumerate(queue, start=1):
+                answers[index] = completion.text
+                seconds = time.perf_counter() - began
+                speed.add(
+                    emitted=completion.metrics.emitted,
+                    steps=completion.metrics.steps,
+                    seconds=seconds - speed.seconds,
+                )
+                tick(speed.describe(), count, len(made))
+        if hosts.is_first():
+            print(f"mars_jax: {len(made)} answers, {speed.describe()}", file=sys.stderr)
         return answers
-
-    def _decode(self, batch: Batch, untils: Sequence[Sequence[str]]) -> list[str]:
-        """Step by step, so that a batch ends when all of its rows have said a stop string."""
-        count = len(batch.requests)
-        texts, going = [""] * count, set(range(count))
-        for event in batch.session.stream(batch.requests):
-            row = event.row
-            if row in going:
-                texts[row] += event.text
-                cuts = [at for stop in untils[row] if (at := texts[row].find(stop)) >= 0]
-                if cuts:
-                    texts[row] = texts[row][: min(cuts)]
-                if cuts or event.completion is not None:
-                    going.remove(row)
-            if not going:
-                break
-        return texts
 
 
 def _options(given: dict[str, Any], limit: int) -> tuple[int, list[str], dict[str, Any]]:
@@ -261,6 +300,7 @@ def _options(given: dict[str, Any], limit: int) -> tuple[int, list[str], dict[st
     limit = int(left.pop("max_gen_toks", left.pop("max_new_tokens", limit)))
     sampled = bool(left.pop("do_sample", float(left.get("temperature") or 0) > 0))
     sampling = {name: left.pop(name) for name in ("temperature", "top_k", "top_p", "min_p") if name in left}
+    held = {name: left.pop(name) for name in ("regex", "json_schema", "choice") if name in left}
     if left:
         raise MarsError(
             f"the task asks for {', '.join(sorted(left))} in its gen_kwargs, which this model does not have: take it "
@@ -270,4 +310,5 @@ def _options(given: dict[str, Any], limit: int) -> tuple[int, list[str], dict[st
         sampling = {}
     elif not math.isfinite(float(sampling.setdefault("temperature", 1.0))):
         raise MarsError(f"temperature is {sampling['temperature']}: expected a finite number.")
-    return limit, [until] if isinstance(until, str) else [stop for stop in until if stop], sampling
+    until = [until] if isinstance(until, str) else [stop for stop in until if stop]
+    return limit, until, sampling | held

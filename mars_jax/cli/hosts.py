@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import os
+import tarfile
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import IO, Any
 
 import jax
@@ -39,6 +43,40 @@ def joined(args: argparse.Namespace, rows: Any, out: IO[str]) -> Iterator[IO[str
         raise MarsError(
             f"one of the {jax.process_count()} processes of the run failed ({reason})."
         ) from error
+
+
+@contextlib.contextmanager
+def studying(args: argparse.Namespace, folder: Path, out: IO[str]) -> Iterator[tuple[IO[str], Path]]:
+    """`joined`, of a command that keeps rows in a folder; gives the folder too.
+
+    The first process has the named one. The others have copies of it of their own, so that all know the same rows and
+    one writes; every process makes every row.
+
+    Raises:
+      MarsError: as `joined`.
+    """
+    with joined(args, (), out) as place:
+        if args.mesh is None or jax.process_count() == 1:
+            yield place, folder
+            return
+        files = hosts.broadcast_bytes(_packed(folder) if hosts.is_first() else b"")
+        if hosts.is_first():
+            yield place, folder
+            return
+        with tempfile.TemporaryDirectory() as own:
+            copy = Path(own) / folder.name
+            with tarfile.open(fileobj=io.BytesIO(files)) as archive:
+                archive.extractall(own, filter="data")
+            yield place, copy
+
+
+def _packed(folder: Path) -> bytes:
+    """The files of a folder, as an archive."""
+    made = io.BytesIO()
+    with tarfile.open(fileobj=made, mode="w:gz") as archive:
+        if folder.is_dir():
+            archive.add(folder, arcname=folder.name)
+    return made.getvalue()
 
 
 @contextlib.contextmanager

@@ -84,7 +84,9 @@ def open_pair(
         target,
         num_draft_tokens=args.num_draft_tokens,
         tree=args.tree,
-        sample=draft.row.samples and verify.needs_chain(made),
+        sample=draft.row.samples and verify.needs_q(made),
         dtype=args.dtype,
+        draft_size=args.draft_size or "fixed",
+        any_rule=bool(args.any_rule),
     )
     return target, drafter

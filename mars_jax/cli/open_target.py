@@ -23,4 +23,12 @@ def open_target(args: argparse.Namespace, sketch: Pretrained) -> Pretrained:
             "out."
         )
     mesh = open_mesh(args.mesh, sketch.config)
-    return hub.load(args.target, dtype=args.dtype, mesh=mesh, check=not args.no_check)
+    return hub.load(
+        args.target,
+        dtype=args.dtype,
+        mesh=mesh,
+        check=not args.no_check,
+        cache_dtype=args.cache_dtype,
+        attention=args.attention or "xla",
+        prefill_chunk=args.prefill_chunk,
+    )

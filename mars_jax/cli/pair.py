@@ -7,7 +7,19 @@ from collections.abc import Collection
 from typing import Any
 
 from mars_jax import __version__, assets, specs
-from mars_jax.cli.flags import MESH_HELP, NO_CHECK_HELP, draft_of, number_of, numbers_of
+from mars_jax.cli.flags import (
+    ATTENTION_HELP,
+    CACHE_DTYPE_HELP,
+    MESH_HELP,
+    NO_CHECK_HELP,
+    add_host_flags,
+    add_size_flags,
+    check_host_flags,
+    check_size_flags,
+    draft_of,
+    number_of,
+    numbers_of,
+)
 from mars_jax.cli.program import Parser
 from mars_jax.cli.rule import add_rule_flags
 from mars_jax.core.errors import MarsError
@@ -42,49 +54,60 @@ def make_parser(prog: str, description: str, epilog: str, *, instead: Collection
         epilog=epilog,
     )
     made.add_argument("--version", action="version", version=f"mars-jax {__version__}")
-    made.add_argument("--target", default=assets.TARGET, metavar="PATH", help="default: %(default)s")
-    made.add_argument(
+    group = made.add_argument_group("models")
+    group.add_argument("--target", default=assets.TARGET, metavar="PATH", help="default: %(default)s")
+    group.add_argument(
         "--draft",
         metavar="DRAFT",
         help=f"{specs.draft_words(DRAFTS)} (default: model:{assets.DRAFT} for {assets.TARGET}, ngram for others)",
     )
-    made.add_argument(
+    group.add_argument(
         "--num-draft-tokens", metavar="N", help="tokens drafted in a row (default: the drafter's)"
     )
-    made.add_argument("--tree", metavar="4-2-2-1", help="draft a tree; as for mars_jax.generate")
-    made.add_argument("--dtype", choices=specs.DTYPES, help="of the weights (default: the checkpoint's own)")
-    made.add_argument("--no-check", action="store_true", help=NO_CHECK_HELP)
-    made.add_argument("--mesh", metavar="data=2,model=4", help=MESH_HELP)
-    made.add_argument(
+    group.add_argument("--tree", metavar="4-2-2-1", help="draft a tree; as for mars_jax.generate")
+    add_size_flags(group)
+    group.add_argument("--dtype", choices=specs.DTYPES, help="of the weights (default: the checkpoint's own)")
+    group.add_argument("--attention", choices=specs.ATTENTION, help=ATTENTION_HELP)
+    group.add_argument("--cache-dtype", choices=specs.DTYPES, help=CACHE_DTYPE_HELP)
+    group.add_argument("--no-check", action="store_true", help=NO_CHECK_HELP)
+    group.add_argument("--mesh", metavar="data=2,model=4", help=MESH_HELP)
+    add_host_flags(made)
+    group = made.add_argument_group("tasks")
+    group.add_argument(
         "--task", action="append", default=[], metavar="NAME[=PATH]", help="what to measure; once or more"
     )
-    made.add_argument(
+    group.add_argument(
         "--problems", metavar="N", help="the first N of each task (default: all; arithmetic 200)"
     )
-    made.add_argument(
+    group.add_argument(
         "--chat", action="store_true", help="put questions through the chat template (never stories)"
     )
-    made.add_argument(
+    group = made.add_argument_group("decoding")
+    group.add_argument(
         "--max-new-tokens", default="256", metavar="N", help="of an answer (default: %(default)s)"
     )
-    made.add_argument(
+    group.add_argument(
         "--batch-size", default="1", metavar="N", help="problems decoded side by side (default: %(default)s)"
     )
-    add_rule_flags(made, instead=instead)
-    made.add_argument("--seed", default="0", metavar="N", help="problem i draws with seed N + i (default: 0)")
+    group.add_argument("--prefill-chunk", metavar="N", help=specs.REQUEST["prefill_chunk"].help)
+    group.add_argument(
+        "--seed", default="0", metavar="N", help="problem i draws with seed N + i (default: 0)"
+    )
+    add_rule_flags(made.add_argument_group("rule"), instead=instead)
     return made
 
 
 def add_code_flags(parser: Parser) -> None:
     """The flags that let generated programs run."""
-    parser.add_argument(
+    group = parser.add_argument_group("generated programs")
+    group.add_argument(
         "--allow-code-execution",
         action="store_true",
         help="run the programs that the target writes, inside bubblewrap or unshare: no network, no files but "
         "Python's, read-only, and a temporary folder, bounds on time, memory, processes and files; refused where "
         "neither works",
     )
-    parser.add_argument(
+    group.add_argument(
         "--allow-unconfined-code",
         action="store_true",
         help="with it, where neither works: run them with your rights under Python's audit hook and the same bounds, "
@@ -98,11 +121,21 @@ def convert(args: argparse.Namespace) -> None:
     Raises:
       MarsError: a value out of range.
     """
-    numbers_of(args, ("num_draft_tokens", "max_new_tokens", "batch_size", "seed"))
+    numbers_of(args, ("num_draft_tokens", "max_new_tokens", "batch_size", "prefill_chunk", "seed"))
     if args.problems is not None:
         args.problems = value_of("problems", "batch_size", args.problems)
     args.tree = None if args.tree is None else specs.parse_tree(args.tree)
     args.draft = draft_of(args.draft, args.target)
+
+
+def given(args: argparse.Namespace) -> dict[str, Any]:
+    """How the target is computed and how long drafts are, where a flag says so: part of what tells a run from others,
+    and left out where it is not given, so that folders of runs before these flags can go on."""
+    return {
+        name: getattr(args, name)
+        for name in ("attention", "cache_dtype", "draft_size", "any_rule")
+        if getattr(args, name) is not None
+    }
 
 
 def value_of(flag: str, name: str, text: str) -> Any:
@@ -129,6 +162,7 @@ def check(args: argparse.Namespace, rule: RuleChoice, *, output: str) -> None:
         raise MarsError(f"there is no --output: {output}.")
     if not args.task:
         raise MarsError("there is no --task: name one, such as --task arithmetic; --help lists them.")
+    check_host_flags(args)
     names = [task.partition("=")[0] for task in args.task]
     if len(set(names)) < len(names):
         raise MarsError(
@@ -140,6 +174,7 @@ def check(args: argparse.Namespace, rule: RuleChoice, *, output: str) -> None:
         raise MarsError(
             f"--verify {rule.name} does not apply here, since its text means nothing: verify with another rule."
         )
+    check_size_flags(args, rule)
     if args.tree is not None:
         if args.num_draft_tokens is not None:
             raise MarsError(

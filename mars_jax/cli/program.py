@@ -6,13 +6,14 @@ import argparse
 import contextlib
 import errno
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import IO, Any, NoReturn
 
 from mars_jax.cli.progress import heartbeat
 from mars_jax.cli.quiet import quiet
-from mars_jax.core.errors import MarsError
+from mars_jax.core.errors import MarsError, did_you_mean
 
 BAD_INPUT = 2
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
@@ -28,7 +29,16 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """One sentence, as for every other error, in place of argparse's usage block."""
-        raise MarsError(f"{message.removeprefix('argument ').rstrip('.')}; --help lists the flags.")
+        near = self._near(message)
+        raise MarsError(f"{message.removeprefix('argument ').rstrip('.')}{near}; --help lists the flags.")
+
+    def _near(self, message: str) -> str:
+        """The flag or the choice that was probably meant, told from argparse's words."""
+        if message.startswith("unrecognized arguments: "):
+            flag = next((word for word in message.split()[2:] if word.startswith("--")), "")
+            return did_you_mean(flag.partition("=")[0], self._option_string_actions)
+        chosen = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
+        return did_you_mean(chosen[1], re.findall(r"[\w.-]+", chosen[2])) if chosen else ""
 
 
 def command(
@@ -67,6 +77,7 @@ def _program(run: Callable[[Sequence[str] | None, IO[str]], None], argv: Sequenc
     try:
         # Whatever a library prints is no part of the result.
         with contextlib.redirect_stdout(sys.stderr), _flushed(out):
+            _check_switch()
             run(argv, out)
     except MarsError as error:
         if isinstance(error, _Lost):
@@ -80,6 +91,13 @@ def _program(run: Callable[[Sequence[str] | None, IO[str]], None], argv: Sequenc
         _discard(out)
         return BROKEN_PIPE
     return 0
+
+
+def _check_switch() -> None:
+    """`kernels_pallas.trial.switched_on` refuses the same values, but only once jax and the weights are loaded."""
+    value = os.environ.get("MARS_JAX_PALLAS") or "1"
+    if value not in ("0", "1"):
+        raise MarsError(f"MARS_JAX_PALLAS is {value!r}: expected 0, which turns Pallas kernels off, or 1.")
 
 
 class _Lost(MarsError):
@@ -148,13 +166,9 @@ def keep_compilations() -> None:
 
     JAX reads JAX_COMPILATION_CACHE_DIR and JAX_ENABLE_COMPILATION_CACHE itself.
     """
-    import jax
+    from mars_jax.core.compilations import enable_compilation_cache
 
-    if jax.config.jax_compilation_cache_dir is None:  # pyright: ignore[reportAttributeAccessIssue]
-        home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-        jax.config.update("jax_compilation_cache_dir", os.path.join(home, "mars_jax", "compiled"))
-        # A start compiles many programs that take less than the second below which JAX keeps none.
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
+    enable_compilation_cache()
 
 
 def _discard(out: IO[str]) -> None:

@@ -131,12 +131,13 @@ class Count:
         self._tokens = self._steps = 0
         self._seconds = 0.0
 
-    def advance(self, completions: Sequence[Completion]) -> None:
-        """These more, which were decoded side by side."""
+    def advance(self, completions: Sequence[Completion], seconds: float | None = None) -> None:
+        """These more, and the seconds that they took; default: those of rows that began together."""
         self._done += len(completions)
         self._tokens += sum(completion.metrics.emitted for completion in completions)
         self._steps += sum(completion.metrics.steps for completion in completions)
-        self._seconds += max((completion.seconds for completion in completions), default=0.0)
+        together = max((completion.seconds for completion in completions), default=0.0)
+        self._seconds += together if seconds is None else seconds
         self._pace.advance(self._done)
         said = f"{self._tokens / max(self._seconds, 1e-9):,.0f} tokens/s, tau {self._tokens / max(self._steps, 1):.2f}"
         self._going.detail = f"{self._pace.describe()}, {said}"

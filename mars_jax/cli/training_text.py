@@ -37,6 +37,32 @@ def training_text(
     return data.stream(list(data.documents(written)), tokenize)
 
 
+GROUP = 4
+"""Batches of texts that are written between two looks at the file."""
+
+
+def write_answers(
+    target: Pretrained,
+    prompts: Sequence[Sequence[int]],
+    *,
+    length: int,
+    temperatures: Sequence[float],
+    seed: int,
+    batch_size: int = 64,
+) -> list[list[int]]:
+    """Prompts and what the target says to them, `length` tokens together at most; the temperatures take turns."""
+    result = generate(
+        target,
+        "none",
+        prompts,
+        temperature=[temperatures[i % len(temperatures)] for i in range(len(prompts))],
+        seed=[(seed + i) % 2**32 for i in range(len(prompts))],
+        max_new_tokens=[length - len(ids) for ids in prompts],
+        batch_size=batch_size,
+    )
+    return [[*prompt, *ids] for prompt, ids in zip(prompts, result.tokens, strict=True)]
+
+
 def write_texts(
     target: Pretrained,
     documents: Sequence[str],
@@ -79,8 +105,9 @@ def write_texts(
         ]
 
     with contextlib.closing(RowFile(rows)) as file, ticking("texts") as tick:
-        for first in range(0, count, batch_size):
-            numbers = range(first, min(first + batch_size, count))
+        # Some batches at a time, so that a row that ends is begun anew with the next text.
+        for first in range(0, count, GROUP * batch_size):
+            numbers = range(first, min(first + GROUP * batch_size, count))
             keys = [{"number": i} for i in numbers]
             texts += [row["text"] for row in file.batch(keys, functools.partial(write, numbers))]
             tick("writing", len(texts), count)

@@ -1,1 +1,1 @@
-"""The step and everything under it: what somebody embeds. Imports jax, numpy, flax.struct and kernels_pallas only."""
+"""The step and everything under it: what somebody embeds. Imports jax, numpy and kernels_pallas only."""

@@ -7,21 +7,59 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from mars_jax.core import struct
 
-@flax.struct.dataclass(kw_only=True)
+
+@struct.dataclass
+class Int8Rows:
+    """Keys or values in 8 bits: symmetric, each token and head with the largest of its numbers at 127.
+
+    Whoever reads them reads the rounded numbers, in the step that writes them too: a token means the same while it is
+    a node of a draft and when it is committed.
+    """
+
+    values: Array  # i8[B, S, kv_heads, head_dim]; in [-127, 127]
+    scale: Array  # f32[B, S, kv_heads]; the rows are values * scale[..., None]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    @property
+    def dtype(self) -> Any:
+        return self.values.dtype
+
+    @staticmethod
+    def of(rows: Array) -> Int8Rows:
+        """Rows [..., head_dim] of floats in 8 bits; no number moves by more than half of its scale.
+
+        >>> made = Int8Rows.of(jnp.asarray([[[[1.0, -0.5]]]]))
+        >>> made.values.tolist(), made.scale.shape
+        ([[[[127, -64]]]], (1, 1, 1))
+        """
+        wide = rows.astype(jnp.float32)
+        scale = jnp.max(jnp.abs(wide), axis=-1) / 127
+        values = jnp.round(wide / jnp.where(scale == 0, 1.0, scale)[..., None])
+        return Int8Rows(values=values.astype(jnp.int8), scale=scale)
+
+
+Rows = Array | Int8Rows
+"""Keys or values of a layer, [B, S, kv_heads, head_dim]."""
+
+
+@struct.dataclass(kw_only=True)
 class KVCache:
     """Keys and values per layer. Row b is valid in slots `[0, length[b] - 1)`; the rest is never read."""
 
     logical_axes: ClassVar[tuple[str | None, ...]] = ("rows", None, "kv_heads", None)
     """How each array is divided over a mesh; see `mesh.logical_axes`."""
 
-    k: tuple[Array, ...]  # each [B, S, kv_heads, head_dim]
-    v: tuple[Array, ...]
+    k: tuple[Rows, ...]  # each [B, S, kv_heads, head_dim]
+    v: tuple[Rows, ...]
 
     @property
     def slots(self) -> int:
@@ -29,18 +67,40 @@ class KVCache:
 
 
 def init_cache(*, layers: int, batch: int, slots: int, kv_heads: int, head_dim: int, dtype) -> KVCache:
-    """An empty cache of `layers` pairs of [batch, slots, kv_heads, head_dim]."""
+    """An empty cache of `layers` pairs of [batch, slots, kv_heads, head_dim]; of `Int8Rows` where dtype is int8."""
     shape = (batch, slots, kv_heads, head_dim)
-    return KVCache(
-        k=tuple(jnp.zeros(shape, dtype) for _ in range(layers)),
-        v=tuple(jnp.zeros(shape, dtype) for _ in range(layers)),
-    )
+
+    def empty() -> Rows:
+        zeros = jnp.zeros(shape, dtype)
+        return zeros if zeros.dtype != jnp.int8 else Int8Rows(zeros, jnp.zeros(shape[:-1], jnp.float32))
+
+    return KVCache(k=tuple(empty() for _ in range(layers)), v=tuple(empty() for _ in range(layers)))
 
 
-def write(buffer: Array, rows: Array, start: Array) -> Array:
-    """Write rows [B, N, ...] into buffer [B, S, ...] at slots `start[b] .. start[b] + N - 1`, in place under jit."""
-    return jax.vmap(lambda b, r, s: lax.dynamic_update_slice_in_dim(b, r, s, axis=0))(
-        buffer, rows.astype(buffer.dtype), start
+def write(buffer: Any, rows: Array, start: Array) -> Any:
+    """Write rows [B, N, ...] into buffer [B, S, ...] at slots `start[b] .. start[b] + N - 1`, in place under jit.
+
+    All of them are slots of the buffer, an array or `Int8Rows`, which rounds what it is given.
+    """
+    if isinstance(buffer, Int8Rows):
+        return jax.tree.map(lambda b, r: write(b, r, start), buffer, Int8Rows.of(rows))
+    rows = rows.astype(buffer.dtype)
+    if buffer.shape[0] == 1:
+        return lax.dynamic_update_slice_in_dim(buffer, rows, start[0], axis=1)
+    return lax.platform_dependent(buffer, rows, start, cpu=_write_slices, default=_write_rows)
+
+
+def _write_slices(buffer: Array, rows: Array, start: Array) -> Array:
+    """A copy per row of the batch, in a loop."""
+    return jax.vmap(lambda b, r, s: lax.dynamic_update_slice_in_dim(b, r, s, axis=0))(buffer, rows, start)
+
+
+def _write_rows(buffer: Array, rows: Array, start: Array) -> Array:
+    """One scatter of B * N rows; of slices a TPU would make a loop over the batch."""
+    row = jnp.arange(rows.shape[0], dtype=jnp.int32)[:, None]
+    slot = start[:, None] + jnp.arange(rows.shape[1], dtype=jnp.int32)[None]
+    return buffer.at[row, slot].set(
+        rows, unique_indices=True, indices_are_sorted=True, mode="promise_in_bounds"
     )
 
 
@@ -68,21 +128,19 @@ def commit(cache: Any, start: Array, path: Array) -> Any:
     source = start[:, None] + path[:, 1:]
 
     def move(buffer: Array) -> Array:
-        rows = jax.vmap(lambda b, s: b[s])(buffer, source)
+        rows = jax.vmap(lambda b, s: b.at[s].get(mode="promise_in_bounds"))(buffer, source)
         return write(buffer, rows, start + 1)
 
     return jax.tree.map(move, cache)
 
 
-def select(rows: Array, new: Any, old: Any) -> Any:
-    """The cache `new` in the rows bool[B] that are True, and `old` in the others; every leaf [B, S, ...].
+def put(cache: Any, rows: Array, new: Any) -> Any:
+    """The cache with the rows i32[b] replaced by those of `new`, in place under jit; every leaf begins with the rows.
 
-    >>> old, new = jnp.zeros((2, 3)), jnp.ones((2, 3))
-    >>> select(jnp.asarray([True, False]), new, old)[:, 0].tolist()
-    [1.0, 0.0]
+    An entry of B or more is dropped, and no row is named twice.
+
+    >>> old, new = jnp.zeros((3, 2)), jnp.ones((2, 2))
+    >>> put(old, jnp.asarray([2, 3]), new)[:, 0].tolist()
+    [0.0, 0.0, 1.0]
     """
-
-    def choose(a: Array, b: Array) -> Array:
-        return jnp.where(rows.reshape((-1,) + (1,) * (a.ndim - 1)), a, b)
-
-    return jax.tree.map(choose, new, old)
+    return jax.tree.map(lambda a, b: a.at[rows].set(b, mode="drop"), cache, new)

@@ -14,7 +14,7 @@ from jax import Array
 
 from mars_jax.core import rules
 from mars_jax.core.controls import is_stop
-from mars_jax.core.logprobs import log_probs
+from mars_jax.core.logprobs import LogProbs, log_probs
 from mars_jax.core.sampling import at_tokens
 from mars_jax.core.tree import gather_path
 from mars_jax.core.types import (
@@ -23,6 +23,7 @@ from mars_jax.core.types import (
     NO_KIND,
     NO_TOKEN,
     RELAXED,
+    TRUSTED,
     Controls,
     DecodeState,
     DraftTree,
@@ -32,7 +33,13 @@ from mars_jax.core.types import (
 
 
 def emit(
-    state: DecodeState, tree: DraftTree, verdict: Verdict, logits: Array
+    state: DecodeState,
+    tree: DraftTree,
+    verdict: Verdict,
+    logits: Array,
+    decided: Array,
+    trusted: Array | None = None,
+    ended: Array | None = None,
 ) -> tuple[DecodeState, StepInfo]:
     """Append the accepted path and `next_token`, cut at the first stop token and at the limit.
 
@@ -41,6 +48,9 @@ def emit(
       tree: what was drafted.
       verdict: of the rule.
       logits: f32[B, N, V]; the target's.
+      decided: f32[B, N, V]; those with the edits of the request, by which the rule has decided.
+      trusted: i32[B]; the tokens that were taken without a test, or None where the drafter asks for no trust.
+      ended: bool[B]; the row's constraint lets nothing follow the path; or None where there is no constraint.
 
     Returns:
       The state with the new tokens, its cache, draft and rule as they were, and what the step did.
@@ -53,32 +63,76 @@ def emit(
     # on the path decided nothing, and so breaks nothing.
     top = gather_path(jnp.max(logits, axis=-1), verdict.path)  # f32[B, D + 1]
     broken = jnp.any(~jnp.isfinite(top), axis=1) & ~state.done
+    if state.controls.edits is not None:  # edits may leave no token to choose
+        left = gather_path(jnp.max(decided, axis=-1), verdict.path)
+        none = jnp.any(~jnp.isfinite(left), axis=1)
+        broken |= (none if ended is None else none & ~ended) & ~state.done
 
     room = jnp.minimum(state.controls.limit, buffer) - state.length
     count, stops = _cut(verdict, emitted, state.controls, place, room)
+    if ended is not None:  # nothing follows the path, so there is no token after it
+        count = jnp.where(ended, jnp.minimum(count, verdict.num_accepted), count)
     count = jnp.where(state.done | broken, 0, count)
     written = place < count[:, None]
     where = jnp.where(written, state.length[:, None] + place, buffer)
     tokens = jax.vmap(lambda row, at, new: row.at[at].set(new, mode="drop"))(state.tokens, where, emitted)
     length = state.length + count
 
+    lossless = rules.lossless(state.rule) and trusted is None
     at_node = at_tokens(logits, verdict.path, jnp.maximum(emitted, 0))
-    along = log_probs(gather_path(logits, verdict.path), emitted, state.controls, rules.lossless(state.rule))
+    along = log_probs(gather_path(logits, verdict.path), emitted, state.controls, lossless)
+    if decided is not logits:
+        of_law = log_probs(gather_path(decided, verdict.path), emitted, state.controls, lossless)
+        along = along._replace(processed_log_prob=of_law.processed_log_prob)
     info = StepInfo(
         verdict=verdict,
         emitted=jnp.where(written, emitted, NO_TOKEN),
         num_emitted=count,
         num_proposed=jnp.sum(tree.tokens[:, 1:] != NO_TOKEN, axis=1, dtype=jnp.int32),
-        kind=jnp.where(written, _kinds(verdict, place), NO_KIND),
+        kind=jnp.where(written, _kinds(verdict, place, trusted), NO_KIND),
         regret=jnp.where(written, top - at_node, 0.0),
         **{name: jnp.where(written, value, 0.0) for name, value in along._asdict().items()},
     )
     done = state.done | broken | jnp.any(stops & written, axis=1)
     done |= length >= jnp.minimum(state.controls.limit, buffer)
+    if ended is not None:
+        done |= ended
     next_state = dataclasses.replace(
         state, tokens=tokens, length=length, done=done, failed=state.failed | broken
     )
     return next_state, info
+
+
+def widened(info: StepInfo, max_depth: int) -> StepInfo:
+    """What a step did, as that of a step whose drafts are `max_depth` deeper, such as 5 where nothing was drafted."""
+
+    def wider(name: str, fill: float) -> Array:
+        return jnp.pad(getattr(info, name), ((0, 0), (0, max_depth)), constant_values=fill)
+
+    fills = {"emitted": NO_TOKEN, "kind": NO_KIND, "regret": 0.0}
+    fills |= dict.fromkeys(LogProbs._fields, 0.0)
+    depth = info.verdict.path.shape[1]
+    # A verdict may have arrays of its own, such as a margin at each node of the path.
+    own = {
+        field.name: x
+        for field in dataclasses.fields(info.verdict)
+        if isinstance(x := getattr(info.verdict, field.name), Array) and x.ndim > 1 and x.shape[1] == depth
+    }
+    verdict = dataclasses.replace(
+        info.verdict,
+        **{
+            name: jnp.pad(x, ((0, 0), (0, max_depth), *[(0, 0)] * (x.ndim - 2)))
+            for name, x in own.items()
+            if name != "path"
+        },
+        path=jnp.pad(
+            info.verdict.path, ((0, 0), (0, max_depth)), mode="edge"
+        ),  # the last node, again and again
+        relaxed=jnp.pad(info.verdict.relaxed, ((0, 0), (0, max_depth))),
+    )
+    return dataclasses.replace(
+        info, verdict=verdict, **{name: wider(name, fill) for name, fill in fills.items()}
+    )
 
 
 def _assemble(tree: DraftTree, verdict: Verdict, place: Array) -> Array:
@@ -97,8 +151,10 @@ def _cut(
     return jnp.minimum(jnp.minimum(verdict.num_accepted + 1, until_stop), room), stops
 
 
-def _kinds(verdict: Verdict, place: Array) -> Array:
-    """i32[B, D + 1]: EXACT or RELAXED on the path, CORRECTED after it."""
+def _kinds(verdict: Verdict, place: Array, trusted: Array | None) -> Array:
+    """i32[B, D + 1]: TRUSTED, then EXACT or RELAXED on the path, CORRECTED after it."""
     relaxed = jnp.pad(verdict.relaxed, ((0, 0), (0, 1)))
     drafted = jnp.where(relaxed, RELAXED, EXACT).astype(jnp.int32)
+    if trusted is not None:
+        drafted = jnp.where(place < trusted[:, None], TRUSTED, drafted)
     return jnp.where(place < verdict.num_accepted[:, None], drafted, CORRECTED)

@@ -1,4 +1,7 @@
-"""The one exception this package raises for bad input."""
+"""The one exception this package raises for bad input, and the name that a mistyped one was probably meant to be."""
+
+import difflib
+from collections.abc import Iterable
 
 
 class MarsError(Exception):
@@ -6,3 +9,15 @@ class MarsError(Exception):
 
     It is no ValueError, so that code which turns the ValueErrors of other libraries into sentences leaves it alone.
     """
+
+
+def did_you_mean(given: str, known: Iterable[str]) -> str:
+    """The known name that is nearest to a mistyped one, as a part of a sentence; "" where none is near.
+
+    >>> did_you_mean("--temprature", ["--temperature", "--theta"])
+    ' (did you mean --temperature?)'
+    >>> did_you_mean("frequency", ["theta"])
+    ''
+    """
+    near = difflib.get_close_matches(given, list(known), n=1)
+    return f" (did you mean {near[0]}?)" if near and near[0] != given else ""

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import flax.struct
 import jax.numpy as jnp
 from jax import Array
 
 from kernels_pallas import MarginStats, margin_stats, sharded_margin_stats
+from mars_jax.core import struct
 from mars_jax.core.controls import make_controls
 from mars_jax.core.mesh import vocabulary_axes
 from mars_jax.core.types import Controls, DraftTree, PyTree, keys_from_seeds
 
 
-@flax.struct.dataclass(kw_only=True)
+@struct.dataclass(kw_only=True)
 class Evidence:
     """What a rule sees of one step. It grows without changing any rule's signature."""
 
@@ -22,10 +22,14 @@ class Evidence:
     start: Array  # i32[B]; position of the root
     prompt_length: Array  # i32[B]
     tree: DraftTree
-    logits: Array  # f32[B, N, V]; raw target logits
+    logits: (
+        Array  # f32[B, N, V]; target logits before temperature, with the edits and the constraint of the row
+    )
     hidden: Array  # [B, N, E]; the target's, after its final norm
     controls: Controls
     params: PyTree = ()  # Params.verify
+    # bool[B, N] or None; a span makes the edges below these nodes strict, see `guide`
+    strict_nodes: Array | None = None
 
     @property
     def positions(self) -> Array:

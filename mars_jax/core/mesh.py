@@ -2,8 +2,8 @@
 
 Oracle: the same program on one device (tests/placement/test_shardings.py).
 
-Three axes have a meaning: `data` holds rows of the batch, `model` heads, hidden units and vocabulary, `expert` the
-experts of a mixture. A mesh has any of them.
+Axes have one of three roles: `data` holds rows of the batch, `model` heads, hidden units and vocabulary, `expert` the
+experts of a mixture. A mesh has any of them, under these names or under others that `name_axes` gives a role.
 """
 
 from __future__ import annotations
@@ -34,9 +34,67 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "experts": ("expert", "model"),
     "expert_hidden": ("model",),
 }
-"""Mesh axes of each logical axis, the outermost first. What does not divide over all of them is divided over fewer."""
+"""Roles of mesh axes for each logical axis, the outermost first. What does not divide over all of them is divided over
+fewer."""
 
 AXES = ("data", "model", "expert")
+"""The roles, each the name of an axis too."""
+
+_ROLES: dict[str, str] = {name: name for name in AXES}  # by the name of an axis; it only grows
+
+
+def name_axes(**names: str | Sequence[str]) -> None:
+    """Give a role to mesh axes of other names, for this process: a trainer's `("fsdp", "tp")`, say.
+
+    Once is enough, and saying it again is no error. Names are added and never taken away, so whatever was compiled
+    stays right.
+
+    Args:
+      **names: by the role, one of `AXES`, the name of an axis, or some that hold it together, the outermost first.
+
+    Raises:
+      MarsError: no such role, or a name that has another one.
+
+    >>> name_axes(data="fsdp", model="tp")
+    >>> axes_of("heads", 8, AbstractMesh((2, 4), ("fsdp", "tp")))
+    ('tp',)
+    """
+    for role, given in names.items():
+        if role not in AXES:
+            raise MarsError(f"'{role}' is no role of a mesh axis: expected {', '.join(AXES)}.")
+        for name in [given] if isinstance(given, str) else given:
+            if _ROLES.get(name, role) != role:
+                raise MarsError(
+                    f"the mesh axis '{name}' is to be {role} and holds {_ROLES[name]} already: give the axes of your "
+                    "mesh other names."
+                )
+            _ROLES[name] = role
+
+
+def check_named(mesh: AnyMesh) -> None:
+    """Raise MarsError for an axis without a role, over which everything would be copied whole."""
+    for name, size in mesh.shape.items():
+        if size > 1 and name not in _ROLES:
+            raise MarsError(
+                f"the mesh axis '{name}' of {size} devices has no role: say what it holds, as in "
+                f"mars_jax.sharding.name_axes(model='{name}'); roles are {', '.join(AXES)}."
+            )
+
+
+def names_of(role: str, mesh: AnyMesh | None) -> tuple[str, ...]:
+    """The mesh's axes of a role over which anything is divided, the outermost first."""
+    if mesh is None:
+        return ()
+    return tuple(name for name, size in mesh.shape.items() if size > 1 and _ROLES.get(name) == role)
+
+
+def size_of(role: str, mesh: AnyMesh | None) -> int:
+    """Over how many devices a mesh divides what its axes of a role hold; 1 without a mesh.
+
+    >>> size_of("data", AbstractMesh((2, 4), ("data", "model")))
+    2
+    """
+    return 1 if mesh is None else math.prod(mesh.shape[name] for name in names_of(role, mesh))
 
 
 def parse_mesh(text: str, devices: Sequence[Any] | None = None) -> Mesh:
@@ -57,9 +115,9 @@ def parse_mesh(text: str, devices: Sequence[Any] | None = None) -> Mesh:
         name, _, size = (piece.strip() for piece in part.partition("="))
         # Python converts no text of more than 4,300 digits, and there are not a billion devices.
         whole = size.isascii() and size.isdigit() and len(size) < 10
-        if name not in AXES or name in sizes or not whole or not int(size):
+        if name not in _ROLES or name in sizes or not whole or not int(size):
             raise MarsError(
-                f"the mesh is {text!r}: expected axes among {', '.join(AXES)}, each once with its number of devices, "
+                f"the mesh is {text!r}: expected axes among {', '.join(_ROLES)}, each once with its number of devices, "
                 "such as data=2,model=4."
             )
         sizes[name] = int(size)
@@ -83,7 +141,7 @@ def axes_of(logical: str, size: int, mesh: AnyMesh, *, without: tuple[str, ...] 
     ...     "kv_heads", 2, AbstractMesh((4,), ("model",)))
     (('model',), ())
     """
-    axes = [name for name in RULES[logical] if mesh.shape.get(name, 1) > 1 and name not in without]
+    axes = [name for role in RULES[logical] for name in names_of(role, mesh) if name not in without]
     while axes and size % math.prod(mesh.shape[name] for name in axes):
         axes.pop()
     return tuple(axes)
@@ -92,7 +150,10 @@ def axes_of(logical: str, size: int, mesh: AnyMesh, *, without: tuple[str, ...] 
 def current() -> AbstractMesh | None:
     """The mesh that a program is being traced for, as `jax.set_mesh` and `by_rows` set it; None for one device."""
     mesh = jax.sharding.get_abstract_mesh()
-    return None if mesh.empty or mesh.size == 1 else mesh
+    if mesh.empty or mesh.size == 1:
+        return None
+    check_named(mesh)
+    return mesh
 
 
 def by_rows(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
@@ -120,16 +181,16 @@ def by_rows(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
         def placed(params: PyTree, *rows: PyTree) -> PyTree:
             return _map_nodes(lambda x, axes: _hold(x, axes) if axes else x, function(params, *rows))
 
-        size = mesh.shape.get("data", 1)
-        if size == 1 or "data" in mesh.manual_axes:
+        data = names_of("data", mesh)
+        if not set(data) - set(mesh.manual_axes):
             return placed(params, *rows)
         check_rows(jax.tree.leaves(rows)[0].shape[0], mesh)
         # check_vma: what is equal on all devices of `data` is nothing that this returns.
         mapped = jax.shard_map(
             placed,
-            in_specs=(P(), *[P("data")] * len(rows)),
-            out_specs=P("data"),
-            axis_names={"data"},
+            in_specs=(P(), *[P(data)] * len(rows)),
+            out_specs=P(data),
+            axis_names=set(data),
             check_vma=False,
         )
         return mapped(params, *rows)
@@ -137,9 +198,17 @@ def by_rows(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
     return call
 
 
+def over_rows(count: Array) -> Array:
+    """The sum of what the mesh's parts of the rows have each, where this is traced inside of `by_rows`."""
+    mesh = current()
+    data = names_of("data", mesh)
+    divided = mesh is not None and data and not set(data) - set(mesh.manual_axes)
+    return jax.lax.psum(count, data) if divided else count
+
+
 def check_rows(batch: int, mesh: AnyMesh) -> None:
     """Raise MarsError where rows do not divide over the mesh's axis `data`."""
-    size = mesh.shape.get("data", 1)
+    size = size_of("data", mesh)
     if batch % size:
         raise MarsError(
             f"a batch of {batch} rows does not divide over data={size}: pad it to a multiple of {size}."
@@ -176,7 +245,8 @@ def _spec(x: Any, axes: Axes, mesh: AnyMesh, *, rows: bool = True) -> P:
 
     def of(name: str | None, size: int) -> Any:
         if name == "rows":
-            return "data" if rows and mesh.shape.get("data", 1) > 1 else None
+            data = names_of("data", mesh) if rows else ()
+            return data[0] if len(data) == 1 else data or None
         return None if name is None else axes_of(name, size, mesh) or None
 
     return P(*[of(name, size) for name, size in zip(axes, x.shape, strict=False)])
@@ -190,12 +260,12 @@ def _hold(x: Array, axes: Axes) -> Array:
     return jax.lax.with_sharding_constraint(x, _spec(x, axes, mesh, rows=False))
 
 
-def hold_heads(buffer: Array) -> Array:
-    """A layer's keys or values [B, S, K, D], divided by their heads if those divide and else whole.
+def hold_heads(buffer: PyTree) -> PyTree:
+    """A layer's keys or values, whose arrays are [B, S, K, ...], divided by their heads if those divide and else whole.
 
     Left to itself XLA divides heads that do not divide over part of an axis, and sends the buffer around for it.
     """
-    return _hold(buffer, (None, None, "kv_heads", None))
+    return jax.tree.map(lambda x: _hold(x, (None, None, "kv_heads")), buffer)
 
 
 def hold_whole(x: Array) -> Array:
@@ -231,15 +301,29 @@ def _as_auto(mesh: AbstractMesh, function: Callable[..., PyTree], *arguments: Py
 def _ready() -> AbstractMesh | None:
     """The mesh of a program whose rows `by_rows` has divided already, so that the rest of it can be mapped by hand."""
     mesh = current()
-    if mesh is None or mesh.explicit_axes or set(mesh.manual_axes) - {"data"}:
+    data = set(names_of("data", mesh))
+    if mesh is None or mesh.explicit_axes or set(mesh.manual_axes) - data:
         return None
-    return mesh if mesh.shape.get("data", 1) == 1 or "data" in mesh.manual_axes else None
+    return None if data - set(mesh.manual_axes) else mesh
 
 
 def vocabulary_axes(vocab: int) -> tuple[str, ...]:
     """The mesh axes over which logits of `vocab` tokens are divided where this is traced; () where they are whole."""
     mesh = _ready()
     return () if mesh is None else axes_of("vocab", vocab, mesh)
+
+
+def devices_of(logical: str, size: int) -> int:
+    """Over how many devices `size` things of a logical axis are divided where this is traced; 1 without a mesh."""
+    mesh = _ready()
+    return 1 if mesh is None else math.prod(mesh.shape[name] for name in axes_of(logical, size, mesh))
+
+
+def head_axes(heads: int) -> tuple[str, ...] | None:
+    """The mesh axes over which so many key-value heads are divided where this is traced, () where every device has
+    them all; None where nothing is mapped by hand: on one device, or where XLA divides rows as it sees fit."""
+    mesh = _ready()
+    return None if mesh is None else axes_of("kv_heads", heads, mesh)
 
 
 def expert_axes(experts: int, size: int) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -8,16 +8,16 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from mars_jax.core.types import NO_KIND, StepInfo
+from mars_jax.core import struct
+from mars_jax.core.types import NO_KIND, TRUSTED, StepInfo
 
 
-@flax.struct.dataclass(kw_only=True)
+@struct.dataclass(kw_only=True)
 class DecodeStats:
     """Per-row counters over the steps in which the row was live. A pytree: `run` carries it in its loop."""
 
@@ -26,12 +26,13 @@ class DecodeStats:
     proposed: Array  # i32[B]; drafted nodes, padding not counted
     accepted_exact: Array  # i32[B]; emitted draft tokens that the strict rule accepts
     accepted_relaxed: Array  # i32[B]; emitted draft tokens accepted only thanks to relaxation
+    accepted_trusted: Array  # i32[B]; emitted draft tokens that were taken without a test
     depth_histogram: Array  # i32[B, D + 1]; steps by number of draft tokens emitted
     regret: Array  # f32[B]; sum over emitted tokens of z1 - z[token], nats
     tokens: TokenRecord | None = None  # where it was asked for
 
 
-@flax.struct.dataclass(kw_only=True)
+@struct.dataclass(kw_only=True)
 class TokenRecord:
     """What each new token of a row was, [B, T] each: entry j is the j-th token after the prompt; see `StepInfo`."""
 
@@ -44,13 +45,13 @@ class TokenRecord:
 
 def zero_stats(batch: int, max_depth: int, record: int | None = None) -> DecodeStats:
     """Counters at zero for `batch` rows and trees of depth `max_depth`; `record` is T of a `TokenRecord` to keep."""
-    zeros = jnp.zeros((batch,), jnp.int32)
+    # Arrays of their own: a loop that is given the counters may not be given one buffer twice.
+    counts = {
+        name: jnp.zeros((batch,), jnp.int32)
+        for name in ("steps", "emitted", "proposed", "accepted_exact", "accepted_relaxed", "accepted_trusted")
+    }
     return DecodeStats(
-        steps=zeros,
-        emitted=zeros,
-        proposed=zeros,
-        accepted_exact=zeros,
-        accepted_relaxed=zeros,
+        **counts,
         depth_histogram=jnp.zeros((batch, max_depth + 1), jnp.int32),
         regret=jnp.zeros((batch,), jnp.float32),
         tokens=None if record is None else _empty_record(batch, record),
@@ -83,13 +84,15 @@ def accumulate(stats: DecodeStats, info: StepInfo) -> DecodeStats:
     depth = info.verdict.relaxed.shape[1]
     edge = jnp.arange(depth, dtype=jnp.int32)[None]
     relaxed = jnp.sum(info.verdict.relaxed & (edge < accepted[:, None]), axis=1, dtype=jnp.int32)
+    trusted = jnp.sum(info.kind == TRUSTED, axis=1, dtype=jnp.int32)
     histogram = (jnp.arange(depth + 1, dtype=jnp.int32)[None] == accepted[:, None]) & live[:, None]
     return DecodeStats(
         steps=stats.steps + live.astype(jnp.int32),
         emitted=stats.emitted + info.num_emitted,
         proposed=stats.proposed + jnp.where(live, info.num_proposed, 0),
-        accepted_exact=stats.accepted_exact + accepted - relaxed,
+        accepted_exact=stats.accepted_exact + accepted - relaxed - trusted,
         accepted_relaxed=stats.accepted_relaxed + relaxed,
+        accepted_trusted=stats.accepted_trusted + trusted,
         depth_histogram=stats.depth_histogram + histogram.astype(jnp.int32),
         regret=stats.regret + jnp.sum(info.regret, axis=1),
         tokens=None if stats.tokens is None else _append(stats.tokens, info, stats.emitted),
@@ -113,10 +116,11 @@ class Metrics:
     accepted_relaxed: int
     depth_histogram: tuple[int, ...]  # steps by number of draft tokens accepted
     regret: float  # total, nats
+    accepted_trusted: int = 0
 
     @property
     def accepted(self) -> int:
-        return self.accepted_exact + self.accepted_relaxed
+        return self.accepted_exact + self.accepted_relaxed + self.accepted_trusted
 
     @property
     def tau(self) -> float:
@@ -160,6 +164,7 @@ def summarize(stats: DecodeStats, rows: Any = slice(None)) -> Metrics:
         proposed=total(stats.proposed),
         accepted_exact=total(stats.accepted_exact),
         accepted_relaxed=total(stats.accepted_relaxed),
+        accepted_trusted=total(stats.accepted_trusted),
         depth_histogram=tuple(int(n) for n in histogram),
         regret=float(pick(stats.regret).sum()),
     )

@@ -7,18 +7,38 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from mars_jax.core.types import ForwardOutput, LanguageModel, PyTree, Visible
 
-CHUNK = 64
-"""Tokens a prefill forward takes: on CPU enough to be bound by arithmetic, and short prompts waste little. Long
-prompts on an accelerator want more; see `speculative_decoder`."""
+CHUNK, LONG_CHUNK, LONG = 64, 256, 1024
+"""Tokens of a chunk on CPU, where some dozens are bound by arithmetic already and a short prompt wastes little of them;
+of one in a long buffer, whose cache is read fewer times then; and from how many tokens on a buffer is long."""
+WIDE_CHUNK = 512
+"""Tokens of a chunk elsewhere: a pass over the weights takes as long as the arithmetic of 166 (v5p) to 560 (v6e)."""
+
+
+def chunk_of(buffer: int) -> int:
+    """Tokens of a prefill forward in a buffer of so many, on the default backend.
+
+    >>> chunk_of(256) if jax.default_backend() == "cpu" else 64
+    64
+    """
+    if jax.default_backend() != "cpu":
+        return WIDE_CHUNK
+    return CHUNK if buffer < LONG else LONG_CHUNK
 
 
 def prefill(
-    model: LanguageModel, params: PyTree, tokens: Array, count: Array, cache: PyTree, *, chunk: int = CHUNK
+    model: LanguageModel,
+    params: PyTree,
+    tokens: Array,
+    count: Array,
+    cache: PyTree,
+    *,
+    chunk: int | None = None,
 ) -> PyTree:
     """Cache the first `count[b]` tokens of each row; slots past `count[b]` hold garbage, which nothing reads.
 
@@ -27,7 +47,7 @@ def prefill(
       tokens: i32[B, T].
       count: i32[B]; 0 leaves a row untouched or garbage.
       cache: with at least T slots.
-      chunk: tokens per forward.
+      chunk: tokens per forward; None takes the model's `prefill_chunk`, and where that is None `chunk_of`.
     """
     return observed_prefill(model, params, tokens, count, cache, (), lambda state, *_: state, chunk=chunk)[0]
 
@@ -41,7 +61,7 @@ def observed_prefill(
     state: PyTree,
     observe: Callable[[PyTree, Array, ForwardOutput], PyTree],
     *,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
 ) -> tuple[PyTree, PyTree]:
     """`prefill`, with `state = observe(state, first i32[B], output)` folded over the chunks' outputs.
 
@@ -55,20 +75,20 @@ def observed_prefill(
       state: where the fold begins.
       observe: gets the output for the positions `first .. first + n - 1`. Chunks come in order, but the last one
         slides back to stay inside the buffer and shows some positions again.
-      chunk: tokens per forward.
+      chunk: as in `prefill`.
     """
     batch, buffer = tokens.shape
-    chunk = min(chunk, buffer)
+    size = min(chunk or model.prefill_chunk or chunk_of(buffer), buffer)
 
     def body(carry):
         index, cache, state = carry
         # What the last chunk computes twice comes out the same.
-        first = jnp.minimum(index * chunk, buffer - chunk)
+        first = jnp.minimum(index * size, buffer - size)
         start = jnp.broadcast_to(first, (batch,))
-        piece = lax.dynamic_slice_in_dim(tokens, first, chunk, axis=1)
-        output = model.forward(params, piece, Visible.causal(start, chunk), cache)
+        piece = lax.dynamic_slice_in_dim(tokens, first, size, axis=1)
+        output = model.forward(params, piece, Visible.causal(start, size), cache)
         return index + 1, output.cache, observe(state, start, output)
 
-    chunks = (jnp.max(count) + chunk - 1) // chunk
+    chunks = (jnp.max(count) + size - 1) // size
     _, cache, state = lax.while_loop(lambda c: c[0] < chunks, body, (jnp.int32(0), cache, state))
     return cache, state

@@ -29,7 +29,7 @@ def structure(rule: Any) -> Any:
     if not callable(rule) or any(leaf is rule or callable(leaf) for leaf in leaves):
         raise MarsError(
             f"verify is {rule!r}: expected a rule, such as mars_jax.verify.mars(); a rule of your own is a "
-            "flax.struct.dataclass whose fields are numbers."
+            "struct.dataclass whose fields are numbers."
         )
     return treedef
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from mars_jax.core.errors import MarsError
+from mars_jax.core.errors import MarsError, did_you_mean
 
 LARGEST_INT = 2**31 - 1
 """Settings travel as int32 and float32."""
@@ -96,7 +96,8 @@ class Setting:
         for one in _each(value):
             if not self._holds(one, chosen):
                 told = f"{one:g}" if type(one) is float else repr(one)
-                raise MarsError(f"{shown or self.name} is {told}: expected {self.expected(**chosen)}.")
+                near = did_you_mean(str(one), self.choices)
+                raise MarsError(f"{shown or self.name} is {told}{near}: expected {self.expected(**chosen)}.")
 
     def _holds(self, value: Any, chosen: Mapping[str, Any]) -> bool:
         if self.choices:
@@ -127,7 +128,8 @@ class Setting:
             except ValueError:
                 value = None
         if value is None or not self._holds(value, chosen):
-            raise MarsError(f"{shown or self.name} is {text}: expected {self.expected(**chosen)}.")
+            near = did_you_mean(text, self.choices)
+            raise MarsError(f"{shown or self.name} is {text}{near}: expected {self.expected(**chosen)}.")
         return value
 
     def from_json(self, value: Any, **chosen: Any) -> Any:
@@ -226,8 +228,36 @@ CONTROLS = by_name(
         default=math.inf,
         ranges=Range("a number of at least 0 (inf is off)", 0),
         per_row=True,
-        help="draft nothing after a token where a model, eagle or medusa is unsure: where the square root of its "
-        "entropy in nats is above X (default: inf, which is off)",
+        help="draft nothing after a token where a model, eagle, medusa or dflash is unsure: where the square root of "
+        "its entropy in nats, or a DSpark head's chance of a rejection, is above X (default: inf, which is off)",
     ),
 )
 """The numbers and switches of `Controls`, each of which a request chooses for itself."""
+
+EDITS = by_name(
+    Setting(
+        name="repetition_penalty",
+        kind=float,
+        default=1.0,
+        ranges=Range("a finite number above 0 (1 is off)", 0, LARGEST_FLOAT, above=True),
+        per_row=True,
+        help="divide positive and multiply negative logits of tokens that are in prompt or text by X (default: off)",
+    ),
+    Setting(
+        name="presence_penalty",
+        kind=float,
+        default=0.0,
+        ranges=Range("a finite number (0 is off)", -LARGEST_FLOAT, LARGEST_FLOAT),
+        per_row=True,
+        help="take X from the logit of every token that is in the new text (default: off)",
+    ),
+    Setting(
+        name="frequency_penalty",
+        kind=float,
+        default=0.0,
+        ranges=Range("a finite number (0 is off)", -LARGEST_FLOAT, LARGEST_FLOAT),
+        per_row=True,
+        help="take X from the logit of a token for every time that it is in the new text (default: off)",
+    ),
+)
+"""The numbers of `edits.Edits`, which change the target's logits."""

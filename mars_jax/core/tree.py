@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from mars_jax.core.pick import pick
 from mars_jax.core.types import NO_NODE, ROOT, DraftInput, DraftTree, Visible
 
 
@@ -128,12 +128,12 @@ def at_parent(tree: DraftTree, values: Array) -> Array:
     """Gather per-node values at each node's parent: values [B, N] -> [B, N]. The root gets its own value."""
     if tree.is_chain:
         return jnp.concatenate([values[:, :1], values[:, :-1]], axis=1)
-    return jnp.take_along_axis(values, jnp.maximum(tree.parents, 0), axis=1)
+    return pick(values, jnp.maximum(tree.parents, 0))
 
 
 def last_token(given: DraftInput) -> Array:
     """i32[B, 1]: the last committed token of each row, which is the root of every draft."""
-    return jnp.take_along_axis(given.tokens, given.length[:, None] - 1, axis=1)
+    return pick(given.tokens, given.length[:, None] - 1)
 
 
 def chain(tokens: Array, draft_logits: Array | None = None) -> DraftTree:
@@ -147,4 +147,4 @@ def chain(tokens: Array, draft_logits: Array | None = None) -> DraftTree:
 
 def gather_path(values: Array, path: Array) -> Array:
     """values [B, N, ...] at the nodes of path i32[B, P] -> [B, P, ...]."""
-    return jax.vmap(lambda v, p: v[p])(values, path)
+    return pick(values, path)

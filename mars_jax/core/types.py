@@ -9,18 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-import flax.struct
 import jax
 from jax import Array
 
 from mars_jax.core import cache as kv_cache
+from mars_jax.core import struct
 from mars_jax.core.cache import KVCache
 from mars_jax.core.visible import Visible
 
 if TYPE_CHECKING:
     from typing import Self
 
+    from mars_jax.core.edits import Edits
     from mars_jax.core.evidence import Evidence
+    from mars_jax.core.guide import Guide, Guides
 
 __all__ = [
     "CORRECTED",
@@ -30,6 +32,7 @@ __all__ = [
     "NO_TOKEN",
     "RELAXED",
     "ROOT",
+    "TRUSTED",
     "Controls",
     "DecodeState",
     "Decoder",
@@ -58,14 +61,14 @@ NO_NODE = -1
 NO_TOKEN = -1
 """Token of a padding node, or of an unused entry of `Controls.stop_tokens`. Never accepted, never emitted."""
 
-EXACT, RELAXED, CORRECTED = 0, 1, 2
-"""Kinds of emitted tokens: a draft token that the strict rule accepts, one that only the relaxed rule accepts, and the
-target's own token that ends a step, be it a correction or a bonus."""
+EXACT, RELAXED, CORRECTED, TRUSTED = 0, 1, 2, 3
+"""Kinds of emitted tokens: a draft token that the strict rule accepts, one that only the relaxed rule accepts, the
+target's own token that ends a step, be it a correction or a bonus, and a draft token that was taken without a test."""
 NO_KIND = -1
 """Kind of what was not emitted."""
 
 
-@flax.struct.dataclass(kw_only=True)
+@struct.dataclass(kw_only=True)
 class DraftTree:
     """Drafted tokens as a tree whose parents precede their children.
 
@@ -80,11 +83,17 @@ class DraftTree:
     # drawn, so that softmax(draft_logits[b, i]) is the true q that faces the target's p at node i. None says that
     # the draft is a deterministic function of the committed tokens.
     draft_logits: Array | None = None
-    max_depth: int = flax.struct.field(pytree_node=False)  # D
-    is_chain: bool = flax.struct.field(pytree_node=False)
+    # bool[B, N] or None: of a chain, the nodes that something cheaper than the target vouches for, from the first one
+    # on. They are taken without a test; see `core.trusted`.
+    trusted: Array | None = None
+    # [B, N, F] or None: what the drafter knew where it drew the children of a node, where a rule asks for it and the
+    # drafter has it; anything at nodes without children.
+    hidden: Array | None = None
+    max_depth: int = struct.field(pytree_node=False)  # D
+    is_chain: bool = struct.field(pytree_node=False)
 
 
-@flax.struct.dataclass(kw_only=True)
+@struct.dataclass(kw_only=True)
 class Controls:
     """Everything that may differ between requests of one batch and one compilation. Build with `controls`."""
 
@@ -97,9 +106,12 @@ class Controls:
     draft_stop: Array
     limit: Array  # i32[B]; prompt and new tokens together never exceed it
     stop_tokens: Array  # i32[B, M]; padded with NO_TOKEN
+    edits: Edits | None = None  # of the target's logits, see `edits.make_edits`; None compiles none
+    # Where the automata of constraints and spans begin in each row, see `guide.Guides`; None compiles none.
+    guides: Guides | None = None
 
 
-@flax.struct.dataclass(kw_only=True)
+@struct.dataclass(kw_only=True)
 class Verdict:
     """How far down the tree the target follows, and the token it adds."""
 
@@ -109,7 +121,7 @@ class Verdict:
     relaxed: Array  # bool[B, D]; edge accepted only thanks to relaxation
 
 
-@flax.struct.dataclass(kw_only=True)
+@struct.dataclass(kw_only=True)
 class DecodeState:
     """Exactly what the next step needs. Every leaf begins with B."""
 
@@ -123,9 +135,10 @@ class DecodeState:
     controls: Controls
     rule: PyTree  # the rule, whose every number is [B]
     keys: Array  # key[B]; constant: a row's randomness is a function of its key and of positions
+    guides: Guides | None = None  # i32[B] each: the states of the automata of `Controls.guides`
 
 
-@flax.struct.dataclass(kw_only=True)
+@struct.dataclass(kw_only=True)
 class StepInfo:
     """Diagnosis of one step, never carried. Finished rows have `num_emitted == 0` and count nothing."""
 
@@ -133,7 +146,7 @@ class StepInfo:
     emitted: Array  # i32[B, D + 1]; NO_TOKEN from num_emitted on
     num_emitted: Array  # i32[B]
     num_proposed: Array  # i32[B]; drafted nodes that are not padding
-    kind: Array  # i32[B, D + 1]; EXACT, RELAXED or CORRECTED; NO_KIND from num_emitted on
+    kind: Array  # i32[B, D + 1]; EXACT, RELAXED, CORRECTED or TRUSTED; NO_KIND from num_emitted on
     # f32[B, D + 1] each, of every emitted token and in nats; 0 from num_emitted on
     regret: Array  # z1 - z[token], of the raw target
     log_prob: Array  # log softmax(z)[token], of the raw target
@@ -145,11 +158,12 @@ class StepInfo:
 
 
 class Params(NamedTuple):
-    """Weights of both models, and of a rule that has some; always an argument, never closed over."""
+    """Weights of both models and of a rule that has some, and tables; always an argument, never closed over."""
 
     target: PyTree
     draft: PyTree = ()
     verify: PyTree = ()
+    guides: PyTree = None  # tables of automata, `guide.Guides` of `guide.Tables`; those of `Controls.guides`
 
 
 class ForwardOutput(NamedTuple):
@@ -171,7 +185,7 @@ class Forward(Protocol):
 class LanguageModel(NamedTuple):
     """A decoder-only model as pure functions over a params pytree.
 
-    The cache is the model's own: nobody else opens it. The defaults of `slots`, `commit` and `select` serve every cache
+    The cache is the model's own: nobody else opens it. The defaults of `slots`, `commit` and `put` serve every cache
     whose leaves are [B, S, ...].
     """
 
@@ -184,14 +198,18 @@ class LanguageModel(NamedTuple):
     with_features: Callable[[tuple[int, ...]], LanguageModel] | None = (
         None  # layers -> the model that returns them
     )
+    # (attention, mlp) of every layer -> the model without those that are False, with a cache of its own
+    with_layers: Callable[[tuple[tuple[bool, bool], ...]], LanguageModel] | None = None
     slots: Callable[[PyTree], int] = kv_cache.slots  # cache -> S
     # (cache, start i32[B], path i32[B, D + 1]) -> cache: move the rows of an accepted path into a row
     commit: Callable[[PyTree, Array, Array], PyTree] = kv_cache.commit
-    # (rows bool[B], new, old) -> cache: the rows of one cache put into another
-    select: Callable[[Array, PyTree, PyTree], PyTree] = kv_cache.select
+    # (cache, rows i32[b], new) -> cache: the b rows of another cache put into these; a row of B or more is dropped.
+    # Of a target: the state of a drafter has [B, ...] leaves wherever rows come and go, the cache of its model too.
+    put: Callable[[PyTree, Array, PyTree], PyTree] = kv_cache.put
+    prefill_chunk: int | None = None  # prompt tokens per forward; None: see `prefill.chunk_of`
 
 
-@flax.struct.dataclass(kw_only=True)
+@struct.dataclass(kw_only=True)
 class DraftInput:
     """What a drafter drafts from. It grows without changing any drafter's signature."""
 
@@ -199,6 +217,9 @@ class DraftInput:
     tokens: Array  # i32[B, T]; committed below `length`
     length: Array  # i32[B]
     controls: Controls
+    guide: Guide | None = None  # what a constraint lets follow; a draft that does not heed it loses nodes
+    # The rule reads `DraftTree.hidden`; a drafter that has none leaves it out.
+    hidden: bool = struct.field(pytree_node=False, default=False)
 
 
 class Propose(Protocol):
@@ -250,11 +271,29 @@ class Drafter(NamedTuple):
     feature_layers: tuple[int, ...] = ()  # of the target; their outputs are what `observe` and `update` read
     vocab_size: int | None = None  # None: drafts only tokens it has seen
     stoppable: bool = False  # heeds Controls.draft_stop
+    # Often drafts nothing at all, as chains of padding, and needs to hear of no such step: where no row has a draft, a
+    # CPU then runs a step of one node.
+    sparse: bool = False
+    trusts: bool = False  # its trees may have `trusted` nodes, so that no rule is lossless with it
+    # Where it drafts from a vocabulary of its own: the target's tokens i32[U] of that, by which `guide.narrowed`
+    # prepares a constraint's tables for it.
+    draft_ids: Callable[[Params], Array] | None = None
     name: str = "drafter"
+    # The same drafter with chains of K tokens over the same state; None: it drafts no chains of any length.
+    resized: Callable[[int], Drafter] | None = None
+    # (params, state, tokens i32[B, T], cached i32[B], length i32[B]) -> state: for a drafter with a cache that `update`
+    # does not fill, feeds the committed tokens from `cached` on, which steps without a draft left out
+    catch_up: Callable[[Params, PyTree, Array, Array, Array], PyTree] | None = None
+    # Drafts of several sizes over one state, of which each step takes one, and which of them; see `drafters.sized`.
+    sizes: tuple[Drafter, ...] = ()
+    choose: Callable[[Params, PyTree, Array], Array] | None = None  # (params, state, live bool[B]) -> i32[]
+    any_rule: bool = (
+        False  # with `sizes`: lossy rules too, whose texts then depend on what else is in the batch
+    )
 
 
 class Verifier(Protocol):
-    """A rule: a frozen pytree (`flax.struct.dataclass`) that sees `Evidence` and returns a `Verdict` and itself.
+    """A rule: a frozen pytree (`struct.dataclass`) that sees `Evidence` and returns a `Verdict` and itself.
 
     Its structure (which rule, which margin, which base) is static and decides the compilation. Its numbers are leaves,
     one value or one per row; a step sees them as [B]. A rule that returns itself changed keeps state per row.
@@ -275,12 +314,16 @@ class LoadedRule(NamedTuple):
 
 
 class Decoder(NamedTuple):
-    """A pair of pure functions; see `decode.speculative_decoder`."""
+    """Pure functions; see `decode.speculative_decoder`."""
 
     # (params, prompts i32[B, T], lengths i32[B], controls, rule, keys key[B]) -> state
     init: Callable[..., DecodeState]
     step: Callable[[Params, DecodeState], tuple[DecodeState, StepInfo]]
     max_depth: int
+    # (params, state, rows i32[b], prompts i32[b, t], lengths i32[b], controls, rule, keys key[b]) -> state
+    insert: Callable[..., DecodeState]
+    # (state, rows i32[b], read, controls, rule, keys key[b]) -> state: prompts that a state of b rows has read
+    put: Callable[..., DecodeState]
 
 
 KEY_IMPL = "threefry2x32"

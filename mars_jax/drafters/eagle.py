@@ -13,13 +13,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from mars_jax import hub
+from mars_jax.core import struct
 from mars_jax.core.errors import MarsError
+from mars_jax.core.pick import pick
 from mars_jax.core.tree import gather_path, last_token
 from mars_jax.core.types import (
     Drafter,
@@ -34,12 +35,12 @@ from mars_jax.core.types import (
 )
 from mars_jax.drafters.asked import Asked, LoadedDrafter
 from mars_jax.drafters.grow import Growth, Level, grow
-from mars_jax.drafters.shapes import Dynamic, Shape, check_sample, describe, shape_of
+from mars_jax.drafters.shapes import Dynamic, Shape, describe, shape_of
 from mars_jax.models import eagle as head
 from mars_jax.models.eagle import EagleConfig
 
 
-@flax.struct.dataclass(kw_only=True)
+@struct.dataclass(kw_only=True)
 class EagleState:
     """Between two steps."""
 
@@ -83,7 +84,6 @@ def eagle(
             "an EAGLE-3 head reads the target's layers, and this target gives none: set LanguageModel.with_features."
         )
     shape = shape_of(num_draft_tokens, tree, config.draft_vocab_size)
-    check_sample(shape, sample)
     return _eagle(config, target, shape, sample, cache_dtype)
 
 
@@ -108,8 +108,8 @@ def _eagle(
             config, target, params, feature, following, Visible.causal(first, n), state.cache
         )
         inside = (last >= first) & (last < first + n)
-        index = jnp.clip(last - first, 0, n - 1)[:, None, None]
-        picked = jnp.take_along_axis(hidden, index, axis=1).astype(state.feature.dtype)
+        index = jnp.clip(last - first, 0, n - 1)[:, None]
+        picked = pick(hidden, index).astype(state.feature.dtype)
         return EagleState(cache=cache, feature=jnp.where(inside[:, None, None], picked, state.feature))
 
     def observe(
@@ -117,13 +117,13 @@ def _eagle(
     ) -> EagleState:
         n = output.hidden.shape[1]
         place = first[:, None] + 1 + jnp.arange(n, dtype=jnp.int32)[None]
-        following = jnp.take_along_axis(tokens, jnp.minimum(place, tokens.shape[1] - 1), axis=1)
+        following = pick(tokens, jnp.minimum(place, tokens.shape[1] - 1))
         return absorb(params, state, output, following, first, length - 2)
 
     def propose(params: Params, state: EagleState, given: DraftInput) -> tuple[DraftTree, EagleState]:
         def extend(carry: tuple[KVCache, Array], level: Level) -> tuple[Array, tuple[KVCache, Array]]:
             cache, above = carry
-            feature = jnp.take_along_axis(above, level.parents[:, :, None], axis=1)
+            feature = pick(above, level.parents)
             hidden, cache = head.forward(config, target, params, feature, level.tokens, level.visible, cache)
             hidden = hidden.astype(state.feature.dtype)
             return head.unembed(config, target, params, hidden), (cache, hidden)
@@ -137,7 +137,9 @@ def _eagle(
             to_target=lambda ids: head.to_target(config, params, ids),
             widen=lambda logits: head.widen(config, params, logits),
         )
-        tree, _, (cache, _) = grow(shape, sample, growth, last_token(given), given.keys, given.controls)
+        tree, _, (cache, _) = grow(
+            shape, sample, growth, last_token(given), given.keys, given.controls, given.guide
+        )
         return tree, EagleState(cache=cache, feature=state.feature)
 
     def update(
@@ -156,6 +158,9 @@ def _eagle(
         following = jnp.where(place < verdict.num_accepted[:, None], drafted, verdict.next_token[:, None])
         return absorb(params, state, output, following, length - 1, length - 1 + verdict.num_accepted)
 
+    def resized(length: int) -> Drafter:
+        return _eagle(config, target, shape_of(length, None, config.draft_vocab_size), sample, cache_dtype)
+
     return Drafter(
         init=init,
         propose=propose,
@@ -166,7 +171,9 @@ def _eagle(
         max_depth=shape.depth,
         vocab_size=config.layer.vocab_size,
         stoppable=True,
+        draft_ids=head.target_ids(config),
         name=f"eagle{config.version}({describe(shape, sample)})",
+        resized=resized,
     )
 
 

@@ -13,10 +13,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
 from mars_jax.core.errors import MarsError
+from mars_jax.core.pick import pick
 from mars_jax.core.sampling import argmax, process, sample_processed, top_k
 from mars_jax.core.tree import chain, gather_path, last_token, static_topology
 from mars_jax.core.types import (
@@ -31,8 +33,10 @@ from mars_jax.core.types import (
     Verdict,
 )
 from mars_jax.drafters.asked import Asked, LoadedDrafter
-from mars_jax.drafters.grow import stops_at
-from mars_jax.drafters.shapes import Dynamic, Static, check_sample, describe, shape_of
+from mars_jax.drafters.draw import draw_siblings, with_leaves
+from mars_jax.drafters.grow import Growth, stops_at
+from mars_jax.drafters.shapes import Dynamic, Static, describe, shape_of
+from mars_jax.drafters.steering import Steering
 from mars_jax.hub.heads import medusa_files
 from mars_jax.models import medusa as heads
 from mars_jax.models.medusa import MedusaConfig
@@ -54,11 +58,11 @@ def medusa(
       num_draft_tokens: length of the chain; default: all heads. Not used where `tree` is given.
       tree: children per node at each depth, such as `(4, 2, 2, 1)`: the likeliest tokens of that depth's head, under
         every node above.
-      sample: as in `drafters.language_model`. The true q of a chain is the product of what its heads say.
+      sample: as in `drafters.language_model`. The true q of a path is the product of what its heads say.
 
     Raises:
-      MarsError: the heads are for another vocabulary, the draft is longer than there are heads, the tree is dynamic
-        or to be sampled.
+      MarsError: the heads are for another vocabulary, the draft is longer than there are heads, the tree is
+        dynamic.
 
     >>> from mars_jax.core.fake import hash_model
     >>> config = MedusaConfig(num_heads=5, num_layers=1, hidden_size=8, vocab_size=11)
@@ -82,7 +86,6 @@ def medusa(
             f"a draft of {shape.depth} tokens in a row needs as many Medusa heads, and there are {config.num_heads}: "
             "draft fewer."
         )
-    check_sample(shape, sample)
     return _medusa(config, shape, sample)
 
 
@@ -97,12 +100,16 @@ def _medusa(config: MedusaConfig, shape: Static, sample: bool) -> Drafter:
     ) -> Array:
         n = output.hidden.shape[1]
         index = length - 2 - first
-        picked = jnp.take_along_axis(output.hidden, jnp.clip(index, 0, n - 1)[:, None, None], axis=1)
+        picked = pick(output.hidden, jnp.clip(index, 0, n - 1)[:, None])
         inside = (index >= 0) & (index < n)
         return jnp.where(inside[:, None, None], picked.astype(state.dtype), state)
 
-    def draft_chain(keys: Array, logits: Array, controls: Controls) -> tuple[Array, Array | None]:
+    def draft_chain(
+        keys: Array, logits: Array, controls: Controls, steering: Steering
+    ) -> tuple[Array, Array | None]:
         """The token of each head i32[B, K], and the processed logits f32[B, N, V] that they were drawn from."""
+        if steering.guide is not None:
+            return steered_chain(keys, logits, controls, steering)
         if not sample:
             return argmax(logits), None
         processed = process(logits, controls)
@@ -110,18 +117,56 @@ def _medusa(config: MedusaConfig, shape: Static, sample: bool) -> Drafter:
         head = jnp.broadcast_to(jnp.arange(shape.depth, dtype=jnp.int32), processed.shape[:2])
         return sample_processed(keys, head, processed), jnp.pad(processed, ((0, 0), (0, 1), (0, 0)))
 
-    def draft_tree(root: Array, logits: Array, alive: Array) -> DraftTree:
-        levels = [root]
+    def steered_chain(
+        keys: Array, logits: Array, controls: Controls, steering: Steering
+    ) -> tuple[Array, Array | None]:
+        """As `draft_chain`; what a head may say depends on what the heads before it said."""
+        states, tokens, drawn_from = steering.first, [], []
+        for i in range(shape.depth):
+            z = steering.logits(logits[:, i : i + 1], states)
+            if sample:
+                drawn_from.append(process(z, controls))
+                place = jnp.full(z.shape[:2], i, jnp.int32)
+                tokens.append(sample_processed(keys, place, drawn_from[-1]))
+            else:
+                tokens.append(steering.best(z, states))
+            states = steering.moved(states, tokens[-1])
+        made = jnp.concatenate(tokens, axis=1)
+        if not sample:
+            return made, None
+        return made, jnp.pad(jnp.concatenate(drawn_from, axis=1), ((0, 0), (0, 1), (0, 0)))
+
+    def draft_tree(
+        root: Array, keys: Array, logits: Array, alive: Array, controls: Controls, steering: Steering
+    ) -> DraftTree:
+        levels, drawn_from, states = [root], [], steering.first
         for depth, width in enumerate(shape.branching):
-            ids = top_k(logits[:, depth], width)[1]
-            ids = jnp.where(alive[:, depth, None], ids, NO_TOKEN)
-            levels.append(jnp.tile(ids, (1, levels[-1].shape[1])))
+            above = levels[-1]
+            if sample:
+                level_keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, depth)
+                # Every node draws children of its own from what its head says.
+                shared = jnp.repeat(logits[:, depth : depth + 1], above.shape[1], axis=1)
+                shared = steering.logits(shared, states)
+                drawn = draw_siblings(shared, width, level_keys, controls)
+                drawn_from.append(drawn.logits)
+                ids = jnp.where((above != NO_TOKEN)[..., None], drawn.ids, NO_TOKEN)
+                ids = ids.reshape(root.shape[0], -1)
+            elif steering.guide is not None:
+                shared = jnp.repeat(logits[:, depth : depth + 1], above.shape[1], axis=1)
+                shared = steering.logits(shared, states)
+                ids = steering.tokens(top_k(shared, width).ids, states)
+                ids = jnp.where((above != NO_TOKEN)[..., None], ids, NO_TOKEN).reshape(root.shape[0], -1)
+            else:
+                ids = jnp.tile(top_k(logits[:, depth], width).ids, (1, above.shape[1]))
+            levels.append(jnp.where(alive[:, depth, None], ids, NO_TOKEN))
+            states = steering.moved(states, levels[-1])
         tokens = jnp.concatenate(levels, axis=1)
         parents, depths = static_topology(shape.branching)
         return DraftTree(
             tokens=tokens,
             parents=jnp.broadcast_to(jnp.asarray(parents), tokens.shape),
             depths=jnp.broadcast_to(jnp.asarray(depths), tokens.shape),
+            draft_logits=with_leaves(drawn_from, tokens.shape[1]) if sample else None,
             max_depth=shape.depth,
             is_chain=False,
         )
@@ -130,10 +175,13 @@ def _medusa(config: MedusaConfig, shape: Static, sample: bool) -> Drafter:
         root, controls = last_token(given), given.controls
         logits = heads.logits(params.draft, state, shape.depth)
         # A head that is too unsure drafts nothing, and nothing can follow it.
+        steering = Steering(
+            Growth(logits, None, lambda *_: (logits, None), given.length), sample, given.guide
+        )
         alive = jnp.cumprod((~stops_at(logits, controls)).astype(jnp.int32), axis=1) > 0
         if not shape.is_chain:
-            return draft_tree(root, logits, alive), state
-        drafted, processed = draft_chain(given.keys, logits, controls)
+            return draft_tree(root, given.keys, logits, alive, controls, steering), state
+        drafted, processed = draft_chain(given.keys, logits, controls, steering)
         drafted = jnp.where(alive, drafted, NO_TOKEN)
         return chain(jnp.concatenate([root, drafted], axis=1), processed), state
 

@@ -1,4 +1,4 @@
-"""A small language model as drafter: a chain, greedy or sampled, or a top-k tree, static or dynamic.
+"""A small language model as drafter: a chain or a tree, static or dynamic, of its best tokens or sampled.
 
 Source: Leviathan et al. 2211.17192 (sampled chain), SpecInfer 2305.09781 (static trees). B batch, N nodes,
 V vocabulary. Oracle: the same model run from an empty cache each round (tests/drafters/test_model.py).
@@ -13,19 +13,21 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from mars_jax import hub
-from mars_jax.core.prefill import prefill
+from mars_jax.core import struct
+from mars_jax.core.pick import pick
+from mars_jax.core.prefill import chunk_of, prefill
 from mars_jax.core.tree import last_token
 from mars_jax.core.types import Drafter, DraftInput, DraftTree, LanguageModel, Params, PyTree, Visible
 from mars_jax.drafters.asked import Asked, LoadedDrafter
 from mars_jax.drafters.grow import Growth, Level, grow
-from mars_jax.drafters.shapes import Dynamic, Shape, Static, check_sample, describe, shape_of
+from mars_jax.drafters.shapes import Dynamic, Shape, Static, describe, shape_of
 from mars_jax.pretrained import check_same_vocabulary
 
 
@@ -44,29 +46,47 @@ def language_model(
       num_draft_tokens: length K of the chain; not used where `tree` is given.
       tree: children per node at each depth, such as `(4, 2, 2, 1)`: the top-k tokens at every node; or
         `Dynamic(...)`, whose shape follows the model's confidence.
-      sample: draw the chain from the model with the request's own temperature, top-k, top-p and min-p, and hand
-        the true q to the verifier. Rows at temperature 0 stay greedy. What `verify.rejection` is made for.
+      sample: draw the draft from the model with the request's own temperature, top-k, top-p and min-p, and hand
+        the true q to the verifier. Siblings of a tree are drawn without replacement. Rows at temperature 0 draft what
+        they draft without sampling. What `verify.rejection` is made for.
       vocab_size: the target's vocabulary, where checkpoints that share a tokenizer pad theirs differently.
         Draft logits are cut or padded with -inf to it. Default: the model's own.
 
     Raises:
-      MarsError: K or a branching factor is below 1, or a tree is asked to sample.
+      MarsError: K or a branching factor is below 1, or a node has more children than there are tokens.
 
     >>> from mars_jax.core.fake import hash_model
     >>> language_model(hash_model(vocab_size=11), tree=(4, 2, 2, 1)).num_nodes
     45
     """
     shape = shape_of(num_draft_tokens, tree, min(vocab_size or model.vocab_size, model.vocab_size))
-    check_sample(shape, sample)
     return _language_model(model, shape, sample, vocab_size or model.vocab_size)
 
 
-@flax.struct.dataclass(kw_only=True)
+def feed_last(
+    model: LanguageModel, weights: PyTree, cache: PyTree, tokens: Array, length: Array
+) -> tuple[Array, PyTree]:
+    """The hidden state [B, 1, E] of the last committed token, feeding the last two."""
+    first = jnp.maximum(length - 2, 0)
+    window = jax.vmap(lambda row, at: lax.dynamic_slice_in_dim(row, at, 2))(tokens, first)
+    output = model.forward(weights, window, Visible.causal(first, 2), cache)
+    # A one-token prompt fills the window's first place only.
+    return pick(output.hidden, (length - 1 - first)[:, None]), output.cache
+
+
+@struct.dataclass(kw_only=True)
 class ModelState:
     """Between two steps."""
 
     cache: PyTree  # the model's own
-    rows: Array  # i32[B, N]; where `grow` put the nodes of the last tree
+    rows: (
+        Array | None
+    )  # i32[B, N]; where `grow` put the nodes of the last tree; None of chains, whose rows stay
+
+
+def _put_at(rows: Array, new: Array, at: Array) -> Array:
+    """[R, E] with [W, E] from row `at` on."""
+    return lax.dynamic_update_slice_in_dim(rows, new, at, 0)
 
 
 @functools.lru_cache
@@ -77,7 +97,8 @@ def _language_model(model: LanguageModel, shape: Shape, sample: bool, vocab: int
         # One spare slot, since the two-token feed of a one-token prompt reaches a slot further.
         cache = model.init_cache(tokens.shape[0], tokens.shape[1] + shape.rows + 2)
         cache = prefill(model, params.draft, tokens, length - 2, cache)
-        return ModelState(cache=cache, rows=jnp.zeros((tokens.shape[0], shape.num_nodes), jnp.int32))
+        rows = None if is_chain else jnp.zeros((tokens.shape[0], shape.num_nodes), jnp.int32)
+        return ModelState(cache=cache, rows=rows)
 
     def unembed(params: Params, hidden: Array) -> Array:
         logits = model.unembed(params.draft, hidden)
@@ -86,30 +107,51 @@ def _language_model(model: LanguageModel, shape: Shape, sample: bool, vocab: int
         short = vocab - model.vocab_size
         return jnp.pad(logits, ((0, 0), (0, 0), (0, short)), constant_values=-jnp.inf)
 
-    def feed_committed(params: Params, cache: PyTree, tokens: Array, length: Array) -> tuple[Array, PyTree]:
-        """Logits f32[B, 1, V] after the last committed token, feeding the last two."""
-        first = jnp.maximum(length - 2, 0)
-        window = jax.vmap(lambda row, at: lax.dynamic_slice_in_dim(row, at, 2))(tokens, first)
-        output = model.forward(params.draft, window, Visible.causal(first, 2), cache)
-        # A one-token prompt fills the window's first place only.
-        last = jnp.take_along_axis(output.hidden, (length - 1 - first)[:, None, None], axis=1)
-        return unembed(params, last), output.cache
-
     def propose(params: Params, state: ModelState, given: DraftInput) -> tuple[DraftTree, ModelState]:
-        def extend(cache: PyTree, level: Level) -> tuple[Array, PyTree]:
+        def extend(carry: tuple[PyTree, Array | None], level: Level) -> tuple[Array, Any]:
+            cache, known = carry
             output = model.forward(params.draft, level.tokens, level.visible, cache)
-            return unembed(params, output.hidden), output.cache
+            if known is not None:
+                known = jax.vmap(_put_at)(known, output.hidden, 1 + level.visible.slot - given.length)
+            return unembed(params, output.hidden), (output.cache, known)
 
-        logits, cache = feed_committed(params, state.cache, given.tokens, given.length)
-        growth = Growth(logits=logits, carry=cache, extend=extend, first=given.length)
-        tree, rows, cache = grow(shape, sample, growth, last_token(given), given.keys, given.controls)
-        return tree, ModelState(cache=cache, rows=rows)
+        hidden, cache = feed_last(model, params.draft, state.cache, given.tokens, given.length)
+        logits = unembed(params, hidden)
+        known = jnp.pad(hidden, ((0, 0), (0, shape.num_nodes), (0, 0))) if given.hidden else None
+        growth = Growth(logits=logits, carry=(cache, known), extend=extend, first=given.length)
+        tree, rows, (cache, known) = grow(
+            shape, sample, growth, last_token(given), given.keys, given.controls, given.guide
+        )
+        if known is not None:
+            tree = dataclasses.replace(tree, hidden=pick(known, rows))
+        return tree, ModelState(cache=cache, rows=state.rows if is_chain else rows)
+
+    def catch_up(
+        params: Params, state: ModelState, tokens: Array, cached: Array, length: Array
+    ) -> ModelState:
+        buffer = tokens.shape[1]
+        size = min(model.prefill_chunk or chunk_of(buffer), buffer)
+
+        def body(carry: tuple[Array, PyTree]) -> tuple[Array, PyTree]:
+            cached, cache = carry
+            # What is fed again at the buffer's end comes out the same, and what is fed past the text is fed again.
+            first = jnp.clip(cached, 0, buffer - size)
+            window = jax.vmap(lambda row, at: lax.dynamic_slice_in_dim(row, at, size))(tokens, first)
+            output = model.forward(params.draft, window, Visible.causal(first, size), cache)
+            return first + size, output.cache
+
+        behind = lambda carry: jnp.any(carry[0] < length - 2)  # noqa: E731
+        _, cache = lax.while_loop(behind, body, (cached, state.cache))
+        return dataclasses.replace(state, cache=cache)
 
     def update(params, state: ModelState, tree: DraftTree, verdict, output, length: Array) -> ModelState:
-        if is_chain:
+        if state.rows is None:
             return state
-        path = jnp.take_along_axis(state.rows, verdict.path, axis=1)
+        path = pick(state.rows, verdict.path)
         return dataclasses.replace(state, cache=model.commit(state.cache, length - 1, path))
+
+    def resized(length: int) -> Drafter:
+        return _language_model(model, shape_of(length, None, vocab), sample, vocab)
 
     return Drafter(
         init=init,
@@ -120,6 +162,8 @@ def _language_model(model: LanguageModel, shape: Shape, sample: bool, vocab: int
         vocab_size=vocab,
         stoppable=True,
         name=f"model({describe(shape, sample)})",
+        resized=resized,
+        catch_up=catch_up if is_chain else None,
     )
 
 
@@ -129,7 +173,12 @@ def load_model(asked: Asked) -> LoadedDrafter:
     Raises:
       MarsError: as `hub.load`, or its vocabulary is not the target's.
     """
-    draft = hub.load(asked.path, dtype=asked.dtype, mesh=asked.target.mesh)
+    draft = hub.load(
+        asked.path,
+        dtype=asked.dtype,
+        mesh=asked.target.mesh,
+        prefill_chunk=asked.target.model.prefill_chunk,
+    )
     check_same_vocabulary(asked.target, draft)
     vocab = asked.target.config.vocab_size
     drafter = language_model(draft.model, asked.chain, **asked.shape, vocab_size=vocab)

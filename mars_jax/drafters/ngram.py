@@ -53,7 +53,9 @@ def ngram(num_draft_tokens: int = 8, *, max_ngram: int = 3, min_ngram: int = 1) 
         update=lambda params, state, tree, verdict, output, length: state,
         num_nodes=num_draft_tokens + 1,
         max_depth=num_draft_tokens,
+        sparse=True,
         name=f"ngram({num_draft_tokens})",
+        resized=lambda length: ngram(length, max_ngram=max_ngram, min_ngram=min_ngram),
     )
 
 
@@ -68,20 +70,36 @@ def lookup(tokens: Array, length: Array, count: int, *, max_ngram: int, min_ngra
     ...        max_ngram=3, min_ngram=1).tolist()
     [[7, 5]]
     """
-    buffer = tokens.shape[1]
-    end = jnp.arange(buffer, dtype=jnp.int32)[None]  # a match ends just before this place
-    matched = jnp.zeros(tokens.shape, jnp.int32)
-    alive = (end >= 1) & (end < length[:, None])
+    found, best, _ = longest_match(tokens, length, tokens, length, max_ngram=max_ngram, min_ngram=min_ngram)
+    period = jnp.maximum(length - best, 1)
+    step = jnp.arange(count, dtype=jnp.int32)[None] % period[:, None]
+    drafted = jnp.take_along_axis(tokens, jnp.minimum(best[:, None] + step, tokens.shape[1] - 1), axis=1)
+    return jnp.where(found[:, None], drafted, NO_TOKEN)
+
+
+def longest_match(
+    tokens: Array, length: Array, past: Array, until: Array, *, max_ngram: int, min_ngram: int
+) -> tuple[Array, Array, Array]:
+    """Where in `past` the last tokens of a row stand, the latest of the longest matches that something follows.
+
+    Args:
+      tokens: i32[B, T]; valid below `length` i32[B], at least 1.
+      past: i32[B, C], searched below `until` i32[B]; NO_TOKEN parts texts.
+
+    Returns:
+      found bool[B]; the place i32[B] after the match, which is below `until`; and how many tokens matched, i32[B].
+    """
+    size = past.shape[1]
+    end = jnp.arange(size, dtype=jnp.int32)[None]  # a match ends just before this place
+    matched = jnp.zeros(past.shape, jnp.int32)
+    alive = (end >= 1) & (end < until[:, None])
     for back in range(1, max_ngram + 1):
-        # tokens[end - back] == tokens[length - back], for as many steps back as the two suffixes agree
-        shifted = jnp.pad(tokens, ((0, 0), (back, 0)), constant_values=NO_TOKEN)[:, :buffer]
+        # past[end - back] == tokens[length - back], for as many steps back as the two suffixes agree
+        shifted = jnp.pad(past, ((0, 0), (back, 0)), constant_values=NO_TOKEN)[:, :size]
         wanted = jnp.take_along_axis(tokens, jnp.maximum(length - back, 0)[:, None], axis=1)
         alive &= (shifted == wanted) & (end >= back) & (length >= back)[:, None]
         matched += alive.astype(jnp.int32)
-    score = jnp.where(matched >= min_ngram, matched * buffer + end, -1)
+    score = jnp.where(matched >= min_ngram, matched * size + end, -1)
     best = jnp.argmax(score, axis=1).astype(jnp.int32)
-    found = jnp.max(score, axis=1) >= 0
-    period = jnp.maximum(length - best, 1)
-    step = jnp.arange(count, dtype=jnp.int32)[None] % period[:, None]
-    drafted = jnp.take_along_axis(tokens, jnp.minimum(best[:, None] + step, buffer - 1), axis=1)
-    return jnp.where(found[:, None], drafted, NO_TOKEN)
+    top = jnp.max(score, axis=1)
+    return top >= 0, best, jnp.maximum(top, 0) // size

@@ -70,14 +70,7 @@ def shape_of(num_draft_tokens: int, tree: Sequence[int] | Dynamic | None, vocab_
 def describe(shape: Shape, sample: bool) -> str:
     """A shape in a drafter's name."""
     if isinstance(shape, Dynamic):
-        return f"dynamic {shape.top_k}-{shape.depth}-{shape.num_nodes}"
-    text = str(shape.depth) if shape.is_chain else "-".join(map(str, shape.branching))
+        text = f"dynamic {shape.top_k}-{shape.depth}-{shape.num_nodes}"
+    else:
+        text = str(shape.depth) if shape.is_chain else "-".join(map(str, shape.branching))
     return f"{text}, sampled" if sample else text
-
-
-def check_sample(shape: Shape, sample: bool) -> None:
-    """Raise MarsError for a tree that is to be sampled."""
-    if sample and (isinstance(shape, Dynamic) or not shape.is_chain):
-        raise MarsError(
-            "sample=True drafts chains only: leave `tree` out, or draft the tree without sampling."
-        )

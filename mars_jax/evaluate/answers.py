@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Sequence
 
 from mars_jax.core.errors import MarsError
@@ -13,6 +14,12 @@ from mars_jax.pretrained import Pretrained
 from mars_jax.serve import requests as request
 from mars_jax.serve.requests import Completion
 from mars_jax.serve.session import Session
+from mars_jax.training.online import Refiner
+
+UPDATES = 8
+"""Of a draft that is refined, after every group of problems."""
+GROUP = 4
+"""Batches of an arm before the next arm has its turn."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,7 +32,7 @@ class Answer:
         str  # "stop" or "length" of the last turn; "context" where a turn did not fit after the others
     )
     metrics: Metrics
-    seconds: float  # wall time of its batches, prefill included, divided by the problems in each
+    seconds: float  # wall time of its groups, prefill included, divided by the problems in each
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,11 +42,20 @@ class Decoding:
     session: Session  # whose rule is each arm's own
     chat: bool = False
     max_new_tokens: int = 256
+    refiner: Refiner | None = None  # of the draft, for the arm that refines it
+
+    @property
+    def group(self) -> int:
+        """Problems that an arm decodes before the next arm has its turn: some batches of them, so that a row that ends
+        is begun anew with the next problem, and few enough that a slow spell of the machine strikes all arms alike."""
+        size = self.session.batch_size
+        return size if size == 1 else GROUP * size
 
     def answer(
         self, arm: Arm, problems: Sequence[Problem], seeds: Sequence[int], *, temperature: float
     ) -> list[Answer]:
-        """Decode one batch, at most `session.batch_size` problems. A follow-up turn sees the arm's own answers."""
+        """Decode some problems, such as a `group`, in `session.batch_size` rows that refill. A follow-up turn sees the
+        arm's own answers."""
         target = self.session.target
         said: list[list[Completion]] = [[] for _ in problems]
         seconds = [0.0] * len(problems)
@@ -59,9 +75,10 @@ class Decoding:
             requests = self.requests(
                 list(prompts.values()), [seeds[row] for row in prompts], temperature, top_k=arm.top_k
             )
-            for row, completion in zip(prompts, self._run(arm, requests), strict=True):
+            completions, taken = self._run(arm, requests)
+            for row, completion in zip(prompts, completions, strict=True):
                 said[row].append(completion)
-                seconds[row] += completion.seconds / len(requests)
+                seconds[row] += taken / len(requests)
         return [
             Answer(
                 texts=tuple(c.text for c in completions),
@@ -86,9 +103,35 @@ class Decoding:
             max_new_tokens=self.max_new_tokens,
         )
 
-    def _run(self, arm: Arm, requests: list[request.Request]) -> list[Completion]:
-        pair = self.session if arm.drafts else self.session.autoregressive
-        return pair.using(arm.rule).run(requests)
+    def _run(self, arm: Arm, requests: list[request.Request]) -> tuple[list[Completion], float]:
+        """Completions, and the seconds that all of them took."""
+        pair = (self.session if arm.drafts else self.session.autoregressive).using(arm.rule)
+        if arm.refines:
+            return self._run_refined(pair, requests)
+        return _decoded(pair, requests)
+
+    def _run_refined(self, pair: Session, requests: list[request.Request]) -> tuple[list[Completion], float]:
+        """With the draft as it has learned to be, which then learns from these."""
+        refiner, params = self.refiner, pair.target.params
+        assert refiner is not None
+        drafter = pair.drafter._replace(params=refiner.params)
+        refiner.warm_up(params)
+        done, seconds = _decoded(dataclasses.replace(pair, drafter=drafter, log_probs=True), requests)
+        began = time.perf_counter()
+        refiner.see_completions(done)
+        refiner.refine(params, steps=UPDATES)
+        return done, seconds + time.perf_counter() - began
+
+
+def _decoded(pair: Session, requests: list[request.Request]) -> tuple[list[Completion], float]:
+    """Completions, and the seconds that all of them took."""
+    if len(requests) <= pair.batch_size:
+        done = pair.run(requests)
+        return done, done[0].seconds
+    queue = pair.queue(requests)  # compiles what is not compiled yet
+    began = time.perf_counter()
+    found = dict(queue)
+    return [found[i] for i in range(len(requests))], time.perf_counter() - began
 
 
 def turns_asked(problem: Problem, chat: bool) -> tuple[str, ...]:

@@ -1,8 +1,35 @@
-"""Hugging Face checkpoints <-> `Pretrained`, and EAGLE heads <-> (EagleConfig, params)."""
+"""Hugging Face checkpoints <-> `Pretrained`, EAGLE heads <-> (EagleConfig, params), DFlash heads likewise."""
+
+from typing import TYPE_CHECKING
 
 from mars_jax.hub.conversion import convert
+from mars_jax.hub.heads.dflash_files import load_dflash, save_dflash
 from mars_jax.hub.heads.eagle_files import load_eagle, save_eagle
 from mars_jax.hub.load import load, outline, read_config
 from mars_jax.hub.save import save
 
-__all__ = ["convert", "load", "load_eagle", "outline", "read_config", "save", "save_eagle"]
+if TYPE_CHECKING:
+    from mars_jax.hub.states import restore_state, save_state
+
+__all__ = [
+    "convert",
+    "load",
+    "load_dflash",
+    "load_eagle",
+    "outline",
+    "read_config",
+    "restore_state",
+    "save",
+    "save_dflash",
+    "save_eagle",
+    "save_state",
+]
+
+
+def __getattr__(name: str):
+    # Orbax loads with the first state, and not with the first checkpoint of weights.
+    if name in ("restore_state", "save_state"):
+        from mars_jax.hub import states
+
+        return getattr(states, name)
+    raise AttributeError(f"module 'mars_jax.hub' has no attribute '{name}'")

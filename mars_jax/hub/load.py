@@ -83,6 +83,9 @@ def load(
     mesh: Mesh | str | None = None,
     shardings: PyTree = None,
     check: bool = True,
+    cache_dtype: str | None = None,
+    prefill_chunk: int | None = None,
+    attention: str = "xla",
 ) -> Pretrained:
     """Load a checkpoint in the Hugging Face layout, what `convert` made of one, or a GGUF file.
 
@@ -101,6 +104,12 @@ def load(
         default: what the mesh gives, else JAX's default device. Each process reads the parts of its own devices.
       check: of a conversion, compare the checksum of every part that is read with what was written. Files of the
         Hugging Face layout hold none.
+      cache_dtype: of keys and values: "float32", "bfloat16", or "int8", 8 bits a number and a scale for each token and
+        head; default: the weights', and float32 on a CPU, where XLA would widen a bfloat16 cache anew, whole, at every
+        step.
+      prefill_chunk: prompt tokens that are read at a time; default: what suits backend and buffer. Draft models that
+        are loaded for this target take it over.
+      attention: "xla", or "pallas": a kernel on TPU, which no chip has run yet; see `models.language_model`.
 
     Raises:
       MarsError: with one sentence that names what is wrong and the cure.
@@ -112,6 +121,9 @@ def load(
     if mesh is not None and shardings is None:
         shardings = params_shardings(read_config(name_or_path), mesh)
     specs.check_dtype(dtype)
+    specs.check_dtype(cache_dtype, shown="cache_dtype")
+    if prefill_chunk is not None:
+        specs.REQUEST["prefill_chunk"].check(prefill_chunk)
     directory = resolve(name_or_path)
     config, own = read_path(directory)
     if is_converted(directory):
@@ -119,11 +131,12 @@ def load(
     else:
         dtype, int8 = resolve_dtype(dtype, own)
         params = read_params(directory, config, dtype, int8=int8, shardings=shardings)
-    # XLA's CPU backend computes in float32 and would widen a bfloat16 cache anew, whole, at every step.
-    cache_dtype = "float32" if jax.default_backend() == "cpu" else dtype
+    cache_dtype = cache_dtype or ("float32" if jax.default_backend() == "cpu" else dtype)
     return Pretrained(
         name=os.fspath(name_or_path),
-        model=language_model(config, dtype=dtype, cache_dtype=cache_dtype),
+        model=language_model(
+            config, dtype=dtype, cache_dtype=cache_dtype, prefill_chunk=prefill_chunk, attention=attention
+        ),
         params=params,
         config=config,
         path=directory,

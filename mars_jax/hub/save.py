@@ -119,9 +119,10 @@ def write_directory(
         place.parent.mkdir(parents=True, exist_ok=True)
         staging = Path(tempfile.mkdtemp(prefix=f".{place.name}.", dir=place.parent))
         try:
-            save_file(arrays, staging / file, metadata={"format": "pt"})
-            # safetensors makes the file private, and a checkpoint need not be.
-            (staging / file).chmod(0o666 & ~_umask())
+            if arrays:  # a config may be all there is
+                save_file(arrays, staging / file, metadata={"format": "pt"})
+                # safetensors makes the file private, and a checkpoint need not be.
+                (staging / file).chmod(0o666 & ~_umask())
             (staging / "config.json").write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
             sync_tree(staging)
             if not place.exists() or not any(place.iterdir()):

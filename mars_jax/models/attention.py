@@ -7,26 +7,126 @@ S cache slots, K key-value heads, G query heads per key-value head, D head dimen
 from __future__ import annotations
 
 import functools
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.sharding import PartitionSpec as P
 
+from kernels_pallas import BlockError, tree_attention
+from kernels_pallas.blocks import attention_blocks
+from kernels_pallas.whole import whole_or_partitioned
+from mars_jax.core.cache import Int8Rows, Rows
+from mars_jax.core.errors import MarsError
+from mars_jax.core.mesh import devices_of, head_axes, map_devices
+from mars_jax.core.types import Visible
 from mars_jax.models.layers import soft_cap
 
 BLOCK = 128
 """Slots scored at a time on CPU: small enough that a block stays in its caches."""
-WIDE_BLOCK = 1024
-"""Slots scored at a time elsewhere, in buffers of more than two such blocks: reading one takes longer than a turn
-of the loop costs."""
+TURN_BYTES, TURN_SLOTS = 4 << 20, 1024
+"""Keys and values that a turn of the loop reads elsewhere, at least, and slots: its instructions take as long as
+some megabytes."""
+SCORE_BYTES = 8 << 20
+"""Scores of a turn there at most, so that they stay in fast memory."""
+
+FORMS = ("xla", "pallas", "interpret")
+"""What `attention` of a model may be: XLA's operations; on TPU the kernel `kernels_pallas.tree_attention`, and XLA's
+operations elsewhere; the kernel in Pallas' interpreter on any platform, for tests."""
+KERNEL_SLOTS = 128
+"""The kernel reads caches of a multiple of so many slots, whatever their dtype and number of heads."""
 
 _LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
+class Attend(Protocol):
+    """Attention of a layer to what its nodes may see: q [B, N, K, G, D], k and v [B, S, K, D] -> [B, N, K, G, D]."""
+
+    def __call__(self, q: Array, k: Rows, v: Rows, *, scale: float, cap: float | None) -> Array: ...
+
+
+def attending(form: str, visible: Visible, slots: int, window: int | None) -> Attend:
+    """The attention of one of `FORMS` to what N nodes may see of a cache of `slots` slots.
+
+    Raises (when it is called):
+      MarsError: the kernel cannot read such a cache.
+    """
+    live = jnp.max(visible.slot) + visible.positions.shape[1]
+    if form == "xla":
+        mask = visible.dense(slots, window)
+        return lambda q, k, v, *, scale, cap: attend(q, k, v, mask, live, scale=scale, cap=cap)
+    return functools.partial(_attend_by_kernel, form, visible, window)
+
+
+def _attend_by_kernel(
+    form: str,
+    visible: Visible,
+    window: int | None,
+    q: Array,
+    k: Rows,
+    v: Rows,
+    *,
+    scale: float,
+    cap: float | None,
+) -> Array:
+    def kernel(q: Array, k: Rows, v: Rows, visible: Visible, interpret: bool = False) -> Array:
+        _check_kernel(q, k)
+        (k, k_scale), (v, v_scale) = _parts(k), _parts(v)
+        return tree_attention(
+            q,
+            k,
+            v,
+            visible.first,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            seen=visible.seen,
+            positions=visible.positions,
+            seen_positions=visible.seen_positions,
+            window=window,
+            cap=cap,
+            scale=scale,
+            implementation="pallas_tpu",
+            interpret=interpret,
+        )
+
+    def by_mask(q: Array, k: Rows, v: Rows, visible: Visible) -> Array:
+        return attending("xla", visible, k.shape[1], window)(q, k, v, scale=scale, cap=cap)
+
+    def on_device(q: Array, k: Rows, v: Rows, visible: Visible) -> Array:
+        if form == "interpret":
+            return kernel(q, k, v, visible, interpret=True)
+        tpu = whole_or_partitioned(kernel, by_mask)
+        return lax.platform_dependent(q, k, v, visible, tpu=tpu, default=by_mask)
+
+    axes = head_axes(k.shape[2])
+    if axes is None:
+        return on_device(q, k, v, visible)
+    by_heads = P(None, None, axes or None)
+    return map_devices(on_device, (by_heads, by_heads, by_heads, P()), by_heads)(q, k, v, visible)
+
+
+def _check_kernel(q: Array, k: Rows) -> None:
+    """Raise MarsError for what the kernel cannot read: on one device, and only where it is to run."""
+    try:
+        attention_blocks(
+            None,
+            n=q.shape[1],
+            heads=k.shape[2],
+            group=q.shape[3],
+            dim=q.shape[4],
+            slots=k.shape[1],
+            dtype=k.dtype,
+            scaled=isinstance(k, Int8Rows),
+        )
+    except BlockError as error:
+        raise MarsError(f'{error} Or load the model with attention="xla".') from None
+
+
 def attend(
     q: Array,
-    k: Array,
-    v: Array,
+    k: Rows,
+    v: Rows,
     mask: Array,
     live: Array,
     *,
@@ -40,7 +140,7 @@ def attend(
     Args:
       q: [B, N, K, G, D].
       k: [B, S, K, D]; the cache as it is stored, since any other layout makes XLA copy the whole of it. Its dtype
-        may be wider than q's.
+        may be wider than q's; `Int8Rows` are multiplied as integers in q's dtype and then scaled.
       v: [B, S, K, D].
       mask: bool[B, N, S]. A query that sees nothing gets zeros.
       live: i32[]; `mask[:, :, live:]` is False everywhere.
@@ -50,38 +150,90 @@ def attend(
     Returns:
       [B, N, K, G, D] in q's dtype.
     """
-    on_cpu = functools.partial(_attend_blocks, scale=scale, cap=cap)
-    elsewhere = functools.partial(attend_all, scale=scale, cap=cap)
-    if k.shape[1] > 2 * WIDE_BLOCK:
-        elsewhere = functools.partial(_attend_blocks, scale=scale, cap=cap, block=WIDE_BLOCK)
-    return lax.platform_dependent(q, k, v, mask, live, cpu=on_cpu, default=elsewhere)
+
+    def on_cpu(q, k, v, mask, live):
+        # Products of bfloat16 are slow there, and integers become floats anyway.
+        wide = q.astype(jnp.float32) if isinstance(k, Int8Rows) else q
+        return _attend_blocks(wide, k, v, mask, live, scale, cap).astype(q.dtype)
+
+    elsewhere = on_gpu = functools.partial(attend_all, scale=scale, cap=cap)
+    block = wide_block(q, k)
+    if k.shape[1] > block + block // 4:
+        elsewhere = functools.partial(_attend_blocks, scale=scale, cap=cap, block=block)
+
+        # A loop whose length the host does not know makes a GPU wait for the host in every turn.
+        def on_gpu(q, k, v, mask, live):
+            del live
+            return elsewhere(q, k, v, mask, None)
+
+    return lax.platform_dependent(
+        q, k, v, mask, live, cpu=on_cpu, cuda=on_gpu, rocm=on_gpu, default=elsewhere
+    )
 
 
-def _scores(q: Array, k: Array, mask: Array, scale: float | None, cap: float | None) -> Array:
-    """f32[B, K, G, N, S]; -inf where the mask is False."""
-    q = q.astype(k.dtype)
+def wide_block(q: Array, k: Rows) -> int:
+    """Slots that an accelerator scores at a time, of q [B, N, K, G, D] and a cache k [B, S, K, D]: a power of two.
+
+    Where a mesh divides the heads, what counts is a device's part of them. Buffers of up to a quarter more than a
+    block are scored as a whole, without a loop.
+
+    >>> wide_block(jnp.zeros((1, 1, 2, 4, 128), jnp.bfloat16), jnp.zeros((1, 8192, 2, 128), jnp.bfloat16))
+    4096
+    """
+    batch, nodes, heads, group, dim = q.shape
+    heads //= devices_of("kv_heads", heads)
+    slot = 2 * batch * heads * dim * k.dtype.itemsize
+    scores = batch * heads * group * nodes * 4
+    wanted = max(TURN_BYTES // slot, TURN_SLOTS)
+    return max(256, 1 << max(min(wanted, SCORE_BYTES // scores), 1).bit_length() - 1)
+
+
+def _scores(q: Array, k: Rows, mask: Array, scale: float | None, cap: float | None) -> Array:
+    """f32[B, K, N, G, S], in the order that the product gives; -inf where the mask is False."""
     factor = q.shape[-1] ** -0.5 if scale is None else scale
-    scores = jnp.einsum("bnkgd,bskd->bkgns", q, k, preferred_element_type=jnp.float32) * factor
+    keys, of_slot = _parts(k)
+    if of_slot is None:
+        q = q.astype(keys.dtype)
+    scores = jnp.einsum("bnkgd,bskd->bkngs", q, keys.astype(q.dtype), preferred_element_type=jnp.float32)
+    scores = scores * (factor if of_slot is None else factor * _by_slot(of_slot))
     if cap is not None:
         scores = soft_cap(scores, cap)
-    return jnp.where(mask[:, None, None], scores, -jnp.inf)
+    return jnp.where(mask[:, None, :, None], scores, -jnp.inf)
 
 
-def _mix(weights: Array, v: Array) -> Array:
-    """weights f32[B, K, G, N, S] -> f32[B, K, G, N, D]."""
-    return jnp.einsum("bkgns,bskd->bkgnd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+def _mix(weights: Array, v: Rows, dtype: Any) -> Array:
+    """weights f32[B, K, N, G, S] -> f32[B, K, N, G, D]; `dtype` is the queries', in which integers are multiplied."""
+    values, of_slot = _parts(v)
+    if of_slot is not None:
+        weights, values = weights * _by_slot(of_slot), values.astype(dtype)
+    return jnp.einsum(
+        "bkngs,bskd->bkngd", weights.astype(values.dtype), values, preferred_element_type=jnp.float32
+    )
+
+
+def _parts(rows: Rows) -> tuple[Array, Array | None]:
+    return (rows.values, rows.scale) if isinstance(rows, Int8Rows) else (rows, None)
+
+
+def _by_slot(scale: Array) -> Array:
+    """[B, S, K] -> [B, K, 1, 1, S]."""
+    return jnp.swapaxes(scale, 1, 2)[:, :, None, None]
+
+
+def _slice(rows: Rows, first: Array, size: int) -> Rows:
+    return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, size, axis=1), rows)
 
 
 def _finish(mixed: Array, total: Array, dtype) -> Array:
     """Normalise after the product: N * D divisions instead of N * S."""
     mixed = mixed / jnp.where(total == 0, 1.0, total)[..., None]
-    return jnp.transpose(mixed, (0, 3, 1, 2, 4)).astype(dtype)
+    return jnp.transpose(mixed, (0, 2, 1, 3, 4)).astype(dtype)
 
 
 def attend_all(
     q: Array,
-    k: Array,
-    v: Array,
+    k: Rows,
+    v: Rows,
     mask: Array,
     live: Array,
     *,
@@ -93,21 +245,24 @@ def attend_all(
     scores = _scores(q, k, mask, scale, cap)
     top = lax.stop_gradient(jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), _LOWEST))
     weights = jnp.exp(scores - top)
-    return _finish(_mix(weights, v), jnp.sum(weights, axis=-1), q.dtype)
+    return _finish(_mix(weights, v, q.dtype), jnp.sum(weights, axis=-1), q.dtype)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(5, 6, 7))
 def _attend_blocks(
     q: Array,
-    k: Array,
-    v: Array,
+    k: Rows,
+    v: Rows,
     mask: Array,
-    live: Array,
+    live: Array | None,
     scale: float | None = None,
     cap: float | None = None,
     block: int = BLOCK,
 ) -> Array:
-    """`attend` block by block up to `live`, with a running maximum and sum (1805.02867, algorithm 3)."""
+    """`attend` block by block up to `live`, with a running maximum and sum (1805.02867, algorithm 3).
+
+    Where `live` is None the loop takes every block, and its length is known.
+    """
     batch, n, heads, group, dim = q.shape
     slots = k.shape[1]
     size = min(block, slots)
@@ -118,16 +273,16 @@ def _attend_blocks(
         first = jnp.minimum(i * size, slots - size)
         fresh = first + jnp.arange(size, dtype=jnp.int32) >= i * size
         seen = lax.dynamic_slice_in_dim(mask, first, size, axis=2) & fresh[None, None]
-        scores = _scores(q, lax.dynamic_slice_in_dim(k, first, size, axis=1), seen, scale, cap)
+        scores = _scores(q, _slice(k, first, size), seen, scale, cap)
         higher = jnp.maximum(top, jnp.max(scores, axis=-1))
         weights, shrink = jnp.exp(scores - higher[..., None]), jnp.exp(top - higher)
-        mixed = mixed * shrink[..., None] + _mix(weights, lax.dynamic_slice_in_dim(v, first, size, axis=1))
+        mixed = mixed * shrink[..., None] + _mix(weights, _slice(v, first, size), q.dtype)
         return higher, total * shrink + jnp.sum(weights, axis=-1), mixed
 
-    rows = (batch, heads, group, n)
+    rows = (batch, heads, n, group)
     zeros = jnp.zeros(rows, jnp.float32)
     carry = (jnp.full(rows, _LOWEST, jnp.float32), zeros, jnp.zeros((*rows, dim), jnp.float32))
-    count = (live.astype(jnp.int32) + size - 1) // size
+    count = -(-slots // size) if live is None else (live.astype(jnp.int32) + size - 1) // size
     _, total, mixed = lax.fori_loop(0, count, body, carry)
     return _finish(mixed, total, q.dtype)
 

@@ -1,4 +1,4 @@
-"""EAGLE heads: one transformer layer that reads the target's features and writes the next one.
+"""EAGLE heads: a transformer layer, or a few, that read the target's features and write the next one.
 
 Sources: EAGLE 2401.15077, EAGLE-2 2406.16858 (the same heads, another tree), EAGLE-3 2503.01840. B batch, N tokens,
 E hidden size of the head, F that of the target, V vocabulary, W draft vocabulary, S cache slots. Oracle: a
@@ -6,27 +6,31 @@ transcription in PyTorch over transformers' Llama layers (tests/models/test_eagl
 
 Entry t of a head pairs the target's feature of token t with the embedding of token t + 1, has position t, and its
 output says which token t + 2 is and stands in for the feature of token t + 1 where the target has not been there yet.
+Of several layers the first is EAGLE's, and those after it are plain ones.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
-from jax.sharding import PartitionSpec as P
+from jax import Array
 
 from mars_jax.core import cache as kv_cache
 from mars_jax.core.errors import MarsError
-from mars_jax.core.mesh import hold_whole, map_devices, vocabulary_axes
+from mars_jax.core.mesh import hold_whole
 from mars_jax.core.types import ForwardOutput, KVCache, LanguageModel, Params, PyTree, Visible
+from mars_jax.models import draft_vocabulary
+from mars_jax.models.attention import attending
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.layers import dense, embed, gated_mlp, rms_norm
 from mars_jax.models.rope import angles
 from mars_jax.models.transformer import attention
 from mars_jax.models.weights import Weight, build_rows
+from mars_jax.models.weights import weights as layer_weights
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,12 +42,13 @@ class EagleConfig:
     """
 
     version: int  # 1, of EAGLE and EAGLE-2, or 3
-    layer: ModelConfig  # of the one layer; its vocab_size is the target's, V
+    layer: ModelConfig  # of the layers, almost always one; its vocab_size is the target's, V
     target_hidden_size: int  # F
     draft_vocab_size: int  # W; less than V only in version 3
     feature_layers: tuple[int, ...] = ()  # of the target; version 1 reads its final hidden state instead
     fc_bias: bool = False
     fc_norm: bool = False  # a norm over each feature before they are joined (EAGLE-3.1)
+    input_norm: bool = False  # one norm over the features after they are joined (speculators' norm_before_fc)
     norm_before_residual: bool = False
     norm_output: bool = False  # the next feature is the output after `norm`, not before it (EAGLE-3.1)
     own_embed: bool = False  # else the target's embedding, by reference
@@ -53,10 +58,6 @@ class EagleConfig:
         if self.version not in (1, 3):
             raise MarsError(
                 f"EAGLE version {self.version} is not known: 1 (and 2, its heads are the same) or 3."
-            )
-        if self.layer.num_layers != 1:
-            raise MarsError(
-                f"the EAGLE head has {self.layer.num_layers} layers: only heads of 1 are supported."
             )
         if self.version == 3 and not self.feature_layers:
             raise MarsError(
@@ -84,7 +85,7 @@ def weights(config: EagleConfig) -> tuple[Weight, ...]:
         layer.num_kv_heads * layer.head_dim,
     )
     features = len(c.feature_layers) * c.target_hidden_size if c.version == 3 else c.target_hidden_size + e
-    name = "midlayer" if c.version == 3 else "layers.0"
+    name = "midlayer" if c.version == 3 and layer.num_layers == 1 else "layers.0"
     inner = 2 * e if c.version == 3 else e
     rows: list[tuple[tuple[str | int, ...], str, tuple[int, ...], str]] = []
     if c.own_embed:
@@ -95,6 +96,8 @@ def weights(config: EagleConfig) -> tuple[Weight, ...]:
     if c.fc_norm:
         for i in range(len(c.feature_layers)):
             rows.append((("fc_norm", i), f"fc_norm.{i}.weight", (c.target_hidden_size,), "ones"))
+    if c.input_norm:
+        rows.append((("input_norm",), "input_norm.weight", (features,), "ones"))
     if c.version == 3:
         rows.append((("layer", "embed_norm"), f"{name}.input_layernorm.weight", (e,), "ones"))
         rows.append((("layer", "hidden_norm"), f"{name}.hidden_norm.weight", (e,), "ones"))
@@ -112,6 +115,11 @@ def weights(config: EagleConfig) -> tuple[Weight, ...]:
         rows.append((("layer", key), f"{name}.mlp.{key}_proj.weight", (out, width), "normal"))
         if layer.mlp_bias:
             rows.append((("layer", f"{key}_bias"), f"{name}.mlp.{key}_proj.bias", (out,), "zeros"))
+    plain = dataclasses.replace(layer, num_experts=0)
+    for row in layer_weights(plain):
+        if row.path[0] == "layers" and row.path[1]:  # those after the first
+            path = ("more", int(row.path[1]) - 1, *row.path[2:])
+            rows.append((path, row.name.removeprefix("model."), row.shape, row.init))
     if c.version == 3:
         rows.append((("norm",), "norm.weight", (e,), "ones"))
     if c.own_unembed:
@@ -139,7 +147,12 @@ def init_cache(config: EagleConfig, batch: int, slots: int, dtype) -> KVCache:
     """An empty cache of the head."""
     c = config.layer
     return kv_cache.init_cache(
-        layers=1, batch=batch, slots=slots, kv_heads=c.num_kv_heads, head_dim=c.head_dim, dtype=dtype
+        layers=c.num_layers,
+        batch=batch,
+        slots=slots,
+        kv_heads=c.num_kv_heads,
+        head_dim=c.head_dim,
+        dtype=dtype,
     )
 
 
@@ -167,6 +180,8 @@ def fuse(config: EagleConfig, head: PyTree, output: ForwardOutput) -> Array:
             for x, scale in zip(features, head["fc_norm"], strict=True)
         ]
     joined = hold_whole(jnp.concatenate(list(features), axis=-1)).astype(head["fc"].dtype)
+    if config.input_norm:
+        joined = rms_norm(joined, head["input_norm"], config.layer.norm_eps)
     return dense(joined, head["fc"], head.get("fc_bias"))
 
 
@@ -202,19 +217,28 @@ def forward(
     else:
         joined = hold_whole(jnp.concatenate([word, feature], axis=-1))
         h = x = dense(joined, head["fc"], head.get("fc_bias"))
-    live = jnp.max(visible.slot) + tokens.shape[1]
     # The angles are computed, not looked up: a head's own limit of positions does not bind.
     rotation = angles(visible.positions, c.rope, c.head_dim)
     with jax.named_scope("mask"):
-        mask = visible.dense(cache.slots)
+        attend = attending("xla", visible, cache.slots, None)
     with jax.named_scope("attention"):
-        mixed, k, v = attention(c, layer, x, rotation, mask, cache.k[0], cache.v[0], visible.slot, live)
+        mixed, k, v = attention(c, layer, x, rotation, attend, cache.k[0], cache.v[0], visible.slot)
         h = h + mixed
     with jax.named_scope("mlp"):
         h = h + gated_mlp(layer, rms_norm(h, layer["mlp_norm"], c.norm_eps), c.activation)
+    ks, vs = [k], [v]
+    for i, more in enumerate(head.get("more", ()), start=1):
+        with jax.named_scope("attention"):
+            normed, old = rms_norm(h, more["attention_norm"], c.norm_eps), (cache.k[i], cache.v[i])
+            mixed, k, v = attention(c, more, normed, rotation, attend, *old, visible.slot)
+            h = h + mixed
+        with jax.named_scope("mlp"):
+            h = h + gated_mlp(more, rms_norm(h, more["mlp_norm"], c.norm_eps), c.activation)
+        ks.append(k)
+        vs.append(v)
     if config.norm_output:
         h = rms_norm(h, head["norm"], c.norm_eps)
-    return h, KVCache(k=(k,), v=(v,))
+    return h, KVCache(k=tuple(ks), v=tuple(vs))
 
 
 def _embed(config: EagleConfig, target: LanguageModel, params: Params, tokens: Array) -> Array:
@@ -235,28 +259,21 @@ def unembed(config: EagleConfig, target: LanguageModel, params: Params, hidden: 
     return target.unembed(params.target, hidden)
 
 
+def target_ids(config: EagleConfig) -> Callable[[Params], Array] | None:
+    """Gives the target's tokens i32[W] of the draft vocabulary; None where that is the target's."""
+    return (lambda params: params.draft["ids"]) if _smaller(config) else None
+
+
 def to_target(config: EagleConfig, params: Params, ids: Array) -> Array:
     """Target tokens i32[...] of draft-vocabulary ids i32[...]."""
-    if config.draft_vocab_size == config.layer.vocab_size:
-        return ids
-    return jnp.take(params.draft["ids"], ids)
+    return draft_vocabulary.to_target(params.draft["ids"] if _smaller(config) else None, ids)
 
 
 def widen(config: EagleConfig, params: Params, logits: Array) -> Array:
     """Logits f32[B, N, W] of the draft vocabulary over the target's, -inf where it has no token: f32[B, N, V]."""
-    if config.draft_vocab_size == config.layer.vocab_size:
-        return logits
-    vocab, ids = config.layer.vocab_size, params.draft["ids"]
-    axes = vocabulary_axes(vocab)
-    if not axes:
-        return jnp.full((*logits.shape[:-1], vocab), -jnp.inf, logits.dtype).at[..., ids].set(logits)
+    ids = params.draft["ids"] if _smaller(config) else None
+    return draft_vocabulary.widen(ids, config.layer.vocab_size, logits)
 
-    # Every device gets all W logits, and keeps those of its own part of V.
-    def local(logits: Array, ids: Array) -> Array:
-        size = vocab // lax.axis_size(axes)
-        place = ids - lax.axis_index(axes) * size
-        place = jnp.where(place < 0, size, place)  # a negative index would count from the end
-        empty = jnp.full((*logits.shape[:-1], size), -jnp.inf, logits.dtype)
-        return empty.at[..., place].set(logits, mode="drop")
 
-    return map_devices(local, (P(), P()), P(None, None, axes))(logits, ids)
+def _smaller(config: EagleConfig) -> bool:
+    return config.draft_vocab_size < config.layer.vocab_size

@@ -9,13 +9,16 @@ X experts, E hidden size, M hidden units of an expert.
 
 Gathering each token's matrices would copy them, and running every expert over every token does X / C times the work.
 So the rows are sorted by expert and every expert multiplies its own. `lax.ragged_dot_general` says that in one
-operation, with two exceptions. For TPUs, XLA copies all matrices of 16 or 32 bits into another layout first; there
-Megablox multiplies (arXiv 2211.15841; the kernel is in JAX), which reads them as they are stored. XLA's CPU backend
-expands the operation to all experts over all rows and transposes the weights first, which is slower than every expert
-over every token; there `_blocks` takes its place. Both read only the experts that have rows.
+operation, with two exceptions. For TPUs, XLA copies all matrices into another layout first, but for those in 8 bits on
+v5e; there Megablox multiplies (arXiv 2211.15841; the kernel is in JAX), and a kernel of ours what is in 8 bits, which
+Megablox does not take. XLA's CPU backend expands the operation to all experts over all rows and transposes the weights
+first, which is slower than every expert over every token; there `_blocks` takes its place. All three read only the
+experts that have rows, as they are stored.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +26,8 @@ from jax import Array, lax
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
 from jax.sharding import PartitionSpec as P
 
+from kernels_pallas.mosaic.experts import dense_by_expert_int8
+from kernels_pallas.trial import kernel_or
 from kernels_pallas.whole import whole_or_partitioned
 from mars_jax.core.mesh import expert_axes, map_devices
 from mars_jax.models.layers import ACTIVATIONS, dense, dense_cpu
@@ -83,12 +88,31 @@ def _gmm(x: Array, w: Array, sizes: Array) -> Array:
 
 @jax.custom_jvp
 def _megablox(x: Array, w: Array, sizes: Array) -> Array:
-    return whole_or_partitioned(_gmm, _ragged)(x, w, sizes)
+    return whole_or_partitioned(kernel_or(_gmm, _ragged, platform="tpu"), _ragged)(x, w, sizes)
+
+
+def _scaled(form: Callable[..., Array]) -> Callable[..., Array]:
+    """A product of the integers, scaled afterwards."""
+
+    def product(x: Array, values: Array, scale: Array, sizes: Array) -> Array:
+        expert = jnp.repeat(jnp.arange(values.shape[0]), sizes, total_repeat_length=x.shape[0])
+        return form(x, values, sizes) * scale[expert]
+
+    return product
+
+
+_ragged_int8 = _scaled(_ragged)
+
+
+@jax.custom_jvp
+def _kernel_int8(x: Array, values: Array, scale: Array, sizes: Array) -> Array:
+    kernel = kernel_or(dense_by_expert_int8, _ragged_int8, platform="tpu")
+    return whole_or_partitioned(kernel, _ragged_int8)(x, values, scale, sizes)
 
 
 # A loop of unknown length and a kernel have no derivative; the value is the same, so differentiate the plain form.
-for _form in (_blocks, _megablox):
-    _form.defjvp(lambda primals, tangents: jax.jvp(_ragged, primals, tangents))
+for _form, _plain in ((_blocks, _ragged), (_megablox, _ragged), (_kernel_int8, _ragged_int8)):
+    _form.defjvp(lambda primals, tangents, plain=_plain: jax.jvp(plain, primals, tangents))
 
 
 def dense_by_expert(x: Array, w: Array | Int8, sizes: Array) -> Array:
@@ -103,14 +127,10 @@ def dense_by_expert(x: Array, w: Array | Int8, sizes: Array) -> Array:
     >>> dense_by_expert(x, w, jnp.asarray([1, 0, 2], jnp.int32)).tolist()
     [[1.0], [3.0], [3.0]]
     """
-    matrices = w.values if isinstance(w, Int8) else w
-    # Megablox takes no 8 bits; of these XLA copies none for v5e, but does for v5p and v6e.
-    on_tpu = _ragged if isinstance(w, Int8) else _megablox
-    y = lax.platform_dependent(x, matrices, sizes, cpu=_blocks, tpu=on_tpu, default=_ragged)
-    if not isinstance(w, Int8):
-        return y
-    expert = jnp.repeat(jnp.arange(w.shape[0]), sizes, total_repeat_length=x.shape[0])
-    return y * w.scale[expert]
+    if isinstance(w, Int8):
+        forms = {"cpu": _scaled(_blocks), "tpu": _kernel_int8, "default": _ragged_int8}
+        return lax.platform_dependent(x, w.values, w.scale, sizes, **forms)
+    return lax.platform_dependent(x, w, sizes, cpu=_blocks, tpu=_megablox, default=_ragged)
 
 
 def experts_mlp(layer: dict[str, Array], x: Array, activation: str, *, count: int, normalize: bool) -> Array:

@@ -9,23 +9,23 @@ from __future__ import annotations
 
 from typing import Any
 
-import flax.struct
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from mars_jax.core import struct
 from mars_jax.core.errors import MarsError
 from mars_jax.models.weights import Weight
 
 
-@flax.struct.dataclass
+@struct.dataclass
 class Int8:
     """A matrix [..., out, in], or a table of rows, in 8 bits."""
 
     values: Array  # i8[..., out, in]; in [-127, 127]
     scale: Array  # f32[..., out]; the matrix is values * scale[..., None]
-    dtype: Any = flax.struct.field(
+    dtype: Any = struct.field(
         pytree_node=False
     )  # that of the matrix it stands for, and of what is looked up in it
 

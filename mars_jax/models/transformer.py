@@ -18,11 +18,14 @@ from mars_jax.core.errors import MarsError
 from mars_jax.core.mesh import hold_heads, hold_whole
 from mars_jax.core.types import ForwardOutput, KVCache, LanguageModel, PyTree, Visible
 from mars_jax.models import weights
-from mars_jax.models.attention import attend
+from mars_jax.models.attention import FORMS, KERNEL_SLOTS, Attend, attending
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.layers import dense, embed, gated_mlp, rms_norm, soft_cap
 from mars_jax.models.moe import experts_mlp
 from mars_jax.models.rope import angles, rotate
+
+Sublayers = tuple[tuple[bool, bool], ...]
+"""Of every layer, whether its attention is there and whether its MLP is."""
 
 
 def init_params(config: ModelConfig, key: Array, dtype="float32", *, scale: float = 0.02) -> PyTree:
@@ -62,7 +65,7 @@ def _mlp(config: ModelConfig, layer: dict, x: Array) -> Array:
     )
 
 
-def attention(config: ModelConfig, layer: dict, x: Array, rotation, mask, k_cache, v_cache, start, live):
+def attention(config: ModelConfig, layer: dict, x: Array, rotation, attend: Attend, k_cache, v_cache, start):
     """Self-attention of one layer: x [B, N, E] -> ([B, N, E], k_cache, v_cache).
 
     The projections set the width of x and of what is returned; `config` sets the heads.
@@ -81,42 +84,51 @@ def attention(config: ModelConfig, layer: dict, x: Array, rotation, mask, k_cach
     )
     q = q.reshape(batch, n, heads, group, config.head_dim)
     scale = (config.query_scalar or config.head_dim) ** -0.5
-    mixed = attend(q, k_cache, v_cache, mask, live, scale=scale, cap=config.attention_cap)
+    mixed = attend(q, k_cache, v_cache, scale=scale, cap=config.attention_cap)
     return dense(mixed.reshape(batch, n, -1), layer["o"], layer.get("o_bias")), k_cache, v_cache
 
 
 def _forward(
-    config: ModelConfig, feature_layers, params, tokens: Array, visible: Visible, cache: KVCache
+    config: ModelConfig,
+    form: str,
+    feature_layers: tuple[int, ...],
+    kept: Sublayers,
+    params: PyTree,
+    tokens: Array,
+    visible: Visible,
+    cache: KVCache,
 ) -> ForwardOutput:
     norm = _norm(config)
     with jax.named_scope("embed"):
         x = _embed(config, params, tokens)
     positions, start = visible.positions, visible.slot
-    live = jnp.max(start) + tokens.shape[1]
     ropes = [config.rope if w is None else config.local_rope or config.rope for w in config.windows]
     rotations = {rope: angles(positions, rope, config.head_dim) for rope in dict.fromkeys(ropes)}
     with jax.named_scope("mask"):
-        masks = {window: visible.dense(cache.slots, window) for window in dict.fromkeys(config.windows)}
+        attends = {
+            window: attending(form, visible, cache.slots, window) for window in dict.fromkeys(config.windows)
+        }
     ks, vs, outputs = [], [], {}
-    for i, layer in enumerate(params["layers"]):
-        with jax.named_scope(f"layer{i}"), jax.named_scope("attention"):
-            mixed, k, v = attention(
-                config,
-                layer,
-                norm(x, layer["attention_norm"]),
-                rotations[ropes[i]],
-                masks[config.windows[i]],
-                cache.k[i],
-                cache.v[i],
-                start,
-                live,
-            )
-            x = x + (norm(mixed, layer["attention_post_norm"]) if config.post_norms else mixed)
-        with jax.named_scope(f"layer{i}"), jax.named_scope("mlp"):
-            change = _mlp(config, layer, norm(x, layer["mlp_norm"]))
-            x = hold_whole(x + (norm(change, layer["mlp_post_norm"]) if config.post_norms else change))
-        ks.append(k)
-        vs.append(v)
+    for i, (layer, (attends_here, has_mlp)) in enumerate(zip(params["layers"], kept, strict=True)):
+        if attends_here:
+            with jax.named_scope(f"layer{i}"), jax.named_scope("attention"):
+                mixed, k, v = attention(
+                    config,
+                    layer,
+                    norm(x, layer["attention_norm"]),
+                    rotations[ropes[i]],
+                    attends[config.windows[i]],
+                    cache.k[len(ks)],
+                    cache.v[len(vs)],
+                    start,
+                )
+                x = x + (norm(mixed, layer["attention_post_norm"]) if config.post_norms else mixed)
+            ks.append(k)
+            vs.append(v)
+        if has_mlp:
+            with jax.named_scope(f"layer{i}"), jax.named_scope("mlp"):
+                change = _mlp(config, layer, norm(x, layer["mlp_norm"]))
+                x = hold_whole(x + (norm(change, layer["mlp_post_norm"]) if config.post_norms else change))
         if i in feature_layers:
             outputs[i] = x
     hidden = norm(x, params["norm"])
@@ -125,19 +137,30 @@ def _forward(
 
 
 def language_model(
-    config: ModelConfig, *, dtype="float32", cache_dtype=None, feature_layers: Sequence[int] = ()
+    config: ModelConfig,
+    *,
+    dtype="float32",
+    cache_dtype=None,
+    feature_layers: Sequence[int] = (),
+    prefill_chunk: int | None = None,
+    attention: str = "xla",
 ) -> LanguageModel:
     """The pure functions of a transformer; see `types.LanguageModel` for their shapes.
 
     Args:
       config: its static description.
       dtype: of the params, "float32" or "bfloat16".
-      cache_dtype: of the key-value cache; default: `dtype`.
+      cache_dtype: of the key-value cache, "float32", "bfloat16" or "int8" (`cache.Int8Rows`); default: `dtype`.
       feature_layers: layers, 0-based, whose outputs (the residual stream after the layer, [B, N, E])
         `forward` returns as `features`, in this order.
+      prefill_chunk: prompt tokens per forward while a prompt is read; None: what suits the backend.
+      attention: "xla", or "pallas": on TPU the kernel `kernels_pallas.tree_attention`, which reads of each row only its
+        own slots and needs no mask, and "xla" on other platforms. It is not the default because no chip has run it
+        yet. It has no gradient, and its caches hold up to 127 slots more. "interpret" is the kernel in Pallas'
+        interpreter, for tests.
 
     Raises:
-      MarsError: a feature layer that the model does not have.
+      MarsError: a feature layer that the model does not have, or an unknown attention.
 
     >>> config = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=2)
     >>> model, params = language_model(config), init_params(config, jax.random.key(0))
@@ -146,23 +169,43 @@ def language_model(
     >>> model.unembed(params, out.hidden).shape
     (1, 2, 32)
     """
-    for layer in feature_layers:
-        if not 0 <= layer < config.num_layers:
-            raise MarsError(
-                f"feature layer {layer} does not exist: the model has layers 0 to {config.num_layers - 1}."
-            )
-    return _language_model(config, jnp.dtype(cache_dtype or dtype), tuple(feature_layers))
+    if not all(0 <= layer < config.num_layers for layer in feature_layers):
+        raise _no_layer(feature_layers, config)
+    if attention not in FORMS:
+        raise MarsError(f"attention is {attention!r}: expected one of {', '.join(FORMS)}.")
+    return _language_model(
+        config,
+        jnp.dtype(cache_dtype or dtype),
+        tuple(feature_layers),
+        prefill_chunk,
+        attention,
+        ((True, True),) * config.num_layers,
+    )
+
+
+def _no_layer(layers: Sequence[int], config: ModelConfig) -> MarsError:
+    wrong = next(layer for layer in layers if not 0 <= layer < config.num_layers)
+    return MarsError(
+        f"feature layer {wrong} does not exist: the model has layers 0 to {config.num_layers - 1}."
+    )
 
 
 @functools.lru_cache
-def _language_model(config: ModelConfig, cache_dtype, feature_layers: tuple[int, ...]) -> LanguageModel:
+def _language_model(
+    config: ModelConfig,
+    cache_dtype,
+    feature_layers: tuple[int, ...],
+    prefill_chunk: int | None,
+    form: str,
+    kept: Sublayers,
+) -> LanguageModel:
     """Cached, so that equal models are the same functions and a jitted caller compiles once."""
 
     def init_cache(batch: int, slots: int) -> KVCache:
         return kv_cache.init_cache(
-            layers=config.num_layers,
+            layers=sum(attends for attends, _ in kept),
             batch=batch,
-            slots=slots,
+            slots=slots if form == "xla" else -(-slots // KERNEL_SLOTS) * KERNEL_SLOTS,
             kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             dtype=cache_dtype,
@@ -174,13 +217,25 @@ def _language_model(config: ModelConfig, cache_dtype, feature_layers: tuple[int,
         return logits if config.logit_cap is None else soft_cap(logits, config.logit_cap)
 
     def with_features(layers: tuple[int, ...]) -> LanguageModel:
-        return language_model(config, cache_dtype=cache_dtype, feature_layers=layers)
+        if not all(0 <= layer < config.num_layers for layer in layers):
+            raise _no_layer(layers, config)
+        return _language_model(config, cache_dtype, tuple(layers), prefill_chunk, form, kept)
+
+    def with_layers(mask: Sublayers) -> LanguageModel:
+        mask = tuple((bool(attends), bool(has_mlp)) for attends, has_mlp in mask)
+        if len(mask) != config.num_layers:
+            raise MarsError(
+                f"the mask has {len(mask)} layers and the model {config.num_layers}: give (attention, mlp) of each."
+            )
+        return _language_model(config, cache_dtype, feature_layers, prefill_chunk, form, mask)
 
     return LanguageModel(
         init_cache=init_cache,
-        forward=functools.partial(_forward, config, feature_layers),
+        forward=functools.partial(_forward, config, form, feature_layers, kept),
         unembed=unembed,
         vocab_size=config.vocab_size,
         embed=functools.partial(_embed, config),
         with_features=with_features,
+        with_layers=with_layers,
+        prefill_chunk=prefill_chunk,
     )

@@ -121,6 +121,18 @@ def broadcast(value: int) -> int:
     return int(multihost_utils.broadcast_one_to_all(np.asarray(value, np.int32)))
 
 
+def broadcast_bytes(data: bytes) -> bytes:
+    """The first process's bytes, in every process; what the others give is not read."""
+    if jax.process_count() == 1:
+        return data
+    from jax.experimental import multihost_utils
+
+    buffer = np.zeros(broadcast(len(data)), np.uint8)
+    if is_first():
+        buffer[:] = np.frombuffer(data, np.uint8)
+    return multihost_utils.broadcast_one_to_all(buffer).tobytes()
+
+
 def put(tree: PyTree, shardings: PyTree) -> PyTree:
     """`jax.device_put` of arrays that every process has, also where a process has only some of the devices."""
 

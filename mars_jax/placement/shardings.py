@@ -16,10 +16,21 @@ from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from mars_jax.core.errors import MarsError
-from mars_jax.core.mesh import AnyMesh, axes_of, check_rows, parse_mesh, row_specs
+from mars_jax.core.mesh import (
+    AnyMesh,
+    axes_of,
+    check_named,
+    check_rows,
+    name_axes,
+    names_of,
+    parse_mesh,
+    row_specs,
+    size_of,
+)
 from mars_jax.core.types import PyTree
-from mars_jax.models import eagle, medusa, weights
+from mars_jax.models import dflash, eagle, medusa, weights
 from mars_jax.models.config import ModelConfig
+from mars_jax.models.dflash import DFlashConfig
 from mars_jax.models.eagle import EagleConfig
 from mars_jax.models.medusa import MedusaConfig
 from mars_jax.models.quantize import Int8, is_quantized, scale_sharding
@@ -28,6 +39,7 @@ from mars_jax.placement import hosts
 
 __all__ = [
     "abstract_params",
+    "name_axes",
     "params_shardings",
     "parse_mesh",
     "place",
@@ -36,7 +48,8 @@ __all__ = [
     "whole",
 ]
 
-AnyConfig = ModelConfig | EagleConfig | MedusaConfig
+AnyConfig = ModelConfig | EagleConfig | MedusaConfig | DFlashConfig
+_HEADS = EagleConfig | DFlashConfig  # which have layers, and perhaps a draft vocabulary
 
 # Matrices are [out, in]. What is not named here, such as norms and routers, every device has.
 _LOGICAL: dict[str, tuple[str | None, ...]] = {
@@ -55,6 +68,8 @@ _LOGICAL: dict[str, tuple[str | None, ...]] = {
     # The target's features are on every device and what heads make of them must be: so the sum is divided.
     "fc": (None, "features"),
     "weight": (None, "features"),
+    "markov_in": ("vocab", None),
+    "markov_out": ("vocab", None),
     "q_bias": ("heads",),
     "k_bias": ("kv_heads",),
     "v_bias": ("kv_heads",),
@@ -76,7 +91,7 @@ def weight_spec(config: AnyConfig, mesh: AnyMesh, row: Weight) -> P:
     logical = _LOGICAL.get(name)
     if logical is None:
         return P()
-    layer = config.layer if isinstance(config, EagleConfig) else config
+    layer = config.layer if isinstance(config, _HEADS) else config
     taken: tuple[str, ...] = ()
     spec = []
     for axis, size in zip(logical, row.shape, strict=True):
@@ -90,13 +105,13 @@ def weight_spec(config: AnyConfig, mesh: AnyMesh, row: Weight) -> P:
 
 
 def params_shardings(config: AnyConfig, mesh: AnyMesh) -> PyTree:
-    """`NamedSharding`s with the structure of the params of a model, an EAGLE head or Medusa heads.
+    """`NamedSharding`s with the structure of the params of a model or of any heads.
 
     An array that does not divide over its axis is stored whole on every device, key-value heads most often; `whole`
     names them.
 
     Raises:
-      MarsError: the experts do not divide over the mesh's own axis for them.
+      MarsError: the experts do not divide over the mesh's own axis for them, or an axis has no role (`name_axes`).
 
     >>> from jax.sharding import AbstractMesh
     >>> from mars_jax.models import ModelConfig
@@ -104,10 +119,11 @@ def params_shardings(config: AnyConfig, mesh: AnyMesh) -> PyTree:
     >>> tuple(params_shardings(config, AbstractMesh((2, 4), ("data", "model")))["layers"][0]["down"].spec)
     (None, 'model')
     """
+    check_named(mesh)
     if isinstance(config, ModelConfig):
         _check_experts(config, mesh)
     made = build_rows(_table(config), lambda row: NamedSharding(mesh, weight_spec(config, mesh, row)))
-    if isinstance(config, EagleConfig) and config.draft_vocab_size < config.layer.vocab_size:
+    if isinstance(config, _HEADS) and config.draft_vocab_size < config.layer.vocab_size:
         made["ids"] = NamedSharding(mesh, P())
     return made
 
@@ -116,11 +132,13 @@ def _table(config: AnyConfig) -> Iterable[Weight]:
     """A row for each array of params."""
     if isinstance(config, EagleConfig):
         return eagle.weights(config)
+    if isinstance(config, DFlashConfig):
+        return dflash.weights(config)
     return medusa.weights(config) if isinstance(config, MedusaConfig) else weights.leaves(config)
 
 
 def abstract_params(config: AnyConfig, dtype: str, *, int8: bool = False, shardings: PyTree = None) -> PyTree:
-    """The params of a model, an EAGLE head or Medusa heads as `jax.ShapeDtypeStruct`s with their shardings.
+    """The params of a model or of any heads as `jax.ShapeDtypeStruct`s with their shardings.
 
     Args:
       config: of the model or the heads.
@@ -145,14 +163,14 @@ def abstract_params(config: AnyConfig, dtype: str, *, int8: bool = False, shardi
         return Int8(values=values, scale=scales, dtype=jnp.dtype(dtype))
 
     made = build_rows(_table(config), shape)
-    if isinstance(config, EagleConfig) and config.draft_vocab_size < config.layer.vocab_size:
+    if isinstance(config, _HEADS) and config.draft_vocab_size < config.layer.vocab_size:
         place = default or get(shardings, ("ids",))
         made["ids"] = jax.ShapeDtypeStruct((config.draft_vocab_size,), jnp.int32, sharding=place)
     return made
 
 
 def _check_experts(config: ModelConfig, mesh: AnyMesh) -> None:
-    axis = mesh.shape.get("expert", 1)
+    axis = size_of("expert", mesh)
     if config.num_experts % axis:
         raise MarsError(
             f"{config.num_experts} experts do not divide over expert={axis}: choose a divisor of {config.num_experts}."
@@ -169,7 +187,7 @@ def whole(config: AnyConfig, mesh: AnyMesh) -> list[str]:
     >>> whole(config, AbstractMesh((4,), ("model",)))
     ['2 key-value heads do not divide over model=4: every device holds all of them.']
     """
-    layer = config.layer if isinstance(config, EagleConfig) else config
+    layer = config.layer if isinstance(config, _HEADS) else config
     counts = [("vocab", layer.vocab_size, "tokens of the vocabulary")]
     if isinstance(layer, ModelConfig):
         counts += [
@@ -178,11 +196,11 @@ def whole(config: AnyConfig, mesh: AnyMesh) -> list[str]:
         ]
         if not layer.num_experts or layer.dense_layers:
             counts.append(("hidden", layer.intermediate_size, "hidden units"))
-    model = mesh.shape.get("model", 1)
+    model = size_of("model", mesh)
     return [
         f"{size} {name} do not divide over model={model}: every device holds all of them."
         for logical, size, name in counts
-        if model > 1 and "model" not in axes_of(logical, size, mesh)
+        if model > 1 and not set(names_of("model", mesh)) & set(axes_of(logical, size, mesh))
     ]
 
 
@@ -196,6 +214,7 @@ def state_shardings(state: PyTree, mesh: AnyMesh) -> PyTree:
       MarsError: the rows do not divide over the mesh's axis `data`.
     """
 
+    check_named(mesh)
     for x in jax.tree.leaves(state):
         check_rows(x.shape[0], mesh)
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), row_specs(state, mesh))

@@ -1,6 +1,7 @@
 """Published figures of TPU chips, and the topologies that libtpu compiles for.
 
-Memory and bandwidth of a chip: Google's Cloud TPU documentation, pages v4, v5e, v5p and v6e (Trillium), 2026.
+Memory and bandwidth of a chip, and the shapes of slices by their accelerator types: Google's Cloud TPU documentation,
+pages v4, v5e, v5p and v6e (Trillium), 2026.
 """
 
 from __future__ import annotations
@@ -28,6 +29,65 @@ CHIPS = {
 }
 
 
+_FLAT = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
+_DEEP = {
+    4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8", 256: "4x8x8", 512: "8x8x8",
+    1024: "8x8x16", 2048: "8x16x16",
+}  # fmt: skip
+"""Shapes by chips, as Google's Cloud gives them out."""
+
+
+class Type(NamedTuple):
+    """How accelerator types such as v5litepod-8 name slices of a generation."""
+
+    generation: str
+    unit: int  # that a type counts, in a chip: cores of v4 and v5p, chips of the others
+    shapes: dict[int, str]  # by chips
+
+
+TYPES = {
+    "v4": Type("v4", 2, _DEEP),
+    "v5litepod": Type("v5e", 1, _FLAT),
+    "v5e": Type("v5e", 1, _FLAT),
+    "v5p": Type("v5p", 2, _DEEP),
+    "v6e": Type("v6e", 1, _FLAT),
+}
+
+
+def slice_of(name: str) -> str:
+    """The generation and shape of an accelerator type; any other name is given back.
+
+    Raises:
+      MarsError: the type has no slice of that size.
+
+    >>> slice_of("v5litepod-8"), slice_of("v5p-8"), slice_of("v6e:2x2")
+    ('v5e:2x4', 'v5p:2x2x1', 'v6e:2x2')
+    """
+    kind, dash, size = name.partition("-")
+    if not dash or kind not in TYPES:
+        return name
+    found = TYPES[kind]
+    sizes = {str(chips * found.unit): shape for chips, shape in found.shapes.items()}
+    if size not in sizes:
+        counted = "cores, two a chip" if found.unit == 2 else "chips"
+        raise MarsError(
+            f"the topology is {name!r}: {kind} comes in {', '.join(sizes)} {counted}; name one of these, or a shape "
+            f"such as {found.generation}:{found.shapes[4]}."
+        )
+    return f"{found.generation}:{sizes[size]}"
+
+
+def larger(name: str) -> list[str]:
+    """The slices of the same generation with more chips, the next one first.
+
+    >>> larger("v5e:4x8")
+    ['v5e:8x8', 'v5e:8x16', 'v5e:16x16']
+    """
+    generation, _, shape = slice_of(name).partition(":")
+    chips = math.prod(int(size) for size in shape.split("x"))
+    return [f"{generation}:{found}" for count, found in TYPES[generation].shapes.items() if count > chips]
+
+
 class Topology(NamedTuple):
     """A slice: its name, and the devices the compiler sees in it."""
 
@@ -48,7 +108,7 @@ class Topology(NamedTuple):
 
 
 def topology(name: str) -> Topology:
-    """The slice that `name`, such as "v5e:4x4" or "v5p:2x2x2", stands for; no TPU is needed.
+    """The slice that `name`, such as "v5e:4x4", "v5p:2x2x2" or "v5litepod-16", stands for; no TPU is needed.
 
     Raises:
       MarsError: no such generation or shape, or libtpu is not installed.
@@ -56,6 +116,7 @@ def topology(name: str) -> Topology:
     >>> topology("v5e:2x4").chips  # doctest: +SKIP
     8
     """
+    name = slice_of(name)
     generation, _, shape = name.partition(":")
     sizes = shape.split("x")
     chip = CHIPS.get(generation)
@@ -64,7 +125,7 @@ def topology(name: str) -> Topology:
     if chip is None or len(sizes) != chip.dims or not whole:
         raise MarsError(
             f"the topology is {name!r}: expected {', '.join(CHIPS)} and a shape, of two numbers such as v5e:4x4, or of "
-            "three for v4 and v5p, such as v5p:2x2x2."
+            "three for v4 and v5p, such as v5p:2x2x2; or a type such as v5litepod-4, v5p-8 or v6e-8."
         )
     # Before libtpu is loaded: it must not look for a TPU host, and several processes may load it side by side.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")

@@ -89,10 +89,16 @@ def collectives(program: str) -> dict[str, int]:
 
 
 def arrays_written(program: str, elements: int) -> int:
-    """Count the instructions in the entry computation of an HLO text that write an array of so many elements."""
+    """Count the instructions in the entry computation of an HLO text that write an array of so many elements to HBM.
+
+    An operand that XLA brings into a chip's fast memory ahead of its use (a memory space of its own) is not among them.
+    """
     entry = program[program.index("\nENTRY ") :].split("\n}", 1)[0]
-    pattern = re.compile(r" = \w+\[([\d,]+)\]\S* (?!bitcast|parameter|get-tuple-element)[\w-]+\(")
-    return sum(math.prod(map(int, hit[1].split(","))) == elements for hit in pattern.finditer(entry))
+    pattern = re.compile(r" = \w+\[([\d,]+)\](\S*) (?!bitcast|parameter|get-tuple-element)[\w-]+\(")
+    return sum(
+        math.prod(map(int, hit[1].split(","))) == elements and "S(" not in hit[2]
+        for hit in pattern.finditer(entry)
+    )
 
 
 def held_bytes(report: dict[str, Any]) -> int:

@@ -1,4 +1,5 @@
-"""Text to text: `generate` for whole completions, `generate_stream` for tokens as they are decided.
+"""Text to text: `generate` for whole completions, `generate_iter` for each as it ends, `generate_stream` for tokens as
+they are decided.
 
 B batch, T token buffer, M stop tokens. Oracle: `transformers` generate with the same checkpoint
 (tests/serve/test_generate.py).
@@ -6,32 +7,41 @@ B batch, T token buffer, M stop tokens. Oracle: `transformers` generate with the
 
 from __future__ import annotations
 
+import asyncio
+import collections
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
 
 from mars_jax import drafters
 from mars_jax.core import activity, decode, rules
 from mars_jax.core.errors import MarsError
-from mars_jax.core.metrics import DecodeStats, accumulate, summarize, zero_stats
-from mars_jax.core.types import LoadedRule
+from mars_jax.core.metrics import DecodeStats, accumulate
+from mars_jax.core.types import LoadedRule, StepInfo
 from mars_jax.placement.hosts import fetch
-from mars_jax.pretrained import Detokenizer, Pretrained
-from mars_jax.serve.prepare import AnyRule, prepare
+from mars_jax.pretrained import Pretrained
+from mars_jax.serve.complete import complete, token_log_probs
+from mars_jax.serve.elsewhere import Pair
+from mars_jax.serve.memory import default_rows
+from mars_jax.serve.prepare import AnyRule, Prepared, check_relaxes, of_mesh, prepare, prepared
+from mars_jax.serve.queue import Finished, Queue, Said, longest_first, shares_prompts
 from mars_jax.serve.requests import (
-    KINDS,
     Completion,
+    Prompts,
     Request,
     Result,
     StreamEvent,
-    TokenLogProbs,
     batches,
     make_requests,
     total,
 )
+from mars_jax.serve.text import RowText
 
 Rule = TypeVar("Rule", bound=AnyRule | None)
 
@@ -39,32 +49,54 @@ Rule = TypeVar("Rule", bound=AnyRule | None)
 def generate(
     target: Pretrained,
     drafter: drafters.AnyDrafter = "none",
-    prompts: str | Sequence[str] | Sequence[Sequence[int]] = (),
+    prompts: Prompts = (),
     *,
     verify: AnyRule | None = None,
     batch_size: int | None = None,
     chat: bool = False,
+    system: str | None = None,
+    template_args: Mapping[str, Any] | None = None,
     ignore_eos: bool = False,
     log_probs: bool = False,
+    samples: int = 1,
+    draft_device: Any = None,
     **options: Any,
 ) -> Result:
-    """Continue prompts by speculative decoding, a batch at a time, each batch in one device loop.
+    """Continue prompts by speculative decoding, side by side in one device loop.
+
+    Where there are more prompts than rows, a row that ends is begun anew with the next prompt, those that may become
+    longest first; the tokens of a prompt do not depend on that.
 
     Args:
       target: from `mars_jax.load`.
       drafter: from `mars_jax.drafters.load`, or its spec where it needs no more than that, such as "ngram"; or a
         `Drafter` without weights of its own.
-      prompts: a text, texts, or token ids.
+      prompts: a text, texts, or token ids; or conversations, each a list of turns with their `role` and `content`.
       verify: the rule, such as `verify.mars(theta=0.9)`, or a `LoadedRule`; default `verify.exact()`, which changes
         nothing but the speed. Its numbers are one for all prompts, or one per prompt.
-      batch_size: rows that decode side by side; default: all prompts.
+      batch_size: rows that decode side by side; default: what memory has room for, at most 128 for each device of the
+        mesh's axis `data`, 16 on a CPU.
       chat: put each text through the chat template as a user turn.
+      system: content of a system turn that comes first, where a conversation has none of its own.
+      template_args: variables of the chat template, such as `{"enable_thinking": False}`.
       ignore_eos: decode to `max_new_tokens` past any stop token.
+      samples: completions of each prompt, which follow each other in the result. A prompt is read once for all of
+        them, but on a mesh that divides rows. They need a temperature.
       log_probs: also give what the target thinks of each new token, `Completion.log_probs`.
+      draft_device: a device or a mesh where the drafter works while the target verifies; see `serve.elsewhere`.
+        `drafter` is then a small model that drafts a chain, of which the last token is the guess by which it goes on:
+        the target is given the others. Rows do not refill: prompts are decoded `batch_size` at a time.
       **options: fields of `Request`, each one value for all prompts or a sequence of one per prompt: temperature,
         top_k, top_p, min_p, strict (not for lossless rules), draft_stop (see `make_controls`; not for n-grams), seed,
-        max_new_tokens (default 256), stop_tokens (default: the model's). A single seed s gives prompt i the seed s + i.
+        max_new_tokens (default 256), stop_tokens (default: the model's), stop_strings (texts that end a completion; see
+        `serve.text.RowText`), logit_bias (by token id what is added to its logit), banned_tokens, repetition_penalty
+        (as in transformers), presence_penalty and frequency_penalty (as OpenAI's); these change the target, so a
+        lossless rule stays lossless. A single seed s gives prompt i the seed s + i.
         At temperature 0 a row takes the best token, and the filters and the seed have nothing to choose.
+        What a text is to be: regex, json_schema (an object, its JSON or a file), choice (texts, one of which), or
+        allowed_tokens; or as `constraint` what `mars_jax.constraints` made. It masks the target, so every rule
+        honours it. A lossy rule relaxes nothing there, unless relax_constrained=True. relax_in and strict_in: spans
+        inside of which alone, and inside of which never, a lossy rule relaxes; see `constraints.spans`.
 
     Raises:
       MarsError: a prompt that is empty or does not fit the context, a value out of range.
@@ -75,9 +107,26 @@ def generate(
     >>> target = mj.load("path/to/checkpoint")  # doctest: +SKIP
     >>> mj.generate(target, "ngram", ["Once upon a time"], verify=mj.verify.mars(theta=0.9)).text  # doctest: +SKIP
     """
-    requests = make_requests(target, prompts, chat=chat, ignore_eos=ignore_eos, **options)
+    requests = make_requests(
+        target,
+        prompts,
+        chat=chat,
+        system=system,
+        template_args=template_args,
+        ignore_eos=ignore_eos,
+        samples=samples,
+        **options,
+    )
+    verify = _for_samples(verify, samples, len(requests))
+    check_relaxes(verify, requests)
     return generate_requests(
-        target, drafter, requests, verify=verify, batch_size=batch_size, log_probs=log_probs
+        target,
+        drafter,
+        requests,
+        verify=verify,
+        batch_size=batch_size,
+        log_probs=log_probs,
+        draft_device=draft_device,
     )
 
 
@@ -89,17 +138,131 @@ def generate_requests(
     verify: AnyRule | None = None,
     batch_size: int | None = None,
     log_probs: bool = False,
+    draft_device: Any = None,
 ) -> Result:
     """`generate` for prepared requests."""
     began = time.perf_counter()
-    completions: list[Completion] = []
-    for group, rule in groups(requests, verify, batch_size):
-        completions += run_batch(target, drafter, group, verify=rule, rows=batch_size, log_probs=log_probs)
+    if draft_device is not None:
+        completions: list[Completion] = []
+        forwards = 0
+        for group, rule in groups(requests, verify, batch_size or len(requests)):
+            rows = {"rows": batch_size, "log_probs": log_probs, "draft_device": draft_device}
+            events = generate_stream(target, drafter, group, verify=rule, **rows)
+            done = {event.row: event.completion for event in events if event.completion is not None}
+            completions += [done[row] for row in range(len(group))]
+            forwards += max(completion.metrics.steps for completion in done.values())
+        seconds = time.perf_counter() - began
+        return Result(completions=completions, metrics=total(completions), seconds=seconds, forwards=forwards)
+    made = prepared(target, drafter, requests, verify=verify)
+    rows = of_mesh(target, _rows(made, batch_size))
+    plain = not shares_prompts(requests) and not any(request.stop_strings for request in requests)
+    if len(requests) <= rows and plain:
+        # The drafter that is loaded already, where it was named.
+        completions = run_batch(target, made.drafter, requests, verify=verify, rows=rows, log_probs=log_probs)
+        forwards = max(completion.metrics.steps for completion in completions)
+    else:
+        queue = Queue(made, rows, order=longest_first(requests), log_probs=log_probs)
+        found = dict(queue)
+        completions, forwards = [found[i] for i in range(len(requests))], queue.forwards
     return Result(
         completions=completions,
         metrics=total(completions),
         seconds=time.perf_counter() - began,
+        forwards=forwards,
     )
+
+
+def _rows(made: Prepared, batch_size: int | None) -> int:
+    if batch_size is None:
+        return default_rows(made)
+    if batch_size < 1:
+        raise MarsError(f"batch_size is {batch_size}: give at least 1.")
+    return batch_size
+
+
+def generate_iter(
+    target: Pretrained,
+    drafter: drafters.AnyDrafter = "none",
+    prompts: Prompts = (),
+    *,
+    verify: AnyRule | None = None,
+    batch_size: int | None = None,
+    chat: bool = False,
+    system: str | None = None,
+    template_args: Mapping[str, Any] | None = None,
+    ignore_eos: bool = False,
+    log_probs: bool = False,
+    samples: int = 1,
+    **options: Any,
+) -> Iterator[Finished]:
+    """`generate`, each completion as soon as it has ended, as `Finished(index, completion)`.
+
+    Args: as for `generate`.
+
+    Raises:
+      MarsError: as `generate`, when it is called and not first when a completion is asked for.
+
+    >>> import mars_jax as mj  # doctest: +SKIP
+    >>> for index, completion in mj.generate_iter(mj.load(), "ngram", texts, batch_size=16):  # doctest: +SKIP
+    ...     print(index, completion.text)
+    """
+    requests = make_requests(
+        target,
+        prompts,
+        chat=chat,
+        system=system,
+        template_args=template_args,
+        ignore_eos=ignore_eos,
+        samples=samples,
+        **options,
+    )
+    verify = _for_samples(verify, samples, len(requests))
+    check_relaxes(verify, requests)
+    made = prepared(target, drafter, requests, verify=verify)
+    return iter(Queue(made, _rows(made, batch_size), order=longest_first(requests), log_probs=log_probs))
+
+
+async def generate_async(*arguments: Any, **options: Any) -> AsyncIterator[Finished]:
+    """`generate_iter` for a program with an event loop, which goes on while the device decodes.
+
+    Args: as for `generate_iter`.
+
+    Raises:
+      MarsError: as `generate`, when the first completion is asked for.
+
+    >>> async def first(target):
+    ...     async for index, completion in generate_async(target, "ngram", ["Once upon a time"]):
+    ...         return completion.text
+    """
+    found = generate_iter(*arguments, **options)
+    while (one := await asyncio.to_thread(next, found, None)) is not None:
+        yield one
+
+
+def generate_text(
+    target: Pretrained,
+    drafter: drafters.AnyDrafter = "none",
+    prompts: Prompts = (),
+    *,
+    verify: AnyRule | None = None,
+    batch_size: int | None = None,
+    **options: Any,
+) -> Iterator[Said | Finished]:
+    """Text as it is said while rows refill: `Said(index, text, tokens, pieces)`, and `Finished` at the end of each.
+
+    The host looks after every step, on accelerators after every fourth.
+
+    Args: as for `generate_iter`.
+
+    Raises:
+      MarsError: as `generate`, when it is called.
+    """
+    samples = options.get("samples", 1)
+    log_probs = options.pop("log_probs", False)
+    requests = make_requests(target, prompts, **options)
+    made = prepared(target, drafter, requests, verify=_for_samples(verify, samples, len(requests)))
+    order = longest_first(requests)
+    return Queue(made, _rows(made, batch_size), order=order, log_probs=log_probs, telling=True).events()
 
 
 def run_batch(
@@ -113,12 +276,12 @@ def run_batch(
 ) -> list[Completion]:
     """Decode one batch in one device loop. `rows` pads the batch, so that a shorter last one recompiles nothing."""
     began = time.perf_counter()
-    decoder, params, state = prepare(target, drafter, requests, verify=verify, rows=rows)
+    decoder, params, state = prepare(target, drafter, requests, verify=verify, rows=rows, log_probs=log_probs)
     with target.on_mesh():
         state, stats = jax.block_until_ready(decode.run(decoder, params, state, record=log_probs))
     seconds = time.perf_counter() - began
     stats, final = fetch((stats, (state.tokens, state.length, state.failed)))
-    return [_complete(target, request, row, final, stats, seconds) for row, request in enumerate(requests)]
+    return [complete(target, request, row, final, stats, seconds) for row, request in enumerate(requests)]
 
 
 @activity.doing("compiling")
@@ -131,6 +294,7 @@ def compile_batch(
     rows: int | None = None,
     stream: bool = False,
     log_probs: bool = False,
+    draft_device: Any = None,
 ) -> None:
     """Compile what `run_batch`, or `generate_stream` if `stream`, will run, so that they time no compilation.
 
@@ -146,15 +310,19 @@ def compile_batch(
                 request, prompt_tokens=short, max_new_tokens=length - len(short) + request.max_new_tokens
             )
         )
-    decoder, params, state = prepare(target, drafter, stand_ins, verify=verify, rows=rows)
-    one_step = dataclasses.replace(state.controls, limit=state.length + 1)
-    state = dataclasses.replace(state, controls=one_step)
+    pair = Pair.of(
+        target, drafter, stand_ins, verify=verify, rows=rows, draft_device=draft_device, log_probs=log_probs
+    )
+    one_step = dataclasses.replace(pair.state.controls, limit=pair.state.length + 1)
+    pair = pair._replace(state=dataclasses.replace(pair.state, controls=one_step))
     with target.on_mesh():
-        if stream:
-            stats = zero_stats(state.tokens.shape[0], decoder.max_depth)
-            jax.block_until_ready(_accumulate(stats, decode.jitted_step(decoder, params, state)[1]))
+        if stream or draft_device is not None:
+            stats = pair.stats(log_probs)
+            for state, info in pair.steps(ahead=0):
+                final = (state.done, state.tokens, state.length, state.failed)
+                jax.block_until_ready(_look(stats, info, final))
         else:
-            jax.block_until_ready(decode.run(decoder, params, state, record=log_probs))
+            jax.block_until_ready(decode.run(pair.decoder, pair.params, pair.state, record=log_probs))
 
 
 def generate_stream(
@@ -164,78 +332,81 @@ def generate_stream(
     *,
     verify: AnyRule | None = None,
     rows: int | None = None,
+    log_probs: bool = False,
+    draft_device: Any = None,
 ) -> Iterator[StreamEvent]:
     """Decode one batch step by step, and yield the tokens of each row as they are decided.
 
     Args:
-      target, drafter, verify: as for `generate`.
+      target, drafter, verify, draft_device: as for `generate`.
       requests: from `make_requests`.
       rows: as for `run_batch`.
+      log_probs: of completions too; those of events are always there.
     """
     began = time.perf_counter()
-    decoder, params, first = prepare(target, drafter, requests, verify=verify, rows=rows)
-    stats = zero_stats(first.tokens.shape[0], decoder.max_depth)
-    texts = [Detokenizer(target, request.prompt_tokens) for request in requests]
-    was_done = fetch(first.done)
-    steps = decode.stream(decoder, params, first)
-    while True:
-        # Not around the loop: what the caller does between two events is none of the mesh's business.
-        with target.on_mesh():
-            state, info = next(steps, (None, None))
-            if state is None or info is None:
-                return
-            stats = _accumulate(stats, info)
-        host, done = fetch((info, state.done))
+    pair = Pair.of(target, drafter, requests, verify=verify, rows=rows, draft_device=draft_device)
+    stats = pair.stats(log_probs)
+    texts = [RowText(target, request) for request in requests]
+    was_done = fetch(pair.state.done)
+    # Who drafts elsewhere reads the verdict of every step anyway.
+    ahead = 0 if draft_device is not None else decode.look_ahead(pair.state)
+    steps = pair.steps(ahead=ahead)
+    in_flight: collections.deque[_Seen] = collections.deque()
+    while not was_done.all():
+        # The device is given a step, and then the host looks at an earlier one.
+        while len(in_flight) <= ahead:
+            # Not around the loop: what the caller does between two events is none of the mesh's business.
+            with target.on_mesh():
+                state, info = next(steps)
+                seen = _look(stats, info, (state.done, state.tokens, state.length, state.failed))
+            jax.tree.map(lambda x: x.copy_to_host_async(), (seen.info, seen.done))
+            stats = seen.stats
+            in_flight.append(seen)
+        seen = in_flight.popleft()
+        host, done = fetch((seen.info, seen.done))
+        done = (
+            np.asarray(done) | was_done
+        )  # also where a stop string has ended a row, of which the device does not know
         ended = None  # read where a row ends in this step
         for row, request in enumerate(requests):
             if was_done[row]:
                 continue
-            count = int(host.num_emitted[row])
+            count, before = int(host.num_emitted[row]), texts[row].count
             tokens = host.emitted[row, :count].tolist()
-            told = _token_log_probs(host, row, count)
-            pieces = tuple(
-                (kind, texts[row].feed([token], last=bool(done[row]) and place == count - 1))
-                for place, (kind, token) in enumerate(zip(told.kind, tokens, strict=True))
-            )
+            said = [
+                texts[row].feed(token, last=bool(done[row]) and place == count - 1)
+                for place, token in enumerate(tokens)
+            ]
+            count = texts[row].count - before
+            told = token_log_probs(host, row, count)
+            tokens, pieces = tokens[:count], tuple(zip(told.kind, said, strict=False))
             completion = None
+            if texts[row].stopped:
+                done[row] = True
             if done[row]:
-                ended = ended or fetch((stats, (state.tokens, state.length, state.failed)))
+                ended = ended or fetch((seen.stats, seen.final))
                 seconds = time.perf_counter() - began
-                completion = _complete(target, request, row, ended[1], ended[0], seconds)
+                completion = complete(target, request, row, ended[1], ended[0], seconds)
             yield StreamEvent(
                 row, "".join(text for _, text in pieces), pieces, tuple(tokens), told, completion
             )
         was_done = done
 
 
-_accumulate = jax.jit(accumulate)
+class _Seen(NamedTuple):
+    """What the host wants to know of a step, in arrays that the next one does not take."""
+
+    stats: DecodeStats  # up to and with this step
+    info: StepInfo
+    done: Array  # bool[B]
+    final: tuple[Array, Array, Array]  # tokens i32[B, T], length i32[B], failed bool[B]
 
 
-def _token_log_probs(source: Any, row: int, count: int) -> TokenLogProbs:
-    """Of the first `count` tokens of a row, from a `StepInfo` or a `TokenRecord` on the host."""
-    names = ("log_prob", "temperature_log_prob", "processed_log_prob", "regret")
-    values = {name: tuple(getattr(source, name)[row, :count].tolist()) for name in names}
-    return TokenLogProbs(**values, kind=tuple(KINDS[k] for k in source.kind[row, :count]))
-
-
-def _complete(
-    target: Pretrained, request: Request, row: int, final: tuple, stats: DecodeStats, seconds: float
-) -> Completion:
-    """Cut one row's new tokens out of the batch's final state and name why it ended."""
-    tokens, length, failed = final
-    new = tokens[row, len(request.prompt_tokens) : length[row]].tolist()
-    detokenizer = Detokenizer(target, request.prompt_tokens)
-    stopped = "stop" if new and new[-1] in request.stop_tokens else "length"
-    return Completion(
-        request=request,
-        # As the stream does it, so that a character cut in two reads the same both ways.
-        text="".join(detokenizer.feed([token], last=i == len(new) - 1) for i, token in enumerate(new)),
-        tokens=new,
-        finish_reason="failed" if failed[row] else stopped,
-        metrics=summarize(stats, row),
-        seconds=seconds,
-        log_probs=None if stats.tokens is None else _token_log_probs(stats.tokens, row, len(new)),
-    )
+@jax.jit
+def _look(stats: DecodeStats, info: StepInfo, state: tuple[Array, Array, Array, Array]) -> _Seen:
+    """Count a step and copy what later ones overwrite: (done, tokens, length, failed)."""
+    done, *final = jax.tree.map(jnp.copy, state)
+    return _Seen(accumulate(stats, info), info, done, tuple(final))
 
 
 def groups(
@@ -244,14 +415,20 @@ def groups(
     """Requests in groups of `batch_size`, each with its rule: what that has one of per request is theirs."""
     first = 0
     for group in batches(requests, batch_size):
-        yield group, _rule_of(verify, range(first, first + len(group)), len(requests))
+        yield group, rule_of(verify, range(first, first + len(group)), len(requests))
         first += len(group)
 
 
-def _rule_of(verify: Any, rows: Sequence[int], count: int) -> Any:
+def rule_of(verify: Any, rows: Sequence[int], count: int) -> Any:
+    """The rule of some of `count` requests: what it has one of per request is theirs."""
     if isinstance(verify, LoadedRule):
         return verify._replace(rule=rules.take_rows(verify.rule, rows, count))
     return None if verify is None else rules.take_rows(verify, rows, count)
+
+
+def _for_samples(verify: Any, samples: int, count: int) -> Any:
+    """The rule for `count` requests, `samples` of each prompt: what it has one of per prompt is theirs."""
+    return verify if samples == 1 else rule_of(verify, [i // samples for i in range(count)], count // samples)
 
 
 def check_finite(target: Pretrained, completions: Sequence[Completion]) -> None:

@@ -14,7 +14,10 @@ import numpy as np
 from mars_jax import drafters, specs
 from mars_jax.core import decode, rules
 from mars_jax.core.controls import make_controls
+from mars_jax.core.edits import Edits, make_edits
 from mars_jax.core.errors import MarsError
+from mars_jax.core.guide import narrowed
+from mars_jax.core.mesh import size_of
 from mars_jax.core.types import (
     NO_TOKEN,
     Decoder,
@@ -28,11 +31,140 @@ from mars_jax.core.types import (
 from mars_jax.placement.hosts import put
 from mars_jax.placement.shardings import state_shardings
 from mars_jax.pretrained import Pretrained
+from mars_jax.serve.guides import RequestGuides, guides_of, placed
 from mars_jax.serve.requests import Request, check_request
+from mars_jax.serve.sizes import with_costs
 from mars_jax.verify import exact
 
 AnyRule = Verifier | LoadedRule
 """What `mars_jax.generate` takes: a rule, or one with weights of its own."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """Requests that one program decodes, in however many rows: all of them in the same shapes."""
+
+    target: Pretrained
+    requests: Sequence[Request]
+    decoder: Decoder
+    params: Params
+    drafter: drafters.LoadedDrafter
+    rule: LoadedRule  # its numbers are one for all requests, or one for each
+    width: int  # T
+    guides: RequestGuides
+
+    def arrays(self, entries: Sequence[int | None], *before: Any) -> tuple[Any, ...]:
+        """`before`, and what `Decoder.init` takes after the params, for some of the requests by their numbers.
+
+        None is a row that only fills the batch. It is born at its limit, so it is done before the first step. On a mesh
+        all of them are divided over `data`.
+        """
+        own = [self.requests[i] if i is not None else _FILL for i in entries]
+        lengths = np.array([len(r.prompt_tokens) for r in own], np.int32)
+        context = self.target.config.max_positions
+        limits = np.minimum(lengths + np.array([r.max_new_tokens for r in own]), context)
+        prompts = np.zeros((len(own), self.width), np.int32)
+        for row, request in enumerate(own):
+            prompts[row, : lengths[row]] = request.prompt_tokens
+        # A multiple of four, so that one more stop token seldom changes a shape.
+        most = max(4, -(-max(len(r.stop_tokens) for r in self.requests) // 4) * 4)
+        made = make_controls(
+            len(own),
+            limit=limits,
+            temperature=[r.temperature for r in own],
+            top_k=[r.top_k for r in own],
+            top_p=[r.top_p for r in own],
+            min_p=[r.min_p for r in own],
+            strict=[r.strict or (r.constraint is not None and not r.constraint.relax) for r in own],
+            draft_stop=[r.draft_stop for r in own],
+            stop_tokens=[[*r.stop_tokens, *[NO_TOKEN] * (most - len(r.stop_tokens))] for r in own],
+        )
+        if any(r.edits for r in self.requests):
+            made = dataclasses.replace(made, edits=self._edits(own))
+        made = dataclasses.replace(made, guides=self.guides.rows(own))
+        keys = keys_from_seeds(jnp.asarray([r.seed & 0xFFFFFFFF for r in own], jnp.uint32))
+        numbers = rules.take_rows(self.rule.rule, [i or 0 for i in entries], len(self.requests))
+        arrays: Any = (
+            *map(jnp.asarray, before),
+            jnp.asarray(prompts),
+            jnp.asarray(lengths),
+            made,
+            rules.for_rows(numbers, len(own)),
+            keys,
+        )
+        mesh = self.target.mesh
+        return arrays if mesh is None else put(arrays, state_shardings(arrays, mesh))
+
+    def _edits(self, own: Sequence[Request]) -> Edits:
+        # As wide for some of the requests as for all, and seldom another width for one more token.
+        most = max(len(r.logit_bias) for r in self.requests)
+        return make_edits(
+            len(own),
+            logit_bias=[r.logit_bias for r in own],
+            repetition_penalty=[r.repetition_penalty for r in own],
+            presence_penalty=[r.presence_penalty for r in own],
+            frequency_penalty=[r.frequency_penalty for r in own],
+            width=max(8, -(-most // 8) * 8),
+        )
+
+    def start(self, entries: Sequence[int | None]) -> DecodeState:
+        """The state after prefill of some of the requests."""
+        arrays = self.arrays(entries)
+        with self.target.on_mesh():
+            return decode.start(self.decoder, self.params, *arrays)
+
+
+_FILL = Request(prompt_tokens=(0,), max_new_tokens=0)
+
+
+def prepared(
+    target: Pretrained,
+    drafter: drafters.AnyDrafter,
+    requests: Sequence[Request],
+    *,
+    verify: AnyRule | None = None,
+) -> Prepared:
+    """The decoder of a pair and its params, and requests that fit it.
+
+    The token buffer is a bucket, so prompts and limits of like lengths share one compilation; everything else that
+    differs between requests is a value, the numbers of the rule among them: one for all, or one per request.
+
+    Raises:
+      MarsError: a request that does not fit the target, the drafter or the rule.
+    """
+    if isinstance(drafter, str):
+        drafter = drafters.load(drafter, target)
+    elif isinstance(drafter, Drafter):
+        drafter = drafters.LoadedDrafter(drafter, ())
+    rule = verify if isinstance(verify, LoadedRule) else LoadedRule(exact() if verify is None else verify)
+    _check_rule(rule, drafter.drafter, requests)
+    for request in requests:
+        check_request(target, request)
+        if request.draft_stop < math.inf and not drafter.drafter.stoppable:
+            raise MarsError(
+                f"draft_stop does not apply to the drafter '{drafter.drafter.name}', which has no entropy to stop by: "
+                f"leave it out, or draft with {specs.drafters_that('stops')}."
+            )
+    guides = guides_of(target, requests)
+    params = Params(
+        target=target.params,
+        draft=drafter.params,
+        verify=rule.params,
+        guides=placed(guides.tables, target),
+    )
+    if drafter.drafter.draft_ids is not None and guides.constraint is not None:
+        held = narrowed(params.guides.constraint, drafter.drafter.draft_ids(params))
+        params = params._replace(guides=dataclasses.replace(params.guides, constraint=held))
+    return Prepared(
+        target=target,
+        requests=requests,
+        decoder=decode.speculative_decoder(target.model, drafter.drafter, rule.rule),
+        params=params,
+        drafter=drafter,
+        rule=rule,
+        width=buffer_width(target, requests),
+        guides=guides,
+    )
 
 
 def prepare(
@@ -42,63 +174,23 @@ def prepare(
     *,
     verify: AnyRule | None = None,
     rows: int | None = None,
+    log_probs: bool = False,
 ) -> tuple[Decoder, Params, DecodeState]:
-    """The decoder, its params, and the state after prefill for one batch of requests.
+    """The decoder, its params, and the state after prefill for one batch of requests; see `prepared`.
 
-    On the target's mesh the rows are divided over `data`, and filled up to a multiple of it. The token buffer is a
-    bucket, so prompts and limits of like lengths share one compilation; everything else that differs between requests
-    is a value, the numbers of the rule among them: one for all, or one per request.
+    Where the size of drafts follows what they cost, that is measured first. `log_probs` says whether the loop that will
+    decode keeps them.
+
+    On the target's mesh the rows are divided over `data`, and filled up to a multiple of it.
     """
-    if isinstance(drafter, str):
-        drafter = drafters.load(drafter, target)
-    elif isinstance(drafter, Drafter):
-        drafter = drafters.LoadedDrafter(drafter, ())
-    rule = verify if isinstance(verify, LoadedRule) else LoadedRule(exact() if verify is None else verify)
-    _check_rule(rule, drafter.drafter, requests)
-    context = target.config.max_positions
-    for request in requests:
-        check_request(target, request)
-        if request.draft_stop < math.inf and not drafter.drafter.stoppable:
-            raise MarsError(
-                f"draft_stop does not apply to the drafter '{drafter.drafter.name}', which has no entropy to stop by: "
-                f"leave it out, or draft with {specs.drafters_that('stops')}."
-            )
-    batch = max(rows or 0, len(requests))
-    if target.mesh is not None:
-        batch += -batch % target.mesh.shape.get("data", 1)
-    lengths = np.array([len(r.prompt_tokens) for r in requests])
-    limits = np.minimum(lengths + np.array([r.max_new_tokens for r in requests]), context)
-    width = buffer_width(target, requests)
-    prompts = np.zeros((batch, width), np.int32)
-    for row, request in enumerate(requests):
-        prompts[row, : lengths[row]] = request.prompt_tokens
-    # Rows that only fill the batch are born at their limit, so they are done before the first step.
-    pad = batch - len(requests)
-    fill = [dataclasses.replace(requests[0], prompt_tokens=(0,))] * pad
-    everyone = [*requests, *fill]
-    # A multiple of four, so that one more stop token seldom changes a shape.
-    most = max(4, -(-max(len(r.stop_tokens) for r in everyone) // 4) * 4)
-    made = make_controls(
-        batch,
-        limit=[*limits.tolist(), *[1] * pad],
-        temperature=[r.temperature for r in everyone],
-        top_k=[r.top_k for r in everyone],
-        top_p=[r.top_p for r in everyone],
-        min_p=[r.min_p for r in everyone],
-        strict=[r.strict for r in everyone],
-        draft_stop=[r.draft_stop for r in everyone],
-        stop_tokens=[[*r.stop_tokens, *[NO_TOKEN] * (most - len(r.stop_tokens))] for r in everyone],
-    )
-    decoder = decode.speculative_decoder(target.model, drafter.drafter, rule.rule)
-    params = Params(target=target.params, draft=drafter.params, verify=rule.params)
-    keys = keys_from_seeds(jnp.asarray([r.seed & 0xFFFFFFFF for r in everyone], jnp.uint32))
-    all_lengths = jnp.asarray([*lengths, *[1] * pad], jnp.int32)
-    of_rows = rules.take_rows(rule.rule, [*range(len(requests)), *[0] * pad], len(requests))
-    arrays: Any = (jnp.asarray(prompts), all_lengths, made, rules.for_rows(of_rows, batch), keys)
-    if target.mesh is not None:
-        arrays = put(arrays, state_shardings(arrays, target.mesh))
-    with target.on_mesh():
-        return decoder, params, decode.start(decoder, params, *arrays)
+    batch = of_mesh(target, max(rows or 0, len(requests)))
+    made = with_costs(prepared(target, drafter, requests, verify=verify), batch, log_probs=log_probs)
+    return made.decoder, made.params, made.start([*range(len(requests)), *[None] * (batch - len(requests))])
+
+
+def of_mesh(target: Pretrained, rows: int) -> int:
+    """The least number of rows from `rows` on that divides over the target's mesh."""
+    return rows + -rows % size_of("data", target.mesh)
 
 
 def _check_rule(rule: LoadedRule, drafter: Drafter, requests: Sequence[Request]) -> None:
@@ -109,11 +201,27 @@ def _check_rule(rule: LoadedRule, drafter: Drafter, requests: Sequence[Request])
         raise MarsError(
             f"the rule {name} needs weights: pass mars_jax.verify.LoadedRule(rule, weights), or what verify.load gives."
         )
-    if rules.lossless(rule.rule) and any(request.strict for request in requests):
+    if rules.lossless(rule.rule) and not drafter.trusts and any(request.strict for request in requests):
         raise MarsError(f"strict does not apply to the rule {name}, which is lossless: leave it out.")
     check = getattr(rule.rule, "check_drafter", None)
     if check is not None:
         check(drafter)
+
+
+def check_relaxes(verify: AnyRule | None, requests: Sequence[Request]) -> None:
+    """Raise MarsError where requests say in what rules relax, and the rule is lossless. It is for what a user asked:
+    a measurement may decode the same requests by a lossless rule beside a lossy one."""
+    rule: Any = verify.rule if isinstance(verify, LoadedRule) else verify
+    if rule is not None and not rules.lossless(rule):
+        return
+    for request in requests:
+        relaxes = request.constraint is not None and request.constraint.relax
+        if request.spans is not None or relaxes:
+            what = (
+                "relax_in" if request.relax_in else "strict_in" if request.strict_in else "relax_constrained"
+            )
+            name = rules.name_of(exact() if rule is None else rule)
+            raise MarsError(f"{what} does not apply to the rule {name}, which relaxes nothing: leave it out.")
 
 
 def buffer_width(target: Pretrained, requests: Sequence[Request]) -> int:

@@ -5,23 +5,31 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from mars_jax import specs
+from mars_jax.constraints import Constraint
+from mars_jax.constraints.spans import Spans, names_of
 from mars_jax.core.errors import MarsError
 from mars_jax.core.metrics import Metrics
-from mars_jax.pretrained import Pretrained
+from mars_jax.core.settings import LARGEST_FLOAT
+from mars_jax.pretrained import Pretrained, Turn
+from mars_jax.serve.constrained import FIELDS, with_constraints
+
+Prompts = str | Sequence[str] | Sequence[Sequence[int]] | Sequence[Turn] | Sequence[Sequence[Turn]]
+"""A text, texts, token ids, a conversation or conversations."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
     """One prompt and whatever it chooses for itself; None takes the default of the call."""
 
-    prompt: str | None = None  # None where only tokens were given
+    prompt: str | None = None  # None where only tokens were given, or a conversation
+    messages: tuple[Turn, ...] | None = None  # the conversation, where one was given
     prompt_tokens: tuple[int, ...]
     id: Any = None
     temperature: float = 0.0
@@ -33,6 +41,27 @@ class Request:
     seed: int = 0
     max_new_tokens: int = 256
     stop_tokens: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    constraint: Constraint | None = None  # what the text is to be
+    relax_in: tuple[
+        str, ...
+    ] = ()  # spans inside of which alone a lossy rule relaxes; see `constraints.spans`
+    strict_in: tuple[str, ...] = ()  # spans inside of which it does not
+
+    @property
+    def spans(self) -> Spans | None:
+        """Where a lossy rule may relax; None is anywhere."""
+        return Spans(self.relax_in, self.strict_in) if self.relax_in or self.strict_in else None
+
+    @property
+    def edits(self) -> bool:
+        """Whether it changes the target's logits."""
+        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        return bool(self.logit_bias) or penalties != (1.0, 0.0, 0.0)
 
 
 class TokenLogProbs(NamedTuple):
@@ -45,17 +74,21 @@ class TokenLogProbs(NamedTuple):
     kind: tuple[str, ...]  # of KINDS
 
 
-KINDS = ("exact", "relaxed", "corrected")
+KINDS = ("exact", "relaxed", "corrected", "trusted")
 """Kinds of tokens by their numbers in `core.types`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Completion:
-    """What one prompt got. `seconds` is the wall time of its batch's decoding, prefill included."""
+    """What one prompt got.
+
+    `seconds` is the wall time of its row, from its prefill until the host has seen it end. `metrics` are of what was
+    decoded: where a stop string ends a text, some tokens after it among them.
+    """
 
     request: Request
-    text: str  # "" where the checkpoint has no tokenizer
-    tokens: list[int]  # new tokens, the stop token included
+    text: str  # "" where the checkpoint has no tokenizer; it ends before a stop string
+    tokens: list[int]  # new tokens, the stop token included, or the one that completes a stop string
     finish_reason: str  # "stop", "length", or "failed": the target's logits were not finite there
     metrics: Metrics
     seconds: float
@@ -73,6 +106,7 @@ class Result:
     completions: list[Completion]
     metrics: Metrics  # totals over all prompts
     seconds: float
+    forwards: int  # of the target, each over all rows that decode side by side
 
     @property
     def text(self) -> list[str]:
@@ -103,17 +137,29 @@ class StreamEvent:
 
 def make_requests(
     target: Pretrained,
-    prompts: str | Sequence[str] | Sequence[Sequence[int]],
+    prompts: Prompts,
     *,
     chat: bool = False,
+    system: str | None = None,
+    template_args: Mapping[str, Any] | None = None,
     ignore_eos: bool = False,
+    samples: int = 1,
     **options: Any,
 ) -> list[Request]:
-    """Tokenize prompts and spread options over them; see `generate`."""
+    """Tokenize prompts and spread options over them; see `generate`. The samples of a prompt follow each other."""
+    if samples < 1:
+        raise MarsError(f"samples is {samples}: ask for at least 1.")
     given: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
     if not given:
         raise MarsError("there are no prompts: give at least one.")
-    known = {f.name for f in dataclasses.fields(Request)} - {"prompt", "prompt_tokens", "id"}
+    if all(isinstance(turn, Mapping) for turn in given):  # one conversation
+        given = [given]
+    if (system is not None or template_args) and not (chat or any(map(_is_conversation, given))):
+        raise MarsError(
+            "system and template_args do not apply to plain texts: give chat=True, or conversations."
+        )
+    known = {f.name for f in dataclasses.fields(Request)} | {"banned_tokens", "relax_constrained", *FIELDS}
+    known -= {"prompt", "messages", "prompt_tokens", "id"}
     for name in options.keys() - known:
         for row in specs.RULES.values():
             if name in row.settings:
@@ -123,20 +169,48 @@ def make_requests(
         raise TypeError(f"generate() got an unexpected keyword argument '{name}'")
     if ignore_eos and "stop_tokens" in options:
         raise MarsError("ignore_eos and stop_tokens contradict each other: leave one of them out.")
+    options = with_constraints(_with_bans(options, len(given)), len(given))
     if "stop_tokens" not in options:
         options["stop_tokens"] = () if ignore_eos else target.stop_tokens
+    if samples > 1:
+        options.setdefault("seed", 0)
     requests = []
     for index, prompt in enumerate(given):
         chosen = {name: _spread(name, value, index, len(given)) for name, value in options.items()}
+        for name in ("relax_in", "strict_in"):
+            if name in chosen:
+                chosen[name] = names_of(chosen[name])
+        if chosen.get("logit_bias"):
+            _check_bias(target, chosen["logit_bias"])
+        if chosen.get("stop_strings"):
+            chosen = _with_special(target, chosen)
         if isinstance(prompt, str):
-            requests.append(
-                Request(prompt=prompt, prompt_tokens=tuple(target.encode(prompt, chat=chat)), **chosen)
-            )
+            ids = target.encode(prompt, chat=chat, system=system, template_args=template_args)
+            requests.append(Request(prompt=prompt, prompt_tokens=tuple(ids), **chosen))
+        elif _is_conversation(prompt):
+            ids = target.encode_chat(prompt, system=system, template_args=template_args)
+            requests.append(Request(messages=tuple(prompt), prompt_tokens=tuple(ids), **chosen))
         else:
             ids = _token_ids(prompt, f"prompt {index}")
             target.check_tokens(ids)
             requests.append(Request(prompt_tokens=ids, **chosen))
-    return requests
+    if samples == 1:
+        return requests
+    if any(request.temperature == 0 for request in requests):
+        raise MarsError(
+            "samples do not apply at temperature 0, where all are the same: give a temperature above 0."
+        )
+    # One seed for all counts up over the samples; of a prompt's own seed its samples count up from it.
+    one = isinstance(options["seed"], int | np.integer)
+    return [
+        dataclasses.replace(request, seed=request.seed + sample + index * (samples - 1) * one)
+        for index, request in enumerate(requests)
+        for sample in range(samples)
+    ]
+
+
+def _is_conversation(prompt: Any) -> bool:
+    return isinstance(prompt, list | tuple) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
 def _token_ids(values: Any, name: str) -> tuple[int, ...]:
@@ -149,9 +223,67 @@ def _token_ids(values: Any, name: str) -> tuple[int, ...]:
         raise MarsError(f"{name} is {values!r}: expected token ids, a sequence of whole numbers.") from None
 
 
+def _with_special(target: Pretrained, chosen: dict[str, Any]) -> dict[str, Any]:
+    """Options with stop strings that are a special token of the tokenizer's, which no text shows, as stop tokens."""
+    if not target.has_tokenizer:
+        raise MarsError(
+            f"stop_strings do not apply to '{target.name}', which has no tokenizer: give stop_tokens."
+        )
+    special = {str(token): i for i, token in target.tokenizer.added_tokens_decoder.items() if token.special}
+    strings = chosen["stop_strings"]
+    tokens = dict.fromkeys([*chosen["stop_tokens"], *(special[s] for s in strings if s in special)])
+    return chosen | {
+        "stop_tokens": tuple(tokens),
+        "stop_strings": tuple(s for s in strings if s not in special),
+    }
+
+
+def _with_bans(options: dict[str, Any], count: int) -> dict[str, Any]:
+    """Options whose banned tokens are biases of -inf, and whose biases are pairs of each prompt."""
+    made = {name: value for name, value in options.items() if name not in ("logit_bias", "banned_tokens")}
+    bias, banned = options.get("logit_bias"), options.get("banned_tokens")
+    if not bias and banned is None:
+        return made
+    biases = [bias] * count if bias is None or isinstance(bias, Mapping) else list(bias)
+    if len(biases) != count:
+        raise MarsError(
+            f"logit_bias has {len(biases)} values for {count} prompts: give one, or one per prompt."
+        )
+    bans = [() if banned is None else _spread("stop_tokens", banned, i, count) for i in range(count)]
+    pairs = [dict(b or {}) | dict.fromkeys(ids, -math.inf) for b, ids in zip(biases, bans, strict=True)]
+    return made | {"logit_bias": [tuple((int(i), float(x)) for i, x in one.items()) for one in pairs]}
+
+
+def _check_bias(target: Pretrained, pairs: Sequence[tuple[int, float]]) -> None:
+    for token, value in pairs:
+        if not 0 <= token < target.config.vocab_size or not value <= LARGEST_FLOAT:
+            raise MarsError(
+                f"logit_bias has {token}: {value}: expected one of the {target.config.vocab_size} tokens of "
+                f"'{target.name}' and a number, or -inf to ban it."
+            )
+
+
+def _strings(value: Any) -> tuple[str, ...]:
+    """One stop string or several, none of them empty."""
+    given = (value,) if isinstance(value, str) else tuple(value)
+    if not all(isinstance(text, str) and text for text in given):
+        raise MarsError(f"stop_strings is {value!r}: expected texts of at least one character.")
+    return given
+
+
 def _spread(name: str, value: Any, index: int, count: int) -> Any:
     """What prompt number `index` of `count` takes of an option: the one value for all, or its own."""
     many = isinstance(value, list | tuple | np.ndarray | jax.Array) and getattr(value, "ndim", 1) > 0
+    if name in ("relax_in", "strict_in"):  # those of every prompt
+        return value
+    if name == "stop_strings":
+        if not many or not any(isinstance(one, list | tuple) for one in value):
+            return _strings(value)  # those of every prompt
+        if len(value) != count:
+            raise MarsError(
+                f"stop_strings has {len(value)} values for {count} prompts: give texts, or a list for each."
+            )
+        return _strings(value[index])
     if name == "stop_tokens":
         value = value if many else (value,)
         many = (
@@ -159,7 +291,7 @@ def _spread(name: str, value: Any, index: int, count: int) -> Any:
         )
         if not many:  # a flat sequence is one row's worth
             return _token_ids(value, name)
-    if many:
+    if many or name == "logit_bias":
         if len(value) != count:
             raise MarsError(
                 f"{name} has {len(value)} values for {count} prompts: give one, or one per prompt."

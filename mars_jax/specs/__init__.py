@@ -7,7 +7,7 @@ Oracle: tests/test_specs.py, which holds every row against its factory.
 """
 
 from mars_jax.core.errors import MarsError
-from mars_jax.core.settings import CONTROLS, LARGEST_INT, Range, Setting, by_name
+from mars_jax.core.settings import CONTROLS, EDITS, LARGEST_INT, Range, Setting, by_name
 from mars_jax.specs.choice import Given, RuleChoice, choose, not_in
 from mars_jax.specs.drafts import (
     DRAFTERS,
@@ -24,12 +24,15 @@ from mars_jax.specs.row import MARGINS, NEEDS, UNLIMITED_RUN, Rule
 from mars_jax.specs.rules import RULES, check_setting, rule
 
 DTYPES = ("float32", "bfloat16", "int8")
-"""Of weights."""
-TRAINED = ("eagle3", "eagle1", "medusa", "model")
-"""Drafters that `training.distill` makes; an eagle3 or eagle1 is drafted with as eagle:PATH."""
+"""Of weights, and of keys and values."""
+ATTENTION = ("xla", "pallas")
+"""Forms of a target's attention that a user chooses from; see `models.language_model`."""
+TRAINED = ("eagle3", "eagle1", "medusa", "dflash", "model", "sprinter", "via_sd", "diversed")
+"""What `training.distill` makes: drafters, of which an eagle3 or eagle1 is drafted with as eagle:PATH, and the head of
+the rule diversed."""
 FILTERS = ("top_k", "top_p", "min_p")
 """Settings that only sampling reads; their defaults are off."""
-REQUEST = CONTROLS | by_name(
+REQUEST = (CONTROLS | EDITS) | by_name(
     Setting(
         name="seed",
         kind=int,
@@ -63,12 +66,29 @@ REQUEST = CONTROLS | by_name(
         metavar="N",
         help="tokens drafted in a row",
     ),
+    Setting(
+        name="samples",
+        kind=int,
+        ranges=Range("a whole number of at least 1", 1, LARGEST_INT),
+        metavar="N",
+        help="completions of each prompt, which follow each other; they need a temperature (default: 1)",
+    ),
+    Setting(
+        name="prefill_chunk",
+        kind=int,
+        ranges=Range("a whole number from 1 to 65536", 1, 2**16),
+        metavar="N",
+        help="prompt tokens read at a time, by target and draft model (default: on a CPU 64, or 256 in long "
+        "buffers; elsewhere 512)",
+    ),
 )
 """Settings of a request and of its batch. Those that are `per_row` may stand in a row of a prompts file."""
 
 __all__ = [
+    "ATTENTION",
     "DRAFTERS",
     "DTYPES",
+    "EDITS",
     "FILTERS",
     "MARGINS",
     "NEEDS",
@@ -100,10 +120,10 @@ __all__ = [
 ]
 
 
-def check_dtype(dtype: str | None) -> None:
-    """Raise MarsError for a dtype of weights that is none of `DTYPES`; None is the checkpoint's own.
+def check_dtype(dtype: str | None, *, shown: str = "dtype") -> None:
+    """Raise MarsError for a dtype of weights, or of a cache, that is none of `DTYPES`; None is the default.
 
     >>> check_dtype("bfloat16")
     """
     if dtype is not None and dtype not in DTYPES:
-        raise MarsError(f"dtype '{dtype}' is not supported: choose one of {', '.join(DTYPES)}.")
+        raise MarsError(f"{shown} '{dtype}' is not supported: choose one of {', '.join(DTYPES)}.")

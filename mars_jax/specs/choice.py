@@ -10,7 +10,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-from mars_jax.core.errors import MarsError
+from mars_jax.core.errors import MarsError, did_you_mean
 from mars_jax.core.settings import Setting
 from mars_jax.specs.own import find, is_own
 from mars_jax.specs.row import Rule
@@ -48,10 +48,15 @@ class RuleChoice:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Of the rule and of its base, as far as the table knows."""
+        """Of the rule and of its base, as far as the table knows; blocks are chains.
+
+        >>> sorted(choose("mars", {"base": Given("rejection", "--base"), "block": Given("true", "--block")}).needs)
+        ['chain', 'draft', 'q']
+        """
         base = self._structure().get("base")
         of_base = RULES[base].needs if base in RULES and not is_own(self.spec) else ()
-        return frozenset((*self.row.needs, *of_base))
+        of_block = ("chain",) if not is_own(self.spec) and self.settings.get("block") else ()
+        return frozenset((*self.row.needs, *of_base, *of_block))
 
     @property
     def options(self) -> dict[str, Setting]:
@@ -116,7 +121,8 @@ def choose(spec: str, given: Mapping[str, Given]) -> RuleChoice:
         choice = RuleChoice(spec, chosen)
         text, shown = given[name]
         if name not in choice.options:
-            raise MarsError(f"{shown} does not apply to {not_in(choice, name)}.")
+            near = did_you_mean(name, choice.options)
+            raise MarsError(f"{shown}{near} does not apply to {not_in(choice, name)}.")
         setting, structure = choice.setting(name)
         chosen[name] = setting.from_text(text, shown=shown, **structure)
     return RuleChoice(spec, chosen)

@@ -6,10 +6,13 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from mars_jax.core.errors import MarsError
+from mars_jax.core.errors import MarsError, did_you_mean
 
 MOST_NODES = 1024
 """Nodes of the largest tree: every one is a node of the one target forward, which past this is no longer cheap."""
+MIXTURE_LENGTH = 3
+"""Of a chain for a mixture of experts. Every node reads experts of its own: of 128 experts, 8 a token, a chain of 3
+reads 23% and a tree of 60 nodes 98%."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +61,12 @@ class DraftKind:
     samples: bool = False  # has a distribution, and draws from it for rejection
     stops: bool = False  # heeds draft_stop
     length: int | None = None  # of a chain unless told otherwise; None: as many as it has, or none at all
+    resizes: bool = False  # drafts chains of any length over one state, so that each step may choose its own
     grows: bool = False  # drafts a dynamic tree unless told otherwise
+    trusts: bool = False  # vouches for its own drafts, so that no rule is lossless with it
+    block: bool = (
+        False  # drafts a block at once: its usual tree is as deep as the block, which the checkpoint says
+    )
     paper: str = ""
 
     @property
@@ -70,6 +78,23 @@ class DraftKind:
         """
         return f"{self.name}:PATH" if self.path else self.name
 
+    def usual(self, *, mixture: bool, sample: bool = False) -> tuple[int | None, Dynamic | None]:
+        """What it drafts where neither a length nor a tree is asked for: the length of a chain, and a tree instead.
+
+        Args:
+          mixture: the target is a mixture of experts.
+          sample: the draft is drawn, so it is a chain.
+
+        >>> DRAFTERS["model"].usual(mixture=False), DRAFTERS["eagle"].usual(mixture=True)
+        ((5, None), (3, None))
+        """
+        # What it vouches for itself costs the target no experts that are read in vain.
+        short = mixture and not self.trusts
+        length = self.length and min(self.length, MIXTURE_LENGTH if short else self.length)
+        if self.block and mixture:
+            length = MIXTURE_LENGTH
+        return length, Dynamic() if self.grows and not (mixture or sample) else None
+
     def as_json(self) -> dict[str, Any]:
         """The row, for `--list-drafters --json`."""
         return dataclasses.asdict(self)
@@ -79,7 +104,7 @@ DRAFTERS: dict[str, DraftKind] = {
     row.name: row
     for row in (
         DraftKind(name="none", help="plain autoregression"),
-        DraftKind(name="ngram", help="copy from the text so far", length=8, paper="2304.04487"),
+        DraftKind(name="ngram", help="copy from the text so far", length=8, resizes=True, paper="2304.04487"),
         DraftKind(
             name="model",
             help="a small model with the target's tokenizer",
@@ -89,6 +114,7 @@ DRAFTERS: dict[str, DraftKind] = {
             samples=True,
             stops=True,
             length=5,
+            resizes=True,
             paper="2211.17192",
         ),
         DraftKind(
@@ -100,6 +126,7 @@ DRAFTERS: dict[str, DraftKind] = {
             samples=True,
             stops=True,
             length=5,
+            resizes=True,
             grows=True,
             paper="2401.15077, 2406.16858, 2503.01840",
         ),
@@ -111,6 +138,50 @@ DRAFTERS: dict[str, DraftKind] = {
             samples=True,
             stops=True,
             paper="2401.10774",
+        ),
+        DraftKind(
+            name="sprinter",
+            help="a small model that goes on until its classifier doubts",
+            path=True,
+            samples=True,
+            length=20,
+            trusts=True,
+            paper="2502.04557",
+        ),
+        DraftKind(
+            name="trispec",
+            help="a small model, and a proxy that vouches for its drafts",
+            path=True,
+            length=24,
+            trusts=True,
+            paper="2601.23180",
+        ),
+        DraftKind(
+            name="via_sd",
+            help="a small model, and the target without some layers, which vouches for its drafts",
+            path=True,
+            length=24,
+            trusts=True,
+            paper="2606.12243",
+        ),
+        DraftKind(
+            name="replay",
+            help="copy from earlier answers, the rows of a file, or from the text so far",
+            path=True,
+            length=8,
+            resizes=True,
+            paper="2509.23232",
+        ),
+        DraftKind(
+            name="dflash",
+            help="a DFlash or DSpark head of the target",
+            path=True,
+            trees=True,
+            dynamic=True,
+            samples=True,
+            stops=True,
+            block=True,
+            paper="2602.06036; trees: 2604.12989",
         ),
     )
 }
@@ -160,7 +231,8 @@ def parse_draft(spec: str, *, shown: str = "the drafter", among: Iterable[str] =
     kind, colon, path = spec.partition(":")
     among = list(among)
     if kind not in among or DRAFTERS[kind].path != bool(path) or (colon and not path):
-        raise MarsError(f"{shown} is {spec}: expected {draft_words(among)}.")
+        near = did_you_mean(kind, among)
+        raise MarsError(f"{shown} is {spec}{near}: expected {draft_words(among)}.")
     return DraftSpec(kind, path)
 
 

@@ -19,8 +19,10 @@ MARGINS = {
 """What a threshold may bound, as `kernels_pallas.MARGINS` computes it."""
 NEEDS = {
     "draft": "a draft, about which it decides",
+    "q": "the draft's true probabilities",
     "chain": "chains, no trees",
     "weights": "weights of its own, as NAME:PATH",
+    "draft_hidden": "what the draft knew, where its head reads that",
     "long": "drafts of a sure length: no ngram, no draft_stop",
 }
 """What a rule may need, in words."""
@@ -131,7 +133,9 @@ BASE = Setting(
     flag=True,
     help="the strict rule that is relaxed",
 )
-BLOCK = Setting(name="block", kind=bool, default=False, flag=True, help="by whole blocks, not by tokens")
+BLOCK = Setting(
+    name="block", kind=bool, default=False, flag=True, help="by whole blocks, not by tokens; chains only"
+)
 MAX_RELAXED_RUN = number(
     "max_relaxed_run",
     UNLIMITED_RUN,
@@ -163,8 +167,8 @@ REJECTION = Rule(
     factory="mars_jax.verify.rejection:rejection",
     help="speculative sampling with the draft's true probabilities",
     lossless=True,
-    needs=("draft", "chain"),
-    paper="2211.17192, 2302.01318; block: 2403.10444",
+    needs=("draft", "q"),
+    paper="2211.17192, 2302.01318; siblings: 2305.09781; block: 2403.10444",
     settings=by_name(BLOCK),
 )
 
@@ -190,14 +194,16 @@ def edges(
     )
 
 
-def distributions(name: str, help: str, paper: str, *settings: Setting) -> Rule:
-    """A rule that verifies another distribution than the target's, by rejection."""
+def distributions(
+    name: str, help: str, paper: str, *settings: Setting, chain: bool = False, needs: tuple[str, ...] = ()
+) -> Rule:
+    """A rule that verifies another distribution than the target's, by rejection; of chains alone where `chain`."""
     return Rule(
         name=name,
         factory=f"mars_jax.verify.{name}:{name}",
         help=help,
         lossless=False,
-        needs=("draft", "chain"),
+        needs=("draft", "q", *(("chain",) if chain else ()), *needs),
         paper=paper,
         settings=by_name(*settings, EXACT_PREFIX),
     )

@@ -6,11 +6,10 @@ A new rule is one file in `mars_jax/verify`, one row of `RULES` and one row of t
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 from typing import Any
 
-from mars_jax.core.errors import MarsError
+from mars_jax.core.errors import MarsError, did_you_mean
 from mars_jax.core.settings import LARGEST_FLOAT, LARGEST_INT, Range, Setting, by_name
 from mars_jax.specs.row import (
     BASE,
@@ -42,6 +41,13 @@ _NATS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0, 1.5, 2.0, 3.0)
 _ENTROPIES = (4.0, 3.5, 3.0, 2.5, 2.0, 1.75, 1.5, 1.25, 1.0, 0.8, 0.6, 0.4, 0.2)
 _UNSURE = (1.05, 1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05)
 _WHOLE = Range("a whole number of at least 0", 0, LARGEST_INT)
+_SHIFT = Range(
+    "a finite number, or inf, which is lossless",
+    -LARGEST_FLOAT,
+    LARGEST_FLOAT,
+    inf=True,
+    grid=(4.0, 3.0, 2.0, 1.0, 0.5, 0.0, -0.5, -1.0, -2.0, -3.0),
+)
 _STRICT = "above 0 and at most 1 for the margin {}, or inf, which is strict"
 
 RULES: dict[str, Rule] = {
@@ -177,6 +183,43 @@ RULES: dict[str, Rule] = {
             base=None,
         ),
         edges(
+            "phrase",
+            "also keeps what is drafted where it and what follows it cost little of the target's logits together",
+            "after 2511.22972",
+            number(
+                "bound",
+                1.0,
+                Range(
+                    "a finite number of at least 0 (0 is strict)",
+                    0,
+                    LARGEST_FLOAT,
+                    grid=(0.25, 0.5, 1.0, 2.0, 4.0),
+                ),
+                "nats that the whole stretch may cost; 0 never relaxes",
+            ),
+            number(
+                "window",
+                2,
+                _WHOLE,
+                "tokens after it that belong to the stretch; drafts must be longer",
+                kind=int,
+            ),
+            base=None,
+        ),
+        edges(
+            "equivalent",
+            "also keeps what means the same as the target's token, by a table",
+            "after 2601.15498",
+            number(
+                "gap",
+                2.0,
+                Range("a number of at least 0, or inf (0 is strict)", 0, grid=(0.5, 1.0, 2.0, 4.0)),
+                "nats by which it may fall short of the target's best; 0 never relaxes",
+            ),
+            base=None,
+            needs=("weights",),
+        ),
+        edges(
             "budget",
             "also keeps what costs little of the target's logits, while a budget lasts",
             "2608.03447",
@@ -225,6 +268,19 @@ RULES: dict[str, Rule] = {
             BLOCK,
         ),
         distributions(
+            "diversed",
+            "follows a mixture of target and draft, whose weight a trained head gives",
+            "2604.07622",
+            number(
+                "shift",
+                0.0,
+                _SHIFT,
+                "added to the head's log odds of the target; inf is lossless",
+            ),
+            BLOCK,
+            needs=("weights",),
+        ),
+        distributions(
             "cactus",
             "verifies against the target with more of the drafted token, within a divergence",
             "2604.04987",
@@ -234,6 +290,7 @@ RULES: dict[str, Rule] = {
                 _nats("a finite number of at least 0", grid=_HARMS),
                 "how far the target is bent; 0 is lossless",
             ),
+            chain=True,
         ),
         distributions(
             "speccascade",
@@ -271,6 +328,7 @@ RULES: dict[str, Rule] = {
                 Range("a number above 0, or inf", 0, above=True, grid=_RATIOS),
                 "second logit / best above which the two are taken with certainty; never strict",
             ),
+            chain=True,
         ),
         Rule(
             name="simulated",
@@ -305,11 +363,9 @@ def rule(name: str) -> Rule:
     True
     """
     if name not in RULES:
-        near = difflib.get_close_matches(name, RULES, n=1)
-        hint = f" (did you mean {near[0]}?)" if near else ""
         raise MarsError(
-            f"there is no rule '{name}'{hint}: choose one of {', '.join(RULES)}, or name your own, as FILE.py:NAME or "
-            "package.module:NAME."
+            f"there is no rule '{name}'{did_you_mean(name, RULES)}: choose one of {', '.join(RULES)}, or "
+            "name your own, as FILE.py:NAME or package.module:NAME."
         )
     return RULES[name]
 

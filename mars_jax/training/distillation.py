@@ -6,28 +6,33 @@ with the exported drafter reaches (tests/cli/test_distill.py).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from mars_jax.core.errors import MarsError
+from mars_jax.core.mesh import names_of, size_of
 from mars_jax.core.types import PyTree
+from mars_jax.models import dflash as block_head
 from mars_jax.models import eagle, medusa
 from mars_jax.models.config import ModelConfig
+from mars_jax.models.dflash import DFlashConfig
 from mars_jax.models.eagle import EagleConfig
 from mars_jax.models.medusa import MedusaConfig
 from mars_jax.models.transformer import init_params, language_model
-from mars_jax.training import data, heads
+from mars_jax.training import blocks, data, heads
+from mars_jax.training.features import Feed
 from mars_jax.training.loop import Objective, fit
 from mars_jax.training.objectives import Divergence, predict
-from mars_jax.training.recipe import muon, plot
+from mars_jax.training.recipe import DECAY, muon, plot
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -187,6 +192,89 @@ def medusa_heads(
     )
 
 
+def block_layers(target: ModelConfig, count: int = 5) -> tuple[int, ...]:
+    """The layers whose outputs a DFlash head reads: `count` spread as published, or the thirds of a shallow target.
+
+    >>> block_layers(ModelConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_layers=36, num_heads=1))
+    (1, 9, 17, 25, 33)
+    """
+    if target.num_layers < 12:
+        return feature_layers(target)
+    return tuple(round(1 + i * (target.num_layers - 4) / max(count - 1, 1)) for i in range(count))
+
+
+def dflash(
+    target: ModelConfig,
+    params: PyTree,
+    *,
+    ids: np.ndarray | None = None,
+    layers: Sequence[int] | None = None,
+    depth: int = 5,
+    block_size: int = 16,
+    mask_token: int | None = None,
+    from_anchor: bool = False,
+    markov_rank: int = 0,
+    confidence: bool = False,
+    intermediate_size: int | None = None,
+    divergence: Divergence,
+    seed: int = 0,
+) -> Apprentice:
+    """A DFlash head, begun from its target: its last norm, its last feature passed through, its embeddings shared.
+
+    Args:
+      target, params, ids, seed: as for `eagle3`.
+      layers: of the target, default: `block_layers`.
+      depth: layers of the head.
+      block_size, from_anchor, markov_rank, confidence: see `DFlashConfig`.
+      mask_token: default: the token that begins a text, or ends one.
+      intermediate_size: of the layers' MLPs, default: the target's.
+      divergence: see `blocks.dflash`.
+    """
+    layers = tuple(block_layers(target) if layers is None else layers)
+    if mask_token is None:
+        known = (target.bos_token_id, *target.eos_token_ids)
+        mask_token = next((token for token in known if token is not None), 0)
+    size = target.hidden_size
+    config = DFlashConfig(
+        layer=dataclasses.replace(
+            _layer(target, intermediate_size), family="qwen3", qk_norm=True, num_layers=depth, windows=()
+        ),
+        target_hidden_size=size,
+        feature_layers=layers,
+        block_size=block_size,
+        mask_token=mask_token,
+        draft_vocab_size=target.vocab_size if ids is None else len(ids),
+        from_anchor=from_anchor,
+        own_unembed=ids is not None,
+        markov_rank=markov_rank,
+        confidence=confidence,
+        confidence_bias=confidence,
+        confidence_markov=confidence and markov_rank > 0,
+    )
+    chosen = None if ids is None else jnp.asarray(ids, jnp.int32)
+
+    def init() -> PyTree:
+        made = block_head.init_params(config, jax.random.key(seed))
+        made.pop("ids", None)
+        made["norm"] = jnp.array(params["norm"], jnp.float32)
+        made["fc"] = made["fc"].at[:, -size:].add(jnp.eye(size))
+        if chosen is not None:
+            unembed = params["embed" if target.tie_embeddings else "unembed"].astype(jnp.float32)
+            made["unembed"] = jnp.array(unembed[chosen])
+        if markov_rank:  # it begins as no correction at all
+            made["markov_out"] = jnp.zeros_like(made["markov_out"])
+        return made
+
+    model = language_model(target, dtype="bfloat16", feature_layers=layers)
+    return Apprentice(
+        config=config,
+        init=init,
+        objective=blocks.dflash(config, model, ids=chosen, divergence=divergence),
+        panels=_panels(config.drafts),
+        ids=chosen,
+    )
+
+
 def small_model(
     target: ModelConfig, draft: ModelConfig, first: PyTree | None, *, divergence: Divergence, seed: int = 0
 ) -> Apprentice:
@@ -241,12 +329,13 @@ def train(
     learning_rate: float = 1e-3,
     seed: int = 0,
     devices: Sequence[Any] | None = None,
+    mesh: Mesh | None = None,
 ) -> PyTree:
     """Train an apprentice; killed and called again with the same arguments it continues bit for bit.
 
     Args:
       apprentice: from one of the functions above.
-      teacher: the target's params.
+      teacher: the target's params, on the mesh if there is one.
       streams: the text.
       work: directory of checkpoints, log.jsonl and plot.png.
       tokens: to train on.
@@ -254,6 +343,8 @@ def train(
       learning_rate: the peak; see `recipe.muon`.
       seed: of the order of the text.
       devices: to train on, the rows of a step divided among them; default: one.
+      mesh: instead of them, the target divided over its axis `model`, as it was loaded, and the rows over `data`. The
+        apprentice is whole on every device.
 
     Returns:
       The trained params in float32, `ids` among them where there is a draft vocabulary.
@@ -263,32 +354,99 @@ def train(
     """
     devices = list(devices or jax.devices()[:1])
     rows = max(1, step_tokens // length)
-    if rows % len(devices):
+    parts = len(devices) if mesh is None else size_of("data", mesh)
+    if rows % parts:
         raise MarsError(
-            f"{rows} rows of {length} tokens cannot be divided among {len(devices)} devices: choose a number of tokens "
+            f"{rows} rows of {length} tokens cannot be divided among {parts} devices: choose a number of tokens "
             "per step that makes a multiple of them."
         )
     by_row = everywhere = SingleDeviceSharding(devices[0])
-    if len(devices) > 1:
-        mesh = jax.make_mesh((len(devices),), ("data",), axis_types=(AxisType.Auto,), devices=devices)
-        by_row, everywhere = NamedSharding(mesh, PartitionSpec("data")), NamedSharding(mesh, PartitionSpec())
+    over = mesh
+    if mesh is None and len(devices) > 1:
+        over = jax.make_mesh((len(devices),), ("data",), axis_types=(AxisType.Auto,), devices=devices)
+    if over is not None:
+        names = ("data",) if mesh is None else names_of("data", over)
+        by_row = NamedSharding(over, PartitionSpec(names or None))
+        everywhere = NamedSharding(over, PartitionSpec())
     steps = max(1, round(tokens / (rows * length)))
     batches = data.batches(streams, steps=steps, tokens=rows * length, lengths={length: 1.0}, seed=seed)
     # Cast once: the copy that the objective reads.
-    low = jax.device_put(jax.tree.map(lambda x: x.astype(jnp.bfloat16), teacher), everywhere)
+    low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), teacher)
+    if mesh is None:
+        low = jax.device_put(low, everywhere)
     work = Path(work)
+    with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+        params = fit(
+            apprentice.objective,
+            muon(learning_rate, steps),
+            lambda: jax.device_put(apprentice.init(), everywhere),
+            lambda step: (jax.device_put(batches(step), by_row), low),
+            steps=steps,
+            directory=work,
+            tokens_per_step=rows * length,
+            decay=DECAY,
+            description="distilling",
+        )
+    plot(work / "log.jsonl", work / "plot.png", apprentice.panels, tokens=rows * length)
+    return params if apprentice.ids is None else {**params, "ids": apprentice.ids}
+
+
+def train_on_features(
+    apprentice: Apprentice,
+    teacher: PyTree,
+    feed: Feed,
+    work: str | os.PathLike[str],
+    *,
+    tokens: float,
+    learning_rate: float = 1e-3,
+) -> PyTree:
+    """`train` of an EAGLE-3 head on what its target said before; figures of held-out rows are in `held_out.jsonl`.
+
+    Args:
+      apprentice: from `eagle3`.
+      teacher: the target's params, of which its embedding is read.
+      feed: the batches.
+      work, learning_rate: as for `train`.
+      tokens: to train on, padding among them. A run that was killed may be given another number until its rate falls.
+
+    Raises:
+      MarsError: a run goes on with other tokens and its rate has begun to fall, or more are done.
+    """
+    low = {"embed": teacher["embed"].astype(jnp.bfloat16)}
+    figures = jax.jit(lambda params, batch: apprentice.objective(params, (batch, low))[1])
+    held_out = feed.held_out()
+
+    def measure(params: PyTree) -> dict[str, float]:
+        found = [figures(params, jax.tree.map(jnp.asarray, batch)) for batch in held_out]
+        mean = {name: float(np.mean([f[name] for f in found])) for name in found[0]}
+        return mean | {"tau": tau(mean)}
+
+    work, steps = Path(work), max(1, round(tokens / feed.step_tokens))
     params = fit(
         apprentice.objective,
         muon(learning_rate, steps),
-        lambda: jax.device_put(apprentice.init(), everywhere),
-        lambda step: (jax.device_put(batches(step), by_row), low),
+        apprentice.init,
+        lambda step: (feed.batch(step), low),
         steps=steps,
         directory=work,
-        tokens_per_step=rows * length,
+        tokens_per_step=feed.step_tokens,
+        decay=DECAY,
+        save_every=25,
+        held_out=measure if held_out else None,
         description="distilling",
     )
-    plot(work / "log.jsonl", work / "plot.png", apprentice.panels, tokens=rows * length)
+    plot(work / "log.jsonl", work / "plot.png", apprentice.panels, tokens=feed.step_tokens)
     return params if apprentice.ids is None else {**params, "ids": apprentice.ids}
+
+
+def tau(figures: Mapping[str, float]) -> float:
+    """Tokens of a step with a chain of drafts, of which the i-th is right with `accept_i` where those before it are.
+
+    >>> tau({"accept_1": 0.5, "accept_2": 0.5, "loss": 3.0})
+    1.75
+    """
+    count = sum(name.startswith("accept_") for name in figures)
+    return 1 + float(np.cumprod([figures[f"accept_{i}"] for i in range(1, count + 1)]).sum())
 
 
 def _layer(target: ModelConfig, intermediate_size: int | None) -> ModelConfig:

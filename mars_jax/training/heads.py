@@ -9,7 +9,7 @@ An objective takes (params, (batch, teacher)), for `training.fit`. The target is
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +20,7 @@ from mars_jax.core.types import ForwardOutput, LanguageModel, Params, PyTree, Vi
 from mars_jax.models import eagle as head
 from mars_jax.models.eagle import EagleConfig
 from mars_jax.training.data import Batch
+from mars_jax.training.features import PADDING, Recorded
 from mars_jax.training.loop import Objective
 from mars_jax.training.objectives import Divergence, document_mask, forward_kl, in_documents, read
 
@@ -34,7 +35,42 @@ class Lesson(NamedTuple):
     logits: Array  # f32[B, L, V]; row t is the distribution of token t + 1
 
 
-def teach(target: LanguageModel, teacher: PyTree, batch: Batch) -> Lesson:
+class Told(NamedTuple):
+    """What an EAGLE-3 head learns at its n entries: W draft vocabulary."""
+
+    output: ForwardOutput  # [B, n, ...]; the features that it begins with
+    labels: Array  # f32[B, n, W]; logits of token t + 2 in the draft vocabulary
+    choice: Array  # i32[B, n]; the target's likeliest token t + 2
+    known: Array  # bool[B, n]; it is in the draft vocabulary
+
+
+def _told(target: LanguageModel, teacher: PyTree, batch: Batch | Weighed, ids: Array | None) -> Told:
+    """From the target's own forward."""
+    said = teach(target, teacher, batch)
+    wanted = said.logits[:, 1:]
+    labels = wanted if ids is None else jnp.take(wanted, ids, axis=-1)
+    known = jnp.max(labels, axis=-1) == jnp.max(wanted, axis=-1)
+    return Told(entries(said.output, wanted.shape[1]), labels, jnp.argmax(wanted, axis=-1), known)
+
+
+def _told_by(record: Recorded, vocab_size: int, layers: int, ids: Array | None) -> Told:
+    """From a record, whose likeliest tokens have their own probability and the others one share each of the rest."""
+    rows, length, _ = record.features.shape
+    features = tuple(jnp.split(record.features[:, : length - 1], layers, axis=-1))
+    top, log_probs = record.top[:, 1:], record.log_probs[:, 1:].astype(jnp.float32)
+    rest = jnp.maximum(1 - jnp.sum(jnp.exp(log_probs), axis=-1, keepdims=True), 1e-6)
+    size = vocab_size if ids is None else len(ids)
+    place = top
+    if ids is not None:
+        place = jnp.full((vocab_size,), size, jnp.int32).at[ids].set(jnp.arange(size, dtype=jnp.int32))[top]
+    labels = jnp.broadcast_to(jnp.log(rest / (vocab_size - top.shape[-1])), (rows, length - 1, size))
+    row, entry = jnp.indices((rows, length - 1), dtype=jnp.int32, sparse=True)
+    labels = labels.at[row[..., None], entry[..., None], place].set(log_probs, mode="drop")
+    nothing = jnp.zeros((rows, length - 1, 0), features[0].dtype)
+    return Told(ForwardOutput(nothing, features, ()), labels, top[..., 0], place[..., 0] < size)
+
+
+def teach(target: LanguageModel, teacher: PyTree, batch: Batch | Weighed) -> Lesson:
     """One forward of the target over a batch; no gradient goes into it."""
     tokens, segments = batch.tokens[:, :-1], batch.segments[:, :-1]
     output = read(target, teacher, tokens, segments)
@@ -46,7 +82,8 @@ def _cast(params: PyTree, dtype) -> PyTree:
     return jax.tree.map(lambda x: x.astype(dtype), params)
 
 
-def _entries(output: ForwardOutput, count: int) -> ForwardOutput:
+def entries(output: ForwardOutput, count: int) -> ForwardOutput:
+    """The output at the first tokens."""
     return output._replace(
         hidden=output.hidden[:, :count], features=tuple(x[:, :count] for x in output.features)
     )
@@ -56,10 +93,10 @@ def _masked_mean(values: Array, valid: Array) -> Array:
     return jnp.sum(jnp.where(valid, values, 0.0)) / jnp.maximum(jnp.sum(valid, dtype=jnp.float32), 1.0)
 
 
-def _agreement(config: EagleConfig, params: Params, drafted: Array, logits: Array, valid: Array) -> Array:
-    """Share of the entries whose likeliest token is the target's."""
+def _agreement(config: EagleConfig, params: Params, drafted: Array, choice: Array, valid: Array) -> Array:
+    """Share of the entries whose likeliest token is the target's, i32[B, n]."""
     token = head.to_target(config, params, jnp.argmax(drafted, axis=-1))
-    return _masked_mean((token == jnp.argmax(logits, axis=-1)).astype(jnp.float32), valid)
+    return _masked_mean((token == choice).astype(jnp.float32), valid)
 
 
 def eagle3(
@@ -86,56 +123,94 @@ def eagle3(
       steps: how far ahead; step j weighs 0.8**j.
       divergence: of the head's distribution from the target's.
       dtype: of the computation.
+
+    A batch is tokens, which the target reads here, or `Recorded` rows of it, which it has read before; of its params
+    the embedding is enough for those.
     """
 
-    def objective(params: PyTree, lesson: tuple[Batch, PyTree]) -> tuple[Array, dict[str, Array]]:
+    def objective(
+        params: PyTree, lesson: tuple[Batch | Recorded | Weighed, PyTree]
+    ) -> tuple[Array, dict[str, Array]]:
         batch, teacher = lesson
-        said = teach(target, teacher, batch)
-        rows, length = batch.tokens[:, :-1].shape
-        n = length - 1
+        if isinstance(batch, Recorded):
+            told = _told_by(batch, target.vocab_size, len(config.feature_layers), ids)
+        else:
+            told = _told(target, teacher, batch, ids)
+        known = told.known & batch.wanted[:, 2:] if isinstance(batch, Weighed) else told.known
         both = Params(target=teacher, draft=_cast(params, dtype) | ({} if ids is None else {"ids": ids}))
-        wanted = said.logits[:, 1:]
-        labels = wanted if ids is None else jnp.take(wanted, ids, axis=-1)
-        known = jnp.max(labels, axis=-1) == jnp.max(wanted, axis=-1)
-
-        feature = head.fuse(config, both.draft, _entries(said.output, n))
-        following, segments = batch.tokens[:, 1:length], batch.segments[:, :length]
-        entry = jnp.arange(n, dtype=jnp.int32)
-        position = jnp.broadcast_to(entry, (rows, n))
-        together = document_mask(segments[:, :n])
-        cache = head.init_cache(config, rows, steps * n, dtype)
         total, figures = jnp.float32(0), {}
-        for j in range(steps):
-            distance = (entry[:, None] - entry[None, :])[None]  # from the entry attended to
-            blocks = [together & (distance >= j)]
-            blocks += [jnp.broadcast_to(distance == j - i, together.shape) for i in range(1, j + 1)]
-            blocks += [jnp.zeros(together.shape, bool)] * (steps - j - 1)
-            hidden, cache = head.forward(
-                config,
-                target,
-                both,
-                feature,
-                following,
-                Visible(
-                    first=jnp.zeros((rows,), jnp.int32),
-                    positions=position,
-                    slot=jnp.full((rows,), j * n, jnp.int32),
-                    seen=jnp.concatenate(blocks, axis=2),
-                    seen_positions=jnp.tile(position, (1, steps)),
-                ),
-                cache,
-            )
-            drafted = head.unembed(config, target, both, hidden)
-            # From the last of the target's features to the token that is embedded, one document.
-            valid = (jnp.roll(segments[:, :n], j, axis=1) == segments[:, 1:]) & (entry >= j)[None]
-            loss = _masked_mean(divergence(labels, drafted), valid & known)
+        chain = drafted_ahead(config, target, both, told.output, batch.tokens, batch.segments, steps, dtype)
+        for j, (drafted, valid) in enumerate(chain):
+            loss = _masked_mean(divergence(told.labels, drafted), valid & known)
             total = total + DECAY**j * loss
             figures[f"loss_{j + 1}"] = loss
-            figures[f"accept_{j + 1}"] = _agreement(config, both, drafted, wanted, valid)
-            feature = jnp.roll(hidden, 1, axis=1).astype(feature.dtype)
+            figures[f"accept_{j + 1}"] = _agreement(config, both, drafted, told.choice, valid)
         return total / sum(DECAY**j for j in range(steps)), figures
 
     return objective
+
+
+class Weighed(NamedTuple):
+    """A `Batch`, of which some tokens alone are learned."""
+
+    tokens: Any  # i32[B, L + 1]
+    segments: Any  # i32[B, L + 1]
+    wanted: Any  # bool[B, L + 1]
+
+
+def drafted_ahead(
+    config: EagleConfig,
+    target: LanguageModel,
+    both: Params,
+    output: ForwardOutput,
+    tokens: Array,
+    segments: Array,
+    steps: int,
+    dtype: Any,
+) -> Iterator[tuple[Array, Array]]:
+    """What an EAGLE-3 head drafts from every position at once, one to `steps` tokens ahead; see `eagle3`.
+
+    Args:
+      config, target, both: the head, its target and the weights of the two.
+      output: the target's at the n entries, [B, n, ...].
+      tokens, segments: i32[B, L + 1] with L = n + 1, or as long as the entries ask for.
+      steps, dtype: as for `eagle3`.
+
+    Yields:
+      Step j: logits f32[B, n, W], whose entry t is about token t + 2 and was begun at entry t - j; and where that is
+      inside of one document, bool[B, n].
+    """
+    feature = head.fuse(config, both.draft, output)
+    rows, n = feature.shape[:2]
+    following, segments = tokens[:, 1 : n + 1], segments[:, : n + 1]
+    entry = jnp.arange(n, dtype=jnp.int32)
+    position = jnp.broadcast_to(entry, (rows, n))
+    together = document_mask(segments[:, :n])
+    cache = head.init_cache(config, rows, steps * n, dtype)
+    for j in range(steps):
+        distance = (entry[:, None] - entry[None, :])[None]  # from the entry attended to
+        blocks = [together & (distance >= j)]
+        blocks += [jnp.broadcast_to(distance == j - i, together.shape) for i in range(1, j + 1)]
+        blocks += [jnp.zeros(together.shape, bool)] * (steps - j - 1)
+        hidden, cache = head.forward(
+            config,
+            target,
+            both,
+            feature,
+            following,
+            Visible(
+                first=jnp.zeros((rows,), jnp.int32),
+                positions=position,
+                slot=jnp.full((rows,), j * n, jnp.int32),
+                seen=jnp.concatenate(blocks, axis=2),
+                seen_positions=jnp.tile(position, (1, steps)),
+            ),
+            cache,
+        )
+        # From the last of the target's features to the token that is embedded, one document.
+        valid = (jnp.roll(segments[:, :n], j, axis=1) == segments[:, 1:]) & (entry >= j)[None]
+        yield head.unembed(config, target, both, hidden), valid & (segments[:, 1:] != PADDING)
+        feature = jnp.roll(hidden, 1, axis=1).astype(feature.dtype)
 
 
 def eagle1(
@@ -185,7 +260,7 @@ def eagle1(
         figures = {
             "regression": regression,
             "token": token,
-            "accept_1": _agreement(config, both, drafted, wanted, valid),
+            "accept_1": _agreement(config, both, drafted, jnp.argmax(wanted, axis=-1), valid),
         }
         return regression + token_weight * token, figures
 

@@ -31,7 +31,7 @@ def warmup_stable_decay(peak: float, steps: int, *, warmup: int, decay: float) -
     >>> [round(float(schedule(i)), 3) for i in (0, 10, 80, 90, 100)]
     [0.0, 0.1, 0.1, 0.05, 0.0]
     """
-    falling = max(1, round(steps * decay))
+    falling = _falling(steps, decay)
     return optax.join_schedules(
         [
             optax.linear_schedule(0.0, peak, warmup),
@@ -40,6 +40,10 @@ def warmup_stable_decay(peak: float, steps: int, *, warmup: int, decay: float) -
         ],
         [warmup, steps - falling],
     )
+
+
+def _falling(steps: int, decay: float) -> int:
+    return max(1, round(steps * decay)) if decay else 0
 
 
 def make_step(objective: Objective, optimizer: optax.GradientTransformation) -> Callable:
@@ -63,7 +67,9 @@ def fit(
     steps: int,
     directory: str | os.PathLike[str],
     tokens_per_step: int,
+    decay: float = 0.0,
     save_every: int = 100,
+    held_out: Callable[[PyTree], Mapping[str, float]] | None = None,
     description: str = "training",
 ) -> PyTree:
     """Minimise `objective`; killed and called again with the same arguments it continues bit for bit.
@@ -73,17 +79,19 @@ def fit(
       optimizer: from optax.
       init: the params to start from, where `directory` holds no checkpoint. Params are float32.
       batches: step number -> batch; a pure function.
-      steps: in all.
+      steps: in all. Another number may be given to go on with, until the old one's decay has begun.
       directory: of the checkpoints and of `log.jsonl`, one line of figures per step.
-      tokens_per_step: for the progress bar.
+      tokens_per_step: for the progress bar and `held_out.jsonl`.
+      decay: share of the steps over which the optimizer's rate falls; see `warmup_stable_decay`.
       save_every: steps between checkpoints.
+      held_out: figures of params, logged with each checkpoint in `held_out.jsonl`.
       description: left of the progress bar.
 
     Returns:
       The trained params.
 
     Raises:
-      MarsError: the checkpoint in `directory` is of other params.
+      MarsError: the checkpoint in `directory` is of other params, or `steps` cannot be changed to what is given.
     """
     import orbax.checkpoint as ocp
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -114,6 +122,7 @@ def fit(
                     "that directory, or train in another."
                 ) from error
             params, opt_state, done = restored["params"], restored["opt_state"], latest
+        _set_steps(directory, done, steps, decay, tokens_per_step)
         _cut(log, done)
         step = make_step(objective, optimizer)
         task = bar.add_task(description, total=steps, completed=done, rate=0.0, loss=float("nan"))
@@ -132,7 +141,39 @@ def fit(
                     manager.save(i + 1, args=ocp.args.StandardSave(state))  # pyright: ignore
                     # The next step donates these buffers.
                     manager.wait_until_finished()
+                    if held_out is not None:
+                        figures = {"step": i + 1, "tokens": (i + 1) * tokens_per_step, **held_out(params)}
+                        with (directory / "held_out.jsonl").open("a") as lines:
+                            lines.write(json.dumps(figures) + "\n")
     return params
+
+
+def _set_steps(directory: Path, done: int, steps: int, decay: float, tokens_per_step: int) -> None:
+    """Record how many steps a training is to have, where `done` of them leave that open.
+
+    Raises:
+      MarsError: more are done, or they are done at a rate that already fell towards another number.
+    """
+    path = directory / "steps.json"
+    # Trainings of before it was recorded have no such file, and may go on.
+    before = json.loads(path.read_text()) if done and path.exists() else steps
+    if done > steps:
+        raise MarsError(
+            f"the training in '{directory}' has done {done} steps ({done * tokens_per_step:,} tokens), which is more "
+            f"than {steps}: give it more tokens, or train in another directory."
+        )
+    if steps != before and done > (plateau := before - _falling(before, decay)):
+        raise MarsError(
+            f"the training in '{directory}' is of {before} steps and its learning rate falls from step {plateau} on, "
+            f"so that at step {done} it can no longer be made one of {steps}: give it the "
+            f"{before * tokens_per_step:,} tokens that it had, or train in another directory."
+        )
+    staged = path.with_name(f"{path.name}.partial")
+    with staged.open("w") as file:
+        file.write(json.dumps(steps))
+        file.flush()
+        os.fsync(file.fileno())
+    staged.replace(path)
 
 
 def _cut(log: Path, lines: int) -> None:

@@ -13,8 +13,11 @@ import optax
 
 from mars_jax.training.loop import warmup_stable_decay
 
+DECAY = 0.35
+"""Share of a training's steps, its last ones, over which the learning rate falls to zero."""
 
-def muon(peak: float, steps: int, *, warmup: int = 50, decay: float = 0.35) -> optax.GradientTransformation:
+
+def muon(peak: float, steps: int, *, warmup: int = 50, decay: float = DECAY) -> optax.GradientTransformation:
     """Muon for the matrices inside the layers and Adam for the rest, on a warmup-stable-decay schedule.
 
     Embeddings and unembeddings are Adam's, as Muon's author advises (Jordan 2024). Updates of both kinds have the

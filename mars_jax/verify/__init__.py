@@ -8,7 +8,9 @@ from mars_jax.verify.adaptive import Adaptive, adaptive
 from mars_jax.verify.budget import Budget, budget
 from mars_jax.verify.cactus import Cactus, cactus
 from mars_jax.verify.context import Context, context, entropy, token_classes
+from mars_jax.verify.diversed import Diversed, diversed
 from mars_jax.verify.entropy_gate import EntropyGate, entropy_gate
+from mars_jax.verify.equivalent import Equivalent, equivalent, token_groups
 from mars_jax.verify.exact import Exact, exact
 from mars_jax.verify.fly import Fly, fly
 from mars_jax.verify.learned import Learned, learned
@@ -16,8 +18,9 @@ from mars_jax.verify.lenience import Lenience, lenience
 from mars_jax.verify.lossy import Lossy
 from mars_jax.verify.mars import Mars, mars
 from mars_jax.verify.mixture import Mixture, mixture
-from mars_jax.verify.named import load, needs_chain, save
+from mars_jax.verify.named import load, needs_chain, needs_q, save
 from mars_jax.verify.nucleus import Nucleus, nucleus
+from mars_jax.verify.phrase import Phrase, phrase
 from mars_jax.verify.rejection import Rejection, rejection
 from mars_jax.verify.relaxed import Relaxed, runner_up_edges
 from mars_jax.verify.released import Released, released
@@ -33,7 +36,9 @@ __all__ = [
     "Budget",
     "Cactus",
     "Context",
+    "Diversed",
     "EntropyGate",
+    "Equivalent",
     "Evidence",
     "Exact",
     "Fly",
@@ -44,6 +49,7 @@ __all__ = [
     "Mars",
     "Mixture",
     "Nucleus",
+    "Phrase",
     "Rejection",
     "Relaxed",
     "Released",
@@ -57,8 +63,10 @@ __all__ = [
     "budget",
     "cactus",
     "context",
+    "diversed",
     "entropy",
     "entropy_gate",
+    "equivalent",
     "evidence",
     "exact",
     "fly",
@@ -69,8 +77,10 @@ __all__ = [
     "mars",
     "mixture",
     "needs_chain",
+    "needs_q",
     "node_stats",
     "nucleus",
+    "phrase",
     "rejection",
     "released",
     "runner_up_edges",
@@ -78,6 +88,7 @@ __all__ = [
     "simulated",
     "speccascade",
     "token_classes",
+    "token_groups",
     "topk",
     "typical",
 ]

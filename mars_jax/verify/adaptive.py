@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import flax.struct
 import jax.numpy as jnp
 from jax import Array
 
+from mars_jax.core import struct
 from mars_jax.core.evidence import Evidence
 from mars_jax.specs import UNLIMITED_RUN
 from mars_jax.verify import drafted
@@ -16,7 +16,7 @@ from mars_jax.verify.lossy import numbers
 from mars_jax.verify.relaxed import Relaxed, base_of
 
 
-@flax.struct.dataclass(kw_only=True)
+@struct.dataclass(kw_only=True)
 class Adaptive(Relaxed):
     """AdaptiveSpec (arXiv 2609.02897): a drafted token x is accepted where p(x) / p(top1) > theta.
 

@@ -6,10 +6,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import flax.struct
 import numpy as np
 from jax import Array
 
+from mars_jax.core import struct
 from mars_jax.core.evidence import Evidence
 from mars_jax.specs import UNLIMITED_RUN
 from mars_jax.verify import drafted
@@ -17,7 +17,7 @@ from mars_jax.verify.lossy import numbers
 from mars_jax.verify.relaxed import Relaxed, base_of
 
 
-@flax.struct.dataclass(kw_only=True)
+@struct.dataclass(kw_only=True)
 class Budget(Relaxed):
     """ASD (arXiv 2608.03447): a drafted token x is accepted for its regret z1 - z_x, which a row can pay three times.
 

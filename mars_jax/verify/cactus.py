@@ -3,18 +3,18 @@ of a step, enumerated in tests/verify/test_distributions.py."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
-import flax.struct
 import jax.numpy as jnp
 from jax import Array
 
+from mars_jax.core import struct
 from mars_jax.core.evidence import Evidence
 from mars_jax.verify.lossy import numbers
 from mars_jax.verify.retargeted import Retargeted, following
 
 
-@flax.struct.dataclass(kw_only=True)
+@struct.dataclass(kw_only=True)
 class Cactus(Retargeted):
     """Cactus (arXiv 2604.04987): a drafted token x is verified against h, the target with more of x, within bounds.
 
@@ -24,6 +24,7 @@ class Cactus(Retargeted):
     """
 
     divergence: Any  # f32[] or [B]; 0 is lossless
+    chains_only: ClassVar[bool] = True
 
     def target(self, log_p: Array, log_q: Array, evidence: Evidence) -> Array:
         divergence = self.divergence[:, None, None]

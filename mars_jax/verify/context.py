@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from mars_jax.core import struct
 from mars_jax.core.errors import MarsError
 from mars_jax.core.evidence import Evidence
 
@@ -34,11 +34,11 @@ _TO_THETA: dict[str, Callable[[Array], Array]] = {
 }
 
 
-@flax.struct.dataclass(kw_only=True)
+@struct.dataclass(kw_only=True)
 class Context:
     """A table for `verify.mars(context=...)`; see `context`. Its numbers are weights of the rule: `Params.verify`."""
 
-    by: str = flax.struct.field(pytree_node=False)
+    by: str = struct.field(pytree_node=False)
     factors: Array  # f32[C]
     edges: Array  # f32[C - 1], ascending; bin c holds edges[c - 1] <= value < edges[c]
     classes: Array  # u8[V]: the class of each token; u8[0] for other contexts

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import flax.struct
 from jax import Array
 
+from mars_jax.core import struct
 from mars_jax.core.evidence import Evidence
 from mars_jax.specs import UNLIMITED_RUN
 from mars_jax.verify.context import entropy as entropy_of
@@ -14,7 +14,7 @@ from mars_jax.verify.lossy import numbers
 from mars_jax.verify.relaxed import Relaxed, base_of, over
 
 
-@flax.struct.dataclass(kw_only=True)
+@struct.dataclass(kw_only=True)
 class EntropyGate(Relaxed):
     """The runner-up is accepted where the target is unsure: where the entropy of its distribution, at temperature 1, is
     above `entropy` nats.

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import flax.struct
-import jax.numpy as jnp
 from jax import Array
 
+from mars_jax.core import struct
 from mars_jax.core.controls import is_stop
 from mars_jax.core.evidence import Evidence
+from mars_jax.core.pick import pick
 from mars_jax.core.sampling import sample
 from mars_jax.core.tree import Allowance, at_parent, walk
 from mars_jax.core.types import Verdict
 
 
-@flax.struct.dataclass
+@struct.dataclass
 class Exact:
     """The target names one token y per node; a child is accepted where it carries y.
 
@@ -27,7 +27,7 @@ class Exact:
     of the node where the walk stops. The noise is a function of the position, so that a seed gives the same text after
     every such draft, and without one.
 
-    >>> import jax
+    >>> import jax.numpy as jnp
     >>> from mars_jax import verify
     >>> from mars_jax.core.tree import chain
     >>> z = jnp.eye(4, dtype=jnp.float32)[None, 1:4]  # the target goes 1, 2, 3
@@ -51,7 +51,7 @@ class Exact:
         if allowed is not None:
             allowed = allowed._replace(edges=allowed.edges & ~is_stop(wanted, controls.stop_tokens))
         path, num_accepted, relaxed = walk(tree, tree.tokens == wanted, allowed)
-        next_token = jnp.take_along_axis(y, path[:, -1:], axis=1)[:, 0]
+        next_token = pick(y, path[:, -1:])[:, 0]
         return Verdict(path=path, num_accepted=num_accepted, next_token=next_token, relaxed=relaxed)
 
 

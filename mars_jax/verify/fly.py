@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from mars_jax.core import struct
 from mars_jax.core.errors import MarsError
 from mars_jax.core.evidence import Evidence, node_stats
 from mars_jax.core.sampling import top_k
@@ -22,7 +22,7 @@ from mars_jax.verify.lossy import numbers
 from mars_jax.verify.relaxed import Relaxed
 
 
-@flax.struct.dataclass(kw_only=True)
+@struct.dataclass(kw_only=True)
 class Fly(Relaxed):
     """FLy (arXiv 2511.22972): any drafted token is accepted where the target is unsure, if it then goes on as drafted.
 
@@ -48,7 +48,7 @@ class Fly(Relaxed):
         tree = evidence.tree
         total = node_stats(evidence.logits, logsumexp=True).logsumexp
         assert total is not None
-        best = jnp.exp(top_k(evidence.logits, 3)[0] - total[..., None])
+        best = jnp.exp(top_k(evidence.logits, 3).values - total[..., None])
         unsure = jnp.sum(jax.scipy.special.entr(best), axis=-1) >= self.entropy[:, None]
         native = (tree.tokens == at_parent(tree, named(evidence))) & (tree.depths > 0)
         return at_parent(tree, unsure) & (followed(tree, native) >= self.window[:, None])

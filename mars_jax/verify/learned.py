@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from mars_jax.core import struct
 from mars_jax.core.errors import MarsError
 from mars_jax.core.evidence import Evidence
 from mars_jax.models import indicator
@@ -20,7 +20,7 @@ from mars_jax.verify.lossy import numbers
 from mars_jax.verify.relaxed import Relaxed, base_of
 
 
-@flax.struct.dataclass(kw_only=True)
+@struct.dataclass(kw_only=True)
 class Learned(Relaxed):
     """As `Mars`, with a head on the target's features in place of its margin: an edge to one of the two best tokens is
     relaxed where the head gives the outcome of the text less than `theta` of a chance to change.

@@ -5,16 +5,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import flax.struct
 import jax.numpy as jnp
 from jax import Array
 
+from mars_jax.core import struct
 from mars_jax.core.evidence import Evidence
 from mars_jax.verify.lossy import numbers
 from mars_jax.verify.retargeted import Retargeted
 
 
-@flax.struct.dataclass(kw_only=True)
+@struct.dataclass(kw_only=True)
 class Lenience(Retargeted):
     """Speculative sampling with lenience (Leviathan et al., arXiv 2211.17192, appendix A.5): a drafted token x is
     accepted where u <= p(x) / (l q(x)), l the `factor`, and else norm((p - q)+) is drawn from, as ever.

@@ -7,18 +7,19 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import flax.struct
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from mars_jax import specs
+from mars_jax.core import struct
 from mars_jax.core.evidence import Evidence
+from mars_jax.core.tree import at_parent
 
 _ALL_EDGES = np.iinfo(np.int32).max
 
 
-@flax.struct.dataclass(kw_only=True)
+@struct.dataclass(kw_only=True)
 class Lossy:
     """The base of every lossy rule: the first `exact_prefix` generated tokens of a row are those of its strict base.
 
@@ -34,6 +35,11 @@ class Lossy:
         """i32[B]: edges to nodes of at most this depth are strict; all of them in strict rows."""
         left = jnp.maximum(self.exact_prefix - evidence.generated, 0)
         return jnp.where(evidence.controls.strict, _ALL_EDGES, left)
+
+
+def below_strict(evidence: Evidence) -> Array | bool:
+    """bool[B, N]: the edge into a node is strict, since a span says so of the node above; False where there is none."""
+    return False if evidence.strict_nodes is None else at_parent(evidence.tree, evidence.strict_nodes)
 
 
 def number(value: Any, dtype: Any = np.float32) -> Any:

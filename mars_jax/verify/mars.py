@@ -9,13 +9,13 @@ from __future__ import annotations
 import functools
 from typing import Any, Self
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from kernels_pallas import MARGINS, AcceptControls, margin_accept, sharded_margin_accept
 from mars_jax import specs
+from mars_jax.core import struct
 from mars_jax.core.evidence import Evidence
 from mars_jax.core.mesh import vocabulary_axes
 from mars_jax.core.sampling import is_greedy, process, sample_processed
@@ -27,7 +27,7 @@ from mars_jax.verify.lossy import numbers
 from mars_jax.verify.relaxed import Relaxed, base_of, over
 
 
-@flax.struct.dataclass(kw_only=True)
+@struct.dataclass(kw_only=True)
 class Mars(Relaxed):
     """MARS (arXiv 2601.15498): where the target's margin is low, its runner-up is accepted too.
 
@@ -40,10 +40,8 @@ class Mars(Relaxed):
     """
 
     theta: Any  # f32[] or [B]; threshold in the units of the margin; inf is strict
-    margin: str = flax.struct.field(pytree_node=False, default="ratio")
-    context: str | None = flax.struct.field(
-        pytree_node=False, default=None
-    )  # by what; its table is Params.verify
+    margin: str = struct.field(pytree_node=False, default="ratio")
+    context: str | None = struct.field(pytree_node=False, default=None)  # by what; its table is Params.verify
 
     @property
     def name(self) -> str:
@@ -63,7 +61,9 @@ class Mars(Relaxed):
         return MARGINS[self.margin](stats.top1, stats.top2, theta)
 
     def __call__(self, evidence: Evidence) -> tuple[Verdict, Self]:
-        if not isinstance(self.base, Exact) or self.context is not None:
+        # The kernel knows of strict rows and first tokens, and of no spans.
+        plain = isinstance(self.base, Exact) and self.context is None
+        if not plain or evidence.strict_nodes is not None:
             return super().__call__(evidence)
         tree, logits, controls = evidence.tree, evidence.logits, evidence.controls
         # The kernel itself finds the argmax, so a batch of greedy rows names no token here. A cond over two calls

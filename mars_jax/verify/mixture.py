@@ -5,16 +5,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import flax.struct
 import jax.numpy as jnp
 from jax import Array
 
+from mars_jax.core import struct
 from mars_jax.core.evidence import Evidence
 from mars_jax.verify.lossy import numbers
 from mars_jax.verify.retargeted import Retargeted
 
 
-@flax.struct.dataclass(kw_only=True)
+@struct.dataclass(kw_only=True)
 class Mixture(Retargeted):
     """DIVERSED with a static weight (arXiv 2604.07622): the text follows v = w p + (1 - w) q, w the target's `weight`.
 

@@ -15,20 +15,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mars_jax import specs
+from mars_jax import assets, specs
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import LoadedRule, PyTree
-from mars_jax.models import indicator
+from mars_jax.models import indicator, mixer
+from mars_jax.verify.equivalent import read_groups
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
-MODEL_TYPE = "mars_jax_indicator"
+HEADS = {
+    "learned": ("mars_jax_indicator", indicator.init_params),
+    "diversed": ("mars_jax_mixer", mixer.init_params),
+}
+"""By rule, the `model_type` of its weights, and random ones."""
 
 
 def load(spec: str, target: Any = None, **settings: Any) -> LoadedRule:
     """The rule that `spec` names, with its weights where it has some.
 
     Args:
-      spec: a name of `specs.RULES`; `learned:PATH`, a directory that `save` wrote; or FILE.py:NAME or
+      spec: a name of `specs.RULES`; `learned:PATH`, a directory that `save` wrote; `equivalent:case,space` or
+        `equivalent:FILE.json`, see `verify.equivalent.read_groups`; or FILE.py:NAME or
         package.module:NAME, where NAME takes settings as keywords and returns a rule or a `LoadedRule`. The file is
         run.
       target: from `mars_jax.load`; a head on its features must be of its size, and is put on its mesh.
@@ -58,7 +64,9 @@ def load(spec: str, target: Any = None, **settings: Any) -> LoadedRule:
     _, path = specs.split(spec)
     if not path:
         raise MarsError(f"the rule {row.name} needs weights: name them, as {row.name}:PATH.")
-    return LoadedRule(rule, read_weights(path, target))
+    if row.name == "equivalent":
+        return LoadedRule(rule, read_groups(path, target))
+    return LoadedRule(rule, read_weights(path, target, row.name))
 
 
 def _own(spec: str, row: specs.Rule, settings: dict[str, Any]) -> LoadedRule:
@@ -85,25 +93,39 @@ def _own(spec: str, row: specs.Rule, settings: dict[str, Any]) -> LoadedRule:
     return loaded
 
 
-def needs_chain(rule: Any) -> bool:
-    """Whether a rule, or the rule that it is over, verifies chains alone, with the true q of a sampled draft.
+def needs_q(rule: Any) -> bool:
+    """Whether a rule, or the rule that it is over, verifies with the true q of a sampled draft.
 
-    >>> needs_chain(load("mars", base="rejection").rule), needs_chain(load("mars").rule)
+    >>> needs_q(load("mars", base="rejection").rule), needs_q(load("mars").rule)
     (True, False)
     """
+    return _needs("q", rule)
+
+
+def needs_chain(rule: Any) -> bool:
+    """Whether a rule, or the rule that it is over, verifies chains alone.
+
+    >>> needs_chain(load("rejection", block=True).rule), needs_chain(load("rejection").rule)
+    (True, False)
+    """
+    return _needs("chain", rule)
+
+
+def _needs(what: str, rule: Any) -> bool:
     while rule is not None:
-        if "chain" in getattr(rule, "needs", ()):
+        if what in getattr(rule, "needs", ()):
             return True
         rule = getattr(rule, "base", None)
     return False
 
 
-def save(directory: str | os.PathLike[str], params: PyTree) -> Path:
-    """Write the weights of `learned`, from `training.indicator.train`, into a new directory; returns it.
+def save(directory: str | os.PathLike[str], params: PyTree, rule: str = "learned") -> Path:
+    """Write the weights of a rule into a new directory; returns it.
 
     Args:
       directory: is made; it must hold no weights yet.
-      params: as `models.indicator.init_params` makes them.
+      params: of `learned` as `models.indicator.init_params` makes them, of `diversed` as `models.mixer.init_params`.
+      rule: "learned" or "diversed".
 
     Raises:
       MarsError: there are weights already, or the directory cannot be written.
@@ -117,9 +139,12 @@ def save(directory: str | os.PathLike[str], params: PyTree) -> Path:
 
     directory = Path(directory)
     width, hidden_size = params["inner"].shape
+    sizes = {"hidden_size": hidden_size, "width": width}
+    if "drafted" in params:
+        sizes["draft_hidden_size"] = params["drafted"].shape[1]
     if (directory / WEIGHTS).exists():
         raise MarsError(f"'{directory}' holds weights already: name a new directory.")
-    config = {"model_type": MODEL_TYPE, "hidden_size": hidden_size, "width": width}
+    config = {"model_type": HEADS[rule][0], **sizes}
     try:
         directory.mkdir(parents=True, exist_ok=True)
         save_file({name: np.asarray(leaf) for name, leaf in params.items()}, directory / WEIGHTS)
@@ -131,8 +156,8 @@ def save(directory: str | os.PathLike[str], params: PyTree) -> Path:
     return directory
 
 
-def read_weights(directory: str | os.PathLike[str], target: Any = None) -> PyTree:
-    """What `save` wrote.
+def read_weights(directory: str | os.PathLike[str], target: Any = None, rule: str = "learned") -> PyTree:
+    """What `save` wrote for a rule; "tiny/diversed" is the embedded family's.
 
     Raises:
       MarsError: something else is there, weights that are not finite, or that are for a target of another size.
@@ -140,16 +165,15 @@ def read_weights(directory: str | os.PathLike[str], target: Any = None) -> PyTre
     from safetensors import SafetensorError
     from safetensors.numpy import load_file
 
-    directory = Path(directory)
+    model_type, init = HEADS[rule]
+    directory = assets.path(os.fspath(directory)) or Path(directory)
     try:
         config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
-        if config["model_type"] != MODEL_TYPE:
+        if config["model_type"] != model_type:
             raise ValueError(f"its model_type is {config['model_type']}")
         found = load_file(directory / WEIGHTS)
-        wanted = jax.eval_shape(
-            lambda key: indicator.init_params(config["hidden_size"], key, width=config["width"]),
-            jax.random.key(0),
-        )
+        sizes = {name: size for name, size in config.items() if name not in ("model_type", "hidden_size")}
+        wanted = jax.eval_shape(lambda key: init(config["hidden_size"], key, **sizes), jax.random.key(0))
         shapes = {name: leaf.shape for name, leaf in wanted.items()}
         if {name: leaf.shape for name, leaf in found.items()} != shapes:
             raise ValueError("its tensors do not have the shapes that config.json says")

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from mars_jax.core import struct
 from mars_jax.core.evidence import Evidence
 from mars_jax.core.sampling import process
 from mars_jax.specs import UNLIMITED_RUN
@@ -19,7 +19,7 @@ from mars_jax.verify.rejection import rejection
 from mars_jax.verify.relaxed import Relaxed, base_of
 
 
-@flax.struct.dataclass(kw_only=True)
+@struct.dataclass(kw_only=True)
 class Nucleus(Relaxed):
     """Nucleus acceptance (arXiv 2610.07822): a drafted token x is accepted where rejection accepts it, u <= p(x) /
     q(x), or where it is in the nucleus of p: the tokens above it have less than `mass` of the probability.

@@ -1,42 +1,48 @@
-"""Speculative sampling with the true q of a sampled draft: token-wise and block verification, for chains.
+"""Speculative sampling with the true q of a sampled draft: token by token, and along chains by blocks.
 
 B batch, N nodes (K = N - 1 drafted), V vocabulary. p is the softmax of the processed target logits, q that of
 `tree.draft_logits`, or the one-hot of the drafted token where they are None. Oracle: exact enumeration of
-tiny vocabularies in tests/verify/test_rejection.py.
+tiny vocabularies in tests/verify/test_rejection.py, of trees in tests/verify/test_siblings.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from mars_jax.core.controls import is_stop
+from mars_jax.core import struct
 from mars_jax.core.errors import MarsError
 from mars_jax.core.evidence import Evidence
+from mars_jax.core.pick import pick
 from mars_jax.core.sampling import at_tokens, inverse_cdf, is_greedy, node_uniforms, process
 from mars_jax.core.tree import Allowance
 from mars_jax.core.types import DraftTree, Verdict
+from mars_jax.verify import siblings
 from mars_jax.verify.exact import Exact
+from mars_jax.verify.override import overridden
 
 
-@flax.struct.dataclass
+@struct.dataclass
 class Rejection:
-    """Accept drafted tokens so that the output follows the target exactly, whatever q is; chains only.
+    """Accept drafted tokens so that the output follows the target exactly, whatever q is.
 
     Token-wise (2211.17192, 2302.01318): accept x with min(1, p / q), else emit a sample of norm((p - q)+); a
-    sample of p follows when all are accepted. `block=True` (2403.10444) decides on the block as a whole:
-    never fewer accepted tokens in expectation. Padding nodes shorten the row's chain. Rows with temperature 0
-    are exact.
+    sample of p follows when all are accepted. In a tree siblings that were drawn without replacement are tried one
+    after the other, each against what the ones before it left of p and q; see `siblings`. `block=True` (2403.10444)
+    decides on the block as a whole: never fewer accepted tokens in expectation, along chains only. Padding nodes
+    shorten the draft. Rows with temperature 0 are exact.
     """
 
-    block: bool = flax.struct.field(pytree_node=False, default=False)
+    block: bool = struct.field(pytree_node=False, default=False)
     lossless: ClassVar[bool] = True
-    needs: ClassVar[tuple[str, ...]] = ("chain",)
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return ("q", "chain") if self.block else ("q",)
 
     @property
     def name(self) -> str:
@@ -53,48 +59,40 @@ class Rejection:
         rest of the draft has taken part in deciding the stop, so that these are no longer samples of q, and the
         fresh block is lossless only nearly.
         """
-        check_chain(evidence.tree, self.name)
+        if self.block:
+            check_chain(evidence.tree, self.name)
         # With p one-hot, accepting with p / q and emitting the residual is what exact does, without the sums.
         return jax.lax.cond(
             jnp.all(is_greedy(evidence.controls)),
             lambda: Exact().relax(evidence, allowed),
-            lambda: verify_chain(evidence, process(evidence.logits, evidence.controls), allowed, self.block),
+            lambda: verify_draft(evidence, process(evidence.logits, evidence.controls), allowed, self.block),
         )
 
 
 def check_chain(tree: DraftTree, rule: str) -> None:
     """Raise MarsError for a tree that is no chain."""
     if not tree.is_chain:
-        raise MarsError(f"{rule} needs a chain of drafted tokens and got a tree: verify trees with exact().")
+        raise MarsError(
+            f"{rule} needs a chain of drafted tokens and got a tree: verify trees with exact() or rejection()."
+        )
 
 
-class _Walked(NamedTuple):
-    """Where a row stands while a lossy rule overrides the stops of rejection, [B] each but `relaxed`."""
-
-    start: Array  # i32; the node from which the rule has started afresh
-    stop: Array  # i32; the node where it stops
-    token: Array  # i32; what it emits there
-    run: Array  # i32; relaxed edges in a row
-    spent: Array  # f32
-    relaxed: Array  # bool[B, K]
-
-
-def verify_chain(evidence: Evidence, log_v: Array, allowed: Allowance | None, block: bool) -> Verdict:
-    """Verify a chain against the distribution of log_v, by rejection.
+def verify_draft(evidence: Evidence, log_v: Array, allowed: Allowance | None, block: bool) -> Verdict:
+    """Verify a draft against the distribution of log_v, by rejection.
 
     Args:
       evidence: of the step.
       log_v: f32[B, N, V]; processed logits of what the output is to follow: the target's, or another distribution.
       allowed: the edges that may be relaxed where the rule stops.
-      block: by blocks instead of token by token.
+      block: by blocks instead of token by token; chains only.
     """
-    tree, stop_tokens = evidence.tree, evidence.controls.stop_tokens
-    batch, n = tree.tokens.shape
-    ratios = _Ratios.of(tree, log_v)
     accept_keys, draw_keys = jnp.unstack(jax.vmap(jax.random.split)(evidence.keys), axis=1)
+    if not evidence.tree.is_chain:
+        along = siblings.sibling_stretch(evidence, log_v, accept_keys, draw_keys)
+        return overridden(evidence, along, allowed)
+    ratios = _Ratios.of(evidence.tree, log_v)
 
     def stretch(start: Array) -> tuple[Array, Array]:
-        """From node `start` i32[B]: the node where the rule stops, and the token it emits there."""
         if block:
             # A block decides on all of its numbers at once, so that the next one may see none of them again.
             keys = jax.vmap(jax.random.fold_in)(accept_keys, evidence.start + start)
@@ -104,47 +102,7 @@ def verify_chain(evidence: Evidence, log_v: Array, allowed: Allowance | None, bl
         drawn = node_uniforms(draw_keys, (evidence.start + stop)[:, None])[:, 0]
         return stop, inverse_cdf(ratios.residual(stop, scale), drawn)
 
-    def verdict(stop: Array, token: Array, relaxed: Array) -> Verdict:
-        path = jnp.minimum(jnp.arange(n, dtype=jnp.int32)[None], stop[:, None])
-        return Verdict(path=path, num_accepted=stop, next_token=token, relaxed=relaxed)
-
-    origin, nothing = jnp.zeros((batch,), jnp.int32), jnp.zeros((batch, n - 1), bool)
-    stop, token = stretch(origin)
-    if allowed is None or n == 1:
-        return verdict(stop, token, nothing)
-
-    def override(at: _Walked) -> tuple[Array, Array, Array]:
-        """bool[B]: the edge after the stop is taken all the same; and the run and the sum that it would join."""
-        edge = jnp.minimum(at.stop + 1, n - 1)[:, None]
-        run = jnp.where(at.stop > at.start, 0, at.run)  # accepted edges in between end the run
-        drafted = jnp.take_along_axis(tree.tokens, edge, axis=1)[:, 0]
-        take = jnp.take_along_axis(allowed.edges, edge, axis=1)[:, 0] & (at.stop < ratios.length)
-        take &= (drafted != at.token) & ~is_stop(at.token, stop_tokens) & (run < allowed.max_run)
-        if allowed.max_relaxed is not None:
-            take &= jnp.sum(at.relaxed, axis=1, dtype=jnp.int32) < allowed.max_relaxed
-        spent = at.spent
-        if allowed.cost is not None and allowed.budget is not None:
-            spent = spent + jnp.take_along_axis(allowed.cost, edge, axis=1)[:, 0]
-            take &= spent <= allowed.budget
-        return take, run, spent
-
-    def go_on(at: _Walked) -> _Walked:
-        take, run, spent = override(at)
-        start = jnp.where(take, at.stop + 1, at.start)
-        stop, token = stretch(start)
-        here = jnp.arange(n - 1, dtype=jnp.int32)[None] == at.stop[:, None]
-        return _Walked(
-            start=start,
-            stop=jnp.where(take, stop, at.stop),
-            token=jnp.where(take, token, at.token),
-            run=jnp.where(take, run + 1, run),
-            spent=jnp.where(take, spent, at.spent),
-            relaxed=at.relaxed | (take[:, None] & here),
-        )
-
-    begin = _Walked(origin, stop, token, origin, jnp.zeros((batch,), jnp.float32), nothing)
-    end = jax.lax.while_loop(lambda at: jnp.any(override(at)[0]), go_on, begin)
-    return verdict(end.stop, end.token, end.relaxed)
+    return overridden(evidence, stretch, allowed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,7 +154,7 @@ class _Ratios:
         token."""
 
         def row(values: Array) -> Array:
-            return jnp.take_along_axis(values, stop.reshape((-1,) + (1,) * (values.ndim - 1)), axis=1)[:, 0]
+            return pick(values, stop[:, None])[:, 0]
 
         p = jnp.exp(row(self.log_p) - row(self.norm_p)[:, None])
         if self.log_q is None or self.norm_q is None:
@@ -240,7 +198,7 @@ def _block_stop(ratios: _Ratios, uniforms: Array, start: Array) -> tuple[Array, 
     )
     keep = (uniforms < h) & (node <= ratios.length[:, None]) & (node > start[:, None])
     stop = jnp.max(jnp.where(keep, node, start[:, None]), axis=1)
-    return stop, jnp.take_along_axis(r, stop[:, None], axis=1)[:, 0]
+    return stop, pick(r, stop[:, None])[:, 0]
 
 
 def rejection(block: bool = False) -> Rejection:
@@ -249,7 +207,7 @@ def rejection(block: bool = False) -> Rejection:
     Args:
       block: decide on the block as a whole.
 
-    Raises (when called): MarsError where the tree is not a chain.
+    Raises (when called): MarsError where `block` meets a tree that is not a chain.
 
     >>> from mars_jax import verify
     >>> from mars_jax.core.tree import chain

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import Any, Self
 
-import flax.struct
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from mars_jax.core import struct
 from mars_jax.core.controls import is_stop
 from mars_jax.core.errors import MarsError
 from mars_jax.core.evidence import Evidence
@@ -23,7 +23,7 @@ from mars_jax.verify.lossy import Lossy
 from mars_jax.verify.rejection import Rejection
 
 
-@flax.struct.dataclass(kw_only=True)
+@struct.dataclass(kw_only=True)
 class Relaxed(Lossy):
     """A strict rule that also takes some edges that it would refuse. Subclass it to write a rule of edges.
 
@@ -32,8 +32,8 @@ class Relaxed(Lossy):
     with `cost` and `spend` what the relaxed edges of a row may add up to over the whole text; what is left is state
     that the rule carries on.
 
-    What no rule has to think of: an exact sibling goes first; strict rows, the exact prefix, padding, and stop tokens
-    (the drafted one, the target's best, or the one that the base would emit) are never relaxed.
+    What no rule has to think of: an exact sibling goes first; strict rows and spans, the exact prefix, padding, and
+    stop tokens (the drafted one, the target's best, or the one that the base would emit) are never relaxed.
     """
 
     base: Any = Exact()  # Exact or Rejection
@@ -70,6 +70,8 @@ class Relaxed(Lossy):
         free &= ~is_stop(tree.tokens, stop_tokens) & ~at_parent(
             tree, is_stop(evidence.stats.id1, stop_tokens)
         )
+        if evidence.strict_nodes is not None:
+            free &= ~at_parent(tree, evidence.strict_nodes)
         return self.relaxable(evidence) & free
 
     def __call__(self, evidence: Evidence) -> tuple[Verdict, Self]:

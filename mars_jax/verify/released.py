@@ -3,18 +3,18 @@ decisions from their description, one by one in Python, in tests/verify/test_dis
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
-import flax.struct
 import jax.numpy as jnp
 from jax import Array
 
+from mars_jax.core import struct
 from mars_jax.core.evidence import Evidence
 from mars_jax.verify.lossy import numbers
 from mars_jax.verify.retargeted import Retargeted, following
 
 
-@flax.struct.dataclass(kw_only=True)
+@struct.dataclass(kw_only=True)
 class Released(Retargeted):
     """What the PyTorch code released with MARS (arXiv 2601.15498) does along a chain; a reproduction, not advice.
 
@@ -27,6 +27,7 @@ class Released(Retargeted):
     """
 
     ratio: Any  # f32[] or [B]; inf takes nothing with certainty
+    chains_only: ClassVar[bool] = True
 
     def target(self, log_p: Array, log_q: Array, evidence: Evidence) -> Array:
         p, q, stats = jnp.exp(log_p), jnp.exp(log_q), evidence.stats

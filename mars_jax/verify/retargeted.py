@@ -7,31 +7,36 @@ from __future__ import annotations
 
 from typing import ClassVar, Self
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from mars_jax.core import struct
 from mars_jax.core.errors import MarsError
 from mars_jax.core.evidence import Evidence
 from mars_jax.core.sampling import is_greedy, process
-from mars_jax.core.types import NO_TOKEN, Verdict
+from mars_jax.core.types import NO_TOKEN, DraftTree, Verdict
 from mars_jax.verify.exact import Exact
 from mars_jax.verify.lossy import Lossy
-from mars_jax.verify.rejection import Rejection, check_chain, verify_chain
+from mars_jax.verify.rejection import Rejection, check_chain, verify_draft
 
 
-@flax.struct.dataclass(kw_only=True)
+@struct.dataclass(kw_only=True)
 class Retargeted(Lossy):
-    """Verify drafted chains against a distribution v in place of the target's p, by rejection: the output follows v.
+    """Verify drafts against a distribution v in place of the target's p, by rejection: the output follows v.
 
     Subclass it to write a rule of distributions (mixtures, lenience, cascades of distributions): `target` says what v
-    is. What no rule has to think of: strict rows, the exact prefix, rows at temperature 0 and the token after the
-    draft, which has no q, follow p by the same rule.
+    is. What no rule has to think of: v is without what a constraint or a ban forbids; strict rows, the exact prefix,
+    rows at temperature 0 and the token after the draft, which has no q, follow p by the same rule. A tree must be drawn
+    from its q. Where v depends on the drafted token, of which a tree has several, say `chains_only = True`.
     """
 
-    block: bool = flax.struct.field(pytree_node=False, default=False)
-    needs: ClassVar[tuple[str, ...]] = ("chain",)
+    block: bool = struct.field(pytree_node=False, default=False)
+    chains_only: ClassVar[bool] = False
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return ("q", "chain") if self.chains_only or self.block else ("q",)
 
     @property
     def name(self) -> str:
@@ -48,23 +53,36 @@ class Retargeted(Lossy):
         Args:
           log_p: f32[B, N, V]; normalised, of the processed target.
           log_q: f32[B, N, V]; normalised, of the draft, -inf for what it cannot draw; one-hot where the draft is
-            deterministic. At nodes without a drafted token it is log_p.
+            deterministic. At nodes after which nothing is drafted it is log_p.
           evidence: of the step.
         """
         raise MarsError(f"the rule {type(self).__name__} says nothing: give it a method target.")
 
     def __call__(self, evidence: Evidence) -> tuple[Verdict, Self]:
-        check_chain(evidence.tree, self.name)
+        if self.chains_only or self.block:
+            check_chain(evidence.tree, self.name)
+        if not evidence.tree.is_chain and evidence.tree.draft_logits is None:
+            raise MarsError(
+                f"{self.name} asks what a tree was drawn from, and this one was not drawn: draft it with sample=True, "
+                "or draft a chain."
+            )
         greedy = is_greedy(evidence.controls)
 
         def retargeted() -> Verdict:
             log_p = jax.nn.log_softmax(process(evidence.logits, evidence.controls), axis=-1)
-            drafted = following(evidence)
-            # Node i decides on the edge below it, which is one deeper.
+            ends = ~_has_children(evidence.tree)
+            # Node i decides on the edges below it, which are one deeper.
             follows_p = evidence.tree.depths < self.strict_edges(evidence)[:, None]
-            follows_p |= greedy[:, None] | (drafted < 0)
-            log_v = self.target(log_p, _log_q(evidence, drafted, log_p), evidence)
-            return verify_chain(evidence, jnp.where(follows_p[..., None], log_p, log_v), None, self.block)
+            follows_p |= greedy[:, None] | ends
+            if evidence.strict_nodes is not None:
+                follows_p |= evidence.strict_nodes
+            log_v = self.target(log_p, _log_q(evidence, ends, log_p), evidence)
+            if evidence.controls.guides is not None or evidence.controls.edits is not None:
+                # A draft that heeds neither a constraint nor a ban has tokens in q that v must not have from it.
+                log_v = jnp.where(evidence.logits > -jnp.inf, log_v, -jnp.inf)
+                nothing = jnp.max(log_v, axis=-1, keepdims=True) == -jnp.inf
+                log_v = jnp.where(nothing, log_p, log_v)
+            return verify_draft(evidence, jnp.where(follows_p[..., None], log_p, log_v), None, self.block)
 
         return jax.lax.cond(jnp.all(greedy), lambda: Exact().relax(evidence, None), retargeted), self
 
@@ -74,10 +92,18 @@ def following(evidence: Evidence) -> Array:
     return jnp.pad(evidence.tree.tokens[:, 1:], ((0, 0), (0, 1)), constant_values=NO_TOKEN)
 
 
-def _log_q(evidence: Evidence, drafted: Array, log_p: Array) -> Array:
+def _has_children(tree: DraftTree) -> Array:
+    """bool[B, N]: something is drafted after the node."""
+    if tree.is_chain:
+        return jnp.pad(tree.tokens[:, 1:] >= 0, ((0, 0), (0, 1)))
+    nodes = jnp.arange(tree.tokens.shape[1], dtype=jnp.int32)[None, :, None]
+    return jnp.any((tree.parents[:, None] == nodes) & (tree.tokens >= 0)[:, None], axis=2)
+
+
+def _log_q(evidence: Evidence, ends: Array, log_p: Array) -> Array:
     if evidence.tree.draft_logits is None:
         ids = jnp.arange(log_p.shape[-1], dtype=jnp.int32)[None, None]
-        log_q = jnp.where(ids == drafted[..., None], 0.0, -jnp.inf)
+        log_q = jnp.where(ids == following(evidence)[..., None], 0.0, -jnp.inf)
     else:
         log_q = jax.nn.log_softmax(evidence.tree.draft_logits, axis=-1)
-    return jnp.where((drafted < 0)[..., None], log_p, log_q)
+    return jnp.where(ends[..., None], log_p, log_q)

@@ -7,23 +7,24 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import flax.struct
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from mars_jax.core import struct
 from mars_jax.core.errors import MarsError
 from mars_jax.core.evidence import Evidence
+from mars_jax.core.pick import pick
 from mars_jax.core.sampling import node_uniforms, sample
 from mars_jax.core.tree import ancestors, at_parent, walk
 from mars_jax.core.types import Drafter, Verdict
-from mars_jax.verify.lossy import Lossy, numbers
+from mars_jax.verify.lossy import Lossy, below_strict, numbers
 
 HALVINGS = 24
 """Of the interval that holds the acceptance rate; what is left of it is below float32's resolution of a tau."""
 
 
-@flax.struct.dataclass(kw_only=True)
+@struct.dataclass(kw_only=True)
 class Simulated(Lossy):
     """Accept by chance, so that a step gives `tau` tokens in expectation, bonus token included. The text means nothing.
 
@@ -70,10 +71,10 @@ class Simulated(Lossy):
         accepted = on_path & (uniform < rate[:, None] ** tree.depths.astype(jnp.float32))
         # The tokens of the target, though little depends on them, for they cost what they cost in `exact`.
         y = sample(evidence.keys, evidence.positions, evidence.logits, evidence.controls)
-        strict = tree.depths <= self.strict_edges(evidence)[:, None]
+        strict = (tree.depths <= self.strict_edges(evidence)[:, None]) | below_strict(evidence)
         accepted = jnp.where(strict, tree.tokens == at_parent(tree, y), accepted)
         path, num_accepted, relaxed = walk(tree, accepted, None)
-        next_token = jnp.take_along_axis(y, path[:, -1:], axis=1)[:, 0]
+        next_token = pick(y, path[:, -1:])[:, 0]
         verdict = Verdict(path=path, num_accepted=num_accepted, next_token=next_token, relaxed=relaxed)
         return verdict, self
 

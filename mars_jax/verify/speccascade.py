@@ -5,17 +5,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import flax.struct
 import jax.numpy as jnp
 from jax import Array
 
 from mars_jax import specs
+from mars_jax.core import struct
 from mars_jax.core.evidence import Evidence
 from mars_jax.verify.lossy import numbers
 from mars_jax.verify.retargeted import Retargeted
 
 
-@flax.struct.dataclass(kw_only=True)
+@struct.dataclass(kw_only=True)
 class SpecCascade(Retargeted):
     """Speculative cascades (arXiv 2405.19261): the text follows the draft where it is trusted, and else the target.
 
@@ -25,7 +25,7 @@ class SpecCascade(Retargeted):
     """
 
     alpha: Any  # f32[] or [B]
-    trust: str = flax.struct.field(pytree_node=False, default="token_v3")
+    trust: str = struct.field(pytree_node=False, default="token_v3")
 
     @property
     def name(self) -> str:

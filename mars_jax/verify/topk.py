@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import flax.struct
 import jax.numpy as jnp
 from jax import Array
 
+from mars_jax.core import struct
 from mars_jax.core.evidence import Evidence
 from mars_jax.specs import UNLIMITED_RUN
 from mars_jax.verify import drafted
@@ -15,7 +15,7 @@ from mars_jax.verify.lossy import numbers
 from mars_jax.verify.relaxed import Relaxed, base_of
 
 
-@flax.struct.dataclass(kw_only=True)
+@struct.dataclass(kw_only=True)
 class TopK(Relaxed):
     """A drafted token x is accepted where it is among the target's `k` best and near the best one:
     log p(top1) - log p(x) <= delta.

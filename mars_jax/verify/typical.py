@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import flax.struct
 import jax.numpy as jnp
 from jax import Array
 
+from mars_jax.core import struct
 from mars_jax.core.evidence import Evidence
 from mars_jax.core.tree import at_parent
 from mars_jax.specs import UNLIMITED_RUN
@@ -17,7 +17,7 @@ from mars_jax.verify.lossy import numbers
 from mars_jax.verify.relaxed import Relaxed, base_of
 
 
-@flax.struct.dataclass(kw_only=True)
+@struct.dataclass(kw_only=True)
 class Typical(Relaxed):
     """Typical acceptance (Medusa, arXiv 2401.10774, section 2.3.1): a drafted token x is accepted where
     p(x) > min(epsilon, delta exp(-H(p))), H the entropy in nats.

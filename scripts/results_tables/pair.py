@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,6 +25,99 @@ RULES = (
     ("mars over rejection", 1),
 )
 """Rules and temperatures of eval_embedded.json."""
+
+
+def blocks() -> dict[str, Any]:
+    """eval_dflash.json: what a draft costs, of all drafters with weights, and what it wins; tpu_cost_dflash.json."""
+    report = load("eval_dflash.json")
+    drafts, speed, equal = report["draft"], report["speed"], report["lossless"]["equal"]
+    rows = [
+        [name, *(f"{row[key]:.1f}" for key in ("propose", "update", "milliseconds"))]
+        for name, row in drafts.items()
+    ]
+    of_block, of_eagle = (drafts[f"{name} dynamic tree"]["milliseconds"] for name in ("dflash", "eagle3"))
+    # What takes longest is left out of the page where it was not run again.
+    prompts, chi, ahead = report["lossless"]["prompts"], report["chi_square"], report.get("ahead", {})
+    chains = {name: row for name, row in ahead.items() if name.startswith("chain")}
+    mine = {name: count for name, count in equal.items() if name.startswith("dflash")}
+    tau = {name: speed[f"{name} dynamic tree"]["tau"] for name in ("dflash", "eagle3")}
+    cases = load("tpu_cost_dflash.json")["cases"]["now"]
+    eagle, block = (_draft_of(cases[name]) for name in ("tree", "dflash"))
+    ops = cases["dflash"]["draft_ops"]["best_first"], cases["tree"]["draft_ops"]["level"]
+    where = "Llama-3.1-8B on v5e 2x2"
+    bars = [
+        bar("Time of a draft of 60 nodes, DFlash over EAGLE-3", of_block / of_eagle, "{:.2f} x", "<= 0.5 x"),
+        bar(f"Greedy text of {len(mine)} DFlash drafts is that of autoregression, {prompts} ragged prompts",
+            min(mine.values()), f"{{}} of {prompts} each", f"== {prompts}"),
+        bar("Instructions of a tree of 60 from marginals over those of a level of EAGLE's, on v5e", ops[0] / ops[1],
+            "{:.2f} x", "<= 1.5 x"),
+        bar(f"Bytes of a draft of 60 nodes, DFlash over EAGLE-3, {where}", block[0] / eagle[0], "{:.2f} x", "<= 0.4 x"),
+        bar(f"Estimated time of it, {where}", block[1] / eagle[1], "{:.2f} x", "<= 0.4 x"),
+    ]  # fmt: skip
+    name = f"Least p of a chi-square test at temperature 1, {chi['rows']} samples of each draft"
+    bars.append(bar(name, min(row["p"] for row in chi["drafters"].values()), "{:.2f}", ">= 0.01"))
+    alone = cases["small-6"]["estimate"]["parts"]
+    of_small = 1e3 * sum(seconds for part, seconds in alone.items() if part.startswith("draft"))
+    return {
+        "rows": rows,
+        "bars": bars,
+        "ops": ops,
+        "floors": [moved / eagle[0] for moved in _floors()],
+        "speed": [
+            [name, f"{row['tau']:.2f}", f"{row['tokens_per_s']:.0f}", f"{_paired(row, speed['none']):.2f} x"]
+            for name, row in speed.items()
+        ],
+        "prompts": len(speed["none"]["all"]),
+        "chi": [
+            [name, row["rule"], str(row["cells"]), f"{row['statistic']:.1f}", f"{row['p']:.2f}"]
+            for name, row in chi["drafters"].items()
+        ],
+        "gb": [found[0] / 1e9 for found in (eagle, block)],
+        "ms": [1e3 * found[1] for found in (eagle, block)],
+        "ahead": [
+            [
+                length,
+                *(f"{row['tokens_per_s'][way]:.0f}" for way in ("in turns", "at once")),
+                f"{row['ratio']:.2f} x",
+                f"{100 * row['held']:.0f}%",
+            ]
+            for length, row in chains.items()
+        ],
+        "ahead_equal": all(row["equal"] == row["prompts"] for row in chains.values()),
+        "tau": [tau["dflash"], tau["eagle3"]],
+        "apart_ms": [of_small, 1e3 * sum(alone.values()) - of_small],
+    }
+
+
+def _paired(row: Mapping[str, Any], base: Mapping[str, Any]) -> float:
+    """The median of the ratios of two arms' rates, prompt by prompt."""
+    return statistics.median(mine / other for mine, other in zip(row["all"], base["all"], strict=True))
+
+
+def _floors() -> list[float]:
+    """Bytes that a chip of four reads for a block of the published shape for Llama-3.1-8B: of its layers and of what
+    fuses the features in bfloat16; with the target's unembedding; both in 8 bits one after the other; and with an
+    unembedding of 32,000 tokens."""
+    width, inner, keys, vocab, chips = 4096, 14336, 1024, 128256, 4
+    own = 5 * (2 * width * width + 2 * width * keys + 3 * width * inner) + 5 * width * width
+    unembedding, short = width * vocab, width * 32000
+    return [
+        moved / chips
+        for moved in (2 * own, 2 * (own + unembedding), own + 2 * unembedding, own + unembedding, own + short)
+    ]
+
+
+def _draft_of(case: Mapping[str, Any]) -> tuple[float, float]:
+    """Bytes of a device and seconds of drafting and of reading what was accepted."""
+
+    def own(part: str) -> bool:
+        return part.startswith(("draft", "update"))
+
+    parts, estimate = case["figures"]["parts"], case["estimate"]["parts"]
+    moved = sum(
+        row.get("read_bytes", 0) + row.get("written_bytes", 0) for part, row in parts.items() if own(part)
+    )
+    return moved, sum(seconds for part, seconds in estimate.items() if own(part))
 
 
 def speed() -> dict[str, Any]:

@@ -12,12 +12,15 @@ GENERATIONS = ("v5e", "v6e", "v5p")
 
 
 def scale() -> dict[str, Any]:
-    """bench_scale.json, bench_load.json and eval_int8.json."""
+    """bench_scale.json, bench_load.json, eval_int8.json and eval_int8_cache.json."""
     report, loading, int8 = (
         load("bench_scale.json")["results"],
         load("bench_load.json"),
         load("eval_int8.json"),
     )
+    cached = load("eval_int8_cache.json")
+    exact, story = cached["arithmetic"][0], cached["stories"][0]
+    lost = story["nats_int8_minus_bfloat16"]
 
     def growth(series: str) -> float:
         times = [point["milliseconds"] for point in report[f"{series}, float32"]["points"].values()]
@@ -49,8 +52,49 @@ def scale() -> dict[str, Any]:
             "int8 against bfloat16: RMS error of the logits; same best token; tau of `exact`",
             f"{rms:.2f}%; {same:.2f}%; {taus[0]:.2f} against {taus[1]:.2f}",
         ),
+        Bar(
+            f"Key-value cache, int8 against bfloat16, `exact`, {exact['problems']} problems: solved; tau; same answers",
+            f"{100 * exact['accuracy']['int8']:.1f}% against {100 * exact['accuracy']['bfloat16']:.1f}%; "
+            f"{exact['tau']['int8']:.2f} against {exact['tau']['bfloat16']:.2f}; {100 * exact['same_answers']:.1f}%",
+        ),
+        Bar(
+            f"The same, {story['stories']} stories: nats a token under the bfloat16 cache",
+            f"{lost['mean']:+.4f} [{lost['low']:+.4f}, {lost['high']:+.4f}]",
+        ),
     ]  # fmt: skip
     return {"rows": rows}
+
+
+def refill() -> dict[str, Any]:
+    """bench_refill.json."""
+    report = load("bench_refill.json")
+    cases = report["results"]
+    rows = [
+        (
+            name,
+            f"{found['refill']['forwards']} ({found['refill']['of_ideal']:.2f} x)",
+            f"{found['static']['forwards']} ({found['static']['of_ideal']:.2f} x)",
+            f"{found['refill']['tokens_per_second'] / found['static']['tokens_per_second']:.2f} x",
+        )
+        for name, found in cases.items()
+    ]
+    worst = max(found["refill"]["of_ideal"] for found in cases.values())
+    differ = sum(found["refill"]["rows_that_differ_from_one_by_one"] for found in cases.values())
+    return {
+        "requests": report["requests"],
+        "slots": report["rows"],
+        "cores": report["machine"]["cores"],
+        "rows": rows,
+        "bars": [
+            bar(
+                "target forwards over tokens / (rows x tau), refilled rows, at most",
+                worst,
+                "{:.2f} x",
+                "<= 1.15 x",
+            ),
+            bar("texts that differ from decoding one by one", differ, "{:.0f}", "<= 0"),
+        ],
+    }
 
 
 def plans() -> dict[str, Any]:

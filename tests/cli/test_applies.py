@@ -12,6 +12,7 @@ from mars_jax.cli.generate.prompts import from_texts
 
 MODEL = ["--draft", "model:small"]
 EAGLE = ["--draft", "eagle:head"]
+BLOCK = ["--draft", "dflash:head"]
 MEDUSA = ["--draft", "medusa:heads"]
 
 
@@ -49,18 +50,63 @@ MEDUSA = ["--draft", "medusa:heads"]
         (["--draft", "none", "--verify", "mars"], "--verify mars does not apply to --draft none"),
         (["--draft", "none", "--verify", "rejection"], "--verify rejection does not apply to --draft none"),
         (["--draft", "none", "--num-draft-tokens", "4"], "--num-draft-tokens does not apply to --draft none"),
+        (["--draft-size", "auto"], "--draft-size auto does not apply to the rule mars"),
+        (["--draft-size", "auto", "--draft", "none"], "--draft-size auto does not apply to --draft none"),
+        (
+            [*MODEL, "--draft-size", "auto", "--verify", "exact", "--tree", "2-2"],
+            "--draft-size auto does not apply with --tree",
+        ),
+        (["--any-rule"], "--any-rule does not apply to drafts of a fixed size"),
+        (
+            ["--verify", "exact", "--draft-size", "auto", "--any-rule"],
+            "--any-rule does not apply to the rule exact",
+        ),
+        (["--refine", "x.txt"], "--refine does not apply to --draft ngram"),
+        ([*MODEL, "--refine", "x.txt"], "--refine does not apply to the rule mars"),
+        (
+            [*MODEL, "--verify", "exact", "--refine", "x.txt", "--output", "y", "--resume"],
+            "--refine does not apply with --resume",
+        ),
+        ([*MODEL, "--refine-every", "4"], "--refine-every does not apply without --refine"),
         (["--tree", "2-2"], "--tree does not apply to --draft ngram"),
         (["--draft", "none", "--tree", "2-2"], "--tree does not apply to --draft none"),
         (
             [*MODEL, "--tree", "2-2", "--num-draft-tokens", "2"],
             "--num-draft-tokens does not apply with --tree",
         ),
-        ([*MODEL, "--tree", "2-2", "--verify", "rejection"], "--tree does not apply to the rule"),
-        ([*MODEL, "--tree", "2-2", "--base", "rejection"], "--tree does not apply to the rule"),
-        ([*EAGLE, "--tree", "dynamic", "--verify", "rejection"], "--tree does not apply to the rule"),
-        ([*MEDUSA, "--tree", "2-2", "--base", "rejection"], "--tree does not apply to the rule"),
+        (
+            [*MODEL, "--tree", "2-2", "--verify", "rejection", "--block"],
+            "--tree does not apply to the rule rejection by blocks, which verifies chains",
+        ),
+        (
+            [*EAGLE, "--tree", "dynamic", "--base", "rejection", "--block"],
+            "--tree does not apply to the rule",
+        ),
+        ([*MEDUSA, "--tree", "2-2", "--verify", "cactus"], "--tree does not apply to the rule cactus"),
         ([*MEDUSA, "--tree", "dynamic:4-3-9"], "--tree dynamic does not apply to --draft medusa:PATH"),
         (["--tree", "dynamic"], "--tree does not apply to --draft ngram"),
+        (["--tree", "auto"], "--tree does not apply to --draft ngram"),
+        ([*EAGLE, "--tree", "auto"], "--tree auto does not apply to --draft eagle, but to dflash:PATH"),
+        (
+            [*BLOCK, "--tree", "auto", "--verify", "rejection"],
+            "--tree auto does not apply to --verify rejection",
+        ),
+        ([*BLOCK, "--tree", "auto", "--resume"], "--tree auto does not apply with --resume"),
+        (
+            ["--draft-device", "1"],
+            "--draft-device does not apply to --draft ngram: leave it out, or draft with model:",
+        ),
+        (["--draft-device", "1,x"], "--draft-device is '1,x': expected the number of a device"),
+        ([*MODEL, "--draft-device", "1", "--tree", "2-2"], "--draft-device does not apply with --tree"),
+        (
+            [*MODEL, "--draft-device", "1", "--verify", "rejection"],
+            "--draft-device does not apply to --verify rej",
+        ),
+        ([*MODEL, "--draft-device", "1", "--compare"], "--draft-device does not apply with --compare"),
+        (
+            [*MODEL, "--draft-device", "1", "--regex", "a+"],
+            "--draft-device does not apply where a text is constr",
+        ),
         (["--draft-stop", "1"], "--draft-stop does not apply to --draft ngram"),
         (["--draft", "none", "--draft-stop", "inf"], "--draft-stop does not apply to --draft none"),
         (["--top-p", "0.9"], "--top-p does not apply at temperature 0"),
@@ -159,7 +205,7 @@ def test_defaults_follow_the_drafter():
 
 
 def test_a_drafter_is_known_by_its_kind():
-    for kind in ("model", "eagle", "medusa"):
+    for kind in ("model", "eagle", "medusa", "dflash"):
         assert plan("--draft", f"{kind}:a/b:c", "--tree", "2-1", "--draft-stop", "0.5").draft == (
             kind,
             "a/b:c",

@@ -98,7 +98,7 @@ def test_a_setting_of_another_rule_has_its_range_too(refused, text):
         (["--theta"], "--theta: expected one argument"),
         (
             ["--draft", "eagle", "x"],
-            "--draft is eagle: expected none, ngram, model:PATH, eagle:PATH or medusa:PATH",
+            "--draft is eagle: expected none, ngram, model:PATH, eagle:PATH, medusa:PATH, ",
         ),
         (["--draft", "medusa:", "x"], "--draft is medusa:: expected"),
         (["--draft", "lookahead:heads", "x"], "--draft is lookahead:heads: expected"),

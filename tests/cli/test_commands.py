@@ -39,7 +39,7 @@ def test_without_a_name_all_are_listed(capsys):
 def test_a_name_that_is_none_is_refused(capsys):
     code, out, err = call(capsys, "generat")
     assert (code, out) == (2, "") and err.startswith(
-        "error: there is no command 'generat': choose one of generate, "
+        "error: there is no command 'generat' (did you mean generate?): choose one of generate, "
     )
 
 
@@ -89,7 +89,7 @@ def test_the_table_of_rules_is_json(capsys):
     code, out, _ = call(capsys, "generate", "--list-rules", "--json")
     assert code == 0 and [row["name"] for row in json.loads(out)] == list(specs.RULES)
     by_name = {row["name"]: row for row in json.loads(out)}
-    assert by_name["exact"]["lossless"] and by_name["rejection"]["needs"] == ["draft", "chain"]
+    assert by_name["exact"]["lossless"] and by_name["rejection"]["needs"] == ["draft", "q"]
     tau = by_name["simulated"]["settings"][0]
     assert (tau["name"], tau["default"], tau["range"]["low"], tau["per_row"]) == ("tau", None, 1, True)
 
@@ -127,3 +127,66 @@ def test_tables_answer_without_jax():
     code = "import sys; from mars_jax.cli.commands import main; main(['generate', '--list-rules'])\n"
     code += "assert 'jax' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, cwd=ROOT)
+
+
+# Names that are nearly right.
+
+
+@pytest.mark.parametrize(
+    ("argv", "meant"),
+    [
+        (["generat"], "generate"),
+        (["generate", "--temprature", "1", "x"], "--temperature"),
+        (["generate", "--theta=1", "--max-token=5", "x"], "--max-new-tokens"),
+        (["generate", "--draft", "eagel:x", "x"], "eagle"),
+        (["generate", "--verify", "rejecton", "x"], "rejection"),
+        (["generate", "--margin", "gapp", "x"], "gap"),
+        (["generate", "--dtype", "bfloat", "x"], "bfloat16"),
+        (["generate", "--rule-option", "tehta=1", "x"], "theta"),
+        (["distill", "eagle", "--output", "x"], "eagle3"),
+        (["benchmark", "--task", "arithmetics", "--output", "x", "--problem", "1"], "--problems"),
+    ],
+)
+def test_a_name_that_is_nearly_right_is_asked_about(capsys, argv, meant):
+    code, out, err = call(capsys, *argv)
+    assert (code, out) == (2, "") and f"(did you mean {meant}?)" in err and err.count("\n") == 1
+
+
+def test_a_task_that_is_nearly_right_is_asked_about():
+    from mars_jax.core.errors import MarsError
+    from mars_jax.evaluate.tasks.catalogue import read
+
+    with pytest.raises(MarsError, match=r"no task 'gsm8' \(did you mean gsm8k\?\)"):
+        read("gsm8", chat=False)
+
+
+def test_a_name_that_is_near_to_nothing_is_not_guessed_at(capsys):
+    assert "did you mean" not in call(capsys, "generate", "--xyzzy", "x")[2]
+    assert "did you mean" not in call(capsys, "generate", "--draft", "ngram:3", "x")[2]
+
+
+# Completion.
+
+
+def test_completion_knows_commands_flags_and_choices(capsys):
+    pytest.importorskip("shtab")
+    for shell in commands.SHELLS:
+        code, out, err = call(capsys, "--completion", shell)
+        assert (code, err) == (0, "")
+        for word in (*commands.COMMANDS, "max-new-tokens", "bfloat16", "markov-rank"):
+            assert word in out, (shell, word)
+    bash = call(capsys, "--completion", "bash")[1]
+    ask = "COMP_WORDS=(mars-jax generate --max); COMP_CWORD=2; _shtab_mars_jax; echo ${COMPREPLY[@]}"
+    done = subprocess.run(["bash", "-c", f"{bash}\n{ask}"], capture_output=True, text=True, timeout=20)
+    assert set(done.stdout.split()) == {"--max-new-tokens", "--max-relaxed-run"}, done.stderr
+
+
+def test_completion_is_refused_in_one_sentence(capsys, monkeypatch):
+    code, out, err = call(capsys, "--completion", "powershell")
+    assert (code, out) == (2, "")
+    assert err == "error: --completion is powershell: expected one of bash, zsh, tcsh.\n"
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    code, out, err = call(capsys, "--completion", "bash")
+    assert (code, out) == (2, "") and err == (
+        "error: the package shtab is not installed: install mars-jax[completion].\n"
+    )

@@ -45,6 +45,17 @@ KINDS = {
     "eagle3": ("--draft-vocab", 200, "--steps-ahead", 2, "--feature-layers", "0,0,0"),
     "eagle1": ("--intermediate-size", 16),
     "medusa": ("--heads", 2),
+    "dflash": (
+        "--block-size",
+        4,
+        "--head-layers",
+        1,
+        "--feature-layers",
+        "0,0",
+        "--markov-rank",
+        4,
+        "--confidence",
+    ),
     "model": (),
 }
 
@@ -63,12 +74,140 @@ def test_each_kind_trains_and_drafts_losslessly(kind, call, run, text, target, d
     assert (tmp_path / "made-training/plot.png").stat().st_size > 5000
 
     asked = ("--target", target, "--max-new-tokens", 12, "--json", "the sea", "a story of")
-    spec = {"medusa": "medusa", "model": "model"}.get(kind, "eagle")
+    spec = kind if kind in ("medusa", "dflash", "model") else "eagle"
     drafted = run("--draft", f"{spec}:{output}", "--verify", "exact", "--dtype", "float32", *asked)
     plain = run("--draft", "none", "--dtype", "float32", *asked)
     assert drafted.code == plain.code == 0, drafted.err
     rows = [[json.loads(line)["tokens"] for line in o.out.splitlines()] for o in (drafted, plain)]
     assert rows[0] == rows[1]
+
+
+@pytest.mark.slow
+def test_a_head_trains_on_features_that_were_written_before(call, run, text, target, tmp_path):
+    """Shards that are there are not written again, and a second run of the training finds it done."""
+    pytest.importorskip("matplotlib")
+    dump, output = tmp_path / "features", tmp_path / "made"
+    sizes = ("--target", target, "--feature-layers", "0,0,0", "--length", 32)
+    code, err = call("features", *sizes, "--data", text, "--shard", 14, "--output", dump)
+    assert code == 0 and err.count("14 texts") == 2 and "12 texts" in err, err
+    assert sorted(p.name for p in dump.iterdir()) == ["00000", "00001", "00002", "settings.json"]
+    assert "texts" not in call("features", *sizes, "--data", text, "--shard", 14, "--output", dump)[1]
+
+    flags = ("--features", dump, "--draft-vocab", 200, "--steps-ahead", 2, "--step-tokens", 64)
+    for tokens, layout in ((256, "eagle"), (512, "eagle"), (256, "speculators")):
+        shutil.rmtree(output, ignore_errors=True)
+        asked = (*sizes[:-2], *flags, "--tokens", tokens, "--layout", layout, "--output", output)
+        code, err = call("eagle3", *asked)
+        assert code == (0 if tokens == 256 else 2) and (
+            code == 0 or "can no longer be made one of 8" in err
+        ), err
+    log = (tmp_path / "made-training/log.jsonl").read_text().splitlines()
+    held_out = [json.loads(x) for x in (tmp_path / "made-training/held_out.jsonl").read_text().splitlines()]
+    assert len(log) == 4 and [row["tokens"] for row in held_out] == [256] and held_out[0]["tau"] >= 1
+    assert json.loads((output / "config.json").read_text())["speculators_model_type"] == "eagle3"
+
+    asked = (
+        "--target",
+        target,
+        "--max-new-tokens",
+        12,
+        "--json",
+        "the sea",
+        "a story of",
+        "--dtype",
+        "float32",
+    )
+    drafted, plain = (
+        run("--draft", f"eagle:{output}", "--verify", "exact", *asked),
+        run("--draft", "none", *asked),
+    )
+    assert drafted.code == plain.code == 0, drafted.err
+    rows = [[json.loads(line)["tokens"] for line in o.out.splitlines()] for o in (drafted, plain)]
+    assert rows[0] == rows[1]
+
+    def refused(*argv):
+        code, err = call(*argv)
+        assert code == 2
+        return err
+
+    other = ("eagle3", "--target", target, "--output", tmp_path / "other")
+    assert "are of the layers [0, 0, 0]" in refused(*other, "--features", dump, "--feature-layers", "0,0,1")
+    assert "is no folder of features" in refused(*other, "--features", tmp_path)
+
+
+def test_a_training_is_of_its_features_and_may_be_begun_too_early(call, target, tmp_path):
+    """Only their settings are read: there are no shards yet."""
+    from mars_jax import load
+    from mars_jax.evaluate.folder import fingerprint
+
+    weights = fingerprint((load(str(target), dtype="bfloat16").params,), target)
+    for name, seed in (("mine", 0), ("other", 1)):
+        (tmp_path / name).mkdir()
+        settings = {"layers": [0, 0, 0], "weights": weights, "seed": seed}
+        (tmp_path / name / "settings.json").write_text(json.dumps(settings))
+    work = tmp_path / "made-training"
+    flags = (
+        "--target",
+        target,
+        "--feature-layers",
+        "0,0,0",
+        "--draft-vocab",
+        200,
+        "--output",
+        tmp_path / "made",
+    )
+    for _ in range(2):
+        code, err = call("eagle3", *flags, "--features", tmp_path / "mine")
+        assert code == 2 and "too few features to train on" in err, err
+        assert {p.name for p in work.iterdir()} & {"epochs.jsonl", "draft_vocab.json"} == set()
+    code, err = call("eagle3", *flags, "--features", tmp_path / "other")
+    assert code == 2 and f"--work '{work}' holds a run with other features" in err, err
+
+
+@pytest.mark.slow
+def test_features_are_of_the_targets_answers(call, tmp_path):
+    """Of the embedded family, which chats: at temperature 0 each token is what is recorded as likeliest before it."""
+    import mars_jax as mj
+    from mars_jax.training import features
+
+    questions = ["Tom has 3 apples. He eats 1. How many are left?", "What is 2 + 2?"]
+    path = tmp_path / "questions.txt"
+    path.write_text("\n<|endoftext|>\n".join(questions))
+    flags = ("--data", path, "--chat", "--temperatures", "0", "--length", 48)
+    code, err = call("features", *flags, "--output", tmp_path / "made")
+    assert code == 0 and "2 texts" in err, err
+    found = features.read_shard(tmp_path / "made" / "00000")
+    held = [found.tokens[row][found.segments[row] == 0].tolist() for row in range(len(found.tokens))]
+    target = mj.load(dtype="bfloat16")
+    asked = [target.encode(question, chat=True) for question in questions]
+    for row in range(len(found.tokens)):
+        ids = held[row]
+        answer = range(len(next(a for a in asked if ids[: len(a)] == a)) - 1, len(ids) - 1)
+        said = [int(found.top[row, i, 0]) == ids[i + 1] for i in answer]
+        assert np.mean(said) > 0.85  # bfloat16 in other shapes: ties
+
+
+def test_flags_of_features_are_checked(call, text, tmp_path):
+    def err(kind, *argv):
+        code, err = call(kind, *argv, "--output", tmp_path / "made")
+        assert code == 2
+        return err
+
+    assert "there is no text to learn from: give --data or --features" in err("eagle3")
+    assert "there is no text to learn from: give --data." in err("medusa")
+    assert "--features does not apply to medusa" in err("medusa", "--features", tmp_path)
+    assert "--chat does not apply to eagle3" in err("eagle3", "--data", text, "--chat")
+    assert "--write does not apply to --features" in err("eagle3", "--features", tmp_path, "--write", 3)
+    assert "--write does not apply to features" in err("features", "--data", text, "--write", 3)
+    assert "--tokens does not apply to features" in err("features", "--data", text, "--tokens", 3)
+    assert "--length does not apply to --features" in err("eagle3", "--features", tmp_path, "--length", 3)
+    assert "give --chat" in err("features", "--data", text, "--temperatures", "1")
+    beside = ("--features", tmp_path, "--data", text)
+    assert "is the text of a draft vocabulary" in err("eagle3", *beside)
+    assert "--layout is vllm: expected eagle or speculators" in err(
+        "eagle3", "--data", text, "--layout", "vllm"
+    )
+    assert "--temperatures is warm" in err("features", "--data", text, "--chat", "--temperatures", "warm")
 
 
 def test_the_target_writes_the_text_itself(call, text, target, tmp_path):
@@ -99,6 +238,38 @@ def test_rows_divided_among_devices_train_the_same_head(target, tmp_path):
     for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(four), strict=True):
         # bfloat16 gradients, summed in another order; Muon's steps are of one size whatever the gradient.
         np.testing.assert_allclose(a, b, atol=2e-4)
+    assert all(len(x.sharding.device_set) == 4 for x in jax.tree.leaves(four))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["eagle3", "model"])
+def test_a_target_divided_over_a_mesh_teaches_the_same(kind, target, draft, tmp_path):
+    pytest.importorskip("matplotlib")
+    from mars_jax import load
+    from mars_jax.core.mesh import parse_mesh
+
+    def train(mesh):
+        pretrained = load(str(target), dtype="float32", mesh=mesh)
+        stream = data.stream([TEXT] * 4, pretrained.tokenizer.backend_tokenizer)
+        if kind == "eagle3":
+            made = training.eagle3(
+                pretrained.config, pretrained.params, layers=(0, 0, 0), steps=2, divergence=forward_kl
+            )
+        else:
+            small = load(str(draft), dtype="float32")
+            made = training.small_model(
+                pretrained.config, small.config, small.params, divergence=forward_kl, seed=0
+            )
+        sizes = {"tokens": 256, "step_tokens": 128, "length": 32}
+        work = tmp_path / ("mesh" if mesh else "one")
+        return training.train(made, pretrained.params, [stream], work, mesh=mesh, **sizes)
+
+    one, four = train(None), train(parse_mesh("data=2,model=2"))
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(four), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-4)  # bfloat16 gradients, summed in another order
+    logs = [(tmp_path / name / "log.jsonl").read_text().splitlines() for name in ("one", "mesh")]
+    losses = [[json.loads(line)["loss"] for line in log] for log in logs]
+    np.testing.assert_allclose(*losses, rtol=2e-2)
     assert all(len(x.sharding.device_set) == 4 for x in jax.tree.leaves(four))
 
 

@@ -26,6 +26,7 @@ PLAIN = [*FEW, "--draft", "none"]
 TIMES = ("seconds", "tokens_per_second")
 KEYS = ["prompt", "text", "prompt_tokens", "tokens", "finish_reason", "steps", "tau", "proposed"]
 KEYS += ["accepted_exact", "accepted_relaxed", "depth_histogram", "seconds", "tokens_per_second", "rule"]
+KEYS += ["sampling", "run"]
 
 
 def rows(text):
@@ -51,13 +52,13 @@ def test_json_is_one_object_a_prompt_and_nothing_else(run, target):
 
 
 def test_chatter_of_libraries_stays_off_stdout(run, target, monkeypatch):
-    inner = session.run_batch
+    inner = session.Queue
 
     def chatty(*args, **options):
         print("Loading weights: 100%")
         return inner(*args, **options)
 
-    monkeypatch.setattr(session, "run_batch", chatty)
+    monkeypatch.setattr(session, "Queue", chatty)
     outcome = run("--target", target, *PLAIN, "--json", "the sea")
     assert len(rows(outcome.out)) == 1 and "Loading weights" in outcome.err
 
@@ -115,21 +116,28 @@ def test_heads_draft_by_default_what_suits_them_and_the_rule(target, eagle, medu
         (["--draft", f"eagle:{eagle}", "--verify", "rejection"], "eagle1(5, sampled)"),
         (["--draft", f"medusa:{medusa}"], "medusa(3)"),
         (["--draft", f"medusa:{medusa}", "--base", "rejection"], "medusa(3, sampled)"),
+        (
+            ["--draft", f"eagle:{eagle}", "--tree", "dynamic", "--verify", "rejection"],
+            "eagle1(dynamic 10-7-60, sampled)",
+        ),
+        (["--draft", f"medusa:{medusa}", "--tree", "3-2", "--verify", "mixture"], "medusa(3-2, sampled)"),
     ):
         args, prompts = parse(["--target", str(target), *flags, "the sea"]), from_texts(["the sea"])
         assert open_job(args, check_flags(args, prompts), prompts).session.drafter.drafter.name == name
 
 
 @pytest.mark.slow
-def test_heads_sample_chains_for_rejection(run, target, eagle, medusa):
+def test_heads_sample_chains_and_trees_for_rejection(run, target, eagle, medusa):
     argv = ["--target", target, "--ignore-eos", "--json", *FEW, "--temperature", "1", "the sea"]
-    for flags, depth in (
-        (["--draft", f"eagle:{eagle}", "--verify", "rejection"], 5),
-        (["--draft", f"medusa:{medusa}", "--base", "rejection"], 3),
+    for flags, depth, nodes in (
+        (["--draft", f"eagle:{eagle}", "--verify", "rejection"], 5, 5),
+        (["--draft", f"medusa:{medusa}", "--base", "rejection"], 3, 3),
+        (["--draft", f"eagle:{eagle}", "--tree", "dynamic:3-2-6", "--verify", "rejection"], 2, 5),
+        (["--draft", f"medusa:{medusa}", "--tree", "3-2", "--base", "rejection"], 2, 9),
     ):
         [row] = rows(run(*argv, *flags).out)
         assert len(row["depth_histogram"]) == depth + 1 and len(row["tokens"]) == 8
-        assert row["proposed"] == row["steps"] * depth
+        assert row["proposed"] == row["steps"] * nodes
 
 
 def test_a_row_stops_its_own_draft(run, target, tmp_path):
@@ -288,7 +296,7 @@ def test_interrupting_is_no_traceback(run, target, monkeypatch):
     def interrupted(*args, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(session, "run_batch", interrupted)
+    monkeypatch.setattr(session, "Queue", interrupted)
     outcome = run("--target", target, *PLAIN, "--json", "the sea")
     assert outcome.code == 130 and outcome.out == "" and outcome.err == "interrupted\n"
 

@@ -1,6 +1,7 @@
 """The adapter to lm-evaluation-harness on a local task, against PyTorch transformers with the same checkpoint."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -211,6 +212,18 @@ def test_any_rule_is_an_argument(checkpoint, tmp_path):
 def test_gen_kwargs_that_mean_nothing_here_are_refused(ours):
     with pytest.raises(MarsError, match="the task asks for num_beams"):
         ours.generate_until(instances("generate_until", ("the sea", {"num_beams": 4})))
+
+
+def test_a_model_and_a_task_say_what_answers_are_to_be(checkpoint):
+    held = MarsJax(target=str(checkpoint), draft="ngram", verify="exact", regex="(sun|sea){2}!")
+    asked = [
+        ("the sea", {"until": [], "max_gen_toks": 12}),
+        ("sun", {"until": [], "choice": ["a story", "yes"]}),
+    ]
+    first, second = held.generate_until(instances("generate_until", *asked))
+    assert re.fullmatch("(sun|sea){2}!", first) and second in ("a story", "yes")
+    chosen = MarsJax(target=str(checkpoint), draft="ngram", verify="exact", choice="up|down")
+    assert chosen.generate_until(instances("generate_until", asked[0]))[0] in ("up", "down")
 
 
 # Chat templates.

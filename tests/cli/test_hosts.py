@@ -49,13 +49,13 @@ def arguments(tmp_path_factory):
     return (command + f"--prompts-file {folder / 'prompts.jsonl'} --json").split()
 
 
-def start(arguments, *own):
+def start(arguments, *own, command="generate", devices=4):
     environment = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
         "JAX_PLATFORMS": "cpu",
     }
     return subprocess.Popen(
-        [sys.executable, "-m", "mars_jax.generate", *arguments, *own],
+        [sys.executable, "-m", f"mars_jax.{command}", *arguments, *own],
         env=environment,
         cwd=ROOT,
         text=True,
@@ -64,12 +64,12 @@ def start(arguments, *own):
     )
 
 
-def start_two(arguments, *own):
+def start_two(arguments, *own, **options):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     flags = ["--coordinator", f"localhost:{port}", "--num-processes", "2", "--process-id"]
-    return [start(arguments, *own, *flags, str(i)) for i in range(2)]
+    return [start(arguments, *own, *flags, str(i), **options) for i in range(2)]
 
 
 def rows(text):
@@ -106,6 +106,48 @@ def test_a_process_that_is_killed_ends_the_others(arguments):
     assert time.monotonic() - began < hosts.HEARTBEAT + 30
     second.communicate()
     assert second.returncode == -signal.SIGKILL
+
+
+STUDIES = {
+    "benchmark": ("--verify exact --temperatures 0", "rows.jsonl"),
+    "compounding": ("--theta 0.5 --horizon 8 --per-text 1", "events.jsonl"),
+    "calibrate": ("--risk regret --bound 0.9 --confidence 0.5 --thetas 0.9 0.5", ""),
+}
+"""Of each command that measures: its flags, and a file of its folder; calibrate writes one file."""
+
+
+def study(folder, name):
+    """What a study found, without its times."""
+    file = STUDIES[name][1]
+    text = (folder / file).read_text() if file else folder.read_text()
+    rows = [json.loads(line) for line in text.splitlines()] if file else [json.loads(text)]
+    return [{key: value for key, value in row.items() if "second" not in key} for row in rows]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STUDIES)
+def test_two_processes_measure_what_one_does(name, tmp_path):
+    flags = (
+        f"--task arithmetic --problems 4 --max-new-tokens 16 --draft ngram --dtype float32 {STUDIES[name][0]}"
+    )
+    flags = [*flags.split(), "--batch-size", "2", "--mesh", "data=2"]
+    one = start([*flags, "--output", str(tmp_path / "one")], command=name, devices=2)
+    said = one.communicate(timeout=900)
+    assert one.returncode == 0, said
+    both = start_two([*flags, "--output", str(tmp_path / "two")], command=name, devices=1)
+    printed = [process.communicate(timeout=900) for process in both]
+    assert [process.returncode for process in both] == [0, 0], printed
+    assert study(tmp_path / "two", name) == study(tmp_path / "one", name)
+    assert printed[1][0] == "" and printed[0][0]
+    if name == "benchmark":
+        # As if it had been killed: the second process knows of the first one's rows, and only the first one writes.
+        file = tmp_path / "two" / "rows.jsonl"
+        rows = file.read_text().splitlines(keepends=True)
+        file.write_text("".join(rows[:-3]))
+        again = start_two([*flags, "--output", str(tmp_path / "two")], command=name, devices=1)
+        printed = [process.communicate(timeout=900) for process in again]
+        assert [process.returncode for process in again] == [0, 0], printed
+        assert study(tmp_path / "two", name) == study(tmp_path / "one", name)
 
 
 @pytest.mark.parametrize(

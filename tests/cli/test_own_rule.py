@@ -164,7 +164,7 @@ def test_a_row_of_the_wrong_kind_is_named(refused, gates, tmp_path):
     for row, message in (
         ({"entropy": "high"}, "entropy is 'high': expected a number"),
         ({"theta": 1}, "theta does not apply to the rule entropy_gate, which has entropy"),
-        ({"entropi": 1}, "unknown key 'entropi': the keys are prompt, prompt_tokens, id, "),
+        ({"entropi": 1}, "unknown key 'entropi' (did you mean entropy?): the keys are prompt, messages, "),
     ):
         file.write_text(json.dumps({"prompt": "a"} | row) + "\n")
         assert f"p.jsonl, line 1: {message}" in refused(*flags)

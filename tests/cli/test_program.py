@@ -14,12 +14,12 @@ import pytest
 
 import mars_jax
 from mars_jax import pretrained
-from mars_jax.cli import progress, quiet
+from mars_jax.cli import commands, progress, quiet
 from mars_jax.cli.generate import job
 from mars_jax.cli.progress import Pace, busy, counted, heartbeat, ticking
 from mars_jax.core import activity
 from mars_jax.core.metrics import Metrics
-from mars_jax.serve import generate
+from mars_jax.serve import queue
 from mars_jax.serve.requests import Completion, Request
 
 ROOT = Path(mars_jax.__file__).parent.parent
@@ -31,6 +31,15 @@ def shell(command, **environment):
     return subprocess.run(
         ["bash", "-c", command], capture_output=True, text=True, cwd=ROOT, env=os.environ | environment
     )
+
+
+def test_a_switch_of_kernels_that_is_none_is_refused_before_anything_loads(monkeypatch, capsys):
+    monkeypatch.setenv("MARS_JAX_PALLAS", "off")
+    assert commands.main(["generate", "--list-rules"]) == 2
+    told = "error: MARS_JAX_PALLAS is 'off': expected 0, which turns Pallas kernels off, or 1.\n"
+    assert capsys.readouterr() == ("", told)
+    monkeypatch.setenv("MARS_JAX_PALLAS", "0")
+    assert commands.main(["generate", "--list-rules"]) == 0
 
 
 # A stdout that is lost.
@@ -218,7 +227,7 @@ def slowly(monkeypatch, owner, name, seconds=0.2):
 
 
 def test_a_command_counts_its_prompts_while_it_decodes(run, target, fast, monkeypatch):
-    slowly(monkeypatch, generate, "prepare")
+    slowly(monkeypatch, queue, "complete")
     few = ("--draft", "none", "--max-new-tokens", 8, "--batch-size", 1, "--json")
     outcome = run("--target", target, *few, "the sea", "a story", "of the sun")
     line = re.compile(r"^prompts: [12] of 3, \d:\d\d left, [\d,]+ tokens/s, tau 1\.00")
@@ -236,7 +245,7 @@ def test_a_command_counts_the_prompts_that_it_tokenizes(run, target, fast, monke
 
 def test_a_compilation_names_itself(run, target, fast, monkeypatch):
     """The heartbeat goes on while XLA compiles, from which nothing returns for minutes."""
-    slowly(monkeypatch, generate, "prepare")
+    slowly(monkeypatch, queue.Queue, "_first")
     outcome = run(
         "--target", target, "--draft", "none", "--max-new-tokens", 8, "--no-stream", "the sea", "a story"
     )

@@ -52,9 +52,9 @@ def test_rows_carry_their_own_settings(tmp_path):
     [
         ("{", "it is not JSON"),
         ("[1]", "it is not an object"),
-        ('{"prompt": "a", "temprature": 1}', "unknown key 'temprature': the keys are prompt, "),
-        ("{}", "it needs either prompt or prompt_tokens"),
-        ('{"prompt": "a", "prompt_tokens": [1]}', "it needs either prompt or prompt_tokens"),
+        ('{"prompt": "a", "temprature": 1}', "unknown key 'temprature' (did you mean"),
+        ("{}", "it needs one of prompt, messages and prompt_tokens"),
+        ('{"prompt": "a", "prompt_tokens": [1]}', "it needs one of prompt, messages and prompt_tokens"),
         ('{"prompt": 3}', "prompt is 3: expected a text"),
         ('{"prompt": null}', "prompt is None: expected a text"),
         ('{"prompt": ""}', "the prompt is empty"),

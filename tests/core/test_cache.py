@@ -2,7 +2,9 @@
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
+from mars_jax.core import cache as cache_module
 from mars_jax.core.cache import commit, init_cache, write
 
 
@@ -29,3 +31,16 @@ def test_write_places_each_rows_tokens_at_its_own_slot():
     got = write(buffer, rows, jnp.asarray([1, 4], jnp.int32))
     assert got[..., 0, 0].astype(jnp.int32).tolist() == [[0, 1, 2, 0, 0, 0], [0, 0, 0, 0, 3, 4]]
     assert got.dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("form", [write, cache_module._write_slices, cache_module._write_rows])
+def test_every_form_of_write_gives_the_same(form):
+    rng = np.random.default_rng(2)
+    for batch in (1, 3):
+        buffer = rng.standard_normal((batch, 9, 2, 4)).astype(np.float32)
+        rows = rng.standard_normal((batch, 4, 2, 4)).astype(np.float32)
+        start = np.asarray([5, 0, 3], np.int32)[:batch]
+        want = buffer.copy()
+        for row, first in enumerate(start):
+            want[row, first : first + 4] = rows[row]
+        np.testing.assert_array_equal(form(*map(jnp.asarray, (buffer, rows, start))), want)

@@ -104,7 +104,10 @@ def autoregressive(prompts, lengths, **chosen):
     return decode_all(TARGET, drafters.none(), verify.exact(), prompts, lengths, **chosen)[0]
 
 
-@pytest.mark.parametrize(("drafter", "rule"), PAIRS)
+@pytest.mark.parametrize(
+    ("drafter", "rule"),
+    [pytest.param(*pair, marks=[] if pair in SOME_PAIRS else pytest.mark.slow) for pair in PAIRS],
+)
 def test_greedy_output_is_that_of_autoregression(drafter, rule):
     prompts, lengths = ragged([1, 2, 19, 30], 48, VOCAB)
     state, stats = decode_all(TARGET, DRAFTERS[drafter], RULES[rule], prompts, lengths, theta=np.inf)
@@ -444,3 +447,21 @@ def test_x64_mode_changes_nothing(drafter, rule):
     with jax.enable_x64(True):
         got = decode_all(TARGET, DRAFTERS[drafter], RULES[rule], prompts, lengths, **chosen)[0]
         assert committed(got) == want
+
+
+@pytest.mark.parametrize("rule", ["exact", "mars", "rejection", "mars over rejection"])
+def test_a_step_without_a_draft_is_the_same_step(rule):
+    """The short form that a CPU runs where no row has a draft, against the one that runs over the padding."""
+    prompts, lengths = ragged([3, 9], 32, VOCAB)
+    found = []
+    for drafter in (drafters.ngram(4), drafters.ngram(4)._replace(sparse=False)):
+        decoder = decode.speculative_decoder(TARGET, drafter, RULES[rule], prefill_chunk=16)
+        made = make_controls(2, limit=32, temperature=[0.0, 1.0])
+        keys = keys_from_seeds(jnp.arange(2, dtype=jnp.uint32))
+        state = decode.start(decoder, NO_WEIGHTS, prompts, lengths, made, RULES[rule], keys)
+        found.append([])
+        for after, info in decode.stream(decoder, NO_WEIGHTS, state):
+            found[-1].append(jax.tree.map(np.asarray, (info, after.tokens, after.length, after.rule)))
+    jax.tree.map(np.testing.assert_array_equal, *found)
+    proposed = [info.num_proposed.sum() for info, *_ in found[0]]
+    assert min(proposed) == 0 < max(proposed)  # both forms ran

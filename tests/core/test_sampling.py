@@ -200,7 +200,7 @@ def test_top_k_in_blocks_is_top_k_also_where_many_tie(seed, k, vocab):
     z[0] = np.where(rng.random(vocab) < rng.random(), -np.inf, z[0])
     z[1, : rng.integers(0, vocab)] = -np.inf
     z[2] = -np.inf
-    for ours, theirs in zip(top_k(z, k), lax_top_k(z, k), strict=True):
+    for ours, theirs in zip(top_k(z, k)[:2], lax_top_k(z, k), strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
 

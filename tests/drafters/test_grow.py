@@ -157,5 +157,29 @@ def test_a_dynamic_tree_of_nothing_is_refused():
             Dynamic(*sizes)
     with pytest.raises(MarsError, match="20 children in a vocabulary of 13"):
         drafters.language_model(SMALL, tree=Dynamic(20, 2, 9))
-    with pytest.raises(MarsError, match="chains only"):
-        drafters.language_model(SMALL, tree=Dynamic(2, 2, 4), sample=True)
+
+
+@pytest.mark.parametrize("shape", [(3, 2), Dynamic(3, 3, 8)])
+def test_a_sampled_tree_of_a_greedy_row_is_the_plain_one_and_others_carry_their_q(shape):
+    """Each node's row of `draft_logits` is what the model says after its branch, processed."""
+    plain, _ = propose(drafters.language_model(SMALL, tree=shape))
+    drafter = drafters.language_model(SMALL, tree=shape, sample=True)
+    mixed, texts = propose(drafter, temperature=[0.0, 1.5, 0.7], top_k=[0, 0, 2])
+    for name in ("tokens", "parents", "depths"):
+        np.testing.assert_array_equal(getattr(mixed, name)[0], getattr(plain, name)[0])
+    for row, temperature, kept in ((1, 1.5, VOCAB), (2, 0.7, 2)):
+        for branch in [(), *branches(mixed, row)]:
+            children = [b[-1] for b in branches(mixed, row) if b[:-1] == branch]
+            if not children:
+                continue
+            assert len(set(children)) == len(children) <= kept
+            z = logits_after(SMALL, texts[row] + list(branch), width=48) / temperature
+            z[np.argsort(-z)[kept:]] = -np.inf
+            node = next(n for n in range(mixed.tokens.shape[1]) if path_to(mixed, row, n) == branch)
+            got = jax.nn.softmax(mixed.draft_logits[row, node])
+            np.testing.assert_allclose(got, np.exp(z - z.max()) / np.exp(z - z.max()).sum(), atol=1e-5)
+
+
+def path_to(tree, row, node):
+    tokens, parents = tree.tokens[row].tolist(), tree.parents[row].tolist()
+    return () if node == 0 else (*path_to(tree, row, parents[node]), tokens[node])

@@ -206,7 +206,6 @@ def test_a_sampled_chain_follows_the_distributions_it_reports(params):
         ({"tree": (2, 2, 1, 1, 1)}, "and there are 4"),
         ({"tree": (8,)}, "8 children in a vocabulary of 7"),
         ({"tree": Dynamic()}, "draft no dynamic tree"),
-        ({"tree": (2, 1), "sample": True}, "chains only"),
     ],
 )
 def test_drafts_that_the_heads_cannot_make_are_refused(options, message):

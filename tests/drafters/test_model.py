@@ -77,7 +77,5 @@ def test_arguments_that_make_no_draft_are_refused():
         drafters.language_model(SMALL, 0)
     with pytest.raises(MarsError, match="at least 1 child"):
         drafters.language_model(SMALL, tree=(2, 0))
-    with pytest.raises(MarsError, match="chains only"):
-        drafters.language_model(SMALL, tree=(2, 1), sample=True)
     with pytest.raises(MarsError, match="20 children in a vocabulary of 13"):
         drafters.language_model(SMALL, tree=(20,))

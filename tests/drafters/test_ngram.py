@@ -1,5 +1,7 @@
 """Prompt lookup against a search in Python."""
 
+from types import SimpleNamespace
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -40,3 +42,9 @@ def test_arguments_out_of_range_are_refused():
         drafters.ngram(0)
     with pytest.raises(MarsError, match="1 <= min_ngram <= max_ngram"):
         drafters.ngram(4, max_ngram=2, min_ngram=3)
+
+
+def test_for_a_mixture_of_experts_the_usual_chain_is_short():
+    mixture = SimpleNamespace(config=SimpleNamespace(num_experts=8))
+    assert drafters.load("ngram", mixture).drafter.num_nodes == 4
+    assert drafters.load("ngram", mixture, num_draft_tokens=8).drafter.num_nodes == 9

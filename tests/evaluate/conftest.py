@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from mars_jax.cli.benchmark import main
-from mars_jax.serve import session
+from mars_jax.evaluate import answers
 from tests.cli.conftest import write_checkpoint
 
 PROMPTS = ["the sea", "a story", "of the sun", "and the"]
@@ -39,9 +39,9 @@ def flags(target, prompts):
     ]
 
 
-def dying_after(batches: int, run=session.run_batch):
-    """`run_batch` for so many batches, and then a kill."""
-    left = iter(range(batches))
+def dying_after(groups: int, run=answers._decoded):
+    """`answers._decoded` for so many groups of problems, and then a kill."""
+    left = iter(range(groups))
 
     def dying(*args, **options):
         if next(left, None) is None:

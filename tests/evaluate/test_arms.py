@@ -177,3 +177,24 @@ def test_bad_thresholds():
         make_arms(MARS, [2], temperature=0.0, matched=0.7)
     with pytest.raises(MarsError, match="margin is 'width'"):
         low_margin_sampling("width")
+
+
+def test_the_exact_prefix_of_the_rule_is_its_controls_too():
+    """A node decides on the token after it, so that of two strict tokens the root decides on the first one left."""
+    z = jnp.broadcast_to(jnp.asarray(LOW, jnp.float32), (4, 2, 4))
+    given = verify.evidence(chain(jnp.full((4, 2), 2, jnp.int32)), z, start=jnp.asarray([5, 6, 7, 8], jnp.int32),
+                            prompt_length=jnp.full((4,), 6, jnp.int32))  # fmt: skip
+    rule = low_margin_sampling(theta=0.5, exact_prefix=2)
+    drawn = []
+    for seed in range(30):
+        keys = verify.evidence(given.tree, z, seeds=[seed * 4 + i for i in range(4)]).keys
+        verdict, _ = verify.for_rows(rule, 4)(given.replace(keys=keys))
+        drawn.append(
+            [(int(n), int(t)) for n, t in zip(verdict.num_accepted, verdict.next_token, strict=True)]
+        )
+    first, second, third, fourth = (set(column) for column in zip(*drawn, strict=True))
+    assert first == {(1, 2)}  # both tokens of the step are the target's best
+    assert second == {(1, 1), (1, 2)}  # of the second step the first is strict
+    assert third == fourth == {(0, 1), (1, 1), (1, 2)}
+    arms = make_arms(RuleChoice("mars", {"exact_prefix": 2}), [0.9], temperature=0.0, matched=0.7)
+    assert [int(arm.rule.rule.exact_prefix) for arm in arms[2:]] == [2, 2, 2, 2]

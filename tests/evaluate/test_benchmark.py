@@ -10,10 +10,10 @@ import pytest
 
 from mars_jax.cli.benchmark import main, parse
 from mars_jax.core.errors import MarsError
+from mars_jax.evaluate import answers
 from mars_jax.evaluate.benchmark import plots, report
 from mars_jax.evaluate.folder import claim
 from mars_jax.evaluate.tasks.problems import Code, Problem
-from mars_jax.serve import session
 from mars_jax.serve.journal import Lock
 from tests.evaluate.conftest import dying_after, read_folder
 
@@ -80,9 +80,9 @@ def test_there_is_a_row_for_every_prompt_and_arm(finished):
 
 
 def test_batches_run_arm_by_arm(finished):
-    """So that a slow spell strikes all of them."""
-    first = [(row["arm"], row["id"]) for row in finished.rows[:6]]
-    assert first == [("autoregressive", i) for i in "012"] + [("exact", i) for i in "012"]
+    """Some batches of each in turn, so that a slow spell strikes all of them."""
+    first = [(row["arm"], row["id"]) for row in finished.rows[:8]]
+    assert first == [("autoregressive", i) for i in "0123"] + [("exact", i) for i in "0123"]
 
 
 def test_the_strict_arms_are_lossless(finished):
@@ -201,12 +201,12 @@ def test_notes_say_what_the_figures_do_not(finished):
 # Killed and run again.
 
 
-@pytest.mark.parametrize(("batches", "torn"), [(0, 0), (3, 0), (10, 500), (33, 1)])
-def test_a_killed_run_goes_on_where_it_was(flags, finished, tmp_path, monkeypatch, capsys, batches, torn):
+@pytest.mark.parametrize(("groups", "torn"), [(0, 0), (3, 0), (10, 500), (16, 1)])
+def test_a_killed_run_goes_on_where_it_was(flags, finished, tmp_path, monkeypatch, capsys, groups, torn):
     """Killed in the first match or in the middle, and with some bytes of the last row not on disk."""
     output = tmp_path / "killed"
     with monkeypatch.context() as patch:
-        patch.setattr(session, "run_batch", dying_after(batches))
+        patch.setattr(answers, "_decoded", dying_after(groups))
         assert call(*flags, "--output", output) == 130
     assert not (output / "summary.json").exists()
     rows = output / "rows.jsonl"
@@ -216,7 +216,7 @@ def test_a_killed_run_goes_on_where_it_was(flags, finished, tmp_path, monkeypatc
         rows.write_bytes(before[:-torn])
     kept = b"".join(rows.read_bytes().rpartition(b"\n")[:2]) if rows.exists() else b""
     if torn == 500:
-        assert kept.count(b"\n") % 3  # a row and a piece of the next are gone, out of a batch of three
+        assert kept.count(b"\n") % 4  # a row and a piece of the next are gone, out of a group of four
     assert call(*flags, "--output", output) == 0
     assert rows.read_bytes().startswith(kept)
     again = read_folder(output)
@@ -257,7 +257,7 @@ def test_a_finished_run_decodes_nothing_and_prints_its_table(flags, finished, tm
     output = shutil.copytree(finished.path, tmp_path / "copy")
     for name in ("summary.json", "table.md", *PICTURES):
         (output / name).unlink()
-    monkeypatch.setattr(session, "run_batch", lambda *args, **options: pytest.fail("decoded"))
+    monkeypatch.setattr(answers, "_decoded", lambda *args, **options: pytest.fail("decoded"))
     capsys.readouterr()
     assert call(*flags, "--output", output) == 0
     for name in ("summary.json", "table.md", *PICTURES):
@@ -355,7 +355,10 @@ def test_two_tasks_over_rejection(target, prompts, tmp_path):
         (["--draft", "none"], "--draft is none: expected ngram"),
         (["--draft", "ngram", "--tree", "2-2"], "--tree does not apply to --draft ngram"),
         (["--tree", "2-2", "--num-draft-tokens", "2"], "--num-draft-tokens does not apply with --tree"),
-        (["--tree", "2-2", "--base", "rejection"], "--tree does not apply to the rule mars over rejection"),
+        (
+            ["--tree", "2-2", "--base", "rejection", "--block"],
+            "--tree does not apply to the rule mars over rejection",
+        ),
         (["--theta", "0.9"], "unrecognized arguments: --theta"),
         (["--rule-option", "theta=0.9"], "--rule-option theta does not apply here: give --thetas"),
         (["--verify", "exact", "--thetas", "0.9"], "--thetas does not apply to the rule exact"),

@@ -13,8 +13,8 @@ from mars_jax.cli.calibrate import main
 from mars_jax.cli.generate.arguments import parse
 from mars_jax.cli.theta import FORMAT, OLD_FORMAT, read_theta, settings_of
 from mars_jax.core.errors import MarsError
+from mars_jax.evaluate import answers
 from mars_jax.evaluate.studies.certify import choose, fewest, p_value
-from mars_jax.serve import session
 from tests.evaluate.conftest import dying_after
 
 RESAMPLINGS = 200
@@ -121,11 +121,11 @@ def theta_file(flags, tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize(("batches", "torn"), [(0, 0), (1, 0), (5, 7)])
-def test_a_killed_run_goes_on_and_ends_alike(theta_file, flags, tmp_path, capsys, monkeypatch, batches, torn):
+@pytest.mark.parametrize(("groups", "torn"), [(0, 0), (1, 0), (2, 7)])
+def test_a_killed_run_goes_on_and_ends_alike(theta_file, flags, tmp_path, capsys, monkeypatch, groups, torn):
     output = tmp_path / "theta.json"
     with monkeypatch.context() as patch:
-        patch.setattr(session, "run_batch", dying_after(batches))
+        patch.setattr(answers, "_decoded", dying_after(groups))
         assert call(*flags, "--output", output) == 130
     assert not output.exists()
     rows = tmp_path / "theta.json-rows" / "rows.jsonl"
@@ -133,19 +133,19 @@ def test_a_killed_run_goes_on_and_ends_alike(theta_file, flags, tmp_path, capsys
         rows.write_bytes(rows.read_bytes()[:-torn])
     decoded = []
 
-    def counting(*args, run=session.run_batch, **options):
+    def counting(*args, run=answers._decoded, **options):
         decoded.append(1)
         return run(*args, **options)
 
-    monkeypatch.setattr(session, "run_batch", counting)
+    monkeypatch.setattr(answers, "_decoded", counting)
     capsys.readouterr()
     assert call(*flags, "--output", output) == 0
     assert output.read_bytes() == theta_file.read_bytes()
-    assert len(decoded) == 6 - batches + bool(torn) and not rows.exists()
+    assert len(decoded) == 3 - groups + bool(torn) and not rows.exists()
     # The lines of whoever waits; what was on file took this process no time.
     said = [line for line in capsys.readouterr().err.splitlines() if line.endswith(": 8 of 8 answers")]
     fresh = [bool(re.search(r", [\d,]+ tokens/s, tau \d\.\d\d: ", line)) for line in said]
-    assert fresh == [2 * i + 2 > batches - bool(torn) for i in range(3)] and len(said) == 3, said
+    assert fresh == [i + 1 > groups - bool(torn) for i in range(3)] and len(said) == 3, said
 
 
 def test_rows_of_other_settings_and_paths_that_take_no_file_are_refused(flags, tmp_path, capsys):

@@ -73,3 +73,30 @@ def test_all_turns_of_a_conversation_count():
     np.testing.assert_allclose(first, np.sum(parts, axis=0), atol=1e-3)
     np.testing.assert_allclose(second, parts[0], atol=1e-3)
     assert first[1] == 3
+
+
+def test_the_public_score_is_teacher_forcing_by_transformers():
+    """And of texts that were generated it is what generation said of them."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    embedded = mj.load("tiny/draft", dtype="float32")
+    model = transformers.AutoModelForCausalLM.from_pretrained(embedded.path, dtype="float32")
+    texts = ["Once upon a time, there was a little girl.", "The cat", "Tim had 3 apples and 12 pears." * 4]
+    for text, found in zip(texts, mj.score(embedded, texts), strict=True):
+        ids = torch.tensor([embedded.encode(text)])
+        with torch.inference_mode():
+            log_p = torch.log_softmax(model(ids).logits[0, :-1], dim=-1)
+        want = log_p.gather(1, ids[0, 1:, None])[:, 0]
+        np.testing.assert_allclose(found.log_p, want.numpy(), atol=1e-4)
+        assert list(found.tokens) == ids[0].tolist()
+    result = mj.generate(embedded, "none", texts[:2], max_new_tokens=12, log_probs=True)
+    whole = [[*c.request.prompt_tokens, *c.tokens] for c in result.completions]
+    for completion, found in zip(result.completions, mj.score(embedded, whole), strict=True):
+        new = len(completion.tokens)
+        np.testing.assert_allclose(found.log_p[-new:], completion.log_probs.log_prob, atol=1e-4)
+    for given, sentence in (
+        ("The", "texts is one text"),
+        ([[]], "no tokens"),
+        ([[1] * 5000], "text 0 has 5000 tokens"),
+    ):
+        with pytest.raises(mj.MarsError, match=sentence):
+            mj.score(embedded, given)

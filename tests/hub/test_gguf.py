@@ -1,5 +1,7 @@
 """GGUF files against transformers, which reads the same ones into PyTorch."""
 
+from typing import Any
+
 import gguf
 import jax
 import jax.numpy as jnp
@@ -7,13 +9,18 @@ import numpy as np
 import pytest
 
 import mars_jax as mj
-from mars_jax import hub
+from mars_jax import assets, hub
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import Visible
+from mars_jax.drafters import Dynamic
+from mars_jax.drafters.asked import LoadedDrafter
+from mars_jax.drafters.eagle import eagle
 from mars_jax.hub.files import resolve
 from mars_jax.hub.gguf_config import to_json
 from mars_jax.models.weights import weights
 from mars_jax.pretrained.gguf_file import read_gguf
+from mars_jax.training import distillation
+from mars_jax.training.objectives import forward_kl
 
 VOCAB, LAYERS, HEADS, KV, WIDTH = 96, 2, 4, 2, 16
 SIZES = {"embedding_length": 64, "feed_forward_length": 96, "block_count": LAYERS, "context_length": 128}
@@ -252,3 +259,77 @@ class TestSmolLM2:
             "Hi<|im_end|>\n<|im_start|>assistant\n"
         )
         assert target.stop_tokens == (2,)
+
+    @pytest.mark.slow
+    @pytest.mark.filterwarnings("ignore")
+    def test_logits_and_greedy_tokens_are_those_of_transformers(self):
+        """A ragged batch by autoregression, n-grams, and chains and trees of a head that was not trained.
+
+        `scripts/smollm2_parity.py` does it for a hundred.
+        """
+        torch = pytest.importorskip("torch")
+        pytest.importorskip("accelerate")
+        import transformers
+
+        path, target = smollm2(), mj.load("smollm2", dtype="float32")
+        theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            str(path.parent), gguf_file=path.name, dtype=torch.float32, attn_implementation="eager"
+        )
+        asked = (
+            "Name three fruits.",
+            "What is 17 + 25? Think step by step.",
+            "Write one line of Python that sorts a list.",
+        )
+        prompts = [target.encode(text, chat=True) for text in asked]
+        expected = []
+        with torch.no_grad():
+            for ids in prompts:
+                given = torch.tensor([ids])
+                made = theirs.generate(
+                    given,
+                    attention_mask=torch.ones_like(given),
+                    do_sample=False,
+                    max_new_tokens=20,
+                    eos_token_id=2,
+                    pad_token_id=2,
+                )
+                expected.append(made[0, len(ids) :].tolist())
+            logits = theirs(torch.tensor([prompts[0]])).logits[0].numpy()
+
+        tokens = jnp.asarray([prompts[0]], jnp.int32)
+        seen = Visible.causal(jnp.zeros((1,), jnp.int32), tokens.shape[1])
+        out = jax.jit(target.model.forward)(
+            target.params, tokens, seen, target.model.init_cache(*tokens.shape)
+        )
+        # Sums of float32 over 30 layers in another order, of logits up to 30.
+        np.testing.assert_allclose(
+            target.model.unembed(target.params, out.hidden)[0], logits, atol=2e-3, rtol=0
+        )
+
+        head = distillation.eagle3(target.config, target.params, steps=1, divergence=forward_kl)
+        weights = head.init()
+        drafters = [
+            "none",
+            "ngram",
+            LoadedDrafter(eagle(head.config, target.model, 3), weights),
+            LoadedDrafter(eagle(head.config, target.model, tree=Dynamic(4, 3, 12)), weights),
+        ]
+        for drafter in drafters:
+            found = mj.generate(target, drafter, prompts, temperature=0.0, max_new_tokens=20)
+            assert [list(ids) for ids in found.tokens] == expected
+
+    @pytest.mark.slow
+    def test_the_head_that_ships_drafts_and_changes_nothing(self):
+        target = mj.load("smollm2", dtype="float32")
+        prompts = ["Write a short story about a fox.", "What is the capital of France?"]
+        plain = mj.generate(target, "none", prompts, chat=True, max_new_tokens=40)
+        found = mj.generate(
+            target,
+            mj.drafters.load(f"eagle:{assets.SMOLLM2_EAGLE3}", target, num_draft_tokens=2),
+            prompts,
+            chat=True,
+            max_new_tokens=40,
+        )
+        assert found.tokens == plain.tokens and found.metrics.tau > 1.3
+        folder = assets.path(assets.SMOLLM2_EAGLE3)
+        assert folder is not None and sum(file.stat().st_size for file in folder.iterdir()) <= 16e6

@@ -285,10 +285,10 @@ MALFORMED = {
         {"t2d": np.roll(np.isin(np.arange(V), IDS), 1)},
         r"d2t maps to token \d+, which t2d does not mark",
     ),
-    "layers": ({"num_hidden_layers": 2}, {}, "the EAGLE head has 2 layers"),
-    "a second layer": ({}, layer("layers.2", E), "the EAGLE head has 3 layers"),
+    "layers": ({"num_hidden_layers": 2}, {}, "has 2 layers and the weights are of layers 0:"),
+    "a second layer": ({}, layer("layers.2", E), "has 1 layers and the weights are of layers 0, 2:"),
     "missing": ({}, {"norm.weight": None, "fc.weight": None}, "missing: fc.weight, norm.weight; use the config"),
-    "extra": ({}, {"input_norm.weight": random(E)}, "not part of an EAGLE head: input_norm.weight;"),
+    "extra": ({}, {"other_norm.weight": random(E)}, "not part of an EAGLE head: other_norm.weight;"),
     "a bias alone": ({}, {"midlayer.self_attn.q_proj.bias": random(E)}, "missing: midlayer.self_attn.k_proj.bias"),
     "shape": ({"intermediate_size": 45}, {}, r"mlp.\w+_proj.weight is \[[0-9, ]+\] and .* ask for \[[0-9, ]+\]"),
     "twice": ({}, {"model.norm.weight": random(E)}, "two tensors norm.weight"),
@@ -392,10 +392,66 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
     assert "dtype 'int4' is not supported" in message(load, tmp_path, dtype="int4")
 
 
+# The layout of the speculators library, of which RedHatAI's heads are.
+
+SPECULATORS = {
+    "architectures": ["Eagle3Speculator"],
+    "auto_map": {"": "eagle3.Eagle3SpeculatorConfig"},
+    "draft_vocab_size": W,
+    "dtype": "float32",
+    "norm_before_residual": True,
+    "speculators_model_type": "eagle3",
+    "speculators_config": {"algorithm": "eagle3", "verifier": {"name_or_path": "a/b"}},
+    "target_hidden_size": None,
+    "transformer_layer_config": {k: v for k, v in FIELDS_1.items() if k != "architectures"}
+    | {"rope_theta": 5e5},
+}
+
+
+def speculators():
+    tensors = {key.replace("midlayer", "layers.0"): value for key, value in eagle_3().items()}
+    return tensors | {"embed_tokens.weight": np.asarray(TARGET_PARAMS["embed"])}
+
+
+@pytest.mark.parametrize("states", [None, [2, 4, 6], [1, 5, 9]])
+def test_a_head_of_speculators_loads(tmp_path, states):
+    """Its layers are numbered by what they read, so that the usual ones are EAGLE's own."""
+    norm = {"input_norm.weight": random(3 * E)} if states else {}
+    tensors, said = speculators() | norm, {"norm_before_fc": True, "norm_output": True} if states else {}
+    config, params = load(publish(tmp_path, tensors, SPECULATORS | said | {LAYERS: states}))
+    read = (1, 3, 5) if states is None else tuple(i - 1 for i in states)
+    assert config.feature_layers == read and config.norm_before_residual and not config.own_embed
+    assert config.input_norm == config.norm_output == bool(states)
+    assert config.layer == load(publish(tmp_path, eagle_3(), FIELDS_3 | {"rope_theta": 5e5}))[0].layer
+    assert_layer(params["layer"], tensors, "layers.0")
+    for name in norm:
+        np.testing.assert_array_equal(params["input_norm"], tensors[name])
+
+
+def test_what_is_wrong_with_a_head_of_speculators_is_said(tmp_path):
+    def text(**change):
+        fields = {key: value for key, value in (SPECULATORS | change).items() if value != "absent"}
+        return message(load, publish(tmp_path, speculators(), fields))
+
+    assert "speculators_model_type is 'dflash'" in text(speculators_model_type="dflash")
+    assert "has no transformer_layer_config" in text(transformer_layer_config="absent")
+    assert "does not say norm_before_residual" in text(norm_before_residual="absent")
+    assert "reads hidden state 0, the target's embedding" in text(**{LAYERS: [0, 4, 6]})
+    assert "reads layer 9 and the target has layers 0 to 8" in text(**{LAYERS: [2, 4, 10]})
+    assert "tensors that are missing: input_norm.weight" in text(norm_before_fc=True)
+
+
 # Saving.
 
 LAYER = ModelConfig(vocab_size=V, hidden_size=E, intermediate_size=INNER, num_layers=1, num_heads=4)
 SAVED = {
+    "eagle-3, two layers": EagleConfig(
+        version=3,
+        layer=dataclasses.replace(LAYER, num_layers=2, windows=()),
+        target_hidden_size=E,
+        draft_vocab_size=W,
+        feature_layers=(0, 4, 7),
+    ),
     "eagle-3": EagleConfig(
         version=3,
         layer=dataclasses.replace(LAYER, num_kv_heads=2, rope=Rope(theta=500.0), eos_token_ids=(2, 3)),
@@ -415,6 +471,16 @@ SAVED = {
         fc_norm=True,
         norm_output=True,
         own_unembed=False,
+    ),
+    "of speculators": EagleConfig(
+        version=3,
+        layer=dataclasses.replace(LAYER, family="qwen3", head_dim=12, qk_norm=True),
+        target_hidden_size=E,
+        draft_vocab_size=W,
+        feature_layers=(1, 3, 5),
+        input_norm=True,
+        norm_output=True,
+        norm_before_residual=True,
     ),
     "eagle-1": EagleConfig(
         version=1,
@@ -456,7 +522,11 @@ def test_a_saved_head_has_the_published_layout(tmp_path):
     np.testing.assert_array_equal(np.flatnonzero(tensors["t2d"]), np.sort(params["ids"]))
     fields = json.loads((tmp_path / "config.json").read_text())
     assert fields["architectures"] == ["LlamaForCausalLMEagle3"] and fields["model_type"] == "llama"
-    assert fields["draft_vocab_size"] == W and fields[LAYERS] == [0, 4, 7] and fields["norm_before_residual"]
+    assert (
+        fields["draft_vocab_size"] == W
+        and fields["eagle_config"][LAYERS] == [0, 4, 7]
+        and fields["norm_before_residual"]
+    )
     hub.save_eagle(tmp_path / "one", SAVED["eagle-1"], params_of(SAVED["eagle-1"]))
     assert set(load_file(tmp_path / "one" / "model.safetensors")) >= set(eagle_1())
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mars_jax.models import attention
-from mars_jax.models.attention import BLOCK, WIDE_BLOCK, attend, attend_all
+from mars_jax.models.attention import BLOCK, attend, attend_all, wide_block
 
 blocked = jax.jit(attend)  # one compilation of each shape for all tests
 
@@ -97,15 +97,47 @@ def test_the_cost_on_cpu_follows_the_live_length(monkeypatch):
     assert np.isfinite(attention._attend_blocks(q, k, v, mask, live)).all()
 
 
-@pytest.mark.parametrize("platform", ["tpu", "cuda"])
-@pytest.mark.parametrize(("slots", "loops"), [(2 * WIDE_BLOCK, 0), (2 * WIDE_BLOCK + 1, 1)])
-def test_accelerators_read_long_buffers_block_by_block(platform, slots, loops):
-    shapes = jax.eval_shape(lambda: case(0, slots=slots))
-    text = jax.jit(attend).trace(*shapes).lower(lowering_platforms=(platform,)).as_text()
-    assert text.count("stablehlo.while") == loops
+@pytest.mark.parametrize("platform", ["tpu", "cuda", "rocm"])
+def test_accelerators_read_long_buffers_block_by_block(platform):
+    """A buffer of a quarter more than a block is read as a whole, and a longer one in a loop."""
+    block = wide_block(*jax.eval_shape(lambda: case(0, slots=8))[:2])
+    for slots, loops in ((block + block // 4, 0), (block + block // 4 + 1, 1)):
+        shapes = jax.eval_shape(lambda slots=slots: case(0, slots=slots))
+        text = jax.jit(attend).trace(*shapes).lower(lowering_platforms=(platform,)).as_text()
+        assert text.count("stablehlo.while") == loops
+    # A GPU would wait for the host in every turn of a loop whose length is a number on the device.
+    condition = text.split("stablehlo.while")[1].split("cond {")[1].split("stablehlo.return")[0]
+    assert ("stablehlo.constant dense<2>" in condition) == (platform != "tpu")
+
+
+def test_a_block_is_as_large_as_fast_memory_and_a_turn_allow():
+    def block(nodes: int, *, batch: int = 1, heads: int = 8, group: int = 4) -> int:
+        q = jax.ShapeDtypeStruct((batch, nodes, heads, group, 128), jnp.bfloat16)
+        return wide_block(q, jax.ShapeDtypeStruct((batch, 16384, heads, 128), jnp.bfloat16))
+
+    assert block(1) == 1024  # 4 MiB of keys and values
+    assert block(60, heads=2) == 4096
+    assert block(512, heads=2) == 512  # 8 MiB of scores
+    assert block(1, batch=32, heads=2) == 1024  # 32 MiB, and few turns
+    assert block(60, batch=64) == block(8192, batch=9) == 256  # never less
+    devices = jax.sharding.AbstractMesh((4,), ("model",))
+    with jax.sharding.use_abstract_mesh(devices):
+        assert block(1) == 4096  # of two heads a device
+
+
+def test_a_loop_of_known_length_gives_the_same_numbers_and_gradients():
+    given = case(8, slots=300, live=131)
+    q, k, v, mask, _ = given
+
+    def loss(form, live):
+        return lambda q: jnp.sum(jnp.sin(form(q, k, v, mask, live)))
+
+    np.testing.assert_allclose(attention._attend_blocks(q, k, v, mask, None), attend_all(*given), atol=1e-6)
+    ours = jax.grad(loss(attention._attend_blocks, None))(q)
+    np.testing.assert_allclose(ours, jax.grad(loss(attend_all, None))(q), atol=1e-6)
 
 
 def test_wide_blocks_give_the_same_numbers():
-    given = case(7, slots=2 * WIDE_BLOCK + 100, live=WIDE_BLOCK + 3)
-    wide = attention._attend_blocks(*given, None, None, WIDE_BLOCK)
+    given = case(7, slots=2148, live=1027)
+    wide = attention._attend_blocks(*given, None, None, 1024)
     np.testing.assert_allclose(wide, attend_all(*given), atol=1e-6)

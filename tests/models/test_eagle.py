@@ -46,6 +46,13 @@ CASES = {
     "eagle-3, norm before residual": vary(EAGLE_3, norm_before_residual=True),
     "eagle-3, a norm of each feature": vary(EAGLE_3, fc_norm=True),
     "eagle-3.1": vary(EAGLE_3, fc_norm=True, norm_output=True, norm_before_residual=True),
+    "eagle-3, a norm of all features, the output normed (speculators)": vary(
+        EAGLE_3,
+        {"family": "qwen3", "qk_norm": True},
+        input_norm=True,
+        norm_output=True,
+        norm_before_residual=True,
+    ),
     "eagle-3, narrower than its target": vary(
         EAGLE_3, {"num_kv_heads": 4}, target_hidden_size=48, own_embed=True
     ),
@@ -55,6 +62,7 @@ CASES = {
         {"qkv_bias": True, "o_bias": True, "mlp_bias": True, "head_dim": 12, "rope": LLAMA3},
         fc_bias=True,
     ),
+    "eagle-3, three layers": vary(EAGLE_3, {"num_layers": 3, "windows": ()}),
     "eagle-1": EAGLE_1,
     "eagle-1, biases, its own embedding and lm_head": vary(
         EAGLE_1, {"qkv_bias": True, "o_bias": True}, fc_bias=True, own_embed=True, own_unembed=True
@@ -65,7 +73,8 @@ CASES = {
 def torch_head(config: EagleConfig, target):
     """The head in PyTorch, its parameters named as in the published checkpoints, random; from the description alone.
 
-    Sources: EAGLE 2401.15077, section 4; EAGLE-3 2503.01840, section 3.
+    Sources: EAGLE 2401.15077, section 4; EAGLE-3 2503.01840, section 3; for the norm of all features and the layers of
+    Qwen3, vllm-project/speculators, `models/eagle3`.
     """
     import torch
     from torch import nn
@@ -93,12 +102,18 @@ def torch_head(config: EagleConfig, target):
         )
     hidden, features = c.hidden_size, len(config.feature_layers)
 
+    if c.qk_norm:
+        from transformers import Qwen3Config
+        from transformers.models.qwen3 import modeling_qwen3 as qwen3
+
+        described = Qwen3Config(**described.to_dict() | {"attn_implementation": "eager"})
+
     class Layer(nn.Module):
         """Of EAGLE-3: a Llama layer whose attention reads the embedding beside the feature."""
 
         def __init__(self):
             super().__init__()
-            self.self_attn = llama.LlamaAttention(described, 0)
+            self.self_attn = (qwen3.Qwen3Attention if c.qk_norm else llama.LlamaAttention)(described, 0)
             for name in ("q_proj", "k_proj", "v_proj"):
                 old = getattr(self.self_attn, name)
                 new = nn.Linear(2 * hidden, old.out_features, bias=old.bias is not None)
@@ -124,8 +139,14 @@ def torch_head(config: EagleConfig, target):
                 self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
             if config.version == 3:
                 self.fc = nn.Linear(features * config.target_hidden_size, hidden, bias=config.fc_bias)
-                self.midlayer = Layer()
+                if c.num_layers == 1:
+                    self.midlayer = Layer()
+                else:
+                    plain = (llama.LlamaDecoderLayer(described, i) for i in range(1, c.num_layers))
+                    self.layers = nn.ModuleList([Layer(), *plain])
                 self.norm = llama.LlamaRMSNorm(hidden, c.norm_eps)
+                if config.input_norm:
+                    self.input_norm = llama.LlamaRMSNorm(features * config.target_hidden_size, c.norm_eps)
                 if config.fc_norm:
                     width = config.target_hidden_size
                     self.fc_norm = nn.ModuleList(
@@ -143,7 +164,8 @@ def torch_head(config: EagleConfig, target):
                 return taken[0]
             if config.fc_norm:
                 taken = [norm(x) for norm, x in zip(self.fc_norm, taken, strict=True)]
-            return self.fc(torch.cat(list(taken), dim=-1))
+            joined = torch.cat(list(taken), dim=-1)
+            return self.fc(self.input_norm(joined) if config.input_norm else joined)
 
         def forward(self, feature, tokens):
             """Features and logits after a whole sequence, no cache."""
@@ -158,7 +180,12 @@ def torch_head(config: EagleConfig, target):
                 "position_embeddings": self.rotary(word, torch.arange(n)[None]),
             }
             if config.version == 3:
-                h = self.midlayer(word, feature, **attention)
+                if c.num_layers == 1:
+                    h = self.midlayer(word, feature, **attention)
+                else:
+                    h = self.layers[0](word, feature, **attention)
+                    for layer in self.layers[1:]:
+                        h = layer(h, **attention)
                 normed = self.norm(h)
                 following = normed if config.norm_output else h
             else:
@@ -285,7 +312,6 @@ def test_draft_tokens_and_logits_map_to_the_targets():
         (EAGLE_3, {"target_hidden_size": 48}, "is 32 wide and the target 48"),
         (EAGLE_1, {"target_hidden_size": 48, "own_embed": True, "own_unembed": True}, "is 32 wide and the target 48"),
         (EAGLE_3, {"own_unembed": False}, "drafts from 20 of 53 tokens"),
-        (EAGLE_3, {"layer": {"num_layers": 2, "windows": ()}}, "has 2 layers"),
     ],
 )  # fmt: skip
 def test_a_config_that_makes_no_sense_is_refused(base, change, expected):

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
+from kernels_pallas.mosaic import experts as in_8_bits
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import NO_TOKEN, Visible
 from mars_jax.models import ModelConfig, init_params, language_model, moe
-from mars_jax.models.quantize import Int8
+from mars_jax.models.quantize import Int8, quantize
 from mars_jax.models.weights import get, weights
 
 CONFIG = ModelConfig(
@@ -78,6 +79,25 @@ def test_a_tpu_multiplies_in_tiles_rows_that_may_be_of_experts_elsewhere(case):
     if here:
         # 3e-4: float32 sums of 1,040 products, of standard deviation 32.
         np.testing.assert_allclose(out[:here], by_definition(x[:here], w, sizes), atol=3e-4)
+
+
+@pytest.mark.parametrize("case", [*SIZES, *WIDER, "by columns"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_kernel_of_8_bits_multiplies_what_it_dequantises(case, dtype, monkeypatch):
+    wider = WIDER | {"by columns": ((20, 0, 30), 50, 384, 40)}
+    sizes, rows, outer, inner = wider.get(case) or (SIZES[case], sum(SIZES[case]), 300, 40)
+    # Several blocks of outputs, and tiles of rows that begin inside of an expert's.
+    monkeypatch.setattr(in_8_bits, "WEIGHT_BYTES", 128 * inner)
+    monkeypatch.setattr(in_8_bits, "ROWS", 32)
+    w, x = quantize(np.asarray(normal(1, len(sizes), outer, inner))), normal(0, rows, inner, dtype=dtype)
+    given = (x, jnp.asarray(w.values), jnp.asarray(w.scale), jnp.asarray(sizes, jnp.int32))
+    out = jax.jit(functools.partial(in_8_bits.dense_by_expert_int8, interpret=True))(*given)
+    assert out.shape == (rows, outer) and out.dtype == jnp.float32
+    here = sum(sizes)
+    if here:
+        # 5e-4: as in the test above.
+        wide = by_definition(x[:here], w.values.astype("float64") * w.scale[..., None], sizes)
+        np.testing.assert_allclose(out[:here], wide, atol=5e-4)
 
 
 def test_gradients_are_those_of_the_definition():
@@ -174,16 +194,13 @@ def lowered(platform, experts):
     return jax.jit(moe.dense_by_expert).trace(*given).lower(lowering_platforms=(platform,)).as_text()
 
 
-def test_elsewhere_the_compiler_gets_one_ragged_product():
-    matrices = jax.ShapeDtypeStruct((3, 8, 8), "float32")
-    in_8_bits = Int8(
-        jax.ShapeDtypeStruct((3, 8, 8), "int8"), jax.ShapeDtypeStruct((3, 8), "float32"), "float32"
-    )
-    for platform, experts in (("cuda", matrices), ("tpu", in_8_bits)):
-        text = lowered(platform, experts)
+def test_elsewhere_the_compiler_gets_one_ragged_product_and_on_a_tpu_one_kernel():
+    of_8_bits = (jax.ShapeDtypeStruct((3, 8, 8), "int8"), jax.ShapeDtypeStruct((3, 8), "float32"), "float32")
+    for matrices in (jax.ShapeDtypeStruct((3, 8, 8), "float32"), Int8(*of_8_bits)):
+        text = lowered("cuda", matrices)
         assert text.count("ragged_dot") and "while" not in text
-    text = lowered("tpu", matrices)
-    assert text.count("tpu_custom_call") == 1 and "ragged_dot" not in text
+        text = lowered("tpu", matrices)
+        assert text.count("tpu_custom_call") == 1 and "ragged_dot" not in text
 
 
 @pytest.mark.parametrize("count", [0, 6])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import time
 
 import pytest
@@ -12,8 +13,8 @@ from mars_jax import MarsError, planning, verify
 from mars_jax.cli import plan, progress
 from mars_jax.models import ModelConfig
 from mars_jax.placement.shardings import parse_mesh
-from mars_jax.planning import make_plan
-from mars_jax.planning.chips import CHIPS, topology
+from mars_jax.planning import advice, make_plan
+from mars_jax.planning.chips import CHIPS, TYPES, larger, topology
 from mars_jax.planning.fit import default_mesh, draft_of
 from mars_jax.planning.models import CONFIGS, eagle3
 from mars_jax.planning.program import _out_of_memory, collectives
@@ -143,6 +144,176 @@ def test_the_command_prints_json_and_ends_with_whether_it_fits(capsys):
     assert code == 0 and row["fits"] and row["topology"] == "v5e:1x1" and row["collectives"] == {}
 
 
+@pytest.mark.parametrize(
+    ("name", "shape", "chips"),
+    [
+        ("v5litepod-1", "v5e:1x1", 1),
+        ("v5litepod-4", "v5e:2x2", 4),
+        ("v5e-8", "v5e:2x4", 8),
+        ("v6e-16", "v6e:4x4", 16),
+        ("v5p-8", "v5p:2x2x1", 4),
+        ("v4-16", "v4:2x2x2", 8),
+    ],
+)
+def test_slices_have_the_names_of_the_cloud_too(name, shape, chips):
+    found = topology(name)
+    assert (found.name, found.chips) == (shape, chips)
+    assert len(found.devices) == len(topology(shape).devices)
+
+
+def test_every_slice_of_the_cloud_has_as_many_chips_as_its_name_says():
+    for kind in TYPES.values():
+        for chips, shape in kind.shapes.items():
+            assert math.prod(map(int, shape.split("x"))) == chips
+            assert len(shape.split("x")) == CHIPS[kind.generation].dims
+
+
+@pytest.mark.parametrize("name", ["v5litepod-3", "v5p-4", "v6e-", "v5e-" + "9" * 5000, "v4-8x"])
+def test_a_type_that_is_none_gets_the_sizes_there_are(name):
+    with pytest.raises(
+        MarsError, match=r"the topology is .*: v\w+ comes in \d+, .*; name one of these, or a shape"
+    ):
+        topology(name)
+
+
+def large(layers):
+    """In bfloat16, 6 GiB a layer and 4 for the vocabulary; in 8 bits half of it. A v5e chip has 16."""
+    sizes = {"vocab_size": 2**16, "hidden_size": 2**14, "intermediate_size": 2**16}
+    return dataclasses.replace(TINY, **sizes, num_layers=layers, windows=(None,) * layers)
+
+
+def attempt_of(config):
+    def attempt(name, dtype):
+        where = topology(name or "v5e:1x1")
+        mesh = parse_mesh(f"model={len(where.devices)}", where.devices)
+        options = {"verify": verify.exact(), "batch": 1, "context": 128, "dtype": dtype}
+        return advice.try_fit(config, draft_of("none"), where, mesh=mesh, **options)
+
+    return attempt
+
+
+@pytest.mark.slow
+def test_what_is_recommended_was_compiled_and_fits():
+    eight, larger_slice = advice.advise(attempt_of(large(3)), "bfloat16", larger("v5e:1x1"))
+    assert (eight.topology, eight.dtype, eight.fits) == ("v5e:1x1", "int8", True)
+    assert (larger_slice.topology, larger_slice.dtype, larger_slice.fits) == ("v5e:2x2", "bfloat16", True)
+    assert larger_slice.mesh == {"model": 4} and larger_slice.held_bytes < eight.held_bytes < eight.hbm_bytes
+    again = planned(large(3), "v5e:1x1", context=128, dtype="int8", verify=verify.exact())
+    assert again.fits and again.held_bytes == eight.held_bytes
+
+
+def test_what_does_not_fit_either_is_not_recommended():
+    """By its weights alone, which takes no compilation; and slices are tried until one fits."""
+    tried = advice.advise(attempt_of(large(40)), "bfloat16", ["v5e:2x2"])
+    assert [(one.topology, one.dtype, one.fits) for one in tried] == [
+        ("v5e:1x1", "int8", False),
+        ("v5e:2x2", "bfloat16", False),
+    ]
+    assert all(one.held_bytes > one.hbm_bytes for one in tried)
+
+    def attempt(name, dtype):
+        if name == "odd":
+            raise MarsError("3 chips")
+        return advice.Attempt(name, dtype, {}, name == "fits", 1, 1)
+
+    found = advice.advise(attempt, "int8", ["small", "odd", "fits", "larger"])
+    assert [one.topology for one in found] == ["small", "fits"]
+
+
+FLAGS_THAT_DO_NOT_FIT = [
+    "--target",
+    "large",
+    "--draft",
+    "none",
+    "--topology",
+    "v5litepod-1",
+    "--context",
+    "128",
+]
+
+
+@pytest.mark.slow
+def test_the_command_compiles_what_it_recommends(capsys, monkeypatch):
+    monkeypatch.setitem(CONFIGS, "large", large(3))
+    assert plan.main([*FLAGS_THAT_DO_NOT_FIT, "--json"]) == 1
+    row = json.loads(capsys.readouterr().out)
+    assert not row["fits"] and [one["fits"] for one in row["tried"]] == [True, True]
+
+
+def test_the_command_says_what_to_try(capsys, monkeypatch):
+    def advise(attempt, dtype, slices):
+        assert (dtype, slices) == ("bfloat16", larger("v5e:1x1"))
+        return [
+            advice.Attempt("v5e:1x1", "int8", {"model": 1}, False, 2**35, 2**34),
+            advice.Attempt("v5e:2x2", "bfloat16", {"model": 4}, True, 2**33, 2**34),
+        ]
+
+    monkeypatch.setitem(CONFIGS, "large", large(3))
+    monkeypatch.setattr(advice, "advise", advise)
+    assert plan.main(FLAGS_THAT_DO_NOT_FIT) == 1
+    rows = [line.strip("│ ").split("│") for line in capsys.readouterr().out.splitlines()]
+    told = [tuple(cell.strip() for cell in row) for row in rows]
+    assert ("fits neither", "--dtype int8 (32.00 GiB of 16.00 GiB)") in told
+    assert ("try", "--topology v5e:2x2 (8.00 GiB of 16.00 GiB)") in told
+
+
+def test_drafts_are_compared_by_what_they_give_for_what_they_cost():
+    alone = {"low_seconds": 2.0, "high_seconds": 4.0}
+    costs = {3: 1.5, 5: 1.6, None: 6.0}
+
+    def step(shape):
+        if shape.length == 5:
+            return None  # does not fit
+        return {name: costs[shape.length] * value for name, value in alone.items()}
+
+    chain, tree = advice.compare(step, alone, 0.5)
+    assert chain.flags == "--num-draft-tokens 3" and chain.pays_above == pytest.approx((1.5, 1.5))
+    assert chain.tau == 1.875 and chain.gain == pytest.approx(1.875 / 1.5)
+    # By hand: 7 levels, each held with the chance 3/4.
+    assert tree.tau == pytest.approx(4 * (1 - 0.75**8)) and tree.gain == pytest.approx(tree.tau / 6)
+    assert advice.compare(lambda shape: None, alone, 0.5) == []
+
+
+@pytest.mark.slow
+def test_a_mixture_is_told_which_draft_pays(capsys, monkeypatch):
+    sizes = {"num_experts": 8, "experts_per_token": 2, "expert_size": 512}
+    monkeypatch.setitem(
+        CONFIGS, "mixture", dataclasses.replace(TINY, family="mixtral", num_layers=4, windows=(), **sizes)
+    )
+    flags = ["--target", "mixture", "--topology", "v5e:1x1", "--context", "256"]
+    assert plan.main([*flags, "--json"]) == 0
+    row = json.loads(capsys.readouterr().out)
+    drafts = {draft["flags"]: draft for draft in row["drafts"]}
+    shapes = ("--num-draft-tokens 3", "--num-draft-tokens 5", "--tree dynamic:10-7-60")
+    assert set(drafts) == set(shapes)
+    # The plan itself is that of the default, a chain of 3.
+    assert drafts[shapes[0]]["low_seconds"] == row["step"]["low_seconds"]
+    times = [drafts[shape]["low_seconds"] for shape in shapes]
+    assert times == sorted(times) and len(set(times)) == 3
+    assert row["drafts"][0]["gain"] == max(draft["gain"] for draft in row["drafts"])
+    assert plan.main([*flags, "--num-draft-tokens", "3"]) == 0
+    assert "draft with" not in capsys.readouterr().out
+
+
+def test_the_programs_are_kept(capsys, tmp_path):
+    flags = ["--draft", "ngram", "--topology", "v5e:1x1", "--context", "128", "--json"]
+    folder = tmp_path / "new" / "programs"
+    assert plan.main(["--target", "tiny/draft", *flags, "--dump", str(folder)]) == 0
+    names = {path.name for path in folder.iterdir()}
+    assert {"decode.stablehlo.txt", "decode.hlo.txt"} <= names
+    assert json.loads(capsys.readouterr().out)["collectives"] == {}
+    compiled = (folder / "decode.hlo.txt").read_text()
+    assert compiled.startswith("HloModule jit_run") and "while(" in compiled and "tpu_custom_call" in compiled
+    assert "stablehlo.while" in (folder / "decode.stablehlo.txt").read_text()
+
+
+def test_a_folder_that_cannot_be_is_refused_before_anything_is_compiled(capsys, tmp_path):
+    (tmp_path / "file").write_text("")
+    flags = ["--target", "tiny/draft", "--topology", "v5e:1x1", "--dump", str(tmp_path / "file")]
+    assert plan.main(flags) == 2
+    assert "file' cannot be written (File exists): name another folder." in capsys.readouterr().err
+
+
 def test_a_line_now_and_then_says_that_it_plans(capsys, monkeypatch):
     def slow(*args, **options):
         time.sleep(0.3)
@@ -175,14 +346,15 @@ def test_bad_input_gets_a_sentence(capsys, flags, sentence):
 
 def test_what_fuses_the_targets_features_is_read_once_a_step():
     from mars_jax.placement import shardings
-    from mars_jax.planning.fit import FUSED, _local_bytes, read_once
+    from mars_jax.planning.fit import FUSED, read_once
+    from mars_jax.planning.pair_programs import local_bytes
 
     config = dataclasses.replace(TINY, num_layers=4, windows=(None,) * 4)
     head = eagle3(config)
     mesh = parse_mesh("model=1", topology("v5e:1x1").devices)
     places = shardings.params_shardings(head, mesh)
     weights = shardings.abstract_params(head, "bfloat16", int8=False, shardings=places)
-    fused = _local_bytes({name: value for name, value in weights.items() if name in FUSED})
+    fused = local_bytes({name: value for name, value in weights.items() if name in FUSED})
     assert fused == 2 * 256 * len(head.feature_layers) * 256
     reads = []
     for length in (2, 3):

@@ -10,9 +10,11 @@ import pytest
 
 import mars_jax as mj
 from mars_jax import hub, verify
+from mars_jax.core import decode
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.transformer import init_params
 from mars_jax.pretrained import Detokenizer
+from mars_jax.serve import generate
 from mars_jax.serve import prepare as batch
 from mars_jax.serve.generate import check_finite, generate_requests, generate_stream
 
@@ -188,6 +190,40 @@ def test_the_stream_joins_to_the_completion(target):
     assert result.tokens == list(tokens.values())
     assert kinds.get("relaxed", 0) == result.metrics.accepted_relaxed
     assert kinds.get("exact", 0) == result.metrics.accepted_exact
+
+
+def test_events_are_the_same_however_far_the_device_is_ahead(target, monkeypatch):
+    """And what the host fetches of a step, it fetches when that many later ones are on their way."""
+    options = {"max_new_tokens": [24, 3, 17], "temperature": [0.0, 1.0, 0.7], "ignore_eos": True}
+    requests = mj.make_requests(target, PROMPTS, **options)
+    given, fetched, plain_step, plain_fetch = [], [], decode.jitted_step, generate.fetch
+
+    def step(*arguments):
+        given.append(arguments)
+        return plain_step(*arguments)
+
+    def fetch(tree):
+        fetched.append(len(given))
+        return plain_fetch(tree)
+
+    def events(ahead):
+        given.clear(), fetched.clear()
+        monkeypatch.setattr(decode, "look_ahead", lambda state: ahead)
+        made = list(generate_stream(target, "ngram", requests, verify=verify.mars(theta=0.2)))
+        timeless = lambda done: done and dataclasses.replace(done, seconds=0.0)  # noqa: E731
+        # As text, in which NaN is itself.
+        return repr([dataclasses.replace(e, completion=timeless(e.completion)) for e in made]), len(given)
+
+    monkeypatch.setattr(decode, "jitted_step", step)
+    monkeypatch.setattr(generate, "fetch", fetch)
+    plain, steps = events(0)
+    assert plain.count("finish_reason='length'") == 3
+    for ahead in (1, 2, 5):
+        found, taken = events(ahead)
+        assert found == plain
+        assert taken == steps + ahead
+        # One look at the first state, then one at each step, and one more where rows end.
+        assert sorted(set(fetched)) == [0, *range(1 + ahead, steps + ahead + 1)]
 
 
 @pytest.mark.parametrize(

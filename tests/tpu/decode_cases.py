@@ -12,6 +12,7 @@ from mars_jax.core.decode import speculative_decoder
 from mars_jax.core.types import Drafter, LanguageModel, Params, PyTree
 from mars_jax.models import ModelConfig, language_model
 from mars_jax.placement.shardings import AnyConfig, abstract_params, params_shardings
+from mars_jax.planning import hlo
 from mars_jax.planning.fit import lower_loop
 from mars_jax.planning.models import CONFIGS, eagle3
 from tests.tpu import aot
@@ -84,6 +85,23 @@ def compile_eagle(case: EagleCase, *, layers: int | None = None) -> dict[str, An
     params = Params(target=weights(target, on), draft=weights(head, on))
     drafter = drafters.eagle(head, model(target), tree=TREE, cache_dtype="bfloat16")
     return compile_loop(target, drafter, params, 1, case.generation, on)
+
+
+def eagle_loop(*, layers: int, batch: int, tree: Any, slots: int = BUFFER) -> tuple[hlo.Module, int, int]:
+    """The compiled loop of Llama-3.1-8B with an EAGLE-3 head over four v5e: the program, the bytes of its temporaries
+    and those of a device's part of the embedding."""
+    on = aot.mesh("v5e", devices=4)
+    target = shortened("llama-3.1-8b", layers)
+    head = eagle3(target)
+    params = Params(target=weights(target, on), draft=weights(head, on))
+    drafter = drafters.eagle(head, model(target), 5, tree=tree, cache_dtype="bfloat16")
+    decoder = speculative_decoder(model(target), drafter, verify.mars())
+    lowered = lower_loop(decoder, params, verify.mars(), on, batch=batch, context=slots)[1]
+    compiled = lowered.compile()
+    text, memory = compiled.as_text(), compiled.memory_analysis()
+    assert text is not None and memory is not None
+    embedding = target.vocab_size * target.hidden_size * 2 // 4
+    return hlo.parse(text), memory.temp_size_in_bytes, embedding
 
 
 def compile_loop(

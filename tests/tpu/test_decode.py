@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 pytest.importorskip(
@@ -26,8 +28,10 @@ def test_the_autoregressive_loop_of_two_layers_compiles(generation, chips):
 def test_the_loop_with_a_draft_of_two_layers_compiles(case, generation, chips):
     report = decode_cases.compile_step(case, generation, chips, layers=2)
     assert report["hbm_share"] < 1
-    # The verifier runs the kernel, over four chips each on its part of the vocabulary.
-    assert report["mosaic_kernels"] == 1
+    # The verifier runs a kernel, over four chips each on its part of the vocabulary, and so does each level of a draft
+    # that takes more than its likeliest token; over four chips a second kernel joins the parts.
+    wide = sum(width > 1 for width in case.branching)
+    assert report["mosaic_kernels"] == 1 + wide * (2 if chips > 1 else 1)
 
 
 @pytest.mark.slow
@@ -36,3 +40,34 @@ def test_the_loop_with_an_eagle_head_and_a_dynamic_tree_compiles(case):
     report = decode_cases.compile_eagle(case, layers=4)
     assert report["hbm_share"] < 1
     assert report["collectives"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tree", [decode_cases.TREE, None], ids=["tree", "chain"])
+def test_a_loop_has_nothing_that_a_tpu_does_one_by_one(tree):
+    """Rows in a loop, masks and caches in gathers of single elements, sorts of a vocabulary, and copies of what is
+    large: each was once most of a step."""
+    batch, slots, levels = 5, 4096, 6 if tree else 4
+    program, temporaries, embedding = decode_cases.eagle_loop(layers=2, batch=batch, tree=tree, slots=slots)
+    instructions = [i for c in program.computations.values() for i in c.instructions.values()]
+    sorted_axes = [
+        i.shapes[0].dims[int(re.search(r"dimensions=\{(\d+)\}", i.rest)[1])]
+        for i in instructions
+        if i.opcode == "sort"
+    ]
+    assert max(sorted_axes, default=0) <= 1024
+    single = [
+        i.shapes[0].size
+        for i in instructions
+        if i.opcode == "gather" and set(re.search(r"slice_sizes=\{([\d,]*)\}", i.rest)[1].split(",")) <= {"1"}
+    ]
+    assert max(single, default=0) < slots
+    # Attention's loop over blocks of slots has no known length; what has one goes over the levels of the draft.
+    known = {
+        int(n)
+        for i in instructions
+        if i.opcode == "while"
+        for n in re.findall(r'"known_trip_count":\{"n":"(\d+)"', i.rest)
+    }
+    assert known <= {levels}
+    assert temporaries < embedding

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 
+from mars_jax.core.errors import MarsError
 from mars_jax.training.loop import fit
 
 STEPS = 6
@@ -29,7 +30,7 @@ def batches(step):
     return np.random.default_rng(step).normal(size=(8, 3)).astype(np.float32)
 
 
-def train(directory, steps=STEPS, batches=batches):
+def train(directory, steps=STEPS, batches=batches, decay=0.0):
     return fit(
         objective,
         optax.adam(0.1),
@@ -39,6 +40,7 @@ def train(directory, steps=STEPS, batches=batches):
         directory=directory,
         tokens_per_step=8,
         save_every=2,
+        decay=decay,
     )
 
 
@@ -78,3 +80,24 @@ def test_a_finished_run_is_not_run_again(tmp_path):
 
     again = train(tmp_path, batches=never)
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), first, again))
+
+
+def test_the_number_of_steps_may_change_until_the_rate_falls(tmp_path):
+    def until(step):
+        if step == 4:
+            raise Killed
+        return batches(step)
+
+    with pytest.raises(Killed):
+        train(tmp_path, 10, until, decay=0.5)
+    with pytest.raises(
+        MarsError, match=r"has done 4 steps \(32 tokens\), which is more than 3: give it more"
+    ):
+        train(tmp_path, 3, decay=0.5)
+    train(tmp_path, 8, decay=0.5)
+    with pytest.raises(
+        MarsError, match=r"is of 8 steps and .* falls from step 4 on, .* the 64 tokens that it had"
+    ):
+        train(tmp_path, 20, decay=0.5)
+    train(tmp_path, 8, decay=0.5)  # as before
+    assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 8

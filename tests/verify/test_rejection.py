@@ -10,7 +10,6 @@ import pytest
 
 from mars_jax.core import sampling
 from mars_jax.core import tree as trees
-from mars_jax.core.errors import MarsError
 from mars_jax.core.types import NO_TOKEN
 from mars_jax.verify import exact, rejection
 from mars_jax.verify.rejection import _block_stop, _Ratios, _token_stop
@@ -186,11 +185,3 @@ def test_a_token_that_neither_model_allows_is_refused():
     for block in (False, True):
         verdict = jax.jit(judge(rejection(block)))(oracles.keys_of(0, 8), tree, logits, settings)
         assert verdict.num_accepted.tolist() == [0] * 8 and np.all(np.asarray(verdict.next_token) < 2)
-
-
-def test_a_tree_is_refused_with_the_way_out():
-    tree = trees.chain(jnp.zeros((1, 3), jnp.int32)).replace(is_chain=False)
-    with pytest.raises(MarsError, match=r"chain.*exact\(\)"):
-        judge(rejection())(
-            oracles.keys_of(0, 1), tree, jnp.zeros((1, 3, 4)), oracles.controls_of([(0.0, 0, 1.0, 0.0)])
-        )

@@ -20,7 +20,7 @@ from mars_jax.core.controls import make_controls
 from mars_jax.core.errors import MarsError
 from mars_jax.core.rules import for_rows, structure, take_rows
 from mars_jax.core.types import LoadedRule, Params, keys_from_seeds
-from mars_jax.models import indicator
+from mars_jax.models import indicator, mixer
 from tests.helpers import committed, decode_all, ragged
 
 VOCAB, BATCH, BUFFER = 13, 4, 40
@@ -29,6 +29,7 @@ SMALL = fake.hash_model(vocab_size=VOCAB, seed=5, agree=0.8)
 CHAIN = drafters.language_model(SMALL, 4)
 SAMPLED = drafters.language_model(SMALL, 4, sample=True)
 TREE = drafters.language_model(SMALL, tree=(2, 2, 1))
+SAMPLED_TREE = drafters.language_model(SMALL, tree=drafters.Dynamic(2, 3, 7), sample=True)
 SETTINGS = {"temperature": [0.0, 0.9, 1.3, 0.0], "top_k": [0, 5, 0, 0]}
 
 
@@ -49,6 +50,11 @@ def learned_head():
     return made | {"margin": jnp.asarray([1.0, 0.0]), "bias": jnp.asarray(-2.0)}
 
 
+def mixer_head():
+    made = mixer.init_params(1, jax.random.key(0), width=2, draft_hidden_size=1)
+    return made | {"outer": jnp.asarray([0.5, -0.5]), "signals": jnp.asarray([0.3, -0.2, 1.0])}
+
+
 CASES = {
     "exact": Case(verify.exact(), verify.exact(), relaxes=False),
     "rejection": Case(verify.rejection(), verify.rejection(), drafter=SAMPLED, relaxes=False),
@@ -57,6 +63,16 @@ CASES = {
     "mars over rejection": Case(
         verify.mars(verify.rejection(), theta=0.5), verify.rejection(), {"theta": np.inf}, {"theta": 0.97},
         drafter=SAMPLED,
+    ),
+    "rejection on trees": Case(
+        verify.rejection(), verify.rejection(), drafter=SAMPLED_TREE, relaxes=False
+    ),
+    "mars over rejection on trees": Case(
+        verify.mars(verify.rejection(), theta=0.5), verify.rejection(), {"theta": np.inf}, {"theta": 0.97},
+        drafter=SAMPLED_TREE,
+    ),
+    "mixture on trees": Case(
+        verify.mixture(weight=0.2), verify.rejection(), {"weight": 1.0}, {"weight": 0.7}, drafter=SAMPLED_TREE
     ),
     "mars by position": Case(
         verify.mars(theta=0.5, context="position"), verify.exact(), {"theta": np.inf}, {"theta": 0.8},
@@ -83,12 +99,21 @@ CASES = {
     "fly": Case(
         verify.fly(window=1), verify.exact(), {"entropy": np.inf}, {"window": 2}, drafter=CHAIN
     ),
+    "phrase": Case(verify.phrase(bound=2.0, window=1), verify.exact(), {"bound": 0.0}, {"window": 2}, drafter=TREE),
+    "equivalent": Case(
+        verify.equivalent(gap=np.inf), verify.exact(), {"gap": 0.0}, {"gap": 0.1}, drafter=TREE,
+        params=jnp.asarray([0, 1, 1, 2, 2, 2, 3, 3, 0, 4, 4, 4, 4], jnp.int32),
+    ),
     "budget": Case(verify.budget(gap=1.0), verify.exact(), {"max_relaxed": 0}, {"total": 1.0}, drafter=TREE),
     "lenience": Case(
         verify.lenience(factor=0.2), verify.rejection(), {"factor": 1.0}, {"factor": 1.0}, drafter=SAMPLED
     ),
     "mixture": Case(
         verify.mixture(weight=0.2), verify.rejection(), {"weight": 1.0}, {"weight": 0.7}, drafter=SAMPLED
+    ),
+    "diversed": Case(
+        verify.diversed(shift=-2.0), verify.rejection(), {"shift": np.inf}, {"shift": 0.0}, drafter=SAMPLED,
+        params=mixer_head(),
     ),
     "cactus": Case(
         verify.cactus(divergence=2), verify.rejection(), {"divergence": 0.0}, {"divergence": 0.0}, drafter=SAMPLED
@@ -101,16 +126,19 @@ CASES = {
     ),
     "released": Case(verify.released(ratio=0.4), verify.rejection(), None, {"ratio": np.inf}, drafter=SAMPLED),
 }  # fmt: skip
-every_rule = pytest.mark.parametrize("name", CASES)
+# Module scope puts the tests of a rule one after the other, where they find what it has compiled.
+every_rule = pytest.mark.parametrize("name", CASES, scope="module")
 LIKE_ANOTHER = {
     "mars by position", "gap", "prob_ratio", "typical", "adaptive", "entropy_gate", "nucleus", "lenience", "cactus",
-    "speccascade", "speccascade(opt)",
+    "diversed", "speccascade", "speccascade(opt)", "mars over rejection on trees", "mixture on trees", "phrase",
 }  # fmt: skip
 """Rules that are a formula in a seam that another rule of the table has as well, and keep no state."""
 every_rule_in_time = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LIKE_ANOTHER)) for name in CASES]
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in LIKE_ANOTHER)) for name in CASES],
+    scope="module",
 )
-"""For tests that compile loops of their own: rules `LIKE_ANOTHER` are slow."""
+"""For all but the first test: rules `LIKE_ANOTHER` are slow."""
 
 
 def with_numbers(rule, numbers):
@@ -148,7 +176,7 @@ def test_at_its_strict_setting_a_rule_is_its_base_bit_for_bit(name):
         assert decoded(case, with_numbers(case.rule, case.strict))[0] == want
 
 
-@every_rule
+@every_rule_in_time
 def test_a_strict_row_beside_others_is_its_base(name):
     case = CASES[name]
     want, _ = decoded(case, case.base)
@@ -164,7 +192,7 @@ def test_a_row_alone_equals_the_row_in_a_batch(name):
         assert decoded(case, case.rule, slice(row, row + 1))[0] == [together[row]]
 
 
-@every_rule
+@every_rule_in_time
 def test_changed_numbers_compile_nothing_and_are_obeyed_row_by_row(name):
     case = CASES[name]
     before, _ = decoded(case, case.rule)
@@ -181,7 +209,7 @@ def test_changed_numbers_compile_nothing_and_are_obeyed_row_by_row(name):
     assert (decode.run._cache_size(), decode._start._cache_size()) == count
 
 
-@every_rule
+@every_rule_in_time
 def test_the_exact_prefix_of_each_row_is_its_bases(name):
     case = CASES[name]
     if not case.relaxes:
@@ -224,7 +252,7 @@ class Wrapped:
         return verdict, dataclasses.replace(self, inner=inner, calls=self.calls + 1)
 
 
-@every_rule
+@every_rule_in_time
 def test_under_a_wrapper_it_is_the_same_and_the_wrapper_keeps_state(name):
     case = CASES[name]
     tokens, lengths = prompts()

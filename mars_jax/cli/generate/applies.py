@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from mars_jax import assets, specs
-from mars_jax.cli.generate.prompts import PromptRow
+from mars_jax.cli.flags import check_host_flags, check_size_flags
+from mars_jax.cli.generate.arguments import AUTO
+from mars_jax.cli.generate.prompts import CONSTRAINTS, SPANS, PromptRow
 from mars_jax.core.errors import MarsError
-from mars_jax.specs import Dynamic, RuleChoice
+from mars_jax.specs import RuleChoice
 
 _DRAFT = f"draft with {specs.draft_words(name for name in specs.DRAFTERS if name != 'none')}"
 
@@ -32,16 +34,12 @@ def check_flags(args: argparse.Namespace, rows: Sequence[PromptRow]) -> Choices:
     """
     spec = specs.parse_draft(args.draft, shown="--draft")
     draft, row, rule = spec.kind, spec.row, args.rule
-    rejects = "chain" in rule.needs
 
     def refuse(flag: str, given: Any, why: str) -> None:
         if given is not None and given is not False:
             raise MarsError(f"{flag} does not apply {why}.")
 
-    if args.mesh is None:
-        why = "without --mesh, over which several processes divide the work: add it"
-        for name in ("coordinator", "num_processes", "process_id"):
-            refuse(_flag(name), getattr(args, name), why)
+    check_host_flags(args)
     if args.compare:
         own = "with --compare, which runs exact itself and prints one table: leave it out"
         refuse(
@@ -58,6 +56,8 @@ def check_flags(args: argparse.Namespace, rows: Sequence[PromptRow]) -> Choices:
             f"{_DRAFT}."
         )
     _check_rule(args, spec, rows)
+    _check_refine(args, spec)
+    check_size_flags(args, rule)
     if draft == "none":
         refuse("--num-draft-tokens", args.num_draft_tokens, f"to --draft none: leave it out, or {_DRAFT}")
     if not row.trees:
@@ -74,16 +74,23 @@ def check_flags(args: argparse.Namespace, rows: Sequence[PromptRow]) -> Choices:
     if args.tree is not None:
         why = "with --tree, whose depth is its own: leave one of them out"
         refuse("--num-draft-tokens", args.num_draft_tokens, why)
-        dynamic = isinstance(args.tree, Dynamic)
+        if args.tree == AUTO:
+            _check_auto(args, spec)
+        branching = args.tree if isinstance(args.tree, tuple) else ()
+        dynamic = not branching
         if dynamic and not row.dynamic:
             raise MarsError(
                 f"--tree dynamic does not apply to --draft {row.spec}: give the children per node at each depth, such "
                 "as 4-2-2-1."
             )
-        if rejects and (dynamic or max(args.tree) > 1):
+        if "chain" in rule.needs and (dynamic or max(branching) > 1):
+            block = " by blocks" if rule.settings.get("block") else ""
             raise MarsError(
-                f"--tree does not apply to the rule {rule.name}, which verifies chains: use exact, or mars over exact."
+                f"--tree does not apply to the rule {rule.name}{block}, which verifies chains: use exact or rejection, "
+                "or mars over either."
             )
+    if args.draft_device is not None:
+        _check_draft_device(args, spec, rows)
     _check_sampling(args, rows)
     _check_file(args, rows)
     if args.log_probs and not (args.json or args.output):
@@ -102,24 +109,112 @@ def check_flags(args: argparse.Namespace, rows: Sequence[PromptRow]) -> Choices:
             "with --json or --output, which print no statistics of their own: leave it out, or use --compare"
         )
         refuse("--speedup", args.json or args.output, why)
+    if not args.chat and not any(row.messages for row in rows):
+        why = "without a chat template: add --chat, or give messages in a prompts file"
+        refuse("--system", args.system, why)
+        refuse("--template-arg", args.template_args, why)
     if args.chat:
         for prompt in rows:
-            if prompt.prompt is None:
+            if prompt.tokens is not None:
                 raise prompt.error("--chat does not apply to prompt_tokens: leave it out, or give a text.")
     shows_text = not (args.json or args.output or args.compare)
     own = args.target in assets.MODELS
     return Choices(
         draft=spec,
         rule=rule,
-        samples_draft=rejects and row.samples,
-        streams=args.stream is not False and shows_text,
+        samples_draft="q" in rule.needs and row.samples,
+        streams=args.stream is not False and shows_text and args.refine is None,
         measures_speedup=args.speedup if args.speedup is not None else own and shows_text and draft != "none",
     )
+
+
+def _check_auto(args: argparse.Namespace, draft: specs.DraftSpec) -> None:
+    """Only a block's marginals say what another tree would have held, and only a run that begins may choose."""
+
+    def refuse(why: str) -> None:
+        raise MarsError(f"--tree auto does not apply {why}: name the tree, as in dynamic:10-7-60.")
+
+    if not draft.row.block:
+        refuse(f"to --draft {draft.kind}, but to {specs.drafters_that('block')}")
+    if "q" in args.rule.needs:
+        refuse(f"to --verify {args.rule.name}, for which the draft is drawn")
+    if args.resume:
+        refuse("with --resume, whose rows have their tree")
+    if args.coordinator is not None or args.num_processes is not None:
+        refuse("to several processes, which might choose differently")
+
+
+def _check_draft_device(args: argparse.Namespace, draft: specs.DraftSpec, rows: Sequence[PromptRow]) -> None:
+    """What drafts ahead is a chain that a small model takes for sure, and that nothing steers."""
+
+    def refuse(why: str) -> None:
+        raise MarsError(f"--draft-device does not apply {why}.")
+
+    if draft.kind != "model":
+        small = f"{specs.DRAFTERS['model'].spec}, which reads nothing of the target"
+        refuse(f"to --draft {draft.kind}: leave it out, or draft with {small}")
+    if args.tree is not None:
+        refuse("with --tree: leave one of them out, since only a chain can be guessed to hold")
+    if "q" in args.rule.needs:
+        why = f"to --verify {args.rule.name}, which needs the draft's true probabilities"
+        refuse(f"{why}: verify with exact, or mars over it")
+    for flag, given in (
+        ("--compare", args.compare),
+        ("--draft-size", args.draft_size not in (None, "fixed")),
+        ("--refine", args.refine is not None),
+    ):
+        if given:
+            refuse(f"with {flag}: leave one of them out")
+    if args.coordinator is not None or args.num_processes is not None:
+        refuse("to several processes: leave it out, or start one")
+    if any(getattr(args, name, None) is not None for name in CONSTRAINTS) or any(
+        set(CONSTRAINTS) & set(row.settings) for row in rows
+    ):
+        refuse("where a text is constrained, of which the draft would not know: leave one of them out")
+
+
+def _check_refine(args: argparse.Namespace, draft: specs.DraftSpec) -> None:
+    """A draft that learns as it decodes."""
+    if args.refine is None:
+        if args.refine_every is not None:
+            raise MarsError("--refine-every does not apply without --refine: add it, or leave this out.")
+        return
+    if draft.kind not in ("model", "eagle"):
+        raise MarsError(
+            f"--refine does not apply to --draft {draft.kind}: draft with model:PATH or eagle:PATH, which learn from "
+            "their failures."
+        )
+    for flag, given in (
+        ("--mesh", args.mesh),
+        ("--compare", args.compare or None),
+        ("--stream", args.stream),
+    ):
+        if given:
+            raise MarsError(f"--refine does not apply with {flag}: leave one of them out.")
+    if args.resume:
+        raise MarsError(
+            "--refine does not apply with --resume: what the draft had learned is gone. Leave one of them out."
+        )
+    rule = args.rule
+    if not rule.row.lossless and not args.any_rule:
+        raise MarsError(
+            f"--refine does not apply to the rule {rule.name}, which is lossy, so that a text would depend on what was "
+            "decoded before it: add --verify exact or rejection, or --any-rule."
+        )
 
 
 def _check_sampling(args: argparse.Namespace, rows: Sequence[PromptRow]) -> None:
     default = args.temperature or 0.0
     temperatures = [row.settings.get("temperature", default) for row in rows]
+    if (args.samples or 1) > 1:
+        if not all(temperatures):
+            raise MarsError(
+                "--samples does not apply at temperature 0, where all are the same: leave it out, or give every "
+                "prompt a temperature above 0."
+            )
+        for row in rows:
+            if "seed" in row.settings:
+                raise row.error("seed does not apply with --samples, which all have their own: leave it out.")
     if not any(temperatures):
         for name in specs.FILTERS:
             if getattr(args, name) not in (None, specs.REQUEST[name].default):
@@ -157,7 +252,24 @@ def _check_rule(args: argparse.Namespace, draft: specs.DraftSpec, rows: Sequence
         for row in rows:
             if "draft_stop" in row.settings:
                 raise row.error(f"draft_stop {why}")
+    constrained = any(getattr(args, name, None) is not None for name in CONSTRAINTS)
+    if (
+        args.relax_constrained
+        and not constrained
+        and not any(set(CONSTRAINTS) & set(r.settings) for r in rows)
+    ):
+        raise MarsError(
+            "--relax-constrained does not apply where no text is constrained: leave it out, or add --regex, "
+            "--json-schema or --choice."
+        )
     if rule.row.lossless:
+        why = f"does not apply to the rule {rule.name}, which relaxes nothing: leave it out."
+        for name in ("relax_constrained", *SPANS):
+            if getattr(args, name, None):
+                raise MarsError(f"{_flag(name)} {why}")
+            for row in rows:
+                if row.settings.get(name):
+                    raise row.error(f"{name} {why}")
         for row in rows:
             if row.settings.get("strict"):
                 raise row.error(

@@ -3,24 +3,42 @@
 from __future__ import annotations
 
 import argparse
+import json
 import textwrap
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from mars_jax import __version__, assets, specs
-from mars_jax.cli.flags import MESH_HELP, NO_CHECK_HELP, draft_of, numbers_of
+from mars_jax.cli.flags import (
+    ATTENTION_HELP,
+    CACHE_DTYPE_HELP,
+    MESH_HELP,
+    NO_CHECK_HELP,
+    add_host_flags,
+    add_size_flags,
+    draft_of,
+    number_of,
+    numbers_of,
+)
 from mars_jax.cli.program import Parser
 from mars_jax.cli.rule import OWN, add_rule_flags, given_settings
 from mars_jax.cli.theta import rule_and_file, settings_of
+from mars_jax.core.errors import MarsError
 
 _DESCRIPTION = """\
 Continue prompts by speculative decoding: a cheap draft proposes tokens, the target
 model scores them in one forward pass, and a rule decides how many of them to keep.
 """
+AUTO = "auto"
+"""Of --tree: chosen by `planning.budget`."""
 _ROWS = textwrap.fill(
-    "A prompts file holds one prompt a line. Named *.jsonl, it holds one object a line: prompt or prompt_tokens, and "
+    "A prompts file holds one prompt a line. Named *.jsonl, it holds one object a line: prompt, messages (a "
+    "conversation) or prompt_tokens, and "
     "where a prompt chooses for itself id, "
     + ", ".join(name for name, row in specs.REQUEST.items() if row.per_row)
-    + ", and the numbers of the rule, such as theta.",
+    + ", stop_strings, logit_bias, regex, json_schema, choice, allowed_tokens, relax_in, strict_in, and the numbers of "
+    "the rule, such as theta.",
     width=88,
 )
 _EPILOG = f"""\
@@ -54,6 +72,7 @@ def parser() -> argparse.ArgumentParser:
     _add_models(made)
     _add_rule(made)
     _add_sampling(made)
+    _add_constraints(made)
     _add_input_and_output(made)
     return made
 
@@ -75,8 +94,8 @@ def _add_models(made: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--num-draft-tokens",
         metavar="N",
-        help="tokens drafted in a row (default: 5 by a model, 8 by ngram, one by each head of medusa; eagle drafts "
-        "a tree, and 5 for rejection)",
+        help="tokens drafted in a row (default: 5 by a model, 8 by ngram, one by each head of medusa; eagle and "
+        "dflash draft a tree, and for rejection 5 and the whole block; 3 for a mixture of experts)",
     )
     made_of = specs.Dynamic()
     sizes = f"{made_of.top_k}-{made_of.depth}-{made_of.nodes}"
@@ -85,28 +104,40 @@ def _add_models(made: argparse.ArgumentParser) -> None:
         metavar="4-2-2-1",
         help=f"draft a tree with {specs.drafters_that('trees')}: children per node at each depth; or dynamic, whose "
         f"shape follows the draft's confidence ({specs.drafters_that('dynamic')}), or with its children, depth and "
-        f"nodes, as in dynamic:8-6-40 (default: dynamic, which is dynamic:{sizes}, for eagle)",
+        f"nodes, as in dynamic:8-6-40 (default: dynamic, which is dynamic:{sizes}, for eagle, as deep as its block "
+        "for dflash); or auto, for dflash: as many nodes, 30 to 256, as pay for these prompts on these devices. "
+        "EAGLE's own depth counts what follows the first level: its depth=7 is dynamic:10-8-60",
+    )
+    group.add_argument(
+        "--draft-device",
+        metavar="N[,N...]",
+        help="draft with model:PATH on this device, or over these, while the target verifies on others, on the "
+        "guess that all of the last draft holds; the tokens stay the same (default: in turns, where the target is)",
+    )
+    add_size_flags(group)
+    group.add_argument(
+        "--refine",
+        metavar="FILE",
+        help="let the draft, a model or an EAGLE-3 head, learn from its failures as it decodes; FILE holds texts, "
+        "parted by <|endoftext|>, that it is to go on drafting well: where tau falls by 3%% on those of them that it "
+        "never learns, an update is taken back. With lossless rules",
+    )
+    group.add_argument(
+        "--refine-every", metavar="N", help="with --refine: completions between two updates (default: 32)"
     )
     stop = specs.REQUEST["draft_stop"]
     group.add_argument("--draft-stop", metavar=stop.metavar, help=stop.help)
     group.add_argument(
         "--dtype",
         choices=specs.DTYPES,
-        help="of the weights (default: the checkpoint's own; of eagle and medusa heads, the target's); int8: matrices "
-        "in 8 bits per weight, and the rest in the checkpoint's own",
+        help="of the weights (default: the checkpoint's own; of eagle, medusa and dflash heads, the target's); int8: "
+        "matrices in 8 bits per weight, and the rest in the checkpoint's own",
     )
+    group.add_argument("--attention", choices=specs.ATTENTION, help=ATTENTION_HELP)
+    group.add_argument("--cache-dtype", choices=specs.DTYPES, help=CACHE_DTYPE_HELP)
     group.add_argument("--no-check", action="store_true", default=None, help=NO_CHECK_HELP)
     group.add_argument("--mesh", metavar="data=2,model=4", help=MESH_HELP)
-    group = made.add_argument_group(
-        "several hosts, with --mesh (on Cloud TPU and Slurm they find each other)"
-    )
-    group.add_argument("--coordinator", metavar="HOST:PORT", help="of process 0, where it is to listen")
-    group.add_argument(
-        "--num-processes", type=int, metavar="N", help="started with the same flags; 1: look for no others"
-    )
-    group.add_argument(
-        "--process-id", type=int, metavar="I", help="which of them this is; 0 prints and writes"
-    )
+    add_host_flags(made)
 
 
 def _add_rule(made: argparse.ArgumentParser) -> None:
@@ -121,17 +152,63 @@ def _add_rule(made: argparse.ArgumentParser) -> None:
 
 def _add_sampling(made: argparse.ArgumentParser) -> None:
     group = made.add_argument_group("sampling")
-    for name in ("temperature", *specs.FILTERS, "seed", "max_new_tokens"):
+    for name in ("temperature", *specs.FILTERS, *specs.EDITS, "seed", "max_new_tokens"):
         row = specs.REQUEST[name]
         group.add_argument("--" + name.replace("_", "-"), metavar=row.metavar, help=row.help)
+    group.add_argument(
+        "--logit-bias",
+        action="append",
+        metavar="TOKEN=X",
+        help="add X to the logit of a token id, -inf to ban it; may be given several times",
+    )
+    group.add_argument("--samples", metavar="N", help=specs.REQUEST["samples"].help)
     group.add_argument("--ignore-eos", action="store_true", help="decode past the model's stop tokens")
+    group.add_argument(
+        "--stop-string",
+        action="append",
+        dest="stop_strings",
+        metavar="TEXT",
+        help="end a completion before TEXT; may be given several times",
+    )
+
+
+def _add_constraints(made: argparse.ArgumentParser) -> None:
+    group = made.add_argument_group("what a text is to be")
+    one = group.add_mutually_exclusive_group()
+    one.add_argument("--regex", metavar="PATTERN", help="a text that the pattern matches as a whole")
+    one.add_argument("--json-schema", metavar="FILE", help="JSON of this schema, as Python writes it")
+    one.add_argument(
+        "--choice", action="append", metavar="TEXT", help="one of these texts; may be given several times"
+    )
+    group.add_argument(
+        "--relax-constrained",
+        action="store_true",
+        default=None,
+        help="let a lossy rule relax inside of such a text, which keeps its form (default: it does not)",
+    )
+    spans = "think, code, tool, json, or OPEN...CLOSE; may be given several times"
+    group.add_argument(
+        "--relax-in", action="append", metavar="SPAN", help=f"let a lossy rule relax there alone: {spans}"
+    )
+    group.add_argument("--strict-in", action="append", metavar="SPAN", help="let it relax nothing there")
 
 
 def _add_input_and_output(made: argparse.ArgumentParser) -> None:
     group = made.add_argument_group("input")
     group.add_argument("--prompts-file", metavar="FILE", help="read prompts from a file, or - for stdin")
     group.add_argument("--chat", action="store_true", help="put prompts through the model's chat template")
+    group.add_argument(
+        "--system", metavar="TEXT", help="with a chat template: content of a system turn that comes first"
+    )
+    group.add_argument(
+        "--template-arg",
+        action="append",
+        dest="template_args",
+        metavar="NAME=VALUE",
+        help="a variable of the chat template, as JSON or a text, such as enable_thinking=false",
+    )
     group.add_argument("--batch-size", metavar="N", help=specs.REQUEST["batch_size"].help)
+    group.add_argument("--prefill-chunk", metavar="N", help=specs.REQUEST["prefill_chunk"].help)
     group = made.add_argument_group("output")
     group.add_argument(
         "--stream",
@@ -168,6 +245,56 @@ def _add_input_and_output(made: argparse.ArgumentParser) -> None:
     )
 
 
+def _logit_bias(given: Sequence[str]) -> dict[int, float]:
+    """TOKEN=X by token id."""
+    made = {}
+    for text in given:
+        token, _, value = text.partition("=")
+        try:
+            made[int(token)] = float(value)
+        except ValueError:
+            raise MarsError(f"--logit-bias is {text!r}: expected TOKEN=X, such as 42=-inf.") from None
+    return made
+
+
+def _devices(text: str) -> tuple[int, ...]:
+    """N,N,... as numbers."""
+    parts = text.split(",")
+    if not all(part.isascii() and part.isdigit() and len(part) < 7 for part in parts):
+        raise MarsError(
+            f"--draft-device is {text!r}: expected the number of a device, or several, as in 4,5,6,7."
+        )
+    return tuple(int(part) for part in parts)
+
+
+def _check_constraints(args: argparse.Namespace) -> None:
+    """What can be said of them without a model, before one is loaded; a schema is read from its file."""
+    from mars_jax import constraints
+    from mars_jax.constraints.spans import names_of
+
+    constraints.from_fields({"regex": args.regex, "choice": args.choice})
+    if args.json_schema is not None:
+        args.json_schema = json.loads(constraints.json_schema(Path(args.json_schema)).content)
+    for spans in (args.relax_in, args.strict_in):
+        names_of(spans or ())
+
+
+def _template_args(given: Sequence[str]) -> dict[str, Any]:
+    """NAME=VALUE by name; what is no JSON is a text."""
+    made: dict[str, Any] = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not equals or not name.isidentifier():
+            raise MarsError(
+                f"--template-arg is {text!r}: expected NAME=VALUE, such as enable_thinking=false."
+            )
+        try:
+            made[name] = json.loads(value)
+        except ValueError:
+            made[name] = value
+    return made
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Flags as values, and `rule`, what those of the rule choose. Whether a flag applies is for `check_flags`.
 
@@ -177,7 +304,16 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """
     args = parser().parse_args(argv)
     numbers_of(args, specs.REQUEST)
-    args.tree = None if args.tree is None else specs.parse_tree(args.tree)
+    args.logit_bias = _logit_bias(args.logit_bias or []) or None
+    args.template_args = _template_args(args.template_args or []) or None
+    if args.stop_strings is not None and not all(args.stop_strings):
+        raise MarsError("--stop-string is empty: give at least one character.")
+    _check_constraints(args)
+    if args.tree is not None and args.tree != AUTO:
+        args.tree = specs.parse_tree(args.tree)
+    args.draft_device = None if args.draft_device is None else _devices(args.draft_device)
+    if args.refine_every is not None:
+        args.refine_every = number_of("batch_size", args.refine_every, shown="--refine-every")
     args.target = args.target or assets.TARGET
     args.draft = draft_of(args.draft, args.target)
     drafts = specs.parse_draft(args.draft, shown="--draft").kind != "none"

@@ -32,6 +32,7 @@ def _run(args: argparse.Namespace, out: IO[str]) -> None:
     file = args.prompts_file
     rows = from_texts(args.prompts) if file is None else read_prompts(file, args.rule)
     choices = check_flags(args, rows)
+    rows = [row for row in rows for _ in range(args.samples or 1)]
 
     # From here on jax loads; what is above answers at once.
     from mars_jax.cli.hosts import joined

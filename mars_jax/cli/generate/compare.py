@@ -33,8 +33,10 @@ def compare(job: Job, progress: Callable[[int, int], None]) -> dict[str, Any]:
         pair.rule_name: pair,
     }
     for way in ways.values():
-        for batch in way.batches(requests):
-            batch.session.compile(batch.requests)
+        if len(requests) > way.batch_size:
+            way.queue(requests)
+        else:
+            way.compile(requests)
     runs: dict[str, list[Result]] = {name: [] for name in ways}
     for turn in range(REPEATS):
         for place, (name, way) in enumerate(ways.items()):

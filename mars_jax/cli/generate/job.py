@@ -5,25 +5,88 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-from mars_jax import drafters, hub, specs, verify
+import jax
+
+from mars_jax import __version__, drafters, hub, specs, verify
 from mars_jax.cli.generate.applies import Choices
-from mars_jax.cli.generate.prompts import PromptRow
+from mars_jax.cli.generate.arguments import AUTO
+from mars_jax.cli.generate.prompts import CONSTRAINTS, SPANS, PromptRow
+from mars_jax.cli.generate.refining import EVERY, Refining
+from mars_jax.cli.open_refiner import open_refiner
 from mars_jax.cli.open_target import open_target
 from mars_jax.cli.progress import Pace
 from mars_jax.core import activity
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import LoadedRule
+from mars_jax.drafters.load import load_block
 from mars_jax.hub.files import resolve
+from mars_jax.placement import hosts
 from mars_jax.pretrained import Pretrained, check_same_vocabulary
+from mars_jax.serve import elsewhere
 from mars_jax.serve import requests as request
 from mars_jax.serve.generate import check_finite
+from mars_jax.serve.journal import plain
+from mars_jax.serve.queue import Queue
 from mars_jax.serve.requests import Completion, Request, StreamEvent
 from mars_jax.serve.session import Batch, Session
 
 CHUNK = 2048
 """Prompts that are tokenized at once: enough for all cores, and few enough to tell how far it is."""
+
+
+class Decoding:
+    """The completions of a job in the order of its prompts, and `seconds`, for which the device was waited for."""
+
+    def __init__(self, job: Job, first: int, hold: bool):
+        self.seconds, self._hold = 0.0, hold
+        self._job, self._first = job, first
+        requests = job.requests
+        self._queue = job.session.queue(requests, order=range(first, len(requests)))
+
+    def __iter__(self) -> Iterator[Completion]:
+        """Raises MarsError where all of the first batch fail: then the next would fail as well.
+
+        With `hold` they are given when one of them has not failed, and so not at all where they all have.
+        """
+        failed: list[Completion] | None = []
+        for completion in self._in_order():
+            self._job.finished.append(completion)
+            if failed is None:
+                yield completion
+                continue
+            if completion.finish_reason != "failed":
+                yield from (failed if self._hold else ())
+                yield completion
+                failed = None
+                continue
+            failed.append(completion)
+            if not self._hold:
+                yield completion
+            if len(failed) == self._job.session.batch_size:
+                break
+        if failed:
+            self._job.check_finite()
+
+    def _in_order(self) -> Iterator[Completion]:
+        early: dict[int, Completion] = {}
+        following, began = self._first, time.perf_counter()
+        refining = self._job.refining
+        for index, completion in self._queue:
+            if refining is not None:
+                assert isinstance(self._queue, Queue)  # a draft made elsewhere does not learn: `applies`
+                # Its time counts: it is time that the next prompt waits.
+                completion = refining.see(completion, self._queue)
+            early[index] = completion
+            self.seconds += time.perf_counter() - began
+            while following in early:
+                yield early.pop(following)
+                following += 1
+            began = time.perf_counter()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,17 +97,23 @@ class Job:
     requests: list[Request]
     drafts: bool  # whether anything is proposed at all
     simulated: bool = False  # the text means nothing
+    run: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # what its rows say of it
+    numbers: Sequence[Mapping[str, Any]] = ()  # of the rule, where prompts chose them
     finished: list[Completion] = dataclasses.field(default_factory=list)
+    refining: Refining | None = None
+
+    def run_of(self, index: int) -> dict[str, Any]:
+        """What tells the row of prompt `index` from those of other runs: JSON values."""
+        own = plain(self.numbers[index]) if self.numbers else {}
+        return dict(self.run) | {"settings": self.run["settings"] | own}
 
     def batches(self) -> Iterator[Batch]:
         """The requests, a batch at a time."""
         return self.session.batches(self.requests)
 
-    def run(self, batch: Batch) -> list[Completion]:
-        """Decode one batch; its time holds no compilation."""
-        done = batch.session.run(batch.requests)
-        self.finished.extend(done)
-        return done
+    def decode(self, first: int = 0, *, hold: bool = True) -> Decoding:
+        """Decode the requests from number `first` on; the time that it takes holds no compilation."""
+        return Decoding(self, first, hold)
 
     def stream(self, batch: Batch) -> Iterator[StreamEvent]:
         """Decode one batch step by step; its time holds no compilation."""
@@ -85,26 +154,74 @@ def open_job(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRo
     target = open_target(args, sketch)
     if target.mesh is not None:
         rule = _rule(choices.rule, target, rows)  # its weights go where the target's are
-    drafter = drafters.load(
-        args.draft,
-        target,
-        num_draft_tokens=args.num_draft_tokens,
-        tree=args.tree,
-        sample=choices.draft.row.samples and verify.needs_chain(rule.rule),
-        dtype=args.dtype,
-    )
+    asked: dict[str, Any] = {"num_draft_tokens": args.num_draft_tokens, "dtype": args.dtype}
+    size = min(args.batch_size or (1 if choices.streams else 8), len(requests))
+    place, tree = None, args.tree
+    if tree == AUTO:
+        drafter, tree = _with_budget(args, target, rule, requests, size)
+    elif args.draft_device is None:
+        drafter = drafters.load(
+            args.draft,
+            target,
+            tree=args.tree,
+            sample=choices.draft.row.samples and verify.needs_q(rule.rule),
+            draft_size=args.draft_size or "fixed",
+            any_rule=bool(args.any_rule),
+            **asked,
+        )
+    else:
+        place = elsewhere.open_device(args.draft_device, target.mesh)
+        drafter = elsewhere.load(args.draft, target, place, **asked)
     simulated = choices.rule.row.name == "simulated"
     if simulated:
-        _check_tau(choices.rule, rows, drafter.drafter.max_depth + 1)
-    size = args.batch_size or (1 if choices.streams else 8)
+        # Of a draft made elsewhere the last token is a guess, which the target does not see.
+        _check_tau(choices.rule, rows, drafter.drafter.max_depth + (place is None))
     session = Session(
         target=target,
         drafter=drafter,
         rule=rule,
-        batch_size=min(size, len(requests)),
-        log_probs=args.log_probs,
+        batch_size=size,
+        log_probs=args.log_probs or args.refine is not None,
+        draft_device=place,
     )
-    return Job(session=session, requests=requests, drafts=kind != "none", simulated=simulated)
+    refining = None
+    if args.refine is not None:
+        samples = any(request.temperature > 0 for request in requests)
+        made = open_refiner(args.refine, target, args.draft, drafter, dtype=args.dtype, samples=samples)
+        refining = Refining(made, target, every=args.refine_every or EVERY, keeps=args.log_probs)
+    run = {"version": __version__, "target": args.target, "draft": args.draft, **choices.rule.as_json()}
+    run["tree"] = plain(tree)
+    run["num_draft_tokens"] = args.num_draft_tokens
+    run["dtype"] = _dtype(target.params)
+    return Job(
+        session=session,
+        requests=requests,
+        drafts=kind != "none",
+        simulated=simulated,
+        run=run,
+        numbers=[row.numbers for row in rows],
+        refining=refining,
+    )
+
+
+def _with_budget(
+    args: argparse.Namespace, target: Pretrained, rule: LoadedRule, requests: Sequence[Request], rows: int
+) -> tuple[drafters.LoadedDrafter, specs.Dynamic]:
+    """The drafter with the tree that `planning.budget` chooses, which is said on stderr; and the tree."""
+    from mars_jax.planning import budget
+
+    depth, with_tree = load_block(args.draft, target, dtype=args.dtype)
+    found = budget.choose(target, with_tree, requests, rule=rule, rows=rows, depth=depth)
+    if hosts.is_first():
+        print(f"note: --tree auto takes {found.describe()}", file=sys.stderr)
+    tree = specs.Dynamic(depth=depth, nodes=found.nodes)
+    return with_tree(tree), tree
+
+
+def _dtype(params: Any) -> str:
+    """Of the weights: int8 where matrices are in 8 bits, else the dtype of the numbers."""
+    found = {str(leaf.dtype) for leaf in jax.tree.leaves(params)}
+    return next((name for name in specs.DTYPES[::-1] if name in found), "")
 
 
 def _rule(choice: specs.RuleChoice, target: Pretrained, rows: Sequence[PromptRow]) -> LoadedRule:
@@ -136,21 +253,33 @@ def make_requests(target: Pretrained, args: argparse.Namespace, rows: Sequence[P
     Raises:
       MarsError: a prompt that the model cannot take, by its line.
     """
-    names = [name for name, setting in specs.REQUEST.items() if setting.per_row]
+    names = [
+        *(name for name, setting in specs.REQUEST.items() if setting.per_row),
+        "stop_strings",
+        "logit_bias",
+        *CONSTRAINTS,
+        *SPANS,
+    ]
     common = {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
     requests = []
-    for index, (row, tokens) in enumerate(zip(rows, _tokens(target, rows, chat=args.chat), strict=True)):
+    for index, (row, tokens) in enumerate(zip(rows, _tokens(target, rows, args), strict=True)):
         settings = common | {"seed": ((args.seed or 0) + index) % 2**32} | row.settings
+        if own := [name for name in CONSTRAINTS if name in row.settings]:
+            settings |= {name: None for name in CONSTRAINTS if name not in own}
+        if args.relax_constrained and any(settings.get(name) is not None for name in CONSTRAINTS):
+            settings["relax_constrained"] = True
         try:
             [made] = request.make_requests(target, [tokens], ignore_eos=args.ignore_eos, **settings)
             request.check_request(target, made)
         except MarsError as error:
             raise row.error(error) from None
-        requests.append(dataclasses.replace(made, prompt=row.prompt, id=row.id))
+        requests.append(dataclasses.replace(made, prompt=row.prompt, messages=row.messages, id=row.id))
     return requests
 
 
-def _tokens(target: Pretrained, rows: Sequence[PromptRow], *, chat: bool) -> Iterator[Sequence[int]]:
+def _tokens(
+    target: Pretrained, rows: Sequence[PromptRow], args: argparse.Namespace
+) -> Iterator[Sequence[int]]:
     """Token ids of each prompt, a chunk at a time, each chunk on all cores.
 
     Raises:
@@ -160,22 +289,26 @@ def _tokens(target: Pretrained, rows: Sequence[PromptRow], *, chat: bool) -> Ite
         pace = Pace(len(rows))
         for first in range(0, len(rows), CHUNK):
             chunk = rows[first : first + CHUNK]
-            texts = [row.prompt for row in chunk if row.prompt is not None]
+            texts = [given for row in chunk if (given := row.prompt or row.messages) is not None]
+            how = {"chat": args.chat, "system": args.system, "template_args": args.template_args}
             try:
-                found = iter(target.encode_many(texts, chat=chat) if texts else ())
+                found = iter(target.encode_many(texts, **how) if texts else ())
             except MarsError:
                 found = None  # one of them is at fault, and is to be named
             for row in chunk:
-                yield row.tokens or () if row.prompt is None else _one(target, row, found, chat=chat)
+                yield row.tokens or _one(target, row, found, how)
             pace.advance(first + len(chunk))
             going.detail = f"{pace.describe()} prompts"
 
 
-def _one(target: Pretrained, row: PromptRow, found: Iterator[list[int]] | None, *, chat: bool) -> list[int]:
+def _one(
+    target: Pretrained, row: PromptRow, found: Iterator[list[int]] | None, how: dict[str, Any]
+) -> list[int]:
     if found is not None:
         return next(found)
-    assert row.prompt is not None
+    given = row.prompt or row.messages
+    assert given is not None
     try:
-        return target.encode(row.prompt, chat=chat)
+        return target.encode(given, **how)
     except MarsError as error:
         raise row.error(error) from None

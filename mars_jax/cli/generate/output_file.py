@@ -161,8 +161,12 @@ class OutputFile:
                 f"line {index + 1} of '{self._path}' was decoded with other weights or settings: {_OTHER}."
             )
 
-    def append(self, completion: Completion) -> None:
+    def append(self, completion: Completion, run: Mapping[str, Any] | None = None) -> None:
         """Write one row, and return when it is on disk; before the first one, the settings.
+
+        Args:
+          completion: of the prompt.
+          run: as of `to_row`.
 
         Raises:
           MarsError: the disk does not take it.
@@ -175,7 +179,7 @@ class OutputFile:
                     f"'{self._beside}' cannot be written ({error.strerror}): mend that."
                 ) from None
             self._written = True
-        self._journal.append(to_row(completion, self._rule))
+        self._journal.append(to_row(completion, self._rule, run))
 
     def close(self) -> None:
         """Let go of the file. One that this run made and wrote nothing to goes."""
@@ -212,7 +216,7 @@ class Unwritten:
     def check_same(self, index: int, completion: Completion) -> None:
         """Nothing: the first process does."""
 
-    def append(self, completion: Completion) -> None:
+    def append(self, completion: Completion, run: Mapping[str, Any] | None = None) -> None:
         """Nothing: the first process does."""
 
     def close(self) -> None:

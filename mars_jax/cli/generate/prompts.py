@@ -9,11 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from mars_jax import specs
-from mars_jax.core.errors import MarsError
+from mars_jax.core.errors import MarsError, did_you_mean
 from mars_jax.specs import RuleChoice
 
 _PER_REQUEST = {name: row for name, row in specs.REQUEST.items() if row.per_row}
-_KEYS = ("prompt", "prompt_tokens", "id", *_PER_REQUEST)
+CONSTRAINTS = ("regex", "json_schema", "choice", "allowed_tokens")
+"""Keys that say what a text is to be, at most one in a row."""
+SPANS = ("relax_in", "strict_in")
+_KEYS = (
+    "prompt", "messages", "prompt_tokens", "id", *_PER_REQUEST, "stop_strings", "logit_bias", *CONSTRAINTS, *SPANS
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,6 +27,7 @@ class PromptRow:
 
     where: str  # for messages: "prompts.jsonl, line 3", or "" for a prompt of the command line
     prompt: str | None = None
+    messages: tuple[dict[str, Any], ...] | None = None  # a conversation
     tokens: tuple[int, ...] | None = None
     id: str | int | None = None
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)  # of the request
@@ -97,17 +103,27 @@ def _from_json_line(line: str, where: str, rule: RuleChoice) -> PromptRow:
     numbers = {name: setting for name, setting in rule.options.items() if setting.per_row}
     for name in sorted(fields.keys() - {*_KEYS, *numbers}):
         raise row.error(_unknown(name, rule, (*_KEYS, *numbers)))
-    if ("prompt" in fields) == ("prompt_tokens" in fields):
-        raise row.error("it needs either prompt or prompt_tokens, and not both.")
+    if sum(key in fields for key in ("prompt", "messages", "prompt_tokens")) != 1:
+        raise row.error("it needs one of prompt, messages and prompt_tokens, and no two of them.")
     prompt, tokens, name = fields.get("prompt"), fields.get("prompt_tokens"), fields.get("id")
     if "prompt" in fields and not isinstance(prompt, str):
         raise row.error(f"prompt is {prompt!r}: expected a text.")
     if "prompt_tokens" in fields and not (isinstance(tokens, list) and all(type(i) is int for i in tokens)):
         raise row.error("prompt_tokens is not a list of whole numbers: give token ids.")
+    messages = fields.get("messages")
+    if "messages" in fields and not (
+        isinstance(messages, list) and messages and all(map(_is_turn, messages))
+    ):
+        raise row.error('messages is no conversation: give a list of {"role": "user", "content": "..."}.')
     if type(name) not in (str, int, type(None)):
         raise row.error(f"id is {name!r}: expected a text or a whole number.")
     try:
         settings = {key: row.from_json(fields[key]) for key, row in _PER_REQUEST.items() if key in fields}
+        if "stop_strings" in fields:
+            settings["stop_strings"] = _stop_strings(fields["stop_strings"])
+        if "logit_bias" in fields:
+            settings["logit_bias"] = _logit_bias(fields["logit_bias"])
+        settings |= _constraints(fields)
         chosen = {}
         for key in numbers.keys() & fields.keys():
             setting, structure = rule.setting(key)
@@ -117,11 +133,51 @@ def _from_json_line(line: str, where: str, rule: RuleChoice) -> PromptRow:
     return PromptRow(
         where=where,
         prompt=prompt,
+        messages=None if messages is None else tuple(messages),
         tokens=None if tokens is None else tuple(tokens),
         id=name,
         settings=settings,
         numbers=chosen,
     )
+
+
+def _is_turn(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("role"), str) and "content" in value
+
+
+def _stop_strings(value: Any) -> list[str]:
+    given = [value] if isinstance(value, str) else value
+    if not isinstance(given, list) or not all(isinstance(text, str) and text for text in given):
+        raise MarsError(f"stop_strings is {value!r}: expected texts of at least one character.")
+    return given
+
+
+def _constraints(fields: dict[str, Any]) -> dict[str, Any]:
+    """What a row says of its text. What it means is read with the prompt."""
+    made = {name: fields[name] for name in (*CONSTRAINTS, *SPANS) if fields.get(name) is not None}
+    named = [name for name in CONSTRAINTS if name in made]
+    if len(named) > 1:
+        raise MarsError(f"{named[0]} and {named[1]} are both given: a text follows one, so leave one out.")
+    for name in ("choice", "allowed_tokens", *SPANS):
+        if (
+            name in made
+            and not isinstance(made[name], list)
+            and not (name in SPANS and isinstance(made[name], str))
+        ):
+            raise MarsError(f"{name} is {made[name]!r}: expected a list.")
+    if "json_schema" in made and not isinstance(made["json_schema"], dict):
+        raise MarsError(f"json_schema is {made['json_schema']!r}: expected an object, the schema itself.")
+    return made
+
+
+def _logit_bias(value: Any) -> dict[int, float]:
+    """An object of token ids, whose keys JSON has as texts; "-inf" bans one."""
+    try:
+        return {int(token): float(x) for token, x in value.items()}
+    except (AttributeError, TypeError, ValueError):
+        raise MarsError(
+            f'logit_bias is {value!r}: expected an object of token ids, such as {{"42": "-inf"}}.'
+        ) from None
 
 
 def _unknown(name: str, rule: RuleChoice, keys: tuple[str, ...]) -> str:
@@ -130,7 +186,7 @@ def _unknown(name: str, rule: RuleChoice, keys: tuple[str, ...]) -> str:
         return f"{name} is one for all prompts: leave it out, and give --rule-option {name}=VALUE."
     if any(name in row.settings for row in specs.RULES.values()):
         return f"{name} does not apply to {specs.not_in(rule, name)}."
-    return f"unknown key '{name}': the keys are {', '.join(keys)}."
+    return f"unknown key '{name}'{did_you_mean(name, keys)}: the keys are {', '.join(keys)}."
 
 
 def _checked(row: PromptRow) -> PromptRow:
@@ -141,6 +197,6 @@ def _checked(row: PromptRow) -> PromptRow:
             row.prompt.encode("utf-8")
         except UnicodeEncodeError:
             raise row.error("the prompt is not valid Unicode: give it as UTF-8.") from None
-    elif not row.tokens:
+    elif row.messages is None and not row.tokens:
         raise row.error("prompt_tokens is empty: give at least one token id.")
     return row

@@ -16,7 +16,7 @@ _ELSEWHERE = {
     "prompts", "prompts_file",  # rows are compared with their prompts one by one
     "output", "resume", "json", "stream", "speedup", "compare",
     # A row alone is the row in a batch, on one device or on many.
-    "batch_size", "mesh", "coordinator", "num_processes", "process_id",
+    "batch_size", "prefill_chunk", "mesh", "draft_device", "coordinator", "num_processes", "process_id",
     "no_check",  # whether checksums are compared, not what is loaded
     "theta_file", "rule", "rule_option", *FLAGS,  # what they choose is recorded as the rule's settings
 }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from mars_jax.serve.requests import Completion, Request
@@ -9,11 +10,36 @@ from mars_jax.serve.requests import Completion, Request
 
 def row_head(request: Request) -> dict[str, Any]:
     """The keys with which the row of a request begins, known before anything is decoded."""
-    return ({} if request.id is None else {"id": request.id}) | {"prompt": request.prompt}
+    return (
+        ({} if request.id is None else {"id": request.id})
+        | {"prompt": request.prompt}
+        | ({} if request.messages is None else {"messages": list(request.messages)})
+    )
 
 
-def to_row(completion: Completion, rule: str) -> dict[str, Any]:
-    """The row of a finished prompt. `tau` counts the correction or bonus token."""
+_SAMPLING = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "max_new_tokens",
+    "strict",
+)
+"""How a prompt was sampled, by the names of settings."""
+
+
+def to_row(completion: Completion, rule: str, run: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The row of a finished prompt; docs/rows.md has its schema. `tau` counts the correction or bonus token.
+
+    Args:
+      completion: of the prompt.
+      rule: as reports name it.
+      run: what tells it from the rows of other runs, such as `Job.run_of` gives it.
+    """
     metrics = completion.metrics
     return (
         row_head(completion.request)
@@ -31,6 +57,8 @@ def to_row(completion: Completion, rule: str) -> dict[str, Any]:
             "seconds": completion.seconds,
             "tokens_per_second": completion.tokens_per_second,
             "rule": rule,
+            "sampling": {name: getattr(completion.request, name) for name in _SAMPLING},
         }
+        | ({} if run is None else {"run": dict(run)})
         | ({} if completion.log_probs is None else {"log_probs": completion.log_probs._asdict()})
     )

@@ -11,11 +11,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from mars_jax.cli.generate.compare import compare, to_table
-from mars_jax.cli.generate.job import Job
+from mars_jax.cli.generate.job import Decoding, Job
 from mars_jax.cli.generate.output_file import OutputFile, Unwritten
 from mars_jax.cli.generate.rows import to_row
 from mars_jax.cli.generate.terminal import TextPrinter, console, legend, statistics
-from mars_jax.cli.progress import busy, counted, progress_bar
+from mars_jax.cli.progress import Count, busy, counted, progress_bar
 from mars_jax.core import activity
 from mars_jax.placement import hosts
 from mars_jax.serve.journal import to_line
@@ -33,7 +33,8 @@ def stream_text(job: Job, out: IO[str], *, chat: bool, speedup: bool) -> None:
             done.append(_show(job, printer, batch, events, chat=chat))
             count.advance(done[-1])
     plain = _stream(job.autoregressive) if speedup else None
-    _report(job, done, colours=printer.colours, plain=plain)
+    everyone = [completion for batch in done for completion in batch]
+    _report(job, everyone, _seconds(done), colours=printer.colours, plain=plain)
 
 
 def _show(
@@ -86,64 +87,77 @@ def print_text(job: Job, out: IO[str], *, chat: bool, speedup: bool) -> None:
     """Print each batch when it is done."""
     printer, done = TextPrinter(console(out), colours=False), []
     with counted(len(job.requests)) as count:
-        for batch in job.batches():
-            done.append(job.run(batch))
-            count.advance(done[-1])
-            _stop_if_all_failed(job, done[-1])
-            for completion in done[-1]:
-                printer.prompt(_text(job, completion.request), chat=chat)
-                printer.piece("exact", completion.text)
-                printer.end()
-    alone = job.autoregressive
-    plain = [alone.run(batch) for batch in alone.batches()] if speedup else None
-    _report(job, done, plain=plain)
+        decoding = _decoding(job)
+        for completion in _each(decoding, count):
+            printer.prompt(_text(job, completion.request), chat=chat)
+            printer.piece("exact", completion.text)
+            printer.end()
+            done.append(completion)
+    plain = None
+    if speedup:
+        with busy("decoding once more autoregressively, for comparison"):
+            plain = _speed(job.autoregressive)
+    _report(job, done, decoding.seconds, plain=plain)
 
 
-def _stream(alone: Job) -> list[list[Completion]]:
-    """What the text would have taken without a draft, streamed as it was."""
+def _decoding(job: Job, first: int = 0, *, hold: bool = True) -> Decoding:
+    with busy("compiling"):
+        return job.decode(first, hold=hold)
+
+
+def _each(decoding: Decoding, count: Count) -> Iterator[Completion]:
+    """The completions, counted."""
+    before = 0.0
+    for completion in decoding:
+        count.advance([completion], decoding.seconds - before)
+        before = decoding.seconds
+        yield completion
+
+
+def _stream(alone: Job) -> float:
+    """Tokens a second without a draft, streamed as the text was."""
     with busy("decoding once more autoregressively, for comparison"):
         streams = [alone.stream(batch) for batch in alone.batches()]
-        return [[e.completion for e in events if e.completion is not None] for events in streams]
+        done = [[e.completion for e in events if e.completion is not None] for events in streams]
+    return total([completion for batch in done for completion in batch]).emitted / _seconds(done)
+
+
+def _speed(alone: Job) -> float:
+    """Tokens a second without a draft."""
+    decoding = alone.decode()
+    tokens = sum(len(completion.tokens) for completion in decoding)
+    return tokens / max(decoding.seconds, 1e-9)
 
 
 def print_json(job: Job, out: IO[str]) -> None:
-    """Print each row when its batch is done."""
+    """Print each row when it and those before it are done."""
     with counted(len(job.requests)) as count:
-        for batch in job.batches():
-            completions = job.run(batch)
-            count.advance(completions)
-            for completion in completions:
-                _print_row(job, completion, out)
+        for index, completion in enumerate(_each(_decoding(job, hold=False), count)):
+            _print_row(job, index, completion, out)
 
 
 def write_output(job: Job, file: OutputFile | Unwritten, out: IO[str], *, json: bool) -> None:
     """Append rows to a file, from where it ends, with a progress bar; and print them too if `json`.
 
-    The batch that holds the last row on file is decoded again. It shows that the file belongs to this run,
-    and completes itself in the very shapes of an uninterrupted run.
+    The last row on file is decoded again, beside those that follow: it shows that the file belongs to this run.
     """
     file.check(job.requests, job.session.rule_name)
     resumed, of = hosts.broadcast(file.finished), len(job.requests)
     if resumed == of:
         _errors().print(f"the --output holds all {of} rows already: nothing to do.")
         return
-    first, done = 0, []
-    with progress_bar(of, resumed) as count:
-        for batch in job.batches():
-            if first + len(batch.requests) >= resumed:
-                completions = job.run(batch)
-                _stop_if_all_failed(job, completions)
-                on_file = max(resumed - first, 0)
-                for index, completion in enumerate(completions[:on_file], start=first):
-                    file.check_same(index, completion)
-                for completion in completions[on_file:]:
-                    file.append(completion)
-                    if json:
-                        _print_row(job, completion, out)
-                done.append(completions[on_file:])
-                count.advance(done[-1])
-            first += len(batch.requests)
-    _report(job, [batch for batch in done if batch])
+    first, done = max(resumed - 1, 0), []
+    with progress_bar(of, first) as count:
+        decoding = _decoding(job, first)
+        for index, completion in enumerate(_each(decoding, count), start=first):
+            if index < resumed:
+                file.check_same(index, completion)
+                continue
+            file.append(completion, job.run_of(index))
+            if json:
+                _print_row(job, index, completion, out)
+            done.append(completion)
+    _report(job, done, decoding.seconds)
 
 
 def print_comparison(job: Job, out: IO[str], *, json: bool) -> None:
@@ -173,8 +187,8 @@ def _text(job: Job, request: Request) -> str:
     return job.session.target.decode(request.prompt_tokens) if request.prompt is None else request.prompt
 
 
-def _print_row(job: Job, completion: Completion, out: IO[str]) -> None:
-    _print_line(to_row(completion, job.session.rule_name), out)
+def _print_row(job: Job, index: int, completion: Completion, out: IO[str]) -> None:
+    _print_line(to_row(completion, job.session.rule_name, job.run_of(index)), out)
 
 
 def _print_line(row: dict, out: IO[str]) -> None:
@@ -188,27 +202,28 @@ def _errors() -> Console:
 
 def _report(
     job: Job,
-    batches: list[list[Completion]],
+    everyone: list[Completion],
+    seconds: float,
     *,
     colours: bool = False,
-    plain: list[list[Completion]] | None = None,
+    plain: float | None = None,
 ) -> None:
-    """Totals on stderr, so that stdout stays the text. `plain` is the same decoded autoregressively."""
-    everyone = [completion for batch in batches for completion in batch]
-    seconds = _seconds(batches)
+    """Totals on stderr, so that stdout stays the text. `plain` is tokens a second of autoregression."""
+    seconds = max(seconds, 1e-9)
     screen = _errors()
     screen.print()
     if colours and screen.color_system is not None:
         screen.print(legend())
     metrics = total(everyone)
     screen.print(statistics(metrics, seconds, job.session.rule_name, drafts=job.drafts))
+    if job.refining is not None:
+        screen.print(job.refining.describe())
     if job.simulated:
         screen.print("acceptance was simulated: the text means nothing, and quality cannot be read from it")
     if plain is not None:
-        baseline = total([completion for batch in plain for completion in batch]).emitted / _seconds(plain)
         screen.print(
-            f"{metrics.emitted / seconds / baseline:.2f}x the speed of plain autoregression, which made "
-            f"{baseline:.1f} tokens/s here"
+            f"{metrics.emitted / seconds / plain:.2f}x the speed of plain autoregression, which made "
+            f"{plain:.1f} tokens/s here"
         )
 
 

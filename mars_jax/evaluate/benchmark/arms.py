@@ -10,13 +10,12 @@ import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-import flax.struct
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from kernels_pallas import MARGINS
 from mars_jax import specs, verify
+from mars_jax.core import struct
 from mars_jax.core.controls import is_stop
 from mars_jax.core.evidence import Evidence
 from mars_jax.core.rules import name_of
@@ -31,7 +30,7 @@ AUTOREGRESSIVE = "autoregressive"
 """The arm that every other one is measured against."""
 
 
-ROLES = ("alone", "strict", "infinite", "rule", "matched", "control", "simulated")
+ROLES = ("alone", "strict", "infinite", "rule", "matched", "control", "simulated", "refined")
 """What an arm is in a run: the rule that is measured, or something that it is measured against."""
 
 
@@ -43,24 +42,26 @@ class Arm:
     rule: LoadedRule
     role: str = ""  # one of ROLES
     drafts: bool  # False: a target forward for every token
+    refines: bool = False  # the draft learns from its failures as the arm goes on
     top_k: int = 0
     theta: float | None = None  # the threshold, or None for a rule that has none
     meaning: str  # for the legend of a table
 
 
-@flax.struct.dataclass
-class LowMarginSampling:
+@struct.dataclass(kw_only=True)
+class LowMarginSampling(verify.Lossy):
     """See `low_margin_sampling`."""
 
     theta: Any  # f32[] or [B]
-    margin: str = flax.struct.field(pytree_node=False, default="ratio")
+    margin: str = struct.field(pytree_node=False, default="ratio")
     name: ClassVar[str] = "low-margin sampling"
-    lossless: ClassVar[bool] = False
 
     def __call__(self, evidence: Evidence) -> tuple[Verdict, LowMarginSampling]:
         tree, controls, stats = evidence.tree, evidence.controls, evidence.stats
         theta = jnp.broadcast_to(self.theta[:, None], stats.top1.shape)
-        low = MARGINS[self.margin](stats.top1, stats.top2, theta) & ~controls.strict[:, None]
+        # A node decides on the token after it, which is one deeper.
+        free = tree.depths >= self.strict_edges(evidence)[:, None]
+        low = MARGINS[self.margin](stats.top1, stats.top2, theta) & free
         low &= ~is_stop(stats.id1, controls.stop_tokens) & ~is_stop(stats.id2, controls.stop_tokens)
         temperature = jnp.where(is_greedy(controls), 1.0, controls.temperature)[:, None]
         share = jax.nn.sigmoid((stats.top2 - stats.top1) / temperature)  # of the runner-up, among the two
@@ -73,19 +74,21 @@ class LowMarginSampling:
         return verdict, self
 
 
-def low_margin_sampling(margin: str = "ratio", *, theta: float = 0.9) -> LowMarginSampling:
+def low_margin_sampling(
+    margin: str = "ratio", *, theta: float = 0.9, exact_prefix: Any = 0
+) -> LowMarginSampling:
     """Control: the target itself draws from the set that `verify.mars` lets a draft choose from.
 
     Where the margin of its two best tokens is low, y is one of these two, drawn by the target's own odds (at the
-    row's temperature, at 1 in a greedy row); elsewhere, and wherever one of the two is a stop token, y is what
-    `verify.exact` would name. So a quality that mars has and this has not comes from the draft, and the other way
-    round. For a tree of any size, though its use is without a draft.
+    row's temperature, at 1 in a greedy row); elsewhere, wherever one of the two is a stop token, and among the first
+    `exact_prefix` tokens, y is what `verify.exact` would name. So a quality that mars has and this has not comes from
+    the draft, and the other way round. For a tree of any size, though its use is without a draft.
 
     Args:
-      margin, theta: as for `verify.mars`, which checks them.
+      margin, theta, exact_prefix: as for `verify.mars`, which checks them.
 
     Raises:
-      MarsError: unknown margin, or theta out of its range.
+      MarsError: unknown margin, or a number out of its range.
 
     >>> from mars_jax.core.tree import chain
     >>> z = jnp.asarray([[[0.0, 9.99, 10.0]], [[0.0, 5.0, 10.0]]])
@@ -94,8 +97,8 @@ def low_margin_sampling(margin: str = "ratio", *, theta: float = 0.9) -> LowMarg
     >>> sorted(drawn)
     [(1, 2), (2, 2)]
     """
-    verify.mars(margin=margin, theta=theta)
-    return LowMarginSampling(margin=margin, theta=np.float32(theta))
+    checked = verify.mars(margin=margin, theta=theta, exact_prefix=exact_prefix)
+    return LowMarginSampling(margin=margin, theta=checked.theta, exact_prefix=checked.exact_prefix)
 
 
 def other_margin(margin: str | None) -> str:
@@ -133,6 +136,7 @@ def make_arms(
     matched: float | None,
     target: Any = None,
     simulated_taus: Sequence[float] = (),
+    refined: bool = False,
 ) -> list[Arm]:
     """All arms at one temperature: autoregression first, the strict rule second, then the rule and its controls.
 
@@ -144,7 +148,8 @@ def make_arms(
       matched: threshold of `mars` with `other_margin` that has the tau of the rule; None for a lossless rule, which has
         no quality to control for.
       target: from `mars_jax.load`, for a rule with weights.
-      simulated_taus: of arms that accept by chance, which come last.
+      simulated_taus: of arms that accept by chance, which come last but one.
+      refined: add the strict rule with a draft that learns as it decodes, which comes last.
 
     Raises:
       MarsError: as `verify.load`.
@@ -172,6 +177,18 @@ def make_arms(
         rule = LoadedRule(verify.simulated(tau))
         arms.append(
             Arm(name=f"simulated tau={tau:g}", rule=rule, role="simulated", drafts=True, meaning=simulated)
+        )
+    if refined:
+        arms.append(
+            Arm(
+                name=f"{name_of(strict.rule)} refined",
+                rule=strict,
+                role="refined",
+                drafts=True,
+                refines=True,
+                meaning="the strict rule with a draft that learns from its failures after every group of problems, "
+                "whose time counts",
+            )
         )
     return arms
 
@@ -246,7 +263,7 @@ def _controls(choice: RuleChoice, first: Arm, matched: float, temperature: float
         margin, theta, at = other_margin(margin), matched, f"the matched theta={matched:g}"
     else:
         theta = first.theta
-    control = low_margin_sampling(margin, theta=theta)
+    control = low_margin_sampling(margin, theta=theta, exact_prefix=prefix)
     meaning = f"the target alone, sampling among its two best tokens where the margin is low at {at}"
     return [
         *arms,

@@ -66,7 +66,7 @@ class Evaluation:
         return ((task, t) for task in self._tasks for t in self._settings["temperatures"])
 
     def _batches(self, task: str) -> Iterator[list[Problem]]:
-        problems, size = self._tasks[task], self._decoding.session.batch_size
+        problems, size = self._tasks[task], self._decoding.group
         return (problems[first : first + size] for first in range(0, len(problems), size))
 
     @property
@@ -84,6 +84,7 @@ class Evaluation:
                 matched=matched,
                 target=self._decoding.session.target,
                 simulated_taus=self._settings.get("simulated_taus", ()),
+                refined=self._decoding.refiner is not None,
             )
         return self._made[temperature, matched]
 
@@ -163,7 +164,7 @@ class Evaluation:
         first = next(arm for arm in self.arms(temperature, self._stand_in) if arm.role == "rule")
         other = other_margin(margin_of(self._rule))
         problems = self._tasks[task][:PROBLEMS]
-        size = self._decoding.session.batch_size
+        size = self._decoding.group
 
         def tau_of(rule: LoadedRule) -> float:
             arm = Arm(name="match", rule=rule, drafts=True, meaning="")

@@ -9,13 +9,13 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import flax.struct
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from mars_jax.core import decode
+from mars_jax.core import decode, struct
 from mars_jax.core.evidence import Evidence
+from mars_jax.core.rules import lossless
 from mars_jax.core.tree import gather_path
 from mars_jax.core.types import NO_TOKEN, Verdict
 from mars_jax.placement.hosts import fetch
@@ -30,7 +30,7 @@ WIDEST_GAP = 5.0
 KINDS = ("accepted", "relaxed", "rejected")
 
 
-@flax.struct.dataclass(kw_only=True)
+@struct.dataclass(kw_only=True)
 class Seen(Verdict):
     """A verdict with what the target knew at the nodes of its path."""
 
@@ -39,11 +39,15 @@ class Seen(Verdict):
     drafted: Array  # bool[B, D + 1]; something was drafted after the node
 
 
-@flax.struct.dataclass
+@struct.dataclass
 class Observe:
     """A rule that decides as another one does, and tells what it saw."""
 
     rule: Any
+
+    @property
+    def lossless(self) -> bool:
+        return lossless(self.rule)
 
     def __call__(self, evidence: Evidence) -> tuple[Seen, Observe]:
         verdict, rule = self.rule(evidence)

@@ -110,7 +110,10 @@ def notes(settings: Mapping[str, Any], problems: Sequence[Problem], rows: Sequen
     if full := sum(row["finish_reason"] == "context" for row in rows):
         told.append(f"In {full} rows a follow-up turn did not fit the context and was left out.")
     if settings["batch_size"] > 1:
-        told.append(f"{settings['batch_size']} problems were decoded side by side; s/task is their share.")
+        told.append(
+            f"{settings['batch_size']} problems were decoded side by side, each row begun anew as it ended; s/task is "
+            "their share."
+        )
     return told
 
 

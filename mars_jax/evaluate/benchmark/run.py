@@ -13,7 +13,7 @@ import jax
 
 from mars_jax import __version__, drafters
 from mars_jax.core.errors import MarsError
-from mars_jax.evaluate.answers import Decoding, check_problems
+from mars_jax.evaluate.answers import GROUP, Decoding, check_problems
 from mars_jax.evaluate.benchmark import report
 from mars_jax.evaluate.benchmark.arms import MARS, default_thetas
 from mars_jax.evaluate.benchmark.loops import Evaluation, Progress, by_task
@@ -23,6 +23,7 @@ from mars_jax.evaluate.tasks.problems import Problem
 from mars_jax.pretrained import Pretrained
 from mars_jax.serve.session import Session
 from mars_jax.specs import RuleChoice
+from mars_jax.training.online import Refiner
 
 
 def evaluate(
@@ -41,6 +42,7 @@ def evaluate(
     chat: bool = False,
     allow_code_execution: bool = False,
     allow_unconfined_code: bool = False,
+    refiner: Refiner | None = None,
     names: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
@@ -66,6 +68,8 @@ def evaluate(
       chat: put questions through the target's chat template, with all their turns.
       allow_code_execution: run what the model writes, to score it, behind the walls of `scoring.sandbox`.
       allow_unconfined_code: and without walls where this machine has none, with your rights.
+      refiner: of the draft: adds an arm whose draft learns as it goes on. In a run that goes on after a kill it learns
+        from there, and its tokens are the same.
       names: whatever else tells this run from others, such as the draft's name.
       progress: called after every batch of an arm.
 
@@ -108,6 +112,8 @@ def evaluate(
         "tasks": {task: len(group) for task, group in by_task(problems).items()},
         "max_new_tokens": max_new_tokens,
         "batch_size": batch_size,
+        # Batches of an arm in a row, which decide the order of the rows; left out where rows decode one by one.
+        **({"group": GROUP} if batch_size > 1 else {}),
         "seed": seed,
         "chat": chat,
         "allow_code_execution": allow_code_execution,
@@ -124,7 +130,7 @@ def evaluate(
     }
     largest = max(settings["tasks"].values())
     session = Session(target=target, drafter=drafter, batch_size=min(batch_size, largest))
-    decoding = Decoding(session=session, chat=chat, max_new_tokens=max_new_tokens)
+    decoding = Decoding(session=session, chat=chat, max_new_tokens=max_new_tokens, refiner=refiner)
     with claim(folder, settings):
         evaluation = Evaluation(decoding, folder, problems, settings, rule)
         try:

@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mars_jax.core.errors import MarsError
 from mars_jax.core.evidence import node_stats
-from mars_jax.core.mesh import by_rows
+from mars_jax.core.mesh import by_rows, size_of
 from mars_jax.core.types import LanguageModel
 from mars_jax.placement.hosts import fetch
 from mars_jax.pretrained import Pretrained
@@ -36,26 +37,51 @@ class Scored(NamedTuple):
     second: np.ndarray  # i32[L - 1]
     z1: np.ndarray  # f32[L - 1]; raw logits of these two
     z2: np.ndarray  # f32[L - 1]
+    tokens: tuple[int, ...] = ()  # L of them
 
 
-def score(target: Pretrained, texts: Sequence[Sequence[int]], *, rows: int = ROWS) -> list[Scored]:
-    """Score every token of every text but its first.
+def score(
+    target: Pretrained, texts: Sequence[str] | Sequence[Sequence[int]], *, rows: int = ROWS
+) -> list[Scored]:
+    """What the target thinks of given texts: the log-probability of every token but the first, from those before it.
+
+    Texts of like lengths share a forward. Of a text that was generated, the numbers are `TokenLogProbs.log_prob` of its
+    new tokens, up to rounding.
 
     Args:
-      target: the model.
-      texts: token ids, at least two each and within the model's context.
+      target: the model; on a mesh rows are divided over `data`, and the rest as its weights are.
+      texts: texts, or token ids; each within the model's context.
       rows: texts of one forward; on a mesh filled up to a multiple of its axis `data`.
+
+    Raises:
+      MarsError: a text that is empty or longer than the context, or a token outside of the vocabulary.
+
+    >>> import mars_jax as mj  # doctest: +SKIP
+    >>> [scored] = mj.score(mj.load(), ["Once upon a time"])  # doctest: +SKIP
+    >>> float(scored.log_p.sum())  # doctest: +SKIP
     """
+    if isinstance(texts, str):
+        raise MarsError("texts is one text: give a list of them.")
+    if rows < 1:
+        raise MarsError(f"rows is {rows}: expected a whole number of at least 1.")
+    texts = [target.encode(text) if isinstance(text, str) else list(text) for text in texts]
+    context = target.config.max_positions
+    for number, text in enumerate(texts):
+        target.check_tokens(text)
+        if len(text) > context:
+            raise MarsError(
+                f"text {number} has {len(text)} tokens and '{target.name}' a context of {context}: cut it."
+            )
     found: list[Scored | None] = [None] * len(texts)
     if target.mesh is not None:
-        rows += -rows % target.mesh.shape.get("data", 1)
+        rows += -rows % size_of("data", target.mesh)
     for group, tokens in batches(texts, rows, target.config.max_positions):
         with target.on_mesh():
             log_p, stats = fetch(_score(target.model, target.params, jnp.asarray(tokens)))
         for row, i in enumerate(group):
             n = len(texts[i]) - 1
             columns = (log_p, stats.id1, stats.id2, stats.top1, stats.top2)
-            found[i] = Scored(*(column[row, :n] for column in columns))
+            found[i] = Scored(*(column[row, :n] for column in columns), tokens=tuple(texts[i]))
     return [scored for scored in found if scored is not None]
 
 
@@ -64,7 +90,7 @@ def score_answers(
 ) -> list[list[float]]:
     """Of each answer to its prompt: the sum of its tokens' log-likelihoods in nats, and how many tokens it has."""
     texts = [(*p, *a) for p, a in zip(prompts, answers, strict=True)]
-    scored = score(target, texts, rows=min(ROWS, len(texts)))
+    scored = score(target, texts, rows=max(1, min(ROWS, len(texts))))
     return [
         [float(np.sum(s.log_p[len(p) - 1 :], dtype=np.float64)), float(len(a))]
         for s, p, a in zip(scored, prompts, answers, strict=True)

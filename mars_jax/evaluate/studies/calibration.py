@@ -91,7 +91,7 @@ def calibrate(
 
         def decode(rule: LoadedRule, name: str) -> list[Row]:
             arm = Arm(name=name, rule=rule, drafts=True, meaning="")
-            found, size, speed = [], decoding.session.batch_size, Speed()
+            found, size, speed = [], decoding.group, Speed()
             for first in range(0, len(problems), size):
                 group = problems[first : first + size]
                 seeds = [(seed + first + i) % 2**32 for i in range(len(group))]

@@ -15,7 +15,7 @@ import numpy as np
 
 from mars_jax import verify
 from mars_jax.core.errors import MarsError
-from mars_jax.core.mesh import by_rows
+from mars_jax.core.mesh import by_rows, size_of
 from mars_jax.core.rules import for_rows, name_of
 from mars_jax.core.tree import chain
 from mars_jax.core.types import LanguageModel, LoadedRule
@@ -52,7 +52,7 @@ def low_nodes(target: Pretrained, rule: LoadedRule, texts: Sequence[Sequence[int
     found = [np.zeros(0, bool)] * len(texts)
     rows = ROWS
     if target.mesh is not None:
-        rows += -rows % target.mesh.shape.get("data", 1)
+        rows += -rows % size_of("data", target.mesh)
     for group, tokens in batches(texts, rows, target.config.max_positions):
         with target.on_mesh():
             spread = for_rows(rule.rule, len(tokens))

@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from mars_jax.core.errors import MarsError
+from mars_jax.core.errors import MarsError, did_you_mean
 from mars_jax.evaluate.tasks import arithmetic
 from mars_jax.evaluate.tasks.datasets import is_hub_name, read_hub
 from mars_jax.evaluate.tasks.jsonl import Fields, read_jsonl
@@ -39,7 +39,9 @@ def read(name: str, path: str | None = None, *, chat: bool, limit: int | None = 
     ('final_answer', ('33',))
     """
     if name not in TASKS:
-        raise MarsError(f"there is no task '{name}': choose one of {', '.join(TASKS)}.")
+        raise MarsError(
+            f"there is no task '{name}'{did_you_mean(name, TASKS)}: choose one of {', '.join(TASKS)}."
+        )
     if name == "arithmetic":
         if path is not None:
             raise MarsError(

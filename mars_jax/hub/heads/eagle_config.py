@@ -18,6 +18,8 @@ from mars_jax.models.config import ModelConfig
 from mars_jax.models.eagle import EagleConfig, weights
 
 _LAYERS = "eagle_aux_hidden_state_layer_ids"
+LAYOUTS = ("eagle", "speculators")
+"""Of config.json: that of SafeAILab, SpecForge and SGLang, or that of the speculators library, which vLLM reads."""
 _OTHER = "use the head that was trained for this target"
 
 
@@ -45,6 +47,8 @@ def from_head_json(
 
 
 def _from_head_json(data: dict[str, Any], shapes: dict[str, tuple[int, ...]], target: ModelConfig):
+    if "speculators_model_type" in data or "transformer_layer_config" in data:
+        data = flatten(data, target)
     version, layer = _version(data, shapes), layer_config(data, shapes)
     if layer.vocab_size != target.vocab_size:
         raise MarsError(
@@ -73,6 +77,7 @@ def _from_head_json(data: dict[str, Any], shapes: dict[str, tuple[int, ...]], ta
         feature_layers=_feature_layers(data, target.num_layers) if version == 3 else (),
         fc_bias="fc.bias" in shapes,
         fc_norm=version == 3 and ("fc_norm.0.weight" in shapes or bool(_said(data, "fc_norm"))),
+        input_norm=version == 3 and ("input_norm.weight" in shapes or bool(_said(data, "norm_before_fc"))),
         norm_before_residual=version == 3 and bool(_said(data, "norm_before_residual")),
         norm_output=version == 3 and bool(_said(data, "norm_output")),
         own_embed="embed_tokens.weight" in shapes,
@@ -92,6 +97,46 @@ def _from_head_json(data: dict[str, Any], shapes: dict[str, tuple[int, ...]], ta
             f"{_OTHER}."
         )
     return config
+
+
+def flatten(data: dict[str, Any], target: ModelConfig) -> dict[str, Any]:
+    """config.json of a head in the layout of the speculators library, as EAGLE's own layout says it.
+
+    The library numbers a target's hidden states, of which number i is what layer i reads; EAGLE's own files number the
+    layers whose output is meant, one less (vllm-project/speculators, `Eagle3SpeculatorConfig` and
+    `resolve_target_layer_ids`; vLLM, `aux_hidden_state_layers`).
+
+    Raises:
+      MarsError: another kind of drafter, or one that is described by half.
+
+    >>> layer = ModelConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_layers=32, num_heads=1)
+    >>> found = flatten({"transformer_layer_config": {"hidden_size": 8}, "norm_before_residual": True}, layer)
+    >>> found["hidden_size"], found[_LAYERS]
+    (8, [1, 15, 28])
+    """
+    kind = data.get("speculators_model_type", "eagle3")
+    if kind != "eagle3":
+        raise MarsError(f"speculators_model_type is {kind!r}: this layout is read for 'eagle3' alone.")
+    layer = data.get("transformer_layer_config")
+    if not isinstance(layer, dict):
+        raise MarsError("config.json has no transformer_layer_config: use the config the weights came with.")
+    if not isinstance(data.get("norm_before_residual"), bool):
+        raise MarsError(
+            "config.json does not say norm_before_residual, of which readers of this layout have different defaults: "
+            "add it, true or false, as the head was trained."
+        )
+    count = target.num_layers
+    states = data.get(_LAYERS) or [2, count // 2, count - 3]
+    if isinstance(states, list) and all(type(i) is int for i in states):
+        if 0 in states:
+            raise MarsError(
+                "the EAGLE head reads hidden state 0, the target's embedding, which is not supported: use a head that "
+                "reads the outputs of layers."
+            )
+        states = [i - 1 for i in states]
+    own = {key: value for key, value in data.items() if key not in ("transformer_layer_config", "model_type")}
+    named = {"architectures": ["Eagle3Speculator"], _LAYERS: states}
+    return layer | {key: value for key, value in own.items() if value is not None} | named
 
 
 def _said(data: dict[str, Any], key: str) -> Any:
@@ -117,22 +162,25 @@ def layer_config(data: dict[str, Any], shapes: Iterable[str]) -> ModelConfig:
     """The config of a head's layer from config.json and the canonical names of the tensors.
 
     Raises:
-      MarsError: more than one layer, a sliding window, or what `hub.config.from_json` does not support.
+      MarsError: other layers than the weights have, a sliding window, or what `hub.config.from_json` does not support.
     """
     named = data.get("architectures") or [""]
     named = named if isinstance(named, str) else named[0]
     # LlamaForCausalLMEagle3 and Eagle3LlamaForCausalLM are Llama; where only EAGLE is named, model_type tells.
     plain = re.sub(r"eagle-?\d?", "", named, flags=re.IGNORECASE)
     data = data | {"architectures": [plain] if plain.endswith("ForCausalLM") else None}
-    layers = {int(found[1]) + 1 for name in shapes if (found := re.match(r"layers\.(\d{1,9})\.", name))}
-    count = max({given(data, "num_hidden_layers", 1)} | layers)
-    if count > 1:
-        raise MarsError(f"the EAGLE head has {count} layers: only heads of 1 are supported.")
-    layer = from_json(data)
-    if layer.windows != (None,):
+    layers = {int(found[1]) for name in shapes if (found := re.match(r"layers\.(\d{1,9})\.", name))}
+    said = given(data, "num_hidden_layers", 1)
+    if layers and layers != set(range(said)):
         raise MarsError(
-            f"the EAGLE head has a sliding window of {layer.windows[0]}, which is not supported: if it was trained "
-            "without one, set sliding_window to null."
+            f"config.json says that the EAGLE head has {said} layers and the weights are of layers "
+            f"{', '.join(map(str, sorted(layers)))}: use the config the weights came with."
+        )
+    layer = from_json(data)
+    if window := max((w for w in layer.windows if w is not None), default=None):
+        raise MarsError(
+            f"the EAGLE head has a sliding window of {window}, which is not supported: if it was trained without one, "
+            "set sliding_window to null."
         )
 
     def held(name: str) -> bool:
@@ -172,20 +220,35 @@ def _feature_layers(data: dict[str, Any], count: int) -> tuple[int, ...]:
     return tuple(layers)
 
 
-def to_head_json(config: EagleConfig, *, dtype: str) -> dict[str, Any]:
-    """The contents of config.json, as SGLang and vLLM read it.
+def to_head_json(
+    config: EagleConfig, *, dtype: str, layout: str = "eagle", verifier: str | None = None
+) -> dict[str, Any]:
+    """The contents of config.json: in the layout "eagle" as SGLang reads it, in that of speculators as vLLM does.
+
+    Args:
+      config, dtype: of the head.
+      layout: of `LAYOUTS`.
+      verifier: name of the target, which the layout of speculators has room for.
 
     Raises:
-      MarsError: the layer's family cannot express the layer.
+      MarsError: the layout is not known or has no EAGLE-1, or the layer's family cannot express the layer.
     """
+    if layout not in LAYOUTS:
+        raise MarsError(f"layout {layout!r} is not known: expected one of {', '.join(LAYOUTS)}.")
+    if layout == "speculators" and config.version != 3:
+        raise MarsError(
+            "the layout of speculators is written for EAGLE-3 heads alone: choose the layout 'eagle'."
+        )
     data = to_json(config.layer, dtype=dtype) | {"bias": config.fc_bias}
     if config.version == 3:
         data |= {
             "architectures": [f"{FAMILIES[config.layer.family].architecture}Eagle3"],
             "draft_vocab_size": config.draft_vocab_size,
             "target_hidden_size": config.target_hidden_size,
-            _LAYERS: list(config.feature_layers),
+            # Here SGLang looks. Of the same name without the nesting vLLM counts from 1.
+            "eagle_config": {_LAYERS: list(config.feature_layers), "use_aux_hidden_state": True},
             "fc_norm": config.fc_norm,
+            "norm_before_fc": config.input_norm,
             "norm_before_residual": config.norm_before_residual,
             "norm_output": config.norm_output,
         }
@@ -193,4 +256,40 @@ def to_head_json(config: EagleConfig, *, dtype: str) -> dict[str, Any]:
         raise MarsError(
             f"config.json of the family '{config.layer.family}' cannot express the head's layer: choose another family."
         )
-    return data
+    return _nest(data, config, verifier) if layout == "speculators" else data
+
+
+_HEADS_OWN = (
+    "draft_vocab_size",
+    "target_hidden_size",
+    "fc_norm",
+    "norm_before_fc",
+    "norm_before_residual",
+    "norm_output",
+)
+
+
+def _nest(data: dict[str, Any], config: EagleConfig, verifier: str | None) -> dict[str, Any]:
+    """`flatten` undone: config.json in the layout of speculators."""
+    own = {key: data[key] for key in _HEADS_OWN}
+    named = FAMILIES[config.layer.family].architecture
+    layer = {k: v for k, v in data.items() if k not in (*_HEADS_OWN, "eagle_config", "architectures", "bias")}
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": 5,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    return own | {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        _LAYERS: [i + 1 for i in config.feature_layers],
+        "transformer_layer_config": layer | {"architectures": [named]},
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": {"name_or_path": verifier, "architectures": [named]},
+        },
+        "dtype": data.get("dtype") or data.get("torch_dtype"),
+    }

@@ -1,7 +1,7 @@
 """EAGLE heads as published on the Hugging Face hub <-> (EagleConfig, params).
 
-Layouts: those of SafeAILab/EAGLE and SpecForge, `midlayer.*` or `layers.0.*`. Oracle: heads that PyTorch writes
-(tests/hub/test_heads.py). V vocabulary, W draft vocabulary.
+Layouts: those of SafeAILab/EAGLE and SpecForge, `midlayer.*` or `layers.0.*`, and of speculators. Oracle: heads that
+PyTorch writes (tests/hub/test_heads.py). V vocabulary, W draft vocabulary.
 """
 
 from __future__ import annotations
@@ -23,11 +23,14 @@ from mars_jax.hub.heads.eagle_config import canonical, from_head_json, to_head_j
 from mars_jax.hub.load import DERIVED, convert, listed, resolve_dtype
 from mars_jax.hub.save import free_directory, named_arrays, write_directory
 from mars_jax.models.config import ModelConfig
+from mars_jax.models.dflash import DFlashConfig
 from mars_jax.models.eagle import EagleConfig, weights
 from mars_jax.models.quantize import Int8, is_quantized, quantize
 from mars_jax.models.weights import build_rows
 
 _AGAIN = "download the head again"
+VERIFIERS = ("verifier_norm.weight", "verifier_lm_head.weight")
+"""Copies of the target's weights that the training of the speculators library holds, and some exports keep."""
 
 
 def load_eagle(
@@ -64,14 +67,14 @@ def load_eagle(
     own = str(data.get("dtype") or data.get("torch_dtype") or "float32").removeprefix("torch.")
     dtype, int8 = resolve_dtype(dtype, own)
     try:
-        config = from_head_json(data, _shapes(directory), target_config)
+        config = from_head_json(data, head_shapes(directory), target_config)
         return _read(directory, config, target_params, dtype, int8)
     except MarsError as error:
         text = str(error)
         raise MarsError(text if f"'{directory}" in text else f"'{directory}': {text}") from None
 
 
-def _shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+def head_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     """The shapes of all tensors by canonical name; none is read yet."""
     shapes: dict[str, tuple[int, ...]] = {}
     for file in tensors(directory):
@@ -101,7 +104,7 @@ def _read(
             if name in ("d2t", "t2d"):
                 maps[name] = tensor.read()
             elif row is None:
-                extra += [] if DERIVED.search(name) else [given]
+                extra += [] if DERIVED.search(name) or name in VERIFIERS else [given]
             elif tensor.shape != row.shape:
                 raise MarsError(
                     f"tensor {given} is {list(tensor.shape)} and config.json and target ask for {list(row.shape)}: "
@@ -109,7 +112,7 @@ def _read(
                 )
             else:
                 array = tensor.read()
-                if name in shareable and _repeats(array, shareable[name]):
+                if name in shareable and repeats(array, shareable[name]):
                     shared.add(name)
                     continue
                 try:
@@ -133,7 +136,7 @@ def _read(
         )
     params = build_rows(weights(config), lambda row: found.pop(canonical(row.name)))
     if "d2t" in maps:
-        ids = _ids(config, maps["d2t"], maps.get("t2d"))
+        ids = draft_ids(config, maps["d2t"], maps.get("t2d"))
         if config.draft_vocab_size < config.layer.vocab_size:
             params["ids"] = jnp.asarray(ids)
         elif np.any(maps["d2t"]):
@@ -144,7 +147,7 @@ def _read(
     return config, params
 
 
-def _repeats(ours: np.ndarray, theirs: jax.Array | Int8, rows: int = 4096) -> bool:
+def repeats(ours: np.ndarray, theirs: jax.Array | Int8, rows: int = 4096) -> bool:
     """Whether a table is a copy of another, perhaps in a narrower dtype; in blocks, which saves memory.
 
     Of one in 8 bits it is where it rounds to the same. Of one that is spread, every process compares its own parts.
@@ -174,7 +177,9 @@ def _repeats(ours: np.ndarray, theirs: jax.Array | Int8, rows: int = 4096) -> bo
     return same
 
 
-def _ids(config: EagleConfig, d2t: np.ndarray, t2d: np.ndarray | None = None) -> np.ndarray:
+def draft_ids(
+    config: EagleConfig | DFlashConfig, d2t: np.ndarray, t2d: np.ndarray | None = None
+) -> np.ndarray:
     """Target tokens i32[W] from offsets d2t [W], checked against the marks t2d bool[V]."""
     count, vocab = config.draft_vocab_size, config.layer.vocab_size
     if d2t.shape != (count,):
@@ -202,9 +207,19 @@ def _ids(config: EagleConfig, d2t: np.ndarray, t2d: np.ndarray | None = None) ->
 
 
 def save_eagle(
-    path: str | os.PathLike[str], config: EagleConfig, params: PyTree, *, overwrite: bool = False
+    path: str | os.PathLike[str],
+    config: EagleConfig,
+    params: PyTree,
+    *,
+    overwrite: bool = False,
+    layout: str = "eagle",
+    verifier: str | None = None,
 ) -> Path:
-    """Write a head in the published layout; arguments, result and errors are those of `hub.save`.
+    """Write a head in a published layout; other arguments, result and errors are those of `hub.save`.
+
+    Args:
+      layout: "eagle", that of SafeAILab, SpecForge and SGLang, or "speculators".
+      verifier: name of the target, for the layout of speculators.
 
     >>> import tempfile
     >>> from mars_jax.models import eagle
@@ -217,11 +232,13 @@ def save_eagle(
     """
     target = free_directory(path, overwrite=overwrite)
     arrays = named_arrays(weights(config), params)
-    data = to_head_json(config, dtype=arrays["fc.weight"].dtype.name)
+    data = to_head_json(config, dtype=arrays["fc.weight"].dtype.name, layout=layout, verifier=verifier)
+    if layout == "speculators":
+        arrays = {canonical(name): array for name, array in arrays.items()}
     if config.draft_vocab_size < config.layer.vocab_size:
         if "ids" not in params:
             raise MarsError("params lack ids: they belong to another config.")
         ids = np.asarray(params["ids"], np.int64)
         arrays["d2t"] = ids - np.arange(len(ids))
-        arrays["t2d"] = np.isin(np.arange(config.layer.vocab_size), _ids(config, arrays["d2t"]))
+        arrays["t2d"] = np.isin(np.arange(config.layer.vocab_size), draft_ids(config, arrays["d2t"]))
     return write_directory(target, arrays, data)

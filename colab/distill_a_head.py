@@ -1,0 +1,120 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Distill a head
+#
+# An EAGLE-3 head reads its target's features and drafts from them. Here one is trained for a target on texts that the
+# target writes itself, by training-time test ([arXiv 2503.01840](https://arxiv.org/abs/2503.01840)), and then it
+# drafts. On a CPU this takes some minutes and the head stays weak; more tokens make it better.
+#
+# ## Install
+#
+# `SOURCE` is what pip installs where the package is not there yet: a package name, a `git+https://` address, or a
+# folder with a checkout. On a TPU runtime (Runtime, Change runtime type) the extra `tpu` names the libtpu that fits its
+# JAX; on a GPU runtime the extra `cuda` does. Restart the session if pip replaced a JAX that was loaded already.
+
+# %%
+import glob
+import importlib.util
+import subprocess
+import sys
+
+SOURCE = "mars-jax"  # @param {type:"string"}
+
+if importlib.util.find_spec("mars_jax") is None:
+    on_tpu = glob.glob("/dev/accel*") or glob.glob("/dev/vfio/*")
+    extras = "train,tpu" if on_tpu else "train,cuda" if glob.glob("/dev/nvidia0") else "train"
+    address = f"mars-jax[{extras}] @ {SOURCE}" if "://" in SOURCE else f"{SOURCE}[{extras}]"
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", address], check=True)
+
+# %%
+import json
+import os
+from pathlib import Path
+
+import jax
+import matplotlib.pyplot as plt
+
+import mars_jax as mj
+
+TARGET = os.environ.get("TARGET", "tiny/target")
+TOKENS = os.environ.get("TOKENS", "200000")
+WRITE = os.environ.get("WRITE", "256")
+print(f"mars-jax {mj.__version__}, jax {jax.__version__}, {jax.devices()[0].device_kind}")
+
+# %% [markdown]
+# ## Texts
+#
+# The target continues the first 16 tokens of each document (`--write`): a head learns best what its target says. The
+# documents here are beginnings; give your own file for another target, parted by lines of `<|endoftext|>`.
+
+# %%
+who = ["Lily", "Tim", "Sue", "Tom", "Ben", "Mia", "Sam", "Anna"]
+where = [
+    "the park",
+    "the garden",
+    "the big house",
+    "the sea",
+    "the woods",
+    "a small shop",
+    "the farm",
+    "school",
+]
+what = ["found a red ball", "saw a little bird", "met a big dog", "wanted to play"]
+begun = [f"One day, {a} went to {b}. {a} {c}." for a in who for b in where for c in what]
+Path("beginnings.txt").write_text("\n<|endoftext|>\n".join(begun), encoding="utf-8")
+
+# %% [markdown]
+# ## Train
+#
+# In a process of its own, on the CPU or on the accelerator, so that its memory is free afterwards. Killed and started
+# again, it goes on where its last checkpoint was.
+
+# %%
+flags = ["eagle3", "--target", TARGET, "--data", "beginnings.txt", "--write", WRITE, "--tokens", TOKENS]
+flags += ["--step-tokens", "1024", "--length", "128", "--steps-ahead", "3", "--draft-vocab", "2048"]
+flags += ["--learning-rate", "2e-3", "--loss", "kl+tv", "--output", "head"]
+subprocess.run([sys.executable, "-m", "mars_jax.distill", *flags], check=True)
+
+# %%
+figures = [json.loads(line) for line in Path("head-training/log.jsonl").read_text().splitlines()]
+for ahead in (1, 2, 3):
+    plt.plot([row[f"accept_{ahead}"] for row in figures], label=f"{ahead} ahead")
+plt.xlabel("step")
+plt.ylabel("share of positions where the head's best token is the target's")
+plt.legend()
+plt.show()
+print(
+    f"accepted one ahead: {figures[0]['accept_1']:.0%} at the first step, {figures[-1]['accept_1']:.0%} at the last"
+)
+
+# %% [markdown]
+# ## Draft with it
+#
+# Text under `exact` is the target's own. tau is tokens per forward of the target; the prompts were not trained on.
+
+# %%
+target = mj.load(TARGET, dtype="float32")
+prompts = ["Once upon a time, a boy", "The cat and the bird", "Mom said it was time", "In the sun, the frog"]
+options = {"verify": mj.verify.exact(), "max_new_tokens": 48}
+plain = mj.generate(target, "none", prompts, **options)
+for spec in ["ngram", "eagle:head"] + (["eagle:tiny/eagle3"] if TARGET == "tiny/target" else []):
+    given = {"num_draft_tokens": 4} | ({"dtype": "float32"} if ":" in spec else {})
+    result = mj.generate(target, mj.drafters.load(spec, target, **given), prompts, **options)
+    same = sum(a == b for a, b in zip(result.tokens, plain.tokens, strict=True))
+    print(f"{spec:18} tau {result.metrics.tau:.2f}, {same} of {len(prompts)} texts those without a draft")
+
+# %% [markdown]
+# The head is written in the published layout, which SGLang and vLLM read as well (`--layout`). For a target of billions
+# of parameters write its features first (`python -m mars_jax.distill features`), so that an epoch costs the head alone.

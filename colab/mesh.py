@@ -1,0 +1,114 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Meshes: one program on many devices
+#
+# Rows of a batch are divided over one axis of a mesh, and heads, hidden units and vocabulary over another. Tokens are
+# those of one device. A TPU v5e-8 has eight devices; where there is one CPU, JAX makes eight of it, so that everything
+# here runs anywhere.
+#
+# ## Install
+#
+# `SOURCE` is what pip installs where the package is not there yet: a package name, a `git+https://` address, or a
+# folder with a checkout. On a TPU runtime (Runtime, Change runtime type) the extra `tpu` names the libtpu that fits its
+# JAX; on a GPU runtime the extra `cuda` does. Restart the session if pip replaced a JAX that was loaded already.
+
+# %%
+import glob
+import importlib.util
+import subprocess
+import sys
+
+SOURCE = "mars-jax"  # @param {type:"string"}
+
+if importlib.util.find_spec("mars_jax") is None:
+    on_tpu = glob.glob("/dev/accel*") or glob.glob("/dev/vfio/*")
+    extras = "evaluate,tpu" if on_tpu else "evaluate,cuda" if glob.glob("/dev/nvidia0") else "evaluate"
+    address = f"mars-jax[{extras}] @ {SOURCE}" if "://" in SOURCE else f"{SOURCE}[{extras}]"
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", address], check=True)
+
+# %%
+import os
+
+if not (glob.glob("/dev/accel*") or glob.glob("/dev/vfio/*") or glob.glob("/dev/nvidia0")):
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+
+import jax
+
+import mars_jax as mj
+
+count = jax.device_count()
+print(f"mars-jax {mj.__version__}, jax {jax.__version__}, {count} x {jax.devices()[0].device_kind}")
+
+# %% [markdown]
+# ## Rows over `data`, the model over `model`
+#
+# Weights stream tensor by tensor to the devices that hold them. What does not divide is whole on every device, and
+# `whole` says what that is.
+
+# %%
+prompts = ["Once upon a time", "One day, a cat", "Tim and Sue went", "The old dog"]
+text = "data=2,model=2" if count >= 4 else f"data={count}"
+mesh = mj.sharding.parse_mesh(text)
+target = mj.load("tiny/target", dtype="float32", mesh=mesh)
+draft = mj.drafters.load("model:tiny/draft", target, num_draft_tokens=3, dtype="float32")
+print(mj.sharding.whole(target.config, mesh) or "everything divides")
+jax.debug.visualize_array_sharding(target.params["layers"][0]["up"])
+
+# %%
+options = {"verify": mj.verify.exact(), "max_new_tokens": int(os.environ.get("NEW_TOKENS", "48"))}
+divided = mj.generate(target, draft, prompts, **options)
+one = mj.load("tiny/target", dtype="float32")
+alone = mj.generate(
+    one, mj.drafters.load("model:tiny/draft", one, num_draft_tokens=3, dtype="float32"), prompts, **options
+)
+same = sum(a == b for a, b in zip(divided.tokens, alone.tokens, strict=True))
+print(divided.text[0], f"\n\n{same} of {len(prompts)} texts are those of one device")
+
+# %% [markdown]
+# ## A trainer's own axes
+#
+# Axes of other names are given their role once. A trainer's weights are divided over all axes; `place` lays them out
+# for decoding once an update, and no step gathers them.
+
+# %%
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+mj.sharding.name_axes(data="fsdp", model="tp")
+shape = (2, 2) if count >= 4 else (count, 1)
+trainers = Mesh(
+    np.array(jax.devices()[: shape[0] * shape[1]]).reshape(shape),
+    ("fsdp", "tp"),
+    axis_types=(AxisType.Auto,) * 2,
+)
+trained = jax.tree.map(
+    lambda x: jax.device_put(x, NamedSharding(trainers, P("fsdp") if x.ndim == 2 else P())), one.params
+)
+placed = mj.sharding.place(trained, one.config, trainers)
+print(trained["layers"][0]["up"].sharding.spec, "->", placed["layers"][0]["up"].sharding.spec)
+policy = mj.Pretrained.from_parts(one.model, placed, one.tokenizer, config=one.config, mesh=trainers)
+result = mj.generate(policy, "ngram", prompts, **options)
+same = sum(a == b for a, b in zip(result.tokens, alone.tokens, strict=True))
+print(f"{same} of {len(prompts)} texts are those of one device")
+
+# %% [markdown]
+# ## Several hosts
+#
+# Every process runs the same command; on Cloud TPU and Slurm they find each other, elsewhere by `--coordinator`:
+#
+#     python -m mars_jax.generate --mesh data=2,model=4 --coordinator HOST:PORT --num-processes 2 --process-id 0 ...
+#
+# `benchmark`, `calibrate`, `compounding` and `lm_eval` take the same flags, and the first process writes.

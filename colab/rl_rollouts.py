@@ -1,0 +1,204 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Rollouts: GRPO with speculative decoding
+#
+# A policy is trained with GRPO ([arXiv 2402.03300](https://arxiv.org/abs/2402.03300)) on samples that a small draft
+# speeds up. Under `exact` the samples follow the policy's own law whatever the draft, so a draft that grows stale costs
+# speed and nothing else; then it is refreshed from its own failures. The models come with the package. On a CPU this
+# takes some minutes.
+#
+# ## Install
+#
+# `SOURCE` is what pip installs where the package is not there yet: a package name, a `git+https://` address, or a
+# folder with a checkout. On a TPU runtime (Runtime, Change runtime type) the extra `tpu` names the libtpu that fits its
+# JAX; on a GPU runtime the extra `cuda` does. Restart the session if pip replaced a JAX that was loaded already.
+
+# %%
+import glob
+import importlib.util
+import subprocess
+import sys
+
+SOURCE = "mars-jax"  # @param {type:"string"}
+
+if importlib.util.find_spec("mars_jax") is None:
+    on_tpu = glob.glob("/dev/accel*") or glob.glob("/dev/vfio/*")
+    extras = "evaluate,tpu" if on_tpu else "evaluate,cuda" if glob.glob("/dev/nvidia0") else "evaluate"
+    address = f"mars-jax[{extras}] @ {SOURCE}" if "://" in SOURCE else f"{SOURCE}[{extras}]"
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", address], check=True)
+
+# %%
+import dataclasses
+import os
+
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+import optax
+
+import mars_jax as mj
+from mars_jax.training import online
+
+UPDATES = int(os.environ.get("UPDATES", "6"))
+SAMPLES, NEW = 4, 32
+print(f"mars-jax {mj.__version__}, jax {jax.__version__}, {jax.devices()[0].device_kind}")
+
+# %% [markdown]
+# ## Policy, draft, reward
+#
+# The reward is for stories in which somebody speaks: the share of tokens that are quotation marks, up to a bound.
+
+# %%
+policy = mj.load("tiny/target", dtype="float32")
+small = mj.load("tiny/draft", dtype="float32")
+draft = mj.drafters.load("model:tiny/draft", policy, num_draft_tokens=4, dtype="float32")
+prompts = [
+    "Once upon a time, there was a little girl named Lily.",
+    "One day, a boy named Tim went to the park.",
+    "The big dog and the small cat were friends.",
+    "Sue had a red ball. She liked to play with it.",
+]
+
+
+def reward(text):
+    return min(text.count('"'), 4) / 4
+
+
+def rollout(policy, draft, seed):
+    return mj.generate(
+        policy,
+        draft,
+        prompts,
+        samples=SAMPLES,
+        temperature=1.0,
+        max_new_tokens=NEW,
+        batch_size=8,
+        seed=seed,
+        log_probs=True,
+    )
+
+
+# %% [markdown]
+# ## One update
+#
+# The behaviour policy's log-probabilities, `temperature_log_prob`, come with the samples: log softmax(z / T) over the
+# whole vocabulary. Shapes are fixed, so nothing compiles after the first update.
+
+# %%
+WIDTH = 64
+optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(3e-5))
+
+
+def arrays(result):
+    """tokens i32[B, WIDTH], mask f32[B, WIDTH] of new tokens, their log-probabilities, and advantages f32[B]."""
+    count = len(result.completions)
+    tokens, mask = np.zeros((count, WIDTH), np.int32), np.zeros((count, WIDTH), np.float32)
+    old = np.zeros((count, WIDTH), np.float32)
+    for row, c in enumerate(result.completions):
+        first, new = len(c.request.prompt_tokens), c.tokens
+        tokens[row, : first + len(new)] = [*c.request.prompt_tokens, *new]
+        mask[row, first : first + len(new)] = 1
+        old[row, first : first + len(new)] = c.log_probs.temperature_log_prob
+    rewards = np.array([reward(text) for text in result.text]).reshape(-1, SAMPLES)
+    advantages = (rewards - rewards.mean(1, keepdims=True)) / (rewards.std(1, keepdims=True) + 1e-3)
+    return jax.tree.map(
+        jnp.asarray, (tokens, mask, old, advantages.reshape(-1).astype(np.float32))
+    ), rewards.mean()
+
+
+@jax.jit
+def update(params, state, tokens, mask, old, advantages):
+    def loss(params):
+        visible = mj.types.Visible.causal(jnp.zeros((tokens.shape[0],), jnp.int32), WIDTH)
+        output = policy.model.forward(params, tokens, visible, policy.model.init_cache(*tokens.shape))
+        log_p = jax.nn.log_softmax(policy.model.unembed(params, output.hidden)[:, :-1])
+        new = jnp.take_along_axis(log_p, tokens[:, 1:, None], axis=2)[..., 0]
+        ratio = jnp.exp((new - old[:, 1:]) * mask[:, 1:])
+        gain = jnp.minimum(ratio * advantages[:, None], jnp.clip(ratio, 0.8, 1.2) * advantages[:, None])
+        return -jnp.sum(gain * mask[:, 1:]) / jnp.sum(mask)
+
+    value, gradient = jax.value_and_grad(loss)(params)
+    change, state = optimizer.update(gradient, state, params)
+    return optax.apply_updates(params, change), state, value
+
+
+# %%
+compilations = []
+jax.monitoring.register_event_duration_secs_listener(
+    lambda name, *_, **__: compilations.append(name) if name.endswith("backend_compile_duration") else None
+)
+
+state = optimizer.init(policy.params)
+taus, rewards, compiled = [], [], []
+for step in range(UPDATES):
+    before = len(compilations)
+    result = rollout(policy, draft, seed=1000 * step)
+    batch, mean = arrays(result)
+    if step == 0:
+        # What teacher forcing says of the samples is what the rollout said of them.
+        visible = mj.types.Visible.causal(jnp.zeros((len(batch[0]),), jnp.int32), WIDTH)
+        out = policy.model.forward(policy.params, batch[0], visible, policy.model.init_cache(*batch[0].shape))
+        log_p = jax.nn.log_softmax(policy.model.unembed(policy.params, out.hidden)[:, :-1])
+        again = jnp.take_along_axis(log_p, batch[0][:, 1:, None], axis=2)[..., 0]
+        apart = float(jnp.max(jnp.abs(again - batch[2][:, 1:]) * batch[1][:, 1:]))
+        print(f"log-probabilities differ from teacher forcing by {apart:.1e}")
+    params, state, value = update(policy.params, state, *batch)
+    policy = dataclasses.replace(policy, params=params)
+    taus.append(result.metrics.tau)
+    rewards.append(mean)
+    compiled.append(len(compilations) - before)
+    print(f"update {step}: reward {mean:.2f}, tau {taus[-1]:.2f}, {compiled[-1]} compilations")
+
+# %% [markdown]
+# ## Refresh the draft
+#
+# The places where the draft was rejected are where it learns. Held-out text guards against forgetting: where the
+# expected tau there falls by more than 3%, the draft goes back to what it was.
+
+# %%
+held_out = [
+    policy.encode("The sun was warm and the birds sang. The children played in the garden all day long.")
+]
+refiner = online.Refiner(
+    policy.model,
+    small.model,
+    draft.params,
+    depth=4,
+    held_out=held_out,
+    target_params=policy.params,
+    width=WIDTH,
+    temperature=1.0,
+)
+refiner.see_completions(result.completions)
+found = refiner.refine(policy.params, steps=8)
+fresh = draft._replace(params=found.params)
+print(
+    f"held-out tau {found.before:.2f} before and {found.after:.2f} after, {'kept' if found.kept else 'rolled back'}"
+)
+
+stale, renewed = (rollout(policy, one, seed=77_000) for one in (draft, fresh))
+assert stale.tokens == renewed.tokens  # the draft is not what is said
+print(f"tau with the stale draft {stale.metrics.tau:.2f}, refreshed {renewed.metrics.tau:.2f}")
+
+# %%
+figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.5))
+left.plot(rewards, "o-")
+left.set(xlabel="update", ylabel="mean reward")
+right.plot(taus, "o-", label="stale draft")
+right.plot([UPDATES], [renewed.metrics.tau], "s", label="refreshed")
+right.set(xlabel="update", ylabel="tau, tokens per forward of the policy")
+right.legend()
+plt.show()

@@ -1,0 +1,107 @@
+"""The operation `tree_attention`: queries of a drafted tree, or of a chunk of a prompt, over the key-value cache.
+
+B batch, N queries, K key-value heads, G query heads per key-value head, D head dimension, S slots, R rows of the
+region. Oracles: `reference.tree_attention`, and softmax in numpy float64 in tests/kernels/.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from kernels_pallas import mosaic, reference, xla
+from kernels_pallas.blocks import AttentionBlocks
+
+FORMS = ("reference", "xla", "pallas_tpu")
+"""The names that `implementation` takes."""
+
+
+def tree_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    first: Array,
+    *,
+    seen: Array | None = None,
+    positions: Array | None = None,
+    seen_positions: Array | None = None,
+    window: int | None = None,
+    cap: float | None = None,
+    scale: float | None = None,
+    k_scale: Array | None = None,
+    v_scale: Array | None = None,
+    implementation: str | None = None,
+    blocks: AttentionBlocks | None = None,
+    interpret: Any = False,
+) -> Array:
+    """Grouped-query attention of N queries over a cache of which each row holds another number of slots.
+
+    Every query sees all slots before `first`. Of the R rows from slot `first` on, query i sees row r where
+    `seen[b, i, r]`. On TPU the kernel reads of each row the slots up to the end of its region, and with a window only
+    from the window on, in blocks. Cost follows each row's own length.
+
+    Args:
+      q: [B, N, K, G, D], bfloat16 or float32.
+      k: [B, S, K, D]: float32, bfloat16, or int8 with scales.
+      v: [B, S, K, D].
+      first: i32[B]; slots before it are committed, and hold the token of their own position.
+      seen: bool[B or 1, N, R]; None: R is N, and query i sees the rows 0 .. i.
+      positions: i32[B, N] of the queries; None: `first + i`. Only a window reads them.
+      seen_positions: i32[B, R] of the region's rows; None: the rows are the queries.
+      window: keys `window` or more positions before the query are hidden; None hides none.
+      cap: scores become `cap * tanh(scores / cap)`; None leaves them.
+      scale: scores are multiplied by it; None is D ** -0.5.
+      k_scale, v_scale: f32[B, S, K]; keys and values are multiplied by them, token by token and head by head. Both, or
+        none of them.
+      implementation: "pallas_tpu" (Mosaic), "xla", "reference", or None, which is "xla": no chip has run the
+        kernel yet.
+      blocks: block sizes of "pallas_tpu".
+      interpret: run "pallas_tpu" on CPU: True, or `pltpu.InterpretParams(...)`.
+
+    Returns:
+      [B, N, K, G, D] in q's dtype. A query that sees nothing gets zeros. "pallas_tpu" and "xla" multiply in the
+      dtype of keys and values (in q's with scales) and add in float32.
+
+    Raises:
+      ValueError: unknown implementation, one scale without the other, integer keys without scales, or blocks and
+        interpret without "pallas_tpu".
+      BlockError: a shape or block size that the kernel cannot read.
+
+    >>> q, k = jnp.ones((1, 2, 1, 1, 4)), jnp.ones((1, 8, 1, 4))
+    >>> v = jnp.arange(8.0)[None, :, None, None] * jnp.ones((1, 8, 1, 4))
+    >>> tree_attention(q, k, v, jnp.asarray([2], jnp.int32))[0, :, 0, 0, 0].tolist()  # means of 0..2 and of 0..3
+    [1.0, 1.5]
+    """
+    if implementation is not None and implementation not in FORMS:
+        raise ValueError(f"implementation is {implementation!r}: expected None or one of {', '.join(FORMS)}.")
+    if implementation != "pallas_tpu" and (blocks is not None or interpret):
+        raise ValueError(
+            f"blocks and interpret belong to a kernel, and implementation is {implementation!r}: "
+            "name 'pallas_tpu' as well."
+        )
+    if (k_scale is None) != (v_scale is None):
+        raise ValueError("keys and values have scales both or neither: give k_scale and v_scale.")
+    if k_scale is None and not jnp.issubdtype(k.dtype, jnp.floating):
+        raise ValueError(f"keys are {k.dtype.name} without scales: give k_scale and v_scale.")
+    if positions is None:
+        positions = first[:, None] + jnp.arange(q.shape[1], dtype=jnp.int32)[None]
+    form = reference.tree_attention if implementation == "reference" else xla.tree_attention
+    if implementation == "pallas_tpu":
+        form = functools.partial(mosaic.tree_attention.tree_attention, blocks=blocks, interpret=interpret)
+    return form(
+        q,
+        k,
+        v,
+        first,
+        seen=seen,
+        positions=positions,
+        seen_positions=seen_positions,
+        window=window,
+        cap=cap,
+        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )

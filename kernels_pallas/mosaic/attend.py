@@ -1,0 +1,205 @@
+"""The attention kernel's body: blocks of each row's slots are copied in by DMA while the ones before are used.
+
+B batch, K key-value heads, D head dimension, S slots, M queries of a head in a tile. Oracle:
+`reference.tree_attention`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from kernels_pallas.blocks import AttentionBlocks
+
+LOWEST = float(jnp.finfo(jnp.float32).min)
+FIRST, BASE, COUNT, RECENT = range(4)
+"""What is known of a row: the first slot of its region, the slot that its first block begins at, how many blocks it
+has, and the last slot that some window hides."""
+UPPER, AFTER, WORDS = 0, 1, 2
+"""What is known of a query: the last slot that it sees where the queries are in a row, the last one that its window
+hides, and from column `WORDS` on the rows of the region that it sees, 32 in a word."""
+
+
+class Shape(NamedTuple):
+    """What is static of a call."""
+
+    heads: int
+    slots: int
+    align: int  # what the first slot of a block is a multiple of
+    tiles: int
+    items: int
+    cap: float | None
+    scale: float
+    causal: bool
+
+
+ITEM, BLOCK, ISSUED, USED = range(4)
+"""The next block to copy in, of which item, and how many were copied and used so far."""
+
+
+def attend_rows(
+    table_ref,  # i32[4, B] in scalar memory
+    q_ref,  # [1, 1, K, M, D]
+    known_ref,  # i32[1, 1, M, 2 + words]
+    *refs,  # keys and values [B, S, K, D] in HBM, and scales f32[B, K, S]; the result; the state, and buffers for each
+    shape: Shape,
+    blocks: AttentionBlocks,
+    simulated: bool,
+):
+    """The kernel: one item of the grid is a row's tile of queries, which turns over the row's blocks.
+
+    Copies are begun in the order of use, whichever row the next block belongs to, so that none waits for a row to end.
+    """
+    arrived = refs[-1]  # semaphores [buffers, sources]
+    sources, refs = refs[: arrived.shape[1]], refs[arrived.shape[1] : -1]
+    # out [1, 1, K, M, D]; f32[K, M, 128], each number in all lanes, twice; f32[K, M, D]; i32[4] in scalar memory
+    out_ref, top_ref, total_ref, mixed_ref, state_ref, *buffers = refs
+    core, item = pl.program_id(0), pl.program_id(1)
+    size = blocks.slots
+
+    def row_of(item):
+        return core * (shape.items // shape.tiles) + lax.div(item, shape.tiles)
+
+    def start_of(row, block):
+        # The last block of the cache begins earlier, so that it is whole; it repeats slots.
+        return pl.multiple_of(
+            jnp.minimum(table_ref[BASE, row] + block * size, shape.slots - size), shape.align
+        )
+
+    def copies(row, start, buffer):
+        for kind, (source, target) in enumerate(zip(sources, buffers, strict=True)):
+            signal = arrived.at[buffer, kind]
+            if kind >= 2:  # scales
+                yield pltpu.make_async_copy(source.at[row, :, pl.ds(start, size)], target.at[buffer], signal)
+            elif len(target.shape) == 3:
+                yield pltpu.make_async_copy(source.at[row, pl.ds(start, size)], target.at[buffer], signal)
+            else:
+                _, parts, _, _, width = target.shape
+                for part in range(parts):
+                    lanes = pl.ds(part * width, width)
+                    rows = source.at[row, pl.ds(start, size), :, lanes]
+                    yield pltpu.make_async_copy(rows, target.at[buffer, part], signal)
+
+    def copy_next():
+        """Begin to copy the next block in, this row's or the next one's."""
+        item, block = state_ref[ITEM], state_ref[BLOCK]
+
+        @pl.when(item < shape.items)
+        def _():
+            row = row_of(item)
+            for copy in copies(row, start_of(row, block), lax.rem(state_ref[ISSUED], blocks.buffers)):
+                copy.start()
+            done = block + 1 == table_ref[COUNT, row]
+            state_ref[ITEM] = jnp.where(done, item + 1, item)
+            state_ref[BLOCK] = jnp.where(done, 0, block + 1)
+            state_ref[ISSUED] += 1
+
+    @pl.when(item == 0)
+    def _():
+        for i in range(4):
+            state_ref[i] = 0
+        for _ in range(blocks.buffers - 1):
+            copy_next()
+
+    row = row_of(item)
+    first, base, recent = table_ref[FIRST, row], table_ref[BASE, row], table_ref[RECENT, row]
+    top_ref[...] = jnp.full_like(top_ref, LOWEST)
+    total_ref[...] = jnp.zeros_like(total_ref)
+    mixed_ref[...] = jnp.zeros_like(mixed_ref)
+
+    def attend(buffer, mask):
+        for head in range(shape.heads):
+            keys, values = (_of_head(ref, buffer, head, q_ref.dtype, simulated) for ref in buffers[:2])
+            scores = lax.dot_general(
+                q_ref[0, 0, head], keys, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+            )
+            scores = scores * shape.scale
+            if len(buffers) > 2:
+                scores = scores * buffers[2][buffer, pl.ds(head, 1)]
+            if shape.cap is not None:
+                scores = shape.cap * jnp.tanh(scores / shape.cap)
+            if mask is not None:
+                scores = jnp.where(mask, scores, -jnp.inf)
+            before = top_ref[head][:, :1]
+            top = jnp.maximum(before, jnp.max(scores, axis=1, keepdims=True))
+            weights, shrink = jnp.exp(scores - top), jnp.exp(before - top)
+            total = total_ref[head][:, :1] * shrink + jnp.sum(weights, axis=1, keepdims=True)
+            top_ref[head] = jnp.broadcast_to(top, top_ref.shape[1:])
+            total_ref[head] = jnp.broadcast_to(total, total_ref.shape[1:])
+            if len(buffers) > 2:
+                weights = weights * buffers[3][buffer, pl.ds(head, 1)]
+            mixed_ref[head] = mixed_ref[head] * shrink + jnp.dot(
+                weights.astype(values.dtype), values, preferred_element_type=jnp.float32
+            )
+
+    def step(block, _):
+        copy_next()
+        start, own = start_of(row, block), base + block * size
+        buffer = lax.rem(state_ref[USED], blocks.buffers)
+        for copy in copies(row, start, buffer):
+            copy.wait()
+        plain = (start + size <= first) & (start == own) & (start > recent)
+
+        @pl.when(plain)
+        def _():
+            attend(buffer, None)
+
+        @pl.when(~plain)
+        def _():
+            attend(buffer, _mask(known_ref[0, 0], first, start, own, size, causal=shape.causal))
+
+        state_ref[USED] += 1
+        return 0
+
+    lax.fori_loop(0, table_ref[COUNT, row], step, 0)
+    for head in range(shape.heads):
+        total = total_ref[head][:, :1]
+        out = mixed_ref[head] / jnp.where(total == 0, 1.0, total)
+        out_ref[0, 0, head] = out.astype(out_ref.dtype)
+
+
+def _mask(known: Array, first: Array, start: Array, own: Array, size: int, *, causal: bool) -> Array:
+    """bool[M, size]: which slots of a block the queries see, from their numbers i32[M, 2 + words]."""
+    slot = start + lax.broadcasted_iota(jnp.int32, (known.shape[0], size), 1)
+    recent = slot > known[:, AFTER : AFTER + 1]
+    if causal:
+        seen = (slot <= known[:, UPPER : UPPER + 1]) & recent
+    else:
+        row = slot - first
+        word = jnp.zeros_like(row)
+        for i in range(known.shape[1] - WORDS):
+            word = jnp.where(row >> 5 == i, known[:, WORDS + i : WORDS + i + 1], word)
+        inside = (word >> (row & 31)) & 1
+        seen = jnp.where(row < 0, recent.astype(jnp.int32), inside) == 1
+    return seen & (slot >= own)
+
+
+def _of_head(ref: Any, buffer: Any, head: int, dtype: Any, simulated: bool) -> Array:
+    """The rows [slots, D] of one head in a block [parts, slots, K, lanes], which has the heads of a slot side by side.
+
+    Narrow heads share words of 32 bits: a load takes every word of the pair or four, and shifts take the head out.
+    """
+    if len(ref.shape) == 3:
+        return ref[buffer].astype(dtype)
+    _, parts, size, heads, width = ref.shape
+    packing = 4 // jnp.dtype(ref.dtype).itemsize
+    words, place = heads // packing, head % packing
+    found = []
+    for part in range(parts):
+        if simulated:  # jax's simulation of TPU memory reshapes no reference
+            found.append(ref[buffer, part, :, head].astype(dtype))
+            continue
+        rows = ref.at[buffer, part]
+        rows = (rows if packing == 1 else rows.bitcast(jnp.uint32)).reshape(size * words, width)
+        rows = rows[pl.ds(head // packing, size, stride=words), :]
+        if packing == 2:
+            rows = rows << 16 if place == 0 else rows & jnp.uint32(0xFFFF0000)
+            rows = pltpu.bitcast(rows, jnp.float32)
+        elif packing == 4:
+            rows = (pltpu.bitcast(rows << (8 * (3 - place)), jnp.int32) >> 24).astype(jnp.float32)
+        found.append(rows.astype(dtype))
+    return found[0] if parts == 1 else jnp.concatenate(found, axis=1)

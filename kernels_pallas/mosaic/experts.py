@@ -1,0 +1,115 @@
+"""The TPU kernel of a mixture's products in 8 bits: rows sorted by expert, each times its own expert's matrix.
+
+R rows, K inner and N outer width, X experts. XLA's ragged product copies all experts into another layout first on v5p
+and v6e, and Megablox takes no 8 bits. This kernel reads the matrices of the experts that have rows, once each and as
+they are stored. Oracle: the product of each row with its dequantised matrix (tests/models/test_moe.py).
+
+A visit is a tile of rows and an expert with rows in it, so an expert's matrix is multiplied by whole tiles and rows of
+others are masked, as in Megablox (arXiv 2211.15841).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+ROWS = 128
+"""Rows of a tile at most."""
+WEIGHT_BYTES = 2**21
+"""Of a matrix at a time; two such blocks are in fast memory, and the wider copy that is multiplied."""
+
+
+def outer_block(outer: int, inner: int) -> int:
+    """Outputs at a time: whole registers of 8 bits, and no more than `WEIGHT_BYTES`.
+
+    >>> outer_block(1536, 4096), outer_block(768, 2048), outer_block(96, 64)
+    (512, 768, 96)
+    """
+    most = max(128, WEIGHT_BYTES // inner // 128 * 128)
+    return outer if outer <= most else next((w for w in range(most, 127, -128) if outer % w == 0), most)
+
+
+def visits(sizes: Array, tiles: int, rows: int) -> tuple[Array, Array, Array]:
+    """(experts, tiles, count): the tile and the expert of every visit, i32[tiles + X - 1] each, in order of the rows.
+
+    Of them `count` i32[] are real, at least 1: a grid must not be empty.
+
+    >>> experts, tiles, count = visits(jnp.asarray([3, 0, 2], jnp.int32), 2, 4)
+    >>> experts[:3].tolist(), tiles[:3].tolist(), int(count)
+    ([0, 2, 2], [0, 0, 1], 3)
+    """
+    ends = jnp.cumsum(sizes)
+    first = (ends - sizes) // rows
+    took = jnp.where(sizes > 0, (ends - 1) // rows - first + 1, 0)
+    until = jnp.cumsum(took)
+    number = jnp.arange(tiles + sizes.shape[0] - 1)
+    expert = jnp.minimum(jnp.sum(until[None] <= number[:, None], axis=1), sizes.shape[0] - 1)
+    tile = first[expert] + number - (until - took)[expert]
+    as_index = lambda x: x.astype(jnp.int32)  # noqa: E731
+    return as_index(expert), as_index(jnp.clip(tile, 0, tiles - 1)), as_index(jnp.maximum(until[-1], 1))
+
+
+def dense_by_expert_int8(
+    x: Array, values: Array, scale: Array, sizes: Array, *, interpret: Any = False
+) -> Array:
+    """x [R, K] times values i8[X, N, K], scaled by `scale` f32[X, N]: f32[R, N].
+
+    Args:
+      x: rows sorted by expert, bfloat16 or float32.
+      sizes: i32[X], rows of each expert. Rows beyond their sum give anything.
+    """
+    count, inner = x.shape
+    outer = scale.shape[1]
+    rows = min(ROWS, -(-count // 16) * 16)
+    tiles, width = -(-count // rows), outer_block(outer, inner)
+    x = jnp.pad(x, ((0, tiles * rows - count), (0, 0)))
+    sizes = sizes.astype(jnp.int32)
+    expert, tile, real = visits(sizes, tiles, rows)
+    ends = jnp.cumsum(sizes, dtype=jnp.int32)
+    # JAX gives arrays the layout that wastes least: a matrix whose rows do not fill registers is stored by columns.
+    by_columns = inner % 128 != 0 and outer % 128 == 0
+    block, at = (width, inner), lambda n: (n, 0)
+    if by_columns:
+        values, block, at = values.swapaxes(1, 2), (inner, width), lambda n: (0, n)
+    made = pl.pallas_call(
+        functools.partial(_kernel, by_columns=by_columns),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=4,
+            grid=(pl.cdiv(outer, width), real),
+            in_specs=[
+                pl.BlockSpec((rows, inner), lambda n, v, expert, tile, *_: (tile[v], 0)),
+                pl.BlockSpec((None, *block), lambda n, v, expert, *_: (expert[v], *at(n))),
+                pl.BlockSpec((None, 1, width), lambda n, v, expert, *_: (expert[v], 0, n)),
+            ],
+            out_specs=pl.BlockSpec((rows, width), lambda n, v, expert, tile, *_: (tile[v], n)),
+        ),
+        out_shape=jax.ShapeDtypeStruct((tiles * rows, outer), jnp.float32),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=32 * 2**20
+        ),
+        interpret=interpret,
+        name="dense_by_expert_int8",
+    )(expert, tile, ends - sizes, ends, x, values, scale[:, None])
+    return made[:count]
+
+
+def _kernel(expert, tile, begins, ends, x, w, scale, out, *, by_columns: bool) -> None:
+    visit = pl.program_id(1)
+    of, at = expert[visit], tile[visit]
+    x = x[...]
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    made = lax.dot_general(
+        *(x, w[...].astype(x.dtype), (((1,), (0 if by_columns else 1,)), ((), ()))),
+        precision=precision,
+        preferred_element_type=jnp.float32,
+    )
+    row = at * x.shape[0] + lax.broadcasted_iota(jnp.int32, made.shape, 0)
+    mine = (row >= begins[of]) & (row < ends[of])
+    # A tile's first visit finds in `out` whatever was in that memory; every row has an expert, so it is written over.
+    out[...] = jnp.where(mine, made * scale[...], out[...])

@@ -1,0 +1,176 @@
+"""The TPU kernels of `largest`: a block of rows with their whole vocabulary in fast memory, scanned k times.
+
+R rows, V vocabulary, W parts of a vocabulary. Oracle: `jax.lax.top_k` (tests/kernels/test_largest.py).
+
+A scan finds the entry that comes next in the order (larger value, then smaller id) after the one before. So nothing is
+written between scans, and equal values need no care of their own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from kernels_pallas.blocks import LANES, SUBLANES, TOP_K_BYTES, BlockError, tile_rows, top_k_fits
+from kernels_pallas.stats import LAST_ID, LOWEST, bits
+
+CHAINS = 4
+"""Vectors that a scan folds side by side: one alone would wait for itself."""
+STRIP = 16
+"""Vectors along the vocabulary in a scan's loop body."""
+
+
+def top_k(logits: Array, k: int, *, interpret=False) -> Array:
+    """logits [R, V] -> i32[2, R, 128], as `largest.pack`."""
+    rows, vocab = logits.shape
+    if not top_k_fits(vocab, k):
+        raise BlockError(
+            f"the {k} largest of {vocab} tokens do not fit: at most {LANES - 1} of "
+            f"{TOP_K_BYTES // SUBLANES // 4} tokens, so name 'xla'."
+        )
+    tile = tile_rows(logits.dtype)
+    block = min(rows, max(tile, min(2 * SUBLANES, TOP_K_BYTES // (4 * vocab) // tile * tile)))
+    return pl.pallas_call(
+        functools.partial(_top_k_kernel, vocab=vocab, k=k),
+        grid=(pl.cdiv(rows, block),),
+        in_specs=[pl.BlockSpec((block, -(-vocab // LANES) * LANES), lambda i: (i, 0))],
+        out_specs=pl.BlockSpec((2, block, LANES), lambda i: (0, i, 0)),
+        out_shape=jax.ShapeDtypeStruct((2, rows, LANES), jnp.int32),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
+        interpret=interpret,
+        name="top_k",
+    )(logits)
+
+
+def join(parts: Array, k: int, size: int, *, interpret=False) -> Array:
+    """parts i32[W, 2, R, 128] of `size` tokens each -> i32[2, R, 128]."""
+    count, _, rows, _ = parts.shape
+    block = min(rows, SUBLANES)
+    return pl.pallas_call(
+        functools.partial(_join_kernel, k=k, size=size),
+        grid=(pl.cdiv(rows, block),),
+        in_specs=[pl.BlockSpec((count, 2, block, LANES), lambda i: (0, 0, i, 0))],
+        out_specs=pl.BlockSpec((2, block, LANES), lambda i: (0, i, 0)),
+        out_shape=jax.ShapeDtypeStruct((2, rows, LANES), jnp.int32),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
+        interpret=interpret,
+        name="join_top_k",
+    )(parts)
+
+
+Carry = tuple[Array, ...]
+Scan = Callable[[Callable[..., Carry], Carry, Callable[[Carry, Carry], Carry]], Carry]
+"""`scan(body, start, merge)`: folds `carry = body(carry, z f32[rows, 128], ids i32[rows, 128], real bool[rows, 128])`
+over all entries of a row, in chains that begin with `start` and are merged; ids ascend within a lane of each."""
+
+
+def _top_k_kernel(logits_ref, packed_ref, *, vocab: int, k: int):
+    rows = logits_ref.shape[0]
+    lane = lax.broadcasted_iota(jnp.int32, (rows, LANES), 1)
+    chunks = -(-vocab // LANES)
+    side_by_side = max(CHAINS * SUBLANES // max(rows, SUBLANES), 1)
+
+    def scan(body: Callable[..., Carry], start: Carry, merge: Callable[[Carry, Carry], Carry]) -> Carry:
+        def chunk(first: Array | int, carry: Carry) -> Carry:
+            at = first * LANES if isinstance(first, int) else pl.multiple_of(first * LANES, LANES)
+            z = logits_ref[:, pl.ds(at, LANES)].astype(jnp.float32)
+            ids = lane + at
+            # Past the end of the vocabulary is whatever was in memory.
+            return body(carry, z, ids, ids < vocab if isinstance(first, int) and at + LANES > vocab else True)
+
+        def strip(i: Array, chains: list[Carry]) -> list[Carry]:
+            for c in range(STRIP):
+                j = c % side_by_side
+                chains[j] = chunk(i * STRIP + c, chains[j])
+            return chains
+
+        strips = vocab // LANES // STRIP  # of whole vectors: the end of a vocabulary is masked below
+        chains = lax.fori_loop(0, strips, strip, [start] * side_by_side)
+        for c in range(strips * STRIP, chunks):
+            j = c % side_by_side
+            chains[j] = chunk(c, chains[j])
+        return functools.reduce(merge, chains)
+
+    def logsumexp(largest: Array) -> Array:
+        shift = jnp.maximum(largest, LOWEST)
+
+        def add(carry, z, ids, real):
+            return (carry[0] + jnp.where(real, jnp.exp(z - shift), 0.0),)
+
+        nothing = (jnp.zeros((rows, LANES), jnp.float32),)
+        (total,) = scan(add, nothing, lambda a, b: (a[0] + b[0],))
+        return shift + jnp.log(jnp.sum(total, axis=1, keepdims=True))
+
+    _write(packed_ref, scan, k, vocab, logsumexp)
+
+
+def _join_kernel(parts_ref, packed_ref, *, k: int, size: int):
+    count, _, rows, _ = parts_ref.shape
+    lane = lax.broadcasted_iota(jnp.int32, (rows, LANES), 1)
+
+    def values(part: int) -> Array:
+        return lax.bitcast_convert_type(parts_ref[part, 0], jnp.float32)
+
+    def scan(body: Callable[..., Carry], carry: Carry, merge: Callable[[Carry, Carry], Carry]) -> Carry:
+        del merge  # one chain
+        for part in range(count):
+            carry = body(carry, values(part), parts_ref[part, 1] + part * size, lane < k)
+        return carry
+
+    def logsumexp(largest: Array) -> Array:
+        del largest
+        sums = [
+            jnp.max(jnp.where(lane == k, values(part), -jnp.inf), axis=1, keepdims=True)
+            for part in range(count)
+        ]
+        shift = jnp.maximum(functools.reduce(jnp.maximum, sums), LOWEST)
+        return shift + jnp.log(functools.reduce(jnp.add, [jnp.exp(x - shift) for x in sums]))
+
+    _write(packed_ref, scan, k, count * size, logsumexp)
+
+
+def _write(packed_ref, scan: Scan, k: int, vocab: int, logsumexp: Callable[[Array], Array]) -> None:
+    """The k first entries and the logsumexp, packed."""
+    _, rows, _ = packed_ref.shape
+    lane = lax.broadcasted_iota(jnp.int32, (rows, LANES), 1)
+
+    def following(value: Array, id: Array) -> tuple[Array, Array]:
+        """The entry after (value, id), f32[rows, 128] and i32[rows, 128], the same in every lane."""
+
+        def body(carry, z, ids, real):
+            best, best_id = carry
+            later = real & ((z < value) | ((z == value) & (ids > id)))
+            # The first of a lane counts whatever it is, -inf too; after it ids ascend, and ties stay with the smaller.
+            leads = later & ((z > best) | (best_id == LAST_ID))
+            return jnp.where(leads, z, best), jnp.where(leads, ids, best_id)
+
+        def merge(a, b):
+            leads = (b[0] > a[0]) | ((b[0] == a[0]) & (b[1] < a[1]))
+            return jnp.where(leads, b[0], a[0]), jnp.where(leads, b[1], a[1])
+
+        nothing = jnp.full((rows, LANES), -jnp.inf, jnp.float32), jnp.full((rows, LANES), LAST_ID, jnp.int32)
+        best, best_id = scan(body, nothing, merge)
+        # Spread over the lanes once here, and not at every comparison.
+        top = jnp.broadcast_to(jnp.max(best, axis=1, keepdims=True), best.shape)
+        first = jnp.min(jnp.where(best == top, best_id, LAST_ID), axis=1, keepdims=True)
+        return top, jnp.broadcast_to(first, best.shape)
+
+    def body(i, carry):
+        value, id, values, ids = carry
+        value, id = following(value, id)
+        values = jnp.where(lane == i, value, values)
+        # A row that is no numbers has no next entry; its ids are still tokens.
+        return value, id, values, jnp.where(lane == i, jnp.minimum(id, vocab - 1), ids)
+
+    before = jnp.full((rows, LANES), jnp.inf, jnp.float32), jnp.full((rows, LANES), -1, jnp.int32)
+    nothing = jnp.full((rows, LANES), -jnp.inf, jnp.float32), jnp.zeros((rows, LANES), jnp.int32)
+    _, _, values, ids = lax.fori_loop(0, k, body, (*before, *nothing))
+    largest = jnp.max(jnp.where(lane == 0, values, -jnp.inf), axis=1, keepdims=True)
+    packed_ref[0] = bits(jnp.where(lane == k, logsumexp(largest), values))
+    packed_ref[1] = ids

@@ -1,0 +1,167 @@
+"""Attention over a key-value cache for TPU: each row's own slots are copied in by DMA, and nothing else is read.
+
+B batch, N queries, K key-value heads, G query heads per key-value head, D head dimension, S slots, R rows of the
+region, M = N * G queries of a head in one tile, T tiles. Oracle: `reference.tree_attention`.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from kernels_pallas.blocks import LANES, AttentionBlocks, attention_blocks, tile_rows
+from kernels_pallas.mask import pack, region
+from kernels_pallas.mosaic.attend import Shape, attend_rows
+
+
+def tree_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    first: Array,
+    *,
+    seen: Array | None,
+    positions: Array,
+    seen_positions: Array | None,
+    window: int | None,
+    cap: float | None,
+    scale: float,
+    k_scale: Array | None,
+    v_scale: Array | None,
+    blocks: AttentionBlocks | None = None,
+    interpret: Any = False,
+) -> Array:
+    """See `kernels_pallas.tree_attention`."""
+    batch, n, heads, group, dim = q.shape
+    slots = k.shape[1]
+    blocks, align = attention_blocks(
+        blocks,
+        n=n,
+        heads=heads,
+        group=group,
+        dim=dim,
+        slots=slots,
+        dtype=k.dtype,
+        scaled=k_scale is not None,
+    )
+    inside, after = region(seen, positions, seen_positions, window)
+    rows = n if inside is None else inside.shape[2]
+    # Keys and values are multiplied as they are stored; those of 8 bits as the queries are.
+    dtype = k.dtype if k_scale is None else q.dtype
+    tiles, per_tile = pl.cdiv(n, blocks.queries), blocks.queries
+    queries = _tiled(q.astype(dtype), tiles, per_tile)
+    m = queries.shape[3]
+    known = _known(first, inside, after, n, tiles * per_tile).reshape(batch, tiles, per_tile, -1)
+    known = jnp.repeat(known, group, axis=2)
+    known = jnp.pad(known, ((0, 0), (0, 0), (0, m - per_tile * group), (0, 0)))
+    table = row_table(first, rows, after, slots=slots, size=blocks.slots, align=align)
+
+    simulated = isinstance(interpret, pltpu.InterpretParams)
+    cores = 2 if batch % 2 == 0 else 1
+    items = batch // cores * tiles
+
+    def of(c: Array, i: Array, _: Any) -> tuple[Array, Array, int, int, int]:
+        return (c * (batch // cores) + lax.div(i, tiles), lax.rem(i, tiles), 0, 0, 0)
+
+    shape = Shape(
+        heads=heads,
+        slots=slots,
+        align=align,
+        tiles=tiles,
+        items=items,
+        cap=cap,
+        scale=scale,
+        causal=inside is None,
+    )
+    by_heads = pl.BlockSpec((1, 1, heads, m, dim), of)
+    sources, scratch = [k, v], []
+    if is_flat(k):
+        sources = [x.reshape(batch, slots, dim) for x in sources]
+        held = (blocks.slots, dim)
+    else:
+        # Heads wider than the lanes are copied in parts, since a strided load takes rows of one width.
+        width = LANES if dim % LANES == 0 else dim
+        held = (dim // width, blocks.slots, heads, width)
+    scratch += [pltpu.VMEM((blocks.buffers, *held), k.dtype) for _ in sources]
+    if k_scale is not None and v_scale is not None:
+        sources += [jnp.swapaxes(x, 1, 2) for x in (k_scale, v_scale)]
+        scratch += [pltpu.VMEM((blocks.buffers, heads, blocks.slots), jnp.float32) for _ in range(2)]
+    scratch.append(pltpu.SemaphoreType.DMA((blocks.buffers, len(sources))))
+    out = pl.pallas_call(
+        functools.partial(attend_rows, shape=shape, blocks=blocks, simulated=simulated),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(cores, items),
+            in_specs=[
+                by_heads,
+                pl.BlockSpec((1, 1, m, known.shape[3]), lambda *at: of(*at)[:4]),
+                *[pl.BlockSpec(memory_space=pltpu.HBM) for _ in sources],
+            ],
+            out_specs=by_heads,
+            scratch_shapes=[
+                pltpu.VMEM((heads, m, LANES), jnp.float32),
+                pltpu.VMEM((heads, m, LANES), jnp.float32),
+                pltpu.VMEM((heads, m, dim), jnp.float32),
+                pltpu.SMEM((4,), jnp.int32),
+                *scratch,
+            ],
+        ),
+        out_shape=jax.ShapeDtypeStruct(queries.shape, q.dtype),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        interpret=interpret,
+        name="tree_attention",
+    )(table, queries, known, *sources)
+    out = out[:, :, :, : per_tile * group].reshape(batch, tiles, heads, per_tile, group, dim)
+    return jnp.moveaxis(out, 2, 3).reshape(batch, tiles * per_tile, heads, group, dim)[:, :n]
+
+
+def _tiled(q: Array, tiles: int, per_tile: int) -> Array:
+    """q [B, N, K, G, D] as [B, T, K, M, D], padded to whole tiles of memory."""
+    batch, n, heads, group, dim = q.shape
+    q = jnp.pad(q, ((0, 0), (0, tiles * per_tile - n), (0, 0), (0, 0), (0, 0)))
+    q = jnp.moveaxis(q.reshape(batch, tiles, per_tile, heads, group, dim), 2, 3)
+    q = q.reshape(batch, tiles, heads, per_tile * group, dim)
+    return jnp.pad(q, ((0, 0), (0, 0), (0, 0), (0, -per_tile * group % tile_rows(q.dtype)), (0, 0)))
+
+
+def _known(first: Array, inside: Array | None, after: Array | None, n: int, padded: int) -> Array:
+    """What is known of each query, i32[B, padded, 2 + words]; those after the first N see nothing of the region."""
+    upper = first[:, None] + jnp.arange(n, dtype=jnp.int32)[None]
+    columns = [upper[..., None], jnp.full_like(upper, -1)[..., None] if after is None else after[..., None]]
+    if inside is not None:
+        columns.append(pack(jnp.broadcast_to(inside, (first.shape[0], *inside.shape[1:]))))
+    return jnp.pad(jnp.concatenate(columns, axis=2), ((0, 0), (0, padded - n), (0, 0)))
+
+
+def row_table(first: Array, rows: int, after: Array | None, *, slots: int, size: int, align: int) -> Array:
+    """What is known of each row, i32[4, B]: `FIRST`, `BASE`, `COUNT` and `RECENT`.
+
+    Args:
+      first: i32[B].
+      rows: R.
+      after: i32[B, N], the last position that each query's window hides, or None.
+      slots: S.
+      size: slots of a block.
+      align: what the first slot of a block is a multiple of.
+
+    >>> row_table(jnp.asarray([3, 90]), 6, None, slots=96, size=16, align=1)[2].tolist()
+    [1, 6]
+    """
+    base, recent = jnp.zeros_like(first), jnp.full_like(first, -1)
+    if after is not None:
+        # A row of the region may have another position than its slot, so all of the region is read.
+        base = jnp.clip(jnp.minimum(jnp.min(after, axis=1) + 1, first), 0, max(slots - size, 0))
+        base, recent = base // align * align, jnp.max(after, axis=1)
+    count = pl.cdiv(jnp.minimum(first + rows, slots) - base, size)
+    return jnp.stack([first, base, jnp.maximum(count, 1), recent]).astype(jnp.int32)
+
+
+def is_flat(k: Array) -> bool:
+    """Whether a cache is read as [B, S, D], where slots share words and not heads."""
+    return k.shape[2] == 1 and jnp.dtype(k.dtype).itemsize < 4

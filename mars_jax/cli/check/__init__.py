@@ -1,0 +1,1 @@
+"""`python -m mars_jax.check` from the command line."""

@@ -1,0 +1,293 @@
+"""From nodes to a deterministic automaton over the bytes of UTF-8, the least there is where that is cheap to find.
+
+S states, of which 0 is dead and 1 the first. Oracle: `re.fullmatch` (tests/constraints/test_automaton.py).
+
+Sources: Thompson's construction, the subset construction, and Moore's minimisation, as in Hopcroft, Motwani and
+Ullman, "Introduction to Automata Theory", chapters 3 and 4; ranges of UTF-8 as in Russ Cox, "Regular Expression
+Matching in the Wild".
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import numpy as np
+
+from mars_jax.constraints.nodes import Chars, Either, Node, Ranges, Repeat, Sequence
+from mars_jax.core.errors import MarsError
+
+DEAD, FIRST = 0, 1
+MOST_STATES = 32_000
+"""Of an automaton: states are numbered by u16, and several constraints of a batch share the numbers."""
+_MOST_PIECES = 150_000
+_MINIMISED = 6_000
+_ROUNDS = 400
+
+Bytes = tuple[tuple[int, int], ...]
+"""One range of bytes after the other."""
+
+
+class Automaton(NamedTuple):
+    """Which bytes may follow. `next[DEAD]` is DEAD; every other state leads to a state of `accepting`."""
+
+    next: np.ndarray  # i32[S, K]; by class of byte
+    classes: np.ndarray  # u8[256]; the class of every byte
+    accepting: np.ndarray  # bool[S]
+
+    def run(self, data: bytes, state: int = FIRST) -> int:
+        """The state after these bytes."""
+        for byte in data:
+            state = int(self.next[state, self.classes[byte]])
+        return state
+
+    def matches(self, text: str) -> bool:
+        """Whether the whole text is one of those."""
+        return bool(self.accepting[self.run(text.encode())])
+
+    def begins(self, data: bytes) -> bool:
+        """Whether some text of those begins with these bytes."""
+        return self.run(data) != DEAD
+
+
+@functools.lru_cache(maxsize=4096)
+def utf8(ranges: Ranges) -> tuple[Bytes, ...]:
+    """The UTF-8 of code points, as sequences of ranges of bytes.
+
+    >>> utf8(((97, 122), (0x7f, 0x80)))
+    (((97, 122),), ((127, 127),), ((194, 194), (128, 128)))
+    """
+    made: list[Bytes] = []
+    for low, high in ranges:
+        for first, last in ((0, 0x7F), (0x80, 0x7FF), (0x800, 0xFFFF), (0x10000, 0x10FFFF)):
+            if max(low, first) <= min(high, last):
+                made += _split(chr(max(low, first)).encode(), chr(min(high, last)).encode())
+    return tuple(made)
+
+
+def _split(low: bytes, high: bytes) -> list[Bytes]:
+    """Sequences of as many bytes as both, from low to high."""
+    if len(low) == 1:
+        return [((low[0], high[0]),)]
+    if low[0] == high[0]:
+        return [((low[0], low[0]), *rest) for rest in _split(low[1:], high[1:])]
+    lowest, highest = b"\x80" * (len(low) - 1), b"\xbf" * (len(low) - 1)
+    made, first, last = [], low[0], high[0]
+    if low[1:] != lowest:
+        made += [((first, first), *rest) for rest in _split(low[1:], highest)]
+        first += 1
+    end = []
+    if high[1:] != highest:
+        end = [((last, last), *rest) for rest in _split(lowest, high[1:])]
+        last -= 1
+    if first <= last:
+        made.append(((first, last), *(((0x80, 0xBF),) * (len(low) - 1))))
+    return made + end
+
+
+class _Pieces:
+    """A nondeterministic automaton as it grows."""
+
+    def __init__(self):
+        self.free: list[list[int]] = []  # steps without a byte
+        self.byte: list[list[tuple[int, int, int]]] = []  # (low, high, to)
+
+    def state(self) -> int:
+        if len(self.free) >= _MOST_PIECES:
+            raise too_large("its repeats are too many")
+        self.free.append([])
+        self.byte.append([])
+        return len(self.free) - 1
+
+    def add(self, node: Node, start: int) -> int:
+        """The state in which a node ends that begins in `start`."""
+        if isinstance(node, Chars):
+            end = self.state()
+            # Sequences that begin alike share their beginning, and so do those that end alike their end.
+            ends: dict[Bytes, int] = {(): end}
+            for sequence in utf8(node.ranges):
+                self._tail(sequence, start, ends)
+            return end
+        if isinstance(node, Sequence):
+            for part in node.parts:
+                start = self.add(part, start)
+            return start
+        if isinstance(node, Either):
+            end = self.state()
+            for part in node.parts:
+                # A branch begins in a state of its own: a loop within it must not lead into the others.
+                begin = self.state()
+                self.free[start].append(begin)
+                self.free[self.add(part, begin)].append(end)
+            return end
+        assert isinstance(node, Repeat)
+        return self._repeat(node, start)
+
+    def _repeat(self, node: Repeat, start: int) -> int:
+        for _ in range(node.least):
+            start = self.add(node.part, start)
+        if node.most is None:
+            loop = self.state()
+            self.free[start].append(loop)
+            self.free[self.add(node.part, loop)].append(loop)
+            # Out of the loop by a state of its own, so that nothing after it can lead back into it.
+            end = self.state()
+            self.free[loop].append(end)
+            return end
+        end = self.state()
+        for _ in range(node.most - node.least):
+            self.free[start].append(end)
+            start = self.add(node.part, start)
+        self.free[start].append(end)
+        return end
+
+    def _tail(self, sequence: Bytes, start: int, ends: dict[Bytes, int]) -> None:
+        rest = sequence[1:]
+        if rest not in ends:
+            ends[rest] = self.state()
+            self._tail(rest, ends[rest], ends)
+        low, high = sequence[0]
+        self.byte[start].append((low, high, ends[rest]))
+
+
+def too_large(why: str) -> MarsError:
+    """The sentence for constraints whose tables would not fit."""
+    return MarsError(
+        f"the constraint is too large ({why}): bound its repeats lower, or divide it into several requests."
+    )
+
+
+def automaton(node: Node) -> Automaton:
+    """The deterministic automaton of a node.
+
+    Raises:
+      MarsError: it has too many states, or accepts nothing.
+
+    >>> from mars_jax.constraints.pattern import parse
+    >>> made = automaton(parse("ab*"))
+    >>> made.matches("abb"), made.matches("ba"), len(made.accepting)
+    (True, False, 3)
+    """
+    pieces = _Pieces()
+    first = pieces.state()
+    last = pieces.add(node, first)
+    edges = {0, 256}
+    for steps in pieces.byte:
+        for low, high, _ in steps:
+            edges |= {low, high + 1}
+    bounds = sorted(edges)
+    classes = np.searchsorted(bounds, np.arange(256), side="right").astype(np.int32) - 1
+    return _trimmed(*_subsets(pieces, first, last, classes, len(bounds) - 1), classes)
+
+
+def _subsets(
+    pieces: _Pieces, first: int, last: int, classes: np.ndarray, count: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The subset construction: next i32[S, K] and accepting bool[S]."""
+    by_class = [
+        [(int(classes[low]), int(classes[high]) + 1, to) for low, high, to in steps] for steps in pieces.byte
+    ]
+
+    @functools.cache
+    def closed(state: int) -> frozenset[int]:
+        """What is reached from a state without a byte, itself included; of states that a byte leaves, or the last."""
+        seen, todo = {state}, [state]
+        while todo:
+            for following in pieces.free[todo.pop()]:
+                if following not in seen:
+                    seen.add(following)
+                    todo.append(following)
+        return frozenset(s for s in seen if by_class[s] or s == last)
+
+    start = closed(first)
+    ids = {frozenset(): DEAD, start: FIRST} if start else {start: DEAD}
+    todo = [start]
+    rows = [[DEAD] * count, [DEAD] * count]
+    accepting = [False, last in start]
+    for subset in todo:
+        to: list[set[int] | None] = [None] * count
+        for state in subset:
+            for low, high, following in by_class[state]:
+                reached = closed(following)
+                for kind in range(low, high):
+                    found = to[kind]
+                    if found is None:
+                        to[kind] = set(reached)
+                    else:
+                        found |= reached
+        row = rows[ids[subset]]
+        known: dict[frozenset[int], int] = {}
+        for kind, found in enumerate(to):
+            if not found:
+                continue
+            reached = frozenset(found)
+            if reached not in known:
+                if reached not in ids:
+                    if len(rows) >= MOST_STATES:
+                        raise too_large(f"more than {MOST_STATES:,} states")
+                    ids[reached] = len(rows)
+                    rows.append([DEAD] * count)
+                    accepting.append(last in reached)
+                    todo.append(reached)
+                known[reached] = ids[reached]
+            row[kind] = known[reached]
+    return np.asarray(rows, np.int32), np.asarray(accepting, bool)
+
+
+def _trimmed(next: np.ndarray, accepting: np.ndarray, classes: np.ndarray) -> Automaton:
+    """Without states that lead nowhere, and without states and classes of bytes that are alike."""
+    alive = living(next, accepting)
+    if not alive[FIRST]:
+        raise MarsError("the constraint matches no text at all: correct it.")
+    next = np.where(alive[next], next, DEAD)
+    next[~alive] = DEAD
+    label = _alike(next, accepting, alive)
+    # The first state of each label stands for it; 0 stays 0 and 1 stays 1.
+    order, first = np.unique(label, return_index=True)
+    ranked = [label[DEAD], label[FIRST]]
+    ranked += [one for one in order[np.argsort(first)].tolist() if one not in ranked]
+    number = np.zeros(int(order.max()) + 1, np.int32)
+    number[ranked] = np.arange(len(ranked))
+    representative = np.zeros(len(ranked), np.int64)
+    representative[number[order]] = first
+    made = number[label[next[representative]]]
+    columns, kind = np.unique(made, axis=1, return_inverse=True)
+    return Automaton(
+        next=columns.astype(np.int32),
+        classes=kind.reshape(-1)[classes].astype(np.uint8),
+        accepting=accepting[representative],
+    )
+
+
+def living(next: np.ndarray, accepting: np.ndarray) -> np.ndarray:
+    """bool[S]: the states that lead to an accepting one."""
+    alive = accepting.copy()
+    sources, targets = np.repeat(np.arange(len(next)), next.shape[1]), next.reshape(-1)
+    order = np.argsort(targets, kind="stable")
+    sources, first = sources[order], np.searchsorted(targets[order], np.arange(len(next) + 1))
+    todo = np.flatnonzero(alive).tolist()
+    while todo:
+        state = todo.pop()
+        for source in sources[first[state] : first[state + 1]].tolist():
+            if not alive[source]:
+                alive[source] = True
+                todo.append(source)
+    alive[DEAD] = False
+    return alive
+
+
+def _alike(next: np.ndarray, accepting: np.ndarray, alive: np.ndarray) -> np.ndarray:
+    """i64[S]: a label for each state, equal for those that accept the same texts, where that is cheap to find."""
+    states = np.where(alive, np.arange(len(next)), DEAD)
+    if len(next) > _MINIMISED:
+        return states
+    label = accepting.astype(np.int64) + alive
+    count = len(np.unique(label))
+    for _ in range(_ROUNDS):
+        keys = np.concatenate([label[:, None], label[next]], axis=1).astype(np.int32)
+        rows = np.ascontiguousarray(keys).view(np.dtype((np.void, keys.shape[1] * 4))).reshape(-1)
+        label = np.unique(rows, return_inverse=True)[1].reshape(-1)
+        if (found := int(label.max()) + 1) == count:
+            return label
+        count = found
+    return states

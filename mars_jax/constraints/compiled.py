@@ -1,0 +1,161 @@
+"""Tables of several constraints for one batch, as the step reads them. Oracle: tests/core/test_guide.py.
+
+S states, C classes, G groups, R rows of bits, W words, V vocabulary. Sizes grow in powers of two, so that other
+constraints of about the same sizes compile nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from mars_jax.constraints.automaton import FIRST, too_large
+from mars_jax.constraints.constraint import Constraint, same, without_relax
+from mars_jax.constraints.token_table import TokenTable
+from mars_jax.constraints.vocabulary import Vocabulary
+from mars_jax.core.guide import BITS, DEAD, FREE, Tables, Tracked
+from mars_jax.core.types import NO_TOKEN
+
+MOST_BYTES = 1 << 30
+"""Of the bits of a batch's constraints on a device."""
+
+
+class Compiled(NamedTuple):
+    """Constraints as the step reads them."""
+
+    tables: Tables  # for `Params.guides`
+    starts: dict[Any, tuple[int, int]]  # the first state and the group of each table, by what it was given as
+
+    def rows(self, chosen: Sequence[Any], after: Sequence[int] | None = None) -> Tracked:
+        """Where the rows of a batch begin; None is a row without.
+
+        Args:
+          chosen: a constraint, or another key of `starts`, for each row, or None.
+          after: of each row the state of its table to begin in; default: the first.
+        """
+        found = []
+        for i, one in enumerate(chosen):
+            key = without_relax(one) if isinstance(one, Constraint) else one
+            state, group = (FREE, 0) if key is None else self.starts[key]
+            found.append((state + (0 if after is None or key is None else after[i] - FIRST), group))
+        return Tracked(
+            start=jnp.asarray([state for state, _ in found], jnp.int32),
+            group=jnp.asarray([group for _, group in found], jnp.int32),
+        )
+
+
+def compiled(
+    constraints: Sequence[Constraint | None], vocabulary: Vocabulary, *, forced: bool = True
+) -> Compiled:
+    """The tables of some constraints, each once; `Compiled.starts` has them without `relax`.
+
+    Args:
+      constraints: of the rows; None is a row without.
+      vocabulary: of the model's tokenizer.
+      forced: draft what is forced, by drafters that have no model of their own.
+
+    Raises:
+      MarsError: as `Constraint.table`, or they are too large together.
+
+    >>> voc = Vocabulary(tokens=(None, b"a", b"b", b"ab"))
+    >>> made = compiled([Constraint("regex", "ab+"), None], voc)
+    >>> made.rows([Constraint("regex", "ab+"), None]).group.tolist()
+    [1, 0]
+    """
+    return _compiled(same(constraints), vocabulary, forced)
+
+
+@functools.lru_cache(maxsize=8)
+def _compiled(constraints: tuple[Constraint, ...], vocabulary: Vocabulary, forced: bool) -> Compiled:
+    found = {one: one.table(vocabulary) for one in constraints}
+    if not forced:
+        found = {one: t._replace(forced=np.full_like(t.forced, NO_TOKEN)) for one, t in found.items()}
+    return joined(found, len(vocabulary.tokens))
+
+
+def joined(tables: dict[Any, TokenTable], vocab: int) -> Compiled:
+    """Several tables as one. State 0 of a table is DEAD; the others are numbered on.
+
+    Raises:
+      MarsError: they are too large together.
+    """
+    states = 2 + sum(len(t.next) - 1 for t in tables.values())
+    if states > 1 << 16:
+        raise too_large(f"{states:,} states of all constraints together, and there is room for {1 << 16:,}")
+    size = _bucket(states, 128)
+    kinds = _bucket(max((t.next.shape[1] for t in tables.values()), default=1), 32)
+    groups = _bucket(len(tables) + 1, 4)
+    next = np.full((size, kinds), DEAD, np.uint16)
+    next[FREE] = FREE
+    classes = np.zeros((groups, vocab), np.uint16)
+    rows = np.zeros(size, np.int32)
+    accepting, closed, strict = (np.zeros(size, bool) for _ in range(3))
+    forced = np.full(size, NO_TOKEN, np.int32)
+    accepting[FREE] = True
+    bits = _Bits(vocab)
+    starts, at = {}, 2
+    for group, (key, table) in enumerate(tables.items(), start=1):
+        count, width = table.next.shape
+        own = slice(at, at + count - 1)
+        # State s of the table is s + at - 1 here.
+        moved = np.where(table.next == 0, DEAD, table.next.astype(np.int64) + at - 1).astype(np.uint16)
+        next[own, :width] = moved[1:]
+        classes[group] = table.classes
+        accepting[own], strict[own], forced[own] = table.accepting[1:], table.strict[1:], table.forced[1:]
+        closed[own] = (table.accepting & ~table.allowed.any(axis=1))[1:]
+        patterns, of_state = np.unique(table.allowed[1:], axis=0, return_inverse=True)
+        numbers = np.asarray([bits.add(pattern[table.classes]) for pattern in patterns], np.int32)
+        rows[own] = numbers[of_state.reshape(-1)]
+        starts[key] = (at - 1 + FIRST, group)
+        at += count - 1
+    arrays: dict[str, np.ndarray] = {
+        "next": next,
+        "classes": classes,
+        "bits": bits.padded(),
+        "rows": rows,
+        "forced": forced,
+        "accepting": accepting,
+        "closed": closed,
+        "strict": strict,
+    }
+    return Compiled(Tables(**{name: jnp.asarray(value) for name, value in arrays.items()}), starts)
+
+
+def _bucket(count: int, least: int) -> int:
+    while least < count:
+        least *= 2
+    return least
+
+
+class _Bits:
+    """Rows of bits, each different row once; row 0 allows everything."""
+
+    def __init__(self, vocab: int):
+        self._vocab, self._width = vocab, -(-vocab // BITS)
+        self._rows: list[np.ndarray] = []
+        self._known: dict[bytes, int] = {}
+        self.add(np.ones(vocab, bool))
+
+    def add(self, allowed: np.ndarray) -> int:
+        """The number of a row, bool[V]."""
+        padded = np.zeros(BITS * self._width, bool)
+        padded[: self._vocab] = allowed
+        # Bit k of word j is token k W + j.
+        octets = np.packbits(padded.reshape(BITS, self._width), axis=0, bitorder="little")
+        row = np.ascontiguousarray(octets.T).view("<u4").reshape(-1)
+        key = row.tobytes()
+        if key not in self._known:
+            if (len(self._rows) + 1) * row.nbytes > MOST_BYTES:
+                raise too_large("its states allow too many different sets of tokens")
+            self._known[key] = len(self._rows)
+            self._rows.append(row)
+        return self._known[key]
+
+    def padded(self) -> np.ndarray:
+        made = np.zeros((_bucket(len(self._rows), 32), self._width), np.uint32)
+        made[: len(self._rows)] = self._rows
+        return made

@@ -1,0 +1,225 @@
+"""Constraints as values: what a text is to be, whatever model says it. Oracle: `re` and `jsonschema`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mars_jax.constraints.automaton import FIRST, Automaton, automaton
+from mars_jax.constraints.nodes import Either, text
+from mars_jax.constraints.pattern import parse
+from mars_jax.constraints.schema import schema_nodes
+from mars_jax.constraints.stored import stored
+from mars_jax.constraints.token_table import NO_TOKEN, TokenTable, token_table
+from mars_jax.constraints.vocabulary import Vocabulary
+from mars_jax.core.errors import MarsError
+
+
+@dataclasses.dataclass(frozen=True)
+class Constraint:
+    """What a completion is to be; see `regex`, `json_schema`, `choice` and `tokens`. Hashable."""
+
+    kind: str
+    content: Any  # a text, or a tuple of texts or of token ids
+    compact: bool = False
+    relax: bool = False  # lossy rules relax inside of it too
+
+    def relaxed(self) -> Constraint:
+        """The same, inside of which lossy rules may relax: what a text is stays whole, its values may change."""
+        return dataclasses.replace(self, relax=True)
+
+    @property
+    def automaton(self) -> Automaton:
+        """Over the bytes of a text; of `tokens` there is none.
+
+        Raises:
+          MarsError: as its factory.
+        """
+        return _automaton(without_relax(self))
+
+    def table(self, vocabulary: Vocabulary) -> TokenTable:
+        """For a vocabulary, from disk where it is there.
+
+        Raises:
+          MarsError: no text of the constraint can be said in these tokens, or its table would be too large.
+        """
+        return _table(without_relax(self), vocabulary)
+
+    def as_json(self) -> dict[str, Any]:
+        """For reports: by what a prompts file calls it."""
+        content = self.content
+        if self.kind == "json_schema":
+            content = json.loads(content)
+        elif isinstance(content, tuple):
+            content = list(content)
+        return {self.kind: content}
+
+
+@functools.lru_cache(maxsize=64)
+def _automaton(constraint: Constraint) -> Automaton:
+    kind, content = constraint.kind, constraint.content
+    if kind == "regex":
+        return automaton(parse(content))
+    if kind == "json_schema":
+        return automaton(schema_nodes(json.loads(content), compact=constraint.compact))
+    if kind == "choice":
+        return automaton(Either(tuple(map(text, content))))
+    raise MarsError("a constraint of tokens is none of bytes: use its table.")
+
+
+@functools.lru_cache(maxsize=64)
+def _table(constraint: Constraint, vocabulary: Vocabulary) -> TokenTable:
+    if constraint.kind == "tokens":
+        return _allow_list(constraint.content, len(vocabulary.tokens))
+    key = (constraint.kind, repr(constraint.content), str(constraint.compact), vocabulary.digest)
+    return stored(key, lambda: token_table(constraint.automaton, vocabulary))
+
+
+def _allow_list(ids: tuple[int, ...], size: int) -> TokenTable:
+    outside = [i for i in ids if i >= size]
+    if outside:
+        raise MarsError(f"the constraint allows the token {outside[0]}, and there are {size}: leave it out.")
+    classes = np.zeros(size, np.uint16)
+    classes[list(ids)] = 1
+    return TokenTable(
+        next=np.asarray([[0, 0], [0, FIRST]], np.uint16),
+        classes=classes,
+        accepting=np.asarray([False, True]),
+        forced=np.full(2, NO_TOKEN, np.int32),
+        strict=np.zeros(2, bool),
+    )
+
+
+def regex(pattern: str) -> Constraint:
+    """Texts that a regular expression matches as a whole, as `re.fullmatch` does.
+
+    Args:
+      pattern: in the syntax of Python's `re`, without look-around, back-references and anchors inside.
+
+    Raises:
+      MarsError: it is no regular expression, or one that no automaton of a reasonable size reads.
+
+    >>> regex(r"[0-9]{4}-[0-9]{2}").automaton.matches("2026-11")
+    True
+    """
+    if not isinstance(pattern, str):
+        raise MarsError(f"the pattern is {pattern!r}: expected a text.")
+    made = Constraint("regex", pattern)
+    made.automaton  # noqa: B018, so that what is wrong is said here
+    return made
+
+
+def json_schema(schema: Mapping[str, Any] | str | os.PathLike[str], *, compact: bool = False) -> Constraint:
+    """JSON values that a schema allows, as `json.dumps` writes them, with properties in the schema's order.
+
+    Args:
+      schema: an object, its JSON, or the path of a file that holds it.
+      compact: without spaces after commas and colons.
+
+    Raises:
+      MarsError: no schema, or one with a keyword that no automaton can hold a text to.
+
+    >>> json_schema({"enum": [1, "a"]}).automaton.matches('"a"')
+    True
+    """
+    found: Any = schema
+    if isinstance(schema, str | os.PathLike):
+        said = os.fspath(schema)
+        if not said.lstrip().startswith(("{", "true")):
+            try:
+                said = Path(said).read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                reason = getattr(error, "strerror", None) or "it is not UTF-8"
+                raise MarsError(
+                    f"the schema '{schema}' cannot be read ({reason}): give a file that holds JSON."
+                ) from None
+        try:
+            found = json.loads(said)
+        except (ValueError, RecursionError) as error:
+            raise MarsError(f"the schema is not JSON ({error}): correct it.") from None
+    if not isinstance(found, Mapping) and found is not True:
+        raise MarsError(f"the schema is {found!r}: expected a JSON object.")
+    made = Constraint("json_schema", json.dumps(found), compact)
+    made.automaton  # noqa: B018, so that what is wrong is said here
+    return made
+
+
+def choice(texts: Iterable[str]) -> Constraint:
+    """One of these texts.
+
+    Raises:
+      MarsError: there are none, or one is empty.
+
+    >>> choice(["yes", "no"]).automaton.matches("no")
+    True
+    """
+    given = tuple(texts)
+    if isinstance(texts, str) or not given or not all(isinstance(one, str) and one for one in given):
+        raise MarsError(f"the choice is {texts!r}: expected a list of texts of at least one character.")
+    return Constraint("choice", tuple(dict.fromkeys(given)))
+
+
+def tokens(ids: Iterable[int]) -> Constraint:
+    """Any number of these tokens and no other; stop tokens end the text as always.
+
+    Raises:
+      MarsError: there are none, or one is no token id.
+
+    >>> tokens([5, 7]).content
+    (5, 7)
+    """
+    given = tuple(ids)
+    if not given or not all(
+        isinstance(i, int | np.integer) and not isinstance(i, bool) and i >= 0 for i in given
+    ):
+        raise MarsError(f"the tokens are {given!r}: expected token ids, whole numbers of at least 0.")
+    return Constraint("tokens", tuple(sorted({int(i) for i in given})))
+
+
+KINDS = ("regex", "json_schema", "choice", "tokens")
+
+
+def from_fields(given: Mapping[str, Any]) -> Constraint | None:
+    """The constraint among named values, such as those of a request: at most one of `KINDS`.
+
+    Raises:
+      MarsError: there are two, or as its factory.
+
+    >>> from_fields({"regex": "a+"}).kind, from_fields({})
+    ('regex', None)
+    """
+    named = [kind for kind in KINDS if given.get(kind) is not None]
+    if len(named) > 1:
+        raise MarsError(
+            f"{named[0]} and {named[1]} are both given: a text follows one of them, so leave one out."
+        )
+    if not named:
+        return None
+    factories: dict[str, Any] = {
+        "regex": regex,
+        "json_schema": json_schema,
+        "choice": choice,
+        "tokens": tokens,
+    }
+    return factories[named[0]](given[named[0]])
+
+
+def same(constraints: Sequence[Constraint | None]) -> tuple[Constraint, ...]:
+    """Those that differ in their tables, in their order."""
+    return tuple(dict.fromkeys(without_relax(c) for c in constraints if c is not None))
+
+
+def without_relax(constraint: Constraint) -> Constraint:
+    """What tables are made for: they do not depend on whether rules relax.
+
+    >>> without_relax(regex("a").relaxed()) == regex("a")
+    True
+    """
+    return dataclasses.replace(constraint, relax=False)

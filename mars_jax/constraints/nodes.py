@@ -1,0 +1,109 @@
+"""What a set of texts is made of: pieces of a regular expression, over code points. Oracle: Python's `re`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Union
+
+LARGEST = 0x10FFFF
+_SURROGATES = (0xD800, 0xDFFF)
+Ranges = tuple[tuple[int, int], ...]
+"""Code points, as sorted ranges that do not touch, both ends included."""
+
+
+class Chars(NamedTuple):
+    """One character."""
+
+    ranges: Ranges
+
+
+class Sequence(NamedTuple):
+    """One after the other."""
+
+    parts: tuple[Node, ...]
+
+
+class Either(NamedTuple):
+    """Any one of them."""
+
+    parts: tuple[Node, ...]
+
+
+class Repeat(NamedTuple):
+    """At least `least` times and at most `most`; None is any."""
+
+    part: Node
+    least: int
+    most: int | None
+
+
+Node = Union[Chars, Sequence, Either, Repeat]  # noqa: UP007, since it is named before it is there
+
+
+def ranges_of(parts: list[tuple[int, int]]) -> Ranges:
+    """Sorted and joined, without surrogates, which no text has.
+
+    >>> ranges_of([(98, 99), (97, 97), (120, 122)])
+    ((97, 99), (120, 122))
+    """
+    made: list[tuple[int, int]] = []
+    for low, high in sorted(_without_surrogates(parts)):
+        if made and low <= made[-1][1] + 1:
+            made[-1] = (made[-1][0], max(made[-1][1], high))
+        else:
+            made.append((low, high))
+    return tuple(made)
+
+
+def _without_surrogates(parts: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    first, last = _SURROGATES
+    cut = [(low, min(high, first - 1)) for low, high in parts] + [
+        (max(low, last + 1), high) for low, high in parts
+    ]
+    return [(low, high) for low, high in cut if low <= high]
+
+
+def complement(ranges: Ranges) -> Ranges:
+    """All other code points.
+
+    >>> complement(((0, 9), (11, LARGEST)))
+    ((10, 10),)
+    """
+    ends = [-1, *(high for _, high in ranges)]
+    starts = [*(low for low, _ in ranges), LARGEST + 1]
+    return ranges_of([(a + 1, b - 1) for a, b in zip(ends, starts, strict=True) if a + 1 <= b - 1])
+
+
+def text(literal: str) -> Node:
+    """The very text."""
+    return Sequence(tuple(Chars(((ord(c), ord(c)),)) for c in literal))
+
+
+NOTHING = Sequence(())
+"""The empty text."""
+
+
+def chars(members: str) -> Chars:
+    """One of these characters; `a-z` is a range.
+
+    >>> chars("0-9_").ranges
+    ((48, 57), (95, 95))
+    """
+    parts, i = [], 0
+    while i < len(members):
+        if i + 2 < len(members) and members[i + 1] == "-":
+            parts.append((ord(members[i]), ord(members[i + 2])))
+            i += 3
+        else:
+            parts.append((ord(members[i]), ord(members[i])))
+            i += 1
+    return Chars(ranges_of(parts))
+
+
+def optional(part: Node) -> Node:
+    """It, or nothing."""
+    return Repeat(part, 0, 1)
+
+
+def sequence(*parts: Node) -> Node:
+    """One after the other."""
+    return Sequence(parts)

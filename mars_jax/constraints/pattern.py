@@ -1,0 +1,170 @@
+"""Regular expressions as nodes, read by Python's own parser, so that they mean here what they mean to `re.fullmatch`.
+
+Oracle: `re.fullmatch` (tests/constraints/test_automaton.py).
+
+`re._parser` is private to Python; it is the one that `re.compile` uses, and has had this form since Python 2. Only this
+module touches it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import re
+import warnings
+from typing import Any
+
+from mars_jax.constraints.nodes import (
+    LARGEST,
+    Chars,
+    Either,
+    Node,
+    Repeat,
+    Sequence,
+    complement,
+    ranges_of,
+)
+from mars_jax.core.errors import MarsError
+
+_parser: Any = importlib.import_module("re._parser")
+_REFUSED = {
+    "ASSERT": "looks ahead or behind",
+    "ASSERT_NOT": "looks ahead or behind",
+    "GROUPREF": "refers back to a group",
+    "GROUPREF_EXISTS": "refers back to a group",
+    "POSSESSIVE_REPEAT": "has a possessive repeat",
+    "ATOMIC_GROUP": "has an atomic group",
+}
+
+
+def parse(pattern: str) -> Node:
+    """The nodes of a pattern, which the whole text is to match.
+
+    Raises:
+      MarsError: it is no regular expression, or one that no automaton reads.
+
+    >>> parse("ab").parts[0].ranges
+    ((97, 97),)
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what a later Python may read otherwise
+            re.compile(pattern)
+            tree = _parser.parse(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise MarsError(
+            f"the pattern {_short(pattern)} is no regular expression ({error}): correct it."
+        ) from None
+    try:
+        return _Reader(pattern, tree.state.flags).all_of(list(tree))
+    except RecursionError:
+        raise MarsError(f"the pattern {_short(pattern)} is nested too deep: simplify it.") from None
+
+
+def _short(pattern: str) -> str:
+    return repr(pattern if len(pattern) <= 60 else pattern[:57] + "...")
+
+
+class _Reader:
+    def __init__(self, pattern: str, flags: int):
+        self._pattern, self._flags = pattern, flags
+
+    def _refuse(self, what: str) -> MarsError:
+        return MarsError(
+            f"the pattern {_short(self._pattern)} {what}, which no automaton can follow: write it without."
+        )
+
+    def all_of(self, items: list[Any]) -> Node:
+        # The whole text is to match, so anchors at its ends say nothing.
+        while items and _is_anchor(items[0], "AT_BEGINNING", "AT_BEGINNING_STRING"):
+            items = items[1:]
+        while items and _is_anchor(items[-1], "AT_END", "AT_END_STRING"):
+            items = items[:-1]
+        return self.sequence(items)
+
+    def sequence(self, items: Any) -> Node:
+        parts = tuple(self.one(*item) for item in items)
+        return parts[0] if len(parts) == 1 else Sequence(parts)
+
+    def one(self, op: Any, given: Any) -> Node:
+        name = str(op)
+        if name in _REFUSED:
+            raise self._refuse(_REFUSED[name])
+        if name == "AT":
+            raise self._refuse("has an anchor or a word boundary inside")
+        if name == "LITERAL":
+            return Chars(self._cased([(given, given)]))
+        if name == "NOT_LITERAL":
+            return Chars(complement(self._cased([(given, given)])))
+        if name == "ANY":
+            dot_all = self._flags & re.DOTALL
+            return Chars(ranges_of([(0, LARGEST)]) if dot_all else complement(((10, 10),)))
+        if name == "IN":
+            return Chars(self._members(given))
+        if name == "BRANCH":
+            return Either(tuple(self.sequence(branch) for branch in given[1]))
+        if name == "SUBPATTERN":
+            _, add, drop, items = given
+            return _Reader(self._pattern, (self._flags | add) & ~drop).sequence(items)
+        if name in ("MAX_REPEAT", "MIN_REPEAT"):
+            least, most, items = given
+            unlimited = most is _parser.MAXREPEAT or int(most) >= int(_parser.MAXREPEAT)
+            return Repeat(self.sequence(items), int(least), None if unlimited else int(most))
+        if name == "FAILURE":
+            return Either(())
+        raise self._refuse(f"has {name.lower()}")
+
+    def _members(self, items: list[Any]) -> tuple[tuple[int, int], ...]:
+        negated, plain, named = False, [], []
+        for op, given in items:
+            name = str(op)
+            if name == "NEGATE":
+                negated = True
+            elif name == "LITERAL":
+                plain.append((given, given))
+            elif name == "RANGE":
+                plain.append(tuple(given))
+            elif name == "CATEGORY":
+                named += _category(str(given), bool(self._flags & re.ASCII))
+            else:
+                raise self._refuse(f"has {name.lower()} in a class")
+        found = ranges_of([*self._cased(plain), *named])
+        return complement(found) if negated else found
+
+    def _cased(self, ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+        """With the characters that are the same but for their case, where the pattern ignores it."""
+        if not self._flags & re.IGNORECASE:
+            return ranges_of(ranges)
+        made = list(ranges)
+        for low, high in ranges:
+            if high - low > 0x3000:  # as good as everything; its letters have their partners in it
+                continue
+            found = re.findall(
+                f"[{re.escape(chr(low))}-{re.escape(chr(high))}]",
+                _all_characters(),
+                (self._flags & re.ASCII) | re.IGNORECASE,
+            )
+            made += [(ord(c), ord(c)) for c in found]
+        return ranges_of(made)
+
+
+def _is_anchor(item: Any, *names: str) -> bool:
+    return str(item[0]) == "AT" and str(item[1]) in names
+
+
+@functools.cache
+def _all_characters() -> str:
+    """Every code point that a text may have; a line break where there is none, which ends no run of a category."""
+    return "".join(map(chr, [*range(0xD800), *range(0xE000, LARGEST + 1)]))
+
+
+_LETTERS = {"DIGIT": r"\d", "SPACE": r"\s", "WORD": r"\w"}
+
+
+@functools.cache
+def _category(name: str, ascii_only: bool) -> list[tuple[int, int]]:
+    """The code points of a category, as Python's `re` has them."""
+    letter = _LETTERS[name.removeprefix("CATEGORY_").removeprefix("UNI_").removeprefix("NOT_")]
+    found = [(ord(c), ord(c)) for c in re.findall(letter, _all_characters(), re.ASCII if ascii_only else 0)]
+    made = ranges_of(found)
+    return list(complement(made) if "NOT_" in name else made)

@@ -1,0 +1,165 @@
+"""Spans of a text, by what opens and closes them, and where a lossy rule may relax: inside of some, outside of others.
+
+S states. Oracle: a search in the text with Python (tests/constraints/test_token_table.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from mars_jax.constraints.automaton import FIRST, Automaton
+from mars_jax.constraints.token_table import NO_TOKEN, TokenTable, token_table
+from mars_jax.constraints.vocabulary import Vocabulary
+from mars_jax.core.errors import MarsError
+
+NAMED = {
+    "think": ("<think>", "</think>"),
+    "code": ("```", "```"),
+    "tool": ("<tool_call>", "</tool_call>"),
+}
+"""Spans by their names: what opens and what closes one. `json` is from a bracket to the one that closes it."""
+DEEPEST_JSON = 32
+_BETWEEN = "..."
+
+
+class _Tracker(Protocol):
+    """Follows bytes; a state says whether it is inside."""
+
+    def step(self, state: tuple[int, int], byte: int) -> tuple[int, int]: ...
+
+    @property
+    def bytes(self) -> bytes:
+        """Those that it tells apart; all others are alike."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tags:
+    """From one text to another. The state is (inside, how much of the awaited text has been read)."""
+
+    opening: bytes
+    closing: bytes
+
+    @property
+    def bytes(self) -> bytes:
+        return self.opening + self.closing
+
+    def step(self, state: tuple[int, int], byte: int) -> tuple[int, int]:
+        inside, read = state
+        awaited = self.closing if inside else self.opening
+        said = awaited[:read] + bytes([byte])
+        # The longest end of what was read that the awaited text begins with.
+        read = next(n for n in range(len(said), -1, -1) if awaited.startswith(said[len(said) - n :]))
+        return (1 - inside, 0) if read == len(awaited) else (inside, read)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Json:
+    """The state is (depth, 0 between strings, 1 in one, 2 after a backslash in one)."""
+
+    bytes: bytes = b'{}[]"\\'
+
+    def step(self, state: tuple[int, int], byte: int) -> tuple[int, int]:
+        depth, mode = state
+        if mode == 2:
+            return depth, 1
+        if mode == 1:
+            return depth, {ord('"'): 0, ord("\\"): 2}.get(byte, 1)
+        if byte in b"{[":
+            return min(depth + 1, DEEPEST_JSON), 0
+        if byte in b"}]":
+            return max(depth - 1, 0), 0
+        return depth, int(depth > 0 and byte == ord('"'))
+
+
+@functools.cache
+def _tracker(name: str) -> _Tracker:
+    if name == "json":
+        return _Json()
+    opening, between, closing = name.partition(_BETWEEN)
+    tags = NAMED.get(name) or ((opening, closing) if between else ("", ""))
+    if not all(tags):
+        raise MarsError(
+            f"the span is {name!r}: expected {', '.join(NAMED)}, json, or what opens and what closes one, as in "
+            f"'<plan>{_BETWEEN}</plan>'."
+        )
+    return _Tags(tags[0].encode(), tags[1].encode())
+
+
+def names_of(given: str | Iterable[str]) -> tuple[str, ...]:
+    """One span or several, checked.
+
+    Raises:
+      MarsError: one is no span.
+
+    >>> names_of("think"), names_of(["<a>...</a>", "json"])
+    (('think',), ('<a>...</a>', 'json'))
+    """
+    found = (given,) if isinstance(given, str) else tuple(given)
+    for name in found:
+        if not isinstance(name, str):
+            raise MarsError(f"the span is {name!r}: expected a text.")
+        _tracker(name)
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Spans:
+    """Where a lossy rule may relax: inside of one of `relax_in`, where there are any, and of none of `strict_in`."""
+
+    relax_in: tuple[str, ...] = ()
+    strict_in: tuple[str, ...] = ()
+
+    @functools.cached_property
+    def followed(self) -> tuple[Automaton, np.ndarray]:
+        """The automaton over bytes, all of whose texts are accepted, and bool[S], where it is strict."""
+        names = (*self.relax_in, *self.strict_in)
+        trackers = [_tracker(name) for name in names]
+        told = sorted(set(b"".join(t.bytes for t in trackers)))
+        classes = np.zeros(256, np.uint8)
+        classes[told] = np.arange(1, len(told) + 1)
+        other = next(b for b in range(256) if b not in told)
+        start = ((0, 0),) * len(trackers)
+        ids, todo, rows = {start: FIRST}, [start], [[0] * (len(told) + 1)]
+        for states in todo:
+            row = []
+            for byte in (other, *told):
+                to = tuple(t.step(s, byte) for t, s in zip(trackers, states, strict=True))
+                if to not in ids:
+                    ids[to] = len(ids) + 1
+                    todo.append(to)
+                row.append(ids[to])
+            rows.append(row)
+        inside = np.asarray([[False] * len(names)] + [[s[0] > 0 for s in states] for states in todo])
+        may, may_not = inside[:, : len(self.relax_in)], inside[:, len(self.relax_in) :]
+        strict = may_not.any(axis=1) | (~may.any(axis=1) if self.relax_in else False)
+        accepting = np.arange(len(rows)) > 0
+        return Automaton(np.asarray(rows, np.int32), classes, accepting), np.asarray(strict, bool)
+
+    def table(self, vocabulary: Vocabulary) -> TokenTable:
+        """For a vocabulary, whose special tokens are read as what they are called."""
+        return _table(self, vocabulary)
+
+
+@functools.lru_cache(maxsize=16)
+def _table(spans: Spans, vocabulary: Vocabulary) -> TokenTable:
+    automaton, strict = spans.followed
+    made = token_table(automaton, vocabulary.with_marks())
+    next = made.next.copy()
+    next[:, 0] = np.arange(len(next))  # a token without text changes nothing
+    return made._replace(next=next, strict=strict, forced=np.full(len(next), NO_TOKEN, np.int32))
+
+
+def state_after(spans: Spans, vocabulary: Vocabulary, tokens: Sequence[int]) -> int:
+    """Where a prompt leaves the spans: a state of their table."""
+    return _state_after(spans, vocabulary, tuple(tokens))
+
+
+@functools.lru_cache(maxsize=4096)
+def _state_after(spans: Spans, vocabulary: Vocabulary, tokens: tuple[int, ...]) -> int:
+    return spans.table(vocabulary).run(list(tokens))

@@ -1,0 +1,60 @@
+"""Token tables on disk, by constraint and vocabulary, so that a table is built once. Oracle: tests/constraints."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from mars_jax.constraints.token_table import TokenTable
+
+FORM = 1
+"""Of the files; another one is not read."""
+MOST_FILES = 512
+"""Kept; the oldest go."""
+
+
+def folder() -> Path | None:
+    """Where tables are kept: `$MARS_JAX_CONSTRAINTS`, else `mars-jax/constraints` in the user's cache; None where the
+    variable is empty."""
+    named = os.environ.get("MARS_JAX_CONSTRAINTS")
+    if named is not None:
+        return Path(named) if named else None
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "mars-jax" / "constraints"
+
+
+def stored(key: tuple[str, ...], build: Callable[[], TokenTable]) -> TokenTable:
+    """The table of a key, from disk where it is there, else built and kept.
+
+    A folder that cannot be written or a file that cannot be read costs the time of building and nothing else.
+    """
+    place = folder()
+    if place is None:
+        return build()
+    name = hashlib.sha256("\0".join((str(FORM), *key)).encode()).hexdigest()
+    path = place / f"{name}.npz"
+    try:
+        with path.open("rb") as data, np.load(data, allow_pickle=False) as file:
+            return TokenTable(**{field: file[field] for field in TokenTable._fields})
+    except Exception:  # not there, cut short, or written by something else: np.load raises what it likes
+        made = build()
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=place, suffix=".part", delete=False) as file:
+            np.savez_compressed(file, **made._asdict())
+        os.replace(file.name, path)  # nobody sees half of it
+        _forget(place)
+    except OSError:
+        pass
+    return made
+
+
+def _forget(place: Path) -> None:
+    files = sorted(place.glob("*.npz"), key=lambda path: path.stat().st_mtime)
+    for path in files[: max(0, len(files) - MOST_FILES)]:
+        path.unlink(missing_ok=True)

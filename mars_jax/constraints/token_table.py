@@ -1,0 +1,138 @@
+"""An automaton over bytes becomes one over tokens: for each class of tokens the next state of every state.
+
+S states (0 dead, 1 the first), C classes of tokens (0 leads nowhere), V vocabulary. Oracle: every token's bytes run
+through the automaton one by one (tests/constraints/test_token_table.py).
+
+Two tokens are of one class where they lead every state to the same one. A token's class is found byte by byte: the
+classes of the beginnings of tokens are few, so each is composed with each byte once, however many tokens begin so.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from mars_jax.constraints.automaton import DEAD, FIRST, Automaton, living, too_large
+from mars_jax.constraints.vocabulary import Vocabulary
+from mars_jax.core.errors import MarsError
+
+NO_TOKEN = -1
+"""As in `core.types`, which imports jax: bad flags are answered before that."""
+MOST_ENTRIES = 1 << 26
+"""Of a table next u16[S, C]: 128 MiB. Composing as many takes a few seconds."""
+MOST_FORCED = 32
+"""Bytes of forced text that are read ahead of a state to name its next token."""
+
+
+class TokenTable(NamedTuple):
+    """What a constraint is, for one vocabulary."""
+
+    next: np.ndarray  # u16[S, C]
+    classes: np.ndarray  # u16[V]
+    accepting: np.ndarray  # bool[S]
+    forced: np.ndarray  # i32[S]; where text is forced the token that says it, else NO_TOKEN
+    strict: np.ndarray  # bool[S]; what a span says, see `constraints.spans`
+
+    @property
+    def allowed(self) -> np.ndarray:
+        """bool[S, C]"""
+        return self.next != DEAD
+
+    def run(self, tokens: list[int], state: int = FIRST) -> int:
+        """The state after these tokens."""
+        for token in tokens:
+            state = int(self.next[state, self.classes[token]])
+        return state
+
+
+def token_table(automaton: Automaton, vocabulary: Vocabulary) -> TokenTable:
+    """The table of an automaton for a vocabulary.
+
+    Raises:
+      MarsError: it would be too large, or no text of the automaton can be said in these tokens.
+    """
+    next, classes = _classes(automaton, vocabulary)
+    alive = living(next, automaton.accepting)
+    if not alive[FIRST]:
+        raise MarsError(
+            "the constraint matches no text that this vocabulary's tokens can say: allow other characters."
+        )
+    if not alive[1:].all():
+        next = np.where(alive[next], next, DEAD).astype(np.uint16)
+        next[~alive] = DEAD
+    return TokenTable(
+        next=next,
+        classes=classes,
+        accepting=automaton.accepting & alive,
+        forced=_forced(automaton, next, classes, vocabulary),
+        strict=np.zeros(len(next), bool),
+    )
+
+
+def _classes(automaton: Automaton, vocabulary: Vocabulary) -> tuple[np.ndarray, np.ndarray]:
+    """next u16[S, C], and the class of every token u16[V]."""
+    states, kinds = automaton.next.shape
+    step = np.ascontiguousarray(automaton.next.T).astype(np.uint16)  # [K, S]
+    data, lengths = vocabulary.bytes_and_lengths
+    found: dict[bytes, int] = {}
+    maps: list[np.ndarray] = []
+
+    def number(to: np.ndarray) -> int:
+        key = to.tobytes()
+        if key not in found:
+            if (len(maps) + 1) * states > MOST_ENTRIES:
+                raise too_large(f"{states:,} states and more than {len(maps):,} classes of tokens")
+            found[key] = len(maps)
+            maps.append(to)
+        return found[key]
+
+    nowhere = number(np.zeros(states, np.uint16))
+    same = number(np.arange(states, dtype=np.uint16))
+    at = np.full(len(lengths), same, np.int64)
+    composed: dict[int, int] = {}
+    for place in range(data.shape[1]):
+        going = np.flatnonzero((lengths > place) & (at != nowhere))
+        if not len(going):
+            break
+        pairs = at[going] * kinds + automaton.classes[data[going, place]]
+        unique, inverse = np.unique(pairs, return_inverse=True)
+        to = np.empty(len(unique), np.int64)
+        for i, pair in enumerate(unique.tolist()):
+            if pair not in composed:
+                before, kind = divmod(pair, kinds)
+                composed[pair] = number(step[kind][maps[before]])
+            to[i] = composed[pair]
+        at[going] = to[inverse.reshape(-1)]
+    at[lengths == 0] = nowhere
+    used, classes = np.unique(np.concatenate([[nowhere], at]), return_inverse=True)
+    # `nowhere` is number 0, and so class 0.
+    next = np.stack([maps[i] for i in used.tolist()], axis=1)
+    return next, classes.reshape(-1)[1:].astype(np.uint16)
+
+
+def _forced(
+    automaton: Automaton, next: np.ndarray, classes: np.ndarray, vocabulary: Vocabulary
+) -> np.ndarray:
+    """i32[S]: the token that a tokenizer would begin with where the bytes that follow are certain."""
+    per_kind = np.bincount(automaton.classes, minlength=automaton.next.shape[1])
+    open_ = automaton.next != DEAD
+    single = (np.sum(np.where(open_, per_kind[None], 0), axis=1) == 1) & ~automaton.accepting
+    byte_of = np.zeros(automaton.next.shape[1], np.int64)
+    byte_of[automaton.classes] = np.arange(256)
+    kind = np.argmax(open_, axis=1)
+    made = np.full(len(next), NO_TOKEN, np.int32)
+    known: dict[bytes, int] = {}
+    for first in np.flatnonzero(single).tolist():
+        state, said = first, bytearray()
+        while single[state] and len(said) < MOST_FORCED:
+            said.append(int(byte_of[kind[state]]))
+            state = int(automaton.next[state, kind[state]])
+        key = bytes(said)
+        if key not in known:
+            ids = vocabulary.spell(key)
+            known[key] = ids[0] if ids else NO_TOKEN
+        token = known[key]
+        if token != NO_TOKEN and next[first, classes[token]] != DEAD:
+            made[first] = token
+    return made

@@ -1,0 +1,187 @@
+"""The bytes that the tokens of a tokenizer stand for: byte-level, sentencepiece, and sentencepiece with byte fallback.
+
+V vocabulary. Oracle: what the tokenizer itself decodes (tests/constraints/test_token_table.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mars_jax.core.errors import MarsError
+
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Vocabulary:
+    """Tokens as bytes. A special token has none: it is no text, and `marks` says how it is written."""
+
+    tokens: tuple[bytes | None, ...]  # [V]; None is a special token, or an id without a token
+    marks: tuple[tuple[int, bytes], ...] = ()  # of special tokens, what they are called
+    encode: Any = (
+        None  # text -> token ids, as the tokenizer has them inside of a text; None spells by longest token
+    )
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Of all tokens, to tell vocabularies apart on disk."""
+        made = hashlib.sha256()
+        for token in self.tokens:
+            made.update(b"\xff" if token is None else len(token).to_bytes(4, "little") + token)
+        for number, mark in self.marks:
+            made.update(number.to_bytes(4, "little") + mark + b"\xfe")
+        return made.hexdigest()
+
+    @functools.cached_property
+    def bytes_and_lengths(self) -> tuple[np.ndarray, np.ndarray]:
+        """u8[V, L] and i32[V]: the tokens of text, 0 long where there is none."""
+        return _as_arrays(self.tokens)
+
+    def with_marks(self) -> Vocabulary:
+        """With special tokens as the text that they are called, which is how a span may be marked."""
+        tokens = list(self.tokens)
+        for number, mark in self.marks:
+            tokens[number] = mark
+        return Vocabulary(tokens=tuple(tokens))
+
+    def spell(self, data: bytes) -> list[int]:
+        """Token ids that say these bytes, as the tokenizer would: what is forced is drafted so."""
+        if self.encode is not None:
+            # What ends inside of a character is not for a tokenizer of text.
+            text = data.decode("utf-8", errors="ignore")
+            ids = [int(i) for i in self.encode(text)] if text else []
+            said = b"".join(self.tokens[i] or b"" for i in ids if i < len(self.tokens))
+            if said == text.encode():
+                return ids
+        return self._longest(data)
+
+    def _longest(self, data: bytes) -> list[int]:
+        ids, at = [], 0
+        while at < len(data):
+            for end in range(min(len(data), at + self._most), at, -1):
+                found = self._by_bytes.get(data[at:end])
+                if found is not None:
+                    ids.append(found)
+                    at = end
+                    break
+            else:
+                break
+        return ids
+
+    @functools.cached_property
+    def _by_bytes(self) -> dict[bytes, int]:
+        return {token: i for i, token in reversed(list(enumerate(self.tokens))) if token}
+
+    @functools.cached_property
+    def _most(self) -> int:
+        return max(map(len, self._by_bytes), default=0)
+
+
+def _as_arrays(tokens: Sequence[bytes | None]) -> tuple[np.ndarray, np.ndarray]:
+    lengths = np.asarray([len(token or b"") for token in tokens], np.int32)
+    padded = np.zeros((len(tokens), max(1, int(lengths.max(initial=0)))), np.uint8)
+    joined = np.frombuffer(b"".join(token or b"" for token in tokens), np.uint8)
+    padded[np.arange(padded.shape[1])[None] < lengths[:, None]] = joined
+    return padded, lengths
+
+
+@functools.cache
+def _alphabet() -> dict[str, int]:
+    """The characters that stand for bytes in a byte-level vocabulary, as GPT-2 has them."""
+    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    made = {chr(byte): byte for byte in plain}
+    others = [byte for byte in range(256) if byte not in plain]
+    return made | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+def vocabulary(tokenizer: Any, size: int) -> Vocabulary:
+    """The vocabulary of a transformers tokenizer.
+
+    Args:
+      tokenizer: of any family whose tokens are pieces of text: byte-level, sentencepiece with or without byte
+        fallback.
+      size: V of the model; ids past the tokenizer's have no text.
+
+    Raises:
+      MarsError: a tokenizer whose tokens are no pieces of text.
+    """
+    try:
+        return _vocabulary(tokenizer, size)
+    except TypeError:  # a tokenizer that cannot be hashed
+        return _vocabulary.__wrapped__(tokenizer, size)
+
+
+@functools.lru_cache(maxsize=4)
+def _vocabulary(tokenizer: Any, size: int) -> Vocabulary:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    decoders = (
+        _decoders(json.loads(backend.to_str()).get("decoder")) if backend is not None else ["Metaspace"]
+    )
+    if "WordPiece" in decoders:
+        raise MarsError(
+            "the tokenizer is a WordPiece, whose tokens are no pieces of text: constraints need another one."
+        )
+    as_bytes = _byte_level if "ByteLevel" in decoders else _piece
+    added = {int(i): token for i, token in tokenizer.added_tokens_decoder.items()}
+    tokens: list[bytes | None] = [None] * size
+    marks = []
+    for piece, i in tokenizer.get_vocab().items():
+        if not 0 <= i < size:
+            continue
+        token = added.get(i)
+        if token is None:
+            tokens[i] = as_bytes(piece) or None
+        elif token.special:
+            marks.append((i, str(token).encode()))
+        else:
+            tokens[i] = str(token).encode() or None
+    special = {int(i) for i in getattr(tokenizer, "all_special_ids", ())}
+    for i in special:
+        if 0 <= i < size and tokens[i] is not None:
+            marks.append((i, tokens[i]))
+            tokens[i] = None
+    return Vocabulary(tokens=tuple(tokens), marks=tuple(sorted(marks)), encode=_inside(tokenizer))
+
+
+def _decoders(decoder: Any) -> list[str]:
+    """Names of a decoder and of those that it consists of."""
+    if not decoder:
+        return []
+    return [decoder["type"], *(name for part in decoder.get("decoders", ()) for name in _decoders(part))]
+
+
+def _byte_level(piece: str) -> bytes:
+    alphabet = _alphabet()
+    if all(c in alphabet for c in piece):
+        return bytes(alphabet[c] for c in piece)
+    return piece.encode()
+
+
+def _piece(piece: str) -> bytes:
+    found = _BYTE.fullmatch(piece)
+    return bytes([int(found[1], 16)]) if found else piece.replace(_SPACE, " ").encode()
+
+
+def _inside(tokenizer: Any) -> Any:
+    """How a text is tokenized that follows another: without a space or a special token in front."""
+
+    def ids(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    # A line break, after which no tokenizer of these families joins what follows, stands in front.
+    before = ids("\n")
+
+    def encode(text: str) -> list[int]:
+        both = ids("\n" + text)
+        return both[len(before) :] if both[: len(before)] == before else ids(text)
+
+    return encode

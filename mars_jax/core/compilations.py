@@ -1,0 +1,38 @@
+"""What XLA compiles, kept between runs. Oracle: the folder of another process (tests/core/test_compilations.py)."""
+
+from __future__ import annotations
+
+import os
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
+
+def enable_compilation_cache(path: str | os.PathLike[str] | None = None) -> str:
+    """Keep what XLA compiles in a folder, so that the next process loads it; for notebooks and jobs. Commands do so.
+
+    It also counts for what this process compiles from here on, whatever it has compiled before.
+
+    Args:
+      path: the folder, also of a bucket (gs://...); default: where JAX is told to keep them already, as by
+        JAX_COMPILATION_CACHE_DIR, else `mars_jax/compiled` in the user's cache folder.
+
+    Returns:
+      The folder.
+
+    >>> enable_compilation_cache("/tmp/compiled")  # doctest: +SKIP
+    '/tmp/compiled'
+    """
+    told = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+    if path is None and told is not None:
+        return told
+    if path is None:
+        home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+        path = os.path.join(home, "mars_jax", "compiled")
+    path = os.fspath(path)
+    jax.config.update("jax_compilation_cache_dir", path)
+    # A start compiles many programs that take less than the second below which JAX keeps none.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
+    # JAX looks for a folder at its first compilation, and not again unless it is told so.
+    compilation_cache.reset_cache()
+    return path

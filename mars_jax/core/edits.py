@@ -1,0 +1,128 @@
+"""Changes to the target's logits that a request asks for: biases, banned tokens and penalties of what was said.
+
+They make another target: rules verify its distribution, so a lossless rule stays lossless, and a node of a draft is
+judged after the drafted tokens before it. B batch, N nodes, T token buffer, K biased tokens of a row, V vocabulary.
+
+Sources: the bias and the repetition penalty are those of transformers (`SequenceBiasLogitsProcessor`, then
+`RepetitionPenaltyLogitsProcessor`; CTRL, arXiv 1909.05858), presence and frequency penalties those of OpenAI's API.
+Oracles: these processors, and autoregression (tests/core/test_edits.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from mars_jax.core import struct
+from mars_jax.core.errors import MarsError
+from mars_jax.core.settings import EDITS, LARGEST_FLOAT
+from mars_jax.core.tree import ancestors
+from mars_jax.core.types import NO_TOKEN, DraftTree
+
+
+@struct.dataclass(kw_only=True)
+class Edits:
+    """Of each row. Off is a repetition penalty of 1, and 0 for the others."""
+
+    bias_tokens: Array  # i32[B, K]; padded with NO_TOKEN
+    bias: Array  # f32[B, K]; added to the logits of these tokens; -inf bans one
+    repetition: Array  # f32[B]; divides positive and multiplies negative logits of tokens in prompt and text
+    presence: Array  # f32[B]; taken from the logit of every token in the text
+    frequency: Array  # f32[B]; taken from it once for every time that it is there
+
+
+def make_edits(
+    batch: int,
+    *,
+    logit_bias: Sequence[Mapping[int, float] | Sequence[tuple[int, float]]] | Mapping[int, float] = (),
+    repetition_penalty: Any = 1.0,
+    presence_penalty: Any = 0.0,
+    frequency_penalty: Any = 0.0,
+    width: int = 1,
+) -> Edits:
+    """`Edits` for `Controls.edits`; a penalty is one value for all rows or one per row.
+
+    Args:
+      batch: B.
+      logit_bias: by token id what is added to its logit, for all rows or one mapping for each; -inf bans a token.
+      repetition_penalty: 1 is off.
+      presence_penalty: 0 is off.
+      frequency_penalty: 0 is off.
+      width: least K, so that batches share a compilation.
+
+    Raises:
+      MarsError: a value is out of range.
+
+    >>> make_edits(2, logit_bias={5: -jnp.inf}).bias_tokens.tolist()
+    [[5], [5]]
+    """
+    rows = [logit_bias] * batch if isinstance(logit_bias, Mapping) else list(logit_bias) or [{}] * batch
+    if len(rows) != batch:
+        raise MarsError(f"logit_bias has {len(rows)} rows: expected one mapping, or one for each of {batch}.")
+    pairs = [list(row.items()) if isinstance(row, Mapping) else list(row) for row in rows]
+    width = max(width, *(len(row) for row in pairs))
+    tokens = np.full((batch, width), NO_TOKEN, np.int32)
+    values = np.zeros((batch, width), np.float32)
+    for b, row in enumerate(pairs):
+        for k, (token, value) in enumerate(row):
+            if token < 0 or not value <= LARGEST_FLOAT:
+                raise MarsError(
+                    f"logit_bias has {token}: {value}: expected a token id and a number, or -inf to ban it."
+                )
+            tokens[b, k], values[b, k] = token, value
+
+    def penalty(name: str, value: Any) -> Array:
+        EDITS[name].check(value)
+        return jnp.broadcast_to(jnp.asarray(value, jnp.float32), (batch,))
+
+    return Edits(
+        bias_tokens=jnp.asarray(tokens),
+        bias=jnp.asarray(values),
+        repetition=penalty("repetition_penalty", repetition_penalty),
+        presence=penalty("presence_penalty", presence_penalty),
+        frequency=penalty("frequency_penalty", frequency_penalty),
+    )
+
+
+def edited(
+    logits: Array, edits: Edits, tree: DraftTree, tokens: Array, prompt_length: Array, length: Array
+) -> Array:
+    """The logits f32[B, N, V] of a tree's nodes with the edits of their rows.
+
+    Args:
+      logits: f32[B, N, V]; the target's.
+      edits: of the rows.
+      tree: whose root is the last committed token.
+      tokens: i32[B, T]; committed below `length`.
+      prompt_length, length: i32[B].
+    """
+    vocab = logits.shape[-1]
+
+    def scattered(at: Array, values: Array) -> Array:
+        """f32[B, V]: values [B, M] added up at tokens i32[B, M]; those outside of the vocabulary are dropped."""
+        at = jnp.where(at < 0, vocab, at)
+        return jax.vmap(lambda a, v: jnp.zeros((vocab,), jnp.float32).at[a].add(v, mode="drop"))(at, values)
+
+    place = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    committed = place < length[:, None]
+    prompt = scattered(tokens, (committed & (place < prompt_length[:, None])).astype(jnp.float32))
+    said = scattered(tokens, (committed & (place >= prompt_length[:, None])).astype(jnp.float32))
+    # The drafted tokens from the root's child to each node itself, which come before what the node predicts.
+    above = ancestors(tree.parents, tree.max_depth).at[:, :, 0].set(False)  # the root is committed
+    drafted = jax.nn.one_hot(tree.tokens, vocab, dtype=jnp.float32)
+    count = said[:, None] + jnp.einsum("bij,bjv->biv", above.astype(jnp.float32), drafted)
+
+    def of_row(values: Array) -> Array:
+        return values[:, None, None]
+
+    z = logits.astype(jnp.float32) + scattered(edits.bias_tokens, edits.bias)[:, None]
+    again = (count > 0) | (prompt > 0)[:, None]
+    factor = jnp.where(z < 0, of_row(edits.repetition), 1 / of_row(edits.repetition))
+    z = jnp.where(again, z * factor, z)
+    z = z - jnp.where(count > 0, of_row(edits.presence), 0.0)
+    return z - of_row(edits.frequency) * count

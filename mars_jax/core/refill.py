@@ -1,0 +1,138 @@
+"""The loop over rows that come and go: step until some have ended, put others in their place, go on.
+
+B rows of the state, b rows that are put into it, T token buffer. Oracle: each row decoded alone
+(tests/core/test_insert.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from mars_jax.core.insert import check_insert
+from mars_jax.core.mesh import by_rows, over_rows
+from mars_jax.core.metrics import DecodeStats, accumulate, zero_stats
+from mars_jax.core.types import Decoder, DecodeState, Params, PyTree
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=(2, 3))
+def advance(
+    decoder: Decoder,
+    params: Params,
+    state: DecodeState,
+    stats: DecodeStats,
+    ended: Any = 1,
+    most: Any = 2**30,
+) -> tuple[DecodeState, DecodeStats, Array]:
+    """Step until `ended` more rows are done, or all are, or for `most` steps. `state` and `stats` are donated.
+
+    On a mesh its devices ask each other after every step how many rows are done: one sum of a number each.
+
+    Args:
+      decoder, params, state: as for `decode.run`.
+      stats: counters of the rows so far, from `metrics.zero_stats`.
+      ended: i32[], at least 1.
+      most: i32[], at least 1.
+
+    Returns:
+      The state, the counters, and how many steps were taken, target forwards each: i32[B], the same in every row.
+    """
+
+    def loop(given: Any, state: DecodeState, stats: DecodeStats) -> tuple[DecodeState, DecodeStats, Array]:
+        params, ended, most = given
+        batch = state.done.shape[0]
+        rows = over_rows(jnp.int32(batch))
+
+        def done(state: DecodeState) -> Array:
+            return over_rows(jnp.sum(state.done, dtype=jnp.int32))
+
+        # What is done already, a row that only fills the batch say, ends nothing.
+        until = jnp.minimum(done(state) + ended, rows)
+
+        def going(carry: Any) -> Array:
+            _, _, steps, count = carry
+            return (count < until) & (steps < most)
+
+        def body(carry: Any) -> Any:
+            state, stats, steps, _ = carry
+            state, info = decoder.step(params, state)
+            with jax.named_scope("emit"):
+                return state, accumulate(stats, info), steps + 1, done(state)
+
+        count = done(state)
+        start = (state, stats, jnp.int32(0), count)
+        state, stats, steps, _ = lax.while_loop(lambda c: going(c) & (count < rows), body, start)
+        return state, stats, jnp.broadcast_to(steps, (batch,))
+
+    given = (params, jnp.asarray(ended, jnp.int32), jnp.asarray(most, jnp.int32))
+    return by_rows(loop)(given, state, stats)
+
+
+def refill(
+    decoder: Decoder,
+    params: Params,
+    state: DecodeState,
+    stats: DecodeStats,
+    rows: Array,
+    prompts: Array,
+    lengths: Array,
+    controls: PyTree,
+    rule: PyTree,
+    keys: Array,
+) -> tuple[DecodeState, DecodeStats]:
+    """`decoder.insert`, checked and compiled; the rows' counters begin again. `state` and `stats` are donated.
+
+    Args:
+      decoder, params, state, stats: as for `advance`.
+      rows: i32[b]; which rows start anew, -1 none.
+      prompts, lengths, controls, rule, keys: of these b rows, as for `Decoder.init`.
+    """
+    check_insert(rows, state.tokens.shape[0])
+    return _refill(decoder, params, state, stats, rows, prompts, lengths, controls, rule, keys)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=(2, 3))
+def _refill(
+    decoder: Decoder, params: Params, state: DecodeState, stats: DecodeStats, rows: Array, *new: Any
+) -> tuple[DecodeState, DecodeStats]:
+    state = decoder.insert(params, state, rows, *new)
+    return state, _renewed(decoder, state, stats, rows)
+
+
+def _renewed(decoder: Decoder, state: DecodeState, stats: DecodeStats, rows: Array) -> DecodeStats:
+    """The counters, at zero in these rows."""
+    batch, buffer = state.tokens.shape
+    empty = zero_stats(batch, decoder.max_depth, record=None if stats.tokens is None else buffer)
+    renewed = jnp.any(jnp.arange(batch, dtype=jnp.int32)[:, None] == rows[None], axis=1)
+
+    def choose(new: Array, old: Array) -> Array:
+        return jnp.where(renewed.reshape((-1,) + (1,) * (new.ndim - 1)), new, old)
+
+    return jax.tree.map(choose, empty, stats)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))
+def put(
+    decoder: Decoder, state: DecodeState, stats: DecodeStats, row: Array, read: DecodeState, *new: Any
+) -> tuple[DecodeState, DecodeStats]:
+    """A prompt that has been read, put into a row, as often as it is wanted. `state` and `stats` are donated.
+
+    Args:
+      decoder, state, stats: as for `advance`; on no mesh that divides rows.
+      row: i32[1]; which row starts anew.
+      read: a state of one row, from `decode.start`, whose prompt, cache and draft are taken.
+      new: (controls, rule, keys) of the row, as for `Decoder.init`.
+    """
+    state = decoder.put(state, row, read, *new)
+    return state, _renewed(decoder, state, stats, row)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def end(state: DecodeState, rows: Array) -> DecodeState:
+    """The state with the rows bool[B] done, whatever they have said. `state` is donated."""
+    return dataclasses.replace(state, done=state.done | rows)

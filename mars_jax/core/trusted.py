@@ -1,0 +1,93 @@
+"""Drafts that vouch for their own beginning: trusted tokens are taken without a test, and rules see what comes after.
+
+B batch, N nodes, V vocabulary. Oracle: a loop in Python over the same models in tests/drafters/test_cascade.py.
+
+A rule never sees a trusted token. It gets the step as if the row had them committed already, so that every rule, its
+guards and its state hold for what comes after, and the ratios of rejection and blocks start there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from mars_jax.core.controls import is_stop
+from mars_jax.core.errors import MarsError
+from mars_jax.core.evidence import Evidence
+from mars_jax.core.pick import pick
+from mars_jax.core.sampling import at_tokens
+from mars_jax.core.tree import at_parent
+from mars_jax.core.types import NO_TOKEN, DraftTree, Verdict
+
+
+def count_of(evidence: Evidence, rule: Any) -> Array:
+    """i32[B]: the tokens that are taken without a test.
+
+    None in strict rows, nor while the rule's `exact_prefix` lasts; and none from the first stop token on, which is the
+    target's to say, nor from a token that the request forbids. Trust is a beginning: it ends at the first node that is
+    not trusted.
+    """
+    tree = evidence.tree
+    assert tree.trusted is not None
+    trusted = tree.trusted & (tree.tokens >= 0) & ~is_stop(tree.tokens, evidence.controls.stop_tokens)
+    here = at_tokens(evidence.logits, jnp.maximum(tree.parents, 0), jnp.maximum(tree.tokens, 0))
+    trusted &= here > -jnp.inf
+    if evidence.strict_nodes is not None:
+        trusted &= ~at_parent(tree, evidence.strict_nodes)
+    count = jnp.sum(jnp.cumprod(trusted[:, 1:].astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
+    strict = evidence.controls.strict
+    if hasattr(rule, "strict_edges"):
+        strict = strict | (rule.strict_edges(evidence) > 0)
+    return jnp.where(strict, 0, count)
+
+
+def judged(rule: Any, evidence: Evidence) -> tuple[Verdict, Any, Array]:
+    """The verdict of a rule on what comes after the trusted tokens, as one on the whole draft; the rule, which may have
+    kept state; and how many tokens were trusted, i32[B].
+
+    Raises:
+      MarsError: trust in a tree that is no chain, or a verdict with arrays of its own.
+    """
+    tree = evidence.tree
+    if not tree.is_chain:
+        raise MarsError("a draft with trusted tokens is a tree: trust tokens of chains only.")
+    count = count_of(evidence, rule)
+    found, rule = rule(_after(evidence, count))
+    if type(found) is not Verdict:
+        raise MarsError(
+            f"the rule gives a {type(found).__name__} of its own, whose arrays nobody can put behind trusted tokens: "
+            "return a Verdict, or draft without trust."
+        )
+    accepted = count + found.num_accepted
+    edge = jnp.arange(tree.max_depth, dtype=jnp.int32)[None] - count[:, None]
+    relaxed = pick(found.relaxed, jnp.maximum(edge, 0)) & (edge >= 0)
+    path = jnp.minimum(jnp.arange(tree.max_depth + 1, dtype=jnp.int32)[None], accepted[:, None])
+    return dataclasses.replace(found, path=path, num_accepted=accepted, relaxed=relaxed), rule, count
+
+
+def _after(evidence: Evidence, count: Array) -> Evidence:
+    """The evidence from the last trusted node on, as the root."""
+    tree = evidence.tree
+    place = jnp.arange(tree.tokens.shape[1], dtype=jnp.int32)[None] + count[:, None]
+    last = tree.tokens.shape[1] - 1
+
+    def moved(values: Array) -> Array:
+        return pick(values, jnp.minimum(place, last))
+
+    after: DraftTree = dataclasses.replace(
+        tree,
+        tokens=jnp.where(place <= last, moved(tree.tokens), NO_TOKEN),
+        draft_logits=None if tree.draft_logits is None else moved(tree.draft_logits),
+        trusted=None,
+    )
+    return dataclasses.replace(
+        evidence,
+        tree=after,
+        start=evidence.start + count,
+        logits=moved(evidence.logits),
+        hidden=moved(evidence.hidden),
+        strict_nodes=None if evidence.strict_nodes is None else moved(evidence.strict_nodes),
+    )

@@ -1,0 +1,277 @@
+"""A block drafter: the whole draft from one forward over the target's own features, as a chain or as a tree.
+
+Sources: DFlash 2602.06036; trees from its marginals DDTree 2604.12989; DSpark (deepseek-ai/DeepSpec). B batch, N nodes,
+D depth, T token buffer, V vocabulary, W draft vocabulary. Oracle: a head run afresh over all committed tokens
+(tests/drafters/test_dflash.py).
+
+The invariant: the head's cache holds the context of the tokens in `[0, length - 1)`, each made of the target's
+features. A block is written after it, from the last committed token's slot on, and overwritten by what `update` learns.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from mars_jax import hub
+from mars_jax.core import struct
+from mars_jax.core.errors import MarsError
+from mars_jax.core.sampling import argmax, process, sample_processed
+from mars_jax.core.tree import chain, gather_path, last_token
+from mars_jax.core.types import (
+    NO_TOKEN,
+    Controls,
+    Drafter,
+    DraftInput,
+    DraftTree,
+    ForwardOutput,
+    KVCache,
+    LanguageModel,
+    Params,
+    Verdict,
+    Visible,
+)
+from mars_jax.drafters.asked import Asked, LoadedDrafter
+from mars_jax.drafters.best_first import best_first
+from mars_jax.drafters.grow import Growth, Level, grow, stops_at
+from mars_jax.drafters.shapes import Dynamic, Shape, Static, describe, shape_of
+from mars_jax.models import dflash as head
+from mars_jax.models.dflash import DFlashConfig
+
+
+@struct.dataclass(kw_only=True)
+class DFlashState:
+    """Between two steps."""
+
+    cache: KVCache
+
+
+def dflash(
+    config: DFlashConfig,
+    target: LanguageModel,
+    num_draft_tokens: int | None = None,
+    *,
+    tree: Sequence[int] | Dynamic | None = None,
+    sample: bool = False,
+    cache_dtype: str = "float32",
+) -> Drafter:
+    """Draft with a DFlash or DSpark head of the target; its weights are `Params.draft`.
+
+    The target's embedding and unembedding are read from `Params.target` where the head has none. A dynamic tree holds
+    the likeliest nodes of all (DDTree); with a Markov head, whose tokens depend on those above them, it is grown as
+    EAGLE-2 grows its own. `Controls.draft_stop` is an entropy, and with a confidence head the chance of a rejection: at
+    the first place where one minus the confidence is above it the draft ends.
+
+    Args:
+      config: of the head.
+      target: the model that the head was trained for.
+      num_draft_tokens: length of the chain, default: the whole block; not used where `tree` is given.
+      tree: `Dynamic(...)`, or children per node at each depth, such as `(4, 2, 2, 1)`.
+      sample: as in `drafters.language_model`.
+      cache_dtype: of the head's keys and values.
+
+    Raises:
+      MarsError: the head does not fit the target, the draft is longer than a block, or what `language_model` raises.
+
+    >>> from mars_jax.models import ModelConfig, language_model
+    >>> layer = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=2)
+    >>> config = DFlashConfig(layer=layer, target_hidden_size=16, feature_layers=(0, 1), block_size=8, mask_token=0,
+    ...                       draft_vocab_size=32)
+    >>> dflash(config, language_model(layer)).max_depth
+    7
+    """
+    head.check_target(config, target)
+    if target.with_features is None:
+        raise MarsError(
+            "a DFlash head reads the target's layers, and this target gives none: set LanguageModel.with_features."
+        )
+    length = config.drafts if num_draft_tokens is None else num_draft_tokens
+    shape = shape_of(length, tree, config.draft_vocab_size)
+    if shape.depth > config.drafts:
+        raise MarsError(
+            f"a draft of {shape.depth} tokens in a row is longer than this head's block, which drafts {config.drafts}: "
+            "draft fewer, or give the tree less depth."
+        )
+    return _dflash(config, target, shape, sample, cache_dtype)
+
+
+@functools.lru_cache
+def _dflash(
+    config: DFlashConfig, target: LanguageModel, shape: Shape, sample: bool, cache_dtype: str
+) -> Drafter:
+    size, depth = config.block_size, shape.depth
+
+    def init(params: Params, tokens: Array, length: Array) -> DFlashState:
+        batch, buffer = tokens.shape
+        return DFlashState(cache=head.init_cache(config, batch, buffer + max(size, depth + 1), cache_dtype))
+
+    def absorb(params: Params, state: DFlashState, output: ForwardOutput, first: Array) -> DFlashState:
+        """The context of consecutive tokens from position `first` on."""
+        fused = head.fuse(config, params.draft, output)
+        place = first[:, None] + jnp.arange(fused.shape[1], dtype=jnp.int32)[None]
+        return DFlashState(cache=head.absorb(config, params.draft, fused, place, first, state.cache))
+
+    def observe(
+        params: Params, state: DFlashState, tokens: Array, first: Array, length: Array, output: ForwardOutput
+    ) -> DFlashState:
+        return absorb(params, state, output, first)
+
+    def propose(params: Params, state: DFlashState, given: DraftInput) -> tuple[DraftTree, DFlashState]:
+        root, first = last_token(given), given.length - 1
+        places = first[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
+        visible = Visible(first=first, positions=places, slot=first, seen=jnp.ones((1, size, size), bool))
+        blocks = head.block(config, root)
+        with jax.named_scope("block"):
+            hidden, cache = head.forward(config, target, params, blocks, visible, state.cache)
+        skipped = size - config.drafts
+        hidden = hidden[:, skipped : skipped + depth]
+        marginals = head.unembed(config, target, params, hidden)
+        block = _Block(params=params, given=given, root=root, hidden=hidden, marginals=marginals)
+        if isinstance(shape, Static) and shape.is_chain and not config.markov_rank:
+            tree = _chain(config, sample, block)
+        elif isinstance(shape, Dynamic) and not (sample or config.markov_rank):
+            tree = best_first(shape, root, marginals, _alive(config, block))
+            ids = head.to_target(config, params, jnp.maximum(tree.tokens[:, 1:], 0))
+            ids = jnp.where(tree.tokens[:, 1:] == NO_TOKEN, NO_TOKEN, ids)
+            tree = dataclasses.replace(tree, tokens=jnp.concatenate([root, ids], axis=1))
+        else:
+            tree = _grown(config, shape, sample, block)
+        return tree, DFlashState(cache=cache)
+
+    def update(
+        params: Params,
+        state: DFlashState,
+        tree: DraftTree,
+        verdict: Verdict,
+        output: ForwardOutput,
+        length: Array,
+    ) -> DFlashState:
+        features = tuple(gather_path(x, verdict.path) for x in output.features)
+        return absorb(params, state, output._replace(features=features), length - 1)
+
+    return Drafter(
+        init=init,
+        propose=propose,
+        update=update,
+        observe=observe,
+        feature_layers=config.feature_layers,
+        num_nodes=shape.num_nodes,
+        max_depth=depth,
+        vocab_size=config.layer.vocab_size,
+        stoppable=True,
+        draft_ids=head.target_ids(config),
+        name=f"{'dspark' if config.markov_rank else 'dflash'}({describe(shape, sample)})",
+    )
+
+
+class _Block(NamedTuple):
+    """What a forward over a block gives."""
+
+    params: Params
+    given: DraftInput
+    root: Array  # i32[B, 1]
+    hidden: Array  # [B, D, E]
+    marginals: Array  # f32[B, D, W]; without a Markov head, of the tokens below the root
+
+
+def _alive(config: DFlashConfig, block: _Block) -> Array:
+    """bool[B, D]: the depths that are drafted, of a head whose places do not depend on each other."""
+    controls = block.given.controls
+    if config.confidence:
+        stops = _doubt(config, block, block.hidden, block.root) > controls.draft_stop[:, None]
+    else:
+        stops = stops_at(block.marginals, controls)
+    return jnp.cumprod((~stops).astype(jnp.int32), axis=1) > 0
+
+
+def _doubt(config: DFlashConfig, block: _Block, hidden: Array, before: Array) -> Array:
+    """f32[B, N]: the confidence head's chance that the tokens after `before` are rejected."""
+    return jax.nn.sigmoid(-head.confidence(config, block.params.draft, hidden, before))
+
+
+def _chain(config: DFlashConfig, sample: bool, block: _Block) -> DraftTree:
+    """The likeliest tokens of all places, or what is drawn from them, none of which knows of the others."""
+    params, controls = block.params, block.given.controls
+    if sample:
+        processed = process(head.widen(config, params, block.marginals), controls)
+        place = jnp.broadcast_to(jnp.arange(processed.shape[1], dtype=jnp.int32), processed.shape[:2])
+        ids = sample_processed(block.given.keys, place, processed)
+        # The last node has no children, so its row is never read.
+        q = jnp.pad(processed, ((0, 0), (0, 1), (0, 0)))
+    else:
+        ids, q = head.to_target(config, params, argmax(block.marginals)), None
+    return chain(jnp.concatenate([block.root, jnp.where(_alive(config, block), ids, NO_TOKEN)], axis=1), q)
+
+
+def _grown(config: DFlashConfig, shape: Shape, sample: bool, block: _Block) -> DraftTree:
+    """A draft level by level, each from the marginals of its place and, with a Markov head, the token above."""
+    params, first = block.params, block.given.length - 1
+
+    def at(depth: Any, values: Array, before: Array) -> Array:
+        """values [B, D, ...] of a depth below the root, for all of the nodes above it i32[B, W]."""
+        one = lax.dynamic_slice_in_dim(values, depth, 1, axis=1)
+        return jnp.broadcast_to(one, (before.shape[0], before.shape[1], *values.shape[2:]))
+
+    def below(depth: Any, before: Array) -> tuple[Array, Array]:
+        logits = at(depth, block.marginals, before)
+        if config.markov_rank:
+            logits = logits + head.markov(config, params.draft, before)
+        if not config.confidence:
+            return logits, jnp.zeros(before.shape, jnp.float32)
+        return logits, _doubt(config, block, at(depth, block.hidden, before), before)
+
+    def extend(carry: Array, level: Level) -> tuple[Array, Array]:
+        # Nodes of depth d stand at `first + d - 1`; see `Growth.first`.
+        return below(level.visible.positions[0, 0] - first[0] + 1, level.tokens)
+
+    def stops(logits: Array, doubt: Array, controls: Controls) -> Array:
+        return doubt[:, : logits.shape[1]] > controls.draft_stop[:, None]
+
+    logits, doubt = below(0, block.root)
+    growth = Growth(
+        logits=logits,
+        carry=jnp.repeat(doubt, shape.top_k, axis=1),
+        extend=extend,
+        first=first,
+        to_target=lambda ids: head.to_target(config, params, ids),
+        widen=lambda logits: head.widen(config, params, logits),
+        stops=stops if config.confidence else None,
+    )
+    given = block.given
+    return grow(shape, sample, growth, block.root, given.keys, given.controls, given.guide)[0]
+
+
+def load_dflash(asked: Asked) -> LoadedDrafter:
+    """`dflash` of a head's checkpoint.
+
+    Raises:
+      MarsError: as `hub.load_dflash`.
+    """
+    return load_head(asked)[1](asked.tree)
+
+
+def load_head(asked: Asked) -> tuple[int, Callable[[Sequence[int] | Dynamic | None], LoadedDrafter]]:
+    """The tokens that a head's block drafts, and `dflash` of its checkpoint with whatever tree, loaded once.
+
+    Raises:
+      MarsError: as `hub.load_dflash`.
+    """
+    target = asked.target
+    config, params = hub.load_dflash(asked.path, target.config, target.params, dtype=asked.heads_dtype)
+    # As in `hub.load`: XLA's CPU backend would widen a bfloat16 cache anew at every step.
+    cache_dtype = "float32" if jax.default_backend() == "cpu" else params["fc"].dtype.name
+    params = asked.placed(params, config)
+
+    def with_tree(tree: Sequence[int] | Dynamic | None) -> LoadedDrafter:
+        if tree is None and asked.length is None and not asked.sample:
+            tree = Dynamic(depth=config.drafts)
+        options: Any = {"tree": tree, "sample": asked.sample, "cache_dtype": cache_dtype}
+        return LoadedDrafter(dflash(config, target.model, asked.length, **options), params)
+
+    return config.drafts, with_tree

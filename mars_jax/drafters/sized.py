@@ -1,0 +1,296 @@
+"""Drafts as long as pays now: each step takes a size, no draft among them, by what the device measures as it goes.
+
+What a step of a size costs is a number, measured or planned; what it gives follows from the share of tested tokens that
+were accepted lately, over the rows that are live. The size of the best tokens per second is taken, on the device,
+without a host's word. Source of the estimate: Leviathan et al. 2211.17192, section 3.3. B batch, n sizes.
+
+Oracle: the drafter of a fixed size, token for token, and a simulation in Python (tests/drafters/test_sized.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from mars_jax.core import struct
+from mars_jax.core.errors import MarsError
+from mars_jax.core.tree import chain, last_token
+from mars_jax.core.types import Drafter, DraftInput, DraftTree, ForwardOutput, Params, PyTree, Verdict
+from mars_jax.drafters.asked import LoadedDrafter
+
+KEEP = 0.95
+"""Of what was seen, after every step with a draft: at batch 1 the last twenty steps count, some 60 tested tokens."""
+GUESS, WEIGHT = 0.8, 4.0
+"""The acceptance before anything was seen, and as how many tested tokens it counts."""
+BETTER = 0.1
+"""Without a draft nothing is seen. If this much more acceptance would pay, a step drafts to see, now and then."""
+PAUSE, LONGEST_PAUSE = 64, 4096
+"""Steps without a draft before one drafts to see; twice as many after each that did not pay."""
+
+
+class SizedParams(NamedTuple):
+    """`Params.draft` of a drafter of several sizes."""
+
+    weights: PyTree  # of the drafter
+    costs: Any  # f32[n]; of a step of each size, in any unit; 0 not measured yet
+    forced: Any  # i32[]; the number of the size that every step takes; -1: what pays
+
+
+@struct.dataclass(kw_only=True)
+class SizedState:
+    """Between two steps; [B] each but the drafter's own."""
+
+    draft: PyTree
+    cached: Array  # i32; committed tokens that the drafter's cache has, of a drafter that is to catch up
+    accepted: Array  # f32; tested tokens that were accepted, the latest counting most
+    tested: Array  # f32
+    idle: Array  # i32; steps since the last draft
+    pause: Array  # i32; so many of them before one drafts to see
+
+
+def usual_sizes(length: int) -> tuple[int, ...]:
+    """No draft, half of the length and all of it.
+
+    >>> usual_sizes(5), usual_sizes(1)
+    ((0, 3, 5), (0, 1))
+    """
+    return tuple(sorted({0, (length + 1) // 2, length}))
+
+
+def sized(
+    loaded: LoadedDrafter | Drafter,
+    sizes: Sequence[int] | None = None,
+    *,
+    costs: Sequence[float] | None = None,
+    any_rule: bool = False,
+) -> LoadedDrafter:
+    """The drafter with a chain in each step as long as pays then: two or three sizes, no draft among them.
+
+    Texts under `exact` are those of every fixed size, for a draft that is not drawn. Where a draft is drawn, under
+    `rejection` say, their law is the same, and their tokens depend on what else is in the batch.
+
+    A step without a draft leaves a draft model's cache as it is; the first draft afterwards feeds what it missed.
+
+    Args:
+      loaded: a drafter of chains with its weights; its own length is the longest.
+      sizes: lengths of chains, rising, 0 first; default `usual_sizes` of its length.
+      costs: of a step of each size at the batch size at hand, in any unit, such as seconds or what
+        `mars_jax.plan` says; default: `generate` and `Session` measure them before the first batch of a shape.
+      any_rule: let lossy rules verify it, although their texts then depend on what else is in the batch.
+
+    Raises:
+      MarsError: a drafter of trees, of one length alone, or of trusted drafts; sizes that do not begin with 0 or do not
+        rise to at most the drafter's; costs of another number.
+
+    >>> from mars_jax.drafters.ngram import ngram
+    >>> [size.max_depth for size in sized(ngram(8)).drafter.sizes]
+    [0, 4, 8]
+    """
+    if isinstance(loaded, Drafter):
+        loaded = LoadedDrafter(loaded, ())
+    whole = loaded.drafter
+    chains = whole.num_nodes == whole.max_depth + 1
+    if whole.resized is None or not chains or whole.trusts or whole.sizes:
+        raise MarsError(
+            f"the drafter '{whole.name}' has no chains of several lengths, of which one could be chosen: draft with "
+            "n-grams, a chain of a model or of an EAGLE head, or replay."
+        )
+    lengths = usual_sizes(whole.max_depth) if sizes is None else tuple(int(size) for size in sizes)
+    rising = all(a < b for a, b in itertools.pairwise(lengths))
+    if not 2 <= len(lengths) <= 4 or lengths[0] != 0 or not rising or lengths[-1] > whole.max_depth:
+        raise MarsError(
+            f"sizes are {list(lengths)}: expected two to four lengths that rise from 0 to at most {whole.max_depth}, "
+            "the drafter's own."
+        )
+    if costs is not None and (
+        len(costs) != len(lengths) or not all(0 < cost < float("inf") for cost in costs)
+    ):
+        raise MarsError(
+            f"costs are {list(costs)}: expected a positive number for each of the {len(lengths)} sizes."
+        )
+    # Numbers of the host, which every process of a mesh has.
+    given = np.zeros(len(lengths), np.float32) if costs is None else np.asarray(costs, np.float32)
+    return LoadedDrafter(_sized(whole, lengths, any_rule), SizedParams(loaded.params, given, np.int32(-1)))
+
+
+@functools.lru_cache
+def _sized(whole: Drafter, lengths: tuple[int, ...], any_rule: bool) -> Drafter:
+    assert whole.resized is not None
+    longest = whole if lengths[-1] == whole.max_depth else whole.resized(lengths[-1])
+
+    def own(params: Params) -> Params:
+        return params._replace(draft=params.draft.weights)
+
+    def init(params: Params, tokens: Array, length: Array) -> SizedState:
+        batch = length.shape[0]
+        # Where no draft is to be expected, a draft model does not read the prompt either; `catch_up` would.
+        reads = longest.catch_up is None or _best(params.draft, lengths, jnp.float32(GUESS + BETTER)) > 0
+        read = jnp.where(reads, length, jnp.minimum(length, 2))
+        # Arrays of their own: a loop that is given the state may not be given one buffer twice.
+        return SizedState(
+            draft=longest.init(own(params), tokens, read),
+            cached=read - 2,
+            accepted=jnp.zeros((batch,), jnp.float32),
+            tested=jnp.zeros((batch,), jnp.float32),
+            idle=jnp.zeros((batch,), jnp.int32),
+            pause=jnp.full((batch,), PAUSE, jnp.int32),
+        )
+
+    def observe(params: Params, state: SizedState, *rest: Any) -> SizedState:
+        assert longest.observe is not None
+        return dataclasses.replace(state, draft=longest.observe(own(params), state.draft, *rest))
+
+    def choose(params: Params, state: SizedState, live: Array) -> Array:
+        return chosen(params.draft, lengths, state, live)
+
+    drafts = [
+        _drafting(longest if length == longest.max_depth else whole.resized(length)) for length in lengths[1:]
+    ]
+    return longest._replace(
+        init=init,
+        propose=_unreachable,
+        update=_unreachable,
+        observe=None if longest.observe is None else observe,
+        sparse=False,
+        name=f"{whole.name}, as long as pays",
+        resized=None,
+        catch_up=None,
+        sizes=(_idle(longest), *drafts),
+        choose=choose,
+        any_rule=any_rule,
+    )
+
+
+def _unreachable(*_: Any) -> Any:
+    raise MarsError("a drafter of several sizes drafts by one of its `sizes`: decode by speculative_decoder.")
+
+
+def chosen(params: SizedParams, lengths: Sequence[int], state: SizedState, live: Array) -> Array:
+    """i32[]: the number of the size that gives most tokens for its cost; the shorter one of equal ones.
+
+    With an acceptance a, a chain of K gives 1 + a + ... + a^K tokens a step.
+
+    Args:
+      params: with costs f32[n].
+      lengths: of the n sizes.
+      state: of the rows.
+      live: bool[B]; the rows that count, all where none does.
+
+    >>> import jax
+    >>> one, full = jnp.ones((1,), jnp.int32), lambda x: jnp.full((1,), x)
+    >>> state = SizedState(draft=(), cached=one, accepted=full(90.0), tested=full(100.0), idle=one, pause=one * 9)
+    >>> costs = [SizedParams((), jnp.asarray(c), jnp.int32(-1)) for c in ([1.0, 1.5, 2.0], [1.0, 2.0, 5.0])]
+    >>> [int(chosen(c, (0, 2, 5), state, one > 0)) for c in costs]
+    [2, 1]
+    """
+    counts = live | ~jnp.any(live)
+    total = lambda x: jnp.sum(jnp.where(counts, x, 0))  # noqa: E731
+    acceptance = (total(state.accepted) + GUESS * WEIGHT) / (total(state.tested) + WEIGHT)
+
+    now, hoped = (_best(params, lengths, x) for x in (acceptance, acceptance + BETTER))
+    waited = jnp.max(jnp.where(counts, state.idle - state.pause, -1)) >= 0
+    picked = jnp.where((now == 0) & waited, hoped, now)
+    return jnp.where(params.forced >= 0, params.forced, picked)
+
+
+def _best(params: SizedParams, lengths: Sequence[int], acceptance: Array) -> Array:
+    """i32[]: the number of the size that gives most tokens for its cost at this acceptance, or the forced one."""
+    powers = jnp.cumprod(jnp.full((max(lengths),), 1.0, jnp.float32) * jnp.minimum(acceptance, 1.0))
+    tokens = [1.0 + jnp.sum(powers[:length]) for length in lengths]
+    # What has not been measured costs the same whatever is drafted.
+    costs = jnp.where(params.costs > 0, params.costs, 1.0)
+    best = jnp.argmax(jnp.stack(tokens) / costs).astype(jnp.int32)
+    return jnp.where(params.forced >= 0, params.forced, best)
+
+
+def _idle(longest: Drafter) -> Drafter:
+    """The size 0."""
+
+    def propose(params: Params, state: SizedState, given: DraftInput) -> tuple[DraftTree, SizedState]:
+        return chain(last_token(given)), state
+
+    def update(
+        params: Params,
+        state: SizedState,
+        tree: DraftTree,
+        verdict: Verdict,
+        output: ForwardOutput,
+        length: Array,
+    ) -> SizedState:
+        draft = state.draft
+        if longest.catch_up is None:
+            # One that reads the target's features, which are gone after the step.
+            own = params._replace(draft=params.draft.weights)
+            draft = longest.update(own, draft, tree, verdict, output, length)
+        return dataclasses.replace(state, draft=draft, idle=state.idle + 1)
+
+    return longest._replace(
+        propose=propose,
+        update=update,
+        observe=None,
+        num_nodes=1,
+        max_depth=0,
+        sparse=False,
+        name="none",
+    )
+
+
+def _drafting(size: Drafter) -> Drafter:
+    """A size that drafts, over the state of all of them."""
+
+    def propose(params: Params, state: SizedState, given: DraftInput) -> tuple[DraftTree, SizedState]:
+        own = params._replace(draft=params.draft.weights)
+        draft = state.draft
+        if size.catch_up is not None:
+            draft = size.catch_up(own, draft, given.tokens, state.cached, given.length)
+        tree, draft = size.propose(own, draft, given)
+        return tree, dataclasses.replace(state, draft=draft)
+
+    def update(
+        params: Params,
+        state: SizedState,
+        tree: DraftTree,
+        verdict: Verdict,
+        output: ForwardOutput,
+        length: Array,
+    ) -> SizedState:
+        own = params._replace(draft=params.draft.weights)
+        # The first that is rejected ends the walk, and what follows it is not tested. Padding counts as rejected: what
+        # is not drafted gives nothing either.
+        tested = jnp.minimum(verdict.num_accepted + 1, size.max_depth)
+        # After a pause what was seen before it counts half.
+        keep = jnp.where(state.idle > 0, KEEP / 2, KEEP)
+        return SizedState(
+            draft=size.update(own, state.draft, tree, verdict, output, length),
+            cached=length + verdict.num_accepted - 1,
+            accepted=keep * state.accepted + verdict.num_accepted.astype(jnp.float32),
+            tested=keep * state.tested + tested.astype(jnp.float32),
+            idle=jnp.zeros_like(state.idle),
+            pause=jnp.where(state.idle > 0, jnp.minimum(2 * state.pause, LONGEST_PAUSE), PAUSE),
+        )
+
+    return size._replace(propose=propose, update=update)
+
+
+def measured(loaded: LoadedDrafter, costs: Sequence[float]) -> LoadedDrafter:
+    """The drafter with costs f32[n] of its sizes, and with no size forced."""
+    return loaded._replace(
+        params=loaded.params._replace(costs=np.asarray(costs, np.float32), forced=np.int32(-1))
+    )
+
+
+def forced(loaded: LoadedDrafter, size: int) -> LoadedDrafter:
+    """The drafter, every step of which takes the size of this number, such as 0 for no draft."""
+    return loaded._replace(params=loaded.params._replace(forced=np.int32(size)))
+
+
+def is_measured(loaded: LoadedDrafter) -> bool:
+    """Whether it is to choose and knows by what."""
+    return not loaded.drafter.sizes or bool(np.all(np.asarray(loaded.params.costs) > 0))

@@ -1,0 +1,108 @@
+"""A running `DecodeState` on disk: saved between two steps, restored in another process, on another mesh.
+
+Oracle: the same rows decoded without a break (tests/hub/test_states.py).
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from jax.sharding import SingleDeviceSharding
+
+from mars_jax.core.errors import MarsError
+from mars_jax.core.types import KEY_IMPL, DecodeState, PyTree
+from mars_jax.hub import orbax
+
+
+def save_state(path: str | os.PathLike[str], state: DecodeState) -> None:
+    """Write a running state as an Orbax checkpoint, all or nothing: tokens, caches, keys and the rule's numbers.
+
+    In a run of several processes all of them call it. Weights are not in it, and neither is the structure: the rule,
+    the drafter and the shapes are the program's, which restores it with a state of the same structure.
+
+    Args:
+      path: of a directory that does not exist.
+      state: between two steps.
+
+    Raises:
+      MarsError: there is something at `path`, or the disk does not take it.
+    """
+    if Path(path).exists():
+        raise MarsError(f"'{path}' exists: choose the name of a new folder.")
+    try:
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(Path(path).absolute(), _named(state))
+    except OSError as error:
+        raise MarsError(
+            f"'{path}' cannot be written ({error.strerror or error}): choose another path, or make room."
+        ) from error
+
+
+def restore_state(path: str | os.PathLike[str], like: DecodeState) -> DecodeState:
+    """What `save_state` wrote, where `like` has it.
+
+    Args:
+      path: the directory.
+      like: a state of the same decoder and shapes: another one, whose numbers do not matter, or what
+        `jax.eval_shape` of `Decoder.init` gives; `jax.ShapeDtypeStruct`s with shardings say where arrays go.
+
+    Raises:
+      MarsError: the checkpoint cannot be read, or is of another structure or of other shapes.
+    """
+    default = SingleDeviceSharding(jnp.zeros(()).devices().pop())
+    leaves, structure = jax.tree.flatten(like)
+    shapes = jax.eval_shape(_named, like)
+    named = {
+        name: jax.ShapeDtypeStruct(
+            shapes[name].shape, shapes[name].dtype, sharding=getattr(old, "sharding", None) or default
+        )
+        for name, old in zip(_names(like), leaves, strict=True)
+    }
+    _check(path, named)
+    made = orbax.restore(path, named)
+    back = [
+        jax.random.wrap_key_data(made[name], impl=KEY_IMPL) if _is_key(old) else made[name]
+        for name, old in zip(named, leaves, strict=True)
+    ]
+    return jax.tree.unflatten(structure, back)
+
+
+def _check(path: str | os.PathLike[str], named: dict[str, Any]) -> None:
+    """Raise MarsError where the checkpoint is of another state: its names or shapes say so."""
+    try:
+        with ocp.StandardCheckpointer() as checkpointer:
+            found = checkpointer.metadata(Path(path).absolute()).item_metadata
+        shapes = {name: tuple(x.shape) for name, x in dict(found).items()}
+    except Exception as error:  # Orbax raises its own, ValueError, KeyError and OSError alike
+        raise MarsError(
+            f"'{path}' holds no state that can be read: give a folder of save_state's."
+        ) from error
+    wanted = {name: tuple(x.shape) for name, x in named.items()}
+    for name in [*wanted, *shapes]:
+        if wanted.get(name) != shapes.get(name):
+            raise MarsError(
+                f"'{path}' holds the state of another decoder or of other shapes ({name} is {shapes.get(name)} there "
+                f"and {wanted.get(name)} here): restore it with the rule, drafter, rows and buffer it was saved with."
+            )
+
+
+def _named(state: PyTree) -> dict[str, Any]:
+    """The leaves by their places; keys as the words they are made of."""
+    words = [jax.random.key_data(x) if _is_key(x) else x for x in jax.tree.leaves(state)]
+    return dict(zip(_names(state), words, strict=True))
+
+
+def _names(state: PyTree) -> list[str]:
+    return [
+        jax.tree_util.keystr(path, simple=True, separator="-")
+        for path, _ in jax.tree_util.tree_leaves_with_path(state)
+    ]
+
+
+def _is_key(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)

@@ -1,0 +1,52 @@
+"""What a row has said, cut out of the batch's arrays: its completion. B batch, T token buffer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mars_jax.core.metrics import DecodeStats, summarize
+from mars_jax.pretrained import Pretrained
+from mars_jax.serve.requests import KINDS, Completion, Request, TokenLogProbs
+from mars_jax.serve.text import RowText
+
+
+def token_log_probs(source: Any, row: int, count: int) -> TokenLogProbs:
+    """Of the first `count` tokens of a row, from a `StepInfo` or a `TokenRecord` on the host."""
+    names = ("log_prob", "temperature_log_prob", "processed_log_prob", "regret")
+    values = {name: tuple(getattr(source, name)[row, :count].tolist()) for name in names}
+    return TokenLogProbs(**values, kind=tuple(KINDS[k] for k in source.kind[row, :count]))
+
+
+def complete(
+    target: Pretrained, request: Request, row: int, final: tuple, stats: DecodeStats, seconds: float
+) -> Completion:
+    """Cut one row's new tokens out of the batch's final state and name why it ended.
+
+    Args:
+      target, request: whose row this is.
+      row: its place in the batch.
+      final: (tokens i32[B, T], length i32[B], failed bool[B]), on the host.
+      stats: the row's counters, on the host.
+      seconds: for `Completion.seconds`.
+    """
+    tokens, length, failed = final
+    said = tokens[row, len(request.prompt_tokens) : length[row]].tolist()
+    # As the stream does it, so that a character cut in two reads the same both ways.
+    text = RowText(target, request)
+    pieces = [text.feed(token, last=i == len(said) - 1) for i, token in enumerate(said)]
+    new = said[: text.count]
+    stopped = text.stopped or (new and new[-1] in request.stop_tokens)
+    if request.constraint is not None and not stopped:
+        # Without stop tokens a constrained row ends where nothing may follow.
+        most = min(request.max_new_tokens, target.config.max_positions - len(request.prompt_tokens))
+        stopped = len(new) < most
+    failed = failed[row] and not text.stopped  # what came after a stop string is nothing of this request
+    return Completion(
+        request=request,
+        text="".join(pieces),
+        tokens=new,
+        finish_reason="failed" if failed else "stop" if stopped else "length",
+        metrics=summarize(stats, row),
+        seconds=seconds,
+        log_probs=None if stats.tokens is None else token_log_probs(stats.tokens, row, len(new)),
+    )

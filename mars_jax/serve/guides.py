@@ -1,0 +1,95 @@
+"""The constraints and spans of requests, as tables and as where rows begin. Oracle: tests/serve/test_constraints.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from mars_jax.constraints import vocabulary
+from mars_jax.constraints.automaton import FIRST
+from mars_jax.constraints.compiled import Compiled, compiled, joined
+from mars_jax.constraints.spans import state_after
+from mars_jax.constraints.vocabulary import Vocabulary
+from mars_jax.core.errors import MarsError
+from mars_jax.core.guide import Guides
+from mars_jax.core.types import PyTree
+from mars_jax.placement.hosts import put
+from mars_jax.pretrained import Pretrained
+from mars_jax.serve.requests import Request
+
+
+class RequestGuides(NamedTuple):
+    """What the step needs to follow the texts of some requests; None where none of them asks for it."""
+
+    constraint: Compiled | None = None
+    span: Compiled | None = None
+    words: Vocabulary | None = None
+
+    @property
+    def tables(self) -> Guides | None:
+        """For `Params.guides`."""
+        if self.constraint is None and self.span is None:
+            return None
+        return Guides(
+            constraint=self.constraint and self.constraint.tables, span=self.span and self.span.tables
+        )
+
+    @property
+    def shapes(self) -> Any:
+        """What of the tables decides the compilation."""
+        return tuple(x.shape for x in jax.tree.leaves(self.tables))
+
+    def rows(self, own: Sequence[Request]) -> Guides | None:
+        """For `Controls.guides`, of the requests of a batch."""
+        if self.constraint is None and self.span is None:
+            return None
+        spans = [request.spans for request in own]
+        after = [
+            FIRST
+            if span is None or self.words is None
+            else state_after(span, self.words, request.prompt_tokens)
+            for request, span in zip(own, spans, strict=True)
+        ]
+        return Guides(
+            constraint=self.constraint and self.constraint.rows([r.constraint for r in own]),
+            span=self.span and self.span.rows(spans, after),
+        )
+
+
+def guides_of(target: Pretrained, requests: Sequence[Request]) -> RequestGuides:
+    """The tables of the requests' constraints and spans, built once for each that differs.
+
+    Raises:
+      MarsError: the target has no tokenizer to say what its tokens are, or as `Constraint.table`.
+    """
+    constraints = [r.constraint for r in requests if r.constraint is not None]
+    spans = dict.fromkeys(r.spans for r in requests if r.spans is not None)
+    if not constraints and not spans:
+        return RequestGuides()
+    words = _vocabulary(target, any(c.kind != "tokens" for c in constraints) or bool(spans))
+    return RequestGuides(
+        constraint=compiled(constraints, words) if constraints else None,
+        span=joined({span: span.table(words) for span in spans}, len(words.tokens)) if spans else None,
+        words=words,
+    )
+
+
+def placed(tables: Guides | None, target: Pretrained) -> PyTree:
+    """Tables on every device of the target's mesh."""
+    if tables is None or target.mesh is None:
+        return tables
+    whole = jax.sharding.NamedSharding(target.mesh, jax.sharding.PartitionSpec())
+    return put(tables, jax.tree.map(lambda _: whole, tables))
+
+
+def _vocabulary(target: Pretrained, text: bool) -> Vocabulary:
+    size = target.config.vocab_size
+    if not text:
+        return Vocabulary(tokens=(None,) * size)
+    if not target.has_tokenizer:
+        raise MarsError(
+            f"'{target.name}' has no tokenizer, so nobody knows what its tokens say: constrain it by tokens alone."
+        )
+    return vocabulary(target.tokenizer, size)

@@ -1,0 +1,74 @@
+"""How many rows a device has room for. Oracle: the sizes of the arrays themselves (tests/serve/test_queue.py)."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mars_jax.core.prefill import WIDE_CHUNK
+from mars_jax.placement.shardings import state_shardings
+from mars_jax.serve.prepare import Prepared, of_mesh
+
+MOST, MOST_ON_CPU = 128, 16
+"""Rows of a batch at most. A CPU is busy with some: more of them take as much longer as they are more."""
+SHARE, SHARE_OF_HOST = 0.85, 0.25
+"""Of a device's memory, and of a host's, which other programs use too: for weights, rows and what a step computes."""
+
+
+def default_rows(prepared: Prepared) -> int:
+    """Rows to decode side by side: as many as memory has room for, and no more than there are requests.
+
+    The same number on the same machine, whatever else is in its memory. Where memory tells nothing, `MOST`.
+    """
+    target = prepared.target
+    given = jax.tree.leaves((prepared.params.target, prepared.params.draft))
+    weights = [x for x in given if isinstance(x, jax.Array)]
+    device = next(iter(weights[0].sharding.addressable_devices)) if weights else jax.local_devices()[0]
+    parts = of_mesh(target, 1)
+    most = MOST_ON_CPU if device.platform == "cpu" else MOST
+    room = _bytes_of(device)
+    if room is not None:
+        taken = sum(_part(x, x.sharding) for x in weights)
+        most = min(most, int((room - taken) // row_bytes(prepared)))
+    return min(max(most, 1) * parts, len(prepared.requests))
+
+
+def row_bytes(prepared: Prepared) -> int:
+    """What a row takes on each device that has it: its state, and the larger of four copies of the logits of a step and
+    of what a layer makes of a chunk of its prompt."""
+    parts = of_mesh(prepared.target, 1)
+    arrays = prepared.arrays([None] * parts)
+    with prepared.target.on_mesh():
+        state = jax.eval_shape(prepared.decoder.init, prepared.params, *arrays)
+    mesh = prepared.target.mesh
+    leaves = jax.tree.leaves(state)
+    places = [None] * len(leaves) if mesh is None else jax.tree.leaves(state_shardings(state, mesh))
+    nodes, vocab = prepared.drafter.drafter.num_nodes, prepared.target.model.vocab_size
+    config, model = prepared.target.config, prepared.target.model
+    # A model of one's own may have another config than ours.
+    wide = 2 * getattr(config, "intermediate_size", 0) + 4 * getattr(config, "hidden_size", 0)
+    reading = min(model.prefill_chunk or WIDE_CHUNK, state.tokens.shape[1]) * wide * 4
+    return max(4 * nodes * vocab * 4, reading) + sum(map(_part, leaves, places))
+
+
+def _part(x: Any, place: Any) -> int:
+    """The bytes of an array, or of a device's part of it."""
+    shape = x.shape if place is None else place.shard_shape(x.shape)
+    # A key is two words.
+    size = 8 if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x.dtype.itemsize
+    return math.prod(shape) * size
+
+
+def _bytes_of(device: Any) -> float | None:
+    """What of a device's memory may be used; None where nothing tells."""
+    if device.platform == "cpu":
+        try:
+            return SHARE_OF_HOST * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        except (ValueError, OSError, AttributeError):
+            return None
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    return None if limit is None else SHARE * limit

@@ -1,0 +1,271 @@
+"""Requests that go through a few rows: where one ends, the next begins, and the others do not wait.
+
+B rows. Oracle: each request decoded alone (tests/serve/test_queue.py).
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from mars_jax.core import activity, decode, refill
+from mars_jax.core.insert import NO_ROW
+from mars_jax.core.mesh import size_of
+from mars_jax.core.metrics import DecodeStats, zero_stats
+from mars_jax.core.types import DecodeState, PyTree
+from mars_jax.placement.hosts import fetch, put
+from mars_jax.placement.shardings import state_shardings
+from mars_jax.serve.complete import complete
+from mars_jax.serve.prepare import Prepared, of_mesh
+from mars_jax.serve.requests import Completion, Request
+from mars_jax.serve.sizes import with_costs
+from mars_jax.serve.text import RowText
+
+WAIT = 32
+"""Of so many rows one may be done and wait for others to end with it: so a large batch does not stop at every step."""
+
+
+BETWEEN = 4
+"""Steps of an accelerator between two looks at the text of rows with stop strings; a CPU's cost more than a look."""
+
+
+class Finished(NamedTuple):
+    """A completion, and the number of its prompt."""
+
+    index: int
+    completion: Completion
+
+
+class Said(NamedTuple):
+    """New tokens of a request that goes on, or that has ended with them, and what they mean."""
+
+    index: int
+    text: str
+    tokens: tuple[int, ...]
+    pieces: tuple[str, ...]  # the text by token
+
+
+class Queue:
+    """Decode requests in a few rows, and give each as it ends. An iterator, for once.
+
+    `forwards` counts target forwards, each of which is over all rows.
+    """
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        rows: int,
+        *,
+        order: Sequence[int] | None = None,
+        log_probs: bool = False,
+        shared: bool | None = None,
+        telling: bool = False,
+    ):
+        """
+        Args:
+          prepared: the requests and what decodes them.
+          rows: B, filled up to a multiple of the mesh's axis `data`.
+          order: numbers of requests in the order in which they begin; default: as they are.
+          log_probs: keep what the target thinks of each token.
+          shared: read a prompt once for requests that follow each other, on no mesh that divides rows; default: where
+            there are such.
+          telling: `events` tells of new tokens too, for which the host looks after every step, on accelerators after
+            every fourth.
+        """
+        self._telling = telling
+        self.forwards = 0
+        self._log_probs = log_probs
+        self._waiting = collections.deque(range(len(prepared.requests)) if order is None else order)
+        batch = of_mesh(prepared.target, rows)
+        self._prepared = with_costs(prepared, batch, log_probs=log_probs, queued=True)
+        together = of_mesh(prepared.target, 1) == 1
+        self._shared = together and (shares_prompts(prepared.requests) if shared is None else shared)
+        self._read: tuple[tuple[int, ...], DecodeState] | None = None  # a prompt, and a row that has read it
+        self._holds: list[int | None] = [None] * batch  # request by row
+        self._began = [0.0] * batch
+        self._texts: list[RowText | None] = [None] * batch  # of rows with stop strings
+
+    def __iter__(self) -> Iterator[Finished]:
+        return (event for event in self.events() if isinstance(event, Finished))
+
+    def events(self) -> Iterator[Said | Finished]:
+        """What is said, where the queue tells of it, and each completion as it ends."""
+        state, stats = self._first()
+        ended: list[tuple[int, int, float, tuple, DecodeStats]] = []
+        while self._going():
+            # The device goes on while the host makes text of what has ended before. Where stop strings are looked for,
+            # it does not go far.
+            with self._prepared.target.on_mesh():
+                state, stats, steps = refill.advance(
+                    self._prepared.decoder,
+                    self._prepared.params,
+                    state,
+                    stats,
+                    max(1, len(self._holds) // WAIT),
+                    self._most(state),
+                )
+            yield from self._completed(ended)
+            look = fetch((state.done, (state.tokens, state.length, state.failed), stats, steps))
+            done, final, counters, steps = look
+            done = done.copy()
+            tokens, length, _ = final
+            said, pieces = self._read_texts(tokens, length, done)
+            if said.any():
+                with self._prepared.target.on_mesh():
+                    state = refill.end(state, said & ~done)
+                done |= said
+            yield from pieces
+            self.forwards += int(np.max(steps))
+            now = time.perf_counter()
+            ended = []
+            for row, index in enumerate(self._holds):
+                if index is not None and done[row]:
+                    ended.append((row, index, now - self._began[row], final, counters))
+                    self._holds[row] = self._texts[row] = None
+            state, stats = self._refilled(state, stats)
+        yield from self._completed(ended)
+
+    def draft_with(self, params: PyTree) -> None:
+        """Go on with other weights of the drafter, of the same shapes and dtypes; nothing compiles anew.
+
+        Rows that run keep what their draft's cache holds of the old ones, which costs acceptance and no exactness.
+        """
+        given = self._prepared.params
+        draft = given.draft._replace(weights=params) if self._prepared.drafter.drafter.sizes else params
+        self._prepared = dataclasses.replace(self._prepared, params=given._replace(draft=draft))
+        self._read = None  # a prompt that the old weights have read
+
+    def _going(self) -> bool:
+        return any(index is not None for index in self._holds)
+
+    def _next(self, row: int) -> int:
+        """The next request, in this row."""
+        self._began[row] = time.perf_counter()
+        self._holds[row] = index = self._waiting.popleft()
+        request = self._prepared.requests[index]
+        looks = self._telling or request.stop_strings
+        self._texts[row] = RowText(self._prepared.target, request) if looks else None
+        return index
+
+    def _most(self, state: DecodeState) -> int:
+        """Steps between two looks at the text."""
+        if all(text is None for text in self._texts):
+            return 2**30
+        return 1 if decode.look_ahead(state) == 0 else BETWEEN
+
+    def _read_texts(
+        self, tokens: np.ndarray, length: np.ndarray, done: np.ndarray
+    ) -> tuple[np.ndarray, list[Said]]:
+        """bool[B], the rows that have said a stop string; and what is new, where the queue tells of it."""
+        said, new = np.zeros(len(self._holds), bool), []
+        for row, text in enumerate(self._texts):
+            if text is None or (index := self._holds[row]) is None:
+                continue
+            read = len(self._prepared.requests[index].prompt_tokens) + text.count
+            before, fresh = text.count, tokens[row, read : length[row]].tolist()
+            pieces = [
+                text.feed(token, last=bool(done[row]) and place == len(fresh) - 1)
+                for place, token in enumerate(fresh)
+            ][: text.count - before]
+            said[row] = text.stopped
+            if self._telling and pieces:
+                new.append(Said(index, "".join(pieces), tuple(fresh[: len(pieces)]), tuple(pieces)))
+        return said, new
+
+    def _first(self) -> tuple[DecodeState, DecodeStats]:
+        entries: list[int | None] = [None] * len(self._holds)
+        if not self._shared:
+            entries = [self._next(row) if self._waiting else None for row in range(len(self._holds))]
+        record = self._prepared.width if self._log_probs else None
+        stats = zero_stats(len(entries), self._prepared.decoder.max_depth, record=record)
+        mesh = self._prepared.target.mesh
+        if mesh is not None:
+            stats = put(stats, state_shardings(stats, mesh))
+        state = self._prepared.start(entries)
+        return self._refilled(state, stats) if self._shared else (state, stats)
+
+    def _refilled(self, state: DecodeState, stats: DecodeStats) -> tuple[DecodeState, DecodeStats]:
+        """The state with free rows begun anew, one of each part of a mesh at a time.
+
+        A row's prompt is so read in one shape whenever it begins, and a prompt is enough to keep a device busy: chunks
+        of prefill have hundreds of tokens (`prefill.chunk_of`).
+        """
+        if self._shared:
+            return self._put(state, stats)
+        target = self._prepared.target
+        parts = size_of("data", target.mesh)
+        size = len(self._holds) // parts
+        while self._waiting and None in self._holds:
+            rows = [NO_ROW] * parts
+            entries: list[int | None] = [None] * parts
+            for part in range(parts):
+                free = (row for row in range(part * size, (part + 1) * size) if self._holds[row] is None)
+                row = next(free, NO_ROW)
+                if row != NO_ROW and self._waiting:
+                    rows[part], entries[part] = row, self._next(row)
+            arrays = self._prepared.arrays(entries, np.asarray(rows, np.int32))
+            with target.on_mesh():
+                state, stats = refill.refill(
+                    self._prepared.decoder, self._prepared.params, state, stats, *arrays
+                )
+        return state, stats
+
+    def _put(self, state: DecodeState, stats: DecodeStats) -> tuple[DecodeState, DecodeStats]:
+        """The state with free rows begun anew, from one reading of each prompt."""
+        while self._waiting and None in self._holds:
+            row = self._holds.index(None)
+            index = self._next(row)
+            prompt = self._prepared.requests[index].prompt_tokens
+            if self._read is None or self._read[0] != prompt:
+                self._read = None  # its memory, before there is another
+                self._read = prompt, self._prepared.start([index])
+            at, _, _, *new = self._prepared.arrays([index], np.asarray([row], np.int32))
+            with self._prepared.target.on_mesh():
+                state, stats = refill.put(self._prepared.decoder, state, stats, at, self._read[1], *new)
+        return state, stats
+
+    def _completed(self, ended: Sequence[tuple[int, int, float, tuple, DecodeStats]]) -> Iterator[Finished]:
+        for row, index, seconds, final, counters in ended:
+            request = self._prepared.requests[index]
+            made = complete(self._prepared.target, request, row, final, counters, seconds)
+            yield Finished(index, made)
+
+
+@activity.doing("compiling")
+def compile_queue(prepared: Prepared, rows: int, *, log_probs: bool = False) -> None:
+    """Compile what a `Queue` of these requests will run, so that it times no compilation; next to free where it is.
+
+    The first of them are decoded for a token, with prompts of a token or two.
+    """
+    short = [
+        dataclasses.replace(request, prompt_tokens=request.prompt_tokens[:2], max_new_tokens=1)
+        for request in prepared.requests
+    ]
+    few = range(min(of_mesh(prepared.target, rows) + 1, len(short)))
+    stand_ins = dataclasses.replace(prepared, requests=short)
+    shared = shares_prompts(prepared.requests)
+    collections.deque(Queue(stand_ins, rows, order=few, log_probs=log_probs, shared=shared), maxlen=0)
+
+
+def shares_prompts(requests: Sequence[Request]) -> bool:
+    """Whether some that follow each other have one prompt, as samples do.
+
+    >>> shares_prompts([Request(prompt_tokens=(1, 2)), Request(prompt_tokens=(1, 2), seed=1)])
+    True
+    """
+    return any(a.prompt_tokens == b.prompt_tokens for a, b in itertools.pairwise(requests))
+
+
+def longest_first(requests: Sequence[Request]) -> list[int]:
+    """The numbers of the requests, those of most new tokens first, so that none begins last and keeps a batch alone.
+
+    >>> longest_first([Request(prompt_tokens=(1,), max_new_tokens=n) for n in (5, 9, 5)])
+    [1, 0, 2]
+    """
+    return sorted(range(len(requests)), key=lambda i: -requests[i].max_new_tokens)

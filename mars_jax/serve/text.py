@@ -1,0 +1,46 @@
+"""The text of a row as its tokens come, up to the first stop string."""
+
+from __future__ import annotations
+
+from mars_jax.pretrained import Detokenizer, Pretrained
+from mars_jax.serve.requests import Request
+
+
+class RowText:
+    """Tokens of one request turned into text, piece by piece, until they have said one of its stop strings.
+
+    The text ends before the stop string, as OpenAI's does. The tokens end with the one that completes it, as with
+    transformers; only new text is searched, and not where the prompt ends. What may be the beginning of a stop string
+    is held back until more is known. A character cut in two reads the same in pieces and as a whole.
+    """
+
+    def __init__(self, target: Pretrained, request: Request):
+        self._detokenizer = Detokenizer(target, request.prompt_tokens)
+        self._stops = request.stop_strings
+        self._held = ""
+        self.count = 0
+        """Tokens so far, none of them after a stop string."""
+        self.stopped = False
+
+    def feed(self, token: int, *, last: bool = False) -> str:
+        """The text that a token completes; `last` releases what was held back. "" after a stop string."""
+        if self.stopped:
+            return ""
+        self.count += 1
+        text = self._held + self._detokenizer.feed([token], last=last)
+        cuts = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        if cuts:
+            self.stopped, self._held = True, ""
+            return text[: min(cuts)]
+        keep = 0 if last else max((_begun(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+
+def _begun(text: str, stop: str) -> int:
+    """How many characters at the end of a text may be the beginning of a stop string.
+
+    >>> _begun("the en", "end"), _begun("the end", "end")
+    (2, 0)
+    """
+    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

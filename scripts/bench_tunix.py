@@ -1,0 +1,258 @@
+"""`MarsRollout` inside a real RLCluster of google-tunix: GRPO with a two-layer Qwen3, against Tunix's own rollout.
+
+    pip install google-tunix
+    python scripts/bench_tunix.py --json scripts/results/bench_tunix.json
+
+Two things are shown. The losses of some GRPO steps with `MarsRollout` equal those with `VanillaRollout` that is given
+the same tokens. And seconds of a rollout of both, in turns, of one model and the same prompts: with random weights
+nothing is drafted well, so they say what the engine costs and not what speculation wins.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import json
+import os
+import platform
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+PROMPTS = ["abcabcabc", "the cat sat on the mat", "xyz", "one two three"]
+
+
+def part(name: str) -> Any:
+    """A module of Tunix, which is no dependency."""
+    return importlib.import_module(f"tunix.{name}")
+
+
+class Letters:
+    """A tokenizer of letters, as Tunix's adapter takes it."""
+
+    def encode(self, text: str, **_: Any) -> list[int]:
+        return [3 + ord(letter) % 60 for letter in text]
+
+    def decode(self, ids: list[int], **_: Any) -> str:
+        return "".join(chr(61 + int(i)) for i in ids)
+
+    def bos_id(self) -> int:
+        return 1
+
+    def eos_id(self) -> int:
+        return 2
+
+    def pad_id(self) -> int:
+        return 0
+
+
+def actor(seed: int, *, width: int = 32) -> nnx.Module:
+    """A random Qwen3 of two layers."""
+    qwen3 = part("models.qwen3.model")
+
+    config = qwen3.ModelConfig(
+        num_layers=2,
+        vocab_size=64,
+        embed_dim=width,
+        hidden_dim=2 * width,
+        num_heads=4,
+        head_dim=16,
+        num_kv_heads=2,
+        rope_theta=10_000,
+        norm_eps=1e-6,
+        use_tied_embedding=True,
+    )
+    return qwen3.Qwen3(config, rngs=nnx.Rngs(seed))
+
+
+def reward(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    """How many letters of a completion are early in the alphabet."""
+    del prompts
+    return [float(np.mean([c < "S" for c in text] or [0])) for text in completions]
+
+
+def job(engine: Any, *, steps: int, iterations: int = 2) -> tuple[list[float], nnx.Module, Any]:
+    """GRPO: the losses, the trained actor and the rollout."""
+    clusters = part("rl.rl_cluster")
+    grpo_learner = part("rl.grpo.grpo_learner")
+    base_rollout = part("rl.rollout.base_rollout")
+
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
+    roles = clusters.Role
+    config = clusters.ClusterConfig(
+        role_to_mesh=dict.fromkeys((roles.ACTOR, roles.REFERENCE, roles.ROLLOUT), mesh),
+        rollout_engine=engine,
+        training_config=clusters.RLTrainingConfig(
+            actor_optimizer=optax.sgd(0.5), eval_every_n_steps=1000, max_steps=steps * iterations
+        ),
+        rollout_config=base_rollout.RolloutConfig(
+            max_tokens_to_generate=16,
+            max_prompt_length=32,
+            kv_cache_size=64,
+            temperature=1.0,
+            top_p=1.0,
+            return_logprobs=True,
+        ),
+    )
+    trained = actor(0)
+    with mesh:
+        cluster = clusters.RLCluster(
+            actor=trained, reference=actor(1), tokenizer=Letters(), cluster_config=config
+        )
+        losses: list[float] = []
+        trainer: Any = cluster.actor_trainer
+        log = trainer._log_metrics
+
+        def record(loss: Any, *arguments: Any, **options: Any) -> Any:
+            losses.append(float(np.asarray(loss)))
+            return log(loss, *arguments, **options)
+
+        trainer._log_metrics = record
+        learner = grpo_learner.GRPOLearner(
+            rl_cluster=cluster,
+            algo_config=grpo_learner.GRPOConfig(num_generations=2, num_iterations=iterations, beta=0.04),
+            reward_fns=reward,
+        )
+        learner.train([{"prompts": np.array(PROMPTS[i % 2 * 2 : i % 2 * 2 + 2])} for i in range(steps)])
+    return losses, trainer.model, cluster.rollout
+
+
+def engines() -> tuple[type, type, list[Any]]:
+    """`MarsRollout` that records what it gives, a `VanillaRollout` that gives it again, and the record."""
+    base_rollout = part("rl.rollout.base_rollout")
+    vanilla_rollout = part("rl.rollout.vanilla_rollout")
+
+    from mars_jax import tunix
+
+    record: list[Any] = []
+
+    class Recorded(tunix.MarsRollout):
+        def generate(self, prompts, rollout_config, **kwargs):
+            record.append(super().generate(prompts, rollout_config, **kwargs))
+            return record[-1]
+
+    class Again(vanilla_rollout.VanillaRollout):
+        def __init__(self, *, rollout_actor, tokenizer, mesh, rollout_config):
+            del mesh
+            TokenizerAdapter = part("generate.tokenizer_adapter").TokenizerAdapter
+
+            size = base_rollout.CacheConfig(
+                cache_size=rollout_config.kv_cache_size,
+                num_layers=rollout_actor.config.num_layers,
+                num_kv_heads=rollout_actor.config.num_kv_heads,
+                head_dim=rollout_actor.config.head_dim,
+            )
+            # Its own copy of the model, as RLCluster makes one for the engine that it calls vanilla.
+            graph, state = nnx.split(rollout_actor)
+            copied = nnx.merge(graph, jax.tree.map(jnp.copy, state))
+            super().__init__(copied, TokenizerAdapter(tokenizer), size)
+            self._given = iter(list(record))
+
+        def generate(self, prompts, rollout_config, **kwargs):
+            return next(self._given)
+
+    return Recorded, Again, record
+
+
+def compare(steps: int) -> dict[str, Any]:
+    """Losses of the two, and how far their log-probabilities and weights are apart."""
+    recorded, again, record = engines()
+    ours, mine, rollout = job(functools.partial(recorded, drafter="ngram"), steps=steps)
+    theirs, other, vanilla = job(again, steps=steps)
+    last = record[-1]
+    completions = np.zeros((len(last.tokens), 16), np.int32)
+    for row, tokens in enumerate(last.tokens):
+        completions[row, : len(tokens)] = tokens
+    given = jnp.asarray(last.left_padded_prompt_tokens), jnp.asarray(completions)
+    mask = completions != 0
+    apart = np.abs(np.asarray(rollout.get_per_token_logps(*given) - vanilla.get_per_token_logps(*given)))
+    weights = jax.tree.map(
+        lambda a, b: float(jnp.max(jnp.abs(a - b))), nnx.state(mine, nnx.Param), nnx.state(other, nnx.Param)
+    )
+    said = np.concatenate(last.logprobs)
+    return {
+        "losses with MarsRollout": ours,
+        "losses with VanillaRollout on the same tokens": theirs,
+        "largest difference of losses": float(np.max(np.abs(np.array(ours) - np.array(theirs)))),
+        "largest difference of trained weights": max(jax.tree.leaves(weights)),
+        "largest difference of per-token log-probabilities": float(apart[mask].max()),
+        "log-probabilities of samples are numbers": bool(np.isfinite(said).all() and (said <= 0).all()),
+        "tau of the last rollout": rollout.metrics.tau,
+    }
+
+
+def rates(turns: int, count: int, new: int) -> dict[str, Any]:
+    """Seconds of a rollout of both engines, in turns, after one of each that compiles."""
+    TokenizerAdapter = part("generate.tokenizer_adapter").TokenizerAdapter
+    base_rollout = part("rl.rollout.base_rollout")
+    vanilla_rollout = part("rl.rollout.vanilla_rollout")
+
+    from mars_jax import tunix
+
+    model = actor(0, width=64)
+    size = base_rollout.CacheConfig(cache_size=64 + new, num_layers=2, num_kv_heads=2, head_dim=16)
+    made: dict[str, Any] = {
+        "vanilla": vanilla_rollout.VanillaRollout(model, TokenizerAdapter(Letters()), size),
+        "mars, no draft": tunix.MarsRollout(
+            rollout_actor=model, tokenizer=TokenizerAdapter(Letters()), drafter="none", batch_size=count
+        ),
+        "mars, ngram": tunix.MarsRollout(
+            rollout_actor=model, tokenizer=TokenizerAdapter(Letters()), drafter="ngram", batch_size=count
+        ),
+    }
+    config = base_rollout.RolloutConfig(
+        max_tokens_to_generate=new, max_prompt_length=32, temperature=1.0, return_logprobs=True
+    )
+    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(count)]
+    seconds: dict[str, list[float]] = {name: [] for name in made}
+    tokens: dict[str, int] = dict.fromkeys(made, 0)
+    for turn in range(turns + 1):
+        for name, rollout in made.items():
+            began = time.perf_counter()
+            out = rollout.generate(prompts, config)
+            if turn:
+                seconds[name].append(time.perf_counter() - began)
+                tokens[name] += sum(map(len, out.tokens))
+    return {
+        name: {
+            "seconds": sorted(found),
+            "median_seconds": float(np.median(found)),
+            "tokens_per_second": tokens[name] / sum(found),
+        }
+        for name, found in seconds.items()
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=3, help="GRPO steps")
+    parser.add_argument("--turns", type=int, default=5, help="of the timing; 0 leaves it out")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    found: dict[str, Any] = {"grpo": compare(args.steps)}
+    if args.turns:
+        found["rollouts"] = rates(args.turns, count=8, new=48)
+    found["versions"] = {"jax": jax.__version__, "tunix": metadata.version("google-tunix")}
+    found["machine"] = f"{os.cpu_count()} cores, {platform.processor() or platform.machine()}"
+    found["command"] = " ".join(["python", *sys.argv])
+    text = json.dumps(found, indent=2)
+    print(text)
+    if args.json:
+        args.json.write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

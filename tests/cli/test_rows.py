@@ -1,0 +1,81 @@
+"""The rows of --json and --output are those of docs/rows.md: every key, its type, and when it is there."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from mars_jax import __version__
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "rows.md"
+TYPES = {
+    "string": str,
+    "integer": int,
+    "number": (int, float),
+    "boolean": bool,
+    "array": list,
+    "object": dict,
+    "null": type(None),
+    "any": object,
+}
+
+
+def schema(heading):
+    """Of a section's table: the types of each key, and when it is there."""
+    section = re.split(r"^#+ ", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    [text] = [part for part in section if part.startswith(heading + "\n")]
+    rows = re.findall(r"^\| `(\w+)` \| ([\w ]+) \| ([^|]+) \|", text, flags=re.MULTILINE)
+    return {key: (tuple(TYPES[name] for name in types.split(" or ")), when) for key, types, when in rows}
+
+
+def check(found, heading):
+    known = schema(heading)
+    assert set(found) <= set(known)
+    for key, (types, when) in known.items():
+        assert key in found or when != "always", key
+        if key in found:
+            assert any(isinstance(found[key], one) for one in types), key
+            # True is an int to Python, and no number to JSON.
+            assert not isinstance(found[key], bool) or bool in types or object in types, key
+
+
+def test_rows_are_those_of_the_page(run, target, tmp_path):
+    prompts = tmp_path / "p.jsonl"
+    own = [
+        {"prompt": "the sea", "id": "a", "theta": 0.5, "temperature": 0.5, "seed": 7},
+        {"prompt_tokens": [1, 2], "strict": True},
+    ]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in own))
+    outcome = run(
+        "--target", target, "--draft", "ngram", "--max-new-tokens", "8", "--prompts-file", prompts,
+        "--num-draft-tokens", "3", "--seed", "3", "--json", "--log-probs",
+    )  # fmt: skip
+    assert outcome.code == 0, outcome.err
+    first, second = map(json.loads, outcome.out.splitlines())
+    for row in (first, second):
+        check(row, "Rows")
+        check(row["sampling"], "sampling")
+        check(row["run"], "run")
+        assert (row["run"]["version"], row["run"]["target"]) == (__version__, str(target))
+        assert (row["run"]["draft"], row["run"]["verify"], row["run"]["dtype"]) == (
+            "ngram",
+            "mars",
+            "float32",
+        )
+        assert (row["run"]["num_draft_tokens"], row["run"]["tree"]) == (3, None)
+    assert first["run"]["settings"] == {**second["run"]["settings"], "theta": 0.5}
+    assert second["run"]["settings"]["theta"] == pytest.approx(0.9)
+    assert first["run"]["settings"].keys() == {"base", "margin", "theta", "max_relaxed_run", "exact_prefix"}
+    assert (first["sampling"]["seed"], second["sampling"]["seed"]) == (7, 4)  # its own; --seed and its number
+    assert (first["sampling"]["temperature"], first["sampling"]["strict"]) == (0.5, False)
+    assert second["sampling"]["strict"] is True
+
+
+def test_a_key_that_the_page_lacks_is_noticed():
+    with pytest.raises(AssertionError):
+        check(dict.fromkeys(schema("sampling"), 1) | {"temprature": 1}, "sampling")
+    with pytest.raises(AssertionError):
+        check({}, "run")

@@ -1,0 +1,91 @@
+"""Patterns mean what they mean to Python's `re`."""
+
+from __future__ import annotations
+
+import random
+import re
+
+import pytest
+
+from mars_jax import constraints
+from mars_jax.constraints.automaton import DEAD, automaton
+from mars_jax.constraints.pattern import parse
+from mars_jax.core.errors import MarsError
+
+PATTERNS = (
+    r"(19|20)\d\d-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])",
+    r"-?(0|[1-9][0-9]*)",
+    r"(a|ab)(c|bcd)(d*)",
+    r"[^\W\d_]+é?",
+    r"(?i:straSSe|[k-m])x{2,3}",
+    r".*foo.{0,3}",
+    r"(?s:.*)b|(a*)*b|(c+d?)+",
+    r"^日本[語人]{1,2}.$",
+    r"\s*\S+\s*",
+    r"[^abc\n]*?c{2}",
+)
+
+
+def said_by(made, rng, most=40):
+    """A random text of an automaton."""
+    of_class = {}
+    for byte, kind in enumerate(made.classes.tolist()):
+        of_class.setdefault(kind, []).append(byte)
+    state, said = 1, bytearray()
+    while True:
+        kinds = [k for k in range(made.next.shape[1]) if made.next[state, k] != DEAD]
+        if made.accepting[state] and (not kinds or rng.random() < 0.2 or len(said) > most):
+            return said.decode()
+        if len(said) > 4 * most:
+            return None
+        kind = rng.choice(kinds)
+        said.append(rng.choice(of_class[kind]))
+        state = int(made.next[state, kind])
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_pattern_matches_what_re_matches(pattern):
+    rng = random.Random(0)
+    made = automaton(parse(pattern))
+    letters = sorted(set("ab01c-dfoox ſKẞK\n日本語人é") | set(re.sub(r"[\\^$.|?*+(){}\[\]]", "", pattern)))
+    for _ in range(1500):
+        text = "".join(rng.choice(letters) for _ in range(rng.randint(0, 8)))
+        assert made.matches(text) == bool(re.fullmatch(pattern, text)), text
+    texts = [text for _ in range(60) if (text := said_by(made, rng)) is not None]
+    assert len(texts) > 2
+    for text in texts:
+        assert re.fullmatch(pattern, text), text
+        data = text.encode()
+        assert all(made.begins(data[:n]) for n in range(len(data) + 1))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "sentence"),
+    [
+        ("a(", r"the pattern 'a\(' is no regular expression"),
+        (r"(a)\1", "refers back to a group, which no automaton can follow"),
+        ("(?=a)b", "looks ahead or behind"),
+        (r"a\bb", "has an anchor or a word boundary inside"),
+        ("(?>a*)b", "has an atomic group"),
+        ("[^\\s\\S]", "matches no text at all"),
+        (".{90000}", "the constraint is too large"),
+        ("(a|b)*a(a|b){20}", "the constraint is too large .more than 32,000 states"),
+    ],
+)
+def test_a_pattern_that_no_automaton_reads_gets_a_sentence(pattern, sentence):
+    with pytest.raises(MarsError, match=sentence):
+        constraints.regex(pattern)
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: constraints.choice([]), "expected a list of texts"),
+        (lambda: constraints.choice("yes"), "expected a list of texts"),
+        (lambda: constraints.tokens([-1]), "expected token ids"),
+        (lambda: constraints.from_fields({"regex": "a", "choice": ["b"]}), "regex and choice are both given"),
+    ],
+)
+def test_bad_constraints_get_a_sentence(make, sentence):
+    with pytest.raises(MarsError, match=sentence):
+        make()

@@ -1,0 +1,181 @@
+"""Tables over tokens: every token's bytes one by one, real tokenizers of each family, and what is kept on disk."""
+
+from __future__ import annotations
+
+import base64
+import importlib.util
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mars_jax import constraints, hub
+from mars_jax.constraints import stored
+from mars_jax.constraints.automaton import automaton
+from mars_jax.constraints.pattern import parse
+from mars_jax.constraints.spans import Spans, names_of
+from mars_jax.constraints.token_table import token_table
+from mars_jax.constraints.vocabulary import Vocabulary, vocabulary
+from mars_jax.core.errors import MarsError
+
+TEXTS = ("Once upon a time,", ' "hé" 日本\n  x', "{'a': 1.5}\t🙂 end")
+
+
+@pytest.fixture(scope="module")
+def words():
+    target = hub.outline("tiny/target")
+    return vocabulary(target.tokenizer, target.config.vocab_size)
+
+
+def metaspace():
+    """A sentencepiece vocabulary with bytes, as Llama's, by the tokenizers package."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+    from transformers import PreTrainedTokenizerFast
+
+    pieces = ["<unk>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "▁", *"Onceupatim", "▁time", "▁t", "im"]
+    merges = [("▁", "t"), ("i", "m")]
+    made = Tokenizer(
+        models.BPE(
+            {p: i for i, p in enumerate(pieces)}, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True
+        )
+    )
+    made.normalizer = normalizers.Replace(" ", "▁")
+    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", eos_token="</s>")
+
+
+@pytest.mark.parametrize("family", ["byte-level", "byte fallback"])
+def test_tokens_are_the_bytes_of_their_text(family, words):
+    tokenizer = metaspace() if family == "byte fallback" else hub.outline("tiny/target").tokenizer
+    made = vocabulary(tokenizer, len(tokenizer) + 3)
+    assert made.tokens[-3:] == (None,) * 3 and made.marks
+    for text in TEXTS:
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert b"".join(made.tokens[i] or b"?" for i in ids).decode() == text
+        assert b"".join(made.tokens[i] for i in made.spell(text.encode())) == text.encode()
+
+
+def test_a_sentencepiece_checkpoint_has_the_bytes_of_its_text():
+    shared = os.environ.get("MARS_JAX_SHARED")
+    if not shared:
+        pytest.skip("MARS_JAX_SHARED names no folder")
+    tokenizer = hub.outline(str(Path(shared) / "checkpoints" / "stories260k")).tokenizer
+    made = vocabulary(tokenizer, len(tokenizer))
+    for text in TEXTS:
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert b"".join(made.tokens[i] or b"?" for i in ids).decode().lstrip() == text.lstrip()
+        assert b"".join(made.tokens[i] for i in made.spell(text.encode())) == text.encode()
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [r'\{"name": "[^"\\\n]{0,12}", "age": [0-9]{1,3}\}', r"(.|\n){0,30}#### -?[0-9]{1,6}", r"[\w ]+\."],
+)
+def test_every_token_leads_where_its_bytes_lead(pattern, words):
+    made = automaton(parse(pattern))
+    table = token_table(made, words)
+    states = np.arange(len(table.next))
+    for token, data in enumerate(words.tokens):
+        to = states if data else np.zeros_like(states)
+        for byte in data or b"":
+            to = made.next[to, made.classes[byte]]
+        assert np.array_equal(table.next[:, table.classes[token]], to), (token, data)
+    for state in np.flatnonzero(table.forced >= 0).tolist():
+        # Wherever a token is forced, all that may follow begins alike.
+        said = words.tokens[table.forced[state]]
+        allowed = [words.tokens[v] for v in np.flatnonzero(table.next[state, table.classes])]
+        assert all(said.startswith(one) or one.startswith(said) for one in allowed)
+
+
+def test_a_real_vocabulary_of_131072_tokens():
+    """Every token of Mistral's leads where its bytes lead, and a table is small, where the package is installed."""
+    spec = importlib.util.find_spec("mistral_common")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("mistral-common, which ships the vocabulary, is not installed")
+    file = json.loads((Path(spec.submodule_search_locations[0]) / "data" / "tekken_240911.json").read_text())
+    size, special = file["config"]["default_vocab_size"], file["config"]["default_num_special_tokens"]
+    tokens = [None] * special + [base64.b64decode(row["token_bytes"]) for row in file["vocab"]]
+    words = Vocabulary(tokens=tuple(tokens[:size]))
+    assert len(words.tokens) == 131_072
+    made = automaton(parse(r'\{"name": "[^"\\\n]{0,20}", "age": [0-9]{1,3}\}'))
+    table = token_table(made, words)
+    assert table.next.shape[1] < 512 and table.next.nbytes < 1 << 20
+    states = np.arange(len(table.next))
+    for token in np.random.default_rng(0).integers(special, size, 4000).tolist():
+        to = states
+        for byte in words.tokens[token]:
+            to = made.next[to, made.classes[byte]]
+        assert np.array_equal(table.next[:, table.classes[token]], to), token
+
+
+def test_a_table_is_kept_and_read_again(tmp_path, monkeypatch, words):
+    monkeypatch.setenv("MARS_JAX_CONSTRAINTS", str(tmp_path))
+    builds = []
+
+    def build():
+        builds.append(1)
+        return token_table(automaton(parse("a[bc]+")), words)
+
+    first, second = stored.stored(("regex", "x"), build), stored.stored(("regex", "x"), build)
+    assert len(builds) == 1
+    for one, other in zip(first, second, strict=True):
+        assert np.array_equal(one, other) and one.dtype == other.dtype
+    [path] = tmp_path.iterdir()
+    path.write_bytes(path.read_bytes()[:50])  # cut short
+    stored.stored(("regex", "x"), build)
+    monkeypatch.setenv("MARS_JAX_CONSTRAINTS", "")
+    stored.stored(("regex", "x"), build)
+    assert len(builds) == 3
+
+
+def test_a_text_that_no_token_says_gets_a_sentence():
+    words = Vocabulary(tokens=(None, b"a", b"ab"))
+    assert token_table(automaton(parse("aab|c")), words).run([1, 2]) > 0
+    with pytest.raises(MarsError, match="matches no text that this vocabulary's tokens can say"):
+        constraints.regex("ba").table(words)
+    with pytest.raises(MarsError, match="allows the token 7, and there are 3"):
+        constraints.tokens([7]).table(words)
+
+
+def inside(text, opening, closing):
+    """Whether a text ends inside of a span, by searching it."""
+    at, open_ = 0, False
+    while (found := text.find(closing if open_ else opening, at)) >= 0:
+        at, open_ = found + len(closing if open_ else opening), not open_
+    return open_
+
+
+def test_spans_are_those_that_a_search_finds(words):
+    rng = np.random.default_rng(0)
+    pieces = ["<think>", "</think>", "```", "`", "<", "th", "ink>", "{", "}", '"', "\\", "a ", "[", "]", "/"]
+    spans = Spans(relax_in=("think", "<th...`"), strict_in=("code", "json"))
+    table = spans.table(words)
+    seen = set()
+    for _ in range(200):
+        text = "".join(rng.choice(pieces, 12))
+        strict = table.strict[table.run(words.spell(text.encode()))]
+        may = inside(text, "<think>", "</think>") or inside(text, "<th", "`")
+        not_here = inside(text, "```", "```") or json_depth(text) > 0
+        assert strict == (not may or not_here), text
+        seen.add(bool(strict))
+    assert seen == {True, False}
+    with pytest.raises(MarsError, match="the span is 'thought': expected think, code"):
+        names_of("thought")
+
+
+def json_depth(text):
+    depth, string, escape = 0, False, False
+    for c in text:
+        if escape:
+            escape = False
+        elif string:
+            string, escape = c != '"', c == "\\"
+        elif c in "{[":
+            depth += 1
+        elif c in "}]":
+            depth = max(depth - 1, 0)
+        elif c == '"' and depth:
+            string = True
+    return depth

@@ -1,0 +1,34 @@
+"""Compilations that outlive a process."""
+
+import os
+import subprocess
+import sys
+
+CODE = """
+import sys, jax, mars_jax as mj
+jax.jit(lambda x: x * 2 + 1)(3.0)  # a notebook that has compiled already
+print(mj.enable_compilation_cache(sys.argv[1] if len(sys.argv) > 1 else None))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.jit(lambda x: x @ x.T)(jax.numpy.ones((8, 8))).block_until_ready()
+"""
+
+
+def run(*args, **env):
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("JAX_COMP", "JAX_PERS", "XLA_"))
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, *args], capture_output=True, text=True, env=clean | env
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_what_is_compiled_from_here_on_is_kept(tmp_path):
+    """Also where the process has compiled before; in the folder that is named, or that JAX is told."""
+    assert run(str(tmp_path / "mine")) == str(tmp_path / "mine")
+    assert any((tmp_path / "mine").iterdir())
+    told = run(XDG_CACHE_HOME=str(tmp_path), JAX_COMPILATION_CACHE_DIR=str(tmp_path / "told"))
+    assert told == str(tmp_path / "told") and any((tmp_path / "told").iterdir())

@@ -1,0 +1,276 @@
+"""Constraints in the step: greedy texts and distributions of the masked target, by every draft and rule."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mars_jax import constraints, drafters, fake, verify
+from mars_jax.constraints.compiled import compiled
+from mars_jax.core import decode
+from mars_jax.core.controls import make_controls
+from mars_jax.core.guide import DEAD, Guide, Guides, _kept, _kept_by_words, narrowed
+from mars_jax.core.types import Params, keys_from_seeds
+from tests.helpers import ragged
+
+# Single letters, pieces of several, and tokens 0 and 1 without text; 1 ends a text.
+PIECES = (None, None, b"a", b"b", b"c", b"ab", b"bc", b"abc", b" ", b"1", b"12", b"-")
+VOCAB, STOP = len(PIECES), 1
+VOCABULARY = constraints.Vocabulary(tokens=PIECES)
+TARGET = fake.hash_model(vocab_size=VOCAB, seed=1, agree=0.6, scale=3.0)
+DRAFT = fake.hash_model(vocab_size=VOCAB, seed=2, agree=0.6, scale=3.0)
+PATTERNS = (r"(abc)+ 1?2?", r"[ab]+-[ab1]{1,3}", r"abcabcabc(1|2| )*")
+
+
+def text_of(tokens):
+    return b"".join(PIECES[t] or b"" for t in tokens).decode()
+
+
+def masked_logits(pattern, row):
+    """What may follow the tokens of a text, found without tables: by what some text of the pattern begins with."""
+    automaton = constraints.regex(pattern).automaton
+    said = text_of(row).encode()
+    return [
+        (i == STOP and automaton.matches(said.decode())) or (bool(piece) and automaton.begins(said + piece))
+        for i, piece in enumerate(PIECES)
+    ]
+
+
+def start(drafter, rule, chosen, *, limit=40, prompts=None, stops=(STOP,), forced=True, **settings):
+    made = [None if p is None else constraints.regex(p) for p in chosen]
+    found = compiled(made, VOCABULARY, forced=forced)
+    tokens, lengths = prompts or ragged([1, 6, 12, 4][: len(chosen)], limit, VOCAB)
+    controls = make_controls(len(chosen), limit=limit, stop_tokens=stops, **settings)
+    controls = controls.replace(guides=Guides(constraint=found.rows(made)))
+    decoder = decode.speculative_decoder(TARGET, drafter, rule, prefill_chunk=16)
+    params = Params(target=(), draft=(), guides=Guides(constraint=found.tables))
+    keys = keys_from_seeds(jnp.arange(len(chosen)))
+    return decoder, params, decode.start(decoder, params, tokens, lengths, controls, rule, keys)
+
+
+def decoded(*given, **settings):
+    decoder, params, state = start(*given, **settings)
+    return decode.run(decoder, params, state, record=True)
+
+
+def texts(state):
+    return [
+        row[n:m] for row, n, m in zip(state.tokens.tolist(), state.prompt_length, state.length, strict=True)
+    ]
+
+
+MODEL = {"vocab_size": VOCAB}
+DRAFTERS = {
+    "ngram": drafters.ngram(4),
+    "chain": drafters.language_model(DRAFT, 4),
+    "sampled chain": drafters.language_model(DRAFT, 4, sample=True),
+    "static tree": drafters.language_model(DRAFT, tree=(3, 2, 1)),
+    "sampled tree": drafters.language_model(DRAFT, tree=(2, 2), sample=True),
+    "dynamic tree": drafters.language_model(DRAFT, tree=drafters.Dynamic(top_k=3, depth=3, nodes=8)),
+}
+CHOSEN = (PATTERNS[0], None, PATTERNS[1], PATTERNS[2])
+
+
+def greedy_by_hand(index, limit):
+    """Autoregression with the free program, one token at a time, and a mask of Python's making."""
+    prompts, lengths = ragged([1, 6, 12, 4], limit, VOCAB)
+    row, n = prompts[index].tolist(), int(lengths[index])
+    said = row[:n]
+    logits_of = jax.jit(lambda tokens, at: all_logits(tokens)[at])
+    while len(said) < limit and STOP not in said[n:]:
+        z = np.array(logits_of(jnp.asarray(said + [0] * (limit - len(said)), jnp.int32), len(said) - 1))
+        if CHOSEN[index] is not None:
+            z[~np.asarray(masked_logits(CHOSEN[index], said[n:]))] = -np.inf
+        said.append(int(np.argmax(z)))
+    return said[n:]
+
+
+def all_logits(tokens):
+    from mars_jax.core.types import Visible
+
+    cache = TARGET.init_cache(1, tokens.shape[0])
+    visible = Visible.causal(jnp.zeros((1,), jnp.int32), tokens.shape[0])
+    output = TARGET.forward((), tokens[None], visible, cache)
+    return TARGET.unembed((), output.hidden)[0]
+
+
+def test_greedy_texts_are_the_masked_targets():
+    """Mixed rows, every kind of draft: token for token what masking by hand gives, and every ended text matches."""
+    want = [greedy_by_hand(i, 40) for i in range(4)]
+    ended = 0
+    for name, drafter in DRAFTERS.items():
+        state, stats = decoded(drafter, verify.exact(), CHOSEN)
+        assert texts(state) == want, name
+        assert int(stats.accepted_exact.sum()) > 0
+    for pattern, tokens in zip(CHOSEN, want, strict=True):
+        if pattern is not None and tokens[-1] == STOP:
+            ended += 1
+            assert re.fullmatch(pattern, text_of(tokens))
+    assert ended
+
+
+def test_a_draft_of_its_own_vocabulary_is_masked_by_bits_of_its_own():
+    """As by the bits of the target's, picked one by one, and as by where each token leads; stop tokens among them."""
+    made = [constraints.regex(p) for p in PATTERNS]
+    found = compiled(made, VOCABULARY)
+    ids = jnp.asarray([9, 2, STOP, 7, 5], jnp.int32)
+    count = found.tables.next.shape[0]
+    states = jnp.asarray([[s for s in range(count) if s != DEAD]] * 2, jnp.int32)
+    guide = Guide(
+        tables=found.tables,
+        group=jnp.asarray([1, 2]),
+        state=states[:, 0],
+        stop_tokens=jnp.asarray([[STOP, -1], [7, STOP]]),
+    )
+    logits = jax.random.normal(jax.random.key(0), (*states.shape, len(ids)))
+    plain = guide.masked(logits, states, ids=lambda: ids)
+    own = dataclasses.replace(guide, tables=narrowed(found.tables, ids))
+    np.testing.assert_array_equal(own.masked(logits, states, ids=lambda: ids), plain)
+    owned = {key: state for key, (state, _) in found.starts.items()}
+    for row, pattern in enumerate(PATTERNS[:2]):  # states of a row's own constraint
+        first = owned[constraints.regex(pattern)]
+        place = states[row].tolist().index(first)
+        leads = [int(guide.moved(states[:, place : place + 1], jnp.full((2, 1), i))[row, 0]) for i in ids]
+        np.testing.assert_array_equal(np.asarray(plain[row, place]) > -np.inf, np.asarray(leads) != DEAD)
+
+
+def test_bits_are_those_of_their_tokens_whatever_the_form():
+    rng = np.random.default_rng(0)
+    words = rng.integers(0, 1 << 32, (2, 3, 5), dtype=np.uint32)
+    tokens = np.arange(160)
+    want = (words[..., tokens % 5] >> (tokens // 5).astype(np.uint32)) & 1
+    for count in (160, 150):
+        logits = jnp.asarray(rng.normal(size=(2, 3, count)), jnp.float32)
+        for form in (_kept, _kept_by_words):
+            made = np.asarray(form(jnp.asarray(words), logits))
+            np.testing.assert_array_equal(made, np.where(want[..., :count], logits, -np.inf))
+
+
+LAWFUL = {
+    "exact, chain": (DRAFTERS["chain"], verify.exact()),
+    "exact, dynamic tree": (DRAFTERS["dynamic tree"], verify.exact()),
+    "rejection, sampled chain": (DRAFTERS["sampled chain"], verify.rejection()),
+    "block, sampled chain": (DRAFTERS["sampled chain"], verify.rejection(block=True)),
+    "rejection, sampled tree": (DRAFTERS["sampled tree"], verify.rejection()),
+    "rejection, ngram with what is forced": (DRAFTERS["ngram"], verify.rejection()),
+    "mars at inf over rejection": (DRAFTERS["sampled chain"], verify.mars(verify.rejection(), theta=np.inf)),
+}
+LAW, LAW_PROMPT, NEW = r"[ab]+-[ab1]{1,3}|abcab(1|2)?", (5, 3), 4
+
+
+def law():
+    """The probability of every text of at most `NEW` tokens, of the masked target by enumeration."""
+    logits_of = jax.jit(jax.vmap(all_logits))
+    width = len(LAW_PROMPT) + NEW
+    found, open_ = {}, {(): 1.0}
+    for _ in range(NEW):
+        rows = list(open_)
+        padded = np.zeros((len(rows), width), np.int32)
+        for i, row in enumerate(rows):
+            padded[i, : len(LAW_PROMPT) + len(row)] = [*LAW_PROMPT, *row]
+        z = np.array(logits_of(jnp.asarray(padded)), np.float64)
+        following = {}
+        for i, row in enumerate(rows):
+            own = z[i, len(LAW_PROMPT) + len(row) - 1]
+            own = np.where(masked_logits(LAW, row), own, -np.inf)
+            p = np.exp(own - own.max())
+            for token in np.flatnonzero(p):
+                to = found if token == STOP else following
+                to[(*row, int(token))] = open_[row] * p[token] / p.sum()
+        open_ = following
+    return found | open_
+
+
+def test_the_law_is_the_masked_targets_for_every_lossless_rule():
+    from scipy.stats import chisquare
+
+    rows = 4000
+    want = law()
+    assert abs(sum(want.values()) - 1) < 1e-9
+    width = len(LAW_PROMPT) + NEW
+    prompts = jnp.asarray([[*LAW_PROMPT, *[0] * NEW]] * rows, jnp.int32)
+    lengths = jnp.full((rows,), len(LAW_PROMPT), jnp.int32)
+    for name, (drafter, rule) in LAWFUL.items():
+        state, stats = decoded(
+            drafter, rule, [LAW] * rows, limit=width, prompts=(prompts, lengths), temperature=1.0
+        )
+        said = [tuple(text) for text in texts(state)]
+        counts = dict.fromkeys(want, 0)
+        for text in said:
+            counts[text] += 1  # KeyError: a text that the masked target never says
+        common = [text for text in want if want[text] * rows >= 5]
+        rest = rows - sum(counts[text] for text in common)
+        observed = [*(counts[text] for text in common), rest]
+        expected = np.asarray([want[text] for text in common] + [1 - sum(want[text] for text in common)])
+        assert len(common) > 8
+        found = chisquare(observed, expected * rows)
+        assert found.pvalue > 1e-4, (name, found)
+        # Raw log-probabilities are the target's; what was drawn from is the masked law.
+        drawn = np.exp(np.asarray(stats.tokens.processed_log_prob, np.float64))
+        first = np.asarray([want_first(want, text[0]) for text in said[:50]])
+        if rule.lossless:
+            np.testing.assert_allclose(drawn[:50, 0], first, rtol=1e-3, err_msg=name)
+
+
+def want_first(want, token):
+    return sum(p for text, p in want.items() if text[0] == token)
+
+
+def test_a_rule_of_distributions_takes_nothing_forbidden_from_a_draft_that_heeds_no_constraint():
+    """Its v is between p and q, and such a q has what may not follow."""
+    own = DRAFTERS["sampled chain"]
+    deaf = own._replace(
+        propose=lambda params, state, given: own.propose(
+            params, state, dataclasses.replace(given, guide=None)
+        )
+    )
+    state, _ = decoded(deaf, verify.mixture(weight=0.2), CHOSEN, temperature=1.0)
+    for pattern, tokens in zip(CHOSEN, texts(state), strict=True):
+        if pattern is not None:
+            ended, said = tokens[-1] == STOP, text_of(tokens)
+            assert (
+                re.fullmatch(pattern, said)
+                if ended
+                else constraints.regex(pattern).automaton.begins(said.encode())
+            )
+
+
+def test_rows_come_with_their_constraints_and_another_one_compiles_nothing():
+    """Put into a running state they say what they say alone; tables of equal shapes are values."""
+    from mars_jax.core import refill
+    from mars_jax.core.metrics import zero_stats
+
+    want = [greedy_by_hand(i, 40) for i in range(4)]
+    drafter, rule = DRAFTERS["chain"], verify.exact()
+    decoder, params, state = start(drafter, rule, CHOSEN)
+    prompts, lengths = ragged([1, 6, 12, 4], 40, VOCAB)
+    stats = zero_stats(4, decoder.max_depth)
+    state, stats, _ = refill.advance(decoder, params, state, stats, most=3)
+    order = [3, 2, 1, 0]  # every row begins anew with another's text
+    controls = make_controls(4, limit=40, stop_tokens=(STOP,))
+    found = compiled([constraints.regex(p) for p in CHOSEN if p], VOCABULARY)
+    tracked = found.rows([CHOSEN[i] and constraints.regex(CHOSEN[i]) for i in order])
+    controls = controls.replace(guides=Guides(constraint=tracked))
+    at = jnp.asarray(order)
+    state, stats = refill.refill(
+        decoder, params, state, stats, jnp.arange(4, dtype=jnp.int32), prompts[at], lengths[at], controls,
+        verify.exact(), keys_from_seeds(jnp.arange(4)),
+    )  # fmt: skip
+    state, stats, _ = refill.advance(decoder, params, state, stats, ended=4)
+    assert texts(state) == [want[i] for i in order]
+    other = compiled([constraints.regex("c[ab]{3,9}")], VOCABULARY)
+    params = params._replace(guides=Guides(constraint=other.tables))
+    tracked = other.rows([constraints.regex("c[ab]{3,9}")] * 4)
+    controls = controls.replace(guides=Guides(constraint=tracked))
+    decode.run(*start(drafter, rule, CHOSEN))
+    compiled_before = decode.run._cache_size(), decode._start._cache_size()
+    state = decode.start(decoder, params, prompts, lengths, controls, rule, keys_from_seeds(jnp.arange(4)))
+    state, _ = decode.run(decoder, params, state)
+    assert (decode.run._cache_size(), decode._start._cache_size()) == compiled_before
+    for tokens in texts(state):
+        said = text_of(tokens)
+        assert re.fullmatch("c[ab]{3,9}", said) if tokens[-1] == STOP else said[0] == "c"

@@ -1,0 +1,249 @@
+"""Rows that come and go: what is put into a running state decodes as alone, and the others do not notice."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mars_jax import drafters, verify
+from mars_jax.core import decode, refill
+from mars_jax.core.controls import make_controls
+from mars_jax.core.edits import make_edits
+from mars_jax.core.errors import MarsError
+from mars_jax.core.mesh import parse_mesh
+from mars_jax.core.metrics import zero_stats
+from mars_jax.core.types import NO_TOKEN, Params, keys_from_seeds
+from mars_jax.drafters import Dynamic
+from mars_jax.models import ModelConfig, init_params, language_model, medusa
+from mars_jax.models import eagle as eagle_head
+from mars_jax.models.eagle import EagleConfig
+from mars_jax.models.medusa import MedusaConfig
+from tests.core.test_decode import DRAFTERS, SMALL, TARGET, VOCAB
+from tests.helpers import NO_WEIGHTS, committed, ragged
+
+ROWS, BUFFER = 3, 40
+# Seven requests through three rows: one ends at once, one is long, and their settings differ.
+LENGTHS = [1, 6, 12, 17, 2, 9, 30]
+LIMITS = [40, 7, 30, 22, 25, 40, 36]
+TEMPERATURES = [0.0, 0.9, 0.0, 1.3, 0.8, 0.0, 1.0]
+
+# Every drafter and every kind of rule at least once, and every rule of chains with a sampled one.
+COVERING = {
+    "none, exact": (drafters.none(), verify.exact()),
+    "ngram, mars": (DRAFTERS["ngram"], verify.mars(theta=0.5)),
+    "ngram, block": (DRAFTERS["ngram"], verify.rejection(block=True)),
+    "chain, fly": (DRAFTERS["chain"], verify.fly(window=1)),
+    "chain of 1, topk": (DRAFTERS["chain of 1"], verify.topk(delta=1.5)),
+    "sampled chain, rejection": (DRAFTERS["sampled chain"], verify.rejection()),
+    "sampled chain, mars over block": (
+        DRAFTERS["sampled chain"], verify.mars(verify.rejection(block=True), theta=0.5),
+    ),
+    "static tree, budget": (DRAFTERS["static tree"], verify.budget(gap=1.0, total=4.0)),
+    "dynamic tree, mars": (
+        drafters.language_model(SMALL, tree=Dynamic(top_k=3, depth=3, nodes=9)), verify.mars(theta=0.5),
+    ),
+    "random tree, exact": (DRAFTERS["random tree"], verify.exact()),
+}  # fmt: skip
+
+
+class Served:
+    """All the requests through a few rows, refilled one by one."""
+
+    def __init__(self, target, drafter, rule, params=NO_WEIGHTS, *, buffer=BUFFER, vocab=VOCAB, chunk=16):
+        self.decoder = decode.speculative_decoder(target, drafter, rule, prefill_chunk=chunk)
+        self.rule, self.params, self.buffer = rule, params, buffer
+        self.prompts, self.lengths = ragged(LENGTHS, buffer, vocab)
+
+    def arrays(self, which):
+        """Of some requests; the controls have two stop tokens in the first ones and one in the others."""
+        stops = [[3, 5] if i == 0 else [3, -1] for i in which]
+        controls = make_controls(
+            len(which),
+            limit=[LIMITS[i] for i in which],
+            temperature=[TEMPERATURES[i] for i in which],
+            stop_tokens=stops,
+        )
+        index = np.asarray(which)
+        return (
+            self.prompts[index],
+            self.lengths[index],
+            controls,
+            self.rule,
+            keys_from_seeds(jnp.asarray(index, jnp.uint32)),
+        )
+
+    def alone(self, i):
+        """One request beside rows that are done from the start, in the programs that `together` has compiled."""
+        prompts, lengths, controls, rule, keys = self.arrays([i] * ROWS)
+        controls = dataclasses.replace(controls, limit=jnp.where(jnp.arange(ROWS) == 1, controls.limit, 1))
+        state = decode.start(self.decoder, self.params, prompts, lengths, controls, rule, keys)
+        stats = zero_stats(ROWS, self.decoder.max_depth, record=self.buffer)
+        state, stats, _ = refill.advance(self.decoder, self.params, state, stats)
+        return committed(state)[1], jax.tree.map(lambda x: np.asarray(x)[1].tolist(), stats)
+
+    def truly_alone(self, i):
+        """In a batch of one, through `run`."""
+        state = decode.start(self.decoder, self.params, *self.arrays([i]))
+        state, stats = decode.run(self.decoder, self.params, state, record=True)
+        return committed(state)[0], jax.tree.map(lambda x: np.asarray(x)[0].tolist(), stats)
+
+    def together(self):
+        """(tokens, counters) of every request, and the steps that all of them took."""
+        state = decode.start(self.decoder, self.params, *self.arrays([0, 1, 2]))
+        stats = zero_stats(ROWS, self.decoder.max_depth, record=self.buffer)
+        holds, waiting, found, steps = [0, 1, 2], [3, 4, 5, 6], {}, 0
+        while any(i is not None for i in holds):
+            state, stats, taken = refill.advance(self.decoder, self.params, state, stats)
+            steps += int(taken[0])
+            for row, i in enumerate(holds):
+                if i is None or not bool(state.done[row]):
+                    continue
+                found[i] = (
+                    committed(state)[row],
+                    jax.tree.map(lambda x, r=row: np.asarray(x)[r].tolist(), stats),
+                )
+                holds[row] = waiting.pop(0) if waiting else None
+                if holds[row] is not None:
+                    before = jax.tree.map(np.asarray, without_keys(state))
+                    prompts, *rest = self.arrays([holds[row]])
+                    # Only as wide as the prompt: the state's buffer is its own.
+                    width = int(rest[0][0])
+                    state, stats = refill.refill(
+                        self.decoder,
+                        self.params,
+                        state,
+                        stats,
+                        jnp.asarray([row]),
+                        prompts[:, : max(width, 8)],
+                        *rest,
+                    )
+                    check_untouched(before, without_keys(state), row)
+        return found, steps
+
+
+def without_keys(state):
+    """Every leaf as numbers."""
+    return jax.tree.map(
+        lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x, state
+    )
+
+
+def check_untouched(before, after, row):
+    """Every leaf of the other rows, bit for bit."""
+    others = [r for r in range(ROWS) if r != row]
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        assert np.asarray(old)[others].tobytes() == np.asarray(new)[others].tobytes()
+
+
+IN_TIME = ("ngram, mars", "sampled chain, mars over block", "static tree, budget")
+
+
+@pytest.mark.parametrize(
+    "pair", [pytest.param(pair, marks=[pytest.mark.slow] * (pair not in IN_TIME)) for pair in COVERING]
+)
+def test_what_is_put_into_a_running_state_decodes_as_alone(pair):
+    """Tokens, counters and what each token was; a rule's own state and a draft's begin anew as well."""
+    served = Served(TARGET, *COVERING[pair])
+    found, steps = served.together()
+    assert len(found) == len(LENGTHS)
+    alone = served.truly_alone if pair == IN_TIME[1] else served.alone
+    for i, told in found.items():
+        # As text, in which NaN is itself.
+        assert repr(told) == repr(alone(i))
+    assert steps < sum(stats.steps for _, stats in found.values())
+
+
+SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "num_kv_heads": 2}
+CONFIG = ModelConfig(num_layers=2, **SIZES)
+EAGLE_3 = EagleConfig(
+    version=3, layer=ModelConfig(num_layers=1, **SIZES), target_hidden_size=32, draft_vocab_size=32,
+    feature_layers=(0, 1, 1),
+)  # fmt: skip
+MEDUSA = MedusaConfig(num_heads=3, num_layers=1, hidden_size=32, vocab_size=64)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["eagle", "medusa"])
+def test_rows_are_put_into_each_part_of_a_mesh(name):
+    """A head that reads the prompt's features, over two devices of rows with two of heads each; and on one device."""
+    model = language_model(CONFIG)
+    weights = init_params(CONFIG, jax.random.key(0))
+    if name == "eagle":
+        drafter = drafters.eagle(EAGLE_3, model, tree=Dynamic(top_k=3, depth=3, nodes=9))
+        made = eagle_head.init_params(EAGLE_3, jax.random.key(1)) | {
+            "ids": jnp.arange(0, 64, 2, dtype=jnp.int32)
+        }
+    else:
+        drafter, made = (
+            drafters.medusa(MEDUSA, model, tree=(2, 2, 1)),
+            medusa.init_params(MEDUSA, jax.random.key(1)),
+        )
+    params = Params(target=weights, draft=made)
+    served = Served(model, drafter, verify.mars(theta=0.5), params, vocab=64)
+
+    def decoded():
+        state = decode.start(served.decoder, params, *served.arrays([0, 1, 2, 6]))
+        stats = zero_stats(4, drafter.max_depth, record=BUFFER)
+        state, stats, _ = refill.advance(
+            served.decoder, params, state, stats, 2
+        )  # rows 0 to 3; some are going on
+        early = committed(state)
+        new = served.arrays([3, 4])
+        state, stats = refill.refill(served.decoder, params, state, stats, jnp.asarray([1, 2]), *new)
+        state, stats, _ = refill.advance(served.decoder, params, state, stats, 4)
+        return early, committed(state), np.asarray(stats.steps).tolist()
+
+    with jax.set_mesh(parse_mesh("data=2,model=2")):
+        early, divided, steps = decoded()
+    assert [early[1][: LENGTHS[1]], early[2][: LENGTHS[2]]] == [
+        np.asarray(served.prompts)[i, : LENGTHS[i]].tolist() for i in (1, 2)
+    ]
+    plain = decoded()
+    assert (early, divided, steps) == plain
+    assert divided[1] == served.truly_alone(3)[0] and divided[2] == served.truly_alone(4)[0]
+    assert divided[0] == served.truly_alone(0)[0] and divided[3] == served.truly_alone(6)[0]
+
+
+@pytest.mark.parametrize(
+    ("rows", "change", "sentence"),
+    [
+        ([3], {}, "rows are .3.: expected each of 0 to 2 at most once"),
+        ([-2], {}, "rows are .-2.: expected"),
+        ([1], {"width": 41}, "the prompts are 41 wide and the state's token buffer 40"),
+        ([1], {"stops": 3}, "a row has 3 stop tokens and the state has room for 2"),
+        ([1], {"rule": verify.mars()}, "the rule mars is not of the structure"),
+    ],
+)
+def test_what_cannot_be_inserted_gets_a_sentence(rows, change, sentence):
+    served = Served(TARGET, drafters.none(), verify.exact())
+    state = decode.start(served.decoder, NO_WEIGHTS, *served.arrays([0, 1, 2]))
+    prompts, lengths, controls, rule, keys = served.arrays([3])
+    prompts = jnp.pad(prompts, ((0, 0), (0, change.get("width", BUFFER) - BUFFER)))
+    stops = jnp.full((1, change.get("stops", 2)), 3, jnp.int32)
+    controls = dataclasses.replace(controls, stop_tokens=stops)
+    with pytest.raises(MarsError, match=sentence):
+        served.decoder.insert(
+            NO_WEIGHTS, state, jnp.asarray(rows), prompts, lengths, controls, change.get("rule", rule), keys
+        )
+
+
+def test_a_row_with_fewer_biased_tokens_than_the_state_has_keeps_its_own():
+    decoder = decode.speculative_decoder(TARGET, drafters.none(), verify.exact(), prefill_chunk=16)
+    prompts, lengths = ragged([3, 5], 12, VOCAB)
+    keys = keys_from_seeds(jnp.arange(2, dtype=jnp.uint32))
+
+    def controls(rows, bias):
+        return make_controls(rows, limit=12).replace(edits=make_edits(rows, logit_bias=bias))
+
+    wide = controls(2, {1: 0.5, 2: -1.0, 3: 2.0})
+    state = decoder.init(NO_WEIGHTS, prompts, lengths, wide, verify.exact(), keys)
+    row = (prompts[:1], lengths[:1], controls(1, {5: 1.5}), verify.exact(), keys[:1])
+    edits = decoder.insert(NO_WEIGHTS, state, jnp.asarray([1]), *row).controls.edits
+    assert edits.bias_tokens.tolist() == [[1, 2, 3], [5, NO_TOKEN, NO_TOKEN]]
+    assert edits.bias.tolist() == [[0.5, -1.0, 2.0], [1.5, 0.0, 0.0]]
+    narrow = decoder.init(NO_WEIGHTS, prompts, lengths, controls(2, {5: 1.5}), verify.exact(), keys)
+    row = (prompts[:1], lengths[:1], controls(1, {5: 1.5, 6: 1.0}), verify.exact(), keys[:1])
+    with pytest.raises(MarsError, match="a row has 2 biased tokens and the state has room for 1"):
+        decoder.insert(NO_WEIGHTS, narrow, jnp.asarray([1]), *row)

@@ -1,0 +1,114 @@
+"""A bounded number of steps, a scan of them, a state on disk and a step as bytes: all of them go on as `run` does."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from mars_jax import drafters, hub, verify
+from mars_jax.core import decode
+from mars_jax.core.controls import make_controls
+from mars_jax.core.errors import MarsError
+from mars_jax.core.mesh import parse_mesh
+from mars_jax.core.portable import export_step, load_step
+from mars_jax.core.types import NO_TOKEN, keys_from_seeds
+from mars_jax.placement.hosts import put
+from mars_jax.placement.shardings import state_shardings
+from tests.core.test_decode import SMALL, TARGET, VOCAB
+from tests.helpers import NO_WEIGHTS, committed, ragged
+
+RULE = verify.mars(theta=0.5, max_relaxed_run=1)
+DECODER = decode.speculative_decoder(
+    TARGET, drafters.language_model(SMALL, tree=(2, 1, 1)), RULE, prefill_chunk=16
+)
+
+
+def begun(rows=4):
+    prompts, lengths = ragged([1, 6, 12, 17][:rows], 40, VOCAB)
+    controls = make_controls(
+        rows, limit=40, temperature=[0.0, 0.9, 0.0, 1.3][:rows], stop_tokens=[[3]] * rows
+    )
+    return decode.start(
+        DECODER, NO_WEIGHTS, prompts, lengths, controls, RULE, keys_from_seeds(jnp.arange(rows))
+    )
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """(tokens, steps of the longest row)."""
+    state, stats = decode.run(DECODER, NO_WEIGHTS, begun())
+    return committed(state), int(stats.steps.max())
+
+
+def test_steps_by_the_piece_are_the_steps_of_a_run(whole):
+    tokens, steps = whole
+    state, taken = begun(), 0
+    compiled = decode.run._cache_size()
+    for most in (1, 3, 2, 1000):
+        state, stats = decode.run(DECODER, NO_WEIGHTS, state, max_steps=most)
+        assert int(stats.steps.max()) <= most
+        taken += int(stats.steps.max())
+    assert committed(state) == tokens and taken == steps
+    assert decode.run._cache_size() <= compiled + 1, "another bound is another value"
+
+
+def test_a_scan_takes_its_steps_and_tells_of_each(whole):
+    state, infos = jax.jit(lambda s: decode.scan(DECODER, NO_WEIGHTS, s, whole[1] + 2))(begun())
+    assert committed(state) == whole[0]
+    emitted = [infos.emitted[:, row][infos.emitted[:, row] != NO_TOKEN].tolist() for row in range(4)]
+    assert emitted == [
+        tokens[len(tokens) - len(new) :] for tokens, new in zip(whole[0], emitted, strict=True)
+    ]
+    assert not infos.num_emitted[-2:].any()
+
+
+def test_a_state_goes_through_disk_and_onto_a_mesh(whole, tmp_path):
+    state, _ = decode.run(DECODER, NO_WEIGHTS, begun(), max_steps=2)
+    hub.save_state(tmp_path / "state", state)
+    back = hub.restore_state(tmp_path / "state", jax.eval_shape(lambda s: s, begun()))
+    assert committed(decode.run(DECODER, NO_WEIGHTS, back)[0]) == whole[0]
+    mesh = parse_mesh("data=4")
+    like = jax.eval_shape(lambda s: s, state)
+    spread = hub.restore_state(tmp_path / "state", put(state, state_shardings(like, mesh)))
+    assert spread.tokens.sharding.spec[0] == "data"
+    with jax.set_mesh(mesh):
+        assert committed(decode.run(DECODER, NO_WEIGHTS, spread)[0]) == whole[0]
+    with pytest.raises(MarsError, match="choose the name of a new folder"):
+        hub.save_state(tmp_path / "state", state)
+    with pytest.raises(MarsError, match="of another decoder or of other shapes"):
+        hub.restore_state(tmp_path / "state", begun(2))
+    with pytest.raises(MarsError, match="holds no state"):
+        hub.restore_state(tmp_path / "nothing", state)
+
+
+def same(one, other):
+    def plain(x):
+        x = jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+        return x.astype(jnp.float32) if x.dtype == jnp.bool_ else x
+
+    return jax.tree.map(lambda a, b: bool(jnp.array_equal(plain(a), plain(b), equal_nan=True)), one, other)
+
+
+def test_a_step_is_a_program_of_its_own():
+    state = begun()
+    exported = export_step(DECODER, NO_WEIGHTS, state)
+    step = jax.jit(load_step(exported))
+    for _ in range(3):
+        wanted = decode.jitted_step(DECODER, NO_WEIGHTS, jax.tree.map(jnp.copy, state))
+        state, info = step(NO_WEIGHTS, state)
+        assert jax.tree.structure(wanted) == jax.tree.structure((state, info))
+        assert all(jax.tree.leaves(same(wanted, (state, info))))
+    with pytest.raises(MarsError, match="what the step was exported with"):
+        load_step(exported)(NO_WEIGHTS, begun(2))
+
+
+def test_a_step_is_lowered_for_a_chip_that_is_not_here():
+    shapes = jax.eval_shape(begun)
+    assert "tpu_custom_call" in export_step(DECODER, NO_WEIGHTS, shapes, platform="tpu").mlir_module()
+
+
+def test_a_step_goes_through_bytes():
+    pytest.importorskip("flatbuffers")
+    state = begun()
+    data = bytes(export_step(DECODER, NO_WEIGHTS, state).serialize())
+    wanted = decode.jitted_step(DECODER, NO_WEIGHTS, jax.tree.map(jnp.copy, state))
+    assert all(jax.tree.leaves(same(wanted, load_step(data)(NO_WEIGHTS, state))))

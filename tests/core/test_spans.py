@@ -1,0 +1,70 @@
+"""Spans in the step: a lossy rule relaxes where they let it, and is its strict base everywhere else."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+
+from mars_jax import verify
+from mars_jax.constraints.compiled import joined
+from mars_jax.constraints.spans import Spans, state_after
+from mars_jax.core import decode
+from mars_jax.core.controls import make_controls
+from mars_jax.core.guide import Guides
+from mars_jax.core.types import RELAXED, Params, keys_from_seeds
+from tests.core.test_guide import DRAFTERS, PIECES, TARGET, VOCAB, VOCABULARY, text_of
+from tests.helpers import ragged
+
+LIMIT, LENGTHS = 60, [1, 6, 12, 4]
+PROMPTS = ragged(LENGTHS, LIMIT, VOCAB)
+
+
+def decoded(drafter, rule, spans, **settings):
+    prompts, lengths = PROMPTS
+    controls = make_controls(4, limit=LIMIT, **settings)
+    params = Params(target=(), draft=())
+    if spans is not None:
+        found = joined({spans: spans.table(VOCABULARY)}, VOCAB)
+        after = [state_after(spans, VOCABULARY, prompts[b, :n].tolist()) for b, n in enumerate(LENGTHS)]
+        controls = controls.replace(guides=Guides(span=found.rows([spans] * 4, after)))
+        params = params._replace(guides=Guides(span=found.tables))
+    decoder = decode.speculative_decoder(TARGET, drafter, rule, prefill_chunk=16)
+    keys = keys_from_seeds(jnp.arange(4))
+    state = decode.start(decoder, params, prompts, lengths, controls, rule, keys)
+    state, stats = decode.run(decoder, params, state, record=True)
+    return state, np.asarray(stats.tokens.kind)
+
+
+def inside(tokens):
+    """Whether a text ends inside of a span from "b" to "c"."""
+    text = text_of(tokens)
+    return text.rfind("b") > text.rfind("c")
+
+
+def test_a_rule_relaxes_in_spans_alone():
+    """Tags drafted within a window and tags in the prompt; a chain, a tree, rules of edges and of distributions."""
+    spans = Spans(relax_in=("b...c",))
+    for drafter, rule in (
+        (DRAFTERS["chain"], verify.mars(theta=0.5)),
+        (DRAFTERS["static tree"], verify.typical()),
+        (DRAFTERS["sampled chain"], verify.mixture(weight=0.2)),
+    ):
+        sampled = {"temperature": 1.0} if drafter is DRAFTERS["sampled chain"] else {}
+        state, kinds = decoded(drafter, rule, spans, **sampled)
+        relaxed_inside = 0
+        for b, n in enumerate(LENGTHS):
+            row = state.tokens[b].tolist()
+            for place in range(n, LIMIT):
+                if kinds[b, place - n] == RELAXED:
+                    assert inside(row[:place]), (b, place)
+                    relaxed_inside += 1
+        if not sampled:
+            assert relaxed_inside > 3
+        # Where it is strict everywhere, it is its base; where nowhere, as if there were no span.
+        never, _ = decoded(drafter, rule, Spans(relax_in=("12345...6",)), **sampled)
+        strict, _ = decoded(drafter, rule, None, strict=True, **sampled)
+        assert never.tokens.tolist() == strict.tokens.tolist()
+        always, _ = decoded(drafter, rule, Spans(strict_in=("12345...6",)), **sampled)
+        free, _ = decoded(drafter, rule, None, **sampled)
+        assert always.tokens.tolist() == free.tokens.tolist() != strict.tokens.tolist()
+    assert b"b" in PIECES

@@ -1,0 +1,44 @@
+"""Our dataclasses against Flax's, which they mix with."""
+
+import dataclasses
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import pytest
+
+from mars_jax.core import struct
+
+
+def rule(made_by):
+    @made_by.dataclass
+    class Rule:
+        theta: jax.Array
+        margin: str = made_by.field(pytree_node=False, default="ratio")
+        nested: tuple = ()
+
+    return Rule
+
+
+def test_it_is_what_flax_makes():
+    ours, theirs = (rule(by)(jnp.float32(0.9), "gap", (1, None, {"a": 2})) for by in (struct, flax.struct))
+    for of in (jax.tree.leaves, lambda tree: [str(path) for path, _ in jax.tree.leaves_with_path(tree)]):
+        assert of(ours) == of(theirs)
+    for made in (ours, theirs):
+        assert jax.tree.map(lambda x: x, made) == made == made.replace(margin="ratio").replace(margin="gap")
+        assert jax.tree.structure(made) != jax.tree.structure(made.replace(margin="ratio"))
+        assert jax.tree.structure(made) == jax.tree.structure(made.replace(theta=3))
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            made.theta = 1
+        assert float(jax.jit(lambda r: r.theta * 2)(made)) == pytest.approx(1.8)
+
+
+@pytest.mark.parametrize(("base", "derived"), [(struct, flax.struct), (flax.struct, struct)])
+def test_one_derives_from_the_other(base, derived):
+    @derived.dataclass
+    class Own(rule(base)):
+        entropy: float = 1.5
+
+    own = Own(theta=0.9)
+    assert jax.tree.leaves(own) == [0.9, 1.5]
+    assert jax.tree.structure(own) != jax.tree.structure(own.replace(margin="gap"))

@@ -1,0 +1,81 @@
+"""Drafting while the target verifies: the tokens of the plain loop, on devices of their own."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mars_jax import drafters, verify
+from mars_jax.core import fake
+from mars_jax.core.controls import make_controls
+from mars_jax.core.errors import MarsError
+from mars_jax.core.types import Params, keys_from_seeds
+from mars_jax.drafters.ahead import ahead, run
+from mars_jax.models import ModelConfig, init_params, language_model
+from tests.helpers import committed, decode_all, ragged
+
+SIZES = {"vocab_size": 8, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "num_layers": 2}
+CONFIG = ModelConfig(**SIZES)
+MODEL = language_model(CONFIG)
+
+
+def weights(noise):
+    """A target, and the same with some noise."""
+    target = init_params(CONFIG, jax.random.key(0), scale=0.4)
+    other = init_params(CONFIG, jax.random.key(1), scale=0.4)
+    return Params(target, jax.tree.map(lambda x, y: x + noise * y, target, other))
+
+
+@pytest.mark.parametrize(
+    ("noise", "temperature", "pre_verify"),
+    [(0.0, [0.0, 0.0, 0.0], False), (0.1, [0.0, 1.0, 0.7], False), (0.03, [0.0, 1.0, 0.0], True)],
+)
+def test_tokens_are_those_of_the_plain_loop(noise, temperature, pre_verify):
+    here, there = jax.devices()[:2]
+    params = weights(noise)
+    prompts, lengths = ragged([1, 2, 17], 48, 8)
+    controls = make_controls(3, limit=48 - jnp.arange(3), temperature=temperature)
+    keys = keys_from_seeds(jnp.arange(3, dtype=jnp.uint32))
+    rule = verify.exact()
+    made = ahead(MODEL, drafters.language_model(MODEL, 4), rule)
+    given = jax.device_put((params, prompts, lengths, controls, verify.for_rows(rule, 3), keys), here)
+    state, stats, guesses = run(made, *given, draft_device=there, pre_verify=pre_verify)
+    assert state.tokens.devices() == {here}
+    plain, counted = decode_all(
+        MODEL,
+        drafters.language_model(MODEL, 3),
+        rule,
+        prompts,
+        lengths,
+        params=params,
+        limit=48 - jnp.arange(3),
+        temperature=temperature,
+    )
+    assert committed(state) == committed(plain)
+    assert guesses.steps == int(jnp.max(stats.steps))
+    if pre_verify:
+        # Steps without a draft, and drafts of which only the rest was verified.
+        assert 0 < guesses.held < guesses.steps and int(jnp.sum(stats.steps)) > int(jnp.sum(counted.steps))
+        return
+    # The same drafts as well: the guess is one more, of which the target sees nothing.
+    np.testing.assert_array_equal(stats.steps, counted.steps)
+    np.testing.assert_array_equal(stats.accepted_exact, counted.accepted_exact)
+    if noise == 0:  # all that the target itself drafts holds
+        assert guesses.held == guesses.steps
+    else:
+        assert guesses.held < guesses.steps and int(jnp.sum(stats.accepted_exact)) > 0
+
+
+def test_a_drafter_that_cannot_draft_ahead_is_refused():
+    model = fake.hash_model(vocab_size=8)
+    with pytest.raises(MarsError, match="no chain of at least 2"):
+        ahead(MODEL, drafters.language_model(model, 1), verify.exact())
+    with pytest.raises(MarsError, match="no chain of at least 2"):
+        ahead(MODEL, drafters.language_model(model, tree=(2, 1)), verify.exact())
+    with pytest.raises(MarsError, match="draws its drafts"):
+        drawn = ahead(MODEL, drafters.language_model(MODEL, 3, sample=True), verify.exact())
+        prompts, lengths = ragged([3], 16, 8)
+        keys = keys_from_seeds(jnp.zeros((1,), jnp.uint32))
+        rule = verify.for_rows(verify.exact(), 1)
+        run(drawn, weights(0.0), prompts, lengths, make_controls(1, limit=16), rule, keys,
+            draft_device=jax.devices()[1])  # fmt: skip

@@ -1,0 +1,73 @@
+"""DDTree's trees are those of a best-first search with a heap."""
+
+import functools
+import heapq
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mars_jax.core.types import NO_TOKEN
+from mars_jax.drafters.best_first import best_first
+from mars_jax.drafters.shapes import Dynamic
+
+
+def search(log_p, shape):
+    """{path: score} of the likeliest nodes, popped one by one: log_p f32[D, V]."""
+    order = np.argsort(-log_p, axis=1, kind="stable")[:, : shape.top_k]
+    best = {}
+    heap = [(-log_p[0, t], (int(t),)) for t in order[0]]
+    heapq.heapify(heap)
+    while heap and len(best) < shape.num_nodes - 1:
+        score, path = heapq.heappop(heap)
+        best[path] = -score
+        if len(path) < shape.depth:
+            for t in order[len(path)]:
+                heapq.heappush(heap, (np.float32(score - log_p[len(path), t]), (*path, int(t))))
+    return best
+
+
+def paths(tree, row):
+    """The nodes of a row but the root and padding, as tuples of tokens."""
+    tokens, parents = np.asarray(tree.tokens[row]), np.asarray(tree.parents[row])
+    found = {0: ()}
+    for i in range(1, len(tokens)):
+        assert 0 <= parents[i] < i
+        if tokens[i] != NO_TOKEN:
+            found[i] = (*found[int(parents[i])], int(tokens[i]))
+            assert len(found[i]) == tree.depths[row, i]
+    return list(found.values())[1:]
+
+
+@pytest.mark.parametrize(
+    ("shape", "vocab", "rows"),
+    [(Dynamic(10, 7, 60), 64, 700), (Dynamic(30, 4, 30), 40, 200), (Dynamic(10, 15, 256), 300, 100)],
+)
+def test_the_tree_is_that_of_a_best_first_search(shape, vocab, rows):
+    """1,000 random marginals in all, sharp ones and flat ones."""
+    rng = np.random.default_rng(shape.nodes)
+    logits = rng.normal(size=(rows, shape.depth, vocab)) * rng.choice([0.5, 2, 6], (rows, 1, 1))
+    logits = jnp.asarray(logits, jnp.float32)
+    root = jnp.asarray(rng.integers(0, vocab, (rows, 1)), jnp.int32)
+    build = jax.jit(functools.partial(best_first, shape))
+    tree = build(root, logits, jnp.ones(logits.shape[:2], bool))
+    assert np.array_equal(tree.tokens[:, 0], root[:, 0])
+    log_p = np.asarray(jax.nn.log_softmax(logits))
+    for row in range(rows):
+        mine, wanted = paths(tree, row), search(log_p[row], shape)
+        assert len(set(mine)) == len(mine) == shape.num_nodes - 1
+        if set(mine) != set(wanted):  # two that rounding cannot tell apart
+            scores = [sum(log_p[row, d, t] for d, t in enumerate(path)) for path in mine]
+            np.testing.assert_allclose(sorted(scores), sorted(wanted.values()), atol=1e-5)
+            assert len(set(mine) ^ set(wanted)) <= 4
+    text = build.lower(root, logits, jnp.ones(logits.shape[:2], bool)).as_text()
+    assert "callback" not in text  # nothing asks the host
+
+
+def test_nothing_is_drafted_after_a_depth_that_is_not_alive():
+    logits = jax.random.normal(jax.random.key(0), (3, 4, 9))
+    alive = jnp.asarray([[True] * 4, [True, True, False, False], [False] * 4])
+    tree = best_first(Dynamic(3, 4, 20), jnp.ones((3, 1), jnp.int32), logits, alive)
+    lengths = [[len(path) for path in paths(tree, row)] for row in range(3)]
+    assert max(lengths[0]) > 2 and set(lengths[1]) == {1, 2} and len(lengths[1]) == 12 and not lengths[2]

@@ -1,0 +1,228 @@
+"""The block drafter: lossless, its context that of a head run afresh, and drafting what that head says."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mars_jax import drafters, verify
+from mars_jax.core import decode, fake
+from mars_jax.core.controls import make_controls
+from mars_jax.core.errors import MarsError
+from mars_jax.core.types import NO_TOKEN, Params, Visible, keys_from_seeds
+from mars_jax.drafters.dflash import dflash
+from mars_jax.drafters.shapes import Dynamic
+from mars_jax.models import ModelConfig, language_model
+from mars_jax.models import dflash as head
+from mars_jax.models.dflash import DFlashConfig
+from mars_jax.models.transformer import init_params
+from tests.helpers import committed, decode_all, draft_input, ragged
+
+VOCAB = 8  # small, so that a random head is right now and then
+SIZES = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "num_kv_heads": 1}
+CONFIG = ModelConfig(num_layers=3, **SIZES)
+MODEL = language_model(CONFIG)
+LAYER = ModelConfig(family="qwen3", qk_norm=True, num_layers=2, windows=(None, 5), **SIZES)
+COMMON = {
+    "layer": LAYER,
+    "target_hidden_size": 16,
+    "feature_layers": (0, 2),
+    "mask_token": 3,
+    "block_size": 4,
+}
+HEADS = {
+    "dflash": DFlashConfig(draft_vocab_size=6, own_unembed=True, causal=(False, True), **COMMON),
+    "dspark": DFlashConfig(
+        draft_vocab_size=VOCAB,
+        from_anchor=True,
+        markov_rank=4,
+        confidence=True,
+        confidence_markov=True,
+        **COMMON,
+    ),
+}
+SHAPES = {"chain": None, "static tree": (3, 2, 1), "dynamic tree": Dynamic(3, 3, 9)}
+LENGTHS = [1, 2, 17]
+
+
+@functools.cache
+def weights(name):
+    params = head.init_params(HEADS[name], jax.random.key(3), scale=0.3)
+    if "ids" in params:
+        params["ids"] = jnp.asarray([0, 2, 3, 5, 6, 7], jnp.int32)  # neither the first ones nor all
+    return Params(target=init_params(CONFIG, jax.random.key(0), scale=0.3), draft=params)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def afresh(name, tokens, length):
+    """The head after a whole text i32[1, n] of `length` tokens, the target over it at once: hidden states of the block,
+    its marginals, and the context."""
+    config, params, n = HEADS[name], weights(name), tokens.shape[1]
+    model = MODEL.with_features(config.feature_layers)
+    zero = jnp.zeros((1,), jnp.int32)
+    output = model.forward(params.target, tokens, Visible.causal(zero, n), model.init_cache(1, n))
+    cache = head.init_cache(config, 1, n + config.block_size, "float32")
+    fused = head.fuse(config, params.draft, output)
+    cache = head.absorb(config, params.draft, fused, jnp.arange(n, dtype=jnp.int32)[None], zero, cache)
+    first, size = jnp.reshape(length - 1, (1,)), config.block_size
+    visible = Visible(
+        first=first,
+        positions=first[:, None] + jnp.arange(size, dtype=jnp.int32)[None],
+        slot=first,
+        seen=jnp.ones((1, size, size), bool),
+    )
+    last = jax.lax.dynamic_slice_in_dim(tokens, length - 1, 1, axis=1)
+    hidden, _ = head.forward(config, MODEL, params, head.block(config, last), visible, cache)
+    hidden = hidden[:, size - config.drafts :]
+    return hidden, head.unembed(config, MODEL, params, hidden)[0], cache
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("dflash", "chain"),
+        ("dflash", "dynamic tree"),
+        ("dspark", "chain"),
+        pytest.param("dflash", "static tree", marks=pytest.mark.slow),
+        pytest.param("dspark", "dynamic tree", marks=pytest.mark.slow),
+    ],
+)
+def test_it_is_lossless_and_its_context_is_that_of_a_head_run_afresh(name, shape):
+    """Ten rounds of mixed acceptance, greedy rows and a sampled one; then the rest of the text."""
+    prompts, lengths = ragged(LENGTHS, 64, VOCAB)
+    drafter = dflash(HEADS[name], MODEL, 3, tree=SHAPES[shape])
+    decoder = decode.speculative_decoder(MODEL, drafter, verify.exact(), prefill_chunk=16)
+    keys = keys_from_seeds(jnp.arange(3, dtype=jnp.uint32))
+    controls = make_controls(3, limit=64, temperature=[0.0, 0.0, 1.0])
+    state = decode.start(decoder, weights(name), prompts, lengths, controls, verify.exact(), keys)
+    seen = set()
+    for _ in range(10):
+        state, info = decode.jitted_step(decoder, weights(name), state)
+        seen |= set(info.num_emitted.tolist())
+    assert {1, 2} <= seen
+    padded = np.asarray(state.tokens)
+    tree, _ = jax.jit(drafter.propose)(weights(name), state.draft, draft_input(state))
+    for row, tokens in enumerate(committed(state)):
+        n = len(tokens)
+        _, logits, cache = afresh(name, padded[row : row + 1], n)
+        for ours, fresh in ((state.draft.cache.k, cache.k), (state.draft.cache.v, cache.v)):
+            for mine, wanted in zip(ours, fresh, strict=True):
+                np.testing.assert_allclose(mine[row, : n - 1], wanted[0, : n - 1], atol=2e-5)
+        # What it drafts next is what that head says.
+        z = np.asarray(logits)
+        if "ids" in weights(name).draft:
+            wide = np.full((len(z), VOCAB), -np.inf)
+            wide[:, np.asarray(weights(name).draft["ids"])] = z
+            z = wide
+        if HEADS[name].markov_rank:
+            z = (
+                z[:1]
+                + np.asarray(head.markov(HEADS[name], weights(name).draft, jnp.asarray([[tokens[-1]]])))[0]
+            )
+        elif shape == "chain":
+            np.testing.assert_array_equal(tree.tokens[row, 1:], np.argmax(z, axis=1))
+        width = 1 if shape == "chain" else 3
+        best = np.argsort(-z[0], kind="stable")[:width]
+        children = tree.tokens[row][tree.parents[row] == 0]
+        assert set(children.tolist()) <= set(best.tolist()) and best[0] in children
+
+    while not bool(jnp.all(state.done)):
+        state, _ = decode.jitted_step(decoder, weights(name), state)
+    assert committed(state) == committed(
+        plainly((0.0, 0.0, 1.0))
+    )  # the sampled row too: its draws are keyed by position
+
+
+@functools.cache
+def plainly(temperature):
+    prompts, lengths = ragged(LENGTHS, 64, VOCAB)
+    params = weights("dflash")._replace(draft=())
+    return decode_all(
+        MODEL, drafters.none(), verify.exact(), prompts, lengths, params=params, temperature=list(temperature)
+    )[0]
+
+
+@functools.cache
+def pairs(name, shape, sample):
+    """Counts of the pairs of the second and third new token... of 6,000 rows with a drafter, or without one."""
+    rows, plain = 6000, name is None
+    prompts, lengths = (jnp.broadcast_to(x, (rows, *x.shape[1:])) for x in ragged([5], 8, VOCAB))
+    params = weights(name or "dflash")
+    drafter = drafters.none() if plain else dflash(HEADS[name], MODEL, 2, tree=SHAPES[shape], sample=sample)
+    rule = verify.rejection() if sample else verify.exact()
+    state, stats = decode_all(
+        MODEL,
+        drafter,
+        rule,
+        prompts,
+        lengths,
+        params=params._replace(draft=()) if plain else params,
+        seeds=range(rows, 2 * rows) if plain else None,
+        temperature=0.8,
+        top_k=6,
+    )
+    assert plain or int(jnp.sum(stats.accepted_exact)) > rows // 4
+    tokens = np.asarray(state.tokens)
+    return np.bincount(tokens[:, 5] * VOCAB + tokens[:, 6], minlength=VOCAB * VOCAB)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "sample"),
+    [
+        ("dflash", "chain", True),
+        ("dflash", "dynamic tree", False),
+        ("dspark", "chain", True),
+        pytest.param("dflash", "dynamic tree", True, marks=pytest.mark.slow),
+    ],
+)
+def test_at_temperature_1_each_token_follows_the_targets_distribution(name, shape, sample):
+    mine, theirs = pairs(name, shape, sample), pairs(None, None, False)
+    used = mine + theirs >= 10
+    chi = np.sum((mine - theirs)[used] ** 2 / (mine + theirs)[used])
+    freedom = used.sum() - 1
+    assert chi < freedom + 5 * np.sqrt(2 * freedom)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_draft_stop_ends_a_draft_by_entropy_or_by_what_the_confidence_head_says(name):
+    prompts, lengths = ragged(LENGTHS, 32, VOCAB)
+    config = HEADS[name]
+    drafter = dflash(config, MODEL)
+    decoder = decode.speculative_decoder(MODEL, drafter, verify.exact(), prefill_chunk=16)
+    keys = keys_from_seeds(jnp.arange(3, dtype=jnp.uint32))
+    state = decode.start(
+        decoder, weights(name), prompts, lengths, make_controls(3, limit=32), verify.exact(), keys
+    )
+    propose = jax.jit(drafter.propose)
+    whole = np.asarray(propose(weights(name), state.draft, draft_input(state))[0].tokens)
+    assert (whole != NO_TOKEN).all() and whole.shape[1] == 1 + config.drafts
+    doubts = []
+    for row, n in enumerate(LENGTHS):
+        hidden, logits, _ = afresh(name, np.asarray(prompts)[row : row + 1], n)
+        if config.confidence:
+            before = jnp.asarray(whole[row : row + 1, :-1], jnp.int32)
+            sure = head.confidence(config, weights(name).draft, hidden, before)
+            doubts.append(1 - 1 / (1 + np.exp(-np.asarray(sure[0]))))
+        else:
+            log_q = np.asarray(jax.nn.log_softmax(logits))
+            doubts.append(np.sqrt(-np.sum(np.exp(log_q) * log_q, axis=1)))
+    limit = float(np.median(doubts))
+    stopped = draft_input(state.replace(controls=make_controls(3, limit=32, draft_stop=limit)))
+    found = np.asarray(propose(weights(name), state.draft, stopped)[0].tokens)[:, 1:]
+    kept = np.cumprod(np.asarray(doubts) <= limit, axis=1).astype(bool)
+    np.testing.assert_array_equal(found, np.where(kept, whole[:, 1:], NO_TOKEN))
+    assert 0 < kept.sum() < kept.size
+
+
+def test_a_head_that_does_not_fit_its_target_or_its_draft_is_refused():
+    other = language_model(ModelConfig(num_layers=1, **(SIZES | {"vocab_size": 9})))
+    with pytest.raises(MarsError, match="vocabulary of 8 tokens and the target has 9"):
+        dflash(HEADS["dflash"], other)
+    with pytest.raises(MarsError, match=r"LanguageModel\.embed"):
+        dflash(HEADS["dflash"], fake.hash_model(vocab_size=VOCAB))
+    with pytest.raises(MarsError, match=r"LanguageModel\.with_features"):
+        dflash(HEADS["dflash"], MODEL._replace(with_features=None))
+    with pytest.raises(MarsError, match=r"draft of 4 tokens in a row is longer .* drafts 3"):
+        dflash(HEADS["dflash"], MODEL, tree=Dynamic(2, 4, 9))

@@ -1,0 +1,87 @@
+"""Replay against a search in Python; what it drafts changes no token, and another corpus compiles nothing."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import mars_jax as mj
+from mars_jax import drafters
+from mars_jax.core import decode
+from mars_jax.core.controls import make_controls
+from mars_jax.core.errors import MarsError
+from mars_jax.core.types import NO_TOKEN, DraftInput, Params, keys_from_seeds
+from tests.drafters.test_ngram import slow_lookup
+
+SIZE, COUNT = 24, 4
+
+
+def matches(text, past, most, least):
+    """(how many tokens match, the place after the match) of the best, by hand."""
+    for size in range(min(most, len(text)), least - 1, -1):
+        for end in range(len(past) - 1, size - 1, -1):
+            if past[end - size : end] == text[len(text) - size :]:
+                return size, end
+    return 0, None
+
+
+def slow_replay(text, past, count):
+    size, end = matches(text, past, 6, 2)
+    own, _ = matches(text, text, 3, 1)
+    if size > own:
+        drafted = []
+        for token in past[end:]:
+            if token == NO_TOKEN:
+                break
+            drafted.append(token)
+        return (drafted + [NO_TOKEN] * count)[:count]
+    return slow_lookup(text, count, 3, 1)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.integers(0, 2), min_size=1, max_size=16),
+    st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), max_size=4),
+)
+def test_the_longest_match_of_corpus_and_text(text, texts):
+    past = drafters.corpus(texts, SIZE)
+    buffer = np.full((1, 16), 1, np.int32)
+    buffer[0, : len(text)] = text
+    asked = DraftInput(
+        keys=keys_from_seeds(jnp.arange(1)),
+        tokens=jnp.asarray(buffer),
+        length=jnp.asarray([len(text)], jnp.int32),
+        controls=make_controls(1, limit=16),
+    )
+    tree, _ = drafters.replay(COUNT).propose(Params((), past), (), asked)
+    assert tree.tokens[0, 1:].tolist() == slow_replay(text, past.tolist(), COUNT)
+
+
+def test_an_earlier_answer_is_drafted_and_changes_nothing(tmp_path):
+    target = mj.load("tiny/target", dtype="float32")
+    prompts = ["Once upon a time", "The cat"]
+    options = {"max_new_tokens": 40, "verify": mj.verify.exact()}
+    plain = mj.generate(target, "none", prompts, **options)
+    empty = drafters.LoadedDrafter(drafters.replay(8), drafters.corpus([], 512))
+    first = mj.generate(target, empty, prompts, **options)
+    compiled = decode.run._cache_size()
+    texts = [[*c.request.prompt_tokens, *c.tokens] for c in first.completions]
+    second = mj.generate(target, empty._replace(params=drafters.corpus(texts, 512)), prompts, **options)
+    assert decode.run._cache_size() == compiled
+    assert plain.tokens == first.tokens == second.tokens
+    assert second.metrics.tau > 5 > first.metrics.tau
+    file = tmp_path / "rows.jsonl"
+    rows = [{"prompt_tokens": c.request.prompt_tokens, "tokens": c.tokens} for c in first.completions]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    loaded = drafters.load(f"replay:{file}", target)
+    assert [int(i) for i in loaded.params[-len(texts[1]) :]] == texts[1]
+    file.write_text('{"text": "no tokens"}\n')
+    with pytest.raises(MarsError, match=r"line 1 of .* is no row with tokens"):
+        drafters.load(f"replay:{file}", target)
+    with pytest.raises(MarsError, match="cannot be read"):
+        drafters.load("replay:nowhere", target)
+    with pytest.raises(MarsError, match="min_ngram is 3 and max_ngram 2"):
+        drafters.replay(max_ngram=2, min_ngram=3)

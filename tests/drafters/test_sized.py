@@ -1,0 +1,162 @@
+"""Drafts as long as pays: the texts of a fixed chain, a cache that misses nothing, and the choice itself."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mars_jax as mj
+from mars_jax import drafters, verify
+from mars_jax.core import decode, fake
+from mars_jax.core.controls import make_controls
+from mars_jax.core.errors import MarsError
+from mars_jax.core.types import Params, keys_from_seeds
+from mars_jax.drafters.sized import KEEP, PAUSE, SizedState, forced, measured, sized
+from mars_jax.serve import sizes
+from mars_jax.serve.prepare import prepared
+from tests.helpers import draft_input, logits_after, ragged
+
+VOCAB = 13
+TARGET = fake.hash_model(vocab_size=VOCAB, agree=0.8)
+SMALL = fake.hash_model(vocab_size=VOCAB, seed=5, agree=0.8)
+CHAIN = drafters.language_model(SMALL, 4)
+MADE = sized(CHAIN)
+RULE = verify.exact()
+WIDTH = 160
+
+
+def params_of(made):
+    return Params(target=(), draft=made.params)
+
+
+def begun(drafter, params, temperature=0.0):
+    decoder = decode.speculative_decoder(TARGET, drafter, RULE)
+    prompts, lengths = ragged([1, 2, 9], WIDTH, VOCAB)
+    controls = make_controls(3, limit=jnp.asarray([WIDTH, 60, 110]), temperature=temperature)
+    keys = keys_from_seeds(jnp.arange(3, dtype=jnp.uint32))
+    return decoder, decode.start(decoder, params, prompts, lengths, controls, RULE, keys)
+
+
+def test_the_text_is_the_fixed_chains_whatever_is_chosen():
+    """Greedily and drawn, at costs by which it drafts always, never, and now this and now that."""
+    drafted = []
+    for temperature in (0.0, 0.9):
+        decoder, state = begun(CHAIN, Params(target=()), temperature)
+        wanted, _ = decode.run(decoder, Params(target=()), state)
+        for costs in ([1.0, 1.01, 1.02], [1.0, 9.0, 9.0], [1.0, 1.4, 1.9]):
+            params = params_of(measured(MADE, costs))
+            decoder, state = begun(MADE.drafter, params, temperature)
+            found, stats = decode.run(decoder, params, state)
+            np.testing.assert_array_equal(found.tokens, wanted.tokens)
+            np.testing.assert_array_equal(found.length, wanted.length)
+            drafted.append(int(stats.proposed.sum()))
+    always, never, mixed = drafted[3:]
+    assert never == 0 < mixed < always
+
+
+def test_after_steps_without_a_draft_the_drafts_are_those_of_a_fresh_model():
+    order = [0, 2, 0, 0, 0, 1, 2, 2, 0, 1, *[0] * 70, 2]
+    params = params_of(forced(MADE, 0))
+    decoder, state = begun(MADE.drafter, params)
+    propose = jax.jit(MADE.drafter.sizes[2].propose)
+    taken = []
+    for turn, size in enumerate(order):
+        if size:
+            tree, _ = propose(params, state.draft, draft_input(state))
+            for row in range(3):
+                if bool(state.done[row]):
+                    continue
+                past = state.tokens[row, : state.length[row]].tolist()
+                for token in tree.tokens[row, 1:].tolist():
+                    assert token == int(np.argmax(logits_after(SMALL, past, width=WIDTH + 8))), (turn, row)
+                    past.append(token)
+        params = params_of(forced(MADE, size))
+        state, info = decode.jitted_step(decoder, params, state)
+        taken.append(int(info.num_emitted.max()))
+        assert taken[-1] <= 1 + (0, 2, 4)[size]
+    assert max(taken) > 3
+
+
+def test_it_tries_again_where_a_better_draft_would_pay_and_seldom():
+    """Of steps that never accept: after 64 without a draft one drafts to see, then after 128."""
+
+    def steps(costs):
+        params = params_of(measured(MADE, costs))
+        state = SizedState(
+            draft=(),
+            cached=jnp.zeros((2,), jnp.int32),
+            accepted=jnp.asarray([70.0, 0.0]),
+            tested=jnp.asarray([100.0, 1e9]),  # the second row is done, and does not count
+            idle=jnp.zeros((2,), jnp.int32),
+            pause=jnp.full((2,), PAUSE, jnp.int32),
+        )
+        choose = jax.jit(
+            lambda state: cast(Any, MADE.drafter.choose)(params, state, jnp.asarray([True, False]))
+        )
+        seen = []
+        for step in range(400):
+            if int(choose(state)):
+                seen.append(step)
+                # As `update` has it of a draft that is rejected at once.
+                keep = KEEP / 2 if int(state.idle[0]) else KEEP
+                state = dataclasses.replace(
+                    state,
+                    tested=keep * state.tested + 1,
+                    accepted=keep * state.accepted,
+                    pause=2 * state.pause if int(state.idle[0]) else jnp.full((2,), PAUSE, jnp.int32),
+                    idle=jnp.zeros((2,), jnp.int32),
+                )
+            else:
+                state = dataclasses.replace(state, idle=state.idle + 1)
+        return seen
+
+    at_once = steps([1.0, 2.3, 3.2])  # pays at .8 of acceptance and not at .7
+    assert at_once and at_once[0] == PAUSE
+    assert len(at_once) <= 3
+    assert steps([1.0, 5.0, 9.0]) == [], "nothing that could be seen would change this"
+
+
+def test_costs_are_measured_once_for_a_shape_and_texts_are_the_same():
+    target = mj.Pretrained.from_parts(TARGET, (), max_positions=256)
+    prompts = [[1, 2, 3], [4], [5, 6], [7, 8, 9, 10], [11]]
+    how = {"verify": RULE, "max_new_tokens": 24, "temperature": [0.0, 0.8, 0.0, 1.0, 0.0]}
+    wanted = mj.generate(target, CHAIN, prompts, **how).tokens
+    before = len(sizes._MEASURED)
+    for rows in (2, 8, 2):  # through a queue, and in one batch
+        assert mj.generate(target, MADE, prompts, batch_size=rows, **how).tokens == wanted
+    assert len(sizes._MEASURED) == before + 2
+    assert all(cost > 0 for costs in sizes._MEASURED.values() for cost in costs)
+    given = sized(CHAIN, costs=[1.0, 2.0, 3.0])
+    assert mj.generate(target, given, prompts, batch_size=2, **how).tokens == wanted
+    assert len(sizes._MEASURED) == before + 2, "costs that are given are taken"
+    with pytest.raises(MarsError, match="which is lossy, a text would depend"):
+        mj.generate(target, MADE, prompts, verify=verify.mars(theta=0.5))
+    lossy = sized(CHAIN, costs=[1.0, 2.0, 3.0], any_rule=True)
+    requests = mj.make_requests(target, prompts, max_new_tokens=4)
+    assert prepared(target, lossy, requests, verify=verify.mars(theta=0.5)).drafter is lossy
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: sized(drafters.language_model(SMALL, tree=(2, 1))), "no chains of several lengths"),
+        (lambda: sized(MADE), "no chains of several lengths"),
+        (lambda: sized(CHAIN, [1, 4]), "rise from 0 to at most 4"),
+        (lambda: sized(CHAIN, [0, 5]), "rise from 0 to at most 4"),
+        (lambda: sized(CHAIN, costs=[1.0, 2.0]), "a positive number for each of the 3"),
+        (lambda: drafters.load("none", cast(Any, None), draft_size="auto"), "draft a chain with"),
+        (lambda: drafters.load("ngram", cast(Any, None), draft_size="big"), "expected 'fixed' or 'auto'"),
+        (
+            lambda: drafters.load("ngram", cast(Any, None), any_rule=True),
+            "does not apply to drafts of a fixed size",
+        ),
+    ],
+)
+def test_what_cannot_be_sized_is_named(make, message):
+    with pytest.raises(MarsError, match=message):
+        make()

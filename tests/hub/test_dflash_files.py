@@ -1,0 +1,307 @@
+"""Published layouts of DFlash and DSpark heads load alike, and what is wrong with one is said in one sentence."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from mars_jax import hub
+from mars_jax.core.errors import MarsError
+from mars_jax.hub.heads.dflash_config import from_dflash_json
+from mars_jax.models import ModelConfig, Rope, dflash
+from mars_jax.models.dflash import DFlashConfig, weights
+from mars_jax.models.quantize import Int8
+from mars_jax.planning.models import CONFIGS
+
+V, W, E, INNER, LAYERS = 61, 20, 32, 44, 3
+TARGET = ModelConfig(vocab_size=V, hidden_size=E, intermediate_size=80, num_layers=12, num_heads=4)
+RNG = np.random.default_rng(0)
+TARGET_PARAMS = {name: jnp.asarray(RNG.standard_normal((V, E), np.float32)) for name in ("embed", "unembed")}
+IDS = np.sort(RNG.permutation(V)[:W])
+QWEN3 = {
+    "model_type": "qwen3",
+    "vocab_size": V,
+    "hidden_size": E,
+    "intermediate_size": INNER,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"},
+    "layer_types": ["full_attention"] * LAYERS,
+    "sliding_window": None,
+    "use_sliding_window": False,
+    "dtype": "float32",
+}
+ZLAB = QWEN3 | {
+    "architectures": ["DFlashDraftModel"],
+    "block_size": 16,
+    "num_target_layers": 12,
+    "dflash_config": {"mask_token_id": 60, "target_layer_ids": [1, 5, 9]},
+}
+DEEPSEEK = QWEN3 | {
+    "architectures": ["Qwen3DSparkModel"],
+    "block_size": 7,
+    "mask_token_id": 60,
+    "target_layer_ids": [1, 5, 9],
+    "markov_rank": 0,
+    "markov_head_type": "vanilla",
+    "enable_confidence_head": False,
+}
+SPECULATORS = {
+    "architectures": ["DFlashSpeculator"],
+    "speculators_model_type": "dflash",
+    "transformer_layer_config": QWEN3,
+    "draft_vocab_size": W,
+    "block_size": 8,
+    "aux_hidden_state_layer_ids": [2, 6, 10],
+    "mask_token_id": 60,
+    "speculators_config": {"algorithm": "dflash"},
+}
+DSPARK = SPECULATORS | {
+    "architectures": ["DSparkSpeculator"],
+    "speculators_model_type": "dspark",
+    "markov_rank": 5,
+    "markov_head_type": "vanilla",
+    "enable_confidence_head": True,
+    "confidence_head_with_markov": True,
+}
+
+
+def random(*shape: int) -> np.ndarray:
+    return RNG.standard_normal(shape, np.float32)
+
+
+def backbone(features: int = 3, layers: int = LAYERS) -> dict[str, np.ndarray]:
+    """The tensors of z-lab's heads, from its `dflash/model.py`."""
+    made = {"fc.weight": random(E, features * E), "hidden_norm.weight": random(E), "norm.weight": random(E)}
+    shapes = {"q": (48, E), "k": (24, E), "v": (24, E), "o": (E, 48)}
+    for i in range(layers):
+        for name, shape in shapes.items():
+            made[f"layers.{i}.self_attn.{name}_proj.weight"] = random(*shape)
+        for name in ("q", "k"):
+            made[f"layers.{i}.self_attn.{name}_norm.weight"] = random(12)
+        for name, shape in {"gate": (INNER, E), "up": (INNER, E), "down": (E, INNER)}.items():
+            made[f"layers.{i}.mlp.{name}_proj.weight"] = random(*shape)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            made[f"layers.{i}.{name}.weight"] = random(E)
+    return made
+
+
+def small_vocabulary() -> dict[str, np.ndarray]:
+    maps = {"d2t": IDS - np.arange(W), "t2d": np.isin(np.arange(V), IDS)}
+    return maps | {"lm_head.weight": random(W, E)}
+
+
+def spark(drafted: int) -> dict[str, np.ndarray]:
+    return {
+        "markov_head.markov_w1.weight": random(V, 5),
+        "markov_head.markov_w2.weight": random(drafted, 5),
+        "confidence_head.proj.weight": random(1, E + 5),
+        "confidence_head.proj.bias": random(1),
+    }
+
+
+COPIES = {
+    "embed_tokens.weight": np.asarray(TARGET_PARAMS["embed"]),
+    "lm_head.weight": np.asarray(TARGET_PARAMS["unembed"]),
+}
+LAYOUTS = {
+    "z-lab": (ZLAB, lambda: backbone(), {"drafts": 15, "from_anchor": False}),
+    "deepseek": (DEEPSEEK, lambda: backbone() | COPIES, {"drafts": 7, "from_anchor": True}),
+    "deepseek dspark": (
+        DEEPSEEK | {"markov_rank": 5, "enable_confidence_head": True},
+        lambda: backbone() | COPIES | spark(V),
+        {"drafts": 7, "markov_rank": 5, "confidence_markov": True, "confidence_bias": True},
+    ),
+    "speculators": (
+        SPECULATORS,
+        lambda: backbone() | small_vocabulary(),
+        {"drafts": 7, "draft_vocab_size": W, "own_unembed": True, "from_anchor": False},
+    ),
+    "speculators dspark": (
+        DSPARK,
+        lambda: backbone() | small_vocabulary() | spark(W),
+        {"drafts": 8, "markov_rank": 5, "draft_vocab_size": W},
+    ),
+    "z-lab, windows": (
+        ZLAB
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+        | {"sliding_window": 7, "use_sliding_window": True},
+        lambda: backbone(),
+        {"causal": (True, False, True)},
+    ),
+    "speculators, windows that see ahead": (
+        SPECULATORS
+        | {"sliding_window_non_causal": True}
+        | {
+            "transformer_layer_config": QWEN3
+            | {"layer_types": ["sliding_attention"] * 3, "sliding_window": 7, "use_sliding_window": True}
+        },
+        lambda: backbone() | small_vocabulary(),
+        {"causal": (False,) * 3},
+    ),
+}
+
+
+def publish(directory, fields, tensors):
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(fields))
+    save_file({name: np.ascontiguousarray(x) for name, x in tensors.items()}, directory / "model.safetensors")
+    return directory
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_published_layout_loads_and_comes_back_from_both_that_are_written(tmp_path, name):
+    fields, tensors, expected = LAYOUTS[name]
+    made = tensors()
+    config, params = hub.load_dflash(publish(tmp_path / "head", fields, made), TARGET, TARGET_PARAMS)
+    assert config.feature_layers == (1, 5, 9) and config.mask_token == 60  # by their outputs in every layout
+    assert config.layer.rope == Rope(theta=1e6) and config.layer.qk_norm
+    assert {key: getattr(config, key) for key in expected} == expected
+    if "windows" in name:
+        assert set(config.layer.windows) - {None} == {7}
+    for row in weights(config):
+        at = params
+        for key in row.path:
+            at = at[key]
+        np.testing.assert_array_equal(at, made[row.name])
+    if config.draft_vocab_size < V:
+        np.testing.assert_array_equal(params["ids"], IDS)
+    # Copies of the target's tables are not kept.
+    assert "embed" not in params and ("unembed" in params) == (config.draft_vocab_size < V)
+    for layout in ("dflash", "speculators"):
+        path = hub.save_dflash(tmp_path / layout, config, params, layout=layout, verifier="some/target")
+        again, same = hub.load_dflash(path, TARGET, TARGET_PARAMS)
+        # Nothing but the flags of the target's own texts, which a head has none of.
+        assert again == dataclasses.replace(config, layer=again.layer)
+        assert again.layer.windows == config.layer.windows
+        assert jax.tree.all(jax.tree.map(lambda a, b: bool(jnp.array_equal(a, b)), params, same))
+    kept = load_file(tmp_path / "speculators" / "model.safetensors")
+    assert set(kept) == {name for name in made if name not in COPIES or config.draft_vocab_size < V}
+    ids = json.loads((tmp_path / "speculators" / "config.json").read_text())["aux_hidden_state_layer_ids"]
+    assert ids == [2, 6, 10]
+
+
+def test_int8_keeps_matrices_in_8_bits(tmp_path):
+    path = publish(tmp_path / "head", DSPARK, backbone() | small_vocabulary() | spark(W))
+    config, params = hub.load_dflash(path, TARGET, TARGET_PARAMS, dtype="int8")
+    assert isinstance(params["layers"][1]["gate"], Int8) and isinstance(params["markov_in"], Int8)
+    assert params["norm"].dtype == jnp.float32 and config.markov_rank == 5
+
+
+def changed(fields, **more):
+    return {k: v for k, v in (fields | more).items() if v is not ...}
+
+
+@pytest.mark.parametrize(
+    ("fields", "tensors", "expected"),
+    [
+        (changed(ZLAB, vocab_size=62), backbone, "vocabulary of 62 tokens and the target has 61"),
+        (changed(ZLAB, block_size=...), backbone, "no number for block_size"),
+        (changed(ZLAB, target_hidden_size=48), backbone, "target 48 wide and this one is 32"),
+        (
+            changed(ZLAB, dflash_config={"mask_token_id": 60, "target_layer_ids": [1, 5, 12]}),
+            backbone,
+            "reads layer 12 and the target has layers 0 to 11",
+        ),
+        (ZLAB, lambda: backbone(features=2), "reads 64 numbers, and 3 features of a target 32 wide are 96"),
+        (ZLAB, lambda: backbone(layers=2), "tensors that are missing: layers.2"),
+        (ZLAB, lambda: backbone(layers=4), "not part of a DFlash head: layers.3"),
+        (changed(ZLAB, intermediate_size=40), backbone, r"is \[.*44.*\] and config.json and target ask for \[.*40"),
+        (changed(ZLAB, architectures=["DFlash2DraftModel"]), backbone, "DFlash-2"),
+        (changed(DEEPSEEK, markov_head_type="gated"), backbone, "markov_head_type is 'gated'"),
+        (changed(ZLAB, output_multiplier=2.0), backbone, "output_multiplier is 2.0"),
+        (changed(SPECULATORS, speculators_model_type="peagle"), backbone, "'peagle'"),
+        (changed(SPECULATORS, projector_type="domino"), backbone, "'domino'"),
+        (changed(SPECULATORS, aux_hidden_state_layer_ids=...), backbone, "does not say aux_hidden_state_layer_ids"),
+        (changed(SPECULATORS, aux_hidden_state_layer_ids=[0, 3, 6]), backbone, "hidden state 0"),
+        (SPECULATORS, backbone, "drafts from 20 of 61 tokens and has no d2t"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_with_the_numbers(tmp_path, fields, tensors, expected):
+    with pytest.raises(MarsError, match=expected):
+        hub.load_dflash(publish(tmp_path / "head", fields, tensors()), TARGET, TARGET_PARAMS)
+
+
+PUBLISHED = {
+    # z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat, z-lab/Qwen3-8B-DFlash-b16, deepseek-ai/dspark_qwen3_8b_block7
+    "llama-3.1-8b": (14336, 10, False),
+    "qwen3-8b": (12288, 16, False),
+    "qwen3-8b, dspark": (12288, 7, True),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_full_size_shapes_are_those_of_the_published_heads(name):
+    """Names and shapes of every tensor, from the layouts' own code; no weight is there."""
+    inner, size, markov = PUBLISHED[name]
+    target = CONFIGS[name.partition(",")[0]]
+    v, h = target.vocab_size, 4096
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (h, 5 * h),
+        "hidden_norm.weight": (h,),
+        "norm.weight": (h,),
+    }
+    for i in range(5):
+        layer = {"q_proj": (h, h), "k_proj": (1024, h), "v_proj": (1024, h), "o_proj": (h, h)}
+        shapes |= {f"layers.{i}.self_attn.{key}.weight": shape for key, shape in layer.items()}
+        shapes |= {f"layers.{i}.self_attn.{key}_norm.weight": (128,) for key in "qk"}
+        mlp = {"gate_proj": (inner, h), "up_proj": (inner, h), "down_proj": (h, inner)}
+        shapes |= {f"layers.{i}.mlp.{key}.weight": shape for key, shape in mlp.items()}
+        shapes |= {
+            f"layers.{i}.{key}.weight": (h,) for key in ("input_layernorm", "post_attention_layernorm")
+        }
+    if markov:
+        shapes |= {f"markov_head.markov_w{i}.weight": (v, 256) for i in (1, 2)}
+        shapes |= {"confidence_head.proj.weight": (1, h + 256), "confidence_head.proj.bias": (1,)}
+    fields = {
+        "architectures": ["Qwen3DSparkModel" if markov else "DFlashDraftModel"],
+        "model_type": "qwen3",
+        "vocab_size": v,
+        "hidden_size": h,
+        "intermediate_size": inner,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rope_theta": 1e6,
+        "block_size": size,
+        "mask_token_id": v - 1,
+    }
+    config = from_dflash_json(fields, shapes, target)
+    assert {row.name: row.shape for row in weights(config)} == shapes
+    assert config.drafts == (7 if markov else size - 1)
+    count = target.num_layers
+    assert config.feature_layers == tuple(round(1 + i * (count - 4) / 4) for i in range(5))
+
+
+def test_a_mixed_causality_that_no_layout_can_say_is_refused(tmp_path):
+    layer = ModelConfig(
+        family="qwen3",
+        qk_norm=True,
+        vocab_size=V,
+        hidden_size=E,
+        intermediate_size=44,
+        num_layers=2,
+        num_heads=4,
+    )
+    config = DFlashConfig(
+        layer=layer,
+        target_hidden_size=E,
+        feature_layers=(1,),
+        block_size=4,
+        mask_token=0,
+        draft_vocab_size=V,
+        causal=(True, False),
+    )
+    with pytest.raises(MarsError, match="which layers of the head are causal"):
+        hub.save_dflash(tmp_path / "x", config, dflash.init_params(config, jax.random.key(0)))

@@ -1,0 +1,116 @@
+"""The heads that docs/heads.md says load: their config.json, and their tensors by name and full-size shape.
+
+No weight is there; what is compared is every shape that the published layouts have with every shape that the head of
+that target is to have. Sources of the layouts: SafeAILab/EAGLE `cnets.py`, sgl-project/SpecForge and
+vllm-project/speculators.
+"""
+
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from mars_jax.hub.heads.eagle_config import canonical, from_head_json
+from mars_jax.models.eagle import weights
+from mars_jax.planning.models import CONFIGS
+
+PAGE = (Path(__file__).parents[2] / "docs" / "heads.md").read_text()
+LAYERS = "eagle_aux_hidden_state_layer_ids"
+
+
+class Head(NamedTuple):
+    target: str
+    layout: str
+    inner: int  # of the MLP
+    heads: tuple[int, int]  # of queries, and of keys and values; 128 wide
+    drafted: int = 32000
+    layer: str = "llama"
+
+
+LLAMA8, LLAMA70 = (32, 8), (64, 8)
+HEADS = {
+    "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B": Head("llama-3.1-8b", "eagle3", 14336, LLAMA8),
+    "yuhuili/EAGLE3-DeepSeek-R1-Distill-LLaMA-8B": Head("llama-3.1-8b", "eagle3", 14336, LLAMA8),
+    "yuhuili/EAGLE3-LLaMA3.3-Instruct-70B": Head("llama-3.3-70b", "eagle3", 28672, LLAMA70),
+    "yuhuili/EAGLE3-Vicuna1.3-13B": Head("vicuna-13b", "eagle3", 13824, (40, 40)),
+    "yuhuili/EAGLE-Vicuna-13B-v1.3": Head("vicuna-13b", "eagle1", 13824, (40, 40)),
+    "yuhuili/EAGLE-LLaMA3.1-Instruct-8B": Head("llama-3.1-8b", "eagle1", 14336, LLAMA8),
+    "AngelSlim/Qwen3-8B_eagle3": Head("qwen3-8b", "eagle3", 12288, LLAMA8),
+    "AngelSlim/Qwen3-32B_eagle3": Head("qwen3-32b", "eagle3", 25600, LLAMA70),
+    "RedHatAI/Llama-3.1-8B-Instruct-speculator.eagle3": Head("llama-3.1-8b", "speculators", 14336, LLAMA8),
+    "RedHatAI/Llama-3.3-70B-Instruct-speculator.eagle3": Head("llama-3.3-70b", "speculators", 28672, LLAMA70),
+    "RedHatAI/Qwen3-8B-speculator.eagle3": Head("qwen3-8b", "speculators", 12288, LLAMA8),
+    "RedHatAI/Qwen3-32B-speculator.eagle3": Head("qwen3-32b", "speculators", 25600, LLAMA70),
+    "RedHatAI/Qwen3-235B-A22B-speculator.eagle3": Head("qwen3-235b-a22b", "speculators", 12288, (64, 4)),
+}
+
+
+def shapes(head: Head, wide: int, vocab: int) -> dict[str, tuple[int, ...]]:
+    """Of the tensors of a layout, as its own code makes them."""
+    new = head.layout != "eagle1"
+    queries, groups = (128 * n for n in head.heads)
+    layer = {
+        "self_attn.q_proj": (queries, wide * (1 + new)),
+        "self_attn.k_proj": (groups, wide * (1 + new)),
+        "self_attn.v_proj": (groups, wide * (1 + new)),
+        "self_attn.o_proj": (wide, queries),
+        "mlp.gate_proj": (head.inner, wide),
+        "mlp.up_proj": (head.inner, wide),
+        "mlp.down_proj": (wide, head.inner),
+        "post_attention_layernorm": (wide,),
+    }
+    found = {"fc.weight": (wide, wide * (3 if new else 2))}
+    if new:
+        layer |= {"hidden_norm": (wide,), "input_layernorm": (wide,)}
+        found |= {"norm.weight": (wide,), "lm_head.weight": (head.drafted, wide)}
+        if head.drafted != vocab:
+            found |= {"d2t": (head.drafted,), "t2d": (vocab,)}
+    else:
+        found |= {"fc.bias": (wide,)}
+    if head.layout != "eagle3":
+        found["embed_tokens.weight"] = (vocab, wide)
+    name = "midlayer" if head.layout == "eagle3" else "layers.0"
+    return found | {f"{name}.{key}.weight": shape for key, shape in layer.items()}
+
+
+def said(head: Head, wide: int, vocab: int) -> dict[str, Any]:
+    """config.json."""
+    layer = {
+        "hidden_size": wide,
+        "intermediate_size": head.inner,
+        "num_attention_heads": head.heads[0],
+        "num_key_value_heads": head.heads[1],
+        "num_hidden_layers": 1,
+        "head_dim": 128,
+        "vocab_size": vocab,
+        "rms_norm_eps": 1e-5,
+        "model_type": "llama",
+    }
+    if head.layout == "speculators":
+        own = {"norm_before_residual": True, "draft_vocab_size": head.drafted, "target_hidden_size": None}
+        own |= {"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3"}
+        return own | {"transformer_layer_config": layer}
+    three = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": head.drafted}
+    return layer | (
+        three if head.layout == "eagle3" else {"architectures": ["LlamaForCausalLM"], "bias": True}
+    )
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_head_of_the_page_fits_its_target(name):
+    head = HEADS[name]
+    target = CONFIGS[head.target]
+    wide, vocab = target.hidden_size, target.vocab_size
+    held = {canonical(key): shape for key, shape in shapes(head, wide, vocab).items()}
+    config = from_head_json(said(head, wide, vocab), held, target)
+    table = {canonical(row.name): row.shape for row in weights(config)}
+    assert table == {key: shape for key, shape in held.items() if key not in ("d2t", "t2d")}
+    count = target.num_layers
+    assert config.feature_layers == (() if config.version == 1 else (1, count // 2 - 1, count - 4))
+
+
+def test_the_page_names_these_heads():
+    rows = [line for line in PAGE.splitlines() if line.startswith("| `") and "| yes |" in line]
+    named = {re.findall(r"`([^`]+/[^`]+)`", line)[-1] for line in rows}
+    assert named >= set(HEADS)

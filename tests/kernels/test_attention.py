@@ -1,0 +1,295 @@
+"""`tree_attention` against softmax in numpy float64: one class of cases that every implementation inherits."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kernels_pallas import AttentionBlocks, BlockError, tree_attention
+from kernels_pallas.blocks import attention_blocks
+from kernels_pallas.mosaic.attend import COUNT
+from kernels_pallas.mosaic.tree_attention import row_table
+from tests.kernels.implementations import IMPLEMENTATIONS, assert_no_races
+
+DIM = 128
+SMALL = AttentionBlocks(16, 4, 3)
+"""Many blocks and tiles in a small case."""
+
+
+class Case(NamedTuple):
+    """Arguments of a call, in numpy."""
+
+    q: Any
+    k: Any
+    v: Any
+    first: Any
+    options: dict[str, Any]
+
+
+def random_tree(rng, n):
+    """bool[N, N]: each node of a random tree sees itself and its ancestors; and its depth i32[N]."""
+    seen, depth = np.eye(n, dtype=bool), np.zeros(n, int)
+    for i in range(1, n):
+        parent = rng.integers(0, i)
+        seen[i] |= seen[parent]
+        depth[i] = depth[parent] + 1
+    return seen, depth
+
+
+def make(seed, *, b=3, n=6, k=2, g=2, d=DIM, s=53, dtype="float32", tree=True, int8=False, **options):
+    """Rows of ragged lengths whose unwritten slots hold large numbers that nobody may see."""
+    rng = np.random.default_rng(seed)
+    first = rng.integers(0, s - n + 1, b)
+    first[0], first[-1] = 0, s - n  # an empty row and a full one
+    q = jnp.asarray(rng.normal(size=(b, n, k, g, d)), jnp.bfloat16 if int8 else dtype)
+    cache = rng.normal(size=(2, b, s, k, d))
+    for row, end in enumerate(first + n):
+        cache[:, row, end:] = 50
+    if int8:
+        keys, values = (jnp.asarray(np.clip(np.round(x * 40), -127, 127), jnp.int8) for x in cache)
+        for name in ("k_scale", "v_scale"):
+            options[name] = jnp.asarray(rng.uniform(0.01, 0.04, (b, s, k)), jnp.float32)
+    else:
+        keys, values = (jnp.asarray(x, dtype) for x in cache)
+    if tree:
+        trees = [random_tree(rng, n) for _ in range(b)]
+        options["seen"] = jnp.asarray(np.stack([seen for seen, _ in trees]))
+        options["positions"] = jnp.asarray(first[:, None] + np.stack([x for _, x in trees]), jnp.int32)
+    return Case(q, keys, values, jnp.asarray(first, jnp.int32), options)
+
+
+def visible(case: Case) -> np.ndarray:
+    """bool[B, N, S], slot by slot."""
+    (b, n), s, first = case.q.shape[:2], case.k.shape[1], np.asarray(case.first)
+    given = {name: np.asarray(x) for name, x in case.options.items() if hasattr(x, "shape")}
+    positions = given.get("positions", first[:, None] + np.arange(n))
+    rows, seen = given.get("seen_positions", positions), given.get("seen", np.tril(np.ones((b, n, n), bool)))
+    window, out = case.options.get("window"), np.zeros((b, n, s), bool)
+    for i, j, slot in np.ndindex(out.shape):
+        row = slot - first[i]
+        if row < seen.shape[2]:
+            key = slot if row < 0 else rows[i, row]
+            out[i, j, slot] = (row < 0 or seen[i, j, row]) and (
+                window is None or key > positions[i, j] - window
+            )
+    return out
+
+
+def softmax(case: Case) -> np.ndarray:
+    """The result in float64."""
+    q, k, v = (np.asarray(x.astype(jnp.float32), np.float64) for x in case[:3])
+    if "k_scale" in case.options:
+        k, v = (x * np.asarray(case.options[f"{y}_scale"])[..., None] for x, y in ((k, "k"), (v, "v")))
+    scores = np.einsum("bnkgd,bskd->bnkgs", q, k) * case.options.get("scale", q.shape[-1] ** -0.5)
+    if cap := case.options.get("cap"):
+        scores = cap * np.tanh(scores / cap)
+    scores = np.where(visible(case)[:, :, None, None], scores, -np.inf)
+    top = np.maximum(scores.max(-1, keepdims=True), -1e300)
+    weights = np.exp(scores - top)
+    total = weights.sum(-1, keepdims=True)
+    return np.einsum("bnkgs,bskd->bnkgd", weights / np.where(total == 0, 1, total), v)
+
+
+def run(name, case, blocks=None):
+    options = IMPLEMENTATIONS[name]
+    if "interpret" in options:
+        options = options | {"blocks": blocks or SMALL}
+    static = {name: x for name, x in case.options.items() if not hasattr(x, "shape")}
+    arrays = {name: x for name, x in case.options.items() if hasattr(x, "shape")}
+
+    def call(q, k, v, first, arrays):
+        return tree_attention(q, k, v, first, **arrays, **static, **options)
+
+    quick = {"xla_backend_optimization_level": 0} if "interpret" in options else None
+    return jax.jit(call, compiler_options=quick)(case.q, case.k, case.v, case.first, arrays)
+
+
+class Cases:
+    name: str
+
+    def check(self, case, blocks=None):
+        got = run(self.name, case, blocks)
+        assert got.shape == case.q.shape and got.dtype == case.q.dtype
+        # Weights are rounded to the dtype of the values before they are added, and so is the result: two roundings
+        # of 2^-9 each.
+        exact = got.dtype == jnp.float32 and case.k.dtype == jnp.float32
+        tolerance = {"atol": 1e-5, "rtol": 1e-5} if exact else {"atol": 2**-6, "rtol": 2**-7}
+        np.testing.assert_allclose(got.astype(jnp.float32), softmax(case), **tolerance)
+        if self.name == "mosaic_simulated":
+            assert_no_races()
+
+    @pytest.mark.parametrize("window", [None, 5])
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_trees_over_ragged_rows(self, dtype, window):
+        self.check(make(0, dtype=dtype, window=window))
+
+    @pytest.mark.parametrize("window", [None, 1, 7])
+    def test_chunks_of_a_prompt(self, window):
+        self.check(make(1, b=4, n=11, tree=False, window=window, dtype="bfloat16"))
+
+    def test_a_soft_cap_and_a_scale(self):
+        self.check(make(2, cap=2.0, scale=0.5))
+
+    def test_one_query_and_many_heads(self):
+        self.check(make(3, b=2, n=1, k=16, g=1, tree=False, dtype="bfloat16"))
+
+    def test_wide_heads(self):
+        self.check(make(4, b=2, d=256, dtype="bfloat16"))
+
+    def test_one_narrow_head(self):
+        self.check(make(5, k=1, g=4, s=64, dtype="bfloat16"))
+
+    def test_eight_bits_with_a_scale_for_every_token_and_head(self):
+        self.check(make(6, b=2, k=4, s=256, int8=True), AttentionBlocks(128, 4))
+
+    def test_trees_of_more_nodes_than_a_word_has_bits(self):
+        self.check(make(7, b=2, n=70, s=150, g=1), AttentionBlocks(32, 70))
+
+    def test_a_region_whose_rows_have_positions_of_their_own(self):
+        case = make(8, s=60, window=4)
+        rng = np.random.default_rng(8)
+        first = np.minimum(np.asarray(case.first), 60 - 9)
+        options = case.options | {
+            "seen": jnp.asarray(rng.random((3, 6, 9)) < 0.6),
+            "seen_positions": jnp.asarray(first[:, None] + rng.integers(0, 5, (3, 9)), jnp.int32),
+        }
+        self.check(case._replace(first=jnp.asarray(first, jnp.int32), options=options))
+
+    def test_a_query_that_sees_nothing_gets_zeros(self):
+        case = make(9, b=2)
+        seen = np.asarray(case.options["seen"]).copy()
+        seen[0, 3] = False  # the first row has nothing before its tree
+        self.check(case._replace(options=case.options | {"seen": jnp.asarray(seen)}))
+
+
+class TestReference(Cases):
+    name = "reference"
+
+
+class TestXla(Cases):
+    name = "xla"
+
+
+class TestMosaic(Cases):
+    name = "mosaic"
+
+
+class TestMosaicSimulated(Cases):
+    name = "mosaic_simulated"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mosaic", "mosaic_simulated"])
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_random_calls(name, data):
+    draw = data.draw
+    int8 = draw(st.booleans())
+    dtype = draw(st.sampled_from(["float32", "bfloat16"]))
+    case = make(
+        draw(st.integers(0, 10**6)),
+        b=draw(st.integers(1, 5)),
+        n=draw(st.integers(1, 12)),
+        k=draw(st.sampled_from([4, 8] if int8 else [2, 4, 8])),
+        g=draw(st.sampled_from([1, 2, 5])),
+        d=draw(st.sampled_from([64, 128, 256])),
+        s=256 if int8 else draw(st.integers(12, 90)),
+        dtype=dtype,
+        tree=draw(st.booleans()),
+        int8=int8,
+        window=draw(st.sampled_from([None, 1, 3, 20])),
+        cap=draw(st.sampled_from([None, 3.0])),
+    )
+    blocks = AttentionBlocks(
+        128 if int8 else draw(st.integers(3, 40)), draw(st.integers(1, 12)), draw(st.integers(2, 5))
+    )
+    check = TestMosaic() if name == "mosaic" else TestMosaicSimulated()
+    check.check(case, blocks)
+
+
+class TestRefusals:
+    def test_what_the_kernel_cannot_read(self):
+        for shape, dtype, message in (
+            (
+                (1, 32, 3, 128),
+                "bfloat16",
+                "3 heads of bfloat16 on a device: the kernel takes 2 times 1, 2, 4",
+            ),
+            ((1, 33, 1, 128), "bfloat16", "33 slots: this kernel reads a multiple of 16, so allocate 48"),
+            ((1, 32, 2, 192), "bfloat16", "heads are 192 wide: the kernel takes multiples of 128"),
+        ):
+            k = jnp.zeros(shape, dtype)
+            with pytest.raises(BlockError, match=message):
+                tree_attention(k[:, :1, :, None], k, k, jnp.zeros(1, jnp.int32), implementation="pallas_tpu")
+
+    def test_illegal_blocks(self):
+        k = jnp.zeros((1, 32, 2, 128))
+        for blocks, message in (
+            (AttentionBlocks(0, 1), r"blocks\.slots is 0: expected a positive multiple of 1"),
+            (AttentionBlocks(16, 1, 1), "1 queries and 1 buffers"),
+        ):
+            with pytest.raises(BlockError, match=message):
+                tree_attention(
+                    k[:, :1, :, None],
+                    k,
+                    k,
+                    jnp.zeros(1, jnp.int32),
+                    implementation="pallas_tpu",
+                    blocks=blocks,
+                )
+
+    def test_options_that_do_not_belong_together(self):
+        k, first = jnp.zeros((1, 32, 2, 128)), jnp.zeros(1, jnp.int32)
+        q = k[:, :1, :, None]
+        for options, message in (
+            ({"implementation": "triton"}, "implementation is 'triton': expected None or one of"),
+            ({"interpret": True}, "blocks and interpret belong to a kernel"),
+            ({"k_scale": jnp.ones((1, 32, 2))}, "keys and values have scales both or neither"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                tree_attention(q, k, k, first, **options)
+        with pytest.raises(ValueError, match="keys are int8 without scales"):
+            tree_attention(q, k.astype(jnp.int8), k.astype(jnp.int8), first)
+
+
+def test_a_kernel_reads_no_block_after_the_end_of_a_row():
+    """Blocks after each row's own are NaN, which would show in any product."""
+    case = make(10, b=4, s=96)
+    first = jnp.asarray([0, 10, 26, 58], jnp.int32)  # their trees end at slots 6, 16, 32, 64
+    options = case.options | {"positions": first[:, None] + jnp.arange(6, dtype=jnp.int32)[None]}
+    k, v = np.asarray(case.k).copy(), np.asarray(case.v).copy()
+    for row, end in enumerate((16, 16, 32, 64)):
+        k[row, end:] = v[row, end:] = np.nan
+    got = run("mosaic", Case(case.q, jnp.asarray(k), jnp.asarray(v), first, options), SMALL)
+    assert np.isfinite(got).all()
+
+
+def test_a_window_is_read_from_its_own_begin():
+    case = make(11, b=2, s=96, window=8, tree=False)
+    first = jnp.asarray([60, 80], jnp.int32)
+    k, v = np.asarray(case.k).copy(), np.asarray(case.v).copy()
+    for row, begin in enumerate((53, 73)):  # the first query sees 7 slots before it
+        k[row, :begin] = v[row, :begin] = np.nan
+    got = run(
+        "mosaic", Case(case.q, jnp.asarray(k), jnp.asarray(v), first, case.options), AttentionBlocks(16, 6)
+    )
+    assert np.isfinite(got).all()
+
+
+def test_ragged_rows_cost_little_more_than_what_they_hold():
+    """The kernel reads `count` blocks of a row, as the test with NaN shows. A batch of 32, the blocks of Llama-3.1-8B
+    over four chips, and over one."""
+    lengths = np.linspace(512, 8192, 32).astype(np.int32)
+    for heads in (2, 8):
+        for n in (1, 60):
+            blocks, align = attention_blocks(
+                None, n=n, heads=heads, group=4, dim=128, slots=8320, dtype=jnp.bfloat16, scaled=False
+            )
+            table = row_table(jnp.asarray(lengths), n, None, slots=8320, size=blocks.slots, align=align)
+            assert int(table[COUNT].sum()) * blocks.slots <= 1.15 * (lengths + n).sum()

@@ -1,0 +1,111 @@
+"""The k largest in every form against `jax.lax.top_k`, and the parts of a vocabulary against the whole."""
+
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from kernels_pallas import BlockError, sharded_top_k, top_k
+from kernels_pallas.largest import join_top_k, packed_top_k
+
+FORMS = {
+    "reference": {"implementation": "reference"},
+    "xla": {"implementation": "xla"},
+    "chosen": {},
+    "kernel": {"implementation": "pallas_tpu", "interpret": True},
+    "kernel, memory of its own": {
+        "implementation": "pallas_tpu",
+        "interpret": pltpu.InterpretParams(detect_races=True),
+    },
+}
+
+
+def few_values(*shape: int) -> jax.Array:
+    """Many ties, masked tokens, a row with one token that is not masked, and a row without one."""
+    z = np.random.default_rng(0).integers(-4, 5, shape).astype(np.float32) / 2
+    z[z == -2] = -np.inf
+    z.reshape(-1, shape[-1])[0, 1:] = -np.inf
+    z.reshape(-1, shape[-1])[-1] = -np.inf
+    return jnp.asarray(z)
+
+
+def check(found, logits, k):
+    values, ids = jax.lax.top_k(logits.astype(jnp.float32), k)
+    np.testing.assert_array_equal(found.values, values)
+    np.testing.assert_array_equal(found.ids, ids)
+    want = jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1)
+    np.testing.assert_allclose(found.logsumexp, want, rtol=1e-6)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("lead", "vocab", "k"),
+    [((), 7, 1), ((3,), 130, 4), ((2, 10), 6000, 10), ((3,), 2000, 5), ((9,), 128, 60)],
+)
+def test_the_largest_and_the_sum(form, lead, vocab, k):
+    logits = few_values(*lead, vocab)
+    check(top_k(logits, k, **FORMS[form]), logits, k)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_normal_logits_of_either_dtype(form):
+    logits = jax.random.normal(jax.random.key(0), (4, 2100)) * 5
+    for dtype in (jnp.float32, jnp.bfloat16):
+        check(top_k(logits.astype(dtype), 8, **FORMS[form]), logits.astype(dtype), 8)
+
+
+def check_joined(found, logits, k):
+    values, ids = jax.lax.top_k(logits, k)
+    np.testing.assert_array_equal(found.values, values)
+    # Among tokens that are masked, parts of fewer than k may name one twice.
+    real = values > -jnp.inf
+    np.testing.assert_array_equal(jnp.where(real, found.ids, 0), jnp.where(real, ids, 0))
+    np.testing.assert_allclose(found.logsumexp, jax.nn.logsumexp(logits, axis=-1), rtol=1e-6)
+
+
+@pytest.mark.parametrize("interpret", [None, True, pltpu.InterpretParams(detect_races=True)])
+@pytest.mark.parametrize(("parts", "size"), [(1, 300), (4, 200), (8, 5), (2, 2000)])
+def test_parts_give_what_the_whole_gives(interpret, parts, size):
+    """Parts of fewer than k tokens too."""
+    k, logits = 7, few_values(3, 6, parts * size)
+    cut = jnp.stack([packed_top_k(x, k, interpret=interpret) for x in jnp.split(logits, parts, axis=-1)])
+    check_joined(join_top_k(cut, k, size, interpret=interpret), logits, k)
+
+
+@pytest.mark.parametrize("form", ["chosen", "xla", "kernel"])
+def test_a_vocabulary_that_is_divided_over_devices(form):
+    k, logits = 7, few_values(3, 6, 800)
+    mesh = jax.make_mesh((4,), ("model",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    local = functools.partial(sharded_top_k, k=k, axis="model", **FORMS[form])
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=P(None, None, "model"), out_specs=P(), check_vma=False)
+    program = jax.jit(mapped).lower(logits).compile()
+    check_joined(program(logits), logits, k)
+    gathers = re.findall(r" = s32\[([\d,]+)\]\S* all-gather\(", program.as_text())
+    lanes = 128 if form == "kernel" else k + 1
+    assert [math.prod(map(int, shape.split(","))) for shape in gathers] == [4 * 2 * 18 * lanes]
+
+
+@pytest.mark.parametrize("form", ["kernel", "xla"])
+def test_rows_that_are_no_numbers_still_name_tokens(form):
+    found = top_k(jnp.full((2, 300), jnp.nan), 5, **FORMS[form])
+    assert ((found.ids >= 0) & (found.ids < 300)).all()
+
+
+def test_what_does_not_fit_the_kernel_is_refused_where_it_was_named():
+    logits = jax.ShapeDtypeStruct((8, 2**18), jnp.float32)
+    named = functools.partial(top_k, k=4, implementation="pallas_tpu")
+    with pytest.raises(BlockError, match="do not fit"):
+        jax.eval_shape(named, logits)
+    jax.eval_shape(functools.partial(top_k, k=4), logits)  # unnamed, it is another form
+
+
+def test_no_gpu_kernel_is_claimed():
+    with pytest.raises(ValueError, match="no GPU kernel"):
+        top_k(jnp.zeros((3, 40)), 2, implementation="pallas_gpu")

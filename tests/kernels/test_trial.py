@@ -1,0 +1,183 @@
+"""A switch that turns kernels off, and kernels that do not compile on the device that is there.
+
+The TPU kernel is one that does not compile on a CPU: there it takes the place of a kernel that a chip's compiler
+refuses.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from kernels_pallas import AcceptControls, dispatch, margin_accept, margin_stats, sharded_top_k, top_k, trial
+from mars_jax import drafters, verify
+from mars_jax.core import fake
+from tests.helpers import committed, decode_all, ragged
+from tests.kernels.test_dispatch import LOGITS, lowered
+
+
+@pytest.fixture
+def trials(monkeypatch):
+    """Nothing has been tried; returns (kernel, shapes) of every trial from here on."""
+    made = []
+    untried = trial._failure.__wrapped__
+
+    @functools.cache
+    def counting(function, options, structure, shapes):
+        made.append((function.__name__, shapes[0][0]))
+        return untried(function, options, structure, shapes)
+
+    monkeypatch.setattr(trial, "_failure", counting)
+    monkeypatch.setattr(trial, "_told", set())
+    # What was compiled with another choice of kernels, or will be, is nothing for other tests.
+    jax.clear_caches()
+    yield made
+    jax.clear_caches()
+
+
+@pytest.fixture
+def on_a_chip_that_refuses(monkeypatch, trials):
+    """This CPU, with the TPU's kernels for its own."""
+    monkeypatch.setattr(dispatch, "KERNELS", {"cpu": "pallas_tpu"})
+    return trials
+
+
+def random_logits(*shape):
+    return jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
+
+
+def test_a_kernel_that_does_not_compile_is_one_line_and_the_xla_form(on_a_chip_that_refuses, caplog):
+    logits = random_logits(4, 3, 300)
+    with caplog.at_level(logging.WARNING, logger="kernels_pallas"):
+        found = [jax.jit(margin_stats)(logits) for _ in range(2)] + [margin_stats(logits[:2])]
+    want = margin_stats(logits, implementation="reference")
+    jax.tree.map(np.testing.assert_array_equal, found[0], want)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b[:2]), found[2], want)
+    assert on_a_chip_that_refuses == [("margin_stats", (4, 3, 300)), ("margin_stats", (2, 3, 300))]
+    (line,) = caplog.messages
+    assert line.startswith(
+        "the kernel margin_stats does not compile for float32[4, 3, 300] on cpu (ValueError: Only"
+    )
+    assert line.endswith("the XLA form runs in its place; MARS_JAX_PALLAS=0 leaves all kernels out.")
+
+
+def test_tokens_of_a_whole_decode_are_the_same_without_the_kernel(on_a_chip_that_refuses, caplog):
+    target, small = (fake.hash_model(vocab_size=29, seed=seed, agree=0.8) for seed in (0, 5))
+    prompts, lengths = ragged([2, 9], 24, 29)
+    arguments = target, drafters.language_model(small, 3), verify.mars(), prompts, lengths
+    with_trial, _ = decode_all(*arguments, theta=0.7)
+    assert [name for name, _ in on_a_chip_that_refuses] == ["margin_accept"]
+    assert len(caplog.messages) == 1
+    jax.clear_caches()
+    dispatch.KERNELS.clear()
+    assert committed(decode_all(*arguments, theta=0.7)[0]) == committed(with_trial)
+
+
+def test_kernels_with_a_collective_between_them_are_tried_without_it(on_a_chip_that_refuses, caplog):
+    logits = random_logits(3, 800)
+    mesh = jax.make_mesh(
+        (4,), ("model",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4]
+    )
+    local = functools.partial(sharded_top_k, k=5, axis="model")
+    found = jax.jit(
+        jax.shard_map(local, mesh=mesh, in_specs=P(None, "model"), out_specs=P(), check_vma=False)
+    )(logits)
+    values, ids = jax.lax.top_k(logits, 5)
+    np.testing.assert_array_equal(found.values, values)
+    np.testing.assert_array_equal(found.ids, ids)
+    assert on_a_chip_that_refuses == [("_top_k_of_parts", (3, 200))] and len(caplog.messages) == 1
+    jax.eval_shape(functools.partial(top_k, k=5), jax.ShapeDtypeStruct((8, 2**18), jnp.float32))
+    assert len(on_a_chip_that_refuses) == 1  # what does not fit the kernel needs no trial
+
+
+def test_inside_shard_map_the_trial_is_of_one_devices_part(on_a_chip_that_refuses):
+    logits = random_logits(8, 300)
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    with jax.set_mesh(mesh):
+        found = jax.jit(jax.shard_map(margin_stats, in_specs=P("data"), out_specs=P("data")))(logits)
+    want = margin_stats(logits, implementation="reference")
+    jax.tree.map(np.testing.assert_array_equal, found, want)
+    assert on_a_chip_that_refuses == [("margin_stats", (1, 300))]
+
+
+def test_under_vmap_as_well(on_a_chip_that_refuses):
+    logits = random_logits(4, 3, 300)
+    found = jax.jit(jax.vmap(margin_stats))(logits)
+    jax.tree.map(np.testing.assert_array_equal, found, margin_stats(logits, implementation="reference"))
+
+
+def test_a_kernel_that_compiles_runs(trials, caplog):
+    def kernel(x, *, factor):
+        return x * factor
+
+    guarded = trial.kernel_or(functools.partial(kernel, factor=2), lambda x: x, platform="cpu")
+    assert [float(guarded(jnp.float32(3))) for _ in range(2)] == [6.0, 6.0]
+    assert trials == [("kernel", ())] and not caplog.messages
+
+
+def test_a_kernel_that_raises_does_not_run(trials, caplog):
+    def _kernel(x):
+        raise NotImplementedError("no rule for this op.\nAnd a page of module text")
+
+    guarded = trial.kernel_or(_kernel, lambda x: -x, platform="cpu")
+    assert [float(guarded(jnp.float32(3))) for _ in range(2)] == [-3.0, -3.0]
+    (line,) = caplog.messages
+    assert (
+        "the kernel kernel does not compile for float32[] on cpu (NotImplementedError: no rule for this op):"
+        in line
+    )
+
+
+def test_ahead_of_time_nothing_is_tried(trials):
+    """A program for a TPU that is not there: its compiler is to say what it thinks of the kernel."""
+    assert lowered(margin_stats, LOGITS, platform="tpu").count("tpu_custom_call") == 1
+    assert not trials
+
+
+def test_to_ask_where_it_runs_starts_no_device():
+    """Else planning for a TPU would take the chip of a machine that has one."""
+    code = """
+import jax.numpy as jnp
+from jax._src import xla_bridge
+from kernels_pallas import trial
+print(trial.runs_here("cpu"), xla_bridge.backends_are_initialized())
+jnp.zeros(3)
+print(trial.runs_here("cpu"), trial.runs_here("tpu"), xla_bridge.backends_are_initialized())
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["False", "False", "True", "False", "True"]
+
+
+def test_the_switch_turns_all_of_them_off(monkeypatch):
+    monkeypatch.setenv("MARS_JAX_PALLAS", "0")
+    i32, row = jax.ShapeDtypeStruct((8, 8), jnp.int32), jax.ShapeDtypeStruct((8,), jnp.int32)
+    controls = AcceptControls(
+        jax.ShapeDtypeStruct((8,), jnp.float32), jax.ShapeDtypeStruct((8,), bool), row, i32
+    )
+    accept = functools.partial(margin_accept, max_depth=7)
+    assert "custom_call" not in lowered(functools.partial(margin_stats), LOGITS, platform="tpu")
+    assert "custom_call" not in lowered(accept, LOGITS, i32, i32, None, controls, platform="tpu")
+    named = functools.partial(margin_stats, implementation="pallas_tpu")
+    assert lowered(named, LOGITS, platform="tpu").count("tpu_custom_call") == 1
+
+
+@pytest.mark.parametrize("value", ["", "1"])
+def test_the_switch_leaves_them_on(monkeypatch, value):
+    monkeypatch.setenv("MARS_JAX_PALLAS", value)
+    assert lowered(functools.partial(margin_stats), LOGITS, platform="tpu").count("tpu_custom_call") == 1
+
+
+def test_a_switch_of_another_value_is_refused(monkeypatch):
+    monkeypatch.setenv("MARS_JAX_PALLAS", "off")
+    with pytest.raises(
+        ValueError, match="MARS_JAX_PALLAS is 'off': expected 0, which turns Pallas kernels off, or 1"
+    ):
+        margin_stats(jnp.zeros((2, 300)))

@@ -1,0 +1,258 @@
+"""Block drafters give what a transcription in PyTorch over transformers' Qwen3 layers gives."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mars_jax.core.errors import MarsError
+from mars_jax.core.types import ForwardOutput, Params, Visible
+from mars_jax.models import ModelConfig, Rope, dflash, language_model
+from mars_jax.models.dflash import DFlashConfig
+from mars_jax.models.weights import build_rows
+from tests.models import oracle
+
+BATCH, CONTEXT, SLOTS, VOCAB, FEATURES = 2, 13, 24, 53, 3
+LAYER = ModelConfig(
+    family="qwen3",
+    qk_norm=True,
+    vocab_size=VOCAB,
+    hidden_size=32,
+    intermediate_size=44,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=12,
+    rope=Rope(theta=500.0),
+    norm_eps=1e-3,
+)
+PLAIN = DFlashConfig(
+    layer=LAYER,
+    target_hidden_size=32,
+    feature_layers=(0, 1, 2),
+    block_size=5,
+    mask_token=7,
+    draft_vocab_size=VOCAB,
+)
+
+
+def vary(layer: dict | None = None, **fields) -> DFlashConfig:
+    return dataclasses.replace(PLAIN, layer=dataclasses.replace(LAYER, **(layer or {})), **fields)
+
+
+CASES = {
+    "z-lab": PLAIN,
+    "z-lab, windows, whose layers are causal": vary(
+        {"windows": (None, 6, None)}, causal=(False, True, False)
+    ),
+    "windows, also ahead": vary({"windows": (6, None, 3)}),
+    "deepseek: places say the next token": vary(from_anchor=True),
+    "speculators: a draft vocabulary": vary(draft_vocab_size=20, own_unembed=True),
+    "dspark": vary(
+        from_anchor=True, markov_rank=6, confidence=True, confidence_bias=True, confidence_markov=True
+    ),
+    "dspark, a confidence of the hidden states": vary(markov_rank=6, confidence=True),
+    "biases, llama layers, narrower than the target": vary(
+        {"family": "llama", "qk_norm": False, "qkv_bias": True, "o_bias": True},
+        target_hidden_size=48,
+        own_embed=True,
+        own_unembed=True,
+    ),
+}
+
+
+def torch_head(config: DFlashConfig, target):
+    """The head in PyTorch from the description alone, its parameters random and named as published.
+
+    Sources: DFlash 2602.06036, section 3; z-lab/dflash, `dflash/model.py`; vllm-project/speculators, `models/dspark`.
+    The layers are transformers' own, whose attention is given keys and values of the context beside the block's.
+    """
+    import torch
+    from torch import nn
+    from transformers import Qwen3Config
+    from transformers.models.qwen3 import modeling_qwen3 as qwen3
+
+    c = config.layer
+    with oracle.third_party():
+        described = Qwen3Config(
+            hidden_size=c.hidden_size,
+            intermediate_size=c.intermediate_size,
+            num_hidden_layers=c.num_layers,
+            num_attention_heads=c.num_heads,
+            num_key_value_heads=c.num_kv_heads,
+            head_dim=c.head_dim,
+            rms_norm_eps=c.norm_eps,
+            attention_bias=c.qkv_bias,
+            rope_parameters={"rope_type": "default", "rope_theta": c.rope.theta},
+            attn_implementation="eager",
+        )
+    size = c.hidden_size
+
+    class Head(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(FEATURES * config.target_hidden_size, size, bias=False)
+            self.hidden_norm = qwen3.Qwen3RMSNorm(size, c.norm_eps)
+            self.layers = nn.ModuleList(qwen3.Qwen3DecoderLayer(described, i) for i in range(c.num_layers))
+            self.norm = qwen3.Qwen3RMSNorm(size, c.norm_eps)
+            self.rotary = qwen3.Qwen3RotaryEmbedding(described)
+            if not c.qk_norm:
+                for layer in self.layers:
+                    layer.self_attn.q_norm = layer.self_attn.k_norm = nn.Identity()
+            if config.own_embed:
+                self.embed_tokens = nn.Embedding(VOCAB, size)
+            if config.own_unembed:
+                self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
+            if config.markov_rank:
+                self.markov_head = nn.Module()
+                self.markov_head.markov_w1 = nn.Embedding(VOCAB, config.markov_rank)
+                self.markov_head.markov_w2 = nn.Linear(
+                    config.markov_rank, config.draft_vocab_size, bias=False
+                )
+            if config.confidence:
+                width = size + config.markov_rank * config.confidence_markov
+                self.confidence_head = nn.Module()
+                self.confidence_head.proj = nn.Linear(width, 1, bias=config.confidence_bias)
+
+        def attend(self, i, x, c_, cos, sin):
+            """Layer i's attention: queries of the block, keys and values of context and block."""
+            own, n, past = self.layers[i].self_attn, x.shape[1], c_.shape[1]
+            both = torch.cat([c_, x], dim=1)
+
+            def heads(y):
+                return y.view(*y.shape[:2], -1, c.head_dim)
+
+            q = own.q_norm(heads(own.q_proj(x))).transpose(1, 2)
+            k = own.k_norm(heads(own.k_proj(both))).transpose(1, 2)
+            v = heads(own.v_proj(both)).transpose(1, 2)
+            q, _ = qwen3.apply_rotary_pos_emb(q, q, cos[:, past:], sin[:, past:])
+            _, k = qwen3.apply_rotary_pos_emb(k, k, cos, sin)
+            at, rows = torch.arange(past, past + n)[:, None], torch.arange(past + n)[None]
+            hidden = torch.zeros(n, past + n, dtype=torch.bool)
+            if (window := c.windows[i]) is not None:
+                hidden |= rows <= at - window
+            if config.causal[i]:
+                hidden |= rows > at
+            elif window is not None:
+                hidden |= rows >= at + window
+            mask = torch.zeros(n, past + n).masked_fill(hidden, float("-inf"))[None, None]
+            mixed, _ = qwen3.eager_attention_forward(own, q, k, v, mask, scaling=own.scaling)
+            return own.o_proj(mixed.reshape(*x.shape[:2], -1))
+
+        def forward(self, taken, last):
+            """Hidden states and logits of the places of a block after a context, from position 0 on."""
+            context = self.hidden_norm(self.fc(torch.cat(list(taken), dim=-1)))
+            masks = torch.full((len(last), config.block_size - 1), config.mask_token)
+            table = (
+                self.embed_tokens.weight if config.own_embed else torch.tensor(np.asarray(target["embed"]))
+            )
+            x = table[torch.cat([last, masks], dim=1)]
+            places = torch.arange(context.shape[1] + config.block_size)[None].expand(len(last), -1)
+            cos, sin = self.rotary(x, places)
+            for i, layer in enumerate(self.layers):
+                x = x + self.attend(i, layer.input_layernorm(x), context, cos, sin)
+                x = x + layer.mlp(layer.post_attention_layernorm(x))
+            hidden = self.norm(x)
+            weight = (
+                self.lm_head.weight if config.own_unembed else torch.tensor(np.asarray(target["unembed"]))
+            )
+            return hidden, hidden @ weight.T
+
+        def corrected(self, hidden, logits, before):
+            """Logits with what the Markov head adds, and confidence, after the tokens before."""
+            known = self.markov_head.markov_w1(before)
+            read = torch.cat([hidden, known], dim=-1) if config.confidence_markov else hidden
+            return logits + self.markov_head.markov_w2(known), self.confidence_head.proj(read)[..., 0]
+
+    torch.manual_seed(1)
+    torch.set_num_threads(1)
+    made = Head()
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            noise = torch.randn_like(parameter)
+            noise *= 0.2 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5
+            parameter.copy_(noise + 1 if "norm" in name else noise)
+    return made.eval()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_block_equals_its_transcription_in_pytorch(name):
+    """Context in two pieces, then a block: hidden states and logits of every place, and what DSpark's heads say."""
+    torch = pytest.importorskip("torch")
+    config, rng = CASES[name], np.random.default_rng(2)
+    draw = (
+        jnp.asarray(0.2 * rng.standard_normal((VOCAB, config.target_hidden_size), np.float32))
+        for _ in range(2)
+    )
+    target = dict(zip(("embed", "unembed"), draw, strict=True))
+    theirs = torch_head(config, target)
+    state = {key: value.numpy() for key, value in theirs.state_dict().items()}
+    draft = build_rows(dflash.weights(config), lambda row: jnp.asarray(state.pop(row.name)))
+    assert not state  # every parameter has its row
+    params = Params(target=target, draft=draft)
+    taken = rng.standard_normal((FEATURES, BATCH, CONTEXT, config.target_hidden_size), np.float32)
+    last = rng.integers(0, VOCAB, (BATCH, 1))
+    before = rng.integers(0, VOCAB, (BATCH, config.block_size))
+    model = language_model(dataclasses.replace(LAYER, num_layers=1, windows=()))
+
+    @jax.jit
+    def ours(params, taken, last, before):
+        cache = dflash.init_cache(config, BATCH, SLOTS, "float32")
+        for first, end in ((0, 6), (6, CONTEXT)):
+            part = tuple(taken[i][:, first:end] for i in range(FEATURES))
+            fused = dflash.fuse(config, params.draft, ForwardOutput(part[0], part, ()))
+            at = jnp.broadcast_to(jnp.arange(first, end, dtype=jnp.int32), (BATCH, end - first))
+            slot = jnp.full((BATCH,), first, jnp.int32)
+            cache = dflash.absorb(config, params.draft, fused, at, slot, cache)
+        size, first = config.block_size, jnp.full((BATCH,), CONTEXT, jnp.int32)
+        at = first[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
+        visible = Visible(first=first, positions=at, slot=first, seen=jnp.ones((1, size, size), bool))
+        tokens = dflash.block(config, last)
+        hidden, _ = dflash.forward(config, model, params, tokens, visible, cache)
+        logits = dflash.unembed(config, model, params, hidden)
+        more = ()
+        if config.confidence:
+            more = (
+                logits + dflash.markov(config, params.draft, before),
+                dflash.confidence(config, params.draft, hidden, before),
+            )
+        return (hidden, logits, *more)
+
+    found = ours(params, jnp.asarray(taken), jnp.asarray(last, jnp.int32), jnp.asarray(before, jnp.int32))
+    with torch.no_grad(), oracle.third_party():
+        expected = theirs([torch.tensor(x) for x in taken], torch.tensor(last))
+        if config.confidence:
+            expected = (*expected, *theirs.corrected(*expected, torch.tensor(before)))
+    for mine, wanted in zip(found, expected, strict=True):
+        # 1e-5: sums of float32 products in another order; a wrong term shows as 1e-2 and more.
+        np.testing.assert_allclose(mine, wanted, atol=1e-5, rtol=0)
+
+
+def test_the_table_names_every_leaf_of_params_once():
+    for config in CASES.values():
+        table = dflash.weights(config)
+        params = jax.eval_shape(functools.partial(dflash.init_params, config), jax.random.key(0))
+        ids = config.draft_vocab_size < VOCAB
+        assert len({row.name for row in table}) == len(table) == len(jax.tree.leaves(params)) - ids
+
+
+@pytest.mark.parametrize(
+    "change, expected",
+    [
+        ({"feature_layers": ()}, "give feature_layers"),
+        ({"block_size": 1}, "blocks of 1"),
+        ({"mask_token": 53}, "mask token is 53 and there are 53"),
+        ({"causal": (True,)}, "1 values of causal for 3 layers"),
+        ({"target_hidden_size": 48}, "is 32 wide and the target 48"),
+        ({"draft_vocab_size": 20}, "drafts from 20 of 53 tokens"),
+        ({"confidence_markov": True, "confidence": True}, "confidence_markov"),
+    ],
+)
+def test_a_config_that_makes_no_sense_is_refused(change, expected):
+    with pytest.raises(MarsError, match=expected):
+        vary(**change)

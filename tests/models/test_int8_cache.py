@@ -1,0 +1,110 @@
+"""Keys and values in 8 bits, against the same numbers as floats, and drafts against autoregression."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mars_jax as mj
+from mars_jax import drafters, verify
+from mars_jax.core.cache import Int8Rows, commit, init_cache, put, write
+from mars_jax.core.errors import MarsError
+from mars_jax.core.types import Params, Visible
+from mars_jax.models import ModelConfig, attention, init_params, language_model
+from tests.helpers import committed, decode_all, ragged
+
+CONFIG = ModelConfig(
+    vocab_size=97,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+)
+PARAMS = init_params(CONFIG, jax.random.key(0), scale=0.3)
+
+
+def rows(seed: int, *shape: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def floats(x: Int8Rows) -> jax.Array:
+    return x.values.astype(jnp.float32) * x.scale[..., None]
+
+
+def test_no_number_moves_by_more_than_half_of_its_scale():
+    given = rows(0, 3, 7, 2, 16).at[0, 0].set(0.0)
+    made = Int8Rows.of(given)
+    assert (jnp.abs(floats(made) - given) <= 0.5001 * made.scale[..., None]).all()
+    assert jnp.abs(made.values.astype(jnp.int32)).max() == 127
+    np.testing.assert_array_equal(made.scale, jnp.abs(given).max(-1) / 127)
+
+
+@pytest.mark.parametrize("form", ["all", "blocks", "wide blocks", "chosen", "kernel"])
+def test_attention_is_that_over_the_rounded_numbers(form):
+    batch, n, slots, live = 2, 5, 256, 200
+    q, k, v = (
+        rows(1, batch, n, 4, 3, 16),
+        Int8Rows.of(rows(2, batch, slots, 4, 16)),
+        Int8Rows.of(rows(3, batch, slots, 4, 16)),
+    )
+    visible = Visible.causal(jnp.asarray([live - n, 90], jnp.int32), n)
+    mask = visible.dense(slots)
+    want = attention.attend_all(q, floats(k), floats(v), mask, jnp.int32(live), cap=20.0)
+    forms = {
+        "all": functools.partial(attention.attend_all, mask=mask, live=jnp.int32(live), cap=20.0),
+        "blocks": lambda q, k, v: attention._attend_blocks(q, k, v, mask, jnp.int32(live), None, 20.0),
+        "wide blocks": lambda q, k, v: attention._attend_blocks(q, k, v, mask, None, None, 20.0, 96),
+        "chosen": functools.partial(attention.attend, mask=mask, live=jnp.int32(live), cap=20.0),
+        "kernel": lambda q, k, v: attention.attending("interpret", visible, slots, None)(
+            q, k, v, scale=16**-0.5, cap=20.0
+        ),
+    }
+    np.testing.assert_allclose(forms[form](q, k, v), want, atol=2e-5)
+
+
+def test_every_way_to_move_rows_moves_their_scales():
+    cache = init_cache(layers=1, batch=2, slots=8, kv_heads=2, head_dim=4, dtype="int8")
+    new = rows(4, 2, 3, 2, 4)
+    start = jnp.asarray([1, 4], jnp.int32)
+    written = write(cache.k[0], new, start)
+    np.testing.assert_array_equal(floats(written)[0, 1:4], floats(Int8Rows.of(new))[0])
+    moved = commit(cache.replace(k=(written,)), start, jnp.asarray([[0, 2], [0, 1]], jnp.int32)).k[0]
+    np.testing.assert_array_equal(floats(moved)[0, 2], floats(written)[0, 3])
+    np.testing.assert_array_equal(floats(moved)[1], floats(written)[1])
+    chosen = put(written, jnp.asarray([0]), jax.tree.map(lambda x: x[:1], moved))
+    np.testing.assert_array_equal(floats(chosen), np.stack([floats(moved)[0], floats(written)[1]]))
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        pytest.param(None, marks=pytest.mark.slow),
+        (2, 2, 1),
+        pytest.param(drafters.Dynamic(3, 3, 9), marks=pytest.mark.slow),
+    ],
+)
+def test_drafts_and_autoregression_read_the_same_numbers(tree):
+    """Nodes in flight are rounded as well, or a draft would be judged by other keys than the text is."""
+    target = language_model(CONFIG, cache_dtype="int8")
+    prompts, lengths = ragged([3, 11], 40, CONFIG.vocab_size)
+    params = Params(PARAMS, PARAMS)
+    plain, _ = decode_all(target, drafters.none(), verify.exact(), prompts, lengths, params=params)
+    drafter = drafters.language_model(language_model(CONFIG), 4, tree=tree)
+    drafted, stats = decode_all(target, drafter, verify.exact(), prompts, lengths, params=params)
+    assert committed(drafted) == committed(plain)
+    assert stats.steps.max() < 20  # most of the drafts held
+    floating, _ = decode_all(
+        language_model(CONFIG), drafters.none(), verify.exact(), prompts, lengths, params=params
+    )
+    assert committed(floating) != committed(plain)  # the option does something
+
+
+def test_load_takes_it_and_names_what_it_does_not_know():
+    target = mj.load(cache_dtype="int8")
+    assert isinstance(target.model.init_cache(1, 8).k[0], Int8Rows)
+    with pytest.raises(MarsError, match="cache_dtype 'int4' is not supported"):
+        mj.load(cache_dtype="int4")

@@ -1,0 +1,169 @@
+"""A model whose attention is the kernel, in Pallas' interpreter: the tokens of the model without it."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mars_jax import drafters, verify
+from mars_jax.core import decode
+from mars_jax.core.controls import make_controls
+from mars_jax.core.errors import MarsError
+from mars_jax.core.types import Params, Visible, keys_from_seeds
+from mars_jax.models import ModelConfig, init_params, language_model
+from mars_jax.placement import shardings
+from tests.helpers import committed, ragged
+
+VOCAB, BATCH, BUFFER = 64, 4, 24
+CONFIG = ModelConfig(
+    vocab_size=VOCAB,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    windows=(None, 5),
+    attention_cap=20.0,
+)
+DRAFTERS = {
+    "ngram": lambda draft: drafters.ngram(3),
+    "chain": lambda draft: drafters.language_model(draft, 3),
+    "tree": lambda draft: drafters.language_model(draft, tree=(2, 2)),
+    "dynamic tree": lambda draft: drafters.language_model(draft, tree=drafters.Dynamic(3, 2, 6)),
+}
+
+
+@functools.cache
+def params():
+    drawn, noise = (
+        init_params(CONFIG, jax.random.key(seed), scale=scale) for seed, scale in ((0, 0.3), (1, 0.1))
+    )
+    return Params(target=drawn, draft=jax.tree.map(lambda x, y: x + y if x.ndim > 1 else x, drawn, noise))
+
+
+def decoded(name, attention, mesh=None):
+    model = language_model(CONFIG, attention=attention)
+    decoder = decode.speculative_decoder(model, DRAFTERS[name](model), verify.mars(), prefill_chunk=8)
+    prompts, lengths = ragged([1, 12, 7, 3], BUFFER, VOCAB)
+    rows = (prompts, lengths, make_controls(BATCH, limit=BUFFER), verify.for_rows(verify.mars(), BATCH))
+    rows = (*rows, keys_from_seeds(jnp.arange(BATCH, dtype=jnp.uint32)))
+    given = params()
+    if mesh is not None:
+        given = Params(*(shardings.place(part, CONFIG, mesh) for part in given[:2]))
+        rows = jax.device_put(rows, shardings.state_shardings(rows, mesh))
+    quick = {"xla_backend_optimization_level": 0}
+    with jax.set_mesh(mesh):
+        state = decode._start.lower(decoder, given, *rows).compile(quick)(given, *rows)
+        program = decode.run.lower(decoder, given, state).compile(quick)
+        state, stats = program(given, state)
+    return committed(state), stats.steps.tolist(), program.as_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_the_tokens_are_those_without_the_kernel(name):
+    tokens, steps, _ = decoded(name, "interpret")
+    wanted, counted, _ = decoded(name, "xla")
+    assert tokens == wanted and steps == counted
+    assert all(len(row) == BUFFER for row in tokens)
+
+
+def test_a_tree_after_ragged_rows_has_the_same_features():
+    first = jnp.asarray([0, 9, 17], jnp.int32)
+    parents, depths = [-1, 0, 0, 1, 1, 3], jnp.asarray([[0, 1, 1, 2, 2, 3]], jnp.int32)
+    seen = np.eye(6, dtype=bool)
+    for node, parent in enumerate(parents[1:], 1):
+        seen[node] |= seen[parent]
+    rng = np.random.default_rng(0)
+    before = jnp.asarray(rng.integers(0, VOCAB, (3, 20)), jnp.int32)
+    tokens = jnp.asarray(rng.integers(0, VOCAB, (3, 6)), jnp.int32)
+    tree = Visible(
+        first=first, positions=first[:, None] + depths, slot=first, seen=jnp.asarray(np.stack([seen] * 3))
+    )
+    found = []
+    for attention in ("interpret", "xla"):
+        model = language_model(CONFIG, attention=attention)
+
+        def forward(params, model=model):
+            cache = model.forward(
+                params, before, Visible.causal(jnp.zeros(3, jnp.int32), 20), model.init_cache(3, 26)
+            ).cache
+            return model.forward(params, tokens, tree, cache).hidden
+
+        found.append(
+            jax.jit(forward, compiler_options={"xla_backend_optimization_level": 0})(params().target)
+        )
+    np.testing.assert_allclose(*found, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", ["data=2,model=2", "model=4"])
+def test_on_a_mesh_each_device_attends_with_its_own_heads(axes):
+    """Two heads over two devices; over four they are on every device."""
+    mesh = shardings.parse_mesh(axes)
+    tokens, steps, text = decoded("tree", "interpret", mesh)
+    wanted, counted, without = decoded("tree", "xla", mesh)
+    assert tokens == wanted and steps == counted
+    if axes == "data=2,model=2":
+
+        def joined(program):
+            return len(re.findall(r" (?:all-reduce|all-gather|all-to-all)(?:-start)?\(", program))
+
+        assert joined(text) == joined(without)
+
+
+def lowered(attention, platform, mesh=None):
+    """The text of one forward for a platform."""
+    config = ModelConfig(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=64,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=2,
+        head_dim=128,
+    )
+    model = language_model(config, dtype="bfloat16", attention=attention)
+    first = jax.ShapeDtypeStruct((2,), jnp.int32)
+    given = jax.eval_shape(
+        lambda: (
+            init_params(config, jax.random.key(0), "bfloat16"),
+            jnp.zeros((2, 4), jnp.int32),
+            model.init_cache(2, 300),
+        )
+    )
+
+    def forward(params, tokens, cache, first):
+        return model.forward(params, tokens, Visible.causal(first, 4), cache)
+
+    return jax.jit(forward).trace(*given, first).lower(lowering_platforms=(platform,)).as_text()
+
+
+def test_on_tpu_it_is_one_kernel_a_layer_without_a_mask_and_elsewhere_none():
+    kernel, plain = (lowered(attention, "tpu") for attention in ("pallas", "xla"))
+    assert kernel.count("tpu_custom_call") == 2 and plain.count("tpu_custom_call") == 0
+    mask = re.compile(r"tensor<2x4x(300|384)xi1>")
+    assert mask.search(plain) and not mask.search(kernel)
+    for platform in ("cpu", "cuda"):
+        assert "tpu_custom_call" not in lowered("pallas", platform)
+
+
+def test_a_cache_that_the_kernel_cannot_read_is_refused_where_it_would_run():
+    config = ModelConfig(vocab_size=VOCAB, hidden_size=48, intermediate_size=64, num_layers=1, num_heads=3)
+    model = language_model(config, dtype="bfloat16", attention="pallas")
+    weights, first = init_params(config, jax.random.key(0), "bfloat16"), jnp.zeros((1,), jnp.int32)
+    operands = weights, jnp.zeros((1, 2), jnp.int32), Visible.causal(first, 2), model.init_cache(1, 8)
+    traced = jax.jit(model.forward).trace(*operands)
+    with pytest.raises(MarsError, match=r'3 heads of bfloat16 .* Or load the model with attention="xla"'):
+        traced.lower(lowering_platforms=("tpu",))
+    assert jnp.isfinite(model.forward(*operands).hidden).all()  # elsewhere it is XLA's form, which takes any
+
+
+def test_an_unknown_attention_is_refused():
+    with pytest.raises(MarsError, match="attention is 'flash': expected one of xla, pallas, interpret"):
+        language_model(CONFIG, attention="flash")

@@ -1,0 +1,53 @@
+"""Biases, bans and penalties from requests to tokens, against transformers."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import mars_jax as mj
+from mars_jax.cli.generate.command import main
+
+TEXT = "Once upon a time"
+
+
+def test_greedy_text_is_that_of_transformers_and_no_draft_changes_it(capsys):
+    """With a bias, a ban and a repetition penalty; side by side with a row that has none, refilled, by the command."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    target = mj.load("tiny/draft", dtype="float32")
+    model = transformers.AutoModelForCausalLM.from_pretrained(target.path, dtype="float32")
+    ids = torch.tensor([target.encode(TEXT)])
+    free = mj.generate(target, "none", TEXT, max_new_tokens=40, ignore_eos=True).tokens[0]
+    banned, liked = free[2], free[9]
+    with torch.inference_mode():
+        want = model.generate(
+            ids, attention_mask=torch.ones_like(ids),
+            max_new_tokens=40, do_sample=False, eos_token_id=None, pad_token_id=0, repetition_penalty=1.2,
+            sequence_bias={(liked,): 1.5}, bad_words_ids=[[banned]],
+        )[0, ids.shape[1] :].tolist()  # fmt: skip
+    options = {
+        "repetition_penalty": [1.2, 1.0, 1.2], "logit_bias": [{liked: 1.5}, {}, {liked: 1.5}],
+        "banned_tokens": [[banned], [], [banned]], "max_new_tokens": 40, "ignore_eos": True,
+    }  # fmt: skip
+    for drafter, size in (("none", 3), ("ngram", 2)):
+        found = mj.generate(target, drafter, [TEXT] * 3, batch_size=size, **options)
+        assert found.tokens == [want, free, want]
+    flags = ["--repetition-penalty", "1.2", "--logit-bias", f"{liked}=1.5", "--logit-bias", f"{banned}=-inf"]
+    argv = [
+        "--target",
+        "tiny/draft",
+        "--dtype",
+        "float32",
+        "--draft",
+        "ngram",
+        "--verify",
+        "exact",
+        "--ignore-eos",
+    ]
+    assert main([*argv, "--max-new-tokens", "40", "--json", *flags, TEXT]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] == want
+    with pytest.raises(mj.MarsError, match=r"logit_bias has 999999: 1\.0: expected one of the"):
+        mj.generate(target, "none", TEXT, logit_bias={999999: 1.0})
+    with pytest.raises(mj.MarsError, match="logit_bias has 2 values for 1 prompts"):
+        mj.generate(target, "none", TEXT, logit_bias=[{}, {}])

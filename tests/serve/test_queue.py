@@ -1,0 +1,185 @@
+"""Requests through a few rows: each gets what it would get alone, and no row waits."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+import mars_jax as mj
+from mars_jax import drafters, verify
+from mars_jax.core import decode, fake
+from mars_jax.models import language_model
+from mars_jax.serve import memory
+from mars_jax.serve.prepare import prepared
+from mars_jax.serve.queue import Queue, Said
+from mars_jax.serve.requests import make_requests
+
+WORDS = ("Once upon a time", "The cat", "A big dog ran", "One day, Tim", "Lily had a", "They", "In the sun")
+ROOM = {
+    "max_new_tokens": [40, 3, 25, 12, 33, 1, 18],
+    "temperature": [0.0, 0.8, 0.0, 1.0, 0.7, 0.0, 0.0],
+    "seed": list(range(7)),
+}
+
+
+@pytest.fixture(scope="module")
+def target():
+    return mj.load("tiny/target", dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def draft(target):
+    return drafters.load("model:tiny/draft", target, num_draft_tokens=3, dtype="float32")
+
+
+def test_each_prompt_gets_what_it_would_get_alone(target, draft):
+    """Of the embedded pair: tokens, texts, counters and log-probabilities; in the prompts' order, or as they end."""
+    rule = verify.mars(theta=[0.5, 0.9, 0.3, 0.9, 0.5, 0.5, 0.2])
+    options = {"verify": rule, "log_probs": True}
+    together = mj.generate(target, draft, WORDS, batch_size=2, **options, **ROOM)
+    assert together.metrics.emitted == sum(map(len, together.tokens))
+    assert together.forwards < together.metrics.steps
+    streamed = dict(mj.generate_iter(target, draft, WORDS, batch_size=2, **options, **ROOM))
+    # In one buffer all of them: a width of its own would be another program for each.
+    alone = Queue(
+        prepared(target, draft, make_requests(target, WORDS, **ROOM), verify=rule),
+        1,
+        order=range(7),
+        log_probs=True,
+    )
+    for index, one in alone:
+        for other in (together.completions[index], streamed[index]):
+            assert other.tokens == one.tokens and other.text == one.text
+            assert other.metrics.steps == one.metrics.steps and other.finish_reason == one.finish_reason
+            np.testing.assert_allclose(other.log_probs.log_prob, one.log_probs.log_prob, atol=1e-5)
+            assert other.log_probs.kind == one.log_probs.kind
+
+
+def test_samples_of_a_prompt_read_it_once(target, draft, monkeypatch):
+    """As many as rows are free begin at once and the others later; each is what its request gets alone."""
+    options = {
+        "samples": 4,
+        "temperature": 1.0,
+        "max_new_tokens": [12, 20, 9],
+        "seed": 5,
+        "verify": verify.exact(),
+    }
+    read, start = [], decode.start
+
+    def counted(decoder, params, prompts, *rest):
+        read.append(prompts.shape[0])
+        return start(decoder, params, prompts, *rest)
+
+    monkeypatch.setattr(decode, "start", counted)
+    found = mj.generate(target, draft, WORDS[:3], batch_size=3, **options)
+    assert read == [3, 1, 1, 1]  # rows that only fill the batch, which read nothing, and each prompt
+    assert len({tuple(tokens) for tokens in found.tokens[4:8]}) == 4
+    requests = [completion.request for completion in found.completions]
+    assert [request.seed for request in requests] == list(range(5, 17))
+    made = prepared(target, draft, requests)
+    for index, alone in Queue(made, 1, shared=False):
+        assert alone.tokens == found.tokens[index]
+    thetas = verify.mars(theta=[0.1, 0.5, np.inf])
+    rowwise = mj.generate(target, draft, WORDS[:3], batch_size=3, **options | {"verify": thetas})
+    assert rowwise.tokens[8:] == found.tokens[8:] and rowwise.tokens != found.tokens
+    # No two share a seed, given or not.
+    for seed in ({}, {"seed": 0}):
+        made = mj.make_requests(target, WORDS, samples=2, temperature=1.0, max_new_tokens=4, **seed)
+        assert [one.seed for one in made] == list(range(2 * len(WORDS)))
+    with pytest.raises(mj.MarsError, match="samples do not apply at temperature 0"):
+        mj.generate(target, draft, WORDS, samples=2)
+
+
+def test_a_batch_size_of_its_own_is_what_memory_has_room_for(target, monkeypatch):
+    made = prepared(target, "ngram", make_requests(target, ["The"] * 40, max_new_tokens=20))
+    state = made.start([0])
+    cache = sum(x.nbytes for x in jax.tree.leaves(state.cache))
+    assert cache < memory.row_bytes(made) < 4 * cache
+    assert memory.default_rows(made) == memory.MOST_ON_CPU
+    weights = sum(x.nbytes for x in jax.tree.leaves(target.params))
+    for rows in (5.5, 0.5):
+        room = weights + rows * memory.row_bytes(made)
+        monkeypatch.setattr(memory, "_bytes_of", lambda device, room=room: room)
+        assert memory.default_rows(made) == max(int(rows), 1)
+    assert len(list(mj.generate_iter(target, "ngram", ["The"] * 3, max_new_tokens=2))) == 3
+
+
+def test_a_row_that_fails_fails_alone_and_its_place_is_filled(target):
+    """One token's embedding is no number, and the prompt that has it is the first of its row."""
+    ids = [target.encode(text) for text in WORDS[:3]]
+    bad = next(i for i in range(50, 400) if not any(i in row for row in ids))
+    params = {**target.params, "embed": target.params["embed"].at[bad].set(np.nan)}
+    params["unembed"] = target.params["embed"]
+    config = dataclasses.replace(target.config, tie_embeddings=False)
+    lame = dataclasses.replace(target, config=config, params=params, model=language_model(config))
+    found = mj.generate(lame, "none", [[bad, bad], *ids], batch_size=1, max_new_tokens=[9, 8, 7, 6])
+    assert [c.finish_reason for c in found.completions] == ["failed", "length", "length", "length"]
+    assert found.tokens[1:] == [
+        tokens[:n]
+        for tokens, n in zip(
+            mj.generate(target, "none", ids, max_new_tokens=8).tokens, (8, 7, 6), strict=True
+        )
+    ]
+
+
+def test_text_comes_while_rows_refill_and_for_an_event_loop(target, draft):
+    options = {"verify": verify.exact(), "max_new_tokens": [12, 3, 20, 9], "batch_size": 2}
+    wanted = mj.generate(target, draft, WORDS[:4], **options)
+    texts, tokens, ended = [""] * 4, [[] for _ in range(4)], []
+    for event in mj.generate_text(target, draft, WORDS[:4], stop_strings=["zebra"], **options):
+        if isinstance(event, Said):
+            assert event.index not in ended and "".join(event.pieces) == event.text
+            texts[event.index] += event.text
+            tokens[event.index] += event.tokens
+        else:
+            ended.append(event.index)
+            assert event.completion.tokens == tokens[event.index]
+    assert (texts, tokens, sorted(ended)) == (wanted.text, wanted.tokens, [0, 1, 2, 3])
+
+    async def gather():
+        ticks, found = 0, {}
+
+        async def tick():
+            nonlocal ticks
+            while True:
+                ticks += 1
+                await asyncio.sleep(0)
+
+        other = asyncio.create_task(tick())
+        async for index, completion in mj.generate_async(target, draft, WORDS[:4], **options):
+            found[index] = completion.tokens
+        other.cancel()
+        return ticks, found
+
+    ticks, found = asyncio.run(gather())
+    assert [found[i] for i in range(4)] == wanted.tokens and ticks > 10, (
+        "others go on while the device decodes"
+    )
+
+
+def test_eight_samples_of_a_long_prompt_read_it_about_once():
+    """Tokens that the target reads, counted where they go in: at most 1.3 of one reading of a prompt of 512."""
+    model, read = fake.hash_model(vocab_size=11, agree=0.9), []
+
+    def forward(params, tokens, visible, cache):
+        # A chunk of prefill; a step has two nodes.
+        if tokens.shape[1] > 8:
+            jax.debug.callback(lambda: read.append(tokens.shape[0] * tokens.shape[1]))
+        return model.forward(params, tokens, visible, cache)
+
+    counted = mj.Pretrained.from_parts(model._replace(forward=forward), (), max_positions=2048)
+    prompt = np.random.default_rng(0).integers(0, 11, 512).tolist()
+
+    def cost(samples):
+        read.clear()
+        mj.generate(
+            counted, "none", [prompt], samples=samples, temperature=1.0, max_new_tokens=4, batch_size=8
+        )
+        jax.effects_barrier()
+        return sum(read)
+
+    assert 512 <= cost(8) <= 1.3 * 512 + 64, "one reading, and chunks of 64"

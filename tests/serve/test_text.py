@@ -1,0 +1,110 @@
+"""Stop strings: the tokens of transformers, the text before them, and the same however a text is decoded."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import mars_jax as mj
+from mars_jax import drafters
+from mars_jax.cli.generate.command import main
+from mars_jax.serve.generate import generate_stream
+from mars_jax.serve.requests import make_requests
+from mars_jax.serve.text import RowText
+
+PROMPTS = ("Once upon a time", "The cat", "A big dog ran to", "One day, Tim")
+# In the middle of words, over several tokens, and at their ends; the last one never comes.
+STOPS = [["ily."], [" the ", "and"], [". He"], ["xyzzy"]]
+
+
+@pytest.fixture(scope="module")
+def target():
+    return mj.load("tiny/target", dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def want(target):
+    """(new tokens, text of them) of transformers."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(target.path, dtype="float32")
+    found = []
+    for prompt, stops in zip(PROMPTS, STOPS, strict=True):
+        ids = torch.tensor([target.encode(prompt)])
+        with torch.inference_mode():
+            out = model.generate(
+                ids,
+                max_new_tokens=60,
+                do_sample=False,
+                stop_strings=stops,
+                tokenizer=target.tokenizer,
+                pad_token_id=0,
+            )
+        found.append(out[0, ids.shape[1] :].tolist())
+    assert all(len(tokens) < 60 for tokens in found[:3])
+    return found
+
+
+def test_the_tokens_are_those_of_transformers_and_the_text_ends_before(target, want, capsys):
+    """Side by side, refilled, streamed, and by the command."""
+    draft = drafters.load("model:tiny/draft", target, num_draft_tokens=3, dtype="float32")
+    options = {"max_new_tokens": 60, "stop_strings": STOPS}
+    wide = mj.generate(target, draft, PROMPTS, **options)
+    narrow = mj.generate(target, draft, PROMPTS, batch_size=2, **options)
+    texts, streamed = [""] * 4, [None] * 4
+    for event in generate_stream(target, draft, make_requests(target, PROMPTS, **options)):
+        texts[event.row] += event.text
+        streamed[event.row] = event.completion or streamed[event.row]
+    for i, (tokens, stops) in enumerate(zip(want, STOPS, strict=True)):
+        for found in (wide.completions[i], narrow.completions[i], streamed[i]):
+            assert found.tokens == tokens
+            assert found.finish_reason == ("stop" if i < 3 else "length")
+            assert not any(stop in found.text for stop in stops)
+        assert texts[i] == wide.text[i] == narrow.text[i]
+        # A space at the joint is the tokenizer's own affair; up to the first stop string it is the text of the tokens.
+        whole = target.decode(tokens)
+        cut = min([whole.index(stop) for stop in stops if stop in whole], default=len(whole))
+        assert texts[i].strip() == whole[:cut].strip()
+    code = main(
+        ["--max-new-tokens", "60", "--verify", "exact", "--json", "--stop-string", "ily.", PROMPTS[0]]
+    )
+    assert code == 0 and json.loads(capsys.readouterr().out)["tokens"] == want[0]
+
+
+def test_a_row_that_has_said_a_stop_string_makes_room(target):
+    """The steps that are taken are few, and log-probabilities end with the tokens."""
+    long = {"max_new_tokens": 200, "ignore_eos": True, "batch_size": 2, "log_probs": True}
+    free = mj.generate(target, "none", PROMPTS * 2, **long)
+    stopped = mj.generate(target, "none", PROMPTS * 2, stop_strings=" the ", **long)
+    assert stopped.forwards < free.forwards / 2
+    for completion in stopped.completions:
+        assert len(completion.log_probs.kind) == len(completion.tokens) == len(completion.log_probs.log_prob)
+
+
+def test_a_special_token_is_a_stop_token(target):
+    [request] = make_requests(
+        target, ["The"], stop_strings=[target.tokenizer.eos_token, "x"], ignore_eos=True
+    )
+    assert request.stop_tokens == (target.tokenizer.eos_token_id,) and request.stop_strings == ("x",)
+
+
+def test_what_may_begin_a_stop_string_is_held_back(target):
+    [request] = make_requests(target, ["Once"], stop_strings=["red b", "bluest"])
+    text = RowText(target, request)
+    ids = target.encode("Once a red car and a blue bus")[len(target.encode("Once")) :]
+    pieces = [text.feed(token, last=i == len(ids) - 1) for i, token in enumerate(ids)]
+    assert "".join(pieces).strip() == "a red car and a blue bus" and not text.stopped
+    assert not any(piece.endswith(("red", "blue")) for piece in pieces)
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ("", "stop_strings is '': expected texts of at least one character"),
+        ([["a"], ["b"]], "stop_strings has 2 values for 1 prompts"),
+        ([3], "stop_strings is .3.: expected texts"),
+    ],
+)
+def test_bad_stop_strings_get_a_sentence(target, given, sentence):
+    with pytest.raises(mj.MarsError, match=sentence):
+        mj.generate(target, "none", ["The"], stop_strings=given)

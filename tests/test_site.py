@@ -1,0 +1,134 @@
+"""What of the site is made from the code; `.ci/run docs` builds it all and follows every link."""
+
+from __future__ import annotations
+
+import argparse
+import doctest
+import importlib
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from mars_jax import __version__
+from mars_jax.cli.commands import COMMANDS
+from tests.test_public import named
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def pages(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    return importlib.import_module("site_pages")
+
+
+def test_examples_run(pages):
+    found = doctest.testmod(pages)
+    assert found.attempted >= 3 and not found.failed
+
+
+def test_every_flag_of_every_command_is_on_the_page(pages):
+    page = pages.flags_page()
+    sections = dict(re.findall(r"^## (\w+)\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL))
+    assert list(sections) == [name for name in COMMANDS if name != "lm_eval"]
+    for name, made in pages.parsers().items():
+        told = set(re.findall(r"^\| `([^`]*)`", sections[name], re.MULTILINE))
+        words = {word.strip(",") for cell in told for word in cell.split()}
+        flags = {flag for a in made._actions for flag in a.option_strings if a.help is not argparse.SUPPRESS}
+        assert flags <= words, name
+        assert "%(" not in sections[name]
+        assert "examples:" in sections[name] and "mars_jax." + name in sections[name], name
+        # The help of a long command is in groups: few flags are mere "options".
+        loose = [a for a in made._optionals._group_actions if a.option_strings]
+        assert len(loose) <= 5, name
+
+
+def test_every_public_name_has_an_entry(pages):
+    import mars_jax
+    from mars_jax import drafters, verify
+
+    entries = pages.api_pages()
+    assert set(entries) == {"api/mars_jax.md", "api/verify.md", "api/drafters.md", "api/modules.md"}
+    for package, page in ((mars_jax, "mars_jax"), (verify, "verify"), (drafters, "drafters")):
+        homes = dict(pages.api_names()[page])
+        modules = mars_jax._MODULES if package is mars_jax else ()
+        assert {name.rpartition(".")[2] for name in homes} == set(package.__all__) - set(modules)
+        for name, home in homes.items():
+            assert f"::: {home}\n" in entries[f"api/{page}.md"]
+            module, _, own = home.rpartition(".")
+            assert getattr(importlib.import_module(module), own) is named(package, name.rpartition(".")[2])
+
+
+def test_links_out_of_the_site_lead_into_the_repository(pages):
+    text = "[a](../README.md#start) [b](../scripts/results) ![c](../scripts/results/eval_context.png) [d](rules.md)"
+    made = pages.on_site(text, "docs/faq.md", "https://x.org/y")
+    shown = "pictures/scripts-results-eval_context.png"
+    assert made.text == (
+        f"[a](index.md#start) [b](https://x.org/y/tree/main/scripts/results) ![c]({shown}) [d](rules.md)"
+    )
+    assert made.pictures == {shown: "scripts/results/eval_context.png"}
+    code = "```sh\n[a](nowhere.md)\n```\n"
+    assert pages.on_site(code, "docs/faq.md", "").text == code
+    with pytest.raises(ValueError, match=r"docs/faq\.md links to nowhere\.md"):
+        pages.on_site("[a](nowhere.md)", "docs/faq.md", "")
+
+
+def test_the_address_of_the_repository_has_one_place(pages, monkeypatch):
+    monkeypatch.delenv("GITHUB_REPOSITORY", raising=False)
+    told = (
+        tomllib.loads((ROOT / "pyproject.toml").read_text())["project"].get("urls", {}).get("Repository", "")
+    )
+    assert pages.repository() == told.rstrip("/")
+    if not told:
+        monkeypatch.setenv("GITHUB_SERVER_URL", "https://git.example")
+        monkeypatch.setenv("GITHUB_REPOSITORY", "owner/name")
+        assert pages.repository() == "https://git.example/owner/name"
+    files = [*ROOT.glob("*.*"), *(ROOT / "docs").glob("*.md"), *(ROOT / "colab").glob("*.py")]
+    files += (ROOT / ".github").rglob("*.yml")
+    # An address of this repository elsewhere would go stale; those of others are links.
+    named = [
+        path.name
+        for path in files
+        if path.name != "pyproject.toml"
+        and path.is_file()
+        and re.search(r"git(?:hub|lab)\.com/[\w-]+/mars-jax", path.read_text(encoding="utf-8"))
+    ]
+    assert named == []
+
+
+# What a release says of itself.
+
+
+def test_the_version_is_one():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    citation = (ROOT / "CITATION.cff").read_text()
+    changes = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    bibtex = re.findall(r"version = \{(.*?)\}", (ROOT / "README.md").read_text())
+    assert [project["version"]] == bibtex == [__version__]
+    assert re.findall(r"^version: (.*)$", citation, re.MULTILINE) == [__version__]
+    assert changes[0] in (__version__, "Unreleased") and __version__ in changes
+    assert re.fullmatch(r"\d+\.\d+\.\d+", __version__)
+
+
+def test_the_notes_of_a_release_are_its_part_of_the_changelog(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    notes = importlib.import_module("release_notes")
+    found = doctest.testmod(notes)
+    assert found.attempted and not found.failed
+    text = "# Changelog\n\n## 0.2.0 (2026-12-01)\n\n- New.\n\n## 0.1.0 (2026-11-01)\n\n- Old.\n"
+    assert notes.of("0.1.0", text) == "- Old.\n"
+    for version, why in (("0.3.0", "has no part for 0.3.0"), ("v0.2.0", "has no part")):
+        with pytest.raises(ValueError, match=why):
+            notes.of(version, text)
+    with pytest.raises(ValueError, match=r"says of 0\.1\.0 that it is unreleased"):
+        notes.of("0.1.0", "## 0.1.0 (unreleased)\n\n- New.\n")
+
+
+def test_the_citation_is_the_readmes():
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert "2601.15498" in citation and "license: Apache-2.0" in citation
+    authors = re.search(r"author  = \{(.*?)\},\n  journal", (ROOT / "README.md").read_text(), re.DOTALL)
+    for family, given in re.findall(r"(\w+(?:-\w+)*), (\w+(?:-\w+)*)", authors[1]):
+        assert f"family-names: {family}\n" in citation and f"given-names: {given}\n" in citation

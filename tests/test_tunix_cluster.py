@@ -1,0 +1,36 @@
+"""`MarsRollout` inside a real RLCluster: GRPO's losses are those with Tunix's own rollout given the same tokens."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.slow
+def test_grpo_in_a_real_cluster_has_the_losses_of_tunix(tmp_path):
+    # Not `importorskip` of the package itself: importing it takes seconds and warns.
+    if importlib.util.find_spec("tunix") is None:
+        pytest.skip("could not import 'tunix': pip install google-tunix")
+    file = tmp_path / "found.json"
+    command = [sys.executable, str(ROOT / "scripts" / "bench_tunix.py"), "--steps", "2", "--turns", "0"]
+    done = subprocess.run(
+        [*command, "--json", str(file)],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
+        capture_output=True,
+        text=True,
+        timeout=1200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(file.read_text())["grpo"]
+    assert len(found["losses with MarsRollout"]) >= 3
+    assert found["largest difference of losses"] < 1e-4
+    assert found["largest difference of trained weights"] < 1e-3
+    assert found["largest difference of per-token log-probabilities"] < 1e-2
+    assert found["log-probabilities of samples are numbers"]

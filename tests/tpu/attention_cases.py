@@ -1,0 +1,93 @@
+"""The attention kernel at the shapes of published models, as functions to compile."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from kernels_pallas import tree_attention
+from tests.tpu import aot
+
+
+class Heads(NamedTuple):
+    """What one device has of a model."""
+
+    kv_heads: int
+    group: int
+    dim: int
+    window: int | None = None
+    cap: float | None = None
+
+
+HEADS = {
+    "llama-3.1-8b over 4": Heads(2, 4, 128),
+    "llama-3.1-8b": Heads(8, 4, 128),
+    "llama-3.3-70b over 8": Heads(1, 8, 128),
+    "qwen3-32b over 4": Heads(2, 8, 128),
+    "gemma3-4b": Heads(4, 2, 256, window=1024),
+    "gemma2-9b": Heads(8, 2, 256, window=4096, cap=50.0),
+    "gemma3-1b": Heads(1, 4, 256, window=512),
+    "vicuna-7b": Heads(32, 1, 128),
+}
+QUERIES = {"one": 1, "chain": 6, "tree": 60, "tree of 64": 64, "chunk of 64": 64, "chunk of 512": 512}
+
+
+class Case(NamedTuple):
+    heads: str
+    queries: str
+    batch: int
+    dtype: str
+    slots: int = 4224
+
+
+def name(case: Case) -> str:
+    return f"{case.heads}, {case.queries}, {case.batch} rows, {case.dtype}"
+
+
+SOME = (
+    Case("llama-3.1-8b over 4", "one", 1, "bfloat16"),
+    Case("llama-3.1-8b over 4", "tree", 1, "bfloat16"),
+    Case("llama-3.1-8b over 4", "chunk of 512", 2, "bfloat16"),
+    Case("llama-3.1-8b", "chain", 32, "bfloat16", 8192 + 128),
+    Case("llama-3.1-8b", "tree", 3, "int8"),
+    Case("llama-3.3-70b over 8", "chain", 2, "bfloat16"),
+    Case("gemma3-4b", "tree", 2, "bfloat16"),
+)
+ALL = tuple(
+    Case(heads, queries, 2, dtype)
+    for heads, of in HEADS.items()
+    for queries in QUERIES
+    for dtype in ("bfloat16", "float32", "int8")
+    if dtype != "int8" or of.kv_heads == 1 or of.kv_heads % 4 == 0
+)
+
+
+def compile_case(case: Case, generation: str) -> dict[str, Any]:
+    """Compile the kernel. `arrays_of_logits` are the copies that the program makes of keys or
+    values, and `cache_bytes` what both take."""
+    on, of, n = aot.mesh(generation), HEADS[case.heads], QUERIES[case.queries]
+    dtype, scaled = jnp.dtype(case.dtype), case.dtype == "int8"
+
+    def array(*dims: int, of: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(dims, of)
+
+    given = {
+        "q": array(case.batch, n, of.kv_heads, of.group, of.dim, of=jnp.bfloat16 if scaled else dtype),
+        "first": array(case.batch),
+        "positions": array(case.batch, n),
+    }
+    for side in ("k", "v"):
+        given[side] = array(case.batch, case.slots, of.kv_heads, of.dim, of=dtype)
+        if scaled:
+            given[f"{side}_scale"] = array(case.batch, case.slots, of.kv_heads, of=jnp.float32)
+    if case.queries.startswith("tree"):
+        given["seen"] = array(case.batch, n, n, of=bool)
+
+    def attend(given: dict[str, jax.Array]) -> jax.Array:
+        return tree_attention(**given, window=of.window, cap=of.cap, implementation="pallas_tpu")
+
+    elements = case.batch * case.slots * of.kv_heads * of.dim
+    report = aot.compile_for(attend, aot.abstract(given, on), watch=elements)
+    return {"cache_bytes": 2 * elements * dtype.itemsize, **report}

@@ -1,0 +1,32 @@
+"""The attention kernel compiles for real TPUs, within their fast memory and without a copy of the cache."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip(
+    "libtpu", reason="TPU compilation needs libtpu: pip install 'mars-jax[test]' on Linux x86-64"
+)
+
+from tests.tpu import aot, attention_cases
+
+
+def check(case, generation):
+    report = attention_cases.compile_case(case, generation)
+    assert report["mosaic_kernels"] == 1 and not report["collectives"]
+    if attention_cases.HEADS[case.heads].kv_heads > 1:
+        # One narrow head is stored with the rows of a batch in a tile where it is an argument, and not in a loop.
+        assert report["arrays_of_logits"] == 0 and report["temporary_bytes"] < report["cache_bytes"] / 2
+
+
+@pytest.mark.parametrize("generation", ["v5e"])
+@pytest.mark.parametrize("case", attention_cases.SOME, ids=attention_cases.name)
+def test_the_kernel_compiles_and_copies_no_cache(case, generation):
+    check(case, generation)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("generation", list(aot.TOPOLOGIES))
+@pytest.mark.parametrize("case", attention_cases.ALL, ids=attention_cases.name)
+def test_every_kernel_compiles(case, generation):
+    check(case, generation)

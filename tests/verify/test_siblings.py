@@ -1,0 +1,212 @@
+"""Rejection along trees whose siblings were drawn without replacement: by exact enumeration, and by chi-square of text
+that real drafters drafted."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mars_jax import drafters, verify
+from mars_jax.core import decode, fake
+from mars_jax.core import tree as trees
+from mars_jax.core.controls import make_controls
+from mars_jax.core.errors import MarsError
+from mars_jax.core.types import NO_TOKEN, DraftTree, Params, keys_from_seeds
+from mars_jax.drafters.draw import draw_siblings
+from mars_jax.verify.siblings import descend
+from tests.helpers import judge, logits_after
+from tests.verify import oracles
+from tests.verify.test_rejection import probabilities
+
+VOCAB = 3
+
+
+def sequences_without_replacement(q, count):
+    """Every ordered draw of `count` tokens from q without replacement, with its probability."""
+    for drawn in itertools.permutations(range(len(q)), count):
+        chance, rest = 1.0, 1.0
+        for token in drawn:
+            chance *= q[token] / rest if rest > 0 else 0.0
+            rest -= q[token]
+        yield drawn, chance
+
+
+def python_node(p, q, drawn, deterministic):
+    """Float64: the threshold of each sibling in turn, and what is left of p after each refusal."""
+    p, q, thresholds, left = p.copy(), q.copy(), [], []
+    for token in drawn:
+        here = np.eye(len(p))[token] if deterministic else q
+        thresholds.append(min(1.0, p[token] / here[token]))
+        p = np.maximum(p - here, 0)
+        p = p / p.sum() if p.sum() > 1e-12 else p
+        left.append(p)
+        q = q.copy()
+        q[token] = 0
+        q /= max(q.sum(), 1e-300)
+    return thresholds, left
+
+
+def cells(thresholds):
+    """(chance, index of the accepted sibling or None, uniforms) of every way the uniforms can fall, near thresholds."""
+    chance, uniforms = 1.0, []
+    for index, at in enumerate(thresholds):
+        yield chance * at, index, [*uniforms, at * (1 - 1e-4)]
+        chance, uniforms = chance * (1 - at), [*uniforms, at + (1 - at) * 1e-4]
+    yield chance, None, uniforms
+
+
+@pytest.mark.parametrize(
+    ("branching", "deterministic"), [((2, 2), False), ((3, 1), False), ((1, 3), False), ((2, 2), True)]
+)
+def test_enumeration_gives_the_target_distribution(branching, deterministic):
+    """Over every draft of two levels, every cell of the uniforms and every emitted token, completed by the target."""
+    p, q = probabilities(oracles.tables(0, VOCAB, 3)), probabilities(oracles.tables(9, VOCAB, 2, 1.0))
+    parents, depths = trees.static_topology(branching)
+    fixed = (1, 0, 2)
+    rows = []  # chance, tokens of the tree, uniforms [2, 3], accepted tokens
+
+    def draws(law, count):
+        return [(fixed[:count], 1.0)] if deterministic else sequences_without_replacement(law, count)
+
+    for first, chance in draws(q[0], branching[0]):
+        under = [list(draws(q[1][token], branching[1])) for token in first]
+        for second in itertools.product(*under):
+            tokens = [0, *first, *(token for drawn, _ in second for token in drawn)]
+            drafted = chance * np.prod([c for _, c in second])
+            thresholds, _ = python_node(p[0], q[0], first, deterministic)
+            for above, index, uniforms in cells(thresholds):
+                numbers = np.ones((2, 3))
+                numbers[0, : len(uniforms)] = uniforms
+                if index is None:
+                    rows.append((drafted * above, tokens, numbers, ()))
+                    continue
+                token = first[index]
+                deeper, _ = python_node(p[1][token], q[1][token], second[index][0], deterministic)
+                for below, inner, more in cells(deeper):
+                    numbers = numbers.copy()
+                    numbers[1] = 1.0
+                    numbers[1, : len(more)] = more
+                    path = (token,) if inner is None else (token, second[index][0][inner])
+                    rows.append((drafted * above * below, tokens, numbers, path))
+    rows = [row for row in rows if row[0] > 0]
+    tokens = jnp.asarray([row[1] for row in rows], jnp.int32)
+    q_nodes = np.zeros((len(rows), tokens.shape[1], VOCAB), np.float32)
+    p_nodes = np.zeros_like(q_nodes)
+    drafted = np.asarray(tokens)
+    for node, (parent, depth) in enumerate(zip(parents, depths, strict=True)):
+        prefix = [drafted[:, node]] if depth == 1 else [drafted[:, parent], drafted[:, node]][:depth]
+        p_nodes[:, node] = np.log(p[depth][tuple(prefix)])
+        if depth < 2:
+            q_nodes[:, node] = np.log(q[depth][tuple(prefix)])
+    spread = lambda x: jnp.broadcast_to(jnp.asarray(x, jnp.int32), tokens.shape)  # noqa: E731
+    tree = DraftTree(
+        tokens=tokens, parents=spread(parents), depths=spread(depths), max_depth=2, is_chain=False,
+        draft_logits=None if deterministic else jnp.asarray(q_nodes),
+    )  # fmt: skip
+    numbers = jnp.asarray(np.asarray([row[2] for row in rows]), jnp.float32)
+
+    def uniform(rank, depth):
+        return jax.vmap(lambda u, r, d: u[d - 1, r])(numbers, rank, depth)
+
+    stop, left = jax.jit(functools.partial(descend, uniform=uniform))(
+        tree, jnp.asarray(p_nodes), start=jnp.zeros((len(rows),), jnp.int32)
+    )
+    left = np.asarray(left, np.float64)
+    left /= left.sum(-1, keepdims=True)
+    target = oracles.sequence_probabilities(p)
+    joint = np.zeros_like(target)
+    for row, (chance, _, _, path) in enumerate(rows):
+        walked, node = [], int(stop[row])
+        while node:
+            walked.insert(0, int(drafted[row, node]))
+            node = int(parents[node])
+        assert tuple(walked) == path
+        rest = target[path].sum(tuple(range(1, 3 - len(path))), keepdims=True)
+        joint[path] += chance * left[row].reshape((VOCAB,) + (1,) * (2 - len(path))) * target[path] / rest
+    np.testing.assert_allclose(joint, target, atol=2e-6)
+
+
+def test_siblings_are_drawn_without_replacement_in_their_order():
+    """Two draws from a vocabulary of four, under filters, against the law of sequential draws."""
+    rows, logits = 20_000, jnp.asarray([[1.0, 0.3, -0.5, 0.9]])
+    chosen = [(0.7, 0, 1.0, 0.0), (1.3, 3, 1.0, 0.0), (0.0, 0, 1.0, 0.0), (1.0, 1, 1.0, 0.0)]
+    settings = oracles.controls_of([chosen[row % 4] for row in range(rows)])
+    drawn = jax.jit(functools.partial(draw_siblings, k=2))(
+        jnp.broadcast_to(logits, (rows, 1, 4)), keys=oracles.keys_of(0, rows), controls=settings
+    )
+    ids = np.asarray(drawn.ids)[:, 0]
+    for s, row in enumerate(chosen[:2]):
+        q = oracles.processed_tables([np.asarray(logits[0])], row)[0]
+        joint = np.zeros((4, 4))
+        for pair, chance in sequences_without_replacement(q, 2):
+            joint[pair] = chance
+        assert oracles.chi_square(ids[s::4], joint) > 1e-3
+    assert np.all(ids[2::4] == [0, 3])  # a greedy row has its best ones
+    assert np.all(ids[3::4] == [0, NO_TOKEN])  # a filter that leaves one token leaves one child
+
+
+SMALL_VOCAB, PROMPT = 6, [3, 1, 4]
+TARGET = fake.hash_model(vocab_size=SMALL_VOCAB, agree=0.5)
+SMALL = fake.hash_model(vocab_size=SMALL_VOCAB, seed=5, agree=0.5)
+SETTINGS = (0.9, 4, 1.0, 0.0)
+
+
+@functools.cache
+def law(model):
+    """Processed probabilities of the next three tokens, entry d f64 of d + 1 axes."""
+    tables = []
+    for depth in range(3):
+        prefixes = itertools.product(range(SMALL_VOCAB), repeat=depth)
+        logits = [logits_after(model, [*PROMPT, *prefix], width=8) for prefix in prefixes]
+        tables.append(np.stack(logits).reshape((SMALL_VOCAB,) * (depth + 1)))
+    return oracles.processed_tables(tables, SETTINGS)
+
+
+def sampled(drafter, rule, rows=12_000):
+    """Three tokens after the prompt, of every row, and tokens per step."""
+    prompts = jnp.tile(jnp.asarray([[*PROMPT, 0, 0, 0]], jnp.int32), (rows, 1))
+    made = make_controls(rows, limit=6, temperature=SETTINGS[0], top_k=SETTINGS[1])
+    decoder = decode.speculative_decoder(TARGET, drafter, rule)
+    keys = keys_from_seeds(jnp.arange(rows, dtype=jnp.uint32))
+    state = decode.start(decoder, Params(()), prompts, jnp.full((rows,), 3, jnp.int32), made, rule, keys)
+    state, stats = decode.run(decoder, Params(()), state)
+    return np.asarray(state.tokens)[:, 3:], float(stats.emitted.sum() / stats.steps.sum())
+
+
+SHAPES = {"static": (2, 2), "dynamic": drafters.Dynamic(top_k=3, depth=2, nodes=6)}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_text_from_a_sampled_tree_follows_the_target(shape):
+    drafter = drafters.language_model(SMALL, tree=SHAPES[shape], sample=True)
+    text, tau = sampled(drafter, verify.rejection())
+    assert oracles.chi_square(text, oracles.sequence_probabilities(law(TARGET))) > 1e-3
+    assert tau > 1.3
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_text_under_a_mixture_follows_the_mixture(shape):
+    """The first token, after whose parent there is always a draft; the text of such a rule ends with p."""
+    drafter = drafters.language_model(SMALL, tree=SHAPES[shape], sample=True)
+    text, _ = sampled(drafter, verify.mixture(weight=0.5))
+    assert oracles.chi_square(text[:, :1], (law(TARGET)[0] + law(SMALL)[0]) / 2) > 1e-3
+
+
+def test_what_cannot_be_verified_on_a_tree_is_refused():
+    plain = trees.chain(jnp.zeros((1, 3), jnp.int32)).replace(is_chain=False)
+    drawn = plain.replace(draft_logits=jnp.zeros((1, 3, 4)))
+    given = (oracles.keys_of(0, 1), plain, jnp.zeros((1, 3, 4)), oracles.controls_of([(1.0, 0, 1.0, 0.0)]))
+    for rule in (
+        verify.rejection(block=True),
+        verify.cactus(),
+        verify.released(),
+        verify.mixture(block=True),
+    ):
+        with pytest.raises(MarsError, match=r"chain.*exact\(\) or rejection\(\)"):
+            judge(rule)(given[0], drawn, *given[2:])
+    with pytest.raises(MarsError, match=r"mixture asks what a tree was drawn from.*sample=True"):
+        judge(verify.mixture())(*given)
+    assert judge(verify.rejection())(*given).num_accepted.shape == (1,)
