@@ -90,7 +90,7 @@ import mars_jax as mj
 print(f"mars-jax {mj.__version__}, jax {jax.__version__}, {jax.devices()[0].device_kind}")
 target = mj.load(TARGET)
 draft = mj.drafters.load(DRAFT, target)
-chat = target.has_chat_template and accelerator
+chat = accelerator and target.tokenizer.chat_template is not None
 prompts = (
     [
         "Why is the sky blue?",
