@@ -4,8 +4,8 @@
 
 Beginnings of stories in float32, greedy, every row to its limit, so that all ways give the same tokens. The ways take
 turns within a round, in another order each round, and a round's ratio is the speed of `auto` over that of the better
-of the two others in the same round: what else the machine does slows a round, not a way. Seconds are of whole batches,
-prefill included. Compilation and the measuring of costs come before them, in `starting_seconds`.
+of the two others in the same round: what else the machine does slows a round, not a way. Seconds are the process's own
+time on its one core, which is the clock's where nothing else runs there, and are of whole batches, prefill included. Compilation and the measuring of costs come before them, in `starting_seconds`.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ def measured(target: mj.Pretrained, draft: str, rows: int, new: int, rounds: int
     for turn in range(rounds):
         order = list(sessions)
         for name in order[turn % 3 :] + order[: turn % 3]:
-            began = time.perf_counter()
+            began = time.process_time()
             done = sessions[name].run(requests)
-            seconds = time.perf_counter() - began
+            seconds = time.process_time() - began
             speeds[name].append(sum(len(c.tokens) for c in done) / seconds)
             steps = max(c.metrics.steps for c in done)
             taus[name] = sum(c.metrics.emitted for c in done) / (steps * rows)

@@ -41,7 +41,8 @@ def make_controls(
     Args:
       batch: B.
       limit: most tokens of prompt and output together.
-      temperature: 0 is greedy.
+      temperature: 0 is greedy. None says that every row is: what is compiled for these controls cannot draw, and
+        compiles in less time.
       top_k: 0 is off.
       top_p: 1 is off.
       min_p: 0 is off.
@@ -62,7 +63,7 @@ def make_controls(
         return _field(name, value, batch, dtype)
 
     return Controls(
-        temperature=field("temperature", temperature, np.float32),
+        temperature=None if temperature is None else field("temperature", temperature, np.float32),
         top_k=field("top_k", top_k, np.int32),
         top_p=field("top_p", top_p, np.float32),
         min_p=field("min_p", min_p, np.float32),

@@ -355,6 +355,13 @@ def start(
     return _start(decoder, params, prompts, lengths, controls, rule, keys)
 
 
+def shapes(decoder: Decoder, params: Params, *arguments: Any) -> DecodeState:
+    """The state that `start` gives for these arguments, as `jax.ShapeDtypeStruct`."""
+    prompts, lengths, controls, rule, keys = arguments
+    rule = rules.for_rows(rule, prompts.shape[0])
+    return _start.eval_shape(decoder, params, prompts, lengths, controls, rule, keys)
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def _start(decoder: Decoder, *arguments: Any) -> DecodeState:
     return decoder.init(*arguments)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from mars_jax.core.sampling import at_tokens, is_greedy, process
+from mars_jax.core.sampling import at_tokens, divisor, process
 from mars_jax.core.types import Controls
 
 
@@ -45,9 +45,8 @@ def log_probs(logits: Array, tokens: Array, controls: Controls, lossless: bool) 
     def of_token(z: Array) -> Array:
         return at_tokens(z, nodes, tokens) - jax.nn.logsumexp(z, axis=-1)
 
-    temperature = jnp.where(is_greedy(controls), 1.0, controls.temperature)[:, None, None]
     # Shifting before dividing keeps a small temperature from turning the largest logit into inf.
-    scaled = (z - jnp.max(z, axis=-1, keepdims=True)) / temperature
+    scaled = (z - jnp.max(z, axis=-1, keepdims=True)) / divisor(controls)[:, None, None]
     processed = of_token(process(z, controls))
     if not lossless:
         processed = jnp.where(controls.strict[:, None], processed, jnp.nan)

@@ -7,6 +7,8 @@ V vocabulary. Oracles: the transformers warpers and the sorting reference in tes
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +20,8 @@ from mars_jax.core.filters import warp
 from mars_jax.core.mesh import over_vocabulary
 from mars_jax.core.types import Controls
 
+T = TypeVar("T")
+
 BLOCK = 128
 """Tokens per partial sum. It divides 32000, 128256 and 151936, so the usual vocabularies need no padding, and
 it is the lane width of a TPU."""
@@ -25,7 +29,23 @@ it is the lane width of a TPU."""
 
 def is_greedy(controls: Controls) -> Array:
     """bool[B]: rows with temperature 0. Subnormal temperatures count, because XLA flushes them to 0."""
+    if controls.temperature is None:
+        return jnp.ones(controls.limit.shape, bool)
     return controls.temperature < jnp.finfo(jnp.float32).tiny
+
+
+def divisor(controls: Controls) -> Array:
+    """f32[B]: what the logits are divided by: the temperature, and 1 in greedy rows."""
+    if controls.temperature is None:
+        return jnp.ones(controls.limit.shape, jnp.float32)
+    return jnp.where(is_greedy(controls), 1.0, controls.temperature)
+
+
+def if_greedy(controls: Controls, greedy: Callable[[], T], otherwise: Callable[[], T]) -> T:
+    """`greedy()` where every row is, else `otherwise()`, of which nothing is compiled where no row can draw."""
+    if controls.temperature is None:
+        return greedy()
+    return jax.lax.cond(jnp.all(is_greedy(controls)), greedy, otherwise)
 
 
 def process(logits: Array, controls: Controls) -> Array:
@@ -60,7 +80,7 @@ def process(logits: Array, controls: Controls) -> Array:
         replaced = lambda: jnp.where(greedy[:, None, None], one_hot(), warped)  # noqa: E731
         return jax.lax.cond(jnp.any(greedy), replaced, lambda: warped)
 
-    return jax.lax.cond(jnp.all(greedy), one_hot, mixed)
+    return if_greedy(controls, one_hot, mixed)
 
 
 def sample(keys: Array, positions: Array, logits: Array, controls: Controls) -> Array:
@@ -75,8 +95,8 @@ def sample(keys: Array, positions: Array, logits: Array, controls: Controls) -> 
     >>> sample(keys, positions, jnp.asarray([[[1.0, 3.0]]]), make_controls(1, limit=8)).tolist()
     [[1]]
     """
-    return jax.lax.cond(
-        jnp.all(is_greedy(controls)),
+    return if_greedy(
+        controls,
         lambda: argmax(logits),
         lambda: sample_processed(keys, positions, process(logits, controls)),
     )

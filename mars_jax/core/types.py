@@ -97,7 +97,7 @@ class DraftTree:
 class Controls:
     """Everything that may differ between requests of one batch and one compilation. Build with `controls`."""
 
-    temperature: Array  # f32[B]; 0 is greedy
+    temperature: Array | None  # f32[B]; 0 is greedy; None: all rows are, and nothing of drawing is compiled
     top_k: Array  # i32[B]; 0 is off
     top_p: Array  # f32[B]; 1 is off
     min_p: Array  # f32[B]; 0 is off

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
-from mars_jax.core.sampling import is_greedy, process, top_k
+from mars_jax.core.sampling import if_greedy, is_greedy, process, top_k
 from mars_jax.core.types import NO_TOKEN, Controls
 
 
@@ -51,7 +51,7 @@ def draw_siblings(logits: Array, k: int, keys: Array, controls: Controls) -> Dra
         own = jnp.take_along_axis(kept, found.ids, axis=2, mode="promise_in_bounds")
         return ids, jnp.minimum(own - best.logsumexp[..., None], 0.0)
 
-    ids, log_q = lax.cond(jnp.all(greedy), lambda: (best.ids, likeliest), noisy)
+    ids, log_q = if_greedy(controls, lambda: (best.ids, likeliest), noisy)
     return Drawn(ids, log_q, likeliest, kept)
 
 

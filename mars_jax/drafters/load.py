@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from mars_jax import specs
 from mars_jax.core.errors import MarsError
@@ -146,10 +147,21 @@ def load_block(
     return depth, made
 
 
+@jax.jit
+def _are_finite(weights: list[Array]) -> list[Array]:
+    """Of each whether it is; one program, since the start of one costs more than the work."""
+    return [jnp.all(jnp.isfinite(weight)) for weight in weights]
+
+
 def _check_finite(name: str, params: PyTree) -> None:
     """A target that is no number shows in its text; a draft would only ever be rejected, so look at its weights."""
-    for path, weight in jax.tree_util.tree_leaves_with_path(params):
-        if jnp.issubdtype(weight.dtype, jnp.floating) and not bool(jnp.all(jnp.isfinite(weight))):
+    weights = [
+        (path, weight)
+        for path, weight in jax.tree_util.tree_leaves_with_path(params)
+        if jnp.issubdtype(weight.dtype, jnp.floating)
+    ]
+    for (path, _), finite in zip(weights, jax.device_get(_are_finite([x for _, x in weights])), strict=True):
+        if not finite:
             place = jax.tree_util.keystr(path, simple=True, separator=".")
             raise MarsError(
                 f"the weights of the draft '{name}' are not finite ({place}): load an intact checkpoint."

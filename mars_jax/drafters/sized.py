@@ -29,6 +29,9 @@ KEEP = 0.95
 """Of what was seen, after every step with a draft: at batch 1 the last twenty steps count, some 60 tested tokens."""
 GUESS, WEIGHT = 0.8, 4.0
 """The acceptance before anything was seen, and as how many tested tokens it counts."""
+MARGIN = 1.1
+"""A draft is to promise so many times the speed of none: costs leave out what a draft model has to catch up with, and
+a batch ends with its slowest row."""
 BETTER = 0.1
 """Without a draft nothing is seen. If this much more acceptance would pay, a step drafts to see, now and then."""
 PAUSE, LONGEST_PAUSE = 64, 4096
@@ -173,7 +176,8 @@ def _unreachable(*_: Any) -> Any:
 
 
 def chosen(params: SizedParams, lengths: Sequence[int], state: SizedState, live: Array) -> Array:
-    """i32[]: the number of the size that gives most tokens for its cost; the shorter one of equal ones.
+    """i32[]: the number of the size that gives most tokens for its cost; the shorter one of equal ones, and none
+    where no draft gives `MARGIN` times as many.
 
     With an acceptance a, a chain of K gives 1 + a + ... + a^K tokens a step.
 
@@ -201,12 +205,16 @@ def chosen(params: SizedParams, lengths: Sequence[int], state: SizedState, live:
 
 
 def _best(params: SizedParams, lengths: Sequence[int], acceptance: Array) -> Array:
-    """i32[]: the number of the size that gives most tokens for its cost at this acceptance, or the forced one."""
+    """i32[]: the number of the size that gives most tokens for its cost at this acceptance, or the forced one.
+
+    None, where no draft gives `MARGIN` times as many.
+    """
     powers = jnp.cumprod(jnp.full((max(lengths),), 1.0, jnp.float32) * jnp.minimum(acceptance, 1.0))
     tokens = [1.0 + jnp.sum(powers[:length]) for length in lengths]
     # What has not been measured costs the same whatever is drafted.
     costs = jnp.where(params.costs > 0, params.costs, 1.0)
-    best = jnp.argmax(jnp.stack(tokens) / costs).astype(jnp.int32)
+    speeds = (jnp.stack(tokens) / costs).at[0].multiply(MARGIN)
+    best = jnp.argmax(speeds).astype(jnp.int32)
     return jnp.where(params.forced >= 0, params.forced, best)
 
 

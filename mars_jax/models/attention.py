@@ -7,12 +7,14 @@ S cache slots, K key-value heads, G query heads per key-value head, D head dimen
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import Partial
 
 from kernels_pallas import BlockError, tree_attention
 from kernels_pallas.blocks import attention_blocks
@@ -47,22 +49,34 @@ class Attend(Protocol):
 
 
 def attending(form: str, visible: Visible, slots: int, window: int | None) -> Attend:
-    """The attention of one of `FORMS` to what N nodes may see of a cache of `slots` slots.
+    """The attention of one of `FORMS` to what N nodes may see of a cache of `slots` slots: a pytree of what it reads,
+    which may be an argument of a jitted function.
 
     Raises (when it is called):
       MarsError: the kernel cannot read such a cache.
     """
     live = jnp.max(visible.slot) + visible.positions.shape[1]
     if form == "xla":
-        mask = visible.dense(slots, window)
-        return lambda q, k, v, *, scale, cap: attend(q, k, v, mask, live, scale=scale, cap=cap)
-    return functools.partial(_attend_by_kernel, form, visible, window)
+        return Partial(_attend_by_mask, visible.dense(slots, window), live)
+    return Partial(_by_kernel(form, window), visible)
+
+
+def _attend_by_mask(
+    mask: Array, live: Array, q: Array, k: Rows, v: Rows, *, scale: float, cap: float | None
+) -> Array:
+    return attend(q, k, v, mask, live, scale=scale, cap=cap)
+
+
+@functools.lru_cache
+def _by_kernel(form: str, window: int | None) -> Callable[..., Array]:
+    """One function for equal arguments, by which jit knows it again."""
+    return functools.partial(_attend_by_kernel, form, window)
 
 
 def _attend_by_kernel(
     form: str,
-    visible: Visible,
     window: int | None,
+    visible: Visible,
     q: Array,
     k: Rows,
     v: Rows,

@@ -88,6 +88,30 @@ def attention(config: ModelConfig, layer: dict, x: Array, rotation, attend: Atte
     return dense(mixed.reshape(batch, n, -1), layer["o"], layer.get("o_bias")), k_cache, v_cache
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _layer(
+    config: ModelConfig, here: tuple[bool, bool], layer: dict, x: Array, rotation, attend, rows, start
+):
+    """One layer, of which `here` says what is there: x [B, N, E] and its rows of the cache, None without attention.
+
+    Under jit, so that equal layers are traced and lowered once; XLA writes each out where it stands, as it would
+    without. A loop over stacked layers would compile sooner still, and takes 1.4 to 2 times as long a token on CPU.
+    """
+    norm = _norm(config)
+    attends, has_mlp = here
+    if attends:
+        with jax.named_scope("attention"):
+            x_normed, (k, v) = norm(x, layer["attention_norm"]), rows
+            mixed, *rows = attention(config, layer, x_normed, rotation, attend, k, v, start)
+            x = x + (norm(mixed, layer["attention_post_norm"]) if config.post_norms else mixed)
+    if has_mlp:
+        with jax.named_scope("mlp"):
+            change = _mlp(config, layer, norm(x, layer["mlp_norm"]))
+            x = hold_whole(x + (norm(change, layer["mlp_post_norm"]) if config.post_norms else change))
+    return x, rows
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _forward(
     config: ModelConfig,
     form: str,
@@ -109,26 +133,14 @@ def _forward(
             window: attending(form, visible, cache.slots, window) for window in dict.fromkeys(config.windows)
         }
     ks, vs, outputs = [], [], {}
-    for i, (layer, (attends_here, has_mlp)) in enumerate(zip(params["layers"], kept, strict=True)):
-        if attends_here:
-            with jax.named_scope(f"layer{i}"), jax.named_scope("attention"):
-                mixed, k, v = attention(
-                    config,
-                    layer,
-                    norm(x, layer["attention_norm"]),
-                    rotations[ropes[i]],
-                    attends[config.windows[i]],
-                    cache.k[len(ks)],
-                    cache.v[len(vs)],
-                    start,
-                )
-                x = x + (norm(mixed, layer["attention_post_norm"]) if config.post_norms else mixed)
-            ks.append(k)
-            vs.append(v)
-        if has_mlp:
-            with jax.named_scope(f"layer{i}"), jax.named_scope("mlp"):
-                change = _mlp(config, layer, norm(x, layer["mlp_norm"]))
-                x = hold_whole(x + (norm(change, layer["mlp_post_norm"]) if config.post_norms else change))
+    for i, (layer, here) in enumerate(zip(params["layers"], kept, strict=True)):
+        rows = (cache.k[len(ks)], cache.v[len(vs)]) if here[0] else None
+        window = config.windows[i]
+        with jax.named_scope(f"layer{i}"):
+            x, rows = _layer(config, here, layer, x, rotations[ropes[i]], attends[window], rows, start)
+        if rows is not None:
+            ks.append(rows[0])
+            vs.append(rows[1])
         if i in feature_layers:
             outputs[i] = x
     hidden = norm(x, params["norm"])

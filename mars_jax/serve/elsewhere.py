@@ -21,6 +21,7 @@ from mars_jax.core.metrics import DecodeStats, zero_stats
 from mars_jax.core.types import Decoder, DecodeState, Drafter, LoadedRule, Params, PyTree, StepInfo
 from mars_jax.drafters.ahead import Ahead, ahead, stream
 from mars_jax.pretrained import Pretrained
+from mars_jax.serve.compiling import Compile
 from mars_jax.serve.prepare import AnyRule, prepare
 from mars_jax.serve.requests import Request
 from mars_jax.verify import exact, needs_q
@@ -128,6 +129,7 @@ class Pair(NamedTuple):
         rows: int | None,
         draft_device: Any,
         log_probs: bool = False,
+        loop: Compile | None = None,
     ) -> Pair:
         """`prepare`, and the drafter where it works."""
         if draft_device is None:
@@ -135,7 +137,7 @@ class Pair(NamedTuple):
         else:
             made, params = begin(target, drafter, verify, draft_device)
             drafts = drafters.LoadedDrafter(made.handed, params)
-        options: Any = {"verify": verify, "rows": rows, "log_probs": log_probs}
+        options: Any = {"verify": verify, "rows": rows, "log_probs": log_probs, "loop": loop}
         decoder, params, state = prepare(target, drafts, requests, **options)
         return cls(target, decoder, params, state, draft_device, made)
 

@@ -310,8 +310,21 @@ def compile_batch(
                 request, prompt_tokens=short, max_new_tokens=length - len(short) + request.max_new_tokens
             )
         )
+
+    def loop(*given: Any) -> object:
+        if stream:
+            return decode.jitted_step.lower(*given).compile()
+        return decode.run.lower(*given, record=log_probs).compile()
+
     pair = Pair.of(
-        target, drafter, stand_ins, verify=verify, rows=rows, draft_device=draft_device, log_probs=log_probs
+        target,
+        drafter,
+        stand_ins,
+        verify=verify,
+        rows=rows,
+        draft_device=draft_device,
+        log_probs=log_probs,
+        loop=None if draft_device is not None else loop,
     )
     one_step = dataclasses.replace(pair.state.controls, limit=pair.state.length + 1)
     pair = pair._replace(state=dataclasses.replace(pair.state, controls=one_step))

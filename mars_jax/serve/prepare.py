@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -31,6 +32,7 @@ from mars_jax.core.types import (
 from mars_jax.placement.hosts import put
 from mars_jax.placement.shardings import state_shardings
 from mars_jax.pretrained import Pretrained
+from mars_jax.serve.compiling import Compile, beside
 from mars_jax.serve.guides import RequestGuides, guides_of, placed
 from mars_jax.serve.requests import Request, check_request
 from mars_jax.serve.sizes import with_costs
@@ -53,6 +55,11 @@ class Prepared:
     width: int  # T
     guides: RequestGuides
 
+    @property
+    def draws(self) -> bool:
+        """Whether any of the requests is to be drawn; where none is, nothing of drawing is compiled."""
+        return any(request.temperature != 0 for request in self.requests)
+
     def arrays(self, entries: Sequence[int | None], *before: Any) -> tuple[Any, ...]:
         """`before`, and what `Decoder.init` takes after the params, for some of the requests by their numbers.
 
@@ -71,7 +78,7 @@ class Prepared:
         made = make_controls(
             len(own),
             limit=limits,
-            temperature=[r.temperature for r in own],
+            temperature=[r.temperature for r in own] if self.draws else None,
             top_k=[r.top_k for r in own],
             top_p=[r.top_p for r in own],
             min_p=[r.min_p for r in own],
@@ -107,11 +114,18 @@ class Prepared:
             width=max(8, -(-most // 8) * 8),
         )
 
-    def start(self, entries: Sequence[int | None]) -> DecodeState:
-        """The state after prefill of some of the requests."""
+    def start(self, entries: Sequence[int | None], *, loop: Compile | None = None) -> DecodeState:
+        """The state after prefill of some of the requests. `loop`, if it is given, compiles what comes then meanwhile.
+
+        Not on a mesh, over which the shapes alone do not say how the state will be divided.
+        """
         arrays = self.arrays(entries)
         with self.target.on_mesh():
-            return decode.start(self.decoder, self.params, *arrays)
+            if loop is None or self.target.mesh is not None:
+                return decode.start(self.decoder, self.params, *arrays)
+            state = decode.shapes(self.decoder, self.params, *arrays)
+            with beside(functools.partial(loop, self.decoder, self.params, state)):
+                return decode.start(self.decoder, self.params, *arrays)
 
 
 _FILL = Request(prompt_tokens=(0,), max_new_tokens=0)
@@ -175,17 +189,19 @@ def prepare(
     verify: AnyRule | None = None,
     rows: int | None = None,
     log_probs: bool = False,
+    loop: Compile | None = None,
 ) -> tuple[Decoder, Params, DecodeState]:
     """The decoder, its params, and the state after prefill for one batch of requests; see `prepared`.
 
     Where the size of drafts follows what they cost, that is measured first. `log_probs` says whether the loop that will
-    decode keeps them.
+    decode keeps them; `loop` is as for `Prepared.start`.
 
     On the target's mesh the rows are divided over `data`, and filled up to a multiple of it.
     """
     batch = of_mesh(target, max(rows or 0, len(requests)))
     made = with_costs(prepared(target, drafter, requests, verify=verify), batch, log_probs=log_probs)
-    return made.decoder, made.params, made.start([*range(len(requests)), *[None] * (batch - len(requests))])
+    state = made.start([*range(len(requests)), *[None] * (batch - len(requests))], loop=loop)
+    return made.decoder, made.params, state
 
 
 def of_mesh(target: Pretrained, rows: int) -> int:

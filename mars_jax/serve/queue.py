@@ -18,7 +18,7 @@ from mars_jax.core import activity, decode, refill
 from mars_jax.core.insert import NO_ROW
 from mars_jax.core.mesh import size_of
 from mars_jax.core.metrics import DecodeStats, zero_stats
-from mars_jax.core.types import DecodeState, PyTree
+from mars_jax.core.types import Decoder, DecodeState, Params, PyTree
 from mars_jax.placement.hosts import fetch, put
 from mars_jax.placement.shardings import state_shardings
 from mars_jax.serve.complete import complete
@@ -66,6 +66,7 @@ class Queue:
         log_probs: bool = False,
         shared: bool | None = None,
         telling: bool = False,
+        compiling: bool = False,
     ):
         """
         Args:
@@ -78,7 +79,7 @@ class Queue:
           telling: `events` tells of new tokens too, for which the host looks after every step, on accelerators after
             every fourth.
         """
-        self._telling = telling
+        self._telling, self._compiling = telling, compiling
         self.forwards = 0
         self._log_probs = log_probs
         self._waiting = collections.deque(range(len(prepared.requests)) if order is None else order)
@@ -187,7 +188,11 @@ class Queue:
         mesh = self._prepared.target.mesh
         if mesh is not None:
             stats = put(stats, state_shardings(stats, mesh))
-        state = self._prepared.start(entries)
+
+        def loop(decoder: Decoder, params: Params, state: DecodeState) -> object:
+            return refill.advance.lower(decoder, params, state, stats, 1, 1).compile()
+
+        state = self._prepared.start(entries, loop=loop if self._compiling else None)
         return self._refilled(state, stats) if self._shared else (state, stats)
 
     def _refilled(self, state: DecodeState, stats: DecodeStats) -> tuple[DecodeState, DecodeStats]:
@@ -250,7 +255,9 @@ def compile_queue(prepared: Prepared, rows: int, *, log_probs: bool = False) -> 
     few = range(min(of_mesh(prepared.target, rows) + 1, len(short)))
     stand_ins = dataclasses.replace(prepared, requests=short)
     shared = shares_prompts(prepared.requests)
-    collections.deque(Queue(stand_ins, rows, order=few, log_probs=log_probs, shared=shared), maxlen=0)
+    collections.deque(
+        Queue(stand_ins, rows, order=few, log_probs=log_probs, shared=shared, compiling=True), maxlen=0
+    )
 
 
 def shares_prompts(requests: Sequence[Request]) -> bool:

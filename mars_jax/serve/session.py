@@ -26,6 +26,7 @@ class Shape(NamedTuple):
     rule: object  # its structure: rules that differ in numbers share what is compiled
     width: int  # of the token buffer
     rows: int
+    draws: bool  # whether any request is not greedy
     edits: bool  # whether any request changes the target's logits
     guides: object  # shapes of the tables of constraints and spans
     log_probs: bool
@@ -107,6 +108,7 @@ class Session:
             rule=structure(self.rule.rule),
             width=width,
             rows=self.batch_size,
+            draws=any(request.temperature != 0 for request in requests),
             edits=edits,
             guides=tables,
             log_probs=self.log_probs,

@@ -41,7 +41,7 @@ def with_costs(made: Prepared, rows: int, *, log_probs: bool = False, queued: bo
         return made
     kinds = jax.tree.structure((made.guides.tables, [r.edits for r in made.requests][:1]))
     weights = tuple((x.shape, x.dtype.name) for x in jax.tree.leaves(made.params.target))
-    key = (made.decoder, rows, made.width, kinds, weights, log_probs)
+    key = (made.decoder, rows, made.width, kinds, weights, log_probs, made.draws)
     if key not in _MEASURED:
         with activity.doing("measuring what drafts cost"):
             found = _measure(made, rows, log_probs=log_probs, queued=queued)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 from typing import Any, Self
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -18,7 +17,7 @@ from mars_jax import specs
 from mars_jax.core import struct
 from mars_jax.core.evidence import Evidence
 from mars_jax.core.mesh import vocabulary_axes
-from mars_jax.core.sampling import is_greedy, process, sample_processed
+from mars_jax.core.sampling import if_greedy, process, sample_processed
 from mars_jax.core.types import NO_TOKEN, Verdict
 from mars_jax.specs import UNLIMITED_RUN
 from mars_jax.verify.context import check_kind, thresholds
@@ -68,8 +67,8 @@ class Mars(Relaxed):
         tree, logits, controls = evidence.tree, evidence.logits, evidence.controls
         # The kernel itself finds the argmax, so a batch of greedy rows names no token here. A cond over two calls
         # of the kernel would compile it twice.
-        y = jax.lax.cond(
-            jnp.all(is_greedy(controls)),
+        y = if_greedy(
+            controls,
             lambda: jnp.full(tree.tokens.shape, NO_TOKEN, jnp.int32),
             lambda: sample_processed(evidence.keys, evidence.positions, process(logits, controls)),
         )

@@ -18,7 +18,7 @@ from mars_jax.core import struct
 from mars_jax.core.errors import MarsError
 from mars_jax.core.evidence import Evidence
 from mars_jax.core.pick import pick
-from mars_jax.core.sampling import at_tokens, inverse_cdf, is_greedy, node_uniforms, process
+from mars_jax.core.sampling import at_tokens, if_greedy, inverse_cdf, node_uniforms, process
 from mars_jax.core.tree import Allowance
 from mars_jax.core.types import DraftTree, Verdict
 from mars_jax.verify import siblings
@@ -62,8 +62,8 @@ class Rejection:
         if self.block:
             check_chain(evidence.tree, self.name)
         # With p one-hot, accepting with p / q and emitting the residual is what exact does, without the sums.
-        return jax.lax.cond(
-            jnp.all(is_greedy(evidence.controls)),
+        return if_greedy(
+            evidence.controls,
             lambda: Exact().relax(evidence, allowed),
             lambda: verify_draft(evidence, process(evidence.logits, evidence.controls), allowed, self.block),
         )

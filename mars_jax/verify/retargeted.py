@@ -14,7 +14,7 @@ from jax import Array
 from mars_jax.core import struct
 from mars_jax.core.errors import MarsError
 from mars_jax.core.evidence import Evidence
-from mars_jax.core.sampling import is_greedy, process
+from mars_jax.core.sampling import if_greedy, is_greedy, process
 from mars_jax.core.types import NO_TOKEN, DraftTree, Verdict
 from mars_jax.verify.exact import Exact
 from mars_jax.verify.lossy import Lossy
@@ -84,7 +84,7 @@ class Retargeted(Lossy):
                 log_v = jnp.where(nothing, log_p, log_v)
             return verify_draft(evidence, jnp.where(follows_p[..., None], log_p, log_v), None, self.block)
 
-        return jax.lax.cond(jnp.all(greedy), lambda: Exact().relax(evidence, None), retargeted), self
+        return if_greedy(evidence.controls, lambda: Exact().relax(evidence, None), retargeted), self
 
 
 def following(evidence: Evidence) -> Array:

@@ -19,7 +19,7 @@ from mars_jax.core import struct
 from mars_jax.core.controls import is_stop
 from mars_jax.core.evidence import Evidence
 from mars_jax.core.rules import name_of
-from mars_jax.core.sampling import is_greedy, node_uniforms, sample
+from mars_jax.core.sampling import divisor, node_uniforms, sample
 from mars_jax.core.tree import at_parent, walk
 from mars_jax.core.types import LoadedRule, Verdict
 from mars_jax.specs import RuleChoice
@@ -63,8 +63,8 @@ class LowMarginSampling(verify.Lossy):
         free = tree.depths >= self.strict_edges(evidence)[:, None]
         low = MARGINS[self.margin](stats.top1, stats.top2, theta) & free
         low &= ~is_stop(stats.id1, controls.stop_tokens) & ~is_stop(stats.id2, controls.stop_tokens)
-        temperature = jnp.where(is_greedy(controls), 1.0, controls.temperature)[:, None]
-        share = jax.nn.sigmoid((stats.top2 - stats.top1) / temperature)  # of the runner-up, among the two
+        # Of the runner-up, among the two.
+        share = jax.nn.sigmoid((stats.top2 - stats.top1) / divisor(controls)[:, None])
         second = node_uniforms(evidence.keys, evidence.positions) < share
         y = sample(evidence.keys, evidence.positions, evidence.logits, controls)
         y = jnp.where(low, jnp.where(second, stats.id2, stats.id1), y)

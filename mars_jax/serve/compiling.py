@@ -1,0 +1,37 @@
+"""Two programs that compile side by side: XLA spends the better part of a compilation on one core.
+
+Oracle: the programs that a batch compiles (tests/serve/test_compiling.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+
+from mars_jax.core.types import Decoder, DecodeState, Params
+
+Compile = Callable[[Decoder, Params, DecodeState], object]
+"""Compiles a loop over the step for a state, of which it may be given the shapes alone."""
+
+
+@contextlib.contextmanager
+def beside(work: Callable[[], object] | None) -> Iterator[None]:
+    """Do `work`, which compiles something, while what is inside runs; None: only that runs.
+
+    Where it cannot be compiled, whoever runs it is told.
+    """
+    if work is None:
+        yield
+        return
+
+    def quietly() -> None:
+        with contextlib.suppress(Exception):
+            work()
+
+    thread = threading.Thread(target=quietly, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()

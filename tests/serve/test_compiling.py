@@ -1,0 +1,68 @@
+"""A start compiles each of its programs once, side by side, and what cannot be drawn is not in them."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+
+import jax
+import pytest
+
+import mars_jax as mj
+from mars_jax import drafters, verify
+from mars_jax.core import decode, fake
+from mars_jax.core.types import LoadedRule
+from mars_jax.serve.prepare import prepared
+from mars_jax.serve.session import Session
+
+
+@pytest.fixture
+def compiled():
+    """How often each program was compiled, by name."""
+    counts = collections.Counter()
+
+    def listen(event, seconds, fun_name="", **_):
+        if event.endswith("backend_compile_duration"):
+            counts[fun_name] += 1
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield counts
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def session(vocab, rows=2):
+    """A pair that no other test has, so that nothing of it is compiled."""
+    target = mj.Pretrained.from_parts(fake.hash_model(vocab_size=vocab), (), max_positions=256)
+    rule = LoadedRule(verify.mars())
+    return Session(target=target, drafter=drafters.load("ngram", target), rule=rule, batch_size=rows)
+
+
+@pytest.mark.parametrize("loop", ["run", "stream", "queue"])
+def test_each_program_is_compiled_once(compiled, loop):
+    made = session({"run": 37, "stream": 38, "queue": 39}[loop])
+    requests = mj.make_requests(made.target, [[1, 2, 3], [4, 5], [6]][: 3 if loop == "queue" else 2])
+    before = dict(compiled)
+    done = list(getattr(made, loop)(requests))
+    name = {"run": "run", "stream": "jitted_step", "queue": "advance"}[loop]
+    new = {k: n - before.get(k, 0) for k, n in compiled.items()}
+    assert new[f"jit({name})"] == 1, new
+    assert new["jit(_start)"] <= 2, new  # of all rows, and of one that comes later
+    assert done
+
+
+def test_greedy_requests_compile_nothing_of_drawing():
+    """And give the tokens of a program that can draw."""
+    made = session(41)
+
+    def program(temperature):
+        requests = mj.make_requests(made.target, [[1, 2, 3], [4, 5]], temperature=temperature)
+        ready = prepared(made.target, made.drafter, requests, verify=made.rule)
+        state = ready.start([0, 1])
+        return decode.jitted_step.lower(ready.decoder, ready.params, state).as_text(), requests
+
+    (greedy, first), (mixed, both) = program(0.0), program([0.0, 1.0])
+    assert "threefry" in mixed and "threefry" not in greedy.replace("threefry_split", "")
+    assert len(greedy) < 0.8 * len(mixed)
+    alone, beside = made.run(first), made.run(both)
+    assert alone[0].tokens == beside[0].tokens
+    assert dataclasses.replace(first[0]).temperature == 0.0
