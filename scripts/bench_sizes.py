@@ -5,7 +5,8 @@
 Beginnings of stories in float32, greedy, every row to its limit, so that all ways give the same tokens. The ways take
 turns within a round, in another order each round, and a round's ratio is the speed of `auto` over that of the better
 of the two others in the same round: what else the machine does slows a round, not a way. Seconds are the process's own
-time on its one core, which is the clock's where nothing else runs there, and are of whole batches, prefill included. Compilation and the measuring of costs come before them, in `starting_seconds`.
+time on its one core, which is the clock's where nothing else runs there, and are of whole batches, prefill included.
+Compilation and the measuring of costs come before them, in `starting_seconds`.
 """
 
 from __future__ import annotations

@@ -17,7 +17,51 @@ from mars_jax.core import fake
 from mars_jax.core.errors import MarsError
 from mars_jax.evaluate.answers import prompt_tokens
 from mars_jax.evaluate.tasks.problems import Problem
-from mars_jax.pretrained.tokenizer import read_tokenizer
+from mars_jax.pretrained.tokenizer import read_plain, read_tokenizer
+
+TEXTS = (
+    "Once upon a time",
+    " leading and  double spaces \n\nand lines\t",
+    "<|endoftext|>in<|endoftext|> the <|im_start|> middle",
+    "naïve café, 東京 🙂 \u200b\ud7ff",
+    "Don't stop ! It 's (fine) .",
+)
+
+
+@pytest.mark.parametrize("name", ["target", "draft", "proxy"])
+def test_the_plain_tokenizer_is_that_of_transformers(name):
+    path = Path(assets.__file__).parent / "tiny" / name
+    plain, whole = read_plain(path), read_tokenizer(path)
+    for text in TEXTS:
+        ids = whole(text)["input_ids"]
+        assert plain.encode(text).ids == ids
+        assert plain.decode(ids, skip_special_tokens=True) == whole.decode(ids, skip_special_tokens=True)
+    assert [e.ids for e in plain.encode_batch(list(TEXTS))] == whole(list(TEXTS))["input_ids"]
+    assert plain.get_vocab() == whole.get_vocab()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"add_bos_token": True},
+        {"bos_token": "<new>"},
+        {"tokenizer_class": "LlamaTokenizerFast"},
+        {"bos_token": "Once"},
+    ],
+)
+def test_what_only_transformers_heeds_is_left_to_it(checkpoint, fields):
+    edit(checkpoint / "tokenizer_config.json", **fields)
+    assert read_plain(checkpoint) is None
+
+
+def test_a_text_needs_no_transformers():
+    code = (
+        "import sys, mars_jax as mj; t = mj.load(); print(mj.generate(t, 'model:tiny/draft', ['Once upon a time'], "
+        "max_new_tokens=8).completions[0].text, 'transformers' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip().endswith("False") and len(done.stdout) > 20
+
 
 CODE = """
 import pathlib

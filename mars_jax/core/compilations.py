@@ -7,6 +7,9 @@ import os
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
+_OF_JAX = 1.0
+"""Seconds of a compilation below which JAX keeps nothing, unless it is told otherwise."""
+
 
 def enable_compilation_cache(path: str | os.PathLike[str] | None = None) -> str:
     """Keep what XLA compiles in a folder, so that the next process loads it; for notebooks and jobs. Commands do so.
@@ -24,6 +27,9 @@ def enable_compilation_cache(path: str | os.PathLike[str] | None = None) -> str:
     '/tmp/compiled'
     """
     told = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+    if jax.config.jax_persistent_cache_min_compile_time_secs == _OF_JAX:  # pyright: ignore[reportAttributeAccessIssue]
+        # A start has many programs that compile in less than a second, below which JAX keeps none.
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     if path is None and told is not None:
         return told
     if path is None:
@@ -31,8 +37,6 @@ def enable_compilation_cache(path: str | os.PathLike[str] | None = None) -> str:
         path = os.path.join(home, "mars_jax", "compiled")
     path = os.fspath(path)
     jax.config.update("jax_compilation_cache_dir", path)
-    # A start compiles many programs that take less than the second below which JAX keeps none.
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
     # JAX looks for a folder at its first compilation, and not again unless it is told so.
     compilation_cache.reset_cache()
     return path

@@ -99,7 +99,7 @@ def _field(name: str, value: Any, batch: int, dtype: Any) -> Array:
     if dtype == np.int32 and not np.all(raw == array):
         raise MarsError(f"{name} is {value!r}: expected whole numbers of 32 bits.")
     _SETTINGS[name].check(array)
-    return jnp.asarray(np.broadcast_to(array, (batch,)))
+    return jnp.array(np.broadcast_to(array, (batch,)))  # asarray would compile a program for it
 
 
 def _stop_tokens(value: Any, batch: int) -> Array:
@@ -121,4 +121,4 @@ def _stop_tokens(value: Any, batch: int) -> Array:
         if not np.issubdtype(ids.dtype, np.integer) or np.any(ids < NO_TOKEN):
             raise MarsError(f"stop_tokens holds {row!r}: expected token ids, whole numbers of at least 0.")
         padded[b, : len(ids)] = ids
-    return jnp.asarray(padded)
+    return jnp.array(padded)

@@ -6,6 +6,7 @@ B batch, D tree depth. Oracle: recounting the `StepInfo` of a streamed run (test
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -45,7 +46,12 @@ class TokenRecord:
 
 def zero_stats(batch: int, max_depth: int, record: int | None = None) -> DecodeStats:
     """Counters at zero for `batch` rows and trees of depth `max_depth`; `record` is T of a `TokenRecord` to keep."""
-    # Arrays of their own: a loop that is given the counters may not be given one buffer twice.
+    return _zero_stats(batch, max_depth, record)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _zero_stats(batch: int, max_depth: int, record: int | None) -> DecodeStats:
+    """One program for all of them, whose results are arrays of their own: a loop may not be given one buffer twice."""
     counts = {
         name: jnp.zeros((batch,), jnp.int32)
         for name in ("steps", "emitted", "proposed", "accepted_exact", "accepted_relaxed", "accepted_trusted")

@@ -49,22 +49,24 @@ def for_rows(rule: PyTree, batch: int) -> PyTree:
     [0.5, 0.5, 0.5]
     """
 
-    def spread(path: Any, leaf: Any) -> Array:
+    def own(path: Any, leaf: Any) -> Array:
         value = _typed(leaf)
         if value.ndim == 0:
-            return jnp.broadcast_to(value, (batch,))
+            spread = jnp.broadcast_to if isinstance(value, Array) else np.broadcast_to
+            value = spread(value, (batch,))
         if value.shape[0] != batch:
             name = jax.tree_util.keystr(path, simple=True, separator=".")
             raise MarsError(
                 f"{name} of the rule has shape {value.shape}: expected one number, or one for each of the {batch} rows."
             )
-        return value
+        # Of numbers of the host no program is compiled.
+        return value if isinstance(value, Array) else jnp.array(value)
 
-    return jax.tree_util.tree_map_with_path(spread, rule)
+    return jax.tree_util.tree_map_with_path(own, rule)
 
 
-def _typed(leaf: Any) -> Array:
-    value = jnp.asarray(leaf)
+def _typed(leaf: Any) -> Array | np.ndarray:
+    value = leaf if isinstance(leaf, Array) else np.asarray(leaf)
     if jnp.issubdtype(value.dtype, jnp.floating):
         return value.astype(jnp.float32)
     return value.astype(jnp.int32) if jnp.issubdtype(value.dtype, jnp.integer) else value

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from mars_jax import specs
@@ -153,6 +155,18 @@ def _are_finite(weights: list[Array]) -> list[Array]:
     return [jnp.all(jnp.isfinite(weight)) for weight in weights]
 
 
+def _on_cpu(weight: Any) -> bool:
+    return not isinstance(weight, Array) or all(d.platform == "cpu" for d in weight.devices())
+
+
+def _is_finite(weight: Any) -> bool:
+    """Of one that lies in the host's memory, where nothing is to be compiled."""
+    host = np.asarray(weight)
+    if host.dtype == jnp.bfloat16:  # of whose bits the second to ninth are the exponent
+        return not np.any(host.view(np.uint16) & 0x7F80 == 0x7F80)
+    return bool(np.all(np.isfinite(host)))
+
+
 def _check_finite(name: str, params: PyTree) -> None:
     """A target that is no number shows in its text; a draft would only ever be rejected, so look at its weights."""
     weights = [
@@ -160,7 +174,10 @@ def _check_finite(name: str, params: PyTree) -> None:
         for path, weight in jax.tree_util.tree_leaves_with_path(params)
         if jnp.issubdtype(weight.dtype, jnp.floating)
     ]
-    for (path, _), finite in zip(weights, jax.device_get(_are_finite([x for _, x in weights])), strict=True):
+    arrays = [weight for _, weight in weights]
+    on_host = all(getattr(x, "is_fully_addressable", True) and _on_cpu(x) for x in arrays)
+    found = map(_is_finite, arrays) if on_host else jax.device_get(_are_finite(arrays))
+    for (path, _), finite in zip(weights, found, strict=True):
         if not finite:
             place = jax.tree_util.keystr(path, simple=True, separator=".")
             raise MarsError(

@@ -17,7 +17,13 @@ from mars_jax.core.errors import MarsError
 from mars_jax.core.types import LanguageModel, PyTree
 from mars_jax.models.config import ModelConfig
 from mars_jax.pretrained.gguf_file import is_gguf, read_gguf
-from mars_jax.pretrained.tokenizer import TOKENIZER_FILES, first_line, on_all_cores, read_tokenizer
+from mars_jax.pretrained.tokenizer import (
+    TOKENIZER_FILES,
+    first_line,
+    on_all_cores,
+    read_plain,
+    read_tokenizer,
+)
 
 
 class OwnConfig(NamedTuple):
@@ -113,6 +119,11 @@ class Pretrained:
         """
         return read_tokenizer(self.path) if self.own_tokenizer is None else self.own_tokenizer
 
+    @functools.cached_property
+    def _plain(self) -> Any:
+        """What does for texts what `tokenizer` does, and is there sooner; None where nothing is."""
+        return None if self.own_tokenizer is not None else read_plain(self.path)
+
     @property
     def has_tokenizer(self) -> bool:
         """Whether the checkpoint has any tokenizer; without one it takes and gives token ids."""
@@ -149,7 +160,7 @@ class Pretrained:
             return self.encode_chat(prompt, system=system, template_args=template_args)
         if chat:
             return self.encode_chat(as_turns(prompt), system=system, template_args=template_args)
-        ids = self.tokenizer(prompt)["input_ids"]
+        ids = self.tokenizer(prompt)["input_ids"] if self._plain is None else self._plain.encode(prompt).ids
         self.check_tokens(ids)
         return [int(i) for i in ids]
 
@@ -211,7 +222,7 @@ class Pretrained:
             turns = [p if not isinstance(p, str) else as_turns(p) if chat else None for p in prompts]
             with on_all_cores():
                 if not any(turns):
-                    found = self.tokenizer(list(prompts))["input_ids"]
+                    found = self._encoded(list(prompts))
                 elif all(turns) and not any(t and t[-1]["role"] == "assistant" for t in turns):
                     found = self.tokenizer.apply_chat_template(
                         [with_system(t or (), system) for t in turns],
@@ -226,6 +237,11 @@ class Pretrained:
         except Exception:  # of a template, or of a tokenizer: the prompt at fault says what it is
             pass
         return [self.encode(p, chat=chat, system=system, template_args=template_args) for p in prompts]
+
+    def _encoded(self, texts: list[Any]) -> list[list[int]]:
+        if self._plain is None:
+            return self.tokenizer(texts)["input_ids"]
+        return [encoding.ids for encoding in self._plain.encode_batch(texts)]
 
     def check_tokens(self, ids: Sequence[int]) -> None:
         """Raise MarsError where ids are none at all, or outside of the model's vocabulary."""
@@ -242,6 +258,8 @@ class Pretrained:
         """Text of token ids, special tokens left out; "" where there is no tokenizer."""
         if not self.has_tokenizer:
             return ""
+        if self._plain is not None:
+            return self._plain.decode(list(ids), skip_special_tokens=True)
         return self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
@@ -282,7 +300,7 @@ def check_same_vocabulary(target: Pretrained, draft: Pretrained) -> None:
                 f"of {ours}: pair models that share a tokenizer."
             )
         return
-    ours, theirs = target.tokenizer.get_vocab(), draft.tokenizer.get_vocab()
+    ours, theirs = ((model._plain or model.tokenizer).get_vocab() for model in (target, draft))
     if ours == theirs:
         return
     differing = sorted(t for t in ours.keys() | theirs.keys() if ours.get(t) != theirs.get(t))

@@ -89,12 +89,12 @@ class Prepared:
         if any(r.edits for r in self.requests):
             made = dataclasses.replace(made, edits=self._edits(own))
         made = dataclasses.replace(made, guides=self.guides.rows(own))
-        keys = keys_from_seeds(jnp.asarray([r.seed & 0xFFFFFFFF for r in own], jnp.uint32))
+        keys = keys_from_seeds(jnp.array(np.asarray([r.seed & 0xFFFFFFFF for r in own], np.uint32)))
         numbers = rules.take_rows(self.rule.rule, [i or 0 for i in entries], len(self.requests))
         arrays: Any = (
-            *map(jnp.asarray, before),
-            jnp.asarray(prompts),
-            jnp.asarray(lengths),
+            *map(jnp.array, before),
+            jnp.array(prompts),
+            jnp.array(lengths),
             made,
             rules.for_rows(numbers, len(own)),
             keys,

@@ -8,7 +8,6 @@ CODE = """
 import sys, jax, mars_jax as mj
 jax.jit(lambda x: x * 2 + 1)(3.0)  # a notebook that has compiled already
 print(mj.enable_compilation_cache(sys.argv[1] if len(sys.argv) > 1 else None))
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.jit(lambda x: x @ x.T)(jax.numpy.ones((8, 8))).block_until_ready()
 """
 

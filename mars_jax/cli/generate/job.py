@@ -17,7 +17,6 @@ from mars_jax.cli.generate.applies import Choices
 from mars_jax.cli.generate.arguments import AUTO
 from mars_jax.cli.generate.prompts import CONSTRAINTS, SPANS, PromptRow
 from mars_jax.cli.generate.refining import EVERY, Refining
-from mars_jax.cli.open_refiner import open_refiner
 from mars_jax.cli.open_target import open_target
 from mars_jax.cli.progress import Pace
 from mars_jax.core import activity
@@ -186,6 +185,8 @@ def open_job(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRo
     )
     refining = None
     if args.refine is not None:
+        from mars_jax.cli.open_refiner import open_refiner  # with optax
+
         samples = any(request.temperature > 0 for request in requests)
         made = open_refiner(args.refine, target, args.draft, drafter, dtype=args.dtype, samples=samples)
         refining = Refining(made, target, every=args.refine_every or EVERY, keeps=args.log_probs)

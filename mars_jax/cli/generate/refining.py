@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 from mars_jax.pretrained import Pretrained
 from mars_jax.serve.queue import Queue
 from mars_jax.serve.requests import Completion
-from mars_jax.training import online
+
+if TYPE_CHECKING:
+    from mars_jax.training import online
 
 EVERY, STEPS = 32, 8
 """Completions between two updates, unless told otherwise, and steps of an update."""
