@@ -97,6 +97,54 @@ def refill() -> dict[str, Any]:
     }
 
 
+def sizes() -> dict[str, Any]:
+    """bench_sizes.json: drafts as long as pays."""
+    report = load("bench_sizes.json")
+    rows = [
+        (
+            str(found["rows"]),
+            *(f"{found['median_tokens_per_second'][way]:.0f}" for way in ("none", "fixed", "auto")),
+            f"{found['tokens_per_row_and_forward']['auto']:.2f}",
+            f"{found['auto_over_the_better']:.2f} x",
+        )
+        for found in report["results"]
+    ]
+    worst = min(found["auto_over_the_better"] for found in report["results"])
+    differ = sum(found["rows_that_differ_from_the_fixed_chain"] for found in report["results"])
+    return {
+        "chain": report["chain"],
+        "rows": rows,
+        "bars": [
+            bar("drafts as long as pays, over the better of none and the chain, at least", worst, "{:.2f} x", ">= 0.95 x"),
+            bar("texts that differ from those of the chain", differ, "{:.0f}", "<= 0"),
+        ],
+    }  # fmt: skip
+
+
+def shift() -> dict[str, Any]:
+    """online_shift.json: drafters that learn as they decode."""
+    report = load("online_shift.json")
+    rows, bars = [], []
+    for kind, name in (("model", "a draft model"), ("eagle", "an EAGLE-3 head")):
+        found = report[kind]
+        tau = found["tau"]
+        rows.append(
+            (
+                name,
+                *(f"{tau[domain][when]:.2f}" for domain in ("new", "old") for when in ("stale", "refreshed")),
+                str(found["texts_that_differ"]),
+                str(found["compiled_after_the_first_round"]),
+            )
+        )
+        bars += [
+            bar(
+                f"{name}, refreshed over stale, on word problems", found["new_ratio"], "{:.2f} x", ">= 1.2 x"
+            ),
+            bar(f"{name}, refreshed over stale, on stories", found["old_ratio"], "{:.2f} x", ">= 0.97 x"),
+        ]
+    return {"rows": rows, "bars": bars}
+
+
 def plans() -> dict[str, Any]:
     """plans.json: slices by the TPU's compiler."""
     report = load("plans.json")
