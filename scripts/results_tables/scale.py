@@ -115,10 +115,12 @@ def sizes() -> dict[str, Any]:
         "chain": report["chain"],
         "rows": rows,
         "bars": [
-            bar("drafts as long as pays, over the better of none and the chain, at least", worst, "{:.2f} x", ">= 0.95 x"),
+            bar(
+                "drafts as long as pays, over the better of the two, at least", worst, "{:.2f} x", ">= 0.95 x"
+            ),
             bar("texts that differ from those of the chain", differ, "{:.0f}", "<= 0"),
         ],
-    }  # fmt: skip
+    }
 
 
 def shift() -> dict[str, Any]:
