@@ -12,6 +12,7 @@ from typing import IO, Any
 
 from mars_jax import __version__, assets, specs
 from mars_jax.cli.distill_layers import layers_of
+from mars_jax.cli.flags import HOSTS, add_host_flags, check_host_flags
 from mars_jax.cli.program import Parser, command, keep_compilations
 from mars_jax.cli.progress import busy
 from mars_jax.core.errors import MarsError
@@ -97,6 +98,7 @@ def parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of what is written"
     )
+    add_host_flags(made)
     group = made.add_argument_group("eagle3, eagle1 and dflash")
     group.add_argument("--intermediate-size", type=int, help="of the head's MLPs (default: the target's)")
     group = made.add_argument_group("eagle3 and dflash")
@@ -233,6 +235,7 @@ def check(args: argparse.Namespace) -> None:
             )
     if args.features is not None:
         _unused(args, ("length", "devices", "mesh", "write"), "--features")
+    check_host_flags(args)
     if args.mesh is not None and args.devices != 1:
         raise MarsError(
             "--devices does not apply with --mesh, which names the devices: leave one of them out."
@@ -285,6 +288,15 @@ def _run(args: argparse.Namespace, out: IO[str]) -> None:
         return
 
     # From here on jax loads; what is above answers at once.
+    from mars_jax.cli.hosts import studying
+
+    keep_compilations()
+    work = args.work or args.output.with_name(args.output.name + "-training")
+    with studying(args, work, out, without="checkpoints") as (_, folder):
+        _distill(args, folder)
+
+
+def _distill(args: argparse.Namespace, work: Path) -> None:
     import jax
 
     from mars_jax import hub
@@ -295,11 +307,9 @@ def _run(args: argparse.Namespace, out: IO[str]) -> None:
     from mars_jax.training import data
     from mars_jax.training.objectives import divergence
 
-    keep_compilations()
     loss = divergence(args.loss)
     if args.devices > len(jax.devices()):
         raise MarsError(f"--devices is {args.devices}: there are {len(jax.devices())}.")
-    work = args.work or args.output.with_name(args.output.name + "-training")
     free_directory(args.output, overwrite=False)  # now, and not after hours of training
     check_writable(args.output)
     check_writable(work, flag="--work")
@@ -335,7 +345,7 @@ def _run(args: argparse.Namespace, out: IO[str]) -> None:
     )
 
 
-_NO_MATTER = ("output", "work", "data", "features", "devices", "mesh", "dtype", "layout")
+_NO_MATTER = ("output", "work", "data", "features", "devices", "mesh", "dtype", "layout", *HOSTS)
 """Flags that do not decide what is trained: places, where it is computed, what it is cast to. Data and features count
 by content."""
 
@@ -420,9 +430,12 @@ def _write(args: argparse.Namespace, apprentice: Any, params: Any, small: Any) -
 
     from mars_jax import hub
     from mars_jax.hub.heads.medusa_files import save_medusa
+    from mars_jax.placement import hosts
 
+    if not hosts.is_first():
+        return
     cast = jax.tree.map(
-        lambda x: x.astype(args.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, params
+        lambda x: x.astype(args.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, jax.device_get(params)
     )
     staging = args.output.with_name(f".{args.output.name}.distilling")
     shutil.rmtree(staging, ignore_errors=True)  # of a run that was killed; --work is this process's alone

@@ -46,11 +46,13 @@ def joined(args: argparse.Namespace, rows: Any, out: IO[str]) -> Iterator[IO[str
 
 
 @contextlib.contextmanager
-def studying(args: argparse.Namespace, folder: Path, out: IO[str]) -> Iterator[tuple[IO[str], Path]]:
+def studying(
+    args: argparse.Namespace, folder: Path, out: IO[str], *, without: str | None = None
+) -> Iterator[tuple[IO[str], Path]]:
     """`joined`, of a command that keeps rows in a folder; gives the folder too.
 
     The first process has the named one. The others have copies of it of their own, so that all know the same rows and
-    one writes; every process makes every row.
+    one writes; every process makes every row. What is in it under the name `without` is not copied.
 
     Raises:
       MarsError: as `joined`.
@@ -59,7 +61,7 @@ def studying(args: argparse.Namespace, folder: Path, out: IO[str]) -> Iterator[t
         if args.mesh is None or jax.process_count() == 1:
             yield place, folder
             return
-        files = hosts.broadcast_bytes(_packed(folder) if hosts.is_first() else b"")
+        files = hosts.broadcast_bytes(_packed(folder, without) if hosts.is_first() else b"")
         if hosts.is_first():
             yield place, folder
             return
@@ -70,12 +72,13 @@ def studying(args: argparse.Namespace, folder: Path, out: IO[str]) -> Iterator[t
             yield place, copy
 
 
-def _packed(folder: Path) -> bytes:
+def _packed(folder: Path, without: str | None) -> bytes:
     """The files of a folder, as an archive."""
     made = io.BytesIO()
     with tarfile.open(fileobj=made, mode="w:gz") as archive:
         if folder.is_dir():
-            archive.add(folder, arcname=folder.name)
+            left = f"{folder.name}/{without}"
+            archive.add(folder, arcname=folder.name, filter=lambda file: None if file.name == left else file)
     return made.getvalue()
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from mars_jax.core.errors import MarsError
@@ -28,6 +29,7 @@ from mars_jax.models.dflash import DFlashConfig
 from mars_jax.models.eagle import EagleConfig
 from mars_jax.models.medusa import MedusaConfig
 from mars_jax.models.transformer import init_params, language_model
+from mars_jax.placement import hosts
 from mars_jax.training import blocks, data, heads
 from mars_jax.training.features import Feed
 from mars_jax.training.loop import Objective, fit
@@ -374,13 +376,22 @@ def train(
     low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), teacher)
     if mesh is None:
         low = jax.device_put(low, everywhere)
+
+    def place(tree: PyTree, sharding: Any) -> PyTree:
+        def one(x: Any) -> Array:
+            if isinstance(x, Array) and not x.is_fully_addressable:  # of the target's, over several processes
+                return jax.jit(lambda whole: whole, out_shardings=sharding)(x)
+            return hosts.put(x, sharding)
+
+        return jax.tree.map(one, tree)
+
     work = Path(work)
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
         params = fit(
             apprentice.objective,
             muon(learning_rate, steps),
-            lambda: jax.device_put(apprentice.init(), everywhere),
-            lambda step: (jax.device_put(batches(step), by_row), low),
+            lambda: place(apprentice.init(), everywhere),
+            lambda step: (place(batches(step), by_row), low),
             steps=steps,
             directory=work,
             tokens_per_step=rows * length,

@@ -17,6 +17,7 @@ from jax import Array
 from mars_jax.core import activity
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import PyTree
+from mars_jax.training.checkpoints import Checkpoints
 
 Objective = Callable[[PyTree, Any], tuple[Array, Mapping[str, Array]]]
 """(params, batch) -> (loss, figures to log); differentiable in params."""
@@ -40,6 +41,10 @@ def warmup_stable_decay(peak: float, steps: int, *, warmup: int, decay: float) -
         ],
         [warmup, steps - falling],
     )
+
+
+def _on_device(x: Any) -> Array:
+    return x if isinstance(x, Array) else jnp.asarray(x)
 
 
 def _falling(steps: int, decay: float) -> int:
@@ -93,7 +98,6 @@ def fit(
     Raises:
       MarsError: the checkpoint in `directory` is of other params, or `steps` cannot be changed to what is given.
     """
-    import orbax.checkpoint as ocp
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     directory = Path(directory).absolute()
@@ -102,25 +106,16 @@ def fit(
     params = init()
     opt_state = jax.jit(optimizer.init)(params)  # placed as params are
     done = 0
-    options = ocp.CheckpointManagerOptions(max_to_keep=2, create=True)
     columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
     with (
         activity.doing(description) as going,
-        ocp.CheckpointManager(directory / "checkpoints", options=options) as manager,
+        Checkpoints(directory / "checkpoints") as kept,
         Progress(
             *columns, TextColumn("{task.fields[rate]:,.0f} tokens/s  loss {task.fields[loss]:.3f}")
         ) as bar,
     ):
-        if (latest := manager.latest_step()) is not None:
-            state = {"params": params, "opt_state": opt_state}
-            try:
-                restored = manager.restore(latest, args=ocp.args.StandardRestore(state))  # pyright: ignore
-            except (ValueError, KeyError, TypeError) as error:  # of a tree or shapes that are not these
-                reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
-                raise MarsError(
-                    f"the checkpoint in '{directory}' is of another training ({reason[:200].rstrip('.:')}): remove "
-                    "that directory, or train in another."
-                ) from error
+        if (latest := kept.latest()) is not None:
+            restored = kept.restore(latest, {"params": params, "opt_state": opt_state})
             params, opt_state, done = restored["params"], restored["opt_state"], latest
         _set_steps(directory, done, steps, decay, tokens_per_step)
         _cut(log, done)
@@ -129,7 +124,7 @@ def fit(
         with log.open("a", buffering=1) as file:
             for i in range(done, steps):
                 began = time.perf_counter()
-                params, opt_state, figures = step(params, opt_state, jax.tree.map(jnp.asarray, batches(i)))
+                params, opt_state, figures = step(params, opt_state, jax.tree.map(_on_device, batches(i)))
                 figures = {name: float(value) for name, value in figures.items()}
                 rate = tokens_per_step / (time.perf_counter() - began)
                 file.write(json.dumps({"step": i + 1, "tokens_per_s": round(rate), **figures}) + "\n")
@@ -137,10 +132,7 @@ def fit(
                 going.detail = f"{i + 1} of {steps} steps, {rate:,.0f} tokens/s, loss {figures['loss']:.3f}"
                 if (i + 1) % save_every == 0 or i + 1 == steps:
                     os.fsync(file.fileno())  # a checkpoint has all of its lines
-                    state = {"params": params, "opt_state": opt_state}
-                    manager.save(i + 1, args=ocp.args.StandardSave(state))  # pyright: ignore
-                    # The next step donates these buffers.
-                    manager.wait_until_finished()
+                    kept.save(i + 1, {"params": params, "opt_state": opt_state})
                     if held_out is not None:
                         figures = {"step": i + 1, "tokens": (i + 1) * tokens_per_step, **held_out(params)}
                         with (directory / "held_out.jsonl").open("a") as lines:

@@ -185,3 +185,39 @@ def test_what_is_put_on_a_mesh_is_fetched_as_it_was():
     assert len(placed["keys"].sharding.device_set) == 8
     np.testing.assert_array_equal(hosts.fetch(placed["tokens"]), tree["tokens"])
     np.testing.assert_array_equal(jax.random.key_data(placed["keys"]), jax.random.key_data(tree["keys"]))
+
+
+@pytest.mark.slow
+def test_two_processes_train_what_one_does(tmp_path):
+    """A head, by checkpoints and logs that the first process writes."""
+    text = tmp_path / "text.txt"
+    text.write_text(
+        "Once upon a time there was a cat. The cat sat on a mat and saw a dog. They ran home. " * 60
+    )
+
+    def command(output, tokens):
+        sizes = f"--tokens {tokens} --step-tokens 256 --length 64 --steps-ahead 2 --learning-rate 1e-2 --dtype float32"
+        where = (
+            f"--target tiny/draft --mesh data=2,model=4 --data {text} --output {output} --work {output}-work"
+        )
+        return f"eagle3 {where} {sizes}".split()
+
+    one = start(command(tmp_path / "one", 2048), command="distill", devices=8)
+    said = one.communicate(timeout=600)[1]
+    assert one.returncode == 0, said
+    two = start_two(command(tmp_path / "two", 2048), command="distill")
+    for process in two:
+        said = process.communicate(timeout=600)[1]
+        assert process.returncode == 0, said
+    logs = [
+        [json.loads(line) for line in (tmp_path / f"{name}-work" / "log.jsonl").read_text().splitlines()]
+        for name in ("one", "two")
+    ]
+    assert len(logs[0]) == len(logs[1]) == 8
+    np.testing.assert_allclose([r["loss"] for r in logs[1]], [r["loss"] for r in logs[0]], rtol=2e-3)
+    target = hub.load("tiny/draft")
+    one, two, again = (
+        hub.load_eagle(str(tmp_path / name), target.config, target.params)[1] for name in ("one", "two", "again")
+    )
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-2), one, two)
+    jax.tree.map(np.testing.assert_array_equal, two, again)
