@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import dataclasses
+import datetime
 import json
 import math
 from collections.abc import Sequence

@@ -95,7 +95,7 @@ def picture(
 
     with rc_context(STYLE):
         width = columns * panel[0]
-        lines = textwrap.wrap(caption, int(width * 19))
+        lines = textwrap.wrap(caption, int(17.5 * width))
         figure = Figure(figsize=(width, rows * panel[1] + 0.13 * len(lines)), layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.subplots(rows, columns, squeeze=False, **grid)
@@ -114,8 +114,9 @@ def _name(figure: Any, axes: Any, width: float) -> None:
     """The legend, in as many columns as fit."""
     named: dict[str, Any] = {}
     for axis in axes.flat:
-        handles, labels = axis.get_legend_handles_labels()
-        named = dict(zip(labels, handles, strict=True)) | named
+        if axis.get_visible():
+            for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
+                named.setdefault(label, handle)
     if named:
         longest = 0.35 + 0.075 * max(map(len, named))  # inches of an entry, about
         columns = max(1, min(len(named), int(width / longest)))

@@ -329,8 +329,8 @@ def test_two_tasks_over_rejection(target, prompts, tmp_path):
     made = read_folder(output)
     assert [t["task"] for t in made.summary["tables"]] == ["stories", "jsonl"]
     mars = [f"mars over rejection theta={theta}" for theta in ("inf", 0.9)]
-    for table in made.summary["tables"]:
-        arms = {a["arm"]: a for a in table["arms"]}
+    for part in made.summary["tables"]:
+        arms = {a["arm"]: a for a in part["arms"]}
         assert list(arms)[1:5] == ["rejection", *mars, "mars(gap) over rejection matched"]
         assert arms["rejection"]["tau"] > 2  # of 3: it drafts for itself, and q is p
         assert arms[mars[0]]["same_as_strict"] == 1.0

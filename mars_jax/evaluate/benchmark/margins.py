@@ -34,8 +34,8 @@ KINDS = ("accepted", "relaxed", "rejected")
 class Observed(NamedTuple):
     """What was seen of some requests."""
 
-    # By `KINDS`: of every accepted draft token whether it needed the relaxation, and of every step that ended before its
-    # draft did, the place where no draft was taken; z1 and z2 there, f32[n] each
+    # By `KINDS`: of every accepted draft token whether it needed the relaxation, and of every step that ended before
+    # its draft did, the place where no draft was taken; z1 and z2 there, f32[n] each
     decisions: dict[str, tuple[np.ndarray, np.ndarray]]
     tokens: list[list[int]]  # of each request, in order
     kinds: list[list[str]]  # of these tokens, as in `requests.KINDS`

@@ -67,8 +67,8 @@ def render(summary: Mapping[str, Any], texts: Mapping[str, Any], pictures: Mappi
 
 
 def _problem(problem: Mapping[str, Any]) -> dict[str, Any]:
-    """A prompt and its texts: of each arm its tokens that complete some text, with their kinds, and how many there are of
-    a kind."""
+    """A prompt, and of each arm the tokens that complete some text, with their kinds, and how many there are of a
+    kind."""
     said = {
         name: {
             "tokens": [

@@ -1,4 +1,4 @@
-"""The plots of an evaluation: small multiples, a row for every task and temperature where arms need panels of their own."""
+"""The plots of an evaluation: small multiples, one panel for every task and temperature, or for every arm of them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from mars_jax.evaluate.benchmark import margins, replay
 from mars_jax.pictures.palette import BLACK, KINDS, look
 from mars_jax.pictures.style import FORMATS, beside, honest_limits, level, no_grid, picture, whiskers
 
@@ -44,7 +45,8 @@ def draw(summary: Mapping[str, Any], folder: Path, formats: Sequence[str] = FORM
     with picture(files("speed.png"), **grid, panel=(4.6, height), caption=told, sharex="row") as axes:
         for axis, table in zip(axes.flat, tables, strict=False):
             _speed(axis, table)
-    with picture(files("tau_theta.png"), **grid, caption=told) as axes:
+    more = f", replayed: the first {replay.PROBLEMS}" if any(table.get("replay") for table in tables) else ""
+    with picture(files("tau_theta.png"), **grid, caption=caption(summary, more=more)) as axes:
         for axis, table in zip(axes.flat, tables, strict=False):
             _tau_theta(axis, table)
     most = max(len(_beside_strict(table)) for table in tables)
@@ -54,23 +56,25 @@ def draw(summary: Mapping[str, Any], folder: Path, formats: Sequence[str] = FORM
             _depth(row, table)
     most = max(len(table["margins"]) for table in tables)
     grid = {"rows": len(tables), "columns": most, "sharey": "row"}
+    told = caption(summary, first=margins.PROBLEMS)
     with picture(files("margins.png"), **grid, panel=(4.6, 2.8), caption=told) as axes:
         for row, table in zip(axes, tables, strict=True):
             _margins(row, table, margin)
 
 
-def caption(summary: Mapping[str, Any]) -> str:
-    """The pair, the device, n and the date, and what the whiskers are."""
+def caption(summary: Mapping[str, Any], *, first: int | None = None, more: str = "") -> str:
+    """The pair, the device, n (of which only the `first` may be drawn), the date, and what the whiskers are."""
     settings = summary["settings"]
     device = settings["device"].removeprefix("1 ")
     if device == "cpu":
         device = f"{summary['environment']['cores']} {summary['environment']['machine']} cores"
-    tasks = ", ".join(f"{n} problems of {task}" for task, n in settings["tasks"].items())
+    counts = settings["tasks"].items()
+    tasks = ", ".join(f"{n if first is None else min(n, first)} problems of {task}" for task, n in counts)
     facts = (
         f"{settings['target']} drafted by {settings.get('draft', settings['drafter'])}, {settings['drafter']}",
         f"batch {settings['batch_size']}",
         device,
-        f"n = {tasks}",
+        f"n = {tasks}{more}",
         summary.get("date"),
         "intervals: 95%, bootstrap over problems",
     )
@@ -118,8 +122,14 @@ def _speed_quality(axis: Any, table: Table) -> None:
             linewidth=0.8, **look(family).line,
         )  # fmt: skip
         if len(here) > 1:
-            for arm, at in zip(here, zip(x, y, strict=True), strict=True):
-                axis.annotate(f"{arm['theta']:g}", at, (5, -9), textcoords="offset points", fontsize=7)
+            for place, (arm, at) in enumerate(zip(here, zip(x, y, strict=True), strict=True)):
+                axis.annotate(
+                    f"{arm['theta']:g}",
+                    at,
+                    (5, -9 if place % 2 else 4),
+                    textcoords="offset points",
+                    fontsize=7,
+                )
     fastest = max((_interval(a, "tokens_per_second") or [a["tokens_per_second"]])[-1] for a in arms)
     axis.set_xlim(0, 1.08 * fastest)
     if scored:

@@ -1,9 +1,10 @@
 """What a rule would accept at other thresholds, from one decode: tau over theta without a run for each theta.
 
-The decode takes one step for each token and accepts nothing, so that the text is the target's own. In every step the rule
-says for each threshold how far it would have walked. A replay then goes along the text by these walks. After a relaxed
-token it goes on with the target's own text, where a decode goes on with another one; that is all it does not know, and for
-an infinite threshold it is a decode. Whatever a rule carries from step to step begins anew at every place.
+The decode takes one step for each token and accepts nothing, so that the text is the target's own. In every step the
+rule says for each threshold how far it would have walked. A replay then goes along the text by these walks. After a
+relaxed token it goes on with the target's own text, where a decode goes on with another one; that is all it does not
+know, and for an infinite threshold over `exact` it is a decode. Whatever a rule carries from step to step begins anew
+at every place.
 
 B batch, K thresholds, N nodes, D depth. Oracle: decodes with the strict rule, in tests/evaluate/test_replay.py.
 """
@@ -67,8 +68,8 @@ class Rehearse:
 
 
 def thetas_of(choice: RuleChoice, drafter: Drafter, measured: Sequence[float]) -> list[float]:
-    """The thresholds to replay, from strict to loose and inf first; none where a rule has none, or a draft is not judged
-    place by place: one that trusts itself, or follows what was accepted before.
+    """The thresholds to replay, from strict to loose and inf first; none where a rule has none, or where a draft is not
+    judged place by place: one that trusts itself, or follows what was accepted before.
 
     >>> from mars_jax import drafters
     >>> thetas_of(RuleChoice("mars", {}), drafters.ngram(4), [0.9])

@@ -84,9 +84,9 @@ def of_plots(summary: Mapping[str, Any]) -> list[str]:
     said = [f"The margins are those of the first {margins.PROBLEMS} problems of a task, in their first turn."]
     if any(table.get("replay") for table in summary["tables"]):
         said.append(
-            "The band of tau against theta is replayed: the rule says at every place of the target's own texts, of the "
-            f"first {replay.PROBLEMS} problems, how far it would walk at each theta. After a relaxed token a decode goes "
-            "on with another text, which a replay does not know; points are decodes."
+            "The line of tau against theta is replayed: the rule says at every place of the target's own texts, of the "
+            f"first {replay.PROBLEMS} problems, how far it would walk at each theta. After a relaxed token a decode "
+            "goes on with another text, which a replay does not know; points are decodes."
         )
     return said
 
