@@ -59,7 +59,8 @@ def completed(
             arm |= made
         found = replays.get(table.heading(part))
         part["replay"] = None if found is None else replay.taus(found, seed=seed)
-    return {**summary, "date": max((row["date"] for row in rows if "date" in row), default=None)}
+    dates = [row["date"] for row in rows if "date" in row]
+    return {**summary, "date": max(dates, default=summary.get("date"))}
 
 
 def same(ours: Any, theirs: Any) -> bool:
@@ -116,6 +117,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--replay", action="store_true", help="decode anew what tau against theta is replayed from"
     )
     parser.add_argument("--stories", type=Path, help="held-out stories, of which --replay reads the first")
+    parser.add_argument("--date", help="of rows that have none")
     parser.add_argument("--only", nargs="+", help="some of the folders")
     args = parser.parse_args(argv)
     for folder in sorted(path.parent for path in EVIDENCE.glob(f"*/{SUMMARY}")):
@@ -130,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         replays = json.loads(found.read_text(encoding="utf-8")) if found.exists() else {}
         with lzma.open(folder / "rows.jsonl.xz", "rt", encoding="utf-8") as file:
             rows = [json.loads(line) for line in file]
-        summary = completed(summary, rows, replays)
+        summary = completed(summary | ({"date": args.date} if args.date else {}), rows, replays)
         write_json(folder / SUMMARY, summary)
         (folder / "table.md").write_text(table.markdown(summary), encoding="utf-8")
         plots.draw(summary, folder, formats=("png",))

@@ -38,6 +38,7 @@ STYLE = {
     "lines.markersize": 5.5,
     "errorbar.capsize": 2,
     "figure.dpi": 100,
+    "figure.constrained_layout.w_pad": 0.09,  # room for other fonts, in which a browser may show an SVG
     "savefig.dpi": 160,
     "svg.fonttype": "none",  # texts stay texts: they can be searched, and tests read them
     "svg.hashsalt": "mars-jax",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -60,10 +61,21 @@ def render(summary: Mapping[str, Any], texts: Mapping[str, Any], pictures: Mappi
         ],
         of_plots=table.of_plots(summary),
         legend=LEGEND,
-        settings=[
-            (name, str(value)) for name, value in {**summary["settings"], **summary["environment"]}.items()
-        ],
+        settings=_settings({**summary["settings"], **summary["environment"]}),
     )
+
+
+def _settings(given: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What was chosen, and the machine; None is what was left to its default.
+
+    >>> _settings({"draft": "ngram", "tree": None, "thetas": [0.9]})
+    [('draft', 'ngram'), ('thetas', '[0.9]')]
+    """
+    return [
+        (name.replace("_", " "), value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+        for name, value in given.items()
+        if value is not None
+    ]
 
 
 def _problem(problem: Mapping[str, Any]) -> dict[str, Any]:

@@ -67,7 +67,7 @@ def caption(summary: Mapping[str, Any], *, first: int | None = None, more: str =
     settings = summary["settings"]
     device = settings["device"].removeprefix("1 ")
     if device == "cpu":
-        device = f"{summary['environment']['cores']} {summary['environment']['machine']} cores"
+        device = f"a {summary['environment']['cores']}-core {summary['environment']['machine']} machine"
     counts = settings["tasks"].items()
     tasks = ", ".join(f"{n if first is None else min(n, first)} problems of {task}" for task, n in counts)
     facts = (
@@ -76,7 +76,7 @@ def caption(summary: Mapping[str, Any], *, first: int | None = None, more: str =
         device,
         f"n = {tasks}{more}",
         summary.get("date"),
-        "intervals: 95%, bootstrap over problems",
+        "intervals: 95%, bootstrap over problems" if first is None else "counts",
     )
     return "; ".join(fact for fact in facts if fact) + "."
 
@@ -248,7 +248,7 @@ def _margins(row: Any, table: Table, margin: str | None) -> None:
             )  # fmt: skip
         axis.set_yscale("symlog", linthresh=1)
         axis.yaxis.set_major_formatter("{x:,.0f}")
-        axis.set_ylim(bottom=0)
+        axis.set_ylim(0, 4 * max(max(counts[kind]) for kind in KINDS))  # room above for the threshold
         axis.set_xlabel(f"margin of the target's two best tokens, {meaning}")
         _title(axis, table, f": {name}")
     row[0].set_ylabel("places with a draft")

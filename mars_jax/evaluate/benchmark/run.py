@@ -157,6 +157,7 @@ def environment() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "machine": platform.machine(),
-        "cores": os.cpu_count(),
+        # Of this process, which may be pinned to some of the machine's.
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "backend": jax.default_backend(),
     }
