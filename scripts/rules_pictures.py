@@ -24,6 +24,8 @@ SCORES = {"stories": "log-likelihood, nats per token", "arithmetic": "right answ
 
 LEAST = {"stories": 0.3, "arithmetic": 0.1}
 """Of a score that an axis spans."""
+BOUNDS = {"stories": (float("-inf"), 0.0), "arithmetic": (0.0, 1.0)}
+"""Of a score."""
 STRICT = ("exact", "rejection", "block")
 PER_PANEL = 5
 """Families beside the strict rules, so that lines can be told apart."""
@@ -93,11 +95,15 @@ def draw(report: Mapping[str, Any], task: str, files: Sequence[Path]) -> None:
                 column += panel(axis, table, alone.get(table["temperature"]), chosen)
                 axis.set_title(f"{table['draft']}, temperature {table['temperature']:g}")
         for axis, table, column in zip(axes[0], tables, ends, strict=True):
-            honest_limits(axis, column, alone[table["temperature"]][1:], least=LEAST[task])
+            honest_limits(
+                axis, column, alone[table["temperature"]][1:], least=LEAST[task], bounds=BOUNDS[task]
+            )
         for axis in axes[:, 0]:
             axis.set_ylabel(SCORES[task])
-        for axis in axes[-1]:
-            axis.set_xlabel("tau, tokens per target forward")
+        for column in axes.T:
+            lowest = [axis for axis in column if axis.has_data()][-1]
+            lowest.set_xlabel("tau, tokens per target forward")
+            lowest.tick_params(labelbottom=True)
 
 
 def caption(report: Mapping[str, Any], task: str) -> str:
