@@ -16,7 +16,7 @@ from mars_jax.core.errors import MarsError
 from mars_jax.pictures.palette import GREY, LIGHT
 
 FORMATS = ("png", "svg", "pdf")
-STYLE = {
+STYLE: dict[Any, Any] = {
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],  # comes with matplotlib, so a picture is the same everywhere
     "font.size": 9,

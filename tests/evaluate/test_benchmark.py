@@ -183,6 +183,46 @@ def test_plots_and_table_of_what_is_not_scored(finished, tmp_path):
     assert table.key(summary["tables"][0]) == ["arm", "tau", "tokens/s", "speed", "regret"]
 
 
+def test_plots_of_other_runs(finished, tmp_path):
+    """A lossless rule, which has no arms but the strict one; a rule without a threshold; a summary of before there were
+    intervals and replays, and a single problem."""
+    summary = json.loads(json.dumps(finished.summary))
+    lossless, plain, old = (json.loads(json.dumps(summary)) for _ in range(3))
+    lossless["settings"]["rule"] = {"verify": "exact", "settings": {}}
+    for part in lossless["tables"]:
+        part |= {"arms": part["arms"][:2], "match": None, "replay": None}
+        part["margins"] = {"exact": part["margins"]["exact"]}
+    for part in plain["tables"]:
+        part["replay"] = None
+        for arm in part["arms"]:
+            arm["theta"] = None
+    for part in old["tables"]:
+        del part["replay"]
+        for arm in part["arms"]:
+            del arm["intervals"]
+    del old["date"]
+    for number, made in enumerate((lossless, plain, old)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        plots.draw(made, folder, formats=("svg",))
+        drawn = {p.name: p.read_text() for p in folder.iterdir()}
+        assert set(drawn) == {Path(name).with_suffix(".svg").name for name in PICTURES}
+        assert "replayed" not in drawn["tau_theta.svg"] and ">exact<" in drawn["depth.svg"]
+        assert "| exact |" in table.markdown(made)
+
+
+def test_tau_is_shown_at_five_thetas_that_no_arm_has(finished):
+    for part in finished.summary["tables"]:
+        replayed = part["replay"]
+        assert replayed["problems"] == 4 and replayed["thetas"][0] == "inf"
+        others = {*replayed["thetas"]} - {"inf", *(arm["theta"] for arm in part["arms"])}
+        assert len(others) >= 5 and len(replayed["tau"]) == len(replayed["interval"]) == len(
+            replayed["thetas"]
+        )
+        exact = next(arm for arm in part["arms"] if arm["arm"] == "exact")
+        assert replayed["tau"][0] == pytest.approx(exact["tau"])  # all problems are replayed
+
+
 def test_notes_say_what_the_figures_do_not(finished):
     settings = finished.summary["settings"] | {"batch_size": 1, "chat": False}
     told = Problem(task="mt_bench", id="0", turns=("One?", "Two?"))

@@ -33,7 +33,7 @@ def draw(summary: Mapping[str, Any], folder: Path, formats: Sequence[str] = FORM
     tables, told = summary["tables"], caption(summary)
     margin = summary["settings"]["rule"]["settings"].get("margin")
     columns = min(len(tables), len({table["temperature"] for table in tables}))
-    grid = {"rows": -(-len(tables) // columns), "columns": columns}
+    grid: dict[str, Any] = {"rows": -(-len(tables) // columns), "columns": columns}
 
     def files(name: str) -> list[Path]:
         return beside(folder / name, formats)
@@ -85,7 +85,7 @@ def _title(axis: Any, table: Table, more: str = "") -> None:
     axis.set_title(f"{table['task']}, temperature {table['temperature']:g}{more}")
 
 
-def _interval(arm: Arm, name: str) -> Sequence[float] | None:
+def _interval(arm: Arm, name: str) -> Any:
     """Summaries of before there were intervals have none."""
     return arm.get("intervals", {}).get(name)
 
