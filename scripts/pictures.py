@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import cost_picture
 import eval_context
 import eval_indicator
 import evidence_pictures
@@ -41,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     speed_picture.main([])
     rules_pictures.main([])
+    cost_picture.main([])
     tpu_cost.draw(read("tpu_cost.json"), [DOCS / "tpu_cost.svg"])
     eval_context.draw(read("eval_context.json"), [RESULTS / "eval_context.png"])
     eval_indicator.draw(read("eval_indicator.json"), [RESULTS / "eval_indicator.png"])

@@ -153,15 +153,22 @@ def test_the_pictures_of_the_rules_show_their_json(tmp_path, task):
     assert "mars (gap)" in texts and texts == kept_texts
 
 
-def test_the_picture_of_a_step_shows_its_json(tmp_path):
+@pytest.mark.parametrize(
+    ("command", "picture", "word"),
+    [
+        (("tpu_cost.py", "--picture", "--pictures"), "tpu_cost.svg", "target/attention"),
+        (("cost_picture.py", "--folder"), "rule_cost.svg", "mars over rejection"),
+    ],
+)
+def test_the_pictures_of_a_step_show_their_json(tmp_path, command, picture, word):
     pytest.importorskip("matplotlib")
-    done = run("tpu_cost.py", "--picture", "--pictures", str(tmp_path))
+    done = run(*command, str(tmp_path))
     assert done.returncode == 0, done.stderr
-    drawn, kept = (
-        (folder / "tpu_cost.svg").read_text(encoding="utf-8") for folder in (tmp_path, ROOT / "docs")
-    )
+    drawn, kept = ((folder / picture).read_text(encoding="utf-8") for folder in (tmp_path, ROOT / "docs"))
+    paths, kept_paths = (re.findall(r' d="([^"]*)"', text) for text in (drawn, kept))
+    assert len(paths) == len(kept_paths)
     texts, kept_texts = (re.findall(r"<text[^>]*>([^<]*)</text>", text) for text in (drawn, kept))
-    assert "target/attention" in texts and texts == kept_texts
+    assert word in texts and texts == kept_texts
 
 
 @pytest.mark.parametrize("name", ["eval_context", "eval_indicator"])

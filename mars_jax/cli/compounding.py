@@ -32,9 +32,9 @@ examples:
   python -m mars_jax.compounding --task arithmetic --chat --problems 200 --output compounding
 
 {pair.TASKS}
-OUTPUT gets rows.jsonl as texts finish, then compounding.json, compounding.md,
-compounding.png and events.jsonl; the report goes to stdout too. Killed and started again
-with the same flags, it goes on where it was.
+OUTPUT gets rows.jsonl as texts finish, then compounding.json, compounding.md, the picture
+compounding as PNG, SVG and PDF, and events.jsonl; the report goes to stdout too. Killed
+and started again with the same flags, it goes on where it was.
 """
 
 

@@ -121,7 +121,7 @@ def _speed_quality(axis: Any, table: Table) -> None:
             x, y, xerr=whiskers(x, intervals), yerr=whiskers(y, spans), elinewidth=0.8, label=family,
             linewidth=0.8, **look(family).line,
         )  # fmt: skip
-        if len(here) > 1:
+        if len(here) > 1 and here[0]["theta"] is not None:
             for place, (arm, at) in enumerate(zip(here, zip(x, y, strict=True), strict=True)):
                 axis.annotate(
                     f"{arm['theta']:g}",
