@@ -7,13 +7,14 @@ temperature 0, with a context that scales the looseness of its threshold, or wit
 rule sweeps theta, and gets the theta at which its risk is that of a global threshold; on the other half the rules run
 with these, and tau, risk and score are compared with the global rule's by the paired bootstrap over prompts. A context
 beats the global threshold where its tau is higher with 95% confidence, after what tau the global rule would have gained
-by the risk in which the two differ. Beside the JSON goes a PNG.
+by the risk in which the two differ. Beside the JSON goes a PNG; `--picture` draws it anew from the JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import datetime
 import itertools
 import json
 import os
@@ -31,6 +32,8 @@ from mars_jax import assets
 from mars_jax.evaluate.scoring.likelihood import batches
 from mars_jax.evaluate.scoring.likelihood import score as likelihood
 from mars_jax.evaluate.tasks import arithmetic
+from mars_jax.pictures.palette import BLUE, GREY, Look
+from mars_jax.pictures.style import no_grid, picture, whiskers
 from mars_jax.training.data import documents
 from mars_jax.training.objectives import predict
 from mars_jax.verify.context import entropy
@@ -197,43 +200,60 @@ def held_out(
     return {"rules": results, "best": best, "beats_global": results[best]["beats_global"]}
 
 
-def draw(report: dict[str, Any], path: Path) -> None:
-    """tau over risk: the sweeps as lines, the comparison as points."""
-    from matplotlib import use
-
-    use("Agg")
-    from matplotlib import pyplot
-
-    names = report["tasks"]
-    figure, axes = pyplot.subplots(1, len(names), figsize=(8 * len(names), 5), squeeze=False)
-    for axis, (task, found) in zip(axes[0], names.items(), strict=True):
-        for i, (name, sweep) in enumerate(found["sweeps"].items()):
-            style = {"color": "black", "linewidth": 2.5} if name == "global" else {"color": f"C{i % 10}"}
-            axis.plot([r["risk"] for r in sweep], [r["tau"] for r in sweep], marker=".", label=name, **style)
-            held = [at["rules"][name] for at in found["at_equal_risk"]]
-            axis.plot(
-                [r["risk"] for r in held], [r["tau"] for r in held], "D", color=style["color"], markersize=5
-            )
-        for at in found["at_equal_risk"]:
-            axis.axvline(at["risk"], linestyle=":", color="gray")
-        axis.set(
-            xlabel="risk: regret, nats per token", ylabel="tau", title=f"{task}; diamonds: held-out half"
-        )
-        axis.grid(alpha=0.3)
-    axes[0][-1].legend(fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5))
-    figure.savefig(path, dpi=110, bbox_inches="tight")
-    pyplot.close(figure)
+def draw(report: dict[str, Any], files: list[Path]) -> None:
+    """What each context gains in tau at equal risk on the held-out half, a panel for each task and risk."""
+    tasks = report["tasks"]
+    counts = ", ".join(f"{found['prompts'] // 2} held-out prompts of {task}" for task, found in tasks.items())
+    facts = (
+        "tiny/target drafted by tiny/draft, a chain of 5",
+        "temperature 0",
+        f"{report['environment']['cores']} cores",
+        f"n = {counts}",
+        report.get("date"),
+        "whiskers: 95%, paired bootstrap over prompts; filled: chosen on the other half",
+    )
+    told = "; ".join(fact for fact in facts if fact) + "."
+    grid = {
+        "rows": len(tasks),
+        "columns": len(REFERENCES),
+        "panel": (3.1, 2.7),
+        "sharex": True,
+        "sharey": True,
+    }
+    with picture(files, **grid, caption=told, legend=False) as axes:
+        for row, (task, found) in zip(axes, tasks.items(), strict=True):
+            for axis, at in zip(row, found["at_equal_risk"], strict=True):
+                names = [name for name in at["rules"] if name != "global"]
+                gains = [at["rules"][name]["tau_at_equal_risk_difference"] for name in names]
+                for place, (name, (value, *span)) in enumerate(zip(names, gains, strict=True)):
+                    chosen = Look(BLUE, open=name != at["best"])
+                    axis.errorbar([value], [place], xerr=whiskers([value], [span]), **chosen.line)
+                axis.axvline(0, color=GREY, linewidth=0.9, linestyle=":")
+                axis.set_yticks(range(len(names)), names)
+                axis.set_title(f"{task}, risk {at['risk']:.4f} (theta {at['theta']:.2f})", fontsize=8.5)
+                no_grid(axis, "y")
+        axes[0, 0].invert_yaxis()
+        for axis in axes[-1]:
+            axis.set_xlabel("tau over the global threshold's")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--stories", type=Path, required=True, help="held-out stories")
+    parser.add_argument("--stories", type=Path, help="held-out stories")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--problems", type=int, default=600, help="arithmetic problems, both halves")
     parser.add_argument("--prompts", type=int, default=128, help="stories, both halves")
+    parser.add_argument(
+        "--picture", action="store_true", help="draw what is in the JSON, and measure nothing"
+    )
     args = parser.parse_args()
+    if args.picture:
+        draw(json.loads(args.output.read_text()), [args.output.with_suffix(".png")])
+        return
+    if args.stories is None:
+        parser.error("--stories is needed")
     target = mj.load(assets.TARGET, dtype="float32")
     drafter = mj.drafters.load(f"model:{assets.DRAFT}", target, num_draft_tokens=CHAIN, dtype="float32")
     stories = story_prompts(target, list(documents(args.stories)), args.prompts)
@@ -247,6 +267,7 @@ def main() -> None:
             "jax": jax.__version__,
             "cores": os.cpu_count(),
         },
+        "date": datetime.date.today().isoformat(),
         "entropy_edge": edge,
         "tasks": {},
     }
@@ -258,7 +279,7 @@ def main() -> None:
         report["tasks"][name] = compare(task, made, count)
         args.output.parent.mkdir(parents=True, exist_ok=True)
         args.output.write_text(json.dumps(report, indent=1) + "\n")
-    draw(report, args.output.with_suffix(".png"))
+    draw(report, [args.output.with_suffix(".png")])
 
 
 if __name__ == "__main__":

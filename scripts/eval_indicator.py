@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import datetime
 import json
 import os
 import platform
@@ -36,6 +37,8 @@ from mars_jax.evaluate.studies.branch_curves import aligned
 from mars_jax.evaluate.studies.branches import continue_strictly
 from mars_jax.evaluate.tasks import arithmetic
 from mars_jax.models import indicator
+from mars_jax.pictures.palette import look
+from mars_jax.pictures.style import no_grid, picture, whiskers, zero_line
 from mars_jax.serve.prepare import prepare
 from mars_jax.serve.requests import batches as groups
 from mars_jax.serve.session import Session
@@ -214,44 +217,61 @@ def in_the_loop(loop: Loop) -> list[dict[str, Any]]:
     return rows
 
 
-def draw(report: dict[str, Any], held: dict[str, tuple[Set, np.ndarray]], path: Path) -> None:
-    """ROC curves of the indicators, and score over tau in the loop."""
-    from matplotlib import use
+INDICATORS = {"learned": look("learned"), "ratio": look("mars"), "gap": look("mars (gap)")}
+"""How the indicators look: as the rules that read them."""
 
-    use("Agg")
-    from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, len(held) + 1, figsize=(6 * (len(held) + 1), 5))
-    for axis, (task, (chosen, harm)) in zip(axes, held.items(), strict=False):
-        e = chosen.examples
-        for name, score in {"learned": harm, "ratio": -e.z2 / e.z1, "gap": e.z1 - e.z2}.items():
-            order = np.argsort(-score)
-            hit = np.cumsum(e.changed[order]) / max(e.changed.sum(), 1)
-            false = np.cumsum(1 - e.changed[order]) / max((1 - e.changed).sum(), 1)
-            axis.plot(false, hit, label=f"{name} {report['auc'][task][name][0]:.3f}")
-        axis.plot([0, 1], [0, 1], ":", color="gray")
-        axis.set(xlabel="harmless, refused", ylabel="outcome changed, refused", title=f"{task}: AUC")
-        axis.legend()
-    axis = axes[-1]
-    for name in ("ratio", "learned"):
-        rows = [row[name] for row in report["loop"]]
-        axis.plot([r["tau"] for r in rows], [100 * r["score"] for r in rows], "o-", label=name)
-    axis.set(xlabel="tau", ylabel="problems right, %", title="in the loop, arithmetic")
-    axis.legend()
-    for axis in axes:
-        axis.grid(alpha=0.3)
-    figure.savefig(path, dpi=110, bbox_inches="tight")
-    pyplot.close(figure)
+def draw(report: dict[str, Any], files: list[Path]) -> None:
+    """The areas under the curves of the indicators, and score over tau in the loop."""
+    loop = report["loop"]
+    counts = ", ".join(f"{found['examples']} tokens of {task}" for task, found in report["auc"].items())
+    facts = (
+        "tiny/target drafted by tiny/draft, a chain of 5",
+        f"{report['environment']['cores']} cores",
+        f"n = {counts}, {loop[0]['problems']} problems in the loop",
+        report.get("date"),
+        "whiskers: 95%, on the left by the bootstrap over texts, on the right Wilson's",
+    )
+    told = "; ".join(fact for fact in facts if fact) + "."
+    with picture(files, columns=2, panel=(4.4, 3.1), caption=told) as (row,):
+        for offset, (name, how) in zip((-0.15, 0, 0.15), INDICATORS.items(), strict=True):
+            found = [report["auc"][task][name] for task in report["auc"]]
+            values, spans = [f[0] for f in found], [f[1:] for f in found]
+            places = [place + offset for place in range(len(found))]
+            line = {**how.line, "linestyle": "none"}
+            row[0].errorbar(places, values, yerr=whiskers(values, spans), label=name, **line)
+        zero_line(row[0], 0.5)
+        row[0].set_xticks(range(len(report["auc"])), report["auc"])
+        row[0].set(
+            xlim=(-0.5, 1.5),
+            ylim=(0.35, 1.02),
+            ylabel="area under the curve",
+            title="which relaxed tokens change the outcome",
+        )
+        no_grid(row[0], "x")
+        for name in ("ratio", "learned"):
+            x, y = ([r[name][key] for r in loop] for key in ("tau", "score"))
+            spans = [wilson(r[name]["score"], r["problems"]) for r in loop]
+            percent, ends = [100 * v for v in y], [[100 * e for e in span] for span in spans]
+            row[1].errorbar(x, percent, yerr=whiskers(percent, ends), **INDICATORS[name].line)
+        row[1].set(xlabel="tau", ylabel="problems right, %", title="in the loop, arithmetic")
+        row[1].set(xlim=(4.6, 5.1), ylim=(None, 101))
+
+
+def wilson(share: float, count: int) -> list[float]:
+    """95% interval of a share of `count` (Wilson 1927)."""
+    z = 1.959964
+    middle = (share + z**2 / (2 * count)) / (1 + z**2 / count)
+    half = z / (1 + z**2 / count) * (share * (1 - share) / count + z**2 / (4 * count**2)) ** 0.5
+    return [middle - half, middle + half]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--stories", type=Path, nargs=2, required=True, metavar=("TRAIN", "HELDOUT"), help="text files"
-    )
-    parser.add_argument("--work", type=Path, required=True, help="a new folder for the training")
+    parser.add_argument("--stories", type=Path, nargs=2, metavar=("TRAIN", "HELDOUT"), help="text files")
+    parser.add_argument("--work", type=Path, help="a new folder for the training")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--problems", type=int, nargs=2, default=(1500, 1000), metavar=("TRAIN", "HELDOUT"))
     parser.add_argument("--prompts", type=int, nargs=2, default=(400, 128), metavar=("TRAIN", "HELDOUT"))
@@ -259,7 +279,15 @@ def main() -> None:
     parser.add_argument(
         "--save", type=Path, help="a folder for the head, as `--verify learned:FOLDER` reads it"
     )
+    parser.add_argument(
+        "--picture", action="store_true", help="draw what is in the JSON, and measure nothing"
+    )
     args = parser.parse_args()
+    if args.picture:
+        draw(json.loads(args.output.read_text()), [args.output.with_suffix(".png")])
+        return
+    if args.stories is None or args.work is None:
+        parser.error("--stories and --work are needed")
     target = mj.load(assets.TARGET, dtype="float32")
     drafter = mj.drafters.load(f"model:{assets.DRAFT}", target, num_draft_tokens=CHAIN, dtype="float32")
     sets: dict[str, list[Set]] = {"arithmetic": [], "stories": []}
@@ -280,6 +308,7 @@ def main() -> None:
     }
     report: dict[str, Any] = {
         "environment": {"python": platform.python_version(), "jax": jax.__version__, "cores": os.cpu_count()},
+        "date": datetime.date.today().isoformat(),
         "training_examples": {task: len(s[0].text) for task, s in sets.items()},
         "auc": {task: curves(*pair) for task, pair in held.items()},
     }
@@ -288,7 +317,7 @@ def main() -> None:
     report["loop"] = in_the_loop(Loop(target, drafter, problems, head))
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text(json.dumps(report, indent=1) + "\n")
-    draw(report, held, args.output.with_suffix(".png"))
+    draw(report, [args.output.with_suffix(".png")])
 
 
 if __name__ == "__main__":

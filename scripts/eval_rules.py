@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import datetime
 import functools
 import itertools
 import json
@@ -411,6 +412,7 @@ def main() -> None:
         {draft: {t: arms(t, draft, args.study) for t in (0.0, 1.0)} for draft in args.drafts},
         against_margins=PHRASES if args.study == "phrases" else (),
     )
+    found["date"] = datetime.date.today().isoformat()
     found["environment"] = {
         "python": platform.python_version(),
         "jax": jax.__version__,

@@ -13,6 +13,7 @@ where the machine is shared.
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import subprocess
@@ -176,7 +177,8 @@ def main() -> None:
     if args.worker:
         worker(GROUPS[args.worker], args.rules)
         return
-    report: dict[str, Any] = {"cores": len(os.sched_getaffinity(0)), "cases": []}
+    today = datetime.date.today().isoformat()
+    report: dict[str, Any] = {"date": today, "cores": len(os.sched_getaffinity(0)), "cases": []}
     with tempfile.TemporaryDirectory() as cache:
         for name in args.groups:
             rules = [rule for rule in GROUPS[name].rules if args.rules is None or rule in args.rules]

@@ -2,8 +2,8 @@
 
     python scripts/rules_pictures.py            # after eval_rules.py was run again
 
-A point is a rule at a setting, a line its sweep, whiskers are 95% intervals over prompts. Colours are those of Okabe
-and Ito, which people with any kind of colour vision tell apart, and no two families share colour and marker.
+A point is a rule at a setting, a line its sweep, whiskers are 95% intervals over prompts. Colours are those of every
+picture, and no two families share colour and marker.
 """
 
 from __future__ import annotations
@@ -14,97 +14,111 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mars_jax.pictures.palette import GREY, look
+from mars_jax.pictures.style import honest_limits, level, picture, whiskers
+
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "scripts" / "results" / "eval_rules.json"
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-MARKERS = ("o", "s", "^")
 SCORES = {"stories": "log-likelihood, nats per token", "arithmetic": "right answers"}
 
 
-def styles(report: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Colour and marker of every family, the same in all panels."""
-    families = list(dict.fromkeys(arm["family"] for table in report["tables"] for arm in table["arms"]))
-    families = [name for name in families if name not in ("exact", "rejection")]
-    made = {
-        name: {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i // len(COLOURS) % len(MARKERS)]}
-        for i, name in enumerate(families)
-    }
-    strict = {"markerfacecolor": "white", "markersize": 9, "linestyle": "none"}
-    made["exact"] = {"color": "#000000", "marker": "D", **strict}
-    made["rejection"] = {"color": "#000000", "marker": "P", **strict}
-    return made
+LEAST = {"stories": 0.3, "arithmetic": 0.1}
+"""Of a score that an axis spans."""
+BOUNDS = {"stories": (float("-inf"), 0.0), "arithmetic": (0.0, 1.0)}
+"""Of a score."""
+STRICT = ("exact", "rejection", "block")
+PER_PANEL = 5
+"""Families beside the strict rules, so that lines can be told apart."""
+
+
+def groups(report: Mapping[str, Any], task: str) -> list[list[str]]:
+    """The families of a task, a few for each row of panels, those of `mars` first and together."""
+    found = [
+        arm["family"]
+        for table in report["tables"]
+        if table["task"] == task and table["draft"] != "none"
+        for arm in table["arms"]
+    ]
+    families = [name for name in dict.fromkeys(found) if name not in STRICT]
+    families.sort(key=lambda name: not name.startswith("mars"))
+    rows = -(-len(families) // PER_PANEL)
+    size = -(-len(families) // rows)
+    return [families[first : first + size] for first in range(0, len(families), size)]
 
 
 def panel(
-    axis: Any, table: Mapping[str, Any], alone: Sequence[float] | None, looks: Mapping[str, Any]
-) -> None:
-    """One task, temperature and draft."""
-    families: dict[str, list[Mapping[str, Any]]] = {}
-    for arm in table["arms"]:
-        families.setdefault(arm["family"], []).append(arm)
+    axis: Any, table: Mapping[str, Any], alone: Sequence[float] | None, chosen: Sequence[str]
+) -> list[float]:
+    """Some families on one task, at one temperature, with one draft; returns the scores that are drawn, and the ends of
+    their intervals."""
+    ends: list[float] = []
+    if not any(arm["family"] in chosen for arm in table["arms"]):
+        return ends
     if alone is not None:
-        axis.axhspan(alone[1], alone[2], color="#999999", alpha=0.2, linewidth=0)
-        axis.axhline(alone[0], color="#999999", linewidth=1, label="target alone")
-    for name, arms in families.items():
-        arms = sorted(arms, key=lambda arm: arm["tau"][0])
+        level(axis, alone[0], alone[1:], label="target alone, its interval shaded", colour=GREY)
+        ends += alone
+    for name in (*STRICT, *chosen):
+        arms = [arm for arm in table["arms"] if arm["family"] == name]
+        if not arms:
+            continue
+        arms.sort(key=lambda arm: arm["tau"][0])
         x, y = ([arm[what][0] for arm in arms] for what in ("tau", "score"))
-        whiskers = {
-            axis_name: [
-                [arm[what][0] - arm[what][1] for arm in arms],
-                [arm[what][2] - arm[what][0] for arm in arms],
-            ]
-            for axis_name, what in (("xerr", "tau"), ("yerr", "score"))
-        }
-        look = {"linewidth": 1, "markersize": 5, "elinewidth": 0.5, **looks[name]}
-        axis.errorbar(x, y, label=name, **whiskers, **look)
-    axis.set_title(f"{table['draft']}, temperature {table['temperature']:g}", fontsize=10)
-    axis.spines[["right"]].set_visible(False)
-    calls = axis.secondary_xaxis("top", functions=(_inverse, _inverse))
-    calls.set_xlabel("target calls per token", fontsize=8)
-    calls.tick_params(labelsize=7)
+        xerr, yerr = (
+            whiskers([arm[w][0] for arm in arms], [arm[w][1:] for arm in arms]) for w in ("tau", "score")
+        )
+        ends += [end for arm in arms for end in arm["score"]]
+        axis.errorbar(
+            x, y, xerr=xerr, yerr=yerr, label=name, linewidth=1, elinewidth=0.6, capsize=0, **look(name).line
+        )
+    return ends
 
 
-def _inverse(values: Any) -> Any:
-    import numpy as np
-
-    with np.errstate(divide="ignore"):
-        return 1 / np.maximum(values, 1e-6)
-
-
-def draw(report: Mapping[str, Any], task: str, picture: Path) -> None:
-    """Write the picture of a task."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    matplotlib.rcParams.update({"svg.hashsalt": "mars-jax", "svg.fonttype": "none", "font.size": 9})
-    from matplotlib import pyplot as plt
-
-    looks = styles(report)
+def draw(report: Mapping[str, Any], task: str, files: Sequence[Path]) -> None:
+    """Write the picture of a task: a column for every draft and temperature, a row for every few families."""
     tables = [table for table in report["tables"] if table["task"] == task]
     alone = {t["temperature"]: t["arms"][0]["score"] for t in tables if t["draft"] == "none"}
     tables = [table for table in tables if table["draft"] != "none"]
     if not tables:
         raise SystemExit(f"there are no drafts for {task}: run eval_rules.py first")
-    figure, axes = plt.subplots(
-        2, -(-len(tables) // 2), figsize=(11, 8.5), layout="constrained", squeeze=False
+    families = groups(report, task)
+    grid = {
+        "rows": len(families),
+        "columns": len(tables),
+        "panel": (3.3, 2.6),
+        "sharex": "col",
+        "sharey": "col",
+    }
+    ends: list[list[float]] = [[] for _ in tables]
+    with picture(files, **grid, caption=caption(report, task)) as axes:
+        for row, chosen in zip(axes, families, strict=True):
+            for axis, table, column in zip(row, tables, ends, strict=True):
+                column += panel(axis, table, alone.get(table["temperature"]), chosen)
+                axis.set_title(f"{table['draft']}, temperature {table['temperature']:g}")
+        for axis, table, column in zip(axes[0], tables, ends, strict=True):
+            honest_limits(
+                axis, column, alone[table["temperature"]][1:], least=LEAST[task], bounds=BOUNDS[task]
+            )
+        for axis in axes[:, 0]:
+            axis.set_ylabel(SCORES[task])
+        for column in axes.T:
+            lowest = [axis for axis in column if axis.has_data()][-1]
+            lowest.set_xlabel("tau, tokens per target forward")
+            lowest.tick_params(labelbottom=True)
+
+
+def caption(report: Mapping[str, Any], task: str) -> str:
+    """The pair, n and the date."""
+    count = max(
+        arm["prompts"] for table in report["tables"] if table["task"] == task for arm in table["arms"]
     )
-    for axis, table in zip(axes.flat, tables, strict=False):
-        panel(axis, table, alone.get(table["temperature"]), looks)
-    for axis in axes.flat[len(tables) :]:
-        axis.set_visible(False)
-    for axis in axes[:, 0]:
-        axis.set_ylabel(SCORES[task])
-    for axis in axes[-1]:
-        axis.set_xlabel("tau, tokens per target forward")
-    named = {}
-    for axis in axes.flat:
-        handles, labels = axis.get_legend_handles_labels()
-        named |= dict(zip(labels, handles, strict=True))
-    figure.legend(
-        named.values(), named.keys(), loc="outside lower center", ncols=6, frameon=False, fontsize=8
+    facts = (
+        "tiny/target drafted by tiny/draft",
+        f"n = {count} prompts of {task}",
+        f"jax {report['environment']['jax']} on CPU",
+        report.get("date"),
+        "a point is a setting, whiskers are 95% intervals over prompts",
     )
-    figure.savefig(picture, metadata={"Date": None})
-    plt.close(figure)
+    return "; ".join(fact for fact in facts if fact) + "."
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -119,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     chosen = parser.parse_args(argv)
     report = json.loads(chosen.source.read_text(encoding="utf-8"))
     for task in chosen.task:
-        draw(report, task, chosen.folder / f"rules_{task}.svg")
+        draw(report, task, [chosen.folder / f"rules_{task}.svg"])
 
 
 if __name__ == "__main__":

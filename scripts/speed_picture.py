@@ -3,8 +3,7 @@
     python scripts/speed_picture.py            # after bench_assisted.py was run again
     python scripts/speed_picture.py --caption  # prints the line that belongs under the picture
 
-Bars are medians of the runs, whiskers span the slowest and the fastest run. Colours are those of Okabe and Ito, which
-people with any kind of colour vision tell apart.
+Bars are medians of the runs, whiskers span the slowest and the fastest run. Colours are those of every picture.
 """
 
 from __future__ import annotations
@@ -16,24 +15,27 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mars_jax.pictures.palette import look
+from mars_jax.pictures.style import no_grid, picture, whiskers
+
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "scripts" / "results" / "bench_assisted.json"
 BATCH = 1
 
 
 class Way(NamedTuple):
-    """One way to decode: its name in the JSON, in the legend, and its colour."""
+    """One way to decode: its name in the JSON, in the legend, and in the palette."""
 
     key: str
     label: str
-    colour: str
+    look: str
 
 
 WAYS = (
-    Way("mars-jax autoregressive", "mars-jax, autoregression", "#999999"),
-    Way("transformers assisted", "transformers, assisted generation", "#E69F00"),
-    Way("mars-jax exact", "mars-jax, exact", "#56B4E9"),
-    Way("mars-jax mars(0.9)", "mars-jax, mars(theta=0.9)", "#0072B2"),
+    Way("mars-jax autoregressive", "mars-jax, autoregression", "autoregressive"),
+    Way("transformers assisted", "transformers, assisted generation", "transformers"),
+    Way("mars-jax exact", "mars-jax, exact", "exact"),
+    Way("mars-jax mars(0.9)", "mars-jax, mars(theta=0.9)", "mars"),
 )
 
 
@@ -73,45 +75,35 @@ def _ordered(values: Sequence[Any]) -> list[Any]:
 
 def draw(report: Mapping[str, Any], pictures: Sequence[Path]) -> None:
     """Write the picture to files, whose names say the format."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    matplotlib.rcParams.update({"svg.hashsalt": "mars-jax", "svg.fonttype": "none", "font.size": 9})
-    from matplotlib import pyplot as plt
-
     tasks = _ordered([case["task"] for case in report["cases"]])
     temperatures = sorted({case["temperature"] for case in report["cases"]})
-    figure, axes = plt.subplots(1, len(temperatures), figsize=(8, 3.5), sharey=True, layout="constrained")
     width = 0.8 / len(WAYS)
-    for axis, temperature in zip(axes, temperatures, strict=True):
-        for k, way in enumerate(WAYS):
-            found = [rates(report, task, temperature, way.key) for task in tasks]
-            places = [i + (k - (len(WAYS) - 1) / 2) * width for i in range(len(tasks))]
-            spread = [[r.median - r.slowest for r in found], [r.fastest - r.median for r in found]]
-            axis.bar(
-                places, [r.median for r in found], 0.92 * width, color=way.colour, label=way.label,
-                yerr=spread, error_kw={"elinewidth": 0.8, "capsize": 2, "ecolor": "#333333"},
-            )  # fmt: skip
-            for place, rate in zip(places, found, strict=True):
-                axis.annotate(
-                    f"{rate.median:.0f}",
-                    (place, rate.fastest),
-                    (0, 3),
-                    textcoords="offset points",
-                    ha="center",
-                )
-        axis.set_xticks(range(len(tasks)), tasks)
-        axis.set_title(f"temperature {temperature:g}", fontsize=10)
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.tick_params(axis="x", length=0)
-    axes[0].set_ylabel("tokens/s")
-    axes[0].margins(y=0.1)
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False)
-    for picture in pictures:
-        metadata = {"Date": None} if picture.suffix == ".svg" else {"Software": None}
-        figure.savefig(picture, dpi=160, metadata=metadata)
-    plt.close(figure)
+    told = caption(report).replace("`", "")
+    grid = {"columns": len(temperatures), "panel": (4.2, 3.3), "sharey": True}
+    with picture(pictures, **grid, caption=told) as axes:
+        for axis, temperature in zip(axes.flat, temperatures, strict=True):
+            for k, way in enumerate(WAYS):
+                found = [rates(report, task, temperature, way.key) for task in tasks]
+                places = [i + (k - (len(WAYS) - 1) / 2) * width for i in range(len(tasks))]
+                medians, spans = [r.median for r in found], [(r.slowest, r.fastest) for r in found]
+                axis.bar(
+                    places, medians, 0.92 * width, color=look(way.look).colour, label=way.label,
+                    yerr=whiskers(medians, spans), error_kw={"elinewidth": 0.9, "ecolor": "#AAAAAA"},
+                )  # fmt: skip
+                for place, rate in zip(places, found, strict=True):
+                    axis.annotate(
+                        f"{rate.median:.0f}",
+                        (place, rate.fastest),
+                        (0, 3),
+                        textcoords="offset points",
+                        ha="center",
+                        fontsize=8,
+                    )
+            axis.set_xticks(range(len(tasks)), tasks)
+            axis.set_title(f"temperature {temperature:g}")
+            no_grid(axis, "x")
+        axes[0, 0].set_ylabel("tokens/s")
+        axes[0, 0].margins(y=0.1)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

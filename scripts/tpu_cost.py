@@ -24,6 +24,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mars_jax.pictures.palette import BLACK, PARTS
+from mars_jax.pictures.style import no_grid, picture, whiskers
 from mars_jax.planning import bundles, hlo
 from mars_jax.planning.chips import CHIPS
 from mars_jax.planning.constants import HOP_SECONDS, OP_SECONDS, SPEEDS
@@ -32,10 +34,6 @@ from mars_jax.planning.estimate import estimate, extrapolate, figures
 
 ROOT = Path(__file__).resolve().parents[1]
 REPORT = ROOT / "scripts" / "results" / "tpu_cost.json"
-COLOURS = {
-    "target/mlp": "#0072B2", "target/attention": "#56B4E9", "target/unembed": "#009E73", "draft": "#E69F00",
-    "mask": "#D55E00", "verify": "#CC79A7", "update": "#F0E442", "the rest": "#999999", "instructions": "#DDDDDD",
-}  # fmt: skip
 
 
 def dump(arguments: Sequence[str], folder: Path, checkout: Path) -> None:
@@ -159,7 +157,7 @@ def show(name: str, found: Mapping[str, Any]) -> None:
 
 def bars(found: Mapping[str, Any]) -> dict[str, float]:
     """ms of the pieces of a case's bar."""
-    pieces = dict.fromkeys(COLOURS, 0.0)
+    pieces = dict.fromkeys(PARTS, 0.0)
     for part, seconds in found["estimate"]["parts"].items():
         phase, _, component = part.partition("/")
         key = next(
@@ -171,37 +169,44 @@ def bars(found: Mapping[str, Any]) -> dict[str, float]:
 
 
 def draw(report: Mapping[str, Any], pictures: Sequence[Path]) -> None:
-    """A stacked bar a case; the dot is all bytes over the bandwidth, the dash the schedule run in order."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    matplotlib.rcParams.update({"svg.hashsalt": "mars-jax", "svg.fonttype": "none", "font.size": 9})
-    from matplotlib import pyplot as plt
-
-    named = [
-        (f"{name}\n{label}", found)
-        for label, cases in report["cases"].items()
-        if "from" not in label
-        for name, found in cases.items()
-    ]
-    named.sort(key=lambda pair: pair[0])
-    figure, axis = plt.subplots(figsize=(8, 4), layout="constrained")
-    bottoms = [0.0] * len(named)
-    for piece, colour in COLOURS.items():
-        heights = [bars(found)[piece] for _, found in named]
-        axis.bar(range(len(named)), heights, 0.6, bottom=bottoms, color=colour, label=piece)
-        bottoms = [a + b for a, b in zip(bottoms, heights, strict=True)]
-    for mark, key, label in (("o", "bytes_seconds", "bytes"), ("_", "in_order_seconds", "in order")):
-        heights = [1e3 * found["estimate"][key] for _, found in named]
-        axis.plot(range(len(named)), heights, mark, color="black", markersize=7, label=label)
-    axis.set_xticks(range(len(named)), [name for name, _ in named])
-    axis.set_ylabel("ms a step, estimated")
-    axis.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside right center", frameon=False)
-    for picture in pictures:
-        metadata = {"Date": None} if picture.suffix == ".svg" else {"Software": None}
-        figure.savefig(picture, dpi=160, metadata=metadata)
-    plt.close(figure)
+    """A bar for each label, in a panel for each case; the dot is all bytes over the bandwidth, the dash the schedule
+    run in order, and the whisker goes up to 1.5 us an instruction."""
+    labels = [label for label in report["cases"] if "from" not in label]
+    labels.sort(key=lambda label: label != "before")
+    names = list(dict.fromkeys(name for label in labels for name in report["cases"][label]))
+    told = (
+        f"{report['model']} in bfloat16, batch {report['batch']}, context {report['context']}, {report['topology']}: "
+        f"no run, but estimates from the compiler's schedule; {report['date']}. Whiskers: 0.2 to 1.5 us an instruction."
+    )
+    grid = {"columns": len(names), "panel": (2.9, 3.4), "sharey": True}
+    with picture(pictures, **grid, caption=told) as (row,):
+        for axis, name in zip(row, names, strict=True):
+            here = [
+                (label, report["cases"][label][name]) for label in labels if name in report["cases"][label]
+            ]
+            bottoms = [0.0] * len(here)
+            for piece, colour in PARTS.items():
+                heights = [bars(found)[piece] for _, found in here]
+                axis.bar(range(len(here)), heights, 0.6, bottom=bottoms, color=colour, label=piece)
+                bottoms = [a + b for a, b in zip(bottoms, heights, strict=True)]
+            ends = [
+                [1e3 * found["estimate"][f"{end}_seconds"] for end in ("low", "high")] for _, found in here
+            ]
+            axis.errorbar(
+                range(len(here)),
+                bottoms,
+                yerr=whiskers(bottoms, ends),
+                fmt="none",
+                ecolor="#777777",
+                elinewidth=0.9,
+            )
+            for mark, key, label in (("o", "bytes_seconds", "bytes"), ("_", "in_order_seconds", "in order")):
+                heights = [1e3 * found["estimate"][key] for _, found in here]
+                axis.plot(range(len(here)), heights, mark, color=BLACK, markersize=7, label=label)
+            axis.set_xticks(range(len(here)), [label.replace(", ", ",\n") for label, _ in here])
+            axis.set_title("no draft" if name == "none" else name)
+            no_grid(axis, "x")
+        row[0].set_ylabel("ms a step, estimated")
 
 
 def checked(topology: str) -> Any:

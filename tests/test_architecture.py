@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 # Bottom to top: a module imports only from lines above its own, or from its own package.
 LAYERS = [
     "core assets",
-    "specs",
+    "specs pictures",
     "constraints",
     "models",
     "placement",

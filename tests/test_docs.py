@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import importlib
 import json
+import lzma
 import re
 import shutil
 import subprocess
@@ -150,6 +151,77 @@ def test_the_pictures_of_the_rules_show_their_json(tmp_path, task):
         assert [float(x) for x in ours] == pytest.approx([float(x) for x in theirs], abs=0.01)
     texts, kept_texts = (re.findall(r"<text[^>]*>([^<]*)</text>", text) for text in (drawn, kept))
     assert "mars (gap)" in texts and texts == kept_texts
+
+
+@pytest.mark.parametrize(
+    ("command", "picture", "word"),
+    [
+        (("tpu_cost.py", "--picture", "--pictures"), "tpu_cost.svg", "target/attention"),
+        (("cost_picture.py", "--folder"), "rule_cost.svg", "mars over rejection"),
+    ],
+)
+def test_the_pictures_of_a_step_show_their_json(tmp_path, command, picture, word):
+    pytest.importorskip("matplotlib")
+    done = run(*command, str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    drawn, kept = ((folder / picture).read_text(encoding="utf-8") for folder in (tmp_path, ROOT / "docs"))
+    paths, kept_paths = (re.findall(r' d="([^"]*)"', text) for text in (drawn, kept))
+    assert len(paths) == len(kept_paths)
+    texts, kept_texts = (re.findall(r"<text[^>]*>([^<]*)</text>", text) for text in (drawn, kept))
+    assert word in texts and texts == kept_texts
+
+
+@pytest.mark.parametrize("name", ["eval_context", "eval_indicator"])
+def test_the_pictures_of_studies_are_drawn_from_their_json(tmp_path, name):
+    """Pixel by pixel but for the edges of letters and lines, where another version of matplotlib may differ."""
+    pytest.importorskip("matplotlib")
+    from matplotlib import image
+
+    results = ROOT / "scripts" / "results"
+    shutil.copy(results / f"{name}.json", tmp_path)
+    done = run(f"{name}.py", "--picture", "--output", str(tmp_path / f"{name}.json"))
+    assert done.returncode == 0, done.stderr
+    drawn, kept = (image.imread(folder / f"{name}.png")[..., :3] for folder in (tmp_path, results))
+    assert drawn.shape == kept.shape
+    assert (abs(drawn - kept).max(axis=-1) > 0.3).mean() < 0.01
+
+
+def test_the_evidence_has_the_figures_of_its_rows(scripts):
+    """Of one folder: all figures of the summary are counted again, and every interval holds its figure."""
+    pictures = importlib.import_module("evidence_pictures")
+    folder = ROOT / "scripts" / "results" / "evidence" / "stories-chain"
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    with lzma.open(folder / "rows.jsonl.xz", "rt", encoding="utf-8") as file:
+        rows = [json.loads(line) for line in file]
+    replays = json.loads((folder / "replay.json").read_text(encoding="utf-8"))
+    again = pictures.completed(json.loads(json.dumps(summary)), rows, replays)
+    assert pictures.same(again, summary)
+    for table in summary["tables"]:
+        assert len(table["replay"]["thetas"]) >= 6  # inf and at least five others
+        for arm in table["arms"]:
+            for name in ("tau", "tokens_per_second", "score", "regret_per_token"):
+                low, high = arm["intervals"][name]
+                assert low <= arm[name] <= high
+    summary["tables"][0]["arms"][2]["tau"] += 0.01
+    with pytest.raises(ValueError, match="tau is 3"):
+        pictures.completed(summary, rows, replays)
+
+
+def test_the_picture_of_the_stream_fetches_nothing():
+    svg = (ROOT / "docs" / "stream.svg").read_text(encoding="utf-8")
+    assert "@font-face" not in svg and "<script" not in svg and not re.search(r"(?:href|src)=\"(?!#)", svg)
+    texts = re.findall(r"<text[^>]*>([^<]*)</text>", svg)
+    assert any("mars-jax&#160;generate" in text for text in texts)
+
+
+@pytest.mark.slow
+def test_the_picture_of_the_stream_is_what_the_command_writes(tmp_path):
+    done = run("stream_picture.py", "--folder", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    drawn, kept = (
+        (folder / "stream.svg").read_text(encoding="utf-8") for folder in (tmp_path, ROOT / "docs")
+    )
+    assert drawn == kept
 
 
 @pytest.mark.parametrize("path", [*DOCUMENTS, *REPORTS], ids=lambda path: str(path.relative_to(ROOT)))

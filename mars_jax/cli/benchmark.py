@@ -36,8 +36,9 @@ examples:
       --verify gates.py:entropy_gate --rule-option entropy=1.5 --output gate
 
 {pair.TASKS}
-OUTPUT gets rows.jsonl as rows finish, then summary.json, table.md and four plots. Killed
-and started again with the same flags, it goes on where it was. The table goes to stdout,
+OUTPUT gets rows.jsonl as rows finish, then summary.json, table.md, five plots as PNG, SVG
+and PDF, and report.html, one page with all of it and the texts side by side. Killed and
+started again with the same flags, it goes on where it was. The table goes to stdout,
 progress to stderr; bad input ends with exit code 2.
 """
 
@@ -146,15 +147,16 @@ def _study(args: argparse.Namespace, folder: Path, out: IO[str]) -> None:
     from mars_jax.cli.open_pair import open_study
     from mars_jax.cli.open_refiner import open_refiner
     from mars_jax.evaluate import evaluate
-    from mars_jax.evaluate.benchmark import report
+    from mars_jax.evaluate.benchmark import table
     from mars_jax.evaluate.scoring import scores
     from mars_jax.evaluate.tasks.problems import Problem
+    from mars_jax.pictures.style import check_installed
 
     code = {"run_code": args.allow_code_execution, "unconfined": args.allow_unconfined_code}
 
     def check(problems: list[Problem]) -> None:
         scores.check_metrics(problems, **code)
-        report.check_installed()
+        check_installed()
 
     problems, target, drafter = open_study(args, folder, check)
     shared = ("rule", "thetas", "temperatures", "simulated_taus")
@@ -181,5 +183,5 @@ def _study(args: argparse.Namespace, folder: Path, out: IO[str]) -> None:
             progress=tick,
             **{name: getattr(args, name) for name in shared},
         )
-    print(report.markdown(summary), file=out, end="")
-    print(f"rows, table and plots are in {args.output}", file=sys.stderr)
+    print(table.markdown(summary), file=out, end="")
+    print(f"rows, table, plots and report are in {args.output}", file=sys.stderr)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import datetime
 import json
 import math
 from collections.abc import Sequence
@@ -31,9 +32,9 @@ examples:
   python -m mars_jax.compounding --task arithmetic --chat --problems 200 --output compounding
 
 {pair.TASKS}
-OUTPUT gets rows.jsonl as texts finish, then compounding.json, compounding.md,
-compounding.png and events.jsonl; the report goes to stdout too. Killed and started again
-with the same flags, it goes on where it was.
+OUTPUT gets rows.jsonl as texts finish, then compounding.json, compounding.md, the picture
+compounding as PNG, SVG and PDF, and events.jsonl; the report goes to stdout too. Killed
+and started again with the same flags, it goes on where it was.
 """
 
 
@@ -99,11 +100,11 @@ def _run(args: argparse.Namespace, out: IO[str]) -> None:
 def _study(args: argparse.Namespace, folder: Path, out: IO[str]) -> None:
     from mars_jax.cli.open_pair import open_study
     from mars_jax.evaluate.batches import RowFile
-    from mars_jax.evaluate.benchmark import report
     from mars_jax.evaluate.folder import claim, digest, fingerprint
     from mars_jax.evaluate.studies import branch_report, branches
+    from mars_jax.pictures.style import check_installed
 
-    problems, target, drafter = open_study(args, folder, lambda problems: report.check_installed())
+    problems, target, drafter = open_study(args, folder, lambda problems: check_installed())
     shown = ("max_new_tokens", "horizon", "per_text", "batch_size", "seed", "problems", "chat")
     settings = settings_of(args) | {
         "rule": args.rule.as_json(but=("theta",)),
@@ -142,7 +143,8 @@ def _study(args: argparse.Namespace, folder: Path, out: IO[str]) -> None:
                 )
             tasks[task] = branch_report.summarize(texts, found, horizon=args.horizon, seed=args.seed)
             events += [{"task": task, **_rounded(event)} for event in found]
-        summary = {"settings": settings, "version": __version__, "tasks": tasks}
+        today = datetime.datetime.now(datetime.UTC).date().isoformat()
+        summary = {"settings": settings, "version": __version__, "date": today, "tasks": tasks}
         _write(folder, summary, events)
     print(branch_report.markdown(summary), file=out, end="")
 
@@ -150,13 +152,14 @@ def _study(args: argparse.Namespace, folder: Path, out: IO[str]) -> None:
 def _write(output: Path, summary: dict[str, Any], events: list[dict[str, Any]]) -> None:
     from mars_jax.evaluate.folder import write_json
     from mars_jax.evaluate.studies import branch_report
+    from mars_jax.pictures.style import beside
 
     try:
         write_json(output / "compounding.json", summary)
         lines = [json.dumps(event, ensure_ascii=False) for event in events]
         write_whole(output / "events.jsonl", "".join(f"{line}\n" for line in lines))
         write_whole(output / "compounding.md", branch_report.markdown(summary))
-        branch_report.draw(summary, output / "compounding.png")
+        branch_report.draw(summary, beside(output / "compounding.png"))
     except OSError as error:
         raise MarsError(
             f"--output '{output}' cannot be written ({error.strerror}): mend that, then run the same command again."

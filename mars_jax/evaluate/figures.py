@@ -133,7 +133,64 @@ def summarize(
         "same_as_autoregressive": _same(rows, alone),
         "same_as_strict": _same(rows, strict),
         **_quality(rows, alone, metric, seed),
+        "intervals": intervals(rows, alone, metric=metric, seed=seed),
     }
+
+
+def intervals(
+    rows: Sequence[dict[str, Any]],
+    alone: Sequence[dict[str, Any]],
+    *,
+    metric: str,
+    seed: int = 0,
+    resamples: int = 2000,
+) -> dict[str, Any]:
+    """95% intervals of an arm's figures, by the bootstrap over problems: percentiles of the same resamples for all.
+
+    They measure the choice of problems, and of the machine's moods only what differs from problem to problem.
+
+    Args:
+      rows, alone, metric, seed: as for `summarize`.
+      resamples: R.
+
+    Returns:
+      [low, high] by the names of `summarize`, None where there is none, as for a single problem; for
+      `acceptance_by_depth` one for each depth.
+    """
+    depths = len(rows[0]["depth_histogram"])
+    draws = np.random.default_rng(seed).multinomial(
+        len(rows), np.full(len(rows), 1 / len(rows)), size=resamples if len(rows) > 1 else 0
+    )
+    weights = draws.astype(np.float64)
+
+    def sums(of: Sequence[dict[str, Any]], name: str) -> np.ndarray:
+        return weights @ np.asarray([row[name] for row in of], np.float64)
+
+    tokens, seconds = sums(rows, "emitted"), sums(rows, "seconds")
+    histogram = sums(rows, "depth_histogram").reshape(-1, depths)
+    reached = np.cumsum(histogram[:, ::-1], axis=1)[:, ::-1]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        rate = tokens / seconds
+        found: dict[str, Any] = {
+            "tau": _bounds(tokens / sums(rows, "steps")),
+            "tokens_per_second": _bounds(rate),
+            "speedup": _bounds(rate / (sums(alone, "emitted") / sums(alone, "seconds"))),
+            "regret_per_token": _bounds(sums(rows, "regret") / tokens),
+            "acceptance_by_depth": [
+                _bounds(after / before) for before, after in itertools.pairwise(reached.T)
+            ],
+            "score": None,
+        }
+        if all(row["score"] is not None for row in rows):
+            numbers = np.asarray([[*row["score"], 1.0] for row in rows], np.float64)
+            found["score"] = _bounds(np.asarray(total(metric, weights @ numbers)))
+    return found
+
+
+def _bounds(resampled: np.ndarray) -> list[float] | None:
+    """The middle 95% of resamples, those left out that are no number; None of none."""
+    finite = resampled[np.isfinite(resampled)]
+    return np.quantile(finite, [0.025, 0.975]).tolist() if len(finite) else None
 
 
 def _metrics(rows: Sequence[dict[str, Any]]) -> Metrics:

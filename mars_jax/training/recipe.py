@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,8 @@ import jax
 import numpy as np
 import optax
 
+from mars_jax.pictures.palette import COLOURS
+from mars_jax.pictures.style import picture
 from mars_jax.training.loop import warmup_stable_decay
 
 DECAY = 0.35
@@ -54,7 +57,7 @@ def muon(peak: float, steps: int, *, warmup: int = 50, decay: float = DECAY) -> 
 
 def plot(
     log: str | os.PathLike[str],
-    picture: str | os.PathLike[str],
+    picture_file: str | os.PathLike[str],
     panels: Mapping[str, Sequence[str]],
     *,
     tokens: int,
@@ -63,26 +66,23 @@ def plot(
 
     Args:
       log: the log.jsonl of `training.fit`.
-      picture: file to write, PNG by its name.
+      picture_file: file to write, whose suffix says the format.
       panels: title -> names of the figures in it.
       tokens: of a step.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     rows = [json.loads(line) for line in Path(log).read_text().splitlines()]
     window = max(1, len(rows) // 100)
     seen = [row["step"] * tokens / 1e6 for row in rows[window - 1 :]]
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(7 * len(panels), 4.5), squeeze=False)
-    for axis, (title, names) in zip(axes[0], panels.items(), strict=True):
-        for name in names:
-            mean = np.convolve([row[name] for row in rows], np.ones(window) / window, mode="valid")
-            axis.plot(seen, mean, label=name)
-        axis.set(xlabel="million tokens", ylabel=f"mean of {window} steps", title=title)
-        axis.grid(alpha=0.3)
-        if len(names) > 1:
-            axis.legend()
-    figure.savefig(picture, dpi=120, bbox_inches="tight")
-    pyplot.close(figure)
+    caption = (
+        f"{len(rows)} steps, {rows[-1]['step'] * tokens / 1e6:.3g} million tokens; means of {window} steps."
+    )
+    with picture(
+        [Path(picture_file)], columns=len(panels), panel=(4.6, 3.2), caption=caption, legend=False
+    ) as axes:
+        for axis, (title, names) in zip(axes[0], panels.items(), strict=True):
+            for name, colour in zip(names, itertools.cycle(COLOURS)):
+                mean = np.convolve([row[name] for row in rows], np.ones(window) / window, mode="valid")
+                axis.plot(seen, mean, color=colour, label=name)
+            axis.set(xlabel="million tokens", ylabel=f"mean of {window} steps", title=title)
+            if len(names) > 1:
+                axis.legend()

@@ -18,17 +18,23 @@ EVIDENCE = {
 
 def evidence() -> dict[str, Any]:
     """evidence/*/summary.json: `mars` and its controls on four pairs of task and draft."""
-    rows, arms = [], {}
+    rows, arms, replays = [], {}, {}
     for folder, draft in EVIDENCE.items():
         for part in load(f"evidence/{folder}/summary.json")["tables"]:
             found = {arm["arm"]: arm for arm in part["arms"]}
             arms[folder, int(part["temperature"])] = found
+            replays[folder, int(part["temperature"])] = dict(
+                zip(part["replay"]["thetas"], part["replay"]["tau"], strict=True)
+            )
             rows.append(_evidence_row(part, draft, found))
     loose = arms["arithmetic-chain", 0]["mars theta=0.7"]
     story = arms["stories-chain", 1]["mars theta=0.9"]
     return {
         "rows": rows,
         "bars": _evidence_bars(arms),
+        # tau of stories with the draft model at temperature 1 and theta 0.7
+        "decoded": arms["stories-chain", 1]["mars theta=0.7"]["tau"],
+        "replayed": replays["stories-chain", 1][0.7],
         "arms": arms,
         "loose": f"{100 * loose['recovered']:.1f}% [{_percents(loose['recovered_interval'])}]",
         "loose_lost": 100 * (arms["arithmetic-chain", 0]["autoregressive"]["score"] - loose["score"]),

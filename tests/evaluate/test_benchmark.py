@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,14 +12,16 @@ import pytest
 from mars_jax.cli.benchmark import main, parse
 from mars_jax.core.errors import MarsError
 from mars_jax.evaluate import answers
-from mars_jax.evaluate.benchmark import plots, report
+from mars_jax.evaluate.benchmark import plots, report, table
 from mars_jax.evaluate.folder import claim
 from mars_jax.evaluate.tasks.problems import Code, Problem
+from mars_jax.pictures import style
 from mars_jax.serve.journal import Lock
 from tests.evaluate.conftest import dying_after, read_folder
 
-TIMES = {"seconds", "tokens_per_second", "speedup", "seconds_per_task", "task_speedup"}
-PICTURES = ("speed_quality.png", "tau_theta.png", "depth.png", "margins.png")
+TIMES = {"date", "seconds", "tokens_per_second", "speedup", "seconds_per_task", "task_speedup"}
+PICTURES = tuple(plots.PICTURES)
+DRAWN = {Path(name).with_suffix(f".{kind}").name for name in PICTURES for kind in style.FORMATS}
 ARMS = [
     "autoregressive", "exact", "mars theta=inf", "mars theta=0.9", "mars theta=0.5", "mars(gap) matched",
     "autoregressive top_k=2", "low-margin sampling",
@@ -160,7 +163,7 @@ def test_the_plots_are_not_blank(finished):
 
     for name in PICTURES:
         picture = image.imread(finished.path / name)[..., :3]
-        assert picture.shape[0] > 300 and picture.shape[1] > 1000  # two panels
+        assert picture.shape[0] > 300 and picture.shape[1] > 1000  # two panels or more
         for panel in np.array_split(picture, 2, axis=1):
             coloured = (panel.max(axis=-1) - panel.min(axis=-1)) > 0.2
             assert coloured.mean() > 1e-3 and (panel < 0.5).any(axis=-1).mean() > 1e-3
@@ -168,15 +171,56 @@ def test_the_plots_are_not_blank(finished):
 
 def test_plots_and_table_of_what_is_not_scored(finished, tmp_path):
     summary = json.loads(json.dumps(finished.summary))
-    for table in summary["tables"]:
-        table["metric"] = "none"
-        for arm in table["arms"]:
+    for part in summary["tables"]:
+        part["metric"] = "none"
+        for arm in part["arms"]:
             arm |= {"score": None, "recovered": None, "recovered_interval": None}
         # An arm without a threshold, which comes after the others.
-        table["arms"].append(table["arms"][1] | {"arm": "simulated tau=2", "role": "simulated"})
+        part["arms"].append(part["arms"][1] | {"arm": "simulated tau=2", "role": "simulated"})
     plots.draw(summary, tmp_path)
-    assert {p.name for p in tmp_path.iterdir()} == set(PICTURES)
-    assert "not scored" in report.markdown(summary)
+    assert {p.name for p in tmp_path.iterdir()} == DRAWN
+    assert "not scored" in table.markdown(summary) and "| recovered |" in table.markdown(summary)
+    assert table.key(summary["tables"][0]) == ["arm", "tau", "tokens/s", "speed", "regret"]
+
+
+def test_plots_of_other_runs(finished, tmp_path):
+    """A lossless rule, which has no arms but the strict one; a rule without a threshold; a summary of before there were
+    intervals and replays, and a single problem."""
+    summary = json.loads(json.dumps(finished.summary))
+    lossless, plain, old = (json.loads(json.dumps(summary)) for _ in range(3))
+    lossless["settings"]["rule"] = {"verify": "exact", "settings": {}}
+    for part in lossless["tables"]:
+        part |= {"arms": part["arms"][:2], "match": None, "replay": None}
+        part["margins"] = {"exact": part["margins"]["exact"]}
+    for part in plain["tables"]:
+        part["replay"] = None
+        for arm in part["arms"]:
+            arm["theta"] = None
+    for part in old["tables"]:
+        del part["replay"]
+        for arm in part["arms"]:
+            del arm["intervals"]
+    del old["date"]
+    for number, made in enumerate((lossless, plain, old)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        plots.draw(made, folder, formats=("svg",))
+        drawn = {p.name: p.read_text() for p in folder.iterdir()}
+        assert set(drawn) == {Path(name).with_suffix(".svg").name for name in PICTURES}
+        assert "replayed" not in drawn["tau_theta.svg"] and ">exact<" in drawn["depth.svg"]
+        assert "| exact |" in table.markdown(made)
+
+
+def test_tau_is_shown_at_five_thetas_that_no_arm_has(finished):
+    for part in finished.summary["tables"]:
+        replayed = part["replay"]
+        assert replayed["problems"] == 4 and replayed["thetas"][0] == "inf"
+        others = {*replayed["thetas"]} - {"inf", *(arm["theta"] for arm in part["arms"])}
+        assert len(others) >= 5 and len(replayed["tau"]) == len(replayed["interval"]) == len(
+            replayed["thetas"]
+        )
+        exact = next(arm for arm in part["arms"] if arm["arm"] == "exact")
+        assert replayed["tau"][0] == pytest.approx(exact["tau"])  # all problems are replayed
 
 
 def test_notes_say_what_the_figures_do_not(finished):
@@ -255,16 +299,17 @@ def test_a_kill_while_the_settings_are_written_blocks_nothing(tmp_path):
 
 def test_a_finished_run_decodes_nothing_and_prints_its_table(flags, finished, tmp_path, monkeypatch, capsys):
     output = shutil.copytree(finished.path, tmp_path / "copy")
-    for name in ("summary.json", "table.md", *PICTURES):
+    made = ("summary.json", "table.md", "report.html", *DRAWN)
+    for name in made:
         (output / name).unlink()
     monkeypatch.setattr(answers, "_decoded", lambda *args, **options: pytest.fail("decoded"))
     capsys.readouterr()
     assert call(*flags, "--output", output) == 0
-    for name in ("summary.json", "table.md", *PICTURES):
+    for name in made:
         assert (output / name).read_bytes() == (finished.path / name).read_bytes()
     captured = capsys.readouterr()
     assert captured.out == (finished.path / "table.md").read_text()
-    assert "rows, table and plots are in" in captured.err
+    assert "rows, table, plots and report are in" in captured.err
 
 
 @pytest.mark.parametrize(
@@ -324,8 +369,8 @@ def test_two_tasks_over_rejection(target, prompts, tmp_path):
     made = read_folder(output)
     assert [t["task"] for t in made.summary["tables"]] == ["stories", "jsonl"]
     mars = [f"mars over rejection theta={theta}" for theta in ("inf", 0.9)]
-    for table in made.summary["tables"]:
-        arms = {a["arm"]: a for a in table["arms"]}
+    for part in made.summary["tables"]:
+        arms = {a["arm"]: a for a in part["arms"]}
         assert list(arms)[1:5] == ["rejection", *mars, "mars(gap) over rejection matched"]
         assert arms["rejection"]["tau"] > 2  # of 3: it drafts for itself, and q is p
         assert arms[mars[0]]["same_as_strict"] == 1.0

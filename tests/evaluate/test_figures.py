@@ -8,6 +8,7 @@ import pytest
 from mars_jax.evaluate.figures import (
     LONGEST_PERIOD,
     acceptance_by_depth,
+    intervals,
     loops,
     recovered_interval,
     summarize,
@@ -105,7 +106,7 @@ def test_a_summary_by_hand():
     ]
     strict = [row([5, 6], [0.0])] * 3
     made = summarize(rows, alone, strict, metric="rouge_l")
-    interval = made.pop("recovered_interval")
+    interval, spans = made.pop("recovered_interval"), made.pop("intervals")
     assert made == {
         "problems": 3,
         "theta": None,
@@ -127,12 +128,47 @@ def test_a_summary_by_hand():
         "recovered": 0.75,
     }
     assert interval is None or interval[0] <= 0.75 <= interval[1]
+    for name in ("tau", "tokens_per_second", "speedup", "regret_per_token", "score"):
+        assert spans[name][0] <= made[name] <= spans[name][1], name
+    assert spans["acceptance_by_depth"] == [[0.5, 0.5], [1.0, 1.0]]  # every row has the same
+
+
+def test_the_intervals_of_figures_hold_the_truth_as_often_as_they_say():
+    """tau of texts whose steps give 1 to 5 tokens, mean 3, and whose lengths and numbers of steps vary."""
+    rng, hits, repeats, problems = np.random.default_rng(0), 0, 300, 60
+    for repeat in range(repeats):
+        steps = rng.integers(4, 20, problems)
+        rows = [
+            row([0] * int(rng.integers(1, 6, n).sum()), [float(rng.random() < 0.7)], steps=int(n))
+            for n in steps
+        ]
+        low, high = intervals(rows, rows, metric="final_answer", seed=repeat, resamples=400)["tau"]
+        hits += low <= 3 <= high
+    assert 0.91 <= hits / repeats <= 0.985
+
+
+def test_intervals_are_of_the_same_resamples_of_problems():
+    """A speed against itself is 1 without doubt, and the seed decides."""
+    rng = np.random.default_rng(0)
+    sizes = zip(rng.integers(2, 9, 9), rng.random(9), strict=True)
+    rows = [row([0] * int(count), [1.0], seconds=float(seconds)) for count, seconds in sizes]
+    made = intervals(rows, rows, metric="final_answer")
+    assert made["speedup"] == [1.0, 1.0] and made["score"] == [1.0, 1.0]
+    assert made["tokens_per_second"][0] < made["tokens_per_second"][1]
+    assert made == intervals(rows, rows, metric="final_answer")
+    assert made["tau"] != intervals(rows, rows, metric="final_answer", seed=1)["tau"]
+
+
+def test_a_single_problem_has_no_intervals():
+    made = intervals([row([1, 2], [1.0])], [row([1, 2], [1.0])], metric="final_answer")
+    assert made.pop("acceptance_by_depth") == [None, None] and {*made.values()} == {None}
 
 
 def test_what_is_not_scored_has_no_quality():
     rows = [row([1], None), row([2], None)]
     made = summarize(rows, rows, rows, metric="none")
     assert made["score"] is None and made["recovered"] is None and made["recovered_interval"] is None
+    assert made["intervals"]["score"] is None and made["intervals"]["tau"] is not None
     zero = [row([1], [0.0]), row([2], [0.0])]
     made = summarize([row([1], [1.0]), row([2], [0.0])], zero, zero, metric="final_answer")
     assert made["score"] == 0.5 and made["recovered"] is None and made["recovered_interval"] is None

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import mars_jax as mj
-from mars_jax.evaluate.benchmark.margins import KINDS, decisions, edges_of, histograms, margin_of
+from mars_jax.evaluate.benchmark.margins import KINDS, edges_of, histograms, margin_of, observe
 from mars_jax.evaluate.scoring import likelihood
 from mars_jax.serve.generate import generate_stream, run_batch
 from mars_jax.serve.requests import make_requests
@@ -29,8 +29,12 @@ def test_every_decision_is_counted_with_its_margin(target, draft, theta):
     rule = mj.verify.mars(theta=theta)
     # Rows of different ends in batches that are not full.
     requests = make_requests(target, PROMPTS, temperature=0.7, seed=[5, 6, 7], max_new_tokens=24)
-    found = decisions(session(target, drafter, rule, 2), requests)
+    seen = observe(session(target, drafter, rule, 2), requests)
+    found = seen.decisions
     done = [c for i in (0, 2) for c in run_batch(target, drafter, requests[i : i + 2], verify=rule, rows=2)]
+    assert seen.tokens == [list(c.tokens) for c in done]
+    assert [k.count("relaxed") for k in seen.kinds] == [c.metrics.accepted_relaxed for c in done]
+    assert [k.count("exact") for k in seen.kinds] == [c.metrics.accepted_exact for c in done]
     count = {kind: len(found[kind][0]) for kind in KINDS}
     assert count["accepted"] == sum(c.metrics.accepted_exact for c in done) > 0
     assert count["relaxed"] == sum(c.metrics.accepted_relaxed for c in done)
@@ -65,7 +69,8 @@ def test_the_decisions_of_a_chain_are_in_the_order_of_its_text(target):
                 expected[name].append((scored.z1[at], scored.z2[at]))
             at += 1
     assert all(expected.values())
-    for kind, (z1, z2) in decisions(session(target, drafter, rule, 1), [request]).items():
+    found = observe(session(target, drafter, rule, 1), [request]).decisions
+    for kind, (z1, z2) in found.items():
         np.testing.assert_allclose(np.stack([z1, z2], axis=1), expected[kind], atol=1e-4)
 
 
@@ -73,7 +78,7 @@ def test_where_nothing_was_drafted_nothing_was_rejected(target):
     target = mj.load(str(target))
     drafter = mj.drafters.load("ngram", target)
     requests = make_requests(target, PROMPTS, temperature=1.0, seed=[5, 6, 7], max_new_tokens=24)
-    found = decisions(session(target, drafter, mj.verify.exact(), 3), requests)
+    found = observe(session(target, drafter, mj.verify.exact(), 3), requests).decisions
     done = run_batch(target, drafter, requests, verify=mj.verify.exact())
     undrafted = sum(c.metrics.depth_histogram[0] for c in done)
     assert len(found["accepted"][0]) == sum(c.metrics.accepted_exact for c in done)

@@ -14,7 +14,7 @@ from mars_jax import verify
 from mars_jax.core.types import LoadedRule
 from mars_jax.evaluate.answers import Answer, Decoding, prompt_tokens
 from mars_jax.evaluate.batches import RowFile, Speed
-from mars_jax.evaluate.benchmark import margins
+from mars_jax.evaluate.benchmark import margins, replay, texts
 from mars_jax.evaluate.benchmark.arms import Arm, base_of, make_arms, margin_of, other_margin
 from mars_jax.evaluate.benchmark.match import PROBLEMS, Match, match
 from mars_jax.evaluate.benchmark.rows import Key, make_row
@@ -22,9 +22,11 @@ from mars_jax.evaluate.folder import write_json
 from mars_jax.evaluate.scoring import likelihood, sandbox, scores
 from mars_jax.evaluate.tasks.problems import Problem
 from mars_jax.serve.journal import Row
+from mars_jax.serve.requests import Request
 from mars_jax.specs import RuleChoice
 
 MATCHES, MARGINS, ROWS = "matches.json", "margins.json", "rows.jsonl"
+TEXTS, REPLAY = "texts.json", "replay.json"
 
 Progress = Callable[[str, int, int], None]
 """`(what, rows done, rows in all)`."""
@@ -46,7 +48,7 @@ class Evaluation:
         self._tasks = by_task(problems)
         self._numbers = {(task, p.id): i for task, group in self._tasks.items() for i, p in enumerate(group)}
         self.matches = {place: Match(**found) for place, found in self._read(MATCHES).items()}
-        self.margins = self._read(MARGINS)
+        self.margins, self.texts, self.replays = (self._read(name) for name in (MARGINS, TEXTS, REPLAY))
         # A placeholder, since the names of arms do not depend on the threshold that is matched.
         keys = [
             Key(task, temperature, arm.name, problem.id)._asdict()
@@ -104,9 +106,8 @@ class Evaluation:
                     rows = self.file.batch(keys, make)
                     place += len(group)
                     progress(f"{what}, {arm.name}, {_speed(rows)}", place, self._rows)
-            self._margins(
-                task, temperature, functools.partial(progress, f"{what}, margins", place, self._rows)
-            )
+            for name, look in (("margins", self._observe), ("replay", self._replay)):
+                look(task, temperature, functools.partial(progress, f"{what}, {name}", place, self._rows))
 
     def _decode(self, task: str, temperature: float, arm: Arm, group: list[Problem]) -> list[dict[str, Any]]:
         seeds = [self._seed(task, problem) for problem in group]
@@ -138,23 +139,44 @@ class Evaluation:
         np.add.at(sums, [t[0] for t in turns], scored)
         return [*sums.tolist()]
 
-    def _margins(self, task: str, temperature: float, tick: Callable[[], None]) -> None:
-        """Histograms of the strict rule's decisions and of the relaxed one's, made once and kept beside the rows."""
+    def _untimed(self, task: str, temperature: float, count: int) -> tuple[list[Problem], list[Request]]:
+        """The first problems of a task, in their first turn."""
+        decoding, problems = self._decoding, self._tasks[task][:count]
+        prompts = [prompt_tokens(decoding.session.target, p, chat=decoding.chat) for p in problems]
+        return problems, decoding.requests(prompts, [self._seed(task, p) for p in problems], temperature)
+
+    def _observe(self, task: str, temperature: float, tick: Callable[[], None]) -> None:
+        """Histograms of the strict rule's decisions and of the relaxed one's, and texts of both, made once and kept
+        beside the rows."""
         name = f"{task}, temperature {temperature:g}"
         if name in self.margins:
             return
-        decoding, problems = self._decoding, self._tasks[task][: margins.PROBLEMS]
-        session = decoding.session
-        prompts = [prompt_tokens(session.target, p, chat=decoding.chat) for p in problems]
-        requests = decoding.requests(prompts, [self._seed(task, p) for p in problems], temperature)
+        problems, requests = self._untimed(task, temperature, margins.PROBLEMS)
+        session = self._decoding.session
         arms = self.arms(temperature, self._stand_in)
         strict = next(arm for arm in arms if arm.role == "strict")
-        found = {}
+        found, said = {}, {}
         for arm in (strict, next((arm for arm in arms if arm.role == "rule"), strict)):
-            seen = margins.decisions(session.using(arm.rule), requests, tick)
-            found[arm.name] = margins.histograms(margin_of(self._rule) or "ratio", seen)
+            seen = margins.observe(session.using(arm.rule), requests, tick)
+            found[arm.name] = margins.histograms(margin_of(self._rule) or "ratio", seen.decisions)
+            said[arm.name] = seen
+        self.texts[name] = texts.as_json(session.target, problems, requests, said)
+        write_json(self._folder / TEXTS, self.texts)
         self.margins[name] = found
         write_json(self._folder / MARGINS, self.margins)
+
+    def _replay(self, task: str, temperature: float, tick: Callable[[], None]) -> None:
+        """tau at thresholds that no arm has, made once and kept beside the rows."""
+        name = f"{task}, temperature {temperature:g}"
+        session = self._decoding.session
+        thetas = replay.thetas_of(self._rule, session.drafter.drafter, self._settings["thetas"])
+        if name in self.replays or not thetas:
+            return
+        _, requests = self._untimed(task, temperature, replay.PROBLEMS)
+        arm = next(arm for arm in self.arms(temperature, self._stand_in) if arm.role == "rule")
+        counted = replay.walks(session.using(arm.rule), requests, thetas, tick)
+        self.replays[name] = replay.as_json(thetas, counted)
+        write_json(self._folder / REPLAY, self.replays)
 
     def _match(self, task: str, temperature: float, tick: Callable[[], None]) -> Match | None:
         """The match of a task at a temperature, found once and kept beside the rows; None for a lossless rule."""

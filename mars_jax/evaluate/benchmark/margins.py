@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +19,7 @@ from mars_jax.core.rules import lossless
 from mars_jax.core.tree import gather_path
 from mars_jax.core.types import NO_TOKEN, Verdict
 from mars_jax.placement.hosts import fetch
+from mars_jax.serve.requests import KINDS as TOKEN_KINDS
 from mars_jax.serve.requests import Request
 from mars_jax.serve.session import Session
 
@@ -28,6 +29,16 @@ BINS = 50
 WIDEST_GAP = 5.0
 """Nats; wider gaps count in the last bin."""
 KINDS = ("accepted", "relaxed", "rejected")
+
+
+class Observed(NamedTuple):
+    """What was seen of some requests."""
+
+    # By `KINDS`: of every accepted draft token whether it needed the relaxation, and of every step that ended before
+    # its draft did, the place where no draft was taken; z1 and z2 there, f32[n] each
+    decisions: dict[str, tuple[np.ndarray, np.ndarray]]
+    tokens: list[list[int]]  # of each request, in order
+    kinds: list[list[str]]  # of these tokens, as in `requests.KINDS`
 
 
 @struct.dataclass(kw_only=True)
@@ -81,40 +92,45 @@ def edges_of(name: str) -> np.ndarray:
     return np.linspace(0, WIDEST_GAP if name == "gap" else 1, BINS + 1)
 
 
-def decisions(
+def observe(
     session: Session, requests: Sequence[Request], tick: Callable[[], None] = lambda: None
-) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Decode requests and give the target's two best logits, f32[n] each, wherever something was drafted.
+) -> Observed:
+    """Decode requests step by step, and keep the target's two best logits wherever something was drafted.
 
     Args:
       session: the pair, and the rule whose decisions these are.
       requests: from `make_requests`.
       tick: called after every batch.
-
-    Returns:
-      By `KINDS`: of every accepted draft token whether it needed the relaxation, and of every step that ended before
-      its draft did, the place where no draft was taken.
     """
     found: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {kind: [] for kind in KINDS}
+    tokens: list[list[int]] = []
+    kinds: list[list[str]] = []
     observing = session.using(session.rule._replace(rule=Observe(session.rule.rule)))
     for batch in observing.batches(requests):
         decoder, params, state = batch.session.prepare(batch.requests)
+        first = len(tokens)
+        tokens += [[] for _ in batch.requests]
+        kinds += [[] for _ in batch.requests]
         with session.target.on_mesh():
             for _, info in decode.stream(decoder, params, state):
-                emitted, seen = fetch((info.num_emitted, info.verdict))
+                emitted, seen, said, kind = fetch((info.num_emitted, info.verdict, info.emitted, info.kind))
+                for row in range(len(batch.requests)):
+                    tokens[first + row] += said[row, : emitted[row]].tolist()
+                    kinds[first + row] += [TOKEN_KINDS[k] for k in kind[row, : emitted[row]]]
                 place = np.arange(seen.z1.shape[1])[None]
                 written = place < emitted[:, None]
                 relaxed = np.pad(seen.relaxed, ((0, 0), (0, 1)))
                 accepted = written & (place < seen.num_accepted[:, None])
                 rejected = written & (place == seen.num_accepted[:, None]) & seen.drafted
-                kinds = (accepted & ~relaxed, accepted & relaxed, rejected)
-                for kind, chosen in zip(KINDS, kinds, strict=True):
-                    found[kind].append((seen.z1[chosen], seen.z2[chosen]))
+                by_kind = (accepted & ~relaxed, accepted & relaxed, rejected)
+                for name, chosen in zip(KINDS, by_kind, strict=True):
+                    found[name].append((seen.z1[chosen], seen.z2[chosen]))
         tick()
-    return {
+    decisions = {
         kind: (np.concatenate([z1 for z1, _ in parts]), np.concatenate([z2 for _, z2 in parts]))
         for kind, parts in found.items()
     }
+    return Observed(decisions, tokens, kinds)
 
 
 def histograms(margin: str, found: dict[str, tuple[np.ndarray, np.ndarray]]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -53,4 +54,5 @@ def make_row(
         "loops": any(loops(turn, stop_tokens) for turn in answer.tokens),
         "score": score,
         "seconds": answer.seconds,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }

@@ -20,6 +20,7 @@ from mars_jax.evaluate.benchmark.loops import Evaluation, Progress, by_task
 from mars_jax.evaluate.folder import claim, digest, fingerprint
 from mars_jax.evaluate.scoring import sandbox, scores
 from mars_jax.evaluate.tasks.problems import Problem
+from mars_jax.pictures import style
 from mars_jax.pretrained import Pretrained
 from mars_jax.serve.session import Session
 from mars_jax.specs import RuleChoice
@@ -97,7 +98,7 @@ def evaluate(
     for theta in thetas:
         rule.but(theta=theta)
     scores.check_metrics(problems, run_code=allow_code_execution, unconfined=allow_unconfined_code)
-    report.check_installed()
+    style.check_installed()
     check_problems(target, problems, chat=chat)
     folder = Path(output)
     settings = {
@@ -142,11 +143,12 @@ def evaluate(
             environment(),
             evaluation.matches,
             evaluation.margins,
+            evaluation.replays,
             problems,
             evaluation.file.rows,
             evaluation.arms,
         )
-        report.write(summary, folder)
+        report.write(summary, evaluation.texts, folder)
     return summary
 
 
@@ -155,6 +157,7 @@ def environment() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "machine": platform.machine(),
-        "cores": os.cpu_count(),
+        # Of this process, which may be pinned to some of the machine's.
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "backend": jax.default_backend(),
     }

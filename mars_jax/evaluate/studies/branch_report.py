@@ -8,13 +8,16 @@ from typing import Any
 
 from mars_jax.evaluate.studies.branch_curves import curves, relapse
 from mars_jax.evaluate.studies.branches import Decoded, Event
+from mars_jax.pictures.palette import GREY, KINDS
+from mars_jax.pictures.style import picture, zero_line
 
 PANELS = {
-    "same_place": "share of tokens that are the strict ones, place by place",
-    "same_order": "share of tokens that the strict text has too, in order",
-    "surprise": "extra surprise under the target, nats per token",
-    "relapse": "rate of relaxed tokens after a relaxed one / overall",
+    "same_place": "share of tokens that are the strict\nones, place by place",
+    "same_order": "share of tokens that the strict text\nhas too, in order",
+    "surprise": "extra surprise under the target,\nnats per token",
+    "relapse": "rate of relaxed tokens after a relaxed\none / overall",
 }
+COLOURS = {"relaxed": KINDS["relaxed"], "control": GREY}
 
 
 def summarize(
@@ -124,39 +127,52 @@ def _cell(mean: float | None, low: float | None, high: float | None) -> str:
     return "-" if mean is None or low is None else f"{mean:.2f} [{low:.2f}, {high:.2f}]"
 
 
-def draw(summary: Mapping[str, Any], path: Path) -> None:
-    """A row of panels for every task."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
+def draw(summary: Mapping[str, Any], files: Sequence[Path]) -> None:
+    """A row of panels for every task; shades are 95% intervals."""
     tasks = summary["tasks"]
-    figure = Figure(figsize=(5 * len(PANELS), 4 * len(tasks)), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(len(tasks), len(PANELS), squeeze=False)
-    for row, (task, found) in zip(axes, tasks.items(), strict=True):
-        for axis, (name, title) in zip(row, PANELS.items(), strict=True):
-            if name == "relapse":
-                series = {"relaxed": found["relapse"]}
-            else:
-                series = {part: found[part][name] for part in ("relaxed", "control") if found[part]}
-            for colour, (label, curve) in zip(("C0", "C1"), series.items(), strict=False):
-                points = [
-                    (d + 1, m, lo, hi)
-                    for d, (m, lo, hi) in enumerate(
-                        zip(curve["mean"], curve["low"], curve["high"], strict=True)
-                    )
-                    if m is not None and lo is not None
-                ]
-                if points:
-                    at, mean, low, high = zip(*points, strict=True)
-                    axis.plot(at, mean, color=colour, label=label)
-                    axis.fill_between(at, low, high, color=colour, alpha=0.2)
-            if name in ("surprise", "relapse"):
-                axis.axhline(float(name == "relapse"), color="gray", linestyle=":")
-            else:
-                axis.set_ylim(0, 1.02)
-            axis.set(xlabel="tokens after it", title=f"{task}: {title}")
-            axis.title.set_fontsize(9)
-            axis.grid(alpha=0.3)
-            axis.legend(fontsize="small")
-    figure.savefig(path, dpi=110, metadata={"Software": None})
+    grid = {"rows": len(tasks), "columns": len(PANELS), "panel": (3.4, 2.8), "sharex": True}
+    with picture(files, **grid, caption=caption(summary)) as axes:
+        for row, (task, found) in zip(axes, tasks.items(), strict=True):
+            for axis, name in zip(row, PANELS, strict=True):
+                _panel(axis, name, found)
+                axis.set_xlabel("tokens after it")
+                axis.set_title(f"{task}: {PANELS[name]}", fontsize=8.5)
+
+
+def caption(summary: Mapping[str, Any]) -> str:
+    """The pair, n and the date."""
+    settings, tasks = summary["settings"], summary["tasks"]
+    count = ", ".join(
+        f"{found['relaxed']['events'] if found['relaxed'] else 0} relaxed tokens of {found['texts']} texts of {task}"
+        for task, found in tasks.items()
+    )
+    pair = f"{settings['target']} drafted by {settings['draft']}"
+    facts = (
+        pair,
+        "temperature 0",
+        f"n = {count}",
+        summary.get("date"),
+        "shades: 95%, bootstrap over problems",
+    )
+    return "; ".join(fact for fact in facts if fact) + "."
+
+
+def _panel(axis: Any, name: str, found: Mapping[str, Any]) -> None:
+    if name == "relapse":
+        series = {"relaxed": found["relapse"]}
+    else:
+        series = {part: found[part][name] for part in COLOURS if found[part]}
+    for label, curve in series.items():
+        points = [
+            (d + 1, m, lo, hi)
+            for d, (m, lo, hi) in enumerate(zip(curve["mean"], curve["low"], curve["high"], strict=True))
+            if m is not None and lo is not None
+        ]
+        if points:
+            at, mean, low, high = zip(*points, strict=True)
+            axis.plot(at, mean, color=COLOURS[label], label=label)
+            axis.fill_between(at, low, high, color=COLOURS[label], alpha=0.2, linewidth=0)
+    if name in ("surprise", "relapse"):
+        zero_line(axis, float(name == "relapse"))
+    else:
+        axis.set_ylim(0, 1.02)

@@ -1,0 +1,57 @@
+"""Draw every committed picture anew, from the committed JSON.
+
+    python scripts/pictures.py            # all but the one below: nothing is measured
+    python scripts/pictures.py --stream   # docs/stream.svg too, whose command decodes
+
+What each shows is described in the script that draws it, and `mars_jax.pictures` says how all look.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import cost_picture
+import eval_context
+import eval_indicator
+import evidence_pictures
+import rules_pictures
+import speed_picture
+import stream_picture
+import tpu_cost
+
+from mars_jax.evaluate.studies import branch_report
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS, RESULTS = ROOT / "docs", ROOT / "scripts" / "results"
+
+
+def read(name: str) -> Any:
+    """A file of results."""
+    return json.loads((RESULTS / name).read_text(encoding="utf-8"))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--stream", action="store_true", help="run the command of docs/stream.svg again")
+    args = parser.parse_args(argv)
+    speed_picture.main([])
+    rules_pictures.main([])
+    cost_picture.main([])
+    tpu_cost.draw(read("tpu_cost.json"), [DOCS / "tpu_cost.svg"])
+    eval_context.draw(read("eval_context.json"), [RESULTS / "eval_context.png"])
+    eval_indicator.draw(read("eval_indicator.json"), [RESULTS / "eval_indicator.png"])
+    compounding = RESULTS / "compounding"
+    branch_report.draw(read("compounding/compounding.json"), [compounding / "compounding.png"])
+    evidence_pictures.main([])
+    if args.stream:
+        stream_picture.main([])
+
+
+if __name__ == "__main__":
+    main()
