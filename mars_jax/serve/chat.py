@@ -28,7 +28,8 @@ class Chat:
     The text of each turn is what the chat template makes of the whole conversation. Where it writes an earlier turn
     differently, as templates do that drop an answer's thoughts, the models read on from there.
 
-    `messages` holds the turns, each with its `role` and `content`; change it as you like between two of them.
+    `messages` holds the turns, each with its `role` and `content`, an answer without the white space around it; change
+    it as you like between two of them.
 
     >>> import mars_jax as mj
     >>> chat = mj.Chat(mj.load("tiny/target"), "ngram", max_new_tokens=8)
@@ -117,12 +118,17 @@ class Chat:
             for event in told:
                 said += event.text
                 if event.completion is not None:
-                    self.messages = [*turns, {"role": "assistant", "content": said}]
+                    self._end(turns, said)
                 yield event
         except GeneratorExit:
             if said:
-                self.messages = [*turns, {"role": "assistant", "content": said}]
+                self._end(turns, said)
             raise
+
+    def _end(self, turns: list[Turn], said: str) -> None:
+        # Templates write the space between a role and its text themselves, and where they do a second one would begin
+        # other tokens than those that were said.
+        self.messages = [*turns, {"role": "assistant", "content": said.strip()}]
 
     def undo(self) -> str:
         """Take the last turn of the user's back, and the answer; gives its text.

@@ -58,6 +58,7 @@ class Running:
         self._widen(most)
         for _ in self.stream(one):
             pass
+        self._state = None  # nobody has asked for that token
 
     def stream(self, request: Request) -> Generator[StreamEvent, None, None]:
         """Read what is new of the prompt when called, and decode step by step as the events are asked for.

@@ -97,7 +97,7 @@ class Talk:
         )
         self._screen.print(said, style="dim")
         if self._job.drafts and self._screen.color_system is not None:
-            self._screen.print(legend())
+            self._screen.print(legend(self._screen.width))
 
     def takes(self, ask: Any) -> bool:
         """Ask for one line and answer it; False at the end."""
@@ -116,7 +116,7 @@ class Talk:
                 return self._command(line)
             self._answer(line)
         except MarsError as error:
-            self._screen.print(f"error: {' '.join(str(error).split())}", style="red")
+            self._tell(f"error: {' '.join(str(error).split())}", "red")
         return True
 
     def _command(self, line: str) -> bool:
@@ -130,7 +130,7 @@ class Talk:
             raise MarsError(f"{name} takes nothing: leave {' '.join(rest)!r} out.")
         if name == "/help":
             for command, does in COMMANDS.items():
-                self._screen.print(f"  {command:<10} {does}")
+                self._tell(f"  {command:<10} {does}")
         elif name == "/settings":
             self._show()
         elif name == "/set":
@@ -161,10 +161,10 @@ class Talk:
                     break
         printer.end()
         if completion is None:
-            self._screen.print("stopped", style="dim")
+            self._tell("stopped", "dim")
             return
         check_finite(self._job.session.target, [completion])
-        self._screen.print(line_of(completion, drafts=self._job.drafts, read=self.running.read), style="dim")
+        self._tell(line_of(completion, drafts=self._job.drafts, read=self.running.read), "dim")
         self._tell_full(completion)
 
     def _events(self, text: str, row: PromptRow) -> Generator[StreamEvent, None, None]:
@@ -174,7 +174,7 @@ class Talk:
         context = self._job.session.target.config.max_positions
         if len(completion.request.prompt_tokens) + len(completion.tokens) >= context:
             cure = "" if self._chat is None else ": /undo takes turns back, /new begins again"
-            self._screen.print(f"the context of {context} tokens is full{cure}")
+            self._tell(f"the context of {context} tokens is full{cure}")
 
     def _again(self) -> None:
         if self._last is None:
@@ -195,7 +195,7 @@ class Talk:
         shown = {name: run[name] for name in ("target", "draft", "verify", "dtype")} | dict(run["settings"])
         shown |= {name: getattr(request, name) for name in _SETTINGS}
         for name, value in shown.items():
-            self._screen.print(f"  {name:<20} {value}")
+            self._tell(f"  {name:<20} {value}")
 
     def _set(self, words: list[str]) -> None:
         """Flags once more, with this one at their end: what is wrong with it is told as it is of a flag."""

@@ -82,11 +82,11 @@ class TextPrinter:
         self._out.file.flush()
 
 
-def legend() -> Text:
-    """What the colours say."""
-    return Text("   ").join(
-        Text(kind, STYLES[kind]) + Text(f" {meaning}") for kind, meaning in _MEANING.items()
-    )
+def legend(width: int | None = None) -> Text:
+    """What the colours say: in one line, or in one for each where a terminal of so many columns has no room."""
+    parts = [Text(kind, STYLES[kind]) + Text(f" {meaning}") for kind, meaning in _MEANING.items()]
+    line = Text("   ").join(parts)
+    return line if width is None or line.cell_len <= width else Text("\n").join(parts)
 
 
 def line_of(completion: Completion, *, drafts: bool, read: int) -> str:
