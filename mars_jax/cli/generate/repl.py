@@ -91,13 +91,14 @@ class Talk:
 
     def greet(self) -> None:
         """Who answers, and how to leave."""
-        rule = self._job.session.rule_name
-        said = (
-            f"{self._args.target}, {self._args.draft}, rule {rule}; /help lists the commands, Ctrl-D leaves"
-        )
-        self._screen.print(said, style="dim")
+        pair = f"{self._args.target}, {self._args.draft}, rule {self._job.session.rule_name}"
+        self._tell(f"{pair}; /help lists commands, Ctrl-D leaves", "dim")
         if self._job.drafts and self._screen.color_system is not None:
             self._screen.print(legend(self._screen.width))
+
+    def _tell(self, sentence: str, style: str = "") -> None:
+        """Beside the text: on stderr, no word cut at the terminal's edge."""
+        self._screen.print(sentence, style=style, soft_wrap=False)
 
     def takes(self, ask: Any) -> bool:
         """Ask for one line and answer it; False at the end."""
