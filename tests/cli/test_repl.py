@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import io
-import os
-import pty
 import re
-import select
 import shutil
 import signal
 import stat
-import struct
-import subprocess
 import sys
-import termios
-import time
 
 import pytest
 
@@ -25,6 +17,7 @@ from mars_jax.cli.generate import line_editor, repl
 from mars_jax.cli.generate.arguments import parse
 from mars_jax.cli.generate.command import main
 from mars_jax.cli.generate.terminal import _CONTROLS, TextPrinter
+from tests.cli.shell import Shell, plain
 
 TEMPLATE = "{% for m in messages %}{{ m.role[0] }}: {{ m.content }}\n{% endfor %}a:"
 
@@ -72,11 +65,6 @@ def talk(monkeypatch, target):
 def shown(text):
     """As a terminal is given it: on lines of its own, and with nothing that would drive it."""
     return text.translate(_CONTROLS) + "\n" * (not text.endswith("\n"))
-
-
-def plain(text):
-    """Without colours and what draws spinners."""
-    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
 
 
 def test_a_line_is_a_prompt_of_its_own(talk, target):
@@ -215,46 +203,6 @@ def test_a_history_that_cannot_be_kept_is_none(monkeypatch, tmp_path):
     monkeypatch.setattr("builtins.input", lambda prompt: "a story")
     with line_editor.editing(io.StringIO(), []) as ask:
         assert ask("> ") == "a story"
-
-
-class Shell:
-    """A command in a terminal of its own."""
-
-    def __init__(self, *command, columns=80, **env):
-        # Both ends stay open here, so that none is closed before the command has it.
-        self._own, self._theirs = pty.openpty()
-        fcntl.ioctl(self._theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-        # Who opens a terminal in a session without one has it for its own, and gets its Ctrl-C.
-        name = os.ttyname(self._theirs)
-        begin = f'exec "$@" < {name} > {name} 2>&1'
-        kept = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "COLUMNS", "LC_ALL")}
-        self._process = subprocess.Popen(
-            ["sh", "-c", begin, "sh", sys.executable, *command], start_new_session=True, env=kept | env
-        )
-
-    def send(self, text):
-        os.write(self._own, text.encode())
-
-    def until(self, pattern, seconds=120):
-        """What is shown up to and with the pattern."""
-        shown, end = b"", time.monotonic() + seconds
-        while not re.search(pattern, text := shown.decode(errors="replace")):
-            if select.select([self._own], [], [], 0.5)[0]:
-                shown += os.read(self._own, 65536)
-            elif self._process.poll() is not None or time.monotonic() > end:
-                self.ends()
-                pytest.fail(f"{pattern!r} never came: {text}")
-        return text
-
-    def ends(self):
-        """The exit code; what is left is shown to nobody."""
-        if self._process.poll() is None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(20)
-        self._process.kill()
-        os.close(self._own)
-        os.close(self._theirs)
-        return self._process.wait()
 
 
 PROMPT = r"\n(\x1b\[\?2004h)?> $"
