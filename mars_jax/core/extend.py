@@ -30,8 +30,8 @@ def extend_by(target: LanguageModel, drafter: Drafter, *, chunk: int | None) -> 
     What a head keeps of the last token that both texts have depends on the token after it, so with a drafter that
     reads its target (`Drafter.observe`) that one is read again.
     """
-    observe = drafter.observe
-    again = 0 if observe is None else 1
+    observe = drafter.observe or (lambda params, state, *_: state)
+    again = 0 if drafter.observe is None else 1
 
     def go_on(
         params: Params,
@@ -57,9 +57,7 @@ def extend_by(target: LanguageModel, drafter: Drafter, *, chunk: int | None) -> 
             lengths - 1,
             state.cache,
             draft,
-            None
-            if observe is None
-            else lambda draft, at, output: observe(params, draft, prompts, at, lengths, output),
+            lambda draft, at, output: observe(params, draft, prompts, at, lengths, output),
             chunk=chunk,
         )
         made = DecodeState(

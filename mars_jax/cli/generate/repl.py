@@ -191,7 +191,7 @@ class Talk:
         return made
 
     def _show(self) -> None:
-        run = self._job.run | self._choices.rule.as_json()
+        run = dict(self._job.run) | self._choices.rule.as_json()
         [request] = make_requests(self._job.session.target, self._args, _ROW)
         shown = {name: run[name] for name in ("target", "draft", "verify", "dtype")} | dict(run["settings"])
         shown |= {name: getattr(request, name) for name in _SETTINGS}
