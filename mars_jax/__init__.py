@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from mars_jax.hub import load
     from mars_jax.placement import shardings
     from mars_jax.pretrained import Pretrained
+    from mars_jax.serve.chat import Chat
     from mars_jax.serve.generate import (
         generate,
         generate_async,
@@ -45,6 +46,7 @@ __version__ = "0.1.0"
 
 # Public names and the module that defines each. They load on first use, so that `import mars_jax` stays light.
 _HOME = {
+    "Chat": "serve.chat",
     "Completion": "serve.requests",
     "Controls": "core.types",
     "DecodeState": "core.types",

@@ -23,6 +23,7 @@ from mars_jax.core.edits import edited
 from mars_jax.core.emit import emit, widened
 from mars_jax.core.errors import MarsError
 from mars_jax.core.evidence import Evidence
+from mars_jax.core.extend import extend_by
 from mars_jax.core.guide import Guide, Guides, first_states, guide_of
 from mars_jax.core.insert import insert_by, put_by
 from mars_jax.core.mesh import by_rows
@@ -63,7 +64,7 @@ def speculative_decoder(
         suits the backend: see `prefill.chunk_of`. A draft model goes by its own.
 
     Returns:
-      `Decoder(init, step, max_depth, insert, put)`:
+      `Decoder(init, step, max_depth, insert, put, extend)`:
       `init(params, prompts i32[B, T], lengths i32[B], controls, rule, keys key[B]) -> DecodeState` takes the prompts
       left-aligned in the token buffer, whose width T bounds prompt and continuation together, and a rule of the
       structure of `verify`, whose numbers are one value or one per row;
@@ -74,7 +75,10 @@ def speculative_decoder(
       the i-th part of the state, and none of another.
       `put(state, rows i32[b], read, controls, rule, keys key[b]) -> state` does the same with prompts that another
       state of b rows has read already, on no mesh that divides rows.
-      All are transformable; jit and donate at the outermost edge, or use `run`, `stream` and `refill`.
+      `extend(params, state, prompts i32[B, t], lengths i32[B], controls, rule, keys key[B]) -> (state, read i32[B])`
+      goes on with other prompts in every row, as the next turn of a conversation is one, and reads only what comes
+      after the longest beginning that a row has committed already; see `core.extend`.
+      All are transformable; jit and donate at the outermost edge, or use `run`, `stream`, `refill` and `extend`.
 
     Raises:
       MarsError: the drafter speaks another vocabulary than the target, or needs features that it does not give; the
@@ -186,6 +190,20 @@ def _decoder(target: LanguageModel, drafter: Drafter, structure: Any, prefill_ch
     ) -> DecodeState:
         rule = checked(rule, prompts, lengths, keys)
         return put_rows(params, state, rows, prompts, lengths, controls, rule, keys)
+
+    go_on = extend_by(target, drafter, chunk=prefill_chunk)
+
+    def extend(
+        params: Params,
+        state: DecodeState,
+        prompts: Array,
+        lengths: Array,
+        controls: Controls,
+        rule: PyTree,
+        keys: Array,
+    ) -> tuple[DecodeState, Array]:
+        rule = checked(rule, prompts, lengths, keys)
+        return go_on(params, state, prompts, lengths, controls, rule, keys)
 
     def step(params: Params, state: DecodeState) -> tuple[DecodeState, StepInfo]:
         if not drafter.sizes:
@@ -313,6 +331,7 @@ def _decoder(target: LanguageModel, drafter: Drafter, structure: Any, prefill_ch
         max_depth=drafter.max_depth,
         insert=insert,
         put=put_by(target.put),
+        extend=extend,
     )
 
 

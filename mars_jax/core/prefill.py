@@ -1,6 +1,7 @@
 """Fill a model's cache from ragged prompts, in chunks of a fixed shape.
 
-Oracle: one forward over the whole prompt (tests/core/test_decode.py). B batch, T token buffer, S slots.
+Oracle: one forward over the whole prompt (tests/core/test_decode.py, tests/core/test_extend.py). B batch, T token
+buffer, S slots.
 """
 
 from __future__ import annotations
@@ -91,4 +92,44 @@ def observed_prefill(
 
     chunks = (jnp.max(count) + size - 1) // size
     _, cache, state = lax.while_loop(lambda c: c[0] < chunks, body, (jnp.int32(0), cache, state))
+    return cache, state
+
+
+def prefill_from(
+    model: LanguageModel,
+    params: PyTree,
+    tokens: Array,
+    first: Array,
+    count: Array,
+    cache: PyTree,
+    state: PyTree = (),
+    observe: Callable[[PyTree, Array, ForwardOutput], PyTree] | None = None,
+    *,
+    chunk: int | None = None,
+) -> tuple[PyTree, PyTree]:
+    """`observed_prefill` of a cache that holds the first `first[b]` tokens of each row already; gives cache and state.
+
+    Every row has a window of its own, which begins where its cache ends.
+
+    Args:
+      model, params, tokens, count, cache: as there; a row whose `first` is not below its `count` is complete.
+      first: i32[B], at least 0.
+      state, observe: the fold over the outputs, if any. A window slides back to stay inside the buffer, and rows that
+        are complete see windows after their text while others are read.
+      chunk: tokens per forward; None takes the model's `prefill_chunk`, and where that is None `CHUNK` on a CPU, since
+        what is new of a text is seldom long, and `WIDE_CHUNK` elsewhere.
+    """
+    buffer = tokens.shape[1]
+    usual = CHUNK if jax.default_backend() == "cpu" else WIDE_CHUNK
+    size = min(chunk or model.prefill_chunk or usual, buffer)
+
+    def body(carry):
+        at, cache, state = carry
+        # What is fed again at the buffer's end comes out the same, and what is fed past a text is overwritten.
+        start = jnp.minimum(at, buffer - size)
+        window = jax.vmap(lambda row, begin: lax.dynamic_slice_in_dim(row, begin, size))(tokens, start)
+        output = model.forward(params, window, Visible.causal(start, size), cache)
+        return start + size, output.cache, state if observe is None else observe(state, start, output)
+
+    _, cache, state = lax.while_loop(lambda c: jnp.any(c[0] < count), body, (first, cache, state))
     return cache, state

@@ -281,8 +281,9 @@ class Drafter(NamedTuple):
     name: str = "drafter"
     # The same drafter with chains of K tokens over the same state; None: it drafts no chains of any length.
     resized: Callable[[int], Drafter] | None = None
-    # (params, state, tokens i32[B, T], cached i32[B], length i32[B]) -> state: for a drafter with a cache that `update`
-    # does not fill, feeds the committed tokens from `cached` on, which steps without a draft left out
+    # (params, state, tokens i32[B, T], cached i32[B], length i32[B]) -> state: for a drafter with a cache that
+    # `observe` does not fill, feeds the committed tokens from `cached` on: steps without a draft left them out, or the
+    # row goes on with another text (`Decoder.extend`). A drafter with neither reads all of such a text again
     catch_up: Callable[[Params, PyTree, Array, Array, Array], PyTree] | None = None
     # Drafts of several sizes over one state, of which each step takes one, and which of them; see `drafters.sized`.
     sizes: tuple[Drafter, ...] = ()
@@ -324,6 +325,8 @@ class Decoder(NamedTuple):
     insert: Callable[..., DecodeState]
     # (state, rows i32[b], read, controls, rule, keys key[b]) -> state: prompts that a state of b rows has read
     put: Callable[..., DecodeState]
+    # (params, state, prompts i32[B, t], lengths i32[B], controls, rule, keys key[B]) -> (state, read i32[B])
+    extend: Callable[..., tuple[DecodeState, Array]]
 
 
 KEY_IMPL = "threefry2x32"

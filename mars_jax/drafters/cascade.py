@@ -21,7 +21,8 @@ from jax import Array, lax
 
 from mars_jax.core.controls import is_stop
 from mars_jax.core.errors import MarsError
-from mars_jax.core.prefill import prefill
+from mars_jax.core.extend import caught_up
+from mars_jax.core.prefill import prefill, prefill_from
 from mars_jax.core.sampling import is_greedy
 from mars_jax.core.tree import chain, last_token
 from mars_jax.core.types import (
@@ -138,6 +139,14 @@ def _cascade(inner: Drafter, proxy: LanguageModel, most: int, gate: str) -> Draf
         cache = prefill(proxy, params.draft.proxy, tokens, length - 1, cache)
         return CascadeState(inner.init(inner_params(params), tokens, length), cache, jnp.zeros_like(length))
 
+    def catch_up(
+        params: Params, state: CascadeState, tokens: Array, cached: Array, length: Array
+    ) -> CascadeState:
+        tokens = widened(tokens)
+        cache, _ = prefill_from(proxy, params.draft.proxy, tokens, cached, length - 1, state.cache)
+        draft = caught_up(inner, inner_params(params), state.inner, tokens, cached, length)
+        return CascadeState(draft, cache, jnp.zeros_like(length))
+
     def propose(params: Params, state: CascadeState, given: DraftInput) -> tuple[DraftTree, CascadeState]:
         controls, batch = given.controls, given.tokens.shape[0]
         may_trust = is_greedy(controls) & ~controls.strict
@@ -203,6 +212,7 @@ def _cascade(inner: Drafter, proxy: LanguageModel, most: int, gate: str) -> Draf
         vocab_size=proxy.vocab_size,
         stoppable=inner.stoppable,
         trusts=True,
+        catch_up=catch_up,
         name=f"cascade({inner.name}, {gate}, {most})",
     )
 

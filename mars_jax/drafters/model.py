@@ -22,7 +22,7 @@ from jax import Array, lax
 from mars_jax import hub
 from mars_jax.core import struct
 from mars_jax.core.pick import pick
-from mars_jax.core.prefill import chunk_of, prefill
+from mars_jax.core.prefill import prefill, prefill_from
 from mars_jax.core.tree import last_token
 from mars_jax.core.types import Drafter, DraftInput, DraftTree, LanguageModel, Params, PyTree, Visible
 from mars_jax.drafters.asked import Asked, LoadedDrafter
@@ -129,19 +129,7 @@ def _language_model(model: LanguageModel, shape: Shape, sample: bool, vocab: int
     def catch_up(
         params: Params, state: ModelState, tokens: Array, cached: Array, length: Array
     ) -> ModelState:
-        buffer = tokens.shape[1]
-        size = min(model.prefill_chunk or chunk_of(buffer), buffer)
-
-        def body(carry: tuple[Array, PyTree]) -> tuple[Array, PyTree]:
-            cached, cache = carry
-            # What is fed again at the buffer's end comes out the same, and what is fed past the text is fed again.
-            first = jnp.clip(cached, 0, buffer - size)
-            window = jax.vmap(lambda row, at: lax.dynamic_slice_in_dim(row, at, size))(tokens, first)
-            output = model.forward(params.draft, window, Visible.causal(first, size), cache)
-            return first + size, output.cache
-
-        behind = lambda carry: jnp.any(carry[0] < length - 2)  # noqa: E731
-        _, cache = lax.while_loop(behind, body, (cached, state.cache))
+        cache, _ = prefill_from(model, params.draft, tokens, cached, length - 2, state.cache)
         return dataclasses.replace(state, cache=cache)
 
     def update(params, state: ModelState, tree: DraftTree, verdict, output, length: Array) -> ModelState:
@@ -163,7 +151,7 @@ def _language_model(model: LanguageModel, shape: Shape, sample: bool, vocab: int
         stoppable=True,
         name=f"model({describe(shape, sample)})",
         resized=resized,
-        catch_up=catch_up if is_chain else None,
+        catch_up=catch_up,
     )
 
 

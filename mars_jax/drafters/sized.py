@@ -150,6 +150,12 @@ def _sized(whole: Drafter, lengths: tuple[int, ...], any_rule: bool) -> Drafter:
         assert longest.observe is not None
         return dataclasses.replace(state, draft=longest.observe(own(params), state.draft, *rest))
 
+    def catch_up(
+        params: Params, state: SizedState, tokens: Array, cached: Array, length: Array
+    ) -> SizedState:
+        # What is missing is fed before the next draft. What was accepted of the text so far still counts.
+        return dataclasses.replace(state, cached=jnp.minimum(state.cached, cached))
+
     def choose(params: Params, state: SizedState, live: Array) -> Array:
         return chosen(params.draft, lengths, state, live)
 
@@ -164,7 +170,7 @@ def _sized(whole: Drafter, lengths: tuple[int, ...], any_rule: bool) -> Drafter:
         sparse=False,
         name=f"{whole.name}, as long as pays",
         resized=None,
-        catch_up=None,
+        catch_up=catch_up,
         sizes=(_idle(longest), *drafts),
         choose=choose,
         any_rule=any_rule,

@@ -19,7 +19,7 @@ from jax import Array, lax
 
 from mars_jax.core.controls import is_stop
 from mars_jax.core.errors import MarsError
-from mars_jax.core.prefill import prefill
+from mars_jax.core.prefill import prefill, prefill_from
 from mars_jax.core.sampling import argmax, is_greedy, process, sample_processed
 from mars_jax.core.tree import chain, last_token
 from mars_jax.core.types import (
@@ -99,6 +99,9 @@ def _sprinter(model: LanguageModel, most: int, sample: bool) -> Drafter:
         cache = model.init_cache(tokens.shape[0], tokens.shape[1] + most + 2)
         return prefill(model, params.draft.model, tokens, length - 2, cache)
 
+    def catch_up(params: Params, cache: PyTree, tokens: Array, cached: Array, length: Array) -> PyTree:
+        return prefill_from(model, params.draft.model, tokens, cached, length - 2, cache)[0]
+
     def propose(params: Params, cache: PyTree, given: DraftInput) -> tuple[DraftTree, PyTree]:
         weights, controls = params.draft.model, given.controls
         batch = given.tokens.shape[0]
@@ -165,5 +168,6 @@ def _sprinter(model: LanguageModel, most: int, sample: bool) -> Drafter:
         max_depth=most,
         vocab_size=model.vocab_size,
         trusts=True,
+        catch_up=catch_up,
         name=f"sprinter({most}{', sampled' if sample else ''})",
     )

@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from mars_jax import assets
-from mars_jax.core.errors import MarsError
+from mars_jax.core.errors import MarsError, did_you_mean
 from mars_jax.hub.config import read_json
 from mars_jax.pretrained.gguf_file import SMOLLM2, installed_smollm2, is_gguf
 
@@ -76,8 +76,9 @@ def resolve(name_or_path: str | os.PathLike[str], *, weights: bool = True) -> Pa
         raise MarsError(f"'{name}' is a file: give a .gguf file, or the directory that holds config.json.")
     # A hub name is owner/name; anything else that does not exist is a mistyped path.
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1 or name.endswith("/"):
+        near = did_you_mean(name, (*assets.NAMES, SMOLLM2))
         raise MarsError(
-            f"there is no directory '{name}': give a checkpoint's directory or a hub name (owner/name)."
+            f"there is no directory '{name}'{near}: give a checkpoint's directory or a hub name (owner/name)."
         )
     try:
         from huggingface_hub import HfApi, snapshot_download
@@ -88,8 +89,9 @@ def resolve(name_or_path: str | os.PathLike[str], *, weights: bool = True) -> Pa
         return Path(snapshot_download(name, allow_patterns=patterns))
     except Exception as error:  # huggingface_hub raises its own, requests', httpx's and OSError alike
         reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+        near = did_you_mean(name, (*assets.NAMES, SMOLLM2))
         raise MarsError(
-            f"'{name}' is neither a directory nor a checkpoint that the Hugging Face hub gave "
+            f"'{name}'{near} is neither a directory nor a checkpoint that the Hugging Face hub gave "
             f"({type(error).__name__}: {reason.rstrip('.')}): check the name, the network and your access."
         ) from None
 

@@ -8,26 +8,22 @@ B batch, T token buffer, M stop tokens. Oracle: `transformers` generate with the
 from __future__ import annotations
 
 import asyncio
-import collections
 import dataclasses
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax import Array
 
 from mars_jax import drafters
 from mars_jax.core import activity, decode, rules
 from mars_jax.core.errors import MarsError
-from mars_jax.core.metrics import DecodeStats, accumulate
-from mars_jax.core.types import LoadedRule, StepInfo
+from mars_jax.core.types import LoadedRule
 from mars_jax.placement.hosts import fetch
 from mars_jax.pretrained import Pretrained
-from mars_jax.serve.complete import complete, token_log_probs
+from mars_jax.serve.complete import complete
 from mars_jax.serve.elsewhere import Pair
+from mars_jax.serve.events import events, look
 from mars_jax.serve.memory import default_rows
 from mars_jax.serve.prepare import AnyRule, Prepared, check_relaxes, of_mesh, prepare, prepared
 from mars_jax.serve.queue import Finished, Queue, Said, longest_first, shares_prompts
@@ -41,7 +37,6 @@ from mars_jax.serve.requests import (
     make_requests,
     total,
 )
-from mars_jax.serve.text import RowText
 
 Rule = TypeVar("Rule", bound=AnyRule | None)
 
@@ -333,7 +328,7 @@ def compile_batch(
             stats = pair.stats(log_probs)
             for state, info in pair.steps(ahead=0):
                 final = (state.done, state.tokens, state.length, state.failed)
-                jax.block_until_ready(_look(stats, info, final))
+                jax.block_until_ready(look(stats, info, final))
         else:
             jax.block_until_ready(decode.run(pair.decoder, pair.params, pair.state, record=log_probs))
 
@@ -358,68 +353,10 @@ def generate_stream(
     """
     began = time.perf_counter()
     pair = Pair.of(target, drafter, requests, verify=verify, rows=rows, draft_device=draft_device)
-    stats = pair.stats(log_probs)
-    texts = [RowText(target, request) for request in requests]
-    was_done = fetch(pair.state.done)
     # Who drafts elsewhere reads the verdict of every step anyway.
     ahead = 0 if draft_device is not None else decode.look_ahead(pair.state)
-    steps = pair.steps(ahead=ahead)
-    in_flight: collections.deque[_Seen] = collections.deque()
-    while not was_done.all():
-        # The device is given a step, and then the host looks at an earlier one.
-        while len(in_flight) <= ahead:
-            # Not around the loop: what the caller does between two events is none of the mesh's business.
-            with target.on_mesh():
-                state, info = next(steps)
-                seen = _look(stats, info, (state.done, state.tokens, state.length, state.failed))
-            jax.tree.map(lambda x: x.copy_to_host_async(), (seen.info, seen.done))
-            stats = seen.stats
-            in_flight.append(seen)
-        seen = in_flight.popleft()
-        host, done = fetch((seen.info, seen.done))
-        done = (
-            np.asarray(done) | was_done
-        )  # also where a stop string has ended a row, of which the device does not know
-        ended = None  # read where a row ends in this step
-        for row, request in enumerate(requests):
-            if was_done[row]:
-                continue
-            count, before = int(host.num_emitted[row]), texts[row].count
-            tokens = host.emitted[row, :count].tolist()
-            said = [
-                texts[row].feed(token, last=bool(done[row]) and place == count - 1)
-                for place, token in enumerate(tokens)
-            ]
-            count = texts[row].count - before
-            told = token_log_probs(host, row, count)
-            tokens, pieces = tokens[:count], tuple(zip(told.kind, said, strict=False))
-            completion = None
-            if texts[row].stopped:
-                done[row] = True
-            if done[row]:
-                ended = ended or fetch((seen.stats, seen.final))
-                seconds = time.perf_counter() - began
-                completion = complete(target, request, row, ended[1], ended[0], seconds)
-            yield StreamEvent(
-                row, "".join(text for _, text in pieces), pieces, tuple(tokens), told, completion
-            )
-        was_done = done
-
-
-class _Seen(NamedTuple):
-    """What the host wants to know of a step, in arrays that the next one does not take."""
-
-    stats: DecodeStats  # up to and with this step
-    info: StepInfo
-    done: Array  # bool[B]
-    final: tuple[Array, Array, Array]  # tokens i32[B, T], length i32[B], failed bool[B]
-
-
-@jax.jit
-def _look(stats: DecodeStats, info: StepInfo, state: tuple[Array, Array, Array, Array]) -> _Seen:
-    """Count a step and copy what later ones overwrite: (done, tokens, length, failed)."""
-    done, *final = jax.tree.map(jnp.copy, state)
-    return _Seen(accumulate(stats, info), info, done, tuple(final))
+    done, stats = fetch(pair.state.done), pair.stats(log_probs)
+    yield from events(target, requests, pair.steps(ahead=ahead), stats, done, ahead=ahead, began=began)
 
 
 def groups(

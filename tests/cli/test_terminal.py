@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import re
+import subprocess
+import sys
 
 import pytest
 from rich.console import Console
@@ -10,6 +13,7 @@ from rich.console import Console
 from mars_jax.cli.generate import terminal
 from mars_jax.cli.generate.terminal import TextPrinter, console, statistics
 from mars_jax.core.metrics import Metrics
+from tests.cli.shell import Shell, plain
 
 METRICS = Metrics(
     steps=2,
@@ -103,6 +107,59 @@ def test_statistics_count_what_was_drafted():
 
 def test_statistics_leave_out_drafts_that_there_were_not():
     assert "tau" not in statistics(METRICS, 2.0, "exact", drafts=False)
+
+
+def test_the_legend_fits_the_terminal():
+    assert "\n" not in terminal.legend(120).plain
+    assert terminal.legend(80).plain.split("\n") == terminal.legend().plain.split("   ")
+
+
+PROMPT = "Once 猫は赤い😀 [b] upon"
+
+
+def one_shot(target, *flags):
+    made = (
+        "-m",
+        "mars_jax.generate",
+        "--target",
+        str(target),
+        "--draft",
+        "ngram",
+        "--max-new-tokens",
+        "12",
+        *flags,
+    )
+    return *made, "--ignore-eos", PROMPT
+
+
+OTHERS = [(30, {}), (30, {"TERM": "dumb"}), (80, {"NO_COLOR": "1"})]
+
+
+@pytest.mark.parametrize(
+    ("columns", "env"), [(80, {}), *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)]
+)
+def test_a_text_in_a_real_terminal(target, columns, env):
+    """Colours where there are some; wide characters and brackets as they are; the statistics after the text."""
+    shell = Shell(*one_shot(target), columns=columns, **{"TERM": "xterm-256color"} | env)
+    text = shell.until("regret [0-9.]+ nats")
+    assert shell.ends() == 0
+    assert PROMPT in plain(text) and "12 tokens in" in plain(text)
+    assert bool(re.search(r"\x1b\[[0-9;]*m", text)) == (not env)
+    assert ("corrected the target's own" in text.replace("\x1b[36m", "")) == (not env)
+
+
+def test_a_reader_that_has_had_enough_ends_the_command_without_a_word(target):
+    """As in `| head -1`."""
+    command = [sys.executable, *one_shot(target, "--prompts-file", "-")[:-1]]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        process.stdin.write("a story\nthe sea\n" * 8)
+        process.stdin.close()
+        assert process.stdout.readline().startswith("a story")
+        process.stdout.close()
+        told = process.stderr.read()
+    assert process.returncode == 141 and "Traceback" not in told and "error" not in told
 
 
 def test_the_legend_names_every_kind():

@@ -14,6 +14,7 @@ from mars_jax.core import decode
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.transformer import init_params
 from mars_jax.pretrained import Detokenizer
+from mars_jax.serve import events as event_loop
 from mars_jax.serve import generate
 from mars_jax.serve import prepare as batch
 from mars_jax.serve.generate import check_finite, generate_requests, generate_stream
@@ -216,6 +217,7 @@ def test_events_are_the_same_however_far_the_device_is_ahead(target, monkeypatch
 
     monkeypatch.setattr(decode, "jitted_step", step)
     monkeypatch.setattr(generate, "fetch", fetch)
+    monkeypatch.setattr(event_loop, "fetch", fetch)
     plain, steps = events(0)
     assert plain.count("finish_reason='length'") == 3
     for ahead in (1, 2, 5):

@@ -128,6 +128,34 @@ def check_flags(args: argparse.Namespace, rows: Sequence[PromptRow]) -> Choices:
     )
 
 
+def check_asked(args: argparse.Namespace) -> None:
+    """What has no meaning where prompts are asked for one by one, on a terminal.
+
+    Raises:
+      MarsError: such a flag was given.
+    """
+    given = {
+        "--json": args.json,
+        "--output": args.output,
+        "--compare": args.compare,
+        "--speedup": args.speedup,
+        "--no-stream": args.stream is False,
+        "--samples": args.samples,
+        "--batch-size": args.batch_size,
+        "--refine": args.refine,
+        "--draft-device": args.draft_device,
+        "--tree auto": args.tree == AUTO,
+        "--num-processes": args.num_processes,
+        "--coordinator": args.coordinator,
+    }
+    for flag, value in given.items():
+        if value:
+            raise MarsError(
+                f"{flag} does not apply without prompts, which are then asked for one by one: leave it out, or give "
+                "prompts."
+            )
+
+
 def _check_auto(args: argparse.Namespace, draft: specs.DraftSpec) -> None:
     """Only a block's marginals say what another tree would have held, and only a run that begins may choose."""
 

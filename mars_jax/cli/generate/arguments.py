@@ -50,6 +50,7 @@ examples:
   python -m mars_jax.generate --target PATH --verify gates.py:entropy_gate \\
       --rule-option entropy=1.5 "Hello"
   python -m mars_jax.generate --target PATH --compare "Once upon a time"
+  python -m mars_jax.generate --target PATH --chat
 
 {_ROWS}
 A rule of your own, {OWN}, is a function that makes a
@@ -67,7 +68,12 @@ def parser() -> argparse.ArgumentParser:
         description=_DESCRIPTION,
         epilog=_EPILOG,
     )
-    made.add_argument("prompts", nargs="*", metavar="PROMPT", help="texts to continue")
+    made.add_argument(
+        "prompts",
+        nargs="*",
+        metavar="PROMPT",
+        help="texts to continue; without any, a terminal is asked for them",
+    )
     made.add_argument("--version", action="version", version=f"mars-jax {__version__}")
     _add_models(made)
     _add_rule(made)
@@ -196,7 +202,12 @@ def _add_constraints(made: argparse.ArgumentParser) -> None:
 def _add_input_and_output(made: argparse.ArgumentParser) -> None:
     group = made.add_argument_group("input")
     group.add_argument("--prompts-file", metavar="FILE", help="read prompts from a file, or - for stdin")
-    group.add_argument("--chat", action="store_true", help="put prompts through the model's chat template")
+    group.add_argument(
+        "--chat",
+        action="store_true",
+        help="put prompts through the model's chat template; "
+        "lines that a terminal is asked for are then turns of one conversation",
+    )
     group.add_argument(
         "--system", metavar="TEXT", help="with a chat template: content of a system turn that comes first"
     )

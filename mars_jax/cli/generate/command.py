@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
+import sys
 from collections.abc import Sequence
 from typing import IO
 
-from mars_jax.cli.generate.applies import Choices, check_flags
+from mars_jax.cli.generate.applies import Choices, check_asked, check_flags
 from mars_jax.cli.generate.arguments import parse
 from mars_jax.cli.generate.prompts import PromptRow, from_texts, read_prompts
 from mars_jax.cli.generate.recorded import recorded
@@ -18,17 +20,26 @@ from mars_jax.core.errors import MarsError
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    return command(parse, _run, argv)
+    given = list(sys.argv[1:] if argv is None else argv)
+    return command(parse, functools.partial(_run, given), given)
 
 
-def _run(args: argparse.Namespace, out: IO[str]) -> None:
+def _run(argv: Sequence[str], args: argparse.Namespace, out: IO[str]) -> None:
     if args.list_rules or args.list_drafters:
         _list(args, out)
         return
     if args.prompts and args.prompts_file is not None:
         raise MarsError("there are prompts and a --prompts-file: give one of the two.")
     if not args.prompts and args.prompts_file is None:
-        raise MarsError("there are no prompts: give texts, or a --prompts-file.")
+        if not (sys.stdin.isatty() and out.isatty()):
+            raise MarsError(
+                "there are no prompts: give texts, or a --prompts-file; on a terminal they are asked for."
+            )
+        check_asked(args)
+        from mars_jax.cli.generate.repl import talk
+
+        talk(argv, args, out)
+        return
     file = args.prompts_file
     rows = from_texts(args.prompts) if file is None else read_prompts(file, args.rule)
     choices = check_flags(args, rows)

@@ -142,7 +142,7 @@ def open_job(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRo
     """
     sketch = hub.outline(args.target)
     requests = make_requests(sketch, args, rows)
-    rule = _rule(choices.rule, sketch, rows)
+    rule = load_rule(choices.rule, sketch, rows)
     kind, path = choices.draft
     if kind == "model":
         check_same_vocabulary(sketch, hub.outline(path))
@@ -152,7 +152,7 @@ def open_job(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRo
         raise MarsError(f"'{args.target}' has no tokenizer and so no text to show: add --json for token ids.")
     target = open_target(args, sketch)
     if target.mesh is not None:
-        rule = _rule(choices.rule, target, rows)  # its weights go where the target's are
+        rule = load_rule(choices.rule, target, rows)  # its weights go where the target's are
     asked: dict[str, Any] = {"num_draft_tokens": args.num_draft_tokens, "dtype": args.dtype}
     size = min(args.batch_size or (1 if choices.streams else 8), len(requests))
     place, tree = None, args.tree
@@ -225,7 +225,7 @@ def _dtype(params: Any) -> str:
     return next((name for name in specs.DTYPES[::-1] if name in found), "")
 
 
-def _rule(choice: specs.RuleChoice, target: Pretrained, rows: Sequence[PromptRow]) -> LoadedRule:
+def load_rule(choice: specs.RuleChoice, target: Pretrained, rows: Sequence[PromptRow]) -> LoadedRule:
     """The rule, the numbers that rows choose for themselves as one for each prompt."""
     chosen = dict.fromkeys(name for row in rows for name in row.numbers)
     common = {name: setting.default for name, setting in choice.options.items()} | dict(choice.settings)

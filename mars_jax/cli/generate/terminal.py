@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import IO, NoReturn
+from typing import IO, TYPE_CHECKING, NoReturn
 
 from rich.color import ColorSystem
 from rich.console import Console
@@ -11,6 +11,9 @@ from rich.style import Style
 from rich.text import Text
 
 from mars_jax.core.metrics import Metrics
+
+if TYPE_CHECKING:
+    from mars_jax.serve.requests import Completion
 
 STYLES = {"exact": "green", "relaxed": "bold yellow", "corrected": "cyan"}
 """How the tokens of a `StreamEvent` look, by kind."""
@@ -79,11 +82,21 @@ class TextPrinter:
         self._out.file.flush()
 
 
-def legend() -> Text:
-    """What the colours say."""
-    return Text("   ").join(
-        Text(kind, STYLES[kind]) + Text(f" {meaning}") for kind, meaning in _MEANING.items()
-    )
+def legend(width: int | None = None) -> Text:
+    """What the colours say: in one line, or in one for each where a terminal of so many columns has no room."""
+    parts = [Text(kind, STYLES[kind]) + Text(f" {meaning}") for kind, meaning in _MEANING.items()]
+    line = Text("   ").join(parts)
+    return line if width is None or line.cell_len <= width else Text("\n").join(parts)
+
+
+def line_of(completion: Completion, *, drafts: bool, read: int) -> str:
+    """How an answer went, in one line. `read` of its prompt's tokens were read, and the others were held."""
+    metrics, tokens = completion.metrics, len(completion.tokens)
+    said = f"{tokens} tokens in {completion.seconds:.2f} s, {completion.tokens_per_second:.1f} tokens/s"
+    if drafts:
+        said += f", tau {metrics.tau:.2f}, {metrics.accepted} of {metrics.proposed} drafted accepted"
+        said += f" ({metrics.accepted_relaxed} relaxed)" if metrics.accepted_relaxed else ""
+    return f"{said}; read {read} of {len(completion.request.prompt_tokens)} prompt tokens"
 
 
 def statistics(metrics: Metrics, seconds: float, rule: str, *, drafts: bool) -> str:

@@ -1,0 +1,253 @@
+"""`generate` without prompts on a terminal: it asks for them, and answers each as it is decided.
+
+With --chat the lines are turns of one conversation, else each is a prompt of its own. Either way one row decodes them
+all (`serve.running`), so that of a line only what is new is read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import signal
+import sys
+from collections.abc import Generator, Iterator, Sequence
+from typing import IO, Any
+
+import jax
+
+from mars_jax import specs
+from mars_jax.cli.generate.applies import check_asked, check_flags
+from mars_jax.cli.generate.arguments import parse
+from mars_jax.cli.generate.job import Job, load_rule, make_requests, open_job
+from mars_jax.cli.generate.line_editor import editing
+from mars_jax.cli.generate.prompts import PromptRow, from_texts
+from mars_jax.cli.generate.terminal import TextPrinter, console, legend, line_of
+from mars_jax.cli.hosts import joined
+from mars_jax.cli.program import keep_compilations
+from mars_jax.cli.progress import busy
+from mars_jax.core.errors import MarsError, did_you_mean
+from mars_jax.pretrained import Turn
+from mars_jax.serve.chat import Chat
+from mars_jax.serve.generate import check_finite
+from mars_jax.serve.requests import Completion, Request, StreamEvent
+from mars_jax.serve.running import Running
+
+PROMPT = "> "
+COMMANDS = {
+    "/help": "these lines",
+    "/new": "begin a new conversation",
+    "/undo": "take the last turn back",
+    "/again": "say the last one once more, as after /set",
+    "/settings": "how texts are decoded",
+    "/set": "NAME VALUE: change one of them, as in /set temperature 0.7",
+    "/quit": "leave, as Ctrl-D does; Ctrl-C stops an answer",
+}
+_ROW = [PromptRow(where="", prompt="Once upon a time")]
+"""What is compiled for, and stands for the prompts that are to come where flags are checked."""
+
+
+def talk(argv: Sequence[str], args: argparse.Namespace, out: IO[str]) -> None:
+    """Ask for lines and answer them, up to the end of the input.
+
+    Args:
+      argv: the flags as they were given, to which /set adds.
+      args: what they say.
+      out: the terminal.
+
+    Raises:
+      MarsError: as `open_job`.
+    """
+    choices = check_flags(args, _ROW)
+    keep_compilations()
+    with joined(args, _ROW, out):
+        if jax.process_count() > 1:
+            raise MarsError("a terminal is one process's: give prompts where several decode as one.")
+        with busy("loading"):
+            job = open_job(args, choices, _ROW)
+        talks = Talk(list(argv), args, job, out)
+        with busy("compiling"):
+            talks.running.compile(job.requests[0])
+        talks.greet()
+        with editing(out, list(COMMANDS)) as ask:
+            while talks.takes(ask):
+                pass
+
+
+class Talk:
+    """The lines of one session and what they get."""
+
+    def __init__(self, argv: list[str], args: argparse.Namespace, job: Job, out: IO[str]):
+        if (reconfigure := getattr(out, "reconfigure", None)) is not None:
+            reconfigure(errors="replace")  # a narrow locale must not end a text in its middle
+        self._argv, self._args, self._job = argv, args, job
+        self._choices = check_flags(args, _ROW)
+        self._out, self._screen = console(out), console(sys.stderr)
+        self._chat: Chat | None = None
+        self.running = Running(job.session)
+        if args.chat:
+            self._chat = Chat.over(self.running, lambda turns: self._request(_conversation(turns)))
+        self._last: str | None = None  # prompt
+        self._count = 0  # of answers
+
+    def greet(self) -> None:
+        """Who answers, and how to leave."""
+        pair = f"{self._args.target}, {self._args.draft}, rule {self._job.session.rule_name}"
+        self._tell(f"{pair}; /help lists commands, Ctrl-D leaves", "dim")
+        if self._job.drafts and self._screen.color_system is not None:
+            self._screen.print(legend(self._screen.width))
+
+    def _tell(self, sentence: str, style: str = "") -> None:
+        """Beside the text: on stderr, no word cut at the terminal's edge."""
+        self._screen.print(sentence, style=style, soft_wrap=False)
+
+    def takes(self, ask: Any) -> bool:
+        """Ask for one line and answer it; False at the end."""
+        try:
+            line = ask(PROMPT)
+        except EOFError:
+            self._out.file.write("\n")
+            return False
+        except KeyboardInterrupt:  # the line is dropped, as shells do it
+            self._out.file.write("\n")
+            return True
+        if not line.strip():
+            return True
+        try:
+            if line.startswith("/"):
+                return self._command(line)
+            self._answer(line)
+        except MarsError as error:
+            self._tell(f"error: {' '.join(str(error).split())}", "red")
+        return True
+
+    def _command(self, line: str) -> bool:
+        name, *rest = line.split()
+        if name not in COMMANDS:
+            near = did_you_mean(name, COMMANDS)
+            raise MarsError(
+                f"there is no command {name}{near}: /help lists them; a space before a text says that it is one."
+            )
+        if rest and name != "/set":
+            raise MarsError(f"{name} takes nothing: leave {' '.join(rest)!r} out.")
+        if name == "/help":
+            for command, does in COMMANDS.items():
+                self._tell(f"  {command:<10} {does}")
+        elif name == "/settings":
+            self._show()
+        elif name == "/set":
+            self._set(rest)
+        elif name == "/again":
+            self._again()
+        elif name in ("/new", "/undo"):
+            if self._chat is None:
+                raise MarsError(
+                    f"{name} does not apply without --chat, where every line is a prompt of its own."
+                )
+            self._chat.clear() if name == "/new" else self._chat.undo()
+        return name != "/quit"
+
+    def _answer(self, text: str) -> None:
+        [row] = from_texts([text])
+        printer = TextPrinter(self._out, colours=self._job.drafts)
+        completion = None
+        with stoppable() as stopped, contextlib.closing(self._events(text, row)) as events:
+            self._last, self._count = text, self._count + 1
+            if self._chat is None:
+                printer.prompt(text, chat=False)
+            for event in events:
+                for kind, piece in event.pieces:
+                    printer.piece(kind, piece)
+                completion = event.completion
+                if stopped and completion is None:
+                    break
+        printer.end()
+        if completion is None:
+            self._tell("stopped", "dim")
+            return
+        check_finite(self._job.session.target, [completion])
+        self._tell(line_of(completion, drafts=self._job.drafts, read=self.running.read), "dim")
+        self._tell_full(completion)
+
+    def _events(self, text: str, row: PromptRow) -> Generator[StreamEvent, None, None]:
+        return self.running.stream(self._request(row)) if self._chat is None else self._chat.stream(text)
+
+    def _tell_full(self, completion: Completion) -> None:
+        context = self._job.session.target.config.max_positions
+        if len(completion.request.prompt_tokens) + len(completion.tokens) >= context:
+            cure = "" if self._chat is None else ": /undo takes turns back, /new begins again"
+            self._tell(f"the context of {context} tokens is full{cure}")
+
+    def _again(self) -> None:
+        if self._last is None:
+            raise MarsError("there is nothing to say again: type a text first.")
+        if self._chat is not None and self._chat.messages:
+            self._last = self._chat.undo()
+        self._answer(self._last)
+
+    def _request(self, row: PromptRow) -> Request:
+        """A line as a request; line i draws with the seed --seed + i, as in a file of prompts."""
+        seed = ((self._args.seed or 0) + self._count) % 2**32
+        [made] = make_requests(self._job.session.target, _with(self._args, seed=seed), [row])
+        return made
+
+    def _show(self) -> None:
+        run = dict(self._job.run) | self._choices.rule.as_json()
+        [request] = make_requests(self._job.session.target, self._args, _ROW)
+        shown = {name: run[name] for name in ("target", "draft", "verify", "dtype")} | dict(run["settings"])
+        shown |= {name: getattr(request, name) for name in _SETTINGS}
+        for name, value in shown.items():
+            self._tell(f"  {name:<20} {value}")
+
+    def _set(self, words: list[str]) -> None:
+        """Flags once more, with this one at their end: what is wrong with it is told as it is of a flag."""
+        options = {name: o for name, o in self._choices.rule.options.items() if o.flag}
+        known = [*_SETTINGS, *options]
+        if len(words) != 2:
+            raise MarsError(
+                f"/set takes a name and a value, as in /set temperature 0.7: the names are {', '.join(known)}."
+            )
+        name = words[0].removeprefix("--").replace("-", "_")
+        if name not in known:
+            raise MarsError(
+                f"there is no setting {words[0]}{did_you_mean(name, known)}: expected {', '.join(known)}."
+            )
+        argv = [*self._argv, "--" + name.replace("_", "-"), words[1]]
+        args = parse(argv)
+        check_asked(args)
+        choices = check_flags(args, _ROW)
+        if name in options:
+            session = self._job.session
+            self.running.session = session.using(load_rule(choices.rule, session.target, _ROW))
+        self._argv, self._args, self._choices = argv, args, choices
+
+
+_SETTINGS = ("temperature", *specs.FILTERS, *specs.EDITS, "seed", "max_new_tokens")
+"""What /set changes beside the numbers of the rule."""
+
+
+def _conversation(turns: Sequence[Turn]) -> PromptRow:
+    return PromptRow(where="", messages=tuple(dict(turn) for turn in turns))
+
+
+def _with(args: argparse.Namespace, **changed: Any) -> argparse.Namespace:
+    return argparse.Namespace(**(vars(args) | changed))
+
+
+@contextlib.contextmanager
+def stoppable() -> Iterator[list[bool]]:
+    """Ctrl-C fills the list that is given, and leaves the work at hand alone; a second one interrupts it.
+
+    An interrupt in the middle of a step would take the caches with it, whose buffers the step has been given.
+    """
+    asked: list[bool] = []
+
+    def note(number: int, frame: Any) -> None:
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(True)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,148 @@
+"""A conversation whose turns share one cache.
+
+Oracle: `generate` of the whole conversation (tests/serve/test_running.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, Self
+
+from mars_jax import drafters
+from mars_jax.core.errors import MarsError
+from mars_jax.core.types import Drafter, LoadedRule
+from mars_jax.pretrained import Pretrained, Turn
+from mars_jax.serve.prepare import AnyRule, check_relaxes
+from mars_jax.serve.requests import Completion, Request, StreamEvent, make_requests
+from mars_jax.serve.running import Running
+from mars_jax.serve.session import Session
+from mars_jax.verify import exact
+
+Ask = Callable[[Sequence[Turn]], Request]
+"""What a conversation is asked as."""
+
+
+class Chat:
+    """A conversation. Of every turn the models read what is new, and the answer is that of a fresh run of it all.
+
+    The text of each turn is what the chat template makes of the whole conversation. Where it writes an earlier turn
+    differently, as templates do that drop an answer's thoughts, the models read on from there.
+
+    `messages` holds the turns, each with its `role` and `content`, an answer without the white space around it; change
+    it as you like between two of them.
+
+    >>> import mars_jax as mj
+    >>> chat = mj.Chat(mj.load("tiny/target"), "ngram", max_new_tokens=8)
+    >>> answer = chat.say("Once upon a time")
+    >>> answer = chat.say("And then?")
+    >>> len(chat.messages), chat.read < len(answer.request.prompt_tokens)
+    (4, True)
+    """
+
+    def __init__(
+        self,
+        target: Pretrained,
+        drafter: drafters.AnyDrafter = "none",
+        *,
+        verify: AnyRule | None = None,
+        system: str | None = None,
+        template_args: Mapping[str, Any] | None = None,
+        ignore_eos: bool = False,
+        **options: Any,
+    ):
+        """
+        Args:
+          target, drafter, verify, system, template_args, ignore_eos, options: as for `generate`, each option one value;
+            a turn draws with the one seed.
+
+        Raises:
+          MarsError: as `generate`.
+        """
+        if isinstance(drafter, str):
+            drafter = drafters.load(drafter, target)
+        elif isinstance(drafter, Drafter):
+            drafter = drafters.LoadedDrafter(drafter, ())
+        rule = verify if isinstance(verify, LoadedRule) else LoadedRule(exact() if verify is None else verify)
+        how = {"system": system, "template_args": template_args, "ignore_eos": ignore_eos}
+
+        def ask(turns: Sequence[Turn]) -> Request:
+            [request] = make_requests(target, [turns], **how, **options)
+            check_relaxes(rule, [request])
+            return request
+
+        self._begin(Running(Session(target=target, drafter=drafter, rule=rule)), ask)
+
+    @classmethod
+    def over(cls, running: Running, ask: Ask) -> Self:
+        """A conversation over a row that runs already, whose requests `ask` makes."""
+        made = cls.__new__(cls)
+        made._begin(running, ask)
+        return made
+
+    def _begin(self, running: Running, ask: Ask) -> None:
+        self.messages: list[Turn] = []
+        self.ask = ask
+        self._running = running
+
+    @property
+    def read(self) -> int:
+        """Tokens that were read for the last turn; the others were held."""
+        return self._running.read
+
+    def say(self, text: str) -> Completion:
+        """The answer to a turn of the user's. Both become part of the conversation.
+
+        Raises:
+          MarsError: the conversation is full, or as `generate`; it then stays as it was.
+        """
+        events = list(self.stream(text))
+        assert events[-1].completion is not None
+        return events[-1].completion
+
+    def stream(self, text: str) -> Generator[StreamEvent, None, None]:
+        """`say`, step by step. Closed before its end, the answer is what was said so far; with nothing said, the turn
+        is none."""
+        turns: list[Turn] = [*self.messages, {"role": "user", "content": text}]
+        request = self.ask(turns)
+        target, tokens = self._running.session.target, len(request.prompt_tokens)
+        if tokens >= target.config.max_positions:
+            raise MarsError(
+                f"the conversation is full: with this turn it has {tokens} tokens, and '{target.name}' a context of "
+                f"{target.config.max_positions}: take turns back, or begin a new one."
+            )
+        return self._kept(turns, self._running.stream(request))
+
+    def _kept(self, turns: list[Turn], told: Generator[StreamEvent, None, None]) -> Generator[StreamEvent]:
+        said = ""
+        try:
+            for event in told:
+                said += event.text
+                if event.completion is not None:
+                    self._end(turns, said)
+                yield event
+        except GeneratorExit:
+            if said:
+                self._end(turns, said)
+            raise
+
+    def _end(self, turns: list[Turn], said: str) -> None:
+        # Templates write the space between a role and its text themselves, and where they do a second one would begin
+        # other tokens than those that were said.
+        self.messages = [*turns, {"role": "assistant", "content": said.strip()}]
+
+    def undo(self) -> str:
+        """Take the last turn of the user's back, and the answer; gives its text.
+
+        Raises:
+          MarsError: there is none.
+        """
+        last = max((i for i, turn in enumerate(self.messages) if turn["role"] == "user"), default=None)
+        if last is None:
+            raise MarsError("there is no turn to take back: the conversation is empty.")
+        text = self.messages[last]["content"]
+        self.messages = self.messages[:last]
+        return text
+
+    def clear(self) -> None:
+        """Begin a new conversation. What was held is read again only where the new one begins differently."""
+        self.messages = []

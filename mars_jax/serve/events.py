@@ -1,0 +1,103 @@
+"""A decode that runs step by step, as what its rows say: the host looks at a step while later ones are computed.
+
+B batch, T token buffer. Oracle: the same requests in one device loop (tests/serve/test_generate.py).
+"""
+
+from __future__ import annotations
+
+import collections
+import time
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from mars_jax.core.metrics import DecodeStats, accumulate
+from mars_jax.core.types import DecodeState, StepInfo
+from mars_jax.placement.hosts import fetch
+from mars_jax.pretrained import Pretrained
+from mars_jax.serve.complete import complete, token_log_probs
+from mars_jax.serve.requests import Request, StreamEvent
+from mars_jax.serve.text import RowText
+
+
+def events(
+    target: Pretrained,
+    requests: Sequence[Request],
+    steps: Iterator[tuple[DecodeState, StepInfo]],
+    stats: DecodeStats,
+    was_done: np.ndarray,
+    *,
+    ahead: int,
+    began: float,
+) -> Iterator[StreamEvent]:
+    """The tokens of each row as they are decided, and its completion with the last of them.
+
+    Args:
+      target, requests: whose rows these are, from row 0 on.
+      steps: as `decode.stream` gives them.
+      stats: counters at zero.
+      was_done: bool[B] of the host; before the first step.
+      ahead: how many steps `steps` may be ahead of what is looked at.
+      began: for `Completion.seconds`.
+    """
+    texts = [RowText(target, request) for request in requests]
+    in_flight: collections.deque[Seen] = collections.deque()
+    while not was_done.all():
+        # The device is given a step, and then the host looks at an earlier one.
+        while len(in_flight) <= ahead:
+            # Not around the loop: what the caller does between two events is none of the mesh's business.
+            with target.on_mesh():
+                state, info = next(steps)
+                seen = look(stats, info, (state.done, state.tokens, state.length, state.failed))
+            jax.tree.map(lambda x: x.copy_to_host_async(), (seen.info, seen.done))
+            stats = seen.stats
+            in_flight.append(seen)
+        seen = in_flight.popleft()
+        host, done = fetch((seen.info, seen.done))
+        done = (
+            np.asarray(done) | was_done
+        )  # also where a stop string has ended a row, of which the device does not know
+        ended = None  # read where a row ends in this step
+        for row, request in enumerate(requests):
+            if was_done[row]:
+                continue
+            count, before = int(host.num_emitted[row]), texts[row].count
+            tokens = host.emitted[row, :count].tolist()
+            said = [
+                texts[row].feed(token, last=bool(done[row]) and place == count - 1)
+                for place, token in enumerate(tokens)
+            ]
+            count = texts[row].count - before
+            told = token_log_probs(host, row, count)
+            tokens, pieces = tokens[:count], tuple(zip(told.kind, said, strict=False))
+            completion = None
+            if texts[row].stopped:
+                done[row] = True
+            if done[row]:
+                ended = ended or fetch((seen.stats, seen.final))
+                seconds = time.perf_counter() - began
+                completion = complete(target, request, row, ended[1], ended[0], seconds)
+            yield StreamEvent(
+                row, "".join(text for _, text in pieces), pieces, tuple(tokens), told, completion
+            )
+        was_done = done
+
+
+class Seen(NamedTuple):
+    """What the host wants to know of a step, in arrays that the next one does not take."""
+
+    stats: DecodeStats  # up to and with this step
+    info: StepInfo
+    done: Array  # bool[B]
+    final: tuple[Array, Array, Array]  # tokens i32[B, T], length i32[B], failed bool[B]
+
+
+@jax.jit
+def look(stats: DecodeStats, info: StepInfo, state: tuple[Array, Array, Array, Array]) -> Seen:
+    """Count a step and copy what later ones overwrite: (done, tokens, length, failed)."""
+    done, *final = jax.tree.map(jnp.copy, state)
+    return Seen(accumulate(stats, info), info, done, tuple(final))

@@ -1,0 +1,129 @@
+"""One row that goes on from request to request: what its caches hold of the next prompt is not read again.
+
+B rows, of which one decodes and the others fill a mesh; T token buffer. Oracle: each request decoded afresh
+(tests/serve/test_running.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Generator, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from mars_jax.core import activity, decode
+from mars_jax.core.extend import extend
+from mars_jax.core.metrics import zero_stats
+from mars_jax.core.types import Controls, Decoder, DecodeState, Params, PyTree, StepInfo
+from mars_jax.placement.hosts import fetch
+from mars_jax.serve.events import events
+from mars_jax.serve.prepare import Prepared, bucket, of_mesh, prepared
+from mars_jax.serve.requests import Request, StreamEvent
+from mars_jax.serve.session import Session
+from mars_jax.serve.sizes import with_costs
+
+WIDTH = 4096
+"""Tokens that the buffer has room for from the beginning on, where the model's context allows: a longer text compiles
+anew, and a wider cache costs memory."""
+
+
+class Running:
+    """A pair that decodes one request after the other over one state.
+
+    A prompt that begins as what was last read and said is read from where it differs. Everything but the width of the
+    buffer is a value, so requests share one compilation for as long as they fit; then the buffer grows.
+    """
+
+    def __init__(self, session: Session):
+        """
+        Args:
+          session: the pair and its rule. It may be replaced between two requests, as by `session.using(rule)`.
+        """
+        self.session = session
+        self.read = 0
+        """Tokens of the last prompt that were read, of those that are read at all: all but its last one."""
+        self._width = 0
+        self._decoder: Decoder | None = None
+        self._state: DecodeState | None = None
+
+    @activity.doing("compiling")
+    def compile(self, request: Request) -> None:
+        """Compile what `stream` of such requests will run, with a token of it; next to free where it is compiled."""
+        most = len(request.prompt_tokens) + request.max_new_tokens - 1
+        one = dataclasses.replace(request, prompt_tokens=request.prompt_tokens[:2], max_new_tokens=1)
+        self._widen(most)
+        for _ in self.stream(one):
+            pass
+        self._state = None  # nobody has asked for that token
+
+    def stream(self, request: Request) -> Generator[StreamEvent, None, None]:
+        """Read what is new of the prompt when called, and decode step by step as the events are asked for.
+
+        Whoever stops asking, or closes the iterator, ends the text there; what was said is held all the same. The next
+        call takes the state of an iterator that is not at its end.
+
+        Raises:
+          MarsError: as `mars_jax.generate`.
+        """
+        began = time.perf_counter()
+        target = self.session.target
+        made = prepared(target, self.session.drafter, [request], verify=self.session.rule)
+        self._widen(len(request.prompt_tokens) + request.max_new_tokens)
+        rows = of_mesh(target, 1)
+        made = with_costs(dataclasses.replace(made, width=self._width), rows)
+        state = self._begun(made, rows)
+        ahead = decode.look_ahead(state)
+        stats = zero_stats(rows, made.decoder.max_depth)
+        steps = self._steps(made, state, ahead)
+        done = fetch(state.done)
+        return self._watched(events(target, [request], steps, stats, done, ahead=ahead, began=began))
+
+    def _widen(self, most: int) -> None:
+        """Make room for a text of so many tokens, or for as many as the model takes."""
+        context = self.session.target.config.max_positions
+        if self._width < min(most, context):
+            self._width = bucket(min(max(most, WIDTH, 2 * self._width), context))
+            self._state = None
+
+    def _begun(self, made: Prepared, rows: int) -> DecodeState:
+        arrays = made.arrays([0, *[None] * (rows - 1)])
+        prompts, _, *others = arrays
+        state, self._state = self._state, None  # its buffers are taken, whatever happens
+        with made.target.on_mesh():
+            # Heads draft the first token after a single one from nothing, and not from the text before.
+            single = len(made.requests[0].prompt_tokens) == 1
+            if state is None or made.decoder is not self._decoder or single:
+                state = _unread(made.decoder, made.params, prompts, *others)
+            state, read = extend(made.decoder, made.params, state, *arrays)
+        self.read = int(fetch(read)[0])
+        self._decoder, self._state = made.decoder, state
+        return state
+
+    def _steps(
+        self, made: Prepared, state: DecodeState, ahead: int
+    ) -> Iterator[tuple[DecodeState, StepInfo]]:
+        """The steps. Between two of them the state is held, wherever the caller stops."""
+        self._state = None
+        for now, info in decode.stream(made.decoder, made.params, state, ahead=ahead):
+            self._state = now
+            yield now, info
+            self._state = None  # the next step takes its buffers
+
+    def _watched(self, told: Iterator[StreamEvent]) -> Generator[StreamEvent, None, None]:
+        for event in told:
+            if event.completion is not None and event.completion.finish_reason == "failed":
+                self._state = None  # its caches hold what is not finite
+            yield event
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _unread(
+    decoder: Decoder, params: Params, prompts: jax.Array, controls: Controls, rule: PyTree, keys: Any
+) -> DecodeState:
+    """The state of prompts cut to one token, so that there is nothing to read: that their length is known when this is
+    compiled leaves no forward in the program."""
+    return decoder.init(params, prompts, np.ones(prompts.shape[0], np.int32), controls, rule, keys)

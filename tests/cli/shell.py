@@ -1,0 +1,60 @@
+"""A command in a terminal of its own, for tests: what it shows, and what is typed."""
+
+import contextlib
+import fcntl
+import os
+import pty
+import re
+import select
+import struct
+import subprocess
+import sys
+import termios
+import time
+
+import pytest
+
+
+def plain(text):
+    """Without colours and what draws spinners."""
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+
+
+class Shell:
+    """A command in a terminal of its own."""
+
+    def __init__(self, *command, columns=80, **env):
+        # Both ends stay open here, so that none is closed before the command has it.
+        self._own, self._theirs = pty.openpty()
+        fcntl.ioctl(self._theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+        # Who opens a terminal in a session without one has it for its own, and gets its Ctrl-C.
+        name = os.ttyname(self._theirs)
+        begin = f'exec "$@" < {name} > {name} 2>&1'
+        kept = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "COLUMNS", "LC_ALL")}
+        self._process = subprocess.Popen(
+            ["sh", "-c", begin, "sh", sys.executable, *command], start_new_session=True, env=kept | env
+        )
+
+    def send(self, text):
+        os.write(self._own, text.encode())
+
+    def until(self, pattern, seconds=120):
+        """What is shown up to and with the pattern."""
+        shown, end = b"", time.monotonic() + seconds
+        while not re.search(pattern, text := shown.decode(errors="replace")):
+            if select.select([self._own], [], [], 0.5)[0]:
+                shown += os.read(self._own, 65536)
+            elif self._process.poll() is not None or time.monotonic() > end:
+                self.ends()
+                pytest.fail(f"{pattern!r} never came: {text}")
+        return text
+
+    def ends(self):
+        """The exit code; what is left is shown to nobody."""
+        if self._process.poll() is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(20)
+        self._process.kill()
+        os.close(self._own)
+        os.close(self._theirs)
+        return self._process.wait()

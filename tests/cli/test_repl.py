@@ -1,0 +1,283 @@
+"""`generate` without prompts on a terminal: the same texts, turns over one cache, and a terminal that is a real one."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import shutil
+import signal
+import stat
+import sys
+
+import pytest
+
+import mars_jax as mj
+from mars_jax.cli.generate import line_editor, repl
+from mars_jax.cli.generate.arguments import parse
+from mars_jax.cli.generate.command import main
+from mars_jax.cli.generate.terminal import _CONTROLS, TextPrinter
+from tests.cli.shell import Shell, plain
+
+TEMPLATE = "{% for m in messages %}{{ m.role[0] }}: {{ m.content }}\n{% endfor %}a:"
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.fixture(scope="module")
+def chatty(target, tmp_path_factory):
+    path = shutil.copytree(target, tmp_path_factory.mktemp("chatty") / "target")
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+    return path
+
+
+@pytest.fixture
+def talk(monkeypatch, target):
+    """A session of these lines: (stdout, stderr). What is asked at their end is Ctrl-D; None is Ctrl-C."""
+
+    def told(*flags, lines, target=target):
+        waiting = list(lines)
+
+        def ask(prompt):
+            if not waiting:
+                raise EOFError
+            if (line := waiting.pop(0)) is None:
+                raise KeyboardInterrupt
+            return line
+
+        @contextlib.contextmanager
+        def editing(out, words):
+            yield ask
+
+        monkeypatch.setattr(repl, "editing", editing)
+        out, err = Terminal(), Terminal()
+        argv = ["--target", str(target), "--draft", "ngram", "--max-new-tokens", "8", *flags]
+        with contextlib.redirect_stderr(err):
+            repl.talk(argv, parse(argv), out)
+        return plain(out.getvalue()), " ".join(plain(err.getvalue()).split())
+
+    return told
+
+
+def shown(text):
+    """As a terminal is given it: on lines of its own, and with nothing that would drive it."""
+    return text.translate(_CONTROLS) + "\n" * (not text.endswith("\n"))
+
+
+def test_a_line_is_a_prompt_of_its_own(talk, target):
+    prompts = ["a story", "a story of the", "the sea\ta"]
+    out, err = talk("--verify", "exact", lines=[prompts[0], "", prompts[1], None, "  ", prompts[2]])
+    loaded = mj.load(str(target))
+    texts = mj.generate(loaded, "ngram", prompts, max_new_tokens=8).text
+    one, two, three = (shown(prompt + text) for prompt, text in zip(prompts, texts, strict=True))
+    # A line that is dropped and the end of the input leave the cursor on a line of its own.
+    assert out == f"{one}{two}\n{three}\n"
+    assert err.count("8 tokens in") == 3 and "rule exact; /help lists commands" in err
+    first, second, third = re.findall(r"read (\d+) of (\d+) prompt tokens", err)
+    assert int(first[0]) == int(first[1]) - 1
+    assert int(second[0]) < int(second[1]) - 2 and int(third[0]) == int(third[1]) - 1
+
+
+def test_a_chat_keeps_its_turns(talk, chatty):
+    """And gives back what is taken back: the same answer, of which nothing is read again."""
+    lines = ["the sun", "and?", "/undo", "and?", "/again", "/new", "the sun"]
+    out, err = talk("--chat", lines=lines, target=chatty)
+    reads = [tuple(map(int, pair)) for pair in re.findall(r"read (\d+) of (\d+) prompt tokens", err)]
+    assert reads[1][0] < reads[1][1] - 8 and [read for read, _ in reads[2:4]] == [0, 0]
+    chat = mj.Chat(mj.load(str(chatty)), "ngram", verify=mj.verify.mars(), max_new_tokens=8)
+    first, second = (shown(chat.say(text).text) for text in lines[:2])
+    assert out == first + 3 * second + first + "\n"
+
+
+def test_settings_change_what_follows(talk):
+    changes = ["/set theta 0.5", "/settings", "/set temperature 0.9"]
+    _, err = talk(lines=["a story", "/set max-new-tokens 3", "/again", *changes, "/again"])
+    assert [int(n) for n in re.findall(r"(\d+) tokens in", err)] == [8, 3, 3]
+    assert "theta 0.5 " in err and "max_new_tokens 3 " in err and "verify mars" in err
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("/hepl", "there is no command /hepl (did you mean /help?): /help lists them"),
+        ("/new now", "/new takes nothing: leave 'now' out."),
+        ("/undo", "/undo does not apply without --chat"),
+        ("/again", "there is nothing to say again: type a text first."),
+        ("/set", "/set takes a name and a value, as in /set temperature 0.7: the names are temperature"),
+        ("/set thta 1", "there is no setting thta (did you mean theta?)"),
+        ("/set theta x", "--theta is x: expected"),
+        ("/set top_k 5", "--top-k does not apply at temperature 0"),
+        ("word " * 80, "the prompt has"),
+    ],
+)
+def test_what_cannot_be_done_is_one_sentence_and_the_session_goes_on(talk, line, sentence):
+    _, err = talk(lines=[line, "a story"])
+    assert f"error: {sentence}" in err and "8 tokens in" in err
+
+
+def test_help_lists_every_command(talk):
+    _, err = talk(lines=["/help", "/quit", "never asked"])
+    assert all(command in err for command in repl.COMMANDS) and "tokens in" not in err
+
+
+def test_ctrl_c_stops_an_answer_and_keeps_the_session(talk, chatty, monkeypatch):
+    """What was said is a turn like another one."""
+    write, calls = TextPrinter.piece, []
+
+    def piece(self, kind, text):
+        write(self, kind, text)
+        calls.append(text)
+        if len(calls) == 2:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(TextPrinter, "piece", piece)
+    out, err = talk(
+        "--chat", "--max-new-tokens", "12", "--draft", "none", lines=["the sun", "and?"], target=chatty
+    )
+    assert "stopped" in err and "12 tokens in" in err
+    chat = mj.Chat(mj.load(str(chatty)), "none", max_new_tokens=12)
+    said = "".join(calls[:2])
+    chat.messages = [
+        {"role": "user", "content": "the sun"},
+        {"role": "assistant", "content": said.strip()},
+    ]
+    assert out == shown(said) + shown(chat.say("and?").text) + "\n"
+
+
+def test_a_second_ctrl_c_leaves():
+    with pytest.raises(KeyboardInterrupt), repl.stoppable() as asked:
+        signal.raise_signal(signal.SIGINT)
+        assert asked
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--json"],
+        ["--compare"],
+        ["--no-stream"],
+        ["--batch-size", "4"],
+        ["--samples", "2"],
+        ["--speedup"],
+        ["--output", "rows.jsonl"],
+        ["--draft-device", "1"],
+        ["--tree", "auto"],
+    ],
+)
+def test_flags_of_prompts_that_are_there_are_refused(flags, monkeypatch, capsys):
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert main(flags) == 2
+    assert f"{' '.join(flags[:2]) if flags[0] == '--tree' else flags[0]} does not apply without prompts" in (
+        capsys.readouterr().err
+    )
+
+
+def test_without_a_terminal_there_must_be_prompts(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    assert main([]) == 2
+    assert "there are no prompts: give texts, or a --prompts-file; on a terminal" in capsys.readouterr().err
+
+
+def test_the_history_is_the_users_alone(monkeypatch, tmp_path):
+    readline = pytest.importorskip("readline")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setattr("builtins.input", lambda prompt: (readline.add_history("a story"), "a story")[1])
+    with line_editor.editing(io.StringIO(), ["/new"]) as ask:
+        assert ask("> ") == "a story"
+    path = line_editor.history_file()
+    assert path.read_text() == "a story\n" and path.is_relative_to(tmp_path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600 and stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    with line_editor.editing(io.StringIO(), ["/new"]):
+        assert readline.get_history_item(1) == "a story"
+
+
+def test_a_history_that_cannot_be_kept_is_none(monkeypatch, tmp_path):
+    (tmp_path / "state").write_text("a file")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setattr("builtins.input", lambda prompt: "a story")
+    with line_editor.editing(io.StringIO(), []) as ask:
+        assert ask("> ") == "a story"
+
+
+PROMPT = r"\n(\x1b\[\?2004h)?> $"
+DONE = rf"prompt\s+tokens[^>]*{PROMPT[2:]}"
+
+
+def session(target, tmp_path, *flags, columns=80, **env):
+    command = (
+        "-m",
+        "mars_jax.generate",
+        "--target",
+        str(target),
+        "--draft",
+        "ngram",
+        "--max-new-tokens",
+        "8",
+    )
+    return Shell(
+        *command,
+        *flags,
+        columns=columns,
+        XDG_STATE_HOME=str(tmp_path),
+        TERM=env.pop("TERM", "xterm-256color"),
+        **env,
+    )
+
+
+def test_a_real_terminal(target, tmp_path):
+    """Colours, editing, history, interrupts, wide characters, and the end of the input."""
+    shell = session(target, tmp_path)
+    greeting = shell.until(PROMPT)
+    told = " ".join(plain(greeting).split())
+    assert "/help lists commands, Ctrl-D leaves" in told and "corrected the target's own" in told
+    shell.send("a storz\x7fy\n")  # a backspace
+    assert re.search(r"\x1b\[3[26]m", shell.until(DONE))
+    shell.send("a line that is dropped\x03")
+    shell.until(PROMPT)
+    shell.send("\x1b[A!\n")  # the line before, and more of it
+    assert "a story!" in plain(shell.until(DONE))
+    shell.send("猫は赤い😀\n")
+    assert plain(shell.until(DONE)).count("猫は赤い😀") == 2  # as it is typed, and before its continuation
+    shell.send("/se\t\n")  # all that /set and /settings have in common
+    assert "/set takes a name" in plain(shell.until(PROMPT))
+    shell.send("\x04")
+    assert shell.ends() == 0
+    assert (tmp_path / "mars_jax" / "history").read_text().split("\n")[:2] == ["a story", "a story!"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("columns", "env"), [(30, {"TERM": "dumb"}), (80, {"NO_COLOR": "1"}), (30, {}), (80, {"LC_ALL": "C"})]
+)
+def test_other_terminals(target, tmp_path, columns, env):
+    """No colour where there is none, and no word of ours is cut at the edge."""
+    shell = session(target, tmp_path, columns=columns, **env)
+    shell.until(PROMPT)
+    shell.send("a story\n")
+    shown = shell.until(DONE)
+    assert bool(re.search(r"\x1b\[[0-9;]*m", shown)) == (not env.keys() & {"TERM", "NO_COLOR"})
+    told = plain(shown)[plain(shown).index("8 tokens") :].replace("\r", "").split("\n")
+    if "TERM" not in env:  # of which no width is known
+        assert max(map(len, told)) <= columns
+    shell.send("\x04")
+    assert shell.ends() == 0
+
+
+@pytest.mark.slow
+def test_a_real_interrupt_stops_a_long_answer(tmp_path):
+    shell = session("tiny/target", tmp_path, "--max-new-tokens", "400", "--draft", "none", "--ignore-eos")
+    shell.until(PROMPT)
+    shell.send("Once upon a time\n")
+    shell.until(r"(?s)Once upon a time.*Once upon a time\S*,")
+    shell.send("\x03")
+    assert "stopped" in shell.until(rf"stopped[^>]*{PROMPT[2:]}")
+    shell.send("/set max_new_tokens 4\nOnce upon\n")
+    assert "4 tokens in" in plain(shell.until(DONE))
+    shell.send("\x04")
+    assert shell.ends() == 0

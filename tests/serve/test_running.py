@@ -1,0 +1,211 @@
+"""One row that goes on: every request and every turn says what it says afresh, and reads only what is new."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import shutil
+
+import jax
+import pytest
+
+import mars_jax as mj
+from mars_jax import drafters, hub, verify
+from mars_jax.core.errors import MarsError
+from mars_jax.core.extend import extend
+from mars_jax.core.types import LoadedRule
+from mars_jax.serve import running as runnings
+from mars_jax.serve.generate import generate_stream
+from mars_jax.serve.requests import make_requests
+from mars_jax.serve.running import Running
+from mars_jax.serve.session import Session
+
+DRAFTS = {
+    "none": {},
+    "ngram": {},
+    "model:tiny/draft": {"num_draft_tokens": 4},
+    "eagle:tiny/eagle3": {},
+    "dflash:tiny/dflash": {},
+}
+SAID = ["Tom has a red ball.", "What did Tom do then?", "And his friend?"]
+# A turn is forgotten but for its first word when the next one comes, as templates forget thoughts.
+FORGETFUL = """\
+{%- for m in messages %}[{{ m.role }}]{{ m.content if loop.last else m.content.split()[0] }}
+{% endfor %}[assistant]"""
+
+
+@pytest.fixture(scope="module")
+def target():
+    return mj.load("tiny/target", dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def forgetful(tmp_path_factory):
+    """The embedded target with a template that writes earlier turns differently."""
+    path = tmp_path_factory.mktemp("forgetful") / "target"
+    shutil.copytree(hub.outline("tiny/target").path, path)
+    (path / "chat_template.jinja").write_text(FORGETFUL)
+    return mj.load(str(path), dtype="float32")
+
+
+@pytest.fixture(autouse=True)
+def narrow(monkeypatch):
+    """A buffer as wide as that of the fresh runs, which then share what is compiled."""
+    monkeypatch.setattr(runnings, "WIDTH", 64)
+
+
+def afresh(target, drafter, prompts, rule=None, **options):
+    """The completion of a state that has read the whole prompt."""
+    events = generate_stream(target, drafter, make_requests(target, prompts, **options), verify=rule)
+    return list(events)[-1].completion
+
+
+def common(a, b):
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def session(target, draft="ngram", rule=None, **options):
+    made = LoadedRule(rule or verify.exact())
+    return Session(target=target, drafter=drafters.load(draft, target, **options), rule=made)
+
+
+@pytest.mark.parametrize(
+    "draft",
+    [pytest.param(draft, marks=[pytest.mark.slow] * (draft != "model:tiny/draft")) for draft in DRAFTS],
+)
+def test_a_conversation_says_what_it_says_afresh(target, draft):
+    drafter = drafters.load(draft, target, **DRAFTS[draft])
+    rule = verify.exact() if draft == "none" else verify.mars(theta=0.5)
+    chat = mj.Chat(target, drafter, verify=rule, max_new_tokens=8)
+    held = []
+    compiled = []
+    for turn, text in enumerate(SAID):
+        answer = chat.say(text)
+        compiled.append(extend._cache_size())
+        fresh = afresh(target, drafter, chat.messages[:-1], rule, max_new_tokens=8)
+        assert answer.tokens == fresh.tokens and answer.text.strip() == chat.messages[-1]["content"]
+        prompt = answer.request.prompt_tokens
+        assert prompt == fresh.request.prompt_tokens and len(prompt) < 56
+        # One more of a head that reads the target, and the last token of what was said is in no cache.
+        new = len(prompt) - common(prompt, held)
+        assert new - 1 <= chat.read <= new + 1 and (turn == 0 or chat.read < len(prompt) - len(held) // 2)
+        held = [*prompt, *answer.tokens]
+    assert len(chat.messages) == 6 and len(set(compiled)) == 1
+
+
+def test_a_template_that_writes_turns_anew_is_read_from_there(forgetful):
+    chat = mj.Chat(forgetful, "ngram", max_new_tokens=10)
+    held, reads = [], []
+    for text in SAID:
+        answer = chat.say(text)
+        assert answer.tokens == afresh(forgetful, "ngram", chat.messages[:-1], max_new_tokens=10).tokens
+        prompt = answer.request.prompt_tokens
+        same = common(prompt, held)
+        assert same < len(held) or not held
+        assert chat.read == len(prompt) - 1 - same
+        held = [*prompt, *answer.tokens]
+        reads.append((same, chat.read))
+    assert reads[1][0] < reads[2][0]  # what has been cut once stays
+
+
+def test_a_turn_that_is_stopped_is_part_of_the_conversation(target):
+    chat = mj.Chat(target, "ngram", verify=verify.exact(), max_new_tokens=30)
+    events = chat.stream(SAID[0])
+    said = "".join(event.text for event in itertools.islice(events, 5))
+    events.close()
+    assert said and chat.messages[-1] == {"role": "assistant", "content": said.strip()}
+    answer = chat.say(SAID[1])
+    assert answer.tokens == afresh(target, "ngram", chat.messages[:-1], max_new_tokens=30).tokens
+    assert chat.read < len(answer.request.prompt_tokens) - 10
+    unasked = chat.stream("Never mind")
+    unasked.close()
+    assert len(chat.messages) == 4
+
+
+def test_turns_can_be_taken_back(target):
+    chat = mj.Chat(target, "ngram", max_new_tokens=8)
+    first = chat.say(SAID[0])
+    second = chat.say(SAID[1])
+    assert chat.undo() == SAID[1] and [turn["content"] for turn in chat.messages] == [
+        SAID[0],
+        first.text.strip(),
+    ]
+    assert chat.say(SAID[1]).tokens == second.tokens and chat.read == 0
+    chat.clear()
+    assert chat.say(SAID[0]).tokens == first.tokens
+    chat.clear()
+    with pytest.raises(MarsError, match="there is no turn to take back"):
+        chat.undo()
+
+
+def test_a_conversation_that_is_full_says_so_and_stays(target):
+    small = dataclasses.replace(target, config=dataclasses.replace(target.config, max_positions=48))
+    chat = mj.Chat(small, "ngram", max_new_tokens=64, ignore_eos=True)
+    answer = chat.say("Tom")
+    assert answer.finish_reason == "length"
+    assert len(answer.request.prompt_tokens) + len(answer.tokens) == 48
+    before = list(chat.messages)
+    with pytest.raises(MarsError, match=r"the conversation is full: .* context of 48: take turns back"):
+        chat.say(SAID[1])
+    assert chat.messages == before
+
+
+def test_a_buffer_that_is_full_grows(target):
+    chat = mj.Chat(target, "ngram", max_new_tokens=24)
+    widths = []
+    for text in SAID:
+        answer = chat.say(text)
+        widths.append(chat._running._width)
+        assert answer.tokens == afresh(target, "ngram", chat.messages[:-1], max_new_tokens=24).tokens
+    assert widths[0] == 64 and widths[-1] >= 128
+
+
+def test_requests_of_all_kinds_take_turns(target):
+    """Sampled and greedy, with stop strings and without, of one token and of many, by one rule and by another."""
+    running = Running(session(target, "eagle:tiny/eagle3", verify.mars(theta=0.9)))
+    asked = [
+        {"prompts": "Once upon a time", "temperature": 0.8, "seed": 3},
+        {"prompts": [[9]], "temperature": 0.8, "seed": 4},
+        {"prompts": "Once upon a time, a dog", "stop_strings": ["."]},
+        {"prompts": "Once upon a"},
+    ]
+    for number, options in enumerate(asked):
+        rule = verify.mars(theta=0.9 if number % 2 else 0.2)
+        running.session = running.session.using(LoadedRule(rule))
+        [request] = make_requests(target, max_new_tokens=14, **options)
+        running.compile(request)
+        completion = list(running.stream(request))[-1].completion
+        fresh = afresh(target, running.session.drafter, rule=rule, max_new_tokens=14, **options)
+        assert (completion.tokens, completion.text) == (fresh.tokens, fresh.text), options
+
+
+@pytest.mark.slow
+def test_a_request_that_needs_another_program_goes_on_over_the_same_caches(target):
+    """Penalties and constraints, which a state without them has no room for."""
+    running = Running(session(target))
+    for options in ({}, {"repetition_penalty": 1.3}, {"regex": " there[a-z ]*"}, {}):
+        options |= {"prompts": "Once upon a time", "max_new_tokens": 10}
+        [request] = make_requests(target, **options)
+        assert (
+            list(running.stream(request))[-1].completion.tokens == afresh(target, "ngram", **options).tokens
+        )
+    assert running.read == 0
+
+
+def test_what_is_not_finite_is_not_held(target):
+    running = Running(session(target, "none"))
+    broken = dataclasses.replace(target, params=jax.tree.map(lambda x: x * float("nan"), target.params))
+    whole = running.session
+    [request] = make_requests(target, "Once upon a time", max_new_tokens=6)
+    running.session = dataclasses.replace(whole, target=broken)
+    assert list(running.stream(request))[-1].completion.finish_reason == "failed"
+    running.session = whole
+    wanted = afresh(target, "none", "Once upon a time", max_new_tokens=6).tokens
+    assert list(running.stream(request))[-1].completion.tokens == wanted
+
+
+def test_a_conversation_refuses_what_generate_refuses(target):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'top'"):
+        mj.Chat(target, top=3).say("Tom")
+    with pytest.raises(MarsError, match="relax_in does not apply to the rule exact"):
+        mj.Chat(target, relax_in="think").say("Tom")
