@@ -217,7 +217,8 @@ def test_two_processes_train_what_one_does(tmp_path):
     np.testing.assert_allclose([r["loss"] for r in logs[1]], [r["loss"] for r in logs[0]], rtol=2e-3)
     target = hub.load("tiny/draft")
     one, two, again = (
-        hub.load_eagle(str(tmp_path / name), target.config, target.params)[1] for name in ("one", "two", "again")
+        hub.load_eagle(str(tmp_path / name), target.config, target.params)[1]
+        for name in ("one", "two", "again")
     )
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-2), one, two)
     jax.tree.map(np.testing.assert_array_equal, two, again)
