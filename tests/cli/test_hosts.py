@@ -195,20 +195,19 @@ def test_two_processes_train_what_one_does(tmp_path):
         "Once upon a time there was a cat. The cat sat on a mat and saw a dog. They ran home. " * 60
     )
 
-    def command(output, tokens):
-        sizes = f"--tokens {tokens} --step-tokens 256 --length 64 --steps-ahead 2 --learning-rate 1e-2 --dtype float32"
-        where = (
-            f"--target tiny/draft --mesh data=2,model=4 --data {text} --output {output} --work {output}-work"
-        )
-        return f"eagle3 {where} {sizes}".split()
+    def command(output, work):
+        sizes = "--tokens 2048 --step-tokens 256 --length 64 --steps-ahead 2 --learning-rate 1e-2 --dtype float32"
+        where = f"--mesh data=2,model=4 --data {text} --output {tmp_path / output} --work {tmp_path / work}"
+        return f"eagle3 --target tiny/draft {where} {sizes}".split()
 
-    one = start(command(tmp_path / "one", 2048), command="distill", devices=8)
-    said = one.communicate(timeout=600)[1]
-    assert one.returncode == 0, said
-    two = start_two(command(tmp_path / "two", 2048), command="distill")
-    for process in two:
-        said = process.communicate(timeout=600)[1]
-        assert process.returncode == 0, said
+    def run(processes):
+        for process in processes:
+            said = process.communicate(timeout=600)[1]
+            assert process.returncode == 0, said
+
+    run([start(command("one", "one-work"), command="distill", devices=8)])
+    run(start_two(command("two", "two-work"), command="distill"))
+    run(start_two(command("again", "two-work"), command="distill"))  # from the last checkpoint, and so the same
     logs = [
         [json.loads(line) for line in (tmp_path / f"{name}-work" / "log.jsonl").read_text().splitlines()]
         for name in ("one", "two")
