@@ -8,7 +8,7 @@ from results_tables.evidence import assisted, evidence
 from results_tables.pair import blocks, drafters, family, speed
 from results_tables.phrases import phrases
 from results_tables.rules import compared
-from results_tables.scale import kernels, plans, refill, scale, shift, sizes
+from results_tables.scale import kernels, plans, refill, scale, shift, sizes, starts
 from results_tables.smollm2 import smollm2
 from results_tables.studies import contexts, studies
 from results_tables.systems import costs, systems
@@ -21,5 +21,5 @@ def everything() -> dict[str, Any]:
         "assisted": assisted(), "studies": studies(),
         "contexts": contexts(), "scale": scale(), "plans": plans(), "kernels": kernels(), "rules": compared(),
         "phrases": phrases(), "refill": refill(), "systems": systems(), "costs": costs(), "smollm2": smollm2(),
-        "sizes": sizes(), "shift": shift(),
+        "sizes": sizes(), "shift": shift(), "starts": starts(),
     }  # fmt: skip

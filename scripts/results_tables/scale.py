@@ -123,6 +123,35 @@ def sizes() -> dict[str, Any]:
     }
 
 
+def starts() -> dict[str, Any]:
+    """bench_start.json: seconds to the first text."""
+    report = load("bench_start.json")
+    rows = [
+        (
+            state,
+            *(f"{report['median'][f'{when}, {state}'][kind]:.1f}" for when in ("now", "before") for kind in KINDS),
+            *(f"{report['over_before'][state][kind]:.2f} x" for kind in KINDS),
+        )
+        for state in ("cold", "warm")
+    ]
+    bars = [
+        bar(f"first text, {state}, seconds", report["median"][f"now, {state}"]["clock"], "{:.1f} s", f"<= {limit:g} s")
+        for state, limit in (("cold", report["bars"]["cold"]), ("warm", report["bars"]["warm"]))
+    ] + [
+        bar(
+            f"first text, {state}, over the first version in turns",
+            report["over_before"][state]["clock"],
+            "{:.2f} x",
+            f"<= {report['bars']['over_before']:g} x",
+        )
+        for state in ("cold", "warm")
+    ]
+    return {"before": report["before"], "cores": report["machine"]["cores"], "rows": rows, "bars": bars}
+
+
+KINDS = ("clock", "processor")
+
+
 def shift() -> dict[str, Any]:
     """online_shift.json: drafters that learn as they decode."""
     report = load("online_shift.json")
