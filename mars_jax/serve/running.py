@@ -20,6 +20,7 @@ from mars_jax.core.extend import extend
 from mars_jax.core.metrics import zero_stats
 from mars_jax.core.types import Controls, Decoder, DecodeState, Params, PyTree, StepInfo
 from mars_jax.placement.hosts import fetch
+from mars_jax.serve.compiling import beside
 from mars_jax.serve.events import events
 from mars_jax.serve.prepare import Prepared, bucket, of_mesh, prepared
 from mars_jax.serve.requests import Request, StreamEvent
@@ -56,7 +57,7 @@ class Running:
         most = len(request.prompt_tokens) + request.max_new_tokens - 1
         one = dataclasses.replace(request, prompt_tokens=request.prompt_tokens[:2], max_new_tokens=1)
         self._widen(most)
-        for _ in self.stream(one):
+        for _ in self._stream(one, compiling=True):
             pass
         self._state = None  # nobody has asked for that token
 
@@ -69,13 +70,16 @@ class Running:
         Raises:
           MarsError: as `mars_jax.generate`.
         """
+        return self._stream(request)
+
+    def _stream(self, request: Request, *, compiling: bool = False) -> Generator[StreamEvent, None, None]:
         began = time.perf_counter()
         target = self.session.target
         made = prepared(target, self.session.drafter, [request], verify=self.session.rule)
         self._widen(len(request.prompt_tokens) + request.max_new_tokens)
         rows = of_mesh(target, 1)
         made = with_costs(dataclasses.replace(made, width=self._width), rows)
-        state = self._begun(made, rows)
+        state = self._begun(made, rows, compiling)
         ahead = decode.look_ahead(state)
         stats = zero_stats(rows, made.decoder.max_depth)
         steps = self._steps(made, state, ahead)
@@ -89,7 +93,8 @@ class Running:
             self._width = bucket(min(max(most, WIDTH, 2 * self._width), context))
             self._state = None
 
-    def _begun(self, made: Prepared, rows: int) -> DecodeState:
+    def _begun(self, made: Prepared, rows: int, compiling: bool) -> DecodeState:
+        """The state that has read a request; `compiling` compiles the step meanwhile."""
         arrays = made.arrays([0, *[None] * (rows - 1)])
         prompts, _, *others = arrays
         state, self._state = self._state, None  # its buffers are taken, whatever happens
@@ -98,7 +103,12 @@ class Running:
             single = len(made.requests[0].prompt_tokens) == 1
             if state is None or made.decoder is not self._decoder or single:
                 state = _unread(made.decoder, made.params, prompts, *others)
-            state, read = extend(made.decoder, made.params, state, *arrays)
+            step = None
+            if compiling and made.target.mesh is None:
+                shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
+                step = functools.partial(_compile_step, made, shapes)
+            with beside(step):
+                state, read = extend(made.decoder, made.params, state, *arrays)
         self.read = int(fetch(read)[0])
         self._decoder, self._state = made.decoder, state
         return state
@@ -118,6 +128,10 @@ class Running:
             if event.completion is not None and event.completion.finish_reason == "failed":
                 self._state = None  # its caches hold what is not finite
             yield event
+
+
+def _compile_step(made: Prepared, shapes: DecodeState) -> None:
+    decode.jitted_step.lower(made.decoder, made.params, shapes).compile()
 
 
 @functools.partial(jax.jit, static_argnums=0)

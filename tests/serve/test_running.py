@@ -160,6 +160,7 @@ def test_a_buffer_that_is_full_grows(target):
     assert widths[0] == 64 and widths[-1] >= 128
 
 
+@pytest.mark.slow
 def test_requests_of_all_kinds_take_turns(target):
     """Sampled and greedy, with stop strings and without, of one token and of many, by one rule and by another."""
     running = Running(session(target, "eagle:tiny/eagle3", verify.mars(theta=0.9)))
