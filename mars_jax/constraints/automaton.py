@@ -124,6 +124,8 @@ class _Pieces:
         return self._repeat(node, start)
 
     def _repeat(self, node: Repeat, start: int) -> int:
+        if not _says_something(node.part):
+            return start  # however often: there is no state to count the turns by
         for _ in range(node.least):
             start = self.add(node.part, start)
         if node.most is None:
@@ -148,6 +150,19 @@ class _Pieces:
             self._tail(rest, ends[rest], ends)
         low, high = sequence[0]
         self.byte[start].append((low, high, ends[rest]))
+
+
+def _says_something(node: Node) -> bool:
+    """Whether a node is more than the empty text: a repeat of nothing is nothing.
+
+    >>> _says_something(Repeat(Sequence(()), 9, None)), _says_something(Either(()))
+    (False, True)
+    """
+    if isinstance(node, Sequence):
+        return any(map(_says_something, node.parts))
+    if isinstance(node, Repeat):
+        return node.most != 0 and _says_something(node.part)
+    return True
 
 
 def too_large(why: str) -> MarsError:

@@ -146,7 +146,11 @@ def json_schema(schema: Mapping[str, Any] | str | os.PathLike[str], *, compact: 
             raise MarsError(f"the schema is not JSON ({error}): correct it.") from None
     if not isinstance(found, Mapping) and found is not True:
         raise MarsError(f"the schema is {found!r}: expected a JSON object.")
-    made = Constraint("json_schema", json.dumps(found), compact)
+    try:
+        content = json.dumps(found)
+    except (TypeError, ValueError, RecursionError) as error:  # of a schema that Python made, or a deep one
+        raise MarsError(f"the schema cannot be written as JSON ({error}): correct it.") from None
+    made = Constraint("json_schema", content, compact)
     made.automaton  # noqa: B018, so that what is wrong is said here
     return made
 
@@ -155,7 +159,7 @@ def choice(texts: Iterable[str]) -> Constraint:
     """One of these texts.
 
     Raises:
-      MarsError: there are none, or one is empty.
+      MarsError: there are none, or one is empty or not Unicode, or they are too many.
 
     >>> choice(["yes", "no"]).automaton.matches("no")
     True
@@ -163,7 +167,9 @@ def choice(texts: Iterable[str]) -> Constraint:
     given = tuple(texts)
     if isinstance(texts, str) or not given or not all(isinstance(one, str) and one for one in given):
         raise MarsError(f"the choice is {texts!r}: expected a list of texts of at least one character.")
-    return Constraint("choice", tuple(dict.fromkeys(given)))
+    made = Constraint("choice", tuple(dict.fromkeys(given)))
+    made.automaton  # noqa: B018, so that what is wrong is said here
+    return made
 
 
 def tokens(ids: Iterable[int]) -> Constraint:

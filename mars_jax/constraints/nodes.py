@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple, Union
 
+from mars_jax.core.errors import MarsError
+
 LARGEST = 0x10FFFF
 _SURROGATES = (0xD800, 0xDFFF)
 Ranges = tuple[tuple[int, int], ...]
@@ -74,8 +76,15 @@ def complement(ranges: Ranges) -> Ranges:
 
 
 def text(literal: str) -> Node:
-    """The very text."""
-    return Sequence(tuple(Chars(((ord(c), ord(c)),)) for c in literal))
+    """The very text.
+
+    Raises:
+      MarsError: UTF-8 has no such text, since half of a surrogate pair is in it.
+    """
+    codes = [ord(c) for c in literal]
+    if any(_SURROGATES[0] <= code <= _SURROGATES[1] for code in codes):
+        raise MarsError(f"the text {literal!r} is not valid Unicode: give it as UTF-8.")
+    return Sequence(tuple(Chars(((code, code),)) for code in codes))
 
 
 NOTHING = Sequence(())

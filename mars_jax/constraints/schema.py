@@ -32,6 +32,8 @@ from mars_jax.core.errors import MarsError
 
 DEEPEST = 24
 """Schemas inside of schemas; a recursive one is deeper than any."""
+MOST_DIGITS = 100
+"""Of the bounds of an integer, whose nodes are as many as the square of its digits."""
 ANY_DEPTH = 2
 """Objects and arrays inside of each other, in a value of which the schema says nothing."""
 
@@ -127,20 +129,21 @@ class _Writer:
         if "anyOf" in given:
             _only(given, {"anyOf", "type"}, where)
             return self._any_of(given["anyOf"], where, depth)
-        if "allOf" in given and len(given["allOf"]) == 1:
+        if "allOf" in given and len(listed := _list(given, "allOf", where)) == 1:
             _only(given, {"allOf"}, where)
-            return self.value(given["allOf"][0], f"{where}/allOf/0", depth + 1)
+            return self.value(listed[0], f"{where}/allOf/0", depth + 1)
         kinds = given.pop("type", None) or _kinds_of(given, where)
-        kinds = [kinds] if isinstance(kinds, str) else kinds
-        known = set().union(*(_OF_TYPE.get(kind, set()) for kind in kinds))
-        _only(given, known, where)
-        parts = []
+        kinds = kinds if isinstance(kinds, list) else [kinds]
         for kind in kinds:
-            write: Callable[[dict, str, int], Node] | None = getattr(self, f"_{kind}", None)
-            if kind not in _OF_TYPE or write is None:
+            if not isinstance(kind, str) or kind not in _OF_TYPE:
                 raise MarsError(
                     f"the type at {where} is {kind!r}: expected one of {', '.join(sorted(_OF_TYPE))}."
                 )
+        known = set().union(*(_OF_TYPE[kind] for kind in kinds))
+        _only(given, known, where)
+        parts = []
+        for kind in kinds:
+            write: Callable[[dict, str, int], Node] = getattr(self, f"_{kind}")
             own = {name: one for name, one in given.items() if name in _OF_TYPE[kind]}
             parts.append(write(own, where, depth))
         return parts[0] if len(parts) == 1 else Either(tuple(parts))
@@ -183,13 +186,14 @@ class _Writer:
                     "be held to both."
                 )
             name = given.get("format")
-            if name is not None and name not in FORMATS:
+            if name is not None and (not isinstance(name, str) or name not in FORMATS):
                 raise MarsError(
                     f"the format at {where} is {name!r}: expected one of {', '.join(FORMATS)}, or a pattern."
                 )
-            return sequence(
-                text('"'), _in_json(parse(given["pattern"] if name is None else FORMATS[name])), text('"')
-            )
+            pattern = given.get("pattern") if name is None else FORMATS[name]
+            if not isinstance(pattern, str):
+                raise MarsError(f"the pattern at {where} is {pattern!r}: expected a text.")
+            return sequence(text('"'), _in_json(parse(pattern)), text('"'))
         if most is not None and most < least:
             raise MarsError(f"maxLength at {where} is {most}, less than minLength: correct it.")
         return sequence(text('"'), Repeat(_CHARACTER, least, most), text('"'))
@@ -210,7 +214,7 @@ class _Writer:
         return sequence(_WHOLE, rest)
 
     def _array(self, given: dict, where: str, depth: int) -> Node:
-        first = given.get("prefixItems", [])
+        first = _list(given, "prefixItems", where)
         least, most = _count(given, "minItems", where) or 0, _count(given, "maxItems", where)
         parts = [self.value(one, f"{where}/prefixItems/{i}", depth + 1) for i, one in enumerate(first)]
         items = given.get("items", not first)
@@ -232,7 +236,9 @@ class _Writer:
         return sequence(text("["), inside if least else optional(inside), text("]"))
 
     def _object(self, given: dict, where: str, depth: int) -> Node:
-        properties, required = given.get("properties"), given.get("required", [])
+        properties, required = given.get("properties"), _list(given, "required", where)
+        if properties is not None and not isinstance(properties, Mapping):
+            raise MarsError(f"the properties at {where} are {properties!r}: expected an object of schemas.")
         further = given.get("additionalProperties")
         if not properties:
             if required:
@@ -308,6 +314,13 @@ def _kinds_of(given: Mapping[str, Any], where: str) -> list[str]:
     return kinds[-1:]
 
 
+def _list(given: Mapping[str, Any], name: str, where: str) -> list[Any]:
+    value = given.get(name, [])
+    if not isinstance(value, list):
+        raise MarsError(f"{name} at {where} is {value!r}: expected a list.")
+    return value
+
+
 def _count(given: Mapping[str, Any], name: str, where: str) -> int | None:
     value = given.get(name)
     if value is not None and (type(value) is not int or value < 0):
@@ -320,12 +333,20 @@ def _bounds(given: Mapping[str, Any], where: str) -> tuple[int | None, int | Non
         found = []
         for key, move in ((name, 0), (exclusive, step)):
             if key in given:
-                if type(given[key]) is not int:
-                    raise MarsError(f"{key} at {where} is {given[key]!r}: expected a whole number.")
+                if type(given[key]) is not int or abs(given[key]) >= 10**MOST_DIGITS:
+                    raise MarsError(
+                        f"{key} at {where} is {_shown(given[key])}: expected a whole number of at most {MOST_DIGITS} "
+                        "digits."
+                    )
                 found.append(given[key] + move)
         return (max if step > 0 else min)(found) if found else None
 
     return bound("minimum", "exclusiveMinimum", 1), bound("maximum", "exclusiveMaximum", -1)
+
+
+def _shown(value: Any) -> str:
+    """A value in a message. Of numbers with thousands of digits Python writes none."""
+    return f"a number of {value.bit_length()} bits" if type(value) is int and value.bit_length() > 999 else repr(value)
 
 
 def integers(low: int | None, high: int | None, where: str = "#") -> Node:

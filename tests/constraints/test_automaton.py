@@ -69,6 +69,7 @@ def test_a_pattern_matches_what_re_matches(pattern):
         ("(?>a*)b", "has an atomic group"),
         ("[^\\s\\S]", "matches no text at all"),
         (".{90000}", "the constraint is too large"),
+        ("\ud800", "matches no text at all"),
         ("(a|b)*a(a|b){20}", "the constraint is too large .more than 32,000 states"),
     ],
 )
@@ -82,6 +83,7 @@ def test_a_pattern_that_no_automaton_reads_gets_a_sentence(pattern, sentence):
     [
         (lambda: constraints.choice([]), "expected a list of texts"),
         (lambda: constraints.choice("yes"), "expected a list of texts"),
+        (lambda: constraints.choice(["yes", "\ud800"]), r"the text '.ud800' is not valid Unicode"),
         (lambda: constraints.tokens([-1]), "expected token ids"),
         (lambda: constraints.from_fields({"regex": "a", "choice": ["b"]}), "regex and choice are both given"),
     ],
@@ -89,3 +91,9 @@ def test_a_pattern_that_no_automaton_reads_gets_a_sentence(pattern, sentence):
 def test_bad_constraints_get_a_sentence(make, sentence):
     with pytest.raises(MarsError, match=sentence):
         make()
+
+
+@pytest.mark.parametrize("pattern", ["(){4000000000}a", "a(b{0}){7,}", "(()*(){2}){3000000000}a?"])
+def test_a_repeat_of_nothing_is_nothing_however_often(pattern):
+    made = constraints.regex(pattern).automaton
+    assert made.matches("a") and not made.matches("aa")

@@ -1,0 +1,351 @@
+"""Change the core in 200 small ways, one at a time, and see whether its tests notice.
+
+    pip install -e ".[dev]"
+    python scripts/mutants.py                     # draws, runs what has not run yet, writes after each
+    python scripts/mutants.py --again             # runs the survivors once more, after tests were added
+    python scripts/mutants.py --explain 17 "the branch only skips work"
+
+Operators are mutmut's (libcst). Its own runner chooses between mutants when a function is called and leaves out every
+function with a decorator, so it sees no jitted one; and it runs a test by what it called in a first run, where a
+program that was traced once calls nothing again. So here a process that has imported jax forks for each mutant, whose
+source replaces that of its module as it is imported; nothing is written to the checkout.
+
+Mutants are drawn with a seed: as many from each group, and within a group from each operator in turn, since most of
+what operators can do is to drop an argument, which any test notices. Docstrings, annotations, what a `raise` says and
+what only type checkers read are left alone. A survivor is a fault of the tests until it is explained.
+
+Writes scripts/results/mutants.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import difflib
+import importlib.abc
+import importlib.util
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import libcst as cst
+from libcst.metadata import MetadataWrapper, PositionProvider
+from mutmut.mutation.mutators import mutation_operators
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "scripts" / "results" / "mutants.json"
+CORE, KERNELS, VERIFY = "tests/core/test_{}.py", "tests/kernels/test_{}.py", "tests/verify/test_{}.py"
+
+RULES = {  # the tests of a rule beside the suite that runs every rule
+    "exact": ("exact",), "rejection": ("rejection", "prefix_law"), "siblings": ("siblings",), "mars": ("mars",),
+    "lossy": ("mars",), "relaxed": ("mars", "edges"), "released": ("distributions", "retargeted"),
+    "simulated": ("simulated",), "context": ("context",), "diversed": ("diversed",), "learned": ("learned",),
+    "equivalent": ("phrases",), "phrase": ("phrases",), "override": ("phrases", "edges"), "named": ("named",),
+    "lenience": ("distributions",), "mixture": ("distributions",), "cactus": ("distributions",),
+    "speccascade": ("distributions",), "retargeted": ("retargeted", "distributions"), "drafted": ("context",),
+}  # fmt: skip
+GROUPS: dict[str, dict[str, tuple[str, ...]]] = {
+    "rules": {
+        f"mars_jax/verify/{path.stem}.py": (
+            *(VERIFY.format(name) for name in RULES.get(path.stem, ("edges",))),
+            VERIFY.format("rules"),
+        )
+        for path in sorted((ROOT / "mars_jax/verify").glob("*.py"))
+        if path.stem != "__init__"
+    },
+    "tree": {"mars_jax/core/tree.py": (CORE.format("tree"), VERIFY.format("exact"), CORE.format("decode"))},
+    "cache": {"mars_jax/core/cache.py": (CORE.format("cache"), CORE.format("decode"))},
+    "sampling": {
+        "mars_jax/core/sampling.py": (CORE.format("sampling"), CORE.format("positions"), VERIFY.format("rejection")),
+        "mars_jax/core/pick.py": (CORE.format("pick"), "tests/drafters/test_grow.py"),
+    },
+    "decode": {
+        "mars_jax/core/decode.py": tuple(map(CORE.format, ("prefill", "decode", "stream", "positions", "portable"))),
+        "mars_jax/core/emit.py": tuple(map(CORE.format, ("decode", "positions", "spans"))),
+    },
+    "insert and refill": {
+        "mars_jax/core/insert.py": (CORE.format("insert"), "tests/serve/test_queue.py"),
+        "mars_jax/core/refill.py": (CORE.format("insert"), "tests/serve/test_queue.py"),
+    },
+    "rule of the kernels": {
+        f"kernels_pallas/{name}.py": tuple(map(KERNELS.format, ("margin", "merge", "accept", "verify_mars", *more)))
+        for name, more in {"reference": ("attention",), "xla": ("attention",), "rule": (), "stats": ()}.items()
+    },
+}  # fmt: skip
+"""By group, the tests of each file."""
+
+
+class Places(cst.CSTVisitor):
+    """Everywhere an operator can change something that a test could notice."""
+
+    METADATA_DEPENDENCIES = (PositionProvider,)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[
+            tuple[int, str, cst.CSTNode, cst.CSTNode]
+        ] = []  # (line, operator, node, what it becomes)
+
+    def on_visit(self, node: cst.CSTNode) -> bool:
+        if isinstance(node, cst.Annotation | cst.Raise | cst.Import | cst.ImportFrom):
+            return False
+        if isinstance(node, cst.Expr) and isinstance(node.value, cst.SimpleString | cst.ConcatenatedString):
+            return False
+        if (
+            isinstance(node, cst.If)
+            and isinstance(node.test, cst.Name)
+            and node.test.value == "TYPE_CHECKING"
+        ):
+            return False
+        for kind, operator in mutation_operators:
+            if isinstance(node, kind):
+                line = self.get_metadata(PositionProvider, node).start.line
+                name = operator.__name__.removeprefix("operator_")
+                self.found += [(line, name, node, made) for made in operator(node)]
+        return True
+
+
+class Mutant(NamedTuple):
+    """One change of one file."""
+
+    group: str
+    file: str
+    line: int
+    operator: str
+    module: cst.Module
+    node: cst.CSTNode
+    changed: cst.CSTNode
+
+    @property
+    def code(self) -> str:
+        """The source that the file would have."""
+        return cst.ensure_type(self.module.deep_replace(self.node, self.changed), cst.Module).code
+
+    @property
+    def compiles(self) -> bool:
+        try:
+            compile(self.code, self.file, "exec")
+        except SyntaxError:
+            return False
+        return True
+
+    def as_json(self, number: int) -> dict[str, Any]:
+        """For the record."""
+        lines = self.module.code.splitlines(), self.code.splitlines()
+        diff = "\n".join(difflib.unified_diff(*lines, lineterm="", n=0)).partition("@@\n")[2]
+        known = {"group": self.group, "file": self.file, "line": self.line, "operator": self.operator}
+        return {"number": number} | known | {"diff": diff}
+
+
+def mutants(group: str, file: str) -> list[Mutant]:
+    """All of a file."""
+    wrapper = MetadataWrapper(cst.parse_module((ROOT / file).read_text()), unsafe_skip_copy=True)
+    places = Places()
+    wrapper.visit(places)
+    return [Mutant(group, file, line, name, wrapper.module, *both) for line, name, *both in places.found]
+
+
+def draw(count: int, seed: int) -> list[Mutant]:
+    """`count` mutants, as many of each group, and within it of each operator in turn."""
+    rng, groups = random.Random(seed), []
+    for group, files in GROUPS.items():
+        by_operator: dict[str, list[Mutant]] = collections.defaultdict(list)
+        for file in files:
+            for one in mutants(group, file):
+                by_operator[one.operator].append(one)
+        kinds = [rng.sample(by_operator[name], len(by_operator[name])) for name in sorted(by_operator)]
+        rng.shuffle(kinds)
+        groups.append(list(_in_turn(kinds)))
+    return list(itertools.islice((one for one in _in_turn(groups) if one.compiles), count))
+
+
+def _in_turn(lists: Sequence[Sequence[Any]]) -> Iterable[Any]:
+    for turn in range(max(map(len, lists))):
+        yield from (each[turn] for each in lists if turn < len(each))
+
+
+class Replaced(importlib.abc.MetaPathFinder, importlib.abc.SourceLoader):
+    """Imports one module from another source."""
+
+    def __init__(self, file: str, code: str):
+        self._file, self._code = ROOT / file, code
+        self._name = file.removesuffix(".py").replace("/", ".")
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
+        if fullname != self._name:
+            return None
+        return importlib.util.spec_from_file_location(fullname, self._file, loader=self)
+
+    def get_filename(self, fullname: str) -> str:
+        return str(self._file)
+
+    def get_data(self, path: Any) -> bytes:
+        return self._code.encode()
+
+
+class Order:
+    """A plugin of pytest: quick tests first, and what came of each."""
+
+    def __init__(self, seconds: dict[str, float]):
+        self._known, self.seconds, self.failed = seconds, collections.Counter(), ""
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        items.sort(key=lambda item: self._known.get(item.nodeid, 1.0))
+
+    def pytest_collectreport(self, report: Any) -> None:
+        if report.failed:
+            self.failed = self.failed or report.nodeid
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        self.seconds[report.nodeid] += report.duration
+        if report.failed:
+            self.failed = self.failed or report.nodeid
+
+
+def run(
+    tests: Sequence[str], seconds: dict[str, float], mutant: Mutant | None, limit: float
+) -> dict[str, Any]:
+    """Run tests in a fork of this process, until one fails."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        told = Path(folder) / "told.json"
+        child = os.fork()
+        if not child:
+            os.setsid()
+            _in_child(tests, seconds, mutant, told, Path(folder) / "log")
+        while time.monotonic() - began < limit:
+            if os.waitpid(child, os.WNOHANG)[0]:
+                break
+            time.sleep(0.05)
+        else:
+            os.killpg(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            return {"outcome": "timeout", "by": "", "seconds": round(time.monotonic() - began, 1), "each": {}}
+        # A mutant that takes the whole process down is noticed too.
+        found = (
+            json.loads(told.read_text()) if told.exists() else {"code": -1, "by": "the process", "each": {}}
+        )
+    spent = {"by": found["by"], "seconds": round(time.monotonic() - began, 1), "each": found["each"]}
+    return {"outcome": "killed" if found["code"] else "survived"} | spent
+
+
+def _in_child(tests: Any, seconds: Any, mutant: Any, told: Path, log: Path) -> None:
+    import pytest
+
+    code = 1
+    try:
+        out = os.open(log, os.O_WRONLY | os.O_CREAT)
+        os.dup2(out, 1)
+        os.dup2(out, 2)
+        order = Order(seconds)
+        if mutant is not None:
+            sys.meta_path.insert(0, Replaced(mutant.file, mutant.code))
+        options = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not slow", "--no-header", "--tb=no"]
+        code = int(pytest.main([*tests, *options], plugins=[order]))
+        told.write_text(json.dumps({"code": code, "by": order.failed, "each": order.seconds}))
+    finally:
+        os._exit(code)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--count", type=int, default=200, help="mutants (default: 200)")
+    parser.add_argument("--seed", type=int, default=21, help="of the draw (default: 21)")
+    parser.add_argument("--again", action="store_true", help="run what survived once more")
+    parser.add_argument(
+        "--explain", nargs=2, metavar=("NUMBER", "REASON"), help="why a survivor changes nothing"
+    )
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds for one mutant (default: 300)")
+    chosen = parser.parse_args(argv)
+    os.chdir(ROOT)
+    held = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    if chosen.explain:
+        _explain(held, int(chosen.explain[0]), chosen.explain[1])
+        return
+    drawn = draw(held.get("count", chosen.count), held.get("seed", chosen.seed))
+    records = [one.as_json(number) for number, one in enumerate(drawn, start=1)]
+    if held and [one["diff"] for one in records] != [one["diff"] for one in held["mutants"]]:
+        raise SystemExit(f"the code has changed since {RESULTS} was begun: move that file away to draw anew.")
+    if not held:
+        git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
+        held = {"count": chosen.count, "seed": chosen.seed, "commit": git.stdout.strip(), "baseline": {}}
+        held["mutants"] = records
+    _warm()
+    seconds: dict[str, float] = {}
+    for tests in dict.fromkeys(tests for files in GROUPS.values() for tests in files.values()):
+        if left := [test for test in tests if test not in held["baseline"]]:
+            found = run(left, {}, None, 3600)
+            if found["outcome"] != "survived":
+                raise SystemExit(f"{found['by']} fails without a mutant: mend it first.")
+            for test in left:
+                held["baseline"][test] = {
+                    k: round(v, 3) for k, v in found["each"].items() if k.startswith(test)
+                }
+            _write(held)
+    for each in held["baseline"].values():
+        seconds |= each
+    for one, record in zip(drawn, held["mutants"], strict=True):
+        again = chosen.again and record.get("outcome") == "survived" and "equivalent" not in record
+        if "outcome" not in record or again:
+            tests = GROUPS[one.group][one.file]
+            found = run(tests, seconds, one, chosen.limit)
+            record |= {k: v for k, v in found.items() if k != "each"}
+            _write(held)
+            print(
+                record["number"],
+                one["file"],
+                one["line"],
+                one["operator"],
+                record["outcome"],
+                record["seconds"],
+                flush=True,
+            )
+    print(collections.Counter(record["outcome"] for record in held["mutants"]))
+
+
+def _warm() -> None:
+    """Import what all tests import, but nothing of ours. No backend starts, so that forks have no threads to lose."""
+    sys.path.insert(0, str(ROOT))
+    import tests.conftest  # noqa: F401  # it sets what jax reads as it is imported
+
+    for name in (
+        "flax.struct",
+        "jax.experimental.pallas",
+        "scipy.stats",
+        "hypothesis",
+        "optax",
+        "pytest",
+        "transformers",
+    ):
+        importlib.import_module(name)
+    ours = [name for name in sys.modules if name.split(".")[0] in ("mars_jax", "kernels_pallas")]
+    assert not ours, ours
+
+
+def _explain(held: dict[str, Any], number: int, reason: str) -> None:
+    [record] = [one for one in held["mutants"] if one["number"] == number]
+    if record.get("outcome") != "survived":
+        raise SystemExit(f"mutant {number} did not survive.")
+    record["equivalent"] = reason
+    _write(held)
+
+
+def _write(held: dict[str, Any]) -> None:
+    part = RESULTS.with_suffix(".part")
+    part.write_text(json.dumps(held, indent=1) + "\n")
+    part.replace(RESULTS)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""Hypothesis strategies that damage what is valid: JSON values by their leaves and keys, files by their bytes."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import struct
+from typing import Any, NamedTuple
+
+from hypothesis import strategies as st
+
+
+class Raw(NamedTuple):
+    """JSON that no Python value stands for, such as lists within lists, 100,000 deep."""
+
+    text: str
+
+
+class Twice(NamedTuple):
+    """The value of a key that an object has twice."""
+
+    first: Any
+    second: Any
+
+
+NUMBERS = (
+    *(0, -1, 1, 2, 3, 7, 2**16, 2**31 - 1, 2**31, 2**32, 2**63 - 1, 2**63, 2**64, -(2**63), 10**9, 10**30, 10**400),
+    *(0.0, -0.0, 0.5, -0.5, 1e-320, 1e308, math.inf, -math.inf, math.nan),
+)  # fmt: skip
+TEXTS = (
+    *(
+        "",
+        "0",
+        "1",
+        "x",
+        "true",
+        "null",
+        "inf",
+        "nan",
+        "-1",
+        "1e999",
+        "\0",
+        "\n",
+        "a\r\nb",
+        "\ud800",
+        "é\u2028\u202e",
+    ),
+    *("../../etc/passwd", "/etc/passwd", "..", ".", "~", "a" * 300, "{{", "%s", "\x1b[31m"),
+)
+DEEP = tuple(
+    Raw(b * n + "1" + e * n) for n in (100, 900, 980, 100_000) for b, e in (("[", "]"), ('{"a":', "}"))
+)
+HOSTILE = st.one_of(
+    st.sampled_from(NUMBERS),
+    st.sampled_from(TEXTS),
+    st.sampled_from((None, True, False)),
+    st.sampled_from(((), (None,), ((),), (1, 1, 1), (-1,), ("",), (math.nan,))).map(list),
+    st.sampled_from(({}, {"": None}, {"a": {}}, {"type": "x"})).map(dict),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=8),
+)
+"""Values that mean nothing where they stand, or more than anybody meant."""
+HOSTILE_JSON = st.one_of(
+    HOSTILE, HOSTILE, HOSTILE, st.sampled_from((*DEEP, Raw("1e999"), Raw("-"), Raw("0x1")))
+)
+
+
+def paths(value: Any, at: tuple = ()) -> list[tuple]:
+    """Of everything in a JSON value, itself included."""
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [at, *(path for key, one in inside for path in paths(one, (*at, key)))]
+
+
+@st.composite
+def damaged(draw: st.DrawFn, value: Any, *, most: int = 3) -> Any:
+    """A JSON value some of whose leaves, keys or lists are others."""
+    made = copy.deepcopy(value)
+    for _ in range(draw(st.integers(1, most))):
+        found = [path for path in paths(made) if path]
+        if not found:
+            return draw(HOSTILE_JSON)
+        *before, key = draw(st.sampled_from(found))
+        holder = made
+        for step in before:
+            holder = holder[step]
+        how = draw(st.sampled_from(("put", "put", "put", "drop", "wrap", "twice", "rename", "add")))
+        if how == "put":
+            holder[key] = draw(HOSTILE_JSON)
+        elif how == "drop":
+            del holder[key]
+        elif how == "wrap":
+            holder[key] = draw(st.sampled_from(([holder[key]], {"a": holder[key]}, [holder[key]] * 3)))
+        elif how == "twice" and isinstance(holder, dict):
+            holder[key] = Twice(holder[key], draw(HOSTILE_JSON))
+        elif isinstance(holder, dict):
+            name = draw(st.sampled_from(TEXTS))
+            holder[name] = holder.pop(key) if how == "rename" else draw(HOSTILE_JSON)
+    return made
+
+
+def to_text(value: Any) -> str:
+    """As JSON, with `Raw` and `Twice`."""
+    if isinstance(value, Raw):
+        return value.text
+    if isinstance(value, dict):
+        parts = []
+        for key, one in value.items():
+            for each in one if isinstance(one, Twice) else (one,):
+                parts.append(f"{json.dumps(str(key))}: {to_text(each)}")
+        return "{" + ", ".join(parts) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(to_text, value)) + "]"
+    return json.dumps(value)
+
+
+def damaged_json(value: Any, *, most: int = 3) -> st.SearchStrategy[bytes]:
+    """The bytes of a JSON file that says something else than `value`, or is cut or flipped here and there."""
+    text = damaged(value, most=most).map(lambda made: to_text(made).encode())
+    return st.one_of(text, text, text, damaged_bytes(json.dumps(value).encode()))
+
+
+@st.composite
+def damaged_bytes(draw: st.DrawFn, data: bytes, *, first: int = 0, last: int | None = None) -> bytes:
+    """A file with some bytes flipped, cut off, put in, doubled or overwritten by large numbers.
+
+    Args:
+      draw: of hypothesis.
+      data: the valid file.
+      first, last: where in it damage begins; default: anywhere.
+    """
+    made = bytearray(data)
+    for _ in range(draw(st.integers(1, 3))):
+        end = min(len(made), len(data) if last is None else last)
+        if end <= first:
+            break
+        at = draw(st.integers(first, end - 1))
+        how = draw(st.sampled_from(("flip", "flip", "number", "number", "cut", "drop", "put", "double")))
+        if how == "flip":
+            made[at] ^= 1 << draw(st.integers(0, 7))
+        elif how == "number":
+            number = draw(
+                st.sampled_from((0, 1, 255, 2**16, 2**31, 2**32 - 1, 2**40, 2**62, 2**63, 2**64 - 1))
+            )
+            width = draw(st.sampled_from(("<B", "<I", "<Q")))
+            packed = struct.pack(width, number % (1 << 8 * struct.calcsize(width)))
+            made[at : at + len(packed)] = packed
+        elif how == "cut":
+            del made[at:]
+        elif how == "drop":
+            del made[at : at + draw(st.integers(1, 64))]
+        elif how == "put":
+            made[at:at] = draw(st.binary(min_size=1, max_size=16))
+        else:
+            made[at:at] = made[at : at + draw(st.integers(1, 64))]
+    return bytes(made)

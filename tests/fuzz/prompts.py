@@ -1,0 +1,76 @@
+"""Prompts files, plain and JSON lines, read under several rules, and what a row says of its text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from hypothesis import strategies as st
+
+from mars_jax.cli.generate.prompts import CONSTRAINTS, SPANS, read_prompts
+from mars_jax.constraints.spans import names_of
+from mars_jax.serve.constrained import with_constraints
+from mars_jax.specs import RuleChoice
+from tests.fuzz.damage import TEXTS, damaged, damaged_bytes, damaged_json, to_text
+from tests.fuzz.harness import Surface
+
+RULES = (
+    RuleChoice("mars", {}),
+    RuleChoice("mars", {"margin": "gap", "theta": 1.0, "base": "rejection"}),
+    RuleChoice("exact", {}),
+    RuleChoice("cactus", {}),
+)
+ROWS = (
+    {
+        "id": "q1", "prompt": "once upon", "temperature": 0.7, "top_k": 4, "top_p": 0.5, "min_p": 0.1, "strict": True,
+        "theta": 0.8, "max_relaxed_run": 2, "seed": 9, "max_new_tokens": 3, "draft_stop": 0.5,
+    },
+    {"id": 3, "prompt_tokens": [1, 2, 3], "stop_strings": ["a", "b"], "logit_bias": {"4": -1.5, "7": "-inf"}},
+    {"messages": [{"role": "system", "content": "x"}, {"role": "user", "content": "y"}], "regex": "[ab]+"},
+    {"prompt": "p", "json_schema": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}},
+    {"prompt": "p", "choice": ["yes", "no"], "relax_in": "think", "repetition_penalty": 1.2},
+    {"prompt": "p", "allowed_tokens": [1, 5], "strict_in": ["json", "<a>...</a>"], "presence_penalty": 0.5},
+)  # fmt: skip
+TEXT = "first line\r\n\n second\u2028half\nthird \u00e9\n".encode()
+
+
+def _read(path: Path, data: bytes, rule: RuleChoice) -> None:
+    path.write_bytes(data)
+    for row in read_prompts(str(path), rule):
+        # As `serve.requests` does when the prompt is tokenized.
+        with_constraints({name: row.settings.get(name) for name in CONSTRAINTS}, 1)
+        for name in SPANS:
+            names_of(row.settings.get(name, ()))
+
+
+def plain(case: bytes, folder: Path) -> None:
+    """A file of texts."""
+    _read(folder / "in" / "prompts.txt", case, RULES[0])
+
+
+def lines(case: tuple[bytes, RuleChoice], folder: Path) -> None:
+    """A file of objects."""
+    _read(folder / "in" / "prompts.jsonl", *case)
+
+
+_TEXTS = st.one_of(
+    damaged_bytes(TEXT),
+    st.binary(max_size=40),
+    st.sampled_from(TEXTS).map(lambda t: t.encode(errors="surrogatepass")),
+)
+_LINE = st.one_of(*(damaged_json(row) for row in ROWS))
+_TWO = st.tuples(st.sampled_from(ROWS), st.sampled_from(ROWS).flatmap(damaged)).map(
+    lambda rows: json.dumps(rows[0]).encode() + b"\n" + to_text(rows[1]).encode()
+)
+
+
+def _empty(folder: Path) -> None:
+    (folder / "in").mkdir()
+
+
+SURFACES = {
+    "prompts file, plain": Surface(_TEXTS, plain, 1500, _empty),
+    "prompts file, JSON lines": Surface(
+        st.tuples(st.one_of(_LINE, _LINE, _TWO), st.sampled_from(RULES)), lines, 4000, _empty
+    ),
+}

@@ -1,0 +1,237 @@
+"""Settings of rules and drafters, as texts, as JSON and as Python values; whole command lines; files to resume."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+from hypothesis import strategies as st
+
+from mars_jax import specs, verify
+from mars_jax.cli.generate.command import main
+from mars_jax.cli.generate.output_file import OutputFile
+from mars_jax.cli.generate.recorded import Recorded
+from mars_jax.core.errors import MarsError
+from mars_jax.serve.requests import Request
+from mars_jax.specs.choice import Given, choose
+from tests.fuzz.damage import HOSTILE, NUMBERS, TEXTS, damaged_bytes, damaged_json
+from tests.fuzz.harness import Surface
+
+_NAMES = sorted({name for row in specs.RULES.values() for name in row.settings} | {"block", "x", "theta "})
+_WORDS = (
+    *TEXTS,
+    *map(str, NUMBERS),
+    "ratio",
+    "gap",
+    "prob_ratio",
+    "exact",
+    "rejection",
+    "false",
+    "0.9",
+    "٣",
+    "1_0",
+)
+_SPECS = st.one_of(
+    st.sampled_from(sorted(specs.RULES)),
+    st.sampled_from(
+        ("learned:x", "mars:x", "equivalent:case", "equivalent:", "a.py:b", "os:getcwd", ":", "x:y", "")
+    ),
+)
+_TEXT = st.sampled_from(_WORDS)
+_VALUE = st.one_of(HOSTILE, _TEXT, st.lists(st.sampled_from(NUMBERS), max_size=3))
+
+
+def as_texts(case: tuple[str, dict[str, str]], folder: Path) -> None:
+    """A rule as flags name it."""
+    spec, given = case
+    choice = choose(spec, {name: Given(text, f"--{name}") for name, text in given.items()})
+    choice.settled()
+    json.dumps(choice.as_json(), allow_nan=False)
+
+
+def as_values(case: tuple[str, dict[str, Any]], folder: Path) -> None:
+    """A rule as Python and files of a benchmark name it."""
+    spec, given = case
+    if specs.is_own(spec):
+        return
+    row = specs.find(spec)
+    for name, value in given.items():
+        if name in row.settings:
+            with contextlib.suppress(MarsError):
+                row.settings[name].from_json(value, margin="ratio")
+    verify.load(spec, **given)
+
+
+def drafts(case: tuple[str, str], folder: Path) -> None:
+    """A drafter and its tree."""
+    specs.parse_draft(case[0])
+    specs.parse_tree(case[1])
+
+
+_FLAGS = (
+    *(
+        "--target",
+        "--draft",
+        "--num-draft-tokens",
+        "--tree",
+        "--draft-device",
+        "--draft-size",
+        "--refine-every",
+    ),
+    *(
+        "--draft-stop",
+        "--dtype",
+        "--attention",
+        "--cache-dtype",
+        "--mesh",
+        "--verify",
+        "--theta",
+        "--margin",
+        "--base",
+    ),
+    *(
+        "--block",
+        "--max-relaxed-run",
+        "--exact-prefix",
+        "--rule-option",
+        "--temperature",
+        "--top-k",
+        "--top-p",
+    ),
+    *("--min-p", "--repetition-penalty", "--presence-penalty", "--seed", "--max-new-tokens", "--logit-bias"),
+    *(
+        "--samples",
+        "--ignore-eos",
+        "--stop-string",
+        "--regex",
+        "--json-schema",
+        "--choice",
+        "--relax-constrained",
+    ),
+    *("--relax-in", "--strict-in", "--prompts-file", "--chat", "--system", "--template-arg", "--batch-size"),
+    *(
+        "--prefill-chunk",
+        "--stream",
+        "--no-stream",
+        "--log-probs",
+        "--json",
+        "--resume",
+        "--speedup",
+        "--compare",
+    ),
+    *(
+        "--list-rules",
+        "--list-drafters",
+        "--help",
+        "--version",
+        "--coordinator",
+        "--num-processes",
+        "--process-id",
+    ),
+)
+_GOOD = {
+    "--draft": ("none", "ngram", "model:nowhere", "eagle:nowhere"),
+    "--tree": ("2-1", "dynamic", "dynamic:2-2-4", "auto"),
+    "--verify": tuple(sorted(specs.RULES)),
+    "--rule-option": ("theta=0.5", "base=rejection", "x", "=", "theta="),
+    "--logit-bias": ("3=-inf", "3", "=", "3=x"),
+    "--template-arg": ("a=1", "a", "=", "a=" + "[" * 5000),
+    "--mesh": ("data=2", "data=0", "x=1", "data=2,data=2"),
+    "--relax-in": ("think", "a...b"),
+    "--temperature": ("1.0",),
+    "--max-new-tokens": ("4",),
+}
+
+
+def _said(flag: str) -> st.SearchStrategy[list[str]]:
+    values = st.sampled_from((*_GOOD.get(flag, ()), *_GOOD.get(flag, ()), *_WORDS[:40], "0.5", "3"))
+    return st.one_of(
+        st.just([flag]),
+        values.map(lambda v: [flag, v]),
+        values.map(lambda v: [flag, v]),
+        values.map(lambda v: [f"{flag}={v}"]),
+    )
+
+
+_ARGV = st.tuples(
+    st.lists(st.sampled_from(_FLAGS).flatmap(_said), max_size=4),
+    st.lists(st.sampled_from(("hello", "hello", "", "\ud800", "-", "--", "--x")), max_size=2),
+    st.sampled_from(("rows.jsonl", "rows.jsonl", "", "nowhere/rows.jsonl", ".")),
+).map(lambda parts: [*(word for said in parts[0] for word in said), *parts[1], "--output", parts[2]])
+
+
+def command_line(case: list[str], folder: Path) -> None:
+    """`generate` for a target that is not there: whatever else is wrong, nothing is written."""
+    argv = [*case[:-1], str(folder / case[-1]) if case[-1] else ""]
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = main([*argv, "--target", str(folder / "no-such-checkpoint")])
+        except SystemExit as end:  # of --help and --version
+            code = end.code
+    said = err.getvalue()
+    assert "Traceback" not in said
+    if code == 0:
+        assert out.getvalue()
+        return
+    assert code == 2 and said.startswith("error: ") and said.count("\n") == 1, (code, said)
+    raise MarsError(said.removeprefix("error: ").strip())
+
+
+_REQUEST = Request(prompt="p", prompt_tokens=(1, 2), id="q")
+_ROW = {"prompt": "p", "prompt_tokens": [1, 2], "id": "q", "rule": "mars", "tokens": [3], "steps": 1}
+_SETTINGS = {"settings": {"target": "t", "seed": 3}, "own": {"0": {"seed": 9}}, "weights": {"target": "abc"}}
+_ROWS = st.one_of(
+    damaged_json(_ROW), damaged_json(_ROW), damaged_bytes(json.dumps(_ROW).encode() + b"\n" + b'{"prompt": ')
+)
+
+
+def resumed(case: tuple[bytes, bytes], folder: Path) -> None:
+    """An --output of before with its settings: it is continued, or stays as it is."""
+    path = folder / "in" / "rows.jsonl"
+    beside = folder / "in" / "rows.jsonl.settings.json"
+    rows = case[0] + b"\n"
+    path.write_bytes(rows)
+    beside.write_bytes(case[1])
+    file = None
+    try:
+        file = OutputFile(str(path), Recorded(_SETTINGS["settings"], _SETTINGS["own"]), resume=True)
+        file.check_weights(_SETTINGS["weights"])
+        file.check([_REQUEST, _REQUEST], "mars")
+    finally:
+        if file is not None:
+            file.close()
+        assert (path.read_bytes(), beside.read_bytes()) == (rows, case[1])
+
+
+def _empty(folder: Path) -> None:
+    (folder / "in").mkdir()
+
+
+_CHOSEN = st.one_of(
+    st.sampled_from(sorted(specs.RULES)).flatmap(
+        lambda name: st.tuples(
+            st.just(name),
+            st.dictionaries(st.sampled_from([*specs.RULES[name].settings, "block"]), _VALUE, max_size=3),
+        )
+    ),
+    st.tuples(_SPECS, st.dictionaries(st.sampled_from(_NAMES), _VALUE, max_size=3)),
+)
+_TREE = st.lists(
+    st.sampled_from(("dynamic", ":", "-", "0", "1", "4", "8", "9999", "99999", "٣", " ", "")), max_size=7
+)
+_DRAFT = st.one_of(st.sampled_from(sorted(specs.DRAFTERS)), st.sampled_from(("model:x", "eagle:a:b", *TEXTS)))
+SURFACES = {
+    "settings of rules, as texts": Surface(
+        st.tuples(_SPECS, st.dictionaries(st.sampled_from(_NAMES), _TEXT, max_size=4)), as_texts, 2000
+    ),
+    "settings of rules, as values": Surface(_CHOSEN, as_values, 2000),
+    "drafters and trees": Surface(
+        st.tuples(st.one_of(_DRAFT, st.text(max_size=6)), st.one_of(_TREE.map("".join), _TEXT)), drafts, 1000
+    ),
+    "command lines": Surface(_ARGV, command_line, 1500),
+    "output to resume": Surface(st.tuples(_ROWS, damaged_json(_SETTINGS)), resumed, 500, _empty),
+}
