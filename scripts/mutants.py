@@ -250,6 +250,7 @@ def _in_child(tests: Any, seconds: Any, mutant: Any, told: Path, log: Path) -> N
         if mutant is not None:
             sys.meta_path.insert(0, Replaced(mutant.file, mutant.code))
         options = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not slow", "--no-header", "--tb=no"]
+        options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of what is imported already
         code = int(pytest.main([*tests, *options], plugins=[order]))
         told.write_text(json.dumps({"code": code, "by": order.failed, "each": order.seconds}))
     finally:

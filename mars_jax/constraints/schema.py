@@ -240,18 +240,17 @@ class _Writer:
         if properties is not None and not isinstance(properties, Mapping):
             raise MarsError(f"the properties at {where} are {properties!r}: expected an object of schemas.")
         further = given.get("additionalProperties")
+        unknown = [name for name in required if not isinstance(name, str) or name not in (properties or ())]
+        if unknown:
+            raise MarsError(
+                f"the object at {where} requires {unknown[0]!r}, which no property describes: add it to properties, "
+                "or leave it out."
+            )
         if not properties:
-            if required:
-                raise MarsError(
-                    f"the object at {where} requires {required[0]!r}, which no property describes."
-                )
             if further is False or (properties is not None and "additionalProperties" not in given):
                 return text("{}")
             return self._map(self._anything(ANY_DEPTH - 1) if further in (None, True) else self.value(
                 further, f"{where}/additionalProperties", depth + 1))  # fmt: skip
-        unknown = [name for name in required if name not in properties]
-        if unknown:
-            raise MarsError(f"the object at {where} requires {unknown[0]!r}, which no property describes.")
         pairs = [
             (
                 sequence(
@@ -346,7 +345,11 @@ def _bounds(given: Mapping[str, Any], where: str) -> tuple[int | None, int | Non
 
 def _shown(value: Any) -> str:
     """A value in a message. Of numbers with thousands of digits Python writes none."""
-    return f"a number of {value.bit_length()} bits" if type(value) is int and value.bit_length() > 999 else repr(value)
+    return (
+        f"a number of {value.bit_length()} bits"
+        if type(value) is int and value.bit_length() > 999
+        else repr(value)
+    )
 
 
 def integers(low: int | None, high: int | None, where: str = "#") -> Node:

@@ -88,7 +88,10 @@ def _tracker(name: str) -> _Tracker:
             f"the span is {name!r}: expected {', '.join(NAMED)}, json, or what opens and what closes one, as in "
             f"'<plan>{_BETWEEN}</plan>'."
         )
-    return _Tags(tags[0].encode(), tags[1].encode())
+    try:
+        return _Tags(tags[0].encode(), tags[1].encode())
+    except UnicodeEncodeError:
+        raise MarsError(f"the span is {name!r}, which is not valid Unicode: give it as UTF-8.") from None
 
 
 def names_of(given: str | Iterable[str]) -> tuple[str, ...]:

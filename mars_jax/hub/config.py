@@ -10,7 +10,7 @@ from mars_jax.core.errors import MarsError
 from mars_jax.hub.families import FAMILIES, text_part
 from mars_jax.hub.rope import read_rope, write_scaling
 from mars_jax.hub.values import count, given, token_ids
-from mars_jax.models.config import ModelConfig
+from mars_jax.models.config import ModelConfig, check_parts
 
 _ACTIVATIONS = {
     "silu": "silu",
@@ -55,6 +55,7 @@ def from_json(data: dict[str, Any], generation: dict[str, Any] | None = None) ->
         raise MarsError(
             f"config.json gives no number for {', '.join(missing)}: use the config the checkpoint came with."
         )
+    check_parts(data["num_hidden_layers"])  # before a list is made of one entry for each
     key = FAMILIES[family].activation
     activation = given(data, key, FAMILIES[family].defaults.get(key, "silu"))
     if activation not in _ACTIVATIONS:

@@ -17,6 +17,11 @@ _COUNTS = ("num_kv_heads", "head_dim", "num_experts", "experts_per_token", "expe
 """Whole numbers of a model that may be 0."""
 
 
+MOST_PARTS = 100_000
+"""Layers, or experts of all layers, of a model: of the largest published ones 23,424. More is damage, and would ask
+for a table of weights that no memory holds."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rope:
     """Rotary position embedding and how its frequencies are stretched beyond the trained length.
@@ -114,6 +119,7 @@ class ModelConfig:
         for name in (*sizes, *_COUNTS):
             if not isinstance(getattr(self, name), numbers.Integral):
                 raise MarsError(f"{name} is {getattr(self, name)!r}: expected a whole number.")
+        check_parts(self.num_layers, self.num_experts)
         if not 0 <= self.norm_eps < math.inf:  # NaN would make every logit NaN
             raise MarsError(f"norm_eps is {self.norm_eps}: expected a number of at least 0, such as 1e-6.")
         if self.head_dim == 0 and self.hidden_size % self.num_heads:
@@ -147,3 +153,18 @@ class ModelConfig:
             raise MarsError(
                 f"activation '{self.activation}' is not supported: choose one of {', '.join(ACTIVATIONS)}."
             )
+
+
+def check_parts(layers: int, experts: int = 0) -> None:
+    """Raise MarsError where a model has more layers, or experts in all of them, than any.
+
+    Args:
+      layers: how many.
+      experts: of each layer; 0 is no mixture.
+    """
+    if layers * max(experts, 1) > MOST_PARTS:
+        of = f" of {experts} experts" if experts > 1 else ""
+        raise MarsError(
+            f"num_layers is {layers}{of}, and no model has more than {MOST_PARTS:,} in all: use the config the "
+            "checkpoint came with."
+        )

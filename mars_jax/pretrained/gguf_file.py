@@ -7,6 +7,8 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mars_jax.core.errors import MarsError
 
 SMOLLM2 = "smollm2"
@@ -55,7 +57,7 @@ def read_gguf(path: Path) -> GGUFFile:
             f"'{path}' is a GGUF file, and the package gguf is not installed: pip install 'mars-jax[gguf]'."
         ) from None
     try:
-        return GGUFFile(path, gguf.GGUFReader(path))
+        return GGUFFile(path, _bounded_reader()(path))
     except OSError as error:
         raise MarsError(f"'{path}' cannot be read ({error}).") from None
     except (
@@ -65,6 +67,24 @@ def read_gguf(path: Path) -> GGUFFile:
         raise MarsError(
             f"'{path}' is truncated, corrupt or no GGUF file ({reason}): download it again."
         ) from None
+
+
+@functools.cache
+def _bounded_reader() -> Any:
+    """The reader of the `gguf` package, but one that stops where the file does.
+
+    Past the end the package's own reads nothing without a word, so that a damaged count, of 2^40 values say, keeps it
+    going until memory is out.
+    """
+    import gguf
+
+    class BoundedReader(gguf.GGUFReader):
+        def _get(self, offset: int, dtype: Any, count: int = 1, *more: Any, **named: Any) -> Any:
+            if int(offset) + int(count) * np.dtype(dtype).itemsize > len(self.data):
+                raise ValueError("it ends before what its header announces")
+            return super()._get(offset, dtype, count, *more, **named)
+
+    return BoundedReader
 
 
 def installed_smollm2() -> Path:

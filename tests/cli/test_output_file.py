@@ -251,6 +251,14 @@ def test_other_settings_are_refused_by_the_one_that_differs(path, argv, expected
     assert f"was begun with {expected}" in refusal(path, settings=flags_of(*argv))
 
 
+@pytest.mark.parametrize("own", ['{"0": null}', '{"0": 3}', "[]", "null"])
+def test_damaged_settings_are_refused_by_their_file(path, own):
+    begun(path, flags_of())
+    beside = path.with_name(f"{path.name}.settings.json")
+    beside.write_text(f'{{"settings": {{}}, "own": {own}}}')
+    assert f"'{beside}' is damaged: remove it" in refusal(path, settings=flags_of())
+
+
 def test_what_decides_no_row_may_change(path):
     begun(path, flags_of())
     same = "--theta 0.9 --seed 0 --batch-size 3 --resume --output x --verify mars --no-check"

@@ -86,7 +86,14 @@ def test_what_python_writes_can_be_said(schema, values):
         ({"type": 3}, "the type at # is 3: expected one of array"),
         ({"allOf": {"type": "null"}}, "allOf at # is {'type': 'null'}: expected a list"),
         ({"type": "object", "properties": [1]}, r"the properties at # are \[1\]: expected an object"),
-        ({"type": "object", "properties": {"a": {}}, "required": "a"}, "required at # is 'a': expected a list"),
+        (
+            {"type": "object", "properties": {"a": {}}, "required": "a"},
+            "required at # is 'a': expected a list",
+        ),
+        (
+            {"type": "object", "properties": {"a": {}}, "required": [["a"]]},
+            r"requires \['a'\], which no property",
+        ),
         ({"type": "array", "prefixItems": 3}, "prefixItems at # is 3: expected a list"),
         ({"type": "string", "pattern": 5}, "the pattern at # is 5: expected a text"),
         ({"type": "string", "format": ["date"]}, r"the format at # is \['date'\]: expected one of date"),

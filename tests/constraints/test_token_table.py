@@ -163,6 +163,8 @@ def test_spans_are_those_that_a_search_finds(words):
     assert seen == {True, False}
     with pytest.raises(MarsError, match="the span is 'thought': expected think, code"):
         names_of("thought")
+    with pytest.raises(MarsError, match="which is not valid Unicode"):
+        names_of(["think", "\ud800...b"])
 
 
 def json_depth(text):

@@ -76,8 +76,7 @@ def config(case: tuple[bytes, bytes | None], folder: Path) -> None:
     found = read_directory(place)[0]
     assert read_config(place) == found
     language_model(found)
-    if found.num_layers <= 64 and found.num_experts <= 64:
-        weights(found)
+    weights(found)
 
 
 def _read_all(place: Path) -> None:

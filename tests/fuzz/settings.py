@@ -57,11 +57,11 @@ def as_values(case: tuple[str, dict[str, Any]], folder: Path) -> None:
     spec, given = case
     if specs.is_own(spec):
         return
-    row = specs.find(spec)
-    for name, value in given.items():
-        if name in row.settings:
-            with contextlib.suppress(MarsError):
-                row.settings[name].from_json(value, margin="ratio")
+    choice = specs.RuleChoice(spec, {})
+    for name in choice.options.keys() & given.keys():
+        setting, structure = choice.setting(name)
+        with contextlib.suppress(MarsError):
+            setting.from_json(given[name], **structure)
     verify.load(spec, **given)
 
 
@@ -73,7 +73,6 @@ def drafts(case: tuple[str, str], folder: Path) -> None:
 
 _FLAGS = (
     *(
-        "--target",
         "--draft",
         "--num-draft-tokens",
         "--tree",
@@ -146,8 +145,15 @@ _GOOD = {
 }
 
 
+def _argument(text: str) -> str:
+    """What a process can be started with: no NUL, and of halves of pairs those that stand for bytes."""
+    return text.replace("\0", "").replace("\ud800", "\udc80")
+
+
 def _said(flag: str) -> st.SearchStrategy[list[str]]:
-    values = st.sampled_from((*_GOOD.get(flag, ()), *_GOOD.get(flag, ()), *_WORDS[:40], "0.5", "3"))
+    values = st.sampled_from((*_GOOD.get(flag, ()), *_GOOD.get(flag, ()), *_WORDS[:40], "0.5", "3")).map(
+        _argument
+    )
     return st.one_of(
         st.just([flag]),
         values.map(lambda v: [flag, v]),
@@ -158,22 +164,29 @@ def _said(flag: str) -> st.SearchStrategy[list[str]]:
 
 _ARGV = st.tuples(
     st.lists(st.sampled_from(_FLAGS).flatmap(_said), max_size=4),
-    st.lists(st.sampled_from(("hello", "hello", "", "\ud800", "-", "--", "--x")), max_size=2),
+    st.lists(st.sampled_from(("hello", "hello", "", "\udc80", "-", "--", "--x")), max_size=2),
     st.sampled_from(("rows.jsonl", "rows.jsonl", "", "nowhere/rows.jsonl", ".")),
-).map(lambda parts: [*(word for said in parts[0] for word in said), *parts[1], "--output", parts[2]])
+).map(lambda parts: ["--output", parts[2], *(word for said in parts[0] for word in said), *parts[1]])
 
 
 def command_line(case: list[str], folder: Path) -> None:
     """`generate` for a target that is not there: whatever else is wrong, nothing is written."""
-    argv = [*case[:-1], str(folder / case[-1]) if case[-1] else ""]
+    output, *rest = case[1:]
+    argv = [
+        "--target",
+        str(folder / "no-such-checkpoint"),
+        "--output",
+        str(folder / output) if output else "",
+        *rest,
+    ]
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            code = main([*argv, "--target", str(folder / "no-such-checkpoint")])
+            code = main(argv)
         except SystemExit as end:  # of --help and --version
             code = end.code
     said = err.getvalue()
-    assert "Traceback" not in said
+    assert "Traceback" not in said, said
     if code == 0:
         assert out.getvalue()
         return
@@ -230,8 +243,22 @@ SURFACES = {
     ),
     "settings of rules, as values": Surface(_CHOSEN, as_values, 2000),
     "drafters and trees": Surface(
-        st.tuples(st.one_of(_DRAFT, st.text(max_size=6)), st.one_of(_TREE.map("".join), _TEXT)), drafts, 1000
+        st.one_of(
+            st.tuples(st.just("ngram"), st.one_of(_TREE.map("".join), _TEXT)),
+            st.tuples(st.one_of(_DRAFT, st.text(max_size=6)), st.just("4-2-2-1")),
+        ),
+        drafts,
+        1000,
     ),
     "command lines": Surface(_ARGV, command_line, 1500),
-    "output to resume": Surface(st.tuples(_ROWS, damaged_json(_SETTINGS)), resumed, 500, _empty),
+    "output to resume": Surface(
+        st.one_of(
+            st.tuples(_ROWS, damaged_json(_SETTINGS)),
+            st.tuples(_ROWS, st.just(json.dumps(_SETTINGS).encode())),
+            st.tuples(st.just(json.dumps(_ROW).encode()), damaged_json(_SETTINGS)),
+        ),
+        resumed,
+        500,
+        _empty,
+    ),
 }

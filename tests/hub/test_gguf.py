@@ -209,6 +209,12 @@ def test_bad_files_have_their_sentence(tmp_path):
         cut.write_bytes(whole[:size])
         with pytest.raises(MarsError, match="truncated, corrupt or no GGUF"):
             mj.load(str(cut))
+    # The package's own reader goes on past the end of a file for as long as a count in it says.
+    for at, name in ((8, "tensors"), (16, "values"), (whole.index(b"tokenizer.ggml.tokens") + 29, "texts")):
+        many = tmp_path / f"{name}.gguf"
+        many.write_bytes(whole[:at] + (2**60).to_bytes(8, "little") + whole[at + 8 :])
+        with pytest.raises(MarsError, match="no GGUF file .it ends before what its header announces"):
+            mj.load(str(many))
     with pytest.raises(MarsError, match=r"1 tensors are missing \(model.norm.weight\)"):
         mj.load(str(write(tmp_path / "less.gguf", "llama", drop=["output_norm.weight"])))
     wrong = [("output_norm.weight", np.ones(32, np.float32))]

@@ -75,12 +75,13 @@ class OutputFile:
             return
         try:
             there = json.loads(self._beside.read_text(encoding="utf-8"))
-            settings, own = dict(there["settings"]), dict(there["own"])
+            settings = dict(there["settings"])
+            own = {number: dict(chosen) for number, chosen in there["own"].items()}
             self._begun_with = dict(there.get("weights") or {})
         except FileNotFoundError:
             self._unrecorded = True
             return
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise MarsError(
                 f"'{self._beside}' is damaged: remove it to resume without its protection."
             ) from None
