@@ -33,7 +33,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,6 +44,10 @@ from mutmut.mutation.mutators import mutation_operators
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "scripts" / "results" / "mutants.json"
 CORE, KERNELS, VERIFY = "tests/core/test_{}.py", "tests/kernels/test_{}.py", "tests/verify/test_{}.py"
+
+SUITE = VERIFY.format("rules")
+STUCK = 90.0
+"""Seconds over the budget after which a test is taken to hang. The slowest takes a third of that."""
 
 RULES = {  # the tests of a rule beside the suite that runs every rule
     "exact": ("exact",), "rejection": ("rejection", "prefix_law"), "siblings": ("siblings",), "mars": ("mars",),
@@ -57,7 +61,7 @@ GROUPS: dict[str, dict[str, tuple[str, ...]]] = {
     "rules": {
         f"mars_jax/verify/{path.stem}.py": (
             *(VERIFY.format(name) for name in RULES.get(path.stem, ("edges",))),
-            VERIFY.format("rules"),
+            SUITE,
         )
         for path in sorted((ROOT / "mars_jax/verify").glob("*.py"))
         if path.stem != "__init__"
@@ -193,68 +197,78 @@ class Replaced(importlib.abc.MetaPathFinder, importlib.abc.SourceLoader):
 
 
 class Order:
-    """A plugin of pytest: quick tests first, and what came of each."""
+    """A plugin of pytest: quick tests first, those of a mutant's own rule, until time is up; and what came of each."""
 
-    def __init__(self, seconds: dict[str, float]):
-        self._known, self.seconds, self.failed = seconds, collections.Counter(), ""
+    def __init__(self, seconds: Mapping[str, float], rule: str, budget: float):
+        self._known, self._rule, self._end = seconds, rule, time.monotonic() + budget
+        self.seconds: collections.Counter[str] = collections.Counter()
+        self.failed, self.tests = "", 0
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        # The suite of all rules has a test of each rule under its name.
+        suite = [item for item in items if SUITE in item.nodeid]
+        if any(self._rule in item.nodeid.partition("[")[2] for item in suite):
+            items[:] = [i for i in items if i not in suite or self._rule in i.nodeid.partition("[")[2]]
         items.sort(key=lambda item: self._known.get(item.nodeid, 1.0))
+        self.tests = len(items)
+
+    def pytest_runtest_setup(self, item: Any) -> None:
+        if time.monotonic() > self._end:
+            item.session.shouldstop = "time is up"
 
     def pytest_collectreport(self, report: Any) -> None:
         if report.failed:
             self.failed = self.failed or report.nodeid
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        self.seconds[report.nodeid] += report.duration
+        self.seconds[report.nodeid] += round(report.duration, 3)
         if report.failed:
             self.failed = self.failed or report.nodeid
 
+    def found(self) -> dict[str, Any]:
+        return {"by": self.failed, "ran": len(self.seconds), "of": self.tests, "each": dict(self.seconds)}
+
 
 def run(
-    tests: Sequence[str], seconds: dict[str, float], mutant: Mutant | None, limit: float
+    tests: Sequence[str], seconds: Mapping[str, float], mutant: Mutant | None, budget: float
 ) -> dict[str, Any]:
-    """Run tests in a fork of this process, until one fails."""
+    """Run tests in a fork of this process, until one fails or time is up."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         told = Path(folder) / "told.json"
         child = os.fork()
         if not child:
             os.setsid()
-            _in_child(tests, seconds, mutant, told, Path(folder) / "log")
-        while time.monotonic() - began < limit:
-            if os.waitpid(child, os.WNOHANG)[0]:
-                break
+            _in_child(tests, mutant, told, Order(seconds, Path(mutant.file).stem if mutant else "", budget))
+        while time.monotonic() - began < budget + STUCK and not os.waitpid(child, os.WNOHANG)[0]:
             time.sleep(0.05)
-        else:
+        took = round(time.monotonic() - began, 1)
+        if took >= budget + STUCK:
             os.killpg(child, signal.SIGKILL)
             os.waitpid(child, 0)
-            return {"outcome": "timeout", "by": "", "seconds": round(time.monotonic() - began, 1), "each": {}}
+            return {"outcome": "timeout", "by": "", "seconds": took, "each": {}}
         # A mutant that takes the whole process down is noticed too.
-        found = (
-            json.loads(told.read_text()) if told.exists() else {"code": -1, "by": "the process", "each": {}}
-        )
-    spent = {"by": found["by"], "seconds": round(time.monotonic() - began, 1), "each": found["each"]}
-    return {"outcome": "killed" if found["code"] else "survived"} | spent
+        found = json.loads(told.read_text()) if told.exists() else {"by": "the process", "each": {}}
+    return {"outcome": "killed" if found["by"] else "survived", "seconds": took} | found
 
 
-def _in_child(tests: Any, seconds: Any, mutant: Any, told: Path, log: Path) -> None:
+def _in_child(tests: Sequence[str], mutant: Mutant | None, told: Path, order: Order) -> None:
     import pytest
 
-    code = 1
     try:
-        out = os.open(log, os.O_WRONLY | os.O_CREAT)
+        out = os.open(told.with_name("log"), os.O_WRONLY | os.O_CREAT)
         os.dup2(out, 1)
         os.dup2(out, 2)
-        order = Order(seconds)
         if mutant is not None:
             sys.meta_path.insert(0, Replaced(mutant.file, mutant.code))
         options = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not slow", "--no-header", "--tb=no"]
         options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of what is imported already
         code = int(pytest.main([*tests, *options], plugins=[order]))
-        told.write_text(json.dumps({"code": code, "by": order.failed, "each": order.seconds}))
+        if code in (3, 4) and not order.failed:
+            order.failed = "pytest"  # which could not even begin
+        told.write_text(json.dumps(order.found()))
     finally:
-        os._exit(code)
+        os._exit(0)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -267,7 +281,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--explain", nargs=2, metavar=("NUMBER", "REASON"), help="why a survivor changes nothing"
     )
-    parser.add_argument("--limit", type=float, default=300.0, help="seconds for one mutant (default: 300)")
+    parser.add_argument(
+        "--budget", type=float, default=90.0, help="seconds of tests for a mutant (default: 90)"
+    )
     chosen = parser.parse_args(argv)
     os.chdir(ROOT)
     held = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
@@ -280,39 +296,40 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit(f"the code has changed since {RESULTS} was begun: move that file away to draw anew.")
     if not held:
         git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
-        held = {"count": chosen.count, "seed": chosen.seed, "commit": git.stdout.strip(), "baseline": {}}
+        held = {"count": chosen.count, "seed": chosen.seed, "commit": git.stdout.strip(), "seconds": {}}
         held["mutants"] = records
     _warm()
-    seconds: dict[str, float] = {}
-    for tests in dict.fromkeys(tests for files in GROUPS.values() for tests in files.values()):
-        if left := [test for test in tests if test not in held["baseline"]]:
-            found = run(left, {}, None, 3600)
-            if found["outcome"] != "survived":
-                raise SystemExit(f"{found['by']} fails without a mutant: mend it first.")
-            for test in left:
-                held["baseline"][test] = {
-                    k: round(v, 3) for k, v in found["each"].items() if k.startswith(test)
-                }
-            _write(held)
-    for each in held["baseline"].values():
-        seconds |= each
     for one, record in zip(drawn, held["mutants"], strict=True):
         again = chosen.again and record.get("outcome") == "survived" and "equivalent" not in record
         if "outcome" not in record or again:
-            tests = GROUPS[one.group][one.file]
-            found = run(tests, seconds, one, chosen.limit)
-            record |= {k: v for k, v in found.items() if k != "each"}
+            found = run(GROUPS[one.group][one.file], held["seconds"], one, chosen.budget)
+            held["seconds"] |= found.pop("each")
+            record |= found
             _write(held)
-            print(
-                record["number"],
-                one["file"],
-                one["line"],
-                one["operator"],
-                record["outcome"],
-                record["seconds"],
-                flush=True,
-            )
+            told = (record["number"], one.file, one.line, one.operator, record["outcome"], record["seconds"])
+            print(*told, record["by"], flush=True)
+    _control(held)
     print(collections.Counter(record["outcome"] for record in held["mutants"]))
+
+
+def _control(held: dict[str, Any]) -> None:
+    """Run every test that killed a mutant without one: what fails then has killed nothing."""
+    held.setdefault("controlled", [])
+    killers = {one["by"] for one in held["mutants"] if one["outcome"] == "killed" and "::" in one["by"]}
+    left = sorted(killers - set(held["controlled"]))
+    while left:
+        found = run(left, {}, None, 3600)
+        passed = [name for name in found["each"] if name != found["by"]]
+        held["controlled"] += passed
+        left = [name for name in left if name not in found["each"]]
+        if found["by"]:
+            print(f"{found['by']} fails without a mutant: mend it.", file=sys.stderr)
+            for one in held["mutants"]:
+                if one["by"] == found["by"]:
+                    del one["outcome"]
+        _write(held)
+        if not passed:
+            break
 
 
 def _warm() -> None:
