@@ -67,7 +67,9 @@ GROUPS: dict[str, dict[str, tuple[str, ...]]] = {
         if path.stem != "__init__"
     },
     "tree": {"mars_jax/core/tree.py": (CORE.format("tree"), VERIFY.format("exact"), CORE.format("decode"))},
-    "cache": {"mars_jax/core/cache.py": (CORE.format("cache"), CORE.format("decode"))},
+    "cache": {
+        "mars_jax/core/cache.py": (CORE.format("cache"), "tests/models/test_int8_cache.py", CORE.format("decode"))
+    },
     "sampling": {
         "mars_jax/core/sampling.py": (CORE.format("sampling"), CORE.format("positions"), VERIFY.format("rejection")),
         "mars_jax/core/pick.py": (CORE.format("pick"), "tests/drafters/test_grow.py"),
@@ -209,7 +211,10 @@ class Order:
         suite = [item for item in items if SUITE in item.nodeid]
         if any(self._rule in item.nodeid.partition("[")[2] for item in suite):
             items[:] = [i for i in items if i not in suite or self._rule in i.nodeid.partition("[")[2]]
-        items.sort(key=lambda item: self._known.get(item.nodeid, 1.0))
+        files = list(
+            dict.fromkeys(item.nodeid.partition("::")[0] for item in items)
+        )  # its own tests come first
+        items.sort(key=lambda i: (files.index(i.nodeid.partition("::")[0]), self._known.get(i.nodeid, 1.0)))
         self.tests = len(items)
 
     def pytest_runtest_setup(self, item: Any) -> None:
