@@ -307,9 +307,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     for one, record in zip(drawn, held["mutants"], strict=True):
         again = chosen.again and record.get("outcome") == "survived" and "equivalent" not in record
         if "outcome" not in record or again:
+            whole = "outcome" in record and record["ran"] == record["of"]
             found = run(GROUPS[one.group][one.file], held["seconds"], one, chosen.budget)
             held["seconds"] |= found.pop("each")
             record |= found
+            if whole and record["outcome"] != "survived":
+                record["survived_at_first"] = True  # of all tests that there were: a new one notices it
             _write(held)
             told = (record["number"], one.file, one.line, one.operator, record["outcome"], record["seconds"])
             print(*told, record["by"], flush=True)

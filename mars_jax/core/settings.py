@@ -93,7 +93,9 @@ class Setting:
 
         >>> Setting(name="top_k", kind=int, help="", ranges=Range("a whole number of at least 0", 0)).check([0, 5])
         """
-        for one in _each(value):
+        # What decides the structure is one for all rows.
+        single = bool(self.choices) or (self.kind in (bool, str) and not self.per_row)
+        for one in [value] if single and isinstance(value, list | tuple) else _each(value):
             if not self._holds(one, chosen):
                 told = f"{one:g}" if type(one) is float else repr(one)
                 near = did_you_mean(str(one), self.choices)

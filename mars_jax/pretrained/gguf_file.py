@@ -24,9 +24,18 @@ class GGUFFile:
         """`gguf.ReaderTensor` by the file's own names."""
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A value of the metadata: a number, a text, or a list of them."""
+        """A value of the metadata: a number, a text, or a list of them.
+
+        Raises:
+          MarsError: its bytes are none of these.
+        """
         field = self._reader.fields.get(key)
-        return default if field is None else field.contents()
+        try:
+            return default if field is None else field.contents()
+        except (ValueError, LookupError, TypeError) as error:  # such as a text that is not UTF-8
+            raise MarsError(
+                f"'{self.path}' holds a {key} that cannot be read ({error}): download it again."
+            ) from None
 
     @property
     def architecture(self) -> str:
@@ -51,13 +60,13 @@ def read_gguf(path: Path) -> GGUFFile:
       MarsError: the `gguf` package is not installed, or the file is truncated, corrupt or no GGUF.
     """
     try:
-        import gguf
+        reader = _bounded_reader()
     except ImportError:
         raise MarsError(
             f"'{path}' is a GGUF file, and the package gguf is not installed: pip install 'mars-jax[gguf]'."
         ) from None
     try:
-        return GGUFFile(path, _bounded_reader()(path))
+        return GGUFFile(path, reader(path))
     except OSError as error:
         raise MarsError(f"'{path}' cannot be read ({error}).") from None
     except (

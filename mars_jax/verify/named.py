@@ -50,7 +50,8 @@ def load(spec: str, target: Any = None, **settings: Any) -> LoadedRule:
     row = specs.find(spec)
     if specs.is_own(spec):
         return _own(spec, row, settings)
-    base = settings.pop("base") if not isinstance(settings.get("base", ""), str) else None
+    takes_base = "base" in row.settings and callable(settings.get("base"))  # a rule, and not the name of one
+    base = settings.pop("base") if takes_base else None
     settled = row.settle(settings)
     keywords = {name: settled[name] for name in row.settings}
     if base is not None:

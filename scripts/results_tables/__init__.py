@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from results_tables.evidence import assisted, evidence
+from results_tables.mutants import mutants
 from results_tables.pair import blocks, drafters, family, speed
 from results_tables.phrases import phrases
 from results_tables.rules import compared
@@ -22,4 +23,5 @@ def everything() -> dict[str, Any]:
         "contexts": contexts(), "scale": scale(), "plans": plans(), "kernels": kernels(), "rules": compared(),
         "phrases": phrases(), "refill": refill(), "systems": systems(), "costs": costs(), "smollm2": smollm2(),
         "sizes": sizes(), "shift": shift(), "starts": starts(),
+        "sizes": sizes(), "shift": shift(), "mutants": mutants(),
     }  # fmt: skip

@@ -17,7 +17,7 @@ from mars_jax.cli.generate.recorded import Recorded
 from mars_jax.core.errors import MarsError
 from mars_jax.serve.requests import Request
 from mars_jax.specs.choice import Given, choose
-from tests.fuzz.damage import HOSTILE, NUMBERS, TEXTS, damaged_bytes, damaged_json
+from tests.fuzz.damage import HOSTILE, NUMBERS, TEXTS, damaged, damaged_bytes, damaged_json, to_text
 from tests.fuzz.harness import Surface
 
 _NAMES = sorted({name for row in specs.RULES.values() for name in row.settings} | {"block", "x", "theta "})
@@ -197,6 +197,11 @@ def command_line(case: list[str], folder: Path) -> None:
 _REQUEST = Request(prompt="p", prompt_tokens=(1, 2), id="q")
 _ROW = {"prompt": "p", "prompt_tokens": [1, 2], "id": "q", "rule": "mars", "tokens": [3], "steps": 1}
 _SETTINGS = {"settings": {"target": "t", "seed": 3}, "own": {"0": {"seed": 9}}, "weights": {"target": "abc"}}
+_OTHERS = damaged(
+    {"tokens": [3], "steps": 1, "text": "x"}
+).map(  # what is compared when the row is decoded anew
+    lambda own: to_text(_ROW | own if isinstance(own, dict) else own).encode()
+)
 _ROWS = st.one_of(
     damaged_json(_ROW), damaged_json(_ROW), damaged_bytes(json.dumps(_ROW).encode() + b"\n" + b'{"prompt": ')
 )
@@ -255,6 +260,7 @@ SURFACES = {
         st.one_of(
             st.tuples(_ROWS, damaged_json(_SETTINGS)),
             st.tuples(_ROWS, st.just(json.dumps(_SETTINGS).encode())),
+            st.tuples(_OTHERS, st.just(json.dumps(_SETTINGS).encode())),
             st.tuples(st.just(json.dumps(_ROW).encode()), damaged_json(_SETTINGS)),
         ),
         resumed,

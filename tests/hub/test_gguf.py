@@ -213,8 +213,12 @@ def test_bad_files_have_their_sentence(tmp_path):
     for at, name in ((8, "tensors"), (16, "values"), (whole.index(b"tokenizer.ggml.tokens") + 29, "texts")):
         many = tmp_path / f"{name}.gguf"
         many.write_bytes(whole[:at] + (2**60).to_bytes(8, "little") + whole[at + 8 :])
-        with pytest.raises(MarsError, match="no GGUF file .it ends before what its header announces"):
+        with pytest.raises(MarsError, match=r"no GGUF file \(it ends before what its header announces"):
             mj.load(str(many))
+    strange = tmp_path / "strange.gguf"
+    strange.write_bytes(whole.replace(b"llama", b"\xed\xa0\x80xy", 1))
+    with pytest.raises(MarsError, match=r"holds a general.architecture that cannot be read \('utf-8'"):
+        mj.load(str(strange))
     with pytest.raises(MarsError, match=r"1 tensors are missing \(model.norm.weight\)"):
         mj.load(str(write(tmp_path / "less.gguf", "llama", drop=["output_norm.weight"])))
     wrong = [("output_norm.weight", np.ones(32, np.float32))]
