@@ -33,7 +33,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -199,10 +199,15 @@ class Replaced(importlib.abc.MetaPathFinder, importlib.abc.SourceLoader):
 
 
 class Order:
-    """A plugin of pytest: quick tests first, those of a mutant's own rule, until time is up; and what came of each."""
+    """A plugin of pytest: an order of tests, those of a mutant's own rule, until time is up; and what came of each.
 
-    def __init__(self, seconds: Mapping[str, float], rule: str, budget: float):
+    Those that noticed other mutants of the file come first, then those of its own file of tests, the quick ones before
+    the others.
+    """
+
+    def __init__(self, seconds: Mapping[str, float], rule: str, keen: Collection[str], budget: float):
         self._known, self._rule, self._end = seconds, rule, time.monotonic() + budget
+        self._keen = keen
         self.seconds: collections.Counter[str] = collections.Counter()
         self.failed, self.tests = "", 0
 
@@ -214,7 +219,12 @@ class Order:
         files = list(
             dict.fromkeys(item.nodeid.partition("::")[0] for item in items)
         )  # its own tests come first
-        items.sort(key=lambda i: (files.index(i.nodeid.partition("::")[0]), self._known.get(i.nodeid, 1.0)))
+
+        def rank(item: Any) -> tuple[Any, ...]:
+            file, seconds = item.nodeid.partition("::")[0], self._known.get(item.nodeid, 1.0)
+            return (0, 0, seconds) if item.nodeid in self._keen else (1, files.index(file), seconds)
+
+        items.sort(key=rank)
         self.tests = len(items)
 
     def pytest_runtest_setup(self, item: Any) -> None:
@@ -235,7 +245,11 @@ class Order:
 
 
 def run(
-    tests: Sequence[str], seconds: Mapping[str, float], mutant: Mutant | None, budget: float
+    tests: Sequence[str],
+    seconds: Mapping[str, float],
+    mutant: Mutant | None,
+    budget: float,
+    keen: Collection[str] = (),
 ) -> dict[str, Any]:
     """Run tests in a fork of this process, until one fails or time is up."""
     began = time.monotonic()
@@ -244,7 +258,8 @@ def run(
         child = os.fork()
         if not child:
             os.setsid()
-            _in_child(tests, mutant, told, Order(seconds, Path(mutant.file).stem if mutant else "", budget))
+            rule = Path(mutant.file).stem if mutant else ""
+            _in_child(tests, mutant, told, Order(seconds, rule, keen, budget))
         while time.monotonic() - began < budget + STUCK and not os.waitpid(child, os.WNOHANG)[0]:
             time.sleep(0.05)
         took = round(time.monotonic() - began, 1)
@@ -308,7 +323,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         again = chosen.again and record.get("outcome") == "survived" and "equivalent" not in record
         if "outcome" not in record or again:
             whole = "outcome" in record and record["ran"] == record["of"]
-            found = run(GROUPS[one.group][one.file], held["seconds"], one, chosen.budget)
+            keen = {other.get("by") for other in held["mutants"] if other["file"] == one.file}
+            found = run(GROUPS[one.group][one.file], held["seconds"], one, chosen.budget, keen)
             held["seconds"] |= found.pop("each")
             record |= found
             if whole and record["outcome"] != "survived":
