@@ -45,7 +45,8 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "scripts" / "results" / "mutants.json"
 CORE, KERNELS, VERIFY = "tests/core/test_{}.py", "tests/kernels/test_{}.py", "tests/verify/test_{}.py"
 
-SUITE = VERIFY.format("rules")
+SUITE, EXAMPLES = VERIFY.format("rules"), "tests/test_docstrings.py"
+"""They have a test of each rule, and of each module's examples, under its name."""
 STUCK = 90.0
 """Seconds over the budget after which a test is taken to hang. The slowest takes a third of that."""
 
@@ -61,6 +62,7 @@ GROUPS: dict[str, dict[str, tuple[str, ...]]] = {
     "rules": {
         f"mars_jax/verify/{path.stem}.py": (
             *(VERIFY.format(name) for name in RULES.get(path.stem, ("edges",))),
+            *((CORE.format("spans"),) if path.stem in ("relaxed", "override", "lossy") else ()),
             SUITE,
         )
         for path in sorted((ROOT / "mars_jax/verify").glob("*.py"))
@@ -75,16 +77,23 @@ GROUPS: dict[str, dict[str, tuple[str, ...]]] = {
         "mars_jax/core/pick.py": (CORE.format("pick"), "tests/drafters/test_grow.py"),
     },
     "decode": {
-        "mars_jax/core/decode.py": tuple(map(CORE.format, ("prefill", "decode", "stream", "positions", "portable"))),
-        "mars_jax/core/emit.py": tuple(map(CORE.format, ("decode", "positions", "spans"))),
+        "mars_jax/core/decode.py": tuple(
+            map(CORE.format, ("decode", "portable", "guide", "prefill", "edits", "stream", "positions"))
+        ),
+        "mars_jax/core/emit.py": tuple(map(CORE.format, ("decode", "positions", "edits", "guide", "spans"))),
     },
     "insert and refill": {
         "mars_jax/core/insert.py": (CORE.format("insert"), "tests/serve/test_queue.py"),
         "mars_jax/core/refill.py": (CORE.format("insert"), "tests/serve/test_queue.py"),
     },
     "rule of the kernels": {
-        f"kernels_pallas/{name}.py": tuple(map(KERNELS.format, ("margin", "merge", "accept", "verify_mars", *more)))
-        for name, more in {"reference": ("attention",), "xla": ("attention",), "rule": (), "stats": ()}.items()
+        f"kernels_pallas/{name}.py": tuple(map(KERNELS.format, tests))
+        for name, tests in {
+            "reference": ("accept", "attention", "margin", "verify_mars"),
+            "xla": ("margin", "attention", "largest", "accept"),
+            "rule": ("accept", "verify_mars"),
+            "stats": ("margin", "merge", "accept"),
+        }.items()
     },
 }  # fmt: skip
 """By group, the tests of each file."""
@@ -205,17 +214,18 @@ class Order:
     the others.
     """
 
-    def __init__(self, seconds: Mapping[str, float], rule: str, keen: Collection[str], budget: float):
-        self._known, self._rule, self._end = seconds, rule, time.monotonic() + budget
-        self._keen = keen
+    def __init__(self, seconds: Mapping[str, float], file: str, keen: Collection[str], budget: float):
+        self._known, self._keen, self._end = seconds, keen, time.monotonic() + budget
+        module = file.removesuffix(".py").replace("/", ".")
+        self._own = {SUITE: Path(file).stem, EXAMPLES: f"{module}]"} if file else {}
         self.seconds: collections.Counter[str] = collections.Counter()
         self.failed, self.tests = "", 0
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-        # The suite of all rules has a test of each rule under its name.
-        suite = [item for item in items if SUITE in item.nodeid]
-        if any(self._rule in item.nodeid.partition("[")[2] for item in suite):
-            items[:] = [i for i in items if i not in suite or self._rule in i.nodeid.partition("[")[2]]
+        for file, name in self._own.items():
+            suite = [item for item in items if item.nodeid.startswith(file)]
+            if own := [item for item in suite if name in item.nodeid.partition("[")[2]]:
+                items[:] = [item for item in items if item not in suite or item in own]
         files = list(
             dict.fromkeys(item.nodeid.partition("::")[0] for item in items)
         )  # its own tests come first
@@ -258,8 +268,8 @@ def run(
         child = os.fork()
         if not child:
             os.setsid()
-            rule = Path(mutant.file).stem if mutant else ""
-            _in_child(tests, mutant, told, Order(seconds, rule, keen, budget))
+            order = Order(seconds, mutant.file if mutant else "", keen, budget)
+            _in_child([*tests[:1], EXAMPLES, *tests[1:]] if mutant else tests, mutant, told, order)
         while time.monotonic() - began < budget + STUCK and not os.waitpid(child, os.WNOHANG)[0]:
             time.sleep(0.05)
         took = round(time.monotonic() - began, 1)
