@@ -63,6 +63,7 @@ GROUPS: dict[str, dict[str, tuple[str, ...]]] = {
         f"mars_jax/verify/{path.stem}.py": (
             *(VERIFY.format(name) for name in RULES.get(path.stem, ("edges",))),
             *((CORE.format("spans"),) if path.stem in ("relaxed", "override", "lossy") else ()),
+            "tests/test_specs.py",
             SUITE,
         )
         for path in sorted((ROOT / "mars_jax/verify").glob("*.py"))
@@ -70,7 +71,7 @@ GROUPS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "tree": {"mars_jax/core/tree.py": (CORE.format("tree"), VERIFY.format("exact"), CORE.format("decode"))},
     "cache": {
-        "mars_jax/core/cache.py": (CORE.format("cache"), "tests/models/test_int8_cache.py", CORE.format("decode"))
+        "mars_jax/core/cache.py": (CORE.format("cache"), "tests/models/test_int8_cache.py", CORE.format("decode"), PLACED)
     },
     "sampling": {
         "mars_jax/core/sampling.py": (CORE.format("sampling"), CORE.format("positions"), VERIFY.format("rejection")),

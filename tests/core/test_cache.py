@@ -44,3 +44,18 @@ def test_every_form_of_write_gives_the_same(form):
         for row, first in enumerate(start):
             want[row, first : first + 4] = rows[row]
         np.testing.assert_array_equal(form(*map(jnp.asarray, (buffer, rows, start))), want)
+
+
+def test_a_cache_of_one_layer_says_its_slots_and_is_made_by_keywords():
+    cache = init_cache(layers=1, batch=2, slots=7, kv_heads=1, head_dim=4, dtype=jnp.float32)
+    assert cache.slots == cache_module.slots(cache) == 7
+    with pytest.raises(TypeError, match="positional"):
+        cache_module.KVCache(cache.k, cache.v)
+
+
+def test_a_cache_in_8_bits_has_scales_and_others_have_none():
+    cache = init_cache(layers=1, batch=2, slots=7, kv_heads=3, head_dim=4, dtype=jnp.int8)
+    assert isinstance(cache.k[0], cache_module.Int8Rows)
+    assert [x.shape for x in (cache.v[0].values, cache.v[0].scale)] == [(2, 7, 3, 4), (2, 7, 3)]
+    plain = init_cache(layers=1, batch=2, slots=7, kv_heads=3, head_dim=4, dtype=jnp.bfloat16)
+    assert plain.k[0].dtype == jnp.bfloat16

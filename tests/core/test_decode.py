@@ -465,3 +465,40 @@ def test_a_step_without_a_draft_is_the_same_step(rule):
     jax.tree.map(np.testing.assert_array_equal, *found)
     proposed = [info.num_proposed.sum() for info, *_ in found[0]]
     assert min(proposed) == 0 < max(proposed)  # both forms ran
+
+
+@pytest.mark.parametrize("length", [1, 3])
+def test_on_a_cpu_the_short_form_runs_exactly_where_no_row_has_a_draft(length):
+    widths = []
+
+    def forward(params, tokens, visible, cache):
+        if tokens.shape[1] <= 1 + length:  # and not of the prompt
+            jax.debug.callback(lambda width=tokens.shape[1]: widths.append(width))
+        return TARGET.forward(params, tokens, visible, cache)
+
+    decoder = decode.speculative_decoder(
+        TARGET._replace(forward=forward), drafters.ngram(length), verify.exact(), prefill_chunk=16
+    )
+    # Tokens that repeat, so that there is something to copy, and such as do not.
+    prompts = jnp.zeros((1, 32), jnp.int32).at[0, :9].set(jnp.asarray([1, 2, 3, 1, 2, 3, 1, 2, 3]))
+    keys = keys_from_seeds(jnp.zeros(1, jnp.uint32))
+    controls = make_controls(1, limit=32)
+    lengths = jnp.asarray([9], jnp.int32)
+    state = decode.start(decoder, NO_WEIGHTS, prompts, lengths, controls, verify.exact(), keys)
+    jax.effects_barrier()
+    widths.clear()
+    expected = []
+    for _, info in decode.stream(decoder, NO_WEIGHTS, state):
+        expected.append(1 + length if int(info.num_proposed[0]) else 1)
+    jax.effects_barrier()
+    assert widths == expected and set(expected) == {1, 1 + length}
+
+
+def test_a_cpu_is_not_let_ahead():
+    decoder = decode.speculative_decoder(TARGET, drafters.none(), verify.exact(), prefill_chunk=16)
+    prompts, lengths = ragged([3], 8, VOCAB)
+    keys = keys_from_seeds(jnp.zeros(1, jnp.uint32))
+    state = decode.start(
+        decoder, NO_WEIGHTS, prompts, lengths, make_controls(1, limit=8), verify.exact(), keys
+    )
+    assert decode.look_ahead(state) == 0

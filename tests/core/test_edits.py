@@ -121,3 +121,19 @@ def test_a_row_whose_tokens_are_all_banned_fails_alone():
     state = decode.start(decoder, NO_WEIGHTS, prompts, lengths, controls, verify.exact(), keys)
     state, _ = decode.run(decoder, NO_WEIGHTS, state)
     assert state.failed.tolist() == [True, False] and state.length.tolist() == [3, 12]
+
+
+def test_a_token_that_is_banned_hides_no_broken_logit():
+    """Weights that give an infinity are broken, whether or not the request may say that token."""
+
+    def unembed(params, hidden):
+        return TARGET.unembed(params, hidden).at[..., 5].set(jnp.inf)
+
+    broken = TARGET._replace(unembed=unembed)
+    decoder = decode.speculative_decoder(broken, drafters.none(), verify.exact(), prefill_chunk=16)
+    prompts, lengths = ragged([3, 5], 12, VOCAB)
+    controls = make_controls(2, limit=12).replace(edits=make_edits(2, logit_bias={5: -np.inf}))
+    keys = keys_from_seeds(jnp.arange(2, dtype=jnp.uint32))
+    state = decode.start(decoder, NO_WEIGHTS, prompts, lengths, controls, verify.exact(), keys)
+    state, _ = decode.run(decoder, NO_WEIGHTS, state)
+    assert state.failed.tolist() == [True, True] and state.length.tolist() == [3, 5]

@@ -211,6 +211,7 @@ def test_rows_are_put_into_each_part_of_a_mesh(name):
     [
         ([3], {}, "rows are .3.: expected each of 0 to 2 at most once"),
         ([-2], {}, "rows are .-2.: expected"),
+        ([4], {}, "rows are .4.: expected each of 0 to 2 at most once, or -1 for none"),
         ([1], {"width": 41}, "the prompts are 41 wide and the state's token buffer 40"),
         ([1], {"stops": 3}, "a row has 3 stop tokens and the state has room for 2"),
         ([1], {"rule": verify.mars()}, "the rule mars is not of the structure"),

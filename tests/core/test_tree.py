@@ -31,18 +31,21 @@ def random_tree(rng: np.random.Generator, batch: int = B) -> DraftTree:
     )
 
 
-def python_walk(tokens, parents, exact, relaxed, max_run, max_depth):
-    """One row, as the sentence in `tree.walk` says it."""
+def python_walk(tokens, parents, exact, relaxed, max_run, max_depth, most=N, cost=(0,) * N, budget=0):
+    """One row, as the sentence in `tree.walk` says it; and no more relaxed edges than `most`, none beyond the budget."""
     node, path, edges, run = 0, [0], [], 0
     while len(edges) < max_depth:
         children = [i for i in range(len(tokens)) if parents[i] == node and tokens[i] >= 0]
         best = [i for i in children if exact[i]]
-        spare = [i for i in children if relaxed[i] and run < max_run]
+        spare = [
+            i for i in children if relaxed[i] and run < max_run and sum(edges) < most and cost[i] <= budget
+        ]
         if not best and not spare:
             break
         edges.append(not best)
         run = run + 1 if edges[-1] else 0
         node = (best or spare)[0]
+        budget -= cost[node] if edges[-1] else 0
         path.append(node)
     missing = max_depth - len(edges)
     return path + [node] * missing, len(edges), edges + [False] * missing
@@ -68,6 +71,46 @@ def test_walk_equals_the_python_walk(seed):
     )
     for b in range(B):
         expected = python_walk(tree.tokens[b], tree.parents[b], exact[b], relaxed[b], max_run[b], D)
+        assert (path[b].tolist(), int(count[b]), edges[b].tolist()) == expected
+
+
+@given(seeds)
+@property_test
+def test_a_walk_with_every_bound_equals_the_python_walk(seed):
+    rng = np.random.default_rng(seed)
+    tree = random_tree(rng)
+    exact, relaxed = rng.random((B, N)) < 0.2, rng.random((B, N)) < 0.7
+    max_run, most = rng.integers(1, 4, B), rng.integers(0, 4, B)
+    cost, budget = rng.integers(0, 5, (B, N)) / 4, rng.integers(0, 9, B) / 4
+
+    def walked(**bounds):
+        bounds = {
+            name: jnp.asarray(x, jnp.int32 if name == "max_relaxed" else jnp.float32)
+            for name, x in bounds.items()
+        }
+        allowed = trees.Allowance(jnp.asarray(relaxed), jnp.asarray(max_run, jnp.int32), **bounds)
+        path, count, edges = jax.jit(trees.walk)(tree, jnp.asarray(exact), allowed)
+        return [(path[b].tolist(), int(count[b]), edges[b].tolist()) for b in range(B)]
+
+    def expected(**bounds):
+        rows = [{name: x[b] for name, x in bounds.items()} for b in range(B)]
+        rest = (exact, relaxed, max_run)
+        return [
+            python_walk(tree.tokens[b], tree.parents[b], *(x[b] for x in rest), D, **rows[b])
+            for b in range(B)
+        ]
+
+    assert walked(max_relaxed=most) == expected(most=most)
+    assert walked(max_relaxed=most, cost=cost, budget=budget) == expected(most=most, cost=cost, budget=budget)
+    assert walked(cost=cost) == walked() == expected()  # what costs is free where no budget bounds it
+
+
+def test_without_an_allowance_only_exact_edges_are_walked():
+    tree = random_tree(np.random.default_rng(3))
+    exact = np.random.default_rng(4).random((B, N)) < 0.5
+    path, count, edges = trees.walk(tree, jnp.asarray(exact), None)
+    for b in range(B):
+        expected = python_walk(tree.tokens[b], tree.parents[b], exact[b], np.zeros(N, bool), 0, D)
         assert (path[b].tolist(), int(count[b]), edges[b].tolist()) == expected
 
 

@@ -15,6 +15,7 @@ from mars_jax.core.evidence import evidence
 from mars_jax.core.rules import for_rows
 from mars_jax.core.tree import chain, static_topology
 from mars_jax.core.types import DraftTree
+from mars_jax.verify.equivalent import _key
 
 BATCH, VOCAB = 3, 7
 
@@ -85,6 +86,12 @@ def test_equivalents_stand_for_the_targets_token(is_chain):
         )
         assert found[b, i] == same
     assert found[:2].any() and not found[2].any()
+
+
+def test_case_is_that_of_letters_and_changes_no_word():
+    """The capital sharp s is a sharp s, and neither is two letters."""
+    assert _key("STRA\u1e9eE", ("case",)) == _key("straße", ("case",)) != _key("strasse", ("case",))
+    assert _key("Two", ("numbers",)) == "Two" and _key(" Two", ("case", "numbers")) == " 2"
 
 
 def test_groups_are_of_texts_that_are_alike(tmp_path):
