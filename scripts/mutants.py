@@ -71,7 +71,10 @@ GROUPS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "tree": {"mars_jax/core/tree.py": (CORE.format("tree"), VERIFY.format("exact"), CORE.format("decode"))},
     "cache": {
-        "mars_jax/core/cache.py": (CORE.format("cache"), "tests/models/test_int8_cache.py", CORE.format("decode"), PLACED)
+        "mars_jax/core/cache.py": (
+            *(CORE.format("cache"), "tests/models/test_int8_cache.py", CORE.format("decode")),
+            "tests/placement/test_shardings.py",
+        )
     },
     "sampling": {
         "mars_jax/core/sampling.py": (CORE.format("sampling"), CORE.format("positions"), VERIFY.format("rejection")),
@@ -81,7 +84,7 @@ GROUPS: dict[str, dict[str, tuple[str, ...]]] = {
         "mars_jax/core/decode.py": tuple(
             map(CORE.format, ("decode", "portable", "guide", "prefill", "edits", "stream", "positions"))
         ),
-        "mars_jax/core/emit.py": tuple(map(CORE.format, ("decode", "positions", "edits", "guide", "spans"))),
+        "mars_jax/core/emit.py": tuple(map(CORE.format, ("edits", "positions", "decode", "guide", "spans"))),
     },
     "insert and refill": {
         "mars_jax/core/insert.py": (CORE.format("insert"), "tests/serve/test_queue.py"),
@@ -124,9 +127,9 @@ class Places(cst.CSTVisitor):
             return False
         for kind, operator in mutation_operators:
             if isinstance(node, kind):
-                line = self.get_metadata(PositionProvider, node).start.line
+                place: Any = self.get_metadata(PositionProvider, node)
                 name = operator.__name__.removeprefix("operator_")
-                self.found += [(line, name, node, made) for made in operator(node)]
+                self.found += [(place.start.line, name, node, made) for made in operator(node)]
         return True
 
 

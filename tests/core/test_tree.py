@@ -32,7 +32,7 @@ def random_tree(rng: np.random.Generator, batch: int = B) -> DraftTree:
 
 
 def python_walk(tokens, parents, exact, relaxed, max_run, max_depth, most=N, cost=(0,) * N, budget=0):
-    """One row, as the sentence in `tree.walk` says it; and no more relaxed edges than `most`, none beyond the budget."""
+    """One row, as the sentence in `tree.walk` says it, with at most `most` relaxed edges and within the budget."""
     node, path, edges, run = 0, [0], [], 0
     while len(edges) < max_depth:
         children = [i for i in range(len(tokens)) if parents[i] == node and tokens[i] >= 0]
