@@ -2,7 +2,8 @@
 
     pip install -e ".[dev]"
     python scripts/mutants.py                     # draws, runs what has not run yet, writes after each
-    python scripts/mutants.py --again             # runs the survivors once more, after tests were added
+    python scripts/mutants.py --again --budget 900    # runs the survivors once more, after tests were added
+    python scripts/mutants.py --again --only 5 19 --first tests/core/test_spans.py
     python scripts/mutants.py --explain 17 "the branch only skips work"
 
 Operators are mutmut's (libcst). Its own runner chooses between mutants when a function is called and leaves out every
@@ -318,6 +319,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--budget", type=float, default=90.0, help="seconds of tests for a mutant (default: 90)"
     )
+    parser.add_argument("--only", type=int, nargs="+", metavar="NUMBER", help="with --again: these of them")
+    parser.add_argument(
+        "--first", nargs="+", default=[], metavar="TEST", help="with --again: tests to run before the others"
+    )
     chosen = parser.parse_args(argv)
     os.chdir(ROOT)
     held = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
@@ -334,11 +339,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         held["mutants"] = records
     _warm()
     for one, record in zip(drawn, held["mutants"], strict=True):
-        again = chosen.again and record.get("outcome") == "survived" and "equivalent" not in record
+        again = (
+            chosen.again
+            and record.get("outcome") == "survived"
+            and "equivalent" not in record
+            and record["number"] in (chosen.only or [record["number"]])
+        )
         if "outcome" not in record or again:
             whole = "outcome" in record and record["ran"] == record["of"]
             keen = {other.get("by") for other in held["mutants"] if other["file"] == one.file}
-            found = run(GROUPS[one.group][one.file], held["seconds"], one, chosen.budget, keen)
+            tests = dict.fromkeys([*chosen.first, *GROUPS[one.group][one.file]])
+            found = run(list(tests), held["seconds"], one, chosen.budget, keen)
             held["seconds"] |= found.pop("each")
             record |= found
             if whole and record["outcome"] != "survived":
