@@ -24,7 +24,11 @@ def mutants() -> dict[str, Any]:
         "noticed": len(noticed),
         "hung": sum(one["outcome"] == "timeout" for one in made),
         "added": sum(one.get("survived_at_first", False) for one in noticed),
-        "unexplained": len(made) - len(noticed) - len(explained),
+        "unnoticed": [
+            [f"`{_place(one)}`", _change(one), f"{one['ran']} of {one['of']}"]
+            for one in made
+            if one["outcome"] == "survived" and "equivalent" not in one
+        ],
         "rows": [[name, str(n), str(caught[name]), str(alike[name])] for name, n in groups.items()],
         "explained": [[f"`{_place(one)}`", _change(one), one["equivalent"]] for one in explained],
         "bars": _bars(len(noticed), len(made), len(explained)),
