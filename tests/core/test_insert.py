@@ -206,6 +206,16 @@ def test_rows_are_put_into_each_part_of_a_mesh(name):
     assert divided[0] == served.truly_alone(0)[0] and divided[3] == served.truly_alone(6)[0]
 
 
+def test_an_advance_ends_with_the_first_row_that_does():
+    served = Served(TARGET, drafters.none(), verify.exact())
+    state = decode.start(served.decoder, NO_WEIGHTS, *served.arrays([0, 1, 2]))
+    stats = zero_stats(ROWS, served.decoder.max_depth)
+    state, stats, steps = refill.advance(served.decoder, NO_WEIGHTS, state, stats)
+    assert int(state.done.sum()) == 1 and steps.tolist() == [int(stats.steps.max())] * ROWS
+    state, stats, _ = refill.advance(served.decoder, NO_WEIGHTS, state, stats, 2)
+    assert state.done.all() and stats.tokens is None
+
+
 @pytest.mark.parametrize(
     ("rows", "change", "sentence"),
     [

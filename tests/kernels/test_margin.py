@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kernels_pallas import MarginStats, TpuBlocks, margin_stats
+from kernels_pallas import MarginStats, TpuBlocks, margin_stats, reference, xla
 from tests.kernels.implementations import assert_no_races, compiled
 from tests.kernels.oracles import top_two
 
@@ -167,3 +167,8 @@ def test_the_simulated_kernel_has_no_race():
     partial."""
     suite = TestMosaicSimulated()
     suite.check(suite.normal(16, 700), blocks=TpuBlocks(8, 256))
+
+
+@pytest.mark.parametrize("form", [reference.margin_stats, xla.margin_stats])
+def test_no_form_sums_what_nobody_asks_for(form):
+    assert form(jnp.asarray([[1.0, 3.0, 2.0]])).logsumexp is None
