@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import kernels_pallas
-from mars_jax import specs
+from mars_jax import specs, verify
 from mars_jax.core.errors import MarsError
 from mars_jax.core.settings import Range, Setting
 from mars_jax.drafters.load import LOADERS
@@ -46,6 +46,18 @@ def test_a_row_names_a_factory_and_only_what_it_takes(name):
     assert row.help and set(row.needs) <= set(specs.NEEDS)
     assert row.lossless != ("exact_prefix" in row.settings)
     assert row.lossless or row.paper
+
+
+def test_a_rule_is_called_as_its_row_and_names_what_it_is_over():
+    for name, row in specs.RULES.items():
+        if "weights" in row.needs:
+            continue
+        given = {"tau": 2.0} if name == "simulated" else {}
+        if not row.bases:
+            assert verify.load(name, **given).rule.name == name
+            continue
+        for base, shown in (("exact", name), ("rejection", f"{name} over rejection")):
+            assert verify.load(name, base=base, **given).rule.name == shown
 
 
 def test_every_drafter_of_the_table_has_a_loader():

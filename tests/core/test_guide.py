@@ -13,6 +13,7 @@ from mars_jax import constraints, drafters, fake, verify
 from mars_jax.constraints.compiled import compiled
 from mars_jax.core import decode
 from mars_jax.core.controls import make_controls
+from mars_jax.core.edits import make_edits
 from mars_jax.core.guide import DEAD, Guide, Guides, _kept, _kept_by_words, narrowed
 from mars_jax.core.types import Params, keys_from_seeds
 from tests.helpers import ragged
@@ -111,6 +112,15 @@ def test_greedy_texts_are_the_masked_targets():
             ended += 1
             assert re.fullmatch(pattern, text_of(tokens))
     assert ended
+
+
+def test_a_text_that_nothing_may_follow_ends_and_has_not_failed():
+    """Without a stop token and with edits, by which a row without any token left would be broken."""
+    decoder, params, state = start(drafters.none(), verify.exact(), ("abc",), stops=())
+    controls = dataclasses.replace(state.controls, edits=make_edits(1))
+    state, _ = decode.run(decoder, params, dataclasses.replace(state, controls=controls))
+    assert [text_of(tokens) for tokens in texts(state)] == ["abc"]
+    assert state.done.all() and not state.failed.any()
 
 
 def test_a_draft_of_its_own_vocabulary_is_masked_by_bits_of_its_own():
