@@ -52,8 +52,11 @@ def test_a_rule_is_called_as_its_row_and_names_what_it_is_over():
     for name, row in specs.RULES.items():
         if "weights" in row.needs or name == "simulated":  # whose name says its tau
             continue
+        rule = verify.load(name).rule
+        with pytest.raises(TypeError, match="positional"):
+            type(rule)(0.5)  # numbers are told apart by their names
         if not row.bases:
-            assert verify.load(name).rule.name == name
+            assert rule.name == name
             continue
         for base, shown in (("exact", name), ("rejection", f"{name} over rejection")):
             assert verify.load(name, base=base).rule.name == shown

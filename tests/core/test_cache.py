@@ -49,6 +49,7 @@ def test_every_form_of_write_gives_the_same(form):
 def test_a_cache_of_one_layer_says_its_slots_and_is_made_by_keywords():
     cache = init_cache(layers=1, batch=2, slots=7, kv_heads=1, head_dim=4, dtype=jnp.float32)
     assert cache.slots == cache_module.slots(cache) == 7
+    assert cache.logical_axes == ("rows", None, "kv_heads", None)  # by which `placement` divides it
     with pytest.raises(TypeError, match="positional"):
         cache_module.KVCache(cache.k, cache.v)
 
