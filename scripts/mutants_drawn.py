@@ -23,7 +23,8 @@ DIVIDED = (
 )
 
 RULES = {  # the tests of a rule beside the suite that runs every rule
-    "exact": ("exact",), "rejection": ("named", "rejection", "prefix_law"), "siblings": ("siblings",), "mars": ("mars",),
+    "exact": ("exact",), "rejection": ("named", "rejection", "prefix_law"), "siblings": ("siblings",),
+    "mars": ("mars",),
     "lossy": ("mars",), "relaxed": ("mars", "edges"), "released": ("distributions", "retargeted"),
     "simulated": ("simulated",), "context": ("context",), "diversed": ("diversed",), "learned": ("learned",),
     "equivalent": ("phrases",), "phrase": ("phrases",), "override": ("mars", "edges"), "named": ("named",),

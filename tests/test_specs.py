@@ -53,8 +53,9 @@ def test_a_rule_is_called_as_its_row_and_names_what_it_is_over():
         if "weights" in row.needs or name == "simulated":  # whose name says its tau
             continue
         rule = verify.load(name).rule
-        with pytest.raises(TypeError, match="positional"):
-            type(rule)(0.5)  # numbers are told apart by their names
+        if not row.lossless:
+            with pytest.raises(TypeError, match="positional"):
+                type(rule)(0.5)  # numbers are told apart by their names
         if not row.bases:
             assert rule.name == name
             continue
