@@ -69,8 +69,16 @@ class Order:
     the others.
     """
 
-    def __init__(self, seconds: Mapping[str, float], file: str, keen: Collection[str], budget: float):
-        self._known, self._keen, self._end = seconds, keen, time.monotonic() + budget
+    def __init__(
+        self,
+        seconds: Mapping[str, float],
+        budget: float,
+        file: str = "",
+        keen: Collection[str] = (),
+        first: Collection[str] = (),
+    ):
+        self._known, self._keen, self._first = seconds, keen, set(first)
+        self._end = time.monotonic() + budget
         module = file.removesuffix(".py").replace("/", ".")
         self._own = {SUITE: Path(file).stem, EXAMPLES: f"{module}]"} if file else {}
         self.seconds: collections.Counter[str] = collections.Counter()
@@ -87,7 +95,9 @@ class Order:
 
         def rank(item: Any) -> tuple[Any, ...]:
             file, seconds = item.nodeid.partition("::")[0], self._known.get(item.nodeid, 1.0)
-            return (0, 0, seconds) if item.nodeid in self._keen else (1, files.index(file), seconds)
+            if self._first & {file, item.nodeid}:
+                return (0, 0, seconds)
+            return (1, 0, seconds) if item.nodeid in self._keen else (2, files.index(file), seconds)
 
         items.sort(key=rank)
         self.tests = len(items)
@@ -115,6 +125,7 @@ def run(
     mutant: Mutant | None,
     budget: float,
     keen: Collection[str] = (),
+    first: Collection[str] = (),
 ) -> dict[str, Any]:
     """Run tests in a fork of this process, until one fails or time is up."""
     began = time.monotonic()
@@ -123,7 +134,7 @@ def run(
         child = os.fork()
         if not child:
             os.setsid()
-            order = Order(seconds, mutant.file if mutant else "", keen, budget)
+            order = Order(seconds, budget, mutant.file if mutant else "", keen, first)
             _in_child([*tests[:1], EXAMPLES, *tests[1:]] if mutant else tests, mutant, told, order)
         while time.monotonic() - began < budget + STUCK and not os.waitpid(child, os.WNOHANG)[0]:
             time.sleep(0.05)
@@ -132,6 +143,8 @@ def run(
             os.killpg(child, signal.SIGKILL)
             os.waitpid(child, 0)
             return {"outcome": "timeout", "by": "", "seconds": took, "each": {}}
+        if told.with_name("unknown").exists():
+            raise SystemExit(f"one of {', '.join(tests)} is no test: correct --first.")
         # A mutant that takes the whole process down is noticed too.
         found = json.loads(told.read_text()) if told.exists() else {"by": "the process", "each": {}}
     return {"outcome": "killed" if found["by"] else "survived", "seconds": took} | found
@@ -149,8 +162,10 @@ def _in_child(tests: Sequence[str], mutant: Mutant | None, told: Path, order: Or
         options = ["-x", "-q", "-p", "no:cacheprovider", "-m", "not slow", "--no-header", "--tb=no"]
         options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of what is imported already
         code = int(pytest.main([*tests, *options], plugins=[order]))
-        if code in (3, 4) and not order.failed:
-            order.failed = "pytest"  # which could not even begin
+        if code == 3 and not order.failed:
+            order.failed = "pytest"  # which could not go on
+        if code == 4:
+            told.with_name("unknown").touch()
         told.write_text(json.dumps(order.found()))
     finally:
         os._exit(0)
@@ -198,8 +213,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if "outcome" not in record or again:
             whole = "outcome" in record and record["ran"] == record["of"]
             keen = {other.get("by") for other in held["mutants"] if other["file"] == one.file}
-            tests = dict.fromkeys([*chosen.first, *GROUPS[one.group][one.file]])
-            found = run(list(tests), held["seconds"], one, chosen.budget, keen)
+            tests = list(dict.fromkeys([*chosen.first, *GROUPS[one.group][one.file]]))
+            found = run(tests, held["seconds"], one, chosen.budget, keen, chosen.first)
             held["seconds"] |= found.pop("each")
             record |= found
             if whole and record["outcome"] != "survived":
