@@ -123,7 +123,7 @@ def test_a_row_whose_tokens_are_all_banned_fails_alone():
     assert state.failed.tolist() == [True, False] and state.length.tolist() == [3, 12]
 
 
-def test_a_token_that_is_banned_hides_no_broken_logit():
+def test_a_ban_hides_no_broken_logit():
     """Weights that give an infinity are broken, whether or not the request may say that token."""
 
     def unembed(params, hidden):

@@ -123,6 +123,27 @@ def test_a_text_that_nothing_may_follow_ends_and_has_not_failed():
     assert state.done.all() and not state.failed.any()
 
 
+def test_logits_that_are_broken_where_a_text_ends_fail_its_row():
+    """Weights are broken there too, although no token is chosen by them any more."""
+
+    def forward(params, tokens, visible, cache):
+        output = TARGET.forward(params, tokens, visible, cache)
+        last = jnp.isin(tokens, jnp.asarray([4, 6, 7]))[:, :, None].astype(
+            jnp.uint32
+        )  # those that end with c
+        return output._replace(hidden=jnp.concatenate([output.hidden, last], axis=2))
+
+    def unembed(params, hidden):
+        return jnp.where(hidden[:, :, 1:] > 0, jnp.nan, TARGET.unembed(params, hidden[:, :, :1]))
+
+    _, params, state = start(drafters.none(), verify.exact(), ("abc",), stops=())
+    broken = TARGET._replace(forward=forward, unembed=unembed)
+    decoder = decode.speculative_decoder(broken, drafters.none(), verify.exact(), prefill_chunk=16)
+    controls = dataclasses.replace(state.controls, edits=make_edits(1))
+    state, _ = decode.run(decoder, params, dataclasses.replace(state, controls=controls))
+    assert [text_of(tokens) for tokens in texts(state)] == ["abc"] and state.failed.all()
+
+
 def test_a_draft_of_its_own_vocabulary_is_masked_by_bits_of_its_own():
     """As by the bits of the target's, picked one by one, and as by where each token leads; stop tokens among them."""
     made = [constraints.regex(p) for p in PATTERNS]

@@ -159,11 +159,12 @@ class Cases:
         logits = jnp.zeros((1, 2, 9)).at[0, :, jnp.asarray([2, 5])].set(jnp.asarray([[9.5], [10.0]]))
         tokens, parents, y = jnp.asarray([[0, 2]]), jnp.asarray([[-1, 0]]), jnp.asarray([[7, 7]])
         for stop, expected in ((2, 0), (5, 0), (7, 0), (3, 1), (-1, 1)):
-            row = AcceptControls(
-                jnp.asarray([0.9]), jnp.asarray([False]), jnp.asarray([9]), jnp.asarray([[-1, stop]])
-            )
-            got = self.check(logits, tokens, parents, y, row, max_depth=1)
-            assert int(got.num_accepted[0]) == expected
+            for stops in ([-1, stop], [stop, -1], [stop, 8]):
+                row = AcceptControls(
+                    jnp.asarray([0.9]), jnp.asarray([False]), jnp.asarray([9]), jnp.asarray([stops])
+                )
+                got = self.check(logits, tokens, parents, y, row, max_depth=1)
+                assert int(got.num_accepted[0]) == expected
 
 
 class TestReference(Cases):

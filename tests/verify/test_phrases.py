@@ -121,3 +121,16 @@ def test_groups_are_of_texts_that_are_alike(tmp_path):
             verify.load(spec, target)
     with pytest.raises(MarsError, match="which is no single token"):
         verify.token_groups(target, groups=[["extraordinarily", " big"]])
+
+
+def test_a_strict_span_takes_no_other_guard_away():
+    """With spans as without: no padding, no stop token and nothing of the exact prefix is relaxed."""
+    tree = drafted(False, np.random.default_rng(0))
+    rule = for_rows(verify.equivalent(gap=np.inf, exact_prefix=2), BATCH)
+    logits = jnp.asarray(np.random.default_rng(1).normal(size=(*tree.tokens.shape, VOCAB)), jnp.float32)
+    given = {"stop_tokens": (1, 4), "params": jnp.ones((VOCAB,), jnp.int32)}
+    free = rule.guarded(evidence(tree, logits, **given))
+    nowhere, everywhere = jnp.zeros(tree.tokens.shape, bool), jnp.ones(tree.tokens.shape, bool)
+    assert 0 < free.sum() < free.size
+    np.testing.assert_array_equal(rule.guarded(evidence(tree, logits, strict_nodes=nowhere, **given)), free)
+    assert not rule.guarded(evidence(tree, logits, strict_nodes=everywhere, **given)).any()
