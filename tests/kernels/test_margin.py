@@ -172,3 +172,13 @@ def test_the_simulated_kernel_has_no_race():
 @pytest.mark.parametrize("form", [reference.margin_stats, xla.margin_stats])
 def test_no_form_sums_what_nobody_asks_for(form):
     assert form(jnp.asarray([[1.0, 3.0, 2.0]])).logsumexp is None
+
+
+def test_rows_are_taken_a_few_at_a_time_and_none_is_lost():
+    """More rows than fit into one turn, and no multiple of those."""
+    rows = xla.ROWS_BYTES // (4 * 70_000) + 3
+    z = np.random.default_rng(0).normal(scale=3.0, size=(rows, 70_000)).astype(np.float32)
+    got, want = xla.margin_stats(jnp.asarray(z), logsumexp=True), top_two(z)
+    for value, expected in zip(got[:4], want[:4], strict=True):
+        np.testing.assert_array_equal(value, expected)
+    np.testing.assert_allclose(got.logsumexp, want[4], atol=TOLERANCE, rtol=1e-6)
