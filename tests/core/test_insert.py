@@ -12,6 +12,7 @@ from mars_jax.core import decode, refill
 from mars_jax.core.controls import make_controls
 from mars_jax.core.edits import make_edits
 from mars_jax.core.errors import MarsError
+from mars_jax.core.insert import check_insert
 from mars_jax.core.mesh import parse_mesh
 from mars_jax.core.metrics import zero_stats
 from mars_jax.core.types import NO_TOKEN, Params, keys_from_seeds
@@ -238,6 +239,13 @@ def test_what_cannot_be_inserted_gets_a_sentence(rows, change, sentence):
         served.decoder.insert(
             NO_WEIGHTS, state, jnp.asarray(rows), prompts, lengths, controls, change.get("rule", rule), keys
         )
+
+
+def test_rows_of_another_part_of_a_mesh_are_refused():
+    with jax.set_mesh(parse_mesh("data=2")):
+        check_insert(jnp.asarray([1, 2]), 4)
+        with pytest.raises(MarsError, match=r"rows are \[2, 1\] on a mesh with data=2: expected the first 1"):
+            check_insert(jnp.asarray([2, 1]), 4)
 
 
 def test_a_row_with_fewer_biased_tokens_than_the_state_has_keeps_its_own():
