@@ -59,6 +59,15 @@ def test_the_text_is_the_fixed_chains_whatever_is_chosen():
     assert never == 0 < mixed < always
 
 
+def test_the_rows_that_are_asked_for_are_those_that_go_on():
+    longest = jnp.int32(len(MADE.drafter.sizes) - 1)
+    chosen = MADE.drafter._replace(choose=lambda params, draft, live: jnp.where(jnp.all(live), longest, 0))
+    params = params_of(measured(MADE, [1.0, 1.01, 1.02]))
+    decoder, state = begun(chosen, params)
+    _, info = decode.jitted_step(decoder, params, state)
+    assert info.num_proposed.tolist() == [CHAIN.max_depth] * 3  # no row is done
+
+
 def test_after_steps_without_a_draft_the_drafts_are_those_of_a_fresh_model():
     order = [0, 2, 0, 0, 0, 1, 2, 2, 0, 1, *[0] * 70, 2]
     params = params_of(forced(MADE, 0))
