@@ -22,6 +22,5 @@ def everything() -> dict[str, Any]:
         "assisted": assisted(), "studies": studies(),
         "contexts": contexts(), "scale": scale(), "plans": plans(), "kernels": kernels(), "rules": compared(),
         "phrases": phrases(), "refill": refill(), "systems": systems(), "costs": costs(), "smollm2": smollm2(),
-        "sizes": sizes(), "shift": shift(), "starts": starts(),
-        "sizes": sizes(), "shift": shift(), "mutants": mutants(),
+        "sizes": sizes(), "shift": shift(), "starts": starts(), "mutants": mutants(),
     }  # fmt: skip
