@@ -129,13 +129,22 @@ def starts() -> dict[str, Any]:
     rows = [
         (
             state,
-            *(f"{report['median'][f'{when}, {state}'][kind]:.1f}" for when in ("now", "before") for kind in KINDS),
+            *(
+                f"{report['median'][f'{when}, {state}'][kind]:.1f}"
+                for when in ("now", "before")
+                for kind in KINDS
+            ),
             *(f"{report['over_before'][state][kind]:.2f} x" for kind in KINDS),
         )
         for state in ("cold", "warm")
     ]
     bars = [
-        bar(f"first text, {state}, seconds", report["median"][f"now, {state}"]["clock"], "{:.1f} s", f"<= {limit:g} s")
+        bar(
+            f"first text, {state}, seconds",
+            report["median"][f"now, {state}"]["clock"],
+            "{:.1f} s",
+            f"<= {limit:g} s",
+        )
         for state, limit in (("cold", report["bars"]["cold"]), ("warm", report["bars"]["warm"]))
     ] + [
         bar(

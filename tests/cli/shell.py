@@ -14,6 +14,9 @@ import time
 
 import pytest
 
+# Where tests run in the background Ctrl-C is ignored, and whatever they start would ignore it too.
+HEEDS = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
+
 
 def plain(text):
     """Without colours and what draws spinners."""
@@ -32,7 +35,9 @@ class Shell:
         begin = f'exec "$@" < {name} > {name} 2>&1'
         kept = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "COLUMNS", "LC_ALL")}
         self._process = subprocess.Popen(
-            ["sh", "-c", begin, "sh", sys.executable, *command], start_new_session=True, env=kept | env
+            ["sh", "-c", begin, "sh", sys.executable, "-c", HEEDS, sys.executable, *command],
+            start_new_session=True,
+            env=kept | env,
         )
 
     def send(self, text):

@@ -196,7 +196,9 @@ def test_two_processes_train_what_one_does(tmp_path):
     )
 
     def command(output, work):
-        sizes = "--tokens 2048 --step-tokens 256 --length 64 --steps-ahead 2 --learning-rate 1e-2 --dtype float32"
+        sizes = (
+            "--tokens 2048 --step-tokens 256 --length 64 --steps-ahead 2 --learning-rate 1e-2 --dtype float32"
+        )
         where = f"--mesh data=2,model=4 --data {text} --output {tmp_path / output} --work {tmp_path / work}"
         return f"eagle3 --target tiny/draft {where} {sizes}".split()
 
@@ -207,7 +209,9 @@ def test_two_processes_train_what_one_does(tmp_path):
 
     run([start(command("one", "one-work"), command="distill", devices=8)])
     run(start_two(command("two", "two-work"), command="distill"))
-    run(start_two(command("again", "two-work"), command="distill"))  # from the last checkpoint, and so the same
+    run(
+        start_two(command("again", "two-work"), command="distill")
+    )  # from the last checkpoint, and so the same
     logs = [
         [json.loads(line) for line in (tmp_path / f"{name}-work" / "log.jsonl").read_text().splitlines()]
         for name in ("one", "two")
