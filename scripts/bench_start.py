@@ -1,6 +1,6 @@
 """Seconds from the start of `python -m mars_jax.generate` to its first text, here and in an older checkout.
 
-    git worktree add ../before 959be7f
+    git worktree add ../before 7240b3b
     python scripts/bench_start.py --against ../before --output scripts/results/bench_start.json
 
 Fresh processes take turns. "cold" is with an empty folder of compiled programs, as after an install, "warm" with what

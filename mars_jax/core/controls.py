@@ -99,7 +99,7 @@ def _field(name: str, value: Any, batch: int, dtype: Any) -> Array:
     if dtype == np.int32 and not np.all(raw == array):
         raise MarsError(f"{name} is {value!r}: expected whole numbers of 32 bits.")
     _SETTINGS[name].check(array)
-    return jnp.array(np.broadcast_to(array, (batch,)))  # asarray would compile a program for it
+    return jnp.array(np.broadcast_to(array, (batch,)))
 
 
 def _stop_tokens(value: Any, batch: int) -> Array:

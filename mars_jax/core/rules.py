@@ -59,7 +59,7 @@ def for_rows(rule: PyTree, batch: int) -> PyTree:
             raise MarsError(
                 f"{name} of the rule has shape {value.shape}: expected one number, or one for each of the {batch} rows."
             )
-        # Of numbers of the host no program is compiled.
+        # Numbers of the host are spread there, for which nothing is compiled.
         return value if isinstance(value, Array) else jnp.array(value)
 
     return jax.tree_util.tree_map_with_path(own, rule)

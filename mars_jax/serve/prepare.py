@@ -58,7 +58,7 @@ class Prepared:
     @property
     def draws(self) -> bool:
         """Whether any of the requests is to be drawn; where none is, nothing of drawing is compiled."""
-        return any(request.temperature != 0 for request in self.requests)
+        return draws(self.requests)
 
     def arrays(self, entries: Sequence[int | None], *before: Any) -> tuple[Any, ...]:
         """`before`, and what `Decoder.init` takes after the params, for some of the requests by their numbers.
@@ -126,6 +126,11 @@ class Prepared:
             state = decode.shapes(self.decoder, self.params, *arrays)
             with beside(functools.partial(loop, self.decoder, self.params, state)):
                 return decode.start(self.decoder, self.params, *arrays)
+
+
+def draws(requests: Sequence[Request]) -> bool:
+    """Whether any of the requests is not greedy."""
+    return any(request.temperature != 0 for request in requests)
 
 
 _FILL = Request(prompt_tokens=(0,), max_new_tokens=0)

@@ -13,7 +13,7 @@ from mars_jax.core.types import Decoder, DecodeState, Drafter, LoadedRule, Param
 from mars_jax.pretrained import Pretrained
 from mars_jax.serve.generate import compile_batch, generate_stream, groups, rule_of, run_batch
 from mars_jax.serve.guides import guides_of
-from mars_jax.serve.prepare import buffer_width, prepare, prepared
+from mars_jax.serve.prepare import buffer_width, draws, prepare, prepared
 from mars_jax.serve.queue import Finished, Queue, compile_queue, shares_prompts
 from mars_jax.serve.requests import Completion, Request, StreamEvent
 from mars_jax.verify import exact
@@ -108,7 +108,7 @@ class Session:
             rule=structure(self.rule.rule),
             width=width,
             rows=self.batch_size,
-            draws=any(request.temperature != 0 for request in requests),
+            draws=draws(requests),
             edits=edits,
             guides=tables,
             log_probs=self.log_probs,
