@@ -1,4 +1,5 @@
-"""The operation `tree_attention`: queries of a drafted tree, or of a chunk of a prompt, over the key-value cache.
+"""The operation `tree_attention`: queries of a drafted tree, or of a chunk of a prompt, over the key-value cache; and
+`write_and_attend`, which puts their own rows there first.
 
 B batch, N queries, K key-value heads, G query heads per key-value head, D head dimension, S slots, R rows of the
 region. Oracles: `reference.tree_attention`, and softmax in numpy float64 in tests/kernels/.
@@ -14,6 +15,7 @@ from jax import Array
 
 from kernels_pallas import mosaic, reference, xla
 from kernels_pallas.blocks import AttentionBlocks
+from kernels_pallas.rows import NewRows, written
 
 FORMS = ("reference", "xla", "pallas_tpu")
 """The names that `implementation` takes."""
@@ -75,6 +77,89 @@ def tree_attention(
     >>> tree_attention(q, k, v, jnp.asarray([2], jnp.int32))[0, :, 0, 0, 0].tolist()  # means of 0..2 and of 0..3
     [1.0, 1.5]
     """
+    _check(implementation, k, k_scale, v_scale, blocks, interpret)
+    given: dict[str, Any] = {
+        "seen": seen,
+        "positions": positions,
+        "seen_positions": seen_positions,
+        "window": window,
+        "cap": cap,
+        "scale": scale,
+    }
+    form = reference.tree_attention if implementation == "reference" else xla.tree_attention
+    if implementation == "pallas_tpu":
+        form = functools.partial(mosaic.tree_attention.tree_attention, blocks=blocks, interpret=interpret)
+    return form(q, k, v, first, k_scale=k_scale, v_scale=v_scale, **_filled(given, q, first))
+
+
+def write_and_attend(
+    q: Array,
+    k: Array,
+    v: Array,
+    new: NewRows,
+    first: Array,
+    *,
+    seen: Array | None = None,
+    positions: Array | None = None,
+    seen_positions: Array | None = None,
+    window: int | None = None,
+    cap: float | None = None,
+    scale: float | None = None,
+    implementation: str | None = None,
+    blocks: AttentionBlocks | None = None,
+    interpret: Any = False,
+) -> tuple[Array, Array, Array]:
+    """`tree_attention` after the new rows were written into keys and values, in place where those are donated.
+
+    The kernel copies them there itself, so that the program has no scatter of its own. A single head of less than 32
+    bits shares its words with other slots, of which a copy moves whole ones; its rows are scattered before.
+
+    Args:
+      q, first: as for `tree_attention`.
+      k, v: [B, S, K, D], float32 or bfloat16.
+      new: rows in any float dtype; they are cast to that of the cache.
+      seen, positions, seen_positions, window, cap, scale: as for `tree_attention`.
+      implementation, blocks, interpret: as for `tree_attention`.
+
+    Returns:
+      What `tree_attention` returns, and keys and values with the new rows.
+
+    Raises:
+      ValueError, BlockError: as `tree_attention`.
+
+    >>> q, cache = jnp.ones((1, 1, 1, 1, 4)), jnp.zeros((1, 8, 1, 4))
+    >>> new = NewRows(jnp.ones((1, 1, 1, 4)), jnp.ones((1, 1, 1, 4)), jnp.asarray([2], jnp.int32))
+    >>> _, k, _ = write_and_attend(q, cache, cache, new, jnp.asarray([2], jnp.int32))
+    >>> k[0, :4, 0, 0].tolist()
+    [0.0, 0.0, 1.0, 0.0]
+    """
+    given: dict[str, Any] = {
+        "seen": seen,
+        "positions": positions,
+        "seen_positions": seen_positions,
+        "window": window,
+        "cap": cap,
+        "scale": scale,
+        "blocks": blocks,
+        "interpret": interpret,
+    }
+    if implementation != "pallas_tpu" or mosaic.tree_attention.is_flat(k):
+        k, v = written(k, v, new)
+        return tree_attention(q, k, v, first, implementation=implementation, **given), k, v
+    _check(implementation, k, None, None, blocks, interpret)
+    return mosaic.tree_attention.tree_attention(
+        q, k, v, first, k_scale=None, v_scale=None, new=new, **_filled(given, q, first)
+    )
+
+
+def _check(
+    implementation: str | None,
+    k: Array,
+    k_scale: Array | None,
+    v_scale: Array | None,
+    blocks: AttentionBlocks | None,
+    interpret: Any,
+) -> None:
     if implementation is not None and implementation not in FORMS:
         raise ValueError(f"implementation is {implementation!r}: expected None or one of {', '.join(FORMS)}.")
     if implementation != "pallas_tpu" and (blocks is not None or interpret):
@@ -86,22 +171,12 @@ def tree_attention(
         raise ValueError("keys and values have scales both or neither: give k_scale and v_scale.")
     if k_scale is None and not jnp.issubdtype(k.dtype, jnp.floating):
         raise ValueError(f"keys are {k.dtype.name} without scales: give k_scale and v_scale.")
-    if positions is None:
-        positions = first[:, None] + jnp.arange(q.shape[1], dtype=jnp.int32)[None]
-    form = reference.tree_attention if implementation == "reference" else xla.tree_attention
-    if implementation == "pallas_tpu":
-        form = functools.partial(mosaic.tree_attention.tree_attention, blocks=blocks, interpret=interpret)
-    return form(
-        q,
-        k,
-        v,
-        first,
-        seen=seen,
-        positions=positions,
-        seen_positions=seen_positions,
-        window=window,
-        cap=cap,
-        scale=q.shape[-1] ** -0.5 if scale is None else scale,
-        k_scale=k_scale,
-        v_scale=v_scale,
-    )
+
+
+def _filled(given: dict[str, Any], q: Array, first: Array) -> dict[str, Any]:
+    """The defaults that depend on the queries."""
+    if given["positions"] is None:
+        given["positions"] = first[:, None] + jnp.arange(q.shape[1], dtype=jnp.int32)[None]
+    if given["scale"] is None:
+        given["scale"] = q.shape[-1] ** -0.5
+    return given

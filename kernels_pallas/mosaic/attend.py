@@ -16,9 +16,9 @@ from jax.experimental.pallas import tpu as pltpu
 from kernels_pallas.blocks import AttentionBlocks
 
 LOWEST = float(jnp.finfo(jnp.float32).min)
-FIRST, BASE, COUNT, RECENT = range(4)
+FIRST, BASE, COUNT, RECENT, WRITTEN = range(5)
 """What is known of a row: the first slot of its region, the slot that its first block begins at, how many blocks it
-has, and the last slot that some window hides."""
+has, the last slot that some window hides, and where there are new rows the slot of the first of them."""
 UPPER, AFTER, WORDS = 0, 1, 2
 """What is known of a query: the last slot that it sees where the queries are in a row, the last one that its window
 hides, and from column `WORDS` on the rows of the region that it sees, 32 in a word."""
@@ -35,6 +35,7 @@ class Shape(NamedTuple):
     cap: float | None
     scale: float
     causal: bool
+    writes: bool  # whether there are new rows to be written first
 
 
 ITEM, BLOCK, ISSUED, USED = range(4)
@@ -42,10 +43,11 @@ ITEM, BLOCK, ISSUED, USED = range(4)
 
 
 def attend_rows(
-    table_ref,  # i32[4, B] in scalar memory
+    table_ref,  # i32[4 or 5, B] in scalar memory
     q_ref,  # [1, 1, K, M, D]
     known_ref,  # i32[1, 1, M, 2 + words]
-    *refs,  # keys and values [B, S, K, D] in HBM, and scales f32[B, K, S]; the result; the state, and buffers for each
+    *refs,  # keys and values [B, S, K, D] in HBM, and scales f32[B, K, S] or new rows [B, W, K, D] of the two; the
+    # result, and with new rows keys and values once more; the state, and buffers for each
     shape: Shape,
     blocks: AttentionBlocks,
     simulated: bool,
@@ -55,14 +57,29 @@ def attend_rows(
     Copies are begun in the order of use, whichever row the next block belongs to, so that none waits for a row to end.
     """
     arrived = refs[-1]  # semaphores [buffers, sources]
-    sources, refs = refs[: arrived.shape[1]], refs[arrived.shape[1] : -1]
+    new: Any = ()
+    landed: Any = None
+    if shape.writes:
+        # What is written is the result, so it is read there too: the same memory as the arguments on a TPU, and
+        # another one in an interpreter.
+        _, _, *new, out_ref, k_ref, v_ref = refs[:7]
+        sources, landed, refs = (k_ref, v_ref), refs[-2], (out_ref, *refs[7:-2])
+    else:
+        sources, refs = refs[: arrived.shape[1]], refs[arrived.shape[1] : -1]
     # out [1, 1, K, M, D]; f32[K, M, 128], each number in all lanes, twice; f32[K, M, D]; i32[4] in scalar memory
     out_ref, top_ref, total_ref, mixed_ref, state_ref, *buffers = refs
     core, item = pl.program_id(0), pl.program_id(1)
-    size = blocks.slots
+    size, rows_of_core = blocks.slots, shape.items // shape.tiles
 
     def row_of(item):
-        return core * (shape.items // shape.tiles) + lax.div(item, shape.tiles)
+        return core * rows_of_core + lax.div(item, shape.tiles)
+
+    def writing(i):
+        """The copies of new rows of row `i` of this core to where they belong."""
+        row = core * rows_of_core + i
+        for kind, (rows, cache) in enumerate(zip(new, sources, strict=True)):
+            place = pl.ds(table_ref[WRITTEN, row], rows.shape[1])
+            yield pltpu.make_async_copy(rows.at[row], cache.at[row, place], landed.at[kind])
 
     def start_of(row, block):
         # The last block of the cache begins earlier, so that it is whole; it repeats slots.
@@ -102,6 +119,20 @@ def attend_rows(
     def _():
         for i in range(4):
             state_ref[i] = 0
+        if shape.writes:
+            # All rows of this core, and before any is read: blocks are copied in before their row's turn.
+            def begin(i, _):
+                for copy in writing(i):
+                    copy.start()
+                return 0
+
+            def end(i, _):
+                for copy in writing(i):
+                    copy.wait()
+                return 0
+
+            lax.fori_loop(0, rows_of_core, begin, 0)
+            lax.fori_loop(0, rows_of_core, end, 0)
         for _ in range(blocks.buffers - 1):
             copy_next()
 

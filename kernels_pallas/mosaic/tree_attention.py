@@ -18,6 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 from kernels_pallas.blocks import LANES, AttentionBlocks, attention_blocks, tile_rows
 from kernels_pallas.mask import pack, region
 from kernels_pallas.mosaic.attend import Shape, attend_rows
+from kernels_pallas.rows import NewRows
 
 
 def tree_attention(
@@ -34,10 +35,11 @@ def tree_attention(
     scale: float,
     k_scale: Array | None,
     v_scale: Array | None,
+    new: NewRows | None = None,
     blocks: AttentionBlocks | None = None,
     interpret: Any = False,
-) -> Array:
-    """See `kernels_pallas.tree_attention`."""
+) -> Any:
+    """See `kernels_pallas.tree_attention`; with new rows, of a cache that is not flat, `write_and_attend`."""
     batch, n, heads, group, dim = q.shape
     slots = k.shape[1]
     blocks, align = attention_blocks(
@@ -61,6 +63,8 @@ def tree_attention(
     known = jnp.repeat(known, group, axis=2)
     known = jnp.pad(known, ((0, 0), (0, 0), (0, m - per_tile * group), (0, 0)))
     table = row_table(first, rows, after, slots=slots, size=blocks.slots, align=align)
+    if new is not None:
+        table = jnp.concatenate([table, new.slot[None].astype(jnp.int32)])
 
     simulated = isinstance(interpret, pltpu.InterpretParams)
     cores = 2 if batch % 2 == 0 else 1
@@ -78,6 +82,7 @@ def tree_attention(
         cap=cap,
         scale=scale,
         causal=inside is None,
+        writes=new is not None,
     )
     by_heads = pl.BlockSpec((1, 1, heads, m, dim), of)
     sources, scratch = [k, v], []
@@ -92,8 +97,20 @@ def tree_attention(
     if k_scale is not None and v_scale is not None:
         sources += [jnp.swapaxes(x, 1, 2) for x in (k_scale, v_scale)]
         scratch += [pltpu.VMEM((blocks.buffers, heads, blocks.slots), jnp.float32) for _ in range(2)]
-    scratch.append(pltpu.SemaphoreType.DMA((blocks.buffers, len(sources))))
-    out = pl.pallas_call(
+    arrived = pltpu.SemaphoreType.DMA((blocks.buffers, len(sources)))
+    in_memory = pl.BlockSpec(memory_space=pltpu.HBM)
+    out_specs, out_shape, aliases = [by_heads], [jax.ShapeDtypeStruct(queries.shape, q.dtype)], {}
+    if new is not None:
+        sources += [rows.astype(k.dtype) for rows in (new.k, new.v)]
+        scratch.append(pltpu.SemaphoreType.DMA((2,)))
+        out_specs += [in_memory, in_memory]
+        out_shape += [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k, v)]
+        aliases = {
+            3: 1,
+            4: 2,
+        }  # keys and values, counted with the table, the queries and what is known of them
+    scratch.append(arrived)
+    out, *caches = pl.pallas_call(
         functools.partial(attend_rows, shape=shape, blocks=blocks, simulated=simulated),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
@@ -101,9 +118,9 @@ def tree_attention(
             in_specs=[
                 by_heads,
                 pl.BlockSpec((1, 1, m, known.shape[3]), lambda *at: of(*at)[:4]),
-                *[pl.BlockSpec(memory_space=pltpu.HBM) for _ in sources],
+                *[in_memory for _ in sources],
             ],
-            out_specs=by_heads,
+            out_specs=out_specs,
             scratch_shapes=[
                 pltpu.VMEM((heads, m, LANES), jnp.float32),
                 pltpu.VMEM((heads, m, LANES), jnp.float32),
@@ -112,13 +129,15 @@ def tree_attention(
                 *scratch,
             ],
         ),
-        out_shape=jax.ShapeDtypeStruct(queries.shape, q.dtype),
+        out_shape=out_shape,
+        input_output_aliases=aliases,
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         interpret=interpret,
         name="tree_attention",
     )(table, queries, known, *sources)
     out = out[:, :, :, : per_tile * group].reshape(batch, tiles, heads, per_tile, group, dim)
-    return jnp.moveaxis(out, 2, 3).reshape(batch, tiles * per_tile, heads, group, dim)[:, :n]
+    out = jnp.moveaxis(out, 2, 3).reshape(batch, tiles * per_tile, heads, group, dim)[:, :n]
+    return (out, *caches) if caches else out
 
 
 def _tiled(q: Array, tiles: int, per_tile: int) -> Array:

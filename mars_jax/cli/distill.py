@@ -153,13 +153,13 @@ def parser() -> argparse.ArgumentParser:
         default=None,
         help="DSpark: learn where a draft should end (--draft-stop)",
     )
-    group = made.add_argument_group("model, sprinter, via_sd and diversed")
+    group = made.add_argument_group("eagle3, model, sprinter, via_sd and diversed")
     group.add_argument(
         "--from",
         dest="first",
         metavar="PATH",
-        help="checkpoint of the small model to train; of the others, of the one that drafts (via_sd: ngram is the "
-        "default)",
+        help="checkpoint of the small model to train, or of an EAGLE-3 head that is to learn on; of the others, of the "
+        "model that drafts (via_sd: ngram is the default)",
     )
     group = made.add_argument_group("via_sd")
     group.add_argument(
@@ -193,7 +193,7 @@ _OWN = {
     "temperatures": ("features",),
     "shard": ("features",),
     "heads": ("medusa",),
-    "first": ("model", "sprinter", "via_sd", "diversed"),
+    "first": ("eagle3", "model", "sprinter", "via_sd", "diversed"),
     "task": ("diversed",),
     "updates": ("diversed",),
     "left_out": ("via_sd",),
@@ -233,6 +233,12 @@ def check(args: argparse.Namespace) -> None:
             raise MarsError(
                 "--temperatures does not apply to documents that are read as they are: give --chat."
             )
+    if args.kind == "eagle3" and args.first is not None:
+        _unused(
+            args,
+            ("draft_vocab", "intermediate_size", "feature_layers"),
+            "a head of --from, which has its own",
+        )
     if args.features is not None:
         _unused(args, ("length", "devices", "mesh", "write"), "--features")
     check_host_flags(args)
@@ -301,6 +307,7 @@ def _distill(args: argparse.Namespace, work: Path) -> None:
 
     from mars_jax import hub
     from mars_jax.cli.distill_features import check_dumps, train_on_features
+    from mars_jax.cli.distill_head import feature_layers, open_head
     from mars_jax.cli.mesh import open_mesh
     from mars_jax.evaluate.folder import check_writable, claim, digest, fingerprint
     from mars_jax.hub.save import free_directory
@@ -318,24 +325,29 @@ def _distill(args: argparse.Namespace, work: Path) -> None:
         mesh = None if args.mesh is None else open_mesh(args.mesh, hub.outline(args.target).config)
         target = hub.load(args.target, dtype=None if args.features is None else "bfloat16", mesh=mesh)
         dtype = "float32" if args.kind == "model" else None
-        small = None if args.first in (None, "ngram") else hub.load(args.first, dtype=dtype)
+        small = head = None
+        if args.first is not None and args.kind == "eagle3":
+            head = open_head(args.first, target)
+        elif args.first not in (None, "ngram"):
+            small = hub.load(args.first, dtype=dtype)
         documents = [text for path in args.data or () for text in data.documents(path)]
-    weights = (target.params, () if small is None else small.params)
+    first = small or head
+    weights = (target.params, () if first is None else first.params)
     settings = recorded(args) | {
         "data": digest("\0".join(documents).encode()),
         "weights": fingerprint(weights, target.path),
     }
     if args.features is not None:
-        settings["features"] = check_dumps(args, target)
+        settings["features"] = check_dumps(args, target, feature_layers(args, target, head))
     with claim(work, settings, flag="--work", unrecorded="checkpoints"):
         if args.kind in _SYSTEMS:
             from mars_jax.cli.distill_systems import write_system
 
             write_system(args, target, small, documents, work)
         elif args.features is None:
-            _write(args, *_train(args, target, small, documents, loss, work), small)
+            _write(args, *_train(args, target, first, documents, loss, work), small)
         else:
-            _write(args, *train_on_features(args, target, documents, loss, work), small)
+            _write(args, *train_on_features(args, target, head, documents, loss, work), small)
     if args.kind == "diversed":
         print(f"{args.output}: verify with --verify diversed:{args.output}", file=sys.stderr)
         return
@@ -358,11 +370,12 @@ def recorded(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _train(
-    args: argparse.Namespace, target: Any, small: Any, documents: list[str], loss: Any, work: Path
+    args: argparse.Namespace, target: Any, first: Any, documents: list[str], loss: Any, work: Path
 ) -> tuple[Any, Any]:
-    """The apprentice and its trained params."""
+    """The apprentice and its trained params; `first` is what it begins as, if that is given."""
     import jax
 
+    from mars_jax.cli import distill_head
     from mars_jax.cli.training_text import training_text
     from mars_jax.pretrained import check_same_vocabulary
     from mars_jax.training import distillation
@@ -375,15 +388,7 @@ def _train(
         vocab = target.config.vocab_size
         ids = distillation.draft_vocabulary([stream], args.draft_vocab, vocab, target.stop_tokens)
     if args.kind == "eagle3":
-        apprentice = distillation.eagle3(
-            target.config,
-            target.params,
-            ids=ids,
-            layers=layers_of(args.feature_layers),
-            intermediate_size=args.intermediate_size,
-            steps=args.steps_ahead or 5,
-            **common,
-        )
+        apprentice = distill_head.apprentice(args, target, first, loss, ids)
     elif args.kind == "eagle1":
         apprentice = distillation.eagle1(target.config, intermediate_size=args.intermediate_size, **common)
     elif args.kind == "dflash":
@@ -404,8 +409,8 @@ def _train(
     elif args.kind == "medusa":
         apprentice = distillation.medusa_heads(target.config, target.params, count=args.heads or 4, **common)
     else:
-        check_same_vocabulary(target, small)
-        apprentice = distillation.small_model(target.config, small.config, small.params, **common)
+        check_same_vocabulary(target, first)
+        apprentice = distillation.small_model(target.config, first.config, first.params, **common)
 
     params = distillation.train(
         apprentice,

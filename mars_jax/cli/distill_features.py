@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mars_jax import hub
-from mars_jax.cli.distill_layers import layers_of
+from mars_jax.cli.distill_head import Head, apprentice, feature_layers
 from mars_jax.cli.program import keep_compilations
 from mars_jax.cli.progress import busy
 from mars_jax.cli.training_text import write_answers
@@ -40,7 +40,7 @@ def write_features(args: argparse.Namespace) -> None:
     with busy("loading"):
         target = hub.load(args.target, dtype="bfloat16")
         documents = [text for path in args.data for text in data.documents(path)]
-    layers = layers_of(args.feature_layers) or distillation.feature_layers(target.config)
+    layers = feature_layers(args, target, None)
     size = args.shard or SHARD
     settings = {
         name: plain(value) for name, value in vars(args).items() if name in ("chat", "length", "seed")
@@ -79,9 +79,14 @@ def write_features(args: argparse.Namespace) -> None:
 
 
 def train_on_features(
-    args: argparse.Namespace, target: Pretrained, documents: Sequence[str], loss: Any, work: Path
+    args: argparse.Namespace,
+    target: Pretrained,
+    head: Head | None,
+    documents: Sequence[str],
+    loss: Any,
+    work: Path,
 ) -> tuple[Any, Any]:
-    """The apprentice of `eagle3 --features` and its trained params.
+    """The apprentice of `eagle3 --features`, `head` or a new one, and its trained params.
 
     Raises:
       MarsError: there are too few features.
@@ -93,34 +98,24 @@ def train_on_features(
     ids = None
     if args.draft_vocab not in (None, target.config.vocab_size):
         ids = _draft_vocabulary(args, target, documents, work / "draft_vocab.json")
-    apprentice = distillation.eagle3(
-        target.config,
-        target.params,
-        ids=ids,
-        layers=layers_of(args.feature_layers),
-        intermediate_size=args.intermediate_size,
-        steps=args.steps_ahead or 5,
-        divergence=loss,
-        seed=args.seed,
-    )
+    begun = apprentice(args, target, head, loss, ids)
     params = distillation.train_on_features(
-        apprentice,
+        begun,
         target.params,
         feed,
         work,
         tokens=args.tokens,
         learning_rate=args.learning_rate,
     )
-    return apprentice, params
+    return begun, params
 
 
-def check_dumps(args: argparse.Namespace, target: Pretrained) -> list[str]:
+def check_dumps(args: argparse.Namespace, target: Pretrained, layers: Sequence[int]) -> list[str]:
     """The digests of the dumps' settings, which decide what a training on them is.
 
     Raises:
       MarsError: features are not those of the target and of the layers that are read.
     """
-    layers = layers_of(args.feature_layers) or distillation.feature_layers(target.config)
     weights = fingerprint((target.params,), target.path)
     return [_check_dump(dump, layers, weights) for dump in args.features]
 

@@ -16,12 +16,13 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import Partial
 
-from kernels_pallas import BlockError, tree_attention
+from kernels_pallas import BlockError, NewRows, tree_attention, write_and_attend
 from kernels_pallas.blocks import attention_blocks
 from kernels_pallas.whole import whole_or_partitioned
+from mars_jax.core import cache as kv_cache
 from mars_jax.core.cache import Int8Rows, Rows
 from mars_jax.core.errors import MarsError
-from mars_jax.core.mesh import devices_of, head_axes, map_devices
+from mars_jax.core.mesh import devices_of, head_axes, hold_heads, map_devices
 from mars_jax.core.types import Visible
 from mars_jax.models.layers import soft_cap
 
@@ -43,9 +44,15 @@ _LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
 class Attend(Protocol):
-    """Attention of a layer to what its nodes may see: q [B, N, K, G, D], k and v [B, S, K, D] -> [B, N, K, G, D]."""
+    """Attention of a layer to what its nodes may see, their own keys and values among it, which it writes first.
 
-    def __call__(self, q: Array, k: Rows, v: Rows, *, scale: float, cap: float | None) -> Array: ...
+    q [B, N, K, G, D], the cache's k and v [B, S, K, D], and `new`, the nodes' own, [B, N, K, D] -> [B, N, K, G, D],
+    and the cache's two with the new rows.
+    """
+
+    def __call__(
+        self, q: Array, k: Rows, v: Rows, new: tuple[Array, Array], *, scale: float, cap: float | None
+    ) -> tuple[Array, Rows, Rows]: ...
 
 
 def attending(form: str, visible: Visible, slots: int, window: int | None) -> Attend:
@@ -57,18 +64,28 @@ def attending(form: str, visible: Visible, slots: int, window: int | None) -> At
     """
     live = jnp.max(visible.slot) + visible.positions.shape[1]
     if form == "xla":
-        return Partial(_attend_by_mask, visible.dense(slots, window), live)
+        return Partial(_attend_by_mask, visible.dense(slots, window), live, visible.slot)
     return Partial(_by_kernel(form, window), visible)
 
 
 def _attend_by_mask(
-    mask: Array, live: Array, q: Array, k: Rows, v: Rows, *, scale: float, cap: float | None
-) -> Array:
-    return attend(q, k, v, mask, live, scale=scale, cap=cap)
+    mask: Array,
+    live: Array,
+    slot: Array,
+    q: Array,
+    k: Rows,
+    v: Rows,
+    new: tuple[Array, Array],
+    *,
+    scale: float,
+    cap: float | None,
+) -> tuple[Array, Rows, Rows]:
+    k, v = (hold_heads(kv_cache.write(old, rows, slot)) for old, rows in zip((k, v), new, strict=True))
+    return attend(q, k, v, mask, live, scale=scale, cap=cap), k, v
 
 
 @functools.lru_cache
-def _by_kernel(form: str, window: int | None) -> Callable[..., Array]:
+def _by_kernel(form: str, window: int | None) -> Callable[..., tuple[Array, Rows, Rows]]:
     """One function for equal arguments, by which jit knows it again."""
     return functools.partial(_attend_by_kernel, form, window)
 
@@ -80,44 +97,47 @@ def _attend_by_kernel(
     q: Array,
     k: Rows,
     v: Rows,
+    new: tuple[Array, Array],
     *,
     scale: float,
     cap: float | None,
-) -> Array:
-    def kernel(q: Array, k: Rows, v: Rows, visible: Visible, interpret: bool = False) -> Array:
+) -> tuple[Array, Rows, Rows]:
+    def kernel(
+        q: Array, k: Rows, v: Rows, new: tuple[Array, Array], visible: Visible, interpret: bool = False
+    ) -> tuple[Array, Rows, Rows]:
         _check_kernel(q, k)
-        (k, k_scale), (v, v_scale) = _parts(k), _parts(v)
-        return tree_attention(
-            q,
-            k,
-            v,
-            visible.first,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            seen=visible.seen,
-            positions=visible.positions,
-            seen_positions=visible.seen_positions,
-            window=window,
-            cap=cap,
-            scale=scale,
-            implementation="pallas_tpu",
-            interpret=interpret,
-        )
+        given: dict[str, Any] = {
+            "seen": visible.seen,
+            "positions": visible.positions,
+            "seen_positions": visible.seen_positions,
+            "window": window,
+            "cap": cap,
+            "scale": scale,
+            "implementation": "pallas_tpu",
+            "interpret": interpret,
+        }
+        if not (isinstance(k, Int8Rows) or isinstance(v, Int8Rows)):
+            return write_and_attend(q, k, v, NewRows(*new, visible.slot), visible.first, **given)
+        # Rows of 8 bits have scales, which are made here and stored apart.
+        k, v = (kv_cache.write(old, rows, visible.slot) for old, rows in zip((k, v), new, strict=True))
+        (keys, k_scale), (values, v_scale) = _parts(k), _parts(v)
+        out = tree_attention(q, keys, values, visible.first, k_scale=k_scale, v_scale=v_scale, **given)
+        return out, k, v
 
-    def by_mask(q: Array, k: Rows, v: Rows, visible: Visible) -> Array:
-        return attending("xla", visible, k.shape[1], window)(q, k, v, scale=scale, cap=cap)
+    def by_mask(q: Array, k: Rows, v: Rows, new: tuple[Array, Array], visible: Visible):
+        return attending("xla", visible, k.shape[1], window)(q, k, v, new, scale=scale, cap=cap)
 
-    def on_device(q: Array, k: Rows, v: Rows, visible: Visible) -> Array:
+    def on_device(q: Array, k: Rows, v: Rows, new: tuple[Array, Array], visible: Visible):
         if form == "interpret":
-            return kernel(q, k, v, visible, interpret=True)
+            return kernel(q, k, v, new, visible, interpret=True)
         tpu = whole_or_partitioned(kernel, by_mask)
-        return lax.platform_dependent(q, k, v, visible, tpu=tpu, default=by_mask)
+        return lax.platform_dependent(q, k, v, new, visible, tpu=tpu, default=by_mask)
 
     axes = head_axes(k.shape[2])
     if axes is None:
-        return on_device(q, k, v, visible)
+        return on_device(q, k, v, new, visible)
     by_heads = P(None, None, axes or None)
-    return map_devices(on_device, (by_heads, by_heads, by_heads, P()), by_heads)(q, k, v, visible)
+    return map_devices(on_device, (*[by_heads] * 4, P()), by_heads)(q, k, v, new, visible)
 
 
 def _check_kernel(q: Array, k: Rows) -> None:

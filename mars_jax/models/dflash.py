@@ -238,7 +238,7 @@ def forward(
         with jax.named_scope("attention"):
             normed = rms_norm(x, layer["attention_norm"], c.norm_eps)
             attend, old = attends[kinds[i]], (cache.k[i], cache.v[i])
-            mixed, k, v = attention(c, layer, normed, rotation, attend, *old, visible.slot)
+            mixed, k, v = attention(c, layer, normed, rotation, attend, *old)
             x = x + mixed
         with jax.named_scope("mlp"):
             x = x + gated_mlp(layer, rms_norm(x, layer["mlp_norm"], c.norm_eps), c.activation)

@@ -222,7 +222,7 @@ def forward(
     with jax.named_scope("mask"):
         attend = attending("xla", visible, cache.slots, None)
     with jax.named_scope("attention"):
-        mixed, k, v = attention(c, layer, x, rotation, attend, cache.k[0], cache.v[0], visible.slot)
+        mixed, k, v = attention(c, layer, x, rotation, attend, cache.k[0], cache.v[0])
         h = h + mixed
     with jax.named_scope("mlp"):
         h = h + gated_mlp(layer, rms_norm(h, layer["mlp_norm"], c.norm_eps), c.activation)
@@ -230,7 +230,7 @@ def forward(
     for i, more in enumerate(head.get("more", ()), start=1):
         with jax.named_scope("attention"):
             normed, old = rms_norm(h, more["attention_norm"], c.norm_eps), (cache.k[i], cache.v[i])
-            mixed, k, v = attention(c, more, normed, rotation, attend, *old, visible.slot)
+            mixed, k, v = attention(c, more, normed, rotation, attend, *old)
             h = h + mixed
         with jax.named_scope("mlp"):
             h = h + gated_mlp(more, rms_norm(h, more["mlp_norm"], c.norm_eps), c.activation)

@@ -15,7 +15,7 @@ from jax import Array
 
 from mars_jax.core import cache as kv_cache
 from mars_jax.core.errors import MarsError
-from mars_jax.core.mesh import hold_heads, hold_whole
+from mars_jax.core.mesh import hold_whole
 from mars_jax.core.types import ForwardOutput, KVCache, LanguageModel, PyTree, Visible
 from mars_jax.models import weights
 from mars_jax.models.attention import FORMS, KERNEL_SLOTS, Attend, attending
@@ -65,8 +65,8 @@ def _mlp(config: ModelConfig, layer: dict, x: Array) -> Array:
     )
 
 
-def attention(config: ModelConfig, layer: dict, x: Array, rotation, attend: Attend, k_cache, v_cache, start):
-    """Self-attention of one layer: x [B, N, E] -> ([B, N, E], k_cache, v_cache).
+def attention(config: ModelConfig, layer: dict, x: Array, rotation, attend: Attend, k_cache, v_cache):
+    """Self-attention of one layer: x [B, N, E] -> ([B, N, E], k_cache, v_cache), with the new rows in the caches.
 
     The projections set the width of x and of what is returned; `config` sets the heads.
     """
@@ -79,19 +79,14 @@ def attention(config: ModelConfig, layer: dict, x: Array, rotation, attend: Atte
         norm = _norm(config)
         q, k = norm(q, layer["q_norm"]), norm(k, layer["k_norm"])
     q, k = rotate(q, *rotation), rotate(k, *rotation)
-    k_cache, v_cache = (
-        hold_heads(kv_cache.write(cache, new, start)) for cache, new in ((k_cache, k), (v_cache, v))
-    )
     q = q.reshape(batch, n, heads, group, config.head_dim)
     scale = (config.query_scalar or config.head_dim) ** -0.5
-    mixed = attend(q, k_cache, v_cache, scale=scale, cap=config.attention_cap)
+    mixed, k_cache, v_cache = attend(q, k_cache, v_cache, (k, v), scale=scale, cap=config.attention_cap)
     return dense(mixed.reshape(batch, n, -1), layer["o"], layer.get("o_bias")), k_cache, v_cache
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _layer(
-    config: ModelConfig, here: tuple[bool, bool], layer: dict, x: Array, rotation, attend, rows, start
-):
+def _layer(config: ModelConfig, here: tuple[bool, bool], layer: dict, x: Array, rotation, attend, rows):
     """One layer, of which `here` says what is there: x [B, N, E] and its rows of the cache, None without attention.
 
     Under jit, so that equal layers are traced and lowered once; XLA writes each out where it stands, as it would
@@ -102,7 +97,7 @@ def _layer(
     if attends:
         with jax.named_scope("attention"):
             x_normed, (k, v) = norm(x, layer["attention_norm"]), rows
-            mixed, *rows = attention(config, layer, x_normed, rotation, attend, k, v, start)
+            mixed, *rows = attention(config, layer, x_normed, rotation, attend, k, v)
             x = x + (norm(mixed, layer["attention_post_norm"]) if config.post_norms else mixed)
     if has_mlp:
         with jax.named_scope("mlp"):
@@ -125,7 +120,7 @@ def _forward(
     norm = _norm(config)
     with jax.named_scope("embed"):
         x = _embed(config, params, tokens)
-    positions, start = visible.positions, visible.slot
+    positions = visible.positions
     ropes = [config.rope if w is None else config.local_rope or config.rope for w in config.windows]
     rotations = {rope: angles(positions, rope, config.head_dim) for rope in dict.fromkeys(ropes)}
     with jax.named_scope("mask"):
@@ -137,7 +132,7 @@ def _forward(
         rows = (cache.k[len(ks)], cache.v[len(vs)]) if here[0] else None
         window = config.windows[i]
         with jax.named_scope(f"layer{i}"):
-            x, rows = _layer(config, here, layer, x, rotations[ropes[i]], attends[window], rows, start)
+            x, rows = _layer(config, here, layer, x, rotations[ropes[i]], attends[window], rows)
         if rows is not None:
             ks.append(rows[0])
             vs.append(rows[1])

@@ -100,6 +100,12 @@ class Instruction:
         """Of a custom call."""
         return self.attribute("custom_call_target") or ""
 
+    @property
+    def aliased(self) -> tuple[int, ...]:
+        """Of a custom call with a tuple: the results that are operands, changed in place."""
+        found = re.search(r"output_to_operand_aliasing=\{(.*?\))\}", self.rest)
+        return tuple(int(n) for n in re.findall(r"\{(\d+)\}: \(", found[1])) if found else ()
+
 
 @dataclasses.dataclass(frozen=True)
 class Computation:

@@ -1,7 +1,8 @@
 """Bytes that an instruction of a compiled TPU program moves between HBM and the core.
 
 An array is in HBM where its layout names no other memory space. An operand that is only sliced is read as far as the
-slice goes, an update in place writes the update, and of an asynchronous pair the start counts.
+slice goes, an update in place writes the update, and of an asynchronous pair the start counts. Of what a kernel changes
+in place nobody says how much that is; it counts as read and not as written.
 
 Oracle: hand counts in tests/planning/test_traffic.py, and tests/tpu/test_cost.py on programs of known size.
 """
@@ -77,7 +78,8 @@ def _whole(operands: list[Instruction]) -> int:
 
 
 def _result(instruction: Instruction) -> int:
-    return sum(_in_hbm(shape) * shape.bytes for shape in instruction.shapes)
+    shapes = [shape for i, shape in enumerate(instruction.shapes) if i not in instruction.aliased]
+    return sum(_in_hbm(shape) * shape.bytes for shape in shapes)
 
 
 def _fused(

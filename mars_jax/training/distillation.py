@@ -129,13 +129,51 @@ def eagle3(
         made["fc"] = made["fc"].at[:, -size:].add(jnp.eye(size))
         return made
 
-    model = language_model(target, dtype="bfloat16", feature_layers=layers)
+    return _eagle3(target, config, init, chosen, steps, divergence)
+
+
+def eagle3_again(
+    target: ModelConfig,
+    config: EagleConfig,
+    params: PyTree,
+    *,
+    steps: int = 5,
+    divergence: Divergence,
+) -> Apprentice:
+    """An EAGLE-3 head that has been trained before, by whomever, and learns on.
+
+    Args:
+      target: the model that it drafts for.
+      config, params: of the head, as `hub.load_eagle` gives them.
+      steps, divergence: see `heads.eagle3`.
+    """
+
+    def init() -> PyTree:
+        return {name: _trainable(part) for name, part in params.items() if name != "ids"}
+
+    return _eagle3(target, config, init, params.get("ids"), steps, divergence)
+
+
+def _trainable(tree: PyTree) -> PyTree:
+    """Copies in float32, which an optimizer may overwrite."""
+    return jax.tree.map(lambda x: jnp.array(x, jnp.float32), tree)
+
+
+def _eagle3(
+    target: ModelConfig,
+    config: EagleConfig,
+    init: Callable[[], PyTree],
+    ids: jax.Array | None,
+    steps: int,
+    divergence: Divergence,
+) -> Apprentice:
+    model = language_model(target, dtype="bfloat16", feature_layers=config.feature_layers)
     return Apprentice(
         config=config,
         init=init,
-        objective=heads.eagle3(config, model, ids=chosen, steps=steps, divergence=divergence),
+        objective=heads.eagle3(config, model, ids=ids, steps=steps, divergence=divergence),
         panels=_panels(steps),
-        ids=chosen,
+        ids=ids,
     )
 
 

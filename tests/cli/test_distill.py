@@ -8,6 +8,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
+from safetensors import safe_open
 
 from mars_jax.cli import distill
 from mars_jax.training import data
@@ -125,6 +126,18 @@ def test_a_head_trains_on_features_that_were_written_before(call, run, text, tar
     rows = [[json.loads(line)["tokens"] for line in o.out.splitlines()] for o in (drafted, plain)]
     assert rows[0] == rows[1]
 
+    again = ("eagle3", "--target", target, "--from", output, *flags[:2], *flags[4:], "--tokens", 256)
+    again += ("--layout", "speculators")
+    code, err = call(*again, "--learning-rate", 1e-12, "--output", tmp_path / "again")
+    assert code == 0, err
+    with (
+        safe_open(output / "model.safetensors", "np") as old,
+        safe_open(tmp_path / "again/model.safetensors", "np") as new,
+    ):
+        assert set(new.keys()) == set(old.keys())
+        for name in list(new.keys()):
+            np.testing.assert_array_equal(new.get_tensor(name), old.get_tensor(name), name)
+
     def refused(*argv):
         code, err = call(*argv)
         assert code == 2
@@ -202,6 +215,11 @@ def test_flags_of_features_are_checked(call, text, tmp_path):
     assert "--tokens does not apply to features" in err("features", "--data", text, "--tokens", 3)
     assert "--length does not apply to --features" in err("eagle3", "--features", tmp_path, "--length", 3)
     assert "give --chat" in err("features", "--data", text, "--temperatures", "1")
+    head = ("--from", "tiny/eagle3", "--data", text)
+    assert "--draft-vocab does not apply to a head of --from" in err("eagle3", *head, "--draft-vocab", 64)
+    assert "--feature-layers does not apply to a head of --from" in err(
+        "eagle3", *head, "--feature-layers", "0,1,2"
+    )
     beside = ("--features", tmp_path, "--data", text)
     assert "is the text of a draft vocabulary" in err("eagle3", *beside)
     assert "--layout is vllm: expected eagle or speculators" in err(

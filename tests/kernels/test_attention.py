@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kernels_pallas import AttentionBlocks, BlockError, tree_attention
+from kernels_pallas import AttentionBlocks, BlockError, NewRows, tree_attention, write_and_attend
 from kernels_pallas.blocks import attention_blocks
 from kernels_pallas.mosaic.attend import COUNT
 from kernels_pallas.mosaic.tree_attention import row_table
@@ -96,18 +96,20 @@ def softmax(case: Case) -> np.ndarray:
     return np.einsum("bnkgs,bskd->bnkgd", weights / np.where(total == 0, 1, total), v)
 
 
-def run(name, case, blocks=None):
+def run(name, case, blocks=None, new=None):
     options = IMPLEMENTATIONS[name]
     if "interpret" in options:
         options = options | {"blocks": blocks or SMALL}
     static = {name: x for name, x in case.options.items() if not hasattr(x, "shape")}
     arrays = {name: x for name, x in case.options.items() if hasattr(x, "shape")}
 
-    def call(q, k, v, first, arrays):
+    def call(q, k, v, first, arrays, new):
+        if new is not None:
+            return write_and_attend(q, k, v, new, first, **arrays, **static, **options)
         return tree_attention(q, k, v, first, **arrays, **static, **options)
 
     quick = {"xla_backend_optimization_level": 0} if "interpret" in options else None
-    return jax.jit(call, compiler_options=quick)(case.q, case.k, case.v, case.first, arrays)
+    return jax.jit(call, compiler_options=quick)(case.q, case.k, case.v, case.first, arrays, new)
 
 
 class Cases:
@@ -160,6 +162,32 @@ class Cases:
             "seen_positions": jnp.asarray(first[:, None] + rng.integers(0, 5, (3, 9)), jnp.int32),
         }
         self.check(case._replace(first=jnp.asarray(first, jnp.int32), options=options))
+
+    @pytest.mark.parametrize(
+        ("options", "after"),
+        [
+            ({"b": 1}, 0),
+            ({"b": 4, "dtype": "bfloat16", "window": 5}, 0),
+            ({"b": 3, "n": 9, "dtype": "bfloat16"}, 3),
+            ({"b": 2, "d": 256, "tree": False}, 0),
+            ({"b": 2, "k": 1, "g": 4, "s": 64, "dtype": "bfloat16"}, 0),
+        ],
+        ids=["one row", "a window", "after other rows of the region", "wide heads", "one narrow head"],
+    )
+    def test_new_rows_are_written_and_seen(self, options, after):
+        """As without them in a cache that has them; new rows are float32, and become what the cache is."""
+        case = make(12, **options)
+        row, n = np.arange(case.q.shape[0])[:, None], case.q.shape[1]
+        slot = case.first + after
+        at = np.asarray(slot)[:, None] + np.arange(n - after)
+        new = NewRows(*(x[row, at].astype(jnp.float32) for x in (case.k, case.v)), slot)
+        empty = case._replace(k=case.k.at[row, at].set(40), v=case.v.at[row, at].set(40))
+        got, k, v = run(self.name, empty, new=new)
+        np.testing.assert_array_equal(got, run(self.name, case))
+        np.testing.assert_array_equal(k, case.k)
+        np.testing.assert_array_equal(v, case.v)
+        if self.name == "mosaic_simulated":
+            assert_no_races()
 
     def test_a_query_that_sees_nothing_gets_zeros(self):
         case = make(9, b=2)

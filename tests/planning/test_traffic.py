@@ -72,6 +72,12 @@ def of(line: str) -> Traffic:
         ),
         ("f32[64,128]{1,0:T(8,128)S(1)} copy-done(%x)", (0, 0)),
         ('f32[64,128]{1,0} custom-call(%x), custom_call_target="ConcatBitcast"', (0, 0)),
+        (
+            "(f32[8,128]{1,0:T(8,128)}, f32[64,128]{1,0:T(8,128)}, f32[64,128]{1,0:T(1,128)}) "
+            'custom-call(%x, %rows, %row), custom_call_target="tpu_custom_call", '
+            "output_to_operand_aliasing={{1}: (0, {}), {2}: (1, {})}, metadata={}",
+            (2 * WHOLE, SLICE),
+        ),
         ("f32[8,128]{1,0:T(8,128)} all-reduce(%v), replica_groups={{0,1}}", (0, SLICE)),
     ],
 )

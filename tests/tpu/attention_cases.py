@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kernels_pallas import tree_attention
+from kernels_pallas import NewRows, tree_attention, write_and_attend
 from tests.tpu import aot
 
 
@@ -64,9 +64,9 @@ ALL = tuple(
 )
 
 
-def compile_case(case: Case, generation: str) -> dict[str, Any]:
-    """Compile the kernel. `arrays_of_logits` are the copies that the program makes of keys or
-    values, and `cache_bytes` what both take."""
+def compile_case(case: Case, generation: str, *, writes: bool = False) -> dict[str, Any]:
+    """Compile the kernel, also as the one that writes the rows of its queries. `arrays_of_logits` are the copies that
+    the program makes of keys or values, and `cache_bytes` what both take."""
     on, of, n = aot.mesh(generation), HEADS[case.heads], QUERIES[case.queries]
     dtype, scaled = jnp.dtype(case.dtype), case.dtype == "int8"
 
@@ -85,9 +85,21 @@ def compile_case(case: Case, generation: str) -> dict[str, Any]:
     if case.queries.startswith("tree"):
         given["seen"] = array(case.batch, n, n, of=bool)
 
-    def attend(given: dict[str, jax.Array]) -> jax.Array:
-        return tree_attention(**given, window=of.window, cap=of.cap, implementation="pallas_tpu")
+    if writes:
+        rows = array(case.batch, n, of.kv_heads, of.dim, of=jnp.bfloat16)
+        given["new"] = NewRows(rows, rows, array(case.batch))
+
+    def attend(caches: dict[str, Any], given: dict[str, Any]) -> Any:
+        form = write_and_attend if writes else tree_attention
+        return form(**caches, **given, window=of.window, cap=of.cap, implementation="pallas_tpu")
+
+    caches = {side: given.pop(side) for side in ("k", "v")}
 
     elements = case.batch * case.slots * of.kv_heads * of.dim
-    report = aot.compile_for(attend, aot.abstract(given, on), watch=elements)
+    report = aot.compile_for(
+        attend,
+        *(aot.abstract(tree, on) for tree in (caches, given)),
+        watch=elements,
+        donate_argnums=(0,) if writes else (),
+    )
     return {"cache_bytes": 2 * elements * dtype.itemsize, **report}

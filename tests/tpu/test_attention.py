@@ -25,6 +25,16 @@ def test_the_kernel_compiles_and_copies_no_cache(case, generation):
     check(case, generation)
 
 
+@pytest.mark.parametrize(
+    "case", [c for c in attention_cases.SOME if c.dtype != "int8"], ids=attention_cases.name
+)
+def test_new_rows_are_written_in_place(case):
+    report = attention_cases.compile_case(case, "v5e", writes=True)
+    assert report["mosaic_kernels"] == 1 and not report["collectives"]
+    assert report["temporary_bytes"] < report["cache_bytes"] / 2
+    assert report["aliased_bytes"] >= report["cache_bytes"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("generation", list(aot.TOPOLOGIES))
 @pytest.mark.parametrize("case", attention_cases.ALL, ids=attention_cases.name)

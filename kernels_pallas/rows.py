@@ -1,0 +1,40 @@
+"""New rows of a key-value cache, and XLA's way of writing them.
+
+B batch, W new rows, K heads, D head dimension, S slots.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+
+class NewRows(NamedTuple):
+    """Keys and values of W tokens, and the slot of the first: they go to `slot[b] .. slot[b] + W - 1`."""
+
+    k: Array  # [B, W, K, D]
+    v: Array  # [B, W, K, D]
+    slot: Array  # i32[B]; all of the slots are inside of the cache
+
+
+def written(k: Array, v: Array, new: NewRows) -> tuple[Array, Array]:
+    """The caches [B, S, K, D] with the new rows in them, in their dtype: one scatter each.
+
+    >>> cache, rows = jnp.zeros((1, 4, 1, 1)), jnp.ones((1, 2, 1, 1))
+    >>> written(cache, cache, NewRows(rows, rows, jnp.asarray([1])))[0].ravel().tolist()
+    [0.0, 1.0, 1.0, 0.0]
+    """
+    row = jnp.arange(k.shape[0], dtype=jnp.int32)[:, None]
+    slot = new.slot[:, None] + jnp.arange(new.k.shape[1], dtype=jnp.int32)[None]
+    here = [
+        cache.at[row, slot].set(
+            rows.astype(cache.dtype),
+            unique_indices=True,
+            indices_are_sorted=True,
+            mode="promise_in_bounds",
+        )
+        for cache, rows in ((k, new.k), (v, new.v))
+    ]
+    return here[0], here[1]
