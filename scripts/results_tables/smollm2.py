@@ -238,6 +238,7 @@ def _first(report: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "seconds": middle,
         "repeats": len(report["seconds"]["cold"]),
+        "cores": report["environment"]["cores"],
         "bars": [
             bar(
                 f"first text, {name} ({middle[name]:.1f} s), over transformers",
