@@ -13,6 +13,14 @@
         --output heads/smollm2
 
 `texts` are conversations of other people's, which the target only reads: they cost a fifth of what it writes itself.
+That made the first head. What ships went on from it, with five times as much text of the target's own:
+
+    python scripts/smollm2_head.py own --count 768 --output prompts/own.txt
+    python scripts/smollm2_head.py sources --data SHARED/data --count 6000 --output prompts/sources.txt
+    python scripts/smollm2_head.py twice --work prompts --output prompts/twice.txt
+    python scripts/smollm2_answers.py --data prompts/twice.txt --longest 80 --shard 160 --output features/answers
+    python -m mars_jax.distill eagle3 --target smollm2 --from heads/smollm2 --features features/answers \\
+        --steps-ahead 3 --loss kl+tv --learning-rate 1e-3 --tokens 5e5 --output heads/again
 
 `features` writes shard by shard, and `eagle3` begins every epoch with the shards that are there by then, so both can
 run at once; killed, each goes on with the same arguments. No prompt of an evaluation is among these: MT-Bench,
@@ -193,6 +201,20 @@ def own(args: argparse.Namespace) -> None:
         print(f"{first + count} of {args.count}", flush=True)
 
 
+def twice(args: argparse.Namespace) -> None:
+    """The prompts of `own` two times, with those of `sources` between: each of them is answered at two temperatures."""
+    written = [text.strip() for text in data.documents(args.work / "own.txt")]
+    made = (text.strip() for text in data.documents(args.work / "sources.txt"))
+    others = (text for text in made if len(text) < 700)
+    found: list[str] = []
+    for _ in range(2):
+        for number, text in enumerate(written):
+            found += [text, next(others)] if number % 5 in (1, 3) else [text]
+        if len(found) % 2 == 0:  # answers take turns at the temperatures
+            found.append(next(others))
+    write(args.output, found)
+
+
 def export(args: argparse.Namespace) -> None:
     """Write the head of the last checkpoint of a training that has not ended, in bfloat16."""
     import jax
@@ -228,15 +250,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("texts", "sources", "own", "export"))
+    parser.add_argument("what", choices=("texts", "sources", "own", "twice", "export"))
     parser.add_argument("--data", type=Path, help="the folder of gsm8k_train.jsonl.xz and the others")
-    parser.add_argument("--work", type=Path, help="export: folder of the checkpoints")
+    parser.add_argument("--work", type=Path, help="export: folder of the checkpoints; twice: of the prompts")
     parser.add_argument("--count", type=int, default=4000)
     parser.add_argument("--batch-size", type=int, default=96)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
-    {"texts": texts, "sources": sources, "own": own, "export": export}[args.what](args)
+    {"texts": texts, "sources": sources, "own": own, "twice": twice, "export": export}[args.what](args)
 
 
 if __name__ == "__main__":
