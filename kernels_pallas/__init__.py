@@ -4,7 +4,7 @@ from kernels_pallas.api import margin_accept, margin_stats
 from kernels_pallas.attention import tree_attention, write_and_attend
 from kernels_pallas.blocks import AttentionBlocks, BlockError, GpuBlocks, TpuBlocks
 from kernels_pallas.largest import TopK, sharded_top_k, top_k
-from kernels_pallas.rows import NewRows
+from kernels_pallas.new_rows import NewRows
 from kernels_pallas.rule import MARGINS, Acceptance, AcceptControls
 from kernels_pallas.sharded import merge_over, sharded_margin_accept, sharded_margin_stats
 from kernels_pallas.stats import MarginStats, empty, merge

@@ -15,7 +15,7 @@ from jax import Array
 
 from kernels_pallas import mosaic, reference, xla
 from kernels_pallas.blocks import AttentionBlocks
-from kernels_pallas.rows import NewRows, written
+from kernels_pallas.new_rows import NewRows, written
 
 FORMS = ("reference", "xla", "pallas_tpu")
 """The names that `implementation` takes."""

@@ -18,7 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 from kernels_pallas.blocks import LANES, AttentionBlocks, attention_blocks, tile_rows
 from kernels_pallas.mask import pack, region
 from kernels_pallas.mosaic.attend import Shape, attend_rows
-from kernels_pallas.rows import NewRows
+from kernels_pallas.new_rows import NewRows
 
 
 def tree_attention(
