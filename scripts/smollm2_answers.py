@@ -4,9 +4,8 @@
     taskset -c 0 python scripts/smollm2_answers.py --data prompts/own.txt prompts/sources.txt --output features/answers
 
 `mars_jax.distill features --chat` writes such a dump too, and reads every text once more when it is written. Here
-PyTorch, whose products of many rows are faster on a CPU, writes the answers, and the numbers are kept on the way: six
-times as many tokens an hour on one core. It is a plain loop over whole batches, in float32, for this one architecture;
-`--check` compares it with the library on the first answers.
+PyTorch writes the answers, and the numbers are kept on the way, which saves that reading. It is a plain loop over whole
+batches, in float32, for this one architecture; `--check` compares it with the library on the first answers.
 
 Answers take turns at temperature 0 and 1. The first shard is what a training holds out. Killed, it goes on with the
 shard that it was at.
