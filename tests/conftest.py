@@ -1,11 +1,13 @@
 """Strict JAX semantics for the whole suite: no silent dtype or rank promotion. And what makes it finish in time."""
 
-import atexit
+import contextlib
+import ctypes
+import gc
 import importlib.metadata
 import os
-import shutil
-import tempfile
 from pathlib import Path
+
+from tests import compiled
 
 # Eight CPU devices let sharding tests run anywhere; set before JAX starts its backend.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -17,11 +19,10 @@ os.environ.setdefault(
     + " --xla_cpu_use_fusion_emitters=false" * importlib.metadata.version("jaxlib").startswith("0.10."),
 )
 
-# Nearly all of the time goes into compiling. What one worker compiled, the others and later tests load from here;
-# workers inherit the name. Name a folder yourself to keep it for the next run.
+# Nearly all of the time goes into compiling. What one worker compiled, the others, later tests and later runs load from
+# a folder; workers inherit its name.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="mars-jax-tests-")
-    atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = compiled.folder()
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 import jax
@@ -29,9 +30,7 @@ import jax
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-pytest_plugins = ("tests.selection",)
-
-MAPS = Path("/proc/self/maps")
+pytest_plugins = ("tests.selection", "tests.slow_share", "tests.changed")
 
 
 def pytest_configure(config):
@@ -39,11 +38,32 @@ def pytest_configure(config):
     config.addinivalue_line("filterwarnings", "ignore:Error reading persistent compilation cache:UserWarning")
 
 
-def pytest_runtest_teardown():
-    """Drop what was compiled before the process runs out of memory maps.
+LARGEST = 1.1 * 2**30
+"""Bytes of memory above which a worker drops its programs: some hundred megabytes below what it may take."""
+LEAST = 0.25 * 2**30
+"""Bytes that it has to have grown by since, so that what is no program does not make every test drop them."""
+_held = [0.0]
 
-    XLA maps three regions for every kernel, some hundreds for one decode loop, and Linux allows a process 65,530
-    (vm.max_map_count). At the limit the next compilation dies of a segmentation fault, in whatever test that is.
+
+def pytest_runtest_teardown():
+    """Drop what was compiled before a worker grows large.
+
+    Each decode loop holds some 20 MB and hundreds of memory maps, of which Linux allows a process 65,530
+    (vm.max_map_count). What is dropped loads from the folder where it is wanted again. The allocator of glibc keeps
+    what XLA frees until it is told to give it back.
     """
-    if MAPS.exists() and MAPS.read_bytes().count(b"\n") > 20_000:
+    size = _memory()
+    if size > max(LARGEST, _held[0] + LEAST):
         jax.clear_caches()
+        gc.collect()
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)
+        _held[0] = _memory()
+
+
+def _memory() -> float:
+    """Bytes of this process that are in memory, on Linux; elsewhere 0."""
+    try:
+        return float(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0.0

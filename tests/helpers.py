@@ -11,12 +11,13 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from mars_jax import hub
 from mars_jax.core import decode, rules
 from mars_jax.core.controls import make_controls
 from mars_jax.core.evidence import evidence
-from mars_jax.core.types import Controls, DraftInput, Params, Visible, keys_from_seeds
+from mars_jax.core.types import NO_TOKEN, Controls, DraftInput, Params, Visible, keys_from_seeds
 
 NO_WEIGHTS = Params(target=(), draft=())
 
@@ -80,14 +81,26 @@ def judge(rule):
 def decode_all(
     target, drafter, rule, prompts, lengths, *, limit=None, seeds=None, params=NO_WEIGHTS, **chosen
 ):
-    """Run to the end; returns (state, stats)."""
+    """Run to the end; returns (state, stats). Stop tokens are two a row, given or not: one program for both."""
     batch, buffer = prompts.shape
+    stops = list(chosen.pop("stop_tokens", ()))
+    stops = stops if stops and isinstance(stops[0], list) else [stops] * batch
+    chosen["stop_tokens"] = [[*row, NO_TOKEN, NO_TOKEN][: max(2, len(row))] for row in stops]
     rule = with_numbers(rule, **{name: chosen.pop(name) for name in NUMBERS if name in chosen})
     made = make_controls(batch, limit=buffer if limit is None else limit, **chosen)
     keys = keys_from_seeds(jnp.asarray(range(batch) if seeds is None else seeds, jnp.uint32))
     decoder = decode.speculative_decoder(target, drafter, rule, prefill_chunk=16)
     state = decode.start(decoder, params, prompts, lengths, made, rule, keys)
     return decode.run(decoder, params, state)
+
+
+def slow_but(values, *fast):
+    """Values of `parametrize`, slow but for those that are named."""
+
+    def arguments(value):
+        return value if type(value) is tuple else (value,)  # a named tuple is one value
+
+    return [v if v in fast else pytest.param(*arguments(v), marks=pytest.mark.slow) for v in values]
 
 
 @jax.jit

@@ -1,7 +1,6 @@
-"""Options of the test run, as a pytest plugin: a part of the slow tests, a bound on their time, and no missing package.
+"""What every test run obeys, as a pytest plugin: limits of time, whole files on one worker, and no missing package.
 
-    pytest -m slow --slow-part 2/3      the second third of the slow tests; the three make up all
-    pytest -m slow --slow-minutes 10    those that begin within ten minutes; the rest is skipped and counted
+    pytest --part 2/4      the second quarter of the tests; the four make up all
     MARS_JAX_TESTS_MAY_LACK="torch" pytest    a skip for want of any other package fails
 
 The plugin imports nothing but pytest, so that a test of it starts in a moment.
@@ -12,36 +11,26 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import time
 
 import pytest
 
 MAY_LACK = "MARS_JAX_TESTS_MAY_LACK"
 WANTS_A_PACKAGE = re.compile("could not import|No module named|pip install")
 """In the reason of every skip for want of a package: pytest's words, and those of our own reasons."""
-TIME_IS_UP = "--slow-minutes: time is up"
-_BEGAN = pytest.StashKey[float]()
+SECONDS = {"fast": 180, "slow": 900}
+"""After which a test fails, on the clock: some ten times what the slowest takes on a quiet machine."""
 
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--slow-part",
-        type=_part,
-        metavar="K/N",
-        help="of the tests marked slow, run the K-th of N parts, chosen by the ids of the tests",
-    )
-    parser.addoption(
-        "--slow-minutes",
-        type=float,
-        metavar="M",
-        help="skip tests marked slow that would begin later than this",
+        "--part", type=_part, metavar="K/N", help="run the K-th of N parts, chosen by the ids of the tests"
     )
 
 
 def _part(text):
     found = re.fullmatch(r"(\d+)/(\d+)", text)
     if not found or not 1 <= int(found[1]) <= int(found[2]):
-        raise pytest.UsageError(f"--slow-part is {text!r}: expected K/N with K from 1 to N, as in 1/3.")
+        raise pytest.UsageError(f"--part is {text!r}: expected K/N with K from 1 to N, as in 1/3.")
     return int(found[1]), int(found[2])
 
 
@@ -50,29 +39,26 @@ def part_of(test_id, parts):
     return int.from_bytes(hashlib.sha256(test_id.encode()).digest()[:8]) % parts + 1
 
 
-def pytest_configure(config):
-    config.stash[_BEGAN] = time.monotonic()
-
-
 def pytest_collection_modifyitems(config, items):
-    chosen = config.getoption("--slow-part")
-    if chosen is None:
+    for item in items:
+        if config.pluginmanager.hasplugin("timeout") and not item.get_closest_marker("timeout"):
+            item.add_marker(
+                pytest.mark.timeout(SECONDS["slow" if item.get_closest_marker("slow") else "fast"])
+            )
+    if config.getoption("--part") is None:
         return
-    part, parts = chosen
-
-    def runs(item):
-        return item.get_closest_marker("slow") is None or part_of(item.nodeid, parts) == part
-
-    config.hook.pytest_deselected(items=[item for item in items if not runs(item)])
-    items[:] = [item for item in items if runs(item)]
+    part, parts = config.getoption("--part")
+    runs = [part_of(item.nodeid, parts) == part for item in items]
+    config.hook.pytest_deselected(items=[item for item, stays in zip(items, runs, strict=True) if not stays])
+    items[:] = [item for item, stays in zip(items, runs, strict=True) if stays]
 
 
-def pytest_runtest_setup(item):
-    minutes = item.config.getoption("--slow-minutes")
-    if minutes is None or item.get_closest_marker("slow") is None:
-        return
-    if time.monotonic() - item.config.stash[_BEGAN] > 60 * minutes:
-        pytest.skip(TIME_IS_UP)
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_make_scheduler(config, log):
+    """Fast tests of a file run on one worker, where they find what others of the file have traced and made."""
+    from xdist.scheduler import LoadFileScheduling
+
+    return LoadFileScheduling(config, log) if config.getoption("-m") == "not slow" else None
 
 
 @pytest.hookimpl(wrapper=True)

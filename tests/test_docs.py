@@ -186,6 +186,7 @@ def test_the_pictures_of_studies_are_drawn_from_their_json(tmp_path, name):
     assert (abs(drawn - kept).max(axis=-1) > 0.3).mean() < 0.01
 
 
+@pytest.mark.slow
 def test_the_evidence_has_the_figures_of_its_rows(scripts):
     """Of one folder: all figures of the summary are counted again, and every interval holds its figure."""
     pictures = importlib.import_module("evidence_pictures")

@@ -85,6 +85,7 @@ def test_its_chat_is_turns_of_user_and_assistant(family):
     assert ids.count(tokenizer.bos_token_id) == 1
 
 
+@pytest.mark.slow
 def test_the_draft_and_the_head_are_worth_having_and_change_nothing(family, chain):
     target = family[assets.TARGET]
     prompts = [PROMPT, "One day, a girl named Sue", "The little dog was sad because"]

@@ -54,6 +54,7 @@ def test_what_only_transformers_heeds_is_left_to_it(checkpoint, fields):
     assert read_plain(checkpoint) is None
 
 
+@pytest.mark.slow
 def test_a_text_needs_no_transformers():
     code = (
         "import sys, mars_jax as mj; t = mj.load(); print(mj.generate(t, 'model:tiny/draft', ['Once upon a time'], "

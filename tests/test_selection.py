@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import selection
 from tests.selection import MAY_LACK, WANTS_A_PACKAGE, part_of
 
 ROOT = Path(__file__).parent.parent
@@ -70,15 +71,10 @@ def suite(tmp_path):
     return tmp_path
 
 
-def test_the_parts_of_the_slow_tests_are_disjoint_and_make_up_all(suite):
-    parts = [passed(run(suite, "-m", "slow", "--slow-part", f"{k}/3")[1]) for k in (1, 2, 3)]
-    assert all(parts) and sum(map(len, parts)) == 30
-    assert set.union(*parts) == {f"test_it.py::test_slow[{i}]" for i in range(30)}
-    assert parts[1] == passed(run(suite, "-m", "slow", "--slow-part", "2/3")[1])
-
-
-def test_fast_tests_are_in_every_part(suite):
-    assert "test_it.py::test_fast" in passed(run(suite, "--slow-part", "1/3")[1])
+def test_parts_are_disjoint_and_make_up_all(suite):
+    parts = [passed(run(suite, "--part", f"{k}/3")[1]) for k in (1, 2, 3)]
+    assert all(parts) and sum(map(len, parts)) == 31
+    assert set.union(*parts) == {"test_it.py::test_fast", *(f"test_it.py::test_slow[{i}]" for i in range(30))}
 
 
 def test_the_part_of_a_test_is_the_same_in_every_process():
@@ -86,18 +82,24 @@ def test_the_part_of_a_test_is_the_same_in_every_process():
     assert [part_of(f"tests/test_it.py::test_it[{i}]", 3) for i in range(6)] == [3, 2, 3, 3, 1, 1]
 
 
-@pytest.mark.parametrize("text", ["0/3", "4/3", "1", "a/b"])
-def test_a_part_that_is_none_is_named(suite, text):
-    status, output = run(suite, "--slow-part", text)
+def test_a_part_that_is_none_is_named(suite):
+    status, output = run(suite, "--part", "4/3")
     assert status == pytest.ExitCode.USAGE_ERROR
-    assert f"--slow-part is '{text}': expected K/N" in output
+    assert "--part is '4/3': expected K/N" in output
+    for text in ("0/3", "1", "a/b"):
+        with pytest.raises(pytest.UsageError, match="expected K/N"):
+            selection._part(text)
 
 
-def test_when_time_is_up_slow_tests_are_skipped_and_fast_ones_run(suite):
-    status, output = run(suite, "--slow-minutes", "0", **{MAY_LACK: ""})
-    assert status == 0 and passed(output) == {"test_it.py::test_fast"}
-    assert "30 skipped" in output and "--slow-minutes: time is up" in output
-    assert "31 passed" in run(suite, "--slow-minutes", "9")[1]
+def test_a_test_without_end_fails_by_its_name(tmp_path):
+    (tmp_path / "test_it.py").write_text("import time\ndef test_it():\n    time.sleep(60)\n")
+    code = "import sys, pytest; from tests import selection; selection.SECONDS['fast'] = 1; sys.exit(pytest.main())"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "-p", "tests.selection"],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": "-p tests.selection -p no:cacheprovider -rA"},
+    )  # fmt: skip
+    assert done.returncode == 1 and "FAILED test_it.py::test_it - Failed: Timeout" in done.stdout
 
 
 def test_a_skip_for_want_of_a_package_fails_unless_it_is_named(tmp_path):

@@ -78,6 +78,7 @@ def test_samples_and_log_probabilities_are_the_actors(made):
     )
 
 
+@pytest.mark.slow
 def test_an_update_is_device_work_and_compiles_nothing(made):
     base, actor = made
     rollout = rollout_of(actor)

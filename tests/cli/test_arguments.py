@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -139,19 +138,17 @@ def test_help_and_version_go_to_stdout(flag, capsys):
     assert ("--prompts-file" if flag == "--help" else f"mars-jax {__version__}") in capsys.readouterr().out
 
 
-def test_help_is_immediate():
-    began = time.perf_counter()
-    run = subprocess.run(
-        [sys.executable, "-m", "mars_jax.generate", "--help"], capture_output=True, check=True
-    )
-    # Takes 0.1 s; the margin is for a busy machine, and still far from what importing jax takes on one.
-    assert time.perf_counter() - began < 1.5
-    assert b"examples:" in run.stdout and not run.stderr
-
-
-def test_bad_flags_do_not_load_jax():
-    code = (
-        "import sys; from mars_jax.generate import main; main(sys.argv[1:]); assert 'jax' not in sys.modules"
-    )
-    argv = ["--target", "x", "--theta", "0.5", "--verify", "exact", "hello"]
-    subprocess.run([sys.executable, "-c", code, *argv], check=True, capture_output=True)
+@pytest.mark.parametrize(
+    "argv",
+    [["--help"], ["--target", "x", "--theta", "0.5", "--verify", "exact", "hello"]],
+    ids=["help", "bad flags"],
+)
+def test_help_and_bad_flags_do_not_load_jax(argv):
+    code = """
+import atexit, os, sys
+atexit.register(lambda: os._exit(int("jax" in sys.modules)))
+from mars_jax.generate import main
+main(sys.argv[1:])
+"""
+    run = subprocess.run([sys.executable, "-c", code, *argv], check=True, capture_output=True)
+    assert (b"examples:" in run.stdout) if argv == ["--help"] else (b"theta" in run.stderr)

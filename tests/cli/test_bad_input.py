@@ -144,6 +144,7 @@ def test_a_chat_template_that_cannot_be_applied(refused_unwritten, broken, templ
     assert f"the chat template of '{broken}' cannot be applied (" in message and "leave --chat out" in message
 
 
+@pytest.mark.slow
 def test_a_conversion_whose_bits_have_changed(refused_unwritten, run, target, tmp_path):
     made = hub.convert(target, tmp_path / "made")
     file = max(made.rglob("d/*"), key=lambda f: f.stat().st_size)

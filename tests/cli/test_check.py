@@ -43,6 +43,7 @@ def test_the_cases_hold_what_can_go_wrong():
     assert any(np.any(result.top1 == result.top2) for result in ties)
 
 
+@pytest.mark.slow
 def test_every_form_equals_the_reference(small):
     rows = kernels.check_kernels("cpu")
     assert {(row["implementation"], row["how"]) for row in rows} == {
@@ -70,6 +71,7 @@ def test_a_kernel_with_a_wrong_result_is_told_as_broken(small, monkeypatch):
     assert sum(row["status"] == "equal" for row in rows) == len(rows) - 3
 
 
+@pytest.mark.slow
 def test_a_kernel_that_does_not_compile_is_told_with_its_reason(small, monkeypatch):
     def broken(*operands, **options):
         raise NotImplementedError("no rule for this op\nand more")

@@ -228,6 +228,7 @@ def test_flags_of_features_are_checked(call, text, tmp_path):
     assert "--temperatures is warm" in err("features", "--data", text, "--chat", "--temperatures", "warm")
 
 
+@pytest.mark.slow
 def test_the_target_writes_the_text_itself(call, text, target, tmp_path):
     pytest.importorskip("matplotlib")
     output = tmp_path / "made"

@@ -89,6 +89,7 @@ def test_greedy_drafting_changes_no_token(run, target, draft, eagle, medusa):
         assert [row["tokens"] for row in rows(run(*argv, *flags).out)] == want
 
 
+@pytest.mark.slow
 def test_a_sampled_draft_is_its_own_targets_equal(run, target):
     """With draft and target the same model p / q is 1, so rejection keeps every drafted token."""
     argv = [
@@ -151,6 +152,7 @@ def test_a_row_stops_its_own_draft(run, target, tmp_path):
     assert (other["proposed"], other["steps"]) == (6, 2)
 
 
+@pytest.mark.slow
 def test_rows_choose_for_themselves_and_batches_change_nothing(run, target, tmp_path):
     file = tmp_path / "p.jsonl"
     lines = [
@@ -170,6 +172,7 @@ def test_rows_choose_for_themselves_and_batches_change_nothing(run, target, tmp_
     assert timeless(run(*argv, "--batch-size", "3").out) == timeless(together)
 
 
+@pytest.mark.slow
 def test_the_comparison_is_a_table(run, target):
     argv = ["--target", target, *FEW, "--num-draft-tokens", "3", "--compare", "the sea", "a story of"]
     table = run(*argv)
@@ -212,6 +215,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_without_losing_or_repeating_a_row(run, refused, target, tmp_path):
     file, output = tmp_path / "p.txt", tmp_path / "rows.jsonl"
     file.write_text("".join(f"prompt {i}\n" for i in range(7)))
@@ -316,6 +320,7 @@ def test_the_function_comes_without_the_module():
     subprocess.run([sys.executable, "-c", code], check=True, cwd=_root(), env=os.environ)
 
 
+@pytest.mark.slow
 def test_a_real_checkpoint_tells_its_story(run):
     shared = os.environ.get("MARS_JAX_SHARED")
     if shared is None:
@@ -326,6 +331,7 @@ def test_a_real_checkpoint_tells_its_story(run):
     assert "tau" in outcome.err
 
 
+@pytest.mark.slow
 def test_simulated_acceptance_gives_the_tau_and_says_what_the_text_is_worth(run, refused, target, draft):
     models = [
         "--target",

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import jax
@@ -100,10 +99,8 @@ def test_a_process_that_is_killed_ends_the_others(arguments):
     first, second = start_two(long)
     assert first.stdout.readline()  # the first batch is through and the second is on its way
     second.kill()
-    began = time.monotonic()
     _, errors = first.communicate(timeout=hosts.HEARTBEAT + 40)
     assert first.returncode not in (0, None), errors
-    assert time.monotonic() - began < hosts.HEARTBEAT + 30
     second.communicate()
     assert second.returncode == -signal.SIGKILL
 

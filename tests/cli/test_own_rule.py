@@ -83,6 +83,7 @@ def test_a_file_of_ones_own_decodes(run, pair, gates):
     ]
 
 
+@pytest.mark.slow
 def test_rows_choose_the_numbers_of_a_rule(run, pair, gates, tmp_path):
     """A row alone has the tokens that it has beside others, in whatever batch."""
     file = tmp_path / "p.jsonl"
@@ -102,6 +103,7 @@ def test_rows_choose_the_numbers_of_a_rule(run, pair, gates, tmp_path):
     assert together[0]["accepted_relaxed"] > together[1]["accepted_relaxed"] == 0
 
 
+@pytest.mark.slow
 def test_rows_choose_the_numbers_of_a_rule_of_the_table(run, pair, tmp_path):
     file = tmp_path / "p.jsonl"
     lines = [{"theta": 0.5}, {"theta": 0.5, "max_relaxed_run": 0}, {"theta": "inf"}, {}, {"strict": True}]
@@ -119,6 +121,7 @@ def test_rows_choose_the_numbers_of_a_rule_of_the_table(run, pair, tmp_path):
         assert row["tokens"] == found[5]["tokens"] != found[3]["tokens"] and row["accepted_relaxed"] == 0
 
 
+@pytest.mark.slow
 def test_a_rule_of_ones_own_over_rejection_gets_a_sampled_draft(run, pair, gates):
     flags = [*pair, "--ignore-eos", "--max-new-tokens", "16", "--json", "--temperature", "1", "the sea"]
     own = ["--verify", f"{gates}:over_rejection", "--rule-option", f"entropy={NEVER}"]
@@ -127,6 +130,7 @@ def test_a_rule_of_ones_own_over_rejection_gets_a_sampled_draft(run, pair, gates
     assert ours["tokens"] == theirs["tokens"] and ours["depth_histogram"] == theirs["depth_histogram"]
 
 
+@pytest.mark.slow
 def test_compare_takes_it_too(run, pair, gates):
     argv = [
         *pair,
@@ -170,6 +174,7 @@ def test_a_row_of_the_wrong_kind_is_named(refused, gates, tmp_path):
         assert f"p.jsonl, line 1: {message}" in refused(*flags)
 
 
+@pytest.mark.slow
 def test_the_benchmark_measures_it_with_the_same_controls(pair, gates, tmp_path):
     pytest.importorskip("matplotlib")
     prompts = tmp_path / "p.jsonl"
@@ -205,6 +210,7 @@ def test_the_benchmark_measures_it_with_the_same_controls(pair, gates, tmp_path)
     assert benchmark.main([str(x) for x in (*flags[:-1], "entropy=1", "--output", tmp_path / "out")]) == 2
 
 
+@pytest.mark.slow
 def test_what_it_does_to_a_text_can_be_studied(pair, gates, tmp_path):
     pytest.importorskip("matplotlib")
     prompts = tmp_path / "p.jsonl"
@@ -217,6 +223,7 @@ def test_what_it_does_to_a_text_can_be_studied(pair, gates, tmp_path):
     assert summary["tasks"]["jsonl"]["relaxed"]["events"] > 0
 
 
+@pytest.mark.slow
 def test_its_theta_can_be_calibrated(run, pair, gates, tmp_path, capsys):
     prompts = tmp_path / "p.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"the sea {i}"}) + "\n" for i in range(8)))

@@ -54,6 +54,7 @@ def test_a_full_disk_at_stdout_is_one_sentence(flags):
     assert found.stderr.splitlines()[-1] == last and "Traceback" not in found.stderr
 
 
+@pytest.mark.slow
 def test_a_closed_stdout_is_one_sentence_where_it_is_needed(tmp_path):
     found = shell(f"{COMMAND} --json 'the sea' >&-")
     assert found.returncode == 2
@@ -79,6 +80,7 @@ def without_platform():
     }
 
 
+@pytest.mark.slow
 def test_libtpu_says_nothing_where_there_is_no_tpu(monkeypatch):
     for name in os.environ.keys() - without_platform().keys():
         monkeypatch.delenv(name)

@@ -93,6 +93,7 @@ def test_a_chat_keeps_its_turns(talk, chatty):
     assert out == first + 3 * second + first + "\n"
 
 
+@pytest.mark.slow
 def test_settings_change_what_follows(talk):
     changes = ["/set theta 0.5", "/settings", "/set temperature 0.9"]
     _, err = talk(lines=["a story", "/set max-new-tokens 3", "/again", *changes, "/again"])

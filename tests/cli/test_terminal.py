@@ -148,6 +148,7 @@ def test_a_text_in_a_real_terminal(target, columns, env):
     assert ("corrected the target's own" in text.replace("\x1b[36m", "")) == (not env)
 
 
+@pytest.mark.slow
 def test_a_reader_that_has_had_enough_ends_the_command_without_a_word(target):
     """As in `| head -1`."""
     command = [sys.executable, *one_shot(target, "--prompts-file", "-")[:-1]]

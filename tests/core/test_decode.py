@@ -91,8 +91,6 @@ SOME_PAIRS = [
     ("chain", "mars over block"),
     ("chain of 1", "rejection"),
     ("sampled chain", "rejection"),
-    ("sampled chain", "block"),
-    ("sampled chain", "mars over rejection"),
     ("sampled chain", "mars over block"),
     ("static tree", "exact"),
     ("static tree", "mars"),
@@ -117,14 +115,14 @@ def test_greedy_output_is_that_of_autoregression(drafter, rule):
 
 def test_autoregression_is_the_plain_loop_over_the_model():
     """The oracle of the oracle: the hash computed afresh over the whole prefix at every token."""
-    prompts, lengths = ragged([3, 9], 24, VOCAB)
+    prompts, lengths = ragged([1, 3, 9, 47], 48, VOCAB)
     state, stats = decode_all(TARGET, drafters.none(), verify.exact(), prompts, lengths)
     got = committed(state)
     assert got == committed(autoregressive(prompts, lengths)) and stats.tokens is None
-    for row in range(2):
+    for row in range(4):
         tokens = prompts[row, : lengths[row]].tolist()
-        while len(tokens) < 24:
-            tokens.append(int(np.argmax(logits_after(TARGET, tokens, width=24))))
+        while len(tokens) < 48:
+            tokens.append(int(np.argmax(logits_after(TARGET, tokens, width=48))))
         assert got[row] == tokens
 
 
@@ -144,6 +142,7 @@ def test_a_perfect_draft_is_accepted_in_full():
     assert np.asarray(stats.depth_histogram).tolist() == [[0, 0, 0, 0, 0, 9]] * 3
 
 
+@pytest.mark.slow
 def test_a_perfect_tree_is_accepted_in_full():
     prompts, lengths = ragged([1, 2, 5], 61, VOCAB)
     twin = drafters.language_model(TARGET, tree=(3, 2, 2, 1, 1))
@@ -151,14 +150,37 @@ def test_a_perfect_tree_is_accepted_in_full():
     assert np.asarray(stats.depth_histogram).tolist() == [[0, 0, 0, 0, 0, 9]] * 3
 
 
+MIXED = {
+    "temperature": [0.0, 0.9, 1.3, 0.0], "top_k": [0, 5, 0, 0], "top_p": [1.0, 1.0, 0.8, 1.0],
+    "theta": [0.5, 0.9, 0.6, 0.9],
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("drafter", "rule"),
     [pytest.param(*pair, marks=[] if pair in SOME_PAIRS else pytest.mark.slow) for pair in PAIRS],
 )
+def test_a_row_beside_finished_ones_equals_the_row_in_a_batch(drafter, rule):
+    prompts, lengths = ragged([1, 6, 21, 30], 48, VOCAB)
+    together = committed(decode_all(TARGET, DRAFTERS[drafter], RULES[rule], prompts, lengths, **MIXED)[0])
+    for row in range(4):
+        limit = [48 if i == row else 1 for i in range(4)]
+        # What the others say is another text: nothing of it is read.
+        others = jnp.where(jnp.arange(4)[:, None] == row, prompts, 7)
+        alone, _ = decode_all(TARGET, DRAFTERS[drafter], RULES[rule], others, lengths, limit=limit, **MIXED)
+        assert committed(alone)[row] == together[row]
+
+
+ALONE = [("sampled chain", "mars over block"), ("static tree", "mars")]
+
+
+@pytest.mark.parametrize(
+    ("drafter", "rule"),
+    [pytest.param(*pair, marks=[] if pair in ALONE else pytest.mark.slow) for pair in PAIRS],
+)
 def test_a_row_alone_equals_the_row_in_a_batch(drafter, rule):
     prompts, lengths = ragged([1, 6, 21, 30], 48, VOCAB)
-    chosen = {"temperature": [0.0, 0.9, 1.3, 0.0], "top_k": [0, 5, 0, 0], "top_p": [1.0, 1.0, 0.8, 1.0]}
-    chosen["theta"] = [0.5, 0.9, 0.6, 0.9]
+    chosen = MIXED
     together, _ = decode_all(TARGET, DRAFTERS[drafter], RULES[rule], prompts, lengths, **chosen)
     for row in (1, 3):
         alone, _ = decode_all(
@@ -174,21 +196,23 @@ def test_a_row_alone_equals_the_row_in_a_batch(drafter, rule):
 
 
 def test_stream_takes_the_steps_of_run():
-    prompts, lengths = ragged([2, 9, 17], 48, VOCAB)
-    made = make_controls(3, limit=[48, 30, 40], temperature=[0.0, 1.0, 0.7], stop_tokens=[[3], [], [5, 6]])
-    keys = keys_from_seeds(jnp.arange(3, dtype=jnp.uint32))
+    prompts, lengths = ragged([2, 9, 17, 30], 48, VOCAB)
+    made = make_controls(
+        4, limit=[48, 30, 40, 48], temperature=[0.0, 1.0, 0.7, 0.0], stop_tokens=[[3], [], [5, 6], []]
+    )
+    keys = keys_from_seeds(jnp.arange(4, dtype=jnp.uint32))
     decoder = decode.speculative_decoder(TARGET, DRAFTERS["static tree"], verify.mars(), prefill_chunk=16)
     ran, stats = decode.run(
         decoder, NO_WEIGHTS, decode.start(decoder, NO_WEIGHTS, prompts, lengths, made, verify.mars(), keys)
     )
     counted, text = (
-        zero_stats(3, decoder.max_depth),
+        zero_stats(4, decoder.max_depth),
         [row[:n].tolist() for row, n in zip(prompts, lengths, strict=True)],
     )
     first = decode.start(decoder, NO_WEIGHTS, prompts, lengths, made, verify.mars(), keys)
     for state, info in decode.stream(decoder, NO_WEIGHTS, first):  # noqa: B007 (the last one is used below)
         counted = accumulate(counted, info)
-        for row in range(3):
+        for row in range(4):
             text[row] += [t for t in info.emitted[row].tolist() if t != NO_TOKEN]
     assert committed(state) == committed(ran) == text
     jax.tree.map(np.testing.assert_array_equal, counted, stats)
@@ -198,7 +222,7 @@ def test_stream_takes_the_steps_of_run():
 
 
 def test_rows_stop_at_their_own_stop_tokens_and_limits():
-    prompts, lengths = ragged([5, 5, 5], 64, VOCAB, seed=3)
+    prompts, lengths = ragged([5, 5, 5, 5], 48, VOCAB, seed=3)
     prompts = jnp.broadcast_to(prompts[:1], prompts.shape)
     free = committed(autoregressive(prompts, lengths))[0]
     stop = free[20]
@@ -209,15 +233,15 @@ def test_rows_stop_at_their_own_stop_tokens_and_limits():
         verify.exact(),
         prompts,
         lengths,
-        limit=[64, 64, 12],
-        stop_tokens=[[stop], [], []],
+        limit=[48, 48, 12, 5],
+        stop_tokens=[[stop], [], [], []],
     )
-    assert committed(state) == [free[: first + 1], free, free[:12]]
+    assert committed(state) == [free[: first + 1], free, free[:12], free[:5]]
 
 
 def test_finished_and_padding_rows_change_nothing():
     prompts, lengths = ragged([4, 11], 48, VOCAB)
-    alone, _ = decode_all(TARGET, DRAFTERS["chain"], verify.exact(), prompts, lengths)
+    alone = autoregressive(prompts, lengths)
     wide, stats = decode_all(
         TARGET,
         DRAFTERS["chain"],
@@ -230,11 +254,15 @@ def test_finished_and_padding_rows_change_nothing():
     assert stats.steps[2:].tolist() == [0, 0] and stats.emitted[2:].tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
-def test_slots_past_the_length_are_never_read(drafter):
+@pytest.mark.parametrize(
+    ("drafter", "name"), [next(pair for pair in SOME_PAIRS if pair[0] == drafter) for drafter in DRAFTERS]
+)
+def test_slots_past_the_length_are_never_read(drafter, name):
     prompts, lengths = ragged([1, 2, 3, 18], 48, VOCAB)
-    decoder = decode.speculative_decoder(TARGET, DRAFTERS[drafter], verify.exact(), prefill_chunk=16)
-    made, keys = make_controls(4, limit=48), keys_from_seeds(jnp.arange(4, dtype=jnp.uint32))
+    rule = RULES[name]
+    decoder = decode.speculative_decoder(TARGET, DRAFTERS[drafter], rule, prefill_chunk=16)
+    made = make_controls(4, limit=48, stop_tokens=[NO_TOKEN, NO_TOKEN])  # the shapes of `decode_all`
+    keys = keys_from_seeds(jnp.arange(4, dtype=jnp.uint32))
 
     poisoned = []
 
@@ -251,7 +279,7 @@ def test_slots_past_the_length_are_never_read(drafter):
     def poison_caches(state):
         return jax.tree.map(poison, state, is_leaf=lambda x: isinstance(x, KVCache))
 
-    state = decode.start(decoder, NO_WEIGHTS, prompts, lengths, made, verify.exact(), keys)
+    state = decode.start(decoder, NO_WEIGHTS, prompts, lengths, made, rule, keys)
     dirty = dataclasses.replace(
         state,
         cache=poison_caches(state.cache),
@@ -283,7 +311,7 @@ def test_chunked_prefill_equals_one_forward():
 def test_weights_that_are_no_numbers_end_the_row_and_say_so():
     broken = TARGET._replace(unembed=lambda params, hidden: TARGET.unembed(params, hidden) * jnp.nan)
     prompts, lengths = ragged([3, 4], 16, VOCAB)
-    state, stats = decode_all(broken, DRAFTERS["chain"], verify.exact(), prompts, lengths)
+    state, stats = decode_all(broken, drafters.ngram(2), verify.exact(), prompts, lengths)
     assert state.failed.tolist() == [True, True]
     assert state.length.tolist() == [3, 4] and stats.emitted.tolist() == [0, 0]
 
@@ -340,6 +368,7 @@ def test_the_step_embeds_in_a_program_of_its_user():
     assert stacked[0].tolist() == want
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("drafter", "rule"), [("chain", "mars"), ("sampled chain", "mars over rejection")])
 def test_a_relaxed_step_under_vmap_gives_the_tokens_of_each_batch(drafter, rule):
     """Under `vmap` the kernels are batched once more, and every `cond` over rows becomes a select."""
@@ -365,8 +394,15 @@ def test_a_relaxed_step_under_vmap_gives_the_tokens_of_each_batch(drafter, rule)
         np.testing.assert_array_equal(steps[i], stats.steps)
 
 
-@pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
-@pytest.mark.parametrize(("drafter", "rule"), [("chain", "mars"), ("sampled chain", "rejection")])
+@pytest.mark.parametrize(
+    ("drafter", "rule", "impl"),
+    [
+        ("sampled chain", "rejection", "rbg"),
+        pytest.param("sampled chain", "rejection", "unsafe_rbg", marks=pytest.mark.slow),
+        pytest.param("chain", "mars", "rbg", marks=pytest.mark.slow),
+        pytest.param("chain", "mars", "unsafe_rbg", marks=pytest.mark.slow),
+    ],
+)
 def test_another_default_prng_changes_nothing(impl, drafter, rule):
     """Training code often sets "rbg", whose draws for one row of a batch depend on the others."""
     prompts, lengths = ragged([1, 2, 19, 30], 48, VOCAB)
@@ -410,7 +446,10 @@ def test_vocabularies_are_checked_when_paired():
     other = fake.hash_model(vocab_size=VOCAB + 2)
     with pytest.raises(MarsError, match="vocabulary of 15 tokens and the target one of 13"):
         decode.speculative_decoder(TARGET, drafters.language_model(other, 3), verify.exact())
-    # Padded differently, same tokenizer: the caller says so.
+
+
+@pytest.mark.slow
+def test_a_draft_whose_vocabulary_is_padded_differently_drafts_where_the_caller_says_so():
     prompts, lengths = ragged([3, 9], 32, VOCAB)
     for size in (VOCAB + 2, VOCAB - 2):
         drafter = drafters.language_model(fake.hash_model(vocab_size=size), 3, vocab_size=VOCAB)
@@ -438,9 +477,10 @@ def test_the_caller_keeps_its_arrays(loop):
     assert not any(x.is_deleted() for x in jax.tree.leaves((prompts, lengths, made, keys)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("drafter", "rule"),
-    [("sampled chain", "mars over block"), ("static tree", "mars"), ("ngram", "exact")],
+    [("ngram", "exact"), ("static tree", "mars"), ("sampled chain", "mars over block")],
 )
 def test_x64_mode_changes_nothing(drafter, rule):
     prompts, lengths = ragged([1, 2, 19, 30], 48, VOCAB)  # the shapes of the tests above, compiled already
@@ -451,7 +491,14 @@ def test_x64_mode_changes_nothing(drafter, rule):
         assert committed(got) == want
 
 
-@pytest.mark.parametrize("rule", ["exact", "mars", "rejection", "mars over rejection"])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        "exact",
+        "mars over rejection",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("mars", "rejection")),
+    ],
+)
 def test_a_step_without_a_draft_is_the_same_step(rule):
     """The short form that a CPU runs where no row has a draft, against the one that runs over the padding."""
     prompts, lengths = ragged([3, 9], 32, VOCAB)

@@ -20,7 +20,7 @@ from mars_jax.models import init_params, language_model, medusa
 from tests.core.test_decode import DRAFTERS, SMALL, TARGET, VOCAB
 from tests.core.test_insert import CONFIG, EAGLE_3, MEDUSA
 from tests.drafters import test_cascade, test_dflash, test_sprinter
-from tests.helpers import NO_WEIGHTS, committed
+from tests.helpers import NO_WEIGHTS, committed, slow_but
 
 ROWS, BUFFER, CHUNK = 3, 72, 16
 FIRST = [5, 2, 17]  # tokens of the first prompts
@@ -183,7 +183,10 @@ def conversation(talk):
         yield change, before, held, texts, found, read
 
 
-@pytest.mark.parametrize("name", [*PLAIN, *TRUSTED, *HEADS])
+IN_TIME = ("none", "ngram", "model chain", "model, dynamic tree", "cascade", "eagle tree", "dflash chain")
+
+
+@pytest.mark.parametrize("name", slow_but([*PLAIN, *TRUSTED, *HEADS], *IN_TIME))
 def test_every_turn_decodes_as_a_fresh_state(name):
     """Tokens, steps, drafts and what each token was: so the draft's own state is that of a fresh one too."""
     rule = verify.rejection() if "sampled" in name else verify.mars(theta=0.5)
@@ -199,6 +202,7 @@ def test_every_turn_decodes_as_a_fresh_state(name):
         assert max(read) <= 1 + again + max(len(t) - h for t, h in zip(texts, held, strict=True))
 
 
+@pytest.mark.slow
 def test_a_draft_as_long_as_pays_says_the_same():
     """What it expects of its drafts it remembers, so its steps are others."""
     talk = Talk("sized", verify.exact())
@@ -227,6 +231,7 @@ def test_what_is_held_goes_through_no_forward():
     assert sorted(at[0] for at in reads) == [0, 16, 32]
 
 
+@pytest.mark.slow
 def test_turns_share_one_compilation():
     talk = Talk("ngram of 6", verify.mars(theta=0.25))  # a drafter that no other test compiles for
     talk.turn([talk.new(n) for n in FIRST])
@@ -246,6 +251,7 @@ def test_a_drafter_that_says_nothing_of_its_cache_reads_the_text_again():
         check_same(*found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["model chain", pytest.param("eagle tree", marks=pytest.mark.slow)])
 def test_rows_go_on_where_a_mesh_has_them(name):
     talk, plain = Talk(name, verify.mars(theta=0.5)), Talk(name, verify.mars(theta=0.5))

@@ -8,6 +8,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from mars_jax import constraints, drafters, fake, verify
 from mars_jax.constraints.compiled import compiled
@@ -216,6 +217,7 @@ def law():
     return found | open_
 
 
+@pytest.mark.slow
 def test_the_law_is_the_masked_targets_for_every_lossless_rule():
     from scipy.stats import chisquare
 
@@ -251,6 +253,7 @@ def want_first(want, token):
     return sum(p for text, p in want.items() if text[0] == token)
 
 
+@pytest.mark.slow
 def test_a_rule_of_distributions_takes_nothing_forbidden_from_a_draft_that_heeds_no_constraint():
     """Its v is between p and q, and such a q has what may not follow."""
     own = DRAFTERS["sampled chain"]
@@ -270,6 +273,7 @@ def test_a_rule_of_distributions_takes_nothing_forbidden_from_a_draft_that_heeds
             )
 
 
+@pytest.mark.slow
 def test_rows_come_with_their_constraints_and_another_one_compiles_nothing():
     """Put into a running state they say what they say alone; tables of equal shapes are values."""
     from mars_jax.core import refill

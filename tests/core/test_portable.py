@@ -61,6 +61,7 @@ def test_a_scan_takes_its_steps_and_tells_of_each(whole):
     assert not infos.num_emitted[-2:].any()
 
 
+@pytest.mark.slow
 def test_a_state_goes_through_disk_and_onto_a_mesh(whole, tmp_path):
     state, _ = decode.run(DECODER, NO_WEIGHTS, begun(), max_steps=2)
     hub.save_state(tmp_path / "state", state)
@@ -88,6 +89,7 @@ def same(one, other):
     return jax.tree.map(lambda a, b: bool(jnp.array_equal(plain(a), plain(b), equal_nan=True)), one, other)
 
 
+@pytest.mark.slow
 def test_a_step_is_a_program_of_its_own():
     state = begun()
     exported = export_step(DECODER, NO_WEIGHTS, state)

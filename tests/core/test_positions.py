@@ -16,7 +16,7 @@ from mars_jax.core import decode, fake
 from mars_jax.core.controls import make_controls
 from mars_jax.core.types import CORRECTED, EXACT, NO_KIND, RELAXED, keys_from_seeds
 from tests.core.test_decode import random_tree_drafter
-from tests.helpers import NO_WEIGHTS, committed, decode_all, logits_after, ragged
+from tests.helpers import NO_WEIGHTS, committed, decode_all, logits_after, ragged, slow_but
 from tests.verify.oracles import chi_square
 
 VOCAB = 13
@@ -31,7 +31,7 @@ DRAFTERS = {
 }
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("drafter", slow_but(DRAFTERS, "ngram", "static tree"))
 def test_under_exact_a_seed_gives_the_same_text_with_any_deterministic_draft_and_with_none(drafter):
     prompts, lengths = ragged([1, 6, 21], 48, VOCAB)
     chosen = {"temperature": [1.0, 0.7, 1.4], "top_p": [1.0, 0.9, 1.0]}
@@ -41,6 +41,7 @@ def test_under_exact_a_seed_gives_the_same_text_with_any_deterministic_draft_and
     assert int(stats.accepted_exact.sum()) > 5  # not for want of drafts
 
 
+@pytest.mark.slow
 def test_the_text_of_a_lossy_rule_depends_on_the_draft():
     """What the docs say of it: it is no defect, and no promise."""
     prompts, lengths = ragged([1, 6, 21], 48, VOCAB)
@@ -70,7 +71,9 @@ def law(length):
     return joint
 
 
-@pytest.mark.parametrize("rule", ["exact", "exact on a tree", "rejection", "block"])
+@pytest.mark.parametrize(
+    "rule", slow_but(["exact", "exact on a tree", "rejection", "block"], "exact", "block")
+)
 def test_texts_of_several_steps_follow_the_target(rule):
     """Draws that are seen twice, by a draft's later nodes and by the next step, must not tie tokens together."""
     rows, length = 8000, 2

@@ -11,6 +11,7 @@ import pytest
 from mars_jax.core.types import NO_TOKEN
 from mars_jax.drafters.best_first import best_first
 from mars_jax.drafters.shapes import Dynamic
+from tests.helpers import slow_but
 
 
 def search(log_p, shape):
@@ -42,7 +43,10 @@ def paths(tree, row):
 
 @pytest.mark.parametrize(
     ("shape", "vocab", "rows"),
-    [(Dynamic(10, 7, 60), 64, 700), (Dynamic(30, 4, 30), 40, 200), (Dynamic(10, 15, 256), 300, 100)],
+    slow_but(
+        [(Dynamic(10, 7, 60), 64, 700), (Dynamic(30, 4, 30), 40, 200), (Dynamic(10, 15, 256), 300, 100)],
+        (Dynamic(30, 4, 30), 40, 200),
+    ),
 )
 def test_the_tree_is_that_of_a_best_first_search(shape, vocab, rows):
     """1,000 random marginals in all, sharp ones and flat ones."""

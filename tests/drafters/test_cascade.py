@@ -142,7 +142,7 @@ RULES = {
 }
 
 
-SLOW = ("mars", "budget", "mars over block")
+SLOW = ("mars", "budget", "mars over block", "rejection")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in RULES])
@@ -162,6 +162,7 @@ def test_a_closed_gate_a_strict_row_and_a_sampled_row_are_the_inner_draft_s(name
         assert decoded(rule, rows=slice(row, row + 1), **mixed)[0] == [open_[row]]
 
 
+@pytest.mark.slow
 def test_the_exact_prefix_of_a_rule_is_not_trusted_and_a_stop_token_never():
     rule = verify.mars(theta=np.inf, exact_prefix=8)
     plain, _ = decoded(verify.exact(), drafter=INNER)

@@ -18,7 +18,7 @@ from mars_jax.models import ModelConfig, language_model
 from mars_jax.models import dflash as head
 from mars_jax.models.dflash import DFlashConfig
 from mars_jax.models.transformer import init_params
-from tests.helpers import committed, decode_all, draft_input, ragged
+from tests.helpers import committed, decode_all, draft_input, ragged, slow_but
 
 VOCAB = 8  # small, so that a random head is right now and then
 SIZES = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "num_kv_heads": 1}
@@ -81,14 +81,11 @@ def afresh(name, tokens, length):
 
 @pytest.mark.parametrize(
     ("name", "shape"),
-    [
-        ("dflash", "chain"),
-        ("dflash", "dynamic tree"),
-        ("dspark", "chain"),
-        pytest.param("dflash", "static tree", marks=pytest.mark.slow),
-        pytest.param("dspark", "dynamic tree", marks=pytest.mark.slow),
-    ],
-)
+    slow_but(
+        [(name, shape) for name in ("dflash", "dspark") for shape in ("chain", "static tree", "dynamic tree")],
+        ("dflash", "dynamic tree"), ("dspark", "chain"),
+    ),
+)  # fmt: skip
 def test_it_is_lossless_and_its_context_is_that_of_a_head_run_afresh(name, shape):
     """Ten rounds of mixed acceptance, greedy rows and a sampled one; then the rest of the text."""
     prompts, lengths = ragged(LENGTHS, 64, VOCAB)
@@ -168,6 +165,7 @@ def pairs(name, shape, sample):
     return np.bincount(tokens[:, 5] * VOCAB + tokens[:, 6], minlength=VOCAB * VOCAB)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "shape", "sample"),
     [

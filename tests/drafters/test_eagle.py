@@ -18,7 +18,7 @@ from mars_jax.models import ModelConfig, language_model
 from mars_jax.models import eagle as head
 from mars_jax.models.eagle import EagleConfig
 from mars_jax.models.transformer import init_params
-from tests.helpers import committed, decode_all, draft_input, ragged
+from tests.helpers import committed, decode_all, draft_input, ragged, slow_but
 
 VOCAB = 8  # small, so that a random head is right now and then
 SIZES = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "num_kv_heads": 1}
@@ -62,12 +62,14 @@ def afresh(name, tokens):
 
 @pytest.mark.parametrize(
     ("name", "shape"),
-    [
-        ("eagle-3", "chain"),
-        pytest.param("eagle-3", "static tree", marks=pytest.mark.slow),
+    slow_but(
+        [
+            (name, shape)
+            for name in ("eagle-3", "eagle-1")
+            for shape in ("chain", "static tree", "dynamic tree")
+        ],
         ("eagle-3", "dynamic tree"),
-        ("eagle-1", "dynamic tree"),
-    ],
+    ),
 )
 def test_it_is_lossless_and_its_cache_is_that_of_a_head_run_afresh(name, shape):
     """Ten rounds of mixed acceptance, greedy rows and a sampled one; then the rest of the text."""
@@ -113,6 +115,7 @@ def test_it_is_lossless_and_its_cache_is_that_of_a_head_run_afresh(name, shape):
     assert committed(state) == committed(plain)  # the sampled row too: its draws are keyed by position
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", ["chain", "dynamic tree"])
 def test_at_temperature_1_each_token_follows_the_targets_distribution(shape):
     """The second new token, conditioned on the first: where a wrong tree would show."""

@@ -106,6 +106,7 @@ def test_a_drafter_that_is_certain_orphans_no_node():
         assert branches(tree, row)
 
 
+@pytest.mark.slow
 def test_accepted_branches_of_a_dynamic_tree_are_cached_in_place():
     """Ten rounds later the drafts still are those of a search that starts from nothing."""
     shape = Dynamic(3, 3, 10)

@@ -68,6 +68,7 @@ def test_the_rows_that_are_asked_for_are_those_that_go_on():
     assert info.num_proposed.tolist() == [CHAIN.max_depth] * 3  # no row is done
 
 
+@pytest.mark.slow
 def test_after_steps_without_a_draft_the_drafts_are_those_of_a_fresh_model():
     order = [0, 2, 0, 0, 0, 1, 2, 2, 0, 1, *[0] * 70, 2]
     params = params_of(forced(MADE, 0))
@@ -130,6 +131,7 @@ def test_it_tries_again_where_a_better_draft_would_pay_and_seldom():
     assert steps([1.0, 5.0, 9.0]) == [], "nothing that could be seen would change this"
 
 
+@pytest.mark.slow
 def test_costs_are_measured_once_for_a_shape_and_texts_are_the_same():
     target = mj.Pretrained.from_parts(TARGET, (), max_positions=256)
     prompts = [[1, 2, 3], [4], [5, 6], [7, 8, 9, 10], [11]]

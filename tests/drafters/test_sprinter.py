@@ -97,6 +97,7 @@ def test_the_text_and_what_is_trusted_are_those_of_the_paper_s_loop(stops):
         assert trusted.sum() > 40 and np.asarray(stats.regret).sum() > 0
 
 
+@pytest.mark.slow
 def test_a_closed_classifier_drafts_one_token_and_trusts_none():
     """Bit for bit what a draft of one token gives, drawn or not; and a row alone is the row in its batch."""
     mixed = {"temperature": [0.0, 0.9, 0.0, 0.7]}

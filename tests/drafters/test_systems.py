@@ -20,6 +20,7 @@ def target():
     return mj.load(assets.TARGET)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", NAMES)
 def test_it_trusts_by_name_and_closed_it_is_autoregression(target, kind):
     loaded = mj.drafters.load(f"{kind}:{NAMES[kind]}", target)

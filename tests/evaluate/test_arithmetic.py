@@ -29,6 +29,7 @@ def equations(problem):
     return [(int(a), sign, int(b), int(c)) for a, sign, b, c in EQUATION.findall(problem.answer)]
 
 
+@pytest.mark.slow
 def test_every_equation_is_true_and_within_the_limits(train, evaluation):
     for found in train + evaluation:
         steps = equations(found)

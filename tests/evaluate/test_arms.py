@@ -179,6 +179,7 @@ def test_bad_thresholds():
         low_margin_sampling("width")
 
 
+@pytest.mark.slow
 def test_the_exact_prefix_of_the_rule_is_its_controls_too():
     """A node decides on the token after it, so that of two strict tokens the root decides on the first one left."""
     z = jnp.broadcast_to(jnp.asarray(LOW, jnp.float32), (4, 2, 4))

@@ -169,6 +169,7 @@ def test_the_plots_are_not_blank(finished):
             assert coloured.mean() > 1e-3 and (panel < 0.5).any(axis=-1).mean() > 1e-3
 
 
+@pytest.mark.slow
 def test_plots_and_table_of_what_is_not_scored(finished, tmp_path):
     summary = json.loads(json.dumps(finished.summary))
     for part in summary["tables"]:
@@ -183,6 +184,7 @@ def test_plots_and_table_of_what_is_not_scored(finished, tmp_path):
     assert table.key(summary["tables"][0]) == ["arm", "tau", "tokens/s", "speed", "regret"]
 
 
+@pytest.mark.slow
 def test_plots_of_other_runs(finished, tmp_path):
     """A lossless rule, which has no arms but the strict one; a rule without a threshold; a summary of before there were
     intervals and replays, and a single problem."""
@@ -245,6 +247,7 @@ def test_notes_say_what_the_figures_do_not(finished):
 # Killed and run again.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("groups", "torn"), [(0, 0), (3, 0), (10, 500), (16, 1)])
 def test_a_killed_run_goes_on_where_it_was(flags, finished, tmp_path, monkeypatch, capsys, groups, torn):
     """Killed in the first match or in the middle, and with some bytes of the last row not on disk."""
@@ -280,6 +283,7 @@ def test_a_folder_is_one_process_at_a_time(flags, finished, refused, tmp_path):
         )
 
 
+@pytest.mark.slow
 def test_rows_with_a_tail_of_nul_bytes_go_on(flags, finished, tmp_path):
     """After a power cut a file may have its length and not its bytes."""
     output = shutil.copytree(finished.path, tmp_path / "copy")
@@ -297,6 +301,7 @@ def test_a_kill_while_the_settings_are_written_blocks_nothing(tmp_path):
         claim(tmp_path, {"seed": 2})
 
 
+@pytest.mark.slow
 def test_a_finished_run_decodes_nothing_and_prints_its_table(flags, finished, tmp_path, monkeypatch, capsys):
     output = shutil.copytree(finished.path, tmp_path / "copy")
     made = ("summary.json", "table.md", "report.html", *DRAWN)

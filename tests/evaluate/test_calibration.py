@@ -16,6 +16,7 @@ from mars_jax.core.errors import MarsError
 from mars_jax.evaluate import answers
 from mars_jax.evaluate.studies.certify import choose, fewest, p_value
 from tests.evaluate.conftest import dying_after
+from tests.helpers import slow_but
 
 RESAMPLINGS = 200
 
@@ -121,7 +122,7 @@ def theta_file(flags, tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize(("groups", "torn"), [(0, 0), (1, 0), (2, 7)])
+@pytest.mark.parametrize(("groups", "torn"), slow_but([(0, 0), (1, 0), (2, 7)], (2, 7)))
 def test_a_killed_run_goes_on_and_ends_alike(theta_file, flags, tmp_path, capsys, monkeypatch, groups, torn):
     output = tmp_path / "theta.json"
     with monkeypatch.context() as patch:

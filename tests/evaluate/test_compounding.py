@@ -145,6 +145,7 @@ def test_intervals_resample_problems_and_not_events():
     assert (found["mean"], found["low"], found["high"]) == ([0.5], [0.0], [1.0])
 
 
+@pytest.mark.slow
 def test_the_command_writes_its_report_and_resumes(target, near, tmp_path, capsys, monkeypatch):
     pytest.importorskip("matplotlib")
     prompts = tmp_path / "p.jsonl"

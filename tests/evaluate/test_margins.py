@@ -53,6 +53,7 @@ def test_every_decision_is_counted_with_its_margin(target, draft, theta):
         assert (margin_of("ratio", *found["relaxed"]) > theta).all()
 
 
+@pytest.mark.slow
 def test_the_decisions_of_a_chain_are_in_the_order_of_its_text(target):
     name, target = f"model:{target}", mj.load(str(target))
     drafter = mj.drafters.load(name, target, num_draft_tokens=2)
@@ -74,6 +75,7 @@ def test_the_decisions_of_a_chain_are_in_the_order_of_its_text(target):
         np.testing.assert_allclose(np.stack([z1, z2], axis=1), expected[kind], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_where_nothing_was_drafted_nothing_was_rejected(target):
     target = mj.load(str(target))
     drafter = mj.drafters.load("ngram", target)

@@ -70,6 +70,7 @@ def test_a_flipped_bit_of_a_weight_is_refused_by_name_unless_nothing_is_compared
     assert same(loaded["layers"][0], intact[1]["layers"][0])
 
 
+@pytest.mark.slow
 def test_no_flipped_bit_of_any_file_loads_as_other_weights(intact, made):
     rng = random.Random(0)
     refused = 0

@@ -189,6 +189,7 @@ class TestMosaic(Cases):
         arguments, options = self.case(11, 20, nodes, 3, 300, sampled=True)
         self.check(*arguments, **options, blocks=blocks)
 
+    @pytest.mark.slow
     def test_trees_too_large_for_a_block_are_walked_behind_the_fold(self):
         arguments, options = self.case(12, 9, 140, 5, 40)
         self.check(*arguments, **options)

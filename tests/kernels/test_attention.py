@@ -138,6 +138,7 @@ class Cases:
     def test_a_soft_cap_and_a_scale(self):
         self.check(make(2, cap=2.0, scale=0.5))
 
+    @pytest.mark.slow
     def test_one_query_and_many_heads(self):
         self.check(make(3, b=2, n=1, k=16, g=1, tree=False, dtype="bfloat16"))
 

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from kernels_pallas import BlockError, sharded_top_k, top_k
 from kernels_pallas.largest import join_top_k, packed_top_k
+from tests.helpers import slow_but
 
 FORMS = {
     "reference": {"implementation": "reference"},
@@ -70,8 +71,16 @@ def check_joined(found, logits, k):
     np.testing.assert_allclose(found.logsumexp, jax.nn.logsumexp(logits, axis=-1), rtol=1e-6)
 
 
-@pytest.mark.parametrize("interpret", [None, True, pltpu.InterpretParams(detect_races=True)])
-@pytest.mark.parametrize(("parts", "size"), [(1, 300), (4, 200), (8, 5), (2, 2000)])
+RACES = pltpu.InterpretParams(detect_races=True)
+
+
+@pytest.mark.parametrize(
+    ("interpret", "parts", "size"),
+    slow_but(
+        [(how, *cut) for how in (None, True, RACES) for cut in [(1, 300), (4, 200), (8, 5), (2, 2000)]],
+        (None, 4, 200), (None, 8, 5), (True, 4, 200), (True, 8, 5), (RACES, 4, 200),
+    ),
+)  # fmt: skip
 def test_parts_give_what_the_whole_gives(interpret, parts, size):
     """Parts of fewer than k tokens too."""
     k, logits = 7, few_values(3, 6, parts * size)

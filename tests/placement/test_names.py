@@ -36,7 +36,9 @@ def decoded(params, mesh=None):
     return committed(decode.run(DECODER, Params(params), state)[0])
 
 
-@pytest.mark.parametrize("names", [("fsdp", "tp"), ("replica", "fsdp", "tp")])
+@pytest.mark.parametrize(
+    "names", [pytest.param(("fsdp", "tp"), marks=pytest.mark.slow), ("replica", "fsdp", "tp")]
+)
 def test_axes_of_other_names_decode_as_one_device(names):
     params = init_params(CONFIG, jax.random.key(0), scale=0.3)
     alone = decoded(params)

@@ -44,6 +44,7 @@ def load(target):
     return lambda tree: drafters.LoadedDrafter(drafters.dflash(HEAD, target.model, tree=tree), params)
 
 
+@pytest.mark.slow
 def test_it_is_chosen_by_what_nodes_win_and_cost(target, load, monkeypatch):
     requests = make_requests(target, [[1], [2, 3, 4], [5, 6]], max_new_tokens=80, ignore_eos=True)
     rule, options = verify.mars(theta=[0.9, 0.5, 0.9]), {"rows": 2, "depth": 4}
@@ -61,7 +62,6 @@ def test_it_is_chosen_by_what_nodes_win_and_cost(target, load, monkeypatch):
     monkeypatch.setattr(budget, "by_figures", lambda target, tokens: None)
     measured = budget.choose(target, load, requests, rule=rule, **options)
     assert measured.measured and min(measured.seconds.values()) > 0
-    assert list(measured.seconds.values()) == sorted(measured.seconds.values())
 
 
 def test_a_smaller_tree_is_the_beginning_of_a_larger_one():

@@ -48,6 +48,7 @@ def spread():
     return planned(TINY, "v5e:2x2")
 
 
+@pytest.mark.slow
 def test_a_model_over_four_chips_holds_and_reads_a_quarter_of_the_matrices(spread):
     norms = 3 * 256
     assert spread.mesh == {"model": 4} and spread.fits
@@ -72,6 +73,7 @@ def test_a_model_that_is_too_large_does_not_fit():
     assert not made.fits and made.weight_bytes > made.hbm_bytes
 
 
+@pytest.mark.slow
 def test_in_8_bits_a_model_reads_a_byte_a_weight_and_its_scales():
     made = planned(TINY, "v5e:2x2", dtype="int8")
     divided, whole = 512 + 3 * 256 + 2 * 512, 2 * 256  # channels; those of `o` and `down` are on every chip
@@ -137,6 +139,7 @@ def test_every_chip_is_one_that_the_compiler_knows():
     }
 
 
+@pytest.mark.slow
 def test_the_command_prints_json_and_ends_with_whether_it_fits(capsys):
     flags = ["--draft", "ngram", "--topology", "v5e:1x1", "--context", "128", "--json"]
     code = plan.main(["--target", "tiny/draft", *flags])
@@ -295,6 +298,7 @@ def test_a_mixture_is_told_which_draft_pays(capsys, monkeypatch):
     assert "draft with" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_programs_are_kept(capsys, tmp_path):
     flags = ["--draft", "ngram", "--topology", "v5e:1x1", "--context", "128", "--json"]
     folder = tmp_path / "new" / "programs"
@@ -344,6 +348,7 @@ def test_bad_input_gets_a_sentence(capsys, flags, sentence):
     assert sentence in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_what_fuses_the_targets_features_is_read_once_a_step():
     from mars_jax.placement import shardings
     from mars_jax.planning.fit import FUSED, read_once

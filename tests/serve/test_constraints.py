@@ -55,6 +55,7 @@ def by_transformers(target, constraint, count):
         )[0, ids.shape[1] :].tolist()  # fmt: skip
 
 
+@pytest.mark.slow
 def test_greedy_text_is_that_of_transformers_with_a_mask(target, capsys, tmp_path):
     """Mixed with free rows, by drafts of each kind, refilled, and by the command; every text is what it is to be."""
     jsonschema = pytest.importorskip("jsonschema")
@@ -117,6 +118,7 @@ def test_texts_end_where_nothing_may_follow_also_without_a_stop_token(target):
     assert set(one) <= {*allowed, *target.stop_tokens}
 
 
+@pytest.mark.slow
 def test_a_stream_says_the_same_and_log_probs_are_of_which_law_they_say(target):
     """Streamed while rows refill, the pieces are the text; `log_prob` is the raw target's, `processed_log_prob` that of
     what may follow: of two choices one token decides, and what is certain has the probability 1."""

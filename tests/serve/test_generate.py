@@ -302,6 +302,7 @@ def test_stories260k_tells_its_documented_story(stories):
     )
 
 
+@pytest.mark.slow
 def test_stories260k_in_every_rule_equals_transformers_at_temperature_zero(stories):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")

@@ -36,6 +36,7 @@ def draft(target):
     return drafters.load("model:tiny/draft", target, num_draft_tokens=3, dtype="float32")
 
 
+@pytest.mark.slow
 def test_each_prompt_gets_what_it_would_get_alone(target, draft):
     """Of the embedded pair: tokens, texts, counters and log-probabilities; in the prompts' order, or as they end."""
     rule = verify.mars(theta=[0.5, 0.9, 0.3, 0.9, 0.5, 0.5, 0.2])
@@ -59,6 +60,7 @@ def test_each_prompt_gets_what_it_would_get_alone(target, draft):
             assert other.log_probs.kind == one.log_probs.kind
 
 
+@pytest.mark.slow
 def test_samples_of_a_prompt_read_it_once(target, draft, monkeypatch):
     """As many as rows are free begin at once and the others later; each is what its request gets alone."""
     options = {

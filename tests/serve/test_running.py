@@ -150,6 +150,7 @@ def test_a_conversation_that_is_full_says_so_and_stays(target):
     assert chat.messages == before
 
 
+@pytest.mark.slow
 def test_a_buffer_that_is_full_grows(target):
     chat = mj.Chat(target, "ngram", max_new_tokens=24)
     widths = []

@@ -36,6 +36,7 @@ def requests(target, **options):
     return make_requests(target, WORDS, **{"max_new_tokens": 8} | options)
 
 
+@pytest.mark.slow
 def test_a_rule_with_a_number_for_each_request_deals_them_out(pair):
     loose = [0.1, 0.99, 0.1]
     asked = requests(pair.target, max_new_tokens=24)

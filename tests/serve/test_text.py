@@ -71,6 +71,7 @@ def test_the_tokens_are_those_of_transformers_and_the_text_ends_before(target, w
     assert code == 0 and json.loads(capsys.readouterr().out)["tokens"] == want[0]
 
 
+@pytest.mark.slow
 def test_a_row_that_has_said_a_stop_string_makes_room(target):
     """The steps that are taken are few, and log-probabilities end with the tokens."""
     long = {"max_new_tokens": 200, "ignore_eos": True, "batch_size": 2, "log_probs": True}

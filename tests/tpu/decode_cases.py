@@ -32,9 +32,6 @@ CASES = (
     Case("chain", 8, (1,) * 7),
     Case("tree", 1, (4, 2, 2, 1)),
 )
-PLACES = (("v5e", 4), ("v6e", 1), ("v5p", 1), ("v4", 2))
-"""Generation and devices. 16 GB of weights do not fit in the 16 GiB of one v5e, so there it is spread over
-2x2, and over the two cores of a v4."""
 
 
 class EagleCase(NamedTuple):

@@ -59,6 +59,7 @@ def found():
     return json.loads(ran.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_a_sharded_product_has_the_bytes_the_products_and_the_collective_of_a_hand_count(found):
     part = found["figures"]["parts"]["target/mlp"]
     rows, inner, outer = 16, 4096 // 4, 2048
@@ -93,6 +94,7 @@ def test_a_gather_of_single_elements_is_seen_to_be_slow(found):
     assert found["trust"][3]["ratio"] > 5
 
 
+@pytest.mark.slow
 def test_plan_says_what_a_step_takes_by_the_schedule(tmp_path):
     config = {
         "architectures": ["LlamaForCausalLM"],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -13,13 +15,18 @@ pytest.importorskip(
 
 from mars_jax.models.moe import dense_by_expert
 from mars_jax.models.quantize import Int8
+from tests.helpers import slow_but
 from tests.tpu import aot
 
 EXPERTS, OUTER, INNER = 16, 1536, 4096
 
 
-@pytest.mark.parametrize("generation", ["v5e", "v5p", "v6e"])
-@pytest.mark.parametrize("rows", [8, 488])
+GENERATIONS = ("v5e", "v5p", "v6e")
+
+
+@pytest.mark.parametrize(
+    ("rows", "generation"), slow_but(itertools.product([8, 488], GENERATIONS), (8, "v5e"), (488, "v6e"))
+)
 def test_no_expert_is_copied(generation, rows):
     report = compiled(jax.ShapeDtypeStruct((EXPERTS, OUTER, INNER), "bfloat16"), rows, generation)
     assert report["mosaic_kernels"] == 1
@@ -27,10 +34,13 @@ def test_no_expert_is_copied(generation, rows):
     assert report["temporary_bytes"] < OUTER * INNER * 2
 
 
-@pytest.mark.parametrize("generation", ["v5e", "v5p", "v6e"])
 @pytest.mark.parametrize(
-    ("rows", "outer", "inner"), [(24, OUTER, INNER), (488, OUTER, INNER), (488, INNER, 192)]
-)
+    ("rows", "outer", "inner", "generation"),
+    slow_but(
+        [(*shape, g) for shape in [(24, OUTER, INNER), (488, OUTER, INNER), (488, INNER, 192)] for g in GENERATIONS],
+        (24, OUTER, INNER, "v5e"), (488, INNER, 192, "v6e"),
+    ),
+)  # fmt: skip
 def test_in_8_bits_no_expert_is_copied_either(rows, outer, inner, generation):
     """The last are the experts of Qwen3-235B on four chips, their hidden units divided."""
     values = jax.ShapeDtypeStruct((64, outer, inner), "int8")

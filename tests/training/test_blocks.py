@@ -47,6 +47,7 @@ IDS = jnp.asarray([0, 1, 3, 4, 5, 6, 8, 9, 10, 13, 14, 15], jnp.int32)
 FEATURES = TARGET.with_features((0, 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [DFLASH, DSPARK], ids=["dflash", "dspark"])
 def test_what_is_scored_is_what_is_drafted(config):
     """A chain whose drafts happen to be the text: training scores the distributions that they were taken from."""

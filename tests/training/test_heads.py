@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 from mars_jax import drafters, verify
 from mars_jax.core import decode
@@ -32,6 +33,7 @@ WEIGHTS = init_params(CONFIG, jax.random.key(0), scale=0.4)
 IDS = jnp.asarray([0, 1, 3, 4, 5, 6, 8, 9, 10, 13, 14, 15], jnp.int32)
 
 
+@pytest.mark.slow
 def test_step_j_of_training_is_the_jth_drafted_token():
     """A chain whose drafts happen to be the text: each of its distributions is one that training scored."""
     params = head.init_params(EAGLE3, jax.random.key(1), scale=0.4) | {"ids": IDS}
@@ -60,6 +62,7 @@ def test_step_j_of_training_is_the_jth_drafted_token():
         assert IDS[jnp.argmax(drafted[0, 10 + j])] == tree.tokens[0, 1 + j]
 
 
+@pytest.mark.slow
 def test_documents_do_not_see_each_other():
     params = head.init_params(EAGLE3, jax.random.key(1), scale=0.4)
     params.pop("ids")

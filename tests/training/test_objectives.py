@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import torch
 
 from mars_jax.models import ModelConfig, init_params
@@ -51,6 +52,7 @@ def test_losses_and_their_gradients_are_those_of_torch():
         np.testing.assert_allclose(mine, gradient.numpy(), rtol=1e-4, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.slow
 def test_a_document_is_read_as_if_it_stood_alone():
     model, params = language_model(CONFIG), init_params(CONFIG, jax.random.key(2), scale=0.3)
     tokens = jax.random.randint(jax.random.key(3), (1, 12), 0, 29, dtype=jnp.int32)

@@ -50,6 +50,7 @@ def refiner_of(pair, held_out, **options):
     )
 
 
+@pytest.mark.slow
 def test_failures_are_the_corrections_of_the_steps(pair):
     target, draft = pair
     requests = mj.make_requests(target, PROMPTS[:3], max_new_tokens=20, temperature=0.7, seed=3)
@@ -96,6 +97,7 @@ def test_it_learns_and_nothing_that_decodes_compiles(pair):
     assert again.before == pytest.approx(found.after, abs=1e-4), "it goes on where it was"
 
 
+@pytest.mark.slow
 def test_an_eagle_head_learns_the_same_way():
     sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2}
     config = EagleConfig(
@@ -141,6 +143,7 @@ def test_an_eagle_head_learns_the_same_way():
         online.Refiner(model, one, {}, depth=2, held_out=texts[6:], target_params=target.params)
 
 
+@pytest.mark.slow
 def test_it_goes_back_where_it_would_forget(pair):
     target, draft = pair
     said = mj.generate(target, draft, PROMPTS, log_probs=True, **OPTIONS)

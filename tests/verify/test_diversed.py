@@ -27,6 +27,7 @@ def evidence(params):
     return verify.evidence(tree, logits, hidden=hidden, params=params, temperature=1.0)
 
 
+@pytest.mark.slow
 def test_a_head_that_says_one_weight_is_the_mixture_of_that_weight():
     params = mixer.init_params(E, jax.random.key(0), draft_hidden_size=F) | {"bias": jnp.asarray(0.3)}
     given = evidence(params)

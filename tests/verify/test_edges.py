@@ -212,6 +212,7 @@ def test_a_budget_is_spent_as_in_python(chain, gap, most, total):
     assert np.asarray(verdict.relaxed).sum(1).max() == (0 if most == 0 else 1 if most == 1 else 2)
 
 
+@pytest.mark.slow
 def test_over_rejection_a_step_relaxes_no_more_than_its_share():
     """Every drafted token is the runner-up, and rejection refuses nearly all of them."""
     tokens = jnp.asarray([[0, 1, 1, 1, 1]] * ROWS, jnp.int32)

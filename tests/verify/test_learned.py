@@ -64,6 +64,7 @@ def test_nodes_are_relaxed_where_the_head_gives_little_chance_of_harm():
     )
 
 
+@pytest.mark.slow
 def test_the_loop_hands_it_the_targets_hidden_state_and_its_weights():
     """A head that answers by the margin alone is `mars` by the gap."""
     config = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=2)

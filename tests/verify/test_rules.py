@@ -126,19 +126,21 @@ CASES = {
     ),
     "released": Case(verify.released(ratio=0.4), verify.rejection(), None, {"ratio": np.inf}, drafter=SAMPLED),
 }  # fmt: skip
-# Module scope puts the tests of a rule one after the other, where they find what it has compiled.
+# Module scope puts the tests of a rule one after the other, where they find what it has compiled: one program of each
+# rule, and one of each base, for all that a test changes is a value.
 every_rule = pytest.mark.parametrize("name", CASES, scope="module")
-LIKE_ANOTHER = {
-    "mars by position", "gap", "prob_ratio", "typical", "adaptive", "entropy_gate", "nucleus", "lenience", "cactus",
-    "diversed", "speccascade", "speccascade(opt)", "mars over rejection on trees", "mixture on trees", "phrase",
-}  # fmt: skip
-"""Rules that are a formula in a seam that another rule of the table has as well, and keep no state."""
-every_rule_in_time = pytest.mark.parametrize(
+relaxing = pytest.mark.parametrize("name", [n for n, case in CASES.items() if case.relaxes], scope="module")
+with_other_numbers = pytest.mark.parametrize(
+    "name", [n for n, case in CASES.items() if case.changed is not None], scope="module"
+)
+SEAMS = ("block", "mars", "mars over rejection on trees", "mixture", "budget")
+"""A rule of each kind: by blocks, relaxed, relaxed over another base, of distributions, with state."""
+one_rule_of_each_seam = pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name in LIKE_ANOTHER)) for name in CASES],
+    [pytest.param(name, marks=[pytest.mark.slow] * (name not in SEAMS)) for name in CASES],
     scope="module",
 )
-"""For all but the first test: rules `LIKE_ANOTHER` are slow."""
+"""What compiles another program; the other rules are slow."""
 
 
 def with_numbers(rule, numbers):
@@ -151,93 +153,115 @@ def prompts():
     return ragged([1, 6, 12, 17], BUFFER, VOCAB)
 
 
-def decoded(case, rule, rows=slice(None), **chosen):
-    """Tokens of the chosen rows."""
+def decoded(case, rule, **chosen):
+    """Tokens of each row."""
     tokens, lengths = prompts()
-    index = np.arange(BATCH)[rows]
-    settings = {k: [v[i] for i in index] for k, v in {**SETTINGS, **chosen}.items()}
-    state, stats = decode_all(
-        TARGET, case.drafter, rule, tokens[index], lengths[index], seeds=index.tolist(),
-        params=Params((), (), case.params), **settings,
-    )  # fmt: skip
-    return committed(state), stats
+    state, _ = decode_all(
+        TARGET,
+        case.drafter,
+        rule,
+        tokens,
+        lengths,
+        params=Params((), (), case.params),
+        **{**SETTINGS, **chosen},
+    )
+    return committed(state)
+
+
+def compiled():
+    """How many programs there are."""
+    return decode.run._cache_size(), decode._start._cache_size()
+
+
+@relaxing
+def test_at_its_strict_setting_a_rule_is_its_base_bit_for_bit(name):
+    case = CASES[name]
+    want = decoded(case, case.base)
+    assert decoded(case, case.rule) != want, "the setting relaxes nothing: the test would prove nothing"
+    assert decoded(case, case.rule, strict=[True] * BATCH) == want
+    if case.strict is not None:
+        assert decoded(case, with_numbers(case.rule, case.strict)) == want
+
+
+@relaxing
+def test_a_strict_row_beside_others_is_its_base(name):
+    case = CASES[name]
+    want, free = decoded(case, case.base), decoded(case, case.rule)
+    mixed = decoded(case, case.rule, strict=[True, False, True, False])
+    assert mixed == [want[0], free[1], want[2], free[3]]
 
 
 @every_rule
-def test_at_its_strict_setting_a_rule_is_its_base_bit_for_bit(name):
+def test_a_row_beside_finished_ones_equals_the_row_in_a_batch(name):
     case = CASES[name]
-    want, _ = decoded(case, case.base)
-    if case.relaxes:
-        assert decoded(case, case.rule)[0] != want, (
-            "the setting relaxes nothing: the test would prove nothing"
-        )
-        assert decoded(case, case.rule, strict=[True] * BATCH)[0] == want
-    if case.strict is not None:
-        assert decoded(case, with_numbers(case.rule, case.strict))[0] == want
-
-
-@every_rule_in_time
-def test_a_strict_row_beside_others_is_its_base(name):
-    case = CASES[name]
-    want, _ = decoded(case, case.base)
-    mixed, _ = decoded(case, case.rule, strict=[True, False, True, False])
-    assert [mixed[0], mixed[2]] == [want[0], want[2]]
-
-
-@every_rule_in_time
-def test_a_row_alone_equals_the_row_in_a_batch(name):
-    case = CASES[name]
-    together, _ = decoded(case, case.rule)
+    together = decoded(case, case.rule)
     for row in (1, 3):
-        assert decoded(case, case.rule, slice(row, row + 1))[0] == [together[row]]
+        alone = decoded(case, case.rule, limit=[BUFFER if i == row else 1 for i in range(BATCH)])
+        assert alone[row] == together[row]
+        assert [len(text) for text in alone] != [len(text) for text in together]
 
 
-@every_rule_in_time
+@one_rule_of_each_seam
+def test_a_row_alone_equals_the_row_in_a_batch(name):
+    case, row = CASES[name], 1
+    tokens, lengths = prompts()
+    settings = {setting: values[row] for setting, values in SETTINGS.items()}
+    state, _ = decode_all(
+        TARGET, case.drafter, case.rule, tokens[row : row + 1], lengths[row : row + 1], seeds=[row],
+        params=Params((), (), case.params), **settings,
+    )  # fmt: skip
+    assert committed(state) == [decoded(case, case.rule)[row]]
+
+
+@with_other_numbers
 def test_changed_numbers_compile_nothing_and_are_obeyed_row_by_row(name):
     case = CASES[name]
-    before, _ = decoded(case, case.rule)
-    count = decode.run._cache_size(), decode._start._cache_size()
-    if case.changed is None:
-        return
-    changed, _ = decoded(case, with_numbers(case.rule, case.changed))
+    before = decoded(case, case.rule)
+    count = compiled()
+    changed = decoded(case, with_numbers(case.rule, case.changed))
     assert changed != before
     own = {
         k: [v, float(getattr(case.rule, k)), v, float(getattr(case.rule, k))] for k, v in case.changed.items()
     }
-    mixed, _ = decoded(case, with_numbers(case.rule, own))
+    mixed = decoded(case, with_numbers(case.rule, own))
     assert mixed == [changed[0], before[1], changed[2], before[3]]
-    assert (decode.run._cache_size(), decode._start._cache_size()) == count
+    assert compiled() == count
 
 
-@every_rule_in_time
+@relaxing
 def test_the_exact_prefix_of_each_row_is_its_bases(name):
     case = CASES[name]
-    if not case.relaxes:
-        assert not hasattr(case.rule, "exact_prefix")
-        return
-    want, free = decoded(case, case.base)[0], decoded(case, case.rule)[0]
-    count = decode.run._cache_size(), decode._start._cache_size()
-    # To two tokens past the first that the rule relaxes, where it relaxes any.
+    want, free = decoded(case, case.base), decoded(case, case.rule)
+    count = compiled()
+    prefixes, ends = prefixes_of(free, want)
+    found = decoded(case, with_numbers(case.rule, {"exact_prefix": prefixes}))
+    for row, other, end in zip(found, want, ends, strict=True):
+        assert row[:end] == other[:end]
+    # One row of them alone.
+    own, one = prefix_of_one(case.rule, prefixes)
+    assert decoded(case, own) == [found[row] if row == one else free[row] for row in range(BATCH)]
+    assert decoded(case, with_numbers(case.rule, {"exact_prefix": 2**31 - 1})) == want
+    assert compiled() == count
+
+
+def prefixes_of(free, want):
+    """Prefixes to two tokens past the first that the rule relaxes, where it relaxes any, and where they end."""
     differ = [
         next((i for i, (x, y) in enumerate(zip(*pair, strict=False)) if x != y), 0)
         for pair in zip(free, want, strict=True)
     ]
     ends = [first + 3 if first else 0 for first in differ]
-    lengths = prompts()[1].tolist()
-    prefixes = [max(end - length, 0) for end, length in zip(ends, lengths, strict=True)]
-    found, _ = decoded(case, with_numbers(case.rule, {"exact_prefix": prefixes}))
-    for row, other, end in zip(found, want, ends, strict=True):
-        assert row[:end] == other[:end]
-    # One row of them alone, and under a wrapper.
+    return [max(end - length, 0) for end, length in zip(ends, prompts()[1].tolist(), strict=True)], ends
+
+
+def prefix_of_one(rule, prefixes):
+    """The rule with the prefix of the first row that has one, and that row."""
     one = next(row for row, prefix in enumerate(prefixes) if prefix)
-    own = with_numbers(
-        case.rule, {"exact_prefix": [p if row == one else 0 for row, p in enumerate(prefixes)]}
-    )
-    mixed, _ = decoded(case, own)
-    assert mixed == [found[row] if row == one else free[row] for row in range(BATCH)]
-    assert decoded(case, with_numbers(case.rule, {"exact_prefix": 2**31 - 1}))[0] == want
-    assert (decode.run._cache_size(), decode._start._cache_size()) == count
-    assert decoded(case, Wrapped(own, np.int32(0)))[0] == mixed
+    return with_numbers(rule, {"exact_prefix": [p * (row == one) for row, p in enumerate(prefixes)]}), one
+
+
+def test_lossless_rules_have_no_exact_prefix():
+    assert not any(hasattr(case.rule, "exact_prefix") for case in CASES.values() if not case.relaxes)
 
 
 @flax.struct.dataclass
@@ -252,46 +276,39 @@ class Wrapped:
         return verdict, dataclasses.replace(self, inner=inner, calls=self.calls + 1)
 
 
-@every_rule_in_time
+@one_rule_of_each_seam
 def test_under_a_wrapper_it_is_the_same_and_the_wrapper_keeps_state(name):
     case = CASES[name]
     tokens, lengths = prompts()
-    rule = Wrapped(case.rule, np.int32(0))
+    own = case.rule
+    if case.relaxes:
+        own, _ = prefix_of_one(own, prefixes_of(decoded(case, case.rule), decoded(case, case.base))[0])
     state, stats = decode_all(
-        TARGET, case.drafter, rule, tokens, lengths, params=Params((), (), case.params), **SETTINGS
-    )
-    assert committed(state) == decoded(case, case.rule)[0]
+        TARGET, case.drafter, Wrapped(own, np.int32(0)), tokens, lengths, params=Params((), (), case.params),
+        **SETTINGS,
+    )  # fmt: skip
+    assert committed(state) == decoded(case, own)
     np.testing.assert_array_equal(state.rule.calls, stats.steps)  # done rows do not count
 
 
-@every_rule_in_time
+@every_rule
 def test_beside_stop_tokens_it_ends_where_its_text_says_one(name):
     """No relaxed rule puts a stop token in, and none is passed over."""
-    case = CASES[name]
-    tokens, lengths = prompts()
-    stops = [3, 7]
-    state, _ = decode_all(
-        TARGET, case.drafter, case.rule, tokens, lengths, params=Params((), (), case.params),
-        stop_tokens=stops, **SETTINGS,
-    )  # fmt: skip
-    for text, n in zip(committed(state), lengths.tolist(), strict=True):
+    stops, lengths = [3, 7], prompts()[1].tolist()
+    found = decoded(CASES[name], CASES[name].rule, stop_tokens=stops)
+    for text, n in zip(found, lengths, strict=True):
         assert not set(text[n:-1]) & set(stops)
         assert len(text) == BUFFER or text[-1] in stops
+    assert any(text[-1] in stops and len(text) < BUFFER for text in found)
 
 
-@every_rule_in_time
+@one_rule_of_each_seam
 def test_in_a_mesh_the_text_is_that_of_one_device(name):
     case = CASES[name]
-    tokens, lengths = prompts()
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    decoder = decode.speculative_decoder(TARGET, case.drafter, case.rule, prefill_chunk=16)
     with jax.set_mesh(mesh):
-        made = make_controls(BATCH, limit=BUFFER, **SETTINGS)
-        keys = keys_from_seeds(jnp.arange(BATCH, dtype=jnp.uint32))
-        params = Params((), (), case.params)
-        state = decode.start(decoder, params, tokens, lengths, made, case.rule, keys)
-        state, _ = decode.run(decoder, params, state)
-    assert committed(state) == decoded(case, case.rule)[0]
+        found = decoded(case, case.rule)
+    assert found == decoded(case, case.rule)
 
 
 @pytest.mark.parametrize("generated", [0, 1, 2, 3])
