@@ -20,6 +20,11 @@ WANTS_A_PACKAGE = re.compile("could not import|No module named|pip install")
 SECONDS = {"fast": 180, "slow": 900}
 """After which a test fails, on the clock: some ten times what the slowest takes on a quiet machine."""
 
+TOGETHER = {f"tests/evaluate/test_{name}.py": "the finished benchmark" for name in ("benchmark", "page")}
+"""Files that run on one worker, since what they share takes long to make."""
+COLLECTED = pytest.StashKey[dict[str, bool]]()
+"""The files of this run, and whether each has a test that is not slow."""
+
 
 def pytest_addoption(parser):
     parser.addoption(
@@ -39,7 +44,12 @@ def part_of(test_id, parts):
     return int.from_bytes(hashlib.sha256(test_id.encode()).digest()[:8]) % parts + 1
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m and -k deselect
 def pytest_collection_modifyitems(config, items):
+    config.stash[COLLECTED] = dict.fromkeys({item.nodeid.partition("::")[0] for item in items}, False)
+    config.stash[COLLECTED] |= {
+        item.nodeid.partition("::")[0]: True for item in items if not item.get_closest_marker("slow")
+    }
     for item in items:
         if config.pluginmanager.hasplugin("timeout") and not item.get_closest_marker("timeout"):
             item.add_marker(
@@ -56,9 +66,14 @@ def pytest_collection_modifyitems(config, items):
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
 def pytest_xdist_make_scheduler(config, log):
     """Fast tests of a file run on one worker, where they find what others of the file have traced and made."""
-    from xdist.scheduler import LoadFileScheduling
+    from xdist.scheduler import LoadScopeScheduling
 
-    return LoadFileScheduling(config, log) if config.getoption("-m") == "not slow" else None
+    class Together(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            file = nodeid.partition("::")[0]
+            return TOGETHER.get(file, file)
+
+    return Together(config, log) if config.getoption("-m") == "not slow" else None
 
 
 @pytest.hookimpl(wrapper=True)

@@ -139,6 +139,17 @@ def is_recorded_by(commit: str) -> bool:
     return bool(_git("show", "-m", "--first-parent", "--format=", "--name-only", commit, "--", LEDGER.name))
 
 
+def has_changed(ledger: dict[str, Any], folders: Sequence[str]) -> bool:
+    """Whether folders differ from the last run that is complete; where its commit is unknown, they do."""
+    commits = [told["commit"] for told in ledger["runs"] if told.get("complete")]
+    since = [_git("rev-parse", "--verify", "--quiet", f"{commit}^{{commit}}") for commit in commits[-1:]]
+    return (
+        not since
+        or not since[0]
+        or bool(_git("diff", "--name-only", since[0], "HEAD", "--", *(f":/{f}" for f in folders)))
+    )
+
+
 def _git(*arguments: str) -> str:
     done = subprocess.run(["git", *arguments], cwd=LEDGER.parent, capture_output=True, text=True, check=False)
     return done.stdout.strip()
@@ -149,6 +160,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("log", nargs="?", help="what .ci/run or pytest printed, or - for standard input")
     parser.add_argument("--lost", metavar="WHY", help="there is no log of a share: its turn comes again")
     parser.add_argument("--check", action="store_true", help="fail unless the last commit records a run")
+    parser.add_argument(
+        "--changed", nargs="+", metavar="FOLDER", help="fail unless these differ from the last run"
+    )
     asked = parser.parse_args(argv)
     ledger = json.loads(LEDGER.read_text())
     if asked.check:
@@ -157,6 +171,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 "tests/slow_runs.json is overdue: record the last run of .ci/run in the commit that is checked, "
                 "with python -m tests.slow_share LOG."
             )
+    elif asked.changed:
+        raise SystemExit(not has_changed(ledger, asked.changed))
     elif asked.lost:
         _write(recorded(ledger, {"lost": asked.lost}))
     elif asked.log:
@@ -173,7 +189,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             )
         _write(recorded(ledger, told))
     else:
-        parser.error("expected a log, --lost or --check")
+        parser.error("expected a log, --lost, --check or --changed")
 
 
 def _write(ledger: dict[str, Any]) -> None:

@@ -16,6 +16,8 @@ import pytest
 
 from mars_jax import specs
 from mars_jax.cli.commands import COMMANDS
+from tests.helpers import slow_but
+from tests.selection import COLLECTED
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
@@ -68,7 +70,7 @@ PAGES = {
 """The pages that are written from JSON, and a figure that drifts in each."""
 
 
-@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize("name", slow_but(PAGES, "docs/results.md"))
 def test_drift_of_the_results_is_noticed(tmp_path, name):
     for page in PAGES:
         (tmp_path / page).parent.mkdir(parents=True, exist_ok=True)
@@ -135,7 +137,7 @@ def test_the_picture_shows_the_rates_of_its_json(tmp_path):
     assert (tmp_path / "speed.png").read_bytes()[:4] == b"\x89PNG"
 
 
-@pytest.mark.parametrize("task", ["stories", "arithmetic"])
+@pytest.mark.parametrize("task", slow_but(["stories", "arithmetic"], "arithmetic"))
 def test_the_pictures_of_the_rules_show_their_json(tmp_path, task):
     pytest.importorskip("matplotlib")
     done = run("rules_pictures.py", "--folder", str(tmp_path), "--task", task)
@@ -171,7 +173,7 @@ def test_the_pictures_of_a_step_show_their_json(tmp_path, command, picture, word
     assert word in texts and texts == kept_texts
 
 
-@pytest.mark.parametrize("name", ["eval_context", "eval_indicator"])
+@pytest.mark.parametrize("name", slow_but(["eval_context", "eval_indicator"], "eval_context"))
 def test_the_pictures_of_studies_are_drawn_from_their_json(tmp_path, name):
     """Pixel by pixel but for the edges of letters and lines, where another version of matplotlib may differ."""
     pytest.importorskip("matplotlib")
@@ -264,6 +266,15 @@ def test_every_feature_names_tests_that_exist():
         named = re.findall(r"`(tests/[^`]*)`", row)
         assert named, f"no test: {row}"
         assert [name for name in named if not (ROOT / name).is_file()] == [], row
+
+
+def test_every_feature_has_a_test_that_is_not_slow(pytestconfig):
+    """Of the files that this run has collected, but for rows that say `(slow)` themselves."""
+    collected = pytestconfig.stash[COLLECTED]
+    for row in (ROOT / "docs" / "features.md").read_text(encoding="utf-8").splitlines():
+        named = re.findall(r"`(tests/[^`]*)`", row)
+        if row.startswith("| ") and named and set(named) <= set(collected):
+            assert "(slow)" in row or any(collected[name] for name in named), row
 
 
 def test_flags_that_documents_name_exist():

@@ -104,6 +104,7 @@ def test_the_draft_and_the_head_are_worth_having_and_change_nothing(family, chai
     assert at_once.metrics.tau > 2.2
 
 
+@pytest.mark.slow
 def test_it_does_arithmetic_it_has_not_seen(family, chain):
     problems = list(arithmetic.generate(32, split="eval", seed=1))
     result = mj.generate(

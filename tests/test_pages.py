@@ -5,14 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import slow_but
-
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = sorted(path.name for path in DOCS.glob("*.md") if "\n```python\n" in path.read_text())
 """Every page with Python in it."""
 
 
-@pytest.mark.parametrize("page", slow_but(PAGES, "faq.md", "tpu.md"))
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES)
 def test_the_code_of_a_page_runs(page, monkeypatch):
     # Users have JAX's own defaults.
     import jax

@@ -97,6 +97,7 @@ def with_code(checkpoint, tmp_path):
     return checkpoint, trace
 
 
+@pytest.mark.slow
 def test_no_code_of_a_checkpoint_runs_and_no_question_is_asked(with_code):
     checkpoint, trace = with_code
     command = [sys.executable, "-m", "mars_jax.generate", "--target", str(checkpoint), "--draft", "none"]

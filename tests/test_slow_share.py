@@ -168,6 +168,18 @@ def test_a_commit_that_records_no_run_is_refused(checkout):
     assert run(checkout, "-m", "tests.slow_share", "--check") == (0, "")
 
 
+def test_what_has_changed_since_the_last_run_is_told_from_what_has_not(checkout):
+    changed = ("-m", "tests.slow_share", "--changed", "core", "models")
+    assert run(checkout, *changed)[0] == 0  # there was no run
+    (checkout / "log").write_text(run(checkout, *SHARE)[1])
+    run(checkout, "-m", "tests.slow_share", "log")
+    assert run(checkout, *changed)[0] == 1
+    (checkout / "models").mkdir()
+    (checkout / "models" / "it.py").touch()
+    commit(checkout)
+    assert run(checkout, *changed)[0] == 0
+
+
 def test_a_log_without_a_share_is_named(checkout):
     (checkout / "log").write_text("3 passed\n")
     status, output = run(checkout, "-m", "tests.slow_share", "log")

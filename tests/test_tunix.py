@@ -18,7 +18,7 @@ from tests.tunix_like import stand_in
 PROMPTS = ["abcabc", "xyz", "the cat sat", "the cat sat"]
 
 
-@pytest.fixture(params=["stand-in", "stand-in llama"])
+@pytest.fixture(params=["stand-in", pytest.param("stand-in llama", marks=pytest.mark.slow)])
 def made(request, monkeypatch):
     """(base module, actor)."""
     # A user's own modules promote as JAX does by default.

@@ -56,6 +56,7 @@ def test_every_form_equals_the_reference(small):
     assert all((row["milliseconds"] is None) == (row["how"] == "interpreted") for row in rows)
 
 
+@pytest.mark.slow
 def test_a_kernel_with_a_wrong_result_is_told_as_broken(small, monkeypatch):
     sound = api.mosaic.margin.margin_accept
 

@@ -76,6 +76,7 @@ def test_streamed_text_is_that_of_the_device_loop(run, target):
     assert run(*argv, "--batch-size", "2").out == streamed.out
 
 
+@pytest.mark.slow
 def test_greedy_drafting_changes_no_token(run, target, draft, eagle, medusa):
     argv = ["--target", target, *FEW, "--json", "the sea", "a story of"]
     want = [row["tokens"] for row in rows(run(*argv, "--draft", "none").out)]

@@ -21,6 +21,7 @@ from mars_jax.core import activity
 from mars_jax.core.metrics import Metrics
 from mars_jax.serve import queue
 from mars_jax.serve.requests import Completion, Request
+from tests.helpers import slow_but
 
 ROOT = Path(mars_jax.__file__).parent.parent
 COMMAND = f"{sys.executable} -m mars_jax.generate --draft none --max-new-tokens 4"
@@ -46,7 +47,10 @@ def test_a_switch_of_kernels_that_is_none_is_refused_before_anything_loads(monke
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-@pytest.mark.parametrize("flags", ["--json 'the sea'", "--no-stream 'the sea'", "'the sea'", "--help"])
+@pytest.mark.parametrize(
+    "flags",
+    slow_but(["--json 'the sea'", "--no-stream 'the sea'", "'the sea'", "--help"], "'the sea'", "--help"),
+)
 def test_a_full_disk_at_stdout_is_one_sentence(flags):
     found = shell(f"{COMMAND} {flags} >/dev/full")
     assert found.returncode == 2
@@ -64,6 +68,7 @@ def test_a_closed_stdout_is_one_sentence_where_it_is_needed(tmp_path):
     assert found.returncode == 0 and (tmp_path / "rows.jsonl").read_text().count("\n") == 1
 
 
+@pytest.mark.slow
 def test_closed_stdin_and_stderr_are_no_tracebacks():
     assert shell(f"{COMMAND} --prompts-file - <&-").returncode == 2
     found = shell(f"{COMMAND} --json 'the sea' 2>&-")
@@ -101,6 +106,7 @@ ALARM = """
 import sys, threading, os
 {start}
 import jax, jax.numpy as jnp
+from tests.helpers import slow_but
 def slow():
     return jax.lax.reduce_window(jax.lax.iota(jnp.float32, 200_000), 0.0, jax.lax.add, (3000,), (1,), "SAME")
 threading.Timer(8.0, lambda: os._exit(0)).start()

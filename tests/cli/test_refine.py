@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 
 import jax
+import pytest
 
 TEXTS = "\n<|endoftext|>\n".join(f"a story of the sea and the sun and the sand {i}" for i in range(6))
 PROMPTS = ["the sea", "a story of", "the sun and", "of the sand", "a sea", "the story"]
 
 
+@pytest.mark.slow
 def test_texts_do_not_depend_on_what_the_draft_learns_or_on_its_size(run, target, draft, tmp_path):
     texts = tmp_path / "texts.txt"
     texts.write_text(TEXTS)

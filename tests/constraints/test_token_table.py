@@ -57,6 +57,7 @@ def test_tokens_are_the_bytes_of_their_text(family, words):
         assert b"".join(made.tokens[i] for i in made.spell(text.encode())) == text.encode()
 
 
+@pytest.mark.slow
 def test_a_sentencepiece_checkpoint_has_the_bytes_of_its_text():
     shared = os.environ.get("MARS_JAX_SHARED")
     if not shared:

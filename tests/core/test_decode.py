@@ -16,7 +16,7 @@ from mars_jax.core.errors import MarsError
 from mars_jax.core.metrics import accumulate, summarize, zero_stats
 from mars_jax.core.tree import static_topology
 from mars_jax.core.types import NO_TOKEN, Drafter, DraftTree, keys_from_seeds
-from tests.helpers import NO_WEIGHTS, committed, decode_all, logits_after, ragged
+from tests.helpers import NO_WEIGHTS, committed, decode_all, logits_after, ragged, slow_but
 
 VOCAB = 13
 TARGET = fake.hash_model(vocab_size=VOCAB, agree=0.8)
@@ -86,11 +86,8 @@ PAIRS = [(d, r) for d in DRAFTERS for r in RULES if "tree" not in d or r in ("ex
 # Every drafter, every rule, and every rule that reads the q of a sampled chain.
 SOME_PAIRS = [
     ("ngram", "exact"),
-    ("ngram", "block"),
     ("chain", "mars"),
-    ("chain", "mars over block"),
     ("chain of 1", "rejection"),
-    ("sampled chain", "rejection"),
     ("sampled chain", "mars over block"),
     ("static tree", "exact"),
     ("static tree", "mars"),
@@ -171,7 +168,7 @@ def test_a_row_beside_finished_ones_equals_the_row_in_a_batch(drafter, rule):
         assert committed(alone)[row] == together[row]
 
 
-ALONE = [("sampled chain", "mars over block"), ("static tree", "mars")]
+ALONE = [("static tree", "mars")]
 
 
 @pytest.mark.parametrize(
@@ -491,14 +488,7 @@ def test_x64_mode_changes_nothing(drafter, rule):
         assert committed(got) == want
 
 
-@pytest.mark.parametrize(
-    "rule",
-    [
-        "exact",
-        "mars over rejection",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("mars", "rejection")),
-    ],
-)
+@pytest.mark.parametrize("rule", slow_but(["exact", "mars", "rejection", "mars over rejection"], "exact"))
 def test_a_step_without_a_draft_is_the_same_step(rule):
     """The short form that a CPU runs where no row has a draft, against the one that runs over the padding."""
     prompts, lengths = ragged([3, 9], 32, VOCAB)

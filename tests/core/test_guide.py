@@ -17,7 +17,7 @@ from mars_jax.core.controls import make_controls
 from mars_jax.core.edits import make_edits
 from mars_jax.core.guide import DEAD, Guide, Guides, _kept, _kept_by_words, narrowed
 from mars_jax.core.types import Params, keys_from_seeds
-from tests.helpers import ragged
+from tests.helpers import ragged, slow_but
 
 # Single letters, pieces of several, and tokens 0 and 1 without text; 1 ends a text.
 PIECES = (None, None, b"a", b"b", b"c", b"ab", b"bc", b"abc", b" ", b"1", b"12", b"-")
@@ -100,19 +100,24 @@ def all_logits(tokens):
     return TARGET.unembed((), output.hidden)[0]
 
 
-def test_greedy_texts_are_the_masked_targets():
-    """Mixed rows, every kind of draft: token for token what masking by hand gives, and every ended text matches."""
-    want = [greedy_by_hand(i, 40) for i in range(4)]
-    ended = 0
-    for name, drafter in DRAFTERS.items():
-        state, stats = decoded(drafter, verify.exact(), CHOSEN)
-        assert texts(state) == want, name
-        assert int(stats.accepted_exact.sum()) > 0
-    for pattern, tokens in zip(CHOSEN, want, strict=True):
-        if pattern is not None and tokens[-1] == STOP:
-            ended += 1
-            assert re.fullmatch(pattern, text_of(tokens))
-    assert ended
+@pytest.fixture(scope="module")
+def by_hand():
+    return [greedy_by_hand(i, 40) for i in range(4)]
+
+
+@pytest.mark.parametrize("name", slow_but(DRAFTERS, "sampled chain", "dynamic tree"))
+def test_greedy_texts_are_the_masked_targets(name, by_hand):
+    """Mixed rows, every kind of draft: token for token what masking by hand gives."""
+    state, stats = decoded(DRAFTERS[name], verify.exact(), CHOSEN)
+    assert texts(state) == by_hand
+    assert int(stats.accepted_exact.sum()) > 0
+
+
+def test_every_text_that_ended_matches_its_pattern(by_hand):
+    ended = [
+        pair for pair in zip(CHOSEN, by_hand, strict=True) if pair[0] is not None and pair[1][-1] == STOP
+    ]
+    assert ended and all(re.fullmatch(pattern, text_of(tokens)) for pattern, tokens in ended)
 
 
 def test_a_text_that_nothing_may_follow_ends_and_has_not_failed():

@@ -108,6 +108,7 @@ def test_a_step_is_lowered_for_a_chip_that_is_not_here():
     assert "tpu_custom_call" in export_step(DECODER, NO_WEIGHTS, shapes, platform="tpu").mlir_module()
 
 
+@pytest.mark.slow
 def test_a_step_goes_through_bytes():
     pytest.importorskip("flatbuffers")
     state = begun()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from mars_jax import verify
 from mars_jax.constraints.compiled import joined
@@ -13,7 +14,7 @@ from mars_jax.core.controls import make_controls
 from mars_jax.core.guide import Guides
 from mars_jax.core.types import RELAXED, Params, keys_from_seeds
 from tests.core.test_guide import DRAFTERS, PIECES, TARGET, VOCAB, VOCABULARY, text_of
-from tests.helpers import ragged
+from tests.helpers import ragged, slow_but
 
 LIMIT, LENGTHS = 60, [1, 6, 12, 4]
 PROMPTS = ragged(LENGTHS, LIMIT, VOCAB)
@@ -41,30 +42,33 @@ def inside(tokens):
     return text.rfind("b") > text.rfind("c")
 
 
-def test_a_rule_relaxes_in_spans_alone():
+RULES = {
+    "chain": verify.mars(theta=0.5),
+    "static tree": verify.typical(),
+    "sampled chain": verify.mixture(weight=0.2),
+}
+
+
+@pytest.mark.parametrize("name", slow_but(RULES, "chain", "static tree"))
+def test_a_rule_relaxes_in_spans_alone(name):
     """Tags drafted within a window and tags in the prompt; a chain, a tree, rules of edges and of distributions."""
-    spans = Spans(relax_in=("b...c",))
-    for drafter, rule in (
-        (DRAFTERS["chain"], verify.mars(theta=0.5)),
-        (DRAFTERS["static tree"], verify.typical()),
-        (DRAFTERS["sampled chain"], verify.mixture(weight=0.2)),
-    ):
-        sampled = {"temperature": 1.0} if drafter is DRAFTERS["sampled chain"] else {}
-        state, kinds = decoded(drafter, rule, spans, **sampled)
-        relaxed_inside = 0
-        for b, n in enumerate(LENGTHS):
-            row = state.tokens[b].tolist()
-            for place in range(n, LIMIT):
-                if kinds[b, place - n] == RELAXED:
-                    assert inside(row[:place]), (b, place)
-                    relaxed_inside += 1
-        if not sampled:
-            assert relaxed_inside > 3
-        # Where it is strict everywhere, it is its base; where nowhere, as if there were no span.
-        never, _ = decoded(drafter, rule, Spans(relax_in=("12345...6",)), **sampled)
-        strict, _ = decoded(drafter, rule, None, strict=True, **sampled)
-        assert never.tokens.tolist() == strict.tokens.tolist()
-        always, _ = decoded(drafter, rule, Spans(strict_in=("12345...6",)), **sampled)
-        free, _ = decoded(drafter, rule, None, **sampled)
-        assert always.tokens.tolist() == free.tokens.tolist() != strict.tokens.tolist()
+    spans, drafter, rule = Spans(relax_in=("b...c",)), DRAFTERS[name], RULES[name]
+    sampled = {"temperature": 1.0} if name == "sampled chain" else {}
+    state, kinds = decoded(drafter, rule, spans, **sampled)
+    relaxed_inside = 0
+    for b, n in enumerate(LENGTHS):
+        row = state.tokens[b].tolist()
+        for place in range(n, LIMIT):
+            if kinds[b, place - n] == RELAXED:
+                assert inside(row[:place]), (b, place)
+                relaxed_inside += 1
+    if not sampled:
+        assert relaxed_inside > 3
+    # Where it is strict everywhere, it is its base; where nowhere, as if there were no span.
+    never, _ = decoded(drafter, rule, Spans(relax_in=("12345...6",)), **sampled)
+    strict, _ = decoded(drafter, rule, None, strict=True, **sampled)
+    assert never.tokens.tolist() == strict.tokens.tolist()
+    always, _ = decoded(drafter, rule, Spans(strict_in=("12345...6",)), **sampled)
+    free, _ = decoded(drafter, rule, None, **sampled)
+    assert always.tokens.tolist() == free.tokens.tolist() != strict.tokens.tolist()
     assert b"b" in PIECES

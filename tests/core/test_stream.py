@@ -16,7 +16,7 @@ from mars_jax.core.controls import make_controls
 from mars_jax.core.errors import MarsError
 from mars_jax.core.metrics import accumulate, zero_stats
 from mars_jax.core.types import keys_from_seeds
-from tests.helpers import NO_WEIGHTS, committed, ragged
+from tests.helpers import NO_WEIGHTS, committed, ragged, slow_but
 
 VOCAB = 13
 TARGET = fake.hash_model(vocab_size=VOCAB, agree=0.8)
@@ -48,8 +48,8 @@ def streamed(drafter, rule, ahead):
     return steps, stats, state
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("ahead", [1, decode.AHEAD, 5])
+@pytest.mark.parametrize("way", slow_but(WAYS, "a rule with state"))
+@pytest.mark.parametrize("ahead", slow_but([1, decode.AHEAD, 5], decode.AHEAD))
 def test_steps_past_the_end_change_nothing(way, ahead):
     steps, stats, state = streamed(*WAYS[way], ahead=0)
     assert steps[-1].num_emitted.any()

@@ -160,7 +160,7 @@ def test_a_dynamic_tree_of_nothing_is_refused():
         drafters.language_model(SMALL, tree=Dynamic(20, 2, 9))
 
 
-@pytest.mark.parametrize("shape", [(3, 2), Dynamic(3, 3, 8)])
+@pytest.mark.parametrize("shape", [pytest.param((3, 2), marks=pytest.mark.slow), Dynamic(3, 3, 8)])
 def test_a_sampled_tree_of_a_greedy_row_is_the_plain_one_and_others_carry_their_q(shape):
     """Each node's row of `draft_logits` is what the model says after its branch, processed."""
     plain, _ = propose(drafters.language_model(SMALL, tree=shape))

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 from safetensors.numpy import load_file, save_file
 
 from mars_jax import drafters, verify
@@ -86,7 +85,10 @@ def begin(drafter, params, **chosen):
     )
 
 
-@pytest.mark.parametrize("tree", [None, (1, 1), (3, 2, 1)])
+@pytest.mark.parametrize(
+    "tree",
+    [pytest.param(None, marks=pytest.mark.slow), pytest.param((1, 1), marks=pytest.mark.slow), (3, 2, 1)],
+)
 def test_every_draft_is_what_the_heads_say_of_the_text_and_changes_none_of_it(params, tree):
     drafter = drafters.medusa(CONFIG, TARGET, tree=tree)
     branching = (1,) * 4 if tree is None else tree
@@ -218,7 +220,7 @@ def test_heads_for_another_vocabulary_are_refused():
         drafters.medusa(cyclic()[1], TARGET)
 
 
-def write_torch(directory, draft, *, prefix="", dtype=torch.float32, **config):
+def write_torch(directory, draft, *, prefix="", dtype="float32", **config):
     """The layout of the published heads."""
     table = {}
     for i, head in enumerate(draft["heads"]):
@@ -227,7 +229,11 @@ def write_torch(directory, draft, *, prefix="", dtype=torch.float32, **config):
             table[f"{prefix}{i}.{j}.linear.bias"] = block["bias"]
         table[f"{prefix}{i}.{len(head['blocks'])}.weight"] = head["unembed"]
     directory.mkdir()
-    tensors = {name: torch.tensor(np.asarray(value)).to(dtype) for name, value in table.items()}
+    import torch
+
+    tensors = {
+        name: torch.tensor(np.asarray(value)).to(getattr(torch, dtype)) for name, value in table.items()
+    }
     torch.save(tensors, directory / "medusa_lm_head.pt")
     fields = {"medusa_num_heads": 4, "medusa_num_layers": 2, "base_model_name_or_path": "some/model"} | config
     (directory / "config.json").write_text(json.dumps(fields))
@@ -250,7 +256,7 @@ def test_published_heads_load(params, tmp_path, options):
 
 
 def test_half_precision_becomes_bfloat16_unless_another_is_asked_for(params, tmp_path):
-    directory = write_torch(tmp_path / "heads", params.draft, dtype=torch.float16)
+    directory = write_torch(tmp_path / "heads", params.draft, dtype="float16")
     assert load_medusa(directory, OF_TARGET)[1]["heads"][0]["unembed"].dtype == jnp.bfloat16
     full = load_medusa(directory, OF_TARGET, dtype="float32")[1]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3), full, params.draft)

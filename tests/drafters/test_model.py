@@ -21,7 +21,7 @@ def scores(tokens):
     return logits_after(SMALL, tokens, width=48)
 
 
-@pytest.mark.parametrize("branching", [(1, 1, 1, 1), (3, 2, 1)])
+@pytest.mark.parametrize("branching", [pytest.param((1, 1, 1, 1), marks=pytest.mark.slow), (3, 2, 1)])
 def test_drafts_are_those_of_a_fresh_model_after_rounds_of_mixed_acceptance(branching):
     drafter = drafters.language_model(SMALL, tree=branching)
     decoder = decode.speculative_decoder(TARGET, drafter, verify.exact(), prefill_chunk=16)

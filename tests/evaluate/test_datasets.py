@@ -11,10 +11,6 @@ from mars_jax.core.errors import MarsError
 from mars_jax.evaluate.tasks import datasets as hub
 from mars_jax.evaluate.tasks.catalogue import read
 
-datasets = pytest.importorskip(
-    "datasets", reason="datasets of the Hub need it: pip install 'mars-jax[evaluate]'"
-)
-
 GSM8K = {"question": "How many?", "answer": "3 * 4 = 12.\n#### 12"}
 ROWS = {
     "gsm8k": GSM8K,
@@ -28,8 +24,13 @@ ROWS = {
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+def datasets(tmp_path, monkeypatch):
+    """The library, with a cache of its own; it loads with the first of these tests."""
+    found = pytest.importorskip(
+        "datasets", reason="datasets of the Hub need it: pip install 'mars-jax[evaluate]'"
+    )
+    monkeypatch.setattr(found.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    return found
 
 
 @pytest.fixture
@@ -77,7 +78,7 @@ def test_a_limit_counts_rows(published):
     assert len(read("gsm8k", published("gsm8k", GSM8K, GSM8K, GSM8K), chat=True, limit=2)) == 2
 
 
-def test_a_name_says_dataset_config_and_split(monkeypatch):
+def test_a_name_says_dataset_config_and_split(datasets, monkeypatch):
     asked = []
     monkeypatch.setattr(
         datasets, "load_dataset", lambda *args, **more: asked.append((*args, more)) or [GSM8K]
@@ -99,7 +100,7 @@ def test_what_is_no_name_is_a_file(path):
         read("gsm8k", path, chat=True)
 
 
-def test_what_datasets_cannot_read_is_said(published, monkeypatch):
+def test_what_datasets_cannot_read_is_said(datasets, published, monkeypatch):
     with pytest.raises(MarsError, match=r"row 0: it has no question|reference is None|turns is None"):
         read("gsm8k", published("gsm8k", {"a": 1}), chat=True)
 

@@ -73,6 +73,7 @@ def stand_in(request, paper):
     return dataclasses.replace(row, name="stand-in", target=target, head=head, mesh=None, dtype="float32")
 
 
+@pytest.mark.slow
 def test_a_row_runs_from_its_command_to_the_table(paper, stand_in, tmp_path, monkeypatch):
     """What the table says is what the benchmark measured, beside what was published."""
     pytest.importorskip("rouge_score")

@@ -23,6 +23,7 @@ def margins(monkeypatch):
     return importlib.import_module("smollm2_margins")
 
 
+@pytest.mark.slow
 def test_a_replay_of_exact_is_a_decode_with_exact(margins, tmp_path):
     """Step for step, for chains shorter than the logged ones, greedy and drawn; and for `mars` up to the first token
     that it relaxes, since there the texts part."""

@@ -298,6 +298,7 @@ def test_what_a_family_cannot_express_names_the_value(tmp_path, data, fields, ex
     assert expected in message(hub.read_config, tmp_path)
 
 
+@pytest.mark.slow
 def test_stories260k_tells_its_story():
     sentencepiece = pytest.importorskip("sentencepiece")
     shared = os.environ.get("MARS_JAX_SHARED")

@@ -15,6 +15,7 @@ from kernels_pallas import AttentionBlocks, BlockError, NewRows, tree_attention,
 from kernels_pallas.blocks import attention_blocks
 from kernels_pallas.mosaic.attend import COUNT
 from kernels_pallas.mosaic.tree_attention import row_table
+from tests.helpers import slow_but
 from tests.kernels.implementations import IMPLEMENTATIONS, assert_no_races
 
 DIM = 128
@@ -112,6 +113,16 @@ def run(name, case, blocks=None, new=None):
     return jax.jit(call, compiler_options=quick)(case.q, case.k, case.v, case.first, arrays, new)
 
 
+WRITTEN = {
+    "one row": ({"b": 1}, 0),
+    "a window": ({"b": 4, "dtype": "bfloat16", "window": 5}, 0),
+    "after other rows of the region": ({"b": 3, "n": 9, "dtype": "bfloat16"}, 3),
+    "wide heads": ({"b": 2, "d": 256, "tree": False}, 0),
+    "one narrow head": ({"b": 2, "k": 1, "g": 4, "s": 64, "dtype": "bfloat16"}, 0),
+}
+"""Where new rows are written: the case, and how many rows of the region come before them."""
+
+
 class Cases:
     name: str
 
@@ -164,19 +175,10 @@ class Cases:
         }
         self.check(case._replace(first=jnp.asarray(first, jnp.int32), options=options))
 
-    @pytest.mark.parametrize(
-        ("options", "after"),
-        [
-            ({"b": 1}, 0),
-            ({"b": 4, "dtype": "bfloat16", "window": 5}, 0),
-            ({"b": 3, "n": 9, "dtype": "bfloat16"}, 3),
-            ({"b": 2, "d": 256, "tree": False}, 0),
-            ({"b": 2, "k": 1, "g": 4, "s": 64, "dtype": "bfloat16"}, 0),
-        ],
-        ids=["one row", "a window", "after other rows of the region", "wide heads", "one narrow head"],
-    )
-    def test_new_rows_are_written_and_seen(self, options, after):
+    @pytest.mark.parametrize("name", slow_but(WRITTEN, "a window", "after other rows of the region"))
+    def test_new_rows_are_written_and_seen(self, name):
         """As without them in a cache that has them; new rows are float32, and become what the cache is."""
+        options, after = WRITTEN[name]
         case = make(12, **options)
         row, n = np.arange(case.q.shape[0])[:, None], case.q.shape[1]
         slot = case.first + after
@@ -209,8 +211,14 @@ class TestMosaic(Cases):
     name = "mosaic"
 
 
+@pytest.mark.slow
 class TestMosaicSimulated(Cases):
     name = "mosaic_simulated"
+
+
+def test_the_simulated_kernel_has_no_race():
+    """The short form of the slow class above."""
+    TestMosaicSimulated().check(make(0, window=5), SMALL)
 
 
 @pytest.mark.slow

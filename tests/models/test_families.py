@@ -12,9 +12,10 @@ import pytest
 from mars_jax import hub
 from mars_jax.core.types import NO_TOKEN
 from mars_jax.models.attention import _attend_blocks, attend_all
+from tests.helpers import slow_but
 from tests.models import oracle
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
 
 PROMPT, NEW = 12, 64
 SIZES = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 2}
@@ -129,7 +130,15 @@ def prompts(batch=2):
     return np.random.default_rng(0).integers(0, SIZES["vocab_size"], (batch, PROMPT))
 
 
-@pytest.mark.parametrize("name", CASES)
+IN_TIME = (
+    "llama, tied, one shared key-value head", "llama, every bias, head_dim 12", "llama 3.1", "llama, yarn, every field",
+    "mistral, window", "qwen2, windows from layer 1 on", "qwen2.5, yarn", "qwen3", "mixtral",
+    "qwen3 moe, window, one layer of four with experts", "gemma2, caps that bind", "gemma3, a rope for each layer type",
+)  # fmt: skip
+"""Every family, and every kind of rope, window, bias and cap once."""
+
+
+@pytest.mark.parametrize("name", slow_but(CASES, *IN_TIME))
 def test_logits_and_greedy_tokens_equal_those_of_transformers(name, tmp_path):
     model = oracle.random_torch_model(transformers_config(*CASES[name]))
     oracle.save_torch(model, tmp_path)
@@ -151,6 +160,7 @@ def test_rows_of_a_ragged_batch_decode_as_each_does_alone_in_transformers(name, 
         row = tokens[b : b + 1, :length]
         np.testing.assert_allclose(logits[b, :length], oracle.torch_logits(model, row)[0], atol=1e-4, rtol=0)
         np.testing.assert_array_equal(greedy[b], oracle.torch_greedy(model, row, 12)[0])
+    torch = pytest.importorskip("torch")
     entered = model.get_input_embeddings()(torch.tensor(tokens)).detach().numpy()
     np.testing.assert_allclose(checkpoint.model.embed(checkpoint.params, tokens), entered, rtol=1e-6)
 

@@ -16,6 +16,7 @@ from mars_jax.core.types import NO_TOKEN, Visible
 from mars_jax.models import ModelConfig, init_params, language_model, moe
 from mars_jax.models.quantize import Int8, quantize
 from mars_jax.models.weights import get, weights
+from tests.helpers import slow_but
 
 CONFIG = ModelConfig(
     family="qwen3_moe",
@@ -59,7 +60,7 @@ WIDER = {"no row": ((0, 0), 5, 6, 7), "rest in each direction": ((100, 0, 60), 1
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("case", SIZES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", slow_but(["float32", "bfloat16"], "float32"))
 def test_every_form_multiplies_rows_by_the_matrix_of_their_expert(form, case, dtype):
     sizes = SIZES[case]
     x, w = normal(0, sum(sizes), 7, dtype=dtype), normal(1, len(sizes), 6, 7, dtype=dtype)
@@ -82,7 +83,7 @@ def test_a_tpu_multiplies_in_tiles_rows_that_may_be_of_experts_elsewhere(case):
 
 
 @pytest.mark.parametrize("case", [*SIZES, *WIDER, "by columns"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", slow_but(["float32", "bfloat16"], "bfloat16"))
 def test_the_kernel_of_8_bits_multiplies_what_it_dequantises(case, dtype, monkeypatch):
     wider = WIDER | {"by columns": ((20, 0, 30), 50, 384, 40)}
     sizes, rows, outer, inner = wider.get(case) or (SIZES[case], sum(SIZES[case]), 300, 40)

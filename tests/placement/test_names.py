@@ -36,6 +36,7 @@ def decoded(params, mesh=None):
     return committed(decode.run(DECODER, Params(params), state)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names", [pytest.param(("fsdp", "tp"), marks=pytest.mark.slow), ("replica", "fsdp", "tp")]
 )

@@ -261,10 +261,7 @@ def check(case, mesh, **options):
 
 
 FAST = [
-    ("ngram, mars", "data=8", AxisType.Auto),
     ("ngram, mars", "data=2,model=4", AxisType.Explicit),
-    # Axes of one device divide nothing, and are there all the same: specs name them, `shard_map` runs over them.
-    ("ngram, mars", "data=1,model=2", AxisType.Auto),
 ]
 AXES = ("data=8", "model=2", "model=4", "data=2,model=4", "data=2,expert=2,model=2")
 AXES_OF_ONE = ("data=1,model=1", "data=8,model=1", "data=1,model=2", "data=1,expert=1,model=2")

@@ -14,6 +14,7 @@ from mars_jax.core import decode, fake
 from mars_jax.core.types import LoadedRule
 from mars_jax.serve.prepare import prepared
 from mars_jax.serve.session import Session
+from tests.helpers import slow_but
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def session(vocab, rows=2):
     return Session(target=target, drafter=drafters.load("ngram", target), rule=rule, batch_size=rows)
 
 
-@pytest.mark.parametrize("loop", ["run", "stream", "queue"])
+@pytest.mark.parametrize("loop", slow_but(["run", "stream", "queue"], "queue"))
 def test_each_program_is_compiled_once(compiled, loop):
     made = session({"run": 37, "stream": 38, "queue": 39}[loop])
     requests = mj.make_requests(made.target, [[1, 2, 3], [4, 5], [6]][: 3 if loop == "queue" else 2])

@@ -59,6 +59,7 @@ def session(target, drafts, rule, **options):
     )
 
 
+@pytest.mark.slow
 def test_generate_and_a_sessions_queue_give_what_the_plain_loop_gives():
     """Two batches, the second with a row to fill; a lossy rule, whose text depends on the drafts."""
     target, small = pair()

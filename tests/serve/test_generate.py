@@ -18,6 +18,7 @@ from mars_jax.serve import events as event_loop
 from mars_jax.serve import generate
 from mars_jax.serve import prepare as batch
 from mars_jax.serve.generate import check_finite, generate_requests, generate_stream
+from tests.helpers import slow_but
 
 SHARED = os.environ.get("MARS_JAX_SHARED")
 CONFIG = ModelConfig(
@@ -60,7 +61,7 @@ def test_greedy_tokens_are_those_of_transformers(target):
         assert completion.finish_reason == "length" and completion.text == ""
 
 
-@pytest.mark.parametrize("rule", ["exact", "mars"])
+@pytest.mark.parametrize("rule", slow_but(["exact", "mars"], "mars"))
 def test_log_probabilities_are_those_of_teacher_forcing_by_transformers(target, rule):
     """Raw, after temperature, and after the filters, at every new token of a ragged batch."""
     torch = pytest.importorskip("torch")
@@ -97,6 +98,7 @@ def test_log_probabilities_are_those_of_teacher_forcing_by_transformers(target, 
     assert mj.generate(target, "none", [[3]], max_new_tokens=2).completions[0].log_probs is None
 
 
+@pytest.mark.slow
 def test_numbers_of_a_rule_are_one_or_one_per_prompt(target):
     """Over several batches, each prompt decodes as it would with its own number alone."""
     options = {"max_new_tokens": 24, "ignore_eos": True, "batch_size": 2}
@@ -114,6 +116,7 @@ def test_a_rule_that_needs_weights_says_so(target):
         mj.generate(target, "ngram", PROMPTS, verify=verify.learned())
 
 
+@pytest.mark.slow
 def test_batch_size_and_drafter_change_no_row(target):
     options = {
         "temperature": [0.0, 1.0, 0.8],
@@ -173,6 +176,7 @@ def test_a_draft_of_broken_weights_is_reported(target, tmp_path):
         mj.drafters.load(f"model:{tmp_path / 'draft'}", target)
 
 
+@pytest.mark.slow
 def test_the_stream_joins_to_the_completion(target):
     requests = mj.make_requests(
         target, PROMPTS, max_new_tokens=24, temperature=[0.0, 1.0, 0.0], ignore_eos=True
@@ -295,6 +299,7 @@ def test_buckets_grow_by_a_third_or_a_half():
     assert sorted(set(sizes)) == [64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144]
 
 
+@pytest.mark.slow
 def test_stories260k_tells_its_documented_story(stories):
     result = mj.generate(stories, "ngram", ["Once upon a time"], max_new_tokens=64)
     assert result.text[0].startswith(

@@ -93,6 +93,7 @@ def test_a_conversation_says_what_it_says_afresh(target, draft):
     assert len(chat.messages) == 6 and len(set(compiled)) == 1
 
 
+@pytest.mark.slow
 def test_a_template_that_writes_turns_anew_is_read_from_there(forgetful):
     chat = mj.Chat(forgetful, "ngram", max_new_tokens=10)
     held, reads = [], []
@@ -108,6 +109,7 @@ def test_a_template_that_writes_turns_anew_is_read_from_there(forgetful):
     assert reads[1][0] < reads[2][0]  # what has been cut once stays
 
 
+@pytest.mark.slow
 def test_a_turn_that_is_stopped_is_part_of_the_conversation(target):
     chat = mj.Chat(target, "ngram", verify=verify.exact(), max_new_tokens=30)
     events = chat.stream(SAID[0])
@@ -194,6 +196,7 @@ def test_a_request_that_needs_another_program_goes_on_over_the_same_caches(targe
     assert running.read == 0
 
 
+@pytest.mark.slow
 def test_what_is_not_finite_is_not_held(target):
     running = Running(session(target, "none"))
     broken = dataclasses.replace(target, params=jax.tree.map(lambda x: x * float("nan"), target.params))

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mars_jax.planning.chips import topology
@@ -19,13 +20,22 @@ __all__ = ["TOPOLOGIES", "abstract", "compile_for", "compile_program", "held_byt
 TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 LARGER = {"v5p": "v5p:2x2x2"}
 """Topologies of 8 devices."""
-HBM_BYTES = {generation: topology(name).hbm_bytes for generation, name in TOPOLOGIES.items()}
-"""Memory of one device."""
+WITHOUT_FIGURES = {"tpu7x": "tpu7x:2x2x1"}
+"""Generations that libtpu compiles for and `planning` has no published figures of."""
+
+
+def hbm_bytes(generation: str) -> int:
+    """Memory of one device."""
+    return topology(TOPOLOGIES[generation]).hbm_bytes
 
 
 def mesh(generation: str, *, devices: int = 1, axis: str = "model") -> Mesh:
     """The first devices of a topology of `generation` as a mesh of one axis."""
-    found = topology(TOPOLOGIES[generation] if devices <= 4 else LARGER[generation]).devices
+    if generation in WITHOUT_FIGURES:
+        topology("v5e:2x2")  # which tells libtpu not to look for a host
+        found = topologies.get_topology_desc(WITHOUT_FIGURES[generation], "tpu").devices
+    else:
+        found = topology(TOPOLOGIES[generation] if devices <= 4 else LARGER[generation]).devices
     return Mesh(np.array(found[:devices]), (axis,))
 
 

@@ -112,6 +112,6 @@ def compile_loop(
     held = aot.held_bytes(report)
     return {
         "hbm_gib": round(held / 2**30, 2),
-        "hbm_share": round(held / aot.HBM_BYTES[generation], 3),
+        "hbm_share": round(held / aot.hbm_bytes(generation), 3),
         **report,
     }

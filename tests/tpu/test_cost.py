@@ -74,6 +74,7 @@ def test_a_sharded_product_has_the_bytes_the_products_and_the_collective_of_a_ha
     assert found["estimate"]["ops"] <= 8 and found["figures"]["unmatched"] == 0
 
 
+@pytest.mark.slow
 def test_a_large_product_has_its_operations_and_no_more_bundles_than_its_peak_allows(found):
     product = found["trust"][0]
     assert product["ratio"] == 1

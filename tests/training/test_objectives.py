@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 
 from mars_jax.models import ModelConfig, init_params
 from mars_jax.models.transformer import language_model
@@ -29,6 +28,7 @@ def two_logits():
 def test_losses_and_their_gradients_are_those_of_torch():
     p, q = two_logits()
     labels = jax.random.randint(jax.random.key(1), (2, 5), 0, 29, dtype=jnp.int32)
+    torch = pytest.importorskip("torch")
     tp, tq = (torch.tensor(np.asarray(x), requires_grad=True) for x in (p, q))
     log_p, log_q = torch.log_softmax(tp.detach(), -1), torch.log_softmax(tq, -1)
     theirs = {

@@ -11,7 +11,7 @@ from mars_jax.core.rules import structure
 from mars_jax.core.types import NO_TOKEN, DraftTree
 from mars_jax.verify import exact, mars, rejection
 from tests.core.test_tree import B, N, V, random_tree
-from tests.helpers import judge, one_row
+from tests.helpers import judge, one_row, slow_but
 from tests.verify import oracles
 
 ROWS = 12_000
@@ -37,7 +37,7 @@ TREES = {
 }
 
 
-@pytest.mark.parametrize("name", TREES)
+@pytest.mark.parametrize("name", slow_but(TREES, "chain", "tree with a repeated sibling and padding"))
 def test_exact_leaves_the_target_distribution(name):
     """Every fifth row has one of the settings; all rows go through one compilation."""
     tree = TREES[name]
@@ -80,9 +80,10 @@ def test_exact_walks_where_the_sample_of_each_node_leads():
         assert int(verdict.num_accepted[b]) == len(path) - 1 and int(verdict.next_token[b]) == y[b, node]
 
 
-@pytest.mark.parametrize(
-    "verify", [exact(), mars(), mars(rejection()), mars(rejection(block=True))], ids=lambda v: v.name
-)
+ALONE = (mars(rejection(block=True)), exact(), mars(), mars(rejection()))
+
+
+@pytest.mark.parametrize("verify", slow_but(ALONE, ALONE[0]), ids=lambda v: v.name)
 def test_a_row_alone_equals_the_row_in_a_batch(verify):
     rows = [(0.0, 0, 1.0, 0.0), *oracles.SETTINGS, (0.9, 0, 1.0, 0.0), (0.0, 0, 1.0, 0.0)]
     rng = np.random.default_rng(3)

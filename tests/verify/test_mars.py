@@ -17,7 +17,7 @@ from mars_jax.core.types import NO_TOKEN
 from mars_jax.verify import MARGINS, evidence, exact, for_rows, mars, rejection
 from mars_jax.verify.exact import Exact
 from tests.core.test_tree import B, N, V, python_walk, random_tree
-from tests.helpers import judge
+from tests.helpers import judge, slow_but
 from tests.verify import oracles
 
 GREEDY = (0.0, 0, 1.0, 0.0)
@@ -142,7 +142,7 @@ def chain_case(seed, temperature=0.8):
 BASES = [exact(), rejection(), rejection(block=True)]
 
 
-@pytest.mark.parametrize("base", BASES, ids=lambda v: v.name)
+@pytest.mark.parametrize("base", slow_but(BASES, BASES[2]), ids=lambda v: v.name)
 def test_theta_inf_and_strict_rows_equal_the_base_bit_for_bit(base):
     keys, tree, logits, controls = chain_case(seed=0)
     controls = controls.replace(temperature=controls.temperature.at[::3].set(0.0))
@@ -207,7 +207,7 @@ def test_the_exact_sibling_goes_first_and_the_first_of_equal_siblings():
 
 
 @pytest.mark.parametrize("stop", [1, 2])
-@pytest.mark.parametrize("base", BASES, ids=lambda v: v.name)
+@pytest.mark.parametrize("base", slow_but(BASES, BASES[0], BASES[2]), ids=lambda v: v.name)
 def test_a_stop_token_is_neither_overridden_nor_put_in_by_relaxation(stop, base):
     assert one_step([2], [CLOSE, CLEAR], base=base) == ([2, 3], [True])
     assert one_step([2], [CLOSE, CLEAR], base=base, stop_tokens=[3, stop]) == ([1], [False])
@@ -289,7 +289,7 @@ def test_over_rejection_greedy_rows_are_mars_over_exact(base):
     assert np.any(expected.relaxed)
 
 
-@pytest.mark.parametrize("block", [False, True])
+@pytest.mark.parametrize("block", slow_but([False, True], True))
 def test_behind_a_relaxed_token_rejection_starts_afresh(block):
     """The first token is relaxed or accepted in every row; later margins are negative and strict. So what
     follows is the target's own continuation of the drafted token: exactly so token-wise. A block's stop looks

@@ -13,7 +13,7 @@ from mars_jax.core import tree as trees
 from mars_jax.core.types import NO_TOKEN
 from mars_jax.verify import exact, rejection
 from mars_jax.verify.rejection import _block_stop, _Ratios, _token_stop
-from tests.helpers import judge
+from tests.helpers import judge, slow_but
 from tests.verify import oracles
 
 
@@ -130,8 +130,10 @@ def sampled_chain(keys, q_table, settings, rows):
     return trees.chain(jnp.asarray(tokens, jnp.int32), jnp.concatenate(seen, 1)), drafted
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("block", [False, True])
+@pytest.mark.parametrize(
+    ("block", "deterministic"),
+    slow_but(itertools.product([False, True], repeat=2), (True, False)),
+)
 def test_rejection_leaves_the_target_distribution(block, deterministic):
     """All settings, greedy rows and rows with a padded tail in one batch of one compilation."""
     vocab, rows = 4, 18_000

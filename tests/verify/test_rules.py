@@ -21,7 +21,7 @@ from mars_jax.core.errors import MarsError
 from mars_jax.core.rules import for_rows, structure, take_rows
 from mars_jax.core.types import LoadedRule, Params, keys_from_seeds
 from mars_jax.models import indicator, mixer
-from tests.helpers import committed, decode_all, ragged
+from tests.helpers import committed, decode_all, ragged, slow_but
 
 VOCAB, BATCH, BUFFER = 13, 4, 40
 TARGET = fake.hash_model(vocab_size=VOCAB, agree=0.8)
@@ -126,21 +126,26 @@ CASES = {
     ),
     "released": Case(verify.released(ratio=0.4), verify.rejection(), None, {"ratio": np.inf}, drafter=SAMPLED),
 }  # fmt: skip
-# Module scope puts the tests of a rule one after the other, where they find what it has compiled: one program of each
-# rule, and one of each base, for all that a test changes is a value.
-every_rule = pytest.mark.parametrize("name", CASES, scope="module")
-relaxing = pytest.mark.parametrize("name", [n for n, case in CASES.items() if case.relaxes], scope="module")
-with_other_numbers = pytest.mark.parametrize(
-    "name", [n for n, case in CASES.items() if case.changed is not None], scope="module"
-)
-SEAMS = ("block", "mars", "mars over rejection on trees", "mixture", "budget")
-"""A rule of each kind: by blocks, relaxed, relaxed over another base, of distributions, with state."""
-one_rule_of_each_seam = pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name not in SEAMS)) for name in CASES],
-    scope="module",
-)
-"""What compiles another program; the other rules are slow."""
+LIKE_ANOTHER = {
+    "mars by position", "gap", "prob_ratio", "typical", "adaptive", "entropy_gate", "nucleus", "lenience", "cactus",
+    "diversed", "speccascade", "speccascade(opt)", "mars over rejection on trees", "mixture on trees", "phrase",
+}  # fmt: skip
+"""Rules that are a formula in a seam that another rule of the table has as well, and keep no state: they are slow."""
+SEAMS = ("mars", "mixture", "budget")
+"""A rule of each kind: relaxed, of distributions, with state."""
+
+
+def rules_that(holds=lambda case: True, fast=set(CASES) - LIKE_ANOTHER):
+    """The tests of a rule come one after the other, by the scope of a module: all that they change is a value, so that
+    each finds the one program of the rule, and the one of its base."""
+    names = [name for name, case in CASES.items() if holds(case)]
+    return pytest.mark.parametrize("name", slow_but(names, *fast), scope="module")
+
+
+every_rule = rules_that()
+relaxing = rules_that(lambda case: case.relaxes)
+with_other_numbers = rules_that(lambda case: case.changed is not None)
+one_rule_of_each_seam = rules_that(fast=SEAMS)  # for what compiles another program
 
 
 def with_numbers(rule, numbers):

@@ -179,7 +179,7 @@ def sampled(drafter, rule, rows=12_000):
 SHAPES = {"static": (2, 2), "dynamic": drafters.Dynamic(top_k=3, depth=2, nodes=6)}
 
 
-@pytest.mark.parametrize("shape", slow_but(SHAPES, "dynamic"))
+@pytest.mark.parametrize("shape", slow_but(SHAPES))
 def test_text_from_a_sampled_tree_follows_the_target(shape):
     drafter = drafters.language_model(SMALL, tree=SHAPES[shape], sample=True)
     text, tau = sampled(drafter, verify.rejection())
