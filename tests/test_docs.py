@@ -137,7 +137,8 @@ def test_the_picture_shows_the_rates_of_its_json(tmp_path):
     assert (tmp_path / "speed.png").read_bytes()[:4] == b"\x89PNG"
 
 
-@pytest.mark.parametrize("task", slow_but(["stories", "arithmetic"], "arithmetic"))
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["stories", "arithmetic"])
 def test_the_pictures_of_the_rules_show_their_json(tmp_path, task):
     pytest.importorskip("matplotlib")
     done = run("rules_pictures.py", "--folder", str(tmp_path), "--task", task)
@@ -155,6 +156,7 @@ def test_the_pictures_of_the_rules_show_their_json(tmp_path, task):
     assert "mars (gap)" in texts and texts == kept_texts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "picture", "word"),
     [
@@ -173,7 +175,8 @@ def test_the_pictures_of_a_step_show_their_json(tmp_path, command, picture, word
     assert word in texts and texts == kept_texts
 
 
-@pytest.mark.parametrize("name", slow_but(["eval_context", "eval_indicator"], "eval_context"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["eval_context", "eval_indicator"])
 def test_the_pictures_of_studies_are_drawn_from_their_json(tmp_path, name):
     """Pixel by pixel but for the edges of letters and lines, where another version of matplotlib may differ."""
     pytest.importorskip("matplotlib")

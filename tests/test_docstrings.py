@@ -9,6 +9,7 @@ import pytest
 
 import kernels_pallas
 import mars_jax
+from tests.helpers import slow_but
 
 MODULES = sorted(
     module.name
@@ -19,7 +20,11 @@ MODULES = sorted(
 )
 
 
-@pytest.mark.parametrize("name", MODULES)
+LONG = ("mars_jax.evaluate.benchmark.arms", "mars_jax.serve.chat")
+"""Modules whose examples decode with the embedded models; tests of their own hold what they show."""
+
+
+@pytest.mark.parametrize("name", slow_but(MODULES, *(name for name in MODULES if name not in LONG)))
 def test_examples_run(name):
     result = doctest.testmod(importlib.import_module(name), optionflags=doctest.NORMALIZE_WHITESPACE)
     assert result.failed == 0

@@ -15,6 +15,7 @@ from mars_jax.core import decode
 from mars_jax.core.errors import MarsError
 from tests.tunix_like import stand_in
 
+WIDTH = 32
 PROMPTS = ["abcabc", "xyz", "the cat sat", "the cat sat"]
 
 
@@ -38,10 +39,11 @@ def rollout_of(actor, **options):
 
 def teacher_forced(actor, prompt, tokens, temperature):
     """log softmax(z / T) of each token by the actor itself."""
-    ids = jnp.asarray([[*prompt, *tokens]])
-    count = ids.shape[1]
-    mask = jnp.tril(jnp.ones((1, count, count), bool))
-    logits = actor(ids, jnp.arange(count)[None], None, mask)[0][0] / temperature
+    count = len(prompt) + len(tokens)
+    # Of one width, so that all texts share what is compiled; nothing looks at the padding after it.
+    ids = jnp.asarray([[*prompt, *tokens] + [0] * (WIDTH - count)])
+    mask = jnp.asarray(np.tril(np.ones((1, WIDTH, WIDTH), bool)))
+    logits = actor(ids, jnp.arange(WIDTH)[None], None, mask)[0][0] / temperature
     return np.asarray(jax.nn.log_softmax(logits))[np.arange(len(prompt) - 1, count - 1), tokens]
 
 

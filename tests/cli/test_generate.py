@@ -241,6 +241,7 @@ def test_a_killed_run_resumes_without_losing_or_repeating_a_row(run, refused, ta
     assert timeless(output.read_text()) == timeless((tmp_path / "whole.jsonl").read_text())
 
 
+@pytest.mark.slow
 def test_rows_of_other_weights_are_refused_by_what_differs(run, refused, target, draft, tmp_path):
     """Paths stay, as where a checkpoint is trained on, and what is in them changes."""
     ours, drafts = (Path(shutil.copytree(path, tmp_path / path.name)) for path in (target, draft))

@@ -105,7 +105,7 @@ def by_hand():
     return [greedy_by_hand(i, 40) for i in range(4)]
 
 
-@pytest.mark.parametrize("name", slow_but(DRAFTERS, "sampled chain", "dynamic tree"))
+@pytest.mark.parametrize("name", slow_but(DRAFTERS, "dynamic tree"))
 def test_greedy_texts_are_the_masked_targets(name, by_hand):
     """Mixed rows, every kind of draft: token for token what masking by hand gives."""
     state, stats = decoded(DRAFTERS[name], verify.exact(), CHOSEN)

@@ -149,7 +149,7 @@ def test_what_is_put_into_a_running_state_decodes_as_alone(pair):
     served = Served(TARGET, *COVERING[pair])
     found, steps = served.together()
     assert len(found) == len(LENGTHS)
-    alone = served.truly_alone if pair == IN_TIME[1] else served.alone
+    alone = served.truly_alone if pair == "sampled chain, mars over block" else served.alone
     for i, told in found.items():
         # As text, in which NaN is itself.
         assert repr(told) == repr(alone(i))

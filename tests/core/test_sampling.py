@@ -12,7 +12,7 @@ from mars_jax.core import sampling
 from mars_jax.core.controls import make_controls
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import NO_TOKEN
-from tests.helpers import one_row
+from tests.helpers import one_row, slow_but
 
 top_k, lax_top_k = (jax.jit(f, static_argnums=1) for f in (sampling.top_k, jax.lax.top_k))
 
@@ -150,7 +150,7 @@ def test_argmax_takes_the_smaller_id_of_a_tie(seed):
     np.testing.assert_array_equal(sampling.argmax(jnp.asarray(z)), np.argmax(z, -1))
 
 
-@pytest.mark.parametrize("vocab", [5, 200])
+@pytest.mark.parametrize("vocab", slow_but([5, 200], 5))
 def test_sample_follows_the_processed_distribution(vocab):
     rows, draws = [*SETTINGS[:7], (0.0, 0, 1.0, 0.0)], 1 << 14
     rng = np.random.default_rng(vocab)

@@ -35,6 +35,7 @@ def test_it_trusts_by_name_and_closed_it_is_autoregression(target, kind):
     assert found.tokens == plain.tokens and found.metrics.accepted_trusted == 0
 
 
+@pytest.mark.slow
 def test_the_command_takes_it_and_says_what_was_trusted(capsys):
     assert (
         main(["Once upon a time", "--draft", "via_sd:tiny/via_sd", "--max-new-tokens", "16", "--json"]) == 0

@@ -48,8 +48,11 @@ def check(found, logits, k):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     ("lead", "vocab", "k"),
-    [((), 7, 1), ((3,), 130, 4), ((2, 10), 6000, 10), ((3,), 2000, 5), ((9,), 128, 60)],
-)
+    slow_but(
+        [((), 7, 1), ((3,), 130, 4), ((2, 10), 6000, 10), ((3,), 2000, 5), ((9,), 128, 60)],
+        ((), 7, 1), ((2, 10), 6000, 10), ((9,), 128, 60),
+    ),
+)  # fmt: skip
 def test_the_largest_and_the_sum(form, lead, vocab, k):
     logits = few_values(*lead, vocab)
     check(top_k(logits, k, **FORMS[form]), logits, k)

@@ -145,6 +145,7 @@ class TestPartitioned(Cases):
 
 class TestMosaic(Cases):
     name = "mosaic"
+    vocabularies: ClassVar = {"float32": (1, 127, 129, 32000), "bfloat16": (129,)}
 
     @pytest.mark.parametrize("blocks", [TpuBlocks(8, 128), TpuBlocks(16, 384), TpuBlocks(24, 1024)])
     def test_every_legal_block_gives_the_same(self, blocks):

@@ -82,6 +82,7 @@ def test_in_8_bits_a_model_reads_a_byte_a_weight_and_its_scales():
     assert made.read_bytes == MATRICES // 4 + 4 * (divided // 4 + whole) + 2 * 3 * 256 + cache
 
 
+@pytest.mark.slow
 def test_experts_that_nobody_chose_are_not_read():
     sizes = {"num_experts": 8, "experts_per_token": 2, "expert_size": 512}
     mixture = dataclasses.replace(TINY, family="mixtral", **sizes)

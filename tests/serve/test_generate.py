@@ -197,6 +197,7 @@ def test_the_stream_joins_to_the_completion(target):
     assert kinds.get("exact", 0) == result.metrics.accepted_exact
 
 
+@pytest.mark.slow
 def test_events_are_the_same_however_far_the_device_is_ahead(target, monkeypatch):
     """And what the host fetches of a step, it fetches when that many later ones are on their way."""
     options = {"max_new_tokens": [24, 3, 17], "temperature": [0.0, 1.0, 0.7], "ignore_eos": True}
@@ -279,6 +280,7 @@ def test_broken_weights_are_reported(target):
         check_finite(broken, [completion])
 
 
+@pytest.mark.slow
 def test_values_that_change_compile_nothing(target):
     def once(prompts, **options):
         mj.generate(

@@ -124,6 +124,7 @@ def test_a_turn_that_is_stopped_is_part_of_the_conversation(target):
     assert len(chat.messages) == 4
 
 
+@pytest.mark.slow
 def test_turns_can_be_taken_back(target):
     chat = mj.Chat(target, "ngram", max_new_tokens=8)
     first = chat.say(SAID[0])

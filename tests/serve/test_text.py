@@ -45,7 +45,15 @@ def want(target):
     return found
 
 
-def test_the_tokens_are_those_of_transformers_and_the_text_ends_before(target, want, capsys):
+def test_the_tokens_are_those_of_transformers(target, want):
+    found = mj.generate(target, "ngram", PROMPTS, max_new_tokens=60, stop_strings=STOPS)
+    assert [c.tokens for c in found.completions] == want
+    assert [c.finish_reason for c in found.completions] == ["stop"] * 3 + ["length"]
+    assert not any(stop in text for text, stops in zip(found.text, STOPS, strict=True) for stop in stops)
+
+
+@pytest.mark.slow
+def test_however_it_is_decoded_the_text_ends_before(target, want, capsys):
     """Side by side, refilled, streamed, and by the command."""
     draft = drafters.load("ngram", target, num_draft_tokens=3)
     options = {"max_new_tokens": 60, "stop_strings": STOPS}

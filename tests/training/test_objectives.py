@@ -64,6 +64,7 @@ def test_a_document_is_read_as_if_it_stood_alone():
         np.testing.assert_allclose(packed[:, part], alone, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_gradients_reach_every_weight_and_agree_in_both_dtypes():
     tokens = jax.random.randint(jax.random.key(3), (2, 9), 0, 29, dtype=jnp.int32)
     segments = jnp.zeros((2, 8), jnp.int32)

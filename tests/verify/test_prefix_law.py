@@ -15,7 +15,7 @@ LOOSE = {"relaxing": functools.partial(verify.mars, verify.rejection(block=True)
          "retargeted": functools.partial(verify.mixture, weight=0.2, block=True)}  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", slow_but(LOOSE, "retargeted"))
+@pytest.mark.parametrize("kind", slow_but(LOOSE))
 def test_by_blocks_the_first_tokens_follow_the_target_and_the_next_does_not(kind):
     text, tau = sampled(CHAIN, LOOSE[kind](exact_prefix=2))
     target = oracles.sequence_probabilities(law(TARGET))

@@ -34,7 +34,7 @@ def lifted(p, q, share):
     return v / v.sum(-1, keepdims=True)
 
 
-@pytest.mark.parametrize("block", slow_but([False, True], True))
+@pytest.mark.parametrize("block", slow_but([False, True]))
 def test_the_output_follows_what_the_rule_names(block):
     """Every setting in one batch; the node after the draft has no q, and follows the target."""
     share = 0.9
