@@ -42,9 +42,9 @@ def pytest_configure(config):
     config.addinivalue_line("filterwarnings", "ignore:Error reading persistent compilation cache:UserWarning")
 
 
-LARGEST = 1.1 * 2**30
+LARGEST = 0.95 * 2**30
 """Bytes of memory above which a worker drops its programs: some hundred megabytes below what it may take."""
-LEAST = 0.25 * 2**30
+LEAST = 0.2 * 2**30
 """Bytes that it has to have grown by since, so that what is no program does not make every test drop them."""
 _held = [0.0]
 

@@ -8,6 +8,7 @@ The plugin imports nothing but pytest, so that a test of it starts in a moment.
 
 from __future__ import annotations
 
+import collections
 import hashlib
 import os
 import re
@@ -22,6 +23,8 @@ SECONDS = {"fast": 180, "slow": 900}
 
 TOGETHER = {f"tests/evaluate/test_{name}.py": "the finished benchmark" for name in ("benchmark", "page")}
 """Files that run on one worker, since what they share takes long to make."""
+LIBTPU, LIBTPU_FOLDERS = "libtpu", ("tests/tpu/", "tests/planning/")
+"""Folders whose tests compile by libtpu, which keeps some hundred megabytes: on one worker, after everything else."""
 COLLECTED = pytest.StashKey[dict[str, bool]]()
 """The files of this run, and whether each has a test that is not slow."""
 
@@ -50,6 +53,11 @@ def pytest_collection_modifyitems(config, items):
     config.stash[COLLECTED] |= {
         item.nodeid.partition("::")[0]: True for item in items if not item.get_closest_marker("slow")
     }
+    tests = collections.Counter(scope_of(item.nodeid) for item in items)
+    if (
+        config.getoption("-m") == "not slow"
+    ):  # what has many tests comes first, so that no worker waits long for another
+        items.sort(key=lambda item: (scope_of(item.nodeid) == LIBTPU, -tests[scope_of(item.nodeid)]))
     for item in items:
         if config.pluginmanager.hasplugin("timeout") and not item.get_closest_marker("timeout"):
             item.add_marker(
@@ -70,10 +78,18 @@ def pytest_xdist_make_scheduler(config, log):
 
     class Together(LoadScopeScheduling):
         def _split_scope(self, nodeid):
-            file = nodeid.partition("::")[0]
-            return TOGETHER.get(file, file)
+            return scope_of(nodeid)
 
-    return Together(config, log) if config.getoption("-m") == "not slow" else None
+    if config.getoption("-m") != "not slow":
+        return None
+    config.option.loadscopereorder = False  # the order is that of `pytest_collection_modifyitems`
+    return Together(config, log)
+
+
+def scope_of(test_id):
+    """What runs on one worker together: a file, or some."""
+    file = test_id.partition("::")[0]
+    return LIBTPU if file.startswith(LIBTPU_FOLDERS) else TOGETHER.get(file, file)
 
 
 @pytest.hookimpl(wrapper=True)

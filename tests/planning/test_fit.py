@@ -58,6 +58,7 @@ def test_a_model_over_four_chips_holds_and_reads_a_quarter_of_the_matrices(sprea
     assert spread.floor_seconds == pytest.approx(spread.read_bytes / 819e9)
 
 
+@pytest.mark.slow
 def test_what_the_compiler_holds_is_at_least_what_was_added_up(spread):
     assert spread.weight_bytes + spread.cache_bytes < spread.held_bytes < spread.hbm_bytes == 16 * 2**30
 

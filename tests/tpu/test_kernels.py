@@ -37,7 +37,7 @@ def check(case, generation):
 
 
 @pytest.mark.parametrize("generation", ["v5e", pytest.param("v6e", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("case", slow_but(SOME, SOME[1], SOME[3]), ids=kernel_cases.name)
+@pytest.mark.parametrize("case", slow_but(SOME, SOME[3]), ids=kernel_cases.name)
 def test_a_kernel_compiles_and_reads_the_logits_once(case, generation):
     report = check(case, generation)
     assert report["added_bytes"] <= kernel_cases.one_read(report)
