@@ -11,6 +11,8 @@ from tests import compiled
 
 # Eight CPU devices let sharding tests run anywhere; set before JAX starts its backend.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Workers, which begin after this: heaps for every thread keep pieces of what was freed.
+os.environ.setdefault("MALLOC_ARENA_MAX", "2")
 # A test runs a program once or a few times, so what LLVM would gain by optimising it is never won back. XLA's older
 # emitters compile in half the time; 0.11 and later have no others, and refuse the flag. Programs in one part, without
 # a schedule for several cores and without XNNPACK save a seventh more.

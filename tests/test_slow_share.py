@@ -124,7 +124,7 @@ SHARE = (
 )
 
 
-@pytest.mark.parametrize("workers", [(), ("-p", "xdist", "-n", "2")], ids=["alone", "xdist"])
+@pytest.mark.parametrize("workers", [(), pytest.param(("-p", "xdist", "-n", "2"), marks=pytest.mark.slow)])
 def test_a_run_is_recorded_and_the_next_one_takes_the_next_share(checkout, workers):
     status, output = run(checkout, *SHARE, *workers)
     assert status == 0 and "150 passed" in output and '"complete": true' in output

@@ -252,7 +252,13 @@ def test_finished_and_padding_rows_change_nothing():
 
 
 @pytest.mark.parametrize(
-    ("drafter", "name"), [next(pair for pair in SOME_PAIRS if pair[0] == drafter) for drafter in DRAFTERS]
+    ("drafter", "name"),
+    slow_but(
+        [next(pair for pair in SOME_PAIRS if pair[0] == drafter) for drafter in DRAFTERS],
+        ("chain", "mars"),
+        ("static tree", "exact"),
+        ("sampled chain", "mars over block"),
+    ),
 )
 def test_slots_past_the_length_are_never_read(drafter, name):
     prompts, lengths = ragged([1, 2, 3, 18], 48, VOCAB)
@@ -459,7 +465,7 @@ def test_static_topology_is_breadth_first():
     assert parents.tolist() == [-1, 0, 0, 1, 1, 2, 2] and depths.tolist() == [0, 1, 1, 2, 2, 2, 2]
 
 
-@pytest.mark.parametrize("loop", ["run", "stream"])
+@pytest.mark.parametrize("loop", slow_but(["run", "stream"], "run"))
 def test_the_caller_keeps_its_arrays(loop):
     """`run` and `stream` donate the state, which must not hold what the caller gave."""
     prompts, lengths = ragged([3, 9], 32, VOCAB)
@@ -506,7 +512,7 @@ def test_a_step_without_a_draft_is_the_same_step(rule):
     assert min(proposed) == 0 < max(proposed)  # both forms ran
 
 
-@pytest.mark.parametrize("length", [1, 3])
+@pytest.mark.parametrize("length", slow_but([1, 3], 1))
 def test_on_a_cpu_the_short_form_runs_exactly_where_no_row_has_a_draft(length):
     widths = []
 
