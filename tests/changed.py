@@ -106,7 +106,7 @@ def _importers() -> dict[str, list[str]]:
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
             name = str(path.relative_to(ROOT))
-            if path.name == "__init__.py" and package == "mars_jax":
+            if name == "mars_jax/__init__.py":
                 continue  # its names are looked up lazily, so that importing it imports nothing
             for module in _imports(path):
                 found[module].append(name)
