@@ -330,6 +330,7 @@ class TestSmolLM2:
 
     @pytest.mark.slow
     def test_the_head_that_ships_drafts_and_changes_nothing(self):
+        smollm2()  # skips where it is not installed
         target = mj.load("smollm2", dtype="float32")
         prompts = ["Write a short story about a fox.", "What is the capital of France?"]
         plain = mj.generate(target, "none", prompts, chat=True, max_new_tokens=40)
