@@ -341,3 +341,8 @@ def test_what_cannot_be_relaxed_is_refused():
         with pytest.raises(MarsError, match=r"^theta is"):
             mars(theta=theta)
     assert mars().base == Exact()
+
+
+def test_its_name_says_margin_and_context():
+    assert mars(margin="gap", theta=1.5, context="position").name == "mars(gap, by position)"
+    assert mars(rejection(), context="position").name == "mars(by position) over rejection"
