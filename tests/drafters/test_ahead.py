@@ -31,6 +31,7 @@ def weights(noise):
     slow_but(
         [(0.0, [0.0, 0.0, 0.0], False), (0.1, [0.0, 1.0, 0.7], False), (0.03, [0.0, 1.0, 0.0], True)],
         (0.1, [0.0, 1.0, 0.7], False),
+        (0.03, [0.0, 1.0, 0.0], True),
     ),
 )
 def test_tokens_are_those_of_the_plain_loop(noise, temperature, pre_verify):
