@@ -83,7 +83,8 @@ def test_exact_walks_where_the_sample_of_each_node_leads():
 ALONE = (mars(rejection(block=True)), exact(), mars(), mars(rejection()))
 
 
-@pytest.mark.parametrize("verify", slow_but(ALONE), ids=lambda v: v.name)
+@pytest.mark.slow
+@pytest.mark.parametrize("verify", ALONE, ids=lambda v: v.name)
 def test_a_row_alone_equals_the_row_in_a_batch(verify):
     rows = [(0.0, 0, 1.0, 0.0), *oracles.SETTINGS, (0.9, 0, 1.0, 0.0), (0.0, 0, 1.0, 0.0)]
     rng = np.random.default_rng(3)

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from mars_jax import drafters, verify
-from tests.helpers import slow_but
 from tests.verify import oracles
 from tests.verify.test_siblings import SMALL, TARGET, law, sampled
 
@@ -15,7 +14,8 @@ LOOSE = {"relaxing": functools.partial(verify.mars, verify.rejection(block=True)
          "retargeted": functools.partial(verify.mixture, weight=0.2, block=True)}  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", slow_but(LOOSE))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", LOOSE)
 def test_by_blocks_the_first_tokens_follow_the_target_and_the_next_does_not(kind):
     text, tau = sampled(CHAIN, LOOSE[kind](exact_prefix=2))
     target = oracles.sequence_probabilities(law(TARGET))

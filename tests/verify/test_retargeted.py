@@ -11,7 +11,7 @@ import pytest
 from mars_jax import verify
 from mars_jax.core import tree as trees
 from mars_jax.core.errors import MarsError
-from tests.helpers import judge, slow_but
+from tests.helpers import judge
 from tests.verify import oracles
 from tests.verify.test_rejection import sampled_chain
 
@@ -34,7 +34,8 @@ def lifted(p, q, share):
     return v / v.sum(-1, keepdims=True)
 
 
-@pytest.mark.parametrize("block", slow_but([False, True]))
+@pytest.mark.slow
+@pytest.mark.parametrize("block", [False, True])
 def test_the_output_follows_what_the_rule_names(block):
     """Every setting in one batch; the node after the draft has no q, and follows the target."""
     share = 0.9

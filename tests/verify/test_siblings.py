@@ -17,7 +17,7 @@ from mars_jax.core.errors import MarsError
 from mars_jax.core.types import NO_TOKEN, DraftTree, Params, keys_from_seeds
 from mars_jax.drafters.draw import draw_siblings
 from mars_jax.verify.siblings import descend
-from tests.helpers import judge, logits_after, slow_but
+from tests.helpers import judge, logits_after
 from tests.verify import oracles
 from tests.verify.test_rejection import probabilities
 
@@ -179,7 +179,8 @@ def sampled(drafter, rule, rows=12_000):
 SHAPES = {"static": (2, 2), "dynamic": drafters.Dynamic(top_k=3, depth=2, nodes=6)}
 
 
-@pytest.mark.parametrize("shape", slow_but(SHAPES))
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES)
 def test_text_from_a_sampled_tree_follows_the_target(shape):
     drafter = drafters.language_model(SMALL, tree=SHAPES[shape], sample=True)
     text, tau = sampled(drafter, verify.rejection())
