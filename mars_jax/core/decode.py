@@ -19,6 +19,7 @@ from jax import Array, lax
 from jax.core import Tracer
 
 from mars_jax.core import rules
+from mars_jax.core.cut import cut
 from mars_jax.core.edits import edited
 from mars_jax.core.emit import emit, widened
 from mars_jax.core.errors import MarsError
@@ -308,6 +309,8 @@ def _decoder(target: LanguageModel, drafter: Drafter, structure: Any, prefill_ch
                 trusted = None
             else:
                 verdict, rule, trusted = judged(state.rule, evidence)
+            if (edits is not None or held is not None) and not rules.lossless(state.rule):
+                verdict = cut(verdict, evidence)
         with jax.named_scope("update"):
             draft = drafter.update(params, draft, tree, verdict, output, state.length)
         with jax.named_scope("emit"):

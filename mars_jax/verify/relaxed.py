@@ -13,6 +13,7 @@ from jax import Array
 
 from mars_jax.core import struct
 from mars_jax.core.controls import is_stop
+from mars_jax.core.cut import impossible
 from mars_jax.core.errors import MarsError
 from mars_jax.core.evidence import Evidence
 from mars_jax.core.tree import Allowance, at_parent, gather_path
@@ -32,8 +33,9 @@ class Relaxed(Lossy):
     with `cost` and `spend` what the relaxed edges of a row may add up to over the whole text; what is left is state
     that the rule carries on.
 
-    What no rule has to think of: an exact sibling goes first; strict rows and spans, the exact prefix, padding, and
-    stop tokens (the drafted one, the target's best, or the one that the base would emit) are never relaxed.
+    What no rule has to think of: an exact sibling goes first; strict rows and spans, the exact prefix, padding, tokens
+    that a ban or a constraint forbids, and stop tokens (the drafted one, the target's best, or the one that the base
+    would emit) are never relaxed.
     """
 
     base: Any = Exact()  # Exact or Rejection
@@ -72,7 +74,7 @@ class Relaxed(Lossy):
         )
         if evidence.strict_nodes is not None:
             free &= ~at_parent(tree, evidence.strict_nodes)
-        return self.relaxable(evidence) & free
+        return self.relaxable(evidence) & free & ~impossible(evidence)
 
     def __call__(self, evidence: Evidence) -> tuple[Verdict, Self]:
         cost, budget = self.cost(evidence) or (None, None)

@@ -1,0 +1,152 @@
+"""Bans and constraints hold under every rule, whatever it would accept."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mars_jax import constraints, drafters, verify
+from mars_jax.constraints.compiled import compiled
+from mars_jax.core import decode, struct
+from mars_jax.core.controls import make_controls
+from mars_jax.core.cut import cut
+from mars_jax.core.edits import make_edits
+from mars_jax.core.evidence import evidence
+from mars_jax.core.guide import Guides
+from mars_jax.core.tree import walk
+from mars_jax.core.types import DraftTree, Params, Verdict, keys_from_seeds
+from tests.core.test_guide import DRAFT, STOP, TARGET, VOCAB, VOCABULARY, text_of
+from tests.helpers import committed, ragged
+
+BANNED = (3, 5, 9)
+PATTERN = constraints.regex(r"[ab]+-[ab1]{1,9}")
+
+
+@struct.dataclass
+class Anything:
+    """A user's rule that takes every draft, and says what the target likes least."""
+
+    def __call__(self, given):
+        path, accepted, relaxed = walk(given.tree, given.tree.tokens >= 0, None)
+        least = jnp.argmin(given.logits, axis=-1).astype(jnp.int32)
+        least = jnp.take_along_axis(least, path[:, -1:], axis=1)[:, 0]
+        return Verdict(path=path, num_accepted=accepted, next_token=least, relaxed=relaxed), self
+
+
+@struct.dataclass
+class AnyEdge(verify.Relaxed):
+    """A user's rule of edges that relaxes all of them."""
+
+    def relaxable(self, given):
+        return jnp.ones_like(given.tree.tokens, bool)
+
+
+RULES = {
+    "simulated": verify.simulated(5),
+    "fly": verify.fly(entropy=0.0, window=1),
+    "mixture": verify.mixture(weight=0.2),
+    "anything": Anything(),
+    "any edge": AnyEdge(),
+}
+
+
+@struct.dataclass
+class OneEach:
+    """Rows 2 i and 2 i + 1 are verified by the i-th rule: all of them in one program."""
+
+    rules: tuple
+
+    def __call__(self, given):
+        found = [rule(given)[0] for rule in self.rules]
+
+        def own(*all_rows):
+            return jnp.stack([all_rows[row // 2][row] for row in range(2 * len(all_rows))])
+
+        return jax.tree.map(own, *found), self
+
+
+def unheeding(drafter):
+    """One that knows nothing of constraints, as one of a user's may not."""
+    return drafter._replace(
+        propose=lambda p, state, given: drafter.propose(p, state, given.replace(guide=None))
+    )
+
+
+def test_no_rule_lets_in_what_is_banned_or_against_a_constraint():
+    rows, rule = 2 * len(RULES), OneEach(tuple(RULES.values()))
+    chosen = [None, PATTERN] * len(RULES)
+    found = compiled(chosen, VOCABULARY)
+    tokens, lengths = ragged([1, 6, 12, 4, 3] * 2, 40, VOCAB)
+    controls = make_controls(rows, limit=40, stop_tokens=[STOP], temperature=1.0).replace(
+        edits=make_edits(rows, logit_bias=[dict.fromkeys(BANNED, -np.inf), {}] * len(RULES)),
+        guides=Guides(constraint=found.rows(chosen)),
+    )
+    drafter = unheeding(drafters.language_model(DRAFT, 5, sample=True))
+    decoder = decode.speculative_decoder(TARGET, drafter, rule, prefill_chunk=16)
+    params = Params(target=(), draft=(), guides=Guides(constraint=found.tables))
+    state = decode.start(decoder, params, tokens, lengths, controls, rule, keys_from_seeds(jnp.arange(rows)))
+    state, stats = decode.run(decoder, params, state)
+    for row, (text, begin) in enumerate(zip(committed(state), lengths.tolist(), strict=True)):
+        said, name = text[begin:], [*RULES][row // 2]
+        if row % 2 == 0:
+            assert said and not set(said) & set(BANNED), name
+            continue
+        ended = said[-1] == STOP
+        said = text_of(said[:-1] if ended else said)
+        assert PATTERN.automaton.matches(said) if ended else PATTERN.automaton.begins(said.encode()), name
+    took = np.asarray(stats.accepted_exact + stats.accepted_relaxed)
+    assert np.all(took.reshape(-1, 2).sum(1) > 0), took
+
+
+def some_evidence(seed, temperature):
+    """A tree of random tokens, some of them padding, and logits of which a third are -inf."""
+    rng = np.random.default_rng(seed)
+    parents = np.asarray([-1, 0, 0, 1, 1, 3])
+    depths = np.asarray([0, 1, 1, 2, 2, 3])
+    tokens = rng.integers(0, 5, (8, 6)).astype(np.int32)
+    tokens[:, 2][tokens[:, 2] == tokens[:, 1]] = -1
+    logits = rng.normal(size=(8, 6, 5)).astype(np.float32) * 2
+    logits[..., 1:][rng.random((8, 6, 4)) < 0.4] = -np.inf
+    spread = lambda x: jnp.asarray(np.broadcast_to(x, (8, 6)), jnp.int32)  # noqa: E731
+    tree = DraftTree(
+        tokens=jnp.asarray(tokens),
+        parents=spread(parents),
+        depths=spread(depths),
+        draft_logits=jnp.asarray(rng.normal(size=(8, 6, 5)), jnp.float32) if temperature else None,
+        max_depth=3,
+        is_chain=False,
+    )
+    return evidence(tree, jnp.asarray(logits), seeds=np.arange(8) + seed, temperature=temperature)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_cut_is_that_of_a_loop_and_changes_nothing_of_a_lawful_rule(temperature):
+    lawful = [verify.exact()] if not temperature else [verify.exact(), verify.rejection()]
+
+    @jax.jit
+    def verdicts(given):
+        lossy = Anything()(given)[0]
+        return lossy, cut(lossy, given), [(v, cut(v, given)) for v in (rule(given)[0] for rule in lawful)]
+
+    for seed in range(6):
+        given = some_evidence(10 * seed, temperature)
+        lossy, after, pairs = jax.device_get(verdicts(given))
+        for before, same in pairs:
+            jax.tree.map(np.testing.assert_array_equal, before, same)
+        tree, logits = jax.device_get((given.tree, given.logits))
+        for b in range(8):
+            kept = 0
+            for node in lossy.path[b, 1 : 1 + lossy.num_accepted[b]]:
+                if logits[b, tree.parents[b, node], tree.tokens[b, node]] == -np.inf:
+                    break
+                kept += 1
+            last = lossy.path[b, kept]
+            assert after.num_accepted[b] == kept
+            assert after.path[b].tolist() == [*lossy.path[b, :kept], *[last] * (4 - kept)]
+            assert np.isfinite(logits[b, last, after.next_token[b]])
+            if last == lossy.path[b, -1] and np.isfinite(logits[b, last, lossy.next_token[b]]):
+                assert after.next_token[b] == lossy.next_token[b]
+            elif not temperature:
+                assert after.next_token[b] == np.argmax(logits[b, last])
