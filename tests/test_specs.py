@@ -225,7 +225,7 @@ def test_other_drafts_are_refused(spec):
     )
     assert message(specs.parse_draft, spec, shown="--draft") == (
         f"--draft is {spec}{near}: expected none, ngram, model:PATH, eagle:PATH, medusa:PATH, sprinter:PATH, "
-        "trispec:PATH, via_sd:PATH, replay:PATH or dflash:PATH."
+        "trispec:PATH, via_sd:PATH, replay:FILE or dflash:PATH."
     )
 
 

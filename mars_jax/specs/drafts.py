@@ -56,6 +56,7 @@ class DraftKind:
     name: str
     help: str
     path: bool = False  # named with a checkpoint, as NAME:PATH
+    file: bool = False  # or with a file instead, as NAME:FILE
     trees: bool = False  # drafts static trees
     dynamic: bool = False  # drafts dynamic trees
     samples: bool = False  # has a distribution, and draws from it for rejection
@@ -76,7 +77,7 @@ class DraftKind:
         >>> DRAFTERS["model"].spec
         'model:PATH'
         """
-        return f"{self.name}:PATH" if self.path else self.name
+        return f"{self.name}:{'FILE' if self.file else 'PATH'}" if self.path else self.name
 
     def usual(self, *, mixture: bool, sample: bool = False) -> tuple[int | None, Dynamic | None]:
         """What it drafts where neither a length nor a tree is asked for: the length of a chain, and a tree instead.
@@ -168,6 +169,7 @@ DRAFTERS: dict[str, DraftKind] = {
             name="replay",
             help="copy from earlier answers, the rows of a file, or from the text so far",
             path=True,
+            file=True,
             length=8,
             resizes=True,
             paper="2509.23232",
@@ -197,6 +199,11 @@ class DraftSpec(NamedTuple):
     @property
     def row(self) -> DraftKind:
         return DRAFTERS[self.kind]
+
+    @property
+    def checkpoint(self) -> str:
+        """The checkpoint that it is named with, "" where there is none."""
+        return "" if self.row.file else self.path
 
 
 def draft_words(names: Iterable[str] = DRAFTERS) -> str:

@@ -198,6 +198,20 @@ def test_output_equals_what_json_prints(run, target, tmp_path):
     assert both.out == (tmp_path / "other.jsonl").read_text()
 
 
+def test_what_a_run_wrote_is_drafted_in_the_next_one(run, refused, target, tmp_path):
+    first, argv = tmp_path / "first.jsonl", ["--target", target, *FEW, "the sea", "--verify", "exact"]
+    assert run(*argv, "--draft", "none", "--output", first).code == 0
+    again = [*argv, "--draft", f"replay:{first}"]
+    [before], [now] = rows(first.read_text()), rows(run(*again, "--json").out)
+    assert now["tokens"] == before["tokens"] and now["steps"] < before["steps"]
+    assert run(*again, "--output", tmp_path / "second.jsonl").code == 0
+    assert "nothing to do" in run(*again, "--output", tmp_path / "second.jsonl", "--resume").err
+    first.write_text(first.read_text().replace('"tokens": [', '"tokens": [1, 1, '))
+    other = refused(*again, "--output", tmp_path / "second.jsonl", "--resume")
+    assert "draft" in other and "second.jsonl" in other
+    assert "there is no such file" in refused(*argv, "--draft", f"replay:{tmp_path / 'nowhere.jsonl'}")
+
+
 # Dies by SIGKILL half-way through writing its fourth row, which is the second one of a batch.
 DIES = """
 import os, signal, sys

@@ -78,7 +78,7 @@ def _decode(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRow
         with ways.busy("loading"):
             job = open_job(args, choices, rows)
         if args.output is not None:
-            file.check_weights(fingerprints(job.session, draft=choices.draft.path))
+            file.check_weights(fingerprints(job.session, choices.draft))
         # A narrow locale must not end a run in the middle of a text; JSON is UTF-8 whatever the locale.
         if (reconfigure := getattr(out, "reconfigure", None)) is not None:
             reconfigure(encoding="utf-8" if args.json else None, errors="strict" if args.json else "replace")

@@ -8,6 +8,7 @@ import functools
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -143,11 +144,13 @@ def open_job(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRo
     sketch = hub.outline(args.target)
     requests = make_requests(sketch, args, rows)
     rule = load_rule(choices.rule, sketch, rows)
-    kind, path = choices.draft
-    if kind == "model":
-        check_same_vocabulary(sketch, hub.outline(path))
-    elif path:
-        resolve(path, weights=False)
+    draft = choices.draft
+    if draft.kind == "model":
+        check_same_vocabulary(sketch, hub.outline(draft.path))
+    elif draft.checkpoint:
+        resolve(draft.checkpoint, weights=False)
+    elif draft.path and not Path(draft.path).is_file():
+        raise MarsError(f"--draft is {draft.kind}:{draft.path}, and there is no such file: check the path.")
     if not sketch.has_tokenizer and not (args.json or args.output or args.compare):
         raise MarsError(f"'{args.target}' has no tokenizer and so no text to show: add --json for token ids.")
     target = open_target(args, sketch)
@@ -197,7 +200,7 @@ def open_job(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRo
     return Job(
         session=session,
         requests=requests,
-        drafts=kind != "none",
+        drafts=draft.kind != "none",
         simulated=simulated,
         run=run,
         numbers=[row.numbers for row in rows],

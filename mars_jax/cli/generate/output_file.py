@@ -22,6 +22,7 @@ from mars_jax.hub.files import resolve
 from mars_jax.serve.journal import Journal, could_begin, difference, parse, to_line, write_whole
 from mars_jax.serve.requests import Completion, Request
 from mars_jax.serve.session import Session
+from mars_jax.specs import DraftSpec
 
 _OTHER = "choose another --output, or the flags of the run that began it"
 
@@ -187,17 +188,18 @@ class OutputFile:
         self._journal.close()
 
 
-def fingerprints(session: Session, *, draft: str | None) -> dict[str, str]:
+def fingerprints(session: Session, draft: DraftSpec) -> dict[str, str]:
     """Of what has weights, a name for them. Where there are several processes, all call it.
 
     Args:
       session: with the weights.
-      draft: the checkpoint of its drafter, if that has one.
+      draft: its drafter, as it was named.
     """
     target, drafter, rule = session.target, session.drafter, session.rule
     found = {"target": fingerprint(target.params, target.path)}
-    if draft:
-        found["draft"] = fingerprint(drafter.params, resolve(draft, weights=False))
+    if draft.path:
+        of = [resolve(draft.checkpoint, weights=False)] if draft.checkpoint else []
+        found["draft"] = fingerprint(drafter.params, *of)
     if jax.tree.leaves(rule.params):
         found["rule"] = fingerprint(rule.params)
     return found
