@@ -1,0 +1,141 @@
+"""Random checkpoints of every kind that a command can open, so small that a decode costs its compilation alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import shutil
+import string
+import tempfile
+from pathlib import Path
+
+import jax
+import numpy as np
+from transformers import AutoTokenizer
+
+import mars_jax as mj
+from mars_jax import hub, specs, verify
+from mars_jax.hub.heads.dflash_files import save_dflash
+from mars_jax.hub.heads.medusa_files import save_medusa
+from mars_jax.hub.heads.system_files import System, save_system
+from mars_jax.models import ModelConfig, dflash, eagle, indicator, init_params, medusa, mixer
+from mars_jax.models.dflash import DFlashConfig
+from mars_jax.models.eagle import EagleConfig
+from mars_jax.models.medusa import MedusaConfig
+from tests.cli.conftest import write_tokenizer
+
+CORPUS = "a story of the sea and the sun, and of a man of the sea"
+TEMPLATE = "{% for m in messages %}{{ m.role[0] }}: {{ m.content }} {% endfor %}a: "
+
+
+@dataclasses.dataclass(frozen=True)
+class World:
+    target: str
+    drafters: dict[str, str]  # specs by the names of `specs.DRAFTERS`
+    rules: dict[str, str]  # specs by the names of `specs.RULES`
+
+
+@functools.cache
+def world() -> World:
+    """The checkpoints, made once in a process."""
+    folder = Path(tempfile.mkdtemp(prefix="matrix"))
+    vocab = write_tokenizer(folder / "target", CORPUS, 20)
+    (folder / "target" / "chat_template.jinja").write_text(TEMPLATE)
+    config = ModelConfig(
+        vocab_size=vocab,
+        hidden_size=32,
+        intermediate_size=32,
+        num_layers=1,
+        num_heads=2,
+        max_positions=128,
+        eos_token_ids=(0,),
+    )
+    draw = np.random.default_rng(0)
+    shapes = jax.eval_shape(lambda key: init_params(config, key), jax.random.key(0))
+
+    def drawn(shapes, scale):
+        """Weights of numpy, for which nothing is compiled; norms stay near 1."""
+        return jax.tree.map(
+            lambda x: (draw.normal(size=x.shape) * scale + (x.ndim == 1)).astype(np.float32), shapes
+        )
+
+    def noisy(params, share):
+        return jax.tree.map(
+            lambda x: x + share * np.std(x) * draw.normal(size=x.shape).astype(np.float32), params
+        )
+
+    def heads(init, *given):
+        return drawn(jax.eval_shape(lambda key: init(*given, key), jax.random.key(0)), 0.2)
+
+    params = drawn(shapes, 0.5)
+    # Letters and spaces are what is said, so that stop strings, spans and constraints meet texts.
+    tokenizer = AutoTokenizer.from_pretrained(folder / "target")
+    said = {i for i in range(vocab) if set(tokenizer.decode([i])) <= set(string.ascii_lowercase + " ,")}
+    params["unembed"] = params["unembed"] * np.isin(np.arange(vocab), [*said])[:, None].astype(np.float32)
+    hub.save(folder / "target", config, params, overwrite=True)
+    for name, share in (("draft", 0.03), ("proxy", 0.02)):
+        hub.save(folder / name, config, noisy(params, share))
+        for file in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+            if (folder / "target" / file).exists():
+                (folder / name / file).write_bytes((folder / "target" / file).read_bytes())
+    layer = config
+    head = EagleConfig(
+        version=3, layer=layer, target_hidden_size=32, draft_vocab_size=vocab, feature_layers=(0,)
+    )
+    hub.save_eagle(folder / "eagle", head, heads(eagle.init_params, head))
+    few = MedusaConfig(num_heads=3, num_layers=1, hidden_size=32, vocab_size=vocab)
+    save_medusa(folder / "medusa", few, heads(medusa.init_params, few))
+    block = DFlashConfig(
+        layer=dataclasses.replace(layer, family="qwen3", qk_norm=True),
+        target_hidden_size=32,
+        feature_layers=(0,),
+        block_size=5,
+        mask_token=1,
+        draft_vocab_size=vocab,
+    )
+    save_dflash(folder / "dflash", block, heads(dflash.init_params, block))
+    arrays = {"weight": draw.normal(size=32).astype(np.float32), "bias": np.ones(1, np.float32)}
+    mask = ((False, True),)
+    for system, more in (
+        (System(name="sprinter", draft="draft"), arrays),
+        (System(name="trispec", draft="draft", proxy="proxy", draft_tokens=3), None),
+        (System(name="via_sd", draft="draft", layers=mask, draft_tokens=3), None),
+    ):
+        save_system(folder / system.name, system, more)
+        for part in ("draft", "proxy"):
+            shutil.copytree(folder / part, folder / system.name / part)
+    rows = [{"tokens": draw.integers(1, vocab, 9).tolist() * 3}]
+    (folder / "replay").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "replay").rename(folder / "replay.jsonl")
+    verify.save(folder / "learned", heads(indicator.init_params, 32))
+    verify.save(folder / "diversed", heads(mixer.init_params, 32), "diversed")
+    places = {name: folder / name for name in specs.DRAFTERS} | {
+        "model": folder / "draft",
+        "replay": folder / "replay.jsonl",
+    }
+    weights = {"equivalent": "case,space"}
+    return World(
+        target=str(folder / "target"),
+        drafters={
+            name: f"{name}:{places[name]}" if row.path else name for name, row in specs.DRAFTERS.items()
+        },
+        rules={
+            name: f"{name}:{weights.get(name, folder / name)}" if "weights" in row.needs else name
+            for name, row in specs.RULES.items()
+        },
+    )
+
+
+@functools.cache
+def target(dtype: str, cache_dtype: str | None, mesh: str | None):
+    """The target, loaded once for each form of it."""
+    given = {} if mesh is None else {"mesh": mesh_of(mesh)}
+    return mj.load(world().target, dtype=dtype, cache_dtype=cache_dtype, **given)
+
+
+def mesh_of(text: str):
+    sizes = {name: int(size) for name, size in (part.split("=") for part in text.split(","))}
+    return jax.make_mesh(
+        tuple(sizes.values()), tuple(sizes), axis_types=(jax.sharding.AxisType.Auto,) * len(sizes)
+    )
