@@ -68,7 +68,7 @@ def _automaton(constraint: Constraint) -> Automaton:
     if kind == "regex":
         return automaton(parse(content))
     if kind == "json_schema":
-        return schema_automaton(parsed(content), compact=constraint.compact)
+        return schema_automaton(json.loads(content), compact=constraint.compact)
     if kind == "choice":
         return automaton(Either(tuple(map(text, content))))
     raise MarsError("a constraint of tokens is none of bytes: use its table.")

@@ -12,16 +12,19 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from mars_jax.constraints.automaton import Automaton, automaton
 from mars_jax.constraints.nodes import (
+    MOST_PIECES,
     NOTHING,
     Budget,
     Chars,
     Either,
     Node,
+    Ranges,
     Repeat,
     Sequence,
     TooLarge,
@@ -157,32 +160,41 @@ def schema_automaton(schema: Any, *, compact: bool = False) -> Automaton:
 _COUNTED = {
     "properties": "properties in one object",
     "required": "names in one list of what is required",
-    "anyOf": "schemas in one anyOf",
     "prefixItems": "schemas in one prefixItems",
+    "anyOf": "schemas in one anyOf",
+    "allOf": "schemas in one allOf",
+    "enum": "values in one enum",
+    "type": "names in one type",
     "minItems": "items in one array",
     "maxItems": "items in one array",
     "minLength": "characters in one string",
     "maxLength": "characters in one string",
-    "pattern": "characters in one pattern",
-    "enum": "values in one enum",
-    "const": "characters in one const",
 }
 
 
 def _most_of(schema: Any, visits: int) -> str:
-    """What there is most of, for a message."""
-    most, todo = (visits - 1, "schemas, each $ref counted as what it stands for"), [schema]
+    """What there is most of in a schema, for a message."""
+    most, what, todo = 0, "", [("", schema)]
     while todo:
-        one = todo.pop()
-        if isinstance(one, dict):
-            for name in one.keys() & _COUNTED.keys():
-                value = one[name]
-                count = len(value) if isinstance(value, dict | list | str) else value
-                if type(count) is int and count >= most[0]:
-                    most = count, _COUNTED[name]
+        name, one = todo.pop()
+        count, unit = 0, _COUNTED.get(name, "")
         if isinstance(one, dict | list):
-            todo += one.values() if isinstance(one, dict) else one
-    return f"{shown(most[0]) if most[0] > 10**18 else format(most[0], ',')} {most[1]}"
+            count = len(one) if unit else 0
+            if isinstance(one, dict):
+                todo += [pair for pair in one.items() if pair[0] not in _NOTES or pair[0] in ("$defs", "definitions")]
+            elif count < MOST_PIECES:  # more is enough to say
+                todo += [(name if name == "enum" else "", inner) for inner in one]
+        elif isinstance(one, str) and name in ("pattern", "const", "enum", "$ref"):
+            count, unit = len(one), f"characters in one {name}"
+            if name == "pattern" and (repeats := max(map(int, re.findall(r"\d{1,9}", one)), default=0)) > count:
+                count, unit = repeats, "repeats in one pattern"
+        elif type(one) is int and unit:
+            count = one
+        if count > most:
+            most, what = count, unit
+    if visits > 2 * most:
+        most, what = visits, "schemas, each $ref counted as what it stands for"
+    return f"{most:,} {what}" if most < 10**15 else f"more than 10^15 {what}"
 
 
 class _Writer:
@@ -202,7 +214,7 @@ class _Writer:
             )
         given = _keywords(schema, where)
         self.visits += 1
-        self._budget.spend(1 + sum(len(one) for one in given.values() if isinstance(one, dict | list | str)))
+        self._budget.spend(1 + sum(len(one) for one in given.values() if isinstance(one, dict | list)))
         _only(given, _KNOWN, "", where)
         if not given:
             return self._any[ANY_DEPTH]
@@ -225,6 +237,7 @@ class _Writer:
     def _meant(self, name: str, value: Any, where: str) -> list[tuple[str, Any]]:
         """The schemas that a keyword offers, with where each is."""
         if name == "$ref":
+            self._budget.spend(len(str(value)))
             return [(_part(value), self._found(value, where))]
         if not isinstance(value, list) or not value:
             raise MarsError(f"{name} at {where} is {shown(value)}: expected a list of schemas.")
@@ -580,10 +593,13 @@ def _in_json(node: Node) -> Node:
         return Either(tuple(map(_in_json, node.parts)))
     if isinstance(node, Repeat):
         return Repeat(_in_json(node.part), node.least, node.most)
-    parts = [
-        said for code, said in _ESCAPED.items() if any(low <= code <= high for low, high in node.ranges)
-    ]
+    return _char_in_json(node.ranges)
+
+
+@functools.lru_cache(maxsize=1024)
+def _char_in_json(ranges: Ranges) -> Node:
+    parts = [said for code, said in _ESCAPED.items() if any(low <= code <= high for low, high in ranges)]
     if not parts:
-        return node
-    plain = complement(ranges_of([*complement(node.ranges), *((code, code) for code in _ESCAPED)]))
+        return Chars(ranges)
+    plain = complement(ranges_of([*complement(ranges), *((code, code) for code in _ESCAPED)]))
     return Either((*parts, Chars(plain))) if plain else Either(tuple(parts))
