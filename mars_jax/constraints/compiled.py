@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from mars_jax.constraints.automaton import FIRST
-from mars_jax.constraints.nodes import TooLarge
 from mars_jax.constraints.constraint import Constraint, same, without_relax
+from mars_jax.constraints.nodes import TooLarge
 from mars_jax.constraints.token_table import TokenTable
 from mars_jax.constraints.vocabulary import Vocabulary
 from mars_jax.core.guide import BITS, DEAD, FREE, Tables, Tracked

@@ -169,6 +169,7 @@ _COUNTED = {
     "maxItems": "items in one array",
     "minLength": "characters in one string",
     "maxLength": "characters in one string",
+    "{": "repeats in one pattern",
 }
 
 
@@ -178,16 +179,19 @@ def _most_of(schema: Any, visits: int) -> str:
     while todo:
         name, one = todo.pop()
         count, unit = 0, _COUNTED.get(name, "")
-        if isinstance(one, dict | list):
+        if isinstance(one, dict):
             count = len(one) if unit else 0
-            if isinstance(one, dict):
-                todo += [pair for pair in one.items() if pair[0] not in _NOTES or pair[0] in ("$defs", "definitions")]
-            elif count < MOST_PIECES:  # more is enough to say
+            todo += [
+                (key, inner) for key, inner in one.items() if key not in _NOTES - {"$defs", "definitions"}
+            ]
+        elif isinstance(one, list):
+            count = len(one) if unit else 0
+            if count < MOST_PIECES:  # more is enough to say
                 todo += [(name if name == "enum" else "", inner) for inner in one]
         elif isinstance(one, str) and name in ("pattern", "const", "enum", "$ref"):
             count, unit = len(one), f"characters in one {name}"
-            if name == "pattern" and (repeats := max(map(int, re.findall(r"\d{1,9}", one)), default=0)) > count:
-                count, unit = repeats, "repeats in one pattern"
+            if name == "pattern":
+                todo += [("{", int(number)) for number in re.findall(r"\d{1,9}", one)]
         elif type(one) is int and unit:
             count = one
         if count > most:
@@ -262,7 +266,8 @@ class _Writer:
 
     def _one_of(self, given: dict, where: str) -> Node:
         """Values that are named: those that all keywords name, of the type that stands beside them."""
-        _only(given, {"const", "enum", "type"}, f" beside {' and '.join(given.keys() & {'const', 'enum'})}", where)
+        named = " and ".join(name for name in ("const", "enum") if name in given)
+        _only(given, {"const", "enum", "type"}, f" beside {named}", where)
         values = given.get("enum", [given.get("const")])
         if not isinstance(values, list) or not values:
             raise MarsError(f"the enum at {where} is {shown(values)}: expected a list of values.")
@@ -350,13 +355,15 @@ class _Writer:
     def _object(self, given: dict, where: str, depth: int) -> Node:
         properties, required = given.get("properties"), _list(given, "required", where)
         if properties is not None and not isinstance(properties, Mapping):
-            raise MarsError(f"the properties at {where} are {shown(properties)}: expected an object of schemas.")
+            raise MarsError(
+                f"the properties at {where} are {shown(properties)}: expected an object of schemas."
+            )
         further = given.get("additionalProperties")
         unknown = [name for name in required if not isinstance(name, str) or name not in (properties or ())]
         if unknown:
             raise MarsError(
-                f"the object at {where} requires {shown(unknown[0])}, which no property describes: add it to properties, "
-                "or leave it out."
+                f"the object at {where} requires {shown(unknown[0])}, which no property describes: add it to "
+                "properties, or leave it out."
             )
         if not properties:
             if further is False or (properties is not None and "additionalProperties" not in given):
@@ -454,7 +461,7 @@ def _only(given: Mapping[str, Any], known: set[str], beside: str, where: str) ->
 
 
 def _types(value: Any, where: str) -> list[str]:
-    kinds = value if isinstance(value, list) and value else [value]
+    kinds: list[Any] = value if isinstance(value, list) and value else [value]
     for kind in kinds:
         if not isinstance(kind, str) or kind not in _OF_TYPE:
             raise MarsError(

@@ -225,9 +225,17 @@ def test_what_random_schemas_say_is_valid(count):
         ({"type": "integer", "enum": [1, "a", True, 2.0]}, ["1", "2.0"], ['"a"', "true"]),
         ({"type": ["string", "boolean"], "enum": [0, False, "a"]}, ["false", '"a"'], ["0"]),
         ({"const": {"b": 1, "a": 2}, "enum": [1, {"a": 2, "b": 1}]}, ['{"a": 2, "b": 1}'], ["1"]),
-        ({"type": "string", "anyOf": [{"maxLength": 1}, {"enum": ["ab", 1]}]}, ['"a"', '"ab"'], ['"b2"', "1"]),
         (
-            {"type": "object", "properties": {"a": B, "b": B}, "anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
+            {"type": "string", "anyOf": [{"maxLength": 1}, {"enum": ["ab", 1]}]},
+            ['"a"', '"ab"'],
+            ['"b2"', "1"],
+        ),
+        (
+            {
+                "type": "object",
+                "properties": {"a": B, "b": B},
+                "anyOf": [{"required": ["a"]}, {"required": ["b"]}],
+            },
             ['{"a": []}', '{"b": []}', '{"a": [], "b": [null]}'],
             ["{}", '{"b": [], "a": []}'],
         ),
@@ -254,15 +262,23 @@ BITS = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(1
     ("schema", "sentence"),
     [
         (lambda: {"properties": {f"property {i}": A for i in range(20_000)}}, "has 20,000 properties in one"),
-        (lambda: {"$ref": "#/$defs/d0", "$defs": BITS | {"d10": {}}}, r"schemas, each \$ref counted as what it"),
+        (
+            lambda: {"$ref": "#/$defs/d0", "$defs": BITS | {"d10": {}}},
+            r"schemas, each \$ref counted as what it",
+        ),
         (lambda: {**B, "minItems": 10**9}, "has 1,000,000,000 items in one array"),
         (lambda: {"enum": ["a" * 10_000_000]}, "has 10,000,000 characters in one enum"),
         (lambda: '{"const": ' + "[" * 100_000 + "]" * 100_000 + "}", "more than 100 deep"),
-        (lambda: functools.reduce(lambda inner, _: {"const": inner}, range(100_000), 1), "more than 100 deep"),
+        (
+            lambda: functools.reduce(lambda inner, _: {"const": inner}, range(100_000), 1),
+            "more than 100 deep",
+        ),
         (lambda: {"const": [[float("nan")]]}, "cannot be written as JSON .*not JSON compliant"),
         (lambda: '{"enum": [1, 1e999]}', "cannot be written as JSON .*not JSON compliant"),
         pytest.param(
-            lambda: '{"anyOf": [' + "{}," * 3_300_000 + "{}]}", "has 3,300,001 schemas", marks=pytest.mark.slow
+            lambda: '{"anyOf": [' + "{}," * 3_300_000 + "{}]}",
+            "has 3,300,001 schemas",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             lambda: {"pattern": "(a?){9999}"}, "has 9,999 repeats in one pattern", marks=pytest.mark.slow
