@@ -14,13 +14,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mars_jax.constraints.nodes import Chars, Either, Node, Ranges, Repeat, Sequence
+from mars_jax.constraints.nodes import Budget, Chars, Either, Node, Ranges, Repeat, Sequence, TooLarge
 from mars_jax.core.errors import MarsError
 
 DEAD, FIRST = 0, 1
 MOST_STATES = 32_000
 """Of an automaton: states are numbered by u16, and several constraints of a batch share the numbers."""
-_MOST_PIECES = 150_000
+_MOST_STEPS = 5_000_000
+"""From states to sets of states: what is looked at, and so what the sets hold together."""
 _MINIMISED = 6_000
 _ROUNDS = 400
 
@@ -89,12 +90,12 @@ class _Pieces:
     """A nondeterministic automaton as it grows."""
 
     def __init__(self):
+        self._budget = Budget()
         self.free: list[list[int]] = []  # steps without a byte
         self.byte: list[list[tuple[int, int, int]]] = []  # (low, high, to)
 
     def state(self) -> int:
-        if len(self.free) >= _MOST_PIECES:
-            raise too_large("its repeats are too many")
+        self._budget.spend(1)
         self.free.append([])
         self.byte.append([])
         return len(self.free) - 1
@@ -165,18 +166,12 @@ def _says_something(node: Node) -> bool:
     return True
 
 
-def too_large(why: str) -> MarsError:
-    """The sentence for constraints whose tables would not fit."""
-    return MarsError(
-        f"the constraint is too large ({why}): bound its repeats lower, or divide it into several requests."
-    )
-
-
 def automaton(node: Node) -> Automaton:
     """The deterministic automaton of a node.
 
     Raises:
-      MarsError: it has too many states, or accepts nothing.
+      TooLarge: it has too many states.
+      MarsError: it accepts nothing.
 
     >>> from mars_jax.constraints.pattern import parse
     >>> made = automaton(parse("ab*"))
@@ -203,49 +198,47 @@ def _subsets(
         [(int(classes[low]), int(classes[high]) + 1, to) for low, high, to in steps] for steps in pieces.byte
     ]
 
-    @functools.cache
-    def closed(state: int) -> frozenset[int]:
-        """What is reached from a state without a byte, itself included; of states that a byte leaves, or the last."""
-        seen, todo = {state}, [state]
+    budget = Budget(_MOST_STEPS, "steps from state to state")
+
+    def closed(states: frozenset[int]) -> frozenset[int]:
+        """What is reached from states without a byte, themselves included; of what a byte leaves, or the last."""
+        seen, todo = set(states), list(states)
         while todo:
             for following in pieces.free[todo.pop()]:
                 if following not in seen:
                     seen.add(following)
                     todo.append(following)
+        budget.spend(len(seen))
         return frozenset(s for s in seen if by_class[s] or s == last)
 
-    start = closed(first)
+    start = closed(frozenset([first]))
     ids = {frozenset(): DEAD, start: FIRST} if start else {start: DEAD}
+    known: dict[frozenset[int], int] = {}  # by what the bytes lead to, before it is closed
     todo = [start]
     rows = [[DEAD] * count, [DEAD] * count]
     accepting = [False, last in start]
     for subset in todo:
-        to: list[set[int] | None] = [None] * count
+        to: list[set[int]] = [set() for _ in range(count)]
         for state in subset:
             for low, high, following in by_class[state]:
-                reached = closed(following)
+                budget.spend(high - low)
                 for kind in range(low, high):
-                    found = to[kind]
-                    if found is None:
-                        to[kind] = set(reached)
-                    else:
-                        found |= reached
+                    to[kind].add(following)
         row = rows[ids[subset]]
-        known: dict[frozenset[int], int] = {}
-        for kind, found in enumerate(to):
+        for kind, found in enumerate(map(frozenset, to)):
             if not found:
                 continue
-            reached = frozenset(found)
-            if reached not in known:
+            if found not in known:
+                reached = closed(found)
                 if reached not in ids:
                     if len(rows) >= MOST_STATES:
-                        raise too_large(f"more than {MOST_STATES:,} states")
+                        raise TooLarge(f"more than {MOST_STATES:,} states")
                     ids[reached] = len(rows)
                     rows.append([DEAD] * count)
                     accepting.append(last in reached)
                     todo.append(reached)
-                known[reached] = ids[reached]
-            row[kind] = known[reached]
+                known[found] = ids[reached]
+            row[kind] = known[found]
     return np.asarray(rows, np.int32), np.asarray(accepting, bool)
 
 

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from mars_jax.constraints.automaton import FIRST, too_large
+from mars_jax.constraints.automaton import FIRST
 from mars_jax.constraints.constraint import Constraint, same, without_relax
+from mars_jax.constraints.nodes import TooLarge
 from mars_jax.constraints.token_table import TokenTable
 from mars_jax.constraints.vocabulary import Vocabulary
 from mars_jax.core.guide import BITS, DEAD, FREE, Tables, Tracked
@@ -85,7 +86,7 @@ def joined(tables: dict[Any, TokenTable], vocab: int) -> Compiled:
     """
     states = 2 + sum(len(t.next) - 1 for t in tables.values())
     if states > 1 << 16:
-        raise too_large(f"{states:,} states of all constraints together, and there is room for {1 << 16:,}")
+        raise TooLarge(f"{states:,} states of all constraints together, and there is room for {1 << 16:,}")
     size = _bucket(states, 128)
     kinds = _bucket(max((t.next.shape[1] for t in tables.values()), default=1), 32)
     groups = _bucket(len(tables) + 1, 4)
@@ -150,7 +151,7 @@ class _Bits:
         key = row.tobytes()
         if key not in self._known:
             if (len(self._rows) + 1) * row.nbytes > MOST_BYTES:
-                raise too_large("its states allow too many different sets of tokens")
+                raise TooLarge("its states allow too many different sets of tokens")
             self._known[key] = len(self._rows)
             self._rows.append(row)
         return self._known[key]

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from mars_jax.constraints.automaton import FIRST, Automaton, automaton
-from mars_jax.constraints.nodes import Either, text
+from mars_jax.constraints.nodes import Either, shown, text
 from mars_jax.constraints.pattern import parse
-from mars_jax.constraints.schema import schema_nodes
+from mars_jax.constraints.schema import parsed, schema_automaton, too_deep
 from mars_jax.constraints.stored import stored
 from mars_jax.constraints.token_table import NO_TOKEN, TokenTable, token_table
 from mars_jax.constraints.vocabulary import Vocabulary
@@ -68,7 +68,7 @@ def _automaton(constraint: Constraint) -> Automaton:
     if kind == "regex":
         return automaton(parse(content))
     if kind == "json_schema":
-        return automaton(schema_nodes(json.loads(content), compact=constraint.compact))
+        return schema_automaton(json.loads(content), compact=constraint.compact)
     if kind == "choice":
         return automaton(Either(tuple(map(text, content))))
     raise MarsError("a constraint of tokens is none of bytes: use its table.")
@@ -129,30 +129,36 @@ def json_schema(schema: Mapping[str, Any] | str | os.PathLike[str], *, compact: 
     >>> json_schema({"enum": [1, "a"]}).automaton.matches('"a"')
     True
     """
-    found: Any = schema
-    if isinstance(schema, str | os.PathLike):
+    if not isinstance(schema, str | os.PathLike):
+        said = _written(schema)
+    else:
         said = os.fspath(schema)
-        if not said.lstrip().startswith(("{", "true")):
+        if not said.lstrip().startswith("{") and said.strip() != "true":
             try:
                 said = Path(said).read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
+            except (OSError, ValueError) as error:
                 reason = getattr(error, "strerror", None) or "it is not UTF-8"
                 raise MarsError(
-                    f"the schema '{schema}' cannot be read ({reason}): give a file that holds JSON."
+                    f"the schema {shown(said)} cannot be read ({reason}): give a file that holds JSON."
                 ) from None
-        try:
-            found = json.loads(said)
-        except (ValueError, RecursionError) as error:
-            raise MarsError(f"the schema is not JSON ({error}): correct it.") from None
-    if not isinstance(found, Mapping) and found is not True:
-        raise MarsError(f"the schema is {found!r}: expected a JSON object.")
-    try:
-        content = json.dumps(found)
-    except (TypeError, ValueError, RecursionError) as error:  # of a schema that Python made, or a deep one
-        raise MarsError(f"the schema cannot be written as JSON ({error}): correct it.") from None
-    made = Constraint("json_schema", content, compact)
+    found = parsed(said)
+    if not isinstance(found, dict) and found is not True:
+        raise MarsError(f"the schema is {shown(found)}: expected a JSON object.")
+    made = Constraint("json_schema", _written(found), compact)
     made.automaton  # noqa: B018, so that what is wrong is said here
     return made
+
+
+def _written(schema: Any) -> str:
+    try:
+        return json.dumps(schema, allow_nan=False)
+    except (
+        TypeError,
+        ValueError,
+    ) as error:  # of a schema that Python made, or of numbers that JSON has none of
+        raise MarsError(f"the schema cannot be written as JSON ({error}): correct it.") from None
+    except RecursionError:
+        raise too_deep() from None
 
 
 def choice(texts: Iterable[str]) -> Constraint:

@@ -6,10 +6,38 @@ from typing import NamedTuple, Union
 
 from mars_jax.core.errors import MarsError
 
+MOST_PIECES = 150_000
+"""Of one constraint while it is built: what is read of a schema or a pattern, and states before they are joined."""
 LARGEST = 0x10FFFF
 _SURROGATES = (0xD800, 0xDFFF)
 Ranges = tuple[tuple[int, int], ...]
 """Code points, as sorted ranges that do not touch, both ends included."""
+
+
+class TooLarge(MarsError):
+    """A constraint that would not fit."""
+
+    def __init__(self, why: str):
+        super().__init__(
+            f"the constraint is too large ({why}): bound its repeats lower, or divide it into several requests."
+        )
+
+
+class Budget:
+    """What is left to spend on a constraint, so that none takes for ever."""
+
+    def __init__(self, most: int = MOST_PIECES, what: str = "pieces"):
+        self._most, self._what, self._spent = most, what, 0
+
+    def spend(self, count: int) -> None:
+        """Before the work is done.
+
+        Raises:
+          TooLarge: nothing is left.
+        """
+        self._spent += count
+        if self._spent > self._most:
+            raise TooLarge(f"more than {self._most:,} {self._what}")
 
 
 class Chars(NamedTuple):
@@ -75,6 +103,18 @@ def complement(ranges: Ranges) -> Ranges:
     return ranges_of([(a + 1, b - 1) for a, b in zip(ends, starts, strict=True) if a + 1 <= b - 1])
 
 
+def shown(value: object) -> str:
+    """A value in a message, which stays one sentence however long the value is.
+
+    >>> shown("ab"), len(shown("a" * 1000))
+    ("'ab'", 60)
+    """
+    if type(value) is int and value.bit_length() > 999:  # of thousands of digits Python writes none
+        return f"a number of {value.bit_length()} bits"
+    said = repr(value)
+    return said if len(said) <= 60 else f"{said[:57]}..."
+
+
 def text(literal: str) -> Node:
     """The very text.
 
@@ -83,7 +123,7 @@ def text(literal: str) -> Node:
     """
     codes = [ord(c) for c in literal]
     if any(_SURROGATES[0] <= code <= _SURROGATES[1] for code in codes):
-        raise MarsError(f"the text {literal!r} is not valid Unicode: give it as UTF-8.")
+        raise MarsError(f"the text {shown(literal)} is not valid Unicode: give it as UTF-8.")
     return Sequence(tuple(Chars(((code, code),)) for code in codes))
 
 

@@ -8,6 +8,7 @@ module touches it.
 
 from __future__ import annotations
 
+import bisect
 import functools
 import importlib
 import re
@@ -16,13 +17,16 @@ from typing import Any
 
 from mars_jax.constraints.nodes import (
     LARGEST,
+    Budget,
     Chars,
     Either,
     Node,
+    Ranges,
     Repeat,
     Sequence,
     complement,
     ranges_of,
+    shown,
 )
 from mars_jax.core.errors import MarsError
 
@@ -37,41 +41,43 @@ _REFUSED = {
 }
 
 
-def parse(pattern: str) -> Node:
+def parse(pattern: str, budget: Budget | None = None) -> Node:
     """The nodes of a pattern, which the whole text is to match.
+
+    Args:
+      pattern: in the syntax of Python's `re`.
+      budget: of a constraint that the pattern is a part of.
 
     Raises:
       MarsError: it is no regular expression, or one that no automaton reads.
+      TooLarge: it spends more than the budget.
 
     >>> parse("ab").parts[0].ranges
     ((97, 97),)
     """
+    budget = budget or Budget()
+    budget.spend(len(pattern))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of what a later Python may read otherwise
-            re.compile(pattern)
             tree = _parser.parse(pattern)
     except (re.error, RecursionError, OverflowError) as error:
         raise MarsError(
-            f"the pattern {_short(pattern)} is no regular expression ({error}): correct it."
+            f"the pattern {shown(pattern)} is no regular expression ({error}): correct it."
         ) from None
     try:
-        return _Reader(pattern, tree.state.flags).all_of(list(tree))
+        return _Reader(pattern, tree.state.flags, budget).all_of(list(tree))
     except RecursionError:
-        raise MarsError(f"the pattern {_short(pattern)} is nested too deep: simplify it.") from None
-
-
-def _short(pattern: str) -> str:
-    return repr(pattern if len(pattern) <= 60 else pattern[:57] + "...")
+        raise MarsError(f"the pattern {shown(pattern)} is nested too deep: simplify it.") from None
 
 
 class _Reader:
-    def __init__(self, pattern: str, flags: int):
-        self._pattern, self._flags = pattern, flags
+    def __init__(self, pattern: str, flags: int, budget: Budget):
+        self._pattern, self._flags, self._budget = pattern, flags, budget
 
     def _refuse(self, what: str) -> MarsError:
         return MarsError(
-            f"the pattern {_short(self._pattern)} {what}, which no automaton can follow: write it without."
+            f"the pattern {shown(self._pattern)} {what}, which no automaton can follow: write it without."
         )
 
     def all_of(self, items: list[Any]) -> Node:
@@ -93,19 +99,19 @@ class _Reader:
         if name == "AT":
             raise self._refuse("has an anchor or a word boundary inside")
         if name == "LITERAL":
-            return Chars(self._cased([(given, given)]))
+            return self._chars(self._cased([(given, given)]))
         if name == "NOT_LITERAL":
-            return Chars(complement(self._cased([(given, given)])))
+            return self._chars(complement(self._cased([(given, given)])))
         if name == "ANY":
             dot_all = self._flags & re.DOTALL
             return Chars(ranges_of([(0, LARGEST)]) if dot_all else complement(((10, 10),)))
         if name == "IN":
-            return Chars(self._members(given))
+            return self._chars(self._members(given))
         if name == "BRANCH":
             return Either(tuple(self.sequence(branch) for branch in given[1]))
         if name == "SUBPATTERN":
             _, add, drop, items = given
-            return _Reader(self._pattern, (self._flags | add) & ~drop).sequence(items)
+            return _Reader(self._pattern, (self._flags | add) & ~drop, self._budget).sequence(items)
         if name in ("MAX_REPEAT", "MIN_REPEAT"):
             least, most, items = given
             unlimited = most is _parser.MAXREPEAT or int(most) >= int(_parser.MAXREPEAT)
@@ -114,7 +120,11 @@ class _Reader:
             return Either(())
         raise self._refuse(f"has {name.lower()}")
 
-    def _members(self, items: list[Any]) -> tuple[tuple[int, int], ...]:
+    def _chars(self, ranges: Ranges) -> Node:
+        self._budget.spend(len(ranges))
+        return Chars(ranges)
+
+    def _members(self, items: list[Any]) -> Ranges:
         negated, plain, named = False, [], []
         for op, given in items:
             name = str(op)
@@ -131,20 +141,15 @@ class _Reader:
         found = ranges_of([*self._cased(plain), *named])
         return complement(found) if negated else found
 
-    def _cased(self, ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    def _cased(self, ranges: list[tuple[int, int]]) -> Ranges:
         """With the characters that are the same but for their case, where the pattern ignores it."""
         if not self._flags & re.IGNORECASE:
             return ranges_of(ranges)
-        made = list(ranges)
-        for low, high in ranges:
-            if high - low > 0x3000:  # as good as everything; its letters have their partners in it
-                continue
-            found = re.findall(
-                f"[{re.escape(chr(low))}-{re.escape(chr(high))}]",
-                _all_characters(),
-                (self._flags & re.ASCII) | re.IGNORECASE,
-            )
-            made += [(ord(c), ord(c)) for c in found]
+        made = list(ranges_of(ranges))
+        codes, partners = _partners(bool(self._flags & re.ASCII))
+        for low, high in tuple(made):
+            for same in partners[bisect.bisect_left(codes, low) : bisect.bisect_right(codes, high)]:
+                made += same
         return ranges_of(made)
 
 
@@ -156,6 +161,15 @@ def _is_anchor(item: Any, *names: str) -> bool:
 def _all_characters() -> str:
     """Every code point that a text may have; a line break where there is none, which ends no run of a category."""
     return "".join(map(chr, [*range(0xD800), *range(0xE000, LARGEST + 1)]))
+
+
+@functools.cache
+def _partners(ascii_only: bool) -> tuple[list[int], list[list[tuple[int, int]]]]:
+    """Code points that have others which are the same but for their case, and those, as Python's `re` has them."""
+    cased = "".join(c for c in _all_characters() if c != c.lower() or c != c.upper())
+    flags = re.IGNORECASE | (re.ASCII if ascii_only else 0)
+    found = [(ord(c), [(ord(same), ord(same)) for same in re.findall(c, cased, flags)]) for c in cased]
+    return [code for code, _ in found], [same for _, same in found]
 
 
 _LETTERS = {"DIGIT": r"\d", "SPACE": r"\s", "WORD": r"\w"}

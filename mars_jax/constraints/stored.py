@@ -12,8 +12,8 @@ import numpy as np
 
 from mars_jax.constraints.token_table import TokenTable
 
-FORM = 1
-"""Of the files; another one is not read."""
+FORM = 2
+"""Of the files and of what constraints mean; another one is not read."""
 MOST_FILES = 512
 """Kept; the oldest go."""
 

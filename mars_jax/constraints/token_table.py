@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mars_jax.constraints.automaton import DEAD, FIRST, Automaton, living, too_large
+from mars_jax.constraints.automaton import DEAD, FIRST, Automaton, living
+from mars_jax.constraints.nodes import TooLarge
 from mars_jax.constraints.vocabulary import Vocabulary
 from mars_jax.core.errors import MarsError
 
@@ -82,7 +83,7 @@ def _classes(automaton: Automaton, vocabulary: Vocabulary) -> tuple[np.ndarray, 
         key = to.tobytes()
         if key not in found:
             if (len(maps) + 1) * states > MOST_ENTRIES:
-                raise too_large(f"{states:,} states and more than {len(maps):,} classes of tokens")
+                raise TooLarge(f"{states:,} states and more than {len(maps):,} classes of tokens")
             found[key] = len(maps)
             maps.append(to)
         return found[key]

@@ -144,7 +144,7 @@ def _tokens(asked: Asked, path: Path, number: int, line: str) -> list[int]:
     try:
         row = json.loads(line)
         return [int(i) for i in [*row.get("prompt_tokens", ()), *row["tokens"]]]
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise MarsError(
             f"line {number} of '{path}' is no row with tokens: give what mars_jax.generate --output wrote."
         ) from None

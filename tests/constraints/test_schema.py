@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import random
+import time
 
 import pytest
 
@@ -57,9 +60,7 @@ def test_what_is_said_is_valid(schema, compact):
     jsonschema = pytest.importorskip("jsonschema")
     rng = random.Random(1)
     made = constraints.json_schema(schema, compact=compact).automaton
-    texts = [text for _ in range(100) if (text := said_by(made, rng, 60)) is not None]
-    assert len(texts) > 30
-    for text in texts:
+    for text in said_by(made, rng, 60, 60):
         jsonschema.validate(json.loads(text), schema)
 
 
@@ -79,7 +80,7 @@ def test_what_python_writes_can_be_said(schema, values):
         ({"type": "int"}, "the type at # is 'int': expected one of array"),
         ({"$ref": "#/$defs/x"}, "there is no such schema"),
         ({"$ref": "#"}, "deeper than 24 at #, or refers to itself"),
-        ({"type": "number", "maximum": 3}, "which cannot be held to"),
+        ({"type": "number", "maximum": 3}, "has maximum: only a minimum of 0 can be held to"),
         ({"type": "string", "format": "hostname"}, "the format at # is 'hostname': expected one of date"),
         ({"type": "string", "maxLength": 1, "minLength": 2}, "less than minLength"),
         ({"type": ["string", {}]}, "the type at # is {}: expected one of array"),
@@ -111,3 +112,186 @@ def test_what_python_writes_can_be_said(schema, values):
 def test_what_cannot_be_held_to_gets_a_sentence(schema, sentence):
     with pytest.raises(MarsError, match=sentence):
         constraints.json_schema(schema)
+
+
+A, B = {"type": "string", "maxLength": 2}, {"type": "array", "items": {"type": "null"}}
+VALUES = {
+    "type": ["string", "integer", "number", "array", "object", "null", ["string", "null"], ["number", "integer"]],
+    "enum": [["a", "abc", 1, 2.5, 1.0, None, True], [1, True, 0, False], [[1, "a"], {"a": 1}], ["a"]],
+    "const": [1, "abc", True, None, [1], {"a": 1}, 1.0],
+    "anyOf": [
+        [{"type": "string"}, {"type": "number"}],
+        [{"required": ["a"]}, {"required": ["b"]}],
+        [{"minLength": 1}, {"maxLength": 3}],
+        [{"additionalProperties": False}, {"items": {"type": "null"}}],
+        [{"$ref": "#/$defs/A"}, {"enum": ["abc", 1]}],
+    ],
+    "allOf": [[{"type": "string"}], [{"maxItems": 2}], [{"$ref": "#/$defs/B"}]],
+    "$ref": ["#/$defs/A", "#/$defs/B"],
+    "properties": [{"a": A, "b": {"type": "null"}}, {}, {"b": B}],
+    "required": [["a"], ["b", "a"], []],
+    "additionalProperties": [False, {"type": "null"}, True],
+    "items": [{"type": "null"}, False, A, True],
+    "prefixItems": [[{"type": "null"}, A], [B]],
+    "minItems": [1, 0, 3],
+    "maxItems": [1, 3, 0],
+    "minLength": [1, 0, 4],
+    "maxLength": [3, 0],
+    "pattern": ["^[a-c]{2}$", "é|\\n"],
+    "format": ["date", "ipv4", "uuid", "email", "time", "date-time"],
+    "minimum": [0, -12, 5],
+    "maximum": [20, -3],
+    "exclusiveMinimum": [0, -7],
+    "exclusiveMaximum": [3, 40],
+}  # fmt: skip
+ALIKE = [
+    ("string", "minLength", "maxLength"),
+    ("string", "pattern"),
+    ("string", "format"),
+    ("string", "enum", "const"),
+    ("integer", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
+    ("number", "enum"),
+    ("number", "minimum"),
+    ("array", "items", "prefixItems", "minItems", "maxItems"),
+    ("array", "items", "prefixItems", "minItems", "maxItems"),
+    ("object", "properties", "required", "additionalProperties"),
+    ("object", "properties", "additionalProperties"),
+]
+"""A type and keywords that go with it."""
+
+
+def checked(schema, rng, count):
+    """Whether a schema is held to: `jsonschema` accepts so many texts of it; else it got one sentence."""
+    jsonschema = pytest.importorskip("jsonschema")
+    oracle = jsonschema.Draft202012Validator
+    try:
+        made = constraints.json_schema(schema, compact=rng.random() < 0.5).automaton
+    except MarsError as error:
+        said = str(error)
+        assert said.endswith(".") and len(said) < 300 and "\n" not in said, said
+        return False
+    validator = oracle(schema, format_checker=oracle.FORMAT_CHECKER)
+    for text in said_by(made, rng, count):
+        assert validator.is_valid(json.loads(text, parse_constant=pytest.fail)), (schema, text)
+    return True
+
+
+def drawn(rng, depth=2, alike=None):
+    """A random schema, most of whose keywords go together."""
+    kind, *names = alike = alike or rng.choice(ALIKE)
+    if rng.random() < 0.15:
+        names = [*VALUES]
+    names = rng.sample(names, rng.randint(1, min(3, len(names))))
+    names += [name for name in ("anyOf", "allOf", "$ref") if rng.random() < 0.08]
+    made = {name: inside(rng, name, depth, alike) for name in names}
+    return {"type": kind, **made} if kind == "integer" or rng.random() < 0.6 else made
+
+
+def inside(rng, name, depth, alike):
+    """What stands under a keyword."""
+    if depth and rng.random() < 0.8:
+        if name == "properties":
+            return {one: drawn(rng, depth - 1) for one in rng.sample("abc", rng.randint(1, 3))}
+        if name in ("items", "additionalProperties"):
+            return drawn(rng, depth - 1)
+        if name == "prefixItems":
+            return [drawn(rng, depth - 1) for _ in range(rng.randint(1, 2))]
+        if name in ("anyOf", "allOf"):
+            return [drawn(rng, 0, alike) for _ in range(1 if name == "allOf" else rng.randint(1, 2))]
+    return rng.choice(VALUES[name])
+
+
+@pytest.mark.parametrize(("each", "least"), [(1, 15), pytest.param(99, 200, marks=pytest.mark.slow)])
+def test_all_keywords_beside_each_other_are_held_to_or_refused(each, least):
+    rng, held = random.Random(0), 0
+    for one, other in itertools.combinations(VALUES, 2):
+        values = list(itertools.product(VALUES[one], VALUES[other]))
+        for first, second in rng.sample(values, min(each, len(values))):
+            held += checked({one: first, other: second, "$defs": {"A": A, "B": B}}, rng, 3)
+    assert held >= least
+
+
+@pytest.mark.parametrize("count", [60, pytest.param(2000, marks=pytest.mark.slow)])
+def test_what_random_schemas_say_is_valid(count):
+    rng = random.Random(count)
+    held = sum(checked({**drawn(rng), "$defs": {"A": A, "B": B}}, rng, 10) for _ in range(count))
+    print(f"{held} of {count} held to, {count - held} refused")
+    assert held > count / 3
+
+
+@pytest.mark.parametrize(
+    ("schema", "allowed", "refused"),
+    [
+        ({"type": "integer", "enum": [1, "a", True, 2.0]}, ["1", "2.0"], ['"a"', "true"]),
+        ({"type": ["string", "boolean"], "enum": [0, False, "a"]}, ["false", '"a"'], ["0"]),
+        ({"const": {"b": 1, "a": 2}, "enum": [1, {"a": 2, "b": 1}]}, ['{"a": 2, "b": 1}'], ["1"]),
+        (
+            {"type": "string", "anyOf": [{"maxLength": 1}, {"enum": ["ab", 1]}]},
+            ['"a"', '"ab"'],
+            ['"b2"', "1"],
+        ),
+        (
+            {
+                "type": "object",
+                "properties": {"a": B, "b": B},
+                "anyOf": [{"required": ["a"]}, {"required": ["b"]}],
+            },
+            ['{"a": []}', '{"b": []}', '{"a": [], "b": [null]}'],
+            ["{}", '{"b": [], "a": []}'],
+        ),
+        ({"$ref": "#/$defs/A", "minLength": 2, "$defs": {"A": A}}, ['"ab"'], ['"a"', '"abc"']),
+        ({"prefixItems": [{"type": "null"}, B], "maxItems": 1}, ["[null]"], ["[null, []]", "[]"]),
+        (
+            {"prefixItems": [B], "items": {"type": "null"}, "minItems": 2, "maxItems": 3},
+            ["[[], null]", "[[], null, null]"],
+            ["[[]]", "[[], null, null, null]"],
+        ),
+        ({"type": "integer", "minimum": 10**20}, ["100000000000000000000"], ["1"]),
+        ({"title": "any"}, ["null", "[1]"], ["nul"]),
+    ],
+)
+def test_keywords_say_together_what_each_says(schema, allowed, refused):
+    made = constraints.json_schema(schema).automaton
+    assert [text for text in allowed + refused if made.matches(text)] == allowed
+
+
+BITS = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(10)}
+
+
+@pytest.mark.parametrize(
+    ("schema", "sentence"),
+    [
+        (lambda: {"properties": {f"property {i}": A for i in range(20_000)}}, "has 20,000 properties in one"),
+        (
+            lambda: {"$ref": "#/$defs/d0", "$defs": BITS | {"d10": {}}},
+            r"schemas, each \$ref counted as what it",
+        ),
+        (lambda: {**B, "minItems": 10**9}, "has 1,000,000,000 items in one array"),
+        (lambda: {"enum": ["a" * 10_000_000]}, "has 10,000,000 characters in one enum"),
+        (lambda: '{"const": ' + "[" * 100_000 + "]" * 100_000 + "}", "more than 100 deep"),
+        (
+            lambda: functools.reduce(lambda inner, _: {"const": inner}, range(100_000), 1),
+            "more than 100 deep",
+        ),
+        (lambda: {"const": [[float("nan")]]}, "cannot be written as JSON .*not JSON compliant"),
+        (lambda: '{"enum": [1, 1e999]}', "cannot be written as JSON .*not JSON compliant"),
+        pytest.param(
+            lambda: '{"anyOf": [' + "{}," * 3_300_000 + "{}]}",
+            "has 3,300,001 schemas",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            lambda: {"pattern": "(a?){9999}"}, "has 9,999 repeats in one pattern", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            lambda: {"pattern": "(?i)" + "".join(map(chr, range(0x4E00, 0x9E00))) * 6},
+            "characters in one pattern",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_schema_of_any_size_soon_gets_a_sentence(schema, sentence):
+    made, began = schema(), time.process_time()
+    with pytest.raises(MarsError, match=sentence) as found:
+        constraints.json_schema(made)
+    assert time.process_time() - began < 5 and len(str(found.value)) < 300

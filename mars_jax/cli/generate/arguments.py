@@ -301,7 +301,7 @@ def _template_args(given: Sequence[str]) -> dict[str, Any]:
             )
         try:
             made[name] = json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             made[name] = value
     return made
 
