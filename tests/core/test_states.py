@@ -15,14 +15,13 @@ from mars_jax.core import decode, refill
 from mars_jax.core.controls import make_controls
 from mars_jax.core.extend import extend
 from mars_jax.core.metrics import zero_stats
-from mars_jax.core.types import DecodeState, Params, keys_from_seeds
+from mars_jax.core.types import keys_from_seeds
 from mars_jax.drafters.sized import forced, sized
 from tests.core import test_extend
 from tests.core.test_extend import BUFFER, CHUNK, ROWS, check_same, made_of
 from tests.helpers import committed, draft_input
 
-LENGTHS = [33, 2, 47]
-# Of drafters whose every step takes a size, those whose sizes these are.
+# Drafters of several sizes, by the one whose sizes they are.
 SIZED = {
     "sized model": "model chain",
     "sized n-grams": "ngram",
