@@ -14,9 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
-from jax.core import Tracer
 
 from mars_jax.core import rules
 from mars_jax.core.cut import cut
@@ -25,6 +23,7 @@ from mars_jax.core.emit import emit, widened
 from mars_jax.core.errors import MarsError
 from mars_jax.core.evidence import Evidence
 from mars_jax.core.extend import extend_by
+from mars_jax.core.given import check_places, check_prompts, check_same, check_settings, rows_of
 from mars_jax.core.guide import Guide, Guides, first_states, guide_of
 from mars_jax.core.insert import insert_by, put_by
 from mars_jax.core.mesh import by_rows
@@ -33,7 +32,6 @@ from mars_jax.core.prefill import observed_prefill
 from mars_jax.core.tree import chain, visible
 from mars_jax.core.trusted import judged
 from mars_jax.core.types import (
-    KEY_IMPL,
     NO_TOKEN,
     Controls,
     Decoder,
@@ -84,8 +82,9 @@ def speculative_decoder(
     Raises:
       MarsError: the drafter speaks another vocabulary than the target, or needs features that it does not give; the
         rule is none, or lossy where the drafter's size follows the batch; prefill_chunk is below 1.
-        `init`: a rule of another structure, keys of another generator than `keys_from_seeds` gives, or, where they can
-        be seen, lengths outside of 1 .. T. `insert`: the same, and rows that are not of the state.
+        The functions: a rule of another structure, keys of another generator than `keys_from_seeds` gives, arrays of
+        other shapes or dtypes, a state of another decoder, and, where they can be seen, lengths outside of 1 .. t,
+        tokens outside of the vocabulary, and rows that are not of the state or are named twice; see `core.given`.
 
     Example:
       >>> from mars_jax import drafters, fake, verify
@@ -161,23 +160,31 @@ def _decoder(target: LanguageModel, drafter: Drafter, structure: Any, prefill_ch
             guides=first_states(controls),
         )
 
-    put_rows = insert_by(init, target.put)
-
-    def checked(rule: PyTree, prompts: Array, lengths: Array, keys: Array) -> PyTree:
-        """The rule with a number for each row."""
+    def checked(count: int, controls: Controls, rule: PyTree, keys: Array) -> PyTree:
+        """The rule with a number for each of so many rows."""
         if rules.structure(rule) != structure:
             raise MarsError(
                 f"the rule {rules.name_of(rule)} is not of the structure that this decoder was made for: give "
                 "speculative_decoder the same rule; only its numbers may differ."
             )
-        _check_rows(prompts, lengths, keys)
-        return rules.for_rows(rule, prompts.shape[0])
+        check_settings(controls, keys, count)
+        return rules.for_rows(rule, count)
+
+    def check_cache(state: DecodeState) -> None:
+        batch, buffer = state.tokens.shape
+        own = jax.eval_shape(lambda: target.init_cache(batch, buffer + drafter.num_nodes))
+        check_same("cache", state.cache, own)
 
     def checked_init(
         params: Params, prompts: Array, lengths: Array, controls: Controls, rule: PyTree, keys: Array
     ) -> DecodeState:
-        rule = checked(rule, prompts, lengths, keys)
+        check_prompts(prompts, lengths, target.vocab_size)
+        rule = checked(prompts.shape[0], controls, rule, keys)
         return by_rows(init)(params, prompts, lengths, controls, rule, keys)
+
+    insert_rows = insert_by(init, target, check_cache)
+    put_rows = put_by(target, check_cache)
+    extend_rows = extend_by(target, drafter, check_cache, chunk=prefill_chunk)
 
     def insert(
         params: Params,
@@ -189,10 +196,17 @@ def _decoder(target: LanguageModel, drafter: Drafter, structure: Any, prefill_ch
         rule: PyTree,
         keys: Array,
     ) -> DecodeState:
-        rule = checked(rule, prompts, lengths, keys)
-        return put_rows(params, state, rows, prompts, lengths, controls, rule, keys)
+        check_prompts(prompts, lengths, target.vocab_size)
+        check_places(rows, prompts.shape[0], rows_of(state))
+        rule = checked(prompts.shape[0], controls, rule, keys)
+        return insert_rows(params, state, rows, prompts, lengths, controls, rule, keys)
 
-    go_on = extend_by(target, drafter, chunk=prefill_chunk)
+    def put(
+        state: DecodeState, rows: Array, read: DecodeState, controls: Controls, rule: PyTree, keys: Array
+    ) -> DecodeState:
+        count = rows_of(read)
+        check_places(rows, count, rows_of(state))
+        return put_rows(state, rows, read, controls, checked(count, controls, rule, keys), keys)
 
     def extend(
         params: Params,
@@ -203,8 +217,9 @@ def _decoder(target: LanguageModel, drafter: Drafter, structure: Any, prefill_ch
         rule: PyTree,
         keys: Array,
     ) -> tuple[DecodeState, Array]:
-        rule = checked(rule, prompts, lengths, keys)
-        return go_on(params, state, prompts, lengths, controls, rule, keys)
+        check_prompts(prompts, lengths, target.vocab_size)
+        rule = checked(prompts.shape[0], controls, rule, keys)
+        return extend_rows(params, state, prompts, lengths, controls, rule, keys)
 
     def step(params: Params, state: DecodeState) -> tuple[DecodeState, StepInfo]:
         if not drafter.sizes:
@@ -333,26 +348,10 @@ def _decoder(target: LanguageModel, drafter: Drafter, structure: Any, prefill_ch
         step=by_rows(step),
         max_depth=drafter.max_depth,
         insert=insert,
-        put=put_by(target.put),
+        put=put,
         extend=extend,
+        vocab_size=target.vocab_size,
     )
-
-
-def _check_rows(prompts: Array, lengths: Array, keys: Array) -> None:
-    """Raise MarsError for keys that would tie a row to its batch, and for lengths that are no lengths."""
-    if not jnp.issubdtype(keys.dtype, jax.dtypes.prng_key) or str(jax.random.key_impl(keys)) != KEY_IMPL:
-        raise MarsError(
-            f"keys are of dtype {keys.dtype}: expected typed keys of {KEY_IMPL}, as keys_from_seeds makes them; with "
-            "other generators a row would draw other numbers in a batch than alone."
-        )
-    buffer = prompts.shape[1]
-    if isinstance(lengths, Tracer) or (isinstance(lengths, Array) and not lengths.is_fully_addressable):
-        return
-    given = np.asarray(lengths)
-    if np.any(wrong := (given < 1) | (given > buffer)):
-        raise MarsError(
-            f"a prompt has the length {given[wrong][0]}: expected 1 to {buffer}, the width of the token buffer."
-        )
 
 
 def _unless_done(done: Array, new: Array, old: Array) -> Array:
@@ -372,7 +371,7 @@ def start(
     keys: Array,
 ) -> DecodeState:
     """`decoder.init`, checked and compiled. A number of the rule may be one value or one per row."""
-    _check_rows(prompts, lengths, keys)
+    check_prompts(prompts, lengths, decoder.vocab_size)
     rule = rules.for_rows(rule, prompts.shape[0])
     return _start(decoder, params, prompts, lengths, controls, rule, keys)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +20,20 @@ from jax import Array
 
 from mars_jax.core import mesh as meshes
 from mars_jax.core.errors import MarsError
+from mars_jax.core.given import check_prompts, check_same, rows_of
 from mars_jax.core.guide import first_states
 from mars_jax.core.prefill import prefill_from
 from mars_jax.core.types import Controls, Decoder, DecodeState, Drafter, LanguageModel, Params, PyTree
 
 
-def extend_by(target: LanguageModel, drafter: Drafter, *, chunk: int | None) -> Callable:
-    """`Decoder.extend` of a decoder.
+def extend_by(
+    target: LanguageModel,
+    drafter: Drafter,
+    check_cache: Callable[[DecodeState], None],
+    *,
+    chunk: int | None,
+) -> Callable:
+    """`Decoder.extend` of a decoder. `check_cache` raises MarsError for a state with another target's.
 
     What a head keeps of the last token that both texts have depends on the token after it, so with a drafter that
     reads its target (`Drafter.observe`) that one is read again.
@@ -43,6 +51,8 @@ def extend_by(target: LanguageModel, drafter: Drafter, *, chunk: int | None) -> 
         keys: Array,
     ) -> tuple[DecodeState, Array]:
         buffer = state.tokens.shape[1]
+        check_cache(state)
+        check_same("draft", state.draft, jax.eval_shape(drafter.init, params, prompts, lengths))
         held = common(state, prompts, lengths)
         # The last committed token is in no cache yet, and the last one of the prompt will be in none.
         first = jnp.minimum(held - again, jnp.minimum(state.length - 1, lengths - 1 - again))
@@ -84,7 +94,7 @@ def extend_by(target: LanguageModel, drafter: Drafter, *, chunk: int | None) -> 
         rule: PyTree,
         keys: Array,
     ) -> tuple[DecodeState, Array]:
-        batch, buffer = state.tokens.shape
+        batch, buffer = rows_of(state), state.tokens.shape[1]
         if prompts.shape[0] != batch or prompts.shape[1] > buffer:
             raise MarsError(
                 f"the prompts are {list(prompts.shape)} and the state has {batch} rows of {buffer} tokens: give one "
@@ -116,7 +126,6 @@ def caught_up(
     return state if drafter.observe is not None else drafter.init(params, tokens, length)
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def extend(
     decoder: Decoder,
     params: Params,
@@ -127,7 +136,7 @@ def extend(
     rule: PyTree,
     keys: Array,
 ) -> tuple[DecodeState, Array]:
-    """`decoder.extend`, compiled. `state` is donated.
+    """`decoder.extend`, checked and compiled. `state` is donated.
 
     A row that failed holds what is not finite, and starts anew by `insert`, as does one that goes on with a prompt of a
     single token: what a head would draft from in its first step is still that of the text before.
@@ -157,4 +166,10 @@ def extend(
     >>> read.tolist()
     [2]
     """
-    return decoder.extend(params, state, prompts, lengths, controls, rule, keys)
+    check_prompts(prompts, lengths, decoder.vocab_size)
+    return _extend(decoder, params, state, prompts, lengths, controls, rule, keys)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def _extend(decoder: Decoder, params: Params, state: DecodeState, *rest: Any) -> tuple[DecodeState, Array]:
+    return decoder.extend(params, state, *rest)

@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mars_jax.core.insert import check_insert
+from mars_jax.core.errors import MarsError
+from mars_jax.core.given import check_places, check_prompts, rows_of
 from mars_jax.core.mesh import by_rows, over_rows
 from mars_jax.core.metrics import DecodeStats, accumulate, zero_stats
 from mars_jax.core.types import Decoder, DecodeState, Params, PyTree
@@ -92,7 +93,8 @@ def refill(
       rows: i32[b]; which rows start anew, -1 none.
       prompts, lengths, controls, rule, keys: of these b rows, as for `Decoder.init`.
     """
-    check_insert(rows, state.tokens.shape[0])
+    check_prompts(prompts, lengths, decoder.vocab_size)
+    check_places(rows, prompts.shape[0], rows_of(state))
     return _refill(decoder, params, state, stats, rows, prompts, lengths, controls, rule, keys)
 
 
@@ -108,6 +110,11 @@ def _renewed(decoder: Decoder, state: DecodeState, stats: DecodeStats, rows: Arr
     """The counters, at zero in these rows."""
     batch, buffer = state.tokens.shape
     empty = zero_stats(batch, decoder.max_depth, record=None if stats.tokens is None else buffer)
+    if jax.tree.map(jnp.shape, empty) != jax.tree.map(jnp.shape, stats):
+        raise MarsError(
+            f"stats are counters of other rows or of another drafter: begin with zero_stats({batch}, "
+            f"{decoder.max_depth}), the rows of the state and the decoder's max_depth."
+        )
     renewed = jnp.any(jnp.arange(batch, dtype=jnp.int32)[:, None] == rows[None], axis=1)
 
     def choose(new: Array, old: Array) -> Array:
@@ -116,7 +123,6 @@ def _renewed(decoder: Decoder, state: DecodeState, stats: DecodeStats, rows: Arr
     return jax.tree.map(choose, empty, stats)
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))
 def put(
     decoder: Decoder, state: DecodeState, stats: DecodeStats, row: Array, read: DecodeState, *new: Any
 ) -> tuple[DecodeState, DecodeStats]:
@@ -128,7 +134,15 @@ def put(
       read: a state of one row, from `decode.start`, whose prompt, cache and draft are taken.
       new: (controls, rule, keys) of the row, as for `Decoder.init`.
     """
-    state = decoder.put(state, row, read, *new)
+    check_places(row, rows_of(read), rows_of(state))
+    return _put(decoder, state, stats, row, read, *new)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))
+def _put(
+    decoder: Decoder, state: DecodeState, stats: DecodeStats, row: Array, *rest: Any
+) -> tuple[DecodeState, DecodeStats]:
+    state = decoder.put(state, row, *rest)
     return state, _renewed(decoder, state, stats, row)
 
 

@@ -327,6 +327,7 @@ class Decoder(NamedTuple):
     put: Callable[..., DecodeState]
     # (params, state, prompts i32[B, t], lengths i32[B], controls, rule, keys key[B]) -> (state, read i32[B])
     extend: Callable[..., tuple[DecodeState, Array]]
+    vocab_size: int  # of the target
 
 
 KEY_IMPL = "threefry2x32"

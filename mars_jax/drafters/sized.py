@@ -139,7 +139,8 @@ def _sized(whole: Drafter, lengths: tuple[int, ...], any_rule: bool) -> Drafter:
         # Arrays of their own: a loop that is given the state may not be given one buffer twice.
         return SizedState(
             draft=longest.init(own(params), tokens, read),
-            cached=read - 2,
+            # Of a single token none is cached: what goes on from here reads the text from place 0 on.
+            cached=jnp.maximum(read - 2, 0),
             accepted=jnp.zeros((batch,), jnp.float32),
             tested=jnp.zeros((batch,), jnp.float32),
             idle=jnp.zeros((batch,), jnp.int32),

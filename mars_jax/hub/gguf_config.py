@@ -12,7 +12,7 @@ import numpy as np
 
 from mars_jax.core.errors import MarsError
 from mars_jax.hub.config import from_json
-from mars_jax.hub.rope import read_rope
+from mars_jax.hub.rope import read_rope, yarn_attention_factor
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.rope import frequencies
 from mars_jax.pretrained.gguf_file import GGUFFile
@@ -123,12 +123,18 @@ def _scaling(file: GGUFFile) -> dict[str, Any] | None:
     kind = file.of_model("rope.scaling.type")
     if kind in (None, "none"):
         return None
+    factor = _decimal(file.of_model("rope.scaling.factor"))
     scaling = {
         "rope_type": kind,
-        "factor": _decimal(file.of_model("rope.scaling.factor")),
+        "factor": factor,
         "original_max_position_embeddings": file.of_model("rope.scaling.original_context_length"),
-        "attention_factor": _decimal(file.of_model("rope.scaling.attn_factor")),
     }
+    times = _decimal(file.of_model("rope.scaling.attn_factor"))
+    if kind == "yarn" and times is not None and factor is not None:
+        # llama.cpp multiplies YaRN's own 0.1 ln(factor) + 1 by it (`yarn_attn_factor *= hparams.rope_attn_factor` in
+        # src/llama-context.cpp, `mscale` of `rope_yarn` in ggml/src/ggml-cpu/ops.cpp). In config.json attention_factor
+        # takes the place of that number (`_compute_yarn_parameters` of transformers).
+        scaling["attention_factor"] = times * yarn_attention_factor({}, factor)
     return {key: value for key, value in scaling.items() if value is not None}
 
 

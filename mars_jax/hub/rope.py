@@ -10,7 +10,7 @@ from mars_jax.hub.values import count, given
 from mars_jax.models.config import Rope
 
 
-def _yarn_attention_factor(scaling: dict[str, Any], factor: float) -> float:
+def yarn_attention_factor(scaling: dict[str, Any], factor: float) -> float:
     """YaRN's factor on cos and sin (arXiv 2309.00071, equation 15), as transformers resolves it."""
 
     def mscale(weight: float) -> float:
@@ -74,7 +74,7 @@ def read_rope(data: dict[str, Any]) -> Rope:
         original_max_positions=trained,
         beta_fast=float(scaling.get("beta_fast") or 32),
         beta_slow=float(scaling.get("beta_slow") or 1),
-        attention_factor=_yarn_attention_factor(scaling, float(factor)),
+        attention_factor=yarn_attention_factor(scaling, float(factor)),
         truncate=bool(scaling.get("truncate", True)),
     )
 

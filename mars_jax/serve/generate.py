@@ -102,9 +102,10 @@ def generate(
     >>> target = mj.load("path/to/checkpoint")  # doctest: +SKIP
     >>> mj.generate(target, "ngram", ["Once upon a time"], verify=mj.verify.mars(theta=0.9)).text  # doctest: +SKIP
     """
-    requests = make_requests(
+    requests, verify = _asked(
         target,
         prompts,
+        verify,
         chat=chat,
         system=system,
         template_args=template_args,
@@ -112,8 +113,6 @@ def generate(
         samples=samples,
         **options,
     )
-    verify = _for_samples(verify, samples, len(requests))
-    check_relaxes(verify, requests)
     return generate_requests(
         target,
         drafter,
@@ -201,9 +200,10 @@ def generate_iter(
     >>> for index, completion in mj.generate_iter(mj.load(), "ngram", texts, batch_size=16):  # doctest: +SKIP
     ...     print(index, completion.text)
     """
-    requests = make_requests(
+    requests, verify = _asked(
         target,
         prompts,
+        verify,
         chat=chat,
         system=system,
         template_args=template_args,
@@ -211,8 +211,6 @@ def generate_iter(
         samples=samples,
         **options,
     )
-    verify = _for_samples(verify, samples, len(requests))
-    check_relaxes(verify, requests)
     made = prepared(target, drafter, requests, verify=verify)
     return iter(Queue(made, _rows(made, batch_size), order=longest_first(requests), log_probs=log_probs))
 
@@ -252,10 +250,9 @@ def generate_text(
     Raises:
       MarsError: as `generate`, when it is called.
     """
-    samples = options.get("samples", 1)
     log_probs = options.pop("log_probs", False)
-    requests = make_requests(target, prompts, **options)
-    made = prepared(target, drafter, requests, verify=_for_samples(verify, samples, len(requests)))
+    requests, verify = _asked(target, prompts, verify, **options)
+    made = prepared(target, drafter, requests, verify=verify)
     order = longest_first(requests)
     return Queue(made, _rows(made, batch_size), order=order, log_probs=log_probs, telling=True).events()
 
@@ -376,9 +373,16 @@ def rule_of(verify: Any, rows: Sequence[int], count: int) -> Any:
     return None if verify is None else rules.take_rows(verify, rows, count)
 
 
-def _for_samples(verify: Any, samples: int, count: int) -> Any:
-    """The rule for `count` requests, `samples` of each prompt: what it has one of per prompt is theirs."""
-    return verify if samples == 1 else rule_of(verify, [i // samples for i in range(count)], count // samples)
+def _asked(
+    target: Pretrained, prompts: Prompts, verify: Any, *, samples: int = 1, **options: Any
+) -> tuple[list[Request], Any]:
+    """The requests that a user asks for, and the rule for them: what it has one of per prompt is its samples'."""
+    requests = make_requests(target, prompts, samples=samples, **options)
+    if samples != 1:
+        of_prompt = [i // samples for i in range(len(requests))]
+        verify = rule_of(verify, of_prompt, len(requests) // samples)
+    check_relaxes(verify, requests)
+    return requests, verify
 
 
 def check_finite(target: Pretrained, completions: Sequence[Completion]) -> None:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mars_jax.core import activity, decode, refill
-from mars_jax.core.insert import NO_ROW
+from mars_jax.core.given import NO_ROW
 from mars_jax.core.mesh import size_of
 from mars_jax.core.metrics import DecodeStats, zero_stats
 from mars_jax.core.types import Decoder, DecodeState, Params, PyTree

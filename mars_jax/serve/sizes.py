@@ -39,9 +39,10 @@ def with_costs(made: Prepared, rows: int, *, log_probs: bool = False, queued: bo
     """
     if is_measured(made.drafter):
         return made
-    kinds = jax.tree.structure((made.guides.tables, [r.edits for r in made.requests][:1]))
+    # What is compiled into the step and not seen in its shapes.
+    kinds = (jax.tree.structure(made.guides.tables), made.draws, any(r.edits for r in made.requests))
     weights = tuple((x.shape, x.dtype.name) for x in jax.tree.leaves(made.params.target))
-    key = (made.decoder, rows, made.width, kinds, weights, log_probs, made.draws)
+    key = (made.decoder, rows, made.width, kinds, weights, log_probs)
     if key not in _MEASURED:
         with activity.doing("measuring what drafts cost"):
             found = _measure(made, rows, log_probs=log_probs, queued=queued)

@@ -109,8 +109,9 @@ class Refined(NamedTuple):
 class Refiner:
     """Updates of a draft model or an EAGLE-3 head from its failures, with a guard.
 
-    After the updates of `refine` the expected tau on held-out texts may not fall by more than a share of the first one;
-    where it does, weights and optimizer go back to what they were. Old texts, trained on at every position beside the
+    The updates of `refine` may not bring the expected tau on held-out texts below a share of the first one that was
+    measured, however many they are; where they do, weights and optimizer go back to what they were. Where the target's
+    own change has brought it there, they may not lower it further. Old texts, trained on at every position beside the
     failures, keep what the draft knew.
     """
 
@@ -143,7 +144,7 @@ class Refiner:
           optimizer: of optax; default: adamw(3e-4), gradients clipped at norm 1.
           rows, width: of the buffer; texts are cut to the width.
           batch_size: texts of an update, and as many old ones beside them.
-          fall: share of the held-out tau that may be lost.
+          fall: share of the first held-out tau that may be lost.
           temperature: at which tau is expected: 0 compares best tokens, above it distributions.
           seed: of which texts come when.
 
@@ -252,7 +253,7 @@ class Refiner:
                 self._params, self._ids, self._state, target_params, tokens, wanted
             )
         after = self.expected_tau(target_params)
-        kept = bool(np.isfinite(after)) and after >= (1 - self._fall) * min(self._first, before)
+        kept = bool(np.isfinite(after)) and after >= min((1 - self._fall) * self._first, before)
         if not kept:
             self._params, self._state = old_params, old_state
         return Refined(self.params, kept, float(loss), before, after)

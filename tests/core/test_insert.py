@@ -12,7 +12,7 @@ from mars_jax.core import decode, refill
 from mars_jax.core.controls import make_controls
 from mars_jax.core.edits import make_edits
 from mars_jax.core.errors import MarsError
-from mars_jax.core.insert import check_insert
+from mars_jax.core.given import check_places
 from mars_jax.core.mesh import parse_mesh
 from mars_jax.core.metrics import zero_stats
 from mars_jax.core.types import NO_TOKEN, Params, keys_from_seeds
@@ -217,35 +217,20 @@ def test_an_advance_ends_with_the_first_row_that_does():
     assert state.done.all() and stats.tokens is None
 
 
-@pytest.mark.parametrize(
-    ("rows", "change", "sentence"),
-    [
-        ([3], {}, "rows are .3.: expected each of 0 to 2 at most once"),
-        ([-2], {}, "rows are .-2.: expected"),
-        ([4], {}, "rows are .4.: expected each of 0 to 2 at most once, or -1 for none"),
-        ([1], {"width": 41}, "the prompts are 41 wide and the state's token buffer 40"),
-        ([1], {"stops": 3}, "a row has 3 stop tokens and the state has room for 2"),
-        ([1], {"rule": verify.mars()}, "the rule mars is not of the structure"),
-    ],
-)
-def test_what_cannot_be_inserted_gets_a_sentence(rows, change, sentence):
+def test_a_row_has_at_most_as_many_stop_tokens_as_the_state():
     served = Served(TARGET, drafters.none(), verify.exact())
     state = decode.start(served.decoder, NO_WEIGHTS, *served.arrays([0, 1, 2]))
     prompts, lengths, controls, rule, keys = served.arrays([3])
-    prompts = jnp.pad(prompts, ((0, 0), (0, change.get("width", BUFFER) - BUFFER)))
-    stops = jnp.full((1, change.get("stops", 2)), 3, jnp.int32)
-    controls = dataclasses.replace(controls, stop_tokens=stops)
-    with pytest.raises(MarsError, match=sentence):
-        served.decoder.insert(
-            NO_WEIGHTS, state, jnp.asarray(rows), prompts, lengths, controls, change.get("rule", rule), keys
-        )
+    controls = dataclasses.replace(controls, stop_tokens=jnp.full((1, 3), 3, jnp.int32))
+    with pytest.raises(MarsError, match="a row has 3 stop tokens and the state has room for 2"):
+        served.decoder.insert(NO_WEIGHTS, state, jnp.asarray([1]), prompts, lengths, controls, rule, keys)
 
 
 def test_rows_of_another_part_of_a_mesh_are_refused():
     with jax.set_mesh(parse_mesh("data=2")):
-        check_insert(jnp.asarray([1, 2]), 4)
+        check_places(jnp.asarray([1, 2]), 2, 4)
         with pytest.raises(MarsError, match=r"rows are \[2, 1\] on a mesh with data=2: expected the first 1"):
-            check_insert(jnp.asarray([2, 1]), 4)
+            check_places(jnp.asarray([2, 1]), 2, 4)
 
 
 def test_a_row_with_fewer_biased_tokens_than_the_state_has_keeps_its_own():

@@ -151,6 +151,21 @@ def test_costs_are_measured_once_for_a_shape_and_texts_are_the_same():
     assert prepared(target, lossy, requests, verify=verify.mars(theta=0.5)).drafter is lossy
 
 
+def test_costs_are_those_of_steps_with_what_the_requests_ask_for(monkeypatch):
+    """Edits and draws are compiled into a step, and a step with them costs more."""
+    measured_for = []
+    monkeypatch.setattr(sizes, "_MEASURED", {})
+    monkeypatch.setattr(
+        sizes, "_measure", lambda made, *_, **__: measured_for.append(made) or [1.0, 2.0, 3.0]
+    )
+    target = mj.Pretrained.from_parts(TARGET, (), max_positions=256)
+    plain, edits, draws = {}, {"logit_bias": {3: 1.0}}, {"temperature": 0.5}
+    for options in (plain, edits, draws, {**edits, **draws}, plain, edits):
+        requests = mj.make_requests(target, [[1, 2]], max_new_tokens=8, **options)
+        sizes.with_costs(prepared(target, MADE, requests), 2)
+    assert len(measured_for) == 4
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -48,7 +48,8 @@ def metadata(writer, case):
     writer.add_uint32(f"{architecture}.attention.value_length", WIDTH)
     writer.add_float32(f"{architecture}.attention.layer_norm_rms_epsilon", 1e-5)
     for key, value in OWN[case].items():
-        (writer.add_uint32 if isinstance(value, int) else writer.add_float32)(f"{architecture}.{key}", value)
+        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)]
+        add(f"{architecture}.{key}", value)
     writer.add_string("tokenizer.ggml.model", "gpt2")
     writer.add_string("tokenizer.ggml.pre", "gpt-2")
     writer.add_array(
@@ -163,6 +164,17 @@ def test_llama_3s_scaling_is_read_from_its_factors(tmp_path):
     strange = [("rope_freqs.weight", np.linspace(1, 9, WIDTH // 2, dtype=np.float32))]
     with pytest.raises(MarsError, match=r"rope_freqs\.weight is not Llama 3's scaling"):
         hub.read_config(str(write(tmp_path / "strange.gguf", "llama3", change=strange)))
+
+
+@pytest.mark.parametrize("times", [None, 1.0, 0.5])
+def test_yarns_attention_is_scaled_as_llama_cpp_scales_it(tmp_path, monkeypatch, times):
+    """Its attn_factor multiplies what YaRN has by itself, 1 + 0.1 ln(factor), and does not stand in its place."""
+    scaling = {"type": "yarn", "factor": 4.0, "original_context_length": 32}
+    scaling |= {} if times is None else {"attn_factor": times}
+    monkeypatch.setitem(OWN, "llama", {f"rope.scaling.{key}": value for key, value in scaling.items()})
+    rope = hub.read_config(str(write(tmp_path / "model.gguf", "llama"))).rope
+    assert (rope.kind, rope.factor, rope.original_max_positions) == ("yarn", 4.0, 32)
+    assert rope.attention_factor == pytest.approx((1 if times is None else times) * (1 + 0.1 * np.log(4)))
 
 
 @pytest.mark.parametrize("name", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])

@@ -174,9 +174,10 @@ def test_a_mesh_changes_nothing(target):
         ({"strict_in": "thought"}, "the span is 'thought'"),
     ],
 )
-def test_bad_options_get_a_sentence(target, options, sentence):
+@pytest.mark.parametrize("ask", [mj.generate, mj.generate_iter, mj.generate_text])
+def test_bad_options_get_a_sentence(target, ask, options, sentence):
     with pytest.raises(mj.MarsError, match=sentence):
-        mj.generate(target, "ngram", TEXT, **options)
+        ask(target, "ngram", TEXT, **options)
 
 
 @pytest.mark.parametrize(

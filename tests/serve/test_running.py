@@ -12,7 +12,7 @@ import pytest
 import mars_jax as mj
 from mars_jax import drafters, hub, verify
 from mars_jax.core.errors import MarsError
-from mars_jax.core.extend import extend
+from mars_jax.core.extend import _extend
 from mars_jax.core.types import LoadedRule
 from mars_jax.serve import running as runnings
 from mars_jax.serve.generate import generate_stream
@@ -81,7 +81,7 @@ def test_a_conversation_says_what_it_says_afresh(target, draft):
     compiled = []
     for turn, text in enumerate(SAID):
         answer = chat.say(text)
-        compiled.append(extend._cache_size())
+        compiled.append(_extend._cache_size())
         fresh = afresh(target, drafter, chat.messages[:-1], rule, max_new_tokens=8)
         assert answer.tokens == fresh.tokens and answer.text.strip() == chat.messages[-1]["content"]
         prompt = answer.request.prompt_tokens

@@ -1,0 +1,125 @@
+"""A state that was extended, filled anew or begun with one token drafts as a fresh one, with every drafter.
+
+Tokens alone would not show a draft whose cache misses something: the target corrects it, in more steps.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mars_jax import drafters, verify
+from mars_jax.core import decode, refill
+from mars_jax.core.controls import make_controls
+from mars_jax.core.extend import extend
+from mars_jax.core.metrics import zero_stats
+from mars_jax.core.types import keys_from_seeds
+from mars_jax.drafters.sized import forced, sized
+from tests.core import test_extend
+from tests.core.test_extend import BUFFER, CHUNK, ROWS, check_same, made_of
+from tests.helpers import committed, draft_input
+
+# Drafters of several sizes, by the one whose sizes they are.
+SIZED = {
+    "sized model": "model chain",
+    "sized n-grams": "ngram",
+    "sized head": "eagle chain",
+    "sized replay": "replay",
+}
+NAMES = [*test_extend.PLAIN, *test_extend.TRUSTED, *test_extend.HEADS, "replay", *SIZED]
+
+
+def drafter_of(name):
+    """(target, drafter, params, the params of steps that draft nothing, vocabulary)."""
+    if name in SIZED:
+        target, drafter, params, _, vocab = drafter_of(SIZED[name])
+        loaded = sized(drafters.LoadedDrafter(drafter, params.draft), [0, drafter.max_depth])
+        longest, none = (params._replace(draft=forced(loaded, size).params) for size in (1, 0))
+        return target, loaded.drafter, longest, none, vocab
+    target, drafter, params, vocab = made_of("ngram" if name == "replay" else name)
+    if name == "replay":
+        texts = np.random.default_rng(1).integers(0, vocab, (8, 30)).tolist()
+        drafter, params = drafters.replay(4, min_ngram=1), params._replace(draft=drafters.corpus(texts, 256))
+    return target, drafter, params, params, vocab
+
+
+class States:
+    """A drafter's states, all of them in the same shapes."""
+
+    def __init__(self, name):
+        target, self.drafter, self.params, self.idle, self.vocab = drafter_of(name)
+        self.rule = verify.rejection() if "sampled" in name else verify.exact()
+        self.decoder = decode.speculative_decoder(target, self.drafter, self.rule, prefill_chunk=CHUNK)
+
+    def texts(self, *lengths):
+        rng = np.random.default_rng(lengths[0])
+        return [rng.integers(0, self.vocab, n).tolist() for n in lengths]
+
+    def arrays(self, texts):
+        prompts = np.zeros((ROWS, BUFFER), np.int32)
+        for row, text in enumerate(texts):
+            prompts[row, : len(text)] = text
+        lengths = jnp.asarray([len(text) for text in texts], jnp.int32)
+        controls = make_controls(ROWS, limit=BUFFER, temperature=[0.9, 0.0, 1.3])
+        keys = keys_from_seeds(jnp.arange(ROWS, dtype=jnp.uint32))
+        return jnp.asarray(prompts), lengths, controls, self.rule, keys
+
+    def fresh(self, texts, params=None):
+        return decode.start(self.decoder, params or self.params, *self.arrays(texts))
+
+    def run(self, state, steps=99, params=None):
+        return decode.run(self.decoder, params or self.params, state, record=True, max_steps=steps)
+
+    def one_token(self):
+        """Begun with one token, steps without a draft where the drafter has such."""
+        begun = self.fresh(self.texts(1, 1, 1), self.idle)
+        state, _ = self.run(begun, 4, self.idle)
+        return state, committed(state)
+
+    def extended(self):
+        """From one token, as a conversation begins."""
+        texts = self.texts(33, 2, 47)
+        state = self.fresh([text[:1] for text in texts])
+        return extend(self.decoder, self.params, state, *self.arrays(texts))[0], texts
+
+    def inserted(self):
+        """Into rows that go on, one of which stays."""
+        state, _ = self.run(self.fresh(self.texts(5, 20, 1)), 2)
+        texts = self.texts(33, 1, 2)
+        stats, rows = zero_stats(ROWS, self.decoder.max_depth), jnp.asarray([0, -1, 2])
+        state, _ = refill.refill(self.decoder, self.params, state, stats, rows, *self.arrays(texts))
+        return state, [texts[0], committed(state)[1], texts[2]]
+
+    def drafted(self, state):
+        """The tokens of the next draft: a head that was never trained is seldom right, and its steps say little."""
+        propose = jax.jit((self.drafter.sizes or (self.drafter,))[-1].propose)
+        return np.asarray(propose(self.params, state.draft, draft_input(state))[0].tokens)
+
+
+states = functools.cache(States)
+IN_TIME = {
+    "extended": ["sized model"],
+    "inserted": ["sized model", "ngram"],
+    "one_token": ["sized model", "medusa chain"],
+}
+CASES = [
+    pytest.param(way, name, marks=[pytest.mark.slow] * (name not in names))
+    for way, names in IN_TIME.items()
+    for name in NAMES
+]
+
+
+@pytest.mark.parametrize(("way", "name"), CASES)
+def test_it_drafts_as_a_fresh_state(way, name):
+    made = states(name)
+    state, texts = getattr(made, way)()
+    fresh = made.fresh(texts)
+    if made.drafter.observe is not None:
+        np.testing.assert_array_equal(made.drafted(state), made.drafted(fresh))
+    found = []
+    for one in (fresh, state):
+        ended, stats = made.run(one)
+        found.append((committed(ended), jax.tree.map(np.asarray, stats)))
+    check_same(*found)
