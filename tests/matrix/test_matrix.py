@@ -95,3 +95,54 @@ def test_the_command_loads_every_drafter(drafter):
 def test_every_rule_loads_by_its_name(rule):
     made = verify.load(world().rules[rule.row.name], target("float32", None, None), **rule.settings)
     assert callable(made.rule) and mj.core.rules.lossless(made.rule) == rule.row.lossless
+
+
+def entry_points():
+    """The functions that take prompts for a pair, and the command."""
+
+    def said(make):
+        return lambda target, drafter, **given: list(make(target, drafter, ["the sea"], **given))
+
+    def chat(target, drafter, **given):
+        return mj.Chat(target, drafter, **given).say("the sea")
+
+    def command(target, drafter, *, verify, **given):
+        argv = ["--target", world().target, "--draft", drafter, "--verify", verify.name, "--json", "the sea"]
+        for name, value in given.items():
+            argv += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+        args = parse(argv)
+        return open_job(args, check_flags(args, from_texts(["the sea"])), from_texts(["the sea"]))
+
+    of_prompts = {name: said(getattr(mj, name)) for name in ("generate", "generate_iter", "generate_text")}
+    return {**of_prompts, "Chat": chat, "command": command}
+
+
+REFUSED = {
+    "relax_in under exact": ("ngram", {"relax_in": "think"}, "in does not apply"),
+    "spans under exact": ("ngram", {"strict_in": "code"}, "in does not apply"),
+    "relaxed constraint under exact": (
+        "ngram",
+        {"regex": "a+", "relax_constrained": True},
+        "relax.constrained does not apply",
+    ),
+    "strictness under exact": ("ngram", {"strict": True}, "strict does not apply"),
+    "draft_stop of n-grams": ("ngram", {"draft_stop": 1.0}, "draft.stop does not apply"),
+    "no new tokens": ("ngram", {"max_new_tokens": 0}, "max.new.tokens"),
+    "a temperature below 0": ("ngram", {"temperature": -1.0}, "temperature"),
+}
+
+
+@pytest.mark.parametrize(
+    ("entry", "what"),
+    # In a command strict is a setting of a row, and no flag.
+    [
+        (entry, what)
+        for entry in entry_points()
+        for what in REFUSED
+        if (entry, what[:6]) != ("command", "strict")
+    ],
+)
+def test_what_is_refused_is_refused_by_every_entry_point(entry, what):
+    drafter, given, sentence = REFUSED[what]
+    with pytest.raises(MarsError, match=sentence):
+        entry_points()[entry](target("float32", None, None), drafter, verify=verify.exact(), **given)
