@@ -127,9 +127,8 @@ CASES = {
     "released": Case(verify.released(ratio=0.4), verify.rejection(), None, {"ratio": np.inf}, drafter=SAMPLED),
 }  # fmt: skip
 LIKE_ANOTHER = {
-    "mars by position", "gap", "prob_ratio", "topk", "typical", "adaptive", "entropy_gate", "nucleus", "lenience", "cactus",
-    "diversed", "speccascade", "speccascade(opt)", "mars over rejection on trees", "mixture on trees",
-    "phrase",
+    "mars by position", "gap", "prob_ratio", "topk", "typical", "adaptive", "entropy_gate", "nucleus", "lenience",
+    "cactus", "diversed", "speccascade", "speccascade(opt)", "mars over rejection on trees", "mixture on trees", "phrase",
 }  # fmt: skip
 """Rules that are a formula in a seam that another rule of the table has as well, and keep no state: they are slow."""
 SEAMS = ("mixture", "budget")
