@@ -128,7 +128,8 @@ CASES = {
 }  # fmt: skip
 LIKE_ANOTHER = {
     "mars by position", "gap", "prob_ratio", "topk", "typical", "adaptive", "entropy_gate", "nucleus", "lenience",
-    "cactus", "diversed", "speccascade", "speccascade(opt)", "mars over rejection on trees", "mixture on trees", "phrase",
+    "cactus", "diversed", "speccascade", "speccascade(opt)", "mars over rejection on trees", "mixture on trees",
+    "phrase",
 }  # fmt: skip
 """Rules that are a formula in a seam that another rule of the table has as well, and keep no state: they are slow."""
 SEAMS = ("mixture", "budget")
