@@ -25,6 +25,9 @@ os.environ.setdefault(
     * importlib.metadata.version("jaxlib").startswith("0.10."),
 )
 
+# Nobody reads where in the source an operation of a program comes from, and to write it down takes a part of lowering.
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
+
 # Nearly all of the time goes into compiling. What one worker compiled, the others, later tests and later runs load from
 # a folder; workers inherit its name.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:

@@ -24,10 +24,9 @@ NO_WEIGHTS = Params(target=(), draft=())
 
 def ragged(lengths, buffer, vocab, seed=0):
     """Random prompts of the given lengths, left-aligned in a buffer; the rest is filled with junk, not zeros."""
-    rng = np.random.default_rng(seed)
-    return jnp.asarray(rng.integers(0, vocab, (len(lengths), buffer)), jnp.int32), jnp.asarray(
-        lengths, jnp.int32
-    )
+    made = np.random.default_rng(seed).integers(0, vocab, (len(lengths), buffer))
+    # `jnp.asarray` compiles a program for every shape.
+    return jax.device_put((made.astype(np.int32), np.asarray(lengths, np.int32)))
 
 
 def draft_input(state, keys=None):
@@ -88,7 +87,7 @@ def decode_all(
     chosen["stop_tokens"] = [[*row, NO_TOKEN, NO_TOKEN][: max(2, len(row))] for row in stops]
     rule = with_numbers(rule, **{name: chosen.pop(name) for name in NUMBERS if name in chosen})
     made = make_controls(batch, limit=buffer if limit is None else limit, **chosen)
-    keys = keys_from_seeds(jnp.asarray(range(batch) if seeds is None else seeds, jnp.uint32))
+    keys = keys_from_seeds(np.asarray(range(batch) if seeds is None else seeds, np.uint32))
     decoder = decode.speculative_decoder(target, drafter, rule, prefill_chunk=16)
     state = decode.start(decoder, params, prompts, lengths, made, rule, keys)
     return decode.run(decoder, params, state)

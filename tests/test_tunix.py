@@ -37,13 +37,18 @@ def rollout_of(actor, **options):
     return tunix.MarsRollout(rollout_actor=actor, tokenizer=stand_in.Tokenizer(), mesh=None, **options)
 
 
+@nnx.jit
+def logits_of(actor, ids, mask):
+    return actor(ids, jnp.arange(ids.shape[1])[None], None, mask)[0][0]
+
+
 def teacher_forced(actor, prompt, tokens, temperature):
     """log softmax(z / T) of each token by the actor itself."""
     count = len(prompt) + len(tokens)
     # Of one width, so that all texts share what is compiled; nothing looks at the padding after it.
     ids = jnp.asarray([[*prompt, *tokens] + [0] * (WIDTH - count)])
     mask = jnp.asarray(np.tril(np.ones((1, WIDTH, WIDTH), bool)))
-    logits = actor(ids, jnp.arange(WIDTH)[None], None, mask)[0][0] / temperature
+    logits = logits_of(actor, ids, mask) / temperature
     return np.asarray(jax.nn.log_softmax(logits))[np.arange(len(prompt) - 1, count - 1), tokens]
 
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -99,7 +100,7 @@ def _field(name: str, value: Any, batch: int, dtype: Any) -> Array:
     if dtype == np.int32 and not np.all(raw == array):
         raise MarsError(f"{name} is {value!r}: expected whole numbers of 32 bits.")
     _SETTINGS[name].check(array)
-    return jnp.array(np.broadcast_to(array, (batch,)))
+    return jax.device_put(np.broadcast_to(array, (batch,)), may_alias=False)  # for which nothing is compiled
 
 
 def _stop_tokens(value: Any, batch: int) -> Array:
@@ -121,4 +122,4 @@ def _stop_tokens(value: Any, batch: int) -> Array:
         if not np.issubdtype(ids.dtype, np.integer) or np.any(ids < NO_TOKEN):
             raise MarsError(f"stop_tokens holds {row!r}: expected token ids, whole numbers of at least 0.")
         padded[b, : len(ids)] = ids
-    return jnp.array(padded)
+    return jax.device_put(padded, may_alias=False)

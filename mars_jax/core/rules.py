@@ -60,7 +60,7 @@ def for_rows(rule: PyTree, batch: int) -> PyTree:
                 f"{name} of the rule has shape {value.shape}: expected one number, or one for each of the {batch} rows."
             )
         # Numbers of the host are spread there, for which nothing is compiled.
-        return value if isinstance(value, Array) else jnp.array(value)
+        return value if isinstance(value, Array) else jax.device_put(value, may_alias=False)
 
     return jax.tree_util.tree_map_with_path(own, rule)
 

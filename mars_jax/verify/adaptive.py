@@ -43,11 +43,13 @@ def adaptive(
     Raises:
       MarsError: a number out of its range, or a base that cannot be relaxed.
 
+    >>> import jax
     >>> from mars_jax import verify
     >>> from mars_jax.core.tree import chain
     >>> z = jnp.log(jnp.asarray([[[0.2, 0.5, 0.3], [0.1, 0.8, 0.1]]]))
     >>> given = verify.evidence(chain(jnp.asarray([[2, 0]], jnp.int32)), z)
-    >>> [int(verify.for_rows(adaptive(theta=t), 1)(given)[0].num_accepted[0]) for t in (0.5, 0.3)]
+    >>> accepted = jax.jit(lambda rule: verify.for_rows(rule, 1)(given)[0].num_accepted[0])
+    >>> [int(accepted(adaptive(theta=t))) for t in (0.5, 0.3)]
     [0, 1]
     """
     given = {"theta": theta, "max_relaxed_run": max_relaxed_run, "exact_prefix": exact_prefix}

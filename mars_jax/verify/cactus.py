@@ -48,11 +48,13 @@ def cactus(*, divergence: Any = 0.1, exact_prefix: Any = 0) -> Cactus:
     Raises:
       MarsError: a number out of its range.
 
+    >>> import jax
     >>> from mars_jax import verify
     >>> from mars_jax.core.tree import chain
     >>> p, q = jnp.log(jnp.asarray([[[0.8, 0.2]] * 2] * 99)), jnp.log(jnp.asarray([[[0.2, 0.8]] * 2] * 99))
     >>> given = verify.evidence(chain(jnp.asarray([[0, 1]] * 99, jnp.int32), q), p, temperature=1.0)
-    >>> [int(verify.for_rows(cactus(divergence=d), 99)(given)[0].num_accepted.sum()) for d in (0.0, 0.1, 2.0)]
+    >>> accepted = jax.jit(lambda rule: verify.for_rows(rule, 99)(given)[0].num_accepted.sum())
+    >>> [int(accepted(cactus(divergence=d))) for d in (0.0, 0.1, 2.0)]
     [22, 45, 99]
     """
     return Cactus(**numbers("cactus", {"divergence": divergence, "exact_prefix": exact_prefix}))

@@ -46,12 +46,14 @@ def entropy_gate(
     Raises:
       MarsError: a number out of its range, or a base that cannot be relaxed.
 
+    >>> import jax
     >>> import jax.numpy as jnp
     >>> from mars_jax import verify
     >>> from mars_jax.core.tree import chain
     >>> z = jnp.log(jnp.asarray([[[0.2, 0.45, 0.35], [0.1, 0.8, 0.1]]]))  # entropies of 1.05 and 0.64
     >>> given = verify.evidence(chain(jnp.asarray([[0, 2]], jnp.int32)), z)
-    >>> [int(verify.for_rows(entropy_gate(entropy=h), 1)(given)[0].num_accepted[0]) for h in (1.1, 1.0)]
+    >>> accepted = jax.jit(lambda rule: verify.for_rows(rule, 1)(given)[0].num_accepted[0])
+    >>> [int(accepted(entropy_gate(entropy=h))) for h in (1.1, 1.0)]
     [0, 1]
     """
     given = {"entropy": entropy, "max_relaxed_run": max_relaxed_run, "exact_prefix": exact_prefix}

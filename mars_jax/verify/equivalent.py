@@ -84,7 +84,8 @@ def equivalent(*, gap: Any = 2.0, max_relaxed_run: Any = UNLIMITED_RUN, exact_pr
     >>> z = jnp.asarray([[[0.0, 2.0, 1.0], [0.0, 0.0, 9.0]]])
     >>> groups = jnp.asarray([0, 1, 1], jnp.int32)
     >>> given = verify.evidence(chain(jnp.asarray([[0, 2]], jnp.int32)), z, params=groups)
-    >>> [int(verify.for_rows(equivalent(gap=g), 1)(given)[0].num_accepted[0]) for g in (2.0, 0.5)]
+    >>> accepted = jax.jit(lambda rule: verify.for_rows(rule, 1)(given)[0].num_accepted[0])
+    >>> [int(accepted(equivalent(gap=g))) for g in (2.0, 0.5)]
     [1, 0]
     """
     given = {"gap": gap, "max_relaxed_run": max_relaxed_run, "exact_prefix": exact_prefix}

@@ -86,7 +86,8 @@ def fly(
     >>> from mars_jax.core.tree import chain
     >>> z = jnp.asarray([[[0.0, 1.0, 0.0, 0.0], [0.0, 0.0, 9.0, 0.0], [0.0, 0.0, 0.0, 9.0]]])
     >>> given = verify.evidence(chain(jnp.asarray([[0, 3, 2]], jnp.int32)), z)
-    >>> [int(verify.for_rows(fly(window=w), 1)(given)[0].num_accepted[0]) for w in (1, 2)]
+    >>> accepted = jax.jit(lambda rule: verify.for_rows(rule, 1)(given)[0].num_accepted[0])
+    >>> [int(accepted(fly(window=w))) for w in (1, 2)]
     [2, 0]
     """
     given = {

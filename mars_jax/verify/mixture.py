@@ -42,11 +42,13 @@ def mixture(*, weight: Any = 0.5, block: bool = False, exact_prefix: Any = 0) ->
     Raises:
       MarsError: a number out of its range.
 
+    >>> import jax
     >>> from mars_jax import verify
     >>> from mars_jax.core.tree import chain
     >>> p, q = jnp.log(jnp.asarray([[[0.8, 0.2]] * 2] * 99)), jnp.log(jnp.asarray([[[0.2, 0.8]] * 2] * 99))
     >>> given = verify.evidence(chain(jnp.asarray([[0, 1]] * 99, jnp.int32), q), p, temperature=1.0)
-    >>> [int(verify.for_rows(mixture(weight=w), 99)(given)[0].num_accepted.sum()) for w in (1.0, 0.5, 0.0)]
+    >>> accepted = jax.jit(lambda rule: verify.for_rows(rule, 99)(given)[0].num_accepted.sum())
+    >>> [int(accepted(mixture(weight=w))) for w in (1.0, 0.5, 0.0)]
     [22, 63, 99]
     """
     return Mixture(block=block, **numbers("mixture", {"weight": weight, "exact_prefix": exact_prefix}))

@@ -57,7 +57,8 @@ def nucleus(
     >>> from mars_jax.core.tree import chain
     >>> z = jnp.log(jnp.asarray([[[0.2, 0.5, 0.3], [0.1, 0.8, 0.1]]] * 50))
     >>> given = verify.evidence(chain(jnp.asarray([[2, 2]] * 50, jnp.int32)), z, temperature=1.0)
-    >>> [int(verify.for_rows(nucleus(mass=m), 50)(given)[0].num_accepted.sum()) for m in (0.5, 0.6)]
+    >>> accepted = jax.jit(lambda rule: verify.for_rows(rule, 50)(given)[0].num_accepted.sum())
+    >>> [int(accepted(nucleus(mass=m))) for m in (0.5, 0.6)]
     [15, 50]
     """
     given = {"mass": mass, "max_relaxed_run": max_relaxed_run, "exact_prefix": exact_prefix}

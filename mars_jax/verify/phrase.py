@@ -91,7 +91,8 @@ def phrase(
     >>> from mars_jax.core.tree import chain
     >>> z = jnp.asarray([[[0.0, 1.0, 0.5, 0.0], [0.0, 0.0, 0.0, 9.0], [0.0, 0.0, 0.0, 9.0]]])
     >>> given = verify.evidence(chain(jnp.asarray([[0, 2, 3]], jnp.int32)), z)
-    >>> [int(verify.for_rows(phrase(bound=b, window=1), 1)(given)[0].num_accepted[0]) for b in (0.6, 0.4)]
+    >>> accepted = jax.jit(lambda rule: verify.for_rows(rule, 1)(given)[0].num_accepted[0])
+    >>> [int(accepted(phrase(bound=b, window=1))) for b in (0.6, 0.4)]
     [2, 0]
     """
     given = {

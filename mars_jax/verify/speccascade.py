@@ -56,11 +56,13 @@ def speccascade(
     Raises:
       MarsError: an unknown way to trust, or a number out of its range.
 
+    >>> import jax
     >>> from mars_jax import verify
     >>> from mars_jax.core.tree import chain
     >>> p, q = jnp.log(jnp.asarray([[[0.6, 0.4]] * 2] * 99)), jnp.log(jnp.asarray([[[0.2, 0.8]] * 2] * 99))
     >>> given = verify.evidence(chain(jnp.asarray([[0, 1]] * 99, jnp.int32), q), p, temperature=1.0)
-    >>> [int(verify.for_rows(speccascade(alpha=a), 99)(given)[0].num_accepted.sum()) for a in (0.1, 0.5)]
+    >>> accepted = jax.jit(lambda rule: verify.for_rows(rule, 99)(given)[0].num_accepted.sum())
+    >>> [int(accepted(speccascade(alpha=a))) for a in (0.1, 0.5)]
     [36, 99]
     """
     specs.check_setting("speccascade", "trust", trust)

@@ -52,11 +52,13 @@ def topk(
     Raises:
       MarsError: a number out of its range, or a base that cannot be relaxed.
 
+    >>> import jax
     >>> from mars_jax import verify
     >>> from mars_jax.core.tree import chain
     >>> z = jnp.asarray([[[9.5, 10.0, 9.8], [0.0, 9.0, 0.0]]])
     >>> given = verify.evidence(chain(jnp.asarray([[2, 0]], jnp.int32)), z)
-    >>> [int(verify.for_rows(topk(k=k), 1)(given)[0].num_accepted[0]) for k in (2, 3)]
+    >>> accepted = jax.jit(lambda rule: verify.for_rows(rule, 1)(given)[0].num_accepted[0])
+    >>> [int(accepted(topk(k=k))) for k in (2, 3)]
     [0, 1]
     """
     given = {"k": k, "delta": delta, "max_relaxed_run": max_relaxed_run, "exact_prefix": exact_prefix}

@@ -54,11 +54,13 @@ def typical(
     Raises:
       MarsError: a number out of its range, or a base that cannot be relaxed.
 
+    >>> import jax
     >>> from mars_jax import verify
     >>> from mars_jax.core.tree import chain
     >>> z = jnp.log(jnp.asarray([[[0.08, 0.8, 0.12], [0.1, 0.8, 0.1]]]))
     >>> given = [verify.evidence(chain(jnp.asarray([[2, x]], jnp.int32)), z) for x in (0, 2)]
-    >>> [int(verify.for_rows(typical(), 1)(g)[0].num_accepted[0]) for g in given]
+    >>> accepted = jax.jit(lambda given: verify.for_rows(typical(), 1)(given)[0].num_accepted[0])
+    >>> [int(accepted(g)) for g in given]
     [0, 1]
     """
     given = {

@@ -127,7 +127,7 @@ def test_autoregression_is_the_plain_loop_over_the_model():
 def test_drafts_are_accepted_at_depth(drafter):
     """A suite in which nothing is ever accepted would prove little."""
     prompts, lengths = ragged([4] * 4, 48, VOCAB)
-    _, stats = decode_all(TARGET, DRAFTERS[drafter], verify.exact(), prompts, lengths)
+    _, stats = decode_all(TARGET, DRAFTERS[drafter], RULES["mars"], prompts, lengths, theta=np.inf)
     histogram = np.asarray(stats.depth_histogram).sum(axis=0)
     assert (histogram[1:3] > 0).all()
 
@@ -227,9 +227,10 @@ def test_rows_stop_at_their_own_stop_tokens_and_limits():
     state, _ = decode_all(
         TARGET,
         DRAFTERS["chain"],
-        verify.exact(),
+        RULES["mars"],
         prompts,
         lengths,
+        theta=np.inf,
         limit=[48, 48, 12, 5],
         stop_tokens=[[stop], [], [], []],
     )
@@ -242,9 +243,10 @@ def test_finished_and_padding_rows_change_nothing():
     wide, stats = decode_all(
         TARGET,
         DRAFTERS["chain"],
-        verify.exact(),
+        RULES["mars"],
         jnp.pad(prompts, ((0, 2), (0, 0))),
         jnp.pad(lengths, (0, 2), constant_values=1),
+        theta=np.inf,
         limit=[48, 48, 1, 1],
     )
     assert committed(wide)[:2] == committed(alone)
@@ -400,7 +402,7 @@ def test_a_relaxed_step_under_vmap_gives_the_tokens_of_each_batch(drafter, rule)
 @pytest.mark.parametrize(
     ("drafter", "rule", "impl"),
     [
-        ("sampled chain", "rejection", "rbg"),
+        ("sampled chain", "mars over block", "rbg"),
         pytest.param("sampled chain", "rejection", "unsafe_rbg", marks=pytest.mark.slow),
         pytest.param("chain", "mars", "rbg", marks=pytest.mark.slow),
         pytest.param("chain", "mars", "unsafe_rbg", marks=pytest.mark.slow),

@@ -14,7 +14,7 @@ from mars_jax.drafters.ahead import ahead, run
 from mars_jax.models import ModelConfig, init_params, language_model
 from tests.helpers import committed, decode_all, ragged, slow_but
 
-SIZES = {"vocab_size": 8, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "num_layers": 2}
+SIZES = {"vocab_size": 8, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "num_layers": 1}
 CONFIG = ModelConfig(**SIZES)
 MODEL = language_model(CONFIG)
 

@@ -58,7 +58,9 @@ class Cases:
         return compiled(margin_accept, self.name, ("max_depth", "margin", "logsumexp", "blocks"))
 
     def check(self, logits, tokens, parents, y, controls, *, max_depth, margin="ratio", **options):
-        got = self.accept(logits, tokens, parents, y, controls, max_depth=max_depth, margin=margin, **options)
+        got = jax.device_get(
+            self.accept(logits, tokens, parents, y, controls, max_depth=max_depth, margin=margin, **options)
+        )
         want = accept(
             logits,
             np.asarray(tokens),

@@ -33,15 +33,15 @@ def test_labels_and_features_are_those_of_one_branch_at_a_time():
     drawn = np.asarray(jax.random.categorical(jax.random.key(3), q_logits))
     q = jax.nn.softmax(q_logits)
     assert found.valid[1].tolist() == [True] * 3 + [False] + [True] * 4 and found.valid[0].all()
+    found, p, q, q_logits = jax.device_get((found, p, q, q_logits))
     for row, place in itertools.product(range(2), range(8)):
         x = int(drawn[row, place]) if row else int(q_logits[row, place].argmax())
-        begin = 4 if row == 1 and place >= 4 else 0
-        text = jnp.asarray([[*BATCH.tokens[row, begin : place + 1].tolist(), x]])
-        # Positions go on across documents, as they do in training.
-        pad = jnp.full((1, begin), 1, jnp.int32)
-        whole = jnp.concatenate([pad, text], axis=1)
-        apart = jnp.concatenate([jnp.zeros_like(pad), jnp.ones_like(text)], axis=1)
-        alone = read(MODEL, OTHER, whole, apart).hidden[0, -1]
+        begin, end = 4 if row == 1 and place >= 4 else 0, place + 1
+        # Positions go on across documents, as they do in training. All texts have one width.
+        whole, apart = np.ones((1, 9), np.int32), np.full((1, 9), 2, np.int32)
+        whole[0, begin : end + 1] = [*BATCH.tokens[row, begin:end], x]
+        apart[0, :begin], apart[0, begin : end + 1] = 0, 1
+        alone = np.asarray(read(MODEL, OTHER, jnp.asarray(whole), jnp.asarray(apart)).hidden)[0, end]
         np.testing.assert_allclose(found.hidden[row, place], alone, atol=1e-4)
         chance = (
             min(1.0, float(p[row, place, x] / q[row, place, x]))

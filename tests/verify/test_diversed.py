@@ -88,14 +88,14 @@ def test_the_gradient_is_that_of_the_enumerated_worth():
         v, q = law(head)
         return jnp.sum(v * rewards) + 0.5 * jnp.sum(jnp.minimum(v, q))
 
-    count = np.round(np.asarray(law(head)[0]) * 20000).astype(int)
+    count = np.round(np.asarray(jax.jit(law)(head)[0]) * 20000).astype(int)
     rollouts = diversed.Rollouts(
         np.repeat(every, count, axis=0),
         np.tile([False, True], (count.sum(), 1)),
         np.repeat(rewards, count),
     )
-    wanted = jax.grad(worth)(head)
-    found = jax.grad(lambda h: -diversed.surrogate(h, models, rollouts)[0])(head)
+    wanted = jax.jit(jax.grad(worth))(head)
+    found = jax.jit(jax.grad(lambda h: -diversed.surrogate(h, models, rollouts)[0]))(head)
     for name in ("bias", "signals", "outer"):
         np.testing.assert_allclose(found[name], wanted[name], rtol=0.02, atol=2e-4)
     assert float(jnp.abs(wanted["bias"])) > 1e-3

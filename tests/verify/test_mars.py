@@ -107,10 +107,11 @@ def test_trees_of_greedy_and_sampled_rows_follow_the_python_rule(margin):
             theta=theta, strict=strict, max_relaxed_run=max_run, stop_tokens=stops,
         )  # fmt: skip
         keys = oracles.keys_of(seed, B)
-        verdict = verify(keys, tree, jnp.asarray(logits), controls)
-        y = np.asarray(draw(keys, tree.depths, jnp.asarray(logits), controls))
+        verdict, tree, y = jax.device_get(
+            (verify(keys, tree, logits, controls), tree, draw(keys, tree.depths, logits, controls))
+        )
         for b in range(B):
-            tokens, parents = np.asarray(tree.tokens[b]).tolist(), np.asarray(tree.parents[b]).tolist()
+            tokens, parents = tree.tokens[b].tolist(), tree.parents[b].tolist()
             named = [-2] + [y[b, parents[i]] for i in range(1, N)]
             hits = [tokens[i] == named[i] for i in range(N)]
             relaxable = python_relaxable(

@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -53,8 +54,8 @@ class Rehearse:
     def __call__(self, evidence: Evidence) -> tuple[Walks, Rehearse]:
         batch, depth = evidence.tree.tokens.shape[0], evidence.tree.max_depth
 
-        def accepted(theta: float) -> Array:
-            rule = dataclasses.replace(self.rule, theta=jnp.full((batch,), theta, jnp.float32))
+        def accepted(theta: Array) -> Array:
+            rule = dataclasses.replace(self.rule, theta=jnp.broadcast_to(theta, (batch,)))
             return rule(evidence)[0].num_accepted
 
         walks = Walks(
@@ -62,7 +63,8 @@ class Rehearse:
             num_accepted=jnp.zeros((batch,), jnp.int32),
             next_token=named(evidence)[:, 0],
             relaxed=jnp.zeros((batch, depth), bool),
-            accepted=jnp.stack([accepted(theta) for theta in self.thetas], axis=1),
+            # One after the other, so that the rule is compiled once and not for each.
+            accepted=jax.lax.map(accepted, jnp.asarray(self.thetas, jnp.float32)).T,
         )
         return walks, self
 
