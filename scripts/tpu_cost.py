@@ -51,8 +51,6 @@ def read(folder: Path, generation: str, live: int, branches: str) -> dict[str, A
     """The figures of a program from its folder."""
     module, schedule = hlo.parse((folder / "hlo.txt").read_text()), bundles.read(folder)
     step = read_step(module, schedule, live=live, branches=branches)  # pyright: ignore[reportArgumentType]
-    if step.unmatched:
-        print(f"instructions without a schedule: {', '.join(step.unmatched)}", file=sys.stderr)
     return figures(step, SPEEDS[generation], CHIPS[generation].bandwidth)
 
 

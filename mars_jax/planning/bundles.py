@@ -1,7 +1,8 @@
 """The final schedules that libtpu dumps: a line is a bundle, and a bundle is a cycle of the core without stalls.
 
 A program is dumped in several files: one of the whole, `...-TLP-NN-final_bundles.txt`, in which most instructions are
-calls, and one for each routine that is called, named after the first HLO instruction that calls it.
+calls, and one for each routine that is called, named after the first HLO instruction that calls it. A call is an
+`inlined_call`, or a `call` in programs that are too long to be inlined.
 
 Oracle: tests/planning/test_bundles.py, on schedules that libtpu wrote.
 """
@@ -11,6 +12,8 @@ from __future__ import annotations
 import dataclasses
 import re
 from pathlib import Path
+
+from mars_jax.core.errors import MarsError
 
 LIBTPU_FLAGS = (
     "--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final_bundles"
@@ -59,15 +62,30 @@ class Routine:
 
     def calls(self) -> list[tuple[str, int]]:
         """The HLO instructions that it calls in order, each with the bundles since the call before: its arguments,
-        the trace markers around it, and the small instructions that have no routine of their own."""
+        the trace markers around it, and the small instructions that have no routine of their own.
+
+        Raises:
+          MarsError: a call names no instruction.
+        """
         found, since = [], 0
         for bundle in self.bundles:
             since += 1
-            call = re.search(r"inlined_call .*?/\* %([\w.\-]+) = ", bundle, re.S)
-            if call:
-                found.append((call[1], since))
+            call = re.search(r"= \w*call (.*)", bundle, re.S)
+            if call and not call[1].startswith("/* <late-"):
+                named = re.search(r"/\* %([\w.\-]+) = ", call[1])
+                if named is None:
+                    raise unknown(f"a call names no instruction ({bundle.strip()[:80]})")
+                found.append((named[1], since))
                 since = 0
         return [*found, ("", since)]
+
+
+def unknown(what: str) -> MarsError:
+    """The error of a program that would be read as less than it is."""
+    return MarsError(
+        f"the schedule of this program cannot be read whole, since {what}: use the libtpu that mars-jax is tested with "
+        "(pip install 'mars-jax[test]'), or another batch or number of drafted tokens."
+    )
 
 
 def parse(text: str) -> Routine:

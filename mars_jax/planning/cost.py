@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Literal
 
-from mars_jax.planning.bundles import Schedule
+from mars_jax.planning.bundles import Schedule, unknown
 from mars_jax.planning.flops import flops
 from mars_jax.planning.hlo import Computation, Instruction, Module
 from mars_jax.planning.loops import condition_and_body, trips
@@ -73,7 +73,6 @@ class Step:
     items: Items
     overhead: dict[str, int]  # bundles of the top level, between the calls, by part
     resident_bytes: int  # of arrays that stay in fast memory from step to step
-    unmatched: tuple[str, ...]  # instructions that should have a routine and have none
 
     def ops(self) -> Iterator[Op]:
         yield from _flat(self.items)
@@ -107,6 +106,9 @@ def read_step(
       schedule: from `bundles.read`.
       live: slots of a row's cache that hold something.
       branches: which ones conditionals take.
+
+    Raises:
+      MarsError: an instruction is nowhere in the schedule.
     """
     return _Reader(module, schedule, live, branches).step()
 
@@ -115,7 +117,6 @@ class _Reader:
     def __init__(self, module: Module, schedule: Schedule, live: int, branches: str):
         self.module, self.schedule, self.live, self.branches = module, schedule, live, branches
         self.parts, self.routines = Parts(module), Routines(module, schedule)
-        self.unmatched: list[str] = []
         self.called = {name for name, _ in schedule.top.calls()}
 
     def step(self) -> Step:
@@ -129,7 +130,7 @@ class _Reader:
             items = self.items(condition, 1) + self.items(body, 1)
         else:
             items = self.items(entry, 1)
-        return Step(items, self.overhead(items), resident, tuple(self.unmatched))
+        return Step(items, self.overhead(items), resident)
 
     def items(self, computation: Computation, times: int) -> Items:
         found: Items = []
@@ -152,18 +153,20 @@ class _Reader:
         return found
 
     def branch(self, instruction: Instruction, times: int) -> Items:
-        unmatched = list(self.unmatched)
         ways = [self.items(self.module.computations[name], times) for name in instruction.calls]
         sizes = [sum(op.times * op.bundles for op in _flat(items)) for items in ways]
         chosen = (min if self.branches == "cheap" else max)(range(len(ways)), key=lambda k: sizes[k])
-        self.unmatched = unmatched
         return ways[chosen]
 
     def op(self, computation: Computation, instruction: Instruction, times: int) -> Op:
         collective = instruction.opcode.removesuffix("-start") in COLLECTIVES
-        routine = self.routines.of(computation, instruction) if instruction.name in self.called else None
-        if routine is None and instruction.name in self.called:
-            self.unmatched.append(instruction.name)
+        called = instruction.name in self.called
+        routine = self.routines.of(computation, instruction) if called else None
+        if called and routine is None:
+            raise unknown(f"{instruction.name} is called and has no routine")
+        scalar = not (called or collective or instruction.opcode in COPIES)
+        if scalar and any(shape.size > 1 for shape in instruction.shapes):
+            raise unknown(f"{instruction.name} makes an array and is not called")
         shapes = [shape for shape in instruction.shapes if shape.dtype != "token"]
         operands = [computation.instructions[name] for name in instruction.operands]
         sent = sum(shape.payload for o in operands for shape in o.shapes) if collective else 0
@@ -184,9 +187,7 @@ class _Reader:
             devices=_group(instruction.rest) if collective else 0,
             sorted=_sorted(instruction, shapes[0].dims if shapes else ()),
             gathered=self.gathered(instruction),
-            scalar=instruction.name not in self.called
-            and not collective
-            and instruction.opcode not in COPIES,
+            scalar=scalar,
         )
 
     def gathered(self, instruction: Instruction) -> int:

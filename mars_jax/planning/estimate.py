@@ -65,7 +65,6 @@ def figures(step: Step, speed: Speed, bandwidth: float) -> Figures:
         "loops": dict(Counter(f"{loop.turns} turns" if loop.known else "unknown" for loop in step.loops())),
         "resident_bytes": step.resident_bytes,
         "largest_written_bytes": max((op.traffic.written for op in step.ops()), default=0),
-        "unmatched": len(step.unmatched),
     }
 
 

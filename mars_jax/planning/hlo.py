@@ -11,6 +11,8 @@ import math
 import re
 from collections.abc import Iterator
 
+from mars_jax.core.errors import MarsError
+
 BITS = {"pred": 8, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "bf16": 16, "f16": 16}
 BITS |= {"s32": 32, "u32": 32, "f32": 32, "s64": 64, "u64": 64, "f64": 64, "c64": 64, "token": 0}
 
@@ -150,6 +152,9 @@ class Module:
 def parse(text: str) -> Module:
     """The module of a text that `compiled.as_text()` gave.
 
+    Raises:
+      MarsError: a line of a computation is not read.
+
     >>> module = parse('''HloModule tiny
     ... ENTRY %main (x: f32[8,128]) -> f32[8,128] {
     ...   %x = f32[8,128]{1,0:T(8,128)} parameter(0)
@@ -175,6 +180,11 @@ def parse(text: str) -> Module:
             instruction = _instruction(line)
             if instruction is not None:
                 lines[instruction.name] = instruction
+            elif line.strip():
+                raise MarsError(
+                    f"the compiled program has a line that is no instruction ({line.strip()[:60]}): use the libtpu "
+                    "that mars-jax is tested with (pip install 'mars-jax[test]')."
+                )
     return Module(computations, entry, _functions(text))
 
 

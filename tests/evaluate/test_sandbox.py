@@ -18,6 +18,7 @@ from mars_jax.core.errors import MarsError
 from mars_jax.evaluate.scoring import sandbox, scores, walls
 from mars_jax.evaluate.tasks.problems import Code, Problem
 from tests.evaluate import attacks
+from tests.evaluate.honest import HONEST, WITHOUT_WALLS
 
 pytest.importorskip("resource")
 ROOT = str(Path(__file__).parents[2]) + os.sep
@@ -57,43 +58,35 @@ def outside(tmp_path):
 
 # What a program may do.
 
-HONEST = {
-    "prints": "import math, collections, typing, re\nassert math.pi > 3\nprint('x' * 100)",
-    "is the main module": "if __name__ == '__main__':\n    assert input is not None",
-    "writes a file of its own": "open('own.txt', 'w').write('x'); assert open('own.txt').read() == 'x'",
-    "begins in an empty folder": "import os; assert os.listdir() == []",
-    "makes folders": "import os, shutil; os.makedirs('a/b/c'); os.rename('a/b', 'd'); shutil.rmtree('d')",
-    "works by paths": "from pathlib import Path\np = Path('a')\np.mkdir()\n(p / 'b').write_text('x')\n"
-    "(p / 'b').rename(p / 'c')\nassert [q.name for q in Path.cwd().rglob('*')] == ['a', 'c']\n(p / 'c').unlink()",
-    "makes temporary files": "import tempfile\nwith tempfile.TemporaryDirectory() as d:\n"
-    "    open(d + '/x', 'w').write('y')\nwith tempfile.NamedTemporaryFile('w') as f:\n    f.write('x')\n"
-    "tempfile.TemporaryFile().write(b'x')",
-    "runs coroutines": "import asyncio\nasync def two():\n    await asyncio.sleep(0.01)\n"
-    "    return await asyncio.to_thread(lambda: 2)\nassert asyncio.run(two()) == 2",
-    "has threads": "from concurrent.futures import ThreadPoolExecutor\n"
-    "with ThreadPoolExecutor(4) as p:\n    assert list(p.map(abs, [-1, 2])) == [1, 2]",
-    "drops what is printed": "import contextlib, os\nwith open(os.devnull, 'w') as f, contextlib.redirect_stdout(f):\n"
-    "    print('x')",
-    "draws numbers": "import os, random, secrets, uuid\nrandom.random(), secrets.token_hex(), uuid.uuid4()",
-    "imports much": "import csv, ctypes.util, dataclasses, decimal, email, enum, fractions, http.client, inspect\n"
-    "import json, logging, multiprocessing, pickle, queue, sqlite3, statistics, typing, unittest, urllib.request",
-    "makes records": "import collections, dataclasses, enum, typing\nP = collections.namedtuple('P', 'x y')\n"
-    "@dataclasses.dataclass\nclass D:\n    x: int = 0\nassert P(1, 2).x == D(1).x",
-    "imports numpy": "import numpy; assert numpy.arange(4).sum() == 6",
-}
+
+def honest(mode):
+    return HONEST | (WITHOUT_WALLS if mode is None else {})
 
 
+def test_honest_programs_pass_one_after_the_other(passes, mode):
+    """One process for all of them; which one is to blame says the next test, alone."""
+    assert passes("\n".join(honest(mode).values()), seconds=60)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HONEST)
 def test_an_honest_program_passes(passes, mode, name):
-    program = HONEST[name]
-    if mode is None and name == "imports much":
-        program = program.replace("ctypes.util, ", "").replace("sqlite3, ", "")
-    assert passes(program)
+    assert passes(honest(mode)[name])
 
 
 @pytest.mark.parametrize(
     "program",
-    ["assert False", "def", "1 / 0", "import sys; sys.exit(0)", "import os; os._exit(0)", "input()", "\0"],
+    [
+        "assert False",
+        "def",
+        "1 / 0",
+        "import sys; sys.exit(0)",
+        "import os; os._exit(0)",
+        "input()",
+        "\0",
+        "if __name__ == '__main__':\n    exit(1)",
+        "if __name__ == '__main__':\n    exit(0)\nassert False",
+    ],
 )
 def test_a_program_that_does_not_come_to_its_end_fails(passes, program):
     assert not passes(program)
@@ -118,8 +111,8 @@ def test_an_endless_program_is_stopped(passes, program):
 
 
 def test_a_memory_hog_is_stopped(passes):
-    assert not passes("x = bytearray(1 << 30)", memory=1 << 29)
-    assert not passes("x = []\nwhile True: x.append('y' * (1 << 20))", memory=1 << 29)
+    assert not passes("x = bytearray(1 << 28)", memory=1 << 28)
+    assert not passes("x = []\nwhile True: x.append('y' * (1 << 20))", memory=1 << 28)
 
 
 def test_a_large_file_is_stopped(passes):
@@ -153,13 +146,33 @@ assert 0 < started <= %d, started
 # What no program gets.
 
 
-@pytest.mark.parametrize("name", attacks.WRITES)
-def test_nothing_outside_is_written(passes, outside, name):
+EACH = """
+ended = []
+for name, source in {programs!r}.items():
+    try:
+        exec(source, {{"__name__": "__main__"}})
+    except Exception:
+        continue
+    ended.append(name)
+"""
+"""Attacks one after the other, in one process."""
+
+
+@pytest.mark.parametrize(
+    "names",
+    [list(attacks.WRITES), *(pytest.param([name], marks=pytest.mark.slow) for name in attacks.WRITES)],
+    ids=lambda names: names[0] if len(names) == 1 else "all",
+)
+def test_nothing_outside_is_written(passes, outside, names):
     # The folder of the program and `outside` may have a parent in common.
     near = Path(tempfile.gettempdir()) / f"mars-jax-near-{random.randrange(1 << 62)}"
     near.mkdir()
+    programs = {name: attacks.WRITES[name].format(outside=outside, name=near.name) for name in names}
     try:
-        passes(attacks.WRITES[name].format(outside=outside, name=near.name))
+        if len(names) == 1:
+            passes(programs[names[0]])
+        else:
+            assert passes(EACH.format(programs=programs))  # so each was tried
         assert os.listdir(near) == []
     finally:
         for file in near.iterdir():
@@ -169,16 +182,18 @@ def test_nothing_outside_is_written(passes, outside, name):
     assert (outside / "outside.txt").read_text() == "mine"
 
 
-@pytest.mark.parametrize("name", attacks.SEES)
-def test_nothing_outside_is_seen(passes, mode, outside, name):
+def test_nothing_outside_is_seen(passes, outside):
     home = str(Path.home())
     # Python itself may be installed there.
     known = {
         "",
         *(os.path.relpath(path, home).split(os.sep)[0] for path in walls.visible() if path.startswith(home)),
     }
-    program = attacks.SEES[name].format(outside=outside, home=home, known=known, pid=os.getpid())
-    assert not passes(program)
+    programs = {
+        name: program.format(outside=outside, home=home, known=known, pid=os.getpid())
+        for name, program in attacks.SEES.items()
+    }
+    assert passes(EACH.format(programs=programs) + "assert not ended, ended")
 
 
 @pytest.mark.parametrize("name", attacks.FORGES)
@@ -219,9 +234,10 @@ def test_nothing_outlives_the_verdict(passes, name):
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/cmdline"), reason="needs Linux's list of processes")
 def test_nothing_outlives_this_process(mode, tmp_path):
-    """Killed, it can end no group: the bound on time does it."""
+    """Killed, it can end no group: walls fall with it, and without walls the bound on time does it."""
     mark = "program of a parent that was killed"
-    program = "import time; time.sleep(300)"
+    deaf = "import signal; signal.signal(signal.SIGALRM, signal.SIG_IGN)\n"
+    program = f"{deaf if mode else ''}import time; time.sleep(300)"
     code = (
         f"import sys, types\nfor name in {PACKAGES}:\n    sys.modules[name] = types.ModuleType(name)\n"
         f"    sys.modules[name].__path__ = [{ROOT!r} + name.replace('.', '/')]\n"  # without jax
@@ -239,7 +255,7 @@ def test_nothing_outlives_this_process(mode, tmp_path):
     finally:
         parent.kill()
         parent.wait()
-    assert gone(mark, 30)
+    assert gone(mark, 10)
 
 
 @pytest.mark.parametrize("name", attacks.CONNECTS)
@@ -252,27 +268,28 @@ def test_the_network_is_out_of_reach(passes, name):
             server.accept()
 
 
-@pytest.mark.parametrize(
-    "program",
-    [
-        "import subprocess, sys; subprocess.run([sys.executable, '-c', ''])",
-        "import os; os.system('true')",
-        "import os; os.fork()",
-        "import socket; socket.create_connection(('127.0.0.1', 9))",
-        "import os; os.kill(os.getppid(), 0)",
-        "import resource; resource.setrlimit(resource.RLIMIT_CPU, (9, 9))",
-        "import gc; gc.get_objects()",
-        "import sys; sys.settrace(print)",
-    ],
-)
-def test_what_is_refused_says_so(passes, program):
-    body = f"try:\n    {program}\nexcept PermissionError:\n    pass\nelse:\n    raise AssertionError"
-    assert passes(body)
+REFUSED = [
+    "import subprocess, sys; subprocess.run([sys.executable, '-c', ''])",
+    "import os; os.system('true')",
+    "import os; os.fork()",
+    "import socket; socket.create_connection(('127.0.0.1', 9))",
+    "import os; os.kill(os.getppid(), 0)",
+    "import resource; resource.setrlimit(resource.RLIMIT_CPU, (9, 9))",
+    "import gc; gc.get_objects()",
+    "import sys; sys.settrace(print)",
+    "import sys; sys.setprofile(print)",
+]
+
+
+def test_what_is_refused_says_so(passes):
+    body = "try:\n    {}\nexcept PermissionError:\n    pass\nelse:\n    raise AssertionError"
+    assert passes("\n".join(body.format(program) for program in REFUSED))
 
 
 def test_the_environment_stays_here(passes, monkeypatch):
     monkeypatch.setenv("SECRET_TOKEN", "hush")
-    assert passes("import os; assert 'SECRET_TOKEN' not in os.environ and 'HOME' not in os.environ")
+    home = str(Path.home())
+    assert passes(f"import os; assert 'SECRET_TOKEN' not in os.environ and os.environ['HOME'] != {home!r}")
 
 
 def test_nothing_but_the_folder_can_be_written_behind_walls(confined, passes):
@@ -310,6 +327,22 @@ def test_a_program_is_alone_behind_walls(confined, passes):
     )
 
 
+def test_keyrings_are_out_of_reach_behind_walls(confined, passes):
+    """By number: the C library has no functions of these names. -3 is the keyring of the session."""
+    calls = {"x86_64": (248, 249, 250), "aarch64": (217, 218, 219)}.get(os.uname().machine)
+    if calls is None:
+        pytest.skip("the numbers of this machine's system calls are not listed here")
+    add, request, control = calls
+    program = f"""
+import ctypes, errno
+c = ctypes.CDLL(None, use_errno=True)
+for call in ({add}, b"user", b"mars", b"x", 1, -3), ({request}, b"user", b"mars", None, 0), ({control}, 0, -3, 0):
+    assert c.syscall(*call) == -1 and ctypes.get_errno() == errno.EPERM
+assert c.getppid() >= 0
+"""
+    assert passes(program)
+
+
 # Machines without walls.
 
 
@@ -328,7 +361,7 @@ def without(monkeypatch):
 NOTHING = walls.Walls("bubblewrap", lambda folder: None), walls.Walls("unshare", lambda folder: None)
 FORBIDDEN = (
     walls.Walls("bubblewrap", lambda folder: ["/bin/false"]),
-    walls.Walls("unshare", lambda folder: None),
+    MODES["unshare"],  # which is not used where bubblewrap is installed
 )
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from mars_jax.core.errors import MarsError
 from mars_jax.planning import hlo
 from mars_jax.planning.loops import trips
 
@@ -32,6 +33,11 @@ def test_every_line_of_an_instruction_is_parsed(module):
         if line.startswith("  ") and " = " in line
     ]
     assert len(list(module.instructions)) == len(lines)
+
+
+def test_a_line_that_is_no_instruction_is_an_error():
+    with pytest.raises(MarsError, match=r"no instruction \(something new\)"):
+        hlo.parse("ENTRY %main () -> f32[] {\n  something new\n}\n")
 
 
 def test_shapes_have_their_layout_padding_and_memory_space():

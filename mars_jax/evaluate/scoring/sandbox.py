@@ -1,9 +1,9 @@
 """Run generated programs: one process each, behind walls, with bounds on what it takes.
 
-Behind walls (`walls`: bubblewrap, or `unshare`) the kernel keeps, also against malice:
+Behind walls (`walls`: bubblewrap, or `unshare` where that is not installed) the kernel keeps, also against malice:
 
 - nothing outside of one private folder is written, and nothing is read but the system's and Python's own files: no
-  home, no /proc, no environment, no process of others;
+  home, no /proc, no environment, no keyring, no process of others;
 - there is no network;
 - nothing outlives the verdict, also where this process is killed;
 - time, processes and threads, the memory of each, the size of a file and of all files are bounded.
@@ -72,19 +72,18 @@ def confinement(*, unconfined: bool = False) -> str:
 
 @functools.cache
 def _walls() -> walls.Walls | str:
-    """The best walls that work here, tried once; else why there are none, and what to do."""
-    there = False
-    for candidate in walls.ALL:
+    """The best walls that are installed, tried once; else why there are none, and what to do."""
+    best = next((candidate for candidate in walls.ALL if candidate.command("") is not None), None)
+    if best is not None:
         with tempfile.NamedTemporaryFile() as marker:
-            there = there or (candidate.name == "bubblewrap" and candidate.command("") is not None)
-            if _run(PROBE.format(marker=marker.name), candidate, seconds=SECONDS):
-                return candidate
-    if there:
-        return (
-            "this machine forbids both the namespaces that they need: allow them (sysctl -w "
-            "kernel.unprivileged_userns_clone=1 kernel.apparmor_restrict_unprivileged_userns=0, in a container "
-            "--privileged)"
-        )
+            if _run(PROBE.format(marker=marker.name), best, seconds=SECONDS):
+                return best
+        if best.name == "bubblewrap":
+            return (
+                "this machine forbids the namespaces that bubblewrap needs: allow them (sysctl -w "
+                "kernel.unprivileged_userns_clone=1 kernel.apparmor_restrict_unprivileged_userns=0, in a container "
+                "--privileged)"
+            )
     return (
         "neither works on this machine: install bubblewrap (apt-get install bubblewrap, dnf install bubblewrap, apk "
         "add bubblewrap)"
@@ -102,7 +101,8 @@ def passes(
     """Whether a Python program comes to its end without an exception.
 
     Args:
-      program: source text, run in an empty folder, without this process's environment; what it prints is dropped.
+      program: source text, run as a file in an empty folder, without this process's environment; what it prints is
+        dropped. An exit with success ends a main guard, and what follows the guard runs; any other exit fails.
       unconfined: whether the audit hook alone will do where there are no walls.
       seconds: of processor time, and of wall time.
       memory: bytes of address space, of each process.
@@ -194,7 +194,14 @@ def _start(
             cwd=folder,
             pass_fds=[pipe],
             # Nothing of ours, and the same verdict every time.
-            env={"PYTHONHASHSEED": "0", "OPENBLAS_NUM_THREADS": "1", "TMPDIR": temporary},
+            env={
+                "HOME": temporary,
+                "TMPDIR": temporary,
+                "LOGNAME": "nobody",
+                "USER": "nobody",
+                "PYTHONHASHSEED": "0",
+                "OPENBLAS_NUM_THREADS": "1",
+            },
             start_new_session=True,
         )
 

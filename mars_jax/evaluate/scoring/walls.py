@@ -1,13 +1,14 @@
-"""Walls around a generated program: namespaces of its own, by bubblewrap or by `unshare`.
+"""Walls around a generated program: namespaces of its own, by bubblewrap or else by `unshare`.
 
 Behind walls there is an empty system: the folders that Python needs, read-only, five devices, and one private folder
-that may be written and is gone with the program. There is no network, no home, no /proc, no process of others and
-no environment of theirs; when the verdict is there, the kernel ends every process inside.
+that may be written and is gone with the program. There is no network, no home, no /proc, no keyring, no process of
+others and no environment of theirs; when the verdict is there, the kernel ends every process inside.
 Oracle: tests/evaluate/test_sandbox.py.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -96,6 +97,7 @@ def _above(paths: Iterable[str]) -> list[str]:
     return sorted(found - {"/"})
 
 
+@functools.cache
 def _sized(program: str) -> list[str]:
     """A bound on the folder, which bubblewrap has known since 0.7."""
     told = subprocess.run([program, "--help"], capture_output=True, text=True, check=False)
@@ -104,7 +106,8 @@ def _sized(program: str) -> list[str]:
 
 def unshare(folder: str) -> list[str] | None:
     """The command in front of Python's; the new root is mounted on `folder`, which nobody else sees."""
-    if (program := shutil.which("unshare")) is None:
+    program, bound = shutil.which("unshare"), shutil.which("setpriv")
+    if program is None or bound is None:
         return None
     root = os.geteuid() == 0
     job = {
@@ -116,12 +119,12 @@ def unshare(folder: str) -> list[str] | None:
         "keep": [6, 7] if root else [],  # CAP_SETGID and CAP_SETUID, to leave root behind
     }
     return [
-        program,
-        "--mount", "--pid", "--fork", "--kill-child", "--net", "--ipc", "--uts",
+        bound, "--pdeathsig", "KILL",  # `unshare` ends with this process, and with `unshare` all that is inside
+        program, "--mount", "--pid", "--fork", "--kill-child", "--net", "--ipc", "--uts",
         *([] if root else ["--user", "--map-root-user"]),
         "--", *interpreter(), "-S", os.path.realpath(sandbox_root.__file__), json.dumps(job),
     ]  # fmt: skip
 
 
 ALL: Sequence[Walls] = (Walls("bubblewrap", bubblewrap), Walls("unshare", unshare))
-"""Best first."""
+"""Best first: the first that is installed is used."""
