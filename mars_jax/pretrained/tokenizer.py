@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,10 @@ def _of_gguf(path: Path) -> Any:
     import transformers
     from tokenizers import pre_tokenizers
 
-    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(str(path.parent), gguf_file=path.name)
+    # In a folder by itself, because transformers prefers tokenizer files beside it, which may be another model's.
+    with tempfile.TemporaryDirectory() as alone:
+        os.symlink(os.path.abspath(path), os.path.join(alone, path.name))
+        tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(alone, gguf_file=path.name)
     if read_gguf(path).get("tokenizer.ggml.pre") == "smollm":  # which transformers takes for GPT-2's
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
