@@ -87,6 +87,9 @@ class MarsJax(TemplateLM):
         Raises:
           MarsError: with one sentence that names what is wrong and the cure.
         """
+        empty = [name for name, value in locals().items() if value == ""]
+        if empty:
+            raise MarsError(f"{empty[0]} is empty: give it a value, or leave it out.")
         super().__init__()
         size = str(batch_size)
         if not (size.isascii() and size.isdigit() and len(size) < 10 and int(size)):

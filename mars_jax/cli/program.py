@@ -32,6 +32,15 @@ class Parser(argparse.ArgumentParser):
         near = self._near(message)
         raise MarsError(f"{message.removeprefix('argument ').rstrip('.')}{near}; --help lists the flags.")
 
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        """An empty value, mostly that of a shell variable that is not set, would mean the default in silence."""
+        if action.option_strings and "" in arg_strings:
+            raise MarsError(
+                f"{action.option_strings[-1]} is empty: give it a value, or leave it out; a shell variable in its place "
+                "may not be set."
+            )
+        return super()._get_values(action, arg_strings)
+
     def _near(self, message: str) -> str:
         """The flag or the choice that was probably meant, told from argparse's words."""
         if message.startswith("unrecognized arguments: "):

@@ -207,7 +207,7 @@ def test_the_tokenizer_is_the_files_own_whatever_is_beside_it(tmp_path):
     alone = hub.outline(str(write(tmp_path / "alone" / "model.gguf", "llama")))
     path = write(tmp_path / "model.gguf", "llama")
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(assets.path("tiny/target") / name, tmp_path)
+        shutil.copy(f"{assets.path(assets.TARGET)}/{name}", tmp_path)
     (tmp_path / "chat_template.jinja").write_text("another model's")
     beside = hub.outline(str(path))
     assert beside.encode("abcd") == alone.encode("abcd") == [2, 3]
