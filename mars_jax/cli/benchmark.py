@@ -87,7 +87,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser().parse_args(argv)
     pair.convert(args)
     args.rule = rule_of(args, "mars", instead=_SWEPT)
-    args.thetas = args.thetas and thetas_of(args.rule, args.thetas, settings_of(args))
+    args.theta_files = []
+    if args.thetas:
+        args.thetas, args.theta_files = thetas_of(args.rule, args.thetas, settings_of(args))
     # Plus zero, so that -0 is 0.
     args.temperatures = [
         pair.value_of("temperatures", "temperature", text) + 0.0 for text in args.temperatures
