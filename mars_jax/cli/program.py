@@ -87,7 +87,14 @@ def _program(run: Callable[[Sequence[str] | None, IO[str]], None], argv: Sequenc
         # Whatever a library prints is no part of the result.
         with contextlib.redirect_stdout(sys.stderr), _flushed(out):
             _check_switch()
-            run(argv, out)
+            try:
+                run(argv, out)
+            except (RuntimeError, AssertionError):
+                if "jax" in sys.modules:
+                    from mars_jax.placement import hosts
+
+                    hosts.check_devices()
+                raise
     except MarsError as error:
         if isinstance(error, _Lost):
             _discard(out)

@@ -1,4 +1,4 @@
-"""The one exception this package raises for bad input, and the name that a mistyped one was probably meant to be."""
+"""The one exception this package raises for bad input, and what its sentences are made of."""
 
 import difflib
 from collections.abc import Iterable
@@ -21,3 +21,8 @@ def did_you_mean(given: str, known: Iterable[str]) -> str:
     """
     near = difflib.get_close_matches(given, list(known), n=1)
     return f" (did you mean {near[0]}?)" if near and near[0] != given else ""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what an error of another library says, else its type."""
+    return next(iter(str(error).strip().splitlines()), "").rstrip(".:") or type(error).__name__

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mars_jax.core.errors import MarsError
+from mars_jax.core.errors import MarsError, first_line
 from mars_jax.core.types import PyTree
 
 HEARTBEAT = 20
@@ -66,10 +66,24 @@ def connect(
         alone = "coordinator_address should be defined", "must be called before any JAX calls"
         if len(missing) == 3 and any(text in str(error) for text in alone):
             return
-        reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
         raise MarsError(
-            f"the processes of the run do not connect ({reason.rstrip('.')}): start all of them within {START} s with "
+            f"the processes of the run do not connect ({first_line(error)}): start all of them within {START} s with "
             "one --coordinator, or take --num-processes 1 for a run of one."
+        ) from None
+
+
+def check_devices() -> None:
+    """Raise MarsError where JAX cannot start the devices that it was told to use. Call it after `connect`."""
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:  # the second says nothing, where the plugin is missing
+        reason = (
+            first_line(error).partition(". (set JAX_PLATFORMS")[0] if str(error) else "no plugin for them"
+        )
+        raise MarsError(
+            f"JAX finds none of the devices that JAX_PLATFORMS names, '{jax.config.jax_platforms or ''}' "
+            f"({reason}): install JAX for them, such as jax[cuda12], or unset JAX_PLATFORMS, with which JAX "
+            "chooses by itself."
         ) from None
 
 

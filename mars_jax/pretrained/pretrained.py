@@ -13,13 +13,12 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from mars_jax.core.errors import MarsError
+from mars_jax.core.errors import MarsError, first_line
 from mars_jax.core.types import LanguageModel, PyTree
 from mars_jax.models.config import ModelConfig
 from mars_jax.pretrained.gguf_file import is_gguf, read_gguf
 from mars_jax.pretrained.tokenizer import (
     TOKENIZER_FILES,
-    first_line,
     on_all_cores,
     read_plain,
     read_tokenizer,

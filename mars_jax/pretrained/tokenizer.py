@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mars_jax.core.errors import MarsError
+from mars_jax.core.errors import MarsError, first_line
 from mars_jax.pretrained.gguf_file import is_gguf, read_gguf
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
@@ -92,11 +92,6 @@ def _of_gguf(path: Path) -> Any:
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         )
     return tokenizer
-
-
-def first_line(error: Exception) -> str:
-    """The first line of what an error of another library says, else its type."""
-    return next(iter(str(error).strip().splitlines()), "").rstrip(".:") or type(error).__name__
 
 
 @contextlib.contextmanager
