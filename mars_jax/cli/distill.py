@@ -252,6 +252,7 @@ def check(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and not 0 < value < float("inf"):
             raise MarsError(f"--{name.replace('_', '-')} is {value}: expected a number above 0.")
+    specs.REQUEST["seed"].check(args.seed, shown="--seed")
     if args.kind in _SYSTEMS:
         _unused(args, ("write", "devices", "mesh", "learning_rate", "loss", "dtype"), args.kind)
     if args.kind == "diversed":

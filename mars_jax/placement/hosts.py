@@ -81,7 +81,7 @@ def check_devices() -> None:
             first_line(error).partition(". (set JAX_PLATFORMS")[0] if str(error) else "no plugin for them"
         )
         raise MarsError(
-            f"JAX finds none of the devices that JAX_PLATFORMS names, '{jax.config.jax_platforms or ''}' "
+            f"JAX finds none of the devices that JAX_PLATFORMS names, '{getattr(jax.config, 'jax_platforms', None) or ''}' "
             f"({reason}): install JAX for them, such as jax[cuda12], or unset JAX_PLATFORMS, with which JAX "
             "chooses by itself."
         ) from None
