@@ -184,7 +184,8 @@ def keep_compilations() -> None:
     """
     from mars_jax.core.compilations import enable_compilation_cache
 
-    enable_compilation_cache()
+    with contextlib.suppress(MarsError):  # a user without a home
+        enable_compilation_cache()
 
 
 def _discard(out: IO[str]) -> None:

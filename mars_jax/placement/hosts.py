@@ -80,10 +80,10 @@ def check_devices() -> None:
         reason = (
             first_line(error).partition(". (set JAX_PLATFORMS")[0] if str(error) else "no plugin for them"
         )
+        named = getattr(jax.config, "jax_platforms", None) or ""
         raise MarsError(
-            f"JAX finds none of the devices that JAX_PLATFORMS names, '{getattr(jax.config, 'jax_platforms', None) or ''}' "
-            f"({reason}): install JAX for them, such as jax[cuda12], or unset JAX_PLATFORMS, with which JAX "
-            "chooses by itself."
+            f"JAX finds none of the devices that JAX_PLATFORMS names, '{named}' ({reason}): install JAX for them, such "
+            "as jax[cuda12], or unset JAX_PLATFORMS, without which JAX chooses by itself."
         ) from None
 
 

@@ -391,6 +391,7 @@ def test_an_output_that_cannot_be_is_a_sentence(call, text, tmp_path, place):
         (("model",), "needs a checkpoint to start from"),
         (("eagle1", "--tokens", -1), "--tokens is -1.0: expected a number above 0"),
         (("eagle1", "--seed", -1), "--seed is -1: expected a whole number from 0 to 4294967295"),
+        (("dflash", "--block-size", 10**9), "blocks of 1000000000: expected 2 to 129"),
         (("eagle1", "--loss", "hinge"), "the loss 'hinge' is not known"),
         (("eagle3", "--draft-vocab", 999), "a draft vocabulary of 999: expected 1 to"),
         (("eagle3", "--feature-layers", "0,x"), "expected layer numbers"),
