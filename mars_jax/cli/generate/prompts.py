@@ -100,6 +100,13 @@ def _from_json_line(line: str, where: str, rule: RuleChoice) -> PromptRow:
     row = PromptRow(where=where)
     if not isinstance(fields, dict):
         raise row.error('it is not an object: write {"prompt": "..."}.')
+    for key, value in fields.items():
+        try:
+            json.dumps({key: value}, ensure_ascii=False).encode()
+        except (
+            UnicodeEncodeError
+        ):  # JSON can name half of a surrogate pair, which no file and no terminal takes
+            raise row.error(f"{ascii(key)[1:-1]} is not valid Unicode: give it as UTF-8.") from None
     numbers = {name: setting for name, setting in rule.options.items() if setting.per_row}
     for name in sorted(fields.keys() - {*_KEYS, *numbers}):
         raise row.error(_unknown(name, rule, (*_KEYS, *numbers)))
