@@ -40,10 +40,11 @@ def read_tokenizer(path: Path) -> Any:
 
     logging.set_verbosity_error()  # advice of the tokenizer's is not ours to print
     try:
-        if is_gguf(path):
-            return _of_gguf(path)
-        # Without the flag transformers asks on stdin whether to run the checkpoint's code.
-        return _tokenizer_class(path).from_pretrained(str(path), trust_remote_code=False)
+        with told_of_panics(path):
+            if is_gguf(path):
+                return _of_gguf(path)
+            # Without the flag transformers asks on stdin whether to run the checkpoint's code.
+            return _tokenizer_class(path).from_pretrained(str(path), trust_remote_code=False)
     except Exception as error:  # transformers raises anything from OSError to tokenizers' bare Exception
         cure = "put the checkpoint's tokenizer files beside its weights, or give prompts as token ids"
         if "auto_map" in _tokenizer_config(path):
@@ -68,7 +69,8 @@ def read_plain(path: Path) -> Any:
     import tokenizers
 
     try:
-        found = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+        with told_of_panics(path):
+            found = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
     except Exception:  # tokenizers raises nothing narrower; transformers will say what is wrong
         return None
     special = {token.content for token in found.get_added_tokens_decoder().values() if token.special}
@@ -92,6 +94,27 @@ def _of_gguf(path: Path) -> Any:
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         )
     return tokenizer
+
+
+@contextlib.contextmanager
+def told_of_panics(name: str | Path) -> Iterator[None]:
+    """A panic of tokenizers, which is written in Rust, as a sentence. Python has it as no `Exception`.
+
+    Args:
+      name: of the checkpoint.
+
+    Raises:
+      MarsError: there was one.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # which no module exports
+            raise
+        raise MarsError(
+            f"the tokenizer of '{name}' breaks ({first_line(error)}): its tokenizer.json contradicts itself, so "
+            "download it again, or give prompts as token ids."
+        ) from None
 
 
 @contextlib.contextmanager
