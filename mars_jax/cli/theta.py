@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from mars_jax import specs
 from mars_jax.cli.rule import named
 from mars_jax.core.errors import MarsError
+from mars_jax.core.reading import read_text
 from mars_jax.specs import Given, RuleChoice, choose
 
 FORMAT = "mars-jax theta 3"
@@ -177,7 +178,7 @@ def read_theta(path: str) -> ThetaFile:
       MarsError: the file cannot be read, or is something else.
     """
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        data = json.loads(read_text(path))
         if data["format"] in OLD_FORMATS:
             raise MarsError(
                 f"'{path}' does not say which weights it was calibrated with, as files of an earlier mars-jax: "

@@ -16,6 +16,7 @@ import numpy as np
 from jax import Array
 
 from mars_jax.core.errors import MarsError
+from mars_jax.core.reading import read_text
 from mars_jax.core.tree import chain, last_token
 from mars_jax.core.types import NO_TOKEN, Drafter, DraftInput, DraftTree, Params, PyTree
 from mars_jax.drafters.asked import Asked, LoadedDrafter
@@ -125,7 +126,7 @@ def load_replay(asked: Asked) -> LoadedDrafter:
     """
     path = Path(asked.path)
     try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        lines = [line for line in read_text(path).splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise MarsError(f"'{path}' cannot be read ({error}): give a file of texts or of rows.") from None
     if not lines:

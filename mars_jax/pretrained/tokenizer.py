@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mars_jax.core.errors import MarsError, first_line
+from mars_jax.core.reading import read_text
 from mars_jax.pretrained.gguf_file import is_gguf, read_gguf
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
@@ -161,8 +162,7 @@ def _tokenizer_class(path: Path) -> Any:
 def _tokenizer_config(path: Path) -> dict[str, Any]:
     """The object in tokenizer_config.json; {} where there is no such file, or something else in it."""
     try:
-        with (path / "tokenizer_config.json").open(encoding="utf-8") as file:
-            data = json.load(file)
+        data = json.loads(read_text(path / "tokenizer_config.json"))
     except (OSError, ValueError, RecursionError):  # AutoTokenizer says what is wrong with it
         return {}
     return data if isinstance(data, dict) else {}

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 import jax
@@ -19,6 +18,7 @@ from mars_jax.constraints.vocabulary import vocabulary
 from mars_jax.core import struct
 from mars_jax.core.errors import MarsError
 from mars_jax.core.evidence import Evidence
+from mars_jax.core.reading import read_text
 from mars_jax.core.tree import at_parent
 from mars_jax.core.types import PyTree
 from mars_jax.specs import UNLIMITED_RUN
@@ -171,7 +171,7 @@ def read_groups(given: str, target: Any) -> PyTree:
     if all(name in ALIKE for name in given.split(",")):
         return token_groups(target, given.split(","))
     try:
-        found = json.loads(Path(given).read_text(encoding="utf-8"))
+        found = json.loads(read_text(given))
         alike, groups = found.get("alike", []), found.get("groups", [])
         if not all(isinstance(text, str) for group in groups for text in group):
             raise ValueError("a group is no list of texts")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 from mars_jax import specs
 from mars_jax.core.errors import MarsError, did_you_mean
+from mars_jax.core.reading import read_bytes
 from mars_jax.specs import RuleChoice
 
 _PER_REQUEST = {name: row for name, row in specs.REQUEST.items() if row.per_row}
@@ -61,7 +61,7 @@ def read_prompts(path: str, rule: RuleChoice) -> list[PromptRow]:
     """
     name = "stdin" if path == "-" else path
     try:
-        data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+        data = sys.stdin.buffer.read() if path == "-" else read_bytes(path)
     except FileNotFoundError:
         raise MarsError(f"there is no prompts file '{path}': check the path.") from None
     except OSError as error:

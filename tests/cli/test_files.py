@@ -1,0 +1,55 @@
+"""Files that users name and that are none: pipes and devices, which may never end, directories, and sparse ones."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from mars_jax.cli import commands
+
+FLAGS = {
+    "prompts": ("generate", "--prompts-file", "{}"),
+    "theta": ("generate", "--theta", "{}", "hello"),
+    "schema": ("generate", "--json-schema", "{}", "hello"),
+    "rule": ("generate", "--verify", "{}:gate", "hello"),
+    "equivalents": ("generate", "--verify", "equivalent:{}", "--draft", "ngram", "hello"),
+    "config": ("generate", "--target", "{folder}", "hello"),
+    "task": ("calibrate", "--task", "jsonl={}", "--output", "{folder}/theta.json"),
+    "documents": ("calibrate", "--task", "stories={}", "--output", "{folder}/theta.json"),
+    "data": ("distill", "eagle3", "--data", "{}", "--output", "{folder}/made"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting():
+    def ended(*_):
+        raise TimeoutError("it waits for a pipe")
+
+    before = signal.signal(signal.SIGALRM, ended)
+    signal.alarm(20)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("what", ["pipe", "device", "directory", "sparse"])
+@pytest.mark.parametrize("flag", FLAGS)
+def test_what_is_no_file_is_refused_at_once(flag, what, tmp_path, capsys):
+    suffix = {"rule": ".py", "task": ".jsonl", "documents": ".txt"}.get(flag, ".json")
+    path = tmp_path / ("config.json" if flag == "config" else f"named{suffix}")
+    if what == "pipe":
+        os.mkfifo(path)
+    elif what == "device":
+        path.symlink_to("/dev/zero")
+    elif what == "directory":
+        path.mkdir()
+    else:
+        path.touch()
+        os.truncate(path, 1 << 40)
+    argv = [arg.format(path, folder=tmp_path) for arg in FLAGS[flag]]
+    assert commands.main(argv) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.splitlines()[-1].startswith("error: ") and str(tmp_path) in err
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
