@@ -144,8 +144,11 @@ def _tokens(asked: Asked, path: Path, number: int, line: str) -> list[int]:
         return asked.target.encode(line)
     try:
         row = json.loads(line)
-        return [int(i) for i in [*row.get("prompt_tokens", ()), *row["tokens"]]]
-    except (ValueError, KeyError, TypeError, AttributeError):
+        parts = row.get("prompt_tokens", []), row["tokens"]
+        if not all(isinstance(part, list) and all(type(i) is int for i in part) for part in parts):
+            raise ValueError  # 1.9 and true are no tokens, though Python takes them for whole numbers
+        return [*parts[0], *parts[1]]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise MarsError(
             f"line {number} of '{path}' is no row with tokens: give what mars_jax.generate --output wrote."
         ) from None

@@ -180,7 +180,7 @@ def read_groups(given: str, target: Any) -> PyTree:
             f"the table of equivalents '{given}' cannot be read ({error.strerror}): name a JSON file, or some of "
             f"{', '.join(ALIKE)}."
         ) from None
-    except (ValueError, AttributeError, TypeError) as error:
+    except (ValueError, AttributeError, TypeError, RecursionError) as error:
         raise MarsError(
             f"'{given}' holds no table of equivalents ({error}): write an object with alike and groups."
         ) from None

@@ -184,7 +184,7 @@ def read_weights(directory: str | os.PathLike[str], target: Any = None, rule: st
             f"the weights of a rule '{directory}' cannot be read ({error.strerror or error}): name a directory that "
             "mars_jax.verify.save wrote."
         ) from None
-    except (ValueError, KeyError, TypeError, SafetensorError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
         raise MarsError(
             f"'{directory}' holds no weights of a rule ({error}): name a directory that mars_jax.verify.save wrote."
         ) from None

@@ -34,6 +34,24 @@ def _no_waiting():
     signal.signal(signal.SIGALRM, before)
 
 
+DEEP = {
+    **{name: FLAGS[name] for name in ("prompts", "theta", "equivalents", "config", "task")},
+    "a rule's weights": ("generate", "--verify", "learned:{folder}", "hello"),
+    "template": ("generate", "--chat", "--template-arg", "a={deep}", "hello"),
+}
+
+
+@pytest.mark.parametrize("flag", DEEP)
+def test_json_that_is_nested_too_deeply_is_refused(flag, tmp_path, capsys):
+    deep = '{"a": ' * 100_000
+    suffix = {"prompts": ".jsonl", "task": ".jsonl"}.get(flag, ".json")
+    path = tmp_path / ("config.json" if "{folder}" in " ".join(DEEP[flag]) else f"named{suffix}")
+    path.write_text(deep)
+    assert commands.main([arg.format(path, folder=tmp_path, deep=deep) for arg in DEEP[flag]]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.splitlines()[-1].startswith("error: ") and len(err) < 1000
+
+
 @pytest.mark.parametrize("what", ["pipe", "device", "directory", "sparse"])
 @pytest.mark.parametrize("flag", FLAGS)
 def test_what_is_no_file_is_refused_at_once(flag, what, tmp_path, capsys):

@@ -303,6 +303,8 @@ def _template_args(given: Sequence[str]) -> dict[str, Any]:
             made[name] = json.loads(value)
         except ValueError:
             made[name] = value
+        except RecursionError:
+            raise MarsError(f"--template-arg {name} is nested too deeply: give a flatter value.") from None
     return made
 
 

@@ -81,10 +81,13 @@ def read_prompts(path: str, rule: RuleChoice) -> list[PromptRow]:
             text = line.decode("utf-8").removesuffix("\r")
         except UnicodeDecodeError:
             raise MarsError(f"{where}: it is not UTF-8: convert the file.") from None
-        if text.strip():
-            rows.append(
-                _checked(_from_json_line(text, where, rule) if jsonl else PromptRow(where=where, prompt=text))
-            )
+        if not text.strip():
+            continue
+        try:
+            row = _from_json_line(text, where, rule) if jsonl else PromptRow(where=where, prompt=text)
+        except RecursionError:  # of the parser, or of what then looks at the values
+            raise MarsError(f"{where}: it is nested too deeply: give flatter values.") from None
+        rows.append(_checked(row))
     if not rows:
         raise MarsError(f"the prompts file '{name}' holds no prompts: give one a line.")
     return rows
@@ -93,7 +96,7 @@ def read_prompts(path: str, rule: RuleChoice) -> list[PromptRow]:
 def _from_json_line(line: str, where: str, rule: RuleChoice) -> PromptRow:
     try:
         fields = json.loads(line)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise MarsError(
             f"{where}: it is not JSON ({error}): a .jsonl file holds one object a line."
         ) from None
