@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -10,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import jax
@@ -27,9 +29,34 @@ ROWS = 16
 """Of a weight, that its fingerprint looks at: training changes nearly all, and one takes next to no time."""
 
 
+class Claim(Lock):
+    """A folder that is one run's. Left by an error, it is given back where the run has written nothing yet, so that
+    the same folder can be named again with other settings."""
+
+    def __init__(self, folder: Path, *, made: bool):
+        """
+        Args:
+          folder: that is there.
+          made: it was not there before.
+        """
+        super().__init__(folder)
+        self._folder, self._made = folder, made
+        self.fresh = False  # whether the settings in it are this run's
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with contextlib.suppress(OSError):
+            if error is not None and self.fresh and os.listdir(self._folder) == [SETTINGS]:
+                (self._folder / SETTINGS).unlink()
+                if self._made:
+                    self._folder.rmdir()
+        self.close()
+
+
 def claim(
     folder: Path, settings: Mapping[str, Any], *, flag: str = "--output", unrecorded: str | None = None
-) -> Lock:
+) -> Claim:
     """Make a folder that of one run, whose process has it until it ends or closes the lock.
 
     The settings are written, or compared with those that are there.
@@ -47,11 +74,12 @@ def claim(
     old = unrecorded is not None and (folder / unrecorded).exists() and not path.exists()
     if not old:
         check_folder(folder, flag=flag)
+    made = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise _unwritable(folder, error, flag) from None
-    lock = Lock(folder)
+    lock = Claim(folder, made=made)
     try:
         if old:
             print(
@@ -61,6 +89,7 @@ def claim(
         elif path.exists():
             _compare(folder, settings, flag)
         else:
+            lock.fresh = True
             write_json(path, {name: plain(value) for name, value in settings.items()})
     except OSError as error:
         lock.close()

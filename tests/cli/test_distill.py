@@ -407,7 +407,8 @@ def test_bad_input_gets_a_sentence(argv, sentence, call, text, target, tmp_path)
     code, err = call(*argv, "--target", target, "--data", text, "--output", tmp_path / "made")
     assert code == 2
     assert err.splitlines()[-1].startswith("error: ") and sentence in err
-    assert not (tmp_path / "made").exists()
+    # Not even the folder of the work, which would then be of these flags.
+    assert not (tmp_path / "made").exists() and not (tmp_path / "made-training").exists()
 
 
 def test_an_output_that_exists_is_kept(call, text, target, tmp_path):
