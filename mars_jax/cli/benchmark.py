@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
@@ -15,7 +14,7 @@ from mars_jax.cli.program import command
 from mars_jax.cli.progress import ticking
 from mars_jax.cli.rule import rule_of
 from mars_jax.cli.theta import plain, settings_of, thetas_of
-from mars_jax.core.errors import MarsError
+from mars_jax.core.errors import MarsError, say
 
 _DESCRIPTION = """\
 Measure a pair of models: speed, acceptance and quality of a rule, margin-aware
@@ -186,4 +185,4 @@ def _study(args: argparse.Namespace, folder: Path, out: IO[str]) -> None:
             **{name: getattr(args, name) for name in shared},
         )
     print(table.markdown(summary), file=out, end="")
-    print(f"rows, table, plots and report are in {args.output}", file=sys.stderr)
+    say(f"rows, table, plots and report are in {args.output}")

@@ -13,7 +13,7 @@ from typing import IO, Any, NoReturn
 
 from mars_jax.cli.progress import heartbeat
 from mars_jax.cli.quiet import quiet
-from mars_jax.core.errors import MarsError, did_you_mean
+from mars_jax.core.errors import MarsError, did_you_mean, say
 
 BAD_INPUT = 2
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
@@ -163,7 +163,7 @@ def _flushed(out: IO[str]) -> Iterator[None]:
 
 def _say(sentence: str) -> None:
     with contextlib.suppress(OSError, ValueError):  # where stderr is lost too, the exit code says it
-        print(sentence, file=sys.stderr, flush=True)
+        say(sentence)
 
 
 def _reserve() -> None:

@@ -7,7 +7,6 @@ import hashlib
 import json
 import math
 import os
-import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,7 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from mars_jax.core.errors import MarsError
+from mars_jax.core.errors import MarsError, say
 from mars_jax.hub import gguf_config
 from mars_jax.placement.hosts import fetch
 from mars_jax.pretrained.gguf_file import is_gguf, read_gguf
@@ -82,10 +81,7 @@ def claim(
     lock = Claim(folder, made=made)
     try:
         if old:
-            print(
-                f"note: {flag} '{folder}' has no {SETTINGS}: it is taken to be of a run with these settings.",
-                file=sys.stderr,
-            )
+            say(f"note: {flag} '{folder}' has no {SETTINGS}: it is taken to be of a run with these settings.")
         elif path.exists():
             _compare(folder, settings, flag)
         else:
