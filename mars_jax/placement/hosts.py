@@ -32,7 +32,8 @@ def connect(
     `num_processes=1`, and where they are joined already, nothing happens.
 
     Args:
-      coordinator: "host:port" of process 0, on which it then listens.
+      coordinator: "host:port" of process 0, on which it then listens, and on no other address of its machine;
+        JAX_COORDINATOR_BIND_ADDRESS names another one, where the others reach it by a name that is not its own.
       num_processes: of the run.
       process_id: which of them this is.
 
@@ -57,6 +58,8 @@ def connect(
             coordinator,
             num_processes,
             process_id,
+            # Without it JAX listens on all of the machine's addresses, and whoever reaches the port joins the run.
+            coordinator_bind_address=os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", coordinator),
             initialization_timeout=START,
             heartbeat_timeout_seconds=HEARTBEAT,
             shutdown_timeout_seconds=HEARTBEAT,
@@ -66,6 +69,11 @@ def connect(
         alone = "coordinator_address should be defined", "must be called before any JAX calls"
         if len(missing) == 3 and any(text in str(error) for text in alone):
             return
+        if "start RPC server" in str(error):
+            raise MarsError(
+                f"--coordinator is {coordinator}, where this machine cannot listen: name an address of process 0's "
+                "machine and a free port, or set JAX_COORDINATOR_BIND_ADDRESS to the one behind that name."
+            ) from None
         raise MarsError(
             f"the processes of the run do not connect ({first_line(error)}): start all of them within {START} s with "
             "one --coordinator, or take --num-processes 1 for a run of one."
@@ -83,7 +91,7 @@ def check_devices() -> None:
         named = getattr(jax.config, "jax_platforms", None) or ""
         raise MarsError(
             f"JAX finds none of the devices that JAX_PLATFORMS names, '{named}' ({reason}): install JAX for them, such "
-            "as jax[cuda12], or unset JAX_PLATFORMS, without which JAX chooses by itself."
+            "as with mars-jax[cuda], or unset JAX_PLATFORMS, without which JAX chooses by itself."
         ) from None
 
 
