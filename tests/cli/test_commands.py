@@ -147,7 +147,10 @@ def test_an_empty_value_of_any_flag_of_any_command_is_one_sentence(capsys, form)
         given = [flag, ""] if form == "two words" else [f"{flag}="]
         code, out, err = call(capsys, name, *given)
         assert (code, out) == (2, ""), (name, flag)
-        assert err.startswith(f"error: {flag} is empty: give it a value") and err.count("\n") == 1
+        assert (
+            err.startswith(f"error: {flag} is empty, as where a shell variable is not set: give")
+            and err.count("\n") == 1
+        )
 
 
 # Names that are nearly right.
