@@ -36,8 +36,8 @@ class Parser(argparse.ArgumentParser):
         """An empty value, mostly that of a shell variable that is not set, would mean the default in silence."""
         if action.option_strings and "" in arg_strings:
             raise MarsError(
-                f"{action.option_strings[-1]} is empty, as where a shell variable is not set: give it a value, or leave it "
-                "out."
+                f"{action.option_strings[-1]} is empty, as where a shell variable is not set: give it a value, "
+                "or leave it out."
             )
         return super()._get_values(action, arg_strings)
 
