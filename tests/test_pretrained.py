@@ -156,6 +156,30 @@ def test_a_chat_template_that_cannot_be_applied_gets_a_sentence(checkpoint, what
         assert text.endswith("): correct it, or leave --chat out.")
 
 
+@pytest.mark.parametrize("fields", [{}, {"add_prefix_space": False}], ids=["plain", "of transformers"])
+def test_a_panic_of_tokenizers_is_one_sentence(checkpoint, fields):
+    """A special token that the post-processor names and nobody has."""
+    edit(checkpoint / "tokenizer_config.json", **fields)
+    edit(
+        checkpoint / "tokenizer.json",
+        post_processor={
+            "type": "TemplateProcessing",
+            "single": [
+                {"SpecialToken": {"id": "[X]", "type_id": 0}},
+                {"Sequence": {"id": "A", "type_id": 0}},
+            ],
+            "pair": [],
+            "special_tokens": {},
+        },
+    )
+    target = hub.outline(str(checkpoint))
+    for call in (lambda: target.encode("hi"), lambda: target.encode_many(["hi", "a"])):
+        with pytest.raises(
+            MarsError, match=r"tokenizer of '.*' breaks \(no entry found for key\): its tokenizer"
+        ):
+            call()
+
+
 def test_a_list_of_templates_without_a_default_gets_a_sentence(checkpoint):
     (checkpoint / "chat_template.jinja").unlink()
     edit(checkpoint / "tokenizer_config.json", chat_template=[{"name": "tools", "template": "x"}])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
@@ -15,7 +14,7 @@ from mars_jax.cli.program import command
 from mars_jax.cli.progress import ticking
 from mars_jax.cli.rule import rule_of
 from mars_jax.cli.theta import plain, settings_of, thetas_of
-from mars_jax.core.errors import MarsError
+from mars_jax.core.errors import MarsError, say
 
 _DESCRIPTION = """\
 Measure a pair of models: speed, acceptance and quality of a rule, margin-aware
@@ -87,7 +86,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser().parse_args(argv)
     pair.convert(args)
     args.rule = rule_of(args, "mars", instead=_SWEPT)
-    args.thetas = args.thetas and thetas_of(args.rule, args.thetas, settings_of(args))
+    args.theta_files = []
+    if args.thetas:
+        args.thetas, args.theta_files = thetas_of(args.rule, args.thetas, settings_of(args))
     # Plus zero, so that -0 is 0.
     args.temperatures = [
         pair.value_of("temperatures", "temperature", text) + 0.0 for text in args.temperatures
@@ -184,4 +185,4 @@ def _study(args: argparse.Namespace, folder: Path, out: IO[str]) -> None:
             **{name: getattr(args, name) for name in shared},
         )
     print(table.markdown(summary), file=out, end="")
-    print(f"rows, table, plots and report are in {args.output}", file=sys.stderr)
+    say(f"rows, table, plots and report are in {args.output}")

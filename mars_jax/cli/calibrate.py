@@ -15,7 +15,7 @@ from mars_jax.cli import pair
 from mars_jax.cli.program import command
 from mars_jax.cli.progress import ticking
 from mars_jax.cli.rule import rule_of
-from mars_jax.cli.theta import FORMAT, settings_of, thetas_of
+from mars_jax.cli.theta import FORMAT, fingerprints, settings_of, thetas_of
 from mars_jax.core.errors import MarsError
 from mars_jax.specs import RuleChoice
 
@@ -32,9 +32,9 @@ examples:
 
 {pair.TASKS}
 The file goes to generate as --theta FILE and to benchmark among --thetas; they refuse it
-for another pair, rule or temperature. Where no threshold is certified it holds inf, which is strict.
-Until then answers are in OUTPUT-rows: killed and started again with the same flags, it
-goes on where it was.
+for another pair, other weights of it, another rule or temperature. Where no threshold is
+certified it holds inf, which is strict. Until then answers are in OUTPUT-rows: killed and
+started again with the same flags, it goes on where it was.
 """
 
 
@@ -79,8 +79,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args.temperature = pair.value_of("temperature", "temperature", args.temperature) + 0.0
     for name in ("bound", "confidence"):
         setattr(args, name, _share(name, getattr(args, name)))
+    args.theta_files = []
     if args.thetas is not None:
-        args.thetas = thetas_of(args.rule, args.thetas, settings_of(args))
+        args.thetas, args.theta_files = thetas_of(args.rule, args.thetas, settings_of(args))
         _check_thetas(args.thetas, args.rule)
     elif specs.is_own(args.rule.spec):
         raise MarsError(
@@ -136,6 +137,7 @@ def _study(args: argparse.Namespace, work: Path, output: Path, out: IO[str]) -> 
     from mars_jax.evaluate.folder import check_writable, claim, digest, fingerprint, write_json
     from mars_jax.evaluate.studies import calibration
     from mars_jax.serve.session import Session
+    from mars_jax.verify import load
 
     check_writable(output)
     promise = {"risk": args.risk, "bound": args.bound, "confidence": args.confidence}
@@ -188,6 +190,7 @@ def _study(args: argparse.Namespace, work: Path, output: Path, out: IO[str]) -> 
             "theta": "inf" if found["theta"] == math.inf else found["theta"],
             "rule": rule,
             "settings": settings,
+            "weights": fingerprints(target, drafter, load(args.rule.spec, target, **args.rule.settings)),
             "tau": found["tau"],
             "strict_tau": found["strict_tau"],
             "trials": found["trials"],

@@ -10,7 +10,7 @@ from typing import Any
 
 from mars_jax import __version__
 from mars_jax.cli.program import BAD_INPUT, Parser
-from mars_jax.core.errors import did_you_mean
+from mars_jax.core.errors import did_you_mean, say
 
 COMMANDS = {
     "generate": "continue prompts by speculative decoding",
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         known = ", ".join(COMMANDS)
         near = did_you_mean(name, COMMANDS)
-        print(f"error: there is no command '{name}'{near}: choose one of {known}.", file=sys.stderr)
+        say(f"error: there is no command '{name}'{near}: choose one of {known}.")
         return BAD_INPUT
     module = importlib.import_module(_HOME.get(name, f"mars_jax.cli.{name}"))
     return module.main(given[1:])
@@ -91,10 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _complete(given: Sequence[str]) -> int:
     """Print a script for a shell; returns the exit code."""
     if len(given) != 1 or given[0] not in SHELLS:
-        print(
-            f"error: --completion is {' '.join(given) or 'empty'}: expected one of {', '.join(SHELLS)}.",
-            file=sys.stderr,
-        )
+        say(f"error: --completion is {' '.join(given) or 'empty'}: expected one of {', '.join(SHELLS)}.")
         return BAD_INPUT
     try:
         print(completion(given[0]))

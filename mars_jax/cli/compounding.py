@@ -78,6 +78,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         raise MarsError(
             f"--verify {rule.name} relaxes nothing, so there is nothing to follow: choose another rule."
         )
+    args.theta_files = [] if file is None else [file]
     if file is not None:
         file.check(settings_of(args, temperature=0.0))
     if rule.settled().get("theta") == math.inf:

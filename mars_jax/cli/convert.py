@@ -13,6 +13,7 @@ from mars_jax import __version__, specs
 from mars_jax.cli.program import Parser, command
 from mars_jax.cli.progress import Pace
 from mars_jax.core import activity
+from mars_jax.core.errors import say
 
 _DESCRIPTION = """\
 Convert a checkpoint of the Hugging Face layout into one whose weights are an Orbax checkpoint:
@@ -90,8 +91,7 @@ def _run(args: argparse.Namespace, out: IO[str]) -> None:
             args.source, args.destination, dtype=args.dtype, overwrite=args.overwrite, progress=progress
         )
     seconds = time.perf_counter() - began
-    print(
+    say(
         f"{made}: {size / 1e9:.2f} GB written, read back and equal, in {seconds:.1f} s "
-        f"({size / seconds / 1e6:.0f} MB/s); decode with --target {made}",
-        file=sys.stderr,
+        f"({size / seconds / 1e6:.0f} MB/s); decode with --target {made}"
     )

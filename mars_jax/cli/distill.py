@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -15,7 +14,7 @@ from mars_jax.cli.distill_layers import layers_of
 from mars_jax.cli.flags import HOSTS, add_host_flags, check_host_flags
 from mars_jax.cli.program import Parser, command, keep_compilations
 from mars_jax.cli.progress import busy
-from mars_jax.core.errors import MarsError
+from mars_jax.core.errors import MarsError, say
 from mars_jax.serve.journal import plain, sync_directory
 
 _DESCRIPTION = """\
@@ -252,6 +251,7 @@ def check(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and not 0 < value < float("inf"):
             raise MarsError(f"--{name.replace('_', '-')} is {value}: expected a number above 0.")
+    specs.REQUEST["seed"].check(args.seed, shown="--seed")
     if args.kind in _SYSTEMS:
         _unused(args, ("write", "devices", "mesh", "learning_rate", "loss", "dtype"), args.kind)
     if args.kind == "diversed":
@@ -349,12 +349,10 @@ def _distill(args: argparse.Namespace, work: Path) -> None:
         else:
             _write(args, *train_on_features(args, target, head, documents, loss, work), small)
     if args.kind == "diversed":
-        print(f"{args.output}: verify with --verify diversed:{args.output}", file=sys.stderr)
+        say(f"{args.output}: verify with --verify diversed:{args.output}")
         return
     spec = {"eagle3": "eagle", "eagle1": "eagle"}.get(args.kind, args.kind)
-    print(
-        f"{args.output}: draft with --draft {spec}:{args.output}; figures and plot in {work}", file=sys.stderr
-    )
+    say(f"{args.output}: draft with --draft {spec}:{args.output}; figures and plot in {work}")
 
 
 _NO_MATTER = ("output", "work", "data", "features", "devices", "mesh", "dtype", "layout", *HOSTS)
@@ -381,7 +379,7 @@ def _train(
     from mars_jax.training import distillation
 
     stream = training_text(target, documents, work, write=args.write, length=args.length, seed=args.seed)
-    print(f"{len(stream.tokens):,} tokens of text", file=sys.stderr)
+    say(f"{len(stream.tokens):,} tokens of text")
     common: dict[str, Any] = {"divergence": loss, "seed": args.seed}
     ids = None
     if args.draft_vocab not in (None, target.config.vocab_size):

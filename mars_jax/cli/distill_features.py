@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from mars_jax.cli.distill_head import Head, apprentice, feature_layers
 from mars_jax.cli.program import keep_compilations
 from mars_jax.cli.progress import busy
 from mars_jax.cli.training_text import write_answers
-from mars_jax.core.errors import MarsError
+from mars_jax.core.errors import MarsError, say
 from mars_jax.evaluate.folder import SETTINGS, claim, digest, fingerprint
 from mars_jax.models.transformer import language_model
 from mars_jax.pretrained import Pretrained
@@ -66,11 +65,9 @@ def write_features(args: argparse.Namespace) -> None:
             rows = features.pack(ids, args.length)
             _write(folder, record, target, rows)
             count = sum(map(len, ids))
-            print(
+            say(
                 f"{folder}: {len(ids)} texts, {count:,} tokens in {len(rows[0])} rows of {args.length}; "
-                f"{written - began:.0f} s to write, {time.perf_counter() - written:.0f} s to read",
-                file=sys.stderr,
-                flush=True,
+                f"{written - began:.0f} s to write, {time.perf_counter() - written:.0f} s to read"
             )
     if not features.shards(args.output):
         raise MarsError(

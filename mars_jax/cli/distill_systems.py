@@ -14,6 +14,7 @@ import numpy as np
 
 from mars_jax import verify
 from mars_jax.core.errors import MarsError
+from mars_jax.core.home import expanded
 from mars_jax.core.types import LoadedRule
 from mars_jax.drafters import LoadedDrafter, language_model
 from mars_jax.evaluate.scoring.scores import score
@@ -63,7 +64,7 @@ def write_system(
 
 def draft_name(name: str, output: Path) -> str:
     """How config.json in `output` names a model: by the name that was given, or from where the output is."""
-    path = Path(name).expanduser()
+    path = expanded(name)
     if not path.is_dir():
         return name
     relative = os.path.relpath(path.resolve(), output.resolve())

@@ -20,7 +20,7 @@ from mars_jax import verify as rules
 from mars_jax.cli.flags import draft_of
 from mars_jax.cli.mesh import open_mesh
 from mars_jax.cli.progress import ticking
-from mars_jax.cli.theta import plain, rule_and_file
+from mars_jax.cli.theta import fingerprints, plain, rule_and_file
 from mars_jax.core.errors import MarsError
 from mars_jax.evaluate.batches import Speed
 from mars_jax.evaluate.scoring.likelihood import score
@@ -87,6 +87,9 @@ class MarsJax(TemplateLM):
         Raises:
           MarsError: with one sentence that names what is wrong and the cure.
         """
+        empty = [name for name, value in locals().items() if value == ""]
+        if empty:
+            raise MarsError(f"{empty[0]} is empty: give it a value, or leave it out.")
         super().__init__()
         size = str(batch_size)
         if not (size.isascii() and size.isdigit() and len(size) < 10 and int(size)):
@@ -130,6 +133,8 @@ class MarsJax(TemplateLM):
             sample=spec.row.samples and rules.needs_q(rule.rule),
             dtype=dtype if spec.row.path else None,
         )
+        if file is not None:
+            file.check_weights(fingerprints(loaded, drafter, rule))
         self._session = Session(target=loaded, drafter=drafter, rule=rule, batch_size=int(batch_size))
         self._max_gen_toks, self._seed = max_gen_toks, seed
         given = {"regex": regex, "json_schema": json_schema, "choice": choice and str(choice).split("|")}

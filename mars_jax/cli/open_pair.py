@@ -11,6 +11,7 @@ from mars_jax import drafters, hub, specs, verify
 from mars_jax.cli.open_target import open_target
 from mars_jax.cli.program import keep_compilations
 from mars_jax.cli.progress import busy
+from mars_jax.cli.theta import fingerprints
 from mars_jax.core.errors import MarsError
 from mars_jax.evaluate.answers import check_problems
 from mars_jax.evaluate.folder import check_folder
@@ -74,7 +75,7 @@ def open_pair(
             f"'{args.target}' has no tokenizer, and tasks are text: put its files beside the weights."
         )
     check_problems(sketch, problems, chat=args.chat)
-    made = verify.load(rule.spec, sketch, **rule.settings).rule
+    made = verify.load(rule.spec, sketch, **rule.settings)
     kind, path = draft = specs.parse_draft(args.draft, shown="--draft")
     if kind == "model":
         check_same_vocabulary(sketch, hub.outline(path))
@@ -84,9 +85,13 @@ def open_pair(
         target,
         num_draft_tokens=args.num_draft_tokens,
         tree=args.tree,
-        sample=draft.row.samples and verify.needs_q(made),
+        sample=draft.row.samples and verify.needs_q(made.rule),
         dtype=args.dtype,
         draft_size=args.draft_size or "fixed",
         any_rule=bool(args.any_rule),
     )
+    if args.theta_files:
+        found = fingerprints(target, drafter, made)
+        for file in args.theta_files:
+            file.check_weights(found)
     return target, drafter

@@ -13,7 +13,7 @@ from typing import IO, Any, NoReturn
 
 from mars_jax.cli.progress import heartbeat
 from mars_jax.cli.quiet import quiet
-from mars_jax.core.errors import MarsError, did_you_mean
+from mars_jax.core.errors import MarsError, did_you_mean, say
 
 BAD_INPUT = 2
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
@@ -31,6 +31,15 @@ class Parser(argparse.ArgumentParser):
         """One sentence, as for every other error, in place of argparse's usage block."""
         near = self._near(message)
         raise MarsError(f"{message.removeprefix('argument ').rstrip('.')}{near}; --help lists the flags.")
+
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        """An empty value, mostly that of a shell variable that is not set, would mean the default in silence."""
+        if action.option_strings and "" in arg_strings:
+            raise MarsError(
+                f"{action.option_strings[-1]} is empty, as where a shell variable is not set: give it a value, "
+                "or leave it out."
+            )
+        return super()._get_values(action, arg_strings)
 
     def _near(self, message: str) -> str:
         """The flag or the choice that was probably meant, told from argparse's words."""
@@ -78,7 +87,14 @@ def _program(run: Callable[[Sequence[str] | None, IO[str]], None], argv: Sequenc
         # Whatever a library prints is no part of the result.
         with contextlib.redirect_stdout(sys.stderr), _flushed(out):
             _check_switch()
-            run(argv, out)
+            try:
+                run(argv, out)
+            except (RuntimeError, AssertionError):
+                if "jax" in sys.modules:
+                    from mars_jax.placement import hosts
+
+                    hosts.check_devices()
+                raise
     except MarsError as error:
         if isinstance(error, _Lost):
             _discard(out)
@@ -147,7 +163,7 @@ def _flushed(out: IO[str]) -> Iterator[None]:
 
 def _say(sentence: str) -> None:
     with contextlib.suppress(OSError, ValueError):  # where stderr is lost too, the exit code says it
-        print(sentence, file=sys.stderr, flush=True)
+        say(sentence)
 
 
 def _reserve() -> None:
@@ -168,7 +184,8 @@ def keep_compilations() -> None:
     """
     from mars_jax.core.compilations import enable_compilation_cache
 
-    enable_compilation_cache()
+    with contextlib.suppress(MarsError):  # a user without a home
+        enable_compilation_cache()
 
 
 def _discard(out: IO[str]) -> None:

@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 from mars_jax import specs
 from mars_jax.cli.rule import named
 from mars_jax.core.errors import MarsError
+from mars_jax.core.reading import read_text
 from mars_jax.specs import Given, RuleChoice, choose
 
-FORMAT = "mars-jax theta 2"
-OLD_FORMAT = "mars-jax theta 1"
-"""Files of mars alone: of its settings they hold base and margin, and no others were calibrated then."""
+FORMAT = "mars-jax theta 3"
+OLD_FORMATS = ("mars-jax theta 1", "mars-jax theta 2")
+"""Of files that do not say which weights they were calibrated with."""
 SETTINGS = ("target", "draft", "num_draft_tokens", "tree", "temperature")
 """What a threshold was calibrated for besides its rule: elsewhere its promise does not hold."""
 
@@ -32,6 +33,7 @@ class ThetaFile(NamedTuple):
     spec: str  # of the rule
     rule: dict[str, Any]  # all settings of the rule but theta
     settings: dict[str, Any]  # by `SETTINGS`
+    weights: dict[str, str]  # as of `fingerprints`
 
     @property
     def choice(self) -> RuleChoice:
@@ -41,7 +43,8 @@ class ThetaFile(NamedTuple):
     def check(self, run: Mapping[str, Any]) -> None:
         """Raise MarsError where a run has other settings; those that `run` leaves out do not count.
 
-        Models are told by the last part of their path, since a checkpoint may be elsewhere on another machine.
+        Models are told by the last part of their path, since a checkpoint may be elsewhere on another machine, and
+        once they are loaded by their weights: see `check_weights`.
         """
         for name in SETTINGS:
             if name in run:
@@ -60,6 +63,15 @@ class ThetaFile(NamedTuple):
         for name, value in settings.items():
             if name != "theta":
                 self._compare(name, self.rule.get(name), value, self.rule.get(name), value)
+
+    def check_weights(self, found: dict[str, str]) -> None:
+        """Raise MarsError where the weights of a run, from `fingerprints`, are not those of the calibration."""
+        for name in self.weights | found:
+            if self.weights.get(name) != found.get(name):
+                raise MarsError(
+                    f"'{self.path}' was calibrated with other weights of the {name}, or in another --dtype: calibrate "
+                    "for these with python -m mars_jax.calibrate, or give a number."
+                )
 
     def _compare(self, name: str, theirs: Any, ours: Any, shown_theirs: Any, shown_ours: Any) -> None:
         if theirs != ours:
@@ -116,8 +128,26 @@ def file_of(given: Given) -> ThetaFile | None:
     return None
 
 
-def thetas_of(rule: RuleChoice, texts: list[str], run: Mapping[str, Any]) -> list[float]:
-    """Thresholds of --thetas, each a number or a file for this rule and run.
+def fingerprints(target: Any, drafter: Any, rule: Any) -> dict[str, str]:
+    """A name for the weights of each that has any. Where there are several processes, all call it.
+
+    Args:
+      target: a `Pretrained`.
+      drafter: a `LoadedDrafter`.
+      rule: a `LoadedRule`.
+    """
+    from jax.tree import leaves
+
+    from mars_jax.evaluate.folder import fingerprint
+
+    found = {"target": fingerprint(target.params, target.path), "draft": fingerprint(drafter.params)}
+    return found | ({"rule": fingerprint(rule.params)} if leaves(rule.params) else {})
+
+
+def thetas_of(
+    rule: RuleChoice, texts: list[str], run: Mapping[str, Any]
+) -> tuple[list[float], list[ThetaFile]]:
+    """Thresholds of --thetas, each a number or a file for this rule and run; and the files.
 
     Raises:
       MarsError: a rule without a threshold, a value out of range, a file for something else.
@@ -125,7 +155,7 @@ def thetas_of(rule: RuleChoice, texts: list[str], run: Mapping[str, Any]) -> lis
     if "theta" not in rule.options:
         raise MarsError(f"--thetas does not apply to {specs.not_in(rule, 'theta')}.")
     setting, structure = rule.setting("theta")
-    values = []
+    values, files = [], []
     for text in texts:
         try:
             file = file_of(Given(text, "--thetas"))
@@ -137,7 +167,8 @@ def thetas_of(rule: RuleChoice, texts: list[str], run: Mapping[str, Any]) -> lis
         file.check(run)
         file.check_rule(rule)
         values.append(file.theta)
-    return values
+        files.append(file)
+    return values, files
 
 
 def read_theta(path: str) -> ThetaFile:
@@ -147,17 +178,19 @@ def read_theta(path: str) -> ThetaFile:
       MarsError: the file cannot be read, or is something else.
     """
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-        if data["format"] not in (FORMAT, OLD_FORMAT):
+        data = json.loads(read_text(path))
+        if data["format"] in OLD_FORMATS:
+            raise MarsError(
+                f"'{path}' does not say which weights it was calibrated with, as files of an earlier mars-jax: "
+                "calibrate again with python -m mars_jax.calibrate, or give a number."
+            )
+        if data["format"] != FORMAT:
             raise ValueError
         theta = float(data["theta"])
         settings = {name: data["settings"][name] for name in SETTINGS}
-        if data["format"] == OLD_FORMAT:
-            spec = "mars"
-            rule = RuleChoice(spec, {name: data["settings"][name] for name in ("base", "margin")}).settled()
-        else:
-            spec, rule = data["rule"]["verify"], dict(data["rule"]["settings"])
-            rule = {name: float(v) if v in ("inf", "-inf") else v for name, v in rule.items()}
+        weights = {name: str(data["weights"][name]) for name in {"target", "draft", *data["weights"]}}
+        spec, rule = data["rule"]["verify"], dict(data["rule"]["settings"])
+        rule = {name: float(v) if v in ("inf", "-inf") else v for name, v in rule.items()}
         rule["theta"] = theta
         if math.isnan(theta):
             raise ValueError
@@ -173,7 +206,7 @@ def read_theta(path: str) -> ThetaFile:
         raise MarsError(
             f"'{path}' holds no threshold: give a number, or a file that python -m mars_jax.calibrate wrote."
         ) from None
-    return ThetaFile(path, theta, spec, rule, settings)
+    return ThetaFile(path, theta, spec, rule, settings, weights)
 
 
 def settings_of(args: argparse.Namespace, **more: Any) -> dict[str, Any]:

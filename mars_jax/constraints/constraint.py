@@ -7,7 +7,6 @@ import functools
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from mars_jax.constraints.stored import stored
 from mars_jax.constraints.token_table import NO_TOKEN, TokenTable, token_table
 from mars_jax.constraints.vocabulary import Vocabulary
 from mars_jax.core.errors import MarsError
+from mars_jax.core.reading import read_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +135,7 @@ def json_schema(schema: Mapping[str, Any] | str | os.PathLike[str], *, compact: 
         said = os.fspath(schema)
         if not said.lstrip().startswith("{") and said.strip() != "true":
             try:
-                said = Path(said).read_text(encoding="utf-8")
+                said = read_text(said)
             except (OSError, ValueError) as error:
                 reason = getattr(error, "strerror", None) or "it is not UTF-8"
                 raise MarsError(

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from mars_jax.constraints.token_table import TokenTable
+from mars_jax.core.home import kept
 
 FORM = 2
 """Of the files and of what constraints mean; another one is not read."""
@@ -20,12 +21,12 @@ MOST_FILES = 512
 
 def folder() -> Path | None:
     """Where tables are kept: `$MARS_JAX_CONSTRAINTS`, else `mars-jax/constraints` in the user's cache; None where the
-    variable is empty."""
+    variable is empty, or the user has no home."""
     named = os.environ.get("MARS_JAX_CONSTRAINTS")
     if named is not None:
         return Path(named) if named else None
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "mars-jax" / "constraints"
+    cache = kept("XDG_CACHE_HOME", ".cache")
+    return cache and cache / "mars-jax" / "constraints"
 
 
 def stored(key: tuple[str, ...], build: Callable[[], TokenTable]) -> TokenTable:

@@ -7,6 +7,9 @@ import os
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
+from mars_jax.core.errors import MarsError
+from mars_jax.core.home import kept
+
 _OF_JAX = 1.0
 """Seconds of a compilation below which JAX keeps nothing, unless it is told otherwise."""
 
@@ -23,6 +26,9 @@ def enable_compilation_cache(path: str | os.PathLike[str] | None = None) -> str:
     Returns:
       The folder.
 
+    Raises:
+      MarsError: no folder is named, and the user has no home.
+
     >>> enable_compilation_cache("/tmp/compiled")  # doctest: +SKIP
     '/tmp/compiled'
     """
@@ -33,8 +39,12 @@ def enable_compilation_cache(path: str | os.PathLike[str] | None = None) -> str:
     if path is None and told is not None:
         return told
     if path is None:
-        home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-        path = os.path.join(home, "mars_jax", "compiled")
+        cache = kept("XDG_CACHE_HOME", ".cache")
+        if cache is None:
+            raise MarsError(
+                "there is no home folder to keep compilations in: give a path, or set XDG_CACHE_HOME."
+            )
+        path = cache / "mars_jax" / "compiled"
     path = os.fspath(path)
     jax.config.update("jax_compilation_cache_dir", path)
     # JAX looks for a folder at its first compilation, and not again unless it is told so.

@@ -1,6 +1,7 @@
-"""The one exception this package raises for bad input, and the name that a mistyped one was probably meant to be."""
+"""The one exception this package raises for bad input, and what its sentences are made of."""
 
 import difflib
+import sys
 from collections.abc import Iterable
 
 
@@ -9,6 +10,9 @@ class MarsError(Exception):
 
     It is no ValueError, so that code which turns the ValueErrors of other libraries into sentences leaves it alone.
     """
+
+    def __str__(self) -> str:
+        return printable(super().__str__())  # it quotes files, templates and paths of others
 
 
 def did_you_mean(given: str, known: Iterable[str]) -> str:
@@ -21,3 +25,22 @@ def did_you_mean(given: str, known: Iterable[str]) -> str:
     """
     near = difflib.get_close_matches(given, list(known), n=1)
     return f" (did you mean {near[0]}?)" if near and near[0] != given else ""
+
+
+def printable(text: str) -> str:
+    """A text whose characters all show: a terminal obeys escape sequences, in the name of a tensor too.
+
+    >>> printable("lm_head\\x1b[2J")
+    'lm_head\\\\x1b[2J'
+    """
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+
+
+def say(sentence: str) -> None:
+    """Print to stderr what quotes a path or a name."""
+    print(printable(sentence), file=sys.stderr, flush=True)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what an error of another library says, else its type."""
+    return next(iter(str(error).strip().splitlines()), "").rstrip(".:") or type(error).__name__

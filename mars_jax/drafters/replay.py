@@ -16,6 +16,7 @@ import numpy as np
 from jax import Array
 
 from mars_jax.core.errors import MarsError
+from mars_jax.core.reading import read_text
 from mars_jax.core.tree import chain, last_token
 from mars_jax.core.types import NO_TOKEN, Drafter, DraftInput, DraftTree, Params, PyTree
 from mars_jax.drafters.asked import Asked, LoadedDrafter
@@ -125,7 +126,7 @@ def load_replay(asked: Asked) -> LoadedDrafter:
     """
     path = Path(asked.path)
     try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        lines = [line for line in read_text(path).splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise MarsError(f"'{path}' cannot be read ({error}): give a file of texts or of rows.") from None
     if not lines:
@@ -143,7 +144,10 @@ def _tokens(asked: Asked, path: Path, number: int, line: str) -> list[int]:
         return asked.target.encode(line)
     try:
         row = json.loads(line)
-        return [int(i) for i in [*row.get("prompt_tokens", ()), *row["tokens"]]]
+        parts = row.get("prompt_tokens", []), row["tokens"]
+        if not all(isinstance(part, list) and all(type(i) is int for i in part) for part in parts):
+            raise ValueError  # 1.9 and true are no tokens, though Python takes them for whole numbers
+        return [*parts[0], *parts[1]]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise MarsError(
             f"line {number} of '{path}' is no row with tokens: give what mars_jax.generate --output wrote."

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
 import os
-import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from mars_jax.core.errors import MarsError
+from mars_jax.core.errors import MarsError, say
 from mars_jax.hub import gguf_config
 from mars_jax.placement.hosts import fetch
 from mars_jax.pretrained.gguf_file import is_gguf, read_gguf
@@ -27,9 +28,34 @@ ROWS = 16
 """Of a weight, that its fingerprint looks at: training changes nearly all, and one takes next to no time."""
 
 
+class Claim(Lock):
+    """A folder that is one run's. Left by an error, it is given back where the run has written nothing yet, so that
+    the same folder can be named again with other settings."""
+
+    def __init__(self, folder: Path, *, made: bool):
+        """
+        Args:
+          folder: that is there.
+          made: it was not there before.
+        """
+        super().__init__(folder)
+        self._folder, self._made = folder, made
+        self.fresh = False  # whether the settings in it are this run's
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with contextlib.suppress(OSError):
+            if error is not None and self.fresh and os.listdir(self._folder) == [SETTINGS]:
+                (self._folder / SETTINGS).unlink()
+                if self._made:
+                    self._folder.rmdir()
+        self.close()
+
+
 def claim(
     folder: Path, settings: Mapping[str, Any], *, flag: str = "--output", unrecorded: str | None = None
-) -> Lock:
+) -> Claim:
     """Make a folder that of one run, whose process has it until it ends or closes the lock.
 
     The settings are written, or compared with those that are there.
@@ -47,20 +73,19 @@ def claim(
     old = unrecorded is not None and (folder / unrecorded).exists() and not path.exists()
     if not old:
         check_folder(folder, flag=flag)
+    made = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise _unwritable(folder, error, flag) from None
-    lock = Lock(folder)
+    lock = Claim(folder, made=made)
     try:
         if old:
-            print(
-                f"note: {flag} '{folder}' has no {SETTINGS}: it is taken to be of a run with these settings.",
-                file=sys.stderr,
-            )
+            say(f"note: {flag} '{folder}' has no {SETTINGS}: it is taken to be of a run with these settings.")
         elif path.exists():
             _compare(folder, settings, flag)
         else:
+            lock.fresh = True
             write_json(path, {name: plain(value) for name, value in settings.items()})
     except OSError as error:
         lock.close()

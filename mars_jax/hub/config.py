@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mars_jax.core.errors import MarsError
+from mars_jax.core.reading import read_text
 from mars_jax.hub.families import FAMILIES, text_part
 from mars_jax.hub.rope import read_rope, write_scaling
 from mars_jax.hub.values import count, given, token_ids
@@ -95,7 +96,7 @@ def read_json(path: Path) -> dict[str, Any]:
       MarsError: the file is not there, or is not a JSON object.
     """
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(read_text(path))
     except OSError:
         raise MarsError(
             f"there is no readable {path.name} in '{path.parent}': give a checkpoint's directory."

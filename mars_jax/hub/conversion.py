@@ -23,6 +23,7 @@ import numpy as np
 
 from mars_jax import specs
 from mars_jax.core.errors import MarsError
+from mars_jax.core.home import expanded
 from mars_jax.hub.config import read_json, to_json
 from mars_jax.hub.converted import MANIFEST, WEIGHTS, is_converted, write_digests
 from mars_jax.hub.durable import check_place, exchange, sync, sync_tree, writing
@@ -70,7 +71,7 @@ def convert(
     from mars_jax.hub import orbax
 
     specs.check_dtype(dtype)
-    target = Path(os.path.abspath(Path(destination).expanduser()))
+    target = Path(os.path.abspath(expanded(destination)))
     with writing(target):
         _check_free(target, overwrite)
     check_place(target)

@@ -17,6 +17,7 @@ import numpy as np
 
 from mars_jax import assets
 from mars_jax.core.errors import MarsError, did_you_mean
+from mars_jax.core.home import expanded
 from mars_jax.hub.config import read_json
 from mars_jax.pretrained.gguf_file import SMOLLM2, installed_smollm2, is_gguf
 
@@ -61,7 +62,7 @@ def resolve(name_or_path: str | os.PathLike[str], *, weights: bool = True) -> Pa
     Raises:
       MarsError: there is no such directory or file, or the hub does not give it.
     """
-    path, name = Path(name_or_path).expanduser(), os.fspath(name_or_path)
+    path, name = expanded(name_or_path), os.fspath(name_or_path)
     embedded = assets.path(name)
     # A folder that happens to have such a name, and no checkpoint in it, does not hide the package's own.
     if path.is_dir() and (embedded is None or (path / "config.json").is_file()):

@@ -27,6 +27,7 @@ from mars_jax.models.config import ModelConfig
 from mars_jax.models.quantize import Int8, is_quantized, quantize
 from mars_jax.models.transformer import language_model
 from mars_jax.models.weights import Weight, build_rows, get, leaves, weights
+from mars_jax.placement import hosts
 from mars_jax.placement.shardings import params_shardings
 from mars_jax.pretrained import Pretrained
 from mars_jax.pretrained.gguf_file import is_gguf, read_gguf
@@ -117,6 +118,7 @@ def load(
     >>> target = load("path/to/Llama-3.1-8B-Instruct", dtype="bfloat16")  # doctest: +SKIP
     >>> target = load("path/to/Llama-3.3-70B-Instruct", mesh="data=2,model=4")  # doctest: +SKIP
     """
+    hosts.check_devices()
     mesh = _mesh(mesh)
     if mesh is not None and shardings is None:
         shardings = params_shardings(read_config(name_or_path), mesh)

@@ -17,6 +17,8 @@ _COUNTS = ("num_kv_heads", "head_dim", "num_experts", "experts_per_token", "expe
 """Whole numbers of a model that may be 0."""
 
 
+LEAST = 1e-15
+"""Of a rotary embedding's theta and factor: frequencies below it are no float32."""
 MOST_PARTS = 100_000
 """Layers, or experts of all layers, of a model: of the largest published ones 23,424. More is damage, and would ask
 for a table of weights that no memory holds."""
@@ -49,11 +51,21 @@ class Rope:
             raise MarsError(
                 f"rope kind '{self.kind}' needs original_max_positions, the length it was trained at."
             )
-        if not (0 < self.theta < math.inf and 0 < self.factor < math.inf):
+        if not (LEAST < self.theta < math.inf and LEAST < self.factor < math.inf):
             raise MarsError(f"rope theta ({self.theta}) and factor ({self.factor}) must be positive.")
         others = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor")
         if wrong := [name for name in others if not math.isfinite(getattr(self, name))]:
             raise MarsError(f"rope {wrong[0]} is {getattr(self, wrong[0])}: expected a number.")
+        if self.kind == "llama3" and not self.low_freq_factor < self.high_freq_factor:
+            raise MarsError(
+                f"rope low_freq_factor is {self.low_freq_factor:g} and high_freq_factor {self.high_freq_factor:g}: "
+                "expected the first below the second."
+            )
+        if self.kind == "yarn" and (self.theta == 1 or not (self.beta_slow > 0 and self.beta_fast > 0)):
+            raise MarsError(
+                f"rope theta is {self.theta:g}, beta_fast {self.beta_fast:g} and beta_slow {self.beta_slow:g}: of "
+                "yarn the first is not 1, and the others are above 0."
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -139,8 +151,11 @@ class ModelConfig:
             raise MarsError(f"head_dim {self.head_dim} is odd: rotary embeddings rotate pairs of dimensions.")
         if len(self.windows) != self.num_layers:
             raise MarsError(f"{len(self.windows)} windows for {self.num_layers} layers: give one per layer.")
-        if any(window is not None and window < 1 for window in self.windows):
-            raise MarsError(f"windows {self.windows}: a window is at least 1, or None for full attention.")
+        windows = [window for window in self.windows if window is not None]
+        if wrong := [w for w in windows if not isinstance(w, numbers.Integral) or not 1 <= w < 2**31]:
+            raise MarsError(
+                f"a window is {wrong[0]}: expected a whole number of at least 1, or None for full attention."
+            )
         if self.num_experts and not 1 <= self.experts_per_token <= self.num_experts:
             raise MarsError(
                 f"experts_per_token is {self.experts_per_token}: a token takes at least 1 of the {self.num_experts} "

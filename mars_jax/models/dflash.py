@@ -33,6 +33,9 @@ from mars_jax.models.transformer import attention
 from mars_jax.models.weights import Weight, build_rows
 from mars_jax.models.weights import weights as layer_weights
 
+LONGEST_BLOCK = 129
+"""Tokens of a block: as many drafted ones as any drafter drafts at most, and the one before them."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DFlashConfig:
@@ -65,8 +68,10 @@ class DFlashConfig:
             raise MarsError(
                 "a DFlash head needs the layers of the target that it reads: give feature_layers."
             )
-        if self.block_size < 2:
-            raise MarsError(f"the DFlash head has blocks of {self.block_size}: expected at least 2.")
+        if not 2 <= self.block_size <= LONGEST_BLOCK:
+            raise MarsError(
+                f"the DFlash head has blocks of {self.block_size}: expected 2 to {LONGEST_BLOCK} tokens."
+            )
         if not 0 <= self.mask_token < c.vocab_size:
             raise MarsError(
                 f"the mask token is {self.mask_token} and there are {c.vocab_size} tokens: give one of them."

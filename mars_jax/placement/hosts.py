@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mars_jax.core.errors import MarsError
+from mars_jax.core.errors import MarsError, first_line
 from mars_jax.core.types import PyTree
 
 HEARTBEAT = 20
@@ -32,7 +32,8 @@ def connect(
     `num_processes=1`, and where they are joined already, nothing happens.
 
     Args:
-      coordinator: "host:port" of process 0, on which it then listens.
+      coordinator: "host:port" of process 0, on which it then listens, and on no other address of its machine;
+        JAX_COORDINATOR_BIND_ADDRESS names another one, where the others reach it by a name that is not its own.
       num_processes: of the run.
       process_id: which of them this is.
 
@@ -57,6 +58,8 @@ def connect(
             coordinator,
             num_processes,
             process_id,
+            # Without it JAX listens on all of the machine's addresses, and whoever reaches the port joins the run.
+            coordinator_bind_address=os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", coordinator),
             initialization_timeout=START,
             heartbeat_timeout_seconds=HEARTBEAT,
             shutdown_timeout_seconds=HEARTBEAT,
@@ -66,10 +69,29 @@ def connect(
         alone = "coordinator_address should be defined", "must be called before any JAX calls"
         if len(missing) == 3 and any(text in str(error) for text in alone):
             return
-        reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+        if "start RPC server" in str(error):
+            raise MarsError(
+                f"--coordinator is {coordinator}, where this machine cannot listen: name an address of process 0's "
+                "machine and a free port, or set JAX_COORDINATOR_BIND_ADDRESS to the one behind that name."
+            ) from None
         raise MarsError(
-            f"the processes of the run do not connect ({reason.rstrip('.')}): start all of them within {START} s with "
+            f"the processes of the run do not connect ({first_line(error)}): start all of them within {START} s with "
             "one --coordinator, or take --num-processes 1 for a run of one."
+        ) from None
+
+
+def check_devices() -> None:
+    """Raise MarsError where JAX cannot start the devices that it was told to use. Call it after `connect`."""
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:  # the second says nothing, where the plugin is missing
+        reason = (
+            first_line(error).partition(". (set JAX_PLATFORMS")[0] if str(error) else "no plugin for them"
+        )
+        named = getattr(jax.config, "jax_platforms", None) or ""
+        raise MarsError(
+            f"JAX finds none of the devices that JAX_PLATFORMS names, '{named}' ({reason}): install JAX for them, such "
+            "as with mars-jax[cuda], or unset JAX_PLATFORMS, without which JAX chooses by itself."
         ) from None
 
 

@@ -13,16 +13,16 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from mars_jax.core.errors import MarsError
+from mars_jax.core.errors import MarsError, first_line
 from mars_jax.core.types import LanguageModel, PyTree
 from mars_jax.models.config import ModelConfig
 from mars_jax.pretrained.gguf_file import is_gguf, read_gguf
 from mars_jax.pretrained.tokenizer import (
     TOKENIZER_FILES,
-    first_line,
     on_all_cores,
     read_plain,
     read_tokenizer,
+    told_of_panics,
 )
 
 
@@ -160,7 +160,10 @@ class Pretrained:
             return self.encode_chat(prompt, system=system, template_args=template_args)
         if chat:
             return self.encode_chat(as_turns(prompt), system=system, template_args=template_args)
-        ids = self.tokenizer(prompt)["input_ids"] if self._plain is None else self._plain.encode(prompt).ids
+        with told_of_panics(self.name):
+            ids = (
+                self.tokenizer(prompt)["input_ids"] if self._plain is None else self._plain.encode(prompt).ids
+            )
         self.check_tokens(ids)
         return [int(i) for i in ids]
 
@@ -189,13 +192,16 @@ class Pretrained:
         turns = with_system(turns, system)
         continues = turns[-1]["role"] == "assistant"
         try:
-            encoded = tokenizer.apply_chat_template(
-                turns,
-                add_generation_prompt=not continues,
-                continue_final_message=continues,
-                return_dict=True,
-                **(template_args or {}),
-            )
+            with told_of_panics(self.name):
+                encoded = tokenizer.apply_chat_template(
+                    turns,
+                    add_generation_prompt=not continues,
+                    continue_final_message=continues,
+                    return_dict=True,
+                    **(template_args or {}),
+                )
+        except MarsError:
+            raise
         except Exception as error:  # a template is a program of the checkpoint's: it may raise anything
             raise MarsError(
                 f"the chat template of '{self.name}' cannot be applied ({first_line(error)}): correct it, or leave "
@@ -220,7 +226,7 @@ class Pretrained:
         """
         try:
             turns = [p if not isinstance(p, str) else as_turns(p) if chat else None for p in prompts]
-            with on_all_cores():
+            with on_all_cores(), told_of_panics(self.name):
                 if not any(turns):
                     found = self._encoded(list(prompts))
                 elif all(turns) and not any(t and t[-1]["role"] == "assistant" for t in turns):
@@ -258,9 +264,12 @@ class Pretrained:
         """Text of token ids, special tokens left out; "" where there is no tokenizer."""
         if not self.has_tokenizer:
             return ""
-        if self._plain is not None:
-            return self._plain.decode(list(ids), skip_special_tokens=True)
-        return self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        with told_of_panics(self.name):
+            if self._plain is not None:
+                return self._plain.decode(list(ids), skip_special_tokens=True)
+            return self.tokenizer.decode(
+                list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
 
 
 def as_turns(text: str) -> list[Turn]:

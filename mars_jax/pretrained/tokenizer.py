@@ -6,11 +6,13 @@ import contextlib
 import functools
 import json
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mars_jax.core.errors import MarsError
+from mars_jax.core.errors import MarsError, first_line
+from mars_jax.core.reading import read_text
 from mars_jax.pretrained.gguf_file import is_gguf, read_gguf
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
@@ -39,10 +41,11 @@ def read_tokenizer(path: Path) -> Any:
 
     logging.set_verbosity_error()  # advice of the tokenizer's is not ours to print
     try:
-        if is_gguf(path):
-            return _of_gguf(path)
-        # Without the flag transformers asks on stdin whether to run the checkpoint's code.
-        return _tokenizer_class(path).from_pretrained(str(path), trust_remote_code=False)
+        with told_of_panics(path):
+            if is_gguf(path):
+                return _of_gguf(path)
+            # Without the flag transformers asks on stdin whether to run the checkpoint's code.
+            return _tokenizer_class(path).from_pretrained(str(path), trust_remote_code=False)
     except Exception as error:  # transformers raises anything from OSError to tokenizers' bare Exception
         cure = "put the checkpoint's tokenizer files beside its weights, or give prompts as token ids"
         if "auto_map" in _tokenizer_config(path):
@@ -67,7 +70,8 @@ def read_plain(path: Path) -> Any:
     import tokenizers
 
     try:
-        found = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+        with told_of_panics(path):
+            found = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
     except Exception:  # tokenizers raises nothing narrower; transformers will say what is wrong
         return None
     special = {token.content for token in found.get_added_tokens_decoder().values() if token.special}
@@ -82,7 +86,10 @@ def _of_gguf(path: Path) -> Any:
     import transformers
     from tokenizers import pre_tokenizers
 
-    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(str(path.parent), gguf_file=path.name)
+    # In a folder by itself, because transformers prefers tokenizer files beside it, which may be another model's.
+    with tempfile.TemporaryDirectory() as alone:
+        os.symlink(os.path.abspath(path), os.path.join(alone, path.name))
+        tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(alone, gguf_file=path.name)
     if read_gguf(path).get("tokenizer.ggml.pre") == "smollm":  # which transformers takes for GPT-2's
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -90,9 +97,25 @@ def _of_gguf(path: Path) -> Any:
     return tokenizer
 
 
-def first_line(error: Exception) -> str:
-    """The first line of what an error of another library says, else its type."""
-    return next(iter(str(error).strip().splitlines()), "").rstrip(".:") or type(error).__name__
+@contextlib.contextmanager
+def told_of_panics(name: str | Path) -> Iterator[None]:
+    """A panic of tokenizers, which is written in Rust, as a sentence. Python has it as no `Exception`.
+
+    Args:
+      name: of the checkpoint.
+
+    Raises:
+      MarsError: there was one.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # which no module exports
+            raise
+        raise MarsError(
+            f"the tokenizer of '{name}' breaks ({first_line(error)}): its tokenizer.json contradicts itself, so "
+            "download it again, or give prompts as token ids."
+        ) from None
 
 
 @contextlib.contextmanager
@@ -139,8 +162,7 @@ def _tokenizer_class(path: Path) -> Any:
 def _tokenizer_config(path: Path) -> dict[str, Any]:
     """The object in tokenizer_config.json; {} where there is no such file, or something else in it."""
     try:
-        with (path / "tokenizer_config.json").open(encoding="utf-8") as file:
-            data = json.load(file)
+        data = json.loads(read_text(path / "tokenizer_config.json"))
     except (OSError, ValueError, RecursionError):  # AutoTokenizer says what is wrong with it
         return {}
     return data if isinstance(data, dict) else {}

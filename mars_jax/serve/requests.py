@@ -268,6 +268,10 @@ def _strings(value: Any) -> tuple[str, ...]:
     given = (value,) if isinstance(value, str) else tuple(value)
     if not all(isinstance(text, str) and text for text in given):
         raise MarsError(f"stop_strings is {value!r}: expected texts of at least one character.")
+    try:
+        "".join(given).encode()
+    except UnicodeEncodeError:  # no text has it, so it would never end one
+        raise MarsError(f"stop_strings is {value!r}, which is not valid Unicode: give it as UTF-8.") from None
     return given
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mars_jax.core.errors import MarsError
+from mars_jax.core.reading import read_bytes
 from mars_jax.core.settings import CONTROLS, LARGEST_INT, Range, Setting
 from mars_jax.specs.row import Rule
 from mars_jax.specs.rules import RULES, rule
@@ -96,7 +97,7 @@ def factory(spec: str) -> Callable[..., Any]:
 
 def _from_file(path: str) -> types.ModuleType:
     try:
-        source = Path(path).read_bytes()
+        source = read_bytes(path)
     except OSError as error:
         raise MarsError(
             f"the file of a rule '{path}' cannot be read ({error.strerror}): check the path."

@@ -6,18 +6,17 @@ So a run that is killed and restarted sees the data that it would have seen.
 from __future__ import annotations
 
 import functools
-import gzip
 import lzma
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mars_jax.core import activity
 from mars_jax.core.errors import MarsError
+from mars_jax.core.reading import unpacked
 
 SEPARATOR = "<|endoftext|>"
 """Stands alone between the documents of a text file, and is the token that starts and ends a document."""
@@ -38,13 +37,11 @@ def documents(path: str | os.PathLike[str]) -> Iterator[str]:
     ...     list(documents(file.name))
     ['One.', 'Two.']
     """
-    opener = {".xz": lzma.open, ".gz": gzip.open}.get(Path(path).suffix, open)
     try:
-        with opener(path, "rt", encoding="utf-8") as file:
-            text = file.read()
+        text = unpacked(path).decode("utf-8")
     except (*UNREADABLE, UnicodeDecodeError) as error:
         raise MarsError(f"'{path}' cannot be read as text ({error}): name a UTF-8 text file.") from error
-    for document in text.replace("\r\n", "\n").split(SEPARATOR):
+    for document in text.replace("\r\n", "\n").replace("\r", "\n").split(SEPARATOR):
         if document.strip():
             yield document.strip("\n")
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 import jax
@@ -19,6 +18,7 @@ from mars_jax.constraints.vocabulary import vocabulary
 from mars_jax.core import struct
 from mars_jax.core.errors import MarsError
 from mars_jax.core.evidence import Evidence
+from mars_jax.core.reading import read_text
 from mars_jax.core.tree import at_parent
 from mars_jax.core.types import PyTree
 from mars_jax.specs import UNLIMITED_RUN
@@ -172,7 +172,7 @@ def read_groups(given: str, target: Any) -> PyTree:
     if all(name in ALIKE for name in given.split(",")):
         return token_groups(target, given.split(","))
     try:
-        found = json.loads(Path(given).read_text(encoding="utf-8"))
+        found = json.loads(read_text(given))
         alike, groups = found.get("alike", []), found.get("groups", [])
         if not all(isinstance(text, str) for group in groups for text in group):
             raise ValueError("a group is no list of texts")
@@ -181,7 +181,7 @@ def read_groups(given: str, target: Any) -> PyTree:
             f"the table of equivalents '{given}' cannot be read ({error.strerror}): name a JSON file, or some of "
             f"{', '.join(ALIKE)}."
         ) from None
-    except (ValueError, AttributeError, TypeError) as error:
+    except (ValueError, AttributeError, TypeError, RecursionError) as error:
         raise MarsError(
             f"'{given}' holds no table of equivalents ({error}): write an object with alike and groups."
         ) from None

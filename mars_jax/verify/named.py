@@ -17,6 +17,7 @@ import numpy as np
 
 from mars_jax import assets, specs
 from mars_jax.core.errors import MarsError
+from mars_jax.core.reading import read_text
 from mars_jax.core.types import LoadedRule, PyTree
 from mars_jax.models import indicator, mixer
 from mars_jax.verify.equivalent import read_groups
@@ -169,7 +170,7 @@ def read_weights(directory: str | os.PathLike[str], target: Any = None, rule: st
     model_type, init = HEADS[rule]
     directory = assets.path(os.fspath(directory)) or Path(directory)
     try:
-        config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
+        config = json.loads(read_text(directory / CONFIG))
         if config["model_type"] != model_type:
             raise ValueError(f"its model_type is {config['model_type']}")
         found = load_file(directory / WEIGHTS)
@@ -183,7 +184,7 @@ def read_weights(directory: str | os.PathLike[str], target: Any = None, rule: st
             f"the weights of a rule '{directory}' cannot be read ({error.strerror or error}): name a directory that "
             "mars_jax.verify.save wrote."
         ) from None
-    except (ValueError, KeyError, TypeError, SafetensorError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
         raise MarsError(
             f"'{directory}' holds no weights of a rule ({error}): name a directory that mars_jax.verify.save wrote."
         ) from None

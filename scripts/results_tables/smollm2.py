@@ -275,6 +275,7 @@ def _parity(report: Mapping[str, Any]) -> dict[str, Any]:
 def _theta(report: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "theta": report["theta"],
+        "weights": report.get("weights"),
         "promise": report["promise"],
         "problems": report["problems"],
         "tau": report["tau"],

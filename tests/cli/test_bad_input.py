@@ -10,6 +10,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from mars_jax import hub
+from mars_jax.cli import commands
 
 FEW = ["--max-new-tokens", "8"]
 
@@ -183,3 +184,27 @@ def test_an_output_that_exists(refused, target, tmp_path):
         message = refused("--target", target, "--output", output, *flags, *FEW, "hello")
         assert ("add --resume" if not flags else "not a row that this command wrote") in message
         assert output.read_text() == "mine\n"
+
+
+CLEAR = "\x1b[2J\x9b31m\u202e"
+"""Clears a terminal, colours it and turns its text round."""
+
+
+@pytest.mark.parametrize("where", ["path", "tensor", "key", "template", "command"])
+def test_no_terminal_obeys_what_an_error_quotes(broken, tmp_path, capsys, where):
+    argv = ["generate", "--target", str(broken), "hello"]
+    if where == "path":
+        argv = ["generate", "--target", f"./{CLEAR}", "hello"]
+    elif where == "tensor":
+        edit_weights(broken, lambda tensors: tensors.update({CLEAR: np.ones(3, np.float32)}))
+    elif where == "key":
+        (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "a", CLEAR: 1}))
+        argv = ["generate", "--target", str(broken), "--prompts-file", str(tmp_path / "rows.jsonl")]
+    elif where == "template":
+        (broken / "chat_template.jinja").write_text("{{ raise_exception('" + CLEAR + "') }}")
+        argv.insert(-1, "--chat")
+    else:
+        argv = [CLEAR]
+    assert commands.main(argv) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and r"\x1b[2J\x9b31m\u202e" in err and err.rstrip("\n").isprintable()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -13,7 +15,7 @@ import pytest
 
 from kernels_pallas import api
 from mars_jax import hub
-from mars_jax.cli.check import kernels, speed, tokens
+from mars_jax.cli.check import command, kernels, speed, tokens
 from mars_jax.cli.check.command import main, wrong_kernels, wrong_tokens
 from mars_jax.evaluate.scoring.likelihood import score
 
@@ -242,6 +244,15 @@ def test_an_output_that_cannot_be_is_refused_at_once(sections, capsys, tmp_path)
         assert capsys.readouterr() == ("", told)
 
 
+def test_an_output_that_takes_nothing_is_refused_before_the_work(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(command, "make_report", lambda: pytest.fail("minutes of work"))
+    os.mkfifo(tmp_path / "pipe")
+    for path in (Path("/proc/check.json"), tmp_path / ("x" * 300), tmp_path / "pipe"):
+        assert main(["--output", str(path)]) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and err.startswith("error: --output ") and err.count("\n") == 1
+
+
 def test_a_device_without_plans_says_so():
     assert "this device is NVIDIA H100" in speed.plan_of("NVIDIA H100", 64, "bfloat16")["missing"]
 
@@ -257,8 +268,8 @@ def test_a_chip_has_a_plan(kind):
 
 @pytest.mark.slow
 def test_on_this_machine_nothing_is_wrong(tmp_path):
-    command = [sys.executable, "-m", "mars_jax.check", "--json", "--output", str(tmp_path / "check.json")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    argv = [sys.executable, "-m", "mars_jax.check", "--json", "--output", str(tmp_path / "check.json")]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)
     assert {row["status"] for row in found["kernels"]} == {"equal"} and len(found["kernels"]) == 16

@@ -129,6 +129,30 @@ def test_tables_answer_without_jax():
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, cwd=ROOT)
 
 
+# Values that are not there.
+
+
+def _flags_with_values():
+    for name in commands.COMMANDS:
+        parser = commands.parser_of(name)
+        for action in parser._actions if parser else ():
+            for flag in action.option_strings if action.nargs != 0 else ():
+                yield name, flag
+
+
+@pytest.mark.parametrize("form", ["two words", "one word"])
+def test_an_empty_value_of_any_flag_of_any_command_is_one_sentence(capsys, form):
+    """As `--target "$UNSET"`."""
+    for name, flag in _flags_with_values():
+        given = [flag, ""] if form == "two words" else [f"{flag}="]
+        code, out, err = call(capsys, name, *given)
+        assert (code, out) == (2, ""), (name, flag)
+        assert (
+            err.startswith(f"error: {flag} is empty, as where a shell variable is not set: give")
+            and err.count("\n") == 1
+        )
+
+
 # Names that are nearly right.
 
 

@@ -390,6 +390,8 @@ def test_an_output_that_cannot_be_is_a_sentence(call, text, tmp_path, place):
         (("medusa", "--draft-vocab", 30), "--draft-vocab does not apply to medusa"),
         (("model",), "needs a checkpoint to start from"),
         (("eagle1", "--tokens", -1), "--tokens is -1.0: expected a number above 0"),
+        (("eagle1", "--seed", -1), "--seed is -1: expected a whole number from 0 to 4294967295"),
+        (("dflash", "--block-size", 10**9), "blocks of 1000000000: expected 2 to 129"),
         (("eagle1", "--loss", "hinge"), "the loss 'hinge' is not known"),
         (("eagle3", "--draft-vocab", 999), "a draft vocabulary of 999: expected 1 to"),
         (("eagle3", "--feature-layers", "0,x"), "expected layer numbers"),
@@ -405,7 +407,8 @@ def test_bad_input_gets_a_sentence(argv, sentence, call, text, target, tmp_path)
     code, err = call(*argv, "--target", target, "--data", text, "--output", tmp_path / "made")
     assert code == 2
     assert err.splitlines()[-1].startswith("error: ") and sentence in err
-    assert not (tmp_path / "made").exists()
+    # Not even the folder of the work, which would then be of these flags.
+    assert not (tmp_path / "made").exists() and not (tmp_path / "made-training").exists()
 
 
 def test_an_output_that_exists_is_kept(call, text, target, tmp_path):

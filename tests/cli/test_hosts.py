@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -158,6 +159,38 @@ def test_two_processes_measure_what_one_does(name, tmp_path):
 def test_numbers_that_make_no_run_are_named(given, expected):
     with pytest.raises(MarsError, match=expected):
         hosts.connect(*given)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/net/tcp6"), reason="needs Linux's table of sockets")
+def test_the_first_process_listens_where_it_was_told_and_nowhere_else():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    process = start(
+        ["--target", "tiny/target", "--mesh", "data=2", "hello"],
+        *("--coordinator", f"127.0.0.1:{port}", "--num-processes", "2", "--process-id", "0"),
+    )
+    try:
+        found: set[str] = set()
+        while not found and process.poll() is None:
+            for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+                sockets = [line.split() for line in Path(table).read_text().splitlines()[1:]]
+                local = [fields[1].split(":") for fields in sockets if fields[3] == "0A"]  # that listen
+                found |= {address for address, number in local if int(number, 16) == port}
+            time.sleep(0.05)
+        assert found in ({"0100007F"}, {"0000000000000000FFFF00000100007F"})
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.slow
+def test_an_address_of_another_machine_is_refused_by_the_first_process():
+    own = ["--coordinator", "192.0.2.1:4567", "--num-processes", "2", "--process-id", "0"]
+    _, err = start(["--target", "tiny/target", "--mesh", "data=2", "hello"], *own).communicate(timeout=60)
+    assert err.splitlines()[-1].startswith(
+        "error: --coordinator is 192.0.2.1:4567, where this machine cannot listen: name an"
+    )
 
 
 def test_without_a_mesh_the_flags_of_several_hosts_do_not_apply():

@@ -43,6 +43,20 @@ def test_a_switch_of_kernels_that_is_none_is_refused_before_anything_loads(monke
     assert commands.main(["generate", "--list-rules"]) == 0
 
 
+@pytest.mark.parametrize("platforms", slow_but(["cuda", "nonsense"], "nonsense"))
+def test_devices_that_are_not_there_are_one_sentence_of_every_command_and_of_load(platforms):
+    """In one process, since a start of JAX is what costs."""
+    code = "import sys, mars_jax; from mars_jax.cli.commands import main\n"
+    code += "codes = [main(['generate', '--verify', 'exact', 'hello']), main(['check'])]\n"
+    code += "try: mars_jax.load('tiny/target')\nexcept mars_jax.MarsError as error: print('error:', error)\n"
+    code += "sys.exit(codes != [2, 2])"
+    found = shell(f'{sys.executable} -c "{code}"', JAX_PLATFORMS=platforms)
+    assert found.returncode == 0, found.stderr
+    said = found.stderr.splitlines() + found.stdout.splitlines()
+    told = f"error: JAX finds none of the devices that JAX_PLATFORMS names, '{platforms}' ("
+    assert len(said) == 3 and all(line.startswith(told) for line in said), said
+
+
 # A stdout that is lost.
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mars_jax as mj
-from mars_jax import drafters
+from mars_jax import drafters, hub
 from mars_jax.core import decode
 from mars_jax.core.controls import make_controls
 from mars_jax.core.errors import MarsError
@@ -86,3 +86,12 @@ def test_an_earlier_answer_is_drafted_and_changes_nothing(tmp_path):
         drafters.load("replay:nowhere", target)
     with pytest.raises(MarsError, match="min_ngram is 3 and max_ngram 2"):
         drafters.replay(max_ngram=2, min_ngram=3)
+
+
+@pytest.mark.parametrize("tokens", ["[1.9]", '"123"', "[true]", "[[1]]", "[" * 100_000, "{}", "[null]"])
+def test_a_row_whose_tokens_are_no_whole_numbers_is_refused(tmp_path, tokens):
+    file = tmp_path / "rows.jsonl"
+    for name in ("tokens", "prompt_tokens"):
+        file.write_text(f'{{"tokens": [1], "{name}": {tokens}}}\n')
+        with pytest.raises(mj.MarsError, match=r"line 1 of '.*rows\.jsonl' is no row with tokens"):
+            drafters.load(f"replay:{file}", hub.outline("tiny/target"))

@@ -3,18 +3,23 @@
 import json
 import math
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from mars_jax import specs
+from mars_jax.cli.benchmark import main as benchmark
 from mars_jax.cli.calibrate import main
+from mars_jax.cli.compounding import main as compounding
 from mars_jax.cli.generate.arguments import parse
-from mars_jax.cli.theta import FORMAT, OLD_FORMAT, read_theta, settings_of
+from mars_jax.cli.generate.command import main as generate
+from mars_jax.cli.theta import FORMAT, read_theta, settings_of
 from mars_jax.core.errors import MarsError
 from mars_jax.evaluate import answers
 from mars_jax.evaluate.studies.certify import choose, fewest, p_value
+from tests.cli.conftest import write_checkpoint
 from tests.evaluate.conftest import dying_after
 from tests.helpers import slow_but
 
@@ -190,15 +195,45 @@ def test_generate_takes_the_file_and_its_rule(theta_file, target):
     }  # fmt: skip
 
 
-def test_files_of_the_first_format_are_still_read(theta_file, target, tmp_path):
+@pytest.mark.parametrize("replaced", slow_but(["target", "draft", None], "target", "draft"))
+def test_the_file_holds_for_its_weights_wherever_they_are(theta_file, target, tmp_path, capsys, replaced):
+    """And for no others, whatever their folder is called."""
+    here = {}
+    for name in ("target", "draft"):
+        here[name] = tmp_path / name / target.name
+        shutil.copytree(target, here[name])
+        if name == replaced:
+            with (here[name] / "model.safetensors").open("r+b") as file:
+                file.seek(-4, 2)
+                file.write(b"\0\0\0\x3f")
+    flags = ["--target", here["target"], "--draft", f"model:{here['draft']}", "--num-draft-tokens", "2"]
+    flags += ["--temperature", "1", "--max-new-tokens", "1", "--theta", theta_file, "the sea"]
+    code = generate([str(flag) for flag in flags])
+    told = f"error: '{theta_file}' was calibrated with other weights of the {replaced}, or in another --dtype"
+    assert code == (2 if replaced else 0) and capsys.readouterr().err.startswith(told if replaced else "")
+
+
+@pytest.mark.parametrize("study", [benchmark, compounding])
+def test_studies_refuse_the_file_for_other_weights_too(theta_file, flags, target, tmp_path, capsys, study):
+    write_checkpoint(tmp_path / target.name, seed=3)
     data = json.loads(theta_file.read_text())
-    old = {k: v for k, v in data.items() if k != "rule"} | {"format": OLD_FORMAT}
-    old["settings"] = data["settings"] | {"base": "rejection", "margin": "gap"}
+    file = tmp_path / "theta.json"
+    file.write_text(json.dumps(data | {"settings": data["settings"] | {"temperature": 0.0}}))
+    argv = [*flags[: flags.index("--thetas")], "--output", tmp_path / "study"]
+    argv[argv.index("--target") + 1] = tmp_path / target.name
+    argv += ["--theta" if study is compounding else "--thetas", file]
+    assert study([str(arg) for arg in argv]) == 2
+    assert "was calibrated with other weights of the target" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("old", ["mars-jax theta 1", "mars-jax theta 2"])
+def test_a_file_that_does_not_say_its_weights_is_refused(theta_file, tmp_path, old):
+    data = json.loads(theta_file.read_text()) | {"format": old}
+    data.pop("weights", None)
     file = tmp_path / "old.json"
-    file.write_text(json.dumps(old))
-    found = read_theta(str(file))
-    assert found.choice.name == "mars over rejection" and found.choice.settled()["margin"] == "gap"
-    assert read_theta(str(theta_file)).choice.name == "mars"
+    file.write_text(json.dumps(data))
+    with pytest.raises(MarsError, match=r"does not say which weights .*: calibrate again with python -m"):
+        read_theta(str(file))
 
 
 def test_a_setting_that_is_newer_than_a_file_had_its_default(theta_file, target, tmp_path):
@@ -265,7 +300,7 @@ def test_a_threshold_for_something_else_is_refused(theta_file, target, change, m
 
 
 @pytest.mark.parametrize(
-    "text", ["{", "[]", '{"format": "mars-jax theta 1"}', '{"format": "mars-jax theta 9", "theta": 0.9}']
+    "text", ["{", "[]", '{"format": "mars-jax theta 3"}', '{"format": "mars-jax theta 9", "theta": 0.9}']
 )
 def test_a_file_that_is_none_is_refused(tmp_path, text):
     file = tmp_path / "theta.json"

@@ -207,6 +207,7 @@ def changed(fields, **more):
     [
         (changed(ZLAB, vocab_size=62), backbone, "vocabulary of 62 tokens and the target has 61"),
         (changed(ZLAB, block_size=...), backbone, "no number for block_size"),
+        (changed(ZLAB, block_size=10**9), backbone, "blocks of 1000000000: expected 2 to 129 tokens"),
         (changed(ZLAB, target_hidden_size=48), backbone, "target 48 wide and this one is 32"),
         (
             changed(ZLAB, dflash_config={"mask_token_id": 60, "target_layer_ids": [1, 5, 12]}),

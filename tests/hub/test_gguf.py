@@ -1,5 +1,6 @@
 """GGUF files against transformers, which reads the same ones into PyTorch."""
 
+import shutil
 from typing import Any
 
 import gguf
@@ -211,6 +212,19 @@ def test_a_conversion_holds_what_the_file_holds(tmp_path):
     assert again.config == ours.config
     jax.tree.map(np.testing.assert_array_equal, again.params, ours.params)
     assert again.encode("abc") == ours.encode("abc") and again.stop_tokens == ours.stop_tokens == (1,)
+
+
+def test_the_tokenizer_is_the_files_own_whatever_is_beside_it(tmp_path):
+    (tmp_path / "alone").mkdir()
+    alone = hub.outline(str(write(tmp_path / "alone" / "model.gguf", "llama")))
+    path = write(tmp_path / "model.gguf", "llama")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(f"{assets.path(assets.TARGET)}/{name}", tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("another model's")
+    beside = hub.outline(str(path))
+    assert beside.encode("abcd") == alone.encode("abcd") == [2, 3]
+    assert beside.tokenizer.get_vocab() == alone.tokenizer.get_vocab()
+    assert beside.tokenizer.chat_template is None
 
 
 def test_bad_files_have_their_sentence(tmp_path):

@@ -380,6 +380,24 @@ def test_no_config_and_invalid_json_are_named(saved):
         ({"rope_scaling": {"rope_type": "longrope"}}, "rope type 'longrope' is not supported"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope type 'linear' needs a factor"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "needs low_freq_factor"),
+        (
+            {
+                "rope_scaling": {
+                    "rope_type": "llama3",
+                    "factor": 2.0,
+                    "low_freq_factor": 4.0,
+                    "high_freq_factor": 4.0,
+                }
+            },
+            "rope low_freq_factor is 4 and high_freq_factor 4: expected the first below the second",
+        ),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 1e-300}}, "factor (1e-300) must be positive"),
+        (
+            {"rope_theta": 1, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
+            "of yarn the first is not 1",
+        ),
+        ({"model_type": "mistral", "architectures": None, "sliding_window": float("nan")}, "a window is nan"),
+        ({"model_type": "mistral", "architectures": None, "sliding_window": 2**31}, "a window is 2147483648"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is not supported"),
         ({"num_key_value_heads": 3, "num_attention_heads": 4}, "cannot share 3 key-value heads"),
         ({"num_attention_heads": 3, "head_dim": None}, "not divisible by 3 heads"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -53,9 +54,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace, out: IO[str]) -> bool:
     # Before minutes of work, not after them.
-    if args.output is not None and (args.output.is_dir() or not args.output.absolute().parent.is_dir()):
-        raise MarsError(f"--output is '{args.output}': expected a file in a folder that exists.")
+    if args.output is not None:
+        there, folder = os.path.exists(args.output), args.output.absolute().parent
+        if (there and not args.output.is_file()) or not folder.is_dir():
+            raise MarsError(f"--output is '{args.output}': expected a file in a folder that exists.")
     # From here on jax loads; what is above answers at once.
+    if args.output is not None:
+        from mars_jax.evaluate.folder import check_writable
+
+        check_writable(folder if there else args.output)
     keep_compilations()
     report = make_report()
     if args.output is not None:

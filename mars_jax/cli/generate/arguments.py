@@ -301,8 +301,10 @@ def _template_args(given: Sequence[str]) -> dict[str, Any]:
             )
         try:
             made[name] = json.loads(value)
-        except (ValueError, RecursionError):
+        except ValueError:
             made[name] = value
+        except RecursionError:
+            raise MarsError(f"--template-arg {name} is nested too deeply: give a flatter value.") from None
     return made
 
 

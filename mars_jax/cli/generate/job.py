@@ -20,6 +20,7 @@ from mars_jax.cli.generate.prompts import CONSTRAINTS, SPANS, PromptRow
 from mars_jax.cli.generate.refining import EVERY, Refining
 from mars_jax.cli.open_target import open_target
 from mars_jax.cli.progress import Pace
+from mars_jax.cli.theta import fingerprints
 from mars_jax.core import activity
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import LoadedRule
@@ -174,6 +175,8 @@ def open_job(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRo
     else:
         place = elsewhere.open_device(args.draft_device, target.mesh)
         drafter = elsewhere.load(args.draft, target, place, **asked)
+    if args.theta_file is not None:
+        args.theta_file.check_weights(fingerprints(target, drafter, rule))
     simulated = choices.rule.row.name == "simulated"
     if simulated:
         # Of a draft made elsewhere the last token is a guess, which the target does not see.

@@ -8,18 +8,20 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
+from mars_jax.core import home
+
 KEEPS = 1000
 """Lines of the history."""
 
 
-def history_file() -> Path:
-    """Where lines are kept: in the user's folder for state.
+def history_file() -> Path | None:
+    """Where lines are kept: in the user's folder for state; None for a user without a home.
 
     >>> history_file().parts[-2:]
     ('mars_jax', 'history')
     """
-    home = os.environ.get("XDG_STATE_HOME") or os.path.join(os.path.expanduser("~"), ".local", "state")
-    return Path(home) / "mars_jax" / "history"
+    state = home.kept("XDG_STATE_HOME", ".local", "state")
+    return state and state / "mars_jax" / "history"
 
 
 @contextlib.contextmanager
@@ -38,7 +40,7 @@ def editing(out: IO[str], words: Sequence[str]) -> Iterator[Callable[[str], str]
     except ImportError:  # a Python without it, as on Windows, has its console's own editing
         readline = None
     path = history_file()
-    kept = readline is not None and _made(path)
+    kept = readline is not None and path is not None and _made(path)
     if readline is not None:
         readline.set_completer_delims(" \t\n")
         readline.set_completer(lambda text, state: _completion(readline.get_line_buffer(), words, state))

@@ -7,7 +7,6 @@ how rows survive.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import jax
 
 from mars_jax.cli.generate.recorded import Recorded
 from mars_jax.cli.generate.rows import row_head, to_row
-from mars_jax.core.errors import MarsError
+from mars_jax.core.errors import MarsError, say
 from mars_jax.evaluate.folder import fingerprint
 from mars_jax.hub.files import resolve
 from mars_jax.serve.journal import Journal, could_begin, difference, parse, to_line, write_whole
@@ -127,9 +126,8 @@ class OutputFile:
         if self._journal.torn:
             self._check_torn(self._journal.torn)
         if self._unrecorded:
-            print(
-                f"note: '{self._path}' has no {self._beside.name}, so only its last rows are compared with this run.",
-                file=sys.stderr,
+            say(
+                f"note: '{self._path}' has no {self._beside.name}, so only its last rows are compared with this run."
             )
 
     def _read(self, line: bytes) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 from mars_jax import specs
 from mars_jax.core.errors import MarsError, did_you_mean
+from mars_jax.core.reading import read_bytes
 from mars_jax.specs import RuleChoice
 
 _PER_REQUEST = {name: row for name, row in specs.REQUEST.items() if row.per_row}
@@ -61,7 +61,7 @@ def read_prompts(path: str, rule: RuleChoice) -> list[PromptRow]:
     """
     name = "stdin" if path == "-" else path
     try:
-        data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+        data = sys.stdin.buffer.read() if path == "-" else read_bytes(path)
     except FileNotFoundError:
         raise MarsError(f"there is no prompts file '{path}': check the path.") from None
     except OSError as error:
@@ -81,10 +81,13 @@ def read_prompts(path: str, rule: RuleChoice) -> list[PromptRow]:
             text = line.decode("utf-8").removesuffix("\r")
         except UnicodeDecodeError:
             raise MarsError(f"{where}: it is not UTF-8: convert the file.") from None
-        if text.strip():
-            rows.append(
-                _checked(_from_json_line(text, where, rule) if jsonl else PromptRow(where=where, prompt=text))
-            )
+        if not text.strip():
+            continue
+        try:
+            row = _from_json_line(text, where, rule) if jsonl else PromptRow(where=where, prompt=text)
+        except RecursionError:  # of the parser, or of what then looks at the values
+            raise MarsError(f"{where}: it is nested too deeply: give flatter values.") from None
+        rows.append(_checked(row))
     if not rows:
         raise MarsError(f"the prompts file '{name}' holds no prompts: give one a line.")
     return rows
@@ -93,13 +96,20 @@ def read_prompts(path: str, rule: RuleChoice) -> list[PromptRow]:
 def _from_json_line(line: str, where: str, rule: RuleChoice) -> PromptRow:
     try:
         fields = json.loads(line)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise MarsError(
             f"{where}: it is not JSON ({error}): a .jsonl file holds one object a line."
         ) from None
     row = PromptRow(where=where)
     if not isinstance(fields, dict):
         raise row.error('it is not an object: write {"prompt": "..."}.')
+    for key, value in fields.items():
+        try:
+            json.dumps({key: value}, ensure_ascii=False).encode()
+        except (
+            UnicodeEncodeError
+        ):  # JSON can name half of a surrogate pair, which no file and no terminal takes
+            raise row.error(f"{ascii(key)[1:-1]} is not valid Unicode: give it as UTF-8.") from None
     numbers = {name: setting for name, setting in rule.options.items() if setting.per_row}
     for name in sorted(fields.keys() - {*_KEYS, *numbers}):
         raise row.error(_unknown(name, rule, (*_KEYS, *numbers)))

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import gzip
 import json
-import lzma
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from mars_jax.core.errors import MarsError
+from mars_jax.core.reading import unpacked
 from mars_jax.training.data import UNREADABLE
 
 
@@ -70,10 +68,8 @@ def read_jsonl(path: str) -> Iterator[Fields]:
     ...     [fields.text("prompt") for fields in read_jsonl(file.name)]
     ['Hello']
     """
-    opener = {".xz": lzma.open, ".gz": gzip.open}.get(Path(path).suffix, open)
     try:
-        with opener(path, "rb") as file:
-            data = file.read()
+        data = unpacked(path)
     except FileNotFoundError:
         raise MarsError(f"there is no file '{path}': check the path.") from None
     except UNREADABLE as error:
