@@ -21,6 +21,9 @@ from mars_jax.constraints.vocabulary import Vocabulary
 from mars_jax.core.errors import MarsError
 from mars_jax.core.reading import read_text
 
+PATH_MAX = 4096
+"""Characters of the longest path; a longer text is a schema that is none."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Constraint:
@@ -138,8 +141,9 @@ def json_schema(schema: Mapping[str, Any] | str | os.PathLike[str], *, compact: 
                 said = read_text(said)
             except (OSError, ValueError) as error:
                 reason = getattr(error, "strerror", None) or "it is not UTF-8"
+                path = f"'{said}'" if len(said) <= PATH_MAX else shown(said)
                 raise MarsError(
-                    f"the schema {shown(said)} cannot be read ({reason}): give a file that holds JSON."
+                    f"the schema {path} cannot be read ({reason}): give a file that holds JSON."
                 ) from None
     found = parsed(said)
     if not isinstance(found, dict) and found is not True:

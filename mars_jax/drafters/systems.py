@@ -75,7 +75,7 @@ def load_via_sd(asked: Asked) -> LoadedDrafter:
     try:
         slim = model.with_layers(system.layers)
     except MarsError as error:
-        raise MarsError(f"'{system.directory}' is of another target: {error}") from None
+        raise MarsError(f"'{system.directory}' does not fit '{asked.target.name}': {error}") from None
     return _cascade(asked, system, slim, asked.target.params, "ratio")
 
 

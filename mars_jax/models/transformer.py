@@ -234,6 +234,8 @@ def _language_model(
             raise MarsError(
                 f"the mask has {len(mask)} layers and the model {config.num_layers}: give (attention, mlp) of each."
             )
+        if not any(attends for attends, _ in mask):
+            raise MarsError("the mask leaves no attention: keep that of one layer at least.")
         return _language_model(config, cache_dtype, feature_layers, prefill_chunk, form, mask)
 
     return LanguageModel(

@@ -46,8 +46,11 @@ def test_the_command_takes_it_and_says_what_was_trusted(capsys):
 
 def test_a_system_of_another_target_or_model_is_refused(target, tmp_path):
     short = save_system(tmp_path / "short", System(name="via_sd", draft="ngram", layers=((True, False),) * 2))
-    with pytest.raises(MarsError, match="is of another target: the mask has 2 layers and the model 6"):
+    with pytest.raises(MarsError, match="does not fit 'tiny/target': the mask has 2 layers and the model 6"):
         mj.drafters.load(f"via_sd:{short}", target)
+    deaf = save_system(tmp_path / "deaf", System(name="via_sd", draft="ngram", layers=((False, True),) * 6))
+    with pytest.raises(MarsError, match="does not fit 'tiny/target': the mask leaves no attention"):
+        mj.drafters.load(f"via_sd:{deaf}", target)
     arrays = {"weight": np.ones(7, np.float32), "bias": np.zeros(1, np.float32)}
     other = save_system(tmp_path / "other", System(name="sprinter", draft=assets.DRAFT), arrays)
     with pytest.raises(MarsError, match="is for a model of hidden size 7 and 'tiny/draft' has 128"):

@@ -105,7 +105,9 @@ def drafter_of(case: Case) -> Any:
     size = given.pop("draft_size", "fixed")
     if "tree" in given:
         given["tree"] = specs.parse_tree(given["tree"])
-    loaded = mj.drafters.load(world().drafters[case.drafter], target_of(case), sample=case.drawn, **given)
+    loaded = mj.drafters.load(
+        world().drafters[case.drafter], target_of(case), sample=case.drawn and case.row.samples, **given
+    )
     return mj.drafters.sized(loaded, costs=COSTS) if size == "auto" else loaded
 
 

@@ -20,7 +20,7 @@ from tests.matrix.drive import check
 from tests.matrix.world import target, world
 
 ALL = cases.cases()
-FAST = cases.fast(6)
+FAST = cases.fast(3)
 
 
 @pytest.mark.parametrize(

@@ -37,9 +37,15 @@ class World:
 
 
 @functools.cache
+def _folder() -> tempfile.TemporaryDirectory:
+    """Gone when the process ends."""
+    return tempfile.TemporaryDirectory(prefix="mars-jax-matrix-")
+
+
+@functools.cache
 def world() -> World:
     """The checkpoints, made once in a process."""
-    folder = Path(tempfile.mkdtemp(prefix="matrix"))
+    folder = Path(_folder().name)
     vocab = write_tokenizer(folder / "target", CORPUS, 20)
     (folder / "target" / "chat_template.jinja").write_text(TEMPLATE)
     config = ModelConfig(
@@ -96,7 +102,7 @@ def world() -> World:
     )
     save_dflash(folder / "dflash", block, heads(dflash.init_params, block))
     arrays = {"weight": draw.normal(size=32).astype(np.float32), "bias": np.ones(1, np.float32)}
-    mask = ((False, True),)
+    mask = ((True, False),)
     for system, more in (
         (System(name="sprinter", draft="draft"), arrays),
         (System(name="trispec", draft="draft", proxy="proxy", draft_tokens=3), None),
