@@ -87,7 +87,9 @@ def decode_all(
     chosen["stop_tokens"] = [[*row, NO_TOKEN, NO_TOKEN][: max(2, len(row))] for row in stops]
     rule = with_numbers(rule, **{name: chosen.pop(name) for name in NUMBERS if name in chosen})
     made = make_controls(batch, limit=buffer if limit is None else limit, **chosen)
-    keys = keys_from_seeds(np.asarray(range(batch) if seeds is None else seeds, np.uint32))
+    if not isinstance(seeds, jax.Array):  # of the host, for which nothing is compiled
+        seeds = np.asarray(range(batch) if seeds is None else seeds, np.uint32)
+    keys = keys_from_seeds(seeds)
     decoder = decode.speculative_decoder(target, drafter, rule, prefill_chunk=16)
     state = decode.start(decoder, params, prompts, lengths, made, rule, keys)
     return decode.run(decoder, params, state)
