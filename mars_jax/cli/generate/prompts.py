@@ -106,9 +106,8 @@ def _from_json_line(line: str, where: str, rule: RuleChoice) -> PromptRow:
     for key, value in fields.items():
         try:
             json.dumps({key: value}, ensure_ascii=False).encode()
-        except (
-            UnicodeEncodeError
-        ):  # JSON can name half of a surrogate pair, which no file and no terminal takes
+        except UnicodeEncodeError:
+            # JSON can name half of a surrogate pair, which no file and no terminal takes.
             raise row.error(f"{ascii(key)[1:-1]} is not valid Unicode: give it as UTF-8.") from None
     numbers = {name: setting for name, setting in rule.options.items() if setting.per_row}
     for name in sorted(fields.keys() - {*_KEYS, *numbers}):
