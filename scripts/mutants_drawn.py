@@ -6,6 +6,7 @@ import collections
 import difflib
 import itertools
 import random
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,63 +16,22 @@ from libcst.metadata import MetadataWrapper, PositionProvider
 from mutmut.mutation.mutators import mutation_operators
 
 ROOT = Path(__file__).resolve().parents[1]
-CORE, KERNELS, VERIFY = "tests/core/test_{}.py", "tests/kernels/test_{}.py", "tests/verify/test_{}.py"
-SUITE, EXAMPLES = VERIFY.format("rules"), "tests/test_docstrings.py"
-"""They have a test of each rule, and of each module's examples, under its name."""
-DIVIDED = (
-    "tests/placement/test_shardings.py::test_sampling_from_a_divided_vocabulary_sends_a_few_numbers_per_node"
-)
+sys.path.insert(0, str(ROOT))
 
-RULES = {  # the tests of a rule beside the suite that runs every rule
-    "exact": ("exact",), "rejection": ("named", "rejection", "prefix_law"), "siblings": ("siblings",),
-    "mars": ("mars",),
-    "lossy": ("mars",), "relaxed": ("mars", "edges"), "released": ("distributions", "retargeted"),
-    "simulated": ("simulated",), "context": ("context",), "diversed": ("diversed",), "learned": ("learned",),
-    "equivalent": ("phrases",), "phrase": ("phrases",), "override": ("mars", "edges"), "named": ("named",),
-    "lenience": ("distributions",), "mixture": ("distributions",), "cactus": ("distributions",),
-    "speccascade": ("distributions",), "retargeted": ("retargeted", "distributions"), "drafted": ("context",),
-}  # fmt: skip
-GROUPS: dict[str, dict[str, tuple[str, ...]]] = {
-    "rules": {
-        f"mars_jax/verify/{path.stem}.py": (
-            *(VERIFY.format(name) for name in RULES.get(path.stem, ("edges",))),
-            *((CORE.format("spans"),) if path.stem in ("relaxed", "override", "lossy") else ()),
-            "tests/test_specs.py",
-            SUITE,
-        )
-        for path in sorted((ROOT / "mars_jax/verify").glob("*.py"))
-        if path.stem != "__init__"
-    },
-    "tree": {"mars_jax/core/tree.py": (CORE.format("tree"), VERIFY.format("exact"), CORE.format("decode"))},
-    "cache": {
-        "mars_jax/core/cache.py": (CORE.format("cache"), "tests/models/test_int8_cache.py", CORE.format("decode"))
-    },
-    "sampling": {
-        "mars_jax/core/sampling.py": (CORE.format("sampling"), DIVIDED, CORE.format("positions"),
-                                      VERIFY.format("rejection")),
-        "mars_jax/core/pick.py": (CORE.format("pick"), "tests/drafters/test_grow.py"),
-    },
-    "decode": {
-        "mars_jax/core/decode.py": tuple(
-            map(CORE.format, ("decode", "portable", "guide", "spans", "edits", "prefill", "stream", "positions"))
-        ),
-        "mars_jax/core/emit.py": tuple(map(CORE.format, ("edits", "positions", "decode", "guide", "spans"))),
-    },
-    "insert and refill": {
-        "mars_jax/core/insert.py": (CORE.format("insert"), "tests/serve/test_queue.py"),
-        "mars_jax/core/refill.py": (CORE.format("insert"), "tests/serve/test_queue.py"),
-    },
-    "rule of the kernels": {
-        f"kernels_pallas/{name}.py": tuple(map(KERNELS.format, tests))
-        for name, tests in {
-            "reference": ("accept", "attention", "margin", "verify_mars"),
-            "xla": ("margin", "attention", "largest", "accept"),
-            "rule": ("accept", "verify_mars"),
-            "stats": ("margin", "merge", "accept"),
-        }.items()
-    },
-}  # fmt: skip
-"""By group, the tests of each file."""
+from tests.changed import importers  # noqa: E402
+
+ROOMS = ("core", "verify", "drafters", "serve", "constraints")
+SUITE, EXAMPLES, MATRIX = "tests/verify/test_rules.py", "tests/test_docstrings.py", "tests/matrix"
+"""The first two have tests of each rule, and of each module's examples, under its name."""
+
+
+def tests_of(file: str) -> list[str]:
+    """Those of its room, the matrix, and those of rooms of which a module imports it, in this order."""
+    near = [name for name in importers()[file] if name.startswith("mars_jax/")]
+    rooms = dict.fromkeys(name.split("/")[1].removesuffix(".py") for name in [file, *sorted(near)])
+    found = [path for room in rooms for path in (f"tests/{room}", f"tests/test_{room}.py")]
+    found.insert(1, MATRIX)
+    return [EXAMPLES, *(path for path in found if (ROOT / path).exists())]
 
 
 class Places(cst.CSTVisitor):
@@ -107,7 +67,7 @@ class Places(cst.CSTVisitor):
 class Mutant(NamedTuple):
     """One change of one file."""
 
-    group: str
+    room: str
     file: str
     line: int
     operator: str
@@ -132,30 +92,30 @@ class Mutant(NamedTuple):
         """For the record."""
         lines = self.module.code.splitlines(), self.code.splitlines()
         diff = "\n".join(difflib.unified_diff(*lines, lineterm="", n=0)).partition("@@\n")[2]
-        known = {"group": self.group, "file": self.file, "line": self.line, "operator": self.operator}
+        known = {"room": self.room, "file": self.file, "line": self.line, "operator": self.operator}
         return {"number": number} | known | {"diff": diff}
 
 
-def mutants(group: str, file: str) -> list[Mutant]:
+def mutants(room: str, file: str) -> list[Mutant]:
     """All of a file."""
     wrapper = MetadataWrapper(cst.parse_module((ROOT / file).read_text()), unsafe_skip_copy=True)
     places = Places()
     wrapper.visit(places)
-    return [Mutant(group, file, line, name, wrapper.module, *both) for line, name, *both in places.found]
+    return [Mutant(room, file, line, name, wrapper.module, *both) for line, name, *both in places.found]
 
 
 def draw(count: int, seed: int) -> list[Mutant]:
-    """`count` mutants, as many of each group, and within it of each operator in turn."""
-    rng, groups = random.Random(seed), []
-    for group, files in GROUPS.items():
+    """`count` mutants, as many of each room, and within it of each operator in turn."""
+    rng, rooms = random.Random(seed), []
+    for room in ROOMS:
         by_operator: dict[str, list[Mutant]] = collections.defaultdict(list)
-        for file in files:
-            for one in mutants(group, file):
+        for path in sorted((ROOT / "mars_jax" / room).glob("*.py")):
+            for one in mutants(room, str(path.relative_to(ROOT))):
                 by_operator[one.operator].append(one)
         kinds = [rng.sample(by_operator[name], len(by_operator[name])) for name in sorted(by_operator)]
         rng.shuffle(kinds)
-        groups.append(list(_in_turn(kinds)))
-    return list(itertools.islice((one for one in _in_turn(groups) if one.compiles), count))
+        rooms.append(list(_in_turn(kinds)))
+    return list(itertools.islice((one for one in _in_turn(rooms) if one.compiles), count))
 
 
 def _in_turn(lists: Sequence[Sequence[Any]]) -> Iterable[Any]:

@@ -80,10 +80,10 @@ def distances(changed: Iterable[str]) -> dict[str, int]:
     if any(name.endswith((".md", ".jinja", ".json", ".svg")) for name in changed):
         steps |= dict.fromkeys(OF_DOCUMENTS, 1)
     queue = collections.deque(steps)
-    importers = _importers()
+    known = importers()
     while queue:
         name = queue.popleft()
-        near = set(importers[name])
+        near = set(known[name])
         if steps[name] == 0 and name.split("/")[0] in ("mars_jax", "kernels_pallas"):
             near |= set(_tests_of_room(name))
         for other in sorted(near - steps.keys()):
@@ -100,7 +100,7 @@ def _tests_of_room(name: str) -> list[str]:
 
 
 @functools.cache
-def _importers() -> dict[str, list[str]]:
+def importers() -> dict[str, list[str]]:
     """By file, the files that import it."""
     found: dict[str, list[str]] = collections.defaultdict(list)
     for package in PACKAGES:
