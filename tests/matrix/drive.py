@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import re
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -33,6 +34,7 @@ CONSTRAINTS: dict[str, Any] = {
     "choice": ["the sea", "the sun and a man", "a story"],
     "allowed_tokens": list(range(64, 80)),
 }
+PER_ROW = ("temperature", "strict", "relax_constrained", "seed", *CONSTRAINTS)
 KINDS = ("free", "strict", "constrained")
 COSTS = [1.0, 1.3, 1.6]
 """Of steps of each size where drafts are as long as pays: given, so that nothing depends on a clock."""
@@ -128,15 +130,11 @@ def generated(case: Case, **more: Any) -> list[Found]:
         drafter_of(case),
         prompts(case),
         verify=rule_of(case),
-        **{"log_probs": case.log_probs, **options(case), **more},
+        log_probs=case.log_probs,
+        **options(case),
+        **more,
     )
     return [of_completion(c) for c in result.completions]
-
-
-@functools.lru_cache(maxsize=8)
-def fresh(case: Case) -> list[Found]:
-    """All prompts side by side, in one device loop."""
-    return generated(case, log_probs=True)
 
 
 @functools.lru_cache(maxsize=64)
@@ -155,12 +153,39 @@ def alone(case: Case) -> list[Found]:
     return [of_completion(c) for c in result.completions]
 
 
-# The surfaces.
+# The surfaces, and what a case is compared with: the same requests, each batch started anew. It runs the programs
+# that the surface runs, since they take longer to compile than anything else does.
+
+ROWS = 4
+"""Of a batch in which prompts take turns."""
+
+
+def generate(case: Case) -> list[Found]:
+    """All prompts side by side, in one device loop."""
+    return generated(case)
 
 
 def refill(case: Case) -> list[Found]:
     """More prompts than rows."""
-    return generated(case, batch_size=4)
+    return generated(case, batch_size=ROWS)
+
+
+def by_batches(case: Case) -> list[Found]:
+    """No row takes another prompt."""
+    found: list[Found] = []
+    loaded, drafter, rows = target_of(case), drafter_of(case), prompts(case)
+    for begin in range(0, len(rows), ROWS):
+        batch = [i % len(rows) for i in range(begin, begin + ROWS)]
+        given = {
+            k: [v[i] for i in batch] if k in PER_ROW and isinstance(v, list) else v
+            for k, v in options(case).items()
+        }
+        rule = rule_of(case, [i // len(KINDS) for i in batch])
+        result = mj.generate(
+            loaded, drafter, [rows[i] for i in batch], verify=rule, log_probs=case.log_probs, **given
+        )
+        found += [of_completion(c) for c in result.completions]
+    return found[: len(rows)]
 
 
 def text(case: Case) -> list[Found]:
@@ -172,7 +197,7 @@ def text(case: Case) -> list[Found]:
         drafter_of(case),
         prompts(case),
         verify=rule_of(case),
-        batch_size=4,
+        batch_size=ROWS,
         log_probs=case.log_probs,
         **options(case),
     ):
@@ -188,10 +213,9 @@ def text(case: Case) -> list[Found]:
 def chat(case: Case) -> list[tuple[Found, Found]]:
     """The second turn of a conversation by each rule, with what a fresh run of the whole of it says."""
     found = []
-    lists = ("temperature", "strict", "relax_constrained", "seed", *CONSTRAINTS)
     for number in range(len(case.rules)):
         index = len(KINDS) * number + number % len(KINDS)
-        given = {k: v[index] if k in lists and isinstance(v, list) else v for k, v in options(case).items()}
+        given = {k: v[index] if k in PER_ROW and isinstance(v, list) else v for k, v in options(case).items()}
         given = {k: v for k, v in given.items() if v is not None}
         if not given.keys() & CONSTRAINTS.keys():
             given.pop("relax_constrained", None)
@@ -207,26 +231,44 @@ def chat(case: Case) -> list[tuple[Found, Found]]:
 
 def insert(case: Case) -> list[Found | None]:
     """Rows that come into a running state of the embedded step; None for those that were there."""
+    count = len(prompts(case))
+    rows = np.arange(0, count, 2, dtype=np.int32)
+
+    def put(made, state):
+        state, _ = decode.run(made.decoder, made.params, state, max_steps=jnp.int32(2))
+        arrays = made.arrays(rows.tolist())
+        return jax.jit(made.decoder.insert)(made.params, state, jnp.asarray(rows), *arrays)
+
+    found = _embedded(case, [*reversed(range(count))], put)
+    return [one if row in rows else None for row, one in enumerate(found)]
+
+
+def embedded(case: Case) -> list[Found]:
+    """All rows from the start."""
+    return _embedded(case, [*range(len(prompts(case)))], lambda made, state: state)
+
+
+def _embedded(case: Case, first: list[int], then: Callable[[Any, Any], Any]) -> list[Found]:
     asked = mj.make_requests(target_of(case), prompts(case), **options(case))
     made = prepared(target_of(case), drafter_of(case), asked, verify=rule_of(case))
-    count = len(asked)
     with made.target.on_mesh():
-        state = made.start([*reversed(range(count))])
-        for _ in range(2):
-            state, _ = decode.jitted_step(made.decoder, made.params, state)
-        rows = np.arange(0, count, 2, dtype=np.int32)
-        state = jax.jit(made.decoder.insert)(
-            made.params, state, jnp.asarray(rows), *made.arrays(rows.tolist())
-        )
-        state, stats = decode.run(made.decoder, made.params, state)
+        state = then(made, made.start(first))
+        state, stats = decode.run(made.decoder, made.params, state, max_steps=jnp.int32(NEW))
     tokens, begins, lengths, steps = jax.device_get(
         (state.tokens, state.prompt_length, state.length, stats.steps)
     )
-    found: list[Found | None] = [None] * count
-    for row in rows.tolist():
-        new = tuple(tokens[row, begins[row] : lengths[row]].tolist())
-        found[row] = Found(asked[row], "", new, "", int(steps[row]), (), None)
-    return found
+    return [
+        Found(
+            asked[row],
+            "",
+            tuple(tokens[row, begins[row] : lengths[row]].tolist()),
+            "",
+            int(steps[row]),
+            (),
+            None,
+        )
+        for row in range(len(asked))
+    ]
 
 
 # What must hold.
@@ -239,9 +281,9 @@ def check(case: Case) -> None:
             lawful(case, said)
             same(case, said, again)
         return
-    drive = {"refill": refill, "text": text, "insert": insert}.get(case.surface)
-    found = fresh(case) if drive is None else drive(case)
-    for number, one in enumerate(found):
+    drive, anew = SURFACES[case.surface]
+    again = anew and anew(case)
+    for number, one in enumerate(drive(case)):
         if one is None:
             continue
         rule = case.rules[number // len(KINDS)]
@@ -249,9 +291,17 @@ def check(case: Case) -> None:
         own = one.request.strict or (rule.row.lossless and not case.row.trusts)
         if own and (one.request.temperature == 0 or "q" not in rule.needs):
             same(case, one, alone(case)[number], counted=False)
-        if drive is not None:
-            same(case, one, fresh(case)[number], counted=case.shape != "auto")
+        if again:
+            same(case, one, again[number], counted=case.shape != "auto")
         teacher_forced(case, one)
+
+
+SURFACES: dict[str, tuple[Callable[[Case], Any], Callable[[Case], list[Found]] | None]] = {
+    "generate": (generate, None),
+    "refill": (refill, by_batches),
+    "text": (text, by_batches),
+    "insert": (insert, embedded),
+}
 
 
 def lawful(case: Case, one: Found) -> None:
