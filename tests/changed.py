@@ -22,7 +22,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("mars_jax", "kernels_pallas", "tests")
-OF_DOCUMENTS = ("tests/test_docs.py", "tests/test_pages.py", "tests/test_site.py")
+OF_DOCUMENTS = tuple(f"tests/test_{name}.py" for name in ("docs", "features", "pages", "site"))
 TIME_IS_UP = "--changed: the minutes are up; the whole suite has the rest"
 _END = pytest.StashKey[float]()
 

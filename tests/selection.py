@@ -26,7 +26,7 @@ TOGETHER = {f"tests/evaluate/test_{name}.py": "the finished benchmark" for name 
 LIBTPU, LIBTPU_FOLDERS = "libtpu", ("tests/tpu/", "tests/planning/")
 """Folders whose tests compile by libtpu, which keeps some hundred megabytes: on one worker, after everything else."""
 COLLECTED = pytest.StashKey[dict[str, bool]]()
-"""The files of this run, and whether each has a test that is not slow."""
+"""The test functions of this run, and whether each has a case that is not slow."""
 
 
 def pytest_addoption(parser):
@@ -49,10 +49,10 @@ def part_of(test_id, parts):
 
 @pytest.hookimpl(tryfirst=True)  # before -m and -k deselect
 def pytest_collection_modifyitems(config, items):
-    config.stash[COLLECTED] = dict.fromkeys({item.nodeid.partition("::")[0] for item in items}, False)
-    config.stash[COLLECTED] |= {
-        item.nodeid.partition("::")[0]: True for item in items if not item.get_closest_marker("slow")
-    }
+    fast = config.stash[COLLECTED] = {}
+    for item in items:
+        function = item.nodeid.partition("[")[0]
+        fast[function] = fast.get(function, False) or not item.get_closest_marker("slow")
     tests = collections.Counter(scope_of(item.nodeid) for item in items)
     if (
         config.getoption("-m") == "not slow"

@@ -17,7 +17,6 @@ import pytest
 from mars_jax import specs
 from mars_jax.cli.commands import COMMANDS
 from tests.helpers import slow_but
-from tests.selection import COLLECTED
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
@@ -259,25 +258,6 @@ def test_every_picture_is_shown_by_a_document():
         path.with_suffix(".png") for path in shown if path.suffix == ".svg"
     }  # where SVG is not displayed
     assert [str(path.relative_to(ROOT)) for path in pictures if path not in shown | twins] == []
-
-
-def test_every_feature_names_tests_that_exist():
-    text = (ROOT / "docs" / "features.md").read_text(encoding="utf-8")
-    rows = [row for row in text.splitlines() if row.startswith("| ") and not row.startswith("| feature")]
-    assert len(rows) > 30
-    for row in rows:
-        named = re.findall(r"`(tests/[^`]*)`", row)
-        assert named, f"no test: {row}"
-        assert [name for name in named if not (ROOT / name).is_file()] == [], row
-
-
-def test_every_feature_has_a_test_that_is_not_slow(pytestconfig):
-    """Of the files that this run has collected, but for rows that say `(slow)` themselves."""
-    collected = pytestconfig.stash[COLLECTED]
-    for row in (ROOT / "docs" / "features.md").read_text(encoding="utf-8").splitlines():
-        named = re.findall(r"`(tests/[^`]*)`", row)
-        if row.startswith("| ") and named and set(named) <= set(collected):
-            assert "(slow)" in row or any(collected[name] for name in named), row
 
 
 def test_flags_that_documents_name_exist():
