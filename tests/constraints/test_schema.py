@@ -295,3 +295,24 @@ def test_a_schema_of_any_size_soon_gets_a_sentence(schema, sentence):
     with pytest.raises(MarsError, match=sentence) as found:
         constraints.json_schema(made)
     assert time.process_time() - began < 5 and len(str(found.value)) < 300
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda large: {"properties": {"a": large, "b": {"enum": [1, 2]}}, "required": ["a", "b"]},
+        lambda large: {"required": ["b"], "properties": {"b": {"type": ["null", "string"]}, "a": large}},
+        lambda large: {"prefixItems": [A, large, {"anyOf": [A, {"const": [1]}]}], "minItems": 2},
+        lambda large: {"anyOf": [{"$ref": "#/$defs/one"}, A], "$defs": {"one": large, "two": {"allOf": [A]}}},
+    ],
+)
+@pytest.mark.parametrize(
+    ("large", "sentence"),
+    [
+        ({**B, "minItems": 10**9}, "has 1,000,000,000 items in one array"),
+        ({"enum": ["a" * 10_000_000]}, "has 10,000,000 characters in one enum"),
+    ],
+)
+def test_the_sentence_finds_what_is_large_wherever_it_stands(wrap, large, sentence):
+    with pytest.raises(MarsError, match=sentence):
+        constraints.json_schema(wrap(large))

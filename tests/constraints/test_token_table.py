@@ -90,6 +90,20 @@ def test_every_token_leads_where_its_bytes_lead(pattern, words):
         assert all(said.startswith(one) or one.startswith(said) for one in allowed)
 
 
+def test_an_allow_list_is_the_pattern_of_its_letters(words):
+    """Both allow the same tokens, end at the same places, force nothing, and are strict nowhere."""
+    letters = [words.tokens.index(letter.encode()) for letter in "abc"]
+    table, wanted = constraints.tokens(letters).table(words), constraints.regex("[abc]*").table(words)
+    single = [i for i, data in enumerate(words.tokens) if not data or len(data) == 1]
+    for said in ([], letters[:1], [*letters, letters[0]]):
+        here, there = table.run(said), wanted.run(said)
+        for which, state in ((table, here), (wanted, there)):
+            assert which.accepting[state] and which.forced[state] < 0 and not which.strict[state]
+        assert np.array_equal(
+            table.allowed[here, table.classes][single], wanted.allowed[there, wanted.classes][single]
+        )
+
+
 def test_a_real_vocabulary_of_131072_tokens():
     """Every token of Mistral's leads where its bytes lead, and a table is small, where the package is installed."""
     spec = importlib.util.find_spec("mistral_common")

@@ -19,6 +19,7 @@ from mars_jax.serve import generate
 from mars_jax.serve import prepare as batch
 from mars_jax.serve.generate import check_finite, generate_requests, generate_stream
 from tests.helpers import slow_but
+from tests.matrix import world as matrix
 
 SHARED = os.environ.get("MARS_JAX_SHARED")
 CONFIG = ModelConfig(
@@ -176,25 +177,31 @@ def test_a_draft_of_broken_weights_is_reported(target, tmp_path):
         mj.drafters.load(f"model:{tmp_path / 'draft'}", target)
 
 
-@pytest.mark.slow
-def test_the_stream_joins_to_the_completion(target):
-    requests = mj.make_requests(
-        target, PROMPTS, max_new_tokens=24, temperature=[0.0, 1.0, 0.0], ignore_eos=True
-    )
-    tokens = {row: [] for row in range(3)}
-    kinds = {}
+def test_the_stream_joins_to_the_completion():
+    """Step by step: text, tokens, kinds and log-probabilities of each row, and its completion with its last event."""
+    target = matrix.target("float32", None, None)
+    options = {"max_new_tokens": [24, 12, 24, 7], "temperature": [0.0, 1.0, 0.0, 0.0], "ignore_eos": True}
+    options |= {"stop_strings": [["e"], ["qq"], ["of"], ["qq"]]}
+    requests = mj.make_requests(target, ["the sea", "a man", "of the sun, of", "t"], **options)
+    joined, ended = [["", [], [], []] for _ in requests], {}
     for event in generate_stream(target, "ngram", requests, verify=verify.mars(theta=0.2)):
-        tokens[event.row] += event.tokens
-        assert event.log_probs.kind == tuple(kind for kind, _ in event.pieces)
-        assert len(event.log_probs.log_prob) == len(event.tokens)
-        for kind, _ in event.pieces:
-            kinds[kind] = kinds.get(kind, 0) + 1
+        assert event.row not in ended and event.text == "".join(text for _, text in event.pieces)
+        found = event.text, event.tokens, event.log_probs.log_prob, [kind for kind, _ in event.pieces]
+        assert tuple(found[3]) == event.log_probs.kind and len(found[1]) == len(found[2])
+        joined[event.row] = [
+            one + type(one)(more) for one, more in zip(joined[event.row], found, strict=True)
+        ]
         if event.completion:
-            assert event.completion.tokens == tokens[event.row]
-    result = generate_requests(target, "ngram", requests, verify=verify.mars(theta=0.2))
-    assert result.tokens == list(tokens.values())
-    assert kinds.get("relaxed", 0) == result.metrics.accepted_relaxed
-    assert kinds.get("exact", 0) == result.metrics.accepted_exact
+            ended[event.row] = event.completion
+    whole = generate_requests(target, "ngram", requests, verify=verify.mars(theta=0.2), log_probs=True)
+    for row, wanted in enumerate(whole.completions):
+        told = wanted.log_probs
+        assert joined[row][:2] == [wanted.text, wanted.tokens] and tuple(joined[row][3]) == told.kind
+        np.testing.assert_allclose(joined[row][2], told.log_prob, atol=1e-5)
+        assert (ended[row].tokens, ended[row].finish_reason) == (wanted.tokens, wanted.finish_reason)
+        assert ended[row].metrics.depth_histogram == wanted.metrics.depth_histogram
+    assert {"stop", "length"} == {one.finish_reason for one in whole.completions}
+    assert {"exact", "corrected", "relaxed"} == {kind for row in joined for kind in row[3]}
 
 
 @pytest.mark.slow
