@@ -3,6 +3,7 @@ scipy's, and what no package has is decided node by node in Python."""
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -224,3 +225,22 @@ def test_over_rejection_a_step_relaxes_no_more_than_its_share():
         verdict = judge(rule)(oracles.keys_of(1, ROWS), tree, sure, rows)
         relaxed = np.asarray(verdict.relaxed).sum(1)
         assert relaxed.max() == most and np.mean(relaxed == most) > 0.9
+
+
+@pytest.mark.parametrize("base", [verify.rejection(), verify.rejection(block=True)], ids=["tokens", "blocks"])
+def test_over_rejection_no_more_are_relaxed_in_a_row_than_may_be(base):
+    """Where the target is certain, 0 is accepted and 1 is refused but may be relaxed."""
+    rng, nodes = np.random.default_rng(0), 8
+    drafted, most = rng.integers(0, 2, (ROWS, nodes - 1)), rng.integers(0, 4, ROWS)
+    tree = trees.chain(jnp.asarray(np.pad(drafted, ((0, 0), (1, 0))), jnp.int32))
+    sure = jnp.broadcast_to(jnp.asarray([30.0, 0.0, 0.0]), (ROWS, nodes, 3))
+    rows = oracles.controls_of([(1.0, 0, 1.0, 0.0)] * ROWS, max_relaxed_run=most.astype(np.int32))
+    rule = verify.topk(base, k=2, delta=99.0)
+    verdict = jax.jit(judge(rule))(oracles.keys_of(1, ROWS), tree, sure, rows)
+    for row in range(ROWS):
+        count = run = 0
+        while count < nodes - 1 and (not drafted[row, count] or run < most[row]):
+            run = run + 1 if drafted[row, count] else 0
+            count += 1
+        assert int(verdict.num_accepted[row]) == count
+        assert verdict.relaxed[row, :count].tolist() == drafted[row, :count].astype(bool).tolist()
