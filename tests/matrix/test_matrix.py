@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
+import jax
 import pytest
 
 import mars_jax as mj
@@ -13,10 +15,12 @@ from mars_jax.cli.generate.arguments import parse
 from mars_jax.cli.generate.job import open_job
 from mars_jax.cli.generate.output_file import fingerprints
 from mars_jax.cli.generate.prompts import from_texts
+from mars_jax.core import decode
 from mars_jax.core.errors import MarsError
+from mars_jax.serve.prepare import prepared
 from tests.matrix import cases
 from tests.matrix.cases import DRAFTERS, RULES, SHAPES
-from tests.matrix.drive import check
+from tests.matrix.drive import check, drafter_of, target_of
 from tests.matrix.world import target, world
 
 ALL = cases.cases()
@@ -88,6 +92,27 @@ def test_the_command_loads_every_drafter(drafter):
     named = {"target", "draft"} if specs.DRAFTERS[drafter].path else {"target"}
     assert fingerprints(job.session, choices.draft).keys() == named
     assert (job.session.drafter.drafter.num_nodes > 1) == (drafter != "none")
+
+
+@pytest.mark.parametrize(
+    ("row", "shape", "drawn"),
+    [(row, shape, drawn) for row, shape in DRAFTERS for drawn in (False, True) if row.samples or not drawn],
+    ids=lambda of: getattr(of, "name", str(of)),
+)
+def test_a_step_with_every_drafter_is_traced(row, shape, drawn):
+    """In each of its shapes, drawn or not: its drafts are as many tokens as the rule gets."""
+    lossy = verify.exact() if shape == "auto" else verify.mars(theta=0.5)
+    rule = verify.rejection() if drawn else lossy
+    case = next(c for c in ALL if (c.drafter, c.shape, c.drawn) == (row.name, shape, drawn))
+    plain = dataclasses.replace(case, weights="float32", cache=None, mesh=None)
+    asked = mj.make_requests(target_of(plain), ["the sea"], max_new_tokens=8, temperature=0.7)
+    made = prepared(target_of(plain), drafter_of(plain), asked, verify=rule)
+    state = decode.shapes(made.decoder, made.params, *made.arrays([0]))
+    after, info = jax.eval_shape(made.decoder.step, made.params, state)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), state
+    )
+    assert info.emitted.shape[0] == 1 and (info.emitted.shape[1] > 1) == (row.name != "none")
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
