@@ -39,6 +39,8 @@ from typing import Any
 
 from mutants_drawn import EXAMPLES, MATRIX, ROOT, SUITE, Mutant, draw, tests_of
 
+from tests.changed import distances
+
 STUCK = 3.0
 """Times the budget, of seconds of the clock, after which a test is taken to hang."""
 
@@ -65,8 +67,9 @@ class Replaced(importlib.abc.MetaPathFinder, importlib.abc.SourceLoader):
 class Order:
     """A plugin of pytest: an order of tests until the processor seconds are spent, and what came of each.
 
-    First come those that noticed other mutants of the file, then those of the file's own name, then its room's, the
-    matrix, and the others; the quick ones before the slow ones. Of the suite of rules a rule has those of its own.
+    First come those that noticed other mutants of the file, then those of the file's own name, then those of its room
+    and those that import it, the matrix, and the others by the imports in between; the quick ones before the slow ones.
+    Of the suite of rules a rule has those of its own.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class Order:
         self._known, self._keen, self._first = seconds, keen, set(first)
         self._budget, self._stem = budget, Path(file).stem
         self._room = f"tests/{Path(file).parent.name}/"
+        self._steps = distances([file]) if file else {}
         module = file.removesuffix(".py").replace("/", ".")
         self._own = {SUITE: Path(file).stem, EXAMPLES: f"{module}]"} if file else {}
         self.seconds: collections.Counter[str] = collections.Counter()
@@ -99,8 +103,7 @@ class Order:
                 return (1, seconds)
             if file == EXAMPLES or file == f"{self._room}test_{self._stem}.py":
                 return (2, seconds)
-            near = 3 if file.startswith(self._room) else 4 if file.startswith(MATRIX) else 5
-            return (near, seconds)
+            return (3, 1.5 if file.startswith(MATRIX) else self._steps.get(file, 9), seconds)
 
         items.sort(key=rank)
         self.tests = len(items)

@@ -23,15 +23,17 @@ from tests.changed import importers  # noqa: E402
 ROOMS = ("core", "verify", "drafters", "serve", "constraints")
 SUITE, EXAMPLES, MATRIX = "tests/verify/test_rules.py", "tests/test_docstrings.py", "tests/matrix"
 """The first two have tests of each rule, and of each module's examples, under its name."""
+OF_ALL = (EXAMPLES, "tests/test_public.py", "tests/test_specs.py")
+"""Every room's."""
 
 
 def tests_of(file: str) -> list[str]:
-    """Those of its room, the matrix, and those of rooms of which a module imports it, in this order."""
+    """Those of every room, of its own, the matrix, and those of rooms of which a module imports it."""
     near = [name for name in importers()[file] if name.startswith("mars_jax/")]
     rooms = dict.fromkeys(name.split("/")[1].removesuffix(".py") for name in [file, *sorted(near)])
     found = [path for room in rooms for path in (f"tests/{room}", f"tests/test_{room}.py")]
     found.insert(1, MATRIX)
-    return [EXAMPLES, *(path for path in found if (ROOT / path).exists())]
+    return [*OF_ALL, *(path for path in found if (ROOT / path).exists())]
 
 
 class Places(cst.CSTVisitor):

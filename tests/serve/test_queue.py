@@ -107,6 +107,10 @@ def test_a_batch_size_of_its_own_is_what_memory_has_room_for(target, monkeypatch
         room = weights + rows * memory.row_bytes(made)
         monkeypatch.setattr(memory, "_bytes_of", lambda device, room=room: room)
         assert memory.default_rows(made) == max(int(rows), 1)
+    # The gate and the product of a wide layer, for a prompt that is read at once.
+    width, length = 2**20, state.tokens.shape[1]
+    wide = dataclasses.replace(target, config=dataclasses.replace(target.config, intermediate_size=width))
+    assert memory.row_bytes(dataclasses.replace(made, target=wide)) > 2 * 4 * length * width
     assert len(list(mj.generate_iter(target, "ngram", ["The"] * 3, max_new_tokens=2))) == 3
 
 
