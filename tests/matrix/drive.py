@@ -211,21 +211,21 @@ def text(case: Case) -> list[Found]:
 
 
 def chat(case: Case) -> list[tuple[Found, Found]]:
-    """The second turn of a conversation by each rule, with what a fresh run of the whole of it says."""
+    """The second turn of a conversation by each rule, with what is said where all of it is read anew."""
     found = []
     for number in range(len(case.rules)):
         index = len(KINDS) * number + number % len(KINDS)
         given = {k: v[index] if k in PER_ROW and isinstance(v, list) else v for k, v in options(case).items()}
-        given = {k: v for k, v in given.items() if v is not None}
+        given = {k: v for k, v in given.items() if v is not None} | {"temperature": case.temperature}
         if not given.keys() & CONSTRAINTS.keys():
             given.pop("relax_constrained", None)
-        rule = rule_of(case, number)
-        talk = mj.Chat(target_of(case), drafter_of(case), verify=rule, **given)
-        for turn in ("t", "the sea and the sun"):
-            said = of_completion(talk.say(turn))
-        tokens = [list(said.request.prompt_tokens)]
-        again = mj.generate(target_of(case), drafter_of(case), tokens, verify=rule, **given)
-        found.append((said, of_completion(again.completions[0])))
+        talk, afresh = (
+            mj.Chat(target_of(case), drafter_of(case), verify=rule_of(case, number), **given)
+            for _ in range(2)
+        )
+        talk.say("t")
+        afresh.messages = talk.messages
+        found.append(tuple(of_completion(one.say("the sea and the sun")) for one in (talk, afresh)))
     return found
 
 
