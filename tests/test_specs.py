@@ -33,6 +33,15 @@ def test_the_tables_do_not_load_jax():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.parametrize("row", specs.RULES.values(), ids=lambda row: row.name)
+def test_a_default_is_told_as_it_can_be_given(row):
+    for setting in row.settings.values():
+        if setting.default is not None and not setting.word:
+            chosen = {name: one.default for name, one in row.settings.items() if one.choices}
+            assert setting.from_text(setting.default_words, **chosen) == setting.default
+            assert setting.kind is not bool or setting.default_words in setting.expected().split()
+
+
 @pytest.mark.parametrize("name", specs.RULES)
 def test_a_row_names_a_factory_and_only_what_it_takes(name):
     row = specs.rule(name)

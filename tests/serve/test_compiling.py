@@ -51,6 +51,18 @@ def test_each_program_is_compiled_once(compiled, loop):
     assert done
 
 
+def test_a_queue_is_compiled_when_it_is_asked_for_and_not_while_it_runs(compiled):
+    """As many requests as rows, more of them, and samples of one prompt: each compiles what the others did not."""
+    made = session(43)
+    for prompts, samples in (([[1, 2, 3], [1, 2, 4]], 1), ([[1, 2], [4], [5, 6]], 1), ([[1, 2, 3], [2]], 2)):
+        requests = mj.make_requests(made.target, prompts, samples=samples, temperature=1.0, max_new_tokens=4)
+        before = dict(compiled)
+        queue = made.queue(requests)
+        ready = dict(compiled)
+        assert ready != before and len(list(queue)) == len(requests)
+        assert dict(compiled) == ready
+
+
 def test_greedy_requests_compile_nothing_of_drawing():
     """And give the tokens of a program that can draw."""
     made = session(41)
