@@ -140,6 +140,7 @@ def test_text_comes_while_rows_refill_and_for_an_event_loop(target, draft):
     for event in mj.generate_text(target, draft, WORDS[:4], stop_strings=[stop], **options):
         if isinstance(event, Said):
             assert event.index not in ended and "".join(event.pieces) == event.text
+            assert len(event.tokens) <= draft.drafter.num_nodes  # of one step
             texts[event.index] += event.text
             tokens[event.index] += event.tokens
         else:
