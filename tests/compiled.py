@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import importlib.metadata
 import os
+import sys
 from pathlib import Path
 
 LARGEST = 2 * 2**30
@@ -18,6 +19,12 @@ def folder() -> str:
     key = f"{importlib.metadata.version('jaxlib')} {os.environ.get('XLA_FLAGS', '')}"
     bound(home, LARGEST)
     return str(home / hashlib.sha256(key.encode()).hexdigest()[:12])
+
+
+def bytecode(folder: Path) -> str:
+    """The folder, in which this process keeps what Python compiles from now on."""
+    sys.dont_write_bytecode, sys.pycache_prefix = False, str(folder)
+    return str(folder)
 
 
 def bound(home: Path, largest: int) -> None:

@@ -34,6 +34,11 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = compiled.folder()
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
+# What Python compiles is kept there too: pip installs without bytecode here, and some machines forbid to write it
+# beside the source. Every worker, and every command that a test starts, would compile jax for seconds.
+os.environ["PYTHONPYCACHEPREFIX"] = compiled.bytecode(Path(os.environ["JAX_COMPILATION_CACHE_DIR"], "python"))
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 import jax
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")

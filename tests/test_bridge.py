@@ -30,6 +30,7 @@ class Hash(nnx.Module):
         return HASH.unembed((), out.hidden + self.shift[...]), out.cache
 
 
+@pytest.mark.slow
 def test_a_module_decodes_as_the_functions_that_it_calls():
     model, params = bridge.from_nnx(Hash(), vocab_size=VOCAB, init_cache=HASH.init_cache)
     bridge.check(model, params)

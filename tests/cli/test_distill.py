@@ -61,9 +61,8 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=[pytest.mark.slow] if k != "medusa" else []) for k in KINDS]
-)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
 def test_each_kind_trains_and_drafts_losslessly(kind, call, run, text, target, draft, tmp_path):
     pytest.importorskip("matplotlib")
     output = tmp_path / "made"

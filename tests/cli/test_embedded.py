@@ -55,7 +55,8 @@ def test_a_speedup_that_nothing_would_show_is_refused(refused, argv, message):
     assert refused(*argv, "hello").startswith(f"error: {message}")
 
 
-@pytest.mark.parametrize("flags", [[], pytest.param(["--no-stream"], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("flags", [[], ["--no-stream"]])
+@pytest.mark.slow
 def test_a_story_and_how_much_faster_it_came(run, flags):
     outcome = run("--max-new-tokens", 40, *flags, "Once upon a time")
     assert outcome.code == 0

@@ -294,6 +294,7 @@ def test_rows_of_other_weights_are_refused_by_what_differs(run, refused, target,
     assert "other weights of the draft" in refused(*more, "and the")
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_ends_quietly(target):
     prompts = [f"prompt {i}" for i in range(40)]
     command = [sys.executable, "-m", "mars_jax.generate", "--target", str(target), *PLAIN, "--json"]

@@ -68,6 +68,7 @@ def shown(text):
     return text.translate(_CONTROLS) + "\n" * (not text.endswith("\n"))
 
 
+@pytest.mark.slow
 def test_a_line_is_a_prompt_of_its_own(talk, target):
     prompts = ["a story", "a story of the", "the sea\ta"]
     out, err = talk("--verify", "exact", lines=[prompts[0], "", prompts[1], None, "  ", prompts[2]])
@@ -233,6 +234,7 @@ def session(target, tmp_path, *flags, columns=80, **env):
     )
 
 
+@pytest.mark.slow
 def test_a_real_terminal(target, tmp_path):
     """Colours, editing, history, interrupts, wide characters, and the end of the input."""
     shell = session(target, tmp_path)

@@ -132,12 +132,11 @@ def one_shot(target, *flags):
     return *made, "--ignore-eos", PROMPT
 
 
-OTHERS = [(30, {}), (30, {"TERM": "dumb"}), (80, {"NO_COLOR": "1"})]
+TERMINALS = [(80, {}), (30, {}), (30, {"TERM": "dumb"}), (80, {"NO_COLOR": "1"})]
 
 
-@pytest.mark.parametrize(
-    ("columns", "env"), [(80, {}), *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)]
-)
+@pytest.mark.parametrize(("columns", "env"), TERMINALS)
+@pytest.mark.slow
 def test_a_text_in_a_real_terminal(target, columns, env):
     """Colours where there are some; wide characters and brackets as they are; the statistics after the text."""
     shell = Shell(*one_shot(target), columns=columns, **{"TERM": "xterm-256color"} | env)

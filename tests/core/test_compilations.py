@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 CODE = """
 import sys, jax, mars_jax as mj
 jax.jit(lambda x: x * 2 + 1)(3.0)  # a notebook that has compiled already
@@ -25,6 +27,7 @@ def run(*args, **env):
     return done.stdout.strip()
 
 
+@pytest.mark.slow
 def test_what_is_compiled_from_here_on_is_kept(tmp_path):
     """Also where the process has compiled before; in the folder that is named, or that JAX is told."""
     assert run(str(tmp_path / "mine")) == str(tmp_path / "mine")

@@ -76,6 +76,7 @@ def test_walk_equals_the_python_walk(seed):
 
 @given(seeds)
 @property_test
+@pytest.mark.slow
 def test_a_walk_with_every_bound_equals_the_python_walk(seed):
     rng = np.random.default_rng(seed)
     tree = random_tree(rng)

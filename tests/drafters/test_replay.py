@@ -60,6 +60,7 @@ def test_the_longest_match_of_corpus_and_text(text, texts):
     assert tree.tokens[0, 1:].tolist() == slow_replay(text, past.tolist(), COUNT)
 
 
+@pytest.mark.slow
 def test_an_earlier_answer_is_drafted_and_changes_nothing(tmp_path):
     target = mj.load("tiny/target", dtype="float32")
     prompts = ["Once upon a time", "The cat"]

@@ -59,6 +59,7 @@ def test_the_text_is_the_fixed_chains_whatever_is_chosen():
     assert never == 0 < mixed < always
 
 
+@pytest.mark.slow
 def test_the_rows_that_are_asked_for_are_those_that_go_on():
     longest = jnp.int32(len(MADE.drafter.sizes) - 1)
     chosen = MADE.drafter._replace(choose=lambda params, draft, live: jnp.where(jnp.all(live), longest, 0))
@@ -131,6 +132,7 @@ def test_it_tries_again_where_a_better_draft_would_pay_and_seldom():
     assert steps([1.0, 5.0, 9.0]) == [], "nothing that could be seen would change this"
 
 
+@pytest.mark.slow
 def test_costs_are_measured_once_for_a_shape_and_texts_are_the_same():
     target = mj.Pretrained.from_parts(TARGET, (), max_positions=256)
     prompts = [[1, 2, 3], [4], [5, 6], [7, 8, 9, 10], [11]]

@@ -127,7 +127,8 @@ def theta_file(flags, tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize(("groups", "torn"), slow_but([(0, 0), (1, 0), (2, 7)], (2, 7)))
+@pytest.mark.parametrize(("groups", "torn"), [(0, 0), (1, 0), (2, 7)])
+@pytest.mark.slow
 def test_a_killed_run_goes_on_and_ends_alike(theta_file, flags, tmp_path, capsys, monkeypatch, groups, torn):
     output = tmp_path / "theta.json"
     with monkeypatch.context() as patch:

@@ -11,7 +11,6 @@ from mars_jax.evaluate.scoring import likelihood
 from mars_jax.serve.generate import generate_stream, run_batch
 from mars_jax.serve.requests import make_requests
 from mars_jax.serve.session import Session
-from tests.helpers import slow_but
 
 PROMPTS = ("the sea", "a story", "of the sun")
 
@@ -20,8 +19,9 @@ def session(target, drafter, rule, rows):
     return Session(target=target, drafter=drafter, rule=mj.verify.LoadedRule(rule), batch_size=rows)
 
 
-@pytest.mark.parametrize("theta", slow_but([np.inf, 0.2], 0.2))
-@pytest.mark.parametrize("draft", slow_but(["chain", "tree"], "tree"))
+@pytest.mark.parametrize("theta", [np.inf, 0.2])
+@pytest.mark.parametrize("draft", ["chain", "tree"])
+@pytest.mark.slow
 def test_every_decision_is_counted_with_its_margin(target, draft, theta):
     # It drafts for itself, so that sampling decides.
     name, target = f"model:{target}", mj.load(str(target))

@@ -233,6 +233,7 @@ def test_nothing_outlives_the_verdict(passes, name):
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/cmdline"), reason="needs Linux's list of processes")
+@pytest.mark.slow
 def test_nothing_outlives_this_process(mode, tmp_path):
     """Killed, it can end no group: walls fall with it, and without walls the bound on time does it."""
     mark = "program of a parent that was killed"

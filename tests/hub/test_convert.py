@@ -94,6 +94,7 @@ mj.hub.convert(sys.argv[1], sys.argv[2], progress=progress)
 
 
 @pytest.mark.parametrize("stage", ["writing", "verifying"])
+@pytest.mark.slow
 def test_killed_it_leaves_nothing_that_looks_complete_and_starts_again(saved, tmp_path, stage):
     arguments = [sys.executable, "-c", KILLED, str(saved), str(tmp_path / "made"), stage]
     assert subprocess.run(arguments, stderr=subprocess.DEVNULL).returncode == -signal.SIGKILL

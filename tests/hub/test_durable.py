@@ -20,6 +20,7 @@ from mars_jax.core.errors import MarsError
 from mars_jax.hub import durable
 from mars_jax.hub.durable import check_place
 from mars_jax.models import ModelConfig, Rope, init_params
+from tests.helpers import slow_but
 
 saving = sys.modules["mars_jax.hub.save"]  # hub.save is its function
 CONFIG = ModelConfig(vocab_size=17, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=2)
@@ -257,7 +258,7 @@ except MarsError as error:
 """
 
 
-@pytest.mark.parametrize("most", [1, 3000])
+@pytest.mark.parametrize("most", slow_but([1, 3000], 3000))
 def test_a_disk_that_takes_no_more_gets_a_sentence_and_nothing_is_left(tmp_path, most):
     source = hub.save(tmp_path / "model", CONFIG, params(0))
     (tmp_path / "to").mkdir()

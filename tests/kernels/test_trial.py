@@ -69,6 +69,7 @@ def test_a_kernel_that_does_not_compile_is_one_line_and_the_xla_form(on_a_chip_t
     assert line.endswith("the XLA form runs in its place; MARS_JAX_PALLAS=0 leaves all kernels out.")
 
 
+@pytest.mark.slow
 def test_tokens_of_a_whole_decode_are_the_same_without_the_kernel(on_a_chip_that_refuses, caplog):
     target, small = (fake.hash_model(vocab_size=29, seed=seed, agree=0.8) for seed in (0, 5))
     prompts, lengths = ragged([2, 9], 24, 29)

@@ -47,7 +47,7 @@ class Rule:
     def __str__(self) -> str:
         return " ".join([self.row.name, *(f"{name}={value}" for name, value in self.chosen)])
 
-    @property
+    @functools.cached_property
     def needs(self) -> frozenset[str]:
         return specs.RuleChoice(self.row.name, dict(self.chosen)).needs
 
@@ -112,15 +112,8 @@ class Case:
         return specs.DRAFTERS[self.drafter]
 
     @property
-    def rules(self) -> list[Rule]:
-        """Those that the drafter can have, as it drafts here."""
-        return [
-            rule
-            for rule in RULES
-            if refusal(self.row, self.shape, rule) is None
-            and worth(self.row, rule)
-            and ("q" in rule.needs) == self.drawn
-        ]
+    def rules(self) -> tuple[Rule, ...]:
+        return _rules(self.drafter, self.shape, self.drawn)
 
     def __str__(self) -> str:
         *first, drawn, surface = (self.drafter, self.shape, "drawn" if self.drawn else "", self.surface)
@@ -147,6 +140,17 @@ def refusal(drafter: specs.DraftKind, shape: str, rule: Rule) -> str | None:
     if shape == "auto" and not rule.row.lossless:
         return "lossy"
     return None
+
+
+@functools.cache
+def _rules(drafter: str, shape: str, drawn: bool) -> tuple[Rule, ...]:
+    """Those that a drafter can have, as it drafts."""
+    row = specs.DRAFTERS[drafter]
+    return tuple(
+        rule
+        for rule in RULES
+        if refusal(row, shape, rule) is None and worth(row, rule) and ("q" in rule.needs) == drawn
+    )
 
 
 def worth(drafter: specs.DraftKind, rule: Rule) -> bool:
@@ -182,9 +186,9 @@ def _drawn(drafter: str, shape: str, drawn: bool, surface: str, number: int) -> 
 def fast(count: int) -> list[Case]:
     """Greedily those with most pairs that no earlier one has, of those that compile soon.
 
-    They have no mesh, no rounds, and one program.
+    They have no mesh, chains, and one program.
     """
-    soon = [case for case in cases() if not (case.mesh or case.row.trusts) and case.surface == "generate"]
+    soon = [c for c in cases() if c.shape == "chain" and c.surface == "generate" and not (c.mesh or c.drawn)]
     left = {case: case.pairs() for case in soon}
     chosen: list[Case] = []
     while len(chosen) < count:

@@ -24,7 +24,7 @@ from tests.matrix.drive import check, drafter_of, target_of
 from tests.matrix.world import target, world
 
 ALL = cases.cases()
-FAST = cases.fast(3)
+FAST = cases.fast(1)
 
 
 @pytest.mark.parametrize(

@@ -87,12 +87,9 @@ def test_every_way_to_move_rows_moves_their_scales():
 
 @pytest.mark.parametrize(
     "tree",
-    [
-        pytest.param(None, marks=pytest.mark.slow),
-        (2, 2, 1),
-        pytest.param(drafters.Dynamic(3, 3, 9), marks=pytest.mark.slow),
-    ],
+    [None, (2, 2, 1), drafters.Dynamic(3, 3, 9)],
 )
+@pytest.mark.slow
 def test_drafts_and_autoregression_read_the_same_numbers(tree):
     """Nodes in flight are rounded as well, or a draft would be judged by other keys than the text is."""
     target = language_model(CONFIG, cache_dtype="int8")

@@ -73,6 +73,7 @@ def test_the_tokens_are_those_without_the_kernel(name):
     assert all(len(row) == BUFFER for row in tokens)
 
 
+@pytest.mark.slow
 def test_a_tree_after_ragged_rows_has_the_same_features():
     first = jnp.asarray([0, 9, 17], jnp.int32)
     parents, depths = [-1, 0, 0, 1, 1, 3], jnp.asarray([[0, 1, 1, 2, 2, 3]], jnp.int32)

@@ -63,6 +63,7 @@ def test_what_the_compiler_holds_is_at_least_what_was_added_up(spread):
     assert spread.weight_bytes + spread.cache_bytes < spread.held_bytes < spread.hbm_bytes == 16 * 2**30
 
 
+@pytest.mark.slow
 def test_the_layers_are_summed_over_the_chips(spread):
     assert any(name.startswith("all-reduce bf16") for name in spread.collectives)
     assert not spread.notes

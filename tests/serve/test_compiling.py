@@ -63,6 +63,7 @@ def test_a_queue_is_compiled_when_it_is_asked_for_and_not_while_it_runs(compiled
         assert dict(compiled) == ready
 
 
+@pytest.mark.slow
 def test_greedy_requests_compile_nothing_of_drawing():
     """And give the tokens of a program that can draw."""
     made = session(41)

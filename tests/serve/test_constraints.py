@@ -109,6 +109,7 @@ def test_greedy_text_is_that_of_transformers_with_a_mask(target, capsys, tmp_pat
     assert [one["tokens"] for one in made[:2]] == wanted and made[2]["text"] == "yes, it is"
 
 
+@pytest.mark.slow
 def test_texts_end_where_nothing_may_follow_also_without_a_stop_token(target):
     found = mj.generate(target, "ngram", [TEXT] * 2, choice=["a cat", "a dog"], ignore_eos=True, **OPTIONS)
     for one in found.completions:

@@ -12,6 +12,7 @@ from mars_jax.cli.generate.command import main
 TEXT = "Once upon a time"
 
 
+@pytest.mark.slow
 def test_greedy_text_is_that_of_transformers_and_no_draft_changes_it(capsys):
     """With a bias, a ban and a repetition penalty; side by side with a row that has none, refilled, by the command."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")

@@ -18,7 +18,6 @@ from mars_jax.serve import events as event_loop
 from mars_jax.serve import generate
 from mars_jax.serve import prepare as batch
 from mars_jax.serve.generate import check_finite, generate_requests, generate_stream
-from tests.helpers import slow_but
 from tests.matrix import world as matrix
 
 SHARED = os.environ.get("MARS_JAX_SHARED")
@@ -46,6 +45,7 @@ def stories():
 PROMPTS = [[3, 5, 8], [1], list(range(10, 50))]
 
 
+@pytest.mark.slow
 def test_greedy_tokens_are_those_of_transformers(target):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
@@ -62,7 +62,8 @@ def test_greedy_tokens_are_those_of_transformers(target):
         assert completion.finish_reason == "length" and completion.text == ""
 
 
-@pytest.mark.parametrize("rule", slow_but(["exact", "mars"], "mars"))
+@pytest.mark.parametrize("rule", ["exact", "mars"])
+@pytest.mark.slow
 def test_log_probabilities_are_those_of_teacher_forcing_by_transformers(target, rule):
     """Raw, after temperature, and after the filters, at every new token of a ragged batch."""
     torch = pytest.importorskip("torch")
@@ -177,6 +178,7 @@ def test_a_draft_of_broken_weights_is_reported(target, tmp_path):
         mj.drafters.load(f"model:{tmp_path / 'draft'}", target)
 
 
+@pytest.mark.slow
 def test_the_stream_joins_to_the_completion():
     """Step by step: text, tokens, kinds and log-probabilities of each row, and its completion with its last event."""
     target = matrix.target("float32", None, None)

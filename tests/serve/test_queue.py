@@ -132,6 +132,7 @@ def test_a_row_that_fails_fails_alone_and_its_place_is_filled(target):
     ]
 
 
+@pytest.mark.slow
 def test_text_comes_while_rows_refill_and_for_an_event_loop(target, draft):
     options = {"verify": verify.exact(), "max_new_tokens": [12, 3, 20, 9], "batch_size": 2}
     wanted = mj.generate(target, draft, WORDS[:4], **options)

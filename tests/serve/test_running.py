@@ -141,6 +141,7 @@ def test_turns_can_be_taken_back(target):
         chat.undo()
 
 
+@pytest.mark.slow
 def test_a_conversation_that_is_full_says_so_and_stays(target):
     small = dataclasses.replace(target, config=dataclasses.replace(target.config, max_positions=48))
     chat = mj.Chat(small, "ngram", max_new_tokens=64, ignore_eos=True)

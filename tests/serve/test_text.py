@@ -45,6 +45,7 @@ def want(target):
     return found
 
 
+@pytest.mark.slow
 def test_the_tokens_are_those_of_transformers(target, want):
     found = mj.generate(target, "ngram", PROMPTS, max_new_tokens=60, stop_strings=STOPS)
     assert [c.tokens for c in found.completions] == want

@@ -11,13 +11,13 @@ pytest.importorskip(
     "libtpu", reason="TPU compilation needs libtpu: pip install 'mars-jax[test]' on Linux x86-64"
 )
 
-from tests.helpers import slow_but
 from tests.tpu import decode_cases
 
 PLACES = pytest.mark.parametrize(("generation", "chips"), [("v6e", 1), ("v5e", 4)])
 
 
-@pytest.mark.parametrize(("generation", "chips"), slow_but([("v6e", 1), ("v5e", 4)], ("v5e", 4)))
+@PLACES
+@pytest.mark.slow
 def test_the_autoregressive_loop_of_two_layers_compiles(generation, chips):
     report = decode_cases.compile_step(decode_cases.CASES[0], generation, chips, layers=2)
     assert report["hbm_share"] < 1

@@ -101,6 +101,7 @@ def trained(objective, params, batch, steps=60):
     return params, figures
 
 
+@pytest.mark.slow
 def test_training_raises_the_acceptance_of_eagle_heads():
     tokens = target_texts(16, 33)
     batch = Batch(tokens=tokens, segments=jnp.zeros(tokens.shape, jnp.int32))

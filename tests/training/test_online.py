@@ -80,6 +80,7 @@ def test_failures_are_the_corrections_of_the_steps(pair):
     assert made.length.tolist() == [*state.length.tolist(), 0] and int(made.place) == 3
 
 
+@pytest.mark.slow
 def test_it_learns_and_nothing_that_decodes_compiles(pair):
     target, draft = pair
     stale = mj.generate(target, draft, PROMPTS, log_probs=True, **OPTIONS)

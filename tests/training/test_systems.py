@@ -62,6 +62,7 @@ def test_the_classifier_learns_what_its_features_say(tmp_path):
     assert found["accepted"] > 0.97 and abs(found["trusted"] - accepted.mean()) < 0.03
 
 
+@pytest.mark.slow
 def test_the_search_tries_all_masks_and_measures_what_the_slim_model_says(tmp_path):
     log = tmp_path / "masks.jsonl"
     best = slim.search(MODEL, PARAMS, [BATCH], left_out=0.25, log=log)
