@@ -23,7 +23,7 @@ THETAS = (math.inf, 0.9, 0.5, 0.2)
 SHAPES = {"chain": {"num_draft_tokens": 3}, "tree": {"tree": (2, 2)}}
 
 
-@pytest.mark.parametrize(("shape", "temperature"), itertools.product(SHAPES, [0.0, 0.7]))
+@pytest.mark.parametrize(("shape", "temperature"), [*itertools.product(SHAPES, [0.0, 0.7])])
 @pytest.mark.slow
 def test_a_replay_is_a_decode_until_something_is_relaxed(target, shape, temperature):
     shape = SHAPES[shape]
