@@ -295,6 +295,7 @@ def files(path):
     return {p.name: p.read_bytes() for p in path.iterdir()}
 
 
+@pytest.mark.slow
 def test_old_checkpoints_are_not_taken_for_those_of_other_settings(call, text, target, tmp_path):
     """A deleted OUTPUT beside an old OUTPUT-training gave the old weights as new ones."""
     pytest.importorskip("matplotlib")

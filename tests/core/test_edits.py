@@ -73,6 +73,7 @@ def decoded(drafter, rule, edits):
     return decode.run(decoder, NO_WEIGHTS, state, record=True)
 
 
+@pytest.mark.slow
 def test_a_draft_changes_no_token():
     """Greedy and sampled, by a chain; off is as without, and log_prob stays the raw target's."""
     edits = make_edits(3, logit_bias=BIAS, **PENALTIES)

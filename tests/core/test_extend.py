@@ -183,7 +183,7 @@ def conversation(talk):
         yield change, before, held, texts, found, read
 
 
-IN_TIME = ("none", "model, dynamic tree", "eagle tree")
+IN_TIME = ("none", "model, dynamic tree")
 
 
 @pytest.mark.parametrize("name", slow_but([*PLAIN, *TRUSTED, *HEADS], *IN_TIME))

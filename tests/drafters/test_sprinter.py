@@ -127,6 +127,7 @@ def test_strict_rows_and_the_exact_prefix_trust_nothing():
     assert int(jnp.sum(stats.accepted_trusted)) > 0
 
 
+@pytest.mark.slow
 def test_trusted_tokens_of_a_drawn_draft_have_the_small_model_s_law():
     """An open classifier trusts all but the last token: the first one of many draws is q's, by chi-square."""
     from scipy.stats import chisquare

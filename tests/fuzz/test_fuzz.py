@@ -11,7 +11,14 @@ import pytest
 from tests.fuzz import checkpoints, gguf_files, neighbours, prompts, settings, texts
 from tests.fuzz.harness import run
 
-SURFACES = prompts.SURFACES | settings.SURFACES | checkpoints.SURFACES | gguf_files.SURFACES | texts.SURFACES | neighbours.SURFACES
+SURFACES = (
+    prompts.SURFACES
+    | settings.SURFACES
+    | checkpoints.SURFACES
+    | gguf_files.SURFACES
+    | texts.SURFACES
+    | neighbours.SURFACES
+)
 SHARE = 12
 """Cases of a surface in the fast suite."""
 

@@ -262,9 +262,7 @@ def check(case, mesh, **options):
     return program
 
 
-FAST = [
-    ("ngram, mars", "data=2,model=4", AxisType.Explicit),
-]
+FAST = [("ngram, mars", "model=2", AxisType.Auto)]
 AXES = ("data=8", "model=2", "model=4", "data=2,model=4", "data=2,expert=2,model=2")
 AXES_OF_ONE = ("data=1,model=1", "data=8,model=1", "data=1,model=2", "data=1,expert=1,model=2")
 ALL = [

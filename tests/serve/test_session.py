@@ -9,13 +9,14 @@ from mars_jax import drafters, verify
 from mars_jax.serve import session as sessions
 from mars_jax.serve.requests import make_requests
 from mars_jax.serve.session import Session
+from tests.matrix.world import target as target_of
 
 WORDS = ("the sea", "a story", "of the sun")
 
 
 @pytest.fixture
 def pair():
-    target = mj.load("tiny/draft")  # whose few layers compile soon
+    target = target_of("float32", None, None)  # whose one layer compiles soon
     return Session(target=target, drafter=drafters.load("ngram", target, num_draft_tokens=3), batch_size=2)
 
 

@@ -81,6 +81,7 @@ def test_a_large_product_has_its_operations_and_no_more_bundles_than_its_peak_al
     assert 0.7 < product["bundles_over_peak"] < 1.1
 
 
+@pytest.mark.slow
 def test_a_copy_moves_its_bytes_and_computes_less_than_it_moves(found):
     copied = found["trust"][1]
     assert copied["ratio"] == 1

@@ -112,7 +112,7 @@ def steps():
     return settings, z_table, q_table, tree, logits
 
 
-@pytest.mark.parametrize("name", slow_but(LAWS, "opt", "cactus"))
+@pytest.mark.parametrize("name", slow_but(LAWS, "opt"))
 def test_the_text_follows_the_law_of_the_paper(name):
     """The token after the draft follows the target."""
     law = LAWS[name]
