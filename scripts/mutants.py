@@ -50,7 +50,7 @@ class Replaced(importlib.abc.MetaPathFinder, importlib.abc.SourceLoader):
 
     def __init__(self, file: str, code: str):
         self._file, self._code = ROOT / file, code
-        self._name = file.removesuffix(".py").replace("/", ".")
+        self._name = file.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
         if fullname != self._name:

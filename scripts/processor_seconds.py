@@ -1,39 +1,83 @@
 """Run a command, and say how many processor seconds it and its children took and how large the largest of them grew.
 
     python scripts/processor_seconds.py python -m pytest -n auto -m "not slow"
+    python scripts/processor_seconds.py --keep scripts/results/checks.json --case "fast tests" python -m pytest ...
 
-The line comes last, on stderr; the exit status is the command's. On Linux, processes
-that outlived their parents are counted as well.
+The line comes last, on stderr; the exit status is the command's. `--keep` appends it to a file, with when, where and of
+which commit, if the command succeeded. On Linux, processes that outlived their parents are counted as well.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ctypes
+import datetime
+import json
 import os
+import platform
 import resource
+import shlex
 import subprocess
 import sys
 import time
+from pathlib import Path
+from typing import Any
 
 _ADOPT = 36
 """PR_SET_CHILD_SUBREAPER of prctl(2): orphans become children of this process and not of init."""
 
 
 def main() -> None:
-    if len(sys.argv) < 2:
-        raise SystemExit(__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--keep", type=Path, metavar="FILE", help="append the figures to this JSON file")
+    parser.add_argument("--case", default="", help="what a page calls them")
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    chosen = parser.parse_args()
+    if not chosen.command:
+        parser.error("expected a command")
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_ADOPT, 1, 0, 0, 0)
-    began = time.monotonic()
-    status = subprocess.run(sys.argv[1:], check=False).returncode
+    at, began = datetime.datetime.now(datetime.UTC), time.monotonic()
+    status = subprocess.run(chosen.command, check=False).returncode
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    told = f"{used.ru_utime + used.ru_stime:.0f} processor seconds in {time.monotonic() - began:.0f} seconds"
-    print(f"{told}, the largest process {used.ru_maxrss / 2**20:.2f} GiB", file=sys.stderr)
+    taken = {
+        "processor_seconds": round(used.ru_utime + used.ru_stime),
+        "seconds": round(time.monotonic() - began),
+        "largest_gib": round(used.ru_maxrss / 2**20, 2),
+    }
+    words = (
+        "{processor_seconds} processor seconds in {seconds} seconds, the largest process {largest_gib} GiB"
+    )
+    print(words.format(**taken), file=sys.stderr)
+    if chosen.keep and not status:
+        kept = json.loads(chosen.keep.read_text()) if chosen.keep.exists() else []
+        kept.append({"case": chosen.case, **taken, **_where(), "date": at.isoformat(timespec="minutes")})
+        kept[-1]["command"] = shlex.join(chosen.command)
+        chosen.keep.write_text(json.dumps(kept, indent=1) + "\n")
     raise SystemExit(status)
+
+
+def _where() -> dict[str, Any]:
+    """The commit, and whether the checkout differs from it; the machine."""
+    cpus = Path("/proc/cpuinfo")
+    names = [x.partition(":")[2].strip() for x in cpus.read_text().splitlines() if x.startswith("model name")]
+    return {
+        "commit": _git("rev-parse", "--short=10", "HEAD"),
+        "dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "processor": names[0] if names else platform.processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+    }
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], capture_output=True, text=True, check=True).stdout.strip()
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from results_tables.checks import checks
 from results_tables.evidence import assisted, evidence
 from results_tables.mutants import mutants
 from results_tables.pair import blocks, drafters, family, speed
@@ -22,5 +23,5 @@ def everything() -> dict[str, Any]:
         "assisted": assisted(), "studies": studies(),
         "contexts": contexts(), "scale": scale(), "plans": plans(), "kernels": kernels(), "rules": compared(),
         "phrases": phrases(), "refill": refill(), "systems": systems(), "costs": costs(), "smollm2": smollm2(),
-        "sizes": sizes(), "shift": shift(), "starts": starts(), "mutants": mutants(),
+        "sizes": sizes(), "shift": shift(), "starts": starts(), "mutants": mutants(), "checks": checks(),
     }  # fmt: skip
