@@ -251,6 +251,9 @@ def check(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and not 0 < value < float("inf"):
             raise MarsError(f"--{name.replace('_', '-')} is {value}: expected a number above 0.")
+    for name in ("heads", "steps_ahead"):  # each drafts one more token in a row
+        if getattr(args, name) is not None:
+            specs.REQUEST["num_draft_tokens"].check(getattr(args, name), shown=f"--{name.replace('_', '-')}")
     specs.REQUEST["seed"].check(args.seed, shown="--seed")
     if args.kind in _SYSTEMS:
         _unused(args, ("write", "devices", "mesh", "learning_rate", "loss", "dtype"), args.kind)

@@ -224,6 +224,10 @@ def _check_rule(rule: LoadedRule, drafter: Drafter, requests: Sequence[Request])
         )
     if rules.lossless(rule.rule) and not drafter.trusts and any(request.strict for request in requests):
         raise MarsError(f"strict does not apply to the rule {name}, which is lossless: leave it out.")
+    if "long" in getattr(rule.rule, "needs", ()) and any(r.draft_stop < math.inf for r in requests):
+        raise MarsError(
+            f"draft_stop does not apply to the rule {name}, whose drafts must be long enough: leave it out."
+        )
     check = getattr(rule.rule, "check_drafter", None)
     if check is not None:
         check(drafter)

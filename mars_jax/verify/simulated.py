@@ -45,7 +45,12 @@ class Simulated(Lossy):
         return f"simulated tau={self.tau:g}" if np.ndim(self.tau) == 0 else "simulated"
 
     def check_drafter(self, drafter: Drafter) -> None:
-        """Raise MarsError where drafts are too short for tau."""
+        """Raise MarsError where drafts are too short for tau, or often none at all."""
+        if drafter.sparse:
+            raise MarsError(
+                f"the rule simulated does not apply to the drafter '{drafter.name}', which often drafts nothing: draft "
+                "with a model or a head."
+            )
         most = drafter.max_depth + 1
         if np.max(np.asarray(self.tau)) > most:
             raise MarsError(

@@ -387,6 +387,11 @@ def test_an_output_that_cannot_be_is_a_sentence(call, text, tmp_path, place):
         (("medusa", "--draft-vocab", 30), "--draft-vocab does not apply to medusa"),
         (("model",), "needs a checkpoint to start from"),
         (("eagle1", "--tokens", -1), "--tokens is -1.0: expected a number above 0"),
+        (("medusa", "--heads", 10**6), "--heads is 1000000: expected a whole number from 1 to 128"),
+        (
+            ("eagle3", "--steps-ahead", 10**6),
+            "--steps-ahead is 1000000: expected a whole number from 1 to 128",
+        ),
         (("eagle1", "--seed", -1), "--seed is -1: expected a whole number from 0 to 4294967295"),
         (("dflash", "--block-size", 10**9), "blocks of 1000000000: expected 2 to 129"),
         (("eagle1", "--loss", "hinge"), "the loss 'hinge' is not known"),

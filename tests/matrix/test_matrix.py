@@ -131,7 +131,10 @@ def entry_points():
         return mj.Chat(target, drafter, **given).say("the sea")
 
     def command(target, drafter, *, verify, **given):
-        argv = ["--target", world().target, "--draft", drafter, "--verify", verify.name, "--json", "the sea"]
+        rule = verify.name.split()[0]
+        argv = ["--target", world().target, "--draft", drafter, "--verify", rule, "--json", "the sea"]
+        if rule == "simulated":
+            argv += ["--rule-option", f"tau={verify.tau:g}"]
         for name, value in given.items():
             argv += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
         args = parse(argv)
@@ -151,6 +154,12 @@ REFUSED = {
     ),
     "strictness under exact": ("ngram", {"strict": True}, "strict does not apply"),
     "draft_stop of n-grams": ("ngram", {"draft_stop": 1.0}, "draft.stop does not apply"),
+    "simulated tau of n-grams": ("ngram", {"verify": verify.simulated(tau=2.0)}, "simulated does not apply"),
+    "draft_stop under simulated tau": (
+        "model",
+        {"verify": verify.simulated(tau=2.0), "draft_stop": 1.0},
+        "draft.stop does not apply",
+    ),
     "no new tokens": ("ngram", {"max_new_tokens": 0}, "max.new.tokens"),
     "a temperature below 0": ("ngram", {"temperature": -1.0}, "temperature"),
 }
@@ -169,4 +178,5 @@ REFUSED = {
 def test_what_is_refused_is_refused_by_every_entry_point(entry, what):
     drafter, given, sentence = REFUSED[what]
     with pytest.raises(MarsError, match=sentence):
-        entry_points()[entry](target("float32", None, None), drafter, verify=verify.exact(), **given)
+        drafter = world().drafters["model"] if drafter == "model" else drafter
+        entry_points()[entry](target("float32", None, None), drafter, **{"verify": verify.exact()} | given)
