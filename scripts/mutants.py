@@ -37,7 +37,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mutants_drawn import EXAMPLES, MATRIX, ROOT, SUITE, Mutant, draw, tests_of
+from mutants_drawn import EXAMPLES, MATRIX, OF_ALL, ROOT, SUITE, Mutant, draw, tests_of
 
 from tests.changed import distances
 
@@ -67,8 +67,9 @@ class Replaced(importlib.abc.MetaPathFinder, importlib.abc.SourceLoader):
 class Order:
     """A plugin of pytest: an order of tests until the processor seconds are spent, and what came of each.
 
-    First come those that noticed other mutants of the file, then those of the file's own name, then those of its room
-    and those that import it, the matrix, and the others by the imports in between; the quick ones before the slow ones.
+    First come the quick ones of every room and those that noticed other mutants of the file, then those of the file's
+    own name, then those of its room and those that import it, the matrix, and the others by the imports in between;
+    the quick ones before the slow ones.
     Of the suite of rules a rule has those of its own.
     """
 
@@ -99,7 +100,7 @@ class Order:
             file, seconds = item.nodeid.partition("::")[0], self._known.get(item.nodeid, 1.0)
             if self._first & {file, item.nodeid}:
                 return (0, seconds)
-            if item.nodeid in self._keen:
+            if item.nodeid in self._keen or file in OF_ALL[1:]:
                 return (1, seconds)
             if file == EXAMPLES or file == f"{self._room}test_{self._stem}.py":
                 return (2, seconds)
