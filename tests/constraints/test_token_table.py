@@ -140,9 +140,16 @@ def test_a_table_is_kept_and_read_again(tmp_path, monkeypatch, words):
     [path] = tmp_path.iterdir()
     path.write_bytes(path.read_bytes()[:50])  # cut short
     stored.stored(("regex", "x"), build)
+    monkeypatch.setattr(stored, "MOST_FILES", 2)
+    for age, name in enumerate(("x", "y", "z")):  # the first is the oldest, whatever its file is called
+        stored.stored(("regex", name), lambda: first)
+        newest = max(tmp_path.iterdir(), key=lambda file: file.stat().st_mtime_ns)
+        os.utime(newest, (age, age))
+    stored.stored(("regex", "y"), lambda: pytest.fail("it is there")), stored.stored(("regex", "x"), build)
+    assert len(builds) == 3 and len([*tmp_path.iterdir()]) == 2
     monkeypatch.setenv("MARS_JAX_CONSTRAINTS", "")
     stored.stored(("regex", "x"), build)
-    assert len(builds) == 3
+    assert len(builds) == 4
 
 
 def test_a_text_that_no_token_says_gets_a_sentence():

@@ -181,7 +181,7 @@ def test_an_edited_file_is_read_anew_and_an_unedited_one_is_not(own):
 
 def test_weights_come_back_as_they_were_saved(tmp_path):
     params = indicator.init_params(8, jax.random.key(0), width=4)
-    folder = verify.save(tmp_path / "head", params)
+    folder = verify.save(tmp_path / "new" / "head", params)
     loaded = verify.load(f"learned:{folder}", theta=0.2)
     assert loaded.rule.name == verify.learned().name
     assert jax.tree.all(jax.tree.map(lambda a, b: np.array_equal(a, b), loaded.params, params))
