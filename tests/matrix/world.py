@@ -72,7 +72,11 @@ def world() -> World:
         )
 
     def heads(init, *given):
-        return drawn(jax.eval_shape(lambda key: init(*given, key), jax.random.key(0)), 0.2)
+        made = drawn(jax.eval_shape(lambda key: init(*given, key), jax.random.key(0)), 0.2)
+        return made | {"ids": own.astype(np.int32)} if "ids" in made else made
+
+    own = np.setdiff1d(np.arange(vocab), np.random.default_rng(1).choice(vocab, 8, replace=False))
+    """The tokens that heads draft from: not all of the target's."""
 
     params = drawn(shapes, 0.5)
     # Letters and spaces are what is said, so that stop strings, spans and constraints meet texts.
@@ -87,7 +91,7 @@ def world() -> World:
                 (folder / name / file).write_bytes((folder / "target" / file).read_bytes())
     layer = config
     head = EagleConfig(
-        version=3, layer=layer, target_hidden_size=32, draft_vocab_size=vocab, feature_layers=(0,)
+        version=3, layer=layer, target_hidden_size=32, draft_vocab_size=len(own), feature_layers=(0,)
     )
     hub.save_eagle(folder / "eagle", head, heads(eagle.init_params, head))
     few = MedusaConfig(num_heads=3, num_layers=1, hidden_size=32, vocab_size=vocab)
@@ -98,7 +102,8 @@ def world() -> World:
         feature_layers=(0,),
         block_size=5,
         mask_token=1,
-        draft_vocab_size=vocab,
+        draft_vocab_size=len(own),
+        own_unembed=True,
     )
     save_dflash(folder / "dflash", block, heads(dflash.init_params, block))
     arrays = {"weight": draw.normal(size=32).astype(np.float32), "bias": np.ones(1, np.float32)}
