@@ -151,6 +151,10 @@ def _sized(whole: Drafter, lengths: tuple[int, ...], any_rule: bool) -> Drafter:
         assert longest.observe is not None
         return dataclasses.replace(state, draft=longest.observe(own(params), state.draft, *rest))
 
+    def draft_ids(params: Params) -> Array:
+        assert longest.draft_ids is not None
+        return longest.draft_ids(own(params))
+
     def catch_up(
         params: Params, state: SizedState, tokens: Array, cached: Array, length: Array
     ) -> SizedState:
@@ -169,6 +173,7 @@ def _sized(whole: Drafter, lengths: tuple[int, ...], any_rule: bool) -> Drafter:
         update=_unreachable,
         observe=None if longest.observe is None else observe,
         sparse=False,
+        draft_ids=None if longest.draft_ids is None else draft_ids,
         name=f"{whole.name}, as long as pays",
         resized=None,
         catch_up=catch_up,

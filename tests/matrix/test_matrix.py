@@ -20,7 +20,7 @@ from mars_jax.core.errors import MarsError
 from mars_jax.serve.prepare import prepared
 from tests.matrix import cases
 from tests.matrix.cases import DRAFTERS, RULES, SHAPES
-from tests.matrix.drive import check, drafter_of, target_of
+from tests.matrix.drive import CONSTRAINTS, check, drafter_of, target_of
 from tests.matrix.world import target, world
 
 ALL = cases.cases()
@@ -100,12 +100,13 @@ def test_the_command_loads_every_drafter(drafter):
     ids=lambda of: getattr(of, "name", str(of)),
 )
 def test_a_step_with_every_drafter_is_traced(row, shape, drawn):
-    """In each of its shapes, drawn or not: its drafts are as many tokens as the rule gets."""
+    """In each of its shapes, drawn or constrained: its drafts are as many tokens as the rule gets."""
     lossy = verify.exact() if shape == "auto" else verify.mars(theta=0.5)
     rule = verify.rejection() if drawn else lossy
     case = next(c for c in ALL if (c.drafter, c.shape, c.drawn) == (row.name, shape, drawn))
     plain = dataclasses.replace(case, weights="float32", cache=None, mesh=None)
-    asked = mj.make_requests(target_of(plain), ["the sea"], max_new_tokens=8, temperature=0.7)
+    given = {} if drawn else {"allowed_tokens": CONSTRAINTS["allowed_tokens"]}
+    asked = mj.make_requests(target_of(plain), ["the sea"], max_new_tokens=8, temperature=0.7, **given)
     made = prepared(target_of(plain), drafter_of(plain), asked, verify=rule)
     state = decode.shapes(made.decoder, made.params, *made.arrays([0]))
     after, info = jax.eval_shape(made.decoder.step, made.params, state)
