@@ -25,7 +25,15 @@ def _draw(report: dict[str, Any]) -> dict[str, Any]:
         "seed": report["seed"],
         "commit": report["commit"][:7],
         "rows": [[room, *(str(count[room]) for count in counts)] for room in counts[0]],
-        "bars": [bar("noticed at first, of all", 100 * len(first) / len(made), "{:.0f}%", ">= 85%")],
+        "bars": [
+            bar("noticed at first, of all", 100 * len(first) / len(made), "{:.0f}%", ">= 85%"),
+            bar(
+                "noticed at first, of those that change something",
+                100 * len(first) / (len(made) - len(explained)),
+                "{:.0f}%",
+                ">= 85%",
+            ),
+        ],
         "unnoticed": [
             [f"`{_place(one)}`", _change(one), f"{one['ran']}"]
             for one in made

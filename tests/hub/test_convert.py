@@ -97,7 +97,8 @@ mj.hub.convert(sys.argv[1], sys.argv[2], progress=progress)
 @pytest.mark.slow
 def test_killed_it_leaves_nothing_that_looks_complete_and_starts_again(saved, tmp_path, stage):
     arguments = [sys.executable, "-c", KILLED, str(saved), str(tmp_path / "made"), stage]
-    assert subprocess.run(arguments, stderr=subprocess.DEVNULL).returncode == -signal.SIGKILL
+    done = subprocess.run(arguments, capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
     [left] = os.listdir(tmp_path)
     assert left == ".made.converting" and "config.json" not in os.listdir(tmp_path / left)
     with pytest.raises(MarsError):

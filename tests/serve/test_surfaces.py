@@ -279,6 +279,8 @@ def test_texts_are_those_of_a_loop_over_the_target(surface):
         )
         assert metrics.steps + metrics.accepted_exact >= metrics.emitted
         assert sum(metrics.depth_histogram) == metrics.steps and one.seconds > 0
+        if one.request.constraint is not None and one.request.constraint.kind == "choice":
+            assert metrics.steps < len(one.tokens), "what is forced is drafted"
 
 
 def test_the_requests_meet_what_they_are_for():
