@@ -247,6 +247,7 @@ from mars_jax import hub
 from mars_jax.core.errors import MarsError
 checkpoint = hub.load(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]),) * 2)
+sys.dont_write_bytecode = True  # Python would keep what is cut short, and no later import could read it
 try:
     hub.convert(sys.argv[1], sys.argv[2] + "/converted")
 except MarsError as error:
