@@ -179,5 +179,5 @@ REFUSED = {
 def test_what_is_refused_is_refused_by_every_entry_point(entry, what):
     drafter, given, sentence = REFUSED[what]
     with pytest.raises(MarsError, match=sentence):
-        drafter = world().drafters["model"] if drafter == "model" else drafter
-        entry_points()[entry](target("float32", None, None), drafter, **{"verify": verify.exact()} | given)
+        given = {"verify": verify.exact()} | given
+        entry_points()[entry](target("float32", None, None), world().drafters[drafter], **given)
