@@ -85,7 +85,7 @@ Path("beginnings.txt").write_text("\n<|endoftext|>\n".join(begun), encoding="utf
 flags = ["eagle3", "--target", TARGET, "--data", "beginnings.txt", "--write", WRITE, "--tokens", TOKENS]
 flags += ["--step-tokens", "1024", "--length", "128", "--steps-ahead", "3", "--draft-vocab", "2048"]
 flags += ["--learning-rate", "2e-3", "--loss", "kl+tv", "--output", "head"]
-subprocess.run([sys.executable, "-m", "mars_jax.distill", *flags], check=True)
+subprocess.run([sys.executable, "-m", "mars_jax", "distill", *flags], check=True)
 
 # %%
 figures = [json.loads(line) for line in Path("head-training/log.jsonl").read_text().splitlines()]
@@ -117,4 +117,4 @@ for spec in ["ngram", "eagle:head"] + (["eagle:tiny/eagle3"] if TARGET == "tiny/
 
 # %% [markdown]
 # The head is written in the published layout, which SGLang and vLLM read as well (`--layout`). For a target of billions
-# of parameters write its features first (`python -m mars_jax.distill features`), so that an epoch costs the head alone.
+# of parameters write its features first (`mars-jax distill features`), so that an epoch costs the head alone.

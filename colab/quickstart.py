@@ -50,7 +50,7 @@ import matplotlib.pyplot as plt
 from IPython.display import HTML, display
 
 import mars_jax as mj
-from mars_jax.evaluate.tasks import arithmetic
+from mars_jax.lab.evaluate.tasks import arithmetic
 
 PROBLEMS = int(os.environ.get("PROBLEMS", "32"))  # of the sweep below; more make its curves smoother
 print(
@@ -171,8 +171,8 @@ for name, (draft, rule) in ways.items():
 # %% [markdown]
 # ## Speed against quality
 #
-# Up and to the right is better. With so few problems the quality axis is noisy: `python -m mars_jax.benchmark` runs
-# the same comparison with controls and intervals, and `python -m mars_jax.calibrate` picks a theta whose loss stays
+# Up and to the right is better. With so few problems the quality axis is noisy: `mars-jax benchmark` runs
+# the same comparison with controls and intervals, and `mars-jax calibrate` picks a theta whose loss stays
 # below a bound with a stated confidence.
 
 # %%

@@ -50,7 +50,7 @@ import numpy as np
 import optax
 
 import mars_jax as mj
-from mars_jax.training import online
+from mars_jax.lab.training import online
 
 UPDATES = int(os.environ.get("UPDATES", "6"))
 SAMPLES, NEW = 4, 32

@@ -58,7 +58,7 @@ NEW = int(os.environ.get("NEW_TOKENS", "96"))
 # %% [markdown]
 # ## Plan first
 #
-# `mars_jax.plan` compiles the decode loop for the slice ahead of time, without weights and without the TPU: what each
+# `mars-jax plan` compiles the decode loop for the slice ahead of time, without weights and without the TPU: what each
 # chip holds, how long a step takes at its published bandwidth, and whether the pair fits. It runs in a process of its
 # own, before this one takes the TPU. It needs libtpu.
 
@@ -68,7 +68,7 @@ if importlib.util.find_spec("libtpu") is None:
 else:
     flags = ["--target", PLANNED, "--draft", PLANNED_DRAFT, "--topology", TOPOLOGY, "--context", "2048"]
     plan = subprocess.run(
-        [sys.executable, "-m", "mars_jax.plan", *flags],
+        [sys.executable, "-m", "mars_jax", "plan", *flags],
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
         text=True,
         capture_output=True,

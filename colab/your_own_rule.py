@@ -123,4 +123,4 @@ plt.show()
 
 # %% [markdown]
 # In a file `gates.py` with a factory of the rule, every command takes it: `python -m mars_jax.generate --verify
-# gates.py:unsure`, and `mars_jax.benchmark` measures it with controls and intervals.
+# gates.py:unsure`, and `mars-jax benchmark` measures it with controls and intervals.

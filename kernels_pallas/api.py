@@ -13,10 +13,10 @@ from typing import Any
 import jax
 from jax import Array
 
-from kernels_pallas import mosaic, reference, rule, xla
+from kernels_pallas import margins, mosaic, reference, xla
 from kernels_pallas.blocks import GpuBlocks, TpuBlocks
 from kernels_pallas.dispatch import dispatch
-from kernels_pallas.rule import Acceptance, AcceptControls, as_arrays, check_margin
+from kernels_pallas.margins import Acceptance, AcceptControls, as_arrays, check_margin
 from kernels_pallas.stats import MarginStats
 
 
@@ -120,12 +120,12 @@ def margin_accept(
 
     forms = {
         "reference": two_steps(reference.margin_stats, reference.decide),
-        "xla": two_steps(xla.margin_stats, rule.decide),
-        "partitioned": two_steps(xla.partitioned_margin_stats, rule.decide),
+        "xla": two_steps(xla.margin_stats, margins.decide),
+        "partitioned": two_steps(xla.partitioned_margin_stats, margins.decide),
         "pallas_tpu": functools.partial(mosaic.margin.margin_accept, logsumexp=logsumexp, **options),
         # The statistics are a few numbers per node by then: XLA fuses the walk over them into one small
         # kernel.
-        "pallas_gpu": two_steps(_triton_margin_stats, rule.decide),
+        "pallas_gpu": two_steps(_triton_margin_stats, margins.decide),
     }
     return dispatch(implementation, blocks, interpret, (logits, tokens, parents, y, controls), forms)
 
@@ -137,7 +137,7 @@ def _triton_margin_stats(logits: Array, **options: Any) -> MarginStats:
     release that removes it breaks nothing else.
     """
     try:
-        from kernels_pallas.gpu import margin as triton
+        from kernels_pallas.gpu import margin_gpu as triton
     except ImportError as error:
         raise NotImplementedError(
             f"implementation is 'pallas_gpu', and jax {jax.__version__} has no Triton backend for it: "

@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mars_jax import bridge, constraints, drafters, hub, models, tunix, verify
+    from mars_jax import constraints, contrib, drafters, hub, integrations, models, verify
     from mars_jax.core import decode, fake, metrics, sampling, tree, types
     from mars_jax.core.compilations import enable_compilation_cache
     from mars_jax.core.controls import make_controls
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
         Verdict,
         keys_from_seeds,
     )
-    from mars_jax.evaluate.scoring.likelihood import score
     from mars_jax.hub import load
+    from mars_jax.hub.pretrained import Pretrained
     from mars_jax.placement import shardings
-    from mars_jax.pretrained import Pretrained
     from mars_jax.serve.chat import Chat
-    from mars_jax.serve.generate import (
+    from mars_jax.serve.generation import (
         generate,
         generate_async,
         generate_iter,
         generate_stream,
         generate_text,
     )
+    from mars_jax.serve.likelihood import score
     from mars_jax.serve.requests import Completion, Request, Result, make_requests
 
 __version__ = "0.1.0"
@@ -59,30 +59,29 @@ _HOME = {
     "MarsError": "core.errors",
     "Metrics": "core.metrics",
     "Params": "core.types",
-    "Pretrained": "pretrained",
+    "Pretrained": "hub.pretrained",
     "Request": "serve.requests",
     "Result": "serve.requests",
     "StepInfo": "core.types",
     "Verdict": "core.types",
     "enable_compilation_cache": "core.compilations",
-    "generate": "serve.generate",
-    "generate_async": "serve.generate",
-    "generate_iter": "serve.generate",
-    "generate_stream": "serve.generate",
-    "generate_text": "serve.generate",
+    "generate": "serve.generation",
+    "generate_async": "serve.generation",
+    "generate_iter": "serve.generation",
+    "generate_stream": "serve.generation",
+    "generate_text": "serve.generation",
     "keys_from_seeds": "core.types",
     "load": "hub",
     "make_controls": "core.controls",
     "make_edits": "core.edits",
     "make_requests": "serve.requests",
     "run": "core.decode",
-    "score": "evaluate.scoring.likelihood",
+    "score": "serve.likelihood",
     "speculative_decoder": "core.decode",
     "stream": "core.decode",
     "summarize": "core.metrics",
 }
 _MODULES = {
-    "bridge": "bridge",
     "constraints": "constraints",
     "decode": "core.decode",
     "drafters": "drafters",
@@ -93,7 +92,8 @@ _MODULES = {
     "sampling": "core.sampling",
     "sharding": "placement.shardings",
     "tree": "core.tree",
-    "tunix": "tunix",
+    "integrations": "integrations",
+    "contrib": "contrib",
     "types": "core.types",
     "verify": "verify",
 }

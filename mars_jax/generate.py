@@ -12,8 +12,8 @@ from mars_jax.cli.generate.command import main
 
 class _CallableModule(types.ModuleType):
     def __call__(self, *args, **options):
-        """See `mars_jax.serve.generate.generate`."""
-        from mars_jax.serve.generate import generate
+        """See `mars_jax.serve.generation.generate`."""
+        from mars_jax.serve.generation import generate
 
         return generate(*args, **options)
 

@@ -32,8 +32,8 @@ from transformers import AutoModelForCausalLM
 
 import mars_jax as mj
 from mars_jax import assets
-from mars_jax.evaluate.tasks import arithmetic
-from mars_jax.training.data import documents
+from mars_jax.lab.evaluate.tasks import arithmetic
+from mars_jax.lab.training.data import documents
 
 THETA = 0.9
 BAR = 4.0

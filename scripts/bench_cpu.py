@@ -30,8 +30,8 @@ import numpy as np
 
 import mars_jax as mj
 from mars_jax.core.types import Visible
-from mars_jax.evaluate.tasks import arithmetic
-from mars_jax.training.data import documents
+from mars_jax.lab.evaluate.tasks import arithmetic
+from mars_jax.lab.training.data import documents
 
 NODES = (1, 2, 4, 6, 8, 9, 12, 16, 32, 60)
 CACHED, PROMPT, NEW = 256, 4000, 24
@@ -112,7 +112,7 @@ def long_prompt(target: mj.Pretrained, text: str, count: int) -> dict[str, Any]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from mars_jax.pretrained.gguf_file import installed_smollm2
+    from mars_jax.hub.gguf_file import installed_smollm2
 
     file = installed_smollm2()
     theirs: Any = AutoModelForCausalLM.from_pretrained(

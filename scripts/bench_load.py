@@ -40,7 +40,7 @@ def generate(directory: Path, gigabytes: float) -> None:
     import numpy as np
     from safetensors.numpy import save_file
 
-    from mars_jax.hub.config import to_json
+    from mars_jax.hub.config_json import to_json
     from mars_jax.models import ModelConfig
     from mars_jax.models.weights import weights
 

@@ -26,7 +26,7 @@ import jax
 
 import mars_jax as mj
 from mars_jax.core.types import LoadedRule
-from mars_jax.evaluate.tasks import catalogue
+from mars_jax.lab.evaluate.tasks import catalogue
 from mars_jax.serve.queue import Queue, longest_first
 from mars_jax.serve.requests import Completion, Request, total
 from mars_jax.serve.session import Session

@@ -133,7 +133,7 @@ def engines() -> tuple[type, type, list[Any]]:
     base_rollout = part("rl.rollout.base_rollout")
     vanilla_rollout = part("rl.rollout.vanilla_rollout")
 
-    from mars_jax import tunix
+    from mars_jax.integrations import tunix
 
     record: list[Any] = []
 
@@ -198,7 +198,7 @@ def rates(turns: int, count: int, new: int) -> dict[str, Any]:
     base_rollout = part("rl.rollout.base_rollout")
     vanilla_rollout = part("rl.rollout.vanilla_rollout")
 
-    from mars_jax import tunix
+    from mars_jax.integrations import tunix
 
     model = actor(0, width=64)
     size = base_rollout.CacheConfig(cache_size=64 + new, num_layers=2, num_kv_heads=2, head_dim=16)

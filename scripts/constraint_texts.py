@@ -327,9 +327,9 @@ def relaxed(target: Any, limit: int) -> list[dict[str, Any]]:
 
     A value of JSON is that of a field, one of arithmetic the number after `####`.
     """
-    from mars_jax.evaluate.answers import prompt_tokens
-    from mars_jax.evaluate.tasks.arithmetic import final_answer
-    from mars_jax.evaluate.tasks.catalogue import read
+    from mars_jax.lab.evaluate.answers import prompt_tokens
+    from mars_jax.lab.evaluate.tasks.arithmetic import final_answer
+    from mars_jax.lab.evaluate.tasks.catalogue import read
 
     problems = read("arithmetic", chat=True, limit=PROBLEMS)
     chats = [prompt_tokens(target, one, chat=True) for one in problems]

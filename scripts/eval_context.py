@@ -29,14 +29,14 @@ from eval_embedded import ANSWER_TOKENS, CHAIN, NEW_TOKENS, story_prompts
 
 import mars_jax as mj
 from mars_jax import assets
-from mars_jax.evaluate.scoring.likelihood import batches
-from mars_jax.evaluate.scoring.likelihood import score as likelihood
-from mars_jax.evaluate.tasks import arithmetic
-from mars_jax.pictures.palette import BLUE, GREY, Look
-from mars_jax.pictures.style import no_grid, picture, whiskers
-from mars_jax.training.data import documents
-from mars_jax.training.objectives import predict
-from mars_jax.verify.context import entropy
+from mars_jax.core.logprobs import entropy
+from mars_jax.lab.evaluate.tasks import arithmetic
+from mars_jax.lab.pictures.palette import BLUE, GREY, Look
+from mars_jax.lab.pictures.style import no_grid, picture, whiskers
+from mars_jax.lab.training.data import documents
+from mars_jax.lab.training.objectives import predict
+from mars_jax.serve.likelihood import batches
+from mars_jax.serve.likelihood import score as likelihood
 
 THETA = 0.9
 LOOSENESS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)  # of the sweep, in units of that of THETA
@@ -51,16 +51,16 @@ RESAMPLES = 4000
 def rules(target: mj.Pretrained, median_entropy: float) -> dict[str, mj.verify.LoadedRule]:
     """The global rule and every context that is tried; chosen before anything is measured."""
     texts = [target.tokenizer.decode([i]) for i in range(target.config.vocab_size)]
-    classes = mj.verify.token_classes(texts)
+    classes = mj.contrib.token_classes(texts)
     contexts = {
-        "entropy, loose where low": mj.verify.context("entropy", (2, 0.5), edges=(median_entropy,)),
-        "entropy, loose where high": mj.verify.context("entropy", (0.5, 2), edges=(median_entropy,)),
-        "position, loose early": mj.verify.context("position", (2, 1, 0.5), edges=(1, 3)),
-        "position, loose late": mj.verify.context("position", (0.5, 1, 2), edges=(1, 3)),
-        "class, strict on numbers": mj.verify.context("class", (1, 0, 1), classes=classes),
-        "class, half on numbers": mj.verify.context("class", (1, 0.5, 1), classes=classes),
-        "class, strict on punctuation": mj.verify.context("class", (1, 1, 0), classes=classes),
-        "class, strict on words": mj.verify.context("class", (0, 1, 1), classes=classes),
+        "entropy, loose where low": mj.contrib.context("entropy", (2, 0.5), edges=(median_entropy,)),
+        "entropy, loose where high": mj.contrib.context("entropy", (0.5, 2), edges=(median_entropy,)),
+        "position, loose early": mj.contrib.context("position", (2, 1, 0.5), edges=(1, 3)),
+        "position, loose late": mj.contrib.context("position", (0.5, 1, 2), edges=(1, 3)),
+        "class, strict on numbers": mj.contrib.context("class", (1, 0, 1), classes=classes),
+        "class, half on numbers": mj.contrib.context("class", (1, 0.5, 1), classes=classes),
+        "class, strict on punctuation": mj.contrib.context("class", (1, 1, 0), classes=classes),
+        "class, strict on words": mj.contrib.context("class", (0, 1, 1), classes=classes),
     }
     by_context = mj.verify.LoadedRule
     return {"global": by_context(mj.verify.mars())} | {

@@ -32,7 +32,7 @@ from mars_jax.core import decode
 from mars_jax.core.controls import make_controls
 from mars_jax.core.types import DraftInput, ForwardOutput, Params, Verdict, keys_from_seeds
 from mars_jax.drafters import Dynamic
-from mars_jax.training.data import documents
+from mars_jax.lab.training.data import documents
 
 CHAIN = 5
 TREE = Dynamic(top_k=10, depth=7, nodes=60)
@@ -107,9 +107,9 @@ def chi_square(target: mj.Pretrained, made: dict[str, Any], prompt: list[int], r
 def ahead(target: mj.Pretrained, prompts: list[list[int]], repeats: int) -> dict[str, Any]:
     """A chain of the small model in turns with the target, and on a device of its own while the target verifies:
     tokens per second at batch 1, temperature 0, `exact`, decodes of each prompt one after the other."""
+    from mars_jax.contrib.drafters import elsewhere
     from mars_jax.core.types import LoadedRule
     from mars_jax.drafters import ahead as loop
-    from mars_jax.serve import elsewhere
     from mars_jax.serve.prepare import prepare
     from mars_jax.serve.session import Session
 
@@ -159,7 +159,7 @@ def ahead(target: mj.Pretrained, prompts: list[list[int]], repeats: int) -> dict
 def cost(target: mj.Pretrained, made: dict[str, Any], prompt: list[int], repeats: int) -> dict[str, Any]:
     """Milliseconds of a step at batch 1: a decode with a rule that accepts next to nothing, over its steps."""
     requests = mj.make_requests(target, [prompt], max_new_tokens=96, ignore_eos=True, temperature=1.0)
-    from mars_jax.serve.generate import compile_batch, run_batch
+    from mars_jax.serve.generation import compile_batch, run_batch
 
     times: dict[str, list[float]] = {name: [] for name in made}
     rule = mj.verify.exact()
@@ -226,7 +226,7 @@ def speed(
     target: mj.Pretrained, made: dict[str, Any], prompts: list[list[int]], repeats: int
 ) -> dict[str, Any]:
     """Tokens per second at batch 1, temperature 0, `exact`: decodes of each prompt in turns, and none as a drafter."""
-    from mars_jax.serve.generate import compile_batch, run_batch
+    from mars_jax.serve.generation import compile_batch, run_batch
 
     every = {"none": mj.drafters.load("none", target)} | made
     rule, rates, taus = mj.verify.exact(), {name: [] for name in every}, {name: [] for name in every}

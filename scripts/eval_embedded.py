@@ -28,9 +28,9 @@ import numpy as np
 
 import mars_jax as mj
 from mars_jax import assets
-from mars_jax.evaluate.tasks import arithmetic
-from mars_jax.training.data import documents
-from mars_jax.training.objectives import cross_entropy, predict
+from mars_jax.lab.evaluate.tasks import arithmetic
+from mars_jax.lab.training.data import documents
+from mars_jax.lab.training.objectives import cross_entropy, predict
 
 CHAIN = 5
 PROMPT_TOKENS, NEW_TOKENS = 24, 160  # of a story

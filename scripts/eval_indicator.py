@@ -30,21 +30,21 @@ from eval_embedded import ANSWER_TOKENS, CHAIN, NEW_TOKENS, story_prompts
 
 import mars_jax as mj
 from mars_jax import assets
+from mars_jax.contrib.models import indicator
 from mars_jax.core import decode
-from mars_jax.evaluate.scoring.likelihood import batches
-from mars_jax.evaluate.scoring.likelihood import score as likelihood
-from mars_jax.evaluate.studies.branch_curves import aligned
-from mars_jax.evaluate.studies.branches import continue_strictly
-from mars_jax.evaluate.tasks import arithmetic
-from mars_jax.models import indicator
-from mars_jax.pictures.palette import look
-from mars_jax.pictures.style import no_grid, picture, whiskers, zero_line
+from mars_jax.lab.evaluate.tasks import arithmetic
+from mars_jax.lab.pictures.palette import look
+from mars_jax.lab.pictures.style import no_grid, picture, whiskers, zero_line
+from mars_jax.lab.studies.branch_curves import aligned
+from mars_jax.lab.studies.branches import continue_strictly
+from mars_jax.lab.training.data import documents
+from mars_jax.lab.training.indicator_training import Examples, train
+from mars_jax.lab.training.objectives import read
+from mars_jax.serve.likelihood import batches
+from mars_jax.serve.likelihood import score as likelihood
 from mars_jax.serve.prepare import prepare
 from mars_jax.serve.requests import batches as groups
 from mars_jax.serve.session import Session
-from mars_jax.training.data import documents
-from mars_jax.training.indicator import Examples, train
-from mars_jax.training.objectives import read
 
 WIDEST = 4.0  # nats between the two best tokens, beyond which nothing is asked
 PER_TEXT = 5
@@ -198,7 +198,7 @@ def in_the_loop(loop: Loop) -> list[dict[str, Any]]:
     rows = []
     for theta in THETAS:
         ratio = loop.run(mj.verify.mars(), theta)
-        chosen, learned = at_tau(lambda t: loop.run(mj.verify.learned(), t), tau(ratio))
+        chosen, learned = at_tau(lambda t: loop.run(mj.contrib.learned(), t), tau(ratio))
         rng = np.random.default_rng(0)
         n = len(ratio["score"])
         weights = rng.multinomial(n, np.full(n, 1 / n), size=RESAMPLES) / n

@@ -23,8 +23,8 @@ import numpy as np
 
 import mars_jax as mj
 from mars_jax import assets
-from mars_jax.evaluate.tasks import arithmetic
-from mars_jax.training.objectives import predict
+from mars_jax.lab.evaluate.tasks import arithmetic
+from mars_jax.lab.training.objectives import predict
 
 CHAIN, ANSWER_TOKENS, ROWS = 5, 128, 32
 

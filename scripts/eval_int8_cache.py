@@ -22,9 +22,9 @@ import numpy as np
 
 import mars_jax as mj
 from mars_jax import assets
-from mars_jax.evaluate.scoring.likelihood import score_answers
-from mars_jax.evaluate.tasks import arithmetic
-from mars_jax.training.data import documents
+from mars_jax.lab.evaluate.tasks import arithmetic
+from mars_jax.lab.training.data import documents
+from mars_jax.serve.likelihood import score_answers
 
 CHAIN, ANSWER_TOKENS, STORY_TOKENS, ROWS = 5, 128, 96, 32
 CACHES = ("bfloat16", "int8")

@@ -37,12 +37,13 @@ import numpy as np
 import mars_jax as mj
 from mars_jax import assets, verify
 from mars_jax.core.types import LoadedRule
-from mars_jax.evaluate.answers import prompt_tokens
-from mars_jax.evaluate.benchmark.arms import low_margin_sampling
-from mars_jax.evaluate.figures import loops
-from mars_jax.evaluate.scoring import likelihood, scores
-from mars_jax.evaluate.tasks.catalogue import read
-from mars_jax.evaluate.tasks.problems import Problem
+from mars_jax.lab.evaluate.answers import prompt_tokens
+from mars_jax.lab.evaluate.benchmark.arms import low_margin_sampling
+from mars_jax.lab.evaluate.figures import loops
+from mars_jax.lab.evaluate.scoring import scores
+from mars_jax.lab.evaluate.tasks.catalogue import read
+from mars_jax.lab.evaluate.tasks.problems import Problem
+from mars_jax.serve import likelihood
 from mars_jax.serve.requests import Completion, make_requests
 from mars_jax.serve.session import Session
 

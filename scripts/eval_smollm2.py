@@ -5,7 +5,7 @@
 
 tau is tokens per target forward, correction or bonus included. Every drafter gets the same prompts and seeds. A case
 that the JSON has already is kept; remove the file to measure anew. For scores, controls and speed see
-`python -m mars_jax.benchmark --target smollm2 --chat`.
+`mars-jax benchmark --target smollm2 --chat`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy as np
 
 import mars_jax as mj
 from mars_jax.drafters import Dynamic
-from mars_jax.evaluate.folder import fingerprint
+from mars_jax.serve.folder import fingerprint
 
 TASKS = ("mt_bench", "gsm8k_test", "humaneval", "cnn_dm", "wmt19")
 RULES = {

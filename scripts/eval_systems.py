@@ -29,14 +29,14 @@ import numpy as np
 
 import mars_jax as mj
 from mars_jax import assets
+from mars_jax.contrib.drafters.cascade import CascadeState
+from mars_jax.contrib.drafters.gates import GATES
+from mars_jax.contrib.drafters.system_files import load_system
 from mars_jax.core import decode
 from mars_jax.core.controls import make_controls
 from mars_jax.core.types import Params, keys_from_seeds
-from mars_jax.drafters.cascade import CascadeState
-from mars_jax.drafters.gates import GATES
-from mars_jax.evaluate.tasks import arithmetic
-from mars_jax.hub.heads.system_files import load_system
-from mars_jax.training.objectives import predict
+from mars_jax.lab.evaluate.tasks import arithmetic
+from mars_jax.lab.training.objectives import predict
 
 ROWS, PROMPT, NEW = 40, 128, 128
 COSTS = {"target": 1.0, "proxy": 1.7 / 32, "slim": 7 / 12, "draft": 0.6 / 32}

@@ -18,12 +18,12 @@ from typing import Any
 
 import mars_jax as mj
 from mars_jax import drafters
-from mars_jax.evaluate import figures
-from mars_jax.evaluate.answers import Decoding, prompt_tokens
-from mars_jax.evaluate.benchmark import plots, replay, table
-from mars_jax.evaluate.benchmark.arms import AUTOREGRESSIVE
-from mars_jax.evaluate.folder import digest, fingerprint, write_json
-from mars_jax.evaluate.tasks.catalogue import read
+from mars_jax.lab.evaluate import figures
+from mars_jax.lab.evaluate.answers import Decoding, prompt_tokens
+from mars_jax.lab.evaluate.benchmark import plots, rehearsal, table
+from mars_jax.lab.evaluate.benchmark.arms import AUTOREGRESSIVE
+from mars_jax.lab.evaluate.tasks.catalogue import read
+from mars_jax.serve.folder import digest, fingerprint, write_json
 from mars_jax.serve.session import Session
 from mars_jax.specs import RuleChoice
 
@@ -58,7 +58,7 @@ def completed(
                     )
             arm |= made
         found = replays.get(table.heading(part))
-        part["replay"] = None if found is None else replay.taus(found, seed=seed)
+        part["replay"] = None if found is None else rehearsal.taus(found, seed=seed)
     dates = [row["date"] for row in rows if "date" in row]
     return {**summary, "date": max(dates, default=summary.get("date"))}
 
@@ -79,7 +79,7 @@ def same(ours: Any, theirs: Any) -> bool:
 
 
 def replayed(settings: Mapping[str, Any], stories: Path | None) -> dict[str, Any]:
-    """The content of replay.json, as a benchmark with these settings writes it."""
+    """The content of rehearsal.json, as a benchmark with these settings writes it."""
     target = mj.load(settings["target"])
     drafter = drafters.load(settings["draft"], target)
     if fingerprint((target.params, drafter.params), target.path) != settings["weights"]:
@@ -87,7 +87,7 @@ def replayed(settings: Mapping[str, Any], stories: Path | None) -> dict[str, Any
     session = Session(target=target, drafter=drafter, batch_size=settings["batch_size"])
     decoding = Decoding(session=session, chat=settings["chat"], max_new_tokens=settings["max_new_tokens"])
     choice = RuleChoice(settings["rule"]["verify"], {"margin": settings["rule"]["settings"]["margin"]})
-    thetas = replay.thetas_of(choice, drafter.drafter, settings["thetas"])
+    thetas = rehearsal.thetas_of(choice, drafter.drafter, settings["thetas"])
     rule = mj.verify.load(choice.spec, target, **choice.settings, theta=settings["thetas"][0])
     found = {}
     for task in settings["tasks"]:
@@ -95,15 +95,15 @@ def replayed(settings: Mapping[str, Any], stories: Path | None) -> dict[str, Any
         problems = read(task, path, chat=settings["chat"], limit=settings["tasks"][task])
         if digest(repr(problems).encode()) != settings["problems"]:
             raise SystemExit(f"these are not the problems of the run: give --stories its file of {task}")
-        problems = problems[: replay.PROBLEMS]
+        problems = problems[: rehearsal.PROBLEMS]
         prompts = [prompt_tokens(target, problem, chat=settings["chat"]) for problem in problems]
         seeds = [settings["seed"] + number for number in range(len(problems))]
         for temperature in settings["temperatures"]:
             requests = decoding.requests(prompts, seeds, temperature)
-            counted = replay.walks(session.using(rule), requests, thetas, lambda: None)
-            found[f"{task}, temperature {temperature:g}"] = replay.as_json(thetas, counted)
+            counted = rehearsal.walks(session.using(rule), requests, thetas, lambda: None)
+            found[f"{task}, temperature {temperature:g}"] = rehearsal.as_json(thetas, counted)
             print(
-                f"{task}, temperature {temperature:g}: {replay.taus(replay.as_json(thetas, counted))}",
+                f"{task}, temperature {temperature:g}: {rehearsal.taus(rehearsal.as_json(thetas, counted))}",
                 flush=True,
             )
     return found

@@ -3,8 +3,8 @@
     python scripts/online_shift.py --stories tinystories_heldout.txt.xz --output scripts/results/online_shift.json
 
 The shipped drafters know both domains, so each kind is first distilled from the target on stories alone, from random
-layers: that is the stale one. Then `mars_jax.training.online.Refiner` sees what it decodes of word problems, batch by
-batch, and learns at the rejected tokens, beside old stories. tau is tokens per target forward of greedy decoding, on
+layers: that is the stale one. Then `mars_jax.lab.training.online.Refiner` sees what it decodes of word problems, batch
+by batch, and learns at the rejected tokens, beside old stories. tau is tokens per target forward of greedy decoding, on
 word problems and on beginnings of stories that no training saw; the expected tau of held-out stories is the guard's
 own. What the decode loop compiles after the first round is counted.
 """
@@ -27,11 +27,10 @@ import mars_jax as mj
 from mars_jax import drafters, hub
 from mars_jax.core import decode, refill
 from mars_jax.core.types import CORRECTED
-from mars_jax.evaluate.tasks import catalogue
-from mars_jax.models import eagle as eagle_head
-from mars_jax.models import init_params
-from mars_jax.training import online
-from mars_jax.training.data import documents
+from mars_jax.lab.evaluate.tasks import catalogue
+from mars_jax.lab.training import online
+from mars_jax.lab.training.data import documents
+from mars_jax.models import eagle_head, init_params
 
 DEPTH, WIDTH, NEW, ROWS, BATCH = 4, 112, 40, 16, 4
 HELD_OUT = 8

@@ -3,7 +3,7 @@
     python scripts/pictures.py            # all but the one below: nothing is measured
     python scripts/pictures.py --stream   # docs/stream.svg too, whose command decodes
 
-What each shows is described in the script that draws it, and `mars_jax.pictures` says how all look.
+What each shows is described in the script that draws it, and `mars_jax.lab.pictures` says how all look.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import speed_picture
 import stream_picture
 import tpu_cost
 
-from mars_jax.evaluate.studies import branch_report
+from mars_jax.lab.studies import branch_report
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS, RESULTS = ROOT / "docs", ROOT / "scripts" / "results"

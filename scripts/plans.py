@@ -14,11 +14,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mars_jax import planning, verify
+from mars_jax import verify
+from mars_jax.lab import planning
+from mars_jax.lab.planning.chips import topology
+from mars_jax.lab.planning.fit import default_mesh, draft_of
+from mars_jax.lab.planning.outlined_models import CONFIGS, eagle3
 from mars_jax.placement.shardings import parse_mesh
-from mars_jax.planning.chips import topology
-from mars_jax.planning.fit import default_mesh, draft_of
-from mars_jax.planning.models import CONFIGS, eagle3
 from mars_jax.specs import Dynamic
 
 CASES = (

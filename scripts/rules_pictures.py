@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mars_jax.pictures.palette import GREY, look
-from mars_jax.pictures.style import honest_limits, level, picture, whiskers
+from mars_jax.lab.pictures.palette import GREY, look
+from mars_jax.lab.pictures.style import honest_limits, level, picture, whiskers
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "scripts" / "results" / "eval_rules.json"

@@ -166,7 +166,7 @@ def certified(
     bound: float = 0.1,
     confidence: float = 0.95,
 ) -> dict[str, Any]:
-    """The loosest setting whose risk stays below a bound, by the test of `mars_jax.calibrate`.
+    """The loosest setting whose risk stays below a bound, by the test of `mars-jax calibrate`.
 
     Args:
       arms: settings from strict to loose, with the figures of each.
@@ -174,7 +174,7 @@ def certified(
       task: on stories the risk is what the rule adds to a text's regret, in nats per token; on arithmetic it is the
         share of right answers that it takes.
     """
-    from mars_jax.evaluate.studies.certify import choose
+    from mars_jax.lab.studies.certify import choose
 
     of = dict(arms)
 

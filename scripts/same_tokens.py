@@ -107,11 +107,11 @@ def rules(hidden: int) -> dict[str, Any]:
     """Every rule that both commits have, by a name of its own; those with weights as (rule, weights)."""
     import jax
 
-    from mars_jax import verify
-    from mars_jax.models import indicator
+    from mars_jax import contrib, verify
+    from mars_jax.contrib.models import indicator
 
     head = indicator.init_params(hidden, jax.random.key(0), width=8) | {"bias": jax.numpy.asarray(-1.0)}
-    table = verify.context("position", (1.5, 0.5), edges=(2,))
+    table = contrib.context("position", (1.5, 0.5), edges=(2,))
     mars: Any = verify.mars
     by_position = (mars(context=table), ()) if is_old() else (mars(context="position"), table)
     exact, rejection, block = verify.exact(), verify.rejection(), verify.rejection(block=True)
@@ -125,7 +125,7 @@ def rules(hidden: int) -> dict[str, Any]:
         "mars by position": by_position,
         "mars over rejection": (verify.mars(rejection), ()),
         "mars over block": (verify.mars(block), ()),
-        "learned": (verify.learned(theta=0.4), head),
+        "learned": (contrib.learned(theta=0.4), head),
         "simulated": (verify.simulated(1.8), ()),
     }
 

@@ -24,10 +24,10 @@ import numpy as np
 import torch
 
 import mars_jax as mj
-from mars_jax.evaluate.folder import claim, digest, fingerprint
+from mars_jax.lab.training import data, distillation, features
+from mars_jax.lab.training.features import TOP, Recorded
 from mars_jax.models.transformer import language_model
-from mars_jax.training import data, distillation, features
-from mars_jax.training.features import TOP, Recorded
+from mars_jax.serve.folder import claim, digest, fingerprint
 
 CHUNK = 32
 """Tokens of the prompts that are read at once: the logits of a batch are gigabytes."""

@@ -1,14 +1,14 @@
-"""The prompts that SmolLM2-135M's EAGLE-3 head learns from. What comes after is `mars_jax.distill`:
+"""The prompts that SmolLM2-135M's EAGLE-3 head learns from. What comes after is `mars-jax distill`:
 
     python scripts/smollm2_head.py texts --data SHARED/data --count 3000 --output prompts/texts.txt
     python scripts/smollm2_head.py sources --data SHARED/data --output prompts/sources.txt
     python scripts/smollm2_head.py own --count 4000 --output prompts/own.txt
-    python -m mars_jax.distill features --target smollm2 --data prompts/texts.txt --length 512 --output features/texts
+    mars-jax distill features --target smollm2 --data prompts/texts.txt --length 512 --output features/texts
     for name in own sources; do
-      python -m mars_jax.distill features --target smollm2 --data prompts/$name.txt --chat --temperatures 0,1 \\
+      mars-jax distill features --target smollm2 --data prompts/$name.txt --chat --temperatures 0,1 \\
           --length 320 --shard 512 --output features/$name
     done
-    python -m mars_jax.distill eagle3 --target smollm2 --features features/texts features/own features/sources \\
+    mars-jax distill eagle3 --target smollm2 --features features/texts features/own features/sources \\
         --data prompts/texts.txt --draft-vocab 4096 --steps-ahead 3 --loss kl+tv --learning-rate 3e-3 --tokens 3e6 \\
         --output heads/smollm2
 
@@ -19,7 +19,7 @@ That made the first head. What ships went on from it, with five times as much te
     python scripts/smollm2_head.py sources --data SHARED/data --count 6000 --output prompts/sources.txt
     python scripts/smollm2_head.py twice --work prompts --output prompts/twice.txt
     python scripts/smollm2_answers.py --data prompts/twice.txt --longest 80 --shard 160 --output features/answers
-    python -m mars_jax.distill eagle3 --target smollm2 --from heads/smollm2 --features features/answers \\
+    mars-jax distill eagle3 --target smollm2 --from heads/smollm2 --features features/answers \\
         --steps-ahead 3 --loss kl+tv --learning-rate 1e-3 --tokens 5e5 --output heads/again
 
 `features` writes shard by shard, and `eagle3` begins every epoch with the shards that are there by then, so both can
@@ -39,7 +39,7 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from mars_jax.training import data
+from mars_jax.lab.training import data
 
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 TURN = f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n"
@@ -223,9 +223,9 @@ def export(args: argparse.Namespace) -> None:
     import orbax.checkpoint as ocp
 
     import mars_jax as mj
-    from mars_jax.training import distillation
-    from mars_jax.training.objectives import forward_kl
-    from mars_jax.training.recipe import muon
+    from mars_jax.lab.training import distillation
+    from mars_jax.lab.training.objectives import forward_kl
+    from mars_jax.lab.training.recipe import muon
 
     target = mj.load("smollm2", dtype="bfloat16")
     ids = np.asarray(json.loads((args.work / "draft_vocab.json").read_text()), np.int32)

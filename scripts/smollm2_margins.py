@@ -30,7 +30,7 @@ from mars_jax.core import decode, struct
 from mars_jax.core.controls import is_stop
 from mars_jax.core.evidence import Evidence
 from mars_jax.core.types import NO_TOKEN, LoadedRule, Verdict
-from mars_jax.evaluate.benchmark.margins import margin_of
+from mars_jax.lab.evaluate.benchmark.margins import margin_of
 from mars_jax.serve.requests import make_requests
 from mars_jax.serve.session import Session
 from mars_jax.verify.exact import named

@@ -28,10 +28,10 @@ from mars_jax import drafters
 from mars_jax.core.types import Visible
 from mars_jax.drafters.asked import LoadedDrafter
 from mars_jax.drafters.eagle import eagle
-from mars_jax.drafters.shapes import Dynamic
+from mars_jax.drafters.tree_shapes import Dynamic
 from mars_jax.hub.files import resolve
-from mars_jax.training import distillation
-from mars_jax.training.objectives import forward_kl
+from mars_jax.lab.training import distillation
+from mars_jax.lab.training.objectives import forward_kl
 
 KINDS = ("mt_bench", "gsm8k_test", "humaneval", "cnn_dm", "wmt19")
 TIE = 2e-3

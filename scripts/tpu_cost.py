@@ -8,7 +8,7 @@
     python scripts/tpu_cost.py --picture                       # of what is in the JSON
 
 Results are added to scripts/results/tpu_cost.json by label and case, and drawn into docs/tpu_cost.svg. How to
-read them: docs/design.md, "What a step costs". Constants, frozen: mars_jax/planning/constants.py.
+read them: docs/design.md, "What a step costs". Constants, frozen: mars_jax/lab/planning/constants.py.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mars_jax.pictures.palette import BLACK, PARTS
-from mars_jax.pictures.style import no_grid, picture, whiskers
-from mars_jax.planning import bundles, hlo
-from mars_jax.planning.chips import CHIPS
-from mars_jax.planning.constants import HOP_SECONDS, OP_SECONDS, SPEEDS
-from mars_jax.planning.cost import read_step
-from mars_jax.planning.estimate import estimate, extrapolate, figures
+from mars_jax.lab.pictures.palette import BLACK, PARTS
+from mars_jax.lab.pictures.style import no_grid, picture, whiskers
+from mars_jax.lab.planning import bundles, hlo
+from mars_jax.lab.planning.chips import CHIPS
+from mars_jax.lab.planning.constants import HOP_SECONDS, OP_SECONDS, SPEEDS
+from mars_jax.lab.planning.cost import read_step
+from mars_jax.lab.planning.estimate import estimate, extrapolate, figures
 
 ROOT = Path(__file__).resolve().parents[1]
 REPORT = ROOT / "scripts" / "results" / "tpu_cost.json"
@@ -210,7 +210,7 @@ def draw(report: Mapping[str, Any], pictures: Sequence[Path]) -> None:
 def checked(topology: str) -> Any:
     """The checks of planning.trust, in a process whose libtpu dumps."""
     code = (
-        "import json; from mars_jax.planning import trust, chips, dump; dump.dump_folder(); "
+        "import json; from mars_jax.lab.planning import trust, chips, dump; dump.dump_folder(); "
         f"print(json.dumps(trust.check(chips.topology({topology!r}), {topology.partition(':')[0]!r})))"
     )
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
@@ -303,7 +303,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if asked.about:
             report.setdefault("labels", {})[asked.label] = asked.about
     if asked.check:
-        from mars_jax.planning.trust import CANNOT_SEE
+        from mars_jax.lab.planning.trust import CANNOT_SEE
 
         report["trust"] = {"checked_on": checked(asked.topology), "cannot_see": CANNOT_SEE}
         for row in report["trust"]["checked_on"]:

@@ -24,21 +24,21 @@ import numpy as np
 from jax.sharding import Mesh
 
 from mars_jax import verify
+from mars_jax.lab.planning.chips import topology
+from mars_jax.lab.planning.outlined_models import CONFIGS, eagle3
 from mars_jax.models import transformer
-from mars_jax.planning.chips import topology
-from mars_jax.planning.models import CONFIGS, eagle3
 
 try:
     from mars_jax.core.decode import speculative_decoder
     from mars_jax.core.types import Params
+    from mars_jax.lab.planning import fit
     from mars_jax.placement import shardings
-    from mars_jax.planning import fit
 except ImportError:  # up to commit e8fc8ba
     from mars_jax.decode import speculative_decoder  # pyright: ignore
     from mars_jax.types import Params  # pyright: ignore
 
     from mars_jax import sharding as shardings  # pyright: ignore
-    from mars_jax.planning import plan as fit  # pyright: ignore
+    from mars_jax.lab.planning import plan as fit  # pyright: ignore
 
 
 PREFILL_CHUNK = 512
@@ -52,7 +52,7 @@ def draft_of(kind: str, config: Any) -> Any:
     if kind in ("none", "prefill"):
         return fit.draft_of("none")
     if kind.startswith("dflash"):
-        from mars_jax.planning.models import dflash
+        from mars_jax.lab.planning.outlined_models import dflash
 
         head = dflash(config)
         return fit.draft_of(head, num_draft_tokens=head.drafts if kind == "dflash-chain" else None)

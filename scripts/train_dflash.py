@@ -18,9 +18,9 @@ import jax.numpy as jnp
 from train_embedded import CONTEXT, SHARES, texts
 
 import mars_jax as mj
-from mars_jax.training import data, distillation
-from mars_jax.training.objectives import divergence
-from mars_jax.training.recipe import muon
+from mars_jax.lab.training import data, distillation
+from mars_jax.lab.training.objectives import divergence
+from mars_jax.lab.training.recipe import muon
 
 LAYERS, DEPTH, BLOCK, MLP = (1, 3, 5), 3, 8, 640
 STEP = 2048

@@ -23,13 +23,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from mars_jax import hub
-from mars_jax.evaluate.tasks import arithmetic
+from mars_jax.lab.evaluate.tasks import arithmetic
+from mars_jax.lab.training import data, distillation
+from mars_jax.lab.training.loop import fit
+from mars_jax.lab.training.objectives import cross_entropy, divergence, forward_kl, predict, total_variation
+from mars_jax.lab.training.recipe import muon, plot
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.transformer import init_params, language_model
-from mars_jax.training import data, distillation
-from mars_jax.training.loop import fit
-from mars_jax.training.objectives import cross_entropy, divergence, forward_kl, predict, total_variation
-from mars_jax.training.recipe import muon, plot
 
 VOCAB, CONTEXT, SEPARATOR_ID = 4096, 1024, 0
 SHAPE = {

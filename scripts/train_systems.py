@@ -2,7 +2,7 @@
 
     python scripts/train_systems.py text --stories stories.txt.xz --dialogues dialogues.txt.xz --output runs/text.txt
     python scripts/train_systems.py proxy --output runs/proxy-0
-    python -m mars_jax.distill model --target tiny/target --from runs/proxy-0 --data runs/text.txt --loss kl+tv \\
+    mars-jax distill model --target tiny/target --from runs/proxy-0 --data runs/text.txt --loss kl+tv \\
         --tokens 3e6 --step-tokens 4096 --learning-rate 3e-3 --output runs/proxy
 
 The proxy starts as the first and the last layer of the target, which teaches it the rest.
@@ -20,9 +20,9 @@ from pathlib import Path
 from train_embedded import dialogues, problems
 
 from mars_jax import hub
-from mars_jax.evaluate.tasks import arithmetic
 from mars_jax.hub.files import resolve
-from mars_jax.training import data
+from mars_jax.lab.evaluate.tasks import arithmetic
+from mars_jax.lab.training import data
 
 KEPT = (0, 5)
 """Layers of the target that the proxy starts with."""

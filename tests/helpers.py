@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from mars_jax import hub
-from mars_jax.core import decode, rules
+from mars_jax.core import decode, rule_values
 from mars_jax.core.controls import make_controls
 from mars_jax.core.evidence import evidence
 from mars_jax.core.types import NO_TOKEN, Controls, DraftInput, Params, Visible, keys_from_seeds
@@ -71,7 +71,7 @@ def judge(rule):
 
     def decide(keys, tree, logits, rows, **given):
         numbers = {name: getattr(rows, name, None) for name in NUMBERS}
-        made = rules.for_rows(with_numbers(rule, **numbers), tree.tokens.shape[0])
+        made = rule_values.for_rows(with_numbers(rule, **numbers), tree.tokens.shape[0])
         return made(evidence(tree, logits, keys=keys, controls=rows, **given))[0]
 
     return decide

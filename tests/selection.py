@@ -21,9 +21,9 @@ WANTS_A_PACKAGE = re.compile("could not import|No module named|pip install")
 SECONDS = {"fast": 180, "slow": 900}
 """After which a test fails, on the clock: some ten times what the slowest takes on a quiet machine."""
 
-TOGETHER = {f"tests/evaluate/test_{name}.py": "the finished benchmark" for name in ("benchmark", "page")}
+TOGETHER = {f"tests/lab/evaluate/test_{name}.py": "the finished benchmark" for name in ("benchmark", "page")}
 """Files that run on one worker, since what they share takes long to make."""
-LIBTPU, LIBTPU_FOLDERS = "libtpu", ("tests/tpu/", "tests/planning/")
+LIBTPU, LIBTPU_FOLDERS = "libtpu", ("tests/tpu/", "tests/lab/planning/")
 """Folders whose tests compile by libtpu, which keeps some hundred megabytes: on one worker, after everything else."""
 COLLECTED = pytest.StashKey[dict[str, bool]]()
 """The test functions of this run, and whether each has a case that is not slow."""

@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 
 import mars_jax as mj
-from mars_jax import constraints, drafters, fake, specs, verify
+from mars_jax import constraints, contrib, drafters, fake, specs, verify
 from mars_jax.constraints.compiled import compiled
-from mars_jax.core import decode, rules
+from mars_jax.core import decode, rule_values
 from mars_jax.core.controls import make_controls
 from mars_jax.core.guide import Guides
 from mars_jax.core.types import Params, keys_from_seeds
@@ -45,13 +45,13 @@ DRAFTERS = {
     "sampled chain": drafters.language_model(SMALL, 4, sample=True),
     "sampled tree": drafters.language_model(SMALL, tree=(2, 2), sample=True),
     "sampled dynamic tree": drafters.language_model(SMALL, tree=drafters.Dynamic(2, 3, 7), sample=True),
-    "cascade": drafters.cascade(drafters.ngram(4), fake.hash_model(vocab_size=VOCAB, seed=6, agree=0.8), 12),
-    "sprinter": drafters.sprinter(SMALL, 8),
+    "cascade": contrib.cascade(drafters.ngram(4), fake.hash_model(vocab_size=VOCAB, seed=6, agree=0.8), 12),
+    "sprinter": contrib.sprinter(SMALL, 8),
 }
 WEIGHTS = {
     "replay": drafters.corpus([[2, 3, 4, 7, 8, 9, 2, 3, 5]], 64),
-    "cascade": drafters.CascadeParams((), ()),
-    "sprinter": drafters.SprinterParams((), jnp.zeros((1,)), jnp.float32(1.0)),
+    "cascade": contrib.CascadeParams((), ()),
+    "sprinter": contrib.SprinterParams((), jnp.zeros((1,)), jnp.float32(1.0)),
 }
 TRUSTING = ("cascade", "sprinter")
 # A tree is a matter of the drafter here, and has no row of its own.
@@ -225,7 +225,7 @@ def written(target, drafter, rule, order=None):
     """The completions of the prompts, in their own order, decoded side by side in some order."""
     index = list(order or range(6))
     rows = {k: [v[i] for i in index] if isinstance(v, list) else v for k, v in OPTIONS.items()}
-    lossless = rule is None or rules.lossless(rule.rule)
+    lossless = rule is None or rule_values.lossless(rule.rule)
     if lossless and not (rule and drafter.drafter.trusts):
         del rows["strict"]
     if not lossless:  # it relaxes below a constraint where it is asked to
@@ -256,7 +256,7 @@ def test_each_rule_with_each_draft_on_the_family(rule, drafter, mesh):
             assert automaton.begins(one.text.encode())
             assert one.finish_reason != "stop" or automaton.matches(one.text)
     law = loaded.rule.name == "exact" or getattr(loaded.rule, "base", None) == verify.exact()
-    lossless = rules.lossless(loaded.rule) and not made.drafter.trusts
+    lossless = rule_values.lossless(loaded.rule) and not made.drafter.trusts
     for i, strict in enumerate(OPTIONS["strict"]):
         if (strict or lossless) and (law or OPTIONS["temperature"][i] == 0):
             assert found[i].tokens == want[i]

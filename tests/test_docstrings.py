@@ -16,17 +16,18 @@ MODULES = sorted(
     for package in (mars_jax, kernels_pallas)
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + ".")
     # The adapter to a harness is nothing without that harness.
-    if module.name not in ("mars_jax.cli.harness", "mars_jax.lm_eval") or importlib.util.find_spec("lm_eval")
+    if module.name not in ("mars_jax.integrations.harness", "mars_jax.lm_eval")
+    or importlib.util.find_spec("lm_eval")
 )
 
 
 LONG = (
-    "mars_jax.bridge",
+    "mars_jax.integrations.bridge",
     "mars_jax.core.decode",
     "mars_jax.core.extend",
-    "mars_jax.evaluate.benchmark.arms",
+    "mars_jax.lab.evaluate.benchmark.arms",
     "mars_jax.serve.chat",
-    "mars_jax.verify.budget",
+    "mars_jax.contrib.rules.budget",
 )
 """Modules whose examples decode; tests of their own hold what they show."""
 
@@ -55,7 +56,7 @@ def test_public_functions_and_classes_are_documented():
 
 def test_what_a_module_lists_is_there():
     for module in map(importlib.import_module, MODULES):
-        if module.__name__ == "mars_jax.tunix" and importlib.util.find_spec("tunix") is None:
+        if module.__name__ == "mars_jax.integrations.tunix" and importlib.util.find_spec("tunix") is None:
             continue  # its classes are made of Tunix's
         for name in getattr(module, "__all__", ()):
             assert hasattr(module, name), f"{module.__name__}.{name}"

@@ -7,8 +7,8 @@ import pytest
 
 import mars_jax as mj
 from mars_jax import assets
-from mars_jax.evaluate.tasks import arithmetic
 from mars_jax.hub.files import resolve
+from mars_jax.lab.evaluate.tasks import arithmetic
 
 PROMPT = "Once upon a time"
 

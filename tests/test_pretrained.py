@@ -15,9 +15,9 @@ import mars_jax as mj
 from mars_jax import assets, hub
 from mars_jax.core import fake
 from mars_jax.core.errors import MarsError
-from mars_jax.evaluate.answers import prompt_tokens
-from mars_jax.evaluate.tasks.problems import Problem
-from mars_jax.pretrained.tokenizer import read_plain, read_tokenizer
+from mars_jax.hub.tokenizer import read_plain, read_tokenizer
+from mars_jax.lab.evaluate.answers import prompt_tokens
+from mars_jax.lab.evaluate.tasks.problems import Problem
 
 TEXTS = (
     "Once upon a time",

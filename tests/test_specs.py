@@ -18,7 +18,7 @@ import kernels_pallas
 from mars_jax import specs, verify
 from mars_jax.core.errors import MarsError
 from mars_jax.core.settings import Range, Setting
-from mars_jax.drafters.load import LOADERS
+from mars_jax.drafters.by_name import LOADERS
 
 
 def message(call, *args, **options):

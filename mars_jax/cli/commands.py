@@ -23,7 +23,14 @@ COMMANDS = {
     "check": "check kernels, tokens and speed on the device that is there",
     "lm_eval": "run lm-evaluation-harness with drafts and rules",
 }
-_HOME = {"generate": "mars_jax.cli.generate.command", "check": "mars_jax.cli.check.command"}
+_LAB = ("benchmark", "calibrate", "compounding", "distill", "plan")
+_HOME = {
+    "generate": "mars_jax.cli.generate.command",
+    "convert": "mars_jax.cli.convert",
+    "check": "mars_jax.lab.commands.check.device_check",
+    "lm_eval": "mars_jax.integrations.lm_eval",
+} | {name: f"mars_jax.lab.commands.{name}" for name in _LAB}
+"""Where each command is, by name: no import ties the library to the laboratory."""
 _PARSERS = {"generate": "mars_jax.cli.generate.arguments"}
 SHELLS = ("bash", "zsh", "tcsh")
 """Shells whose completion `--completion` prints."""
@@ -35,11 +42,11 @@ def parser_of(name: str) -> argparse.ArgumentParser | None:
     """The parser of a command; None for lm_eval, whose flags are the harness's.
 
     >>> parser_of("plan").prog
-    'python -m mars_jax.plan'
+    'mars-jax plan'
     """
     if name == "lm_eval":
         return None
-    home = _PARSERS.get(name) or _HOME.get(name, f"mars_jax.cli.{name}")
+    home = _PARSERS.get(name) or _HOME[name]
     return importlib.import_module(home).parser()
 
 
@@ -84,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         near = did_you_mean(name, COMMANDS)
         say(f"error: there is no command '{name}'{near}: choose one of {known}.")
         return BAD_INPUT
-    module = importlib.import_module(_HOME.get(name, f"mars_jax.cli.{name}"))
+    module = importlib.import_module(_HOME[name])
     return module.main(given[1:])
 
 

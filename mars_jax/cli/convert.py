@@ -1,4 +1,4 @@
-"""`python -m mars_jax.convert`: a Hugging Face checkpoint into an Orbax checkpoint from the command line."""
+"""`mars-jax convert`: a Hugging Face checkpoint into an Orbax checkpoint from the command line."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ and checksums are stored with it, which are compared whenever it is loaded.
 """
 _EPILOG = """\
 examples:
-  python -m mars_jax.convert Qwen/Qwen3-235B-A22B /data/qwen3-235b --dtype int8
+  mars-jax convert Qwen/Qwen3-235B-A22B /data/qwen3-235b --dtype int8
   python -m mars_jax.generate --target /data/qwen3-235b --mesh expert=8 "Hello"
 
 DST appears when it is complete, under its name or not at all. Killed, start it again: what
@@ -33,7 +33,7 @@ was left behind goes. Figures go to stderr; bad input ends with exit code 2.
 
 def parser() -> Parser:
     """The parser."""
-    made = Parser(prog="python -m mars_jax.convert", description=_DESCRIPTION, epilog=_EPILOG)
+    made = Parser(prog="mars-jax convert", description=_DESCRIPTION, epilog=_EPILOG)
     made.add_argument("--version", action="version", version=f"mars-jax {__version__}")
     made.add_argument(
         "source", metavar="SRC", help="checkpoint directory, GGUF file, or owner/name on the Hugging Face hub"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 
 from mars_jax import hub
-from mars_jax.cli.mesh import open_mesh
+from mars_jax.cli.mesh_flags import open_mesh
 from mars_jax.core.errors import MarsError
 from mars_jax.hub.converted import is_converted
-from mars_jax.pretrained import Pretrained
+from mars_jax.hub.pretrained import Pretrained
 
 
 def open_target(args: argparse.Namespace, sketch: Pretrained) -> Pretrained:

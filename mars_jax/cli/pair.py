@@ -21,7 +21,7 @@ from mars_jax.cli.flags import (
     numbers_of,
 )
 from mars_jax.cli.program import Parser
-from mars_jax.cli.rule import add_rule_flags
+from mars_jax.cli.rule_flags import add_rule_flags
 from mars_jax.core.errors import MarsError
 from mars_jax.specs import RuleChoice
 
@@ -49,7 +49,7 @@ def make_parser(prog: str, description: str, epilog: str, *, instead: Collection
       instead: settings of the rule that the command gives otherwise; see `add_rule_flags`.
     """
     made = Parser(
-        prog=f"python -m {prog}",
+        prog=f"mars-jax {prog}",
         description=description,
         epilog=epilog,
     )

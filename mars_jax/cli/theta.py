@@ -1,4 +1,4 @@
-"""Thresholds that were calibrated: the files that `mars_jax.calibrate` writes and that every command takes as --theta.
+"""Thresholds that were calibrated: the files that `mars-jax calibrate` writes and that every command takes as --theta.
 
 Nothing here imports jax.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mars_jax import specs
-from mars_jax.cli.rule import named
+from mars_jax.cli.rule_flags import named
 from mars_jax.core.errors import MarsError
 from mars_jax.core.reading import read_text
 from mars_jax.specs import Given, RuleChoice, choose
@@ -70,14 +70,14 @@ class ThetaFile(NamedTuple):
             if self.weights.get(name) != found.get(name):
                 raise MarsError(
                     f"'{self.path}' was calibrated with other weights of the {name}, or in another --dtype: calibrate "
-                    "for these with python -m mars_jax.calibrate, or give a number."
+                    "for these with mars-jax calibrate, or give a number."
                 )
 
     def _compare(self, name: str, theirs: Any, ours: Any, shown_theirs: Any, shown_ours: Any) -> None:
         if theirs != ours:
             raise MarsError(
                 f"'{self.path}' was calibrated for the {name.replace('_', ' ')} {_word(shown_theirs)}, and this run "
-                f"has {_word(shown_ours)}: calibrate for it with python -m mars_jax.calibrate, or give a number."
+                f"has {_word(shown_ours)}: calibrate for it with mars-jax calibrate, or give a number."
             )
 
 
@@ -122,7 +122,7 @@ def file_of(given: Given) -> ThetaFile | None:
         if not Path(given.text).exists():
             raise MarsError(
                 f"{given.shown} is {given.text}: expected a number above 0 (inf is strict), or a file that "
-                "python -m mars_jax.calibrate wrote."
+                "mars-jax calibrate wrote."
             ) from None
         return read_theta(given.text)
     return None
@@ -138,7 +138,7 @@ def fingerprints(target: Any, drafter: Any, rule: Any) -> dict[str, str]:
     """
     from jax.tree import leaves
 
-    from mars_jax.evaluate.folder import fingerprint
+    from mars_jax.serve.folder import fingerprint
 
     found = {"target": fingerprint(target.params, target.path), "draft": fingerprint(drafter.params)}
     return found | ({"rule": fingerprint(rule.params)} if leaves(rule.params) else {})
@@ -172,7 +172,7 @@ def thetas_of(
 
 
 def read_theta(path: str) -> ThetaFile:
-    """Read what `python -m mars_jax.calibrate` wrote. A rule of somebody's own is not looked at, let alone run.
+    """Read what `mars-jax calibrate` wrote. A rule of somebody's own is not looked at, let alone run.
 
     Raises:
       MarsError: the file cannot be read, or is something else.
@@ -182,7 +182,7 @@ def read_theta(path: str) -> ThetaFile:
         if data["format"] in OLD_FORMATS:
             raise MarsError(
                 f"'{path}' does not say which weights it was calibrated with, as files of an earlier mars-jax: "
-                "calibrate again with python -m mars_jax.calibrate, or give a number."
+                "calibrate again with mars-jax calibrate, or give a number."
             )
         if data["format"] != FORMAT:
             raise ValueError
@@ -204,7 +204,7 @@ def read_theta(path: str) -> ThetaFile:
         ) from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise MarsError(
-            f"'{path}' holds no threshold: give a number, or a file that python -m mars_jax.calibrate wrote."
+            f"'{path}' holds no threshold: give a number, or a file that mars-jax calibrate wrote."
         ) from None
     return ThetaFile(path, theta, spec, rule, settings, weights)
 

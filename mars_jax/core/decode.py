@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mars_jax.core import rules
+from mars_jax.core import rule_values
 from mars_jax.core.cut import cut
 from mars_jax.core.edits import edited
 from mars_jax.core.emit import emit, widened
@@ -101,13 +101,13 @@ def speculative_decoder(
     """
     if prefill_chunk is not None and prefill_chunk < 1:
         raise MarsError(f"prefill_chunk is {prefill_chunk}: expected a whole number of at least 1, or None.")
-    if drafter.sizes and not (drafter.any_rule or rules.lossless(verify)):
+    if drafter.sizes and not (drafter.any_rule or rule_values.lossless(verify)):
         raise MarsError(
-            f"the drafter '{drafter.name}' drafts as much as pays now, and with the rule {rules.name_of(verify)}, "
-            "which is lossy, a text would depend on what else is in its batch: draft a fixed size, verify with a "
-            "lossless rule, or make the drafter with any_rule=True."
+            f"the drafter '{drafter.name}' drafts as much as pays now, and with the rule "
+            f"{rule_values.name_of(verify)}, which is lossy, a text would depend on what else is in "
+            "its batch: draft a fixed size, verify with a lossless rule, or make the drafter with any_rule=True."
         )
-    return _decoder(target, drafter, rules.structure(verify), prefill_chunk)
+    return _decoder(target, drafter, rule_values.structure(verify), prefill_chunk)
 
 
 @functools.lru_cache(maxsize=64)
@@ -162,13 +162,13 @@ def _decoder(target: LanguageModel, drafter: Drafter, structure: Any, prefill_ch
 
     def checked(count: int, controls: Controls, rule: PyTree, keys: Array) -> PyTree:
         """The rule with a number for each of so many rows."""
-        if rules.structure(rule) != structure:
+        if rule_values.structure(rule) != structure:
             raise MarsError(
-                f"the rule {rules.name_of(rule)} is not of the structure that this decoder was made for: give "
+                f"the rule {rule_values.name_of(rule)} is not of the structure that this decoder was made for: give "
                 "speculative_decoder the same rule; only its numbers may differ."
             )
         check_settings(controls, keys, count)
-        return rules.for_rows(rule, count)
+        return rule_values.for_rows(rule, count)
 
     def check_cache(state: DecodeState) -> None:
         batch, buffer = state.tokens.shape
@@ -324,7 +324,7 @@ def _decoder(target: LanguageModel, drafter: Drafter, structure: Any, prefill_ch
                 trusted = None
             else:
                 verdict, rule, trusted = judged(state.rule, evidence)
-            if (edits is not None or held is not None) and not rules.lossless(state.rule):
+            if (edits is not None or held is not None) and not rule_values.lossless(state.rule):
                 verdict = cut(verdict, evidence)
         with jax.named_scope("update"):
             draft = drafter.update(params, draft, tree, verdict, output, state.length)
@@ -372,14 +372,14 @@ def start(
 ) -> DecodeState:
     """`decoder.init`, checked and compiled. A number of the rule may be one value or one per row."""
     check_prompts(prompts, lengths, decoder.vocab_size)
-    rule = rules.for_rows(rule, prompts.shape[0])
+    rule = rule_values.for_rows(rule, prompts.shape[0])
     return _start(decoder, params, prompts, lengths, controls, rule, keys)
 
 
 def shapes(decoder: Decoder, params: Params, *arguments: Any) -> DecodeState:
     """The state that `start` gives for these arguments, as `jax.ShapeDtypeStruct`."""
     prompts, lengths, controls, rule, keys = arguments
-    rule = rules.for_rows(rule, prompts.shape[0])
+    rule = rule_values.for_rows(rule, prompts.shape[0])
     return _start.eval_shape(decoder, params, prompts, lengths, controls, rule, keys)
 
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from mars_jax.core import rules
+from mars_jax.core import rule_values
 from mars_jax.core.controls import is_stop
 from mars_jax.core.logprobs import LogProbs, log_probs
 from mars_jax.core.sampling import at_tokens
@@ -78,7 +78,7 @@ def emit(
     tokens = jax.vmap(lambda row, at, new: row.at[at].set(new, mode="drop"))(state.tokens, where, emitted)
     length = state.length + count
 
-    lossless = rules.lossless(state.rule) and trusted is None
+    lossless = rule_values.lossless(state.rule) and trusted is None
     at_node = at_tokens(logits, verdict.path, jnp.maximum(emitted, 0))
     along = log_probs(gather_path(logits, verdict.path), emitted, state.controls, lossless)
     if decided is not logits:

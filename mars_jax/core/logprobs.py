@@ -51,3 +51,13 @@ def log_probs(logits: Array, tokens: Array, controls: Controls, lossless: bool) 
     if not lossless:
         processed = jnp.where(controls.strict[:, None], processed, jnp.nan)
     return LogProbs(of_token(z), of_token(scaled), processed)
+
+
+def entropy(logits: Array) -> Array:
+    """Entropy in nats of softmax(logits): [..., V] -> f32[...].
+
+    >>> round(float(entropy(jnp.zeros((4,)))), 4)
+    1.3863
+    """
+    log_p = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+    return -jnp.sum(jnp.where(jnp.isfinite(log_p), jnp.exp(log_p) * log_p, 0.0), axis=-1)

@@ -1,6 +1,6 @@
 """Drafts that vouch for their own beginning: trusted tokens are taken without a test, and rules see what comes after.
 
-B batch, N nodes, V vocabulary. Oracle: a loop in Python over the same models in tests/drafters/test_cascade.py.
+B batch, N nodes, V vocabulary. Oracle: a loop in Python over the same models in tests/contrib/test_cascade.py.
 
 A rule never sees a trusted token. It gets the step as if the row had them committed already, so that every rule, its
 guards and its state hold for what comes after, and the ratios of rejection and blocks start there.

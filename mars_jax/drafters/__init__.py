@@ -1,27 +1,22 @@
 """Drafters: each a factory of a `Drafter`, a NamedTuple of pure functions. `load` finds one by its name."""
 
 from mars_jax.drafters.asked import LoadedDrafter
-from mars_jax.drafters.cascade import CascadeParams, cascade
+from mars_jax.drafters.by_name import AnyDrafter, load
 from mars_jax.drafters.dflash import dflash
 from mars_jax.drafters.eagle import eagle
-from mars_jax.drafters.load import AnyDrafter, load
 from mars_jax.drafters.medusa import medusa
 from mars_jax.drafters.model import language_model
 from mars_jax.drafters.ngram import ngram
 from mars_jax.drafters.none import none
 from mars_jax.drafters.replay import corpus, replay
-from mars_jax.drafters.shapes import Dynamic
 from mars_jax.drafters.sized import SizedParams, sized
-from mars_jax.drafters.sprinter import SprinterParams, sprinter
+from mars_jax.drafters.tree_shapes import Dynamic
 
 __all__ = [
     "AnyDrafter",
-    "CascadeParams",
     "Dynamic",
     "LoadedDrafter",
     "SizedParams",
-    "SprinterParams",
-    "cascade",
     "corpus",
     "dflash",
     "eagle",
@@ -32,5 +27,4 @@ __all__ = [
     "none",
     "replay",
     "sized",
-    "sprinter",
 ]

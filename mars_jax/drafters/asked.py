@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from mars_jax.core.types import Drafter, PyTree
-from mars_jax.drafters.shapes import Dynamic
+from mars_jax.drafters.tree_shapes import Dynamic
+from mars_jax.hub.pretrained import Pretrained
 from mars_jax.placement.shardings import place
-from mars_jax.pretrained import Pretrained
 
 
 class LoadedDrafter(NamedTuple):

@@ -25,7 +25,7 @@ from jax import Array, lax
 from mars_jax.core.pick import pick
 from mars_jax.core.sampling import top_k
 from mars_jax.core.types import NO_TOKEN, DraftTree
-from mars_jax.drafters.shapes import Dynamic
+from mars_jax.drafters.tree_shapes import Dynamic
 
 
 @jax.named_scope("best_first")

@@ -40,9 +40,9 @@ from mars_jax.core.types import (
 from mars_jax.drafters.asked import Asked, LoadedDrafter
 from mars_jax.drafters.best_first import best_first
 from mars_jax.drafters.grow import Growth, Level, grow, stops_at
-from mars_jax.drafters.shapes import Dynamic, Shape, Static, describe, shape_of
-from mars_jax.models import dflash as head
-from mars_jax.models.dflash import DFlashConfig
+from mars_jax.drafters.tree_shapes import Dynamic, Shape, Static, describe, shape_of
+from mars_jax.models import dflash_head as head
+from mars_jax.models.dflash_head import DFlashConfig
 
 
 @struct.dataclass(kw_only=True)

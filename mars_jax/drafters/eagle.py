@@ -35,9 +35,9 @@ from mars_jax.core.types import (
 )
 from mars_jax.drafters.asked import Asked, LoadedDrafter
 from mars_jax.drafters.grow import Growth, Level, grow
-from mars_jax.drafters.shapes import Dynamic, Shape, describe, shape_of
-from mars_jax.models import eagle as head
-from mars_jax.models.eagle import EagleConfig
+from mars_jax.drafters.tree_shapes import Dynamic, Shape, describe, shape_of
+from mars_jax.models import eagle_head as head
+from mars_jax.models.eagle_head import EagleConfig
 
 
 @struct.dataclass(kw_only=True)

@@ -27,8 +27,8 @@ from mars_jax.core.sampling import argmax, process, sample_processed, top_k
 from mars_jax.core.tree import chain, static_topology
 from mars_jax.core.types import NO_TOKEN, Controls, DraftTree, Visible
 from mars_jax.drafters.draw import draw_siblings, with_leaves
-from mars_jax.drafters.shapes import Dynamic, Shape, Static
 from mars_jax.drafters.steering import Steering
+from mars_jax.drafters.tree_shapes import Dynamic, Shape, Static
 
 
 class Level(NamedTuple):

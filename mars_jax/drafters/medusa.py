@@ -35,11 +35,11 @@ from mars_jax.core.types import (
 from mars_jax.drafters.asked import Asked, LoadedDrafter
 from mars_jax.drafters.draw import draw_siblings, with_leaves
 from mars_jax.drafters.grow import Growth, stops_at
-from mars_jax.drafters.shapes import Dynamic, Static, describe, shape_of
 from mars_jax.drafters.steering import Steering
+from mars_jax.drafters.tree_shapes import Dynamic, Static, describe, shape_of
 from mars_jax.hub.heads import medusa_files
-from mars_jax.models import medusa as heads
-from mars_jax.models.medusa import MedusaConfig
+from mars_jax.models import medusa_layers as heads
+from mars_jax.models.medusa_layers import MedusaConfig
 
 
 def medusa(

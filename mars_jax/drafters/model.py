@@ -27,8 +27,8 @@ from mars_jax.core.tree import last_token
 from mars_jax.core.types import Drafter, DraftInput, DraftTree, LanguageModel, Params, PyTree, Visible
 from mars_jax.drafters.asked import Asked, LoadedDrafter
 from mars_jax.drafters.grow import Growth, Level, grow
-from mars_jax.drafters.shapes import Dynamic, Shape, Static, describe, shape_of
-from mars_jax.pretrained import check_same_vocabulary
+from mars_jax.drafters.tree_shapes import Dynamic, Shape, Static, describe, shape_of
+from mars_jax.hub.pretrained import check_same_vocabulary
 
 
 def language_model(

@@ -85,7 +85,7 @@ def sized(
       loaded: a drafter of chains with its weights; its own length is the longest.
       sizes: lengths of chains, rising, 0 first; default `usual_sizes` of its length.
       costs: of a step of each size at the batch size at hand, in any unit, such as seconds or what
-        `mars_jax.plan` says; default: `generate` and `Session` measure them before the first batch of a shape.
+        `mars-jax plan` says; default: `generate` and `Session` measure them before the first batch of a shape.
       any_rule: let lossy rules verify it, although their texts then depend on what else is in the batch.
 
     Raises:

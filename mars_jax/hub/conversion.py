@@ -24,15 +24,15 @@ import numpy as np
 from mars_jax import specs
 from mars_jax.core.errors import MarsError
 from mars_jax.core.home import expanded
-from mars_jax.hub.config import read_json, to_json
+from mars_jax.hub.config_json import read_json, to_json
 from mars_jax.hub.converted import MANIFEST, WEIGHTS, is_converted, write_digests
 from mars_jax.hub.durable import check_place, exchange, sync, sync_tree, writing
 from mars_jax.hub.files import resolve
+from mars_jax.hub.gguf_file import is_gguf
 from mars_jax.hub.load import find_tensors, read_leaf, read_path, resolve_dtype
+from mars_jax.hub.tokenizer import read_tokenizer
 from mars_jax.models.quantize import Int8, is_quantized
 from mars_jax.models.weights import Weight, build_rows, leaves
-from mars_jax.pretrained.gguf_file import is_gguf
-from mars_jax.pretrained.tokenizer import read_tokenizer
 
 Progress = Callable[[str, int, int], None]
 """("writing" or "verifying", bytes that were done since the last call, bytes in all)."""

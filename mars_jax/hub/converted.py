@@ -11,7 +11,7 @@ import jax
 
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import PyTree
-from mars_jax.hub.config import read_json
+from mars_jax.hub.config_json import read_json
 from mars_jax.hub.digests import Digest
 from mars_jax.models.config import ModelConfig
 from mars_jax.placement.shardings import abstract_params

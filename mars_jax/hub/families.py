@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from mars_jax.core.errors import MarsError
-from mars_jax.hub.rope import read_rope
+from mars_jax.hub.rope_config import read_rope
 from mars_jax.hub.values import count, given
 from mars_jax.models.config import ModelConfig, Rope
 

@@ -18,8 +18,8 @@ import numpy as np
 from mars_jax import assets
 from mars_jax.core.errors import MarsError, did_you_mean
 from mars_jax.core.home import expanded
-from mars_jax.hub.config import read_json
-from mars_jax.pretrained.gguf_file import SMOLLM2, installed_smollm2, is_gguf
+from mars_jax.hub.config_json import read_json
+from mars_jax.hub.gguf_file import SMOLLM2, installed_smollm2, is_gguf
 
 _PATTERNS = ["*.json", "*.model", "*.jinja", "*.txt"]
 """Files that a checkpoint needs beside its weights: configs, index, tokenizer and chat template."""

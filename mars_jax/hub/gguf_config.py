@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from mars_jax.core.errors import MarsError
-from mars_jax.hub.config import from_json
-from mars_jax.hub.rope import read_rope, yarn_attention_factor
+from mars_jax.hub.config_json import from_json
+from mars_jax.hub.gguf_file import GGUFFile
+from mars_jax.hub.rope_config import read_rope, yarn_attention_factor
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.rope import frequencies
-from mars_jax.pretrained.gguf_file import GGUFFile
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",  # and Mistral's, which differs in nothing that a file says

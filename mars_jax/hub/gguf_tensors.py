@@ -12,9 +12,9 @@ import numpy as np
 
 from mars_jax.core.errors import MarsError
 from mars_jax.hub.files import Tensor
+from mars_jax.hub.gguf_file import read_gguf
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.weights import weights
-from mars_jax.pretrained.gguf_file import read_gguf
 
 _DERIVED = {"rope_freqs.weight"}
 """What the config says as well."""

@@ -18,10 +18,12 @@ from mars_jax.core.errors import MarsError
 from mars_jax.core.mesh import parse_mesh
 from mars_jax.core.types import PyTree
 from mars_jax.hub import gguf_config
-from mars_jax.hub.config import read_directory
+from mars_jax.hub.config_json import read_directory
 from mars_jax.hub.converted import is_converted, restore_params
 from mars_jax.hub.files import Tensor, resolve, tensors
+from mars_jax.hub.gguf_file import is_gguf, read_gguf
 from mars_jax.hub.gguf_tensors import gguf_tensors
+from mars_jax.hub.pretrained import Pretrained
 from mars_jax.hub.stream import HostArray, read_array, to_params
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.quantize import Int8, is_quantized, quantize
@@ -29,8 +31,6 @@ from mars_jax.models.transformer import language_model
 from mars_jax.models.weights import Weight, build_rows, get, leaves, weights
 from mars_jax.placement import hosts
 from mars_jax.placement.shardings import params_shardings
-from mars_jax.pretrained import Pretrained
-from mars_jax.pretrained.gguf_file import is_gguf, read_gguf
 
 # Buffers that old exports carry and that the config determines.
 DERIVED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|self_attn\.(bias|masked_bias))$")

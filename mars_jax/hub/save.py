@@ -18,7 +18,7 @@ import numpy as np
 
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import PyTree
-from mars_jax.hub.config import from_json, to_json
+from mars_jax.hub.config_json import from_json, to_json
 from mars_jax.hub.durable import check_place, exchange, sync, sync_tree, writing
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.quantize import Int8

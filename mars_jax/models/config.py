@@ -1,6 +1,6 @@
 """The static description of a transformer: frozen, hashable, free of arrays.
 
-Oracle: the configs of transformers, read by `mars_jax.hub.config`.
+Oracle: the configs of transformers, read by `mars_jax.hub.config_json`.
 """
 
 from __future__ import annotations

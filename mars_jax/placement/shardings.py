@@ -28,11 +28,11 @@ from mars_jax.core.mesh import (
     size_of,
 )
 from mars_jax.core.types import PyTree
-from mars_jax.models import dflash, eagle, medusa, weights
+from mars_jax.models import dflash_head, eagle_head, medusa_layers, weights
 from mars_jax.models.config import ModelConfig
-from mars_jax.models.dflash import DFlashConfig
-from mars_jax.models.eagle import EagleConfig
-from mars_jax.models.medusa import MedusaConfig
+from mars_jax.models.dflash_head import DFlashConfig
+from mars_jax.models.eagle_head import EagleConfig
+from mars_jax.models.medusa_layers import MedusaConfig
 from mars_jax.models.quantize import Int8, is_quantized, scale_sharding
 from mars_jax.models.weights import Weight, build_rows, get
 from mars_jax.placement import hosts
@@ -131,10 +131,10 @@ def params_shardings(config: AnyConfig, mesh: AnyMesh) -> PyTree:
 def _table(config: AnyConfig) -> Iterable[Weight]:
     """A row for each array of params."""
     if isinstance(config, EagleConfig):
-        return eagle.weights(config)
+        return eagle_head.weights(config)
     if isinstance(config, DFlashConfig):
-        return dflash.weights(config)
-    return medusa.weights(config) if isinstance(config, MedusaConfig) else weights.leaves(config)
+        return dflash_head.weights(config)
+    return medusa_layers.weights(config) if isinstance(config, MedusaConfig) else weights.leaves(config)
 
 
 def abstract_params(config: AnyConfig, dtype: str, *, int8: bool = False, shardings: PyTree = None) -> PyTree:

@@ -11,7 +11,7 @@ from typing import Any, Self
 from mars_jax import drafters
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import Drafter, LoadedRule
-from mars_jax.pretrained import Pretrained, Turn
+from mars_jax.hub.pretrained import Pretrained, Turn
 from mars_jax.serve.prepare import AnyRule, check_relaxes
 from mars_jax.serve.requests import Completion, Request, StreamEvent, make_requests
 from mars_jax.serve.running import Running

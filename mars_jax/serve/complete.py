@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mars_jax.core.metrics import DecodeStats, summarize
-from mars_jax.pretrained import Pretrained
+from mars_jax.hub.pretrained import Pretrained
 from mars_jax.serve.requests import KINDS, Completion, Request, TokenLogProbs
 from mars_jax.serve.text import RowText
 

@@ -17,8 +17,8 @@ from jax import Array
 
 from mars_jax.core.metrics import DecodeStats, accumulate
 from mars_jax.core.types import DecodeState, StepInfo
+from mars_jax.hub.pretrained import Pretrained
 from mars_jax.placement.hosts import fetch
-from mars_jax.pretrained import Pretrained
 from mars_jax.serve.complete import complete, token_log_probs
 from mars_jax.serve.requests import Request, StreamEvent
 from mars_jax.serve.text import RowText

@@ -15,8 +15,8 @@ from mars_jax.constraints.vocabulary import Vocabulary
 from mars_jax.core.errors import MarsError
 from mars_jax.core.guide import Guides
 from mars_jax.core.types import PyTree
+from mars_jax.hub.pretrained import Pretrained
 from mars_jax.placement.hosts import put
-from mars_jax.pretrained import Pretrained
 from mars_jax.serve.requests import Request
 
 

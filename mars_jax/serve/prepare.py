@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mars_jax import drafters, specs
-from mars_jax.core import decode, rules
+from mars_jax.core import decode, rule_values
 from mars_jax.core.controls import make_controls
 from mars_jax.core.edits import Edits, make_edits
 from mars_jax.core.errors import MarsError
@@ -29,9 +29,9 @@ from mars_jax.core.types import (
     Verifier,
     keys_from_seeds,
 )
+from mars_jax.hub.pretrained import Pretrained
 from mars_jax.placement.hosts import put
 from mars_jax.placement.shardings import state_shardings
-from mars_jax.pretrained import Pretrained
 from mars_jax.serve.compiling import Compile, beside
 from mars_jax.serve.guides import RequestGuides, guides_of, placed
 from mars_jax.serve.requests import Request, check_request
@@ -90,13 +90,13 @@ class Prepared:
             made = dataclasses.replace(made, edits=self._edits(own))
         made = dataclasses.replace(made, guides=self.guides.rows(own))
         keys = keys_from_seeds(jnp.array(np.asarray([r.seed & 0xFFFFFFFF for r in own], np.uint32)))
-        numbers = rules.take_rows(self.rule.rule, [i or 0 for i in entries], len(self.requests))
+        numbers = rule_values.take_rows(self.rule.rule, [i or 0 for i in entries], len(self.requests))
         arrays: Any = (
             *map(jnp.array, before),
             jnp.array(prompts),
             jnp.array(lengths),
             made,
-            rules.for_rows(numbers, len(own)),
+            rule_values.for_rows(numbers, len(own)),
             keys,
         )
         mesh = self.target.mesh
@@ -216,13 +216,13 @@ def of_mesh(target: Pretrained, rows: int) -> int:
 
 def _check_rule(rule: LoadedRule, drafter: Drafter, requests: Sequence[Request]) -> None:
     """Raise MarsError for a rule that cannot run, or for a switch that it does not have."""
-    rules.structure(rule.rule)
-    name = rules.name_of(rule.rule)
+    rule_values.structure(rule.rule)
+    name = rule_values.name_of(rule.rule)
     if "weights" in getattr(rule.rule, "needs", ()) and not jax.tree.leaves(rule.params):
         raise MarsError(
             f"the rule {name} needs weights: pass mars_jax.verify.LoadedRule(rule, weights), or what verify.load gives."
         )
-    if rules.lossless(rule.rule) and not drafter.trusts and any(request.strict for request in requests):
+    if rule_values.lossless(rule.rule) and not drafter.trusts and any(request.strict for request in requests):
         raise MarsError(f"strict does not apply to the rule {name}, which is lossless: leave it out.")
     if "long" in getattr(rule.rule, "needs", ()) and any(r.draft_stop < math.inf for r in requests):
         raise MarsError(
@@ -237,7 +237,7 @@ def check_relaxes(verify: AnyRule | None, requests: Sequence[Request]) -> None:
     """Raise MarsError where requests say in what rules relax, and the rule is lossless. It is for what a user asked:
     a measurement may decode the same requests by a lossless rule beside a lossy one."""
     rule: Any = verify.rule if isinstance(verify, LoadedRule) else verify
-    if rule is not None and not rules.lossless(rule):
+    if rule is not None and not rule_values.lossless(rule):
         return
     for request in requests:
         relaxes = request.constraint is not None and request.constraint.relax
@@ -245,7 +245,7 @@ def check_relaxes(verify: AnyRule | None, requests: Sequence[Request]) -> None:
             what = (
                 "relax_in" if request.relax_in else "strict_in" if request.strict_in else "relax_constrained"
             )
-            name = rules.name_of(exact() if rule is None else rule)
+            name = rule_values.name_of(exact() if rule is None else rule)
             raise MarsError(f"{what} does not apply to the rule {name}, which relaxes nothing: leave it out.")
 
 

@@ -17,7 +17,7 @@ from mars_jax.constraints.spans import Spans, names_of
 from mars_jax.core.errors import MarsError
 from mars_jax.core.metrics import Metrics
 from mars_jax.core.settings import LARGEST_FLOAT
-from mars_jax.pretrained import Pretrained, Turn
+from mars_jax.hub.pretrained import Pretrained, Turn
 from mars_jax.serve.constrained import FIELDS, with_constraints
 
 Prompts = str | Sequence[str] | Sequence[Sequence[int]] | Sequence[Turn] | Sequence[Sequence[Turn]]

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from mars_jax import drafters
-from mars_jax.core.rules import name_of, structure
+from mars_jax.core.rule_values import name_of, structure
 from mars_jax.core.types import Decoder, DecodeState, Drafter, LoadedRule, Params
-from mars_jax.pretrained import Pretrained
-from mars_jax.serve.generate import compile_batch, generate_stream, groups, rule_of, run_batch
+from mars_jax.hub.pretrained import Pretrained
+from mars_jax.serve.generation import compile_batch, generate_stream, groups, rule_of, run_batch
 from mars_jax.serve.guides import guides_of
 from mars_jax.serve.prepare import buffer_width, draws, prepare, prepared
 from mars_jax.serve.queue import Finished, Queue, compile_queue, shares_prompts

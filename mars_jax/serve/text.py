@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from mars_jax.pretrained import Detokenizer, Pretrained
+from mars_jax.hub.detokenizer import Detokenizer
+from mars_jax.hub.pretrained import Pretrained
 from mars_jax.serve.requests import Request
 
 

@@ -156,6 +156,9 @@ EXACT_PREFIX = number(
     metavar="N",
 )
 
+VERIFY, CONTRIB = "mars_jax.verify", "mars_jax.contrib.rules"
+"""Where the file of a rule is."""
+
 EXACT = Rule(
     name="exact",
     factory="mars_jax.verify.exact:exact",
@@ -180,11 +183,12 @@ def edges(
     *settings: Setting,
     base: Setting | None = BASE,
     needs: tuple[str, ...] = (),
+    home: str = VERIFY,
 ) -> Rule:
     """A rule that relaxes edges of a strict base; of `exact` alone where `base` is None."""
     return Rule(
         name=name,
-        factory=f"mars_jax.verify.{name}:{name}",
+        factory=f"{home}.{name}:{name}",
         help=help,
         lossless=False,
         needs=("draft", *needs),
@@ -195,12 +199,18 @@ def edges(
 
 
 def distributions(
-    name: str, help: str, paper: str, *settings: Setting, chain: bool = False, needs: tuple[str, ...] = ()
+    name: str,
+    help: str,
+    paper: str,
+    *settings: Setting,
+    chain: bool = False,
+    needs: tuple[str, ...] = (),
+    home: str = VERIFY,
 ) -> Rule:
     """A rule that verifies another distribution than the target's, by rejection; of chains alone where `chain`."""
     return Rule(
         name=name,
-        factory=f"mars_jax.verify.{name}:{name}",
+        factory=f"{home}.{name}:{name}",
         help=help,
         lossless=False,
         needs=("draft", "q", *(("chain",) if chain else ()), *needs),

@@ -14,6 +14,7 @@ from mars_jax.core.settings import LARGEST_FLOAT, LARGEST_INT, Range, Setting, b
 from mars_jax.specs.row import (
     BASE,
     BLOCK,
+    CONTRIB,
     EXACT,
     EXACT_PREFIX,
     MARGINS,
@@ -94,6 +95,7 @@ RULES: dict[str, Rule] = {
                 flag=True,
             ),
             needs=("weights",),
+            home=CONTRIB,
         ),
         edges(
             "topk",
@@ -160,6 +162,7 @@ RULES: dict[str, Rule] = {
                 Range("a number of at least 0 (inf is strict)", 0, grid=_ENTROPIES),
                 "nats above which the target is unsure; inf never relaxes",
             ),
+            home=CONTRIB,
         ),
         edges(
             "fly",
@@ -181,6 +184,7 @@ RULES: dict[str, Rule] = {
                 kind=int,
             ),
             base=None,
+            home=CONTRIB,
         ),
         edges(
             "phrase",
@@ -205,6 +209,7 @@ RULES: dict[str, Rule] = {
                 kind=int,
             ),
             base=None,
+            home=CONTRIB,
         ),
         edges(
             "equivalent",
@@ -218,6 +223,7 @@ RULES: dict[str, Rule] = {
             ),
             base=None,
             needs=("weights",),
+            home=CONTRIB,
         ),
         edges(
             "budget",
@@ -242,6 +248,7 @@ RULES: dict[str, Rule] = {
                 Range("a number of at least 0", 0),
                 "nats that all of them may cost, in a whole text",
             ),
+            home=CONTRIB,
         ),
         distributions(
             "lenience",
@@ -254,6 +261,7 @@ RULES: dict[str, Rule] = {
                 "of the draft's probability in every comparison; 1 is lossless",
             ),
             BLOCK,
+            home=CONTRIB,
         ),
         distributions(
             "mixture",
@@ -279,6 +287,7 @@ RULES: dict[str, Rule] = {
             ),
             BLOCK,
             needs=("weights",),
+            home=CONTRIB,
         ),
         distributions(
             "cactus",
@@ -291,6 +300,7 @@ RULES: dict[str, Rule] = {
                 "how far the target is bent; 0 is lossless",
             ),
             chain=True,
+            home=CONTRIB,
         ),
         distributions(
             "speccascade",
@@ -317,6 +327,7 @@ RULES: dict[str, Rule] = {
                 by="trust",
             ),
             BLOCK,
+            home=CONTRIB,
         ),
         distributions(
             "released",
@@ -329,6 +340,7 @@ RULES: dict[str, Rule] = {
                 "second logit / best above which the two are taken with certainty; never strict",
             ),
             chain=True,
+            home=CONTRIB,
         ),
         Rule(
             name="simulated",

@@ -14,13 +14,13 @@ from jax import Array
 
 from kernels_pallas import MARGINS, AcceptControls, margin_accept, sharded_margin_accept
 from mars_jax import specs
+from mars_jax.contrib.rules.context import check_kind, thresholds
 from mars_jax.core import struct
 from mars_jax.core.evidence import Evidence
 from mars_jax.core.mesh import vocabulary_axes
 from mars_jax.core.sampling import if_greedy, process, sample_processed
 from mars_jax.core.types import NO_TOKEN, Verdict
 from mars_jax.specs import UNLIMITED_RUN
-from mars_jax.verify.context import check_kind, thresholds
 from mars_jax.verify.exact import Exact
 from mars_jax.verify.lossy import numbers
 from mars_jax.verify.relaxed import Relaxed, base_of, over
@@ -104,7 +104,7 @@ def mars(
       max_relaxed_run: relaxed tokens allowed in a row, one number or one per row; default: any.
       exact_prefix: generated tokens at the start that are strict, one number or one per row; see `Lossy`.
       context: "entropy", "position" or "class": what scales the looseness of theta node by node. Its table, from
-        `verify.context`, is `Params.verify`; pass both as `LoadedRule(mars(context="entropy"), table)`.
+        `contrib.context`, is `Params.verify`; pass both as `LoadedRule(mars(context="entropy"), table)`.
 
     Raises:
       MarsError: unknown margin or context, a number out of its range, or a base that cannot be relaxed.

@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from mars_jax import assets, specs
+from mars_jax.contrib.models import indicator, mixer
+from mars_jax.contrib.rules.equivalent import read_groups
 from mars_jax.core.errors import MarsError
 from mars_jax.core.reading import read_text
 from mars_jax.core.types import LoadedRule, PyTree
-from mars_jax.models import indicator, mixer
-from mars_jax.verify.equivalent import read_groups
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 HEADS = {
@@ -35,7 +35,7 @@ def load(spec: str, target: Any = None, **settings: Any) -> LoadedRule:
 
     Args:
       spec: a name of `specs.RULES`; `learned:PATH`, a directory that `save` wrote; `equivalent:case,space` or
-        `equivalent:FILE.json`, see `verify.equivalent.read_groups`; or FILE.py:NAME or
+        `equivalent:FILE.json`, see `contrib.equivalent.read_groups`; or FILE.py:NAME or
         package.module:NAME, where NAME takes settings as keywords and returns a rule or a `LoadedRule`. The file is
         run.
       target: from `mars_jax.load`; a head on its features must be of its size, and is put on its mesh.

@@ -5,7 +5,7 @@
     python scripts/paper/recipe.py run --row qwen3-8b --output paper  # on that row's slice
     python scripts/paper/recipe.py table --output paper               # whatever rows are there, beside the paper's
 
-`run` is `python -m mars_jax.benchmark` at temperature 1 with the tree of the paper, on its six tasks, with all
+`run` is `mars-jax benchmark` at temperature 1 with the tree of the paper, on its six tasks, with all
 controls: the target alone, `exact`, `mars` at theta = inf and 0.9, another margin at the same tau, and the target
 sampling from the two best. After a kill the same command goes on. Nothing of it has run on a TPU yet: a plan says
 what fits, and how long a step takes at least.
@@ -44,7 +44,7 @@ def flags(
     tree: str = f"dynamic:{SHAPE}",
     allow_code_execution: bool = False,
 ) -> list[str]:
-    """The flags of `mars_jax.benchmark` for a row.
+    """The flags of `mars-jax benchmark` for a row.
 
     Args:
       row: of the table.
@@ -80,7 +80,7 @@ def with_template(row: Row, output: Path) -> None:
 
 def run(row: Row, output: Path, **options: Any) -> int:
     """Measure a row; the exit code of the benchmark."""
-    from mars_jax.cli.benchmark import main as benchmark
+    from mars_jax.lab.commands.benchmark import main as benchmark
 
     if row.template:
         with_template(row, output)
@@ -126,11 +126,12 @@ def _arrow(pair: tuple[float, float], unit: str = "") -> str:
 
 def planned(row: Row) -> dict[str, Any]:
     """The plan of a row, from the TPU's compiler; minutes."""
-    from mars_jax import planning, verify
+    from mars_jax import verify
+    from mars_jax.lab import planning
+    from mars_jax.lab.planning.chips import topology
+    from mars_jax.lab.planning.fit import draft_of
+    from mars_jax.lab.planning.outlined_models import CONFIGS, eagle3
     from mars_jax.placement.shardings import parse_mesh
-    from mars_jax.planning.chips import topology
-    from mars_jax.planning.fit import draft_of
-    from mars_jax.planning.models import CONFIGS, eagle3
 
     target, slice_, dtype = CONFIGS[row.name], topology(row.slice_), row.dtype or "bfloat16"
     made = planning.make_plan(
@@ -190,7 +191,7 @@ def _plan(args: argparse.Namespace) -> int:
     if args.dry_run:
         print("\non its slice, each row is one command, which runs:\n")
         for row in ROWS:
-            print(shlex.join(["python", "-m", "mars_jax.benchmark", *flags(row, args.output)]))
+            print(shlex.join(["python", "-m", "mars_jax", "benchmark", *flags(row, args.output)]))
     return 0
 
 

@@ -48,7 +48,7 @@ class Published(NamedTuple):
 class Row:
     """One row of the table, and what it takes to run it."""
 
-    name: str  # of `mars_jax.planning.models.CONFIGS`, for the plan
+    name: str  # of `mars_jax.lab.planning.outlined_models.CONFIGS`, for the plan
     target: str
     head: str
     slice_: str  # as `mars_jax.plan --topology`

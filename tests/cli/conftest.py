@@ -13,11 +13,9 @@ from mars_jax import hub
 from mars_jax.cli import progress
 from mars_jax.cli.generate.command import main
 from mars_jax.hub.heads.medusa_files import save_medusa
-from mars_jax.models import ModelConfig, init_params
-from mars_jax.models import eagle as eagle_head
-from mars_jax.models import medusa as medusa_heads
-from mars_jax.models.eagle import EagleConfig
-from mars_jax.models.medusa import MedusaConfig
+from mars_jax.models import ModelConfig, eagle_head, init_params, medusa_layers
+from mars_jax.models.eagle_head import EagleConfig
+from mars_jax.models.medusa_layers import MedusaConfig
 
 # A context of 64 keeps every test in one token buffer, so that they share what they compile.
 CONTEXT = 64
@@ -99,7 +97,7 @@ def medusa(target, tmp_path_factory):
     """Three random Medusa heads of the target."""
     of = hub.read_config(target)
     heads = MedusaConfig(num_heads=3, num_layers=1, hidden_size=of.hidden_size, vocab_size=of.vocab_size)
-    params = medusa_heads.init_params(heads, jax.random.key(3), scale=0.3)
+    params = medusa_layers.init_params(heads, jax.random.key(3), scale=0.3)
     return save_medusa(tmp_path_factory.mktemp("cli") / "medusa", heads, params)
 
 

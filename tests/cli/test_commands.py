@@ -178,7 +178,7 @@ def test_a_name_that_is_nearly_right_is_asked_about(capsys, argv, meant):
 
 def test_a_task_that_is_nearly_right_is_asked_about():
     from mars_jax.core.errors import MarsError
-    from mars_jax.evaluate.tasks.catalogue import read
+    from mars_jax.lab.evaluate.tasks.catalogue import read
 
     with pytest.raises(MarsError, match=r"no task 'gsm8' \(did you mean gsm8k\?\)"):
         read("gsm8", chat=False)

@@ -18,7 +18,7 @@ from mars_jax.cli.generate.arguments import parse
 from mars_jax.cli.generate.command import main
 from mars_jax.cli.generate.job import open_job
 from mars_jax.cli.generate.prompts import from_texts
-from mars_jax.serve import generate as serving
+from mars_jax.serve import generation as serving
 from mars_jax.serve import session
 
 FEW = ["--max-new-tokens", "8"]

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from mars_jax.cli import benchmark, calibrate, compounding
+from mars_jax.lab.commands import benchmark, calibrate, compounding
 from tests.helpers import noisy_copy
 
 ENTROPY_GATE = '''
@@ -15,7 +15,7 @@ ENTROPY_GATE = '''
 import flax.struct
 import jax.numpy as jnp
 
-from mars_jax import verify
+from mars_jax import contrib, verify
 
 
 @flax.struct.dataclass

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mars_jax import constraints, drafters, verify
+from mars_jax import constraints, contrib, drafters, verify
 from mars_jax.constraints.compiled import compiled
 from mars_jax.core import decode, struct
 from mars_jax.core.controls import make_controls
@@ -45,7 +45,7 @@ class AnyEdge(verify.Relaxed):
 
 RULES = {
     "simulated": verify.simulated(5),
-    "fly": verify.fly(entropy=0.0, window=1),
+    "fly": contrib.fly(entropy=0.0, window=1),
     "mixture": verify.mixture(weight=0.2),
     "anything": Anything(),
     "any edge": AnyEdge(),

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mars_jax import drafters, verify
+from mars_jax import contrib, drafters, verify
 from mars_jax.core import decode
 from mars_jax.core import extend as extending
 from mars_jax.core.controls import make_controls
@@ -15,11 +15,11 @@ from mars_jax.core.errors import MarsError
 from mars_jax.core.mesh import parse_mesh
 from mars_jax.core.types import Params, keys_from_seeds
 from mars_jax.drafters import Dynamic
-from mars_jax.models import eagle as eagle_head
-from mars_jax.models import init_params, language_model, medusa
+from mars_jax.models import eagle_head, init_params, language_model, medusa_layers
+from tests.contrib import test_cascade, test_sprinter
 from tests.core.test_decode import DRAFTERS, SMALL, TARGET, VOCAB
 from tests.core.test_insert import CONFIG, EAGLE_3, MEDUSA
-from tests.drafters import test_cascade, test_dflash, test_sprinter
+from tests.drafters import test_dflash
 from tests.helpers import NO_WEIGHTS, committed, slow_but
 
 ROWS, BUFFER, CHUNK = 3, 72, 16
@@ -44,7 +44,7 @@ def of_model(name):
         head |= {"ids": jnp.arange(0, 64, 2, dtype=jnp.int32)}
     else:
         drafter = drafters.medusa(MEDUSA, MODEL, tree=(2, 2, 1) if "tree" in name else None)
-        head = medusa.init_params(MEDUSA, jax.random.key(1))
+        head = medusa_layers.init_params(MEDUSA, jax.random.key(1))
     return MODEL, drafter, Params(target=target, draft=head), 64
 
 
@@ -65,12 +65,12 @@ PLAIN = {
 PROXY = in_chunks(test_cascade.PROXY)
 INNER = drafters.language_model(in_chunks(test_cascade.SMALL), test_cascade.K)
 TRUSTED = {
-    "cascade": (drafters.cascade(INNER, PROXY, test_cascade.MOST), test_cascade.weights(0.1)),
+    "cascade": (contrib.cascade(INNER, PROXY, test_cascade.MOST), test_cascade.weights(0.1)),
     "cascade of n-grams": (
-        drafters.cascade(drafters.ngram(3), PROXY, 12),
+        contrib.cascade(drafters.ngram(3), PROXY, 12),
         test_cascade.weights(0.1),
     ),
-    "sprinter": (drafters.sprinter(in_chunks(test_sprinter.SMALL), 6), test_sprinter.weights(0.5)),
+    "sprinter": (contrib.sprinter(in_chunks(test_sprinter.SMALL), 6), test_sprinter.weights(0.5)),
 }
 HEADS = ["eagle chain", "eagle tree", "medusa chain", "medusa tree", "dflash chain", "dflash dynamic tree"]
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mars_jax import drafters, verify
+from mars_jax import contrib, drafters, verify
 from mars_jax.core import decode, refill
 from mars_jax.core.controls import make_controls
 from mars_jax.core.edits import make_edits
@@ -17,10 +17,9 @@ from mars_jax.core.mesh import parse_mesh
 from mars_jax.core.metrics import zero_stats
 from mars_jax.core.types import NO_TOKEN, Params, keys_from_seeds
 from mars_jax.drafters import Dynamic
-from mars_jax.models import ModelConfig, init_params, language_model, medusa
-from mars_jax.models import eagle as eagle_head
-from mars_jax.models.eagle import EagleConfig
-from mars_jax.models.medusa import MedusaConfig
+from mars_jax.models import ModelConfig, eagle_head, init_params, language_model, medusa_layers
+from mars_jax.models.eagle_head import EagleConfig
+from mars_jax.models.medusa_layers import MedusaConfig
 from tests.core.test_decode import DRAFTERS, SMALL, TARGET, VOCAB
 from tests.helpers import NO_WEIGHTS, committed, ragged
 
@@ -35,13 +34,13 @@ COVERING = {
     "none, exact": (drafters.none(), verify.exact()),
     "ngram, mars": (DRAFTERS["ngram"], verify.mars(theta=0.5)),
     "ngram, block": (DRAFTERS["ngram"], verify.rejection(block=True)),
-    "chain, fly": (DRAFTERS["chain"], verify.fly(window=1)),
+    "chain, fly": (DRAFTERS["chain"], contrib.fly(window=1)),
     "chain of 1, topk": (DRAFTERS["chain of 1"], verify.topk(delta=1.5)),
     "sampled chain, rejection": (DRAFTERS["sampled chain"], verify.rejection()),
     "sampled chain, mars over block": (
         DRAFTERS["sampled chain"], verify.mars(verify.rejection(block=True), theta=0.5),
     ),
-    "static tree, budget": (DRAFTERS["static tree"], verify.budget(gap=1.0, total=4.0)),
+    "static tree, budget": (DRAFTERS["static tree"], contrib.budget(gap=1.0, total=4.0)),
     "dynamic tree, mars": (
         drafters.language_model(SMALL, tree=Dynamic(top_k=3, depth=3, nodes=9)), verify.mars(theta=0.5),
     ),
@@ -179,7 +178,7 @@ def test_rows_are_put_into_each_part_of_a_mesh(name):
     else:
         drafter, made = (
             drafters.medusa(MEDUSA, model, tree=(2, 2, 1)),
-            medusa.init_params(MEDUSA, jax.random.key(1)),
+            medusa_layers.init_params(MEDUSA, jax.random.key(1)),
         )
     params = Params(target=weights, draft=made)
     served = Served(model, drafter, verify.mars(theta=0.5), params, vocab=64)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mars_jax import drafters, verify
+from mars_jax import contrib, drafters, verify
 from mars_jax.core import decode, fake
 from mars_jax.core.controls import make_controls
 from mars_jax.core.errors import MarsError
@@ -24,7 +24,7 @@ SMALL = fake.hash_model(vocab_size=VOCAB, seed=5, agree=0.8)
 WAYS = {
     "a chain, exact": (drafters.language_model(SMALL, 4), verify.exact()),
     "a tree, mars": (drafters.language_model(SMALL, tree=(3, 2, 1)), verify.mars(theta=0.5)),
-    "a rule with state": (drafters.ngram(4), verify.budget(gap=1.0)),
+    "a rule with state": (drafters.ngram(4), contrib.budget(gap=1.0)),
 }
 
 

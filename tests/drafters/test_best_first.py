@@ -10,7 +10,7 @@ import pytest
 
 from mars_jax.core.types import NO_TOKEN
 from mars_jax.drafters.best_first import best_first
-from mars_jax.drafters.shapes import Dynamic
+from mars_jax.drafters.tree_shapes import Dynamic
 from tests.helpers import slow_but
 
 

@@ -13,10 +13,10 @@ from mars_jax.core.controls import make_controls
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import NO_TOKEN, Params, Visible, keys_from_seeds
 from mars_jax.drafters.dflash import dflash
-from mars_jax.drafters.shapes import Dynamic
+from mars_jax.drafters.tree_shapes import Dynamic
 from mars_jax.models import ModelConfig, language_model
-from mars_jax.models import dflash as head
-from mars_jax.models.dflash import DFlashConfig
+from mars_jax.models import dflash_head as head
+from mars_jax.models.dflash_head import DFlashConfig
 from mars_jax.models.transformer import init_params
 from tests.helpers import committed, decode_all, draft_input, ragged, slow_but
 

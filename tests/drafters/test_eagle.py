@@ -13,10 +13,10 @@ from mars_jax.core.controls import make_controls
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import Params, Visible, keys_from_seeds
 from mars_jax.drafters.eagle import eagle
-from mars_jax.drafters.shapes import Dynamic
+from mars_jax.drafters.tree_shapes import Dynamic
 from mars_jax.models import ModelConfig, language_model
-from mars_jax.models import eagle as head
-from mars_jax.models.eagle import EagleConfig
+from mars_jax.models import eagle_head as head
+from mars_jax.models.eagle_head import EagleConfig
 from mars_jax.models.transformer import init_params
 from tests.helpers import committed, decode_all, draft_input, ragged, slow_but
 

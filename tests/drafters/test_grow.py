@@ -11,7 +11,7 @@ from mars_jax.core.controls import make_controls
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import NO_TOKEN, DraftInput, keys_from_seeds
 from mars_jax.drafters.grow import Growth, grow
-from mars_jax.drafters.shapes import Dynamic
+from mars_jax.drafters.tree_shapes import Dynamic
 from tests.helpers import NO_WEIGHTS, draft_input, logits_after, ragged
 
 VOCAB = 13

@@ -25,11 +25,11 @@ from mars_jax.core.types import (
     Visible,
     keys_from_seeds,
 )
-from mars_jax.drafters.shapes import Dynamic
+from mars_jax.drafters.tree_shapes import Dynamic
 from mars_jax.hub.heads.medusa_files import load_medusa, save_medusa
 from mars_jax.models import ModelConfig, init_params, language_model
-from mars_jax.models import medusa as heads
-from mars_jax.models.medusa import MedusaConfig
+from mars_jax.models import medusa_layers as heads
+from mars_jax.models.medusa_layers import MedusaConfig
 from tests.helpers import committed, decode_all, draft_input, ragged
 
 VOCAB, BUFFER = 7, 40  # so few tokens that a random draft is accepted now and then

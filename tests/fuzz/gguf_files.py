@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 from hypothesis import strategies as st
 
 from mars_jax.hub.gguf_config import read_config
+from mars_jax.hub.gguf_file import read_gguf
 from mars_jax.hub.gguf_tensors import gguf_tensors
 from mars_jax.models.weights import weights
-from mars_jax.pretrained.gguf_file import read_gguf
 from tests.fuzz.damage import damaged_bytes
 from tests.fuzz.harness import Surface
 

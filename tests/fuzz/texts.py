@@ -14,7 +14,7 @@ from mars_jax.constraints.spans import Spans, names_of
 from mars_jax.constraints.token_table import token_table
 from mars_jax.constraints.vocabulary import Vocabulary
 from mars_jax.core import fake
-from mars_jax.pretrained import Pretrained
+from mars_jax.hub.pretrained import Pretrained
 from tests.constraints.test_schema import SCHEMAS
 from tests.fuzz.damage import HOSTILE, TEXTS, damaged, damaged_json, to_text
 from tests.fuzz.harness import Surface

@@ -14,10 +14,10 @@ from safetensors.numpy import load_file, save_file
 from mars_jax import hub
 from mars_jax.core.errors import MarsError
 from mars_jax.hub.heads.dflash_config import from_dflash_json
-from mars_jax.models import ModelConfig, Rope, dflash
-from mars_jax.models.dflash import DFlashConfig, weights
+from mars_jax.lab.planning.outlined_models import CONFIGS
+from mars_jax.models import ModelConfig, Rope, dflash_head
+from mars_jax.models.dflash_head import DFlashConfig, weights
 from mars_jax.models.quantize import Int8
-from mars_jax.planning.models import CONFIGS
 
 V, W, E, INNER, LAYERS = 61, 20, 32, 44, 3
 TARGET = ModelConfig(vocab_size=V, hidden_size=E, intermediate_size=80, num_layers=12, num_heads=4)
@@ -305,4 +305,4 @@ def test_a_mixed_causality_that_no_layout_can_say_is_refused(tmp_path):
         causal=(True, False),
     )
     with pytest.raises(MarsError, match="which layers of the head are causal"):
-        hub.save_dflash(tmp_path / "x", config, dflash.init_params(config, jax.random.key(0)))
+        hub.save_dflash(tmp_path / "x", config, dflash_head.init_params(config, jax.random.key(0)))

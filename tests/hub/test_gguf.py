@@ -18,10 +18,10 @@ from mars_jax.drafters.asked import LoadedDrafter
 from mars_jax.drafters.eagle import eagle
 from mars_jax.hub.files import resolve
 from mars_jax.hub.gguf_config import to_json
+from mars_jax.hub.gguf_file import read_gguf
+from mars_jax.lab.training import distillation
+from mars_jax.lab.training.objectives import forward_kl
 from mars_jax.models.weights import weights
-from mars_jax.pretrained.gguf_file import read_gguf
-from mars_jax.training import distillation
-from mars_jax.training.objectives import forward_kl
 
 VOCAB, LAYERS, HEADS, KV, WIDTH = 96, 2, 4, 2, 16
 SIZES = {"embedding_length": 64, "feed_forward_length": 96, "block_count": LAYERS, "context_length": 128}
@@ -115,7 +115,7 @@ def config_of(case, tied):
     }
     data |= {"num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": KV}
     data |= {"head_dim": WIDTH, "tie_word_embeddings": tied, "sliding_window": 8}
-    from mars_jax.hub.config import from_json
+    from mars_jax.hub.config_json import from_json
 
     return from_json(data)
 

@@ -14,9 +14,8 @@ from mars_jax import hub
 from mars_jax.core.errors import MarsError
 from mars_jax.hub.heads.eagle_config import from_head_json
 from mars_jax.hub.heads.medusa_files import load_medusa, save_medusa
-from mars_jax.models import ModelConfig, Rope, init_params
-from mars_jax.models import medusa as medusa_heads
-from mars_jax.models.medusa import MedusaConfig
+from mars_jax.models import ModelConfig, Rope, init_params, medusa_layers
+from mars_jax.models.medusa_layers import MedusaConfig
 from tests.hub.test_load import GEMMA_2, GEMMA_3, QWEN_3_MOE, edit_config, edit_weights, message, shard
 
 CONFIG = ModelConfig(vocab_size=17, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=2)
@@ -80,7 +79,7 @@ def test_a_tensor_in_two_files_is_refused(saved):
 
 def test_medusa_heads_under_two_names_are_refused(tmp_path):
     config = MedusaConfig(num_heads=1, num_layers=1, hidden_size=16, vocab_size=17)
-    path = save_medusa(tmp_path / "heads", config, medusa_heads.init_params(config, jax.random.key(0)))
+    path = save_medusa(tmp_path / "heads", config, medusa_layers.init_params(config, jax.random.key(0)))
     held = load_file(path / "medusa_lm_head.safetensors")
     held["medusa_head.0.1.weight"] = 2 * held["0.1.weight"]
     save_file(held, path / "medusa_lm_head.safetensors")

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from mars_jax import hub
 from mars_jax.core.errors import MarsError
-from mars_jax.hub.config import from_json
+from mars_jax.hub.config_json import from_json
 from mars_jax.models import ModelConfig, Rope, init_params
 
 CONFIG = ModelConfig(

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from mars_jax.hub.heads.eagle_config import canonical, from_head_json
-from mars_jax.models.eagle import weights
-from mars_jax.planning.models import CONFIGS
+from mars_jax.lab.planning.outlined_models import CONFIGS
+from mars_jax.models.eagle_head import weights
 
 PAGE = (Path(__file__).parents[2] / "docs" / "heads.md").read_text()
 LAYERS = "eagle_aux_hidden_state_layer_ids"

@@ -91,15 +91,15 @@ import sys
 import jax.numpy as jnp
 import kernels_pallas
 kernels_pallas.margin_stats(jnp.zeros((2, 300)))
-print("jax.experimental.pallas.triton" in sys.modules, "kernels_pallas.gpu.margin" in sys.modules)
+print("jax.experimental.pallas.triton" in sys.modules, "kernels_pallas.gpu.margin_gpu" in sys.modules)
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.split() == ["False", "False"]
 
 
 def test_a_jax_without_that_backend_says_what_to_do(monkeypatch):
-    monkeypatch.delitem(sys.modules, "kernels_pallas.gpu.margin", raising=False)
-    monkeypatch.delattr("kernels_pallas.gpu.margin", raising=False)
+    monkeypatch.delitem(sys.modules, "kernels_pallas.gpu.margin_gpu", raising=False)
+    monkeypatch.delattr("kernels_pallas.gpu.margin_gpu", raising=False)
     monkeypatch.delattr("jax.experimental.pallas.triton", raising=False)
     monkeypatch.setitem(sys.modules, "jax.experimental.pallas.triton", None)
     with pytest.raises(NotImplementedError, match="has no Triton backend for it: leave implementation out"):

@@ -16,13 +16,14 @@ from transformers import AutoTokenizer
 
 import mars_jax as mj
 from mars_jax import hub, specs, verify
+from mars_jax.contrib.drafters.system_files import System, save_system
+from mars_jax.contrib.models import indicator, mixer
 from mars_jax.hub.heads.dflash_files import save_dflash
 from mars_jax.hub.heads.medusa_files import save_medusa
-from mars_jax.hub.heads.system_files import System, save_system
-from mars_jax.models import ModelConfig, dflash, eagle, indicator, init_params, medusa, mixer
-from mars_jax.models.dflash import DFlashConfig
-from mars_jax.models.eagle import EagleConfig
-from mars_jax.models.medusa import MedusaConfig
+from mars_jax.models import ModelConfig, dflash_head, eagle_head, init_params, medusa_layers
+from mars_jax.models.dflash_head import DFlashConfig
+from mars_jax.models.eagle_head import EagleConfig
+from mars_jax.models.medusa_layers import MedusaConfig
 from tests.cli.conftest import write_tokenizer
 
 CORPUS = "a story of the sea and the sun, and of a man of the sea"
@@ -93,9 +94,9 @@ def world() -> World:
     head = EagleConfig(
         version=3, layer=layer, target_hidden_size=32, draft_vocab_size=len(own), feature_layers=(0,)
     )
-    hub.save_eagle(folder / "eagle", head, heads(eagle.init_params, head))
+    hub.save_eagle(folder / "eagle", head, heads(eagle_head.init_params, head))
     few = MedusaConfig(num_heads=3, num_layers=1, hidden_size=32, vocab_size=vocab)
-    save_medusa(folder / "medusa", few, heads(medusa.init_params, few))
+    save_medusa(folder / "medusa", few, heads(medusa_layers.init_params, few))
     block = DFlashConfig(
         layer=dataclasses.replace(layer, family="qwen3", qk_norm=True),
         target_hidden_size=32,
@@ -105,7 +106,7 @@ def world() -> World:
         draft_vocab_size=len(own),
         own_unembed=True,
     )
-    save_dflash(folder / "dflash", block, heads(dflash.init_params, block))
+    save_dflash(folder / "dflash", block, heads(dflash_head.init_params, block))
     arrays = {"weight": draw.normal(size=32).astype(np.float32), "bias": np.ones(1, np.float32)}
     mask = ((True, False),)
     for system, more in (

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from mars_jax.core.types import Visible
-from mars_jax.pretrained import Pretrained
+from mars_jax.hub.pretrained import Pretrained
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

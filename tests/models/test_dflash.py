@@ -12,8 +12,8 @@ import pytest
 
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import ForwardOutput, Params, Visible
-from mars_jax.models import ModelConfig, Rope, dflash, language_model
-from mars_jax.models.dflash import DFlashConfig
+from mars_jax.models import ModelConfig, Rope, dflash_head, language_model
+from mars_jax.models.dflash_head import DFlashConfig
 from mars_jax.models.weights import build_rows
 from tests.models import oracle
 
@@ -192,7 +192,7 @@ def test_a_block_equals_its_transcription_in_pytorch(name):
     target = dict(zip(("embed", "unembed"), draw, strict=True))
     theirs = torch_head(config, target)
     state = {key: value.numpy() for key, value in theirs.state_dict().items()}
-    draft = build_rows(dflash.weights(config), lambda row: jnp.asarray(state.pop(row.name)))
+    draft = build_rows(dflash_head.weights(config), lambda row: jnp.asarray(state.pop(row.name)))
     assert not state  # every parameter has its row
     params = Params(target=target, draft=draft)
     taken = rng.standard_normal((FEATURES, BATCH, CONTEXT, config.target_hidden_size), np.float32)
@@ -202,24 +202,24 @@ def test_a_block_equals_its_transcription_in_pytorch(name):
 
     @jax.jit
     def ours(params, taken, last, before):
-        cache = dflash.init_cache(config, BATCH, SLOTS, "float32")
+        cache = dflash_head.init_cache(config, BATCH, SLOTS, "float32")
         for first, end in ((0, 6), (6, CONTEXT)):
             part = tuple(taken[i][:, first:end] for i in range(FEATURES))
-            fused = dflash.fuse(config, params.draft, ForwardOutput(part[0], part, ()))
+            fused = dflash_head.fuse(config, params.draft, ForwardOutput(part[0], part, ()))
             at = jnp.broadcast_to(jnp.arange(first, end, dtype=jnp.int32), (BATCH, end - first))
             slot = jnp.full((BATCH,), first, jnp.int32)
-            cache = dflash.absorb(config, params.draft, fused, at, slot, cache)
+            cache = dflash_head.absorb(config, params.draft, fused, at, slot, cache)
         size, first = config.block_size, jnp.full((BATCH,), CONTEXT, jnp.int32)
         at = first[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
         visible = Visible(first=first, positions=at, slot=first, seen=jnp.ones((1, size, size), bool))
-        tokens = dflash.block(config, last)
-        hidden, _ = dflash.forward(config, model, params, tokens, visible, cache)
-        logits = dflash.unembed(config, model, params, hidden)
+        tokens = dflash_head.block(config, last)
+        hidden, _ = dflash_head.forward(config, model, params, tokens, visible, cache)
+        logits = dflash_head.unembed(config, model, params, hidden)
         more = ()
         if config.confidence:
             more = (
-                logits + dflash.markov(config, params.draft, before),
-                dflash.confidence(config, params.draft, hidden, before),
+                logits + dflash_head.markov(config, params.draft, before),
+                dflash_head.confidence(config, params.draft, hidden, before),
             )
         return (hidden, logits, *more)
 
@@ -235,8 +235,8 @@ def test_a_block_equals_its_transcription_in_pytorch(name):
 
 def test_the_table_names_every_leaf_of_params_once():
     for config in CASES.values():
-        table = dflash.weights(config)
-        params = jax.eval_shape(functools.partial(dflash.init_params, config), jax.random.key(0))
+        table = dflash_head.weights(config)
+        params = jax.eval_shape(functools.partial(dflash_head.init_params, config), jax.random.key(0))
         ids = config.draft_vocab_size < VOCAB
         assert len({row.name for row in table}) == len(table) == len(jax.tree.leaves(params)) - ids
 

@@ -12,8 +12,8 @@ import pytest
 
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import ForwardOutput, Params, Visible
-from mars_jax.models import ModelConfig, Rope, eagle, language_model
-from mars_jax.models.eagle import EagleConfig
+from mars_jax.models import ModelConfig, Rope, eagle_head, language_model
+from mars_jax.models.eagle_head import EagleConfig
 from mars_jax.models.weights import build_rows
 from tests.models import oracle
 
@@ -219,7 +219,7 @@ class Pair:
         self.config, self.target = config, language_model(LAYER)
         self.torch = torch_head(config, weights)
         state = {name: value.numpy() for name, value in self.torch.state_dict().items()}
-        draft = build_rows(eagle.weights(config), lambda row: jnp.asarray(state.pop(row.name)))
+        draft = build_rows(eagle_head.weights(config), lambda row: jnp.asarray(state.pop(row.name)))
         assert not state  # every parameter has its row
         self.params = Params(target=weights, draft=draft)
         shape = (max(len(config.feature_layers), 1), BATCH, N, config.target_hidden_size)
@@ -228,14 +228,14 @@ class Pair:
 
     def fuse(self):
         given = tuple(jnp.asarray(x) for x in self.taken)
-        cache = eagle.init_cache(self.config, 1, 1, "float32")
+        cache = eagle_head.init_cache(self.config, 1, 1, "float32")
         output = ForwardOutput(hidden=given[0], features=given, cache=cache)
-        return jax.jit(functools.partial(eagle.fuse, self.config))(self.params.draft, output)
+        return jax.jit(functools.partial(eagle_head.fuse, self.config))(self.params.draft, output)
 
     def run(self, feature, first, cache=None):
         """Features, logits and cache of the tokens from `first` on, one for each of the features given."""
         n = feature.shape[1]
-        cache = eagle.init_cache(self.config, BATCH, SLOTS, "float32") if cache is None else cache
+        cache = eagle_head.init_cache(self.config, BATCH, SLOTS, "float32") if cache is None else cache
         tokens = jnp.asarray(self.tokens[:, first : first + n], jnp.int32)
         return self.program(self.params, feature, tokens, jnp.full((BATCH,), first, jnp.int32), cache)
 
@@ -243,8 +243,8 @@ class Pair:
     def program(self):
         def program(params, feature, tokens, start, cache):
             visible = Visible.causal(start, tokens.shape[1])
-            out = eagle.forward(self.config, self.target, params, feature, tokens, visible, cache)
-            return out[0], eagle.unembed(self.config, self.target, params, out[0]), out[1]
+            out = eagle_head.forward(self.config, self.target, params, feature, tokens, visible, cache)
+            return out[0], eagle_head.unembed(self.config, self.target, params, out[0]), out[1]
 
         return jax.jit(program)
 
@@ -285,8 +285,8 @@ def test_token_by_token_equals_all_at_once(name):
 
 def test_the_table_names_every_leaf_of_params_once():
     for config in CASES.values():
-        table = eagle.weights(config)
-        params = jax.eval_shape(functools.partial(eagle.init_params, config), jax.random.key(0))
+        table = eagle_head.weights(config)
+        params = jax.eval_shape(functools.partial(eagle_head.init_params, config), jax.random.key(0))
         ids = config.draft_vocab_size < VOCAB
         assert len({row.name for row in table}) == len(table) == len(jax.tree.leaves(params)) - ids
 
@@ -295,13 +295,13 @@ def test_draft_tokens_and_logits_map_to_the_targets():
     ids = jnp.asarray([4, 1, 9], jnp.int32)
     config = vary(EAGLE_3, draft_vocab_size=3)
     params = Params(target=(), draft={"ids": ids})
-    chosen = eagle.to_target(config, params, jnp.asarray([[2, 0]], jnp.int32))
+    chosen = eagle_head.to_target(config, params, jnp.asarray([[2, 0]], jnp.int32))
     np.testing.assert_array_equal(chosen, [[9, 4]])
-    wide = eagle.widen(config, params, jnp.asarray([[[0.5, 1.5, 2.5]]]))
+    wide = eagle_head.widen(config, params, jnp.asarray([[[0.5, 1.5, 2.5]]]))
     expected = np.full((1, 1, VOCAB), -np.inf)
     expected[0, 0, [4, 1, 9]] = [0.5, 1.5, 2.5]
     np.testing.assert_array_equal(wide, expected)
-    assert eagle.to_target(EAGLE_1, params, ids) is ids
+    assert eagle_head.to_target(EAGLE_1, params, ids) is ids
 
 
 @pytest.mark.parametrize(

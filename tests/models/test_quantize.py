@@ -9,7 +9,7 @@ import pytest
 
 from mars_jax import hub
 from mars_jax.core.types import Visible
-from mars_jax.models import ModelConfig, eagle, init_params, language_model, medusa, moe
+from mars_jax.models import ModelConfig, eagle_head, init_params, language_model, medusa_layers, moe
 from mars_jax.models.layers import dense, embed
 from mars_jax.models.moe import dense_by_expert
 from mars_jax.models.quantize import Int8, quantize
@@ -124,10 +124,10 @@ def test_heads_load_in_int8_beside_a_target_in_int8(tmp_path):
     layer = ModelConfig(family="llama", **SIZES | {"num_layers": 1})
     target = hub.save(tmp_path / "target", layer, init_params(layer, jax.random.key(1), scale=0.3))
     target = hub.load(target, dtype="int8")
-    config = eagle.EagleConfig(
+    config = eagle_head.EagleConfig(
         version=1, layer=layer, target_hidden_size=16, draft_vocab_size=29, own_embed=True
     )
-    head = eagle.init_params(config, jax.random.key(2), scale=0.3)
+    head = eagle_head.init_params(config, jax.random.key(2), scale=0.3)
     whole = hub.load(target.path).params
     own = {"embed": whole["embed"], "unembed": whole["unembed"] * 1.5}
     saved = hub.save_eagle(tmp_path / "head", config, head | own)
@@ -141,8 +141,8 @@ def test_heads_load_in_int8_beside_a_target_in_int8(tmp_path):
 
     from mars_jax.hub.heads.medusa_files import load_medusa, save_medusa
 
-    heads = medusa.MedusaConfig(num_heads=2, num_layers=1, hidden_size=16, vocab_size=29)
-    save_medusa(tmp_path / "medusa", heads, medusa.init_params(heads, jax.random.key(3), scale=0.3))
+    heads = medusa_layers.MedusaConfig(num_heads=2, num_layers=1, hidden_size=16, vocab_size=29)
+    save_medusa(tmp_path / "medusa", heads, medusa_layers.init_params(heads, jax.random.key(3), scale=0.3))
     _, loaded = load_medusa(tmp_path / "medusa", layer, dtype="int8")
-    got = medusa.logits(loaded, hidden[:, :1], 2)
-    np.testing.assert_allclose(got, medusa.logits(dequantized(loaded), hidden[:, :1], 2), atol=1e-5)
+    got = medusa_layers.logits(loaded, hidden[:, :1], 2)
+    np.testing.assert_allclose(got, medusa_layers.logits(dequantized(loaded), hidden[:, :1], 2), atol=1e-5)

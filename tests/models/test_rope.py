@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mars_jax.core.errors import MarsError
-from mars_jax.hub.config import from_json
+from mars_jax.hub.config_json import from_json
 from mars_jax.models.config import Rope
 from mars_jax.models.rope import angles, frequencies, rotate
 from tests.models import oracle

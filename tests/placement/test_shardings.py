@@ -27,10 +27,10 @@ from mars_jax.core.errors import MarsError
 from mars_jax.core.mesh import by_rows
 from mars_jax.core.types import Params, keys_from_seeds
 from mars_jax.drafters import Dynamic
-from mars_jax.models import ModelConfig, dflash, eagle, init_params, language_model, medusa
-from mars_jax.models.dflash import DFlashConfig
-from mars_jax.models.eagle import EagleConfig
-from mars_jax.models.medusa import MedusaConfig
+from mars_jax.models import ModelConfig, dflash_head, eagle_head, init_params, language_model, medusa_layers
+from mars_jax.models.dflash_head import DFlashConfig
+from mars_jax.models.eagle_head import EagleConfig
+from mars_jax.models.medusa_layers import MedusaConfig
 from mars_jax.placement import shardings as sharding
 from tests.helpers import committed, ragged, with_numbers
 
@@ -153,13 +153,13 @@ def peaked(table):
 def weights(config):
     """Random params."""
     if isinstance(config, MedusaConfig):
-        made = medusa.init_params(config, jax.random.key(2), scale=0.3)
+        made = medusa_layers.init_params(config, jax.random.key(2), scale=0.3)
         heads = tuple(head | {"unembed": peaked(head["unembed"])} for head in made["heads"])
         return {"heads": heads}
     if isinstance(config, DFlashConfig):
-        return dflash.init_params(config, jax.random.key(1), scale=0.3)
+        return dflash_head.init_params(config, jax.random.key(1), scale=0.3)
     if isinstance(config, EagleConfig):
-        made = eagle.init_params(config, jax.random.key(1), scale=0.3)
+        made = eagle_head.init_params(config, jax.random.key(1), scale=0.3)
         if config.version == 3:
             made["ids"] = jnp.arange(0, VOCAB, VOCAB // config.draft_vocab_size, dtype=jnp.int32)
             made["unembed"] = peaked(made["unembed"])

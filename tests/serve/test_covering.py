@@ -25,11 +25,11 @@ from mars_jax import drafters, specs, verify
 from mars_jax.core import sampling
 from mars_jax.core.controls import make_controls
 from mars_jax.core.types import LoadedRule, Visible, keys_from_seeds
-from mars_jax.models import ModelConfig, eagle, init_params, language_model, medusa
-from mars_jax.models.dflash import DFlashConfig
-from mars_jax.models.dflash import init_params as dflash_params
-from mars_jax.models.eagle import EagleConfig
-from mars_jax.models.medusa import MedusaConfig
+from mars_jax.models import ModelConfig, eagle_head, init_params, language_model, medusa_layers
+from mars_jax.models.dflash_head import DFlashConfig
+from mars_jax.models.dflash_head import init_params as dflash_params
+from mars_jax.models.eagle_head import EagleConfig
+from mars_jax.models.medusa_layers import MedusaConfig
 from mars_jax.serve.prepare import prepared
 from mars_jax.serve.queue import Queue, longest_first
 
@@ -77,14 +77,14 @@ GREEDY = {
     "chain": lambda: (drafters.language_model(MODEL, 3), NOISY),
     "tree": lambda: (drafters.language_model(MODEL, tree=(2, 2, 1)), NOISY),
     "dynamic tree": lambda: (drafters.language_model(MODEL, tree=SHAPE), NOISY),
-    "eagle": lambda: (drafters.eagle(HEAD, MODEL, 3), eagle.init_params(HEAD, jax.random.key(2))),
+    "eagle": lambda: (drafters.eagle(HEAD, MODEL, 3), eagle_head.init_params(HEAD, jax.random.key(2))),
     "eagle tree": lambda: (
         drafters.eagle(HEAD, MODEL, tree=SHAPE),
-        eagle.init_params(HEAD, jax.random.key(2)),
+        eagle_head.init_params(HEAD, jax.random.key(2)),
     ),
     "medusa": lambda: (
         drafters.medusa(MEDUSA, MODEL, tree=(2, 1)),
-        medusa.init_params(MEDUSA, jax.random.key(3)),
+        medusa_layers.init_params(MEDUSA, jax.random.key(3)),
     ),
     "replay": lambda: (drafters.replay(8), drafters.corpus([list(range(40)), [5, 6, 7] * 9], 256)),
     "dflash": lambda: (drafters.dflash(BLOCK, MODEL), dflash_params(BLOCK, jax.random.key(4))),
@@ -98,7 +98,7 @@ SAMPLED = {
     "sampled tree": lambda: (drafters.language_model(MODEL, tree=(2, 1), sample=True), NOISY),
     "sampled eagle": lambda: (
         drafters.eagle(HEAD, MODEL, 3, sample=True),
-        eagle.init_params(HEAD, jax.random.key(2)),
+        eagle_head.init_params(HEAD, jax.random.key(2)),
     ),
 }
 RULES = [name for name, row in specs.RULES.items() if not {"weights", "long"} & set(row.needs)]

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 import mars_jax as mj
-from mars_jax import hub, verify
+from mars_jax import contrib, hub, verify
 from mars_jax.core import decode
+from mars_jax.hub.detokenizer import Detokenizer
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.transformer import init_params
-from mars_jax.pretrained import Detokenizer
 from mars_jax.serve import events as event_loop
-from mars_jax.serve import generate
+from mars_jax.serve import generation
 from mars_jax.serve import prepare as batch
-from mars_jax.serve.generate import check_finite, generate_requests, generate_stream
+from mars_jax.serve.generation import check_finite, generate_requests, generate_stream
 from tests.matrix import world as matrix
 
 SHARED = os.environ.get("MARS_JAX_SHARED")
@@ -115,7 +115,7 @@ def test_numbers_of_a_rule_are_one_or_one_per_prompt(target):
 
 def test_a_rule_that_needs_weights_says_so(target):
     with pytest.raises(mj.MarsError, match=r"the rule learned needs weights: pass .*LoadedRule"):
-        mj.generate(target, "ngram", PROMPTS, verify=verify.learned())
+        mj.generate(target, "ngram", PROMPTS, verify=contrib.learned())
 
 
 @pytest.mark.slow
@@ -211,7 +211,7 @@ def test_events_are_the_same_however_far_the_device_is_ahead(target, monkeypatch
     """And what the host fetches of a step, it fetches when that many later ones are on their way."""
     options = {"max_new_tokens": [24, 3, 17], "temperature": [0.0, 1.0, 0.7], "ignore_eos": True}
     requests = mj.make_requests(target, PROMPTS, **options)
-    given, fetched, plain_step, plain_fetch = [], [], decode.jitted_step, generate.fetch
+    given, fetched, plain_step, plain_fetch = [], [], decode.jitted_step, generation.fetch
 
     def step(*arguments):
         given.append(arguments)
@@ -230,7 +230,7 @@ def test_events_are_the_same_however_far_the_device_is_ahead(target, monkeypatch
         return repr([dataclasses.replace(e, completion=timeless(e.completion)) for e in made]), len(given)
 
     monkeypatch.setattr(decode, "jitted_step", step)
-    monkeypatch.setattr(generate, "fetch", fetch)
+    monkeypatch.setattr(generation, "fetch", fetch)
     monkeypatch.setattr(event_loop, "fetch", fetch)
     plain, steps = events(0)
     assert plain.count("finish_reason='length'") == 3

@@ -15,7 +15,7 @@ from mars_jax.core.errors import MarsError
 from mars_jax.core.extend import _extend
 from mars_jax.core.types import LoadedRule
 from mars_jax.serve import running as runnings
-from mars_jax.serve.generate import generate_stream
+from mars_jax.serve.generation import generate_stream
 from mars_jax.serve.requests import make_requests
 from mars_jax.serve.running import Running
 from mars_jax.serve.session import Session

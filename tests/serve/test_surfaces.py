@@ -16,7 +16,7 @@ import pytest
 
 import mars_jax as mj
 from mars_jax import drafters, verify
-from mars_jax.serve.generate import generate_requests, generate_stream
+from mars_jax.serve.generation import generate_requests, generate_stream
 from mars_jax.serve.queue import Said
 from mars_jax.serve.session import Session
 from tests.helpers import slow_but

@@ -9,7 +9,7 @@ import pytest
 import mars_jax as mj
 from mars_jax import drafters
 from mars_jax.cli.generate.command import main
-from mars_jax.serve.generate import generate_stream
+from mars_jax.serve.generation import generate_stream
 from mars_jax.serve.requests import make_requests
 from mars_jax.serve.text import RowText
 

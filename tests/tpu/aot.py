@@ -12,8 +12,8 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mars_jax.planning.chips import topology
-from mars_jax.planning.program import compile_for, compile_program, held_bytes
+from mars_jax.lab.planning.chips import topology
+from mars_jax.lab.planning.compiled_program import compile_for, compile_program, held_bytes
 
 __all__ = ["TOPOLOGIES", "abstract", "compile_for", "compile_program", "held_bytes", "mesh"]
 

@@ -10,11 +10,11 @@ from jax.sharding import Mesh
 from mars_jax import drafters, verify
 from mars_jax.core.decode import speculative_decoder
 from mars_jax.core.types import Drafter, LanguageModel, Params, PyTree
+from mars_jax.lab.planning import hlo
+from mars_jax.lab.planning.fit import lower_loop
+from mars_jax.lab.planning.outlined_models import CONFIGS, eagle3
 from mars_jax.models import ModelConfig, language_model
 from mars_jax.placement.shardings import AnyConfig, abstract_params, params_shardings
-from mars_jax.planning import hlo
-from mars_jax.planning.fit import lower_loop
-from mars_jax.planning.models import CONFIGS, eagle3
 from tests.tpu import aot
 
 BUFFER = 2048

@@ -15,7 +15,7 @@ pytest.importorskip(
 
 CODE = """
 import json
-from mars_jax.planning import chips, dump, trust
+from mars_jax.lab.planning import chips, dump, trust
 dump.dump_folder()
 where = chips.topology("v5e:2x2")
 
@@ -23,9 +23,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from mars_jax.planning.constants import SPEEDS
-from mars_jax.planning.cost import read_step
-from mars_jax.planning.estimate import estimate, figures
+from mars_jax.lab.planning.constants import SPEEDS
+from mars_jax.lab.planning.cost import read_step
+from mars_jax.lab.planning.estimate import estimate, figures
 
 mesh = Mesh(np.array(where.devices), ("model",))
 
@@ -113,7 +113,7 @@ def test_plan_says_what_a_step_takes_by_the_schedule(tmp_path):
         "hidden_act": "silu",
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    command = [sys.executable, "-m", "mars_jax.plan", "--target", str(tmp_path), "--draft", "ngram"]
+    command = [sys.executable, "-m", "mars_jax", "plan", "--target", str(tmp_path), "--draft", "ngram"]
     command += ["--num-draft-tokens", "3", "--topology", "v5e:1x1", "--context", "256", "--json"]
     ran = subprocess.run(
         command, env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True, timeout=900

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mars_jax import verify
+from mars_jax import contrib, verify
 from mars_jax.core import tree as trees
-from mars_jax.core.rules import for_rows
+from mars_jax.core.rule_values import for_rows
 from tests.helpers import judge, slow_but
 from tests.verify import oracles
 from tests.verify.test_rejection import sampled_chain
@@ -77,14 +77,14 @@ class Law(NamedTuple):
 
 
 LAWS = {
-    "lenience": Law(verify.lenience(factor=0.4), lenience, 0.4),
-    "lenience by blocks": Law(verify.lenience(factor=0.4, block=True), lenience, 0.4),
+    "lenience": Law(contrib.lenience(factor=0.4), lenience, 0.4),
+    "lenience by blocks": Law(contrib.lenience(factor=0.4, block=True), lenience, 0.4),
     "mixture": Law(verify.mixture(weight=0.6), mixture, 0.6),
     "mixture by blocks": Law(verify.mixture(weight=0.6, block=True), mixture, 0.6),
-    "cactus": Law(verify.cactus(divergence=0.2), cactus, 0.2),
-    "token_v3": Law(verify.speccascade(alpha=0.6), token_v3, 0.6),
-    "opt": Law(verify.speccascade(trust="opt", alpha=0.3), opt, 0.3),
-    "released": Law(verify.released(ratio=0.6), released, 0.6),
+    "cactus": Law(contrib.cactus(divergence=0.2), cactus, 0.2),
+    "token_v3": Law(contrib.speccascade(alpha=0.6), token_v3, 0.6),
+    "opt": Law(contrib.speccascade(trust="opt", alpha=0.3), opt, 0.3),
+    "released": Law(contrib.released(ratio=0.6), released, 0.6),
     "nucleus": Law(verify.nucleus(mass=0.9), nucleus, 0.9),
 }
 
@@ -232,6 +232,6 @@ def test_at_temperature_0_in_strict_rows_and_after_the_draft_the_target_is_follo
 
 def test_at_alpha_0_a_cascade_trusts_the_best_token_alone():
     p, q = np.float32([0.5, 0.3, 0.2]), np.float32([0.25, 0.75, 0.0])
-    rule: Any = for_rows(verify.speccascade(alpha=0.0), 1)
+    rule: Any = for_rows(contrib.speccascade(alpha=0.0), 1)
     got = rule.target(*(jnp.log(jnp.asarray(x))[None, None] for x in (p, q)), None)
     np.testing.assert_allclose(np.exp(got[0, 0]), [0.25 + 0.5 * 0.75, 0.3 * 0.75, 0.2 * 0.75], rtol=1e-5)

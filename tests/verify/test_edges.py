@@ -10,11 +10,11 @@ import pytest
 import scipy.special
 import scipy.stats
 
-from mars_jax import drafters, verify
+from mars_jax import contrib, drafters, verify
 from mars_jax.core import fake
 from mars_jax.core import tree as trees
 from mars_jax.core.errors import MarsError
-from mars_jax.core.rules import for_rows
+from mars_jax.core.rule_values import for_rows
 from mars_jax.core.types import DraftTree
 from tests.helpers import judge
 from tests.verify import oracles
@@ -133,7 +133,7 @@ def test_the_entropy_gate_opens_by_scipys_entropy(chain):
     nats = scipy.stats.entropy(scipy.special.softmax(np.asarray(logits, float), axis=-1), axis=-1)
     runner_up = (np.arange(VOCAB) == best[..., :1]) | (np.arange(VOCAB) == best[..., 1:])
     wanted = at_edges(tree, runner_up & (nats > 1.9)[..., None])
-    same_and_mixed(relaxable(verify.entropy_gate(entropy=1.9), tree, logits), wanted)
+    same_and_mixed(relaxable(contrib.entropy_gate(entropy=1.9), tree, logits), wanted)
 
 
 def unsure(z, least):
@@ -161,15 +161,15 @@ def test_fly_lets_through_what_is_followed_by_the_targets_own_tokens(chain, wind
             for b in range(ROWS)
         ]
     )
-    np.testing.assert_array_equal(relaxable(verify.fly(entropy=0.8, window=window), tree, logits), wanted)
+    np.testing.assert_array_equal(relaxable(contrib.fly(entropy=0.8, window=window), tree, logits), wanted)
     assert wanted.any() and not wanted.all()
 
 
 def test_fly_asks_for_drafts_that_hold_its_window():
     model = fake.hash_model(vocab_size=VOCAB)
-    verify.fly(window=[9, 3]).check_drafter(drafters.language_model(model, 4))
+    contrib.fly(window=[9, 3]).check_drafter(drafters.language_model(model, 4))
     with pytest.raises(MarsError, match=r"window is 6, and this draft is 6 tokens deep.*smaller window"):
-        verify.fly().check_drafter(drafters.language_model(model, 6))
+        contrib.fly().check_drafter(drafters.language_model(model, 6))
 
 
 def spent(tree, logits, gap, most, total):
@@ -203,7 +203,7 @@ def spent(tree, logits, gap, most, total):
 )
 def test_a_budget_is_spent_as_in_python(chain, gap, most, total):
     tree, logits = case(chain)
-    rule = for_rows(verify.budget(gap=gap, max_relaxed=most, total=total), ROWS)
+    rule = for_rows(contrib.budget(gap=gap, max_relaxed=most, total=total), ROWS)
     verdict, left = rule(verify.evidence(tree, logits))
     out, count = oracles.emitted(tree.tokens, verdict)
     wanted = spent(tree, logits, gap, most, total)
@@ -220,7 +220,7 @@ def test_over_rejection_a_step_relaxes_no_more_than_its_share():
     sure = jnp.tile(jnp.asarray([[[0.0, -9.0, -9.0]]]), (ROWS, 5, 1))
     tree = trees.chain(tokens, sure[..., jnp.asarray([1, 0, 2])])
     for most in (0, 1, 3):
-        rule = verify.budget(verify.rejection(), gap=9.0, max_relaxed=most, total=99.0)
+        rule = contrib.budget(verify.rejection(), gap=9.0, max_relaxed=most, total=99.0)
         rows = oracles.controls_of([(1.0, 0, 1.0, 0.0)] * ROWS)
         verdict = judge(rule)(oracles.keys_of(1, ROWS), tree, sure, rows)
         relaxed = np.asarray(verdict.relaxed).sum(1)

@@ -8,10 +8,10 @@ import jax
 import numpy as np
 import pytest
 
-from mars_jax import specs, verify
+from mars_jax import contrib, specs, verify
+from mars_jax.contrib.models import indicator
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import LoadedRule
-from mars_jax.models import indicator
 from mars_jax.verify.named import read_weights
 
 OWN = """
@@ -183,7 +183,7 @@ def test_weights_come_back_as_they_were_saved(tmp_path):
     params = indicator.init_params(8, jax.random.key(0), width=4)
     folder = verify.save(tmp_path / "new" / "head", params)
     loaded = verify.load(f"learned:{folder}", theta=0.2)
-    assert loaded.rule.name == verify.learned().name
+    assert loaded.rule.name == contrib.learned().name
     assert jax.tree.all(jax.tree.map(lambda a, b: np.array_equal(a, b), loaded.params, params))
     assert "holds weights already" in message(verify.save, folder, params)
 

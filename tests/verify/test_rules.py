@@ -13,14 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mars_jax import drafters, specs, verify
+from mars_jax import contrib, drafters, specs, verify
+from mars_jax.contrib.models import indicator, mixer
 from mars_jax.core import decode, fake
 from mars_jax.core import tree as trees
 from mars_jax.core.controls import make_controls
 from mars_jax.core.errors import MarsError
-from mars_jax.core.rules import for_rows, structure, take_rows
+from mars_jax.core.rule_values import for_rows, structure, take_rows
 from mars_jax.core.types import LoadedRule, Params, keys_from_seeds
-from mars_jax.models import indicator, mixer
 from tests.helpers import committed, decode_all, ragged, slow_but
 
 VOCAB, BATCH, BUFFER = 13, 4, 40
@@ -76,14 +76,14 @@ CASES = {
     ),
     "mars by position": Case(
         verify.mars(theta=0.5, context="position"), verify.exact(), {"theta": np.inf}, {"theta": 0.8},
-        params=verify.context("position", (1.5, 0.5), edges=(1,)),
+        params=contrib.context("position", (1.5, 0.5), edges=(1,)),
     ),
     "gap": Case(verify.mars(margin="gap", theta=1.5), verify.exact(), {"theta": np.inf}, {"theta": 0.5}),
     "prob_ratio": Case(
         verify.mars(margin="prob_ratio", theta=0.2), verify.exact(), {"max_relaxed_run": 0}, {"theta": 0.6}
     ),
     "learned": Case(
-        verify.learned(theta=0.5), verify.exact(), {"theta": np.inf}, {"theta": 0.13}, params=learned_head(),
+        contrib.learned(theta=0.5), verify.exact(), {"theta": np.inf}, {"theta": 0.13}, params=learned_head(),
         drafter=TREE,
     ),
     "simulated": Case(verify.simulated(3), verify.exact(), None, {"tau": 1.5}),
@@ -94,37 +94,37 @@ CASES = {
     "nucleus": Case(verify.nucleus(), verify.rejection(), {"mass": 0.0}, {"mass": 0.4}, drafter=SAMPLED),
     "adaptive": Case(verify.adaptive(), verify.exact(), {"theta": np.inf}, {"theta": 0.7}, drafter=TREE),
     "entropy_gate": Case(
-        verify.entropy_gate(entropy=0.5), verify.exact(), {"entropy": np.inf}, {"entropy": 2.3}, drafter=TREE
+        contrib.entropy_gate(entropy=0.5), verify.exact(), {"entropy": np.inf}, {"entropy": 2.3}, drafter=TREE
     ),
     "fly": Case(
-        verify.fly(window=1), verify.exact(), {"entropy": np.inf}, {"window": 2}, drafter=CHAIN
+        contrib.fly(window=1), verify.exact(), {"entropy": np.inf}, {"window": 2}, drafter=CHAIN
     ),
-    "phrase": Case(verify.phrase(bound=2.0, window=1), verify.exact(), {"bound": 0.0}, {"window": 2}, drafter=TREE),
+    "phrase": Case(contrib.phrase(bound=2.0, window=1), verify.exact(), {"bound": 0.0}, {"window": 2}, drafter=TREE),
     "equivalent": Case(
-        verify.equivalent(gap=np.inf), verify.exact(), {"gap": 0.0}, {"gap": 0.1}, drafter=TREE,
+        contrib.equivalent(gap=np.inf), verify.exact(), {"gap": 0.0}, {"gap": 0.1}, drafter=TREE,
         params=jnp.asarray([0, 1, 1, 2, 2, 2, 3, 3, 0, 4, 4, 4, 4], jnp.int32),
     ),
-    "budget": Case(verify.budget(gap=1.0), verify.exact(), {"max_relaxed": 0}, {"total": 1.0}, drafter=TREE),
+    "budget": Case(contrib.budget(gap=1.0), verify.exact(), {"max_relaxed": 0}, {"total": 1.0}, drafter=TREE),
     "lenience": Case(
-        verify.lenience(factor=0.2), verify.rejection(), {"factor": 1.0}, {"factor": 1.0}, drafter=SAMPLED
+        contrib.lenience(factor=0.2), verify.rejection(), {"factor": 1.0}, {"factor": 1.0}, drafter=SAMPLED
     ),
     "mixture": Case(
         verify.mixture(weight=0.2), verify.rejection(), {"weight": 1.0}, {"weight": 0.7}, drafter=SAMPLED
     ),
     "diversed": Case(
-        verify.diversed(shift=-2.0), verify.rejection(), {"shift": np.inf}, {"shift": 0.0}, drafter=SAMPLED,
+        contrib.diversed(shift=-2.0), verify.rejection(), {"shift": np.inf}, {"shift": 0.0}, drafter=SAMPLED,
         params=mixer_head(),
     ),
     "cactus": Case(
-        verify.cactus(divergence=2), verify.rejection(), {"divergence": 0.0}, {"divergence": 0.0}, drafter=SAMPLED
+        contrib.cactus(divergence=2), verify.rejection(), {"divergence": 0.0}, {"divergence": 0.0}, drafter=SAMPLED
     ),
     "speccascade": Case(
-        verify.speccascade(alpha=0.9), verify.rejection(), None, {"alpha": 0.1}, drafter=SAMPLED
+        contrib.speccascade(alpha=0.9), verify.rejection(), None, {"alpha": 0.1}, drafter=SAMPLED
     ),
     "speccascade(opt)": Case(
-        verify.speccascade(trust="opt", alpha=1), verify.rejection(), None, {"alpha": 0.0}, drafter=SAMPLED
+        contrib.speccascade(trust="opt", alpha=1), verify.rejection(), None, {"alpha": 0.0}, drafter=SAMPLED
     ),
-    "released": Case(verify.released(ratio=0.4), verify.rejection(), None, {"ratio": np.inf}, drafter=SAMPLED),
+    "released": Case(contrib.released(ratio=0.4), verify.rejection(), None, {"ratio": np.inf}, drafter=SAMPLED),
 }  # fmt: skip
 LIKE_ANOTHER = {
     "mars by position", "gap", "prob_ratio", "topk", "typical", "adaptive", "entropy_gate", "nucleus", "lenience",

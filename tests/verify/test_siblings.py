@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mars_jax import drafters, verify
+from mars_jax import contrib, drafters, verify
 from mars_jax.core import decode, fake
 from mars_jax.core import tree as trees
 from mars_jax.core.controls import make_controls
@@ -203,8 +203,8 @@ def test_what_cannot_be_verified_on_a_tree_is_refused():
     given = (oracles.keys_of(0, 1), plain, jnp.zeros((1, 3, 4)), oracles.controls_of([(1.0, 0, 1.0, 0.0)]))
     for rule in (
         verify.rejection(block=True),
-        verify.cactus(),
-        verify.released(),
+        contrib.cactus(),
+        contrib.released(),
         verify.mixture(block=True),
     ):
         with pytest.raises(MarsError, match=r"chain.*exact\(\) or rejection\(\)"):

@@ -22,7 +22,7 @@ from mars_jax.cli.flags import (
     numbers_of,
 )
 from mars_jax.cli.program import Parser
-from mars_jax.cli.rule import OWN, add_rule_flags, given_settings
+from mars_jax.cli.rule_flags import OWN, add_rule_flags, given_settings
 from mars_jax.cli.theta import rule_and_file, settings_of
 from mars_jax.core.errors import MarsError
 

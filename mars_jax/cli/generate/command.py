@@ -14,7 +14,7 @@ from mars_jax.cli.generate.arguments import parse
 from mars_jax.cli.generate.prompts import PromptRow, from_texts, read_prompts
 from mars_jax.cli.generate.recorded import recorded
 from mars_jax.cli.program import command, keep_compilations
-from mars_jax.cli.rule import print_drafters, print_rules
+from mars_jax.cli.rule_flags import print_drafters, print_rules
 from mars_jax.core.errors import MarsError
 
 
@@ -46,7 +46,7 @@ def _run(argv: Sequence[str], args: argparse.Namespace, out: IO[str]) -> None:
     rows = [row for row in rows for _ in range(args.samples or 1)]
 
     # From here on jax loads; what is above answers at once.
-    from mars_jax.cli.hosts import joined
+    from mars_jax.cli.host_flags import joined
 
     keep_compilations()
     with joined(args, rows, out) as place:

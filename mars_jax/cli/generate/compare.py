@@ -10,7 +10,7 @@ from rich.table import Table
 
 from mars_jax.cli.generate.job import Job
 from mars_jax.core.types import LoadedRule
-from mars_jax.serve.generate import generate_requests
+from mars_jax.serve.generation import generate_requests
 from mars_jax.serve.requests import Result
 from mars_jax.verify import exact
 

@@ -17,20 +17,20 @@ from mars_jax import __version__, drafters, hub, specs, verify
 from mars_jax.cli.generate.applies import Choices
 from mars_jax.cli.generate.arguments import AUTO
 from mars_jax.cli.generate.prompts import CONSTRAINTS, SPANS, PromptRow
-from mars_jax.cli.generate.refining import EVERY, Refining
 from mars_jax.cli.open_target import open_target
 from mars_jax.cli.progress import Pace
 from mars_jax.cli.theta import fingerprints
+from mars_jax.contrib.drafters import elsewhere
 from mars_jax.core import activity
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import LoadedRule
-from mars_jax.drafters.load import load_block
+from mars_jax.drafters.by_name import load_block
 from mars_jax.hub.files import resolve
+from mars_jax.hub.pretrained import Pretrained, check_same_vocabulary
+from mars_jax.lab.commands.refining import EVERY, Refining
 from mars_jax.placement import hosts
-from mars_jax.pretrained import Pretrained, check_same_vocabulary
-from mars_jax.serve import elsewhere
 from mars_jax.serve import requests as request
-from mars_jax.serve.generate import check_finite
+from mars_jax.serve.generation import check_finite
 from mars_jax.serve.journal import plain
 from mars_jax.serve.queue import Queue
 from mars_jax.serve.requests import Completion, Request, StreamEvent
@@ -191,7 +191,7 @@ def open_job(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRo
     )
     refining = None
     if args.refine is not None:
-        from mars_jax.cli.open_refiner import open_refiner  # with optax
+        from mars_jax.lab.commands.open_refiner import open_refiner  # with optax
 
         samples = any(request.temperature > 0 for request in requests)
         made = open_refiner(args.refine, target, args.draft, drafter, dtype=args.dtype, samples=samples)
@@ -215,10 +215,10 @@ def _with_budget(
     args: argparse.Namespace, target: Pretrained, rule: LoadedRule, requests: Sequence[Request], rows: int
 ) -> tuple[drafters.LoadedDrafter, specs.Dynamic]:
     """The drafter with the tree that `planning.budget` chooses, which is said on stderr; and the tree."""
-    from mars_jax.planning import budget
+    from mars_jax.lab.planning import tree_budget
 
     depth, with_tree = load_block(args.draft, target, dtype=args.dtype)
-    found = budget.choose(target, with_tree, requests, rule=rule, rows=rows, depth=depth)
+    found = tree_budget.choose(target, with_tree, requests, rule=rule, rows=rows, depth=depth)
     if hosts.is_first():
         print(f"note: --tree auto takes {found.describe()}", file=sys.stderr)
     tree = specs.Dynamic(depth=depth, nodes=found.nodes)

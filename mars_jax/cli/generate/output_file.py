@@ -16,8 +16,8 @@ import jax
 from mars_jax.cli.generate.recorded import Recorded
 from mars_jax.cli.generate.rows import row_head, to_row
 from mars_jax.core.errors import MarsError, say
-from mars_jax.evaluate.folder import fingerprint
 from mars_jax.hub.files import resolve
+from mars_jax.serve.folder import fingerprint
 from mars_jax.serve.journal import Journal, could_begin, difference, parse, to_line, write_whole
 from mars_jax.serve.requests import Completion, Request
 from mars_jax.serve.session import Session

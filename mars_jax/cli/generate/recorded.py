@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from mars_jax import specs
 from mars_jax.cli.generate.applies import Choices
 from mars_jax.cli.generate.prompts import PromptRow
-from mars_jax.cli.rule import FLAGS
+from mars_jax.cli.rule_flags import FLAGS
 from mars_jax.serve.journal import plain
 
 _ELSEWHERE = {

@@ -22,13 +22,13 @@ from mars_jax.cli.generate.job import Job, load_rule, make_requests, open_job
 from mars_jax.cli.generate.line_editor import editing
 from mars_jax.cli.generate.prompts import PromptRow, from_texts
 from mars_jax.cli.generate.terminal import TextPrinter, console, legend, line_of
-from mars_jax.cli.hosts import joined
+from mars_jax.cli.host_flags import joined
 from mars_jax.cli.program import keep_compilations
 from mars_jax.cli.progress import busy
 from mars_jax.core.errors import MarsError, did_you_mean
-from mars_jax.pretrained import Turn
+from mars_jax.hub.pretrained import Turn
 from mars_jax.serve.chat import Chat
-from mars_jax.serve.generate import check_finite
+from mars_jax.serve.generation import check_finite
 from mars_jax.serve.requests import Completion, Request, StreamEvent
 from mars_jax.serve.running import Running
 

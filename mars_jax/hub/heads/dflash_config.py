@@ -10,10 +10,10 @@ import dataclasses
 from typing import Any
 
 from mars_jax.core.errors import MarsError
-from mars_jax.hub.config import FAMILIES, from_json, to_json
+from mars_jax.hub.config_json import FAMILIES, from_json, to_json
 from mars_jax.hub.values import given
 from mars_jax.models.config import ModelConfig
-from mars_jax.models.dflash import DFlashConfig
+from mars_jax.models.dflash_head import DFlashConfig
 
 LAYOUTS = ("dflash", "speculators")
 """Of config.json: z-lab's, or DeepSeek's where places say the next token; or that of the speculators library."""

@@ -16,14 +16,14 @@ import numpy as np
 from mars_jax import specs
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import PyTree
-from mars_jax.hub.config import read_json
+from mars_jax.hub.config_json import read_json
 from mars_jax.hub.files import resolve, tensors
 from mars_jax.hub.heads.dflash_config import from_dflash_json, to_dflash_json
 from mars_jax.hub.heads.eagle_files import VERIFIERS, draft_ids, head_shapes, repeats
 from mars_jax.hub.load import DERIVED, convert, listed, resolve_dtype
 from mars_jax.hub.save import free_directory, named_arrays, write_directory
 from mars_jax.models.config import ModelConfig
-from mars_jax.models.dflash import DFlashConfig, weights
+from mars_jax.models.dflash_head import DFlashConfig, weights
 from mars_jax.models.quantize import Int8, is_quantized
 from mars_jax.models.weights import build_rows
 

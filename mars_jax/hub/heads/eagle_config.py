@@ -12,10 +12,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from mars_jax.core.errors import MarsError
-from mars_jax.hub.config import FAMILIES, from_json, to_json
+from mars_jax.hub.config_json import FAMILIES, from_json, to_json
 from mars_jax.hub.values import given
 from mars_jax.models.config import ModelConfig
-from mars_jax.models.eagle import EagleConfig, weights
+from mars_jax.models.eagle_head import EagleConfig, weights
 
 _LAYERS = "eagle_aux_hidden_state_layer_ids"
 LAYOUTS = ("eagle", "speculators")

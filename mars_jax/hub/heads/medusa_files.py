@@ -15,12 +15,12 @@ import jax
 from mars_jax import assets, specs
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import PyTree
-from mars_jax.hub.config import read_json
+from mars_jax.hub.config_json import read_json
 from mars_jax.hub.files import Tensor, _bin, _safetensors, resolve
 from mars_jax.hub.load import convert, listed, resolve_dtype
 from mars_jax.hub.save import free_directory, named_arrays, write_directory
 from mars_jax.models.config import ModelConfig
-from mars_jax.models.medusa import MedusaConfig, weights
+from mars_jax.models.medusa_layers import MedusaConfig, weights
 from mars_jax.models.quantize import Int8, is_quantized
 from mars_jax.models.weights import Weight, build_rows
 

@@ -1,1 +1,0 @@
-"""`python -m mars_jax.check` from the command line."""

@@ -1,0 +1,1 @@
+"""Drafters that belong to one paper."""

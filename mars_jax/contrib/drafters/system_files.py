@@ -1,0 +1,153 @@
+"""Systems that vouch for their own drafts, read and written: SPRINTER, TriSpec and VIA-SD.
+
+A directory holds config.json, whose `model_type` names the system and whose `draft` names its small model (a
+directory within it, one of the package's own, or a name on the hub). SPRINTER's classifier is in model.safetensors.
+Oracle: what was written, and hostile variants of it, in tests/contrib/test_system_files.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mars_jax.core.errors import MarsError
+from mars_jax.hub.config_json import read_json
+from mars_jax.hub.files import Tensor, _is_within, resolve, tensors
+from mars_jax.hub.save import free_directory, write_directory
+
+NUMBERS: Mapping[str, Mapping[str, float]] = {
+    "sprinter": {"threshold": 0.5},
+    "trispec": {"margin": 0.5},
+    "via_sd": {"accept": 0.6, "escalate": 0.3},
+}
+"""The numbers of each system, with the usual ones; above 1 a system trusts nothing."""
+NGRAM = "ngram"
+"""The `draft` that copies from the text, of a system with a proxy."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class System:
+    """What config.json says."""
+
+    name: str  # of the row of `specs.DRAFTERS`
+    draft: str  # of the small model, or `NGRAM`
+    draft_tokens: int = 5  # of a round, of a system with a proxy
+    proxy: str = ""  # of TriSpec's proxy
+    layers: tuple[tuple[bool, bool], ...] = ()  # of VIA-SD: (attention, mlp) that the verifier keeps
+    numbers: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    directory: Path = Path()
+
+
+def load_system(name_or_path: str | os.PathLike[str], kind: str) -> System:
+    """What config.json in a directory, or on the hub, says of a system.
+
+    Raises:
+      MarsError: there is no such directory, it is of another system, or says what none can be.
+
+    >>> load_system("tiny/trispec", "trispec").draft
+    'tiny/draft'
+    """
+    directory = resolve(name_or_path)
+    path = directory / "config.json"
+    data = read_json(path)
+
+    def refuse(key: str, expected: str) -> MarsError:
+        return MarsError(f"{key} of '{path}' is {data.get(key)!r}: expected {expected}.")
+
+    if data.get("model_type") != kind:
+        raise refuse("model_type", f"{kind}, or draft with what it names")
+    for key in ("draft", "proxy") if kind == "trispec" else ("draft",):
+        if not isinstance(data.get(key), str) or not data[key]:
+            raise refuse(key, "the name of a checkpoint")
+    tokens = data.get("draft_tokens", 5)
+    if type(tokens) is not int or not 1 <= tokens <= 64:
+        raise refuse("draft_tokens", "a whole number from 1 to 64")
+    layers = data.get("layers", [])
+    if kind == "via_sd" and not _is_mask(layers):
+        raise refuse("layers", "[attention, mlp] of every layer, each true or false")
+    numbers = {}
+    for key, usual in NUMBERS[kind].items():
+        value = data.get(key, usual)
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise refuse(key, "a number")
+        numbers[key] = float(value)
+    return System(
+        name=kind,
+        draft=data["draft"],
+        draft_tokens=tokens,
+        proxy=data.get("proxy", "") if kind == "trispec" else "",
+        layers=tuple((a, m) for a, m in layers) if kind == "via_sd" else (),
+        numbers=numbers,
+        directory=directory,
+    )
+
+
+def _is_mask(layers: Any) -> bool:
+    return (
+        isinstance(layers, list)
+        and bool(layers)
+        and all(isinstance(x, list) and len(x) == 2 and all(type(y) is bool for y in x) for x in layers)
+    )
+
+
+def part_of(system: System, name: str) -> str:
+    """Where a model that a system names is: in its directory, or by a name of the package's or the hub's."""
+    if _is_within(name) and (system.directory / name / "config.json").is_file():
+        return str(system.directory / name)
+    if Path(name).is_absolute() or name.startswith((".", "~")):
+        raise MarsError(
+            f"'{system.directory / 'config.json'}' names the model {name!r}: expected a directory within its own, or "
+            "owner/name."
+        )
+    return name
+
+
+def load_classifier(system: System) -> tuple[np.ndarray, np.ndarray]:
+    """(weight f32[E], bias f32[]) of SPRINTER's classifier.
+
+    Raises:
+      MarsError: there are no weights, or they are something else.
+    """
+    found: dict[str, Tensor] = {}
+    for part in tensors(system.directory):
+        found |= part
+    shapes = {name: t.shape for name, t in found.items()}
+    if shapes.keys() != {"weight", "bias"} or len(shapes["weight"]) != 1 or shapes["bias"] != (1,):
+        raise MarsError(
+            f"the weights in '{system.directory}' are {shapes}: expected weight [E] and bias [1] of a classifier."
+        )
+    weight, bias = (found[name].read().astype(np.float32) for name in ("weight", "bias"))
+    return weight, bias[0]
+
+
+def save_system(
+    path: str | os.PathLike[str], system: System, arrays: Mapping[str, np.ndarray] | None = None
+) -> Path:
+    """Write a system's directory; returns it.
+
+    Args:
+      path: of a new directory.
+      system: what config.json is to say.
+      arrays: of SPRINTER, `weight` f32[E] and `bias` f32[1].
+
+    Raises:
+      MarsError: the directory is not empty.
+
+    >>> save_system("mine", System(name="trispec", draft="tiny/draft", proxy="tiny/proxy"))  # doctest: +SKIP
+    PosixPath('mine')
+    """
+    data: dict[str, Any] = {"model_type": system.name, "draft": system.draft}
+    if system.name != "sprinter":
+        data["draft_tokens"] = system.draft_tokens
+    if system.name == "trispec":
+        data["proxy"] = system.proxy
+    if system.name == "via_sd":
+        data["layers"] = [list(x) for x in system.layers]
+    data |= {**NUMBERS[system.name], **system.numbers}
+    return write_directory(free_directory(path, overwrite=False), dict(arrays or {}), data)

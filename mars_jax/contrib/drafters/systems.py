@@ -1,0 +1,110 @@
+"""The systems that vouch for their own drafts, from their directories. Oracle: the same drafters made by hand, in
+tests/contrib/test_systems.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from mars_jax import hub
+from mars_jax.contrib.drafters.cascade import CascadeParams, cascade
+from mars_jax.contrib.drafters.gates import GATES
+from mars_jax.contrib.drafters.sprinter import SprinterParams, sprinter
+from mars_jax.contrib.drafters.system_files import NGRAM, System, load_classifier, load_system, part_of
+from mars_jax.core.errors import MarsError
+from mars_jax.core.types import Drafter, LanguageModel, PyTree
+from mars_jax.drafters.asked import Asked, LoadedDrafter
+from mars_jax.drafters.model import language_model
+from mars_jax.drafters.ngram import ngram
+from mars_jax.hub.pretrained import Pretrained, check_same_vocabulary
+
+
+def load_sprinter(asked: Asked) -> LoadedDrafter:
+    """`sprinter` of its directory.
+
+    Raises:
+      MarsError: as `hub.load` and `load_system`, or a classifier of another model.
+    """
+    system = load_system(asked.path, "sprinter")
+    draft = _model(asked, system, system.draft)
+    weight, bias = load_classifier(system)
+    if draft.config.vocab_size != asked.target.config.vocab_size:
+        raise MarsError(
+            f"'{system.draft}' has a vocabulary of {draft.config.vocab_size} tokens and '{asked.target.name}' one of "
+            f"{asked.target.config.vocab_size}: use a small model of the same size."
+        )
+    if weight.shape != (draft.config.hidden_size,):
+        raise MarsError(
+            f"the classifier in '{system.directory}' is for a model of hidden size {weight.size} and '{system.draft}' "
+            f"has {draft.config.hidden_size}: use the model that it was trained on."
+        )
+    params = SprinterParams(
+        model=draft.params,
+        weight=jnp.asarray(weight),
+        bias=jnp.asarray(bias),
+        threshold=np.float32(system.numbers["threshold"]),
+    )
+    return LoadedDrafter(sprinter(draft.model, asked.chain, sample=asked.sample), params)
+
+
+def load_trispec(asked: Asked) -> LoadedDrafter:
+    """`cascade` with a small model as proxy, of its directory.
+
+    Raises:
+      MarsError: as `hub.load`, `load_system` and `cascade`, or models of other vocabularies.
+    """
+    system = load_system(asked.path, "trispec")
+    proxy = _model(asked, system, system.proxy)
+    return _cascade(asked, system, proxy.model, proxy.params, "margin")
+
+
+def load_via_sd(asked: Asked) -> LoadedDrafter:
+    """`cascade` with the target without some of its layers, of its directory. Its weights are the target's own.
+
+    Raises:
+      MarsError: as `load_system` and `cascade`, or a mask for another target.
+    """
+    system, model = load_system(asked.path, "via_sd"), asked.target.model
+    if model.with_layers is None:
+        raise MarsError(
+            f"'{asked.target.name}' cannot leave out layers (it has no LanguageModel.with_layers), as via_sd asks: "
+            "draft with something else."
+        )
+    try:
+        slim = model.with_layers(system.layers)
+    except MarsError as error:
+        raise MarsError(f"'{system.directory}' does not fit '{asked.target.name}': {error}") from None
+    return _cascade(asked, system, slim, asked.target.params, "ratio")
+
+
+def _cascade(asked: Asked, system: System, proxy: LanguageModel, weights: PyTree, gate: str) -> LoadedDrafter:
+    inner: Drafter
+    params: PyTree
+    if system.draft == NGRAM:
+        inner, params = ngram(system.draft_tokens), ()
+    else:
+        draft = _model(asked, system, system.draft)
+        vocab = asked.target.config.vocab_size
+        inner, params = language_model(draft.model, system.draft_tokens, vocab_size=vocab), draft.params
+    if proxy.vocab_size != asked.target.config.vocab_size:
+        raise MarsError(
+            f"the proxy of '{system.directory}' has a vocabulary of {proxy.vocab_size} tokens and "
+            f"'{asked.target.name}' one of {asked.target.config.vocab_size}: use a proxy of the same size."
+        )
+    numbers: Any = tuple(np.float32(system.numbers[name]) for name in GATES[gate].names)
+    drafter = cascade(inner, proxy, asked.chain, gate=gate)
+    return LoadedDrafter(drafter, CascadeParams(params, weights, numbers if len(numbers) > 1 else numbers[0]))
+
+
+def _model(asked: Asked, system: System, name: str) -> Pretrained:
+    """A model that the system names, with the target's tokenizer and on its mesh."""
+    found = hub.load(
+        part_of(system, name),
+        dtype=asked.dtype,
+        mesh=asked.target.mesh,
+        prefill_chunk=asked.target.model.prefill_chunk,
+    )
+    check_same_vocabulary(asked.target, found)
+    return found

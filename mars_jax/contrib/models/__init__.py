@@ -1,0 +1,1 @@
+"""Heads of rules and drafters that belong to one paper."""

@@ -1,0 +1,146 @@
+"""Thresholds that depend on where they are applied: one theta, and a factor on its looseness by context.
+
+B batch, N nodes, V vocabulary, C bins. Oracle: tests/contrib/test_context.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from mars_jax.core import struct
+from mars_jax.core.errors import MarsError
+from mars_jax.core.evidence import Evidence
+from mars_jax.core.logprobs import entropy
+
+KINDS = ("entropy", "position", "class")
+CLASSES = ("word", "number", "punctuation")
+"""Classes of tokens, by their ids in `Context.classes`; what is neither number nor punctuation is word."""
+
+# The looseness of a threshold, on which factors act: 0 is strict, and it grows with what is let through.
+_TO_LOOSENESS: dict[str, Callable[[Array], Array]] = {
+    "ratio": lambda theta: 1 / theta - 1,  # the gap in units of z2
+    "gap": lambda theta: theta,
+    "prob_ratio": lambda theta: -jnp.log(theta),  # the gap in nats
+}
+_TO_THETA: dict[str, Callable[[Array], Array]] = {
+    "ratio": lambda looseness: 1 / (1 + looseness),
+    "gap": lambda looseness: looseness,
+    "prob_ratio": lambda looseness: jnp.exp(-looseness),
+}
+
+
+@struct.dataclass(kw_only=True)
+class Context:
+    """A table for `verify.mars(context=...)`; see `context`. Its numbers are weights of the rule: `Params.verify`."""
+
+    by: str = struct.field(pytree_node=False)
+    factors: Array  # f32[C]
+    edges: Array  # f32[C - 1], ascending; bin c holds edges[c - 1] <= value < edges[c]
+    classes: Array  # u8[V]: the class of each token; u8[0] for other contexts
+
+
+def thresholds(by: str, table: Context, evidence: Evidence, theta: Array, margin: str) -> Array:
+    """f32[B, N]: the threshold at every node.
+
+    Args:
+      by: what the rule is for.
+      table: from `context`.
+      evidence: of the step.
+      theta: f32[B, N]; thresholds of the rows.
+      margin: what theta bounds.
+
+    Raises:
+      MarsError: no table, or one by something else.
+    """
+    if not isinstance(table, Context) or table.by != by:
+        has = f"one by {table.by}" if isinstance(table, Context) else "none"
+        raise MarsError(
+            f"the rule has a context by {by} and Params.verify holds {has}: pass "
+            f'LoadedRule(mars(context="{by}"), contrib.context("{by}", ...)).'
+        )
+    scaled = _TO_THETA[margin](_TO_LOOSENESS[margin](theta) * _factor(table, evidence))
+    return jnp.where(jnp.isinf(theta), theta, scaled)
+
+
+def _factor(table: Context, evidence: Evidence) -> Array:
+    if table.by == "class":
+        of_token = table.factors[table.classes.astype(jnp.int32)]
+        stats = evidence.stats
+        return jnp.minimum(of_token[stats.id1], of_token[stats.id2])
+    by_entropy = table.by == "entropy"
+    value = entropy(evidence.logits) if by_entropy else evidence.tree.depths.astype(jnp.float32)
+    return table.factors[jnp.searchsorted(table.edges, value, side="right")]
+
+
+def check_kind(by: str) -> None:
+    """Raise MarsError for an unknown context."""
+    if by not in KINDS:
+        raise MarsError(f"context is by {by!r}: expected one of {', '.join(KINDS)}.")
+
+
+def context(
+    by: str, factors: Sequence[float], *, edges: Sequence[float] = (), classes: bytes = b""
+) -> Context:
+    """A table for `verify.mars(context=by)`: what scales the looseness of its threshold, node by node.
+
+    The looseness of a threshold is the gap between the two best logits that it lets through: in nats for the margins
+    gap and prob_ratio, as a share of the second logit for ratio. Bin c of the context multiplies it by `factors[c]`: 0
+    is strict there, 1 is theta itself. So theta stays the one number of a request that changes without compiling, and
+    that a calibration chooses.
+
+    Args:
+      by: "entropy" of the target's distribution at the node, nats, at temperature 1; "position" in the draft, its
+        depth, where 0 is the first drafted token; or "class", of the target's two best tokens.
+      factors: [C], at least 0. By class, of words, numbers and punctuation; the smaller of the two tokens' counts.
+      edges: [C - 1], ascending, between the bins of entropy or position.
+      classes: u8[V] as bytes, by class; see `token_classes`.
+
+    Raises:
+      MarsError: unknown context, or numbers that do not fit it.
+
+    >>> context("position", (1.0, 0.5), edges=(2,)).factors.tolist()
+    [1.0, 0.5]
+    """
+    check_kind(by)
+    factors, edges = tuple(map(float, factors)), tuple(map(float, edges))
+    bins = len(CLASSES) if by == "class" else len(edges) + 1
+    if len(factors) != bins:
+        raise MarsError(f"a context by {by} has {len(factors)} factors: expected {bins}, one for each bin.")
+    if not all(math.isfinite(f) and f >= 0 for f in factors):
+        raise MarsError(
+            f"the factors of a context are {list(factors)}: expected finite numbers of at least 0."
+        )
+    if list(edges) != sorted(set(edges)) or (by == "class") == bool(edges):
+        raise MarsError(
+            f"the edges of a context by {by} are {list(edges)}: expected ascending numbers, or none for class."
+        )
+    if (by == "class") != bool(classes):
+        raise MarsError("classes belong to a context by class, and to no other: see token_classes.")
+    return Context(
+        by=by,
+        factors=jnp.asarray(factors, jnp.float32),
+        edges=jnp.asarray(edges, jnp.float32),
+        classes=jnp.asarray(np.frombuffer(classes, np.uint8)),
+    )
+
+
+def token_classes(texts: Sequence[str]) -> bytes:
+    """The class of every token by its text, u8[V] as bytes; ids as in `CLASSES`.
+
+    A token with a digit is a number; one without letters or digits, but with something to see, is punctuation.
+
+    >>> list(token_classes([" sea", "7", " (", "x1", "\\n"]))
+    [0, 1, 2, 1, 0]
+    """
+
+    def of(text: str) -> int:
+        if any(c.isdigit() for c in text):
+            return 1
+        return 2 if text.strip() and not any(c.isalpha() for c in text) else 0
+
+    return bytes(of(text) for text in texts)

@@ -1,0 +1,188 @@
+"""Acceptance of what means the same: classes of tokens within which a runner-up counts as the target's own.
+
+B batch, N nodes, V vocabulary. Oracle: the same decisions node by node in Python, in tests/contrib/test_phrases.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from mars_jax.constraints.vocabulary import vocabulary
+from mars_jax.contrib.rules.phrase import regrets
+from mars_jax.core import struct
+from mars_jax.core.errors import MarsError
+from mars_jax.core.evidence import Evidence
+from mars_jax.core.reading import read_text
+from mars_jax.core.tree import at_parent
+from mars_jax.core.types import PyTree
+from mars_jax.specs import UNLIMITED_RUN
+from mars_jax.verify.exact import named
+from mars_jax.verify.lossy import numbers
+from mars_jax.verify.relaxed import Relaxed
+
+ALIKE = ("case", "space", "numbers")
+"""What texts may differ in by name: capital letters, a space in front, numbers as words or digits."""
+_WORDS = (
+    "zero",
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+    "eleven",
+    "twelve",
+)
+
+
+@struct.dataclass(kw_only=True)
+class Equivalent(Relaxed):
+    """A drafted token is accepted where it means the same as the token that the target names.
+
+    Two tokens mean the same where they are of one class of the table, `Params.verify`, which the user gives: see
+    `token_groups`. The drafted one may fall short of the target's best by less than `gap` nats. Over `exact()`; lossy;
+    at gap = 0 it equals `exact()` bit for bit.
+    """
+
+    gap: Any  # f32[] or [B]; nats; inf is any
+    needs: ClassVar[tuple[str, ...]] = ("weights",)
+
+    def relaxable(self, evidence: Evidence) -> Array:
+        tree, groups = evidence.tree, evidence.params
+        if not isinstance(groups, Array) or groups.ndim != 1:
+            raise MarsError(
+                "the rule equivalent needs classes of tokens: pass LoadedRule(rule, token_groups(...))."
+            )
+        own = groups.at[jnp.maximum(tree.tokens, 0)].get(mode="clip")
+        wanted = at_parent(tree, groups.at[named(evidence)].get(mode="clip"))
+        return (own == wanted) & (own > 0) & (regrets(evidence) < self.gap[:, None])
+
+
+def equivalent(*, gap: Any = 2.0, max_relaxed_run: Any = UNLIMITED_RUN, exact_prefix: Any = 0) -> Equivalent:
+    """Acceptance of what means the same; see `Equivalent`.
+
+    Args:
+      gap: nats by which the drafted token may fall short of the target's best; inf is any number.
+      max_relaxed_run, exact_prefix: as for `mars`. Every number is one value, or one per row.
+
+    Raises:
+      MarsError: a number out of its range.
+
+    >>> from mars_jax import verify
+    >>> from mars_jax.core.tree import chain
+    >>> z = jnp.asarray([[[0.0, 2.0, 1.0], [0.0, 0.0, 9.0]]])
+    >>> groups = jnp.asarray([0, 1, 1], jnp.int32)
+    >>> given = verify.evidence(chain(jnp.asarray([[0, 2]], jnp.int32)), z, params=groups)
+    >>> accepted = jax.jit(lambda rule: verify.for_rows(rule, 1)(given)[0].num_accepted[0])
+    >>> [int(accepted(equivalent(gap=g))) for g in (2.0, 0.5)]
+    [1, 0]
+    """
+    given = {"gap": gap, "max_relaxed_run": max_relaxed_run, "exact_prefix": exact_prefix}
+    return Equivalent(**numbers("equivalent", given))
+
+
+def token_groups(target: Any, alike: Iterable[str] = (), groups: Sequence[Sequence[str]] = ()) -> Array:
+    """i32[V], the class of each token of a target; 0 is a token like no other.
+
+    Args:
+      target: from `mars_jax.load`.
+      alike: of `ALIKE`.
+      groups: texts that mean the same, each one token of the target's as it stands, a space in front included.
+
+    Raises:
+      MarsError: an unknown name, or a text that is no single token.
+    """
+    chosen = tuple(alike)
+    for name in chosen:
+        if name not in ALIKE:
+            raise MarsError(f"alike has {name!r}: expected names of {', '.join(ALIKE)}.")
+    tokens = vocabulary(target.tokenizer, target.config.vocab_size).tokens
+    texts = [token.decode("utf-8", errors="surrogateescape") if token else None for token in tokens]
+    ids = {text: i for i, text in enumerate(texts) if text is not None}
+    keys = [None if text is None else _key(text, chosen) for text in texts]
+    joined: dict[str, str] = {}
+
+    def root(key: str) -> str:
+        while key in joined:
+            key = joined[key]
+        return key
+
+    for group in groups:
+        for text in group:
+            if text not in ids:
+                raise MarsError(
+                    f"the group {list(group)} has {text!r}, which is no single token: leave it out."
+                )
+        first = root(_key(group[0], chosen))
+        for text in group[1:]:
+            other = root(_key(text, chosen))
+            if other != first:
+                joined[other] = first
+    roots = [None if key is None else root(key) for key in keys]
+    counts: dict[str, int] = {}
+    for key in roots:
+        if key is not None:
+            counts[key] = counts.get(key, 0) + 1
+    numbers_of = {key: i for i, key in enumerate((k for k, n in counts.items() if n > 1), start=1)}
+    found = np.asarray([0 if key is None else numbers_of.get(key, 0) for key in roots], np.int32)
+    mesh = getattr(target, "mesh", None)
+    whole = None if mesh is None else jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    return jax.device_put(jnp.asarray(found), whole)
+
+
+def _key(text: str, alike: tuple[str, ...]) -> str:
+    """Equal for texts that are alike.
+
+    >>> _key(" Two", ("case", "space", "numbers")), _key("2", ("numbers",))
+    ('2', '2')
+    """
+    if "space" in alike and text.strip(" "):
+        text = text.removeprefix(" ")
+    if "case" in alike:
+        text = text.lower()
+    if "numbers" in alike:
+        space = " " * text.startswith(" ")
+        bare = text.removeprefix(" ")
+        word = bare.lower() if "case" in alike else bare
+        text = space + (str(_WORDS.index(word)) if word in _WORDS else bare)
+    return text
+
+
+def read_groups(given: str, target: Any) -> PyTree:
+    """The table that `equivalent:case,space` or `equivalent:FILE.json` names.
+
+    A file holds an object: `alike`, a list of names, and `groups`, lists of texts.
+
+    Raises:
+      MarsError: no such file, something else in it, or as `token_groups`.
+    """
+    if target is None:
+        raise MarsError("the rule equivalent needs a target, whose tokens it compares: give one.")
+    if all(name in ALIKE for name in given.split(",")):
+        return token_groups(target, given.split(","))
+    try:
+        found = json.loads(read_text(given))
+        alike, groups = found.get("alike", []), found.get("groups", [])
+        if not all(isinstance(text, str) for group in groups for text in group):
+            raise ValueError("a group is no list of texts")
+    except OSError as error:
+        raise MarsError(
+            f"the table of equivalents '{given}' cannot be read ({error.strerror}): name a JSON file, or some of "
+            f"{', '.join(ALIKE)}."
+        ) from None
+    except (ValueError, AttributeError, TypeError, RecursionError) as error:
+        raise MarsError(
+            f"'{given}' holds no table of equivalents ({error}): write an object with alike and groups."
+        ) from None
+    return token_groups(target, alike, groups)

@@ -1,0 +1,65 @@
+"""Relaxed verification by a learned indicator in place of a margin. B batch, N nodes, E hidden size.
+
+Oracle: the same decisions made node by node in Python, in tests/contrib/test_learned.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from mars_jax.contrib.models import indicator
+from mars_jax.core import struct
+from mars_jax.core.errors import MarsError
+from mars_jax.core.evidence import Evidence
+from mars_jax.specs import UNLIMITED_RUN
+from mars_jax.verify.lossy import numbers
+from mars_jax.verify.relaxed import Relaxed, base_of
+
+
+@struct.dataclass(kw_only=True)
+class Learned(Relaxed):
+    """As `Mars`, with a head on the target's features in place of its margin: an edge to one of the two best tokens is
+    relaxed where the head gives the outcome of the text less than `theta` of a chance to change.
+
+    The head's weights are `Params.verify`; see `models.indicator`, and `training.indicator` for how it learns. The
+    guards are those of `Mars`.
+    """
+
+    theta: Any  # f32[] or [B]; a probability; inf is strict
+    needs: ClassVar[tuple[str, ...]] = ("weights",)
+
+    def low(self, evidence: Evidence) -> Array:
+        if not isinstance(evidence.params, dict) or "inner" not in evidence.params:
+            raise MarsError(
+                "the rule learned needs the weights of its head: pass LoadedRule(contrib.learned(), weights), or "
+                "verify.load."
+            )
+        stats = evidence.stats
+        harm = jax.nn.sigmoid(indicator.logit(evidence.params, evidence.hidden, stats.top1, stats.top2))
+        theta = self.theta[:, None]
+        return (harm < theta) & (theta < jnp.inf)
+
+
+def learned(
+    base: Any = None, *, theta: Any = 0.1, max_relaxed_run: Any = UNLIMITED_RUN, exact_prefix: Any = 0
+) -> Learned:
+    """Relaxed verification by a learned head; see `Learned`.
+
+    Args:
+      base: the strict rule, `exact()` by default, or `rejection(...)`.
+      theta: a probability, one number or one per row; inf is strict.
+      max_relaxed_run: relaxed tokens allowed in a row, one number or one per row.
+      exact_prefix: generated tokens at the start that are strict, one number or one per row; see `Lossy`.
+
+    Raises:
+      MarsError: a number out of its range, or a base that cannot be relaxed.
+
+    >>> learned(theta=0.2).name
+    'learned'
+    """
+    given = {"theta": theta, "max_relaxed_run": max_relaxed_run, "exact_prefix": exact_prefix}
+    return Learned(base=base_of(base, "learned"), **numbers("learned", given))

@@ -1,0 +1,185 @@
+"""A drafter by its name on the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from mars_jax import specs
+from mars_jax.contrib.drafters.systems import load_sprinter, load_trispec, load_via_sd
+from mars_jax.core.errors import MarsError
+from mars_jax.core.types import Drafter, PyTree
+from mars_jax.drafters.asked import Asked, LoadedDrafter
+from mars_jax.drafters.dflash import load_dflash, load_head
+from mars_jax.drafters.eagle import load_eagle
+from mars_jax.drafters.medusa import load_medusa
+from mars_jax.drafters.model import load_model
+from mars_jax.drafters.ngram import ngram
+from mars_jax.drafters.none import none
+from mars_jax.drafters.replay import load_replay
+from mars_jax.drafters.sized import sized
+from mars_jax.drafters.tree_shapes import Dynamic
+from mars_jax.hub.pretrained import Pretrained
+from mars_jax.models.config import ModelConfig
+
+LOADERS: Mapping[str, Callable[[Asked], LoadedDrafter]] = {
+    "none": lambda asked: LoadedDrafter(none(), ()),
+    "ngram": lambda asked: LoadedDrafter(ngram(asked.chain), ()),
+    "model": load_model,
+    "eagle": load_eagle,
+    "medusa": load_medusa,
+    "sprinter": load_sprinter,
+    "trispec": load_trispec,
+    "via_sd": load_via_sd,
+    "replay": load_replay,
+    "dflash": load_dflash,
+}
+"""By the name of a row of `specs.DRAFTERS`, from what is asked for to the drafter with its weights."""
+
+AnyDrafter = LoadedDrafter | Drafter | str
+"""What `mars_jax.generate` takes: a spec, or a drafter with or without weights of its own."""
+
+
+def load(
+    spec: str,
+    target: Pretrained,
+    *,
+    num_draft_tokens: int | None = None,
+    tree: Sequence[int] | Dynamic | None = None,
+    sample: bool = False,
+    dtype: str | None = None,
+    draft_size: str = "fixed",
+    any_rule: bool = False,
+) -> LoadedDrafter:
+    """The drafter that `spec` names, paired with `target`.
+
+    Args:
+      spec: `none`, `ngram`, with a file of earlier answers `replay:FILE`, or with a directory or hub name `model:PATH`,
+        a small language model, `eagle:PATH`, an EAGLE head of the target, `medusa:PATH`, Medusa heads of the target,
+        `dflash:PATH`, its DFlash or DSpark head, or `sprinter:PATH`, `trispec:PATH` or `via_sd:PATH`, systems that
+        vouch for their own drafts, so that no rule is lossless with them.
+      target: the model it drafts for; the vocabularies must agree. The draft is divided over its mesh.
+      num_draft_tokens: chain length; default 5 for a model, all heads for Medusa, the whole block for DFlash, 8 for
+        n-grams, which cost nothing to draft, 20 for SPRINTER, and 24 for TriSpec and VIA-SD; for a target that is a
+        mixture of experts at most 3 where the target tests every token, since every node reads experts of its own.
+      tree: children per node at each depth, or, not for Medusa, `Dynamic(...)`; default: chains, and `Dynamic()` for
+        EAGLE unless a chain's length is given or the target is a mixture, and for DFlash one as deep as
+        its block.
+      sample: draw the chain from the draft and hand over the true q, for `verify.rejection`. EAGLE then drafts a
+        chain, of 5 unless its length is given.
+      dtype: of the draft's weights; default: of a model the checkpoint's own, of heads the target's.
+      draft_size: "fixed", or "auto": each step drafts all of the chain, half of it or nothing, as pays then; see
+        `drafters.sized`. For n-grams, models, EAGLE heads, which then draft a chain, and replay.
+      any_rule: with "auto", lossy rules too, whose texts then depend on what else is in the batch.
+
+    Raises:
+      MarsError: unknown spec, an argument that the drafter does not take, a draft that does not fit the target.
+
+    >>> load("ngram", None, num_draft_tokens=4).drafter.num_nodes
+    5
+    """
+    parsed = specs.parse_draft(spec)
+    (kind, path), row = parsed, parsed.row
+    # A model of one's own may have another config than ours.
+    mixture = target is not None and getattr(target.config, "num_experts", 0) > 0
+    if draft_size not in ("fixed", "auto"):
+        raise MarsError(f"draft_size is {draft_size!r}: expected 'fixed' or 'auto'.")
+    if any_rule and draft_size == "fixed":
+        raise MarsError(
+            "any_rule does not apply to drafts of a fixed size, which no text depends on: leave it out."
+        )
+    if draft_size == "auto" and (tree is not None or not row.resizes):
+        what = "trees" if tree is not None else f"the drafter '{kind}'"
+        raise MarsError(
+            f"draft_size='auto' does not apply to {what}: draft a chain with {specs.drafters_that('resizes')}."
+        )
+    length, usual_tree = row.usual(mixture=mixture, sample=sample or draft_size == "auto")
+    unused = {"tree": (tree is not None, "trees"), "sample": (sample, "samples")}
+    for name, (given, what) in unused.items():
+        if given and not getattr(row, what):
+            raise MarsError(
+                f"{name} does not apply to the drafter '{kind}': leave it out, or draft with "
+                f"{specs.drafters_that(what)}."
+            )
+    if kind in ("eagle", "medusa", "dflash") and not isinstance(target.config, ModelConfig):
+        raise MarsError(
+            f"'{target.name}' has no config, by which the heads of '{path}' are checked: give Pretrained.from_parts "
+            "one, or make the drafter by mars_jax.drafters.eagle, .medusa or .dflash."
+        )
+    if kind == "none" and num_draft_tokens is not None:
+        raise MarsError("num_draft_tokens does not apply to the drafter 'none': leave it out.")
+    if tree is not None and num_draft_tokens is not None:
+        raise MarsError(
+            "num_draft_tokens does not apply to a tree, whose depth is its own: leave one of them out."
+        )
+    if num_draft_tokens is not None:
+        length = num_draft_tokens
+    elif tree is None:
+        tree = usual_tree
+    loaded = LOADERS[kind](Asked(target, path, length, tree, sample, dtype))
+    _check_finite(path, loaded.params)
+    return sized(loaded, any_rule=any_rule) if draft_size == "auto" else loaded
+
+
+def load_block(
+    spec: str, target: Pretrained, *, dtype: str | None = None
+) -> tuple[int, Callable[[Sequence[int] | Dynamic | None], LoadedDrafter]]:
+    """A block drafter that is loaded once and then made with one tree after the other.
+
+    Args:
+      spec: `dflash:PATH`.
+      target, dtype: as for `load`.
+
+    Returns:
+      The tokens that a block drafts, and a function from a tree to the drafter.
+
+    Raises:
+      MarsError: as `load`, or the drafter drafts no blocks.
+    """
+    kind, path = specs.parse_draft(spec)
+    if not specs.DRAFTERS[kind].block:
+        raise MarsError(f"the drafter '{kind}' drafts no blocks: use {specs.drafters_that('block')}.")
+    depth, made = load_head(Asked(target, path, None, None, False, dtype))
+    _check_finite(path, made(None).params)
+    return depth, made
+
+
+@jax.jit
+def _are_finite(weights: list[Array]) -> list[Array]:
+    """Of each whether it is; one program, since the start of one costs more than the work."""
+    return [jnp.all(jnp.isfinite(weight)) for weight in weights]
+
+
+def _on_cpu(weight: Any) -> bool:
+    return not isinstance(weight, Array) or all(d.platform == "cpu" for d in weight.devices())
+
+
+def _is_finite(weight: Any) -> bool:
+    """Of one that lies in the host's memory, where nothing is to be compiled."""
+    host = np.asarray(weight)
+    if host.dtype == jnp.bfloat16:  # of whose bits the second to ninth are the exponent
+        return not np.any(host.view(np.uint16) & 0x7F80 == 0x7F80)
+    return bool(np.all(np.isfinite(host)))
+
+
+def _check_finite(name: str, params: PyTree) -> None:
+    """A target that is no number shows in its text; a draft would only ever be rejected, so look at its weights."""
+    weights = [
+        (path, weight)
+        for path, weight in jax.tree_util.tree_leaves_with_path(params)
+        if jnp.issubdtype(weight.dtype, jnp.floating)
+    ]
+    arrays = [weight for _, weight in weights]
+    on_host = all(getattr(x, "is_fully_addressable", True) and _on_cpu(x) for x in arrays)
+    found = map(_is_finite, arrays) if on_host else jax.device_get(_are_finite(arrays))
+    for (path, _), finite in zip(weights, found, strict=True):
+        if not finite:
+            place = jax.tree_util.keystr(path, simple=True, separator=".")
+            raise MarsError(
+                f"the weights of the draft '{name}' are not finite ({place}): load an intact checkpoint."
+            )

@@ -1,0 +1,319 @@
+"""A checkpoint together with its tokenizer: text in, text out."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh
+
+from mars_jax.core.errors import MarsError, first_line
+from mars_jax.core.types import LanguageModel, PyTree
+from mars_jax.hub.gguf_file import is_gguf, read_gguf
+from mars_jax.hub.tokenizer import (
+    TOKENIZER_FILES,
+    on_all_cores,
+    read_plain,
+    read_tokenizer,
+    told_of_panics,
+)
+from mars_jax.models.config import ModelConfig
+
+
+class OwnConfig(NamedTuple):
+    """What text to text reads of the config of a model that has none of ours."""
+
+    vocab_size: int
+    max_positions: int
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+
+
+Turn = Mapping[str, Any]
+"""Of a conversation: its `role`, such as "user", its `content`, and what else the template reads."""
+Prompt = str | Sequence[Turn]
+"""A text, or a conversation."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Pretrained:
+    """A loaded model: pure functions, their params, the static config and the tokenizer."""
+
+    name: str
+    model: LanguageModel
+    params: PyTree  # None where only the outline was read
+    config: ModelConfig
+    path: Path  # the directory or GGUF file it came from
+    mesh: Mesh | None = None  # over which params are divided; None is one device
+    own_tokenizer: Any = None  # given, and not read from `path`
+
+    @staticmethod
+    def from_parts(
+        model: LanguageModel,
+        params: PyTree,
+        tokenizer: Any = None,
+        *,
+        config: ModelConfig | None = None,
+        max_positions: int | None = None,
+        stop_tokens: Sequence[int] = (),
+        mesh: Mesh | None = None,
+        name: str = "a model of one's own",
+    ) -> Pretrained:
+        """A model of one's own for everything that takes a loaded one: `generate`, `score`, drafters, sessions.
+
+        Args:
+          model: its functions.
+          params: its weights, whatever pytree its functions take.
+          tokenizer: one of transformers; None takes and gives token ids.
+          config: of a model of `mars_jax.models`; drafters that are trained for their target read it.
+          max_positions: the longest text, where there is no config.
+          stop_tokens: ids that end a text, where there is no config; default: the tokenizer's end of text.
+          mesh: over which params are divided.
+          name: for messages.
+
+        Raises:
+          MarsError: there is neither a config nor max_positions, or both.
+
+        >>> from mars_jax.core import fake
+        >>> made = Pretrained.from_parts(fake.hash_model(vocab_size=11), (), max_positions=64)
+        >>> made.config.vocab_size, made.has_tokenizer
+        (11, False)
+        """
+        if (config is None) == (max_positions is None):
+            raise MarsError(
+                "from_parts takes a config, or max_positions where there is none: give one of the two."
+            )
+        if config is not None and stop_tokens:
+            raise MarsError(
+                "stop_tokens do not apply with a config, whose eos_token_ids they are: leave them out."
+            )
+        known: Any = config
+        if known is None:
+            known = OwnConfig(model.vocab_size, int(max_positions or 0), tuple(int(i) for i in stop_tokens))
+        return Pretrained(
+            name=name,
+            model=model,
+            params=params,
+            config=known,
+            path=Path(os.devnull),
+            mesh=mesh,
+            own_tokenizer=tokenizer,
+        )
+
+    def on_mesh(self) -> contextlib.AbstractContextManager:
+        """The context to trace and run programs over these params in: `jax.set_mesh`, where there is a mesh."""
+        return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
+
+    @functools.cached_property
+    def tokenizer(self) -> Any:
+        """The transformers tokenizer of the checkpoint.
+
+        Raises:
+          MarsError: it has none that can be read.
+        """
+        return read_tokenizer(self.path) if self.own_tokenizer is None else self.own_tokenizer
+
+    @functools.cached_property
+    def _plain(self) -> Any:
+        """What does for texts what `tokenizer` does, and is there sooner; None where nothing is."""
+        return None if self.own_tokenizer is not None else read_plain(self.path)
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether the checkpoint has any tokenizer; without one it takes and gives token ids."""
+        if self.own_tokenizer is not None:
+            return True
+        if is_gguf(self.path):
+            return read_gguf(self.path).get("tokenizer.ggml.model") is not None
+        return any((self.path / name).exists() for name in TOKENIZER_FILES)
+
+    @property
+    def stop_tokens(self) -> tuple[int, ...]:
+        """Ids that end a text: the config's, else the tokenizer's."""
+        if self.config.eos_token_ids:
+            return self.config.eos_token_ids
+        eos = self.tokenizer.eos_token_id if self.has_tokenizer else None
+        return () if eos is None else (int(eos),)
+
+    def encode(
+        self,
+        prompt: Prompt,
+        *,
+        chat: bool = False,
+        system: str | None = None,
+        template_args: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of a text, as one user turn of the chat template if `chat`; of a conversation as `encode_chat`.
+
+        Raises:
+          MarsError: the prompt is empty, or as `encode_chat`.
+        """
+        if not prompt:
+            raise MarsError("the prompt is empty: give at least one character of text to continue.")
+        if not isinstance(prompt, str):
+            return self.encode_chat(prompt, system=system, template_args=template_args)
+        if chat:
+            return self.encode_chat(as_turns(prompt), system=system, template_args=template_args)
+        with told_of_panics(self.name):
+            ids = (
+                self.tokenizer(prompt)["input_ids"] if self._plain is None else self._plain.encode(prompt).ids
+            )
+        self.check_tokens(ids)
+        return [int(i) for i in ids]
+
+    def encode_chat(
+        self,
+        turns: Sequence[Turn],
+        *,
+        system: str | None = None,
+        template_args: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of a conversation up to where the model is to answer.
+
+        Args:
+          turns: each with its `role` and `content`. Where the last one is the assistant's, the model continues it.
+          system: content of a system turn before them, where they do not begin with one of their own.
+          template_args: variables of the template, such as `{"enable_thinking": False}`.
+
+        Raises:
+          MarsError: the tokenizer has no chat template, or one that does not take these turns.
+        """
+        tokenizer = self.tokenizer
+        if getattr(tokenizer, "chat_template", None) is None:
+            raise MarsError(
+                f"'{self.name}' has no chat template: leave --chat out, or use an instruction-tuned model."
+            )
+        turns = with_system(turns, system)
+        continues = turns[-1]["role"] == "assistant"
+        try:
+            with told_of_panics(self.name):
+                encoded = tokenizer.apply_chat_template(
+                    turns,
+                    add_generation_prompt=not continues,
+                    continue_final_message=continues,
+                    return_dict=True,
+                    **(template_args or {}),
+                )
+        except MarsError:
+            raise
+        except Exception as error:  # a template is a program of the checkpoint's: it may raise anything
+            raise MarsError(
+                f"the chat template of '{self.name}' cannot be applied ({first_line(error)}): correct it, or leave "
+                "--chat out."
+            ) from error
+        ids = encoded["input_ids"]
+        self.check_tokens(ids)
+        return [int(i) for i in ids]
+
+    def encode_many(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        chat: bool = False,
+        system: str | None = None,
+        template_args: Mapping[str, Any] | None = None,
+    ) -> list[list[int]]:
+        """`encode` of many prompts at once, on all cores where the tokenizer can.
+
+        Raises:
+          MarsError: as `encode`, of the first prompt that it refuses.
+        """
+        try:
+            turns = [p if not isinstance(p, str) else as_turns(p) if chat else None for p in prompts]
+            with on_all_cores(), told_of_panics(self.name):
+                if not any(turns):
+                    found = self._encoded(list(prompts))
+                elif all(turns) and not any(t and t[-1]["role"] == "assistant" for t in turns):
+                    found = self.tokenizer.apply_chat_template(
+                        [with_system(t or (), system) for t in turns],
+                        add_generation_prompt=True,
+                        return_dict=True,
+                        **(template_args or {}),
+                    )["input_ids"]
+                else:
+                    found = []
+            if all(prompts) and all(found) and len(found) == len(prompts):
+                return found
+        except Exception:  # of a template, or of a tokenizer: the prompt at fault says what it is
+            pass
+        return [self.encode(p, chat=chat, system=system, template_args=template_args) for p in prompts]
+
+    def _encoded(self, texts: list[Any]) -> list[list[int]]:
+        if self._plain is None:
+            return self.tokenizer(texts)["input_ids"]
+        return [encoding.ids for encoding in self._plain.encode_batch(texts)]
+
+    def check_tokens(self, ids: Sequence[int]) -> None:
+        """Raise MarsError where ids are none at all, or outside of the model's vocabulary."""
+        if not len(ids):
+            raise MarsError("the prompt has no tokens: give at least one.")
+        outside = [i for i in ids if not 0 <= i < self.config.vocab_size]
+        if outside:
+            raise MarsError(
+                f"prompt token {outside[0]} is outside of the {self.config.vocab_size} tokens of '{self.name}': "
+                "tokenize the prompt with this model's own tokenizer."
+            )
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of token ids, special tokens left out; "" where there is no tokenizer."""
+        if not self.has_tokenizer:
+            return ""
+        with told_of_panics(self.name):
+            if self._plain is not None:
+                return self._plain.decode(list(ids), skip_special_tokens=True)
+            return self.tokenizer.decode(
+                list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+
+
+def as_turns(text: str) -> list[Turn]:
+    """A text as a conversation of one user turn."""
+    return [{"role": "user", "content": text}]
+
+
+def with_system(turns: Sequence[Turn], system: str | None) -> list[Turn]:
+    """The turns of a conversation, after a system turn where one is given and they begin with none.
+
+    Raises:
+      MarsError: they are no turns.
+
+    >>> [turn["role"] for turn in with_system(as_turns("Hello"), "Be brief.")]
+    ['system', 'user']
+    """
+    made = list(turns)
+    for turn in made:
+        if not isinstance(turn, Mapping) or not isinstance(turn.get("role"), str) or "content" not in turn:
+            raise MarsError(f"a turn is {turn!r}: expected an object with a role and its content.")
+    if not made:
+        raise MarsError("the conversation is empty: give at least one turn.")
+    own = made[0]["role"] == "system"
+    return made if system is None or own else [{"role": "system", "content": system}, *made]
+
+
+def check_same_vocabulary(target: Pretrained, draft: Pretrained) -> None:
+    """Raise MarsError where two tokenizers give a token id different meanings.
+
+    Checkpoints of one family may pad their embeddings to different sizes; only the tokens count.
+    """
+    if not (target.has_tokenizer and draft.has_tokenizer):
+        ours, theirs = target.config.vocab_size, draft.config.vocab_size
+        if ours != theirs:  # without words to compare, their number is all there is
+            raise MarsError(
+                f"the draft '{draft.name}' has a vocabulary of {theirs} tokens and the target '{target.name}' one "
+                f"of {ours}: pair models that share a tokenizer."
+            )
+        return
+    ours, theirs = ((model._plain or model.tokenizer).get_vocab() for model in (target, draft))
+    if ours == theirs:
+        return
+    differing = sorted(t for t in ours.keys() | theirs.keys() if ours.get(t) != theirs.get(t))
+    raise MarsError(
+        f"the draft '{draft.name}' and the target '{target.name}' have different vocabularies ({len(theirs)} and "
+        f"{len(ours)} tokens; {len(differing)} differ, such as {differing[0]!r}): pair models that share a tokenizer."
+    )

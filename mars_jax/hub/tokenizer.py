@@ -1,0 +1,168 @@
+"""The tokenizer in a checkpoint's directory. Tokenizers and chat templates are transformers'."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mars_jax.core.errors import MarsError, first_line
+from mars_jax.core.reading import read_text
+from mars_jax.hub.gguf_file import is_gguf, read_gguf
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+"""A directory that has a tokenizer has one of these."""
+
+# Names under which transformers 4 and 5 save a tokenizer that tokenizer.json describes in full.
+_PLAIN = ("PreTrainedTokenizerFast", "TokenizersBackend")
+# What of tokenizer_config.json changes no id of a text and no text of ids, or only by these names of special tokens.
+_HEEDED = {"backend", "clean_up_tokenization_spaces", "model_max_length", "tokenizer_class", "chat_template"}
+_NAMED = {"bos_token", "eos_token", "pad_token", "unk_token"}
+_PARALLEL = "TOKENIZERS_PARALLELISM"
+_USER_CHOSE = _PARALLEL in os.environ
+
+
+# By directory, so that an outline and the model loaded after it read one tokenizer once.
+@functools.lru_cache(maxsize=4)
+def read_tokenizer(path: Path) -> Any:
+    """The transformers tokenizer of a checkpoint's directory or GGUF file. No code of the checkpoint's runs.
+
+    Raises:
+      MarsError: there is none that can be read.
+    """
+    os.environ.setdefault(_PARALLEL, "false")
+    with _no_advice():
+        from transformers.utils import logging
+
+    logging.set_verbosity_error()  # advice of the tokenizer's is not ours to print
+    try:
+        with told_of_panics(path):
+            if is_gguf(path):
+                return _of_gguf(path)
+            # Without the flag transformers asks on stdin whether to run the checkpoint's code.
+            return _tokenizer_class(path).from_pretrained(str(path), trust_remote_code=False)
+    except Exception as error:  # transformers raises anything from OSError to tokenizers' bare Exception
+        cure = "put the checkpoint's tokenizer files beside its weights, or give prompts as token ids"
+        if "auto_map" in _tokenizer_config(path):
+            cure = (
+                "its tokenizer_config.json names code of the checkpoint's own (auto_map), which is never run; give "
+                "prompts as token ids, or use a checkpoint whose tokenizer transformers has"
+            )
+        raise MarsError(f"no tokenizer could be read from '{path}' ({first_line(error)}): {cure}.") from error
+
+
+@functools.lru_cache(maxsize=4)
+def read_plain(path: Path) -> Any:
+    """The `tokenizers.Tokenizer` of a directory whose files say nothing that only transformers would heed, else None.
+
+    It gives the ids and the texts of `read_tokenizer`, and spares a start the import of transformers.
+    """
+    data = _tokenizer_config(path)
+    others = any((path / name).exists() for name in ("special_tokens_map.json", "added_tokens.json"))
+    if data.get("tokenizer_class") not in _PLAIN or others or data.keys() - _HEEDED - _NAMED:
+        return None
+    os.environ.setdefault(_PARALLEL, "false")
+    import tokenizers
+
+    try:
+        with told_of_panics(path):
+            found = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+    except Exception:  # tokenizers raises nothing narrower; transformers will say what is wrong
+        return None
+    special = {token.content for token in found.get_added_tokens_decoder().values() if token.special}
+    if any(data[name] not in (None, *special) for name in _NAMED & data.keys()):
+        return None  # transformers would add it
+    found.no_padding()
+    found.no_truncation()
+    return found
+
+
+def _of_gguf(path: Path) -> Any:
+    import transformers
+    from tokenizers import pre_tokenizers
+
+    # In a folder by itself, because transformers prefers tokenizer files beside it, which may be another model's.
+    with tempfile.TemporaryDirectory() as alone:
+        os.symlink(os.path.abspath(path), os.path.join(alone, path.name))
+        tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(alone, gguf_file=path.name)
+    if read_gguf(path).get("tokenizer.ggml.pre") == "smollm":  # which transformers takes for GPT-2's
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        )
+    return tokenizer
+
+
+@contextlib.contextmanager
+def told_of_panics(name: str | Path) -> Iterator[None]:
+    """A panic of tokenizers, which is written in Rust, as a sentence. Python has it as no `Exception`.
+
+    Args:
+      name: of the checkpoint.
+
+    Raises:
+      MarsError: there was one.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # which no module exports
+            raise
+        raise MarsError(
+            f"the tokenizer of '{name}' breaks ({first_line(error)}): its tokenizer.json contradicts itself, so "
+            "download it again, or give prompts as token ids."
+        ) from None
+
+
+@contextlib.contextmanager
+def on_all_cores() -> Iterator[None]:
+    """Let tokenizers divide a batch over threads, unless the user's environment says otherwise.
+
+    Not for longer: a process that forks while they may would be warned of it.
+    """
+    before = os.environ.get(_PARALLEL)
+    if not _USER_CHOSE:
+        os.environ[_PARALLEL] = "true"
+    try:
+        yield
+    finally:
+        if not _USER_CHOSE and before is not None:
+            os.environ[_PARALLEL] = before
+
+
+@contextlib.contextmanager
+def _no_advice() -> Iterator[None]:
+    """On import transformers says where PyTorch is missing, of which a tokenizer has no need."""
+    name = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before
+
+
+def _tokenizer_class(path: Path) -> Any:
+    """The class that `AutoTokenizer` would choose. Where the files name it, its import, 2 s of a start, is saved."""
+    import transformers
+
+    data = _tokenizer_config(path)
+    described = (path / "tokenizer.json").exists()
+    if described and data.get("tokenizer_class") in _PLAIN and "auto_map" not in data:
+        return transformers.PreTrainedTokenizerFast
+    return transformers.AutoTokenizer
+
+
+def _tokenizer_config(path: Path) -> dict[str, Any]:
+    """The object in tokenizer_config.json; {} where there is no such file, or something else in it."""
+    try:
+        data = json.loads(read_text(path / "tokenizer_config.json"))
+    except (OSError, ValueError, RecursionError):  # AutoTokenizer says what is wrong with it
+        return {}
+    return data if isinstance(data, dict) else {}

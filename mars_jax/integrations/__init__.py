@@ -1,0 +1,1 @@
+"""Bridges to other libraries, each thin and over the library alone."""

@@ -1,0 +1,444 @@
+"""`MarsRollout`: speculative decoding inside Tunix's reinforcement learning.
+
+    cluster_config = ClusterConfig(
+        rollout_engine=functools.partial(mars_jax.integrations.tunix.MarsRollout, drafter="ngram"), ...
+    )
+
+It takes the weights of Tunix's Qwen3, Qwen2 and Llama 3 out of nnx state on the device, decodes with refilled rows and
+one reading of each prompt, and gives log-probabilities as Tunix defines them. The law of the samples is the policy's
+own: lossy rules are refused unless asked for.
+
+Facts of the interface, read in google-tunix 0.1.7: `rl/rollout/base_rollout.py`, `rl/rl_cluster.py`,
+`generate/sampler.py`, `models/{qwen3,qwen2,llama3}/model.py`. Oracle: the actor's own logits
+(tests/integrations/test_tunix.py), and the real package (tests/integrations/test_tunix_cluster.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import AxisType, Mesh
+
+from mars_jax import drafters
+from mars_jax.core import rule_values
+from mars_jax.core.errors import MarsError
+from mars_jax.core.mesh import name_axes
+from mars_jax.core.metrics import Metrics
+from mars_jax.core.types import LanguageModel, LoadedRule, PyTree, Visible
+from mars_jax.hub.pretrained import Pretrained
+from mars_jax.integrations import bridge
+from mars_jax.models import ModelConfig, language_model
+from mars_jax.models.config import Rope
+from mars_jax.placement.shardings import params_shardings
+from mars_jax.serve.memory import default_rows
+from mars_jax.serve.prepare import AnyRule, bucket, prepared
+from mars_jax.serve.queue import Queue
+from mars_jax.serve.requests import Request, total
+from mars_jax.verify import exact
+
+if TYPE_CHECKING:
+    MarsRollout: Any
+
+__all__ = ["MarsRollout", "Rollout", "config_of", "params_of"]
+
+SAME = 2e-2
+"""Largest difference of logits, of their spread, between the actor and what was taken of it, of bfloat16's rounding."""
+
+
+def config_of(actor: Any) -> ModelConfig:
+    """The config of one of Tunix's models: Qwen3, Qwen2 or Llama 3, dense.
+
+    Raises:
+      MarsError: another model.
+    """
+    family, given = type(actor).__name__, getattr(actor, "config", None)
+    if family not in ("Qwen3", "Qwen2", "Llama3") or given is None:
+        raise MarsError(
+            f"the rollout's model is {family}: MarsRollout takes Tunix's Qwen3, Qwen2 and Llama3."
+        )
+    if getattr(given, "num_experts", None):
+        raise MarsError("the rollout's model is a mixture of experts: MarsRollout takes dense models.")
+    tied = getattr(given, "use_tied_embedding", getattr(given, "weight_tying", False))
+    return ModelConfig(
+        family={"Qwen3": "qwen3", "Qwen2": "qwen2", "Llama3": "llama"}[family],
+        vocab_size=given.vocab_size,
+        hidden_size=given.embed_dim,
+        intermediate_size=given.hidden_dim,
+        num_layers=given.num_layers,
+        num_heads=given.num_heads,
+        num_kv_heads=given.num_kv_heads,
+        head_dim=given.head_dim,
+        max_positions=1 << 20,  # Tunix's configs name none
+        norm_eps=given.norm_eps,
+        rope=Rope(theta=float(given.rope_theta)),
+        tie_embeddings=bool(tied),
+        qk_norm=family == "Qwen3",
+        qkv_bias=family == "Qwen2",
+    )
+
+
+def params_of(state: PyTree, config: ModelConfig) -> PyTree:
+    """Our params from the nnx state of one of Tunix's models: transposes and copies, pure, for `jax.jit`.
+
+    Nothing of the result shares memory with the state under `jit`, so a trainer may donate its own.
+
+    Args:
+      state: of `nnx.state(actor, nnx.Param)`.
+      config: of `config_of`.
+
+    Raises:
+      MarsError: the state is not of such a model, of adapters say.
+    """
+    from flax import nnx
+
+    tree: Any = nnx.to_pure_dict(state)
+    width = config.hidden_size
+
+    def matrix(x: Array) -> Array:
+        """[D, heads, head_dim], or [D, F] -> [out, in]."""
+        return x.reshape(width, -1).T
+
+    def layer(given: Any) -> dict[str, Array]:
+        own, mlp = given["attn"], given["mlp"]
+        made = {
+            "attention_norm": jnp.copy(given["input_layernorm"]["w"]),
+            "mlp_norm": jnp.copy(given["post_attention_layernorm"]["w"]),
+            "q": matrix(own["q_proj"]["w"]),
+            "k": matrix(own["k_proj"]["w"]),
+            "v": matrix(own["v_proj"]["w"]),
+            "o": own["o_proj"]["w"].reshape(-1, width).T,
+            "gate": matrix(mlp["gate_proj"]["kernel"]),
+            "up": matrix(mlp["up_proj"]["kernel"]),
+            "down": mlp["down_proj"]["kernel"].T,
+        }
+        if config.qk_norm:
+            made |= {name: jnp.copy(own[name]["w"]) for name in ("q_norm", "k_norm")}
+        if config.qkv_bias:
+            made |= {f"{name}_bias": jnp.copy(own[f"{name}_bias"]).reshape(-1) for name in "qkv"}
+        return made
+
+    try:
+        layers = tree["layers"]
+        ordered = [layers[name] for name in sorted(layers, key=int)] if isinstance(layers, dict) else layers
+        made = {
+            "embed": jnp.copy(tree["embedder"]["input_embedding"]),
+            "layers": tuple(layer(given) for given in ordered),
+            "norm": jnp.copy(tree["final_norm"]["w"]),
+        }
+        if not config.tie_embeddings:
+            made["unembed"] = tree["lm_head"]["w"].T
+    except (KeyError, TypeError) as error:
+        raise MarsError(
+            f"the rollout's weights have no {error}: MarsRollout takes all weights of a Qwen3, Qwen2 or Llama3 of "
+            "Tunix, and no adapters; merge them first."
+        ) from error
+    return made
+
+
+class Rollout:
+    """What `MarsRollout` does; that class derives from this one and from Tunix's `BaseRollout`."""
+
+    def __init__(
+        self,
+        *,
+        rollout_actor: Any,
+        tokenizer: Any,
+        mesh: Mesh | None = None,
+        rollout_config: Any = None,
+        drafter: drafters.AnyDrafter | Callable[[Pretrained], drafters.AnyDrafter] = "ngram",
+        verify: AnyRule | None = None,
+        batch_size: int | None = None,
+        lossy: bool = False,
+    ):
+        """
+        Args:
+          rollout_actor, tokenizer, mesh, rollout_config: as `RLCluster` gives them. A mesh of Tunix's axes fsdp and tp
+            holds rows and parts of the model; axes of other names are for `mars_jax.sharding.name_axes` to name.
+          drafter: a drafter or its spec; or a function from the target, whose weights are the first ones, to one.
+          verify: the rule; default `exact`.
+          batch_size: rows that decode side by side; default: what memory has room for.
+          lossy: take a rule or a drafter whose samples do not follow the policy's law. Log-probabilities are still the
+            policy's, so importance ratios do not know of it.
+
+        Raises:
+          MarsError: a model that is not known or does not compute what its weights say, or a lossy rule.
+        """
+        del rollout_config  # each `generate` brings its own
+        rule = verify if isinstance(verify, LoadedRule) else LoadedRule(exact() if verify is None else verify)
+        self._actor, self._tokenizer, self._rule = rollout_actor, tokenizer, rule
+        self._batch_size, self._calls = batch_size, 0
+        self._mesh = None
+        if mesh is not None and mesh.size > 1:
+            self._mesh = Mesh(
+                mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names)
+            )
+            if {"fsdp", "tp"} & set(mesh.axis_names):
+                name_axes(data="fsdp", model="tp")
+        state = self._state()
+        config = _config_that_computes_the_same(rollout_actor, state)
+        dtype = jax.tree.leaves(state)[0].dtype.name
+        self._take = _taker(config, dtype, self._mesh)
+        self._target = Pretrained.from_parts(
+            language_model(config, dtype=dtype),
+            self._take(state),
+            config=config,
+            mesh=self._mesh,
+            name=type(rollout_actor).__name__,
+        )
+        given: Any = drafter
+        made: Any = given(self._target) if _is_function(given) else given
+        if isinstance(made, str):
+            made = drafters.load(made, self._target)
+        loaded = isinstance(made, drafters.LoadedDrafter)
+        self._drafter: drafters.LoadedDrafter = made if loaded else drafters.LoadedDrafter(made, ())
+        if not lossy and (not rule_values.lossless(rule.rule) or self._drafter.drafter.trusts):
+            raise MarsError(
+                f"the rule {rule_values.name_of(rule.rule)} with the drafter '{self._drafter.drafter.name}' is lossy: "
+                "its samples are not the policy's, and importance ratios would not know of it; verify by exact or "
+                "rejection, or give lossy=True."
+            )
+        self.metrics: Metrics | None = None
+        """Of the last `generate`; `metrics.tau` falls while a drafter grows stale."""
+
+    def _state(self) -> Any:
+        from flax import nnx
+
+        return nnx.state(self._actor, nnx.Param)
+
+    def generate(self, prompts: Sequence[str], rollout_config: Any, **kwargs: Any) -> Any:
+        """Sample a completion of each prompt; see Tunix's `BaseRollout.generate`.
+
+        Tokens include the one that ends a text. A pad token is never sampled, since learners mask it. Draws depend on
+        `rollout_config.seed`, on how often this was called, and on the place of a prompt.
+        """
+        del kwargs
+        ids = [self._encode(text) for text in prompts]
+        longest, width = max(map(len, ids)), rollout_config.max_prompt_length
+        if width < longest:
+            width = 1 << (longest - 1).bit_length()
+        pad, new = self.pad_id(), rollout_config.max_tokens_to_generate
+        stops = tuple(rollout_config.eos_tokens or (self.eos_id(),))
+        top_k = rollout_config.top_k
+        requests = [
+            Request(
+                prompt_tokens=tuple(tokens),
+                max_new_tokens=new,
+                temperature=float(rollout_config.temperature),
+                top_p=1.0 if rollout_config.top_p is None else float(rollout_config.top_p),
+                top_k=0 if top_k is None or top_k < 0 else int(top_k),
+                seed=seed,
+                stop_tokens=stops,
+                logit_bias=() if pad in stops else ((pad, -np.inf),),
+            )
+            for tokens, seed in zip(ids, self._seeds(rollout_config.seed, len(ids)), strict=True)
+        ]
+        made = prepared(self._target, self._drafter, requests, verify=self._rule)
+        # One width for all calls of a config, so that prompts of other lengths compile nothing.
+        made = dataclasses.replace(made, width=bucket(width + new))
+        rows = self._batch_size or default_rows(made)
+        found = dict(Queue(made, rows, log_probs=True, shared=self._mesh is None))
+        completions = [found[i] for i in range(len(requests))]
+        self.metrics = total(completions)
+        if any(completion.finish_reason == "failed" for completion in completions):
+            raise MarsError("the policy's logits are not finite: its weights hold NaN, or overflow.")
+        tokens = [np.asarray(completion.tokens, np.int32) for completion in completions]
+        padded = np.full((len(ids), width), pad, np.int32)
+        for row, prompt in enumerate(ids):
+            padded[row, width - len(prompt) :] = prompt
+        log_probs = [
+            np.asarray(completion.log_probs.temperature_log_prob, np.float32)
+            for completion in completions
+            if completion.log_probs is not None
+        ]
+        return _base().RolloutOutput(
+            text=[self._tokenizer.decode(x.tolist()) for x in tokens],
+            logits=[],
+            tokens=tokens,
+            left_padded_prompt_tokens=padded,
+            logprobs=log_probs if rollout_config.return_logprobs else None,
+        )
+
+    def _encode(self, text: str) -> list[int]:
+        """Token ids, as Tunix's sampler makes them: with one token of the beginning, where there is such."""
+        bos = self._tokenizer.bos_id()
+        ids = [int(i) for i in self._tokenizer.encode(text)]
+        if bos:
+            ids = [bos, *ids]
+            while len(ids) > 1 and ids[0] == ids[1] == bos:
+                ids = ids[1:]
+        return ids
+
+    def _seeds(self, seed: Any, count: int) -> list[int]:
+        """One seed for each prompt, others in every call."""
+        if seed is None:
+            words = [0]
+        else:
+            key = jnp.issubdtype(getattr(seed, "dtype", np.int32), jax.dtypes.prng_key)
+            words = (
+                np.ravel(jax.random.key_data(seed) if key else np.asarray(seed)).astype(np.uint32).tolist()
+            )
+        made = np.random.SeedSequence([*words, self._calls]).generate_state(count, np.uint32)
+        self._calls += 1
+        return [int(x) for x in made]
+
+    def get_per_token_logps(self, prompt_tokens: Array, completion_tokens: Array) -> Array:
+        """Log-probabilities of given completions under the rollout's weights at temperature 1: f32[B, C].
+
+        Args:
+          prompt_tokens: i32[B, P], padded on the left.
+          completion_tokens: i32[B, C], padded on the right. After the first end of text they mean nothing.
+        """
+        with self._target.on_mesh():
+            return _log_probs(
+                self._target.model,
+                self._target.params,
+                jnp.asarray(prompt_tokens, jnp.int32),
+                jnp.asarray(completion_tokens, jnp.int32),
+                pad=self.pad_id(),
+                eos=self.eos_id(),
+            )
+
+    def update_params(self, params: PyTree, filter_types: tuple[Any, ...] | None = None) -> None:
+        """Take new weights: one jitted function, which leaves nothing of the trainer's and compiles once.
+
+        Args:
+          params: of `nnx.state(actor, nnx.Param)`; divided as a trainer has them, they are laid out here for decoding,
+            once an update.
+          filter_types: not read; a state of adapters alone is refused.
+        """
+        del filter_types
+        own = "weights" in params  # of `model()`, which Tunix moves between host and device
+        made = bridge.params_of(self.model(), params) if own else self._take(params)
+        self._target = dataclasses.replace(self._target, params=made)
+
+    def update_drafter(self, params: PyTree) -> None:
+        """Take new weights of the drafter, such as a refreshed head's; nothing compiles anew."""
+        self._drafter = self._drafter._replace(params=params)
+
+    @property
+    def target(self) -> Pretrained:
+        """The policy as it decodes now, for `mars_jax.generate`, `mars_jax.score` and drafters."""
+        return self._target
+
+    def pad_id(self) -> int:
+        return self._tokenizer.pad_id()
+
+    def eos_id(self) -> int:
+        return self._tokenizer.eos_id()
+
+    def model(self) -> Any:
+        """What decodes, as an nnx module of its own arrays.
+
+        It is not the actor: of engines that share its arrays Tunix thinks that they follow it by themselves, and
+        never calls `update_params`.
+        """
+        return bridge.to_nnx(self._target.model, self._target.params)
+
+
+def _is_function(drafter: Any) -> bool:
+    """Whether it makes a drafter; drafters are named tuples of functions."""
+    return callable(drafter) and not isinstance(drafter, tuple)
+
+
+@functools.cache
+def _taker(config: ModelConfig, dtype: str, mesh: Mesh | None) -> Callable[[PyTree], PyTree]:
+    """`params_of`, compiled: of a dtype, and on a mesh laid out for decoding."""
+
+    def take(state: PyTree) -> PyTree:
+        return jax.tree.map(lambda x: x.astype(dtype), params_of(state, config))
+
+    return jax.jit(take, out_shardings=None if mesh is None else params_shardings(config, mesh))
+
+
+def _config_that_computes_the_same(actor: Any, state: PyTree) -> ModelConfig:
+    """The config whose logits of a short text are the actor's.
+
+    Tunix 0.1.7 rotates by a base of 1,000,000, the default of its `apply_rope`, whatever the config says; so that one
+    is tried beside the config's, and the nearer one is taken.
+
+    Raises:
+      MarsError: neither is near.
+    """
+    config = config_of(actor)
+    rotate = getattr(sys.modules.get(type(actor).__module__), "apply_rope", None)
+    default = None if rotate is None else inspect.signature(rotate).parameters["rope_theta"].default
+    thetas = dict.fromkeys([config.rope.theta, float(default or config.rope.theta)])
+    count = 32
+    ids = (jnp.arange(count, dtype=jnp.int32) * 7 % config.vocab_size)[None]
+    positions = jnp.arange(count, dtype=jnp.int32)[None]
+    causal = jnp.tril(jnp.ones((1, count, count), bool))
+    wanted = actor(ids, positions, None, causal)[0].astype(jnp.float32)
+    found = {}
+    for theta in thetas:
+        made = dataclasses.replace(config, rope=Rope(theta=theta))
+        model = language_model(made, dtype=jax.tree.leaves(state)[0].dtype.name)
+
+        @jax.jit
+        def logits(state: PyTree, made: ModelConfig = made, model: LanguageModel = model) -> Array:
+            params = params_of(state, made)
+            zero = jnp.zeros((1,), jnp.int32)
+            out = model.forward(params, ids, Visible.causal(zero, count), model.init_cache(1, count))
+            return model.unembed(params, out.hidden)
+
+        found[made] = float(jnp.max(jnp.abs(logits(state) - wanted)) / (jnp.std(wanted) + 1e-6))
+    best = min(found, key=lambda made: found[made])
+    if not found[best] < 10 * SAME:
+        raise MarsError(
+            f"the logits of {type(actor).__name__} are not those of its weights as MarsRollout computes them (they "
+            f"differ by {found[best]:.2g} of their spread): this version of Tunix is not known."
+        )
+    return best
+
+
+@functools.partial(jax.jit, static_argnums=0, static_argnames=("pad", "eos"))
+def _log_probs(
+    model: LanguageModel, params: PyTree, prompts: Array, completions: Array, *, pad: int, eos: int
+) -> Array:
+    batch, width = prompts.shape
+    tokens = jnp.concatenate([prompts, completions], axis=1)
+    count = tokens.shape[1]
+    ended = jnp.cumsum((completions == eos).astype(jnp.int32), axis=1) - (completions == eos).astype(
+        jnp.int32
+    )
+    valid = jnp.concatenate([prompts != pad, ended == 0], axis=1)
+    positions = jnp.maximum(jnp.cumsum(valid.astype(jnp.int32), axis=1) - 1, 0)
+    zero = jnp.zeros((batch,), jnp.int32)
+    seen = jnp.tril(jnp.ones((count, count), bool))[None] & valid[:, None]
+    visible = Visible(first=zero, positions=positions, slot=zero, seen=seen)
+    out = model.forward(params, tokens, visible, model.init_cache(batch, count))
+    log_p = jax.nn.log_softmax(model.unembed(params, out.hidden[:, width - 1 : -1]), axis=-1)
+    return jax.lax.stop_gradient(jnp.take_along_axis(log_p, completions[:, :, None], axis=2)[..., 0])
+
+
+def _base() -> Any:
+    """Tunix's module of the interface, which pulls in much, when it is wanted."""
+    try:
+        return importlib.import_module("tunix.rl.rollout.base_rollout")
+    except ImportError as error:
+        raise MarsError(
+            f"Tunix cannot be imported ({error}): pip install google-tunix to use MarsRollout."
+        ) from error
+
+
+@functools.cache
+def _rollout_class() -> type:
+    return type(
+        "MarsRollout", (Rollout, _base().BaseRollout), {"__doc__": Rollout.__doc__, "__module__": __name__}
+    )
+
+
+def __getattr__(name: str) -> Any:
+    # The class derives from one of Tunix's, so it is made when somebody asks for it.
+    if name == "MarsRollout":
+        return _rollout_class()
+    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

@@ -1,0 +1,1 @@
+"""Measurements, training and plans: nothing here is needed to decode."""

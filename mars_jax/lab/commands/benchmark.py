@@ -1,0 +1,188 @@
+"""`mars-jax benchmark`: the evidence for a pair of models, with its controls, from the command line."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
+
+from mars_jax import specs
+from mars_jax.cli import pair
+from mars_jax.cli.program import command
+from mars_jax.cli.progress import ticking
+from mars_jax.cli.rule_flags import rule_of
+from mars_jax.cli.theta import plain, settings_of, thetas_of
+from mars_jax.core.errors import MarsError, say
+
+_DESCRIPTION = """\
+Measure a pair of models: speed, acceptance and quality of a rule, margin-aware
+verification unless --verify says otherwise, against the target alone, the strict rule,
+the rule at theta = inf, another margin matched to the same tau, and the target sampling
+from the same truncated set; all on the same prompts and seeds, in one run. A rule of your
+own is one arm, with the same controls.
+"""
+_SWEPT = ("theta", "tau")
+"""Settings of rules that have flags for several values."""
+_EPILOG = f"""\
+examples:
+  mars-jax benchmark --task arithmetic --chat --problems 100 --output evidence
+  mars-jax benchmark --target PATH --draft model:SMALL --chat \\
+      --task gsm8k=gsm8k_test.jsonl --task mt_bench=mt_bench.jsonl.xz \\
+      --thetas 0.9 0.8 0.95 --temperatures 0 1 --output evidence
+  mars-jax benchmark --task arithmetic --chat --problems 100 \\
+      --verify gates.py:entropy_gate --rule-option entropy=1.5 --output gate
+
+{pair.TASKS}
+OUTPUT gets rows.jsonl as rows finish, then summary.json, table.md, five plots as PNG, SVG
+and PDF, and report.html, one page with all of it and the texts side by side. Killed and
+started again with the same flags, it goes on where it was. The table goes to stdout,
+progress to stderr; bad input ends with exit code 2.
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser; numbers are still texts."""
+    made = pair.make_parser("benchmark", _DESCRIPTION, _EPILOG, instead=_SWEPT)
+    group = made.add_argument_group("arms")
+    group.add_argument(
+        "--thetas",
+        nargs="+",
+        metavar="X",
+        help="of the rule, an arm for each, or files of mars_jax.calibrate; the controls are matched to the first "
+        "(default: the rule's own theta, 0.9 for mars)",
+    )
+    group.add_argument(
+        "--temperatures", nargs="+", default=["0", "1"], metavar="X", help="0 is greedy (default: 0 1)"
+    )
+    group.add_argument(
+        "--simulated-taus",
+        nargs="+",
+        default=[],
+        metavar="X",
+        help="add arms that accept by chance so often that they give X tokens a step, to size hardware; their texts "
+        "and scores mean nothing",
+    )
+    group.add_argument(
+        "--refine",
+        metavar="FILE",
+        help="add an arm, the strict rule with a draft, a model or an EAGLE-3 head, that learns from its failures "
+        "after every group of problems; FILE as for mars_jax.generate",
+    )
+    pair.add_code_flags(made)
+    group = made.add_argument_group("output")
+    group.add_argument("--output", type=Path, metavar="DIR", help="a new folder, or one to go on with")
+    return made
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Flags as values, in range and of use.
+
+    Raises:
+      MarsError: an unknown flag, a value out of range, a flag that does not apply to what the others choose.
+      SystemExit: after --help and --version.
+    """
+    args = parser().parse_args(argv)
+    pair.convert(args)
+    args.rule = rule_of(args, "mars", instead=_SWEPT)
+    args.theta_files = []
+    if args.thetas:
+        args.thetas, args.theta_files = thetas_of(args.rule, args.thetas, settings_of(args))
+    # Plus zero, so that -0 is 0.
+    args.temperatures = [
+        pair.value_of("temperatures", "temperature", text) + 0.0 for text in args.temperatures
+    ]
+    args.simulated_taus = [_tau(text) for text in args.simulated_taus]
+    _check(args)
+    return args
+
+
+def _tau(text: str) -> float:
+    try:
+        return specs.rule("simulated").settings["tau"].from_text(text, shown="--simulated-taus")
+    except MarsError as error:
+        raise MarsError(str(error).replace("--simulated-taus is", "--simulated-taus has", 1)) from None
+
+
+def _check(args: argparse.Namespace) -> None:
+    pair.check(args, args.rule, output="name a folder for rows, table and plots")
+    for flag in ("thetas", "temperatures", "simulated_taus"):
+        values = getattr(args, flag) or []
+        if len({f"{value:g}" for value in values}) < len(values):
+            raise MarsError(f"--{flag.replace('_', '-')} has a value twice: give each once.")
+    if args.thetas and math.inf in args.thetas:
+        raise MarsError("--thetas has inf, an arm of every run: leave it out.")
+    if args.refine is not None:
+        kind = specs.parse_draft(args.draft).kind
+        if kind not in ("model", "eagle"):
+            raise MarsError(
+                f"--refine does not apply to --draft {kind}: draft with model:PATH or eagle:PATH, which learn from "
+                "their failures."
+            )
+        for flag in ("mesh", "draft_size"):
+            if getattr(args, flag) is not None:
+                raise MarsError(
+                    f"--refine does not apply with --{flag.replace('_', '-')}: leave one of them out."
+                )
+    if args.simulated_taus and not specs.parse_draft(args.draft).row.stops:
+        raise MarsError(
+            f"--simulated-taus does not apply to --draft {args.draft}, which often drafts nothing: draft with "
+            f"{specs.drafters_that('stops')}."
+        )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    return command(parse, _run, argv)
+
+
+def _run(args: argparse.Namespace, out: IO[str]) -> None:
+    from mars_jax.cli.host_flags import studying
+
+    with studying(args, args.output, out) as (place, folder):
+        _study(args, folder, place)
+
+
+def _study(args: argparse.Namespace, folder: Path, out: IO[str]) -> None:
+    from mars_jax.lab.commands.open_pair import open_study
+    from mars_jax.lab.commands.open_refiner import open_refiner
+    from mars_jax.lab.evaluate import evaluate
+    from mars_jax.lab.evaluate.benchmark import table
+    from mars_jax.lab.evaluate.scoring import scores
+    from mars_jax.lab.evaluate.tasks.problems import Problem
+    from mars_jax.lab.pictures.style import check_installed
+
+    code = {"run_code": args.allow_code_execution, "unconfined": args.allow_unconfined_code}
+
+    def check(problems: list[Problem]) -> None:
+        scores.check_metrics(problems, **code)
+        check_installed()
+
+    problems, target, drafter = open_study(args, folder, check)
+    shared = ("rule", "thetas", "temperatures", "simulated_taus")
+    shared += ("max_new_tokens", "batch_size", "seed", "chat")
+    refiner = None
+    if args.refine is not None:
+        samples = any(temperature > 0 for temperature in args.temperatures)
+        refiner = open_refiner(args.refine, target, args.draft, drafter, dtype=args.dtype, samples=samples)
+    with ticking("rows") as tick:
+        summary = evaluate(
+            target,
+            drafter,
+            problems,
+            folder,
+            allow_code_execution=args.allow_code_execution,
+            allow_unconfined_code=args.allow_unconfined_code,
+            names={
+                name: plain(getattr(args, name))
+                for name in ("draft", "num_draft_tokens", "tree", "dtype", "mesh")
+            }
+            | pair.given(args)
+            | ({} if args.refine is None else {"refine": args.refine}),
+            refiner=refiner,
+            progress=tick,
+            **{name: getattr(args, name) for name in shared},
+        )
+    print(table.markdown(summary), file=out, end="")
+    say(f"rows, table, plots and report are in {args.output}")

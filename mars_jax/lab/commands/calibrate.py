@@ -1,0 +1,225 @@
+"""`mars-jax calibrate`: a threshold whose risk stays below a bound, from held-out prompts."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import math
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from mars_jax import __version__, specs
+from mars_jax.cli import pair
+from mars_jax.cli.program import command
+from mars_jax.cli.progress import ticking
+from mars_jax.cli.rule_flags import rule_of
+from mars_jax.cli.theta import FORMAT, fingerprints, settings_of, thetas_of
+from mars_jax.core.errors import MarsError
+from mars_jax.specs import RuleChoice
+
+_DESCRIPTION = """\
+Choose theta from held-out prompts: the loosest threshold at which a risk stays below a
+bound with a stated confidence (Learn then Test, arXiv 2110.01052), over the choice of the
+prompts. What is promised holds for prompts like these, with the same pair of models.
+"""
+_EPILOG = f"""\
+examples:
+  mars-jax calibrate --task arithmetic --chat --problems 500 --risk accuracy \\
+      --bound 0.02 --output theta.json
+  python -m mars_jax.generate --theta theta.json --chat "..."
+
+{pair.TASKS}
+The file goes to generate as --theta FILE and to benchmark among --thetas; they refuse it
+for another pair, other weights of it, another rule or temperature. Where no threshold is
+certified it holds inf, which is strict. Until then answers are in OUTPUT-rows: killed and
+started again with the same flags, it goes on where it was.
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser; numbers are still texts."""
+    made = pair.make_parser("calibrate", _DESCRIPTION, _EPILOG, instead=("theta",))
+    group = made.add_argument_group("calibration")
+    group.add_argument(
+        "--risk",
+        choices=("regret", "accuracy"),
+        default="regret",
+        help="regret: nats per token that the rule adds, mean over texts, each clipped at 1; accuracy: share of the "
+        "score that it takes (default: %(default)s)",
+    )
+    group.add_argument("--bound", metavar="X", help="of the risk (default: 0.02)", default="0.02")
+    group.add_argument("--confidence", metavar="X", default="0.95", help="default: %(default)s")
+    group.add_argument(
+        "--thetas", nargs="+", metavar="X", help="to try, from strict to loose (default: a fixed grid)"
+    )
+    group.add_argument("--temperature", metavar="X", default="0", help="0 is greedy (default: %(default)s)")
+    pair.add_code_flags(made)
+    group = made.add_argument_group("output")
+    group.add_argument("--output", type=Path, metavar="FILE", help="a new file")
+    return made
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Flags as values, in range and of use.
+
+    Raises:
+      MarsError: an unknown flag, a value out of range, a flag that does not apply to what the others choose.
+      SystemExit: after --help and --version.
+    """
+    args = parser().parse_args(argv)
+    pair.convert(args)
+    args.rule = rule_of(args, "mars", instead=("theta",))
+    if "theta" not in args.rule.options:
+        raise MarsError(
+            f"--verify {args.rule.name} has no theta to calibrate: choose a rule that has, such as mars."
+        )
+    pair.check(args, args.rule, output="name a file for the threshold")
+    args.temperature = pair.value_of("temperature", "temperature", args.temperature) + 0.0
+    for name in ("bound", "confidence"):
+        setattr(args, name, _share(name, getattr(args, name)))
+    args.theta_files = []
+    if args.thetas is not None:
+        args.thetas, args.theta_files = thetas_of(args.rule, args.thetas, settings_of(args))
+        _check_thetas(args.thetas, args.rule)
+    elif specs.is_own(args.rule.spec):
+        raise MarsError(
+            "there are no --thetas, and a rule of your own has none to try: give them from strict to loose."
+        )
+    if args.output.exists():
+        raise MarsError(f"--output '{args.output}' exists already: name a new file.")
+    if not args.output.parent.is_dir():
+        raise MarsError(f"there is no directory '{args.output.parent}' for --output: make it first.")
+    return args
+
+
+def _share(name: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < 1:
+        raise MarsError(f"--{name} is {text}: expected a number between 0 and 1.")
+    return value
+
+
+def _check_thetas(thetas: list[float], rule: RuleChoice) -> None:
+    """Thresholds go from strict to loose, whichever way that is; the table knows it of its own rules."""
+    setting, structure = rule.setting("theta")
+    grid = setting.range(**structure).grid
+    rising, falling = sorted(set(thetas)), sorted(set(thetas), reverse=True)
+    allowed = [rising, falling] if not grid else [rising if grid[0] < grid[-1] else falling]
+    if thetas not in allowed or math.inf in thetas:
+        order = "rising or falling" if not grid else "rising" if grid[0] < grid[-1] else "falling"
+        where = f" for the margin {structure['margin']}" if setting.by == "margin" else ""
+        raise MarsError(
+            f"--thetas are not in order: give finite numbers from strict to loose, {order}{where}."
+        )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    return command(parse, _run, argv)
+
+
+def _run(args: argparse.Namespace, out: IO[str]) -> None:
+    from mars_jax.cli.host_flags import studying
+
+    named = args.output.with_name(f"{args.output.name}-rows")
+    with studying(args, named, out) as (place, work):
+        _study(args, work, args.output if work == named else work.with_name(args.output.name), place)
+
+
+def _study(args: argparse.Namespace, work: Path, output: Path, out: IO[str]) -> None:
+    from mars_jax.lab.commands.open_pair import open_study
+    from mars_jax.lab.evaluate.answers import Decoding
+    from mars_jax.lab.studies import calibration
+    from mars_jax.serve.folder import check_writable, claim, digest, fingerprint, write_json
+    from mars_jax.serve.session import Session
+    from mars_jax.verify import load
+
+    check_writable(output)
+    promise = {"risk": args.risk, "bound": args.bound, "confidence": args.confidence}
+    code = {"run_code": args.allow_code_execution, "unconfined": args.allow_unconfined_code}
+    check = functools.partial(calibration.check, **promise, **code)
+    problems, target, drafter = open_study(args, work, check)
+    session = Session(target=target, drafter=drafter, batch_size=min(args.batch_size, len(problems)))
+    decoding = Decoding(session=session, chat=args.chat, max_new_tokens=args.max_new_tokens)
+    settings = settings_of(args, temperature=args.temperature)
+    rule = args.rule.as_json(but=("theta",))
+    asked = {
+        "promise": {
+            "risk": args.risk,
+            "meaning": calibration.RISKS[args.risk],
+            "bound": args.bound,
+            "confidence": args.confidence,
+        },
+        "tasks": args.task,
+        "problems": len(problems),
+        "problems_digest": digest(repr(problems).encode()),
+        "chat": args.chat,
+        "max_new_tokens": args.max_new_tokens,
+        "seed": args.seed,
+        "version": __version__,
+    }
+    decides = (
+        settings
+        | asked
+        | {"rule": rule}
+        | {name: getattr(args, name) for name in ("thetas", "batch_size", "dtype", "mesh")}
+        | pair.given(args)
+    )
+    weights = fingerprint((target.params, drafter.params), target.path)
+    decides |= {"run_code": args.allow_code_execution, "weights": weights}
+    with claim(work, decides), ticking("answers") as tick:
+        found = calibration.calibrate(
+            decoding,
+            problems,
+            **promise,
+            **code,
+            rule=args.rule,
+            thetas=args.thetas,
+            temperature=args.temperature,
+            seed=args.seed,
+            progress=tick,
+            rows=work / "rows.jsonl",
+        )
+        made = {
+            "format": FORMAT,
+            "theta": "inf" if found["theta"] == math.inf else found["theta"],
+            "rule": rule,
+            "settings": settings,
+            "weights": fingerprints(target, drafter, load(args.rule.spec, target, **args.rule.settings)),
+            "tau": found["tau"],
+            "strict_tau": found["strict_tau"],
+            "trials": found["trials"],
+        }
+        try:
+            write_json(output, made | asked)
+        except OSError as error:
+            raise MarsError(
+                f"--output '{args.output}' cannot be written ({error.strerror}): mend that, then run the same command "
+                "again, which goes on from its rows."
+            ) from None
+        shutil.rmtree(work)  # the file has it all
+    print(_table(found, args), file=out)
+
+
+def _table(found: dict[str, Any], args: argparse.Namespace) -> str:
+    unit = "nats per token" if args.risk == "regret" else "of the score"
+    lines = [f"{'theta':>8} {'risk':>9} {'p-value':>9} {'tau':>6}"]
+    for trial in found["trials"]:
+        lines.append(
+            f"{trial['theta']:>8g} {trial['risk']:>9.5f} {trial['p_value']:>9.2g} {trial['tau']:>6.2f}"
+            f"  {'certified' if trial['passed'] else 'not certified'}"
+        )
+    theta, strict = found["theta"], found["strict_tau"]
+    said = (
+        f"no threshold keeps {args.risk} below {args.bound:g} {unit} with confidence {args.confidence:g}: the file "
+        "says inf, which is strict"
+        if theta == math.inf
+        else f"theta {theta:g}: {args.risk} below {args.bound:g} {unit} with confidence {args.confidence:g}; tau "
+        f"{found['tau']:.2f}, strict {strict:.2f}"
+    )
+    return "\n".join([*lines, said])

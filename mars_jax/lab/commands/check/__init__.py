@@ -1,0 +1,1 @@
+"""`mars-jax check` from the command line."""

@@ -1,0 +1,188 @@
+"""The command: what is checked in which order, what is wrong, and how it is told."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from mars_jax import __version__
+from mars_jax.cli.program import Parser, command, keep_compilations
+from mars_jax.core import activity
+from mars_jax.core.errors import MarsError
+
+_DESCRIPTION = """\
+Check on the device that is there, in some minutes: every kernel against the reference (the
+TPU kernels by their interpreter where there is no TPU), the tokens of drafts against
+autoregression, what a step takes beside its plan, and what a draft is worth. All of it on
+the models of the package, so nothing is downloaded.
+"""
+_EPILOG = """\
+examples:
+  mars-jax check
+  mars-jax check --output check.json
+
+The file of --output is what to attach to a report: versions, device, rows and figures, and no
+names of hosts, users or folders. Exit code 1: something is wrong; speed never is.
+"""
+RIGHT = ("equal", "equal up to ties")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser."""
+    made = Parser(prog="mars-jax check", description=_DESCRIPTION, epilog=_EPILOG)
+    made.add_argument("--version", action="version", version=f"mars-jax {__version__}")
+    made.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    made.add_argument("--output", type=Path, metavar="FILE", help="write that object into a file as well")
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    right = True
+
+    def run(args: argparse.Namespace, out: IO[str]) -> None:
+        nonlocal right
+        right = _run(args, out)
+
+    return command(lambda argv: parser().parse_args(argv), run, argv) or (0 if right else 1)
+
+
+def _run(args: argparse.Namespace, out: IO[str]) -> bool:
+    # Before minutes of work, not after them.
+    if args.output is not None:
+        there, folder = os.path.exists(args.output), args.output.absolute().parent
+        if (there and not args.output.is_file()) or not folder.is_dir():
+            raise MarsError(f"--output is '{args.output}': expected a file in a folder that exists.")
+    # From here on jax loads; what is above answers at once.
+    if args.output is not None:
+        from mars_jax.serve.folder import check_writable
+
+        check_writable(folder if there else args.output)
+    keep_compilations()
+    report = make_report()
+    if args.output is not None:
+        from mars_jax.serve.journal import write_whole
+
+        try:
+            write_whole(args.output, json.dumps(report, indent=1) + "\n")
+        except OSError as error:
+            raise MarsError(
+                f"--output '{args.output}' cannot be written ({error.strerror}): name another file."
+            ) from None
+    if args.json:
+        print(json.dumps(report), file=out)
+    else:
+        _print(report, out)
+    return not report["wrong"]
+
+
+def make_report() -> dict[str, Any]:
+    """Everything that is checked; "wrong" lists what is wrong, a sentence each."""
+    import jax
+
+    from mars_jax.lab.commands.check import kernels, machine, speed, tokens
+
+    began = time.perf_counter()
+    report: dict[str, Any] = {
+        "versions": machine.versions(),
+        "device": machine.device(),
+        "settings": machine.settings(),
+    }
+    sections: dict[str, Callable[[Callable[[str], None]], Any]] = {
+        "kernels": lambda tick: kernels.check_kernels(jax.default_backend(), tick),
+        "tokens": tokens.check_tokens,
+        "speed": speed.check_speed,
+    }
+    failed = []
+    for name, check in sections.items():
+        with activity.doing(f"checking {name}") as going:
+            try:
+                report[name] = check(lambda what, going=going: setattr(going, "detail", what))
+            except (
+                Exception
+            ) as error:  # what dies on somebody's device is what the report is for; the rest goes on
+                report[name] = None
+                failed.append(
+                    f"{name}: {type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:500]}"
+                )
+    report["wrong"] = [
+        *wrong_kernels(report["kernels"] or []),
+        *wrong_tokens(report["tokens"] or []),
+        *failed,
+    ]
+    report["seconds"] = round(time.perf_counter() - began, 1)
+    return report
+
+
+def wrong_kernels(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """A sentence for each row that is required and not equal."""
+    return [
+        f"{row['operation']} as {row['implementation']}, {row['shape']} {row['dtype']}: "
+        f"{row['status']} ({row['detail']})"
+        for row in rows
+        if row["required"] and row["status"] != "equal"
+    ]
+
+
+def wrong_tokens(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """A sentence for each row whose tokens differ by more than ties."""
+    return [f"{row['way']}: {row['status']} ({row['detail']})" for row in rows if row["status"] not in RIGHT]
+
+
+def _print(report: dict[str, Any], out: IO[str]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    # Where nobody's window has a width, as in a notebook, the widest table has room.
+    width = None if out.isatty() else 150
+    screen = Console(file=out, width=width, soft_wrap=True, highlight=False, markup=False)
+    found, device = report["versions"], report["device"]
+    screen.print(f"mars-jax {found['mars-jax']}, jax {found['jax']}, {device['count']} x {device['kind']}")
+    if report["kernels"] is not None:
+        table = Table("kernel", "as", "", "operands", "", "against the reference", "ms")
+        for row in report["kernels"]:
+            status = row["status"] if row["required"] else f"{row['status']} (not used unasked)"
+            if row["detail"]:
+                status += f": {row['detail']}"
+            taken = "" if row["milliseconds"] is None else f"{row['milliseconds']:.2f}"
+            names = (row[key] for key in ("operation", "implementation", "how", "shape", "dtype"))
+            table.add_row(*names, status, taken)
+        screen.print(table)
+    if report["tokens"] is not None:
+        table = Table("tokens", "against autoregression", "tau")
+        for row in report["tokens"]:
+            detail = f" ({row['detail']})" if row["detail"] else ""
+            table.add_row(row["way"], row["status"] + detail, f"{row['tau']:.2f}" if "tau" in row else "")
+        screen.print(table)
+    if report["speed"] is not None:
+        _print_speed(report["speed"], Table, screen)
+    for sentence in report["wrong"]:
+        screen.print(f"wrong: {sentence}")
+    if not report["wrong"]:
+        screen.print(f"nothing is wrong; checked in {report['seconds']:.0f} s")
+
+
+def _print_speed(speed: dict[str, Any], table_of: Any, screen: Any) -> None:
+    plan = speed["plan"]
+    table = table_of("decoding", "ms a step", "planned", "reads alone", "tokens/s", "tau", "speedup")
+    for i, row in enumerate(speed["arms"]):
+        prefix = "" if i else "autoregressive_"
+        step, floor = plan.get(f"{prefix}step"), plan.get(f"{prefix}floor_seconds")
+        low, high = row["speedup_range"]
+        table.add_row(
+            row["arm"],
+            f"{row['step_milliseconds']:.3f}",
+            "" if step is None else f"{1e3 * step['low_seconds']:.3f} to {1e3 * step['high_seconds']:.3f}",
+            "" if floor is None else f"{1e3 * floor:.3f}",
+            f"{row['tokens_per_second']:.0f}",
+            f"{row['tau']:.2f}",
+            f"{row['speedup']:.2f} ({low:.2f} to {high:.2f})" if i else "",
+        )
+    screen.print(table)
+    if "missing" in plan:
+        screen.print(f"no plan: {plan['missing']}")

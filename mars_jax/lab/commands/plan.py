@@ -1,0 +1,251 @@
+"""`mars-jax plan`: which TPU slice a pair of models needs, without a TPU and without weights."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from mars_jax import __version__, specs
+from mars_jax.cli.flags import number_of
+from mars_jax.cli.program import Parser, command
+from mars_jax.cli.progress import busy
+from mars_jax.cli.rule_flags import add_rule_flags, rule_of
+from mars_jax.core.errors import MarsError
+from mars_jax.lab.commands.plan_table import print_table
+
+_DESCRIPTION = """\
+Compile the decode loop of a pair of models ahead of time for a TPU slice, and say what it
+holds on each chip, what travels between chips, what a step reads at least, how long that
+takes at the chip's published bandwidth, and whether it fits. Needs libtpu, but no TPU.
+"""
+_EPILOG = """\
+examples:
+  mars-jax plan --target llama-3.1-8b --draft eagle3 --topology v5e:2x2
+  mars-jax plan --target qwen3-235b-a22b --topology v5p:2x2x4 --batch 8 --json
+  mars-jax plan --target path/to/config.json --draft model:llama-3.2-1b --topology v6e:1x1
+
+A target is a name (vicuna-13b, llama-3.1-8b, llama-3.2-1b, llama-3.3-70b, qwen3-8b,
+qwen3-32b, qwen3-235b-a22b), a config.json or a directory with one, or a name on the
+Hugging Face hub, of which the config alone is read. Slices are named generation:shape,
+such as v5e:4x4, v6e:2x4, v4:2x2x1 and v5p:2x2x2, or as Google's Cloud names them, by chips as
+in v5litepod-8 and v6e-8, by cores, two a chip, as in v4-8 and v5p-8. Exit code 1: it does not
+fit; then weights in 8 bits and larger slices are compiled until one fits. For a mixture of experts,
+where a large draft reads most experts, chains of 3 and 5 and a tree are compiled and compared.
+"""
+_DRAFTS = "eagle3, dflash, medusa, model:TARGET, ngram or none"
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser; numbers are still texts."""
+    made = Parser(prog="mars-jax plan", description=_DESCRIPTION, epilog=_EPILOG)
+    made.add_argument("--version", action="version", version=f"mars-jax {__version__}")
+    group = made.add_argument_group("models")
+    group.add_argument("--target", required=True, metavar="NAME")
+    group.add_argument(
+        "--draft",
+        default="eagle3",
+        metavar="DRAFT",
+        help=f"{_DRAFTS}; the heads have the published shapes for the target (default: %(default)s)",
+    )
+    group.add_argument("--tree", metavar="SHAPE", help="as for mars_jax.generate")
+    group.add_argument("--num-draft-tokens", metavar="N", help="length of a chain (default: the drafter's)")
+    group.add_argument(
+        "--acceptance",
+        default="0.75",
+        metavar="A",
+        help="chance that a drafted token is accepted, by which drafts are compared for a mixture of experts, unless "
+        "one is asked for (default: %(default)s)",
+    )
+    add_rule_flags(made.add_argument_group("rule"))
+    group = made.add_argument_group("slice and sizes")
+    group.add_argument("--topology", required=True, metavar="SLICE", help="such as v5e:4x4 or v5litepod-16")
+    group.add_argument(
+        "--mesh",
+        metavar="AXES",
+        help="such as data=2,model=8 (default: as many chips as the key-value heads divide over for model, the "
+        "others for data if the batch divides, else for model too)",
+    )
+    group.add_argument("--batch", default="1", metavar="N", help="rows (default: %(default)s)")
+    group.add_argument(
+        "--context",
+        default="4096",
+        metavar="N",
+        help="tokens of a row, prompt and output (default: %(default)s)",
+    )
+    group.add_argument(
+        "--dtype",
+        choices=specs.DTYPES,
+        default="bfloat16",
+        help="of the weights; int8: the target's matrices in 8 bits (default: %(default)s)",
+    )
+    group = made.add_argument_group("output")
+    group.add_argument(
+        "--dump",
+        type=Path,
+        metavar="DIR",
+        help="write the programs into this folder, as JAX lowered them (.stablehlo.txt) and as XLA compiled them "
+        "(.hlo.txt): decode, and autoregression without the draft",
+    )
+    group.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    fits = True
+
+    def run(args: argparse.Namespace, out: IO[str]) -> None:
+        nonlocal fits
+        fits = _run(args, out)
+
+    return command(lambda argv: parser().parse_args(argv), run, argv) or (0 if fits else 1)
+
+
+def _run(args: argparse.Namespace, out: IO[str]) -> bool:
+    batch, context = _number("batch", args.batch), _number("context", args.context)
+    length = None if args.num_draft_tokens is None else number_of("num_draft_tokens", args.num_draft_tokens)
+    tree: Any = None if args.tree is None else specs.parse_tree(args.tree)
+    acceptance = _share("acceptance", args.acceptance)
+    rule = rule_of(args, "mars")
+    if needs := {"q", "weights"} & rule.needs:
+        raise MarsError(
+            f"--verify {rule.name} needs {specs.NEEDS[min(needs)]}, which a plan has not: choose another rule."
+        )
+
+    keep = None if args.dump is None else _keeper(args.dump)
+
+    # From here on jax loads; what is above answers at once.
+    from mars_jax import verify
+    from mars_jax.lab import planning
+    from mars_jax.lab.planning import advice, dump
+    from mars_jax.lab.planning.chips import larger, topology
+    from mars_jax.lab.planning.fit import default_mesh, draft_of
+    from mars_jax.lab.planning.pair_programs import kind_of
+    from mars_jax.placement.shardings import parse_mesh
+
+    dump.dump_folder()  # before libtpu is loaded
+    target = _config(args.target)
+    where = topology(args.topology)
+    drafted = _draft(args.draft, target)
+    mixture = target.num_experts > 0
+
+    def pair(
+        slice_: Any, dtype: str, length: int | None = length, tree: Any = tree
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What `make_plan` and `try_fit` take. Axes that are given are those of the slice that is given."""
+        axes = args.mesh if slice_ is where else None
+        if axes is None:
+            default = default_mesh(target, len(slice_.devices), batch)
+            axes = ",".join(f"{name}={size}" for name, size in default.items())
+        draft = draft_of(drafted, num_draft_tokens=length, tree=tree, dtype=dtype, mixture=mixture)
+        shape = {"mesh": parse_mesh(axes, slice_.devices), "batch": batch, "context": context}
+        return (target, draft, slice_), shape | {"verify": loaded, "dtype": dtype}
+
+    def attempt(name: str | None, dtype: str) -> advice.Attempt:
+        models, options = pair(where if name is None else topology(name), dtype)
+        return advice.try_fit(*models, **options)
+
+    loaded = verify.load(rule.spec, **rule.settings).rule
+    with busy("planning"):
+        models, options = pair(where, args.dtype)
+        made = planning.make_plan(*models, **options, keep=keep)
+    drafts = []
+    alone = made.autoregressive_step
+    if mixture and kind_of(drafted) in ("eagle", "model") and length is tree is None and made.fits and alone:
+
+        def step(shape: Any) -> dict[str, Any] | None:
+            if (shape.length, shape.tree) == specs.DRAFTERS[kind_of(drafted)].usual(mixture=True):
+                return made.step
+            models, options = pair(where, args.dtype, shape.length, shape.tree)
+            again = planning.make_plan(*models, **options)
+            return again.step if again.fits else None
+
+        with busy("comparing drafts"):
+            drafts = advice.compare(step, alone, acceptance)
+    tried = []
+    if not made.fits:
+        with busy("looking for what fits"):
+            tried = advice.advise(attempt, args.dtype, larger(where.name))
+    asked = {
+        "target": args.target,
+        "draft": args.draft,
+        "batch": batch,
+        "context": context,
+        "dtype": args.dtype,
+        "acceptance": acceptance,
+    }
+    if args.json:
+        found = {"tried": [one._asdict() for one in tried], "drafts": [one._asdict() for one in drafts]}
+        print(json.dumps(asked | made.as_json() | found), file=out)
+    else:
+        print_table(asked, made, tried, drafts, out)
+    return made.fits
+
+
+def _number(name: str, text: str) -> int:
+    # Python converts no text of more than 4,300 digits.
+    if not (text.isascii() and text.isdigit() and len(text) < 10 and 1 <= int(text) <= 2**20):
+        raise MarsError(f"--{name} is {text}: expected a whole number from 1 to {2**20}.")
+    return int(text)
+
+
+def _share(name: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < 1:
+        raise MarsError(f"--{name} is {text}: expected a number above 0 and below 1.")
+    return value
+
+
+def _config(name: str) -> Any:
+    from mars_jax import hub
+    from mars_jax.lab.planning.outlined_models import CONFIGS
+
+    if name in CONFIGS:
+        return CONFIGS[name]
+    path = Path(name)
+    return hub.read_config(path.parent if path.name == "config.json" and path.is_file() else name)
+
+
+def _draft(spec: str, target: Any) -> Any:
+    """What `draft_of` takes."""
+    from mars_jax.lab.planning.outlined_models import dflash, eagle3
+    from mars_jax.models.medusa_layers import MedusaConfig
+
+    if spec == "eagle3":
+        return eagle3(target)
+    if spec == "dflash":
+        return dflash(target)
+    if spec == "medusa":
+        size, vocab = target.hidden_size, target.vocab_size
+        return MedusaConfig(num_heads=5, num_layers=1, hidden_size=size, vocab_size=vocab)
+    try:
+        kind, path = specs.parse_draft(spec, among=("none", "ngram", "model"))
+    except MarsError:
+        raise MarsError(f"--draft is {spec}: expected {_DRAFTS}.") from None
+    return _config(path) if kind == "model" else spec
+
+
+def _keeper(folder: Path) -> Callable[[str, str], None]:
+    """Writes a text into the folder, which is made now rather than after the compilation."""
+
+    def refused(error: OSError) -> MarsError:
+        return MarsError(f"--dump '{folder}' cannot be written ({error.strerror}): name another folder.")
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise refused(error) from None
+
+    def keep(name: str, text: str) -> None:
+        try:
+            (folder / name).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise refused(error) from None
+
+    return keep

@@ -1,0 +1,170 @@
+"""Decode problems with an arm: conversations turn by turn, timed without compilation."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+
+from mars_jax.core.errors import MarsError
+from mars_jax.core.metrics import Metrics
+from mars_jax.hub.pretrained import Pretrained
+from mars_jax.lab.evaluate.benchmark.arms import Arm
+from mars_jax.lab.evaluate.tasks.problems import Problem
+from mars_jax.lab.training.online import Refiner
+from mars_jax.serve import requests as request
+from mars_jax.serve.requests import Completion
+from mars_jax.serve.session import Session
+
+UPDATES = 8
+"""Of a draft that is refined, after every group of problems."""
+GROUP = 4
+"""Batches of an arm before the next arm has its turn."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Answer:
+    """The answer to one problem, over all of its turns."""
+
+    texts: tuple[str, ...]
+    tokens: tuple[tuple[int, ...], ...]  # new ones of each turn
+    finish_reason: (
+        str  # "stop" or "length" of the last turn; "context" where a turn did not fit after the others
+    )
+    metrics: Metrics
+    seconds: float  # wall time of its groups, prefill included, divided by the problems in each
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decoding:
+    """The settings that all arms share: the pair of models, and how prompts become requests."""
+
+    session: Session  # whose rule is each arm's own
+    chat: bool = False
+    max_new_tokens: int = 256
+    refiner: Refiner | None = None  # of the draft, for the arm that refines it
+
+    @property
+    def group(self) -> int:
+        """Problems that an arm decodes before the next arm has its turn: some batches of them, so that a row that ends
+        is begun anew with the next problem, and few enough that a slow spell of the machine strikes all arms alike."""
+        size = self.session.batch_size
+        return size if size == 1 else GROUP * size
+
+    def answer(
+        self, arm: Arm, problems: Sequence[Problem], seeds: Sequence[int], *, temperature: float
+    ) -> list[Answer]:
+        """Decode some problems, such as a `group`, in `session.batch_size` rows that refill. A follow-up turn sees the
+        arm's own answers."""
+        target = self.session.target
+        said: list[list[Completion]] = [[] for _ in problems]
+        seconds = [0.0] * len(problems)
+        full = [False] * len(problems)
+        turns = max(len(turns_asked(p, self.chat)) for p in problems)
+        for turn in range(turns):
+            prompts: dict[int, list[int]] = {}
+            for row, problem in enumerate(problems):
+                if turn >= len(turns_asked(problem, self.chat)) or full[row]:
+                    continue
+                ids = prompt_tokens(target, problem, [c.text for c in said[row]], chat=self.chat)
+                full[row] = turn > 0 and len(ids) >= target.config.max_positions
+                if not full[row]:
+                    prompts[row] = ids
+            if not prompts:
+                break
+            requests = self.requests(
+                list(prompts.values()), [seeds[row] for row in prompts], temperature, top_k=arm.top_k
+            )
+            completions, taken = self._run(arm, requests)
+            for row, completion in zip(prompts, completions, strict=True):
+                said[row].append(completion)
+                seconds[row] += taken / len(requests)
+        return [
+            Answer(
+                texts=tuple(c.text for c in completions),
+                tokens=tuple(tuple(c.tokens) for c in completions),
+                finish_reason="context" if full[row] else completions[-1].finish_reason,
+                metrics=request.total(completions),
+                seconds=seconds[row],
+            )
+            for row, completions in enumerate(said)
+        ]
+
+    def requests(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], temperature: float, *, top_k: int = 0
+    ) -> list[request.Request]:
+        """Prompts as the requests that are decoded."""
+        return request.make_requests(
+            self.session.target,
+            prompts,
+            temperature=temperature,
+            top_k=top_k,
+            seed=seeds,
+            max_new_tokens=self.max_new_tokens,
+        )
+
+    def _run(self, arm: Arm, requests: list[request.Request]) -> tuple[list[Completion], float]:
+        """Completions, and the seconds that all of them took."""
+        pair = (self.session if arm.drafts else self.session.autoregressive).using(arm.rule)
+        if arm.refines:
+            return self._run_refined(pair, requests)
+        return _decoded(pair, requests)
+
+    def _run_refined(self, pair: Session, requests: list[request.Request]) -> tuple[list[Completion], float]:
+        """With the draft as it has learned to be, which then learns from these."""
+        refiner, params = self.refiner, pair.target.params
+        assert refiner is not None
+        drafter = pair.drafter._replace(params=refiner.params)
+        refiner.warm_up(params)
+        done, seconds = _decoded(dataclasses.replace(pair, drafter=drafter, log_probs=True), requests)
+        began = time.perf_counter()
+        refiner.see_completions(done)
+        refiner.refine(params, steps=UPDATES)
+        return done, seconds + time.perf_counter() - began
+
+
+def _decoded(pair: Session, requests: list[request.Request]) -> tuple[list[Completion], float]:
+    """Completions, and the seconds that all of them took."""
+    if len(requests) <= pair.batch_size:
+        done = pair.run(requests)
+        return done, done[0].seconds
+    queue = pair.queue(requests)  # compiles what is not compiled yet
+    began = time.perf_counter()
+    found = dict(queue)
+    return [found[i] for i in range(len(requests))], time.perf_counter() - began
+
+
+def turns_asked(problem: Problem, chat: bool) -> tuple[str, ...]:
+    """The turns that are asked: without a chat template the first alone."""
+    return problem.turns if chat and not problem.continues else problem.turns[:1]
+
+
+def prompt_tokens(
+    target: Pretrained, problem: Problem, answers: Sequence[str] = (), *, chat: bool
+) -> list[int]:
+    """Token ids of the turn after `answers`, the earlier turns in front of it.
+
+    Raises:
+      MarsError: there is no chat template, or the prompt is empty.
+    """
+    if not answers:
+        return target.encode(problem.turns[0], chat=chat and not problem.continues)
+    said = [{"role": "user", "content": problem.turns[0]}]
+    for answer, turn in zip(answers, problem.turns[1:], strict=False):
+        said += [{"role": "assistant", "content": answer}, {"role": "user", "content": turn}]
+    return target.encode_chat(said)
+
+
+def check_problems(target: Pretrained, problems: Sequence[Problem], *, chat: bool) -> None:
+    """Raise MarsError, by its id, for a problem that the target cannot take. An outline of the target is enough."""
+    for problem in problems:
+        context = target.config.max_positions
+        try:
+            count = len(prompt_tokens(target, problem, chat=chat))
+            if count >= context:
+                raise MarsError(
+                    f"the prompt has {count} tokens and '{target.name}' a context of {context}: take it out of the "
+                    "file, or evaluate a target of a longer context."
+                )
+        except MarsError as error:
+            raise MarsError(f"{problem.task}, problem {problem.id}: {error}") from None

@@ -1,0 +1,225 @@
+"""The loops of a run: batches are the outer one and arms the inner one, so that a slow spell strikes all arms alike."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mars_jax import verify
+from mars_jax.core.types import LoadedRule
+from mars_jax.lab.evaluate.answers import Answer, Decoding, prompt_tokens
+from mars_jax.lab.evaluate.benchmark import margins, rehearsal, texts
+from mars_jax.lab.evaluate.benchmark.arm_rows import Key, make_row
+from mars_jax.lab.evaluate.benchmark.arms import Arm, base_of, make_arms, margin_of, other_margin
+from mars_jax.lab.evaluate.benchmark.match import PROBLEMS, Match, match
+from mars_jax.lab.evaluate.scoring import sandbox, scores
+from mars_jax.lab.evaluate.tasks.problems import Problem
+from mars_jax.serve import likelihood
+from mars_jax.serve.batches import RowFile, Speed
+from mars_jax.serve.folder import write_json
+from mars_jax.serve.journal import Row
+from mars_jax.serve.requests import Request
+from mars_jax.specs import RuleChoice
+
+MATCHES, MARGINS, ROWS = "matches.json", "margins.json", "rows.jsonl"
+TEXTS, REPLAY = "texts.json", "replay.json"
+
+Progress = Callable[[str, int, int], None]
+"""`(what, rows done, rows in all)`."""
+
+
+class Evaluation:
+    """The loops of one run over its tasks, temperatures, batches and arms."""
+
+    def __init__(
+        self,
+        decoding: Decoding,
+        folder: Path,
+        problems: Sequence[Problem],
+        settings: Mapping[str, Any],
+        rule: RuleChoice,
+    ):
+        self._decoding, self._folder, self._settings, self._rule = decoding, folder, settings, rule
+        self._made: dict[tuple[float, float | None], list[Arm]] = {}
+        self._tasks = by_task(problems)
+        self._numbers = {(task, p.id): i for task, group in self._tasks.items() for i, p in enumerate(group)}
+        self.matches = {place: Match(**found) for place, found in self._read(MATCHES).items()}
+        self.margins, self.texts, self.replays = (self._read(name) for name in (MARGINS, TEXTS, REPLAY))
+        # A placeholder, since the names of arms do not depend on the threshold that is matched.
+        keys = [
+            Key(task, temperature, arm.name, problem.id)._asdict()
+            for task, temperature in self._places()
+            for group in self._batches(task)
+            for arm in self.arms(temperature, self._stand_in)
+            for problem in group
+        ]
+        self._rows = len(keys)
+        self.file = RowFile(folder / ROWS, keys)
+
+    def _read(self, name: str) -> dict[str, Any]:
+        path = self._folder / name
+        return json.loads(path.read_text()) if path.exists() else {}
+
+    def _places(self) -> Iterator[tuple[str, float]]:
+        return ((task, t) for task in self._tasks for t in self._settings["temperatures"])
+
+    def _batches(self, task: str) -> Iterator[list[Problem]]:
+        problems, size = self._tasks[task], self._decoding.group
+        return (problems[first : first + size] for first in range(0, len(problems), size))
+
+    @property
+    def _stand_in(self) -> float | None:
+        """A matched threshold, before it is known."""
+        return None if self._rule.row.lossless else 1.0
+
+    def arms(self, temperature: float, matched: float | None) -> list[Arm]:
+        """The arms at a temperature; a rule with weights reads them once."""
+        if (temperature, matched) not in self._made:
+            self._made[temperature, matched] = make_arms(
+                self._rule,
+                self._settings["thetas"],
+                temperature=temperature,
+                matched=matched,
+                target=self._decoding.session.target,
+                simulated_taus=self._settings.get("simulated_taus", ()),
+                refined=self._decoding.refiner is not None,
+            )
+        return self._made[temperature, matched]
+
+    def _seed(self, task: str, problem: Problem) -> int:
+        return (self._settings["seed"] + self._numbers[task, problem.id]) % 2**32
+
+    def decode(self, progress: Progress) -> None:
+        place = 0
+        for task, temperature in self._places():
+            what = f"{task}, temperature {temperature:g}"
+            tick = functools.partial(progress, f"{what}, matching", place, self._rows)
+            found = self._match(task, temperature, tick)
+            for group in self._batches(task):
+                for arm in self.arms(temperature, found and found.theta):
+                    keys = [Key(task, temperature, arm.name, problem.id)._asdict() for problem in group]
+                    make = functools.partial(self._decode, task, temperature, arm, group)
+                    rows = self.file.batch(keys, make)
+                    place += len(group)
+                    progress(f"{what}, {arm.name}, {_speed(rows)}", place, self._rows)
+            for name, look in (("margins", self._observe), ("replay", self._replay)):
+                look(task, temperature, functools.partial(progress, f"{what}, {name}", place, self._rows))
+
+    def _decode(self, task: str, temperature: float, arm: Arm, group: list[Problem]) -> list[dict[str, Any]]:
+        seeds = [self._seed(task, problem) for problem in group]
+        answers = self._decoding.answer(arm, group, seeds, temperature=temperature)
+        stops = self._decoding.session.target.stop_tokens
+        return [
+            make_row(problem, arm, temperature, seed, answer, scored, stops)
+            for problem, seed, answer, scored in zip(
+                group, seeds, answers, self._scores(group, answers), strict=True
+            )
+        ]
+
+    def _scores(self, group: list[Problem], answers: list[Answer]) -> list[list[float] | None]:
+        """Of the last turn of each problem, a likelihood of all of its turns; the metric is that of their task."""
+        if group[0].metric != "likelihood":
+            how = {
+                "run_code": self._settings["allow_code_execution"],
+                "unconfined": self._settings.get("confinement") == sandbox.HOOK,
+            }
+            return [scores.score(p, a.texts[-1], **how) for p, a in zip(group, answers, strict=True)]
+        target, chat = self._decoding.session.target, self._decoding.chat
+        turns = [
+            (i, prompt_tokens(target, p, a.texts[:turn], chat=chat), tokens)
+            for i, (p, a) in enumerate(zip(group, answers, strict=True))
+            for turn, tokens in enumerate(a.tokens)
+        ]
+        scored = likelihood.score_answers(target, [t[1] for t in turns], [t[2] for t in turns])
+        sums = np.zeros((len(group), 2))
+        np.add.at(sums, [t[0] for t in turns], scored)
+        return [*sums.tolist()]
+
+    def _untimed(self, task: str, temperature: float, count: int) -> tuple[list[Problem], list[Request]]:
+        """The first problems of a task, in their first turn."""
+        decoding, problems = self._decoding, self._tasks[task][:count]
+        prompts = [prompt_tokens(decoding.session.target, p, chat=decoding.chat) for p in problems]
+        return problems, decoding.requests(prompts, [self._seed(task, p) for p in problems], temperature)
+
+    def _observe(self, task: str, temperature: float, tick: Callable[[], None]) -> None:
+        """Histograms of the strict rule's decisions and of the relaxed one's, and texts of both, made once and kept
+        beside the rows."""
+        name = f"{task}, temperature {temperature:g}"
+        if name in self.margins:
+            return
+        problems, requests = self._untimed(task, temperature, margins.PROBLEMS)
+        session = self._decoding.session
+        arms = self.arms(temperature, self._stand_in)
+        strict = next(arm for arm in arms if arm.role == "strict")
+        found, said = {}, {}
+        for arm in (strict, next((arm for arm in arms if arm.role == "rule"), strict)):
+            seen = margins.observe(session.using(arm.rule), requests, tick)
+            found[arm.name] = margins.histograms(margin_of(self._rule) or "ratio", seen.decisions)
+            said[arm.name] = seen
+        self.texts[name] = texts.as_json(session.target, problems, requests, said)
+        write_json(self._folder / TEXTS, self.texts)
+        self.margins[name] = found
+        write_json(self._folder / MARGINS, self.margins)
+
+    def _replay(self, task: str, temperature: float, tick: Callable[[], None]) -> None:
+        """tau at thresholds that no arm has, made once and kept beside the rows."""
+        name = f"{task}, temperature {temperature:g}"
+        session = self._decoding.session
+        thetas = rehearsal.thetas_of(self._rule, session.drafter.drafter, self._settings["thetas"])
+        if name in self.replays or not thetas:
+            return
+        _, requests = self._untimed(task, temperature, rehearsal.PROBLEMS)
+        arm = next(arm for arm in self.arms(temperature, self._stand_in) if arm.role == "rule")
+        counted = rehearsal.walks(session.using(arm.rule), requests, thetas, tick)
+        self.replays[name] = rehearsal.as_json(thetas, counted)
+        write_json(self._folder / REPLAY, self.replays)
+
+    def _match(self, task: str, temperature: float, tick: Callable[[], None]) -> Match | None:
+        """The match of a task at a temperature, found once and kept beside the rows; None for a lossless rule."""
+        name = f"{task}, temperature {temperature:g}"
+        if name in self.matches or self._rule.row.lossless:
+            return self.matches.get(name)
+        first = next(arm for arm in self.arms(temperature, self._stand_in) if arm.role == "rule")
+        other = other_margin(margin_of(self._rule))
+        problems = self._tasks[task][:PROBLEMS]
+        size = self._decoding.group
+
+        def tau_of(rule: LoadedRule) -> float:
+            arm = Arm(name="match", rule=rule, drafts=True, meaning="")
+            emitted = steps = 0
+            for begin in range(0, len(problems), size):
+                group = problems[begin : begin + size]
+                seeds = [self._seed(task, problem) for problem in group]
+                for answer in self._decoding.answer(arm, group, seeds, temperature=temperature):
+                    emitted += answer.metrics.emitted
+                    steps += answer.metrics.steps
+                tick()
+            return emitted / steps
+
+        def tau_at(theta: float) -> float:
+            base, prefix = base_of(first.rule).rule, getattr(first.rule.rule, "exact_prefix", 0)
+            return tau_of(LoadedRule(verify.mars(base, theta=theta, margin=other, exact_prefix=prefix)))
+
+        found = match(tau_at, tau_of(first.rule), other)
+        self.matches[name] = found
+        write_json(self._folder / MATCHES, {place: m._asdict() for place, m in self.matches.items()})
+        return found
+
+
+def _speed(rows: Sequence[Row]) -> str:
+    """How a batch went, for whoever waits."""
+    sums = {name: sum(row[name] for row in rows) for name in ("emitted", "steps", "seconds")}
+    return Speed(**sums).describe()
+
+
+def by_task(problems: Sequence[Problem]) -> dict[str, list[Problem]]:
+    """Problems by their task, in order of appearance."""
+    tasks: dict[str, list[Problem]] = {}
+    for problem in problems:
+        tasks.setdefault(problem.task, []).append(problem)
+    return tasks

@@ -1,0 +1,104 @@
+"""The files of an evaluation: all of them functions of its rows, and of what was decoded beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mars_jax.lab.evaluate import figures
+from mars_jax.lab.evaluate.benchmark import page, plots, rehearsal, table
+from mars_jax.lab.evaluate.benchmark.arm_rows import Row
+from mars_jax.lab.evaluate.benchmark.arms import AUTOREGRESSIVE, Arm
+from mars_jax.lab.evaluate.benchmark.match import Match
+from mars_jax.lab.evaluate.scoring import sandbox
+from mars_jax.lab.evaluate.tasks.problems import Problem
+from mars_jax.serve.folder import write_json
+
+SUMMARY, TABLE, PAGE = "summary.json", "table.md", "report.html"
+
+
+def summarize(
+    settings: Mapping[str, Any],
+    environment: Mapping[str, Any],
+    matches: Mapping[str, Match],
+    margins: Mapping[str, Any],
+    replays: Mapping[str, Any],
+    problems: Sequence[Problem],
+    rows: Sequence[Row],
+    arms_at: Callable[[float, float | None], list[Arm]],
+) -> dict[str, Any]:
+    """The content of summary.json. `arms_at` gives the arms at a temperature and a matched threshold."""
+    metrics = {problem.task: problem.metric for problem in problems}
+    by_arm: dict[tuple[str, float, str], list[Row]] = {}
+    for row in rows:
+        by_arm.setdefault((row["task"], row["temperature"], row["arm"]), []).append(row)
+    tables = []
+    for task, metric in metrics.items():
+        for temperature in settings["temperatures"]:
+            place = f"{task}, temperature {temperature:g}"
+            found = matches.get(place)
+            arms = arms_at(temperature, found and found.theta)
+            alone, strict = (by_arm[task, temperature, name] for name in (AUTOREGRESSIVE, arms[1].name))
+            tables.append(
+                {
+                    "task": task,
+                    "temperature": temperature,
+                    "metric": metric,
+                    "match": found and found._asdict(),
+                    "margins": margins[place],
+                    "replay": rehearsal.taus(replays[place], seed=settings["seed"])
+                    if place in replays
+                    else None,
+                    "arms": [
+                        {"arm": arm.name, "role": arm.role, "meaning": arm.meaning}
+                        | figures.summarize(
+                            by_arm[task, temperature, arm.name],
+                            alone,
+                            strict,
+                            metric=metric,
+                            seed=settings["seed"],
+                        )
+                        for arm in arms
+                    ],
+                }
+            )
+    return {
+        "settings": dict(settings),
+        "environment": dict(environment),
+        "date": max((row["date"] for row in rows if "date" in row), default=None),
+        "notes": notes(settings, problems, rows),
+        "tables": tables,
+    }
+
+
+def notes(settings: Mapping[str, Any], problems: Sequence[Problem], rows: Sequence[Row]) -> list[str]:
+    """Facts that a reader needs and that the figures do not show."""
+    told = []
+    if not settings["chat"] and any(len(p.turns) > 1 for p in problems):
+        told.append("Follow-up turns were left out: they need a chat template, which --chat applies.")
+    if any(p.metric == "pass@1" for p in problems) and not settings["allow_code_execution"]:
+        told.append("Generated programs were not run and so not scored: --allow-code-execution runs them.")
+    if settings.get("confinement") == sandbox.HOOK:
+        told.append("Generated programs ran under Python's audit hook alone, without walls.")
+    if any(p.task == "humaneval" and p.code is None for p in problems):
+        told.append("This HumanEval file has no tests, so nothing is scored: its original layout has them.")
+    if full := sum(row["finish_reason"] == "context" for row in rows):
+        told.append(f"In {full} rows a follow-up turn did not fit the context and was left out.")
+    if settings["batch_size"] > 1:
+        told.append(
+            f"{settings['batch_size']} problems were decoded side by side, each row begun anew as it ended; s/task is "
+            "their share."
+        )
+    return told
+
+
+def write(summary: Mapping[str, Any], texts: Mapping[str, Any], folder: Path) -> None:
+    """Write summary.json, table.md, the plots and report.html. `texts` are those of texts.json."""
+    write_json(folder / SUMMARY, summary)
+    (folder / TABLE).write_text(table.markdown(summary), encoding="utf-8")
+    plots.draw(summary, folder)
+    pictures = {
+        name: (folder / name).with_suffix(".svg").read_text(encoding="utf-8") for name in plots.PICTURES
+    }
+    (folder / PAGE).write_text(page.render(summary, texts, pictures), encoding="utf-8")

@@ -1,0 +1,163 @@
+"""Evaluate a pair of models: all arms on the same prompts with the same seeds, in one run that a kill does not harm."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from mars_jax import __version__, drafters
+from mars_jax.core.errors import MarsError
+from mars_jax.hub.pretrained import Pretrained
+from mars_jax.lab.evaluate.answers import GROUP, Decoding, check_problems
+from mars_jax.lab.evaluate.benchmark import report
+from mars_jax.lab.evaluate.benchmark.arm_loops import Evaluation, Progress, by_task
+from mars_jax.lab.evaluate.benchmark.arms import MARS, default_thetas
+from mars_jax.lab.evaluate.scoring import sandbox, scores
+from mars_jax.lab.evaluate.tasks.problems import Problem
+from mars_jax.lab.pictures import style
+from mars_jax.lab.training.online import Refiner
+from mars_jax.serve.folder import claim, digest, fingerprint
+from mars_jax.serve.session import Session
+from mars_jax.specs import RuleChoice
+
+
+def evaluate(
+    target: Pretrained,
+    drafter: drafters.LoadedDrafter,
+    problems: Sequence[Problem],
+    output: str | os.PathLike[str],
+    *,
+    rule: RuleChoice = MARS,
+    thetas: Sequence[float] | None = None,
+    temperatures: Sequence[float] = (0.0, 1.0),
+    simulated_taus: Sequence[float] = (),
+    max_new_tokens: int = 256,
+    batch_size: int = 1,
+    seed: int = 0,
+    chat: bool = False,
+    allow_code_execution: bool = False,
+    allow_unconfined_code: bool = False,
+    refiner: Refiner | None = None,
+    names: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Decode and score every arm, and write rows, summary, table and plots under `output`.
+
+    Run again with the same arguments, it goes on where it was killed, and all files come out as of one run, but for
+    the times.
+
+    Args:
+      target: from `mars_jax.load`.
+      drafter: from `mars_jax.drafters.by_name`, with `sample=True` where the rule is over rejection and it has weights.
+      problems: from `tasks.read`.
+      output: a folder, new, empty, or of the run to go on with.
+      rule: that is measured, by name, such as `specs.RuleChoice("mars", {"margin": "gap"})` or
+        `specs.RuleChoice("gates.py:entropy_gate", {"entropy": 1.5})`, whose file is run.
+      thetas: of the rule; the controls are matched to the first. Default: the rule's own; none for a rule without
+        thresholds, or of the user's, which is one arm.
+      temperatures: all arms run at each.
+      simulated_taus: of further arms, which accept by chance; see `verify.simulated`.
+      max_new_tokens: of a turn.
+      batch_size: problems decoded side by side.
+      seed: problem i of a task draws with seed + i, in every arm.
+      chat: put questions through the target's chat template, with all their turns.
+      allow_code_execution: run what the model writes, to score it, behind the walls of `scoring.sandbox`.
+      allow_unconfined_code: and without walls where this machine has none, with your rights.
+      refiner: of the draft: adds an arm whose draft learns as it goes on. In a run that goes on after a kill it learns
+        from there, and its tokens are the same.
+      names: whatever else tells this run from others, such as the draft's name.
+      progress: called after every batch of an arm.
+
+    Returns:
+      The summary, as it is in summary.json.
+
+    Raises:
+      MarsError: problems that do not fit the target, an output of another run, a package that is missing.
+    """
+    if not problems:
+        raise MarsError("there are no problems to evaluate on: ask for at least 1.")
+    thetas = [float(theta) for theta in (default_thetas(rule) if thetas is None else thetas)]
+    temperatures = [float(temperature) + 0.0 for temperature in temperatures]  # -0 is 0
+    for name, values in (("thetas", thetas), ("temperatures", temperatures)):
+        if (not values and name == "temperatures") or len({f"{value:g}" for value in values}) < len(values):
+            raise MarsError(f"{name} are {values}: give at least one, and each once.")
+    if math.inf in thetas:
+        raise MarsError("thetas holds inf, an arm of every evaluation: leave it out.")
+    deepest = drafter.drafter.max_depth + 1
+    if simulated_taus and max(simulated_taus) > deepest:
+        raise MarsError(
+            f"simulated_taus has {max(simulated_taus):g}, and this draft gives {deepest} tokens a step at most: ask "
+            "for less, or draft deeper."
+        )
+    for theta in thetas:
+        rule.but(theta=theta)
+    scores.check_metrics(problems, run_code=allow_code_execution, unconfined=allow_unconfined_code)
+    style.check_installed()
+    check_problems(target, problems, chat=chat)
+    folder = Path(output)
+    settings = {
+        "target": target.name,
+        **(names or {}),
+        "drafter": drafter.drafter.name,
+        "rule": rule.as_json(but=("theta",) if thetas else ()),
+        "thetas": thetas,
+        "temperatures": temperatures,
+        # Left out where there are none, so that folders of runs before this setting can go on.
+        **({"simulated_taus": [float(tau) for tau in simulated_taus]} if simulated_taus else {}),
+        "tasks": {task: len(group) for task, group in by_task(problems).items()},
+        "max_new_tokens": max_new_tokens,
+        "batch_size": batch_size,
+        # Batches of an arm in a row, which decide the order of the rows; left out where rows decode one by one.
+        **({"group": GROUP} if batch_size > 1 else {}),
+        "seed": seed,
+        "chat": chat,
+        "allow_code_execution": allow_code_execution,
+        # What kept the programs may decide what passes; left out where none ran.
+        **(
+            {"confinement": sandbox.confinement(unconfined=allow_unconfined_code)}
+            if allow_code_execution
+            else {}
+        ),
+        "problems": digest(repr(list(problems)).encode()),
+        "weights": fingerprint((target.params, drafter.params), target.path),
+        "versions": {"mars-jax": __version__, "jax": jax.__version__},
+        "device": f"{jax.device_count()} {jax.devices()[0].device_kind}",
+    }
+    largest = max(settings["tasks"].values())
+    session = Session(target=target, drafter=drafter, batch_size=min(batch_size, largest))
+    decoding = Decoding(session=session, chat=chat, max_new_tokens=max_new_tokens, refiner=refiner)
+    with claim(folder, settings):
+        evaluation = Evaluation(decoding, folder, problems, settings, rule)
+        try:
+            evaluation.decode(progress or (lambda what, done, of: None))
+        finally:
+            evaluation.file.close()
+        summary = report.summarize(
+            settings,
+            environment(),
+            evaluation.matches,
+            evaluation.margins,
+            evaluation.replays,
+            problems,
+            evaluation.file.rows,
+            evaluation.arms,
+        )
+        report.write(summary, evaluation.texts, folder)
+    return summary
+
+
+def environment() -> dict[str, Any]:
+    """The machine and the versions that the times were measured with."""
+    return {
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        # Of this process, which may be pinned to some of the machine's.
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "backend": jax.default_backend(),
+    }

@@ -1,0 +1,194 @@
+"""How good one answer is, from 0 to 1, and how answers add up to the score of a task.
+
+A metric turns an answer into a row of numbers, and a task's score is a function of the sum of these rows, so that
+the bootstrap resamples sums. R resamples, n answers, k numbers of an answer. Oracles: `rouge-score` and `sacrebleu`
+themselves, and hand-made cases, in tests/lab/evaluate/test_scores.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mars_jax.core.errors import MarsError
+from mars_jax.lab.evaluate.scoring import sandbox
+from mars_jax.lab.evaluate.tasks.arithmetic import final_answer
+from mars_jax.lab.evaluate.tasks.problems import Code, Problem
+
+METRICS = {
+    "none": "not scored",
+    "final_answer": "exact match of the number after ####",
+    "last_number": "exact match of the number after ####, or else of the last number",
+    "pass@1": "pass@1, share of programs that pass their tests",
+    "rouge_l": "ROUGE-L, F1 with stemming",
+    "bleu": "corpus BLEU (sacrebleu, 13a)",
+    "likelihood": "likelihood under the target, geometric mean over the tokens, at temperature 1",
+}
+"""What each metric is, for a table."""
+BLEU_ORDER = 4
+
+
+def score(
+    problem: Problem, text: str, *, run_code: bool = False, unconfined: bool = False
+) -> list[float] | None:
+    """The numbers of one answer, one or, for BLEU, its counts; None where it is not scored.
+
+    Args:
+      problem: its metric and what it compares with; for the likelihood see `likelihood.score_answers`.
+      text: the answer.
+      run_code: whether generated programs may run; without it they are not scored.
+      unconfined: whether they may run without walls, where there are none; see `sandbox`.
+
+    >>> score(Problem(task="t", id="0", turns=("1 + 1?",), metric="final_answer", references=("2",)), "#### 2")
+    [1.0]
+    """
+    match problem.metric:
+        case "none":
+            return None
+        case "final_answer":
+            return [float(str(final_answer(text)) == problem.references[0])]
+        case "last_number":
+            return [float(str(last_number(text)) == problem.references[0])]
+        case "rouge_l":
+            return [rouge_l(text, problem.references)]
+        case "bleu":
+            return bleu_counts(text, problem.references)
+        case "pass@1":
+            assert problem.code is not None
+            made = program(problem.code, text)
+            return [float(sandbox.passes(made, unconfined=unconfined))] if run_code else None
+    raise ValueError(problem.metric)
+
+
+def check_metrics(problems: Sequence[Problem], *, run_code: bool, unconfined: bool = False) -> None:
+    """What can be known before anything is decoded.
+
+    Raises:
+      MarsError: a package is missing, or `run_code` has nothing to run or no walls to run it behind.
+    """
+    metrics = {problem.metric for problem in problems}
+    if "rouge_l" in metrics:
+        _rouge()
+    if "bleu" in metrics:
+        _bleu_metric()
+    if unconfined and not run_code:
+        raise MarsError(
+            "--allow-unconfined-code does not apply without --allow-code-execution: add that, or leave it out."
+        )
+    if run_code and "pass@1" not in metrics:
+        raise MarsError(
+            "--allow-code-execution does not apply to tasks without tests to run: leave it out, or add humaneval or "
+            "mbpp in its original layout."
+        )
+    if run_code:
+        sandbox.confinement(unconfined=unconfined)
+
+
+def total(metric: str, counts: np.ndarray) -> np.ndarray:
+    """The score of a task, f64[R] in [0, 1], from summed rows of `score`, f64[R, k + 1].
+
+    The last column is the number of answers; the score is a mean but for BLEU, whose counts are pooled, and for the
+    likelihood, whose mean is over tokens.
+
+    >>> total("pass@1", np.asarray([[3.0, 4.0]])).tolist()
+    [0.75]
+    """
+    if metric == "likelihood":
+        return np.exp(counts[:, 0] / counts[:, 1])
+    return _bleu(counts[:, :-1]) if metric == "bleu" else counts[:, 0] / counts[:, -1]
+
+
+def last_number(text: str) -> int | None:
+    """The number after `####` where that is, else the last whole number of a text, or None.
+
+    Source: "flexible-extract" of lm-evaluation-harness, for prompts that ask for no form.
+
+    >>> last_number("3 boxes of 4 make 12 pencils."), last_number("So $1,200.00."), last_number("None.")
+    (12, 1200, None)
+    """
+    if (marked := final_answer(text)) is not None:
+        return marked
+    found = re.findall(r"(?<!\d)-?\d[\d,]*(?:\.\d+)?", text)
+    if not found:
+        return None
+    value = float(found[-1].replace(",", ""))
+    return int(value) if value.is_integer() else None
+
+
+@functools.cache
+def _rouge() -> Any:
+    try:
+        from rouge_score.rouge_scorer import RougeScorer
+    except ImportError:
+        raise MarsError("ROUGE-L needs the package rouge-score: install mars-jax[evaluate].") from None
+    return RougeScorer(["rougeL"], use_stemmer=True)
+
+
+def rouge_l(text: str, references: Sequence[str]) -> float:
+    """F1 of the longest common subsequence of words, against the best of the references.
+
+    Source: Lin 2004, by `rouge-score`. Raises: MarsError where that is not installed.
+    """
+    return max(float(_rouge().score(reference, text)["rougeL"].fmeasure) for reference in references)
+
+
+@functools.cache
+def _bleu_metric() -> Any:
+    try:
+        from sacrebleu.metrics.bleu import BLEU
+    except ImportError:
+        raise MarsError("BLEU needs the package sacrebleu: install mars-jax[evaluate].") from None
+    return BLEU(effective_order=True)
+
+
+def bleu_counts(text: str, references: Sequence[str]) -> list[float]:
+    """What an answer adds to corpus BLEU: matches of 1 to 4 words, the n-grams there are, both lengths in words.
+
+    Source: Papineni et al. 2002 and Post 1804.08771, by `sacrebleu`. Raises: MarsError where that is not installed.
+    """
+    found = _bleu_metric().sentence_score(text, list(references))
+    return [float(n) for n in (*found.counts, *found.totals, found.sys_len, found.ref_len)]
+
+
+def _bleu(counts: np.ndarray) -> np.ndarray:
+    """counts f64[R, 10] -> f64[R]; precisions of no match are smoothed as sacrebleu does by default."""
+    matches, ngrams = counts[:, :BLEU_ORDER], counts[:, BLEU_ORDER : 2 * BLEU_ORDER]
+    length, reference = counts[:, -2], counts[:, -1]
+    halvings = np.cumsum(matches == 0, axis=1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        precision = np.where(matches > 0, matches, 0.5**halvings) / ngrams
+        brevity = np.where(length < reference, np.exp(1 - reference / length), 1.0)
+        score = brevity * np.exp(np.mean(np.log(precision), axis=1))
+    return np.where((matches.sum(axis=1) > 0) & (ngrams > 0).all(axis=1), score, 0.0)
+
+
+_ENDS = re.compile(r"\n(?:class |def |#|if |print|assert|@|```|\[DONE\])")
+"""Where a completion of a function is over: the stop sequences of Chen et al. 2107.03374, and ends of a fence."""
+
+
+def program(code: Code, text: str) -> str:
+    """The program that an answer makes, followed by its tests.
+
+    An answer is a whole function, in a fenced block or bare, or the rest of the function that the prompt began.
+
+    >>> code = Code("def one():\\n", "one", "assert one() == 1\\n")
+    >>> program(code, "    return 1\\n\\nprint(one())")
+    'def one():\\n    return 1\\n\\nassert one() == 1\\n'
+    """
+    blocks = re.findall(r"```[^\n]*\n(.*?)(?:```|\Z)", text, flags=re.DOTALL)
+    if not code.entry_point:
+        body = blocks[0] if blocks else text.partition("[DONE]")[0]
+        return f"{body}\n{code.tests}"
+    name = f"def {code.entry_point}("
+    head, begun, _ = code.prompt.rpartition(name)
+    # A completion begins inside of the function; what it goes on to say may well be that function once more.
+    bare = [text[text.index(name) :]] if name in text and not text.lstrip("\n")[:1].isspace() else []
+    whole = [block for block in blocks if name in block] or bare
+    if whole and begun:
+        return f"{head}{whole[0]}\n{code.tests}"
+    body = blocks[0] if blocks else _ENDS.split(text, maxsplit=1)[0]
+    return f"{code.prompt}{body}\n{code.tests}"

@@ -1,0 +1,121 @@
+"""The tasks: problems to evaluate on, generated, or read from local files or the Hub."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from mars_jax.core.errors import MarsError, did_you_mean
+from mars_jax.lab.evaluate.tasks import arithmetic
+from mars_jax.lab.evaluate.tasks.datasets import is_hub_name, read_hub
+from mars_jax.lab.evaluate.tasks.jsonl import Fields, read_jsonl
+from mars_jax.lab.evaluate.tasks.layouts import READERS
+from mars_jax.lab.evaluate.tasks.problems import Problem
+from mars_jax.lab.training.data import documents
+
+ARITHMETIC_PROBLEMS = 200
+"""Problems of the generator, which has no end, where no number is asked for."""
+STORY_WORDS = 24
+"""Words of a document that are given; it must have as many again to go on with."""
+
+
+def read(name: str, path: str | None = None, *, chat: bool, limit: int | None = None) -> list[Problem]:
+    """The first `limit` problems of a task, and of each part of Spec-Bench.
+
+    Args:
+      name: one of `TASKS`.
+      path: of its file, or but for stories a dataset of the Hub as OWNER/NAME[:CONFIG[:SPLIT]]; none for arithmetic,
+        whose problems are generated.
+      chat: whether the prompts will go through a chat template; plain prompts say in their own words what is wanted.
+      limit: None for all.
+
+    Raises:
+      MarsError: unknown task, a file that cannot be read, a line that is no problem of the task.
+
+    >>> [problem] = read("arithmetic", chat=True, limit=1)
+    >>> problem.metric, problem.references
+    ('final_answer', ('33',))
+    """
+    if name not in TASKS:
+        raise MarsError(
+            f"there is no task '{name}'{did_you_mean(name, TASKS)}: choose one of {', '.join(TASKS)}."
+        )
+    if name == "arithmetic":
+        if path is not None:
+            raise MarsError(
+                "the task arithmetic generates its problems and takes no file: leave its path out."
+            )
+        return _arithmetic(ARITHMETIC_PROBLEMS if limit is None else limit)
+    if not path:
+        hub = "" if name == "stories" else f", or {name}=OWNER/DATASET of the Hub"
+        raise MarsError(f"the task {name} needs a file: write {name}=PATH{hub}.")
+    if name == "stories":
+        return list(itertools.islice(_stories(path), limit))
+    problems, seen = [], Counter[str]()
+    rows = read_hub(path, name) if is_hub_name(path) else read_jsonl(path)
+    if name != "spec_bench":  # whose parts have limits of their own
+        rows = itertools.islice(rows, limit)
+    for number, fields in enumerate(rows):
+        problem = READERS[name](fields, str(_id(fields, number)), chat)
+        seen[problem.task] += 1
+        if limit is None or seen[problem.task] <= limit:
+            problems.append(problem)
+    if not problems:
+        raise MarsError(f"'{path}' holds no problems: give one object a line.")
+    _check(problems, path)
+    # The parts of Spec-Bench one after another, each in the order of the file.
+    return [p for task in seen for p in problems if p.task == task]
+
+
+def _id(fields: Fields, number: int) -> str | int:
+    for key in ("id", "task_id", "question_id", "prompt_id"):
+        value = fields.values.get(key)
+        if isinstance(value, str | int):
+            return value
+    return number
+
+
+def _check(problems: Sequence[Problem], path: str) -> None:
+    if len(metrics := {(p.task, p.metric) for p in problems}) > len({task for task, _ in metrics}):
+        raise MarsError(f"'{path}' mixes metrics, which have no common mean: make a file of each.")
+    (task, name), count = Counter((p.task, p.id) for p in problems).most_common(1)[0]
+    if count > 1:
+        raise MarsError(f"'{path}' has {count} problems of {task} with the id {name}: give each its own.")
+
+
+def _arithmetic(count: int) -> list[Problem]:
+    return [
+        Problem(
+            task="arithmetic",
+            id=str(number),
+            turns=(problem.question,),
+            metric="final_answer",
+            references=(str(problem.result),),
+        )
+        for number, problem in enumerate(arithmetic.generate(count, split="eval"))
+    ]
+
+
+def _stories(path: str) -> Iterator[Problem]:
+    """The beginnings of documents. They are cut between words, so any tokenizer gets the same prompts."""
+    opening = re.compile(rf"\s*(?:\S+\s+){{{STORY_WORDS - 1}}}\S+")
+    found = False
+    for number, document in enumerate(documents(path)):
+        if len(document.split(maxsplit=2 * STORY_WORDS)) > 2 * STORY_WORDS and (
+            head := opening.match(document)
+        ):
+            found = True
+            yield Problem(
+                task="stories", id=str(number), turns=(head[0],), metric="likelihood", continues=True
+            )
+    if not found:
+        raise MarsError(
+            f"'{path}' has no document of more than {2 * STORY_WORDS} words: give longer ones, divided by lines of "
+            "<|endoftext|>."
+        )
+
+
+TASKS = ("stories", "arithmetic", *READERS)
+"""Names that `read` takes."""

@@ -1,0 +1,75 @@
+"""Rows of a dataset on the Hugging Face Hub, or of a folder in its layout, by the `datasets` library.
+
+Oracle: folders that `datasets` reads by the same call, in tests/lab/evaluate/test_datasets.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from mars_jax.core.errors import MarsError
+from mars_jax.lab.evaluate.tasks.jsonl import Fields
+
+
+class Part(NamedTuple):
+    """Which rows of a dataset a task takes where the name does not say it."""
+
+    config: str | None
+    split: str
+
+
+PARTS = {
+    "gsm8k": Part("main", "test"),
+    "alpaca": Part(None, "train"),
+    "mt_bench": Part(None, "train"),
+    "cnn_dm": Part("3.0.0", "test"),
+    "wmt19": Part("zh-en", "validation"),
+}
+"""Of the datasets openai/gsm8k, tatsu-lab/alpaca, HuggingFaceH4/mt_bench_prompts, abisee/cnn_dailymail and wmt/wmt19,
+by their cards. Others have no config and a test split, as openai/openai_humaneval and google-research-datasets/mbpp."""
+
+
+def is_hub_name(path: str) -> bool:
+    """Whether a path is no file, but a folder, or the form OWNER/NAME[:CONFIG[:SPLIT]].
+
+    >>> is_hub_name("openai/gsm8k"), is_hub_name("openai/gsm8k:main:test"), is_hub_name("gsm8k_test.jsonl")
+    (True, True, False)
+    """
+    if Path(path).is_file() or re.search(r"\.(jsonl?|txt)(\.(xz|gz))?$", path):
+        return False
+    return Path(path).is_dir() or re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]*){0,2}", path) is not None
+
+
+def read_hub(path: str, task: str) -> Iterator[Fields]:
+    """The rows of OWNER/NAME[:CONFIG[:SPLIT]] or of a folder, streamed: no more is downloaded than is read.
+
+    Args:
+      path: as above.
+      task: says config and split where the name does not.
+
+    Raises:
+      MarsError: `datasets` is not installed, or does not find this.
+    """
+    try:
+        import datasets
+        from datasets.exceptions import DatasetsError
+    except ImportError:
+        raise MarsError(
+            "datasets of the Hub need the package datasets: install mars-jax[evaluate]."
+        ) from None
+    folder = Path(path).is_dir()
+    name, config, split = (path, "", "") if folder else (*path.split(":"), "", "")[:3]
+    part = PARTS.get(task, Part(None, "test"))
+    try:
+        rows = datasets.load_dataset(name, config or part.config, split=split or part.split, streaming=True)
+        for number, values in enumerate(rows):
+            yield Fields(f"{path}, row {number}", dict(values))
+    except (DatasetsError, ValueError, OSError, RuntimeError) as error:
+        reason = str(error).strip().partition("\n")[0].rstrip(".")
+        cure = (
+            "give a file of JSON lines" if folder else "write OWNER/NAME:CONFIG:SPLIT, or give a local file"
+        )
+        raise MarsError(f"the dataset '{path}' cannot be read ({reason}): {cure}.") from None

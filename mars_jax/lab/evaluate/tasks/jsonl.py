@@ -1,0 +1,87 @@
+"""Objects of a JSON-lines file, plain or compressed, each with the place that a message about it names."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from mars_jax.core.errors import MarsError
+from mars_jax.core.reading import unpacked
+from mars_jax.lab.training.data import UNREADABLE
+
+
+@dataclasses.dataclass(frozen=True)
+class Fields:
+    """The object of one line."""
+
+    where: str  # "gsm8k.jsonl, line 3"
+    values: dict[str, Any]
+
+    def error(self, message: str) -> MarsError:
+        """`message` with the place it is about."""
+        return MarsError(f"{self.where}: {message}")
+
+    def has(self, *keys: str) -> bool:
+        """Whether every one of `keys` is there and not null."""
+        return all(self.values.get(key) is not None for key in keys)
+
+    def text(self, *keys: str) -> str:
+        """The text under the first of `keys` that is there.
+
+        Raises:
+          MarsError: none is, or it is not a text with something in it.
+        """
+        for key in keys:
+            value = self.values.get(key)
+            if isinstance(value, str) and value.strip():
+                return value
+            if value is not None:
+                raise self.error(f"{key} is {value!r}: expected a text.")
+        raise self.error(f"it has no {' or '.join(keys)}: give one.")
+
+    def texts(self, key: str, default: list[str] | None = None) -> list[str]:
+        """The texts under `key`, a text alone being one.
+
+        Raises:
+          MarsError: there are none and no `default`, or something is no text.
+        """
+        value = self.values.get(key, default)
+        value = [value] if isinstance(value, str) else value
+        if value is default and default is not None:
+            return default
+        if not isinstance(value, list) or not value or not all(isinstance(v, str) for v in value):
+            raise self.error(f"{key} is {value!r}: expected a list of texts.")
+        return value
+
+
+def read_jsonl(path: str) -> Iterator[Fields]:
+    """The objects of a file, blank lines left out; .xz and .gz are decompressed.
+
+    Raises:
+      MarsError: the file cannot be read, or a line is not a JSON object.
+
+    >>> import tempfile
+    >>> with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as file:
+    ...     _ = file.write('{"prompt": "Hello"}'); file.flush()
+    ...     [fields.text("prompt") for fields in read_jsonl(file.name)]
+    ['Hello']
+    """
+    try:
+        data = unpacked(path)
+    except FileNotFoundError:
+        raise MarsError(f"there is no file '{path}': check the path.") from None
+    except UNREADABLE as error:
+        raise MarsError(f"'{path}' cannot be read ({error}): name an intact file of JSON lines.") from None
+    for number, line in enumerate(data.split(b"\n"), start=1):
+        where = f"{path}, line {number}"
+        if not line.strip():
+            continue
+        try:
+            values = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise MarsError(f"{where}: it is not JSON ({error}): give one object a line.") from None
+        if not isinstance(values, dict):
+            raise MarsError(f"{where}: it is not an object: give one object a line.")
+        yield Fields(where, values)

@@ -1,0 +1,201 @@
+"""Rows in the layouts in which question sets are published, as problems. Oracle: rows by hand in test_tasks.py.
+
+The question sets of the MARS release and Spec-Bench have `question_id`, `category`, `turns` and `reference`; GSM8K,
+HumanEval, MBPP, MT-Bench, Alpaca, CNN/DailyMail and WMT19 are read in their own layouts too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from mars_jax.lab.evaluate.tasks import arithmetic
+from mars_jax.lab.evaluate.tasks.jsonl import Fields
+from mars_jax.lab.evaluate.tasks.problems import UNJUDGED, Code, Problem
+
+Reader = Callable[[Fields, str, bool], Problem]
+"""`(row, id, chat) -> problem`."""
+
+_GSM8K_EXAMPLES = """\
+Question: A box holds 12 pencils. Mia buys 3 boxes and gives 5 pencils away. How many pencils does she have left?
+Answer: Mia buys 3 * 12 = 36 pencils. She has 36 - 5 = 31 pencils left.
+#### 31
+
+Question: A train goes 60 miles an hour for 2 hours and then 40 miles more. How many miles does it go in all?
+Answer: In 2 hours the train goes 2 * 60 = 120 miles. In all it goes 120 + 40 = 160 miles.
+#### 160
+
+"""
+
+
+def _gsm8k(fields: Fields, name: str, chat: bool) -> Problem:
+    """Plain prompts carry two worked examples, of our own making, that show the form of an answer."""
+    question = fields.text("question") if fields.has("question") else fields.texts("turns")[0]
+    answer = fields.text("answer") if fields.has("answer") else fields.texts("reference")[0]
+    prompt = f"{_GSM8K_EXAMPLES}Question: {question}\nAnswer:"
+    if chat:
+        prompt = f"{question}\n\nThink step by step, and end with #### and the answer as a number."
+    return Problem(
+        task="gsm8k",
+        id=name,
+        turns=(prompt,),
+        metric="final_answer",
+        references=(_result(fields, answer),),
+    )
+
+
+def _result(fields: Fields, answer: str) -> str:
+    result = arithmetic.final_answer(answer)
+    if result is None:
+        raise fields.error("its answer does not end in #### and a whole number: give one.")
+    return str(result)
+
+
+def _humaneval(fields: Fields, name: str, chat: bool) -> Problem:
+    """The MARS release keeps the prompts without their tests, which leaves nothing to score."""
+    if fields.has("turns"):
+        return Problem(task="humaneval", id=name, turns=(fields.texts("turns")[0],))
+    prompt = fields.text("prompt")
+    return Problem(
+        task="humaneval",
+        id=name,
+        turns=(f"Complete the code I provided.\n\n{prompt}" if chat else prompt,),
+        metric="pass@1",
+        code=Code(prompt, entry := fields.text("entry_point"), f"{fields.text('test')}\n\ncheck({entry})\n"),
+    )
+
+
+def _mbpp(fields: Fields, name: str, chat: bool) -> Problem:
+    """The prompt of Austin et al. 2108.07732, without examples; both the full and the sanitized files."""
+    tests = fields.texts("test_list")
+    setup = [*fields.texts("test_imports", []), fields.values.get("test_setup_code") or ""]
+    asked = (
+        f"You are an expert Python programmer, and here is your task: {fields.text('prompt', 'text')} "
+        "Your code should pass these tests:\n\n" + "\n".join(tests)
+    )
+    return Problem(
+        task="mbpp",
+        id=name,
+        turns=(asked if chat else f"{asked}\n[BEGIN]\n",),
+        metric="pass@1",
+        code=Code("", "", "\n".join([*setup, *tests]) + "\n"),
+    )
+
+
+def _mt_bench(fields: Fields, name: str, chat: bool) -> Problem:
+    """In the MARS release's layout, or with its turns under `prompt`."""
+    if fields.has("turns"):
+        return _turns("mt_bench")(fields, name, chat)
+    return Problem(task="mt_bench", id=name, turns=tuple(fields.texts("prompt")), metric="likelihood")
+
+
+def _alpaca(fields: Fields, name: str, chat: bool) -> Problem:
+    """In the MARS release's layout, or as instruction and input, which then are asked together."""
+    if fields.has("turns"):
+        return _turns("alpaca")(fields, name, chat)
+    asked = [fields.text("instruction")]
+    if fields.values.get("input"):
+        asked.append(fields.text("input"))
+    return Problem(task="alpaca", id=name, turns=("\n\n".join(asked),), metric="likelihood")
+
+
+def _cnn_dm(fields: Fields, name: str, chat: bool) -> Problem:
+    """In the MARS release's layout, or as article and highlights, asked as there."""
+    if fields.has("turns"):
+        return _turns("cnn_dm", "rouge_l")(fields, name, chat)
+    asked, reference = f"Summarize: {fields.text('article')}", fields.text("highlights")
+    return Problem(task="cnn_dm", id=name, turns=(asked,), metric="rouge_l", references=(reference,))
+
+
+_LANGUAGES = {
+    "cs": "Czech", "de": "German", "en": "English", "fi": "Finnish", "fr": "French", "gu": "Gujarati",
+    "kk": "Kazakh", "lt": "Lithuanian", "ru": "Russian", "zh": "Chinese",
+}  # fmt: skip
+
+
+def _wmt19(fields: Fields, name: str, chat: bool) -> Problem:
+    """In the MARS release's layout, or a text in two languages, of which English is the one to answer in."""
+    if fields.has("turns"):
+        return _turns("wmt19", "bleu")(fields, name, chat)
+    texts = fields.values.get("translation")
+    if not isinstance(texts, dict) or len(texts) != 2 or not all(isinstance(t, str) for t in texts.values()):
+        raise fields.error("it has neither turns nor a translation of two languages: give one.")
+    # English is what all models answer best in, and what the published figures translate into.
+    (first, source), (second, reference) = sorted(texts.items(), key=lambda item: item[0] == "en")
+    asked = (
+        f"Translate the following {_LANGUAGES.get(first, first)} text to {_LANGUAGES.get(second, second)}."
+    )
+    return Problem(
+        task="wmt19", id=name, turns=(f"{asked}\n\n{source}",), metric="bleu", references=(reference,)
+    )
+
+
+def _turns(task: str, metric: str = "likelihood") -> Reader:
+    """A reader of the MARS release's layout. References that nothing is compared with are left in the file."""
+
+    def reader(fields: Fields, name: str, chat: bool) -> Problem:
+        return Problem(
+            task=task,
+            id=name,
+            turns=tuple(fields.texts("turns")),
+            metric=metric,
+            references=() if metric in UNJUDGED else tuple(fields.texts("reference")),
+        )
+
+    return reader
+
+
+_MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+_SPEC_BENCH = {
+    "translation": _turns("spec_bench/translation", "bleu"),
+    "summarization": _turns("spec_bench/summarization", "rouge_l"),
+    "qa": _turns("spec_bench/qa"),
+    "rag": _turns("spec_bench/rag"),
+} | dict.fromkeys(_MT_BENCH, _turns("spec_bench/mt_bench"))
+
+
+def _spec_bench(fields: Fields, name: str, chat: bool) -> Problem:
+    """Its six parts are tasks of their own. Its math questions ask for no form, so the last number counts."""
+    category = fields.text("category")
+    if category == "math_reasoning":
+        return Problem(
+            task="spec_bench/math_reasoning",
+            id=name,
+            turns=tuple(fields.texts("turns")),
+            metric="last_number",
+            references=(_result(fields, fields.texts("reference")[0]),),
+        )
+    if category not in _SPEC_BENCH:
+        raise fields.error(f"category is '{category}', which Spec-Bench has not: check the file.")
+    return _SPEC_BENCH[category](fields, name, chat)
+
+
+def _jsonl(fields: Fields, name: str, chat: bool) -> Problem:
+    """Anybody's prompts: `prompt` or `turns`, and where they are scored `metric` and `reference`."""
+    metric = fields.values.get("metric", "none")
+    if metric not in (known := (*UNJUDGED, "final_answer", "last_number", "rouge_l", "bleu")):
+        raise fields.error(f"metric is {metric!r}: expected one of {', '.join(known)}.")
+    references = [] if metric in UNJUDGED else fields.texts("reference")
+    if metric in ("final_answer", "last_number") and not re.fullmatch(r"-?\d+", references[0].strip()):
+        raise fields.error(f"reference is {references[0]!r}: expected a whole number, as {metric} compares.")
+    return Problem(
+        task="jsonl",
+        id=name,
+        turns=tuple(fields.texts("turns")) if fields.has("turns") else (fields.text("prompt"),),
+        metric=metric,
+        references=tuple(r.strip() for r in references),
+    )
+
+
+READERS: dict[str, Reader] = {
+    "gsm8k": _gsm8k,
+    "humaneval": _humaneval,
+    "mbpp": _mbpp,
+    "mt_bench": _mt_bench,
+    "alpaca": _alpaca,
+    "cnn_dm": _cnn_dm,
+    "wmt19": _wmt19,
+    "spec_bench": _spec_bench,
+    "jsonl": _jsonl,
+}
+"""By task."""

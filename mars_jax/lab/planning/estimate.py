@@ -1,0 +1,144 @@
+"""A step in figures: what each part executes and moves, and the milliseconds that follow from it.
+
+A part takes the longest of its bytes over the bandwidth, its bundles over the clock and its products over the peak of
+the matrix units, as if copying and computing overlapped without loss; collectives come on top, by the model of
+`constants`; and an instruction's own time, of which nothing is known, comes on top twice, at 0.2 and at 1.5 us.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from typing import Any
+
+from mars_jax.lab.planning.constants import OP_SECONDS, Speed, collective_seconds
+from mars_jax.lab.planning.cost import Step
+from mars_jax.lab.planning.in_order import seconds_in_order
+
+LAYERED = ("target/attention", "target/mlp", "commit")
+"""Parts that every layer of the target adds to."""
+
+Figures = dict[str, Any]
+"""Nested dicts of numbers, ready for JSON; a key that is missing is 0."""
+
+
+def _zeros() -> dict[str, float]:
+    return defaultdict(int)
+
+
+def figures(step: Step, speed: Speed, bandwidth: float) -> Figures:
+    """What a step executes and moves.
+
+    Args:
+      step: from `cost.read_step`.
+      speed: of the generation.
+      bandwidth: of a device's HBM, bytes a second.
+    """
+    parts: dict[str, dict[str, float]] = defaultdict(_zeros)
+    collectives: Counter[str] = Counter()
+    sorts: Counter[str] = Counter()
+    gathers: Counter[str] = Counter()
+    for op in step.ops():
+        part = parts[op.part]
+        part["scalars" if op.scalar else "ops"] += op.times
+        part["read_bytes"] += op.times * op.traffic.read
+        part["written_bytes"] += op.times * op.traffic.written
+        part["bundles"] += op.times * op.bundles
+        part["flops"] += op.times * op.flops
+        if op.devices:
+            seconds = collective_seconds(op.opcode, op.sent, op.received, op.devices, speed.link)
+            part["collectives"] += op.times
+            part["collective_seconds"] += op.times * seconds
+            collectives[f"{op.opcode} of {op.received} bytes over {op.devices} in {op.part}"] += op.times
+        if op.sorted:
+            sorts[f"{op.sorted} in {op.part}"] += op.times
+        if op.gathered:
+            gathers[f"{op.gathered} in {op.part}"] += op.times
+    for part, bundles in step.overhead.items():
+        parts[part]["bundles"] += bundles
+    for part, seconds in seconds_in_order(step, speed, bandwidth).items():
+        parts[part]["in_order_seconds"] += seconds
+    return {
+        "parts": {name: dict(part) for name, part in sorted(parts.items())},
+        "collectives": dict(collectives),
+        "sorts": dict(sorts),
+        "gathers": dict(gathers),
+        "loops": dict(Counter(f"{loop.turns} turns" if loop.known else "unknown" for loop in step.loops())),
+        "resident_bytes": step.resident_bytes,
+        "largest_written_bytes": max((op.traffic.written for op in step.ops()), default=0),
+    }
+
+
+def extrapolate(few: Figures, more: Figures, layers: tuple[int, int], count: int) -> Figures:
+    """Figures of a model of `count` layers, from those of programs of `layers` layers.
+
+    The parts that layers belong to grow by a straight line. The others are taken from the larger program: which of
+    their arrays the compiler keeps in fast memory changes from program to program, and is no slope.
+
+    >>> few = {"parts": {"target/mlp": {"ops": 30}, "verify": {"ops": 7}}, "sorts": {"4 in draft": 5}}
+    >>> more = {"parts": {"target/mlp": {"ops": 50}, "verify": {"ops": 8}}, "sorts": {"4 in draft": 6}}
+    >>> extrapolate(few, more, (2, 4), 32)
+    {'parts': {'target/mlp': {'ops': 330}, 'verify': {'ops': 8}}, 'sorts': {'4 in draft': 6}}
+    """
+    found: Figures = {}
+    for kind, value in more.items():
+        if kind == "parts":
+            found[kind] = {
+                name: {
+                    key: _line(few[kind].get(name, {}).get(key, 0), part.get(key, 0), layers, count)
+                    if name in LAYERED
+                    else part[key]
+                    for key in part
+                }
+                for name, part in value.items()
+            }
+        elif kind in ("collectives", "sorts", "gathers"):
+            found[kind] = {
+                name: _line(few[kind].get(name, 0), number, layers, count)
+                if name.rpartition(" in ")[2] in LAYERED
+                else number
+                for name, number in value.items()
+            }
+        elif kind == "loops":
+            keys = dict.fromkeys([*few[kind], *value])
+            found[kind] = {k: _line(few[kind].get(k, 0), value.get(k, 0), layers, count) for k in keys}
+        else:
+            found[kind] = value
+    return found
+
+
+def _line(few: float, more: float, layers: tuple[int, int], count: int) -> float:
+    value = max(0, few + (more - few) / (layers[1] - layers[0]) * (count - layers[0]))
+    return round(value) if isinstance(few, int) and isinstance(more, int) else value
+
+
+def estimate(found: Figures, speed: Speed, bandwidth: float) -> Figures:
+    """Seconds of a step, from its figures.
+
+    Returns:
+      "bytes_seconds", all bytes over the bandwidth, below which no schedule gets; "parts", what each takes without the
+      instructions' own time; "low_seconds" and "high_seconds", the sum with 0.2 and with 1.5 us an instruction;
+      "in_order_seconds", the schedule run in order, with 0.2 us an instruction; and the totals.
+    """
+    parts, beyond = {}, 0.0
+    total = _zeros()
+    for name, part in found["parts"].items():
+        for key, value in part.items():
+            total[key] += value
+        moving = (part.get("read_bytes", 0) + part.get("written_bytes", 0)) / bandwidth
+        computing = max(part.get("bundles", 0) / speed.clock, part.get("flops", 0) / speed.peak_bf16)
+        beyond += max(0.0, computing - moving)
+        parts[name] = max(moving, computing) + part.get("collective_seconds", 0.0)
+    low, high = (sum(parts.values()) + total["ops"] * own for own in OP_SECONDS)
+    return {
+        "bytes": total["read_bytes"] + total["written_bytes"],
+        "bytes_seconds": (total["read_bytes"] + total["written_bytes"]) / bandwidth,
+        "computing_seconds": beyond,  # beyond the bytes
+        "collective_seconds": total["collective_seconds"],
+        "ops": total["ops"],
+        "scalars": total["scalars"],
+        "collectives": total["collectives"],
+        "parts": parts,
+        "low_seconds": low,
+        "high_seconds": high,
+        "in_order_seconds": total["in_order_seconds"] + total["ops"] * OP_SECONDS[0],
+    }

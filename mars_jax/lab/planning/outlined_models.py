@@ -1,0 +1,116 @@
+"""The models of the published results, by name, as configs without weights.
+
+Sizes: config.json of lmsys/vicuna-13b-v1.3, meta-llama/Llama-3.1-8B-Instruct, meta-llama/Llama-3.2-1B-Instruct,
+meta-llama/Llama-3.3-70B-Instruct, Qwen/Qwen3-8B, Qwen/Qwen3-32B and Qwen/Qwen3-235B-A22B.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from mars_jax.models.config import ModelConfig, Rope
+from mars_jax.models.dflash_head import DFlashConfig
+from mars_jax.models.eagle_head import EagleConfig
+
+_LLAMA3: dict[str, Any] = {
+    "vocab_size": 128256,
+    "num_kv_heads": 8,
+    "head_dim": 128,
+    "max_positions": 131072,
+    "norm_eps": 1e-5,
+    "rope": Rope(theta=500000.0, kind="llama3", factor=8.0, original_max_positions=8192),
+}
+_QWEN3: dict[str, Any] = {
+    "family": "qwen3",
+    "vocab_size": 151936,
+    "head_dim": 128,
+    "max_positions": 40960,
+    "qk_norm": True,
+    "rope": Rope(theta=1000000.0),
+}
+_LLAMA32: dict[str, Any] = _LLAMA3 | {
+    "head_dim": 64,
+    "rope": Rope(theta=500000.0, kind="llama3", factor=32.0, original_max_positions=8192),
+}
+_QWEN3_MOE: dict[str, Any] = _QWEN3 | {"family": "qwen3_moe"}
+
+CONFIGS = {
+    "vicuna-13b": ModelConfig(
+        vocab_size=32000, hidden_size=5120, intermediate_size=13824, num_layers=40, num_heads=40
+    ),
+    "llama-3.1-8b": ModelConfig(
+        **_LLAMA3, hidden_size=4096, intermediate_size=14336, num_layers=32, num_heads=32
+    ),
+    "llama-3.2-1b": ModelConfig(
+        **_LLAMA32,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_layers=16,
+        num_heads=32,
+        tie_embeddings=True,
+    ),
+    "llama-3.3-70b": ModelConfig(
+        **_LLAMA3, hidden_size=8192, intermediate_size=28672, num_layers=80, num_heads=64
+    ),
+    "qwen3-8b": ModelConfig(
+        **_QWEN3, hidden_size=4096, intermediate_size=12288, num_layers=36, num_heads=32, num_kv_heads=8
+    ),
+    "qwen3-32b": ModelConfig(
+        **_QWEN3, hidden_size=5120, intermediate_size=25600, num_layers=64, num_heads=64, num_kv_heads=8
+    ),
+    "qwen3-235b-a22b": ModelConfig(
+        **_QWEN3_MOE,
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_layers=94,
+        num_heads=64,
+        num_kv_heads=4,
+        num_experts=128,
+        experts_per_token=8,
+        expert_size=1536,
+    ),
+}
+
+
+def eagle3(target: ModelConfig) -> EagleConfig:
+    """An EAGLE-3 head of the published shape: a Llama layer as wide as the target, that drafts from 32,000 tokens.
+
+    >>> eagle3(CONFIGS["llama-3.1-8b"]).feature_layers
+    (1, 15, 28)
+    """
+    dense = {"num_experts": 0, "experts_per_token": 0, "expert_size": 0, "dense_layers": ()}
+    layer = dataclasses.replace(
+        target, **dense, family="llama", num_layers=1, windows=(), qk_norm=False, tie_embeddings=False
+    )
+    count = target.num_layers
+    return EagleConfig(
+        version=3,
+        layer=layer,
+        target_hidden_size=target.hidden_size,
+        draft_vocab_size=min(32000, target.vocab_size),
+        # As the heads of SafeAILab read their targets: third, middle and last but three.
+        feature_layers=tuple(sorted({min(1, count - 1), max(count // 2 - 1, 0), max(count - 4, 0)})),
+    )
+
+
+def dflash(target: ModelConfig, *, block_size: int = 16) -> DFlashConfig:
+    """A DFlash head of the published shape: five of Qwen3's layers as wide as the target, that read five of its own.
+
+    >>> dflash(CONFIGS["qwen3-8b"]).feature_layers
+    (1, 9, 17, 25, 33)
+    """
+    dense = {"num_experts": 0, "experts_per_token": 0, "expert_size": 0, "dense_layers": ()}
+    layer = dataclasses.replace(
+        target, **dense, family="qwen3", num_layers=5, windows=(), qk_norm=True, tie_embeddings=False
+    )
+    count = target.num_layers
+    return DFlashConfig(
+        layer=layer,
+        target_hidden_size=target.hidden_size,
+        # Five also of a target with fewer layers, some of them twice.
+        feature_layers=tuple(max(0, min(count - 1, round(1 + i * (count - 4) / 4))) for i in range(5)),
+        block_size=block_size,
+        mask_token=target.vocab_size - 1,
+        draft_vocab_size=target.vocab_size,
+    )

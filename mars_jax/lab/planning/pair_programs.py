@@ -1,0 +1,181 @@
+"""A pair of models on a mesh that is not there: abstract weights and state, and the decode loop lowered for them.
+
+B batch. Oracle: the byte counts of tests/lab/planning.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+
+from mars_jax import drafters
+from mars_jax.core.controls import make_controls
+from mars_jax.core.decode import run, speculative_decoder
+from mars_jax.core.types import Decoder, DecodeState, Drafter, Params, PyTree, Verifier, keys_from_seeds
+from mars_jax.models import transformer
+from mars_jax.models.config import ModelConfig
+from mars_jax.models.dflash_head import DFlashConfig
+from mars_jax.models.eagle_head import EagleConfig
+from mars_jax.models.medusa_layers import MedusaConfig
+from mars_jax.placement import shardings
+from mars_jax.placement.shardings import AnyConfig
+from mars_jax.specs import DRAFTERS, Dynamic
+
+
+class PlannedDraft(NamedTuple):
+    """A drafter without weights."""
+
+    make: Callable[[Any], Drafter]  # (target's LanguageModel) -> drafter
+    config: AnyConfig | None = None
+
+
+def draft_of(
+    config: AnyConfig | str,
+    *,
+    num_draft_tokens: int | None = None,
+    tree: Any = None,
+    dtype: str = "bfloat16",
+    mixture: bool = False,
+) -> PlannedDraft:
+    """The drafter of a config, or "none" or "ngram", with the defaults of `drafters.load`.
+
+    Args:
+      config: of a small model, an EAGLE or DFlash head or Medusa heads.
+      num_draft_tokens: length of a chain.
+      tree: children per node at each depth, or `drafters.Dynamic(...)`.
+      dtype: of the weights and the cache.
+      mixture: whether the target is a mixture of experts, for which the default is a short chain.
+    """
+    dtype = "bfloat16" if dtype == "int8" else dtype
+    if config == "none":
+        return PlannedDraft(lambda _: drafters.none())
+    usual, usual_tree = DRAFTERS[kind_of(config)].usual(mixture=mixture)
+    if tree is None and num_draft_tokens is None:
+        tree = usual_tree
+    if isinstance(config, MedusaConfig):
+        return PlannedDraft(
+            lambda target: drafters.medusa(config, target, num_draft_tokens, tree=tree), config
+        )
+    if isinstance(config, DFlashConfig):
+        if tree is None and num_draft_tokens is None and usual is None:
+            tree = Dynamic(depth=config.drafts)
+        length = num_draft_tokens or usual
+        return PlannedDraft(
+            lambda target: drafters.dflash(config, target, length, tree=tree, cache_dtype=dtype), config
+        )
+    length = num_draft_tokens or usual
+    assert length is not None  # every other row names one
+    if config == "ngram":
+        return PlannedDraft(lambda _: drafters.ngram(length))
+    if isinstance(config, ModelConfig):
+        small = transformer.language_model(config, dtype=dtype)
+        return PlannedDraft(
+            lambda target: drafters.language_model(small, length, tree=tree, vocab_size=target.vocab_size),
+            config,
+        )
+    assert isinstance(config, EagleConfig)
+    return PlannedDraft(
+        lambda target: drafters.eagle(config, target, length, tree=tree, cache_dtype=dtype), config
+    )
+
+
+def kind_of(config: AnyConfig | str) -> str:
+    """The name of the row of `specs.DRAFTERS` for what `draft_of` takes.
+
+    >>> kind_of("ngram")
+    'ngram'
+    """
+    if isinstance(config, str):
+        return config
+    kinds = {ModelConfig: "model", EagleConfig: "eagle", MedusaConfig: "medusa", DFlashConfig: "dflash"}
+    return kinds[type(config)]
+
+
+def default_mesh(config: ModelConfig, count: int, batch: int) -> dict[str, int]:
+    """Axes for so many devices: as many as the key-value heads divide over go to `model`, the rest to `data` where
+    the batch divides, and else to `model` as well.
+
+    >>> config = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=8)
+    >>> default_mesh(config, 16, 2), default_mesh(config, 16, 1)
+    ({'data': 2, 'model': 8}, {'model': 16})
+    """
+    model = math.gcd(config.num_kv_heads, count)
+    if count > model and batch % (count // model) == 0:
+        return {"data": count // model, "model": model}
+    return {"model": count}
+
+
+class Programs(NamedTuple):
+    """A pair of models on a mesh: what `make_plan` and `try_fit` compile."""
+
+    drafter: Drafter
+    params: Params  # abstract, with their places
+    lower: Callable[[Drafter, Params], tuple[DecodeState, jax.stages.Lowered]]
+
+
+def programs(
+    target: ModelConfig,
+    draft: PlannedDraft,
+    mesh: Mesh,
+    verify: Verifier,
+    *,
+    batch: int,
+    context: int,
+    dtype: str,
+) -> Programs:
+    """What is lowered for a target and its draft on a mesh, for `batch` rows of `context` tokens.
+
+    `dtype` is of the weights, as `specs.DTYPES` has them; what is not kept in 8 bits is bfloat16 with "int8".
+    """
+    wide = "bfloat16" if dtype == "int8" else dtype
+    model = transformer.language_model(target, dtype=wide)
+
+    def placed(config: AnyConfig, *, int8: bool = False) -> PyTree:
+        places = shardings.params_shardings(config, mesh)
+        return shardings.abstract_params(config, wide, int8=int8, shardings=places)
+
+    params = Params(target=placed(target, int8=dtype == "int8"))
+    if draft.config is not None:
+        params = params._replace(draft=placed(draft.config))
+
+    def lower(drafter: Drafter, params: Params) -> tuple[DecodeState, jax.stages.Lowered]:
+        decoder = speculative_decoder(model, drafter, verify)
+        return lower_loop(decoder, params, verify, mesh, batch=batch, context=context)
+
+    return Programs(draft.make(model), params, lower)
+
+
+def lower_loop(
+    decoder: Decoder, params: Params, rule: Verifier, mesh: Mesh, *, batch: int, context: int
+) -> tuple[DecodeState, jax.stages.Lowered]:
+    """The abstract state of a batch on a mesh, and `decode.run` lowered for it."""
+
+    def start(params: Params) -> DecodeState:
+        seeds = keys_from_seeds(jnp.arange(batch, dtype=jnp.uint32))
+        prompts, lengths = jnp.zeros((batch, context), jnp.int32), jnp.full((batch,), 2, jnp.int32)
+        return decoder.init(params, prompts, lengths, make_controls(batch, limit=context), rule, seeds)
+
+    with jax.set_mesh(mesh):
+        state = jax.eval_shape(start, params)
+        state = _placed(state, shardings.state_shardings(state, mesh))
+        return state, run.lower(decoder, params, state)
+
+
+def _placed(shapes: PyTree, where: PyTree) -> PyTree:
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, where)
+
+
+def local_bytes(tree: PyTree) -> int:
+    """Bytes of one device's part of abstract arrays."""
+
+    def of(x: Any) -> int:
+        place = x.sharding
+        shape = place.shard_shape(x.shape) if isinstance(place, NamedSharding) else x.shape
+        return math.prod(shape) * x.dtype.itemsize
+
+    return sum(map(of, jax.tree.leaves(tree)))

@@ -1,0 +1,223 @@
+"""Choose a threshold whose risk stays below a bound, with a stated confidence: decode, measure, and test.
+
+The risk compares with the strict rule on the same prompts and seeds; the test is `studies.certify`'s.
+Oracle: 200 resamplings of a known population in tests/lab/evaluate/test_calibration.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mars_jax import verify
+from mars_jax.core.errors import MarsError
+from mars_jax.core.rule_values import name_of
+from mars_jax.core.types import LoadedRule
+from mars_jax.lab.evaluate.answers import Decoding
+from mars_jax.lab.evaluate.benchmark.arms import MARS, Arm, base_of
+from mars_jax.lab.evaluate.scoring import scores
+from mars_jax.lab.evaluate.tasks.problems import UNJUDGED, Problem
+from mars_jax.lab.studies.certify import choose, fewest
+from mars_jax.serve.batches import RowFile, Speed
+from mars_jax.serve.journal import Row
+from mars_jax.specs import RuleChoice
+
+RISKS = {
+    "regret": "what the rule adds to the regret of a text, in nats per token, mean over texts, each clipped at 1 nat",
+    "accuracy": "what the rule takes from the score of a text, from 0 to 1, mean over texts",
+}
+"""Risks by name. Both compare with the strict rule on the same prompt and seed."""
+CLIP = 1.0
+"""Nats per token at which the loss of one text is clipped: a test needs bounded losses."""
+
+
+def calibrate(
+    decoding: Decoding,
+    problems: Sequence[Problem],
+    *,
+    risk: str,
+    bound: float,
+    confidence: float,
+    rule: RuleChoice = MARS,
+    thetas: Sequence[float] | None = None,
+    temperature: float = 0.0,
+    seed: int = 0,
+    run_code: bool = False,
+    unconfined: bool = False,
+    progress: Callable[[str, int, int], None] | None = None,
+    rows: Path | None = None,
+) -> dict[str, Any]:
+    """Decode held-out problems under looser and looser thresholds, as long as the risk is certified.
+
+    Args:
+      decoding: the pair, and how its answers are made.
+      problems: held out, and of the kind that the threshold is for: the promise is about problems drawn as these are.
+      risk: one of `RISKS`.
+      bound: of the risk, in nats per token or as a share.
+      confidence: with which the bound shall hold.
+      rule: whose theta is calibrated, with its other settings.
+      thetas: from strict to loose; default: those of its row in `specs.RULES`.
+      temperature, seed: problem i draws with seed + i under every rule.
+      run_code, unconfined: as for `scores.score`.
+      progress: `(what, done, of)`, called after every batch.
+      rows: file to keep what was decoded in, where a run with the same arguments that was killed goes on.
+
+    Returns:
+      `theta`, inf where nothing is certified, `tau` there and of the strict rule, and `trials`.
+
+    Raises:
+      MarsError: a risk that the problems cannot measure.
+    """
+    thetas = list(grid(rule) if thetas is None else thetas)
+    check(problems, risk=risk, bound=bound, confidence=confidence, run_code=run_code, unconfined=unconfined)
+    rules = [
+        verify.load(rule.spec, decoding.session.target, **{**rule.settings, "theta": theta})
+        for theta in thetas
+    ]
+    strict = base_of(rules[0])
+
+    with contextlib.ExitStack() as stack:
+        if rows is None:  # then they are kept as long as this takes
+            rows = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "rows.jsonl"
+        file = RowFile(rows)
+        stack.callback(file.close)
+
+        def decode(rule: LoadedRule, name: str) -> list[Row]:
+            arm = Arm(name=name, rule=rule, drafts=True, meaning="")
+            found, size, speed = [], decoding.group, Speed()
+            for first in range(0, len(problems), size):
+                group = problems[first : first + size]
+                seeds = [(seed + first + i) % 2**32 for i in range(len(group))]
+                make = functools.partial(
+                    _rows,
+                    decoding,
+                    arm,
+                    group,
+                    seeds,
+                    speed,
+                    temperature=temperature,
+                    risk=risk,
+                    run_code=run_code,
+                    unconfined=unconfined,
+                )
+                found += file.batch([_key(arm, problem) for problem in group], make)
+                if progress is not None:
+                    progress(f"{name}, {speed.describe()}", len(found), len(problems))
+            return found
+
+        alone = decode(strict, name_of(strict.rule))
+
+        def losses_at(theta: float) -> tuple[np.ndarray, float]:
+            found = decode(rules[thetas.index(theta)], f"theta={theta:g}")
+            pairs = [(a["worth"], b["worth"]) for a, b in zip(alone, found, strict=True)]
+            lost = np.asarray([before - after for before, after in pairs if None not in (before, after)])
+            return np.clip(lost / CLIP, -1, 1), _tau(found)
+
+        theta, trials = choose(thetas, losses_at, bound=bound / CLIP, confidence=confidence)
+    return {
+        "theta": theta,
+        "tau": next((t.tau for t in trials if t.theta == theta), _tau(alone)),
+        "strict_tau": _tau(alone),
+        "trials": [dataclasses.asdict(t) for t in trials],
+    }
+
+
+def grid(rule: RuleChoice) -> tuple[float, ...]:
+    """Thresholds worth trying, from strict to loose. Chosen before anything is seen, as the test asks.
+
+    Raises:
+      MarsError: a rule without a threshold, or of the user's, who knows what its thresholds are.
+
+    >>> grid(MARS)[:3]
+    (0.98, 0.96, 0.94)
+    """
+    if "theta" not in rule.options:
+        raise MarsError(f"the rule {rule.name} has no theta to calibrate: choose one that has, such as mars.")
+    setting, structure = rule.setting("theta")
+    found = setting.range(**structure).grid
+    if not found:
+        raise MarsError(
+            f"the rule {rule.name} has no thresholds of its own: give --thetas, from strict to loose."
+        )
+    return found
+
+
+def _key(arm: Arm, problem: Problem) -> Row:
+    return {"rule": arm.name, "task": problem.task, "id": problem.id}
+
+
+def _tau(rows: Sequence[Row]) -> float:
+    return sum(row["emitted"] for row in rows) / sum(row["steps"] for row in rows)
+
+
+def _rows(
+    decoding: Decoding,
+    arm: Arm,
+    problems: Sequence[Problem],
+    seeds: Sequence[int],
+    speed: Speed,
+    *,
+    temperature: float,
+    risk: str,
+    run_code: bool,
+    unconfined: bool,
+) -> list[Row]:
+    """A batch of answers and what each is worth: the score, or the regret per token, with its sign turned."""
+    made = []
+    answers = decoding.answer(arm, problems, seeds, temperature=temperature)
+    for problem, answer in zip(problems, answers, strict=True):
+        metrics = answer.metrics
+        speed.add(emitted=metrics.emitted, steps=metrics.steps, seconds=answer.seconds)
+        if risk == "regret":
+            worth = -metrics.regret_per_token
+        else:
+            numbers = scores.score(problem, answer.texts[-1], run_code=run_code, unconfined=unconfined)
+            worth = None if numbers is None else numbers[0]
+        made.append(
+            _key(arm, problem)
+            | {
+                "text": list(answer.texts),
+                "emitted": metrics.emitted,
+                "steps": metrics.steps,
+                "worth": worth,
+            }
+        )
+    return made
+
+
+def check(
+    problems: Sequence[Problem],
+    *,
+    risk: str,
+    bound: float,
+    confidence: float,
+    run_code: bool,
+    unconfined: bool = False,
+) -> None:
+    """Raise MarsError where the problems cannot measure the risk, or are too few to certify it."""
+    if not 0 < bound < 1:
+        raise MarsError(f"--bound is {bound:g}: expected a number between 0 and 1.")
+    if not 0 < confidence < 1:
+        raise MarsError(f"--confidence is {confidence:g}: expected a number between 0 and 1.")
+    metrics = {p.metric for p in problems}
+    if risk == "accuracy" and metrics & {*UNJUDGED, "bleu"}:
+        raise MarsError(
+            "--risk accuracy needs a score of every answer, and these tasks have none of their own: choose --risk "
+            "regret, or another task."
+        )
+    if risk == "accuracy" and "pass@1" in metrics and not run_code:
+        raise MarsError("--risk accuracy on programs must run them: add --allow-code-execution.")
+    if risk == "accuracy" or run_code or unconfined:
+        scores.check_metrics(problems, run_code=run_code, unconfined=unconfined)
+    if len(problems) < (needed := fewest(bound, confidence)):
+        raise MarsError(
+            f"{len(problems)} problems cannot certify a bound of {bound:g} with confidence {confidence:g}, however "
+            f"good their answers are: give at least {needed}, or ask for less."
+        )

@@ -1,0 +1,174 @@
+"""The objective of block drafters: masked blocks at many places of a text at once, on the target's features.
+
+Sources: DFlash 2602.06036, section 3.3 (random anchors, loss that decays over the places of a block); DSpark
+(deepseek-ai/DeepSpec: the Markov head learns on the true tokens, the confidence head how much of the draft's
+distribution is the target's). B rows, L tokens of a row, A blocks of a row, K tokens of a block, D of them drafted, V
+vocabulary, W draft vocabulary. Oracle: the drafter itself, fed the same tokens (tests/lab/training/test_blocks.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from mars_jax.core.types import ForwardOutput, LanguageModel, Params, PyTree, Visible
+from mars_jax.lab.training.data import Batch
+from mars_jax.lab.training.head_training import teach
+from mars_jax.lab.training.loop import Objective
+from mars_jax.lab.training.objectives import Divergence, forward_kl, total_variation
+from mars_jax.models import dflash_head as head
+from mars_jax.models.dflash_head import DFlashConfig
+
+SPACING = 8
+"""Tokens of a row for each block in it, unless told otherwise."""
+
+
+def decay_of(block_size: int) -> float:
+    """The published decay: place i weighs exp(-i / this), 7 of blocks of 16, 5 of 10 and 4 of 8 (DFlash, section 3.3).
+
+    >>> decay_of(16), decay_of(8)
+    (7.0, 4.0)
+    """
+    return 7.0 if block_size >= 16 else 5.0 if block_size >= 10 else 4.0
+
+
+def anchors(tokens: Array, count: int) -> Array:
+    """Places of A blocks in each row, i32[B, A]: one in each of A equal parts, drawn anew for every batch.
+
+    They are a function of the tokens i32[B, L], so that a run that was killed continues bit for bit.
+    """
+    rows, length = tokens.shape
+    key = jax.random.fold_in(jax.random.key(0), jnp.sum(tokens))
+    part = jnp.arange(count, dtype=jnp.int32)[None] * length // count
+    size = (jnp.arange(1, count + 1, dtype=jnp.int32)[None] * length // count) - part
+    return part + jax.random.randint(key, (rows, count), 0, size)
+
+
+def dflash(
+    config: DFlashConfig,
+    target: LanguageModel,
+    *,
+    ids: Array | None = None,
+    blocks: int | None = None,
+    decay: float | None = None,
+    divergence: Divergence = forward_kl,
+    confidence_weight: float = 1.0,
+    dtype: Any = "bfloat16",
+) -> Objective:
+    """Every place of a block learns the target's distribution there, which saw the true tokens of the block before it.
+
+    Args:
+      config: of the head.
+      target: a model that returns the head's features; see `LanguageModel.with_features`.
+      ids: i32[W]; the target tokens of the draft vocabulary, where it is smaller.
+      blocks: A; default: one for each `SPACING` tokens of a row.
+      decay: place i of those drafted weighs exp(-i / decay); default: `decay_of`.
+      divergence: of the head's distribution from the target's.
+      confidence_weight: of the confidence head's cross-entropy, where there is one.
+      dtype: of the computation.
+    """
+    fade = decay_of(config.block_size) if decay is None else decay
+
+    def objective(params: PyTree, lesson: tuple[Batch, PyTree]) -> tuple[Array, dict[str, Array]]:
+        batch, teacher = lesson
+        said = teach(target, teacher, batch)
+        tokens, segments = batch.tokens[:, :-1], batch.segments[:, :-1]
+        places = anchors(tokens, blocks or max(1, tokens.shape[1] // SPACING))
+        low = jax.tree.map(lambda x: x.astype(dtype), params)
+        both = Params(target=teacher, draft=low | ({} if ids is None else {"ids": ids}))
+        hidden = block_hidden(config, target, both, said.output, tokens, segments, places)
+
+        # What place i of those drafted learns is what the target says after the token `after[..., i]`.
+        length = tokens.shape[1]
+        after = places[..., None] + jnp.arange(config.drafts, dtype=jnp.int32)[None, None]
+        inside = jnp.minimum(after, length - 1)
+        one_document = jnp.take_along_axis(segments[:, None], inside, axis=2)
+        valid = (after < length) & (one_document == jnp.take_along_axis(segments, places, axis=1)[..., None])
+        before = jnp.take_along_axis(tokens[:, None], inside, axis=2)
+        wanted = jax.vmap(lambda z, at: z[at])(said.logits, inside)  # [B, A, D, V]
+        choice = jnp.argmax(wanted, axis=-1)
+        labels = wanted if ids is None else jnp.take(wanted, ids, axis=-1)
+
+        rows, count, drafts = before.shape
+        flat = hidden.reshape(rows, count * drafts, -1)
+        drafted = head.unembed(config, target, both, flat)
+        if config.markov_rank:
+            drafted = drafted + head.markov(config, both.draft, before.reshape(rows, -1))
+        drafted = drafted.reshape(rows, count, drafts, -1)
+
+        weight = jnp.exp(-jnp.arange(drafts, dtype=jnp.float32) / fade)
+        losses = _means(divergence(labels, drafted), valid)
+        total = jnp.sum(losses * weight) / jnp.sum(weight)
+        named = head.to_target(config, both, jnp.argmax(drafted, axis=-1))
+        right = _means((named == choice).astype(jnp.float32), valid)
+        figures = {f"loss_{i + 1}": losses[i] for i in range(drafts)}
+        figures |= {f"accept_{i + 1}": right[i] for i in range(drafts)}
+        if config.confidence:
+            sure = head.confidence(config, both.draft, flat, before.reshape(rows, -1))
+            sure = sure.reshape(rows, count, drafts)
+            overlap = jax.lax.stop_gradient(1 - total_variation(labels, drafted))
+            entropy = jax.nn.softplus(sure) - overlap * sure  # cross-entropy of a chance and its logit
+            doubt = jnp.sum(_means(entropy, valid) * weight) / jnp.sum(weight)
+            total = total + confidence_weight * doubt
+            figures["confidence"] = doubt
+        return total, figures
+
+    return objective
+
+
+def block_hidden(
+    config: DFlashConfig,
+    target: LanguageModel,
+    params: Params,
+    output: ForwardOutput,
+    tokens: Array,
+    segments: Array,
+    places: Array,
+) -> Array:
+    """Hidden states [B, A, D, E] of the drafted places of blocks that begin at `places`, by the functions that draft.
+
+    A block sees the context of the tokens before it in its own document, and itself.
+
+    Args:
+      config, target, params: of the head and its target.
+      output: of the target for the tokens, [B, L, ...].
+      tokens, segments: i32[B, L].
+      places: i32[B, A]; of the blocks' first tokens.
+    """
+    (rows, length), count, size = tokens.shape, places.shape[1], config.block_size
+    draft = params.draft
+    cache = head.init_cache(config, rows, length + count * size, draft["fc"].dtype)
+    positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (rows, length))
+    zero = jnp.zeros((rows,), jnp.int32)
+    cache = head.absorb(config, draft, head.fuse(config, draft, output), positions, zero, cache)
+
+    first = jnp.take_along_axis(tokens, places, axis=1).reshape(-1, 1)
+    blocks = head.block(config, first).reshape(rows, count * size)
+    at = (places[..., None] + jnp.arange(size, dtype=jnp.int32)[None, None]).reshape(rows, -1)
+    begins = jnp.repeat(places, size, axis=1)[..., None]
+    same = (
+        segments[:, None]
+        == jnp.repeat(jnp.take_along_axis(segments, places, axis=1), size, axis=1)[..., None]
+    )
+    context = same & (positions[:, None] < begins)
+    number = jnp.arange(count * size, dtype=jnp.int32) // size
+    own = jnp.broadcast_to(number[:, None] == number[None], (rows, count * size, count * size))
+    visible = Visible(
+        first=zero,
+        positions=at,
+        slot=zero + length,
+        seen=jnp.concatenate([context, own], axis=2),
+        seen_positions=jnp.concatenate([positions, at], axis=1),
+    )
+    hidden, _ = head.forward(config, target, params, blocks, visible, cache)
+    hidden = hidden.reshape(rows, count, size, -1)
+    return hidden[:, :, size - config.drafts :]
+
+
+def _means(values: Array, valid: Array) -> Array:
+    """f32[D]: means over the blocks, of those that are valid."""
+    total = jnp.sum(jnp.where(valid, values, 0.0), axis=(0, 1))
+    return total / jnp.maximum(jnp.sum(valid, axis=(0, 1), dtype=jnp.float32), 1.0)

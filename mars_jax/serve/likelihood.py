@@ -1,0 +1,135 @@
+"""Given texts under the target: the likelihood of every token, and the margin there.
+
+R rows, L tokens of a row, V vocabulary. Oracle: PyTorch transformers on the same
+texts, in tests/integrations/test_harness.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mars_jax.core.errors import MarsError
+from mars_jax.core.evidence import node_stats
+from mars_jax.core.mesh import by_rows, size_of
+from mars_jax.core.types import LanguageModel
+from mars_jax.hub.pretrained import Pretrained
+from mars_jax.lab.training.objectives import read
+from mars_jax.placement.hosts import fetch
+from mars_jax.serve.prepare import bucket
+
+ROWS = 4
+"""Texts of one forward."""
+POSITIONS = 128
+"""Of each text, whose logits are in memory together."""
+
+
+class Scored(NamedTuple):
+    """Of one text, entry t about its token t + 1 as the target sees it from the tokens before."""
+
+    log_p: np.ndarray  # f32[L - 1]; natural logarithm
+    best: np.ndarray  # i32[L - 1]; the target's own choice
+    second: np.ndarray  # i32[L - 1]
+    z1: np.ndarray  # f32[L - 1]; raw logits of these two
+    z2: np.ndarray  # f32[L - 1]
+    tokens: tuple[int, ...] = ()  # L of them
+
+
+def score(
+    target: Pretrained, texts: Sequence[str] | Sequence[Sequence[int]], *, rows: int = ROWS
+) -> list[Scored]:
+    """What the target thinks of given texts: the log-probability of every token but the first, from those before it.
+
+    Texts of like lengths share a forward. Of a text that was generated, the numbers are `TokenLogProbs.log_prob` of its
+    new tokens, up to rounding.
+
+    Args:
+      target: the model; on a mesh rows are divided over `data`, and the rest as its weights are.
+      texts: texts, or token ids; each within the model's context.
+      rows: texts of one forward; on a mesh filled up to a multiple of its axis `data`.
+
+    Raises:
+      MarsError: a text that is empty or longer than the context, or a token outside of the vocabulary.
+
+    >>> import mars_jax as mj  # doctest: +SKIP
+    >>> [scored] = mj.score(mj.load(), ["Once upon a time"])  # doctest: +SKIP
+    >>> float(scored.log_p.sum())  # doctest: +SKIP
+    """
+    if isinstance(texts, str):
+        raise MarsError("texts is one text: give a list of them.")
+    if rows < 1:
+        raise MarsError(f"rows is {rows}: expected a whole number of at least 1.")
+    texts = [target.encode(text) if isinstance(text, str) else list(text) for text in texts]
+    context = target.config.max_positions
+    for number, text in enumerate(texts):
+        target.check_tokens(text)
+        if len(text) > context:
+            raise MarsError(
+                f"text {number} has {len(text)} tokens and '{target.name}' a context of {context}: cut it."
+            )
+    found: list[Scored | None] = [None] * len(texts)
+    if target.mesh is not None:
+        rows += -rows % size_of("data", target.mesh)
+    for group, tokens in batches(texts, rows, target.config.max_positions):
+        with target.on_mesh():
+            log_p, stats = fetch(_score(target.model, target.params, jnp.asarray(tokens)))
+        for row, i in enumerate(group):
+            n = len(texts[i]) - 1
+            columns = (log_p, stats.id1, stats.id2, stats.top1, stats.top2)
+            found[i] = Scored(*(column[row, :n] for column in columns), tokens=tuple(texts[i]))
+    return [scored for scored in found if scored is not None]
+
+
+def score_answers(
+    target: Pretrained, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
+) -> list[list[float]]:
+    """Of each answer to its prompt: the sum of its tokens' log-likelihoods in nats, and how many tokens it has."""
+    texts = [(*p, *a) for p, a in zip(prompts, answers, strict=True)]
+    scored = score(target, texts, rows=max(1, min(ROWS, len(texts))))
+    return [
+        [float(np.sum(s.log_p[len(p) - 1 :], dtype=np.float64)), float(len(a))]
+        for s, p, a in zip(scored, prompts, answers, strict=True)
+    ]
+
+
+def batches(
+    texts: Sequence[Sequence[int]], rows: int, longest: int
+) -> Iterator[tuple[list[int], np.ndarray]]:
+    """Texts of like lengths together: (their indices, tokens i32[rows, L]), zeros after a text and below the last."""
+    order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
+    for first in range(0, len(order), rows):
+        group = order[first : first + rows]
+        width = max(len(texts[group[-1]]), min(bucket(len(texts[group[-1]])), longest))
+        tokens = np.zeros((rows, width), np.int32)
+        for row, i in enumerate(group):
+            tokens[row, : len(texts[i])] = texts[i]
+        yield group, tokens
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _score(model: LanguageModel, params, tokens):
+    return by_rows(functools.partial(_score_rows, model))(params, tokens)
+
+
+def _score_rows(model: LanguageModel, params, tokens):
+    rows, length = tokens.shape
+    hidden = read(model, params, tokens, jnp.zeros_like(tokens)).hidden
+    # Row j against token j + 1, in parts; the last row has none, and the rest is cut off.
+    size = min(POSITIONS, length)
+    hidden = jnp.pad(hidden, ((0, 0), (0, -length % size), (0, 0)))
+    said = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1 + -length % size)))
+
+    def part(first):
+        logits = model.unembed(params, jax.lax.dynamic_slice_in_dim(hidden, first, size, axis=1))
+        stats = node_stats(logits, logsumexp=True)
+        here = jax.lax.dynamic_slice_in_dim(said, first, size, axis=1)
+        assert stats.logsumexp is not None  # as asked
+        return jnp.take_along_axis(logits, here[..., None], axis=2)[..., 0] - stats.logsumexp, stats
+
+    found = jax.lax.map(part, jnp.arange(0, said.shape[1], size, dtype=jnp.int32))
+    return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(rows, -1)[:, : length - 1], found)

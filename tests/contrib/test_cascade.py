@@ -1,0 +1,199 @@
+"""TriSpec's drafter against the paper's loop in Python, model by model from empty caches; and what is never trusted."""
+
+import functools
+import itertools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mars_jax import contrib, drafters, verify
+from mars_jax.core import decode, fake
+from mars_jax.core.controls import make_controls
+from mars_jax.core.errors import MarsError
+from mars_jax.core.types import CORRECTED, TRUSTED, Params, keys_from_seeds
+from tests.helpers import committed, decode_all, logits_after, ragged
+
+VOCAB, BUFFER, K, MOST = 13, 40, 3, 12
+LENGTHS = [1, 6, 12, 17]
+TARGET = fake.hash_model(vocab_size=VOCAB, agree=0.8)
+PROXY = fake.hash_model(vocab_size=VOCAB, seed=3, agree=0.92, scale=4.0)
+SMALL = fake.hash_model(vocab_size=VOCAB, seed=5, agree=0.9)
+INNER = drafters.language_model(SMALL, K)
+CASCADE = contrib.cascade(INNER, PROXY, MOST)
+SLIM = contrib.cascade(INNER, PROXY, MOST, gate="ratio")
+CLOSED = 2.0
+
+
+def weights(margin):
+    numbers = tuple(np.float32(x) for x in margin) if isinstance(margin, tuple) else np.float32(margin)
+    return Params((), contrib.CascadeParams((), (), numbers))
+
+
+def decoded(rule, margin=0.1, rows=slice(None), drafter=CASCADE, **chosen):
+    """Committed tokens of the rows, and the counters."""
+    tokens, lengths = ragged(LENGTHS, BUFFER, VOCAB)
+    index = np.arange(len(LENGTHS))[rows]
+    chosen = {name: [values[i] for i in index] for name, values in chosen.items()}
+    state, stats = decode_all(
+        TARGET,
+        drafter,
+        rule,
+        tokens[index],
+        lengths[index],
+        seeds=index.tolist(),
+        params=weights(margin),
+        **chosen,
+    )
+    return committed(state), stats
+
+
+@functools.cache
+def best(model, text):
+    return int(np.argmax(logits_after(model, list(text), width=64)))
+
+
+@functools.cache
+def sure(text, margin):
+    z = logits_after(PROXY, list(text), width=64).astype(np.float64)
+    first, second = np.sort(np.exp(z - z.max()) / np.exp(z - z.max()).sum())[-2:][::-1]
+    assert abs(first - second - margin) > 1e-6
+    return first - second >= margin
+
+
+@functools.cache
+def ratio(text, token):
+    z = logits_after(PROXY, list(text), width=64).astype(np.float64)
+    return np.exp(z[token] - z.max())
+
+
+def places(text, x, margin):
+    """(t_a, t_m) of a draft, by TriSpec's margin or by VIA-SD's (accept, escalate)."""
+    said = [best(PROXY, text + x[:i]) for i in range(K + 1)]
+    if not isinstance(margin, tuple):
+        t_a = next((i for i in range(K) if x[i] != said[i]), K)
+        return said, t_a, next((i for i in range(K + 1) if not sure(text + x[:i], margin)), K + 1)
+    r = [ratio(text + x[:i], x[i]) for i in range(K)]
+    assert all(abs(value - bound) > 1e-6 for value in r for bound in margin)
+    t_a = next((i for i in range(K) if r[i] < margin[0]), K)
+    return said, t_a, next((i for i in range(K) if r[i] < margin[1]), K + 1)
+
+
+def one_draft(text, margin, stops):
+    """What is trusted after a text, and what the target is asked about."""
+    trusted = ()
+    while True:
+        x = ()
+        for _ in range(K):
+            x += (best(SMALL, text + trusted + x),)
+        said, t_a, t_m = places(text + trusted, x, margin)
+        if t_a >= t_m:
+            stop = next((i for i in range(t_m) if x[i] in stops), t_m)
+            return trusted + x[:stop], x[stop:]
+        stands = (*x[:t_a], said[t_a])
+        stop = next((i for i, token in enumerate(stands) if token in stops), None)
+        if stop is not None:
+            return trusted + stands[:stop], stands[stop:]
+        if len(trusted) + len(stands) + K + 1 > MOST:
+            return trusted + stands[:-1], ()
+        trusted += stands
+
+
+def one_text(prompt, margin, stops=()):
+    """Every token and its kind, up to the end of the buffer or the first stop token."""
+    text, kinds = tuple(prompt), []
+    while len(text) < BUFFER and (not kinds or text[-1] not in stops):
+        trusted, asked = one_draft(text, margin, stops)
+        text, kinds = text + trusted, kinds + [TRUSTED] * len(trusted)
+        for token in asked:
+            if token != best(TARGET, text) or (kinds and text[-1] in stops):
+                break
+            text, kinds = (*text, token), [*kinds, None]
+        if not kinds or text[-1] not in stops:
+            text, kinds = (*text, best(TARGET, text)), [*kinds, CORRECTED]
+    return list(text[:BUFFER]), kinds[: BUFFER - len(prompt)]
+
+
+@pytest.mark.parametrize(
+    "stops, margin, drafter",
+    [([], 0.1, CASCADE), ([4], 0.1, CASCADE), ([], (0.95, 0.85), SLIM), ([4], (0.95, 0.85), SLIM)],
+)
+def test_the_text_and_what_is_trusted_are_those_of_the_paper_s_loop(stops, margin, drafter):
+    found, stats = decoded(verify.exact(), margin, drafter=drafter, stop_tokens=[stops or [-1]] * 4)
+    tokens, lengths = ragged(LENGTHS, BUFFER, VOCAB)
+    steps = np.asarray(stats.steps)
+    for row, n in enumerate(lengths.tolist()):
+        text, kinds = one_text(np.asarray(tokens)[row, :n].tolist(), margin, tuple(stops))
+        assert found[row] == text
+        assert int(stats.accepted_trusted[row]) == kinds.count(TRUSTED)
+        assert int(stats.accepted_exact[row]) == kinds.count(None)
+        assert steps[row] >= kinds.count(CORRECTED)
+    if not stops:
+        assert np.asarray(stats.accepted_trusted).sum() > 20 and np.asarray(stats.accepted_exact).sum() > 5
+        assert np.asarray(stats.regret).sum() > 0
+
+
+RULES = {
+    "exact": verify.exact(),
+    "mars": verify.mars(theta=0.5),
+    "budget": contrib.budget(gap=1.0),
+    "rejection": verify.rejection(),
+    "mars over block": verify.mars(verify.rejection(True), theta=0.5),
+}
+
+
+SLOW = ("mars", "budget", "mars over block", "rejection")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in RULES])
+def test_a_closed_gate_a_strict_row_and_a_sampled_row_are_the_inner_draft_s(name):
+    """Bit for bit; and a row alone is the row in its batch."""
+    rule, mixed = RULES[name], {"temperature": [0.0, 0.9, 0.0, 0.0]}
+    base, _ = decoded(rule, drafter=INNER, **mixed)
+    closed, stats = decoded(rule, CLOSED, **mixed)
+    assert closed == base and int(jnp.sum(stats.accepted_trusted)) == 0
+    open_, stats = decoded(rule, **mixed)
+    assert open_[0] != base[0] and open_[1] == base[1]
+    assert np.asarray(stats.accepted_trusted).tolist()[1] == 0 < int(stats.accepted_trusted[0])
+    strict, stats = decoded(rule, strict=[False, False, True, True], **mixed)
+    plain, _ = decoded(rule, drafter=INNER, strict=[False, False, True, True], **mixed)
+    assert strict[:2] == open_[:2] and strict[2:] == plain[2:]
+    for row in (0, 3):
+        assert decoded(rule, rows=slice(row, row + 1), **mixed)[0] == [open_[row]]
+
+
+@pytest.mark.slow
+def test_the_exact_prefix_of_a_rule_is_not_trusted_and_a_stop_token_never():
+    rule = verify.mars(theta=np.inf, exact_prefix=8)
+    plain, _ = decoded(verify.exact(), drafter=INNER)
+    found, stats = decoded(rule)
+    for row, n in enumerate(LENGTHS):
+        assert found[row][: n + 8] == plain[row][: n + 8]
+    assert int(jnp.sum(stats.accepted_trusted)) > 0
+    # Streamed, so that every token's kind is seen.
+    tokens, lengths = ragged(LENGTHS, BUFFER, VOCAB)
+    controls = make_controls(4, limit=BUFFER, stop_tokens=[2, 7])
+    decoder = decode.speculative_decoder(TARGET, CASCADE, verify.exact())
+    keys = keys_from_seeds(jnp.arange(4, dtype=jnp.uint32))
+    state = decode.start(decoder, weights(0.05), tokens, lengths, controls, verify.exact(), keys)
+    trusted = []
+    for _, info in itertools.islice(decode.stream(decoder, weights(0.05), state), 60):
+        said, kind = np.asarray(info.emitted), np.asarray(info.kind)
+        trusted += said[kind == TRUSTED].tolist()
+        regret = np.asarray(info.regret)
+        assert np.all(regret[(kind != TRUSTED) & (kind >= 0)] == 0) and np.all(regret >= 0)
+        assert np.all(np.isnan(np.asarray(info.processed_log_prob)[kind == TRUSTED]))
+    assert len(trusted) > 3 and not set(trusted) & {2, 7}
+
+
+def test_what_makes_no_cascade_is_refused():
+    with pytest.raises(MarsError, match="drafts no chain"):
+        contrib.cascade(drafters.language_model(SMALL, tree=(2, 2)), PROXY)
+    with pytest.raises(MarsError, match="13 tokens and the proxy one of 11"):
+        contrib.cascade(INNER, fake.hash_model(vocab_size=11))
+    with pytest.raises(MarsError, match="can give 4 tokens; ask for at least as many"):
+        contrib.cascade(INNER, PROXY, 3)
+    with pytest.raises(MarsError, match="samples: give a cascade a drafter that does not"):
+        decoded(
+            verify.exact(), drafter=contrib.cascade(drafters.language_model(SMALL, K, sample=True), PROXY)
+        )

@@ -1,0 +1,123 @@
+"""DIVERSED: `mixture` at the weights that its head says, and a gradient that is that of what it is worth."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mars_jax import contrib, verify
+from mars_jax.contrib.models import indicator, mixer
+from mars_jax.core import tree as trees
+from mars_jax.core.errors import MarsError
+from mars_jax.core.types import LoadedRule
+from mars_jax.lab.training import diversed_training
+from mars_jax.models.config import ModelConfig
+from mars_jax.models.transformer import init_params, language_model
+from mars_jax.verify.named import read_weights
+
+V, NODES, ROWS, E, F = 7, 4, 64, 5, 3
+
+
+def evidence(params):
+    rng = np.random.default_rng(0)
+    logits, drafted = (jnp.asarray(rng.normal(0, 2, (ROWS, NODES, V)), jnp.float32) for _ in range(2))
+    tree = trees.chain(jnp.asarray(rng.integers(0, V, (ROWS, NODES)), jnp.int32), drafted)
+    tree = tree.replace(hidden=jnp.asarray(rng.normal(size=(ROWS, NODES, F)), jnp.float32))
+    hidden = jnp.asarray(rng.normal(size=(ROWS, NODES, E)), jnp.float32)
+    return verify.evidence(tree, logits, hidden=hidden, params=params, temperature=1.0)
+
+
+@pytest.mark.slow
+def test_a_head_that_says_one_weight_is_the_mixture_of_that_weight():
+    params = mixer.init_params(E, jax.random.key(0), draft_hidden_size=F) | {"bias": jnp.asarray(0.3)}
+    given = evidence(params)
+    for shift in (-1.0, 0.0, 2.0):
+        weight = 1 / (1 + np.exp(-(0.3 + shift)))
+        found, _ = verify.for_rows(contrib.diversed(shift=shift), ROWS)(given)
+        wanted, _ = verify.for_rows(verify.mixture(weight=weight), ROWS)(given)
+        np.testing.assert_array_equal(found.num_accepted, wanted.num_accepted)
+        np.testing.assert_array_equal(found.next_token, wanted.next_token)
+
+
+def test_the_weight_is_that_of_each_position():
+    """Against the formula, written out for one node."""
+    rng = np.random.default_rng(1)
+    params = {
+        "inner": jnp.asarray(rng.normal(size=(3, E)), jnp.float32),
+        "drafted": jnp.asarray(rng.normal(size=(3, F)), jnp.float32),
+        "outer": jnp.asarray(rng.normal(size=3), jnp.float32),
+        "signals": jnp.asarray([0.5, -0.7, 2.0]),
+        "bias": jnp.asarray(0.1),
+    }
+    h, d = rng.normal(size=E), rng.normal(size=F)
+    p, q = (np.exp(z) / np.exp(z).sum() for z in rng.normal(size=(2, V)))
+    unit, other = (x / np.sqrt((x**2).mean() + 1e-6) for x in (h, d))
+    inner = np.asarray(jax.nn.gelu(jnp.asarray(params["inner"] @ unit + params["drafted"] @ other)))
+    entropies = [-(x * np.log(x)).sum() for x in (p, q)]
+    wanted = inner @ params["outer"] + 0.5 * entropies[0] - 0.7 * entropies[1] + np.abs(p - q).sum() + 0.1
+    found = mixer.logit(params, jnp.asarray(h), *(jnp.log(jnp.asarray(x)) for x in (p, q)), jnp.asarray(d))
+    np.testing.assert_allclose(found, wanted, rtol=1e-4)
+
+
+def test_the_gradient_is_that_of_the_enumerated_worth():
+    """Texts of one token after a prompt: every token as often as the mixture says it."""
+    config = ModelConfig(
+        vocab_size=V, hidden_size=E * 2, intermediate_size=8, num_layers=1, num_heads=1, head_dim=4
+    )
+    model = language_model(config)
+    teacher, params = (init_params(config, jax.random.key(i), scale=0.8) for i in range(2))
+    models = diversed_training.Models(model, teacher, model, params)
+    rewards = np.asarray([0.0, 1.0, 0.2, 0.7, 0.0, 1.0, 0.4], np.float32)
+    head = mixer.init_params(2 * E, jax.random.key(2), draft_hidden_size=2 * E)
+    head |= {"signals": jnp.asarray([0.1, 0.2, -0.3])}
+    every = np.asarray([[3, x] for x in range(V)], np.int32)
+
+    def law(head):
+        def at(m, weights):
+            from mars_jax.lab.training.objectives import read
+
+            out = read(m, weights, jnp.asarray(every[:1, :1]), jnp.zeros((1, 1), jnp.int32))
+            return out.hidden[0, 0], jax.nn.log_softmax(m.unembed(weights, out.hidden)[0, 0])
+
+        hidden, log_p = at(model, teacher)
+        known, log_q = at(model, params)
+        w = jax.nn.sigmoid(mixer.logit(head, hidden, log_p, log_q, known))
+        return w * jnp.exp(log_p) + (1 - w) * jnp.exp(log_q), jnp.exp(log_q)
+
+    def worth(head):
+        v, q = law(head)
+        return jnp.sum(v * rewards) + 0.5 * jnp.sum(jnp.minimum(v, q))
+
+    count = np.round(np.asarray(jax.jit(law)(head)[0]) * 20000).astype(int)
+    rollouts = diversed_training.Rollouts(
+        np.repeat(every, count, axis=0),
+        np.tile([False, True], (count.sum(), 1)),
+        np.repeat(rewards, count),
+    )
+    wanted = jax.jit(jax.grad(worth))(head)
+    found = jax.jit(jax.grad(lambda h: -diversed_training.surrogate(h, models, rollouts)[0]))(head)
+    for name in ("bias", "signals", "outer"):
+        np.testing.assert_allclose(found[name], wanted[name], rtol=0.02, atol=2e-4)
+    assert float(jnp.abs(wanted["bias"])) > 1e-3
+
+
+def test_its_weights_are_written_and_read_and_are_no_other_rule_s(tmp_path):
+    params = mixer.init_params(6, jax.random.key(0), width=3, draft_hidden_size=4)
+    folder = verify.save(tmp_path / "head", params, "diversed")
+    loaded = verify.load(f"diversed:{folder}", shift=1.0)
+    assert isinstance(loaded, LoadedRule) and loaded.rule.shift == 1.0
+    jax.tree.map(np.testing.assert_array_equal, loaded.params, params)
+    with pytest.raises(MarsError, match="its model_type is mars_jax_mixer"):
+        read_weights(folder)
+    other = verify.save(tmp_path / "other", indicator.init_params(6, jax.random.key(0)))
+    with pytest.raises(MarsError, match="its model_type is mars_jax_indicator"):
+        verify.load(f"diversed:{other}")
+    with pytest.raises(
+        MarsError, match="reads hidden states of size 4 from the draft, and the draft's have 3"
+    ):
+        verify.for_rows(contrib.diversed(), ROWS)(evidence(params))
+    with pytest.raises(MarsError, match="and the drafter gives none: draft with the model"):
+        bare = evidence(params)
+        verify.for_rows(contrib.diversed(), ROWS)(bare.replace(tree=bare.tree.replace(hidden=None)))
+    with pytest.raises(MarsError, match="needs the weights of its head"):
+        verify.for_rows(contrib.diversed(), ROWS)(evidence(()))

@@ -1,0 +1,118 @@
+"""A drafter on devices of its own gives what the plain loop gives: tokens, drafts and log-probabilities."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+import mars_jax as mj
+from mars_jax import drafters, verify
+from mars_jax.contrib.drafters import elsewhere
+from mars_jax.core.errors import MarsError
+from mars_jax.core.mesh import parse_mesh
+from mars_jax.hub.pretrained import Pretrained
+from mars_jax.models import ModelConfig, init_params, language_model
+from mars_jax.placement.shardings import place
+from mars_jax.serve.requests import make_requests
+from mars_jax.serve.session import Session
+
+CONFIG = ModelConfig(
+    vocab_size=8, hidden_size=16, intermediate_size=24, num_heads=2, num_layers=2, max_positions=64
+)
+MODEL = language_model(CONFIG)
+PROMPTS = [[3], [1, 2, 3, 4, 5], [7, 0], [2, 2, 6]]
+OPTIONS = {
+    "max_new_tokens": [20, 24, 9, 30],
+    "temperature": [0.0, 0.0, 1.0, 0.0],
+    "stop_tokens": [[], [5], [], []],
+}
+
+
+def pair(*, mesh=None, draft_mesh=None):
+    """A target, and a draft that is it with some noise."""
+    params = init_params(CONFIG, jax.random.key(0), scale=0.4)
+    other = init_params(CONFIG, jax.random.key(1), scale=0.4)
+    small = jax.tree.map(lambda x, y: x + 0.1 * y, params, other)
+    if mesh is not None:
+        params = place(params, CONFIG, mesh)
+    if draft_mesh is not None:
+        small = place(small, CONFIG, draft_mesh)
+    return Pretrained.from_parts(MODEL, params, config=CONFIG, mesh=mesh), small
+
+
+def drafter(length, small):
+    return drafters.LoadedDrafter(drafters.language_model(MODEL, length), small)
+
+
+def same(completion):
+    """What rounding has no part in."""
+    kind, metrics = completion.log_probs.kind, dataclasses.replace(completion.metrics, regret=0.0)
+    return completion.tokens, completion.finish_reason, kind, metrics
+
+
+def session(target, drafts, rule, **options):
+    return Session(
+        target=target, drafter=drafts, rule=verify.LoadedRule(rule), batch_size=3, log_probs=True, **options
+    )
+
+
+@pytest.mark.slow
+def test_generate_and_a_sessions_queue_give_what_the_plain_loop_gives():
+    """Two batches, the second with a row to fill; a lossy rule, whose text depends on the drafts."""
+    target, small = pair()
+    rule = verify.mars(theta=[0.5, 0.9, 0.7, 0.5])
+    requests = make_requests(target, PROMPTS, **OPTIONS)
+    plain = session(target, drafter(3, small), rule)
+    there = session(target, drafter(4, small), rule, draft_device=jax.devices()[1])
+    wanted = dict(plain.queue(requests))
+    for order in (range(4), range(2, 4)):
+        found = dict(there.queue(requests, order=order))
+        assert list(found) == list(order)
+        for i in order:
+            assert same(found[i]) == same(wanted[i]), i
+            for name in ("log_prob", "temperature_log_prob", "regret"):
+                mine, theirs = (getattr(c.log_probs, name) for c in (found[i], wanted[i]))
+                np.testing.assert_allclose(mine, theirs, atol=1e-4)
+    assert sum(c.metrics.accepted_relaxed for c in wanted.values()) > 0
+    result = mj.generate(
+        target,
+        there.drafter,
+        PROMPTS,
+        verify=rule,
+        batch_size=3,
+        draft_device=jax.devices()[1],
+        **OPTIONS,
+    )
+    assert result.tokens == [wanted[i].tokens for i in range(4)]
+    assert result.forwards >= max(c.metrics.steps for c in wanted.values())
+    small_device = {d for x in jax.tree.leaves(target.params) for d in x.devices()}
+    assert jax.devices()[1] not in small_device
+
+
+@pytest.mark.slow
+def test_a_mesh_drafts_for_a_mesh():
+    meshes = [parse_mesh("model=2"), elsewhere.open_device([2, 3], parse_mesh("model=2"))]
+    target, small = pair(mesh=meshes[0], draft_mesh=meshes[1])
+    alone, of_alone = pair()
+    wanted = mj.generate(alone, drafter(3, of_alone), PROMPTS, **OPTIONS)
+    found = mj.generate(target, drafter(4, small), PROMPTS, draft_device=meshes[1], **OPTIONS)
+    assert found.tokens == wanted.tokens
+    assert found.metrics.accepted_exact == wanted.metrics.accepted_exact
+
+
+def test_what_cannot_draft_elsewhere_is_refused():
+    target, small = pair()
+    with pytest.raises(MarsError, match="needs the draft's true probabilities"):
+        mj.generate(target, drafter(4, small), PROMPTS, verify=verify.rejection(), temperature=1.0,
+                    draft_device=jax.devices()[1])  # fmt: skip
+    with pytest.raises(MarsError, match="only model:PATH can"):
+        mj.generate(target, "ngram", PROMPTS, draft_device=jax.devices()[1])
+    with pytest.raises(MarsError, match="target works on device 0"):
+        elsewhere.open_device([0])
+    with pytest.raises(MarsError, match=r"no device 99 .* devices 0 to 7; XLA_FLAGS"):
+        elsewhere.open_device([99])
+    with pytest.raises(MarsError, match="named twice"):
+        elsewhere.open_device([1, 1])

@@ -1,0 +1,136 @@
+"""Phrases and equivalents: every edge decided path by path in Python, along chains and in trees."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mars_jax import contrib, drafters, fake, hub, verify
+from mars_jax.contrib.rules.equivalent import _key
+from mars_jax.core.errors import MarsError
+from mars_jax.core.evidence import evidence
+from mars_jax.core.rule_values import for_rows
+from mars_jax.core.tree import chain, static_topology
+from mars_jax.core.types import DraftTree
+
+BATCH, VOCAB = 3, 7
+
+
+def drafted(is_chain, rng):
+    if is_chain:
+        return chain(jnp.asarray(rng.integers(0, VOCAB, (BATCH, 6)), jnp.int32))
+    parents, depths = static_topology((2, 2, 1))
+    tokens = rng.integers(0, VOCAB, (BATCH, len(parents)))
+    tokens[1, 4] = -1
+    return DraftTree(
+        tokens=jnp.asarray(tokens, jnp.int32),
+        parents=jnp.asarray([parents] * BATCH),
+        depths=jnp.asarray([depths] * BATCH),
+        max_depth=3,
+        is_chain=False,
+    )
+
+
+@pytest.mark.parametrize("is_chain", [True, False])
+@pytest.mark.parametrize("window", [0, 1, 2])
+def test_a_phrase_is_what_its_tokens_cost_together(is_chain, window):
+    rng = np.random.default_rng(window)
+    tree = drafted(is_chain, rng)
+    logits = rng.normal(size=(*tree.tokens.shape, VOCAB)).astype(np.float32)
+    rule = for_rows(contrib.phrase(bound=[0.8, 2.0, 4.0], window=window), BATCH)
+    found = np.asarray(rule.relaxable(evidence(tree, jnp.asarray(logits))))
+    tokens, parents = np.asarray(tree.tokens), np.asarray(tree.parents)
+
+    def cost(b, i):
+        z = logits[b, parents[b, i]]
+        return np.inf if tokens[b, i] < 0 or i == 0 else z.max() - z[tokens[b, i]]
+
+    def least(b, i, left):
+        if left == 0:
+            return cost(b, i)
+        below = [least(b, j, left - 1) for j in range(1, tokens.shape[1]) if parents[b, j] == i]
+        return cost(b, i) + min(below, default=np.inf)
+
+    want = [[least(b, i, window) < (0.8, 2.0, 4.0)[b] for i in range(tokens.shape[1])] for b in range(BATCH)]
+    np.testing.assert_array_equal(found, want)
+    assert 0 < found.sum() < found.size
+
+
+def test_a_phrase_asks_for_drafts_that_hold_it():
+    model = fake.hash_model(vocab_size=VOCAB)
+    contrib.phrase(window=[9, 3]).check_drafter(drafters.language_model(model, 4))
+    with pytest.raises(MarsError, match="window is 6, and this draft is 6 tokens deep"):
+        contrib.phrase(window=6).check_drafter(drafters.language_model(model, 6))
+
+
+@pytest.mark.parametrize("is_chain", [True, False])
+def test_equivalents_stand_for_the_targets_token(is_chain):
+    rng = np.random.default_rng(3)
+    tree = drafted(is_chain, rng)
+    logits = rng.normal(size=(*tree.tokens.shape, VOCAB)).astype(np.float32)
+    groups = np.asarray([0, 1, 1, 1, 2, 2, 0], np.int32)
+    given = evidence(tree, jnp.asarray(logits), params=jnp.asarray(groups))
+    found = np.asarray(for_rows(contrib.equivalent(gap=[np.inf, 1.0, 0.0]), BATCH).relaxable(given))
+    tokens, parents = np.asarray(tree.tokens), np.asarray(tree.parents)
+    for b, i in itertools.product(range(BATCH), range(tokens.shape[1])):
+        z, x = logits[b, parents[b, i]], tokens[b, i]
+        same = (
+            i > 0
+            and x >= 0
+            and groups[x] == groups[z.argmax()] > 0
+            and z.max() - z[x] < (np.inf, 1.0, 0.0)[b]
+        )
+        assert found[b, i] == same
+    assert found[:2].any() and not found[2].any()
+
+
+def test_case_is_that_of_letters_and_changes_no_word():
+    """The capital sharp s is a sharp s, and neither is two letters."""
+    assert _key("STRA\u1e9eE", ("case",)) == _key("straße", ("case",)) != _key("strasse", ("case",))
+    assert _key("Two", ("numbers",)) == "Two" and _key(" Two", ("case", "numbers")) == " 2"
+
+
+def test_groups_are_of_texts_that_are_alike(tmp_path):
+    target = hub.outline("tiny/target")
+    encode = target.tokenizer.encode
+    words = {
+        text: encode(text, add_special_tokens=False)
+        for text in (" the", " The", "a", " a", " two", " big", " little")
+    }
+    assert all(len(ids) == 1 for ids in words.values()), words
+    words = {text: ids[0] for text, ids in words.items()}
+    both = np.asarray(contrib.token_groups(target, ["case", "space"]))
+    assert both[words[" the"]] == both[words[" The"]] > 0 and both[words["a"]] == both[words[" a"]] > 0
+    assert both[words[" the"]] != both[words["a"]] != both[words[" big"]]
+    cased = np.asarray(contrib.token_groups(target, ["case"]))
+    assert cased[words[" the"]] == cased[words[" The"]] > 0 and cased[words["a"]] != cased[words[" a"]]
+    file = tmp_path / "same.json"
+    file.write_text(json.dumps({"groups": [[" big", " little"]]}))
+    loaded = verify.load(f"equivalent:{file}", target, gap=1.0)
+    made = np.asarray(loaded.params)
+    assert made[words[" big"]] == made[words[" little"]] > 0 and (made > 0).sum() == 2
+    for spec, sentence in (
+        (f"equivalent:{tmp_path}/none.json", "cannot be read"),
+        ("equivalent", "needs weights: name them, as equivalent:PATH"),
+    ):
+        with pytest.raises(MarsError, match=sentence):
+            verify.load(spec, target)
+    with pytest.raises(MarsError, match="which is no single token"):
+        contrib.token_groups(target, groups=[["extraordinarily", " big"]])
+
+
+def test_a_strict_span_takes_no_other_guard_away():
+    """With spans as without: no padding, no stop token and nothing of the exact prefix is relaxed."""
+    tree = drafted(False, np.random.default_rng(0))
+    rule = for_rows(contrib.equivalent(gap=np.inf, exact_prefix=2), BATCH)
+    logits = jnp.asarray(np.random.default_rng(1).normal(size=(*tree.tokens.shape, VOCAB)), jnp.float32)
+    given = {"stop_tokens": (1, 4), "params": jnp.ones((VOCAB,), jnp.int32)}
+    free = rule.guarded(evidence(tree, logits, **given))
+    nowhere, everywhere = jnp.zeros(tree.tokens.shape, bool), jnp.ones(tree.tokens.shape, bool)
+    assert 0 < free.sum() < free.size
+    np.testing.assert_array_equal(rule.guarded(evidence(tree, logits, strict_nodes=nowhere, **given)), free)
+    assert not rule.guarded(evidence(tree, logits, strict_nodes=everywhere, **given)).any()

@@ -1,0 +1,157 @@
+"""SPRINTER's drafter against the paper's loop in Python, token by token; and what is never trusted."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mars_jax import contrib, drafters, verify
+from mars_jax.core import fake
+from mars_jax.core.errors import MarsError
+from mars_jax.core.types import Params, Visible
+from tests.helpers import committed, decode_all, logits_after, ragged
+
+VOCAB, BUFFER, MOST = 13, 48, 6
+LENGTHS = [1, 6, 12, 17]
+TARGET = fake.hash_model(vocab_size=VOCAB, agree=0.8)
+SMALL = fake.hash_model(vocab_size=VOCAB, seed=5, agree=0.9)
+DRAFTER, SAMPLED = contrib.sprinter(SMALL, MOST), contrib.sprinter(SMALL, MOST, sample=True)
+# The fake model's hidden state is a hash, uniform in [0, 2 ** 32): this is sure of three quarters of the tokens.
+SURE_BELOW = 0.75 * 2**32
+WEIGHT, BIAS = np.float32(-1e-7), np.float32(1e-7 * SURE_BELOW)
+
+
+def weights(threshold):
+    return Params(
+        (), contrib.SprinterParams((), jnp.full((1,), WEIGHT), jnp.asarray(BIAS), np.float32(threshold))
+    )
+
+
+def decoded(rule, threshold=0.5, rows=slice(None), drafter=DRAFTER, params=None, **chosen):
+    tokens, lengths = ragged(LENGTHS, BUFFER, VOCAB)
+    index = np.arange(len(LENGTHS))[rows]
+    chosen = {name: [values[i] for i in index] for name, values in chosen.items()}
+    state, stats = decode_all(
+        TARGET,
+        drafter,
+        rule,
+        tokens[index],
+        lengths[index],
+        seeds=index.tolist(),
+        params=weights(threshold) if params is None else params,
+        **chosen,
+    )
+    return committed(state), stats
+
+
+@functools.cache
+def best(model, text):
+    return int(np.argmax(logits_after(model, list(text), width=64)))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _hidden(width, tokens, length):
+    out = SMALL.forward(
+        (), tokens, Visible.causal(jnp.zeros((1,), jnp.int32), width), SMALL.init_cache(1, width)
+    )
+    return out.hidden[0, length - 1, 0]
+
+
+@functools.cache
+def sure(text):
+    """Of the last token."""
+    padded = np.zeros((1, 64), np.int32)
+    padded[0, : len(text)] = text
+    hidden = int(_hidden(64, jnp.asarray(padded), jnp.int32(len(text))))
+    assert abs(hidden / SURE_BELOW - 1) > 1e-5
+    return hidden < SURE_BELOW
+
+
+def one_text(prompt, stops=()):
+    """Every token, and how many were trusted."""
+    text, count = tuple(prompt), 0
+    while len(text) < BUFFER and (text == tuple(prompt) or text[-1] not in stops):
+        x = (best(SMALL, text),)
+        while len(x) < MOST and sure(text + x) and x[-1] not in stops:
+            x += (best(SMALL, text + x),)
+        text, count = text + x[:-1], count + len(x) - 1
+        own = best(TARGET, text)
+        text += (own,)
+        if own == x[-1] and own not in stops:
+            text += (best(TARGET, text),)
+    return list(text), count
+
+
+@pytest.mark.parametrize("stops", [[], [4]])
+def test_the_text_and_what_is_trusted_are_those_of_the_paper_s_loop(stops):
+    found, stats = decoded(verify.exact(), stop_tokens=[stops or [-1]] * 4)
+    tokens, lengths = ragged(LENGTHS, BUFFER, VOCAB)
+    trusted = np.asarray(stats.accepted_trusted)
+    for row, n in enumerate(lengths.tolist()):
+        text, count = one_text(np.asarray(tokens)[row, :n].tolist(), tuple(stops))
+        assert found[row] == text[: len(found[row])] and len(found[row]) == min(BUFFER, len(text))
+        assert count - MOST <= trusted[row] <= count  # the last draft may reach past the buffer
+    if not stops:
+        assert trusted.sum() > 40 and np.asarray(stats.regret).sum() > 0
+
+
+@pytest.mark.slow
+def test_a_closed_classifier_drafts_one_token_and_trusts_none():
+    """Bit for bit what a draft of one token gives, drawn or not; and a row alone is the row in its batch."""
+    mixed = {"temperature": [0.0, 0.9, 0.0, 0.7]}
+    for rule, drafter, sample in ((verify.exact(), DRAFTER, False), (verify.rejection(), SAMPLED, True)):
+        single = drafters.language_model(SMALL, 1, sample=sample)
+        base, _ = decoded(rule, drafter=single, params=Params(()), **mixed)
+        closed, stats = decoded(rule, 2.0, drafter=drafter, **mixed)
+        assert closed == base and int(jnp.sum(stats.accepted_trusted)) == 0
+        opened, stats = decoded(rule, drafter=drafter, **mixed)
+        trusted = np.asarray(stats.accepted_trusted)
+        assert trusted[0] > 0 and (trusted[1] > 0) == sample
+        for row in (0, 3):
+            assert decoded(rule, rows=slice(row, row + 1), drafter=drafter, **mixed)[0] == [opened[row]]
+
+
+def test_strict_rows_and_the_exact_prefix_trust_nothing():
+    plain, _ = decoded(verify.exact(), drafter=drafters.none(), params=Params(()))
+    strict, stats = decoded(verify.exact(), strict=[True, False, True, False])
+    assert strict[0] == plain[0] and strict[2] == plain[2]
+    assert (
+        np.asarray(stats.accepted_trusted)[[0, 2]].sum()
+        == 0
+        < np.asarray(stats.accepted_trusted)[[1, 3]].sum()
+    )
+    found, stats = decoded(verify.mars(theta=np.inf, exact_prefix=8))
+    assert all(found[row][: n + 8] == plain[row][: n + 8] for row, n in enumerate(LENGTHS))
+    assert int(jnp.sum(stats.accepted_trusted)) > 0
+
+
+@pytest.mark.slow
+def test_trusted_tokens_of_a_drawn_draft_have_the_small_model_s_law():
+    """An open classifier trusts all but the last token: the first one of many draws is q's, by chi-square."""
+    from scipy.stats import chisquare
+
+    rows, prompt = 4000, [3, 1, 4]
+    always = Params((), contrib.SprinterParams((), jnp.zeros((1,)), jnp.asarray(5.0, jnp.float32)))
+    tokens = np.zeros((rows, len(prompt) + 2), np.int32)
+    tokens[:, : len(prompt)] = prompt
+    state, _ = decode_all(
+        TARGET,
+        contrib.sprinter(SMALL, 3, sample=True),
+        verify.rejection(),
+        jnp.asarray(tokens),
+        jnp.full((rows,), len(prompt), jnp.int32),
+        seeds=list(range(rows)),
+        params=always,
+        temperature=[1.0] * rows,
+    )
+    z = logits_after(SMALL, prompt, width=64).astype(np.float64)
+    q = np.exp(z - z.max()) / np.exp(z - z.max()).sum()
+    counts = np.bincount(np.asarray(state.tokens)[:, len(prompt)], minlength=VOCAB)
+    assert chisquare(counts, q * rows).pvalue > 1e-4
+
+
+def test_a_draft_of_nothing_is_refused():
+    with pytest.raises(MarsError, match="num_draft_tokens is 0"):
+        contrib.sprinter(SMALL, 0)

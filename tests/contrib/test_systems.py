@@ -1,0 +1,61 @@
+"""SPRINTER, TriSpec and VIA-SD by name, for the embedded family: what they give, and what is refused."""
+
+import json
+
+import numpy as np
+import pytest
+
+import mars_jax as mj
+from mars_jax import assets, specs
+from mars_jax.cli.generate.command import main
+from mars_jax.contrib.drafters.system_files import System, save_system
+from mars_jax.core.errors import MarsError
+
+PROMPTS = ["Once upon a time", "User: What is 3 plus 4?\nAssistant:"]
+NAMES = {"sprinter": assets.SPRINTER, "trispec": assets.TRISPEC, "via_sd": assets.VIA_SD}
+
+
+@pytest.fixture(scope="module")
+def target():
+    return mj.load(assets.TARGET)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", NAMES)
+def test_it_trusts_by_name_and_closed_it_is_autoregression(target, kind):
+    loaded = mj.drafters.load(f"{kind}:{NAMES[kind]}", target)
+    opened = mj.generate(target, loaded, PROMPTS, max_new_tokens=24, log_probs=True)
+    assert opened.metrics.accepted_trusted > 10 and specs.DRAFTERS[kind].trusts
+    assert loaded.drafter.max_depth == specs.DRAFTERS[kind].length
+    where = "threshold" if kind == "sprinter" else "gate"
+    numbers = {"via_sd": (np.float32(2), np.float32(2))}.get(kind, np.float32(2))
+    closed = loaded._replace(params=loaded.params._replace(**{where: numbers}))
+    found = mj.generate(target, closed, PROMPTS, max_new_tokens=24)
+    plain = mj.generate(target, "none", PROMPTS, max_new_tokens=24)
+    assert found.tokens == plain.tokens and found.metrics.accepted_trusted == 0
+
+
+@pytest.mark.slow
+def test_the_command_takes_it_and_says_what_was_trusted(capsys):
+    assert (
+        main(["Once upon a time", "--draft", "via_sd:tiny/via_sd", "--max-new-tokens", "16", "--json"]) == 0
+    )
+    row = json.loads(capsys.readouterr().out)
+    assert row["draft"] == "via_sd:tiny/via_sd" if "draft" in row else row["tokens"]
+
+
+def test_a_system_of_another_target_or_model_is_refused(target, tmp_path):
+    short = save_system(tmp_path / "short", System(name="via_sd", draft="ngram", layers=((True, False),) * 2))
+    with pytest.raises(MarsError, match="does not fit 'tiny/target': the mask has 2 layers and the model 6"):
+        mj.drafters.load(f"via_sd:{short}", target)
+    deaf = save_system(tmp_path / "deaf", System(name="via_sd", draft="ngram", layers=((False, True),) * 6))
+    with pytest.raises(MarsError, match="does not fit 'tiny/target': the mask leaves no attention"):
+        mj.drafters.load(f"via_sd:{deaf}", target)
+    arrays = {"weight": np.ones(7, np.float32), "bias": np.zeros(1, np.float32)}
+    other = save_system(tmp_path / "other", System(name="sprinter", draft=assets.DRAFT), arrays)
+    with pytest.raises(MarsError, match="is for a model of hidden size 7 and 'tiny/draft' has 128"):
+        mj.drafters.load(f"sprinter:{other}", target)
+    with pytest.raises(MarsError, match="tree does not apply to the drafter 'trispec'"):
+        mj.drafters.load("trispec:tiny/trispec", target, tree=(2, 2))
+    with pytest.raises(MarsError, match="num_draft_tokens is 3: a round"):
+        mj.drafters.load("trispec:tiny/trispec", target, num_draft_tokens=3)

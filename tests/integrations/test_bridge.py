@@ -1,0 +1,124 @@
+"""Modules of Flax as language models: what breaks the contract is named, and our params go to nnx and back."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+
+from mars_jax import drafters, verify
+from mars_jax.core import fake
+from mars_jax.core.errors import MarsError
+from mars_jax.core.types import ForwardOutput, Params, Visible
+from mars_jax.integrations import bridge
+from mars_jax.models import ModelConfig, init_params, language_model
+from tests.helpers import committed, decode_all, ragged
+
+VOCAB = 13
+HASH = fake.hash_model(vocab_size=VOCAB, agree=0.8)
+
+
+class Hash(nnx.Module):
+    """The hash model behind a module, whose one weight is a shift of its hidden states."""
+
+    def __init__(self):
+        self.shift = nnx.Param(jnp.zeros((), jnp.uint32))
+
+    def __call__(self, tokens, positions, mask, cache, slot):
+
+        visible = Visible(first=slot * 0, positions=positions, slot=slot, seen=mask)
+        out = HASH.forward((), tokens, visible, cache)
+        return HASH.unembed((), out.hidden + self.shift[...]), out.cache
+
+
+@pytest.mark.slow
+def test_a_module_decodes_as_the_functions_that_it_calls():
+    model, params = bridge.from_nnx(Hash(), vocab_size=VOCAB, init_cache=HASH.init_cache)
+    bridge.check(model, params)
+    prompts, lengths = ragged([1, 6, 12], 40, VOCAB)
+    drafter = drafters.language_model(fake.hash_model(vocab_size=VOCAB, seed=5, agree=0.8), tree=(2, 2))
+    rule = verify.mars(theta=0.5)
+    ours, _ = decode_all(
+        model, drafter, rule, prompts, lengths, params=Params(params), temperature=[0.0, 0.9, 1.2]
+    )
+    plain, _ = decode_all(HASH, drafter, rule, prompts, lengths, temperature=[0.0, 0.9, 1.2])
+    assert committed(ours) == committed(plain)
+    # Other weights, the same functions: nothing compiles anew.
+    assert bridge.from_nnx(Hash(), vocab_size=VOCAB, init_cache=HASH.init_cache)[0] is model
+
+
+def broken(forward=None, unembed=None, **others):
+    return HASH._replace(forward=forward or HASH.forward, unembed=unembed or HASH.unembed, **others)
+
+
+def _reads_before_it_writes(params, tokens, visible, cache):
+    stale = HASH.forward(params, tokens * 0, visible, cache)
+    return ForwardOutput(stale.hidden, (), HASH.forward(params, tokens, visible, cache).cache)
+
+
+def _positions_of_slots(params, tokens, visible, cache):
+    positions = visible.slot[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    return HASH.forward(params, tokens, visible.replace(positions=positions), cache)
+
+
+def _mixes_rows(params, tokens, visible, cache):
+    out = HASH.forward(params, tokens, visible, cache)
+    return out._replace(hidden=out.hidden + out.hidden[:1])
+
+
+@pytest.mark.parametrize(
+    ("model", "sentence"),
+    [
+        (broken(_reads_before_it_writes), "two pieces"),
+        (broken(_positions_of_slots), "positions are taken from slots"),
+        (broken(_mixes_rows), "a row depends on the others"),
+        (broken(commit=lambda cache, start, path: cache), "`commit` does not move"),
+        (broken(put=lambda cache, rows, new: cache), "`put` does not replace"),
+    ],
+    ids=["reads first", "slots as positions", "mixed rows", "commit", "put"],
+)
+def test_what_breaks_the_contract_is_named(model, sentence):
+    with pytest.raises(MarsError, match=sentence):
+        bridge.check(model, ())
+
+
+def test_shapes_of_foreign_code_are_checked():
+    class Short(nnx.Module):
+        def __call__(self, tokens, positions, mask, cache, slot):
+            return jnp.zeros((*tokens.shape, 3)), cache
+
+    class Grows(nnx.Module):
+        def __call__(self, tokens, positions, mask, cache, slot):
+            return jnp.zeros((*tokens.shape, VOCAB)), jax.tree.map(lambda x: x.astype(jnp.float32), cache)
+
+    for module, sentence in ((Short(), "logits of shape"), (Grows(), "cache of another structure")):
+        model, params = bridge.from_nnx(module, vocab_size=VOCAB, init_cache=HASH.init_cache)
+        with pytest.raises(MarsError, match=sentence):
+            bridge.check(model, params)
+    with pytest.raises(MarsError, match=r"takes a flax\.nnx"):
+        bridge.from_nnx(linen.Dense(2), vocab_size=VOCAB, init_cache=HASH.init_cache)
+    with pytest.raises(MarsError, match=r"takes a flax\.linen"):
+        bridge.from_linen(Hash(), vocab_size=VOCAB, init_cache=HASH.init_cache)
+
+
+def test_our_params_go_to_nnx_and_back():
+    config = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=2)
+    params, model = init_params(config, jax.random.key(0), scale=0.3), language_model(config)
+    module = bridge.to_nnx(model, params)
+    state = nnx.state(module, nnx.Param)
+    doubled = jax.jit(lambda s: bridge.params_of(module, jax.tree.map(lambda x: 2 * x, s)))(state)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(2 * a, b), params, doubled)
+    # Its gradient is the one of the functions.
+    ids = jnp.asarray([[3, 5, 8]], jnp.int32)
+    gradient = nnx.grad(lambda m: jnp.sum(jnp.sin(m(ids))))(module)
+
+    def plain(params):
+        out = model.forward(
+            params, ids, Visible.causal(jnp.zeros((1,), jnp.int32), 3), model.init_cache(1, 3)
+        )
+        return jnp.sum(jnp.sin(model.unembed(params, out.hidden)))
+
+    found = bridge.params_of(module, gradient)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, jax.grad(plain)(params)
+    )

@@ -1,0 +1,301 @@
+"""The adapter to lm-evaluation-harness on a local task, against PyTorch transformers with the same checkpoint."""
+
+import json
+import re
+import shutil
+
+import pytest
+
+pytest.importorskip("lm_eval")
+pytest.importorskip("torch")
+
+import torch
+from lm_eval import simple_evaluate
+from lm_eval.api.instance import Instance
+from lm_eval.tasks import TaskManager
+
+from mars_jax.core.errors import MarsError
+from mars_jax.integrations.harness import MarsJax
+from tests.cli.conftest import CONTEXT, write_checkpoint
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # the harness and what it imports warn of themselves
+
+TASKS = {
+    "said": """
+task: said
+dataset_path: json
+dataset_kwargs: {data_files: {test: FILE}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{prompt}}"
+doc_to_target: "{{answer}}"
+generation_kwargs: {until: ["STOP"], max_gen_toks: 12, do_sample: false}
+metric_list: [{metric: exact_match}]
+""",
+    "chosen": """
+task: chosen
+dataset_path: json
+dataset_kwargs: {data_files: {test: FILE}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{prompt}}"
+doc_to_choice: [" sea", " sun and the story"]
+doc_to_target: "{{label}}"
+metric_list: [{metric: acc}]
+""",
+    "rolled": """
+task: rolled
+dataset_path: json
+dataset_kwargs: {data_files: {test: FILE}}
+test_split: test
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{text}}"
+metric_list: [{metric: bits_per_byte}]
+""",
+}
+PROMPTS = ["the sea", "a story of", "sun"]
+LONG = "the sea and the sun of a story " * 12  # longer than the context
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("lm_eval") / "target", seed=0)
+
+
+@pytest.fixture(scope="module")
+def theirs(checkpoint):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype="float32").eval()
+
+
+@pytest.fixture(scope="module")
+def ours(checkpoint):
+    return MarsJax(target=str(checkpoint), draft="ngram", verify="exact", batch_size=2, max_gen_toks=12)
+
+
+def greedy(ours, theirs, prompt):
+    ids = torch.tensor([ours.tok_encode(prompt)])
+    with torch.inference_mode():
+        out = theirs.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=0)
+    return ours.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+def log_likelihood(theirs, ids, first):
+    """Of the tokens from `first` on, and whether each is the best one."""
+    with torch.inference_mode():
+        log_p = torch.log_softmax(theirs(torch.tensor([ids])).logits[0].double(), -1)
+    at = range(first, len(ids))
+    return sum(log_p[i - 1, ids[i]].item() for i in at), all(log_p[i - 1].argmax() == ids[i] for i in at)
+
+
+def instances(kind, *arguments):
+    return [Instance(request_type=kind, doc={}, arguments=a, idx=0) for a in arguments]
+
+
+def test_tasks_of_the_harness_have_the_scores_of_transformers(checkpoint, ours, theirs, tmp_path):
+    file = tmp_path / "docs.jsonl"
+    answers = [greedy(ours, theirs, p) for p in PROMPTS]
+    answers[1] = "something else"
+    likelier = []
+    for p in PROMPTS:
+        context = ours.tok_encode(p)
+        sums = [
+            log_likelihood(theirs, ours.tok_encode(p + c), len(context))[0]
+            for c in (" sea", " sun and the story")
+        ]
+        likelier.append(sums.index(max(sums)))
+    labels = [likelier[0], 1 - likelier[1], likelier[2]]
+    rows = zip(PROMPTS, answers, labels, strict=True)
+    file.write_text(
+        "".join(json.dumps({"prompt": p, "answer": a, "label": i, "text": p * 3}) + "\n" for p, a, i in rows)
+    )
+    for name, task in TASKS.items():
+        (tmp_path / f"{name}.yaml").write_text(task.replace("FILE", str(file)))
+    found = simple_evaluate(
+        model="mars_jax",
+        model_args={"target": str(checkpoint), "draft": "ngram", "verify": "exact"},
+        batch_size=2,
+        tasks=list(TASKS),
+        task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
+        bootstrap_iters=0,
+    )["results"]
+    assert found["said"]["exact_match,none"] == pytest.approx(2 / 3)
+    assert found["chosen"]["acc,none"] == pytest.approx(2 / 3)
+    bits = sum(
+        log_likelihood(theirs, [0, *ours.tok_encode(p * 3, add_special_tokens=False)], 1)[0] for p in PROMPTS
+    ) / -sum(len((p * 3).encode()) for p in PROMPTS)
+    assert found["rolled"]["bits_per_byte,none"] == pytest.approx(bits / 0.6931471805599453, rel=1e-4)
+
+
+def test_likelihoods_are_those_of_transformers_and_say_what_is_greedy(ours, theirs):
+    context = "the sea"
+    said = greedy(ours, theirs, context)[:3]
+    pairs = [(context, " and the sun"), ("", "a story"), (LONG, " sun"), (context, said)]
+    found = ours.loglikelihood(instances("loglikelihood", *pairs), disable_tqdm=True)
+    for (before, rest), (log_p, is_greedy) in zip(pairs, found, strict=True):
+        if before:
+            first, ids = ours._encode_pair(before, rest)
+        else:
+            first, ids = [ours.prefix_token_id], ours.tok_encode(rest)
+        whole = [*first, *ids][-CONTEXT:]
+        expected, best = log_likelihood(theirs, whole, len(whole) - len(ids))
+        assert log_p == pytest.approx(expected, abs=1e-3) and is_greedy == best
+
+
+def test_texts_longer_than_the_context_are_scored_token_by_token_once(ours, theirs):
+    [found] = ours.loglikelihood_rolling(instances("loglikelihood_rolling", (LONG,)))
+    ids = ours.tok_encode(LONG, add_special_tokens=False)
+    assert len(ids) > CONTEXT
+    window, total, at = CONTEXT - 1, 0.0, 0
+    while at < len(ids):
+        count = min(window, len(ids) - at)
+        before = [ours.prefix_token_id] if at == 0 else ids[at + count - 1 - window : at]
+        total += log_likelihood(theirs, [*before, *ids[at : at + count]], len(before))[0]
+        at += count
+    assert found == pytest.approx(total, rel=1e-4)
+
+
+def test_texts_end_at_the_first_stop_string_and_keep_their_order(ours, theirs):
+    whole = [greedy(ours, theirs, p) for p in PROMPTS]
+    stop = whole[0][4:6]
+    asked = [(p, {"until": [stop], "max_gen_toks": 12}) for p in PROMPTS]
+    found = ours.generate_until(instances("generate_until", *asked))
+    assert found == [text.partition(stop)[0] for text in whole] and found[0] != whole[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"verify": "fast"}, "there is no rule 'fast': choose one of exact, "),
+        (
+            {"verify": "simulated", "tau": 2, "draft": "ngram"},
+            "verify is simulated, whose text means nothing",
+        ),
+        ({"batch_size": "auto"}, "batch_size is auto"),
+        ({"batch_size": "²"}, "batch_size is ²"),
+        ({"batch_size": "9" * 5000}, "expected a whole number of at least 1"),
+        ({"draft": "ngram", "theta": "nowhere.json"}, "theta is nowhere.json"),
+        ({"draft": "ngram", "theta": 1.5}, "theta is 1.5: expected a number above 0 and at most 1"),
+        ({"draft": "ngram", "margin": "wide"}, "margin is wide: expected one of ratio, gap, prob_ratio"),
+        (
+            {"draft": "ngram", "speed": 3},
+            "speed does not apply to the rule mars, which has base, margin, theta",
+        ),
+        ({"theta": 0.9}, "theta does not apply to the rule exact, which has no settings"),
+        ({"draft": "eagle"}, "draft is eagle: expected none, ngram, model:PATH"),
+    ],
+)
+def test_arguments_out_of_range_are_named(checkpoint, arguments, message):
+    with pytest.raises(MarsError, match=message):
+        MarsJax(target=str(checkpoint), **arguments)
+
+
+def test_any_rule_is_an_argument(checkpoint, tmp_path):
+    own = tmp_path / "gates.py"
+    own.write_text(
+        "from mars_jax import verify\n\ndef gate(level: float = 1.0):\n    return verify.mars(theta=level)\n"
+    )
+    draft = {"target": str(checkpoint), "draft": f"model:{checkpoint}", "num_draft_tokens": 2}
+    strict = MarsJax(**draft, verify="exact")
+    asked = [(p, {"until": [], "max_gen_toks": 12}) for p in PROMPTS]
+    want = strict.generate_until(instances("generate_until", *asked))
+    # At inf, given as the harness parses its arguments, the user's rule is strict.
+    ours = MarsJax(**draft, verify=f"{own}:gate", level=float("inf"))
+    assert ours.generate_until(instances("generate_until", *asked)) == want
+    blocks = MarsJax(**draft, verify="mars", base="rejection", block=True, margin="gap", theta="1.5")
+    pair = blocks._session
+    assert pair.rule_name == "mars(gap) over block" and pair.drafter.drafter.name.endswith("sampled)")
+
+
+def test_gen_kwargs_that_mean_nothing_here_are_refused(ours):
+    with pytest.raises(MarsError, match="the task asks for num_beams"):
+        ours.generate_until(instances("generate_until", ("the sea", {"num_beams": 4})))
+
+
+def test_a_model_and_a_task_say_what_answers_are_to_be(checkpoint):
+    held = MarsJax(target=str(checkpoint), draft="ngram", verify="exact", regex="(sun|sea){2}!")
+    asked = [
+        ("the sea", {"until": [], "max_gen_toks": 12}),
+        ("sun", {"until": [], "choice": ["a story", "yes"]}),
+    ]
+    first, second = held.generate_until(instances("generate_until", *asked))
+    assert re.fullmatch("(sun|sea){2}!", first) and second in ("a story", "yes")
+    chosen = MarsJax(target=str(checkpoint), draft="ngram", verify="exact", choice="up|down")
+    assert chosen.generate_until(instances("generate_until", asked[0]))[0] in ("up", "down")
+
+
+# Chat templates.
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system turn') }}{% endif %}"
+    "[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def chatty(checkpoint, tmp_path_factory):
+    """The checkpoint with two chat templates, and a tokenizer that begins every text with a token."""
+    path = shutil.copytree(checkpoint, tmp_path_factory.mktemp("lm_eval") / "chatty")
+    config = json.loads((path / "tokenizer_config.json").read_text())
+    named = {"default": TEMPLATE, "short": "<eos>{{ messages[-1].content }}"}
+    config |= {
+        "bos_token": "<eos>",
+        "chat_template": [{"name": name, "template": text} for name, text in named.items()],
+    }
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    from tokenizers import Tokenizer
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+    tokenizer.post_processor = TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", 0)])
+    tokenizer.save(str(path / "tokenizer.json"))
+    return path
+
+
+def test_a_task_goes_through_the_chat_template(chatty, theirs, tmp_path):
+    """The score is that of the templated text decoded by transformers, and the record names the template."""
+    file = tmp_path / "docs.jsonl"
+    model = MarsJax(target=str(chatty), draft="ngram", verify="exact")
+    assert model.chat_template(True) == TEMPLATE
+    texts = [model.apply_chat_template([{"role": "user", "content": p}]) for p in PROMPTS]
+    assert texts[0] == "[user]the sea[assistant]"
+    answers = [greedy(model, theirs, text) for text in texts]
+    assert answers != [greedy(model, theirs, p) for p in PROMPTS]
+    rows = zip(PROMPTS, answers, strict=True)
+    file.write_text("".join(json.dumps({"prompt": p, "answer": a}) + "\n" for p, a in rows))
+    (tmp_path / "said.yaml").write_text(TASKS["said"].replace("FILE", str(file)))
+    found = simple_evaluate(
+        model="mars_jax",
+        model_args={"target": str(chatty), "draft": "ngram", "verify": "exact"},
+        tasks=["said"],
+        task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
+        bootstrap_iters=0,
+        apply_chat_template=True,
+    )
+    assert found["results"]["said"]["exact_match,none"] == 1.0
+    assert found["config"]["model"] == "mars_jax"
+
+
+def test_a_template_by_its_name_and_a_turn_that_is_continued(chatty):
+    model = MarsJax(target=str(chatty), draft="none", verify="exact")
+    turns = [{"role": "user", "content": "the sea"}, {"role": "assistant", "content": "and the"}]
+    assert model.apply_chat_template(turns, add_generation_prompt=False) == "[user]the sea[assistant]and the"
+    assert model.chat_template(False) is None
+    assert model.chat_template("short") == "<eos>{{ messages[-1].content }}"
+    text = model.apply_chat_template(turns[:1])
+    assert text == "<eos>the sea"
+    # The token that begins texts is there once, whoever wrote it.
+    assert model.tok_encode(text) == model.tok_encode("the sea") and model.tok_encode(text)[0] == 0
+    assert model.tok_encode(text)[1] != 0
+
+
+def test_templates_that_cannot_be_applied_are_sentences(ours, chatty):
+    with pytest.raises(MarsError, match=r"no chat template 'default' \(it has none at all\)"):
+        ours.apply_chat_template([{"role": "user", "content": "the sea"}])
+    model = MarsJax(target=str(chatty), draft="none", verify="exact")
+    with pytest.raises(MarsError, match=r"no chat template 'long' \(it has default, short\)"):
+        model.chat_template("long")
+    with pytest.raises(MarsError, match=r"cannot be applied \(no system turn\)"):
+        model.apply_chat_template([{"role": "system", "content": "x"}, {"role": "user", "content": "y"}])

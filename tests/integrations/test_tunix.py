@@ -1,0 +1,140 @@
+"""`MarsRollout`: against a stand-in of Tunix everywhere, and against the real package where it is installed."""
+
+import dataclasses
+import functools
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from mars_jax import drafters, verify
+from mars_jax.core import decode
+from mars_jax.core.errors import MarsError
+from mars_jax.integrations import tunix
+from tests.integrations.tunix_like import stand_in
+
+WIDTH = 32
+PROMPTS = ["abcabc", "xyz", "the cat sat", "the cat sat"]
+
+
+@pytest.fixture(params=["stand-in", pytest.param("stand-in llama", marks=pytest.mark.slow)])
+def made(request, monkeypatch):
+    """(base module, actor)."""
+    # A user's own modules promote as JAX does by default.
+    monkeypatch.setattr(tunix, "_rollout_class", functools.cache(tunix._rollout_class.__wrapped__))
+    base = stand_in.install(monkeypatch)
+    llama = request.param.endswith("llama")
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        if llama:
+            yield base, stand_in.Llama3(stand_in.Config(use_tied_embedding=False))
+        else:
+            yield base, stand_in.Qwen3(stand_in.Config())
+
+
+def rollout_of(actor, **options):
+    return tunix.MarsRollout(rollout_actor=actor, tokenizer=stand_in.Tokenizer(), mesh=None, **options)
+
+
+@nnx.jit
+def logits_of(actor, ids, mask):
+    return actor(ids, jnp.arange(ids.shape[1])[None], None, mask)[0][0]
+
+
+def teacher_forced(actor, prompt, tokens, temperature):
+    """log softmax(z / T) of each token by the actor itself."""
+    count = len(prompt) + len(tokens)
+    # Of one width, so that all texts share what is compiled; nothing looks at the padding after it.
+    ids = jnp.asarray([[*prompt, *tokens] + [0] * (WIDTH - count)])
+    mask = jnp.asarray(np.tril(np.ones((1, WIDTH, WIDTH), bool)))
+    logits = logits_of(actor, ids, mask) / temperature
+    return np.asarray(jax.nn.log_softmax(logits))[np.arange(len(prompt) - 1, count - 1), tokens]
+
+
+def test_samples_and_log_probabilities_are_the_actors(made):
+    base, actor = made
+    rollout = rollout_of(actor)
+    assert isinstance(rollout, base.BaseRollout)
+    config = base.RolloutConfig(
+        max_tokens_to_generate=12, max_prompt_length=16, temperature=0.8, return_logprobs=True
+    )
+    out = rollout.generate(PROMPTS, config)
+    assert out.left_padded_prompt_tokens.shape == (4, 16) and len(out.text) == 4
+    for row, tokens in enumerate(out.tokens):
+        prompt = [x for x in out.left_padded_prompt_tokens[row].tolist() if x != 0]
+        assert prompt[0] == 1 and 0 not in tokens.tolist()  # one beginning, never a pad
+        assert len(tokens) == 12 or tokens[-1] == 2
+        wanted = teacher_forced(actor, prompt, tokens.tolist(), 0.8)
+        np.testing.assert_allclose(out.logprobs[row], wanted, atol=2e-4)
+        completion = np.zeros((1, 12), np.int32)
+        completion[0, : len(tokens)] = tokens
+        found = rollout.get_per_token_logps(
+            out.left_padded_prompt_tokens[row : row + 1], jnp.asarray(completion)
+        )
+        wanted = teacher_forced(actor, prompt, tokens.tolist(), 1.0)
+        np.testing.assert_allclose(found[0, : len(tokens)], wanted, atol=2e-4)
+    again = rollout.generate(PROMPTS, config)
+    assert any(a.tolist() != b.tolist() for a, b in zip(out.tokens, again.tokens, strict=True)), "other draws"
+    assert rollout_of(actor).generate(PROMPTS, config).tokens[2].tolist() == out.tokens[2].tolist(), (
+        "the same seed"
+    )
+    assert (
+        rollout.metrics.tau >= 1
+        and rollout.generate(PROMPTS, dataclasses.replace(config, return_logprobs=False)).logprobs is None
+    )
+
+
+@pytest.mark.slow
+def test_an_update_is_device_work_and_compiles_nothing(made):
+    base, actor = made
+    rollout = rollout_of(actor)
+    config = base.RolloutConfig(
+        max_tokens_to_generate=8, max_prompt_length=16, temperature=0.0, return_logprobs=True
+    )
+    first = rollout.generate(PROMPTS, config)
+    state = jax.tree.map(lambda x: x * 1.5, nnx.state(actor, nnx.Param))
+    with jax.transfer_guard("disallow_explicit"):
+        rollout.update_params(state, (nnx.Param,))
+    jax.tree.map(lambda x: x.delete(), state)  # as a trainer that donates its weights
+    # Tunix looks whether these are the actor's, and syncs weights only where they are not.
+    ours = {id(x) for x in jax.tree.leaves(nnx.state(rollout.model()))}
+    assert ours and not ours & {id(x) for x in jax.tree.leaves(nnx.state(actor))}
+    rollout.update_params(nnx.state(rollout.model()))
+    compiled = decode._start._cache_size()
+    second = rollout.generate([*PROMPTS, "a longer prompt"][1:], config)
+    assert decode._start._cache_size() == compiled
+    nnx.update(actor, jax.tree.map(lambda x: x * 1.5, nnx.state(actor, nnx.Param)))
+    prompt = [x for x in second.left_padded_prompt_tokens[0].tolist() if x != 0]
+    wanted = teacher_forced(actor, prompt, second.tokens[0].tolist(), 1.0)
+    np.testing.assert_allclose(second.logprobs[0], wanted, atol=2e-4)
+    assert first.tokens[1].tolist() != second.tokens[0].tolist()
+
+
+def test_what_it_refuses(made):
+    _, actor = made
+    with pytest.raises(MarsError, match="is lossy: its samples are not the policy's"):
+        rollout_of(actor, verify=verify.mars(theta=0.5))
+    assert rollout_of(actor, verify=verify.mars(theta=0.5), lossy=True)
+    assert rollout_of(actor, drafter=lambda target: drafters.load("ngram", target, num_draft_tokens=2))
+    with pytest.raises(MarsError, match=r"takes Tunix's Qwen3, Qwen2 and Llama3"):
+        rollout_of(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
+    with pytest.raises(MarsError, match="and no adapters"):
+        rollout_of(actor).update_params(nnx.state(actor.final_norm, nnx.Param))
+
+    class Qwen3(stand_in.Qwen3):
+        def __call__(self, *arguments):
+            logits, cache = super().__call__(*arguments)
+            return jnp.roll(logits, 1, axis=-1), cache
+
+    with pytest.raises(MarsError, match="this version of Tunix is not known"):
+        rollout_of(Qwen3(stand_in.Config()))
+
+
+def test_without_tunix_it_says_what_to_install(monkeypatch):
+    if importlib.util.find_spec("tunix"):
+        pytest.skip("Tunix is here.")
+    monkeypatch.setattr(tunix, "_rollout_class", functools.cache(tunix._rollout_class.__wrapped__))
+    with pytest.raises(MarsError, match="pip install google-tunix"):
+        _ = tunix.MarsRollout

@@ -1,0 +1,186 @@
+"""What `integrations.tunix` asks of google-tunix 0.1.7, for machines without it: its names, shapes and meanings."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import sys
+import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+
+@dataclasses.dataclass
+class RolloutOutput:
+    text: list
+    logits: list
+    tokens: list
+    left_padded_prompt_tokens: Any
+    logprobs: list | None
+
+
+@dataclasses.dataclass
+class RolloutConfig:
+    max_tokens_to_generate: int = 64
+    temperature: float = 0.9
+    top_p: float | None = 1.0
+    top_k: int | None = None
+    seed: Any = None
+    max_prompt_length: int = 64
+    eos_tokens: list | None = None
+    return_logprobs: bool = False
+
+
+class BaseRollout(abc.ABC):  # noqa: B024
+    """The abstract methods of Tunix's."""
+
+    generate = abc.abstractmethod(lambda self, prompts, rollout_config, **kwargs: None)
+    get_per_token_logps = abc.abstractmethod(lambda self, prompt_tokens, completion_tokens: None)
+    update_params = abc.abstractmethod(lambda self, params, filter_types=None: None)
+    pad_id = abc.abstractmethod(lambda self: None)
+    eos_id = abc.abstractmethod(lambda self: None)
+    model = abc.abstractmethod(lambda self: None)
+
+
+def install(monkeypatch) -> types.ModuleType:
+    """`tunix.rl.rollout.base_rollout` as an importable module, for a test."""
+    module = types.ModuleType("tunix.rl.rollout.base_rollout")
+    module.BaseRollout, module.RolloutOutput, module.RolloutConfig = BaseRollout, RolloutOutput, RolloutConfig
+    for name in ("tunix", "tunix.rl", "tunix.rl.rollout"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return module
+
+
+class Tokenizer:
+    """Letters of a small alphabet, through the names of Tunix's TokenizerAdapter."""
+
+    def encode(self, text, **_):
+        return [3 + ord(c) % 60 for c in text]
+
+    def decode(self, ids, **_):
+        return "".join(chr(61 + i) for i in ids)
+
+    bos_id = staticmethod(lambda: 1)
+    eos_id = staticmethod(lambda: 2)
+    pad_id = staticmethod(lambda: 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Of a Qwen3 or a Llama 3 of two layers."""
+
+    num_layers: int = 2
+    vocab_size: int = 64
+    embed_dim: int = 16
+    hidden_dim: int = 24
+    num_heads: int = 4
+    head_dim: int = 8
+    num_kv_heads: int = 2
+    rope_theta: int = 10_000
+    norm_eps: float = 1e-6
+    use_tied_embedding: bool = True
+
+
+def apply_rope(x, positions, head_dim, rope_theta=1_000_000):
+    """Halves rotated by position, as in Hugging Face's models; the base is not the config's, as in Tunix's."""
+    half = head_dim // 2
+    angle = positions[..., None].astype(jnp.float32) / rope_theta ** (jnp.arange(half) / half)
+    sin, cos = jnp.sin(angle)[:, :, None], jnp.cos(angle)[:, :, None]
+    a, b = x[..., :half], x[..., half:]
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+class Weight(nnx.Module):
+    def __init__(self, key, *shape):
+        self.w = nnx.Param(jax.random.normal(key, shape) * 0.3 if key is not None else jnp.ones(shape))
+
+
+class Kernel(nnx.Module):
+    def __init__(self, key, *shape):
+        self.kernel = nnx.Param(jax.random.normal(key, shape) * 0.3)
+
+
+class Embedder(nnx.Module):
+    def __init__(self, key, *shape):
+        self.input_embedding = nnx.Param(jax.random.normal(key, shape) * 0.3)
+
+
+class Part(nnx.Module):
+    def __init__(self, **parts):
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+
+def _layer(c, keys, qk_norm):
+    norms = {"q_norm": Weight(None, c.head_dim), "k_norm": Weight(None, c.head_dim)} if qk_norm else {}
+    attn = Part(
+        q_proj=Weight(keys[0], c.embed_dim, c.num_heads, c.head_dim),
+        k_proj=Weight(keys[1], c.embed_dim, c.num_kv_heads, c.head_dim),
+        v_proj=Weight(keys[2], c.embed_dim, c.num_kv_heads, c.head_dim),
+        o_proj=Weight(keys[3], c.num_heads, c.head_dim, c.embed_dim),
+        **norms,
+    )
+    mlp = Part(
+        gate_proj=Kernel(keys[4], c.embed_dim, c.hidden_dim),
+        up_proj=Kernel(keys[5], c.embed_dim, c.hidden_dim),
+        down_proj=Kernel(keys[6], c.hidden_dim, c.embed_dim),
+    )
+    return Part(
+        attn=attn,
+        mlp=mlp,
+        input_layernorm=Weight(None, c.embed_dim),
+        post_attention_layernorm=Weight(None, c.embed_dim),
+    )
+
+
+class Qwen3(nnx.Module):
+    """Its weights are where Tunix's has them; the arithmetic is written out here."""
+
+    qk_norm = True
+
+    def __init__(self, config, seed=0):
+        c = self.config = config
+        keys = jax.random.split(jax.random.key(seed), (c.num_layers + 1, 8))
+        self.embedder = Embedder(keys[-1, 0], c.vocab_size, c.embed_dim)
+        self.layers = nnx.List([_layer(c, keys[i], self.qk_norm) for i in range(c.num_layers)])
+        self.final_norm = Weight(None, c.embed_dim)
+        if not c.use_tied_embedding:
+            self.lm_head = Weight(keys[-1, 1], c.embed_dim, c.vocab_size)
+
+    def __call__(self, tokens, positions, cache, attention_mask):
+        c = self.config
+
+        def norm(x, part):
+            size = jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + c.norm_eps)
+            return x * size * part.w[...].reshape((1,) * (x.ndim - 1) + (-1,))
+
+        x = self.embedder.input_embedding[...][tokens]
+        for layer in self.layers:
+            y, own = norm(x, layer.input_layernorm), layer.attn
+            q, k, v = (jnp.einsum("btd,dnh->btnh", y, p.w[...]) for p in (own.q_proj, own.k_proj, own.v_proj))
+            if self.qk_norm:
+                q, k = norm(q, own.q_norm), norm(k, own.k_norm)
+            q, k = apply_rope(q, positions, c.head_dim), apply_rope(k, positions, c.head_dim)
+            k, v = (jnp.repeat(z, c.num_heads // c.num_kv_heads, axis=2) for z in (k, v))
+            scores = jnp.einsum("btnh,bsnh->bnts", q, k) * c.head_dim**-0.5
+            weights = jax.nn.softmax(jnp.where(attention_mask[:, None], scores, -1e30), axis=-1)
+            x = x + jnp.einsum("bnts,bsnh,nhd->btd", weights, v, own.o_proj.w[...])
+            y, mlp = norm(x, layer.post_attention_layernorm), layer.mlp
+            x = (
+                x
+                + (jax.nn.silu(y @ mlp.gate_proj.kernel[...]) * (y @ mlp.up_proj.kernel[...]))
+                @ mlp.down_proj.kernel[...]
+            )
+        x = norm(x, self.final_norm)
+        head = self.embedder.input_embedding[...].T if c.use_tied_embedding else self.lm_head.w[...]
+        return x @ head, None
+
+
+class Llama3(Qwen3):
+    """Without norms of queries and keys, and with a head of its own where it is not tied."""
+
+    qk_norm = False

@@ -1,0 +1,73 @@
+"""Tiny random checkpoints, and one finished benchmark of them that many tests look at."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from mars_jax.lab.commands.benchmark import main
+from mars_jax.lab.evaluate import answers
+from tests.cli.conftest import write_checkpoint
+
+PROMPTS = ["the sea", "a story", "of the sun", "and the"]
+
+
+@pytest.fixture(scope="session")
+def target(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("evaluate") / "target", seed=0)
+
+
+@pytest.fixture(scope="session")
+def prompts(tmp_path_factory):
+    """A jsonl task of four prompts that is scored."""
+    pytest.importorskip("rouge_score")
+    file = tmp_path_factory.mktemp("evaluate") / "prompts.jsonl"
+    rows = [{"prompt": p, "metric": "rouge_l", "reference": "a b c d e the sea sun"} for p in PROMPTS]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+@pytest.fixture(scope="session")
+def flags(target, prompts):
+    """Flags of the benchmark but for the output. The target drafts for itself, so sampling decides."""
+    return [
+        *("--target", target, "--draft", f"model:{target}", "--num-draft-tokens", 2),
+        *("--task", f"jsonl={prompts}", "--max-new-tokens", 12, "--batch-size", 3, "--thetas", 0.9, 0.5),
+    ]
+
+
+def dying_after(groups: int, run=answers._decoded):
+    """`answers._decoded` for so many groups of problems, and then a kill."""
+    left = iter(range(groups))
+
+    def dying(*args, **options):
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        return run(*args, **options)
+
+    return dying
+
+
+class Folder(NamedTuple):
+    """The files of a finished run."""
+
+    path: Path
+    rows: list[dict[str, Any]]
+    summary: dict[str, Any]
+
+
+def read_folder(path: Path) -> Folder:
+    rows = [json.loads(line) for line in (path / "rows.jsonl").read_text().splitlines()]
+    return Folder(path, rows, json.loads((path / "summary.json").read_text()))
+
+
+@pytest.fixture(scope="session")
+def finished(flags, tmp_path_factory):
+    """One uninterrupted run."""
+    pytest.importorskip("matplotlib")
+    path = tmp_path_factory.mktemp("evaluate") / "finished"
+    assert main([*map(str, flags), "--output", str(path)]) == 0
+    return read_folder(path)

@@ -1,0 +1,89 @@
+"""Conversations: turns, the chat template, a context that ends."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from mars_jax import drafters, hub
+from mars_jax.core.errors import MarsError
+from mars_jax.lab.evaluate.answers import Decoding, check_problems, prompt_tokens
+from mars_jax.lab.evaluate.benchmark.arms import MARS, make_arms
+from mars_jax.lab.evaluate.tasks.problems import Problem
+from mars_jax.serve.session import Session
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }};{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def chatty(target, tmp_path_factory):
+    """The target with a chat template."""
+    path = shutil.copytree(target, tmp_path_factory.mktemp("answers") / "chatty")
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+    return hub.load(str(path))
+
+
+@pytest.fixture(scope="module")
+def decoding(chatty):
+    drafter = drafters.load("ngram", chatty, num_draft_tokens=3)
+    session = Session(target=chatty, drafter=drafter, batch_size=3)
+    return Decoding(session=session, chat=True, max_new_tokens=8)
+
+
+def problem(*turns, **changes):
+    return Problem(**{"task": "t", "id": "0", "turns": turns} | changes)
+
+
+def arms(temperature=0.0):
+    return {arm.name: arm for arm in make_arms(MARS, [0.9], temperature=temperature, matched=1.0)}
+
+
+def test_a_follow_up_turn_sees_the_answer_before_it(chatty, decoding):
+    two, one = problem("sea", "sun"), problem("the")
+    first, second = decoding.answer(arms()["exact"], [two, one], [0, 1], temperature=0.0)
+    assert len(first.texts) == 2 and len(second.texts) == 1
+    expected = chatty.tokenizer(f"u:sea;a:{first.texts[0]};u:sun;a:")["input_ids"]
+    assert prompt_tokens(chatty, two, first.texts[:1], chat=True) == expected
+    assert first.metrics.emitted == sum(map(len, first.tokens))
+    again, _ = decoding.answer(arms()["autoregressive"], [two, one], [0, 1], temperature=0.0)
+    assert again.tokens == first.tokens and again.metrics.tau == 1.0
+
+
+def test_without_a_template_the_first_turn_alone_is_asked(chatty, decoding):
+    plain = Decoding(session=decoding.session, max_new_tokens=8)
+    [answer] = plain.answer(arms()["exact"], [problem("sea", "sun")], [0], temperature=0.0)
+    assert len(answer.texts) == 1
+    assert prompt_tokens(chatty, problem("sea"), chat=False) == chatty.tokenizer("sea")["input_ids"]
+    assert (
+        prompt_tokens(chatty, problem("sea", continues=True), chat=True)
+        == chatty.tokenizer("sea")["input_ids"]
+    )
+
+
+def test_a_turn_that_does_not_fit_is_left_out(decoding):
+    asked = problem("sea", "sun " * 60, "sea")
+    [answer] = decoding.answer(arms()["exact"], [asked], [0], temperature=0.0)
+    assert len(answer.texts) == 1 and answer.finish_reason == "context"
+
+
+def test_arms_draw_by_their_seed(decoding):
+    drawn = [
+        decoding.answer(arms(1.0)["autoregressive"], [problem("sea")], [seed], temperature=1.0)[0].tokens
+        for seed in (0, 0, 1)
+    ]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_the_simple_control_keeps_the_two_best(decoding):
+    [answer] = decoding.answer(arms(1.0)["autoregressive top_k=2"], [problem("sea")], [3], temperature=1.0)
+    [free] = decoding.answer(arms(1.0)["autoregressive"], [problem("sea")], [3], temperature=1.0)
+    assert 0 < answer.metrics.regret < free.metrics.regret
+
+
+def test_a_prompt_that_does_not_fit_is_named(chatty):
+    with pytest.raises(MarsError, match=r"t, problem 7: the prompt has \d+ tokens and .* a context of 64"):
+        check_problems(chatty, [problem("sea"), problem("sun " * 60, id="7")], chat=True)

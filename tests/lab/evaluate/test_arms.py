@@ -1,0 +1,201 @@
+"""The arms, and the control that draws from the truncated set."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+from mars_jax import verify
+from mars_jax.contrib.models import indicator
+from mars_jax.core.errors import MarsError
+from mars_jax.core.rule_values import structure
+from mars_jax.core.tree import chain
+from mars_jax.lab.evaluate.benchmark.arms import (
+    AUTOREGRESSIVE,
+    MARS,
+    low_margin_sampling,
+    make_arms,
+    margin_of,
+    other_margin,
+)
+from mars_jax.specs import RuleChoice
+from tests.helpers import judge, make_rows
+
+ROWS = 4000
+LOW = [1.0, 9.6, 10.0, 8.0]  # z2 / z1 = 0.96
+HIGH = [1.0, 5.0, 10.0, 8.0]  # 0.8
+
+
+def draw(logits, *, theta=0.9, temperature=0.0, margin="ratio", **controls):
+    """`ROWS` tokens drawn without a draft."""
+    z = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (ROWS, 1, len(logits)))
+    made = make_rows(ROWS, limit=9, theta=theta, temperature=temperature, **controls)
+    tree = chain(jnp.zeros((ROWS, 1), jnp.int32))
+    rule = low_margin_sampling(margin, theta=0.5 if margin != "gap" else 1.0)
+    verdict = jax.jit(judge(rule))(jax.random.split(jax.random.key(0), ROWS), tree, z, made)
+    assert not verdict.num_accepted.any() and verdict.relaxed.shape == (ROWS, 0)
+    return np.bincount(np.asarray(verdict.next_token), minlength=len(logits))
+
+
+def check(counts, probabilities):
+    expected = ROWS * np.asarray(probabilities)
+    assert not counts[expected == 0].any()
+    if (expected > 0).sum() > 1:
+        assert stats.chisquare(counts[expected > 0], expected[expected > 0]).pvalue > 1e-3
+
+
+@pytest.mark.parametrize(("temperature", "effective"), [(0.0, 1.0), (1.0, 1.0), (0.5, 0.5)])
+def test_where_the_margin_is_low_it_draws_one_of_the_two_best(temperature, effective):
+    second = 1 / (1 + math.exp(0.4 / effective))
+    check(draw(LOW, temperature=temperature), [0, second, 1 - second, 0])
+
+
+def test_elsewhere_it_is_the_target():
+    check(draw(HIGH), [0, 0, 1, 0])
+    p = np.exp(np.asarray(HIGH))
+    check(draw(HIGH, temperature=1.0), p / p.sum())
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "strict", [{"theta": math.inf}, {"strict": True}, {"stop_tokens": [1]}, {"stop_tokens": [2]}]
+)
+def test_the_guards_of_mars_hold_here_too(temperature, strict):
+    p = np.exp(np.asarray(LOW)) if temperature else np.asarray([0, 0, 1.0, 0])
+    check(draw(LOW, temperature=temperature, **strict), p / p.sum())
+
+
+def test_a_gap_in_nats():
+    second = 1 / (1 + math.exp(0.4))
+    check(draw(LOW, margin="gap", theta=0.5), [0, second, 1 - second, 0])
+    check(draw(LOW, margin="gap", theta=0.3), [0, 0, 1, 0])
+
+
+def test_the_arms_of_a_run():
+    arms = make_arms(MARS, [0.8, 0.95], temperature=1.0, matched=0.7)
+    assert [(arm.name, arm.drafts, arm.theta, arm.top_k) for arm in arms] == [
+        (AUTOREGRESSIVE, False, None, 0),
+        ("exact", True, None, 0),
+        ("mars theta=inf", True, math.inf, 0),
+        ("mars theta=0.8", True, 0.8, 0),
+        ("mars theta=0.95", True, 0.95, 0),
+        ("mars(gap) matched", True, 0.7, 0),
+        ("autoregressive top_k=2", False, None, 2),
+        ("low-margin sampling", False, 0.8, 0),
+    ]
+    assert len(make_arms(MARS, [0.8], temperature=0.0, matched=0.7)) == 6
+    simulated = make_arms(MARS, [0.8], temperature=0.0, matched=0.7, simulated_taus=[2, 3.5])[-2:]
+    assert [arm.name for arm in simulated] == ["simulated tau=2", "simulated tau=3.5"]
+    assert all(arm.drafts and "mean nothing" in arm.meaning for arm in simulated)
+    assert len({arm.name for arm in arms}) == len(arms) == len({arm.meaning for arm in arms}) + 1
+
+
+def test_the_arms_over_rejection():
+    choice = RuleChoice("mars", {"base": "rejection", "margin": "gap"})
+    arms = make_arms(choice, [1.0], temperature=0.0, matched=0.7)
+    assert [arm.name for arm in arms[1:5]] == [
+        "rejection",
+        "mars(gap) over rejection theta=inf",
+        "mars(gap) over rejection theta=1",
+        "mars over rejection matched",
+    ]
+    assert arms[1].rule.rule == verify.rejection()
+    assert structure(arms[3].rule.rule) == structure(verify.mars(verify.rejection(), margin="gap"))
+
+
+def test_the_matched_margin_is_another_rule():
+    margins = ("ratio", "gap", "prob_ratio", None)
+    assert [other_margin(margin) for margin in margins] == ["gap", "ratio", "ratio", "ratio"]
+
+
+def test_settings_stand_in_the_names_of_arms():
+    choice = RuleChoice("mars", {"base": "rejection", "block": True, "max_relaxed_run": 2})
+    arms = make_arms(choice, [0.9], temperature=0.0, matched=0.7)
+    assert [arm.name for arm in arms[1:4]] == [
+        "block",
+        "mars over block max_relaxed_run=2 theta=inf",
+        "mars over block max_relaxed_run=2 theta=0.9",
+    ]
+
+
+OWN = """
+from mars_jax import verify
+
+
+def gate(entropy: float = 1.5):
+    return verify.mars(verify.rejection(), theta=0.5)
+"""
+
+
+def test_a_rule_of_the_users_is_one_arm_with_the_same_controls(tmp_path):
+    (tmp_path / "gates.py").write_text(OWN)
+    choice = RuleChoice(f"{tmp_path}/gates.py:gate", {"entropy": 2.0})
+    arms = make_arms(choice, [], temperature=1.0, matched=0.7)
+    assert [(arm.name, arm.role, arm.theta) for arm in arms] == [
+        (AUTOREGRESSIVE, "alone", None),
+        ("rejection", "strict", None),
+        ("gate entropy=2", "rule", None),
+        ("mars over rejection matched", "matched", 0.7),
+        ("autoregressive top_k=2", "control", None),
+        ("low-margin sampling", "control", 0.7),
+    ]
+    assert margin_of(choice) is None
+    assert (
+        "tau is that of gate entropy=2" in arms[3].meaning and "at the matched theta=0.7" in arms[5].meaning
+    )
+
+
+def test_a_rule_with_weights_is_swept_as_mars_is(tmp_path):
+    params = indicator.init_params(8, jax.random.key(0))
+    choice = RuleChoice(f"learned:{verify.save(tmp_path / 'head', params)}", {})
+    arms = make_arms(choice, [0.1, 0.3], temperature=0.0, matched=0.7)
+    names = ["exact", "learned theta=inf", "learned theta=0.1", "learned theta=0.3", "mars matched"]
+    assert [arm.name for arm in arms[1:6]] == names
+    assert all(np.array_equal(arm.rule.params["inner"], params["inner"]) for arm in arms[2:5])
+
+
+def test_a_lossless_rule_has_no_quality_to_control_for():
+    arms = make_arms(RuleChoice("rejection", {"block": True}), [], temperature=1.0, matched=None)
+    assert [arm.name for arm in arms] == [AUTOREGRESSIVE, "exact", "block"]
+    assert len(make_arms(RuleChoice("exact", {}), [], temperature=1.0, matched=None)) == 2
+
+
+def test_thresholds_share_what_is_compiled():
+    arms = make_arms(MARS, [0.8, 0.9], temperature=1.0, matched=0.7)
+    assert len({structure(arm.rule.rule) for arm in arms}) == 4
+
+
+def test_bad_thresholds():
+    with pytest.raises(
+        MarsError, match="theta is 2: expected a number above 0 and at most 1 for the margin ratio"
+    ):
+        make_arms(MARS, [2], temperature=0.0, matched=0.7)
+    with pytest.raises(MarsError, match="margin is 'width'"):
+        low_margin_sampling("width")
+
+
+@pytest.mark.slow
+def test_the_exact_prefix_of_the_rule_is_its_controls_too():
+    """A node decides on the token after it, so that of two strict tokens the root decides on the first one left."""
+    z = jnp.broadcast_to(jnp.asarray(LOW, jnp.float32), (4, 2, 4))
+    given = verify.evidence(chain(jnp.full((4, 2), 2, jnp.int32)), z, start=jnp.asarray([5, 6, 7, 8], jnp.int32),
+                            prompt_length=jnp.full((4,), 6, jnp.int32))  # fmt: skip
+    rule = low_margin_sampling(theta=0.5, exact_prefix=2)
+    drawn = []
+    for seed in range(30):
+        keys = verify.evidence(given.tree, z, seeds=[seed * 4 + i for i in range(4)]).keys
+        verdict, _ = verify.for_rows(rule, 4)(given.replace(keys=keys))
+        drawn.append(
+            [(int(n), int(t)) for n, t in zip(verdict.num_accepted, verdict.next_token, strict=True)]
+        )
+    first, second, third, fourth = (set(column) for column in zip(*drawn, strict=True))
+    assert first == {(1, 2)}  # both tokens of the step are the target's best
+    assert second == {(1, 1), (1, 2)}  # of the second step the first is strict
+    assert third == fourth == {(0, 1), (1, 1), (1, 2)}
+    arms = make_arms(RuleChoice("mars", {"exact_prefix": 2}), [0.9], temperature=0.0, matched=0.7)
+    assert [int(arm.rule.rule.exact_prefix) for arm in arms[2:]] == [2, 2, 2, 2]

@@ -1,0 +1,457 @@
+"""`mars-jax benchmark` from end to end: its files, its resume, its refusals."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mars_jax.core.errors import MarsError
+from mars_jax.lab.commands.benchmark import main, parse
+from mars_jax.lab.evaluate import answers
+from mars_jax.lab.evaluate.benchmark import plots, report, table
+from mars_jax.lab.evaluate.tasks.problems import Code, Problem
+from mars_jax.lab.pictures import style
+from mars_jax.serve.folder import claim
+from mars_jax.serve.journal import Lock
+from tests.lab.evaluate.conftest import dying_after, read_folder
+
+TIMES = {"date", "seconds", "tokens_per_second", "speedup", "seconds_per_task", "task_speedup"}
+PICTURES = tuple(plots.PICTURES)
+DRAWN = {Path(name).with_suffix(f".{kind}").name for name in PICTURES for kind in style.FORMATS}
+ARMS = [
+    "autoregressive", "exact", "mars theta=inf", "mars theta=0.9", "mars theta=0.5", "mars(gap) matched",
+    "autoregressive top_k=2", "low-margin sampling",
+]  # fmt: skip
+
+
+def call(*argv):
+    return main([str(a) for a in argv])
+
+
+@pytest.fixture
+def refused(capsys):
+    """Call with bad input; returns the sentence on stderr."""
+
+    def inner(*argv):
+        capsys.readouterr()
+        assert call(*argv) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        message = captured.err.splitlines()[-1]
+        assert message.startswith("error: ") and message.endswith(".")
+        return message
+
+    return inner
+
+
+def timeless(value):
+    """A JSON value without the times in it."""
+    if isinstance(value, dict):
+        return {k: timeless(v) for k, v in value.items() if k not in TIMES}
+    return [timeless(v) for v in value] if isinstance(value, list) else value
+
+
+def rows_of(finished, arm, temperature):
+    return [row for row in finished.rows if (row["arm"], row["temperature"]) == (arm, temperature)]
+
+
+def arm_of(finished, arm, temperature):
+    [table] = [t for t in finished.summary["tables"] if t["temperature"] == temperature]
+    return next(a for a in table["arms"] if a["arm"] == arm)
+
+
+# What it writes.
+
+
+def test_there_is_a_row_for_every_prompt_and_arm(finished):
+    for temperature, arms in ((0.0, [a for a in ARMS if "top_k" not in a]), (1.0, ARMS)):
+        assert [
+            a["arm"] for t in finished.summary["tables"] if t["temperature"] == temperature for a in t["arms"]
+        ] == arms
+        for arm in arms:
+            rows = rows_of(finished, arm, temperature)
+            assert [row["id"] for row in rows] == ["0", "1", "2", "3"]
+            assert [row["seed"] for row in rows] == [0, 1, 2, 3]
+            assert all(
+                0 < len(row["tokens"][0]) <= 12 and row["emitted"] == len(row["tokens"][0]) for row in rows
+            )
+    assert len(finished.rows) == 4 * (7 + 8)
+
+
+def test_batches_run_arm_by_arm(finished):
+    """Some batches of each in turn, so that a slow spell strikes all of them."""
+    first = [(row["arm"], row["id"]) for row in finished.rows[:8]]
+    assert first == [("autoregressive", i) for i in "0123"] + [("exact", i) for i in "0123"]
+
+
+def test_the_strict_arms_are_lossless(finished):
+    for temperature in (0.0, 1.0):
+        exact = [row["tokens"] for row in rows_of(finished, "exact", temperature)]
+        assert [row["tokens"] for row in rows_of(finished, "mars theta=inf", temperature)] == exact
+        assert arm_of(finished, "mars theta=inf", temperature)["same_as_strict"] == 1.0
+    assert [row["tokens"] for row in rows_of(finished, "autoregressive", 0.0)] == [
+        row["tokens"] for row in rows_of(finished, "exact", 0.0)
+    ]
+    assert arm_of(finished, "exact", 0.0)["same_as_autoregressive"] == 1.0
+
+
+def test_the_rule_relaxes_and_its_match_has_its_tau(finished):
+    exact, loose = (arm_of(finished, name, 1.0) for name in ("exact", "mars theta=0.5"))
+    assert exact["relaxed_share"] == 0 < loose["relaxed_share"] and exact["tau"] < loose["tau"]
+    table = finished.summary["tables"][1]
+    assert (
+        table["match"]["wanted"] == arm_of(finished, "mars theta=0.9", 1.0)["tau"]
+    )  # all problems are in the match
+    matched = arm_of(finished, "mars(gap) matched", 1.0)
+    assert (matched["theta"], matched["tau"]) == (table["match"]["theta"], table["match"]["tau"])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("arm", ["autoregressive", "mars theta=0.5"])
+def test_figures_by_hand(finished, arm, temperature):
+    rows, alone = rows_of(finished, arm, temperature), rows_of(finished, "autoregressive", temperature)
+    made = arm_of(finished, arm, temperature)
+    tokens = sum(len(row["tokens"][0]) for row in rows)
+    accepted = sum(row["accepted_exact"] + row["accepted_relaxed"] for row in rows)
+    seconds = sum(row["seconds"] for row in rows)
+    assert made["problems"] == 4
+    assert made["tau"] == pytest.approx(tokens / sum(row["steps"] for row in rows))
+    assert made["relaxed_share"] == pytest.approx(
+        sum(row["accepted_relaxed"] for row in rows) / max(accepted, 1)
+    )
+    assert made["regret_per_token"] == pytest.approx(sum(row["regret"] for row in rows) / tokens)
+    assert made["tokens_per_second"] == pytest.approx(tokens / seconds)
+    assert made["seconds_per_task"] == pytest.approx(seconds / 4)
+    assert made["tokens_per_task"] == tokens / 4
+    assert made["loop_rate"] == sum(row["loops"] for row in rows) / 4
+    assert made["length_rate"] == sum(row["finish_reason"] == "length" for row in rows) / 4
+    assert made["score"] == pytest.approx(sum(row["score"][0] for row in rows) / 4)
+    baseline = sum(row["score"][0] for row in alone)
+    expected = sum(row["score"][0] for row in rows) / baseline if baseline else None
+    assert made["recovered"] == (None if expected is None else pytest.approx(expected))
+    speed = sum(len(row["tokens"][0]) for row in alone) / sum(row["seconds"] for row in alone)
+    assert made["speedup"] == pytest.approx(tokens / seconds / speed)
+    deep = [sum(row["depth_histogram"][d] for row in rows) for d in range(len(rows[0]["depth_histogram"]))]
+    assert made["depth_histogram"] == deep
+    for depth, rate in enumerate(made["acceptance_by_depth"]):
+        reached = sum(deep[depth:])
+        assert rate == (pytest.approx(sum(deep[depth + 1 :]) / reached) if reached else None)
+
+
+def test_the_table_is_for_people(finished):
+    text = (finished.path / "table.md").read_text()
+    for arm in ARMS:
+        assert f"| {arm} |" in text and f"- {arm}: " in text
+    for picture in PICTURES:
+        assert f"({picture})" in text
+    tau = arm_of(finished, "mars theta=0.9", 1.0)["tau"]
+    [line] = [
+        line
+        for line in text[text.index("temperature 1\n") :].splitlines()
+        if line.startswith("| mars theta=0.9")
+    ][:1]
+    assert line.split("|")[2].strip() == f"{tau:.2f}"
+    assert "ROUGE-L" in text and "Note: 3 problems were decoded side by side" in text
+
+
+def test_the_plots_are_not_blank(finished):
+    from matplotlib import image
+
+    for name in PICTURES:
+        picture = image.imread(finished.path / name)[..., :3]
+        assert picture.shape[0] > 300 and picture.shape[1] > 1000  # two panels or more
+        for panel in np.array_split(picture, 2, axis=1):
+            coloured = (panel.max(axis=-1) - panel.min(axis=-1)) > 0.2
+            assert coloured.mean() > 1e-3 and (panel < 0.5).any(axis=-1).mean() > 1e-3
+
+
+@pytest.mark.slow
+def test_plots_and_table_of_what_is_not_scored(finished, tmp_path):
+    summary = json.loads(json.dumps(finished.summary))
+    for part in summary["tables"]:
+        part["metric"] = "none"
+        for arm in part["arms"]:
+            arm |= {"score": None, "recovered": None, "recovered_interval": None}
+        # An arm without a threshold, which comes after the others.
+        part["arms"].append(part["arms"][1] | {"arm": "simulated tau=2", "role": "simulated"})
+    plots.draw(summary, tmp_path)
+    assert {p.name for p in tmp_path.iterdir()} == DRAWN
+    assert "not scored" in table.markdown(summary) and "| recovered |" in table.markdown(summary)
+    assert table.key(summary["tables"][0]) == ["arm", "tau", "tokens/s", "speed", "regret"]
+
+
+@pytest.mark.slow
+def test_plots_of_other_runs(finished, tmp_path):
+    """A lossless rule, which has no arms but the strict one; a rule without a threshold; a summary of before there were
+    intervals and replays, and a single problem."""
+    summary = json.loads(json.dumps(finished.summary))
+    lossless, plain, old = (json.loads(json.dumps(summary)) for _ in range(3))
+    lossless["settings"]["rule"] = {"verify": "exact", "settings": {}}
+    for part in lossless["tables"]:
+        part |= {"arms": part["arms"][:2], "match": None, "replay": None}
+        part["margins"] = {"exact": part["margins"]["exact"]}
+    for part in plain["tables"]:
+        part["replay"] = None
+        for arm in part["arms"]:
+            arm["theta"] = None
+    for part in old["tables"]:
+        del part["replay"]
+        for arm in part["arms"]:
+            del arm["intervals"]
+    del old["date"]
+    for number, made in enumerate((lossless, plain, old)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        plots.draw(made, folder, formats=("svg",))
+        drawn = {p.name: p.read_text() for p in folder.iterdir()}
+        assert set(drawn) == {Path(name).with_suffix(".svg").name for name in PICTURES}
+        assert "replayed" not in drawn["tau_theta.svg"] and ">exact<" in drawn["depth.svg"]
+        assert "| exact |" in table.markdown(made)
+
+
+def test_tau_is_shown_at_five_thetas_that_no_arm_has(finished):
+    for part in finished.summary["tables"]:
+        replayed = part["replay"]
+        assert replayed["problems"] == 4 and replayed["thetas"][0] == "inf"
+        others = {*replayed["thetas"]} - {"inf", *(arm["theta"] for arm in part["arms"])}
+        assert len(others) >= 5 and len(replayed["tau"]) == len(replayed["interval"]) == len(
+            replayed["thetas"]
+        )
+        exact = next(arm for arm in part["arms"] if arm["arm"] == "exact")
+        assert replayed["tau"][0] == pytest.approx(exact["tau"])  # all problems are replayed
+
+
+def test_notes_say_what_the_figures_do_not(finished):
+    settings = finished.summary["settings"] | {"batch_size": 1, "chat": False}
+    told = Problem(task="mt_bench", id="0", turns=("One?", "Two?"))
+    bare = Problem(task="humaneval", id="0", turns=("Complete it.",))
+    coded = Problem(task="mbpp", id="0", turns=("Write it.",), metric="pass@1", code=Code("", "", ""))
+    notes = report.notes(settings, [told, bare, coded], [{"finish_reason": "context"}])
+    words = (
+        "Follow-up turns were left out",
+        "programs were not run",
+        "has no tests",
+        "In 1 rows a follow-up turn",
+    )
+    assert len(notes) == 4 and all(word in note for word, note in zip(words, notes, strict=True))
+    allowed = settings | {"chat": True, "allow_code_execution": True}
+    assert report.notes(allowed, [told, coded], [{"finish_reason": "stop"}]) == []
+    hooked = report.notes(allowed | {"confinement": "audit hook"}, [told, coded], [{"finish_reason": "stop"}])
+    assert len(hooked) == 1 and "audit hook alone" in hooked[0]
+
+
+# Killed and run again.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("groups", "torn"), [(0, 0), (3, 0), (10, 500), (16, 1)])
+def test_a_killed_run_goes_on_where_it_was(flags, finished, tmp_path, monkeypatch, capsys, groups, torn):
+    """Killed in the first match or in the middle, and with some bytes of the last row not on disk."""
+    output = tmp_path / "killed"
+    with monkeypatch.context() as patch:
+        patch.setattr(answers, "_decoded", dying_after(groups))
+        assert call(*flags, "--output", output) == 130
+    assert not (output / "summary.json").exists()
+    rows = output / "rows.jsonl"
+    if torn:
+        before = rows.read_bytes()
+        assert len(before.splitlines()) < len(finished.rows)
+        rows.write_bytes(before[:-torn])
+    kept = b"".join(rows.read_bytes().rpartition(b"\n")[:2]) if rows.exists() else b""
+    if torn == 500:
+        assert kept.count(b"\n") % 4  # a row and a piece of the next are gone, out of a group of four
+    assert call(*flags, "--output", output) == 0
+    assert rows.read_bytes().startswith(kept)
+    again = read_folder(output)
+    assert timeless(again.rows) == timeless(finished.rows)
+    assert timeless(again.summary) == timeless(finished.summary)
+    assert (output / "matches.json").read_bytes() == (finished.path / "matches.json").read_bytes()
+    assert sorted(p.name for p in output.iterdir()) == sorted(p.name for p in finished.path.iterdir())
+
+
+def test_a_folder_is_one_process_at_a_time(flags, finished, refused, tmp_path):
+    output = shutil.copytree(finished.path, tmp_path / "copy")
+    with Lock(output):
+        assert f"another process is writing to '{output}'" in refused(*flags, "--output", output)
+    with Lock(output / "rows.jsonl"):
+        assert f"another process is writing to '{output / 'rows.jsonl'}'" in refused(
+            *flags, "--output", output
+        )
+
+
+@pytest.mark.slow
+def test_rows_with_a_tail_of_nul_bytes_go_on(flags, finished, tmp_path):
+    """After a power cut a file may have its length and not its bytes."""
+    output = shutil.copytree(finished.path, tmp_path / "copy")
+    rows = (output / "rows.jsonl").read_bytes()
+    (output / "rows.jsonl").write_bytes(rows[:-40] + b"\0" * 40)
+    assert call(*flags, "--output", output) == 0
+    assert timeless(read_folder(output).rows) == timeless(finished.rows)
+
+
+def test_a_kill_while_the_settings_are_written_blocks_nothing(tmp_path):
+    (tmp_path / "settings.json.partial").write_text('{"tar')
+    claim(tmp_path, {"seed": 1}).close()
+    claim(tmp_path, {"seed": 1}).close()
+    with pytest.raises(MarsError, match=r"a run with other seed \(1 and not 2\)"):
+        claim(tmp_path, {"seed": 2})
+
+
+@pytest.mark.slow
+def test_a_finished_run_decodes_nothing_and_prints_its_table(flags, finished, tmp_path, monkeypatch, capsys):
+    output = shutil.copytree(finished.path, tmp_path / "copy")
+    made = ("summary.json", "table.md", "report.html", *DRAWN)
+    for name in made:
+        (output / name).unlink()
+    monkeypatch.setattr(answers, "_decoded", lambda *args, **options: pytest.fail("decoded"))
+    capsys.readouterr()
+    assert call(*flags, "--output", output) == 0
+    for name in made:
+        assert (output / name).read_bytes() == (finished.path / name).read_bytes()
+    captured = capsys.readouterr()
+    assert captured.out == (finished.path / "table.md").read_text()
+    assert "rows, table, plots and report are in" in captured.err
+
+
+@pytest.mark.parametrize(
+    ("changed", "name"),
+    [
+        (["--thetas", "0.9"], "thetas"),
+        (["--seed", "1"], "seed"),
+        (["--problems", "3"], "tasks"),
+        (["--dtype", "bfloat16"], "dtype"),
+    ],
+)
+def test_a_run_with_other_settings_is_refused(flags, finished, refused, tmp_path, changed, name):
+    output = shutil.copytree(finished.path, tmp_path / "copy")
+    before = (output / "rows.jsonl").read_bytes()
+    message = refused(*flags, *changed, "--output", output)
+    assert f"holds a run with other {name} (" in message and "choose another --output" in message
+    assert (output / "rows.jsonl").read_bytes() == before
+
+
+def test_other_weights_and_other_prompts_are_refused(flags, finished, refused, tmp_path):
+    output = shutil.copytree(finished.path, tmp_path / "copy")
+    settings = json.loads((output / "settings.json").read_text())
+    for name in ("weights", "problems", "device"):
+        (output / "settings.json").write_text(json.dumps(settings | {name: "other"}))
+        assert f"a run with other {name} (" in refused(*flags, "--output", output)
+
+
+def test_rows_of_something_else_are_refused(flags, finished, refused, tmp_path):
+    output = shutil.copytree(finished.path, tmp_path / "copy")
+    lines = (finished.path / "rows.jsonl").read_text().splitlines(keepends=True)
+    for bad in ([lines[1]], [lines[0], "{}\n"], [*lines, lines[0]], ["no json\n"]):
+        (output / "rows.jsonl").write_text("".join(bad))
+        assert "is not what this run would write there" in refused(*flags, "--output", output)
+
+
+def test_a_folder_of_something_else_is_refused(flags, refused, tmp_path):
+    (tmp_path / "thesis.tex").write_text("x")
+    assert "holds other files" in refused(*flags, "--output", tmp_path)
+    assert "is a file: name a folder" in refused(*flags, "--output", tmp_path / "thesis.tex")
+
+
+# Other runs.
+
+
+@pytest.mark.slow
+def test_two_tasks_over_rejection(target, prompts, tmp_path):
+    """The draft's true distribution, a task scored by likelihood, and an arm that accepts by chance."""
+    stories = tmp_path / "stories.txt"
+    stories.write_text("\n<|endoftext|>\n".join(["a b " * 30] * 3))
+    output = tmp_path / "output"
+    code = call(
+        *("--target", target, "--draft", f"model:{target}", "--num-draft-tokens", 2, "--base", "rejection"),
+        *("--task", f"stories={stories}", "--task", f"jsonl={prompts}", "--problems", 3, "--batch-size", 3),
+        *("--temperatures", 1, "--max-new-tokens", 12, "--simulated-taus", 1.7, "--output", output),
+    )
+    assert code == 0
+    made = read_folder(output)
+    assert [t["task"] for t in made.summary["tables"]] == ["stories", "jsonl"]
+    mars = [f"mars over rejection theta={theta}" for theta in ("inf", 0.9)]
+    for part in made.summary["tables"]:
+        arms = {a["arm"]: a for a in part["arms"]}
+        assert list(arms)[1:5] == ["rejection", *mars, "mars(gap) over rejection matched"]
+        assert arms["rejection"]["tau"] > 2  # of 3: it drafts for itself, and q is p
+        assert arms[mars[0]]["same_as_strict"] == 1.0
+        # About 24 steps, each with a standard deviation of 0.8.
+        assert 1.2 < arms["simulated tau=1.7"]["tau"] < 2.3
+    assert {len(row["score"]) for row in made.rows if row["task"] == "stories"} == {2}
+    assert {len(row["score"]) for row in made.rows if row["task"] == "jsonl"} == {1}
+    stories = made.summary["tables"][0]["arms"]
+    # A tiny random model: nearly uniform over its vocabulary, and what the rule lets through is no less likely.
+    assert all(0 < arm["score"] < 1 for arm in stories) and stories[0]["recovered"] == 1.0
+
+
+# Bad input: one sentence, before any weights load.
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--thetas", "2"], "--thetas has 2: expected a number above 0 and at most 1 for the margin ratio"),
+        (["--thetas", "x"], "--thetas has x: expected a number above 0"),
+        (["--thetas", "inf"], "--thetas has inf, an arm of every run"),
+        (["--thetas", "0.9", "0.90"], "--thetas has a value twice"),
+        (["--temperatures", "1", "1.0"], "--temperatures has a value twice"),
+        (["--temperatures", "-1"], "--temperatures has -1: expected a finite number"),
+        (["--problems", "0"], "--problems has 0: expected a whole number"),
+        (["--batch-size", "0"], "--batch-size is 0: expected"),
+        (["--draft", "none"], "--draft is none: expected ngram"),
+        (["--draft", "ngram", "--tree", "2-2"], "--tree does not apply to --draft ngram"),
+        (["--tree", "2-2", "--num-draft-tokens", "2"], "--num-draft-tokens does not apply with --tree"),
+        (
+            ["--tree", "2-2", "--base", "rejection", "--block"],
+            "--tree does not apply to the rule mars over rejection",
+        ),
+        (["--theta", "0.9"], "unrecognized arguments: --theta"),
+        (["--rule-option", "theta=0.9"], "--rule-option theta does not apply here: give --thetas"),
+        (["--verify", "exact", "--thetas", "0.9"], "--thetas does not apply to the rule exact"),
+        (["--verify", "simulated"], "--verify simulated does not apply here, since its text means nothing"),
+        (["--verify", "gates.py:gate"], "the file of a rule 'gates.py' cannot be read"),
+        (["--task", "arithmetic"], "--task names a task twice"),
+        (["--task", "chess=x"], "there is no task 'chess'"),
+        (["--margin", "width"], "--margin is width: expected one of ratio, gap, prob_ratio"),
+        (["--allow-code-execution"], "--allow-code-execution does not apply to tasks without tests"),
+        (
+            ["--allow-unconfined-code"],
+            "--allow-unconfined-code does not apply without --allow-code-execution",
+        ),
+        (["--chat"], "has no chat template: leave --chat out"),
+        (["--surprise"], "unrecognized arguments: --surprise"),
+    ],
+)
+def test_bad_flags(refused, target, tmp_path, argv, message):
+    output = tmp_path / "output"
+    common = ["--target", target, "--draft", f"model:{target}", "--task", "arithmetic", "--output", output]
+    assert message in refused(*common, *argv)
+    assert not output.exists()
+
+
+def test_what_must_be_there(refused, tmp_path, target):
+    assert "there is no --output" in refused("--task", "arithmetic")
+    assert "there is no --task" in refused("--output", tmp_path)
+    assert "--chat does not apply to stories" in refused(
+        "--task", "stories=x", "--chat", "--output", tmp_path / "o"
+    )
+
+
+def test_a_problem_that_does_not_fit_is_named(refused, target, tmp_path):
+    message = refused("--target", target, "--task", "arithmetic", "--output", tmp_path / "output")
+    assert "arithmetic, problem " in message and "a context of 64" in message
+    assert not (tmp_path / "output").exists()
+
+
+def test_the_default_is_the_embedded_family():
+    args = parse(["--task", "arithmetic", "--output", "o"])
+    assert (args.target, args.draft) == ("tiny/target", "model:tiny/draft")
+    assert args.temperatures == [0.0, 1.0] and args.thetas is None and args.batch_size == 1
+    assert parse(["--target", "x", "--task", "arithmetic", "--output", "o"]).draft == "ngram"
+    with pytest.raises(MarsError, match="a value twice"):
+        parse(["--task", "arithmetic", "--output", "o", "--temperatures", "0", "-0"])
+    assert parse(["--task", "a", "--output", "o", "--margin", "gap", "--thetas", "2"]).thetas == [2.0]

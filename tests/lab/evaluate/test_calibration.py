@@ -1,0 +1,341 @@
+"""Calibration: the promise holds over resamplings, tests stop where they must, and the file fits one run alone."""
+
+import json
+import math
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mars_jax import specs
+from mars_jax.cli.generate.arguments import parse
+from mars_jax.cli.generate.command import main as generate
+from mars_jax.cli.theta import FORMAT, read_theta, settings_of
+from mars_jax.core.errors import MarsError
+from mars_jax.lab.commands.benchmark import main as benchmark
+from mars_jax.lab.commands.calibrate import main
+from mars_jax.lab.commands.compounding import main as compounding
+from mars_jax.lab.evaluate import answers
+from mars_jax.lab.studies.certify import choose, fewest, p_value
+from tests.cli.conftest import write_checkpoint
+from tests.helpers import slow_but
+from tests.lab.evaluate.conftest import dying_after
+
+RESAMPLINGS = 200
+
+
+@pytest.mark.parametrize("confidence", [0.8, 0.95])
+@pytest.mark.parametrize("kind", ["flips", "regret"])
+def test_the_bound_holds_as_often_as_promised_over_resamplings(kind, confidence):
+    """The hardest case: a risk that is not monotone, and thresholds just above the bound after easy ones."""
+    rng = np.random.default_rng(0)
+    thetas, bound = [0.95, 0.9, 0.85, 0.8, 0.7], 0.03
+    risks = [0.0, 0.001, 0.0302, 0.029, 0.2]
+    if kind == "flips":  # a score that is lost or won, as accuracy is
+        population = [
+            rng.permutation(np.repeat([1.0, -1.0, 0.0], [lost, 400, 20_000 - 400 - lost]))
+            for lost in (round(20_000 * r) + 400 for r in risks)
+        ]
+    else:
+        population = [np.clip(rng.exponential(max(r, 1e-9), 20_000), 0, 1) for r in risks]
+    truth = dict(zip(thetas, (p.mean() for p in population), strict=True))
+    truth[math.inf] = 0.0
+    columns = dict(zip(thetas, population, strict=True))
+    held = relaxed = 0
+    for _ in range(RESAMPLINGS):
+        rows = rng.integers(0, 20_000, 400)
+        theta, trials = choose(
+            thetas, lambda t, rows=rows: (columns[t][rows], 2.0), bound=bound, confidence=confidence
+        )
+        held += truth[theta] <= bound
+        relaxed += theta <= 0.9
+        assert [t.passed for t in trials[:-1]] == [True] * (len(trials) - 1)
+    assert held / RESAMPLINGS >= confidence
+    # And it is no promise kept by never relaxing.
+    assert relaxed / RESAMPLINGS >= (0.9 if kind == "regret" else 0.15)
+
+
+def test_testing_stops_at_the_first_threshold_that_fails():
+    asked = []
+
+    def losses_at(theta):
+        asked.append(theta)
+        return np.full(500, 0.5 if theta == 0.8 else 0.0), 3.0
+
+    theta, trials = choose([0.9, 0.8, 0.7], losses_at, bound=0.05, confidence=0.9)
+    assert (theta, asked, [t.passed for t in trials]) == (0.9, [0.9, 0.8], [True, False])
+
+
+def test_the_p_value_is_that_of_a_bet_written_out():
+    """Capital by the loop of the paper, with bets from the past alone."""
+    rng = np.random.default_rng(1)
+    losses, bound, confidence = rng.choice([0.0, 0.0, 0.0, 0.2, -0.1], 300), 0.04, 0.9
+    capital, most, seen = 1.0, 1.0, []
+    for loss in losses:
+        x, r, past = (loss + 1) / 2, (bound + 1) / 2, [(s + 1) / 2 for s in seen]
+        means = [(0.5 + sum(past[: i + 1])) / (2 + i) for i in range(len(past))]
+        variance = (0.25 + sum((a - m) ** 2 for a, m in zip(past, means, strict=True))) / (1 + len(past))
+        bet = min(math.sqrt(2 * math.log(1 / (1 - confidence)) / (len(losses) * variance)), 0.75 / (1 - r))
+        capital *= 1 - bet * (x - r)
+        most = max(most, capital)
+        seen.append(loss)
+    assert p_value(losses, bound, confidence) == pytest.approx(1 / most)
+
+
+def test_too_few_problems_are_known_beforehand():
+    count = fewest(0.05, 0.9)
+    assert p_value(np.zeros(count), 0.05, 0.9) <= 0.1 < p_value(np.zeros(count - 1), 0.05, 0.9)
+
+
+# The command and its file.
+
+
+@pytest.fixture(scope="module")
+def jsonl(tmp_path_factory):
+    file = tmp_path_factory.mktemp("calibrate") / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"the sea {i}"}) + "\n" for i in range(8)))
+    return file
+
+
+def call(*argv):
+    return main([str(a) for a in argv])
+
+
+@pytest.fixture(scope="module")
+def flags(target, jsonl):
+    flags = [
+        "--target",
+        target,
+        "--draft",
+        f"model:{target}",
+        "--num-draft-tokens",
+        2,
+        "--task",
+        f"jsonl={jsonl}",
+    ]
+    flags += ["--max-new-tokens", 12, "--batch-size", 4, "--thetas", 0.9, 0.5, "--temperature", 1]
+    return [*flags, "--bound", 0.9, "--confidence", 0.5]
+
+
+@pytest.fixture(scope="module")
+def theta_file(flags, tmp_path_factory):
+    path = tmp_path_factory.mktemp("calibrate") / "theta.json"
+    assert call(*flags, "--output", path) == 0
+    assert [p.name for p in path.parent.iterdir()] == ["theta.json"]
+    return path
+
+
+@pytest.mark.parametrize(("groups", "torn"), [(0, 0), (1, 0), (2, 7)])
+@pytest.mark.slow
+def test_a_killed_run_goes_on_and_ends_alike(theta_file, flags, tmp_path, capsys, monkeypatch, groups, torn):
+    output = tmp_path / "theta.json"
+    with monkeypatch.context() as patch:
+        patch.setattr(answers, "_decoded", dying_after(groups))
+        assert call(*flags, "--output", output) == 130
+    assert not output.exists()
+    rows = tmp_path / "theta.json-rows" / "rows.jsonl"
+    if torn:
+        rows.write_bytes(rows.read_bytes()[:-torn])
+    decoded = []
+
+    def counting(*args, run=answers._decoded, **options):
+        decoded.append(1)
+        return run(*args, **options)
+
+    monkeypatch.setattr(answers, "_decoded", counting)
+    capsys.readouterr()
+    assert call(*flags, "--output", output) == 0
+    assert output.read_bytes() == theta_file.read_bytes()
+    assert len(decoded) == 3 - groups + bool(torn) and not rows.exists()
+    # The lines of whoever waits; what was on file took this process no time.
+    said = [line for line in capsys.readouterr().err.splitlines() if line.endswith(": 8 of 8 answers")]
+    fresh = [bool(re.search(r", [\d,]+ tokens/s, tau \d\.\d\d: ", line)) for line in said]
+    assert fresh == [i + 1 > groups - bool(torn) for i in range(3)] and len(said) == 3, said
+
+
+def test_rows_of_other_settings_and_paths_that_take_no_file_are_refused(flags, tmp_path, capsys):
+    output = tmp_path / "theta.json"
+    work = tmp_path / "theta.json-rows"
+    work.mkdir()
+    (work / "settings.json").write_text('{"seed": 8}')
+    assert call(*flags, "--output", output) == 2
+    assert f"'{work}' holds a run with other" in capsys.readouterr().err
+    for place in (output / "x", Path("/proc/theta.json")):
+        (tmp_path / "theta.json").touch()
+        assert call("--target", "nowhere", "--task", "arithmetic", "--output", place) == 2
+        error = capsys.readouterr().err
+        assert f"'{place.parent}'" in error or f"'{place}' cannot be written" in error
+
+
+def test_the_file_says_what_was_promised_and_for_what(theta_file, target):
+    data = json.loads(theta_file.read_text())
+    assert data["format"] == FORMAT and data["theta"] == 0.5 and data["problems"] == 8
+    assert data["promise"]["bound"] == 0.9 and [t["theta"] for t in data["trials"]] == [0.9, 0.5]
+    assert data["settings"] == {
+        "target": str(target), "draft": f"model:{target}", "num_draft_tokens": 2, "tree": None, "temperature": 1.0,
+    }  # fmt: skip
+    assert data["rule"] == {
+        "verify": "mars",
+        "settings": {
+            "base": "exact",
+            "margin": "ratio",
+            "max_relaxed_run": specs.UNLIMITED_RUN,
+            "exact_prefix": 0,
+        },
+    }
+
+
+def test_generate_takes_the_file_and_its_rule(theta_file, target):
+    flags = ["--target", f"elsewhere/{target.name}", "--draft", f"model:{target}", "--num-draft-tokens", "2"]
+    args = parse([*flags, "--temperature", "1", "--theta", str(theta_file), "hello"])
+    assert args.rule.spec == "mars" and args.rule.settled() == {
+        "theta": 0.5, "margin": "ratio", "base": "exact", "max_relaxed_run": specs.UNLIMITED_RUN,
+        "exact_prefix": 0,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("replaced", slow_but(["target", "draft", None], "target", "draft"))
+def test_the_file_holds_for_its_weights_wherever_they_are(theta_file, target, tmp_path, capsys, replaced):
+    """And for no others, whatever their folder is called."""
+    here = {}
+    for name in ("target", "draft"):
+        here[name] = tmp_path / name / target.name
+        shutil.copytree(target, here[name])
+        if name == replaced:
+            with (here[name] / "model.safetensors").open("r+b") as file:
+                file.seek(-4, 2)
+                file.write(b"\0\0\0\x3f")
+    flags = ["--target", here["target"], "--draft", f"model:{here['draft']}", "--num-draft-tokens", "2"]
+    flags += ["--temperature", "1", "--max-new-tokens", "1", "--theta", theta_file, "the sea"]
+    code = generate([str(flag) for flag in flags])
+    told = f"error: '{theta_file}' was calibrated with other weights of the {replaced}, or in another --dtype"
+    assert code == (2 if replaced else 0) and capsys.readouterr().err.startswith(told if replaced else "")
+
+
+@pytest.mark.parametrize("study", [benchmark, compounding])
+def test_studies_refuse_the_file_for_other_weights_too(theta_file, flags, target, tmp_path, capsys, study):
+    write_checkpoint(tmp_path / target.name, seed=3)
+    data = json.loads(theta_file.read_text())
+    file = tmp_path / "theta.json"
+    file.write_text(json.dumps(data | {"settings": data["settings"] | {"temperature": 0.0}}))
+    argv = [*flags[: flags.index("--thetas")], "--output", tmp_path / "study"]
+    argv[argv.index("--target") + 1] = tmp_path / target.name
+    argv += ["--theta" if study is compounding else "--thetas", file]
+    assert study([str(arg) for arg in argv]) == 2
+    assert "was calibrated with other weights of the target" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("old", ["mars-jax theta 1", "mars-jax theta 2"])
+def test_a_file_that_does_not_say_its_weights_is_refused(theta_file, tmp_path, old):
+    data = json.loads(theta_file.read_text()) | {"format": old}
+    data.pop("weights", None)
+    file = tmp_path / "old.json"
+    file.write_text(json.dumps(data))
+    with pytest.raises(MarsError, match=r"does not say which weights .*: calibrate again with python -m"):
+        read_theta(str(file))
+
+
+def test_a_setting_that_is_newer_than_a_file_had_its_default(theta_file, target, tmp_path):
+    data = json.loads(theta_file.read_text())
+    del data["rule"]["settings"]["exact_prefix"]
+    file = tmp_path / "older.json"
+    file.write_text(json.dumps(data))
+    flags = ["--target", f"elsewhere/{target.name}", "--draft", f"model:{target}", "--num-draft-tokens", "2"]
+    flags += ["--temperature", "1", "--theta", str(file), "--verify", "mars"]
+    assert parse([*flags, "hello"]).rule.settled()["exact_prefix"] == 0
+    with pytest.raises(MarsError, match="was calibrated for the exact prefix 0, and this run has 2"):
+        parse([*flags, "--exact-prefix", "2", "hello"])
+
+
+def test_a_file_for_somebodys_own_rule_runs_nothing_until_it_is_named(theta_file, target, tmp_path):
+    marker, own = tmp_path / "ran", tmp_path / "gates.py"
+    own.write_text(
+        f"import pathlib\npathlib.Path({str(marker)!r}).touch()\nfrom mars_jax import verify\n"
+        "def gate(theta: float = 1.0, most: int = 3):\n    return verify.exact()\n"
+    )
+    data = json.loads(theta_file.read_text())
+    data["rule"] = {"verify": f"{own}:gate", "settings": {"most": 2}}
+    file = tmp_path / "theta.json"
+    file.write_text(json.dumps(data))
+    flags = [
+        "--target",
+        str(target),
+        "--draft",
+        f"model:{target}",
+        "--num-draft-tokens",
+        "2",
+        "--temperature",
+        "1",
+    ]
+    with pytest.raises(MarsError, match="name it as --verify too, since that runs its code"):
+        parse([*flags, "--theta", str(file), "hello"])
+    assert not marker.exists()
+    args = parse([*flags, "--theta", str(file), "--verify", f"{own}:gate", "hello"])
+    assert dict(args.rule.settings) == {"most": 2, "theta": 0.5}
+    with pytest.raises(MarsError, match="calibrated for the most 2, and this run has 3"):
+        parse([*flags, "--theta", str(file), "--verify", f"{own}:gate", "--rule-option", "most=3", "hello"])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"--target": "other"}, "calibrated for the target"),
+        ({"--draft": "ngram"}, "calibrated for the draft"),
+        ({"--num-draft-tokens": "3"}, "calibrated for the num draft tokens 2, and this run has 3"),
+        ({"--temperature": "0"}, "calibrated for the temperature 1, and this run has 0"),
+        ({"--margin": "gap"}, "calibrated for the margin ratio, and this run has gap"),
+        ({"--base": "rejection"}, "calibrated for the base exact, and this run has rejection"),
+        ({"--max-relaxed-run": "2"}, "calibrated for the max relaxed run 1073741824, and this run has 2"),
+        ({"--verify": "learned:head"}, "calibrated for the rule mars, and this run has learned:head"),
+    ],
+)
+def test_a_threshold_for_something_else_is_refused(theta_file, target, change, message):
+    flags = {
+        "--target": str(target), "--draft": f"model:{target}", "--num-draft-tokens": "2", "--temperature": "1",
+        "--theta": str(theta_file),
+    } | change  # fmt: skip
+    with pytest.raises(MarsError, match=message):
+        parse([*(x for pair in flags.items() for x in pair), "hello"])
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"format": "mars-jax theta 3"}', '{"format": "mars-jax theta 9", "theta": 0.9}']
+)
+def test_a_file_that_is_none_is_refused(tmp_path, text):
+    file = tmp_path / "theta.json"
+    file.write_text(text)
+    with pytest.raises(MarsError, match="holds no threshold"):
+        read_theta(str(file))
+
+
+def test_trees_are_told_apart(theta_file):
+    args = parse(["--tree", "dynamic:3-4-9", "hello"])
+    assert settings_of(args)["tree"] == {"dynamic": [3, 4, 9]}
+    assert settings_of(parse(["--tree", "3-4-9", "hello"]))["tree"] == [3, 4, 9]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--bound", "0.01"], "8 problems cannot certify a bound of 0.01 with confidence 0.95"),
+        (["--bound", "2"], "--bound is 2: expected a number between 0 and 1"),
+        (["--risk", "accuracy", "--bound", "0.9"], "--risk accuracy needs a score of every answer"),
+        (
+            ["--thetas", "0.5", "0.9"],
+            "--thetas are not in order: give finite numbers from strict to loose, falling",
+        ),
+        (["--allow-unconfined-code", "--bound", "0.9"], "does not apply without --allow-code-execution"),
+        (["--verify", "exact"], "--verify exact has no theta to calibrate"),
+        (
+            ["--thetas", "1.5"],
+            "--thetas has 1.5: expected a number above 0 and at most 1 for the margin ratio",
+        ),
+    ],
+)
+def test_what_cannot_be_certified_is_refused_before_anything_loads(jsonl, tmp_path, capsys, argv, message):
+    output = tmp_path / "theta.json"
+    assert call("--target", "nowhere", "--task", f"jsonl={jsonl}", "--output", output, *argv) == 2
+    assert message in capsys.readouterr().err
+    assert not output.exists()

@@ -1,0 +1,119 @@
+"""Datasets in the Hub's layout, read by `datasets` from folders, with the calls that read them from the Hub."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mars_jax.core.errors import MarsError
+from mars_jax.lab.evaluate.tasks import datasets as hub
+from mars_jax.lab.evaluate.tasks.catalogue import read
+
+GSM8K = {"question": "How many?", "answer": "3 * 4 = 12.\n#### 12"}
+ROWS = {
+    "gsm8k": GSM8K,
+    "humaneval": {"task_id": "HumanEval/0", "prompt": "def a():\n", "entry_point": "a", "test": "def check(a): ..."},
+    "mbpp": {"task_id": 2, "text": "Add.", "test_setup_code": "", "test_list": ["assert a(1) == 1"]},
+    "mt_bench": {"prompt_id": 7, "category": "math", "prompt": ["One?", "Two?"], "reference": []},
+    "alpaca": {"instruction": "Name it.", "input": "A dog.", "output": "Rex."},
+    "cnn_dm": {"id": "x1", "article": "Long.", "highlights": "Short."},
+    "wmt19": {"translation": {"zh": "\u4f60\u597d", "en": "Hello"}},
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def datasets(tmp_path, monkeypatch):
+    """The library, with a cache of its own; it loads with the first of these tests."""
+    found = pytest.importorskip(
+        "datasets", reason="datasets of the Hub need it: pip install 'mars-jax[evaluate]'"
+    )
+    monkeypatch.setattr(found.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    return found
+
+
+@pytest.fixture
+def published(tmp_path):
+    """Write rows as a dataset with the config and split that the task takes: published(task, rows...) -> folder."""
+
+    def call(task, *rows):
+        config, split = hub.PARTS.get(task, hub.Part(None, "test"))
+        folder = tmp_path / task
+        folder.mkdir()
+        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        files = f"- split: {split}\n    path: rows.jsonl\n"
+        card = f"---\nconfigs:\n- config_name: {config or 'default'}\n  data_files:\n  {files}---\n"
+        (folder / "README.md").write_text(card)
+        return str(folder)
+
+    return call
+
+
+@pytest.mark.parametrize("task", ROWS)
+def test_the_layouts_of_the_hub_are_problems(published, task):
+    [problem] = read(task, published(task, ROWS[task]), chat=True)
+    expected = {
+        "gsm8k": ("final_answer", ("12",)),
+        "humaneval": ("pass@1", ()),
+        "mbpp": ("pass@1", ()),
+        "mt_bench": ("likelihood", ()),
+        "alpaca": ("likelihood", ()),
+        "cnn_dm": ("rouge_l", ("Short.",)),
+        "wmt19": ("bleu", ("Hello",)),
+    }
+    assert (problem.metric, problem.references) == expected[task]
+    asked = {
+        "mt_bench": ("One?", "Two?"),
+        "alpaca": ("Name it.\n\nA dog.",),
+        "cnn_dm": ("Summarize: Long.",),
+        "wmt19": ("Translate the following Chinese text to English.\n\n\u4f60\u597d",),
+    }
+    assert problem.turns == asked.get(task, problem.turns)
+    ids = {"humaneval": "HumanEval/0", "mbpp": "2", "mt_bench": "7", "cnn_dm": "x1"}
+    assert problem.id == ids.get(task, "0")
+
+
+def test_a_limit_counts_rows(published):
+    assert len(read("gsm8k", published("gsm8k", GSM8K, GSM8K, GSM8K), chat=True, limit=2)) == 2
+
+
+def test_a_name_says_dataset_config_and_split(datasets, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda *args, **more: asked.append((*args, more)) or [GSM8K]
+    )
+    for path in ("openai/gsm8k", "openai/gsm8k:socratic", "openai/gsm8k::train", "a/b:c:d"):
+        [problem] = read("gsm8k", path, chat=True)
+        assert problem.references == ("12",)
+    assert asked == [
+        ("openai/gsm8k", "main", {"split": "test", "streaming": True}),
+        ("openai/gsm8k", "socratic", {"split": "test", "streaming": True}),
+        ("openai/gsm8k", "main", {"split": "train", "streaming": True}),
+        ("a/b", "c", {"split": "d", "streaming": True}),
+    ]
+
+
+@pytest.mark.parametrize("path", ["a/missing.jsonl", "missing", "a:b"])
+def test_what_is_no_name_is_a_file(path):
+    with pytest.raises(MarsError, match="there is no file"):
+        read("gsm8k", path, chat=True)
+
+
+def test_what_datasets_cannot_read_is_said(datasets, published, monkeypatch):
+    with pytest.raises(MarsError, match=r"row 0: it has no question|reference is None|turns is None"):
+        read("gsm8k", published("gsm8k", {"a": 1}), chat=True)
+
+    broken = Path(published("mbpp", ROWS["mbpp"]))
+    (broken / "rows.jsonl").write_text('{"task_id": 1,\n')
+    with pytest.raises(MarsError, match=r"cannot be read \(.*\): give a file of JSON lines"):
+        read("mbpp", str(broken), chat=True)
+
+    def refuse(*args, **more):
+        raise datasets.exceptions.DatasetNotFoundError("Dataset 'a/b' doesn't exist on the Hub.\nMore.")
+
+    monkeypatch.setattr(datasets, "load_dataset", refuse)
+    with pytest.raises(
+        MarsError, match=r"'a/b' cannot be read \(Dataset 'a/b' doesn't exist on the Hub\): write"
+    ):
+        read("gsm8k", "a/b", chat=True)

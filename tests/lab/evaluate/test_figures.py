@@ -1,0 +1,174 @@
+"""Loops, acceptance by depth, and intervals that cover what they should."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mars_jax.lab.evaluate.figures import (
+    LONGEST_PERIOD,
+    acceptance_by_depth,
+    intervals,
+    loops,
+    recovered_interval,
+    summarize,
+)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        ([], False),
+        ([7] * 11, False),
+        ([7] * 12, True),
+        ([1, 2] * 6, True),
+        ([1, 2] * 5 + [1], False),
+        (list(range(30)), False),
+        (list(range(20)) * 3, True),
+        ([99, *list(range(20)) * 3], True),
+        (list(range(20)) * 3 + [5, 6], False),
+        (list(range(20)) * 3 + [0, 1, 2], True),  # cut off inside of the phrase
+        (list(range(20)) * 2 + list(range(10)), False),
+        (list(range(LONGEST_PERIOD)) * 3, True),
+        (list(range(LONGEST_PERIOD + 1)) * 3, False),
+    ],
+)
+def test_loops(tokens, expected):
+    assert loops(tokens) is expected
+
+
+def test_a_stop_token_is_not_part_of_the_text():
+    assert loops([7] * 12 + [0], stop_tokens=[0])
+    assert not loops([7] * 12 + [0])
+    assert not loops([0] * 12, stop_tokens=[0])
+
+
+def test_acceptance_by_depth():
+    assert acceptance_by_depth([3, 2, 0, 5]) == [7 / 10, 5 / 7, 5 / 5]
+    assert acceptance_by_depth([4, 0, 0]) == [0.0, None]
+    assert acceptance_by_depth([4]) == []
+
+
+def scores(*values):
+    return np.asarray(values, np.float64)[:, None]
+
+
+def test_the_interval_covers_the_truth_about_95_times_in_100():
+    rng = np.random.default_rng(0)
+    problems, repeats, hits = 120, 300, 0
+    for repeat in range(repeats):
+        # Paired: whether the target alone is right says much about the arm. The true ratio is 0.54 / 0.6.
+        alone = rng.random(problems) < 0.6
+        arm = np.where(alone, rng.random(problems) < 0.8, rng.random(problems) < 0.15)
+        found = recovered_interval("final_answer", scores(*arm), scores(*alone), seed=repeat, resamples=400)
+        assert found is not None
+        hits += found[0] <= 0.54 / 0.6 <= found[1]
+    assert 0.91 <= hits / repeats <= 0.985
+
+
+def test_the_interval_is_paired():
+    alone = np.asarray([0, 1] * 50)
+    assert recovered_interval("final_answer", scores(*alone), scores(*alone)) == (1.0, 1.0)
+    shuffled = recovered_interval("final_answer", scores(*alone[::-1]), scores(*alone))
+    assert shuffled is not None and shuffled[0] < 0.8 < 1.25 < shuffled[1]
+
+
+def test_the_interval_is_a_function_of_its_seed():
+    a, b = scores(*[0, 1, 1, 0, 1]), scores(*[1, 1, 0, 0, 1])
+    assert recovered_interval("bleu", np.ones((3, 10)), np.ones((3, 10)), seed=1) is not None
+    assert recovered_interval("final_answer", a, b, seed=1) == recovered_interval(
+        "final_answer", a, b, seed=1
+    )
+
+
+def test_intervals_that_do_not_exist():
+    assert recovered_interval("final_answer", scores(1), scores(1)) is None
+    assert recovered_interval("final_answer", scores(0, 0), scores(0, 0)) is None
+    assert (
+        recovered_interval("final_answer", scores(1, 1), scores(0, 1)) is None
+    )  # a quarter of them is infinite
+
+
+def row(tokens, score, seconds=1.0, **changes):
+    return {
+        "theta": None, "tokens": [tokens], "finish_reason": "stop", "steps": 2, "emitted": len(tokens), "proposed": 4,
+        "accepted_exact": 1, "accepted_relaxed": 1, "depth_histogram": [1, 0, 1], "regret": 0.5, "loops": False,
+        "score": score, "seconds": seconds,
+    } | changes  # fmt: skip
+
+
+def test_a_summary_by_hand():
+    alone = [row([1, 2, 3, 4], [1.0], 4.0), row([1, 2], [1.0], 2.0), row([1, 2], [0.0], 2.0)]
+    rows = [
+        row([1, 2, 3, 4], [1.0]),
+        row([5, 6], [0.0], loops=True),
+        row([1, 2], [0.5], finish_reason="length"),
+    ]
+    strict = [row([5, 6], [0.0])] * 3
+    made = summarize(rows, alone, strict, metric="rouge_l")
+    interval, spans = made.pop("recovered_interval"), made.pop("intervals")
+    assert made == {
+        "problems": 3,
+        "theta": None,
+        "tau": 8 / 6,
+        "depth_histogram": [3, 0, 3],
+        "acceptance_by_depth": [0.5, 1.0],
+        "relaxed_share": 0.5,
+        "regret_per_token": 1.5 / 8,
+        "tokens_per_second": 8 / 3,
+        "speedup": (8 / 3) / (8 / 8),
+        "seconds_per_task": 1.0,
+        "task_speedup": 8 / 3,
+        "tokens_per_task": 8 / 3,
+        "loop_rate": pytest.approx(1 / 3),
+        "length_rate": pytest.approx(1 / 3),
+        "same_as_autoregressive": pytest.approx(2 / 3),
+        "same_as_strict": pytest.approx(1 / 3),
+        "score": 0.5,
+        "recovered": 0.75,
+    }
+    assert interval is None or interval[0] <= 0.75 <= interval[1]
+    for name in ("tau", "tokens_per_second", "speedup", "regret_per_token", "score"):
+        assert spans[name][0] <= made[name] <= spans[name][1], name
+    assert spans["acceptance_by_depth"] == [[0.5, 0.5], [1.0, 1.0]]  # every row has the same
+
+
+def test_the_intervals_of_figures_hold_the_truth_as_often_as_they_say():
+    """tau of texts whose steps give 1 to 5 tokens, mean 3, and whose lengths and numbers of steps vary."""
+    rng, hits, repeats, problems = np.random.default_rng(0), 0, 300, 60
+    for repeat in range(repeats):
+        steps = rng.integers(4, 20, problems)
+        rows = [
+            row([0] * int(rng.integers(1, 6, n).sum()), [float(rng.random() < 0.7)], steps=int(n))
+            for n in steps
+        ]
+        low, high = intervals(rows, rows, metric="final_answer", seed=repeat, resamples=400)["tau"]
+        hits += low <= 3 <= high
+    assert 0.91 <= hits / repeats <= 0.985
+
+
+def test_intervals_are_of_the_same_resamples_of_problems():
+    """A speed against itself is 1 without doubt, and the seed decides."""
+    rng = np.random.default_rng(0)
+    sizes = zip(rng.integers(2, 9, 9), rng.random(9), strict=True)
+    rows = [row([0] * int(count), [1.0], seconds=float(seconds)) for count, seconds in sizes]
+    made = intervals(rows, rows, metric="final_answer")
+    assert made["speedup"] == [1.0, 1.0] and made["score"] == [1.0, 1.0]
+    assert made["tokens_per_second"][0] < made["tokens_per_second"][1]
+    assert made == intervals(rows, rows, metric="final_answer")
+    assert made["tau"] != intervals(rows, rows, metric="final_answer", seed=1)["tau"]
+
+
+def test_a_single_problem_has_no_intervals():
+    made = intervals([row([1, 2], [1.0])], [row([1, 2], [1.0])], metric="final_answer")
+    assert made.pop("acceptance_by_depth") == [None, None] and {*made.values()} == {None}
+
+
+def test_what_is_not_scored_has_no_quality():
+    rows = [row([1], None), row([2], None)]
+    made = summarize(rows, rows, rows, metric="none")
+    assert made["score"] is None and made["recovered"] is None and made["recovered_interval"] is None
+    assert made["intervals"]["score"] is None and made["intervals"]["tau"] is not None
+    zero = [row([1], [0.0]), row([2], [0.0])]
+    made = summarize([row([1], [1.0]), row([2], [0.0])], zero, zero, metric="final_answer")
+    assert made["score"] == 0.5 and made["recovered"] is None and made["recovered_interval"] is None

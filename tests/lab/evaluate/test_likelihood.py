@@ -1,0 +1,102 @@
+"""Likelihoods of texts (test_lm_eval has PyTorch), and the scores made of them."""
+
+from __future__ import annotations
+
+import math
+import types
+
+import jax
+import numpy as np
+import pytest
+
+import mars_jax as mj
+from mars_jax.lab.evaluate.answers import prompt_tokens
+from mars_jax.lab.evaluate.benchmark import arm_loops
+from mars_jax.lab.evaluate.scoring.scores import total
+from mars_jax.lab.evaluate.tasks.problems import Problem
+from mars_jax.placement.shardings import parse_mesh
+from mars_jax.serve import likelihood
+
+TEXTS = [[1, 5, 3], list(range(2, 60)), [7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7]]
+
+
+@pytest.fixture(scope="module")
+def loaded(target):
+    return mj.load(str(target), dtype="float32")
+
+
+def same(found, expected):
+    for ours, theirs in zip(found, expected, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+def test_in_parts_it_is_the_same(loaded, monkeypatch):
+    whole = likelihood.score(loaded, TEXTS)
+    assert [len(s.log_p) for s in whole] == [len(t) - 1 for t in TEXTS]
+    monkeypatch.setattr(likelihood, "POSITIONS", 24)  # which divides no length that occurs
+    likelihood._score.clear_cache()
+    same(likelihood.score(loaded, TEXTS), whole)
+    likelihood._score.clear_cache()
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices")
+def test_on_a_mesh_it_is_the_same(loaded, target):
+    on_mesh = mj.load(str(target), dtype="float32", mesh=parse_mesh("data=2,model=4"))
+    same(likelihood.score(on_mesh, TEXTS, rows=1), likelihood.score(loaded, TEXTS))
+
+
+def test_an_answer_is_scored_without_its_prompt(loaded):
+    prompts, answers = [[1, 5], [2, 3, 4, 5]], [[3], [6, 7, 8]]
+    made = likelihood.score_answers(loaded, prompts, answers)
+    texts = [p + a for p, a in zip(prompts, answers, strict=True)]
+    logits = [s.log_p for s in likelihood.score(loaded, texts)]
+    assert made == [
+        [pytest.approx(logits[0][1], abs=1e-4), 1],
+        [pytest.approx(logits[1][3:].sum(), abs=1e-4), 3],
+    ]
+    sums = np.asarray([[made[0][0] + made[1][0], 4.0, 2.0]])
+    assert total("likelihood", sums)[0] == pytest.approx(math.exp(sums[0, 0] / 4))
+
+
+def test_all_turns_of_a_conversation_count():
+    target = mj.load("tiny/target")
+    two = Problem(task="t", id="0", turns=("One?", "Two?"), metric="likelihood")
+    one = Problem(task="t", id="1", turns=("One?",), metric="likelihood")
+    said = types.SimpleNamespace(texts=(" Yes.", " No."), tokens=((20, 30), (40,)))
+    short = types.SimpleNamespace(texts=(" Yes.",), tokens=((20, 30),))
+    decoding = types.SimpleNamespace(session=types.SimpleNamespace(target=target), chat=True)
+    evaluation = types.SimpleNamespace(_decoding=decoding, _settings={})
+    first, second = arm_loops.Evaluation._scores(evaluation, [two, one], [said, short])
+    prompts = [prompt_tokens(target, two, said.texts[:n], chat=True) for n in (0, 1)]
+    parts = likelihood.score_answers(target, prompts, said.tokens)
+    np.testing.assert_allclose(first, np.sum(parts, axis=0), atol=1e-3)
+    np.testing.assert_allclose(second, parts[0], atol=1e-3)
+    assert first[1] == 3
+
+
+def test_the_public_score_is_teacher_forcing_by_transformers():
+    """And of texts that were generated it is what generation said of them."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    embedded = mj.load("tiny/draft", dtype="float32")
+    model = transformers.AutoModelForCausalLM.from_pretrained(embedded.path, dtype="float32")
+    texts = ["Once upon a time, there was a little girl.", "The cat", "Tim had 3 apples and 12 pears." * 4]
+    for text, found in zip(texts, mj.score(embedded, texts), strict=True):
+        ids = torch.tensor([embedded.encode(text)])
+        with torch.inference_mode():
+            log_p = torch.log_softmax(model(ids).logits[0, :-1], dim=-1)
+        want = log_p.gather(1, ids[0, 1:, None])[:, 0]
+        np.testing.assert_allclose(found.log_p, want.numpy(), atol=1e-4)
+        assert list(found.tokens) == ids[0].tolist()
+    result = mj.generate(embedded, "none", texts[:2], max_new_tokens=12, log_probs=True)
+    whole = [[*c.request.prompt_tokens, *c.tokens] for c in result.completions]
+    for completion, found in zip(result.completions, mj.score(embedded, whole), strict=True):
+        new = len(completion.tokens)
+        np.testing.assert_allclose(found.log_p[-new:], completion.log_probs.log_prob, atol=1e-4)
+    for given, sentence in (
+        ("The", "texts is one text"),
+        ([[]], "no tokens"),
+        ([[1] * 5000], "text 0 has 5000 tokens"),
+    ):
+        with pytest.raises(mj.MarsError, match=sentence):
+            mj.score(embedded, given)

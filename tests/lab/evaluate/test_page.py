@@ -1,0 +1,213 @@
+"""The HTML report: its tokens are those of the rows, everything is escaped, and nothing is fetched from outside."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+pytest.importorskip("matplotlib")
+
+from mars_jax.lab.evaluate.benchmark import page, plots
+
+VOID = {"meta", "br", "hr", "img", "input", "link"}
+HOSTILE = (
+    '</p></style><script>alert("1 & 2")</script> \'one\' "two" &amp; <img src=x onerror=y> '
+    "\x1b[31m $a$ {{ 7 * 7 }}"
+)
+SHOWN = HOSTILE.replace("\x1b", "\ufffd")
+SVG = '<?xml version="1.0"?><svg width="9"><metadata>http://x.org</metadata><g id="a"/><use href="#a"/></svg>'
+
+
+class Element:
+    """A tag with its attributes, its children and its text."""
+
+    def __init__(self, tag, attributes, parent):
+        self.tag, self.attributes, self.parent, self.children = tag, dict(attributes), parent, []
+
+    @property
+    def text(self):
+        return "".join(c if isinstance(c, str) else c.text for c in self.children)
+
+    def find(self, tag=None, **attributes):
+        """All elements below with these attributes; `kind` stands for class."""
+        wanted = {("class" if k == "kind" else k.replace("_", "-")): v for k, v in attributes.items()}
+        found = []
+        for child in self.children:
+            if isinstance(child, Element):
+                if tag in (None, child.tag) and all(child.attributes.get(k) == v for k, v in wanted.items()):
+                    found.append(child)
+                found += child.find(tag, **attributes)
+        return found
+
+
+class Strict(HTMLParser):
+    """A tree of the page; a tag that is not closed, or closed in another order, is an error."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.root = self.at = Element("root", [], None)
+        self.feed(text)
+        self.close()
+        assert self.at is self.root, f"<{self.at.tag}> is not closed"
+
+    def handle_starttag(self, tag, attrs):
+        child = Element(tag, attrs, self.at)
+        assert len({name for name, _ in attrs}) == len(attrs), f"<{tag}> has an attribute twice"
+        self.at.children.append(child)
+        if tag not in VOID:
+            self.at = child
+
+    def handle_startendtag(self, tag, attrs):
+        self.at.children.append(Element(tag, attrs, self.at))
+
+    def handle_endtag(self, tag):
+        assert self.at.tag == tag, f"</{tag}> closes <{self.at.tag}>"
+        self.at = self.at.parent
+
+    def handle_data(self, data):
+        self.at.children.append(data)
+
+
+@pytest.fixture(scope="module")
+def read(finished):
+    return (finished.path / "report.html").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def texts(finished):
+    return json.loads((finished.path / "texts.json").read_text())
+
+
+def said(root):
+    """Of every text of the page, in order: its arm, and the (kind, text) of its tokens."""
+    for arm in root.find("section", kind="arm"):
+        [name], [line] = arm.find("h4"), arm.find("p", kind="said")
+        assert all(isinstance(child, Element) for child in line.children), "text that is of no token"
+        yield name.text, [(child.attributes["class"], child.text) for child in line.children]
+
+
+def test_the_coloured_tokens_are_those_of_the_rows(finished, read, texts):
+    rows = {(row["temperature"], row["arm"], row["id"]): row for row in finished.rows}
+    shown = said(Strict(read).root)
+    relaxed = 0
+    for table in finished.summary["tables"]:
+        for problem in texts[f"jsonl, temperature {table['temperature']:g}"]:
+            for name, arm in problem["arms"].items():
+                row = rows[table["temperature"], name, problem["id"]]
+                assert arm["tokens"] == row["tokens"][0] and "".join(arm["pieces"]) == row["text"][0]
+                assert arm["kinds"].count("relaxed") == row["accepted_relaxed"]
+                assert arm["kinds"].count("exact") == row["accepted_exact"]
+                assert len(arm["kinds"]) == len(arm["pieces"]) == row["emitted"]
+                heading, tokens = next(shown)
+                assert heading == name
+                pairs = zip(arm["kinds"], arm["pieces"], strict=True)
+                assert tokens == [(kind, page.plain(piece)) for kind, piece in pairs if piece]
+                relaxed += row["accepted_relaxed"]
+    assert relaxed > 0 and next(shown, None) is None
+
+
+def test_relaxed_tokens_are_marked_and_not_by_colour_alone(read):
+    root = Strict(read).root
+    assert {child.tag for line in root.find("p", kind="said") for child in line.find(kind="relaxed")} == {
+        "mark"
+    }
+    style = root.find("head")[0].find("style")[0]
+    assert re.search(r"\.relaxed \{[^}]*text-decoration: underline", style.text)
+    assert "prefers-color-scheme: dark" in style.text
+
+
+def test_the_tables_are_those_of_the_summary(finished, read):
+    root = Strict(read).root
+    tables = root.find("table")
+    assert len(tables) == 2 * len(finished.summary["tables"])
+    for number, table in enumerate(finished.summary["tables"]):
+        key, wide = tables[2 * number : 2 * number + 2]
+        assert [cell.text for cell in key.find("th", scope="col")] == [
+            "arm",
+            "tau",
+            "tokens/s",
+            "speed",
+            "recovered",
+        ]
+        assert [cell.text for cell in wide.find("th", scope="row")] == [arm["arm"] for arm in table["arms"]]
+        taus = [row.find("td")[0].text for row in key.find("tbody")[0].find("tr")]
+        assert taus == [f"{arm['tau']:.2f}" for arm in table["arms"]]
+
+
+def test_nothing_is_fetched_and_nothing_runs(read):
+    root = Strict(read).root
+    everything = root.find()
+    assert not {"script", "link", "iframe", "object", "embed", "img", "base", "form"} & {
+        e.tag for e in everything
+    }
+    for element in everything:
+        for name, value in element.attributes.items():
+            assert not name.startswith("on"), name
+            if name in ("href", "xlink:href", "src", "srcset", "action", "data"):
+                assert value.startswith("#"), value
+    assert set(re.findall(r"url\((.)", read)) <= {"#"} and "@import" not in read
+    [policy] = root.find("meta", http_equiv="Content-Security-Policy")
+    assert "default-src 'none'" in policy.attributes["content"]
+
+
+def test_the_page_can_be_read_by_everybody(read):
+    root = Strict(read).root
+    ids = [e.attributes["id"] for e in root.find() if "id" in e.attributes]
+    assert len(ids) == len({*ids})
+    for element in root.find():
+        for name in ("href", "xlink:href", "aria-labelledby"):
+            if name in element.attributes:
+                assert element.attributes[name].removeprefix("#") in ids
+    assert root.find("html")[0].attributes["lang"] == "en" and root.find("title")[0].text.startswith(
+        "target "
+    )
+    pictures = root.find("svg")
+    assert [p.attributes["aria-label"] for p in pictures] == list(plots.PICTURES.values())
+    assert {p.attributes["role"] for p in pictures} == {"img"}
+    levels = [int(e.tag[1]) for e in root.find() if re.fullmatch(r"h\d", e.tag)]
+    assert levels[0] == 1 and levels.count(1) == 1
+    assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
+
+
+def test_texts_that_are_markup_stay_texts(finished, texts):
+    """Whatever a prompt, a model, a path or a rule of the user's says."""
+    summary = json.loads(json.dumps(finished.summary))
+    summary["settings"]["target"] = summary["settings"]["draft"] = HOSTILE
+    summary["notes"] = [HOSTILE]
+    for table in summary["tables"]:
+        table["task"] = HOSTILE
+        table["arms"][3]["arm"] = table["arms"][3]["meaning"] = HOSTILE
+    arm = {"tokens": [1, 2], "kinds": ["relaxed", "corrected"], "pieces": [HOSTILE, chr(0xD800)]}
+    hostile = {
+        f"{HOSTILE}, temperature {t:g}": [{"id": HOSTILE, "prompt": HOSTILE, "arms": {HOSTILE: arm}}]
+        for t in (0, 1)
+    }
+    made = page.render(summary, hostile, dict.fromkeys(plots.PICTURES, SVG))
+    made.encode("utf-8")
+    root = Strict(made).root
+    assert not root.find("script") and not root.find("img") and "49" not in root.find("h1")[0].text
+    assert list(said(root)) == [(SHOWN, [("relaxed", SHOWN), ("corrected", "?")])] * 2
+    assert [p.text for p in root.find("p", kind="prompt")] == [SHOWN] * 2
+    assert root.find("h3")[0].text == f"Problem {SHOWN}" and SHOWN in root.find("title")[0].text
+    assert [c.text for c in root.find("th", scope="row")].count(SHOWN) == 4
+    assert "x.org" not in made and "\x1b" not in made
+
+
+def test_plots_of_names_that_are_markup_or_formulas(finished, tmp_path):
+    summary = json.loads(json.dumps(finished.summary))
+    summary["settings"]["target"] = HOSTILE.replace("\x1b", "")
+    for table in summary["tables"]:
+        table["task"] = "$a_b$ <b>"
+    plots.draw(summary, tmp_path, formats=("svg",))
+    svg = (tmp_path / "speed.svg").read_text()
+    assert "$a_b$ &lt;b&gt;" in svg and "<script>" not in svg
+
+
+def test_a_run_without_texts_has_a_page(finished):
+    made = page.render(finished.summary, {}, dict.fromkeys(plots.PICTURES, SVG))
+    root = Strict(made).root
+    assert not root.find("section", kind="arm") and len(root.find("table")) == 4

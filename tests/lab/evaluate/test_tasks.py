@@ -1,0 +1,233 @@
+"""Readers, on little files in the published layouts."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import lzma
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from mars_jax.core.errors import MarsError
+from mars_jax.lab.evaluate.tasks import arithmetic
+from mars_jax.lab.evaluate.tasks.catalogue import ARITHMETIC_PROBLEMS, STORY_WORDS, read
+
+DATA = Path(__file__).parents[1] / "data"
+PUBLISHED = {
+    name: f"{name}.jsonl.xz" for name in ("humaneval", "mt_bench", "alpaca", "cnn_dm", "wmt19", "spec_bench")
+}
+PUBLISHED["gsm8k"] = "gsm8k_test.jsonl.xz"
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Write rows as JSON lines: write({...}, ...) -> path."""
+
+    def call(*rows, name="file.jsonl"):
+        path = tmp_path / name
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return str(path)
+
+    return call
+
+
+def turns(number, *asked, category="", **more):
+    return {"question_id": number, "category": category, "turns": list(asked)} | more
+
+
+def test_arithmetic_is_the_generator():
+    problems = read("arithmetic", chat=True, limit=3)
+    known = list(arithmetic.generate(3, split="eval"))
+    assert [p.turns for p in problems] == [(k.question,) for k in known]
+    assert [p.references for p in problems] == [(str(k.result),) for k in known]
+    assert len(read("arithmetic", chat=True)) == ARITHMETIC_PROBLEMS
+    with pytest.raises(MarsError, match="takes no file"):
+        read("arithmetic", "a.jsonl", chat=True)
+
+
+def test_stories_are_cut_between_words(tmp_path):
+    words = [f"w{i}" for i in range(2 * STORY_WORDS + 1)]
+    long = "  ".join(words[:3]) + "\n" + " ".join(words[3:])
+    path = tmp_path / "stories.txt"
+    path.write_text(f"Too short.\n<|endoftext|>\n{long}\n<|endoftext|>\n{long}\n")
+    first, second = read("stories", str(path), chat=True)
+    assert first.turns[0] == "w0  w1  w2\n" + " ".join(words[3:STORY_WORDS])
+    assert (first.id, second.id, first.metric, first.continues) == ("1", "2", "likelihood", True)
+    assert len(read("stories", str(path), chat=False, limit=1)) == 1
+    path.write_text("Too short.\n")
+    with pytest.raises(MarsError, match="no document of more than 48 words"):
+        read("stories", str(path), chat=False)
+
+
+def test_gsm8k(write):
+    row = {"question": "How many?", "answer": "3 * 400 = 1200.\n#### 1,200"}
+    path = write(row, row)
+    chat, _ = read("gsm8k", path, chat=True)
+    assert chat.turns[0].startswith("How many?\n") and "####" in chat.turns[0]
+    assert chat.metric == "final_answer" and chat.references == ("1200",)
+    [plain] = read("gsm8k", path, chat=False, limit=1)
+    assert plain.turns[0].endswith("Question: How many?\nAnswer:") and plain.turns[0].count("####") == 2
+    # The examples of the prompt are right.
+    for line in plain.turns[0].splitlines():
+        for left, _, right in (part.partition(" = ") for part in line.split(". ") if " = " in part):
+            expression = left[left.rindex(next(w for w in left.split() if w[0].isdigit())) :]
+            assert eval(expression) == int(right.split()[0])
+    with pytest.raises(MarsError, match=r"line 1: its answer does not end in ####"):
+        read("gsm8k", write({"question": "How many?", "answer": "12"}), chat=True)
+
+
+def test_humaneval_in_its_own_layout_has_tests(write):
+    prompt = 'def one():\n    """Return 1."""\n'
+    row = {
+        "task_id": "HumanEval/0",
+        "prompt": prompt,
+        "entry_point": "one",
+        "test": "def check(f): assert f()",
+    }
+    [plain] = read("humaneval", write(row), chat=False)
+    assert plain.id == "HumanEval/0" and plain.turns == (prompt,) and plain.metric == "pass@1"
+    assert plain.code is not None and plain.code.tests.endswith("check(one)\n")
+    [chat] = read("humaneval", write(row), chat=True)
+    assert chat.turns[0] == f"Complete the code I provided.\n\n{prompt}"
+
+
+def test_humaneval_of_the_mars_release_has_none(write):
+    [problem] = read("humaneval", write(turns(4, "Complete it.", reference=["    return 1"])), chat=True)
+    assert problem.metric == "none" and problem.code is None
+
+
+def test_mbpp_in_both_layouts(write):
+    full = {
+        "task_id": 2,
+        "text": "Add.",
+        "code": "",
+        "test_setup_code": "x = 1",
+        "test_list": ["assert a(1) == x"],
+    }
+    sanitized = {
+        "task_id": 3,
+        "prompt": "Add.",
+        "test_imports": ["import math"],
+        "test_list": ["assert a(1)"],
+    }
+    first, second = read("mbpp", write(full, sanitized), chat=False)
+    assert "Add. Your code should pass these tests:\n\nassert a(1) == x\n[BEGIN]\n" in first.turns[0]
+    assert first.code is not None and first.code.tests == "x = 1\nassert a(1) == x\n"
+    assert second.code is not None and second.code.tests.startswith("import math\n")
+    assert "[BEGIN]" not in read("mbpp", write(full), chat=True)[0].turns[0]
+
+
+def test_the_question_sets_of_the_mars_release(write):
+    path = write(turns(81, "One?", "Two?", category="writing"), turns(82, "Three?", "Four?"))
+    problems = read("mt_bench", path, chat=True)
+    assert [(p.id, p.turns, p.metric) for p in problems] == [
+        ("81", ("One?", "Two?"), "likelihood"),
+        ("82", ("Three?", "Four?"), "likelihood"),
+    ]
+    path = write(turns(0, "Summarize: ...", category="summarization", reference=["Short."]))
+    assert read("cnn_dm", path, chat=True)[0].references == ("Short.",)
+    assert read("wmt19", path, chat=True)[0].metric == "bleu"
+    assert read("alpaca", path, chat=True)[0].references == ()
+    with pytest.raises(MarsError, match="line 1: reference is None"):
+        read("cnn_dm", write(turns(0, "Summarize: ...")), chat=True)
+
+
+def test_spec_bench_is_six_tasks(write):
+    rows = [
+        turns(1, "a", "b", category="writing"),
+        turns(2, "c", category="math_reasoning", reference=["2\n#### 2"]),
+        turns(3, "d", category="translation", reference=["D"]),
+        turns(4, "e", "f", category="stem"),
+        turns(5, "g", category="rag", reference=[["nested"]]),
+    ]
+    found = read("spec_bench", write(*rows), chat=True)
+    assert [(p.task.partition("/")[2], p.id, p.metric) for p in found] == [
+        ("mt_bench", "1", "likelihood"),
+        ("mt_bench", "4", "likelihood"),
+        ("math_reasoning", "2", "last_number"),
+        ("translation", "3", "bleu"),
+        ("rag", "5", "likelihood"),
+    ]
+    assert len(read("spec_bench", write(*rows), chat=True, limit=1)) == 4
+    with pytest.raises(MarsError, match="category is 'chess'"):
+        read("spec_bench", write(turns(1, "a", category="chess")), chat=True)
+
+
+def test_anybodys_prompts(write):
+    rows = [{"id": "x", "prompt": "Say 12."}, {"turns": ["One?", "Two?"]}]
+    first, second = read("jsonl", write(*rows), chat=True)
+    assert (first.id, first.turns, second.id, second.turns) == ("x", ("Say 12.",), "1", ("One?", "Two?"))
+    [scored] = read("jsonl", write({"prompt": "?", "metric": "last_number", "reference": " 12"}), chat=True)
+    assert scored.references == ("12",)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{}], "line 1: it has no prompt"),
+        ([{"prompt": "a"}, {"prompt": 3}], "line 2: prompt is 3: expected a text"),
+        ([{"turns": []}], "line 1: turns is \\[\\]: expected a list of texts"),
+        ([{"prompt": "a", "metric": "vibes"}], "metric is 'vibes': expected one of none"),
+        ([{"prompt": "a", "metric": "final_answer", "reference": "twelve"}], "expected a whole number"),
+        ([{"prompt": "a", "id": 1}, {"prompt": "b", "id": 1}], "2 problems of jsonl with the id 1"),
+        ([{"prompt": "a"}, {"prompt": "b", "metric": "bleu", "reference": "b"}], "mixes metrics"),
+        ([], "holds no problems"),
+        ([["a"]], "line 1: it is not an object"),
+    ],
+)
+def test_lines_that_are_no_problems(write, rows, message):
+    with pytest.raises(MarsError, match=message):
+        read("jsonl", write(*rows), chat=True)
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    with pytest.raises(MarsError, match="there is no task 'chess': choose one of stories"):
+        read("chess", "a", chat=True)
+    with pytest.raises(MarsError, match="gsm8k needs a file: write gsm8k=PATH"):
+        read("gsm8k", chat=True)
+    with pytest.raises(MarsError, match="there is no file"):
+        read("gsm8k", str(tmp_path / "none.jsonl"), chat=True)
+    broken = tmp_path / "broken.jsonl.xz"
+    broken.write_bytes(b"no xz")
+    with pytest.raises(MarsError, match="cannot be read"):
+        read("gsm8k", str(broken), chat=True)
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text("{")
+    with pytest.raises(MarsError, match="line 1: it is not JSON"):
+        read("jsonl", str(broken), chat=True)
+
+
+def test_compressed_files(tmp_path):
+    line = b'{"prompt": "Hello"}\n\n'
+    (tmp_path / "a.jsonl.xz").write_bytes(lzma.compress(line))
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(line))
+    for name in ("a.jsonl.xz", "a.jsonl.gz"):
+        assert read("jsonl", str(tmp_path / name), chat=True)[0].turns == ("Hello",)
+
+
+def test_the_published_files():
+    counts = {
+        name: len(read(name, str(DATA / "eval" / file), chat=False)) for name, file in PUBLISHED.items()
+    }
+    assert counts == {
+        "humaneval": 100, "mt_bench": 80, "alpaca": 80, "cnn_dm": 20, "wmt19": 100, "spec_bench": 60, "gsm8k": 100
+    }  # fmt: skip
+    parts = Counter(
+        p.task for p in read("spec_bench", str(DATA / "eval" / PUBLISHED["spec_bench"]), chat=True)
+    )
+    assert set(parts.values()) == {10} and len(parts) == 6
+    assert len(read("stories", str(DATA / "tinystories_heldout.txt.xz"), chat=False)) > 250
+
+
+def test_the_data_of_other_people_is_what_its_page_says():
+    listed = dict(
+        re.findall(
+            r"^\| `([^`]+)` \|.*\| `([0-9a-f]{64})` \|$", (DATA / "README.md").read_text(), re.MULTILINE
+        )
+    )
+    found = {str(path.relative_to(DATA)): path for path in DATA.rglob("*.xz")}
+    assert listed == {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in found.items()}

@@ -1,0 +1,193 @@
+"""A step is added up: parts, turns, branches, collectives, and the milliseconds that follow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mars_jax.core.errors import MarsError
+from mars_jax.lab.planning import bundles, hlo
+from mars_jax.lab.planning.constants import HOP_SECONDS, OP_SECONDS, SPEEDS, collective_seconds
+from mars_jax.lab.planning.cost import Loop, Op, Step, Wait, read_step
+from mars_jax.lab.planning.estimate import estimate, extrapolate, figures
+from mars_jax.lab.planning.in_order import seconds_in_order
+from mars_jax.lab.planning.parts import part
+from mars_jax.lab.planning.traffic import Traffic
+
+TINY = Path(__file__).parent / "data" / "tiny_loop"
+SPEED = SPEEDS["v5e"]
+
+
+@pytest.fixture(scope="module")
+def step():
+    module, schedule = hlo.parse((TINY / "hlo.txt").read_text()), bundles.read(TINY)
+    return read_step(module, schedule, live=1024)
+
+
+LONG = next(TINY.glob("*-TLP-01-*")).read_text().replace("= inlined_call %", "= call %")
+"""The top level as libtpu writes it in programs that are too long to be inlined."""
+
+
+def read_top(text, routines=None):
+    module, schedule = hlo.parse((TINY / "hlo.txt").read_text()), bundles.read(TINY)
+    chosen = schedule.routines if routines is None else routines
+    return read_step(module, bundles.Schedule(bundles.parse(text), chosen), live=1024)
+
+
+def test_a_call_is_read_as_one_that_is_inlined(step):
+    assert LONG.count("= call %") > 10 and read_top(LONG) == step
+
+
+@pytest.mark.parametrize(
+    ("text", "routines", "said"),
+    [
+        (LONG.replace("= call %", "= jump %"), None, r"\S+ makes an array and is not called"),
+        (LONG.replace("= fusion(", " fusion("), None, "a call names no instruction"),
+        (LONG, {}, r"\S+ is called and has no routine"),
+    ],
+)
+def test_what_cannot_be_placed_is_an_error_and_no_smaller_number(text, routines, said):
+    with pytest.raises(MarsError, match=f"cannot be read whole, since {said}.*: use the libtpu"):
+        read_top(text, routines)
+
+
+def named(step, name):
+    return next(op for op in step.ops() if op.name == name)
+
+
+def test_the_product_reads_its_quarter_of_the_weights_and_the_input(step):
+    product = named(step, "fusion.8")
+    assert product.part == "target/mlp" and product.times == 1 and product.bundles == 812
+    assert product.traffic == (1024 * 1024 * 2 + 8 * 1024 * 2, 0)
+    assert product.flops == 2 * 8 * 1024 * 1024
+
+
+def test_the_block_of_the_cache_is_read_in_each_turn_and_the_row_is_written(step):
+    block, row = named(step, "convert_reduce_fusion.2"), named(step, "bitcast_dynamic-update-slice_fusion.2")
+    assert (block.part, block.times) == ("target/attention", 4)
+    assert block.traffic == (256 * 8 * 1024 * 2, 0)
+    assert row.traffic == (0, 8 * 1024 * 2)
+    assert [(loop.turns, loop.known) for loop in step.loops()] == [(4, True)]
+
+
+def test_collectives_and_sorts_have_their_sizes(step):
+    reduce = named(step, "all-reduce.4")
+    assert (reduce.received, reduce.devices, reduce.bundles) == (8 * 1024 * 2, 4, 0)
+    assert named(step, "sort.18").sorted == 1024
+    assert sum(op.devices > 0 for op in step.ops()) == 2
+
+
+def test_figures_and_estimate_add_up(step):
+    found = figures(step, SPEED, 819e9)
+    assert found["sorts"] == {"1024 in verify": 1}
+    total = estimate(found, SPEED, 819e9)
+    ops = [op for op in step.ops() if not op.scalar]
+    assert total["ops"] == sum(op.times for op in ops)
+    assert total["bytes"] == sum(op.times * sum(op.traffic) for op in step.ops())
+    assert total["high_seconds"] - total["low_seconds"] == pytest.approx(
+        total["ops"] * (OP_SECONDS[1] - OP_SECONDS[0])
+    )
+    assert total["low_seconds"] > total["bytes_seconds"] > 0
+
+
+BRANCHES = """HloModule branches
+%small (a: f32[8,128]) -> f32[8,128] {
+  %a = f32[8,128]{1,0:T(8,128)S(1)} parameter(0)
+  ROOT %one = f32[8,128]{1,0:T(8,128)S(1)} negate(%a), metadata={op_name="jit(f)/verify/neg"}
+}
+
+%large (b: f32[8,128]) -> f32[8,128] {
+  %b = f32[8,128]{1,0:T(8,128)S(1)} parameter(0)
+  ROOT %two = f32[8,128]{1,0:T(8,128)S(1)} sine(%b), metadata={op_name="jit(f)/verify/sin"}
+}
+
+ENTRY %main (p: s32[], x: f32[8,128]) -> f32[8,128] {
+  %p = s32[] parameter(0)
+  %x = f32[8,128]{1,0:T(8,128)S(1)} parameter(1)
+  ROOT %c = f32[8,128]{1,0:T(8,128)S(1)} conditional(%p, %x, %x), branch_computations={%large, %small}
+}
+"""
+
+
+@pytest.mark.parametrize(("branches", "expected"), [("cheap", ["one"]), ("dear", ["two"])])
+def test_of_a_conditional_the_asked_branch_is_counted(branches, expected):
+    def calls(names):
+        return bundles.Routine(
+            [f"{{ %1 = inlined_call %s0 /* %{name} = negate(%a) */ }}" for name in names], []
+        )
+
+    routines = {"one": bundles.Routine(["{}"] * 3, []), "two": bundles.Routine(["{}"] * 30, [])}
+    schedule = bundles.Schedule(calls(["one", "two"]), routines)
+    step = read_step(hlo.parse(BRANCHES), schedule, live=0, branches=branches)
+    assert [op.name for op in step.ops()] == expected
+
+
+def an_op(name, *, opcode="fusion", moved=0, bundles=0, times=1, part="target/mlp"):
+    return Op(
+        name=name, opcode=opcode, part=part, times=times, traffic=Traffic(moved, 0), bundles=bundles, flops=0,
+        sent=0, received=0, devices=0, sorted=0, gathered=0, scalar=False,
+    )  # fmt: skip
+
+
+SLOW = SPEED._replace(clock=1e9)  # a bundle takes as long as a byte at 1e9 bytes a second
+
+
+def nanoseconds(items):
+    return round(1e9 * sum(seconds_in_order(Step(items, {}, 0), SLOW, 1e9).values()))
+
+
+def test_a_copy_that_was_started_ahead_uses_idle_bandwidth():
+    ahead = an_op("c", opcode="copy-start", moved=100)
+    computing, copying = an_op("a", bundles=70), an_op("b", moved=70)
+    assert nanoseconds([ahead, computing, Wait("c")]) == 100
+    assert nanoseconds([ahead, copying, Wait("c")]) == 170
+    assert nanoseconds([ahead, computing, an_op("d", bundles=50), Wait("c")]) == 120
+
+
+def test_a_loop_takes_its_turns_and_waits_for_what_it_starts_in_each():
+    body = [an_op("c", opcode="copy-start", moved=10, times=4), an_op("a", bundles=4, times=4)]
+    assert nanoseconds([Loop("w", 4, True, body)]) == 40
+    # What was started before the loop is served by all its turns.
+    outer = an_op("o", opcode="copy-start", moved=100)
+    assert nanoseconds([outer, Loop("w", 4, True, [an_op("a", bundles=40, times=4)]), Wait("o")]) == 160
+
+
+def test_the_layers_are_extrapolated_and_the_rest_is_the_larger_program():
+    few = {
+        "parts": {"target/mlp": {"ops": 30}, "draft": {"ops": 9}},
+        "collectives": {},
+        "sorts": {},
+        "gathers": {},
+    }
+    more = {"parts": {"target/mlp": {"ops": 50}, "draft": {"ops": 8}}, "loops": {"4 turns": 4}}
+    few |= {"loops": {"4 turns": 2}, "resident_bytes": 1}
+    more |= {"collectives": {"all-reduce in target/mlp": 2}, "sorts": {}, "gathers": {}, "resident_bytes": 3}
+    found = extrapolate(few, more, (2, 4), 32)
+    assert found["parts"] == {"target/mlp": {"ops": 330}, "draft": {"ops": 8}}
+    assert found["collectives"] == {"all-reduce in target/mlp": 30}
+    assert found["loops"] == {"4 turns": 32} and found["resident_bytes"] == 3
+
+
+def test_a_ring_that_passes_both_ways():
+    assert collective_seconds("all-gather", 0, 0, 4, 90e9) == 2 * HOP_SECONDS
+    assert collective_seconds("all-reduce", 0, 0, 8, 90e9) == 8 * HOP_SECONDS
+    large = 90 * 10**6
+    assert collective_seconds("all-reduce", large, large // 2, 4, 90e9) == pytest.approx(4e-6 + 1.5 * 0.75e-3)
+    assert collective_seconds("reduce-scatter", large, large // 4, 4, 90e9) == pytest.approx(2e-6 + 0.75e-3)
+    assert collective_seconds("all-reduce", 1 << 20, 1 << 20, 1, 90e9) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "functions", "expected"),
+    [
+        ("jit(run)/while/body/update/attention/cond/branch_0_fun/while", (), "update/attention"),
+        ("jit(run)/while/body/verify/cond/vmap(jit(take))/gather", (), "verify"),
+        ("", ("grow.py:_mask", "mars_jax/drafters/eagle.py:_eagle.<locals>.propose"), "draft/mask"),
+        ("", ("mars_jax/tree.py:attention_mask", "mars_jax/decode.py:step"), "target/mask"),
+        ("", ("mars_jax/verify/mars.py:__call__",), "verify"),
+        ("", ("mars_jax/decode.py:step",), None),
+    ],
+)
+def test_parts_by_scope_and_by_function(name, functions, expected):
+    assert part(name, functions) == expected

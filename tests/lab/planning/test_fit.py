@@ -1,0 +1,383 @@
+"""Plans for slices that are not here, by the TPU's own compiler."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import time
+
+import pytest
+
+from mars_jax import MarsError, verify
+from mars_jax.cli import progress
+from mars_jax.lab import planning
+from mars_jax.lab.commands import plan
+from mars_jax.lab.planning import advice, make_plan
+from mars_jax.lab.planning.chips import CHIPS, TYPES, larger, topology
+from mars_jax.lab.planning.compiled_program import _out_of_memory, collectives
+from mars_jax.lab.planning.fit import default_mesh, draft_of
+from mars_jax.lab.planning.outlined_models import CONFIGS, eagle3
+from mars_jax.models import ModelConfig
+from mars_jax.placement.shardings import parse_mesh
+
+pytest.importorskip("libtpu", reason="plans need libtpu: pip install 'mars-jax[test]' on Linux x86-64")
+
+TINY = ModelConfig(
+    vocab_size=512,
+    hidden_size=256,
+    intermediate_size=512,
+    num_layers=1,
+    num_heads=4,
+    num_kv_heads=4,
+    head_dim=64,
+)
+MATRICES = 512 * 256 + 4 * 256 * 256 + 3 * 256 * 512
+"""Numbers that a step reads: unembedding, attention and MLP; norms are the rest."""
+
+
+def planned(config, text, draft="none", **options):
+    where = topology(text)
+    mesh = options.pop("mesh", None) or default_mesh(config, len(where.devices), options.get("batch", 1))
+    if not isinstance(mesh, str):
+        mesh = ",".join(f"{name}={size}" for name, size in mesh.items())
+    options = {"verify": verify.exact(), "context": 256} | options
+    return make_plan(config, draft_of(draft), where, mesh=parse_mesh(mesh, where.devices), **options)
+
+
+@pytest.fixture(scope="module")
+def spread():
+    return planned(TINY, "v5e:2x2")
+
+
+@pytest.mark.slow
+def test_a_model_over_four_chips_holds_and_reads_a_quarter_of_the_matrices(spread):
+    norms = 3 * 256
+    assert spread.mesh == {"model": 4} and spread.fits
+    assert spread.weight_bytes == 2 * ((MATRICES + 512 * 256) // 4 + norms)
+    cache = 2 * 2 * (256 + 1) * 64  # one of four heads
+    assert spread.read_bytes == 2 * (MATRICES // 4 + norms) + cache
+    assert spread.floor_seconds == pytest.approx(spread.read_bytes / 819e9)
+
+
+@pytest.mark.slow
+def test_what_the_compiler_holds_is_at_least_what_was_added_up(spread):
+    assert spread.weight_bytes + spread.cache_bytes < spread.held_bytes < spread.hbm_bytes == 16 * 2**30
+
+
+@pytest.mark.slow
+def test_the_layers_are_summed_over_the_chips(spread):
+    assert any(name.startswith("all-reduce bf16") for name in spread.collectives)
+    assert not spread.notes
+
+
+def test_a_model_that_is_too_large_does_not_fit():
+    large = dataclasses.replace(TINY, vocab_size=2**20, hidden_size=8192)
+    made = planned(large, "v5e:1x1")
+    assert not made.fits and made.weight_bytes > made.hbm_bytes
+
+
+@pytest.mark.slow
+def test_in_8_bits_a_model_reads_a_byte_a_weight_and_its_scales():
+    made = planned(TINY, "v5e:2x2", dtype="int8")
+    divided, whole = 512 + 3 * 256 + 2 * 512, 2 * 256  # channels; those of `o` and `down` are on every chip
+    cache = 2 * 2 * (256 + 1) * 64
+    assert made.fits
+    assert made.read_bytes == MATRICES // 4 + 4 * (divided // 4 + whole) + 2 * 3 * 256 + cache
+
+
+@pytest.mark.slow
+def test_experts_that_nobody_chose_are_not_read():
+    sizes = {"num_experts": 8, "experts_per_token": 2, "expert_size": 512}
+    mixture = dataclasses.replace(TINY, family="mixtral", **sizes)
+    made = planned(mixture, "v5e:1x1")
+    others = 2 * (512 * 256 + 4 * 256 * 256 + 8 * 256 + 3 * 256) + 2 * 2 * (256 + 1) * 4 * 64
+    assert made.read_bytes == others + 2 * 2 * 3 * 256 * 512  # 2 of 8 for one token
+
+
+def test_the_message_of_the_compiler_is_read():
+    error = _out_of_memory(
+        "RESOURCE_EXHAUSTED: ... Used 20.50G of 15.75G hbm. Exceeded hbm capacity by 4.75G."
+    )
+    assert (error.used, error.capacity) == (int(20.5 * 2**30), int(15.75 * 2**30))
+
+
+def test_collectives_are_counted_by_kind_and_shape():
+    text = "%a = bf16[8,4]{1,0:T(8)} all-reduce-start(%x), b\n%c = s32[4]{0} all-gather(%y)\n%d = f32[] add(%x, %y)"
+    assert collectives(text) == {"all-reduce bf16[8,4]": 1, "all-gather s32[4]": 1}
+
+
+DIGITS = "v5e:1x" + "9" * 5000  # Python converts no text of more than 4,300 digits
+
+
+@pytest.mark.parametrize(
+    "name", ["v5e", "v5e:4", "v5p:2x2", "v9:2x2", "v5e:0x2", "v5e:3x5", "v5e:axb", "v5e:²x2", DIGITS]
+)
+def test_a_topology_that_is_none_gets_a_sentence(name):
+    with pytest.raises(MarsError, match="topology"):
+        topology(name)
+
+
+def test_named_models_have_the_sizes_that_their_names_say():
+    from mars_jax.models.weights import weights
+
+    def billions(config):
+        total = 0
+        for row in weights(config):
+            count = 1
+            for size in row.shape:
+                count *= size
+            total += count
+        return total / 1e9
+
+    said = {
+        "vicuna-13b": 13.0, "llama-3.1-8b": 8.03, "llama-3.2-1b": 1.24, "llama-3.3-70b": 70.55, "qwen3-8b": 8.19,
+        "qwen3-32b": 32.76, "qwen3-235b-a22b": 235.1,
+    }  # fmt: skip
+    assert {name: billions(c) for name, c in CONFIGS.items()} == pytest.approx(said, rel=0.005)
+    assert all(eagle3(config).draft_vocab_size == 32000 for config in CONFIGS.values())
+
+
+def test_every_chip_is_one_that_the_compiler_knows():
+    assert {
+        name: len(topology(f"{name}:{'x'.join('2' * chip.dims)}").devices) for name, chip in CHIPS.items()
+    }
+
+
+@pytest.mark.slow
+def test_the_command_prints_json_and_ends_with_whether_it_fits(capsys):
+    flags = ["--draft", "ngram", "--topology", "v5e:1x1", "--context", "128", "--json"]
+    code = plan.main(["--target", "tiny/draft", *flags])
+    row = json.loads(capsys.readouterr().out)
+    assert code == 0 and row["fits"] and row["topology"] == "v5e:1x1" and row["collectives"] == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "chips"),
+    [
+        ("v5litepod-1", "v5e:1x1", 1),
+        ("v5litepod-4", "v5e:2x2", 4),
+        ("v5e-8", "v5e:2x4", 8),
+        ("v6e-16", "v6e:4x4", 16),
+        ("v5p-8", "v5p:2x2x1", 4),
+        ("v4-16", "v4:2x2x2", 8),
+    ],
+)
+def test_slices_have_the_names_of_the_cloud_too(name, shape, chips):
+    found = topology(name)
+    assert (found.name, found.chips) == (shape, chips)
+    assert len(found.devices) == len(topology(shape).devices)
+
+
+def test_every_slice_of_the_cloud_has_as_many_chips_as_its_name_says():
+    for kind in TYPES.values():
+        for chips, shape in kind.shapes.items():
+            assert math.prod(map(int, shape.split("x"))) == chips
+            assert len(shape.split("x")) == CHIPS[kind.generation].dims
+
+
+@pytest.mark.parametrize("name", ["v5litepod-3", "v5p-4", "v6e-", "v5e-" + "9" * 5000, "v4-8x"])
+def test_a_type_that_is_none_gets_the_sizes_there_are(name):
+    with pytest.raises(
+        MarsError, match=r"the topology is .*: v\w+ comes in \d+, .*; name one of these, or a shape"
+    ):
+        topology(name)
+
+
+def large(layers):
+    """In bfloat16, 6 GiB a layer and 4 for the vocabulary; in 8 bits half of it. A v5e chip has 16."""
+    sizes = {"vocab_size": 2**16, "hidden_size": 2**14, "intermediate_size": 2**16}
+    return dataclasses.replace(TINY, **sizes, num_layers=layers, windows=(None,) * layers)
+
+
+def attempt_of(config):
+    def attempt(name, dtype):
+        where = topology(name or "v5e:1x1")
+        mesh = parse_mesh(f"model={len(where.devices)}", where.devices)
+        options = {"verify": verify.exact(), "batch": 1, "context": 128, "dtype": dtype}
+        return advice.try_fit(config, draft_of("none"), where, mesh=mesh, **options)
+
+    return attempt
+
+
+@pytest.mark.slow
+def test_what_is_recommended_was_compiled_and_fits():
+    eight, larger_slice = advice.advise(attempt_of(large(3)), "bfloat16", larger("v5e:1x1"))
+    assert (eight.topology, eight.dtype, eight.fits) == ("v5e:1x1", "int8", True)
+    assert (larger_slice.topology, larger_slice.dtype, larger_slice.fits) == ("v5e:2x2", "bfloat16", True)
+    assert larger_slice.mesh == {"model": 4} and larger_slice.held_bytes < eight.held_bytes < eight.hbm_bytes
+    again = planned(large(3), "v5e:1x1", context=128, dtype="int8", verify=verify.exact())
+    assert again.fits and again.held_bytes == eight.held_bytes
+
+
+def test_what_does_not_fit_either_is_not_recommended():
+    """By its weights alone, which takes no compilation; and slices are tried until one fits."""
+    tried = advice.advise(attempt_of(large(40)), "bfloat16", ["v5e:2x2"])
+    assert [(one.topology, one.dtype, one.fits) for one in tried] == [
+        ("v5e:1x1", "int8", False),
+        ("v5e:2x2", "bfloat16", False),
+    ]
+    assert all(one.held_bytes > one.hbm_bytes for one in tried)
+
+    def attempt(name, dtype):
+        if name == "odd":
+            raise MarsError("3 chips")
+        return advice.Attempt(name, dtype, {}, name == "fits", 1, 1)
+
+    found = advice.advise(attempt, "int8", ["small", "odd", "fits", "larger"])
+    assert [one.topology for one in found] == ["small", "fits"]
+
+
+FLAGS_THAT_DO_NOT_FIT = [
+    "--target",
+    "large",
+    "--draft",
+    "none",
+    "--topology",
+    "v5litepod-1",
+    "--context",
+    "128",
+]
+
+
+@pytest.mark.slow
+def test_the_command_compiles_what_it_recommends(capsys, monkeypatch):
+    monkeypatch.setitem(CONFIGS, "large", large(3))
+    assert plan.main([*FLAGS_THAT_DO_NOT_FIT, "--json"]) == 1
+    row = json.loads(capsys.readouterr().out)
+    assert not row["fits"] and [one["fits"] for one in row["tried"]] == [True, True]
+
+
+def test_the_command_says_what_to_try(capsys, monkeypatch):
+    def advise(attempt, dtype, slices):
+        assert (dtype, slices) == ("bfloat16", larger("v5e:1x1"))
+        return [
+            advice.Attempt("v5e:1x1", "int8", {"model": 1}, False, 2**35, 2**34),
+            advice.Attempt("v5e:2x2", "bfloat16", {"model": 4}, True, 2**33, 2**34),
+        ]
+
+    monkeypatch.setitem(CONFIGS, "large", large(3))
+    monkeypatch.setattr(advice, "advise", advise)
+    assert plan.main(FLAGS_THAT_DO_NOT_FIT) == 1
+    rows = [line.strip("│ ").split("│") for line in capsys.readouterr().out.splitlines()]
+    told = [tuple(cell.strip() for cell in row) for row in rows]
+    assert ("fits neither", "--dtype int8 (32.00 GiB of 16.00 GiB)") in told
+    assert ("try", "--topology v5e:2x2 (8.00 GiB of 16.00 GiB)") in told
+
+
+def test_drafts_are_compared_by_what_they_give_for_what_they_cost():
+    alone = {"low_seconds": 2.0, "high_seconds": 4.0}
+    costs = {3: 1.5, 5: 1.6, None: 6.0}
+
+    def step(shape):
+        if shape.length == 5:
+            return None  # does not fit
+        return {name: costs[shape.length] * value for name, value in alone.items()}
+
+    chain, tree = advice.compare(step, alone, 0.5)
+    assert chain.flags == "--num-draft-tokens 3" and chain.pays_above == pytest.approx((1.5, 1.5))
+    assert chain.tau == 1.875 and chain.gain == pytest.approx(1.875 / 1.5)
+    # By hand: 7 levels, each held with the chance 3/4.
+    assert tree.tau == pytest.approx(4 * (1 - 0.75**8)) and tree.gain == pytest.approx(tree.tau / 6)
+    assert advice.compare(lambda shape: None, alone, 0.5) == []
+
+
+@pytest.mark.slow
+def test_a_mixture_is_told_which_draft_pays(capsys, monkeypatch):
+    sizes = {"num_experts": 8, "experts_per_token": 2, "expert_size": 512}
+    monkeypatch.setitem(
+        CONFIGS, "mixture", dataclasses.replace(TINY, family="mixtral", num_layers=4, windows=(), **sizes)
+    )
+    flags = ["--target", "mixture", "--topology", "v5e:1x1", "--context", "256"]
+    assert plan.main([*flags, "--json"]) == 0
+    row = json.loads(capsys.readouterr().out)
+    drafts = {draft["flags"]: draft for draft in row["drafts"]}
+    shapes = ("--num-draft-tokens 3", "--num-draft-tokens 5", "--tree dynamic:10-7-60")
+    assert set(drafts) == set(shapes)
+    # The plan itself is that of the default, a chain of 3.
+    assert drafts[shapes[0]]["low_seconds"] == row["step"]["low_seconds"]
+    times = [drafts[shape]["low_seconds"] for shape in shapes]
+    assert times == sorted(times) and len(set(times)) == 3
+    assert row["drafts"][0]["gain"] == max(draft["gain"] for draft in row["drafts"])
+    assert plan.main([*flags, "--num-draft-tokens", "3"]) == 0
+    assert "draft with" not in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_programs_are_kept(capsys, tmp_path):
+    flags = ["--draft", "ngram", "--topology", "v5e:1x1", "--context", "128", "--json"]
+    folder = tmp_path / "new" / "programs"
+    assert plan.main(["--target", "tiny/draft", *flags, "--dump", str(folder)]) == 0
+    names = {path.name for path in folder.iterdir()}
+    assert {"decode.stablehlo.txt", "decode.hlo.txt"} <= names
+    assert json.loads(capsys.readouterr().out)["collectives"] == {}
+    compiled = (folder / "decode.hlo.txt").read_text()
+    assert compiled.startswith("HloModule jit_run") and "while(" in compiled and "tpu_custom_call" in compiled
+    assert "stablehlo.while" in (folder / "decode.stablehlo.txt").read_text()
+
+
+def test_a_folder_that_cannot_be_is_refused_before_anything_is_compiled(capsys, tmp_path):
+    (tmp_path / "file").write_text("")
+    flags = ["--target", "tiny/draft", "--topology", "v5e:1x1", "--dump", str(tmp_path / "file")]
+    assert plan.main(flags) == 2
+    assert "file' cannot be written (File exists): name another folder." in capsys.readouterr().err
+
+
+def test_a_line_now_and_then_says_that_it_plans(capsys, monkeypatch):
+    def slow(*args, **options):
+        time.sleep(0.3)
+        raise MarsError("enough.")
+
+    monkeypatch.setattr(progress, "SECONDS", 0.05)
+    monkeypatch.setattr(planning, "make_plan", slow)
+    assert plan.main(["--target", "tiny/draft", "--draft", "ngram", "--topology", "v5e:1x1"]) == 2
+    assert "planning ... (0 s)" in capsys.readouterr().err.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--topology v5e:2x2 --draft what", "--draft is what"),
+        ("--topology v5e:2x2 --mesh model=8", "8 devices and there are 4"),
+        ("--topology v5e:2x2 --batch 0", "--batch is 0"),
+        ("--topology v5e:2x2 --batch " + "9" * 5000, "expected a whole number from 1 to 1048576"),
+        ("--topology v5e:2x2 --context " + "9" * 5000, "expected a whole number from 1 to 1048576"),
+        ("--topology v5e:2x2 --mesh model=" + "9" * 5000, "expected axes among"),
+        ("--topology v5e:2x" + "9" * 5000, "expected v"),
+        ("--topology v5e:2x2 --batch 3 --mesh data=2", "3 rows"),
+        ("--draft none", "required"),
+    ],
+)
+def test_bad_input_gets_a_sentence(capsys, flags, sentence):
+    assert plan.main(["--target", "tiny/draft", *flags.split()]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_what_fuses_the_targets_features_is_read_once_a_step():
+    from mars_jax.lab.planning.fit import FUSED, read_once
+    from mars_jax.lab.planning.pair_programs import local_bytes
+    from mars_jax.placement import shardings
+
+    config = dataclasses.replace(TINY, num_layers=4, windows=(None,) * 4)
+    head = eagle3(config)
+    mesh = parse_mesh("model=1", topology("v5e:1x1").devices)
+    places = shardings.params_shardings(head, mesh)
+    weights = shardings.abstract_params(head, "bfloat16", int8=False, shardings=places)
+    fused = local_bytes({name: value for name, value in weights.items() if name in FUSED})
+    assert fused == 2 * 256 * len(head.feature_layers) * 256
+    reads = []
+    for length in (2, 3):
+        made = make_plan(
+            config,
+            draft_of(head, num_draft_tokens=length),
+            topology("v5e:1x1"),
+            mesh=mesh,
+            verify=verify.exact(),
+            context=256,
+        )
+        reads.append(made.read_bytes)
+    # A level more reads the head without what fuses, its cache, and a slot more of the caches.
+    level, cache = reads[1] - reads[0], 2 * 2 * (256 + 4) * 4 * 64
+    alone = read_once(head, weights, tokens=1) - fused
+    assert alone <= level <= alone + 1.1 * cache

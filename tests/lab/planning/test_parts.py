@@ -1,0 +1,80 @@
+"""The decode loop names its parts, on every platform."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from mars_jax import drafters, verify
+from mars_jax.core.controls import make_controls
+from mars_jax.core.decode import run, speculative_decoder
+from mars_jax.core.types import Params, keys_from_seeds
+from mars_jax.lab.planning.outlined_models import eagle3
+from mars_jax.lab.planning.parts import COMPONENTS, PHASES, part
+from mars_jax.models import ModelConfig, eagle_head, language_model, transformer
+
+CONFIG = ModelConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=4, num_heads=4)
+
+
+@pytest.fixture(scope="module")
+def lowered():
+    """The loop with an EAGLE-3 head's dynamic tree."""
+    model, head = language_model(CONFIG), eagle3(CONFIG)
+    tree = drafters.Dynamic(top_k=2, depth=2, nodes=4)
+    drafter = drafters.eagle(head, model, tree=tree)
+    rule = verify.mars()
+    decoder = speculative_decoder(model, drafter, rule)
+    shapes = jax.eval_shape(
+        lambda key: Params(
+            target=transformer.init_params(CONFIG, key), draft=eagle_head.init_params(head, key)
+        ),
+        jax.random.key(0),
+    )
+
+    def start(params):
+        keys = keys_from_seeds(jnp.arange(1, dtype=jnp.uint32))
+        prompts, lengths = jnp.zeros((1, 64), jnp.int32), jnp.full((1,), 2, jnp.int32)
+        return decoder.init(params, prompts, lengths, make_controls(1, limit=64), rule, keys)
+
+    return run.lower(decoder, shapes, jax.eval_shape(start, shapes))
+
+
+@pytest.fixture(scope="module")
+def texts(lowered):
+    """With the names of its operations, of functions without what is around them."""
+    return lowered.as_text(debug_info=True)
+
+
+@pytest.fixture(scope="module")
+def parts(lowered):
+    names = re.findall(r'op_name="(jit\(run\)/[^"]*)"', lowered.compile().as_text())
+    return {name: part(name) for name in names}
+
+
+def test_every_part_of_the_step_has_operations(parts):
+    found = set(parts.values())
+    for phase in PHASES:
+        assert any(name and name.split("/")[0] == phase for name in found), phase
+    expected = {f"target/{name}" for name in COMPONENTS if name != "fuse"}
+    # The levels of a draft are a function of their own until XLA puts them in place.
+    expected |= {"draft/unembed", "update/attention", "update/mlp", "update/fuse", "commit", "verify", "emit"}
+    assert expected <= found
+
+
+def test_the_parts_of_a_level_are_named(texts):
+    for name in ("attention", "mlp", "mask", "embed", "unembed"):
+        assert re.search(rf"\blevel/{name}\b", texts), name
+
+
+def test_the_layers_of_the_target_are_named(parts):
+    for layer in range(CONFIG.num_layers):
+        for kind in ("attention", "mlp"):
+            assert any(re.search(rf"/target/.*\blayer{layer}/.*\b{kind}/", name) for name in parts), kind
+
+
+def test_almost_all_operations_of_the_body_belong_to_a_part(parts):
+    body = [found for name, found in parts.items() if "/while/body/" in name]
+    assert sum(found is not None for found in body) > 0.95 * len(body)

@@ -1,0 +1,78 @@
+"""Documents, streams, and batches that are a pure function of the step."""
+
+import gzip
+import lzma
+
+import numpy as np
+import pytest
+
+from mars_jax.core.errors import MarsError
+from mars_jax.lab.training.data import Mixture, Stream, documents, stream
+
+TEXT = "One.\r\nStill one.\n<|endoftext|>\n\nTwo.\n<|endoftext|>\n \n<|endoftext|>\n"
+
+
+@pytest.mark.parametrize(
+    ("suffix", "opener"), [(".txt", open), (".txt.xz", lzma.open), (".txt.gz", gzip.open)]
+)
+def test_documents_of_plain_and_compressed_files(tmp_path, suffix, opener):
+    path = tmp_path / f"text{suffix}"
+    with opener(path, "wt", newline="") as file:
+        file.write(TEXT)
+    assert list(documents(path)) == ["One.\nStill one.", "Two."]
+
+
+@pytest.mark.parametrize("name", ["absent.txt", "bytes.txt", "bytes.txt.xz", "bytes.txt.gz"])
+def test_a_file_that_is_no_text_is_named(tmp_path, name):
+    if name.startswith("bytes"):
+        (tmp_path / name).write_bytes(b"\xff\xfe\xfd")
+    with pytest.raises(MarsError, match=rf"{name}' cannot be read as text .*: name a UTF-8 text file\.$"):
+        list(documents(tmp_path / name))
+
+
+def a_stream(first: int, tokens: int, weight: float) -> Stream:
+    return Stream(
+        np.arange(first, first + tokens, dtype=np.uint32), np.arange(tokens, dtype=np.int32) // 7, weight
+    )
+
+
+def test_a_batch_depends_on_its_step_alone():
+    streams = [a_stream(0, 401, 3.0), a_stream(1000, 301, 1.0)]
+    fresh = [Mixture(streams, rows=4, length=16, seed=5) for _ in range(2)]
+    forward = [fresh[0].batch(step) for step in range(6)]
+    for step in reversed(range(6)):
+        again = fresh[1].batch(step)
+        np.testing.assert_array_equal(again.tokens, forward[step].tokens)
+        np.testing.assert_array_equal(again.segments, forward[step].segments)
+    other = Mixture(streams, rows=4, length=16, seed=6)
+    assert any((other.batch(i).tokens != forward[i].tokens).any() for i in range(6))
+
+
+def test_an_epoch_shows_every_row_once_and_the_next_one_in_another_order():
+    mixture = Mixture([a_stream(0, 161, 1.0)], rows=5, length=16, seed=0)
+    epochs = [np.concatenate([mixture.batch(2 * e + i).tokens for i in range(2)]) for e in range(2)]
+    for rows in epochs:
+        np.testing.assert_array_equal(np.sort(rows[:, 0]), np.arange(10) * 16)
+        np.testing.assert_array_equal(rows - rows[:, :1], np.tile(np.arange(17), (10, 1)))
+    assert (epochs[0] != epochs[1]).any()
+
+
+def test_every_prefix_keeps_the_weights():
+    streams = [a_stream(1000 * i, 999, weight) for i, weight in enumerate([0.6, 0.25, 0.15])]
+    mixture = Mixture(streams, rows=1, length=8, seed=0)
+    taken = np.zeros(3)
+    for step in range(300):
+        taken[mixture.batch(step).tokens[0, 0] // 1000] += 1
+        assert np.abs(taken - (step + 1) * np.array([0.6, 0.25, 0.15])).max() <= 1.0
+
+
+def test_a_short_source_and_an_empty_one_are_refused():
+    with pytest.raises(MarsError, match="a source of 8 tokens is shorter than a row of 8: give more text"):
+        Mixture([a_stream(0, 8, 1.0)], rows=1, length=8, seed=0)
+
+    class NoTokens:
+        def encode_batch(self, texts):
+            return []
+
+    with pytest.raises(MarsError, match="there is no text to train on"):
+        stream([], NoTokens())

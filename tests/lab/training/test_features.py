@@ -1,0 +1,96 @@
+"""Features on disk teach what the target's own forward teaches, and a dump that grows gives the same batches again."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mars_jax.core.errors import MarsError
+from mars_jax.lab.training import features, head_training
+from mars_jax.lab.training.data import Batch
+from mars_jax.lab.training.distillation import tau
+from mars_jax.models import eagle_head as head
+from tests.lab.training.test_heads import EAGLE3, FEATURES, IDS, WEIGHTS
+
+
+def test_a_record_teaches_what_the_target_teaches(tmp_path):
+    """The vocabulary is smaller than the number of tokens that are kept, so nothing is missing."""
+    rng = np.random.default_rng(0)
+    texts = [rng.integers(0, 16, n).tolist() for n in (13, 9, 20, 7)]
+    tokens, segments = features.pack(texts, 24)
+    record = features.reader(FEATURES)(WEIGHTS, jnp.asarray(tokens), jnp.asarray(segments))
+    features.write_shard(tmp_path / "00000", record)
+    again = features.read_shard(tmp_path / "00000")
+    jax.tree.map(np.testing.assert_array_equal, again, jax.tree.map(np.asarray, record))
+
+    params = head.init_params(EAGLE3, jax.random.key(1), scale=0.4)
+    params.pop("ids")
+    objective = jax.jit(head_training.eagle3(EAGLE3, FEATURES, ids=IDS, steps=3, dtype="float32"))
+    # The next token after a row is not read, and padding teaches nothing.
+    ended = np.pad(np.where(segments < 0, 99 + np.arange(24), segments), ((0, 0), (0, 1)))
+    text = Batch(np.pad(tokens, ((0, 0), (0, 1))), ended)
+    theirs, ours = objective(params, (text, WEIGHTS)), objective(params, (again, WEIGHTS))
+    # Features in bfloat16, log-probabilities in float16.
+    np.testing.assert_allclose(ours[0], theirs[0], rtol=0.01)
+    for name, figure in theirs[1].items():
+        np.testing.assert_allclose(ours[1][name], figure, atol=0.03, err_msg=name)
+
+
+def shard(folder, number):
+    rows, length = 4, 8
+    tokens = np.full((rows, length), number, np.int32) + 100 * np.arange(rows, dtype=np.int32)[:, None]
+    made = features.Recorded(
+        tokens,
+        np.zeros_like(tokens),
+        jnp.zeros((rows, length, 6), jnp.bfloat16),
+        np.zeros((rows, length, 2), np.int32),
+        np.zeros((rows, length, 2), np.float16),
+    )
+    features.write_shard(folder / f"{number:05d}", made)
+
+
+def test_a_dump_may_grow_and_a_killed_run_sees_what_it_saw(tmp_path):
+    def feed():
+        return features.Feed([tmp_path / "dump"], step_tokens=16, seed=0, record=tmp_path / "epochs.jsonl")
+
+    def seen(chosen, steps):
+        return [tuple(chosen.batch(i).tokens[:, 0]) for i in steps]
+
+    shard(tmp_path / "dump", 0)
+    with pytest.raises(MarsError, match="two shards are the least"):
+        feed()  # too early, and no harm done
+    assert not (tmp_path / "epochs.jsonl").exists()
+    shard(tmp_path / "dump", 1)
+    first = feed()
+    assert first.step_tokens == 16
+    epoch = seen(first, range(2))
+    assert sorted(t for pair in epoch for t in pair) == [1, 101, 201, 301]
+    assert [x.tokens[0, 0] for x in first.held_out()] == [0, 200]
+    shard(tmp_path / "dump", 2)
+    more = seen(first, range(2, 6))
+    assert sorted(t for pair in more for t in pair) == [1, 2, 101, 102, 201, 202, 301, 302]
+    shard(tmp_path / "dump", 3)
+    assert seen(feed(), range(6)) == [*epoch, *more]
+    assert seen(feed(), [4, 5]) == more[2:]
+
+
+@pytest.mark.parametrize(("asked", "rows"), [(20, 2), (5, 1), (31, 3)])
+def test_the_tokens_of_a_step_are_those_of_its_rows(tmp_path, asked, rows):
+    for number in range(2):
+        shard(tmp_path / "dump", number)
+    feed = features.Feed([tmp_path / "dump"], step_tokens=asked, seed=0, record=tmp_path / "epochs.jsonl")
+    assert feed.batch(0).tokens.shape == (rows, 8) and feed.step_tokens == rows * 8
+
+
+@pytest.mark.parametrize("kept", [0, 5, 40, 150])
+def test_a_shard_that_was_cut_short_is_a_sentence(tmp_path, kept):
+    shard(tmp_path, 0)
+    path = tmp_path / "00000" / "top.npy"
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(MarsError, match=r"is no shard of features .*: remove it, or write it again"):
+        features.read_shard(tmp_path / "00000")
+
+
+def test_the_steps_ahead_count_in_their_order():
+    figures = {f"accept_{i}": 1.0 for i in range(1, 12)} | {"accept_2": 0.5, "accept_12": 0.0, "loss_1": 7.0}
+    assert tau(figures) == 1 + 1 + 10 * 0.5
