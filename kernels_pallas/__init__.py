@@ -1,13 +1,13 @@
 """Margin-aware acceptance and attention over drafted trees as kernels. This package imports jax only."""
 
 from kernels_pallas.api import margin_accept, margin_stats
+from kernels_pallas.attend_tree import tree_attention, write_and_attend
 from kernels_pallas.blocks import AttentionBlocks, BlockError, GpuBlocks, TpuBlocks
 from kernels_pallas.largest import TopK, sharded_top_k, top_k
-from kernels_pallas.margins import MARGINS, Acceptance, AcceptControls
+from kernels_pallas.margin_rule import MARGINS, Acceptance, AcceptControls
 from kernels_pallas.new_rows import NewRows
 from kernels_pallas.sharded import merge_over, sharded_margin_accept, sharded_margin_stats
 from kernels_pallas.stats import MarginStats, empty, merge
-from kernels_pallas.tree_attention import tree_attention, write_and_attend
 
 __all__ = [
     "MARGINS",

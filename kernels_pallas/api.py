@@ -13,10 +13,10 @@ from typing import Any
 import jax
 from jax import Array
 
-from kernels_pallas import margins, mosaic, reference, xla
+from kernels_pallas import margin_rule, mosaic, reference, xla
 from kernels_pallas.blocks import GpuBlocks, TpuBlocks
 from kernels_pallas.dispatch import dispatch
-from kernels_pallas.margins import Acceptance, AcceptControls, as_arrays, check_margin
+from kernels_pallas.margin_rule import Acceptance, AcceptControls, as_arrays, check_margin
 from kernels_pallas.stats import MarginStats
 
 
@@ -120,12 +120,12 @@ def margin_accept(
 
     forms = {
         "reference": two_steps(reference.margin_stats, reference.decide),
-        "xla": two_steps(xla.margin_stats, margins.decide),
-        "partitioned": two_steps(xla.partitioned_margin_stats, margins.decide),
+        "xla": two_steps(xla.margin_stats, margin_rule.decide),
+        "partitioned": two_steps(xla.partitioned_margin_stats, margin_rule.decide),
         "pallas_tpu": functools.partial(mosaic.margin.margin_accept, logsumexp=logsumexp, **options),
         # The statistics are a few numbers per node by then: XLA fuses the walk over them into one small
         # kernel.
-        "pallas_gpu": two_steps(_triton_margin_stats, margins.decide),
+        "pallas_gpu": two_steps(_triton_margin_stats, margin_rule.decide),
     }
     return dispatch(implementation, blocks, interpret, (logits, tokens, parents, y, controls), forms)
 

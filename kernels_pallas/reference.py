@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kernels_pallas.margins import MARGINS, Acceptance, AcceptControls
+from kernels_pallas.margin_rule import MARGINS, Acceptance, AcceptControls
 from kernels_pallas.stats import NO_ID, MarginStats
 
 

@@ -20,7 +20,7 @@ from jax import Array, lax
 from jax.sharding import Mesh, PartitionSpec
 
 from kernels_pallas.api import margin_stats
-from kernels_pallas.margins import Acceptance, AcceptControls, as_arrays, check_margin, decide
+from kernels_pallas.margin_rule import Acceptance, AcceptControls, as_arrays, check_margin, decide
 from kernels_pallas.stats import MarginStats, bits, from_bits, merge
 
 Axis = str | tuple[str, ...]

@@ -107,9 +107,9 @@ def chi_square(target: mj.Pretrained, made: dict[str, Any], prompt: list[int], r
 def ahead(target: mj.Pretrained, prompts: list[list[int]], repeats: int) -> dict[str, Any]:
     """A chain of the small model in turns with the target, and on a device of its own while the target verifies:
     tokens per second at batch 1, temperature 0, `exact`, decodes of each prompt one after the other."""
+    from mars_jax.contrib.drafters import ahead as loop
     from mars_jax.contrib.drafters import elsewhere
     from mars_jax.core.types import LoadedRule
-    from mars_jax.drafters import ahead as loop
     from mars_jax.serve.prepare import prepare
     from mars_jax.serve.session import Session
 

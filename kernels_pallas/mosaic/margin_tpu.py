@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kernels_pallas.blocks import LANES, MAX_ROWS, SUBLANES, TpuBlocks, fits, tile_rows, tpu_blocks
-from kernels_pallas.margins import Acceptance, AcceptControls, decide, walk
+from kernels_pallas.margin_rule import Acceptance, AcceptControls, decide, walk
 from kernels_pallas.mosaic.fold import beside, finish, fold, per_tree
 from kernels_pallas.stats import MarginStats, bits, dtypes, from_bits
 

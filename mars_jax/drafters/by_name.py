@@ -15,7 +15,7 @@ from mars_jax.contrib.drafters.systems import load_sprinter, load_trispec, load_
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import Drafter, PyTree
 from mars_jax.drafters.asked import Asked, LoadedDrafter
-from mars_jax.drafters.dflash import load_dflash, load_head
+from mars_jax.drafters.dflash import load_dflash
 from mars_jax.drafters.eagle import load_eagle
 from mars_jax.drafters.medusa import load_medusa
 from mars_jax.drafters.model import load_model
@@ -124,29 +124,6 @@ def load(
     loaded = LOADERS[kind](Asked(target, path, length, tree, sample, dtype))
     _check_finite(path, loaded.params)
     return sized(loaded, any_rule=any_rule) if draft_size == "auto" else loaded
-
-
-def load_block(
-    spec: str, target: Pretrained, *, dtype: str | None = None
-) -> tuple[int, Callable[[Sequence[int] | Dynamic | None], LoadedDrafter]]:
-    """A block drafter that is loaded once and then made with one tree after the other.
-
-    Args:
-      spec: `dflash:PATH`.
-      target, dtype: as for `load`.
-
-    Returns:
-      The tokens that a block drafts, and a function from a tree to the drafter.
-
-    Raises:
-      MarsError: as `load`, or the drafter drafts no blocks.
-    """
-    kind, path = specs.parse_draft(spec)
-    if not specs.DRAFTERS[kind].block:
-        raise MarsError(f"the drafter '{kind}' drafts no blocks: use {specs.drafters_that('block')}.")
-    depth, made = load_head(Asked(target, path, None, None, False, dtype))
-    _check_finite(path, made(None).params)
-    return depth, made
 
 
 @jax.jit

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -253,25 +253,13 @@ def load_dflash(asked: Asked) -> LoadedDrafter:
     Raises:
       MarsError: as `hub.load_dflash`.
     """
-    return load_head(asked)[1](asked.tree)
-
-
-def load_head(asked: Asked) -> tuple[int, Callable[[Sequence[int] | Dynamic | None], LoadedDrafter]]:
-    """The tokens that a head's block drafts, and `dflash` of its checkpoint with whatever tree, loaded once.
-
-    Raises:
-      MarsError: as `hub.load_dflash`.
-    """
     target = asked.target
     config, params = hub.load_dflash(asked.path, target.config, target.params, dtype=asked.heads_dtype)
     # As in `hub.load`: XLA's CPU backend would widen a bfloat16 cache anew at every step.
     cache_dtype = "float32" if jax.default_backend() == "cpu" else params["fc"].dtype.name
-    params = asked.placed(params, config)
-
-    def with_tree(tree: Sequence[int] | Dynamic | None) -> LoadedDrafter:
-        if tree is None and asked.length is None and not asked.sample:
-            tree = Dynamic(depth=config.drafts)
-        options: Any = {"tree": tree, "sample": asked.sample, "cache_dtype": cache_dtype}
-        return LoadedDrafter(dflash(config, target.model, asked.length, **options), params)
-
-    return config.drafts, with_tree
+    tree = asked.tree
+    if tree is None and asked.length is None and not asked.sample:
+        tree = Dynamic(depth=config.drafts)
+    options: Any = {"tree": tree, "sample": asked.sample, "cache_dtype": cache_dtype}
+    made = dflash(config, target.model, asked.length, **options)
+    return LoadedDrafter(made, asked.placed(params, config))

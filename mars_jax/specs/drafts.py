@@ -258,7 +258,7 @@ def parse_tree(text: str, *, shown: str = "--tree") -> tuple[int, ...] | Dynamic
     parts = text.removeprefix("dynamic:").split("-")
     whole = all(part.isascii() and part.isdigit() and len(part) < 5 and int(part) for part in parts)
     if not whole or (dynamic and len(parts) != 3):
-        near = did_you_mean(text.partition(":")[0], ("dynamic", "auto"))
+        near = did_you_mean(text.partition(":")[0], ("dynamic",))
         raise MarsError(
             f"{shown} is {text}{near}: expected the children per node at each depth, such as 4-2-2-1, or dynamic, or "
             "its children, depth and nodes, such as dynamic:8-6-40."

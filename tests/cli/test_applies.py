@@ -12,7 +12,6 @@ from mars_jax.cli.generate.prompts import from_texts
 
 MODEL = ["--draft", "model:small"]
 EAGLE = ["--draft", "eagle:head"]
-BLOCK = ["--draft", "dflash:head"]
 MEDUSA = ["--draft", "medusa:heads"]
 
 
@@ -85,13 +84,6 @@ MEDUSA = ["--draft", "medusa:heads"]
         ([*MEDUSA, "--tree", "2-2", "--verify", "cactus"], "--tree does not apply to the rule cactus"),
         ([*MEDUSA, "--tree", "dynamic:4-3-9"], "--tree dynamic does not apply to --draft medusa:PATH"),
         (["--tree", "dynamic"], "--tree does not apply to --draft ngram"),
-        (["--tree", "auto"], "--tree does not apply to --draft ngram"),
-        ([*EAGLE, "--tree", "auto"], "--tree auto does not apply to --draft eagle, but to dflash:PATH"),
-        (
-            [*BLOCK, "--tree", "auto", "--verify", "rejection"],
-            "--tree auto does not apply to --verify rejection",
-        ),
-        ([*BLOCK, "--tree", "auto", "--resume"], "--tree auto does not apply with --resume"),
         (
             ["--draft-device", "1"],
             "--draft-device does not apply to --draft ngram: leave it out, or draft with model:",

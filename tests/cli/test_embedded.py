@@ -79,16 +79,3 @@ def test_the_rows_are_the_same_with_a_draft_device(run):
         timed = ("seconds", "tokens_per_second")
         found.append([{key: value for key, value in row.items() if key not in timed} for row in rows])
     assert found[0] == found[1] and len(found[0]) == 3
-
-
-@pytest.mark.slow
-def test_a_blocks_tree_is_as_large_as_pays_and_the_row_says_how_large(run):
-    outcome = run(
-        "--draft", "dflash:tiny/dflash", "--tree", "auto", "--json", "--max-new-tokens", 24, "The sea"
-    )
-    assert outcome.code == 0 and "note: --tree auto takes" in outcome.err
-    [row] = [json.loads(line) for line in outcome.out.splitlines()]
-    tree = row["run"]["tree"]
-    assert 30 <= tree["nodes"] <= 256 and tree["depth"] == 7
-    plain = run("--draft", "none", "--json", "--max-new-tokens", 24, "The sea")
-    assert json.loads(plain.out)["tokens"] == row["tokens"] or row["accepted_relaxed"]

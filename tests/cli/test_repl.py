@@ -170,7 +170,6 @@ def test_a_second_ctrl_c_leaves():
         ["--speedup"],
         ["--output", "rows.jsonl"],
         ["--draft-device", "1"],
-        ["--tree", "auto"],
     ],
 )
 def test_flags_of_prompts_that_are_there_are_refused(flags, monkeypatch, capsys):

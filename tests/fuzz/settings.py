@@ -133,7 +133,7 @@ _FLAGS = (
 )
 _GOOD = {
     "--draft": ("none", "ngram", "model:nowhere", "eagle:nowhere"),
-    "--tree": ("2-1", "dynamic", "dynamic:2-2-4", "auto"),
+    "--tree": ("2-1", "dynamic", "dynamic:2-2-4"),
     "--verify": tuple(sorted(specs.RULES)),
     "--rule-option": ("theta=0.5", "base=rejection", "x", "=", "theta="),
     "--logit-bias": ("3=-inf", "3", "=", "3=x"),

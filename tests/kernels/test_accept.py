@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kernels_pallas import AcceptControls, TpuBlocks, margin_accept
-from kernels_pallas.margins import MARGINS
+from kernels_pallas.margin_rule import MARGINS
 from tests.kernels.implementations import assert_no_races, compiled
 from tests.kernels.oracles import accept, top_two
 

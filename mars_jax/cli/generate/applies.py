@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 from mars_jax import assets, specs
 from mars_jax.cli.flags import check_host_flags, check_size_flags
-from mars_jax.cli.generate.arguments import AUTO
 from mars_jax.cli.generate.prompts import CONSTRAINTS, SPANS, PromptRow
 from mars_jax.core.errors import MarsError
 from mars_jax.specs import RuleChoice
@@ -74,8 +73,6 @@ def check_flags(args: argparse.Namespace, rows: Sequence[PromptRow]) -> Choices:
     if args.tree is not None:
         why = "with --tree, whose depth is its own: leave one of them out"
         refuse("--num-draft-tokens", args.num_draft_tokens, why)
-        if args.tree == AUTO:
-            _check_auto(args, spec)
         branching = args.tree if isinstance(args.tree, tuple) else ()
         dynamic = not branching
         if dynamic and not row.dynamic:
@@ -144,7 +141,6 @@ def check_asked(args: argparse.Namespace) -> None:
         "--batch-size": args.batch_size,
         "--refine": args.refine,
         "--draft-device": args.draft_device,
-        "--tree auto": args.tree == AUTO,
         "--num-processes": args.num_processes,
         "--coordinator": args.coordinator,
     }
@@ -154,22 +150,6 @@ def check_asked(args: argparse.Namespace) -> None:
                 f"{flag} does not apply without prompts, which are then asked for one by one: leave it out, or give "
                 "prompts."
             )
-
-
-def _check_auto(args: argparse.Namespace, draft: specs.DraftSpec) -> None:
-    """Only a block's marginals say what another tree would have held, and only a run that begins may choose."""
-
-    def refuse(why: str) -> None:
-        raise MarsError(f"--tree auto does not apply {why}: name the tree, as in dynamic:10-7-60.")
-
-    if not draft.row.block:
-        refuse(f"to --draft {draft.kind}, but to {specs.drafters_that('block')}")
-    if "q" in args.rule.needs:
-        refuse(f"to --verify {args.rule.name}, for which the draft is drawn")
-    if args.resume:
-        refuse("with --resume, whose rows have their tree")
-    if args.coordinator is not None or args.num_processes is not None:
-        refuse("to several processes, which might choose differently")
 
 
 def _check_draft_device(args: argparse.Namespace, draft: specs.DraftSpec, rows: Sequence[PromptRow]) -> None:

@@ -30,8 +30,6 @@ _DESCRIPTION = """\
 Continue prompts by speculative decoding: a cheap draft proposes tokens, the target
 model scores them in one forward pass, and a rule decides how many of them to keep.
 """
-AUTO = "auto"
-"""Of --tree: chosen by `planning.budget`."""
 _ROWS = textwrap.fill(
     "A prompts file holds one prompt a line. Named *.jsonl, it holds one object a line: prompt, messages (a "
     "conversation) or prompt_tokens, and "
@@ -111,7 +109,7 @@ def _add_models(made: argparse.ArgumentParser) -> None:
         help=f"draft a tree with {specs.drafters_that('trees')}: children per node at each depth; or dynamic, whose "
         f"shape follows the draft's confidence ({specs.drafters_that('dynamic')}), or with its children, depth and "
         f"nodes, as in dynamic:8-6-40 (default: dynamic, which is dynamic:{sizes}, for eagle, as deep as its block "
-        "for dflash); or auto, for dflash: as many nodes, 30 to 256, as pay for these prompts on these devices. "
+        "for dflash). "
         "EAGLE's own depth counts what follows the first level: its depth=7 is dynamic:10-8-60",
     )
     group.add_argument(
@@ -322,7 +320,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if args.stop_strings is not None and not all(args.stop_strings):
         raise MarsError("--stop-string is empty: give at least one character.")
     _check_constraints(args)
-    if args.tree is not None and args.tree != AUTO:
+    if args.tree is not None:
         args.tree = specs.parse_tree(args.tree)
     args.draft_device = None if args.draft_device is None else _devices(args.draft_device)
     if args.refine_every is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +14,6 @@ import jax
 
 from mars_jax import __version__, drafters, hub, specs, verify
 from mars_jax.cli.generate.applies import Choices
-from mars_jax.cli.generate.arguments import AUTO
 from mars_jax.cli.generate.prompts import CONSTRAINTS, SPANS, PromptRow
 from mars_jax.cli.open_target import open_target
 from mars_jax.cli.progress import Pace
@@ -24,11 +22,9 @@ from mars_jax.contrib.drafters import elsewhere
 from mars_jax.core import activity
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import LoadedRule
-from mars_jax.drafters.by_name import load_block
 from mars_jax.hub.files import resolve
 from mars_jax.hub.pretrained import Pretrained, check_same_vocabulary
 from mars_jax.lab.commands.refining import EVERY, Refining
-from mars_jax.placement import hosts
 from mars_jax.serve import requests as request
 from mars_jax.serve.generation import check_finite
 from mars_jax.serve.journal import plain
@@ -159,10 +155,8 @@ def open_job(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRo
         rule = load_rule(choices.rule, target, rows)  # its weights go where the target's are
     asked: dict[str, Any] = {"num_draft_tokens": args.num_draft_tokens, "dtype": args.dtype}
     size = min(args.batch_size or (1 if choices.streams else 8), len(requests))
-    place, tree = None, args.tree
-    if tree == AUTO:
-        drafter, tree = _with_budget(args, target, rule, requests, size)
-    elif args.draft_device is None:
+    place = None
+    if args.draft_device is None:
         drafter = drafters.load(
             args.draft,
             target,
@@ -197,7 +191,7 @@ def open_job(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRo
         made = open_refiner(args.refine, target, args.draft, drafter, dtype=args.dtype, samples=samples)
         refining = Refining(made, target, every=args.refine_every or EVERY, keeps=args.log_probs)
     run = {"version": __version__, "target": args.target, "draft": args.draft, **choices.rule.as_json()}
-    run["tree"] = plain(tree)
+    run["tree"] = plain(args.tree)
     run["num_draft_tokens"] = args.num_draft_tokens
     run["dtype"] = _dtype(target.params)
     return Job(
@@ -209,20 +203,6 @@ def open_job(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRo
         numbers=[row.numbers for row in rows],
         refining=refining,
     )
-
-
-def _with_budget(
-    args: argparse.Namespace, target: Pretrained, rule: LoadedRule, requests: Sequence[Request], rows: int
-) -> tuple[drafters.LoadedDrafter, specs.Dynamic]:
-    """The drafter with the tree that `planning.budget` chooses, which is said on stderr; and the tree."""
-    from mars_jax.lab.planning import tree_budget
-
-    depth, with_tree = load_block(args.draft, target, dtype=args.dtype)
-    found = tree_budget.choose(target, with_tree, requests, rule=rule, rows=rows, depth=depth)
-    if hosts.is_first():
-        print(f"note: --tree auto takes {found.describe()}", file=sys.stderr)
-    tree = specs.Dynamic(depth=depth, nodes=found.nodes)
-    return with_tree(tree), tree
 
 
 def _dtype(params: Any) -> str:

@@ -15,11 +15,11 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from mars_jax import drafters, specs
+from mars_jax.contrib.drafters.ahead import Ahead, ahead, stream
 from mars_jax.core import decode, rule_values
 from mars_jax.core.errors import MarsError
 from mars_jax.core.metrics import DecodeStats, zero_stats
 from mars_jax.core.types import Decoder, DecodeState, Drafter, LoadedRule, Params, PyTree, StepInfo
-from mars_jax.drafters.ahead import Ahead, ahead, stream
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.serve.compiling import Compile
 from mars_jax.serve.prepare import AnyRule, prepare

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import IO
 
 from mars_jax import specs
-from mars_jax.cli import pair
 from mars_jax.cli.program import command
 from mars_jax.cli.progress import ticking
 from mars_jax.cli.rule_flags import rule_of
 from mars_jax.cli.theta import plain, settings_of, thetas_of
 from mars_jax.core.errors import MarsError, say
+from mars_jax.lab.commands import pair
 
 _DESCRIPTION = """\
 Measure a pair of models: speed, acceptance and quality of a rule, margin-aware

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import IO, Any
 
 from mars_jax import __version__, specs
-from mars_jax.cli import pair
 from mars_jax.cli.program import command
 from mars_jax.cli.progress import ticking
 from mars_jax.cli.rule_flags import rule_of
 from mars_jax.cli.theta import FORMAT, fingerprints, settings_of, thetas_of
 from mars_jax.core.errors import MarsError
+from mars_jax.lab.commands import pair
 from mars_jax.specs import RuleChoice
 
 _DESCRIPTION = """\

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import IO, Any
 
 from mars_jax import __version__
-from mars_jax.cli import pair
 from mars_jax.cli.program import command
 from mars_jax.cli.progress import ticking
 from mars_jax.cli.rule_flags import given_settings
 from mars_jax.cli.theta import rule_and_file, settings_of
 from mars_jax.core.errors import MarsError
+from mars_jax.lab.commands import pair
 from mars_jax.serve.journal import write_whole
 
 _DESCRIPTION = """\

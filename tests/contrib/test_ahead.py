@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from mars_jax import drafters, verify
+from mars_jax.contrib.drafters.ahead import ahead, run
 from mars_jax.core import fake
 from mars_jax.core.controls import make_controls
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import Params, keys_from_seeds
-from mars_jax.drafters.ahead import ahead, run
 from mars_jax.models import ModelConfig, init_params, language_model
 from tests.helpers import committed, decode_all, ragged, slow_but
 

@@ -1,7 +1,7 @@
 """Drafting while the target verifies: drafter and target on devices of their own, the next draft begun on a guess.
 
 Source: PEARL 2408.11850 (pre-verify and post-verify). B batch, K tokens of a draft, T token buffer. Oracle: the plain
-loop, token for token (tests/drafters/test_ahead.py).
+loop, token for token (tests/contrib/test_ahead.py).
 
 The drafter drafts K + 1 tokens; the target gets the first K. While it verifies them, the drafter goes on as if all of
 them held and the last were the token that the target adds. Where that comes true for every live row, the next draft
