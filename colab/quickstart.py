@@ -84,10 +84,12 @@ print(
 # %%
 COLOURS = {"exact": "inherit", "relaxed": "#b58900", "corrected": "#268bd2"}
 
+from mars_jax.serve.session import Session
+
 requests = mj.make_requests(target, ["The old dog and the small cat"], max_new_tokens=120)
 pieces = [
     f'<span style="color:{COLOURS[kind]}">{html.escape(text)}</span>'
-    for event in mj.generate_stream(target, drafter, requests, verify=mars)
+    for event in Session.of(target, drafter, mars).stream(requests)
     for kind, text in event.pieces
 ]
 display(HTML("".join(pieces).replace("\n", "<br>")))

@@ -34,10 +34,8 @@ if TYPE_CHECKING:
     from mars_jax.serve.chat import Chat
     from mars_jax.serve.generation import (
         generate,
-        generate_async,
         generate_iter,
         generate_stream,
-        generate_text,
     )
     from mars_jax.serve.likelihood import score
     from mars_jax.serve.requests import Completion, Request, Result, make_requests
@@ -66,10 +64,8 @@ _HOME = {
     "Verdict": "core.types",
     "enable_compilation_cache": "core.compilations",
     "generate": "serve.generation",
-    "generate_async": "serve.generation",
     "generate_iter": "serve.generation",
     "generate_stream": "serve.generation",
-    "generate_text": "serve.generation",
     "keys_from_seeds": "core.types",
     "load": "hub",
     "make_controls": "core.controls",

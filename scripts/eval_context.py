@@ -62,9 +62,9 @@ def rules(target: mj.Pretrained, median_entropy: float) -> dict[str, mj.verify.L
         "class, strict on punctuation": mj.contrib.context("class", (1, 1, 0), classes=classes),
         "class, strict on words": mj.contrib.context("class", (0, 1, 1), classes=classes),
     }
-    by_context = mj.verify.LoadedRule
-    return {"global": by_context(mj.verify.mars())} | {
-        name: by_context(mj.verify.mars(context=chosen.by), chosen) for name, chosen in contexts.items()
+    with_table = mj.verify.LoadedRule
+    return {"global": with_table(mj.verify.mars())} | {
+        name: with_table(mj.contrib.by_context(chosen.by), chosen) for name, chosen in contexts.items()
     }
 
 

@@ -117,11 +117,11 @@ def ahead(target: mj.Pretrained, prompts: list[list[int]], repeats: int) -> dict
     report: dict[str, Any] = {"cores": sorted(os.sched_getaffinity(0)), "flags": os.environ.get("XLA_FLAGS")}
     for length in (2, 5):
         plain = mj.drafters.load(spec, target, num_draft_tokens=length, dtype="float32")
-        there = elsewhere.load(spec, target, device, num_draft_tokens=length, dtype="float32")
+        there = elsewhere.draft_elsewhere(spec, target, device, num_draft_tokens=length, dtype="float32")
         rule = LoadedRule(mj.verify.exact())
         arms = {
             "in turns": Session(target=target, drafter=plain, rule=rule),
-            "at once": Session(target=target, drafter=there, rule=rule, draft_device=device),
+            "at once": Session(target=target, drafter=there, rule=rule),
         }
         rates: dict[str, list[float]] = {name: [] for name in arms}
         equal, held, steps = 0, 0, 0
@@ -137,8 +137,9 @@ def ahead(target: mj.Pretrained, prompts: list[list[int]], repeats: int) -> dict
                 [said[name]] = [e.completion for e in session.stream(requests) if e.completion is not None]
                 rates[name].append(96 / (time.perf_counter() - began))
             equal += said["in turns"].tokens == said["at once"].tokens
-            made, weights = elsewhere.begin(target, there, rule, device)
-            drafts = mj.drafters.LoadedDrafter(made.handed, weights)
+            longer = mj.drafters.load(spec, target, num_draft_tokens=length + 1, dtype="float32")
+            made = loop.ahead(target.model, longer.drafter, rule.rule)
+            drafts = mj.drafters.LoadedDrafter(made.handed, longer.params)
             _, params, state = prepare(target, drafts, requests, verify=rule)
             guesses = loop.Guesses()
             for _ in loop.stream(made, params, state, draft_device=device, guesses=guesses):
@@ -159,17 +160,17 @@ def ahead(target: mj.Pretrained, prompts: list[list[int]], repeats: int) -> dict
 def cost(target: mj.Pretrained, made: dict[str, Any], prompt: list[int], repeats: int) -> dict[str, Any]:
     """Milliseconds of a step at batch 1: a decode with a rule that accepts next to nothing, over its steps."""
     requests = mj.make_requests(target, [prompt], max_new_tokens=96, ignore_eos=True, temperature=1.0)
-    from mars_jax.serve.generation import compile_batch, run_batch
+    from mars_jax.serve.session import Session
 
     times: dict[str, list[float]] = {name: [] for name in made}
     rule = mj.verify.exact()
     for drafter in made.values():
-        compile_batch(target, drafter, requests, verify=rule)
-        run_batch(target, drafter, requests, verify=rule)
+        Session.of(target, drafter, rule).compile(requests)
+        Session.of(target, drafter, rule, batch_size=len(requests)).run(requests)
     for _ in range(repeats):
         for name, drafter in made.items():
             began = time.perf_counter()
-            [done] = run_batch(target, drafter, requests, verify=rule)
+            [done] = Session.of(target, drafter, rule, batch_size=len(requests)).run(requests)
             seconds = time.perf_counter() - began
             times[name].append(1e3 * seconds / done.metrics.steps)
     return {name: {"milliseconds": statistics.median(ts), "all": ts} for name, ts in times.items()}
@@ -226,7 +227,7 @@ def speed(
     target: mj.Pretrained, made: dict[str, Any], prompts: list[list[int]], repeats: int
 ) -> dict[str, Any]:
     """Tokens per second at batch 1, temperature 0, `exact`: decodes of each prompt in turns, and none as a drafter."""
-    from mars_jax.serve.generation import compile_batch, run_batch
+    from mars_jax.serve.session import Session
 
     every = {"none": mj.drafters.load("none", target)} | made
     rule, rates, taus = mj.verify.exact(), {name: [] for name in every}, {name: [] for name in every}
@@ -234,10 +235,10 @@ def speed(
         requests = mj.make_requests(target, [prompt], max_new_tokens=96, ignore_eos=True)
         for name, drafter in every.items():
             if not number:
-                compile_batch(target, drafter, requests, verify=rule)
-                run_batch(target, drafter, requests, verify=rule)
+                Session.of(target, drafter, rule).compile(requests)
+                Session.of(target, drafter, rule, batch_size=len(requests)).run(requests)
             began = time.perf_counter()
-            [done] = run_batch(target, drafter, requests, verify=rule)
+            [done] = Session.of(target, drafter, rule, batch_size=len(requests)).run(requests)
             rates[name].append(96 / (time.perf_counter() - began))
             taus[name].append(96 / done.metrics.steps)
     alone = statistics.median(rates["none"])

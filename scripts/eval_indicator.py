@@ -301,7 +301,7 @@ def main() -> None:
     pooled = Examples(*(np.concatenate(c) for c in zip(*(s[0].examples for s in sets.values()), strict=True)))
     head = train(pooled, args.work, steps=args.steps)
     if args.save:
-        mj.verify.save(args.save, head)
+        mj.contrib.save(args.save, head)
     held = {
         task: (s[1], np.asarray(indicator.logit(head, *map(jnp.asarray, s[1].examples[:3]))))
         for task, s in sets.items()

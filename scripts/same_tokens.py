@@ -113,7 +113,7 @@ def rules(hidden: int) -> dict[str, Any]:
     head = indicator.init_params(hidden, jax.random.key(0), width=8) | {"bias": jax.numpy.asarray(-1.0)}
     table = contrib.context("position", (1.5, 0.5), edges=(2,))
     mars: Any = verify.mars
-    by_position = (mars(context=table), ()) if is_old() else (mars(context="position"), table)
+    by_position = (mars(context=table), ()) if is_old() else (contrib.by_context("position"), table)
     exact, rejection, block = verify.exact(), verify.rejection(), verify.rejection(block=True)
     return {
         "exact": (exact, ()),

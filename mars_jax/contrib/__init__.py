@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mars_jax.contrib.drafters.cascade import CascadeParams, cascade
+    from mars_jax.contrib.drafters.elsewhere import draft_elsewhere
     from mars_jax.contrib.drafters.sprinter import SprinterParams, sprinter
     from mars_jax.contrib.rules.budget import Budget, budget
     from mars_jax.contrib.rules.cactus import Cactus, cactus
-    from mars_jax.contrib.rules.context import Context, context, token_classes
+    from mars_jax.contrib.rules.context import ByContext, Context, by_context, context, token_classes
     from mars_jax.contrib.rules.diversed import Diversed, diversed
     from mars_jax.contrib.rules.entropy_gate import EntropyGate, entropy_gate
     from mars_jax.contrib.rules.equivalent import Equivalent, equivalent, token_groups
     from mars_jax.contrib.rules.fly import Fly, fly
+    from mars_jax.contrib.rules.head_files import save
     from mars_jax.contrib.rules.learned import Learned, learned
     from mars_jax.contrib.rules.lenience import Lenience, lenience
     from mars_jax.contrib.rules.phrase import Phrase, phrase
@@ -23,6 +25,10 @@ if TYPE_CHECKING:
 
 # Names and the module of each. They load on first use.
 _HOME = {
+    "draft_elsewhere": "drafters.elsewhere",
+    "ByContext": "rules.context",
+    "by_context": "rules.context",
+    "save": "rules.head_files",
     "Budget": "rules.budget",
     "Cactus": "rules.cactus",
     "CascadeParams": "drafters.cascade",

@@ -1,7 +1,7 @@
 """Drafters: each a factory of a `Drafter`, a NamedTuple of pure functions. `load` finds one by its name."""
 
 from mars_jax.drafters.asked import LoadedDrafter
-from mars_jax.drafters.by_name import AnyDrafter, load
+from mars_jax.drafters.by_name import AnyDrafter, load, loaded
 from mars_jax.drafters.dflash import dflash
 from mars_jax.drafters.eagle import eagle
 from mars_jax.drafters.medusa import medusa
@@ -22,6 +22,7 @@ __all__ = [
     "eagle",
     "language_model",
     "load",
+    "loaded",
     "medusa",
     "ngram",
     "none",

@@ -1,14 +1,16 @@
-"""What a drafter is loaded from, and what loading gives. `drafters.load` has the table of those who do it."""
+"""What a drafter is loaded from, and what loading gives. The rows of `specs.DRAFTERS` name who does it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from mars_jax.core.types import Drafter, PyTree
+from mars_jax.core.types import Decoder, DecodeState, Drafter, Params, PyTree, StepInfo
 from mars_jax.drafters.tree_shapes import Dynamic
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.placement.shardings import place
+
+Steps = Callable[[Decoder, Params, DecodeState], Iterator[tuple[DecodeState, StepInfo]]]
 
 
 class LoadedDrafter(NamedTuple):
@@ -16,6 +18,9 @@ class LoadedDrafter(NamedTuple):
 
     drafter: Drafter
     params: PyTree
+    steps: Steps | None = (
+        None  # makes the steps of a batch in place of `decode.stream`; rows then do not refill
+    )
 
 
 class Asked(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,35 +11,13 @@ import numpy as np
 from jax import Array
 
 from mars_jax import specs
-from mars_jax.contrib.drafters.systems import load_sprinter, load_trispec, load_via_sd
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import Drafter, PyTree
 from mars_jax.drafters.asked import Asked, LoadedDrafter
-from mars_jax.drafters.dflash import load_dflash
-from mars_jax.drafters.eagle import load_eagle
-from mars_jax.drafters.medusa import load_medusa
-from mars_jax.drafters.model import load_model
-from mars_jax.drafters.ngram import ngram
-from mars_jax.drafters.none import none
-from mars_jax.drafters.replay import load_replay
 from mars_jax.drafters.sized import sized
 from mars_jax.drafters.tree_shapes import Dynamic
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.models.config import ModelConfig
-
-LOADERS: Mapping[str, Callable[[Asked], LoadedDrafter]] = {
-    "none": lambda asked: LoadedDrafter(none(), ()),
-    "ngram": lambda asked: LoadedDrafter(ngram(asked.chain), ()),
-    "model": load_model,
-    "eagle": load_eagle,
-    "medusa": load_medusa,
-    "sprinter": load_sprinter,
-    "trispec": load_trispec,
-    "via_sd": load_via_sd,
-    "replay": load_replay,
-    "dflash": load_dflash,
-}
-"""By the name of a row of `specs.DRAFTERS`, from what is asked for to the drafter with its weights."""
 
 AnyDrafter = LoadedDrafter | Drafter | str
 """What `mars_jax.generate` takes: a spec, or a drafter with or without weights of its own."""
@@ -106,7 +84,7 @@ def load(
                 f"{name} does not apply to the drafter '{kind}': leave it out, or draft with "
                 f"{specs.drafters_that(what)}."
             )
-    if kind in ("eagle", "medusa", "dflash") and not isinstance(target.config, ModelConfig):
+    if row.head and not isinstance(target.config, ModelConfig):
         raise MarsError(
             f"'{target.name}' has no config, by which the heads of '{path}' are checked: give Pretrained.from_parts "
             "one, or make the drafter by mars_jax.drafters.eagle, .medusa or .dflash."
@@ -121,9 +99,21 @@ def load(
         length = num_draft_tokens
     elif tree is None:
         tree = usual_tree
-    loaded = LOADERS[kind](Asked(target, path, length, tree, sample, dtype))
-    _check_finite(path, loaded.params)
-    return sized(loaded, any_rule=any_rule) if draft_size == "auto" else loaded
+    made = specs.factory(row.loader)(Asked(target, path, length, tree, sample, dtype))
+    _check_finite(path, made.params)
+    return sized(made, any_rule=any_rule) if draft_size == "auto" else made
+
+
+def loaded(drafter: AnyDrafter, target: Pretrained) -> LoadedDrafter:
+    """A drafter with its weights, of any form that `generate` takes.
+
+    >>> from mars_jax.drafters import none
+    >>> loaded(none(), None).params
+    ()
+    """
+    if isinstance(drafter, str):
+        return load(drafter, target)
+    return LoadedDrafter(drafter, ()) if isinstance(drafter, Drafter) else drafter
 
 
 @jax.jit

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mars_jax.core.tree import chain, last_token
 from mars_jax.core.types import Drafter, DraftInput, DraftTree, Params, PyTree
+from mars_jax.drafters.asked import Asked, LoadedDrafter
 
 
 def none() -> Drafter:
@@ -28,3 +29,8 @@ _NONE = Drafter(
     max_depth=0,
     name="none",
 )
+
+
+def load_none(asked: Asked) -> LoadedDrafter:
+    """`none`, whatever the target."""
+    return LoadedDrafter(none(), ())

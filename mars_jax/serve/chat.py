@@ -10,13 +10,11 @@ from typing import Any, Self
 
 from mars_jax import drafters
 from mars_jax.core.errors import MarsError
-from mars_jax.core.types import Drafter, LoadedRule
 from mars_jax.hub.pretrained import Pretrained, Turn
 from mars_jax.serve.prepare import AnyRule, check_relaxes
 from mars_jax.serve.requests import Completion, Request, StreamEvent, make_requests
 from mars_jax.serve.running import Running
 from mars_jax.serve.session import Session
-from mars_jax.verify import exact
 
 Ask = Callable[[Sequence[Turn]], Request]
 """What a conversation is asked as."""
@@ -58,19 +56,15 @@ class Chat:
         Raises:
           MarsError: as `generate`.
         """
-        if isinstance(drafter, str):
-            drafter = drafters.load(drafter, target)
-        elif isinstance(drafter, Drafter):
-            drafter = drafters.LoadedDrafter(drafter, ())
-        rule = verify if isinstance(verify, LoadedRule) else LoadedRule(exact() if verify is None else verify)
+        session = Session.of(target, drafter, verify)
         how = {"system": system, "template_args": template_args, "ignore_eos": ignore_eos}
 
         def ask(turns: Sequence[Turn]) -> Request:
             [request] = make_requests(target, [turns], **how, **options)
-            check_relaxes(rule, [request])
+            check_relaxes(session.rule, [request])
             return request
 
-        self._begin(Running(Session(target=target, drafter=drafter, rule=rule)), ask)
+        self._begin(Running(session), ask)
 
     @classmethod
     def over(cls, running: Running, ask: Ask) -> Self:

@@ -17,9 +17,8 @@ import numpy as np
 from mars_jax.core.errors import MarsError
 from mars_jax.core.evidence import node_stats
 from mars_jax.core.mesh import by_rows, size_of
-from mars_jax.core.types import LanguageModel
+from mars_jax.core.types import LanguageModel, Visible
 from mars_jax.hub.pretrained import Pretrained
-from mars_jax.lab.training.objectives import read
 from mars_jax.placement.hosts import fetch
 from mars_jax.serve.prepare import bucket
 
@@ -118,7 +117,8 @@ def _score(model: LanguageModel, params, tokens):
 
 def _score_rows(model: LanguageModel, params, tokens):
     rows, length = tokens.shape
-    hidden = read(model, params, tokens, jnp.zeros_like(tokens)).hidden
+    visible = Visible.causal(jnp.zeros(tokens.shape[:1], jnp.int32), tokens.shape[1])
+    hidden = model.forward(params, tokens, visible, model.init_cache(*tokens.shape)).hidden
     # Row j against token j + 1, in parts; the last row has none, and the rest is cut off.
     size = min(POSITIONS, length)
     hidden = jnp.pad(hidden, ((0, 0), (0, -length % size), (0, 0)))

@@ -151,10 +151,7 @@ def prepared(
     Raises:
       MarsError: a request that does not fit the target, the drafter or the rule.
     """
-    if isinstance(drafter, str):
-        drafter = drafters.load(drafter, target)
-    elif isinstance(drafter, Drafter):
-        drafter = drafters.LoadedDrafter(drafter, ())
+    drafter = drafters.loaded(drafter, target)
     rule = verify if isinstance(verify, LoadedRule) else LoadedRule(exact() if verify is None else verify)
     _check_rule(rule, drafter.drafter, requests)
     for request in requests:

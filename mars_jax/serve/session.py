@@ -1,22 +1,36 @@
-"""A pair of models with its rule, and what has been compiled for them: batches whose time holds no compilation."""
+"""A pair of models with its rule, and what has been compiled for them: the engine behind every way to generate.
+
+B batch, T token buffer, M stop tokens. Oracle: `transformers` generate with the same checkpoint
+(tests/serve/test_generate.py).
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+import jax
 
 from mars_jax import drafters
-from mars_jax.core.rule_values import name_of, structure
-from mars_jax.core.types import Decoder, DecodeState, Drafter, LoadedRule, Params
+from mars_jax.core import activity, decode, rule_values
+from mars_jax.core.errors import MarsError
+from mars_jax.core.metrics import DecodeStats, zero_stats
+from mars_jax.core.types import Decoder, DecodeState, Drafter, LoadedRule, Params, StepInfo
 from mars_jax.hub.pretrained import Pretrained
-from mars_jax.serve.generation import compile_batch, generate_stream, groups, rule_of, run_batch
+from mars_jax.placement.hosts import fetch
+from mars_jax.serve.complete import complete
+from mars_jax.serve.events import events, look
 from mars_jax.serve.guides import guides_of
-from mars_jax.serve.prepare import buffer_width, draws, prepare, prepared
-from mars_jax.serve.queue import Finished, Queue, compile_queue, shares_prompts
-from mars_jax.serve.requests import Completion, Request, StreamEvent
+from mars_jax.serve.memory import default_rows
+from mars_jax.serve.prepare import AnyRule, Compile, buffer_width, draws, of_mesh, prepare, prepared
+from mars_jax.serve.queue import Finished, Queue, compile_queue, longest_first, shares_prompts
+from mars_jax.serve.requests import Completion, Request, Result, StreamEvent, batches, total
 from mars_jax.verify import exact
+
+Rule = TypeVar("Rule", bound=AnyRule | None)
 
 
 class Shape(NamedTuple):
@@ -48,16 +62,43 @@ class Session:
     drafter: drafters.LoadedDrafter
     # Its numbers are one for all requests, or one for each; then `batches` deals them out.
     rule: LoadedRule = dataclasses.field(default_factory=lambda: LoadedRule(exact()))
-    batch_size: int = 1
+    batch_size: int = 1  # rows side by side; 0: what memory has room for
     log_probs: bool = False  # keep what the target thinks of each token
-    # A device or a mesh on which the drafter works while the target verifies; see `serve.elsewhere`.
-    draft_device: Any = None
     _compiled: set[Shape] = dataclasses.field(default_factory=set, repr=False)
+
+    @classmethod
+    def of(
+        cls,
+        target: Pretrained,
+        drafter: drafters.AnyDrafter = "none",
+        verify: AnyRule | None = None,
+        *,
+        batch_size: int | None = 1,
+        log_probs: bool = False,
+    ) -> Session:
+        """A session of what `mars_jax.generate` takes.
+
+        Args:
+          target, drafter, verify, batch_size, log_probs: as for `mars_jax.generate`.
+
+        Raises:
+          MarsError: as `drafters.load`, or batch_size is below 1.
+        """
+        if batch_size is not None and batch_size < 1:
+            raise MarsError(f"batch_size is {batch_size}: give at least 1.")
+        rule = verify if isinstance(verify, LoadedRule) else LoadedRule(exact() if verify is None else verify)
+        return cls(
+            target=target,
+            drafter=drafters.loaded(drafter, target),
+            rule=rule,
+            batch_size=batch_size or 0,
+            log_probs=log_probs,
+        )
 
     @property
     def rule_name(self) -> str:
         """For reports."""
-        return name_of(self.rule.rule)
+        return rule_values.name_of(self.rule.rule)
 
     def using(self, rule: LoadedRule) -> Session:
         """The same pair with another rule; what is compiled for one of the two is for both."""
@@ -67,7 +108,7 @@ class Session:
     def autoregressive(self) -> Session:
         """The target without a draft."""
         drafter = drafters.load("none", self.target)
-        return dataclasses.replace(self, drafter=drafter, rule=LoadedRule(exact()), draft_device=None)
+        return dataclasses.replace(self, drafter=drafter, rule=LoadedRule(exact()))
 
     def batches(self, requests: Sequence[Request]) -> Iterator[Batch]:
         """All the requests, `batch_size` at a time."""
@@ -76,7 +117,25 @@ class Session:
 
     def prepare(self, requests: Sequence[Request]) -> tuple[Decoder, Params, DecodeState]:
         """One batch as the arrays that the decoder takes, for a loop of one's own over `decode.stream`."""
-        return prepare(self.target, self.drafter, requests, verify=self.rule, rows=self.batch_size)
+        return self._prepare(requests)
+
+    def _prepare(
+        self, requests: Sequence[Request], loop: Compile | None = None
+    ) -> tuple[Decoder, Params, DecodeState]:
+        how: Any = {"rows": self.batch_size, "log_probs": self.log_probs, "loop": loop}
+        return prepare(self.target, self.drafter, requests, verify=self.rule, **how)
+
+    def _steps(
+        self, decoder: Decoder, params: Params, state: DecodeState, *, ahead: int
+    ) -> Iterator[tuple[DecodeState, StepInfo]]:
+        """The steps of a batch; the state is donated. They run in the target's mesh, which the caller enters."""
+        if self.drafter.steps is not None:
+            return self.drafter.steps(decoder, params, state)
+        return decode.stream(decoder, params, state, ahead=ahead)
+
+    def _stats(self, decoder: Decoder, state: DecodeState) -> DecodeStats:
+        batch, buffer = state.tokens.shape
+        return zero_stats(batch, decoder.max_depth, record=buffer if self.log_probs else None)
 
     def compile(self, requests: Sequence[Request], *, stream: bool = False) -> None:
         """Compile what `run`, or `stream`, of one batch will run, unless it is compiled already.
@@ -87,17 +146,37 @@ class Session:
         width = buffer_width(self.target, requests)
         shape = self._shape(requests, width, "stream" if stream else "run")
         if shape not in self._compiled:
-            compile_batch(
-                self.target,
-                self.drafter,
-                requests,
-                verify=self.rule,
-                rows=self.batch_size,
-                stream=stream,
-                log_probs=self.log_probs,
-                draft_device=self.draft_device,
-            )
+            self._compile(requests, stream)
             self._compiled.add(shape)
+
+    @activity.doing("compiling")
+    def _compile(self, requests: Sequence[Request], stream: bool) -> None:
+        """A chunk of prefill and one step, in the same shapes. They do run, since some backends finish compiling only
+        then."""
+        stand_ins = []
+        for request in requests:
+            length = len(request.prompt_tokens)
+            short = request.prompt_tokens[:2]
+            most = length - len(short) + request.max_new_tokens
+            stand_ins.append(dataclasses.replace(request, prompt_tokens=short, max_new_tokens=most))
+
+        def loop(*given: Any) -> object:
+            if stream:
+                return decode.jitted_step.lower(*given).compile()
+            return decode.run.lower(*given, record=self.log_probs).compile()
+
+        own_steps = self.drafter.steps is not None
+        decoder, params, state = self._prepare(stand_ins, loop=None if own_steps else loop)
+        one_step = dataclasses.replace(state.controls, limit=state.length + 1)
+        state = dataclasses.replace(state, controls=one_step)
+        with self.target.on_mesh():
+            if stream or own_steps:
+                stats = self._stats(decoder, state)
+                for now, info in self._steps(decoder, params, state, ahead=0):
+                    final = (now.done, now.tokens, now.length, now.failed)
+                    jax.block_until_ready(look(stats, info, final))
+            else:
+                jax.block_until_ready(decode.run(decoder, params, state, record=self.log_probs))
 
     def _shape(self, requests: Sequence[Request], width: int, loop: str) -> Shape:
         edits = any(request.edits for request in requests)
@@ -105,7 +184,7 @@ class Session:
         tables = (guides.constraint is not None, guides.span is not None, guides.shapes)
         return Shape(
             drafter=self.drafter.drafter,
-            rule=structure(self.rule.rule),
+            rule=rule_values.structure(self.rule.rule),
             width=width,
             rows=self.batch_size,
             draws=draws(requests),
@@ -115,6 +194,55 @@ class Session:
             loop=loop,
         )
 
+    def decode(self, requests: Sequence[Request]) -> Result:
+        """All the requests: in one device loop where there are rows for all, else through rows that refill, those that
+        may become longest first.
+
+        Raises:
+          MarsError: as `prepare`.
+        """
+        began = time.perf_counter()
+        if self.drafter.steps is not None:
+            found = [batch.session._run(batch.requests) for batch in self._sized(requests).batches(requests)]
+            completions = [completion for batch in found for completion in batch]
+            forwards = sum(max(completion.metrics.steps for completion in batch) for batch in found)
+        else:
+            made = prepared(self.target, self.drafter, requests, verify=self.rule)
+            rows = of_mesh(self.target, self.batch_size or default_rows(made))
+            plain = not shares_prompts(requests) and not any(request.stop_strings for request in requests)
+            if len(requests) <= rows and plain:
+                completions = dataclasses.replace(self, batch_size=rows)._run(requests)
+                forwards = max(completion.metrics.steps for completion in completions)
+            else:
+                queue = Queue(made, rows, order=longest_first(requests), log_probs=self.log_probs)
+                by_number = dict(queue)
+                completions, forwards = [by_number[i] for i in range(len(requests))], queue.forwards
+        return Result(
+            completions=completions,
+            metrics=total(completions),
+            seconds=time.perf_counter() - began,
+            forwards=forwards,
+        )
+
+    def refilled(self, requests: Sequence[Request], *, telling: bool = False) -> Queue:
+        """The requests through rows that refill, those that may become longest first; nothing is compiled before.
+
+        Args:
+          requests: any number of them.
+          telling: `Queue.events` tells of new tokens too.
+
+        Raises:
+          MarsError: as `prepare`, or the drafter makes steps of its own, in which no row refills.
+        """
+        if self.drafter.steps is not None:
+            raise MarsError(
+                f"rows do not refill with the drafter '{self.drafter.drafter.name}', which works on a device of its "
+                "own: use generate, or Session.stream."
+            )
+        made = prepared(self.target, self.drafter, requests, verify=self.rule)
+        rows = self.batch_size or default_rows(made)
+        return Queue(made, rows, order=longest_first(requests), log_probs=self.log_probs, telling=telling)
+
     def queue(self, requests: Sequence[Request], *, order: Sequence[int] | None = None) -> Iterable[Finished]:
         """The requests through `batch_size` rows, each as soon as it has ended; see `Queue`. It compiles when called.
 
@@ -123,20 +251,25 @@ class Session:
           order: in which they begin, by their numbers; those that are not among them are left out. Default: as they
             are.
         """
-        if self.draft_device is not None:
+        if self.drafter.steps is not None:
             return self._in_batches(requests, range(len(requests)) if order is None else order)
         made = prepared(self.target, self.drafter, requests, verify=self.rule)
-        waits = len(requests if order is None else order) > self.batch_size
+        rows = self.batch_size or default_rows(made)
+        waits = len(requests if order is None else order) > rows
         kind = "shared" if shares_prompts(requests) else "refilled" if waits else "filled"
         shape = self._shape(requests, made.width, f"queue, {kind}")
         if shape not in self._compiled:
-            compile_queue(made, self.batch_size, log_probs=self.log_probs)
+            compile_queue(made, rows, log_probs=self.log_probs)
             self._compiled.add(shape)
-        return Queue(made, self.batch_size, order=order, log_probs=self.log_probs)
+        return Queue(made, rows, order=order, log_probs=self.log_probs)
+
+    def _sized(self, requests: Sequence[Request]) -> Session:
+        return self if self.batch_size else dataclasses.replace(self, batch_size=len(requests))
 
     def _in_batches(self, requests: Sequence[Request], order: Sequence[int]) -> Iterable[Finished]:
         rule = rule_of(self.rule, order, len(requests))
-        batches = list(self.using(rule).batches([requests[i] for i in order]))
+        chosen = [requests[i] for i in order]
+        batches = list(self.using(rule)._sized(chosen).batches(chosen))
         for batch in batches:
             batch.session.compile(batch.requests)
 
@@ -151,31 +284,65 @@ class Session:
     def run(self, requests: Sequence[Request]) -> list[Completion]:
         """Decode one batch in one device loop, at most `batch_size` requests; its time holds no compilation.
 
-        With a `draft_device` in a loop of the host's.
+        A drafter with steps of its own takes a loop of the host's.
         """
         self.compile(requests)
-        if self.draft_device is not None:
-            done = {e.row: e.completion for e in self.stream(requests) if e.completion is not None}
+        return self._run(requests)
+
+    def _run(self, requests: Sequence[Request]) -> list[Completion]:
+        if self.drafter.steps is not None:
+            done = {e.row: e.completion for e in self._events(requests) if e.completion is not None}
             return [done[row] for row in range(len(requests))]
-        return run_batch(
-            self.target,
-            self.drafter,
-            requests,
-            verify=self.rule,
-            rows=self.batch_size,
-            log_probs=self.log_probs,
-        )
+        began = time.perf_counter()
+        decoder, params, state = self._prepare(requests)
+        with self.target.on_mesh():
+            state, stats = jax.block_until_ready(decode.run(decoder, params, state, record=self.log_probs))
+        seconds = time.perf_counter() - began
+        stats, final = fetch((stats, (state.tokens, state.length, state.failed)))
+        return [
+            complete(self.target, request, row, final, stats, seconds) for row, request in enumerate(requests)
+        ]
 
     def stream(self, requests: Sequence[Request]) -> Iterator[StreamEvent]:
-        """Decode one batch step by step. It compiles when called, and decodes as the events are asked for."""
-        # Elsewhere there is no other loop.
-        self.compile(requests, stream=self.draft_device is None)
-        return generate_stream(
-            self.target,
-            self.drafter,
-            requests,
-            verify=self.rule,
-            rows=self.batch_size,
-            log_probs=self.log_probs and self.draft_device is not None,
-            draft_device=self.draft_device,
+        """Decode one batch step by step, and yield the tokens of each row as they are decided.
+
+        It compiles when called, and decodes as the events are asked for.
+        """
+        self.compile(requests, stream=True)
+        return self._events(requests)
+
+    def _events(self, requests: Sequence[Request]) -> Iterator[StreamEvent]:
+        began = time.perf_counter()
+        decoder, params, state = self._prepare(requests)
+        # Steps that the drafter makes wait for every verdict anyway.
+        ahead = 0 if self.drafter.steps is not None else decode.look_ahead(state)
+        done, stats = fetch(state.done), self._stats(decoder, state)
+        steps = self._steps(decoder, params, state, ahead=ahead)
+        yield from events(self.target, requests, steps, stats, done, ahead=ahead, began=began)
+
+
+def groups(
+    requests: Sequence[Request], verify: Rule, batch_size: int | None
+) -> Iterator[tuple[list[Request], Rule]]:
+    """Requests in groups of `batch_size`, each with its rule: what that has one of per request is theirs."""
+    first = 0
+    for group in batches(requests, batch_size):
+        yield group, rule_of(verify, range(first, first + len(group)), len(requests))
+        first += len(group)
+
+
+def rule_of(verify: Any, rows: Sequence[int], count: int) -> Any:
+    """The rule of some of `count` requests: what it has one of per request is theirs."""
+    if isinstance(verify, LoadedRule):
+        return verify._replace(rule=rule_values.take_rows(verify.rule, rows, count))
+    return None if verify is None else rule_values.take_rows(verify, rows, count)
+
+
+def check_finite(target: Pretrained, completions: Sequence[Completion]) -> None:
+    """Raise MarsError where prompts failed, for callers to whom that is an error."""
+    failed = sum(completion.finish_reason == "failed" for completion in completions)
+    if failed:
+        raise MarsError(
+            f"the logits of '{target.name}' are not finite for {failed} of {len(completions)} prompts: its weights "
+            "hold NaN, or overflow in bfloat16; load an intact checkpoint, or one in float32."
         )

@@ -55,6 +55,8 @@ class DraftKind:
 
     name: str
     help: str
+    loader: str  # "module:function", from `drafters.asked.Asked` to the drafter with its weights
+    head: bool = False  # reads the target's features: it is checked against the target's config
     path: bool = False  # named with a checkpoint, as NAME:PATH
     file: bool = False  # or with a file instead, as NAME:FILE
     trees: bool = False  # drafts static trees
@@ -104,11 +106,19 @@ class DraftKind:
 DRAFTERS: dict[str, DraftKind] = {
     row.name: row
     for row in (
-        DraftKind(name="none", help="plain autoregression"),
-        DraftKind(name="ngram", help="copy from the text so far", length=8, resizes=True, paper="2304.04487"),
+        DraftKind(name="none", help="plain autoregression", loader="mars_jax.drafters.none:load_none"),
+        DraftKind(
+            name="ngram",
+            help="copy from the text so far",
+            loader="mars_jax.drafters.ngram:load_ngram",
+            length=8,
+            resizes=True,
+            paper="2304.04487",
+        ),
         DraftKind(
             name="model",
             help="a small model with the target's tokenizer",
+            loader="mars_jax.drafters.model:load_model",
             path=True,
             trees=True,
             dynamic=True,
@@ -121,6 +131,8 @@ DRAFTERS: dict[str, DraftKind] = {
         DraftKind(
             name="eagle",
             help="an EAGLE, EAGLE-2 or EAGLE-3 head of the target",
+            loader="mars_jax.drafters.eagle:load_eagle",
+            head=True,
             path=True,
             trees=True,
             dynamic=True,
@@ -134,6 +146,8 @@ DRAFTERS: dict[str, DraftKind] = {
         DraftKind(
             name="medusa",
             help="Medusa heads of the target",
+            loader="mars_jax.drafters.medusa:load_medusa",
+            head=True,
             path=True,
             trees=True,
             samples=True,
@@ -143,6 +157,7 @@ DRAFTERS: dict[str, DraftKind] = {
         DraftKind(
             name="sprinter",
             help="a small model that goes on until its classifier doubts",
+            loader="mars_jax.contrib.drafters.systems:load_sprinter",
             path=True,
             samples=True,
             length=20,
@@ -152,6 +167,7 @@ DRAFTERS: dict[str, DraftKind] = {
         DraftKind(
             name="trispec",
             help="a small model, and a proxy that vouches for its drafts",
+            loader="mars_jax.contrib.drafters.systems:load_trispec",
             path=True,
             length=24,
             trusts=True,
@@ -160,6 +176,7 @@ DRAFTERS: dict[str, DraftKind] = {
         DraftKind(
             name="via_sd",
             help="a small model, and the target without some layers, which vouches for its drafts",
+            loader="mars_jax.contrib.drafters.systems:load_via_sd",
             path=True,
             length=24,
             trusts=True,
@@ -168,6 +185,7 @@ DRAFTERS: dict[str, DraftKind] = {
         DraftKind(
             name="replay",
             help="copy from earlier answers, the rows of a file, or from the text so far",
+            loader="mars_jax.drafters.replay:load_replay",
             path=True,
             file=True,
             length=8,
@@ -177,6 +195,8 @@ DRAFTERS: dict[str, DraftKind] = {
         DraftKind(
             name="dflash",
             help="a DFlash or DSpark head of the target",
+            loader="mars_jax.drafters.dflash:load_dflash",
+            head=True,
             path=True,
             trees=True,
             dynamic=True,

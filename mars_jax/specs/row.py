@@ -41,6 +41,16 @@ class Rule:
     bases: tuple[Rule, ...] = ()  # what its setting `base` chooses from
     settings: Mapping[str, Setting] = dataclasses.field(default_factory=dict)
 
+    @property
+    def reader(self) -> str:
+        """Of a rule with weights, "module:function": (path, target) -> weights. It stands beside the factory.
+
+        >>> from mars_jax import specs
+        >>> specs.rule("learned").reader
+        'mars_jax.contrib.rules.learned:read'
+        """
+        return self.factory.partition(":")[0] + ":read"
+
     def options(self, **chosen: Any) -> dict[str, Setting]:
         """Its settings, and those of the rule that `base` names.
 

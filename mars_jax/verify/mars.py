@@ -14,7 +14,6 @@ from jax import Array
 
 from kernels_pallas import MARGINS, AcceptControls, margin_accept, sharded_margin_accept
 from mars_jax import specs
-from mars_jax.contrib.rules.context import check_kind, thresholds
 from mars_jax.core import struct
 from mars_jax.core.evidence import Evidence
 from mars_jax.core.mesh import vocabulary_axes
@@ -40,29 +39,18 @@ class Mars(Relaxed):
 
     theta: Any  # f32[] or [B]; threshold in the units of the margin; inf is strict
     margin: str = struct.field(pytree_node=False, default="ratio")
-    context: str | None = struct.field(pytree_node=False, default=None)  # by what; its table is Params.verify
 
     @property
     def name(self) -> str:
-        inside = [self.margin] if self.margin != "ratio" else []
-        inside += [f"by {self.context}"] if self.context else []
-        return over(f"mars({', '.join(inside)})" if inside else "mars", self.base)
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        return ("weights",) if self.context else ()
+        return over("mars" if self.margin == "ratio" else f"mars({self.margin})", self.base)
 
     def low(self, evidence: Evidence) -> Array:
         stats = evidence.stats
-        theta = jnp.broadcast_to(self.theta[:, None], stats.top1.shape)
-        if self.context is not None:
-            theta = thresholds(self.context, evidence.params, evidence, theta, self.margin)
-        return MARGINS[self.margin](stats.top1, stats.top2, theta)
+        return MARGINS[self.margin](stats.top1, stats.top2, self.theta[:, None])
 
     def __call__(self, evidence: Evidence) -> tuple[Verdict, Self]:
         # The kernel knows of strict rows and first tokens, and of no spans.
-        plain = isinstance(self.base, Exact) and self.context is None
-        if not plain or evidence.strict_nodes is not None:
+        if not isinstance(self.base, Exact) or evidence.strict_nodes is not None:
             return super().__call__(evidence)
         tree, logits, controls = evidence.tree, evidence.logits, evidence.controls
         # The kernel itself finds the argmax, so a batch of greedy rows names no token here. A cond over two calls
@@ -92,7 +80,6 @@ def mars(
     margin: str = "ratio",
     max_relaxed_run: Any = UNLIMITED_RUN,
     exact_prefix: Any = 0,
-    context: str | None = None,
 ) -> Mars:
     """Margin-aware verification; see `Mars` for what it does.
 
@@ -103,11 +90,9 @@ def mars(
         (p2 / p1 > theta).
       max_relaxed_run: relaxed tokens allowed in a row, one number or one per row; default: any.
       exact_prefix: generated tokens at the start that are strict, one number or one per row; see `Lossy`.
-      context: "entropy", "position" or "class": what scales the looseness of theta node by node. Its table, from
-        `contrib.context`, is `Params.verify`; pass both as `LoadedRule(mars(context="entropy"), table)`.
 
     Raises:
-      MarsError: unknown margin or context, a number out of its range, or a base that cannot be relaxed.
+      MarsError: unknown margin, a number out of its range, or a base that cannot be relaxed.
 
     >>> from mars_jax import verify
     >>> from mars_jax.core.tree import chain
@@ -119,11 +104,8 @@ def mars(
     """
     specs.check_setting("mars", "margin", margin)
     given = {"theta": theta, "max_relaxed_run": max_relaxed_run, "exact_prefix": exact_prefix}
-    if context is not None:
-        check_kind(context)
     return Mars(
         base=base_of(base, "mars"),
         margin=margin,
-        context=context,
         **numbers("mars", given, margin=margin),
     )

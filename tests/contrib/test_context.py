@@ -7,6 +7,7 @@ import pytest
 from scipy import stats
 
 from kernels_pallas import margin_stats
+from mars_jax import contrib, verify
 from mars_jax.contrib import context
 from mars_jax.contrib.rules.context import thresholds, token_classes
 from mars_jax.core import tree as trees
@@ -62,7 +63,7 @@ def test_factors_scale_the_gap_that_is_let_through(case, margin):
 
 def test_factors_of_zero_are_the_strict_base(case):
     zero = context("class", (0, 0, 0), classes=CLASSES)
-    oracles.same_verdict(decided(mars(context="class"), case, 0.7, zero), decided(exact(), case, 0.7))
+    oracles.same_verdict(decided(contrib.by_context("class"), case, 0.7, zero), decided(exact(), case, 0.7))
 
 
 @pytest.mark.parametrize(
@@ -83,7 +84,7 @@ def test_factors_of_zero_are_the_strict_base(case):
 def test_every_node_has_the_threshold_of_its_bin(case, chosen, factor):
     """Against a chain walked in Python with a gap of one nat, scaled."""
     tree, logits, _ = case
-    found = decided(mars(margin="gap", context=chosen.by), case, 1.0, chosen)
+    found = decided(contrib.by_context(chosen.by, margin="gap"), case, 1.0, chosen)
     some = set()
     for b in range(ROWS):
         accepted, relaxed = 0, []
@@ -103,15 +104,19 @@ def test_every_node_has_the_threshold_of_its_bin(case, chosen, factor):
 
 def test_a_rule_with_a_context_is_told_from_one_without():
     assert (
-        structure(mars(context="class")) == structure(mars(theta=0.5, context="class")) != structure(mars())
+        structure(contrib.by_context("class"))
+        == structure(contrib.by_context("class", theta=0.5))
+        != structure(mars())
     )
-    assert mars(context="class").name == "mars(by class)"
+    assert contrib.by_context("class").name == "mars(by class)"
+    assert contrib.by_context("position", margin="gap", theta=1.5).name == "mars(gap, by position)"
+    assert contrib.by_context("position", verify.rejection()).name == "mars(by position) over rejection"
 
 
 def test_a_table_is_asked_for_by_its_kind(case):
     for table in ((), context("position", (1.0, 0.5), edges=(2,))):
         with pytest.raises(MarsError, match=r"has a context by class and Params\.verify holds"):
-            decided(mars(context="class"), case, 0.7, table)
+            decided(contrib.by_context("class"), case, 0.7, table)
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,13 @@ import pytest
 
 from mars_jax import contrib, verify
 from mars_jax.contrib.models import indicator, mixer
+from mars_jax.contrib.rules.head_files import read_weights
 from mars_jax.core import tree as trees
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import LoadedRule
 from mars_jax.lab.training import diversed_training
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.transformer import init_params, language_model
-from mars_jax.verify.named import read_weights
 
 V, NODES, ROWS, E, F = 7, 4, 64, 5, 3
 
@@ -103,13 +103,13 @@ def test_the_gradient_is_that_of_the_enumerated_worth():
 
 def test_its_weights_are_written_and_read_and_are_no_other_rule_s(tmp_path):
     params = mixer.init_params(6, jax.random.key(0), width=3, draft_hidden_size=4)
-    folder = verify.save(tmp_path / "head", params, "diversed")
+    folder = contrib.save(tmp_path / "head", params, "diversed")
     loaded = verify.load(f"diversed:{folder}", shift=1.0)
     assert isinstance(loaded, LoadedRule) and loaded.rule.shift == 1.0
     jax.tree.map(np.testing.assert_array_equal, loaded.params, params)
     with pytest.raises(MarsError, match="its model_type is mars_jax_mixer"):
         read_weights(folder)
-    other = verify.save(tmp_path / "other", indicator.init_params(6, jax.random.key(0)))
+    other = contrib.save(tmp_path / "other", indicator.init_params(6, jax.random.key(0)))
     with pytest.raises(MarsError, match="its model_type is mars_jax_indicator"):
         verify.load(f"diversed:{other}")
     with pytest.raises(

@@ -53,10 +53,8 @@ def same(completion):
     return completion.tokens, completion.finish_reason, kind, metrics
 
 
-def session(target, drafts, rule, **options):
-    return Session(
-        target=target, drafter=drafts, rule=verify.LoadedRule(rule), batch_size=3, log_probs=True, **options
-    )
+def session(target, drafts, rule):
+    return Session.of(target, drafts, rule, batch_size=3, log_probs=True)
 
 
 @pytest.mark.slow
@@ -66,7 +64,7 @@ def test_generate_and_a_sessions_queue_give_what_the_plain_loop_gives():
     rule = verify.mars(theta=[0.5, 0.9, 0.7, 0.5])
     requests = make_requests(target, PROMPTS, **OPTIONS)
     plain = session(target, drafter(3, small), rule)
-    there = session(target, drafter(4, small), rule, draft_device=jax.devices()[1])
+    there = session(target, elsewhere.draft_elsewhere(drafter(4, small), target, jax.devices()[1]), rule)
     wanted = dict(plain.queue(requests))
     for order in (range(4), range(2, 4)):
         found = dict(there.queue(requests, order=order))
@@ -83,7 +81,6 @@ def test_generate_and_a_sessions_queue_give_what_the_plain_loop_gives():
         PROMPTS,
         verify=rule,
         batch_size=3,
-        draft_device=jax.devices()[1],
         **OPTIONS,
     )
     assert result.tokens == [wanted[i].tokens for i in range(4)]
@@ -98,18 +95,22 @@ def test_a_mesh_drafts_for_a_mesh():
     target, small = pair(mesh=meshes[0], draft_mesh=meshes[1])
     alone, of_alone = pair()
     wanted = mj.generate(alone, drafter(3, of_alone), PROMPTS, **OPTIONS)
-    found = mj.generate(target, drafter(4, small), PROMPTS, draft_device=meshes[1], **OPTIONS)
+    there = elsewhere.draft_elsewhere(drafter(4, small), target, meshes[1])
+    found = mj.generate(target, there, PROMPTS, **OPTIONS)
     assert found.tokens == wanted.tokens
     assert found.metrics.accepted_exact == wanted.metrics.accepted_exact
 
 
 def test_what_cannot_draft_elsewhere_is_refused():
     target, small = pair()
+    there = elsewhere.draft_elsewhere(drafter(4, small), target, jax.devices()[1])
     with pytest.raises(MarsError, match="needs the draft's true probabilities"):
-        mj.generate(target, drafter(4, small), PROMPTS, verify=verify.rejection(), temperature=1.0,
-                    draft_device=jax.devices()[1])  # fmt: skip
+        mj.generate(target, there, PROMPTS, verify=verify.rejection(), temperature=1.0)
+    for refilling in (mj.generate_iter, mj.generate_stream):
+        with pytest.raises(MarsError, match="rows do not refill"):
+            refilling(target, there, PROMPTS)
     with pytest.raises(MarsError, match="only model:PATH can"):
-        mj.generate(target, "ngram", PROMPTS, draft_device=jax.devices()[1])
+        elsewhere.draft_elsewhere("ngram", target, jax.devices()[1])
     with pytest.raises(MarsError, match="target works on device 0"):
         elsewhere.open_device([0])
     with pytest.raises(MarsError, match=r"no device 99 .* devices 0 to 7; XLA_FLAGS"):

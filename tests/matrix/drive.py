@@ -192,7 +192,7 @@ def text(case: Case) -> list[Found]:
     """As it is said; what is told adds up to what was decoded."""
     said = ["" for _ in prompts(case)]
     found: dict[int, Found] = {}
-    for event in mj.generate_text(
+    for event in mj.generate_stream(
         target_of(case),
         drafter_of(case),
         prompts(case),

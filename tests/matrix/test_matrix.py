@@ -141,7 +141,7 @@ def entry_points():
         args = parse(argv)
         return open_job(args, check_flags(args, from_texts(["the sea"])), from_texts(["the sea"]))
 
-    of_prompts = {name: said(getattr(mj, name)) for name in ("generate", "generate_iter", "generate_text")}
+    of_prompts = {name: said(getattr(mj, name)) for name in ("generate", "generate_iter", "generate_stream")}
     return {**of_prompts, "Chat": chat, "command": command}
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from transformers import AutoTokenizer
 
 import mars_jax as mj
-from mars_jax import hub, specs, verify
+from mars_jax import contrib, hub, specs
 from mars_jax.contrib.drafters.system_files import System, save_system
 from mars_jax.contrib.models import indicator, mixer
 from mars_jax.hub.heads.dflash_files import save_dflash
@@ -120,8 +120,8 @@ def world() -> World:
     rows = [{"tokens": draw.integers(1, vocab, 9).tolist() * 3}]
     (folder / "replay").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "replay").rename(folder / "replay.jsonl")
-    verify.save(folder / "learned", heads(indicator.init_params, 32))
-    verify.save(folder / "diversed", heads(mixer.init_params, 32), "diversed")
+    contrib.save(folder / "learned", heads(indicator.init_params, 32))
+    contrib.save(folder / "diversed", heads(mixer.init_params, 32), "diversed")
     places = {name: folder / name for name in specs.DRAFTERS} | {
         "model": folder / "draft",
         "replay": folder / "replay.jsonl",

@@ -126,7 +126,7 @@ def test_a_stream_says_the_same_and_log_probs_are_of_which_law_they_say(target):
     options = {"constraint": [constraints.choice(["a cat", "a dog"]), None], "temperature": 1.0, **OPTIONS}
     found = mj.generate(target, "ngram", [TEXT] * 2, log_probs=True, **options).completions
     said = ["", ""]
-    for event in mj.generate_text(target, "ngram", [TEXT] * 2, batch_size=1, **options):
+    for event in mj.generate_stream(target, "ngram", [TEXT] * 2, batch_size=1, **options):
         if hasattr(event, "text"):
             said[event.index] += event.text
     assert said == [one.text for one in found] and found[0].text in ("a cat", "a dog")
@@ -175,7 +175,7 @@ def test_a_mesh_changes_nothing(target):
         ({"strict_in": "thought"}, "the span is 'thought'"),
     ],
 )
-@pytest.mark.parametrize("ask", [mj.generate, mj.generate_iter, mj.generate_text])
+@pytest.mark.parametrize("ask", [mj.generate, mj.generate_iter, mj.generate_stream])
 def test_bad_options_get_a_sentence(target, ask, options, sentence):
     with pytest.raises(mj.MarsError, match=sentence):
         ask(target, "ngram", TEXT, **options)

@@ -15,9 +15,9 @@ from mars_jax.hub.detokenizer import Detokenizer
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.transformer import init_params
 from mars_jax.serve import events as event_loop
-from mars_jax.serve import generation
 from mars_jax.serve import prepare as batch
-from mars_jax.serve.generation import check_finite, generate_requests, generate_stream
+from mars_jax.serve import session as serving
+from mars_jax.serve.session import Session, check_finite
 from tests.matrix import world as matrix
 
 SHARED = os.environ.get("MARS_JAX_SHARED")
@@ -186,7 +186,9 @@ def test_the_stream_joins_to_the_completion():
     options |= {"stop_strings": [["e"], ["qq"], ["of"], ["qq"]]}
     requests = mj.make_requests(target, ["the sea", "a man", "of the sun, of", "t"], **options)
     joined, ended = [["", [], [], []] for _ in requests], {}
-    for event in generate_stream(target, "ngram", requests, verify=verify.mars(theta=0.2)):
+    for event in Session.of(target, "ngram", verify.mars(theta=0.2), batch_size=len(requests)).stream(
+        requests
+    ):
         assert event.row not in ended and event.text == "".join(text for _, text in event.pieces)
         found = event.text, event.tokens, event.log_probs.log_prob, [kind for kind, _ in event.pieces]
         assert tuple(found[3]) == event.log_probs.kind and len(found[1]) == len(found[2])
@@ -195,7 +197,9 @@ def test_the_stream_joins_to_the_completion():
         ]
         if event.completion:
             ended[event.row] = event.completion
-    whole = generate_requests(target, "ngram", requests, verify=verify.mars(theta=0.2), log_probs=True)
+    whole = Session.of(target, "ngram", verify.mars(theta=0.2), batch_size=None, log_probs=True).decode(
+        requests
+    )
     for row, wanted in enumerate(whole.completions):
         told = wanted.log_probs
         assert joined[row][:2] == [wanted.text, wanted.tokens] and tuple(joined[row][3]) == told.kind
@@ -211,7 +215,7 @@ def test_events_are_the_same_however_far_the_device_is_ahead(target, monkeypatch
     """And what the host fetches of a step, it fetches when that many later ones are on their way."""
     options = {"max_new_tokens": [24, 3, 17], "temperature": [0.0, 1.0, 0.7], "ignore_eos": True}
     requests = mj.make_requests(target, PROMPTS, **options)
-    given, fetched, plain_step, plain_fetch = [], [], decode.jitted_step, generation.fetch
+    given, fetched, plain_step, plain_fetch = [], [], decode.jitted_step, serving.fetch
 
     def step(*arguments):
         given.append(arguments)
@@ -224,13 +228,15 @@ def test_events_are_the_same_however_far_the_device_is_ahead(target, monkeypatch
     def events(ahead):
         given.clear(), fetched.clear()
         monkeypatch.setattr(decode, "look_ahead", lambda state: ahead)
-        made = list(generate_stream(target, "ngram", requests, verify=verify.mars(theta=0.2)))
+        made = list(
+            Session.of(target, "ngram", verify.mars(theta=0.2), batch_size=len(requests)).stream(requests)
+        )
         timeless = lambda done: done and dataclasses.replace(done, seconds=0.0)  # noqa: E731
         # As text, in which NaN is itself.
         return repr([dataclasses.replace(e, completion=timeless(e.completion)) for e in made]), len(given)
 
     monkeypatch.setattr(decode, "jitted_step", step)
-    monkeypatch.setattr(generation, "fetch", fetch)
+    monkeypatch.setattr(serving, "fetch", fetch)
     monkeypatch.setattr(event_loop, "fetch", fetch)
     plain, steps = events(0)
     assert plain.count("finish_reason='length'") == 3

@@ -15,7 +15,6 @@ from mars_jax.core.errors import MarsError
 from mars_jax.core.extend import _extend
 from mars_jax.core.types import LoadedRule
 from mars_jax.serve import running as runnings
-from mars_jax.serve.generation import generate_stream
 from mars_jax.serve.requests import make_requests
 from mars_jax.serve.running import Running
 from mars_jax.serve.session import Session
@@ -56,7 +55,7 @@ def narrow(monkeypatch):
 
 def afresh(target, drafter, prompts, rule=None, **options):
     """The completion of a state that has read the whole prompt."""
-    events = generate_stream(target, drafter, make_requests(target, prompts, **options), verify=rule)
+    events = Session.of(target, drafter, rule).stream(make_requests(target, prompts, **options))
     return list(events)[-1].completion
 
 

@@ -25,11 +25,11 @@ def compiled(monkeypatch):
     """The batches that are compiled, as they are."""
     found = []
 
-    def counting(*args, compile_batch=sessions.compile_batch, **options):
-        found.append(options)
-        compile_batch(*args, **options)
+    def counting(session, requests, stream, compiled=sessions.Session._compile):
+        found.append({"stream": stream})
+        compiled(session, requests, stream)
 
-    monkeypatch.setattr(sessions, "compile_batch", counting)
+    monkeypatch.setattr(sessions.Session, "_compile", counting)
     return found
 
 

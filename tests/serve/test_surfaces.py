@@ -6,7 +6,6 @@ filters that leave one token to draw. The rule is lossy, and rows are strict or 
 
 from __future__ import annotations
 
-import asyncio
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -16,7 +15,6 @@ import pytest
 
 import mars_jax as mj
 from mars_jax import drafters, verify
-from mars_jax.serve.generation import generate_requests, generate_stream
 from mars_jax.serve.queue import Said
 from mars_jax.serve.session import Session
 from tests.helpers import slow_but
@@ -162,7 +160,9 @@ def side_by_side() -> list[Any]:
     prompts, options = asked()
     requests = mj.make_requests(target, prompts, **options)
     plain = [i for i, request in enumerate(requests) if not request.stop_strings]
-    found = generate_requests(target, drafter, [requests[i] for i in plain], **given, log_probs=True)
+    found = Session.of(target, drafter, batch_size=None, log_probs=True, **given).decode(
+        [requests[i] for i in plain]
+    )
     assert found.forwards == max(one.metrics.steps for one in found.completions)
     return [found.completions[plain.index(i)] if i in plain else None for i in range(len(requests))]
 
@@ -186,24 +186,11 @@ def as_they_end() -> list[Any]:
     return [found[i] for i in range(len(prompts))]
 
 
-def for_an_event_loop() -> list[Any]:
-    target, drafter, given = pair()
-    prompts, options = asked()
-
-    async def gather() -> dict[int, Any]:
-        return {
-            i: one async for i, one in mj.generate_async(target, drafter, prompts, **given, **ROOM, **options)
-        }
-
-    found = asyncio.run(gather())
-    return [found[i] for i in range(len(prompts))]
-
-
 def told_as_it_is_said() -> list[Any]:
     target, drafter, given = pair()
     prompts, options = asked()
     texts, tokens, found = [""] * len(prompts), [[] for _ in prompts], {}
-    for event in mj.generate_text(target, drafter, prompts, **given, **ROOM, **options):
+    for event in mj.generate_stream(target, drafter, prompts, **given, **ROOM, **options):
         assert event.index not in found, "nothing comes after a completion"
         if isinstance(event, Said):
             assert "".join(event.pieces) == event.text and len(event.pieces) == len(event.tokens) <= 4
@@ -224,7 +211,7 @@ def step_by_step() -> list[Any]:
     said = [["", [], [], []] for _ in prompts]
     found = {}
     requests = mj.make_requests(target, prompts, **options)
-    for event in generate_stream(target, drafter, requests, **given, log_probs=True):
+    for event in Session.of(target, drafter, log_probs=True, **given).stream(requests):
         assert event.row not in found and event.text == "".join(text for _, text in event.pieces)
         more = event.text, event.tokens, event.log_probs.log_prob, [kind for kind, _ in event.pieces]
         said[event.row] = [a + type(a)(b) for a, b in zip(said[event.row], more, strict=True)]
@@ -252,7 +239,6 @@ def by_a_session() -> list[Any]:
 SURFACES: tuple[Callable[[], list[Any]], ...] = (
     through_few_rows,
     as_they_end,
-    for_an_event_loop,
     told_as_it_is_said,
     by_a_session,
     step_by_step,

@@ -9,8 +9,8 @@ import pytest
 import mars_jax as mj
 from mars_jax import drafters
 from mars_jax.cli.generate.command import main
-from mars_jax.serve.generation import generate_stream
 from mars_jax.serve.requests import make_requests
+from mars_jax.serve.session import Session
 from mars_jax.serve.text import RowText
 
 PROMPTS = ("Once upon a time", "The cat", "A big dog ran to", "One day, Tim")
@@ -61,7 +61,7 @@ def test_however_it_is_decoded_the_text_ends_before(target, want, capsys):
     wide = mj.generate(target, draft, PROMPTS, **options)
     narrow = mj.generate(target, draft, PROMPTS, batch_size=2, **options)
     texts, streamed = [""] * 4, [None] * 4
-    for event in generate_stream(target, draft, make_requests(target, PROMPTS, **options)):
+    for event in Session.of(target, draft).stream(make_requests(target, PROMPTS, **options)):
         texts[event.row] += event.text
         streamed[event.row] = event.completion or streamed[event.row]
     for i, (tokens, stops) in enumerate(zip(want, STOPS, strict=True)):

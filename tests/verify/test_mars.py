@@ -344,6 +344,6 @@ def test_what_cannot_be_relaxed_is_refused():
     assert mars().base == Exact()
 
 
-def test_its_name_says_margin_and_context():
-    assert mars(margin="gap", theta=1.5, context="position").name == "mars(gap, by position)"
-    assert mars(rejection(), context="position").name == "mars(by position) over rejection"
+def test_its_name_says_margin_and_base():
+    assert mars(margin="gap", theta=1.5).name == "mars(gap)"
+    assert mars(rejection()).name == "mars over rejection"

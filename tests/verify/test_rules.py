@@ -75,7 +75,7 @@ CASES = {
         verify.mixture(weight=0.2), verify.rejection(), {"weight": 1.0}, {"weight": 0.7}, drafter=SAMPLED_TREE
     ),
     "mars by position": Case(
-        verify.mars(theta=0.5, context="position"), verify.exact(), {"theta": np.inf}, {"theta": 0.8},
+        contrib.by_context("position", theta=0.5), verify.exact(), {"theta": np.inf}, {"theta": 0.8},
         params=contrib.context("position", (1.5, 0.5), edges=(1,)),
     ),
     "gap": Case(verify.mars(margin="gap", theta=1.5), verify.exact(), {"theta": np.inf}, {"theta": 0.5}),

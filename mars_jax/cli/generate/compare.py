@@ -10,7 +10,6 @@ from rich.table import Table
 
 from mars_jax.cli.generate.job import Job
 from mars_jax.core.types import LoadedRule
-from mars_jax.serve.generation import generate_requests
 from mars_jax.serve.requests import Result
 from mars_jax.verify import exact
 
@@ -24,7 +23,7 @@ def compare(job: Job, progress: Callable[[int, int], None]) -> dict[str, Any]:
     Compilation happens before, and is not timed. `progress(done, total)` is called after every run.
 
     Raises:
-      MarsError: as `generate_requests`.
+      MarsError: as `Session.decode`.
     """
     pair, requests = job.session, job.requests
     ways = {
@@ -40,10 +39,7 @@ def compare(job: Job, progress: Callable[[int, int], None]) -> dict[str, Any]:
     runs: dict[str, list[Result]] = {name: [] for name in ways}
     for turn in range(REPEATS):
         for place, (name, way) in enumerate(ways.items()):
-            result = generate_requests(
-                way.target, way.drafter, requests, verify=way.rule, batch_size=way.batch_size
-            )
-            runs[name].append(result)
+            runs[name].append(way.decode(requests))
             progress(turn * len(ways) + place + 1, REPEATS * len(ways))
     rows = [_row(name, results) for name, results in runs.items()]
     for row in rows:

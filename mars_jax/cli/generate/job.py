@@ -13,24 +13,22 @@ from typing import Any
 import jax
 
 from mars_jax import __version__, drafters, hub, specs, verify
+from mars_jax.cli import extras
 from mars_jax.cli.generate.applies import Choices
 from mars_jax.cli.generate.prompts import CONSTRAINTS, SPANS, PromptRow
 from mars_jax.cli.open_target import open_target
 from mars_jax.cli.progress import Pace
 from mars_jax.cli.theta import fingerprints
-from mars_jax.contrib.drafters import elsewhere
 from mars_jax.core import activity
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import LoadedRule
 from mars_jax.hub.files import resolve
 from mars_jax.hub.pretrained import Pretrained, check_same_vocabulary
-from mars_jax.lab.commands.refining import EVERY, Refining
 from mars_jax.serve import requests as request
-from mars_jax.serve.generation import check_finite
 from mars_jax.serve.journal import plain
 from mars_jax.serve.queue import Queue
 from mars_jax.serve.requests import Completion, Request, StreamEvent
-from mars_jax.serve.session import Batch, Session
+from mars_jax.serve.session import Batch, Session, check_finite
 
 CHUNK = 2048
 """Prompts that are tokenized at once: enough for all cores, and few enough to tell how far it is."""
@@ -97,7 +95,7 @@ class Job:
     run: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # what its rows say of it
     numbers: Sequence[Mapping[str, Any]] = ()  # of the rule, where prompts chose them
     finished: list[Completion] = dataclasses.field(default_factory=list)
-    refining: Refining | None = None
+    refining: Any = None  # of `--refine`: sees each completion, and describes what it learned
 
     def run_of(self, index: int) -> dict[str, Any]:
         """What tells the row of prompt `index` from those of other runs: JSON values."""
@@ -155,7 +153,6 @@ def open_job(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRo
         rule = load_rule(choices.rule, target, rows)  # its weights go where the target's are
     asked: dict[str, Any] = {"num_draft_tokens": args.num_draft_tokens, "dtype": args.dtype}
     size = min(args.batch_size or (1 if choices.streams else 8), len(requests))
-    place = None
     if args.draft_device is None:
         drafter = drafters.load(
             args.draft,
@@ -167,29 +164,23 @@ def open_job(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRo
             **asked,
         )
     else:
-        place = elsewhere.open_device(args.draft_device, target.mesh)
-        drafter = elsewhere.load(args.draft, target, place, **asked)
+        drafter = extras.call("--draft-device", args.draft, target, args.draft_device, **asked)
     if args.theta_file is not None:
         args.theta_file.check_weights(fingerprints(target, drafter, rule))
     simulated = choices.rule.row.name == "simulated"
     if simulated:
-        # Of a draft made elsewhere the last token is a guess, which the target does not see.
-        _check_tau(choices.rule, rows, drafter.drafter.max_depth + (place is None))
+        _check_tau(choices.rule, rows, drafter.drafter.max_depth + 1)
     session = Session(
         target=target,
         drafter=drafter,
         rule=rule,
         batch_size=size,
         log_probs=args.log_probs or args.refine is not None,
-        draft_device=place,
     )
     refining = None
     if args.refine is not None:
-        from mars_jax.lab.commands.open_refiner import open_refiner  # with optax
-
         samples = any(request.temperature > 0 for request in requests)
-        made = open_refiner(args.refine, target, args.draft, drafter, dtype=args.dtype, samples=samples)
-        refining = Refining(made, target, every=args.refine_every or EVERY, keeps=args.log_probs)
+        refining = extras.call("--refine", args, target, drafter, samples=samples)  # with optax
     run = {"version": __version__, "target": args.target, "draft": args.draft, **choices.rule.as_json()}
     run["tree"] = plain(args.tree)
     run["num_draft_tokens"] = args.num_draft_tokens

@@ -28,9 +28,9 @@ from mars_jax.cli.progress import busy
 from mars_jax.core.errors import MarsError, did_you_mean
 from mars_jax.hub.pretrained import Turn
 from mars_jax.serve.chat import Chat
-from mars_jax.serve.generation import check_finite
 from mars_jax.serve.requests import Completion, Request, StreamEvent
 from mars_jax.serve.running import Running
+from mars_jax.serve.session import check_finite
 
 PROMPT = "> "
 COMMANDS = {

@@ -75,6 +75,16 @@ def ahead(target: LanguageModel, drafter: Drafter, verify: Verifier) -> Ahead:
     >>> ahead(model, drafters.language_model(model, 4), verify.exact()).decoder.max_depth
     3
     """
+    handed = handed_by(drafter, target)
+    return Ahead(decode.speculative_decoder(target, handed, verify), drafter, handed)
+
+
+def handed_by(drafter: Drafter, target: LanguageModel) -> Drafter:
+    """The drafter of K tokens that the target sees of one of K + 1.
+
+    Raises:
+      MarsError: as `ahead`.
+    """
     if drafter.feature_layers or drafter.observe is not None:
         raise MarsError(
             f"the drafter '{drafter.name}' reads what its target computes, and cannot draft while it does: draft with "
@@ -85,8 +95,7 @@ def ahead(target: LanguageModel, drafter: Drafter, verify: Verifier) -> Ahead:
             f"the drafter '{drafter.name}' drafts no chain of at least 2 tokens, the last of which is the guess: give "
             "it num_draft_tokens of 2 or more, and no tree."
         )
-    handed = _handed(drafter.max_depth - 1, target.vocab_size, drafter.stoppable)
-    return Ahead(decode.speculative_decoder(target, handed, verify), drafter, handed)
+    return _handed(drafter.max_depth - 1, target.vocab_size, drafter.stoppable)
 
 
 @functools.lru_cache

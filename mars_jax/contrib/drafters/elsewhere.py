@@ -1,6 +1,6 @@
-"""A drafter on devices of its own, which drafts while the target verifies: `generate(..., draft_device=...)`.
+"""A drafter on devices of its own, which drafts while the target verifies.
 
-Source: PEARL 2408.11850; the loop is `drafters.ahead`. Oracle: the tokens, steps and accepted drafts of the plain loop
+Source: PEARL 2408.11850; the loop is `ahead`. Oracle: the tokens, steps and accepted drafts of the plain loop
 (tests/contrib/test_elsewhere.py).
 """
 
@@ -8,23 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from mars_jax import drafters, specs
-from mars_jax.contrib.drafters.ahead import Ahead, ahead, stream
-from mars_jax.core import decode, rule_values
+from mars_jax.contrib.drafters.ahead import Ahead, handed_by, stream
+from mars_jax.core import rule_values
 from mars_jax.core.errors import MarsError
-from mars_jax.core.metrics import DecodeStats, zero_stats
-from mars_jax.core.types import Decoder, DecodeState, Drafter, LoadedRule, Params, PyTree, StepInfo
+from mars_jax.core.types import Decoder, DecodeState, Params, StepInfo
 from mars_jax.hub.pretrained import Pretrained
-from mars_jax.serve.compiling import Compile
-from mars_jax.serve.prepare import AnyRule, prepare
-from mars_jax.serve.requests import Request
-from mars_jax.verify import exact, needs_q
+from mars_jax.verify import needs_q
 
 
 def open_device(numbers: Sequence[int], target_mesh: Mesh | None = None) -> Any:
@@ -66,14 +62,58 @@ def open_device(numbers: Sequence[int], target_mesh: Mesh | None = None) -> Any:
     return Mesh(np.array(chosen), ("model",), axis_types=(AxisType.Auto,))
 
 
-def load(spec: str, target: Pretrained, draft_device: Any, **options: Any) -> drafters.LoadedDrafter:
-    """`drafters.load` of a small model with its weights on a device or a mesh.
+def draft_elsewhere(
+    drafter: drafters.AnyDrafter, target: Pretrained, draft_device: Any, **options: Any
+) -> drafters.LoadedDrafter:
+    """A small model that drafts on a device or a mesh of its own while the target verifies.
 
-    Its chain is one token longer than asked for: the last one is the guess.
+    It drafts one token more than the target is given: the last one is the guess by which it goes on. Rows do not
+    refill: prompts are decoded a batch at a time.
+
+    Args:
+      drafter: `model:PATH`, whose chain is made one token longer than asked for; or a drafter of chains of K + 1 tokens
+        with its weights, which are there already where `draft_device` is a mesh.
+      target: the model that verifies, on other devices.
+      draft_device: from `open_device`, or a `jax.Device`.
+      **options: of `drafters.load`.
 
     Raises:
-      MarsError: as `drafters.load`, or it names no small model.
+      MarsError: as `drafters.load`, or what cannot draft ahead: a head, a tree, or another drafter than a small model.
+        When decoding begins: a rule that needs the draft's true probabilities.
+
+    >>> drafter = draft_elsewhere("model:tiny/draft", target, jax.devices()[1])  # doctest: +SKIP
+    >>> mj.generate(target, drafter, ["Once upon a time"])  # doctest: +SKIP
     """
+    loaded = _load(drafter, target, draft_device, options) if isinstance(drafter, str) else drafter
+    if not isinstance(loaded, drafters.LoadedDrafter):
+        loaded = drafters.LoadedDrafter(loaded, ())
+    longer, handed = loaded.drafter, handed_by(loaded.drafter, target.model)
+
+    def steps(decoder: Decoder, params: Params, state: DecodeState) -> Iterator[tuple[DecodeState, StepInfo]]:
+        if needs_q(state.rule):
+            raise MarsError(
+                f"the rule {rule_values.name_of(state.rule)} needs the draft's true probabilities, which a draft made "
+                "elsewhere does not bring: verify with exact, or with mars over it."
+            )
+        return stream(Ahead(decoder, longer, handed), params, state, draft_device=draft_device)
+
+    return drafters.LoadedDrafter(handed, loaded.params, steps)
+
+
+def open_elsewhere(
+    spec: str, target: Pretrained, numbers: Sequence[int], **options: Any
+) -> drafters.LoadedDrafter:
+    """`draft_elsewhere` on devices by their numbers: what `--draft-device` calls.
+
+    Raises:
+      MarsError: as `open_device` and `draft_elsewhere`.
+    """
+    return draft_elsewhere(spec, target, open_device(numbers, target.mesh), **options)
+
+
+def _load(
+    spec: str, target: Pretrained, draft_device: Any, options: dict[str, Any]
+) -> drafters.LoadedDrafter:
     kind, _ = specs.parse_draft(spec)
     if kind != "model":
         raise MarsError(f"the drafter is '{kind}' and drafts elsewhere: only model:PATH can.")
@@ -85,69 +125,3 @@ def load(spec: str, target: Pretrained, draft_device: Any, **options: Any) -> dr
         spec, dataclasses.replace(target, mesh=mesh), num_draft_tokens=length + 1, **options
     )
     return loaded if mesh is not None else loaded._replace(params=jax.device_put(loaded.params, draft_device))
-
-
-def begin(
-    target: Pretrained, drafter: drafters.AnyDrafter, verify: AnyRule | None, draft_device: Any
-) -> tuple[Ahead, PyTree]:
-    """What decodes, and the drafter's weights.
-
-    Raises:
-      MarsError: a drafter that cannot draft ahead, or a rule that needs its distribution.
-    """
-    if isinstance(drafter, str):
-        drafter = load(drafter, target, draft_device)
-    elif isinstance(drafter, Drafter):
-        drafter = drafters.LoadedDrafter(drafter, ())
-    rule = verify.rule if isinstance(verify, LoadedRule) else exact() if verify is None else verify
-    if needs_q(rule):
-        raise MarsError(
-            f"the rule {rule_values.name_of(rule)} needs the draft's true probabilities, which a draft made elsewhere "
-            "does not bring: verify with exact, or with mars over it."
-        )
-    return ahead(target.model, drafter.drafter, rule), drafter.params
-
-
-class Pair(NamedTuple):
-    """A batch that is ready to be decoded step by step, its drafts made in turns with the target or elsewhere."""
-
-    target: Pretrained
-    decoder: Decoder
-    params: Params
-    state: DecodeState
-    draft_device: Any
-    made: Ahead | None  # with a draft_device
-
-    @classmethod
-    def of(
-        cls,
-        target: Pretrained,
-        drafter: drafters.AnyDrafter,
-        requests: Sequence[Request],
-        *,
-        verify: AnyRule | None,
-        rows: int | None,
-        draft_device: Any,
-        log_probs: bool = False,
-        loop: Compile | None = None,
-    ) -> Pair:
-        """`prepare`, and the drafter where it works."""
-        if draft_device is None:
-            made, drafts = None, drafter
-        else:
-            made, params = begin(target, drafter, verify, draft_device)
-            drafts = drafters.LoadedDrafter(made.handed, params)
-        options: Any = {"verify": verify, "rows": rows, "log_probs": log_probs, "loop": loop}
-        decoder, params, state = prepare(target, drafts, requests, **options)
-        return cls(target, decoder, params, state, draft_device, made)
-
-    def stats(self, log_probs: bool) -> DecodeStats:
-        """Counters at zero."""
-        batch, buffer = self.state.tokens.shape
-        return zero_stats(batch, self.decoder.max_depth, record=buffer if log_probs else None)
-
-    def steps(self, *, ahead: int) -> Iterator[tuple[DecodeState, StepInfo]]:
-        """The steps; the state is donated. They run in the target's mesh, which whoever asks for one enters."""
-        if self.made is None:
-            return decode.stream(self.decoder, self.params, self.state, ahead=ahead)
-        return stream(self.made, self.params, self.state, draft_device=self.draft_device)

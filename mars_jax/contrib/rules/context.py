@@ -5,17 +5,23 @@ B batch, N nodes, V vocabulary, C bins. Oracle: tests/contrib/test_context.py.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Self
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from kernels_pallas import MARGINS
 from mars_jax.core import struct
 from mars_jax.core.errors import MarsError
 from mars_jax.core.evidence import Evidence
 from mars_jax.core.logprobs import entropy
+from mars_jax.core.types import Verdict
+from mars_jax.verify.mars import Mars, mars
+from mars_jax.verify.relaxed import Relaxed, over
 
 KINDS = ("entropy", "position", "class")
 CLASSES = ("word", "number", "punctuation")
@@ -36,12 +42,53 @@ _TO_THETA: dict[str, Callable[[Array], Array]] = {
 
 @struct.dataclass(kw_only=True)
 class Context:
-    """A table for `verify.mars(context=...)`; see `context`. Its numbers are weights of the rule: `Params.verify`."""
+    """A table for `by_context`; see `context`. Its numbers are weights of the rule: `Params.verify`."""
 
     by: str = struct.field(pytree_node=False)
     factors: Array  # f32[C]
     edges: Array  # f32[C - 1], ascending; bin c holds edges[c - 1] <= value < edges[c]
     classes: Array  # u8[V]: the class of each token; u8[0] for other contexts
+
+
+@struct.dataclass(kw_only=True)
+class ByContext(Mars):
+    """`Mars` whose theta is made looser or stricter at each node, by the table in `Params.verify`."""
+
+    by: str = struct.field(pytree_node=False)
+    needs: ClassVar[tuple[str, ...]] = ("weights",)
+
+    @property
+    def name(self) -> str:
+        inside = [self.margin] if self.margin != "ratio" else []
+        return over(f"mars({', '.join([*inside, f'by {self.by}'])})", self.base)
+
+    def low(self, evidence: Evidence) -> Array:
+        stats = evidence.stats
+        theta = jnp.broadcast_to(self.theta[:, None], stats.top1.shape)
+        theta = thresholds(self.by, evidence.params, evidence, theta, self.margin)
+        return MARGINS[self.margin](stats.top1, stats.top2, theta)
+
+    def __call__(self, evidence: Evidence) -> tuple[Verdict, Self]:
+        return Relaxed.__call__(self, evidence)  # the kernel of `Mars` takes one theta a row
+
+
+def by_context(by: str, base: Any = None, **settings: Any) -> ByContext:
+    """Margin-aware verification with a threshold that depends on where it is applied.
+
+    Args:
+      by: "entropy", "position" or "class". The table, from `context`, is `Params.verify`: pass both as
+        `LoadedRule(by_context("entropy"), table)`.
+      base, **settings: as for `verify.mars`.
+
+    Raises:
+      MarsError: as `verify.mars`, or an unknown context.
+
+    >>> by_context("position", theta=0.8).name
+    'mars(by position)'
+    """
+    check_kind(by)
+    made = mars(base, **settings)
+    return ByContext(by=by, **{field.name: getattr(made, field.name) for field in dataclasses.fields(made)})
 
 
 def thresholds(by: str, table: Context, evidence: Evidence, theta: Array, margin: str) -> Array:
@@ -61,7 +108,7 @@ def thresholds(by: str, table: Context, evidence: Evidence, theta: Array, margin
         has = f"one by {table.by}" if isinstance(table, Context) else "none"
         raise MarsError(
             f"the rule has a context by {by} and Params.verify holds {has}: pass "
-            f'LoadedRule(mars(context="{by}"), contrib.context("{by}", ...)).'
+            f'LoadedRule(by_context("{by}"), contrib.context("{by}", ...)).'
         )
     scaled = _TO_THETA[margin](_TO_LOOSENESS[margin](theta) * _factor(table, evidence))
     return jnp.where(jnp.isinf(theta), theta, scaled)
@@ -86,7 +133,7 @@ def check_kind(by: str) -> None:
 def context(
     by: str, factors: Sequence[float], *, edges: Sequence[float] = (), classes: bytes = b""
 ) -> Context:
-    """A table for `verify.mars(context=by)`: what scales the looseness of its threshold, node by node.
+    """A table for `by_context(by)`: what scales the looseness of its threshold, node by node.
 
     The looseness of a threshold is the gap between the two best logits that it lets through: in nats for the margins
     gap and prob_ratio, as a share of the second logit for ratio. Bin c of the context multiplies it by `factors[c]`: 0

@@ -12,9 +12,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from mars_jax.contrib.models import mixer
+from mars_jax.contrib.rules.head_files import read_weights
 from mars_jax.core import struct
 from mars_jax.core.errors import MarsError
 from mars_jax.core.evidence import Evidence
+from mars_jax.core.types import PyTree
 from mars_jax.verify.lossy import numbers
 from mars_jax.verify.retargeted import Retargeted
 
@@ -72,3 +74,8 @@ def diversed(*, shift: Any = 0.0, block: bool = False, exact_prefix: Any = 0) ->
     'diversed'
     """
     return Diversed(block=block, **numbers("diversed", {"shift": shift, "exact_prefix": exact_prefix}))
+
+
+def read(path: str, target: Any) -> PyTree:
+    """The weights that `diversed:PATH` names; see `head_files.read_weights`."""
+    return read_weights(path, target, "diversed")

@@ -159,7 +159,7 @@ def _key(text: str, alike: tuple[str, ...]) -> str:
     return text
 
 
-def read_groups(given: str, target: Any) -> PyTree:
+def read(given: str, target: Any) -> PyTree:
     """The table that `equivalent:case,space` or `equivalent:FILE.json` names.
 
     A file holds an object: `alike`, a list of names, and `groups`, lists of texts.

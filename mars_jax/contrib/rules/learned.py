@@ -12,9 +12,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from mars_jax.contrib.models import indicator
+from mars_jax.contrib.rules.head_files import read_weights
 from mars_jax.core import struct
 from mars_jax.core.errors import MarsError
 from mars_jax.core.evidence import Evidence
+from mars_jax.core.types import PyTree
 from mars_jax.specs import UNLIMITED_RUN
 from mars_jax.verify.lossy import numbers
 from mars_jax.verify.relaxed import Relaxed, base_of
@@ -63,3 +65,8 @@ def learned(
     """
     given = {"theta": theta, "max_relaxed_run": max_relaxed_run, "exact_prefix": exact_prefix}
     return Learned(base=base_of(base, "learned"), **numbers("learned", given))
+
+
+def read(path: str, target: Any) -> PyTree:
+    """The weights that `learned:PATH` names; see `head_files.read_weights`."""
+    return read_weights(path, target, "learned")

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from mars_jax import contrib, verify
+from mars_jax import contrib
 from mars_jax.contrib.drafters.system_files import NGRAM, System, save_system
 from mars_jax.core.errors import MarsError
 from mars_jax.core.home import expanded
@@ -48,7 +48,7 @@ def write_system(
         check_same_vocabulary(target, small)
     if args.kind == "diversed":
         assert small is not None
-        verify.save(args.output, _diversed(args, target, small, work), "diversed")
+        contrib.save(args.output, _diversed(args, target, small, work), "diversed")
         return
     stream = data.stream(documents, target.tokenizer.backend_tokenizer)
     count = max(2, round(args.tokens / args.step_tokens))

@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
-from typing import TYPE_CHECKING
 
+from mars_jax.drafters import LoadedDrafter
 from mars_jax.hub.pretrained import Pretrained
+from mars_jax.lab.commands.open_refiner import open_refiner
+from mars_jax.lab.training import online
 from mars_jax.serve.queue import Queue
 from mars_jax.serve.requests import Completion
 
-if TYPE_CHECKING:
-    from mars_jax.lab.training import online
-
 EVERY, STEPS = 32, 8
 """Completions between two updates, unless told otherwise, and steps of an update."""
+
+
+def open_refining(
+    args: argparse.Namespace, target: Pretrained, drafter: LoadedDrafter, *, samples: bool
+) -> Refining:
+    """What `--refine` calls.
+
+    Args:
+      args: of the command.
+      target, drafter: that are loaded.
+      samples: tau on held-out texts is that of drawn tokens.
+
+    Raises:
+      MarsError: as `open_refiner`.
+    """
+    made = open_refiner(args.refine, target, args.draft, drafter, dtype=args.dtype, samples=samples)
+    return Refining(made, target, every=args.refine_every or EVERY, keeps=args.log_probs)
 
 
 class Refining:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from mars_jax import verify
+from mars_jax import contrib, verify
 from mars_jax.contrib.models import indicator
 from mars_jax.core.errors import MarsError
 from mars_jax.core.rule_values import structure
@@ -152,7 +152,7 @@ def test_a_rule_of_the_users_is_one_arm_with_the_same_controls(tmp_path):
 
 def test_a_rule_with_weights_is_swept_as_mars_is(tmp_path):
     params = indicator.init_params(8, jax.random.key(0))
-    choice = RuleChoice(f"learned:{verify.save(tmp_path / 'head', params)}", {})
+    choice = RuleChoice(f"learned:{contrib.save(tmp_path / 'head', params)}", {})
     arms = make_arms(choice, [0.1, 0.3], temperature=0.0, matched=0.7)
     names = ["exact", "learned theta=inf", "learned theta=0.1", "learned theta=0.3", "mars matched"]
     assert [arm.name for arm in arms[1:6]] == names

@@ -168,8 +168,8 @@ def test_the_command_writes_its_report_and_resumes(target, near, tmp_path, capsy
     # Run again it decodes nothing, with other flags it does not run.
     before = {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}
     with monkeypatch.context() as patch:
-        patch.setattr(session, "run_batch", lambda *args, **options: pytest.fail("decoded"))
-        patch.setattr(session, "generate_stream", lambda *args, **options: pytest.fail("decoded"))
+        for name in ("_run", "_events"):
+            patch.setattr(session.Session, name, lambda *args, **options: pytest.fail("decoded"))
         assert main([str(x) for x in (*flags, "--output", tmp_path / "out")]) == 0
     assert capsys.readouterr().out == shown
     assert {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()} == before

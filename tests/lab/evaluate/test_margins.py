@@ -8,7 +8,6 @@ import pytest
 import mars_jax as mj
 from mars_jax.lab.evaluate.benchmark.margins import KINDS, edges_of, histograms, margin_of, observe
 from mars_jax.serve import likelihood
-from mars_jax.serve.generation import generate_stream, run_batch
 from mars_jax.serve.requests import make_requests
 from mars_jax.serve.session import Session
 
@@ -32,7 +31,9 @@ def test_every_decision_is_counted_with_its_margin(target, draft, theta):
     requests = make_requests(target, PROMPTS, temperature=0.7, seed=[5, 6, 7], max_new_tokens=24)
     seen = observe(session(target, drafter, rule, 2), requests)
     found = seen.decisions
-    done = [c for i in (0, 2) for c in run_batch(target, drafter, requests[i : i + 2], verify=rule, rows=2)]
+    done = [
+        c for i in (0, 2) for c in Session.of(target, drafter, rule, batch_size=2).run(requests[i : i + 2])
+    ]
     assert seen.tokens == [list(c.tokens) for c in done]
     assert [k.count("relaxed") for k in seen.kinds] == [c.metrics.accepted_relaxed for c in done]
     assert [k.count("exact") for k in seen.kinds] == [c.metrics.accepted_exact for c in done]
@@ -60,7 +61,7 @@ def test_the_decisions_of_a_chain_are_in_the_order_of_its_text(target):
     drafter = mj.drafters.load(name, target, num_draft_tokens=2)
     [request] = make_requests(target, PROMPTS[:1], temperature=1.0, seed=[5], max_new_tokens=40)
     rule = mj.verify.mars(theta=0.9)
-    events = list(generate_stream(target, drafter, [request], verify=rule))
+    events = list(Session.of(target, drafter, rule).stream([request]))
     text = [*request.prompt_tokens, *(t for event in events for t in event.tokens)]
     [scored] = likelihood.score(target, [text])
     expected, at = {kind: [] for kind in KINDS}, len(request.prompt_tokens) - 1
@@ -82,7 +83,7 @@ def test_where_nothing_was_drafted_nothing_was_rejected(target):
     drafter = mj.drafters.load("ngram", target)
     requests = make_requests(target, PROMPTS, temperature=1.0, seed=[5, 6, 7], max_new_tokens=24)
     found = observe(session(target, drafter, mj.verify.exact(), 3), requests).decisions
-    done = run_batch(target, drafter, requests, verify=mj.verify.exact())
+    done = Session.of(target, drafter, mj.verify.exact(), batch_size=len(requests)).run(requests)
     undrafted = sum(c.metrics.depth_histogram[0] for c in done)
     assert len(found["accepted"][0]) == sum(c.metrics.accepted_exact for c in done)
     assert len(found["rejected"][0]) < undrafted

@@ -11,7 +11,6 @@ import pytest
 import mars_jax as mj
 from mars_jax.core.types import LoadedRule
 from mars_jax.lab.evaluate.benchmark import rehearsal
-from mars_jax.serve.generation import generate_stream, run_batch
 from mars_jax.serve.requests import make_requests
 from mars_jax.serve.session import Session
 from mars_jax.specs import RuleChoice
@@ -37,7 +36,7 @@ def test_a_replay_is_a_decode_until_something_is_relaxed(target, shape, temperat
     done = [
         c
         for i in (0, 2)
-        for c in run_batch(target, drafter, requests[i : i + 2], verify=mj.verify.exact(), rows=2)
+        for c in Session.of(target, drafter, mj.verify.exact(), batch_size=2).run(requests[i : i + 2])
     ]
     assert [text[0] for text in counted] == [(c.metrics.steps, c.metrics.emitted) for c in done]
     # A looser threshold walks at least as far from any place, though its walk may meet worse places.
@@ -45,7 +44,7 @@ def test_a_replay_is_a_decode_until_something_is_relaxed(target, shape, temperat
     if temperature:
         assert taus[0] < taus[-1]
     for number, request in enumerate(requests):
-        events = list(generate_stream(target, drafter, [request], verify=mj.verify.mars(theta=0.5)))
+        events = list(Session.of(target, drafter, mj.verify.mars(theta=0.5)).stream([request]))
         if all(kind != "relaxed" for event in events for kind, _ in event.pieces):
             assert counted[number][2][0] == len(events)
 

@@ -1,0 +1,18 @@
+"""Flags that reach outside of the library, by name: no import ties it to `contrib` or `lab`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mars_jax import specs
+
+EXTRAS = {
+    "--draft-device": "mars_jax.contrib.drafters.elsewhere:open_elsewhere",
+    "--refine": "mars_jax.lab.commands.refining:open_refining",
+}
+"""What a flag calls: "module:function"."""
+
+
+def call(flag: str, *arguments: Any, **options: Any) -> Any:
+    """What the function of a flag gives."""
+    return specs.factory(EXTRAS[flag])(*arguments, **options)

@@ -1,0 +1,107 @@
+"""The trained heads of rules on disk: config.json and model.safetensors in a directory of their own.
+
+E hidden size, W width. Oracle: what was written, and damaged variants of it, in tests/contrib/test_head_files.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mars_jax import assets
+from mars_jax.contrib.models import indicator, mixer
+from mars_jax.core.errors import MarsError
+from mars_jax.core.reading import read_text
+from mars_jax.core.types import PyTree
+
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
+HEADS = {
+    "learned": ("mars_jax_indicator", indicator.init_params),
+    "diversed": ("mars_jax_mixer", mixer.init_params),
+}
+"""By rule, the `model_type` of its weights, and random ones."""
+
+
+def save(directory: str | os.PathLike[str], params: PyTree, rule: str = "learned") -> Path:
+    """Write the weights of a rule into a new directory; returns it.
+
+    Args:
+      directory: is made; it must hold no weights yet.
+      params: of `learned` as `models.indicator.init_params` makes them, of `diversed` as `models.mixer.init_params`.
+      rule: "learned" or "diversed".
+
+    Raises:
+      MarsError: there are weights already, or the directory cannot be written.
+
+    >>> import tempfile
+    >>> params = indicator.init_params(8, jax.random.key(0))
+    >>> read_weights(save(tempfile.mkdtemp(), params))["inner"].shape
+    (64, 8)
+    """
+    from safetensors.numpy import save_file
+
+    directory = Path(directory)
+    width, hidden_size = params["inner"].shape
+    sizes = {"hidden_size": hidden_size, "width": width}
+    if "drafted" in params:
+        sizes["draft_hidden_size"] = params["drafted"].shape[1]
+    if (directory / WEIGHTS).exists():
+        raise MarsError(f"'{directory}' holds weights already: name a new directory.")
+    config = {"model_type": HEADS[rule][0], **sizes}
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        save_file({name: np.asarray(leaf) for name, leaf in params.items()}, directory / WEIGHTS)
+        (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise MarsError(
+            f"'{directory}' cannot be written ({error.strerror}): name another directory."
+        ) from None
+    return directory
+
+
+def read_weights(directory: str | os.PathLike[str], target: Any = None, rule: str = "learned") -> PyTree:
+    """What `save` wrote for a rule; "tiny/diversed" is the embedded family's.
+
+    Raises:
+      MarsError: something else is there, weights that are not finite, or that are for a target of another size.
+    """
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    model_type, init = HEADS[rule]
+    directory = assets.path(os.fspath(directory)) or Path(directory)
+    try:
+        config = json.loads(read_text(directory / CONFIG))
+        if config["model_type"] != model_type:
+            raise ValueError(f"its model_type is {config['model_type']}")
+        found = load_file(directory / WEIGHTS)
+        sizes = {name: size for name, size in config.items() if name not in ("model_type", "hidden_size")}
+        wanted = jax.eval_shape(lambda key: init(config["hidden_size"], key, **sizes), jax.random.key(0))
+        shapes = {name: leaf.shape for name, leaf in wanted.items()}
+        if {name: leaf.shape for name, leaf in found.items()} != shapes:
+            raise ValueError("its tensors do not have the shapes that config.json says")
+    except OSError as error:
+        raise MarsError(
+            f"the weights of a rule '{directory}' cannot be read ({error.strerror or error}): name a directory that "
+            "mars_jax.contrib.save wrote."
+        ) from None
+    except (ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
+        raise MarsError(
+            f"'{directory}' holds no weights of a rule ({error}): name a directory that mars_jax.contrib.save wrote."
+        ) from None
+    if not all(np.all(np.isfinite(leaf)) for leaf in found.values()):
+        raise MarsError(f"the weights of the rule '{directory}' are not finite: load intact ones.")
+    if target is not None and config["hidden_size"] != target.config.hidden_size:
+        raise MarsError(
+            f"the weights of the rule '{directory}' are for a hidden size of {config['hidden_size']}, and "
+            f"'{target.name}' has {target.config.hidden_size}: train them for this target."
+        )
+    mesh = getattr(target, "mesh", None)
+    whole = None if mesh is None else jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    return {name: jax.device_put(jnp.asarray(leaf, jnp.float32), whole) for name, leaf in found.items()}
