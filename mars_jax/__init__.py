@@ -11,14 +11,14 @@ if TYPE_CHECKING:
     from mars_jax.core.compilations import enable_compilation_cache
     from mars_jax.core.controls import make_controls
     from mars_jax.core.decode import run, speculative_decoder, stream
+    from mars_jax.core.decoder import Decoder
+    from mars_jax.core.drafter import Drafter
     from mars_jax.core.edits import make_edits
     from mars_jax.core.errors import MarsError
     from mars_jax.core.metrics import Metrics, summarize
     from mars_jax.core.types import (
         Controls,
-        Decoder,
         DecodeState,
-        Drafter,
         DraftTree,
         ForwardOutput,
         KVCache,

@@ -35,7 +35,7 @@ import mars_jax as mj
 from mars_jax import drafters, hub, verify
 from mars_jax.core import decode
 from mars_jax.core.controls import make_controls
-from mars_jax.core.types import Params
+from mars_jax.core.types import Params, Prompts
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.transformer import init_params, language_model
 
@@ -100,7 +100,7 @@ def decoding(decoder, params, config) -> Callable[[], tuple]:
     length, made, keys = jnp.array([PROMPT], jnp.int32), make_controls(1, limit=PROMPT + NEW), KEYS()
 
     def run():
-        state = decode.start(decoder, params, tokens, length, made, verify.exact(), keys)
+        state = decode.start(decoder, params, Prompts(tokens, length, made, verify.exact(), keys))
         return jax.block_until_ready(decode.run(decoder, params, state))
 
     return run
@@ -225,11 +225,7 @@ def step_overhead(repeats: int, size: str, draft: str, draft_tokens: int = 5, ti
     first = decode.start(
         decoder,
         weights,
-        tokens,
-        jnp.array([past], jnp.int32),
-        make_controls(1, limit=width),
-        verify.exact(),
-        KEYS(),
+        Prompts(tokens, jnp.array([past], jnp.int32), make_controls(1, limit=width), verify.exact(), KEYS()),
     )
     held = [first]
 
@@ -288,8 +284,8 @@ def compiles(size: str) -> dict:
     def once(length, seed, rule=verify.mars(), **chosen):  # noqa: B008
         tokens = jnp.asarray(rng.integers(3, config.vocab_size, (1, 128)), jnp.int32)
         state = decode.start(
-            decoder, Params(params), tokens, jnp.array([length], jnp.int32), make_controls(1, **chosen),
-            rule, mj.keys_from_seeds(jnp.array([seed], jnp.uint32)),
+            decoder, Params(params), Prompts(tokens, jnp.array([length], jnp.int32), make_controls(1, **chosen),
+            rule, mj.keys_from_seeds(jnp.array([seed], jnp.uint32))),
         )  # fmt: skip
         decode.run(decoder, Params(params), state)
 

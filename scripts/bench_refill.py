@@ -25,7 +25,7 @@ from typing import Any
 import jax
 
 import mars_jax as mj
-from mars_jax.core.types import LoadedRule
+from mars_jax.core.rule import LoadedRule
 from mars_jax.lab.evaluate.tasks import catalogue
 from mars_jax.serve.queue import Queue, longest_first
 from mars_jax.serve.requests import Completion, Request, total

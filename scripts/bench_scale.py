@@ -32,6 +32,7 @@ from rich.table import Table
 import mars_jax as mj
 from mars_jax import assets, drafters, verify
 from mars_jax.core import decode
+from mars_jax.core.types import Prompts
 from mars_jax.drafters import Dynamic
 
 BAR = 1.3
@@ -77,7 +78,7 @@ def steps(
     controls = mj.make_controls(batch, limit=buffer)
     lengths = jnp.full((batch,), 2, jnp.int32)
     keys = mj.keys_from_seeds(jnp.arange(batch, dtype=jnp.uint32))
-    held = [decode.start(decoder, params, tokens, lengths, controls, verify.mars(), keys)]
+    held = [decode.start(decoder, params, Prompts(tokens, lengths, controls, verify.mars(), keys))]
 
     def run() -> None:
         # Back to the same length, so that every run decodes the same stretch.

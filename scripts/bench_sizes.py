@@ -23,7 +23,7 @@ from typing import Any
 import jax
 
 import mars_jax as mj
-from mars_jax.core.types import LoadedRule
+from mars_jax.core.rule import LoadedRule
 from mars_jax.serve import sizes
 from mars_jax.serve.session import Session
 

@@ -36,7 +36,7 @@ from mars_jax.constraints.compiled import compiled
 from mars_jax.core import decode
 from mars_jax.core.controls import make_controls
 from mars_jax.core.guide import Guides
-from mars_jax.core.types import Params, keys_from_seeds
+from mars_jax.core.types import Params, Prompts, keys_from_seeds
 from mars_jax.models import ModelConfig, init_params, language_model
 
 VOCAB = 131_072
@@ -122,7 +122,7 @@ def steps(batch: int, vocabulary: constraints.Vocabulary, pairs: int, count: int
         if constrained:
             controls = dataclasses.replace(controls, guides=Guides(constraint=found.rows([MEASURED] * batch)))
             params = params._replace(guides=Guides(constraint=found.tables))
-        state = decode.start(decoder, params, prompts, lengths, controls, verify.mars(), keys)
+        state = decode.start(decoder, params, Prompts(prompts, lengths, controls, verify.mars(), keys))
         return params, jax.block_until_ready(state)
 
     arms = {"without": made(False), "with": made(True)}

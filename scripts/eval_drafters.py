@@ -30,7 +30,8 @@ import mars_jax as mj
 from mars_jax import assets
 from mars_jax.core import decode
 from mars_jax.core.controls import make_controls
-from mars_jax.core.types import DraftInput, ForwardOutput, Params, Verdict, keys_from_seeds
+from mars_jax.core.drafter import DraftInput
+from mars_jax.core.types import ForwardOutput, Params, Prompts, Verdict, keys_from_seeds
 from mars_jax.drafters import Dynamic
 from mars_jax.lab.training.data import documents
 
@@ -109,7 +110,7 @@ def ahead(target: mj.Pretrained, prompts: list[list[int]], repeats: int) -> dict
     tokens per second at batch 1, temperature 0, `exact`, decodes of each prompt one after the other."""
     from mars_jax.contrib.drafters import ahead as loop
     from mars_jax.contrib.drafters import elsewhere
-    from mars_jax.core.types import LoadedRule
+    from mars_jax.core.rule import LoadedRule
     from mars_jax.serve.prepare import prepare
     from mars_jax.serve.session import Session
 
@@ -187,7 +188,7 @@ def draft_cost(
         params = Params(target=target.params, draft=weights)
         decoder = decode.speculative_decoder(target.model, drafter, rule)
         controls, keys = make_controls(1, limit=256), keys_from_seeds(jnp.zeros((1,), jnp.uint32))
-        state = decode.start(decoder, params, tokens, lengths, controls, rule, keys)
+        state = decode.start(decoder, params, Prompts(tokens, lengths, controls, rule, keys))
         given = DraftInput(keys=keys, tokens=state.tokens, length=state.length, controls=controls)
         propose, update = jax.jit(drafter.propose), jax.jit(drafter.update)
         tree, drafted = propose(params, state.draft, given)

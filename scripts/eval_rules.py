@@ -36,7 +36,7 @@ import numpy as np
 
 import mars_jax as mj
 from mars_jax import assets, verify
-from mars_jax.core.types import LoadedRule
+from mars_jax.core.rule import LoadedRule
 from mars_jax.lab.evaluate.answers import prompt_tokens
 from mars_jax.lab.evaluate.benchmark.arms import low_margin_sampling
 from mars_jax.lab.evaluate.figures import loops

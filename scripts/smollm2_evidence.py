@@ -29,7 +29,7 @@ from smollm2_margins import HEAD, TASKS, TEMPERATURES, interval, prompts
 
 import mars_jax as mj
 from mars_jax import drafters, verify
-from mars_jax.core.types import LoadedRule
+from mars_jax.core.rule import LoadedRule
 from mars_jax.lab.evaluate.benchmark.arms import low_margin_sampling
 from mars_jax.lab.evaluate.figures import acceptance_by_depth, loops, recovered_interval
 from mars_jax.lab.evaluate.scoring.scores import bleu_counts, rouge_l, total

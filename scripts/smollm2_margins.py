@@ -29,7 +29,8 @@ from mars_jax import drafters
 from mars_jax.core import decode, struct
 from mars_jax.core.controls import is_stop
 from mars_jax.core.evidence import Evidence
-from mars_jax.core.types import NO_TOKEN, LoadedRule, Verdict
+from mars_jax.core.rule import LoadedRule
+from mars_jax.core.types import NO_TOKEN, Verdict
 from mars_jax.lab.evaluate.benchmark.margins import margin_of
 from mars_jax.serve.requests import make_requests
 from mars_jax.serve.session import Session

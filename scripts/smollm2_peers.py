@@ -29,7 +29,7 @@ from smollm2_parity import LlamaCpp
 
 import mars_jax as mj
 from mars_jax import drafters, verify
-from mars_jax.core.types import LoadedRule
+from mars_jax.core.rule import LoadedRule
 from mars_jax.hub.files import resolve
 from mars_jax.serve.requests import make_requests
 from mars_jax.serve.session import Session

@@ -24,6 +24,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from mars_jax import verify
+from mars_jax.core.types import Prompts
 from mars_jax.lab.planning.chips import topology
 from mars_jax.lab.planning.outlined_models import CONFIGS, eagle3
 from mars_jax.models import transformer
@@ -69,7 +70,9 @@ def lower_prefill(decoder: Any, params: Any, rule: Any, mesh: Mesh, batch: int, 
 
     def start(params: Any, prompts: Any, lengths: Any) -> Any:
         keys = keys_from_seeds(jax.numpy.arange(batch, dtype=jax.numpy.uint32))
-        return decoder.init(params, prompts, lengths, make_controls(batch, limit=context), rule, keys)
+        return decoder.init(
+            params, Prompts(prompts, lengths, make_controls(batch, limit=context), rule, keys)
+        )
 
     whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     given = (
@@ -108,7 +111,7 @@ def constrained(params: Any, decoder: Any, states: int, vocab: int, mesh: Mesh) 
         rows = jax.numpy.full(lengths.shape, 2, jax.numpy.int32)
         tracked = Tracked(start=rows, group=jax.numpy.ones_like(rows))
         controls = dataclasses.replace(controls, guides=Guides(constraint=tracked))
-        return decoder.init(params, prompts, lengths, controls, rule, keys)
+        return decoder.init(params, Prompts(prompts, lengths, controls, rule, keys))
 
     return params._replace(guides=Guides(constraint=Tables(**tables))), decoder._replace(init=init)
 

@@ -14,10 +14,12 @@ import numpy as np
 import pytest
 
 from mars_jax import hub
-from mars_jax.core import decode, rule_values
+from mars_jax.core import decode
 from mars_jax.core.controls import make_controls
+from mars_jax.core.drafter import DraftInput
 from mars_jax.core.evidence import evidence
-from mars_jax.core.types import NO_TOKEN, Controls, DraftInput, Params, Visible, keys_from_seeds
+from mars_jax.core.rule import for_rows
+from mars_jax.core.types import NO_TOKEN, Controls, Params, Prompts, Visible, keys_from_seeds
 
 NO_WEIGHTS = Params(target=(), draft=())
 
@@ -71,7 +73,7 @@ def judge(rule):
 
     def decide(keys, tree, logits, rows, **given):
         numbers = {name: getattr(rows, name, None) for name in NUMBERS}
-        made = rule_values.for_rows(with_numbers(rule, **numbers), tree.tokens.shape[0])
+        made = for_rows(with_numbers(rule, **numbers), tree.tokens.shape[0])
         return made(evidence(tree, logits, keys=keys, controls=rows, **given))[0]
 
     return decide
@@ -91,7 +93,7 @@ def decode_all(
         seeds = np.asarray(range(batch) if seeds is None else seeds, np.uint32)
     keys = keys_from_seeds(seeds)
     decoder = decode.speculative_decoder(target, drafter, rule, prefill_chunk=16)
-    state = decode.start(decoder, params, prompts, lengths, made, rule, keys)
+    state = decode.start(decoder, params, Prompts(prompts, lengths, made, rule, keys))
     return decode.run(decoder, params, state)
 
 

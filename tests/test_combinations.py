@@ -19,10 +19,11 @@ import pytest
 import mars_jax as mj
 from mars_jax import constraints, contrib, drafters, fake, specs, verify
 from mars_jax.constraints.compiled import compiled
-from mars_jax.core import decode, rule_values
+from mars_jax.core import decode
 from mars_jax.core.controls import make_controls
 from mars_jax.core.guide import Guides
-from mars_jax.core.types import Params, keys_from_seeds
+from mars_jax.core.rule import facts
+from mars_jax.core.types import Params, Prompts, keys_from_seeds
 from mars_jax.verify.retargeted import Retargeted
 from tests.helpers import ragged
 from tests.verify.test_rules import CASES, SMALL, TARGET, VOCAB
@@ -103,7 +104,7 @@ def texts(drafter, weights, rule, params=(), *, order=None, mesh=None):
     index = np.asarray(order)
     with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
         keys = keys_from_seeds(jnp.asarray(index, jnp.uint32))
-        state = decode.start(decoder, given, tokens[index], lengths[index], made, rule, keys)
+        state = decode.start(decoder, given, Prompts(tokens[index], lengths[index], made, rule, keys))
         state, _ = decode.run(decoder, given, state)
     rows = [
         row[n:m] for row, n, m in zip(state.tokens.tolist(), state.prompt_length, state.length, strict=True)
@@ -225,7 +226,7 @@ def written(target, drafter, rule, order=None):
     """The completions of the prompts, in their own order, decoded side by side in some order."""
     index = list(order or range(6))
     rows = {k: [v[i] for i in index] if isinstance(v, list) else v for k, v in OPTIONS.items()}
-    lossless = rule is None or rule_values.lossless(rule.rule)
+    lossless = rule is None or facts(rule.rule).lossless
     if lossless and not (rule and drafter.drafter.trusts):
         del rows["strict"]
     if not lossless:  # it relaxes below a constraint where it is asked to
@@ -256,7 +257,7 @@ def test_each_rule_with_each_draft_on_the_family(rule, drafter, mesh):
             assert automaton.begins(one.text.encode())
             assert one.finish_reason != "stop" or automaton.matches(one.text)
     law = loaded.rule.name == "exact" or getattr(loaded.rule, "base", None) == verify.exact()
-    lossless = rule_values.lossless(loaded.rule) and not made.drafter.trusts
+    lossless = facts(loaded.rule).lossless and not made.drafter.trusts
     for i, strict in enumerate(OPTIONS["strict"]):
         if (strict or lossless) and (law or OPTIONS["temperature"][i] == 0):
             assert found[i].tokens == want[i]

@@ -18,22 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from mars_jax.core import struct
 from mars_jax.core.errors import MarsError
 from mars_jax.core.settings import EDITS, LARGEST_FLOAT
 from mars_jax.core.tree import ancestors
-from mars_jax.core.types import NO_TOKEN, DraftTree
-
-
-@struct.dataclass(kw_only=True)
-class Edits:
-    """Of each row. Off is a repetition penalty of 1, and 0 for the others."""
-
-    bias_tokens: Array  # i32[B, K]; padded with NO_TOKEN
-    bias: Array  # f32[B, K]; added to the logits of these tokens; -inf bans one
-    repetition: Array  # f32[B]; divides positive and multiplies negative logits of tokens in prompt and text
-    presence: Array  # f32[B]; taken from the logit of every token in the text
-    frequency: Array  # f32[B]; taken from it once for every time that it is there
+from mars_jax.core.types import NO_TOKEN, DraftTree, Edits
 
 
 def make_edits(

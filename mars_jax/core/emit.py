@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from mars_jax.core import rule_values
 from mars_jax.core.controls import is_stop
-from mars_jax.core.logprobs import LogProbs, log_probs
+from mars_jax.core.logprobs import log_probs
+from mars_jax.core.rule import facts
 from mars_jax.core.sampling import at_tokens
 from mars_jax.core.tree import gather_path
 from mars_jax.core.types import (
@@ -78,7 +78,7 @@ def emit(
     tokens = jax.vmap(lambda row, at, new: row.at[at].set(new, mode="drop"))(state.tokens, where, emitted)
     length = state.length + count
 
-    lossless = rule_values.lossless(state.rule) and trusted is None
+    lossless = facts(state.rule).lossless and trusted is None
     at_node = at_tokens(logits, verdict.path, jnp.maximum(emitted, 0))
     along = log_probs(gather_path(logits, verdict.path), emitted, state.controls, lossless)
     if decided is not logits:
@@ -101,38 +101,6 @@ def emit(
         state, tokens=tokens, length=length, done=done, failed=state.failed | broken
     )
     return next_state, info
-
-
-def widened(info: StepInfo, max_depth: int) -> StepInfo:
-    """What a step did, as that of a step whose drafts are `max_depth` deeper, such as 5 where nothing was drafted."""
-
-    def wider(name: str, fill: float) -> Array:
-        return jnp.pad(getattr(info, name), ((0, 0), (0, max_depth)), constant_values=fill)
-
-    fills = {"emitted": NO_TOKEN, "kind": NO_KIND, "regret": 0.0}
-    fills |= dict.fromkeys(LogProbs._fields, 0.0)
-    depth = info.verdict.path.shape[1]
-    # A verdict may have arrays of its own, such as a margin at each node of the path.
-    own = {
-        field.name: x
-        for field in dataclasses.fields(info.verdict)
-        if isinstance(x := getattr(info.verdict, field.name), Array) and x.ndim > 1 and x.shape[1] == depth
-    }
-    verdict = dataclasses.replace(
-        info.verdict,
-        **{
-            name: jnp.pad(x, ((0, 0), (0, max_depth), *[(0, 0)] * (x.ndim - 2)))
-            for name, x in own.items()
-            if name != "path"
-        },
-        path=jnp.pad(
-            info.verdict.path, ((0, 0), (0, max_depth)), mode="edge"
-        ),  # the last node, again and again
-        relaxed=jnp.pad(info.verdict.relaxed, ((0, 0), (0, max_depth))),
-    )
-    return dataclasses.replace(
-        info, verdict=verdict, **{name: wider(name, fill) for name, fill in fills.items()}
-    )
 
 
 def _assemble(tree: DraftTree, verdict: Verdict, place: Array) -> Array:

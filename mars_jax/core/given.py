@@ -1,4 +1,4 @@
-"""What a decoder is given for its rows, checked once and in one place; `init`, `insert`, `put` and `extend` pass here.
+"""What a decoder is given for its rows, checked once and in one place; `init`, `insert` and `extend` pass here.
 
 Shapes and dtypes are checked wherever they are traced. Values are where they can be seen: those of tracers, and of
 arrays that another process has a part of, cannot. B rows of a state, b prompts, t their width, T token buffer.
@@ -17,7 +17,8 @@ from jax.core import Tracer
 
 from mars_jax.core import mesh as meshes
 from mars_jax.core.errors import MarsError
-from mars_jax.core.types import KEY_IMPL, Controls, DecodeState, PyTree
+from mars_jax.core.guide import first_states
+from mars_jax.core.types import KEY_IMPL, Controls, DecodeState, Prompts, PyTree
 
 NO_ROW = -1
 """An entry of `rows` that only fills the sub-batch, and is put nowhere."""
@@ -100,6 +101,25 @@ def check_places(rows: Any, count: int, batch: int) -> None:
             f"rows are {given.tolist()} on a mesh with data={parts}: expected the first {count // parts} of them among "
             f"the first {batch // parts} rows of the state, and so on, or {NO_ROW} for none."
         )
+
+
+def begun(prompts: Prompts, cache: PyTree, draft: PyTree) -> DecodeState:
+    """The state of rows that have read their prompts, whose width is the token buffer."""
+    length = prompts.length
+    return DecodeState(
+        tokens=prompts.tokens,
+        length=length,
+        # An array of its own: a loop that is given the state may not be given one buffer twice.
+        prompt_length=jnp.copy(length),
+        done=length >= jnp.minimum(prompts.controls.limit, prompts.tokens.shape[1]),
+        failed=jnp.zeros(length.shape, bool),
+        cache=cache,
+        draft=draft,
+        controls=prompts.controls,
+        rule=prompts.rule,
+        keys=prompts.keys,
+        guides=first_states(prompts.controls),
+    )
 
 
 def rows_of(state: Any) -> int:

@@ -27,7 +27,7 @@ from mars_jax.core.controls import is_stop
 from mars_jax.core.errors import MarsError
 from mars_jax.core.mesh import map_devices, vocabulary_axes
 from mars_jax.core.pick import pick
-from mars_jax.core.types import NO_TOKEN, Controls, DecodeState, DraftTree, Params, Verdict
+from mars_jax.core.types import NO_TOKEN, Controls, DecodeState, DraftTree, Guides, Params, Verdict
 
 FREE, DEAD = 0, 1
 BITS = 32
@@ -63,14 +63,6 @@ class Tracked:
 
     start: Array  # i32[B]; a state: FREE for a row without
     group: Array  # i32[B]
-
-
-@struct.dataclass(kw_only=True)
-class Guides:
-    """Of each row: `Controls.guides`. The same fields hold tables in `Params.guides`, and states in the state."""
-
-    constraint: Any = None
-    span: Any = None
 
 
 @struct.dataclass(kw_only=True)

@@ -17,31 +17,8 @@ from jax import Array
 from mars_jax.core import cache as kv_cache
 from mars_jax.core import mesh as meshes
 from mars_jax.core.errors import MarsError
-from mars_jax.core.given import NO_ROW, check_same
-from mars_jax.core.guide import first_states
-from mars_jax.core.types import NO_TOKEN, Controls, DecodeState, LanguageModel, Params, PyTree
-
-
-def put_by(target: LanguageModel, check_cache: Callable[[DecodeState], None]) -> Callable:
-    """`Decoder.put` of a decoder; see there, and `insert_by`."""
-
-    def place(
-        state: DecodeState, rows: Array, read: DecodeState, controls: Controls, rule: PyTree, keys: Array
-    ) -> DecodeState:
-        batch, buffer = state.tokens.shape
-        check_cache(state)
-        check_cache(read)
-        new = dataclasses.replace(
-            read,
-            controls=_as_wide(controls, state.controls),
-            rule=rule,
-            keys=keys,
-            done=read.length >= jnp.minimum(controls.limit, buffer),
-            guides=first_states(controls),
-        )
-        return scatter(target, state, jnp.where(rows == NO_ROW, batch, rows), new)
-
-    return place
+from mars_jax.core.given import check_same
+from mars_jax.core.types import NO_TOKEN, Controls, DecodeState, LanguageModel, Params, Prompts
 
 
 def scatter(target: LanguageModel, state: DecodeState, at: Array, new: DecodeState) -> DecodeState:
@@ -54,52 +31,41 @@ def scatter(target: LanguageModel, state: DecodeState, at: Array, new: DecodeSta
     return dataclasses.replace(others, cache=cache)
 
 
-def insert_by(
-    init: Callable[..., DecodeState], target: LanguageModel, check_cache: Callable[[DecodeState], None]
-) -> Callable:
-    """`Decoder.insert` of a decoder.
+def inserted(
+    read: Callable[[Params, Prompts], DecodeState],
+    put: Callable[[DecodeState, Array, DecodeState], DecodeState],
+    params: Params,
+    state: DecodeState,
+    rows: Array,
+    prompts: Prompts,
+) -> DecodeState:
+    """`Decoder.insert` of prompts that nobody has read.
 
     Args:
-      init: `(params, prompts i32[b, T], lengths, controls, rule, keys) -> DecodeState` of b rows.
-      target: whose cache the state has.
-      check_cache: raises MarsError for a state with another one.
+      read: gives the state of b rows that have read prompts of the buffer's width.
+      put: puts its rows into places i32[b] of another state, and drops one past the end.
+      params, state, rows, prompts: as for `Decoder.insert`.
     """
+    batch, buffer = state.tokens.shape
+    width = prompts.tokens.shape[1]
+    if width > buffer:
+        raise MarsError(
+            f"the prompts are {width} wide and the state's token buffer {buffer}: cut them to {buffer}."
+        )
+    tokens = jnp.pad(prompts.tokens, ((0, 0), (0, buffer - width)))
+    prompts = dataclasses.replace(prompts, tokens=tokens)
 
-    def place(
-        params: Params, state: DecodeState, ids: Array, rows: Array, prompts: Array, *rest: PyTree
-    ) -> DecodeState:
-        check_cache(state)
-        width = state.tokens.shape[1] - prompts.shape[1]
-        new = init(params, jnp.pad(prompts, ((0, 0), (0, width))), *rest)
+    def place(params: Params, state: DecodeState, ids: Array, rows: Array, prompts: Prompts) -> DecodeState:
         # Of a mesh's part of the rows, `ids` says which they are; what is none of them goes past the end.
         mine = rows[:, None] == ids[None]  # bool[b, B]
         at = jnp.where(jnp.any(mine, axis=1), jnp.argmax(mine, axis=1), ids.shape[0]).astype(jnp.int32)
-        return scatter(target, state, at, new)
+        return put(state, at, read(params, prompts))
 
-    def insert(
-        params: Params,
-        state: DecodeState,
-        rows: Array,
-        prompts: Array,
-        lengths: Array,
-        controls: Controls,
-        rule: PyTree,
-        keys: Array,
-    ) -> DecodeState:
-        batch, buffer = state.tokens.shape
-        if prompts.shape[1] > buffer:
-            raise MarsError(
-                f"the prompts are {prompts.shape[1]} wide and the state's token buffer {buffer}: cut them to {buffer}."
-            )
-        rows = jnp.asarray(rows, jnp.int32)
-        controls = _as_wide(controls, state.controls)
-        ids = jnp.arange(batch, dtype=jnp.int32)
-        return meshes.by_rows(place)(params, state, ids, rows, prompts, lengths, controls, rule, keys)
-
-    return insert
+    ids = jnp.arange(batch, dtype=jnp.int32)
+    return meshes.by_rows(place)(params, state, ids, jnp.asarray(rows, jnp.int32), prompts)
 
 
-def _as_wide(controls: Controls, state: Controls) -> Controls:
+def as_wide(controls: Controls, state: Controls) -> Controls:
     """Controls with as many stop tokens and biased tokens per row as the state has: a row's own are padded."""
     if (controls.temperature is None) != (state.temperature is None):
         raise MarsError(

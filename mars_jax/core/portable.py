@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, export
 
+from mars_jax.core.decoder import Decoder
 from mars_jax.core.errors import MarsError
-from mars_jax.core.types import KEY_IMPL, Decoder, DecodeState, Params, StepInfo, Verdict
+from mars_jax.core.types import KEY_IMPL, DecodeState, Params, StepInfo, Verdict
 
 Step = Callable[[Params, DecodeState], tuple[DecodeState, StepInfo]]
 

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mars_jax.core.types import ForwardOutput, LanguageModel, PyTree, Visible
+from mars_jax.core.drafter import Drafter
+from mars_jax.core.types import ForwardOutput, LanguageModel, Params, PyTree, Visible
 
 CHUNK, LONG_CHUNK, LONG = 64, 256, 1024
 """Tokens of a chunk on CPU, where some dozens are bound by arithmetic already and a short prompt wastes little of them;
@@ -32,70 +33,12 @@ def chunk_of(buffer: int) -> int:
     return CHUNK if buffer < LONG else LONG_CHUNK
 
 
+def short_chunk() -> int:
+    """Tokens of a prefill forward where what is new of a text is seldom long, whatever the buffer."""
+    return CHUNK if jax.default_backend() == "cpu" else WIDE_CHUNK
+
+
 def prefill(
-    model: LanguageModel,
-    params: PyTree,
-    tokens: Array,
-    count: Array,
-    cache: PyTree,
-    *,
-    chunk: int | None = None,
-) -> PyTree:
-    """Cache the first `count[b]` tokens of each row; slots past `count[b]` hold garbage, which nothing reads.
-
-    Args:
-      model, params: the model whose cache is filled.
-      tokens: i32[B, T].
-      count: i32[B]; 0 leaves a row untouched or garbage.
-      cache: with at least T slots.
-      chunk: tokens per forward; None takes the model's `prefill_chunk`, and where that is None `chunk_of`.
-    """
-    return observed_prefill(model, params, tokens, count, cache, (), lambda state, *_: state, chunk=chunk)[0]
-
-
-def observed_prefill(
-    model: LanguageModel,
-    params: PyTree,
-    tokens: Array,
-    count: Array,
-    cache: PyTree,
-    state: PyTree,
-    observe: Callable[[PyTree, Array, ForwardOutput], PyTree],
-    *,
-    chunk: int | None = None,
-) -> tuple[PyTree, PyTree]:
-    """`prefill`, with `state = observe(state, first i32[B], output)` folded over the chunks' outputs.
-
-    The number of chunks is a value and not a shape, so prompts of any length share one compilation.
-
-    Args:
-      model, params: the model whose cache is filled.
-      tokens: i32[B, T].
-      count: i32[B]; 0 leaves a row untouched or garbage.
-      cache: with at least T slots.
-      state: where the fold begins.
-      observe: gets the output for the positions `first .. first + n - 1`. Chunks come in order, but the last one
-        slides back to stay inside the buffer and shows some positions again.
-      chunk: as in `prefill`.
-    """
-    batch, buffer = tokens.shape
-    size = min(chunk or model.prefill_chunk or chunk_of(buffer), buffer)
-
-    def body(carry):
-        index, cache, state = carry
-        # What the last chunk computes twice comes out the same.
-        first = jnp.minimum(index * size, buffer - size)
-        start = jnp.broadcast_to(first, (batch,))
-        piece = lax.dynamic_slice_in_dim(tokens, first, size, axis=1)
-        output = model.forward(params, piece, Visible.causal(start, size), cache)
-        return index + 1, output.cache, observe(state, start, output)
-
-    chunks = (jnp.max(count) + size - 1) // size
-    _, cache, state = lax.while_loop(lambda c: c[0] < chunks, body, (jnp.int32(0), cache, state))
-    return cache, state
-
-
-def prefill_from(
     model: LanguageModel,
     params: PyTree,
     tokens: Array,
@@ -107,23 +50,27 @@ def prefill_from(
     *,
     chunk: int | None = None,
 ) -> tuple[PyTree, PyTree]:
-    """`observed_prefill` of a cache that holds the first `first[b]` tokens of each row already; gives cache and state.
+    """Cache the tokens `first[b] .. count[b] - 1` of each row, window by window; gives the cache and the state.
 
-    Every row has a window of its own, which begins where its cache ends.
+    Every row has a window of its own, which begins where its cache ends. The number of windows is a value and not a
+    shape, so prompts of any length share one compilation. Slots past `count[b]` hold garbage, which nothing reads.
 
     Args:
-      model, params, tokens, count, cache: as there; a row whose `first` is not below its `count` is complete.
-      first: i32[B], at least 0.
-      state, observe: the fold over the outputs, if any. A window slides back to stay inside the buffer, and rows that
+      model, params: the model whose cache is filled.
+      tokens: i32[B, T].
+      first: i32[B], at least 0; the cache holds the tokens before it.
+      count: i32[B]; a row whose `first` is not below it is complete.
+      cache: with at least T slots.
+      state: where a fold over the outputs begins.
+      observe: the fold, `state = observe(state, at i32[B], output)`, of the output for the positions from `at` on.
+        Windows come in order. One slides back to stay inside the buffer and shows some positions again, and rows that
         are complete see windows after their text while others are read.
-      chunk: tokens per forward; None takes the model's `prefill_chunk`, and where that is None `CHUNK` on a CPU, since
-        what is new of a text is seldom long, and `WIDE_CHUNK` elsewhere.
+      chunk: tokens per forward; None takes the model's `prefill_chunk`, and where that is None `chunk_of`.
     """
     buffer = tokens.shape[1]
-    usual = CHUNK if jax.default_backend() == "cpu" else WIDE_CHUNK
-    size = min(chunk or model.prefill_chunk or usual, buffer)
+    size = min(chunk or model.prefill_chunk or chunk_of(buffer), buffer)
 
-    def body(carry):
+    def body(carry: tuple[Array, PyTree, PyTree]) -> tuple[Array, PyTree, PyTree]:
         at, cache, state = carry
         # What is fed again at the buffer's end comes out the same, and what is fed past a text is overwritten.
         start = jnp.minimum(at, buffer - size)
@@ -133,3 +80,13 @@ def prefill_from(
 
     _, cache, state = lax.while_loop(lambda c: jnp.any(c[0] < count), body, (first, cache, state))
     return cache, state
+
+
+def observing(
+    drafter: Drafter, params: Params, tokens: Array, length: Array
+) -> Callable[[PyTree, Array, ForwardOutput], PyTree] | None:
+    """What a drafter makes of the target's outputs while texts i32[B, T] of `length` i32[B] are read, if anything."""
+    reads = drafter.reads
+    if reads is None:
+        return None
+    return lambda state, first, output: reads.observe(params, state, tokens, first, length, output)

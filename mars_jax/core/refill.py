@@ -14,11 +14,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from mars_jax.core.decoder import Decoder
 from mars_jax.core.errors import MarsError
 from mars_jax.core.given import check_places, check_prompts, rows_of
 from mars_jax.core.mesh import by_rows, over_rows
 from mars_jax.core.metrics import DecodeStats, accumulate, zero_stats
-from mars_jax.core.types import Decoder, DecodeState, Params, PyTree
+from mars_jax.core.rule import for_rows
+from mars_jax.core.types import DecodeState, Params, Prompts
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=(2, 3))
@@ -80,22 +82,19 @@ def refill(
     state: DecodeState,
     stats: DecodeStats,
     rows: Array,
-    prompts: Array,
-    lengths: Array,
-    controls: PyTree,
-    rule: PyTree,
-    keys: Array,
+    prompts: Prompts,
+    read: DecodeState | None = None,
 ) -> tuple[DecodeState, DecodeStats]:
     """`decoder.insert`, checked and compiled; the rows' counters begin again. `state` and `stats` are donated.
 
     Args:
       decoder, params, state, stats: as for `advance`.
-      rows: i32[b]; which rows start anew, -1 none.
-      prompts, lengths, controls, rule, keys: of these b rows, as for `Decoder.init`.
+      rows, prompts, read: as for `Decoder.insert`.
     """
-    check_prompts(prompts, lengths, decoder.vocab_size)
-    check_places(rows, prompts.shape[0], rows_of(state))
-    return _refill(decoder, params, state, stats, rows, prompts, lengths, controls, rule, keys)
+    check_prompts(prompts.tokens, prompts.length, decoder.vocab_size)
+    check_places(rows, prompts.tokens.shape[0], rows_of(state))
+    prompts = dataclasses.replace(prompts, rule=for_rows(prompts.rule, prompts.tokens.shape[0]))
+    return _refill(decoder, params, state, stats, rows, prompts, read)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=(2, 3))
@@ -121,29 +120,6 @@ def _renewed(decoder: Decoder, state: DecodeState, stats: DecodeStats, rows: Arr
         return jnp.where(renewed.reshape((-1,) + (1,) * (new.ndim - 1)), new, old)
 
     return jax.tree.map(choose, empty, stats)
-
-
-def put(
-    decoder: Decoder, state: DecodeState, stats: DecodeStats, row: Array, read: DecodeState, *new: Any
-) -> tuple[DecodeState, DecodeStats]:
-    """A prompt that has been read, put into a row, as often as it is wanted. `state` and `stats` are donated.
-
-    Args:
-      decoder, state, stats: as for `advance`; on no mesh that divides rows.
-      row: i32[1]; which row starts anew.
-      read: a state of one row, from `decode.start`, whose prompt, cache and draft are taken.
-      new: (controls, rule, keys) of the row, as for `Decoder.init`.
-    """
-    check_places(row, rows_of(read), rows_of(state))
-    return _put(decoder, state, stats, row, read, *new)
-
-
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))
-def _put(
-    decoder: Decoder, state: DecodeState, stats: DecodeStats, row: Array, *rest: Any
-) -> tuple[DecodeState, DecodeStats]:
-    state = decoder.put(state, row, *rest)
-    return state, _renewed(decoder, state, stats, row)
 
 
 @functools.partial(jax.jit, donate_argnums=0)

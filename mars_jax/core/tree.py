@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from mars_jax.core.drafter import DraftInput
 from mars_jax.core.pick import pick
-from mars_jax.core.types import NO_NODE, ROOT, DraftInput, DraftTree, Visible
+from mars_jax.core.types import NO_NODE, ROOT, DraftTree, Visible
 
 
 def static_topology(branching: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:

@@ -18,6 +18,7 @@ from mars_jax.core.controls import is_stop
 from mars_jax.core.errors import MarsError
 from mars_jax.core.evidence import Evidence
 from mars_jax.core.pick import pick
+from mars_jax.core.rule import facts
 from mars_jax.core.sampling import at_tokens
 from mars_jax.core.tree import at_parent
 from mars_jax.core.types import NO_TOKEN, DraftTree, Verdict
@@ -38,10 +39,8 @@ def count_of(evidence: Evidence, rule: Any) -> Array:
     if evidence.strict_nodes is not None:
         trusted &= ~at_parent(tree, evidence.strict_nodes)
     count = jnp.sum(jnp.cumprod(trusted[:, 1:].astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
-    strict = evidence.controls.strict
-    if hasattr(rule, "strict_edges"):
-        strict = strict | (rule.strict_edges(evidence) > 0)
-    return jnp.where(strict, 0, count)
+    strict = facts(rule).strict_edges(evidence) > 0
+    return jnp.where(evidence.controls.strict | strict, 0, count)
 
 
 def judged(rule: Any, evidence: Evidence) -> tuple[Verdict, Any, Array]:

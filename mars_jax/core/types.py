@@ -7,7 +7,7 @@ M stop tokens.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 from jax import Array
@@ -16,13 +16,6 @@ from mars_jax.core import cache as kv_cache
 from mars_jax.core import struct
 from mars_jax.core.cache import KVCache
 from mars_jax.core.visible import Visible
-
-if TYPE_CHECKING:
-    from typing import Self
-
-    from mars_jax.core.edits import Edits
-    from mars_jax.core.evidence import Evidence
-    from mars_jax.core.guide import Guide, Guides
 
 __all__ = [
     "CORRECTED",
@@ -35,19 +28,17 @@ __all__ = [
     "TRUSTED",
     "Controls",
     "DecodeState",
-    "Decoder",
-    "DraftInput",
     "DraftTree",
-    "Drafter",
+    "Edits",
     "ForwardOutput",
+    "Guides",
     "KVCache",
     "LanguageModel",
-    "LoadedRule",
     "Params",
+    "Prompts",
     "PyTree",
     "StepInfo",
     "Verdict",
-    "Verifier",
     "Visible",
     "keys_from_seeds",
 ]
@@ -94,6 +85,25 @@ class DraftTree:
 
 
 @struct.dataclass(kw_only=True)
+class Edits:
+    """Of each row. Off is a repetition penalty of 1, and 0 for the others."""
+
+    bias_tokens: Array  # i32[B, K]; padded with NO_TOKEN
+    bias: Array  # f32[B, K]; added to the logits of these tokens; -inf bans one
+    repetition: Array  # f32[B]; divides positive and multiplies negative logits of tokens in prompt and text
+    presence: Array  # f32[B]; taken from the logit of every token in the text
+    frequency: Array  # f32[B]; taken from it once for every time that it is there
+
+
+@struct.dataclass(kw_only=True)
+class Guides:
+    """Of each row: `Controls.guides`. The same fields hold tables in `Params.guides`, and states in the state."""
+
+    constraint: Any = None
+    span: Any = None
+
+
+@struct.dataclass(kw_only=True)
 class Controls:
     """Everything that may differ between requests of one batch and one compilation. Build with `controls`."""
 
@@ -119,6 +129,24 @@ class Verdict:
     num_accepted: Array  # i32[B]; edges walked
     next_token: Array  # i32[B]; correction or bonus token
     relaxed: Array  # bool[B, D]; edge accepted only thanks to relaxation
+
+
+@struct.dataclass
+class Prompts:
+    """What rows begin with: b texts, and how each is to go on.
+
+    >>> from mars_jax import make_controls, verify
+    >>> tokens, length = jax.numpy.ones((2, 32), "int32"), jax.numpy.asarray([3, 5])
+    >>> controls, keys = make_controls(2, limit=32, temperature=[0.0, 0.7]), keys_from_seeds(jax.numpy.arange(2))
+    >>> Prompts(tokens, length, controls, verify.mars(theta=0.9), keys).length.tolist()
+    [3, 5]
+    """
+
+    tokens: Array  # i32[b, t]; each left-aligned in a row of its own
+    length: Array  # i32[b]; 1 to t
+    controls: Controls  # of b rows
+    rule: PyTree  # of the decoder's structure; each number one for all rows, or one for each
+    keys: Array  # key[b], from `keys_from_seeds`
 
 
 @struct.dataclass(kw_only=True)
@@ -207,127 +235,6 @@ class LanguageModel(NamedTuple):
     # Of a target: the state of a drafter has [B, ...] leaves wherever rows come and go, the cache of its model too.
     put: Callable[[PyTree, Array, PyTree], PyTree] = kv_cache.put
     prefill_chunk: int | None = None  # prompt tokens per forward; None: see `prefill.chunk_of`
-
-
-@struct.dataclass(kw_only=True)
-class DraftInput:
-    """What a drafter drafts from. It grows without changing any drafter's signature."""
-
-    keys: Array  # key[B]; fresh in every step
-    tokens: Array  # i32[B, T]; committed below `length`
-    length: Array  # i32[B]
-    controls: Controls
-    guide: Guide | None = None  # what a constraint lets follow; a draft that does not heed it loses nodes
-    # The rule reads `DraftTree.hidden`; a drafter that has none leaves it out.
-    hidden: bool = struct.field(pytree_node=False, default=False)
-
-
-class Propose(Protocol):
-    """Draft a tree under the last committed token."""
-
-    def __call__(self, params: Params, state: PyTree, given: DraftInput, /) -> tuple[DraftTree, PyTree]: ...
-
-
-class Update(Protocol):
-    """The draft state after a verdict; length i32[B] is that before the step, output the target's over the tree."""
-
-    def __call__(
-        self,
-        params: Params,
-        state: PyTree,
-        tree: DraftTree,
-        verdict: Verdict,
-        output: ForwardOutput,
-        length: Array,
-        /,
-    ) -> PyTree: ...
-
-
-class Observe(Protocol):
-    """While the prompt is read: the target's output at the n positions from first i32[B] on; those at length - 1 and
-    after it mean nothing."""
-
-    def __call__(
-        self,
-        params: Params,
-        state: PyTree,
-        tokens: Array,
-        first: Array,
-        length: Array,
-        output: ForwardOutput,
-        /,
-    ) -> PyTree: ...
-
-
-class Drafter(NamedTuple):
-    """A source of draft trees as pure functions. `num_nodes` and `max_depth` are the static N and D."""
-
-    init: Callable[[Params, Array, Array], PyTree]  # (params, tokens i32[B, T], length i32[B]) -> draft state
-    propose: Propose
-    update: Update
-    num_nodes: int
-    max_depth: int
-    observe: Observe | None = None
-    feature_layers: tuple[int, ...] = ()  # of the target; their outputs are what `observe` and `update` read
-    vocab_size: int | None = None  # None: drafts only tokens it has seen
-    stoppable: bool = False  # heeds Controls.draft_stop
-    # Often drafts nothing at all, as chains of padding, and needs to hear of no such step: where no row has a draft, a
-    # CPU then runs a step of one node.
-    sparse: bool = False
-    trusts: bool = False  # its trees may have `trusted` nodes, so that no rule is lossless with it
-    # Where it drafts from a vocabulary of its own: the target's tokens i32[U] of that, by which `guide.narrowed`
-    # prepares a constraint's tables for it.
-    draft_ids: Callable[[Params], Array] | None = None
-    name: str = "drafter"
-    # The same drafter with chains of K tokens over the same state; None: it drafts no chains of any length.
-    resized: Callable[[int], Drafter] | None = None
-    # (params, state, tokens i32[B, T], cached i32[B], length i32[B]) -> state: for a drafter with a cache that
-    # `observe` does not fill, feeds the committed tokens from `cached` on: steps without a draft left them out, or the
-    # row goes on with another text (`Decoder.extend`). A drafter with neither reads all of such a text again
-    catch_up: Callable[[Params, PyTree, Array, Array, Array], PyTree] | None = None
-    # Drafts of several sizes over one state, of which each step takes one, and which of them; see `drafters.sized`.
-    sizes: tuple[Drafter, ...] = ()
-    choose: Callable[[Params, PyTree, Array], Array] | None = None  # (params, state, live bool[B]) -> i32[]
-    any_rule: bool = (
-        False  # with `sizes`: lossy rules too, whose texts then depend on what else is in the batch
-    )
-
-
-class Verifier(Protocol):
-    """A rule: a frozen pytree (`struct.dataclass`) that sees `Evidence` and returns a `Verdict` and itself.
-
-    Its structure (which rule, which margin, which base) is static and decides the compilation. Its numbers are leaves,
-    one value or one per row; a step sees them as [B]. A rule that returns itself changed keeps state per row.
-
-    Optional attributes: `name`, for reports; `lossless`, True where the output has the target's own law; `needs`, names
-    of what must be there, as in `specs.NEEDS`, such as "weights" for `Params.verify`; `check_drafter(drafter)`, which
-    raises MarsError where the drafts will not do.
-    """
-
-    def __call__(self, evidence: Evidence, /) -> tuple[Verdict, Self]: ...
-
-
-class LoadedRule(NamedTuple):
-    """A rule and its weights, which go into `Params.verify`."""
-
-    rule: Any  # a Verifier
-    params: PyTree = ()
-
-
-class Decoder(NamedTuple):
-    """Pure functions; see `decode.speculative_decoder`."""
-
-    # (params, prompts i32[B, T], lengths i32[B], controls, rule, keys key[B]) -> state
-    init: Callable[..., DecodeState]
-    step: Callable[[Params, DecodeState], tuple[DecodeState, StepInfo]]
-    max_depth: int
-    # (params, state, rows i32[b], prompts i32[b, t], lengths i32[b], controls, rule, keys key[b]) -> state
-    insert: Callable[..., DecodeState]
-    # (state, rows i32[b], read, controls, rule, keys key[b]) -> state: prompts that a state of b rows has read
-    put: Callable[..., DecodeState]
-    # (params, state, prompts i32[B, t], lengths i32[B], controls, rule, keys key[B]) -> (state, read i32[B])
-    extend: Callable[..., tuple[DecodeState, Array]]
-    vocab_size: int  # of the target
 
 
 KEY_IMPL = "threefry2x32"

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from mars_jax.core.types import Decoder, DecodeState, Drafter, Params, PyTree, StepInfo
+from jax import Array
+
+from mars_jax.core.decoder import Decoder, speculative_decoder
+from mars_jax.core.drafter import Drafter
+from mars_jax.core.types import DecodeState, LanguageModel, Params, PyTree, StepInfo
 from mars_jax.drafters.tree_shapes import Dynamic
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.placement.shardings import place
@@ -14,13 +18,37 @@ Steps = Callable[[Decoder, Params, DecodeState], Iterator[tuple[DecodeState, Ste
 
 
 class LoadedDrafter(NamedTuple):
-    """A drafter and its weights."""
+    """A drafter and its weights, and what a pair is to know of it beyond a step."""
 
     drafter: Drafter
     params: PyTree
+    # Where it drafts from a vocabulary of its own: the target's tokens i32[U] of that, for which `guide.narrowed`
+    # prepares a constraint's tables.
+    draft_ids: Array | None = None
+    # The same drafter with a chain of so many tokens, over the same state; None: it drafts no chains of any length.
+    resized: Callable[[int], Drafter] | None = None
+    sizes: Sizes | None = None  # each step drafts one of several; see `drafters.sized`
     steps: Steps | None = (
         None  # makes the steps of a batch in place of `decode.stream`; rows then do not refill
     )
+
+    def decoder(self, target: LanguageModel, verify: Any) -> Decoder:
+        """The decoder of a target with this drafter.
+
+        Raises:
+          MarsError: as `speculative_decoder`; a lossy rule with a draft that is as long as pays.
+        """
+        if self.sizes is not None:
+            return self.sizes.decoder(target, self.drafter, verify)
+        return speculative_decoder(target, self.drafter, verify)
+
+
+class Sizes(Protocol):
+    """Drafts of several sizes over one state; `drafters.sized.Sizes`."""
+
+    drafters: tuple[Drafter, ...]
+
+    def decoder(self, target: LanguageModel, longest: Drafter, verify: Any) -> Decoder: ...
 
 
 class Asked(NamedTuple):
@@ -43,6 +71,10 @@ class Asked(NamedTuple):
         """The length of a chain, of a drafter whose row names one."""
         assert self.length is not None
         return self.length
+
+    def resized(self, made: Callable[..., Drafter]) -> Callable[[int], Drafter]:
+        """`LoadedDrafter.resized` of a factory (length, tree=, sample=) of drafters."""
+        return lambda length: made(length, tree=None, sample=self.sample)
 
     @property
     def heads_dtype(self) -> str:

@@ -11,8 +11,9 @@ import numpy as np
 from jax import Array
 
 from mars_jax import specs
+from mars_jax.core.drafter import Drafter
 from mars_jax.core.errors import MarsError
-from mars_jax.core.types import Drafter, PyTree
+from mars_jax.core.types import PyTree
 from mars_jax.drafters.asked import Asked, LoadedDrafter
 from mars_jax.drafters.sized import sized
 from mars_jax.drafters.tree_shapes import Dynamic

@@ -21,14 +21,13 @@ from jax import Array, lax
 
 from mars_jax import hub
 from mars_jax.core import struct
+from mars_jax.core.drafter import STOPS, Drafter, DraftInput, Reads
 from mars_jax.core.errors import MarsError
 from mars_jax.core.sampling import argmax, process, sample_processed
 from mars_jax.core.tree import chain, gather_path, last_token
 from mars_jax.core.types import (
     NO_TOKEN,
     Controls,
-    Drafter,
-    DraftInput,
     DraftTree,
     ForwardOutput,
     KVCache,
@@ -159,13 +158,11 @@ def _dflash(
         init=init,
         propose=propose,
         update=update,
-        observe=observe,
-        feature_layers=config.feature_layers,
+        reads=Reads(config.feature_layers, observe),
         num_nodes=shape.num_nodes,
         max_depth=depth,
         vocab_size=config.layer.vocab_size,
-        stoppable=True,
-        draft_ids=head.target_ids(config),
+        traits=(STOPS,),
         name=f"{'dspark' if config.markov_rank else 'dflash'}({describe(shape, sample)})",
     )
 
@@ -262,4 +259,5 @@ def load_dflash(asked: Asked) -> LoadedDrafter:
         tree = Dynamic(depth=config.drafts)
     options: Any = {"tree": tree, "sample": asked.sample, "cache_dtype": cache_dtype}
     made = dflash(config, target.model, asked.length, **options)
-    return LoadedDrafter(made, asked.placed(params, config))
+    params = asked.placed(params, config)
+    return LoadedDrafter(made, params, draft_ids=params.get("ids"))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,20 +20,11 @@ from jax import Array
 
 from mars_jax import hub
 from mars_jax.core import struct
+from mars_jax.core.drafter import STOPS, Drafter, DraftInput, Reads
 from mars_jax.core.errors import MarsError
 from mars_jax.core.pick import pick
 from mars_jax.core.tree import gather_path, last_token
-from mars_jax.core.types import (
-    Drafter,
-    DraftInput,
-    DraftTree,
-    ForwardOutput,
-    KVCache,
-    LanguageModel,
-    Params,
-    Verdict,
-    Visible,
-)
+from mars_jax.core.types import DraftTree, ForwardOutput, KVCache, LanguageModel, Params, Verdict, Visible
 from mars_jax.drafters.asked import Asked, LoadedDrafter
 from mars_jax.drafters.grow import Growth, Level, grow
 from mars_jax.drafters.tree_shapes import Dynamic, Shape, describe, shape_of
@@ -158,22 +150,16 @@ def _eagle(
         following = jnp.where(place < verdict.num_accepted[:, None], drafted, verdict.next_token[:, None])
         return absorb(params, state, output, following, length - 1, length - 1 + verdict.num_accepted)
 
-    def resized(length: int) -> Drafter:
-        return _eagle(config, target, shape_of(length, None, config.draft_vocab_size), sample, cache_dtype)
-
     return Drafter(
         init=init,
         propose=propose,
         update=update,
-        observe=observe,
-        feature_layers=config.feature_layers,
+        reads=Reads(config.feature_layers, observe),
         num_nodes=shape.num_nodes,
         max_depth=shape.depth,
         vocab_size=config.layer.vocab_size,
-        stoppable=True,
-        draft_ids=head.target_ids(config),
+        traits=(STOPS,),
         name=f"eagle{config.version}({describe(shape, sample)})",
-        resized=resized,
     )
 
 
@@ -187,5 +173,14 @@ def load_eagle(asked: Asked) -> LoadedDrafter:
     config, params = hub.load_eagle(asked.path, target.config, target.params, dtype=asked.heads_dtype)
     # As in `hub.load`: XLA's CPU backend would widen a bfloat16 cache anew at every step.
     cache_dtype = "float32" if jax.default_backend() == "cpu" else params["fc"].dtype.name
-    drafter = eagle(config, target.model, asked.chain, **asked.shape, cache_dtype=cache_dtype)
-    return LoadedDrafter(drafter, asked.placed(params, config))
+
+    def made(length: int, **shape: Any) -> Drafter:
+        return eagle(config, target.model, length, **shape, cache_dtype=cache_dtype)
+
+    params = asked.placed(params, config)
+    return LoadedDrafter(
+        made(asked.chain, **asked.shape),
+        params,
+        draft_ids=params.get("ids"),
+        resized=asked.resized(made),
+    )

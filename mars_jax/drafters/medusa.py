@@ -17,21 +17,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from mars_jax.core.drafter import STOPS, Drafter, DraftInput, Reads
 from mars_jax.core.errors import MarsError
 from mars_jax.core.pick import pick
 from mars_jax.core.sampling import argmax, process, sample_processed, top_k
 from mars_jax.core.tree import chain, gather_path, last_token, static_topology
-from mars_jax.core.types import (
-    NO_TOKEN,
-    Controls,
-    Drafter,
-    DraftInput,
-    DraftTree,
-    ForwardOutput,
-    LanguageModel,
-    Params,
-    Verdict,
-)
+from mars_jax.core.types import NO_TOKEN, Controls, DraftTree, ForwardOutput, LanguageModel, Params, Verdict
 from mars_jax.drafters.asked import Asked, LoadedDrafter
 from mars_jax.drafters.draw import draw_siblings, with_leaves
 from mars_jax.drafters.grow import Growth, stops_at
@@ -194,11 +185,11 @@ def _medusa(config: MedusaConfig, shape: Static, sample: bool) -> Drafter:
         init=init,
         propose=propose,
         update=update,
-        observe=observe,
+        reads=Reads((), observe),
         num_nodes=shape.num_nodes,
         max_depth=shape.depth,
         vocab_size=config.vocab_size,
-        stoppable=True,
+        traits=(STOPS,),
         name=f"medusa({describe(shape, sample)})",
     )
 

@@ -21,10 +21,11 @@ from jax import Array, lax
 
 from mars_jax import hub
 from mars_jax.core import struct
+from mars_jax.core.drafter import STOPS, Drafter, DraftInput
 from mars_jax.core.pick import pick
-from mars_jax.core.prefill import prefill, prefill_from
+from mars_jax.core.prefill import prefill, short_chunk
 from mars_jax.core.tree import last_token
-from mars_jax.core.types import Drafter, DraftInput, DraftTree, LanguageModel, Params, PyTree, Visible
+from mars_jax.core.types import DraftTree, LanguageModel, Params, PyTree, Visible
 from mars_jax.drafters.asked import Asked, LoadedDrafter
 from mars_jax.drafters.grow import Growth, Level, grow
 from mars_jax.drafters.tree_shapes import Dynamic, Shape, Static, describe, shape_of
@@ -96,7 +97,7 @@ def _language_model(model: LanguageModel, shape: Shape, sample: bool, vocab: int
     def init(params: Params, tokens: Array, length: Array) -> ModelState:
         # One spare slot, since the two-token feed of a one-token prompt reaches a slot further.
         cache = model.init_cache(tokens.shape[0], tokens.shape[1] + shape.rows + 2)
-        cache = prefill(model, params.draft, tokens, length - 2, cache)
+        cache = prefill(model, params.draft, tokens, jnp.zeros_like(length), length - 2, cache)[0]
         rows = None if is_chain else jnp.zeros((tokens.shape[0], shape.num_nodes), jnp.int32)
         return ModelState(cache=cache, rows=rows)
 
@@ -129,7 +130,8 @@ def _language_model(model: LanguageModel, shape: Shape, sample: bool, vocab: int
     def catch_up(
         params: Params, state: ModelState, tokens: Array, cached: Array, length: Array
     ) -> ModelState:
-        cache, _ = prefill_from(model, params.draft, tokens, cached, length - 2, state.cache)
+        chunk = model.prefill_chunk or short_chunk()
+        cache, _ = prefill(model, params.draft, tokens, cached, length - 2, state.cache, chunk=chunk)
         return dataclasses.replace(state, cache=cache)
 
     def update(params, state: ModelState, tree: DraftTree, verdict, output, length: Array) -> ModelState:
@@ -138,9 +140,6 @@ def _language_model(model: LanguageModel, shape: Shape, sample: bool, vocab: int
         path = pick(state.rows, verdict.path)
         return dataclasses.replace(state, cache=model.commit(state.cache, length - 1, path))
 
-    def resized(length: int) -> Drafter:
-        return _language_model(model, shape_of(length, None, vocab), sample, vocab)
-
     return Drafter(
         init=init,
         propose=propose,
@@ -148,9 +147,8 @@ def _language_model(model: LanguageModel, shape: Shape, sample: bool, vocab: int
         num_nodes=shape.num_nodes,
         max_depth=shape.depth,
         vocab_size=vocab,
-        stoppable=True,
+        traits=(STOPS,),
         name=f"model({describe(shape, sample)})",
-        resized=resized,
         catch_up=catch_up,
     )
 
@@ -169,5 +167,8 @@ def load_model(asked: Asked) -> LoadedDrafter:
     )
     check_same_vocabulary(asked.target, draft)
     vocab = asked.target.config.vocab_size
-    drafter = language_model(draft.model, asked.chain, **asked.shape, vocab_size=vocab)
-    return LoadedDrafter(drafter, draft.params)
+
+    def made(length: int, **shape: Any) -> Drafter:
+        return language_model(draft.model, length, **shape, vocab_size=vocab)
+
+    return LoadedDrafter(made(asked.chain, **asked.shape), draft.params, resized=asked.resized(made))

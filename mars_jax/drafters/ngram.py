@@ -11,9 +11,10 @@ import functools
 import jax.numpy as jnp
 from jax import Array
 
+from mars_jax.core.drafter import SPARSE, Drafter, DraftInput
 from mars_jax.core.errors import MarsError
 from mars_jax.core.tree import chain, last_token
-from mars_jax.core.types import NO_TOKEN, Drafter, DraftInput, DraftTree, Params, PyTree
+from mars_jax.core.types import NO_TOKEN, DraftTree, Params, PyTree
 from mars_jax.drafters.asked import Asked, LoadedDrafter
 
 
@@ -54,9 +55,8 @@ def ngram(num_draft_tokens: int = 8, *, max_ngram: int = 3, min_ngram: int = 1) 
         update=lambda params, state, tree, verdict, output, length: state,
         num_nodes=num_draft_tokens + 1,
         max_depth=num_draft_tokens,
-        sparse=True,
+        traits=(SPARSE,),
         name=f"ngram({num_draft_tokens})",
-        resized=lambda length: ngram(length, max_ngram=max_ngram, min_ngram=min_ngram),
     )
 
 
@@ -108,4 +108,4 @@ def longest_match(
 
 def load_ngram(asked: Asked) -> LoadedDrafter:
     """`ngram` of the length that is asked for, whatever the target."""
-    return LoadedDrafter(ngram(asked.chain), ())
+    return LoadedDrafter(ngram(asked.chain), (), resized=ngram)

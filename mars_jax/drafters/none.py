@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from mars_jax.core.drafter import Drafter, DraftInput
 from mars_jax.core.tree import chain, last_token
-from mars_jax.core.types import Drafter, DraftInput, DraftTree, Params, PyTree
+from mars_jax.core.types import DraftTree, Params, PyTree
 from mars_jax.drafters.asked import Asked, LoadedDrafter
 
 

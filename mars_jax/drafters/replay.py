@@ -15,10 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from mars_jax.core.drafter import SPARSE, Drafter, DraftInput
 from mars_jax.core.errors import MarsError
 from mars_jax.core.reading import read_text
 from mars_jax.core.tree import chain, last_token
-from mars_jax.core.types import NO_TOKEN, Drafter, DraftInput, DraftTree, Params, PyTree
+from mars_jax.core.types import NO_TOKEN, DraftTree, Params, PyTree
 from mars_jax.drafters.asked import Asked, LoadedDrafter
 from mars_jax.drafters.ngram import longest_match
 
@@ -84,9 +85,8 @@ def replay(num_draft_tokens: int = 8, *, max_ngram: int = 6, min_ngram: int = 2)
         update=lambda params, state, tree, verdict, output, length: state,
         num_nodes=num_draft_tokens + 1,
         max_depth=num_draft_tokens,
-        sparse=True,
+        traits=(SPARSE,),
         name=f"replay({num_draft_tokens})",
-        resized=lambda length: replay(length, max_ngram=max_ngram, min_ngram=min_ngram),
     )
 
 
@@ -136,7 +136,7 @@ def load_replay(asked: Asked) -> LoadedDrafter:
         asked.target.check_tokens(text)
     room = max(CORPUS, 1 << (sum(map(len, texts)) + len(texts) - 1).bit_length())
     made = corpus(texts, min(room, 1 << 20))
-    return LoadedDrafter(replay(asked.chain), made)
+    return LoadedDrafter(replay(asked.chain), made, resized=replay)
 
 
 def _tokens(asked: Asked, path: Path, number: int, line: str) -> list[int]:

@@ -15,14 +15,30 @@ import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from mars_jax.core import struct
+from mars_jax.core.decoder import Decoder, speculative_decoder
+from mars_jax.core.drafter import SPARSE, TRUSTS, Drafter, DraftInput, Reads
 from mars_jax.core.errors import MarsError
+from mars_jax.core.logprobs import LogProbs
+from mars_jax.core.rule import facts
 from mars_jax.core.tree import chain, last_token
-from mars_jax.core.types import Drafter, DraftInput, DraftTree, ForwardOutput, Params, PyTree, Verdict
+from mars_jax.core.types import (
+    NO_KIND,
+    NO_TOKEN,
+    DecodeState,
+    DraftTree,
+    ForwardOutput,
+    LanguageModel,
+    Params,
+    PyTree,
+    StepInfo,
+    Verdict,
+)
 from mars_jax.drafters.asked import LoadedDrafter
 
 KEEP = 0.95
@@ -68,7 +84,7 @@ def usual_sizes(length: int) -> tuple[int, ...]:
 
 
 def sized(
-    loaded: LoadedDrafter | Drafter,
+    loaded: LoadedDrafter,
     sizes: Sequence[int] | None = None,
     *,
     costs: Sequence[float] | None = None,
@@ -93,14 +109,13 @@ def sized(
         rise to at most the drafter's; costs of another number.
 
     >>> from mars_jax.drafters.ngram import ngram
-    >>> [size.max_depth for size in sized(ngram(8)).drafter.sizes]
+    >>> made = sized(LoadedDrafter(ngram(8), (), resized=ngram))
+    >>> [size.max_depth for size in made.sizes.drafters]
     [0, 4, 8]
     """
-    if isinstance(loaded, Drafter):
-        loaded = LoadedDrafter(loaded, ())
     whole = loaded.drafter
     chains = whole.num_nodes == whole.max_depth + 1
-    if whole.resized is None or not chains or whole.trusts or whole.sizes:
+    if loaded.resized is None or not chains or TRUSTS in whole.traits or loaded.sizes is not None:
         raise MarsError(
             f"the drafter '{whole.name}' has no chains of several lengths, of which one could be chosen: draft with "
             "n-grams, a chain of a model or of an EAGLE head, or replay."
@@ -120,13 +135,80 @@ def sized(
         )
     # Numbers of the host, which every process of a mesh has.
     given = np.zeros(len(lengths), np.float32) if costs is None else np.asarray(costs, np.float32)
-    return LoadedDrafter(_sized(whole, lengths, any_rule), SizedParams(loaded.params, given, np.int32(-1)))
+    made = tuple(whole if n == whole.max_depth else loaded.resized(n) for n in lengths[1:])
+    longest, drafts = _sized(whole.name, lengths, made)
+    return loaded._replace(
+        drafter=longest,
+        params=SizedParams(loaded.params, given, np.int32(-1)),
+        resized=None,
+        sizes=Sizes(drafts, lengths, any_rule),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Drafts of several sizes over one state, of which each step takes one."""
+
+    drafters: tuple[Drafter, ...]
+    lengths: tuple[int, ...]  # of their chains, rising from 0
+    any_rule: bool  # lossy rules too, whose texts then depend on what else is in the batch
+
+    def decoder(self, target: LanguageModel, longest: Drafter, verify: Any) -> SizedDecoder:
+        """The decoder of a target, whose state is that of the longest draft.
+
+        Raises:
+          MarsError: as `speculative_decoder`, or a lossy rule.
+        """
+        if not (self.any_rule or facts(verify).lossless):
+            raise MarsError(
+                f"the drafter '{longest.name}' drafts as much as pays now, and with the rule {facts(verify).name}, "
+                "which is lossy, a text would depend on what else is in its batch: draft a fixed size, verify with a "
+                "lossless rule, or make the drafter with any_rule=True."
+            )
+        made = speculative_decoder(target, longest, verify)
+        return SizedDecoder(made.target, longest, made.rule, made.prefill_chunk, sizes=self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SizedDecoder(Decoder):
+    """A decoder each step of which drafts as much as pays then, in the shapes of the longest draft.
+
+    What is chosen is a number on the device, so one program serves every loop; on a mesh each part of the rows chooses
+    for itself.
+    """
+
+    sizes: Sizes
+
+    def _step(self, params: Params, state: DecodeState) -> tuple[DecodeState, StepInfo]:
+        with jax.named_scope("draft"):
+            taken = chosen(params.draft, self.sizes.lengths, state.draft, ~state.done)
+        steps = [functools.partial(self._sized, size, params) for size in self.sizes.drafters]
+        shapes = jax.eval_shape(steps[0], state)[1]
+        info = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        # Loops of one turn or none: a loop works in its state's own buffers, where XLA copies a cache that goes into a
+        # branch and comes out of it.
+        carry = (taken, state, info)
+        for number, step in enumerate(steps):
+            carry = lax.while_loop(
+                functools.partial(lambda number, carry: carry[0] == number, number),
+                functools.partial(lambda step, carry: (jnp.int32(-1), *step(carry[1])), step),
+                carry,
+            )
+        return carry[1:]
+
+    def _sized(self, size: Drafter, params: Params, state: DecodeState) -> tuple[DecodeState, StepInfo]:
+        """A step of one of the sizes, in the shapes of the longest."""
+        decoder = Decoder(self.target, size, self.rule, self.prefill_chunk)
+        next_state, info = decoder._step(params, state)
+        return next_state, widened(info, self.max_depth - size.max_depth)
 
 
 @functools.lru_cache
-def _sized(whole: Drafter, lengths: tuple[int, ...], any_rule: bool) -> Drafter:
-    assert whole.resized is not None
-    longest = whole if lengths[-1] == whole.max_depth else whole.resized(lengths[-1])
+def _sized(
+    name: str, lengths: tuple[int, ...], made: tuple[Drafter, ...]
+) -> tuple[Drafter, tuple[Drafter, ...]]:
+    """The longest drafter over `SizedState`, and all the sizes; equal arguments give the same, so compile once."""
+    longest = made[-1]
 
     def own(params: Params) -> Params:
         return params._replace(draft=params.draft.weights)
@@ -148,12 +230,8 @@ def _sized(whole: Drafter, lengths: tuple[int, ...], any_rule: bool) -> Drafter:
         )
 
     def observe(params: Params, state: SizedState, *rest: Any) -> SizedState:
-        assert longest.observe is not None
-        return dataclasses.replace(state, draft=longest.observe(own(params), state.draft, *rest))
-
-    def draft_ids(params: Params) -> Array:
-        assert longest.draft_ids is not None
-        return longest.draft_ids(own(params))
+        assert longest.reads is not None
+        return dataclasses.replace(state, draft=longest.reads.observe(own(params), state.draft, *rest))
 
     def catch_up(
         params: Params, state: SizedState, tokens: Array, cached: Array, length: Array
@@ -161,30 +239,15 @@ def _sized(whole: Drafter, lengths: tuple[int, ...], any_rule: bool) -> Drafter:
         # What is missing is fed before the next draft. What was accepted of the text so far still counts.
         return dataclasses.replace(state, cached=jnp.minimum(state.cached, cached))
 
-    def choose(params: Params, state: SizedState, live: Array) -> Array:
-        return chosen(params.draft, lengths, state, live)
-
-    drafts = [
-        _drafting(longest if length == longest.max_depth else whole.resized(length)) for length in lengths[1:]
-    ]
-    return longest._replace(
+    drafts = [_drafting(size) for size in made]
+    reads = longest.reads
+    whole = drafts[-1]._replace(
         init=init,
-        propose=_unreachable,
-        update=_unreachable,
-        observe=None if longest.observe is None else observe,
-        sparse=False,
-        draft_ids=None if longest.draft_ids is None else draft_ids,
-        name=f"{whole.name}, as long as pays",
-        resized=None,
+        reads=None if reads is None else Reads(reads.layers, observe),
+        name=f"{name}, as long as pays",
         catch_up=catch_up,
-        sizes=(_idle(longest), *drafts),
-        choose=choose,
-        any_rule=any_rule,
     )
-
-
-def _unreachable(*_: Any) -> Any:
-    raise MarsError("a drafter of several sizes drafts by one of its `sizes`: decode by speculative_decoder.")
+    return whole, (_idle(longest), *drafts)
 
 
 def chosen(params: SizedParams, lengths: Sequence[int], state: SizedState, live: Array) -> Array:
@@ -254,10 +317,9 @@ def _idle(longest: Drafter) -> Drafter:
     return longest._replace(
         propose=propose,
         update=update,
-        observe=None,
+        traits=(),
         num_nodes=1,
         max_depth=0,
-        sparse=False,
         name="none",
     )
 
@@ -296,7 +358,42 @@ def _drafting(size: Drafter) -> Drafter:
             pause=jnp.where(state.idle > 0, jnp.minimum(2 * state.pause, LONGEST_PAUSE), PAUSE),
         )
 
-    return size._replace(propose=propose, update=update)
+    # A draft is as often idle as pays: a step of the root alone is a size of its own.
+    return size._replace(
+        propose=propose, update=update, traits=tuple(trait for trait in size.traits if trait != SPARSE)
+    )
+
+
+def widened(info: StepInfo, max_depth: int) -> StepInfo:
+    """What a step did, as that of a step whose drafts are `max_depth` deeper, such as 5 where nothing was drafted."""
+
+    def wider(name: str, fill: float) -> Array:
+        return jnp.pad(getattr(info, name), ((0, 0), (0, max_depth)), constant_values=fill)
+
+    fills = {"emitted": NO_TOKEN, "kind": NO_KIND, "regret": 0.0}
+    fills |= dict.fromkeys(LogProbs._fields, 0.0)
+    depth = info.verdict.path.shape[1]
+    # A verdict may have arrays of its own, such as a margin at each node of the path.
+    own = {
+        field.name: x
+        for field in dataclasses.fields(info.verdict)
+        if isinstance(x := getattr(info.verdict, field.name), Array) and x.ndim > 1 and x.shape[1] == depth
+    }
+    verdict = dataclasses.replace(
+        info.verdict,
+        **{
+            name: jnp.pad(x, ((0, 0), (0, max_depth), *[(0, 0)] * (x.ndim - 2)))
+            for name, x in own.items()
+            if name != "path"
+        },
+        path=jnp.pad(
+            info.verdict.path, ((0, 0), (0, max_depth)), mode="edge"
+        ),  # the last node, again and again
+        relaxed=jnp.pad(info.verdict.relaxed, ((0, 0), (0, max_depth))),
+    )
+    return dataclasses.replace(
+        info, verdict=verdict, **{name: wider(name, fill) for name, fill in fills.items()}
+    )
 
 
 def measured(loaded: LoadedDrafter, costs: Sequence[float]) -> LoadedDrafter:
@@ -313,4 +410,4 @@ def forced(loaded: LoadedDrafter, size: int) -> LoadedDrafter:
 
 def is_measured(loaded: LoadedDrafter) -> bool:
     """Whether it is to choose and knows by what."""
-    return not loaded.drafter.sizes or bool(np.all(np.asarray(loaded.params.costs) > 0))
+    return loaded.sizes is None or bool(np.all(np.asarray(loaded.params.costs) > 0))

@@ -30,11 +30,12 @@ from jax import Array
 from jax.sharding import AxisType, Mesh
 
 from mars_jax import drafters
-from mars_jax.core import rule_values
+from mars_jax.core.drafter import TRUSTS
 from mars_jax.core.errors import MarsError
 from mars_jax.core.mesh import name_axes
 from mars_jax.core.metrics import Metrics
-from mars_jax.core.types import LanguageModel, LoadedRule, PyTree, Visible
+from mars_jax.core.rule import LoadedRule, facts
+from mars_jax.core.types import LanguageModel, PyTree, Visible
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.integrations import bridge
 from mars_jax.models import ModelConfig, language_model
@@ -201,9 +202,9 @@ class Rollout:
             made = drafters.load(made, self._target)
         loaded = isinstance(made, drafters.LoadedDrafter)
         self._drafter: drafters.LoadedDrafter = made if loaded else drafters.LoadedDrafter(made, ())
-        if not lossy and (not rule_values.lossless(rule.rule) or self._drafter.drafter.trusts):
+        if not lossy and (not facts(rule.rule).lossless or TRUSTS in self._drafter.drafter.traits):
             raise MarsError(
-                f"the rule {rule_values.name_of(rule.rule)} with the drafter '{self._drafter.drafter.name}' is lossy: "
+                f"the rule {facts(rule.rule).name} with the drafter '{self._drafter.drafter.name}' is lossy: "
                 "its samples are not the policy's, and importance ratios would not know of it; verify by exact or "
                 "rejection, or give lossy=True."
             )

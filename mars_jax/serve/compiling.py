@@ -9,7 +9,8 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 
-from mars_jax.core.types import Decoder, DecodeState, Params
+from mars_jax.core.decoder import Decoder
+from mars_jax.core.types import DecodeState, Params
 
 Compile = Callable[[Decoder, Params, DecodeState], object]
 """Compiles a loop over the step for a state, of which it may be given the shapes alone."""

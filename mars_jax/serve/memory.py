@@ -41,9 +41,9 @@ def row_bytes(prepared: Prepared) -> int:
     """What a row takes on each device that has it: its state, and the larger of four copies of the logits of a step and
     of what a layer makes of a chunk of its prompt."""
     parts = of_mesh(prepared.target, 1)
-    arrays = prepared.arrays([None] * parts)
+    prompts = prepared.prompts([None] * parts)
     with prepared.target.on_mesh():
-        state = jax.eval_shape(prepared.decoder.init, prepared.params, *arrays)
+        state = jax.eval_shape(prepared.decoder.init, prepared.params, prompts)
     mesh = prepared.target.mesh
     leaves = jax.tree.leaves(state)
     places = [None] * len(leaves) if mesh is None else jax.tree.leaves(state_shardings(state, mesh))

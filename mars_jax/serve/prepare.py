@@ -13,22 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from mars_jax import drafters, specs
-from mars_jax.core import decode, rule_values
+from mars_jax.core import decode
 from mars_jax.core.controls import make_controls
+from mars_jax.core.decoder import Decoder
+from mars_jax.core.drafter import STOPS, TRUSTS, Drafter
 from mars_jax.core.edits import Edits, make_edits
 from mars_jax.core.errors import MarsError
 from mars_jax.core.guide import narrowed
 from mars_jax.core.mesh import size_of
-from mars_jax.core.types import (
-    NO_TOKEN,
-    Decoder,
-    DecodeState,
-    Drafter,
-    LoadedRule,
-    Params,
-    Verifier,
-    keys_from_seeds,
-)
+from mars_jax.core.rule import LoadedRule, Rule, facts, for_rows, structure, take_rows
+from mars_jax.core.types import NO_TOKEN, DecodeState, Params, Prompts, keys_from_seeds
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.placement.hosts import put
 from mars_jax.placement.shardings import state_shardings
@@ -38,7 +32,7 @@ from mars_jax.serve.requests import Request, check_request
 from mars_jax.serve.sizes import with_costs
 from mars_jax.verify import exact
 
-AnyRule = Verifier | LoadedRule
+AnyRule = Rule | LoadedRule
 """What `mars_jax.generate` takes: a rule, or one with weights of its own."""
 
 
@@ -60,8 +54,8 @@ class Prepared:
         """Whether any of the requests is to be drawn; where none is, nothing of drawing is compiled."""
         return draws(self.requests)
 
-    def arrays(self, entries: Sequence[int | None], *before: Any) -> tuple[Any, ...]:
-        """`before`, and what `Decoder.init` takes after the params, for some of the requests by their numbers.
+    def prompts(self, entries: Sequence[int | None]) -> Prompts:
+        """What `Decoder.init` takes, for some of the requests by their numbers.
 
         None is a row that only fills the batch. It is born at its limit, so it is done before the first step. On a mesh
         all of them are divided over `data`.
@@ -70,12 +64,12 @@ class Prepared:
         lengths = np.array([len(r.prompt_tokens) for r in own], np.int32)
         context = self.target.config.max_positions
         limits = np.minimum(lengths + np.array([r.max_new_tokens for r in own]), context)
-        prompts = np.zeros((len(own), self.width), np.int32)
+        tokens = np.zeros((len(own), self.width), np.int32)
         for row, request in enumerate(own):
-            prompts[row, : lengths[row]] = request.prompt_tokens
+            tokens[row, : lengths[row]] = request.prompt_tokens
         # A multiple of four, so that one more stop token seldom changes a shape.
         most = max(4, -(-max(len(r.stop_tokens) for r in self.requests) // 4) * 4)
-        made = make_controls(
+        controls = make_controls(
             len(own),
             limit=limits,
             temperature=[r.temperature for r in own] if self.draws else None,
@@ -87,20 +81,13 @@ class Prepared:
             stop_tokens=[[*r.stop_tokens, *[NO_TOKEN] * (most - len(r.stop_tokens))] for r in own],
         )
         if any(r.edits for r in self.requests):
-            made = dataclasses.replace(made, edits=self._edits(own))
-        made = dataclasses.replace(made, guides=self.guides.rows(own))
+            controls = dataclasses.replace(controls, edits=self._edits(own))
+        controls = dataclasses.replace(controls, guides=self.guides.rows(own))
         keys = keys_from_seeds(jnp.array(np.asarray([r.seed & 0xFFFFFFFF for r in own], np.uint32)))
-        numbers = rule_values.take_rows(self.rule.rule, [i or 0 for i in entries], len(self.requests))
-        arrays: Any = (
-            *map(jnp.array, before),
-            jnp.array(prompts),
-            jnp.array(lengths),
-            made,
-            rule_values.for_rows(numbers, len(own)),
-            keys,
-        )
+        numbers = take_rows(self.rule.rule, [i or 0 for i in entries], len(self.requests))
+        made = Prompts(jnp.array(tokens), jnp.array(lengths), controls, for_rows(numbers, len(own)), keys)
         mesh = self.target.mesh
-        return arrays if mesh is None else put(arrays, state_shardings(arrays, mesh))
+        return made if mesh is None else put(made, state_shardings(made, mesh))
 
     def _edits(self, own: Sequence[Request]) -> Edits:
         # As wide for some of the requests as for all, and seldom another width for one more token.
@@ -119,13 +106,13 @@ class Prepared:
 
         Not on a mesh, over which the shapes alone do not say how the state will be divided.
         """
-        arrays = self.arrays(entries)
+        prompts = self.prompts(entries)
         with self.target.on_mesh():
             if loop is None or self.target.mesh is not None:
-                return decode.start(self.decoder, self.params, *arrays)
-            state = decode.shapes(self.decoder, self.params, *arrays)
+                return decode.start(self.decoder, self.params, prompts)
+            state = decode.shapes(self.decoder, self.params, prompts)
             with beside(functools.partial(loop, self.decoder, self.params, state)):
-                return decode.start(self.decoder, self.params, *arrays)
+                return decode.start(self.decoder, self.params, prompts)
 
 
 def draws(requests: Sequence[Request]) -> bool:
@@ -156,7 +143,7 @@ def prepared(
     _check_rule(rule, drafter.drafter, requests)
     for request in requests:
         check_request(target, request)
-        if request.draft_stop < math.inf and not drafter.drafter.stoppable:
+        if request.draft_stop < math.inf and STOPS not in drafter.drafter.traits:
             raise MarsError(
                 f"draft_stop does not apply to the drafter '{drafter.drafter.name}', which has no entropy to stop by: "
                 f"leave it out, or draft with {specs.drafters_that('stops')}."
@@ -168,13 +155,13 @@ def prepared(
         verify=rule.params,
         guides=placed(guides.tables, target),
     )
-    if drafter.drafter.draft_ids is not None and guides.constraint is not None:
-        held = narrowed(params.guides.constraint, drafter.drafter.draft_ids(params))
+    if drafter.draft_ids is not None and guides.constraint is not None:
+        held = narrowed(params.guides.constraint, drafter.draft_ids)
         params = params._replace(guides=dataclasses.replace(params.guides, constraint=held))
     return Prepared(
         target=target,
         requests=requests,
-        decoder=decode.speculative_decoder(target.model, drafter.drafter, rule.rule),
+        decoder=drafter.decoder(target.model, rule.rule),
         params=params,
         drafter=drafter,
         rule=rule,
@@ -213,28 +200,27 @@ def of_mesh(target: Pretrained, rows: int) -> int:
 
 def _check_rule(rule: LoadedRule, drafter: Drafter, requests: Sequence[Request]) -> None:
     """Raise MarsError for a rule that cannot run, or for a switch that it does not have."""
-    rule_values.structure(rule.rule)
-    name = rule_values.name_of(rule.rule)
-    if "weights" in getattr(rule.rule, "needs", ()) and not jax.tree.leaves(rule.params):
+    structure(rule.rule)
+    said = facts(rule.rule)
+    if "weights" in said.needs and not jax.tree.leaves(rule.params):
         raise MarsError(
-            f"the rule {name} needs weights: pass mars_jax.verify.LoadedRule(rule, weights), or what verify.load gives."
+            f"the rule {said.name} needs weights: pass mars_jax.verify.LoadedRule(rule, weights), or what verify.load "
+            "gives."
         )
-    if rule_values.lossless(rule.rule) and not drafter.trusts and any(request.strict for request in requests):
-        raise MarsError(f"strict does not apply to the rule {name}, which is lossless: leave it out.")
-    if "long" in getattr(rule.rule, "needs", ()) and any(r.draft_stop < math.inf for r in requests):
+    if said.lossless and TRUSTS not in drafter.traits and any(request.strict for request in requests):
+        raise MarsError(f"strict does not apply to the rule {said.name}, which is lossless: leave it out.")
+    if "long" in said.needs and any(r.draft_stop < math.inf for r in requests):
         raise MarsError(
-            f"draft_stop does not apply to the rule {name}, whose drafts must be long enough: leave it out."
+            f"draft_stop does not apply to the rule {said.name}, whose drafts must be long enough: leave it out."
         )
-    check = getattr(rule.rule, "check_drafter", None)
-    if check is not None:
-        check(drafter)
+    said.check_drafter(drafter)
 
 
 def check_relaxes(verify: AnyRule | None, requests: Sequence[Request]) -> None:
     """Raise MarsError where requests say in what rules relax, and the rule is lossless. It is for what a user asked:
     a measurement may decode the same requests by a lossless rule beside a lossy one."""
     rule: Any = verify.rule if isinstance(verify, LoadedRule) else verify
-    if rule is not None and not rule_values.lossless(rule):
+    if rule is not None and not facts(rule).lossless:
         return
     for request in requests:
         relaxes = request.constraint is not None and request.constraint.relax
@@ -242,7 +228,7 @@ def check_relaxes(verify: AnyRule | None, requests: Sequence[Request]) -> None:
             what = (
                 "relax_in" if request.relax_in else "strict_in" if request.strict_in else "relax_constrained"
             )
-            name = rule_values.name_of(exact() if rule is None else rule)
+            name = facts(exact() if rule is None else rule).name
             raise MarsError(f"{what} does not apply to the rule {name}, which relaxes nothing: leave it out.")
 
 

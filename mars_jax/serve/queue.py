@@ -12,13 +12,15 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from mars_jax.core import activity, decode, refill
+from mars_jax.core.decoder import Decoder
 from mars_jax.core.given import NO_ROW
 from mars_jax.core.mesh import size_of
 from mars_jax.core.metrics import DecodeStats, zero_stats
-from mars_jax.core.types import Decoder, DecodeState, Params, PyTree
+from mars_jax.core.types import DecodeState, Params, PyTree
 from mars_jax.placement.hosts import fetch, put
 from mars_jax.placement.shardings import state_shardings
 from mars_jax.serve.complete import complete
@@ -138,7 +140,7 @@ class Queue:
         Rows that run keep what their draft's cache holds of the old ones, which costs acceptance and no exactness.
         """
         given = self._prepared.params
-        draft = given.draft._replace(weights=params) if self._prepared.drafter.drafter.sizes else params
+        draft = given.draft._replace(weights=params) if self._prepared.drafter.sizes is not None else params
         self._prepared = dataclasses.replace(self._prepared, params=given._replace(draft=draft))
         self._read = None  # a prompt that the old weights have read
 
@@ -214,11 +216,12 @@ class Queue:
                 row = next(free, NO_ROW)
                 if row != NO_ROW and self._waiting:
                     rows[part], entries[part] = row, self._next(row)
-            arrays = self._prepared.arrays(entries, np.asarray(rows, np.int32))
+            prompts, made = self._prepared.prompts(entries), self._prepared
+            at = jnp.array(np.asarray(rows, np.int32))
+            if target.mesh is not None:
+                at = put(at, state_shardings(at, target.mesh))
             with target.on_mesh():
-                state, stats = refill.refill(
-                    self._prepared.decoder, self._prepared.params, state, stats, *arrays
-                )
+                state, stats = refill.refill(made.decoder, made.params, state, stats, at, prompts)
         return state, stats
 
     def _put(self, state: DecodeState, stats: DecodeStats) -> tuple[DecodeState, DecodeStats]:
@@ -230,9 +233,10 @@ class Queue:
             if self._read is None or self._read[0] != prompt:
                 self._read = None  # its memory, before there is another
                 self._read = prompt, self._prepared.start([index])
-            at, _, _, *new = self._prepared.arrays([index], np.asarray([row], np.int32))
-            with self._prepared.target.on_mesh():
-                state, stats = refill.put(self._prepared.decoder, state, stats, at, self._read[1], *new)
+            made, at, read = self._prepared, jnp.array(np.asarray([row], np.int32)), self._read[1]
+            prompts = made.prompts([index])
+            with made.target.on_mesh():
+                state, stats = refill.refill(made.decoder, made.params, state, stats, at, prompts, read)
         return state, stats
 
     def _completed(self, ended: Sequence[tuple[int, int, float, tuple, DecodeStats]]) -> Iterator[Finished]:

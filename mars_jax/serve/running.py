@@ -10,15 +10,14 @@ import dataclasses
 import functools
 import time
 from collections.abc import Generator, Iterator
-from typing import Any
 
 import jax
 import numpy as np
 
 from mars_jax.core import activity, decode
-from mars_jax.core.extend import extend
+from mars_jax.core.decoder import Decoder
 from mars_jax.core.metrics import zero_stats
-from mars_jax.core.types import Controls, Decoder, DecodeState, Params, PyTree, StepInfo
+from mars_jax.core.types import DecodeState, Params, Prompts, StepInfo
 from mars_jax.placement.hosts import fetch
 from mars_jax.serve.compiling import beside
 from mars_jax.serve.events import events
@@ -95,20 +94,19 @@ class Running:
 
     def _begun(self, made: Prepared, rows: int, compiling: bool) -> DecodeState:
         """The state that has read a request; `compiling` compiles the step meanwhile."""
-        arrays = made.arrays([0, *[None] * (rows - 1)])
-        prompts, _, *others = arrays
+        prompts = made.prompts([0, *[None] * (rows - 1)])
         state, self._state = self._state, None  # its buffers are taken, whatever happens
         with made.target.on_mesh():
             # Heads draft the first token after a single one from nothing, and not from the text before.
             single = len(made.requests[0].prompt_tokens) == 1
             if state is None or made.decoder is not self._decoder or single:
-                state = _unread(made.decoder, made.params, prompts, *others)
+                state = _unread(made.decoder, made.params, prompts)
             step = None
             if compiling and made.target.mesh is None:
                 shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
                 step = functools.partial(_compile_step, made, shapes)
             with beside(step):
-                state, read = extend(made.decoder, made.params, state, *arrays)
+                state, read = decode.extend(made.decoder, made.params, state, prompts)
         self.read = int(fetch(read)[0])
         self._decoder, self._state = made.decoder, state
         return state
@@ -135,9 +133,8 @@ def _compile_step(made: Prepared, shapes: DecodeState) -> None:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _unread(
-    decoder: Decoder, params: Params, prompts: jax.Array, controls: Controls, rule: PyTree, keys: Any
-) -> DecodeState:
+def _unread(decoder: Decoder, params: Params, prompts: Prompts) -> DecodeState:
     """The state of prompts cut to one token, so that there is nothing to read: that their length is known when this is
     compiled leaves no forward in the program."""
-    return decoder.init(params, prompts, np.ones(prompts.shape[0], np.int32), controls, rule, keys)
+    one = np.ones(prompts.tokens.shape[0], np.int32)
+    return decoder.init(params, dataclasses.replace(prompts, length=one))

@@ -15,10 +15,13 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 
 from mars_jax import drafters
-from mars_jax.core import activity, decode, rule_values
+from mars_jax.core import activity, decode
+from mars_jax.core.decoder import Decoder
+from mars_jax.core.drafter import Drafter
 from mars_jax.core.errors import MarsError
 from mars_jax.core.metrics import DecodeStats, zero_stats
-from mars_jax.core.types import Decoder, DecodeState, Drafter, LoadedRule, Params, StepInfo
+from mars_jax.core.rule import LoadedRule, facts, structure, take_rows
+from mars_jax.core.types import DecodeState, Params, StepInfo
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.placement.hosts import fetch
 from mars_jax.serve.complete import complete
@@ -98,7 +101,7 @@ class Session:
     @property
     def rule_name(self) -> str:
         """For reports."""
-        return rule_values.name_of(self.rule.rule)
+        return facts(self.rule.rule).name
 
     def using(self, rule: LoadedRule) -> Session:
         """The same pair with another rule; what is compiled for one of the two is for both."""
@@ -184,7 +187,7 @@ class Session:
         tables = (guides.constraint is not None, guides.span is not None, guides.shapes)
         return Shape(
             drafter=self.drafter.drafter,
-            rule=rule_values.structure(self.rule.rule),
+            rule=structure(self.rule.rule),
             width=width,
             rows=self.batch_size,
             draws=draws(requests),
@@ -334,8 +337,8 @@ def groups(
 def rule_of(verify: Any, rows: Sequence[int], count: int) -> Any:
     """The rule of some of `count` requests: what it has one of per request is theirs."""
     if isinstance(verify, LoadedRule):
-        return verify._replace(rule=rule_values.take_rows(verify.rule, rows, count))
-    return None if verify is None else rule_values.take_rows(verify, rows, count)
+        return verify._replace(rule=take_rows(verify.rule, rows, count))
+    return None if verify is None else take_rows(verify, rows, count)
 
 
 def check_finite(target: Pretrained, completions: Sequence[Completion]) -> None:

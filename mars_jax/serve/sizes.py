@@ -69,12 +69,13 @@ def _measure(made: Prepared, batch: int, *, log_probs: bool, queued: bool) -> li
     ]
     stand_ins = dataclasses.replace(made, requests=few)
     entries = [i % len(few) for i in range(batch)]
-    sizes = range(len(made.drafter.drafter.sizes))
+    assert made.drafter.sizes is not None
+    sizes = made.drafter.sizes.drafters
     best = [float("inf")] * len(sizes)
     for turn in range(ROUNDS + 1):  # the first is to compile
-        for size in sizes:
+        for size, drafter in enumerate(sizes):
             always = _with(stand_ins, forced(made.drafter, size))
-            deep = made.drafter.drafter.sizes[size].max_depth
+            deep = drafter.max_depth
             found = _round(always, entries, STEPS * (deep + 1), log_probs=log_probs, queued=queued)
             best[size] = min(best[size], found) if turn else best[size]
     return best

@@ -3,8 +3,7 @@
 from kernels_pallas import MARGINS
 from mars_jax.core.evidence import Evidence, evidence, node_stats
 from mars_jax.core.logprobs import entropy
-from mars_jax.core.rule_values import for_rows
-from mars_jax.core.types import LoadedRule, Verifier
+from mars_jax.core.rule import LoadedRule, Rule, for_rows
 from mars_jax.verify.adaptive import Adaptive, adaptive
 from mars_jax.verify.exact import Exact, exact
 from mars_jax.verify.lossy import Lossy
@@ -32,10 +31,10 @@ __all__ = [
     "Rejection",
     "Relaxed",
     "Retargeted",
+    "Rule",
     "Simulated",
     "TopK",
     "Typical",
-    "Verifier",
     "adaptive",
     "entropy",
     "evidence",

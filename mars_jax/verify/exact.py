@@ -13,13 +13,14 @@ from mars_jax.core import struct
 from mars_jax.core.controls import is_stop
 from mars_jax.core.evidence import Evidence
 from mars_jax.core.pick import pick
+from mars_jax.core.rule import Rule
 from mars_jax.core.sampling import sample
 from mars_jax.core.tree import Allowance, at_parent, walk
 from mars_jax.core.types import Verdict
 
 
 @struct.dataclass
-class Exact:
+class Exact(Rule):
     """The target names one token y per node; a child is accepted where it carries y.
 
     y is the argmax of a greedy row and otherwise a sample of the processed distribution. Lossless for every
@@ -38,7 +39,6 @@ class Exact:
     """
 
     lossless: ClassVar[bool] = True
-    name: ClassVar[str] = "exact"
 
     def __call__(self, evidence: Evidence) -> tuple[Verdict, Exact]:
         return self.relax(evidence, None), self

@@ -5,7 +5,7 @@ B batch, N nodes. Oracle: tests/verify/test_rules.py.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,13 +14,12 @@ from jax import Array
 from mars_jax import specs
 from mars_jax.core import struct
 from mars_jax.core.evidence import Evidence
+from mars_jax.core.rule import ALL_EDGES, Rule
 from mars_jax.core.tree import at_parent
-
-_ALL_EDGES = np.iinfo(np.int32).max
 
 
 @struct.dataclass(kw_only=True)
-class Lossy:
+class Lossy(Rule):
     """The base of every lossy rule: the first `exact_prefix` generated tokens of a row are those of its strict base.
 
     0 by default, as in the papers. 2 is recommended where safety matters: exact verification of the first one or two
@@ -29,12 +28,11 @@ class Lossy:
     """
 
     exact_prefix: Any = np.int32(0)  # i32[] or [B]
-    lossless: ClassVar[bool] = False
 
     def strict_edges(self, evidence: Evidence) -> Array:
         """i32[B]: edges to nodes of at most this depth are strict; all of them in strict rows."""
         left = jnp.maximum(self.exact_prefix - evidence.generated, 0)
-        return jnp.where(evidence.controls.strict, _ALL_EDGES, left)
+        return jnp.where(evidence.controls.strict, ALL_EDGES, left)
 
 
 def below_strict(evidence: Evidence) -> Array | bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 from mars_jax import specs
 from mars_jax.core.errors import MarsError
-from mars_jax.core.types import LoadedRule
+from mars_jax.core.rule import LoadedRule, asks
 
 
 def load(spec: str, target: Any = None, **settings: Any) -> LoadedRule:
@@ -81,7 +81,7 @@ def needs_q(rule: Any) -> bool:
     >>> needs_q(load("mars", base="rejection").rule), needs_q(load("mars").rule)
     (True, False)
     """
-    return _needs("q", rule)
+    return asks("q", rule)
 
 
 def needs_chain(rule: Any) -> bool:
@@ -90,12 +90,4 @@ def needs_chain(rule: Any) -> bool:
     >>> needs_chain(load("rejection", block=True).rule), needs_chain(load("rejection").rule)
     (True, False)
     """
-    return _needs("chain", rule)
-
-
-def _needs(what: str, rule: Any) -> bool:
-    while rule is not None:
-        if what in getattr(rule, "needs", ()):
-            return True
-        rule = getattr(rule, "base", None)
-    return False
+    return asks("chain", rule)

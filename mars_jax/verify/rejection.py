@@ -18,6 +18,7 @@ from mars_jax.core import struct
 from mars_jax.core.errors import MarsError
 from mars_jax.core.evidence import Evidence
 from mars_jax.core.pick import pick
+from mars_jax.core.rule import Rule
 from mars_jax.core.sampling import at_tokens, if_greedy, inverse_cdf, node_uniforms, process
 from mars_jax.core.tree import Allowance
 from mars_jax.core.types import DraftTree, Verdict
@@ -27,7 +28,7 @@ from mars_jax.verify.override import overridden
 
 
 @struct.dataclass
-class Rejection:
+class Rejection(Rule):
     """Accept drafted tokens so that the output follows the target exactly, whatever q is.
 
     Token-wise (2211.17192, 2302.01318): accept x with min(1, p / q), else emit a sample of norm((p - q)+); a

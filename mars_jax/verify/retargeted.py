@@ -39,10 +39,6 @@ class Retargeted(Lossy):
         return ("q", "chain") if self.chains_only or self.block else ("q",)
 
     @property
-    def name(self) -> str:
-        return type(self).__name__.lower()
-
-    @property
     def base(self) -> Rejection:
         """What strict rows get."""
         return Rejection(block=self.block)

@@ -12,12 +12,13 @@ import numpy as np
 from jax import Array, lax
 
 from mars_jax.core import struct
+from mars_jax.core.drafter import SPARSE, Drafter
 from mars_jax.core.errors import MarsError
 from mars_jax.core.evidence import Evidence
 from mars_jax.core.pick import pick
 from mars_jax.core.sampling import node_uniforms, sample
 from mars_jax.core.tree import ancestors, at_parent, walk
-from mars_jax.core.types import Drafter, Verdict
+from mars_jax.core.types import Verdict
 from mars_jax.verify.lossy import Lossy, below_strict, numbers
 
 HALVINGS = 24
@@ -46,7 +47,7 @@ class Simulated(Lossy):
 
     def check_drafter(self, drafter: Drafter) -> None:
         """Raise MarsError where drafts are too short for tau, or often none at all."""
-        if drafter.sparse:
+        if SPARSE in drafter.traits:
             raise MarsError(
                 f"the rule simulated does not apply to the drafter '{drafter.name}', which often drafts nothing: draft "
                 "with a model or a head."

@@ -11,7 +11,7 @@ from mars_jax import contrib, drafters, verify
 from mars_jax.core import decode, fake
 from mars_jax.core.controls import make_controls
 from mars_jax.core.errors import MarsError
-from mars_jax.core.types import CORRECTED, TRUSTED, Params, keys_from_seeds
+from mars_jax.core.types import CORRECTED, TRUSTED, Params, Prompts, keys_from_seeds
 from tests.helpers import committed, decode_all, logits_after, ragged
 
 VOCAB, BUFFER, K, MOST = 13, 40, 3, 12
@@ -175,7 +175,7 @@ def test_the_exact_prefix_of_a_rule_is_not_trusted_and_a_stop_token_never():
     controls = make_controls(4, limit=BUFFER, stop_tokens=[2, 7])
     decoder = decode.speculative_decoder(TARGET, CASCADE, verify.exact())
     keys = keys_from_seeds(jnp.arange(4, dtype=jnp.uint32))
-    state = decode.start(decoder, weights(0.05), tokens, lengths, controls, verify.exact(), keys)
+    state = decode.start(decoder, weights(0.05), Prompts(tokens, lengths, controls, verify.exact(), keys))
     trusted = []
     for _, info in itertools.islice(decode.stream(decoder, weights(0.05), state), 60):
         said, kind = np.asarray(info.emitted), np.asarray(info.kind)

@@ -12,7 +12,7 @@ from mars_jax.contrib import context
 from mars_jax.contrib.rules.context import thresholds, token_classes
 from mars_jax.core import tree as trees
 from mars_jax.core.errors import MarsError
-from mars_jax.core.rule_values import structure
+from mars_jax.core.rule import structure
 from mars_jax.verify import MARGINS, evidence, exact, mars
 from tests.helpers import judge
 from tests.verify import oracles

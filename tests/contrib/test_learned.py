@@ -12,7 +12,7 @@ from mars_jax.contrib.models.indicator import init_params as init_head
 from mars_jax.contrib.models.indicator import logit
 from mars_jax.core import tree as trees
 from mars_jax.core.errors import MarsError
-from mars_jax.core.rule_values import structure
+from mars_jax.core.rule import structure
 from mars_jax.core.types import Params
 from mars_jax.models import ModelConfig, init_params, language_model
 from tests import helpers

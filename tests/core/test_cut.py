@@ -16,7 +16,7 @@ from mars_jax.core.edits import make_edits
 from mars_jax.core.evidence import evidence
 from mars_jax.core.guide import Guides
 from mars_jax.core.tree import walk
-from mars_jax.core.types import DraftTree, Params, Verdict, keys_from_seeds
+from mars_jax.core.types import DraftTree, Params, Prompts, Verdict, keys_from_seeds
 from tests.core.test_guide import DRAFT, STOP, TARGET, VOCAB, VOCABULARY, text_of
 from tests.helpers import committed, ragged
 
@@ -86,7 +86,9 @@ def test_no_rule_lets_in_what_is_banned_or_against_a_constraint():
     drafter = unheeding(drafters.language_model(DRAFT, 5, sample=True))
     decoder = decode.speculative_decoder(TARGET, drafter, rule, prefill_chunk=16)
     params = Params(target=(), draft=(), guides=Guides(constraint=found.tables))
-    state = decode.start(decoder, params, tokens, lengths, controls, rule, keys_from_seeds(jnp.arange(rows)))
+    state = decode.start(
+        decoder, params, Prompts(tokens, lengths, controls, rule, keys_from_seeds(jnp.arange(rows)))
+    )
     state, stats = decode.run(decoder, params, state)
     for row, (text, begin) in enumerate(zip(committed(state), lengths.tolist(), strict=True)):
         said, name = text[begin:], [*RULES][row // 2]

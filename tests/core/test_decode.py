@@ -12,10 +12,11 @@ from mars_jax import drafters, verify
 from mars_jax.core import decode, fake
 from mars_jax.core.cache import KVCache
 from mars_jax.core.controls import make_controls
+from mars_jax.core.drafter import Drafter
 from mars_jax.core.errors import MarsError
 from mars_jax.core.metrics import accumulate, summarize, zero_stats
 from mars_jax.core.tree import static_topology
-from mars_jax.core.types import NO_TOKEN, Drafter, DraftTree, keys_from_seeds
+from mars_jax.core.types import NO_TOKEN, DraftTree, Prompts, keys_from_seeds
 from tests.helpers import NO_WEIGHTS, committed, decode_all, logits_after, ragged, slow_but
 
 VOCAB = 13
@@ -200,13 +201,15 @@ def test_stream_takes_the_steps_of_run():
     keys = keys_from_seeds(jnp.arange(4, dtype=jnp.uint32))
     decoder = decode.speculative_decoder(TARGET, DRAFTERS["static tree"], verify.mars(), prefill_chunk=16)
     ran, stats = decode.run(
-        decoder, NO_WEIGHTS, decode.start(decoder, NO_WEIGHTS, prompts, lengths, made, verify.mars(), keys)
+        decoder,
+        NO_WEIGHTS,
+        decode.start(decoder, NO_WEIGHTS, Prompts(prompts, lengths, made, verify.mars(), keys)),
     )
     counted, text = (
         zero_stats(4, decoder.max_depth),
         [row[:n].tolist() for row, n in zip(prompts, lengths, strict=True)],
     )
-    first = decode.start(decoder, NO_WEIGHTS, prompts, lengths, made, verify.mars(), keys)
+    first = decode.start(decoder, NO_WEIGHTS, Prompts(prompts, lengths, made, verify.mars(), keys))
     for state, info in decode.stream(decoder, NO_WEIGHTS, first):  # noqa: B007 (the last one is used below)
         counted = accumulate(counted, info)
         for row in range(4):
@@ -284,7 +287,7 @@ def test_slots_past_the_length_are_never_read(drafter, name):
     def poison_caches(state):
         return jax.tree.map(poison, state, is_leaf=lambda x: isinstance(x, KVCache))
 
-    state = decode.start(decoder, NO_WEIGHTS, prompts, lengths, made, rule, keys)
+    state = decode.start(decoder, NO_WEIGHTS, Prompts(prompts, lengths, made, rule, keys))
     dirty = dataclasses.replace(
         state,
         cache=poison_caches(state.cache),
@@ -306,7 +309,9 @@ def test_chunked_prefill_equals_one_forward():
     caches = []
     for chunk in (7, 16, 64):
         decoder = decode.speculative_decoder(TARGET, drafters.none(), verify.exact(), prefill_chunk=chunk)
-        caches.append(decode.start(decoder, NO_WEIGHTS, prompts, lengths, made, verify.exact(), keys).cache)
+        caches.append(
+            decode.start(decoder, NO_WEIGHTS, Prompts(prompts, lengths, made, verify.exact(), keys)).cache
+        )
     for row, n in enumerate(lengths.tolist()):
         for cache in caches[:2]:
             np.testing.assert_array_equal(cache.k[0][row, : n - 1], caches[2].k[0][row, : n - 1])
@@ -329,7 +334,7 @@ def test_values_that_change_compile_nothing():
         made = make_controls(2, stop_tokens=[1, 2], **chosen)
         keys = keys_from_seeds(jnp.asarray([seed, seed + 1], jnp.uint32))
         rule = verify.mars(theta=theta, max_relaxed_run=max_relaxed_run)
-        state = decode.start(decoder, NO_WEIGHTS, prompts, lengths, made, rule, keys)
+        state = decode.start(decoder, NO_WEIGHTS, Prompts(prompts, lengths, made, rule, keys))
         decode.run(decoder, NO_WEIGHTS, state)
 
     once(0, lengths, limit=32)
@@ -361,7 +366,9 @@ def test_the_step_embeds_in_a_program_of_its_user():
 
     @jax.jit
     def sample(prompts, lengths, keys):
-        state = decoder.init(NO_WEIGHTS, prompts, lengths, make_controls(2, limit=32), verify.exact(), keys)
+        state = decoder.init(
+            NO_WEIGHTS, Prompts(prompts, lengths, make_controls(2, limit=32), verify.exact(), keys)
+        )
         state, info = jax.lax.scan(lambda s, _: decoder.step(NO_WEIGHTS, s), state, length=29)
         return state.tokens, info.num_emitted
 
@@ -474,7 +481,7 @@ def test_the_caller_keeps_its_arrays(loop):
     made, keys = make_controls(2, limit=32), keys_from_seeds(jnp.arange(2, dtype=jnp.uint32))
     decoder = decode.speculative_decoder(TARGET, DRAFTERS["ngram"], verify.exact())
     for _ in range(2):
-        state = decoder.init(NO_WEIGHTS, prompts, lengths, made, verify.exact(), keys)
+        state = decoder.init(NO_WEIGHTS, Prompts(prompts, lengths, made, verify.exact(), keys))
         if loop == "run":
             decode.run(decoder, NO_WEIGHTS, state)
         else:
@@ -505,7 +512,7 @@ def test_a_step_without_a_draft_is_the_same_step(rule):
         decoder = decode.speculative_decoder(TARGET, drafter, RULES[rule], prefill_chunk=16)
         made = make_controls(2, limit=32, temperature=[0.0, 1.0])
         keys = keys_from_seeds(jnp.arange(2, dtype=jnp.uint32))
-        state = decode.start(decoder, NO_WEIGHTS, prompts, lengths, made, RULES[rule], keys)
+        state = decode.start(decoder, NO_WEIGHTS, Prompts(prompts, lengths, made, RULES[rule], keys))
         found.append([])
         for after, info in decode.stream(decoder, NO_WEIGHTS, state):
             found[-1].append(jax.tree.map(np.asarray, (info, after.tokens, after.length, after.rule)))
@@ -531,7 +538,7 @@ def test_on_a_cpu_the_short_form_runs_exactly_where_no_row_has_a_draft(length):
     keys = keys_from_seeds(jnp.zeros(1, jnp.uint32))
     controls = make_controls(1, limit=32)
     lengths = jnp.asarray([9], jnp.int32)
-    state = decode.start(decoder, NO_WEIGHTS, prompts, lengths, controls, verify.exact(), keys)
+    state = decode.start(decoder, NO_WEIGHTS, Prompts(prompts, lengths, controls, verify.exact(), keys))
     jax.effects_barrier()
     widths.clear()
     expected = []
@@ -546,6 +553,6 @@ def test_a_cpu_is_not_let_ahead():
     prompts, lengths = ragged([3], 8, VOCAB)
     keys = keys_from_seeds(jnp.zeros(1, jnp.uint32))
     state = decode.start(
-        decoder, NO_WEIGHTS, prompts, lengths, make_controls(1, limit=8), verify.exact(), keys
+        decoder, NO_WEIGHTS, Prompts(prompts, lengths, make_controls(1, limit=8), verify.exact(), keys)
     )
     assert decode.look_ahead(state) == 0

@@ -11,7 +11,7 @@ from mars_jax.core import decode
 from mars_jax.core.controls import make_controls
 from mars_jax.core.edits import edited, make_edits
 from mars_jax.core.errors import MarsError
-from mars_jax.core.types import DraftTree, keys_from_seeds
+from mars_jax.core.types import DraftTree, Prompts, keys_from_seeds
 from tests.core.test_decode import DRAFTERS, TARGET, VOCAB
 from tests.helpers import NO_WEIGHTS, committed, ragged
 
@@ -69,7 +69,7 @@ def decoded(drafter, rule, edits):
     controls = make_controls(3, limit=48, temperature=[0.0, 1.0, 0.7], top_k=[0, 0, 5]).replace(edits=edits)
     decoder = decode.speculative_decoder(TARGET, drafter, rule, prefill_chunk=16)
     keys = keys_from_seeds(jnp.arange(3))
-    state = decode.start(decoder, NO_WEIGHTS, prompts, lengths, controls, rule, keys)
+    state = decode.start(decoder, NO_WEIGHTS, Prompts(prompts, lengths, controls, rule, keys))
     return decode.run(decoder, NO_WEIGHTS, state, record=True)
 
 
@@ -126,7 +126,7 @@ def test_a_row_whose_tokens_are_all_banned_fails_alone():
     bans = [dict.fromkeys(range(VOCAB), -np.inf), {}]
     controls = make_controls(2, limit=12).replace(edits=make_edits(2, logit_bias=bans))
     keys = keys_from_seeds(jnp.arange(2, dtype=jnp.uint32))
-    state = decode.start(decoder, NO_WEIGHTS, prompts, lengths, controls, verify.exact(), keys)
+    state = decode.start(decoder, NO_WEIGHTS, Prompts(prompts, lengths, controls, verify.exact(), keys))
     state, _ = decode.run(decoder, NO_WEIGHTS, state)
     assert state.failed.tolist() == [True, False] and state.length.tolist() == [3, 12]
 
@@ -142,6 +142,6 @@ def test_a_ban_hides_no_broken_logit():
     prompts, lengths = ragged([3, 5], 12, VOCAB)
     controls = make_controls(2, limit=12).replace(edits=make_edits(2, logit_bias={5: -np.inf}))
     keys = keys_from_seeds(jnp.arange(2, dtype=jnp.uint32))
-    state = decode.start(decoder, NO_WEIGHTS, prompts, lengths, controls, verify.exact(), keys)
+    state = decode.start(decoder, NO_WEIGHTS, Prompts(prompts, lengths, controls, verify.exact(), keys))
     state, _ = decode.run(decoder, NO_WEIGHTS, state)
     assert state.failed.tolist() == [True, True] and state.length.tolist() == [3, 5]

@@ -13,7 +13,7 @@ from mars_jax.core import extend as extending
 from mars_jax.core.controls import make_controls
 from mars_jax.core.errors import MarsError
 from mars_jax.core.mesh import parse_mesh
-from mars_jax.core.types import Params, keys_from_seeds
+from mars_jax.core.types import Params, Prompts, keys_from_seeds
 from mars_jax.drafters import Dynamic
 from mars_jax.models import eagle_head, init_params, language_model, medusa_layers
 from tests.contrib import test_cascade, test_sprinter
@@ -134,11 +134,11 @@ class Talk:
     def turn(self, texts, more=9, steps=99):
         """(texts, counters) of the running state and of a fresh one, and how many tokens the former read of each."""
         given = self.arrays(texts, more)
-        fresh = decode.start(self.decoder, self.params, *given)
+        fresh = decode.start(self.decoder, self.params, Prompts(*given))
         if self.state is None:
-            self.state, read = decode.start(self.decoder, self.params, *given), None
+            self.state, read = decode.start(self.decoder, self.params, Prompts(*given)), None
         else:
-            self.state, read = extending.extend(self.decoder, self.params, self.state, *given)
+            self.state, read = extending.extend(self.decoder, self.params, self.state, Prompts(*given))
         found = []
         for state in (fresh, self.state):
             self.state, stats = decode.run(self.decoder, self.params, state, record=True, max_steps=steps)
@@ -221,12 +221,12 @@ def test_what_is_held_goes_through_no_forward():
     given = talk.arrays(texts, 2)
     jax.effects_barrier()
     reads.clear()
-    state, read = extending.extend(talk.decoder, talk.params, talk.state, *given)
+    state, read = extending.extend(talk.decoder, talk.params, talk.state, Prompts(*given))
     jax.block_until_ready(state.tokens)
     jax.effects_barrier()
     assert reads == [[len(text) - 5 for text in texts]] and read.tolist() == [4] * ROWS
     reads.clear()
-    jax.block_until_ready(decode.start(talk.decoder, talk.params, *given).tokens)
+    jax.block_until_ready(decode.start(talk.decoder, talk.params, Prompts(*given)).tokens)
     jax.effects_barrier()
     assert sorted(at[0] for at in reads) == [0, 16, 32]
 
@@ -261,10 +261,10 @@ def test_rows_go_on_where_a_mesh_has_them(name):
             given = talk.arrays(texts, 6)
             return jax.tree.map(lambda x: x[:2] if getattr(x, "ndim", 0) else x, given)
 
-        state = decode.start(talk.decoder, talk.params, *pair([talk.new(5), talk.new(9), [1]]))
+        state = decode.start(talk.decoder, talk.params, Prompts(*pair([talk.new(5), talk.new(9), [1]])))
         state, _ = decode.run(talk.decoder, talk.params, state)
         texts = [text + talk.new(3) for text in committed(state)]
-        state, read = extending.extend(talk.decoder, talk.params, state, *pair([*texts, [1]]))
+        state, read = extending.extend(talk.decoder, talk.params, state, Prompts(*pair([*texts, [1]])))
         state, _ = decode.run(talk.decoder, talk.params, state)
         return committed(state), read.tolist()
 
@@ -279,7 +279,7 @@ def test_as_many_prompts_as_rows():
     prompts, lengths, controls, rule, keys = talk.arrays(talk.texts, 4)
     with pytest.raises(MarsError, match=r"the prompts are \[3, 73\] and the state has 3 rows of 72 tokens"):
         wide = jnp.pad(prompts, ((0, 0), (0, 1)))
-        talk.decoder.extend(NO_WEIGHTS, talk.state, wide, lengths, controls, rule, keys)
+        talk.decoder.extend(NO_WEIGHTS, talk.state, Prompts(wide, lengths, controls, rule, keys))
     with pytest.raises(MarsError, match=r"the prompts are \[2, 72\]"):
         few = make_controls(2, limit=8)
-        talk.decoder.extend(NO_WEIGHTS, talk.state, prompts[:2], lengths[:2], few, rule, keys[:2])
+        talk.decoder.extend(NO_WEIGHTS, talk.state, Prompts(prompts[:2], lengths[:2], few, rule, keys[:2]))

@@ -13,7 +13,7 @@ from mars_jax.core.controls import make_controls
 from mars_jax.core.errors import MarsError
 from mars_jax.core.extend import extend
 from mars_jax.core.metrics import zero_stats
-from mars_jax.core.types import keys_from_seeds
+from mars_jax.core.types import Prompts, keys_from_seeds
 from tests.core.test_decode import DRAFTERS, SMALL, TARGET, VOCAB
 from tests.helpers import NO_WEIGHTS, committed
 
@@ -44,7 +44,7 @@ def nothing(x):
 @functools.cache
 def state():
     """What is refused never looks into it."""
-    return jax.tree.map(nothing, decode.shapes(DECODER, NO_WEIGHTS, *arrays(ROWS, BUFFER).values()))
+    return jax.tree.map(nothing, decode.shapes(DECODER, NO_WEIGHTS, Prompts(*arrays(ROWS, BUFFER).values())))
 
 
 def ask(way, **changes):
@@ -55,10 +55,10 @@ def ask(way, **changes):
         given[name] = change(given[name]) if callable(change) and name != "rule" else change
     held, stats, rows, *new = given.values()
     if way == "extend":
-        return extend(DECODER, NO_WEIGHTS, held, *new)
+        return extend(DECODER, NO_WEIGHTS, held, Prompts(*new))
     if way == "insert":
         return DECODER.insert(NO_WEIGHTS, held, rows, *new)
-    return refill.refill(DECODER, NO_WEIGHTS, held, stats, rows, *new)
+    return refill.refill(DECODER, NO_WEIGHTS, held, stats, rows, Prompts(*new))
 
 
 def at(x, value):
@@ -152,7 +152,10 @@ def test_a_state_of_another_decoder_is_named(way, field):
     decoder, rule = OTHERS[field]
     other = jax.tree.map(
         nothing,
-        getattr(decode.shapes(decoder, NO_WEIGHTS, *(arrays(ROWS, BUFFER) | {"rule": rule}).values()), field),
+        getattr(
+            decode.shapes(decoder, NO_WEIGHTS, Prompts(*(arrays(ROWS, BUFFER) | {"rule": rule}).values())),
+            field,
+        ),
     )
     with pytest.raises(MarsError, match=f"the field '{field}' of the state is not as this decoder makes it"):
         ask(way, state=lambda state: dataclasses.replace(state, **{field: other}))
@@ -176,7 +179,7 @@ def test_shapes_are_checked_where_values_cannot_be_seen():
 
 def test_what_is_put_nowhere_changes_nothing():
     """As for `insert`, a row of -1 is none, and not the last."""
-    held = decode.start(DECODER, NO_WEIGHTS, *arrays(ROWS, BUFFER).values())
+    held = decode.start(DECODER, NO_WEIGHTS, Prompts(*arrays(ROWS, BUFFER).values()))
     read = jax.tree.map(lambda x: x[:1], held)
     settings = [arrays(1)[name] for name in ("controls", "rule", "keys")]
     shorter = dataclasses.replace(read, length=read.length - 1)

@@ -16,7 +16,7 @@ from mars_jax.core import decode
 from mars_jax.core.controls import make_controls
 from mars_jax.core.edits import make_edits
 from mars_jax.core.guide import DEAD, Guide, Guides, _kept, _kept_by_words, narrowed
-from mars_jax.core.types import Params, keys_from_seeds
+from mars_jax.core.types import Params, Prompts, keys_from_seeds
 from tests.helpers import ragged, slow_but
 
 # Single letters, pieces of several, and tokens 0 and 1 without text; 1 ends a text.
@@ -51,7 +51,7 @@ def start(drafter, rule, chosen, *, limit=40, prompts=None, stops=(STOP,), force
     decoder = decode.speculative_decoder(TARGET, drafter, rule, prefill_chunk=16)
     params = Params(target=(), draft=(), guides=Guides(constraint=found.tables))
     keys = keys_from_seeds(jnp.arange(len(chosen)))
-    return decoder, params, decode.start(decoder, params, tokens, lengths, controls, rule, keys)
+    return decoder, params, decode.start(decoder, params, Prompts(tokens, lengths, controls, rule, keys))
 
 
 def decoded(*given, **settings):
@@ -297,8 +297,8 @@ def test_rows_come_with_their_constraints_and_another_one_compiles_nothing():
     controls = controls.replace(guides=Guides(constraint=tracked))
     at = jnp.asarray(order)
     state, stats = refill.refill(
-        decoder, params, state, stats, jnp.arange(4, dtype=jnp.int32), prompts[at], lengths[at], controls,
-        verify.exact(), keys_from_seeds(jnp.arange(4)),
+        decoder, params, state, stats, jnp.arange(4, dtype=jnp.int32), Prompts(prompts[at], lengths[at], controls,
+        verify.exact(), keys_from_seeds(jnp.arange(4))),
     )  # fmt: skip
     state, stats, _ = refill.advance(decoder, params, state, stats, ended=4)
     assert texts(state) == [want[i] for i in order]
@@ -308,7 +308,9 @@ def test_rows_come_with_their_constraints_and_another_one_compiles_nothing():
     controls = controls.replace(guides=Guides(constraint=tracked))
     decode.run(*start(drafter, rule, CHOSEN))
     compiled_before = decode.run._cache_size(), decode._start._cache_size()
-    state = decode.start(decoder, params, prompts, lengths, controls, rule, keys_from_seeds(jnp.arange(4)))
+    state = decode.start(
+        decoder, params, Prompts(prompts, lengths, controls, rule, keys_from_seeds(jnp.arange(4)))
+    )
     state, _ = decode.run(decoder, params, state)
     assert (decode.run._cache_size(), decode._start._cache_size()) == compiled_before
     for tokens in texts(state):

@@ -15,7 +15,7 @@ from mars_jax.core.errors import MarsError
 from mars_jax.core.given import check_places
 from mars_jax.core.mesh import parse_mesh
 from mars_jax.core.metrics import zero_stats
-from mars_jax.core.types import NO_TOKEN, Params, keys_from_seeds
+from mars_jax.core.types import NO_TOKEN, Params, Prompts, keys_from_seeds
 from mars_jax.drafters import Dynamic
 from mars_jax.models import ModelConfig, eagle_head, init_params, language_model, medusa_layers
 from mars_jax.models.eagle_head import EagleConfig
@@ -78,20 +78,20 @@ class Served:
         """One request beside rows that are done from the start, in the programs that `together` has compiled."""
         prompts, lengths, controls, rule, keys = self.arrays([i] * ROWS)
         controls = dataclasses.replace(controls, limit=jnp.where(jnp.arange(ROWS) == 1, controls.limit, 1))
-        state = decode.start(self.decoder, self.params, prompts, lengths, controls, rule, keys)
+        state = decode.start(self.decoder, self.params, Prompts(prompts, lengths, controls, rule, keys))
         stats = zero_stats(ROWS, self.decoder.max_depth, record=self.buffer)
         state, stats, _ = refill.advance(self.decoder, self.params, state, stats)
         return committed(state)[1], jax.tree.map(lambda x: np.asarray(x)[1].tolist(), stats)
 
     def truly_alone(self, i):
         """In a batch of one, through `run`."""
-        state = decode.start(self.decoder, self.params, *self.arrays([i]))
+        state = decode.start(self.decoder, self.params, Prompts(*self.arrays([i])))
         state, stats = decode.run(self.decoder, self.params, state, record=True)
         return committed(state)[0], jax.tree.map(lambda x: np.asarray(x)[0].tolist(), stats)
 
     def together(self):
         """(tokens, counters) of every request, and the steps that all of them took."""
-        state = decode.start(self.decoder, self.params, *self.arrays([0, 1, 2]))
+        state = decode.start(self.decoder, self.params, Prompts(*self.arrays([0, 1, 2])))
         stats = zero_stats(ROWS, self.decoder.max_depth, record=self.buffer)
         holds, waiting, found, steps = [0, 1, 2], [3, 4, 5, 6], {}, 0
         while any(i is not None for i in holds):
@@ -116,8 +116,7 @@ class Served:
                         state,
                         stats,
                         jnp.asarray([row]),
-                        prompts[:, : max(width, 8)],
-                        *rest,
+                        Prompts(prompts[:, : max(width, 8)], *rest),
                     )
                     check_untouched(before, without_keys(state), row)
         return found, steps
@@ -184,14 +183,14 @@ def test_rows_are_put_into_each_part_of_a_mesh(name):
     served = Served(model, drafter, verify.mars(theta=0.5), params, vocab=64)
 
     def decoded():
-        state = decode.start(served.decoder, params, *served.arrays([0, 1, 2, 6]))
+        state = decode.start(served.decoder, params, Prompts(*served.arrays([0, 1, 2, 6])))
         stats = zero_stats(4, drafter.max_depth, record=BUFFER)
         state, stats, _ = refill.advance(
             served.decoder, params, state, stats, 2
         )  # rows 0 to 3; some are going on
         early = committed(state)
         new = served.arrays([3, 4])
-        state, stats = refill.refill(served.decoder, params, state, stats, jnp.asarray([1, 2]), *new)
+        state, stats = refill.refill(served.decoder, params, state, stats, jnp.asarray([1, 2]), Prompts(*new))
         state, stats, _ = refill.advance(served.decoder, params, state, stats, 4)
         return early, committed(state), np.asarray(stats.steps).tolist()
 
@@ -208,7 +207,7 @@ def test_rows_are_put_into_each_part_of_a_mesh(name):
 
 def test_an_advance_ends_with_the_first_row_that_does():
     served = Served(TARGET, drafters.none(), verify.exact())
-    state = decode.start(served.decoder, NO_WEIGHTS, *served.arrays([0, 1, 2]))
+    state = decode.start(served.decoder, NO_WEIGHTS, Prompts(*served.arrays([0, 1, 2])))
     stats = zero_stats(ROWS, served.decoder.max_depth)
     state, stats, steps = refill.advance(served.decoder, NO_WEIGHTS, state, stats)
     assert int(state.done.sum()) == 1 and steps.tolist() == [int(stats.steps.max())] * ROWS
@@ -218,11 +217,13 @@ def test_an_advance_ends_with_the_first_row_that_does():
 
 def test_a_row_has_at_most_as_many_stop_tokens_as_the_state():
     served = Served(TARGET, drafters.none(), verify.exact())
-    state = decode.start(served.decoder, NO_WEIGHTS, *served.arrays([0, 1, 2]))
+    state = decode.start(served.decoder, NO_WEIGHTS, Prompts(*served.arrays([0, 1, 2])))
     prompts, lengths, controls, rule, keys = served.arrays([3])
     controls = dataclasses.replace(controls, stop_tokens=jnp.full((1, 3), 3, jnp.int32))
     with pytest.raises(MarsError, match="a row has 3 stop tokens and the state has room for 2"):
-        served.decoder.insert(NO_WEIGHTS, state, jnp.asarray([1]), prompts, lengths, controls, rule, keys)
+        served.decoder.insert(
+            NO_WEIGHTS, state, jnp.asarray([1]), Prompts(prompts, lengths, controls, rule, keys)
+        )
 
 
 def test_rows_of_another_part_of_a_mesh_are_refused():
@@ -241,12 +242,12 @@ def test_a_row_with_fewer_biased_tokens_than_the_state_has_keeps_its_own():
         return make_controls(rows, limit=12).replace(edits=make_edits(rows, logit_bias=bias))
 
     wide = controls(2, {1: 0.5, 2: -1.0, 3: 2.0})
-    state = decoder.init(NO_WEIGHTS, prompts, lengths, wide, verify.exact(), keys)
+    state = decoder.init(NO_WEIGHTS, Prompts(prompts, lengths, wide, verify.exact(), keys))
     row = (prompts[:1], lengths[:1], controls(1, {5: 1.5}), verify.exact(), keys[:1])
-    edits = decoder.insert(NO_WEIGHTS, state, jnp.asarray([1]), *row).controls.edits
+    edits = decoder.insert(NO_WEIGHTS, state, jnp.asarray([1]), Prompts(*row)).controls.edits
     assert edits.bias_tokens.tolist() == [[1, 2, 3], [5, NO_TOKEN, NO_TOKEN]]
     assert edits.bias.tolist() == [[0.5, -1.0, 2.0], [1.5, 0.0, 0.0]]
-    narrow = decoder.init(NO_WEIGHTS, prompts, lengths, controls(2, {5: 1.5}), verify.exact(), keys)
+    narrow = decoder.init(NO_WEIGHTS, Prompts(prompts, lengths, controls(2, {5: 1.5}), verify.exact(), keys))
     row = (prompts[:1], lengths[:1], controls(1, {5: 1.5, 6: 1.0}), verify.exact(), keys[:1])
     with pytest.raises(MarsError, match="a row has 2 biased tokens and the state has room for 1"):
-        decoder.insert(NO_WEIGHTS, narrow, jnp.asarray([1]), *row)
+        decoder.insert(NO_WEIGHTS, narrow, jnp.asarray([1]), Prompts(*row))

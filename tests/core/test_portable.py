@@ -10,7 +10,7 @@ from mars_jax.core.controls import make_controls
 from mars_jax.core.errors import MarsError
 from mars_jax.core.mesh import parse_mesh
 from mars_jax.core.portable import export_step, load_step
-from mars_jax.core.types import NO_TOKEN, keys_from_seeds
+from mars_jax.core.types import NO_TOKEN, Prompts, keys_from_seeds
 from mars_jax.placement.hosts import put
 from mars_jax.placement.shardings import state_shardings
 from tests.core.test_decode import SMALL, TARGET, VOCAB
@@ -28,7 +28,7 @@ def begun(rows=4):
         rows, limit=40, temperature=[0.0, 0.9, 0.0, 1.3][:rows], stop_tokens=[[3]] * rows
     )
     return decode.start(
-        DECODER, NO_WEIGHTS, prompts, lengths, controls, RULE, keys_from_seeds(jnp.arange(rows))
+        DECODER, NO_WEIGHTS, Prompts(prompts, lengths, controls, RULE, keys_from_seeds(jnp.arange(rows)))
     )
 
 

@@ -14,7 +14,7 @@ import pytest
 from mars_jax import drafters, verify
 from mars_jax.core import decode, fake
 from mars_jax.core.controls import make_controls
-from mars_jax.core.types import CORRECTED, EXACT, NO_KIND, RELAXED, keys_from_seeds
+from mars_jax.core.types import CORRECTED, EXACT, NO_KIND, RELAXED, Prompts, keys_from_seeds
 from tests.core.test_decode import random_tree_drafter
 from tests.helpers import NO_WEIGHTS, committed, decode_all, logits_after, ragged, slow_but
 from tests.verify.oracles import chi_square
@@ -103,7 +103,7 @@ def test_a_step_says_what_the_target_thinks_of_its_tokens(rule):
     decoder = decode.speculative_decoder(TARGET, drafter, made, prefill_chunk=16)
     arguments = (prompts, lengths, make_controls(3, limit=32, **chosen, **strict), made)
     keys = keys_from_seeds(jnp.arange(3, dtype=jnp.uint32))
-    state = decode.start(decoder, NO_WEIGHTS, *arguments, keys)
+    state = decode.start(decoder, NO_WEIGHTS, Prompts(*arguments, keys))
     said = [[] for _ in range(3)]
     for _, info in decode.stream(decoder, NO_WEIGHTS, state):
         for row in range(3):

@@ -12,7 +12,7 @@ from mars_jax.constraints.spans import Spans, state_after
 from mars_jax.core import decode
 from mars_jax.core.controls import make_controls
 from mars_jax.core.guide import Guides
-from mars_jax.core.types import RELAXED, Params, keys_from_seeds
+from mars_jax.core.types import RELAXED, Params, Prompts, keys_from_seeds
 from tests.core.test_guide import DRAFTERS, PIECES, TARGET, VOCAB, VOCABULARY, text_of
 from tests.helpers import ragged, slow_but
 
@@ -31,7 +31,7 @@ def decoded(drafter, rule, spans, **settings):
         params = params._replace(guides=Guides(span=found.tables))
     decoder = decode.speculative_decoder(TARGET, drafter, rule, prefill_chunk=16)
     keys = keys_from_seeds(jnp.arange(4))
-    state = decode.start(decoder, params, prompts, lengths, controls, rule, keys)
+    state = decode.start(decoder, params, Prompts(prompts, lengths, controls, rule, keys))
     state, stats = decode.run(decoder, params, state, record=True)
     return state, np.asarray(stats.tokens.kind)
 

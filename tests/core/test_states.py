@@ -15,7 +15,7 @@ from mars_jax.core import decode, refill
 from mars_jax.core.controls import make_controls
 from mars_jax.core.extend import extend
 from mars_jax.core.metrics import zero_stats
-from mars_jax.core.types import keys_from_seeds
+from mars_jax.core.types import Prompts, keys_from_seeds
 from mars_jax.drafters.sized import forced, sized
 from tests.core import test_extend
 from tests.core.test_extend import BUFFER, CHUNK, ROWS, check_same, made_of
@@ -67,7 +67,7 @@ class States:
         return jnp.asarray(prompts), lengths, controls, self.rule, keys
 
     def fresh(self, texts, params=None):
-        return decode.start(self.decoder, params or self.params, *self.arrays(texts))
+        return decode.start(self.decoder, params or self.params, Prompts(*self.arrays(texts)))
 
     def run(self, state, steps=99, params=None):
         return decode.run(self.decoder, params or self.params, state, record=True, max_steps=steps)
@@ -82,14 +82,14 @@ class States:
         """From one token, as a conversation begins."""
         texts = self.texts(33, 2, 47)
         state = self.fresh([text[:1] for text in texts])
-        return extend(self.decoder, self.params, state, *self.arrays(texts))[0], texts
+        return extend(self.decoder, self.params, state, Prompts(*self.arrays(texts)))[0], texts
 
     def inserted(self):
         """Into rows that go on, one of which stays."""
         state, _ = self.run(self.fresh(self.texts(5, 20, 1)), 2)
         texts = self.texts(33, 1, 2)
         stats, rows = zero_stats(ROWS, self.decoder.max_depth), jnp.asarray([0, -1, 2])
-        state, _ = refill.refill(self.decoder, self.params, state, stats, rows, *self.arrays(texts))
+        state, _ = refill.refill(self.decoder, self.params, state, stats, rows, Prompts(*self.arrays(texts)))
         return state, [texts[0], committed(state)[1], texts[2]]
 
     def drafted(self, state):

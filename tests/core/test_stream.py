@@ -15,7 +15,7 @@ from mars_jax.core import decode, fake
 from mars_jax.core.controls import make_controls
 from mars_jax.core.errors import MarsError
 from mars_jax.core.metrics import accumulate, zero_stats
-from mars_jax.core.types import keys_from_seeds
+from mars_jax.core.types import Prompts, keys_from_seeds
 from tests.helpers import NO_WEIGHTS, committed, ragged, slow_but
 
 VOCAB = 13
@@ -35,7 +35,7 @@ def started(drafter, rule):
     )
     keys = keys_from_seeds(jnp.arange(3, dtype=jnp.uint32))
     decoder = decode.speculative_decoder(TARGET, drafter, rule, prefill_chunk=16)
-    return decoder, decode.start(decoder, NO_WEIGHTS, prompts, lengths, controls, rule, keys)
+    return decoder, decode.start(decoder, NO_WEIGHTS, Prompts(prompts, lengths, controls, rule, keys))
 
 
 def streamed(drafter, rule, ahead):

@@ -11,7 +11,7 @@ from mars_jax import drafters, verify
 from mars_jax.core import decode, fake
 from mars_jax.core.controls import make_controls
 from mars_jax.core.errors import MarsError
-from mars_jax.core.types import Params, Visible, keys_from_seeds
+from mars_jax.core.types import Params, Prompts, Visible, keys_from_seeds
 from mars_jax.drafters.eagle import eagle
 from mars_jax.drafters.tree_shapes import Dynamic
 from mars_jax.models import ModelConfig, language_model
@@ -78,7 +78,7 @@ def test_it_is_lossless_and_its_cache_is_that_of_a_head_run_afresh(name, shape):
     decoder = decode.speculative_decoder(MODEL, drafter, verify.exact(), prefill_chunk=16)
     keys = keys_from_seeds(jnp.arange(3, dtype=jnp.uint32))
     controls = make_controls(3, limit=64, temperature=[0.0, 0.0, 1.0])
-    state = decode.start(decoder, weights(name), prompts, lengths, controls, verify.exact(), keys)
+    state = decode.start(decoder, weights(name), Prompts(prompts, lengths, controls, verify.exact(), keys))
     seen = set()
     for _ in range(10):
         state, info = decode.jitted_step(decoder, weights(name), state)

@@ -8,8 +8,9 @@ import pytest
 from mars_jax import drafters, verify
 from mars_jax.core import decode, fake
 from mars_jax.core.controls import make_controls
+from mars_jax.core.drafter import DraftInput
 from mars_jax.core.errors import MarsError
-from mars_jax.core.types import NO_TOKEN, DraftInput, keys_from_seeds
+from mars_jax.core.types import NO_TOKEN, Prompts, keys_from_seeds
 from mars_jax.drafters.grow import Growth, grow
 from mars_jax.drafters.tree_shapes import Dynamic
 from tests.helpers import NO_WEIGHTS, draft_input, logits_after, ragged
@@ -116,7 +117,7 @@ def test_accepted_branches_of_a_dynamic_tree_are_cached_in_place():
     prompts, lengths = ragged(LENGTHS, 40, VOCAB)
     keys = keys_from_seeds(jnp.arange(3, dtype=jnp.uint32))
     state = decode.start(
-        decoder, NO_WEIGHTS, prompts, lengths, make_controls(3, limit=40), verify.exact(), keys
+        decoder, NO_WEIGHTS, Prompts(prompts, lengths, make_controls(3, limit=40), verify.exact(), keys)
     )
     seen = set()
     for _ in range(10):

@@ -22,6 +22,7 @@ from mars_jax.core.types import (
     KVCache,
     LanguageModel,
     Params,
+    Prompts,
     Visible,
     keys_from_seeds,
 )
@@ -77,11 +78,7 @@ def begin(drafter, params, **chosen):
     return decoder, decode.start(
         decoder,
         params,
-        prompts,
-        lengths,
-        controls,
-        verify.exact(),
-        keys_from_seeds(jnp.arange(3, dtype=jnp.uint32)),
+        Prompts(prompts, lengths, controls, verify.exact(), keys_from_seeds(jnp.arange(3, dtype=jnp.uint32))),
     )
 
 
@@ -188,7 +185,7 @@ def test_a_sampled_chain_follows_the_distributions_it_reports(params):
     keys = keys_from_seeds(jnp.arange(rows, dtype=jnp.uint32))
     lengths = jnp.full((rows,), 5, jnp.int32)
     chosen = make_controls(rows, limit=12, temperature=0.7, top_k=4)
-    state = decode.start(decoder, params, prompts, lengths, chosen, verify.rejection(), keys)
+    state = decode.start(decoder, params, Prompts(prompts, lengths, chosen, verify.rejection(), keys))
     tree, _ = jax.jit(drafter.propose)(params, state.draft, draft_input(state))
     z = slow_logits(params, past)[:2] / 0.7
     z[np.arange(2)[:, None], np.argsort(-z, axis=1)[:, 4:]] = -np.inf

@@ -8,8 +8,9 @@ import pytest
 from mars_jax import drafters, verify
 from mars_jax.core import decode, fake
 from mars_jax.core.controls import make_controls
+from mars_jax.core.drafter import DraftInput
 from mars_jax.core.errors import MarsError
-from mars_jax.core.types import DraftInput, keys_from_seeds
+from mars_jax.core.types import Prompts, keys_from_seeds
 from tests.helpers import NO_WEIGHTS, draft_input, logits_after, ragged
 
 VOCAB = 13
@@ -29,11 +30,13 @@ def test_drafts_are_those_of_a_fresh_model_after_rounds_of_mixed_acceptance(bran
     state = decode.start(
         decoder,
         NO_WEIGHTS,
-        prompts,
-        lengths,
-        make_controls(3, limit=40),
-        verify.exact(),
-        keys_from_seeds(jnp.arange(3, dtype=jnp.uint32)),
+        Prompts(
+            prompts,
+            lengths,
+            make_controls(3, limit=40),
+            verify.exact(),
+            keys_from_seeds(jnp.arange(3, dtype=jnp.uint32)),
+        ),
     )
     seen, propose = set(), jax.jit(drafter.propose)
     for _ in range(8):

@@ -12,8 +12,9 @@ import mars_jax as mj
 from mars_jax import drafters, hub
 from mars_jax.core import decode
 from mars_jax.core.controls import make_controls
+from mars_jax.core.drafter import DraftInput
 from mars_jax.core.errors import MarsError
-from mars_jax.core.types import NO_TOKEN, DraftInput, Params, keys_from_seeds
+from mars_jax.core.types import NO_TOKEN, Params, keys_from_seeds
 from tests.drafters.test_ngram import slow_lookup
 
 SIZE, COUNT = 24, 4

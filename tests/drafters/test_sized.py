@@ -15,7 +15,7 @@ from mars_jax import drafters, verify
 from mars_jax.core import decode, fake
 from mars_jax.core.controls import make_controls
 from mars_jax.core.errors import MarsError
-from mars_jax.core.types import Params, keys_from_seeds
+from mars_jax.core.types import Params, Prompts, keys_from_seeds
 from mars_jax.drafters.sized import KEEP, PAUSE, SizedState, forced, measured, sized
 from mars_jax.serve import sizes
 from mars_jax.serve.prepare import prepared
@@ -39,7 +39,7 @@ def begun(drafter, params, temperature=0.0):
     prompts, lengths = ragged([1, 2, 9], WIDTH, VOCAB)
     controls = make_controls(3, limit=jnp.asarray([WIDTH, 60, 110]), temperature=temperature)
     keys = keys_from_seeds(jnp.arange(3, dtype=jnp.uint32))
-    return decoder, decode.start(decoder, params, prompts, lengths, controls, RULE, keys)
+    return decoder, decode.start(decoder, params, Prompts(prompts, lengths, controls, RULE, keys))
 
 
 def test_the_text_is_the_fixed_chains_whatever_is_chosen():

@@ -18,7 +18,7 @@ from mars_jax.core import fake, sampling
 from mars_jax.core.controls import make_controls
 from mars_jax.core.decode import run, speculative_decoder
 from mars_jax.core.tree import chain
-from mars_jax.core.types import DraftTree, Params, keys_from_seeds
+from mars_jax.core.types import DraftTree, Params, Prompts, keys_from_seeds
 from tests.helpers import judge, make_rows
 from tests.kernels.oracles import accept
 from tests.kernels.test_accept import TestXla as AcceptCases
@@ -93,7 +93,7 @@ def test_the_decode_loop_holds_the_tpu_kernel_once_and_no_other_elsewhere(rule, 
     controls = make_controls(2, limit=32)
     state = jax.eval_shape(
         lambda keys: decoder.init(
-            params, jnp.ones((2, 32), jnp.int32), jnp.full((2,), 3, jnp.int32), controls, rule, keys
+            params, Prompts(jnp.ones((2, 32), jnp.int32), jnp.full((2,), 3, jnp.int32), controls, rule, keys)
         ),
         KEYS[:2],
     )

@@ -17,7 +17,8 @@ import numpy as np
 import mars_jax as mj
 from mars_jax import specs, verify
 from mars_jax.core import decode
-from mars_jax.core.types import LoadedRule, Visible
+from mars_jax.core.rule import LoadedRule
+from mars_jax.core.types import Visible
 from mars_jax.serve.prepare import prepared
 from tests.matrix.among import Among
 from tests.matrix.cases import SHAPES, Case

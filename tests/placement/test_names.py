@@ -12,7 +12,7 @@ from mars_jax.core import decode
 from mars_jax.core.controls import make_controls
 from mars_jax.core.errors import MarsError
 from mars_jax.core.mesh import name_axes, parse_mesh
-from mars_jax.core.types import Params, keys_from_seeds
+from mars_jax.core.types import Params, Prompts, keys_from_seeds
 from mars_jax.models import ModelConfig, init_params, language_model
 from mars_jax.placement import shardings
 from tests.helpers import committed, ragged
@@ -32,7 +32,7 @@ def decoded(params, mesh=None):
     prompts, lengths = ragged([1, 6, 12, 9], 32, 128)
     controls = make_controls(4, limit=32, temperature=[0.0, 0.9, 0.0, 1.3])
     given = (prompts, lengths, controls, RULE, keys_from_seeds(jnp.arange(4)))
-    state = decode.start(DECODER, Params(params), *given)
+    state = decode.start(DECODER, Params(params), Prompts(*given))
     return committed(decode.run(DECODER, Params(params), state)[0])
 
 

@@ -25,7 +25,7 @@ from mars_jax.core import decode, sampling
 from mars_jax.core.controls import make_controls
 from mars_jax.core.errors import MarsError
 from mars_jax.core.mesh import by_rows
-from mars_jax.core.types import Params, keys_from_seeds
+from mars_jax.core.types import Params, Prompts, keys_from_seeds
 from mars_jax.drafters import Dynamic
 from mars_jax.models import ModelConfig, dflash_head, eagle_head, init_params, language_model, medusa_layers
 from mars_jax.models.dflash_head import DFlashConfig
@@ -411,6 +411,6 @@ def test_rows_and_experts_that_do_not_divide_are_refused_with_the_numbers():
         sharding.state_shardings(jnp.zeros((6, 2)), mesh)
     decoder, params = decoder_of("none, exact")
     with jax.set_mesh(mesh), pytest.raises(MarsError, match="a batch of 6 rows does not divide over data=8"):
-        decoder.init(params, *jax.tree.map(lambda x: x[:6], rows(verify.exact())))
+        decoder.init(params, Prompts(*jax.tree.map(lambda x: x[:6], rows(verify.exact()))))
     with pytest.raises(MarsError, match="4 experts do not divide over expert=3: choose a divisor of 4"):
         sharding.params_shardings(EXPERTS, sharding.parse_mesh("expert=3"))

@@ -11,7 +11,7 @@ import pytest
 import mars_jax as mj
 from mars_jax import drafters, verify
 from mars_jax.core import decode, fake
-from mars_jax.core.types import LoadedRule
+from mars_jax.core.rule import LoadedRule
 from mars_jax.serve.prepare import prepared
 from mars_jax.serve.session import Session
 from tests.helpers import slow_but

@@ -24,7 +24,8 @@ import mars_jax as mj
 from mars_jax import drafters, specs, verify
 from mars_jax.core import sampling
 from mars_jax.core.controls import make_controls
-from mars_jax.core.types import LoadedRule, Visible, keys_from_seeds
+from mars_jax.core.rule import LoadedRule
+from mars_jax.core.types import Visible, keys_from_seeds
 from mars_jax.models import ModelConfig, eagle_head, init_params, language_model, medusa_layers
 from mars_jax.models.dflash_head import DFlashConfig
 from mars_jax.models.dflash_head import init_params as dflash_params

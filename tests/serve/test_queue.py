@@ -11,10 +11,11 @@ import pytest
 import mars_jax as mj
 from mars_jax import drafters, verify
 from mars_jax.core import decode, fake
+from mars_jax.core.types import Prompts
 from mars_jax.models import language_model
 from mars_jax.serve import memory
 from mars_jax.serve.prepare import prepared
-from mars_jax.serve.queue import Queue
+from mars_jax.serve.queue import Queue, Said
 from mars_jax.serve.requests import make_requests
 
 WORDS = ("Once upon a time", "The cat", "A big dog ran", "One day, Tim", "Lily had a", "They", "In the sun")
@@ -73,7 +74,7 @@ def test_samples_of_a_prompt_read_it_once(target, draft, monkeypatch):
 
     def counted(decoder, params, prompts, *rest):
         read.append(prompts.shape[0])
-        return start(decoder, params, prompts, *rest)
+        return start(decoder, params, Prompts(prompts, *rest))
 
     monkeypatch.setattr(decode, "start", counted)
     found = mj.generate(target, draft, WORDS[:3], batch_size=3, **options)

@@ -9,7 +9,8 @@ from jax.sharding import Mesh
 
 from mars_jax import drafters, verify
 from mars_jax.core.decode import speculative_decoder
-from mars_jax.core.types import Drafter, LanguageModel, Params, PyTree
+from mars_jax.core.drafter import Drafter
+from mars_jax.core.types import LanguageModel, Params, PyTree
 from mars_jax.lab.planning import hlo
 from mars_jax.lab.planning.fit import lower_loop
 from mars_jax.lab.planning.outlined_models import CONFIGS, eagle3

@@ -11,7 +11,7 @@ import pytest
 
 from mars_jax import contrib, verify
 from mars_jax.core import tree as trees
-from mars_jax.core.rule_values import for_rows
+from mars_jax.core.rule import for_rows
 from tests.helpers import judge, slow_but
 from tests.verify import oracles
 from tests.verify.test_rejection import sampled_chain

@@ -14,7 +14,7 @@ from mars_jax import contrib, drafters, verify
 from mars_jax.core import fake
 from mars_jax.core import tree as trees
 from mars_jax.core.errors import MarsError
-from mars_jax.core.rule_values import for_rows
+from mars_jax.core.rule import for_rows
 from mars_jax.core.types import DraftTree
 from tests.helpers import judge
 from tests.verify import oracles

@@ -7,7 +7,7 @@ import pytest
 
 from mars_jax.core import sampling
 from mars_jax.core import tree as trees
-from mars_jax.core.rule_values import structure
+from mars_jax.core.rule import structure
 from mars_jax.core.types import NO_TOKEN, DraftTree
 from mars_jax.verify import exact, mars, rejection
 from tests.core.test_tree import B, N, V, random_tree

@@ -7,7 +7,7 @@ import pytest
 
 from mars_jax import specs, verify
 from mars_jax.core.errors import MarsError
-from mars_jax.core.types import LoadedRule
+from mars_jax.core.rule import LoadedRule
 
 OWN = """
 from __future__ import annotations
@@ -37,7 +37,7 @@ def needy(level: float):
 
 
 def loaded(scale: float = 1.0):
-    from mars_jax.core.types import LoadedRule
+    from mars_jax.core.rule import LoadedRule
 
     return LoadedRule(verify.exact(), {"scale": scale})
 

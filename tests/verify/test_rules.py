@@ -19,8 +19,8 @@ from mars_jax.core import decode, fake
 from mars_jax.core import tree as trees
 from mars_jax.core.controls import make_controls
 from mars_jax.core.errors import MarsError
-from mars_jax.core.rule_values import for_rows, structure, take_rows
-from mars_jax.core.types import LoadedRule, Params, keys_from_seeds
+from mars_jax.core.rule import LoadedRule, for_rows, structure, take_rows
+from mars_jax.core.types import Params, Prompts, keys_from_seeds
 from tests.helpers import committed, decode_all, ragged, slow_but
 
 VOCAB, BATCH, BUFFER = 13, 4, 40
@@ -377,7 +377,7 @@ def test_a_decoder_refuses_a_rule_of_another_structure():
     tokens, lengths = prompts()
     made, keys = make_controls(BATCH, limit=8), keys_from_seeds(jnp.arange(BATCH))
     with pytest.raises(MarsError, match="the rule exact is not of the structure"):
-        decoder.init(Params(()), tokens, lengths, made, verify.exact(), keys)
+        decoder.init(Params(()), Prompts(tokens, lengths, made, verify.exact(), keys))
 
 
 @pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg", "raw"])
@@ -388,7 +388,7 @@ def test_keys_that_would_tie_a_row_to_its_batch_are_refused(impl):
     keys = jax.random.split(jax.random.key(0, impl=impl) if impl != "raw" else jax.random.key(0), BATCH)
     keys = jax.random.key_data(keys) if impl == "raw" else keys
     with pytest.raises(MarsError, match="expected typed keys of threefry2x32"):
-        decode.start(decoder, Params(()), tokens, lengths, made, verify.mars(), keys)
+        decode.start(decoder, Params(()), Prompts(tokens, lengths, made, verify.mars(), keys))
 
 
 @pytest.mark.parametrize("length", [0, BUFFER + 1])
@@ -398,7 +398,7 @@ def test_lengths_outside_of_the_buffer_are_refused(length):
     made, keys = make_controls(BATCH, limit=8), keys_from_seeds(jnp.arange(BATCH))
     wrong = lengths.at[1].set(length)
     with pytest.raises(MarsError, match=f"length {length}: expected 1 to {BUFFER}"):
-        decode.start(decoder, Params(()), tokens, wrong, made, verify.mars(), keys)
+        decode.start(decoder, Params(()), Prompts(tokens, wrong, made, verify.mars(), keys))
 
 
 def test_seeds_are_threefry_whatever_jax_has_for_default():

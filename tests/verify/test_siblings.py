@@ -14,7 +14,7 @@ from mars_jax.core import decode, fake
 from mars_jax.core import tree as trees
 from mars_jax.core.controls import make_controls
 from mars_jax.core.errors import MarsError
-from mars_jax.core.types import NO_TOKEN, DraftTree, Params, keys_from_seeds
+from mars_jax.core.types import NO_TOKEN, DraftTree, Params, Prompts, keys_from_seeds
 from mars_jax.drafters.draw import draw_siblings
 from mars_jax.verify.siblings import descend
 from tests.helpers import judge, logits_after
@@ -171,7 +171,9 @@ def sampled(drafter, rule, rows=12_000):
     made = make_controls(rows, limit=6, temperature=SETTINGS[0], top_k=SETTINGS[1])
     decoder = decode.speculative_decoder(TARGET, drafter, rule)
     keys = keys_from_seeds(jnp.arange(rows, dtype=jnp.uint32))
-    state = decode.start(decoder, Params(()), prompts, jnp.full((rows,), 3, jnp.int32), made, rule, keys)
+    state = decode.start(
+        decoder, Params(()), Prompts(prompts, jnp.full((rows,), 3, jnp.int32), made, rule, keys)
+    )
     state, stats = decode.run(decoder, Params(()), state)
     return np.asarray(state.tokens)[:, 3:], float(stats.emitted.sum() / stats.steps.sum())
 

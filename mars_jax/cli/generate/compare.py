@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from mars_jax.cli.generate.job import Job
-from mars_jax.core.types import LoadedRule
+from mars_jax.core.rule import LoadedRule
 from mars_jax.serve.requests import Result
 from mars_jax.verify import exact
 

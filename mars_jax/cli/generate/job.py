@@ -21,7 +21,7 @@ from mars_jax.cli.progress import Pace
 from mars_jax.cli.theta import fingerprints
 from mars_jax.core import activity
 from mars_jax.core.errors import MarsError
-from mars_jax.core.types import LoadedRule
+from mars_jax.core.rule import LoadedRule
 from mars_jax.hub.files import resolve
 from mars_jax.hub.pretrained import Pretrained, check_same_vocabulary
 from mars_jax.serve import requests as request

@@ -24,22 +24,22 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mars_jax.core import decode
+from mars_jax.core.decoder import Decoder
+from mars_jax.core.drafter import STOPS, Drafter, DraftInput
 from mars_jax.core.errors import MarsError
 from mars_jax.core.metrics import DecodeStats, accumulate, zero_stats
+from mars_jax.core.rule import Rule
 from mars_jax.core.tree import chain, last_token
 from mars_jax.core.types import (
     NO_TOKEN,
     Controls,
-    Decoder,
     DecodeState,
-    Drafter,
-    DraftInput,
     DraftTree,
     LanguageModel,
     Params,
+    Prompts,
     PyTree,
     StepInfo,
-    Verifier,
 )
 
 
@@ -59,7 +59,7 @@ class Guesses:
     held: int = 0
 
 
-def ahead(target: LanguageModel, drafter: Drafter, verify: Verifier) -> Ahead:
+def ahead(target: LanguageModel, drafter: Drafter, verify: Rule) -> Ahead:
     """A target and a drafter that work at the same time.
 
     Args:
@@ -85,7 +85,7 @@ def handed_by(drafter: Drafter, target: LanguageModel) -> Drafter:
     Raises:
       MarsError: as `ahead`.
     """
-    if drafter.feature_layers or drafter.observe is not None:
+    if drafter.reads is not None:
         raise MarsError(
             f"the drafter '{drafter.name}' reads what its target computes, and cannot draft while it does: draft with "
             "a small model."
@@ -95,7 +95,7 @@ def handed_by(drafter: Drafter, target: LanguageModel) -> Drafter:
             f"the drafter '{drafter.name}' drafts no chain of at least 2 tokens, the last of which is the guess: give "
             "it num_draft_tokens of 2 or more, and no tree."
         )
-    return _handed(drafter.max_depth - 1, target.vocab_size, drafter.stoppable)
+    return _handed(drafter.max_depth - 1, target.vocab_size, STOPS in drafter.traits)
 
 
 @functools.lru_cache
@@ -112,7 +112,7 @@ def _handed(length: int, vocab: int, stoppable: bool) -> Drafter:
         num_nodes=length + 1,
         max_depth=length,
         vocab_size=vocab,
-        stoppable=stoppable,
+        traits=(STOPS,) if stoppable else (),
         name=f"handed({length})",
     )
 
@@ -267,11 +267,7 @@ _count = jax.jit(accumulate, donate_argnums=0)
 def run(
     made: Ahead,
     params: Params,
-    prompts: Array,
-    lengths: Array,
-    controls: Controls,
-    rule: Verifier,
-    keys: Array,
+    prompts: Prompts,
     *,
     draft_device: Any,
     pre_verify: bool = False,
@@ -281,15 +277,15 @@ def run(
     Args:
       made: from `ahead`.
       params, draft_device, pre_verify: as for `stream`.
-      prompts, lengths, controls, rule, keys: as for `Decoder.init`, on the target's device.
+      prompts: on the target's device.
 
     Returns:
       The final state, the counters of each row, and how many guesses held.
     """
-    state = decode.start(made.decoder, params._replace(draft=()), prompts, lengths, controls, rule, keys)
+    state = decode.start(made.decoder, params._replace(draft=()), prompts)
     guesses = Guesses()
     where = next(iter(state.tokens.devices()))
-    stats = jax.device_put(zero_stats(prompts.shape[0], made.decoder.max_depth), where)
+    stats = jax.device_put(zero_stats(prompts.tokens.shape[0], made.decoder.max_depth), where)
     options = {"draft_device": draft_device, "pre_verify": pre_verify, "guesses": guesses}
     for now, info in stream(made, params, state, **options):
         state, stats = now, _count(stats, info)

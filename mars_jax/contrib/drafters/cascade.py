@@ -21,21 +21,13 @@ from jax import Array, lax
 
 from mars_jax.contrib.drafters.gates import GATES
 from mars_jax.core.controls import is_stop
+from mars_jax.core.drafter import STOPS, TRUSTS, Drafter, DraftInput
 from mars_jax.core.errors import MarsError
 from mars_jax.core.extend import caught_up
-from mars_jax.core.prefill import prefill, prefill_from
+from mars_jax.core.prefill import prefill, short_chunk
 from mars_jax.core.sampling import is_greedy
 from mars_jax.core.tree import chain, last_token
-from mars_jax.core.types import (
-    NO_TOKEN,
-    Drafter,
-    DraftInput,
-    DraftTree,
-    LanguageModel,
-    Params,
-    PyTree,
-    Visible,
-)
+from mars_jax.core.types import NO_TOKEN, DraftTree, LanguageModel, Params, PyTree, Visible
 
 
 class CascadeParams(NamedTuple):
@@ -81,7 +73,7 @@ def cascade(
     >>> cascade(ngram(4), hash_model(vocab_size=11), 16).num_nodes
     17
     """
-    if inner.feature_layers or inner.observe is not None:
+    if inner.reads is not None:
         raise MarsError(
             f"the drafter '{inner.name}' reads the target's layers, of which a cascade has none while it drafts: draft "
             "with a model or with n-grams."
@@ -136,14 +128,15 @@ def _cascade(inner: Drafter, proxy: LanguageModel, most: int, gate: str) -> Draf
     def init(params: Params, tokens: Array, length: Array) -> CascadeState:
         tokens = widened(tokens)
         cache = proxy.init_cache(tokens.shape[0], tokens.shape[1] + k + 1)
-        cache = prefill(proxy, params.draft.proxy, tokens, length - 1, cache)
+        cache, _ = prefill(proxy, params.draft.proxy, tokens, jnp.zeros_like(length), length - 1, cache)
         return CascadeState(inner.init(inner_params(params), tokens, length), cache, jnp.zeros_like(length))
 
     def catch_up(
         params: Params, state: CascadeState, tokens: Array, cached: Array, length: Array
     ) -> CascadeState:
         tokens = widened(tokens)
-        cache, _ = prefill_from(proxy, params.draft.proxy, tokens, cached, length - 1, state.cache)
+        chunk = proxy.prefill_chunk or short_chunk()
+        cache, _ = prefill(proxy, params.draft.proxy, tokens, cached, length - 1, state.cache, chunk=chunk)
         draft = caught_up(inner, inner_params(params), state.inner, tokens, cached, length)
         return CascadeState(draft, cache, jnp.zeros_like(length))
 
@@ -210,8 +203,7 @@ def _cascade(inner: Drafter, proxy: LanguageModel, most: int, gate: str) -> Draf
         num_nodes=most + 1,
         max_depth=most,
         vocab_size=proxy.vocab_size,
-        stoppable=inner.stoppable,
-        trusts=True,
+        traits=(TRUSTS, *(trait for trait in inner.traits if trait == STOPS)),
         catch_up=catch_up,
         name=f"cascade({inner.name}, {gate}, {most})",
     )

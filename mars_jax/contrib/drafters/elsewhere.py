@@ -16,9 +16,10 @@ from jax.sharding import AxisType, Mesh
 
 from mars_jax import drafters, specs
 from mars_jax.contrib.drafters.ahead import Ahead, handed_by, stream
-from mars_jax.core import rule_values
+from mars_jax.core.decoder import Decoder
 from mars_jax.core.errors import MarsError
-from mars_jax.core.types import Decoder, DecodeState, Params, StepInfo
+from mars_jax.core.rule import facts
+from mars_jax.core.types import DecodeState, Params, StepInfo
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.verify import needs_q
 
@@ -92,12 +93,12 @@ def draft_elsewhere(
     def steps(decoder: Decoder, params: Params, state: DecodeState) -> Iterator[tuple[DecodeState, StepInfo]]:
         if needs_q(state.rule):
             raise MarsError(
-                f"the rule {rule_values.name_of(state.rule)} needs the draft's true probabilities, which a draft made "
+                f"the rule {facts(state.rule).name} needs the draft's true probabilities, which a draft made "
                 "elsewhere does not bring: verify with exact, or with mars over it."
             )
         return stream(Ahead(decoder, longer, handed), params, state, draft_device=draft_device)
 
-    return drafters.LoadedDrafter(handed, loaded.params, steps)
+    return drafters.LoadedDrafter(handed, loaded.params, steps=steps)
 
 
 def open_elsewhere(

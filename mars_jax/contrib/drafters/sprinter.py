@@ -18,20 +18,12 @@ import numpy as np
 from jax import Array, lax
 
 from mars_jax.core.controls import is_stop
+from mars_jax.core.drafter import TRUSTS, Drafter, DraftInput
 from mars_jax.core.errors import MarsError
-from mars_jax.core.prefill import prefill, prefill_from
+from mars_jax.core.prefill import prefill, short_chunk
 from mars_jax.core.sampling import argmax, is_greedy, process, sample_processed
 from mars_jax.core.tree import chain, last_token
-from mars_jax.core.types import (
-    NO_TOKEN,
-    Drafter,
-    DraftInput,
-    DraftTree,
-    LanguageModel,
-    Params,
-    PyTree,
-    Visible,
-)
+from mars_jax.core.types import NO_TOKEN, DraftTree, LanguageModel, Params, PyTree, Visible
 from mars_jax.drafters.model import feed_last
 
 
@@ -97,10 +89,11 @@ class _Run(NamedTuple):
 def _sprinter(model: LanguageModel, most: int, sample: bool) -> Drafter:
     def init(params: Params, tokens: Array, length: Array) -> PyTree:
         cache = model.init_cache(tokens.shape[0], tokens.shape[1] + most + 2)
-        return prefill(model, params.draft.model, tokens, length - 2, cache)
+        return prefill(model, params.draft.model, tokens, jnp.zeros_like(length), length - 2, cache)[0]
 
     def catch_up(params: Params, cache: PyTree, tokens: Array, cached: Array, length: Array) -> PyTree:
-        return prefill_from(model, params.draft.model, tokens, cached, length - 2, cache)[0]
+        chunk = model.prefill_chunk or short_chunk()
+        return prefill(model, params.draft.model, tokens, cached, length - 2, cache, chunk=chunk)[0]
 
     def propose(params: Params, cache: PyTree, given: DraftInput) -> tuple[DraftTree, PyTree]:
         weights, controls = params.draft.model, given.controls
@@ -167,7 +160,7 @@ def _sprinter(model: LanguageModel, most: int, sample: bool) -> Drafter:
         num_nodes=most + 1,
         max_depth=most,
         vocab_size=model.vocab_size,
-        trusts=True,
+        traits=(TRUSTS,),
         catch_up=catch_up,
         name=f"sprinter({most}{', sampled' if sample else ''})",
     )

@@ -13,8 +13,9 @@ from mars_jax.contrib.drafters.cascade import CascadeParams, cascade
 from mars_jax.contrib.drafters.gates import GATES
 from mars_jax.contrib.drafters.sprinter import SprinterParams, sprinter
 from mars_jax.contrib.drafters.system_files import NGRAM, System, load_classifier, load_system, part_of
+from mars_jax.core.drafter import Drafter
 from mars_jax.core.errors import MarsError
-from mars_jax.core.types import Drafter, LanguageModel, PyTree
+from mars_jax.core.types import LanguageModel, PyTree
 from mars_jax.drafters.asked import Asked, LoadedDrafter
 from mars_jax.drafters.model import language_model
 from mars_jax.drafters.ngram import ngram

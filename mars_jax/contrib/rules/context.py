@@ -21,7 +21,7 @@ from mars_jax.core.evidence import Evidence
 from mars_jax.core.logprobs import entropy
 from mars_jax.core.types import Verdict
 from mars_jax.verify.mars import Mars, mars
-from mars_jax.verify.relaxed import Relaxed, over
+from mars_jax.verify.relaxed import over
 
 KINDS = ("entropy", "position", "class")
 CLASSES = ("word", "number", "punctuation")
@@ -69,7 +69,7 @@ class ByContext(Mars):
         return MARGINS[self.margin](stats.top1, stats.top2, theta)
 
     def __call__(self, evidence: Evidence) -> tuple[Verdict, Self]:
-        return Relaxed.__call__(self, evidence)  # the kernel of `Mars` takes one theta a row
+        return super(Mars, self).__call__(evidence)  # the kernel of `Mars` takes one theta a row
 
 
 def by_context(by: str, base: Any = None, **settings: Any) -> ByContext:

@@ -11,11 +11,12 @@ import numpy as np
 from jax import Array
 
 from mars_jax.core import struct
+from mars_jax.core.drafter import Drafter
 from mars_jax.core.errors import MarsError
 from mars_jax.core.evidence import Evidence, node_stats
 from mars_jax.core.sampling import top_k
 from mars_jax.core.tree import at_parent
-from mars_jax.core.types import Drafter, DraftTree
+from mars_jax.core.types import DraftTree
 from mars_jax.specs import UNLIMITED_RUN
 from mars_jax.verify.exact import named
 from mars_jax.verify.lossy import numbers

@@ -16,7 +16,7 @@ from mars_jax import contrib
 from mars_jax.contrib.drafters.system_files import NGRAM, System, save_system
 from mars_jax.core.errors import MarsError
 from mars_jax.core.home import expanded
-from mars_jax.core.types import LoadedRule
+from mars_jax.core.rule import LoadedRule
 from mars_jax.drafters import LoadedDrafter, language_model
 from mars_jax.hub.pretrained import Pretrained, check_same_vocabulary
 from mars_jax.lab.evaluate.scoring.scores import score

@@ -53,7 +53,7 @@ def open_refiner(
     return online.Refiner(
         target.model,
         model,
-        drafter.params.weights if drafter.drafter.sizes else drafter.params,
+        drafter.params if drafter.sizes is None else drafter.params.weights,
         depth=drafter.drafter.max_depth,
         held_out=held_out,
         old=[text for text in texts if not any(text is one for one in held_out)],

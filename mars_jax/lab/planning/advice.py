@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from jax.sharding import Mesh
 
 from mars_jax.core.errors import MarsError
-from mars_jax.core.types import Verifier
+from mars_jax.core.rule import Rule
 from mars_jax.lab.planning.chips import Topology
 from mars_jax.lab.planning.compiled_program import OutOfMemory, compile_program, held_bytes
 from mars_jax.lab.planning.pair_programs import PlannedDraft, local_bytes, programs
@@ -33,7 +33,7 @@ def try_fit(
     topology: Topology,
     *,
     mesh: Mesh,
-    verify: Verifier,
+    verify: Rule,
     batch: int,
     context: int,
     dtype: str,

@@ -13,7 +13,9 @@ from typing import Any
 from jax.sharding import Mesh
 
 from mars_jax import drafters
-from mars_jax.core.types import DecodeState, Drafter, Params, PyTree, Verifier
+from mars_jax.core.drafter import Drafter
+from mars_jax.core.rule import Rule
+from mars_jax.core.types import DecodeState, Params, PyTree
 from mars_jax.lab.planning import dump
 from mars_jax.lab.planning.chips import Topology
 from mars_jax.lab.planning.compiled_program import OutOfMemory, compile_program, held_bytes
@@ -69,7 +71,7 @@ def make_plan(
     topology: Topology,
     *,
     mesh: Mesh,
-    verify: Verifier,
+    verify: Rule,
     batch: int = 1,
     context: int = 4096,
     dtype: str = "bfloat16",

@@ -16,7 +16,10 @@ from jax.sharding import Mesh, NamedSharding
 from mars_jax import drafters
 from mars_jax.core.controls import make_controls
 from mars_jax.core.decode import run, speculative_decoder
-from mars_jax.core.types import Decoder, DecodeState, Drafter, Params, PyTree, Verifier, keys_from_seeds
+from mars_jax.core.decoder import Decoder
+from mars_jax.core.drafter import Drafter
+from mars_jax.core.rule import Rule
+from mars_jax.core.types import DecodeState, Params, Prompts, PyTree, keys_from_seeds
 from mars_jax.models import transformer
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.dflash_head import DFlashConfig
@@ -122,7 +125,7 @@ def programs(
     target: ModelConfig,
     draft: PlannedDraft,
     mesh: Mesh,
-    verify: Verifier,
+    verify: Rule,
     *,
     batch: int,
     context: int,
@@ -151,14 +154,16 @@ def programs(
 
 
 def lower_loop(
-    decoder: Decoder, params: Params, rule: Verifier, mesh: Mesh, *, batch: int, context: int
+    decoder: Decoder, params: Params, rule: Rule, mesh: Mesh, *, batch: int, context: int
 ) -> tuple[DecodeState, jax.stages.Lowered]:
     """The abstract state of a batch on a mesh, and `decode.run` lowered for it."""
 
     def start(params: Params) -> DecodeState:
         seeds = keys_from_seeds(jnp.arange(batch, dtype=jnp.uint32))
         prompts, lengths = jnp.zeros((batch, context), jnp.int32), jnp.full((batch,), 2, jnp.int32)
-        return decoder.init(params, prompts, lengths, make_controls(batch, limit=context), rule, seeds)
+        return decoder.init(
+            params, Prompts(prompts, lengths, make_controls(batch, limit=context), rule, seeds)
+        )
 
     with jax.set_mesh(mesh):
         state = jax.eval_shape(start, params)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from mars_jax import drafters, verify
-from mars_jax.core.types import LoadedRule
+from mars_jax.core.rule import LoadedRule
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.lab.evaluate.answers import prompt_tokens
 from mars_jax.lab.evaluate.benchmark.arms import MARS

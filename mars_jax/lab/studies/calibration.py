@@ -18,8 +18,7 @@ import numpy as np
 
 from mars_jax import verify
 from mars_jax.core.errors import MarsError
-from mars_jax.core.rule_values import name_of
-from mars_jax.core.types import LoadedRule
+from mars_jax.core.rule import LoadedRule, facts
 from mars_jax.lab.evaluate.answers import Decoding
 from mars_jax.lab.evaluate.benchmark.arms import MARS, Arm, base_of
 from mars_jax.lab.evaluate.scoring import scores
@@ -112,7 +111,7 @@ def calibrate(
                     progress(f"{name}, {speed.describe()}", len(found), len(problems))
             return found
 
-        alone = decode(strict, name_of(strict.rule))
+        alone = decode(strict, facts(strict.rule).name)
 
         def losses_at(theta: float) -> tuple[np.ndarray, float]:
             found = decode(rules[thetas.index(theta)], f"theta={theta:g}")

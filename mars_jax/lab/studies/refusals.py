@@ -16,9 +16,9 @@ import numpy as np
 from mars_jax import verify
 from mars_jax.core.errors import MarsError
 from mars_jax.core.mesh import by_rows, size_of
-from mars_jax.core.rule_values import for_rows, name_of
+from mars_jax.core.rule import LoadedRule, facts, for_rows
 from mars_jax.core.tree import chain
-from mars_jax.core.types import LanguageModel, LoadedRule
+from mars_jax.core.types import LanguageModel
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.lab.training.objectives import read
 from mars_jax.placement.hosts import fetch
@@ -32,8 +32,8 @@ def check_low(rule: Any) -> None:
     """
     if not isinstance(rule, verify.Relaxed) or type(rule).low is verify.Relaxed.low:
         raise MarsError(
-            f"the rule {name_of(rule)} does not say at which nodes it lets the runner-up pass, so there are no places "
-            "where it refused: choose a rule with a method low, as docs/rules.md describes."
+            f"the rule {facts(rule).name} does not say at which nodes it lets the runner-up pass, so there are no "
+            "places where it refused: choose a rule with a method low, as docs/rules.md describes."
         )
 
 

@@ -13,7 +13,7 @@ from scipy import stats
 from mars_jax import contrib, verify
 from mars_jax.contrib.models import indicator
 from mars_jax.core.errors import MarsError
-from mars_jax.core.rule_values import structure
+from mars_jax.core.rule import structure
 from mars_jax.core.tree import chain
 from mars_jax.lab.evaluate.benchmark.arms import (
     AUTOREGRESSIVE,

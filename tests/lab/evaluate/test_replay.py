@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import mars_jax as mj
-from mars_jax.core.types import LoadedRule
+from mars_jax.core.rule import LoadedRule
 from mars_jax.lab.evaluate.benchmark import rehearsal
 from mars_jax.serve.requests import make_requests
 from mars_jax.serve.session import Session

@@ -11,7 +11,7 @@ import pytest
 from mars_jax import drafters, verify
 from mars_jax.core.controls import make_controls
 from mars_jax.core.decode import run, speculative_decoder
-from mars_jax.core.types import Params, keys_from_seeds
+from mars_jax.core.types import Params, Prompts, keys_from_seeds
 from mars_jax.lab.planning.outlined_models import eagle3
 from mars_jax.lab.planning.parts import COMPONENTS, PHASES, part
 from mars_jax.models import ModelConfig, eagle_head, language_model, transformer
@@ -37,7 +37,7 @@ def lowered():
     def start(params):
         keys = keys_from_seeds(jnp.arange(1, dtype=jnp.uint32))
         prompts, lengths = jnp.zeros((1, 64), jnp.int32), jnp.full((1,), 2, jnp.int32)
-        return decoder.init(params, prompts, lengths, make_controls(1, limit=64), rule, keys)
+        return decoder.init(params, Prompts(prompts, lengths, make_controls(1, limit=64), rule, keys))
 
     return run.lower(decoder, shapes, jax.eval_shape(start, shapes))
 

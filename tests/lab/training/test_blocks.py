@@ -11,7 +11,7 @@ import pytest
 from mars_jax import verify
 from mars_jax.core import decode
 from mars_jax.core.controls import make_controls
-from mars_jax.core.types import Params, keys_from_seeds
+from mars_jax.core.types import Params, Prompts, keys_from_seeds
 from mars_jax.drafters.dflash import dflash
 from mars_jax.lab.training import block_training
 from mars_jax.lab.training.data import Batch
@@ -59,7 +59,7 @@ def test_what_is_scored_is_what_is_drafted(config):
     decoder = decode.speculative_decoder(TARGET, drafter, verify.rejection(), prefill_chunk=8)
     keys = keys_from_seeds(jnp.zeros((1,), jnp.uint32))
     controls = make_controls(1, limit=24, temperature=1.0)
-    state = decode.start(decoder, both, prompts, lengths, controls, verify.rejection(), keys)
+    state = decode.start(decoder, both, Prompts(prompts, lengths, controls, verify.rejection(), keys))
     tree, _ = drafter.propose(both, state.draft, draft_input(state))
     text = jnp.concatenate([prompts[:, :12], tree.tokens[:, 1:]], axis=1)
     n = text.shape[1]

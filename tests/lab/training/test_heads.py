@@ -9,7 +9,7 @@ import pytest
 from mars_jax import drafters, verify
 from mars_jax.core import decode
 from mars_jax.core.controls import make_controls
-from mars_jax.core.types import Params, keys_from_seeds
+from mars_jax.core.types import Params, Prompts, keys_from_seeds
 from mars_jax.drafters.eagle import eagle
 from mars_jax.lab.training import head_training
 from mars_jax.lab.training.data import Batch
@@ -43,7 +43,7 @@ def test_step_j_of_training_is_the_jth_drafted_token():
     decoder = decode.speculative_decoder(TARGET, drafter, verify.exact(), prefill_chunk=8)
     controls = make_controls(1, limit=24)
     keys = keys_from_seeds(jnp.zeros((1,), jnp.uint32))
-    state = decode.start(decoder, both, prompts, lengths, controls, verify.exact(), keys)
+    state = decode.start(decoder, both, Prompts(prompts, lengths, controls, verify.exact(), keys))
     tree, _ = drafter.propose(both, state.draft, draft_input(state))
     text = jnp.concatenate([prompts[:, :12], tree.tokens[:, 1:]], axis=1)  # 16 tokens
 

@@ -16,7 +16,7 @@ import jax
 
 from mars_jax import assets, drafters, hub, verify
 from mars_jax.core import decode
-from mars_jax.core.types import LoadedRule
+from mars_jax.core.rule import LoadedRule
 from mars_jax.lab.commands.check.tokens import PROMPTS
 from mars_jax.serve.prepare import buffer_width
 from mars_jax.serve.requests import Request, make_requests

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 
 from mars_jax import assets, drafters, hub, verify
-from mars_jax.core.types import LoadedRule
+from mars_jax.core.rule import LoadedRule
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.serve.likelihood import score
 from mars_jax.serve.requests import make_requests

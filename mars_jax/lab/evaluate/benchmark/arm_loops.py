@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mars_jax import verify
-from mars_jax.core.types import LoadedRule
+from mars_jax.core.rule import LoadedRule
 from mars_jax.lab.evaluate.answers import Answer, Decoding, prompt_tokens
 from mars_jax.lab.evaluate.benchmark import margins, rehearsal, texts
 from mars_jax.lab.evaluate.benchmark.arm_rows import Key, make_row

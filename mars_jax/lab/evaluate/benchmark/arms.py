@@ -18,10 +18,10 @@ from mars_jax import specs, verify
 from mars_jax.core import struct
 from mars_jax.core.controls import is_stop
 from mars_jax.core.evidence import Evidence
-from mars_jax.core.rule_values import name_of
+from mars_jax.core.rule import LoadedRule, facts
 from mars_jax.core.sampling import divisor, node_uniforms, sample
 from mars_jax.core.tree import at_parent, walk
-from mars_jax.core.types import LoadedRule, Verdict
+from mars_jax.core.types import Verdict
 from mars_jax.specs import RuleChoice
 
 MARS = RuleChoice("mars", {})
@@ -162,13 +162,13 @@ def make_arms(
     arms = [
         Arm(name=AUTOREGRESSIVE, rule=_EXACT, role="alone", drafts=False, meaning="the target alone"),
         Arm(
-            name=name_of(strict.rule),
+            name=facts(strict.rule).name,
             rule=strict,
             role="strict",
             drafts=True,
             meaning="the strict rule, which is lossless",
         ),
-        *(arm for arm in measured if arm.name != name_of(strict.rule)),
+        *(arm for arm in measured if arm.name != facts(strict.rule).name),
     ]
     if matched is not None:
         arms += _controls(choice, measured[-1 - len(thetas[1:])], matched, temperature)
@@ -181,7 +181,7 @@ def make_arms(
     if refined:
         arms.append(
             Arm(
-                name=f"{name_of(strict.rule)} refined",
+                name=f"{facts(strict.rule).name} refined",
                 rule=strict,
                 role="refined",
                 drafts=True,
@@ -226,7 +226,7 @@ def label(choice: RuleChoice, rule: LoadedRule) -> str:
         else [(k, v) for k, v in choice.settings.items() if type(v) in (int, float)]
     )
     words = [f"{k}={format(v, 'g') if type(v) in (int, float) else v}" for k, v in given if k != "theta"]
-    return " ".join([choice.row.name if own else name_of(rule.rule), *words])
+    return " ".join([choice.row.name if own else facts(rule.rule).name, *words])
 
 
 def _controls(choice: RuleChoice, first: Arm, matched: float, temperature: float) -> list[Arm]:

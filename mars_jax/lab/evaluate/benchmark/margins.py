@@ -15,7 +15,7 @@ from jax import Array
 
 from mars_jax.core import decode, struct
 from mars_jax.core.evidence import Evidence
-from mars_jax.core.rule_values import lossless
+from mars_jax.core.rule import Rule, facts
 from mars_jax.core.tree import gather_path
 from mars_jax.core.types import NO_TOKEN, Verdict
 from mars_jax.placement.hosts import fetch
@@ -51,14 +51,18 @@ class Seen(Verdict):
 
 
 @struct.dataclass
-class Observe:
+class Observe(Rule):
     """A rule that decides as another one does, and tells what it saw."""
 
     rule: Any
 
     @property
     def lossless(self) -> bool:
-        return lossless(self.rule)
+        return facts(self.rule).lossless
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return facts(self.rule).needs
 
     def __call__(self, evidence: Evidence) -> tuple[Seen, Observe]:
         verdict, rule = self.rule(evidence)

@@ -22,8 +22,10 @@ import numpy as np
 from jax import Array
 
 from mars_jax.core import decode, struct
+from mars_jax.core.drafter import TRUSTS, Drafter
 from mars_jax.core.evidence import Evidence
-from mars_jax.core.types import Drafter, Verdict
+from mars_jax.core.rule import Rule
+from mars_jax.core.types import Verdict
 from mars_jax.placement.hosts import fetch
 from mars_jax.serve.requests import Request
 from mars_jax.serve.session import Session
@@ -45,11 +47,12 @@ class Walks(Verdict):
 
 
 @struct.dataclass
-class Rehearse:
+class Rehearse(Rule):
     """A rule that accepts nothing, emits what the target would say, and tells what another one would have accepted."""
 
     rule: Any
     thetas: tuple[float, ...] = struct.field(pytree_node=False)
+    needs = ("draft_hidden",)  # what the other one may read
 
     def __call__(self, evidence: Evidence) -> tuple[Walks, Rehearse]:
         batch, depth = evidence.tree.tokens.shape[0], evidence.tree.max_depth
@@ -77,7 +80,7 @@ def thetas_of(choice: RuleChoice, drafter: Drafter, measured: Sequence[float]) -
     >>> thetas_of(RuleChoice("mars", {}), drafters.ngram(4), [0.9])
     [inf, 0.98, 0.94, 0.9, 0.86, 0.82, 0.75, 0.65, 0.55]
     """
-    if is_own(choice.spec) or "theta" not in choice.options or drafter.trusts or drafter.sizes:
+    if is_own(choice.spec) or "theta" not in choice.options or TRUSTS in drafter.traits:
         return []
     setting, structure = choice.setting("theta")
     grid = setting.range(**structure).grid

@@ -1,0 +1,239 @@
+"""A decoder: a target, a drafter and a rule as pure functions of a state. Start here.
+
+B batch, N nodes, D depth, T token buffer, V vocabulary. Oracle: greedy autoregression of the same model, token for
+token (tests/core/test_decode.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from mars_jax.core.conditions import Conditions
+from mars_jax.core.drafter import Drafter
+from mars_jax.core.emit import emit
+from mars_jax.core.errors import MarsError
+from mars_jax.core.extend import extended, padded_to
+from mars_jax.core.given import begun, check_places, check_prompts, check_same, check_settings, rows_of
+from mars_jax.core.insert import as_wide, inserted, scatter
+from mars_jax.core.mesh import by_rows
+from mars_jax.core.prefill import observing, prefill
+from mars_jax.core.rule import facts, for_rows, structure
+from mars_jax.core.step import commit, judge, propose, score, step_keys
+from mars_jax.core.types import DecodeState, LanguageModel, Params, Prompts, StepInfo
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoder:
+    """A target, a drafter and the structure of a rule, from `speculative_decoder`.
+
+    Its methods are pure: jit and donate at the outermost edge, or use `run`, `stream`, `refill` and `extend`. Equal
+    decoders share what was compiled, so one may be made again wherever it is needed.
+
+    >>> from mars_jax import drafters, fake, make_controls, verify
+    >>> from mars_jax.core.types import keys_from_seeds
+    >>> model, rule = fake.hash_model(vocab_size=11), verify.mars(theta=0.9)
+    >>> decoder = speculative_decoder(model, drafters.ngram(4), rule)
+    >>> prompts = Prompts(jnp.ones((1, 32), jnp.int32), jnp.asarray([3]), make_controls(1, limit=32), rule,
+    ...                   keys_from_seeds(jnp.arange(1)))
+    >>> state = decoder.init(Params(target=()), prompts)
+    >>> state, info = decoder.step(Params(target=()), state)
+    >>> int(state.length[0]) == 3 + int(info.num_emitted[0])
+    True
+    """
+
+    target: LanguageModel
+    drafter: Drafter
+    rule: Any  # its structure; the numbers are in the state
+    prefill_chunk: int | None = None  # prompt tokens of a forward of the target; see `prefill.chunk_of`
+
+    @property
+    def max_depth(self) -> int:
+        """D: a step adds 1 to D + 1 tokens to a row."""
+        return self.drafter.max_depth
+
+    @property
+    def vocab_size(self) -> int:
+        """V of the target."""
+        return self.target.vocab_size
+
+    def init(self, params: Params, prompts: Prompts) -> DecodeState:
+        """Read prompts, whose width is the token buffer T: it bounds prompt and continuation together.
+
+        Raises:
+          MarsError: as `checked`.
+        """
+        return by_rows(self._read)(params, self.checked(prompts))
+
+    def step(self, params: Params, state: DecodeState) -> tuple[DecodeState, StepInfo]:
+        """Advance every live row by 1 to D + 1 tokens: propose, score, judge, update, emit, commit."""
+        return by_rows(self._step)(params, state)
+
+    def insert(
+        self,
+        params: Params,
+        state: DecodeState,
+        rows: Array,
+        prompts: Prompts,
+        read: DecodeState | None = None,
+    ) -> DecodeState:
+        """Start rows of a running state anew, and leave every bit of the others.
+
+        Args:
+          params, state: of this decoder; the state has B rows.
+          rows: i32[b]; names each row at most once, -1 none. On a mesh whose `data` has d devices the i-th of d equal
+            parts of `rows` names rows of the i-th part of the state, and none of another.
+          prompts: b of them, at most T wide.
+          read: a state of b rows that has read these prompts already, on no mesh that divides rows.
+
+        Raises:
+          MarsError: as `checked`, rows that are not of the state or are named twice, or a state of another decoder.
+        """
+        prompts = self.checked(prompts)
+        check_places(rows, prompts.length.shape[0], rows_of(state))
+        prompts = dataclasses.replace(prompts, controls=as_wide(prompts.controls, state.controls))
+        if read is None:
+            return inserted(self._read, self._put, params, state, rows, prompts)
+        self._check_cache(read)
+        return self._put(
+            state, jnp.where(rows < 0, rows_of(state), rows), begun(prompts, read.cache, read.draft)
+        )
+
+    def extend(self, params: Params, state: DecodeState, prompts: Prompts) -> tuple[DecodeState, Array]:
+        """Go on with other prompts in every row, as the next turn of a conversation is one.
+
+        Only what comes after the longest beginning that a row has committed already is read; see `core.extend`.
+
+        Args:
+          params, state: of this decoder; the state has B rows.
+          prompts: one for each row, at most T wide: the whole texts, whatever of them is new.
+
+        Returns:
+          The state, and how many tokens of each prompt were read: i32[B].
+
+        Raises:
+          MarsError: as `checked`, or a state of another decoder.
+        """
+        go_on = functools.partial(extended, self.target, self.drafter, self.prefill_chunk, self._check_cache)
+        return by_rows(go_on)(params, state, padded_to(state, self.checked(prompts)))
+
+    def checked(self, prompts: Prompts) -> Prompts:
+        """The prompts with a number of the rule for each row, in arrays of their own: loops take a state's buffers.
+
+        Raises:
+          MarsError: a rule of another structure, keys of another generator than `keys_from_seeds` gives, arrays of
+            other shapes or dtypes, and, where they can be seen, lengths outside of 1 .. t and tokens outside of the
+            vocabulary; see `core.given`.
+        """
+        check_prompts(prompts.tokens, prompts.length, self.target.vocab_size)
+        if structure(prompts.rule) != self.rule:
+            raise MarsError(
+                f"the rule {facts(prompts.rule).name} is not of the structure that this decoder was made for: give "
+                "speculative_decoder the same rule; only its numbers may differ."
+            )
+        count = prompts.tokens.shape[0]
+        check_settings(prompts.controls, prompts.keys, count)
+        controls, rule, keys = jax.tree.map(
+            jnp.copy, (prompts.controls, for_rows(prompts.rule, count), prompts.keys)
+        )
+        tokens, length = jnp.array(prompts.tokens, jnp.int32), jnp.array(prompts.length, jnp.int32)
+        return Prompts(tokens, length, controls, rule, keys)
+
+    def _step(self, params: Params, state: DecodeState) -> tuple[DecodeState, StepInfo]:
+        draft_keys, verify_keys = step_keys(state)
+        conditions = Conditions.of(params, state)
+        tree, draft = propose(self.drafter, params, state, conditions, draft_keys)
+        nodes = conditions.at(tree)
+        scores = score(self.drafter, self.target, params, state, tree, nodes)
+        verdict, rule, trusted = judge(params, state, tree, scores, nodes, verify_keys)
+        with jax.named_scope("update"):
+            draft = self.drafter.update(params, draft, tree, verdict, scores.output, state.length)
+        with jax.named_scope("emit"):
+            emitted, info = emit(
+                state, tree, verdict, scores.raw, scores.logits, trusted, nodes.ended(verdict)
+            )
+        parts = {"draft": draft, "rule": rule, "guides": nodes.after(verdict, state)}
+        return commit(self.target, state, emitted, tree, verdict, cache=scores.output.cache, **parts), info
+
+    def _read(self, params: Params, prompts: Prompts) -> DecodeState:
+        batch, buffer = prompts.tokens.shape
+        cache, draft = prefill(
+            self.target,
+            params.target,
+            prompts.tokens,
+            jnp.zeros_like(prompts.length),
+            prompts.length - 1,
+            self.target.init_cache(batch, buffer + self.drafter.num_nodes),
+            self.drafter.init(params, prompts.tokens, prompts.length),
+            observing(self.drafter, params, prompts.tokens, prompts.length),
+            chunk=self.prefill_chunk,
+        )
+        return begun(prompts, cache, draft)
+
+    def _put(self, state: DecodeState, at: Array, new: DecodeState) -> DecodeState:
+        self._check_cache(state)
+        return scatter(self.target, state, at, new)
+
+    def _check_cache(self, state: DecodeState) -> None:
+        batch, buffer = state.tokens.shape
+        own = jax.eval_shape(lambda: self.target.init_cache(batch, buffer + self.drafter.num_nodes))
+        check_same("cache", state.cache, own)
+
+
+def speculative_decoder(
+    target: LanguageModel, drafter: Drafter, verify: Any, *, prefill_chunk: int | None = None
+) -> Decoder:
+    """Speculative decoding (Leviathan et al. 2211.17192) with any drafter and any rule.
+
+    Of `verify` only the structure counts: rules that differ in numbers are one decoder. `Prompts` bring the numbers.
+
+    Args:
+      target: the model whose text this is.
+      drafter: proposes the trees; `drafters.none()` for plain autoregression.
+      verify: decides how far to walk; see `mars_jax.verify`.
+      prefill_chunk: prompt tokens per prefill forward of the target; None takes its own, and where it has none what
+        suits the backend: see `prefill.chunk_of`. A draft model goes by its own.
+
+    Raises:
+      MarsError: the drafter speaks another vocabulary than the target, or needs features that it does not give; the
+        rule is none; prefill_chunk is below 1.
+
+    Example:
+      >>> from mars_jax import drafters, fake, verify
+      >>> from mars_jax.core.controls import make_controls
+      >>> from mars_jax.core.types import keys_from_seeds
+      >>> rule = verify.mars(theta=0.9)
+      >>> decoder = speculative_decoder(fake.hash_model(vocab_size=11), drafters.ngram(4), rule)
+      >>> state = decoder.init(Params(()), Prompts(jnp.ones((1, 32), jnp.int32), jnp.array([3], jnp.int32),
+      ...                      make_controls(1, limit=32), rule, keys_from_seeds(jnp.arange(1))))
+      >>> state = jax.lax.while_loop(lambda s: ~jnp.all(s.done), lambda s: decoder.step(Params(()), s)[0], state)
+      >>> int(state.length[0])
+      32
+    """
+    if prefill_chunk is not None and prefill_chunk < 1:
+        raise MarsError(f"prefill_chunk is {prefill_chunk}: expected a whole number of at least 1, or None.")
+    if drafter.vocab_size is not None and drafter.vocab_size != target.vocab_size:
+        raise MarsError(
+            f"the drafter '{drafter.name}' has a vocabulary of {drafter.vocab_size} tokens and the target one of "
+            f"{target.vocab_size}: pair models that share a tokenizer."
+        )
+    if drafter.reads is not None and drafter.reads.layers:
+        if target.with_features is None:
+            raise MarsError(
+                f"the drafter '{drafter.name}' reads the outputs of the target's layers {drafter.reads.layers}, and "
+                "this target gives none: set LanguageModel.with_features."
+            )
+        target = _with_features(target, drafter.reads.layers)
+    return Decoder(target, drafter, structure(verify), prefill_chunk)
+
+
+@functools.lru_cache(maxsize=64)
+def _with_features(target: LanguageModel, layers: tuple[int, ...]) -> LanguageModel:
+    """The same model for equal arguments, so that what was compiled is found again."""
+    assert target.with_features is not None
+    return target.with_features(layers)

@@ -1,0 +1,97 @@
+"""What a drafter is: pure functions that propose a tree, and hear what became of it. Oracle: none, it holds no logic.
+
+B batch, T token buffer, N nodes of a tree, D its depth, n tokens of a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from jax import Array
+
+from mars_jax.core import struct
+from mars_jax.core.guide import Guide
+from mars_jax.core.types import Controls, DraftTree, ForwardOutput, Params, PyTree, Verdict
+
+STOPS, SPARSE, TRUSTS = "stops", "sparse", "trusts"
+"""Traits of drafters. `STOPS`: heeds `Controls.draft_stop`. `SPARSE`: often drafts nothing at all, as chains of
+padding; where no row has a draft, a CPU then forwards the root alone. `TRUSTS`: its trees may have `trusted` nodes, so
+that no rule is lossless with it."""
+
+
+@struct.dataclass(kw_only=True)
+class DraftInput:
+    """What a drafter drafts from. It grows without changing any drafter's signature."""
+
+    keys: Array  # key[B]; fresh in every step
+    tokens: Array  # i32[B, T]; committed below `length`
+    length: Array  # i32[B]
+    controls: Controls
+    guide: Guide | None = None  # what a constraint lets follow; a draft that does not heed it loses nodes
+    # The rule reads `DraftTree.hidden`; a drafter that has none leaves it out.
+    hidden: bool = struct.field(pytree_node=False, default=False)
+
+
+class Propose(Protocol):
+    """Draft a tree under the last committed token."""
+
+    def __call__(self, params: Params, state: PyTree, given: DraftInput, /) -> tuple[DraftTree, PyTree]: ...
+
+
+class Update(Protocol):
+    """The draft state after a verdict; length i32[B] is that before the step, output the target's over the tree."""
+
+    def __call__(
+        self,
+        params: Params,
+        state: PyTree,
+        tree: DraftTree,
+        verdict: Verdict,
+        output: ForwardOutput,
+        length: Array,
+        /,
+    ) -> PyTree: ...
+
+
+class Observe(Protocol):
+    """While the prompt is read: the target's output at the n positions from first i32[B] on; those at length - 1 and
+    after it mean nothing."""
+
+    def __call__(
+        self,
+        params: Params,
+        state: PyTree,
+        tokens: Array,
+        first: Array,
+        length: Array,
+        output: ForwardOutput,
+        /,
+    ) -> PyTree: ...
+
+
+class Reads(NamedTuple):
+    """What a drafter that is coupled to its target reads of it."""
+
+    layers: tuple[
+        int, ...
+    ]  # whose outputs `observe` and `Drafter.update` get; none of them: the final hidden state
+    observe: Observe
+
+
+class Drafter(NamedTuple):
+    """A source of draft trees as pure functions, which keep what they know in a state whose leaves are [B, ...]."""
+
+    init: Callable[[Params, Array, Array], PyTree]  # (params, tokens i32[B, T], length i32[B]) -> draft state
+    propose: Propose
+    update: Update
+    num_nodes: int  # N, static; the root is one of them
+    max_depth: int  # D, static
+    reads: Reads | None = None
+    vocab_size: int | None = None  # None: drafts only tokens it has seen
+    # (params, state, tokens i32[B, T], cached i32[B], length i32[B]) -> state: for a drafter with a cache that
+    # `reads` does not fill, feeds the committed tokens from `cached` on: steps without a draft left them out, or the
+    # row goes on with another text (`Decoder.extend`). A drafter with neither reads all of such a text again
+    catch_up: Callable[[Params, PyTree, Array, Array, Array], PyTree] | None = None
+    traits: tuple[str, ...] = ()  # of STOPS, SPARSE and TRUSTS
+    name: str = "drafter"

@@ -1,0 +1,202 @@
+"""What a rule is, and rules as values: their structure, and their numbers row by row.
+
+B batch, N nodes. Oracle: tests/verify/test_rules.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from mars_jax.core.drafter import Drafter
+from mars_jax.core.errors import MarsError
+from mars_jax.core.evidence import Evidence
+from mars_jax.core.types import PyTree, Verdict
+
+ALL_EDGES = np.iinfo(np.int32).max
+
+
+class Rule:
+    """A verification rule: a frozen pytree (`struct.dataclass`) that sees `Evidence`, and gives a `Verdict` and itself.
+
+    Its structure (which rule, which margin, which base) is static and decides the compilation. Its numbers are leaves,
+    one value or one per row; a step sees them as [B]. A rule that returns itself changed keeps state per row. The
+    attributes below are defaults: a subclass says what is otherwise, as class attributes or as properties.
+
+    >>> import dataclasses
+    >>> from mars_jax import verify
+    >>> from mars_jax.core import struct
+    >>> @struct.dataclass
+    ... class OneToken(Rule):
+    ...     "At most one drafted token in a step, whatever the target thinks of the others."
+    ...     def __call__(self, evidence):
+    ...         verdict, _ = verify.exact()(evidence)
+    ...         few = jnp.minimum(verdict.num_accepted, 1)
+    ...         said = jnp.where(verdict.num_accepted > 1, evidence.tree.tokens[:, 2], verdict.next_token)
+    ...         path = jnp.minimum(verdict.path, few[:, None])
+    ...         return dataclasses.replace(verdict, num_accepted=few, path=path, next_token=said), self
+    >>> OneToken().name, OneToken().lossless
+    ('onetoken', False)
+    """
+
+    lossless = False  # the output has the target's own law
+    needs: tuple[str, ...] = ()  # of `specs.NEEDS`: what must be there, such as "weights" for `Params.verify`
+    base: Any = None  # the strict rule that it is over, if any
+
+    @property
+    def name(self) -> str:
+        """For reports."""
+        return type(self).__name__.lower()
+
+    def check_drafter(self, drafter: Drafter) -> None:
+        """Raise MarsError where the drafts will not do."""
+
+    def strict_edges(self, evidence: Evidence) -> Array:
+        """i32[B]: edges to nodes of at most this depth are strict; all of them in strict rows."""
+        return jnp.where(evidence.controls.strict, ALL_EDGES, 0)
+
+    def __call__(self, evidence: Evidence) -> tuple[Verdict, Self]:
+        """The verdict on a draft, and the rule with what it keeps."""
+        raise MarsError(f"the rule {self.name} decides nothing: give it a method __call__.")
+
+
+class LoadedRule(NamedTuple):
+    """A rule and its weights, which go into `Params.verify`."""
+
+    rule: Any
+    params: PyTree = ()
+
+
+class _Foreign(Rule):
+    """What a rule says of itself that derives from nothing of ours: this is the one place that asks."""
+
+    def __init__(self, rule: Any):
+        self.lossless = bool(getattr(rule, "lossless", False))
+        # Nobody knows what it reads where it does not say so.
+        self.needs = tuple(getattr(rule, "needs", ("draft_hidden",)))
+        self.base = getattr(rule, "base", None)
+        self._name = str(getattr(rule, "name", type(rule).__name__))
+        self._check = getattr(rule, "check_drafter", super().check_drafter)
+        self._strict = getattr(rule, "strict_edges", super().strict_edges)
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def check_drafter(self, drafter: Drafter) -> None:
+        self._check(drafter)
+
+    def strict_edges(self, evidence: Evidence) -> Array:
+        return self._strict(evidence)
+
+
+def facts(rule: Any) -> Rule:
+    """What a rule says of itself: the rule, or what one that derives from nothing of ours has of the attributes.
+
+    >>> from mars_jax import verify
+    >>> facts(verify.mars(verify.rejection())).base.needs, facts(lambda evidence: None).lossless
+    (('q',), False)
+    """
+    return rule if isinstance(rule, Rule) else _Foreign(rule)
+
+
+def asks(what: str, rule: Any) -> bool:
+    """Whether a rule, or the rule that it is over, has `what` among its needs.
+
+    >>> from mars_jax import verify
+    >>> asks("q", verify.mars(verify.rejection())), asks("q", verify.mars())
+    (True, False)
+    """
+    while rule is not None:
+        if what in facts(rule).needs:
+            return True
+        rule = facts(rule).base
+    return False
+
+
+def structure(rule: Any) -> Any:
+    """What of a rule decides the compilation: its pytree structure, hashable.
+
+    Raises:
+      MarsError: not a rule, or one that is no pytree of numbers.
+
+    >>> from mars_jax import verify
+    >>> structure(verify.mars(theta=0.5)) == structure(verify.mars(theta=0.9))
+    True
+    """
+    if isinstance(rule, LoadedRule):
+        raise MarsError("verify is a LoadedRule here: give its .rule, and its .params as Params.verify.")
+    leaves, treedef = jax.tree.flatten(rule)
+    if not callable(rule) or any(leaf is rule or callable(leaf) for leaf in leaves):
+        raise MarsError(
+            f"verify is {rule!r}: expected a rule, such as mars_jax.verify.mars(); a rule of your own is a "
+            "struct.dataclass whose fields are numbers."
+        )
+    return treedef
+
+
+def for_rows(rule: PyTree, batch: int) -> PyTree:
+    """The rule with every number as an array [batch, ...]; floats become f32 and whole numbers i32.
+
+    Args:
+      rule: numbers are scalars, the same for all rows, or arrays that begin with `batch`.
+      batch: B.
+
+    Raises:
+      MarsError: a number of another shape.
+
+    >>> from mars_jax import verify
+    >>> for_rows(verify.mars(theta=0.5), 3).theta.tolist()
+    [0.5, 0.5, 0.5]
+    """
+
+    def own(path: Any, leaf: Any) -> Array:
+        value = _typed(leaf)
+        if value.ndim == 0:
+            spread = jnp.broadcast_to if isinstance(value, Array) else np.broadcast_to
+            value = spread(value, (batch,))
+        if value.shape[0] != batch:
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            raise MarsError(
+                f"{name} of the rule has shape {value.shape}: expected one number, or one for each of the {batch} rows."
+            )
+        # Numbers of the host are spread there, for which nothing is compiled.
+        return value if isinstance(value, Array) else jax.device_put(value, may_alias=False)
+
+    return jax.tree_util.tree_map_with_path(own, rule)
+
+
+def _typed(leaf: Any) -> Array | np.ndarray:
+    value = leaf if isinstance(leaf, Array) else np.asarray(leaf)
+    if jnp.issubdtype(value.dtype, jnp.floating):
+        return value.astype(jnp.float32)
+    return value.astype(jnp.int32) if jnp.issubdtype(value.dtype, jnp.integer) else value
+
+
+def take_rows(rule: PyTree, rows: Any, count: int) -> PyTree:
+    """The rule for some of `count` prompts: numbers that are given per prompt are indexed by `rows`.
+
+    Raises:
+      MarsError: a number that is neither one value nor one for each of `count`.
+
+    >>> from mars_jax import verify
+    >>> take_rows(verify.mars(theta=[0.5, 0.9]), [1], 2).theta.tolist()
+    [0.8999999761581421]
+    """
+
+    def pick(path: Any, leaf: Any) -> Any:
+        value = np.asarray(leaf)
+        if value.ndim == 0:
+            return leaf
+        if value.shape[0] != count:
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            raise MarsError(
+                f"{name} of the rule has {value.shape[0]} values for {count} prompts: give one, or one per prompt."
+            )
+        return value[np.asarray(rows)]
+
+    return jax.tree_util.tree_map_with_path(pick, rule)
