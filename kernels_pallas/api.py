@@ -54,7 +54,7 @@ def margin_stats(
         "reference": reference.margin_stats,
         "xla": xla.margin_stats,
         "partitioned": xla.partitioned_margin_stats,
-        "pallas_tpu": mosaic.margin.margin_stats,
+        "pallas_tpu": mosaic.margin_tpu.margin_stats,
         "pallas_gpu": _triton_margin_stats,
     }
     forms = {name: functools.partial(form, logsumexp=logsumexp) for name, form in forms.items()}
@@ -90,8 +90,7 @@ def margin_accept(
       y: i32[B, N]; the largest logit where it is negative, as at temperature 0, and everywhere for None.
       controls: per-row numbers: `AcceptControls`, or anything that has its fields.
       max_depth: D.
-      margin: "ratio" (z2 / z1 > theta and z1 > 0), "gap" (z1 - z2 < theta nats) or "prob_ratio"
-        (exp(z2 - z1) > theta). `theta = inf` is strict for each.
+      margin: "ratio" (z2 / z1 > theta and z1 > 0) or "gap" (z1 - z2 < theta nats). `theta = inf` is strict for both.
       logsumexp: also return it per node.
       implementation, blocks, interpret: as in `margin_stats`.
 
@@ -122,7 +121,7 @@ def margin_accept(
         "reference": two_steps(reference.margin_stats, reference.decide),
         "xla": two_steps(xla.margin_stats, margin_rule.decide),
         "partitioned": two_steps(xla.partitioned_margin_stats, margin_rule.decide),
-        "pallas_tpu": functools.partial(mosaic.margin.margin_accept, logsumexp=logsumexp, **options),
+        "pallas_tpu": functools.partial(mosaic.margin_tpu.margin_accept, logsumexp=logsumexp, **options),
         # The statistics are a few numbers per node by then: XLA fuses the walk over them into one small
         # kernel.
         "pallas_gpu": two_steps(_triton_margin_stats, margin_rule.decide),
@@ -131,7 +130,7 @@ def margin_accept(
 
 
 def _triton_margin_stats(logits: Array, **options: Any) -> MarginStats:
-    """`gpu.margin.margin_stats`, imported when it is asked for.
+    """`gpu.margin_gpu.margin_stats`, imported when it is asked for.
 
     jax 0.12 deprecates Pallas' Triton backend. Whoever does not name "pallas_gpu" needs none of it, so the
     release that removes it breaks nothing else.
