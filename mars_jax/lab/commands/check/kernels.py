@@ -204,7 +204,6 @@ def cases(vocab: int) -> list[Case]:
     for shape, parents, depth, dtype, margin, drawn in (
         ("chain", chain, 5, "float32", "ratio", False),
         ("tree", tree, 3, "bfloat16", "gap", True),
-        ("tree", tree, 3, "float32", "prob_ratio", False),
     ):
         accept = functools.partial(api.margin_accept, max_depth=depth, margin=margin, logsumexp=True)
         operands = _drafted(parents, vocab, dtype, margin, drawn=drawn)

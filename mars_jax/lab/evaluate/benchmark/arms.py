@@ -102,8 +102,8 @@ def low_margin_sampling(
 
 
 def other_margin(margin: str | None) -> str:
-    """The margin of the matched control: gap for the paper's ratio; ratio for gap, for what is one in disguise, and for
-    rules that have no margin."""
+    """The margin of the matched control: gap for the paper's ratio; ratio for gap, and for rules that have no
+    margin."""
     return "gap" if margin == "ratio" else "ratio"
 
 
