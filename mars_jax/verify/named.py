@@ -101,21 +101,8 @@ def needs_q(rule: Any) -> bool:
     >>> needs_q(load("mars", base="rejection").rule), needs_q(load("mars").rule)
     (True, False)
     """
-    return _needs("q", rule)
-
-
-def needs_chain(rule: Any) -> bool:
-    """Whether a rule, or the rule that it is over, verifies chains alone.
-
-    >>> needs_chain(load("rejection", block=True).rule), needs_chain(load("rejection").rule)
-    (True, False)
-    """
-    return _needs("chain", rule)
-
-
-def _needs(what: str, rule: Any) -> bool:
     while rule is not None:
-        if what in getattr(rule, "needs", ()):
+        if "q" in getattr(rule, "needs", ()):
             return True
         rule = getattr(rule, "base", None)
     return False

@@ -37,7 +37,8 @@ def product(x, w):
         return jax.lax.with_sharding_constraint(x @ w, NamedSharding(mesh, P()))
 
 lowered = jax.jit(product).lower(placed((16, 4096), P(None, "model")), placed((4096, 2048), P("model", None)))
-module, schedule = dump.compile_scheduled(lowered)
+with dump.fresh():
+    module, schedule = dump.recorded(lowered.compile().as_text())
 step = read_step(module, schedule, live=0)
 found = figures(step, SPEEDS["v5e"], where.bandwidth)
 print(json.dumps({

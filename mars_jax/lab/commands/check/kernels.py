@@ -95,7 +95,7 @@ def check_kernels(platform: str, tick: Callable[[str], None] = lambda what: None
             )
             rows.append(_row(case, asked, **_compared(case, form, want)))
     tick("experts")
-    return [*rows, _experts(platform)]
+    return [*rows, _experts()]
 
 
 @functools.cache
@@ -287,7 +287,7 @@ def _drafted(parents: np.ndarray, vocab: int, dtype: str, margin: str, *, drawn:
     return logits, tokens, np.tile(parents.astype(np.int32), (batch, 1)), y if drawn else None, controls
 
 
-def _experts(platform: str) -> dict[str, Any]:
+def _experts() -> dict[str, Any]:
     """Products with the matrices of experts, as a mixture takes them here, beside numpy's."""
     draw = np.random.default_rng(0)
     x, w = (np.asarray(jnp.asarray(draw.normal(size=s), jnp.bfloat16)) for s in ((48, 256), (4, 128, 256)))
