@@ -90,8 +90,7 @@ def margin_accept(
       y: i32[B, N]; the largest logit where it is negative, as at temperature 0, and everywhere for None.
       controls: per-row numbers: `AcceptControls`, or anything that has its fields.
       max_depth: D.
-      margin: "ratio" (z2 / z1 > theta and z1 > 0), "gap" (z1 - z2 < theta nats) or "prob_ratio"
-        (exp(z2 - z1) > theta). `theta = inf` is strict for each.
+      margin: "ratio" (z2 / z1 > theta and z1 > 0) or "gap" (z1 - z2 < theta nats). `theta = inf` is strict for both.
       logsumexp: also return it per node.
       implementation, blocks, interpret: as in `margin_stats`.
 

@@ -65,7 +65,7 @@ def ratio(z1: Array, z2: Array, theta: Array) -> Array:
 
 
 def gap(z1: Array, z2: Array, theta: Array) -> Array:
-    """`z1 - z2 < theta` in nats; invariant to the offset of the logits.
+    """`z1 - z2 < theta` in nats, which is `p2 / p1 > exp(-theta)`; invariant to the offset of the logits.
 
     >>> gap(jnp.asarray(10.0), jnp.asarray(9.5), jnp.asarray(1.0)).item()
     True
@@ -73,16 +73,7 @@ def gap(z1: Array, z2: Array, theta: Array) -> Array:
     return (z1 - z2 < theta) & (theta < jnp.inf)
 
 
-def prob_ratio(z1: Array, z2: Array, theta: Array) -> Array:
-    """`p2 / p1 = exp(z2 - z1) > theta`, at temperature 1.
-
-    >>> prob_ratio(jnp.asarray(10.0), jnp.asarray(9.5), jnp.asarray(0.9)).item()
-    False
-    """
-    return jnp.exp(z2 - z1) > theta
-
-
-MARGINS: dict[str, Margin] = {"ratio": ratio, "gap": gap, "prob_ratio": prob_ratio}
+MARGINS: dict[str, Margin] = {"ratio": ratio, "gap": gap}
 """Margins by name."""
 
 

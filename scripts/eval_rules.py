@@ -130,14 +130,6 @@ def edges(draft: str) -> list[Arm]:
         *swept("entropy_gate", draft, one("entropy", (1.5, 1.0)), **few),
         *swept("fly", draft, one("entropy", (0.9, 0.3), window=2), **few),
         *swept("learned", draft, one("theta", (0.01, 0.05, 0.2, 0.9)), **few),
-        # The gap of 1 nat under its other name: the same decisions.
-        *swept(
-            "mars",
-            draft,
-            one("theta", (float(np.exp(-1.0)),), margin="prob_ratio"),
-            family="mars (prob_ratio)",
-            **few,
-        ),
     ]
 
 

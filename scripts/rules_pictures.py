@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from results_tables.rules import GONE
+
 from mars_jax.lab.pictures.palette import GREY, look
 from mars_jax.lab.pictures.style import honest_limits, level, picture, whiskers
 
@@ -39,7 +41,7 @@ def groups(report: Mapping[str, Any], task: str) -> list[list[str]]:
         if table["task"] == task and table["draft"] != "none"
         for arm in table["arms"]
     ]
-    families = [name for name in dict.fromkeys(found) if name not in STRICT]
+    families = [name for name in dict.fromkeys(found) if name not in (*STRICT, GONE)]
     families.sort(key=lambda name: not name.startswith("mars"))
     rows = -(-len(families) // PER_PANEL)
     size = -(-len(families) // rows)

@@ -221,7 +221,7 @@ def report(
                     key = (task, temperature, draft, arm.name)
                     if key in grouped:
                         found[key] = sums(grouped[key]).first(arm.prompts)
-    tables, answers, same, beside, calibrated = [], [], [], [], []
+    tables, answers, beside, calibrated = [], [], [], []
     for task in TASKS:
         for temperature in (0.0, 1.0):
             alone = found[task, temperature, "none", "target alone"]
@@ -281,13 +281,7 @@ def report(
                         ]
                         if swept:
                             calibrated.append({**where, "family": family, **certified(swept, exact[0], task)})
-                odds = families.get("mars (prob_ratio)", [])
-                one_nat = of("mars (gap) theta 1")
-                if odds and one_nat is not None:
-                    n = len(odds[0].steps)
-                    equal = all(np.array_equal(a, b) for a, b in zip(odds[0], one_nat.first(n), strict=True))
-                    same.append({"task": task, "temperature": temperature, "prompts": n, "same": bool(equal)})
-    made = {"tables": tables, "ratio_less_gap": answers, "prob_ratio_is_gap": same}
+    made = {"tables": tables, "ratio_less_gap": answers}
     return made | {"less_margins": beside, "calibrated": calibrated} if against_margins else made
 
 

@@ -121,7 +121,6 @@ def rules(hidden: int) -> dict[str, Any]:
         "block": (block, ()),
         "mars": (verify.mars(), ()),
         "mars gap": (verify.mars(margin="gap", theta=1.0), ()),
-        "mars prob_ratio": (verify.mars(margin="prob_ratio", theta=0.4), ()),
         "mars by position": by_position,
         "mars over rejection": (verify.mars(rejection), ()),
         "mars over block": (verify.mars(block), ()),

@@ -45,8 +45,7 @@ LENGTHS = tuple(range(3, DEPTH + 1))
 THETAS = tuple(round(0.70 + 0.02 * i, 2) for i in range(15))
 GAPS = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Nats; the ratio's 0.9 is a gap of a tenth of the best logit, which is about 2.5 here."""
-PROB_RATIOS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7)
-GRIDS = {"ratio": THETAS, "gap": GAPS, "prob_ratio": PROB_RATIOS}
+GRIDS = {"ratio": THETAS, "gap": GAPS}
 EXACT, SECOND, BARRED = 1, 2, 4
 """Bits of a drafted token: `exact` takes it; it is one of the two best; a stop token forbids to relax it."""
 

@@ -4,7 +4,6 @@
     python scripts/tpu_cost.py --cases none --checkout OLD --label before
     python scripts/tpu_cost.py --from DIR2 DIR4 --layers 2 4 --model-layers 32
     python scripts/tpu_cost.py --added DIR DIR --name chain-5  # what the second program adds
-    python scripts/tpu_cost.py --check                         # what the tool was checked on
     python scripts/tpu_cost.py --picture                       # of what is in the JSON
 
 Results are added to scripts/results/tpu_cost.json by label and case, and drawn into docs/tpu_cost.svg. How to
@@ -207,19 +206,6 @@ def draw(report: Mapping[str, Any], pictures: Sequence[Path]) -> None:
         row[0].set_ylabel("ms a step, estimated")
 
 
-def checked(topology: str) -> Any:
-    """The checks of planning.trust, in a process whose libtpu dumps."""
-    code = (
-        "import json; from mars_jax.lab.planning import trust, chips, dump; dump.dump_folder(); "
-        f"print(json.dumps(trust.check(chips.topology({topology!r}), {topology.partition(':')[0]!r})))"
-    )
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    ran = subprocess.run(
-        [sys.executable, "-c", code], check=True, env=environment, stdout=subprocess.PIPE, text=True
-    )
-    return json.loads(ran.stdout.splitlines()[-1])
-
-
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -243,7 +229,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--label", default="now")
     parser.add_argument("--about", help="what the label stands for, such as a commit")
     parser.add_argument("--keep", type=Path, help="a folder for the dumps, which are removed else")
-    parser.add_argument("--check", action="store_true")
     parser.add_argument("--picture", action="store_true")
     parser.add_argument("--json", type=Path, default=REPORT)
     parser.add_argument("--pictures", type=Path, default=ROOT / "docs")
@@ -302,13 +287,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         report["cases"].setdefault(asked.label, {}).update(made)
         if asked.about:
             report.setdefault("labels", {})[asked.label] = asked.about
-    if asked.check:
-        from mars_jax.lab.planning.trust import CANNOT_SEE
-
-        report["trust"] = {"checked_on": checked(asked.topology), "cannot_see": CANNOT_SEE}
-        for row in report["trust"]["checked_on"]:
-            print(f"{row['program']}: {row['ratio']:.3f} ({row['expected']})")
-    if made or asked.check or asked.added:
+    if made or asked.added:
         asked.json.write_text(json.dumps(report, indent=1) + "\n")
     if asked.picture:
         draw(report, [asked.pictures / "tpu_cost.svg"])

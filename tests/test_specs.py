@@ -84,7 +84,6 @@ def test_margins_are_those_of_the_kernels():
     [
         ("mars", "theta", 1.0, {}),
         ("mars", "theta", math.inf, {}),
-        ("mars", "theta", 1, {"margin": "prob_ratio"}),
         ("mars", "theta", 7.5, {"margin": "gap"}),
         ("mars", "theta", [0.5, math.inf], {}),
         ("mars", "theta", np.float32([0.5, 0.9]), {}),
@@ -110,7 +109,6 @@ def test_a_value_in_range_passes(rule, name, value, chosen):
     [
         ("mars", "theta", 0.0, {}, "theta is 0: expected a number above 0 and at most 1 for the margin ratio, or inf"),
         ("mars", "theta", 1.5, {}, "theta is 1.5: expected a number above 0 and at most 1 for the margin ratio"),
-        ("mars", "theta", 1.5, {"margin": "prob_ratio"}, "theta is 1.5: expected a number above 0 and at most 1 for"),
         ("mars", "theta", -1, {"margin": "gap"}, "theta is -1: expected a number above 0 for the margin gap"),
         ("mars", "theta", math.nan, {"margin": "gap"}, "theta is nan"),
         ("mars", "theta", np.asarray([0.5, 1.5]), {}, "theta is 1.5"),
@@ -121,10 +119,10 @@ def test_a_value_in_range_passes(rule, name, value, chosen):
         ("mars", "max_relaxed_run", 1.5, {}, "max_relaxed_run is 1.5: expected a whole number"),
         ("mars", "max_relaxed_run", 2**31, {}, "max_relaxed_run is 2147483648"),
         ("mars", "max_relaxed_run", [0, -1], {}, "max_relaxed_run is -1"),
-        ("mars", "margin", "wide", {}, "margin is 'wide': expected one of ratio, gap, prob_ratio"),
+        ("mars", "margin", "wide", {}, "margin is 'wide': expected one of ratio, gap"),
         ("mars", "margin", ["ratio"], {}, "margin is ['ratio'] (did you mean ratio?): expected"),
         ("rejection", "block", [True], {}, "block is [True]: expected true or false"),
-        ("mars", "theta", 0.9, {"margin": "wide"}, "margin is 'wide': expected one of ratio, gap, prob_ratio"),
+        ("mars", "theta", 0.9, {"margin": "wide"}, "margin is 'wide': expected one of ratio, gap"),
         ("mars", "tau", 2.0, {}, "the rule mars has no setting 'tau': it has base, margin, theta, max_relaxed_run"),
         ("mars", "block", True, {}, "the rule mars has no setting 'block'"),
         ("exact", "theta", 0.9, {}, "the rule exact has no setting 'theta': it has none"),

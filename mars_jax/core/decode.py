@@ -30,7 +30,6 @@ __all__ = [
     "jitted_step",
     "look_ahead",
     "run",
-    "scan",
     "shapes",
     "speculative_decoder",
     "start",
@@ -143,21 +142,6 @@ def run(
         return lax.while_loop(going, body, (state, stats, most))[:2]
 
     return by_rows(loop)((params, None if max_steps is None else jnp.asarray(max_steps, jnp.int32)), state)
-
-
-def scan(decoder: Decoder, params: Params, state: DecodeState, steps: int) -> tuple[DecodeState, StepInfo]:
-    """A fixed number of steps as one `lax.scan`, for a program whose every loop has a known length.
-
-    Pure and not compiled by itself. A row that is done takes the rest of the steps without emitting anything.
-
-    Args:
-      decoder, params, state: as for `run`; nothing is donated.
-      steps: static.
-
-    Returns:
-      The state, and the `StepInfo` of every step: its arrays begin with `steps`, then B.
-    """
-    return lax.scan(lambda state, _: decoder.step(params, state), state, None, length=steps)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)

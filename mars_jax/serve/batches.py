@@ -95,11 +95,6 @@ class RowFile:
         self._taken = last
         return self.rows[first:last]
 
-    @property
-    def on_file(self) -> int:
-        """Rows that `batch` will not make."""
-        return len(self.rows)
-
     def _check(self, first: int, keys: Sequence[Key]) -> None:
         for number, (row, key) in enumerate(zip(self.rows[first:], keys, strict=False), start=first):
             if any(name not in row or row[name] != value for name, value in key.items()):

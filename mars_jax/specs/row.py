@@ -14,7 +14,6 @@ UNLIMITED_RUN = 1 << 30
 MARGINS = {
     "ratio": "second logit / best > theta",
     "gap": "nats between them < theta",
-    "prob_ratio": "second probability / best > theta",
 }
 """What a threshold may bound, as `kernels_pallas.MARGINS` computes it."""
 NEEDS = {

@@ -49,7 +49,6 @@ _SHIFT = Range(
     inf=True,
     grid=(4.0, 3.0, 2.0, 1.0, 0.5, 0.0, -0.5, -1.0, -2.0, -3.0),
 )
-_STRICT = "above 0 and at most 1 for the margin {}, or inf, which is strict"
 
 RULES: dict[str, Rule] = {
     row.name: row
@@ -72,11 +71,13 @@ RULES: dict[str, Rule] = {
                 "theta",
                 0.9,
                 {
-                    "ratio": _share("a number " + _STRICT.format("ratio"), grid=_RATIOS),
+                    "ratio": _share(
+                        "a number above 0 and at most 1 for the margin ratio, or inf, which is strict",
+                        grid=_RATIOS,
+                    ),
                     "gap": Range(
                         "a number above 0 for the margin gap (inf is strict)", 0, above=True, grid=_GAPS
                     ),
-                    "prob_ratio": _share("a number " + _STRICT.format("prob_ratio"), grid=_ODDS),
                 },
                 "how near a tie must be; inf never relaxes",
                 by="margin",

@@ -9,7 +9,7 @@ from mars_jax.verify.exact import Exact, exact
 from mars_jax.verify.lossy import Lossy
 from mars_jax.verify.mars import Mars, mars
 from mars_jax.verify.mixture import Mixture, mixture
-from mars_jax.verify.named import load, needs_chain, needs_q
+from mars_jax.verify.named import load, needs_q
 from mars_jax.verify.nucleus import Nucleus, nucleus
 from mars_jax.verify.rejection import Rejection, rejection
 from mars_jax.verify.relaxed import Relaxed, runner_up_edges
@@ -43,7 +43,6 @@ __all__ = [
     "load",
     "mars",
     "mixture",
-    "needs_chain",
     "needs_q",
     "node_stats",
     "nucleus",

@@ -20,8 +20,8 @@ from mars_jax.verify.relaxed import Relaxed, base_of
 class Adaptive(Relaxed):
     """AdaptiveSpec (arXiv 2609.02897): a drafted token x is accepted where p(x) / p(top1) > theta.
 
-    It is `mars(margin="prob_ratio")` without the limit to the two best tokens. Lossy; at theta of 1 or more, as at inf,
-    it equals `base` bit for bit.
+    It is `mars(margin="gap", theta=-log(theta))` without the limit to the two best tokens. Lossy; at theta of 1 or
+    more, as at inf, it equals `base` bit for bit.
     """
 
     theta: Any  # f32[] or [B]

@@ -86,8 +86,7 @@ def mars(
     Args:
       base: the strict rule, `exact()` by default, or `rejection(...)`.
       theta: the threshold, one number or one per row: a value, so that changing it compiles nothing.
-      margin: "ratio" (z2 / z1 > theta, the paper's), "gap" (z1 - z2 < theta nats) or "prob_ratio"
-        (p2 / p1 > theta).
+      margin: "ratio" (z2 / z1 > theta, the paper's) or "gap" (z1 - z2 < theta nats).
       max_relaxed_run: relaxed tokens allowed in a row, one number or one per row; default: any.
       exact_prefix: generated tokens at the start that are strict, one number or one per row; see `Lossy`.
 

@@ -82,12 +82,3 @@ def needs_q(rule: Any) -> bool:
     (True, False)
     """
     return asks("q", rule)
-
-
-def needs_chain(rule: Any) -> bool:
-    """Whether a rule, or the rule that it is over, verifies chains alone.
-
-    >>> needs_chain(load("rejection", block=True).rule), needs_chain(load("rejection").rule)
-    (True, False)
-    """
-    return asks("chain", rule)

@@ -77,7 +77,7 @@ def _replay(report: Mapping[str, Any]) -> dict[str, Any]:
     cases = report["cases"]
     named = [(name, f"{task}, T={t}") for task, name in TASKS.items() for t in TEMPERATURES]
     named += [("all", f"all, T={t}") for t in TEMPERATURES]
-    sweep, others = {}, {}
+    sweep, gaps = {}, {}
     for t in TEMPERATURES:
         taus = cases[f"all, T={t}"]["tau"]
         lengths = [k for k in taus["ratio"]["inf"] if k in ("3", "4", "5", "7", "9", "12")]
@@ -85,10 +85,7 @@ def _replay(report: Mapping[str, Any]) -> dict[str, Any]:
             ("inf, which is `exact`" if theta == "inf" else theta, *(f"{cells[k][0]:.2f}" for k in lengths))
             for theta, cells in taus["ratio"].items()
         ]
-        others[t] = [
-            (margin, ", ".join(f"{x}: {cells['3'][0]:.2f}" for x, cells in taus[margin].items() if x != "inf"))
-            for margin in ("gap", "prob_ratio")
-        ]  # fmt: skip
+        gaps[t] = {x: f"{cells['3'][0]:.2f}" for x, cells in taus["gap"].items() if x != "inf"}
     both = [cases[f"all, T={t}"]["rejected"]["7"]["share_above_0.9"] for t in TEMPERATURES]
     return {
         "rejections": [_rejections(report, name, case) for name, case in named if case in cases],
@@ -99,7 +96,7 @@ def _replay(report: Mapping[str, Any]) -> dict[str, Any]:
         ],
         "lengths": lengths,
         "sweep": sweep,
-        "others": others,
+        "gaps": gaps,
         "places": sum(cases[f"all, T={t}"]["places"] for t in TEMPERATURES),
         "prompts": cases["all, T=0"]["prompts"],
     }

@@ -75,7 +75,7 @@ def test_a_setting_of_another_rule_has_its_range_too(refused, text):
         (["--verify", "fast", "x"], "there is no rule 'fast': choose one of exact, rejection, mars"),
         (["--verify", "marss", "x"], "there is no rule 'marss' (did you mean mars?)"),
         (["--dtype", "int4", "x"], "--dtype: invalid choice"),
-        (["--margin", "wide", "x"], "--margin is wide: expected one of ratio, gap, prob_ratio"),
+        (["--margin", "wide", "x"], "--margin is wide: expected one of ratio, gap"),
         (["--base", "mars", "x"], "--base is mars: expected one of exact, rejection"),
         (["--rule-option", "theta", "x"], "--rule-option is theta: expected NAME=VALUE"),
         (["--rule-option", "theta=2", "x"], "--rule-option theta is 2: expected a number above 0"),

@@ -44,13 +44,13 @@ def test_factors_scale_the_gap_that_is_let_through(case, margin):
     """In units of the margin: nats, or for the ratio the second logit."""
     tree, logits, _ = case
     found = margin_stats(logits)
-    theta = jnp.full((ROWS, NODES), {"ratio": 0.7, "gap": 1.5, "prob_ratio": 0.25}[margin], jnp.float32)
+    theta = jnp.full((ROWS, NODES), {"ratio": 0.7, "gap": 1.5}[margin], jnp.float32)
     seen = evidence(tree, logits)
     factors = np.asarray([1.0, 0.0, 2.0, 2.0])
     by = context("position", factors[:3], edges=(1, 2))
     low = MARGINS[margin](found.top1, found.top2, thresholds("position", by, seen, theta, margin))
     gap, unit = np.asarray(found.top1 - found.top2), 1.0
-    limit = {"ratio": 1 / 0.7 - 1, "gap": 1.5, "prob_ratio": np.log(4)}[margin]
+    limit = {"ratio": 1 / 0.7 - 1, "gap": 1.5}[margin]
     if margin == "ratio":
         unit = np.where(found.top2 > 0, found.top2, np.nan)  # where both are positive, as here but for a few
     expected = gap / unit < limit * factors

@@ -26,7 +26,6 @@ _WORDS = (
     *map(str, NUMBERS),
     "ratio",
     "gap",
-    "prob_ratio",
     "exact",
     "rejection",
     "false",

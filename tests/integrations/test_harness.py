@@ -178,7 +178,7 @@ def test_texts_end_at_the_first_stop_string_and_keep_their_order(ours, theirs):
         ({"batch_size": "9" * 5000}, "expected a whole number of at least 1"),
         ({"draft": "ngram", "theta": "nowhere.json"}, "theta is nowhere.json"),
         ({"draft": "ngram", "theta": 1.5}, "theta is 1.5: expected a number above 0 and at most 1"),
-        ({"draft": "ngram", "margin": "wide"}, "margin is wide: expected one of ratio, gap, prob_ratio"),
+        ({"draft": "ngram", "margin": "wide"}, "margin is wide: expected one of ratio, gap"),
         (
             {"draft": "ngram", "speed": 3},
             "speed does not apply to the rule mars, which has base, margin, theta",

@@ -215,5 +215,5 @@ def test_the_simulated_kernel_has_no_race():
 
 def test_an_unknown_margin_is_named():
     (logits, tokens, parents, y, controls), _ = TestXla().case(1, 1, 1, 0, 8)
-    with pytest.raises(ValueError, match="margin is 'rato': expected one of ratio, gap, prob_ratio"):
+    with pytest.raises(ValueError, match="margin is 'rato': expected one of ratio, gap"):
         margin_accept(logits, tokens, parents, y, controls, max_depth=0, margin="rato")

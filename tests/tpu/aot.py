@@ -5,6 +5,7 @@ Mosaic compiles for real and rejects what a TPU would reject; nothing is execute
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mars_jax.lab.planning.chips import topology
-from mars_jax.lab.planning.compiled_program import compile_for, compile_program, held_bytes
+from mars_jax.lab.planning.compiled_program import compile_program, held_bytes
 
 __all__ = ["TOPOLOGIES", "abstract", "compile_for", "compile_program", "held_bytes", "mesh"]
 
@@ -22,6 +23,13 @@ LARGER = {"v5p": "v5p:2x2x2"}
 """Topologies of 8 devices."""
 WITHOUT_FIGURES = {"tpu7x": "tpu7x:2x2x1"}
 """Generations that libtpu compiles for and `planning` has no published figures of."""
+
+
+def compile_for(
+    function: Callable[..., Any], *arguments: Any, watch: int | None = None, **jit_options: Any
+) -> dict[str, Any]:
+    """Compile a function for its abstract arguments and report; see `compile_program`."""
+    return compile_program(jax.jit(function, **jit_options).lower(*arguments), watch=watch)
 
 
 def hbm_bytes(generation: str) -> int:

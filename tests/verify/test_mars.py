@@ -82,7 +82,6 @@ def python_relaxable(tokens, parents, logits, y, margin, theta, strict, stops):
         low = {
             "ratio": z1 > 0 and z2 > theta * z1,
             "gap": z1 - z2 < theta < np.inf,
-            "prob_ratio": np.exp(z2 - z1) > theta,
         }[margin]
         stopping = {tokens[i], first, y[parents[i]]} & set(stops)
         result.append(bool(low and not strict and tokens[i] in (first, second) and not stopping))
@@ -235,7 +234,6 @@ def test_margins_are_their_formulas_and_strict_at_infinity():
     expected = {
         "ratio": (z1 > 0) & (z2 / z1 > theta),
         "gap": z1 - z2 < theta,
-        "prob_ratio": np.exp(z2 - z1) > theta,
     }
     for name, margin in MARGINS.items():
         np.testing.assert_array_equal(margin(*map(jnp.asarray, (z1, z2, theta))), expected[name])
@@ -334,7 +332,7 @@ def test_padding_is_never_relaxed():
 
 
 def test_what_cannot_be_relaxed_is_refused():
-    with pytest.raises(MarsError, match=r"margin is 'entropy'.*ratio, gap, prob_ratio"):
+    with pytest.raises(MarsError, match=r"margin is 'entropy'.*ratio, gap"):
         mars(margin="entropy")
     with pytest.raises(MarsError, match=r"base is .*exact"):
         mars(mars())

@@ -79,9 +79,6 @@ CASES = {
         params=contrib.context("position", (1.5, 0.5), edges=(1,)),
     ),
     "gap": Case(verify.mars(margin="gap", theta=1.5), verify.exact(), {"theta": np.inf}, {"theta": 0.5}),
-    "prob_ratio": Case(
-        verify.mars(margin="prob_ratio", theta=0.2), verify.exact(), {"max_relaxed_run": 0}, {"theta": 0.6}
-    ),
     "learned": Case(
         contrib.learned(theta=0.5), verify.exact(), {"theta": np.inf}, {"theta": 0.13}, params=learned_head(),
         drafter=TREE,
@@ -127,7 +124,7 @@ CASES = {
     "released": Case(contrib.released(ratio=0.4), verify.rejection(), None, {"ratio": np.inf}, drafter=SAMPLED),
 }  # fmt: skip
 LIKE_ANOTHER = {
-    "mars by position", "gap", "prob_ratio", "topk", "typical", "adaptive", "entropy_gate", "nucleus", "lenience",
+    "mars by position", "gap", "topk", "typical", "adaptive", "entropy_gate", "nucleus", "lenience",
     "cactus", "diversed", "speccascade", "speccascade(opt)", "mars over rejection on trees", "mixture on trees",
     "phrase",
 }  # fmt: skip

@@ -31,12 +31,10 @@ CLASSES = ("word", "number", "punctuation")
 _TO_LOOSENESS: dict[str, Callable[[Array], Array]] = {
     "ratio": lambda theta: 1 / theta - 1,  # the gap in units of z2
     "gap": lambda theta: theta,
-    "prob_ratio": lambda theta: -jnp.log(theta),  # the gap in nats
 }
 _TO_THETA: dict[str, Callable[[Array], Array]] = {
     "ratio": lambda looseness: 1 / (1 + looseness),
     "gap": lambda looseness: looseness,
-    "prob_ratio": lambda looseness: jnp.exp(-looseness),
 }
 
 
@@ -135,10 +133,10 @@ def context(
 ) -> Context:
     """A table for `by_context(by)`: what scales the looseness of its threshold, node by node.
 
-    The looseness of a threshold is the gap between the two best logits that it lets through: in nats for the margins
-    gap and prob_ratio, as a share of the second logit for ratio. Bin c of the context multiplies it by `factors[c]`: 0
-    is strict there, 1 is theta itself. So theta stays the one number of a request that changes without compiling, and
-    that a calibration chooses.
+    The looseness of a threshold is the gap between the two best logits that it lets through: in nats for the margin
+    gap, as a share of the second logit for ratio. Bin c of the context multiplies it by `factors[c]`: 0 is strict
+    there, 1 is theta itself. So theta stays the one number of a request that changes without compiling, and that a
+    calibration chooses.
 
     Args:
       by: "entropy" of the target's distribution at the node, nats, at temperature 1; "position" in the draft, its

@@ -59,7 +59,7 @@ RULES = {
     "simulated": Look(GREY, "*"),
 }
 """By the names of `specs.RULES`."""
-VARIANTS = {"gap": "^", "prob_ratio": "v", "opt": "v", "over rejection": "s"}
+VARIANTS = {"gap": "^", "opt": "v", "over rejection": "s"}
 """Markers of a rule with another margin or base than its own, in the rule's colour."""
 OTHERS = {
     "autoregressive": ALONE,

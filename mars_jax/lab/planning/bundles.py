@@ -47,11 +47,6 @@ class Routine:
         once."""
         return sum(self.times())
 
-    @property
-    def open_loops(self) -> int:
-        """Loops without a known count."""
-        return sum(loop.trips is None for loop in self.loops)
-
     def times(self) -> list[int]:
         """How often each bundle runs."""
         times = [1] * len(self.bundles)

@@ -24,13 +24,6 @@ class OutOfMemory(Exception):
         self.used, self.capacity = used, capacity
 
 
-def compile_for(
-    function: Callable[..., Any], *arguments: Any, watch: int | None = None, **jit_options: Any
-) -> dict[str, Any]:
-    """Compile a function for its abstract arguments and report; see `compile_program`."""
-    return compile_program(jax.jit(function, **jit_options).lower(*arguments), watch=watch)
-
-
 @activity.doing("compiling")
 def compile_program(
     lowered: jax.stages.Lowered, *, watch: int | None = None, read: Callable[[str], Any] | None = None

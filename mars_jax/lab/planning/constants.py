@@ -1,10 +1,10 @@
 """The numbers that `planning.cost` judges by. They are frozen: before and after a change are judged by the same ones.
 
 Clocks: what libtpu's schedules count cycles of (v5e 1.5 GHz, v5p and v6e 1.75 GHz, v4 1.05 GHz), by which its matrix
-units reach the published peak figures (tests/tpu/test_cost.py). Links: Google's Cloud TPU documentation, bytes a second
-of a chip over all links, here of one link in both directions. Hops: "about 1 us", How to Scale Your Model (2025),
-chapter 3. An instruction's own time is not known: 0.2 us is what a program without launches can reach with operands in
-fast memory, 1.5 us an upper bound; every estimate names both.
+units reach the published peak figures ("trust" in scripts/results/tpu_cost.json). Links: Google's Cloud TPU
+documentation, bytes a second of a chip over all links, here of one link in both directions. Hops: "about 1 us", How to
+Scale Your Model (2025), chapter 3. An instruction's own time is not known: 0.2 us is what a program without launches
+can reach with operands in fast memory, 1.5 us an upper bound; every estimate names both.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Compile a program and keep its final schedule, which libtpu writes only if it is told to before it is loaded."""
+"""Keep the final schedule of a compiled program, which libtpu writes only if it is told to before it is loaded."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from pathlib import Path
 
 import jax
 
-from mars_jax.core.errors import MarsError
 from mars_jax.lab.planning import bundles, hlo
 
-__all__ = ["compile_scheduled", "dump_folder", "fresh", "is_on", "recorded"]
+__all__ = ["dump_folder", "fresh", "is_on", "recorded"]
 
 
 @functools.cache
@@ -52,25 +51,6 @@ def recorded(text: str) -> tuple[hlo.Module, bundles.Schedule] | None:
     for path in folder.iterdir():
         path.unlink()
     return hlo.parse(text), schedule
-
-
-def compile_scheduled(lowered: jax.stages.Lowered) -> tuple[hlo.Module, bundles.Schedule]:
-    """Compile a program for a TPU; its optimised form and its schedule.
-
-    Raises:
-      MarsError: libtpu was loaded before `dump_folder` was called.
-    """
-    dump_folder()
-    with fresh():
-        compiled = lowered.compile()
-    text = compiled.as_text()
-    assert text is not None  # XLA's TPU compiler gives it
-    found = recorded(text)
-    if found is None:
-        raise MarsError(
-            "libtpu wrote no schedule: call planning.dump.dump_folder() before the first topology, in a fresh process."
-        )
-    return found
 
 
 @contextlib.contextmanager

@@ -109,8 +109,8 @@ def test_the_arms_over_rejection():
 
 
 def test_the_matched_margin_is_another_rule():
-    margins = ("ratio", "gap", "prob_ratio", None)
-    assert [other_margin(margin) for margin in margins] == ["gap", "ratio", "ratio", "ratio"]
+    margins = ("ratio", "gap", None)
+    assert [other_margin(margin) for margin in margins] == ["gap", "ratio", "ratio"]
 
 
 def test_settings_stand_in_the_names_of_arms():

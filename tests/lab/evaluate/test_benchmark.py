@@ -416,7 +416,7 @@ def test_two_tasks_over_rejection(target, prompts, tmp_path):
         (["--verify", "gates.py:gate"], "the file of a rule 'gates.py' cannot be read"),
         (["--task", "arithmetic"], "--task names a task twice"),
         (["--task", "chess=x"], "there is no task 'chess'"),
-        (["--margin", "width"], "--margin is width: expected one of ratio, gap, prob_ratio"),
+        (["--margin", "width"], "--margin is width: expected one of ratio, gap"),
         (["--allow-code-execution"], "--allow-code-execution does not apply to tasks without tests"),
         (
             ["--allow-unconfined-code"],

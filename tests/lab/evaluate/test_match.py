@@ -50,5 +50,5 @@ def test_thresholds_stay_in_the_range_of_their_margin():
 
 
 def test_other_margins_have_no_scale():
-    with pytest.raises(MarsError, match="no scale for the margin 'prob_ratio'"):
-        threshold("prob_ratio", 1.0)
+    with pytest.raises(MarsError, match="no scale for the margin 'wide'"):
+        threshold("wide", 1.0)

@@ -30,17 +30,15 @@ AUTOREGRESSIVE = "autoregressive"
 """The arm that every other one is measured against."""
 
 
-ROLES = ("alone", "strict", "infinite", "rule", "matched", "control", "simulated", "refined")
-"""What an arm is in a run: the rule that is measured, or something that it is measured against."""
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Arm:
     """One way to decode the same prompts with the same seeds."""
 
     name: str
     rule: LoadedRule
-    role: str = ""  # one of ROLES
+    # The rule that is measured ("rule"), or what it is measured against: "alone", "strict", "infinite", "matched",
+    # "control", "simulated", "refined".
+    role: str = ""
     drafts: bool  # False: a target forward for every token
     refines: bool = False  # the draft learns from its failures as the arm goes on
     top_k: int = 0
@@ -102,8 +100,8 @@ def low_margin_sampling(
 
 
 def other_margin(margin: str | None) -> str:
-    """The margin of the matched control: gap for the paper's ratio; ratio for gap, for what is one in disguise, and for
-    rules that have no margin."""
+    """The margin of the matched control: gap for the paper's ratio; ratio for gap, and for rules that have no
+    margin."""
     return "gap" if margin == "ratio" else "ratio"
 
 

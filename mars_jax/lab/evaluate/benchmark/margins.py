@@ -86,8 +86,6 @@ def margin_of(name: str, z1: np.ndarray, z2: np.ndarray) -> np.ndarray:
     """
     if name == "gap":
         return z1 - z2
-    if name == "prob_ratio":
-        return np.exp(z2 - z1)
     return np.where(z1 > 0, np.maximum(z2, 0) / np.where(z1 > 0, z1, 1), 0)
 
 

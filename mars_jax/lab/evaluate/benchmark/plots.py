@@ -236,7 +236,7 @@ def _depth(row: Any, table: Table) -> None:
 
 def _margins(row: Any, table: Table, margin: str | None) -> None:
     """Draft tokens by the margin of the target there, a panel an arm."""
-    meaning = {"ratio": "z2 / z1", "gap": "z1 - z2, nats", "prob_ratio": "p2 / p1"}[margin or "ratio"]
+    meaning = {"ratio": "z2 / z1", "gap": "z1 - z2, nats"}[margin or "ratio"]
     for axis, (name, counts) in zip(row, table["margins"].items(), strict=False):
         for kind, colour in KINDS.items():
             if any(counts[kind]):

@@ -1,4 +1,4 @@
-"""A bounded number of steps, a scan of them, a state on disk and a step as bytes: all of them go on as `run` does."""
+"""A bounded number of steps and a state on disk: both go on as `run` does."""
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +9,7 @@ from mars_jax.core import decode
 from mars_jax.core.controls import make_controls
 from mars_jax.core.errors import MarsError
 from mars_jax.core.mesh import parse_mesh
-from mars_jax.core.portable import export_step, load_step
-from mars_jax.core.types import NO_TOKEN, Prompts, keys_from_seeds
+from mars_jax.core.types import Prompts, keys_from_seeds
 from mars_jax.placement.hosts import put
 from mars_jax.placement.shardings import state_shardings
 from tests.core.test_decode import SMALL, TARGET, VOCAB
@@ -51,16 +50,6 @@ def test_steps_by_the_piece_are_the_steps_of_a_run(whole):
     assert decode.run._cache_size() <= compiled + 1, "another bound is another value"
 
 
-def test_a_scan_takes_its_steps_and_tells_of_each(whole):
-    state, infos = jax.jit(lambda s: decode.scan(DECODER, NO_WEIGHTS, s, whole[1] + 2))(begun())
-    assert committed(state) == whole[0]
-    emitted = [infos.emitted[:, row][infos.emitted[:, row] != NO_TOKEN].tolist() for row in range(4)]
-    assert emitted == [
-        tokens[len(tokens) - len(new) :] for tokens, new in zip(whole[0], emitted, strict=True)
-    ]
-    assert not infos.num_emitted[-2:].any()
-
-
 @pytest.mark.slow
 def test_a_state_goes_through_disk_and_onto_a_mesh(whole, tmp_path):
     state, _ = decode.run(DECODER, NO_WEIGHTS, begun(), max_steps=2)
@@ -79,39 +68,3 @@ def test_a_state_goes_through_disk_and_onto_a_mesh(whole, tmp_path):
         hub.restore_state(tmp_path / "state", begun(2))
     with pytest.raises(MarsError, match="holds no state"):
         hub.restore_state(tmp_path / "nothing", state)
-
-
-def same(one, other):
-    def plain(x):
-        x = jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
-        return x.astype(jnp.float32) if x.dtype == jnp.bool_ else x
-
-    return jax.tree.map(lambda a, b: bool(jnp.array_equal(plain(a), plain(b), equal_nan=True)), one, other)
-
-
-@pytest.mark.slow
-def test_a_step_is_a_program_of_its_own():
-    state = begun()
-    exported = export_step(DECODER, NO_WEIGHTS, state)
-    step = jax.jit(load_step(exported))
-    for _ in range(3):
-        wanted = decode.jitted_step(DECODER, NO_WEIGHTS, jax.tree.map(jnp.copy, state))
-        state, info = step(NO_WEIGHTS, state)
-        assert jax.tree.structure(wanted) == jax.tree.structure((state, info))
-        assert all(jax.tree.leaves(same(wanted, (state, info))))
-    with pytest.raises(MarsError, match="what the step was exported with"):
-        load_step(exported)(NO_WEIGHTS, begun(2))
-
-
-def test_a_step_is_lowered_for_a_chip_that_is_not_here():
-    shapes = jax.eval_shape(begun)
-    assert "tpu_custom_call" in export_step(DECODER, NO_WEIGHTS, shapes, platform="tpu").mlir_module()
-
-
-@pytest.mark.slow
-def test_a_step_goes_through_bytes():
-    pytest.importorskip("flatbuffers")
-    state = begun()
-    data = bytes(export_step(DECODER, NO_WEIGHTS, state).serialize())
-    wanted = decode.jitted_step(DECODER, NO_WEIGHTS, jax.tree.map(jnp.copy, state))
-    assert all(jax.tree.leaves(same(wanted, load_step(data)(NO_WEIGHTS, state))))
