@@ -128,7 +128,16 @@ def flags_page() -> str:
         for group in made._action_groups:
             rows = [_flag(action) for action in group._group_actions if action.help != argparse.SUPPRESS]
             if rows:
-                lines += [f"### {name}: {group.title}", "", "| flag | meaning |", "|---|---|", *rows, ""]
+                told = [_escaped(" ".join(group.description.split())), ""] if group.description else []
+                lines += [
+                    f"### {name}: {group.title}",
+                    "",
+                    *told,
+                    "| flag | meaning |",
+                    "|---|---|",
+                    *rows,
+                    "",
+                ]
         if made.epilog:
             lines += ["```text", made.epilog.strip("\n"), "```", ""]
     return "\n".join(lines)

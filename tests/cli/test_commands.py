@@ -63,6 +63,15 @@ def test_every_command_has_help_that_loads_no_jax(name):
     assert "usage: " in run.stdout
 
 
+@pytest.mark.parametrize("name", [name for name in commands.COMMANDS if name != "lm_eval"])
+def test_groups_of_flags_have_names_of_one_word(name):
+    """By which `--help GROUP` asks for them."""
+    made = commands.parser_of(name)
+    titles = [group.title for group in made._action_groups if group._group_actions]
+    assert all(title.isalpha() for title in titles) and len(set(titles)) == len(titles)
+    assert list(made.groups()) == titles
+
+
 def test_what_follows_the_name_reaches_the_command(capsys):
     code, out, err = call(capsys, "generate", "--theta", "2", "hello")
     assert (code, out) == (2, "") and err.startswith("error: --theta is 2: expected a number above 0")
@@ -136,8 +145,8 @@ def _flags_with_values():
     for name in commands.COMMANDS:
         parser = commands.parser_of(name)
         for action in parser._actions if parser else ():
-            for flag in action.option_strings if action.nargs != 0 else ():
-                yield name, flag
+            if action.option_strings and action.nargs != 0:
+                yield name, action.option_strings[-1]
 
 
 @pytest.mark.parametrize("form", ["two words", "one word"])

@@ -60,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
         "one is asked for (default: %(default)s)",
     )
     add_rule_flags(made.add_argument_group("rule"))
-    group = made.add_argument_group("slice and sizes")
+    group = made.add_argument_group("slice")
     group.add_argument("--topology", required=True, metavar="SLICE", help="such as v5e:4x4 or v5litepod-16")
     group.add_argument(
         "--mesh",
