@@ -41,9 +41,8 @@ class Parser(argparse.ArgumentParser):
         self._short = short
         self._positionals.title = "arguments"
         if add_help:
-            told = (
-                "explain all flags of a GROUP" if short is None else "explain a GROUP, or what is needed most"
-            )
+            shown = "the flags" if short is None else "what most people need"
+            told = f"explain {shown}, or those of a GROUP"
             self.add_argument("-h", "--help", action=_Help, nargs="?", metavar="GROUP", help=told)
         if add_help and short is not None:
             self.add_argument("--help-all", action=_Help, nargs=0, help="explain all flags")
@@ -71,7 +70,9 @@ class Parser(argparse.ArgumentParser):
         Raises:
           MarsError: there is no such group.
         """
-        groups = self.groups()
+        groups, kinds = self.groups(), self.kinds()
+        if name in kinds:
+            return kinds[name].format_short()
         if name not in groups:
             near = did_you_mean(name, groups)
             raise MarsError(f"there is no group '{name}' of flags{near}: choose one of {', '.join(groups)}.")
@@ -82,9 +83,21 @@ class Parser(argparse.ArgumentParser):
         made.end_section()
         return made.format_help()
 
+    def kinds(self) -> dict[str, Parser]:
+        """The parsers of its subcommands, by their names."""
+        found = (action.choices for action in self._actions if isinstance(action, argparse._SubParsersAction))
+        return dict(next(found, {}))
+
     def groups(self) -> dict[str, argparse._ArgumentGroup]:
         """The groups that hold something, by their titles."""
         return {str(group.title): group for group in self._action_groups if group._group_actions}
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuse here what is unknown, since the parser above a subcommand does not know which flags are near."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
 
     def error(self, message: str) -> NoReturn:
         """One sentence, as for every other error, in place of argparse's usage block."""

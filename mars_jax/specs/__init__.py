@@ -27,9 +27,6 @@ DTYPES = ("float32", "bfloat16", "int8")
 """Of weights, and of keys and values."""
 ATTENTION = ("xla", "pallas")
 """Forms of a target's attention that a user chooses from; see `models.language_model`."""
-TRAINED = ("eagle3", "eagle1", "medusa", "dflash", "model", "sprinter", "via_sd", "diversed")
-"""What `training.distill` makes: drafters, of which an eagle3 or eagle1 is drafted with as eagle:PATH, and the head of
-the rule diversed."""
 FILTERS = ("top_k", "top_p", "min_p")
 """Settings that only sampling reads; their defaults are off."""
 REQUEST = (CONTROLS | EDITS) | by_name(
@@ -102,7 +99,6 @@ __all__ = [
     "NEEDS",
     "REQUEST",
     "RULES",
-    "TRAINED",
     "UNLIMITED_RUN",
     "DraftKind",
     "DraftSpec",

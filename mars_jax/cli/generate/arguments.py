@@ -70,7 +70,7 @@ _SHORT = (
 """What `--help` shows; `--help-all` shows the others too."""
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """The parser. Flags default to None, so that what was given can be told from what was not."""
     made = Parser(
         prog="python -m mars_jax.generate",

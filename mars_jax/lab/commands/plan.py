@@ -38,7 +38,7 @@ where a large draft reads most experts, chains of 3 and 5 and a tree are compile
 _DRAFTS = "eagle3, dflash, medusa, model:TARGET, ngram or none"
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """The parser; numbers are still texts."""
     made = Parser(prog="mars-jax plan", description=_DESCRIPTION, epilog=_EPILOG)
     made.add_argument("--version", action="version", version=f"mars-jax {__version__}")
