@@ -49,9 +49,8 @@ def test_every_command_says_its_version(capsys, name):
     assert code == 0 and out == f"mars-jax {__version__}\n"
 
 
-@pytest.mark.parametrize("name", commands.COMMANDS)
-def test_every_command_is_a_module_of_its_own_too(name):
-    assert importlib.util.find_spec(f"mars_jax.{name}") is not None
+def test_generate_alone_is_a_module_of_its_own_too():
+    assert [n for n in commands.COMMANDS if importlib.util.find_spec(f"mars_jax.{n}")] == ["generate"]
 
 
 @pytest.mark.parametrize("name", [name for name in commands.COMMANDS if name != "lm_eval"])

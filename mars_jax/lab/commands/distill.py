@@ -28,109 +28,75 @@ or .gz, whose documents are separated by lines of <|endoftext|>. Killed and star
 the same arguments, it goes on where its last checkpoint was; with other arguments it refuses
 the --work of that run. A plot of loss and acceptance is beside the checkpoints, in --work.
 """
+
+
+def _flag(metavar: str, help: str, kind: type = str, **more: Any) -> dict[str, Any]:
+    return {"metavar": metavar, "help": help, "type": kind, **more}
+
+
 _FLAGS: dict[str, dict[str, Any]] = {
-    "--target": {"default": assets.TARGET, "metavar": "PATH", "help": "default: %(default)s"},
-    "--data": {"nargs": "+", "type": Path, "metavar": "FILE", "help": "text to learn from"},
-    "--output": {"required": True, "type": Path, "metavar": "DIR", "help": "new directory of what is made"},
-    "--work": {
-        "type": Path,
-        "metavar": "DIR",
-        "help": "of the checkpoints (default: OUTPUT-training)",
-    },
-    "--write": {
-        "type": int,
-        "metavar": "N",
-        "help": "train on N texts that the target itself writes at temperature 1, from the first 16 tokens of the "
-        "documents (default: on the documents)",
-    },
-    "--tokens": {"type": float, "default": 2e6, "metavar": "N", "help": "to train on (default: %(default)g)"},
-    "--step-tokens": {
-        "type": int,
-        "default": 2048,
-        "metavar": "N",
-        "help": "of one step (default: %(default)s)",
-    },
-    "--length": {
-        "type": int,
-        "default": 256,
-        "metavar": "N",
-        "help": "tokens of a row (default: %(default)s)",
-    },
-    "--learning-rate": {"type": float, "default": 1e-3, "metavar": "X", "help": "default: %(default)s"},
-    "--loss": {
-        "default": "kl",
-        "metavar": "NAME",
-        "help": "kl, reverse_kl and tv, or a sum such as kl+0.5*tv (default: %(default)s)",
-    },
-    "--seed": {"type": int, "default": 0, "metavar": "N", "help": "default: %(default)s"},
-    "--devices": {
-        "type": int,
-        "default": 1,
-        "metavar": "N",
-        "help": "to divide a step's rows among (default: 1)",
-    },
-    "--mesh": {
-        "metavar": "data=2,model=4",
-        "help": "instead of --devices: the target divided over model, and a step's rows over data, so that a head of a "
-        "target that no device holds can be trained",
-    },
+    "--target": _flag("PATH", "default: %(default)s", default=assets.TARGET),
+    "--data": _flag("FILE", "text to learn from", Path, nargs="+"),
+    "--output": _flag("DIR", "new directory of what is made", Path, required=True),
+    "--work": _flag("DIR", "of the checkpoints (default: OUTPUT-training)", Path),
+    "--write": _flag(
+        "N",
+        "train on N texts that the target itself writes at temperature 1, from the first 16 tokens of the documents "
+        "(default: on the documents)",
+        int,
+    ),
+    "--tokens": _flag("N", "to train on (default: %(default)g)", float, default=2e6),
+    "--step-tokens": _flag("N", "of one step (default: %(default)s)", int, default=2048),
+    "--length": _flag("N", "tokens of a row (default: %(default)s)", int, default=256),
+    "--learning-rate": _flag("X", "default: %(default)s", float, default=1e-3),
+    "--loss": _flag("NAME", "kl, reverse_kl and tv, or a sum such as kl+0.5*tv (default: kl)", default="kl"),
+    "--seed": _flag("N", "default: %(default)s", int, default=0),
+    "--devices": _flag("N", "to divide a step's rows among (default: 1)", int, default=1),
+    "--mesh": _flag(
+        "data=2,model=4",
+        "instead of --devices: the target divided over model, and a step's rows over data, so that a head of a target "
+        "that no device holds can be trained",
+    ),
     "--dtype": {
         "choices": ("float32", "bfloat16"),
         "default": "bfloat16",
         "help": "of what is written (default: %(default)s)",
     },
-    "--intermediate-size": {
-        "type": int,
-        "metavar": "N",
-        "help": "of the head's MLPs (default: the target's)",
-    },
-    "--draft-vocab": {"type": int, "metavar": "W", "help": "the W most frequent tokens (default: all)"},
-    "--layout": {"metavar": "NAME"},
-    "--feature-layers": {"metavar": "I,J,K", "help": "of the target, 0-based"},
-    "--steps-ahead": {"type": int, "metavar": "N", "help": "of training-time test (default: 5)"},
-    "--features": {
-        "nargs": "+",
-        "type": Path,
-        "metavar": "DIR",
-        "help": "train on these; an epoch begins with the shards that are there by then. A run can be prolonged: "
-        "--tokens may change until its rate begins to fall. --data is then text that counts too where --draft-vocab is "
-        "chosen",
-    },
-    "--heads": {"type": int, "metavar": "N", "help": "default: 4"},
-    "--block-size": {
-        "type": int,
-        "metavar": "N",
-        "help": "tokens that are drafted at once, and one (default: 16)",
-    },
-    "--head-layers": {"type": int, "metavar": "N", "help": "layers of the head (default: 5)"},
-    "--mask-token": {
-        "type": int,
-        "metavar": "ID",
-        "help": "stands for what is drafted (default: the token that begins a text)",
-    },
-    "--markov-rank": {
-        "type": int,
-        "metavar": "R",
-        "help": "DSpark: correct each token by the one before (default: no)",
-    },
+    "--intermediate-size": _flag("N", "of the head's MLPs (default: the target's)", int),
+    "--draft-vocab": _flag("W", "the W most frequent tokens (default: all)", int),
+    "--layout": _flag("NAME", "of the files"),
+    "--feature-layers": _flag("I,J,K", "of the target, 0-based"),
+    "--steps-ahead": _flag("N", "of training-time test (default: 5)", int),
+    "--features": _flag(
+        "DIR",
+        "train on these; an epoch begins with the shards that are there by then. A run can be prolonged: --tokens may "
+        "change until its rate begins to fall. --data is then text that counts too where --draft-vocab is chosen",
+        Path,
+        nargs="+",
+    ),
+    "--heads": _flag("N", "default: 4", int),
+    "--block-size": _flag("N", "tokens that are drafted at once, and one (default: 16)", int),
+    "--head-layers": _flag("N", "layers of the head (default: 5)", int),
+    "--mask-token": _flag("ID", "stands for what is drafted (default: the token that begins a text)", int),
+    "--markov-rank": _flag("R", "DSpark: correct each token by the one before (default: no)", int),
     "--confidence": {
         "action": "store_true",
         "default": None,
         "help": "DSpark: learn where a draft should end (--draft-stop)",
     },
-    "--from": {"dest": "first", "metavar": "PATH"},
-    "--left-out": {"type": float, "metavar": "SHARE", "help": "of the target's sublayers (default: 0.45)"},
-    "--evaluations": {"type": int, "metavar": "N", "help": "masks to try at most (default: 128)"},
-    "--task": {
-        "metavar": "NAME[=PATH]",
-        "help": "whose answers are rewarded, as for mars-jax benchmark (default: arithmetic, the training part)",
-    },
-    "--updates": {"type": int, "metavar": "N", "help": "of the head (default: 40)"},
+    "--from": _flag("PATH", "checkpoint of the model that drafts", dest="first"),
+    "--left-out": _flag("SHARE", "of the target's sublayers (default: 0.45)", float),
+    "--evaluations": _flag("N", "masks to try at most (default: 128)", int),
+    "--task": _flag(
+        "NAME[=PATH]",
+        "whose answers are rewarded, as for mars-jax benchmark (default: arithmetic, the training part)",
+    ),
+    "--updates": _flag("N", "of the head (default: 40)", int),
     "--chat": {"action": "store_true", "default": None, "help": "the target answers each document"},
-    "--temperatures": {"metavar": "T,U", "help": "of the answers, which take turns (default: 0,1)"},
-    "--shard": {"type": int, "metavar": "N", "help": "documents of a shard (default: 128)"},
+    "--temperatures": _flag("T,U", "of the answers, which take turns (default: 0,1)"),
+    "--shard": _flag("N", "documents of a shard (default: 128)", int),
 }
-"""Flags by name; those of which kinds differ have their help in `Kind.told`."""
+"""Flags by name. A kind may explain one in words of its own, `Kind.told`."""
 _DATA = ("--target", "--data", "--output")
 _TEXT = (*_DATA, "--work", "--write")
 _TRAINING = (
@@ -188,7 +154,6 @@ KINDS = {
         (*_DATA, "--work"),
         _SIZES,
         ("--from",),
-        {"--from": "checkpoint of the model that drafts"},
     ),
     "via_sd": Kind(
         "VIA-SD's choice of the target's layers",
@@ -202,7 +167,6 @@ KINDS = {
         ("--target", "--output", "--work"),
         ("--seed",),
         ("--from", "--task", "--updates"),
-        {"--from": "checkpoint of the model that drafts"},
     ),
     "features": Kind(
         "what a target says of a text, for eagle3 --features",
@@ -234,7 +198,8 @@ def parser() -> Parser:
         for title in ("data", "training", "method"):
             group = own.add_argument_group(title)
             for flag in getattr(kind, title):
-                group.add_argument(flag, **{"help": kind.told.get(flag), **_FLAGS[flag]})
+                row: dict[str, Any] = _FLAGS[flag] | {"help": kind.told.get(flag, _FLAGS[flag]["help"])}
+                group.add_argument(flag, **row)
         if "--mesh" in kind.training:
             add_host_flags(own)
     return made
@@ -245,17 +210,9 @@ def _dest(flag: str) -> str:
 
 
 _POSITIVE = (
-    *(
-        "write",
-        "tokens",
-        "step_tokens",
-        "length",
-        "learning_rate",
-        "devices",
-        "intermediate_size",
-        "draft_vocab",
-    ),
-    *("steps_ahead", "heads", "shard", "head_layers", "markov_rank", "updates", "left_out", "evaluations"),
+    *("write", "tokens", "step_tokens", "length", "learning_rate", "devices"),
+    *("intermediate_size", "draft_vocab", "steps_ahead", "heads", "head_layers", "markov_rank"),
+    *("left_out", "evaluations", "updates", "shard"),
 )
 
 

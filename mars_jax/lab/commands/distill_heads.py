@@ -161,7 +161,7 @@ def _copy_tokenizer(source: Path, output: Path) -> None:
             shutil.copy(file, output / file.name)
 
 
-class Kind(NamedTuple):
+class Recipe(NamedTuple):
     """A row of `HEADS`."""
 
     begin: Callable[..., Apprentice]  # of the flags, the target, what `open` gave, and a draft vocabulary
@@ -170,9 +170,9 @@ class Kind(NamedTuple):
 
 
 HEADS = {
-    "eagle3": Kind(_eagle3, _save_eagle),
-    "eagle1": Kind(_eagle1, _save_eagle),
-    "medusa": Kind(_medusa, _save_medusa),
-    "dflash": Kind(_dflash, _save_dflash),
-    "model": Kind(_model, _save_model, lambda name, target: hub.load(name, dtype="float32")),
+    "eagle3": Recipe(_eagle3, _save_eagle),
+    "eagle1": Recipe(_eagle1, _save_eagle),
+    "medusa": Recipe(_medusa, _save_medusa),
+    "dflash": Recipe(_dflash, _save_dflash),
+    "model": Recipe(_model, _save_model, lambda name, target: hub.load(name, dtype="float32")),
 }
