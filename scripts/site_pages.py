@@ -15,8 +15,12 @@ import os
 import posixpath
 import re
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:  # mkdocs calls this before the package is on its path
+    from mars_jax.cli.program import Parser
 
 ROOT = Path(__file__).resolve().parents[1]
 FROM_ROOT = {
@@ -103,7 +107,7 @@ def on_site(text: str, source: str, address: str) -> Site:
 # Flags.
 
 
-def parsers() -> dict[str, argparse.ArgumentParser]:
+def parsers() -> dict[str, Parser]:
     """The parser of every command that has one of its own: all but lm_eval, whose flags are the harness's."""
     from mars_jax.cli.commands import parser_of
 
@@ -125,13 +129,33 @@ def flags_page() -> str:
     ]
     for name, made in parsers().items():
         lines += [f"## {name}", "", _escaped(" ".join((made.description or "").split())), ""]
-        for group in made._action_groups:
-            rows = [_flag(action) for action in group._group_actions if action.help != argparse.SUPPRESS]
-            if rows:
-                lines += [f"### {name}: {group.title}", "", "| flag | meaning |", "|---|---|", *rows, ""]
+        lines += [*_tables(name, {"": made}), *_tables(f"{name} ", made.kinds())]
         if made.epilog:
             lines += ["```text", made.epilog.strip("\n"), "```", ""]
     return "\n".join(lines)
+
+
+def _tables(command: str, made: Mapping[str, Parser]) -> list[str]:
+    """The groups of flags; one that several parsers share stands once."""
+    found: dict[tuple[str, ...], list[str]] = {}
+    for name, parser in made.items():
+        for title, group in parser.groups().items():
+            told = [_escaped(" ".join(group.description.split())), ""] if group.description else []
+            rows = [_flag(action) for action in _told_apart(group) if action.help != argparse.SUPPRESS]
+            table = (title, "", *told, "| flag | meaning |", "|---|---|", *rows, "")
+            found.setdefault(table, []).append(name)
+    lines = []
+    for (title, *table), names in found.items():
+        lines += [f"### {command}{', '.join(names)}: {title}", *table]
+    return lines
+
+
+def _told_apart(group: argparse._ArgumentGroup) -> list[argparse.Action]:
+    """The arguments of a group, each subcommand as one of its own."""
+    made = []
+    for action in group._group_actions:
+        made += action._choices_actions if isinstance(action, argparse._SubParsersAction) else [action]
+    return made
 
 
 def _flag(action: argparse.Action) -> str:

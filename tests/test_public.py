@@ -44,7 +44,15 @@ def public():
         made[package] = {name: arguments(named(module, name)) for name in sorted(module.__all__)}
     parsers = {name: parser_of(name) for name in COMMANDS}
     made["commands"] = {
-        name: sorted(flag for a in parser._actions for flag in a.option_strings if flag.startswith("--"))
+        name: sorted(
+            {
+                flag
+                for one in (parser, *parser.kinds().values())
+                for a in one._actions
+                for flag in a.option_strings
+                if flag.startswith("--")
+            }
+        )
         for name, parser in parsers.items()
         if parser is not None
     }

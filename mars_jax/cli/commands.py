@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import sys
 from collections.abc import Sequence
@@ -38,7 +37,7 @@ SHELLS = ("bash", "zsh", "tcsh")
 USAGE = "usage: mars-jax COMMAND [flags]; each command explains its flags with --help"
 
 
-def parser_of(name: str) -> argparse.ArgumentParser | None:
+def parser_of(name: str) -> Parser | None:
     """The parser of a command; None for lm_eval, whose flags are the harness's.
 
     >>> parser_of("plan").prog
@@ -64,11 +63,12 @@ def completion(shell: str) -> str:
         own = parser_of(name)
         parents: list[Any] = [] if own is None else [own]
         added = commands.add_parser(name, help=does, parents=parents, add_help=own is None)
-        for action in added._actions:
-            if action.metavar in ("PATH", "FILE", "DIR"):
-                action.complete = shtab.FILE  # type: ignore[attr-defined]
-            # shtab fills in percents itself, of which no completion has any.
-            action.help = (action.help or "").partition("; ")[0].partition(" (")[0].replace("%", "%%")
+        for parser in (added, *added.kinds().values()):
+            for action in parser._actions:
+                if action.metavar in ("PATH", "FILE", "DIR"):
+                    action.complete = shtab.FILE  # type: ignore[attr-defined]
+                # shtab fills in percents itself, of which no completion has any.
+                action.help = (action.help or "").partition("; ")[0].partition(" (")[0].replace("%", "%%")
     return shtab.complete(made, shell)
 
 

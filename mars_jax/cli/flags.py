@@ -26,6 +26,13 @@ NO_CHECK_HELP = (
 )
 
 
+def add_settings(group: Any, *names: str) -> None:
+    """Flags of settings of a request, as texts; `numbers_of` makes them values."""
+    for name in names:
+        row = specs.REQUEST[name]
+        group.add_argument("--" + name.replace("_", "-"), metavar=row.metavar, help=row.help)
+
+
 def number_of(name: str, text: str, shown: str | None = None) -> Any:
     """The value of a flag in the range of the request setting `name`.
 
@@ -120,7 +127,7 @@ HOSTS = ("coordinator", "num_processes", "process_id")
 def add_host_flags(made: Any) -> None:
     """The flags of several processes that decode as one, for a parser."""
     group = made.add_argument_group(
-        "several hosts, with --mesh (on Cloud TPU and Slurm they find each other)"
+        "hosts", description="Several, with --mesh; on Cloud TPU and Slurm they find each other."
     )
     group.add_argument("--coordinator", metavar="HOST:PORT", help="of process 0, where it is to listen")
     group.add_argument(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import errno
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import textwrap
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import IO, Any, NoReturn
 
 from mars_jax.cli.progress import heartbeat
@@ -22,10 +24,80 @@ BROKEN_PIPE = 141  # 128 + SIGPIPE
 
 class Parser(argparse.ArgumentParser):
     """Every command's: descriptions keep their lines, and an abbreviation, whose meaning the next flag would change,
-    is no flag."""
+    is no flag. `--help GROUP` explains the flags of a group, whose title is one word.
 
-    def __init__(self, **options: Any):
-        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options)
+    Args:
+      short: what `--help` shows, by the names of the arguments; `--help-all` then shows all. None: `--help` does.
+      options: of argparse.
+    """
+
+    def __init__(self, *, short: Collection[str] | None = None, add_help: bool = True, **options: Any):
+        super().__init__(
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+            add_help=False,
+            **options,
+        )
+        self._short = short
+        self._positionals.title = "arguments"
+        if add_help:
+            shown = "the flags" if short is None else "what most people need"
+            told = f"explain {shown}, or those of a GROUP"
+            self.add_argument("-h", "--help", action=_Help, nargs="?", metavar="GROUP", help=told)
+        if add_help and short is not None:
+            self.add_argument("--help-all", action=_Help, nargs=0, help="explain all flags")
+
+    def format_short(self) -> str:
+        """The help of what most people need; of each text the part before its first semicolon."""
+        if self._short is None:
+            return self.format_help()
+        made = self._get_formatter()
+        made.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
+        made.add_text(self.description)
+        for group in self._action_groups:
+            made.start_section(group.title)
+            made.add_arguments([_shortened(a) for a in group._group_actions if a.dest in self._short])
+            made.end_section()
+        made.add_text((self.epilog or "").partition("\n\n")[0])  # the first examples
+        flags = sum(bool(action.option_strings) for action in self._actions)
+        rest = f"--help-all explains all {flags} flags, --help GROUP those of one group: {', '.join(self.groups())}."
+        made.add_text(textwrap.fill(rest, made._width, break_on_hyphens=False))
+        return made.format_help()
+
+    def format_group(self, name: str) -> str:
+        """The help of one group.
+
+        Raises:
+          MarsError: there is no such group.
+        """
+        groups, kinds = self.groups(), self.kinds()
+        if name in kinds:
+            return kinds[name].format_short()
+        if name not in groups:
+            near = did_you_mean(name, groups)
+            raise MarsError(f"there is no group '{name}' of flags{near}: choose one of {', '.join(groups)}.")
+        made = self._get_formatter()
+        made.start_section(name)
+        made.add_text(groups[name].description)
+        made.add_arguments(groups[name]._group_actions)
+        made.end_section()
+        return made.format_help()
+
+    def kinds(self) -> dict[str, Parser]:
+        """The parsers of its subcommands, by their names."""
+        found = (action.choices for action in self._actions if isinstance(action, argparse._SubParsersAction))
+        return dict(next(found, {}))
+
+    def groups(self) -> dict[str, argparse._ArgumentGroup]:
+        """The groups that hold something, by their titles."""
+        return {str(group.title): group for group in self._action_groups if group._group_actions}
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuse here what is unknown, since the parser above a subcommand does not know which flags are near."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
 
     def error(self, message: str) -> NoReturn:
         """One sentence, as for every other error, in place of argparse's usage block."""
@@ -48,6 +120,27 @@ class Parser(argparse.ArgumentParser):
             return did_you_mean(flag.partition("=")[0], self._option_string_actions)
         chosen = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
         return did_you_mean(chosen[1], re.findall(r"[\w.-]+", chosen[2])) if chosen else ""
+
+
+class _Help(argparse.Action):
+    """Print a help and exit: a short one or that of a GROUP where it may take one, else all."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **options: Any):
+        super().__init__(option_strings, dest=argparse.SUPPRESS, default=argparse.SUPPRESS, **options)
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        if self.nargs == 0:
+            text = parser.format_help()
+        else:
+            text = parser.format_short() if values is None else parser.format_group(values)
+        print(text, end="")
+        parser.exit()
+
+
+def _shortened(action: argparse.Action) -> argparse.Action:
+    made = copy.copy(action)
+    made.help = (action.help or "").partition("; ")[0]
+    return made
 
 
 def command(

@@ -26,12 +26,14 @@ def add_rule_flags(
       instead: settings that the command gives otherwise, and that get no flag.
       help: of --verify, in front of the list.
     """
-    listed = "; ".join(f"{row.name}: {row.help}" for row in specs.RULES.values())
+    listed = ", ".join(
+        f"{row.name}:PATH" if "weights" in row.needs else row.name for row in specs.RULES.values()
+    )
     made.add_argument(
         "--verify",
         metavar="RULE",
-        help=f"{help}{listed}; learned is named with its weights, as learned:PATH, and a rule of your own as {OWN}, "
-        f"whose code is run; generate --list-rules says more (default: {default})",
+        help=f"{help}{listed} (default: {default}); or a rule of your own, as {OWN}, whose code is run; generate "
+        "--list-rules explains them",
     )
     for name, settings in _flags().items():
         if name in instead:
@@ -122,12 +124,12 @@ def _help(name: str, settings: list[tuple[str, Setting]]) -> str:
     """What a setting means in each rule that has it, said once where it means the same."""
     said: dict[str, list[str]] = {}
     for rule, setting in settings:
-        text = setting.help
+        text, semicolon, more = setting.help.partition("; ")
         if setting.choices:
             text += ": " + ", ".join(f"{choice} ({means})" for choice, means in setting.choices.items())
-        if setting.kind is not bool:
-            text += f" (default: {setting.default_words})" if setting.default is not None else ""
-        said.setdefault(text, []).append(rule)
+        if setting.kind is not bool and setting.default is not None:
+            text += f" (default: {setting.default_words})"
+        said.setdefault(text + semicolon + more, []).append(rule)
     made = "; ".join(f"{', '.join(rules)}: {text}" for text, rules in said.items())
     if name == "theta":
         made += "; or a file that calibrate wrote, with which its rule goes"

@@ -213,7 +213,7 @@ CONTROLS = by_name(
         default=1.0,
         ranges=Range("a number above 0 and at most 1 (1 is off)", 0, 1, above=True),
         per_row=True,
-        help="sample among the best tokens of total probability X (default: off)",
+        help="sample among the top X of probability (default: off)",
     ),
     Setting(
         name="min_p",

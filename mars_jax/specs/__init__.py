@@ -27,9 +27,6 @@ DTYPES = ("float32", "bfloat16", "int8")
 """Of weights, and of keys and values."""
 ATTENTION = ("xla", "pallas")
 """Forms of a target's attention that a user chooses from; see `models.language_model`."""
-TRAINED = ("eagle3", "eagle1", "medusa", "dflash", "model", "sprinter", "via_sd", "diversed")
-"""What `training.distill` makes: drafters, of which an eagle3 or eagle1 is drafted with as eagle:PATH, and the head of
-the rule diversed."""
 FILTERS = ("top_k", "top_p", "min_p")
 """Settings that only sampling reads; their defaults are off."""
 REQUEST = (CONTROLS | EDITS) | by_name(
@@ -56,7 +53,7 @@ REQUEST = (CONTROLS | EDITS) | by_name(
         kind=int,
         ranges=Range("a whole number from 1 to 65536", 1, 2**16),
         metavar="N",
-        help="prompts decoded side by side (default: 1 for a stream, else 8)",
+        help="prompts decoded at once (default: 1 to stream, else 8)",
     ),
     Setting(
         name="num_draft_tokens",
@@ -64,7 +61,15 @@ REQUEST = (CONTROLS | EDITS) | by_name(
         # Every drafted token is a node of the one target forward, which past this is no longer cheap.
         ranges=Range("a whole number from 1 to 128", 1, 128),
         metavar="N",
-        help="tokens drafted in a row",
+        help="tokens drafted in a row (default: 5, by ngram 8); one by each head of medusa; eagle and "
+        "dflash draft a tree, and for rejection 5 and the whole block; 3 for a mixture of experts",
+    ),
+    Setting(
+        name="refine_every",
+        kind=int,
+        ranges=Range("a whole number from 1 to 65536", 1, 2**16),
+        metavar="N",
+        help="with --refine: completions between two updates (default: 32)",
     ),
     Setting(
         name="samples",
@@ -94,7 +99,6 @@ __all__ = [
     "NEEDS",
     "REQUEST",
     "RULES",
-    "TRAINED",
     "UNLIMITED_RUN",
     "DraftKind",
     "DraftSpec",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
 import pytest
 
 from mars_jax import __version__, drafters
-from mars_jax.cli.generate.arguments import parse
+from mars_jax.cli.generate.arguments import parse, parser
 from mars_jax.cli.generate.command import main
 
 
@@ -130,6 +131,53 @@ def test_trees_are_static_or_dynamic():
     assert parse(["--tree", "dynamic"]).tree == drafters.Dynamic()
 
 
+@pytest.fixture
+def printed(capsys, monkeypatch):
+    """What flags print that end the program, in a terminal of 80 columns."""
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def printed(*flags):
+        with pytest.raises(SystemExit) as caught:
+            main(flags)
+        assert caught.value.code == 0
+        return capsys.readouterr().out
+
+    return printed
+
+
+def flags_in(text):
+    return set(re.findall(r"^  (?:-h \[GROUP\], )?(--[\w-]+)", text, re.MULTILINE))
+
+
+def test_the_help_is_what_most_people_need(printed):
+    text = printed("--help")
+    lines = text.splitlines()
+    assert len(lines) <= 60 and max(map(len, lines)) <= 80
+    assert len(flags_in(text)) <= 30
+    assert [line for line in lines if re.fullmatch(r"\w+:", line)] == [
+        *("models:", "rule:", "sampling:", "input:", "output:", "examples:")
+    ]
+    assert text.count("(") == text.count(")")  # cut where a sentence ends
+    assert "--help-all explains all" in lines[-2] + lines[-1] and lines[-1].endswith(
+        "output, machine, hosts."
+    )
+
+
+def test_the_help_of_all_flags_and_of_a_group(printed, refused):
+    known = {f for a in parser()._actions for f in a.option_strings if f.startswith("--")}
+    every = printed("--help-all")
+    assert flags_in(every) == {flag for flag in known if not flag.startswith("--no-")} | {"--no-check"}
+    assert "more examples:" in every
+    parts = {name: printed("--help", name) for name in parser().groups()}
+    assert all(" ".join(part.split()) in " ".join(every.split()) for part in parts.values())
+    assert flags_in("".join(parts.values())) == flags_in(every)
+    assert flags_in(parts["text"]) >= {"--regex", "--strict-in"} and "A prompts file" in parts["input"]
+    assert refused("--help", "modles") == (
+        "error: there is no group 'modles' of flags (did you mean models?): choose one of options, models, rule, "
+        "sampling, text, input, output, machine, hosts.\n"
+    )
+
+
 @pytest.mark.parametrize("flag", ["--help", "--version"])
 def test_help_and_version_go_to_stdout(flag, capsys):
     with pytest.raises(SystemExit) as caught:
@@ -140,8 +188,8 @@ def test_help_and_version_go_to_stdout(flag, capsys):
 
 @pytest.mark.parametrize(
     "argv",
-    [["--help"], ["--target", "x", "--theta", "0.5", "--verify", "exact", "hello"]],
-    ids=["help", "bad flags"],
+    [["--help"], ["--help-all"], ["--help", "rule"], ["--theta", "0.5", "--verify", "exact", "hello"]],
+    ids=["help", "all", "group", "bad flags"],
 )
 def test_help_and_bad_flags_do_not_load_jax(argv):
     code = """
@@ -151,4 +199,4 @@ from mars_jax.generate import main
 main(sys.argv[1:])
 """
     run = subprocess.run([sys.executable, "-c", code, *argv], check=True, capture_output=True)
-    assert (b"examples:" in run.stdout) if argv == ["--help"] else (b"theta" in run.stderr)
+    assert b"--theta" in (run.stdout if "--help" in argv[0] else run.stderr)

@@ -49,9 +49,8 @@ def test_every_command_says_its_version(capsys, name):
     assert code == 0 and out == f"mars-jax {__version__}\n"
 
 
-@pytest.mark.parametrize("name", commands.COMMANDS)
-def test_every_command_is_a_module_of_its_own_too(name):
-    assert importlib.util.find_spec(f"mars_jax.{name}") is not None
+def test_generate_alone_is_a_module_of_its_own_too():
+    assert [n for n in commands.COMMANDS if importlib.util.find_spec(f"mars_jax.{n}")] == ["generate"]
 
 
 @pytest.mark.parametrize("name", [name for name in commands.COMMANDS if name != "lm_eval"])
@@ -61,6 +60,16 @@ def test_every_command_has_help_that_loads_no_jax(name):
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert run.returncode == 0, run.stderr
     assert "usage: " in run.stdout
+
+
+@pytest.mark.parametrize("name", [name for name in commands.COMMANDS if name != "lm_eval"])
+def test_groups_of_flags_have_names_of_one_word(name):
+    """By which `--help GROUP` asks for them."""
+    parser = commands.parser_of(name)
+    for made in (parser, *parser.kinds().values()):
+        titles = [group.title for group in made._action_groups if group._group_actions]
+        assert all(title.isalpha() for title in titles) and len(set(titles)) == len(titles)
+        assert list(made.groups()) == titles
 
 
 def test_what_follows_the_name_reaches_the_command(capsys):
@@ -135,18 +144,22 @@ def test_tables_answer_without_jax():
 def _flags_with_values():
     for name in commands.COMMANDS:
         parser = commands.parser_of(name)
-        for action in parser._actions if parser else ():
-            for flag in action.option_strings if action.nargs != 0 else ():
-                yield name, flag
+        parsers = (
+            {} if parser is None else {(name,): parser, **{(name, k): p for k, p in parser.kinds().items()}}
+        )
+        for command, one in parsers.items():
+            for action in one._actions:
+                if action.option_strings and action.nargs != 0:
+                    yield command, action.option_strings[-1]
 
 
 @pytest.mark.parametrize("form", ["two words", "one word"])
 def test_an_empty_value_of_any_flag_of_any_command_is_one_sentence(capsys, form):
     """As `--target "$UNSET"`."""
-    for name, flag in _flags_with_values():
+    for command, flag in _flags_with_values():
         given = [flag, ""] if form == "two words" else [f"{flag}="]
-        code, out, err = call(capsys, name, *given)
-        assert (code, out) == (2, ""), (name, flag)
+        code, out, err = call(capsys, *command, *given)
+        assert (code, out) == (2, ""), (command, flag)
         assert (
             err.startswith(f"error: {flag} is empty, as where a shell variable is not set: give")
             and err.count("\n") == 1
@@ -168,6 +181,7 @@ def test_an_empty_value_of_any_flag_of_any_command_is_one_sentence(capsys, form)
         (["generate", "--dtype", "bfloat", "x"], "bfloat16"),
         (["generate", "--rule-option", "tehta=1", "x"], "theta"),
         (["distill", "eagle", "--output", "x"], "eagle3"),
+        (["distill", "eagle3", "--output", "x", "--draft-vocap", "9"], "--draft-vocab"),
         (["benchmark", "--task", "arithmetics", "--output", "x", "--problem", "1"], "--problems"),
     ],
 )
@@ -203,6 +217,9 @@ def test_completion_knows_commands_flags_and_choices(capsys):
     ask = "COMP_WORDS=(mars-jax generate --max); COMP_CWORD=2; _shtab_mars_jax; echo ${COMPREPLY[@]}"
     done = subprocess.run(["bash", "-c", f"{bash}\n{ask}"], capture_output=True, text=True, timeout=20)
     assert set(done.stdout.split()) == {"--max-new-tokens", "--max-relaxed-run"}, done.stderr
+    ask = "COMP_WORDS=(mars-jax distill dflash --ma); COMP_CWORD=3; _shtab_mars_jax; echo ${COMPREPLY[@]}"
+    done = subprocess.run(["bash", "-c", f"{bash}\n{ask}"], capture_output=True, text=True, timeout=20)
+    assert set(done.stdout.split()) == {"--markov-rank", "--mask-token"}, done.stderr
 
 
 def test_completion_is_refused_in_one_sentence(capsys, monkeypatch):

@@ -16,9 +16,9 @@ from mars_jax.cli.flags import (
     MESH_HELP,
     NO_CHECK_HELP,
     add_host_flags,
+    add_settings,
     add_size_flags,
     draft_of,
-    number_of,
     numbers_of,
 )
 from mars_jax.cli.program import Parser
@@ -27,8 +27,24 @@ from mars_jax.cli.theta import rule_and_file, settings_of
 from mars_jax.core.errors import MarsError
 
 _DESCRIPTION = """\
-Continue prompts by speculative decoding: a cheap draft proposes tokens, the target
-model scores them in one forward pass, and a rule decides how many of them to keep.
+Continue prompts by speculative decoding: a cheap draft proposes tokens, the
+target model scores them in one forward pass, and a rule decides how many of
+them to keep.
+"""
+_EPILOG = """\
+examples:
+  python -m mars_jax.generate "Once upon a time"
+  python -m mars_jax.generate --target PATH --draft eagle:HEAD --chat
+
+more examples:
+  python -m mars_jax.generate --target PATH --draft model:SMALL --verify exact "Hello"
+  python -m mars_jax.generate --target PATH --prompts-file in.jsonl --output out.jsonl
+  python -m mars_jax.generate --target PATH --draft eagle:HEAD --tree dynamic:8-6-40 "Hello"
+  python -m mars_jax.generate --target PATH --verify gates.py:entropy_gate \\
+      --rule-option entropy=1.5 "Hello"
+  python -m mars_jax.generate --target PATH --compare "Once upon a time"
+
+Text goes to stdout, statistics and progress to stderr; bad input ends with exit code 2.
 """
 _ROWS = textwrap.fill(
     "A prompts file holds one prompt a line. Named *.jsonl, it holds one object a line: prompt, messages (a "
@@ -37,47 +53,40 @@ _ROWS = textwrap.fill(
     + ", ".join(name for name, row in specs.REQUEST.items() if row.per_row)
     + ", stop_strings, logit_bias, regex, json_schema, choice, allowed_tokens, relax_in, strict_in, and the numbers of "
     "the rule, such as theta.",
-    width=88,
+    width=76,
 )
-_EPILOG = f"""\
-examples:
-  python -m mars_jax.generate "Once upon a time"
-  python -m mars_jax.generate --target PATH --draft model:SMALL --verify exact "Hello"
-  python -m mars_jax.generate --target PATH --prompts-file in.jsonl --output out.jsonl
-  python -m mars_jax.generate --target PATH --draft eagle:HEAD --tree dynamic:8-6-40 "Hello"
-  python -m mars_jax.generate --target PATH --verify gates.py:entropy_gate \\
-      --rule-option entropy=1.5 "Hello"
-  python -m mars_jax.generate --target PATH --compare "Once upon a time"
-  python -m mars_jax.generate --target PATH --chat
-
-{_ROWS}
-A rule of your own, {OWN}, is a function that makes a
-rule, and its arguments are the settings; naming it runs its file. --list-rules prints
-the table of rules.
-Text goes to stdout, statistics and progress to stderr; bad input ends with exit code 2.
-"""
+_OWN = textwrap.fill(
+    f"A rule of your own, {OWN}, is a function that makes a rule, and its arguments are the settings; naming it runs "
+    "its file.",
+    width=76,
+)
+_SHORT = (
+    *("target", "draft", "num_draft_tokens", "tree", "dtype"),
+    *("verify", "theta", "list_rules", "list_drafters"),
+    *("temperature", "top_k", "top_p", "seed", "max_new_tokens", "stop_strings"),
+    *("prompts", "prompts_file", "chat", "system", "batch_size"),
+    *("stream", "json", "output", "resume", "compare"),
+)
+"""What `--help` shows; `--help-all` shows the others too."""
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """The parser. Flags default to None, so that what was given can be told from what was not."""
     made = Parser(
         prog="python -m mars_jax.generate",
         usage="%(prog)s [flags] [PROMPT ...]",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-    )
-    made.add_argument(
-        "prompts",
-        nargs="*",
-        metavar="PROMPT",
-        help="texts to continue; without any, a terminal is asked for them",
+        short=_SHORT,
     )
     made.add_argument("--version", action="version", version=f"mars-jax {__version__}")
     _add_models(made)
     _add_rule(made)
     _add_sampling(made)
-    _add_constraints(made)
-    _add_input_and_output(made)
+    _add_text(made)
+    _add_input(made)
+    _add_output(made)
+    _add_machine(made)
     return made
 
 
@@ -86,67 +95,53 @@ def _add_models(made: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--target",
         metavar="PATH",
-        help="checkpoint directory, GGUF file, or owner/name on the Hugging Face hub (default: tiny/target, a small "
-        "model that comes with the package)",
+        help="directory, GGUF file, or owner/name on the Hugging Face hub (default: tiny/target, which comes along)",
     )
-    drafts = [f"{row.spec} ({row.help})" for row in specs.DRAFTERS.values()]
     group.add_argument(
         "--draft",
         metavar="DRAFT",
-        help=f"{', '.join(drafts[:-1])} or {drafts[-1]}; default: model:tiny/draft for tiny/target, ngram for others",
+        help=f"{specs.draft_words()} (default: model:tiny/draft for tiny/target, else ngram); --list-drafters explains "
+        "them",
     )
-    group.add_argument(
-        "--num-draft-tokens",
-        metavar="N",
-        help="tokens drafted in a row (default: 5 by a model, 8 by ngram, one by each head of medusa; eagle and "
-        "dflash draft a tree, and for rejection 5 and the whole block; 3 for a mixture of experts)",
-    )
+    add_settings(group, "num_draft_tokens")
     made_of = specs.Dynamic()
     sizes = f"{made_of.top_k}-{made_of.depth}-{made_of.nodes}"
     group.add_argument(
         "--tree",
         metavar="4-2-2-1",
-        help=f"draft a tree with {specs.drafters_that('trees')}: children per node at each depth; or dynamic, whose "
-        f"shape follows the draft's confidence ({specs.drafters_that('dynamic')}), or with its children, depth and "
-        f"nodes, as in dynamic:8-6-40 (default: dynamic, which is dynamic:{sizes}, for eagle, as deep as its block "
-        "for dflash). "
-        "EAGLE's own depth counts what follows the first level: its depth=7 is dynamic:10-8-60",
+        help="children per node at each depth of a draft tree, or dynamic (default for eagle and dflash); dynamic "
+        f"follows the draft's confidence; with {specs.drafters_that('trees')}; dynamic:8-6-40 has its "
+        f"children, depth and nodes (default: dynamic:{sizes}, for dflash as deep as its block), with "
+        f"{specs.drafters_that('dynamic')}. EAGLE's own depth counts what follows the first level: "
+        "its depth=7 is dynamic:10-8-60",
     )
+    group.add_argument(
+        "--dtype",
+        choices=specs.DTYPES,
+        help="of the weights (default: the checkpoint's own); of heads the target's; int8: matrices in 8 bits per "
+        "weight, and the rest in the checkpoint's own",
+    )
+    add_settings(group, "draft_stop")
+    add_size_flags(group)
     group.add_argument(
         "--draft-device",
         metavar="N[,N...]",
         help="draft with model:PATH on this device, or over these, while the target verifies on others, on the "
         "guess that all of the last draft holds; the tokens stay the same (default: in turns, where the target is)",
     )
-    add_size_flags(group)
     group.add_argument(
         "--refine",
         metavar="FILE",
-        help="let the draft, a model or an EAGLE-3 head, learn from its failures as it decodes; FILE holds texts, "
-        "parted by <|endoftext|>, that it is to go on drafting well: where tau falls by 3%% on those of them that it "
-        "never learns, an update is taken back. With lossless rules",
+        help="let the draft, a model or an EAGLE-3 head, learn from its failures as it decodes, under lossless rules; "
+        "FILE holds texts, parted by <|endoftext|>, on which it must not get worse: an update is reverted if tau on "
+        "the held-out part falls by 3%%",
     )
-    group.add_argument(
-        "--refine-every", metavar="N", help="with --refine: completions between two updates (default: 32)"
-    )
-    stop = specs.REQUEST["draft_stop"]
-    group.add_argument("--draft-stop", metavar=stop.metavar, help=stop.help)
-    group.add_argument(
-        "--dtype",
-        choices=specs.DTYPES,
-        help="of the weights (default: the checkpoint's own; of eagle, medusa and dflash heads, the target's); int8: "
-        "matrices in 8 bits per weight, and the rest in the checkpoint's own",
-    )
-    group.add_argument("--attention", choices=specs.ATTENTION, help=ATTENTION_HELP)
-    group.add_argument("--cache-dtype", choices=specs.DTYPES, help=CACHE_DTYPE_HELP)
-    group.add_argument("--no-check", action="store_true", default=None, help=NO_CHECK_HELP)
-    group.add_argument("--mesh", metavar="data=2,model=4", help=MESH_HELP)
-    add_host_flags(made)
+    add_settings(group, "refine_every")
 
 
 def _add_rule(made: argparse.ArgumentParser) -> None:
-    group = made.add_argument_group("rule")
-    add_rule_flags(group, default="mars; exact for --draft none")
+    group = made.add_argument_group("rule", description=_OWN)
+    add_rule_flags(group, default="mars, and exact for --draft none")
     one = group.add_mutually_exclusive_group()
     one.add_argument("--list-rules", action="store_true", help="print the table of rules, and nothing else")
     one.add_argument(
@@ -156,16 +151,14 @@ def _add_rule(made: argparse.ArgumentParser) -> None:
 
 def _add_sampling(made: argparse.ArgumentParser) -> None:
     group = made.add_argument_group("sampling")
-    for name in ("temperature", *specs.FILTERS, *specs.EDITS, "seed", "max_new_tokens"):
-        row = specs.REQUEST[name]
-        group.add_argument("--" + name.replace("_", "-"), metavar=row.metavar, help=row.help)
+    add_settings(group, "temperature", *specs.FILTERS, *specs.EDITS, "seed", "max_new_tokens")
     group.add_argument(
         "--logit-bias",
         action="append",
         metavar="TOKEN=X",
         help="add X to the logit of a token id, -inf to ban it; may be given several times",
     )
-    group.add_argument("--samples", metavar="N", help=specs.REQUEST["samples"].help)
+    add_settings(group, "samples")
     group.add_argument("--ignore-eos", action="store_true", help="decode past the model's stop tokens")
     group.add_argument(
         "--stop-string",
@@ -176,8 +169,8 @@ def _add_sampling(made: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_constraints(made: argparse.ArgumentParser) -> None:
-    group = made.add_argument_group("what a text is to be")
+def _add_text(made: argparse.ArgumentParser) -> None:
+    group = made.add_argument_group("text", description="What a text is to be.")
     one = group.add_mutually_exclusive_group()
     one.add_argument("--regex", metavar="PATTERN", help="a text that the pattern matches as a whole")
     one.add_argument("--json-schema", metavar="FILE", help="JSON of this schema, as Python writes it")
@@ -197,8 +190,14 @@ def _add_constraints(made: argparse.ArgumentParser) -> None:
     group.add_argument("--strict-in", action="append", metavar="SPAN", help="let it relax nothing there")
 
 
-def _add_input_and_output(made: argparse.ArgumentParser) -> None:
-    group = made.add_argument_group("input")
+def _add_input(made: argparse.ArgumentParser) -> None:
+    group = made.add_argument_group("input", description=_ROWS)
+    group.add_argument(
+        "prompts",
+        nargs="*",
+        metavar="PROMPT",
+        help="texts to continue (default: asks a terminal)",
+    )
     group.add_argument("--prompts-file", metavar="FILE", help="read prompts from a file, or - for stdin")
     group.add_argument(
         "--chat",
@@ -207,7 +206,7 @@ def _add_input_and_output(made: argparse.ArgumentParser) -> None:
         "lines that a terminal is asked for are then turns of one conversation",
     )
     group.add_argument(
-        "--system", metavar="TEXT", help="with a chat template: content of a system turn that comes first"
+        "--system", metavar="TEXT", help="with a chat template: content of a first, system turn"
     )
     group.add_argument(
         "--template-arg",
@@ -216,14 +215,16 @@ def _add_input_and_output(made: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         help="a variable of the chat template, as JSON or a text, such as enable_thinking=false",
     )
-    group.add_argument("--batch-size", metavar="N", help=specs.REQUEST["batch_size"].help)
-    group.add_argument("--prefill-chunk", metavar="N", help=specs.REQUEST["prefill_chunk"].help)
+    add_settings(group, "batch_size")
+
+
+def _add_output(made: argparse.ArgumentParser) -> None:
     group = made.add_argument_group("output")
     group.add_argument(
         "--stream",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="print text as it is decided (default), or when a batch is done",
+        help="print text as it is decided (default), or when done",
     )
     group.add_argument(
         "--log-probs",
@@ -231,13 +232,9 @@ def _add_input_and_output(made: argparse.ArgumentParser) -> None:
         help="with --json or --output: three log-probabilities, the regret and the kind of every token",
     )
     group.add_argument(
-        "--json",
-        action="store_true",
-        help="print one JSON object per prompt, nothing else; with --list-rules the table",
+        "--json", action="store_true", help="print one JSON object per prompt; with --list-rules the table"
     )
-    group.add_argument(
-        "--output", metavar="FILE", help="append those objects to a new file, each as soon as it is finished"
-    )
+    group.add_argument("--output", metavar="FILE", help="append those objects to a new file, one by one")
     group.add_argument("--resume", action="store_true", help="continue the --output of an interrupted run")
     group.add_argument(
         "--speedup",
@@ -249,9 +246,18 @@ def _add_input_and_output(made: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--compare",
         action="store_true",
-        help="decode the prompts autoregressively, with exact and with the rule, and print one table of speed "
-        "and acceptance",
+        help="compare speed: without a draft, by exact, by the rule; prints one table, of acceptance too",
     )
+
+
+def _add_machine(made: argparse.ArgumentParser) -> None:
+    group = made.add_argument_group("machine")
+    group.add_argument("--attention", choices=specs.ATTENTION, help=ATTENTION_HELP)
+    group.add_argument("--cache-dtype", choices=specs.DTYPES, help=CACHE_DTYPE_HELP)
+    group.add_argument("--no-check", action="store_true", default=None, help=NO_CHECK_HELP)
+    add_settings(group, "prefill_chunk")
+    group.add_argument("--mesh", metavar="data=2,model=4", help=MESH_HELP)
+    add_host_flags(made)
 
 
 def _logit_bias(given: Sequence[str]) -> dict[int, float]:
@@ -323,8 +329,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if args.tree is not None:
         args.tree = specs.parse_tree(args.tree)
     args.draft_device = None if args.draft_device is None else _devices(args.draft_device)
-    if args.refine_every is not None:
-        args.refine_every = number_of("batch_size", args.refine_every, shown="--refine-every")
     args.target = args.target or assets.TARGET
     args.draft = draft_of(args.draft, args.target)
     drafts = specs.parse_draft(args.draft, shown="--draft").kind != "none"

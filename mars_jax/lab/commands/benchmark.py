@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import IO
 
 from mars_jax import specs
-from mars_jax.cli.program import command
+from mars_jax.cli.program import Parser, command
 from mars_jax.cli.progress import ticking
 from mars_jax.cli.rule_flags import rule_of
 from mars_jax.cli.theta import plain, settings_of, thetas_of
@@ -42,7 +42,7 @@ progress to stderr; bad input ends with exit code 2.
 """
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """The parser; numbers are still texts."""
     made = pair.make_parser("benchmark", _DESCRIPTION, _EPILOG, instead=_SWEPT)
     group = made.add_argument_group("arms")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from mars_jax import __version__, specs
-from mars_jax.cli.program import command
+from mars_jax.cli.program import Parser, command
 from mars_jax.cli.progress import ticking
 from mars_jax.cli.rule_flags import rule_of
 from mars_jax.cli.theta import FORMAT, fingerprints, settings_of, thetas_of
@@ -38,7 +38,7 @@ started again with the same flags, it goes on where it was.
 """
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """The parser; numbers are still texts."""
     made = pair.make_parser("calibrate", _DESCRIPTION, _EPILOG, instead=("theta",))
     group = made.add_argument_group("calibration")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from mars_jax import __version__
-from mars_jax.cli.program import command
+from mars_jax.cli.program import Parser, command
 from mars_jax.cli.progress import ticking
 from mars_jax.cli.rule_flags import given_settings
 from mars_jax.cli.theta import rule_and_file, settings_of
@@ -38,7 +38,7 @@ and started again with the same flags, it goes on where it was.
 """
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """The parser; numbers are still texts."""
     made = pair.make_parser("compounding", _DESCRIPTION, _EPILOG)
     group = made.add_argument_group("study")

@@ -13,11 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from mars_jax import hub
-from mars_jax.cli.program import keep_compilations
 from mars_jax.cli.progress import busy
 from mars_jax.core.errors import MarsError, say
 from mars_jax.hub.pretrained import Pretrained
-from mars_jax.lab.commands.distill_head import Head, apprentice, feature_layers
+from mars_jax.lab.commands.distill_heads import HEADS, Head, chosen_vocabulary, feature_layers
 from mars_jax.lab.commands.training_text import write_answers
 from mars_jax.lab.training import data, distillation, features
 from mars_jax.models.transformer import language_model
@@ -35,7 +34,6 @@ def write_features(args: argparse.Namespace) -> None:
       MarsError: a file cannot be read, the output is of another run, or no document is short enough to be answered.
     """
     temperatures = _numbers(args.temperatures or "0,1")
-    keep_compilations()
     with busy("loading"):
         target = hub.load(args.target, dtype="bfloat16")
         documents = [text for path in args.data for text in data.documents(path)]
@@ -80,7 +78,6 @@ def train_on_features(
     target: Pretrained,
     head: Head | None,
     documents: Sequence[str],
-    loss: Any,
     work: Path,
 ) -> tuple[Any, Any]:
     """The apprentice of `eagle3 --features`, `head` or a new one, and its trained params.
@@ -95,7 +92,7 @@ def train_on_features(
     ids = None
     if args.draft_vocab not in (None, target.config.vocab_size):
         ids = _draft_vocabulary(args, target, documents, work / "draft_vocab.json")
-    begun = apprentice(args, target, head, loss, ids)
+    begun = HEADS["eagle3"].begin(args, target, head, ids)
     params = distillation.train_on_features(
         begun,
         target.params,
@@ -147,8 +144,8 @@ def _draft_vocabulary(
             if found:
                 tokens = np.concatenate([x.tokens[x.segments != features.PADDING] for x in found])
                 texts.append(data.Stream(tokens, np.zeros_like(tokens), 1.0))
-        vocab = target.config.vocab_size
-        ids = distillation.draft_vocabulary(texts, args.draft_vocab, vocab, target.stop_tokens)
+        ids = chosen_vocabulary(args, target, texts)
+        assert ids is not None
         write_whole(path, json.dumps(ids.tolist()))
     return np.asarray(json.loads(path.read_text()), np.int32)
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from mars_jax import contrib
+from mars_jax import contrib, hub
 from mars_jax.contrib.drafters.system_files import NGRAM, System, save_system
 from mars_jax.core.errors import MarsError
 from mars_jax.core.home import expanded
@@ -32,34 +32,9 @@ CHAIN, ROLLOUTS, ANSWER_TOKENS, TRAINING_PROBLEMS = 5, 48, 128, 4096
 _HELD_OUT = 8  # of so many batches the last one is
 
 
-def write_system(
-    args: argparse.Namespace,
-    target: Pretrained,
-    small: Pretrained | None,
-    documents: Sequence[str],
-    work: Path,
-) -> None:
-    """Make what `args.kind` names, and write it to `args.output`.
-
-    Raises:
-      MarsError: the small model has another vocabulary, there is too little text, or a task without rewards.
-    """
-    if small is not None:
-        check_same_vocabulary(target, small)
-    if args.kind == "diversed":
-        assert small is not None
-        contrib.save(args.output, _diversed(args, target, small, work), "diversed")
-        return
-    stream = data.stream(documents, target.tokenizer.backend_tokenizer)
-    count = max(2, round(args.tokens / args.step_tokens))
-    rows = max(2, args.step_tokens // args.length)
-    mixture = data.Mixture([stream], rows=rows, length=args.length, seed=args.seed)
-    batches = [mixture.batch(i) for i in range(count)]
-    if args.kind == "sprinter":
-        assert small is not None
-        save_system(args.output, *_sprinter(args, target, small, batches, work))
-    else:
-        save_system(args.output, _via_sd(args, target, batches, work))
+def open_small(args: argparse.Namespace) -> Pretrained | None:
+    """The model that `--from` names; None for the ngram of via_sd, which has no weights."""
+    return None if args.kind == "via_sd" and args.first == NGRAM else hub.load(args.first)
 
 
 def draft_name(name: str, output: Path) -> str:
@@ -76,9 +51,19 @@ def draft_name(name: str, output: Path) -> str:
     return relative
 
 
+def _batches(args: argparse.Namespace, target: Pretrained, documents: Sequence[str]) -> list[data.Batch]:
+    stream = data.stream(documents, target.tokenizer.backend_tokenizer)
+    count = max(2, round(args.tokens / args.step_tokens))
+    rows = max(2, args.step_tokens // args.length)
+    mixture = data.Mixture([stream], rows=rows, length=args.length, seed=args.seed)
+    return [mixture.batch(i) for i in range(count)]
+
+
 def _sprinter(
-    args: argparse.Namespace, target: Pretrained, small: Pretrained, batches: Sequence[data.Batch], work: Path
-) -> tuple[System, dict[str, np.ndarray]]:
+    args: argparse.Namespace, target: Pretrained, small: Pretrained, documents: Sequence[str], work: Path
+) -> None:
+    check_same_vocabulary(target, small)
+    batches = _batches(args, target, documents)
     read = jax.jit(
         lambda teacher, params, batch, key: sprinter_training.examples(
             target.model, teacher, small.model, params, batch, key
@@ -95,12 +80,18 @@ def _sprinter(
     test = sprinter_training.flattened(parts[-held_out:])
     figures = {f"at_{c}": sprinter_training.figures(test, arrays, c) for c in (0.3, 0.5, 0.7, 0.9)}
     print(f"held out: {figures}", file=sys.stderr)
-    return System(name="sprinter", draft=draft_name(args.first, args.output)), arrays
+    save_system(args.output, System(name="sprinter", draft=draft_name(args.first, args.output)), arrays)
 
 
 def _via_sd(
-    args: argparse.Namespace, target: Pretrained, batches: Sequence[data.Batch], work: Path
-) -> System:
+    args: argparse.Namespace,
+    target: Pretrained,
+    small: Pretrained | None,
+    documents: Sequence[str],
+    work: Path,
+) -> None:
+    if small is not None:
+        check_same_vocabulary(target, small)
     if not isinstance(target.config, ModelConfig) or target.model.with_layers is None:
         raise MarsError(
             f"'{target.name}' cannot leave out layers: give a checkpoint of this library's models."
@@ -108,7 +99,7 @@ def _via_sd(
     found = slim.search(
         target.model,
         target.params,
-        batches,
+        _batches(args, target, documents),
         left_out=args.left_out or LEFT_OUT,
         evaluations=args.evaluations or EVALUATIONS,
         seed=args.seed,
@@ -122,10 +113,13 @@ def _via_sd(
     )
     draft: Any = args.first or NGRAM
     name = draft if draft == NGRAM else draft_name(draft, args.output)
-    return System(name="via_sd", draft=name, layers=found.mask)
+    save_system(args.output, System(name="via_sd", draft=name, layers=found.mask))
 
 
-def _diversed(args: argparse.Namespace, target: Pretrained, small: Pretrained, work: Path) -> Any:
+def _diversed(
+    args: argparse.Namespace, target: Pretrained, small: Pretrained, documents: Sequence[str], work: Path
+) -> None:
+    check_same_vocabulary(target, small)
     name, _, path = (args.task or "arithmetic").partition("=")
     problems = _problems(name, path or None)
     prompts = target.encode_many([p.turns[0] for p in problems], chat=True)
@@ -156,7 +150,7 @@ def _diversed(args: argparse.Namespace, target: Pretrained, small: Pretrained, w
         return diversed_training.Rollouts(tokens, written, np.asarray(rewards, np.float32))
 
     models = diversed_training.Models(target.model, target.params, small.model, small.params)
-    return diversed_training.train(
+    head = diversed_training.train(
         models,
         rollouts,
         work,
@@ -165,6 +159,16 @@ def _diversed(args: argparse.Namespace, target: Pretrained, small: Pretrained, w
         steps=args.updates or UPDATES,
         seed=args.seed,
     )
+    contrib.save(args.output, head, "diversed")
+
+
+SYSTEMS: dict[str, Callable[..., None]] = {"sprinter": _sprinter, "via_sd": _via_sd, "diversed": _diversed}
+"""What makes each and writes it to --output, of the flags, the target, what `open_small` gave, the documents and
+--work.
+
+Raises:
+  MarsError: the small model has another vocabulary, there is too little text, or a task without rewards.
+"""
 
 
 def _problems(name: str, path: str | None) -> list[Problem]:

@@ -13,6 +13,7 @@ from mars_jax.cli.flags import (
     MESH_HELP,
     NO_CHECK_HELP,
     add_host_flags,
+    add_settings,
     add_size_flags,
     check_host_flags,
     check_size_flags,
@@ -89,7 +90,7 @@ def make_parser(prog: str, description: str, epilog: str, *, instead: Collection
     group.add_argument(
         "--batch-size", default="1", metavar="N", help="problems decoded side by side (default: %(default)s)"
     )
-    group.add_argument("--prefill-chunk", metavar="N", help=specs.REQUEST["prefill_chunk"].help)
+    add_settings(group, "prefill_chunk")
     group.add_argument(
         "--seed", default="0", metavar="N", help="problem i draws with seed N + i (default: 0)"
     )
@@ -99,7 +100,7 @@ def make_parser(prog: str, description: str, epilog: str, *, instead: Collection
 
 def add_code_flags(parser: Parser) -> None:
     """The flags that let generated programs run."""
-    group = parser.add_argument_group("generated programs")
+    group = parser.add_argument_group("code", description="Programs that the target writes.")
     group.add_argument(
         "--allow-code-execution",
         action="store_true",

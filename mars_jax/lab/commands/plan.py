@@ -38,7 +38,7 @@ where a large draft reads most experts, chains of 3 and 5 and a tree are compile
 _DRAFTS = "eagle3, dflash, medusa, model:TARGET, ngram or none"
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """The parser; numbers are still texts."""
     made = Parser(prog="mars-jax plan", description=_DESCRIPTION, epilog=_EPILOG)
     made.add_argument("--version", action="version", version=f"mars-jax {__version__}")
@@ -60,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
         "one is asked for (default: %(default)s)",
     )
     add_rule_flags(made.add_argument_group("rule"))
-    group = made.add_argument_group("slice and sizes")
+    group = made.add_argument_group("slice")
     group.add_argument("--topology", required=True, metavar="SLICE", help="such as v5e:4x4 or v5litepod-16")
     group.add_argument(
         "--mesh",

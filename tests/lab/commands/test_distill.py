@@ -3,6 +3,7 @@
 import gzip
 import json
 import lzma
+import re
 import shutil
 
 import jax
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from mars_jax.lab.commands import distill
+from mars_jax.lab.commands import distill, distill_heads
 from mars_jax.lab.training import data
 from mars_jax.lab.training import distillation as training
 from mars_jax.lab.training.objectives import forward_kl
@@ -196,6 +197,25 @@ def test_features_are_of_the_targets_answers(call, tmp_path):
         assert np.mean(said) > 0.85  # bfloat16 in other shapes: ties
 
 
+@pytest.mark.parametrize("kind", distill.KINDS)
+def test_the_help_of_a_kind_has_its_own_flags(kind, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def printed(*flags):
+        with pytest.raises(SystemExit):
+            distill.main(flags)
+        return capsys.readouterr().out
+
+    row = distill.KINDS[kind]
+    assert row.help in printed("--help")
+    own = printed(kind, "--help")
+    flags = {*row.data, *row.training, *row.method}
+    assert own == printed("--help", kind)
+    assert {flag for flag in distill._FLAGS if re.search(rf"^  {flag}\b", own, re.MULTILINE)} == flags
+    assert "--mesh" in flags or "--process-id" not in own
+    assert set(row.told) <= flags
+
+
 def test_flags_of_features_are_checked(call, text, tmp_path):
     def err(kind, *argv):
         code, err = call(kind, *argv, "--output", tmp_path / "made")
@@ -204,11 +224,10 @@ def test_flags_of_features_are_checked(call, text, tmp_path):
 
     assert "there is no text to learn from: give --data or --features" in err("eagle3")
     assert "there is no text to learn from: give --data." in err("medusa")
-    assert "--features does not apply to medusa" in err("medusa", "--features", tmp_path)
-    assert "--chat does not apply to eagle3" in err("eagle3", "--data", text, "--chat")
+    assert "unrecognized arguments: --features" in err("medusa", "--features", tmp_path)
+    assert "unrecognized arguments: --chat" in err("eagle3", "--data", text, "--chat")
     assert "--write does not apply to --features" in err("eagle3", "--features", tmp_path, "--write", 3)
-    assert "--write does not apply to features" in err("features", "--data", text, "--write", 3)
-    assert "--tokens does not apply to features" in err("features", "--data", text, "--tokens", 3)
+    assert "unrecognized arguments: --write 3" in err("features", "--data", text, "--write", 3)
     assert "--length does not apply to --features" in err("eagle3", "--features", tmp_path, "--length", 3)
     assert "give --chat" in err("features", "--data", text, "--temperatures", "1")
     head = ("--from", "tiny/eagle3", "--data", text)
@@ -351,7 +370,7 @@ def test_a_kill_while_the_drafter_is_written_leaves_nothing_half(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(distill, "_copy_tokenizer", killed)
+        patch.setattr(distill_heads, "_copy_tokenizer", killed)
         assert call(*argv)[0] == 130
     assert not output.exists()
     assert call(*argv)[0] == 0
@@ -383,8 +402,9 @@ def test_an_output_that_cannot_be_is_a_sentence(call, text, tmp_path, place):
 @pytest.mark.parametrize(
     "argv, sentence",
     [
-        (("eagle3", "--heads", 3), "--heads does not apply to eagle3"),
-        (("medusa", "--draft-vocab", 30), "--draft-vocab does not apply to medusa"),
+        (("eagle3", "--heads", 3), "unrecognized arguments: --heads 3"),
+        (("medusa", "--draft-vocab", 30), "unrecognized arguments: --draft-vocab 30"),
+        (("diversed", "--from", "x"), "unrecognized arguments: --data "),
         (("model",), "needs a checkpoint to start from"),
         (("eagle1", "--tokens", -1), "--tokens is -1.0: expected a number above 0"),
         (("medusa", "--heads", 10**6), "--heads is 1000000: expected a whole number from 1 to 128"),

@@ -32,7 +32,7 @@ names of hosts, users or folders. Exit code 1: something is wrong; speed never i
 RIGHT = ("equal", "equal up to ties")
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """The parser."""
     made = Parser(prog="mars-jax check", description=_DESCRIPTION, epilog=_EPILOG)
     made.add_argument("--version", action="version", version=f"mars-jax {__version__}")
