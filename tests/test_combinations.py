@@ -227,7 +227,7 @@ def written(target, drafter, rule, order=None):
     index = list(order or range(6))
     rows = {k: [v[i] for i in index] if isinstance(v, list) else v for k, v in OPTIONS.items()}
     lossless = rule is None or facts(rule.rule).lossless
-    if lossless and not (rule and drafter.drafter.trusts):
+    if lossless and not (rule and "trusts" in drafter.drafter.traits):
         del rows["strict"]
     if not lossless:  # it relaxes below a constraint where it is asked to
         rows["constraint"] = [
@@ -257,7 +257,7 @@ def test_each_rule_with_each_draft_on_the_family(rule, drafter, mesh):
             assert automaton.begins(one.text.encode())
             assert one.finish_reason != "stop" or automaton.matches(one.text)
     law = loaded.rule.name == "exact" or getattr(loaded.rule, "base", None) == verify.exact()
-    lossless = facts(loaded.rule).lossless and not made.drafter.trusts
+    lossless = facts(loaded.rule).lossless and "trusts" not in made.drafter.traits
     for i, strict in enumerate(OPTIONS["strict"]):
         if (strict or lossless) and (law or OPTIONS["temperature"][i] == 0):
             assert found[i].tokens == want[i]

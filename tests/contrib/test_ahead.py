@@ -10,7 +10,7 @@ from mars_jax.contrib.drafters.ahead import ahead, run
 from mars_jax.core import fake
 from mars_jax.core.controls import make_controls
 from mars_jax.core.errors import MarsError
-from mars_jax.core.types import Params, keys_from_seeds
+from mars_jax.core.types import Params, Prompts, keys_from_seeds
 from mars_jax.models import ModelConfig, init_params, language_model
 from tests.helpers import committed, decode_all, ragged, slow_but
 
@@ -42,7 +42,8 @@ def test_tokens_are_those_of_the_plain_loop(noise, temperature, pre_verify):
     keys = keys_from_seeds(jnp.arange(3, dtype=jnp.uint32))
     rule = verify.exact()
     made = ahead(MODEL, drafters.language_model(MODEL, 4), rule)
-    given = jax.device_put((params, prompts, lengths, controls, verify.for_rows(rule, 3), keys), here)
+    asked = Prompts(prompts, lengths, controls, verify.for_rows(rule, 3), keys)
+    given = jax.device_put((params, asked), here)
     state, stats, guesses = run(made, *given, draft_device=there, pre_verify=pre_verify)
     assert state.tokens.devices() == {here}
     plain, counted = decode_all(
@@ -81,5 +82,5 @@ def test_a_drafter_that_cannot_draft_ahead_is_refused():
         prompts, lengths = ragged([3], 16, 8)
         keys = keys_from_seeds(jnp.zeros((1,), jnp.uint32))
         rule = verify.for_rows(verify.exact(), 1)
-        run(drawn, weights(0.0), prompts, lengths, make_controls(1, limit=16), rule, keys,
+        run(drawn, weights(0.0), Prompts(prompts, lengths, make_controls(1, limit=16), rule, keys),
             draft_device=jax.devices()[1])  # fmt: skip

@@ -1,5 +1,6 @@
 """A state that goes on with other prompts: tokens, drafts and counters of a fresh one, and only what is new is read."""
 
+import dataclasses
 import functools
 
 import jax
@@ -85,8 +86,11 @@ def made_of(name):
     if name == "ngram of 6":
         return TARGET, drafters.ngram(6), NO_WEIGHTS, VOCAB
     if name == "sized":
-        loaded = drafters.sized(PLAIN["model chain"], costs=[1.0, 1.2, 1.4])
-        return TARGET, loaded.drafter, NO_WEIGHTS._replace(draft=loaded.params), VOCAB
+        chain = drafters.LoadedDrafter(
+            PLAIN["model chain"], (), resized=lambda n: drafters.language_model(LITTLE, n)
+        )
+        loaded = drafters.sized(chain, costs=[1.0, 1.2, 1.4])
+        return TARGET, loaded, NO_WEIGHTS._replace(draft=loaded.params), VOCAB
     return of_model(name)
 
 
@@ -113,7 +117,12 @@ class Talk:
 
     def __init__(self, name, rule, *, target=None):
         own, self.drafter, self.params, self.vocab = made_of(name)
-        self.decoder = decode.speculative_decoder(target or own, self.drafter, rule, prefill_chunk=CHUNK)
+        made = self.drafter
+        if isinstance(made, drafters.LoadedDrafter):
+            self.drafter = made.drafter
+            self.decoder = dataclasses.replace(made.decoder(target or own, rule), prefill_chunk=CHUNK)
+        else:
+            self.decoder = decode.speculative_decoder(target or own, made, rule, prefill_chunk=CHUNK)
         self.rule, self.state = rule, None
         self.rng = np.random.default_rng(0)
 
@@ -138,7 +147,7 @@ class Talk:
         if self.state is None:
             self.state, read = decode.start(self.decoder, self.params, Prompts(*given)), None
         else:
-            self.state, read = extending.extend(self.decoder, self.params, self.state, Prompts(*given))
+            self.state, read = decode.extend(self.decoder, self.params, self.state, Prompts(*given))
         found = []
         for state in (fresh, self.state):
             self.state, stats = decode.run(self.decoder, self.params, state, record=True, max_steps=steps)
@@ -221,7 +230,7 @@ def test_what_is_held_goes_through_no_forward():
     given = talk.arrays(texts, 2)
     jax.effects_barrier()
     reads.clear()
-    state, read = extending.extend(talk.decoder, talk.params, talk.state, Prompts(*given))
+    state, read = decode.extend(talk.decoder, talk.params, talk.state, Prompts(*given))
     jax.block_until_ready(state.tokens)
     jax.effects_barrier()
     assert reads == [[len(text) - 5 for text in texts]] and read.tolist() == [4] * ROWS
@@ -264,7 +273,7 @@ def test_rows_go_on_where_a_mesh_has_them(name):
         state = decode.start(talk.decoder, talk.params, Prompts(*pair([talk.new(5), talk.new(9), [1]])))
         state, _ = decode.run(talk.decoder, talk.params, state)
         texts = [text + talk.new(3) for text in committed(state)]
-        state, read = extending.extend(talk.decoder, talk.params, state, Prompts(*pair([*texts, [1]])))
+        state, read = decode.extend(talk.decoder, talk.params, state, Prompts(*pair([*texts, [1]])))
         state, _ = decode.run(talk.decoder, talk.params, state)
         return committed(state), read.tolist()
 

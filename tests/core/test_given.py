@@ -11,7 +11,6 @@ from mars_jax import drafters, verify
 from mars_jax.core import decode, refill
 from mars_jax.core.controls import make_controls
 from mars_jax.core.errors import MarsError
-from mars_jax.core.extend import extend
 from mars_jax.core.metrics import zero_stats
 from mars_jax.core.types import Prompts, keys_from_seeds
 from tests.core.test_decode import DRAFTERS, SMALL, TARGET, VOCAB
@@ -55,9 +54,9 @@ def ask(way, **changes):
         given[name] = change(given[name]) if callable(change) and name != "rule" else change
     held, stats, rows, *new = given.values()
     if way == "extend":
-        return extend(DECODER, NO_WEIGHTS, held, Prompts(*new))
+        return decode.extend(DECODER, NO_WEIGHTS, held, Prompts(*new))
     if way == "insert":
-        return DECODER.insert(NO_WEIGHTS, held, rows, *new)
+        return DECODER.insert(NO_WEIGHTS, held, rows, Prompts(*new))
     return refill.refill(DECODER, NO_WEIGHTS, held, stats, rows, Prompts(*new))
 
 
@@ -167,8 +166,8 @@ def test_shapes_are_checked_where_values_cannot_be_seen():
     one, settings = given["lengths"], {name: given[name] for name in ("controls", "rule", "keys")}
 
     def told(rows, lengths):
-        insert = functools.partial(DECODER.insert, **settings)
-        return jax.eval_shape(insert, NO_WEIGHTS, state(), rows, given["prompts"], lengths)
+        prompts = Prompts(given["prompts"], lengths, **settings)
+        return jax.eval_shape(DECODER.insert, NO_WEIGHTS, state(), rows, prompts)
 
     assert told(one, one).tokens.shape == (ROWS, BUFFER)
     with pytest.raises(MarsError, match="there are 2 rows for 1 prompts"):
@@ -180,9 +179,10 @@ def test_shapes_are_checked_where_values_cannot_be_seen():
 def test_what_is_put_nowhere_changes_nothing():
     """As for `insert`, a row of -1 is none, and not the last."""
     held = decode.start(DECODER, NO_WEIGHTS, Prompts(*arrays(ROWS, BUFFER).values()))
-    read = jax.tree.map(lambda x: x[:1], held)
-    settings = [arrays(1)[name] for name in ("controls", "rule", "keys")]
-    shorter = dataclasses.replace(read, length=read.length - 1)
-    assert committed(jax.jit(DECODER.put)(held, jnp.asarray([-1]), shorter, *settings)) == committed(held)
+    read, prompts = jax.tree.map(lambda x: x[:1], held), Prompts(*arrays(1).values())
+    put = jax.jit(DECODER.insert)(NO_WEIGHTS, held, jnp.asarray([-1]), prompts, read)
+    assert committed(put) == committed(held)
     with pytest.raises(MarsError, match=r"rows are \[7\]: expected each of 0 to 2"):
-        refill.put(DECODER, held, zero_stats(ROWS, DECODER.max_depth), jnp.asarray([7]), read, *settings)
+        refill.refill(
+            DECODER, NO_WEIGHTS, held, zero_stats(ROWS, DECODER.max_depth), jnp.asarray([7]), prompts, read
+        )

@@ -9,7 +9,7 @@ from mars_jax.core import decode, prefill
 from mars_jax.core.controls import make_controls
 from mars_jax.core.errors import MarsError
 from mars_jax.core.fake import hash_model
-from mars_jax.core.types import Params, keys_from_seeds
+from mars_jax.core.types import Params, Prompts, keys_from_seeds
 
 
 class Widths(list):
@@ -28,7 +28,7 @@ def read(target, drafter, buffer: int, **options) -> None:
     prompts, lengths = jnp.ones((1, buffer), jnp.int32), jnp.asarray([3], jnp.int32)
     controls = make_controls(1, limit=buffer)
     keys = keys_from_seeds(jnp.arange(1))
-    jax.eval_shape(decoder.init, Params(()), prompts, lengths, controls, verify.exact(), keys)
+    jax.eval_shape(decoder.init, Params(()), Prompts(prompts, lengths, controls, verify.exact(), keys))
 
 
 @pytest.mark.parametrize(

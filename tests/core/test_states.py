@@ -3,6 +3,7 @@
 Tokens alone would not show a draft whose cache misses something: the target corrects it, in more steps.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -13,7 +14,6 @@ import pytest
 from mars_jax import drafters, verify
 from mars_jax.core import decode, refill
 from mars_jax.core.controls import make_controls
-from mars_jax.core.extend import extend
 from mars_jax.core.metrics import zero_stats
 from mars_jax.core.types import Prompts, keys_from_seeds
 from mars_jax.drafters.sized import forced, sized
@@ -35,9 +35,11 @@ def drafter_of(name):
     """(target, drafter, params, the params of steps that draft nothing, vocabulary)."""
     if name in SIZED:
         target, drafter, params, _, vocab = drafter_of(SIZED[name])
-        loaded = sized(drafters.LoadedDrafter(drafter, params.draft), [0, drafter.max_depth])
+        loaded = sized(
+            drafters.LoadedDrafter(drafter, params.draft, resized=lambda _: drafter), [0, drafter.max_depth]
+        )
         longest, none = (params._replace(draft=forced(loaded, size).params) for size in (1, 0))
-        return target, loaded.drafter, longest, none, vocab
+        return target, loaded, longest, none, vocab
     target, drafter, params, vocab = made_of("ngram" if name == "replay" else name)
     if name == "replay":
         texts = np.random.default_rng(1).integers(0, vocab, (8, 30)).tolist()
@@ -51,7 +53,9 @@ class States:
     def __init__(self, name):
         target, self.drafter, self.params, self.idle, self.vocab = drafter_of(name)
         self.rule = verify.rejection() if "sampled" in name else verify.exact()
-        self.decoder = decode.speculative_decoder(target, self.drafter, self.rule, prefill_chunk=CHUNK)
+        loaded = self.drafter if name in SIZED else drafters.LoadedDrafter(self.drafter, ())
+        self.drafter = loaded.drafter
+        self.decoder = dataclasses.replace(loaded.decoder(target, self.rule), prefill_chunk=CHUNK)
 
     def texts(self, *lengths):
         rng = np.random.default_rng(lengths[0])
@@ -82,7 +86,7 @@ class States:
         """From one token, as a conversation begins."""
         texts = self.texts(33, 2, 47)
         state = self.fresh([text[:1] for text in texts])
-        return extend(self.decoder, self.params, state, Prompts(*self.arrays(texts)))[0], texts
+        return decode.extend(self.decoder, self.params, state, Prompts(*self.arrays(texts)))[0], texts
 
     def inserted(self):
         """Into rows that go on, one of which stays."""
@@ -94,7 +98,7 @@ class States:
 
     def drafted(self, state):
         """The tokens of the next draft: a head that was never trained is seldom right, and its steps say little."""
-        propose = jax.jit((self.drafter.sizes or (self.drafter,))[-1].propose)
+        propose = jax.jit(self.drafter.propose)
         return np.asarray(propose(self.params, state.draft, draft_input(state))[0].tokens)
 
 

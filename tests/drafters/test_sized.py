@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from typing import Any, cast
 
 import jax
@@ -16,7 +17,7 @@ from mars_jax.core import decode, fake
 from mars_jax.core.controls import make_controls
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import Params, Prompts, keys_from_seeds
-from mars_jax.drafters.sized import KEEP, PAUSE, SizedState, forced, measured, sized
+from mars_jax.drafters.sized import KEEP, PAUSE, SizedState, chosen, forced, measured, sized
 from mars_jax.serve import sizes
 from mars_jax.serve.prepare import prepared
 from tests.helpers import draft_input, logits_after, ragged
@@ -25,17 +26,19 @@ VOCAB = 13
 TARGET = fake.hash_model(vocab_size=VOCAB, agree=0.8)
 SMALL = fake.hash_model(vocab_size=VOCAB, seed=5, agree=0.8)
 CHAIN = drafters.language_model(SMALL, 4)
-MADE = sized(CHAIN)
+CHAINS = drafters.LoadedDrafter(CHAIN, (), resized=lambda length: drafters.language_model(SMALL, length))
+MADE = sized(CHAINS)
 RULE = verify.exact()
 WIDTH = 160
+sized_drafts = sys.modules["mars_jax.drafters.sized"]  # drafters.sized is its function
 
 
 def params_of(made):
     return Params(target=(), draft=made.params)
 
 
-def begun(drafter, params, temperature=0.0):
-    decoder = decode.speculative_decoder(TARGET, drafter, RULE)
+def begun(loaded, params, temperature=0.0):
+    decoder = loaded.decoder(TARGET, RULE)
     prompts, lengths = ragged([1, 2, 9], WIDTH, VOCAB)
     controls = make_controls(3, limit=jnp.asarray([WIDTH, 60, 110]), temperature=temperature)
     keys = keys_from_seeds(jnp.arange(3, dtype=jnp.uint32))
@@ -46,11 +49,11 @@ def test_the_text_is_the_fixed_chains_whatever_is_chosen():
     """Greedily and drawn, at costs by which it drafts always, never, and now this and now that."""
     drafted = []
     for temperature in (0.0, 0.9):
-        decoder, state = begun(CHAIN, Params(target=()), temperature)
+        decoder, state = begun(CHAINS, Params(target=()), temperature)
         wanted, _ = decode.run(decoder, Params(target=()), state)
         for costs in ([1.0, 1.01, 1.02], [1.0, 9.0, 9.0], [1.0, 1.4, 1.9]):
             params = params_of(measured(MADE, costs))
-            decoder, state = begun(MADE.drafter, params, temperature)
+            decoder, state = begun(MADE, params, temperature)
             found, stats = decode.run(decoder, params, state)
             np.testing.assert_array_equal(found.tokens, wanted.tokens)
             np.testing.assert_array_equal(found.length, wanted.length)
@@ -60,11 +63,12 @@ def test_the_text_is_the_fixed_chains_whatever_is_chosen():
 
 
 @pytest.mark.slow
-def test_the_rows_that_are_asked_for_are_those_that_go_on():
-    longest = jnp.int32(len(MADE.drafter.sizes) - 1)
-    chosen = MADE.drafter._replace(choose=lambda params, draft, live: jnp.where(jnp.all(live), longest, 0))
+def test_the_rows_that_are_asked_for_are_those_that_go_on(monkeypatch):
     params = params_of(measured(MADE, [1.0, 1.01, 1.02]))
-    decoder, state = begun(chosen, params)
+    decoder, state = begun(MADE, params)
+    decoder = dataclasses.replace(decoder, prefill_chunk=7)  # so that its step is traced here
+    whole = lambda params, lengths, draft, live: jnp.where(jnp.all(live), 2, 0).astype(jnp.int32)  # noqa: E731
+    monkeypatch.setattr(sized_drafts, "chosen", whole)
     _, info = decode.jitted_step(decoder, params, state)
     assert info.num_proposed.tolist() == [CHAIN.max_depth] * 3  # no row is done
 
@@ -73,8 +77,8 @@ def test_the_rows_that_are_asked_for_are_those_that_go_on():
 def test_after_steps_without_a_draft_the_drafts_are_those_of_a_fresh_model():
     order = [0, 2, 0, 0, 0, 1, 2, 2, 0, 1, *[0] * 70, 2]
     params = params_of(forced(MADE, 0))
-    decoder, state = begun(MADE.drafter, params)
-    propose = jax.jit(MADE.drafter.sizes[2].propose)
+    decoder, state = begun(MADE, params)
+    propose = jax.jit(MADE.sizes.drafters[2].propose)
     taken = []
     for turn, size in enumerate(order):
         if size:
@@ -106,9 +110,8 @@ def test_it_tries_again_where_a_better_draft_would_pay_and_seldom():
             idle=jnp.zeros((2,), jnp.int32),
             pause=jnp.full((2,), PAUSE, jnp.int32),
         )
-        choose = jax.jit(
-            lambda state: cast(Any, MADE.drafter.choose)(params, state, jnp.asarray([True, False]))
-        )
+        live = jnp.asarray([True, False])
+        choose = jax.jit(lambda state: chosen(params.draft, MADE.sizes.lengths, state, live))
         seen = []
         for step in range(400):
             if int(choose(state)):
@@ -137,18 +140,18 @@ def test_costs_are_measured_once_for_a_shape_and_texts_are_the_same():
     target = mj.Pretrained.from_parts(TARGET, (), max_positions=256)
     prompts = [[1, 2, 3], [4], [5, 6], [7, 8, 9, 10], [11]]
     how = {"verify": RULE, "max_new_tokens": 24, "temperature": [0.0, 0.8, 0.0, 1.0, 0.0]}
-    wanted = mj.generate(target, CHAIN, prompts, **how).tokens
+    wanted = mj.generate(target, CHAINS, prompts, **how).tokens
     before = len(sizes._MEASURED)
     for rows in (2, 8, 2):  # through a queue, and in one batch
         assert mj.generate(target, MADE, prompts, batch_size=rows, **how).tokens == wanted
     assert len(sizes._MEASURED) == before + 2
     assert all(cost > 0 for costs in sizes._MEASURED.values() for cost in costs)
-    given = sized(CHAIN, costs=[1.0, 2.0, 3.0])
+    given = sized(CHAINS, costs=[1.0, 2.0, 3.0])
     assert mj.generate(target, given, prompts, batch_size=2, **how).tokens == wanted
     assert len(sizes._MEASURED) == before + 2, "costs that are given are taken"
     with pytest.raises(MarsError, match="which is lossy, a text would depend"):
         mj.generate(target, MADE, prompts, verify=verify.mars(theta=0.5))
-    lossy = sized(CHAIN, costs=[1.0, 2.0, 3.0], any_rule=True)
+    lossy = sized(CHAINS, costs=[1.0, 2.0, 3.0], any_rule=True)
     requests = mj.make_requests(target, prompts, max_new_tokens=4)
     assert prepared(target, lossy, requests, verify=verify.mars(theta=0.5)).drafter is lossy
 
@@ -171,11 +174,14 @@ def test_costs_are_those_of_steps_with_what_the_requests_ask_for(monkeypatch):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: sized(drafters.language_model(SMALL, tree=(2, 1))), "no chains of several lengths"),
+        (
+            lambda: sized(CHAINS._replace(drafter=drafters.language_model(SMALL, tree=(2, 1)))),
+            "no chains of several lengths",
+        ),
         (lambda: sized(MADE), "no chains of several lengths"),
-        (lambda: sized(CHAIN, [1, 4]), "rise from 0 to at most 4"),
-        (lambda: sized(CHAIN, [0, 5]), "rise from 0 to at most 4"),
-        (lambda: sized(CHAIN, costs=[1.0, 2.0]), "a positive number for each of the 3"),
+        (lambda: sized(CHAINS, [1, 4]), "rise from 0 to at most 4"),
+        (lambda: sized(CHAINS, [0, 5]), "rise from 0 to at most 4"),
+        (lambda: sized(CHAINS, costs=[1.0, 2.0]), "a positive number for each of the 3"),
         (lambda: drafters.load("none", cast(Any, None), draft_size="auto"), "draft a chain with"),
         (lambda: drafters.load("ngram", cast(Any, None), draft_size="big"), "expected 'fixed' or 'auto'"),
         (

@@ -79,12 +79,13 @@ def test_a_replay_is_counted_by_hand():
     ],
 )
 def test_thresholds_go_from_strict_to_loose(choice, measured, expected):
-    assert rehearsal.thetas_of(choice, mj.drafters.ngram(4), measured) == expected
+    assert rehearsal.thetas_of(choice, mj.drafters.loaded(mj.drafters.ngram(4), None), measured) == expected
 
 
 def test_drafts_that_are_not_judged_place_by_place_are_not_replayed():
-    plain = mj.drafters.ngram(4)
+    plain = mj.drafters.load("ngram", None, num_draft_tokens=4)
     choice = RuleChoice("mars", {})
     assert rehearsal.thetas_of(choice, plain, [0.9])
-    assert rehearsal.thetas_of(choice, plain._replace(trusts=True), [0.9]) == []
-    assert rehearsal.thetas_of(choice, plain._replace(sizes=(plain,)), [0.9]) == []
+    trusted = plain._replace(drafter=plain.drafter._replace(traits=("trusts",)))
+    assert rehearsal.thetas_of(choice, trusted, [0.9]) == []
+    assert rehearsal.thetas_of(choice, mj.drafters.sized(plain), [0.9]) == []

@@ -170,7 +170,7 @@ class Evaluation:
         """tau at thresholds that no arm has, made once and kept beside the rows."""
         name = f"{task}, temperature {temperature:g}"
         session = self._decoding.session
-        thetas = rehearsal.thetas_of(self._rule, session.drafter.drafter, self._settings["thetas"])
+        thetas = rehearsal.thetas_of(self._rule, session.drafter, self._settings["thetas"])
         if name in self.replays or not thetas:
             return
         _, requests = self._untimed(task, temperature, rehearsal.PROBLEMS)

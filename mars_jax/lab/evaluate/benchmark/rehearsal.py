@@ -22,10 +22,11 @@ import numpy as np
 from jax import Array
 
 from mars_jax.core import decode, struct
-from mars_jax.core.drafter import TRUSTS, Drafter
+from mars_jax.core.drafter import TRUSTS
 from mars_jax.core.evidence import Evidence
 from mars_jax.core.rule import Rule
 from mars_jax.core.types import Verdict
+from mars_jax.drafters import LoadedDrafter
 from mars_jax.placement.hosts import fetch
 from mars_jax.serve.requests import Request
 from mars_jax.serve.session import Session
@@ -72,15 +73,16 @@ class Rehearse(Rule):
         return walks, self
 
 
-def thetas_of(choice: RuleChoice, drafter: Drafter, measured: Sequence[float]) -> list[float]:
+def thetas_of(choice: RuleChoice, loaded: LoadedDrafter, measured: Sequence[float]) -> list[float]:
     """The thresholds to replay, from strict to loose and inf first; none where a rule has none, or where a draft is not
     judged place by place: one that trusts itself, or follows what was accepted before.
 
     >>> from mars_jax import drafters
-    >>> thetas_of(RuleChoice("mars", {}), drafters.ngram(4), [0.9])
+    >>> thetas_of(RuleChoice("mars", {}), drafters.loaded(drafters.ngram(4), None), [0.9])
     [inf, 0.98, 0.94, 0.9, 0.86, 0.82, 0.75, 0.65, 0.55]
     """
-    if is_own(choice.spec) or "theta" not in choice.options or TRUSTS in drafter.traits:
+    follows = TRUSTS in loaded.drafter.traits or loaded.sizes is not None
+    if is_own(choice.spec) or "theta" not in choice.options or follows:
         return []
     setting, structure = choice.setting("theta")
     grid = setting.range(**structure).grid
