@@ -100,6 +100,7 @@ class Decoder:
         if read is None:
             return inserted(self._read, self._put, params, state, rows, prompts)
         self._check_cache(read)
+        prompts = dataclasses.replace(prompts, tokens=read.tokens, length=read.length)
         return self._put(
             state, jnp.where(rows < 0, rows_of(state), rows), begun(prompts, read.cache, read.draft)
         )

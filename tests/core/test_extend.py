@@ -202,7 +202,7 @@ def test_every_turn_decodes_as_a_fresh_state(name):
     talk = Talk(name, rule)
     for change, before, held, texts, found, read in conversation(talk):
         check_same(*found)
-        again = talk.drafter.observe is not None
+        again = talk.drafter.reads is not None
         wanted = [
             len(text) - 1 - min(h - again, len(old) - 1, len(text) - 1 - again)
             for text, old, h in zip(texts, before, held, strict=True)

@@ -120,7 +120,7 @@ def test_it_drafts_as_a_fresh_state(way, name):
     made = states(name)
     state, texts = getattr(made, way)()
     fresh = made.fresh(texts)
-    if made.drafter.observe is not None:
+    if made.drafter.reads is not None:
         np.testing.assert_array_equal(made.drafted(state), made.drafted(fresh))
     found = []
     for one in (fresh, state):
