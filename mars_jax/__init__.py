@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from mars_jax.core import decode, fake, metrics, sampling, tree, types
     from mars_jax.core.compilations import enable_compilation_cache
     from mars_jax.core.controls import make_controls
-    from mars_jax.core.decode import run, speculative_decoder, stream
-    from mars_jax.core.decoder import Decoder
+    from mars_jax.core.decode import run, stream
+    from mars_jax.core.decoder import Decoder, speculative_decoder
     from mars_jax.core.drafter import Drafter
     from mars_jax.core.edits import make_edits
     from mars_jax.core.errors import MarsError
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         KVCache,
         LanguageModel,
         Params,
+        Prompts,
         StepInfo,
         Verdict,
         keys_from_seeds,
@@ -32,11 +33,7 @@ if TYPE_CHECKING:
     from mars_jax.hub.pretrained import Pretrained
     from mars_jax.placement import shardings
     from mars_jax.serve.chat import Chat
-    from mars_jax.serve.generation import (
-        generate,
-        generate_iter,
-        generate_stream,
-    )
+    from mars_jax.serve.generation import generate, generate_iter, generate_stream
     from mars_jax.serve.likelihood import score
     from mars_jax.serve.requests import Completion, Request, Result, make_requests
 
@@ -48,15 +45,16 @@ _HOME = {
     "Completion": "serve.requests",
     "Controls": "core.types",
     "DecodeState": "core.types",
-    "Decoder": "core.types",
+    "Decoder": "core.decoder",
     "DraftTree": "core.types",
-    "Drafter": "core.types",
+    "Drafter": "core.drafter",
     "ForwardOutput": "core.types",
     "KVCache": "core.types",
     "LanguageModel": "core.types",
     "MarsError": "core.errors",
     "Metrics": "core.metrics",
     "Params": "core.types",
+    "Prompts": "core.types",
     "Pretrained": "hub.pretrained",
     "Request": "serve.requests",
     "Result": "serve.requests",
@@ -73,7 +71,7 @@ _HOME = {
     "make_requests": "serve.requests",
     "run": "core.decode",
     "score": "serve.likelihood",
-    "speculative_decoder": "core.decode",
+    "speculative_decoder": "core.decoder",
     "stream": "core.decode",
     "summarize": "core.metrics",
 }

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 
 from mars_jax.core.prefill import WIDE_CHUNK
 from mars_jax.placement.shardings import state_shardings
-from mars_jax.serve.prepare import Prepared, of_mesh
+from mars_jax.serve.prepare import of_mesh
+from mars_jax.serve.prepared import Prepared
 
 MOST, MOST_ON_CPU = 128, 16
 """Rows of a batch at most. A CPU is busy with some: more of them take as much longer as they are more."""

@@ -24,7 +24,8 @@ from mars_jax.core.types import DecodeState, Params, PyTree
 from mars_jax.placement.hosts import fetch, put
 from mars_jax.placement.shardings import state_shardings
 from mars_jax.serve.complete import complete
-from mars_jax.serve.prepare import Prepared, of_mesh
+from mars_jax.serve.prepare import of_mesh
+from mars_jax.serve.prepared import Prepared
 from mars_jax.serve.requests import Completion, Request
 from mars_jax.serve.sizes import with_costs
 from mars_jax.serve.text import RowText

@@ -21,7 +21,8 @@ from mars_jax.core.types import DecodeState, Params, Prompts, StepInfo
 from mars_jax.placement.hosts import fetch
 from mars_jax.serve.compiling import beside
 from mars_jax.serve.events import events
-from mars_jax.serve.prepare import Prepared, bucket, of_mesh, prepared
+from mars_jax.serve.prepare import bucket, of_mesh, prepared
+from mars_jax.serve.prepared import Prepared
 from mars_jax.serve.requests import Request, StreamEvent
 from mars_jax.serve.session import Session
 from mars_jax.serve.sizes import with_costs

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,9 +18,7 @@ from mars_jax.core.types import NO_TOKEN
 from mars_jax.drafters.sized import forced, is_measured, measured
 from mars_jax.placement import hosts
 from mars_jax.placement.shardings import state_shardings
-
-if TYPE_CHECKING:
-    from mars_jax.serve.prepare import Prepared
+from mars_jax.serve.prepared import Prepared
 
 STEPS, ROUNDS = 4, 3
 """Steps of each size in a round. The quickest round counts: what else a machine does can only add to it."""
