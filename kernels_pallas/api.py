@@ -54,7 +54,7 @@ def margin_stats(
         "reference": reference.margin_stats,
         "xla": xla.margin_stats,
         "partitioned": xla.partitioned_margin_stats,
-        "pallas_tpu": mosaic.margin.margin_stats,
+        "pallas_tpu": mosaic.margin_tpu.margin_stats,
         "pallas_gpu": _triton_margin_stats,
     }
     forms = {name: functools.partial(form, logsumexp=logsumexp) for name, form in forms.items()}
@@ -122,7 +122,7 @@ def margin_accept(
         "reference": two_steps(reference.margin_stats, reference.decide),
         "xla": two_steps(xla.margin_stats, margin_rule.decide),
         "partitioned": two_steps(xla.partitioned_margin_stats, margin_rule.decide),
-        "pallas_tpu": functools.partial(mosaic.margin.margin_accept, logsumexp=logsumexp, **options),
+        "pallas_tpu": functools.partial(mosaic.margin_tpu.margin_accept, logsumexp=logsumexp, **options),
         # The statistics are a few numbers per node by then: XLA fuses the walk over them into one small
         # kernel.
         "pallas_gpu": two_steps(_triton_margin_stats, margin_rule.decide),
@@ -131,7 +131,7 @@ def margin_accept(
 
 
 def _triton_margin_stats(logits: Array, **options: Any) -> MarginStats:
-    """`gpu.margin.margin_stats`, imported when it is asked for.
+    """`gpu.margin_gpu.margin_stats`, imported when it is asked for.
 
     jax 0.12 deprecates Pallas' Triton backend. Whoever does not name "pallas_gpu" needs none of it, so the
     release that removes it breaks nothing else.

@@ -102,7 +102,7 @@ def join_top_k(parts: Array, k: int, size: int, *, interpret: Any = None) -> Top
     """
     if interpret is not None:
         flat = parts.reshape(parts.shape[0], 2, -1, LANES)
-        return unpack(mosaic.topk.join(flat, k, size, interpret=interpret).reshape(parts.shape[1:]), k)
+        return unpack(mosaic.topk_tpu.join(flat, k, size, interpret=interpret).reshape(parts.shape[1:]), k)
     found = unpack(parts, k, axis=1)  # [W, ..., k] each
     first = jnp.arange(parts.shape[0], dtype=jnp.int32) * size
     ids = found.ids + first.reshape((-1,) + (1,) * (found.ids.ndim - 1))
@@ -153,7 +153,7 @@ def _top_k_of_parts(part: Array, *, k: int) -> TopK:
 
 def _packed_kernel(logits: Array, interpret: Any = False, *, k: int) -> Array:
     lead, vocab = logits.shape[:-1], logits.shape[-1]
-    return mosaic.topk.top_k(logits.reshape(-1, vocab), k, interpret=interpret).reshape(2, *lead, LANES)
+    return mosaic.topk_tpu.top_k(logits.reshape(-1, vocab), k, interpret=interpret).reshape(2, *lead, LANES)
 
 
 def _no_kernel(*operands: Array, **options: Any) -> Any:

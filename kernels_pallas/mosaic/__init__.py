@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-_KERNELS = ("margin", "topk", "tree_attention")
+_KERNELS = ("margin_tpu", "topk_tpu", "tree_attention")
 
 
 def __getattr__(name: str) -> Any:

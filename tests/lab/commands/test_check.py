@@ -60,13 +60,13 @@ def test_every_form_equals_the_reference(small):
 
 @pytest.mark.slow
 def test_a_kernel_with_a_wrong_result_is_told_as_broken(small, monkeypatch):
-    sound = api.mosaic.margin.margin_accept
+    sound = api.mosaic.margin_tpu.margin_accept
 
     def broken(*operands, **options):
         found = sound(*operands, **options)
         return found._replace(next_token=found.next_token + 1)
 
-    monkeypatch.setattr(api.mosaic.margin, "margin_accept", broken)
+    monkeypatch.setattr(api.mosaic.margin_tpu, "margin_accept", broken)
     rows = kernels.check_kernels("cpu")
     wrong = wrong_kernels(rows)
     assert len(wrong) == 3 and all("margin_accept as pallas_tpu" in sentence for sentence in wrong)
@@ -79,7 +79,7 @@ def test_a_kernel_that_does_not_compile_is_told_with_its_reason(small, monkeypat
     def broken(*operands, **options):
         raise NotImplementedError("no rule for this op\nand more")
 
-    monkeypatch.setattr(api.mosaic.margin, "margin_stats", broken)
+    monkeypatch.setattr(api.mosaic.margin_tpu, "margin_stats", broken)
     wrong = wrong_kernels(kernels.check_kernels("cpu"))
     assert wrong == [
         f"margin_stats as pallas_tpu, [12, 8, 300] {dtype}: failed (NotImplementedError: no rule for this op)"
