@@ -30,6 +30,14 @@ ATTENTION = ("xla", "pallas")
 TRAINED = ("eagle3", "eagle1", "medusa", "dflash", "model", "sprinter", "via_sd", "diversed")
 """What `training.distill` makes: drafters, of which an eagle3 or eagle1 is drafted with as eagle:PATH, and the head of
 the rule diversed."""
+OUTLINED = {
+    "eagle3": "mars_jax.models.eagle_head:EagleConfig",
+    "dflash": "mars_jax.models.dflash_head:DFlashConfig",
+    "medusa": "mars_jax.models.medusa_layers:MedusaConfig",
+}
+"""Heads whose published shapes `mars-jax plan` knows, and the classes of their configs."""
+REFINED = ("model", "eagle")
+"""Drafters that learn from their failures, by `lab.training.online`."""
 FILTERS = ("top_k", "top_p", "min_p")
 """Settings that only sampling reads; their defaults are off."""
 REQUEST = (CONTROLS | EDITS) | by_name(

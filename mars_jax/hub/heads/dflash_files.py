@@ -23,7 +23,7 @@ from mars_jax.hub.heads.eagle_files import VERIFIERS, draft_ids, head_shapes, re
 from mars_jax.hub.load import DERIVED, convert, listed, resolve_dtype
 from mars_jax.hub.save import free_directory, named_arrays, write_directory
 from mars_jax.models.config import ModelConfig
-from mars_jax.models.dflash_head import DFlashConfig, weights
+from mars_jax.models.dflash_head import DFlashConfig
 from mars_jax.models.quantize import Int8, is_quantized
 from mars_jax.models.weights import build_rows
 
@@ -75,7 +75,7 @@ def _read(
         shareable["lm_head.weight"] = target.get("unembed", target["embed"])
     if of_target.scale_embeddings:
         del shareable["embed_tokens.weight"]  # what the target looks up is more than its table
-    table = {row.name: row for row in weights(config)}
+    table = {row.name: row for row in config.weights()}
     found: dict[str, jax.Array | Int8] = {}
     shared: set[str] = set()
     maps: dict[str, np.ndarray] = {}
@@ -113,7 +113,7 @@ def _read(
         own_embed=config.own_embed and "embed_tokens.weight" not in shared,
         own_unembed=config.own_unembed and "lm_head.weight" not in shared,
     )
-    params = build_rows(weights(config), lambda row: found.pop(row.name))
+    params = build_rows(config.weights(), lambda row: found.pop(row.name))
     if "d2t" in maps:
         ids = draft_ids(config, maps["d2t"], maps.get("t2d"))
         if config.draft_vocab_size < config.layer.vocab_size:
@@ -142,18 +142,18 @@ def save_dflash(
       verifier: name of the target, for the layout of speculators.
 
     >>> import tempfile
-    >>> from mars_jax.models import dflash
+    >>> from mars_jax.models import dflash_head
     >>> layer = ModelConfig(family="qwen3", qk_norm=True, vocab_size=32, hidden_size=16, intermediate_size=24,
     ...                     num_layers=1, num_heads=2)
     >>> config = DFlashConfig(layer=layer, target_hidden_size=16, feature_layers=(0,), block_size=4, mask_token=0,
     ...                       draft_vocab_size=32)
     >>> with tempfile.TemporaryDirectory() as path:
-    ...     _ = save_dflash(path, config, dflash.init_params(config, jax.random.key(0)))
+    ...     _ = save_dflash(path, config, dflash_head.init_params(config, jax.random.key(0)))
     ...     sorted(os.listdir(path))
     ['config.json', 'model.safetensors']
     """
     target = free_directory(path, overwrite=overwrite)
-    arrays = named_arrays(weights(config), params)
+    arrays = named_arrays(config.weights(), params)
     data = to_dflash_json(config, dtype=arrays["fc.weight"].dtype.name, layout=layout, verifier=verifier)
     if config.draft_vocab_size < config.layer.vocab_size:
         if "ids" not in params:

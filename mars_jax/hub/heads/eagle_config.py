@@ -15,7 +15,7 @@ from mars_jax.core.errors import MarsError
 from mars_jax.hub.config_json import FAMILIES, from_json, to_json
 from mars_jax.hub.values import given
 from mars_jax.models.config import ModelConfig
-from mars_jax.models.eagle_head import EagleConfig, weights
+from mars_jax.models.eagle_head import EagleConfig
 
 _LAYERS = "eagle_aux_hidden_state_layer_ids"
 LAYOUTS = ("eagle", "speculators")
@@ -88,7 +88,7 @@ def _from_head_json(data: dict[str, Any], shapes: dict[str, tuple[int, ...]], ta
             f"the EAGLE head drafts from {drafted} of {target.vocab_size} tokens and has no d2t that says which: "
             "download it again."
         )
-    expected = next(row.shape[1] for row in weights(config) if row.name == "fc.weight")
+    expected = next(row.shape[1] for row in config.weights() if row.name == "fc.weight")
     found = next(reversed(shapes.get("fc.weight", ())), expected)
     if found != expected:
         parts = f"{len(config.feature_layers)} features" if version == 3 else "an embedding and a feature"
@@ -252,7 +252,7 @@ def to_head_json(
             "norm_before_residual": config.norm_before_residual,
             "norm_output": config.norm_output,
         }
-    if layer_config(data, {canonical(row.name) for row in weights(config)}) != config.layer:
+    if layer_config(data, {canonical(row.name) for row in config.weights()}) != config.layer:
         raise MarsError(
             f"config.json of the family '{config.layer.family}' cannot express the head's layer: choose another family."
         )

@@ -24,7 +24,7 @@ from mars_jax.hub.load import DERIVED, convert, listed, resolve_dtype
 from mars_jax.hub.save import free_directory, named_arrays, write_directory
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.dflash_head import DFlashConfig
-from mars_jax.models.eagle_head import EagleConfig, weights
+from mars_jax.models.eagle_head import EagleConfig
 from mars_jax.models.quantize import Int8, is_quantized, quantize
 from mars_jax.models.weights import build_rows
 
@@ -92,7 +92,7 @@ def _read(
     shareable = {"embed_tokens.weight": target["embed"]}
     if config.version == 1:
         shareable["lm_head.weight"] = target.get("unembed", target["embed"])
-    table = {canonical(row.name): row for row in weights(config)}
+    table = {canonical(row.name): row for row in config.weights()}
     found: dict[str, jax.Array | Int8] = {}
     shared: set[str] = set()
     maps: dict[str, np.ndarray] = {}
@@ -134,7 +134,7 @@ def _read(
         raise MarsError(
             "the head ties its lm_head to an embedding of its own, which is not supported: save both."
         )
-    params = build_rows(weights(config), lambda row: found.pop(canonical(row.name)))
+    params = build_rows(config.weights(), lambda row: found.pop(canonical(row.name)))
     if "d2t" in maps:
         ids = draft_ids(config, maps["d2t"], maps.get("t2d"))
         if config.draft_vocab_size < config.layer.vocab_size:
@@ -222,16 +222,16 @@ def save_eagle(
       verifier: name of the target, for the layout of speculators.
 
     >>> import tempfile
-    >>> from mars_jax.models import eagle
+    >>> from mars_jax.models import eagle_head
     >>> layer = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=2)
     >>> config = EagleConfig(version=1, layer=layer, target_hidden_size=16, draft_vocab_size=32, own_unembed=False)
     >>> with tempfile.TemporaryDirectory() as path:
-    ...     _ = save_eagle(path, config, eagle.init_params(config, jax.random.key(0)))
+    ...     _ = save_eagle(path, config, eagle_head.init_params(config, jax.random.key(0)))
     ...     sorted(os.listdir(path))
     ['config.json', 'model.safetensors']
     """
     target = free_directory(path, overwrite=overwrite)
-    arrays = named_arrays(weights(config), params)
+    arrays = named_arrays(config.weights(), params)
     data = to_head_json(config, dtype=arrays["fc.weight"].dtype.name, layout=layout, verifier=verifier)
     if layout == "speculators":
         arrays = {canonical(name): array for name, array in arrays.items()}

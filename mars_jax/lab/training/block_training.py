@@ -102,7 +102,7 @@ def dflash(
         weight = jnp.exp(-jnp.arange(drafts, dtype=jnp.float32) / fade)
         losses = _means(divergence(labels, drafted), valid)
         total = jnp.sum(losses * weight) / jnp.sum(weight)
-        named = head.to_target(config, both, jnp.argmax(drafted, axis=-1))
+        named = config.to_target(both, jnp.argmax(drafted, axis=-1))
         right = _means((named == choice).astype(jnp.float32), valid)
         figures = {f"loss_{i + 1}": losses[i] for i in range(drafts)}
         figures |= {f"accept_{i + 1}": right[i] for i in range(drafts)}
@@ -140,7 +140,7 @@ def block_hidden(
     """
     (rows, length), count, size = tokens.shape, places.shape[1], config.block_size
     draft = params.draft
-    cache = head.init_cache(config, rows, length + count * size, draft["fc"].dtype)
+    cache = config.init_cache(rows, length + count * size, draft["fc"].dtype)
     positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (rows, length))
     zero = jnp.zeros((rows,), jnp.int32)
     cache = head.absorb(config, draft, head.fuse(config, draft, output), positions, zero, cache)

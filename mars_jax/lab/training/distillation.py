@@ -32,6 +32,7 @@ from mars_jax.models import eagle_head, medusa_layers
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.dflash_head import DFlashConfig
 from mars_jax.models.eagle_head import EagleConfig
+from mars_jax.models.heads import layers_like
 from mars_jax.models.medusa_layers import MedusaConfig
 from mars_jax.models.transformer import init_params, language_model
 from mars_jax.placement import hosts
@@ -112,7 +113,7 @@ def eagle3(
     layers = tuple(feature_layers(target) if layers is None else layers)
     config = EagleConfig(
         version=3,
-        layer=_layer(target, intermediate_size),
+        layer=layers_like(target, intermediate_size),
         target_hidden_size=target.hidden_size,
         draft_vocab_size=target.vocab_size if ids is None else len(ids),
         feature_layers=layers,
@@ -183,7 +184,7 @@ def eagle1(
     """An EAGLE-1 head; its arguments are those of `eagle3`."""
     config = EagleConfig(
         version=1,
-        layer=_layer(target, intermediate_size),
+        layer=layers_like(target, intermediate_size),
         target_hidden_size=target.hidden_size,
         draft_vocab_size=target.vocab_size,
         own_unembed=False,
@@ -280,9 +281,7 @@ def dflash(
         mask_token = next((token for token in known if token is not None), 0)
     size = target.hidden_size
     config = DFlashConfig(
-        layer=dataclasses.replace(
-            _layer(target, intermediate_size), family="qwen3", qk_norm=True, num_layers=depth, windows=()
-        ),
+        layer=layers_like(target, intermediate_size, family="qwen3", qk_norm=True, num_layers=depth),
         target_hidden_size=size,
         feature_layers=layers,
         block_size=block_size,
@@ -500,25 +499,6 @@ def tau(figures: Mapping[str, float]) -> float:
     """
     count = sum(name.startswith("accept_") for name in figures)
     return 1 + float(np.cumprod([figures[f"accept_{i}"] for i in range(1, count + 1)]).sum())
-
-
-def _layer(target: ModelConfig, intermediate_size: int | None) -> ModelConfig:
-    """A head's one layer: the heads and positions of its target's layers, in Llama's form."""
-    return ModelConfig(
-        vocab_size=target.vocab_size,
-        hidden_size=target.hidden_size,
-        intermediate_size=intermediate_size or target.intermediate_size,
-        num_layers=1,
-        num_heads=target.num_heads,
-        num_kv_heads=target.num_kv_heads,
-        head_dim=target.head_dim,
-        max_positions=target.max_positions,
-        norm_eps=target.norm_eps,
-        rope=target.rope,
-        activation=target.activation,
-        bos_token_id=target.bos_token_id,
-        eos_token_ids=target.eos_token_ids,
-    )
 
 
 def _panels(steps: int) -> dict[str, tuple[str, ...]]:

@@ -95,7 +95,7 @@ def _masked_mean(values: Array, valid: Array) -> Array:
 
 def _agreement(config: EagleConfig, params: Params, drafted: Array, choice: Array, valid: Array) -> Array:
     """Share of the entries whose likeliest token is the target's, i32[B, n]."""
-    token = head.to_target(config, params, jnp.argmax(drafted, axis=-1))
+    token = config.to_target(params, jnp.argmax(drafted, axis=-1))
     return _masked_mean((token == choice).astype(jnp.float32), valid)
 
 
@@ -186,7 +186,7 @@ def drafted_ahead(
     entry = jnp.arange(n, dtype=jnp.int32)
     position = jnp.broadcast_to(entry, (rows, n))
     together = document_mask(segments[:, :n])
-    cache = head.init_cache(config, rows, steps * n, dtype)
+    cache = config.init_cache(rows, steps * n, dtype)
     for j in range(steps):
         distance = (entry[:, None] - entry[None, :])[None]  # from the entry attended to
         blocks = [together & (distance >= j)]
@@ -249,7 +249,7 @@ def eagle1(
             feature,
             batch.tokens[:, 1:length],
             in_documents(segments[:, :n]),
-            head.init_cache(config, rows, n, dtype),
+            config.init_cache(rows, n, dtype),
         )
         drafted, wanted = head.unembed(config, target, both, hidden), said.logits[:, 1:]
         valid = segments[:, :n] == segments[:, 1:]
