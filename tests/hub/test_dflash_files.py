@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from mars_jax import hub
 from mars_jax.core.errors import MarsError
-from mars_jax.hub.heads.dflash_config import from_dflash_json
+from mars_jax.hub.heads.dflash_files import from_dflash_json
 from mars_jax.lab.planning.outlined_models import CONFIGS
 from mars_jax.models import ModelConfig, Rope, dflash_head
 from mars_jax.models.dflash_head import DFlashConfig

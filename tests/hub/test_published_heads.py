@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from mars_jax.hub.heads.eagle_config import canonical, from_head_json
+from mars_jax.hub.heads.eagle_files import canonical, from_head_json
 from mars_jax.lab.planning.outlined_models import CONFIGS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "heads.md").read_text()
