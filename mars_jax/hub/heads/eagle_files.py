@@ -17,7 +17,7 @@ from typing import Any
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import PyTree
 from mars_jax.hub.config_json import FAMILIES, from_json, to_json
-from mars_jax.hub.heads.head_files import (
+from mars_jax.hub.heads.layered_files import (
     Shapes,
     canonical,
     checked,
