@@ -23,13 +23,6 @@ from mars_jax.specs.own import factory, find, is_own, split
 from mars_jax.specs.row import MARGINS, NEEDS, UNLIMITED_RUN, Rule
 from mars_jax.specs.rules import RULES, check_setting, rule
 
-DTYPES = ("float32", "bfloat16", "int8")
-"""Of weights, and of keys and values."""
-ATTENTION = ("xla", "pallas")
-"""Forms of a target's attention that a user chooses from; see `models.language_model`."""
-TRAINED = ("eagle3", "eagle1", "medusa", "dflash", "model", "sprinter", "via_sd", "diversed")
-"""What `training.distill` makes: drafters, of which an eagle3 or eagle1 is drafted with as eagle:PATH, and the head of
-the rule diversed."""
 OUTLINED = {
     "eagle3": "mars_jax.models.eagle_head:EagleConfig",
     "dflash": "mars_jax.models.dflash_head:DFlashConfig",
@@ -38,6 +31,13 @@ OUTLINED = {
 """Heads whose published shapes `mars-jax plan` knows, and the classes of their configs."""
 REFINED = ("model", "eagle")
 """Drafters that learn from their failures, by `lab.training.online`."""
+DTYPES = ("float32", "bfloat16", "int8")
+"""Of weights, and of keys and values."""
+ATTENTION = ("xla", "pallas")
+"""Forms of a target's attention that a user chooses from; see `models.language_model`."""
+TRAINED = ("eagle3", "eagle1", "medusa", "dflash", "model", "sprinter", "via_sd", "diversed")
+"""What `training.distill` makes: drafters, of which an eagle3 or eagle1 is drafted with as eagle:PATH, and the head of
+the rule diversed."""
 FILTERS = ("top_k", "top_p", "min_p")
 """Settings that only sampling reads; their defaults are off."""
 REQUEST = (CONTROLS | EDITS) | by_name(

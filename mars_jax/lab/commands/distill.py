@@ -379,7 +379,7 @@ def _train(
     from mars_jax.hub.pretrained import check_same_vocabulary
     from mars_jax.lab.commands import distill_head
     from mars_jax.lab.commands.training_text import training_text
-    from mars_jax.lab.training import distillation
+    from mars_jax.lab.training import block_training, distillation, head_training
 
     stream = training_text(target, documents, work, write=args.write, length=args.length, seed=args.seed)
     say(f"{len(stream.tokens):,} tokens of text")
@@ -391,9 +391,11 @@ def _train(
     if args.kind == "eagle3":
         apprentice = distill_head.apprentice(args, target, first, loss, ids)
     elif args.kind == "eagle1":
-        apprentice = distillation.eagle1(target.config, intermediate_size=args.intermediate_size, **common)
+        apprentice = head_training.new_eagle1(
+            target.config, intermediate_size=args.intermediate_size, **common
+        )
     elif args.kind == "dflash":
-        apprentice = distillation.dflash(
+        apprentice = block_training.new_dflash(
             target.config,
             target.params,
             ids=ids,
@@ -408,7 +410,7 @@ def _train(
             **common,
         )
     elif args.kind == "medusa":
-        apprentice = distillation.medusa_heads(target.config, target.params, count=args.heads or 4, **common)
+        apprentice = head_training.new_medusa(target.config, target.params, count=args.heads or 4, **common)
     else:
         check_same_vocabulary(target, first)
         apprentice = distillation.small_model(target.config, first.config, first.params, **common)

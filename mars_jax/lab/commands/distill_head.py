@@ -10,7 +10,8 @@ from mars_jax.core.errors import MarsError
 from mars_jax.core.types import PyTree
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.lab.commands.distill_layers import layers_of
-from mars_jax.lab.training import distillation
+from mars_jax.lab.training import head_training
+from mars_jax.lab.training.loop import Apprentice
 from mars_jax.models.eagle_head import EagleConfig
 
 STEPS_AHEAD = 5
@@ -41,19 +42,19 @@ def feature_layers(args: argparse.Namespace, target: Pretrained, head: Head | No
     """The layers of the target that the head reads."""
     if head is not None:
         return head.config.feature_layers
-    return layers_of(args.feature_layers) or distillation.feature_layers(target.config)
+    return layers_of(args.feature_layers) or head_training.feature_layers(target.config)
 
 
 def apprentice(
     args: argparse.Namespace, target: Pretrained, head: Head | None, loss: Any, ids: Any
-) -> distillation.Apprentice:
+) -> Apprentice:
     """The head as it begins: `head`, or a new one whose draft vocabulary is `ids`, default: all tokens."""
     steps = args.steps_ahead or STEPS_AHEAD
     if head is not None:
-        return distillation.eagle3_again(
+        return head_training.eagle3_again(
             target.config, head.config, head.params, steps=steps, divergence=loss
         )
-    return distillation.eagle3(
+    return head_training.new_eagle3(
         target.config,
         target.params,
         ids=ids,
