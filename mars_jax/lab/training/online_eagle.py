@@ -1,6 +1,6 @@
 """An EAGLE-3 head that learns from its failures: the update and the measure of `training.online` for it.
 
-Source: as `training.heads.eagle3`, at the tokens where drafts were rejected (OSD 2310.07177). The head learns there at
+Source: as `head_training.eagle3`, at the tokens where drafts were rejected (OSD 2310.07177). The head learns there at
 every step of its chain, from the target's features and from its own. B rows, T tokens, n entries, W draft vocabulary.
 
 Oracle: the drafter itself on the same texts (tests/lab/training/test_online.py).
