@@ -18,7 +18,8 @@ from mars_jax import verify
 from mars_jax.lab import planning
 from mars_jax.lab.planning.chips import topology
 from mars_jax.lab.planning.fit import default_mesh, draft_of
-from mars_jax.lab.planning.outlined_models import CONFIGS, eagle3
+from mars_jax.lab.planning.outlined_models import CONFIGS
+from mars_jax.models.eagle_head import EagleConfig
 from mars_jax.placement.shardings import parse_mesh
 from mars_jax.specs import Dynamic
 
@@ -50,7 +51,7 @@ def planned(name: str, where: str, dtype: str) -> dict[str, Any]:
     axes = ",".join(f"{k}={v}" for k, v in default_mesh(target, len(slice_.devices), BATCH).items())
     made = planning.make_plan(
         target,
-        draft_of(eagle3(target), tree=Dynamic(), dtype=dtype),
+        draft_of(EagleConfig.outline(target), tree=Dynamic(), dtype=dtype),
         slice_,
         mesh=parse_mesh(axes, slice_.devices),
         verify=verify.mars(),

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 import mars_jax as mj
-from mars_jax.lab.training import data, distillation, features
+from mars_jax.lab.training import data, features, head_training
 from mars_jax.lab.training.features import TOP, Recorded
 from mars_jax.models.transformer import language_model
 from mars_jax.serve.folder import claim, digest, fingerprint
@@ -193,7 +193,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     low = mj.load("smollm2", dtype="bfloat16")
-    layers = distillation.feature_layers(low.config)
+    layers = head_training.feature_layers(low.config)
     settings = {
         "layers": list(layers),
         "weights": fingerprint((low.params,), low.path),

@@ -223,13 +223,13 @@ def export(args: argparse.Namespace) -> None:
     import orbax.checkpoint as ocp
 
     import mars_jax as mj
-    from mars_jax.lab.training import distillation
+    from mars_jax.lab.training import head_training
     from mars_jax.lab.training.objectives import forward_kl
     from mars_jax.lab.training.recipe import muon
 
     target = mj.load("smollm2", dtype="bfloat16")
     ids = np.asarray(json.loads((args.work / "draft_vocab.json").read_text()), np.int32)
-    made = distillation.eagle3(target.config, target.params, ids=ids, divergence=forward_kl)
+    made = head_training.new_eagle3(target.config, target.params, ids=ids, divergence=forward_kl)
     params = made.init()
     state = {"params": params, "opt_state": jax.jit(muon(1e-3, 100).init)(params)}
     with ocp.CheckpointManager((args.work / "checkpoints").absolute()) as manager:

@@ -26,8 +26,10 @@ from jax.sharding import Mesh
 from mars_jax import verify
 from mars_jax.core.types import Prompts
 from mars_jax.lab.planning.chips import topology
-from mars_jax.lab.planning.outlined_models import CONFIGS, eagle3
+from mars_jax.lab.planning.outlined_models import CONFIGS
 from mars_jax.models import transformer
+from mars_jax.models.dflash_head import DFlashConfig
+from mars_jax.models.eagle_head import EagleConfig
 
 try:
     from mars_jax.core.decode import speculative_decoder
@@ -53,14 +55,12 @@ def draft_of(kind: str, config: Any) -> Any:
     if kind in ("none", "prefill"):
         return fit.draft_of("none")
     if kind.startswith("dflash"):
-        from mars_jax.lab.planning.outlined_models import dflash
-
-        head = dflash(config)
+        head = DFlashConfig.outline(config)
         return fit.draft_of(head, num_draft_tokens=head.drafts if kind == "dflash-chain" else None)
     length = int(kind.partition("-")[2]) if kind.startswith(("chain-", "small-")) else None
     if kind.startswith("small-"):
         return fit.draft_of(CONFIGS["llama-3.2-1b"], num_draft_tokens=length)
-    return fit.draft_of(eagle3(config), num_draft_tokens=length)
+    return fit.draft_of(EagleConfig.outline(config), num_draft_tokens=length)
 
 
 def lower_prefill(decoder: Any, params: Any, rule: Any, mesh: Mesh, batch: int, context: int) -> Any:

@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from train_embedded import CONTEXT, SHARES, texts
 
 import mars_jax as mj
-from mars_jax.lab.training import data, distillation
+from mars_jax.lab.training import block_training, data, distillation
+from mars_jax.lab.training.loop import Apprentice
 from mars_jax.lab.training.objectives import divergence
 from mars_jax.lab.training.recipe import muon
 
@@ -44,7 +45,7 @@ def main() -> None:
 
     target = mj.load("tiny/target", dtype="float32")
     assert target.config.max_positions == CONTEXT
-    apprentice = distillation.dflash(
+    apprentice = block_training.new_dflash(
         target.config,
         target.params,
         layers=LAYERS,
@@ -78,7 +79,7 @@ def main() -> None:
     print(f"{sum(x.nbytes for x in jax.tree.leaves(low)) / 1e6:.2f} MB in {args.export}")
 
 
-def last_checkpoint(apprentice: distillation.Apprentice, work: Path):
+def last_checkpoint(apprentice: Apprentice, work: Path):
     """The params of a training that has not ended."""
     import orbax.checkpoint as ocp
 

@@ -24,7 +24,7 @@ import numpy as np
 
 from mars_jax import hub
 from mars_jax.lab.evaluate.tasks import arithmetic
-from mars_jax.lab.training import data, distillation
+from mars_jax.lab.training import data, distillation, head_training
 from mars_jax.lab.training.loop import fit
 from mars_jax.lab.training.objectives import cross_entropy, divergence, forward_kl, predict, total_variation
 from mars_jax.lab.training.recipe import muon, plot
@@ -269,7 +269,7 @@ def main() -> None:
     if not args.eagle3_tokens:
         return
     mixed = [streams[source]._replace(weight=share) for source, share in SHARES.items()]
-    apprentice = distillation.eagle3(
+    apprentice = head_training.new_eagle3(
         TARGET,
         target,
         ids=distillation.draft_vocabulary(mixed, EAGLE3_VOCAB, VOCAB, TARGET.eos_token_ids),

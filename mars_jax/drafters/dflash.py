@@ -85,7 +85,7 @@ def dflash(
     >>> dflash(config, language_model(layer)).max_depth
     7
     """
-    head.check_target(config, target)
+    config.check_target(target)
     if target.with_features is None:
         raise MarsError(
             "a DFlash head reads the target's layers, and this target gives none: set LanguageModel.with_features."
@@ -108,7 +108,7 @@ def _dflash(
 
     def init(params: Params, tokens: Array, length: Array) -> DFlashState:
         batch, buffer = tokens.shape
-        return DFlashState(cache=head.init_cache(config, batch, buffer + max(size, depth + 1), cache_dtype))
+        return DFlashState(cache=config.init_cache(batch, buffer + max(size, depth + 1), cache_dtype))
 
     def absorb(params: Params, state: DFlashState, output: ForwardOutput, first: Array) -> DFlashState:
         """The context of consecutive tokens from position `first` on."""
@@ -136,7 +136,7 @@ def _dflash(
             tree = _chain(config, sample, block)
         elif isinstance(shape, Dynamic) and not (sample or config.markov_rank):
             tree = best_first(shape, root, marginals, _alive(config, block))
-            ids = head.to_target(config, params, jnp.maximum(tree.tokens[:, 1:], 0))
+            ids = config.to_target(params, jnp.maximum(tree.tokens[:, 1:], 0))
             ids = jnp.where(tree.tokens[:, 1:] == NO_TOKEN, NO_TOKEN, ids)
             tree = dataclasses.replace(tree, tokens=jnp.concatenate([root, ids], axis=1))
         else:
@@ -196,13 +196,13 @@ def _chain(config: DFlashConfig, sample: bool, block: _Block) -> DraftTree:
     """The likeliest tokens of all places, or what is drawn from them, none of which knows of the others."""
     params, controls = block.params, block.given.controls
     if sample:
-        processed = process(head.widen(config, params, block.marginals), controls)
+        processed = process(config.widen(params, block.marginals), controls)
         place = jnp.broadcast_to(jnp.arange(processed.shape[1], dtype=jnp.int32), processed.shape[:2])
         ids = sample_processed(block.given.keys, place, processed)
         # The last node has no children, so its row is never read.
         q = jnp.pad(processed, ((0, 0), (0, 1), (0, 0)))
     else:
-        ids, q = head.to_target(config, params, argmax(block.marginals)), None
+        ids, q = config.to_target(params, argmax(block.marginals)), None
     return chain(jnp.concatenate([block.root, jnp.where(_alive(config, block), ids, NO_TOKEN)], axis=1), q)
 
 
@@ -236,8 +236,8 @@ def _grown(config: DFlashConfig, shape: Shape, sample: bool, block: _Block) -> D
         carry=jnp.repeat(doubt, shape.top_k, axis=1),
         extend=extend,
         first=first,
-        to_target=lambda ids: head.to_target(config, params, ids),
-        widen=lambda logits: head.widen(config, params, logits),
+        to_target=lambda ids: config.to_target(params, ids),
+        widen=lambda logits: config.widen(params, logits),
         stops=stops if config.confidence else None,
     )
     given = block.given

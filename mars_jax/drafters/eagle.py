@@ -70,7 +70,7 @@ def eagle(
     >>> eagle(config, language_model(layer), tree=Dynamic(top_k=4, depth=3, nodes=10)).num_nodes
     10
     """
-    head.check_target(config, target)
+    config.check_target(target)
     if config.feature_layers and target.with_features is None:
         raise MarsError(
             "an EAGLE-3 head reads the target's layers, and this target gives none: set LanguageModel.with_features."
@@ -87,7 +87,7 @@ def _eagle(
         batch, buffer = tokens.shape
         slots = buffer + max(shape.rows, shape.depth + 1)
         feature = jnp.zeros((batch, 1, config.layer.hidden_size), params.draft["fc"].dtype)
-        return EagleState(cache=head.init_cache(config, batch, slots, cache_dtype), feature=feature)
+        return EagleState(cache=config.init_cache(batch, slots, cache_dtype), feature=feature)
 
     def absorb(
         params: Params, state: EagleState, output: ForwardOutput, following: Array, first: Array, last: Array
@@ -126,8 +126,8 @@ def _eagle(
             carry=(state.cache, jnp.repeat(state.feature, shape.top_k, axis=1)),
             extend=extend,
             first=given.length - 1,
-            to_target=lambda ids: head.to_target(config, params, ids),
-            widen=lambda logits: head.widen(config, params, logits),
+            to_target=lambda ids: config.to_target(params, ids),
+            widen=lambda logits: config.widen(params, logits),
         )
         tree, _, (cache, _) = grow(
             shape, sample, growth, last_token(given), given.keys, given.controls, given.guide

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints <-> `Pretrained`, EAGLE heads <-> (EagleConfig, params), DFlash heads likewise."""
+"""Hugging Face checkpoints <-> `Pretrained`, heads <-> (config, params)."""
 
 from typing import TYPE_CHECKING
 

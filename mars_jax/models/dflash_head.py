@@ -14,7 +14,7 @@ marginals; a Markov head makes each depend on the token before it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from typing import ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -24,13 +24,14 @@ from mars_jax.core import cache as kv_cache
 from mars_jax.core.errors import MarsError
 from mars_jax.core.mesh import hold_heads, hold_whole
 from mars_jax.core.types import ForwardOutput, KVCache, LanguageModel, Params, PyTree, Visible
-from mars_jax.models import draft_vocabulary
 from mars_jax.models.attention import Attend, attending
 from mars_jax.models.config import ModelConfig
+from mars_jax.models.heads import Axes, LayeredHead, layers_like
+from mars_jax.models.heads import init_params as init_params
 from mars_jax.models.layers import dense, embed, gated_mlp, rms_norm
 from mars_jax.models.rope import angles, rotate
 from mars_jax.models.transformer import attention
-from mars_jax.models.weights import Weight, build_rows
+from mars_jax.models.weights import Weight
 from mars_jax.models.weights import weights as layer_weights
 
 LONGEST_BLOCK = 129
@@ -38,25 +39,22 @@ LONGEST_BLOCK = 129
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DFlashConfig:
+class DFlashConfig(LayeredHead):
     """Everything static about a block drafter.
 
     Raises:
       MarsError: the parts contradict each other.
     """
 
-    layer: ModelConfig  # of the layers, whose number and windows it has; its vocab_size is the target's, V
-    target_hidden_size: int  # F
-    feature_layers: tuple[int, ...]  # of the target, by their outputs
+    kind = "dflash"
+    title = "DFlash head"
+    axes: ClassVar[Axes] = {**LayeredHead.axes, "markov_in": ("vocab", None), "markov_out": ("vocab", None)}
     block_size: int  # K
     mask_token: int
-    draft_vocab_size: int  # W
     from_anchor: bool = (
         False  # place i says the token after its own (DSpark, DeepSeek), and not its own (z-lab)
     )
     causal: tuple[bool, ...] = ()  # one per layer: its places see no later ones of the block; (): none is
-    own_embed: bool = False  # else the target's embedding, by reference
-    own_unembed: bool = False  # else the target's unembedding, by reference
     markov_rank: int = 0  # R; 0: no Markov head
     confidence: bool = False  # a head that says how likely each place is accepted
     confidence_bias: bool = False
@@ -84,11 +82,7 @@ class DFlashConfig:
                 f"the DFlash head is {c.hidden_size} wide and the target {self.target_hidden_size}: only a head with "
                 "an embedding and an lm_head of its own may differ from its target."
             )
-        if not self.own_unembed and self.draft_vocab_size != c.vocab_size:
-            raise MarsError(
-                f"the DFlash head drafts from {self.draft_vocab_size} of {c.vocab_size} tokens: then it needs an "
-                "lm_head of its own."
-            )
+        super().__post_init__()
         if self.confidence_markov and not (self.confidence and self.markov_rank):
             raise MarsError(
                 "confidence_markov is of heads with a confidence head and a Markov head: unset it."
@@ -99,75 +93,51 @@ class DFlashConfig:
         """D, the tokens that a block drafts."""
         return self.block_size - (not self.from_anchor)
 
+    @classmethod
+    def outline(cls, target: ModelConfig) -> Self:
+        """A DFlash head of the published shape: five of Qwen3's layers as wide as the target, which read five of it.
 
-def weights(config: DFlashConfig) -> tuple[Weight, ...]:
-    """The table of a head's weights, named as in the published checkpoints; see `models.weights`."""
-    c, e = config.layer, config.layer.hidden_size
-    rows: list[Weight] = []
-    if config.own_embed:
-        rows.append(Weight(("embed",), "embed_tokens.weight", (c.vocab_size, e), "normal"))
-    features = len(config.feature_layers) * config.target_hidden_size
-    rows.append(Weight(("fc",), "fc.weight", (e, features), "normal"))
-    rows.append(Weight(("hidden_norm",), "hidden_norm.weight", (e,), "ones"))
-    rows += [
-        row._replace(name=row.name.removeprefix("model."))
-        for row in layer_weights(c)
-        if row.path[0] == "layers"
-    ]
-    rows.append(Weight(("norm",), "norm.weight", (e,), "ones"))
-    if config.own_unembed:
-        rows.append(Weight(("unembed",), "lm_head.weight", (config.draft_vocab_size, e), "normal"))
-    if r := config.markov_rank:
-        rows.append(Weight(("markov_in",), "markov_head.markov_w1.weight", (c.vocab_size, r), "normal"))
-        w2 = "markov_head.markov_w2.weight"
-        rows.append(Weight(("markov_out",), w2, (config.draft_vocab_size, r), "normal"))
-    if config.confidence:
-        width = e + (config.markov_rank if config.confidence_markov else 0)
-        rows.append(Weight(("confidence",), "confidence_head.proj.weight", (1, width), "normal"))
-        if config.confidence_bias:
-            rows.append(Weight(("confidence_bias",), "confidence_head.proj.bias", (1,), "zeros"))
-    return tuple(rows)
-
-
-def init_params(config: DFlashConfig, key: Array, dtype="float32", *, scale: float = 0.02) -> PyTree:
-    """Random params, as `transformer.init_params`; a draft vocabulary smaller than V takes the first tokens."""
-    table = weights(config)
-    keys = dict(zip(table, jax.random.split(key, len(table)), strict=True))
-
-    def make(row: Weight) -> Array:
-        if row.init != "normal":
-            return (jnp.zeros if row.init == "zeros" else jnp.ones)(row.shape, dtype)
-        return (jax.random.normal(keys[row], row.shape, jnp.float32) * scale).astype(dtype)
-
-    params = build_rows(table, make)
-    if config.draft_vocab_size < config.layer.vocab_size:
-        params["ids"] = jnp.arange(config.draft_vocab_size, dtype=jnp.int32)
-    return params
-
-
-def init_cache(config: DFlashConfig, batch: int, slots: int, dtype) -> KVCache:
-    """An empty cache of the head."""
-    c = config.layer
-    return kv_cache.init_cache(
-        layers=c.num_layers,
-        batch=batch,
-        slots=slots,
-        kv_heads=c.num_kv_heads,
-        head_dim=c.head_dim,
-        dtype=dtype,
-    )
-
-
-def check_target(config: DFlashConfig, target: LanguageModel) -> None:
-    """Raise MarsError where the target lacks what a head shares with it."""
-    if target.vocab_size != config.layer.vocab_size:
-        raise MarsError(
-            f"the DFlash head is for a vocabulary of {config.layer.vocab_size} tokens and the target has "
-            f"{target.vocab_size}: use the head that was trained for this target."
+        >>> target = ModelConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_layers=36, num_heads=1)
+        >>> DFlashConfig.outline(target).feature_layers
+        (1, 9, 17, 25, 33)
+        """
+        count = target.num_layers
+        return cls(
+            layer=layers_like(target, family="qwen3", num_layers=5, qk_norm=True),
+            target_hidden_size=target.hidden_size,
+            # Five also of a target with fewer layers, some of them twice.
+            feature_layers=tuple(max(0, min(count - 1, round(1 + i * (count - 4) / 4))) for i in range(5)),
+            block_size=16,
+            mask_token=target.vocab_size - 1,
+            draft_vocab_size=target.vocab_size,
         )
-    if target.embed is None and not config.own_embed:
-        raise MarsError("the DFlash head shares its target's embedding, and this target gives none: set "
-                        "LanguageModel.embed.")  # fmt: skip
+
+    def weights(self) -> tuple[Weight, ...]:
+        c, e = self.layer, self.layer.hidden_size
+        rows: list[Weight] = []
+        if self.own_embed:
+            rows.append(Weight(("embed",), "embed_tokens.weight", (c.vocab_size, e), "normal"))
+        features = len(self.feature_layers) * self.target_hidden_size
+        rows.append(Weight(("fc",), "fc.weight", (e, features), "normal"))
+        rows.append(Weight(("hidden_norm",), "hidden_norm.weight", (e,), "ones"))
+        rows += [
+            row._replace(name=row.name.removeprefix("model."))
+            for row in layer_weights(c)
+            if row.path[0] == "layers"
+        ]
+        rows.append(Weight(("norm",), "norm.weight", (e,), "ones"))
+        if self.own_unembed:
+            rows.append(Weight(("unembed",), "lm_head.weight", (self.draft_vocab_size, e), "normal"))
+        if r := self.markov_rank:
+            rows.append(Weight(("markov_in",), "markov_head.markov_w1.weight", (c.vocab_size, r), "normal"))
+            w2 = "markov_head.markov_w2.weight"
+            rows.append(Weight(("markov_out",), w2, (self.draft_vocab_size, r), "normal"))
+        if self.confidence:
+            width = e + (self.markov_rank if self.confidence_markov else 0)
+            rows.append(Weight(("confidence",), "confidence_head.proj.weight", (1, width), "normal"))
+            if self.confidence_bias:
+                rows.append(Weight(("confidence_bias",), "confidence_head.proj.bias", (1,), "zeros"))
+        return tuple(rows)
 
 
 @jax.named_scope("fuse")
@@ -233,7 +203,7 @@ def forward(
     """
     head, c = params.draft, config.layer
     with jax.named_scope("embed"):
-        x = _embed(config, target, params, tokens).astype(head["fc"].dtype)
+        x = config.embed(target, params, tokens).astype(head["fc"].dtype)
     rotation = angles(visible.positions, c.rope, c.head_dim)
     kinds = list(zip(c.windows, config.causal, strict=True))
     with jax.named_scope("mask"):
@@ -266,19 +236,10 @@ def _attending(visible: Visible, slots: int, window: int | None, causal: bool) -
     return attending("xla", dataclasses.replace(visible, seen=seen), slots, window)
 
 
-def _embed(config: DFlashConfig, target: LanguageModel, params: Params, tokens: Array) -> Array:
-    if config.own_embed:
-        return embed(params.draft["embed"], tokens)
-    assert target.embed is not None  # check_target
-    return target.embed(params.target, tokens)
-
-
 @jax.named_scope("unembed")
 def unembed(config: DFlashConfig, target: LanguageModel, params: Params, hidden: Array) -> Array:
     """Logits f32[B, N, W] of hidden states [B, N, E], before what a Markov head adds."""
-    if config.own_unembed:
-        return dense(hidden, params.draft["unembed"], dtype=jnp.float32)
-    return target.unembed(params.target, hidden)
+    return config.unembed(target, params, hidden)
 
 
 @jax.named_scope("markov")
@@ -296,22 +257,3 @@ def confidence(config: DFlashConfig, head: PyTree, hidden: Array, before: Array)
         read = jnp.concatenate([read, embed(head["markov_in"], before).astype(jnp.float32)], axis=-1)
     bias = head.get("confidence_bias")
     return dense(read, head["confidence"].astype(jnp.float32), bias)[..., 0]
-
-
-def target_ids(config: DFlashConfig) -> Callable[[Params], Array] | None:
-    """Gives the target's tokens i32[W] of the draft vocabulary; None where that is the target's."""
-    return (lambda params: params.draft["ids"]) if config.draft_vocab_size < config.layer.vocab_size else None
-
-
-def to_target(config: DFlashConfig, params: Params, ids: Array) -> Array:
-    """Target tokens i32[...] of draft-vocabulary ids i32[...]."""
-    return draft_vocabulary.to_target(_ids(config, params), ids)
-
-
-def widen(config: DFlashConfig, params: Params, logits: Array) -> Array:
-    """Logits f32[B, N, W] of the draft vocabulary over the target's, -inf where it has no token: f32[B, N, V]."""
-    return draft_vocabulary.widen(_ids(config, params), config.layer.vocab_size, logits)
-
-
-def _ids(config: DFlashConfig, params: Params) -> Array | None:
-    return params.draft["ids"] if config.draft_vocab_size < config.layer.vocab_size else None

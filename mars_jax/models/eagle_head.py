@@ -12,46 +12,42 @@ Of several layers the first is EAGLE's, and those after it are plain ones.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from typing import Self
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from mars_jax.core import cache as kv_cache
 from mars_jax.core.errors import MarsError
 from mars_jax.core.mesh import hold_whole
 from mars_jax.core.types import ForwardOutput, KVCache, LanguageModel, Params, PyTree, Visible
-from mars_jax.models import draft_vocabulary
 from mars_jax.models.attention import attending
 from mars_jax.models.config import ModelConfig
-from mars_jax.models.layers import dense, embed, gated_mlp, rms_norm
+from mars_jax.models.heads import LayeredHead, layers_like
+from mars_jax.models.heads import init_params as init_params
+from mars_jax.models.layers import dense, gated_mlp, rms_norm
 from mars_jax.models.rope import angles
 from mars_jax.models.transformer import attention
-from mars_jax.models.weights import Weight, build_rows
+from mars_jax.models.weights import Weight
 from mars_jax.models.weights import weights as layer_weights
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EagleConfig:
+class EagleConfig(LayeredHead):
     """Everything static about a head.
 
     Raises:
       MarsError: the parts contradict each other.
     """
 
-    version: int  # 1, of EAGLE and EAGLE-2, or 3
-    layer: ModelConfig  # of the layers, almost always one; its vocab_size is the target's, V
-    target_hidden_size: int  # F
-    draft_vocab_size: int  # W; less than V only in version 3
-    feature_layers: tuple[int, ...] = ()  # of the target; version 1 reads its final hidden state instead
+    kind = "eagle"
+    title = "EAGLE head"
+    version: int  # 1, of EAGLE and EAGLE-2, which reads the target's final hidden state, or 3
     fc_bias: bool = False
     fc_norm: bool = False  # a norm over each feature before they are joined (EAGLE-3.1)
     input_norm: bool = False  # one norm over the features after they are joined (speculators' norm_before_fc)
     norm_before_residual: bool = False
     norm_output: bool = False  # the next feature is the output after `norm`, not before it (EAGLE-3.1)
-    own_embed: bool = False  # else the target's embedding, by reference
     own_unembed: bool = True  # else the target's unembedding, by reference
 
     def __post_init__(self):
@@ -69,103 +65,90 @@ class EagleConfig:
                 f"the EAGLE head is {self.layer.hidden_size} wide and the target {self.target_hidden_size}: only an "
                 "EAGLE-3 head with an embedding and an lm_head of its own may differ from its target."
             )
-        if not self.own_unembed and self.draft_vocab_size != self.layer.vocab_size:
-            raise MarsError(
-                f"the EAGLE head drafts from {self.draft_vocab_size} of {self.layer.vocab_size} tokens: then it needs "
-                "an lm_head of its own."
-            )
+        super().__post_init__()
 
+    @classmethod
+    def outline(cls, target: ModelConfig) -> Self:
+        """An EAGLE-3 head of the published shape: a Llama layer as wide as the target, that drafts from 32,000 tokens.
 
-def weights(config: EagleConfig) -> tuple[Weight, ...]:
-    """The table of a head's weights, named as in the published checkpoints; see `models.weights`."""
-    c, layer = config, config.layer
-    e, heads, groups = (
-        layer.hidden_size,
-        layer.num_heads * layer.head_dim,
-        layer.num_kv_heads * layer.head_dim,
-    )
-    features = len(c.feature_layers) * c.target_hidden_size if c.version == 3 else c.target_hidden_size + e
-    name = "midlayer" if c.version == 3 and layer.num_layers == 1 else "layers.0"
-    inner = 2 * e if c.version == 3 else e
-    rows: list[tuple[tuple[str | int, ...], str, tuple[int, ...], str]] = []
-    if c.own_embed:
-        rows.append((("embed",), "embed_tokens.weight", (layer.vocab_size, e), "normal"))
-    rows.append((("fc",), "fc.weight", (e, features), "normal"))
-    if c.fc_bias:
-        rows.append((("fc_bias",), "fc.bias", (e,), "zeros"))
-    if c.fc_norm:
-        for i in range(len(c.feature_layers)):
-            rows.append((("fc_norm", i), f"fc_norm.{i}.weight", (c.target_hidden_size,), "ones"))
-    if c.input_norm:
-        rows.append((("input_norm",), "input_norm.weight", (features,), "ones"))
-    if c.version == 3:
-        rows.append((("layer", "embed_norm"), f"{name}.input_layernorm.weight", (e,), "ones"))
-        rows.append((("layer", "hidden_norm"), f"{name}.hidden_norm.weight", (e,), "ones"))
-    for key, out, width in (("q", heads, inner), ("k", groups, inner), ("v", groups, inner), ("o", e, heads)):
-        rows.append((("layer", key), f"{name}.self_attn.{key}_proj.weight", (out, width), "normal"))
-        if layer.o_bias if key == "o" else layer.qkv_bias:
-            rows.append((("layer", f"{key}_bias"), f"{name}.self_attn.{key}_proj.bias", (out,), "zeros"))
-    if layer.qk_norm:
-        for key in ("q", "k"):
-            norm = f"{name}.self_attn.{key}_norm.weight"
-            rows.append((("layer", f"{key}_norm"), norm, (layer.head_dim,), "ones"))
-    rows.append((("layer", "mlp_norm"), f"{name}.post_attention_layernorm.weight", (e,), "ones"))
-    inner, outer = layer.intermediate_size, e
-    for key, out, width in (("gate", inner, outer), ("up", inner, outer), ("down", outer, inner)):
-        rows.append((("layer", key), f"{name}.mlp.{key}_proj.weight", (out, width), "normal"))
-        if layer.mlp_bias:
-            rows.append((("layer", f"{key}_bias"), f"{name}.mlp.{key}_proj.bias", (out,), "zeros"))
-    plain = dataclasses.replace(layer, num_experts=0)
-    for row in layer_weights(plain):
-        if row.path[0] == "layers" and row.path[1]:  # those after the first
-            path = ("more", int(row.path[1]) - 1, *row.path[2:])
-            rows.append((path, row.name.removeprefix("model."), row.shape, row.init))
-    if c.version == 3:
-        rows.append((("norm",), "norm.weight", (e,), "ones"))
-    if c.own_unembed:
-        rows.append((("unembed",), "lm_head.weight", (c.draft_vocab_size, e), "normal"))
-    return tuple(Weight(*row) for row in rows)
-
-
-def init_params(config: EagleConfig, key: Array, dtype="float32", *, scale: float = 0.02) -> PyTree:
-    """Random params, as `transformer.init_params`; a draft vocabulary smaller than V takes the first tokens."""
-    table = weights(config)
-    keys = dict(zip(table, jax.random.split(key, len(table)), strict=True))
-
-    def make(row: Weight) -> Array:
-        if row.init != "normal":
-            return (jnp.zeros if row.init == "zeros" else jnp.ones)(row.shape, dtype)
-        return (jax.random.normal(keys[row], row.shape, jnp.float32) * scale).astype(dtype)
-
-    params = build_rows(table, make)
-    if config.draft_vocab_size < config.layer.vocab_size:
-        params["ids"] = jnp.arange(config.draft_vocab_size, dtype=jnp.int32)
-    return params
-
-
-def init_cache(config: EagleConfig, batch: int, slots: int, dtype) -> KVCache:
-    """An empty cache of the head."""
-    c = config.layer
-    return kv_cache.init_cache(
-        layers=c.num_layers,
-        batch=batch,
-        slots=slots,
-        kv_heads=c.num_kv_heads,
-        head_dim=c.head_dim,
-        dtype=dtype,
-    )
-
-
-def check_target(config: EagleConfig, target: LanguageModel) -> None:
-    """Raise MarsError where the target lacks what a head shares with it."""
-    if target.vocab_size != config.layer.vocab_size:
-        raise MarsError(
-            f"the EAGLE head is for a vocabulary of {config.layer.vocab_size} tokens and the target has "
-            f"{target.vocab_size}: use the head that was trained for this target."
+        >>> target = ModelConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_layers=32, num_heads=1)
+        >>> EagleConfig.outline(target).feature_layers
+        (1, 15, 28)
+        """
+        count = target.num_layers
+        return cls(
+            version=3,
+            layer=layers_like(target),
+            target_hidden_size=target.hidden_size,
+            draft_vocab_size=min(32000, target.vocab_size),
+            # As the heads of SafeAILab read their targets: third, middle and last but three.
+            feature_layers=tuple(sorted({min(1, count - 1), max(count // 2 - 1, 0), max(count - 4, 0)})),
         )
-    if target.embed is None and not config.own_embed:
-        raise MarsError("the EAGLE head shares its target's embedding, and this target gives none: set "
-                        "LanguageModel.embed.")  # fmt: skip
+
+    def passes(self, depth: int) -> int:
+        """One for each level: instead of extending the last one, the accepted path is read once more."""
+        return depth
+
+    @property
+    def read_once(self) -> tuple[str, ...]:
+        """Only what the target gives goes through an EAGLE-3 head's `fc`."""
+        return ("fc", "fc_bias", "fc_norm") if self.version == 3 else ()
+
+    def weights(self) -> tuple[Weight, ...]:
+        c, layer = self, self.layer
+        e, heads, groups = (
+            layer.hidden_size,
+            layer.num_heads * layer.head_dim,
+            layer.num_kv_heads * layer.head_dim,
+        )
+        features = (
+            len(c.feature_layers) * c.target_hidden_size if c.version == 3 else c.target_hidden_size + e
+        )
+        name = "midlayer" if c.version == 3 and layer.num_layers == 1 else "layers.0"
+        inner = 2 * e if c.version == 3 else e
+        rows: list[tuple[tuple[str | int, ...], str, tuple[int, ...], str]] = []
+        if c.own_embed:
+            rows.append((("embed",), "embed_tokens.weight", (layer.vocab_size, e), "normal"))
+        rows.append((("fc",), "fc.weight", (e, features), "normal"))
+        if c.fc_bias:
+            rows.append((("fc_bias",), "fc.bias", (e,), "zeros"))
+        if c.fc_norm:
+            for i in range(len(c.feature_layers)):
+                rows.append((("fc_norm", i), f"fc_norm.{i}.weight", (c.target_hidden_size,), "ones"))
+        if c.input_norm:
+            rows.append((("input_norm",), "input_norm.weight", (features,), "ones"))
+        if c.version == 3:
+            rows.append((("layer", "embed_norm"), f"{name}.input_layernorm.weight", (e,), "ones"))
+            rows.append((("layer", "hidden_norm"), f"{name}.hidden_norm.weight", (e,), "ones"))
+        for key, out, width in (
+            ("q", heads, inner),
+            ("k", groups, inner),
+            ("v", groups, inner),
+            ("o", e, heads),
+        ):
+            rows.append((("layer", key), f"{name}.self_attn.{key}_proj.weight", (out, width), "normal"))
+            if layer.o_bias if key == "o" else layer.qkv_bias:
+                rows.append((("layer", f"{key}_bias"), f"{name}.self_attn.{key}_proj.bias", (out,), "zeros"))
+        if layer.qk_norm:
+            for key in ("q", "k"):
+                norm = f"{name}.self_attn.{key}_norm.weight"
+                rows.append((("layer", f"{key}_norm"), norm, (layer.head_dim,), "ones"))
+        rows.append((("layer", "mlp_norm"), f"{name}.post_attention_layernorm.weight", (e,), "ones"))
+        inner, outer = layer.intermediate_size, e
+        for key, out, width in (("gate", inner, outer), ("up", inner, outer), ("down", outer, inner)):
+            rows.append((("layer", key), f"{name}.mlp.{key}_proj.weight", (out, width), "normal"))
+            if layer.mlp_bias:
+                rows.append((("layer", f"{key}_bias"), f"{name}.mlp.{key}_proj.bias", (out,), "zeros"))
+        plain = dataclasses.replace(layer, num_experts=0)
+        for row in layer_weights(plain):
+            if row.path[0] == "layers" and row.path[1]:  # those after the first
+                path = ("more", int(row.path[1]) - 1, *row.path[2:])
+                rows.append((path, row.name.removeprefix("model."), row.shape, row.init))
+        if c.version == 3:
+            rows.append((("norm",), "norm.weight", (e,), "ones"))
+        if c.own_unembed:
+            rows.append((("unembed",), "lm_head.weight", (c.draft_vocab_size, e), "normal"))
+        return tuple(Weight(*row) for row in rows)
 
 
 @jax.named_scope("fuse")
@@ -209,7 +192,7 @@ def forward(
     head, c = params.draft, config.layer
     layer = head["layer"]
     with jax.named_scope("embed"):
-        word = _embed(config, target, params, tokens).astype(feature.dtype)
+        word = config.embed(target, params, tokens).astype(feature.dtype)
     if config.version == 3:
         normed = rms_norm(feature, layer["hidden_norm"], c.norm_eps)
         h = normed if config.norm_before_residual else feature
@@ -241,39 +224,9 @@ def forward(
     return h, KVCache(k=tuple(ks), v=tuple(vs))
 
 
-def _embed(config: EagleConfig, target: LanguageModel, params: Params, tokens: Array) -> Array:
-    if config.own_embed:
-        return embed(params.draft["embed"], tokens)
-    assert target.embed is not None  # check_target
-    return target.embed(params.target, tokens)
-
-
 @jax.named_scope("unembed")
 def unembed(config: EagleConfig, target: LanguageModel, params: Params, hidden: Array) -> Array:
     """Logits f32[B, N, W] of the tokens after the next, from features [B, N, E]."""
-    head: dict[str, Any] = params.draft
     if config.version == 3 and not config.norm_output:
-        hidden = rms_norm(hidden, head["norm"], config.layer.norm_eps)
-    if config.own_unembed:
-        return dense(hidden, head["unembed"], dtype=jnp.float32)
-    return target.unembed(params.target, hidden)
-
-
-def target_ids(config: EagleConfig) -> Callable[[Params], Array] | None:
-    """Gives the target's tokens i32[W] of the draft vocabulary; None where that is the target's."""
-    return (lambda params: params.draft["ids"]) if _smaller(config) else None
-
-
-def to_target(config: EagleConfig, params: Params, ids: Array) -> Array:
-    """Target tokens i32[...] of draft-vocabulary ids i32[...]."""
-    return draft_vocabulary.to_target(params.draft["ids"] if _smaller(config) else None, ids)
-
-
-def widen(config: EagleConfig, params: Params, logits: Array) -> Array:
-    """Logits f32[B, N, W] of the draft vocabulary over the target's, -inf where it has no token: f32[B, N, V]."""
-    ids = params.draft["ids"] if _smaller(config) else None
-    return draft_vocabulary.widen(ids, config.layer.vocab_size, logits)
-
-
-def _smaller(config: EagleConfig) -> bool:
-    return config.draft_vocab_size < config.layer.vocab_size
+        hidden = rms_norm(hidden, params.draft["norm"], config.layer.norm_eps)
+    return config.unembed(target, params, hidden)

@@ -10,6 +10,7 @@ target itself says which is at p + 1.
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -17,18 +18,23 @@ from jax import Array
 
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import PyTree
+from mars_jax.models.config import ModelConfig
+from mars_jax.models.heads import Axes, HeadConfig
+from mars_jax.models.heads import init_params as init_params
 from mars_jax.models.layers import dense
-from mars_jax.models.weights import Weight, build_rows
+from mars_jax.models.weights import Weight
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MedusaConfig:
+class MedusaConfig(HeadConfig):
     """Everything static about a set of heads.
 
     Raises:
       MarsError: a size that makes no heads.
     """
 
+    kind = "medusa"
+    axes: ClassVar[Axes] = {"weight": (None, "features")}
     num_heads: int  # H
     num_layers: int  # residual blocks of each head
     hidden_size: int  # E, the target's
@@ -40,31 +46,21 @@ class MedusaConfig:
                 f"Medusa heads of {self}: give at least 1 head, and sizes that are those of the target."
             )
 
+    @classmethod
+    def outline(cls, target: ModelConfig) -> Self:
+        """The published five heads of one block."""
+        return cls(num_heads=5, num_layers=1, hidden_size=target.hidden_size, vocab_size=target.vocab_size)
 
-def weights(config: MedusaConfig) -> tuple[Weight, ...]:
-    """The table of the heads' weights, named as in the published checkpoints; see `models.weights`."""
-    e, v = config.hidden_size, config.vocab_size
-    rows = []
-    for i in range(config.num_heads):
-        for j in range(config.num_layers):
-            block = ("heads", i, "blocks", j)
-            rows.append(Weight((*block, "weight"), f"{i}.{j}.linear.weight", (e, e), "normal"))
-            rows.append(Weight((*block, "bias"), f"{i}.{j}.linear.bias", (e,), "zeros"))
-        rows.append(Weight(("heads", i, "unembed"), f"{i}.{config.num_layers}.weight", (v, e), "normal"))
-    return tuple(rows)
-
-
-def init_params(config: MedusaConfig, key: Array, dtype="float32", *, scale: float = 0.02) -> PyTree:
-    """Random params, as `transformer.init_params`."""
-    table = weights(config)
-    keys = dict(zip(table, jax.random.split(key, len(table)), strict=True))
-
-    def make(row: Weight) -> Array:
-        if row.init == "zeros":
-            return jnp.zeros(row.shape, dtype)
-        return (jax.random.normal(keys[row], row.shape, jnp.float32) * scale).astype(dtype)
-
-    return build_rows(table, make)
+    def weights(self) -> tuple[Weight, ...]:
+        e, v = self.hidden_size, self.vocab_size
+        rows = []
+        for i in range(self.num_heads):
+            for j in range(self.num_layers):
+                block = ("heads", i, "blocks", j)
+                rows.append(Weight((*block, "weight"), f"{i}.{j}.linear.weight", (e, e), "normal"))
+                rows.append(Weight((*block, "bias"), f"{i}.{j}.linear.bias", (e,), "zeros"))
+            rows.append(Weight(("heads", i, "unembed"), f"{i}.{self.num_layers}.weight", (v, e), "normal"))
+        return tuple(rows)
 
 
 @jax.named_scope("unembed")

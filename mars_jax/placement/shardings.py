@@ -28,11 +28,9 @@ from mars_jax.core.mesh import (
     size_of,
 )
 from mars_jax.core.types import PyTree
-from mars_jax.models import dflash_head, eagle_head, medusa_layers, weights
+from mars_jax.models import weights
 from mars_jax.models.config import ModelConfig
-from mars_jax.models.dflash_head import DFlashConfig
-from mars_jax.models.eagle_head import EagleConfig
-from mars_jax.models.medusa_layers import MedusaConfig
+from mars_jax.models.heads import HeadConfig, LayeredHead
 from mars_jax.models.quantize import Int8, is_quantized, scale_sharding
 from mars_jax.models.weights import Weight, build_rows, get
 from mars_jax.placement import hosts
@@ -48,8 +46,7 @@ __all__ = [
     "whole",
 ]
 
-AnyConfig = ModelConfig | EagleConfig | MedusaConfig | DFlashConfig
-_HEADS = EagleConfig | DFlashConfig  # which have layers, and perhaps a draft vocabulary
+AnyConfig = ModelConfig | HeadConfig
 
 # Matrices are [out, in]. What is not named here, such as norms and routers, every device has.
 _LOGICAL: dict[str, tuple[str | None, ...]] = {
@@ -65,11 +62,6 @@ _LOGICAL: dict[str, tuple[str | None, ...]] = {
     "expert_gate": ("experts", "expert_hidden", None),
     "expert_up": ("experts", "expert_hidden", None),
     "expert_down": ("experts", None, "expert_hidden"),
-    # The target's features are on every device and what heads make of them must be: so the sum is divided.
-    "fc": (None, "features"),
-    "weight": (None, "features"),
-    "markov_in": ("vocab", None),
-    "markov_out": ("vocab", None),
     "q_bias": ("heads",),
     "k_bias": ("kv_heads",),
     "v_bias": ("kv_heads",),
@@ -88,10 +80,11 @@ def weight_spec(config: AnyConfig, mesh: AnyMesh, row: Weight) -> P:
     ('model', None)
     """
     name = next(key for key in reversed(row.path) if isinstance(key, str))
-    logical = _LOGICAL.get(name)
+    own = config.axes if isinstance(config, HeadConfig) else {}
+    logical = own.get(name, _LOGICAL.get(name))
     if logical is None:
         return P()
-    layer = config.layer if isinstance(config, _HEADS) else config
+    layer = config.layer if isinstance(config, LayeredHead) else config
     taken: tuple[str, ...] = ()
     spec = []
     for axis, size in zip(logical, row.shape, strict=True):
@@ -123,18 +116,14 @@ def params_shardings(config: AnyConfig, mesh: AnyMesh) -> PyTree:
     if isinstance(config, ModelConfig):
         _check_experts(config, mesh)
     made = build_rows(_table(config), lambda row: NamedSharding(mesh, weight_spec(config, mesh, row)))
-    if isinstance(config, _HEADS) and config.draft_vocab_size < config.layer.vocab_size:
+    if isinstance(config, LayeredHead) and config.is_narrow:
         made["ids"] = NamedSharding(mesh, P())
     return made
 
 
 def _table(config: AnyConfig) -> Iterable[Weight]:
     """A row for each array of params."""
-    if isinstance(config, EagleConfig):
-        return eagle_head.weights(config)
-    if isinstance(config, DFlashConfig):
-        return dflash_head.weights(config)
-    return medusa_layers.weights(config) if isinstance(config, MedusaConfig) else weights.leaves(config)
+    return config.weights() if isinstance(config, HeadConfig) else weights.leaves(config)
 
 
 def abstract_params(config: AnyConfig, dtype: str, *, int8: bool = False, shardings: PyTree = None) -> PyTree:
@@ -163,7 +152,7 @@ def abstract_params(config: AnyConfig, dtype: str, *, int8: bool = False, shardi
         return Int8(values=values, scale=scales, dtype=jnp.dtype(dtype))
 
     made = build_rows(_table(config), shape)
-    if isinstance(config, _HEADS) and config.draft_vocab_size < config.layer.vocab_size:
+    if isinstance(config, LayeredHead) and config.is_narrow:
         place = default or get(shardings, ("ids",))
         made["ids"] = jax.ShapeDtypeStruct((config.draft_vocab_size,), jnp.int32, sharding=place)
     return made
@@ -187,7 +176,7 @@ def whole(config: AnyConfig, mesh: AnyMesh) -> list[str]:
     >>> whole(config, AbstractMesh((4,), ("model",)))
     ['2 key-value heads do not divide over model=4: every device holds all of them.']
     """
-    layer = config.layer if isinstance(config, _HEADS) else config
+    layer = config.layer if isinstance(config, LayeredHead) else config
     counts = [("vocab", layer.vocab_size, "tokens of the vocabulary")]
     if isinstance(layer, ModelConfig):
         counts += [

@@ -23,6 +23,14 @@ from mars_jax.specs.own import factory, find, is_own, split
 from mars_jax.specs.row import MARGINS, NEEDS, UNLIMITED_RUN, Rule
 from mars_jax.specs.rules import RULES, check_setting, rule
 
+OUTLINED = {
+    "eagle3": "mars_jax.models.eagle_head:EagleConfig",
+    "dflash": "mars_jax.models.dflash_head:DFlashConfig",
+    "medusa": "mars_jax.models.medusa_layers:MedusaConfig",
+}
+"""Heads whose published shapes `mars-jax plan` knows, and the classes of their configs."""
+REFINED = ("model", "eagle")
+"""Drafters that learn from their failures, by `lab.training.online`."""
 DTYPES = ("float32", "bfloat16", "int8")
 """Of weights, and of keys and values."""
 ATTENTION = ("xla", "pallas")

@@ -130,13 +130,14 @@ def planned(row: Row) -> dict[str, Any]:
     from mars_jax.lab import planning
     from mars_jax.lab.planning.chips import topology
     from mars_jax.lab.planning.fit import draft_of
-    from mars_jax.lab.planning.outlined_models import CONFIGS, eagle3
+    from mars_jax.lab.planning.outlined_models import CONFIGS
+    from mars_jax.models.eagle_head import EagleConfig
     from mars_jax.placement.shardings import parse_mesh
 
     target, slice_, dtype = CONFIGS[row.name], topology(row.slice_), row.dtype or "bfloat16"
     made = planning.make_plan(
         target,
-        draft_of(eagle3(target), tree=TREE, dtype=dtype),
+        draft_of(EagleConfig.outline(target), tree=TREE, dtype=dtype),
         slice_,
         mesh=parse_mesh(row.mesh or "model=1", slice_.devices),
         verify=verify.mars(theta=THETA),

@@ -63,7 +63,7 @@ def afresh(name, tokens, length):
     model = MODEL.with_features(config.feature_layers)
     zero = jnp.zeros((1,), jnp.int32)
     output = model.forward(params.target, tokens, Visible.causal(zero, n), model.init_cache(1, n))
-    cache = head.init_cache(config, 1, n + config.block_size, "float32")
+    cache = config.init_cache(1, n + config.block_size, "float32")
     fused = head.fuse(config, params.draft, output)
     cache = head.absorb(config, params.draft, fused, jnp.arange(n, dtype=jnp.int32)[None], zero, cache)
     first, size = jnp.reshape(length - 1, (1,)), config.block_size

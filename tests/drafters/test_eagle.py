@@ -52,11 +52,11 @@ def afresh(name, tokens):
     model = MODEL.with_features(config.feature_layers)
     visible = Visible.causal(jnp.zeros((1,), jnp.int32), n)
     output = model.forward(params.target, tokens, visible, model.init_cache(1, n))
-    cache = head.init_cache(config, 1, n, "float32")
+    cache = config.init_cache(1, n, "float32")
     feature = head.fuse(config, params.draft, output)
     following = jnp.roll(tokens, -1, axis=1)  # the last entry is wrong, and not looked at
     hidden, cache = head.forward(config, MODEL, params, feature, following, visible, cache)
-    logits = head.widen(config, params, head.unembed(config, MODEL, params, hidden))
+    logits = config.widen(params, head.unembed(config, MODEL, params, hidden))
     return hidden[0], logits[0], cache
 
 

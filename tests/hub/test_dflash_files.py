@@ -13,10 +13,10 @@ from safetensors.numpy import load_file, save_file
 
 from mars_jax import hub
 from mars_jax.core.errors import MarsError
-from mars_jax.hub.heads.dflash_config import from_dflash_json
+from mars_jax.hub.heads.dflash_files import from_dflash_json
 from mars_jax.lab.planning.outlined_models import CONFIGS
 from mars_jax.models import ModelConfig, Rope, dflash_head
-from mars_jax.models.dflash_head import DFlashConfig, weights
+from mars_jax.models.dflash_head import DFlashConfig
 from mars_jax.models.quantize import Int8
 
 V, W, E, INNER, LAYERS = 61, 20, 32, 44, 3
@@ -169,7 +169,7 @@ def test_a_published_layout_loads_and_comes_back_from_both_that_are_written(tmp_
     assert {key: getattr(config, key) for key in expected} == expected
     if "windows" in name:
         assert set(config.layer.windows) - {None} == {7}
-    for row in weights(config):
+    for row in config.weights():
         at = params
         for key in row.path:
             at = at[key]
@@ -279,7 +279,7 @@ def test_the_full_size_shapes_are_those_of_the_published_heads(name):
         "mask_token_id": v - 1,
     }
     config = from_dflash_json(fields, shapes, target)
-    assert {row.name: row.shape for row in weights(config)} == shapes
+    assert {row.name: row.shape for row in config.weights()} == shapes
     assert config.drafts == (7 if markov else size - 1)
     count = target.num_layers
     assert config.feature_layers == tuple(round(1 + i * (count - 4) / 4) for i in range(5))

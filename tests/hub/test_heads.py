@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from mars_jax import hub
 from mars_jax.core.errors import MarsError
-from mars_jax.models import ModelConfig, Rope, eagle_head
+from mars_jax.models import ModelConfig, Rope
 from mars_jax.models.eagle_head import EagleConfig
 from mars_jax.models.weights import build_rows
 
@@ -172,7 +172,7 @@ def test_variants_of_eagle_3(tmp_path, fields, tensors, expected):
     plain, _ = load(publish(tmp_path / "plain", eagle_3(), FIELDS_3))
     config, params = load(publish(tmp_path, eagle_3() | tensors, FIELDS_3 | fields))
     assert config == dataclasses.replace(plain, **expected)
-    rows = {row.name: row for row in eagle_head.weights(config)}
+    rows = {row.name: row for row in config.weights()}
     for name in tensors.keys() & rows.keys():
         place = params
         for key in rows[name].path:
@@ -495,7 +495,7 @@ SAVED = {
 
 
 def params_of(config, dtype="float32"):
-    params = build_rows(eagle_head.weights(config), lambda row: jnp.asarray(random(*row.shape)).astype(dtype))
+    params = build_rows(config.weights(), lambda row: jnp.asarray(random(*row.shape)).astype(dtype))
     if config.draft_vocab_size < V:
         params["ids"] = jnp.asarray(RNG.permutation(V)[: config.draft_vocab_size], jnp.int32)
     return params

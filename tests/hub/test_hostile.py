@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from mars_jax import hub
 from mars_jax.core.errors import MarsError
-from mars_jax.hub.heads.eagle_config import from_head_json
+from mars_jax.hub.heads.eagle_files import from_head_json
 from mars_jax.hub.heads.medusa_files import load_medusa, save_medusa
 from mars_jax.models import ModelConfig, Rope, init_params, medusa_layers
 from mars_jax.models.medusa_layers import MedusaConfig

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from mars_jax.hub.heads.eagle_config import canonical, from_head_json
+from mars_jax.hub.heads.eagle_files import canonical, from_head_json
 from mars_jax.lab.planning.outlined_models import CONFIGS
-from mars_jax.models.eagle_head import weights
 
 PAGE = (Path(__file__).parents[2] / "docs" / "heads.md").read_text()
 LAYERS = "eagle_aux_hidden_state_layer_ids"
@@ -104,7 +103,7 @@ def test_a_head_of_the_page_fits_its_target(name):
     wide, vocab = target.hidden_size, target.vocab_size
     held = {canonical(key): shape for key, shape in shapes(head, wide, vocab).items()}
     config = from_head_json(said(head, wide, vocab), held, target)
-    table = {canonical(row.name): row.shape for row in weights(config)}
+    table = {canonical(row.name): row.shape for row in config.weights()}
     assert table == {key: shape for key, shape in held.items() if key not in ("d2t", "t2d")}
     count = target.num_layers
     assert config.feature_layers == (() if config.version == 1 else (1, count // 2 - 1, count - 4))

@@ -192,7 +192,7 @@ def test_a_block_equals_its_transcription_in_pytorch(name):
     target = dict(zip(("embed", "unembed"), draw, strict=True))
     theirs = torch_head(config, target)
     state = {key: value.numpy() for key, value in theirs.state_dict().items()}
-    draft = build_rows(dflash_head.weights(config), lambda row: jnp.asarray(state.pop(row.name)))
+    draft = build_rows(config.weights(), lambda row: jnp.asarray(state.pop(row.name)))
     assert not state  # every parameter has its row
     params = Params(target=target, draft=draft)
     taken = rng.standard_normal((FEATURES, BATCH, CONTEXT, config.target_hidden_size), np.float32)
@@ -202,7 +202,7 @@ def test_a_block_equals_its_transcription_in_pytorch(name):
 
     @jax.jit
     def ours(params, taken, last, before):
-        cache = dflash_head.init_cache(config, BATCH, SLOTS, "float32")
+        cache = config.init_cache(BATCH, SLOTS, "float32")
         for first, end in ((0, 6), (6, CONTEXT)):
             part = tuple(taken[i][:, first:end] for i in range(FEATURES))
             fused = dflash_head.fuse(config, params.draft, ForwardOutput(part[0], part, ()))
@@ -235,7 +235,7 @@ def test_a_block_equals_its_transcription_in_pytorch(name):
 
 def test_the_table_names_every_leaf_of_params_once():
     for config in CASES.values():
-        table = dflash_head.weights(config)
+        table = config.weights()
         params = jax.eval_shape(functools.partial(dflash_head.init_params, config), jax.random.key(0))
         ids = config.draft_vocab_size < VOCAB
         assert len({row.name for row in table}) == len(table) == len(jax.tree.leaves(params)) - ids

@@ -219,7 +219,7 @@ class Pair:
         self.config, self.target = config, language_model(LAYER)
         self.torch = torch_head(config, weights)
         state = {name: value.numpy() for name, value in self.torch.state_dict().items()}
-        draft = build_rows(eagle_head.weights(config), lambda row: jnp.asarray(state.pop(row.name)))
+        draft = build_rows(config.weights(), lambda row: jnp.asarray(state.pop(row.name)))
         assert not state  # every parameter has its row
         self.params = Params(target=weights, draft=draft)
         shape = (max(len(config.feature_layers), 1), BATCH, N, config.target_hidden_size)
@@ -228,14 +228,14 @@ class Pair:
 
     def fuse(self):
         given = tuple(jnp.asarray(x) for x in self.taken)
-        cache = eagle_head.init_cache(self.config, 1, 1, "float32")
+        cache = self.config.init_cache(1, 1, "float32")
         output = ForwardOutput(hidden=given[0], features=given, cache=cache)
         return jax.jit(functools.partial(eagle_head.fuse, self.config))(self.params.draft, output)
 
     def run(self, feature, first, cache=None):
         """Features, logits and cache of the tokens from `first` on, one for each of the features given."""
         n = feature.shape[1]
-        cache = eagle_head.init_cache(self.config, BATCH, SLOTS, "float32") if cache is None else cache
+        cache = self.config.init_cache(BATCH, SLOTS, "float32") if cache is None else cache
         tokens = jnp.asarray(self.tokens[:, first : first + n], jnp.int32)
         return self.program(self.params, feature, tokens, jnp.full((BATCH,), first, jnp.int32), cache)
 
@@ -285,7 +285,7 @@ def test_token_by_token_equals_all_at_once(name):
 
 def test_the_table_names_every_leaf_of_params_once():
     for config in CASES.values():
-        table = eagle_head.weights(config)
+        table = config.weights()
         params = jax.eval_shape(functools.partial(eagle_head.init_params, config), jax.random.key(0))
         ids = config.draft_vocab_size < VOCAB
         assert len({row.name for row in table}) == len(table) == len(jax.tree.leaves(params)) - ids
@@ -295,13 +295,13 @@ def test_draft_tokens_and_logits_map_to_the_targets():
     ids = jnp.asarray([4, 1, 9], jnp.int32)
     config = vary(EAGLE_3, draft_vocab_size=3)
     params = Params(target=(), draft={"ids": ids})
-    chosen = eagle_head.to_target(config, params, jnp.asarray([[2, 0]], jnp.int32))
+    chosen = config.to_target(params, jnp.asarray([[2, 0]], jnp.int32))
     np.testing.assert_array_equal(chosen, [[9, 4]])
-    wide = eagle_head.widen(config, params, jnp.asarray([[[0.5, 1.5, 2.5]]]))
+    wide = config.widen(params, jnp.asarray([[[0.5, 1.5, 2.5]]]))
     expected = np.full((1, 1, VOCAB), -np.inf)
     expected[0, 0, [4, 1, 9]] = [0.5, 1.5, 2.5]
     np.testing.assert_array_equal(wide, expected)
-    assert eagle_head.to_target(EAGLE_1, params, ids) is ids
+    assert EAGLE_1.to_target(params, ids) is ids
 
 
 @pytest.mark.parametrize(

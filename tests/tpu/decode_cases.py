@@ -13,8 +13,9 @@ from mars_jax.core.drafter import Drafter
 from mars_jax.core.types import LanguageModel, Params, PyTree
 from mars_jax.lab.planning import hlo
 from mars_jax.lab.planning.fit import lower_loop
-from mars_jax.lab.planning.outlined_models import CONFIGS, eagle3
+from mars_jax.lab.planning.outlined_models import CONFIGS
 from mars_jax.models import ModelConfig, language_model
+from mars_jax.models.eagle_head import EagleConfig
 from mars_jax.placement.shardings import AnyConfig, abstract_params, params_shardings
 from tests.tpu import aot
 
@@ -79,7 +80,7 @@ def compile_eagle(case: EagleCase, *, layers: int | None = None) -> dict[str, An
     """The loop with an EAGLE-3 head of the published shape, batch 1. `layers` shortens the target."""
     on = aot.mesh(case.generation, devices=case.chips)
     target = shortened(case.target, layers)
-    head = eagle3(target)
+    head = EagleConfig.outline(target)
     params = Params(target=weights(target, on), draft=weights(head, on))
     drafter = drafters.eagle(head, model(target), tree=TREE, cache_dtype="bfloat16")
     return compile_loop(target, drafter, params, 1, case.generation, on)
@@ -90,7 +91,7 @@ def eagle_loop(*, layers: int, batch: int, tree: Any, slots: int = BUFFER) -> tu
     and those of a device's part of the embedding."""
     on = aot.mesh("v5e", devices=4)
     target = shortened("llama-3.1-8b", layers)
-    head = eagle3(target)
+    head = EagleConfig.outline(target)
     params = Params(target=weights(target, on), draft=weights(head, on))
     drafter = drafters.eagle(head, model(target), 5, tree=tree, cache_dtype="bfloat16")
     decoder = speculative_decoder(model(target), drafter, verify.mars())

@@ -187,10 +187,10 @@ def _check_refine(args: argparse.Namespace, draft: specs.DraftSpec) -> None:
         if args.refine_every is not None:
             raise MarsError("--refine-every does not apply without --refine: add it, or leave this out.")
         return
-    if draft.kind not in ("model", "eagle"):
+    if draft.kind not in specs.REFINED:
         raise MarsError(
-            f"--refine does not apply to --draft {draft.kind}: draft with model:PATH or eagle:PATH, which learn from "
-            "their failures."
+            f"--refine does not apply to --draft {draft.kind}: draft with {specs.draft_words(specs.REFINED)}, "
+            "which learn from their failures."
         )
     for flag, given in (
         ("--mesh", args.mesh),

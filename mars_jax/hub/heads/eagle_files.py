@@ -1,36 +1,40 @@
 """EAGLE heads as published on the Hugging Face hub <-> (EagleConfig, params).
 
-Layouts: those of SafeAILab/EAGLE and SpecForge, `midlayer.*` or `layers.0.*`, and of speculators. Oracle: heads that
-PyTorch writes (tests/hub/test_heads.py). V vocabulary, W draft vocabulary.
+Layouts: those of SafeAILab/EAGLE, SpecForge and NVIDIA, `midlayer.*` or `layers.0.*`, and of speculators. They differ
+in what config.json writes down, and copy fields of the target's that mean nothing in a head. So what the tensors show
+is read off them. Oracle: heads that PyTorch writes (tests/hub/test_heads.py). V vocabulary, W draft vocabulary.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
+import re
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
-from mars_jax import specs
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import PyTree
-from mars_jax.hub.config_json import read_json
-from mars_jax.hub.files import resolve, tensors
-from mars_jax.hub.heads.eagle_config import canonical, from_head_json, to_head_json
-from mars_jax.hub.load import DERIVED, convert, listed, resolve_dtype
-from mars_jax.hub.save import free_directory, named_arrays, write_directory
+from mars_jax.hub.config_json import FAMILIES, from_json, to_json
+from mars_jax.hub.heads.layered_files import (
+    Shapes,
+    canonical,
+    checked,
+    load_head,
+    nested_layer,
+    read_layers,
+    save_head,
+    shared_fields,
+    speculators,
+)
+from mars_jax.hub.values import given
 from mars_jax.models.config import ModelConfig
-from mars_jax.models.dflash_head import DFlashConfig
-from mars_jax.models.eagle_head import EagleConfig, weights
-from mars_jax.models.quantize import Int8, is_quantized, quantize
-from mars_jax.models.weights import build_rows
+from mars_jax.models.eagle_head import EagleConfig
 
-_AGAIN = "download the head again"
-VERIFIERS = ("verifier_norm.weight", "verifier_lm_head.weight")
-"""Copies of the target's weights that the training of the speculators library holds, and some exports keep."""
+_LAYERS = "eagle_aux_hidden_state_layer_ids"
+LAYOUTS = ("eagle", "speculators")
+"""Of config.json: that of SafeAILab, SpecForge and SGLang, or that of the speculators library, which vLLM reads."""
 
 
 def load_eagle(
@@ -61,149 +65,8 @@ def load_eagle(
     >>> name, target = "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", load("meta-llama/...")  # doctest: +SKIP
     >>> config, head = load_eagle(name, target.config, target.params)  # doctest: +SKIP
     """
-    specs.check_dtype(dtype)
-    directory = resolve(name_or_path)
-    data = read_json(directory / "config.json")
-    own = str(data.get("dtype") or data.get("torch_dtype") or "float32").removeprefix("torch.")
-    dtype, int8 = resolve_dtype(dtype, own)
-    try:
-        config = from_head_json(data, head_shapes(directory), target_config)
-        return _read(directory, config, target_params, dtype, int8)
-    except MarsError as error:
-        text = str(error)
-        raise MarsError(text if f"'{directory}" in text else f"'{directory}': {text}") from None
-
-
-def head_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
-    """The shapes of all tensors by canonical name; none is read yet."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in tensors(directory):
-        for name, tensor in file.items():
-            if canonical(name) in shapes:
-                raise MarsError(f"there are two tensors {canonical(name)}: delete the one that is not meant.")
-            shapes[canonical(name)] = tensor.shape
-    return shapes
-
-
-def _read(
-    directory: Path, config: EagleConfig, target: PyTree, dtype: str, int8: bool
-) -> tuple[EagleConfig, PyTree]:
-    """The params of a head, checked against the table of weights, and its config without what the target shares."""
-    shareable = {"embed_tokens.weight": target["embed"]}
-    if config.version == 1:
-        shareable["lm_head.weight"] = target.get("unembed", target["embed"])
-    table = {canonical(row.name): row for row in weights(config)}
-    found: dict[str, jax.Array | Int8] = {}
-    shared: set[str] = set()
-    maps: dict[str, np.ndarray] = {}
-    extra: list[str] = []
-    for file in tensors(directory):
-        for given, tensor in file.items():
-            name = canonical(given)
-            row = table.get(name)
-            if name in ("d2t", "t2d"):
-                maps[name] = tensor.read()
-            elif row is None:
-                extra += [] if DERIVED.search(name) or name in VERIFIERS else [given]
-            elif tensor.shape != row.shape:
-                raise MarsError(
-                    f"tensor {given} is {list(tensor.shape)} and config.json and target ask for {list(row.shape)}: "
-                    "use the config the weights came with, and the target they were trained for."
-                )
-            else:
-                array = tensor.read()
-                if name in shareable and repeats(array, shareable[name]):
-                    shared.add(name)
-                    continue
-                try:
-                    found[name] = convert(array, dtype, int8=int8 and is_quantized(row))
-                except MarsError as error:
-                    raise MarsError(f"tensor {given}: {error}") from None
-    missing = [row.name for name, row in table.items() if name not in found and name not in shared]
-    if missing or extra:
-        what = "missing" if missing else "not part of an EAGLE head"
-        raise MarsError(
-            f"tensors that are {what}: {listed(missing or extra)}; use the config the weights came with."
-        )
-    config = dataclasses.replace(
-        config,
-        own_embed=config.own_embed and "embed_tokens.weight" not in shared,
-        own_unembed=config.own_unembed and "lm_head.weight" not in shared,
-    )
-    if config.version == 3 and config.layer.tie_embeddings and config.own_embed and not config.own_unembed:
-        raise MarsError(
-            "the head ties its lm_head to an embedding of its own, which is not supported: save both."
-        )
-    params = build_rows(weights(config), lambda row: found.pop(canonical(row.name)))
-    if "d2t" in maps:
-        ids = draft_ids(config, maps["d2t"], maps.get("t2d"))
-        if config.draft_vocab_size < config.layer.vocab_size:
-            params["ids"] = jnp.asarray(ids)
-        elif np.any(maps["d2t"]):
-            raise MarsError(
-                f"d2t reorders all {len(ids)} tokens of the target, which is not supported: reorder the rows of "
-                "lm_head.weight and leave d2t out."
-            )
-    return config, params
-
-
-def repeats(ours: np.ndarray, theirs: jax.Array | Int8, rows: int = 4096) -> bool:
-    """Whether a table is a copy of another, perhaps in a narrower dtype; in blocks, which saves memory.
-
-    Of one in 8 bits it is where it rounds to the same. Of one that is spread, every process compares its own parts.
-    """
-
-    def copied(a: np.ndarray, b: np.ndarray) -> bool:
-        blocks = (slice(i, i + rows) for i in range(0, len(a), rows))
-        with np.errstate(all="ignore"):  # what does not fit is no copy
-            return all(np.array_equal(a[block].astype(b.dtype), b[block]) for block in blocks)
-
-    if ours.shape != theirs.shape or not jnp.issubdtype(ours.dtype, jnp.floating):
-        return False
-    if isinstance(theirs, Int8):
-        small = quantize(ours)
-        pairs = [(small.values, theirs.values), (small.scale, theirs.scale)]
-    else:
-        pairs = [(ours, theirs)]
-    same = True
-    for a, b in pairs:
-        for shard in b.addressable_shards:
-            part, held = np.asarray(a)[shard.index], np.asarray(shard.data)
-            same = same and (copied(part, held) or copied(held, part))
-    if jax.process_count() > 1:  # all of them decode with the same head
-        from jax.experimental import multihost_utils
-
-        same = bool(np.all(multihost_utils.process_allgather(np.asarray(same))))
-    return same
-
-
-def draft_ids(
-    config: EagleConfig | DFlashConfig, d2t: np.ndarray, t2d: np.ndarray | None = None
-) -> np.ndarray:
-    """Target tokens i32[W] from offsets d2t [W], checked against the marks t2d bool[V]."""
-    count, vocab = config.draft_vocab_size, config.layer.vocab_size
-    if d2t.shape != (count,):
-        raise MarsError(f"d2t has shape {list(d2t.shape)} and lm_head.weight {count} rows: {_AGAIN}.")
-    if not np.issubdtype(d2t.dtype, np.integer):
-        raise MarsError(f"d2t holds {d2t.dtype} and not whole numbers: {_AGAIN}.")
-    ids = np.arange(count) + d2t.astype(np.int64)
-    wrong = np.flatnonzero((ids < 0) | (ids >= vocab))
-    if len(wrong):
-        raise MarsError(
-            f"d2t maps draft token {wrong[0]} to {ids[wrong[0]]} and the target has {vocab} tokens: use the head "
-            "that was trained for this target."
-        )
-    if (different := len(np.unique(ids))) < count:
-        raise MarsError(f"d2t maps {count} draft tokens to {different} of the target's: {_AGAIN}.")
-    if t2d is not None and count < vocab:
-        marked = np.flatnonzero(t2d)
-        if t2d.shape != (vocab,):
-            raise MarsError(f"t2d has shape {list(t2d.shape)} and the target {vocab} tokens: {_AGAIN}.")
-        if len(marked) != count:
-            raise MarsError(f"t2d marks {len(marked)} tokens and the draft vocabulary has {count}: {_AGAIN}.")
-        if len(odd := np.setdiff1d(ids, marked)):
-            raise MarsError(f"d2t maps to token {odd[0]}, which t2d does not mark: {_AGAIN}.")
-    return ids.astype(np.int32)
+    own = name_or_path, target_config, target_params, dtype
+    return load_head(*own, from_head_json, lambda config: config.version == 1)
 
 
 def save_eagle(
@@ -222,23 +85,202 @@ def save_eagle(
       verifier: name of the target, for the layout of speculators.
 
     >>> import tempfile
-    >>> from mars_jax.models import eagle
+    >>> import jax
+    >>> from mars_jax.models import eagle_head
     >>> layer = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=2)
     >>> config = EagleConfig(version=1, layer=layer, target_hidden_size=16, draft_vocab_size=32, own_unembed=False)
     >>> with tempfile.TemporaryDirectory() as path:
-    ...     _ = save_eagle(path, config, eagle.init_params(config, jax.random.key(0)))
+    ...     _ = save_eagle(path, config, eagle_head.init_params(config, jax.random.key(0)))
     ...     sorted(os.listdir(path))
     ['config.json', 'model.safetensors']
     """
-    target = free_directory(path, overwrite=overwrite)
-    arrays = named_arrays(weights(config), params)
-    data = to_head_json(config, dtype=arrays["fc.weight"].dtype.name, layout=layout, verifier=verifier)
-    if layout == "speculators":
-        arrays = {canonical(name): array for name, array in arrays.items()}
-    if config.draft_vocab_size < config.layer.vocab_size:
-        if "ids" not in params:
-            raise MarsError("params lack ids: they belong to another config.")
-        ids = np.asarray(params["ids"], np.int64)
-        arrays["d2t"] = ids - np.arange(len(ids))
-        arrays["t2d"] = np.isin(np.arange(config.layer.vocab_size), draft_ids(config, arrays["d2t"]))
-    return write_directory(target, arrays, data)
+    own = path, config, params, to_head_json, LAYOUTS, layout
+    return save_head(*own, overwrite=overwrite, verifier=verifier)
+
+
+@checked
+def from_head_json(data: dict[str, Any], shapes: Shapes, target: ModelConfig) -> EagleConfig:
+    """An EagleConfig from the contents of config.json and the shapes of the tensors by canonical name.
+
+    Raises:
+      MarsError: they contradict each other or the target, or are not supported.
+    """
+    nested = nested_layer(data)
+    data = data if nested is None else flatten(data, nested)
+    version, layer = _version(data, shapes), layer_config(data, shapes)
+    said = data if version == 3 else data | {"draft_vocab_size": target.vocab_size}
+    fields = shared_fields(EagleConfig.title, said, shapes, target, layer)
+    fields["fc_bias"] = "fc.bias" in shapes
+    if version == 1:
+        return EagleConfig(version=1, **fields)
+    return EagleConfig(
+        version=3,
+        feature_layers=_feature_layers(data, target.num_layers, states=nested is not None),
+        fc_norm="fc_norm.0.weight" in shapes or bool(_said(data, "fc_norm")),
+        input_norm="input_norm.weight" in shapes or bool(_said(data, "norm_before_fc")),
+        norm_before_residual=bool(_said(data, "norm_before_residual")),
+        norm_output=bool(_said(data, "norm_output")),
+        **fields,
+    )
+
+
+def flatten(data: dict[str, Any], layer: dict[str, Any]) -> dict[str, Any]:
+    """config.json of a head in the layout of the speculators library, as EAGLE's own layout says it.
+
+    The library numbers a target's hidden states, of which number i is what layer i reads; EAGLE's own files number the
+    layers whose output is meant, one less (vllm-project/speculators, `Eagle3SpeculatorConfig` and
+    `resolve_target_layer_ids`; vLLM, `aux_hidden_state_layers`).
+
+    Raises:
+      MarsError: another kind of drafter, or one that is described by half.
+    """
+    kind = data.get("speculators_model_type", "eagle3")
+    if kind != "eagle3":
+        raise MarsError(f"speculators_model_type is {kind!r}: this layout is read for 'eagle3' alone.")
+    if not isinstance(data.get("norm_before_residual"), bool):
+        raise MarsError(
+            "config.json does not say norm_before_residual, of which readers of this layout have different defaults: "
+            "add it, true or false, as the head was trained."
+        )
+    own = {key: value for key, value in data.items() if key not in ("transformer_layer_config", "model_type")}
+    said = {key: value for key, value in own.items() if value is not None}
+    return layer | said | {"architectures": ["Eagle3Speculator"]}
+
+
+def _said(data: dict[str, Any], key: str) -> Any:
+    """What config.json says about a key of EAGLE, itself or in its `eagle_config`."""
+    return given(data, key, (data.get("eagle_config") or {}).get(key))
+
+
+def _version(data: dict[str, Any], shapes: Iterable[str]) -> int:
+    """1 or 3, which config.json and the weights must agree about; a config without any mark agrees with either."""
+    named = str(data.get("architectures") or "").lower()
+    marked = any(data.get(key) is not None for key in ("draft_vocab_size", "eagle_config", _LAYERS))
+    held = 3 if "layers.0.hidden_norm.weight" in shapes else 1
+    said = 3 if marked or re.search(r"eagle-?3", named) else 1 if "eagle" in named else held
+    if said != held:
+        raise MarsError(
+            f"config.json describes an EAGLE-{said} head and the weights are those of EAGLE-{held} "
+            f"({'with' if held == 3 else 'without'} a hidden_norm): use the config the weights came with."
+        )
+    return held
+
+
+def layer_config(data: dict[str, Any], shapes: Iterable[str]) -> ModelConfig:
+    """The config of a head's layer from config.json and the canonical names of the tensors.
+
+    Raises:
+      MarsError: other layers than the weights have, a sliding window, or what `hub.config.from_json` does not support.
+    """
+    named = data.get("architectures") or [""]
+    named = named if isinstance(named, str) else named[0]
+    # LlamaForCausalLMEagle3 and Eagle3LlamaForCausalLM are Llama; where only EAGLE is named, model_type tells.
+    plain = re.sub(r"eagle-?\d?", "", named, flags=re.IGNORECASE)
+    data = data | {"architectures": [plain] if plain.endswith("ForCausalLM") else None}
+    layers = {int(found[1]) for name in shapes if (found := re.match(r"layers\.(\d{1,9})\.", name))}
+    said = given(data, "num_hidden_layers", 1)
+    if layers and layers != set(range(said)):
+        raise MarsError(
+            f"config.json says that the EAGLE head has {said} layers and the weights are of layers "
+            f"{', '.join(map(str, sorted(layers)))}: use the config the weights came with."
+        )
+    layer = from_json(data)
+    if window := max((w for w in layer.windows if w is not None), default=None):
+        raise MarsError(
+            f"the EAGLE head has a sliding window of {window}, which is not supported: if it was trained without one, "
+            "set sliding_window to null."
+        )
+
+    def held(name: str) -> bool:
+        return f"layers.0.{name}" in shapes
+
+    # Heads copy the target's flags and are trained without biases.
+    return dataclasses.replace(
+        layer,
+        qkv_bias=held("self_attn.q_proj.bias"),
+        o_bias=held("self_attn.o_proj.bias"),
+        mlp_bias=held("mlp.gate_proj.bias"),
+        qk_norm=held("self_attn.q_norm.weight"),
+    )
+
+
+def _feature_layers(data: dict[str, Any], count: int, *, states: bool) -> tuple[int, ...]:
+    """The layers whose outputs the head reads, of a target that has `count`."""
+    if _said(data, "use_aux_hidden_state") is False:
+        raise MarsError(
+            "the EAGLE-3 head reads its target's last hidden state alone (use_aux_hidden_state is false), which is not "
+            "supported: use a head that reads several layers."
+        )
+    layers = _said(data, _LAYERS)
+    if not layers:
+        if count < 5:
+            raise MarsError(
+                f"the EAGLE head names no layers to read, and the usual ones are those of a target of at least 5, not "
+                f"of {count}: add {_LAYERS} to config.json."
+            )
+        return 1, count // 2 - 1, count - 4
+    return read_layers(EagleConfig.title, _LAYERS, layers, count, states=states)
+
+
+def to_head_json(
+    config: EagleConfig, *, dtype: str, layout: str = "eagle", verifier: str | None = None
+) -> dict[str, Any]:
+    """The contents of config.json: in the layout "eagle" as SGLang reads it, in that of speculators as vLLM does.
+
+    Args:
+      config, dtype: of the head.
+      layout: of `LAYOUTS`.
+      verifier: name of the target, which the layout of speculators has room for.
+
+    Raises:
+      MarsError: the layout is not known or has no EAGLE-1, or the layer's family cannot express the layer.
+    """
+    if layout == "speculators" and config.version != 3:
+        raise MarsError(
+            "the layout of speculators is written for EAGLE-3 heads alone: choose the layout 'eagle'."
+        )
+    data = to_json(config.layer, dtype=dtype) | {"bias": config.fc_bias}
+    if config.version == 3:
+        data |= {
+            "architectures": [f"{FAMILIES[config.layer.family].architecture}Eagle3"],
+            "draft_vocab_size": config.draft_vocab_size,
+            "target_hidden_size": config.target_hidden_size,
+            # Here SGLang looks. Of the same name without the nesting vLLM counts from 1.
+            "eagle_config": {_LAYERS: list(config.feature_layers), "use_aux_hidden_state": True},
+            "fc_norm": config.fc_norm,
+            "norm_before_fc": config.input_norm,
+            "norm_before_residual": config.norm_before_residual,
+            "norm_output": config.norm_output,
+        }
+    if layer_config(data, {canonical(row.name) for row in config.weights()}) != config.layer:
+        raise MarsError(
+            f"config.json of the family '{config.layer.family}' cannot express the head's layer: choose another family."
+        )
+    return _nest(data, config, verifier) if layout == "speculators" else data
+
+
+_HEADS_OWN = (
+    "draft_vocab_size",
+    "target_hidden_size",
+    "fc_norm",
+    "norm_before_fc",
+    "norm_before_residual",
+    "norm_output",
+)
+
+
+def _nest(data: dict[str, Any], config: EagleConfig, verifier: str | None) -> dict[str, Any]:
+    """`flatten` undone: config.json in the layout of speculators."""
+    own = {key: data[key] for key in _HEADS_OWN}
+    named = FAMILIES[config.layer.family].architecture
+    layer = {k: v for k, v in data.items() if k not in (*_HEADS_OWN, "eagle_config", "architectures", "bias")}
+    return (
+        own
+        | speculators("eagle3", 5, verifier, named)
+        | {
+            "architectures": ["Eagle3Speculator"],
+            _LAYERS: [i + 1 for i in config.feature_layers],
+            "transformer_layer_config": layer | {"architectures": [named]},
+            "dtype": data.get("dtype") or data.get("torch_dtype"),
+        }
+    )

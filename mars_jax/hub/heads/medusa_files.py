@@ -20,7 +20,7 @@ from mars_jax.hub.files import Tensor, _bin, _safetensors, resolve
 from mars_jax.hub.load import convert, listed, resolve_dtype
 from mars_jax.hub.save import free_directory, named_arrays, write_directory
 from mars_jax.models.config import ModelConfig
-from mars_jax.models.medusa_layers import MedusaConfig, weights
+from mars_jax.models.medusa_layers import MedusaConfig
 from mars_jax.models.quantize import Int8, is_quantized
 from mars_jax.models.weights import Weight, build_rows
 
@@ -124,7 +124,7 @@ def _config(directory: Path, tensors: dict[str, Tensor], target: ModelConfig) ->
 
 
 def _read(file: Path, config: MedusaConfig, tensors: dict[str, Tensor], dtype: str | None) -> PyTree:
-    table = weights(config)
+    table = config.weights()
     missing = [row.name for row in table if row.name not in tensors]
     extra = sorted(tensors.keys() - {row.name for row in table})
     misshaped = [
@@ -179,7 +179,7 @@ def save_medusa(
     PosixPath('heads')
     """
     target = free_directory(path, overwrite=overwrite)
-    arrays = named_arrays(weights(config), params)
+    arrays = named_arrays(config.weights(), params)
     data = {
         "medusa_num_heads": config.num_heads,
         "medusa_num_layers": config.num_layers,

@@ -115,10 +115,10 @@ def _check(args: argparse.Namespace) -> None:
         raise MarsError("--thetas has inf, an arm of every run: leave it out.")
     if args.refine is not None:
         kind = specs.parse_draft(args.draft).kind
-        if kind not in ("model", "eagle"):
+        if kind not in specs.REFINED:
             raise MarsError(
-                f"--refine does not apply to --draft {kind}: draft with model:PATH or eagle:PATH, which learn from "
-                "their failures."
+                f"--refine does not apply to --draft {kind}: draft with {specs.draft_words(specs.REFINED)}, "
+                "which learn from their failures."
             )
         for flag in ("mesh", "draft_size"):
             if getattr(args, flag) is not None:

@@ -15,7 +15,7 @@ from mars_jax.core.errors import MarsError
 from mars_jax.core.types import PyTree
 from mars_jax.hub.heads.medusa_files import save_medusa
 from mars_jax.hub.pretrained import Pretrained, check_same_vocabulary
-from mars_jax.lab.training import data, distillation
+from mars_jax.lab.training import block_training, data, distillation, head_training
 from mars_jax.lab.training.distillation import Apprentice
 from mars_jax.lab.training.objectives import divergence
 from mars_jax.models.eagle_head import EagleConfig
@@ -63,7 +63,7 @@ def feature_layers(args: argparse.Namespace, target: Pretrained, head: Head | No
     """The layers of the target that an EAGLE-3 head reads."""
     if head is not None:
         return head.config.feature_layers
-    return layers_of(args.feature_layers) or distillation.feature_layers(target.config)
+    return layers_of(args.feature_layers) or head_training.feature_layers(target.config)
 
 
 def chosen_vocabulary(
@@ -79,10 +79,10 @@ def chosen_vocabulary(
 def _eagle3(args: argparse.Namespace, target: Pretrained, first: Head | None, ids: Any) -> Apprentice:
     steps, loss = args.steps_ahead or 5, divergence(args.loss)
     if first is not None:
-        return distillation.eagle3_again(
+        return head_training.eagle3_again(
             target.config, first.config, first.params, steps=steps, divergence=loss
         )
-    return distillation.eagle3(
+    return head_training.new_eagle3(
         target.config,
         target.params,
         ids=ids,
@@ -95,7 +95,7 @@ def _eagle3(args: argparse.Namespace, target: Pretrained, first: Head | None, id
 
 
 def _eagle1(args: argparse.Namespace, target: Pretrained, first: None, ids: None) -> Apprentice:
-    return distillation.eagle1(
+    return head_training.new_eagle1(
         target.config,
         intermediate_size=args.intermediate_size,
         divergence=divergence(args.loss),
@@ -104,7 +104,7 @@ def _eagle1(args: argparse.Namespace, target: Pretrained, first: None, ids: None
 
 
 def _medusa(args: argparse.Namespace, target: Pretrained, first: None, ids: None) -> Apprentice:
-    return distillation.medusa_heads(
+    return head_training.new_medusa(
         target.config,
         target.params,
         count=args.heads or 4,
@@ -114,7 +114,7 @@ def _medusa(args: argparse.Namespace, target: Pretrained, first: None, ids: None
 
 
 def _dflash(args: argparse.Namespace, target: Pretrained, first: None, ids: Any) -> Apprentice:
-    return distillation.dflash(
+    return block_training.new_dflash(
         target.config,
         target.params,
         ids=ids,

@@ -28,7 +28,7 @@ def open_refiner(
     Args:
       file: of texts with lines of <|endoftext|> between them.
       target: that it drafts for.
-      draft: the spec of the drafter, a model or an EAGLE-3 head.
+      draft: the spec of the drafter, of `specs.REFINED`.
       drafter: that is loaded.
       dtype: that it was loaded with.
       samples: tau on held-out texts is that of drawn tokens.
@@ -45,10 +45,10 @@ def open_refiner(
         )
     kind, path = specs.parse_draft(draft)
     model: Any
-    if kind == "model":
-        model = hub.load(path, dtype=dtype).model
+    if kind in online.HEADS:
+        model, _ = online.HEADS[kind].load(path, target.config, target.params, dtype=dtype)
     else:
-        model, _ = hub.load_eagle(path, target.config, target.params, dtype=dtype)
+        model = hub.load(path, dtype=dtype).model
     held_out = texts[:: max(len(texts) // HELD_OUT, 2)][:HELD_OUT]
     return online.Refiner(
         target.model,

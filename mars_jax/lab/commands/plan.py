@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import pkgutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -35,7 +36,7 @@ in v5litepod-8 and v6e-8, by cores, two a chip, as in v4-8 and v5p-8. Exit code 
 fit; then weights in 8 bits and larger slices are compiled until one fits. For a mixture of experts,
 where a large draft reads most experts, chains of 3 and 5 and a tree are compiled and compared.
 """
-_DRAFTS = "eagle3, dflash, medusa, model:TARGET, ngram or none"
+_DRAFTS = f"{', '.join(specs.OUTLINED)}, model:TARGET, ngram or none"
 
 
 def parser() -> Parser:
@@ -46,7 +47,7 @@ def parser() -> Parser:
     group.add_argument("--target", required=True, metavar="NAME")
     group.add_argument(
         "--draft",
-        default="eagle3",
+        default=next(iter(specs.OUTLINED)),
         metavar="DRAFT",
         help=f"{_DRAFTS}; the heads have the published shapes for the target (default: %(default)s)",
     )
@@ -130,7 +131,7 @@ def _run(args: argparse.Namespace, out: IO[str]) -> bool:
     target = _config(args.target)
     where = topology(args.topology)
     drafted = _draft(args.draft, target)
-    mixture = target.num_experts > 0
+    row, mixture = specs.DRAFTERS[kind_of(drafted)], target.num_experts > 0
 
     def pair(
         slice_: Any, dtype: str, length: int | None = length, tree: Any = tree
@@ -154,10 +155,10 @@ def _run(args: argparse.Namespace, out: IO[str]) -> bool:
         made = planning.make_plan(*models, **options, keep=keep)
     drafts = []
     alone = made.autoregressive_step
-    if mixture and kind_of(drafted) in ("eagle", "model") and length is tree is None and made.fits and alone:
+    if mixture and row.dynamic and row.resizes and length is tree is None and made.fits and alone:
 
         def step(shape: Any) -> dict[str, Any] | None:
-            if (shape.length, shape.tree) == specs.DRAFTERS[kind_of(drafted)].usual(mixture=True):
+            if (shape.length, shape.tree) == row.usual(mixture=True):
                 return made.step
             models, options = pair(where, args.dtype, shape.length, shape.tree)
             again = planning.make_plan(*models, **options)
@@ -214,16 +215,8 @@ def _config(name: str) -> Any:
 
 def _draft(spec: str, target: Any) -> Any:
     """What `draft_of` takes."""
-    from mars_jax.lab.planning.outlined_models import dflash, eagle3
-    from mars_jax.models.medusa_layers import MedusaConfig
-
-    if spec == "eagle3":
-        return eagle3(target)
-    if spec == "dflash":
-        return dflash(target)
-    if spec == "medusa":
-        size, vocab = target.hidden_size, target.vocab_size
-        return MedusaConfig(num_heads=5, num_layers=1, hidden_size=size, vocab_size=vocab)
+    if spec in specs.OUTLINED:
+        return pkgutil.resolve_name(specs.OUTLINED[spec]).outline(target)
     try:
         kind, path = specs.parse_draft(spec, among=("none", "ngram", "model"))
     except MarsError:

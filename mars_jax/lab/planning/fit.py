@@ -31,9 +31,7 @@ from mars_jax.lab.planning.pair_programs import (
     programs,
 )
 from mars_jax.models.config import ModelConfig
-from mars_jax.models.dflash_head import DFlashConfig
-from mars_jax.models.eagle_head import EagleConfig
-from mars_jax.models.medusa_layers import MedusaConfig
+from mars_jax.models.heads import HeadConfig
 from mars_jax.placement import shardings
 from mars_jax.placement.shardings import AnyConfig
 
@@ -125,14 +123,14 @@ def make_plan(
     alone = read_once(target, params.target, tokens=batch)
     extra = 0
     if draft.config is not None:
-        # A level each: a chain begins with two tokens at once, and EAGLE reads the accepted path once more instead of
-        # extending the last level. Medusa's heads all read one feature, and a
-        # block is one forward.
-        passes = 1 if isinstance(draft.config, MedusaConfig | DFlashConfig) else drafter.max_depth
-        extra = passes * (read_once(draft.config, params.draft, tokens=batch) + drafted)
-        if isinstance(draft.config, EagleConfig) and draft.config.version == 3:
-            # Only what the target gives goes through `fc`, once a step.
-            extra -= (passes - 1) * local_bytes({k: v for k, v in params.draft.items() if k in FUSED})
+        # A level each: a chain of a model begins with two tokens at once.
+        passes, once = drafter.max_depth, 0
+        if isinstance(draft.config, HeadConfig):
+            passes = draft.config.passes(drafter.max_depth)
+            once = local_bytes(
+                [params.draft[name] for name in draft.config.read_once if name in params.draft]
+            )
+        extra = passes * (read_once(draft.config, params.draft, tokens=batch) + drafted) - (passes - 1) * once
     read = own + cache + extra
     return Plan(
         topology=topology.name,
@@ -162,10 +160,6 @@ def _estimated(where: Topology, context: int, text: str) -> dict[str, Any] | Non
     speed = SPEEDS[where.name.partition(":")[0]]
     made = figures(read_step(*found, live=context), speed, where.bandwidth)
     return estimate(made, speed, where.bandwidth)
-
-
-FUSED = ("fc", "fc_bias", "fc_norm")
-"""Weights of an EAGLE-3 head that fuse the target's features."""
 
 
 def read_once(config: AnyConfig, params: PyTree, *, tokens: int) -> int:

@@ -6,12 +6,9 @@ meta-llama/Llama-3.3-70B-Instruct, Qwen/Qwen3-8B, Qwen/Qwen3-32B and Qwen/Qwen3-
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from mars_jax.models.config import ModelConfig, Rope
-from mars_jax.models.dflash_head import DFlashConfig
-from mars_jax.models.eagle_head import EagleConfig
 
 _LLAMA3: dict[str, Any] = {
     "vocab_size": 128256,
@@ -71,46 +68,3 @@ CONFIGS = {
         expert_size=1536,
     ),
 }
-
-
-def eagle3(target: ModelConfig) -> EagleConfig:
-    """An EAGLE-3 head of the published shape: a Llama layer as wide as the target, that drafts from 32,000 tokens.
-
-    >>> eagle3(CONFIGS["llama-3.1-8b"]).feature_layers
-    (1, 15, 28)
-    """
-    dense = {"num_experts": 0, "experts_per_token": 0, "expert_size": 0, "dense_layers": ()}
-    layer = dataclasses.replace(
-        target, **dense, family="llama", num_layers=1, windows=(), qk_norm=False, tie_embeddings=False
-    )
-    count = target.num_layers
-    return EagleConfig(
-        version=3,
-        layer=layer,
-        target_hidden_size=target.hidden_size,
-        draft_vocab_size=min(32000, target.vocab_size),
-        # As the heads of SafeAILab read their targets: third, middle and last but three.
-        feature_layers=tuple(sorted({min(1, count - 1), max(count // 2 - 1, 0), max(count - 4, 0)})),
-    )
-
-
-def dflash(target: ModelConfig, *, block_size: int = 16) -> DFlashConfig:
-    """A DFlash head of the published shape: five of Qwen3's layers as wide as the target, that read five of its own.
-
-    >>> dflash(CONFIGS["qwen3-8b"]).feature_layers
-    (1, 9, 17, 25, 33)
-    """
-    dense = {"num_experts": 0, "experts_per_token": 0, "expert_size": 0, "dense_layers": ()}
-    layer = dataclasses.replace(
-        target, **dense, family="qwen3", num_layers=5, windows=(), qk_norm=True, tie_embeddings=False
-    )
-    count = target.num_layers
-    return DFlashConfig(
-        layer=layer,
-        target_hidden_size=target.hidden_size,
-        # Five also of a target with fewer layers, some of them twice.
-        feature_layers=tuple(max(0, min(count - 1, round(1 + i * (count - 4) / 4))) for i in range(5)),
-        block_size=block_size,
-        mask_token=target.vocab_size - 1,
-        draft_vocab_size=target.vocab_size,
-    )

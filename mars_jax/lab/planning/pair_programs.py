@@ -22,9 +22,7 @@ from mars_jax.core.rule import Rule
 from mars_jax.core.types import DecodeState, Params, Prompts, PyTree, keys_from_seeds
 from mars_jax.models import transformer
 from mars_jax.models.config import ModelConfig
-from mars_jax.models.dflash_head import DFlashConfig
-from mars_jax.models.eagle_head import EagleConfig
-from mars_jax.models.medusa_layers import MedusaConfig
+from mars_jax.models.heads import HeadConfig
 from mars_jax.placement import shardings
 from mars_jax.placement.shardings import AnyConfig
 from mars_jax.specs import DRAFTERS, Dynamic
@@ -48,7 +46,7 @@ def draft_of(
     """The drafter of a config, or "none" or "ngram", with the defaults of `drafters.load`.
 
     Args:
-      config: of a small model, an EAGLE or DFlash head or Medusa heads.
+      config: of a small model or of a head.
       num_draft_tokens: length of a chain.
       tree: children per node at each depth, or `drafters.Dynamic(...)`.
       dtype: of the weights and the cache.
@@ -57,33 +55,25 @@ def draft_of(
     dtype = "bfloat16" if dtype == "int8" else dtype
     if config == "none":
         return PlannedDraft(lambda _: drafters.none())
-    usual, usual_tree = DRAFTERS[kind_of(config)].usual(mixture=mixture)
-    if tree is None and num_draft_tokens is None:
+    row = DRAFTERS[kind_of(config)]
+    length, usual_tree = row.usual(mixture=mixture)
+    if num_draft_tokens is not None:
+        length = num_draft_tokens
+    elif tree is None:
         tree = usual_tree
-    if isinstance(config, MedusaConfig):
-        return PlannedDraft(
-            lambda target: drafters.medusa(config, target, num_draft_tokens, tree=tree), config
-        )
-    if isinstance(config, DFlashConfig):
-        if tree is None and num_draft_tokens is None and usual is None:
+    if isinstance(config, HeadConfig):
+        make = getattr(drafters, config.kind)
+        if row.block and config.drafts and tree is None and length is None:
             tree = Dynamic(depth=config.drafts)
-        length = num_draft_tokens or usual
-        return PlannedDraft(
-            lambda target: drafters.dflash(config, target, length, tree=tree, cache_dtype=dtype), config
-        )
-    length = num_draft_tokens or usual
+        options = {"tree": tree} | ({"cache_dtype": dtype} if config.cached else {})
+        return PlannedDraft(lambda target: make(config, target, length, **options), config)
     assert length is not None  # every other row names one
     if config == "ngram":
         return PlannedDraft(lambda _: drafters.ngram(length))
-    if isinstance(config, ModelConfig):
-        small = transformer.language_model(config, dtype=dtype)
-        return PlannedDraft(
-            lambda target: drafters.language_model(small, length, tree=tree, vocab_size=target.vocab_size),
-            config,
-        )
-    assert isinstance(config, EagleConfig)
+    assert isinstance(config, ModelConfig)
+    small = transformer.language_model(config, dtype=dtype)
     return PlannedDraft(
-        lambda target: drafters.eagle(config, target, length, tree=tree, cache_dtype=dtype), config
+        lambda target: drafters.language_model(small, length, tree=tree, vocab_size=target.vocab_size), config
     )
 
 
@@ -95,8 +85,7 @@ def kind_of(config: AnyConfig | str) -> str:
     """
     if isinstance(config, str):
         return config
-    kinds = {ModelConfig: "model", EagleConfig: "eagle", MedusaConfig: "medusa", DFlashConfig: "dflash"}
-    return kinds[type(config)]
+    return config.kind if isinstance(config, HeadConfig) else "model"
 
 
 def default_mesh(config: ModelConfig, count: int, batch: int) -> dict[str, int]:

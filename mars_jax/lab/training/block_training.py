@@ -1,4 +1,4 @@
-"""The objective of block drafters: masked blocks at many places of a text at once, on the target's features.
+"""Block drafters, as they begin and what they learn: masked blocks at many places of a text at once.
 
 Sources: DFlash 2602.06036, section 3.3 (random anchors, loss that decays over the places of a block); DSpark
 (deepseek-ai/DeepSpec: the Markov head learns on the true tokens, the confidence head how much of the draft's
@@ -8,19 +8,24 @@ vocabulary, W draft vocabulary. Oracle: the drafter itself, fed the same tokens 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from mars_jax.core.types import ForwardOutput, LanguageModel, Params, PyTree, Visible
 from mars_jax.lab.training.data import Batch
-from mars_jax.lab.training.head_training import teach
-from mars_jax.lab.training.loop import Objective
+from mars_jax.lab.training.head_training import feature_layers, from_target, teach
+from mars_jax.lab.training.loop import Apprentice, Objective, panels_of
 from mars_jax.lab.training.objectives import Divergence, forward_kl, total_variation
 from mars_jax.models import dflash_head as head
+from mars_jax.models.config import ModelConfig
 from mars_jax.models.dflash_head import DFlashConfig
+from mars_jax.models.heads import layers_like
+from mars_jax.models.transformer import language_model
 
 SPACING = 8
 """Tokens of a row for each block in it, unless told otherwise."""
@@ -102,7 +107,7 @@ def dflash(
         weight = jnp.exp(-jnp.arange(drafts, dtype=jnp.float32) / fade)
         losses = _means(divergence(labels, drafted), valid)
         total = jnp.sum(losses * weight) / jnp.sum(weight)
-        named = head.to_target(config, both, jnp.argmax(drafted, axis=-1))
+        named = config.to_target(both, jnp.argmax(drafted, axis=-1))
         right = _means((named == choice).astype(jnp.float32), valid)
         figures = {f"loss_{i + 1}": losses[i] for i in range(drafts)}
         figures |= {f"accept_{i + 1}": right[i] for i in range(drafts)}
@@ -140,7 +145,7 @@ def block_hidden(
     """
     (rows, length), count, size = tokens.shape, places.shape[1], config.block_size
     draft = params.draft
-    cache = head.init_cache(config, rows, length + count * size, draft["fc"].dtype)
+    cache = config.init_cache(rows, length + count * size, draft["fc"].dtype)
     positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (rows, length))
     zero = jnp.zeros((rows,), jnp.int32)
     cache = head.absorb(config, draft, head.fuse(config, draft, output), positions, zero, cache)
@@ -172,3 +177,73 @@ def _means(values: Array, valid: Array) -> Array:
     """f32[D]: means over the blocks, of those that are valid."""
     total = jnp.sum(jnp.where(valid, values, 0.0), axis=(0, 1))
     return total / jnp.maximum(jnp.sum(valid, axis=(0, 1), dtype=jnp.float32), 1.0)
+
+
+def block_layers(target: ModelConfig, count: int = 5) -> tuple[int, ...]:
+    """The layers whose outputs a DFlash head reads: `count` spread as published, or the thirds of a shallow target.
+
+    >>> block_layers(ModelConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_layers=36, num_heads=1))
+    (1, 9, 17, 25, 33)
+    """
+    if target.num_layers < 12:
+        return feature_layers(target)
+    return tuple(round(1 + i * (target.num_layers - 4) / max(count - 1, 1)) for i in range(count))
+
+
+def new_dflash(
+    target: ModelConfig,
+    params: PyTree,
+    *,
+    ids: np.ndarray | None = None,
+    layers: Sequence[int] | None = None,
+    depth: int = 5,
+    block_size: int = 16,
+    mask_token: int | None = None,
+    from_anchor: bool = False,
+    markov_rank: int = 0,
+    confidence: bool = False,
+    intermediate_size: int | None = None,
+    divergence: Divergence,
+    seed: int = 0,
+) -> Apprentice:
+    """A DFlash head, begun from its target; see `head_training.from_target`.
+
+    Args:
+      target, params, ids, seed: as for `head_training.new_eagle3`.
+      layers: of the target, default: `block_layers`.
+      depth: layers of the head.
+      block_size, from_anchor, markov_rank, confidence: see `DFlashConfig`.
+      mask_token: default: the token that begins a text, or ends one.
+      intermediate_size: of the layers' MLPs, default: the target's.
+      divergence: see `dflash`.
+    """
+    layers = tuple(block_layers(target) if layers is None else layers)
+    if mask_token is None:
+        known = (target.bos_token_id, *target.eos_token_ids)
+        mask_token = next((token for token in known if token is not None), 0)
+    config = DFlashConfig(
+        layer=layers_like(target, intermediate_size, family="qwen3", qk_norm=True, num_layers=depth),
+        target_hidden_size=target.hidden_size,
+        feature_layers=layers,
+        block_size=block_size,
+        mask_token=mask_token,
+        draft_vocab_size=target.vocab_size if ids is None else len(ids),
+        from_anchor=from_anchor,
+        own_unembed=ids is not None,
+        markov_rank=markov_rank,
+        confidence=confidence,
+        confidence_bias=confidence,
+        confidence_markov=confidence and markov_rank > 0,
+    )
+    chosen = None if ids is None else jnp.asarray(ids, jnp.int32)
+
+    def init() -> PyTree:
+        made = from_target(config, target, params, chosen, seed)
+        if markov_rank:  # it begins as no correction at all
+            made["markov_out"] = jnp.zeros_like(made["markov_out"])
+        return made
+
+    model = language_model(target, dtype="bfloat16", feature_layers=layers)
+    objective = dflash(config, model, ids=chosen, divergence=divergence)
+    panels = panels_of(config.drafts)
+    return Apprentice(config=config, init=init, objective=objective, panels=panels, ids=chosen)

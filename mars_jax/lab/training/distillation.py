@@ -1,15 +1,14 @@
-"""Train a drafter for a target: EAGLE and Medusa heads on its features, small language models on its distributions.
+"""Train a drafter for a target: heads on its features, small language models on its distributions.
 
-Sources: see `training.heads` and `training.objectives`. W draft vocabulary. Oracle: the acceptance that a decode
-with the exported drafter reaches (tests/lab/commands/test_distill.py).
+Sources: see the objectives of each kind of head, and `training.objectives`. W draft vocabulary. Oracle: the acceptance
+that a decode with the exported drafter reaches (tests/lab/commands/test_distill.py).
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,42 +21,14 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDev
 from mars_jax.core.errors import MarsError
 from mars_jax.core.mesh import names_of, size_of
 from mars_jax.core.types import PyTree
-from mars_jax.lab.training import block_training, data, head_training
+from mars_jax.lab.training import data
 from mars_jax.lab.training.features import Feed
-from mars_jax.lab.training.loop import Objective, fit
+from mars_jax.lab.training.loop import Apprentice, fit
 from mars_jax.lab.training.objectives import Divergence, predict
 from mars_jax.lab.training.recipe import DECAY, muon, plot
-from mars_jax.models import dflash_head as block_head
-from mars_jax.models import eagle_head, medusa_layers
 from mars_jax.models.config import ModelConfig
-from mars_jax.models.dflash_head import DFlashConfig
-from mars_jax.models.eagle_head import EagleConfig
-from mars_jax.models.medusa_layers import MedusaConfig
 from mars_jax.models.transformer import init_params, language_model
 from mars_jax.placement import hosts
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Apprentice:
-    """A drafter in training: its static config, its first params (float32), and what training minimises."""
-
-    config: Any
-    init: Callable[[], PyTree]
-    objective: Objective  # of (params, (batch, target params))
-    panels: dict[str, tuple[str, ...]]  # of the plot
-    ids: Any = None  # i32[W]; of an EAGLE-3 head with a draft vocabulary
-
-
-def feature_layers(target: ModelConfig) -> tuple[int, ...]:
-    """The layers whose outputs an EAGLE-3 head reads: the published choice, or the thirds of a shallow target.
-
-    >>> feature_layers(ModelConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_layers=32, num_heads=1))
-    (1, 15, 28)
-    """
-    count = target.num_layers
-    if count >= 12:
-        return (1, count // 2 - 1, count - 4)
-    return tuple(sorted({max(count * i // 3 - 1, 0) for i in (1, 2, 3)}))
 
 
 def draft_vocabulary(
@@ -86,237 +57,6 @@ def draft_vocabulary(
         share += stream.weight * counts / len(stream.tokens)
     share[list(always)] = np.inf
     return np.sort(np.argsort(-share, kind="stable")[:size]).astype(np.int32)
-
-
-def eagle3(
-    target: ModelConfig,
-    params: PyTree,
-    *,
-    ids: np.ndarray | None = None,
-    layers: Sequence[int] | None = None,
-    intermediate_size: int | None = None,
-    steps: int = 5,
-    divergence: Divergence,
-    seed: int = 0,
-) -> Apprentice:
-    """An EAGLE-3 head, begun from its target: its unembedding, its last norm, and its last feature passed through.
-
-    Args:
-      target, params: the model and its weights.
-      ids: i32[W]; tokens of the draft vocabulary, default: all.
-      layers: see `feature_layers`.
-      intermediate_size: of the head's MLP, default: the target's.
-      steps, divergence: see `heads.eagle3`.
-      seed: of the random rest.
-    """
-    layers = tuple(feature_layers(target) if layers is None else layers)
-    config = EagleConfig(
-        version=3,
-        layer=_layer(target, intermediate_size),
-        target_hidden_size=target.hidden_size,
-        draft_vocab_size=target.vocab_size if ids is None else len(ids),
-        feature_layers=layers,
-    )
-    chosen = None if ids is None else jnp.asarray(ids, jnp.int32)
-
-    def init() -> PyTree:
-        made = eagle_head.init_params(config, jax.random.key(seed))
-        made.pop("ids", None)
-        unembed = params["embed" if target.tie_embeddings else "unembed"].astype(jnp.float32)
-        made["unembed"] = jnp.array(unembed if chosen is None else unembed[chosen])
-        made["norm"] = jnp.array(params["norm"], jnp.float32)
-        size = target.hidden_size
-        made["fc"] = made["fc"].at[:, -size:].add(jnp.eye(size))
-        return made
-
-    return _eagle3(target, config, init, chosen, steps, divergence)
-
-
-def eagle3_again(
-    target: ModelConfig,
-    config: EagleConfig,
-    params: PyTree,
-    *,
-    steps: int = 5,
-    divergence: Divergence,
-) -> Apprentice:
-    """An EAGLE-3 head that has been trained before, by whomever, and learns on.
-
-    Args:
-      target: the model that it drafts for.
-      config, params: of the head, as `hub.load_eagle` gives them.
-      steps, divergence: see `heads.eagle3`.
-    """
-
-    def init() -> PyTree:
-        return {name: _trainable(part) for name, part in params.items() if name != "ids"}
-
-    return _eagle3(target, config, init, params.get("ids"), steps, divergence)
-
-
-def _trainable(tree: PyTree) -> PyTree:
-    """Copies in float32, which an optimizer may overwrite."""
-    return jax.tree.map(lambda x: jnp.array(x, jnp.float32), tree)
-
-
-def _eagle3(
-    target: ModelConfig,
-    config: EagleConfig,
-    init: Callable[[], PyTree],
-    ids: jax.Array | None,
-    steps: int,
-    divergence: Divergence,
-) -> Apprentice:
-    model = language_model(target, dtype="bfloat16", feature_layers=config.feature_layers)
-    return Apprentice(
-        config=config,
-        init=init,
-        objective=head_training.eagle3(config, model, ids=ids, steps=steps, divergence=divergence),
-        panels=_panels(steps),
-        ids=ids,
-    )
-
-
-def eagle1(
-    target: ModelConfig, *, intermediate_size: int | None = None, divergence: Divergence, seed: int = 0
-) -> Apprentice:
-    """An EAGLE-1 head; its arguments are those of `eagle3`."""
-    config = EagleConfig(
-        version=1,
-        layer=_layer(target, intermediate_size),
-        target_hidden_size=target.hidden_size,
-        draft_vocab_size=target.vocab_size,
-        own_unembed=False,
-    )
-
-    def init() -> PyTree:
-        made = eagle_head.init_params(config, jax.random.key(seed))
-        size = target.hidden_size
-        made["fc"] = made["fc"].at[:, -size:].add(jnp.eye(size))
-        return made
-
-    return Apprentice(
-        config=config,
-        init=init,
-        objective=head_training.eagle1(
-            config, language_model(target, dtype="bfloat16"), divergence=divergence
-        ),
-        panels={"loss": ("regression", "token"), "acceptance": ("accept_1",)},
-    )
-
-
-def medusa_heads(
-    target: ModelConfig, params: PyTree, *, count: int = 4, divergence: Divergence, seed: int = 0
-) -> Apprentice:
-    """`count` Medusa heads of one block each, which begin as the target's own unembedding (2401.10774, section 2.2)."""
-    config = MedusaConfig(
-        num_heads=count, num_layers=1, hidden_size=target.hidden_size, vocab_size=target.vocab_size
-    )
-
-    def init() -> PyTree:
-        made = medusa_layers.init_params(config, jax.random.key(seed))
-        unembed = params["embed" if target.tie_embeddings else "unembed"]
-        for head in made["heads"]:
-            head["unembed"] = jnp.array(unembed, jnp.float32)
-            head["blocks"][0]["weight"] = jnp.zeros_like(head["blocks"][0]["weight"])
-        return made
-
-    def all_heads(trained: PyTree, hidden: jax.Array) -> jax.Array:
-        rows, length, size = hidden.shape
-        made = medusa_layers.logits(trained, hidden.reshape(rows * length, 1, size), count)
-        return made.reshape(rows, length, count, -1)
-
-    return Apprentice(
-        config=config,
-        init=init,
-        objective=head_training.medusa(
-            all_heads, language_model(target, dtype="bfloat16"), divergence=divergence
-        ),
-        panels=_panels(count),
-    )
-
-
-def block_layers(target: ModelConfig, count: int = 5) -> tuple[int, ...]:
-    """The layers whose outputs a DFlash head reads: `count` spread as published, or the thirds of a shallow target.
-
-    >>> block_layers(ModelConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_layers=36, num_heads=1))
-    (1, 9, 17, 25, 33)
-    """
-    if target.num_layers < 12:
-        return feature_layers(target)
-    return tuple(round(1 + i * (target.num_layers - 4) / max(count - 1, 1)) for i in range(count))
-
-
-def dflash(
-    target: ModelConfig,
-    params: PyTree,
-    *,
-    ids: np.ndarray | None = None,
-    layers: Sequence[int] | None = None,
-    depth: int = 5,
-    block_size: int = 16,
-    mask_token: int | None = None,
-    from_anchor: bool = False,
-    markov_rank: int = 0,
-    confidence: bool = False,
-    intermediate_size: int | None = None,
-    divergence: Divergence,
-    seed: int = 0,
-) -> Apprentice:
-    """A DFlash head, begun from its target: its last norm, its last feature passed through, its embeddings shared.
-
-    Args:
-      target, params, ids, seed: as for `eagle3`.
-      layers: of the target, default: `block_layers`.
-      depth: layers of the head.
-      block_size, from_anchor, markov_rank, confidence: see `DFlashConfig`.
-      mask_token: default: the token that begins a text, or ends one.
-      intermediate_size: of the layers' MLPs, default: the target's.
-      divergence: see `blocks.dflash`.
-    """
-    layers = tuple(block_layers(target) if layers is None else layers)
-    if mask_token is None:
-        known = (target.bos_token_id, *target.eos_token_ids)
-        mask_token = next((token for token in known if token is not None), 0)
-    size = target.hidden_size
-    config = DFlashConfig(
-        layer=dataclasses.replace(
-            _layer(target, intermediate_size), family="qwen3", qk_norm=True, num_layers=depth, windows=()
-        ),
-        target_hidden_size=size,
-        feature_layers=layers,
-        block_size=block_size,
-        mask_token=mask_token,
-        draft_vocab_size=target.vocab_size if ids is None else len(ids),
-        from_anchor=from_anchor,
-        own_unembed=ids is not None,
-        markov_rank=markov_rank,
-        confidence=confidence,
-        confidence_bias=confidence,
-        confidence_markov=confidence and markov_rank > 0,
-    )
-    chosen = None if ids is None else jnp.asarray(ids, jnp.int32)
-
-    def init() -> PyTree:
-        made = block_head.init_params(config, jax.random.key(seed))
-        made.pop("ids", None)
-        made["norm"] = jnp.array(params["norm"], jnp.float32)
-        made["fc"] = made["fc"].at[:, -size:].add(jnp.eye(size))
-        if chosen is not None:
-            unembed = params["embed" if target.tie_embeddings else "unembed"].astype(jnp.float32)
-            made["unembed"] = jnp.array(unembed[chosen])
-        if markov_rank:  # it begins as no correction at all
-            made["markov_out"] = jnp.zeros_like(made["markov_out"])
-        return made
-
-    model = language_model(target, dtype="bfloat16", feature_layers=layers)
-    return Apprentice(
-        config=config,
-        init=init,
-        objective=block_training.dflash(config, model, ids=chosen, divergence=divergence),
-        panels=_panels(config.drafts),
-        ids=chosen,
-    )
 
 
 def small_model(
@@ -378,7 +118,7 @@ def train(
     """Train an apprentice; killed and called again with the same arguments it continues bit for bit.
 
     Args:
-      apprentice: from one of the functions above.
+      apprentice: of a head, from the module of its objective, or from `small_model`.
       teacher: the target's params, on the mesh if there is one.
       streams: the text.
       work: directory of checkpoints, log.jsonl and plot.png.
@@ -453,10 +193,10 @@ def train_on_features(
     tokens: float,
     learning_rate: float = 1e-3,
 ) -> PyTree:
-    """`train` of an EAGLE-3 head on what its target said before; figures of held-out rows are in `held_out.jsonl`.
+    """`train` of a head on what its target said before; figures of held-out rows are in `held_out.jsonl`.
 
     Args:
-      apprentice: from `eagle3`.
+      apprentice: whose objective takes `Recorded` rows.
       teacher: the target's params, of which its embedding is read.
       feed: the batches.
       work, learning_rate: as for `train`.
@@ -500,27 +240,3 @@ def tau(figures: Mapping[str, float]) -> float:
     """
     count = sum(name.startswith("accept_") for name in figures)
     return 1 + float(np.cumprod([figures[f"accept_{i}"] for i in range(1, count + 1)]).sum())
-
-
-def _layer(target: ModelConfig, intermediate_size: int | None) -> ModelConfig:
-    """A head's one layer: the heads and positions of its target's layers, in Llama's form."""
-    return ModelConfig(
-        vocab_size=target.vocab_size,
-        hidden_size=target.hidden_size,
-        intermediate_size=intermediate_size or target.intermediate_size,
-        num_layers=1,
-        num_heads=target.num_heads,
-        num_kv_heads=target.num_kv_heads,
-        head_dim=target.head_dim,
-        max_positions=target.max_positions,
-        norm_eps=target.norm_eps,
-        rope=target.rope,
-        activation=target.activation,
-        bos_token_id=target.bos_token_id,
-        eos_token_ids=target.eos_token_ids,
-    )
-
-
-def _panels(steps: int) -> dict[str, tuple[str, ...]]:
-    names = range(1, steps + 1)
-    return {"loss": tuple(f"loss_{i}" for i in names), "acceptance": tuple(f"accept_{i}" for i in names)}

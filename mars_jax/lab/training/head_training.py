@@ -1,4 +1,4 @@
-"""Objectives of heads that are trained on their target's features: EAGLE-3, EAGLE-1 and Medusa.
+"""Heads that are trained on their target's features, as they begin and what they learn: EAGLE-3, EAGLE-1 and Medusa.
 
 Sources: EAGLE-3 2503.01840, section 3 (training-time test); EAGLE 2401.15077, section 3.2 (regression); Medusa
 2401.10774, section 2.2. B rows, L tokens of a row, n = L - 1 entries, E hidden size, V vocabulary, W draft vocabulary.
@@ -9,20 +9,27 @@ An objective takes (params, (batch, teacher)), for `training.fit`. The target is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from mars_jax.core.types import ForwardOutput, LanguageModel, Params, PyTree, Visible
 from mars_jax.lab.training.data import Batch
 from mars_jax.lab.training.features import PADDING, Recorded
-from mars_jax.lab.training.loop import Objective
+from mars_jax.lab.training.loop import Apprentice, Objective, panels_of
 from mars_jax.lab.training.objectives import Divergence, document_mask, forward_kl, in_documents, read
 from mars_jax.models import eagle_head as head
+from mars_jax.models import medusa_layers
+from mars_jax.models.config import ModelConfig
 from mars_jax.models.eagle_head import EagleConfig
+from mars_jax.models.heads import LayeredHead, init_params, layers_like
+from mars_jax.models.medusa_layers import MedusaConfig
+from mars_jax.models.transformer import language_model
 
 DECAY = 0.8
 """A step further ahead weighs this much less (the EAGLE-3 and Medusa recipes)."""
@@ -95,7 +102,7 @@ def _masked_mean(values: Array, valid: Array) -> Array:
 
 def _agreement(config: EagleConfig, params: Params, drafted: Array, choice: Array, valid: Array) -> Array:
     """Share of the entries whose likeliest token is the target's, i32[B, n]."""
-    token = head.to_target(config, params, jnp.argmax(drafted, axis=-1))
+    token = config.to_target(params, jnp.argmax(drafted, axis=-1))
     return _masked_mean((token == choice).astype(jnp.float32), valid)
 
 
@@ -186,7 +193,7 @@ def drafted_ahead(
     entry = jnp.arange(n, dtype=jnp.int32)
     position = jnp.broadcast_to(entry, (rows, n))
     together = document_mask(segments[:, :n])
-    cache = head.init_cache(config, rows, steps * n, dtype)
+    cache = config.init_cache(rows, steps * n, dtype)
     for j in range(steps):
         distance = (entry[:, None] - entry[None, :])[None]  # from the entry attended to
         blocks = [together & (distance >= j)]
@@ -249,7 +256,7 @@ def eagle1(
             feature,
             batch.tokens[:, 1:length],
             in_documents(segments[:, :n]),
-            head.init_cache(config, rows, n, dtype),
+            config.init_cache(rows, n, dtype),
         )
         drafted, wanted = head.unembed(config, target, both, hidden), said.logits[:, 1:]
         valid = segments[:, :n] == segments[:, 1:]
@@ -300,3 +307,144 @@ def medusa(
         return total / sum(DECAY**i for i in range(count)), figures
 
     return objective
+
+
+def feature_layers(target: ModelConfig) -> tuple[int, ...]:
+    """The layers whose outputs an EAGLE-3 head reads: the published choice, or the thirds of a shallow target.
+
+    >>> feature_layers(ModelConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_layers=32, num_heads=1))
+    (1, 15, 28)
+    """
+    count = target.num_layers
+    if count >= 12:
+        return (1, count // 2 - 1, count - 4)
+    return tuple(sorted({max(count * i // 3 - 1, 0) for i in (1, 2, 3)}))
+
+
+def _unembed(target: ModelConfig, params: PyTree) -> Array:
+    return params["embed" if target.tie_embeddings else "unembed"].astype(jnp.float32)
+
+
+def from_target(
+    config: LayeredHead, target: ModelConfig, params: PyTree, ids: Array | None, seed: int
+) -> PyTree:
+    """First params of a head, in float32: its target's last norm and unembedding where it has them, its target's last
+    feature passed through, and the rest random. `ids` i32[W] are its draft vocabulary, None: all tokens."""
+    made = init_params(config, jax.random.key(seed))
+    made.pop("ids", None)
+    if "norm" in made:
+        made["norm"] = jnp.array(params["norm"], jnp.float32)
+    if config.own_unembed:
+        unembed = _unembed(target, params)
+        made["unembed"] = jnp.array(unembed if ids is None else unembed[ids])
+    size = target.hidden_size
+    made["fc"] = made["fc"].at[:, -size:].add(jnp.eye(size))
+    return made
+
+
+def new_eagle3(
+    target: ModelConfig,
+    params: PyTree,
+    *,
+    ids: np.ndarray | None = None,
+    layers: Sequence[int] | None = None,
+    intermediate_size: int | None = None,
+    steps: int = 5,
+    divergence: Divergence,
+    seed: int = 0,
+) -> Apprentice:
+    """An EAGLE-3 head, begun from its target; see `from_target`.
+
+    Args:
+      target, params: the model and its weights.
+      ids: i32[W]; tokens of the draft vocabulary, default: all.
+      layers: see `feature_layers`.
+      intermediate_size: of the head's MLP, default: the target's.
+      steps, divergence: see `eagle3`.
+      seed: of the random rest.
+    """
+    config = EagleConfig(
+        version=3,
+        layer=layers_like(target, intermediate_size),
+        target_hidden_size=target.hidden_size,
+        draft_vocab_size=target.vocab_size if ids is None else len(ids),
+        feature_layers=tuple(feature_layers(target) if layers is None else layers),
+    )
+    chosen = None if ids is None else jnp.asarray(ids, jnp.int32)
+    init = functools.partial(from_target, config, target, params, chosen, seed)
+    return _eagle3(target, config, init, chosen, steps, divergence)
+
+
+def eagle3_again(
+    target: ModelConfig, config: EagleConfig, params: PyTree, *, steps: int = 5, divergence: Divergence
+) -> Apprentice:
+    """An EAGLE-3 head that has been trained before, by whomever, and learns on.
+
+    Args:
+      target: the model that it drafts for.
+      config, params: of the head, as `hub.load_eagle` gives them.
+      steps, divergence: see `eagle3`.
+    """
+
+    def init() -> PyTree:
+        # Copies, which an optimizer may overwrite.
+        trained = {name: part for name, part in params.items() if name != "ids"}
+        return jax.tree.map(lambda x: jnp.array(x, jnp.float32), trained)
+
+    return _eagle3(target, config, init, params.get("ids"), steps, divergence)
+
+
+def _eagle3(
+    target: ModelConfig,
+    config: EagleConfig,
+    init: Callable[[], PyTree],
+    ids: Array | None,
+    steps: int,
+    divergence: Divergence,
+) -> Apprentice:
+    model = language_model(target, dtype="bfloat16", feature_layers=config.feature_layers)
+    objective = eagle3(config, model, ids=ids, steps=steps, divergence=divergence)
+    return Apprentice(config=config, init=init, objective=objective, panels=panels_of(steps), ids=ids)
+
+
+def new_eagle1(
+    target: ModelConfig, *, intermediate_size: int | None = None, divergence: Divergence, seed: int = 0
+) -> Apprentice:
+    """An EAGLE-1 head; its arguments are those of `new_eagle3`."""
+    config = EagleConfig(
+        version=1,
+        layer=layers_like(target, intermediate_size),
+        target_hidden_size=target.hidden_size,
+        draft_vocab_size=target.vocab_size,
+        own_unembed=False,
+    )
+    return Apprentice(
+        config=config,
+        init=functools.partial(from_target, config, target, None, None, seed),
+        objective=eagle1(config, language_model(target, dtype="bfloat16"), divergence=divergence),
+        panels={"loss": ("regression", "token"), "acceptance": ("accept_1",)},
+    )
+
+
+def new_medusa(
+    target: ModelConfig, params: PyTree, *, count: int = 4, divergence: Divergence, seed: int = 0
+) -> Apprentice:
+    """`count` Medusa heads of one block each, which begin as the target's own unembedding (2401.10774, section 2.2)."""
+    config = MedusaConfig(
+        num_heads=count, num_layers=1, hidden_size=target.hidden_size, vocab_size=target.vocab_size
+    )
+
+    def init() -> PyTree:
+        made = init_params(config, jax.random.key(seed))
+        for one in made["heads"]:
+            one["unembed"] = jnp.array(_unembed(target, params))
+            one["blocks"][0]["weight"] = jnp.zeros_like(one["blocks"][0]["weight"])
+        return made
+
+    def all_heads(trained: PyTree, hidden: Array) -> Array:
+        rows, length, size = hidden.shape
+        made = medusa_layers.logits(trained, hidden.reshape(rows * length, 1, size), count)
+        return made.reshape(rows, length, count, -1)
+
+    objective = medusa(all_heads, language_model(target, dtype="bfloat16"), divergence=divergence)
+    return Apprentice(config=config, init=init, objective=objective, panels=panels_of(count))

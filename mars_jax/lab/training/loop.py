@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import time
@@ -21,6 +22,23 @@ from mars_jax.lab.training.checkpoints import Checkpoints
 
 Objective = Callable[[PyTree, Any], tuple[Array, Mapping[str, Array]]]
 """(params, batch) -> (loss, figures to log); differentiable in params."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Apprentice:
+    """A drafter in training: its static config, its first params (float32), and what training minimises."""
+
+    config: Any
+    init: Callable[[], PyTree]
+    objective: Objective  # of (params, (batch, target params))
+    panels: dict[str, tuple[str, ...]]  # of the plot
+    ids: Any = None  # i32[W]; of a head with a draft vocabulary
+
+
+def panels_of(steps: int) -> dict[str, tuple[str, ...]]:
+    """`Apprentice.panels` of drafts of so many tokens."""
+    names = range(1, steps + 1)
+    return {"loss": tuple(f"loss_{i}" for i in names), "acceptance": tuple(f"accept_{i}" for i in names)}
 
 
 def warmup_stable_decay(peak: float, steps: int, *, warmup: int, decay: float) -> optax.Schedule:

@@ -24,7 +24,10 @@ from mars_jax.core.errors import MarsError
 from mars_jax.core.types import CORRECTED, LanguageModel, PyTree
 from mars_jax.lab.training import online_eagle
 from mars_jax.lab.training.objectives import predict
-from mars_jax.models.eagle_head import EagleConfig
+from mars_jax.models.heads import HeadConfig
+
+HEADS: dict[str, Any] = {"eagle": online_eagle}
+"""How heads learn here, by `HeadConfig.kind`; these and language models are `specs.REFINED`."""
 
 
 @struct.dataclass(kw_only=True)
@@ -118,7 +121,7 @@ class Refiner:
     def __init__(
         self,
         target: LanguageModel,
-        draft: LanguageModel | EagleConfig,
+        draft: LanguageModel | HeadConfig,
         params: PyTree,
         *,
         depth: int,
@@ -168,9 +171,10 @@ class Refiner:
         self._depth, self._batch, self._fall, self._width = depth, batch_size, fall, width
         self._rng = np.random.default_rng(seed)
         self._ids = None
-        if isinstance(draft, EagleConfig):
-            target = online_eagle.with_layers(draft, target)
-            params, self._ids = online_eagle.without_ids(params)
+        how = HEADS[draft.kind] if isinstance(draft, HeadConfig) else None
+        if how is not None:
+            target = how.with_layers(draft, target)
+            params, self._ids = how.without_ids(params)
         self._dtypes = jax.tree.map(lambda x: x.dtype, params)
         # Updates smaller than a step of bfloat16 add up in float32.
         self._params = jax.tree.map(lambda x: x.astype(jnp.float32), params)
@@ -178,9 +182,9 @@ class Refiner:
         self._state = self._optimizer.init(self._params)
         self._old = _padded(old, width) if len(old) else None
         self._held_out = _padded(held_out, width)
-        if isinstance(draft, EagleConfig):
-            self._update = online_eagle.updater(draft, target, depth, self._optimizer)
-            self._expected = online_eagle.measurer(draft, target, depth, temperature)
+        if how is not None:
+            self._update = how.updater(draft, target, depth, self._optimizer)
+            self._expected = how.measurer(draft, target, depth, temperature)
         else:
             self._update = _updater(target, draft, self._optimizer)
             self._expected = _measurer(target, draft, depth, temperature)

@@ -1,6 +1,6 @@
 """An EAGLE-3 head that learns from its failures: the update and the measure of `training.online` for it.
 
-Source: as `training.heads.eagle3`, at the tokens where drafts were rejected (OSD 2310.07177). The head learns there at
+Source: as `head_training.eagle3`, at the tokens where drafts were rejected (OSD 2310.07177). The head learns there at
 every step of its chain, from the target's features and from its own. B rows, T tokens, n entries, W draft vocabulary.
 
 Oracle: the drafter itself on the same texts (tests/lab/training/test_online.py).
@@ -16,13 +16,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from mars_jax import hub
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import LanguageModel, Params, PyTree
 from mars_jax.lab.training import head_training
 from mars_jax.lab.training.data import Batch
-from mars_jax.models import eagle_head as head
 from mars_jax.models.eagle_head import EagleConfig
 
+load = hub.load_eagle
 DTYPE = "float32"
 """Of the computation: small updates of few texts."""
 
@@ -33,7 +34,7 @@ def with_layers(config: EagleConfig, target: LanguageModel) -> LanguageModel:
     Raises:
       MarsError: an EAGLE-1 head, or a target of another form.
     """
-    head.check_target(config, target)
+    config.check_target(target)
     if config.version != 3:
         raise MarsError(
             "an EAGLE-1 head learns features and not tokens, and is not refined from its failures: train it by "
@@ -88,7 +89,7 @@ def measurer(
         reach = jnp.ones_like(tau)
         chain = head_training.drafted_ahead(config, target, both, output, tokens, segments, depth, DTYPE)
         for ahead, (drafted, _) in enumerate(chain):
-            drafted = head.widen(config, both, drafted)
+            drafted = config.widen(both, drafted)
             if temperature == 0:
                 accept = (jnp.argmax(wanted, -1) == jnp.argmax(drafted, -1)).astype(jnp.float32)
             else:

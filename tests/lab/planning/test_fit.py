@@ -17,8 +17,9 @@ from mars_jax.lab.planning import advice, make_plan
 from mars_jax.lab.planning.chips import CHIPS, TYPES, larger, topology
 from mars_jax.lab.planning.compiled_program import _out_of_memory, collectives
 from mars_jax.lab.planning.fit import default_mesh, draft_of
-from mars_jax.lab.planning.outlined_models import CONFIGS, eagle3
+from mars_jax.lab.planning.outlined_models import CONFIGS
 from mars_jax.models import ModelConfig
+from mars_jax.models.eagle_head import EagleConfig
 from mars_jax.placement.shardings import parse_mesh
 
 pytest.importorskip("libtpu", reason="plans need libtpu: pip install 'mars-jax[test]' on Linux x86-64")
@@ -135,7 +136,7 @@ def test_named_models_have_the_sizes_that_their_names_say():
         "qwen3-32b": 32.76, "qwen3-235b-a22b": 235.1,
     }  # fmt: skip
     assert {name: billions(c) for name, c in CONFIGS.items()} == pytest.approx(said, rel=0.005)
-    assert all(eagle3(config).draft_vocab_size == 32000 for config in CONFIGS.values())
+    assert all(EagleConfig.outline(config).draft_vocab_size == 32000 for config in CONFIGS.values())
 
 
 def test_every_chip_is_one_that_the_compiler_knows():
@@ -355,16 +356,16 @@ def test_bad_input_gets_a_sentence(capsys, flags, sentence):
 
 @pytest.mark.slow
 def test_what_fuses_the_targets_features_is_read_once_a_step():
-    from mars_jax.lab.planning.fit import FUSED, read_once
+    from mars_jax.lab.planning.fit import read_once
     from mars_jax.lab.planning.pair_programs import local_bytes
     from mars_jax.placement import shardings
 
     config = dataclasses.replace(TINY, num_layers=4, windows=(None,) * 4)
-    head = eagle3(config)
+    head = EagleConfig.outline(config)
     mesh = parse_mesh("model=1", topology("v5e:1x1").devices)
     places = shardings.params_shardings(head, mesh)
     weights = shardings.abstract_params(head, "bfloat16", int8=False, shardings=places)
-    fused = local_bytes({name: value for name, value in weights.items() if name in FUSED})
+    fused = local_bytes({name: value for name, value in weights.items() if name in head.read_once})
     assert fused == 2 * 256 * len(head.feature_layers) * 256
     reads = []
     for length in (2, 3):

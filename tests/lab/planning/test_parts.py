@@ -12,7 +12,6 @@ from mars_jax import drafters, verify
 from mars_jax.core.controls import make_controls
 from mars_jax.core.decode import run, speculative_decoder
 from mars_jax.core.types import Params, Prompts, keys_from_seeds
-from mars_jax.lab.planning.outlined_models import eagle3
 from mars_jax.lab.planning.parts import COMPONENTS, PHASES, part
 from mars_jax.models import ModelConfig, eagle_head, language_model, transformer
 
@@ -22,7 +21,7 @@ CONFIG = ModelConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_la
 @pytest.fixture(scope="module")
 def lowered():
     """The loop with an EAGLE-3 head's dynamic tree."""
-    model, head = language_model(CONFIG), eagle3(CONFIG)
+    model, head = language_model(CONFIG), eagle_head.EagleConfig.outline(CONFIG)
     tree = drafters.Dynamic(top_k=2, depth=2, nodes=4)
     drafter = drafters.eagle(head, model, tree=tree)
     rule = verify.mars()

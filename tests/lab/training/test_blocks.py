@@ -77,7 +77,7 @@ def test_what_is_scored_is_what_is_drafted(config):
     objective(trained, (batch, WEIGHTS))
     places = block_training.anchors(text, n)
     np.testing.assert_array_equal(places[0], np.arange(n))
-    wide = head.widen(config, both, scored[0][:, 11])
+    wide = config.widen(both, scored[0][:, 11])
     np.testing.assert_allclose(
         jax.nn.log_softmax(wide), jax.nn.log_softmax(tree.draft_logits[:, : config.drafts]), atol=2e-5
     )

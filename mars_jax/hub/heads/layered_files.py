@@ -1,0 +1,349 @@
+"""What the files of all heads with layers share: config.json checked, tensors by name, draft vocabularies, saving.
+
+V vocabulary, W draft vocabulary. Oracle: heads that PyTorch writes (tests/hub/test_heads.py, test_dflash_files.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mars_jax import specs
+from mars_jax.core.errors import MarsError
+from mars_jax.core.types import PyTree
+from mars_jax.hub.config_json import read_json
+from mars_jax.hub.files import resolve, tensors
+from mars_jax.hub.load import DERIVED, convert, listed, resolve_dtype
+from mars_jax.hub.save import free_directory, named_arrays, write_directory
+from mars_jax.hub.values import given
+from mars_jax.models.config import ModelConfig
+from mars_jax.models.heads import LayeredHead
+from mars_jax.models.quantize import Int8, is_quantized, quantize
+from mars_jax.models.weights import build_rows
+
+Head = TypeVar("Head", bound=LayeredHead)
+Shapes = dict[str, tuple[int, ...]]
+"""Of the tensors of a head, by canonical name."""
+FromJson = Callable[[dict[str, Any], Shapes, ModelConfig], Head]
+"""A head's config from the contents of config.json, the shapes of the tensors, and the target's config."""
+
+_OTHER = "use the head that was trained for this target"
+_AGAIN = "download the head again"
+_EMBED, _UNEMBED = "embed_tokens.weight", "lm_head.weight"
+_VERIFIERS = ("verifier_norm.weight", "verifier_lm_head.weight")
+"""Copies of the target's weights that the training of the speculators library holds, and some exports keep."""
+
+
+def canonical(name: str) -> str:
+    """A tensor's name without what the exports differ in: the `model.` prefix and `midlayer`.
+
+    >>> canonical("model.midlayer.hidden_norm.weight")
+    'layers.0.hidden_norm.weight'
+    """
+    return re.sub(r"^midlayer\.", "layers.0.", name.removeprefix("model."))
+
+
+def checked(read: FromJson[Head]) -> FromJson[Head]:
+    """`read`, which refuses in one sentence what is of the wrong kind, and an `fc` that reads other features."""
+
+    @functools.wraps(read)
+    def made(data: dict[str, Any], shapes: Shapes, target: ModelConfig) -> Head:
+        try:
+            config = read(data, shapes, target)
+        except (TypeError, AttributeError, LookupError, ValueError, ArithmeticError) as error:
+            raise MarsError(f"config.json holds a value of the wrong kind ({error}): correct it.") from None
+        expected = next(row.shape[1] for row in config.weights() if row.name == "fc.weight")
+        found = next(reversed(shapes.get("fc.weight", ())), expected)
+        if found != expected:
+            count = len(config.feature_layers)
+            parts = f"{count} features" if count else "an embedding and a feature"
+            raise MarsError(
+                f"fc.weight reads {found} numbers, and {parts} of a target {target.hidden_size} wide are {expected}: "
+                f"{_OTHER}."
+            )
+        return config
+
+    return made
+
+
+def shared_fields(
+    title: str, data: dict[str, Any], shapes: Shapes, target: ModelConfig, layer: ModelConfig
+) -> dict[str, Any]:
+    """The fields of a config that are read alike for every head.
+
+    Raises:
+      MarsError: the head is for another target, or its draft vocabulary is not told.
+    """
+    if layer.vocab_size != target.vocab_size:
+        raise MarsError(
+            f"the {title} is for a vocabulary of {layer.vocab_size} tokens and the target has {target.vocab_size}: "
+            f"{_OTHER}."
+        )
+    width = given(data, "target_hidden_size", target.hidden_size)
+    if width != target.hidden_size:
+        raise MarsError(
+            f"the {title} is for a target {width} wide and this one is {target.hidden_size}: {_OTHER}."
+        )
+    rows = next(iter(shapes.get(_UNEMBED, ())), None)
+    drafted = given(data, "draft_vocab_size", rows or target.vocab_size)
+    if rows is not None and rows != drafted:
+        raise MarsError(
+            f"lm_head.weight has {rows} rows and the draft vocabulary {drafted} tokens: use the config the weights "
+            "came with."
+        )
+    if drafted != target.vocab_size and "d2t" not in shapes:
+        raise MarsError(
+            f"the {title} drafts from {drafted} of {target.vocab_size} tokens and has no d2t that says which: download "
+            "it again."
+        )
+    return {
+        "layer": layer,
+        "target_hidden_size": width,
+        "draft_vocab_size": drafted,
+        "own_embed": _EMBED in shapes,
+        "own_unembed": _UNEMBED in shapes,
+    }
+
+
+def nested_layer(data: dict[str, Any]) -> dict[str, Any] | None:
+    """What config.json says of the layers in the layout of the speculators library; None: it has another."""
+    if "speculators_model_type" not in data and "transformer_layer_config" not in data:
+        return None
+    layer = data.get("transformer_layer_config")
+    if not isinstance(layer, dict):
+        raise MarsError("config.json has no transformer_layer_config: use the config the weights came with.")
+    return layer
+
+
+def read_layers(title: str, key: str, layers: Any, count: int, *, states: bool) -> tuple[int, ...]:
+    """The layers of a target that has `count`, by their outputs, or by hidden states, whose numbers are one more."""
+    if not isinstance(layers, list) or any(type(i) is not int for i in layers):
+        raise MarsError(f"{key} is {layers!r}: give a list of whole numbers.")
+    if states and 0 in layers:
+        raise MarsError(
+            f"the {title} reads hidden state 0, the target's embedding, which is not supported: use a head that reads "
+            "the outputs of layers."
+        )
+    layers = tuple(i - states for i in layers)
+    if wrong := [i for i in layers if not 0 <= i < count]:
+        raise MarsError(
+            f"the {title} reads layer {wrong[0]} and the target has layers 0 to {count - 1}: {_OTHER}."
+        )
+    return layers
+
+
+def speculators(kind: str, tokens: int, verifier: str | None, architecture: str | None) -> dict[str, Any]:
+    """What every head says in the layout of speculators: its algorithm, the tokens that it drafts, and its target."""
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": tokens,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    return {
+        "speculators_model_type": kind,
+        "speculators_config": {
+            "algorithm": kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": {"name_or_path": verifier, "architectures": [architecture]},
+        },
+    }
+
+
+def load_head(
+    name_or_path: str | os.PathLike[str],
+    target_config: ModelConfig,
+    target_params: PyTree,
+    dtype: str | None,
+    from_json: FromJson[Head],
+    shares: Callable[[Head], bool],
+) -> tuple[Head, PyTree]:
+    """A head's config and params, tensor by tensor; `hub.load_eagle` says more.
+
+    Args:
+      name_or_path, target_config, target_params, dtype: as for `hub.load_eagle`.
+      from_json: reads the config.
+      shares: whether a head may share its target's unembedding.
+    """
+    specs.check_dtype(dtype)
+    directory = resolve(name_or_path)
+    data = read_json(directory / "config.json")
+    own = str(data.get("dtype") or data.get("torch_dtype") or "float32").removeprefix("torch.")
+    dtype, int8 = resolve_dtype(dtype, own)
+    try:
+        config = from_json(data, _shapes(directory), target_config)
+        shareable = {}
+        if not target_config.scale_embeddings:  # else what the target looks up is more than its table
+            shareable[_EMBED] = target_params["embed"]
+        if shares(config) and target_config.logit_cap is None:
+            shareable[_UNEMBED] = target_params.get("unembed", target_params["embed"])
+        return _read(directory, config, shareable, dtype, int8)
+    except MarsError as error:
+        text = str(error)
+        raise MarsError(text if f"'{directory}" in text else f"'{directory}': {text}") from None
+
+
+def _shapes(directory: Path) -> Shapes:
+    """None of the tensors is read yet."""
+    shapes: Shapes = {}
+    for file in tensors(directory):
+        for name, tensor in file.items():
+            if canonical(name) in shapes:
+                raise MarsError(f"there are two tensors {canonical(name)}: delete the one that is not meant.")
+            shapes[canonical(name)] = tensor.shape
+    return shapes
+
+
+def _read(
+    directory: Path, config: Head, shareable: dict[str, Any], dtype: str, int8: bool
+) -> tuple[Head, PyTree]:
+    """The params of a head, checked against the table of weights, and its config without what the target shares."""
+    table = {canonical(row.name): row for row in config.weights()}
+    found: dict[str, jax.Array | Int8] = {}
+    shared: set[str] = set()
+    maps: dict[str, np.ndarray] = {}
+    extra: list[str] = []
+    for file in tensors(directory):
+        for name, tensor in file.items():
+            key = canonical(name)
+            row = table.get(key)
+            if key in ("d2t", "t2d"):
+                maps[key] = tensor.read()
+            elif row is None:
+                extra += [] if DERIVED.search(key) or key in _VERIFIERS else [name]
+            elif tensor.shape != row.shape:
+                raise MarsError(
+                    f"tensor {name} is {list(tensor.shape)} and config.json and target ask for {list(row.shape)}: use "
+                    "the config the weights came with, and the target they were trained for."
+                )
+            else:
+                array = tensor.read()
+                if key in shareable and _repeats(array, shareable[key]):
+                    shared.add(key)
+                    continue
+                try:
+                    found[key] = convert(array, dtype, int8=int8 and is_quantized(row))
+                except MarsError as error:
+                    raise MarsError(f"tensor {name}: {error}") from None
+    missing = [row.name for key, row in table.items() if key not in found and key not in shared]
+    if missing or extra:
+        article = "an" if config.title[0] in "AEIOU" else "a"
+        what = "missing" if missing else f"not part of {article} {config.title}"
+        raise MarsError(
+            f"tensors that are {what}: {listed(missing or extra)}; use the config the weights came with."
+        )
+    config = dataclasses.replace(
+        config,
+        own_embed=config.own_embed and _EMBED not in shared,
+        own_unembed=config.own_unembed and _UNEMBED not in shared,
+    )
+    if config.feature_layers and config.layer.tie_embeddings and config.own_embed and not config.own_unembed:
+        raise MarsError(
+            "the head ties its lm_head to an embedding of its own, which is not supported: save both."
+        )
+    params = build_rows(config.weights(), lambda row: found.pop(canonical(row.name)))
+    if "d2t" in maps:
+        ids = _draft_ids(config, maps["d2t"], maps.get("t2d"))
+        if config.is_narrow:
+            params["ids"] = jnp.asarray(ids)
+        elif np.any(maps["d2t"]):
+            raise MarsError(
+                f"d2t reorders all {len(ids)} tokens of the target, which is not supported: reorder the rows of "
+                "lm_head.weight and leave d2t out."
+            )
+    return config, params
+
+
+def _repeats(ours: np.ndarray, theirs: jax.Array | Int8, rows: int = 4096) -> bool:
+    """Whether a table is a copy of another, perhaps in a narrower dtype; in blocks, which saves memory.
+
+    Of one in 8 bits it is where it rounds to the same. Of one that is spread, every process compares its own parts.
+    """
+
+    def copied(a: np.ndarray, b: np.ndarray) -> bool:
+        blocks = (slice(i, i + rows) for i in range(0, len(a), rows))
+        with np.errstate(all="ignore"):  # what does not fit is no copy
+            return all(np.array_equal(a[block].astype(b.dtype), b[block]) for block in blocks)
+
+    if ours.shape != theirs.shape or not jnp.issubdtype(ours.dtype, jnp.floating):
+        return False
+    if isinstance(theirs, Int8):
+        small = quantize(ours)
+        pairs = [(small.values, theirs.values), (small.scale, theirs.scale)]
+    else:
+        pairs = [(ours, theirs)]
+    same = True
+    for a, b in pairs:
+        for shard in b.addressable_shards:
+            part, held = np.asarray(a)[shard.index], np.asarray(shard.data)
+            same = same and (copied(part, held) or copied(held, part))
+    if jax.process_count() > 1:  # all of them decode with the same head
+        from jax.experimental import multihost_utils
+
+        same = bool(np.all(multihost_utils.process_allgather(np.asarray(same))))
+    return same
+
+
+def _draft_ids(config: LayeredHead, d2t: np.ndarray, t2d: np.ndarray | None = None) -> np.ndarray:
+    """Target tokens i32[W] from offsets d2t [W], checked against the marks t2d bool[V]."""
+    count, vocab = config.draft_vocab_size, config.vocab_size
+    if d2t.shape != (count,):
+        raise MarsError(f"d2t has shape {list(d2t.shape)} and lm_head.weight {count} rows: {_AGAIN}.")
+    if not np.issubdtype(d2t.dtype, np.integer):
+        raise MarsError(f"d2t holds {d2t.dtype} and not whole numbers: {_AGAIN}.")
+    ids = np.arange(count) + d2t.astype(np.int64)
+    wrong = np.flatnonzero((ids < 0) | (ids >= vocab))
+    if len(wrong):
+        raise MarsError(
+            f"d2t maps draft token {wrong[0]} to {ids[wrong[0]]} and the target has {vocab} tokens: use the head "
+            "that was trained for this target."
+        )
+    if (different := len(np.unique(ids))) < count:
+        raise MarsError(f"d2t maps {count} draft tokens to {different} of the target's: {_AGAIN}.")
+    if t2d is not None and count < vocab:
+        marked = np.flatnonzero(t2d)
+        if t2d.shape != (vocab,):
+            raise MarsError(f"t2d has shape {list(t2d.shape)} and the target {vocab} tokens: {_AGAIN}.")
+        if len(marked) != count:
+            raise MarsError(f"t2d marks {len(marked)} tokens and the draft vocabulary has {count}: {_AGAIN}.")
+        if len(odd := np.setdiff1d(ids, marked)):
+            raise MarsError(f"d2t maps to token {odd[0]}, which t2d does not mark: {_AGAIN}.")
+    return ids.astype(np.int32)
+
+
+def save_head(
+    path: str | os.PathLike[str],
+    config: LayeredHead,
+    params: PyTree,
+    to_json: Callable[..., dict[str, Any]],
+    layouts: tuple[str, ...],
+    layout: str,
+    *,
+    overwrite: bool,
+    verifier: str | None,
+) -> Path:
+    """Write a head in one of `layouts`; `to_json` makes config.json, and the rest is as for `hub.save_eagle`."""
+    if layout not in layouts:
+        raise MarsError(f"layout {layout!r} is not known: expected one of {', '.join(layouts)}.")
+    target = free_directory(path, overwrite=overwrite)
+    arrays = named_arrays(config.weights(), params)
+    data = to_json(config, dtype=arrays["fc.weight"].dtype.name, layout=layout, verifier=verifier)
+    if layout == "speculators":
+        arrays = {canonical(name): array for name, array in arrays.items()}
+    if config.is_narrow:
+        if "ids" not in params:
+            raise MarsError("params lack ids: they belong to another config.")
+        ids = np.asarray(params["ids"], np.int64)
+        arrays["d2t"] = ids - np.arange(len(ids))
+        arrays["t2d"] = np.isin(np.arange(config.vocab_size), _draft_ids(config, arrays["d2t"]))
+    return write_directory(target, arrays, data)

@@ -1,0 +1,185 @@
+"""What every head of a target is: a static config that says what others ask of it, so that they name no kind of head.
+
+A kind of head is a subclass of `HeadConfig` in a file of its own. B batch, N tokens, E hidden size of the head, F that
+of the target, V vocabulary, W draft vocabulary. Oracle: a loop over the tokens (tests/models/test_eagle.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import ClassVar, Self
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import PartitionSpec as P
+
+from mars_jax.core import cache as kv_cache
+from mars_jax.core.errors import MarsError
+from mars_jax.core.mesh import map_devices, vocabulary_axes
+from mars_jax.core.types import KVCache, LanguageModel, Params, PyTree
+from mars_jax.models import layers
+from mars_jax.models.config import ModelConfig
+from mars_jax.models.weights import Weight, build_rows
+
+Axes = Mapping[str, tuple[str | None, ...]]
+"""The logical axes of weights by the last name of their paths; see `placement.shardings`."""
+
+
+class HeadConfig:
+    """Everything static about a head of a target; subclasses are frozen dataclasses."""
+
+    kind: ClassVar[str]  # of `specs.DRAFTERS`, and the name of its factory in `drafters`
+    cached: ClassVar[bool] = False  # its factory takes cache_dtype
+    axes: ClassVar[Axes] = {}  # of weights that only heads have
+    vocab_size: int  # V, the target's
+    drafts: int | None = None  # tokens of a block, of heads that draft one at once
+
+    @classmethod
+    def outline(cls, target: ModelConfig) -> Self:
+        """A head of the published shape for a target."""
+        raise NotImplementedError
+
+    def weights(self) -> tuple[Weight, ...]:
+        """The table of the weights, named as in the published checkpoints; see `models.weights`."""
+        raise NotImplementedError
+
+    def passes(self, depth: int) -> int:
+        """How often the weights are read for a draft of `depth` tokens in a row."""
+        return 1
+
+    @property
+    def read_once(self) -> tuple[str, ...]:
+        """Weights that are read once a step, however many passes there are."""
+        return ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayeredHead(HeadConfig):
+    """A head of transformer layers, which shares its target's embeddings or has a draft vocabulary.
+
+    Raises:
+      MarsError: the parts contradict each other.
+    """
+
+    title: ClassVar[str]  # as errors call it
+    cached: ClassVar[bool] = True
+    # The target's features are on every device and what heads make of them must be: so the sum is divided.
+    axes: ClassVar[Axes] = {"fc": (None, "features")}
+    layer: ModelConfig  # of the layers, whose number and windows it has; its vocab_size is the target's, V
+    target_hidden_size: int  # F
+    draft_vocab_size: int  # W
+    feature_layers: tuple[int, ...] = ()  # of the target, by their outputs
+    own_embed: bool = False  # else the target's embedding, by reference
+    own_unembed: bool = False  # else the target's unembedding, by reference
+
+    def __post_init__(self):
+        if not self.own_unembed and self.draft_vocab_size != self.layer.vocab_size:
+            raise MarsError(
+                f"the {self.title} drafts from {self.draft_vocab_size} of {self.layer.vocab_size} tokens: then it "
+                "needs an lm_head of its own."
+            )
+
+    @property
+    def vocab_size(self) -> int:
+        return self.layer.vocab_size
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether the draft vocabulary is smaller than the target's; then params have `ids` i32[W]."""
+        return self.draft_vocab_size < self.vocab_size
+
+    def init_cache(self, batch: int, slots: int, dtype) -> KVCache:
+        """An empty cache of the head."""
+        c = self.layer
+        return kv_cache.init_cache(
+            layers=c.num_layers,
+            batch=batch,
+            slots=slots,
+            kv_heads=c.num_kv_heads,
+            head_dim=c.head_dim,
+            dtype=dtype,
+        )
+
+    def check_target(self, target: LanguageModel) -> None:
+        """Raise MarsError where the target lacks what a head shares with it."""
+        if target.vocab_size != self.vocab_size:
+            raise MarsError(
+                f"the {self.title} is for a vocabulary of {self.vocab_size} tokens and the target has "
+                f"{target.vocab_size}: use the head that was trained for this target."
+            )
+        if target.embed is None and not self.own_embed:
+            raise MarsError(
+                f"the {self.title} shares its target's embedding, and this target gives none: set LanguageModel.embed."
+            )
+
+    def embed(self, target: LanguageModel, params: Params, tokens: Array) -> Array:
+        """The embeddings [B, N, E] of tokens i32[B, N]."""
+        if self.own_embed:
+            return layers.embed(params.draft["embed"], tokens)
+        assert target.embed is not None  # check_target
+        return target.embed(params.target, tokens)
+
+    def unembed(self, target: LanguageModel, params: Params, hidden: Array) -> Array:
+        """Logits f32[B, N, W] of hidden states [B, N, E] after the last norm."""
+        if self.own_unembed:
+            return layers.dense(hidden, params.draft["unembed"], dtype=jnp.float32)
+        return target.unembed(params.target, hidden)
+
+    def to_target(self, params: Params, ids: Array) -> Array:
+        """Target tokens i32[...] of draft-vocabulary ids i32[...]."""
+        return jnp.take(params.draft["ids"], ids) if self.is_narrow else ids
+
+    def widen(self, params: Params, logits: Array) -> Array:
+        """Logits f32[B, N, W] of the draft vocabulary over the target's, -inf where it has no token: f32[B, N, V]."""
+        if not self.is_narrow:
+            return logits
+        ids, vocab = params.draft["ids"], self.vocab_size
+        axes = vocabulary_axes(vocab)
+        if not axes:
+            return jnp.full((*logits.shape[:-1], vocab), -jnp.inf, logits.dtype).at[..., ids].set(logits)
+
+        # Every device gets all W logits, and keeps those of its own part of V.
+        def local(logits: Array, ids: Array) -> Array:
+            size = vocab // lax.axis_size(axes)
+            place = ids - lax.axis_index(axes) * size
+            place = jnp.where(place < 0, size, place)  # a negative index would count from the end
+            empty = jnp.full((*logits.shape[:-1], size), -jnp.inf, logits.dtype)
+            return empty.at[..., place].set(logits, mode="drop")
+
+        return map_devices(local, (P(), P()), P(None, None, axes))(logits, ids)
+
+
+def layers_like(target: ModelConfig, intermediate_size: int | None = None, **changes) -> ModelConfig:
+    """A head's layers: the heads and positions of its target's layers, in Llama's form."""
+    same = (
+        "vocab_size",
+        "hidden_size",
+        "num_heads",
+        "num_kv_heads",
+        "head_dim",
+        "max_positions",
+        "norm_eps",
+        "rope",
+    )
+    same += ("activation", "bos_token_id", "eos_token_ids")
+    kept = {name: getattr(target, name) for name in same}
+    kept["intermediate_size"] = intermediate_size or target.intermediate_size
+    return ModelConfig(**{"num_layers": 1, **kept, **changes})
+
+
+def init_params(config: HeadConfig, key: Array, dtype="float32", *, scale: float = 0.02) -> PyTree:
+    """Random params, as `transformer.init_params`; a draft vocabulary smaller than V takes the first tokens."""
+    table = config.weights()
+    keys = dict(zip(table, jax.random.split(key, len(table)), strict=True))
+
+    def make(row: Weight) -> Array:
+        if row.init != "normal":
+            return (jnp.zeros if row.init == "zeros" else jnp.ones)(row.shape, dtype)
+        return (jax.random.normal(keys[row], row.shape, jnp.float32) * scale).astype(dtype)
+
+    params = build_rows(table, make)
+    if isinstance(config, LayeredHead) and config.is_narrow:
+        params["ids"] = jnp.arange(config.draft_vocab_size, dtype=jnp.int32)
+    return params
