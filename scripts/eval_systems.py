@@ -69,7 +69,7 @@ class Arm(NamedTuple):
 def open_arm(name: str, target: mj.Pretrained) -> Arm:
     draft, rule = ARMS[name]
     length = CHAIN if draft.startswith("model:") else None
-    drafter, weights = mj.drafters.load(draft, target, num_draft_tokens=length)
+    drafter, weights, *_ = mj.drafters.load(draft, target, num_draft_tokens=length)
     made = mj.verify.load(rule).rule
     decoder = decode.speculative_decoder(target.model, drafter, made)
     run = jax.jit(lambda params, state: decode.run(decoder, params, state))

@@ -87,7 +87,7 @@ def replayed(settings: Mapping[str, Any], stories: Path | None) -> dict[str, Any
     session = Session(target=target, drafter=drafter, batch_size=settings["batch_size"])
     decoding = Decoding(session=session, chat=settings["chat"], max_new_tokens=settings["max_new_tokens"])
     choice = RuleChoice(settings["rule"]["verify"], {"margin": settings["rule"]["settings"]["margin"]})
-    thetas = rehearsal.thetas_of(choice, drafter.drafter, settings["thetas"])
+    thetas = rehearsal.thetas_of(choice, drafter, settings["thetas"])
     rule = mj.verify.load(choice.spec, target, **choice.settings, theta=settings["thetas"][0])
     found = {}
     for task in settings["tasks"]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from typing import Any, NamedTuple
 
+from mars_jax import specs
+
 BLACK, GREY = "#222222", "#888888"
 ORANGE, SKY, GREEN, YELLOW = "#E69F00", "#56B4E9", "#009E73", "#F0E442"
 BLUE, VERMILLION, PURPLE = "#0072B2", "#D55E00", "#CC79A7"
@@ -36,7 +38,7 @@ ALONE = Look(GREY, "s")
 EXACT = Look(BLACK, "D", open=True)
 OTHER = Look(PURPLE, "D")
 """A rule of the user's."""
-RULES = {
+_CHOSEN = {
     "exact": EXACT,
     "rejection": Look(BLACK, "P", open=True),
     "mars": Look(BLUE),
@@ -58,7 +60,8 @@ RULES = {
     "released": Look(VERMILLION, "v"),
     "simulated": Look(GREY, "*"),
 }
-"""By the names of `specs.RULES`."""
+
+
 VARIANTS = {"gap": "^", "opt": "v", "over rejection": "s"}
 """Markers of a rule with another margin or base than its own, in the rule's colour."""
 OTHERS = {
@@ -72,6 +75,20 @@ OTHERS = {
     "transformers": Look(ORANGE, "h"),
 }
 """What decodes and is no rule, or a way to run one."""
+
+
+def _looks() -> dict[str, Look]:
+    """What is chosen above, and for the other rules of the table, in its order, what nobody has."""
+    made = dict(_CHOSEN)
+    free = (Look(colour, marker) for marker in "v<>ph8*dHX" for colour in COLOURS[:-1])
+    for name in specs.RULES:
+        if name not in made:
+            made[name] = next(look for look in free if look not in {*made.values(), *OTHERS.values(), OTHER})
+    return made
+
+
+RULES = _looks()
+"""By the names of `specs.RULES`."""
 
 KINDS = {"accepted": GREEN, "relaxed": ORANGE, "rejected": VERMILLION}
 """Of drafted tokens."""

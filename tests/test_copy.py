@@ -1,0 +1,185 @@
+"""A copy of the package to which a rule and a drafter are added, by the files that CONTRIBUTING names and no others."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+RULE = '''"""Acceptance within a gap. B batch, N nodes. Oracle: the suite of all rules, tests/verify/test_rules.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax import Array
+
+from mars_jax.core import struct
+from mars_jax.core.evidence import Evidence
+from mars_jax.specs import UNLIMITED_RUN
+from mars_jax.verify import drafted
+from mars_jax.verify.lossy import numbers
+from mars_jax.verify.relaxed import Relaxed, base_of
+
+
+@struct.dataclass(kw_only=True)
+class Within(Relaxed):
+    """A drafted token is accepted where its logit is less than `nats` below the target's best."""
+
+    nats: Any  # f32[] or [B]
+
+    def relaxable(self, evidence: Evidence) -> Array:
+        return drafted.shortfall(evidence) < self.nats[:, None]
+
+
+def within(
+    base: Any = None, *, nats: Any = 0.5, max_relaxed_run: Any = UNLIMITED_RUN, exact_prefix: Any = 0
+) -> Within:
+    """Acceptance within a gap; see `Within`.
+
+    Args:
+      base: the strict rule, `exact()` by default.
+      nats: the gap.
+      max_relaxed_run, exact_prefix: as for `mars`.
+
+    Raises:
+      MarsError: a number out of its range, or a base that cannot be relaxed.
+
+    >>> within(nats=0.2).name
+    'within'
+    """
+    given = {"nats": nats, "max_relaxed_run": max_relaxed_run, "exact_prefix": exact_prefix}
+    return Within(base=base_of(base, "within"), **numbers("within", given))
+'''
+RULE_ROW = """        edges(
+            "within",
+            "also keeps what is within a gap of the target's best token",
+            "none",
+            number("nats", 0.5, _nats("a finite number of at least 0", grid=_NATS), "the gap; 0 never relaxes"),
+            home=CONTRIB,
+        ),
+"""
+RULE_CASE = """    "within": Case(contrib.within(nats=1.5), verify.exact(), {"nats": 0.0}, {"nats": 0.4}, drafter=TREE),
+"""
+DRAFTER = '''"""The last token again and again. B batch. Oracle: autoregression, in the matrix of all drafters."""
+
+from __future__ import annotations
+
+import functools
+
+import jax.numpy as jnp
+
+from mars_jax.core.drafter import Drafter, DraftInput
+from mars_jax.core.tree import chain, last_token
+from mars_jax.core.types import DraftTree, Params, PyTree
+from mars_jax.drafters.asked import Asked, LoadedDrafter
+
+
+@functools.lru_cache
+def repeat(num_draft_tokens: int = 4) -> Drafter:
+    """Draft the last token so many times.
+
+    >>> repeat(3).num_nodes
+    4
+    """
+
+    def propose(params: Params, state: PyTree, given: DraftInput) -> tuple[DraftTree, PyTree]:
+        return chain(jnp.repeat(last_token(given), num_draft_tokens + 1, axis=1)), state
+
+    return Drafter(
+        init=lambda params, tokens, length: (),
+        propose=propose,
+        update=lambda params, state, tree, verdict, output, length: state,
+        num_nodes=num_draft_tokens + 1,
+        max_depth=num_draft_tokens,
+        name=f"repeat({num_draft_tokens})",
+    )
+
+
+def load_repeat(asked: Asked) -> LoadedDrafter:
+    """`repeat` of the length that is asked for."""
+    return LoadedDrafter(repeat(asked.chain), (), resized=repeat)
+'''
+DRAFTER_ROW = """        DraftKind(
+            name="repeat",
+            help="the last token again and again",
+            loader="mars_jax.contrib.drafters.repeat:load_repeat",
+            length=4,
+            resizes=True,
+        ),
+"""
+
+
+def insert(path: Path, text: str, *, before: str) -> None:
+    """Put a text in front of the first line that begins with another."""
+    source = path.read_text()
+    assert source.count(before) >= 1, path
+    path.write_text(source.replace(before, text + before, 1))
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory):
+    """The checkout, with a rule of three files and a drafter of one and its row."""
+    folder = tmp_path_factory.mktemp("copy") / "mars-jax"
+    left_out = shutil.ignore_patterns(".git", ".venv", "__pycache__", "*.egg-info", ".hypothesis")
+    shutil.copytree(ROOT, folder, ignore=left_out)
+    package = folder / "mars_jax"
+    (package / "contrib/rules/within.py").write_text(RULE)
+    insert(package / "specs/rules.py", RULE_ROW, before='        Rule(\n            name="simulated"')
+    insert(folder / "tests/verify/test_rules.py", RULE_CASE, before='    "budget": Case(')
+    (package / "contrib/drafters/repeat.py").write_text(DRAFTER)
+    insert(package / "specs/drafts.py", DRAFTER_ROW, before='        DraftKind(\n            name="replay"')
+    return folder
+
+
+def run(copy: Path, *arguments: str) -> str:
+    """What a program of the copy prints; it fails where that fails."""
+    environment = os.environ | {"PYTHONPATH": str(copy)}
+    environment = {k: v for k, v in environment.items() if not k.startswith("PYTEST")}
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=copy, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_the_command_line_has_both(copy):
+    rules = json.loads(run(copy, "-m", "mars_jax.generate", "--list-rules", "--json"))
+    assert "within" in [row["name"] for row in rules]
+    flags = (
+        "--draft",
+        "repeat",
+        "--verify",
+        "within",
+        "--rule-option",
+        "nats=1.0",
+        "--json",
+        "--max-new-tokens",
+        "8",
+    )
+    [row] = [
+        json.loads(line) for line in run(copy, "-m", "mars_jax.generate", *flags, "the sea").splitlines()
+    ]
+    assert len(row["tokens"]) == 8 and row["run"]["draft"] == "repeat"
+
+
+@pytest.mark.slow
+def test_the_suite_of_all_rules_the_tables_the_documents_and_what_is_public(copy):
+    files = ("verify/test_rules", "test_specs", "test_public", "test_docs", "test_features", "test_architecture",
+             "cli/test_commands", "cli/test_arguments", "lab/pictures/test_palette")  # fmt: skip
+    said = run(copy, "-m", "pytest", "-q", "-m", "not slow", *(f"tests/{name}.py" for name in files))
+    assert " passed" in said and "failed" not in said
+
+
+@pytest.mark.slow
+def test_every_surface_takes_them(copy):
+    said = run(copy, "-m", "pytest", "-q", "tests/matrix", "-k", "within or repeat")
+    assert " passed" in said and "failed" not in said
