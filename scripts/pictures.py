@@ -1,4 +1,4 @@
-"""Draw every committed picture anew, from the committed JSON.
+"""Draw the committed pictures anew, from the committed JSON; those of finished studies stay as they are.
 
     python scripts/pictures.py            # all but the one below: nothing is measured
     python scripts/pictures.py --stream   # docs/stream.svg too, whose command decodes
@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import cost_picture
-import eval_context
-import eval_indicator
 import evidence_pictures
 import rules_pictures
 import speed_picture
@@ -44,8 +42,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     rules_pictures.main([])
     cost_picture.main([])
     tpu_cost.draw(read("tpu_cost.json"), [DOCS / "tpu_cost.svg"])
-    eval_context.draw(read("eval_context.json"), [RESULTS / "eval_context.png"])
-    eval_indicator.draw(read("eval_indicator.json"), [RESULTS / "eval_indicator.png"])
     compounding = RESULTS / "compounding"
     branch_report.draw(read("compounding/compounding.json"), [compounding / "compounding.png"])
     evidence_pictures.main([])

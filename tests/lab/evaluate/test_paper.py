@@ -17,7 +17,7 @@ from mars_jax.models import eagle_head
 from mars_jax.models.eagle_head import EagleConfig
 from tests.cli import conftest as checkpoints
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture
