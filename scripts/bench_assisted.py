@@ -12,7 +12,6 @@ may run on, and PyTorch is given as many threads.
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import json
 import os
@@ -24,6 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import common
 import jax
 import torch
 import transformers
@@ -146,9 +146,7 @@ def measure(made: dict[str, Callable[[], Tokens]], repeats: int, new: int, *, gr
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument("--stories", type=Path, required=True, help="held-out stories")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--prompts", type=int, default=8, help="of each task")

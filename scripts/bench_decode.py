@@ -10,7 +10,6 @@ the chain comparison is the target's own first layers with its embeddings, so th
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import json
@@ -24,6 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import common
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -320,9 +320,7 @@ def machine() -> dict:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument("--output", type=Path, help="write the raw JSON here")
     parser.add_argument("--repeats", type=int, default=7, help="timed runs of each (default 7)")
     parser.add_argument("--only", default="", help="run the cases whose name contains this")

@@ -10,7 +10,6 @@ nothing is drafted well, so they say what the engine costs and not what speculat
 
 from __future__ import annotations
 
-import argparse
 import functools
 import importlib
 import json
@@ -21,6 +20,8 @@ import time
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+import common
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -235,9 +236,7 @@ def rates(turns: int, count: int, new: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument("--steps", type=int, default=3, help="GRPO steps")
     parser.add_argument("--turns", type=int, default=5, help="of the timing; 0 leaves it out")
     parser.add_argument("--json", type=Path)

@@ -12,7 +12,6 @@ XLA_FLAGS="--xla_force_host_platform_device_count=2 --xla_cpu_multi_thread_eigen
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -21,6 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import common
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -253,9 +253,7 @@ def speed(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument("--stories", type=Path, required=True, help="held-out stories")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--prompts", type=int, default=128, help="stories to continue")

@@ -9,7 +9,6 @@ cache and again with the one that it left. `--only` runs some parts and keeps th
 
 from __future__ import annotations
 
-import argparse
 import collections
 import json
 import os
@@ -22,6 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import common
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -181,9 +181,7 @@ def start_up() -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument("--stories", type=Path, required=True, help="held-out stories")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument(

@@ -19,7 +19,6 @@ of distributions are exact, and so is `nucleus`: they run at 1 alone.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import datetime
 import functools
@@ -31,6 +30,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import common
 import jax
 import numpy as np
 
@@ -382,9 +382,7 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument("part", choices=("decode", "report"))
     parser.add_argument("--rows", type=Path, required=True, help="the file of rows, made or gone on with")
     parser.add_argument("--stories", type=Path, help="held-out stories, for decode")

@@ -8,13 +8,14 @@ The figures are computed again from rows.jsonl.xz and compared with summary.json
 
 from __future__ import annotations
 
-import argparse
 import json
 import lzma
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import common
 
 import mars_jax as mj
 from mars_jax import drafters
@@ -110,9 +111,7 @@ def replayed(settings: Mapping[str, Any], stories: Path | None) -> dict[str, Any
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument(
         "--replay", action="store_true", help="decode anew what tau against theta is replayed from"
     )

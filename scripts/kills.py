@@ -8,7 +8,6 @@ exit code 1 where one is not. Writes scripts/results/kills.json.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import os
@@ -22,6 +21,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+import common
 
 from mars_jax.hub.converted import MANIFEST
 
@@ -192,9 +193,7 @@ def _as_json(value: Any) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the attack; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument("--times", type=int, default=20, help="kills of each command (default: %(default)s)")
     parser.add_argument("--only", nargs="+", metavar="COMMAND", help="default: all")
     parser.add_argument("--seed", type=int, default=0, help="of the moments")

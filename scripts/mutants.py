@@ -22,7 +22,6 @@ Writes scripts/results/mutants_SEED.json.
 
 from __future__ import annotations
 
-import argparse
 import collections
 import importlib.abc
 import importlib.util
@@ -37,6 +36,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import common
 from mutants_drawn import EXAMPLES, MATRIX, OF_ALL, ROOT, SUITE, Mutant, draw, tests_of
 
 from tests.changed import distances
@@ -179,9 +179,7 @@ def _in_child(tests: Sequence[str], mutant: Mutant | None, told: Path, order: Or
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument("--count", type=int, default=60, help="mutants (default: 60)")
     parser.add_argument("--seed", type=int, required=True, help="of the draw")
     parser.add_argument("--again", action="store_true", help="run what survived once more")

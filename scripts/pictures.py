@@ -8,12 +8,12 @@ What each shows is described in the script that draws it, and `mars_jax.lab.pict
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import common
 import cost_picture
 import evidence_pictures
 import rules_pictures
@@ -33,9 +33,7 @@ def read(name: str) -> Any:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument("--stream", action="store_true", help="run the command of docs/stream.svg again")
     args = parser.parse_args(argv)
     speed_picture.main([])

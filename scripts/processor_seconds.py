@@ -24,14 +24,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import common
+
 _ADOPT = 36
 """PR_SET_CHILD_SUBREAPER of prctl(2): orphans become children of this process and not of init."""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument("--keep", type=Path, metavar="FILE", help="append the figures to this JSON file")
     parser.add_argument("--case", default="", help="what a page calls them")
     parser.add_argument("command", nargs=argparse.REMAINDER)

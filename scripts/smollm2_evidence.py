@@ -14,7 +14,6 @@ for speed see `smollm2_peers.py`.
 
 from __future__ import annotations
 
-import argparse
 import json
 import lzma
 import os
@@ -23,6 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import common
 import jax
 import numpy as np
 from smollm2_margins import HEAD, TASKS, TEMPERATURES, interval, prompts
@@ -234,9 +234,7 @@ def summary(report: dict[str, Any], replay: dict[str, Any] | None) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument("--data", type=Path, required=True, help="folder of mt_bench.jsonl.xz and the others")
     parser.add_argument("--target", default="smollm2")
     parser.add_argument("--draft", default=HEAD)

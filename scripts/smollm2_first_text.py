@@ -11,7 +11,6 @@ in the system's cache in all runs.
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import json
 import os
@@ -23,6 +22,8 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+import common
 
 PROMPT = "Name three fruits."
 BAR = 1.5
@@ -66,9 +67,7 @@ def first_text(command: list[str], environment: dict[str, str], before: str = ""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()

@@ -39,6 +39,8 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import common
+
 from mars_jax.lab.training import data
 
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
@@ -247,9 +249,7 @@ def write(path: Path, texts: list[str], *, mode: str = "w") -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument("what", choices=("texts", "sources", "own", "twice", "export"))
     parser.add_argument("--data", type=Path, help="the folder of gsm8k_train.jsonl.xz and the others")
     parser.add_argument("--work", type=Path, help="export: folder of the checkpoints; twice: of the prompts")

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import common
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -288,9 +289,7 @@ def _replay(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     commands = parser.add_subparsers(required=True)
     made = commands.add_parser("log", help="decode, and write the log")
     made.set_defaults(run=_log)

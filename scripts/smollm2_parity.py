@@ -10,7 +10,6 @@ than `TIE`, and our token is one of them; after a tie texts go apart, so what fo
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import lzma
@@ -19,6 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import common
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -186,9 +186,7 @@ def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument("--data", type=Path, required=True, help="folder of mt_bench.jsonl.xz and the others")
     parser.add_argument("--per-kind", type=int, default=20)
     parser.add_argument("--new-tokens", type=int, default=48)

@@ -12,7 +12,6 @@ smaller model with this vocabulary to assist it, so its assistant is the target'
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -23,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import common
 import jax
 from smollm2_margins import HEAD, prompts
 from smollm2_parity import LlamaCpp
@@ -230,9 +230,7 @@ def measure(ways: dict[str, Callable[[Tokens], Tokens]], given: Tokens, repeats:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument("--data", type=Path, required=True, help="folder of mt_bench.jsonl.xz")
     parser.add_argument("--draft", default=HEAD)
     parser.add_argument("--prompts", type=int, nargs="+", default=[4, 8], help="of each batch size")

@@ -24,6 +24,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import common
+
 from mars_jax.lab.pictures.palette import BLACK, PARTS
 from mars_jax.lab.pictures.style import no_grid, picture, whiskers
 from mars_jax.lab.planning import bundles, hlo
@@ -221,9 +223,7 @@ def checked(topology: str) -> Any:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument("--model", default="llama-3.1-8b")
     parser.add_argument("--cases", nargs="*", default=[], help="as tpu_dump.py takes them for --draft")
     parser.add_argument("--from", nargs=2, type=Path, dest="folders", metavar="DIR", help="dumps made before")

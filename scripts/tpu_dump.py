@@ -8,7 +8,6 @@ what old checkouts have too, so that before and after are judged by the same too
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import inspect
 import json
@@ -16,6 +15,8 @@ import os
 import time
 from pathlib import Path
 from typing import Any
+
+import common
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -114,9 +115,7 @@ def constrained(params: Any, decoder: Any, states: int, vocab: int, mesh: Mesh) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument("--model", default="llama-3.1-8b", choices=sorted(CONFIGS))
     parser.add_argument(
         "--draft",
