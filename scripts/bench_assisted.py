@@ -12,19 +12,12 @@ may run on, and PyTorch is given as many threads.
 
 from __future__ import annotations
 
-import datetime
-import json
-import os
-import platform
-import statistics
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import common
-import jax
+import numpy as np
 import torch
 import transformers
 from eval_embedded import CHAIN, story_prompts
@@ -123,23 +116,18 @@ def measure(made: dict[str, Callable[[], Tokens]], repeats: int, new: int, *, gr
         assert all(len(t) == new for t in tokens), (
             f"{name} gave {sorted(set(map(len, tokens)))} tokens, not {new}"
         )
-    seconds: dict[str, list[float]] = {name: [] for name in made}
-    for _ in range(repeats):
-        for name, run in made.items():
-            began = time.perf_counter()
-            run()
-            seconds[name].append(time.perf_counter() - began)
+    seconds = common.in_turns(made, repeats, warm=0)
     count = {name: sum(map(len, tokens)) for name, tokens in texts.items()}
     alone, assisted = texts["transformers generate"], seconds["transformers assisted"]
     return {
         name: {
-            "tokens_per_second": count[name] / statistics.median(times),
-            "against_assisted": statistics.median(a / t for a, t in zip(assisted, times, strict=True)),
+            "tokens_per_second": count[name] / float(np.median(times)),
+            "against_assisted": float(np.median(assisted / times)),
             "texts_as_transformers_alone": sum(a == b for a, b in zip(texts[name], alone, strict=True))
             if greedy
             else None,
             "tokens": count[name],
-            "seconds": times,
+            "seconds": times.tolist(),
         }
         for name, times in seconds.items()
     }
@@ -155,8 +143,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     args = parser.parse_args()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    torch.set_num_threads(cores)
+    torch.set_num_threads(len(common.cores()))
     torch.manual_seed(0)
     transformers.utils.logging.set_verbosity_error()
     theirs = Torch(args.new_tokens)
@@ -167,18 +154,11 @@ def main() -> None:
         "stories": story_prompts(target, list(documents(args.stories)), args.prompts),
         "arithmetic": [target.encode(q, chat=True) for q in questions],
     }
+    made = common.provenance("torch", "transformers", target=target.params)
     report: dict[str, Any] = {
-        "command": "python " + " ".join(sys.argv),
-        "date": datetime.date.today().isoformat(),
-        "environment": {
-            "processor": platform.machine(),
-            "python": platform.python_version(),
-            "jax": jax.__version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "cores": cores,
-            "torch_threads": torch.get_num_threads(),
-        },
+        "command": made["command"],
+        "date": made["date"],
+        "environment": made | {"torch_threads": torch.get_num_threads()},
         "bar": f"mars({THETA:g}) at batch 1: at least {BAR:g} x the tokens/s of transformers assisted generation",
         "assisted_of_a_batch": theirs.refusal(tasks["stories"][:2]),
         "cases": [],
@@ -186,12 +166,11 @@ def main() -> None:
     for task, prompts in tasks.items():
         for batch in args.batches:
             for temperature in args.temperatures:
-                made = ways(target, drafter, theirs, prompts, batch, temperature, args.new_tokens)
-                found = measure(made, args.repeats, args.new_tokens, greedy=temperature == 0)
+                every = ways(target, drafter, theirs, prompts, batch, temperature, args.new_tokens)
+                found = measure(every, args.repeats, args.new_tokens, greedy=temperature == 0)
                 case = {"task": task, "batch": batch, "temperature": temperature, "prompts": len(prompts)}
                 report["cases"].append(case | {"ways": found})
-                args.output.parent.mkdir(parents=True, exist_ok=True)
-                args.output.write_text(json.dumps(report, indent=1) + "\n")
+                common.write(args.output, report)
                 print(f"{task}, batch {batch}, temperature {temperature:g}")
                 for name, row in found.items():
                     rate, against = row["tokens_per_second"], row["against_assisted"]

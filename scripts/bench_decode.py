@@ -12,13 +12,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
-import os
-import platform
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,7 +31,7 @@ import mars_jax as mj
 from mars_jax import drafters, hub, verify
 from mars_jax.core import decode
 from mars_jax.core.controls import make_controls
-from mars_jax.core.types import Params
+from mars_jax.core.types import Params, Visible
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.transformer import init_params, language_model
 
@@ -57,17 +53,9 @@ PROMPT, NEW = 64, 128
 KEYS = functools.partial(mj.keys_from_seeds, jnp.zeros((1,), jnp.uint32))
 
 
-def in_turn(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of each run, taken in turn so that a machine that drifts drifts for all."""
-    for run in runs.values():
-        run()
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(repeats):
-        for name, run in runs.items():
-            began = time.perf_counter()
-            run()
-            seconds[name].append(time.perf_counter() - began)
-    return seconds
+def in_turns(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
+    """Seconds of each run, as the JSON has them."""
+    return {name: seconds.tolist() for name, seconds in common.in_turns(runs, repeats).items()}
 
 
 def temp_bytes(lowered) -> int:
@@ -77,7 +65,7 @@ def temp_bytes(lowered) -> int:
 
 def compiled() -> int:
     """Programs that the two jitted entry points hold."""
-    return sum(jitted._cache_size() for jitted in (decode.run, decode.start))  # type: ignore[attr-defined]
+    return sum(jitted._cache_size() for jitted in (decode.run, decode._start))  # type: ignore[attr-defined]
 
 
 def ratio(seconds: dict[str, list[float]], slow: str, fast: str) -> float:
@@ -138,7 +126,7 @@ def against_transformers(repeats: int, size: str) -> dict:
     with tempfile.TemporaryDirectory() as scratch:
         theirs = torch_decoding(in_torch(config, params, Path(scratch) / "m"), config)
         same = ours()[0].tokens[0].tolist() == theirs()[0].tolist()
-        seconds = in_turn({"transformers generate": theirs, "mars-jax": ours}, repeats)
+        seconds = in_turns({"transformers generate": theirs, "mars-jax": ours}, repeats)
     return {
         "case": f"autoregression {size}", "bar": ">= 2", "figure": ratio(seconds, "transformers generate", "mars-jax"),
         "unit": "x tokens/s of transformers generate", "same_tokens": same, "new_tokens": NEW, "seconds": seconds,
@@ -162,7 +150,7 @@ def chain_against_assisted(repeats: int, size: str, draft_layers: int, draft_tok
         target = in_torch(config, params, Path(scratch) / "m")
         theirs = torch_decoding(target, config, assistant_model=assistant)
         same = ours()[0].tokens[0].tolist() == theirs()[0].tolist()
-        seconds = in_turn({"transformers assisted": theirs, "mars-jax": ours}, repeats)
+        seconds = in_turns({"transformers assisted": theirs, "mars-jax": ours}, repeats)
     return {
         "case": f"greedy chain of {draft_tokens}, {size} drafted by its first {draft_layers} layers", "bar": ">= 3",
         "figure": ratio(seconds, "transformers assisted", "mars-jax"),
@@ -176,13 +164,11 @@ def looped_forward(model, params, nodes: int, slots: int, past: int, times: int)
 
     @functools.partial(jax.jit, donate_argnums=1)
     def loop(params, cache):
-        start = jnp.array([past], jnp.int32)
-        positions = start[:, None] + jnp.arange(nodes, dtype=jnp.int32)[None]
-        mask = jnp.arange(slots, dtype=jnp.int32)[None, None] <= positions[:, :, None]
+        visible = Visible.causal(jnp.array([past], jnp.int32), nodes)
 
         def body(_, carry):
             tokens, cache = carry
-            output = model.forward(params, tokens, positions, mask, cache, start)
+            output = model.forward(params, tokens, visible, cache)
             logits = model.unembed(params, output.hidden)
             return jnp.argmax(logits, axis=-1).astype(jnp.int32), output.cache
 
@@ -200,7 +186,7 @@ def looped_forward(model, params, nodes: int, slots: int, past: int, times: int)
 def nodes_cost(repeats: int, size: str, times: int = 20) -> dict:
     _, model, params = random_model(size)
     runs = {str(n): looped_forward(model, params, n, 256, PROMPT + NEW // 2, times) for n in (1, 8)}
-    seconds = in_turn(runs, repeats)
+    seconds = in_turns(runs, repeats)
     return {
         "case": f"forward of 8 nodes, {size}", "bar": "<= 1.5", "figure": ratio(seconds, "8", "1"),
         "unit": "x a forward of 1", "forwards": times, "seconds": seconds,
@@ -248,7 +234,7 @@ def step_overhead(repeats: int, size: str, draft: str, draft_tokens: int = 5, ti
             small, small_params, 1, slots, past, times * (draft_tokens - 1)
         ),
     }
-    seconds = in_turn(runs, repeats)
+    seconds = in_turns(runs, repeats)
     sums = [sum(seconds[name][i] for name in runs if name != "step") for i in range(repeats)]
     temporary = temp_bytes(steps.lower(weights, held[0]))
     cache = sum(x.nbytes for x in jax.tree.leaves(held[0].cache))
@@ -307,18 +293,6 @@ def compiles(size: str) -> dict:
     }
 
 
-def machine() -> dict:
-    import torch
-    import transformers
-
-    return {
-        "processor": platform.processor() or platform.machine(), "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "jax": jax.__version__, "torch": torch.__version__, "transformers": transformers.__version__,
-        "torch_threads": torch.get_num_threads(), "backend": jax.default_backend(),
-    }  # fmt: skip
-
-
 def main() -> int:
     parser = common.parser(__doc__)
     parser.add_argument("--output", type=Path, help="write the raw JSON here")
@@ -327,7 +301,7 @@ def main() -> int:
     arguments = parser.parse_args()
     import torch
 
-    torch.set_num_threads(os.cpu_count() or 1)
+    torch.set_num_threads(len(common.cores()))
     n = arguments.repeats
     cases = {
         "autoregression 12M": lambda: against_transformers(n, "12M"),
@@ -351,10 +325,9 @@ def main() -> int:
         row = results[-1]
         console.print(f"{row['case']}: {row['figure']:.3f} {row['unit']} (bar {row['bar']})")
         table.add_row(row["case"], f"{row['figure']:.2f}", row["unit"], row["bar"])
-    report = {"command": "python " + " ".join(sys.argv), "machine": machine(), "results": results}
-    if arguments.output:
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(json.dumps(report, indent=1) + "\n")
+    made = common.provenance("torch", "transformers")
+    machine = made | {"torch_threads": torch.get_num_threads(), "backend": jax.default_backend()}
+    common.write(arguments.output, {"command": made["command"], "machine": machine, "results": results})
     console.print(table)
     return 0
 

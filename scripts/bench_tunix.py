@@ -10,14 +10,10 @@ nothing is drafted well, so they say what the engine costs and not what speculat
 
 from __future__ import annotations
 
-import functools
 import importlib
 import json
 import os
-import platform
-import sys
-import time
-from importlib import metadata
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +165,7 @@ def engines() -> tuple[type, type, list[Any]]:
 def compare(steps: int) -> dict[str, Any]:
     """Losses of the two, and how far their log-probabilities and weights are apart."""
     recorded, again, record = engines()
-    ours, mine, rollout = job(functools.partial(recorded, drafter="ngram"), steps=steps)
+    ours, mine, rollout = job(partial(recorded, drafter="ngram"), steps=steps)
     theirs, other, vanilla = job(again, steps=steps)
     last = record[-1]
     completions = np.zeros((len(last.tokens), 16), np.int32)
@@ -216,22 +212,15 @@ def rates(turns: int, count: int, new: int) -> dict[str, Any]:
         max_tokens_to_generate=new, max_prompt_length=32, temperature=1.0, return_logprobs=True
     )
     prompts = [PROMPTS[i % len(PROMPTS)] for i in range(count)]
-    seconds: dict[str, list[float]] = {name: [] for name in made}
-    tokens: dict[str, int] = dict.fromkeys(made, 0)
-    for turn in range(turns + 1):
-        for name, rollout in made.items():
-            began = time.perf_counter()
-            out = rollout.generate(prompts, config)
-            if turn:
-                seconds[name].append(time.perf_counter() - began)
-                tokens[name] += sum(map(len, out.tokens))
+    calls = {name: partial(rollout.generate, prompts, config) for name, rollout in made.items()}
+    tokens = {name: sum(map(len, call().tokens)) for name, call in calls.items()}
     return {
         name: {
-            "seconds": sorted(found),
+            "seconds": sorted(found.tolist()),
             "median_seconds": float(np.median(found)),
-            "tokens_per_second": tokens[name] / sum(found),
+            "tokens_per_second": tokens[name] * turns / float(found.sum()),
         }
-        for name, found in seconds.items()
+        for name, found in common.in_turns(calls, turns, warm=0).items()
     }
 
 
@@ -244,13 +233,9 @@ def main() -> None:
     found: dict[str, Any] = {"grpo": compare(args.steps)}
     if args.turns:
         found["rollouts"] = rates(args.turns, count=8, new=48)
-    found["versions"] = {"jax": jax.__version__, "tunix": metadata.version("google-tunix")}
-    found["machine"] = f"{os.cpu_count()} cores, {platform.processor() or platform.machine()}"
-    found["command"] = " ".join(["python", *sys.argv])
-    text = json.dumps(found, indent=2)
-    print(text)
-    if args.json:
-        args.json.write_text(text + "\n", encoding="utf-8")
+    found["made"] = common.provenance("google-tunix")
+    print(json.dumps(found, indent=2))
+    common.write(args.json, found, indent=2)
 
 
 if __name__ == "__main__":

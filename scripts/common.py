@@ -153,6 +153,22 @@ def write(path: Path | None, report: Any, *, indent: int | None = 1) -> None:
     part.replace(path)
 
 
+def first_text(
+    command: Sequence[str], environment: Mapping[str, str] | None = None, before: str = ""
+) -> tuple[float, str]:
+    """(seconds from the start of a process to the first letter that it prints after `before`, all that it prints)."""
+    told = os.environ | {"PYTHONUNBUFFERED": "1"} | dict(environment or {})
+    began = time.perf_counter()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=told) as process:
+        assert process.stdout is not None
+        head = process.stdout.read(len(before) + 1)
+        seconds = time.perf_counter() - began
+        rest = process.stdout.read()
+    if process.returncode or not head.decode().startswith(before):
+        raise SystemExit(f"{shlex.join(command[:3])} failed with exit code {process.returncode}.")
+    return seconds, (head + rest).decode()
+
+
 class Worker:
     """A script in a process of its own that answers a line of JSON to each line: arms that share no memory."""
 

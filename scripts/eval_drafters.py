@@ -5,18 +5,16 @@
 tau is tokens per target forward. All drafters get the same prompts and seeds, and a relaxed rule the same tree as the
 strict one. Costs are medians of decodes taken in turns (A B A B ...) in one process; every single time is in the JSON.
 `draft` is the time of a draft alone, and of reading what was accepted; `speed` tokens per second beside no draft;
-`chi_square` holds block drafters to the target's distribution. `ahead` is run where it is asked for, with two devices:
-XLA_FLAGS="--xla_force_host_platform_device_count=2 --xla_cpu_multi_thread_eigen=false" gives each of them a core.
+`chi_square` holds block drafters to the target's distribution.
 `--only` runs some parts and `--drafters` some drafters; the others' figures are kept.
 """
 
 from __future__ import annotations
 
+import functools
 import json
-import os
-import platform
 import statistics
-import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,74 +102,25 @@ def chi_square(target: mj.Pretrained, made: dict[str, Any], prompt: list[int], r
     return {"rows": rows, "drafters": report}
 
 
-def ahead(target: mj.Pretrained, prompts: list[list[int]], repeats: int) -> dict[str, Any]:
-    """A chain of the small model in turns with the target, and on a device of its own while the target verifies:
-    tokens per second at batch 1, temperature 0, `exact`, decodes of each prompt one after the other."""
-    from mars_jax.contrib.drafters import ahead as loop
-    from mars_jax.contrib.drafters import elsewhere
-    from mars_jax.core.types import LoadedRule
-    from mars_jax.serve.prepare import prepare
-    from mars_jax.serve.session import Session
+def decodes(
+    target: mj.Pretrained, made: dict[str, Any], requests: Sequence[Any], steps: dict[str, int]
+) -> dict[str, Callable[[], None]]:
+    """A decode of one request with every drafter under `exact`, which leaves its steps in `steps`."""
+    from mars_jax.serve.generation import run_batch
 
-    spec, device = f"model:{assets.DRAFT}", elsewhere.open_device([1])
-    report: dict[str, Any] = {"cores": sorted(os.sched_getaffinity(0)), "flags": os.environ.get("XLA_FLAGS")}
-    for length in (2, 5):
-        plain = mj.drafters.load(spec, target, num_draft_tokens=length, dtype="float32")
-        there = elsewhere.load(spec, target, device, num_draft_tokens=length, dtype="float32")
-        rule = LoadedRule(mj.verify.exact())
-        arms = {
-            "in turns": Session(target=target, drafter=plain, rule=rule),
-            "at once": Session(target=target, drafter=there, rule=rule, draft_device=device),
-        }
-        rates: dict[str, list[float]] = {name: [] for name in arms}
-        equal, held, steps = 0, 0, 0
-        for number, prompt in enumerate(prompts[:repeats]):
-            requests = mj.make_requests(target, [prompt], max_new_tokens=96, ignore_eos=True)
-            said = {}
-            for name, session in arms.items():
-                if not number:
-                    list(session.stream(requests))
-                session.compile(requests, stream=True)
-                began = time.perf_counter()
-                # The host's loop for both, so that what is compared is where drafts are made.
-                [said[name]] = [e.completion for e in session.stream(requests) if e.completion is not None]
-                rates[name].append(96 / (time.perf_counter() - began))
-            equal += said["in turns"].tokens == said["at once"].tokens
-            made, weights = elsewhere.begin(target, there, rule, device)
-            drafts = mj.drafters.LoadedDrafter(made.handed, weights)
-            _, params, state = prepare(target, drafts, requests, verify=rule)
-            guesses = loop.Guesses()
-            for _ in loop.stream(made, params, state, draft_device=device, guesses=guesses):
-                pass
-            held, steps = held + guesses.held, steps + guesses.steps
-        pairs = [b / a for a, b in zip(rates["in turns"], rates["at once"], strict=True)]
-        report[f"chain of {length}"] = {
-            "tokens_per_s": {name: statistics.median(found) for name, found in rates.items()},
-            "ratio": statistics.median(pairs),
-            "held": held / steps,
-            "equal": equal,
-            "prompts": len(pairs),
-            "all": rates,
-        }
-    return report
+    def decode(name: str) -> None:
+        [done] = run_batch(target, made[name], requests, verify=mj.verify.exact())
+        steps[name] = done.metrics.steps
+
+    return {name: functools.partial(decode, name) for name in made}
 
 
 def cost(target: mj.Pretrained, made: dict[str, Any], prompt: list[int], repeats: int) -> dict[str, Any]:
     """Milliseconds of a step at batch 1: a decode with a rule that accepts next to nothing, over its steps."""
     requests = mj.make_requests(target, [prompt], max_new_tokens=96, ignore_eos=True, temperature=1.0)
-    from mars_jax.serve.generation import compile_batch, run_batch
-
-    times: dict[str, list[float]] = {name: [] for name in made}
-    rule = mj.verify.exact()
-    for drafter in made.values():
-        compile_batch(target, drafter, requests, verify=rule)
-        run_batch(target, drafter, requests, verify=rule)
-    for _ in range(repeats):
-        for name, drafter in made.items():
-            began = time.perf_counter()
-            [done] = run_batch(target, drafter, requests, verify=rule)
-            seconds = time.perf_counter() - began
-            times[name].append(1e3 * seconds / done.metrics.steps)
+    steps: dict[str, int] = {}
+    found = common.in_turns(decodes(target, made, requests, steps), repeats)
+    times = {name: (1e3 * seconds / steps[name]).tolist() for name, seconds in found.items()}
     return {name: {"milliseconds": statistics.median(ts), "all": ts} for name, ts in times.items()}
 
 
@@ -208,38 +157,29 @@ def draft_cost(
         }
         for call in calls[name].values():
             jax.block_until_ready(call())
-    times = {name: {key: [] for key in parts} for name, parts in calls.items()}
-    for _ in range(repeats):
-        for name, parts in calls.items():
-            for key, call in parts.items():
-                began = time.perf_counter()
-                jax.block_until_ready(call())
-                times[name][key].append(1e3 * (time.perf_counter() - began))
-    return {
-        name: {key: statistics.median(ts) for key, ts in parts.items()}
-        | {"milliseconds": sum(statistics.median(ts) for ts in parts.values()), "all": parts}
-        for name, parts in times.items()
-    }
+    flat = {(name, key): call for name, parts in calls.items() for key, call in parts.items()}
+    times = {key: (1e3 * seconds).tolist() for key, seconds in common.in_turns(flat, repeats).items()}
+    found: dict[str, Any] = {}
+    for name, parts in calls.items():
+        mine = {key: times[name, key] for key in parts}
+        middle = {key: statistics.median(ts) for key, ts in mine.items()}
+        found[name] = middle | {"milliseconds": sum(middle.values()), "all": mine}
+    return found
 
 
 def speed(
     target: mj.Pretrained, made: dict[str, Any], prompts: list[list[int]], repeats: int
 ) -> dict[str, Any]:
     """Tokens per second at batch 1, temperature 0, `exact`: decodes of each prompt in turns, and none as a drafter."""
-    from mars_jax.serve.generation import compile_batch, run_batch
-
     every = {"none": mj.drafters.load("none", target)} | made
-    rule, rates, taus = mj.verify.exact(), {name: [] for name in every}, {name: [] for name in every}
+    rates, taus = {name: [] for name in every}, {name: [] for name in every}
+    steps: dict[str, int] = {}
     for number, prompt in enumerate(prompts[:repeats]):
         requests = mj.make_requests(target, [prompt], max_new_tokens=96, ignore_eos=True)
-        for name, drafter in every.items():
-            if not number:
-                compile_batch(target, drafter, requests, verify=rule)
-                run_batch(target, drafter, requests, verify=rule)
-            began = time.perf_counter()
-            [done] = run_batch(target, drafter, requests, verify=rule)
-            rates[name].append(96 / (time.perf_counter() - began))
-            taus[name].append(96 / done.metrics.steps)
+        ways = decodes(target, every, requests, steps)
+        for name, [seconds] in common.in_turns(ways, 1, warm=int(number == 0)).items():
+            rates[name].append(96 / seconds)
+            taus[name].append(96 / steps[name])
     alone = statistics.median(rates["none"])
     return {
         name: {
@@ -267,23 +207,18 @@ def main() -> None:
         help="heads for the embedded target (default: eagle3 eagle:tiny/eagle3 and dflash dflash:tiny/dflash)",
     )
     parser.add_argument("--drafters", nargs="*", default=(), help="take only those of these names")
-    parts = ("lossless", "acceptance", "cost", "draft", "speed", "chi_square", "ahead")
-    parser.add_argument("--only", nargs="*", choices=parts, default=parts[:-1])
+    parts = ("lossless", "acceptance", "cost", "draft", "speed", "chi_square")
+    parser.add_argument("--only", nargs="*", choices=parts, default=parts)
     args = parser.parse_args()
-    report: dict[str, Any] = json.loads(args.output.read_text()) if args.output.exists() else {}
-    report["environment"] = {
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-        "cores": os.cpu_count(),
-    }
+    report = common.kept(args.output)
 
     def keep(name: str, value: Any) -> None:
         report[name] = value
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(report, indent=1) + "\n")
+        common.write(args.output, report)
         print(name, json.dumps(value), flush=True)
 
     target = mj.load(assets.TARGET, dtype="float32")
+    report["environment"] = common.provenance(target=target.params)
     heads: dict[str, str] = dict(
         args.head or [("eagle3", f"eagle:{assets.EAGLE3}"), ("dflash", f"dflash:{assets.DFLASH}")]
     )
@@ -310,8 +245,6 @@ def main() -> None:
         asked = {name: (drafter, exact) for name, drafter in made.items() if name.startswith("dflash")}
         asked |= {"dflash chain, drawn": (drawn, mj.verify.rejection())} if drawn else {}
         keep("chi_square", chi_square(target, asked, prompts[1], args.rows))
-    if "ahead" in args.only:
-        keep("ahead", ahead(target, prompts, args.repeats))
     if "speed" in args.only:
         keep("speed", speed(target, made, prompts, args.repeats))
 

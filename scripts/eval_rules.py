@@ -20,18 +20,15 @@ of distributions are exact, and so is `nucleus`: they run at 1 alone.
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import functools
 import itertools
 import json
-import platform
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import common
-import jax
 import numpy as np
 
 import mars_jax as mj
@@ -411,13 +408,8 @@ def main() -> None:
         {draft: {t: arms(t, draft, args.study) for t in (0.0, 1.0)} for draft in args.drafts},
         against_margins=PHRASES if args.study == "phrases" else (),
     )
-    found["date"] = datetime.date.today().isoformat()
-    found["environment"] = {
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-        "mars-jax": mj.__version__,
-    }
-    args.output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    made = common.provenance() | {"mars-jax": mj.__version__}
+    common.write(args.output, found | {"date": made["date"], "environment": made})
 
 
 if __name__ == "__main__":

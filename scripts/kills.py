@@ -135,7 +135,7 @@ def commands(data: Path) -> list[Command]:
 
 def run(command: Command, folder: Path, *, kill_after: float | None = None) -> bool:
     """Run it; returns whether it ended by itself. Nothing of a killed one is left running."""
-    argv = [sys.executable, "-m", f"mars_jax.{command.name}", *command.argv(folder)]
+    argv = [sys.executable, "-m", "mars_jax", command.name, *command.argv(folder)]
     with (folder.parent / f"{folder.name}.log").open("ab") as log:
         process = subprocess.Popen(argv, stdout=log, stderr=log, start_new_session=True)
         try:
@@ -207,7 +207,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = [attack(c, work, args.times, random.Random(f"{args.seed} {c.name}")) for c in chosen]
     known = json.loads(args.results.read_text()) if args.results.exists() else []
     kept = [row for row in known if row["command"] not in {row["command"] for row in found}]
-    args.results.write_text(json.dumps([*kept, *found], indent=1) + "\n")
+    common.write(args.results, [*kept, *found])
     for row in found:
         print(f"{row['command']:<12} {row['kills']:>3} kills, {row['equal']} of {row['runs']} runs equal")
     return int(any(row["differing"] for row in found))

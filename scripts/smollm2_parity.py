@@ -214,6 +214,7 @@ def main() -> None:
     print(apart, flush=True)
 
     report: dict[str, Any] = {
+        "environment": common.provenance("torch", "transformers", target=target.params),
         "model": path.name,
         "kinds": list(KINDS),
         "prompts": len(chosen),
@@ -241,8 +242,7 @@ def main() -> None:
         found = [compare(reference[i], list(ours[i]), chosen[i][2], oracle) for i in range(len(chosen))]
         report["arms"][name] = summary(found) | {"tau": made.metrics.tau}
         print(name, report["arms"][name], f"{time.perf_counter() - began:.0f} s", flush=True)
-        if args.output is not None:
-            args.output.write_text(json.dumps(report, indent=1) + "\n")
+        common.write(args.output, report)
 
     if args.llama_cpp:
         with tempfile.TemporaryDirectory() as folder:
@@ -255,8 +255,7 @@ def main() -> None:
                     found.append(compare(reference[i], peer.greedy(ids, args.new_tokens), ids, oracle))
         report["llama_cpp"] = summary(found) | {"same_prompt_tokens": same}
         print("llama.cpp", report["llama_cpp"], flush=True)
-    if args.output is not None:
-        args.output.write_text(json.dumps(report, indent=1) + "\n")
+    common.write(args.output, report)
 
 
 if __name__ == "__main__":

@@ -12,18 +12,14 @@ smaller model with this vocabulary to assist it, so its assistant is the target'
 
 from __future__ import annotations
 
-import json
-import os
-import platform
-import statistics
 import tempfile
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import common
-import jax
+import numpy as np
 from smollm2_margins import HEAD, prompts
 from smollm2_parity import LlamaCpp
 
@@ -51,7 +47,6 @@ class Transformers:
         transformers.utils.logging.disable_progress_bar()
         torch.set_num_threads(threads)
         self.torch, self._new, self._stops = torch, new, list(stops)
-        self.versions = {"torch": torch.__version__, "transformers": transformers.__version__}
         self._model: Any = transformers.AutoModelForCausalLM.from_pretrained(
             str(path.parent), gguf_file=path.name, dtype=torch.float32
         ).eval()
@@ -209,20 +204,15 @@ def measure(ways: dict[str, Callable[[Tokens], Tokens]], given: Tokens, repeats:
             found[name] = {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}
             del ways[name]
         print(name, found.get(name, "runs"), flush=True)
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(repeats):
-        for name, run in ways.items():
-            began = time.perf_counter()
-            run(given)
-            seconds[name].append(time.perf_counter() - began)
+    seconds = common.in_turns({name: partial(run, given) for name, run in ways.items()}, repeats, warm=0)
     reference = texts["transformers, generate"]
     for name, times in seconds.items():
         count = sum(map(len, texts[name]))
         found[name] = {
             "tokens": count,
-            "seconds": [round(t, 3) for t in times],
-            "tokens_per_second": count / statistics.median(times),
-            "spread": [count / max(times), count / min(times)],
+            "seconds": [round(float(t), 3) for t in times],
+            "tokens_per_second": count / float(np.median(times)),
+            "spread": [count / float(times.max()), count / float(times.min())],
             "texts_as_transformers": sum(a == b for a, b in zip(texts[name], reference, strict=True)),
         }
         print(f"  {name:40} {found[name]['tokens_per_second']:7.1f} tokens/s", flush=True)
@@ -240,15 +230,13 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
-    threads = len(os.sched_getaffinity(0))
+    threads = len(common.cores())
     path = resolve("smollm2")
     target = mj.load("smollm2", dtype="float32")
     theirs = Transformers(path, threads, args.new_tokens, target.stop_tokens)
+    made = common.provenance("torch", "transformers", target=target.params)
     report: dict[str, Any] = {
-        "command": "python scripts/smollm2_peers.py --data SHARED/data/eval",
-        "environment": {
-            "python": platform.python_version(), "jax": jax.__version__, "cores": threads, **theirs.versions
-        },
+        "command": made["command"], "environment": made,
         "task": "mt_bench", "temperature": 0.0, "new_tokens": args.new_tokens, "longest": args.longest,
         "repeats": args.repeats, "batches": {},
     }  # fmt: skip
@@ -276,7 +264,7 @@ def main() -> None:
                 "prompts": len(given),
                 "ways": measure(ways, given, args.repeats),
             }
-            args.output.write_text(json.dumps(report, indent=1) + "\n")
+            common.write(args.output, report)
 
 
 if __name__ == "__main__":

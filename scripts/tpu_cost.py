@@ -253,7 +253,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     asked = parse(argv)
     generation = asked.topology.partition(":")[0]
-    report: dict[str, Any] = json.loads(asked.json.read_text()) if asked.json.exists() else {"cases": {}}
+    report: dict[str, Any] = {"cases": {}} | common.kept(asked.json)
     made: dict[str, Any] = {}
     if asked.folders:
         made[asked.name] = case(
@@ -309,7 +309,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for row in report["trust"]["checked_on"]:
             print(f"{row['program']}: {row['ratio']:.3f} ({row['expected']})")
     if made or asked.check or asked.added:
-        asked.json.write_text(json.dumps(report, indent=1) + "\n")
+        common.write(asked.json, report)
     if asked.picture:
         draw(report, [asked.pictures / "tpu_cost.svg"])
 
