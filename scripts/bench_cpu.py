@@ -24,6 +24,7 @@ import common
 import jax
 import jax.numpy as jnp
 import numpy as np
+from torch_side import Transformers
 
 import mars_jax as mj
 from mars_jax.core.types import Visible
@@ -86,16 +87,9 @@ def by_prompts(target: mj.Pretrained, stories: Sequence[str], count: int) -> lis
 
 
 def long_prompt(target: mj.Pretrained, text: str, count: int) -> dict[str, Any]:
-    import torch
-    from transformers import AutoModelForCausalLM
-
     from mars_jax.hub.gguf_file import installed_smollm2
 
-    file = installed_smollm2()
-    theirs: Any = AutoModelForCausalLM.from_pretrained(
-        file.parent, gguf_file=file.name, dtype=torch.float32
-    ).eval()
-    torch.set_num_threads(len(common.cores()))
+    theirs = Transformers(installed_smollm2())
     ids = target.tokenizer.encode(text)[:PROMPT]
     assert len(ids) == PROMPT, len(ids)
     made: dict[str, list[int]] = {}
@@ -105,11 +99,7 @@ def long_prompt(target: mj.Pretrained, text: str, count: int) -> dict[str, Any]:
         made["mars-jax"] = list(mj.generate(target, "none", [ids], **options).tokens[0])
 
     def transformers() -> None:
-        with torch.inference_mode():
-            out = theirs.generate(
-                torch.tensor([ids]), max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False
-            )
-        made["transformers"] = out[0, PROMPT:].tolist()
+        [made["transformers"]] = theirs.generate([ids], NEW)
 
     found = common.in_turns({"mars-jax": ours, "transformers": transformers}, count)
     return {

@@ -26,6 +26,7 @@ import numpy as np
 from jax import lax
 from rich.console import Console
 from rich.table import Table
+from torch_side import Transformers
 
 import mars_jax as mj
 from mars_jax import drafters, hub, verify
@@ -94,29 +95,16 @@ def decoding(decoder, params, config) -> Callable[[], tuple]:
     return run
 
 
-def in_torch(config: ModelConfig, params, directory: Path):
+def in_torch(config: ModelConfig, params, directory: Path) -> Transformers:
     """The same weights in PyTorch, by way of a saved checkpoint."""
-    from transformers import AutoModelForCausalLM
-
     hub.save(directory, config, params)
-    return AutoModelForCausalLM.from_pretrained(directory, dtype="float32", trust_remote_code=False).eval()
+    return Transformers(directory)
 
 
-def torch_decoding(model, config, **options) -> Callable[[], Any]:
-    import torch
-
-    ids = torch.from_numpy(prompt(config).astype(np.int64))
-    model.generation_config.eos_token_id = None
-    model.generation_config.pad_token_id = 0
-
-    def run():
-        with torch.inference_mode():
-            return model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False,
-                **options,
-            )  # fmt: skip
-
-    return run
+def torch_decoding(model: Transformers, config: ModelConfig, **how: Any) -> Callable[[], list[int]]:
+    """Continue the prompt greedily by NEW tokens."""
+    given = prompt(config).tolist()
+    return lambda: model.generate(given, NEW, **how)[0]
 
 
 def against_transformers(repeats: int, size: str) -> dict:
@@ -125,7 +113,7 @@ def against_transformers(repeats: int, size: str) -> dict:
     ours = decoding(decoder, Params(params), config)
     with tempfile.TemporaryDirectory() as scratch:
         theirs = torch_decoding(in_torch(config, params, Path(scratch) / "m"), config)
-        same = ours()[0].tokens[0].tolist() == theirs()[0].tolist()
+        same = ours()[0].tokens[0, PROMPT:].tolist() == theirs()
         seconds = in_turns({"transformers generate": theirs, "mars-jax": ours}, repeats)
     return {
         "case": f"autoregression {size}", "bar": ">= 2", "figure": ratio(seconds, "transformers generate", "mars-jax"),
@@ -143,13 +131,10 @@ def chain_against_assisted(repeats: int, size: str, draft_layers: int, draft_tok
     decoder = decode.speculative_decoder(model, drafter, verify.exact())
     ours = decoding(decoder, Params(params, small_params), config)
     with tempfile.TemporaryDirectory() as scratch:
-        assistant = in_torch(small, small_params, Path(scratch) / "d")
-        assistant.generation_config.num_assistant_tokens = draft_tokens
-        assistant.generation_config.num_assistant_tokens_schedule = "constant"
-        assistant.generation_config.assistant_confidence_threshold = 0.0
+        assistant = in_torch(small, small_params, Path(scratch) / "d").assisting(draft_tokens)
         target = in_torch(config, params, Path(scratch) / "m")
         theirs = torch_decoding(target, config, assistant_model=assistant)
-        same = ours()[0].tokens[0].tolist() == theirs()[0].tolist()
+        same = ours()[0].tokens[0, PROMPT:].tolist() == theirs()
         seconds = in_turns({"transformers assisted": theirs, "mars-jax": ours}, repeats)
     return {
         "case": f"greedy chain of {draft_tokens}, {size} drafted by its first {draft_layers} layers", "bar": ">= 3",
@@ -299,9 +284,6 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=7, help="timed runs of each (default 7)")
     parser.add_argument("--only", default="", help="run the cases whose name contains this")
     arguments = parser.parse_args()
-    import torch
-
-    torch.set_num_threads(len(common.cores()))
     n = arguments.repeats
     cases = {
         "autoregression 12M": lambda: against_transformers(n, "12M"),
@@ -326,7 +308,7 @@ def main() -> int:
         console.print(f"{row['case']}: {row['figure']:.3f} {row['unit']} (bar {row['bar']})")
         table.add_row(row["case"], f"{row['figure']:.2f}", row["unit"], row["bar"])
     made = common.provenance("torch", "transformers")
-    machine = made | {"torch_threads": torch.get_num_threads(), "backend": jax.default_backend()}
+    machine = made | {"torch_threads": made["cores"], "backend": jax.default_backend()}
     common.write(arguments.output, {"command": made["command"], "machine": machine, "results": results})
     console.print(table)
     return 0

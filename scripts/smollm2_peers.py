@@ -22,6 +22,7 @@ import common
 import numpy as np
 from smollm2_margins import HEAD, prompts
 from smollm2_parity import LlamaCpp
+from torch_side import Tokens, Transformers
 
 import mars_jax as mj
 from mars_jax import drafters, verify
@@ -30,53 +31,9 @@ from mars_jax.hub.files import resolve
 from mars_jax.serve.requests import make_requests
 from mars_jax.serve.session import Session
 
-Tokens = list[list[int]]
 EXIT = 15
 """Layers of the target that assist transformers, half of them."""
 CHUNK = 512
-
-
-class Transformers:
-    """PyTorch, with its usual attention."""
-
-    def __init__(self, path: Path, threads: int, new: int, stops: tuple[int, ...]):
-        import torch
-        import transformers
-
-        transformers.utils.logging.set_verbosity_error()
-        transformers.utils.logging.disable_progress_bar()
-        torch.set_num_threads(threads)
-        self.torch, self._new, self._stops = torch, new, list(stops)
-        self._model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            str(path.parent), gguf_file=path.name, dtype=torch.float32
-        ).eval()
-
-    def generate(self, given: Tokens, **how: Any) -> Tokens:
-        """Continue prompts together, padded on the left."""
-        width, pad = max(map(len, given)), self._stops[0]
-        ids = self.torch.tensor([[pad] * (width - len(p)) + p for p in given])
-        mask = self.torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in given])
-        with self.torch.inference_mode():
-            out = self._model.generate(
-                ids,
-                attention_mask=mask,
-                do_sample=False,
-                max_new_tokens=self._new,
-                eos_token_id=self._stops,
-                pad_token_id=pad,
-                **how,
-            )
-        return [cut(row, self._stops) for row in out[:, width:].tolist()]
-
-
-def cut(tokens: list[int], stops: list[int]) -> list[int]:
-    """A text up to its first stop token.
-
-    >>> cut([1, 2, 9, 9], [9])
-    [1, 2, 9]
-    """
-    at = next((i for i, token in enumerate(tokens) if token in stops), len(tokens) - 1)
-    return tokens[: at + 1]
 
 
 class Llama:
@@ -233,7 +190,7 @@ def main() -> None:
     threads = len(common.cores())
     path = resolve("smollm2")
     target = mj.load("smollm2", dtype="float32")
-    theirs = Transformers(path, threads, args.new_tokens, target.stop_tokens)
+    generate = partial(Transformers(path).generate, new=args.new_tokens, stops=target.stop_tokens)
     made = common.provenance("torch", "transformers", target=target.params)
     report: dict[str, Any] = {
         "command": made["command"], "environment": made,
@@ -249,12 +206,10 @@ def main() -> None:
             given = [ids for _, ids in prompts(target, args.data / "mt_bench.jsonl.xz", count, args.longest)]
             assert batch in (1, len(given)), "a batch holds all prompts, or one"
             side_by_side = (lambda run: run) if batch > 1 else one_by_one
-            ways: dict[str, Callable[[Tokens], Tokens]] = {
-                "transformers, generate": side_by_side(theirs.generate)
-            }
+            ways: dict[str, Callable[[Tokens], Tokens]] = {"transformers, generate": side_by_side(generate)}
             if batch == 1:  # neither takes a batch
-                ways["transformers, prompt lookup"] = one_by_one(theirs.generate, prompt_lookup_num_tokens=3)
-                ways["transformers, assisted"] = one_by_one(theirs.generate, assistant_early_exit=EXIT)
+                ways["transformers, prompt lookup"] = one_by_one(generate, prompt_lookup_num_tokens=3)
+                ways["transformers, assisted"] = one_by_one(generate, assistant_early_exit=EXIT)
                 ways["llama.cpp, float32, drafted by Q4_0"] = lambda given: [
                     llama["float32"].speculate(ids, llama["Q4_0"], 3) for ids in given
                 ]

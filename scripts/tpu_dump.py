@@ -2,14 +2,13 @@
 
     LIBTPU_INIT_ARGS="--xla_jf_dump_to=DIR ..." python scripts/tpu_dump.py --draft tree --layers 2 DIR
 
-scripts/tpu_cost.py starts it, once for each program: libtpu takes its flags when it is loaded. It imports of mars_jax
-what old checkouts have too, so that before and after are judged by the same tool; put the checkout on PYTHONPATH.
+scripts/tpu_cost.py starts it, once for each program: libtpu takes its flags when it is loaded. Another checkout, from
+3c5a038 on, is judged by the same tool: put it on PYTHONPATH.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import json
 import os
 import time
@@ -25,22 +24,13 @@ import numpy as np
 from jax.sharding import Mesh
 
 from mars_jax import verify
+from mars_jax.core.decode import speculative_decoder
+from mars_jax.core.types import Params
+from mars_jax.lab.planning import fit
 from mars_jax.lab.planning.chips import topology
 from mars_jax.lab.planning.outlined_models import CONFIGS, eagle3
 from mars_jax.models import transformer
-
-try:
-    from mars_jax.core.decode import speculative_decoder
-    from mars_jax.core.types import Params
-    from mars_jax.lab.planning import fit
-    from mars_jax.placement import shardings
-except ImportError:  # up to commit e8fc8ba
-    from mars_jax.decode import speculative_decoder  # pyright: ignore
-    from mars_jax.types import Params  # pyright: ignore
-
-    from mars_jax import sharding as shardings  # pyright: ignore
-    from mars_jax.lab.planning import plan as fit  # pyright: ignore
-
+from mars_jax.placement import shardings
 
 PREFILL_CHUNK = 512
 """Tokens, as `prefill.chunk_of` has it where an accelerator is."""
@@ -137,8 +127,7 @@ def main() -> None:
     config = dataclasses.replace(full, num_layers=asked.layers, windows=full.windows[: asked.layers])
     mesh = Mesh(np.array(where.devices), ("model",))
     draft, rule = draft_of(asked.draft, config), verify.mars()
-    # Older commits know no other attention.
-    chosen = {} if asked.attention == "xla" else {"attention": asked.attention}
+    chosen: dict[str, Any] = {"attention": asked.attention}
     if asked.draft == "prefill":
         chosen["prefill_chunk"] = PREFILL_CHUNK
     model = transformer.language_model(config, dtype="bfloat16", **chosen)
@@ -154,18 +143,16 @@ def main() -> None:
     decoder = speculative_decoder(model, drafter, rule)
     if asked.constraint is not None:
         params, decoder = constrained(params, decoder, asked.constraint, config.vocab_size, mesh)
-    rules = [rule] if "rule" in inspect.signature(fit.lower_loop).parameters else []
-    lower_loop: Any = fit.lower_loop  # of whichever commit is imported
     if asked.draft == "prefill":
         lowered = lower_prefill(decoder, params, rule, mesh, asked.batch, asked.context)
     else:
-        _, lowered = lower_loop(decoder, params, *rules, mesh, batch=asked.batch, context=asked.context)
+        _, lowered = fit.lower_loop(decoder, params, rule, mesh, batch=asked.batch, context=asked.context)
     started = time.perf_counter()
     compiled = lowered.compile()
     seconds = time.perf_counter() - started
     asked.folder.mkdir(parents=True, exist_ok=True)
     (asked.folder / "hlo.txt").write_text(compiled.as_text())
-    memory = compiled.memory_analysis()
+    memory: Any = compiled.memory_analysis()
     told = {
         "layers": full.num_layers,
         "nodes": drafter.num_nodes,
