@@ -3,9 +3,7 @@
     pip install google-tunix
     python scripts/bench_tunix.py --json scripts/results/bench_tunix.json
 
-Two things are shown. The losses of some GRPO steps with `MarsRollout` equal those with `VanillaRollout` that is given
-the same tokens. And seconds of a rollout of both, in turns, of one model and the same prompts: with random weights
-nothing is drafted well, so they say what the engine costs and not what speculation wins.
+The losses of some GRPO steps with `MarsRollout` equal those with `VanillaRollout` that is given the same tokens.
 """
 
 from __future__ import annotations
@@ -189,50 +187,12 @@ def compare(steps: int) -> dict[str, Any]:
     }
 
 
-def rates(turns: int, count: int, new: int) -> dict[str, Any]:
-    """Seconds of a rollout of both engines, in turns, after one of each that compiles."""
-    TokenizerAdapter = part("generate.tokenizer_adapter").TokenizerAdapter
-    base_rollout = part("rl.rollout.base_rollout")
-    vanilla_rollout = part("rl.rollout.vanilla_rollout")
-
-    from mars_jax.integrations import tunix
-
-    model = actor(0, width=64)
-    size = base_rollout.CacheConfig(cache_size=64 + new, num_layers=2, num_kv_heads=2, head_dim=16)
-    made: dict[str, Any] = {
-        "vanilla": vanilla_rollout.VanillaRollout(model, TokenizerAdapter(Letters()), size),
-        "mars, no draft": tunix.MarsRollout(
-            rollout_actor=model, tokenizer=TokenizerAdapter(Letters()), drafter="none", batch_size=count
-        ),
-        "mars, ngram": tunix.MarsRollout(
-            rollout_actor=model, tokenizer=TokenizerAdapter(Letters()), drafter="ngram", batch_size=count
-        ),
-    }
-    config = base_rollout.RolloutConfig(
-        max_tokens_to_generate=new, max_prompt_length=32, temperature=1.0, return_logprobs=True
-    )
-    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(count)]
-    calls = {name: partial(rollout.generate, prompts, config) for name, rollout in made.items()}
-    tokens = {name: sum(map(len, call().tokens)) for name, call in calls.items()}
-    return {
-        name: {
-            "seconds": sorted(found.tolist()),
-            "median_seconds": float(np.median(found)),
-            "tokens_per_second": tokens[name] * turns / float(found.sum()),
-        }
-        for name, found in common.in_turns(calls, turns, warm=0).items()
-    }
-
-
 def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--steps", type=int, default=3, help="GRPO steps")
-    parser.add_argument("--turns", type=int, default=5, help="of the timing; 0 leaves it out")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     found: dict[str, Any] = {"grpo": compare(args.steps)}
-    if args.turns:
-        found["rollouts"] = rates(args.turns, count=8, new=48)
     found["made"] = common.provenance("google-tunix")
     print(json.dumps(found, indent=2))
     common.write(args.json, found, indent=2)

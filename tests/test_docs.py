@@ -92,7 +92,7 @@ def scripts(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
 
 
-@pytest.mark.parametrize("name", ["results_page", "results_tables.bars"])
+@pytest.mark.parametrize("name", ["common", "results_page", "results_tables.bars", "torch_side"])
 def test_examples_of_the_scripts_run(scripts, name):
     found = doctest.testmod(importlib.import_module(name))
     assert found.attempted and not found.failed
