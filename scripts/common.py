@@ -6,6 +6,7 @@ Only the standard library is imported at the top, since processor_seconds.py run
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import importlib.metadata
 import json
@@ -99,13 +100,17 @@ def git(*arguments: str) -> str:
 
 
 def where() -> dict[str, Any]:
-    """The commit, whether the checkout differs from it, and the machine."""
+    """The commit, whether the checkout differs from it, and the machine; no commit where this is no checkout."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    commit, dirty = None, None
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        commit = git("rev-parse", "--short=10", "HEAD")
+        dirty = bool(git("status", "--porcelain", "--untracked-files=no"))
     return {
-        "commit": git("rev-parse", "--short=10", "HEAD"),
-        "dirty": bool(git("status", "--porcelain", "--untracked-files=no")),
+        "commit": commit,
+        "dirty": dirty,
         "processor": names[0] if names else platform.processor() or platform.machine(),
         "cores": len(cores()),
         "python": platform.python_version(),
@@ -114,9 +119,9 @@ def where() -> dict[str, Any]:
 
 def cores() -> list[int]:
     """The cores that this process may use."""
-    return (
-        sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(os.cpu_count() or 1)]
-    )
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
 
 
 def provenance(*packages: str, **weights: Any) -> dict[str, Any]:
