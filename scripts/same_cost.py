@@ -109,7 +109,7 @@ def one_start(
         workers = {
             name: stack.enter_context(
                 common.Worker(
-                    [__file__, "--worker", case],
+                    [str(path / "scripts" / "same_cost.py"), "--worker", case],
                     checkout=path,
                     environment={"JAX_COMPILATION_CACHE_DIR": str(cache)},
                 )
@@ -154,7 +154,9 @@ def imports(checkouts: dict[str, Path], pairs: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = common.parser(__doc__)
-    parser.add_argument("--old", default="HEAD", metavar="REV", help="from b0f0ade on (default: HEAD)")
+    parser.add_argument(
+        "--old", default="HEAD", metavar="REV", help="one that has scripts/common.py (default: HEAD)"
+    )
     parser.add_argument("--starts", type=int, default=6, help="of the two processes of a case")
     parser.add_argument("--pairs", type=int, default=6, help="of turns in a start")
     parser.add_argument("--cases", nargs="+", default=CASES)

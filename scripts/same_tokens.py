@@ -122,8 +122,9 @@ def dump(path: Path, chosen: list[str], some: list[str]) -> None:
 
 
 def run(checkout: Path, path: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """The cases of a checkout, by its own script, which knows its interface."""
     environment = os.environ | {"PYTHONPATH": str(checkout)}
-    command = [sys.executable, __file__, "--dump", str(path)]
+    command = [sys.executable, str(checkout / "scripts" / "same_tokens.py"), "--dump", str(path)]
     command += ["--drafters", *args.drafters] if args.drafters else []
     command += ["--rules", *args.rules] if args.rules else []
     subprocess.run(command, cwd=checkout, env=environment, check=True)
@@ -132,7 +133,9 @@ def run(checkout: Path, path: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = common.parser(__doc__)
-    parser.add_argument("--old", default="HEAD", metavar="REV", help="from 3c5a038 on (default: HEAD)")
+    parser.add_argument(
+        "--old", default="HEAD", metavar="REV", help="one that has scripts/common.py (default: HEAD)"
+    )
     parser.add_argument("--output", type=Path)
     parser.add_argument("--drafters", nargs="+", default=[], help="some of them (default: all)")
     parser.add_argument("--rules", nargs="+", default=[], help="some of them (default: all)")
@@ -149,9 +152,12 @@ def main() -> None:
         finally:
             common.git("worktree", "remove", "--force", str(old))
         ours = run(ROOT, Path(work) / "new.json", args)
+    for case in sorted(ours.keys() ^ theirs.keys()):
+        print(f"{case}: only one of the two has it", file=sys.stderr)
     found = {
-        case: sum(a != b for a, b in zip(ours.get(case, []), theirs.get(case, []), strict=True))
-        for case in theirs | ours
+        case: sum(a != b for a, b in zip(ours[case], theirs[case], strict=True))
+        for case in ours
+        if case in theirs
     }
     kept = common.kept(args.output)
     differ = (kept.get("texts_that_differ", {}) if kept.get("old") == args.old else {}) | found
