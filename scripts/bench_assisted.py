@@ -12,23 +12,15 @@ may run on, and PyTorch is given as many threads.
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import json
-import os
-import platform
-import statistics
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
+import common
+import numpy as np
 import torch
-import transformers
 from eval_embedded import CHAIN, story_prompts
-from transformers import AutoModelForCausalLM
+from torch_side import Tokens, Transformers
 
 import mars_jax as mj
 from mars_jax import assets
@@ -37,65 +29,28 @@ from mars_jax.lab.training.data import documents
 
 THETA = 0.9
 BAR = 4.0
-Tokens = list[list[int]]
 
 
-class Torch:
-    """The two checkpoints in transformers."""
-
-    def __init__(self, new_tokens: int):
-        self._new = new_tokens
-        root = Path(assets.__file__).parent
-        self._target, self._draft = (
-            AutoModelForCausalLM.from_pretrained(root / name, dtype="float32", trust_remote_code=False).eval()
-            for name in (assets.TARGET, assets.DRAFT)
-        )
-        self._target.generation_config.eos_token_id = None
-        self._target.generation_config.pad_token_id = 0
-        chosen = self._draft.generation_config
-        chosen.num_assistant_tokens, chosen.num_assistant_tokens_schedule = CHAIN, "constant"
-        chosen.assistant_confidence_threshold = 0.0
-
-    def generate(self, prompts: Tokens, temperature: float, *, assisted: bool) -> Tokens:
-        """Continue prompts together, padded on the left."""
-        width = max(map(len, prompts))
-        ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts])
-        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
-        how: dict[str, Any] = {"do_sample": False}
-        if temperature:
-            how = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-        if assisted:
-            how["assistant_model"] = self._draft
-        with torch.inference_mode():
-            out = self._target.generate(  # pyright: ignore[reportAttributeAccessIssue]
-                ids, attention_mask=mask, max_new_tokens=self._new, min_new_tokens=self._new, **how
-            )
-        return out[:, width:].tolist()
-
-    def one_by_one(self, prompts: Tokens, temperature: float, *, assisted: bool) -> Tokens:
-        """Continue prompts one after another."""
-        return [self.generate([p], temperature, assisted=assisted)[0] for p in prompts]
-
-    def refusal(self, prompts: Tokens) -> str | None:
-        """Assisted generation's refusal of a batch, or None where it takes it."""
-        try:
-            self.generate(prompts, 0.0, assisted=True)
-        except ValueError as error:
-            return str(error)
-        return None
+def refusal(theirs: Transformers, assistant: Any, prompts: Tokens) -> str | None:
+    """Assisted generation's refusal of a batch, or None where it takes it."""
+    try:
+        theirs.generate(prompts, 2, assistant_model=assistant)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def ways(
     target: mj.Pretrained,
     drafter: Any,
-    theirs: Torch,
+    theirs: Transformers,
+    assistant: Any,
     prompts: Tokens,
     batch: int,
     temperature: float,
     new: int,
 ) -> dict[str, Callable[[], Tokens]]:
     """Each way to continue all prompts, in groups of `batch`."""
-    groups = [prompts[i : i + batch] for i in range(0, len(prompts), batch)]
 
     def ours(draft: Any, rule: Any) -> Callable[[], Tokens]:
         return lambda: mj.generate(
@@ -103,12 +58,16 @@ def ways(
             ignore_eos=True,
         ).tokens  # fmt: skip
 
-    def grouped(assisted: bool) -> Tokens:
-        return [t for group in groups for t in theirs.generate(group, temperature, assisted=assisted)]
+    def other(size: int, **how: Any) -> Tokens:
+        how |= (
+            {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
+        )
+        parts = [prompts[i : i + size] for i in range(0, len(prompts), size)]
+        return [tokens for part in parts for tokens in theirs.generate(part, new, **how)]
 
     return {
-        "transformers generate": lambda: grouped(False),
-        "transformers assisted": lambda: theirs.one_by_one(prompts, temperature, assisted=True),
+        "transformers generate": lambda: other(batch),
+        "transformers assisted": lambda: other(1, assistant_model=assistant),
         "mars-jax autoregressive": ours("none", mj.verify.exact()),
         "mars-jax exact": ours(drafter, mj.verify.exact()),
         f"mars-jax mars({THETA:g})": ours(drafter, mj.verify.mars(theta=THETA)),
@@ -123,32 +82,25 @@ def measure(made: dict[str, Callable[[], Tokens]], repeats: int, new: int, *, gr
         assert all(len(t) == new for t in tokens), (
             f"{name} gave {sorted(set(map(len, tokens)))} tokens, not {new}"
         )
-    seconds: dict[str, list[float]] = {name: [] for name in made}
-    for _ in range(repeats):
-        for name, run in made.items():
-            began = time.perf_counter()
-            run()
-            seconds[name].append(time.perf_counter() - began)
+    seconds = common.in_turns(made, repeats, warm=0)
     count = {name: sum(map(len, tokens)) for name, tokens in texts.items()}
     alone, assisted = texts["transformers generate"], seconds["transformers assisted"]
     return {
         name: {
-            "tokens_per_second": count[name] / statistics.median(times),
-            "against_assisted": statistics.median(a / t for a, t in zip(assisted, times, strict=True)),
+            "tokens_per_second": count[name] / float(np.median(times)),
+            "against_assisted": float(np.median(assisted / times)),
             "texts_as_transformers_alone": sum(a == b for a, b in zip(texts[name], alone, strict=True))
             if greedy
             else None,
             "tokens": count[name],
-            "seconds": times,
+            "seconds": times.tolist(),
         }
         for name, times in seconds.items()
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument("--stories", type=Path, required=True, help="held-out stories")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--prompts", type=int, default=8, help="of each task")
@@ -157,11 +109,10 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     args = parser.parse_args()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    torch.set_num_threads(cores)
     torch.manual_seed(0)
-    transformers.utils.logging.set_verbosity_error()
-    theirs = Torch(args.new_tokens)
+    root = Path(assets.__file__).parent
+    theirs, small = (Transformers(root / name) for name in (assets.TARGET, assets.DRAFT))
+    assistant = small.assisting(CHAIN)
     target = mj.load(assets.TARGET, dtype="float32")
     drafter = mj.drafters.load(f"model:{assets.DRAFT}", target, num_draft_tokens=CHAIN, dtype="float32")
     questions = [p.question for p in arithmetic.generate(args.prompts, split="eval")]
@@ -169,31 +120,23 @@ def main() -> None:
         "stories": story_prompts(target, list(documents(args.stories)), args.prompts),
         "arithmetic": [target.encode(q, chat=True) for q in questions],
     }
+    made = common.provenance("torch", "transformers", target=target.params)
     report: dict[str, Any] = {
-        "command": "python " + " ".join(sys.argv),
-        "date": datetime.date.today().isoformat(),
-        "environment": {
-            "processor": platform.machine(),
-            "python": platform.python_version(),
-            "jax": jax.__version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "cores": cores,
-            "torch_threads": torch.get_num_threads(),
-        },
+        "command": made["command"],
+        "date": made["date"],
+        "environment": made | {"torch_threads": torch.get_num_threads()},
         "bar": f"mars({THETA:g}) at batch 1: at least {BAR:g} x the tokens/s of transformers assisted generation",
-        "assisted_of_a_batch": theirs.refusal(tasks["stories"][:2]),
+        "assisted_of_a_batch": refusal(theirs, assistant, tasks["stories"][:2]),
         "cases": [],
     }
     for task, prompts in tasks.items():
         for batch in args.batches:
             for temperature in args.temperatures:
-                made = ways(target, drafter, theirs, prompts, batch, temperature, args.new_tokens)
-                found = measure(made, args.repeats, args.new_tokens, greedy=temperature == 0)
+                every = ways(target, drafter, theirs, assistant, prompts, batch, temperature, args.new_tokens)
+                found = measure(every, args.repeats, args.new_tokens, greedy=temperature == 0)
                 case = {"task": task, "batch": batch, "temperature": temperature, "prompts": len(prompts)}
                 report["cases"].append(case | {"ways": found})
-                args.output.parent.mkdir(parents=True, exist_ok=True)
-                args.output.write_text(json.dumps(report, indent=1) + "\n")
+                common.write(args.output, report)
                 print(f"{task}, batch {batch}, temperature {temperature:g}")
                 for name, row in found.items():
                     rate, against = row["tokens_per_second"], row["against_assisted"]

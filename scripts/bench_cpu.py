@@ -15,18 +15,16 @@ bootstrap of the median over turns.
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import json
-import os
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import common
 import jax
 import jax.numpy as jnp
 import numpy as np
+from torch_side import Transformers
 
 import mars_jax as mj
 from mars_jax.core.types import Visible
@@ -35,26 +33,6 @@ from mars_jax.lab.training.data import documents
 
 NODES = (1, 2, 4, 6, 8, 9, 12, 16, 32, 60)
 CACHED, PROMPT, NEW = 256, 4000, 24
-
-
-def turns(ways: dict[Any, Callable[[], Any]], count: int) -> dict[Any, np.ndarray]:
-    """Seconds of each way in each of `count` turns, after one that warms up; every second turn goes backwards."""
-    seconds: dict[Any, list[float]] = {name: [] for name in ways}
-    for turn in range(count + 1):
-        for name in list(ways)[:: -1 if turn % 2 else 1]:
-            began = time.perf_counter()
-            jax.block_until_ready(ways[name]())
-            seconds[name].append(time.perf_counter() - began)
-    return {name: np.asarray(taken[1:]) for name, taken in seconds.items()}
-
-
-def ratio(over: np.ndarray, under: np.ndarray) -> dict[str, float]:
-    """Median of the ratios of single turns, with both one-sided 95% bounds."""
-    each = over / under
-    drawn = np.random.default_rng(0).integers(len(each), size=(10_000, len(each)))
-    medians = np.median(each[drawn], axis=1)
-    low, high = np.quantile(medians, [0.05, 0.95])
-    return {"median": float(np.median(each)), "lower_95": float(low), "upper_95": float(high)}
 
 
 def by_nodes(target: mj.Pretrained, count: int) -> list[dict[str, Any]]:
@@ -71,9 +49,9 @@ def by_nodes(target: mj.Pretrained, count: int) -> list[dict[str, Any]]:
 
         return lambda: call(target.params, cache)
 
-    found = turns({nodes: forward(nodes) for nodes in NODES}, count)
+    found = common.in_turns({nodes: forward(nodes) for nodes in NODES}, count)
     return [
-        {"nodes": n, "ms": float(1e3 * np.median(taken)), "over_one": ratio(taken, found[1])}
+        {"nodes": n, "ms": float(1e3 * np.median(taken)), "over_one": common.ratio(taken, found[1])}
         for n, taken in found.items()
     ]
 
@@ -94,14 +72,14 @@ def by_prompts(target: mj.Pretrained, stories: Sequence[str], count: int) -> lis
 
         ways = {draft: decode(draft) for draft in ("none", "ngram")}
         texts = {draft: way().tokens for draft, way in ways.items()}
-        found = turns(ways, count)
+        found = common.in_turns(ways, count)
         rows.append(
             {
                 "prompts": name,
                 "tokens_per_second": {
                     draft: float(64 * len(prompts) / np.median(taken)) for draft, taken in found.items()
                 },
-                "ngram_over_none": ratio(found["none"], found["ngram"]),
+                "ngram_over_none": common.ratio(found["none"], found["ngram"]),
                 "same_tokens": texts["none"] == texts["ngram"],
             }
         )
@@ -109,16 +87,9 @@ def by_prompts(target: mj.Pretrained, stories: Sequence[str], count: int) -> lis
 
 
 def long_prompt(target: mj.Pretrained, text: str, count: int) -> dict[str, Any]:
-    import torch
-    from transformers import AutoModelForCausalLM
-
     from mars_jax.hub.gguf_file import installed_smollm2
 
-    file = installed_smollm2()
-    theirs: Any = AutoModelForCausalLM.from_pretrained(
-        file.parent, gguf_file=file.name, dtype=torch.float32
-    ).eval()
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    theirs = Transformers(installed_smollm2())
     ids = target.tokenizer.encode(text)[:PROMPT]
     assert len(ids) == PROMPT, len(ids)
     made: dict[str, list[int]] = {}
@@ -128,37 +99,26 @@ def long_prompt(target: mj.Pretrained, text: str, count: int) -> dict[str, Any]:
         made["mars-jax"] = list(mj.generate(target, "none", [ids], **options).tokens[0])
 
     def transformers() -> None:
-        with torch.inference_mode():
-            out = theirs.generate(
-                torch.tensor([ids]), max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False
-            )
-        made["transformers"] = out[0, PROMPT:].tolist()
+        [made["transformers"]] = theirs.generate([ids], NEW)
 
-    found = turns({"mars-jax": ours, "transformers": transformers}, count)
+    found = common.in_turns({"mars-jax": ours, "transformers": transformers}, count)
     return {
         "prompt_tokens": PROMPT,
         "new_tokens": NEW,
         "seconds": {name: float(np.median(taken)) for name, taken in found.items()},
-        "over_transformers": ratio(found["mars-jax"], found["transformers"]),
+        "over_transformers": common.ratio(found["mars-jax"], found["transformers"]),
         "same_tokens": made["mars-jax"] == made["transformers"],
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument("--texts", required=True, help="stories, a file of documents")
     parser.add_argument("--turns", type=int, default=15)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     target, texts = mj.load("smollm2", dtype="float32"), list(documents(args.texts))
-    report: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
-        "cores": len(os.sched_getaffinity(0)),
-        "jax": jax.__version__,
-        "turns": args.turns,
-    }
+    report = common.provenance("torch", "transformers", target=target.params) | {"turns": args.turns}
     parts: dict[str, Callable[[], Any]] = {
         "nodes": lambda: by_nodes(target, 2 * args.turns),
         "ngram": lambda: by_prompts(target, texts, max(5, args.turns // 3)),
@@ -167,8 +127,7 @@ def main() -> None:
     for name, part in parts.items():
         report[name] = part()
         print(json.dumps({name: report[name]}), flush=True)
-    if args.output is not None:
-        args.output.write_text(json.dumps(report, indent=1) + "\n")
+    common.write(args.output, report)
 
 
 if __name__ == "__main__":

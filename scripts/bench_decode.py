@@ -10,32 +10,29 @@ the chain comparison is the target's own first layers with its embeddings, so th
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
-import json
-import os
-import platform
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import common
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from rich.console import Console
 from rich.table import Table
+from torch_side import Transformers
 
 import mars_jax as mj
 from mars_jax import drafters, hub, verify
 from mars_jax.core import decode
 from mars_jax.core.controls import make_controls
-from mars_jax.core.types import Params, Prompts
+from mars_jax.core.types import Params, Prompts, Visible
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.transformer import init_params, language_model
 
@@ -57,17 +54,9 @@ PROMPT, NEW = 64, 128
 KEYS = functools.partial(mj.keys_from_seeds, jnp.zeros((1,), jnp.uint32))
 
 
-def in_turn(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of each run, taken in turn so that a machine that drifts drifts for all."""
-    for run in runs.values():
-        run()
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(repeats):
-        for name, run in runs.items():
-            began = time.perf_counter()
-            run()
-            seconds[name].append(time.perf_counter() - began)
-    return seconds
+def in_turns(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
+    """Seconds of each run, as the JSON has them."""
+    return {name: seconds.tolist() for name, seconds in common.in_turns(runs, repeats).items()}
 
 
 def temp_bytes(lowered) -> int:
@@ -77,7 +66,7 @@ def temp_bytes(lowered) -> int:
 
 def compiled() -> int:
     """Programs that the two jitted entry points hold."""
-    return sum(jitted._cache_size() for jitted in (decode.run, decode.start))  # type: ignore[attr-defined]
+    return sum(jitted._cache_size() for jitted in (decode.run, decode._start))  # type: ignore[attr-defined]
 
 
 def ratio(seconds: dict[str, list[float]], slow: str, fast: str) -> float:
@@ -106,29 +95,16 @@ def decoding(decoder, params, config) -> Callable[[], tuple]:
     return run
 
 
-def in_torch(config: ModelConfig, params, directory: Path):
+def in_torch(config: ModelConfig, params, directory: Path) -> Transformers:
     """The same weights in PyTorch, by way of a saved checkpoint."""
-    from transformers import AutoModelForCausalLM
-
     hub.save(directory, config, params)
-    return AutoModelForCausalLM.from_pretrained(directory, dtype="float32", trust_remote_code=False).eval()
+    return Transformers(directory)
 
 
-def torch_decoding(model, config, **options) -> Callable[[], Any]:
-    import torch
-
-    ids = torch.from_numpy(prompt(config).astype(np.int64))
-    model.generation_config.eos_token_id = None
-    model.generation_config.pad_token_id = 0
-
-    def run():
-        with torch.inference_mode():
-            return model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False,
-                **options,
-            )  # fmt: skip
-
-    return run
+def torch_decoding(model: Transformers, config: ModelConfig, **how: Any) -> Callable[[], list[int]]:
+    """Continue the prompt greedily by NEW tokens."""
+    given = prompt(config).tolist()
+    return lambda: model.generate(given, NEW, **how)[0]
 
 
 def against_transformers(repeats: int, size: str) -> dict:
@@ -137,8 +113,8 @@ def against_transformers(repeats: int, size: str) -> dict:
     ours = decoding(decoder, Params(params), config)
     with tempfile.TemporaryDirectory() as scratch:
         theirs = torch_decoding(in_torch(config, params, Path(scratch) / "m"), config)
-        same = ours()[0].tokens[0].tolist() == theirs()[0].tolist()
-        seconds = in_turn({"transformers generate": theirs, "mars-jax": ours}, repeats)
+        same = ours()[0].tokens[0, PROMPT:].tolist() == theirs()
+        seconds = in_turns({"transformers generate": theirs, "mars-jax": ours}, repeats)
     return {
         "case": f"autoregression {size}", "bar": ">= 2", "figure": ratio(seconds, "transformers generate", "mars-jax"),
         "unit": "x tokens/s of transformers generate", "same_tokens": same, "new_tokens": NEW, "seconds": seconds,
@@ -155,14 +131,11 @@ def chain_against_assisted(repeats: int, size: str, draft_layers: int, draft_tok
     decoder = decode.speculative_decoder(model, drafter, verify.exact())
     ours = decoding(decoder, Params(params, small_params), config)
     with tempfile.TemporaryDirectory() as scratch:
-        assistant = in_torch(small, small_params, Path(scratch) / "d")
-        assistant.generation_config.num_assistant_tokens = draft_tokens
-        assistant.generation_config.num_assistant_tokens_schedule = "constant"
-        assistant.generation_config.assistant_confidence_threshold = 0.0
+        assistant = in_torch(small, small_params, Path(scratch) / "d").assisting(draft_tokens)
         target = in_torch(config, params, Path(scratch) / "m")
         theirs = torch_decoding(target, config, assistant_model=assistant)
-        same = ours()[0].tokens[0].tolist() == theirs()[0].tolist()
-        seconds = in_turn({"transformers assisted": theirs, "mars-jax": ours}, repeats)
+        same = ours()[0].tokens[0, PROMPT:].tolist() == theirs()
+        seconds = in_turns({"transformers assisted": theirs, "mars-jax": ours}, repeats)
     return {
         "case": f"greedy chain of {draft_tokens}, {size} drafted by its first {draft_layers} layers", "bar": ">= 3",
         "figure": ratio(seconds, "transformers assisted", "mars-jax"),
@@ -176,13 +149,11 @@ def looped_forward(model, params, nodes: int, slots: int, past: int, times: int)
 
     @functools.partial(jax.jit, donate_argnums=1)
     def loop(params, cache):
-        start = jnp.array([past], jnp.int32)
-        positions = start[:, None] + jnp.arange(nodes, dtype=jnp.int32)[None]
-        mask = jnp.arange(slots, dtype=jnp.int32)[None, None] <= positions[:, :, None]
+        visible = Visible.causal(jnp.array([past], jnp.int32), nodes)
 
         def body(_, carry):
             tokens, cache = carry
-            output = model.forward(params, tokens, positions, mask, cache, start)
+            output = model.forward(params, tokens, visible, cache)
             logits = model.unembed(params, output.hidden)
             return jnp.argmax(logits, axis=-1).astype(jnp.int32), output.cache
 
@@ -200,7 +171,7 @@ def looped_forward(model, params, nodes: int, slots: int, past: int, times: int)
 def nodes_cost(repeats: int, size: str, times: int = 20) -> dict:
     _, model, params = random_model(size)
     runs = {str(n): looped_forward(model, params, n, 256, PROMPT + NEW // 2, times) for n in (1, 8)}
-    seconds = in_turn(runs, repeats)
+    seconds = in_turns(runs, repeats)
     return {
         "case": f"forward of 8 nodes, {size}", "bar": "<= 1.5", "figure": ratio(seconds, "8", "1"),
         "unit": "x a forward of 1", "forwards": times, "seconds": seconds,
@@ -244,7 +215,7 @@ def step_overhead(repeats: int, size: str, draft: str, draft_tokens: int = 5, ti
             small, small_params, 1, slots, past, times * (draft_tokens - 1)
         ),
     }
-    seconds = in_turn(runs, repeats)
+    seconds = in_turns(runs, repeats)
     sums = [sum(seconds[name][i] for name in runs if name != "step") for i in range(repeats)]
     temporary = temp_bytes(steps.lower(weights, held[0]))
     cache = sum(x.nbytes for x in jax.tree.leaves(held[0].cache))
@@ -303,29 +274,12 @@ def compiles(size: str) -> dict:
     }
 
 
-def machine() -> dict:
-    import torch
-    import transformers
-
-    return {
-        "processor": platform.processor() or platform.machine(), "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "jax": jax.__version__, "torch": torch.__version__, "transformers": transformers.__version__,
-        "torch_threads": torch.get_num_threads(), "backend": jax.default_backend(),
-    }  # fmt: skip
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument("--output", type=Path, help="write the raw JSON here")
     parser.add_argument("--repeats", type=int, default=7, help="timed runs of each (default 7)")
     parser.add_argument("--only", default="", help="run the cases whose name contains this")
     arguments = parser.parse_args()
-    import torch
-
-    torch.set_num_threads(os.cpu_count() or 1)
     n = arguments.repeats
     cases = {
         "autoregression 12M": lambda: against_transformers(n, "12M"),
@@ -349,10 +303,9 @@ def main() -> int:
         row = results[-1]
         console.print(f"{row['case']}: {row['figure']:.3f} {row['unit']} (bar {row['bar']})")
         table.add_row(row["case"], f"{row['figure']:.2f}", row["unit"], row["bar"])
-    report = {"command": "python " + " ".join(sys.argv), "machine": machine(), "results": results}
-    if arguments.output:
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(json.dumps(report, indent=1) + "\n")
+    made = common.provenance("torch", "transformers")
+    machine = made | {"torch_threads": made["cores"], "backend": jax.default_backend()}
+    common.write(arguments.output, {"command": made["command"], "machine": machine, "results": results})
     console.print(table)
     return 0
 

@@ -10,19 +10,16 @@ the values.
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
 import os
-import platform
-import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import common
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kernels_pallas import AcceptControls, margin_accept, margin_stats
 from kernels_pallas.shapes import DRAFTS
@@ -34,20 +31,15 @@ STATS_SHAPES = {
 }
 
 
-def time_in_turn(
+def timed_in_turns(
     forms: dict[str, Callable[..., Any]], operands: tuple[Any, ...], repeats: int
 ) -> dict[str, Any]:
-    """Seconds of each form, `repeats` times, one after the other."""
-    compiled = {name: jax.jit(form) for name, form in forms.items()}
-    for form in compiled.values():
-        jax.block_until_ready(form(*operands))
-    seconds: dict[str, list[float]] = {name: [] for name in forms}
-    for _ in range(repeats):
-        for name, form in compiled.items():
-            started = time.perf_counter()
-            jax.block_until_ready(form(*operands))
-            seconds[name].append(time.perf_counter() - started)
-    return {name: {"median_ms": 1e3 * statistics.median(s), "seconds": s} for name, s in seconds.items()}
+    """Seconds of each form, compiled."""
+    compiled = {name: functools.partial(jax.jit(form), *operands) for name, form in forms.items()}
+    seconds = common.in_turns(compiled, repeats)
+    return {
+        name: {"median_ms": float(1e3 * np.median(s)), "seconds": s.tolist()} for name, s in seconds.items()
+    }
 
 
 def entry(name: str, bytes_read: int, timed: dict[str, Any], copy: str | None) -> dict[str, Any]:
@@ -81,7 +73,7 @@ def bench_stats(shape: tuple[int, ...], dtype: Any, repeats: int) -> dict[str, A
         # On bfloat16 XLA's CPU top_k falls back to a sort, 100 times slower: the fair rival widens first.
         forms["top_k"] = lambda z: top_k(z.astype(jnp.float32))
         del forms["top_k logsumexp"]
-    timed = time_in_turn(forms, (logits,), repeats)
+    timed = timed_in_turns(forms, (logits,), repeats)
     return entry(f"margin_stats {shape} {jnp.dtype(dtype).name}", logits.nbytes, timed, "copy")
 
 
@@ -108,14 +100,12 @@ def bench_accept(draft_name: str, vocab: int, repeats: int) -> dict[str, Any]:
         "reference": accept("reference"),
         "margin_stats": lambda z, t, p: margin_stats(z),
     }
-    timed = time_in_turn(forms, (logits, tokens, parents), repeats)
+    timed = timed_in_turns(forms, (logits, tokens, parents), repeats)
     return entry(f"margin_accept {draft_name} {vocab} float32", logits.nbytes, timed, None)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument("--output", type=Path, help="write the raw JSON here")
     parser.add_argument("--repeats", type=int, default=31)
     chosen = parser.parse_args()
@@ -136,19 +126,11 @@ def main() -> None:
             show(bench_stats(shape, dtype, chosen.repeats))
     for draft in ("chain",) if backend == "cpu" else ("chain", "chain-batch"):
         show(bench_accept(draft, 128256, chosen.repeats))
-    if chosen.output:
-        device = jax.devices()[0].device_kind
-        # A busy machine slows the forms that use every core more than those that use one: `top_k` does.
-        machine = {
-            "load_average": os.getloadavg(),
-            "backend": backend,
-            "device": device,
-            "cpu": platform.processor(),
-            "cores": os.cpu_count(),
-        }
-        report = {"jax": jax.__version__, "machine": machine, "repeats": chosen.repeats, "results": results}
-        chosen.output.parent.mkdir(parents=True, exist_ok=True)
-        chosen.output.write_text(json.dumps(report, indent=1) + "\n")
+    # A busy machine slows the forms that use every core more than those that use one: `top_k` does.
+    machine = common.provenance() | {"load_average": os.getloadavg(), "backend": backend}
+    machine |= {"device": jax.devices()[0].device_kind, "cores": os.cpu_count()}
+    report = {"jax": jax.__version__, "machine": machine, "repeats": chosen.repeats, "results": results}
+    common.write(chosen.output, report)
 
 
 if __name__ == "__main__":

@@ -3,24 +3,19 @@
     pip install google-tunix
     python scripts/bench_tunix.py --json scripts/results/bench_tunix.json
 
-Two things are shown. The losses of some GRPO steps with `MarsRollout` equal those with `VanillaRollout` that is given
-the same tokens. And seconds of a rollout of both, in turns, of one model and the same prompts: with random weights
-nothing is drafted well, so they say what the engine costs and not what speculation wins.
+The losses of some GRPO steps with `MarsRollout` equal those with `VanillaRollout` that is given the same tokens.
 """
 
 from __future__ import annotations
 
-import argparse
-import functools
 import importlib
 import json
 import os
-import platform
-import sys
-import time
-from importlib import metadata
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import common
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -168,7 +163,7 @@ def engines() -> tuple[type, type, list[Any]]:
 def compare(steps: int) -> dict[str, Any]:
     """Losses of the two, and how far their log-probabilities and weights are apart."""
     recorded, again, record = engines()
-    ours, mine, rollout = job(functools.partial(recorded, drafter="ngram"), steps=steps)
+    ours, mine, rollout = job(partial(recorded, drafter="ngram"), steps=steps)
     theirs, other, vanilla = job(again, steps=steps)
     last = record[-1]
     completions = np.zeros((len(last.tokens), 16), np.int32)
@@ -192,66 +187,15 @@ def compare(steps: int) -> dict[str, Any]:
     }
 
 
-def rates(turns: int, count: int, new: int) -> dict[str, Any]:
-    """Seconds of a rollout of both engines, in turns, after one of each that compiles."""
-    TokenizerAdapter = part("generate.tokenizer_adapter").TokenizerAdapter
-    base_rollout = part("rl.rollout.base_rollout")
-    vanilla_rollout = part("rl.rollout.vanilla_rollout")
-
-    from mars_jax.integrations import tunix
-
-    model = actor(0, width=64)
-    size = base_rollout.CacheConfig(cache_size=64 + new, num_layers=2, num_kv_heads=2, head_dim=16)
-    made: dict[str, Any] = {
-        "vanilla": vanilla_rollout.VanillaRollout(model, TokenizerAdapter(Letters()), size),
-        "mars, no draft": tunix.MarsRollout(
-            rollout_actor=model, tokenizer=TokenizerAdapter(Letters()), drafter="none", batch_size=count
-        ),
-        "mars, ngram": tunix.MarsRollout(
-            rollout_actor=model, tokenizer=TokenizerAdapter(Letters()), drafter="ngram", batch_size=count
-        ),
-    }
-    config = base_rollout.RolloutConfig(
-        max_tokens_to_generate=new, max_prompt_length=32, temperature=1.0, return_logprobs=True
-    )
-    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(count)]
-    seconds: dict[str, list[float]] = {name: [] for name in made}
-    tokens: dict[str, int] = dict.fromkeys(made, 0)
-    for turn in range(turns + 1):
-        for name, rollout in made.items():
-            began = time.perf_counter()
-            out = rollout.generate(prompts, config)
-            if turn:
-                seconds[name].append(time.perf_counter() - began)
-                tokens[name] += sum(map(len, out.tokens))
-    return {
-        name: {
-            "seconds": sorted(found),
-            "median_seconds": float(np.median(found)),
-            "tokens_per_second": tokens[name] / sum(found),
-        }
-        for name, found in seconds.items()
-    }
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument("--steps", type=int, default=3, help="GRPO steps")
-    parser.add_argument("--turns", type=int, default=5, help="of the timing; 0 leaves it out")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     found: dict[str, Any] = {"grpo": compare(args.steps)}
-    if args.turns:
-        found["rollouts"] = rates(args.turns, count=8, new=48)
-    found["versions"] = {"jax": jax.__version__, "tunix": metadata.version("google-tunix")}
-    found["machine"] = f"{os.cpu_count()} cores, {platform.processor() or platform.machine()}"
-    found["command"] = " ".join(["python", *sys.argv])
-    text = json.dumps(found, indent=2)
-    print(text)
-    if args.json:
-        args.json.write_text(text + "\n", encoding="utf-8")
+    found["made"] = common.provenance("google-tunix")
+    print(json.dumps(found, indent=2))
+    common.write(args.json, found, indent=2)
 
 
 if __name__ == "__main__":

@@ -8,11 +8,12 @@ group.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import common
 
 from mars_jax.lab.pictures.palette import BLACK, look
 from mars_jax.lab.pictures.style import no_grid, picture, whiskers
@@ -47,9 +48,7 @@ def draw(report: Mapping[str, Any], files: Sequence[Path]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument("--folder", type=Path, default=ROOT / "docs", help="where rule_cost.svg goes")
     folder = parser.parse_args(argv).folder
     draw(json.loads(SOURCE.read_text(encoding="utf-8")), [folder / "rule_cost.svg"])

@@ -3,35 +3,23 @@
     python scripts/eval_drafters.py --stories heldout.txt.xz --output scripts/results/eval_drafters.json
 
 tau is tokens per target forward. All drafters get the same prompts and seeds, and a relaxed rule the same tree as the
-strict one. Costs are medians of decodes taken in turns (A B A B ...) in one process; every single time is in the JSON.
-`draft` is the time of a draft alone, and of reading what was accepted; `speed` tokens per second beside no draft;
-`chi_square` holds block drafters to the target's distribution. `ahead` is run where it is asked for, with two devices:
-XLA_FLAGS="--xla_force_host_platform_device_count=2 --xla_cpu_multi_thread_eigen=false" gives each of them a core.
+strict one. Costs are medians of decodes taken in turns in one process; every single time is in the JSON.
 `--only` runs some parts and `--drafters` some drafters; the others' figures are kept.
 """
 
 from __future__ import annotations
 
-import argparse
+import functools
 import json
-import os
-import platform
 import statistics
-import time
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
+import common
 from eval_embedded import acceptance, story_prompts
 
 import mars_jax as mj
 from mars_jax import assets
-from mars_jax.core import decode
-from mars_jax.core.controls import make_controls
-from mars_jax.core.drafter import DraftInput
-from mars_jax.core.types import ForwardOutput, Params, Prompts, Verdict, keys_from_seeds
 from mars_jax.drafters import Dynamic
 from mars_jax.lab.training.data import documents
 
@@ -71,198 +59,28 @@ def lossless(target: mj.Pretrained, made: dict[str, Any], prompts: list[list[int
     return {"prompts": len(ragged), "equal": equal}
 
 
-def chi_square(target: mj.Pretrained, made: dict[str, Any], prompt: list[int], rows: int) -> dict[str, Any]:
-    """Pairs of the second and third new token at temperature 1 beside those of no draft with other seeds: `rows`
-    samples each, and the chance that as large a statistic comes of one distribution. Pairs that both hold fewer than
-    ten times together count as one."""
-    from scipy.stats import chi2
-
-    size = target.config.vocab_size
-
-    def pairs(drafter: Any, rule: Any, seed: int) -> Any:
-        options: dict[str, Any] = {"temperature": 1.0, "max_new_tokens": 3, "ignore_eos": True}
-        found = mj.generate(
-            target, drafter, [prompt], verify=rule, samples=rows, batch_size=64, seed=seed, **options
-        )
-        tokens = np.asarray(found.tokens)
-        return np.bincount(tokens[:, 1] * size + tokens[:, 2], minlength=size * size), found.metrics
-
-    plain, _ = pairs("none", mj.verify.exact(), 0)
-    report = {}
-    for number, (name, (drafter, rule)) in enumerate(made.items()):
-        mine, metrics = pairs(drafter, rule, (number + 1) * rows)
-        often = mine + plain >= 10
-        cells = [(int(m), int(p)) for m, p in zip(mine[often], plain[often], strict=True)]
-        cells.append((int(mine[~often].sum()), int(plain[~often].sum())))
-        statistic = sum((m - p) ** 2 / (m + p) for m, p in cells)
-        report[name] = {
-            "rule": rule.name,
-            "statistic": statistic,
-            "cells": len(cells),
-            "p": float(chi2.sf(statistic, len(cells) - 1)),
-            "accepted": metrics.accepted,
-        }
-    return {"rows": rows, "drafters": report}
-
-
-def ahead(target: mj.Pretrained, prompts: list[list[int]], repeats: int) -> dict[str, Any]:
-    """A chain of the small model in turns with the target, and on a device of its own while the target verifies:
-    tokens per second at batch 1, temperature 0, `exact`, decodes of each prompt one after the other."""
-    from mars_jax.contrib.drafters import ahead as loop
-    from mars_jax.contrib.drafters import elsewhere
-    from mars_jax.core.rule import LoadedRule
-    from mars_jax.serve.prepare import prepare
-    from mars_jax.serve.session import Session
-
-    spec, device = f"model:{assets.DRAFT}", elsewhere.open_device([1])
-    report: dict[str, Any] = {"cores": sorted(os.sched_getaffinity(0)), "flags": os.environ.get("XLA_FLAGS")}
-    for length in (2, 5):
-        plain = mj.drafters.load(spec, target, num_draft_tokens=length, dtype="float32")
-        there = elsewhere.draft_elsewhere(spec, target, device, num_draft_tokens=length, dtype="float32")
-        rule = LoadedRule(mj.verify.exact())
-        arms = {
-            "in turns": Session(target=target, drafter=plain, rule=rule),
-            "at once": Session(target=target, drafter=there, rule=rule),
-        }
-        rates: dict[str, list[float]] = {name: [] for name in arms}
-        equal, held, steps = 0, 0, 0
-        for number, prompt in enumerate(prompts[:repeats]):
-            requests = mj.make_requests(target, [prompt], max_new_tokens=96, ignore_eos=True)
-            said = {}
-            for name, session in arms.items():
-                if not number:
-                    list(session.stream(requests))
-                session.compile(requests, stream=True)
-                began = time.perf_counter()
-                # The host's loop for both, so that what is compared is where drafts are made.
-                [said[name]] = [e.completion for e in session.stream(requests) if e.completion is not None]
-                rates[name].append(96 / (time.perf_counter() - began))
-            equal += said["in turns"].tokens == said["at once"].tokens
-            longer = mj.drafters.load(spec, target, num_draft_tokens=length + 1, dtype="float32")
-            made = loop.ahead(target.model, longer.drafter, rule.rule)
-            drafts = mj.drafters.LoadedDrafter(made.handed, longer.params)
-            _, params, state = prepare(target, drafts, requests, verify=rule)
-            guesses = loop.Guesses()
-            for _ in loop.stream(made, params, state, draft_device=device, guesses=guesses):
-                pass
-            held, steps = held + guesses.held, steps + guesses.steps
-        pairs = [b / a for a, b in zip(rates["in turns"], rates["at once"], strict=True)]
-        report[f"chain of {length}"] = {
-            "tokens_per_s": {name: statistics.median(found) for name, found in rates.items()},
-            "ratio": statistics.median(pairs),
-            "held": held / steps,
-            "equal": equal,
-            "prompts": len(pairs),
-            "all": rates,
-        }
-    return report
-
-
 def cost(target: mj.Pretrained, made: dict[str, Any], prompt: list[int], repeats: int) -> dict[str, Any]:
     """Milliseconds of a step at batch 1: a decode with a rule that accepts next to nothing, over its steps."""
-    requests = mj.make_requests(target, [prompt], max_new_tokens=96, ignore_eos=True, temperature=1.0)
-    from mars_jax.serve.session import Session
+    from mars_jax.serve.generation import run_batch
 
-    times: dict[str, list[float]] = {name: [] for name in made}
-    rule = mj.verify.exact()
-    for drafter in made.values():
-        Session.of(target, drafter, rule).compile(requests)
-        Session.of(target, drafter, rule, batch_size=len(requests)).run(requests)
-    for _ in range(repeats):
-        for name, drafter in made.items():
-            began = time.perf_counter()
-            [done] = Session.of(target, drafter, rule, batch_size=len(requests)).run(requests)
-            seconds = time.perf_counter() - began
-            times[name].append(1e3 * seconds / done.metrics.steps)
+    requests = mj.make_requests(target, [prompt], max_new_tokens=96, ignore_eos=True, temperature=1.0)
+    steps: dict[str, int] = {}
+
+    def decode(name: str) -> None:
+        [done] = run_batch(target, made[name], requests, verify=mj.verify.exact())
+        steps[name] = done.metrics.steps
+
+    found = common.in_turns({name: functools.partial(decode, name) for name in made}, repeats)
+    times = {name: (1e3 * seconds / steps[name]).tolist() for name, seconds in found.items()}
     return {name: {"milliseconds": statistics.median(ts), "all": ts} for name, ts in times.items()}
 
 
-def draft_cost(
-    target: mj.Pretrained, made: dict[str, Any], prompt: list[int], repeats: int
-) -> dict[str, Any]:
-    """Milliseconds of a draft at batch 1, and of `update` where three nodes were accepted, compiled each by itself."""
-    rule, calls = mj.verify.exact(), {}
-    tokens = jnp.zeros((1, 256), jnp.int32).at[0, : len(prompt)].set(jnp.asarray(prompt))
-    lengths = jnp.asarray([len(prompt)], jnp.int32)
-    for name, (drafter, weights) in made.items():
-        params = Params(target=target.params, draft=weights)
-        decoder = decode.speculative_decoder(target.model, drafter, rule)
-        controls, keys = make_controls(1, limit=256), keys_from_seeds(jnp.zeros((1,), jnp.uint32))
-        state = decode.start(decoder, params, Prompts(tokens, lengths, controls, rule, keys))
-        given = DraftInput(keys=keys, tokens=state.tokens, length=state.length, controls=controls)
-        propose, update = jax.jit(drafter.propose), jax.jit(drafter.update)
-        tree, drafted = propose(params, state.draft, given)
-        size, hidden = target.config.hidden_size, drafter.num_nodes
-        path = jnp.minimum(jnp.arange(drafter.max_depth + 1, dtype=jnp.int32)[None], 3)
-        verdict = Verdict(
-            path=path,
-            num_accepted=jnp.minimum(jnp.asarray([3], jnp.int32), drafter.max_depth),
-            next_token=jnp.asarray([5], jnp.int32),
-            relaxed=jnp.zeros((1, drafter.max_depth), bool),
-        )
-        one = jnp.zeros((1, hidden, size), jnp.float32)
-        output = ForwardOutput(one, (one,) * len(drafter.feature_layers), state.cache)
-        calls[name] = {
-            "propose": lambda p=propose, w=params, d=state.draft, g=given: p(w, d, g),
-            "update": lambda u=update, w=params, d=drafted, t=tree, v=verdict, o=output: u(
-                w, d, t, v, o, lengths
-            ),
-        }
-        for call in calls[name].values():
-            jax.block_until_ready(call())
-    times = {name: {key: [] for key in parts} for name, parts in calls.items()}
-    for _ in range(repeats):
-        for name, parts in calls.items():
-            for key, call in parts.items():
-                began = time.perf_counter()
-                jax.block_until_ready(call())
-                times[name][key].append(1e3 * (time.perf_counter() - began))
-    return {
-        name: {key: statistics.median(ts) for key, ts in parts.items()}
-        | {"milliseconds": sum(statistics.median(ts) for ts in parts.values()), "all": parts}
-        for name, parts in times.items()
-    }
-
-
-def speed(
-    target: mj.Pretrained, made: dict[str, Any], prompts: list[list[int]], repeats: int
-) -> dict[str, Any]:
-    """Tokens per second at batch 1, temperature 0, `exact`: decodes of each prompt in turns, and none as a drafter."""
-    from mars_jax.serve.session import Session
-
-    every = {"none": mj.drafters.load("none", target)} | made
-    rule, rates, taus = mj.verify.exact(), {name: [] for name in every}, {name: [] for name in every}
-    for number, prompt in enumerate(prompts[:repeats]):
-        requests = mj.make_requests(target, [prompt], max_new_tokens=96, ignore_eos=True)
-        for name, drafter in every.items():
-            if not number:
-                Session.of(target, drafter, rule).compile(requests)
-                Session.of(target, drafter, rule, batch_size=len(requests)).run(requests)
-            began = time.perf_counter()
-            [done] = Session.of(target, drafter, rule, batch_size=len(requests)).run(requests)
-            rates[name].append(96 / (time.perf_counter() - began))
-            taus[name].append(96 / done.metrics.steps)
-    alone = statistics.median(rates["none"])
-    return {
-        name: {
-            "tokens_per_s": statistics.median(found),
-            "over_none": statistics.median(found) / alone,
-            "tau": statistics.mean(taus[name]),
-            "all": found,
-        }
-        for name, found in rates.items()
-    }
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument("--stories", type=Path, required=True, help="held-out stories")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--prompts", type=int, default=128, help="stories to continue")
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--rows", type=int, default=4096, help="samples of the chi-square test")
     parser.add_argument(
         "--head",
         nargs=2,
@@ -271,23 +89,18 @@ def main() -> None:
         help="heads for the embedded target (default: eagle3 eagle:tiny/eagle3 and dflash dflash:tiny/dflash)",
     )
     parser.add_argument("--drafters", nargs="*", default=(), help="take only those of these names")
-    parts = ("lossless", "acceptance", "cost", "draft", "speed", "chi_square", "ahead")
-    parser.add_argument("--only", nargs="*", choices=parts, default=parts[:-1])
+    parts = ("lossless", "acceptance", "cost")
+    parser.add_argument("--only", nargs="*", choices=parts, default=parts)
     args = parser.parse_args()
-    report: dict[str, Any] = json.loads(args.output.read_text()) if args.output.exists() else {}
-    report["environment"] = {
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-        "cores": os.cpu_count(),
-    }
+    report = common.kept(args.output)
 
     def keep(name: str, value: Any) -> None:
         report[name] = value
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(report, indent=1) + "\n")
+        common.write(args.output, report)
         print(name, json.dumps(value), flush=True)
 
     target = mj.load(assets.TARGET, dtype="float32")
+    report["environment"] = common.provenance(target=target.params)
     heads: dict[str, str] = dict(
         args.head or [("eagle3", f"eagle:{assets.EAGLE3}"), ("dflash", f"dflash:{assets.DFLASH}")]
     )
@@ -305,19 +118,6 @@ def main() -> None:
     if "cost" in args.only:
         trees = {name: d for name, d in made.items() if "tree" in name}
         keep("cost", cost(target, trees, prompts[0], args.repeats))
-    if "draft" in args.only:
-        own = {name: d for name, d in made.items() if name != "ngram"}
-        keep("draft", draft_cost(target, own, prompts[0], args.repeats))
-    if "chi_square" in args.only:
-        block = heads.get("dflash")
-        drawn = block and mj.drafters.load(block, target, sample=True, dtype="float32")
-        asked = {name: (drafter, exact) for name, drafter in made.items() if name.startswith("dflash")}
-        asked |= {"dflash chain, drawn": (drawn, mj.verify.rejection())} if drawn else {}
-        keep("chi_square", chi_square(target, asked, prompts[1], args.rows))
-    if "ahead" in args.only:
-        keep("ahead", ahead(target, prompts, args.repeats))
-    if "speed" in args.only:
-        keep("speed", speed(target, made, prompts, args.repeats))
 
 
 if __name__ == "__main__":

@@ -9,19 +9,16 @@ cache and again with the one that it left. `--only` runs some parts and keeps th
 
 from __future__ import annotations
 
-import argparse
 import collections
 import json
-import os
-import platform
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import common
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -137,42 +134,19 @@ def speed(dtype: str, prompts: list[list[int]]) -> dict[str, Any]:
     with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as file:
         file.writelines(json.dumps({"prompt_tokens": ids}) + "\n" for ids in prompts)
         file.flush()
-        flags = [
-            "--compare",
-            "--json",
-            "--batch-size",
-            "1",
-            "--max-new-tokens",
-            str(NEW_TOKENS),
-            "--dtype",
-            dtype,
-        ]
-        command = [sys.executable, "-m", "mars_jax.generate", *flags, "--prompts-file", file.name]
+        flags = ["--compare", "--json", "--batch-size", "1", "--max-new-tokens", str(NEW_TOKENS)]
+        flags += ["--dtype", dtype, "--prompts-file", file.name]
+        command = [sys.executable, "-m", "mars_jax.generate", *flags]
         run = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
     return json.loads(run.stdout)
 
 
 def first_token(cache: str) -> float:
-    """Seconds from the start of a process to the first token of its text."""
+    """Seconds from the start of a process to the first token of its text, which comes together with the prompt."""
     prompt = "Once upon a time"
     command = [sys.executable, "-m", "mars_jax.generate", "--no-speedup", prompt]
-    environment = {
-        **os.environ,
-        "JAX_COMPILATION_CACHE_DIR": cache,
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.05",
-    }
-    began = time.perf_counter()
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
-    ) as process:
-        assert process.stdout is not None
-        # The prompt is printed together with the first token after it.
-        head = process.stdout.read(len(prompt) + 1)
-        seconds = time.perf_counter() - began
-        process.stdout.read()
-    if process.returncode or not head.decode().startswith(prompt):
-        raise SystemExit(f"python -m mars_jax.generate failed: {head!r}")
-    return seconds
+    environment = {"JAX_COMPILATION_CACHE_DIR": cache, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.05"}
+    return common.first_text(command, environment, prompt)[0]
 
 
 def start_up() -> dict[str, float]:
@@ -181,9 +155,7 @@ def start_up() -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument("--stories", type=Path, required=True, help="held-out stories")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument(
@@ -195,20 +167,15 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=parts, default=parts)
     args = parser.parse_args()
     texts = list(documents(args.stories))
-    report: dict[str, Any] = json.loads(args.output.read_text()) if args.output.exists() else {}
-    report["environment"] = {
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-        "cores": os.cpu_count(),
-    }
+    report = common.kept(args.output)
 
     def keep(name: str, value: Any) -> None:
         report[name] = value
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(report, indent=1) + "\n")
+        common.write(args.output, report)
         print(name, json.dumps(value), flush=True)
 
     target = mj.load(assets.TARGET, dtype="float32")
+    report["environment"] = common.provenance(target=target.params)
     greedy, sampled = (
         mj.drafters.load(
             f"model:{assets.DRAFT}", target, num_draft_tokens=CHAIN, sample=sample, dtype="float32"
@@ -230,16 +197,12 @@ def main() -> None:
     if "acceptance" in args.only:
         prompts = story_prompts(target, texts, args.prompts)
         for rule, t in cases:
-            keep(
-                f"stories, {rule}, temperature {t:g}",
-                acceptance(target, *rules[rule], prompts, temperature=t),
-            )
+            found = acceptance(target, *rules[rule], prompts, temperature=t)
+            keep(f"stories, {rule}, temperature {t:g}", found)
     if "arithmetic" in args.only:
         for rule, t in cases:
-            keep(
-                f"arithmetic, {rule}, temperature {t:g}",
-                solve(target, *rules[rule], args.problems, temperature=t),
-            )
+            found = solve(target, *rules[rule], args.problems, temperature=t)
+            keep(f"arithmetic, {rule}, temperature {t:g}", found)
     if "speed" in args.only:
         for dtype in ("float32", "bfloat16"):
             keep(f"speed {dtype}", speed(dtype, story_prompts(target, texts, 5)))

@@ -19,19 +19,16 @@ of distributions are exact, and so is `nucleus`: they run at 1 alone.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import datetime
 import functools
 import itertools
 import json
-import platform
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
+import common
 import numpy as np
 
 import mars_jax as mj
@@ -374,9 +371,7 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument("part", choices=("decode", "report"))
     parser.add_argument("--rows", type=Path, required=True, help="the file of rows, made or gone on with")
     parser.add_argument("--stories", type=Path, help="held-out stories, for decode")
@@ -405,13 +400,8 @@ def main() -> None:
         {draft: {t: arms(t, draft, args.study) for t in (0.0, 1.0)} for draft in args.drafts},
         against_margins=PHRASES if args.study == "phrases" else (),
     )
-    found["date"] = datetime.date.today().isoformat()
-    found["environment"] = {
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-        "mars-jax": mj.__version__,
-    }
-    args.output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    made = common.provenance() | {"mars-jax": mj.__version__}
+    common.write(args.output, found | {"date": made["date"], "environment": made})
 
 
 if __name__ == "__main__":

@@ -1,14 +1,12 @@
 """Draw the plots of scripts/results/evidence anew from its rows and summaries; every figure that is there has to stay.
 
-    python scripts/evidence_pictures.py                               # summaries, tables and pictures
-    python scripts/evidence_pictures.py --replay --stories heldout.txt.xz   # decodes for tau against theta before
+    python scripts/evidence_pictures.py    # summaries, tables and pictures
 
 The figures are computed again from rows.jsonl.xz and compared with summary.json, and the intervals are added to it.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import lzma
 import math
@@ -16,16 +14,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import mars_jax as mj
-from mars_jax import drafters
+import common
+
 from mars_jax.lab.evaluate import figures
-from mars_jax.lab.evaluate.answers import Decoding, prompt_tokens
 from mars_jax.lab.evaluate.benchmark import plots, rehearsal, table
 from mars_jax.lab.evaluate.benchmark.arms import AUTOREGRESSIVE
-from mars_jax.lab.evaluate.tasks.catalogue import read
-from mars_jax.serve.folder import digest, fingerprint, write_json
-from mars_jax.serve.session import Session
-from mars_jax.specs import RuleChoice
+from mars_jax.serve.folder import write_json
 
 EVIDENCE = Path(__file__).resolve().parent / "results" / "evidence"
 REPLAY, SUMMARY = "replay.json", "summary.json"
@@ -78,45 +72,8 @@ def same(ours: Any, theirs: Any) -> bool:
     return ours == theirs
 
 
-def replayed(settings: Mapping[str, Any], stories: Path | None) -> dict[str, Any]:
-    """The content of rehearsal.json, as a benchmark with these settings writes it."""
-    target = mj.load(settings["target"])
-    drafter = drafters.load(settings["draft"], target)
-    if fingerprint((target.params, drafter.params), target.path) != settings["weights"]:
-        raise SystemExit(f"{settings['target']} has other weights than in the run: run the benchmark again")
-    session = Session(target=target, drafter=drafter, batch_size=settings["batch_size"])
-    decoding = Decoding(session=session, chat=settings["chat"], max_new_tokens=settings["max_new_tokens"])
-    choice = RuleChoice(settings["rule"]["verify"], {"margin": settings["rule"]["settings"]["margin"]})
-    thetas = rehearsal.thetas_of(choice, drafter, settings["thetas"])
-    rule = mj.verify.load(choice.spec, target, **choice.settings, theta=settings["thetas"][0])
-    found = {}
-    for task in settings["tasks"]:
-        path = None if task == "arithmetic" else str(stories)
-        problems = read(task, path, chat=settings["chat"], limit=settings["tasks"][task])
-        if digest(repr(problems).encode()) != settings["problems"]:
-            raise SystemExit(f"these are not the problems of the run: give --stories its file of {task}")
-        problems = problems[: rehearsal.PROBLEMS]
-        prompts = [prompt_tokens(target, problem, chat=settings["chat"]) for problem in problems]
-        seeds = [settings["seed"] + number for number in range(len(problems))]
-        for temperature in settings["temperatures"]:
-            requests = decoding.requests(prompts, seeds, temperature)
-            counted = rehearsal.walks(session.using(rule), requests, thetas, lambda: None)
-            found[f"{task}, temperature {temperature:g}"] = rehearsal.as_json(thetas, counted)
-            print(
-                f"{task}, temperature {temperature:g}: {rehearsal.taus(rehearsal.as_json(thetas, counted))}",
-                flush=True,
-            )
-    return found
-
-
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--replay", action="store_true", help="decode anew what tau against theta is replayed from"
-    )
-    parser.add_argument("--stories", type=Path, help="held-out stories, of which --replay reads the first")
+    parser = common.parser(__doc__)
     parser.add_argument("--date", help="of rows that have none")
     parser.add_argument("--only", nargs="+", help="some of the folders")
     args = parser.parse_args(argv)
@@ -124,10 +81,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         if args.only and folder.name not in args.only:
             continue
         summary = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
-        if args.replay:
-            if args.stories is None and "stories" in summary["settings"]["tasks"]:
-                parser.error("--replay of stories needs --stories")
-            write_json(folder / REPLAY, replayed(summary["settings"], args.stories))
         found = folder / REPLAY
         replays = json.loads(found.read_text(encoding="utf-8")) if found.exists() else {}
         with lzma.open(folder / "rows.jsonl.xz", "rt", encoding="utf-8") as file:

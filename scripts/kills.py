@@ -8,7 +8,6 @@ exit code 1 where one is not. Writes scripts/results/kills.json.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import os
@@ -22,6 +21,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+import common
 
 from mars_jax.hub.converted import MANIFEST
 
@@ -134,7 +135,7 @@ def commands(data: Path) -> list[Command]:
 
 def run(command: Command, folder: Path, *, kill_after: float | None = None) -> bool:
     """Run it; returns whether it ended by itself. Nothing of a killed one is left running."""
-    argv = [sys.executable, "-m", f"mars_jax.{command.name}", *command.argv(folder)]
+    argv = [sys.executable, "-m", "mars_jax", command.name, *command.argv(folder)]
     with (folder.parent / f"{folder.name}.log").open("ab") as log:
         process = subprocess.Popen(argv, stdout=log, stderr=log, start_new_session=True)
         try:
@@ -192,9 +193,7 @@ def _as_json(value: Any) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the attack; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument("--times", type=int, default=20, help="kills of each command (default: %(default)s)")
     parser.add_argument("--only", nargs="+", metavar="COMMAND", help="default: all")
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
@@ -208,7 +207,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = [attack(c, work, args.times, random.Random(f"{args.seed} {c.name}")) for c in chosen]
     known = json.loads(args.results.read_text()) if args.results.exists() else []
     kept = [row for row in known if row["command"] not in {row["command"] for row in found}]
-    args.results.write_text(json.dumps([*kept, *found], indent=1) + "\n")
+    common.write(args.results, [*kept, *found])
     for row in found:
         print(f"{row['command']:<12} {row['kills']:>3} kills, {row['equal']} of {row['runs']} runs equal")
     return int(any(row["differing"] for row in found))

@@ -22,14 +22,12 @@ Writes scripts/results/mutants_SEED.json.
 
 from __future__ import annotations
 
-import argparse
 import collections
 import importlib.abc
 import importlib.util
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -37,6 +35,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import common
 from mutants_drawn import EXAMPLES, MATRIX, OF_ALL, ROOT, SUITE, Mutant, draw, tests_of
 
 from tests.changed import distances
@@ -179,9 +178,7 @@ def _in_child(tests: Sequence[str], mutant: Mutant | None, told: Path, order: Or
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument("--count", type=int, default=60, help="mutants (default: 60)")
     parser.add_argument("--seed", type=int, required=True, help="of the draw")
     parser.add_argument("--again", action="store_true", help="run what survived once more")
@@ -198,18 +195,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     chosen = parser.parse_args(argv)
     os.chdir(ROOT)
     results = ROOT / "scripts" / "results" / f"mutants_{chosen.seed}.json"
-    held = json.loads(results.read_text()) if results.exists() else {}
+    held = common.kept(results)
     if chosen.explain:
         _explain(held, int(chosen.explain[0]), chosen.explain[1])
-        _write(held, results)
+        common.write(results, held)
         return
     drawn = draw(held.get("count", chosen.count), chosen.seed)
     records = [one.as_json(number) for number, one in enumerate(drawn, start=1)]
     if held and [one["diff"] for one in records] != [one["diff"] for one in held["mutants"]]:
         raise SystemExit(f"the code has changed since {results} was begun: move that file away to draw anew.")
     if not held:
-        git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
-        held = {"count": chosen.count, "seed": chosen.seed, "commit": git.stdout.strip(), "seconds": {}}
+        commit = common.git("rev-parse", "HEAD")
+        held = {"count": chosen.count, "seed": chosen.seed, "commit": commit, "seconds": {}}
         held["mutants"] = records
     _warm()
     for one, record in zip(drawn, held["mutants"], strict=True):
@@ -221,18 +218,18 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
         if "outcome" not in record or again:
             before = "outcome" in record
-            keen = {other.get("by") for other in held["mutants"] if other["file"] == one.file}
+            keen = {str(other.get("by")) for other in held["mutants"] if other["file"] == one.file}
             tests = list(dict.fromkeys([*chosen.first, *tests_of(one.file)]))
             found = run(tests, held["seconds"], one, chosen.budget, keen, chosen.first)
             held["seconds"] |= found.pop("each")
             record |= found
             if before and record["outcome"] != "survived":
                 record["survived_at_first"] = True  # of the tests that there were: a new one notices it
-            _write(held, results)
+            common.write(results, held)
             told = (record["number"], one.file, one.line, one.operator, record["outcome"], record["seconds"])
             print(*told, record["by"], flush=True)
     _control(held)
-    _write(held, results)
+    common.write(results, held)
     print(collections.Counter(record["outcome"] for record in held["mutants"]))
 
 
@@ -279,12 +276,6 @@ def _explain(held: dict[str, Any], number: int, reason: str) -> None:
     if record.get("outcome") != "survived":
         raise SystemExit(f"mutant {number} did not survive.")
     record["equivalent"] = reason
-
-
-def _write(held: dict[str, Any], results: Path) -> None:
-    part = results.with_suffix(".part")
-    part.write_text(json.dumps(held, indent=1) + "\n")
-    part.replace(results)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Draw every committed picture anew, from the committed JSON.
+"""Draw the committed pictures anew, from the committed JSON; those of finished studies stay as they are.
 
     python scripts/pictures.py            # all but the one below: nothing is measured
     python scripts/pictures.py --stream   # docs/stream.svg too, whose command decodes
@@ -8,15 +8,13 @@ What each shows is described in the script that draws it, and `mars_jax.lab.pict
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import common
 import cost_picture
-import eval_context
-import eval_indicator
 import evidence_pictures
 import rules_pictures
 import speed_picture
@@ -35,17 +33,13 @@ def read(name: str) -> Any:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument("--stream", action="store_true", help="run the command of docs/stream.svg again")
     args = parser.parse_args(argv)
     speed_picture.main([])
     rules_pictures.main([])
     cost_picture.main([])
     tpu_cost.draw(read("tpu_cost.json"), [DOCS / "tpu_cost.svg"])
-    eval_context.draw(read("eval_context.json"), [RESULTS / "eval_context.png"])
-    eval_indicator.draw(read("eval_indicator.json"), [RESULTS / "eval_indicator.png"])
     compounding = RESULTS / "compounding"
     branch_report.draw(read("compounding/compounding.json"), [compounding / "compounding.png"])
     evidence_pictures.main([])

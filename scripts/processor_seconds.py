@@ -15,23 +15,21 @@ import ctypes
 import datetime
 import json
 import os
-import platform
 import resource
 import shlex
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+
+import common
 
 _ADOPT = 36
 """PR_SET_CHILD_SUBREAPER of prctl(2): orphans become children of this process and not of init."""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument("--keep", type=Path, metavar="FILE", help="append the figures to this JSON file")
     parser.add_argument("--case", default="", help="what a page calls them")
     parser.add_argument("command", nargs=argparse.REMAINDER)
@@ -57,27 +55,12 @@ def main() -> None:
     print(words.format(**taken), file=sys.stderr)
     if chosen.keep and not status:
         kept = json.loads(chosen.keep.read_text()) if chosen.keep.exists() else []
-        kept.append({"case": chosen.case, **taken, **_where(), "date": at.isoformat(timespec="minutes")})
+        kept.append(
+            {"case": chosen.case, **taken, **common.where(), "date": at.isoformat(timespec="minutes")}
+        )
         kept[-1]["command"] = shlex.join(chosen.command)
-        chosen.keep.write_text(json.dumps(kept, indent=1) + "\n")
+        common.write(chosen.keep, kept)
     raise SystemExit(status)
-
-
-def _where() -> dict[str, Any]:
-    """The commit, and whether the checkout differs from it; the machine."""
-    cpus = Path("/proc/cpuinfo")
-    names = [x.partition(":")[2].strip() for x in cpus.read_text().splitlines() if x.startswith("model name")]
-    return {
-        "commit": _git("rev-parse", "--short=10", "HEAD"),
-        "dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
-        "processor": names[0] if names else platform.processor(),
-        "cores": len(os.sched_getaffinity(0)),
-        "python": platform.python_version(),
-    }
-
-
-def _git(*arguments: str) -> str:
-    return subprocess.run(["git", *arguments], capture_output=True, text=True, check=True).stdout.strip()
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ sentence has to be changed first.
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import re
 import sys
@@ -19,6 +18,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+import common
 import jinja2
 from results_tables import everything
 from results_tables.bars import Bar
@@ -125,9 +125,7 @@ def page(found: str, figures: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument(
         "--check", action="store_true", help="write nothing; exit with 1 where a page has drifted"
     )

@@ -6,17 +6,14 @@ Rules of edges are compared with `exact`, rules of distributions with `rejection
 process compiles the base and its rules, and decodes the same prompt under one and the other in turns (A B, B A, ...);
 a time is that of a decode over its steps, since a rule that relaxes needs fewer. Where a process finds its memory
 makes it some percent faster or slower for good, so it is started several times. The bound is the upper 95% one of a
-bootstrap of the median, over starts and over pairs within them, as in same_cost.py. Pin it to a core (`taskset -c 0`)
+bootstrap of the median, over starts and over pairs within them. Pin it to a core (`taskset -c 0`)
 where the machine is shared.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,10 +21,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import common
 import numpy as np
-from same_cost import bound
 
-ROOT = Path(__file__).resolve().parents[1]
 NEW_TOKENS, REPEATS = 64, 3
 
 
@@ -107,35 +103,19 @@ def worker(group: Group, rules: Sequence[str]) -> None:
 
 def one_start(name: str, rules: Sequence[str], pairs: int, cache: Path) -> dict[str, list[list[float]]]:
     """Of every rule its pairs of seconds, [base, rule]."""
-    command = [sys.executable, __file__, "--worker", name, "--rules", *rules]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_COMPILATION_CACHE_DIR": str(cache)}
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    command, compiled = (
+        [__file__, "--worker", name, "--rules", *rules],
+        {"JAX_COMPILATION_CACHE_DIR": str(cache)},
     )
-    asks, answers = process.stdin, process.stdout
-    assert asks is not None and answers is not None
     base = GROUPS[name].base
-
-    def say(rule: str | None) -> Any:
-        if rule is not None:
-            asks.write(rule + "\n")
-            asks.flush()
-        line = answers.readline()
-        if not line:
-            raise SystemExit(f"the process that measures '{name}' ended: see its message above")
-        return json.loads(line)
-
-    try:
-        say(None)
+    with common.Worker(command, environment=compiled) as process:
+        process.answer()
         found: dict[str, list[list[float]]] = {rule: [] for rule in rules}
         for turn in range(pairs + 1):
             for rule in rules:
                 order = (base, rule) if turn % 2 else (rule, base)
-                seconds = {which: say(which) for which in order}
+                seconds = {which: process.ask(which) for which in order}
                 found[rule].append([seconds[base], seconds[rule]])
-    finally:
-        process.kill()
-        process.wait()
     return {rule: taken[1:] for rule, taken in found.items()}  # the first turn warms up
 
 
@@ -146,7 +126,7 @@ def compare(name: str, rules: Sequence[str], starts: int, pairs: int, cache: Pat
     rows = []
     for rule in rules:
         seconds = np.asarray([start[rule] for start in found])  # [starts, pairs, 2]
-        ratio = bound(seconds[:, :, 1] / seconds[:, :, 0])
+        ratio = common.ratio(seconds[:, :, 1], seconds[:, :, 0])
         rows.append(
             {
                 "group": name,
@@ -164,9 +144,7 @@ def compare(name: str, rules: Sequence[str], starts: int, pairs: int, cache: Pat
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument("--starts", type=int, default=6, help="of the process of a group")
     parser.add_argument("--pairs", type=int, default=6, help="of turns in a start")
     parser.add_argument("--groups", nargs="+", choices=tuple(GROUPS), default=tuple(GROUPS))
@@ -177,8 +155,7 @@ def main() -> None:
     if args.worker:
         worker(GROUPS[args.worker], args.rules)
         return
-    today = datetime.date.today().isoformat()
-    report: dict[str, Any] = {"date": today, "cores": len(os.sched_getaffinity(0)), "cases": []}
+    report: dict[str, Any] = common.provenance() | {"cases": []}
     with tempfile.TemporaryDirectory() as cache:
         for name in args.groups:
             rules = [rule for rule in GROUPS[name].rules if args.rules is None or rule in args.rules]
@@ -187,8 +164,7 @@ def main() -> None:
             for row in compare(name, rules, args.starts, args.pairs, Path(cache)):
                 report["cases"].append(row)
                 print(json.dumps(row), flush=True)
-            if args.output is not None:
-                args.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+            common.write(args.output, report)
 
 
 if __name__ == "__main__":

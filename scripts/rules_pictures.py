@@ -8,12 +8,12 @@ picture, and no two families share colour and marker.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import common
 from results_tables.rules import GONE
 
 from mars_jax.lab.pictures.palette import GREY, look
@@ -124,9 +124,7 @@ def caption(report: Mapping[str, Any], task: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument("--source", type=Path, default=SOURCE)
     parser.add_argument("--folder", type=Path, default=ROOT / "docs", help="where the pictures go")
     parser.add_argument(

@@ -1,6 +1,6 @@
 """Compare what a compiled decode loop costs in another commit of mars-jax and in this one.
 
-    python scripts/same_cost.py --old e8fc8ba --output scripts/results/same_cost.json
+    python scripts/same_cost.py --old REV --output FILE
 
 For each case: instructions of the optimised HLO of `run`, bytes that XLA counts, and the time of decoding the same
 prompt, in interleaved pairs of two processes that wait for their turn. Where a process finds its memory makes it some
@@ -12,6 +12,7 @@ pairs. Pin it to a core (`taskset -c 0`) where the machine is shared.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -19,13 +20,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import common
 import numpy as np
+from common import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 CASES = (
     "none, exact",
     "chain, exact",
@@ -42,9 +43,8 @@ def worker(case: str) -> None:
     import jax
 
     import mars_jax as mj
+    from mars_jax.serve.prepare import prepare
 
-    old = (Path(mj.__file__ or "").parent / "batch.py").exists()
-    prepare = import_module("mars_jax.batch" if old else "mars_jax.serve.prepare").prepare
     draft, name = case.split(", ")
     target = mj.load()
     drafter = {
@@ -81,15 +81,6 @@ def worker(case: str) -> None:
         print(json.dumps(seconds), flush=True)
 
 
-def bound(ratios: np.ndarray) -> dict[str, float]:
-    """Median of ratios [starts, pairs], and the upper bound of a one-sided 95% interval by bootstrap over both."""
-    rng = np.random.default_rng(0)
-    starts, pairs = ratios.shape
-    chosen = rng.integers(starts, size=(10_000, starts, 1)), rng.integers(pairs, size=(10_000, starts, pairs))
-    medians = np.median(ratios[chosen], axis=(1, 2))
-    return {"median": float(np.median(ratios)), "upper_95": float(np.quantile(medians, 0.95))}
-
-
 def compare(case: str, checkouts: dict[str, Path], starts: int, pairs: int, cache: Path) -> dict[str, Any]:
     made, found = {}, []
     for _ in range(starts):
@@ -103,7 +94,7 @@ def compare(case: str, checkouts: dict[str, Path], starts: int, pairs: int, cach
             name: made[name] | {"ms_per_step": float(np.median(per_step[:, i]) * 1e3)}
             for i, name in enumerate(("old", "new"))
         },
-        "time_ratio": bound(per_step[:, 1] / per_step[:, 0]),
+        "time_ratio": common.ratio(per_step[:, 1], per_step[:, 0]),
         "starts": starts,
         "pairs": pairs,
     }
@@ -114,30 +105,22 @@ def one_start(
 ) -> tuple[dict[str, Any], dict[str, list[float]]]:
     """What both processes compiled, and the seconds of their turns, the first of which warms up and is left out."""
 
-    def start(checkout: Path) -> subprocess.Popen[str]:
-        command = [sys.executable, __file__, "--worker", case]
-        environment = os.environ | {"PYTHONPATH": str(checkout), "JAX_COMPILATION_CACHE_DIR": str(cache)}
-        return subprocess.Popen(
-            command, cwd=checkout, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-
-    def answer(process: subprocess.Popen[str]) -> Any:
-        assert process.stdout is not None
-        return json.loads(process.stdout.readline())
-
-    workers = {name: start(path) for name, path in checkouts.items()}
-    made = {name: answer(process) for name, process in workers.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in workers}
-    for turn in range(pairs + 1):
-        for name in sorted(workers, reverse=bool(turn % 2)):
-            process = workers[name]
-            assert process.stdin is not None
-            process.stdin.write("go\n")
-            process.stdin.flush()
-            seconds[name].append(answer(process))
-    for process in workers.values():
-        process.kill()
-        process.wait()
+    with contextlib.ExitStack() as stack:
+        workers = {
+            name: stack.enter_context(
+                common.Worker(
+                    [str(path / "scripts" / "same_cost.py"), "--worker", case],
+                    checkout=path,
+                    environment={"JAX_COMPILATION_CACHE_DIR": str(cache)},
+                )
+            )
+            for name, path in checkouts.items()
+        }
+        made = {name: worker.answer() for name, worker in workers.items()}
+        seconds: dict[str, list[float]] = {name: [] for name in workers}
+        for turn in range(pairs + 1):
+            for name in sorted(workers, reverse=bool(turn % 2)):
+                seconds[name].append(workers[name].ask())
     return made, {name: taken[1:] for name, taken in seconds.items()}
 
 
@@ -163,15 +146,17 @@ def imports(checkouts: dict[str, Path], pairs: int) -> dict[str, Any]:
         what: {
             "old_s": float(np.median(old[:, i])),
             "new_s": float(np.median(new[:, i])),
-            **bound((new[:, i] / old[:, i])[None]),
+            **common.ratio(new[:, i], old[:, i]),
         }
         for i, what in enumerate(("import mars_jax", "with the names of an embedded loop"))
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--old", default="e8fc8ba", metavar="REV")
+    parser = common.parser(__doc__)
+    parser.add_argument(
+        "--old", default="HEAD", metavar="REV", help="one that has scripts/common.py (default: HEAD)"
+    )
     parser.add_argument("--starts", type=int, default=6, help="of the two processes of a case")
     parser.add_argument("--pairs", type=int, default=6, help="of turns in a start")
     parser.add_argument("--cases", nargs="+", default=CASES)
@@ -186,7 +171,7 @@ def main() -> None:
         subprocess.run(["git", "-C", ROOT, "worktree", "add", "-q", "--detach", old, args.old], check=True)
         try:
             checkouts = {"old": old, "new": ROOT}
-            report: dict[str, Any] = {"old": args.old, "cores": len(os.sched_getaffinity(0)), "cases": []}
+            report: dict[str, Any] = {"old": args.old, **common.provenance(), "cases": []}
             for case in args.cases:
                 report["cases"].append(
                     compare(case, checkouts, args.starts, args.pairs, Path(work) / "compiled")
@@ -196,8 +181,7 @@ def main() -> None:
             print(json.dumps(report["imports"]))
         finally:
             subprocess.run(["git", "-C", ROOT, "worktree", "remove", "--force", old], check=True)
-    if args.output is not None:
-        args.output.write_text(json.dumps(report, indent=1) + "\n")
+    common.write(args.output, report)
 
 
 if __name__ == "__main__":

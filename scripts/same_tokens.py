@@ -1,12 +1,11 @@
 """Compare the tokens of another commit of mars-jax with this one's: every rule with every drafter on 16
 prompts, at temperatures 0 and 1.
 
-    python scripts/same_tokens.py --old e8fc8ba --output scripts/results/same_tokens.json
+    python scripts/same_tokens.py --old REV --output FILE
 
-What draws nothing is compared as it is. Where draws decide, at temperature 1 and in every text of `simulated`, which
-accepts by chance, a commit that is older than draws keyed by position is compared with those keys patched into it
-(`POSITION_KEYS`): nothing else may differ. It needs git, and a checkout that holds the other commit. Everything runs in
-float32 on the embedded family. `--drafters` and `--rules` run some cases and keep the others' figures.
+Draws are keyed by position, so that texts which draws decide are equal too. It needs git, and a checkout that holds the
+other commit. Everything runs in float32 on the embedded family. `--drafters` and `--rules` run some cases and keep the
+others' figures.
 """
 
 from __future__ import annotations
@@ -17,11 +16,12 @@ import os
 import subprocess
 import sys
 import tempfile
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+import common
+from common import ROOT
+
 NEW_TOKENS = 32
 STORIES = [
     "Once upon a time",
@@ -33,99 +33,51 @@ STORIES = [
 ]
 STORIES += ["There was a", "It was a sunny"]
 
-POSITION_KEYS = [
-    (
-        "mars_jax/decode.py",
-        """        step_keys = jax.vmap(jax.random.fold_in)(state.keys, state.length)
-        draft_keys, verify_keys = jnp.unstack(jax.vmap(jax.random.split)(step_keys), axis=1)
-""",
-        """        draft_keys, verify_keys = jnp.unstack(jax.vmap(jax.random.split)(state.keys), axis=1)
-        draft_keys = jax.vmap(jax.random.fold_in)(draft_keys, state.length)
-""",
-    ),
-    (
-        "mars_jax/decode.py",
-        "        verdict = verify(verify_keys, tree, logits, state.controls, *learned)\n",
-        """        from mars_jax import sampling
-
-        sampling.POSITIONS = start[:, None] + tree.depths
-        verdict = verify(verify_keys, tree, logits, state.controls, *learned)
-        sampling.POSITIONS = None
-""",
-    ),
-    (
-        "mars_jax/sampling.py",
-        "    nodes = jnp.arange(num_nodes, dtype=jnp.int32)\n    return jax.vmap(",
-        """    if POSITIONS is not None:
-        one = lambda key, i: jax.random.uniform(jax.random.fold_in(key, i), dtype=jnp.float32)
-        return jax.vmap(jax.vmap(one, in_axes=(None, 0)))(keys, POSITIONS[:, :num_nodes])
-    nodes = jnp.arange(num_nodes, dtype=jnp.int32)
-    return jax.vmap(""",
-    ),
-    ("mars_jax/sampling.py", "BLOCK = 128\n", "POSITIONS = None\nBLOCK = 128\n"),
-    (
-        "mars_jax/verify/rejection.py",
-        """            stretch_keys = jax.vmap(jax.random.fold_in)(keys, start)
-            accept_keys, draw_keys = (
-                jax.vmap(jax.random.fold_in, (0, None))(stretch_keys, i) for i in (0, 1)
-            )
-""",
-        """            from mars_jax import sampling
-
-            first = sampling.POSITIONS[:, 0]
-            accept_keys, draw_keys = jnp.unstack(jax.vmap(jax.random.split)(keys), axis=1)
-            if self.block:
-                accept_keys = jax.vmap(jax.random.fold_in)(accept_keys, first + start)
-""",
-    ),
-    (
-        "mars_jax/verify/rejection.py",
-        "            return stop, inverse_cdf(\n",
-        """            draw_keys = jax.vmap(jax.random.fold_in)(draw_keys, first + stop)
-            return stop, inverse_cdf(
-""",
-    ),
-]
-"""(file, what it says, what it is to say) of the commit before the layout of `core/`."""
-
-
-def is_old() -> bool:
-    """Whether the mars_jax that is imported is from before the layout of `core/`."""
-    import mars_jax
-
-    return (Path(mars_jax.__file__ or "").parent / "batch.py").exists()
-
 
 def prompts(target: Any) -> list[list[int]]:
     """Eight beginnings of stories and eight word problems, as tokens."""
-    arithmetic = import_module(f"mars_jax.{'tasks' if is_old() else 'evaluate.tasks'}.arithmetic")
+    from mars_jax.lab.evaluate.tasks import arithmetic
+
     questions = [p.question for p in arithmetic.generate(8, split="eval", seed=7)]
     return [target.encode(text) for text in STORIES] + [target.encode(q, chat=True) for q in questions]
 
 
-def rules(hidden: int) -> dict[str, Any]:
-    """Every rule that both commits have, by a name of its own; those with weights as (rule, weights)."""
+LOOSE = {
+    "mars": {"theta": 0.6}, "topk": {"delta": 2.0}, "typical": {"epsilon": 0.05}, "nucleus": {"mass": 0.95},
+    "adaptive": {"theta": 0.1}, "entropy_gate": {"entropy": 0.5}, "fly": {"window": 1},
+    "phrase": {"bound": 3.0, "window": 1},
+    "budget": {"gap": 1.0}, "lenience": {"factor": 0.3}, "mixture": {"weight": 0.4}, "cactus": {"divergence": 1.0},
+    "speccascade": {"alpha": 0.5}, "released": {"ratio": 0.6}, "simulated": {"tau": 1.8},
+}  # fmt: skip
+"""Settings at which rules relax much."""
+WEIGHTS = {"equivalent": "case,space", "diversed": "tiny/diversed"}
+
+
+def rules(target: Any) -> dict[str, Any]:
+    """Every rule of the table, over each of its bases, with its weights."""
     import jax
 
-    from mars_jax import contrib, verify
+    from mars_jax import contrib, specs, verify
     from mars_jax.contrib.models import indicator
 
-    head = indicator.init_params(hidden, jax.random.key(0), width=8) | {"bias": jax.numpy.asarray(-1.0)}
+    head = indicator.init_params(target.config.hidden_size, jax.random.key(0), width=8)
+    made = {
+        "learned": verify.LoadedRule(contrib.learned(theta=0.4), head | {"bias": jax.numpy.asarray(-1.0)})
+    }
+    for name, row in specs.RULES.items():
+        if name == "learned":
+            continue
+        spec, settings = f"{name}:{WEIGHTS[name]}" if name in WEIGHTS else name, LOOSE.get(name, {})
+        made[name] = verify.load(spec, target, **settings)
+        for base in row.bases:
+            if base.name != row.settings["base"].default:
+                made[f"{name} over {base.name}"] = verify.load(spec, target, base=base.name, **settings)
     table = contrib.context("position", (1.5, 0.5), edges=(2,))
-    mars: Any = verify.mars
-    by_position = (mars(context=table), ()) if is_old() else (contrib.by_context("position"), table)
-    exact, rejection, block = verify.exact(), verify.rejection(), verify.rejection(block=True)
-    return {
-        "exact": (exact, ()),
-        "rejection": (rejection, ()),
-        "block": (block, ()),
-        "mars": (verify.mars(), ()),
-        "mars gap": (verify.mars(margin="gap", theta=1.0), ()),
-        "mars by position": by_position,
-        "mars over rejection": (verify.mars(rejection), ()),
-        "mars over block": (verify.mars(block), ()),
-        "learned": (contrib.learned(theta=0.4), head),
-        "simulated": (verify.simulated(1.8), ()),
+    return made | {
+        "block": verify.load("rejection", block=True),
+        "mars over block": verify.load("mars", base="rejection", block=True, theta=0.6),
+        "mars gap": verify.load("mars", margin="gap", theta=1.0),
+        "mars by position": verify.LoadedRule(contrib.by_context("position", theta=0.6), table),
     }
 
 
@@ -146,42 +98,36 @@ def drafters(target: Any) -> dict[str, Any]:
         "eagle chain": load(head, num_draft_tokens=4),
         "eagle sampled chain": load(head, num_draft_tokens=4, sample=True),
         "eagle dynamic tree": load(head, tree=dynamic),
+        "sampled tree": load(small, tree=(2, 2, 1), sample=True),
+        "dflash": load("dflash:tiny/dflash", tree=dynamic),
+        "sprinter": load("sprinter:tiny/sprinter"),
+        "trispec": load("trispec:tiny/trispec"),
     }
 
 
-def draws(rule: str, temperature: float) -> bool:
-    """Whether random numbers decide a text."""
-    return temperature > 0 or rule == "simulated"
-
-
-def dump(kinds: list[str], path: Path, chosen: list[str], some: list[str]) -> None:
+def dump(path: Path, chosen: list[str], some: list[str]) -> None:
     """Decode with whatever mars_jax is imported, and write {case: tokens of every prompt}."""
     import jax
 
     import mars_jax as mj
-
-    prepare = import_module("mars_jax.batch" if is_old() else "mars_jax.serve.prepare").prepare
+    from mars_jax.serve.prepare import prepare
 
     target = mj.load(dtype="float32")
     texts, found = prompts(target), {}
-    loaded = getattr(mj.verify, "LoadedRule", None)
     for draft, drafter in drafters(target).items():
         if chosen and draft not in chosen:
             continue
-        for name, (rule, weights) in rules(target.config.hidden_size).items():
-            if ("tree" in draft and ("rejection" in name or "block" in name)) or (
-                name == "simulated" and draft in ("none", "ngram")
-            ):
+        for name, given in rules(target).items():
+            if some and name not in some:
                 continue
             for temperature in (0.0, 1.0):
-                if (some and name not in some) or (
-                    "drawn" if draws(name, temperature) else "plain"
-                ) not in kinds:
-                    continue
                 requests = mj.make_requests(target, texts, temperature=temperature, max_new_tokens=NEW_TOKENS)
-                given = loaded(rule, weights) if loaded else rule
-                decoder, params, state = prepare(target, drafter, requests, verify=given)
-                state, _ = mj.run(decoder, params._replace(verify=weights), state)
+                try:
+                    decoder, params, state = prepare(target, drafter, requests, verify=given)
+                    jax.eval_shape(decoder.step, params, state)
+                except mj.MarsError:  # the two do not go together
+                    continue
+                state, _ = mj.run(decoder, params, state)
                 tokens, length = jax.device_get((state.tokens, state.length))
                 found[f"{draft}, {name}, temperature {temperature:g}"] = [
                     row[:n].tolist() for row, n in zip(tokens, length, strict=True)
@@ -191,50 +137,45 @@ def dump(kinds: list[str], path: Path, chosen: list[str], some: list[str]) -> No
     path.write_text(json.dumps(found))
 
 
-def run(checkout: Path, kinds: list[str], path: Path, args: argparse.Namespace) -> dict[str, Any]:
+def run(checkout: Path, path: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """The cases of a checkout, by its own script, which knows its interface."""
     environment = os.environ | {"PYTHONPATH": str(checkout)}
-    command = [sys.executable, __file__, "--dump", str(path), "--kinds", *kinds]
+    command = [sys.executable, str(checkout / "scripts" / "same_tokens.py"), "--dump", str(path)]
     command += ["--drafters", *args.drafters] if args.drafters else []
     command += ["--rules", *args.rules] if args.rules else []
     subprocess.run(command, cwd=checkout, env=environment, check=True)
     return json.loads(path.read_text())
 
 
-def patch(checkout: Path) -> None:
-    for name, before, after in POSITION_KEYS:
-        file = checkout / name
-        text = file.read_text()
-        assert text.count(before) == 1, f"{name} of the other commit is not the one that this patch is for"
-        file.write_text(text.replace(before, after))
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--old", default="e8fc8ba", metavar="REV")
+    parser = common.parser(__doc__)
+    parser.add_argument(
+        "--old", default="HEAD", metavar="REV", help="one that has scripts/common.py (default: HEAD)"
+    )
     parser.add_argument("--output", type=Path)
     parser.add_argument("--drafters", nargs="+", default=[], help="some of them (default: all)")
     parser.add_argument("--rules", nargs="+", default=[], help="some of them (default: all)")
     parser.add_argument("--dump", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--kinds", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.dump is not None:
-        dump(args.kinds, args.dump, args.drafters, args.rules)
+        dump(args.dump, args.drafters, args.rules)
         return
     with tempfile.TemporaryDirectory() as work:
-        old, here = Path(work) / "old", Path(work)
-        subprocess.run(["git", "-C", ROOT, "worktree", "add", "-q", "--detach", old, args.old], check=True)
+        old = Path(work) / "old"
+        common.git("worktree", "add", "-q", "--detach", str(old), args.old)
         try:
-            theirs = run(old, ["plain"], here / "plain.json", args)
-            patch(old)
-            theirs |= run(old, ["drawn"], here / "patched.json", args)
+            theirs = run(old, Path(work) / "old.json", args)
         finally:
-            subprocess.run(["git", "-C", ROOT, "worktree", "remove", "--force", old], check=True)
-        ours = run(ROOT, ["plain", "drawn"], here / "new.json", args)
+            common.git("worktree", "remove", "--force", str(old))
+        ours = run(ROOT, Path(work) / "new.json", args)
+    for case in sorted(ours.keys() ^ theirs.keys()):
+        print(f"{case}: only one of the two has it", file=sys.stderr)
     found = {
-        case: sum(a != b for a, b in zip(ours.get(case, []), theirs.get(case, []), strict=True))
-        for case in theirs | ours
+        case: sum(a != b for a, b in zip(ours[case], theirs[case], strict=True))
+        for case in ours
+        if case in theirs
     }
-    kept = json.loads(args.output.read_text()) if args.output and args.output.exists() else {}
+    kept = common.kept(args.output)
     differ = (kept.get("texts_that_differ", {}) if kept.get("old") == args.old else {}) | found
     report = {
         "old": args.old,
@@ -245,8 +186,7 @@ def main() -> None:
         "texts_that_differ": differ,
     }
     print(json.dumps(report, indent=1))
-    if args.output is not None:
-        args.output.write_text(json.dumps(report, indent=1) + "\n")
+    common.write(args.output, report)
     sys.exit(bool(report["different"]))
 
 

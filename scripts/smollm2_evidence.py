@@ -14,18 +14,16 @@ for speed see `smollm2_peers.py`.
 
 from __future__ import annotations
 
-import argparse
 import json
 import lzma
-import os
-import platform
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
+import common
 import numpy as np
-from smollm2_margins import HEAD, TASKS, TEMPERATURES, interval, prompts
+from common import ratio_of_sums
+from smollm2_margins import HEAD, TASKS, TEMPERATURES, prompts
 
 import mars_jax as mj
 from mars_jax import drafters, verify
@@ -138,11 +136,11 @@ def figures(
     found: dict[str, Any] = {
         "prompts": len(rows),
         "tokens": int(emitted.sum()),
-        "tau": interval(emitted, column("steps")),
+        "tau": ratio_of_sums(emitted, column("steps")),
         "accepted_at_depth": acceptance_by_depth(np.sum([r["depth_histogram"] for r in rows], axis=0)),
-        "relaxed_share": interval(relaxed, relaxed + column("accepted_exact")),
-        "regret_per_token": interval(column("regret"), emitted),
-        "loop_rate": interval(column("loops"), np.ones(len(rows))),
+        "relaxed_share": ratio_of_sums(relaxed, relaxed + column("accepted_exact")),
+        "regret_per_token": ratio_of_sums(column("regret"), emitted),
+        "loop_rate": ratio_of_sums(column("loops"), np.ones(len(rows))),
         "tokens_per_text": float(emitted.mean()),
     }
     if base is None:
@@ -234,9 +232,7 @@ def summary(report: dict[str, Any], replay: dict[str, Any] | None) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument("--data", type=Path, required=True, help="folder of mt_bench.jsonl.xz and the others")
     parser.add_argument("--target", default="smollm2")
     parser.add_argument("--draft", default=HEAD)
@@ -250,14 +246,12 @@ def main() -> None:
     args = parser.parse_args()
 
     replay = None if args.replay is None else json.loads(args.replay.read_text())
-    report: dict[str, Any] = {"cases": {}}
-    if args.output.exists():
-        report = json.loads(args.output.read_text())
+    target = mj.load(args.target, dtype="float32")
+    report: dict[str, Any] = {"cases": {}} | common.kept(args.output)
     report |= {
         "settings": {"longest": args.longest, "new_tokens": args.new_tokens, "dtype": "float32"},
-        "environment": {"python": platform.python_version(), "jax": jax.__version__, "cores": os.cpu_count()},
+        "environment": common.provenance(target=target.params),
     }
-    target = mj.load(args.target, dtype="float32")
     made = sessions(target, args.draft, args.prompts)
     chosen = {
         task: prompts(target, args.data / f"{task}.jsonl.xz", args.prompts, args.longest)
@@ -288,11 +282,10 @@ def main() -> None:
                     ]
                     report["cases"][key] = {"rows": rows} | ({} if gap is None else {"gap": gap})
                     summary(report, replay)
-                    args.output.parent.mkdir(parents=True, exist_ok=True)
-                    args.output.write_text(json.dumps(report) + "\n")
+                    common.write(args.output, report, indent=None)
                     print(key, report["cases"][key]["figures"]["tau"], flush=True)
     summary(report, replay)
-    args.output.write_text(json.dumps(report) + "\n")
+    common.write(args.output, report, indent=None)
     for name, found in report["all"].items():
         print(name, found["tau"], found["relaxed_share"], found["regret_per_token"])
 

@@ -11,18 +11,13 @@ in the system's cache in all runs.
 
 from __future__ import annotations
 
-import argparse
-import importlib.metadata
-import json
-import os
-import platform
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
+
+import common
 
 PROMPT = "Name three fruits."
 BAR = 1.5
@@ -47,62 +42,39 @@ model.generate(
 """
 
 
-def first_text(command: list[str], environment: dict[str, str], before: str = "") -> tuple[float, str]:
-    """(seconds to the first letter of its stdout after what it says `before`, all of it)."""
-    began = time.perf_counter()
-    with subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env=environment | {"PYTHONUNBUFFERED": "1"},
-    ) as process:
-        assert process.stdout is not None
-        head = process.stdout.read(len(before) + 1)
-        seconds = time.perf_counter() - began
-        rest = process.stdout.read()
-    if process.returncode or not head.decode().startswith(before):
-        raise SystemExit(f"{command[:3]} failed with exit code {process.returncode}.")
-    return seconds, (head + rest).decode()
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
     from mars_jax.hub.files import resolve
 
-    threads = str(len(os.sched_getaffinity(0)))
+    threads = str(len(common.cores()))
     theirs = [sys.executable, "-c", THEIRS, str(resolve("smollm2")), threads, PROMPT]
     seconds: dict[str, list[float]] = {"cold": [], "warm": [], "transformers": []}
     texts = {}
-    first_text(theirs, dict(os.environ))  # which brings the files of both libraries into the system's cache
+    common.first_text(theirs)  # which brings the files of both libraries into the system's cache
     for _ in range(args.repeats):
         with tempfile.TemporaryDirectory() as cache:
-            environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": cache}
+            environment = {"JAX_COMPILATION_CACHE_DIR": cache}
             for name in ("cold", "warm"):
-                found, texts["ours"] = first_text(OURS, environment, PROMPT + "\n")
+                found, texts["ours"] = common.first_text(OURS, environment, PROMPT + "\n")
                 seconds[name].append(found)
-        found, texts["theirs"] = first_text(theirs, dict(os.environ))
+        found, texts["theirs"] = common.first_text(theirs)
         seconds["transformers"].append(found)
         print({name: round(times[-1], 2) for name, times in seconds.items()}, flush=True)
     middle = {name: statistics.median(times) for name, times in seconds.items()}
+    made = common.provenance("torch", "transformers")
     report: dict[str, Any] = {
-        "command": "python scripts/smollm2_first_text.py",
-        "environment": {
-            "python": platform.python_version(),
-            "cores": int(threads),
-            **{name: importlib.metadata.version(name) for name in ("jax", "torch", "transformers")},
-        },
+        "command": made["command"],
+        "environment": made,
         "seconds": seconds,
         "median": middle,
         "over_transformers": {name: middle[name] / middle["transformers"] for name in ("cold", "warm")},
         "bar": BAR,
         "texts": texts,
     }
-    args.output.write_text(json.dumps(report, indent=1) + "\n")
+    common.write(args.output, report)
     print(report["over_transformers"], texts)
 
 

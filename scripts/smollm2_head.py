@@ -22,6 +22,7 @@ That made the first head. What ships went on from it, with five times as much te
     mars-jax distill eagle3 --target smollm2 --from heads/smollm2 --features features/answers \\
         --steps-ahead 3 --loss kl+tv --learning-rate 1e-3 --tokens 5e5 --output heads/again
 
+Commit d2e1a99 has `smollm2_answers.py`, a faster `distill features --chat` in PyTorch for this one architecture.
 `features` writes shard by shard, and `eagle3` begins every epoch with the shards that are there by then, so both can
 run at once; killed, each goes on with the same arguments. No prompt of an evaluation is among these: MT-Bench,
 Vicuna-bench, Alpaca, GSM8K's test part, HumanEval, CNN/DM and WMT are not read.
@@ -38,6 +39,8 @@ import random
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+import common
 
 from mars_jax.lab.training import data
 
@@ -247,9 +250,7 @@ def write(path: Path, texts: list[str], *, mode: str = "w") -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument("what", choices=("texts", "sources", "own", "twice", "export"))
     parser.add_argument("--data", type=Path, help="the folder of gsm8k_train.jsonl.xz and the others")
     parser.add_argument("--work", type=Path, help="export: folder of the checkpoints; twice: of the prompts")

@@ -20,8 +20,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import common
 import jax.numpy as jnp
 import numpy as np
+from common import ratio_of_sums
 from jax import Array
 
 import mars_jax as mj
@@ -161,17 +163,6 @@ def steps_of(logged: dict[str, np.ndarray], taken: np.ndarray, length: int) -> t
     return np.asarray(begins, np.int64), np.asarray(counts, np.int64)
 
 
-def interval(tops: np.ndarray, bottoms: np.ndarray, *, seed: int = 0) -> list[float]:
-    """[ratio, low, high] of two sums over prompts f64[n], 95% by the bootstrap over prompts; zeros of none."""
-    if not np.any(bottoms):
-        return [0.0, 0.0, 0.0]
-    draw = np.random.default_rng(seed).integers(0, len(tops), (2000, len(tops)))
-    with np.errstate(invalid="ignore", divide="ignore"):
-        ratios = tops[draw].sum(axis=1) / bottoms[draw].sum(axis=1)
-    low, high = np.nanquantile(ratios, (0.025, 0.975))
-    return [round(float(x), 4) for x in (tops.sum() / max(bottoms.sum(), 1e-9), low, high)]
-
-
 def rejections(logged: dict[str, np.ndarray], length: int) -> dict[str, Any]:
     """Where the strict rule stopped a chain: the share of these places with a ratio above 0.9, and what was refused."""
     taken = accepted(logged, np.inf)
@@ -190,8 +181,8 @@ def rejections(logged: dict[str, np.ndarray], length: int) -> dict[str, Any]:
     saved = low & ((bits & SECOND) > 0) & ((bits & BARRED) == 0)
     return {
         "rejections": len(stopped),
-        "share_above_0.9": interval(per_text(low), per_text(one)),
-        "share_that_mars_takes": interval(per_text(saved), per_text(one)),
+        "share_above_0.9": ratio_of_sums(per_text(low), per_text(one)),
+        "share_that_mars_takes": ratio_of_sums(per_text(saved), per_text(one)),
         "median_z1": float(np.median(logged["z1"][:, 0])),
         "places_above_0.9": float(np.mean(margin_of("ratio", logged["z1"][:, 0], logged["z2"][:, 0]) > 0.9)),
     }
@@ -206,7 +197,7 @@ def replay(logged: dict[str, np.ndarray], lengths: Sequence[int] = LENGTHS) -> d
             cells = {}
             for length in lengths:
                 _, counts = steps_of(logged, taken, length)
-                cells[str(length)] = interval(counts[:, 1], counts[:, 0])
+                cells[str(length)] = ratio_of_sums(counts[:, 1], counts[:, 0])
             found.setdefault(margin, {})[f"{theta:g}"] = cells
     return found
 
@@ -282,15 +273,13 @@ def _replay(args: argparse.Namespace) -> None:
             for case, logged in cases.items()
         },
     }
-    args.output.write_text(json.dumps(report) + "\n")
+    common.write(args.output, report, indent=None)
     for case, found in report["cases"].items():
         print(case, found["rejected"]["7"], {t: found["tau"]["ratio"][t]["3"] for t in ("inf", "0.9")})
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     commands = parser.add_subparsers(required=True)
     made = commands.add_parser("log", help="decode, and write the log")
     made.set_defaults(run=_log)

@@ -10,18 +10,18 @@ than `TIE`, and our token is one of them; after a tie texts go apart, so what fo
 
 from __future__ import annotations
 
-import argparse
 import importlib
-import json
-import lzma
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+import common
 import jax
 import jax.numpy as jnp
 import numpy as np
+import smollm2_margins
+from torch_side import Transformers
 
 import mars_jax as mj
 from mars_jax import drafters
@@ -38,48 +38,13 @@ TIE = 2e-3
 """Of logits up to 30, whose float32 sums over 30 layers differ by up to 1e-3 with the order of addition."""
 
 
-def prompts(data: Path, target: Any, per_kind: int, longest: int) -> list[tuple[str, str, list[int]]]:
-    """(kind, text, tokens of its chat): the first `per_kind` of each kind that are not longer than `longest`."""
-    found = []
-    for kind in KINDS:
-        with lzma.open(data / f"{kind}.jsonl.xz", "rt") as file:
-            rows = [json.loads(line) for line in file]
-        texts = [row["question"] if "question" in row else row["turns"][0] for row in rows]
-        encoded = ((text, target.encode(text, chat=True)) for text in texts)
-        short = [(kind, text, ids) for text, ids in encoded if len(ids) <= longest]
-        found += short[:per_kind]
-    return found
-
-
-class Transformers:
-    """The oracle: PyTorch, one prompt at a time."""
-
-    def __init__(self, path: Path):
-        import torch
-        import transformers
-
-        transformers.utils.logging.set_verbosity_error()
-        transformers.utils.logging.disable_progress_bar()
-        self.torch = torch
-        self.model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            str(path.parent), gguf_file=path.name, dtype=torch.float32, attn_implementation="eager"
-        )
-
-    def logits(self, ids: list[int]) -> np.ndarray:
-        with self.torch.no_grad():
-            return self.model(self.torch.tensor([ids])).logits[0].numpy()
-
-    def greedy(self, ids: list[int], count: int, stop: tuple[int, ...]) -> list[int]:
-        given = self.torch.tensor([ids])
-        made = self.model.generate(
-            given,
-            attention_mask=self.torch.ones_like(given),
-            do_sample=False,
-            max_new_tokens=count,
-            eos_token_id=list(stop),
-            pad_token_id=stop[0],
-        )
-        return made[0, len(ids) :].tolist()
+def prompts(data: Path, target: Any, per_kind: int, longest: int) -> list[list[int]]:
+    """Tokens of the first `per_kind` chats of each kind that are not longer than `longest` tokens."""
+    return [
+        ids
+        for kind in KINDS
+        for _, ids in smollm2_margins.prompts(target, data / f"{kind}.jsonl.xz", per_kind, longest)
+    ]
 
 
 class LlamaCpp:
@@ -186,9 +151,7 @@ def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument("--data", type=Path, required=True, help="folder of mt_bench.jsonl.xz and the others")
     parser.add_argument("--per-kind", type=int, default=20)
     parser.add_argument("--new-tokens", type=int, default=48)
@@ -202,26 +165,27 @@ def main() -> None:
     args = parser.parse_args()
 
     path = resolve("smollm2")
-    target, oracle = mj.load("smollm2", dtype="float32"), Transformers(path)
+    target, oracle = mj.load("smollm2", dtype="float32"), Transformers(path, attn_implementation="eager")
     chosen = prompts(args.data, target, args.per_kind, args.longest)
     began = time.perf_counter()
-    reference = [oracle.greedy(ids, args.new_tokens, target.stop_tokens) for _, _, ids in chosen]
+    reference = [oracle.generate([ids], args.new_tokens, stops=target.stop_tokens)[0] for ids in chosen]
     print(f"transformers: {sum(map(len, reference))} tokens, {time.perf_counter() - began:.0f} s", flush=True)
 
     apart = []
-    for _, _, ids in chosen[:: args.per_kind]:
+    for ids in chosen[:: args.per_kind]:
         ours, theirs = logits_of(target, ids), oracle.logits(ids)
         apart.append({"tokens": len(ids), "largest_difference": float(np.abs(ours - theirs).max()),
                       "largest_logit": float(np.abs(theirs).max())})  # fmt: skip
     print(apart, flush=True)
 
     report: dict[str, Any] = {
+        "environment": common.provenance("torch", "transformers", target=target.params),
         "model": path.name,
         "kinds": list(KINDS),
         "prompts": len(chosen),
         "new_tokens": args.new_tokens,
         "batch_size": args.batch_size,
-        "prompt_tokens": [min(len(p[2]) for p in chosen), max(len(p[2]) for p in chosen)],
+        "prompt_tokens": [min(map(len, chosen)), max(map(len, chosen))],
         "logits": apart,
         "tie": TIE,
         "head": "trained" if args.head else "not trained",
@@ -234,17 +198,16 @@ def main() -> None:
         made = mj.generate(
             target,
             drafter,
-            [chosen[i][2] for i in order],
+            [chosen[i] for i in order],
             temperature=0.0,
             max_new_tokens=args.new_tokens,
             batch_size=args.batch_size,
         )
         ours = dict(zip(order, made.tokens, strict=True))
-        found = [compare(reference[i], list(ours[i]), chosen[i][2], oracle) for i in range(len(chosen))]
+        found = [compare(reference[i], list(ours[i]), chosen[i], oracle) for i in range(len(chosen))]
         report["arms"][name] = summary(found) | {"tau": made.metrics.tau}
         print(name, report["arms"][name], f"{time.perf_counter() - began:.0f} s", flush=True)
-        if args.output is not None:
-            args.output.write_text(json.dumps(report, indent=1) + "\n")
+        common.write(args.output, report)
 
     if args.llama_cpp:
         with tempfile.TemporaryDirectory() as folder:
@@ -252,13 +215,12 @@ def main() -> None:
             found, same = [], 0
             for first in range(0, len(chosen), args.per_kind):
                 for i in range(first, first + min(args.llama_cpp, args.per_kind)):
-                    ids = chosen[i][2]
+                    ids = chosen[i]
                     same += peer.tokens(target.tokenizer.decode(ids)) == ids
                     found.append(compare(reference[i], peer.greedy(ids, args.new_tokens), ids, oracle))
         report["llama_cpp"] = summary(found) | {"same_prompt_tokens": same}
         print("llama.cpp", report["llama_cpp"], flush=True)
-    if args.output is not None:
-        args.output.write_text(json.dumps(report, indent=1) + "\n")
+    common.write(args.output, report)
 
 
 if __name__ == "__main__":

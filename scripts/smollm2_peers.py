@@ -12,20 +12,17 @@ smaller model with this vocabulary to assist it, so its assistant is the target'
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import platform
-import statistics
 import tempfile
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
+import common
+import numpy as np
 from smollm2_margins import HEAD, prompts
 from smollm2_parity import LlamaCpp
+from torch_side import Tokens, Transformers
 
 import mars_jax as mj
 from mars_jax import drafters, verify
@@ -34,54 +31,9 @@ from mars_jax.hub.files import resolve
 from mars_jax.serve.requests import make_requests
 from mars_jax.serve.session import Session
 
-Tokens = list[list[int]]
 EXIT = 15
 """Layers of the target that assist transformers, half of them."""
 CHUNK = 512
-
-
-class Transformers:
-    """PyTorch, with its usual attention."""
-
-    def __init__(self, path: Path, threads: int, new: int, stops: tuple[int, ...]):
-        import torch
-        import transformers
-
-        transformers.utils.logging.set_verbosity_error()
-        transformers.utils.logging.disable_progress_bar()
-        torch.set_num_threads(threads)
-        self.torch, self._new, self._stops = torch, new, list(stops)
-        self.versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-        self._model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            str(path.parent), gguf_file=path.name, dtype=torch.float32
-        ).eval()
-
-    def generate(self, given: Tokens, **how: Any) -> Tokens:
-        """Continue prompts together, padded on the left."""
-        width, pad = max(map(len, given)), self._stops[0]
-        ids = self.torch.tensor([[pad] * (width - len(p)) + p for p in given])
-        mask = self.torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in given])
-        with self.torch.inference_mode():
-            out = self._model.generate(
-                ids,
-                attention_mask=mask,
-                do_sample=False,
-                max_new_tokens=self._new,
-                eos_token_id=self._stops,
-                pad_token_id=pad,
-                **how,
-            )
-        return [cut(row, self._stops) for row in out[:, width:].tolist()]
-
-
-def cut(tokens: list[int], stops: list[int]) -> list[int]:
-    """A text up to its first stop token.
-
-    >>> cut([1, 2, 9, 9], [9])
-    [1, 2, 9]
-    """
-    at = next((i for i, token in enumerate(tokens) if token in stops), len(tokens) - 1)
-    return tokens[: at + 1]
 
 
 class Llama:
@@ -209,20 +161,15 @@ def measure(ways: dict[str, Callable[[Tokens], Tokens]], given: Tokens, repeats:
             found[name] = {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}
             del ways[name]
         print(name, found.get(name, "runs"), flush=True)
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(repeats):
-        for name, run in ways.items():
-            began = time.perf_counter()
-            run(given)
-            seconds[name].append(time.perf_counter() - began)
+    seconds = common.in_turns({name: partial(run, given) for name, run in ways.items()}, repeats, warm=0)
     reference = texts["transformers, generate"]
     for name, times in seconds.items():
         count = sum(map(len, texts[name]))
         found[name] = {
             "tokens": count,
-            "seconds": [round(t, 3) for t in times],
-            "tokens_per_second": count / statistics.median(times),
-            "spread": [count / max(times), count / min(times)],
+            "seconds": [round(float(t), 3) for t in times],
+            "tokens_per_second": count / float(np.median(times)),
+            "spread": [count / float(times.max()), count / float(times.min())],
             "texts_as_transformers": sum(a == b for a, b in zip(texts[name], reference, strict=True)),
         }
         print(f"  {name:40} {found[name]['tokens_per_second']:7.1f} tokens/s", flush=True)
@@ -230,9 +177,7 @@ def measure(ways: dict[str, Callable[[Tokens], Tokens]], given: Tokens, repeats:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument("--data", type=Path, required=True, help="folder of mt_bench.jsonl.xz")
     parser.add_argument("--draft", default=HEAD)
     parser.add_argument("--prompts", type=int, nargs="+", default=[4, 8], help="of each batch size")
@@ -242,15 +187,13 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
-    threads = len(os.sched_getaffinity(0))
+    threads = len(common.cores())
     path = resolve("smollm2")
     target = mj.load("smollm2", dtype="float32")
-    theirs = Transformers(path, threads, args.new_tokens, target.stop_tokens)
+    generate = partial(Transformers(path).generate, new=args.new_tokens, stops=target.stop_tokens)
+    made = common.provenance("torch", "transformers", target=target.params)
     report: dict[str, Any] = {
-        "command": "python scripts/smollm2_peers.py --data SHARED/data/eval",
-        "environment": {
-            "python": platform.python_version(), "jax": jax.__version__, "cores": threads, **theirs.versions
-        },
+        "command": made["command"], "environment": made,
         "task": "mt_bench", "temperature": 0.0, "new_tokens": args.new_tokens, "longest": args.longest,
         "repeats": args.repeats, "batches": {},
     }  # fmt: skip
@@ -263,12 +206,10 @@ def main() -> None:
             given = [ids for _, ids in prompts(target, args.data / "mt_bench.jsonl.xz", count, args.longest)]
             assert batch in (1, len(given)), "a batch holds all prompts, or one"
             side_by_side = (lambda run: run) if batch > 1 else one_by_one
-            ways: dict[str, Callable[[Tokens], Tokens]] = {
-                "transformers, generate": side_by_side(theirs.generate)
-            }
+            ways: dict[str, Callable[[Tokens], Tokens]] = {"transformers, generate": side_by_side(generate)}
             if batch == 1:  # neither takes a batch
-                ways["transformers, prompt lookup"] = one_by_one(theirs.generate, prompt_lookup_num_tokens=3)
-                ways["transformers, assisted"] = one_by_one(theirs.generate, assistant_early_exit=EXIT)
+                ways["transformers, prompt lookup"] = one_by_one(generate, prompt_lookup_num_tokens=3)
+                ways["transformers, assisted"] = one_by_one(generate, assistant_early_exit=EXIT)
                 ways["llama.cpp, float32, drafted by Q4_0"] = lambda given: [
                     llama["float32"].speculate(ids, llama["Q4_0"], 3) for ids in given
                 ]
@@ -278,7 +219,7 @@ def main() -> None:
                 "prompts": len(given),
                 "ways": measure(ways, given, args.repeats),
             }
-            args.output.write_text(json.dumps(report, indent=1) + "\n")
+            common.write(args.output, report)
 
 
 if __name__ == "__main__":

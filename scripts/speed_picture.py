@@ -8,12 +8,13 @@ Bars are medians of the runs, whiskers span the slowest and the fastest run. Col
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import common
 
 from mars_jax.lab.pictures.palette import look
 from mars_jax.lab.pictures.style import no_grid, picture, whiskers
@@ -107,9 +108,7 @@ def draw(report: Mapping[str, Any], pictures: Sequence[Path]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument("--caption", action="store_true", help="print the caption and draw nothing")
     parser.add_argument("--folder", type=Path, default=ROOT / "docs", help="where speed.svg and speed.png go")
     chosen = parser.parse_args(argv)

@@ -8,7 +8,6 @@ What says how long it took is left out, since it is another number every time.
 
 from __future__ import annotations
 
-import argparse
 import io
 import os
 import pty
@@ -18,6 +17,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import common
 from rich.console import Console
 from rich.terminal_theme import TerminalTheme
 from rich.text import Text
@@ -94,9 +94,7 @@ def svg(said: str, arguments: Sequence[str]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument("--folder", type=Path, default=ROOT / "docs", help="where stream.svg goes")
     folder = parser.parse_args(argv).folder
     (folder / "stream.svg").write_text(svg(on_terminal(ARGUMENTS), ARGUMENTS), encoding="utf-8")

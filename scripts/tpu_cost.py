@@ -23,6 +23,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import common
+
 from mars_jax.lab.pictures.palette import BLACK, PARTS
 from mars_jax.lab.pictures.style import no_grid, picture, whiskers
 from mars_jax.lab.planning import bundles, hlo
@@ -207,9 +209,7 @@ def draw(report: Mapping[str, Any], pictures: Sequence[Path]) -> None:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument("--model", default="llama-3.1-8b")
     parser.add_argument("--cases", nargs="*", default=[], help="as tpu_dump.py takes them for --draft")
     parser.add_argument("--from", nargs=2, type=Path, dest="folders", metavar="DIR", help="dumps made before")
@@ -238,7 +238,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     asked = parse(argv)
     generation = asked.topology.partition(":")[0]
-    report: dict[str, Any] = json.loads(asked.json.read_text()) if asked.json.exists() else {"cases": {}}
+    report: dict[str, Any] = {"cases": {}} | common.kept(asked.json)
     made: dict[str, Any] = {}
     if asked.folders:
         made[asked.name] = case(
@@ -288,7 +288,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if asked.about:
             report.setdefault("labels", {})[asked.label] = asked.about
     if made or asked.added:
-        asked.json.write_text(json.dumps(report, indent=1) + "\n")
+        common.write(asked.json, report)
     if asked.picture:
         draw(report, [asked.pictures / "tpu_cost.svg"])
 

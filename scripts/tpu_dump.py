@@ -2,20 +2,20 @@
 
     LIBTPU_INIT_ARGS="--xla_jf_dump_to=DIR ..." python scripts/tpu_dump.py --draft tree --layers 2 DIR
 
-scripts/tpu_cost.py starts it, once for each program: libtpu takes its flags when it is loaded. It imports of mars_jax
-what old checkouts have too, so that before and after are judged by the same tool; put the checkout on PYTHONPATH.
+scripts/tpu_cost.py starts it, once for each program: libtpu takes its flags when it is loaded. Another checkout, from
+3c5a038 on, is judged by the same tool: put it on PYTHONPATH.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import inspect
 import json
 import os
 import time
 from pathlib import Path
 from typing import Any
+
+import common
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -24,25 +24,17 @@ import numpy as np
 from jax.sharding import Mesh
 
 from mars_jax import verify
-from mars_jax.core.types import Prompts
+from mars_jax.core.decode import speculative_decoder
+from mars_jax.core.decoder import Decoder
+from mars_jax.core.guide import Guides, Narrow, Tables, Tracked
+from mars_jax.core.types import Params, Prompts
+from mars_jax.lab.planning import fit
 from mars_jax.lab.planning.chips import topology
 from mars_jax.lab.planning.outlined_models import CONFIGS
 from mars_jax.models import transformer
 from mars_jax.models.dflash_head import DFlashConfig
 from mars_jax.models.eagle_head import EagleConfig
-
-try:
-    from mars_jax.core.decode import speculative_decoder
-    from mars_jax.core.types import Params
-    from mars_jax.lab.planning import fit
-    from mars_jax.placement import shardings
-except ImportError:  # up to commit e8fc8ba
-    from mars_jax.decode import speculative_decoder  # pyright: ignore
-    from mars_jax.types import Params  # pyright: ignore
-
-    from mars_jax import sharding as shardings  # pyright: ignore
-    from mars_jax.lab.planning import plan as fit  # pyright: ignore
-
+from mars_jax.placement import shardings
 
 PREFILL_CHUNK = 512
 """Tokens, as `prefill.chunk_of` has it where an accelerator is."""
@@ -85,8 +77,6 @@ def lower_prefill(decoder: Any, params: Any, rule: Any, mesh: Mesh, batch: int, 
 
 def constrained(params: Any, decoder: Any, states: int, vocab: int, mesh: Mesh) -> tuple[Any, Any]:
     """Abstract tables of a constraint in the params, and a decoder whose rows all begin in it."""
-    from mars_jax.core.guide import Guides, Tables, Tracked
-
     whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     sizes = {
         "next": ((states, 128), "uint16"),
@@ -100,26 +90,27 @@ def constrained(params: Any, decoder: Any, states: int, vocab: int, mesh: Mesh) 
     }
 
     if isinstance(params.draft, dict) and "ids" in params.draft:  # a draft of a vocabulary of its own
-        from mars_jax.core.guide import Narrow
-
         ids = params.draft["ids"]
         shape = (states, -(-ids.shape[0] // 32))
         bits: Any = jax.ShapeDtypeStruct(shape, "uint32", sharding=whole)
         tables["narrow"] = Narrow(ids=ids, bits=bits)
 
-    def init(params: Any, prompts: Any, lengths: Any, controls: Any, rule: Any, keys: Any) -> Any:
-        rows = jax.numpy.full(lengths.shape, 2, jax.numpy.int32)
-        tracked = Tracked(start=rows, group=jax.numpy.ones_like(rows))
-        controls = dataclasses.replace(controls, guides=Guides(constraint=tracked))
-        return decoder.init(params, Prompts(prompts, lengths, controls, rule, keys))
+    given = params._replace(guides=Guides(constraint=Tables(**tables)))
+    return given, Constrained(decoder.target, decoder.drafter, decoder.rule, decoder.prefill_chunk)
 
-    return params._replace(guides=Guides(constraint=Tables(**tables))), decoder._replace(init=init)
+
+class Constrained(Decoder):
+    """A decoder whose rows all begin in the third state of a constraint."""
+
+    def init(self, params: Params, prompts: Prompts) -> Any:
+        rows = jax.numpy.full(prompts.length.shape, 2, jax.numpy.int32)
+        tracked = Tracked(start=rows, group=jax.numpy.ones_like(rows))
+        controls = dataclasses.replace(prompts.controls, guides=Guides(constraint=tracked))
+        return super().init(params, dataclasses.replace(prompts, controls=controls))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument("--model", default="llama-3.1-8b", choices=sorted(CONFIGS))
     parser.add_argument(
         "--draft",
@@ -141,8 +132,7 @@ def main() -> None:
     config = dataclasses.replace(full, num_layers=asked.layers, windows=full.windows[: asked.layers])
     mesh = Mesh(np.array(where.devices), ("model",))
     draft, rule = draft_of(asked.draft, config), verify.mars()
-    # Older commits know no other attention.
-    chosen = {} if asked.attention == "xla" else {"attention": asked.attention}
+    chosen: dict[str, Any] = {"attention": asked.attention}
     if asked.draft == "prefill":
         chosen["prefill_chunk"] = PREFILL_CHUNK
     model = transformer.language_model(config, dtype="bfloat16", **chosen)
@@ -158,18 +148,16 @@ def main() -> None:
     decoder = speculative_decoder(model, drafter, rule)
     if asked.constraint is not None:
         params, decoder = constrained(params, decoder, asked.constraint, config.vocab_size, mesh)
-    rules = [rule] if "rule" in inspect.signature(fit.lower_loop).parameters else []
-    lower_loop: Any = fit.lower_loop  # of whichever commit is imported
     if asked.draft == "prefill":
         lowered = lower_prefill(decoder, params, rule, mesh, asked.batch, asked.context)
     else:
-        _, lowered = lower_loop(decoder, params, *rules, mesh, batch=asked.batch, context=asked.context)
+        _, lowered = fit.lower_loop(decoder, params, rule, mesh, batch=asked.batch, context=asked.context)
     started = time.perf_counter()
     compiled = lowered.compile()
     seconds = time.perf_counter() - started
     asked.folder.mkdir(parents=True, exist_ok=True)
     (asked.folder / "hlo.txt").write_text(compiled.as_text())
-    memory = compiled.memory_analysis()
+    memory: Any = compiled.memory_analysis()
     told = {
         "layers": full.num_layers,
         "nodes": drafter.num_nodes,

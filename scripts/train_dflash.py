@@ -9,10 +9,10 @@ of the last checkpoint and trains no further.
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
+import common
 import jax
 import jax.numpy as jnp
 from train_embedded import CONTEXT, SHARES, texts
@@ -28,9 +28,7 @@ STEP = 2048
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument("--work", type=Path, required=True, help="folder of checkpoints, log and plot")
     parser.add_argument("--export", type=Path, required=True, help="folder that takes the head")
     for name in ("stories", "dialogues", "novels"):

@@ -12,12 +12,12 @@ temporaries are then mapped in huge pages.
 
 from __future__ import annotations
 
-import argparse
 import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import common
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -186,9 +186,7 @@ def export(args, name: str, config: ModelConfig, params) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     parser.add_argument(
         "--work", type=Path, required=True, help="folder of the tokenizer, checkpoints, logs, plots"
     )

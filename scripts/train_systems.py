@@ -17,6 +17,7 @@ import random
 import shutil
 from pathlib import Path
 
+import common
 from train_embedded import dialogues, problems
 
 from mars_jax import hub
@@ -52,9 +53,7 @@ def proxy(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = common.parser(__doc__)
     commands = parser.add_subparsers(required=True)
     made = commands.add_parser("text")
     made.add_argument("--stories", type=Path, nargs="+", required=True, metavar="FILE")

@@ -92,7 +92,7 @@ def scripts(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
 
 
-@pytest.mark.parametrize("name", ["results_page", "results_tables.bars"])
+@pytest.mark.parametrize("name", ["common", "results_page", "results_tables.bars", "torch_side"])
 def test_examples_of_the_scripts_run(scripts, name):
     found = doctest.testmod(importlib.import_module(name))
     assert found.attempted and not found.failed
@@ -175,22 +175,6 @@ def test_the_pictures_of_a_step_show_their_json(tmp_path, command, picture, word
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["eval_context", "eval_indicator"])
-def test_the_pictures_of_studies_are_drawn_from_their_json(tmp_path, name):
-    """Pixel by pixel but for the edges of letters and lines, where another version of matplotlib may differ."""
-    pytest.importorskip("matplotlib")
-    from matplotlib import image
-
-    results = ROOT / "scripts" / "results"
-    shutil.copy(results / f"{name}.json", tmp_path)
-    done = run(f"{name}.py", "--picture", "--output", str(tmp_path / f"{name}.json"))
-    assert done.returncode == 0, done.stderr
-    drawn, kept = (image.imread(folder / f"{name}.png")[..., :3] for folder in (tmp_path, results))
-    assert drawn.shape == kept.shape
-    assert (abs(drawn - kept).max(axis=-1) > 0.3).mean() < 0.01
-
-
-@pytest.mark.slow
 def test_the_evidence_has_the_figures_of_its_rows(scripts):
     """Of one folder: all figures of the summary are counted again, and every interval holds its figure."""
     pictures = importlib.import_module("evidence_pictures")
@@ -240,6 +224,20 @@ def test_links_lead_somewhere(path):
         if not there.exists() or (anchor and anchor not in anchors(there)):
             dead.append(link)
     assert dead == []
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_scripts_that_documents_name_are_in_the_tree_or_have_a_commit(path):
+    """One that is gone has its commit beside it."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    gone = [
+        name
+        for number, line in enumerate(lines)
+        for name in re.findall(r"scripts/[\w/]+\.py", line)
+        if path.name != "CHANGELOG.md" and not (ROOT / name).exists()
+        if not re.search(r"\b[0-9a-f]{7}\b", " ".join(lines[number : number + 3]))
+    ]
+    assert gone == []
 
 
 def test_no_page_is_still_said_to_come():

@@ -1,6 +1,6 @@
 """What a step costs with each size of a draft, measured where it is decoded, before the first batch of a shape.
 
-Oracle: the clock around steps of the fixed sizes (scripts/bench_sizes.py).
+Oracle: the clock around steps of the fixed sizes (bench_sizes.json of scripts/results).
 """
 
 from __future__ import annotations

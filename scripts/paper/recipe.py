@@ -29,7 +29,7 @@ RESULTS = Path(__file__).resolve().parents[1] / "results"
 PLANS, OTHERS = RESULTS / "paper_plans.json", RESULTS / "plans.json"
 SHAPE = f"{TREE.top_k}-{TREE.depth}-{TREE.nodes}"
 OTHER_SHAPE = "10-7-60"
-"""The tree of `scripts/plans.py`: as many nodes, one level less to draft."""
+"""The tree of plans.json: as many nodes, one level less to draft."""
 PROBLEMS, NEW_TOKENS = 80, 1024
 
 
@@ -148,7 +148,7 @@ def planned(row: Row) -> dict[str, Any]:
 
 
 def plans() -> dict[str, Any]:
-    """The plan of every row that has one: for its own tree, else for that of `scripts/plans.py` on the same slice."""
+    """The plan of every row that has one: for its own tree, else that of plans.json on the same slice."""
     own = json.loads(PLANS.read_text())["rows"] if PLANS.exists() else {}
     others = json.loads(OTHERS.read_text())["entries"]
     found = {}

@@ -61,7 +61,6 @@ def blocks() -> dict[str, Any]:
     return {
         "rows": rows,
         "bars": bars,
-        "ops": ops,
         "floors": [moved / eagle[0] for moved in _floors()],
         "speed": [
             [name, f"{row['tau']:.2f}", f"{row['tokens_per_s']:.0f}", f"{_paired(row, speed['none']):.2f} x"]

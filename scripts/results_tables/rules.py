@@ -44,10 +44,8 @@ def compared() -> dict[str, Any]:
         for table in report["tables"]
         for arm in table["arms"]
     }
-    drafts = [table["draft"] for table in report["tables"]]
     return {
         "tables": tables,
-        "trees": "tree" in drafts,
         "paired": [_paired(found) for found in report["ratio_less_gap"] if found["draft"] == "chain"],
         "decided": [
             found

@@ -1,6 +1,6 @@
 """A small head that says whether relaxing at a token would change the outcome of its text.
 
-E hidden size, W width. Oracle: held-out branches of the text, in scripts/eval_indicator.py.
+E hidden size, W width. Oracle: held-out branches of the text, in eval_indicator.json of scripts/results.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 E hidden size of the target, F of the draft, W width, V vocabulary. Source: DIVERSED, arXiv 2604.07622, whose head reads
 the hidden states of both models; this one reads both entropies and the distance of the two distributions as well.
-Oracles: the formula in numpy, in tests/contrib/test_diversed.py; held-out rewards, in scripts/eval_systems.py.
+Oracles: the formula, in tests/contrib/test_diversed.py; held-out rewards, in scripts/results/eval_systems.json.
 """
 
 from __future__ import annotations

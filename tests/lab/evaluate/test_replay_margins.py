@@ -13,7 +13,7 @@ from mars_jax.core.rule import LoadedRule
 from mars_jax.serve.requests import make_requests
 from mars_jax.serve.session import Session
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
 NEW = 12
 
 
