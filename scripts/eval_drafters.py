@@ -61,13 +61,13 @@ def lossless(target: mj.Pretrained, made: dict[str, Any], prompts: list[list[int
 
 def cost(target: mj.Pretrained, made: dict[str, Any], prompt: list[int], repeats: int) -> dict[str, Any]:
     """Milliseconds of a step at batch 1: a decode with a rule that accepts next to nothing, over its steps."""
-    from mars_jax.serve.generation import run_batch
+    from mars_jax.serve.session import Session
 
     requests = mj.make_requests(target, [prompt], max_new_tokens=96, ignore_eos=True, temperature=1.0)
     steps: dict[str, int] = {}
 
     def decode(name: str) -> None:
-        [done] = run_batch(target, made[name], requests, verify=mj.verify.exact())
+        [done] = Session.of(target, made[name], mj.verify.exact()).run(requests)
         steps[name] = done.metrics.steps
 
     found = common.in_turns({name: functools.partial(decode, name) for name in made}, repeats)

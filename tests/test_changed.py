@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def test_a_rooms_own_tests_come_first_and_then_those_that_import_it():
-    steps = distances(["mars_jax/contrib/rules/fly.py"])
+    steps = distances(["mars_jax/verify/topk.py"])
     assert steps["tests/verify/test_edges.py"] == steps["tests/verify/test_mars.py"] == 1
     assert steps["tests/core/test_decode.py"] > 1  # which imports the package that imports the module
     assert "tests/constraints/test_automaton.py" not in steps and "tests/test_docs.py" not in steps
@@ -56,7 +56,7 @@ def test_slow_tests_and_those_that_are_far_are_left_out_and_the_near_ones_come_f
     deselected = []
     hook = types.SimpleNamespace(pytest_deselected=lambda items: deselected.extend(items))
     config = types.SimpleNamespace(getoption=lambda name: "HEAD", hook=hook)
-    monkeypatch.setattr(changed, "changed_since", lambda revision: ["mars_jax/contrib/rules/fly.py"])
+    monkeypatch.setattr(changed, "changed_since", lambda revision: ["mars_jax/verify/topk.py"])
     near, far = Item("tests/verify/test_edges.py::test"), Item("tests/core/test_decode.py::test")
     slow, other = (
         Item("tests/verify/test_edges.py::slow", True),

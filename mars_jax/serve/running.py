@@ -100,7 +100,7 @@ class Running:
         with made.target.on_mesh():
             # Heads draft the first token after a single one from nothing, and not from the text before.
             single = len(made.requests[0].prompt_tokens) == 1
-            if state is None or made.decoder is not self._decoder or single:
+            if state is None or made.decoder != self._decoder or single:
                 state = _unread(made.decoder, made.params, prompts)
             step = None
             if compiling and made.target.mesh is None:

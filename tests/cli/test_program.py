@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 import mars_jax
-from mars_jax import hub
 from mars_jax.cli import commands, progress, quiet
 from mars_jax.cli.generate import job
 from mars_jax.cli.progress import Pace, busy, counted, heartbeat, ticking
 from mars_jax.core import activity
 from mars_jax.core.metrics import Metrics
+from mars_jax.hub.pretrained import Pretrained
 from mars_jax.serve import queue
 from mars_jax.serve.requests import Completion, Request
 from tests.helpers import slow_but
@@ -258,7 +258,7 @@ def test_a_command_counts_its_prompts_while_it_decodes(run, target, fast, monkey
 
 def test_a_command_counts_the_prompts_that_it_tokenizes(run, target, fast, monkeypatch):
     monkeypatch.setattr(job, "CHUNK", 2)
-    slowly(monkeypatch, hub.Pretrained, "encode_many")
+    slowly(monkeypatch, Pretrained, "encode_many")
     few = ("--draft", "none", "--max-new-tokens", 8, "--json")
     outcome = run("--target", target, *few, *["the sea"] * 5)
     line = re.compile(r"^loading \.\.\. \(\d s\); tokenizing: [24] of 5, \d:\d\d left prompts$")

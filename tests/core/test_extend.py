@@ -10,7 +10,6 @@ import pytest
 
 from mars_jax import contrib, drafters, verify
 from mars_jax.core import decode
-from mars_jax.core import extend as extending
 from mars_jax.core.controls import make_controls
 from mars_jax.core.errors import MarsError
 from mars_jax.core.mesh import parse_mesh
@@ -244,10 +243,10 @@ def test_what_is_held_goes_through_no_forward():
 def test_turns_share_one_compilation():
     talk = Talk("ngram of 6", verify.mars(theta=0.25))  # a drafter that no other test compiles for
     talk.turn([talk.new(n) for n in FIRST])
-    extended = extending._extend._cache_size()
+    extended = decode._extend._cache_size()
     for _ in range(3):
         talk.turn([text + talk.new(2) for text in talk.texts], more=4)
-    assert extending._extend._cache_size() == extended + 1
+    assert decode._extend._cache_size() == extended + 1
 
 
 def test_a_drafter_that_says_nothing_of_its_cache_reads_the_text_again():

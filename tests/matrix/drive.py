@@ -237,8 +237,8 @@ def insert(case: Case) -> list[Found | None]:
 
     def put(made, state):
         state, _ = decode.run(made.decoder, made.params, state, max_steps=jnp.int32(2))
-        arrays = made.arrays(rows.tolist())
-        return jax.jit(made.decoder.insert)(made.params, state, jnp.asarray(rows), *arrays)
+        new = made.prompts(rows.tolist())
+        return jax.jit(made.decoder.insert)(made.params, state, jnp.asarray(rows), new)
 
     found = _embedded(case, [*reversed(range(count))], put)
     return [one if row in rows else None for row, one in enumerate(found)]

@@ -17,7 +17,7 @@ from mars_jax.cli.generate.output_file import fingerprints
 from mars_jax.cli.generate.prompts import from_texts
 from mars_jax.core import decode
 from mars_jax.core.errors import MarsError
-from mars_jax.core.types import Prompts
+from mars_jax.core.rule import facts
 from mars_jax.serve.prepare import prepared
 from tests.matrix import cases
 from tests.matrix.cases import DRAFTERS, RULES, SHAPES
@@ -109,7 +109,7 @@ def test_a_step_with_every_drafter_is_traced(row, shape, drawn):
     given = {} if drawn else {"allowed_tokens": CONSTRAINTS["allowed_tokens"]}
     asked = mj.make_requests(target_of(plain), ["the sea"], max_new_tokens=8, temperature=0.7, **given)
     made = prepared(target_of(plain), drafter_of(plain), asked, verify=rule)
-    state = decode.shapes(made.decoder, made.params, Prompts(*made.arrays([0])))
+    state = decode.shapes(made.decoder, made.params, made.prompts([0]))
     after, info = jax.eval_shape(made.decoder.step, made.params, state)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == jax.tree.map(
         lambda x: (x.shape, x.dtype), state
@@ -120,7 +120,7 @@ def test_a_step_with_every_drafter_is_traced(row, shape, drawn):
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_every_rule_loads_by_its_name(rule):
     made = verify.load(world().rules[rule.row.name], target("float32", None, None), **rule.settings)
-    assert callable(made.rule) and mj.core.rules.lossless(made.rule) == rule.row.lossless
+    assert callable(made.rule) and facts(made.rule).lossless == rule.row.lossless
 
 
 def entry_points():

@@ -14,7 +14,7 @@ from mars_jax import drafters, verify
 from mars_jax.core import decode
 from mars_jax.core.controls import make_controls
 from mars_jax.core.errors import MarsError
-from mars_jax.core.types import Params, Visible, keys_from_seeds
+from mars_jax.core.types import Params, Prompts, Visible, keys_from_seeds
 from mars_jax.models import ModelConfig, init_params, language_model
 from mars_jax.placement import shardings
 from tests.helpers import committed, ragged
@@ -51,14 +51,14 @@ def decoded(name, attention, mesh=None):
     decoder = decode.speculative_decoder(model, DRAFTERS[name](model), verify.mars(), prefill_chunk=8)
     prompts, lengths = ragged([1, 12, 7, 3], BUFFER, VOCAB)
     rows = (prompts, lengths, make_controls(BATCH, limit=BUFFER), verify.for_rows(verify.mars(), BATCH))
-    rows = (*rows, keys_from_seeds(jnp.arange(BATCH, dtype=jnp.uint32)))
+    rows = Prompts(*rows, keys_from_seeds(jnp.arange(BATCH, dtype=jnp.uint32)))
     given = params()
     if mesh is not None:
         given = Params(*(shardings.place(part, CONFIG, mesh) for part in given[:2]))
         rows = jax.device_put(rows, shardings.state_shardings(rows, mesh))
     quick = {"xla_backend_optimization_level": 0}
     with jax.set_mesh(mesh):
-        state = decode._start.lower(decoder, given, *rows).compile(quick)(given, *rows)
+        state = decode._start.lower(decoder, given, rows).compile(quick)(given, rows)
         program = decode.run.lower(decoder, given, state).compile(quick)
         state, stats = program(given, state)
     return committed(state), stats.steps.tolist(), program.as_text()

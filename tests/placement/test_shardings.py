@@ -189,7 +189,7 @@ def rows(rule):
     # A draw of seed 6 falls within rounding of the edge between two tokens, and a mesh rounds as it likes.
     keys = keys_from_seeds(100 + jnp.arange(BATCH, dtype=jnp.uint32))
     rule = with_numbers(rule, theta=0.8)
-    return prompts, lengths, controls, verify.for_rows(rule, BATCH), keys
+    return Prompts(prompts, lengths, controls, verify.for_rows(rule, BATCH), keys)
 
 
 @functools.cache
@@ -203,7 +203,7 @@ def decoder_of(case):
 def on_one_device(case):
     decoder, params = decoder_of(case)
     given = rows(CASES[case][3])
-    state = compiled(decode._start, decoder, params, *given)(params, *given)
+    state = compiled(decode._start, decoder, params, given)(params, given)
     state, stats = compiled(decode.run, decoder, params, state)(params, state)
     return committed(state), stats
 
@@ -228,7 +228,7 @@ def on_mesh(case, mesh, *, named=True):
     )
     arrays = jax.device_put(rows(rule), sharding.state_shardings(rows(rule), mesh))
     with jax.set_mesh(mesh if named else None):
-        state = compiled(decode._start, decoder, params, *arrays)(params, *arrays)
+        state = compiled(decode._start, decoder, params, arrays)(params, arrays)
         if named:
             assert_placed(state, mesh)
         program = compiled(decode.run, decoder, params, state)
@@ -306,7 +306,8 @@ def test_sampling_from_a_divided_vocabulary_sends_a_few_numbers_per_node():
     """Every function that reads [.., V]: the same tokens, the same filters, and nothing as long as the vocabulary."""
     rng = np.random.default_rng(0)
     logits = jnp.asarray(rng.integers(-9, 9, (BATCH, 3, VOCAB)), jnp.float32)  # ties on every device
-    _, _, controls, _, keys = rows(verify.exact())
+    given = rows(verify.exact())
+    controls, keys = given.controls, given.keys
     places = jnp.broadcast_to(jnp.arange(3, dtype=jnp.int32), (BATCH, 3))
     tokens = jnp.asarray(rng.integers(0, VOCAB, (BATCH, 4)), jnp.int32)
     nodes = jnp.asarray(rng.integers(0, 3, (BATCH, 4)), jnp.int32)
@@ -411,6 +412,6 @@ def test_rows_and_experts_that_do_not_divide_are_refused_with_the_numbers():
         sharding.state_shardings(jnp.zeros((6, 2)), mesh)
     decoder, params = decoder_of("none, exact")
     with jax.set_mesh(mesh), pytest.raises(MarsError, match="a batch of 6 rows does not divide over data=8"):
-        decoder.init(params, Prompts(*jax.tree.map(lambda x: x[:6], rows(verify.exact()))))
+        decoder.init(params, jax.tree.map(lambda x: x[:6], rows(verify.exact())))
     with pytest.raises(MarsError, match="4 experts do not divide over expert=3: choose a divisor of 4"):
         sharding.params_shardings(EXPERTS, sharding.parse_mesh("expert=3"))

@@ -11,8 +11,8 @@ import pytest
 
 import mars_jax as mj
 from mars_jax import drafters, hub, verify
+from mars_jax.core.decode import _extend
 from mars_jax.core.errors import MarsError
-from mars_jax.core.extend import _extend
 from mars_jax.core.rule import LoadedRule
 from mars_jax.serve import running as runnings
 from mars_jax.serve.requests import make_requests

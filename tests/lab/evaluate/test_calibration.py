@@ -233,7 +233,9 @@ def test_a_file_that_does_not_say_its_weights_is_refused(theta_file, tmp_path, o
     data.pop("weights", None)
     file = tmp_path / "old.json"
     file.write_text(json.dumps(data))
-    with pytest.raises(MarsError, match=r"does not say which weights .*: calibrate again with python -m"):
+    with pytest.raises(
+        MarsError, match=r"does not say which weights .*: calibrate again with mars-jax calibrate"
+    ):
         read_theta(str(file))
 
 

@@ -21,7 +21,7 @@ from tests.lab.evaluate import attacks
 from tests.lab.evaluate.honest import HONEST, WITHOUT_WALLS
 
 pytest.importorskip("resource")
-ROOT = str(Path(__file__).parents[2]) + os.sep
+ROOT = str(Path(__file__).parents[3]) + os.sep
 PACKAGES = ["mars_jax", "mars_jax.core", "mars_jax.lab.evaluate"]
 MODES = {candidate.name: candidate for candidate in walls.ALL}
 

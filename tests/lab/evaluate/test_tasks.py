@@ -16,7 +16,7 @@ from mars_jax.core.errors import MarsError
 from mars_jax.lab.evaluate.tasks import arithmetic
 from mars_jax.lab.evaluate.tasks.catalogue import ARITHMETIC_PROBLEMS, STORY_WORDS, read
 
-DATA = Path(__file__).parents[1] / "data"
+DATA = Path(__file__).parents[2] / "data"
 PUBLISHED = {
     name: f"{name}.jsonl.xz" for name in ("humaneval", "mt_bench", "alpaca", "cnn_dm", "wmt19", "spec_bench")
 }
