@@ -1,10 +1,14 @@
 """The layers of docs/design.md, and an import that stays light."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+
+from mars_jax.core.drafter import Drafter
+from scripts.code_lines import code_lines
 
 ROOT = Path(__file__).parent.parent
 
@@ -141,3 +145,41 @@ print(sorted({"transformers", "orbax", "optax", "flax", "torch", "matplotlib"} &
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert run.stdout.strip() == "[]"
+
+
+def functions(path):
+    """(name, lines) of every function in a file, docstrings and comments not counted."""
+    source = path.read_text()
+    held = code_lines(source)
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef):
+            yield node, len(held & set(range(node.lineno, (node.end_lineno or node.lineno) + 1)))
+
+
+def test_the_heart_is_read_in_an_hour():
+    sizes = {
+        f"{path.name}: {node.name}": lines
+        for path in (ROOT / "mars_jax" / "core").rglob("*.py")
+        for node, lines in functions(path)
+    }
+    assert [name for name, lines in sizes.items() if lines > 60] == []
+    decoder = ROOT / "mars_jax" / "core" / "decoder.py"
+    [(step, lines)] = [(node, n) for node, n in functions(decoder) if node.name == "_step"]
+    branches = [
+        n for n in ast.walk(step) if isinstance(n, ast.If | ast.IfExp | ast.For | ast.While | ast.Try)
+    ]
+    assert lines <= 30 and len(branches) <= 4
+    assert len(Drafter._fields) <= 10
+
+
+def test_what_a_rule_or_a_drafter_has_is_asked_in_one_place():
+    """Of rules that derive from nothing of ours: `core.rule`."""
+    asked = re.compile(r"(?:getattr|hasattr)\((?:\w+\.)*(?:rule|verify|drafter|base)\b")
+    found = [
+        f"{name}: {line.strip()}"
+        for name, path in modules().items()
+        if name != "mars_jax.core.rule"
+        for line in path.read_text().splitlines()
+        if asked.search(line)
+    ]
+    assert found == []

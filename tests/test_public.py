@@ -10,11 +10,14 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import re
 import sys
 from pathlib import Path
 
 LIST = Path(__file__).parent / "public.json"
-PACKAGES = ("mars_jax", "mars_jax.verify", "mars_jax.drafters", "kernels_pallas")
+PROMISE = Path(__file__).parent.parent / "docs" / "stability.md"
+MOST = 65
+"""Names that are promised, at most: what one can read in a minute."""
 
 
 def arguments(value):
@@ -27,10 +30,20 @@ def arguments(value):
         return None
 
 
-def named(package, name):
-    """What a package means by a name. `import mars_jax.generate` puts a module in the function's place."""
-    home = getattr(package, "_HOME", {}).get(name)
-    return getattr(importlib.import_module(f"{package.__name__}.{home}") if home else package, name)
+def promised():
+    """The names of the table in docs/stability.md, as "package.name"."""
+    rows = [line for line in PROMISE.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
+    of_names = rows[1 : next(i for i, row in enumerate(rows) if row.startswith("| version"))]
+    names = [name for row in of_names for name in re.findall(r"`([\w.]+)`", row)]
+    return [name if name.startswith("kernels_pallas.") else f"mars_jax.{name}" for name in names]
+
+
+def named(full):
+    """What is meant by a name. `import mars_jax.generate` puts a module in the function's place."""
+    home, _, name = full.rpartition(".")
+    package = importlib.import_module(home)
+    place = getattr(package, "_HOME", {}).get(name)
+    return getattr(importlib.import_module(f"{home}.{place}") if place else package, name)
 
 
 def public():
@@ -38,10 +51,7 @@ def public():
     from mars_jax import specs
     from mars_jax.cli.commands import COMMANDS, parser_of
 
-    made = {}
-    for package in PACKAGES:
-        module = importlib.import_module(package)
-        made[package] = {name: arguments(named(module, name)) for name in sorted(module.__all__)}
+    made = {"names": {name: arguments(named(name)) for name in sorted(promised())}}
     parsers = {name: parser_of(name) for name in COMMANDS}
     made["commands"] = {
         name: sorted(
@@ -56,8 +66,9 @@ def public():
         for name, parser in parsers.items()
         if parser is not None
     }
-    made["rules"] = {name: sorted(row.settings) for name, row in specs.RULES.items()}
-    made["drafters"] = {name: [row.spec] for name, row in specs.DRAFTERS.items()}
+    ours = {name: row for name, row in specs.RULES.items() if ".contrib." not in row.factory}
+    made["rules"] = {name: sorted(row.settings) for name, row in ours.items()}
+    made["drafters"] = {n: [row.spec] for n, row in specs.DRAFTERS.items() if ".contrib." not in row.loader}
     return made
 
 
@@ -81,6 +92,14 @@ def differences(listed, found):
 def test_what_is_public_is_listed():
     cure = "run PYTHONPATH=. python tests/test_public.py, and say it in CHANGELOG.md"
     assert differences(json.loads(LIST.read_text()), public()) == [], cure
+
+
+def test_the_promise_is_short_and_kept_by_names_that_are_exported():
+    names = promised()
+    assert len(set(names)) == len(names) <= MOST
+    for full in names:
+        home, _, name = full.rpartition(".")
+        assert name in importlib.import_module(home).__all__, full
 
 
 def test_what_goes_and_what_comes_is_told():

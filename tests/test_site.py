@@ -60,7 +60,7 @@ def test_every_public_name_has_an_entry(pages):
         for name, home in homes.items():
             assert f"::: {home}\n" in entries[f"api/{page}.md"]
             module, _, own = home.rpartition(".")
-            assert getattr(importlib.import_module(module), own) is named(package, name.rpartition(".")[2])
+            assert getattr(importlib.import_module(module), own) is named(f"{package.__name__}.{own}")
 
 
 def test_links_out_of_the_site_lead_into_the_repository(pages):

@@ -46,6 +46,7 @@ class Rule:
     lossless = False  # the output has the target's own law
     needs: tuple[str, ...] = ()  # of `specs.NEEDS`: what must be there, such as "weights" for `Params.verify`
     base: Any = None  # the strict rule that it is over, if any
+    exact_prefix: Any = 0  # generated tokens at the start that are strict
 
     @property
     def name(self) -> str:
@@ -79,6 +80,7 @@ class _Foreign(Rule):
         # Nobody knows what it reads where it does not say so.
         self.needs = tuple(getattr(rule, "needs", ("draft_hidden",)))
         self.base = getattr(rule, "base", None)
+        self.exact_prefix = getattr(rule, "exact_prefix", 0)
         self._name = str(getattr(rule, "name", type(rule).__name__))
         self._check = getattr(rule, "check_drafter", super().check_drafter)
         self._strict = getattr(rule, "strict_edges", super().strict_edges)

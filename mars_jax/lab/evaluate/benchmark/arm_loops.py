@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mars_jax import verify
-from mars_jax.core.rule import LoadedRule
+from mars_jax.core.rule import LoadedRule, facts
 from mars_jax.lab.evaluate.answers import Answer, Decoding, prompt_tokens
 from mars_jax.lab.evaluate.benchmark import margins, rehearsal, texts
 from mars_jax.lab.evaluate.benchmark.arm_rows import Key, make_row
@@ -202,7 +202,7 @@ class Evaluation:
             return emitted / steps
 
         def tau_at(theta: float) -> float:
-            base, prefix = base_of(first.rule).rule, getattr(first.rule.rule, "exact_prefix", 0)
+            base, prefix = base_of(first.rule).rule, facts(first.rule.rule).exact_prefix
             return tau_of(LoadedRule(verify.mars(base, theta=theta, margin=other, exact_prefix=prefix)))
 
         found = match(tau_at, tau_of(first.rule), other)

@@ -231,7 +231,7 @@ def _controls(choice: RuleChoice, first: Arm, matched: float, temperature: float
     """What tells the rule's own merit from speed and from sampling among two tokens."""
     margin = margin_of(choice)
     strict = base_of(first.rule).rule
-    prefix = getattr(first.rule.rule, "exact_prefix", 0)
+    prefix = facts(first.rule.rule).exact_prefix
     other = verify.mars(strict, theta=matched, margin=other_margin(margin), exact_prefix=prefix)
     at = f"theta={first.theta:g}" if first.theta is not None else first.name
     arms = [
@@ -282,7 +282,7 @@ def base_of(rule: LoadedRule) -> LoadedRule:
     >>> base_of(verify.load("mars", base="rejection")).rule.name
     'rejection'
     """
-    return LoadedRule(getattr(rule.rule, "base", None) or verify.exact())
+    return LoadedRule(facts(rule.rule).base or verify.exact())
 
 
 _EXACT = LoadedRule(verify.exact())
