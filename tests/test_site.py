@@ -57,7 +57,7 @@ def test_every_public_name_has_an_entry(pages):
         homes = dict(pages.api_names()[page])
         modules = mars_jax._MODULES if package is mars_jax else ()
         assert {name.rpartition(".")[2] for name in homes} == set(package.__all__) - set(modules)
-        for name, home in homes.items():
+        for home in homes.values():
             assert f"::: {home}\n" in entries[f"api/{page}.md"]
             module, _, own = home.rpartition(".")
             assert getattr(importlib.import_module(module), own) is named(f"{package.__name__}.{own}")
