@@ -90,7 +90,7 @@ def options(case: Case) -> dict[str, Any]:
         made["strict"] = [
             kind == "strict" and (far or case.row.trusts) for (_, kind), far in zip(kinds, lossy, strict=True)
         ]
-    if case.stop_strings:
+    if case.stop_strings and case.surface != "insert":  # the embedded step knows no texts
         made["stop_strings"] = ["nd", "qq"]
     return made
 
