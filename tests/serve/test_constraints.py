@@ -149,7 +149,7 @@ def test_a_head_that_drafts_from_a_vocabulary_of_its_own_changes_no_text():
     options = {"constraint": [constraints.json_schema(SCHEMA), None], **OPTIONS}
     want = mj.generate(target, "none", [TEXT] * 2, **options).tokens
     head = drafters.load("eagle:tiny/eagle3", target, num_draft_tokens=4)
-    assert head.drafter.draft_ids is not None
+    assert head.draft_ids is not None
     found = mj.generate(target, head, [TEXT] * 2, **options)
     assert found.tokens == want
     assert found.completions[0].metrics.steps < len(want[0])
