@@ -29,9 +29,13 @@ from common import ROOT
 
 CASES = (
     "none, exact",
+    "ngram, exact",
     "chain, exact",
+    "chain of 8 rows, exact",
     "chain, mars",
     "sampled chain, rejection",
+    "eagle chain, exact",
+    "eagle static tree, exact",
     "eagle tree, exact",
     "eagle tree, mars",
 )
@@ -50,13 +54,18 @@ def worker(case: str) -> None:
     drafter = {
         "none": lambda: mj.drafters.load("none", target),
         "chain": lambda: mj.drafters.load("model:tiny/draft", target),
+        "ngram": lambda: mj.drafters.load("ngram", target),
+        "chain of 8 rows": lambda: mj.drafters.load("model:tiny/draft", target),
+        "eagle chain": lambda: mj.drafters.load("eagle:tiny/eagle3", target, num_draft_tokens=5),
+        "eagle static tree": lambda: mj.drafters.load("eagle:tiny/eagle3", target, tree=(3, 2, 1)),
         "sampled chain": lambda: mj.drafters.load("model:tiny/draft", target, sample=True),
         "eagle tree": lambda: mj.drafters.load(
             "eagle:tiny/eagle3", target, tree=mj.drafters.Dynamic(6, 4, 24)
         ),
     }[draft]()
     rule = getattr(mj.verify, name)()
-    requests = mj.make_requests(target, ["Once upon a time"], max_new_tokens=NEW_TOKENS, ignore_eos=True)
+    texts = ["Once upon a time"] * (8 if "8 rows" in draft else 1)
+    requests = mj.make_requests(target, texts, max_new_tokens=NEW_TOKENS, ignore_eos=True)
 
     def fresh() -> tuple[Any, Any, Any]:
         return prepare(target, drafter, requests, verify=rule)
@@ -66,7 +75,7 @@ def worker(case: str) -> None:
     text, costs = compiled.as_text(), compiled.cost_analysis()
     assert text is not None and costs is not None
     instructions = len(re.findall(r"^\s+(?:ROOT )?%?[\w.-]+ = ", text, re.MULTILINE))
-    steps = int(mj.run(decoder, params, state)[1].steps[0])
+    steps = int(mj.run(decoder, params, state)[1].steps.max())
     print(
         json.dumps({"instructions": instructions, "bytes": costs["bytes accessed"], "steps": steps}),
         flush=True,
