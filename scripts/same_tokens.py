@@ -132,9 +132,9 @@ def dump(path: Path, chosen: list[str], some: list[str]) -> None:
                 found[f"{draft}, {name}, temperature {temperature:g}"] = [
                     row[:n].tolist() for row, n in zip(tokens, length, strict=True)
                 ]
+        path.write_text(json.dumps(found))
         print(f"{draft}: {len(found)} cases", file=sys.stderr, flush=True)
         jax.clear_caches()
-    path.write_text(json.dumps(found))
 
 
 def run(checkout: Path, path: Path, args: argparse.Namespace) -> dict[str, Any]:
