@@ -145,5 +145,5 @@ result, seconds = timed(auto, mj.verify.exact())
 print(f"{result.metrics.emitted / seconds:.0f} tokens/s with {len(prompts)} rows")
 
 # %% [markdown]
-# On the command line: `python -m mars_jax.generate --target PATH --draft model:SMALL "..."`, and `python -m
-# mars_jax.benchmark` for figures with controls and intervals.
+# On the command line: `python -m mars_jax.generate --target PATH --draft model:SMALL "..."`, and
+# `mars-jax benchmark` for figures with controls and intervals.

@@ -7,7 +7,7 @@
     python scripts/tpu_cost.py --picture                       # of what is in the JSON
 
 Results are added to scripts/results/tpu_cost.json by label and case, and drawn into docs/tpu_cost.svg. How to
-read them: docs/design.md, "What a step costs". Constants, frozen: mars_jax/lab/planning/constants.py.
+read them: docs/tpu.md, "What a step costs". Constants, frozen: mars_jax/lab/planning/constants.py.
 """
 
 from __future__ import annotations

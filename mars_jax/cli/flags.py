@@ -22,7 +22,7 @@ ATTENTION_HELP = (
     "has run yet, and xla elsewhere"
 )
 NO_CHECK_HELP = (
-    "do not compare the checksums of a --target that mars_jax.convert wrote with what is read of it"
+    "do not compare the checksums of a --target that mars-jax convert wrote with what is read of it"
 )
 
 

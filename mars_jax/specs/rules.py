@@ -1,6 +1,6 @@
 """The rules by name, with their settings, ranges, defaults and needs. No jax.
 
-A new rule is one file in `mars_jax/verify`, one row of `RULES` and one row of the tests; see docs/rules.md.
+A new rule is one file in `mars_jax/contrib/rules`, one row of `RULES` and one case of the tests; see CONTRIBUTING.md.
 """
 
 from __future__ import annotations
