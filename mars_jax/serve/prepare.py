@@ -1,4 +1,4 @@
-"""A batch of requests as the arrays that the decoder takes. B batch, T token buffer, M stop tokens."""
+"""What fits a pair of models, checked, and its decoder; the arrays are made in `prepared`. B batch, T token buffer."""
 
 from __future__ import annotations
 
