@@ -28,9 +28,8 @@ class LoadedDrafter(NamedTuple):
     # The same drafter with a chain of so many tokens, over the same state; None: it drafts no chains of any length.
     resized: Callable[[int], Drafter] | None = None
     sizes: Sizes | None = None  # each step drafts one of several; see `drafters.sized`
-    steps: Steps | None = (
-        None  # makes the steps of a batch in place of `decode.stream`; rows then do not refill
-    )
+    # Makes the steps of a batch in place of `decode.stream`; rows then do not refill.
+    steps: Steps | None = None
 
     def decoder(self, target: LanguageModel, verify: Any) -> Decoder:
         """The decoder of a target with this drafter.

@@ -13,14 +13,14 @@ from mars_jax import drafters
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.serve.prepare import AnyRule, check_relaxes
 from mars_jax.serve.queue import Finished, Said
-from mars_jax.serve.requests import Prompts, Request, Result, make_requests
+from mars_jax.serve.requests import AnyPrompts, Request, Result, make_requests
 from mars_jax.serve.session import Session, rule_of
 
 
 def generate(
     target: Pretrained,
     drafter: drafters.AnyDrafter = "none",
-    prompts: Prompts = (),
+    prompts: AnyPrompts = (),
     *,
     verify: AnyRule | None = None,
     batch_size: int | None = None,
@@ -39,7 +39,7 @@ def generate(
 
     Args:
       target: from `mars_jax.load`.
-      drafter: from `mars_jax.drafters.by_name`, or its spec where it needs no more than that, such as "ngram"; or a
+      drafter: from `mars_jax.drafters.load`, or its spec where it needs no more than that, such as "ngram"; or a
         `Drafter` without weights of its own.
       prompts: a text, texts, or token ids; or conversations, each a list of turns with their `role` and `content`.
       verify: the rule, such as `verify.mars(theta=0.9)`, or a `LoadedRule`; default `verify.exact()`, which changes
@@ -91,7 +91,7 @@ def generate(
 def generate_iter(
     target: Pretrained,
     drafter: drafters.AnyDrafter = "none",
-    prompts: Prompts = (),
+    prompts: AnyPrompts = (),
     *,
     verify: AnyRule | None = None,
     batch_size: int | None = None,
@@ -119,7 +119,7 @@ def generate_iter(
 def generate_stream(
     target: Pretrained,
     drafter: drafters.AnyDrafter = "none",
-    prompts: Prompts = (),
+    prompts: AnyPrompts = (),
     *,
     verify: AnyRule | None = None,
     batch_size: int | None = None,
@@ -147,7 +147,7 @@ def generate_stream(
 
 
 def _asked(
-    target: Pretrained, prompts: Prompts, verify: Any, *, samples: int = 1, **options: Any
+    target: Pretrained, prompts: AnyPrompts, verify: Any, *, samples: int = 1, **options: Any
 ) -> tuple[list[Request], Any]:
     """The requests that a user asks for, and the rule for them: what it has one of per prompt is its samples'."""
     requests = make_requests(target, prompts, samples=samples, **options)

@@ -20,7 +20,7 @@ from mars_jax.core.settings import LARGEST_FLOAT
 from mars_jax.hub.pretrained import Pretrained, Turn
 from mars_jax.serve.constrained import FIELDS, with_constraints
 
-Prompts = str | Sequence[str] | Sequence[Sequence[int]] | Sequence[Turn] | Sequence[Sequence[Turn]]
+AnyPrompts = str | Sequence[str] | Sequence[Sequence[int]] | Sequence[Turn] | Sequence[Sequence[Turn]]
 """A text, texts, token ids, a conversation or conversations."""
 
 
@@ -137,7 +137,7 @@ class StreamEvent:
 
 def make_requests(
     target: Pretrained,
-    prompts: Prompts,
+    prompts: AnyPrompts,
     *,
     chat: bool = False,
     system: str | None = None,

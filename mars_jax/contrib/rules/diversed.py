@@ -27,8 +27,8 @@ class Diversed(Retargeted):
     position.
 
     As `Mixture`, whose weight is one number. The head's weights are `Params.verify`; see `models.mixer` for what it
-    reads, and `training.diversed` for how it learns. Lossy; at shift inf the weight is 1 and it equals `rejection` bit
-    for bit.
+    reads, and `lab.training.diversed_training` for how it learns. Lossy; at shift inf the weight is 1 and it equals
+    `rejection` bit for bit.
     """
 
     shift: Any  # f32[] or [B]; added to the log odds of the target's weight; inf is lossless

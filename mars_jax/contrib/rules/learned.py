@@ -27,8 +27,8 @@ class Learned(Relaxed):
     """As `Mars`, with a head on the target's features in place of its margin: an edge to one of the two best tokens is
     relaxed where the head gives the outcome of the text less than `theta` of a chance to change.
 
-    The head's weights are `Params.verify`; see `models.indicator`, and `training.indicator` for how it learns. The
-    guards are those of `Mars`.
+    The head's weights are `Params.verify`; see `contrib.models.indicator`, and `lab.training.indicator_training` for
+    how it learns. The guards are those of `Mars`.
     """
 
     theta: Any  # f32[] or [B]; a probability; inf is strict

@@ -1,8 +1,8 @@
 """What a step costs on a TPU, by the program that libtpu compiled: executed instructions, bytes, bundles, collectives.
 
 The loop of unknown length at the top is the decode loop: its body, run once, is the step. Inner loops are multiplied
-out (`planning.loops`). Of a conditional the branch of fewer bundles runs, or of more: whoever asks for no sampling, no
-constraint and no early stop takes the cheap ones.
+out (`planning.hlo_loops`). Of a conditional the branch of fewer bundles runs, or of more: whoever asks for no sampling,
+no constraint and no early stop takes the cheap ones.
 """
 
 from __future__ import annotations

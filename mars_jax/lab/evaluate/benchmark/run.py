@@ -54,7 +54,7 @@ def evaluate(
 
     Args:
       target: from `mars_jax.load`.
-      drafter: from `mars_jax.drafters.by_name`, with `sample=True` where the rule is over rejection and it has weights.
+      drafter: from `mars_jax.drafters.load`, with `sample=True` where the rule is over rejection and it has weights.
       problems: from `tasks.read`.
       output: a folder, new, empty, or of the run to go on with.
       rule: that is measured, by name, such as `specs.RuleChoice("mars", {"margin": "gap"})` or
