@@ -24,6 +24,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from mars_jax import verify
+from mars_jax.contrib.models.dflash_head import DFlashConfig
 from mars_jax.core.decode import speculative_decoder
 from mars_jax.core.decoder import Decoder
 from mars_jax.core.guide import Guides, Narrow, Tables, Tracked
@@ -32,7 +33,6 @@ from mars_jax.lab.planning import fit
 from mars_jax.lab.planning.chips import topology
 from mars_jax.lab.planning.outlined_models import CONFIGS
 from mars_jax.models import transformer
-from mars_jax.models.dflash_head import DFlashConfig
 from mars_jax.models.eagle_head import EagleConfig
 from mars_jax.placement import shardings
 

@@ -73,7 +73,7 @@ def main() -> None:
             seed=args.seed + 3,
         )
     low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
-    mj.hub.save_dflash(args.export, apprentice.config, low, overwrite=True)
+    mj.contrib.save_dflash(args.export, apprentice.config, low, overwrite=True)
     print(f"{sum(x.nbytes for x in jax.tree.leaves(low)) / 1e6:.2f} MB in {args.export}")
 
 

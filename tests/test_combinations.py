@@ -39,7 +39,7 @@ TWO = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 
 DRAFTERS = {
     "ngram": drafters.ngram(4),
-    "replay": drafters.replay(4),
+    "replay": contrib.replay(4),
     "chain": drafters.language_model(SMALL, 4),
     "static tree": drafters.language_model(SMALL, tree=(3, 2, 1)),
     "dynamic tree": drafters.language_model(SMALL, tree=drafters.Dynamic(top_k=3, depth=3, nodes=8)),
@@ -50,7 +50,7 @@ DRAFTERS = {
     "sprinter": contrib.sprinter(SMALL, 8),
 }
 WEIGHTS = {
-    "replay": drafters.corpus([[2, 3, 4, 7, 8, 9, 2, 3, 5]], 64),
+    "replay": contrib.corpus([[2, 3, 4, 7, 8, 9, 2, 3, 5]], 64),
     "cascade": contrib.CascadeParams((), ()),
     "sprinter": contrib.SprinterParams((), jnp.zeros((1,)), jnp.float32(1.0)),
 }

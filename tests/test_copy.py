@@ -58,13 +58,12 @@ def within(
     given = {"nats": nats, "max_relaxed_run": max_relaxed_run, "exact_prefix": exact_prefix}
     return Within(base=base_of(base, "within"), **numbers("within", given))
 '''
-RULE_ROW = """        edges(
-            "within",
-            "also keeps what is within a gap of the target's best token",
-            "none",
-            number("nats", 0.5, _nats("a finite number of at least 0", grid=_NATS), "the gap; 0 never relaxes"),
-            home=CONTRIB,
-        ),
+RULE_ROW = """    edges(
+        "within",
+        "also keeps what is within a gap of the target's best token",
+        "none",
+        number("nats", 0.5, nats("a finite number of at least 0", grid=NATS), "the gap; 0 never relaxes"),
+    ),
 """
 RULE_CASE = """    "within": Case(contrib.within(nats=1.5), verify.exact(), {"nats": 0.0}, {"nats": 0.4}, drafter=TREE),
 """
@@ -107,13 +106,13 @@ def load_repeat(asked: Asked) -> LoadedDrafter:
     """`repeat` of the length that is asked for."""
     return LoadedDrafter(repeat(asked.chain), (), resized=repeat)
 '''
-DRAFTER_ROW = """        DraftKind(
-            name="repeat",
-            help="the last token again and again",
-            loader="mars_jax.contrib.drafters.repeat:load_repeat",
-            length=4,
-            resizes=True,
-        ),
+DRAFTER_ROW = """    DraftRow(
+        name="repeat",
+        help="the last token again and again",
+        loader="mars_jax.contrib.drafters.repeat:load_repeat",
+        length=4,
+        resizes=True,
+    ),
 """
 
 
@@ -132,10 +131,10 @@ def copy(tmp_path_factory):
     shutil.copytree(ROOT, folder, ignore=left_out)
     package = folder / "mars_jax"
     (package / "contrib/rules/within.py").write_text(RULE)
-    insert(package / "specs/rules.py", RULE_ROW, before='        Rule(\n            name="simulated"')
+    insert(package / "contrib/rule_rows.py", RULE_ROW, before='    RuleRow(\n        name="simulated"')
     insert(folder / "tests/verify/test_rules.py", RULE_CASE, before='    "budget": Case(')
     (package / "contrib/drafters/repeat.py").write_text(DRAFTER)
-    insert(package / "specs/drafts.py", DRAFTER_ROW, before='        DraftKind(\n            name="replay"')
+    insert(package / "contrib/draft_rows.py", DRAFTER_ROW, before='    DraftRow(\n        name="replay"')
     return folder
 
 

@@ -6,15 +6,19 @@ A rule of `specs.RULES` is here by its name: `contrib.fly(...)` is `contrib.rule
 from __future__ import annotations
 
 from mars_jax import specs
+from mars_jax.contrib.rule_rows import RULES
 
 # Names and "module:name" of each. They load on first use.
-_HOME = {
-    row.name: row.factory for row in specs.RULES.values() if row.factory.startswith("mars_jax.contrib.")
-} | {
+_HOME = {row.name: row.factory for row in RULES} | {
     name: f"mars_jax.contrib.{module}:{name}"
     for module, names in {
         "drafters.cascade": ("CascadeParams", "cascade"),
+        "drafters.dflash": ("dflash",),
+        "drafters.dflash_files": ("load_dflash", "save_dflash"),
         "drafters.elsewhere": ("draft_elsewhere",),
+        "drafters.medusa": ("medusa",),
+        "drafters.medusa_files": ("load_medusa", "save_medusa"),
+        "drafters.replay": ("corpus", "replay"),
         "drafters.sprinter": ("SprinterParams", "sprinter"),
         "rules.context": ("by_context", "context", "token_classes"),
         "rules.equivalent": ("token_groups",),

@@ -2,13 +2,10 @@
 
 from mars_jax.drafters.asked import LoadedDrafter
 from mars_jax.drafters.by_name import AnyDrafter, load, loaded
-from mars_jax.drafters.dflash import dflash
 from mars_jax.drafters.eagle import eagle
-from mars_jax.drafters.medusa import medusa
 from mars_jax.drafters.model import language_model
 from mars_jax.drafters.ngram import ngram
 from mars_jax.drafters.none import none
-from mars_jax.drafters.replay import corpus, replay
 from mars_jax.drafters.sized import SizedParams, sized
 from mars_jax.drafters.tree_shapes import Dynamic
 
@@ -17,15 +14,11 @@ __all__ = [
     "Dynamic",
     "LoadedDrafter",
     "SizedParams",
-    "corpus",
-    "dflash",
     "eagle",
     "language_model",
     "load",
     "loaded",
-    "medusa",
     "ngram",
     "none",
-    "replay",
     "sized",
 ]

@@ -3,7 +3,6 @@
 from typing import TYPE_CHECKING
 
 from mars_jax.hub.conversion import convert
-from mars_jax.hub.heads.dflash_files import load_dflash, save_dflash
 from mars_jax.hub.heads.eagle_files import load_eagle, save_eagle
 from mars_jax.hub.load import load, outline, read_config
 from mars_jax.hub.save import save
@@ -14,13 +13,11 @@ if TYPE_CHECKING:
 __all__ = [
     "convert",
     "load",
-    "load_dflash",
     "load_eagle",
     "outline",
     "read_config",
     "restore_state",
     "save",
-    "save_dflash",
     "save_eagle",
     "save_state",
 ]

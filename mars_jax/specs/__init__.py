@@ -11,7 +11,7 @@ from mars_jax.core.settings import CONTROLS, EDITS, LARGEST_INT, Range, Setting,
 from mars_jax.specs.choice import Given, RuleChoice, choose, not_in
 from mars_jax.specs.drafts import (
     DRAFTERS,
-    DraftKind,
+    DraftRow,
     DraftSpec,
     Dynamic,
     draft_words,
@@ -20,16 +20,12 @@ from mars_jax.specs.drafts import (
     parse_tree,
 )
 from mars_jax.specs.own import factory, find, is_own, split
-from mars_jax.specs.row import MARGINS, NEEDS, UNLIMITED_RUN, Rule
+from mars_jax.specs.row import MARGINS, NEEDS, UNLIMITED_RUN, RuleRow
 from mars_jax.specs.rules import RULES, check_setting, rule
 
-OUTLINED = {
-    "eagle3": "mars_jax.models.eagle_head:EagleConfig",
-    "dflash": "mars_jax.models.dflash_head:DFlashConfig",
-    "medusa": "mars_jax.models.medusa_layers:MedusaConfig",
-}
+OUTLINED = dict(row.outlined for row in DRAFTERS.values() if row.head)
 """Heads whose published shapes `mars-jax plan` knows, and the classes of their configs."""
-REFINED = ("model", "eagle")
+REFINED = tuple(row.name for row in DRAFTERS.values() if row.learns)
 """Drafters that learn from their failures, by `lab.training.online`."""
 DTYPES = ("float32", "bfloat16", "int8")
 """Of weights, and of keys and values."""
@@ -69,8 +65,8 @@ REQUEST = (CONTROLS | EDITS) | by_name(
         # Every drafted token is a node of the one target forward, which past this is no longer cheap.
         ranges=Range("a whole number from 1 to 128", 1, 128),
         metavar="N",
-        help="tokens drafted in a row (default: 5, by ngram 8); one by each head of medusa; eagle and "
-        "dflash draft a tree, and for rejection 5 and the whole block; 3 for a mixture of experts",
+        help="tokens drafted in a row (default: 5, by ngram 8); heads draft a tree, or for rejection a chain as "
+        "long as they can; 3 for a mixture of experts",
     ),
     Setting(
         name="refine_every",
@@ -108,13 +104,13 @@ __all__ = [
     "REQUEST",
     "RULES",
     "UNLIMITED_RUN",
-    "DraftKind",
+    "DraftRow",
     "DraftSpec",
     "Dynamic",
     "Given",
     "Range",
-    "Rule",
     "RuleChoice",
+    "RuleRow",
     "Setting",
     "check_dtype",
     "check_setting",

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from mars_jax.core.errors import MarsError, did_you_mean
 from mars_jax.core.settings import Setting
 from mars_jax.specs.own import find, is_own
-from mars_jax.specs.row import Rule
+from mars_jax.specs.row import RuleRow
 from mars_jax.specs.rules import RULES
 
 
@@ -32,7 +32,7 @@ class RuleChoice:
     settings: Mapping[str, Any]  # what was given, as values in range
 
     @property
-    def row(self) -> Rule:
+    def row(self) -> RuleRow:
         """Of the table, or of the user's factory."""
         return find(self.spec)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -50,7 +51,7 @@ class Dynamic:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DraftKind:
+class DraftRow:
     """A row of `DRAFTERS`."""
 
     name: str
@@ -70,6 +71,12 @@ class DraftKind:
     block: bool = (
         False  # drafts a block at once: its usual tree is as deep as the block, which the checkpoint says
     )
+    learns: bool = False  # from its failures, by `lab.training.online`
+    outlined: tuple[str, str] = (
+        "",
+        "",
+    )  # of a head whose published shape `mars-jax plan` knows: its name there, and
+    # "module:class" of its config
     paper: str = ""
 
     @property
@@ -103,11 +110,11 @@ class DraftKind:
         return dataclasses.asdict(self)
 
 
-DRAFTERS: dict[str, DraftKind] = {
+DRAFTERS: dict[str, DraftRow] = {
     row.name: row
     for row in (
-        DraftKind(name="none", help="plain autoregression", loader="mars_jax.drafters.none:load_none"),
-        DraftKind(
+        DraftRow(name="none", help="plain autoregression", loader="mars_jax.drafters.none:load_none"),
+        DraftRow(
             name="ngram",
             help="copy from the text so far",
             loader="mars_jax.drafters.ngram:load_ngram",
@@ -115,7 +122,7 @@ DRAFTERS: dict[str, DraftKind] = {
             resizes=True,
             paper="2304.04487",
         ),
-        DraftKind(
+        DraftRow(
             name="model",
             help="a small model with the target's tokenizer",
             loader="mars_jax.drafters.model:load_model",
@@ -126,9 +133,10 @@ DRAFTERS: dict[str, DraftKind] = {
             stops=True,
             length=5,
             resizes=True,
+            learns=True,
             paper="2211.17192",
         ),
-        DraftKind(
+        DraftRow(
             name="eagle",
             help="an EAGLE, EAGLE-2 or EAGLE-3 head of the target",
             loader="mars_jax.drafters.eagle:load_eagle",
@@ -141,70 +149,11 @@ DRAFTERS: dict[str, DraftKind] = {
             length=5,
             resizes=True,
             grows=True,
+            learns=True,
+            outlined=("eagle3", "mars_jax.models.eagle_head:EagleConfig"),
             paper="2401.15077, 2406.16858, 2503.01840",
         ),
-        DraftKind(
-            name="medusa",
-            help="Medusa heads of the target",
-            loader="mars_jax.drafters.medusa:load_medusa",
-            head=True,
-            path=True,
-            trees=True,
-            samples=True,
-            stops=True,
-            paper="2401.10774",
-        ),
-        DraftKind(
-            name="sprinter",
-            help="a small model that goes on until its classifier doubts",
-            loader="mars_jax.contrib.drafters.systems:load_sprinter",
-            path=True,
-            samples=True,
-            length=20,
-            trusts=True,
-            paper="2502.04557",
-        ),
-        DraftKind(
-            name="trispec",
-            help="a small model, and a proxy that vouches for its drafts",
-            loader="mars_jax.contrib.drafters.systems:load_trispec",
-            path=True,
-            length=24,
-            trusts=True,
-            paper="2601.23180",
-        ),
-        DraftKind(
-            name="via_sd",
-            help="a small model, and the target without some layers, which vouches for its drafts",
-            loader="mars_jax.contrib.drafters.systems:load_via_sd",
-            path=True,
-            length=24,
-            trusts=True,
-            paper="2606.12243",
-        ),
-        DraftKind(
-            name="replay",
-            help="copy from earlier answers, the rows of a file, or from the text so far",
-            loader="mars_jax.drafters.replay:load_replay",
-            path=True,
-            file=True,
-            length=8,
-            resizes=True,
-            paper="2509.23232",
-        ),
-        DraftKind(
-            name="dflash",
-            help="a DFlash or DSpark head of the target",
-            loader="mars_jax.drafters.dflash:load_dflash",
-            head=True,
-            path=True,
-            trees=True,
-            dynamic=True,
-            samples=True,
-            stops=True,
-            block=True,
-            paper="2602.06036; trees: 2604.12989",
-        ),
+        *importlib.import_module("mars_jax.contrib.draft_rows").DRAFTERS,
     )
 }
 """The drafters by name."""
@@ -217,7 +166,7 @@ class DraftSpec(NamedTuple):
     path: str
 
     @property
-    def row(self) -> DraftKind:
+    def row(self) -> DraftRow:
         return DRAFTERS[self.kind]
 
     @property

@@ -20,7 +20,7 @@ from typing import Any
 from mars_jax.core.errors import MarsError
 from mars_jax.core.reading import read_bytes
 from mars_jax.core.settings import CONTROLS, LARGEST_INT, Range, Setting
-from mars_jax.specs.row import Rule
+from mars_jax.specs.row import RuleRow
 from mars_jax.specs.rules import RULES, rule
 
 _RANGES = {
@@ -53,7 +53,7 @@ def is_own(spec: str) -> bool:
     return bool(colon and where and name) and split(where)[0] not in RULES
 
 
-def find(spec: str) -> Rule:
+def find(spec: str) -> RuleRow:
     """The row of a rule: of the table, or what the signature of a user's factory says.
 
     Args:
@@ -77,7 +77,9 @@ def find(spec: str) -> Rule:
     doc = (inspect.getdoc(made) or "").partition("\n")[0].strip().rstrip(".")
     settings = {s.name: s for s in _settings(spec, made)}
     name = spec.rpartition(":")[2]
-    return Rule(name=name, factory=spec, help=doc or "a rule of your own", lossless=False, settings=settings)
+    return RuleRow(
+        name=name, factory=spec, help=doc or "a rule of your own", lossless=False, settings=settings
+    )
 
 
 def factory(spec: str) -> Callable[..., Any]:

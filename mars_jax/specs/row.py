@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mars_jax.core.errors import MarsError
-from mars_jax.core.settings import LARGEST_INT, Range, Setting, by_name
+from mars_jax.core.settings import LARGEST_FLOAT, LARGEST_INT, Range, Setting, by_name
 
 UNLIMITED_RUN = 1 << 30
 """Default of `max_relaxed_run`: longer than any draft."""
@@ -28,7 +28,7 @@ NEEDS = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Rule:
+class RuleRow:
     """A row of `rules.RULES`, or what the signature of a user's own factory says."""
 
     name: str
@@ -37,7 +37,7 @@ class Rule:
     lossless: bool
     needs: tuple[str, ...] = ()  # of NEEDS
     paper: str = ""
-    bases: tuple[Rule, ...] = ()  # what its setting `base` chooses from
+    bases: tuple[RuleRow, ...] = ()  # what its setting `base` chooses from
     settings: Mapping[str, Setting] = dataclasses.field(default_factory=dict)
 
     @property
@@ -134,6 +134,24 @@ def number(name: str, default: float | None, ranges: Any, help: str, **more: Any
     )
 
 
+def share(words: str, grid: tuple[float, ...]) -> Range:
+    """The range (0, 1] and inf."""
+    return Range(words, 0, 1, above=True, inf=True, grid=grid)
+
+
+def nats(words: str, grid: tuple[float, ...]) -> Range:
+    """The range of finite numbers from 0 on."""
+    return Range(words, 0, LARGEST_FLOAT, grid=grid)
+
+
+# Thresholds that `calibrate` and `benchmark` try, from strict to loose.
+RATIOS = (0.98, 0.96, 0.94, 0.92, 0.9, 0.88, 0.86, 0.84, 0.82, 0.8, 0.75, 0.7, 0.65, 0.6, 0.55, 0.5)
+ODDS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.25, 0.2, 0.15, 0.1, 0.07, 0.05, 0.03, 0.01)
+HARMS = (0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+NATS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0, 1.5, 2.0, 3.0)
+WHOLE = Range("a whole number of at least 0", 0, LARGEST_INT)
+
+
 BASE = Setting(
     name="base",
     kind=str,
@@ -165,16 +183,13 @@ EXACT_PREFIX = number(
     metavar="N",
 )
 
-VERIFY, CONTRIB = "mars_jax.verify", "mars_jax.contrib.rules"
-"""Where the file of a rule is."""
-
-EXACT = Rule(
+EXACT = RuleRow(
     name="exact",
     factory="mars_jax.verify.exact:exact",
     help="keeps what the target itself would say",
     lossless=True,
 )
-REJECTION = Rule(
+REJECTION = RuleRow(
     name="rejection",
     factory="mars_jax.verify.rejection:rejection",
     help="speculative sampling with the draft's true probabilities",
@@ -192,10 +207,10 @@ def edges(
     *settings: Setting,
     base: Setting | None = BASE,
     needs: tuple[str, ...] = (),
-    home: str = VERIFY,
-) -> Rule:
+    home: str = "mars_jax.verify",
+) -> RuleRow:
     """A rule that relaxes edges of a strict base; of `exact` alone where `base` is None."""
-    return Rule(
+    return RuleRow(
         name=name,
         factory=f"{home}.{name}:{name}",
         help=help,
@@ -214,10 +229,10 @@ def distributions(
     *settings: Setting,
     chain: bool = False,
     needs: tuple[str, ...] = (),
-    home: str = VERIFY,
-) -> Rule:
+    home: str = "mars_jax.verify",
+) -> RuleRow:
     """A rule that verifies another distribution than the target's, by rejection; of chains alone where `chain`."""
-    return Rule(
+    return RuleRow(
         name=name,
         factory=f"{home}.{name}:{name}",
         help=help,

@@ -14,7 +14,6 @@ from mars_jax.verify.nucleus import Nucleus, nucleus
 from mars_jax.verify.rejection import Rejection, rejection
 from mars_jax.verify.relaxed import Relaxed, runner_up_edges
 from mars_jax.verify.retargeted import Retargeted
-from mars_jax.verify.simulated import Simulated, simulated
 from mars_jax.verify.topk import TopK, topk
 from mars_jax.verify.typical import Typical, typical
 
@@ -32,7 +31,6 @@ __all__ = [
     "Relaxed",
     "Retargeted",
     "Rule",
-    "Simulated",
     "TopK",
     "Typical",
     "adaptive",
@@ -48,7 +46,6 @@ __all__ = [
     "nucleus",
     "rejection",
     "runner_up_edges",
-    "simulated",
     "topk",
     "typical",
 ]

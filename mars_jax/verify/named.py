@@ -51,7 +51,7 @@ def load(spec: str, target: Any = None, **settings: Any) -> LoadedRule:
     return LoadedRule(rule, specs.factory(row.reader)(path, target))
 
 
-def _own(spec: str, row: specs.Rule, settings: dict[str, Any]) -> LoadedRule:
+def _own(spec: str, row: specs.RuleRow, settings: dict[str, Any]) -> LoadedRule:
     factory = specs.factory(spec)
     takes = inspect.signature(factory).parameters
     open_ended = any(p.kind is p.VAR_KEYWORD for p in takes.values())

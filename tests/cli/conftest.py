@@ -12,10 +12,11 @@ import pytest
 from mars_jax import hub
 from mars_jax.cli import progress
 from mars_jax.cli.generate.command import main
-from mars_jax.hub.heads.medusa_files import save_medusa
-from mars_jax.models import ModelConfig, eagle_head, init_params, medusa_layers
+from mars_jax.contrib.drafters.medusa_files import save_medusa
+from mars_jax.contrib.models import medusa_layers
+from mars_jax.contrib.models.medusa_layers import MedusaConfig
+from mars_jax.models import ModelConfig, eagle_head, init_params
 from mars_jax.models.eagle_head import EagleConfig
-from mars_jax.models.medusa_layers import MedusaConfig
 
 # A context of 64 keeps every test in one token buffer, so that they share what they compile.
 CONTEXT = 64

@@ -44,7 +44,7 @@ class AnyEdge(verify.Relaxed):
 
 
 RULES = {
-    "simulated": verify.simulated(5),
+    "simulated": contrib.simulated(5),
     "fly": contrib.fly(entropy=0.0, window=1),
     "mixture": verify.mixture(weight=0.2),
     "anything": Anything(),

@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 
 from mars_jax import contrib, drafters, verify
+from mars_jax.contrib.models import medusa_layers
 from mars_jax.core import decode
 from mars_jax.core.controls import make_controls
 from mars_jax.core.errors import MarsError
 from mars_jax.core.mesh import parse_mesh
 from mars_jax.core.types import Params, Prompts, keys_from_seeds
 from mars_jax.drafters import Dynamic
-from mars_jax.models import eagle_head, init_params, language_model, medusa_layers
-from tests.contrib import test_cascade, test_sprinter
+from mars_jax.models import eagle_head, init_params, language_model
+from tests.contrib import test_cascade, test_dflash, test_sprinter
 from tests.core.test_decode import DRAFTERS, SMALL, TARGET, VOCAB
 from tests.core.test_insert import CONFIG, EAGLE_3, MEDUSA
-from tests.drafters import test_dflash
 from tests.helpers import NO_WEIGHTS, committed, slow_but
 
 ROWS, BUFFER, CHUNK = 3, 72, 16
@@ -34,7 +34,7 @@ def of_model(name):
     """A drafter that reads a small real target, its target, weights and vocabulary."""
     if name.startswith("dflash"):
         shape = test_dflash.SHAPES[name.removeprefix("dflash ")]
-        drafter = drafters.dflash(test_dflash.HEADS["dflash"], test_dflash.MODEL, tree=shape)
+        drafter = contrib.dflash(test_dflash.HEADS["dflash"], test_dflash.MODEL, tree=shape)
         return test_dflash.MODEL, drafter, test_dflash.weights("dflash"), test_dflash.VOCAB
     target = init_params(CONFIG, jax.random.key(0))
     if name.startswith("eagle"):
@@ -43,7 +43,7 @@ def of_model(name):
         head = eagle_head.init_params(EAGLE_3, jax.random.key(1))
         head |= {"ids": jnp.arange(0, 64, 2, dtype=jnp.int32)}
     else:
-        drafter = drafters.medusa(MEDUSA, MODEL, tree=(2, 2, 1) if "tree" in name else None)
+        drafter = contrib.medusa(MEDUSA, MODEL, tree=(2, 2, 1) if "tree" in name else None)
         head = medusa_layers.init_params(MEDUSA, jax.random.key(1))
     return MODEL, drafter, Params(target=target, draft=head), 64
 

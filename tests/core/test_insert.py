@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from mars_jax import contrib, drafters, verify
+from mars_jax.contrib.models import medusa_layers
+from mars_jax.contrib.models.medusa_layers import MedusaConfig
 from mars_jax.core import decode, refill
 from mars_jax.core.controls import make_controls
 from mars_jax.core.edits import make_edits
@@ -17,9 +19,8 @@ from mars_jax.core.mesh import parse_mesh
 from mars_jax.core.metrics import zero_stats
 from mars_jax.core.types import NO_TOKEN, Params, Prompts, keys_from_seeds
 from mars_jax.drafters import Dynamic
-from mars_jax.models import ModelConfig, eagle_head, init_params, language_model, medusa_layers
+from mars_jax.models import ModelConfig, eagle_head, init_params, language_model
 from mars_jax.models.eagle_head import EagleConfig
-from mars_jax.models.medusa_layers import MedusaConfig
 from tests.core.test_decode import DRAFTERS, SMALL, TARGET, VOCAB
 from tests.helpers import NO_WEIGHTS, committed, ragged
 
@@ -176,7 +177,7 @@ def test_rows_are_put_into_each_part_of_a_mesh(name):
         }
     else:
         drafter, made = (
-            drafters.medusa(MEDUSA, model, tree=(2, 2, 1)),
+            contrib.medusa(MEDUSA, model, tree=(2, 2, 1)),
             medusa_layers.init_params(MEDUSA, jax.random.key(1)),
         )
     params = Params(target=weights, draft=made)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mars_jax import drafters, verify
+from mars_jax import contrib, drafters, verify
 from mars_jax.core import decode, refill
 from mars_jax.core.controls import make_controls
 from mars_jax.core.metrics import zero_stats
@@ -43,7 +43,7 @@ def drafter_of(name):
     target, drafter, params, vocab = made_of("ngram" if name == "replay" else name)
     if name == "replay":
         texts = np.random.default_rng(1).integers(0, vocab, (8, 30)).tolist()
-        drafter, params = drafters.replay(4, min_ngram=1), params._replace(draft=drafters.corpus(texts, 256))
+        drafter, params = contrib.replay(4, min_ngram=1), params._replace(draft=contrib.corpus(texts, 256))
     return target, drafter, params, params, vocab
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mars_jax import drafters, verify
+from mars_jax import contrib, drafters, verify
 from mars_jax.core import decode, fake
 from mars_jax.core.conditions import Conditions
 from mars_jax.core.controls import make_controls
@@ -101,7 +101,7 @@ def test_score_of_a_sparse_draft_of_nothing_is_that_of_its_root():
 
 def test_judge_is_the_rule_and_never_takes_what_is_forbidden():
     """A simulated rule takes whatever is drafted, but for a token that is banned."""
-    rule = verify.simulated(4)
+    rule = contrib.simulated(4)
     _, state, tree, _, nodes, scores = scored(CHAIN, rule=rule)
     _, verify_keys = step_keys(state)
     verdict, _, trusted = judge(NOTHING, state, tree, scores, nodes, verify_keys)

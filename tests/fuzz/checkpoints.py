@@ -14,9 +14,9 @@ import jax
 from hypothesis import strategies as st
 
 from mars_jax import hub
+from mars_jax.contrib.drafters.dflash_files import from_dflash_json
 from mars_jax.contrib.drafters.system_files import load_system
 from mars_jax.hub.config_json import read_directory, read_json
-from mars_jax.hub.heads.dflash_files import from_dflash_json
 from mars_jax.hub.heads.eagle_files import from_head_json
 from mars_jax.hub.load import find_tensors, read_config
 from mars_jax.models import ModelConfig, init_params

@@ -11,11 +11,12 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from mars_jax import hub
+from mars_jax.contrib.drafters.medusa_files import load_medusa, save_medusa
+from mars_jax.contrib.models import medusa_layers
+from mars_jax.contrib.models.medusa_layers import MedusaConfig
 from mars_jax.core.errors import MarsError
 from mars_jax.hub.heads.eagle_files import from_head_json
-from mars_jax.hub.heads.medusa_files import load_medusa, save_medusa
-from mars_jax.models import ModelConfig, Rope, init_params, medusa_layers
-from mars_jax.models.medusa_layers import MedusaConfig
+from mars_jax.models import ModelConfig, Rope, init_params
 from tests.hub.test_load import GEMMA_2, GEMMA_3, QWEN_3_MOE, edit_config, edit_weights, message, shard
 
 CONFIG = ModelConfig(vocab_size=17, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=2)

@@ -26,7 +26,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def _shapes(row: specs.DraftKind) -> list[str]:
+def _shapes(row: specs.DraftRow) -> list[str]:
     """What a drafter can draft, by its row."""
     if row.name == "none":
         return ["nothing"]
@@ -41,7 +41,7 @@ def _shapes(row: specs.DraftKind) -> list[str]:
 class Rule:
     """A row of the table with one of its choices: a base, a margin, whole blocks."""
 
-    row: specs.Rule
+    row: specs.RuleRow
     chosen: tuple[tuple[str, Any], ...]
 
     def __str__(self) -> str:
@@ -66,7 +66,7 @@ class Rule:
         return made
 
 
-def _choices(row: specs.Rule) -> list[Rule]:
+def _choices(row: specs.RuleRow) -> list[Rule]:
     """The usual choices, and each other one alone."""
     found = [Rule(row, ())]
     for name, setting in row.settings.items():
@@ -108,7 +108,7 @@ class Case:
     stop_strings: bool
 
     @property
-    def row(self) -> specs.DraftKind:
+    def row(self) -> specs.DraftRow:
         return specs.DRAFTERS[self.drafter]
 
     @property
@@ -128,7 +128,7 @@ class Case:
         return found | {(level, ("rule", str(rule))) for rule in self.rules for level in levels}
 
 
-def refusal(drafter: specs.DraftKind, shape: str, rule: Rule) -> str | None:
+def refusal(drafter: specs.DraftRow, shape: str, rule: Rule) -> str | None:
     """What the sentence that refuses a drafter and a rule says, or None: as their rows have it."""
     needs = rule.needs
     if drafter.name == "none" and "draft" in needs:
@@ -153,7 +153,7 @@ def _rules(drafter: str, shape: str, drawn: bool) -> tuple[Rule, ...]:
     )
 
 
-def worth(drafter: specs.DraftKind, rule: Rule) -> bool:
+def worth(drafter: specs.DraftRow, rule: Rule) -> bool:
     """A rule never sees what a drafter vouches for, so with such drafters its usual choices do."""
     return not (drafter.trusts and rule.chosen)
 

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 import mars_jax as mj
-from mars_jax import specs, verify
+from mars_jax import contrib, specs, verify
 from mars_jax.cli.generate.applies import check_flags
 from mars_jax.cli.generate.arguments import parse
 from mars_jax.cli.generate.job import open_job
@@ -156,10 +156,10 @@ REFUSED = {
     ),
     "strictness under exact": ("ngram", {"strict": True}, "strict does not apply"),
     "draft_stop of n-grams": ("ngram", {"draft_stop": 1.0}, "draft.stop does not apply"),
-    "simulated tau of n-grams": ("ngram", {"verify": verify.simulated(tau=2.0)}, "simulated does not apply"),
+    "simulated tau of n-grams": ("ngram", {"verify": contrib.simulated(tau=2.0)}, "simulated does not apply"),
     "draft_stop under simulated tau": (
         "model",
-        {"verify": verify.simulated(tau=2.0), "draft_stop": 1.0},
+        {"verify": contrib.simulated(tau=2.0), "draft_stop": 1.0},
         "draft.stop does not apply",
     ),
     "no new tokens": ("ngram", {"max_new_tokens": 0}, "max.new.tokens"),

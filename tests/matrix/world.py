@@ -16,14 +16,14 @@ from transformers import AutoTokenizer
 
 import mars_jax as mj
 from mars_jax import contrib, hub, specs
+from mars_jax.contrib.drafters.dflash_files import save_dflash
+from mars_jax.contrib.drafters.medusa_files import save_medusa
 from mars_jax.contrib.drafters.system_files import System, save_system
-from mars_jax.contrib.models import indicator, mixer
-from mars_jax.hub.heads.dflash_files import save_dflash
-from mars_jax.hub.heads.medusa_files import save_medusa
-from mars_jax.models import ModelConfig, dflash_head, eagle_head, init_params, medusa_layers
-from mars_jax.models.dflash_head import DFlashConfig
+from mars_jax.contrib.models import dflash_head, indicator, medusa_layers, mixer
+from mars_jax.contrib.models.dflash_head import DFlashConfig
+from mars_jax.contrib.models.medusa_layers import MedusaConfig
+from mars_jax.models import ModelConfig, eagle_head, init_params
 from mars_jax.models.eagle_head import EagleConfig
-from mars_jax.models.medusa_layers import MedusaConfig
 from tests.cli.conftest import write_tokenizer
 
 CORPUS = "a story of the sea and the sun, and of a man of the sea"

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from mars_jax import hub
+from mars_jax.contrib.models import medusa_layers
 from mars_jax.core.types import Visible
-from mars_jax.models import ModelConfig, eagle_head, init_params, language_model, medusa_layers, moe
+from mars_jax.models import ModelConfig, eagle_head, init_params, language_model, moe
 from mars_jax.models.layers import dense, embed
 from mars_jax.models.moe import dense_by_expert
 from mars_jax.models.quantize import Int8, quantize
@@ -139,7 +140,7 @@ def test_heads_load_in_int8_beside_a_target_in_int8(tmp_path):
     got = dense(x, loaded["fc"])
     np.testing.assert_allclose(got, dense(x, dequantized(loaded)["fc"]), atol=1e-5)
 
-    from mars_jax.hub.heads.medusa_files import load_medusa, save_medusa
+    from mars_jax.contrib.drafters.medusa_files import load_medusa, save_medusa
 
     heads = medusa_layers.MedusaConfig(num_heads=2, num_layers=1, hidden_size=16, vocab_size=29)
     save_medusa(tmp_path / "medusa", heads, medusa_layers.init_params(heads, jax.random.key(3), scale=0.3))

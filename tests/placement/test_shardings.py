@@ -20,17 +20,18 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mars_jax import drafters, verify
+from mars_jax import contrib, drafters, verify
+from mars_jax.contrib.models import dflash_head, medusa_layers
+from mars_jax.contrib.models.dflash_head import DFlashConfig
+from mars_jax.contrib.models.medusa_layers import MedusaConfig
 from mars_jax.core import decode, sampling
 from mars_jax.core.controls import make_controls
 from mars_jax.core.errors import MarsError
 from mars_jax.core.mesh import by_rows
 from mars_jax.core.types import Params, Prompts, keys_from_seeds
 from mars_jax.drafters import Dynamic
-from mars_jax.models import ModelConfig, dflash_head, eagle_head, init_params, language_model, medusa_layers
-from mars_jax.models.dflash_head import DFlashConfig
+from mars_jax.models import ModelConfig, eagle_head, init_params, language_model
 from mars_jax.models.eagle_head import EagleConfig
-from mars_jax.models.medusa_layers import MedusaConfig
 from mars_jax.placement import shardings as sharding
 from tests.helpers import committed, ragged, with_numbers
 
@@ -110,22 +111,22 @@ CASES = {
         EAGLE_1,
         verify.exact(),
     ),
-    "medusa tree, mars": (CONFIG, drafters.medusa(MEDUSA, MODEL, tree=(2, 2, 1)), MEDUSA, verify.mars()),
+    "medusa tree, mars": (CONFIG, contrib.medusa(MEDUSA, MODEL, tree=(2, 2, 1)), MEDUSA, verify.mars()),
     "medusa chain, rejection": (
         CONFIG,
-        drafters.medusa(MEDUSA, MODEL, sample=True),
+        contrib.medusa(MEDUSA, MODEL, sample=True),
         MEDUSA,
         verify.rejection(),
     ),
     "dflash dynamic tree, mars": (
         CONFIG,
-        drafters.dflash(DFLASH, MODEL, tree=DYNAMIC),
+        contrib.dflash(DFLASH, MODEL, tree=DYNAMIC),
         DFLASH,
         verify.mars(),
     ),
     "dspark chain, rejection": (
         CONFIG,
-        drafters.dflash(DSPARK, MODEL, 3, sample=True),
+        contrib.dflash(DSPARK, MODEL, 3, sample=True),
         DSPARK,
         verify.rejection(),
     ),

@@ -21,16 +21,17 @@ import numpy as np
 import pytest
 
 import mars_jax as mj
-from mars_jax import drafters, specs, verify
+from mars_jax import contrib, drafters, specs, verify
+from mars_jax.contrib.models import medusa_layers
+from mars_jax.contrib.models.dflash_head import DFlashConfig
+from mars_jax.contrib.models.dflash_head import init_params as dflash_params
+from mars_jax.contrib.models.medusa_layers import MedusaConfig
 from mars_jax.core import sampling
 from mars_jax.core.controls import make_controls
 from mars_jax.core.rule import LoadedRule
 from mars_jax.core.types import Visible, keys_from_seeds
-from mars_jax.models import ModelConfig, eagle_head, init_params, language_model, medusa_layers
-from mars_jax.models.dflash_head import DFlashConfig
-from mars_jax.models.dflash_head import init_params as dflash_params
+from mars_jax.models import ModelConfig, eagle_head, init_params, language_model
 from mars_jax.models.eagle_head import EagleConfig
-from mars_jax.models.medusa_layers import MedusaConfig
 from mars_jax.serve.prepare import prepared
 from mars_jax.serve.queue import Queue, longest_first
 
@@ -84,11 +85,11 @@ GREEDY = {
         eagle_head.init_params(HEAD, jax.random.key(2)),
     ),
     "medusa": lambda: (
-        drafters.medusa(MEDUSA, MODEL, tree=(2, 1)),
+        contrib.medusa(MEDUSA, MODEL, tree=(2, 1)),
         medusa_layers.init_params(MEDUSA, jax.random.key(3)),
     ),
-    "replay": lambda: (drafters.replay(8), drafters.corpus([list(range(40)), [5, 6, 7] * 9], 256)),
-    "dflash": lambda: (drafters.dflash(BLOCK, MODEL), dflash_params(BLOCK, jax.random.key(4))),
+    "replay": lambda: (contrib.replay(8), contrib.corpus([list(range(40)), [5, 6, 7] * 9], 256)),
+    "dflash": lambda: (contrib.dflash(BLOCK, MODEL), dflash_params(BLOCK, jax.random.key(4))),
     # Costs by which it drafts now all, now half, now nothing.
     "as long as pays": lambda: drafters.sized(
         drafters.LoadedDrafter(drafters.language_model(MODEL, 4), NOISY), costs=[1.0, 1.5, 2.2]

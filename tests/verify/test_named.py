@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mars_jax import specs, verify
+from mars_jax import contrib, specs, verify
 from mars_jax.core.errors import MarsError
 from mars_jax.core.rule import LoadedRule
 
@@ -72,7 +72,7 @@ def test_a_name_of_the_table_is_its_factory():
     blocks = verify.load("mars", base="rejection", block=True).rule
     assert blocks.base == verify.rejection(block=True)
     assert verify.load("mars", base=verify.rejection(block=True)).rule == blocks
-    assert verify.load("simulated", tau=2.0).rule.name == verify.simulated(2.0).name
+    assert verify.load("simulated", tau=2.0).rule.name == contrib.simulated(2.0).name
 
 
 def test_numbers_reach_the_rule_one_for_all_or_one_for_each():

@@ -83,7 +83,7 @@ CASES = {
         contrib.learned(theta=0.5), verify.exact(), {"theta": np.inf}, {"theta": 0.13}, params=learned_head(),
         drafter=TREE,
     ),
-    "simulated": Case(verify.simulated(3), verify.exact(), None, {"tau": 1.5}),
+    "simulated": Case(contrib.simulated(3), verify.exact(), None, {"tau": 1.5}),
     "topk": Case(verify.topk(delta=1.5), verify.exact(), {"k": 0}, {"delta": 0.4}, drafter=TREE),
     "typical": Case(
         verify.typical(), verify.exact(), {"epsilon": 1.0, "delta": np.inf}, {"delta": 3.0}, drafter=TREE

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mars_jax import hub
+from mars_jax import contrib, hub
+from mars_jax.contrib.drafters.medusa_files import save_medusa
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import PyTree
-from mars_jax.hub.heads.medusa_files import save_medusa
 from mars_jax.hub.pretrained import Pretrained, check_same_vocabulary
 from mars_jax.lab.training import block_training, data, distillation, head_training
 from mars_jax.lab.training.distillation import Apprentice
@@ -147,7 +147,7 @@ def _save_medusa(made: Path, config: Any, params: PyTree, args: argparse.Namespa
 
 
 def _save_dflash(made: Path, config: Any, params: PyTree, args: argparse.Namespace, first: Any) -> None:
-    hub.save_dflash(made, config, params, layout=args.layout or "dflash", verifier=str(args.target))
+    contrib.save_dflash(made, config, params, layout=args.layout or "dflash", verifier=str(args.target))
 
 
 def _save_model(made: Path, config: Any, params: PyTree, args: argparse.Namespace, first: Pretrained) -> None:

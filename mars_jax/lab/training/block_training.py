@@ -16,14 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from mars_jax.contrib.models import dflash_head as head
+from mars_jax.contrib.models.dflash_head import DFlashConfig
 from mars_jax.core.types import ForwardOutput, LanguageModel, Params, PyTree, Visible
 from mars_jax.lab.training.data import Batch
 from mars_jax.lab.training.head_training import feature_layers, from_target, teach
 from mars_jax.lab.training.loop import Apprentice, Objective, panels_of
 from mars_jax.lab.training.objectives import Divergence, forward_kl, total_variation
-from mars_jax.models import dflash_head as head
 from mars_jax.models.config import ModelConfig
-from mars_jax.models.dflash_head import DFlashConfig
 from mars_jax.models.heads import layers_like
 from mars_jax.models.transformer import language_model
 

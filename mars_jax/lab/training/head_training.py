@@ -18,17 +18,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from mars_jax.contrib.models import medusa_layers
+from mars_jax.contrib.models.medusa_layers import MedusaConfig
 from mars_jax.core.types import ForwardOutput, LanguageModel, Params, PyTree, Visible
 from mars_jax.lab.training.data import Batch
 from mars_jax.lab.training.features import PADDING, Recorded
 from mars_jax.lab.training.loop import Apprentice, Objective, panels_of
 from mars_jax.lab.training.objectives import Divergence, document_mask, forward_kl, in_documents, read
 from mars_jax.models import eagle_head as head
-from mars_jax.models import medusa_layers
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.eagle_head import EagleConfig
 from mars_jax.models.heads import LayeredHead, init_params, layers_like
-from mars_jax.models.medusa_layers import MedusaConfig
 from mars_jax.models.transformer import language_model
 
 DECAY = 0.8

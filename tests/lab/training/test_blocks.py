@@ -9,16 +9,16 @@ import optax
 import pytest
 
 from mars_jax import verify
+from mars_jax.contrib.drafters.dflash import dflash
+from mars_jax.contrib.models import dflash_head as head
+from mars_jax.contrib.models.dflash_head import DFlashConfig
 from mars_jax.core import decode
 from mars_jax.core.controls import make_controls
 from mars_jax.core.types import Params, Prompts, keys_from_seeds
-from mars_jax.drafters.dflash import dflash
 from mars_jax.lab.training import block_training
 from mars_jax.lab.training.data import Batch
 from mars_jax.lab.training.loop import make_step
 from mars_jax.models import ModelConfig
-from mars_jax.models import dflash_head as head
-from mars_jax.models.dflash_head import DFlashConfig
 from tests.helpers import draft_input, ragged
 from tests.lab.training.test_heads import SIZES, TARGET, WEIGHTS, target_texts
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels_pallas import MARGINS
-from mars_jax import specs, verify
+from mars_jax import contrib, specs, verify
 from mars_jax.core import struct
 from mars_jax.core.controls import is_stop
 from mars_jax.core.evidence import Evidence
@@ -172,7 +172,7 @@ def make_arms(
         arms += _controls(choice, measured[-1 - len(thetas[1:])], matched, temperature)
     simulated = "acceptance by chance with this tau, to size hardware: its text and its score mean nothing"
     for tau in simulated_taus:
-        rule = LoadedRule(verify.simulated(tau))
+        rule = LoadedRule(contrib.simulated(tau))
         arms.append(
             Arm(name=f"simulated tau={tau:g}", rule=rule, role="simulated", drafts=True, meaning=simulated)
         )

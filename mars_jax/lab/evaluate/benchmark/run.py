@@ -62,7 +62,7 @@ def evaluate(
       thetas: of the rule; the controls are matched to the first. Default: the rule's own; none for a rule without
         thresholds, or of the user's, which is one arm.
       temperatures: all arms run at each.
-      simulated_taus: of further arms, which accept by chance; see `verify.simulated`.
+      simulated_taus: of further arms, which accept by chance; see `contrib.simulated`.
       max_new_tokens: of a turn.
       batch_size: problems decoded side by side.
       seed: problem i of a task draws with seed + i, in every arm.

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 from mars_jax import drafters, verify
+from mars_jax.contrib.drafters.dflash import dflash
+from mars_jax.contrib.models import dflash_head as head
+from mars_jax.contrib.models.dflash_head import DFlashConfig
 from mars_jax.core import decode, fake
 from mars_jax.core.controls import make_controls
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import NO_TOKEN, Params, Prompts, Visible, keys_from_seeds
-from mars_jax.drafters.dflash import dflash
 from mars_jax.drafters.tree_shapes import Dynamic
 from mars_jax.models import ModelConfig, language_model
-from mars_jax.models import dflash_head as head
-from mars_jax.models.dflash_head import DFlashConfig
 from mars_jax.models.transformer import init_params
 from tests.helpers import committed, decode_all, draft_input, ragged, slow_but
 

@@ -1,6 +1,6 @@
 """Acceptance drawn at random with a given tau, to size hardware before there is a drafter worth its name.
 
-B batch, N nodes, D depth. Oracle: the mean over many steps in tests/verify/test_simulated.py.
+B batch, N nodes, D depth. Oracle: the mean over many steps in tests/contrib/test_simulated.py.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Sources: DFlash 2602.06036 (z-lab/dflash, `dflash/model.py`); DSpark (deepseek-ai/DeepSpec, `Qwen3DSparkModel`);
 vllm-project/speculators, `models/dflash` and `models/dspark`. B batch, N tokens, K tokens of a block, D of them
 drafted, E hidden size of the head, F that of the target, V vocabulary, W draft vocabulary, R rank of the Markov head.
-Oracle: a transcription in PyTorch over transformers' Qwen3 layers (tests/models/test_dflash.py).
+Oracle: a transcription in PyTorch over transformers' Qwen3 layers (tests/contrib/test_dflash_head.py).
 
 The context of token t are keys and values that each layer makes of the target's features of t, in slot t and at
 position t. A block is the last committed token, whose features nobody has yet, and K - 1 times the mask token. It sees

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from mars_jax import hub
+from mars_jax import contrib
+from mars_jax.contrib.drafters.dflash_files import from_dflash_json
+from mars_jax.contrib.models import dflash_head
+from mars_jax.contrib.models.dflash_head import DFlashConfig
 from mars_jax.core.errors import MarsError
-from mars_jax.hub.heads.dflash_files import from_dflash_json
 from mars_jax.lab.planning.outlined_models import CONFIGS
-from mars_jax.models import ModelConfig, Rope, dflash_head
-from mars_jax.models.dflash_head import DFlashConfig
+from mars_jax.models import ModelConfig, Rope
 from mars_jax.models.quantize import Int8
 
 V, W, E, INNER, LAYERS = 61, 20, 32, 44, 3
@@ -163,7 +164,7 @@ def publish(directory, fields, tensors):
 def test_a_published_layout_loads_and_comes_back_from_both_that_are_written(tmp_path, name):
     fields, tensors, expected = LAYOUTS[name]
     made = tensors()
-    config, params = hub.load_dflash(publish(tmp_path / "head", fields, made), TARGET, TARGET_PARAMS)
+    config, params = contrib.load_dflash(publish(tmp_path / "head", fields, made), TARGET, TARGET_PARAMS)
     assert config.feature_layers == (1, 5, 9) and config.mask_token == 60  # by their outputs in every layout
     assert config.layer.rope == Rope(theta=1e6) and config.layer.qk_norm
     assert {key: getattr(config, key) for key in expected} == expected
@@ -179,8 +180,8 @@ def test_a_published_layout_loads_and_comes_back_from_both_that_are_written(tmp_
     # Copies of the target's tables are not kept.
     assert "embed" not in params and ("unembed" in params) == (config.draft_vocab_size < V)
     for layout in ("dflash", "speculators"):
-        path = hub.save_dflash(tmp_path / layout, config, params, layout=layout, verifier="some/target")
-        again, same = hub.load_dflash(path, TARGET, TARGET_PARAMS)
+        path = contrib.save_dflash(tmp_path / layout, config, params, layout=layout, verifier="some/target")
+        again, same = contrib.load_dflash(path, TARGET, TARGET_PARAMS)
         # Nothing but the flags of the target's own texts, which a head has none of.
         assert again == dataclasses.replace(config, layer=again.layer)
         assert again.layer.windows == config.layer.windows
@@ -193,7 +194,7 @@ def test_a_published_layout_loads_and_comes_back_from_both_that_are_written(tmp_
 
 def test_int8_keeps_matrices_in_8_bits(tmp_path):
     path = publish(tmp_path / "head", DSPARK, backbone() | small_vocabulary() | spark(W))
-    config, params = hub.load_dflash(path, TARGET, TARGET_PARAMS, dtype="int8")
+    config, params = contrib.load_dflash(path, TARGET, TARGET_PARAMS, dtype="int8")
     assert isinstance(params["layers"][1]["gate"], Int8) and isinstance(params["markov_in"], Int8)
     assert params["norm"].dtype == jnp.float32 and config.markov_rank == 5
 
@@ -230,7 +231,7 @@ def changed(fields, **more):
 )  # fmt: skip
 def test_what_does_not_fit_is_refused_with_the_numbers(tmp_path, fields, tensors, expected):
     with pytest.raises(MarsError, match=expected):
-        hub.load_dflash(publish(tmp_path / "head", fields, tensors()), TARGET, TARGET_PARAMS)
+        contrib.load_dflash(publish(tmp_path / "head", fields, tensors()), TARGET, TARGET_PARAMS)
 
 
 PUBLISHED = {
@@ -305,4 +306,4 @@ def test_a_mixed_causality_that_no_layout_can_say_is_refused(tmp_path):
         causal=(True, False),
     )
     with pytest.raises(MarsError, match="which layers of the head are causal"):
-        hub.save_dflash(tmp_path / "x", config, dflash_head.init_params(config, jax.random.key(0)))
+        contrib.save_dflash(tmp_path / "x", config, dflash_head.init_params(config, jax.random.key(0)))

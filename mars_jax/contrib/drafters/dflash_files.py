@@ -1,7 +1,7 @@
 """DFlash and DSpark heads as published on the Hugging Face hub <-> (DFlashConfig, params).
 
 Layouts: z-lab's and DeepSeek's, whose layer ids count outputs from 0, and that of speculators, whose ids are those of
-hidden states, one more. Oracle: heads that PyTorch writes (tests/hub/test_dflash_files.py). V vocabulary, W draft
+hidden states, one more. Oracle: heads that PyTorch writes (tests/contrib/test_dflash_files.py). V vocabulary, W draft
 vocabulary.
 """
 
@@ -12,6 +12,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from mars_jax.contrib.models.dflash_head import DFlashConfig
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import PyTree
 from mars_jax.hub.config_json import FAMILIES, from_json, to_json
@@ -27,7 +28,6 @@ from mars_jax.hub.heads.layered_files import (
 )
 from mars_jax.hub.values import given
 from mars_jax.models.config import ModelConfig
-from mars_jax.models.dflash_head import DFlashConfig
 
 LAYOUTS = ("dflash", "speculators")
 """Of config.json: z-lab's, or DeepSeek's where places say the next token; or that of the speculators library."""
@@ -82,7 +82,7 @@ def save_dflash(
 
     >>> import tempfile
     >>> import jax
-    >>> from mars_jax.models import dflash_head
+    >>> from mars_jax.contrib.models import dflash_head
     >>> layer = ModelConfig(family="qwen3", qk_norm=True, vocab_size=32, hidden_size=16, intermediate_size=24,
     ...                     num_layers=1, num_heads=2)
     >>> config = DFlashConfig(layer=layer, target_hidden_size=16, feature_layers=(0,), block_size=4, mask_token=0,

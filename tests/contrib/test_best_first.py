@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mars_jax.contrib.drafters.best_first import best_first
 from mars_jax.core.types import NO_TOKEN
-from mars_jax.drafters.best_first import best_first
 from mars_jax.drafters.tree_shapes import Dynamic
 from tests.helpers import slow_but
 

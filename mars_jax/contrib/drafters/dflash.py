@@ -2,7 +2,7 @@
 
 Sources: DFlash 2602.06036; trees from its marginals DDTree 2604.12989; DSpark (deepseek-ai/DeepSpec). B batch, N nodes,
 D depth, T token buffer, V vocabulary, W draft vocabulary. Oracle: a head run afresh over all committed tokens
-(tests/drafters/test_dflash.py).
+(tests/contrib/test_dflash.py).
 
 The invariant: the head's cache holds the context of the tokens in `[0, length - 1)`, each made of the target's
 features. A block is written after it, from the last committed token's slot on, and overwritten by what `update` learns.
@@ -19,7 +19,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mars_jax import hub
+from mars_jax.contrib.drafters import dflash_files
+from mars_jax.contrib.drafters.best_first import best_first
+from mars_jax.contrib.models import dflash_head as head
+from mars_jax.contrib.models.dflash_head import DFlashConfig
 from mars_jax.core import struct
 from mars_jax.core.drafter import STOPS, Drafter, DraftInput, Reads
 from mars_jax.core.errors import MarsError
@@ -37,11 +40,8 @@ from mars_jax.core.types import (
     Visible,
 )
 from mars_jax.drafters.asked import Asked, LoadedDrafter
-from mars_jax.drafters.best_first import best_first
 from mars_jax.drafters.grow import Growth, Level, grow, stops_at
 from mars_jax.drafters.tree_shapes import Dynamic, Shape, Static, describe, shape_of
-from mars_jax.models import dflash_head as head
-from mars_jax.models.dflash_head import DFlashConfig
 
 
 @struct.dataclass(kw_only=True)
@@ -248,10 +248,10 @@ def load_dflash(asked: Asked) -> LoadedDrafter:
     """`dflash` of a head's checkpoint.
 
     Raises:
-      MarsError: as `hub.load_dflash`.
+      MarsError: as `contrib.load_dflash`.
     """
     target = asked.target
-    config, params = hub.load_dflash(asked.path, target.config, target.params, dtype=asked.heads_dtype)
+    config, params = dflash_files.load_dflash(asked.path, target.config, target.params, dtype=asked.heads_dtype)
     # As in `hub.load`: XLA's CPU backend would widen a bfloat16 cache anew at every step.
     cache_dtype = "float32" if jax.default_backend() == "cpu" else params["fc"].dtype.name
     tree = asked.tree

@@ -1,7 +1,7 @@
 """Medusa heads as drafter: a chain, greedy or sampled, or a static tree, all from one hidden state of the target.
 
 Source: Medusa 2401.10774. B batch, K heads that are asked, N nodes, T token buffer, E hidden size, V vocabulary.
-Oracle: the heads in numpy over a forward of the target from an empty cache (tests/drafters/test_medusa.py).
+Oracle: the heads in numpy over a forward of the target from an empty cache (tests/contrib/test_medusa.py).
 
 The invariant: the state is the target's hidden state [B, 1, E] at position `length - 2`, the last it has been at;
 zeros where the prompt is one token. From there the heads say what is at `length`, `length + 1` and so on, none of
@@ -17,6 +17,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from mars_jax.contrib.drafters import medusa_files
+from mars_jax.contrib.models import medusa_layers as heads
+from mars_jax.contrib.models.medusa_layers import MedusaConfig
 from mars_jax.core.drafter import STOPS, Drafter, DraftInput, Reads
 from mars_jax.core.errors import MarsError
 from mars_jax.core.pick import pick
@@ -28,9 +31,6 @@ from mars_jax.drafters.draw import draw_siblings, with_leaves
 from mars_jax.drafters.grow import Growth, stops_at
 from mars_jax.drafters.steering import Steering
 from mars_jax.drafters.tree_shapes import Dynamic, Static, describe, shape_of
-from mars_jax.hub.heads import medusa_files
-from mars_jax.models import medusa_layers as heads
-from mars_jax.models.medusa_layers import MedusaConfig
 
 
 def medusa(

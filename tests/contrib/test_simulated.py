@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 
 from mars_jax import drafters
+from mars_jax.contrib import simulated
+from mars_jax.contrib.rules.simulated import acceptance_rate
 from mars_jax.core import fake
 from mars_jax.core import tree as trees
 from mars_jax.core.errors import MarsError
 from mars_jax.core.metrics import summarize
 from mars_jax.core.types import NO_TOKEN
-from mars_jax.verify import exact, simulated
-from mars_jax.verify.simulated import acceptance_rate
+from mars_jax.verify import exact
 from tests import helpers
 from tests.core.test_tree import random_tree
 from tests.helpers import judge

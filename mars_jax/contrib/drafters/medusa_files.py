@@ -1,4 +1,4 @@
-"""Medusa heads in their published layout, read and written. Oracle: `torch.save` (tests/drafters/test_medusa.py).
+"""Medusa heads in their published layout, read and written. Oracle: `torch.save` (tests/contrib/test_medusa.py).
 
 A directory holds config.json with the numbers of heads and layers, and the state dict of the heads alone in
 medusa_lm_head.safetensors, medusa_lm_head.pt or model.safetensors, some with `medusa_head.` before every name.
@@ -13,6 +13,7 @@ from pathlib import Path
 import jax
 
 from mars_jax import assets, specs
+from mars_jax.contrib.models.medusa_layers import MedusaConfig
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import PyTree
 from mars_jax.hub.config_json import read_json
@@ -20,7 +21,6 @@ from mars_jax.hub.files import Tensor, _bin, _safetensors, resolve
 from mars_jax.hub.load import convert, listed, resolve_dtype
 from mars_jax.hub.save import free_directory, named_arrays, write_directory
 from mars_jax.models.config import ModelConfig
-from mars_jax.models.medusa_layers import MedusaConfig
 from mars_jax.models.quantize import Int8, is_quantized
 from mars_jax.models.weights import Weight, build_rows
 

@@ -1,7 +1,7 @@
 """Trees from independent marginals, best first: the likeliest nodes of all, by the product of probabilities.
 
 Source: DDTree 2604.12989. B batch, D depth, V vocabulary, M nodes besides the root, k children of a node at most.
-Oracle: a best-first search with a heap in Python (tests/drafters/test_best_first.py).
+Oracle: a best-first search with a heap in Python (tests/contrib/test_best_first.py).
 
 All nodes of one depth have the same children. So where the prefixes of a depth are sorted, it is known without their
 values how many nodes are no less likely than the j-th child of the r-th of them: at its depth the (r + 1) * (j + 1)

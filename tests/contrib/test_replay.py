@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mars_jax as mj
-from mars_jax import drafters, hub
+from mars_jax import contrib, drafters, hub
 from mars_jax.core import decode
 from mars_jax.core.controls import make_controls
 from mars_jax.core.drafter import DraftInput
@@ -48,7 +48,7 @@ def slow_replay(text, past, count):
     st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), max_size=4),
 )
 def test_the_longest_match_of_corpus_and_text(text, texts):
-    past = drafters.corpus(texts, SIZE)
+    past = contrib.corpus(texts, SIZE)
     buffer = np.full((1, 16), 1, np.int32)
     buffer[0, : len(text)] = text
     asked = DraftInput(
@@ -57,7 +57,7 @@ def test_the_longest_match_of_corpus_and_text(text, texts):
         length=jnp.asarray([len(text)], jnp.int32),
         controls=make_controls(1, limit=16),
     )
-    tree, _ = drafters.replay(COUNT).propose(Params((), past), (), asked)
+    tree, _ = contrib.replay(COUNT).propose(Params((), past), (), asked)
     assert tree.tokens[0, 1:].tolist() == slow_replay(text, past.tolist(), COUNT)
 
 
@@ -67,11 +67,11 @@ def test_an_earlier_answer_is_drafted_and_changes_nothing(tmp_path):
     prompts = ["Once upon a time", "The cat"]
     options = {"max_new_tokens": 40, "verify": mj.verify.exact()}
     plain = mj.generate(target, "none", prompts, **options)
-    empty = drafters.LoadedDrafter(drafters.replay(8), drafters.corpus([], 512))
+    empty = drafters.LoadedDrafter(contrib.replay(8), contrib.corpus([], 512))
     first = mj.generate(target, empty, prompts, **options)
     compiled = decode.run._cache_size()
     texts = [[*c.request.prompt_tokens, *c.tokens] for c in first.completions]
-    second = mj.generate(target, empty._replace(params=drafters.corpus(texts, 512)), prompts, **options)
+    second = mj.generate(target, empty._replace(params=contrib.corpus(texts, 512)), prompts, **options)
     assert decode.run._cache_size() == compiled
     assert plain.tokens == first.tokens == second.tokens
     assert second.metrics.tau > 5 > first.metrics.tau
@@ -87,7 +87,7 @@ def test_an_earlier_answer_is_drafted_and_changes_nothing(tmp_path):
     with pytest.raises(MarsError, match="cannot be read"):
         drafters.load("replay:nowhere", target)
     with pytest.raises(MarsError, match="min_ngram is 3 and max_ngram 2"):
-        drafters.replay(max_ngram=2, min_ngram=3)
+        contrib.replay(max_ngram=2, min_ngram=3)
 
 
 @pytest.mark.parametrize("tokens", ["[1.9]", '"123"', "[true]", "[[1]]", "[" * 100_000, "{}", "[null]"])

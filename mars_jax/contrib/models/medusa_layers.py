@@ -1,7 +1,7 @@
 """Medusa heads: small feed-forward heads that read the target's last hidden state, each for its own distance.
 
 Source: Medusa 2401.10774, section 2.1. B batch, K heads that are asked, H heads, E hidden size of the target,
-V vocabulary. Oracle: a transcription in numpy (tests/drafters/test_medusa.py).
+V vocabulary. Oracle: a transcription in numpy (tests/contrib/test_medusa.py).
 
 Head i reads the target's hidden state after the final norm at position p and says which token is at p + 2 + i. The
 target itself says which is at p + 1.

@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mars_jax.contrib.models import dflash_head
+from mars_jax.contrib.models.dflash_head import DFlashConfig
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import ForwardOutput, Params, Visible
-from mars_jax.models import ModelConfig, Rope, dflash_head, language_model
-from mars_jax.models.dflash_head import DFlashConfig
+from mars_jax.models import ModelConfig, Rope, language_model
 from mars_jax.models.weights import build_rows
 from tests.models import oracle
 

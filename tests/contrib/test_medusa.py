@@ -10,7 +10,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from mars_jax import drafters, verify
+from mars_jax import contrib, drafters, verify
+from mars_jax.contrib.drafters.medusa_files import load_medusa, save_medusa
+from mars_jax.contrib.models import medusa_layers as heads
+from mars_jax.contrib.models.medusa_layers import MedusaConfig
 from mars_jax.core import decode
 from mars_jax.core.controls import make_controls
 from mars_jax.core.errors import MarsError
@@ -27,10 +30,7 @@ from mars_jax.core.types import (
     keys_from_seeds,
 )
 from mars_jax.drafters.tree_shapes import Dynamic
-from mars_jax.hub.heads.medusa_files import load_medusa, save_medusa
 from mars_jax.models import ModelConfig, init_params, language_model
-from mars_jax.models import medusa_layers as heads
-from mars_jax.models.medusa_layers import MedusaConfig
 from tests.helpers import committed, decode_all, draft_input, ragged
 
 VOCAB, BUFFER = 7, 40  # so few tokens that a random draft is accepted now and then
@@ -87,7 +87,7 @@ def begin(drafter, params, **chosen):
     [pytest.param(None, marks=pytest.mark.slow), pytest.param((1, 1), marks=pytest.mark.slow), (3, 2, 1)],
 )
 def test_every_draft_is_what_the_heads_say_of_the_text_and_changes_none_of_it(params, tree):
-    drafter = drafters.medusa(CONFIG, TARGET, tree=tree)
+    drafter = contrib.medusa(CONFIG, TARGET, tree=tree)
     branching = (1,) * 4 if tree is None else tree
     decoder, state = begin(drafter, params)
     seen, propose = set(), jax.jit(drafter.propose)
@@ -145,7 +145,7 @@ def cyclic():
 @pytest.mark.parametrize("tree", [None, (2, 3, 1, 1)])
 def test_heads_that_know_the_text_are_always_right(tree):
     model, config, params = cyclic()
-    drafter = drafters.medusa(config, model, tree=tree)
+    drafter = contrib.medusa(config, model, tree=tree)
     lengths = jnp.asarray([2, 6, 20], jnp.int32)
     # Behind the prompts junk, which is not to be counted on.
     counted = (5 + 3 * np.arange(40)) % 11
@@ -163,7 +163,7 @@ def test_heads_that_know_the_text_are_always_right(tree):
 def test_nothing_is_drafted_from_the_first_unsure_head_on(params):
     stop, lasts = [np.inf, 0.7, 0.0], []
     for tree in (None, (2, 2, 1)):
-        drafter = drafters.medusa(CONFIG, TARGET, tree=tree)
+        drafter = contrib.medusa(CONFIG, TARGET, tree=tree)
         _, state = begin(drafter, params, draft_stop=stop)
         drafted, _ = jax.jit(drafter.propose)(params, state.draft, draft_input(state))
         for row, past in enumerate(committed(state)):
@@ -179,7 +179,7 @@ def test_nothing_is_drafted_from_the_first_unsure_head_on(params):
 
 def test_a_sampled_chain_follows_the_distributions_it_reports(params):
     rows, past = 4000, [3, 1, 4, 1, 5]
-    drafter = drafters.medusa(CONFIG, TARGET, 2, sample=True)
+    drafter = contrib.medusa(CONFIG, TARGET, 2, sample=True)
     decoder = decode.speculative_decoder(TARGET, drafter, verify.rejection())
     prompts = jnp.broadcast_to(jnp.asarray([past + [0] * 7], jnp.int32), (rows, 12))
     keys = keys_from_seeds(jnp.arange(rows, dtype=jnp.uint32))
@@ -209,12 +209,12 @@ def test_a_sampled_chain_follows_the_distributions_it_reports(params):
 )
 def test_drafts_that_the_heads_cannot_make_are_refused(options, message):
     with pytest.raises(MarsError, match=message):
-        drafters.medusa(CONFIG, TARGET, **options)
+        contrib.medusa(CONFIG, TARGET, **options)
 
 
 def test_heads_for_another_vocabulary_are_refused():
     with pytest.raises(MarsError, match="11 tokens and the target has 7"):
-        drafters.medusa(cyclic()[1], TARGET)
+        contrib.medusa(cyclic()[1], TARGET)
 
 
 def write_torch(directory, draft, *, prefix="", dtype="float32", **config):

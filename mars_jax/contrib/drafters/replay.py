@@ -1,7 +1,7 @@
 """Replay on the device: what followed the same words in a corpus of earlier answers, or in the text itself.
 
 Source: SPEC-RL (2509.23232) drafts the previous epoch's rollouts; suffix lookup as in `ngram`. C tokens of the corpus,
-B batch, T buffer. Oracle: a Python search in tests/drafters/test_replay.py.
+B batch, T buffer. Oracle: a Python search in tests/contrib/test_replay.py.
 """
 
 from __future__ import annotations
