@@ -23,6 +23,8 @@ import common
 from common import ROOT
 
 NEW_TOKENS = 32
+ALONE = ("exact", "rejection", "mars", "typical")
+"""Rules that are compared in greedy batches too."""
 STORIES = [
     "Once upon a time",
     "The cat",
@@ -120,16 +122,21 @@ def dump(path: Path, chosen: list[str], some: list[str]) -> None:
         for name, given in rules(target).items():
             if some and name not in some:
                 continue
-            for temperature in (0.0, 1.0):
-                requests = mj.make_requests(target, texts, temperature=temperature, max_new_tokens=NEW_TOKENS)
+            greedy, sampled = (
+                mj.make_requests(target, texts, temperature=temperature, max_new_tokens=NEW_TOKENS)
+                for temperature in (0.0, 1.0)
+            )
+            batches = {"temperatures 0 and 1": [*greedy, *sampled]}
+            # A batch in which nothing is drawn has a program of its own.
+            batches |= {"temperature 0 alone": greedy} if name in ALONE else {}
+            for what, requests in batches.items():
                 try:
                     decoder, params, state = prepare(target, drafter, requests, verify=given)
-                    jax.eval_shape(decoder.step, params, state)
+                    state, _ = mj.run(decoder, params, state)
                 except mj.MarsError:  # the two do not go together
-                    continue
-                state, _ = mj.run(decoder, params, state)
+                    break
                 tokens, length = jax.device_get((state.tokens, state.length))
-                found[f"{draft}, {name}, temperature {temperature:g}"] = [
+                found[f"{draft}, {name}, {what}"] = [
                     row[:n].tolist() for row, n in zip(tokens, length, strict=True)
                 ]
         path.write_text(json.dumps(found))

@@ -26,6 +26,7 @@ def weights(noise):
     return Params(target, jax.tree.map(lambda x, y: x + noise * y, target, other))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("noise", "temperature", "pre_verify"),
     slow_but(

@@ -41,6 +41,7 @@ def paths(tree, row):
     return list(found.values())[1:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "vocab", "rows"),
     slow_but(
@@ -69,6 +70,7 @@ def test_the_tree_is_that_of_a_best_first_search(shape, vocab, rows):
     assert "callback" not in text  # nothing asks the host
 
 
+@pytest.mark.slow
 def test_nothing_is_drafted_after_a_depth_that_is_not_alive():
     logits = jax.random.normal(jax.random.key(0), (3, 4, 9))
     alive = jnp.asarray([[True] * 4, [True, True, False, False], [False] * 4])

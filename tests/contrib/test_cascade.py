@@ -114,6 +114,7 @@ def one_text(prompt, margin, stops=()):
     return list(text[:BUFFER]), kinds[: BUFFER - len(prompt)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "stops, margin, drafter",
     [([], 0.1, CASCADE), ([4], 0.1, CASCADE), ([], (0.95, 0.85), SLIM), ([4], (0.95, 0.85), SLIM)],
@@ -145,6 +146,7 @@ RULES = {
 SLOW = ("mars", "budget", "mars over block", "rejection")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in RULES])
 def test_a_closed_gate_a_strict_row_and_a_sampled_row_are_the_inner_draft_s(name):
     """Bit for bit; and a row alone is the row in its batch."""

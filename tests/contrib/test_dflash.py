@@ -79,6 +79,7 @@ def afresh(name, tokens, length):
     return hidden, head.unembed(config, MODEL, params, hidden)[0], cache
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "shape"),
     slow_but(
@@ -183,6 +184,7 @@ def test_at_temperature_1_each_token_follows_the_targets_distribution(name, shap
     assert chi < freedom + 5 * np.sqrt(2 * freedom)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(HEADS, "dflash"))
 def test_draft_stop_ends_a_draft_by_entropy_or_by_what_the_confidence_head_says(name):
     prompts, lengths = ragged(LENGTHS, 32, VOCAB)

@@ -181,6 +181,7 @@ def torch_head(config: DFlashConfig, target):
     return made.eval()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_block_equals_its_transcription_in_pytorch(name):
     """Context in two pieces, then a block: hidden states and logits of every place, and what DSpark's heads say."""

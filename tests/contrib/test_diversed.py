@@ -59,6 +59,7 @@ def test_the_weight_is_that_of_each_position():
     np.testing.assert_allclose(found, wanted, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_gradient_is_that_of_the_enumerated_worth():
     """Texts of one token after a prompt: every token as often as the mixture says it."""
     config = ModelConfig(

@@ -22,6 +22,7 @@ from tests.verify import oracles
 GREEDY, V, NODES, ROWS, E = (0.0, 0, 1.0, 0.0), 8, 4, 32, 6
 
 
+@pytest.mark.slow
 def test_nodes_are_relaxed_where_the_head_gives_little_chance_of_harm():
     rng = np.random.default_rng(0)
     logits = rng.normal(4, 2, (ROWS, NODES, V)).astype(np.float32)

@@ -82,6 +82,7 @@ def begin(drafter, params, **chosen):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "tree",
     [pytest.param(None, marks=pytest.mark.slow), pytest.param((1, 1), marks=pytest.mark.slow), (3, 2, 1)],
@@ -142,6 +143,7 @@ def cyclic():
     return model, config, Params((), {"heads": known})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tree", [None, (2, 3, 1, 1)])
 def test_heads_that_know_the_text_are_always_right(tree):
     model, config, params = cyclic()
@@ -177,6 +179,7 @@ def test_nothing_is_drafted_from_the_first_unsure_head_on(params):
     assert lasts == [4, 2, 0, 3, 2, 0]  # not at all, on its way, at once
 
 
+@pytest.mark.slow
 def test_a_sampled_chain_follows_the_distributions_it_reports(params):
     rows, past = 4000, [3, 1, 4, 1, 5]
     drafter = contrib.medusa(CONFIG, TARGET, 2, sample=True)

@@ -123,6 +123,7 @@ def test_groups_are_of_texts_that_are_alike(tmp_path):
         contrib.token_groups(target, groups=[["extraordinarily", " big"]])
 
 
+@pytest.mark.slow
 def test_a_strict_span_takes_no_other_guard_away():
     """With spans as without: no padding, no stop token and nothing of the exact prefix is relaxed."""
     tree = drafted(False, np.random.default_rng(0))

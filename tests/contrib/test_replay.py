@@ -42,6 +42,7 @@ def slow_replay(text, past, count):
     return slow_lookup(text, count, 3, 1)
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.integers(0, 2), min_size=1, max_size=16),

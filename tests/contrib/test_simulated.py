@@ -32,6 +32,7 @@ def test_rates_solve_the_geometric_sum():
     assert float(solve(jnp.float32([4.0] * 5), jnp.int32([2] * 5), 5)[0]) == 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tau", [1.0, 2.2])
 def test_trees_of_any_shape_give_the_tau_in_the_mean(tau):
     """Half of the trees are chains cut short by padding, whose rate is another one."""
@@ -74,6 +75,7 @@ def test_padding_is_never_accepted():
     assert (taken[edge] >= 0).all() and edge.any()
 
 
+@pytest.mark.slow
 def test_a_decode_has_the_tau_and_rows_do_not_see_each_other():
     model = fake.hash_model(vocab_size=31)
     drafter = drafters.language_model(
@@ -101,6 +103,7 @@ def test_a_tau_out_of_reach_is_refused():
         simulated([1, 3.1]).check_drafter(drafters.language_model(fake.hash_model(vocab_size=31), 2))
 
 
+@pytest.mark.slow
 def test_strict_rows_get_the_text_of_the_target():
     model = fake.hash_model(vocab_size=31)
     drafter = drafters.language_model(fake.hash_model(vocab_size=31, seed=1), 5)

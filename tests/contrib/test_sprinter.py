@@ -84,6 +84,7 @@ def one_text(prompt, stops=()):
     return list(text), count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stops", [[], [4]])
 def test_the_text_and_what_is_trusted_are_those_of_the_paper_s_loop(stops):
     found, stats = decoded(verify.exact(), stop_tokens=[stops or [-1]] * 4)
@@ -113,6 +114,7 @@ def test_a_closed_classifier_drafts_one_token_and_trusts_none():
             assert decoded(rule, rows=slice(row, row + 1), drafter=drafter, **mixed)[0] == [opened[row]]
 
 
+@pytest.mark.slow
 def test_strict_rows_and_the_exact_prefix_trust_nothing():
     plain, _ = decoded(verify.exact(), drafter=drafters.none(), params=Params(()))
     strict, stats = decoded(verify.exact(), strict=[True, False, True, False])

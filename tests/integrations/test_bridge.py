@@ -66,6 +66,7 @@ def _mixes_rows(params, tokens, visible, cache):
     return out._replace(hidden=out.hidden + out.hidden[:1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "sentence"),
     [

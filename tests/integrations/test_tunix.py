@@ -53,6 +53,7 @@ def teacher_forced(actor, prompt, tokens, temperature):
     return np.asarray(jax.nn.log_softmax(logits))[np.arange(len(prompt) - 1, count - 1), tokens]
 
 
+@pytest.mark.slow
 def test_samples_and_log_probabilities_are_the_actors(made):
     base, actor = made
     rollout = rollout_of(actor)

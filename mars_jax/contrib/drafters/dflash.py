@@ -251,7 +251,9 @@ def load_dflash(asked: Asked) -> LoadedDrafter:
       MarsError: as `contrib.load_dflash`.
     """
     target = asked.target
-    config, params = dflash_files.load_dflash(asked.path, target.config, target.params, dtype=asked.heads_dtype)
+    config, params = dflash_files.load_dflash(
+        asked.path, target.config, target.params, dtype=asked.heads_dtype
+    )
     # As in `hub.load`: XLA's CPU backend would widen a bfloat16 cache anew at every step.
     cache_dtype = "float32" if jax.default_backend() == "cpu" else params["fc"].dtype.name
     tree = asked.tree

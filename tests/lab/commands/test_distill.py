@@ -346,6 +346,7 @@ def test_old_checkpoints_are_not_taken_for_those_of_other_settings(call, text, t
     assert files(output) == first
 
 
+@pytest.mark.slow
 def test_the_log_survives_a_restart_line_by_line(call, text, target, tmp_path):
     """A torn line, and lines behind the last checkpoint, go."""
     pytest.importorskip("matplotlib")

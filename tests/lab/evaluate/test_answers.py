@@ -42,6 +42,7 @@ def arms(temperature=0.0):
     return {arm.name: arm for arm in make_arms(MARS, [0.9], temperature=temperature, matched=1.0)}
 
 
+@pytest.mark.slow
 def test_a_follow_up_turn_sees_the_answer_before_it(chatty, decoding):
     two, one = problem("sea", "sun"), problem("the")
     first, second = decoding.answer(arms()["exact"], [two, one], [0, 1], temperature=0.0)

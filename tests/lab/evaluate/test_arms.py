@@ -61,6 +61,7 @@ def test_elsewhere_it_is_the_target():
     check(draw(HIGH, temperature=1.0), p / p.sum())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(
     "strict", [{"theta": math.inf}, {"strict": True}, {"stop_tokens": [1]}, {"stop_tokens": [2]}]

@@ -53,6 +53,7 @@ def studied(pair):
     )
 
 
+@pytest.mark.slow
 def test_branches_are_what_the_target_alone_says_there(pair, studied):
     target, _ = pair
     texts, events = studied

@@ -15,6 +15,7 @@ from mars_jax.serve.folder import fingerprint
 WEIGHTS = {"bias": np.arange(8.0, dtype=np.float32), "experts": np.ones((4, 6, 8), np.float32)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_it_does_not_depend_on_the_mesh(kind):
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(kind, kind))

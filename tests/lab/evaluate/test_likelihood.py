@@ -59,6 +59,7 @@ def test_an_answer_is_scored_without_its_prompt(loaded):
     assert total("likelihood", sums)[0] == pytest.approx(math.exp(sums[0, 0] / 4))
 
 
+@pytest.mark.slow
 def test_all_turns_of_a_conversation_count():
     target = mj.load("tiny/target")
     two = Problem(task="t", id="0", turns=("One?", "Two?"), metric="likelihood")

@@ -197,6 +197,7 @@ def test_texts_that_are_markup_stay_texts(finished, texts):
     assert "x.org" not in made and "\x1b" not in made
 
 
+@pytest.mark.slow
 def test_plots_of_names_that_are_markup_or_formulas(finished, tmp_path):
     summary = json.loads(json.dumps(finished.summary))
     summary["settings"]["target"] = HOSTILE.replace("\x1b", "")

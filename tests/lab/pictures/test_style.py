@@ -21,6 +21,7 @@ def drawn(folder, **options):
     return files
 
 
+@pytest.mark.slow
 def test_a_picture_is_png_svg_and_pdf_and_the_same_bytes_every_time(tmp_path):
     files, again = drawn(tmp_path / "a"), drawn(tmp_path / "b")
     heads = [file.read_bytes()[:8] for file in files]
@@ -28,6 +29,7 @@ def test_a_picture_is_png_svg_and_pdf_and_the_same_bytes_every_time(tmp_path):
     assert [file.read_bytes() for file in files] == [file.read_bytes() for file in again]
 
 
+@pytest.mark.slow
 def test_a_caption_and_a_legend_stand_once_and_are_text(tmp_path):
     svg = drawn(tmp_path / "a")[1].read_text()
     texts = re.findall(r"<text[^>]*>([^<]*)</text>", svg)

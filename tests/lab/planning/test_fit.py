@@ -72,6 +72,7 @@ def test_the_layers_are_summed_over_the_chips(spread):
     assert not spread.notes
 
 
+@pytest.mark.slow
 def test_a_model_that_is_too_large_does_not_fit():
     large = dataclasses.replace(TINY, vocab_size=2**20, hidden_size=8192)
     made = planned(large, "v5e:1x1")
@@ -249,6 +250,7 @@ def test_the_command_compiles_what_it_recommends(capsys, monkeypatch):
     assert not row["fits"] and [one["fits"] for one in row["tried"]] == [True, True]
 
 
+@pytest.mark.slow
 def test_the_command_says_what_to_try(capsys, monkeypatch):
     def advise(attempt, dtype, slices):
         assert (dtype, slices) == ("bfloat16", larger("v5e:1x1"))

@@ -53,6 +53,7 @@ def parts(lowered):
     return {name: part(name) for name in names}
 
 
+@pytest.mark.slow
 def test_every_part_of_the_step_has_operations(parts):
     found = set(parts.values())
     for phase in PHASES:

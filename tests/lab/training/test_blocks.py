@@ -83,6 +83,7 @@ def test_what_is_scored_is_what_is_drafted(config):
     )
 
 
+@pytest.mark.slow
 def test_documents_do_not_see_each_other():
     params = head.init_params(DFLASH, jax.random.key(1), scale=0.4)
     both = Params(target=WEIGHTS, draft=params)
@@ -104,6 +105,7 @@ def test_documents_do_not_see_each_other():
     assert np.abs(mine[:, 0] - changed[:, 0]).max() > 0.01
 
 
+@pytest.mark.slow
 def test_training_raises_the_acceptance_and_the_confidence_head_learns_it():
     tokens = target_texts(16, 33)
     batch = Batch(tokens=tokens, segments=jnp.zeros(tokens.shape, jnp.int32))

@@ -13,6 +13,7 @@ from mars_jax.models import eagle_head as head
 from tests.lab.training.test_heads import EAGLE3, FEATURES, IDS, WEIGHTS
 
 
+@pytest.mark.slow
 def test_a_record_teaches_what_the_target_teaches(tmp_path):
     """The vocabulary is smaller than the number of tokens that are kept, so nothing is missing."""
     rng = np.random.default_rng(0)

@@ -19,6 +19,7 @@ def made(count, seed):
     return Examples(hidden, z1, z2, changed)
 
 
+@pytest.mark.slow
 def test_a_known_function_is_learned_better_than_the_margin_says_it(tmp_path):
     pytest.importorskip("matplotlib")
     options = {"steps": 250, "rows": 128, "learning_rate": 1e-2}

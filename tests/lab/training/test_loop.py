@@ -48,6 +48,7 @@ class Killed(Exception):
     pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [1, 3, 4])
 def test_killed_and_restarted_it_continues_bit_for_bit(tmp_path, at):
     def until(step):

@@ -25,6 +25,7 @@ BATCH = Batch(
 )
 
 
+@pytest.mark.slow
 def test_labels_and_features_are_those_of_one_branch_at_a_time():
     found = sprinter_training.examples(MODEL, PARAMS, MODEL, OTHER, BATCH, jax.random.key(3))
     tokens, segments = jnp.asarray(BATCH.tokens[:, :-1]), jnp.asarray(BATCH.segments[:, :-1])
