@@ -130,7 +130,7 @@ def pack(found: TopK, k: int) -> Array:
 
 
 def unpack(packed: Array, k: int, axis: int = 0) -> TopK:
-    """What `pack` made; its dimension of two is `axis`."""
+    """The inverse of `pack`, whose dimension of two is `axis`."""
     values, ids = (lax.index_in_dim(packed, i, axis, keepdims=False) for i in (0, 1))
     values = lax.bitcast_convert_type(values, jnp.float32)
     return TopK(values[..., :k], ids[..., :k], values[..., k])

@@ -28,7 +28,7 @@ class AcceptControls(NamedTuple):
 
 
 def as_arrays(controls: AcceptControls) -> AcceptControls:
-    """Of anything that has the fields of `AcceptControls`: `strict` as a number of edges, i32[B]."""
+    """`AcceptControls` of anything that has their fields, with `strict` as a number of edges, i32[B]."""
     strict = controls.strict
     if strict.dtype == jnp.bool_:
         strict = jnp.where(strict, jnp.iinfo(jnp.int32).max, 0)

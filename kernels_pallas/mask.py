@@ -1,4 +1,4 @@
-"""What queries may attend to: everything before `first`, and rows of a region after it.
+"""Masks of queries that attend to everything before `first`, and to rows of a region after it.
 
 B batch, N queries, R rows of the region, S slots. Oracle: masks made slot by slot in Python
 (tests/core/test_visible.py).

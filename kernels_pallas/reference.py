@@ -100,7 +100,7 @@ def tree_attention(
         seen_positions = positions
 
     def slot(b: Array, i: Array, s: Array) -> Array:
-        """Whether query i of row b sees slot s."""
+        """True where query i of row b sees slot s."""
         row = s - first[b]
         at = jnp.clip(row, 0, seen.shape[2] - 1)
         inside = (row < seen.shape[2]) & seen[b % seen.shape[0], i, at]

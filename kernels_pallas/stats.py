@@ -35,7 +35,7 @@ class MarginStats(NamedTuple):
 
 
 def dtypes(*, logsumexp: bool) -> list[jnp.dtype]:
-    """Of the fields in order, with or without the last: what a kernel allocates for them.
+    """The dtypes of the fields in order, with or without the last: what a kernel allocates for them.
 
     >>> len(dtypes(logsumexp=False))
     4

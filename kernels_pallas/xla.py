@@ -82,7 +82,7 @@ def _stats(logits: Array, *, logsumexp: bool) -> MarginStats:
 
 
 def partitioned_margin_stats(logits: Array, *, logsumexp: bool = False) -> MarginStats:
-    """As `margin_stats`, in reductions over the vocabulary alone.
+    """Compute `margin_stats` in reductions over the vocabulary alone.
 
     XLA partitions each of them over a sharded vocabulary into a reduction per device and an exchange of one
     number per node and device, whatever V is; it would gather the whole logits for the two levels above or

@@ -17,15 +17,15 @@ from kernels_pallas.blocks import AttentionBlocks
 
 LOWEST = float(jnp.finfo(jnp.float32).min)
 FIRST, BASE, COUNT, RECENT, WRITTEN = range(5)
-"""What is known of a row: the first slot of its region, the slot that its first block begins at, how many blocks it
-has, the last slot that some window hides, and where there are new rows the slot of the first of them."""
+"""Entries of a row in its table: the first slot of its region, the slot that its first block begins at, the number of
+its blocks, the last slot that some window hides, and where there are new rows the slot of the first of them."""
 UPPER, AFTER, WORDS = 0, 1, 2
-"""What is known of a query: the last slot that it sees where the queries are in a row, the last one that its window
-hides, and from column `WORDS` on the rows of the region that it sees, 32 in a word."""
+"""Columns of a query: the last slot that it sees where the queries are in a row, the last one that its window hides,
+and from column `WORDS` on the rows of the region that it sees, 32 in a word."""
 
 
 class Shape(NamedTuple):
-    """What is static of a call."""
+    """The static part of a call."""
 
     heads: int
     slots: int

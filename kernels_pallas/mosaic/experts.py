@@ -22,7 +22,7 @@ from jax.experimental.pallas import tpu as pltpu
 ROWS = 128
 """Rows of a tile at most."""
 WEIGHT_BYTES = 2**21
-"""Of a matrix at a time; two such blocks are in fast memory, and the wider copy that is multiplied."""
+"""Bytes of a matrix at a time; two such blocks are in fast memory, and the wider copy that is multiplied."""
 
 
 def outer_block(outer: int, inner: int) -> int:

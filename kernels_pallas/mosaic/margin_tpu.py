@@ -205,7 +205,7 @@ def _state_like(rows: tuple[int, ...], logsumexp: bool) -> list:
 
 
 def _unpack(packed: Array, lead: tuple[int, ...], logsumexp: bool) -> MarginStats:
-    """What `finish` packed, as statistics of shape `lead`."""
+    """Unpack what `finish` packed, as statistics of shape `lead`."""
     return from_bits([packed[..., k].reshape(lead) for k in range(5 if logsumexp else 4)])
 
 

@@ -150,7 +150,7 @@ def _tiled(q: Array, tiles: int, per_tile: int) -> Array:
 
 
 def _known(first: Array, inside: Array | None, after: Array | None, n: int, padded: int) -> Array:
-    """What is known of each query, i32[B, padded, 2 + words]; those after the first N see nothing of the region."""
+    """The table of queries, i32[B, padded, 2 + words]; those after the first N see nothing of the region."""
     upper = first[:, None] + jnp.arange(n, dtype=jnp.int32)[None]
     columns = [upper[..., None], jnp.full_like(upper, -1)[..., None] if after is None else after[..., None]]
     if inside is not None:
@@ -159,7 +159,7 @@ def _known(first: Array, inside: Array | None, after: Array | None, n: int, padd
 
 
 def row_table(first: Array, rows: int, after: Array | None, *, slots: int, size: int, align: int) -> Array:
-    """What is known of each row, i32[4, B]: `FIRST`, `BASE`, `COUNT` and `RECENT`.
+    """The table of rows, i32[4, B]: `FIRST`, `BASE`, `COUNT` and `RECENT`.
 
     Args:
       first: i32[B].
@@ -182,5 +182,5 @@ def row_table(first: Array, rows: int, after: Array | None, *, slots: int, size:
 
 
 def is_flat(k: Array) -> bool:
-    """Whether a cache is read as [B, S, D], where slots share words and not heads."""
+    """True where a cache is read as [B, S, D], as slots share words and heads do not."""
     return k.shape[2] == 1 and jnp.dtype(k.dtype).itemsize < 4

@@ -18,8 +18,8 @@ from mars_jax.core import struct
 class Int8Rows:
     """Keys or values in 8 bits: symmetric, each token and head with the largest of its numbers at 127.
 
-    Whoever reads them reads the rounded numbers, in the step that writes them too: a token means the same while it is
-    a node of a draft and when it is committed.
+    Every reader gets the rounded numbers, in the step that writes them too. So a token means the same while it is a
+    node of a draft and when it is committed.
     """
 
     values: Array  # i8[B, S, kv_heads, head_dim]; in [-127, 127]
@@ -56,7 +56,7 @@ class KVCache:
     """Keys and values per layer. Row b is valid in slots `[0, length[b] - 1)`; the rest is never read."""
 
     logical_axes: ClassVar[tuple[str | None, ...]] = ("rows", None, "kv_heads", None)
-    """How each array is divided over a mesh; see `mesh.logical_axes`."""
+    """The logical axis of each dimension, which says how a mesh divides it; see `mesh.logical_axes`."""
 
     k: tuple[Rows, ...]  # each [B, S, kv_heads, head_dim]
     v: tuple[Rows, ...]

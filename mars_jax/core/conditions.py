@@ -1,4 +1,4 @@
-"""What requests ask of a text beside the rule, as one seam: edits of the logits, constraints and spans.
+"""Conditions on a text beside the rule, as one seam: edits of the logits, constraints and spans.
 
 B batch, N nodes, V vocabulary. Each of the three is None where no row asks for it, and then nothing of it is compiled.
 Oracle: transformers' processors, and autoregression (tests/core/test_edits.py, tests/core/test_guide.py).
@@ -18,7 +18,7 @@ from mars_jax.core.types import DecodeState, DraftTree, Edits, Guides, Params, P
 
 
 class Conditions(NamedTuple):
-    """What a step is asked for, as the rows stand."""
+    """The conditions of a step, at the last committed token of each row."""
 
     edits: Edits | None
     constraint: Guide | None
@@ -53,7 +53,7 @@ class Nodes(NamedTuple):
 
     @property
     def forbid(self) -> bool:
-        """Whether a token may have a logit of -inf that the target did not give it."""
+        """True where a token may have a logit of -inf that the target did not give it."""
         return self.edits is not None or self.constraint is not None
 
     @property
@@ -73,7 +73,7 @@ class Nodes(NamedTuple):
         return None if self.constraint is None else self.constraint.ended(verdict)
 
     def after(self, verdict: Verdict, state: DecodeState) -> Guides | None:
-        """Where the live rows of a state are in their automata after a step; None without any."""
+        """The states of the automata of live rows after a step; None without any."""
         if state.guides is None:
             return None
         moved = Guides(

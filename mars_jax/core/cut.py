@@ -1,4 +1,4 @@
-"""What no verdict may accept: drafted tokens that an edit or a constraint gives no probability at all.
+"""Cut a verdict before drafted tokens that an edit or a constraint gives no probability at all.
 
 B batch, N nodes, D depth. Oracle: the same cut node by node in Python (tests/core/test_cut.py).
 """

@@ -117,7 +117,7 @@ def run(
       decoder, params: from `speculative_decoder`, and the weights.
       state: from `start`.
       record: also keep what each new token was: `DecodeStats.tokens`.
-      max_steps: i32[]; stop after so many steps at most, so that somebody looks at the state and goes on with it. A
+      max_steps: i32[]; stop after so many steps at most, so that the caller can look at the state and go on. A
         value, so another number compiles nothing. None: no bound.
 
     Returns:
@@ -156,7 +156,7 @@ is busy with an earlier one, and one more for when the host is late."""
 
 
 def look_ahead(state: DecodeState) -> int:
-    """How many steps may be on their way where this state is: none on a CPU.
+    """The default of `ahead`: 0 for a state on a CPU, else `AHEAD`.
 
     There a step is computed before the call returns, as measured with jax 0.10, so steps past the end would cost time
     and win none.

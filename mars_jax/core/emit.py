@@ -1,4 +1,4 @@
-"""What a step gives back: the tokens of the accepted path, where they end, and what each of them is.
+"""Emit the tokens of the accepted path, find where they end, and say what each of them is.
 
 B batch, N nodes, D depth, T token buffer, V vocabulary. Oracle: greedy autoregression of the same model, token for
 token (tests/core/test_decode.py).
@@ -113,7 +113,7 @@ def _assemble(tree: DraftTree, verdict: Verdict, place: Array) -> Array:
 def _cut(
     verdict: Verdict, emitted: Array, controls: Controls, place: Array, room: Array
 ) -> tuple[Array, Array]:
-    """How many tokens are emitted, i32[B], and where there are stop tokens, bool[B, D + 1]."""
+    """The number of emitted tokens, i32[B], and which of them are stop tokens, bool[B, D + 1]."""
     stops = is_stop(emitted, controls.stop_tokens) & (place <= verdict.num_accepted[:, None])
     until_stop = jnp.min(jnp.where(stops, place + 1, place.shape[1]), axis=1)
     return jnp.minimum(jnp.minimum(verdict.num_accepted + 1, until_stop), room), stops

@@ -3,7 +3,7 @@
 B rows, T token buffer, t width of the prompts. Oracle: `init` of the same prompts (tests/core/test_extend.py).
 
 The longest common beginning of a row's committed tokens and its new prompt stays in the caches; what comes after it is
-read. So nobody has to say what is new: where a chat template writes an earlier turn differently, the beginning is
+read. So callers need not say what is new: where a chat template writes an earlier turn differently, the beginning is
 shorter, and the tokens are those of a fresh state all the same. A key or value depends on the tokens up to its own
 alone, so what is held is what a fresh state would hold, up to rounding.
 """

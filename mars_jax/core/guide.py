@@ -31,7 +31,7 @@ from mars_jax.core.types import NO_TOKEN, Controls, DecodeState, DraftTree, Guid
 
 FREE, DEAD = 0, 1
 BITS = 32
-"""Of a word. Bit k of word j is token k W + j, so that a row unpacks into stretches of W tokens, each by one shift."""
+"""Bits of a word. Bit k of word j is token k W + j, so a row unpacks into stretches of W tokens by shifts."""
 
 
 @struct.dataclass(kw_only=True)
@@ -59,7 +59,7 @@ class Narrow:
 
 @struct.dataclass(kw_only=True)
 class Tracked:
-    """Where the rows of a batch begin, and whose they are."""
+    """The first states of the rows of a batch, and their groups of token classes."""
 
     start: Array  # i32[B]; a state: FREE for a row without
     group: Array  # i32[B]
@@ -125,7 +125,7 @@ class Guide:
 
         Args:
           logits: of the target's vocabulary, or f32[B, P, U] of a draft's own.
-          states: DEAD masks nothing, for nobody reads what follows it.
+          states: DEAD masks nothing, as nothing reads what follows it.
           ids: gives the target's tokens i32[U] of that vocabulary. Without `Tables.narrow` the bits of each are picked
             one by one, at every level of a draft.
         """

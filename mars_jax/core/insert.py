@@ -39,7 +39,7 @@ def inserted(
     rows: Array,
     prompts: Prompts,
 ) -> DecodeState:
-    """`Decoder.insert` of prompts that nobody has read.
+    """`Decoder.insert` of prompts that are yet to be read.
 
     Args:
       read: gives the state of b rows that have read prompts of the buffer's width.

@@ -89,7 +89,7 @@ def names_of(role: str, mesh: AnyMesh | None) -> tuple[str, ...]:
 
 
 def size_of(role: str, mesh: AnyMesh | None) -> int:
-    """Over how many devices a mesh divides what its axes of a role hold; 1 without a mesh.
+    """The number of devices over which a mesh divides what its axes of a role hold; 1 without a mesh.
 
     >>> size_of("data", AbstractMesh((2, 4), ("data", "model")))
     2
@@ -219,7 +219,7 @@ Axes = tuple[str | None, ...]
 
 
 def logical_axes(x: Any) -> Axes | None:
-    """What a container says of its arrays: the logical axis of each of their dimensions, as `RULES` has them.
+    """The logical axis of each dimension of a container's arrays, as `RULES` names them; None where it says none.
 
     A cache whose arrays are divided by more than the rows of the batch has an attribute of this name.
     """
@@ -227,7 +227,7 @@ def logical_axes(x: Any) -> Axes | None:
 
 
 def row_specs(tree: PyTree, mesh: AnyMesh) -> PyTree:
-    """How arrays that begin with the rows of the batch are divided, and more where their container says so."""
+    """Partition specs of arrays that begin with the rows of the batch; a container may divide further dimensions."""
     return _map_nodes(lambda x, axes: _spec(x, axes or ("rows",), mesh), tree)
 
 
@@ -289,7 +289,7 @@ def _explicit_mesh(arrays: PyTree) -> AbstractMesh | None:
 def _as_auto(mesh: AbstractMesh, function: Callable[..., PyTree], *arguments: PyTree) -> PyTree:
     """`function` with the axes of an explicit mesh left to XLA inside, as `jax.sharding.auto_axes` does it.
 
-    The results are divided as `row_specs` says, which nobody knows before.
+    Shardings of the results follow `row_specs` and are only known after tracing.
     """
     auto = mesh.update_axis_types(dict.fromkeys(mesh.explicit_axes, AxisType.Auto))
     with jax.sharding.use_abstract_mesh(auto):
@@ -314,7 +314,7 @@ def vocabulary_axes(vocab: int) -> tuple[str, ...]:
 
 
 def devices_of(logical: str, size: int) -> int:
-    """Over how many devices `size` things of a logical axis are divided where this is traced; 1 without a mesh."""
+    """The number of devices that `size` things of a logical axis are divided over in this trace; 1 without a mesh."""
     mesh = _ready()
     return 1 if mesh is None else math.prod(mesh.shape[name] for name in axes_of(logical, size, mesh))
 

@@ -1,4 +1,4 @@
-"""What a decode did: counters that ride in the device loop, and their summary on the host.
+"""Metrics of a decode: counters that ride in the device loop, and their summary on the host.
 
 B batch, D tree depth. Oracle: recounting the `StepInfo` of a streamed run (tests/core/test_decode.py).
 """
@@ -35,7 +35,7 @@ class DecodeStats:
 
 @struct.dataclass(kw_only=True)
 class TokenRecord:
-    """What each new token of a row was, [B, T] each: entry j is the j-th token after the prompt; see `StepInfo`."""
+    """A record of each new token of a row, [B, T] each: entry j is the j-th token after the prompt; see `StepInfo`."""
 
     kind: Array  # i32; NO_KIND after the last
     regret: Array  # f32, as are the others; 0 after the last

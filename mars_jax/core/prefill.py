@@ -85,7 +85,10 @@ def prefill(
 def observing(
     drafter: Drafter, params: Params, tokens: Array, length: Array
 ) -> Callable[[PyTree, Array, ForwardOutput], PyTree] | None:
-    """What a drafter makes of the target's outputs while texts i32[B, T] of `length` i32[B] are read, if anything."""
+    """The fold by which a drafter reads the target's outputs of texts i32[B, T] of `length` i32[B].
+
+    It is None for a drafter that does not read its target.
+    """
     reads = drafter.reads
     if reads is None:
         return None

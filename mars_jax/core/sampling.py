@@ -154,7 +154,7 @@ def at_tokens(logits: Array, nodes: Array, tokens: Array) -> Array:
 
 
 def sample_processed(keys: Array, positions: Array, processed: Array) -> Array:
-    """As `sample`, from what `process` returned: for callers that also need the processed logits."""
+    """Sample as `sample` does, from what `process` returned: for callers that also need the processed logits."""
     return inverse_cdf(jnp.exp(processed), node_uniforms(keys, positions))
 
 

@@ -70,7 +70,7 @@ def propose(
 
 
 class Scores(NamedTuple):
-    """What the target says of a tree."""
+    """The target's output over a tree."""
 
     output: ForwardOutput  # its hidden states, features and cache
     raw: Array  # f32[B, N, V]; its logits
@@ -119,7 +119,7 @@ def score(
 def judge(
     params: Params, state: DecodeState, tree: DraftTree, scores: Scores, nodes: Nodes, keys: Array
 ) -> tuple[Verdict, PyTree, Array | None]:
-    """How far down the tree the text goes, the rule after it, and how many tokens were taken on trust.
+    """Decide how far down the tree the text goes.
 
     Under `mars` this is Algorithm 1 of arXiv 2601.15498: `state.rule` sees the logits, and walks.
 
@@ -128,7 +128,8 @@ def judge(
       keys: key[B]; the target's own.
 
     Returns:
-      The verdict, the rule, and i32[B] or None where the drafter asks for no trust.
+      The verdict, the rule after it, and the number of tokens taken on trust: i32[B], or None where the drafter asks
+      for no trust.
     """
     evidence = Evidence(
         keys=keys,

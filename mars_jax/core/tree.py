@@ -53,7 +53,7 @@ def ancestors(parents: Array, max_depth: int) -> Array:
 
 
 def visible(tree: DraftTree, start: Array) -> Visible:
-    """What the nodes of a tree may attend to: the committed slots `[0, start)`, themselves and their ancestors.
+    """Let the nodes of a tree attend to the committed slots `[0, start)`, themselves and their ancestors.
 
     Node j is written to slot `start + j` and stands at position `start + depth`.
     """
@@ -62,7 +62,7 @@ def visible(tree: DraftTree, start: Array) -> Visible:
 
 
 class Allowance(NamedTuple):
-    """What a rule lets a walk do beyond the strict rule: which edges it may relax, and how far."""
+    """The freedom of a walk beyond the strict rule: the edges it may relax, and how far."""
 
     edges: Array  # bool[B, N]; the edge into node i may be taken although it is not exact
     max_run: Array  # i32[B]; relaxed edges allowed in a row

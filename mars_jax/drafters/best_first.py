@@ -122,7 +122,7 @@ class _Plan(NamedTuple):
 
 @functools.lru_cache
 def _plan(m: int, depth: int, k: int) -> _Plan:
-    """What never changes about trees of m nodes, `depth` levels and k children."""
+    """The static part of trees of m nodes, `depth` levels and k children."""
     # More depths at once are fewer sorts of more nodes.
     size = 3 if m <= 128 else 2 if m <= 512 else 1
     cuts = [*range(0, depth, size), depth]

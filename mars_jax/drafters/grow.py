@@ -40,7 +40,7 @@ class Level(NamedTuple):
 
 
 class Growth(NamedTuple):
-    """How a drafter grows a tree, as functions of its carry: its cache, and what else it hands from level to level."""
+    """Functions by which a drafter grows a tree. The carry is its cache, and what else it hands from level to level."""
 
     logits: Array  # f32[B, 1, U]; of the first level
     carry: Any
@@ -154,8 +154,10 @@ def _chain(
 
 @jax.named_scope("mask")
 def _visible(growth: Growth, seen: Array, depth: Any, row: Any, depths: np.ndarray) -> Visible:
-    """What W nodes of a depth see that are written from row `row` on: of the rows, whose depths are i32[R], those
-    `seen` bool[B, W, R]."""
+    """Attention of W nodes of a depth that are written from row `row` on.
+
+    Rows have depths i32[R], and the nodes see those that are `seen` bool[B, W, R].
+    """
     of_rows = growth.first[:, None] + jnp.asarray(depths, jnp.int32)[None] - 1
     positions = jnp.broadcast_to(growth.first[:, None] + depth - 1, seen.shape[:2])
     return Visible(

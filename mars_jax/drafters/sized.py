@@ -42,7 +42,7 @@ from mars_jax.core.types import (
 from mars_jax.drafters.asked import LoadedDrafter
 
 KEEP = 0.95
-"""Of what was seen, after every step with a draft: at batch 1 the last twenty steps count, some 60 tested tokens."""
+"""Decay of the counts after every step with a draft: at batch 1 the last twenty steps count, some 60 tested tokens."""
 GUESS, WEIGHT = 0.8, 4.0
 """The acceptance before anything was seen, and as how many tested tokens it counts."""
 MARGIN = 1.1
@@ -365,7 +365,7 @@ def _drafting(size: Drafter) -> Drafter:
 
 
 def widened(info: StepInfo, max_depth: int) -> StepInfo:
-    """What a step did, as that of a step whose drafts are `max_depth` deeper, such as 5 where nothing was drafted."""
+    """Pad a step's info to that of a step whose drafts are `max_depth` deeper, such as 5 where nothing was drafted."""
 
     def wider(name: str, fill: float) -> Array:
         return jnp.pad(getattr(info, name), ((0, 0), (0, max_depth)), constant_values=fill)
@@ -409,5 +409,5 @@ def forced(loaded: LoadedDrafter, size: int) -> LoadedDrafter:
 
 
 def is_measured(loaded: LoadedDrafter) -> bool:
-    """Whether it is to choose and knows by what."""
+    """True where the costs of all sizes are known, or there is one size alone."""
     return loaded.sizes is None or bool(np.all(np.asarray(loaded.params.costs) > 0))

@@ -1,7 +1,7 @@
-"""What the target thinks of each drafted token, at the token's parent: what rules of edges compare.
+"""The target's opinion of each drafted token, at the token's parent: the numbers that rules of edges compare.
 
-B batch, N nodes, V vocabulary. Of raw logits, so at temperature 1 whatever the row's temperature is, but where it is
-said. The entries of the root and of padding mean nothing. Oracle: the warpers of transformers, in
+B batch, N nodes, V vocabulary. Unless said otherwise they come from raw logits, so they are at temperature 1 whatever
+the row's temperature is. The entries of the root and of padding mean nothing. Oracle: the warpers of transformers, in
 tests/verify/test_edges.py.
 """
 

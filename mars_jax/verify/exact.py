@@ -44,7 +44,7 @@ class Exact(Rule):
         return self.relax(evidence, None), self
 
     def relax(self, evidence: Evidence, allowed: Allowance | None) -> Verdict:
-        """As the call; an edge that `allowed` names is taken too, unless y is a stop token there."""
+        """Do what the call does, and also take the edges that `allowed` names, unless y is a stop token there."""
         tree, controls = evidence.tree, evidence.controls
         y = named(evidence)
         wanted = at_parent(tree, y)

@@ -1,4 +1,4 @@
-"""What all lossy rules share: the rows and the first tokens that are strict, and how their factories read numbers.
+"""The common part of lossy rules: the rows and first tokens that are strict, and how factories read numbers.
 
 B batch, N nodes. Oracle: tests/verify/test_rules.py.
 """

@@ -23,7 +23,7 @@ Stretch = Callable[[Array], tuple[Array, Array]]
 
 
 class _At(NamedTuple):
-    """Where a row stands, [B] each but `relaxed`."""
+    """The place of each row on its way down, [B] each but `relaxed`."""
 
     start: Array  # i32; the node from which the rule has started afresh
     stop: Array  # i32; the node where it stops

@@ -53,9 +53,9 @@ class Rejection(Rule):
         return self.relax(evidence, None), self
 
     def relax(self, evidence: Evidence, allowed: Allowance | None) -> Verdict:
-        """As the call; the edge before which the rule stops is also taken where `allowed` says so.
+        """Do what the call does, and also take the edge before which the rule stops, where `allowed` says so.
 
-        Not where the token that the rule would emit instead is a stop token. From the relaxed token on the
+        It is not taken where the token that the rule would emit instead is a stop token. From the relaxed token on the
         rule starts afresh, so the tokens after it are verified as if they were a draft of their own. In blocks the
         rest of the draft has taken part in deciding the stop, so that these are no longer samples of q, and the
         fresh block is lossless only nearly.
@@ -108,7 +108,7 @@ def verify_draft(evidence: Evidence, log_v: Array, allowed: Allowance | None, bl
 
 @dataclasses.dataclass(frozen=True)
 class _Ratios:
-    """What both rules read: p and q at the drafted tokens, and their distributions."""
+    """The common input of both rules: p and q at the drafted tokens, and their distributions."""
 
     tree: DraftTree
     length: Array  # i32[B]; drafted tokens before the first padding node
@@ -120,7 +120,7 @@ class _Ratios:
 
     @staticmethod
     def of(tree: DraftTree, log_p: Array) -> _Ratios:
-        """Of a tree and the processed logits f32[B, N, V] that its tokens are verified against."""
+        """The ratios of a tree, against the processed logits f32[B, N, V] that its tokens are verified with."""
         drafted = tree.tokens[:, 1:]
         nodes = jnp.broadcast_to(jnp.arange(drafted.shape[1], dtype=jnp.int32), drafted.shape)
         length = jnp.sum(jnp.cumprod((drafted >= 0).astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)

@@ -56,7 +56,7 @@ class Relaxed(Lossy):
         return runner_up_edges(evidence, self.low(evidence))
 
     def cost(self, evidence: Evidence) -> tuple[Array, Array] | None:
-        """What relaxing the edge into each node costs, f32[B, N], and what each row has left, f32[B]; None is free."""
+        """The cost of relaxing the edge into each node, f32[B, N], and each row's budget left, f32[B]; None is free."""
         return None
 
     def spend(self, left: Array) -> Self:

@@ -40,7 +40,7 @@ class Retargeted(Lossy):
 
     @property
     def base(self) -> Rejection:
-        """What strict rows get."""
+        """The lossless rule that strict rows get."""
         return Rejection(block=self.block)
 
     def target(self, log_p: Array, log_q: Array, evidence: Evidence) -> Array:

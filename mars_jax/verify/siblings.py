@@ -31,7 +31,7 @@ class Left(NamedTuple):
 
 
 def sibling_stretch(evidence: Evidence, log_v: Array, accept_keys: Array, draw_keys: Array) -> Stretch:
-    """How rejection goes down a tree, and draws where it stops; see `descend`.
+    """Rejection down a tree, with a draw where it stops; see `descend`.
 
     Args:
       evidence: of the step.
