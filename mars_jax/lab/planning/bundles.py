@@ -48,7 +48,7 @@ class Routine:
         return sum(self.times())
 
     def times(self) -> list[int]:
-        """How often each bundle runs."""
+        """The number of runs of each bundle."""
         times = [1] * len(self.bundles)
         for loop in self.loops:
             for k in range(loop.first, loop.last + 1):
@@ -126,7 +126,7 @@ _Definitions = dict[str, list[tuple[int, str]]]
 
 
 def _definitions(bundles: list[str]) -> _Definitions:
-    """Where each register is set, and to what."""
+    """The places where each register is set, and the values."""
     defined: _Definitions = {}
     for k, bundle in enumerate(bundles):
         for name, value in re.findall(r"%(\w+) = ([^;{}]*)", bundle):
@@ -155,8 +155,10 @@ def _constant(defined: _Definitions, text: str) -> int | None:
 
 
 def _trips(defined: _Definitions, predicate: str) -> int | None:
-    """Of a loop that counts up to a constant: by the constant that is added, else by 1, from the constant at which its
-    counter starts, else from 0. None of any other."""
+    """Trips of a loop that counts up to a constant; None of any other loop.
+
+    It counts by the constant that is added, else by 1, from the constant at which its counter starts, else from 0.
+    """
     test = re.match(
         r"scmp\.(?:ge|lt)\.[su]32(?:\.totalorder)? (?:\([^)]*\), )?(%\w+), (\S+)", _value(defined, predicate)
     )

@@ -27,7 +27,7 @@ from mars_jax.lab.training.objectives import predict
 from mars_jax.models.heads import HeadConfig
 
 HEADS: dict[str, Any] = {"eagle": online_eagle}
-"""How heads learn here, by `HeadConfig.kind`; these and language models are `specs.REFINED`."""
+"""Modules by which heads learn here, by `HeadConfig.kind`; these and language models are `specs.REFINED`."""
 
 
 @struct.dataclass(kw_only=True)
@@ -100,7 +100,7 @@ def add_failures(
 
 
 class Refined(NamedTuple):
-    """What a refinement came to."""
+    """The result of a refinement."""
 
     params: PyTree  # of the draft: the new ones, or the old ones where it was rolled back
     kept: bool
@@ -277,7 +277,7 @@ class Refiner:
 
     @property
     def params(self) -> PyTree:
-        """Of the draft, in the dtypes that it had."""
+        """Weights of the draft, in the dtypes that it had."""
         trained = jax.tree.map(lambda x, dtype: x.astype(dtype), self._params, self._dtypes)
         return trained if self._ids is None else trained | {"ids": self._ids}
 

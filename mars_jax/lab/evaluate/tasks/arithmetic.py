@@ -92,7 +92,7 @@ def final_answer(text: str) -> int | None:
 
 
 def is_correct(problem: Exercise, text: str) -> bool:
-    """Whether a model's text ends in the result of the problem.
+    """True where a model's text ends in the result of the problem.
 
     Source: ours. Raises: nothing.
 
@@ -143,7 +143,7 @@ def _kinds(number: int, rng: Random) -> list[Kind]:
 
 
 def _operands(sign: str, left: int) -> Sequence[int]:
-    """What may stand to the right, so that results stay within 1..100 and tables within 10 * 9."""
+    """The numbers that may stand to the right, so that results stay within 1..100 and tables within 10 * 9."""
     if sign == "+":
         return range(2, min(30, 100 - left) + 1)
     if sign == "-":
