@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 from jax import Array
 
 from mars_jax.core.edits import edited
 from mars_jax.core.guide import Followed, Guide, guide_of
-from mars_jax.core.types import DecodeState, DraftTree, Edits, Guides, Params, PyTree, Verdict
+from mars_jax.core.pick import in_rows
+from mars_jax.core.types import DecodeState, DraftTree, Edits, Guides, Params, Verdict
 
 
 class Conditions(NamedTuple):
@@ -80,13 +79,4 @@ class Nodes(NamedTuple):
             constraint=None if self.constraint is None else self.constraint.after(verdict),
             span=None if self.span is None else self.span.after(verdict),
         )
-        return in_live_rows(state.done, moved, state.guides)
-
-
-def in_live_rows(done: Array, new: PyTree, old: PyTree) -> PyTree:
-    """`new` in the rows that are not `done` bool[B], and `old` in the others."""
-
-    def choose(new: Array, old: Array) -> Array:
-        return old if new is old else jnp.where(done.reshape((-1,) + (1,) * (new.ndim - 1)), old, new)
-
-    return jax.tree.map(choose, new, old)
+        return in_rows(state.done, state.guides, moved)

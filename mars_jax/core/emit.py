@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
 from mars_jax.core.controls import is_stop
 from mars_jax.core.logprobs import log_probs
+from mars_jax.core.pick import append
 from mars_jax.core.rule import facts
 from mars_jax.core.sampling import at_tokens
-from mars_jax.core.tree import gather_path
+from mars_jax.core.tree import gather_path, said
 from mars_jax.core.types import (
     CORRECTED,
     EXACT,
@@ -57,7 +57,7 @@ def emit(
     """
     buffer = state.tokens.shape[1]
     place = jnp.arange(tree.max_depth + 1, dtype=jnp.int32)[None]  # i32[1, D + 1]
-    emitted = _assemble(tree, verdict, place)
+    emitted = said(tree, verdict)
 
     # Broken weights show as a top logit that is no number. The row stops there instead of emitting token 0; what is not
     # on the path decided nothing, and so breaks nothing.
@@ -74,8 +74,7 @@ def emit(
         count = jnp.where(ended, jnp.minimum(count, verdict.num_accepted), count)
     count = jnp.where(state.done | broken, 0, count)
     written = place < count[:, None]
-    where = jnp.where(written, state.length[:, None] + place, buffer)
-    tokens = jax.vmap(lambda row, at, new: row.at[at].set(new, mode="drop"))(state.tokens, where, emitted)
+    tokens = append(state.tokens, state.length, emitted, count)
     length = state.length + count
 
     lossless = facts(state.rule).lossless and trusted is None
@@ -101,13 +100,6 @@ def emit(
         state, tokens=tokens, length=length, done=done, failed=state.failed | broken
     )
     return next_state, info
-
-
-def _assemble(tree: DraftTree, verdict: Verdict, place: Array) -> Array:
-    """i32[B, D + 1]: the drafted tokens of the path, then `next_token`, again and again."""
-    drafted = gather_path(tree.tokens, verdict.path)
-    drafted = jnp.concatenate([drafted[:, 1:], drafted[:, -1:]], axis=1)
-    return jnp.where(place < verdict.num_accepted[:, None], drafted, verdict.next_token[:, None])
 
 
 def _cut(

@@ -20,7 +20,8 @@ from jax import Array
 from mars_jax.core.drafter import Drafter
 from mars_jax.core.errors import MarsError
 from mars_jax.core.given import begun, check_same, rows_of
-from mars_jax.core.prefill import observing, prefill, short_chunk
+from mars_jax.core.pick import leading
+from mars_jax.core.prefill import chunk_of, observing, prefill
 from mars_jax.core.types import DecodeState, LanguageModel, Params, Prompts, PyTree
 
 
@@ -57,7 +58,7 @@ def extended(
         state.cache,
         draft,
         observing(drafter, params, tokens, length),
-        chunk=chunk or target.prefill_chunk or short_chunk(),
+        chunk=chunk or target.prefill_chunk or chunk_of(),
     )
     return begun(prompts, cache, draft), jnp.maximum(length - 1 - first, 0)
 
@@ -82,7 +83,7 @@ def common(state: DecodeState, prompts: Array, lengths: Array) -> Array:
     """i32[B]: how many tokens at the beginning of each prompt i32[B, T] the row has committed already."""
     place = jnp.arange(prompts.shape[1], dtype=jnp.int32)[None]
     same = (prompts == state.tokens) & (place < jnp.minimum(state.length, lengths)[:, None])
-    return jnp.sum(jnp.cumprod(same.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
+    return leading(same)
 
 
 def caught_up(

@@ -279,11 +279,9 @@ def guide_of(what: str, params: Params, state: DecodeState) -> Guide | None:
 
 def first_states(controls: Controls) -> Guides | None:
     """The states of rows that begin, each in an array of its own."""
-    if controls.guides is None:
-        return None
-    return Guides(
-        **{
-            name: None if rows is None else jnp.copy(rows.start)
-            for name, rows in (("constraint", controls.guides.constraint), ("span", controls.guides.span))
-        }
-    )
+
+    def begun(rows: Tracked | None) -> Array | None:
+        return None if rows is None else jnp.copy(rows.start)
+
+    guides = controls.guides
+    return None if guides is None else Guides(constraint=begun(guides.constraint), span=begun(guides.span))

@@ -274,10 +274,7 @@ def hold_whole(x: Array) -> Array:
     Left to itself XLA may divide them by E where a later product is, and then gathers them again in every layer, or
     divide a concatenation by sending its parts.
     """
-    mesh = _ready()
-    if mesh is None or not mesh.auto_axes:
-        return x
-    return jax.lax.with_sharding_constraint(x, P(*[None] * x.ndim))
+    return _hold(x, (None,) * x.ndim)
 
 
 def _explicit_mesh(arrays: PyTree) -> AbstractMesh | None:

@@ -22,8 +22,10 @@ WIDE_CHUNK = 512
 """Tokens of a chunk elsewhere: a pass over the weights takes as long as the arithmetic of 166 (v5p) to 560 (v6e)."""
 
 
-def chunk_of(buffer: int) -> int:
+def chunk_of(buffer: int = 0) -> int:
     """Tokens of a prefill forward in a buffer of so many, on the default backend.
+
+    The default serves where what is new of a text is seldom long, whatever the buffer.
 
     >>> chunk_of(256) if jax.default_backend() == "cpu" else 64
     64
@@ -31,11 +33,6 @@ def chunk_of(buffer: int) -> int:
     if jax.default_backend() != "cpu":
         return WIDE_CHUNK
     return CHUNK if buffer < LONG else LONG_CHUNK
-
-
-def short_chunk() -> int:
-    """Tokens of a prefill forward where what is new of a text is seldom long, whatever the buffer."""
-    return CHUNK if jax.default_backend() == "cpu" else WIDE_CHUNK
 
 
 def prefill(

@@ -14,12 +14,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from mars_jax.core.decode import ready
 from mars_jax.core.decoder import Decoder
 from mars_jax.core.errors import MarsError
-from mars_jax.core.given import check_places, check_prompts, rows_of
+from mars_jax.core.given import check_places, rows_of
 from mars_jax.core.mesh import by_rows, over_rows
 from mars_jax.core.metrics import DecodeStats, accumulate, zero_stats
-from mars_jax.core.rule import for_rows
+from mars_jax.core.pick import in_rows
 from mars_jax.core.types import DecodeState, Params, Prompts
 
 
@@ -91,9 +92,8 @@ def refill(
       decoder, params, state, stats: as for `advance`.
       rows, prompts, read: as for `Decoder.insert`.
     """
-    check_prompts(prompts.tokens, prompts.length, decoder.vocab_size)
+    prompts = ready(decoder, prompts)
     check_places(rows, prompts.tokens.shape[0], rows_of(state))
-    prompts = dataclasses.replace(prompts, rule=for_rows(prompts.rule, prompts.tokens.shape[0]))
     return _refill(decoder, params, state, stats, rows, prompts, read)
 
 
@@ -115,11 +115,7 @@ def _renewed(decoder: Decoder, state: DecodeState, stats: DecodeStats, rows: Arr
             f"{decoder.max_depth}), the rows of the state and the decoder's max_depth."
         )
     renewed = jnp.any(jnp.arange(batch, dtype=jnp.int32)[:, None] == rows[None], axis=1)
-
-    def choose(new: Array, old: Array) -> Array:
-        return jnp.where(renewed.reshape((-1,) + (1,) * (new.ndim - 1)), new, old)
-
-    return jax.tree.map(choose, empty, stats)
+    return in_rows(renewed, empty, stats)
 
 
 @functools.partial(jax.jit, donate_argnums=0)

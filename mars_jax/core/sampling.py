@@ -18,7 +18,7 @@ import kernels_pallas
 from kernels_pallas import TopK, sharded_top_k
 from mars_jax.core.filters import warp
 from mars_jax.core.mesh import over_vocabulary
-from mars_jax.core.types import Controls
+from mars_jax.core.types import Controls, DraftTree
 
 T = TypeVar("T")
 
@@ -151,6 +151,14 @@ def at_tokens(logits: Array, nodes: Array, tokens: Array) -> Array:
         return jax.lax.psum(jnp.where(mine, pick(part, nodes, jnp.where(mine, place, 0)), 0.0), axes)
 
     return over_vocabulary(local, pick, logits, nodes, tokens)
+
+
+def at_drafted(tree: DraftTree, logits: Array) -> Array:
+    """f32[B, N]: what logits f32[B, N, V] give each drafted token at its parent, which predicts it.
+
+    The entries of the root and of padding mean nothing.
+    """
+    return at_tokens(logits, jnp.maximum(tree.parents, 0), jnp.maximum(tree.tokens, 0))
 
 
 def sample_processed(keys: Array, positions: Array, processed: Array) -> Array:

@@ -13,10 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mars_jax.core.conditions import Conditions, Nodes, in_live_rows
+from mars_jax.core.conditions import Conditions, Nodes
 from mars_jax.core.cut import cut
 from mars_jax.core.drafter import SPARSE, Drafter, DraftInput
 from mars_jax.core.evidence import Evidence
+from mars_jax.core.pick import in_rows
 from mars_jax.core.rule import facts
 from mars_jax.core.tree import chain, visible
 from mars_jax.core.trusted import judged
@@ -173,5 +174,5 @@ def commit(
     with jax.named_scope("commit"):
         if not tree.is_chain:
             parts["cache"] = target.commit(parts["cache"], state.length - 1, verdict.path)
-    parts["rule"] = in_live_rows(state.done, parts["rule"], state.rule)
+    parts["rule"] = in_rows(state.done, state.rule, parts["rule"])
     return dataclasses.replace(emitted, **parts)

@@ -14,7 +14,7 @@ from jax import Array
 
 from mars_jax.core.drafter import DraftInput
 from mars_jax.core.pick import pick
-from mars_jax.core.types import NO_NODE, ROOT, DraftTree, Visible
+from mars_jax.core.types import NO_NODE, ROOT, DraftTree, Verdict, Visible
 
 
 def static_topology(branching: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -126,7 +126,7 @@ def walk(tree: DraftTree, exact: Array, allowed: Allowance | None) -> tuple[Arra
 
 
 def at_parent(tree: DraftTree, values: Array) -> Array:
-    """Gather per-node values at each node's parent: values [B, N] -> [B, N]. The root gets its own value."""
+    """Gather per-node values at each node's parent: values [B, N, ...] -> [B, N, ...]. The root gets its own value."""
     if tree.is_chain:
         return jnp.concatenate([values[:, :1], values[:, :-1]], axis=1)
     return pick(values, jnp.maximum(tree.parents, 0))
@@ -144,6 +144,21 @@ def chain(tokens: Array, draft_logits: Array | None = None) -> DraftTree:
     return DraftTree(
         tokens=tokens, parents=ids - 1, depths=ids, draft_logits=draft_logits, max_depth=n - 1, is_chain=True
     )
+
+
+def said(tree: DraftTree, verdict: Verdict) -> Array:
+    """i32[B, D + 1]: the tokens after the root that a step says: those of the path, then `next_token` again and again.
+
+    >>> verdict = Verdict(path=jnp.asarray([[0, 1, 1]]), num_accepted=jnp.asarray([1]), next_token=jnp.asarray([9]),
+    ...                   relaxed=jnp.zeros((1, 2), bool))
+    >>> said(chain(jnp.asarray([[3, 1, 4]])), verdict).tolist()
+    [[1, 9, 9]]
+    """
+    drafted = gather_path(tree.tokens, verdict.path)
+    # Entry d is the token at depth d + 1; what the last column holds does not matter, as it is never accepted.
+    drafted = jnp.concatenate([drafted[:, 1:], drafted[:, -1:]], axis=1)
+    place = jnp.arange(drafted.shape[1], dtype=jnp.int32)[None]
+    return jnp.where(place < verdict.num_accepted[:, None], drafted, verdict.next_token[:, None])
 
 
 def gather_path(values: Array, path: Array) -> Array:

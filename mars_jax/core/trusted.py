@@ -17,9 +17,9 @@ from jax import Array
 from mars_jax.core.controls import is_stop
 from mars_jax.core.errors import MarsError
 from mars_jax.core.evidence import Evidence
-from mars_jax.core.pick import pick
+from mars_jax.core.pick import leading, pick
 from mars_jax.core.rule import facts
-from mars_jax.core.sampling import at_tokens
+from mars_jax.core.sampling import at_drafted
 from mars_jax.core.tree import at_parent
 from mars_jax.core.types import NO_TOKEN, DraftTree, Verdict
 
@@ -34,13 +34,11 @@ def count_of(evidence: Evidence, rule: Any) -> Array:
     tree = evidence.tree
     assert tree.trusted is not None
     trusted = tree.trusted & (tree.tokens >= 0) & ~is_stop(tree.tokens, evidence.controls.stop_tokens)
-    here = at_tokens(evidence.logits, jnp.maximum(tree.parents, 0), jnp.maximum(tree.tokens, 0))
-    trusted &= here > -jnp.inf
+    trusted &= at_drafted(tree, evidence.logits) > -jnp.inf
     if evidence.strict_nodes is not None:
         trusted &= ~at_parent(tree, evidence.strict_nodes)
-    count = jnp.sum(jnp.cumprod(trusted[:, 1:].astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
     strict = facts(rule).strict_edges(evidence) > 0
-    return jnp.where(evidence.controls.strict | strict, 0, count)
+    return jnp.where(evidence.controls.strict | strict, 0, leading(trusted[:, 1:]))
 
 
 def judged(rule: Any, evidence: Evidence) -> tuple[Verdict, Any, Array]:

@@ -14,34 +14,8 @@ from jax import Array
 
 from mars_jax.core import cache as kv_cache
 from mars_jax.core import struct
-from mars_jax.core.cache import KVCache
-from mars_jax.core.visible import Visible
-
-__all__ = [
-    "CORRECTED",
-    "EXACT",
-    "NO_KIND",
-    "NO_NODE",
-    "NO_TOKEN",
-    "RELAXED",
-    "ROOT",
-    "TRUSTED",
-    "Controls",
-    "DecodeState",
-    "DraftTree",
-    "Edits",
-    "ForwardOutput",
-    "Guides",
-    "KVCache",
-    "LanguageModel",
-    "Params",
-    "Prompts",
-    "PyTree",
-    "StepInfo",
-    "Verdict",
-    "Visible",
-    "keys_from_seeds",
-]
+from mars_jax.core.cache import KVCache as KVCache
+from mars_jax.core.visible import Visible as Visible
 
 PyTree = Any
 

@@ -23,7 +23,7 @@ from mars_jax.core import struct
 from mars_jax.core.drafter import STOPS, Drafter, DraftInput, Reads
 from mars_jax.core.errors import MarsError
 from mars_jax.core.pick import pick
-from mars_jax.core.tree import gather_path, last_token
+from mars_jax.core.tree import gather_path, last_token, said
 from mars_jax.core.types import DraftTree, ForwardOutput, KVCache, LanguageModel, Params, Verdict, Visible
 from mars_jax.drafters.asked import Asked, LoadedDrafter
 from mars_jax.drafters.grow import Growth, Level, grow
@@ -144,11 +144,8 @@ def _eagle(
     ) -> EagleState:
         along = jax.tree.map(lambda x: gather_path(x, verdict.path), (output.hidden, output.features))
         output = ForwardOutput(hidden=along[0], features=along[1], cache=output.cache)
-        drafted = gather_path(tree.tokens, verdict.path)
-        drafted = jnp.concatenate([drafted[:, 1:], drafted[:, -1:]], axis=1)
-        place = jnp.arange(drafted.shape[1], dtype=jnp.int32)[None]
-        following = jnp.where(place < verdict.num_accepted[:, None], drafted, verdict.next_token[:, None])
-        return absorb(params, state, output, following, length - 1, length - 1 + verdict.num_accepted)
+        first = length - 1  # the root's position, as the drafted entries are overwritten from there on
+        return absorb(params, state, output, said(tree, verdict), first, first + verdict.num_accepted)
 
     return Drafter(
         init=init,

@@ -23,7 +23,7 @@ from mars_jax import hub
 from mars_jax.core import struct
 from mars_jax.core.drafter import STOPS, Drafter, DraftInput
 from mars_jax.core.pick import pick
-from mars_jax.core.prefill import prefill, short_chunk
+from mars_jax.core.prefill import chunk_of, prefill
 from mars_jax.core.tree import last_token
 from mars_jax.core.types import DraftTree, LanguageModel, Params, PyTree, Visible
 from mars_jax.drafters.asked import Asked, LoadedDrafter
@@ -130,7 +130,7 @@ def _language_model(model: LanguageModel, shape: Shape, sample: bool, vocab: int
     def catch_up(
         params: Params, state: ModelState, tokens: Array, cached: Array, length: Array
     ) -> ModelState:
-        chunk = model.prefill_chunk or short_chunk()
+        chunk = model.prefill_chunk or chunk_of()
         cache, _ = prefill(model, params.draft, tokens, cached, length - 2, state.cache, chunk=chunk)
         return dataclasses.replace(state, cache=cache)
 

@@ -7,18 +7,11 @@ tests/verify/test_edges.py.
 
 from __future__ import annotations
 
-import jax.numpy as jnp
 from jax import Array
 
 from mars_jax.core.evidence import Evidence, node_stats
-from mars_jax.core.sampling import at_tokens
-from mars_jax.core.tree import at_parent, gather_path
-
-
-def logit(evidence: Evidence, logits: Array) -> Array:
-    """f32[B, N]: what logits f32[B, N, V] give each drafted token at its parent."""
-    tree = evidence.tree
-    return at_tokens(logits, jnp.maximum(tree.parents, 0), jnp.maximum(tree.tokens, 0))
+from mars_jax.core.sampling import at_drafted
+from mars_jax.core.tree import at_parent
 
 
 def shortfall(evidence: Evidence) -> Array:
@@ -30,21 +23,17 @@ def shortfall(evidence: Evidence) -> Array:
     >>> shortfall(given)[:, 1].tolist()
     [0.5]
     """
-    return at_parent(evidence.tree, evidence.stats.top1) - logit(evidence, evidence.logits)
+    return at_parent(evidence.tree, evidence.stats.top1) - at_drafted(evidence.tree, evidence.logits)
 
 
 def log_prob(evidence: Evidence) -> Array:
     """f32[B, N]: log p(x)."""
     total = node_stats(evidence.logits, logsumexp=True).logsumexp
     assert total is not None
-    return logit(evidence, evidence.logits) - at_parent(evidence.tree, total)
+    return at_drafted(evidence.tree, evidence.logits) - at_parent(evidence.tree, total)
 
 
 def preferred(evidence: Evidence, logits: Array) -> tuple[Array, Array]:
     """Logits f32[B, N, V] at each node's parent, and bool[B, N, V]: the tokens that they put above the drafted one."""
-    tree = evidence.tree
-    if tree.is_chain:
-        there = jnp.concatenate([logits[:, :1], logits[:, :-1]], axis=1)
-    else:
-        there = gather_path(logits, jnp.maximum(tree.parents, 0))
-    return there, there > logit(evidence, logits)[..., None]
+    there = at_parent(evidence.tree, logits)
+    return there, there > at_drafted(evidence.tree, logits)[..., None]

@@ -12,7 +12,7 @@ from jax import Array
 from mars_jax.core import struct
 from mars_jax.core.controls import is_stop
 from mars_jax.core.evidence import Evidence
-from mars_jax.core.pick import pick
+from mars_jax.core.pick import pick_one
 from mars_jax.core.rule import Rule
 from mars_jax.core.sampling import sample
 from mars_jax.core.tree import Allowance, at_parent, walk
@@ -51,8 +51,8 @@ class Exact(Rule):
         if allowed is not None:
             allowed = allowed._replace(edges=allowed.edges & ~is_stop(wanted, controls.stop_tokens))
         path, num_accepted, relaxed = walk(tree, tree.tokens == wanted, allowed)
-        next_token = pick(y, path[:, -1:])[:, 0]
-        return Verdict(path=path, num_accepted=num_accepted, next_token=next_token, relaxed=relaxed)
+        said = pick_one(y, path[:, -1])
+        return Verdict(path=path, num_accepted=num_accepted, next_token=said, relaxed=relaxed)
 
 
 def named(evidence: Evidence) -> Array:

@@ -11,7 +11,7 @@ from jax import Array
 
 from mars_jax.core import struct
 from mars_jax.core.evidence import Evidence
-from mars_jax.core.sampling import process
+from mars_jax.core.sampling import at_drafted, process
 from mars_jax.specs import UNLIMITED_RUN
 from mars_jax.verify import drafted
 from mars_jax.verify.lossy import numbers
@@ -37,7 +37,7 @@ class Nucleus(Relaxed):
         there, above = drafted.preferred(evidence, log_p)
         likelier = jnp.sum(jnp.where(above, jnp.exp(there), 0.0), axis=-1)
         # Sums that are rounded below a mass of 1 would let in what the filters exclude.
-        return (likelier < self.mass[:, None]) & (drafted.logit(evidence, log_p) > -jnp.inf)
+        return (likelier < self.mass[:, None]) & (at_drafted(evidence.tree, log_p) > -jnp.inf)
 
 
 def nucleus(

@@ -14,7 +14,7 @@ from jax import Array
 
 from mars_jax.core.controls import is_stop
 from mars_jax.core.evidence import Evidence
-from mars_jax.core.pick import pick
+from mars_jax.core.pick import pick_one
 from mars_jax.core.tree import Allowance
 from mars_jax.core.types import DraftTree, Verdict
 
@@ -61,7 +61,7 @@ def overridden(evidence: Evidence, stretch: Stretch, allowed: Allowance | None) 
             children &= at.spent[:, None] + allowed.cost <= allowed.budget[:, None]
         child = jnp.min(jnp.where(children, ids, n), axis=1)
         take, child = child < n, jnp.minimum(child, n - 1)
-        spent = at.spent if allowed.cost is None else at.spent + pick(allowed.cost, child[:, None])[:, 0]
+        spent = at.spent if allowed.cost is None else at.spent + pick_one(allowed.cost, child)
         return take, child, run, spent
 
     def go_on(at: _At) -> _At:
@@ -85,7 +85,7 @@ def overridden(evidence: Evidence, stretch: Stretch, allowed: Allowance | None) 
 
 def _depth(tree: DraftTree, node: Array) -> Array:
     """i32[B]"""
-    return node if tree.is_chain else pick(tree.depths, node[:, None])[:, 0]
+    return node if tree.is_chain else pick_one(tree.depths, node)
 
 
 def _verdict(tree: DraftTree, stop: Array, token: Array, relaxed: Array) -> Verdict:
@@ -95,6 +95,6 @@ def _verdict(tree: DraftTree, stop: Array, token: Array, relaxed: Array) -> Verd
         return Verdict(path=path, num_accepted=depth, next_token=token, relaxed=relaxed)
     nodes = [stop]  # upwards
     for above in range(tree.max_depth, 0, -1):
-        parent = pick(tree.parents, nodes[-1][:, None])[:, 0]
+        parent = pick_one(tree.parents, nodes[-1])
         nodes.append(jnp.where(above > depth, nodes[-1], parent))
     return Verdict(path=jnp.stack(nodes[::-1], axis=1), num_accepted=depth, next_token=token, relaxed=relaxed)

@@ -17,11 +17,11 @@ from jax import Array
 from mars_jax.core import struct
 from mars_jax.core.errors import MarsError
 from mars_jax.core.evidence import Evidence
-from mars_jax.core.pick import pick
+from mars_jax.core.pick import leading, pick_one
 from mars_jax.core.rule import Rule
 from mars_jax.core.sampling import at_tokens, if_greedy, inverse_cdf, node_uniforms, process
 from mars_jax.core.tree import Allowance
-from mars_jax.core.types import DraftTree, Verdict
+from mars_jax.core.types import NO_TOKEN, DraftTree, Verdict
 from mars_jax.verify import siblings
 from mars_jax.verify.exact import Exact
 from mars_jax.verify.override import overridden
@@ -123,7 +123,6 @@ class _Ratios:
         """The ratios of a tree, against the processed logits f32[B, N, V] that its tokens are verified with."""
         drafted = tree.tokens[:, 1:]
         nodes = jnp.broadcast_to(jnp.arange(drafted.shape[1], dtype=jnp.int32), drafted.shape)
-        length = jnp.sum(jnp.cumprod((drafted >= 0).astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
         norm_p = jax.nn.logsumexp(log_p, axis=-1)
         log_q, norm_q = tree.draft_logits, None
 
@@ -137,7 +136,9 @@ class _Ratios:
             norm_q = jax.nn.logsumexp(log_q, axis=-1)
             ratio = ratio - at_drafted(log_q, norm_q)
         # NaN is a token that neither p nor q allows: refused.
-        return _Ratios(tree, length, log_p, log_q, norm_p, norm_q, jnp.nan_to_num(jnp.exp(ratio)))
+        return _Ratios(
+            tree, leading(drafted >= 0), log_p, log_q, norm_p, norm_q, jnp.nan_to_num(jnp.exp(ratio))
+        )
 
     def p(self) -> Array:
         """f32[B, K, V]"""
@@ -153,16 +154,13 @@ class _Ratios:
     def residual(self, stop: Array, scale: Array) -> Array:
         """Weights f32[B, V] of the emitted token: (scale p - q)+ at node `stop`, and p after the last
         token."""
-
-        def row(values: Array) -> Array:
-            return pick(values, stop[:, None])[:, 0]
-
-        p = jnp.exp(row(self.log_p) - row(self.norm_p)[:, None])
+        p = jnp.exp(pick_one(self.log_p, stop) - pick_one(self.norm_p, stop)[:, None])
         if self.log_q is None or self.norm_q is None:
-            refused = row(jnp.pad(self.tree.tokens[:, 1:], ((0, 0), (0, 1)), constant_values=-1))
+            following = jnp.pad(self.tree.tokens[:, 1:], ((0, 0), (0, 1)), constant_values=NO_TOKEN)
+            refused = pick_one(following, stop)
             q = (refused[:, None] == jnp.arange(p.shape[-1], dtype=jnp.int32)[None]).astype(jnp.float32)
         else:
-            q = jnp.exp(row(self.log_q) - row(self.norm_q)[:, None])
+            q = jnp.exp(pick_one(self.log_q, stop) - pick_one(self.norm_q, stop)[:, None])
         weights = jnp.maximum(scale[:, None] * p - q, 0.0)
         # Where p equals q up to rounding nothing may be left; then p itself is within rounding of right.
         use_p = (stop >= self.length) | ~(jnp.sum(weights, axis=-1) > 0)
@@ -175,8 +173,7 @@ def _token_stop(ratios: _Ratios, uniforms: Array, start: Array) -> tuple[Array, 
     edge = jnp.arange(ratios.ratio.shape[1], dtype=jnp.int32)[None]
     accepted = (uniforms[:, 1:] < ratios.ratio) & (edge < ratios.length[:, None])
     accepted = accepted | (edge < start[:, None])
-    stop = jnp.sum(jnp.cumprod(accepted.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
-    return stop, jnp.ones(start.shape, jnp.float32)
+    return leading(accepted), jnp.ones(start.shape, jnp.float32)
 
 
 def _block_stop(ratios: _Ratios, uniforms: Array, start: Array) -> tuple[Array, Array]:
@@ -199,7 +196,7 @@ def _block_stop(ratios: _Ratios, uniforms: Array, start: Array) -> tuple[Array, 
     )
     keep = (uniforms < h) & (node <= ratios.length[:, None]) & (node > start[:, None])
     stop = jnp.max(jnp.where(keep, node, start[:, None]), axis=1)
-    return stop, pick(r, stop[:, None])[:, 0]
+    return stop, pick_one(r, stop)
 
 
 def rejection(block: bool = False) -> Rejection:

@@ -65,7 +65,7 @@ class Retargeted(Lossy):
         greedy = is_greedy(evidence.controls)
 
         def retargeted() -> Verdict:
-            log_p = jax.nn.log_softmax(process(evidence.logits, evidence.controls), axis=-1)
+            log_p = jax.nn.log_softmax(process(evidence.logits, evidence.controls))
             ends = ~_has_children(evidence.tree)
             # Node i decides on the edges below it, which are one deeper.
             follows_p = evidence.tree.depths < self.strict_edges(evidence)[:, None]
