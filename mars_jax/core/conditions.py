@@ -62,6 +62,7 @@ class Nodes(NamedTuple):
 
     def on(self, raw: Array, tree: DraftTree, state: DecodeState) -> Array:
         """The target's logits f32[B, N, V] as they were asked for: edited, and -inf where a token may not follow."""
+        # In this order: a bias cannot bring back what a constraint forbids.
         logits = raw
         if self.edits is not None:
             logits = edited(raw, self.edits, tree, state.tokens, state.prompt_length, state.length)
@@ -75,6 +76,7 @@ class Nodes(NamedTuple):
         """The states of the automata of live rows after a step; None without any."""
         if state.guides is None:
             return None
+        # Each automaton reads the accepted path and `next_token`; rows that are done stay where they are.
         moved = Guides(
             constraint=None if self.constraint is None else self.constraint.after(verdict),
             span=None if self.span is None else self.span.after(verdict),

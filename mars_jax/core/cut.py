@@ -38,12 +38,15 @@ def cut(verdict: Verdict, evidence: Evidence) -> Verdict:
     has either.
     """
     accepted, place = verdict.num_accepted, jnp.arange(verdict.path.shape[1], dtype=jnp.int32)[None]
+    # Edge d leads from path[d] to path[d + 1]; only the first `accepted` of them were taken.
     wrong = pick(impossible(evidence), verdict.path[:, 1:]) & (place[:, :-1] < accepted[:, None])
     kept = jnp.minimum(leading(~wrong), accepted)
     last = pick(verdict.path, kept[:, None])  # i32[B, 1]
+    # Keyed by the position, so this is the token that autoregression would draw there.
     own = sample(
         evidence.keys, pick(evidence.positions, last), gather_path(evidence.logits, last), evidence.controls
     )[:, 0]
+    # A rule may name a token of its own that the request forbids, of which the row of the last node knows.
     never = at_tokens(evidence.logits, last, verdict.next_token[:, None])[:, 0] == -jnp.inf
     return dataclasses.replace(
         verdict,

@@ -45,6 +45,8 @@ def extended(
     check_same("draft", state.draft, jax.eval_shape(drafter.init, params, tokens, length))
     held = common(state, tokens, length)
     # The last committed token is in no cache yet, and the last one of the prompt will be in none.
+    # So the target's cache is kept up to `first`, and `[first, length - 1)` is read: as in every state, the last token
+    # is left to the next step as its root.
     first = jnp.minimum(held - again, jnp.minimum(state.length - 1, length - 1 - again))
     first = jnp.maximum(first, 0)
     # Models that draft lag one token more, and feed their last two tokens in every step.
@@ -82,6 +84,7 @@ def padded_to(state: DecodeState, prompts: Prompts) -> Prompts:
 def common(state: DecodeState, prompts: Array, lengths: Array) -> Array:
     """i32[B]: how many tokens at the beginning of each prompt i32[B, T] the row has committed already."""
     place = jnp.arange(prompts.shape[1], dtype=jnp.int32)[None]
+    # Past either length the buffers hold no text, so equal numbers there mean nothing.
     same = (prompts == state.tokens) & (place < jnp.minimum(state.length, lengths)[:, None])
     return leading(same)
 

@@ -58,6 +58,7 @@ def inserted(
     def place(params: Params, state: DecodeState, ids: Array, rows: Array, prompts: Prompts) -> DecodeState:
         # Of a mesh's part of the rows, `ids` says which they are; what is none of them goes past the end.
         mine = rows[:, None] == ids[None]  # bool[b, B]
+        # The place in this part, and its size, one past its end, for rows of other parts: a scatter drops those.
         at = jnp.where(jnp.any(mine, axis=1), jnp.argmax(mine, axis=1), ids.shape[0]).astype(jnp.int32)
         return put(state, at, read(params, prompts))
 

@@ -69,12 +69,15 @@ def prefill(
 
     def body(carry: tuple[Array, PyTree, PyTree]) -> tuple[Array, PyTree, PyTree]:
         at, cache, state = carry
-        # What is fed again at the buffer's end comes out the same, and what is fed past a text is overwritten.
+        # The window slides back to stay inside of the buffer. What is fed again at the buffer's end comes out the same,
+        # as a key depends on the tokens up to its own alone. What is fed past a text is overwritten by later steps.
         start = jnp.minimum(at, buffer - size)
+        # i32[B, size], each row from a place of its own.
         window = jax.vmap(lambda row, begin: lax.dynamic_slice_in_dim(row, begin, size))(tokens, start)
         output = model.forward(params, window, Visible.causal(start, size), cache)
         return start + size, output.cache, state if observe is None else observe(state, start, output)
 
+    # Rows that are complete go along until the last one is: their windows write past their text, where nothing reads.
     _, cache, state = lax.while_loop(lambda c: jnp.any(c[0] < count), body, (first, cache, state))
     return cache, state
 

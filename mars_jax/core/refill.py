@@ -59,7 +59,7 @@ def advance(
         until = jnp.minimum(done(state) + ended, rows)
 
         def going(carry: Any) -> Array:
-            _, _, steps, count = carry
+            _, _, steps, count = carry  # `count` rows were done after the last step
             return (count < until) & (steps < most)
 
         def body(carry: Any) -> Any:
@@ -114,6 +114,7 @@ def _renewed(decoder: Decoder, state: DecodeState, stats: DecodeStats, rows: Arr
             f"stats are counters of other rows or of another drafter: begin with zero_stats({batch}, "
             f"{decoder.max_depth}), the rows of the state and the decoder's max_depth."
         )
+    # bool[B]; an entry of -1 names no row.
     renewed = jnp.any(jnp.arange(batch, dtype=jnp.int32)[:, None] == rows[None], axis=1)
     return in_rows(renewed, empty, stats)
 

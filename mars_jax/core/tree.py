@@ -44,9 +44,11 @@ def ancestors(parents: Array, max_depth: int) -> Array:
     """
     n = parents.shape[-1]
     ids = jnp.arange(n, dtype=jnp.int32)
+    # One generation: node i itself, and its parent. The root's parent -1 is no node.
     reach = (ids[None, :] == ids[:, None])[None] | (parents[:, :, None] == ids[None, None, :])
     generations = 1
     while generations < max_depth:
+        # i reaches k where it reaches some j that reaches k: a product of matrices of 0 and 1, which counts the js.
         counts = jnp.einsum("bij,bjk->bik", reach.astype(jnp.float32), reach.astype(jnp.float32))
         reach, generations = counts > 0, generations * 2
     return reach
@@ -89,14 +91,17 @@ def walk(tree: DraftTree, exact: Array, allowed: Allowance | None) -> tuple[Arra
     relaxed = jnp.zeros_like(exact) if allowed is None else allowed.edges & real & ~exact
 
     def first(candidates: Array) -> Array:
+        """i32[B]: the lowest of the nodes; n where there is none."""
         return jnp.min(jnp.where(candidates, ids, n), axis=1)
 
+    # i32[B] each: where a row stands, relaxed edges since the last exact one, and relaxed edges in all.
     node = jnp.zeros((batch,), jnp.int32)
     run = jnp.zeros((batch,), jnp.int32)
     count = jnp.zeros((batch,), jnp.int32)
     spent = jnp.zeros((batch,), jnp.float32)
     stopped = jnp.zeros((batch,), bool)
     path, relaxed_edges = [node], []
+    # One turn per depth, unrolled, as D is small; a row that has stopped stays where it is.
     for _ in range(tree.max_depth):
         child = (tree.parents == node[:, None]) & ~stopped[:, None]
         best = best_exact = first(child & exact)
@@ -108,10 +113,11 @@ def walk(tree: DraftTree, exact: Array, allowed: Allowance | None) -> tuple[Arra
             if allowed.cost is not None and allowed.budget is not None:
                 may &= spent[:, None] + allowed.cost <= allowed.budget[:, None]
             best_relaxed = first(may)
+            # An exact sibling goes first, whatever its id: relaxing is for where the target would stop.
             is_relaxed = (best_exact == n) & (best_relaxed < n)
             best = jnp.where(is_relaxed, best_relaxed, best_exact)
             if allowed.cost is not None:
-                here = ids == best[:, None]
+                here = ids == best[:, None]  # `best` may be n, which no node is: then nothing is spent
                 spent += jnp.where(is_relaxed, jnp.sum(jnp.where(here, allowed.cost, 0.0), axis=1), 0.0)
         stopped = best == n
         node = jnp.where(stopped, node, best)
@@ -120,6 +126,7 @@ def walk(tree: DraftTree, exact: Array, allowed: Allowance | None) -> tuple[Arra
         path.append(node)
         relaxed_edges.append(is_relaxed)
     path = jnp.stack(path, axis=1)
+    # Past its end a path repeats its last node, so every change of node is an accepted edge.
     moved = path[:, 1:] != path[:, :-1]
     edges = jnp.stack(relaxed_edges, axis=1) if relaxed_edges else jnp.zeros((batch, 0), bool)
     return path, jnp.sum(moved, axis=1, dtype=jnp.int32), edges
@@ -128,8 +135,8 @@ def walk(tree: DraftTree, exact: Array, allowed: Allowance | None) -> tuple[Arra
 def at_parent(tree: DraftTree, values: Array) -> Array:
     """Gather per-node values at each node's parent: values [B, N, ...] -> [B, N, ...]. The root gets its own value."""
     if tree.is_chain:
-        return jnp.concatenate([values[:, :1], values[:, :-1]], axis=1)
-    return pick(values, jnp.maximum(tree.parents, 0))
+        return jnp.concatenate([values[:, :1], values[:, :-1]], axis=1)  # parents[i] == i - 1: a shift
+    return pick(values, jnp.maximum(tree.parents, 0))  # the root's parent -1 becomes itself
 
 
 def last_token(given: DraftInput) -> Array:

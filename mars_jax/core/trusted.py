@@ -33,6 +33,7 @@ def count_of(evidence: Evidence, rule: Any) -> Array:
     """
     tree = evidence.tree
     assert tree.trusted is not None
+    # bool[B, N]; the root is committed and not counted.
     trusted = tree.trusted & (tree.tokens >= 0) & ~is_stop(tree.tokens, evidence.controls.stop_tokens)
     trusted &= at_drafted(tree, evidence.logits) > -jnp.inf
     if evidence.strict_nodes is not None:
@@ -59,8 +60,10 @@ def judged(rule: Any, evidence: Evidence) -> tuple[Verdict, Any, Array]:
             "return a Verdict, or draft without trust."
         )
     accepted = count + found.num_accepted
+    # Edge d of the whole draft is edge d - count of what the rule saw. The first `count` edges are trusted instead.
     edge = jnp.arange(tree.max_depth, dtype=jnp.int32)[None] - count[:, None]
     relaxed = pick(found.relaxed, jnp.maximum(edge, 0)) & (edge >= 0)
+    # The draft is a chain: node d is at depth d, and past its end the path repeats its last node.
     path = jnp.minimum(jnp.arange(tree.max_depth + 1, dtype=jnp.int32)[None], accepted[:, None])
     return dataclasses.replace(found, path=path, num_accepted=accepted, relaxed=relaxed), rule, count
 
@@ -68,6 +71,8 @@ def judged(rule: Any, evidence: Evidence) -> tuple[Verdict, Any, Array]:
 def _after(evidence: Evidence, count: Array) -> Evidence:
     """The evidence from the last trusted node on, as the root."""
     tree = evidence.tree
+    # i32[B, N]: node i of what the rule sees is node i + count. Rows of one batch trust different counts, so shapes
+    # stay as they are, and nodes past the end become padding; what is gathered for them is never read.
     place = jnp.arange(tree.tokens.shape[1], dtype=jnp.int32)[None] + count[:, None]
     last = tree.tokens.shape[1] - 1
 

@@ -47,7 +47,7 @@ class Exact(Rule):
         """Do what the call does, and also take the edges that `allowed` names, unless y is a stop token there."""
         tree, controls = evidence.tree, evidence.controls
         y = named(evidence)
-        wanted = at_parent(tree, y)
+        wanted = at_parent(tree, y)  # i32[B, N]: what a node has to carry to be accepted
         if allowed is not None:
             allowed = allowed._replace(edges=allowed.edges & ~is_stop(wanted, controls.stop_tokens))
         path, num_accepted, relaxed = walk(tree, tree.tokens == wanted, allowed)

@@ -35,6 +35,7 @@ class Nucleus(Relaxed):
     def relaxable(self, evidence: Evidence) -> Array:
         log_p = jax.nn.log_softmax(process(evidence.logits, evidence.controls), axis=-1)
         there, above = drafted.preferred(evidence, log_p)
+        # f32[B, N]: the mass above x. x is in the nucleus where that is still below `mass`.
         likelier = jnp.sum(jnp.where(above, jnp.exp(there), 0.0), axis=-1)
         # Sums that are rounded below a mass of 1 would let in what the filters exclude.
         return (likelier < self.mass[:, None]) & (at_drafted(evidence.tree, log_p) > -jnp.inf)

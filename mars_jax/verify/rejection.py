@@ -87,6 +87,7 @@ def verify_draft(evidence: Evidence, log_v: Array, allowed: Allowance | None, bl
       allowed: the edges that may be relaxed where the rule stops.
       block: by blocks instead of token by token; chains only.
     """
+    # Acceptance and the emitted token use different keys: the residual is drawn independently of the u that refused.
     accept_keys, draw_keys = jnp.unstack(jax.vmap(jax.random.split)(evidence.keys), axis=1)
     if not evidence.tree.is_chain:
         along = siblings.sibling_stretch(evidence, log_v, accept_keys, draw_keys)
@@ -128,9 +129,11 @@ class _Ratios:
 
         def at_drafted(logits: Array, norm: Array) -> Array:
             picked = at_tokens(logits, nodes, jnp.maximum(drafted, 0))
+            # Row i of the logits predicts node i + 1, and the last row predicts none: hence `norm[:, :-1]`, f32[B, K].
             # A q rounded above 1 would refuse a token that is certain.
             return jnp.minimum(picked - norm[:, :-1], 0.0)
 
+        # Where the draft is deterministic q is 1 at the drafted token, so log p is log(p / q).
         ratio = at_drafted(log_p, norm_p)
         if log_q is not None:
             norm_q = jax.nn.logsumexp(log_q, axis=-1)
@@ -162,6 +165,7 @@ class _Ratios:
         else:
             q = jnp.exp(pick_one(self.log_q, stop) - pick_one(self.norm_q, stop)[:, None])
         weights = jnp.maximum(scale[:, None] * p - q, 0.0)
+        # After the last drafted token nothing was refused, and the bonus token is drawn from p.
         # Where p equals q up to rounding nothing may be left; then p itself is within rounding of right.
         use_p = (stop >= self.length) | ~(jnp.sum(weights, axis=-1) > 0)
         return jnp.where(use_p[:, None], p, weights)
@@ -171,7 +175,9 @@ def _token_stop(ratios: _Ratios, uniforms: Array, start: Array) -> tuple[Array, 
     """Leviathan et al. 2211.17192, Algorithm 1; Chen et al. 2302.01318. -> (stop i32[B], scale of p
     f32[B])."""
     edge = jnp.arange(ratios.ratio.shape[1], dtype=jnp.int32)[None]
+    # Edge i leads to node i + 1, whose uniform is that of its own position. u < p / q is u < min(1, p / q), as u < 1.
     accepted = (uniforms[:, 1:] < ratios.ratio) & (edge < ratios.length[:, None])
+    # A stretch begins at node `start`: the edges up to it are taken already.
     accepted = accepted | (edge < start[:, None])
     return leading(accepted), jnp.ones(start.shape, jnp.float32)
 
@@ -187,13 +193,15 @@ def _block_stop(ratios: _Ratios, uniforms: Array, start: Array) -> tuple[Array, 
     for i in range(n - 1):
         r.append(jnp.where(i < start, 1.0, jnp.minimum(r[-1] * ratios.ratio[:, i], 1.0)))
     r = jnp.stack(r, axis=1)  # f32[B, N]
+    # m_i of the paper, f32[B, K]: what p, scaled by r_i, has above q at the next token. Node N - 1 has no next token.
     left = jnp.sum(jnp.maximum(r[:, :-1, None] * ratios.p() - ratios.q(), 0.0), axis=-1)
     left = jnp.pad(left, ((0, 0), (0, 1)))
-    over = left + 1.0 - r
+    over = left + 1.0 - r  # so h_i = m_i / (m_i + 1 - r_i), and h_K = r_K at the last drafted token
     # 0 / 0 is r = 1 with p = q after it: the prefix is certain, and so is a longer one.
     h = jnp.where(
         node == ratios.length[:, None], r, jnp.where(over > 0, left / jnp.where(over > 0, over, 1.0), 1.0)
     )
+    # The longest prefix that passes, whatever shorter ones did; the stretch's own start passes always.
     keep = (uniforms < h) & (node <= ratios.length[:, None]) & (node > start[:, None])
     stop = jnp.max(jnp.where(keep, node, start[:, None]), axis=1)
     return stop, pick_one(r, stop)

@@ -68,6 +68,7 @@ class Relaxed(Lossy):
     def guarded(self, evidence: Evidence) -> Array:
         """bool[B, N]: of the edges that are `relaxable` those that any rule may relax."""
         tree, stop_tokens = evidence.tree, evidence.controls.stop_tokens
+        # Guards look at the edge into a node: at its own token x, and at the parent, by whose logits x is judged.
         free = (tree.depths > self.strict_edges(evidence)[:, None]) & (tree.tokens >= 0)
         free &= ~is_stop(tree.tokens, stop_tokens) & ~at_parent(
             tree, is_stop(evidence.stats.id1, stop_tokens)
@@ -82,6 +83,7 @@ class Relaxed(Lossy):
         verdict = self.base.relax(evidence, allowed)
         if cost is None or budget is None:
             return verdict, self
+        # f32[B, D]: edge d leads into path[d + 1].
         paid = jnp.where(verdict.relaxed, gather_path(cost, verdict.path[:, 1:]), 0.0)
         return verdict, self.spend(budget - jnp.sum(paid, axis=1))
 

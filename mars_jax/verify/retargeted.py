@@ -92,14 +92,17 @@ def _has_children(tree: DraftTree) -> Array:
     """bool[B, N]: something is drafted after the node."""
     if tree.is_chain:
         return jnp.pad(tree.tokens[:, 1:] >= 0, ((0, 0), (0, 1)))
+    # bool[B, N, N], entry [b, i, j]: node j is a child of node i, and no padding.
     nodes = jnp.arange(tree.tokens.shape[1], dtype=jnp.int32)[None, :, None]
     return jnp.any((tree.parents[:, None] == nodes) & (tree.tokens >= 0)[:, None], axis=2)
 
 
 def _log_q(evidence: Evidence, ends: Array, log_p: Array) -> Array:
     if evidence.tree.draft_logits is None:
+        # The one-hot of the token that was drafted after each node; NO_TOKEN matches none.
         ids = jnp.arange(log_p.shape[-1], dtype=jnp.int32)[None, None]
         log_q = jnp.where(ids == following(evidence)[..., None], 0.0, -jnp.inf)
     else:
         log_q = jax.nn.log_softmax(evidence.tree.draft_logits, axis=-1)
+    # Where nothing is drafted there is no q; log p stands in, and v is not used there.
     return jnp.where(ends[..., None], log_p, log_q)

@@ -40,6 +40,7 @@ def sibling_stretch(evidence: Evidence, log_v: Array, accept_keys: Array, draw_k
     """
 
     def uniform(rank: Array, depth: Array) -> Array:
+        # Siblings share their position, so the number of those refused before tells their draws apart.
         keys = jax.vmap(jax.random.fold_in)(accept_keys, rank)
         return node_uniforms(keys, (evidence.start + depth)[:, None])[:, 0]
 
@@ -94,17 +95,20 @@ def descend(
 
     def try_child(at: Left) -> Left:
         child = next_child(at)
+        # i32[B], clamped so that rows without a child gather something, which is thrown away below.
         is_child, child = child < n, jnp.minimum(child, n - 1)
         token = jnp.maximum(pick_one(tree.tokens, child), 0)
         is_x = jnp.arange(at.p.shape[-1], dtype=jnp.int32)[None] == token[:, None]
         q = jnp.where(is_x, 1.0, 0.0) if tree.draft_logits is None else at.q
         p_x, q_x = _at_token(at.p, token), _at_token(q, token)
-        # A token that neither allows is refused.
+        # u < p / q without the division, as q may be 0. A token that neither allows is refused.
         taken = is_child & (uniform(at.rank, pick_one(tree.depths, child)) * q_x < p_x)
+        # norm((p - q)+), by which the next sibling is judged.
         missed = jnp.maximum(at.p - q, 0.0)
         total = jnp.sum(missed, axis=-1, keepdims=True)
         # Where p equals q up to rounding nothing may be left; then p itself is within rounding of right.
         p = jnp.where(total > 0, missed / jnp.where(total > 0, total, 1.0), at.p)
+        # Without replacement: the next sibling was drawn from q without x.
         others = jnp.where(is_x, 0.0, at.q)
         rest = jnp.sum(others, axis=-1, keepdims=True)
         refused = Left(
@@ -116,6 +120,7 @@ def descend(
         )
         return in_rows(is_child, in_rows(taken, fresh(child), refused), at)
 
+    # Each turn tries one child in every row that has one: at most N - 1 turns, and fewer where walks are short.
     end = jax.lax.while_loop(lambda at: jnp.any(next_child(at) < n), try_child, fresh(start))
     return end.node, end.p
 
