@@ -177,6 +177,7 @@ def row_table(first: Array, rows: int, after: Array | None, *, slots: int, size:
         # A row of the region may have another position than its slot, so all of the region is read.
         base = jnp.clip(jnp.minimum(jnp.min(after, axis=1) + 1, first), 0, max(slots - size, 0))
         base, recent = base // align * align, jnp.max(after, axis=1)
+    # Blocks from `base` to the end of the region, which may reach past the cache where a row is full; one at least.
     count = pl.cdiv(jnp.minimum(first + rows, slots) - base, size)
     return jnp.stack([first, base, jnp.maximum(count, 1), recent]).astype(jnp.int32)
 

@@ -71,6 +71,7 @@ def feed_last(
     first = jnp.maximum(length - 2, 0)
     window = jax.vmap(lambda row, at: lax.dynamic_slice_in_dim(row, at, 2))(tokens, first)
     output = model.forward(weights, window, Visible.causal(first, 2), cache)
+    # i32[B, 1]: the last token is at place 1 of its window [length - 2, length).
     # A one-token prompt fills the window's first place only.
     return pick(output.hidden, (length - 1 - first)[:, None]), output.cache
 
@@ -113,6 +114,7 @@ def _language_model(model: LanguageModel, shape: Shape, sample: bool, vocab: int
             cache, known = carry
             output = model.forward(params.draft, level.tokens, level.visible, cache)
             if known is not None:
+                # Entry 0 is the root's, so the row in slot `length + r` is entry 1 + r, as `grow` counts them.
                 known = jax.vmap(_put_at)(known, output.hidden, 1 + level.visible.slot - given.length)
             return unembed(params, output.hidden), (output.cache, known)
 
@@ -137,6 +139,8 @@ def _language_model(model: LanguageModel, shape: Shape, sample: bool, vocab: int
     def update(params, state: ModelState, tree: DraftTree, verdict, output, length: Array) -> ModelState:
         if state.rows is None:
             return state
+        # Rows are counted from 1 at slot `length`, and the root, 0, is in slot `length - 1`: so `commit` takes them as
+        # nodes of a tree whose root is there. i32[B, D + 1].
         path = pick(state.rows, verdict.path)
         return dataclasses.replace(state, cache=model.commit(state.cache, length - 1, path))
 

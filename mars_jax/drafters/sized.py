@@ -271,8 +271,10 @@ def chosen(params: SizedParams, lengths: Sequence[int], state: SizedState, live:
     """
     counts = live | ~jnp.any(live)
     total = lambda x: jnp.sum(jnp.where(counts, x, 0))  # noqa: E731
+    # A mean over tested tokens, with WEIGHT tokens of GUESS before the first was seen.
     acceptance = (total(state.accepted) + GUESS * WEIGHT) / (total(state.tested) + WEIGHT)
 
+    # Without a draft nothing is learned, so after a pause the choice is made as if a little more were accepted.
     now, hoped = (_best(params, lengths, x) for x in (acceptance, acceptance + BETTER))
     waited = jnp.max(jnp.where(counts, state.idle - state.pause, -1)) >= 0
     picked = jnp.where((now == 0) & waited, hoped, now)
@@ -285,9 +287,11 @@ def _best(params: SizedParams, lengths: Sequence[int], acceptance: Array) -> Arr
     None, where no draft gives `MARGIN` times as many.
     """
     powers = jnp.cumprod(jnp.full((max(lengths),), 1.0, jnp.float32) * jnp.minimum(acceptance, 1.0))
+    # Leviathan et al., equation 1: 1 + a + ... + a^K tokens a step, bonus token included. powers[i] is a^(i + 1).
     tokens = [1.0 + jnp.sum(powers[:length]) for length in lengths]
     # What has not been measured costs the same whatever is drafted.
     costs = jnp.where(params.costs > 0, params.costs, 1.0)
+    # Size 0 comes first, and a draft has to beat it by MARGIN; of equal speeds argmax takes the shorter.
     speeds = (jnp.stack(tokens) / costs).at[0].multiply(MARGIN)
     best = jnp.argmax(speeds).astype(jnp.int32)
     return jnp.where(params.forced >= 0, params.forced, best)
@@ -351,6 +355,7 @@ def _drafting(size: Drafter) -> Drafter:
         keep = jnp.where(state.idle > 0, KEEP / 2, KEEP)
         return SizedState(
             draft=size.update(own, state.draft, tree, verdict, output, length),
+            # The new length is length + num_accepted + 1, and a draft model's cache ends two tokens before it.
             cached=length + verdict.num_accepted - 1,
             accepted=keep * state.accepted + verdict.num_accepted.astype(jnp.float32),
             tested=keep * state.tested + tested.astype(jnp.float32),
