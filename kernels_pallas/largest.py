@@ -118,7 +118,8 @@ def join_top_k(parts: Array, k: int, size: int, *, interpret: Any = None) -> Top
 def pack(found: TopK, k: int) -> Array:
     """i32[2, ..., k + 1]: the bits of the values with the logsumexp after the k-th, and the ids.
 
-    Floats travel as integers, whose bits no device touches. Of fewer than k tokens the rest of the values is -inf.
+    Floats travel as integers, whose bits no device touches. Where there are fewer than k tokens, the other values are
+    -inf.
     """
 
     def lanes(x: Array, fill: float) -> Array:

@@ -20,9 +20,8 @@ class AcceptControls(NamedTuple):
     """The settings that may differ between the rows of one batch."""
 
     theta: Array  # f32[B]; threshold in the units of the margin; inf is strict
-    strict: (
-        Array  # bool[B], True relaxes nothing in the row; or i32[B], the edges from the root that are strict
-    )
+    # bool[B], True relaxes nothing in the row; or i32[B], the edges from the root that are strict
+    strict: Array
     max_relaxed_run: Array  # i32[B]; relaxed edges allowed in a row
     stop_tokens: Array  # i32[B, M]; padded with -1
 

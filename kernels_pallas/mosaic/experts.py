@@ -38,7 +38,7 @@ def outer_block(outer: int, inner: int) -> int:
 def visits(sizes: Array, tiles: int, rows: int) -> tuple[Array, Array, Array]:
     """(experts, tiles, count): the tile and the expert of every visit, i32[tiles + X - 1] each, in order of the rows.
 
-    Of them `count` i32[] are real, at least 1: a grid must not be empty.
+    The first `count` i32[] of them are real, at least 1: a grid must not be empty.
 
     >>> experts, tiles, count = visits(jnp.asarray([3, 0, 2], jnp.int32), 2, 4)
     >>> experts[:3].tolist(), tiles[:3].tolist(), int(count)

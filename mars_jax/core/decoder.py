@@ -193,7 +193,7 @@ def speculative_decoder(
 ) -> Decoder:
     """Speculative decoding (Leviathan et al. 2211.17192) with any drafter and any rule.
 
-    Of `verify` only the structure counts: rules that differ in numbers are one decoder. `Prompts` bring the numbers.
+    Only the structure of `verify` counts: rules that differ in numbers are one decoder. `Prompts` bring the numbers.
 
     Args:
       target: the model whose text this is.

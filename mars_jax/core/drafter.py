@@ -73,9 +73,8 @@ class Observe(Protocol):
 class Reads(NamedTuple):
     """The layers of the target that a coupled drafter reads, and how it reads them."""
 
-    layers: tuple[
-        int, ...
-    ]  # whose outputs `observe` and `Drafter.update` get; none of them: the final hidden state
+    # Layers whose outputs `observe` and `Drafter.update` get; none of them: the final hidden state.
+    layers: tuple[int, ...]
     observe: Observe
 
 

@@ -32,9 +32,8 @@ class Evidence:
     start: Array  # i32[B]; position of the root
     prompt_length: Array  # i32[B]
     tree: DraftTree
-    logits: (
-        Array  # f32[B, N, V]; target logits before temperature, with the edits and the constraint of the row
-    )
+    # f32[B, N, V]; target logits before temperature, with the edits and the constraint of the row
+    logits: Array
     hidden: Array  # [B, N, E]; the target's, after its final norm
     controls: Controls
     params: PyTree = ()  # Params.verify

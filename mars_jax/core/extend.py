@@ -36,8 +36,8 @@ def extended(
 ) -> tuple[DecodeState, Array]:
     """`Decoder.extend` of a decoder's parts, for prompts as wide as the state's token buffer.
 
-    What a head keeps of the last token that both texts have depends on the token after it, so with a drafter that
-    reads its target that one is read again. `check_cache` raises MarsError for a state with another target's cache.
+    A head's entry for the last token that both texts have depends on the token after it. So that token is read again
+    for a drafter that reads its target. `check_cache` raises MarsError for a state with another target's cache.
     """
     tokens, length = prompts.tokens, prompts.length
     again = 0 if drafter.reads is None else 1

@@ -34,8 +34,8 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "experts": ("expert", "model"),
     "expert_hidden": ("model",),
 }
-"""Roles of mesh axes for each logical axis, the outermost first. What does not divide over all of them is divided over
-fewer."""
+"""Roles of mesh axes for each logical axis, the outermost first. Sizes that do not divide over all of them are divided
+over fewer."""
 
 AXES = ("data", "model", "expert")
 """The roles, each the name of an axis too."""
@@ -159,8 +159,8 @@ def current() -> AbstractMesh | None:
 def by_rows(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """`function(params, *rows)` on the mesh it is traced for, each device on rows of its own.
 
-    What begins with the rows of the batch is divided over the mesh's axis `data`, and since no row asks for
-    another, nothing travels there; a loop ends on each device when its own rows are done. The other axes are left to
+    Arrays that begin with the rows of the batch are divided over the mesh's axis `data`. No row needs another, so
+    nothing travels there; a loop ends on each device when its own rows are done. The other axes are left to
     XLA, which divides the work as the weights are. Without a mesh it is `function`.
 
     Every array of `rows` and of the result begins with B.

@@ -133,7 +133,7 @@ def _argmax(logits: Array) -> Array:
 def top_k(logits: Array, k: int) -> TopK:
     """The k largest of logits f32[..., V] as `lax.top_k`, ties to the smaller id, and the logsumexp of the row.
 
-    Of a vocabulary that is divided over devices only the k largest of each part travel, in one collective.
+    Where a vocabulary is divided over devices only the k largest of each part travel, in one collective.
     """
     return over_vocabulary(
         lambda axes, part: sharded_top_k(part, k, axis=axes),

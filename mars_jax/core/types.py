@@ -230,9 +230,8 @@ class Params(NamedTuple):
 
 class ForwardOutput(NamedTuple):
     hidden: Array  # [B, N, E]; after the final norm: what `unembed` takes
-    features: tuple[
-        Array, ...
-    ]  # [B, N, E] each: outputs of the layers asked for, for target-coupled drafters
+    # [B, N, E] each: outputs of the layers asked for, for target-coupled drafters
+    features: tuple[Array, ...]
     cache: PyTree
 
 
@@ -257,9 +256,8 @@ class LanguageModel(NamedTuple):
     vocab_size: int
     # What drafters that are coupled to their target ask of it; a model without them drafts with other drafters.
     embed: Callable[[PyTree, Array], Array] | None = None  # (params, tokens i32[B, N]) -> [B, N, E]
-    with_features: Callable[[tuple[int, ...]], LanguageModel] | None = (
-        None  # layers -> the model that returns them
-    )
+    # layers -> the model that returns their outputs
+    with_features: Callable[[tuple[int, ...]], LanguageModel] | None = None
     # (attention, mlp) of every layer -> the model without those that are False, with a cache of its own
     with_layers: Callable[[tuple[tuple[bool, bool], ...]], LanguageModel] | None = None
     slots: Callable[[PyTree], int] = kv_cache.slots  # cache -> S

@@ -16,9 +16,9 @@ from mars_jax.core import struct
 class Visible:
     """The slots that each of N nodes may attend to, and the slots to which the nodes' own rows are written.
 
-    Every slot before `first` is committed, holds the token of its own position, and is seen by all nodes. Of the rows
-    from slot `first` on, node i sees row r where `seen[b, i, r]`. What no node sees is never read. A kernel can work
-    from this without a mask; `dense` makes the mask for all other code.
+    Every slot before `first` is committed, holds the token of its own position, and is seen by all nodes. Rows are
+    counted from slot `first` on, and node i sees row r where `seen[b, i, r]`. A slot that no node sees is never read. A
+    kernel can work from this without a mask; `dense` makes the mask for all other code.
 
     One token is committed, and the root of a draft has two children, which do not see each other:
 

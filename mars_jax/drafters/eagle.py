@@ -4,8 +4,8 @@ Sources: EAGLE 2401.15077, EAGLE-2 2406.16858, EAGLE-3 2503.01840. B batch, N no
 size. Oracle: a head run afresh over all committed tokens (tests/drafters/test_eagle.py).
 
 The invariant: the head's cache is valid in slots `[0, length - 1)`, each computed from the target's features, and
-`feature` is the head's output at the last of them, from which the next token is drafted. What the head writes while
-it drafts, from its own features, comes after and is overwritten.
+`feature` is the head's output at the last of them, from which the next token is drafted. Entries that the head
+writes while it drafts, from its own features, come after these and are overwritten.
 """
 
 from __future__ import annotations

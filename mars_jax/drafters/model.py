@@ -49,7 +49,7 @@ def language_model(
         `Dynamic(...)`, whose shape follows the model's confidence.
       sample: draw the draft from the model with the request's own temperature, top-k, top-p and min-p, and hand
         the true q to the verifier. Siblings of a tree are drawn without replacement. Rows at temperature 0 draft what
-        they draft without sampling. What `verify.rejection` is made for.
+        they draft without sampling. `verify.rejection` is made for such drafts.
       vocab_size: the target's vocabulary, where checkpoints that share a tokenizer pad theirs differently.
         Draft logits are cut or padded with -inf to it. Default: the model's own.
 
@@ -81,9 +81,8 @@ class ModelState:
     """Between two steps."""
 
     cache: PyTree  # the model's own
-    rows: (
-        Array | None
-    )  # i32[B, N]; where `grow` put the nodes of the last tree; None of chains, whose rows stay
+    # i32[B, N]; where `grow` put the nodes of the last tree; None of chains, whose rows stay
+    rows: Array | None
 
 
 def _put_at(rows: Array, new: Array, at: Array) -> Array:

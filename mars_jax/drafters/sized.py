@@ -173,7 +173,7 @@ class Sizes:
 class SizedDecoder(Decoder):
     """A decoder each step of which drafts as much as pays then, in the shapes of the longest draft.
 
-    What is chosen is a number on the device, so one program serves every loop; on a mesh each part of the rows chooses
+    The choice is a number on the device, so one program serves every loop; on a mesh each part of the rows chooses
     for itself.
     """
 

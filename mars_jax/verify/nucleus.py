@@ -24,10 +24,10 @@ class Nucleus(Relaxed):
     """Nucleus acceptance (arXiv 2610.07822): a drafted token x is accepted where rejection accepts it, u <= p(x) /
     q(x), or where it is in the nucleus of p: the tokens above it have less than `mass` of the probability.
 
-    What is emitted where it stops is unchanged, norm((p - q)+), so one step is off the target's law by a total
-    variation of sum((q - p)+) over the nucleus. p is the distribution that the row draws from, after temperature and
-    filters; at temperature 0 its nucleus is its best token, and the rule is exact. Lossy; `mass` = 0 equals `base` bit
-    for bit.
+    The token that is emitted where it stops is unchanged, a draw of norm((p - q)+), so one step is off the target's law
+    by a total variation of sum((q - p)+) over the nucleus. p is the distribution that the row draws from, after
+    temperature and filters; at temperature 0 its nucleus is its best token, and the rule is exact. Lossy; `mass` = 0
+    equals `base` bit for bit.
     """
 
     mass: Any  # f32[] or [B]; from 0 to 1

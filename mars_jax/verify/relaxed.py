@@ -33,9 +33,9 @@ class Relaxed(Lossy):
     with `cost` and `spend` what the relaxed edges of a row may add up to over the whole text; what is left is state
     that the rule carries on.
 
-    What no rule has to think of: an exact sibling goes first; strict rows and spans, the exact prefix, padding, tokens
-    that a ban or a constraint forbids, and stop tokens (the drafted one, the target's best, or the one that the base
-    would emit) are never relaxed.
+    This class guards what no subclass has to think of: an exact sibling goes first; strict rows and spans, the exact
+    prefix, padding, tokens that a ban or a constraint forbids, and stop tokens (the drafted one, the target's best, or
+    the one that the base would emit) are never relaxed.
     """
 
     base: Any = Exact()  # Exact or Rejection

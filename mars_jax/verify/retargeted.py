@@ -26,9 +26,9 @@ class Retargeted(Lossy):
     """Verify drafts against a distribution v in place of the target's p, by rejection: the output follows v.
 
     Subclass it to write a rule of distributions (mixtures, lenience, cascades of distributions): `target` says what v
-    is. What no rule has to think of: v is without what a constraint or a ban forbids; strict rows, the exact prefix,
-    rows at temperature 0 and the token after the draft, which has no q, follow p by the same rule. A tree must be drawn
-    from its q. Where v depends on the drafted token, of which a tree has several, say `chains_only = True`.
+    is. This class does the rest: v is without what a constraint or a ban forbids; strict rows, the exact prefix, rows
+    at temperature 0 and the token after the draft, which has no q, follow p by the same rule. A tree must be drawn from
+    its q. Where v depends on the drafted token, of which a tree has several, say `chains_only = True`.
     """
 
     block: bool = struct.field(pytree_node=False, default=False)

@@ -1,7 +1,7 @@
 """The colours of Okabe and Ito, and which of them is whose: the same in every picture.
 
-People with any kind of colour vision tell these colours apart (Okabe and Ito 2008, "Color Universal Design"). What is
-measured against is grey and black, and rules that relax have colours. No two rules share colour and marker.
+People with any kind of colour vision tell these colours apart (Okabe and Ito 2008, "Color Universal Design"). Baselines
+are grey and black, and rules that relax have colours. No two rules share colour and marker.
 """
 
 from __future__ import annotations

@@ -139,9 +139,11 @@ def _value(defined: _Definitions, name: str) -> str:
 
 
 def _constant(defined: _Definitions, text: str) -> int | None:
-    """An operand's value where it is a number, or a register that is set to one, perhaps under a predicate: of the
-    smaller of a constant and something else the constant. What is added to such a register fills a pipeline, and
-    does no work."""
+    """An operand's value where it is a number, or a register that is set to one, perhaps under a predicate.
+
+    It is the constant, too, where a register is the smaller of a constant and something else. Additions to such a
+    register fill a pipeline, and do no work.
+    """
     text = text.strip()
     if not text.startswith("%"):
         return int(text) if re.fullmatch(r"-?\d+", text) else None

@@ -1,8 +1,8 @@
 """A draft model or an EAGLE-3 head that learns from its failures between batches, and forgets nothing for it.
 
 Source: OSD (2310.07177): cross-entropy to the target's distribution at the positions where drafts were rejected. The
-buffer on the device holds texts and one bit per token. What the target thinks there is computed again: one forward over
-a text costs its prefill, and top entries would take as many numbers per token as are kept of them.
+buffer on the device holds texts and one bit per token. The target's distributions there are computed again: one forward
+over a text costs its prefill, and top entries would take as many numbers per token as are kept of them.
 
 R rows of the buffer, B rows of a batch, T tokens of a row, K tokens of a draft, V vocabulary. Oracle: a count by hand
 of the steps of a run (tests/lab/training/test_online.py).

@@ -103,7 +103,7 @@ def _family(arm: Arm) -> str:
 
 def _speed_quality(axis: Any, table: Table) -> None:
     """Up and to the right is better, but for likelihoods, which are best where the target alone is; where nothing is
-    scored, quality is little regret. What cannot differ from the strict rule, or means nothing, is left out."""
+    scored, quality is little regret. Arms that cannot differ from the strict rule, or mean nothing, are left out."""
     arms = [arm for arm in table["arms"] if arm["role"] not in ("infinite", "simulated")]
     scored = all(arm["score"] is not None for arm in arms)
     name, unit = ("score", 100) if scored else ("regret_per_token", 1)

@@ -77,7 +77,7 @@ def drill(count: int, *, seed: int = 0) -> Iterator[str]:
 
 
 def final_answer(text: str) -> int | None:
-    """The integer after the first `####` of a model's text, or None. What the model runs on to say is not read.
+    """The integer after the first `####` of a model's text, or None. Text after it is not read.
 
     Source: GSM8K 2110.14168. Raises: nothing.
 
