@@ -48,7 +48,11 @@ def leading(flags: Array) -> Array:
 
 
 def in_rows(rows: Array, there: Any, elsewhere: Any) -> Any:
-    """A pytree of arrays [B, ...]: those of `there` in the rows bool[B], and those of `elsewhere` in the others."""
+    """A pytree of arrays [B, ...]: those of `there` in the rows bool[B], and those of `elsewhere` in the others.
+
+    >>> in_rows(jnp.asarray([True, False]), jnp.asarray([[1, 1], [1, 1]]), jnp.asarray([[2, 2], [2, 2]])).tolist()
+    [[1, 1], [2, 2]]
+    """
 
     def choose(there: Array, elsewhere: Array) -> Array:
         if there is elsewhere:  # what a step leaves as it is

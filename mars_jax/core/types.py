@@ -261,7 +261,7 @@ class LanguageModel(NamedTuple):
     # (attention, mlp) of every layer -> the model without those that are False, with a cache of its own
     with_layers: Callable[[tuple[tuple[bool, bool], ...]], LanguageModel] | None = None
     slots: Callable[[PyTree], int] = kv_cache.slots  # cache -> S
-    # (cache, start i32[B], path i32[B, D + 1]) -> cache: move the rows of an accepted path into a row
+    # (cache, start i32[B], path i32[B, D + 1]) -> cache: move the rows of an accepted path to consecutive slots
     commit: Callable[[PyTree, Array, Array], PyTree] = kv_cache.commit
     # (cache, rows i32[b], new) -> cache: the b rows of another cache put into these; a row of B or more is dropped.
     # Only targets need it: drafter states always have [B, ...] leaves.
