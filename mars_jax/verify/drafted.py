@@ -17,6 +17,7 @@ from mars_jax.core.tree import at_parent
 def shortfall(evidence: Evidence) -> Array:
     """f32[B, N]: nats by which a drafted token is less likely than the target's best one; log p(top1) - log p(x).
 
+    >>> import jax.numpy as jnp
     >>> from mars_jax.core.tree import chain
     >>> from mars_jax.verify import evidence
     >>> given = evidence(chain(jnp.asarray([[0, 2]], jnp.int32)), jnp.asarray([[[3.0, 1.0, 2.5], [0.0, 0.0, 0.0]]]))
