@@ -132,8 +132,8 @@ def margin_accept(
 def _triton_margin_stats(logits: Array, **options: Any) -> MarginStats:
     """`gpu.margin_gpu.margin_stats`, imported when it is asked for.
 
-    jax 0.12 deprecates Pallas' Triton backend. Whoever does not name "pallas_gpu" needs none of it, so the
-    release that removes it breaks nothing else.
+    jax 0.12 deprecates Pallas' Triton backend. Only "pallas_gpu" needs it, so the release that removes it
+    breaks nothing else.
     """
     try:
         from kernels_pallas.gpu import margin_gpu as triton

@@ -41,8 +41,8 @@ def tree_attention(
 ) -> Array:
     """Grouped-query attention of N queries over a cache of which each row holds another number of slots.
 
-    Every query sees all slots before `first`. Of the R rows from slot `first` on, query i sees row r where
-    `seen[b, i, r]`. On TPU the kernel reads of each row the slots up to the end of its region, and with a window only
+    Every query sees all slots before `first`. R rows are counted from slot `first` on, and query i sees row r where
+    `seen[b, i, r]`. On TPU the kernel reads each row's slots up to the end of its region, and with a window only
     from the window on, in blocks. Cost follows each row's own length.
 
     Args:

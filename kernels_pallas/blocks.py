@@ -81,6 +81,7 @@ def _default(trees: int, nodes: int, vocab: int, itemsize: int, group: int) -> T
         # Two blocks or more, so that the chips with two cores (v4, v5p) share the rows; about 256 rows each.
         wanted = max(min(256 // nodes, trees // 2), 1)
         block_trees = -(-wanted // group) * group
+    # Rows as they lie in memory: each tree's nodes are padded to whole registers of SUBLANES rows.
     padded = block_trees * -(-nodes // SUBLANES) * SUBLANES if nodes > 1 else max(block_trees, SUBLANES)
     tokens = min(BLOCK_BYTES // (padded * itemsize), 4096, -(-vocab // LANES) * LANES)
     return TpuBlocks(block_trees, max(tokens // LANES, 1) * LANES)
@@ -179,7 +180,7 @@ def attention_blocks(
       BlockError: the blocks or the cache are nothing that the kernel can read.
     """
     itemsize = jnp.dtype(dtype).itemsize
-    packing = 4 // itemsize
+    packing = 4 // itemsize  # numbers that share a word of 32 bits
     align = 1
     if heads == 1 and packing > 1:
         align = tile_rows(dtype)

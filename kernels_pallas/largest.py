@@ -107,16 +107,19 @@ def join_top_k(parts: Array, k: int, size: int, *, interpret: Any = None) -> Top
     first = jnp.arange(parts.shape[0], dtype=jnp.int32) * size
     ids = found.ids + first.reshape((-1,) + (1,) * (found.ids.ndim - 1))
     # Parts come in the order of their ids, so ties still go to the smaller id.
+    # [W, ..., k] -> [..., W, k] -> [..., W * k].
     values, ids = (jnp.moveaxis(x, 0, -2).reshape(*x.shape[1:-1], -1) for x in (found.values, ids))
     best, place = lax.top_k(values, k)
     ids = jnp.take_along_axis(ids, place, axis=-1, mode="promise_in_bounds")
+    # The logsumexp of a union is that of the parts' own, [W, ...].
     return TopK(best, ids, jax.nn.logsumexp(found.logsumexp, axis=0))
 
 
 def pack(found: TopK, k: int) -> Array:
     """i32[2, ..., k + 1]: the bits of the values with the logsumexp after the k-th, and the ids.
 
-    Floats travel as integers, whose bits no device touches. Of fewer than k tokens the rest of the values is -inf.
+    Floats travel as integers, whose bits no device touches. Where there are fewer than k tokens, the other values are
+    -inf.
     """
 
     def lanes(x: Array, fill: float) -> Array:
@@ -130,7 +133,7 @@ def pack(found: TopK, k: int) -> Array:
 
 
 def unpack(packed: Array, k: int, axis: int = 0) -> TopK:
-    """What `pack` made; its dimension of two is `axis`."""
+    """The inverse of `pack`, whose dimension of two is `axis`."""
     values, ids = (lax.index_in_dim(packed, i, axis, keepdims=False) for i in (0, 1))
     values = lax.bitcast_convert_type(values, jnp.float32)
     return TopK(values[..., :k], ids[..., :k], values[..., k])
@@ -176,9 +179,11 @@ def _xla(logits: Array, k: int) -> TopK:
     missing = -z.shape[-1] % BLOCK
     blocks = jnp.pad(z, [(0, 0)] * (z.ndim - 1) + [(0, missing)], constant_values=-jnp.inf) if missing else z
     blocks = blocks.reshape(*z.shape[:-1], -1, BLOCK)
+    # At most k blocks hold the k largest, and each of those has one of the k largest maxima. i32[..., k].
     _, best = lax.top_k(jnp.max(blocks, axis=-1), k)
     best = jnp.sort(best, axis=-1)  # candidates in the order of their ids
     found = jnp.take_along_axis(blocks, best[..., None], axis=-2, mode="promise_in_bounds")
     values, place = lax.top_k(found.reshape(*found.shape[:-2], -1), k)
+    # A place among the k * BLOCK candidates is a place in its block and the number of that block.
     block = jnp.take_along_axis(best, place // BLOCK, axis=-1, mode="promise_in_bounds")
     return TopK(values, block * BLOCK + place % BLOCK, jax.nn.logsumexp(z, axis=-1))

@@ -20,15 +20,14 @@ class AcceptControls(NamedTuple):
     """The settings that may differ between the rows of one batch."""
 
     theta: Array  # f32[B]; threshold in the units of the margin; inf is strict
-    strict: (
-        Array  # bool[B], True relaxes nothing in the row; or i32[B], the edges from the root that are strict
-    )
+    # bool[B], True relaxes nothing in the row; or i32[B], the edges from the root that are strict
+    strict: Array
     max_relaxed_run: Array  # i32[B]; relaxed edges allowed in a row
     stop_tokens: Array  # i32[B, M]; padded with -1
 
 
 def as_arrays(controls: AcceptControls) -> AcceptControls:
-    """Of anything that has the fields of `AcceptControls`: `strict` as a number of edges, i32[B]."""
+    """`AcceptControls` of anything that has their fields, with `strict` as a number of edges, i32[B]."""
     strict = controls.strict
     if strict.dtype == jnp.bool_:
         strict = jnp.where(strict, jnp.iinfo(jnp.int32).max, 0)
@@ -61,6 +60,7 @@ def ratio(z1: Array, z2: Array, theta: Array) -> Array:
     >>> ratio(jnp.asarray([10.0, -1.0]), jnp.asarray([9.5, -2.0]), jnp.asarray([0.9, 0.9])).tolist()
     [True, False]
     """
+    # The inner where keeps a row that is strict anyway from dividing by 0.
     return (z1 > 0) & (z2 / jnp.where(z1 > 0, z1, 1.0) > theta)
 
 
@@ -123,6 +123,7 @@ def walk(
             hit |= values == stops[:, m : m + 1]
         return hit & (values >= 0)
 
+    # At temperature 0 the target names its argmax, which the statistics have found.
     y = stats.id1 if y is None else jnp.where(y < 0, stats.id1, y)
     low = MARGINS[margin](stats.top1, stats.top2, jnp.broadcast_to(theta, stats.top1.shape))
     # Where nothing may be relaxed no child carries the runner-up: drafted tokens are never -2.
@@ -131,10 +132,13 @@ def walk(
     real = tokens >= 0
     may_relax = real & ~is_stop(tokens)
 
+    # i32[B, 1] each, since a TPU kernel works on two dimensions.
     node = jnp.zeros(theta.shape, jnp.int32)
     run, accepted, going = node, node, node == 0
     path, relaxed = [node], []
     for depth in range(max_depth):
+        # Algorithm 1 at the node where each row stands: accept x = y, which is top1 at temperature 0, or x = top2 where
+        # the margin is low. Else the row stops, and y is emitted after the loop.
         here = ids == node
 
         def at_node(values: Array, here: Array = here) -> Array:

@@ -1,4 +1,4 @@
-"""What queries may attend to: everything before `first`, and rows of a region after it.
+"""Masks of queries that attend to everything before `first`, and to rows of a region after it.
 
 B batch, N queries, R rows of the region, S slots. Oracle: masks made slot by slot in Python
 (tests/core/test_visible.py).
@@ -26,6 +26,7 @@ def region(
       window's; and the last position that its window hides, i32[B, N], None without a window.
     """
     n = positions.shape[1]
+    # A key at position p is seen where p > position - window, so `position - window` is the last hidden one.
     after = None if window is None else positions - window
     if seen is None and seen_positions is None:
         return None, after
@@ -42,6 +43,7 @@ def dense(first: Array, n: int, slots: int, inside: Array | None, after: Array |
     slot = jnp.arange(slots, dtype=jnp.int32)
     offset = slot[None] - first[:, None]  # i32[B, S]: the row that each slot holds
     if inside is None:
+        # Query i is row i, and sees slots up to `first + i`, its own.
         seen = offset[:, None, :] <= jnp.arange(n, dtype=jnp.int32)[None, :, None]
         # The queries are in a row, so that every slot holds its own position.
         return seen if after is None else seen & (slot[None, None] > after[:, :, None])
@@ -51,6 +53,7 @@ def dense(first: Array, n: int, slots: int, inside: Array | None, after: Array |
     rows = jnp.arange(inside.shape[2], dtype=jnp.int32)
     here = (offset[:, None, :] == rows[None, :, None]).astype(jnp.float32)
     inside = jnp.broadcast_to(inside, (here.shape[0], *inside.shape[1:])).astype(jnp.float32)
+    # [B, N, R] by [B, R, S], whose column s is the one-hot of the row in slot s, and 0 for a slot that holds none.
     found = jnp.einsum("bnr,brs->bns", inside, here) > 0
     before = jnp.broadcast_to((offset < 0)[:, None], found.shape)
     if after is not None:
@@ -66,6 +69,7 @@ def pack(seen: Array) -> Array:
     """
     rows = seen.shape[-1]
     padded = jnp.pad(seen, [(0, 0)] * (seen.ndim - 1) + [(0, -rows % 32)])
+    # [..., W, 32], each bit shifted to its place; a sum of different bits is their union.
     words = padded.reshape(*seen.shape[:-1], -1, 32).astype(jnp.uint32)
     bits = words << lax.broadcasted_iota(jnp.uint32, words.shape, words.ndim - 1)
     return jnp.sum(bits, axis=-1, dtype=jnp.uint32).astype(jnp.int32)

@@ -52,6 +52,7 @@ def decide(
     low = MARGINS[margin](stats.top1, stats.top2, jnp.broadcast_to(controls.theta[:, None], y.shape))
     open_node = low & ~is_stop(stats.id1) & ~is_stop(y)
     exact = (tokens >= 0) & (tokens == at_parent(y))
+    # A sampled y may differ from the target's best token, which is then relaxed as the runner-up is.
     best = (tokens == at_parent(stats.id1)) | (tokens == at_parent(stats.id2))
     relaxable = (tokens >= 0) & ~exact & best & at_parent(open_node) & ~is_stop(tokens)
 
@@ -100,7 +101,8 @@ def tree_attention(
         seen_positions = positions
 
     def slot(b: Array, i: Array, s: Array) -> Array:
-        """Whether query i of row b sees slot s."""
+        """True where query i of row b sees slot s."""
+        # Slot s holds row s - first of the region; before it the tokens of their own positions.
         row = s - first[b]
         at = jnp.clip(row, 0, seen.shape[2] - 1)
         inside = (row < seen.shape[2]) & seen[b % seen.shape[0], i, at]

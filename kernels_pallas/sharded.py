@@ -34,6 +34,7 @@ def merge_over(stats: MarginStats, axis: Axis, *, local_vocab: int) -> MarginSta
       local_vocab)`.
       axis: mesh axis, or axes, over which the vocabulary is spread.
     """
+    # Ids of a part are counted from 0, and those of a token that does not exist stay -1.
     first = lax.axis_index(axis) * local_vocab
     offset = lambda ids: jnp.where(ids < 0, ids, ids + first)  # noqa: E731
     stats = stats._replace(id1=offset(stats.id1), id2=offset(stats.id2))

@@ -35,7 +35,7 @@ class MarginStats(NamedTuple):
 
 
 def dtypes(*, logsumexp: bool) -> list[jnp.dtype]:
-    """Of the fields in order, with or without the last: what a kernel allocates for them.
+    """The dtypes of the fields in order, with or without the last: what a kernel allocates for them.
 
     >>> len(dtypes(logsumexp=False))
     4
@@ -79,6 +79,7 @@ def merge(a: MarginStats, b: MarginStats) -> MarginStats:
     >>> merge(left, right).id2.tolist()
     7
     """
+    # The leader of one side is the first of both.
     a_leads = _before(a.top1, a.id1, b.top1, b.id1)
     top1, id1 = jnp.where(a_leads, a.top1, b.top1), jnp.where(a_leads, a.id1, b.id1)
     # The second is either the leader's second or the other side's first.
@@ -103,6 +104,7 @@ def close(top1: Array, id1: Array, top2: Array, id2: Array, vocab: int) -> tuple
     Where `top2` is -inf every token but `id1` is -inf, so the second is the smallest id that is not `id1`; no
     entry needs to be looked at. Only comparisons and selects, so it also runs inside kernels.
     """
+    # All of the row is -inf: then token 0 is the first by its id.
     id1 = jnp.where(top1 == -jnp.inf, 0, id1)
     if vocab == 1:
         return id1, jnp.full_like(id2, NO_ID)

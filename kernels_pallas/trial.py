@@ -1,8 +1,8 @@
-"""Whether a kernel runs where nobody named it: a switch for all of them, and a trial compilation of each.
+"""Decide whether a kernel that was not named runs: a switch for all of them, and a trial compilation of each.
 
 A program holds its kernels when it is compiled, and one that does not compile would take all of the program with it.
 So each is compiled alone first, on the chip that is there. Where there is none, as when a program is compiled ahead of
-time for a TPU, nothing is tried: whoever does that wants to hear of it.
+time for a TPU, nothing is tried: a failure is then an error that the user sees.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _told: set[str] = set()
 
 
 def switched_on() -> bool:
-    """Whether kernels may run unasked.
+    """True where kernels may run unasked.
 
     Raises:
       ValueError: the variable is neither 0 nor 1.
@@ -65,7 +65,7 @@ def kernel_or(kernel: Callable[..., Any], plain: Callable[..., Any], *, platform
 
 
 def runs_here(platform: str) -> bool:
-    """Whether this process has started JAX on a device of the platform.
+    """True where this process has started JAX on a device of the platform.
 
     To ask for the platform would start it, and a process that compiles ahead of time may not take a chip from another.
     Private jax: no public name tells whether that has happened. Without this one a later jax starts what it would start

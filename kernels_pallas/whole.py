@@ -68,8 +68,8 @@ def is_partitioned(ctx: Any) -> bool:
 
     Private jax: no public name tells a lowering rule for how many devices it lowers. jax's own rule for Mosaic calls
     reads `ctx.module_context.axis_context` in the same way (`jax/_src/tpu_custom_call.py`; the same from 0.10 to
-    0.12), and a later jax may keep it elsewhere. What is not understood counts as partitioned: that form is right
-    everywhere and only slower, and tests/kernels/test_whole.py fails.
+    0.12), and a later jax may keep it elsewhere. A context that is not understood counts as partitioned: that
+    form is right everywhere and only slower, and tests/kernels/test_whole.py fails.
     """
     context: Any = getattr(getattr(ctx, "module_context", None), "axis_context", None)
     if hasattr(context, "manual_axes"):

@@ -82,7 +82,7 @@ def _stats(logits: Array, *, logsumexp: bool) -> MarginStats:
 
 
 def partitioned_margin_stats(logits: Array, *, logsumexp: bool = False) -> MarginStats:
-    """As `margin_stats`, in reductions over the vocabulary alone.
+    """Compute `margin_stats` in reductions over the vocabulary alone.
 
     XLA partitions each of them over a sharded vocabulary into a reduction per device and an exchange of one
     number per node and device, whatever V is; it would gather the whole logits for the two levels above or
@@ -91,6 +91,7 @@ def partitioned_margin_stats(logits: Array, *, logsumexp: bool = False) -> Margi
     z = logits.astype(jnp.float32)
     ids = lax.broadcasted_iota(jnp.int32, z.shape, z.ndim - 1)
     top1, id1 = jnp.max(z, axis=-1), jnp.argmax(z, axis=-1).astype(jnp.int32)
+    # The second is the maximum without the first, told apart by its id since its value may be there twice.
     rest = jnp.where(ids == id1[..., None], -jnp.inf, z)
     top2, id2 = jnp.max(rest, axis=-1), jnp.argmax(rest, axis=-1).astype(jnp.int32)
     id1, id2 = close(top1, id1, top2, id2, z.shape[-1])
@@ -112,6 +113,7 @@ def _candidates(logits: Array, blocks: int) -> tuple[Array, Array]:
     second = jnp.argmax(
         jnp.where(number == first, -jnp.inf, best.astype(jnp.float32)), axis=-1, keepdims=True
     )
+    # i32[..., 2]: the two best blocks, gathered as [..., 2, BLOCK]. Tokens after the last whole block come along.
     chosen = jnp.concatenate([first, second.astype(jnp.int32)], axis=-1)
     values = jnp.take_along_axis(whole, chosen[..., None], axis=-2).reshape(*lead, 2 * BLOCK)
     within = lax.broadcasted_iota(jnp.int32, (*lead, 2, BLOCK), len(lead) + 1)
@@ -142,11 +144,13 @@ def _exp_of_negative(x: Array) -> Array:
     overflow. 2**n goes into the exponent bits; 2**f on [-1/2, 1/2] is the polynomial of Cephes' exp2f.
     """
     x = jnp.maximum(x, -87.0) * math.log2(math.e)  # 2**-126 is the smallest normal number
+    # 2**x = 2**n * 2**f, with n whole and f in [-1/2, 1/2].
     n = jnp.round(x)
     f = x - n
     power = jnp.full_like(f, EXP2[0])
     for coefficient in EXP2[1:]:
         power = power * f + coefficient
+    # Adding n to the exponent, which begins at bit 23, multiplies by 2**n.
     bits = lax.bitcast_convert_type(power, jnp.int32) + (n.astype(jnp.int32) << 23)
     return lax.bitcast_convert_type(bits, jnp.float32)
 
@@ -182,6 +186,7 @@ def tree_attention(
     scores = scores * scale if k_scale is None else scores * scale * per_slot(k_scale)
     if cap is not None:
         scores = cap * jnp.tanh(scores / cap)
+    # f32[B, K, G, N, S]. A query that sees nothing has no finite maximum: LOWEST keeps NaN out, and its total is 0.
     scores = jnp.where(mask[:, None, None], scores, -jnp.inf)
     top = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), LOWEST)
     weights = jnp.exp(scores - top)
@@ -191,5 +196,6 @@ def tree_attention(
     mixed = jnp.einsum(
         "bkgns,bskd->bkgnd", weights.astype(dtype), v.astype(dtype), preferred_element_type=jnp.float32
     )
+    # Normalised after the sum over slots: N * D divisions and not N * S.
     mixed = mixed / jnp.where(total == 0, 1.0, total)[..., None]
     return jnp.transpose(mixed, (0, 3, 1, 2, 4)).astype(q.dtype)

@@ -1,9 +1,12 @@
-"""The examples of docstrings are tests, and every public name has a docstring."""
+"""The examples of docstrings are tests, every public name has a docstring, and each begins as English does."""
 
+import ast
 import doctest
 import importlib.util
 import inspect
 import pkgutil
+import re
+from pathlib import Path
 
 import pytest
 
@@ -30,6 +33,47 @@ LONG = (
     "mars_jax.contrib.rules.budget",
 )
 """Modules whose examples decode; tests of their own hold what they show."""
+
+
+ROOMS = (
+    "kernels_pallas",
+    "mars_jax/core",
+    "mars_jax/verify",
+    "mars_jax/drafters",
+    "mars_jax/specs",
+    "mars_jax/lab",
+    "mars_jax/integrations",
+)
+"""Rooms whose docstrings are held to `OPENINGS` and `WORDS`; add a room once its docstrings are."""
+OPENINGS = {"Of", "What", "Whether", "How", "Where", "As"}
+"""First words of a fragment. A docstring begins with a verb or a noun."""
+WORDS = re.compile(r"\b(nobody|somebody|whoever|lest)\b", re.IGNORECASE)
+"""Words that no engineer would use for a part of a program."""
+ROOT = Path(__file__).parents[1]
+MOVING = ROOT / "mars_jax/verify/simulated.py"  # on its way to another room
+
+
+def docstrings(tree):
+    """The texts of all docstrings of a module, those of constants and fields too, and their lines."""
+    for node in ast.walk(tree):
+        body = getattr(node, "body", [])
+        for statement in body if isinstance(body, list) else []:
+            match statement:
+                case ast.Expr(value=ast.Constant(value=str(text))):
+                    yield statement.lineno, text
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_docstrings_begin_with_a_verb_or_a_noun(room):
+    files = sorted(set((ROOT / room).rglob("*.py")) - {MOVING})
+    assert files
+    wrong = []
+    for file in files:
+        for line, text in docstrings(ast.parse(file.read_text(encoding="utf-8"))):
+            first = re.match(r"\W*(\w*)", text)
+            if first[1] in OPENINGS or WORDS.search(text):
+                wrong.append(f"{file.relative_to(ROOT)}:{line}: {text.strip().splitlines()[0]}")
+    assert not wrong
 
 
 @pytest.mark.parametrize("name", slow_but(MODULES, *(name for name in MODULES if name not in LONG)))

@@ -53,6 +53,7 @@ def _join_splits(stats: MarginStats, lead: tuple[int, ...], vocab: int) -> Margi
 
 def _kernel(logits_ref, *out_refs, vocab: int, blocks: GpuBlocks, logsumexp: bool):
     row, split = pl.program_id(0), pl.program_id(1)
+    # Split s takes `steps` stretches of `tokens` from `first` on; past the end of the vocabulary loads give -inf.
     steps = pl.cdiv(pl.cdiv(vocab, blocks.tokens), blocks.splits)
     offsets = lax.broadcasted_iota(jnp.int32, (blocks.tokens,), 0)
     first = split * (steps * blocks.tokens)

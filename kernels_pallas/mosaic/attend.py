@@ -17,15 +17,15 @@ from kernels_pallas.blocks import AttentionBlocks
 
 LOWEST = float(jnp.finfo(jnp.float32).min)
 FIRST, BASE, COUNT, RECENT, WRITTEN = range(5)
-"""What is known of a row: the first slot of its region, the slot that its first block begins at, how many blocks it
-has, the last slot that some window hides, and where there are new rows the slot of the first of them."""
+"""Entries of a row in its table: the first slot of its region, the slot that its first block begins at, the number of
+its blocks, the last slot that some window hides, and where there are new rows the slot of the first of them."""
 UPPER, AFTER, WORDS = 0, 1, 2
-"""What is known of a query: the last slot that it sees where the queries are in a row, the last one that its window
-hides, and from column `WORDS` on the rows of the region that it sees, 32 in a word."""
+"""Columns of a query: the last slot that it sees where the queries are in a row, the last one that its window hides,
+and from column `WORDS` on the rows of the region that it sees, 32 in a word."""
 
 
 class Shape(NamedTuple):
-    """What is static of a call."""
+    """The static part of a call."""
 
     heads: int
     slots: int
@@ -155,6 +155,7 @@ def attend_rows(
                 scores = shape.cap * jnp.tanh(scores / shape.cap)
             if mask is not None:
                 scores = jnp.where(mask, scores, -jnp.inf)
+            # The softmax as a fold over blocks: a higher maximum shrinks what was summed so far.
             before = top_ref[head][:, :1]
             top = jnp.maximum(before, jnp.max(scores, axis=1, keepdims=True))
             weights, shrink = jnp.exp(scores - top), jnp.exp(before - top)
@@ -173,6 +174,7 @@ def attend_rows(
         buffer = lax.rem(state_ref[USED], blocks.buffers)
         for copy in copies(row, start, buffer):
             copy.wait()
+        # All of the block is committed, nothing repeats and no window hides any of it: then no mask is computed.
         plain = (start + size <= first) & (start == own) & (start > recent)
 
         @pl.when(plain)
@@ -200,13 +202,14 @@ def _mask(known: Array, first: Array, start: Array, own: Array, size: int, *, ca
     if causal:
         seen = (slot <= known[:, UPPER : UPPER + 1]) & recent
     else:
+        # Bit r % 32 of word r // 32 says whether row r of the region is seen; slots before the region have row < 0.
         row = slot - first
         word = jnp.zeros_like(row)
         for i in range(known.shape[1] - WORDS):
             word = jnp.where(row >> 5 == i, known[:, WORDS + i : WORDS + i + 1], word)
         inside = (word >> (row & 31)) & 1
         seen = jnp.where(row < 0, recent.astype(jnp.int32), inside) == 1
-    return seen & (slot >= own)
+    return seen & (slot >= own)  # slots before `own` were seen in the block before
 
 
 def _of_head(ref: Any, buffer: Any, head: int, dtype: Any, simulated: bool) -> Array:

@@ -22,7 +22,7 @@ from jax.experimental.pallas import tpu as pltpu
 ROWS = 128
 """Rows of a tile at most."""
 WEIGHT_BYTES = 2**21
-"""Of a matrix at a time; two such blocks are in fast memory, and the wider copy that is multiplied."""
+"""Bytes of a matrix at a time; two such blocks are in fast memory, and the wider copy that is multiplied."""
 
 
 def outer_block(outer: int, inner: int) -> int:
@@ -38,17 +38,19 @@ def outer_block(outer: int, inner: int) -> int:
 def visits(sizes: Array, tiles: int, rows: int) -> tuple[Array, Array, Array]:
     """(experts, tiles, count): the tile and the expert of every visit, i32[tiles + X - 1] each, in order of the rows.
 
-    Of them `count` i32[] are real, at least 1: a grid must not be empty.
+    The first `count` i32[] of them are real, at least 1: a grid must not be empty.
 
     >>> experts, tiles, count = visits(jnp.asarray([3, 0, 2], jnp.int32), 2, 4)
     >>> experts[:3].tolist(), tiles[:3].tolist(), int(count)
     ([0, 2, 2], [0, 0, 1], 3)
     """
+    # Expert e has the rows [ends - size, ends), so its first and last tile, and the visits before and up to it.
     ends = jnp.cumsum(sizes)
     first = (ends - sizes) // rows
     took = jnp.where(sizes > 0, (ends - 1) // rows - first + 1, 0)
     until = jnp.cumsum(took)
     number = jnp.arange(tiles + sizes.shape[0] - 1)
+    # Visit v is of the first expert whose visits end after v; the clamps are for visits that are not real.
     expert = jnp.minimum(jnp.sum(until[None] <= number[:, None], axis=1), sizes.shape[0] - 1)
     tile = first[expert] + number - (until - took)[expert]
     as_index = lambda x: x.astype(jnp.int32)  # noqa: E731
@@ -109,6 +111,7 @@ def _kernel(expert, tile, begins, ends, x, w, scale, out, *, by_columns: bool) -
         precision=precision,
         preferred_element_type=jnp.float32,
     )
+    # Rows are sorted by expert, and a tile that holds rows of several experts is visited once for each.
     row = at * x.shape[0] + lax.broadcasted_iota(jnp.int32, made.shape, 0)
     mine = (row >= begins[of]) & (row < ends[of])
     # A tile's first visit finds in `out` whatever was in that memory; every row has an expert, so it is written over.

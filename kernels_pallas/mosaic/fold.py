@@ -38,6 +38,7 @@ def fold(logits_ref, state, block: Array, last: int | Array, *, vocab: int, logs
                 # Past the end of the vocabulary is whatever was in memory.
                 return jnp.where(lanes < vocab - c * LANES, z, -jnp.inf) if partial else z
 
+            # [rows, 128] each: lane l has seen tokens l, l + 128, l + 256, ... so far, and keeps its own two largest.
             top1, id1, top2, id2 = (ref[...] for ref in state[:4])
             old_shift = jnp.maximum(top1, LOWEST)
             for c in range(tokens // LANES):
@@ -51,6 +52,7 @@ def fold(logits_ref, state, block: Array, last: int | Array, *, vocab: int, logs
                 ref[...] = value
             if logsumexp:
                 shift = jnp.maximum(top1, LOWEST)
+                # The sum so far is of exp(z - old maximum): rescale it to the new one, as flash attention does.
                 total = state[4][...] * jnp.exp(old_shift - shift)
                 for c in range(tokens // LANES):
                     total += jnp.exp(chunk(c) - shift)
@@ -75,6 +77,7 @@ def finish(state, packed_ref, vocab: int, logsumexp: bool) -> None:
 
     def one_strip(packed_ref, *state):
         top1, id1, top2, id2 = (ref[...] for ref in state[:4])
+        # The second of the row is the winning lane's second, or another lane's first. i32[rows, 1] each.
         best, best_id = largest(top1, id1)
         winner = id1 == best_id
         second, second_id = largest(jnp.where(winner, top2, top1), jnp.where(winner, id2, id1))
@@ -124,6 +127,7 @@ def per_tree(packed_ref, trees: int, nodes: int) -> MarginStats:
             rows = packed_ref[pl.ds(n, trees, stride=nodes), :] if nodes > 1 else packed_ref[...]
         for k in range(4):
             out[k] = jnp.where(lane == n, rows[:, k : k + 1], out[k])
+    # Columns 0 and 2 are values and 1 and 3 ids, as `finish` wrote them.
     top1, top2 = (lax.bitcast_convert_type(out[k], jnp.float32) for k in (0, 2))
     return MarginStats(top1, out[1], top2, out[3])
 

@@ -82,6 +82,7 @@ def margin_accept(
     ]
     per_row = jnp.concatenate(numbers, axis=1)
     tree = [tokens, parents] if y is None else [tokens, parents, y]
+    # A verdict in lanes: D + 1 nodes of the path, D flags, the count and the token are 2 D + 3 numbers.
     width = -(-(2 * max_depth + 3) // LANES) * LANES
     packed, verdict = pl.pallas_call(
         functools.partial(
@@ -106,7 +107,7 @@ def margin_accept(
         interpret=interpret,
         name="margin_accept",
     )(logits, per_row, *(x.astype(jnp.int32) for x in tree))
-    edge = max_depth + 1
+    edge = max_depth + 1  # lane of the first flag, after the path
     return Acceptance(
         path=verdict[:, :edge],
         num_accepted=verdict[:, 2 * max_depth + 1],
@@ -205,7 +206,7 @@ def _state_like(rows: tuple[int, ...], logsumexp: bool) -> list:
 
 
 def _unpack(packed: Array, lead: tuple[int, ...], logsumexp: bool) -> MarginStats:
-    """What `finish` packed, as statistics of shape `lead`."""
+    """Unpack what `finish` packed, as statistics of shape `lead`."""
     return from_bits([packed[..., k].reshape(lead) for k in range(5 if logsumexp else 4)])
 
 

@@ -74,6 +74,7 @@ def _top_k_kernel(logits_ref, packed_ref, *, vocab: int, k: int):
     rows = logits_ref.shape[0]
     lane = lax.broadcasted_iota(jnp.int32, (rows, LANES), 1)
     chunks = -(-vocab // LANES)
+    # Few rows fill few registers: several chains of comparisons run side by side, so none waits for its own result.
     side_by_side = max(CHAINS * SUBLANES // max(rows, SUBLANES), 1)
 
     def scan(body: Callable[..., Carry], start: Carry, merge: Callable[[Carry, Carry], Carry]) -> Carry:
@@ -168,6 +169,7 @@ def _write(packed_ref, scan: Scan, k: int, vocab: int, logsumexp: Callable[[Arra
         # A row that is no numbers has no next entry; its ids are still tokens.
         return value, id, values, jnp.where(lane == i, jnp.minimum(id, vocab - 1), ids)
 
+    # Every entry comes after (inf, -1), so the first scan finds the largest. Lane i gets the i-th entry.
     before = jnp.full((rows, LANES), jnp.inf, jnp.float32), jnp.full((rows, LANES), -1, jnp.int32)
     nothing = jnp.full((rows, LANES), -jnp.inf, jnp.float32), jnp.zeros((rows, LANES), jnp.int32)
     _, _, values, ids = lax.fori_loop(0, k, body, (*before, *nothing))

@@ -150,7 +150,7 @@ def _tiled(q: Array, tiles: int, per_tile: int) -> Array:
 
 
 def _known(first: Array, inside: Array | None, after: Array | None, n: int, padded: int) -> Array:
-    """What is known of each query, i32[B, padded, 2 + words]; those after the first N see nothing of the region."""
+    """The table of queries, i32[B, padded, 2 + words]; those after the first N see nothing of the region."""
     upper = first[:, None] + jnp.arange(n, dtype=jnp.int32)[None]
     columns = [upper[..., None], jnp.full_like(upper, -1)[..., None] if after is None else after[..., None]]
     if inside is not None:
@@ -159,7 +159,7 @@ def _known(first: Array, inside: Array | None, after: Array | None, n: int, padd
 
 
 def row_table(first: Array, rows: int, after: Array | None, *, slots: int, size: int, align: int) -> Array:
-    """What is known of each row, i32[4, B]: `FIRST`, `BASE`, `COUNT` and `RECENT`.
+    """The table of rows, i32[4, B]: `FIRST`, `BASE`, `COUNT` and `RECENT`.
 
     Args:
       first: i32[B].
@@ -177,10 +177,11 @@ def row_table(first: Array, rows: int, after: Array | None, *, slots: int, size:
         # A row of the region may have another position than its slot, so all of the region is read.
         base = jnp.clip(jnp.minimum(jnp.min(after, axis=1) + 1, first), 0, max(slots - size, 0))
         base, recent = base // align * align, jnp.max(after, axis=1)
+    # Blocks from `base` to the end of the region, which may reach past the cache where a row is full; one at least.
     count = pl.cdiv(jnp.minimum(first + rows, slots) - base, size)
     return jnp.stack([first, base, jnp.maximum(count, 1), recent]).astype(jnp.int32)
 
 
 def is_flat(k: Array) -> bool:
-    """Whether a cache is read as [B, S, D], where slots share words and not heads."""
+    """True where a cache is read as [B, S, D], as slots share words and heads do not."""
     return k.shape[2] == 1 and jnp.dtype(k.dtype).itemsize < 4

@@ -1,1 +1,1 @@
-"""The step and everything under it: what somebody embeds. Imports jax, numpy and kernels_pallas only."""
+"""The step and everything under it: what users embed. Imports jax, numpy and kernels_pallas only."""

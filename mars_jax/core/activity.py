@@ -1,4 +1,4 @@
-"""What this process is doing, for whoever waits: long parts of the work name themselves, and a command may tell.
+"""The names of long parts of the work, while they run, so that a command can tell its user what takes so long.
 
 Nothing here imports jax.
 """
@@ -44,6 +44,6 @@ def doing(name: str, detail: str = "") -> Iterator[Activity]:
 
 
 def describe() -> str:
-    """What is being done, the widest first; "" where nothing has a name."""
+    """Everything that is being done, the widest first; "" where nothing has a name."""
     now = time.monotonic()
     return "; ".join(activity.describe(now) for activity in list(_going))

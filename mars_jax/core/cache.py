@@ -18,8 +18,8 @@ from mars_jax.core import struct
 class Int8Rows:
     """Keys or values in 8 bits: symmetric, each token and head with the largest of its numbers at 127.
 
-    Whoever reads them reads the rounded numbers, in the step that writes them too: a token means the same while it is
-    a node of a draft and when it is committed.
+    Every reader gets the rounded numbers, in the step that writes them too. So a token means the same while it is a
+    node of a draft and when it is committed.
     """
 
     values: Array  # i8[B, S, kv_heads, head_dim]; in [-127, 127]
@@ -42,7 +42,9 @@ class Int8Rows:
         ([[[[127, -64]]]], (1, 1, 1))
         """
         wide = rows.astype(jnp.float32)
+        # One scale per token and head, f32[..., heads]: a new token never changes what others are rounded to.
         scale = jnp.max(jnp.abs(wide), axis=-1) / 127
+        # A row of zeros has the scale 0 and stays 0 whatever it is divided by.
         values = jnp.round(wide / jnp.where(scale == 0, 1.0, scale)[..., None])
         return Int8Rows(values=values.astype(jnp.int8), scale=scale)
 
@@ -56,7 +58,7 @@ class KVCache:
     """Keys and values per layer. Row b is valid in slots `[0, length[b] - 1)`; the rest is never read."""
 
     logical_axes: ClassVar[tuple[str | None, ...]] = ("rows", None, "kv_heads", None)
-    """How each array is divided over a mesh; see `mesh.logical_axes`."""
+    """The logical axis of each dimension, which says how a mesh divides it; see `mesh.logical_axes`."""
 
     k: tuple[Rows, ...]  # each [B, S, kv_heads, head_dim]
     v: tuple[Rows, ...]
@@ -85,7 +87,7 @@ def write(buffer: Any, rows: Array, start: Array) -> Any:
     if isinstance(buffer, Int8Rows):
         return jax.tree.map(lambda b, r: write(b, r, start), buffer, Int8Rows.of(rows))
     rows = rows.astype(buffer.dtype)
-    if buffer.shape[0] == 1:
+    if buffer.shape[0] == 1:  # the same on every platform, and without a loop or a scatter
         return lax.dynamic_update_slice_in_dim(buffer, rows, start[0], axis=1)
     return lax.platform_dependent(buffer, rows, start, cpu=_write_slices, default=_write_rows)
 
@@ -125,6 +127,8 @@ def commit(cache: Any, start: Array, path: Array) -> Any:
       start: i32[B]; slot of the root.
       path: i32[B, D + 1]; node ids from the root.
     """
+    # i32[B, D]: the slot of the node at depth d + 1. All rows are read before any is written. Past the accepted depth
+    # the path repeats its last node, and those copies go to slots that the next step writes anew.
     source = start[:, None] + path[:, 1:]
 
     def move(buffer: Array) -> Array:

@@ -1,4 +1,4 @@
-"""What XLA compiles, kept between runs. Oracle: the folder of another process (tests/core/test_compilations.py)."""
+"""Keep compiled programs between runs. Oracle: the folder of another process (tests/core/test_compilations.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What requests ask of a text beside the rule, as one seam: edits of the logits, constraints and spans.
+"""Conditions on a text beside the rule, as one seam: edits of the logits, constraints and spans.
 
 B batch, N nodes, V vocabulary. Each of the three is None where no row asks for it, and then nothing of it is compiled.
 Oracle: transformers' processors, and autoregression (tests/core/test_edits.py, tests/core/test_guide.py).
@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 from jax import Array
 
 from mars_jax.core.edits import edited
 from mars_jax.core.guide import Followed, Guide, guide_of
-from mars_jax.core.types import DecodeState, DraftTree, Edits, Guides, Params, PyTree, Verdict
+from mars_jax.core.pick import in_rows
+from mars_jax.core.types import DecodeState, DraftTree, Edits, Guides, Params, Verdict
 
 
 class Conditions(NamedTuple):
-    """What a step is asked for, as the rows stand."""
+    """The conditions of a step, at the last committed token of each row."""
 
     edits: Edits | None
     constraint: Guide | None
@@ -53,7 +52,7 @@ class Nodes(NamedTuple):
 
     @property
     def forbid(self) -> bool:
-        """Whether a token may have a logit of -inf that the target did not give it."""
+        """True where a token may have a logit of -inf that the target did not give it."""
         return self.edits is not None or self.constraint is not None
 
     @property
@@ -63,6 +62,7 @@ class Nodes(NamedTuple):
 
     def on(self, raw: Array, tree: DraftTree, state: DecodeState) -> Array:
         """The target's logits f32[B, N, V] as they were asked for: edited, and -inf where a token may not follow."""
+        # In this order: a bias cannot bring back what a constraint forbids.
         logits = raw
         if self.edits is not None:
             logits = edited(raw, self.edits, tree, state.tokens, state.prompt_length, state.length)
@@ -73,20 +73,12 @@ class Nodes(NamedTuple):
         return None if self.constraint is None else self.constraint.ended(verdict)
 
     def after(self, verdict: Verdict, state: DecodeState) -> Guides | None:
-        """Where the live rows of a state are in their automata after a step; None without any."""
+        """The states of the automata of live rows after a step; None without any."""
         if state.guides is None:
             return None
+        # Each automaton reads the accepted path and `next_token`; rows that are done stay where they are.
         moved = Guides(
             constraint=None if self.constraint is None else self.constraint.after(verdict),
             span=None if self.span is None else self.span.after(verdict),
         )
-        return in_live_rows(state.done, moved, state.guides)
-
-
-def in_live_rows(done: Array, new: PyTree, old: PyTree) -> PyTree:
-    """`new` in the rows that are not `done` bool[B], and `old` in the others."""
-
-    def choose(new: Array, old: Array) -> Array:
-        return old if new is old else jnp.where(done.reshape((-1,) + (1,) * (new.ndim - 1)), old, new)
-
-    return jax.tree.map(choose, new, old)
+        return in_rows(state.done, state.guides, moved)

@@ -1,4 +1,4 @@
-"""What no verdict may accept: drafted tokens that an edit or a constraint gives no probability at all.
+"""Cut a verdict before drafted tokens that an edit or a constraint gives no probability at all.
 
 B batch, N nodes, D depth. Oracle: the same cut node by node in Python (tests/core/test_cut.py).
 """
@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from mars_jax.core.evidence import Evidence
-from mars_jax.core.pick import pick
-from mars_jax.core.sampling import at_tokens, sample
+from mars_jax.core.pick import leading, pick
+from mars_jax.core.sampling import at_drafted, at_tokens, sample
 from mars_jax.core.tree import gather_path
 from mars_jax.core.types import Verdict
 
@@ -27,8 +27,7 @@ def impossible(evidence: Evidence) -> Array:
     [[False, True]]
     """
     tree = evidence.tree
-    at = at_tokens(evidence.logits, jnp.maximum(tree.parents, 0), jnp.maximum(tree.tokens, 0))
-    return (at == -jnp.inf) & (tree.tokens >= 0) & (tree.depths > 0)
+    return (at_drafted(tree, evidence.logits) == -jnp.inf) & (tree.tokens >= 0) & (tree.depths > 0)
 
 
 def cut(verdict: Verdict, evidence: Evidence) -> Verdict:
@@ -39,13 +38,15 @@ def cut(verdict: Verdict, evidence: Evidence) -> Verdict:
     has either.
     """
     accepted, place = verdict.num_accepted, jnp.arange(verdict.path.shape[1], dtype=jnp.int32)[None]
+    # Edge d leads from path[d] to path[d + 1]; only the first `accepted` of them were taken.
     wrong = pick(impossible(evidence), verdict.path[:, 1:]) & (place[:, :-1] < accepted[:, None])
-    kept = jnp.sum(jnp.cumprod((~wrong).astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
-    kept = jnp.minimum(kept, accepted)
+    kept = jnp.minimum(leading(~wrong), accepted)
     last = pick(verdict.path, kept[:, None])  # i32[B, 1]
+    # Keyed by the position, so this is the token that autoregression would draw there.
     own = sample(
         evidence.keys, pick(evidence.positions, last), gather_path(evidence.logits, last), evidence.controls
     )[:, 0]
+    # A rule may name a token of its own that the request forbids, of which the row of the last node knows.
     never = at_tokens(evidence.logits, last, verdict.next_token[:, None])[:, 0] == -jnp.inf
     return dataclasses.replace(
         verdict,

@@ -16,25 +16,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mars_jax.core.decoder import Decoder, speculative_decoder
+from mars_jax.core.decoder import Decoder as Decoder
+from mars_jax.core.decoder import speculative_decoder as speculative_decoder
 from mars_jax.core.errors import MarsError
 from mars_jax.core.given import check_prompts
 from mars_jax.core.mesh import by_rows
 from mars_jax.core.metrics import DecodeStats, accumulate, zero_stats
 from mars_jax.core.rule import for_rows
 from mars_jax.core.types import DecodeState, Params, Prompts, StepInfo
-
-__all__ = [
-    "Decoder",
-    "extend",
-    "jitted_step",
-    "look_ahead",
-    "run",
-    "shapes",
-    "speculative_decoder",
-    "start",
-    "stream",
-]
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -48,16 +37,19 @@ def start(decoder: Decoder, params: Params, prompts: Prompts) -> DecodeState:
     Raises:
       MarsError: as `Decoder.checked`.
     """
-    return _start(decoder, params, _ready(decoder, prompts))
+    return _start(decoder, params, ready(decoder, prompts))
 
 
 def shapes(decoder: Decoder, params: Params, prompts: Prompts) -> DecodeState:
     """The state that `start` gives for these arguments, as `jax.ShapeDtypeStruct`."""
-    return _start.eval_shape(decoder, params, _ready(decoder, prompts))
+    return _start.eval_shape(decoder, params, ready(decoder, prompts))
 
 
-def _ready(decoder: Decoder, prompts: Prompts) -> Prompts:
-    """Checked where values are seen, and with a number of the rule per row, so that either way compiles one program."""
+def ready(decoder: Decoder, prompts: Prompts) -> Prompts:
+    """The prompts of a program, checked where values are seen.
+
+    A number of the rule becomes one per row, so that one number and several compile the same program.
+    """
     check_prompts(prompts.tokens, prompts.length, decoder.vocab_size)
     return dataclasses.replace(prompts, rule=for_rows(prompts.rule, prompts.tokens.shape[0]))
 
@@ -90,7 +82,7 @@ def extend(
     >>> read.tolist()
     [2]
     """
-    return _extend(decoder, params, state, _ready(decoder, prompts))
+    return _extend(decoder, params, state, ready(decoder, prompts))
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
@@ -117,7 +109,7 @@ def run(
       decoder, params: from `speculative_decoder`, and the weights.
       state: from `start`.
       record: also keep what each new token was: `DecodeStats.tokens`.
-      max_steps: i32[]; stop after so many steps at most, so that somebody looks at the state and goes on with it. A
+      max_steps: i32[]; stop after so many steps at most, so that the caller can look at the state and go on. A
         value, so another number compiles nothing. None: no bound.
 
     Returns:
@@ -156,7 +148,7 @@ is busy with an earlier one, and one more for when the host is late."""
 
 
 def look_ahead(state: DecodeState) -> int:
-    """How many steps may be on their way where this state is: none on a CPU.
+    """The default of `ahead`: 0 for a state on a CPU, else `AHEAD`.
 
     There a step is computed before the call returns, as measured with jax 0.10, so steps past the end would cost time
     and win none.

@@ -101,6 +101,7 @@ class Decoder:
             return inserted(self._read, self._put, params, state, rows, prompts)
         self._check_cache(read)
         prompts = dataclasses.replace(prompts, tokens=read.tokens, length=read.length)
+        # A row of -1 goes one past the end, where it is dropped.
         return self._put(
             state, jnp.where(rows < 0, rows_of(state), rows), begun(prompts, read.cache, read.draft)
         )
@@ -169,6 +170,7 @@ class Decoder:
             prompts.tokens,
             jnp.zeros_like(prompts.length),
             prompts.length - 1,
+            # A draft is written from slot `length - 1` on, so a full buffer needs room for its N nodes.
             self.target.init_cache(batch, buffer + self.drafter.num_nodes),
             self.drafter.init(params, prompts.tokens, prompts.length),
             observing(self.drafter, params, prompts.tokens, prompts.length),
@@ -191,7 +193,7 @@ def speculative_decoder(
 ) -> Decoder:
     """Speculative decoding (Leviathan et al. 2211.17192) with any drafter and any rule.
 
-    Of `verify` only the structure counts: rules that differ in numbers are one decoder. `Prompts` bring the numbers.
+    Only the structure of `verify` counts: rules that differ in numbers are one decoder. `Prompts` bring the numbers.
 
     Args:
       target: the model whose text this is.

@@ -1,6 +1,6 @@
-"""What a drafter is: pure functions that propose a tree, and hear what became of it. Oracle: none, it holds no logic.
+"""The interface of drafters: pure functions that propose a tree, and hear what became of it.
 
-B batch, T token buffer, N nodes of a tree, D its depth, n tokens of a chunk.
+Oracle: none, it holds no logic. B batch, T token buffer, N nodes of a tree, D its depth, n tokens of a chunk.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ that no rule is lossless with it."""
 
 @struct.dataclass(kw_only=True)
 class DraftInput:
-    """What a drafter drafts from. It grows without changing any drafter's signature."""
+    """The input of a draft. New fields change no drafter's signature."""
 
     keys: Array  # key[B]; fresh in every step
     tokens: Array  # i32[B, T]; committed below `length`
@@ -71,16 +71,32 @@ class Observe(Protocol):
 
 
 class Reads(NamedTuple):
-    """What a drafter that is coupled to its target reads of it."""
+    """The layers of the target that a coupled drafter reads, and how it reads them."""
 
-    layers: tuple[
-        int, ...
-    ]  # whose outputs `observe` and `Drafter.update` get; none of them: the final hidden state
+    # Layers whose outputs `observe` and `Drafter.update` get; none of them: the final hidden state.
+    layers: tuple[int, ...]
     observe: Observe
 
 
 class Drafter(NamedTuple):
-    """A source of draft trees as pure functions, which keep what they know in a state whose leaves are [B, ...]."""
+    """A source of draft trees as pure functions, which keep what they know in a state whose leaves are [B, ...].
+
+    A drafter without a state that says the last token once more:
+
+    >>> import jax.numpy as jnp
+    >>> from mars_jax.core.controls import make_controls
+    >>> from mars_jax.core.tree import chain, last_token
+    >>> from mars_jax.core.types import keys_from_seeds
+    >>> def propose(params, state, given):
+    ...     token = last_token(given)  # the root of every draft
+    ...     return chain(jnp.concatenate([token, token], axis=1)), state
+    >>> echo = Drafter(init=lambda params, tokens, length: (), propose=propose,
+    ...                update=lambda params, state, *heard: state, num_nodes=2, max_depth=1, name="echo")
+    >>> given = DraftInput(keys=keys_from_seeds(jnp.arange(1)), tokens=jnp.asarray([[3, 1, 4, 0]]),
+    ...                    length=jnp.asarray([3]), controls=make_controls(1, limit=4))
+    >>> echo.propose(Params(()), (), given)[0].tokens.tolist()
+    [[4, 4]]
+    """
 
     init: Callable[[Params, Array, Array], PyTree]  # (params, tokens i32[B, T], length i32[B]) -> draft state
     propose: Propose

@@ -93,22 +93,26 @@ def edited(
 
     def scattered(at: Array, values: Array) -> Array:
         """f32[B, V]: values [B, M] added up at tokens i32[B, M]; those outside of the vocabulary are dropped."""
-        at = jnp.where(at < 0, vocab, at)
+        at = jnp.where(at < 0, vocab, at)  # -1 would count from the end
         return jax.vmap(lambda a, v: jnp.zeros((vocab,), jnp.float32).at[a].add(v, mode="drop"))(at, values)
 
     place = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     committed = place < length[:, None]
+    # f32[B, V] each: how often every token is in the prompt, and in what was generated. The text's own count is what
+    # presence and frequency read; the repetition penalty reads both.
     prompt = scattered(tokens, (committed & (place < prompt_length[:, None])).astype(jnp.float32))
     said = scattered(tokens, (committed & (place >= prompt_length[:, None])).astype(jnp.float32))
     # The drafted tokens from the root's child to each node itself, which come before what the node predicts.
     above = ancestors(tree.parents, tree.max_depth).at[:, :, 0].set(False)  # the root is committed
     drafted = jax.nn.one_hot(tree.tokens, vocab, dtype=jnp.float32)
+    # f32[B, N, V]: a node's text is what was generated and the drafted tokens on its own branch.
     count = said[:, None] + jnp.einsum("bij,bjv->biv", above.astype(jnp.float32), drafted)
 
     def of_row(values: Array) -> Array:
         return values[:, None, None]
 
     z = logits.astype(jnp.float32) + scattered(edits.bias_tokens, edits.bias)[:, None]
+    # CTRL's penalty, as transformers has it: one above 1 lowers a logit of either sign.
     again = (count > 0) | (prompt > 0)[:, None]
     factor = jnp.where(z < 0, of_row(edits.repetition), 1 / of_row(edits.repetition))
     z = jnp.where(again, z * factor, z)

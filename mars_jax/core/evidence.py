@@ -1,4 +1,4 @@
-"""What a rule decides from. B batch, N nodes, V vocabulary, E hidden size. Oracle: none, it holds no decision."""
+"""The input of a rule. B batch, N nodes, V vocabulary, E hidden size. Oracle: none, it holds no decision."""
 
 from __future__ import annotations
 
@@ -16,15 +16,24 @@ from mars_jax.core.types import Controls, DraftTree, PyTree, keys_from_seeds
 
 @struct.dataclass(kw_only=True)
 class Evidence:
-    """What a rule sees of one step. It grows without changing any rule's signature."""
+    """The input of a rule in one step. New fields change no rule's signature.
+
+    Row i of the logits is p(. | the text up to node i), so the token of a node is judged by the row of its parent. Here
+    the target says 1 after the root, which node 1 has, and 3 after node 1, where node 2 has 2:
+
+    >>> from mars_jax.core.tree import at_parent, chain
+    >>> tree = chain(jnp.asarray([[0, 1, 2]], jnp.int32))
+    >>> made = evidence(tree, jnp.asarray([[[0.0, 9.0, 0.0, 0.0], [0.0, 0.0, 1.0, 8.0], [0.0] * 4]]))
+    >>> (tree.tokens == at_parent(tree, made.stats.id1)).tolist()  # the root has no parent and is not judged
+    [[False, True, False]]
+    """
 
     keys: Array  # key[B]; constant over a row's life: key what you draw by position, as `sampling.node_uniforms` does
     start: Array  # i32[B]; position of the root
     prompt_length: Array  # i32[B]
     tree: DraftTree
-    logits: (
-        Array  # f32[B, N, V]; target logits before temperature, with the edits and the constraint of the row
-    )
+    # f32[B, N, V]; target logits before temperature, with the edits and the constraint of the row
+    logits: Array
     hidden: Array  # [B, N, E]; the target's, after its final norm
     controls: Controls
     params: PyTree = ()  # Params.verify

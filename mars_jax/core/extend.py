@@ -3,7 +3,7 @@
 B rows, T token buffer, t width of the prompts. Oracle: `init` of the same prompts (tests/core/test_extend.py).
 
 The longest common beginning of a row's committed tokens and its new prompt stays in the caches; what comes after it is
-read. So nobody has to say what is new: where a chat template writes an earlier turn differently, the beginning is
+read. So callers need not say what is new: where a chat template writes an earlier turn differently, the beginning is
 shorter, and the tokens are those of a fresh state all the same. A key or value depends on the tokens up to its own
 alone, so what is held is what a fresh state would hold, up to rounding.
 """
@@ -20,7 +20,8 @@ from jax import Array
 from mars_jax.core.drafter import Drafter
 from mars_jax.core.errors import MarsError
 from mars_jax.core.given import begun, check_same, rows_of
-from mars_jax.core.prefill import observing, prefill, short_chunk
+from mars_jax.core.pick import leading
+from mars_jax.core.prefill import chunk_of, observing, prefill
 from mars_jax.core.types import DecodeState, LanguageModel, Params, Prompts, PyTree
 
 
@@ -35,8 +36,8 @@ def extended(
 ) -> tuple[DecodeState, Array]:
     """`Decoder.extend` of a decoder's parts, for prompts as wide as the state's token buffer.
 
-    What a head keeps of the last token that both texts have depends on the token after it, so with a drafter that
-    reads its target that one is read again. `check_cache` raises MarsError for a state with another target's cache.
+    A head's entry for the last token that both texts have depends on the token after it. So that token is read again
+    for a drafter that reads its target. `check_cache` raises MarsError for a state with another target's cache.
     """
     tokens, length = prompts.tokens, prompts.length
     again = 0 if drafter.reads is None else 1
@@ -44,6 +45,8 @@ def extended(
     check_same("draft", state.draft, jax.eval_shape(drafter.init, params, tokens, length))
     held = common(state, tokens, length)
     # The last committed token is in no cache yet, and the last one of the prompt will be in none.
+    # So the target's cache is kept up to `first`, and `[first, length - 1)` is read: as in every state, the last token
+    # is left to the next step as its root.
     first = jnp.minimum(held - again, jnp.minimum(state.length - 1, length - 1 - again))
     first = jnp.maximum(first, 0)
     # Models that draft lag one token more, and feed their last two tokens in every step.
@@ -57,7 +60,7 @@ def extended(
         state.cache,
         draft,
         observing(drafter, params, tokens, length),
-        chunk=chunk or target.prefill_chunk or short_chunk(),
+        chunk=chunk or target.prefill_chunk or chunk_of(),
     )
     return begun(prompts, cache, draft), jnp.maximum(length - 1 - first, 0)
 
@@ -81,8 +84,9 @@ def padded_to(state: DecodeState, prompts: Prompts) -> Prompts:
 def common(state: DecodeState, prompts: Array, lengths: Array) -> Array:
     """i32[B]: how many tokens at the beginning of each prompt i32[B, T] the row has committed already."""
     place = jnp.arange(prompts.shape[1], dtype=jnp.int32)[None]
+    # Past either length the buffers hold no text, so equal numbers there mean nothing.
     same = (prompts == state.tokens) & (place < jnp.minimum(state.length, lengths)[:, None])
-    return jnp.sum(jnp.cumprod(same.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
+    return leading(same)
 
 
 def caught_up(

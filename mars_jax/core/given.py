@@ -1,4 +1,4 @@
-"""What a decoder is given for its rows, checked once and in one place; `init`, `insert` and `extend` pass here.
+"""Checks of everything that a decoder is given for its rows; `init`, `insert` and `extend` all pass here.
 
 Shapes and dtypes are checked wherever they are traced. Values are where they can be seen: those of tracers, and of
 arrays that another process has a part of, cannot. B rows of a state, b prompts, t their width, T token buffer.

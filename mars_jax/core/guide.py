@@ -31,7 +31,7 @@ from mars_jax.core.types import NO_TOKEN, Controls, DecodeState, DraftTree, Guid
 
 FREE, DEAD = 0, 1
 BITS = 32
-"""Of a word. Bit k of word j is token k W + j, so that a row unpacks into stretches of W tokens, each by one shift."""
+"""Bits of a word. Bit k of word j is token k W + j, so a row unpacks into stretches of W tokens by shifts."""
 
 
 @struct.dataclass(kw_only=True)
@@ -59,7 +59,7 @@ class Narrow:
 
 @struct.dataclass(kw_only=True)
 class Tracked:
-    """Where the rows of a batch begin, and whose they are."""
+    """The first states of the rows of a batch, and their groups of token classes."""
 
     start: Array  # i32[B]; a state: FREE for a row without
     group: Array  # i32[B]
@@ -125,7 +125,7 @@ class Guide:
 
         Args:
           logits: of the target's vocabulary, or f32[B, P, U] of a draft's own.
-          states: DEAD masks nothing, for nobody reads what follows it.
+          states: DEAD masks nothing, as nothing reads what follows it.
           ids: gives the target's tokens i32[U] of that vocabulary. Without `Tables.narrow` the bits of each are picked
             one by one, at every level of a draft.
         """
@@ -279,11 +279,9 @@ def guide_of(what: str, params: Params, state: DecodeState) -> Guide | None:
 
 def first_states(controls: Controls) -> Guides | None:
     """The states of rows that begin, each in an array of its own."""
-    if controls.guides is None:
-        return None
-    return Guides(
-        **{
-            name: None if rows is None else jnp.copy(rows.start)
-            for name, rows in (("constraint", controls.guides.constraint), ("span", controls.guides.span))
-        }
-    )
+
+    def begun(rows: Tracked | None) -> Array | None:
+        return None if rows is None else jnp.copy(rows.start)
+
+    guides = controls.guides
+    return None if guides is None else Guides(constraint=begun(guides.constraint), span=begun(guides.span))

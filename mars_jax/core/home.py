@@ -12,7 +12,7 @@ def expanded(path: str | os.PathLike[str]) -> Path:
     """A path whose leading `~` or `~user` is the home folder that it stands for.
 
     Raises:
-      MarsError: there is no such user, or nobody knows this one's home.
+      MarsError: there is no such user, or its home is not known.
 
     >>> expanded("a/~b").parts
     ('a', '~b')

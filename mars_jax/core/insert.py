@@ -39,7 +39,7 @@ def inserted(
     rows: Array,
     prompts: Prompts,
 ) -> DecodeState:
-    """`Decoder.insert` of prompts that nobody has read.
+    """`Decoder.insert` of prompts that are yet to be read.
 
     Args:
       read: gives the state of b rows that have read prompts of the buffer's width.
@@ -58,6 +58,7 @@ def inserted(
     def place(params: Params, state: DecodeState, ids: Array, rows: Array, prompts: Prompts) -> DecodeState:
         # Of a mesh's part of the rows, `ids` says which they are; what is none of them goes past the end.
         mine = rows[:, None] == ids[None]  # bool[b, B]
+        # The place in this part, and its size, one past its end, for rows of other parts: a scatter drops those.
         at = jnp.where(jnp.any(mine, axis=1), jnp.argmax(mine, axis=1), ids.shape[0]).astype(jnp.int32)
         return put(state, at, read(params, prompts))
 
@@ -65,24 +66,24 @@ def inserted(
     return meshes.by_rows(place)(params, state, ids, jnp.asarray(rows, jnp.int32), prompts)
 
 
+_SAME_KIND = {
+    "temperature": ("a temperature", "make_controls a number for both, or None for both"),
+    "edits": ("edits of logits", "both make_edits or neither"),
+    "guides": (
+        "a constraint or a span",
+        "both the same kinds of guides; a row without one begins in the state 0",
+    ),
+}
+"""Controls whose absence is compiled: the rows and the state have one or neither does."""
+
+
 def as_wide(controls: Controls, state: Controls) -> Controls:
     """Controls with as many stop tokens and biased tokens per row as the state has: a row's own are padded."""
-    if (controls.temperature is None) != (state.temperature is None):
-        raise MarsError(
-            "the rows have a temperature and the state has none, or the other way round: give make_controls a number "
-            "for both, or None for both."
-        )
-    if (controls.edits is None) != (state.edits is None):
-        raise MarsError(
-            "the rows have edits of logits and the state has none, or the other way round: give both make_edits or "
-            "neither."
-        )
-
-    if jax.tree.structure(controls.guides) != jax.tree.structure(state.guides):
-        raise MarsError(
-            "the rows have a constraint or a span and the state has none, or the other way round: give both the same "
-            "kinds of guides; a row without one begins in the state 0."
-        )
+    for name, (what, cure) in _SAME_KIND.items():
+        if jax.tree.structure(getattr(controls, name)) != jax.tree.structure(getattr(state, name)):
+            raise MarsError(
+                f"the rows have {what} and the state has none, or the other way round: give {cure}."
+            )
 
     def padded(values: Array, like: Array, what: str, fill: Any) -> Array:
         room = like.shape[1] - values.shape[1]

@@ -1,6 +1,6 @@
-"""What the target thinks of the tokens that a step emits. Oracle: teacher forcing by transformers (tests/serve).
+"""Log-probabilities of the tokens that a step emits, under the target.
 
-B batch, P nodes of a path, V vocabulary.
+Oracle: teacher forcing by transformers (tests/serve). B batch, P nodes of a path, V vocabulary.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class LogProbs(NamedTuple):
 
 
 def log_probs(logits: Array, tokens: Array, controls: Controls, lossless: bool) -> LogProbs:
-    """Of one token at each node.
+    """The three log-probabilities of one token at each node.
 
     Args:
       logits: f32[B, P, V]; raw target logits.

@@ -34,8 +34,8 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "experts": ("expert", "model"),
     "expert_hidden": ("model",),
 }
-"""Roles of mesh axes for each logical axis, the outermost first. What does not divide over all of them is divided over
-fewer."""
+"""Roles of mesh axes for each logical axis, the outermost first. Sizes that do not divide over all of them are divided
+over fewer."""
 
 AXES = ("data", "model", "expert")
 """The roles, each the name of an axis too."""
@@ -89,7 +89,7 @@ def names_of(role: str, mesh: AnyMesh | None) -> tuple[str, ...]:
 
 
 def size_of(role: str, mesh: AnyMesh | None) -> int:
-    """Over how many devices a mesh divides what its axes of a role hold; 1 without a mesh.
+    """The number of devices over which a mesh divides what its axes of a role hold; 1 without a mesh.
 
     >>> size_of("data", AbstractMesh((2, 4), ("data", "model")))
     2
@@ -159,8 +159,8 @@ def current() -> AbstractMesh | None:
 def by_rows(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """`function(params, *rows)` on the mesh it is traced for, each device on rows of its own.
 
-    What begins with the rows of the batch is divided over the mesh's axis `data`, and since no row asks for
-    another, nothing travels there; a loop ends on each device when its own rows are done. The other axes are left to
+    Arrays that begin with the rows of the batch are divided over the mesh's axis `data`. No row needs another, so
+    nothing travels there; a loop ends on each device when its own rows are done. The other axes are left to
     XLA, which divides the work as the weights are. Without a mesh it is `function`.
 
     Every array of `rows` and of the result begins with B.
@@ -219,7 +219,7 @@ Axes = tuple[str | None, ...]
 
 
 def logical_axes(x: Any) -> Axes | None:
-    """What a container says of its arrays: the logical axis of each of their dimensions, as `RULES` has them.
+    """The logical axis of each dimension of a container's arrays, as `RULES` names them; None where it says none.
 
     A cache whose arrays are divided by more than the rows of the batch has an attribute of this name.
     """
@@ -227,7 +227,7 @@ def logical_axes(x: Any) -> Axes | None:
 
 
 def row_specs(tree: PyTree, mesh: AnyMesh) -> PyTree:
-    """How arrays that begin with the rows of the batch are divided, and more where their container says so."""
+    """Partition specs of arrays that begin with the rows of the batch; a container may divide further dimensions."""
     return _map_nodes(lambda x, axes: _spec(x, axes or ("rows",), mesh), tree)
 
 
@@ -274,10 +274,7 @@ def hold_whole(x: Array) -> Array:
     Left to itself XLA may divide them by E where a later product is, and then gathers them again in every layer, or
     divide a concatenation by sending its parts.
     """
-    mesh = _ready()
-    if mesh is None or not mesh.auto_axes:
-        return x
-    return jax.lax.with_sharding_constraint(x, P(*[None] * x.ndim))
+    return _hold(x, (None,) * x.ndim)
 
 
 def _explicit_mesh(arrays: PyTree) -> AbstractMesh | None:
@@ -289,7 +286,7 @@ def _explicit_mesh(arrays: PyTree) -> AbstractMesh | None:
 def _as_auto(mesh: AbstractMesh, function: Callable[..., PyTree], *arguments: PyTree) -> PyTree:
     """`function` with the axes of an explicit mesh left to XLA inside, as `jax.sharding.auto_axes` does it.
 
-    The results are divided as `row_specs` says, which nobody knows before.
+    Shardings of the results follow `row_specs` and are only known after tracing.
     """
     auto = mesh.update_axis_types(dict.fromkeys(mesh.explicit_axes, AxisType.Auto))
     with jax.sharding.use_abstract_mesh(auto):
@@ -314,7 +311,7 @@ def vocabulary_axes(vocab: int) -> tuple[str, ...]:
 
 
 def devices_of(logical: str, size: int) -> int:
-    """Over how many devices `size` things of a logical axis are divided where this is traced; 1 without a mesh."""
+    """The number of devices that `size` things of a logical axis are divided over in this trace; 1 without a mesh."""
     mesh = _ready()
     return 1 if mesh is None else math.prod(mesh.shape[name] for name in axes_of(logical, size, mesh))
 

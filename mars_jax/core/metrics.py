@@ -1,4 +1,4 @@
-"""What a decode did: counters that ride in the device loop, and their summary on the host.
+"""Metrics of a decode: counters that ride in the device loop, and their summary on the host.
 
 B batch, D tree depth. Oracle: recounting the `StepInfo` of a streamed run (tests/core/test_decode.py).
 """
@@ -15,7 +15,11 @@ import numpy as np
 from jax import Array
 
 from mars_jax.core import struct
+from mars_jax.core.pick import append
 from mars_jax.core.types import NO_KIND, TRUSTED, StepInfo
+
+COUNTERS = ("steps", "emitted", "proposed", "accepted_exact", "accepted_relaxed", "accepted_trusted")
+"""Counts of `DecodeStats`, which `Metrics` adds up over rows."""
 
 
 @struct.dataclass(kw_only=True)
@@ -35,7 +39,7 @@ class DecodeStats:
 
 @struct.dataclass(kw_only=True)
 class TokenRecord:
-    """What each new token of a row was, [B, T] each: entry j is the j-th token after the prompt; see `StepInfo`."""
+    """A record of each new token of a row, [B, T] each: entry j is the j-th token after the prompt; see `StepInfo`."""
 
     kind: Array  # i32; NO_KIND after the last
     regret: Array  # f32, as are the others; 0 after the last
@@ -44,20 +48,12 @@ class TokenRecord:
     processed_log_prob: Array
 
 
+# One program for all counters, whose results are arrays of their own: a loop may not be given one buffer twice.
+@functools.partial(jax.jit, static_argnames=("batch", "max_depth", "record"))
 def zero_stats(batch: int, max_depth: int, record: int | None = None) -> DecodeStats:
     """Counters at zero for `batch` rows and trees of depth `max_depth`; `record` is T of a `TokenRecord` to keep."""
-    return _zero_stats(batch, max_depth, record)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _zero_stats(batch: int, max_depth: int, record: int | None) -> DecodeStats:
-    """One program for all of them, whose results are arrays of their own: a loop may not be given one buffer twice."""
-    counts = {
-        name: jnp.zeros((batch,), jnp.int32)
-        for name in ("steps", "emitted", "proposed", "accepted_exact", "accepted_relaxed", "accepted_trusted")
-    }
     return DecodeStats(
-        **counts,
+        **{name: jnp.zeros((batch,), jnp.int32) for name in COUNTERS},
         depth_histogram=jnp.zeros((batch, max_depth + 1), jnp.int32),
         regret=jnp.zeros((batch,), jnp.float32),
         tokens=None if record is None else _empty_record(batch, record),
@@ -71,16 +67,8 @@ def _empty_record(batch: int, buffer: int) -> TokenRecord:
 
 def _append(record: TokenRecord, info: StepInfo, emitted: Array) -> TokenRecord:
     """The record after one more step of rows that had emitted i32[B] tokens before it."""
-    buffer = record.kind.shape[1]
-    place = jnp.arange(info.emitted.shape[1], dtype=jnp.int32)[None]
-    where = jnp.where(place < info.num_emitted[:, None], emitted[:, None] + place, buffer)
-
-    def put(name: str) -> Array:
-        return jax.vmap(lambda row, at, new: row.at[at].set(new, mode="drop"))(
-            getattr(record, name), where, getattr(info, name)
-        )
-
-    return TokenRecord(**{field.name: put(field.name) for field in dataclasses.fields(TokenRecord)})
+    step = TokenRecord(**{field.name: getattr(info, field.name) for field in dataclasses.fields(TokenRecord)})
+    return append(record, emitted, step, info.num_emitted)
 
 
 def accumulate(stats: DecodeStats, info: StepInfo) -> DecodeStats:
@@ -160,17 +148,9 @@ def summarize(stats: DecodeStats, rows: Any = slice(None)) -> Metrics:
     def pick(values: Array) -> np.ndarray:
         return np.atleast_1d(np.asarray(values)[rows])
 
-    def total(values: Array) -> int:
-        return int(pick(values).sum())
-
     histogram = np.atleast_2d(np.asarray(stats.depth_histogram)[rows]).sum(axis=0)
     return Metrics(
-        steps=total(stats.steps),
-        emitted=total(stats.emitted),
-        proposed=total(stats.proposed),
-        accepted_exact=total(stats.accepted_exact),
-        accepted_relaxed=total(stats.accepted_relaxed),
-        accepted_trusted=total(stats.accepted_trusted),
+        **{name: int(pick(getattr(stats, name)).sum()) for name in COUNTERS},
         depth_histogram=tuple(int(n) for n in histogram),
         regret=float(pick(stats.regret).sum()),
     )

@@ -1,4 +1,4 @@
-"""Values at places, row by row, in the form that a platform is good at.
+"""Values at places, row by row, in the form that a platform is good at; and rows chosen, counted and appended to.
 
 Oracle: `jnp.take_along_axis` (tests/core/test_pick.py). B batch, M values of a row, P places.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,53 @@ def pick(values: Array, places: Array) -> Array:
     if places.shape[1] * math.prod(values.shape[1:]) > SMALL:
         return _gather(values, places)
     return lax.platform_dependent(values, places, cpu=_gather, default=_compare)
+
+
+def pick_one(values: Array, place: Array) -> Array:
+    """values [B, M, ...] at one place of each row, i32[B]: [B, ...].
+
+    >>> pick_one(jnp.asarray([[5, 6, 7]]), jnp.asarray([2])).tolist()
+    [7]
+    """
+    return pick(values, place[:, None])[:, 0]
+
+
+def leading(flags: Array) -> Array:
+    """i32[B]: the number of flags bool[B, M] that are set before the first one that is not.
+
+    >>> leading(jnp.asarray([[True, True, False, True]])).tolist()
+    [2]
+    """
+    return jnp.sum(jnp.cumprod(flags.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
+
+
+def in_rows(rows: Array, there: Any, elsewhere: Any) -> Any:
+    """A pytree of arrays [B, ...]: those of `there` in the rows bool[B], and those of `elsewhere` in the others.
+
+    >>> in_rows(jnp.asarray([True, False]), jnp.asarray([[1, 1], [1, 1]]), jnp.asarray([[2, 2], [2, 2]])).tolist()
+    [[1, 1], [2, 2]]
+    """
+
+    def choose(there: Array, elsewhere: Array) -> Array:
+        if there is elsewhere:  # what a step leaves as it is
+            return there
+        return jnp.where(rows.reshape((-1,) + (1,) * (there.ndim - 1)), there, elsewhere)
+
+    return jax.tree.map(choose, there, elsewhere)
+
+
+def append(texts: Any, length: Array, new: Any, count: Array) -> Any:
+    """A pytree of arrays [B, T] with the first `count` i32[B] entries of `new` [B, P] after the first `length` i32[B].
+
+    >>> append(jnp.asarray([[7, 8, 0, 0]]), jnp.asarray([2]), jnp.asarray([[9, 5]]), jnp.asarray([1])).tolist()
+    [[7, 8, 9, 0]]
+    """
+    buffer, width = (jax.tree.leaves(x)[0].shape[1] for x in (texts, new))
+    place = jnp.arange(width, dtype=jnp.int32)[None]
+    # An entry that is not wanted goes past the end, where a scatter drops it.
+    at = jnp.where(place < count[:, None], length[:, None] + place, buffer)
+    put = jax.vmap(lambda row, at, new: row.at[at].set(new, mode="drop"))
+    return jax.tree.map(lambda text, new: put(text, at, new), texts, new)
 
 
 def _gather(values: Array, places: Array) -> Array:

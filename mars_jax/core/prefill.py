@@ -22,8 +22,10 @@ WIDE_CHUNK = 512
 """Tokens of a chunk elsewhere: a pass over the weights takes as long as the arithmetic of 166 (v5p) to 560 (v6e)."""
 
 
-def chunk_of(buffer: int) -> int:
+def chunk_of(buffer: int = 0) -> int:
     """Tokens of a prefill forward in a buffer of so many, on the default backend.
+
+    The default serves where what is new of a text is seldom long, whatever the buffer.
 
     >>> chunk_of(256) if jax.default_backend() == "cpu" else 64
     64
@@ -31,11 +33,6 @@ def chunk_of(buffer: int) -> int:
     if jax.default_backend() != "cpu":
         return WIDE_CHUNK
     return CHUNK if buffer < LONG else LONG_CHUNK
-
-
-def short_chunk() -> int:
-    """Tokens of a prefill forward where what is new of a text is seldom long, whatever the buffer."""
-    return CHUNK if jax.default_backend() == "cpu" else WIDE_CHUNK
 
 
 def prefill(
@@ -72,12 +69,15 @@ def prefill(
 
     def body(carry: tuple[Array, PyTree, PyTree]) -> tuple[Array, PyTree, PyTree]:
         at, cache, state = carry
-        # What is fed again at the buffer's end comes out the same, and what is fed past a text is overwritten.
+        # The window slides back to stay inside of the buffer. What is fed again at the buffer's end comes out the same,
+        # as a key depends on the tokens up to its own alone. What is fed past a text is overwritten by later steps.
         start = jnp.minimum(at, buffer - size)
+        # i32[B, size], each row from a place of its own.
         window = jax.vmap(lambda row, begin: lax.dynamic_slice_in_dim(row, begin, size))(tokens, start)
         output = model.forward(params, window, Visible.causal(start, size), cache)
         return start + size, output.cache, state if observe is None else observe(state, start, output)
 
+    # Rows that are complete go along until the last one is: their windows write past their text, where nothing reads.
     _, cache, state = lax.while_loop(lambda c: jnp.any(c[0] < count), body, (first, cache, state))
     return cache, state
 
@@ -85,7 +85,10 @@ def prefill(
 def observing(
     drafter: Drafter, params: Params, tokens: Array, length: Array
 ) -> Callable[[PyTree, Array, ForwardOutput], PyTree] | None:
-    """What a drafter makes of the target's outputs while texts i32[B, T] of `length` i32[B] are read, if anything."""
+    """The fold by which a drafter reads the target's outputs of texts i32[B, T] of `length` i32[B].
+
+    It is None for a drafter that does not read its target.
+    """
     reads = drafter.reads
     if reads is None:
         return None

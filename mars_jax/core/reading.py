@@ -58,7 +58,7 @@ def read_text(path: str | os.PathLike[str]) -> str:
 
 
 def unpacked(path: str | os.PathLike[str]) -> bytes:
-    """What a regular file holds; one that is called .xz or .gz is decompressed.
+    """The contents of a regular file, decompressed where its name ends in .xz or .gz.
 
     Raises:
       OSError: as `open_file`, or it holds more than `MOST`.

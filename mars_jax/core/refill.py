@@ -14,12 +14,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from mars_jax.core.decode import ready
 from mars_jax.core.decoder import Decoder
 from mars_jax.core.errors import MarsError
-from mars_jax.core.given import check_places, check_prompts, rows_of
+from mars_jax.core.given import check_places, rows_of
 from mars_jax.core.mesh import by_rows, over_rows
 from mars_jax.core.metrics import DecodeStats, accumulate, zero_stats
-from mars_jax.core.rule import for_rows
+from mars_jax.core.pick import in_rows
 from mars_jax.core.types import DecodeState, Params, Prompts
 
 
@@ -58,7 +59,7 @@ def advance(
         until = jnp.minimum(done(state) + ended, rows)
 
         def going(carry: Any) -> Array:
-            _, _, steps, count = carry
+            _, _, steps, count = carry  # `count` rows were done after the last step
             return (count < until) & (steps < most)
 
         def body(carry: Any) -> Any:
@@ -91,9 +92,8 @@ def refill(
       decoder, params, state, stats: as for `advance`.
       rows, prompts, read: as for `Decoder.insert`.
     """
-    check_prompts(prompts.tokens, prompts.length, decoder.vocab_size)
+    prompts = ready(decoder, prompts)
     check_places(rows, prompts.tokens.shape[0], rows_of(state))
-    prompts = dataclasses.replace(prompts, rule=for_rows(prompts.rule, prompts.tokens.shape[0]))
     return _refill(decoder, params, state, stats, rows, prompts, read)
 
 
@@ -114,12 +114,9 @@ def _renewed(decoder: Decoder, state: DecodeState, stats: DecodeStats, rows: Arr
             f"stats are counters of other rows or of another drafter: begin with zero_stats({batch}, "
             f"{decoder.max_depth}), the rows of the state and the decoder's max_depth."
         )
+    # bool[B]; an entry of -1 names no row.
     renewed = jnp.any(jnp.arange(batch, dtype=jnp.int32)[:, None] == rows[None], axis=1)
-
-    def choose(new: Array, old: Array) -> Array:
-        return jnp.where(renewed.reshape((-1,) + (1,) * (new.ndim - 1)), new, old)
-
-    return jax.tree.map(choose, empty, stats)
+    return in_rows(renewed, empty, stats)
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -1,4 +1,4 @@
-"""What a rule is, and rules as values: their structure, and their numbers row by row.
+"""The interface of rules, and rules as values: their structure, and their numbers row by row.
 
 B batch, N nodes. Oracle: tests/verify/test_rules.py.
 """
@@ -73,7 +73,7 @@ class LoadedRule(NamedTuple):
 
 
 class _Foreign(Rule):
-    """What a rule says of itself that derives from nothing of ours: this is the one place that asks."""
+    """The attributes of a rule that does not derive from `Rule`: the one place that asks for them."""
 
     def __init__(self, rule: Any):
         self.lossless = bool(getattr(rule, "lossless", False))
@@ -97,7 +97,7 @@ class _Foreign(Rule):
 
 
 def facts(rule: Any) -> Rule:
-    """What a rule says of itself: the rule, or what one that derives from nothing of ours has of the attributes.
+    """The attributes of a rule: the rule itself, or those of a foreign callable, with defaults for what it lacks.
 
     >>> from mars_jax import verify
     >>> facts(verify.mars(verify.rejection())).base.needs, facts(lambda evidence: None).lossless
@@ -107,7 +107,7 @@ def facts(rule: Any) -> Rule:
 
 
 def asks(what: str, rule: Any) -> bool:
-    """Whether a rule, or the rule that it is over, has `what` among its needs.
+    """True where a rule, or the rule that it is over, has `what` among its needs.
 
     >>> from mars_jax import verify
     >>> asks("q", verify.mars(verify.rejection())), asks("q", verify.mars())
@@ -121,7 +121,7 @@ def asks(what: str, rule: Any) -> bool:
 
 
 def structure(rule: Any) -> Any:
-    """What of a rule decides the compilation: its pytree structure, hashable.
+    """The part of a rule that decides the compilation: its pytree structure, hashable.
 
     Raises:
       MarsError: not a rule, or one that is no pytree of numbers.

@@ -18,7 +18,7 @@ import kernels_pallas
 from kernels_pallas import TopK, sharded_top_k
 from mars_jax.core.filters import warp
 from mars_jax.core.mesh import over_vocabulary
-from mars_jax.core.types import Controls
+from mars_jax.core.types import Controls, DraftTree
 
 T = TypeVar("T")
 
@@ -76,6 +76,7 @@ def process(logits: Array, controls: Controls) -> Array:
         return jnp.where(ids == argmax(z)[..., None], jnp.float32(0), jnp.float32(-jnp.inf))
 
     def mixed() -> Array:
+        # Greedy rows go along with temperature 1, and are replaced by their one-hot.
         warped = warp(z, controls, ~greedy)
         replaced = lambda: jnp.where(greedy[:, None, None], one_hot(), warped)  # noqa: E731
         return jax.lax.cond(jnp.any(greedy), replaced, lambda: warped)
@@ -112,6 +113,7 @@ def argmax(logits: Array) -> Array:
 
 
 def _shards_argmax(axes: tuple[str, ...], part: Array) -> Array:
+    # Device i has the i-th part, so its ids begin at i times the size of a part.
     ids = _argmax(part) + jax.lax.axis_index(axes) * part.shape[-1]
     # One array, so one collective: floats travel as integers, whose bits no device touches.
     largest = jax.lax.bitcast_convert_type(jnp.max(part, axis=-1).astype(jnp.float32), jnp.int32)
@@ -122,6 +124,7 @@ def _shards_argmax(axes: tuple[str, ...], part: Array) -> Array:
 
 
 def _argmax(logits: Array) -> Array:
+    # [..., V] -> [..., V / BLOCK, BLOCK]. Of equal maxima argmax takes the first block, and in it the first token.
     blocks = _blocks(logits, -jnp.inf)
     block = jnp.argmax(jnp.max(blocks, axis=-1), axis=-1).astype(jnp.int32)
     return block * BLOCK + jnp.argmax(_block(blocks, block), axis=-1).astype(jnp.int32)
@@ -130,7 +133,7 @@ def _argmax(logits: Array) -> Array:
 def top_k(logits: Array, k: int) -> TopK:
     """The k largest of logits f32[..., V] as `lax.top_k`, ties to the smaller id, and the logsumexp of the row.
 
-    Of a vocabulary that is divided over devices only the k largest of each part travel, in one collective.
+    Where a vocabulary is divided over devices only the k largest of each part travel, in one collective.
     """
     return over_vocabulary(
         lambda axes, part: sharded_top_k(part, k, axis=axes),
@@ -146,6 +149,7 @@ def at_tokens(logits: Array, nodes: Array, tokens: Array) -> Array:
         return jax.vmap(lambda z, n, t: z[n, t])(logits, nodes, tokens)
 
     def local(axes: tuple[str, ...], part: Array, nodes: Array, tokens: Array) -> Array:
+        # Each token is in one device's part; the others add 0 to the sum.
         place = tokens - jax.lax.axis_index(axes) * part.shape[-1]
         mine = (place >= 0) & (place < part.shape[-1])
         return jax.lax.psum(jnp.where(mine, pick(part, nodes, jnp.where(mine, place, 0)), 0.0), axes)
@@ -153,8 +157,16 @@ def at_tokens(logits: Array, nodes: Array, tokens: Array) -> Array:
     return over_vocabulary(local, pick, logits, nodes, tokens)
 
 
+def at_drafted(tree: DraftTree, logits: Array) -> Array:
+    """f32[B, N]: what logits f32[B, N, V] give each drafted token at its parent, which predicts it.
+
+    The entries of the root and of padding mean nothing.
+    """
+    return at_tokens(logits, jnp.maximum(tree.parents, 0), jnp.maximum(tree.tokens, 0))
+
+
 def sample_processed(keys: Array, positions: Array, processed: Array) -> Array:
-    """As `sample`, from what `process` returned: for callers that also need the processed logits."""
+    """Sample as `sample` does, from what `process` returned: for callers that also need the processed logits."""
     return inverse_cdf(jnp.exp(processed), node_uniforms(keys, positions))
 
 
@@ -185,6 +197,8 @@ def inverse_cdf(weights: Array, uniform: Array) -> Array:
         """The same one level further up: the uniform picks the device first."""
         blocks = _blocks(part, 0)
         sums = jnp.sum(blocks, axis=-1)
+        # f32[..., devices]: the sums of all parts, on every device. So all of them agree on the device whose part holds
+        # the quantile, and `before` is the weight of the parts before it.
         totals = jnp.moveaxis(jax.lax.all_gather(jnp.sum(sums, axis=-1), axes), 0, -1)
         target = uniform * jnp.sum(totals, axis=-1)
         shard, before = _quantile(totals, target)
@@ -202,6 +216,7 @@ def inverse_cdf(weights: Array, uniform: Array) -> Array:
 
 def _token_at(blocks: Array, sums: Array, target: Array) -> Array:
     """The token whose cumulative weight first exceeds target, by the sums of the blocks."""
+    # Two levels: the block that crosses the target, then the token that crosses what is left of it.
     block, before = _quantile(sums, target)
     token, _ = _quantile(_block(blocks, block), target - before)
     return block * BLOCK + token
@@ -226,6 +241,7 @@ def _quantile(weights: Array, target: Array) -> tuple[Array, Array]:
     cumulative = jnp.cumsum(weights, axis=-1)
     # A parallel cumsum is not exactly monotone, so zero weights are excluded by name and not by comparison.
     above = (cumulative > target[..., None]) & (weights > 0)
+    # A target that rounding puts at the total or above falls to the last token that has any weight.
     last = n - 1 - jnp.argmax(weights[..., ::-1] > 0, axis=-1).astype(jnp.int32)
     index = jnp.where(jnp.any(above, axis=-1), jnp.argmax(above, axis=-1).astype(jnp.int32), last)
     at = jnp.take_along_axis(cumulative, index[..., None], axis=-1)[..., 0]

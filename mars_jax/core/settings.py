@@ -67,7 +67,7 @@ class Setting:
         return self.ranges if isinstance(self.ranges, Range) else self.ranges[chosen[self.by or ""]]
 
     def expected(self, **chosen: Any) -> str:
-        """What a value may be, in words."""
+        """The allowed values, in words."""
         if self.choices:
             return "one of " + ", ".join(self.choices)
         if self.kind is bool:

@@ -13,10 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mars_jax.core.conditions import Conditions, Nodes, in_live_rows
+from mars_jax.core.conditions import Conditions, Nodes
 from mars_jax.core.cut import cut
 from mars_jax.core.drafter import SPARSE, Drafter, DraftInput
 from mars_jax.core.evidence import Evidence
+from mars_jax.core.pick import in_rows
 from mars_jax.core.rule import facts
 from mars_jax.core.tree import chain, visible
 from mars_jax.core.trusted import judged
@@ -39,6 +40,8 @@ def step_keys(state: DecodeState) -> tuple[Array, Array]:
     any deterministic draft. A draft's own draws are fresh in every step.
     """
     draft, verify = jnp.unstack(jax.vmap(jax.random.split)(state.keys), axis=1)
+    # The target's key stays as it is, and every draw folds its position in. The draft's is folded with the length,
+    # which grows in every step of a live row, so that no two drafts share their noise.
     return jax.vmap(jax.random.fold_in)(draft, state.length), verify
 
 
@@ -70,7 +73,7 @@ def propose(
 
 
 class Scores(NamedTuple):
-    """What the target says of a tree."""
+    """The target's output over a tree."""
 
     output: ForwardOutput  # its hidden states, features and cache
     raw: Array  # f32[B, N, V]; its logits
@@ -91,6 +94,7 @@ def score(
       tree: the draft.
       nodes: the conditions there.
     """
+    # The root, token `length - 1`, is committed and in no cache yet: its forward writes its row and gives p(. | text).
     start = state.length - 1
 
     def over(tree: DraftTree) -> tuple[ForwardOutput, Array]:
@@ -99,13 +103,15 @@ def score(
 
     def of_root() -> tuple[ForwardOutput, Array]:
         output, raw = over(chain(tree.tokens[:, :1]))
+        # Both branches of a cond give the same shapes: [B, 1, ...] becomes [B, N, ...], N = D + 1 as the draft is a
+        # chain. The cache has its shape already, and in it only the root's row is new.
         wide = (output._replace(cache=()), raw)
         wide = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, tree.max_depth), (0, 0))), wide)
         return wide[0]._replace(cache=output.cache), wide[1]
 
     with jax.named_scope("target"):
         if SPARSE in drafter.traits and tree.max_depth > 0:
-            nothing = ~jnp.any(tree.tokens[:, 1:] != NO_TOKEN)
+            nothing = ~jnp.any(tree.tokens[:, 1:] != NO_TOKEN)  # bool[], over all rows of this device
             output, raw = lax.platform_dependent(
                 nothing,
                 cpu=lambda nothing: lax.cond(nothing, of_root, lambda: over(tree)),
@@ -119,7 +125,7 @@ def score(
 def judge(
     params: Params, state: DecodeState, tree: DraftTree, scores: Scores, nodes: Nodes, keys: Array
 ) -> tuple[Verdict, PyTree, Array | None]:
-    """How far down the tree the text goes, the rule after it, and how many tokens were taken on trust.
+    """Decide how far down the tree the text goes.
 
     Under `mars` this is Algorithm 1 of arXiv 2601.15498: `state.rule` sees the logits, and walks.
 
@@ -128,7 +134,8 @@ def judge(
       keys: key[B]; the target's own.
 
     Returns:
-      The verdict, the rule, and i32[B] or None where the drafter asks for no trust.
+      The verdict, the rule after it, and the number of tokens taken on trust: i32[B], or None where the drafter asks
+      for no trust.
     """
     evidence = Evidence(
         keys=keys,
@@ -147,6 +154,7 @@ def judge(
             verdict, rule = state.rule(evidence)
         else:
             verdict, rule, trusted = judged(state.rule, evidence)
+        # A lossless rule gives a token of probability 0 no chance, so only a lossy one has to be cut.
         if nodes.forbid and not facts(state.rule).lossless:
             verdict = cut(verdict, evidence)
         return verdict, rule, trusted
@@ -170,7 +178,9 @@ def commit(
       **parts: `cache` after the forward, and `draft`, `rule` and `guides` after the verdict.
     """
     with jax.named_scope("commit"):
+        # Node i of a chain is at depth i, so its row is where it belongs already.
         if not tree.is_chain:
             parts["cache"] = target.commit(parts["cache"], state.length - 1, verdict.path)
-    parts["rule"] = in_live_rows(state.done, parts["rule"], state.rule)
+    # Rows that are done still step; what a rule keeps for them must not move.
+    parts["rule"] = in_rows(state.done, state.rule, parts["rule"])
     return dataclasses.replace(emitted, **parts)

@@ -14,7 +14,7 @@ from jax import Array
 
 from mars_jax.core.drafter import DraftInput
 from mars_jax.core.pick import pick
-from mars_jax.core.types import NO_NODE, ROOT, DraftTree, Visible
+from mars_jax.core.types import NO_NODE, ROOT, DraftTree, Verdict, Visible
 
 
 def static_topology(branching: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -44,16 +44,18 @@ def ancestors(parents: Array, max_depth: int) -> Array:
     """
     n = parents.shape[-1]
     ids = jnp.arange(n, dtype=jnp.int32)
+    # One generation: node i itself, and its parent. The root's parent -1 is no node.
     reach = (ids[None, :] == ids[:, None])[None] | (parents[:, :, None] == ids[None, None, :])
     generations = 1
     while generations < max_depth:
+        # i reaches k where it reaches some j that reaches k: a product of matrices of 0 and 1, which counts the js.
         counts = jnp.einsum("bij,bjk->bik", reach.astype(jnp.float32), reach.astype(jnp.float32))
         reach, generations = counts > 0, generations * 2
     return reach
 
 
 def visible(tree: DraftTree, start: Array) -> Visible:
-    """What the nodes of a tree may attend to: the committed slots `[0, start)`, themselves and their ancestors.
+    """Let the nodes of a tree attend to the committed slots `[0, start)`, themselves and their ancestors.
 
     Node j is written to slot `start + j` and stands at position `start + depth`.
     """
@@ -62,7 +64,7 @@ def visible(tree: DraftTree, start: Array) -> Visible:
 
 
 class Allowance(NamedTuple):
-    """What a rule lets a walk do beyond the strict rule: which edges it may relax, and how far."""
+    """The freedom of a walk beyond the strict rule: the edges it may relax, and how far."""
 
     edges: Array  # bool[B, N]; the edge into node i may be taken although it is not exact
     max_run: Array  # i32[B]; relaxed edges allowed in a row
@@ -89,14 +91,17 @@ def walk(tree: DraftTree, exact: Array, allowed: Allowance | None) -> tuple[Arra
     relaxed = jnp.zeros_like(exact) if allowed is None else allowed.edges & real & ~exact
 
     def first(candidates: Array) -> Array:
+        """i32[B]: the lowest of the nodes; n where there is none."""
         return jnp.min(jnp.where(candidates, ids, n), axis=1)
 
+    # i32[B] each: where a row stands, relaxed edges since the last exact one, and relaxed edges in all.
     node = jnp.zeros((batch,), jnp.int32)
     run = jnp.zeros((batch,), jnp.int32)
     count = jnp.zeros((batch,), jnp.int32)
     spent = jnp.zeros((batch,), jnp.float32)
     stopped = jnp.zeros((batch,), bool)
     path, relaxed_edges = [node], []
+    # One turn per depth, unrolled, as D is small; a row that has stopped stays where it is.
     for _ in range(tree.max_depth):
         child = (tree.parents == node[:, None]) & ~stopped[:, None]
         best = best_exact = first(child & exact)
@@ -108,10 +113,11 @@ def walk(tree: DraftTree, exact: Array, allowed: Allowance | None) -> tuple[Arra
             if allowed.cost is not None and allowed.budget is not None:
                 may &= spent[:, None] + allowed.cost <= allowed.budget[:, None]
             best_relaxed = first(may)
+            # An exact sibling goes first, whatever its id: relaxing is for where the target would stop.
             is_relaxed = (best_exact == n) & (best_relaxed < n)
             best = jnp.where(is_relaxed, best_relaxed, best_exact)
             if allowed.cost is not None:
-                here = ids == best[:, None]
+                here = ids == best[:, None]  # `best` may be n, which no node is: then nothing is spent
                 spent += jnp.where(is_relaxed, jnp.sum(jnp.where(here, allowed.cost, 0.0), axis=1), 0.0)
         stopped = best == n
         node = jnp.where(stopped, node, best)
@@ -120,16 +126,17 @@ def walk(tree: DraftTree, exact: Array, allowed: Allowance | None) -> tuple[Arra
         path.append(node)
         relaxed_edges.append(is_relaxed)
     path = jnp.stack(path, axis=1)
+    # Past its end a path repeats its last node, so every change of node is an accepted edge.
     moved = path[:, 1:] != path[:, :-1]
     edges = jnp.stack(relaxed_edges, axis=1) if relaxed_edges else jnp.zeros((batch, 0), bool)
     return path, jnp.sum(moved, axis=1, dtype=jnp.int32), edges
 
 
 def at_parent(tree: DraftTree, values: Array) -> Array:
-    """Gather per-node values at each node's parent: values [B, N] -> [B, N]. The root gets its own value."""
+    """Gather per-node values at each node's parent: values [B, N, ...] -> [B, N, ...]. The root gets its own value."""
     if tree.is_chain:
-        return jnp.concatenate([values[:, :1], values[:, :-1]], axis=1)
-    return pick(values, jnp.maximum(tree.parents, 0))
+        return jnp.concatenate([values[:, :1], values[:, :-1]], axis=1)  # parents[i] == i - 1: a shift
+    return pick(values, jnp.maximum(tree.parents, 0))  # the root's parent -1 becomes itself
 
 
 def last_token(given: DraftInput) -> Array:
@@ -144,6 +151,21 @@ def chain(tokens: Array, draft_logits: Array | None = None) -> DraftTree:
     return DraftTree(
         tokens=tokens, parents=ids - 1, depths=ids, draft_logits=draft_logits, max_depth=n - 1, is_chain=True
     )
+
+
+def said(tree: DraftTree, verdict: Verdict) -> Array:
+    """i32[B, D + 1]: the tokens after the root that a step says: those of the path, then `next_token` again and again.
+
+    >>> verdict = Verdict(path=jnp.asarray([[0, 1, 1]]), num_accepted=jnp.asarray([1]), next_token=jnp.asarray([9]),
+    ...                   relaxed=jnp.zeros((1, 2), bool))
+    >>> said(chain(jnp.asarray([[3, 1, 4]])), verdict).tolist()
+    [[1, 9, 9]]
+    """
+    drafted = gather_path(tree.tokens, verdict.path)
+    # Entry d is the token at depth d + 1; what the last column holds does not matter, as it is never accepted.
+    drafted = jnp.concatenate([drafted[:, 1:], drafted[:, -1:]], axis=1)
+    place = jnp.arange(drafted.shape[1], dtype=jnp.int32)[None]
+    return jnp.where(place < verdict.num_accepted[:, None], drafted, verdict.next_token[:, None])
 
 
 def gather_path(values: Array, path: Array) -> Array:

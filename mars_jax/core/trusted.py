@@ -17,9 +17,9 @@ from jax import Array
 from mars_jax.core.controls import is_stop
 from mars_jax.core.errors import MarsError
 from mars_jax.core.evidence import Evidence
-from mars_jax.core.pick import pick
+from mars_jax.core.pick import leading, pick
 from mars_jax.core.rule import facts
-from mars_jax.core.sampling import at_tokens
+from mars_jax.core.sampling import at_drafted
 from mars_jax.core.tree import at_parent
 from mars_jax.core.types import NO_TOKEN, DraftTree, Verdict
 
@@ -33,14 +33,13 @@ def count_of(evidence: Evidence, rule: Any) -> Array:
     """
     tree = evidence.tree
     assert tree.trusted is not None
+    # bool[B, N]; the root is committed and not counted.
     trusted = tree.trusted & (tree.tokens >= 0) & ~is_stop(tree.tokens, evidence.controls.stop_tokens)
-    here = at_tokens(evidence.logits, jnp.maximum(tree.parents, 0), jnp.maximum(tree.tokens, 0))
-    trusted &= here > -jnp.inf
+    trusted &= at_drafted(tree, evidence.logits) > -jnp.inf
     if evidence.strict_nodes is not None:
         trusted &= ~at_parent(tree, evidence.strict_nodes)
-    count = jnp.sum(jnp.cumprod(trusted[:, 1:].astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
     strict = facts(rule).strict_edges(evidence) > 0
-    return jnp.where(evidence.controls.strict | strict, 0, count)
+    return jnp.where(evidence.controls.strict | strict, 0, leading(trusted[:, 1:]))
 
 
 def judged(rule: Any, evidence: Evidence) -> tuple[Verdict, Any, Array]:
@@ -61,8 +60,10 @@ def judged(rule: Any, evidence: Evidence) -> tuple[Verdict, Any, Array]:
             "return a Verdict, or draft without trust."
         )
     accepted = count + found.num_accepted
+    # Edge d of the whole draft is edge d - count of what the rule saw. The first `count` edges are trusted instead.
     edge = jnp.arange(tree.max_depth, dtype=jnp.int32)[None] - count[:, None]
     relaxed = pick(found.relaxed, jnp.maximum(edge, 0)) & (edge >= 0)
+    # The draft is a chain: node d is at depth d, and past its end the path repeats its last node.
     path = jnp.minimum(jnp.arange(tree.max_depth + 1, dtype=jnp.int32)[None], accepted[:, None])
     return dataclasses.replace(found, path=path, num_accepted=accepted, relaxed=relaxed), rule, count
 
@@ -70,6 +71,8 @@ def judged(rule: Any, evidence: Evidence) -> tuple[Verdict, Any, Array]:
 def _after(evidence: Evidence, count: Array) -> Evidence:
     """The evidence from the last trusted node on, as the root."""
     tree = evidence.tree
+    # i32[B, N]: node i of what the rule sees is node i + count. Rows of one batch trust different counts, so shapes
+    # stay as they are, and nodes past the end become padding; what is gathered for them is never read.
     place = jnp.arange(tree.tokens.shape[1], dtype=jnp.int32)[None] + count[:, None]
     last = tree.tokens.shape[1] - 1
 

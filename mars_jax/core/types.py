@@ -14,34 +14,8 @@ from jax import Array
 
 from mars_jax.core import cache as kv_cache
 from mars_jax.core import struct
-from mars_jax.core.cache import KVCache
-from mars_jax.core.visible import Visible
-
-__all__ = [
-    "CORRECTED",
-    "EXACT",
-    "NO_KIND",
-    "NO_NODE",
-    "NO_TOKEN",
-    "RELAXED",
-    "ROOT",
-    "TRUSTED",
-    "Controls",
-    "DecodeState",
-    "DraftTree",
-    "Edits",
-    "ForwardOutput",
-    "Guides",
-    "KVCache",
-    "LanguageModel",
-    "Params",
-    "Prompts",
-    "PyTree",
-    "StepInfo",
-    "Verdict",
-    "Visible",
-    "keys_from_seeds",
-]
+from mars_jax.core.cache import KVCache as KVCache
+from mars_jax.core.visible import Visible as Visible
 
 PyTree = Any
 
@@ -65,6 +39,20 @@ class DraftTree:
 
     Node 0 is the last committed token. A chain is `parents[:, i] == i - 1`; plain autoregression is one node.
     Padding nodes carry `NO_TOKEN` and are never accepted.
+
+    A text ends in 4. Its children are 1 and 2, and 5 follows 1; node 4 is padding:
+
+    >>> import jax.numpy as jnp
+    >>> from mars_jax.core.tree import ancestors
+    >>> tree = DraftTree(
+    ...     tokens=jnp.asarray([[4, 1, 2, 5, NO_TOKEN]]),
+    ...     parents=jnp.asarray([[NO_NODE, 0, 0, 1, 0]]),
+    ...     depths=jnp.asarray([[0, 1, 1, 2, 1]]),
+    ...     max_depth=2,
+    ...     is_chain=False,
+    ... )
+    >>> ancestors(tree.parents, 2)[0, 3].tolist()  # node 3 sees the root, node 1 and itself
+    [True, True, False, True, False]
     """
 
     tokens: Array  # i32[B, N]
@@ -86,7 +74,7 @@ class DraftTree:
 
 @struct.dataclass(kw_only=True)
 class Edits:
-    """Of each row. Off is a repetition penalty of 1, and 0 for the others."""
+    """Edits of the target's logits, row by row. A repetition penalty of 1 is off, and 0 for the others."""
 
     bias_tokens: Array  # i32[B, K]; padded with NO_TOKEN
     bias: Array  # f32[B, K]; added to the logits of these tokens; -inf bans one
@@ -97,7 +85,7 @@ class Edits:
 
 @struct.dataclass(kw_only=True)
 class Guides:
-    """Of each row: `Controls.guides`. The same fields hold tables in `Params.guides`, and states in the state."""
+    """Automata of rows: `Controls.guides`. The same fields hold tables in `Params.guides`, and states in the state."""
 
     constraint: Any = None
     span: Any = None
@@ -105,7 +93,13 @@ class Guides:
 
 @struct.dataclass(kw_only=True)
 class Controls:
-    """Everything that may differ between requests of one batch and one compilation. Build with `controls`."""
+    """Everything that may differ between requests of one batch and one compilation. Build it with `make_controls`.
+
+    >>> from mars_jax import make_controls
+    >>> controls = make_controls(2, limit=64, temperature=[0.0, 0.7], top_k=10)  # a greedy row and a sampled one
+    >>> controls.top_k.tolist(), controls.strict.tolist()
+    ([10, 10], [False, False])
+    """
 
     temperature: Array | None  # f32[B]; 0 is greedy; None: all rows are, and nothing of drawing is compiled
     top_k: Array  # i32[B]; 0 is off
@@ -123,7 +117,18 @@ class Controls:
 
 @struct.dataclass(kw_only=True)
 class Verdict:
-    """How far down the tree the target follows, and the token it adds."""
+    """The accepted path down the tree, and the token that the target adds.
+
+    A chain drafts 1, 5 and 9 after 4. The target takes 1 and says 2 in place of 5, so that 9 is never reached:
+
+    >>> import jax.numpy as jnp
+    >>> from mars_jax.core.tree import chain, walk
+    >>> tree, exact = chain(jnp.asarray([[4, 1, 5, 9]])), jnp.asarray([[False, True, False, True]])
+    >>> path, num_accepted, relaxed = walk(tree, exact, None)
+    >>> verdict = Verdict(path=path, num_accepted=num_accepted, next_token=jnp.asarray([2]), relaxed=relaxed)
+    >>> verdict.path.tolist(), verdict.num_accepted.tolist()
+    ([[0, 1, 1, 1]], [1])
+    """
 
     path: Array  # i32[B, D + 1]; node ids from the root; past num_accepted it repeats the last node
     num_accepted: Array  # i32[B]; edges walked
@@ -133,7 +138,7 @@ class Verdict:
 
 @struct.dataclass
 class Prompts:
-    """What rows begin with: b texts, and how each is to go on.
+    """The beginnings of rows: b texts, and how each is to go on.
 
     >>> from mars_jax import make_controls, verify
     >>> tokens, length = jax.numpy.ones((2, 32), "int32"), jax.numpy.asarray([3, 5])
@@ -151,7 +156,19 @@ class Prompts:
 
 @struct.dataclass(kw_only=True)
 class DecodeState:
-    """Exactly what the next step needs. Every leaf begins with B."""
+    """Exactly what the next step needs. Every leaf begins with B.
+
+    A prompt of three tokens in a buffer of six. Its last token is the root of the first draft, and in no cache yet:
+
+    >>> import jax.numpy as jnp
+    >>> from mars_jax import make_controls, verify
+    >>> from mars_jax.core.given import begun
+    >>> tokens, length, rule = jnp.asarray([[3, 1, 4, 0, 0, 0]]), jnp.asarray([3]), verify.for_rows(verify.exact(), 1)
+    >>> prompts = Prompts(tokens, length, make_controls(1, limit=6), rule, keys_from_seeds(jnp.arange(1)))
+    >>> state = begun(prompts, cache=(), draft=())
+    >>> int(state.tokens[0, state.length[0] - 1]), state.done.tolist()
+    (4, [False])
+    """
 
     tokens: Array  # i32[B, T]; tokens[b, :length[b]] are committed
     length: Array  # i32[B]
@@ -168,7 +185,24 @@ class DecodeState:
 
 @struct.dataclass(kw_only=True)
 class StepInfo:
-    """Diagnosis of one step, never carried. Finished rows have `num_emitted == 0` and count nothing."""
+    """Diagnosis of one step, never carried. Finished rows have `num_emitted == 0` and count nothing.
+
+    The row of `DecodeState` drafts 1 and 0. The target takes 1, says 2 in place of 0, and 2 is `CORRECTED`:
+
+    >>> import jax.numpy as jnp
+    >>> from mars_jax import make_controls, verify
+    >>> from mars_jax.core.emit import emit
+    >>> from mars_jax.core.given import begun
+    >>> from mars_jax.core.tree import chain
+    >>> tokens, length, rule = jnp.asarray([[3, 1, 4, 0, 0, 0]]), jnp.asarray([3]), verify.for_rows(verify.exact(), 1)
+    >>> prompts = Prompts(tokens, length, make_controls(1, limit=6), rule, keys_from_seeds(jnp.arange(1)))
+    >>> state, tree = begun(prompts, cache=(), draft=()), chain(jnp.asarray([[4, 1, 0]], jnp.int32))
+    >>> logits = jnp.log(jnp.asarray([[[0.1, 0.8, 0.1], [0.2, 0.2, 0.6], [0.4, 0.3, 0.3]]]))
+    >>> verdict, _ = rule(verify.evidence(tree, logits))
+    >>> state, info = jax.jit(emit)(state, tree, verdict, logits, logits)
+    >>> info.emitted.tolist(), info.kind.tolist(), info.num_emitted.tolist(), state.tokens.tolist()
+    ([[1, 2, -1]], [[0, 2, -1]], [2], [[3, 1, 4, 1, 2, 0]])
+    """
 
     verdict: Verdict
     emitted: Array  # i32[B, D + 1]; NO_TOKEN from num_emitted on
@@ -196,9 +230,8 @@ class Params(NamedTuple):
 
 class ForwardOutput(NamedTuple):
     hidden: Array  # [B, N, E]; after the final norm: what `unembed` takes
-    features: tuple[
-        Array, ...
-    ]  # [B, N, E] each: outputs of the layers asked for, for target-coupled drafters
+    # [B, N, E] each: outputs of the layers asked for, for target-coupled drafters
+    features: tuple[Array, ...]
     cache: PyTree
 
 
@@ -213,8 +246,8 @@ class Forward(Protocol):
 class LanguageModel(NamedTuple):
     """A decoder-only model as pure functions over a params pytree.
 
-    The cache is the model's own: nobody else opens it. The defaults of `slots`, `commit` and `put` serve every cache
-    whose leaves are [B, S, ...].
+    The cache is the model's own: only its functions open it. The defaults of `slots`, `commit` and `put` serve every
+    cache whose leaves are [B, S, ...].
     """
 
     init_cache: Callable[[int, int], PyTree]  # (batch, slots) -> cache
@@ -223,16 +256,15 @@ class LanguageModel(NamedTuple):
     vocab_size: int
     # What drafters that are coupled to their target ask of it; a model without them drafts with other drafters.
     embed: Callable[[PyTree, Array], Array] | None = None  # (params, tokens i32[B, N]) -> [B, N, E]
-    with_features: Callable[[tuple[int, ...]], LanguageModel] | None = (
-        None  # layers -> the model that returns them
-    )
+    # layers -> the model that returns their outputs
+    with_features: Callable[[tuple[int, ...]], LanguageModel] | None = None
     # (attention, mlp) of every layer -> the model without those that are False, with a cache of its own
     with_layers: Callable[[tuple[tuple[bool, bool], ...]], LanguageModel] | None = None
     slots: Callable[[PyTree], int] = kv_cache.slots  # cache -> S
-    # (cache, start i32[B], path i32[B, D + 1]) -> cache: move the rows of an accepted path into a row
+    # (cache, start i32[B], path i32[B, D + 1]) -> cache: move the rows of an accepted path to consecutive slots
     commit: Callable[[PyTree, Array, Array], PyTree] = kv_cache.commit
     # (cache, rows i32[b], new) -> cache: the b rows of another cache put into these; a row of B or more is dropped.
-    # Of a target: the state of a drafter has [B, ...] leaves wherever rows come and go, the cache of its model too.
+    # Only targets need it: drafter states always have [B, ...] leaves.
     put: Callable[[PyTree, Array, PyTree], PyTree] = kv_cache.put
     prefill_chunk: int | None = None  # prompt tokens per forward; None: see `prefill.chunk_of`
 

@@ -1,4 +1,4 @@
-"""What nodes may attend to, said without a mask. B batch, N nodes, R rows, S cache slots.
+"""Attention of nodes, described without a mask. B batch, N nodes, R rows, S cache slots.
 
 Oracle: masks made slot by slot in Python (tests/core/test_visible.py).
 """
@@ -14,11 +14,19 @@ from mars_jax.core import struct
 
 @struct.dataclass(kw_only=True)
 class Visible:
-    """What each of N nodes may attend to, and where the nodes' own rows are written.
+    """The slots that each of N nodes may attend to, and the slots to which the nodes' own rows are written.
 
-    Every slot before `first` is committed, holds the token of its own position, and is seen by all nodes. Of the rows
-    from slot `first` on, node i sees row r where `seen[b, i, r]`. What no node sees is never read. A kernel can work
-    from this without a mask; `dense` makes the mask for everybody else.
+    Every slot before `first` is committed, holds the token of its own position, and is seen by all nodes. Rows are
+    counted from slot `first` on, and node i sees row r where `seen[b, i, r]`. A slot that no node sees is never read. A
+    kernel can work from this without a mask; `dense` makes the mask for all other code.
+
+    One token is committed, and the root of a draft has two children, which do not see each other:
+
+    >>> seen = jnp.asarray([[[True, False, False], [True, True, False], [True, False, True]]])
+    >>> slot = jnp.asarray([1], jnp.int32)
+    >>> made = Visible(first=slot, positions=jnp.asarray([[1, 2, 2]], jnp.int32), slot=slot, seen=seen)
+    >>> made.dense(4)[0].astype(int).tolist()
+    [[1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 0, 1]]
     """
 
     first: Array  # i32[B]

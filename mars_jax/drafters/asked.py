@@ -1,4 +1,4 @@
-"""What a drafter is loaded from, and what loading gives. The rows of `specs.DRAFTERS` name who does it."""
+"""The input of loading a drafter, and its result. The rows of `specs.DRAFTERS` name the functions that load."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Asked(NamedTuple):
 
     @property
     def heads_dtype(self) -> str:
-        """Of the weights of heads: they compute with what the target gives them."""
+        """The dtype of the weights of heads, which compute with what the target gives them."""
         return self.dtype or self.target.params["embed"].dtype.name
 
     def placed(self, params: PyTree, config: Any) -> PyTree:

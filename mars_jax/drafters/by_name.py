@@ -21,7 +21,7 @@ from mars_jax.hub.pretrained import Pretrained
 from mars_jax.models.config import ModelConfig
 
 AnyDrafter = LoadedDrafter | Drafter | str
-"""What `mars_jax.generate` takes: a spec, or a drafter with or without weights of its own."""
+"""A drafter as `mars_jax.generate` takes it: a spec, or a drafter with or without weights of its own."""
 
 
 def load(
@@ -119,7 +119,7 @@ def loaded(drafter: AnyDrafter, target: Pretrained) -> LoadedDrafter:
 
 @jax.jit
 def _are_finite(weights: list[Array]) -> list[Array]:
-    """Of each whether it is; one program, since the start of one costs more than the work."""
+    """Returns one bool per weight. All weights share one program, because launching costs more than the check."""
     return [jnp.all(jnp.isfinite(weight)) for weight in weights]
 
 
@@ -128,7 +128,7 @@ def _on_cpu(weight: Any) -> bool:
 
 
 def _is_finite(weight: Any) -> bool:
-    """Of one that lies in the host's memory, where nothing is to be compiled."""
+    """Check one weight in the host's memory, where nothing is compiled."""
     host = np.asarray(weight)
     if host.dtype == jnp.bfloat16:  # of whose bits the second to ninth are the exponent
         return not np.any(host.view(np.uint16) & 0x7F80 == 0x7F80)

@@ -4,8 +4,8 @@ Sources: EAGLE 2401.15077, EAGLE-2 2406.16858, EAGLE-3 2503.01840. B batch, N no
 size. Oracle: a head run afresh over all committed tokens (tests/drafters/test_eagle.py).
 
 The invariant: the head's cache is valid in slots `[0, length - 1)`, each computed from the target's features, and
-`feature` is the head's output at the last of them, from which the next token is drafted. What the head writes while
-it drafts, from its own features, comes after and is overwritten.
+`feature` is the head's output at the last of them, from which the next token is drafted. Entries that the head
+writes while it drafts, from its own features, come after these and are overwritten.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mars_jax.core import struct
 from mars_jax.core.drafter import STOPS, Drafter, DraftInput, Reads
 from mars_jax.core.errors import MarsError
 from mars_jax.core.pick import pick
-from mars_jax.core.tree import gather_path, last_token
+from mars_jax.core.tree import gather_path, last_token, said
 from mars_jax.core.types import DraftTree, ForwardOutput, KVCache, LanguageModel, Params, Verdict, Visible
 from mars_jax.drafters.asked import Asked, LoadedDrafter
 from mars_jax.drafters.grow import Growth, Level, grow
@@ -99,6 +99,7 @@ def _eagle(
         hidden, cache = head.forward(
             config, target, params, feature, following, Visible.causal(first, n), state.cache
         )
+        # i32[B, 1], clamped for windows that do not hold `last`: what is gathered there is not taken.
         inside = (last >= first) & (last < first + n)
         index = jnp.clip(last - first, 0, n - 1)[:, None]
         picked = pick(hidden, index).astype(state.feature.dtype)
@@ -108,6 +109,9 @@ def _eagle(
         params: Params, state: EagleState, tokens: Array, first: Array, length: Array, output: ForwardOutput
     ) -> EagleState:
         n = output.hidden.shape[1]
+        # The feature of token t goes with the embedding of token t + 1, hence the shift by 1. The entry at the buffer's
+        # end has no next token; it is past every text that goes on. The last entry is at length - 2, whose next token
+        # is the last one of the text.
         place = first[:, None] + 1 + jnp.arange(n, dtype=jnp.int32)[None]
         following = pick(tokens, jnp.minimum(place, tokens.shape[1] - 1))
         return absorb(params, state, output, following, first, length - 2)
@@ -115,6 +119,7 @@ def _eagle(
     def propose(params: Params, state: EagleState, given: DraftInput) -> tuple[DraftTree, EagleState]:
         def extend(carry: tuple[KVCache, Array], level: Level) -> tuple[Array, tuple[KVCache, Array]]:
             cache, above = carry
+            # [B, W, E]: each node goes on from the head's own output at its parent.
             feature = pick(above, level.parents)
             hidden, cache = head.forward(config, target, params, feature, level.tokens, level.visible, cache)
             hidden = hidden.astype(state.feature.dtype)
@@ -144,11 +149,10 @@ def _eagle(
     ) -> EagleState:
         along = jax.tree.map(lambda x: gather_path(x, verdict.path), (output.hidden, output.features))
         output = ForwardOutput(hidden=along[0], features=along[1], cache=output.cache)
-        drafted = gather_path(tree.tokens, verdict.path)
-        drafted = jnp.concatenate([drafted[:, 1:], drafted[:, -1:]], axis=1)
-        place = jnp.arange(drafted.shape[1], dtype=jnp.int32)[None]
-        following = jnp.where(place < verdict.num_accepted[:, None], drafted, verdict.next_token[:, None])
-        return absorb(params, state, output, following, length - 1, length - 1 + verdict.num_accepted)
+        # The target has seen the root and the path: entries from the root's position on, D + 1 of them, replace those
+        # that the head wrote from its own features. The last one of the new text is at `length - 1 + num_accepted`.
+        first = length - 1
+        return absorb(params, state, output, said(tree, verdict), first, first + verdict.num_accepted)
 
     return Drafter(
         init=init,

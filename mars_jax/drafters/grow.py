@@ -40,7 +40,7 @@ class Level(NamedTuple):
 
 
 class Growth(NamedTuple):
-    """How a drafter grows a tree, as functions of its carry: its cache, and what else it hands from level to level."""
+    """Functions by which a drafter grows a tree. The carry is its cache, and what else it hands from level to level."""
 
     logits: Array  # f32[B, 1, U]; of the first level
     carry: Any
@@ -92,6 +92,8 @@ def stops_at(logits: Array, controls: Controls) -> Array:
     """bool[B, W]: the drafter is too unsure of what follows these nodes to go on."""
 
     def unsure() -> Array:
+        # H = log(sum w) - sum(w (z - top)) / sum w, with w = exp(z - top): the entropy in nats without a softmax. SVIP
+        # stops where its square root is above the threshold. A masked token has w = 0, and 0 * -inf must not be added.
         top = jnp.max(logits, axis=-1, keepdims=True)
         weights = jnp.exp(logits - top)
         total = jnp.sum(weights, axis=-1)
@@ -119,6 +121,7 @@ def _chain(
         stops = growth.ends(steering.judged(plain, logits), carry, controls)
         if sample:
             processed = process(logits, controls)
+            # A draft's draws are its own: keyed by the depth below keys that are fresh in every step.
             level_keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, depth)
             root = jnp.zeros((batch, 1), jnp.int32)  # the keys know the depth already
             return jnp.where(stops, NO_TOKEN, sample_processed(level_keys, root, processed)), processed
@@ -130,21 +133,25 @@ def _chain(
     # A chain's levels are alike: a loop compiles one extension, however long the chain.
     def body(carry, depth):
         tokens, states, carry = carry
+        # The node at depth d is written to slot and position `first + d - 1`; its parent is the only node of its level.
         at = growth.first + depth - 1
         level = Level(tokens, jnp.zeros((batch, 1), jnp.int32), Visible.causal(at, 1))
         with jax.named_scope("level"):
             logits, carry = growth.extend(carry, level)
         following, q = pick(depth + 1, logits, carry, states)
+        # A row that has stopped drafts no more.
         following = jnp.where(tokens == NO_TOKEN, NO_TOKEN, following)
         states = steering.moved(states, following)
         return (following, states, carry), (following[:, 0], None if q is None else q[:, 0])
 
+    # Depths 1 .. D - 1 are extended; the leaf at depth D is drafted and never fed.
     depths = jnp.arange(1, shape.depth, dtype=jnp.int32)
     begin = (tokens, steering.moved(first, tokens), growth.carry)
     (_, _, carry), (rest, rest_processed) = lax.scan(body, begin, depths)
     draft_logits = None
     if processed is not None and rest_processed is not None:
-        # The last node has no children, so its row is never read.
+        # Row i is q of node i + 1: the root's, then [D - 1, B, V] of the scan as [B, D - 1, V], N rows in all. The last
+        # node has no children, so its row is never read.
         draft_logits = jnp.concatenate(
             [processed, jnp.moveaxis(rest_processed, 0, 1), jnp.zeros_like(processed)], axis=1
         )
@@ -154,8 +161,11 @@ def _chain(
 
 @jax.named_scope("mask")
 def _visible(growth: Growth, seen: Array, depth: Any, row: Any, depths: np.ndarray) -> Visible:
-    """What W nodes of a depth see that are written from row `row` on: of the rows, whose depths are i32[R], those
-    `seen` bool[B, W, R]."""
+    """Attention of W nodes of a depth that are written from row `row` on.
+
+    Rows have depths i32[R], and the nodes see those that are `seen` bool[B, W, R].
+    """
+    # Row r is in slot `first + r`, and at the position of its depth, which many rows share: depth 1 is at `first`.
     of_rows = growth.first[:, None] + jnp.asarray(depths, jnp.int32)[None] - 1
     positions = jnp.broadcast_to(growth.first[:, None] + depth - 1, seen.shape[:2])
     return Visible(
@@ -167,6 +177,7 @@ def _visible(growth: Growth, seen: Array, depth: Any, row: Any, depths: np.ndarr
 def _seen(before: Array, parents: Array, first: Any) -> Array:
     """bool[B, W, R] for W new rows from row `first` on: what their parents see, and themselves."""
     rows = jnp.arange(before.shape[2], dtype=jnp.int32)
+    # bool[W, R]: new node i is row `first + i`.
     own = rows[None] == first + jnp.arange(parents.shape[1], dtype=jnp.int32)[:, None]
     return pick(before, parents) | own[None]
 
@@ -199,6 +210,7 @@ def _static(
         return jnp.where(alive[..., None], ids, NO_TOKEN).reshape(batch, -1)
 
     states = steering.first
+    # The root was fed before, so level 1 comes from its logits, and row r of the cache is node r + 1: R = N - 1.
     levels = [root, children(growth.logits, 0, jnp.ones((batch, 1), bool), growth.carry, states)]
     seen, carry, row = jnp.zeros((batch, 1, n - 1), bool), growth.carry, 0
     above, width = np.zeros(shape.branching[0], np.int32), shape.branching[0]
@@ -210,6 +222,7 @@ def _static(
             logits, carry = growth.extend(carry, level)
         states = steering.moved(states, levels[-1])
         levels.append(children(logits, depth, levels[-1] != NO_TOKEN, carry, states))
+        # Children stand side by side under their parent: [W, width] flattened, so parent i is repeated `width` times.
         above, row = np.repeat(np.arange(width, dtype=np.int32), shape.branching[depth]), row + width
         width = len(above)
     tree = DraftTree(
@@ -268,6 +281,7 @@ def _dynamic(
 
         if sample:
             drawn = draw_siblings(logits, k, _of_level(keys, depth), controls)
+            # The j-th child is ranked by the j-th largest of q, whatever was drawn, and never above its parent.
             ranks = jnp.minimum(path + drawn.likeliest, rank[..., None])
             made = _Children(flat(drawn.ids), flat(ranks), flat(path + drawn.log_q))
             return made, drawn.logits
@@ -282,9 +296,11 @@ def _dynamic(
     # A candidate is known by its number: level 1 is 0 .. k - 1, and k * k follow for every level.
     zeros = jnp.zeros((batch, 1), jnp.float32)
     top, q = children(growth.logits, zeros, zeros, 0, growth.carry, steering.first)
+    # Of the k nodes of a level, i32[B, k] each: their numbers, and the places of their parents in the level before.
     nothing = jnp.zeros((batch, k), jnp.int32)
     ids = jnp.broadcast_to(jnp.arange(k, dtype=jnp.int32), (batch, k))
     before = jnp.zeros((batch, k, max(shape.rows, 1)), bool)
+    # k rows a level are written, so row r is at depth 1 + r // k; a depth of 1 has none, and the arrays one unused row.
     row_depths = 1 + np.arange(max(shape.rows, 1)) // k
 
     # One compiled extension for all levels, which are alike.
@@ -296,11 +312,14 @@ def _dynamic(
         with jax.named_scope("level"):
             logits, carry = growth.extend(carry, level)
         new, new_q = children(logits, nodes.rank, nodes.path, depth, carry, states)
+        # i32[B, k * k]: the new candidates i * k .. i * k + k - 1 are under node i of the level.
         parents = jnp.repeat(ids, k, axis=1)
         best_ranks, best = lax.top_k(new.rank, k)
         chosen = _Children(pick(new.tokens, best), best_ranks, pick(new.path, best))
         above = None if states is None else pick(states, best // k)
         states = steering.moved(above, chosen.tokens)
+        # Level 1 has k candidates and each later one k * k, so the new ones begin at k + (depth - 1) * k * k, which is
+        # k + row * k.
         following = (carry, chosen, states, k + row * k + best, best // k, seen)
         return following, (new.tokens, new.rank, parents, ids, new_q)
 
@@ -308,6 +327,7 @@ def _dynamic(
     depths = jnp.arange(1, shape.depth, dtype=jnp.int32)
     (carry, *_), levels = lax.scan(body, carry, depths)
 
+    # A scan stacks over depths: [D - 1, B, k * k] becomes [B, (D - 1) * k * k] after the k of level 1.
     def joined(first: Array, rest: Array) -> Array:
         return jnp.concatenate([first, jnp.moveaxis(rest, 0, 1).reshape(batch, -1)], axis=1)
 
@@ -320,6 +340,7 @@ def _dynamic(
 
     tree, kept = keep(shape, root, Candidates(all_tokens, all_ranks, all_parents, all_depths))
     rows = jnp.broadcast_to(1 + jnp.arange(extended.shape[1], dtype=jnp.int32), extended.shape)
+    # Inverse of `extended`: 1 + the row of each candidate, and 0 for one that was never extended.
     row_of = put(shape.candidates, extended, rows)
     node_rows = jnp.concatenate([jnp.zeros((batch, 1), jnp.int32), pick(row_of, kept)], axis=1)
     if q is not None:
@@ -344,6 +365,7 @@ def keep(shape: Dynamic, root: Array, given: Candidates) -> tuple[DraftTree, Arr
     # chosen ones hang together, and in the order of their numbers parents come first.
     kept = jnp.sort(lax.top_k(given.ranks, n - 1)[1], axis=1)
     nodes = jnp.broadcast_to(jnp.arange(1, n, dtype=jnp.int32), (batch, n - 1))
+    # i32[B, C]: the node that each candidate has become; 0 for those that were left out, which no kept one names.
     node_of = put(len(given.depths), kept, nodes)
     parent = pick(given.parents, kept)
     parent = jnp.where(parent < 0, 0, pick(node_of, jnp.maximum(parent, 0)))

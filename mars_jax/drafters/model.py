@@ -23,7 +23,7 @@ from mars_jax import hub
 from mars_jax.core import struct
 from mars_jax.core.drafter import STOPS, Drafter, DraftInput
 from mars_jax.core.pick import pick
-from mars_jax.core.prefill import prefill, short_chunk
+from mars_jax.core.prefill import chunk_of, prefill
 from mars_jax.core.tree import last_token
 from mars_jax.core.types import DraftTree, LanguageModel, Params, PyTree, Visible
 from mars_jax.drafters.asked import Asked, LoadedDrafter
@@ -49,7 +49,7 @@ def language_model(
         `Dynamic(...)`, whose shape follows the model's confidence.
       sample: draw the draft from the model with the request's own temperature, top-k, top-p and min-p, and hand
         the true q to the verifier. Siblings of a tree are drawn without replacement. Rows at temperature 0 draft what
-        they draft without sampling. What `verify.rejection` is made for.
+        they draft without sampling. `verify.rejection` is made for such drafts.
       vocab_size: the target's vocabulary, where checkpoints that share a tokenizer pad theirs differently.
         Draft logits are cut or padded with -inf to it. Default: the model's own.
 
@@ -71,6 +71,7 @@ def feed_last(
     first = jnp.maximum(length - 2, 0)
     window = jax.vmap(lambda row, at: lax.dynamic_slice_in_dim(row, at, 2))(tokens, first)
     output = model.forward(weights, window, Visible.causal(first, 2), cache)
+    # i32[B, 1]: the last token is at place 1 of its window [length - 2, length).
     # A one-token prompt fills the window's first place only.
     return pick(output.hidden, (length - 1 - first)[:, None]), output.cache
 
@@ -80,9 +81,8 @@ class ModelState:
     """Between two steps."""
 
     cache: PyTree  # the model's own
-    rows: (
-        Array | None
-    )  # i32[B, N]; where `grow` put the nodes of the last tree; None of chains, whose rows stay
+    # i32[B, N]; where `grow` put the nodes of the last tree; None of chains, whose rows stay
+    rows: Array | None
 
 
 def _put_at(rows: Array, new: Array, at: Array) -> Array:
@@ -113,6 +113,7 @@ def _language_model(model: LanguageModel, shape: Shape, sample: bool, vocab: int
             cache, known = carry
             output = model.forward(params.draft, level.tokens, level.visible, cache)
             if known is not None:
+                # Entry 0 is the root's, so the row in slot `length + r` is entry 1 + r, as `grow` counts them.
                 known = jax.vmap(_put_at)(known, output.hidden, 1 + level.visible.slot - given.length)
             return unembed(params, output.hidden), (output.cache, known)
 
@@ -130,13 +131,15 @@ def _language_model(model: LanguageModel, shape: Shape, sample: bool, vocab: int
     def catch_up(
         params: Params, state: ModelState, tokens: Array, cached: Array, length: Array
     ) -> ModelState:
-        chunk = model.prefill_chunk or short_chunk()
+        chunk = model.prefill_chunk or chunk_of()
         cache, _ = prefill(model, params.draft, tokens, cached, length - 2, state.cache, chunk=chunk)
         return dataclasses.replace(state, cache=cache)
 
     def update(params, state: ModelState, tree: DraftTree, verdict, output, length: Array) -> ModelState:
         if state.rows is None:
             return state
+        # Rows are counted from 1 at slot `length`, and the root, 0, is in slot `length - 1`: so `commit` takes them as
+        # nodes of a tree whose root is there. i32[B, D + 1].
         path = pick(state.rows, verdict.path)
         return dataclasses.replace(state, cache=model.commit(state.cache, length - 1, path))
 

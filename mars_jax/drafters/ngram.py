@@ -81,7 +81,7 @@ def lookup(tokens: Array, length: Array, count: int, *, max_ngram: int, min_ngra
 def longest_match(
     tokens: Array, length: Array, past: Array, until: Array, *, max_ngram: int, min_ngram: int
 ) -> tuple[Array, Array, Array]:
-    """Where in `past` the last tokens of a row stand, the latest of the longest matches that something follows.
+    """Find the last tokens of a row in `past`: the latest of the longest matches that something follows.
 
     Args:
       tokens: i32[B, T]; valid below `length` i32[B], at least 1.

@@ -42,7 +42,7 @@ from mars_jax.core.types import (
 from mars_jax.drafters.asked import LoadedDrafter
 
 KEEP = 0.95
-"""Of what was seen, after every step with a draft: at batch 1 the last twenty steps count, some 60 tested tokens."""
+"""Decay of the counts after every step with a draft: at batch 1 the last twenty steps count, some 60 tested tokens."""
 GUESS, WEIGHT = 0.8, 4.0
 """The acceptance before anything was seen, and as how many tested tokens it counts."""
 MARGIN = 1.1
@@ -173,7 +173,7 @@ class Sizes:
 class SizedDecoder(Decoder):
     """A decoder each step of which drafts as much as pays then, in the shapes of the longest draft.
 
-    What is chosen is a number on the device, so one program serves every loop; on a mesh each part of the rows chooses
+    The choice is a number on the device, so one program serves every loop; on a mesh each part of the rows chooses
     for itself.
     """
 
@@ -271,8 +271,10 @@ def chosen(params: SizedParams, lengths: Sequence[int], state: SizedState, live:
     """
     counts = live | ~jnp.any(live)
     total = lambda x: jnp.sum(jnp.where(counts, x, 0))  # noqa: E731
+    # A mean over tested tokens, with WEIGHT tokens of GUESS before the first was seen.
     acceptance = (total(state.accepted) + GUESS * WEIGHT) / (total(state.tested) + WEIGHT)
 
+    # Without a draft nothing is learned, so after a pause the choice is made as if a little more were accepted.
     now, hoped = (_best(params, lengths, x) for x in (acceptance, acceptance + BETTER))
     waited = jnp.max(jnp.where(counts, state.idle - state.pause, -1)) >= 0
     picked = jnp.where((now == 0) & waited, hoped, now)
@@ -285,9 +287,11 @@ def _best(params: SizedParams, lengths: Sequence[int], acceptance: Array) -> Arr
     None, where no draft gives `MARGIN` times as many.
     """
     powers = jnp.cumprod(jnp.full((max(lengths),), 1.0, jnp.float32) * jnp.minimum(acceptance, 1.0))
+    # Leviathan et al., equation 1: 1 + a + ... + a^K tokens a step, bonus token included. powers[i] is a^(i + 1).
     tokens = [1.0 + jnp.sum(powers[:length]) for length in lengths]
     # What has not been measured costs the same whatever is drafted.
     costs = jnp.where(params.costs > 0, params.costs, 1.0)
+    # Size 0 comes first, and a draft has to beat it by MARGIN; of equal speeds argmax takes the shorter.
     speeds = (jnp.stack(tokens) / costs).at[0].multiply(MARGIN)
     best = jnp.argmax(speeds).astype(jnp.int32)
     return jnp.where(params.forced >= 0, params.forced, best)
@@ -351,6 +355,7 @@ def _drafting(size: Drafter) -> Drafter:
         keep = jnp.where(state.idle > 0, KEEP / 2, KEEP)
         return SizedState(
             draft=size.update(own, state.draft, tree, verdict, output, length),
+            # The new length is length + num_accepted + 1, and a draft model's cache ends two tokens before it.
             cached=length + verdict.num_accepted - 1,
             accepted=keep * state.accepted + verdict.num_accepted.astype(jnp.float32),
             tested=keep * state.tested + tested.astype(jnp.float32),
@@ -365,7 +370,7 @@ def _drafting(size: Drafter) -> Drafter:
 
 
 def widened(info: StepInfo, max_depth: int) -> StepInfo:
-    """What a step did, as that of a step whose drafts are `max_depth` deeper, such as 5 where nothing was drafted."""
+    """Pad a step's info to that of a step whose drafts are `max_depth` deeper, such as 5 where nothing was drafted."""
 
     def wider(name: str, fill: float) -> Array:
         return jnp.pad(getattr(info, name), ((0, 0), (0, max_depth)), constant_values=fill)
@@ -409,5 +414,5 @@ def forced(loaded: LoadedDrafter, size: int) -> LoadedDrafter:
 
 
 def is_measured(loaded: LoadedDrafter) -> bool:
-    """Whether it is to choose and knows by what."""
+    """True where the costs of all sizes are known, or there is one size alone."""
     return loaded.sizes is None or bool(np.all(np.asarray(loaded.params.costs) > 0))

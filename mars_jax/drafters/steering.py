@@ -1,4 +1,4 @@
-"""What a constraint does to a draft as it is drafted: each level from what may follow, and q is that of what is left.
+"""Steering of a draft by a constraint: each level is drafted from what may follow, and q is that of what is left.
 
 B batch, W nodes of a level, k children of each, U draft vocabulary, V target vocabulary. Oracle: the masked target's
 distribution by enumeration (tests/core/test_guide.py).
@@ -21,7 +21,7 @@ from mars_jax.core.types import NO_TOKEN
 
 
 class Steering(NamedTuple):
-    """How a drafter heeds a constraint; without a guide it changes nothing, and nothing of it is compiled."""
+    """A constraint as a drafter heeds it; without a guide it changes nothing, and nothing of it is compiled."""
 
     growth: Any  # the drafter: to_target and widen, as `grow.Growth` has them
     sample: bool

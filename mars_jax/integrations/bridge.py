@@ -6,7 +6,7 @@ A module is taken as it is, through one function that calls it. **The contract**
 - Writes precede reads: the rows of the N tokens go into slots `slot[b] .. slot[b] + N - 1` of the cache, and then each
   token attends to what the mask says of the whole cache, its own row among it. Nothing else is read.
 - A slot is not a position: rotary embeddings take `positions`. Nodes of a tree that stand at one depth share theirs.
-- Padding is clipped: a token below 0 arrives as 0, and nobody reads what comes of it.
+- Padding is clipped: a token below 0 arrives as 0, and nothing reads what comes of it.
 - Rows are independent, and the call is pure: the cache that is given stays what it is.
 - Build once: a module that is bridged twice with the same functions is one model, so nothing compiles anew. A lambda
   that is made anew is another function.
@@ -34,7 +34,7 @@ __all__ = ["Cache", "check", "from_linen", "from_nnx", "params_of", "to_nnx"]
 
 
 class Cache:
-    """How a cache of one's own is opened, where its leaves are not [B, S, ...]; see `LanguageModel`.
+    """Functions that open a cache whose leaves are not [B, S, ...]; see `LanguageModel`.
 
     Args:
       slots: cache -> S.

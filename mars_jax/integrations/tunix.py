@@ -147,7 +147,7 @@ def params_of(state: PyTree, config: ModelConfig) -> PyTree:
 
 
 class Rollout:
-    """What `MarsRollout` does; that class derives from this one and from Tunix's `BaseRollout`."""
+    """The methods of `MarsRollout`; that class derives from this one and from Tunix's `BaseRollout`."""
 
     def __init__(
         self,
@@ -209,7 +209,7 @@ class Rollout:
                 "rejection, or give lossy=True."
             )
         self.metrics: Metrics | None = None
-        """Of the last `generate`; `metrics.tau` falls while a drafter grows stale."""
+        """Metrics of the last `generate`; `metrics.tau` falls while a drafter grows stale."""
 
     def _state(self) -> Any:
         from flax import nnx
@@ -338,16 +338,16 @@ class Rollout:
         return self._tokenizer.eos_id()
 
     def model(self) -> Any:
-        """What decodes, as an nnx module of its own arrays.
+        """The decoding model, as an nnx module of its own arrays.
 
-        It is not the actor: of engines that share its arrays Tunix thinks that they follow it by themselves, and
-        never calls `update_params`.
+        It is not the actor: Tunix assumes that engines which share the actor's arrays follow it by themselves, and
+        never calls `update_params` for them.
         """
         return bridge.to_nnx(self._target.model, self._target.params)
 
 
 def _is_function(drafter: Any) -> bool:
-    """Whether it makes a drafter; drafters are named tuples of functions."""
+    """True for a function that makes a drafter; drafters are named tuples of functions."""
     return callable(drafter) and not isinstance(drafter, tuple)
 
 

@@ -28,7 +28,7 @@ OUTLINED = dict(row.outlined for row in DRAFTERS.values() if row.head)
 REFINED = tuple(row.name for row in DRAFTERS.values() if row.learns)
 """Drafters that learn from their failures, by `lab.training.online`."""
 DTYPES = ("float32", "bfloat16", "int8")
-"""Of weights, and of keys and values."""
+"""Dtypes of weights, and of keys and values."""
 ATTENTION = ("xla", "pallas")
 """Forms of a target's attention that a user chooses from; see `models.language_model`."""
 FILTERS = ("top_k", "top_p", "min_p")

@@ -1,4 +1,4 @@
-"""A rule with the settings that somebody chose for it, by name: what flags, files and arms of a benchmark hand on.
+"""A rule with the settings that a user chose for it, by name: what flags, files and arms of a benchmark hand on.
 
 No jax; `verify.load(choice.spec, target, **choice.settings)` makes the rule.
 """
@@ -33,12 +33,12 @@ class RuleChoice:
 
     @property
     def row(self) -> RuleRow:
-        """Of the table, or of the user's factory."""
+        """The row of the table, or one made of the user's factory."""
         return find(self.spec)
 
     @property
     def name(self) -> str:
-        """As messages have it.
+        """The name in messages.
 
         >>> choose("mars", {"base": Given("rejection", "--base")}).name
         'mars over rejection'
@@ -48,7 +48,7 @@ class RuleChoice:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Of the rule and of its base, as far as the table knows; blocks are chains.
+        """The needs of the rule and of its base, as far as the table knows; blocks are chains.
 
         >>> sorted(choose("mars", {"base": Given("rejection", "--base"), "block": Given("true", "--block")}).needs)
         ['chain', 'draft', 'q']
@@ -60,7 +60,7 @@ class RuleChoice:
 
     @property
     def options(self) -> dict[str, Setting]:
-        """What can be set, the settings of its base among it."""
+        """The settings that can be given, those of its base among them."""
         return self.row.options(**self._structure())
 
     def settled(self) -> dict[str, Any]:

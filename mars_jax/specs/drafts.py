@@ -12,8 +12,8 @@ from mars_jax.core.errors import MarsError, did_you_mean
 MOST_NODES = 1024
 """Nodes of the largest tree: every one is a node of the one target forward, which past this is no longer cheap."""
 MIXTURE_LENGTH = 3
-"""Of a chain for a mixture of experts. Every node reads experts of its own: of 128 experts, 8 a token, a chain of 3
-reads 23% and a tree of 60 nodes 98%."""
+"""Length of a chain for a mixture of experts. Every node reads experts of its own: of 128 experts, 8 a token, a chain
+of 3 reads 23% and a tree of 60 nodes 98%."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +81,7 @@ class DraftRow:
 
     @property
     def spec(self) -> str:
-        """How it is named.
+        """The form in which users name it.
 
         >>> DRAFTERS["model"].spec
         'model:PATH'
@@ -89,7 +89,7 @@ class DraftRow:
         return f"{self.name}:{'FILE' if self.file else 'PATH'}" if self.path else self.name
 
     def usual(self, *, mixture: bool, sample: bool = False) -> tuple[int | None, Dynamic | None]:
-        """What it drafts where neither a length nor a tree is asked for: the length of a chain, and a tree instead.
+        """The draft where neither a length nor a tree is asked for: the length of a chain, or a tree instead.
 
         Args:
           mixture: the target is a mixture of experts.
@@ -176,7 +176,7 @@ class DraftSpec(NamedTuple):
 
 
 def draft_words(names: Iterable[str] = DRAFTERS) -> str:
-    """How drafters are named, for help and errors.
+    """The forms in which users name drafters, for help and errors.
 
     >>> draft_words(["ngram", "model", "eagle"])
     'ngram, model:PATH or eagle:PATH'

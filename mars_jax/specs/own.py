@@ -44,7 +44,7 @@ def split(spec: str) -> tuple[str, str]:
 
 
 def is_own(spec: str) -> bool:
-    """Whether a spec names a rule of the user's.
+    """True where a spec names a rule of the user's.
 
     >>> is_own("gates.py:entropy_gate"), is_own("mars"), is_own("learned:some/folder")
     (True, False, False)
@@ -62,7 +62,7 @@ def find(spec: str) -> RuleRow:
         annotations or from defaults.
 
     Raises:
-      MarsError: no such rule, file or name; a factory with an argument that nobody can give.
+      MarsError: no such rule, file or name; a factory with an argument that cannot be given.
 
     >>> find("mars").name
     'mars'
@@ -83,7 +83,7 @@ def find(spec: str) -> RuleRow:
 
 
 def factory(spec: str) -> Callable[..., Any]:
-    """What a row's `factory` or a user's spec names.
+    """The function that a row's `factory` or a user's spec names.
 
     Raises:
       MarsError: no such file, module or name, or one that cannot be called, or a file that fails.

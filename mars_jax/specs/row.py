@@ -1,4 +1,4 @@
-"""What the rows of the table of rules are made of: settings that they share, and two kinds of rows. No jax."""
+"""Parts of the table of rules: settings that rows share, and two kinds of rows. No jax."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MARGINS = {
     "ratio": "second logit / best > theta",
     "gap": "nats between them < theta",
 }
-"""What a threshold may bound, as `kernels_pallas.MARGINS` computes it."""
+"""Margins that a threshold may bound, as `kernels_pallas.MARGINS` computes them."""
 NEEDS = {
     "draft": "a draft, about which it decides",
     "q": "the draft's true probabilities",
@@ -24,7 +24,7 @@ NEEDS = {
     "draft_hidden": "what the draft knew, where its head reads that",
     "long": "drafts of a sure length: no ngram, no draft_stop",
 }
-"""What a rule may need, in words."""
+"""Needs of rules, in words."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class RuleRow:
 
     @property
     def reader(self) -> str:
-        """Of a rule with weights, "module:function": (path, target) -> weights. It stands beside the factory.
+        """Reader of a rule with weights, "module:function": (path, target) -> weights. It stands beside the factory.
 
         >>> from mars_jax import specs
         >>> specs.rule("learned").reader

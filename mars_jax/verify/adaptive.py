@@ -27,6 +27,7 @@ class Adaptive(Relaxed):
     theta: Any  # f32[] or [B]
 
     def relaxable(self, evidence: Evidence) -> Array:
+        # p(x) / p(top1) = exp(z_x - z_1): the normaliser cancels.
         return jnp.exp(-drafted.shortfall(evidence)) > self.theta[:, None]
 
 

@@ -12,7 +12,7 @@ from jax import Array
 from mars_jax.core import struct
 from mars_jax.core.controls import is_stop
 from mars_jax.core.evidence import Evidence
-from mars_jax.core.pick import pick
+from mars_jax.core.pick import pick_one
 from mars_jax.core.rule import Rule
 from mars_jax.core.sampling import sample
 from mars_jax.core.tree import Allowance, at_parent, walk
@@ -44,15 +44,15 @@ class Exact(Rule):
         return self.relax(evidence, None), self
 
     def relax(self, evidence: Evidence, allowed: Allowance | None) -> Verdict:
-        """As the call; an edge that `allowed` names is taken too, unless y is a stop token there."""
+        """Do what the call does, and also take the edges that `allowed` names, unless y is a stop token there."""
         tree, controls = evidence.tree, evidence.controls
         y = named(evidence)
-        wanted = at_parent(tree, y)
+        wanted = at_parent(tree, y)  # i32[B, N]: what a node has to carry to be accepted
         if allowed is not None:
             allowed = allowed._replace(edges=allowed.edges & ~is_stop(wanted, controls.stop_tokens))
         path, num_accepted, relaxed = walk(tree, tree.tokens == wanted, allowed)
-        next_token = pick(y, path[:, -1:])[:, 0]
-        return Verdict(path=path, num_accepted=num_accepted, next_token=next_token, relaxed=relaxed)
+        said = pick_one(y, path[:, -1])
+        return Verdict(path=path, num_accepted=num_accepted, next_token=said, relaxed=relaxed)
 
 
 def named(evidence: Evidence) -> Array:

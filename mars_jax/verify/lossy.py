@@ -1,4 +1,4 @@
-"""What all lossy rules share: the rows and the first tokens that are strict, and how their factories read numbers.
+"""The common part of lossy rules: the rows and first tokens that are strict, and how factories read numbers.
 
 B batch, N nodes. Oracle: tests/verify/test_rules.py.
 """
@@ -31,6 +31,7 @@ class Lossy(Rule):
 
     def strict_edges(self, evidence: Evidence) -> Array:
         """i32[B]: edges to nodes of at most this depth are strict; all of them in strict rows."""
+        # An edge at depth d emits the row's token number `generated` + d, so what is left of the prefix is a depth.
         left = jnp.maximum(self.exact_prefix - evidence.generated, 0)
         return jnp.where(evidence.controls.strict, ALL_EDGES, left)
 

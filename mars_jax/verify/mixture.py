@@ -27,6 +27,7 @@ class Mixture(Retargeted):
     weight: Any  # f32[] or [B]; 1 is lossless
 
     def target(self, log_p: Array, log_q: Array, evidence: Evidence) -> Array:
+        # log(w p + (1 - w) q) without leaving logarithms; w = 1 gives log(0) = -inf to q's part, and p bit for bit.
         weight = self.weight[:, None, None]
         return jnp.logaddexp(jnp.log(weight) + log_p, jnp.log1p(-weight) + log_q)
 

@@ -76,7 +76,7 @@ def _own(spec: str, row: specs.RuleRow, settings: dict[str, Any]) -> LoadedRule:
 
 
 def needs_q(rule: Any) -> bool:
-    """Whether a rule, or the rule that it is over, verifies with the true q of a sampled draft.
+    """True where a rule, or the rule that it is over, verifies with the true q of a sampled draft.
 
     >>> needs_q(load("mars", base="rejection").rule), needs_q(load("mars").rule)
     (True, False)

@@ -11,7 +11,7 @@ from jax import Array
 
 from mars_jax.core import struct
 from mars_jax.core.evidence import Evidence
-from mars_jax.core.sampling import process
+from mars_jax.core.sampling import at_drafted, process
 from mars_jax.specs import UNLIMITED_RUN
 from mars_jax.verify import drafted
 from mars_jax.verify.lossy import numbers
@@ -24,10 +24,10 @@ class Nucleus(Relaxed):
     """Nucleus acceptance (arXiv 2610.07822): a drafted token x is accepted where rejection accepts it, u <= p(x) /
     q(x), or where it is in the nucleus of p: the tokens above it have less than `mass` of the probability.
 
-    What is emitted where it stops is unchanged, norm((p - q)+), so one step is off the target's law by a total
-    variation of sum((q - p)+) over the nucleus. p is the distribution that the row draws from, after temperature and
-    filters; at temperature 0 its nucleus is its best token, and the rule is exact. Lossy; `mass` = 0 equals `base` bit
-    for bit.
+    The token that is emitted where it stops is unchanged, a draw of norm((p - q)+), so one step is off the target's law
+    by a total variation of sum((q - p)+) over the nucleus. p is the distribution that the row draws from, after
+    temperature and filters; at temperature 0 its nucleus is its best token, and the rule is exact. Lossy; `mass` = 0
+    equals `base` bit for bit.
     """
 
     mass: Any  # f32[] or [B]; from 0 to 1
@@ -35,9 +35,10 @@ class Nucleus(Relaxed):
     def relaxable(self, evidence: Evidence) -> Array:
         log_p = jax.nn.log_softmax(process(evidence.logits, evidence.controls), axis=-1)
         there, above = drafted.preferred(evidence, log_p)
+        # f32[B, N]: the mass above x. x is in the nucleus where that is still below `mass`.
         likelier = jnp.sum(jnp.where(above, jnp.exp(there), 0.0), axis=-1)
         # Sums that are rounded below a mass of 1 would let in what the filters exclude.
-        return (likelier < self.mass[:, None]) & (drafted.logit(evidence, log_p) > -jnp.inf)
+        return (likelier < self.mass[:, None]) & (at_drafted(evidence.tree, log_p) > -jnp.inf)
 
 
 def nucleus(

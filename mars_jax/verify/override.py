@@ -14,7 +14,7 @@ from jax import Array
 
 from mars_jax.core.controls import is_stop
 from mars_jax.core.evidence import Evidence
-from mars_jax.core.pick import pick
+from mars_jax.core.pick import pick_one
 from mars_jax.core.tree import Allowance
 from mars_jax.core.types import DraftTree, Verdict
 
@@ -23,7 +23,7 @@ Stretch = Callable[[Array], tuple[Array, Array]]
 
 
 class _At(NamedTuple):
-    """Where a row stands, [B] each but `relaxed`."""
+    """The place of each row on its way down, [B] each but `relaxed`."""
 
     start: Array  # i32; the node from which the rule has started afresh
     stop: Array  # i32; the node where it stops
@@ -51,6 +51,7 @@ def overridden(evidence: Evidence, stretch: Stretch, allowed: Allowance | None) 
 
     def override(at: _At) -> tuple[Array, Array, Array, Array]:
         """bool[B]: the walk goes on; the child i32[B] to which; and the run and the sum that the edge would join."""
+        # A child with the very token that the rule emits is no relaxation: that token comes out either way.
         children = may & (tree.parents == at.stop[:, None]) & (tree.tokens != at.token[:, None])
         run = jnp.where(at.stop > at.start, 0, at.run)  # accepted edges in between end the run
         room = ~is_stop(at.token, stop_tokens) & (run < allowed.max_run)
@@ -61,13 +62,14 @@ def overridden(evidence: Evidence, stretch: Stretch, allowed: Allowance | None) 
             children &= at.spent[:, None] + allowed.cost <= allowed.budget[:, None]
         child = jnp.min(jnp.where(children, ids, n), axis=1)
         take, child = child < n, jnp.minimum(child, n - 1)
-        spent = at.spent if allowed.cost is None else at.spent + pick(allowed.cost, child[:, None])[:, 0]
+        spent = at.spent if allowed.cost is None else at.spent + pick_one(allowed.cost, child)
         return take, child, run, spent
 
     def go_on(at: _At) -> _At:
         take, child, run, spent = override(at)
         start = jnp.where(take, child, at.start)
         stop, token = stretch(start)
+        # Edge d begins at depth d, where the rule had stopped.
         here = jnp.arange(tree.max_depth, dtype=jnp.int32)[None] == _depth(tree, at.stop)[:, None]
         return _At(
             start=start,
@@ -78,6 +80,7 @@ def overridden(evidence: Evidence, stretch: Stretch, allowed: Allowance | None) 
             relaxed=at.relaxed | (take[:, None] & here),
         )
 
+    # A turn takes one edge in some rows, and a stretch after it; the others stay. D edges at most, so the loop ends.
     begin = _At(origin, stop, token, origin, jnp.zeros((batch,), jnp.float32), nothing)
     end = jax.lax.while_loop(lambda at: jnp.any(override(at)[0]), go_on, begin)
     return _verdict(tree, end.stop, end.token, end.relaxed)
@@ -85,7 +88,7 @@ def overridden(evidence: Evidence, stretch: Stretch, allowed: Allowance | None) 
 
 def _depth(tree: DraftTree, node: Array) -> Array:
     """i32[B]"""
-    return node if tree.is_chain else pick(tree.depths, node[:, None])[:, 0]
+    return node if tree.is_chain else pick_one(tree.depths, node)
 
 
 def _verdict(tree: DraftTree, stop: Array, token: Array, relaxed: Array) -> Verdict:
@@ -93,8 +96,9 @@ def _verdict(tree: DraftTree, stop: Array, token: Array, relaxed: Array) -> Verd
     if tree.is_chain:
         path = jnp.minimum(jnp.arange(tree.max_depth + 1, dtype=jnp.int32)[None], stop[:, None])
         return Verdict(path=path, num_accepted=depth, next_token=token, relaxed=relaxed)
-    nodes = [stop]  # upwards
+    # Upwards from the node where the row stops: entry D of the path first, and the same node until its own depth.
+    nodes = [stop]
     for above in range(tree.max_depth, 0, -1):
-        parent = pick(tree.parents, nodes[-1][:, None])[:, 0]
+        parent = pick_one(tree.parents, nodes[-1])
         nodes.append(jnp.where(above > depth, nodes[-1], parent))
     return Verdict(path=jnp.stack(nodes[::-1], axis=1), num_accepted=depth, next_token=token, relaxed=relaxed)

@@ -17,11 +17,11 @@ from jax import Array
 from mars_jax.core import struct
 from mars_jax.core.errors import MarsError
 from mars_jax.core.evidence import Evidence
-from mars_jax.core.pick import pick
+from mars_jax.core.pick import leading, pick_one
 from mars_jax.core.rule import Rule
 from mars_jax.core.sampling import at_tokens, if_greedy, inverse_cdf, node_uniforms, process
 from mars_jax.core.tree import Allowance
-from mars_jax.core.types import DraftTree, Verdict
+from mars_jax.core.types import NO_TOKEN, DraftTree, Verdict
 from mars_jax.verify import siblings
 from mars_jax.verify.exact import Exact
 from mars_jax.verify.override import overridden
@@ -53,9 +53,9 @@ class Rejection(Rule):
         return self.relax(evidence, None), self
 
     def relax(self, evidence: Evidence, allowed: Allowance | None) -> Verdict:
-        """As the call; the edge before which the rule stops is also taken where `allowed` says so.
+        """Do what the call does, and also take the edge before which the rule stops, where `allowed` says so.
 
-        Not where the token that the rule would emit instead is a stop token. From the relaxed token on the
+        It is not taken where the token that the rule would emit instead is a stop token. From the relaxed token on the
         rule starts afresh, so the tokens after it are verified as if they were a draft of their own. In blocks the
         rest of the draft has taken part in deciding the stop, so that these are no longer samples of q, and the
         fresh block is lossless only nearly.
@@ -87,6 +87,7 @@ def verify_draft(evidence: Evidence, log_v: Array, allowed: Allowance | None, bl
       allowed: the edges that may be relaxed where the rule stops.
       block: by blocks instead of token by token; chains only.
     """
+    # Acceptance and the emitted token use different keys: the residual is drawn independently of the u that refused.
     accept_keys, draw_keys = jnp.unstack(jax.vmap(jax.random.split)(evidence.keys), axis=1)
     if not evidence.tree.is_chain:
         along = siblings.sibling_stretch(evidence, log_v, accept_keys, draw_keys)
@@ -108,7 +109,7 @@ def verify_draft(evidence: Evidence, log_v: Array, allowed: Allowance | None, bl
 
 @dataclasses.dataclass(frozen=True)
 class _Ratios:
-    """What both rules read: p and q at the drafted tokens, and their distributions."""
+    """The common input of both rules: p and q at the drafted tokens, and their distributions."""
 
     tree: DraftTree
     length: Array  # i32[B]; drafted tokens before the first padding node
@@ -120,24 +121,27 @@ class _Ratios:
 
     @staticmethod
     def of(tree: DraftTree, log_p: Array) -> _Ratios:
-        """Of a tree and the processed logits f32[B, N, V] that its tokens are verified against."""
+        """The ratios of a tree, against the processed logits f32[B, N, V] that its tokens are verified with."""
         drafted = tree.tokens[:, 1:]
         nodes = jnp.broadcast_to(jnp.arange(drafted.shape[1], dtype=jnp.int32), drafted.shape)
-        length = jnp.sum(jnp.cumprod((drafted >= 0).astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
         norm_p = jax.nn.logsumexp(log_p, axis=-1)
         log_q, norm_q = tree.draft_logits, None
 
         def at_drafted(logits: Array, norm: Array) -> Array:
             picked = at_tokens(logits, nodes, jnp.maximum(drafted, 0))
+            # Row i of the logits predicts node i + 1, and the last row predicts none: hence `norm[:, :-1]`, f32[B, K].
             # A q rounded above 1 would refuse a token that is certain.
             return jnp.minimum(picked - norm[:, :-1], 0.0)
 
+        # Where the draft is deterministic q is 1 at the drafted token, so log p is log(p / q).
         ratio = at_drafted(log_p, norm_p)
         if log_q is not None:
             norm_q = jax.nn.logsumexp(log_q, axis=-1)
             ratio = ratio - at_drafted(log_q, norm_q)
         # NaN is a token that neither p nor q allows: refused.
-        return _Ratios(tree, length, log_p, log_q, norm_p, norm_q, jnp.nan_to_num(jnp.exp(ratio)))
+        return _Ratios(
+            tree, leading(drafted >= 0), log_p, log_q, norm_p, norm_q, jnp.nan_to_num(jnp.exp(ratio))
+        )
 
     def p(self) -> Array:
         """f32[B, K, V]"""
@@ -153,17 +157,15 @@ class _Ratios:
     def residual(self, stop: Array, scale: Array) -> Array:
         """Weights f32[B, V] of the emitted token: (scale p - q)+ at node `stop`, and p after the last
         token."""
-
-        def row(values: Array) -> Array:
-            return pick(values, stop[:, None])[:, 0]
-
-        p = jnp.exp(row(self.log_p) - row(self.norm_p)[:, None])
+        p = jnp.exp(pick_one(self.log_p, stop) - pick_one(self.norm_p, stop)[:, None])
         if self.log_q is None or self.norm_q is None:
-            refused = row(jnp.pad(self.tree.tokens[:, 1:], ((0, 0), (0, 1)), constant_values=-1))
+            following = jnp.pad(self.tree.tokens[:, 1:], ((0, 0), (0, 1)), constant_values=NO_TOKEN)
+            refused = pick_one(following, stop)
             q = (refused[:, None] == jnp.arange(p.shape[-1], dtype=jnp.int32)[None]).astype(jnp.float32)
         else:
-            q = jnp.exp(row(self.log_q) - row(self.norm_q)[:, None])
+            q = jnp.exp(pick_one(self.log_q, stop) - pick_one(self.norm_q, stop)[:, None])
         weights = jnp.maximum(scale[:, None] * p - q, 0.0)
+        # After the last drafted token nothing was refused, and the bonus token is drawn from p.
         # Where p equals q up to rounding nothing may be left; then p itself is within rounding of right.
         use_p = (stop >= self.length) | ~(jnp.sum(weights, axis=-1) > 0)
         return jnp.where(use_p[:, None], p, weights)
@@ -173,10 +175,11 @@ def _token_stop(ratios: _Ratios, uniforms: Array, start: Array) -> tuple[Array, 
     """Leviathan et al. 2211.17192, Algorithm 1; Chen et al. 2302.01318. -> (stop i32[B], scale of p
     f32[B])."""
     edge = jnp.arange(ratios.ratio.shape[1], dtype=jnp.int32)[None]
+    # Edge i leads to node i + 1, whose uniform is that of its own position. u < p / q is u < min(1, p / q), as u < 1.
     accepted = (uniforms[:, 1:] < ratios.ratio) & (edge < ratios.length[:, None])
+    # A stretch begins at node `start`: the edges up to it are taken already.
     accepted = accepted | (edge < start[:, None])
-    stop = jnp.sum(jnp.cumprod(accepted.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
-    return stop, jnp.ones(start.shape, jnp.float32)
+    return leading(accepted), jnp.ones(start.shape, jnp.float32)
 
 
 def _block_stop(ratios: _Ratios, uniforms: Array, start: Array) -> tuple[Array, Array]:
@@ -190,16 +193,18 @@ def _block_stop(ratios: _Ratios, uniforms: Array, start: Array) -> tuple[Array, 
     for i in range(n - 1):
         r.append(jnp.where(i < start, 1.0, jnp.minimum(r[-1] * ratios.ratio[:, i], 1.0)))
     r = jnp.stack(r, axis=1)  # f32[B, N]
+    # m_i of the paper, f32[B, K]: what p, scaled by r_i, has above q at the next token. Node N - 1 has no next token.
     left = jnp.sum(jnp.maximum(r[:, :-1, None] * ratios.p() - ratios.q(), 0.0), axis=-1)
     left = jnp.pad(left, ((0, 0), (0, 1)))
-    over = left + 1.0 - r
+    over = left + 1.0 - r  # so h_i = m_i / (m_i + 1 - r_i), and h_K = r_K at the last drafted token
     # 0 / 0 is r = 1 with p = q after it: the prefix is certain, and so is a longer one.
     h = jnp.where(
         node == ratios.length[:, None], r, jnp.where(over > 0, left / jnp.where(over > 0, over, 1.0), 1.0)
     )
+    # The longest prefix that passes, whatever shorter ones did; the stretch's own start passes always.
     keep = (uniforms < h) & (node <= ratios.length[:, None]) & (node > start[:, None])
     stop = jnp.max(jnp.where(keep, node, start[:, None]), axis=1)
-    return stop, pick(r, stop[:, None])[:, 0]
+    return stop, pick_one(r, stop)
 
 
 def rejection(block: bool = False) -> Rejection:

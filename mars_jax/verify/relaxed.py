@@ -33,9 +33,9 @@ class Relaxed(Lossy):
     with `cost` and `spend` what the relaxed edges of a row may add up to over the whole text; what is left is state
     that the rule carries on.
 
-    What no rule has to think of: an exact sibling goes first; strict rows and spans, the exact prefix, padding, tokens
-    that a ban or a constraint forbids, and stop tokens (the drafted one, the target's best, or the one that the base
-    would emit) are never relaxed.
+    This class guards what no subclass has to think of: an exact sibling goes first; strict rows and spans, the exact
+    prefix, padding, tokens that a ban or a constraint forbids, and stop tokens (the drafted one, the target's best, or
+    the one that the base would emit) are never relaxed.
     """
 
     base: Any = Exact()  # Exact or Rejection
@@ -56,7 +56,7 @@ class Relaxed(Lossy):
         return runner_up_edges(evidence, self.low(evidence))
 
     def cost(self, evidence: Evidence) -> tuple[Array, Array] | None:
-        """What relaxing the edge into each node costs, f32[B, N], and what each row has left, f32[B]; None is free."""
+        """The cost of relaxing the edge into each node, f32[B, N], and each row's budget left, f32[B]; None is free."""
         return None
 
     def spend(self, left: Array) -> Self:
@@ -68,6 +68,7 @@ class Relaxed(Lossy):
     def guarded(self, evidence: Evidence) -> Array:
         """bool[B, N]: of the edges that are `relaxable` those that any rule may relax."""
         tree, stop_tokens = evidence.tree, evidence.controls.stop_tokens
+        # Guards look at the edge into a node: at its own token x, and at the parent, by whose logits x is judged.
         free = (tree.depths > self.strict_edges(evidence)[:, None]) & (tree.tokens >= 0)
         free &= ~is_stop(tree.tokens, stop_tokens) & ~at_parent(
             tree, is_stop(evidence.stats.id1, stop_tokens)
@@ -82,6 +83,7 @@ class Relaxed(Lossy):
         verdict = self.base.relax(evidence, allowed)
         if cost is None or budget is None:
             return verdict, self
+        # f32[B, D]: edge d leads into path[d + 1].
         paid = jnp.where(verdict.relaxed, gather_path(cost, verdict.path[:, 1:]), 0.0)
         return verdict, self.spend(budget - jnp.sum(paid, axis=1))
 

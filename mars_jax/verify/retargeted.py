@@ -26,9 +26,9 @@ class Retargeted(Lossy):
     """Verify drafts against a distribution v in place of the target's p, by rejection: the output follows v.
 
     Subclass it to write a rule of distributions (mixtures, lenience, cascades of distributions): `target` says what v
-    is. What no rule has to think of: v is without what a constraint or a ban forbids; strict rows, the exact prefix,
-    rows at temperature 0 and the token after the draft, which has no q, follow p by the same rule. A tree must be drawn
-    from its q. Where v depends on the drafted token, of which a tree has several, say `chains_only = True`.
+    is. This class does the rest: v is without what a constraint or a ban forbids; strict rows, the exact prefix, rows
+    at temperature 0 and the token after the draft, which has no q, follow p by the same rule. A tree must be drawn from
+    its q. Where v depends on the drafted token, of which a tree has several, say `chains_only = True`.
     """
 
     block: bool = struct.field(pytree_node=False, default=False)
@@ -40,7 +40,7 @@ class Retargeted(Lossy):
 
     @property
     def base(self) -> Rejection:
-        """What strict rows get."""
+        """The lossless rule that strict rows get."""
         return Rejection(block=self.block)
 
     def target(self, log_p: Array, log_q: Array, evidence: Evidence) -> Array:
@@ -65,7 +65,7 @@ class Retargeted(Lossy):
         greedy = is_greedy(evidence.controls)
 
         def retargeted() -> Verdict:
-            log_p = jax.nn.log_softmax(process(evidence.logits, evidence.controls), axis=-1)
+            log_p = jax.nn.log_softmax(process(evidence.logits, evidence.controls))
             ends = ~_has_children(evidence.tree)
             # Node i decides on the edges below it, which are one deeper.
             follows_p = evidence.tree.depths < self.strict_edges(evidence)[:, None]
@@ -92,14 +92,17 @@ def _has_children(tree: DraftTree) -> Array:
     """bool[B, N]: something is drafted after the node."""
     if tree.is_chain:
         return jnp.pad(tree.tokens[:, 1:] >= 0, ((0, 0), (0, 1)))
+    # bool[B, N, N], entry [b, i, j]: node j is a child of node i, and no padding.
     nodes = jnp.arange(tree.tokens.shape[1], dtype=jnp.int32)[None, :, None]
     return jnp.any((tree.parents[:, None] == nodes) & (tree.tokens >= 0)[:, None], axis=2)
 
 
 def _log_q(evidence: Evidence, ends: Array, log_p: Array) -> Array:
     if evidence.tree.draft_logits is None:
+        # The one-hot of the token that was drafted after each node; NO_TOKEN matches none.
         ids = jnp.arange(log_p.shape[-1], dtype=jnp.int32)[None, None]
         log_q = jnp.where(ids == following(evidence)[..., None], 0.0, -jnp.inf)
     else:
         log_q = jax.nn.log_softmax(evidence.tree.draft_logits, axis=-1)
+    # Where nothing is drafted there is no q; log p stands in, and v is not used there.
     return jnp.where(ends[..., None], log_p, log_q)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from mars_jax.core.evidence import Evidence
-from mars_jax.core.pick import pick
+from mars_jax.core.pick import in_rows, pick_one
 from mars_jax.core.sampling import at_tokens, inverse_cdf, node_uniforms
 from mars_jax.core.types import DraftTree
 from mars_jax.verify.override import Stretch
@@ -31,7 +31,7 @@ class Left(NamedTuple):
 
 
 def sibling_stretch(evidence: Evidence, log_v: Array, accept_keys: Array, draw_keys: Array) -> Stretch:
-    """How rejection goes down a tree, and draws where it stops; see `descend`.
+    """Rejection down a tree, with a draw where it stops; see `descend`.
 
     Args:
       evidence: of the step.
@@ -40,12 +40,13 @@ def sibling_stretch(evidence: Evidence, log_v: Array, accept_keys: Array, draw_k
     """
 
     def uniform(rank: Array, depth: Array) -> Array:
+        # Siblings share their position, so the number of those refused before tells their draws apart.
         keys = jax.vmap(jax.random.fold_in)(accept_keys, rank)
         return node_uniforms(keys, (evidence.start + depth)[:, None])[:, 0]
 
     def stretch(start: Array) -> tuple[Array, Array]:
         stop, left = descend(evidence.tree, log_v, uniform, start)
-        depth = _row(evidence.tree.depths, stop)
+        depth = pick_one(evidence.tree.depths, stop)
         return stop, inverse_cdf(left, node_uniforms(draw_keys, (evidence.start + depth)[:, None])[:, 0])
 
     return stretch
@@ -79,8 +80,12 @@ def descend(
     ids = jnp.arange(n, dtype=jnp.int32)[None]
 
     def fresh(node: Array) -> Left:
-        p = _softmax(_row(log_v, node))
-        q = jnp.zeros_like(p) if tree.draft_logits is None else _softmax(_row(tree.draft_logits, node))
+        p = jax.nn.softmax(pick_one(log_v, node))
+        q = (
+            jnp.zeros_like(p)
+            if tree.draft_logits is None
+            else jax.nn.softmax(pick_one(tree.draft_logits, node))
+        )
         return Left(node=node, tried=node, rank=jnp.zeros_like(node), p=p, q=q)
 
     def next_child(at: Left) -> Array:
@@ -90,17 +95,20 @@ def descend(
 
     def try_child(at: Left) -> Left:
         child = next_child(at)
+        # i32[B], clamped so that rows without a child gather something, which is thrown away below.
         is_child, child = child < n, jnp.minimum(child, n - 1)
-        token = jnp.maximum(pick(tree.tokens, child[:, None])[:, 0], 0)
+        token = jnp.maximum(pick_one(tree.tokens, child), 0)
         is_x = jnp.arange(at.p.shape[-1], dtype=jnp.int32)[None] == token[:, None]
         q = jnp.where(is_x, 1.0, 0.0) if tree.draft_logits is None else at.q
         p_x, q_x = _at_token(at.p, token), _at_token(q, token)
-        # A token that neither allows is refused.
-        taken = is_child & (uniform(at.rank, _row(tree.depths, child)) * q_x < p_x)
+        # u < p / q without the division, as q may be 0. A token that neither allows is refused.
+        taken = is_child & (uniform(at.rank, pick_one(tree.depths, child)) * q_x < p_x)
+        # norm((p - q)+), by which the next sibling is judged.
         missed = jnp.maximum(at.p - q, 0.0)
         total = jnp.sum(missed, axis=-1, keepdims=True)
         # Where p equals q up to rounding nothing may be left; then p itself is within rounding of right.
         p = jnp.where(total > 0, missed / jnp.where(total > 0, total, 1.0), at.p)
+        # Without replacement: the next sibling was drawn from q without x.
         others = jnp.where(is_x, 0.0, at.q)
         rest = jnp.sum(others, axis=-1, keepdims=True)
         refused = Left(
@@ -110,24 +118,11 @@ def descend(
             p=p,
             q=others / jnp.where(rest > 0, rest, 1.0),
         )
+        return in_rows(is_child, in_rows(taken, fresh(child), refused), at)
 
-        def unless(chosen: Array, new: Array, old: Array) -> Array:
-            return jnp.where(chosen.reshape((-1,) + (1,) * (new.ndim - 1)), new, old)
-
-        moved = jax.tree.map(lambda new, old: unless(taken, new, old), fresh(child), refused)
-        return jax.tree.map(lambda new, old: unless(is_child, new, old), moved, at)
-
+    # Each turn tries one child in every row that has one: at most N - 1 turns, and fewer where walks are short.
     end = jax.lax.while_loop(lambda at: jnp.any(next_child(at) < n), try_child, fresh(start))
     return end.node, end.p
-
-
-def _row(values: Array, node: Array) -> Array:
-    """values [B, N, ...] at nodes i32[B]: [B, ...]."""
-    return pick(values, node[:, None])[:, 0]
-
-
-def _softmax(logits: Array) -> Array:
-    return jax.nn.softmax(logits, axis=-1)
 
 
 def _at_token(weights: Array, token: Array) -> Array:

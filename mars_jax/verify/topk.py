@@ -29,6 +29,7 @@ class TopK(Relaxed):
 
     def relaxable(self, evidence: Evidence) -> Array:
         _, above = drafted.preferred(evidence, evidence.logits)
+        # The number of tokens above x is its rank, 0 for the best; ties count for x.
         rank = jnp.sum(above, axis=-1, dtype=jnp.int32)
         return (rank < self.k[:, None]) & (drafted.shortfall(evidence) <= self.delta[:, None])
 

@@ -30,6 +30,7 @@ class Typical(Relaxed):
     delta: Any  # f32[] or [B]
 
     def relaxable(self, evidence: Evidence) -> Array:
+        # log(delta exp(-H)) = log(delta) - H, f32[B, N] at each node; the token x is judged at its parent.
         by_entropy = jnp.log(self.delta)[:, None] - entropy(evidence.logits)
         least = jnp.minimum(jnp.log(self.epsilon)[:, None], by_entropy)
         return drafted.log_prob(evidence) > at_parent(evidence.tree, least)

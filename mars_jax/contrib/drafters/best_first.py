@@ -54,6 +54,7 @@ def best_first(shape: Dynamic, root: Array, logits: Array, alive: Array) -> Draf
     zero = jnp.zeros((batch, 1), jnp.float32)
     prefixes, values, sorted_prefixes = zero, [], []
     for part in plan.parts:
+        # A source for the sums: log-probabilities of the sorted prefixes, of the children at each depth, and a zero.
         of_part = children[:, part.begin : part.end].reshape(batch, -1)
         values.append(_sums(jnp.concatenate([prefixes, of_part, zero], axis=1), part.places))
         if part.width:
@@ -64,10 +65,12 @@ def best_first(shape: Dynamic, root: Array, logits: Array, alive: Array) -> Draf
     # is rounded; and of equals top_k takes the lower number first, the parent's. So what is kept hangs together, and
     # parents come first.
     ranks, kept = lax.top_k(jnp.concatenate(values, axis=1), m)
+    # i32[B, M] each, from the table of all candidates: they differ by row only in which of them were kept.
     token, above, depth = jnp.unstack(jnp.asarray(plan.table).at[kept].get(mode="promise_in_bounds"), axis=2)
     if sorted_prefixes:
         which = pick(jnp.concatenate(sorted_prefixes, axis=1), jnp.maximum(-1 - above, 0))
         above = jnp.where(above < 0, which, above)
+    # A parent's node is 1 + its place among the kept; the root is none of them, and the sum over no match is 0.
     parents = jnp.sum(
         jnp.where(above[:, :, None] == kept[:, None], jnp.arange(1, m + 1, dtype=jnp.int32), 0),
         axis=2,
@@ -122,7 +125,7 @@ class _Plan(NamedTuple):
 
 @functools.lru_cache
 def _plan(m: int, depth: int, k: int) -> _Plan:
-    """What never changes about trees of m nodes, `depth` levels and k children."""
+    """The static part of trees of m nodes, `depth` levels and k children."""
     # More depths at once are fewer sorts of more nodes.
     size = 3 if m <= 128 else 2 if m <= 512 else 1
     cuts = [*range(0, depth, size), depth]

@@ -24,7 +24,7 @@ from mars_jax.core.controls import is_stop
 from mars_jax.core.drafter import STOPS, TRUSTS, Drafter, DraftInput
 from mars_jax.core.errors import MarsError
 from mars_jax.core.extend import caught_up
-from mars_jax.core.prefill import prefill, short_chunk
+from mars_jax.core.prefill import chunk_of, prefill
 from mars_jax.core.sampling import is_greedy
 from mars_jax.core.tree import chain, last_token
 from mars_jax.core.types import NO_TOKEN, DraftTree, LanguageModel, Params, PyTree, Visible
@@ -135,7 +135,7 @@ def _cascade(inner: Drafter, proxy: LanguageModel, most: int, gate: str) -> Draf
         params: Params, state: CascadeState, tokens: Array, cached: Array, length: Array
     ) -> CascadeState:
         tokens = widened(tokens)
-        chunk = proxy.prefill_chunk or short_chunk()
+        chunk = proxy.prefill_chunk or chunk_of()
         cache, _ = prefill(proxy, params.draft.proxy, tokens, cached, length - 1, state.cache, chunk=chunk)
         draft = caught_up(inner, inner_params(params), state.inner, tokens, cached, length)
         return CascadeState(draft, cache, jnp.zeros_like(length))

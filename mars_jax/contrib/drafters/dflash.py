@@ -168,7 +168,7 @@ def _dflash(
 
 
 class _Block(NamedTuple):
-    """What a forward over a block gives."""
+    """The output of a forward over a block."""
 
     params: Params
     given: DraftInput

@@ -111,7 +111,7 @@ def _medusa(config: MedusaConfig, shape: Static, sample: bool) -> Drafter:
     def steered_chain(
         keys: Array, logits: Array, controls: Controls, steering: Steering
     ) -> tuple[Array, Array | None]:
-        """As `draft_chain`; what a head may say depends on what the heads before it said."""
+        """Draft as `draft_chain` does, where the tokens a head may draft depend on those of the heads before it."""
         states, tokens, drawn_from = steering.first, [], []
         for i in range(shape.depth):
             z = steering.logits(logits[:, i : i + 1], states)

@@ -20,7 +20,7 @@ from jax import Array, lax
 from mars_jax.core.controls import is_stop
 from mars_jax.core.drafter import TRUSTS, Drafter, DraftInput
 from mars_jax.core.errors import MarsError
-from mars_jax.core.prefill import prefill, short_chunk
+from mars_jax.core.prefill import chunk_of, prefill
 from mars_jax.core.sampling import argmax, is_greedy, process, sample_processed
 from mars_jax.core.tree import chain, last_token
 from mars_jax.core.types import NO_TOKEN, DraftTree, LanguageModel, Params, PyTree, Visible
@@ -92,7 +92,7 @@ def _sprinter(model: LanguageModel, most: int, sample: bool) -> Drafter:
         return prefill(model, params.draft.model, tokens, jnp.zeros_like(length), length - 2, cache)[0]
 
     def catch_up(params: Params, cache: PyTree, tokens: Array, cached: Array, length: Array) -> PyTree:
-        chunk = model.prefill_chunk or short_chunk()
+        chunk = model.prefill_chunk or chunk_of()
         return prefill(model, params.draft.model, tokens, cached, length - 2, cache, chunk=chunk)[0]
 
     def propose(params: Params, cache: PyTree, given: DraftInput) -> tuple[DraftTree, PyTree]:

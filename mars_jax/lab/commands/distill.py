@@ -107,7 +107,7 @@ _SIZES = ("--tokens", "--step-tokens", "--length", "--seed")
 
 
 class Kind(NamedTuple):
-    """What `distill` makes, and its flags, of `_FLAGS`."""
+    """A kind of thing that `distill` makes, and its flags, of `_FLAGS`."""
 
     help: str
     data: Sequence[str]

@@ -38,7 +38,7 @@ def open_small(args: argparse.Namespace) -> Pretrained | None:
 
 
 def draft_name(name: str, output: Path) -> str:
-    """How config.json in `output` names a model: by the name that was given, or from where the output is."""
+    """The name of a model in config.json of `output`: the one that was given, or a path relative to the output."""
     path = expanded(name)
     if not path.is_dir():
         return name
@@ -163,8 +163,9 @@ def _diversed(
 
 
 SYSTEMS: dict[str, Callable[..., None]] = {"sprinter": _sprinter, "via_sd": _via_sd, "diversed": _diversed}
-"""What makes each and writes it to --output, of the flags, the target, what `open_small` gave, the documents and
---work.
+"""Functions that make each system and write it to --output.
+
+They take the flags, the target, what `open_small` gave, the documents and --work.
 
 Raises:
   MarsError: the small model has another vocabulary, there is too little text, or a task without rewards.

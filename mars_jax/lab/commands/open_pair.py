@@ -1,4 +1,4 @@
-"""What `cli.pair`'s flags name: problems, target and drafter. The cheap checks come first."""
+"""Open the problems, target and drafter that the flags of `cli.pair` name. The cheap checks come first."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def read_problems(args: argparse.Namespace) -> list[Problem]:
 
 
 class Opened(NamedTuple):
-    """What a study works on."""
+    """The input of a study."""
 
     problems: list[Problem]
     target: Pretrained
@@ -43,7 +43,7 @@ class Opened(NamedTuple):
 
 
 def open_study(args: argparse.Namespace, folder: Path, check: Callable[[list[Problem]], None]) -> Opened:
-    """What the flags name, for a command that measures a pair on tasks: folder, problems and models, in that order.
+    """Open folder, problems and models, in that order, for a command that measures a pair on tasks.
 
     Args:
       args: of a parser of `pair.make_parser`, after `pair.check`.

@@ -130,8 +130,11 @@ def convert(args: argparse.Namespace) -> None:
 
 
 def given(args: argparse.Namespace) -> dict[str, Any]:
-    """How the target is computed and how long drafts are, where a flag says so: part of what tells a run from others,
-    and left out where it is not given, so that folders of runs before these flags can go on."""
+    """The flags for how the target is computed and how long drafts are, where they are given.
+
+    They are part of what tells a run from others. Flags that are not given are left out, so that folders of runs from
+    before these flags can go on.
+    """
     return {
         name: getattr(args, name)
         for name in ("attention", "cache_dtype", "draft_size", "any_rule")

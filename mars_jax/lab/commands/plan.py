@@ -136,7 +136,7 @@ def _run(args: argparse.Namespace, out: IO[str]) -> bool:
     def pair(
         slice_: Any, dtype: str, length: int | None = length, tree: Any = tree
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What `make_plan` and `try_fit` take. Axes that are given are those of the slice that is given."""
+        """The arguments of `make_plan` and `try_fit`. Axes that are given are those of the slice that is given."""
         axes = args.mesh if slice_ is where else None
         if axes is None:
             default = default_mesh(target, len(slice_.devices), batch)
@@ -214,7 +214,7 @@ def _config(name: str) -> Any:
 
 
 def _draft(spec: str, target: Any) -> Any:
-    """What `draft_of` takes."""
+    """The argument of `draft_of`."""
     if spec in specs.OUTLINED:
         return pkgutil.resolve_name(specs.OUTLINED[spec]).outline(target)
     try:

@@ -1,4 +1,4 @@
-"""What `mars-jax plan` prints for people."""
+"""The text that `mars-jax plan` prints for people."""
 
 from __future__ import annotations
 

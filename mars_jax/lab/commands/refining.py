@@ -19,7 +19,7 @@ EVERY, STEPS = 32, 8
 def open_refining(
     args: argparse.Namespace, target: Pretrained, drafter: LoadedDrafter, *, samples: bool
 ) -> Refining:
-    """What `--refine` calls.
+    """Open the refinement that `--refine` asks for.
 
     Args:
       args: of the command.
@@ -34,7 +34,7 @@ def open_refining(
 
 
 class Refining:
-    """What a command knows of a draft that learns: what it has yet to see, and what became of its updates."""
+    """A draft that learns, as a command sees it: the texts it has yet to see, and the results of its updates."""
 
     def __init__(self, refiner: online.Refiner, target: Pretrained, *, every: int, keeps: bool):
         """
@@ -59,7 +59,7 @@ class Refining:
         return completion if self._keeps else dataclasses.replace(completion, log_probs=None)
 
     def describe(self) -> str:
-        """What became of it, for the statistics."""
+        """The results of the updates in words, for the statistics."""
         if not self.updates:
             return f"the draft was not refined: {self._every} completions are an update (--refine-every)"
         kept = sum(update.kept for update in self.updates)

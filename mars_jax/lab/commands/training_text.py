@@ -1,4 +1,4 @@
-"""What `distill` trains on: documents, or texts that the target writes itself."""
+"""Text for `distill` to train on: documents, or texts that the target writes itself."""
 
 from __future__ import annotations
 

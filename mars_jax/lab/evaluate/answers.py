@@ -17,7 +17,7 @@ from mars_jax.serve.requests import Completion
 from mars_jax.serve.session import Session
 
 UPDATES = 8
-"""Of a draft that is refined, after every group of problems."""
+"""Updates of a refined draft after every group of problems."""
 GROUP = 4
 """Batches of an arm before the next arm has its turn."""
 

@@ -22,7 +22,7 @@ RESAMPLES = 10_000
 
 
 def loops(tokens: Sequence[int], stop_tokens: Sequence[int] = ()) -> bool:
-    """Whether a text ends in a loop: its tail is some phrase of up to 90 tokens, at least three times over.
+    """True where a text ends in a loop: its tail is some phrase of up to 90 tokens, at least three times over.
 
     Holtzman et al. 1904.09751 count a text as repetitive if a phrase at its end is there three times, with phrases of
     up to 90 tokens in their code. Here the repeated tail has 12 tokens at least, so that "!!!" or "ha ha ha" is no
@@ -44,7 +44,8 @@ def loops(tokens: Sequence[int], stop_tokens: Sequence[int] = ()) -> bool:
 
 
 def acceptance_by_depth(histogram: Sequence[int]) -> list[float | None]:
-    """Of the steps that accepted d draft tokens, the share that accepted one more, for d = 0, 1, ...; None of none.
+    """Conditional acceptance rate at each depth: of the steps that accepted d draft tokens the share that accepted one
+    more, for d = 0, 1, ...; None where no step reached d.
 
     A step that drafted no further, or was cut off there by a stop token, counts among those that did not.
 

@@ -1,1 +1,1 @@
-"""How all pictures of the project look: their fonts, their colours, their captions, and the files they become."""
+"""The common look of all pictures: their fonts, their colours, their captions, and the files they become."""

@@ -1,7 +1,7 @@
 """The colours of Okabe and Ito, and which of them is whose: the same in every picture.
 
-People with any kind of colour vision tell these colours apart (Okabe and Ito 2008, "Color Universal Design"). What is
-measured against is grey and black, and rules that relax have colours. No two rules share colour and marker.
+People with any kind of colour vision tell these colours apart (Okabe and Ito 2008, "Color Universal Design"). Baselines
+are grey and black, and rules that relax have colours. No two rules share colour and marker.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ BLACK, GREY = "#222222", "#888888"
 ORANGE, SKY, GREEN, YELLOW = "#E69F00", "#56B4E9", "#009E73", "#F0E442"
 BLUE, VERMILLION, PURPLE = "#0072B2", "#D55E00", "#CC79A7"
 COLOURS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, BLACK)
-"""Of lines that belong to nobody, such as the figures of a log, one after the other."""
+"""Colours of lines without a colour of their own, such as the figures of a log, one after the other."""
 LIGHT = "#DDDDDD"
-"""Of what is beside the point: zero lines, pieces of a bar without a part of their own."""
+"""Colour of what is beside the point: zero lines, pieces of a bar without a part of their own."""
 
 
 class Look(NamedTuple):
@@ -74,11 +74,11 @@ OTHERS = {
     "block": Look(BLACK, "X", open=True),
     "transformers": Look(ORANGE, "h"),
 }
-"""What decodes and is no rule, or a way to run one."""
+"""Looks of decoders that are no rule, or of ways to run one."""
 
 
 def _looks() -> dict[str, Look]:
-    """What is chosen above, and for the other rules of the table, in its order, what nobody has."""
+    """The looks chosen above; the other rules of the table get unused ones, in the order of the table."""
     made = dict(_CHOSEN)
     free = (Look(colour, marker) for marker in "v<>ph8*dHX" for colour in COLOURS[:-1])
     for name in specs.RULES:
@@ -91,7 +91,7 @@ RULES = _looks()
 """By the names of `specs.RULES`."""
 
 KINDS = {"accepted": GREEN, "relaxed": ORANGE, "rejected": VERMILLION}
-"""Of drafted tokens."""
+"""Colours of drafted tokens."""
 PARTS = {
     "target/mlp": BLUE,
     "target/attention": SKY,
@@ -103,11 +103,11 @@ PARTS = {
     "the rest": GREY,
     "instructions": LIGHT,
 }
-"""Of a step's cost."""
+"""Colours of the parts of a step's cost."""
 
 
 def look(name: str) -> Look:
-    """Of a rule, an arm of a benchmark, or a family of settings, by its name.
+    """The look of a rule, an arm of a benchmark, or a family of settings, by its name.
 
     >>> look("mars theta=0.9") == look("mars") == RULES["mars"]
     True

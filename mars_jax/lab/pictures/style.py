@@ -46,7 +46,7 @@ STYLE: dict[Any, Any] = {
     "text.parse_math": False,  # a name with two dollars is no formula
 }
 METADATA = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
-"""What would make the same picture other bytes tomorrow, left out."""
+"""Metadata left out, which would give the same picture other bytes tomorrow."""
 
 
 def check_installed() -> None:
@@ -175,7 +175,7 @@ def honest_limits(
 
 
 def zero_line(axis: Any, at: float = 0.0) -> None:
-    """Where there is no difference."""
+    """Draw a line where there is no difference."""
     axis.axhline(at, color=GREY, linewidth=0.9, linestyle=":")
 
 

@@ -1,4 +1,4 @@
-"""What to try where a pair of models does not fit on a slice, and which draft pays: only what was compiled is named."""
+"""Advice on pairs of models that do not fit on a slice, and on the draft that pays: only what was compiled counts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mars_jax.specs import Dynamic
 
 
 class Attempt(NamedTuple):
-    """Whether a pair of models fits on a slice. Bytes are of one device."""
+    """A trial of a pair of models on a slice, and whether it fits. Bytes are of one device."""
 
     topology: str
     dtype: str
@@ -38,7 +38,7 @@ def try_fit(
     context: int,
     dtype: str,
 ) -> Attempt:
-    """Whether the decode loop fits: `make_plan` without its figures. It compiles only what may fit by its arrays."""
+    """Try to fit the decode loop: `make_plan` without its figures. It compiles only what may fit by its arrays."""
     made = programs(target, draft, mesh, verify, batch=batch, context=context, dtype=dtype)
     held, fits = local_bytes(made.params), False
     if held <= topology.hbm_bytes:
@@ -61,7 +61,7 @@ class Shape(NamedTuple):
 
     @property
     def flags(self) -> str:
-        """As arguments of the commands.
+        """The arguments of the commands.
 
         >>> Shape(3, None).flags, Shape(None, Dynamic()).flags
         ('--num-draft-tokens 3', '--tree dynamic:10-7-60')
@@ -91,7 +91,7 @@ SHAPES = (Shape(3, None), Shape(5, None), Shape(None, Dynamic()))
 
 
 class Draft(NamedTuple):
-    """What a step with a draft costs by the compiler's schedule, and what it gives where drafts hold as assumed."""
+    """The cost of a step with a draft by the compiler's schedule, and its tokens where drafts hold as assumed."""
 
     flags: str
     low_seconds: float
@@ -129,7 +129,7 @@ def compare(
 
 
 def advise(attempt: Callable[[str | None, str], Attempt], dtype: str, larger: Sequence[str]) -> list[Attempt]:
-    """Whether 8 bits fit on the same slice, and the next slice on which the weights fit as they are.
+    """Try 8 bits on the same slice, and find the next slice on which the weights fit as they are.
 
     Args:
       attempt: from a slice, None for the same, and a dtype.

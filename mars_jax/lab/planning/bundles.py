@@ -48,7 +48,7 @@ class Routine:
         return sum(self.times())
 
     def times(self) -> list[int]:
-        """How often each bundle runs."""
+        """The number of runs of each bundle."""
         times = [1] * len(self.bundles)
         for loop in self.loops:
             for k in range(loop.first, loop.last + 1):
@@ -126,7 +126,7 @@ _Definitions = dict[str, list[tuple[int, str]]]
 
 
 def _definitions(bundles: list[str]) -> _Definitions:
-    """Where each register is set, and to what."""
+    """The places where each register is set, and the values."""
     defined: _Definitions = {}
     for k, bundle in enumerate(bundles):
         for name, value in re.findall(r"%(\w+) = ([^;{}]*)", bundle):
@@ -139,9 +139,11 @@ def _value(defined: _Definitions, name: str) -> str:
 
 
 def _constant(defined: _Definitions, text: str) -> int | None:
-    """An operand's value where it is a number, or a register that is set to one, perhaps under a predicate: of the
-    smaller of a constant and something else the constant. What is added to such a register fills a pipeline, and
-    does no work."""
+    """An operand's value where it is a number, or a register that is set to one, perhaps under a predicate.
+
+    It is the constant, too, where a register is the smaller of a constant and something else. Additions to such a
+    register fill a pipeline, and do no work.
+    """
     text = text.strip()
     if not text.startswith("%"):
         return int(text) if re.fullmatch(r"-?\d+", text) else None
@@ -155,8 +157,10 @@ def _constant(defined: _Definitions, text: str) -> int | None:
 
 
 def _trips(defined: _Definitions, predicate: str) -> int | None:
-    """Of a loop that counts up to a constant: by the constant that is added, else by 1, from the constant at which its
-    counter starts, else from 0. None of any other."""
+    """Trips of a loop that counts up to a constant; None of any other loop.
+
+    It counts by the constant that is added, else by 1, from the constant at which its counter starts, else from 0.
+    """
     test = re.match(
         r"scmp\.(?:ge|lt)\.[su]32(?:\.totalorder)? (?:\([^)]*\), )?(%\w+), (\S+)", _value(defined, predicate)
     )

@@ -38,7 +38,7 @@ _DEEP = {
 
 
 class Type(NamedTuple):
-    """How accelerator types such as v5litepod-8 name slices of a generation."""
+    """The form of accelerator types, such as v5litepod-8, that name slices of a generation."""
 
     generation: str
     unit: int  # that a type counts, in a chip: cores of v4 and v5p, chips of the others
@@ -98,12 +98,12 @@ class Topology(NamedTuple):
 
     @property
     def hbm_bytes(self) -> int:
-        """Of one device."""
+        """Memory of one device."""
         return self.chip.hbm_bytes * self.chips // len(self.devices)
 
     @property
     def bandwidth(self) -> float:
-        """Of one device, bytes a second."""
+        """Bandwidth of one device, bytes a second."""
         return self.chip.bandwidth * self.chips / len(self.devices)
 
 

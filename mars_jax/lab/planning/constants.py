@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 
 class Speed(NamedTuple):
-    """Of a generation, beside `chips.CHIPS`."""
+    """Speeds of a generation, beside `chips.CHIPS`."""
 
     clock: float  # bundles a second
     link: float  # bytes a second of one inter-chip link, both directions together

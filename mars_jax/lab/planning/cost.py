@@ -1,8 +1,8 @@
-"""What a step costs on a TPU, by the program that libtpu compiled: executed instructions, bytes, bundles, collectives.
+"""The cost of a step on a TPU, by the program that libtpu compiled: executed instructions, bytes, bundles, collectives.
 
 The loop of unknown length at the top is the decode loop: its body, run once, is the step. Inner loops are multiplied
-out (`planning.hlo_loops`). Of a conditional the branch of fewer bundles runs, or of more: whoever asks for no sampling,
-no constraint and no early stop takes the cheap ones.
+out (`planning.hlo_loops`). A conditional counts as its branch of fewer bundles, or of more: requests without
+sampling, constraint and early stop take the cheap ones.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mars_jax.lab.planning.routines import Routines
 from mars_jax.lab.planning.traffic import Traffic, is_free, traffic
 
 COPIES = ("copy-start", "slice-start", "async-start")
-"""What runs beside the instructions after it."""
+"""Opcodes that run beside the instructions after them."""
 
 
 @dataclasses.dataclass(frozen=True)

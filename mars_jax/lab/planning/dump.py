@@ -32,7 +32,7 @@ def dump_folder() -> Path:
 
 
 def is_on() -> bool:
-    """Whether `dump_folder` was called in this process."""
+    """True where `dump_folder` was called in this process."""
     return bool(dump_folder.cache_info().currsize)
 
 

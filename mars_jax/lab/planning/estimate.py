@@ -26,7 +26,7 @@ def _zeros() -> dict[str, float]:
 
 
 def figures(step: Step, speed: Speed, bandwidth: float) -> Figures:
-    """What a step executes and moves.
+    """The figures of a step: what it executes and moves.
 
     Args:
       step: from `cost.read_step`.

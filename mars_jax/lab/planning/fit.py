@@ -165,8 +165,8 @@ def _estimated(where: Topology, context: int, text: str) -> dict[str, Any] | Non
 def read_once(config: AnyConfig, params: PyTree, *, tokens: int) -> int:
     """Bytes of weights that one device reads in a forward of so many tokens.
 
-    An embedding is looked up in and not read, unless it unembeds too. Of E experts of which a token takes k, tokens
-    that choose evenly and alone need the share 1 - (1 - k / E) ** tokens.
+    An embedding is looked up in and not read, unless it unembeds too. Tokens that choose k of E experts evenly and
+    alone need the share 1 - (1 - k / E) ** tokens of them.
     """
     total = local_bytes(params)
     if "embed" in params and not (isinstance(config, ModelConfig) and config.tie_embeddings):

@@ -7,7 +7,7 @@ from mars_jax.lab.planning.hlo import Computation, Instruction, Module
 
 
 def flops(module: Module, computation: Computation, instruction: Instruction) -> int:
-    """Of one execution: two for each product that is added up.
+    """Floating-point operations of one execution: two for each product that is added up.
 
     >>> from mars_jax.lab.planning import hlo
     >>> module = hlo.parse('''HloModule tiny

@@ -33,7 +33,7 @@ class Shape:
 
     @property
     def bytes(self) -> int:
-        """As stored, with the padding of its tiles."""
+        """Bytes as stored, with the padding of its tiles."""
         dims = [self.dims[i] for i in self.minor_to_major] or list(self.dims[::-1])
         if math.prod(dims) > 1:
             for k, size in enumerate(reversed(self.tile)):
@@ -93,18 +93,18 @@ class Instruction:
 
     @property
     def literal(self) -> int | None:
-        """Of a constant, where it is one whole number."""
+        """The value of a constant that is one whole number, else None."""
         found = re.match(r"(-?\d+)\b(?!\.)", self.rest)
         return int(found[1]) if found and self.opcode == "constant" else None
 
     @property
     def target(self) -> str:
-        """Of a custom call."""
+        """The target of a custom call."""
         return self.attribute("custom_call_target") or ""
 
     @property
     def aliased(self) -> tuple[int, ...]:
-        """Of a custom call with a tuple: the results that are operands, changed in place."""
+        """The results of a custom call with a tuple that are operands, changed in place."""
         found = re.search(r"output_to_operand_aliasing=\{(.*?\))\}", self.rest)
         return tuple(int(n) for n in re.findall(r"\{(\d+)\}: \(", found[1])) if found else ()
 
@@ -238,7 +238,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _functions(text: str) -> dict[int, tuple[str, ...]]:
-    """Of each stack frame in the tables above the program, the functions on it."""
+    """The functions on each stack frame in the tables above the program."""
 
     def names(title: str) -> dict[str, str]:
         return dict(re.findall(r'^(\d+) "([^"]*)"', _table(text, title), re.M))

@@ -1,4 +1,4 @@
-"""How often the loops of a compiled program turn."""
+"""Trip counts of the loops of a compiled program."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def trips(module: Module, computation: Computation, loop: Instruction, live: int
 
 
 def _counted(computation: Computation, loop: Instruction, condition: Computation) -> int | None:
-    """Of a condition `counter < bound`, by steps of 1."""
+    """Trips of a loop with the condition `counter < bound`, by steps of 1; None of others."""
     test = condition.root
     while test.opcode in ("bitcast", "reshape", "copy"):
         test = condition.instructions[test.operands[0]]
@@ -58,7 +58,7 @@ def _initial(
 
 
 def _blocks(module: Module, body: Computation, live: int) -> int | None:
-    """Of a body that cuts blocks from one axis of a longer array: the blocks that hold `live` entries."""
+    """Trips of a body that cuts blocks from one axis of a longer array: the blocks that hold `live` entries."""
     for size, whole in _cuts(module, body):
         return -(-min(live, whole) // size)
     return None

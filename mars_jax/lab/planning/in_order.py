@@ -2,7 +2,7 @@
 clock, and copies that were started ahead use the bandwidth that is left.
 
 The estimate of `planning.estimate` lets a part's copies and bundles overlap without loss; this one only as far as the
-compiler arranged it. What lies between the two is what a better schedule could win.
+compiler arranged it. A better schedule could win the difference between the two.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ def programs(
     context: int,
     dtype: str,
 ) -> Programs:
-    """What is lowered for a target and its draft on a mesh, for `batch` rows of `context` tokens.
+    """The programs to lower for a target and its draft on a mesh, for `batch` rows of `context` tokens.
 
     `dtype` is of the weights, as `specs.DTYPES` has them; what is not kept in 8 bits is bfloat16 with "int8".
     """

@@ -103,7 +103,7 @@ class Parts:
         return None
 
     def _carried(self, computation: Computation, instruction: Instruction) -> str | None:
-        """Of a value that a loop takes along, into its body or into its next turn: the part that uses it there."""
+        """The part that uses a value which a loop takes along, into its body or into its next turn."""
         seen: set[tuple[str, str]] = set()
         waiting = [(computation, instruction)]
         while waiting:
@@ -124,7 +124,7 @@ class Parts:
     def _received(
         self, computation: Computation, carry: Instruction, place: int
     ) -> list[tuple[Computation, Instruction]]:
-        """Where a loop's body takes entry `place` of a tuple."""
+        """The instructions by which a loop's body takes entry `place` of a tuple."""
         bodies = [computation] if carry.is_root else []
         for loop in computation.users[carry.name]:
             if loop.opcode == "while":

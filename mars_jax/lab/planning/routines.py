@@ -36,7 +36,7 @@ class Routines:
         )
 
     def _outside(self, computation: Computation, instruction: Instruction) -> str:
-        """What it is without what is inside: opcode, operands and results with their layouts."""
+        """The outside of an instruction: opcode, operands and results with their layouts."""
         operands = [computation.instructions[name].shapes for name in instruction.operands]
         return f"{instruction.opcode} {operands} {instruction.shapes}"
 

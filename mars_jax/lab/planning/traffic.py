@@ -1,8 +1,8 @@
 """Bytes that an instruction of a compiled TPU program moves between HBM and the core.
 
 An array is in HBM where its layout names no other memory space. An operand that is only sliced is read as far as the
-slice goes, an update in place writes the update, and of an asynchronous pair the start counts. Of what a kernel changes
-in place nobody says how much that is; it counts as read and not as written.
+slice goes, an update in place writes the update, and of an asynchronous pair the start counts. The part that a kernel
+changes in place is not known; it counts as read and not as written.
 
 Oracle: hand counts in tests/lab/planning/test_traffic.py, and tests/tpu/test_cost.py on programs of known size.
 """
@@ -33,7 +33,7 @@ NOTHING = Traffic(0, 0)
 
 
 def is_free(instruction: Instruction) -> bool:
-    """Whether it is not executed: names, tuples, the ends of asynchronous pairs."""
+    """True where it is not executed: names, tuples, the ends of asynchronous pairs."""
     return (
         instruction.opcode in FREE
         or instruction.opcode.endswith("-done")
@@ -42,7 +42,7 @@ def is_free(instruction: Instruction) -> bool:
 
 
 def traffic(module: Module, computation: Computation, instruction: Instruction) -> Traffic:
-    """Of one execution."""
+    """Traffic of one execution."""
     if is_free(instruction):
         return NOTHING
     operands = [computation.instructions[name] for name in instruction.operands]
@@ -127,7 +127,7 @@ def _read(module: Module, body: Computation, value: Instruction) -> int:
 
 
 def _renames(module: Module, instruction: Instruction) -> bool:
-    """Whether it is a fusion that only renames its one operand."""
+    """True for a fusion that only renames its one operand."""
     if instruction.opcode != "fusion" or len(instruction.operands) != 1:
         return False
     inside = module.computations[instruction.calls[0]].instructions.values()

@@ -1,4 +1,4 @@
-"""What branches say by distance: curves with intervals, and how relaxed tokens follow each other.
+"""Branches by distance: curves with intervals, and how relaxed tokens follow each other.
 
 n events, H distances. Oracle: texts made by hand, in tests/lab/evaluate/test_compounding.py.
 """
@@ -29,7 +29,7 @@ def aligned(strict: Sequence[int], ours: Sequence[int]) -> np.ndarray:
 
 
 def curves(events: Sequence[Event], horizon: int, *, seed: int = 0) -> dict[str, Any]:
-    """What the events say by distance, 1 being the first token after the one that differs.
+    """Curves over the events by distance, 1 being the first token after the one that differs.
 
     Returns:
       `same_place`, `same_order` and `surprise`: mean, low and high (95%, bootstrap over problems) at each distance.
@@ -101,7 +101,7 @@ def interval(values: np.ndarray, groups: np.ndarray, *, seed: int = 0) -> dict[s
 
 
 def relapse(texts: Sequence[Decoded], horizon: int, *, seed: int = 0) -> dict[str, Any]:
-    """How often a token is relaxed at each distance after a relaxed one, over how often any is: 1 is no memory."""
+    """The rate of relaxed tokens at each distance after a relaxed one, over the rate among all: 1 is no memory."""
     hits, chances = np.zeros((len(texts), horizon)), np.zeros((len(texts), horizon))
     for row, text in enumerate(texts):
         flags = np.asarray(text.relaxed, bool)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 BET = 0.75
-"""Of the largest bet that cannot go bankrupt; Waudby-Smith and Ramdas advise 1/2 or 3/4."""
+"""Share of the largest bet that cannot go bankrupt; Waudby-Smith and Ramdas advise 1/2 or 3/4."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,10 +34,10 @@ class Trial:
 
 
 def p_value(losses: np.ndarray, bound: float, confidence: float) -> float:
-    """Of the hypothesis that the mean loss is above `bound`; small speaks against it.
+    """P-value of the hypothesis that the mean loss is above `bound`; small speaks against it.
 
-    One over the most that a gambler ever had who began with 1 and bet, loss by loss, on means below the bound: under
-    the hypothesis that capital is a supermartingale, so Ville's inequality bounds how often it grows large.
+    It is one over the most that a gambler ever had who began with 1 and bet, loss by loss, on means below the bound.
+    Under the hypothesis that capital is a supermartingale, so Ville's inequality bounds how often it grows large.
 
     Args:
       losses: f64[n] in [-1, 1], in an order that does not depend on them.

@@ -1,4 +1,4 @@
-"""Where a rule would have let the runner-up pass, on texts that are given.
+"""Find where a rule would have let the runner-up pass, on texts that are given.
 
 B rows, L tokens of a text. Oracle: the margins of the likelihoods, in tests/lab/evaluate/test_compounding.py.
 """

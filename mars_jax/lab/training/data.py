@@ -22,7 +22,7 @@ SEPARATOR = "<|endoftext|>"
 """Stands alone between the documents of a text file, and is the token that starts and ends a document."""
 
 UNREADABLE = (OSError, EOFError, lzma.LZMAError, zlib.error)
-"""What reading a file raises, plain or compressed; EOFError where it was cut short."""
+"""Exceptions of reading a file, plain or compressed; EOFError where it was cut short."""
 
 
 def documents(path: str | os.PathLike[str]) -> Iterator[str]:

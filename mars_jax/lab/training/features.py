@@ -1,4 +1,4 @@
-"""What a frozen target says about a text, kept on disk: epochs of a head's training then cost the head alone.
+"""Features of a text by a frozen target, kept on disk: epochs of a head's training then cost the head alone.
 
 A dump is a folder of shards, and a shard a folder of arrays: R rows of L tokens, E the target's hidden size, K layers.
 Shards are complete or not there at all, so a dump can grow while a training reads it. Oracle: the objective on the

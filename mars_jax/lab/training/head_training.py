@@ -43,7 +43,7 @@ class Lesson(NamedTuple):
 
 
 class Told(NamedTuple):
-    """What an EAGLE-3 head learns at its n entries: W draft vocabulary."""
+    """The labels of an EAGLE-3 head at its n entries: W draft vocabulary."""
 
     output: ForwardOutput  # [B, n, ...]; the features that it begins with
     labels: Array  # f32[B, n, W]; logits of token t + 2 in the draft vocabulary
@@ -175,7 +175,7 @@ def drafted_ahead(
     steps: int,
     dtype: Any,
 ) -> Iterator[tuple[Array, Array]]:
-    """What an EAGLE-3 head drafts from every position at once, one to `steps` tokens ahead; see `eagle3`.
+    """The drafts of an EAGLE-3 head from every position at once, one to `steps` tokens ahead; see `eagle3`.
 
     Args:
       config, target, both: the head, its target and the weights of the two.

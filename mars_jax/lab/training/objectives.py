@@ -38,7 +38,7 @@ def read(model: LanguageModel, params: PyTree, tokens: Array, segments: Array) -
 
 
 def in_documents(segments: Array) -> Visible:
-    """What tokens see that nothing precedes: those before them in their own document, for segments i32[B, L]."""
+    """Attention of texts without a cache: a token sees those before it in its own document, by segments i32[B, L]."""
     batch, length = segments.shape
     visible = Visible.causal(jnp.zeros((batch,), jnp.int32), length)
     return dataclasses.replace(visible, seen=document_mask(segments))

@@ -1,8 +1,8 @@
 """A draft model or an EAGLE-3 head that learns from its failures between batches, and forgets nothing for it.
 
 Source: OSD (2310.07177): cross-entropy to the target's distribution at the positions where drafts were rejected. The
-buffer on the device holds texts and one bit per token. What the target thinks there is computed again: one forward over
-a text costs its prefill, and top entries would take as many numbers per token as are kept of them.
+buffer on the device holds texts and one bit per token. The target's distributions there are computed again: one forward
+over a text costs its prefill, and top entries would take as many numbers per token as are kept of them.
 
 R rows of the buffer, B rows of a batch, T tokens of a row, K tokens of a draft, V vocabulary. Oracle: a count by hand
 of the steps of a run (tests/lab/training/test_online.py).
@@ -27,7 +27,7 @@ from mars_jax.lab.training.objectives import predict
 from mars_jax.models.heads import HeadConfig
 
 HEADS: dict[str, Any] = {"eagle": online_eagle}
-"""How heads learn here, by `HeadConfig.kind`; these and language models are `specs.REFINED`."""
+"""Modules by which heads learn here, by `HeadConfig.kind`; these and language models are `specs.REFINED`."""
 
 
 @struct.dataclass(kw_only=True)
@@ -100,7 +100,7 @@ def add_failures(
 
 
 class Refined(NamedTuple):
-    """What a refinement came to."""
+    """The result of a refinement."""
 
     params: PyTree  # of the draft: the new ones, or the old ones where it was rolled back
     kept: bool
@@ -277,7 +277,7 @@ class Refiner:
 
     @property
     def params(self) -> PyTree:
-        """Of the draft, in the dtypes that it had."""
+        """Weights of the draft, in the dtypes that it had."""
         trained = jax.tree.map(lambda x, dtype: x.astype(dtype), self._params, self._dtypes)
         return trained if self._ids is None else trained | {"ids": self._ids}
 

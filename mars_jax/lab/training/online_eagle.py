@@ -25,7 +25,7 @@ from mars_jax.models.eagle_head import EagleConfig
 
 load = hub.load_eagle
 DTYPE = "float32"
-"""Of the computation: small updates of few texts."""
+"""Dtype of the computation: updates are small, and of few texts."""
 
 
 def with_layers(config: EagleConfig, target: LanguageModel) -> LanguageModel:

@@ -28,7 +28,7 @@ from mars_jax.lab.training.data import Batch
 from mars_jax.lab.training.objectives import forward_kl, predict
 
 Mask = tuple[tuple[bool, bool], ...]
-"""Of every layer, whether its attention and its MLP are kept."""
+"""Two bools per layer: its attention is kept, and its MLP is."""
 _OUT = {"o": 0, "o_bias": 0, "down": 1, "down_bias": 1, "expert_down": 1}
 """The weights through which a sublayer adds to the residual stream, and its place in a mask's pair."""
 
@@ -137,7 +137,7 @@ def _tried(places, count: int, evaluations: int, seed: int, tried) -> Iterator[F
 
 
 def _read(log: str | os.PathLike[str] | None) -> dict[Mask, Found]:
-    """What was tried before; a line that a kill cut short is left out."""
+    """The masks that were tried before; a line that a kill cut short is left out."""
     known: dict[Mask, Found] = {}
     if log is None or not Path(log).exists():
         return known

@@ -37,7 +37,7 @@ class Examples(NamedTuple):
 def examples(
     target: LanguageModel, teacher: PyTree, draft: LanguageModel, params: PyTree, batch: Batch, key: Array
 ) -> Examples:
-    """What the small model drafts at every place of a batch, [B, n].
+    """Drafts of the small model at every place of a batch, [B, n].
 
     Even rows draft the best token, odd ones draw it at temperature 1. All branches of a row are read at once: a drafted
     token sees the text before it and itself.
@@ -140,7 +140,7 @@ def flattened(parts: list[Examples]) -> Examples:
 
 
 def figures(data: Examples, arrays: Mapping[str, np.ndarray], threshold: float) -> dict[str, float]:
-    """Of held-out examples: the share that is trusted, and how much of that the target would accept.
+    """The share of held-out examples that is trusted, and how much of that the target would accept.
 
     >>> some = Examples(np.asarray([[1.0], [-1.0]]), np.asarray([0.75, 0.0]), np.ones(2, bool))
     >>> figures(some, {"weight": np.asarray([4.0]), "bias": np.zeros(1)}, 0.5)

@@ -54,15 +54,15 @@ class Case(NamedTuple):
 
 
 class Attended(NamedTuple):
-    """What attention gives, by a name."""
+    """The result of attention, by a name."""
 
     mixed: jax.Array
 
 
 def forms(platform: str) -> list[Form]:
-    """What there is to check on a platform: whatever may run there unasked, and its kernel.
+    """The forms to check on a platform: every one that may run there unasked, and the platform's kernel.
 
-    The Triton kernel is nobody's default, so its failure is told and counts for nothing.
+    The Triton kernel is no default, so its failure is reported and does not count.
 
     >>> [(form.name, form.how) for form in forms("tpu")][-1]
     ('pallas_tpu', 'compiled')

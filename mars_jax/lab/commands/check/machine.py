@@ -1,4 +1,4 @@
-"""What a report says of the machine: versions, devices and the settings of JAX. No names of hosts, users or folders."""
+"""The machine in a report: versions, devices and the settings of JAX. No names of hosts, users or folders."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SETTINGS = (
 
 
 def versions() -> dict[str, str | None]:
-    """Of the packages that decide what runs; None for one that is not installed."""
+    """Versions of the packages that decide what runs; None for one that is not installed."""
     found: dict[str, str | None] = {"mars-jax": __version__, "python": platform.python_version()}
     for name in PACKAGES:
         try:

@@ -97,9 +97,9 @@ def _decoded(session: Session, requests: list[Request]) -> tuple[float, int, int
 
 @functools.cache
 def plan_of(kind: str, context: int, dtype: str) -> dict[str, Any]:
-    """What `mars-jax plan` says of the embedded pair on one chip of this kind, or why there is no plan.
+    """The plan of the embedded pair on one chip of this kind, as `mars-jax plan` makes it, or why there is none.
 
-    In a process of its own, since libtpu plans only where it does not run a chip.
+    It runs in a process of its own, since libtpu plans only where it does not run a chip.
 
     >>> plan_of("cpu", 128, "float32")
     {'missing': 'plans are for TPUs v4, v5e, v5p and v6e, and this device is cpu'}

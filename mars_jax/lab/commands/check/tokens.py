@@ -41,9 +41,10 @@ WAYS = (
 
 
 def check_tokens(tick: Callable[[str], None] = lambda what: None) -> list[dict[str, Any]]:
-    """Of each way a row: "equal", "equal up to ties" or "differs". The first is autoregression beside one forward.
+    """Check each way to decode, a row each: "equal", "equal up to ties" or "differs".
 
-    In float32, whose products some devices would round to fewer bits without being told.
+    The first is autoregression beside one forward. Products are of full float32 precision, which some devices would
+    otherwise round to fewer bits.
     """
     with jax.default_matmul_precision("highest"):
         target = hub.load(assets.TARGET, dtype="float32")
@@ -77,7 +78,7 @@ def check_tokens(tick: Callable[[str], None] = lambda what: None) -> list[dict[s
 
 
 def _chosen(target: Pretrained, prompts: Sequence[list[int]], plain: Sequence[list[int]]) -> dict[str, Any]:
-    """Whether each token is what the target, reading the whole text at once, has for its best."""
+    """Check that each token is the best one of the target that reads the whole text at once."""
     ties = 0
     for prompt, tokens, scored in zip(
         prompts, plain, score(target, [p + t for p, t in zip(prompts, plain, strict=True)]), strict=True

@@ -122,7 +122,7 @@ class Evaluation:
         ]
 
     def _scores(self, group: list[Problem], answers: list[Answer]) -> list[list[float] | None]:
-        """Of the last turn of each problem, a likelihood of all of its turns; the metric is that of their task."""
+        """Scores of the last turn of each problem, by the metric of their task; a likelihood is of all turns."""
         if group[0].metric != "likelihood":
             how = {
                 "run_code": self._settings["allow_code_execution"],
@@ -212,7 +212,7 @@ class Evaluation:
 
 
 def _speed(rows: Sequence[Row]) -> str:
-    """How a batch went, for whoever waits."""
+    """The speed of a batch in words, for the progress line."""
     sums = {name: sum(row[name] for row in rows) for name in ("emitted", "steps", "seconds")}
     return Speed(**sums).describe()
 

@@ -15,7 +15,7 @@ from mars_jax.serve.journal import Row
 
 
 class Key(NamedTuple):
-    """What a row is about."""
+    """The identity of a row."""
 
     task: str
     temperature: float

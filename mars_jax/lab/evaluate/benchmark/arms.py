@@ -106,7 +106,7 @@ def other_margin(margin: str | None) -> str:
 
 
 def margin_of(choice: RuleChoice) -> str | None:
-    """What the threshold of a rule bounds; None for a rule that bounds no margin.
+    """The margin that the threshold of a rule bounds; None for a rule that bounds no margin.
 
     >>> margin_of(RuleChoice("mars", {})), margin_of(RuleChoice("learned:PATH", {}))
     ('ratio', None)
@@ -228,7 +228,7 @@ def label(choice: RuleChoice, rule: LoadedRule) -> str:
 
 
 def _controls(choice: RuleChoice, first: Arm, matched: float, temperature: float) -> list[Arm]:
-    """What tells the rule's own merit from speed and from sampling among two tokens."""
+    """The controls, which tell the rule's own merit from speed and from sampling among two tokens."""
     margin = margin_of(choice)
     strict = base_of(first.rule).rule
     prefix = facts(first.rule.rule).exact_prefix

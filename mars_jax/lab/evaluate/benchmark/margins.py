@@ -24,7 +24,7 @@ from mars_jax.serve.requests import Request
 from mars_jax.serve.session import Session
 
 PROBLEMS = 32
-"""Of a task, whose drafts are counted."""
+"""Problems of a task whose drafts are counted."""
 BINS = 50
 WIDEST_GAP = 5.0
 """Nats; wider gaps count in the last bin."""
@@ -32,7 +32,7 @@ KINDS = ("accepted", "relaxed", "rejected")
 
 
 class Observed(NamedTuple):
-    """What was seen of some requests."""
+    """Observations of some requests."""
 
     # By `KINDS`: of every accepted draft token whether it needed the relaxation, and of every step that ended before
     # its draft did, the place where no draft was taken; z1 and z2 there, f32[n] each

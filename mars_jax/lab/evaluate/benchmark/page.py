@@ -66,7 +66,7 @@ def render(summary: Mapping[str, Any], texts: Mapping[str, Any], pictures: Mappi
 
 
 def _settings(given: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What was chosen, and the machine; None is what was left to its default.
+    """The chosen settings, and the machine; a setting left to its default is None and left out.
 
     >>> _settings({"draft": "ngram", "tree": None, "thetas": [0.9]})
     [('draft', 'ngram'), ('thetas', '[0.9]')]

@@ -25,7 +25,7 @@ PICTURES = {
 }
 """The plots by file, and what each shows."""
 LEAST_POINTS = 10
-"""Of 100 that an axis of quality spans: a point or two are no trade-off."""
+"""Smallest range of an axis of quality, in points of 100; differences of one or two points are noise."""
 
 
 def draw(summary: Mapping[str, Any], folder: Path, formats: Sequence[str] = FORMATS) -> None:
@@ -103,7 +103,7 @@ def _family(arm: Arm) -> str:
 
 def _speed_quality(axis: Any, table: Table) -> None:
     """Up and to the right is better, but for likelihoods, which are best where the target alone is; where nothing is
-    scored, quality is little regret. What cannot differ from the strict rule, or means nothing, is left out."""
+    scored, quality is little regret. Arms that cannot differ from the strict rule, or mean nothing, are left out."""
     arms = [arm for arm in table["arms"] if arm["role"] not in ("infinite", "simulated")]
     scored = all(arm["score"] is not None for arm in arms)
     name, unit = ("score", 100) if scored else ("regret_per_token", 1)
@@ -208,13 +208,13 @@ def _tau_theta(axis: Any, table: Table) -> None:
 
 
 def _beside_strict(table: Table) -> list[Arm]:
-    """What has a panel of its own beside the strict rule; that rule where nothing else drafts."""
+    """The arms with a panel of their own beside the strict rule; that rule where nothing else drafts."""
     arms = [arm for arm in table["arms"] if arm["role"] in ("rule", "matched", "refined")]
     return arms or [_strict(table)]
 
 
 def _depth(row: Any, table: Table) -> None:
-    """Of the steps that came so far, the share that accepted one more, a panel an arm, over the strict rule's."""
+    """Draw the conditional acceptance rate at each depth, a panel per arm, over the strict rule's."""
     strict = _strict(table)
     for axis, arm in zip(row, _beside_strict(table), strict=False):
         # The arm is moved a little aside, so that whiskers do not hide each other.

@@ -1,4 +1,4 @@
-"""What a rule would accept at other thresholds, from one decode: tau over theta without a run for each theta.
+"""Rehearse a rule at other thresholds, from one decode: tau over theta without a run for each theta.
 
 The decode takes one step for each token and accepts nothing, so that the text is the target's own. In every step the
 rule says for each threshold how far it would have walked. A replay then goes along the text by these walks. After a
@@ -34,7 +34,7 @@ from mars_jax.specs import RuleChoice, is_own
 from mars_jax.verify.exact import named
 
 PROBLEMS = 16
-"""Of a task, whose texts are walked."""
+"""Problems of a task whose texts are walked."""
 MOST = 9
 """Thresholds of the rule's own grid, of which there may be more."""
 RESAMPLES = 2000

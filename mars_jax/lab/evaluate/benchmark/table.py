@@ -69,7 +69,7 @@ def heading(table: Mapping[str, Any]) -> str:
 
 
 def about(table: Mapping[str, Any]) -> str:
-    """What is measured, and how the control was matched."""
+    """The measure in words, and how the control was matched."""
     said = f"{table['arms'][0]['problems']} problems; {METRICS[table['metric']]}."
     if (found := table["match"]) is None:  # a lossless rule has no control
         return said
@@ -80,7 +80,7 @@ def about(table: Mapping[str, Any]) -> str:
 
 
 def of_plots(summary: Mapping[str, Any]) -> list[str]:
-    """What the plots do not say of themselves."""
+    """Notes on the plots, which these do not say themselves."""
     said = [f"The margins are those of the first {margins.PROBLEMS} problems of a task, in their first turn."]
     if any(table.get("replay") for table in summary["tables"]):
         said.append(

@@ -12,7 +12,7 @@ from mars_jax.serve.requests import Request
 from mars_jax.serve.text import RowText
 
 PROBLEMS = 8
-"""Of a task, whose texts are kept, in their first turn."""
+"""Problems of a task whose texts are kept, in their first turn."""
 
 
 def as_json(

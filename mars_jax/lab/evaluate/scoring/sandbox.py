@@ -41,13 +41,13 @@ MEMORY = 1 << 30  # bytes of address space, of each process
 FILE = 1 << 20  # bytes of a file
 PROCESSES = 16  # beside the first, threads among them
 HOOK = "audit hook"
-"""What `confinement` says where there are no walls."""
+"""The answer of `confinement` where there are no walls."""
 PROBE = "import os, tempfile\nassert not os.path.exists({marker!r})\ntempfile.TemporaryFile().write(b'x')"
-"""What a program behind walls can do, and cannot see."""
+"""A program that tests walls: it writes a file that it may, and looks for one that it must not see."""
 
 
 def confinement(*, unconfined: bool = False) -> str:
-    """What generated programs are kept by on this machine: "bubblewrap", "unshare" or "audit hook".
+    """The confinement of generated programs on this machine: "bubblewrap", "unshare" or "audit hook".
 
     Args:
       unconfined: whether the audit hook alone will do where there is nothing else.
@@ -98,7 +98,7 @@ def passes(
     memory: int = MEMORY,
     file_bytes: int = FILE,
 ) -> bool:
-    """Whether a Python program comes to its end without an exception.
+    """Run a Python program; True where it comes to its end without an exception.
 
     Args:
       program: source text, run as a file in an empty folder, without this process's environment; what it prints is
@@ -160,7 +160,7 @@ def _run(
 def _job(
     token: bytes, pipe: int, folder: str, limits: tuple[int, ...], chosen: walls.Walls | None
 ) -> dict[str, Any]:
-    """What the child must know: nothing of it is in its arguments, its environment or a file that has a name."""
+    """The job as the child gets it: nothing of it is in its arguments, its environment or a file that has a name."""
     return {
         "token": token.hex(),
         "pipe": pipe,

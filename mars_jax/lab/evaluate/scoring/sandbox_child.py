@@ -46,7 +46,7 @@ FUNCTIONS = (
     "chroot", "forkpty", "mkfifo", "mknod", "openpty", "posix_openpt", "setns", "setpgid", "setpgrp", "setsid",
     "unshare",
 )  # fmt: skip
-"""Of `os`, without an audit event; a process of another session would outlive the verdict."""
+"""Functions of `os` without an audit event; a process of another session would outlive the verdict."""
 KEY_CALLS = {"x86_64": (0xC000003E, 248), "aarch64": (0xC00000B7, 217), "riscv64": (0xC00000F3, 217)}
 """By machine: what audit(7) calls it, and the first of the system calls add_key, request_key and keyctl."""
 SET_SECCOMP, FILTER = 22, 2
@@ -192,7 +192,7 @@ def _hook(folder: str, readable: tuple[str, ...], *, walls: bool) -> Callable[[s
         raise error("a path is text or bytes to generated programs")
 
     def below(path: str, root: str) -> bool:
-        """Whether a path cannot leave `root`; of a relative one, from no folder inside of it."""
+        """True where a path cannot leave `root`; a relative one must not from any folder inside of it."""
         if begins(path, "/"):
             if path != root and not begins(path, root + "/"):
                 return False

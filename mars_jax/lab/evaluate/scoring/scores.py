@@ -1,4 +1,4 @@
-"""How good one answer is, from 0 to 1, and how answers add up to the score of a task.
+"""Score one answer, from 0 to 1, and add up answers to the score of a task.
 
 A metric turns an answer into a row of numbers, and a task's score is a function of the sum of these rows, so that
 the bootstrap resamples sums. R resamples, n answers, k numbers of an answer. Oracles: `rouge-score` and `sacrebleu`
@@ -28,7 +28,7 @@ METRICS = {
     "bleu": "corpus BLEU (sacrebleu, 13a)",
     "likelihood": "likelihood under the target, geometric mean over the tokens, at temperature 1",
 }
-"""What each metric is, for a table."""
+"""Descriptions of the metrics, for a table."""
 BLEU_ORDER = 4
 
 
@@ -65,7 +65,7 @@ def score(
 
 
 def check_metrics(problems: Sequence[Problem], *, run_code: bool, unconfined: bool = False) -> None:
-    """What can be known before anything is decoded.
+    """Check what can be known before anything is decoded.
 
     Raises:
       MarsError: a package is missing, or `run_code` has nothing to run or no walls to run it behind.
@@ -146,7 +146,7 @@ def _bleu_metric() -> Any:
 
 
 def bleu_counts(text: str, references: Sequence[str]) -> list[float]:
-    """What an answer adds to corpus BLEU: matches of 1 to 4 words, the n-grams there are, both lengths in words.
+    """Counts that an answer adds to corpus BLEU: matches of 1 to 4 words, the n-grams there are, both lengths in words.
 
     Source: Papineni et al. 2002 and Post 1804.08771, by `sacrebleu`. Raises: MarsError where that is not installed.
     """
@@ -167,7 +167,7 @@ def _bleu(counts: np.ndarray) -> np.ndarray:
 
 
 _ENDS = re.compile(r"\n(?:class |def |#|if |print|assert|@|```|\[DONE\])")
-"""Where a completion of a function is over: the stop sequences of Chen et al. 2107.03374, and ends of a fence."""
+"""Ends of the completion of a function: the stop sequences of Chen et al. 2107.03374, and ends of a fence."""
 
 
 def program(code: Code, text: str) -> str:

@@ -21,10 +21,10 @@ from typing import NamedTuple
 from mars_jax.lab.evaluate.scoring import sandbox_child, sandbox_root
 
 FOLDER = "/tmp"
-"""What may be written behind walls."""
+"""The folder that may be written behind walls."""
 FOLDER_BYTES = 1 << 26
 CHILD = "/mars-jax-sandbox.py"
-"""Where the child stands behind walls."""
+"""Path of the child behind walls."""
 NOBODY = 65534
 SYSTEM = (
     "/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store", "/gnu/store",
@@ -105,7 +105,7 @@ def _sized(program: str) -> list[str]:
 
 
 def unshare(folder: str) -> list[str] | None:
-    """The command in front of Python's; the new root is mounted on `folder`, which nobody else sees."""
+    """The command in front of Python's; the new root is mounted on `folder`, which no other process sees."""
     program, bound = shutil.which("unshare"), shutil.which("setpriv")
     if program is None or bound is None:
         return None

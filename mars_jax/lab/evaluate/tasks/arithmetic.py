@@ -77,7 +77,7 @@ def drill(count: int, *, seed: int = 0) -> Iterator[str]:
 
 
 def final_answer(text: str) -> int | None:
-    """The integer after the first `####` of a model's text, or None. What the model runs on to say is not read.
+    """The integer after the first `####` of a model's text, or None. Text after it is not read.
 
     Source: GSM8K 2110.14168. Raises: nothing.
 
@@ -92,7 +92,7 @@ def final_answer(text: str) -> int | None:
 
 
 def is_correct(problem: Exercise, text: str) -> bool:
-    """Whether a model's text ends in the result of the problem.
+    """True where a model's text ends in the result of the problem.
 
     Source: ours. Raises: nothing.
 
@@ -143,7 +143,7 @@ def _kinds(number: int, rng: Random) -> list[Kind]:
 
 
 def _operands(sign: str, left: int) -> Sequence[int]:
-    """What may stand to the right, so that results stay within 1..100 and tables within 10 * 9."""
+    """The numbers that may stand to the right, so that results stay within 1..100 and tables within 10 * 9."""
     if sign == "+":
         return range(2, min(30, 100 - left) + 1)
     if sign == "-":

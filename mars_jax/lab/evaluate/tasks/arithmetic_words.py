@@ -21,7 +21,7 @@ class Kind(NamedTuple):
 
     @property
     def opens(self) -> bool:
-        """Whether its telling is the start of the story. Source: ours. Raises: nothing.
+        """True where its telling is the start of the story. Source: ours. Raises: nothing.
 
         >>> [kind.name for kind in KINDS if kind.opens]
         ['groups', 'sell']

@@ -28,12 +28,13 @@ PARTS = {
     "cnn_dm": Part("3.0.0", "test"),
     "wmt19": Part("zh-en", "validation"),
 }
-"""Of the datasets openai/gsm8k, tatsu-lab/alpaca, HuggingFaceH4/mt_bench_prompts, abisee/cnn_dailymail and wmt/wmt19,
-by their cards. Others have no config and a test split, as openai/openai_humaneval and google-research-datasets/mbpp."""
+"""Configs and splits of datasets, by their cards: openai/gsm8k, tatsu-lab/alpaca, HuggingFaceH4/mt_bench_prompts,
+abisee/cnn_dailymail and wmt/wmt19. Others have no config and a test split, as openai/openai_humaneval and
+google-research-datasets/mbpp."""
 
 
 def is_hub_name(path: str) -> bool:
-    """Whether a path is no file, but a folder, or the form OWNER/NAME[:CONFIG[:SPLIT]].
+    """True where a path is no file, but a folder, or the form OWNER/NAME[:CONFIG[:SPLIT]].
 
     >>> is_hub_name("openai/gsm8k"), is_hub_name("openai/gsm8k:main:test"), is_hub_name("gsm8k_test.jsonl")
     (True, True, False)

@@ -24,7 +24,7 @@ class Fields:
         return MarsError(f"{self.where}: {message}")
 
     def has(self, *keys: str) -> bool:
-        """Whether every one of `keys` is there and not null."""
+        """True where every one of `keys` is there and not null."""
         return all(self.values.get(key) is not None for key in keys)
 
     def text(self, *keys: str) -> str:
