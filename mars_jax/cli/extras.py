@@ -9,6 +9,7 @@ from mars_jax import specs
 EXTRAS = {
     "--draft-device": "mars_jax.contrib.drafters.elsewhere:open_elsewhere",
     "--refine": "mars_jax.lab.commands.refining:open_refining",
+    "--theta": "mars_jax.lab.theta:rule_of_file",
 }
 """What a flag calls: "module:function"."""
 

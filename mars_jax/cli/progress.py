@@ -95,53 +95,25 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
 
 
-class Ticker:
-    """Progress of work that counts itself, `ticker("theta=0.9", 12, 200)`: a line at the end of each kind of it, on a
-    terminal also every few seconds, elsewhere by `heartbeat`."""
-
-    def __init__(self, things: str, going: activity.Activity, seconds: float = 5.0):
-        self._things, self._going, self._seconds, self._last = things, going, seconds, time.monotonic()
-        self._pace, self._of = Pace(0), 0
-
-    def __call__(self, what: str, done: int, of: int) -> None:
-        if of != self._of:
-            self._pace, self._of = Pace(of, done=done), of
-        self._pace.advance(done)
-        self._going.detail = f"{self._pace.describe()} ({what})"
-        shown = sys.stderr.isatty() and time.monotonic() - self._last >= self._seconds
-        if done == of or shown:
-            self._last = time.monotonic()
-            print(f"{what}: {done} of {of} {self._things}", file=sys.stderr, flush=True)
-
-
-@contextlib.contextmanager
-def ticking(things: str) -> Iterator[Ticker]:
-    """A ticker for as long as the work takes."""
-    with activity.doing(things) as going:
-        yield Ticker(things, going)
-
-
 class Count:
     """Prompts that were decoded, with their speed and tau, for `heartbeat` to tell."""
 
     def __init__(
         self, of: int, going: activity.Activity, *, done: int = 0, show: Show = lambda rows, said: None
     ):
-        self._pace, self._going, self._done, self._show = Pace(of, done=done), going, done, show
+        self._pace, self._going, self._show = Pace(of, done=done), going, show
         self._tokens = self._steps = 0
-        self._seconds = 0.0
+        self.said = ""
 
-    def advance(self, completions: Sequence[Completion], seconds: float | None = None) -> None:
-        """These more, and the seconds that they took; default: those of rows that began together."""
-        self._done += len(completions)
+    def advance(self, completions: Sequence[Completion], seconds: float) -> None:
+        """These more; `seconds` have all of them taken so far."""
         self._tokens += sum(completion.metrics.emitted for completion in completions)
         self._steps += sum(completion.metrics.steps for completion in completions)
-        together = max((completion.seconds for completion in completions), default=0.0)
-        self._seconds += together if seconds is None else seconds
-        self._pace.advance(self._done)
-        said = f"{self._tokens / max(self._seconds, 1e-9):,.0f} tokens/s, tau {self._tokens / max(self._steps, 1):.2f}"
-        self._going.detail = f"{self._pace.describe()}, {said}"
-        self._show(len(completions), said)
+        self._pace.advance(self._pace.done + len(completions))
+        speed = self._tokens / max(seconds, 1e-9)
+        self.said = f"{speed:,.0f} tokens/s, tau {self._tokens / max(self._steps, 1):.2f}"
+        self._going.detail = f"{self._pace.describe()}, {self.said}"
+        self._show(len(completions), self.said)
 
 
 @contextlib.contextmanager

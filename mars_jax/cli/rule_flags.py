@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from typing import IO, Any
 
 from mars_jax import specs
+from mars_jax.cli import extras
 from mars_jax.core.errors import MarsError
 from mars_jax.specs import Given, RuleChoice, Setting, choose
 
@@ -80,6 +81,31 @@ def named(spec: str, given: Mapping[str, Given]) -> RuleChoice:
     if "weights" in choice.row.needs and not specs.split(spec)[1]:
         raise MarsError(f"the rule {choice.row.name} needs weights: name them, as {choice.row.name}:PATH.")
     return choice
+
+
+def rule_and_file(spec: str | None, given: Mapping[str, Given], default: str) -> tuple[RuleChoice, Any]:
+    """The rule that was chosen, and the file of `mars-jax calibrate` where theta names one, else None.
+
+    Args:
+      spec: of the rule, or None for the file's or else the default.
+      given: its settings, from `given_settings`.
+      default: spec where neither says one.
+
+    Raises:
+      MarsError: as `named`, or as `lab.theta.rule_of_file`.
+    """
+    if "theta" in given and not is_number(given["theta"].text):
+        return extras.call("--theta", spec, given)
+    return named(spec or default, given), None
+
+
+def is_number(text: str) -> bool:
+    """Whether a text is a number, and so no name of a file."""
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def given_settings(args: argparse.Namespace) -> dict[str, Given]:

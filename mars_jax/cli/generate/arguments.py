@@ -22,8 +22,7 @@ from mars_jax.cli.flags import (
     numbers_of,
 )
 from mars_jax.cli.program import Parser
-from mars_jax.cli.rule_flags import OWN, add_rule_flags, given_settings
-from mars_jax.cli.theta import rule_and_file, settings_of
+from mars_jax.cli.rule_flags import OWN, add_rule_flags, given_settings, rule_and_file
 from mars_jax.core.errors import MarsError
 
 _DESCRIPTION = """\
@@ -336,5 +335,5 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         args.verify, given_settings(args), "mars" if drafts else "exact"
     )
     if args.theta_file is not None:
-        args.theta_file.check(settings_of(args, temperature=args.temperature or 0.0))
+        args.theta_file.check(vars(args) | {"temperature": args.temperature or 0.0})
     return args

@@ -31,7 +31,7 @@ def stream_text(job: Job, out: IO[str], *, chat: bool, speedup: bool) -> None:
             with busy("compiling"):
                 events = job.stream(batch)
             done.append(_show(job, printer, batch, events, chat=chat))
-            count.advance(done[-1])
+            count.advance(done[-1], _seconds(done))
     plain = _stream(job.autoregressive) if speedup else None
     everyone = [completion for batch in done for completion in batch]
     _report(job, everyone, _seconds(done), colours=printer.colours, plain=plain)
@@ -107,10 +107,8 @@ def _decoding(job: Job, first: int = 0, *, hold: bool = True) -> Decoding:
 
 def _each(decoding: Decoding, count: Count) -> Iterator[Completion]:
     """The completions, counted."""
-    before = 0.0
     for completion in decoding:
-        count.advance([completion], decoding.seconds - before)
-        before = decoding.seconds
+        count.advance([completion], decoding.seconds)
         yield completion
 
 

@@ -10,11 +10,11 @@ from typing import IO
 
 from mars_jax import specs
 from mars_jax.cli.program import Parser, command
-from mars_jax.cli.progress import ticking
 from mars_jax.cli.rule_flags import rule_of
-from mars_jax.cli.theta import plain, settings_of, thetas_of
 from mars_jax.core.errors import MarsError, say
 from mars_jax.lab.commands import pair
+from mars_jax.lab.theta import plain, settings_of, thetas_of
+from mars_jax.lab.ticking import ticking
 
 _DESCRIPTION = """\
 Measure a pair of models: speed, acceptance and quality of a rule, margin-aware

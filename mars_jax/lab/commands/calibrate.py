@@ -12,11 +12,11 @@ from typing import IO, Any
 
 from mars_jax import __version__, specs
 from mars_jax.cli.program import Parser, command
-from mars_jax.cli.progress import ticking
 from mars_jax.cli.rule_flags import rule_of
-from mars_jax.cli.theta import FORMAT, fingerprints, settings_of, thetas_of
 from mars_jax.core.errors import MarsError
 from mars_jax.lab.commands import pair
+from mars_jax.lab.theta import FORMAT, fingerprints, settings_of, thetas_of
+from mars_jax.lab.ticking import ticking
 from mars_jax.specs import RuleChoice
 
 _DESCRIPTION = """\
@@ -124,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace, out: IO[str]) -> None:
-    from mars_jax.cli.host_flags import studying
+    from mars_jax.lab.folder import studying
 
     named = args.output.with_name(f"{args.output.name}-rows")
     with studying(args, named, out) as (place, work):
@@ -134,8 +134,9 @@ def _run(args: argparse.Namespace, out: IO[str]) -> None:
 def _study(args: argparse.Namespace, work: Path, output: Path, out: IO[str]) -> None:
     from mars_jax.lab.commands.open_pair import open_study
     from mars_jax.lab.evaluate.answers import Decoding
+    from mars_jax.lab.folder import check_writable, claim, write_json
     from mars_jax.lab.studies import calibration
-    from mars_jax.serve.folder import check_writable, claim, digest, fingerprint, write_json
+    from mars_jax.serve.fingerprint import digest, fingerprint
     from mars_jax.serve.session import Session
     from mars_jax.verify import load
 
