@@ -33,8 +33,8 @@ def complete(
     said = tokens[row, len(request.prompt_tokens) : length[row]].tolist()
     # As the stream does it, so that a character cut in two reads the same both ways.
     text = RowText(target, request)
-    pieces = [text.feed(token, last=i == len(said) - 1) for i, token in enumerate(said)]
-    new = said[: text.count]
+    pieces = text.feed_all(said, last=True)
+    new = said[: len(pieces)]
     stopped = text.stopped or (new and new[-1] in request.stop_tokens)
     if request.constraint is not None and not stopped:
         # Without stop tokens a constrained row ends where nothing may follow.
