@@ -15,6 +15,7 @@ from mars_jax.cli.flags import (
     CACHE_DTYPE_HELP,
     MESH_HELP,
     NO_CHECK_HELP,
+    SAMPLING,
     add_host_flags,
     add_settings,
     add_size_flags,
@@ -150,7 +151,7 @@ def _add_rule(made: argparse.ArgumentParser) -> None:
 
 def _add_sampling(made: argparse.ArgumentParser) -> None:
     group = made.add_argument_group("sampling")
-    add_settings(group, "temperature", *specs.FILTERS, *specs.EDITS, "seed", "max_new_tokens")
+    add_settings(group, *SAMPLING)
     group.add_argument(
         "--logit-bias",
         action="append",

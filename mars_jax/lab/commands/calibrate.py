@@ -12,7 +12,6 @@ from typing import IO, Any
 
 from mars_jax import __version__, specs
 from mars_jax.cli.program import Parser, command
-from mars_jax.cli.rule_flags import rule_of
 from mars_jax.core.errors import MarsError
 from mars_jax.lab.commands import pair
 from mars_jax.lab.theta import FORMAT, fingerprints, settings_of, thetas_of
@@ -70,7 +69,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """
     args = parser().parse_args(argv)
     pair.convert(args)
-    args.rule = rule_of(args, "mars", instead=("theta",))
+    args.rule = pair.rule_of(args, instead=("theta",))
     if "theta" not in args.rule.options:
         raise MarsError(
             f"--verify {args.rule.name} has no theta to calibrate: choose a rule that has, such as mars."
