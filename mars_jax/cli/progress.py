@@ -7,12 +7,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mars_jax.core import activity
 from mars_jax.core.errors import MarsError
 
 if TYPE_CHECKING:
+    from rich.progress import Progress
+
     from mars_jax.serve.requests import Completion
 
 Show = Callable[[int, str], None]
@@ -121,6 +123,22 @@ def counted(of: int) -> Iterator[Count]:
     """A count of prompts whose text is shown, so that a terminal needs no bar."""
     with activity.doing("prompts") as going:
         yield Count(of, going)
+
+
+@contextlib.contextmanager
+def passing_bars(doing: str, *columns: Any) -> Iterator[tuple[activity.Activity, Progress]]:
+    """An activity, and bars of it on a terminal, which go when it ends; `columns` are rich's, to the right of a bar."""
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    from mars_jax.cli.generate.terminal import console
+
+    screen = console(sys.stderr)
+    columns = (TextColumn("{task.description}"), BarColumn(), *columns)
+    with (
+        activity.doing(doing) as going,
+        Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bars,
+    ):
+        yield going, bars
 
 
 @contextlib.contextmanager

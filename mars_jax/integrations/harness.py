@@ -18,7 +18,7 @@ from typing import Any
 from mars_jax import assets, constraints, drafters, hub, specs
 from mars_jax import verify as rules
 from mars_jax.cli.flags import draft_of
-from mars_jax.cli.mesh_flags import open_mesh
+from mars_jax.cli.open_target import open_mesh
 from mars_jax.cli.progress import progress_bar
 from mars_jax.cli.rule_flags import rule_and_file
 from mars_jax.core.errors import MarsError

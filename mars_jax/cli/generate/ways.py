@@ -8,15 +8,13 @@ from collections.abc import Iterator
 from typing import IO
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
 
 from mars_jax.cli.generate.compare import compare, to_table
 from mars_jax.cli.generate.job import Decoding, Job
 from mars_jax.cli.generate.output_file import OutputFile, Unwritten
 from mars_jax.cli.generate.rows import to_row
 from mars_jax.cli.generate.terminal import TextPrinter, console, legend, statistics
-from mars_jax.cli.progress import Count, busy, counted, progress_bar
-from mars_jax.core import activity
+from mars_jax.cli.progress import Count, busy, counted, passing_bars, progress_bar
 from mars_jax.placement import hosts
 from mars_jax.serve.journal import to_line
 from mars_jax.serve.requests import Completion, Request, StreamEvent, total
@@ -160,17 +158,12 @@ def write_output(job: Job, file: OutputFile | Unwritten, out: IO[str], *, json: 
 
 def print_comparison(job: Job, out: IO[str], *, json: bool) -> None:
     """Print the comparison as a table, or as one object."""
-    columns = (TextColumn("{task.description}"), BarColumn())
-    screen = _errors()
-    with (
-        activity.doing("comparing") as going,
-        Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar,
-    ):
-        task = bar.add_task("comparing")
+    with passing_bars("comparing") as (going, bars):
+        task = bars.add_task("comparing")
 
         def progress(done: int, of: int) -> None:
             going.detail = f"{done} of {of} runs"
-            bar.update(task, completed=done, total=of)
+            bars.update(task, completed=done, total=of)
 
         comparison = compare(job, progress)
     if json:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from mars_jax import hub
 from mars_jax.cli.flags import HOSTS
-from mars_jax.cli.mesh_flags import open_mesh
+from mars_jax.cli.open_target import open_mesh
 from mars_jax.cli.progress import busy
 from mars_jax.core.errors import MarsError, say
 from mars_jax.hub.durable import sync
