@@ -70,7 +70,7 @@ def _run(args: argparse.Namespace, out: IO[str]) -> None:
             if stage not in tasks:
                 tasks[stage], paces[stage] = bars.add_task(stage, total=total), Pace(total)
             bars.advance(tasks[stage], done)
-            paces[stage].advance(paces[stage].done + done)
+            paces[stage].done += done
             going.detail = f"{stage} {paces[stage].describe()} bytes"
 
         made = hub.convert(

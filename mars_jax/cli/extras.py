@@ -11,9 +11,9 @@ EXTRAS = {
     "--refine": "mars_jax.lab.commands.refining:open_refining",
     "--theta": "mars_jax.lab.theta:rule_of_file",
 }
-"""What a flag calls: "module:function"."""
+"""Functions that flags call: "module:function"."""
 
 
 def call(flag: str, *arguments: Any, **options: Any) -> Any:
-    """What the function of a flag gives."""
+    """Call the function of a flag."""
     return specs.factory(EXTRAS[flag])(*arguments, **options)

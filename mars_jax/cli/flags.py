@@ -1,4 +1,4 @@
-"""What flags of several commands share: their values by the tables of `specs`. Nothing here imports jax."""
+"""Flags of several commands: their values by the tables of `specs`, and which of them go together. No jax."""
 
 from __future__ import annotations
 
@@ -140,8 +140,8 @@ WITH = [
     (["--draft-device"], "--compare", ""),
     (["--draft-device"], "--draft-size auto", ""),
     (["--draft-device"], "--refine", ""),
-    (["--draft-device"], "--coordinator", ", of several processes"),
-    (["--draft-device"], "--num-processes", ", of several processes"),
+    (["--draft-device"], "--coordinator", ", as its devices are one process's"),
+    (["--draft-device"], "--num-processes", ", as its devices are one process's"),
     (["--stream"], "--json", ", which prints finished rows"),
     (["--stream"], "--output", ", which has finished rows"),
     (["--speedup"], "--json", ", which prints no statistics as --compare does"),
@@ -158,7 +158,7 @@ OF_DRAFT = [
 
 
 class Present:
-    """What is there: flags as users write them, `--draft-size auto` with its value, and keys of prompts."""
+    """Names of what was given: flags as users write them, `--draft-size auto` with its value, and keys of prompts."""
 
     def __init__(self, args: argparse.Namespace, rows: Sequence[Any] = ()):
         """
@@ -202,8 +202,10 @@ class Present:
                 self.refuse(names, f"with {other}{word}: leave one of them out")
         for names, needed, word in WITHOUT:
             if not any(other in self for other in needed):
-                cure = "it" if len(needed) == 1 else "one of them"
-                self.refuse(names, f"without {' or '.join(needed)}{word}: add {cure}, or leave this out")
+                *most, last = needed
+                either = f"{', '.join(most)} or {last}" if most else last
+                cure = "one of them" if most else "it"
+                self.refuse(names, f"without {either}{word}: add {cure}, or leave this out")
 
     def refuse_for(self, draft: specs.DraftSpec, rule: RuleChoice) -> None:
         """Raise MarsError for what the drafter or the rule cannot heed: sizes, trees and ends of drafts."""
@@ -234,5 +236,5 @@ def _key(name: str) -> str:
 
 
 def _holds(value: Any) -> bool:
-    """Whether a flag or a key has a value; 0 is one."""
+    """Tell whether a flag or a key has a value; 0 is one."""
     return value is not None and value is not False and value != []

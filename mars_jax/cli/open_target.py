@@ -1,4 +1,4 @@
-"""What --target, --dtype, --mesh and --no-check name: a mesh, and a target with its weights."""
+"""The mesh and the target, with its weights, that --target, --dtype, --mesh and --no-check name."""
 
 from __future__ import annotations
 

@@ -64,21 +64,18 @@ def busy(doing: str) -> Iterator[None]:
 
 
 class Pace:
-    """How far work of a known size is, and how long the rest will take at the pace so far.
+    """Work of a known size: how far it is, and how long the rest will take at the pace so far.
 
     >>> Pace(9, done=3).describe()
     '3 of 9'
     """
 
     def __init__(self, of: int, *, done: int = 0):
-        self._of, self.done, self._first, self._began = of, done, done, time.monotonic()
-
-    def advance(self, done: int) -> None:
-        """There are now `done` of them."""
-        self.done = done
+        self.done = done  # changes as the work goes on
+        self._of, self._first, self._began = of, done, time.monotonic()
 
     def describe(self) -> str:
-        """How many of how many, and from the second on the time left."""
+        """The number done of how many, and from the second on the time left."""
         said = f"{self.done} of {self._of}"
         if self._first < self.done < self._of:
             each = (time.monotonic() - self._began) / (self.done - self._first)
@@ -111,7 +108,7 @@ class Count:
         """These more; `seconds` have all of them taken so far."""
         self._tokens += sum(completion.metrics.emitted for completion in completions)
         self._steps += sum(completion.metrics.steps for completion in completions)
-        self._pace.advance(self._pace.done + len(completions))
+        self._pace.done += len(completions)
         speed = self._tokens / max(seconds, 1e-9)
         self.said = f"{speed:,.0f} tokens/s, tau {self._tokens / max(self._steps, 1):.2f}"
         self._going.detail = f"{self._pace.describe()}, {self.said}"

@@ -84,7 +84,7 @@ def rule_and_file(spec: str | None, given: Mapping[str, Given], default: str) ->
 
 
 def is_number(text: str) -> bool:
-    """Whether a text is a number, and so no name of a file."""
+    """Tell whether a text is a number, and so no name of a file."""
     try:
         float(text)
     except ValueError:

@@ -10,7 +10,7 @@ from mars_jax.core.errors import MarsError
 from mars_jax.serve.journal import Journal, Row, parse
 
 Key = Mapping[str, Any]
-"""What a row is about: the fields that it has to hold."""
+"""Fields that a row has to hold: what it is about."""
 
 
 class RowFile:

@@ -105,7 +105,7 @@ def _compare(folder: Path, settings: Mapping[str, Any], flag: str) -> None:
 
 
 def check_folder(folder: Path, *, flag: str = "--output") -> None:
-    """What can be known before any model is loaded.
+    """Check what can be known before any model is loaded.
 
     Raises:
       MarsError: the folder is none, holds anything but a run, or cannot be made or written to.

@@ -20,9 +20,9 @@ from mars_jax.specs import Given, RuleChoice, choose
 
 FORMAT = "mars-jax theta 3"
 OLD_FORMATS = ("mars-jax theta 1", "mars-jax theta 2")
-"""Of files that do not say which weights they were calibrated with."""
+"""Formats of files that do not say which weights they were calibrated with."""
 SETTINGS = ("target", "draft", "num_draft_tokens", "tree", "temperature")
-"""What a threshold was calibrated for besides its rule: elsewhere its promise does not hold."""
+"""Settings that a threshold was calibrated for besides its rule: elsewhere its promise does not hold."""
 
 
 class ThetaFile(NamedTuple):

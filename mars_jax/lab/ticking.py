@@ -23,7 +23,7 @@ class Ticker:
     def __call__(self, what: str, done: int, of: int) -> None:
         if of != self._of:
             self._pace, self._of = Pace(of, done=done), of
-        self._pace.advance(done)
+        self._pace.done = done
         self._going.detail = f"{self._pace.describe()} ({what})"
         shown = sys.stderr.isatty() and time.monotonic() - self._last >= self._seconds
         if done == of or shown:
@@ -40,7 +40,7 @@ def ticking(things: str) -> Iterator[Ticker]:
 
 @dataclasses.dataclass
 class Speed:
-    """What this process has decoded and how long that took, for whoever waits. Rows on file took it no time.
+    """Speed of what this process has decoded, for whoever waits. Rows on file took it no time.
 
     >>> speed = Speed(emitted=30, steps=10, seconds=2.0)
     >>> speed.add(emitted=10, steps=10, seconds=2.0)

@@ -29,7 +29,7 @@ from mars_jax.serve.complete import complete
 from mars_jax.serve.events import events, look
 from mars_jax.serve.guides import guides_of
 from mars_jax.serve.memory import default_rows
-from mars_jax.serve.prepare import AnyRule, buffer_width, of_mesh, prepare, prepared
+from mars_jax.serve.prepare import AnyRule, buffer_width, loaded_rule, of_mesh, prepare, prepared
 from mars_jax.serve.prepared import draws
 from mars_jax.serve.queue import Finished, Queue, compile_queue, longest_first, shares_prompts
 from mars_jax.serve.requests import Completion, Request, Result, StreamEvent, total
@@ -91,11 +91,10 @@ class Session:
         """
         if batch_size is not None and batch_size < 1:
             raise MarsError(f"batch_size is {batch_size}: give at least 1.")
-        rule = verify if isinstance(verify, LoadedRule) else LoadedRule(exact() if verify is None else verify)
         return cls(
             target=target,
             drafter=drafters.loaded(drafter, target),
-            rule=rule,
+            rule=loaded_rule(verify),
             batch_size=batch_size or 0,
             log_probs=log_probs,
         )

@@ -1,4 +1,4 @@
-"""What `generate` resolves and refuses by the tables of `cli.flags`, and by what is its own."""
+"""Choices that flags of `generate` leave open, and refusals of its own beside the tables of `cli.flags`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mars_jax.specs import RuleChoice
 
 
 class Choices(NamedTuple):
-    """What the flags say about the rule and the drafter."""
+    """Choices of the flags about the rule and the drafter."""
 
     draft: specs.DraftSpec
     rule: RuleChoice
@@ -64,7 +64,7 @@ def check_asked(args: argparse.Namespace) -> None:
 
 
 def _check_draft(present: Present, draft: specs.DraftSpec, rule: RuleChoice) -> None:
-    """What the kind of the drafter decides."""
+    """Refuse what does not go with the kind of the drafter."""
     if draft.kind == "none":
         flags = ["--compare", "--num-draft-tokens", "--speedup"]
         flags += [f"--verify {rule.spec}"] if "draft" in rule.needs else []
@@ -86,7 +86,7 @@ def _check_draft(present: Present, draft: specs.DraftSpec, rule: RuleChoice) -> 
 def _check_rule(
     present: Present, draft: specs.DraftSpec, rule: RuleChoice, rows: Sequence[PromptRow]
 ) -> None:
-    """What the rule needs, and what it does not read."""
+    """Refuse what the rule does not read, and ask for what it needs."""
     if "long" in rule.needs:
         verify = f"--verify {rule.row.name}"
         if not draft.row.stops:

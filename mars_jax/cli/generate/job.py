@@ -274,7 +274,7 @@ def _tokens(
                 found = None  # one of them is at fault, and is to be named
             for row in chunk:
                 yield row.tokens or _one(target, row, found, how)
-            pace.advance(first + len(chunk))
+            pace.done += len(chunk)
             going.detail = f"{pace.describe()} prompts"
 
 

@@ -236,7 +236,7 @@ class OutputFile:
 
 
 def fingerprints(session: Session, draft: DraftSpec) -> dict[str, str]:
-    """Of what has weights, a name for them. Where there are several processes, all call it.
+    """A name for the weights of each that has any. Where there are several processes, all call it.
 
     Args:
       session: with the weights.

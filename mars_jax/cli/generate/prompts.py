@@ -35,7 +35,7 @@ class PromptRow:
 
     @property
     def given(self) -> dict[str, Any]:
-        """What it says, by the keys of a file."""
+        """Values by the keys of a file."""
         return self.settings | {"messages": self.messages, "prompt_tokens": self.tokens}
 
     def error(self, message: object) -> MarsError:

@@ -1,4 +1,4 @@
-"""What `cli.pair`'s flags name: problems, target and drafter. The cheap checks come first."""
+"""Problems, target and drafter that the flags of `commands.pair` name. The cheap checks come first."""
 
 from __future__ import annotations
 
