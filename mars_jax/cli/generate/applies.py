@@ -35,8 +35,8 @@ def check_flags(args: argparse.Namespace, rows: Sequence[PromptRow]) -> Choices:
         why = "with --compare, which runs exact itself: leave it out, or name a rule that is lossy"
         present.refuse(["--verify"], why)
     _check_draft(present, draft, rule)
-    present.refuse_for(draft, rule)
     _check_rule(present, draft, rule, rows)
+    present.refuse_for(draft, rule)
     _check_sampling(present, args, rows)
     _check_file(args, rows)
     args.draft_size = None if args.draft_size == "fixed" else args.draft_size
