@@ -131,7 +131,7 @@ def provenance(*packages: str, **weights: Any) -> dict[str, Any]:
       packages: whose versions count, besides jax.
       weights: params by a name for them.
     """
-    from mars_jax.serve.folder import fingerprint
+    from mars_jax.serve.fingerprint import fingerprint
 
     return {
         "date": datetime.date.today().isoformat(),

@@ -19,7 +19,7 @@ import common
 from mars_jax.lab.evaluate import figures
 from mars_jax.lab.evaluate.benchmark import plots, rehearsal, table
 from mars_jax.lab.evaluate.benchmark.arms import AUTOREGRESSIVE
-from mars_jax.serve.folder import write_json
+from mars_jax.lab.folder import write_json
 
 EVIDENCE = Path(__file__).resolve().parent / "results" / "evidence"
 REPLAY, SUMMARY = "replay.json", "summary.json"

@@ -103,9 +103,6 @@ def _complete(given: Sequence[str]) -> int:
     try:
         print(completion(given[0]))
     except ImportError:
-        print(
-            "error: the package shtab is not installed: install mars-jax[completion].",
-            file=sys.stderr,
-        )
+        say("error: the package shtab is not installed: install mars-jax[completion].")
         return BAD_INPUT
     return 0

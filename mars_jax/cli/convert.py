@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,8 +10,7 @@ from typing import IO
 
 from mars_jax import __version__, specs
 from mars_jax.cli.program import Parser, command
-from mars_jax.cli.progress import Pace
-from mars_jax.core import activity
+from mars_jax.cli.progress import Pace, passing_bars
 from mars_jax.core.errors import say
 
 _DESCRIPTION = """\
@@ -56,35 +54,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: argparse.Namespace, out: IO[str]) -> None:
     # From here on jax loads; what is above answers at once.
     import jax
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-    from rich.progress import TransferSpeedColumn as Speed
+    from rich.progress import DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
 
     from mars_jax import hub
-    from mars_jax.cli.generate.terminal import console
 
     jax.config.update("jax_platforms", "cpu")  # it computes nothing, and others may need the accelerator
     began, size = time.perf_counter(), 0
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        Speed(),
-        TimeRemainingColumn(),
-    )
-    screen = console(sys.stderr)
-    with (
-        activity.doing("converting") as going,
-        Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar,
-    ):
+    columns = (DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with passing_bars("converting", *columns) as (going, bars):
         tasks, paces = {}, {}
 
         def progress(stage: str, done: int, total: int) -> None:
             nonlocal size
             size = total
             if stage not in tasks:
-                tasks[stage], paces[stage] = bar.add_task(stage, total=total), Pace(total)
-            bar.advance(tasks[stage], done)
-            paces[stage].advance(paces[stage].done + done)
+                tasks[stage], paces[stage] = bars.add_task(stage, total=total), Pace(total)
+            bars.advance(tasks[stage], done)
+            paces[stage].done += done
             going.detail = f"{stage} {paces[stage].describe()} bytes"
 
         made = hub.convert(

@@ -9,10 +9,11 @@ from mars_jax import specs
 EXTRAS = {
     "--draft-device": "mars_jax.contrib.drafters.elsewhere:open_elsewhere",
     "--refine": "mars_jax.lab.commands.refining:open_refining",
+    "--theta": "mars_jax.lab.theta:rule_of_file",
 }
-"""What a flag calls: "module:function"."""
+"""Functions that flags call: "module:function"."""
 
 
 def call(flag: str, *arguments: Any, **options: Any) -> Any:
-    """What the function of a flag gives."""
+    """Call the function of a flag."""
     return specs.factory(EXTRAS[flag])(*arguments, **options)

@@ -1,13 +1,14 @@
-"""What flags of several commands share: their values by the tables of `specs`. Nothing here imports jax."""
+"""Flags of several commands: their values by the tables of `specs`, and which of them go together. No jax."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from mars_jax import assets, specs
 from mars_jax.core.errors import MarsError
+from mars_jax.specs import RuleChoice
 
 MESH_HELP = (
     "divide the work over devices: data (rows of the batch), model (heads, hidden units and vocabulary) and expert, as "
@@ -25,12 +26,24 @@ NO_CHECK_HELP = (
     "do not compare the checksums of a --target that mars-jax convert wrote with what is read of it"
 )
 
+SAMPLING = ("temperature", *specs.FILTERS, *specs.EDITS, "seed", "max_new_tokens")
+"""Settings that say how a prompt is sampled."""
+
+
+def flag_of(name: str) -> str:
+    """A flag by its name in Python.
+
+    >>> flag_of("top_k")
+    '--top-k'
+    """
+    return "--" + name.replace("_", "-")
+
 
 def add_settings(group: Any, *names: str) -> None:
     """Flags of settings of a request, as texts; `numbers_of` makes them values."""
     for name in names:
         row = specs.REQUEST[name]
-        group.add_argument("--" + name.replace("_", "-"), metavar=row.metavar, help=row.help)
+        group.add_argument(flag_of(name), metavar=row.metavar, help=row.help)
 
 
 def number_of(name: str, text: str, shown: str | None = None) -> Any:
@@ -42,7 +55,7 @@ def number_of(name: str, text: str, shown: str | None = None) -> Any:
     >>> number_of("temperature", "0.5")
     0.5
     """
-    return specs.REQUEST[name].from_text(text, shown=shown or "--" + name.replace("_", "-"))
+    return specs.REQUEST[name].from_text(text, shown=shown or flag_of(name))
 
 
 def numbers_of(args: argparse.Namespace, names: Iterable[str]) -> None:
@@ -83,43 +96,6 @@ def add_size_flags(group: Any) -> None:
     )
 
 
-def check_size_flags(args: argparse.Namespace, rule: Any) -> None:
-    """Raise MarsError where drafts cannot be as long as pays, or would tie a text to its batch.
-
-    Args:
-      args: with `draft`, `tree` and the flags of `add_size_flags`; "fixed" becomes None, which it is.
-      rule: a `RuleChoice`.
-    """
-    refines = getattr(args, "refine", None) is not None
-    if args.any_rule and args.draft_size != "auto" and not refines:
-        raise MarsError(
-            "--any-rule does not apply to drafts of a fixed size, on which no text depends: leave it out, or add "
-            "--draft-size auto."
-        )
-    if args.draft_size != "auto":
-        args.draft_size = None
-        return
-    draft = specs.parse_draft(args.draft, shown="--draft")
-    if not draft.row.resizes:
-        raise MarsError(
-            f"--draft-size auto does not apply to --draft {draft.kind}, which has no chains of several lengths: leave "
-            f"it out, or draft with {specs.drafters_that('resizes')}."
-        )
-    if args.tree is not None:
-        raise MarsError(
-            "--draft-size auto does not apply with --tree, whose shape is its own: leave one out."
-        )
-    if not rule.row.lossless and not args.any_rule:
-        raise MarsError(
-            f"--draft-size auto does not apply to the rule {rule.name}, which is lossy, so that a text would depend on "
-            "what else is in its batch: add --verify exact or rejection, or --any-rule."
-        )
-    if rule.row.lossless and args.any_rule:
-        raise MarsError(
-            f"--any-rule does not apply to the rule {rule.name}, which is lossless: leave it out."
-        )
-
-
 HOSTS = ("coordinator", "num_processes", "process_id")
 """The flags of `add_host_flags`."""
 
@@ -138,11 +114,127 @@ def add_host_flags(made: Any) -> None:
     )
 
 
-def check_host_flags(args: Any) -> None:
-    """Raise MarsError for several processes and no mesh that divides the work."""
-    for name in HOSTS if args.mesh is None else ():
-        if getattr(args, name) is not None:
-            raise MarsError(
-                f"--{name.replace('_', '-')} does not apply without --mesh, over which several processes divide the "
-                "work: add it."
-            )
+WITHOUT = [
+    (["--coordinator", "--num-processes", "--process-id"], ["--mesh"], ", which divides their work"),
+    (["--any-rule"], ["--draft-size auto", "--refine"], ", as no text depends on drafts of a fixed size"),
+    (["--refine-every"], ["--refine"], ""),
+    (
+        ["--relax-constrained"],
+        ["--regex", "--json-schema", "--choice", "allowed_tokens"],
+        ", which constrain a text",
+    ),
+    (["--system", "--template-arg"], ["--chat", "messages"], ", which have a chat template"),
+    (["--resume"], ["--output"], ", the file that it continues"),
+    (["--log-probs"], ["--json", "--output"], ", whose rows it adds to"),
+]
+"""Flags that would have no effect without one of others, and a word on these."""
+WITH = [
+    (["--base", "--block", "--output", "--resume"], "--compare", ", which prints one table of its own rules"),
+    (["--speedup", "--stream", "--no-stream"], "--compare", ", which prints one table of its own rules"),
+    (["--num-draft-tokens", "--draft-size auto"], "--tree", ", whose shape is its own"),
+    (["--refine"], "--mesh", ""),
+    (["--refine"], "--compare", ""),
+    (["--refine"], "--stream", ""),
+    (["--refine"], "--resume", ", as what the draft had learned is gone"),
+    (["--draft-device"], "--tree", ", since only a chain can be guessed to hold"),
+    (["--draft-device"], "--compare", ""),
+    (["--draft-device"], "--draft-size auto", ""),
+    (["--draft-device"], "--refine", ""),
+    (["--draft-device"], "--coordinator", ", as its devices are one process's"),
+    (["--draft-device"], "--num-processes", ", as its devices are one process's"),
+    (["--stream"], "--json", ", which prints finished rows"),
+    (["--stream"], "--output", ", which has finished rows"),
+    (["--speedup"], "--json", ", which prints no statistics as --compare does"),
+    (["--speedup"], "--output", ", which prints no statistics as --compare does"),
+    (["prompt_tokens"], "--chat", ", which makes tokens of texts"),
+]
+"""Flags and keys of prompts that do not go with another flag, and a word on that."""
+OF_DRAFT = [
+    (["--tree"], "trees", "drafts no trees"),
+    (["--draft-stop", "draft_stop"], "stops", "has no entropy to stop by"),
+    (["--draft-size auto"], "resizes", "has no chains of several lengths"),
+]
+"""Flags and keys that only some drafters heed, by their property in `specs.DRAFTERS`, and what the others lack."""
+
+
+class Present:
+    """Names of what was given: flags as users write them, `--draft-size auto` with its value, and keys of prompts."""
+
+    def __init__(self, args: argparse.Namespace, rows: Sequence[Any] = ()):
+        """
+        Args:
+          args: of any command; a flag that it does not have is not there.
+          rows: prompts of a file, each a `PromptRow`.
+        """
+        self._args, self._rows = args, rows
+
+    def __contains__(self, name: str) -> bool:
+        return self._has(name) or any(_holds(row.given.get(_key(name))) for row in self._rows)
+
+    def _has(self, flag: str) -> bool:
+        if flag == "--no-stream":
+            return getattr(self._args, "stream", None) is False
+        key, value = _key(flag), flag.partition(" ")[2]
+        found = getattr(self._args, key, getattr(self._args, f"{key}s", None))
+        return found == value if value else _holds(found)
+
+    def refuse(self, names: Iterable[str], why: str) -> None:
+        """Raise MarsError for the first of these that is there: a flag that is silently ignored is a wrong result.
+
+        Args:
+          names: of flags, and of keys without dashes.
+          why: it does not apply, and the cure.
+        """
+        for name in names:
+            sentence = f"{name} does not apply {why}."
+            if name.startswith("--"):
+                if self._has(name):
+                    raise MarsError(sentence)
+                continue
+            for row in self._rows:
+                if _holds(row.given.get(name)):
+                    raise row.error(sentence)
+
+    def refuse_alone(self) -> None:
+        """Raise MarsError for what would have no effect by `WITH` and `WITHOUT`."""
+        for names, other, word in WITH:
+            if other in self:
+                self.refuse(names, f"with {other}{word}: leave one of them out")
+        for names, needed, word in WITHOUT:
+            if not any(other in self for other in needed):
+                *most, last = needed
+                either = f"{', '.join(most)} or {last}" if most else last
+                cure = "one of them" if most else "it"
+                self.refuse(names, f"without {either}{word}: add {cure}, or leave this out")
+
+    def refuse_for(self, draft: specs.DraftSpec, rule: RuleChoice) -> None:
+        """Raise MarsError for what the drafter or the rule cannot heed: sizes, trees and ends of drafts."""
+        for names, what, lacks in OF_DRAFT:
+            if not getattr(draft.row, what):
+                cure = f"leave it out, or draft with {specs.drafters_that(what)}"
+                self.refuse(names, f"to --draft {draft.kind}, which {lacks}: {cure}")
+        tree = self._args.tree
+        dynamic = tree is not None and not isinstance(tree, tuple)
+        if dynamic and not draft.row.dynamic:
+            cure = "give the children per node at each depth, such as 4-2-2-1"
+            raise MarsError(f"--tree dynamic does not apply to --draft {draft.row.spec}: {cure}.")
+        if "chain" in rule.needs and (dynamic or max(tree or [1]) > 1):
+            by = " by blocks" if rule.settings.get("block") else ""
+            cure = "use exact or rejection, or mars over either"
+            self.refuse(["--tree"], f"to the rule {rule.name}{by}, which verifies chains: {cure}")
+        if rule.row.lossless:
+            self.refuse(["--any-rule"], f"to the rule {rule.name}, which is lossless: leave it out")
+        elif "--any-rule" not in self:
+            depends = "which is lossy, so that a text would depend on what else is decoded"
+            cure = "add --verify exact or rejection, or --any-rule"
+            self.refuse(["--draft-size auto"], f"to the rule {rule.name}, {depends}: {cure}")
+
+
+def _key(name: str) -> str:
+    """The name in Python of a flag or a key."""
+    return name.removeprefix("--").partition(" ")[0].replace("-", "_")
+
+
+def _holds(value: Any) -> bool:
+    """Tell whether a flag or a key has a value; 0 is one."""
+    return value is not None and value is not False and value != []

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import io
 import os
-import tarfile
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import IO, Any
 
 import jax
@@ -43,43 +39,6 @@ def joined(args: argparse.Namespace, rows: Any, out: IO[str]) -> Iterator[IO[str
         raise MarsError(
             f"one of the {jax.process_count()} processes of the run failed ({reason})."
         ) from error
-
-
-@contextlib.contextmanager
-def studying(
-    args: argparse.Namespace, folder: Path, out: IO[str], *, without: str | None = None
-) -> Iterator[tuple[IO[str], Path]]:
-    """`joined`, of a command that keeps rows in a folder; gives the folder too.
-
-    The first process has the named one. The others have copies of it of their own, so that all know the same rows and
-    one writes; every process makes every row. What is in it under the name `without` is not copied.
-
-    Raises:
-      MarsError: as `joined`.
-    """
-    with joined(args, (), out) as place:
-        if args.mesh is None or jax.process_count() == 1:
-            yield place, folder
-            return
-        files = hosts.broadcast_bytes(_packed(folder, without) if hosts.is_first() else b"")
-        if hosts.is_first():
-            yield place, folder
-            return
-        with tempfile.TemporaryDirectory() as own:
-            copy = Path(own) / folder.name
-            with tarfile.open(fileobj=io.BytesIO(files)) as archive:
-                archive.extractall(own, filter="data")
-            yield place, copy
-
-
-def _packed(folder: Path, without: str | None) -> bytes:
-    """The files of a folder, as an archive."""
-    made = io.BytesIO()
-    with tarfile.open(fileobj=made, mode="w:gz") as archive:
-        if folder.is_dir():
-            left = f"{folder.name}/{without}"
-            archive.add(folder, arcname=folder.name, filter=lambda file: None if file.name == left else file)
-    return made.getvalue()
 
 
 @contextlib.contextmanager

@@ -1,14 +1,19 @@
-"""The target that --target, --dtype, --mesh and --no-check name, with its weights."""
+"""The mesh and the target, with its weights, that --target, --dtype, --mesh and --no-check name."""
 
 from __future__ import annotations
 
 import argparse
+import sys
+
+from jax.sharding import Mesh
 
 from mars_jax import hub
-from mars_jax.cli.mesh_flags import open_mesh
 from mars_jax.core.errors import MarsError
 from mars_jax.hub.converted import is_converted
 from mars_jax.hub.pretrained import Pretrained
+from mars_jax.models import ModelConfig
+from mars_jax.placement import hosts
+from mars_jax.placement.shardings import parse_mesh, whole
 
 
 def open_target(args: argparse.Namespace, sketch: Pretrained) -> Pretrained:
@@ -32,3 +37,18 @@ def open_target(args: argparse.Namespace, sketch: Pretrained) -> Pretrained:
         attention=args.attention or "xla",
         prefill_chunk=args.prefill_chunk,
     )
+
+
+def open_mesh(text: str | None, config: ModelConfig) -> Mesh | None:
+    """The mesh that --mesh names, and a line on stderr for whatever of the model does not divide over it.
+
+    Raises:
+      MarsError: as `parse_mesh` and `hosts.check_mesh`.
+    """
+    if text is None:
+        return None
+    mesh = parse_mesh(text)
+    hosts.check_mesh(mesh)
+    for sentence in whole(config, mesh):
+        print(f"note: {sentence}", file=sys.stderr)
+    return mesh

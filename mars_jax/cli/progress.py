@@ -7,12 +7,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mars_jax.core import activity
 from mars_jax.core.errors import MarsError
 
 if TYPE_CHECKING:
+    from rich.progress import Progress
+
     from mars_jax.serve.requests import Completion
 
 Show = Callable[[int, str], None]
@@ -62,21 +64,18 @@ def busy(doing: str) -> Iterator[None]:
 
 
 class Pace:
-    """How far work of a known size is, and how long the rest will take at the pace so far.
+    """Work of a known size: how far it is, and how long the rest will take at the pace so far.
 
     >>> Pace(9, done=3).describe()
     '3 of 9'
     """
 
     def __init__(self, of: int, *, done: int = 0):
-        self._of, self.done, self._first, self._began = of, done, done, time.monotonic()
-
-    def advance(self, done: int) -> None:
-        """There are now `done` of them."""
-        self.done = done
+        self.done = done  # changes as the work goes on
+        self._of, self._first, self._began = of, done, time.monotonic()
 
     def describe(self) -> str:
-        """How many of how many, and from the second on the time left."""
+        """The number done of how many, and from the second on the time left."""
         said = f"{self.done} of {self._of}"
         if self._first < self.done < self._of:
             each = (time.monotonic() - self._began) / (self.done - self._first)
@@ -95,53 +94,25 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
 
 
-class Ticker:
-    """Progress of work that counts itself, `ticker("theta=0.9", 12, 200)`: a line at the end of each kind of it, on a
-    terminal also every few seconds, elsewhere by `heartbeat`."""
-
-    def __init__(self, things: str, going: activity.Activity, seconds: float = 5.0):
-        self._things, self._going, self._seconds, self._last = things, going, seconds, time.monotonic()
-        self._pace, self._of = Pace(0), 0
-
-    def __call__(self, what: str, done: int, of: int) -> None:
-        if of != self._of:
-            self._pace, self._of = Pace(of, done=done), of
-        self._pace.advance(done)
-        self._going.detail = f"{self._pace.describe()} ({what})"
-        shown = sys.stderr.isatty() and time.monotonic() - self._last >= self._seconds
-        if done == of or shown:
-            self._last = time.monotonic()
-            print(f"{what}: {done} of {of} {self._things}", file=sys.stderr, flush=True)
-
-
-@contextlib.contextmanager
-def ticking(things: str) -> Iterator[Ticker]:
-    """A ticker for as long as the work takes."""
-    with activity.doing(things) as going:
-        yield Ticker(things, going)
-
-
 class Count:
     """Prompts that were decoded, with their speed and tau, for `heartbeat` to tell."""
 
     def __init__(
         self, of: int, going: activity.Activity, *, done: int = 0, show: Show = lambda rows, said: None
     ):
-        self._pace, self._going, self._done, self._show = Pace(of, done=done), going, done, show
+        self._pace, self._going, self._show = Pace(of, done=done), going, show
         self._tokens = self._steps = 0
-        self._seconds = 0.0
+        self.said = ""
 
-    def advance(self, completions: Sequence[Completion], seconds: float | None = None) -> None:
-        """These more, and the seconds that they took; default: those of rows that began together."""
-        self._done += len(completions)
+    def advance(self, completions: Sequence[Completion], seconds: float) -> None:
+        """These more; `seconds` have all of them taken so far."""
         self._tokens += sum(completion.metrics.emitted for completion in completions)
         self._steps += sum(completion.metrics.steps for completion in completions)
-        together = max((completion.seconds for completion in completions), default=0.0)
-        self._seconds += together if seconds is None else seconds
-        self._pace.advance(self._done)
-        said = f"{self._tokens / max(self._seconds, 1e-9):,.0f} tokens/s, tau {self._tokens / max(self._steps, 1):.2f}"
-        self._going.detail = f"{self._pace.describe()}, {said}"
-        self._show(len(completions), said)
+        self._pace.done += len(completions)
+        speed = self._tokens / max(seconds, 1e-9)
+        self.said = f"{speed:,.0f} tokens/s, tau {self._tokens / max(self._steps, 1):.2f}"
+        self._going.detail = f"{self._pace.describe()}, {self.said}"
+        self._show(len(completions), self.said)
 
 
 @contextlib.contextmanager
@@ -149,6 +120,22 @@ def counted(of: int) -> Iterator[Count]:
     """A count of prompts whose text is shown, so that a terminal needs no bar."""
     with activity.doing("prompts") as going:
         yield Count(of, going)
+
+
+@contextlib.contextmanager
+def passing_bars(doing: str, *columns: Any) -> Iterator[tuple[activity.Activity, Progress]]:
+    """An activity, and bars of it on a terminal, which go when it ends; `columns` are rich's, to the right of a bar."""
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    from mars_jax.cli.generate.terminal import console
+
+    screen = console(sys.stderr)
+    columns = (TextColumn("{task.description}"), BarColumn(), *columns)
+    with (
+        activity.doing(doing) as going,
+        Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bars,
+    ):
+        yield going, bars
 
 
 @contextlib.contextmanager

@@ -9,6 +9,8 @@ from collections.abc import Collection, Mapping
 from typing import IO, Any
 
 from mars_jax import specs
+from mars_jax.cli import extras
+from mars_jax.cli.flags import flag_of
 from mars_jax.core.errors import MarsError
 from mars_jax.specs import Given, RuleChoice, Setting, choose
 
@@ -44,30 +46,13 @@ def add_rule_flags(
             options = {"action": "store_true", "default": None}
         elif first.choices:
             options = {"metavar": "NAME"}
-        made.add_argument(_flag(name), help=_help(name, settings), **options)
+        made.add_argument(flag_of(name), help=_help(name, settings), **options)
     made.add_argument(
         "--rule-option",
         action="append",
         metavar="NAME=VALUE",
         help="any setting of the rule, once or more; those of a rule of your own are the arguments of its function",
     )
-
-
-def rule_of(args: argparse.Namespace, default: str, *, instead: Collection[str] = ()) -> RuleChoice:
-    """The rule that the flags choose, its settings in range.
-
-    Args:
-      args: of a parser with `add_rule_flags`.
-      default: where there is no --verify.
-      instead: as for `add_rule_flags`.
-
-    Raises:
-      MarsError: as `choose`; a setting given twice; weights that are missing.
-    """
-    given = given_settings(args)
-    for name in given.keys() & set(instead):
-        raise MarsError(f"{given[name].shown} does not apply here: give {_flag(name)}s in its place.")
-    return named(args.verify or default, given)
 
 
 def named(spec: str, given: Mapping[str, Given]) -> RuleChoice:
@@ -82,13 +67,38 @@ def named(spec: str, given: Mapping[str, Given]) -> RuleChoice:
     return choice
 
 
+def rule_and_file(spec: str | None, given: Mapping[str, Given], default: str) -> tuple[RuleChoice, Any]:
+    """The rule that was chosen, and the file of `mars-jax calibrate` where theta names one, else None.
+
+    Args:
+      spec: of the rule, or None for the file's or else the default.
+      given: its settings, from `given_settings`.
+      default: spec where neither says one.
+
+    Raises:
+      MarsError: as `named`, or as `lab.theta.rule_of_file`.
+    """
+    if "theta" in given and not is_number(given["theta"].text):
+        return extras.call("--theta", spec, given)
+    return named(spec or default, given), None
+
+
+def is_number(text: str) -> bool:
+    """Tell whether a text is a number, and so no name of a file."""
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
 def given_settings(args: argparse.Namespace) -> dict[str, Given]:
     """The settings of the rule that flags and --rule-option name, as texts."""
     given = {}
     for name in _flags():
         value = getattr(args, name, None)
         if value is not None:
-            given[name] = Given("true" if value is True else value, _flag(name))
+            given[name] = Given("true" if value is True else value, flag_of(name))
     for option in args.rule_option or ():
         name, equals, text = option.partition("=")
         if not (name and equals):
@@ -114,10 +124,6 @@ def _flags() -> dict[str, list[tuple[str, Setting]]]:
 
 FLAGS = ("verify", *_flags())
 """The names under which parsed flags hold the rule."""
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def _help(name: str, settings: list[tuple[str, Setting]]) -> str:

@@ -18,13 +18,12 @@ from typing import Any
 from mars_jax import assets, constraints, drafters, hub, specs
 from mars_jax import verify as rules
 from mars_jax.cli.flags import draft_of
-from mars_jax.cli.mesh_flags import open_mesh
-from mars_jax.cli.progress import ticking
-from mars_jax.cli.theta import fingerprints, plain, rule_and_file
+from mars_jax.cli.open_target import open_mesh
+from mars_jax.cli.progress import progress_bar
+from mars_jax.cli.rule_flags import rule_and_file
 from mars_jax.core.errors import MarsError
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.placement import hosts
-from mars_jax.serve.batches import Speed
 from mars_jax.serve.likelihood import score
 from mars_jax.serve.queue import longest_first
 from mars_jax.serve.requests import make_requests
@@ -103,8 +102,8 @@ class MarsJax(TemplateLM):
         if "long" in named.needs:
             raise MarsError(f"verify is {named.name}, whose text means nothing: choose another rule.")
         if file is not None:
-            pair = {"target": target, "draft": draft_of(draft, target), "num_draft_tokens": num_draft_tokens}
-            file.check(pair | {"tree": plain(shape)})
+            drafts = {"draft": draft_of(draft, target), "num_draft_tokens": num_draft_tokens, "tree": shape}
+            file.check({"target": target} | drafts)
         if mesh is None and (coordinator, num_processes, process_id) != (None, None, None):
             raise MarsError(
                 "coordinator, num_processes and process_id do not apply without mesh, over which several processes "
@@ -134,7 +133,7 @@ class MarsJax(TemplateLM):
             dtype=dtype if spec.row.path else None,
         )
         if file is not None:
-            file.check_weights(fingerprints(loaded, drafter, rule))
+            file.check_weights(loaded, drafter, rule)
         self._session = Session(target=loaded, drafter=drafter, rule=rule, batch_size=int(batch_size))
         self._max_gen_toks, self._seed = max_gen_toks, seed
         given = {"regex": regex, "json_schema": json_schema, "choice": choice and str(choice).split("|")}
@@ -282,19 +281,13 @@ class MarsJax(TemplateLM):
         if not made:
             return []
         queue = self._session.queue(made, order=longest_first(made))
-        began, answers, speed = time.perf_counter(), [""] * len(made), Speed()
-        with ticking("answers") as tick:
-            for count, (index, completion) in enumerate(queue, start=1):
+        began, answers = time.perf_counter(), [""] * len(made)
+        with progress_bar(len(made)) as count:
+            for index, completion in queue:
                 answers[index] = completion.text
-                seconds = time.perf_counter() - began
-                speed.add(
-                    emitted=completion.metrics.emitted,
-                    steps=completion.metrics.steps,
-                    seconds=seconds - speed.seconds,
-                )
-                tick(speed.describe(), count, len(made))
+                count.advance([completion], time.perf_counter() - began)
         if hosts.is_first():
-            print(f"mars_jax: {len(made)} answers, {speed.describe()}", file=sys.stderr)
+            print(f"mars_jax: {len(made)} answers, {count.said}", file=sys.stderr)
         return answers
 
 

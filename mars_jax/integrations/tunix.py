@@ -34,7 +34,7 @@ from mars_jax.core.drafter import TRUSTS
 from mars_jax.core.errors import MarsError
 from mars_jax.core.mesh import name_axes
 from mars_jax.core.metrics import Metrics
-from mars_jax.core.rule import LoadedRule, facts
+from mars_jax.core.rule import facts
 from mars_jax.core.types import LanguageModel, PyTree, Visible
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.integrations import bridge
@@ -42,10 +42,9 @@ from mars_jax.models import ModelConfig, language_model
 from mars_jax.models.config import Rope
 from mars_jax.placement.shardings import params_shardings
 from mars_jax.serve.memory import default_rows
-from mars_jax.serve.prepare import AnyRule, bucket, prepared
+from mars_jax.serve.prepare import AnyRule, bucket, loaded_rule, prepared
 from mars_jax.serve.queue import Queue
 from mars_jax.serve.requests import Request, total
-from mars_jax.verify import exact
 
 if TYPE_CHECKING:
     MarsRollout: Any
@@ -175,7 +174,7 @@ class Rollout:
           MarsError: a model that is not known or does not compute what its weights say, or a lossy rule.
         """
         del rollout_config  # each `generate` brings its own
-        rule = verify if isinstance(verify, LoadedRule) else LoadedRule(exact() if verify is None else verify)
+        rule = loaded_rule(verify)
         self._actor, self._tokenizer, self._rule = rollout_actor, tokenizer, rule
         self._batch_size, self._calls = batch_size, 0
         self._mesh = None

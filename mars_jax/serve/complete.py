@@ -1,4 +1,4 @@
-"""What a row has said, cut out of the batch's arrays: its completion. B batch, T token buffer."""
+"""The completion of a row, cut out of the batch's arrays. B batch, T token buffer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mars_jax.serve.text import RowText
 
 
 def token_log_probs(source: Any, row: int, count: int) -> TokenLogProbs:
-    """Of the first `count` tokens of a row, from a `StepInfo` or a `TokenRecord` on the host."""
+    """Log-probabilities of the first `count` tokens of a row, from a `StepInfo` or a `TokenRecord` on the host."""
     names = ("log_prob", "temperature_log_prob", "processed_log_prob", "regret")
     values = {name: tuple(getattr(source, name)[row, :count].tolist()) for name in names}
     return TokenLogProbs(**values, kind=tuple(KINDS[k] for k in source.kind[row, :count]))
@@ -33,8 +33,8 @@ def complete(
     said = tokens[row, len(request.prompt_tokens) : length[row]].tolist()
     # As the stream does it, so that a character cut in two reads the same both ways.
     text = RowText(target, request)
-    pieces = [text.feed(token, last=i == len(said) - 1) for i, token in enumerate(said)]
-    new = said[: text.count]
+    pieces = text.feed_all(said, last=True)
+    new = said[: len(pieces)]
     stopped = text.stopped or (new and new[-1] in request.stop_tokens)
     if request.constraint is not None and not stopped:
         # Without stop tokens a constrained row ends where nothing may follow.

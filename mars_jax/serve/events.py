@@ -65,15 +65,10 @@ def events(
         for row, request in enumerate(requests):
             if was_done[row]:
                 continue
-            count, before = int(host.num_emitted[row]), texts[row].count
-            tokens = host.emitted[row, :count].tolist()
-            said = [
-                texts[row].feed(token, last=bool(done[row]) and place == count - 1)
-                for place, token in enumerate(tokens)
-            ]
-            count = texts[row].count - before
-            told = token_log_probs(host, row, count)
-            tokens, pieces = tokens[:count], tuple(zip(told.kind, said, strict=False))
+            tokens = host.emitted[row, : host.num_emitted[row]].tolist()
+            said = texts[row].feed_all(tokens, last=bool(done[row]))
+            told = token_log_probs(host, row, len(said))
+            tokens, pieces = tokens[: len(said)], tuple(zip(told.kind, said, strict=True))
             completion = None
             if texts[row].stopped:
                 done[row] = True

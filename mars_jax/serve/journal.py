@@ -1,7 +1,7 @@
 """Files that survive being killed: lines of JSON that one process appends to, and the settings they belong to.
 
 A row is one write of one line, followed by fsync, under a lock that dies with the process. So a file is a run of
-intact rows, and at most one torn line at its end. Nothing here imports jax.
+intact rows, and at most one torn line at its end.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from mars_jax.core.errors import MarsError
+from mars_jax.hub.durable import sync
 
 Row = dict[str, Any]
 
@@ -201,16 +202,7 @@ def write_whole(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     staged.replace(path)
-    sync_directory(path.parent)
-
-
-def sync_directory(path: Path) -> None:
-    """Return when the names in a directory are on disk."""
-    folder = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    sync(path.parent)
 
 
 def plain(value: Any) -> Any:

@@ -84,18 +84,6 @@ def score(
     return [scored for scored in found if scored is not None]
 
 
-def score_answers(
-    target: Pretrained, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
-) -> list[list[float]]:
-    """Of each answer to its prompt: the sum of its tokens' log-likelihoods in nats, and how many tokens it has."""
-    texts = [(*p, *a) for p, a in zip(prompts, answers, strict=True)]
-    scored = score(target, texts, rows=max(1, min(ROWS, len(texts))))
-    return [
-        [float(np.sum(s.log_p[len(p) - 1 :], dtype=np.float64)), float(len(a))]
-        for s, p, a in zip(scored, prompts, answers, strict=True)
-    ]
-
-
 def batches(
     texts: Sequence[Sequence[int]], rows: int, longest: int
 ) -> Iterator[tuple[list[int], np.ndarray]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 
@@ -29,6 +28,13 @@ AnyRule = Rule | LoadedRule
 """What `mars_jax.generate` takes: a rule, or one with weights of its own."""
 
 
+def loaded_rule(verify: AnyRule | None) -> LoadedRule:
+    """A rule with its weights; None is `exact`."""
+    if isinstance(verify, LoadedRule):
+        return verify
+    return LoadedRule(exact() if verify is None else verify)
+
+
 def prepared(
     target: Pretrained,
     drafter: drafters.AnyDrafter,
@@ -45,7 +51,7 @@ def prepared(
       MarsError: a request that does not fit the target, the drafter or the rule.
     """
     drafter = drafters.loaded(drafter, target)
-    rule = verify if isinstance(verify, LoadedRule) else LoadedRule(exact() if verify is None else verify)
+    rule = loaded_rule(verify)
     _check_rule(rule, drafter.drafter, requests)
     for request in requests:
         check_request(target, request)
@@ -125,8 +131,8 @@ def _check_rule(rule: LoadedRule, drafter: Drafter, requests: Sequence[Request])
 def check_relaxes(verify: AnyRule | None, requests: Sequence[Request]) -> None:
     """Raise MarsError where requests say in what rules relax, and the rule is lossless. It is for what a user asked:
     a measurement may decode the same requests by a lossless rule beside a lossy one."""
-    rule: Any = verify.rule if isinstance(verify, LoadedRule) else verify
-    if rule is not None and not facts(rule).lossless:
+    said = facts(loaded_rule(verify).rule)
+    if not said.lossless:
         return
     for request in requests:
         relaxes = request.constraint is not None and request.constraint.relax
@@ -134,8 +140,9 @@ def check_relaxes(verify: AnyRule | None, requests: Sequence[Request]) -> None:
             what = (
                 "relax_in" if request.relax_in else "strict_in" if request.strict_in else "relax_constrained"
             )
-            name = facts(exact() if rule is None else rule).name
-            raise MarsError(f"{what} does not apply to the rule {name}, which relaxes nothing: leave it out.")
+            raise MarsError(
+                f"{what} does not apply to the rule {said.name}, which relaxes nothing: leave it out."
+            )
 
 
 def buffer_width(target: Pretrained, requests: Sequence[Request]) -> int:

@@ -172,11 +172,8 @@ class Queue:
             if text is None or (index := self._holds[row]) is None:
                 continue
             read = len(self._prepared.requests[index].prompt_tokens) + text.count
-            before, fresh = text.count, tokens[row, read : length[row]].tolist()
-            pieces = [
-                text.feed(token, last=bool(done[row]) and place == len(fresh) - 1)
-                for place, token in enumerate(fresh)
-            ][: text.count - before]
+            fresh = tokens[row, read : length[row]].tolist()
+            pieces = text.feed_all(fresh, last=bool(done[row]))
             said[row] = text.stopped
             if self._telling and pieces:
                 new.append(Said(index, "".join(pieces), tuple(fresh[: len(pieces)]), tuple(pieces)))

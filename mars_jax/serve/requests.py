@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -314,15 +314,6 @@ def check_request(target: Pretrained, request: Request) -> None:
         )
     if request.max_new_tokens < 1:
         raise MarsError(f"max_new_tokens is {request.max_new_tokens}: ask for at least 1.")
-
-
-def batches(requests: Sequence[Request], batch_size: int | None) -> Iterator[list[Request]]:
-    """Requests in groups of `batch_size`, in order."""
-    size = len(requests) if batch_size is None else batch_size
-    if size < 1:
-        raise MarsError(f"batch_size is {batch_size}: give at least 1.")
-    for first in range(0, len(requests), size):
-        yield list(requests[first : first + size])
 
 
 def total(completions: Sequence[Completion]) -> Metrics:

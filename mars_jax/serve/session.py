@@ -29,10 +29,10 @@ from mars_jax.serve.complete import complete
 from mars_jax.serve.events import events, look
 from mars_jax.serve.guides import guides_of
 from mars_jax.serve.memory import default_rows
-from mars_jax.serve.prepare import AnyRule, buffer_width, of_mesh, prepare, prepared
+from mars_jax.serve.prepare import AnyRule, buffer_width, loaded_rule, of_mesh, prepare, prepared
 from mars_jax.serve.prepared import draws
 from mars_jax.serve.queue import Finished, Queue, compile_queue, longest_first, shares_prompts
-from mars_jax.serve.requests import Completion, Request, Result, StreamEvent, batches, total
+from mars_jax.serve.requests import Completion, Request, Result, StreamEvent, total
 from mars_jax.verify import exact
 
 Rule = TypeVar("Rule", bound=AnyRule | None)
@@ -91,11 +91,10 @@ class Session:
         """
         if batch_size is not None and batch_size < 1:
             raise MarsError(f"batch_size is {batch_size}: give at least 1.")
-        rule = verify if isinstance(verify, LoadedRule) else LoadedRule(exact() if verify is None else verify)
         return cls(
             target=target,
             drafter=drafters.loaded(drafter, target),
-            rule=rule,
+            rule=loaded_rule(verify),
             batch_size=batch_size or 0,
             log_probs=log_probs,
         )
@@ -116,17 +115,18 @@ class Session:
         return dataclasses.replace(self, drafter=drafter, rule=LoadedRule(exact()))
 
     def batches(self, requests: Sequence[Request]) -> Iterator[Batch]:
-        """All the requests, `batch_size` at a time."""
-        for group, rule in groups(requests, self.rule, self.batch_size):
+        """All the requests, `batch_size` at a time; what the rule has one of per request is dealt out with them."""
+        if self.batch_size < 1:
+            raise MarsError(f"batch_size is {self.batch_size}: give at least 1.")
+        for first in range(0, len(requests), self.batch_size):
+            group = list(requests[first : first + self.batch_size])
+            rule = rule_of(self.rule, range(first, first + len(group)), len(requests))
             yield Batch(self.using(rule), group)
 
-    def prepare(self, requests: Sequence[Request]) -> tuple[Decoder, Params, DecodeState]:
-        """One batch as the arrays that the decoder takes, for a loop of one's own over `decode.stream`."""
-        return self._prepare(requests)
-
-    def _prepare(
-        self, requests: Sequence[Request], loop: Compile | None = None
+    def prepare(
+        self, requests: Sequence[Request], *, loop: Compile | None = None
     ) -> tuple[Decoder, Params, DecodeState]:
+        """One batch as the arrays that the decoder takes, for a loop of one's own; `loop` as for `Prepared.start`."""
         how: Any = {"rows": self.batch_size, "log_probs": self.log_probs, "loop": loop}
         return prepare(self.target, self.drafter, requests, verify=self.rule, **how)
 
@@ -171,7 +171,7 @@ class Session:
             return decode.run.lower(*given, record=self.log_probs).compile()
 
         own_steps = self.drafter.steps is not None
-        decoder, params, state = self._prepare(stand_ins, loop=None if own_steps else loop)
+        decoder, params, state = self.prepare(stand_ins, loop=None if own_steps else loop)
         one_step = dataclasses.replace(state.controls, limit=state.length + 1)
         state = dataclasses.replace(state, controls=one_step)
         with self.target.on_mesh():
@@ -299,7 +299,7 @@ class Session:
             done = {e.row: e.completion for e in self._events(requests) if e.completion is not None}
             return [done[row] for row in range(len(requests))]
         began = time.perf_counter()
-        decoder, params, state = self._prepare(requests)
+        decoder, params, state = self.prepare(requests)
         with self.target.on_mesh():
             state, stats = jax.block_until_ready(decode.run(decoder, params, state, record=self.log_probs))
         seconds = time.perf_counter() - began
@@ -318,22 +318,12 @@ class Session:
 
     def _events(self, requests: Sequence[Request]) -> Iterator[StreamEvent]:
         began = time.perf_counter()
-        decoder, params, state = self._prepare(requests)
+        decoder, params, state = self.prepare(requests)
         # Steps that the drafter makes wait for every verdict anyway.
         ahead = 0 if self.drafter.steps is not None else decode.look_ahead(state)
         done, stats = fetch(state.done), self._stats(decoder, state)
         steps = self._steps(decoder, params, state, ahead=ahead)
         yield from events(self.target, requests, steps, stats, done, ahead=ahead, began=began)
-
-
-def groups(
-    requests: Sequence[Request], verify: Rule, batch_size: int | None
-) -> Iterator[tuple[list[Request], Rule]]:
-    """Requests in groups of `batch_size`, each with its rule: what that has one of per request is theirs."""
-    first = 0
-    for group in batches(requests, batch_size):
-        yield group, rule_of(verify, range(first, first + len(group)), len(requests))
-        first += len(group)
 
 
 def rule_of(verify: Any, rows: Sequence[int], count: int) -> Any:

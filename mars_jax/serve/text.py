@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from mars_jax.hub.detokenizer import Detokenizer
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.serve.requests import Request
@@ -36,6 +38,14 @@ class RowText:
         keep = 0 if last else max((_begun(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
+
+    def feed_all(self, tokens: Sequence[int], *, last: bool = False) -> list[str]:
+        """The text of each token, up to the one that completes a stop string; `last` is said of the last of them."""
+        pieces: list[str] = []
+        for place, token in enumerate(tokens, start=1):
+            if not self.stopped:
+                pieces.append(self.feed(token, last=last and place == len(tokens)))
+        return pieces
 
 
 def _begun(text: str, stop: str) -> int:

@@ -6,9 +6,11 @@ import json
 
 import pytest
 
+from mars_jax import specs
+from mars_jax.cli.flags import OF_DRAFT, WITH, WITHOUT
 from mars_jax.cli.generate.applies import check_flags
-from mars_jax.cli.generate.arguments import parse
-from mars_jax.cli.generate.prompts import from_texts
+from mars_jax.cli.generate.arguments import parse, parser
+from mars_jax.cli.generate.prompts import CONSTRAINTS, from_texts
 
 MODEL = ["--draft", "model:small"]
 EAGLE = ["--draft", "eagle:head"]
@@ -55,7 +57,7 @@ MEDUSA = ["--draft", "medusa:heads"]
             [*MODEL, "--draft-size", "auto", "--verify", "exact", "--tree", "2-2"],
             "--draft-size auto does not apply with --tree",
         ),
-        (["--any-rule"], "--any-rule does not apply to drafts of a fixed size"),
+        (["--any-rule"], "--any-rule does not apply without --draft-size auto or --refine"),
         (
             ["--verify", "exact", "--draft-size", "auto", "--any-rule"],
             "--any-rule does not apply to the rule exact",
@@ -179,11 +181,22 @@ def test_a_setting_of_a_row_that_does_not_apply_is_refused(refused, tmp_path, ro
     assert f"p.jsonl, line 2: {message}" in refused("--target", "nowhere", "--prompts-file", file, *argv)
 
 
+def test_the_tables_name_flags_and_keys_that_there_are():
+    flags = parser()._option_string_actions
+    keys = {*specs.REQUEST, *CONSTRAINTS, "messages", "prompt_tokens"}
+    named = [name for names, *_ in (*WITHOUT, *WITH, *OF_DRAFT) for name in names]
+    named += [name for _, needed, _ in WITHOUT for name in needed] + [other for _, other, _ in WITH]
+    for name in named:
+        flag, _, value = name.partition(" ")
+        assert flag in (flags if flag.startswith("--") else keys), name
+        assert not value or value in flags[flag].choices
+
+
 def test_a_chat_of_token_ids_is_refused(refused, tmp_path):
     file = tmp_path / "p.jsonl"
     file.write_text('{"prompt_tokens": [1, 2]}\n')
     message = refused("--target", "nowhere", "--prompts-file", file, "--chat")
-    assert "line 1: --chat does not apply to prompt_tokens" in message
+    assert "line 1: prompt_tokens does not apply with --chat" in message
 
 
 def plan(*argv):

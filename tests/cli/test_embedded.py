@@ -46,8 +46,11 @@ def test_draft_and_speedup_follow_the_target(argv, draft, measures):
     ("argv", "message"),
     [
         (["--speedup", "--compare"], "--speedup does not apply with --compare"),
-        (["--speedup", "--json"], "--speedup does not apply with --json or --output"),
-        (["--speedup", "--output", "rows.jsonl"], "--speedup does not apply with --json or --output"),
+        (["--speedup", "--json"], "--speedup does not apply with --json, which prints no statistics"),
+        (
+            ["--speedup", "--output", "rows.jsonl"],
+            "--speedup does not apply with --output, which prints no statistics",
+        ),
         (["--speedup", "--draft", "none"], "--speedup does not apply to --draft none"),
     ],
 )

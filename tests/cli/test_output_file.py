@@ -11,9 +11,8 @@ import pytest
 
 from mars_jax.cli.generate.applies import check_flags
 from mars_jax.cli.generate.arguments import parse
-from mars_jax.cli.generate.output_file import OutputFile
+from mars_jax.cli.generate.output_file import OutputFile, Recorded, recorded
 from mars_jax.cli.generate.prompts import PromptRow, from_texts
-from mars_jax.cli.generate.recorded import Recorded, recorded
 from mars_jax.cli.generate.rows import to_row
 from mars_jax.core.errors import MarsError
 from mars_jax.core.metrics import Metrics

@@ -15,7 +15,7 @@ import pytest
 import mars_jax
 from mars_jax.cli import commands, progress, quiet
 from mars_jax.cli.generate import job
-from mars_jax.cli.progress import Pace, busy, counted, heartbeat, ticking
+from mars_jax.cli.progress import Pace, busy, counted, heartbeat
 from mars_jax.core import activity
 from mars_jax.core.metrics import Metrics
 from mars_jax.hub.pretrained import Pretrained
@@ -213,7 +213,7 @@ def test_the_line_has_rows_speed_tau_and_the_time_left(fast, capsys, monkeypatch
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     with counted(10) as count:
         now[0] += 20
-        count.advance([completion(30, 10, 2.0), completion(10, 10, 2.0)])
+        count.advance([completion(30, 10, 2.0), completion(10, 10, 2.0)], 2.0)
         said = activity.describe()
     assert said == "prompts: 2 of 10, 1:20 left, 20 tokens/s, tau 2.00"
 
@@ -223,18 +223,8 @@ def test_work_that_resumes_is_timed_by_what_it_did_itself(monkeypatch):
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     pace = Pace(100, done=90)
     now[0] = 5.0
-    pace.advance(95)
+    pace.done = 95
     assert pace.describe() == "95 of 100, 0:05 left"
-
-
-def test_ticks_are_lines_at_the_end_and_in_the_heartbeat(fast, capsys):
-    with heartbeat(), ticking("rows") as tick:
-        tick("arithmetic, exact", 3, 9)
-        time.sleep(0.12)
-        tick("arithmetic, mars", 9, 9)
-    said = lines(capsys)
-    assert said[0] == "rows: 3 of 9 (arithmetic, exact)"
-    assert said[-1] == "arithmetic, mars: 9 of 9 rows"
 
 
 def slowly(monkeypatch, owner, name, seconds=0.2):

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from mars_jax import specs, verify
 from mars_jax.cli.generate.command import main
-from mars_jax.cli.generate.output_file import OutputFile
-from mars_jax.cli.generate.recorded import Recorded
+from mars_jax.cli.generate.output_file import OutputFile, Recorded
 from mars_jax.core.errors import MarsError
 from mars_jax.serve.requests import Request
 from mars_jax.specs.choice import Given, choose

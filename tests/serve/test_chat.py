@@ -86,7 +86,10 @@ def test_a_prompts_file_has_conversations(chatty, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (["--system", "x", "The"], "--system does not apply without a chat template: add --chat"),
+        (
+            ["--system", "x", "The"],
+            "--system does not apply without --chat or messages, which have a chat template",
+        ),
         (["--chat", "--template-arg", "x", "The"], "--template-arg is 'x': expected NAME=VALUE"),
     ],
 )

@@ -186,7 +186,7 @@ def test_bad_options_get_a_sentence(target, ask, options, sentence):
     [
         (["--regex", "a("], "the pattern 'a(' is no regular expression"),
         (["--json-schema", "none.json"], "cannot be read"),
-        (["--relax-constrained"], "--relax-constrained does not apply where no text is constrained"),
+        (["--relax-constrained"], "--relax-constrained does not apply without --regex, --json-schema"),
         (["--verify", "exact", "--relax-in", "think"], "--relax-in does not apply to the rule exact"),
         (["--strict-in", "thought"], "the span is 'thought'"),
     ],

@@ -15,6 +15,7 @@ from mars_jax.cli.flags import (
     CACHE_DTYPE_HELP,
     MESH_HELP,
     NO_CHECK_HELP,
+    SAMPLING,
     add_host_flags,
     add_settings,
     add_size_flags,
@@ -22,8 +23,7 @@ from mars_jax.cli.flags import (
     numbers_of,
 )
 from mars_jax.cli.program import Parser
-from mars_jax.cli.rule_flags import OWN, add_rule_flags, given_settings
-from mars_jax.cli.theta import rule_and_file, settings_of
+from mars_jax.cli.rule_flags import OWN, add_rule_flags, given_settings, rule_and_file
 from mars_jax.core.errors import MarsError
 
 _DESCRIPTION = """\
@@ -151,7 +151,7 @@ def _add_rule(made: argparse.ArgumentParser) -> None:
 
 def _add_sampling(made: argparse.ArgumentParser) -> None:
     group = made.add_argument_group("sampling")
-    add_settings(group, "temperature", *specs.FILTERS, *specs.EDITS, "seed", "max_new_tokens")
+    add_settings(group, *SAMPLING)
     group.add_argument(
         "--logit-bias",
         action="append",
@@ -336,5 +336,5 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         args.verify, given_settings(args), "mars" if drafts else "exact"
     )
     if args.theta_file is not None:
-        args.theta_file.check(settings_of(args, temperature=args.temperature or 0.0))
+        args.theta_file.check(vars(args) | {"temperature": args.temperature or 0.0})
     return args

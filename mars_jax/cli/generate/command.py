@@ -12,7 +12,6 @@ from typing import IO
 from mars_jax.cli.generate.applies import Choices, check_asked, check_flags
 from mars_jax.cli.generate.arguments import parse
 from mars_jax.cli.generate.prompts import PromptRow, from_texts, read_prompts
-from mars_jax.cli.generate.recorded import recorded
 from mars_jax.cli.program import command, keep_compilations
 from mars_jax.cli.rule_flags import print_drafters, print_rules
 from mars_jax.core.errors import MarsError
@@ -67,7 +66,7 @@ def _list(args: argparse.Namespace, out: IO[str]) -> None:
 def _decode(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRow], out: IO[str]) -> None:
     from mars_jax.cli.generate import ways
     from mars_jax.cli.generate.job import open_job
-    from mars_jax.cli.generate.output_file import OutputFile, Unwritten, fingerprints
+    from mars_jax.cli.generate.output_file import OutputFile, Unwritten, fingerprints, recorded
     from mars_jax.placement import hosts
 
     with contextlib.ExitStack() as stack:

@@ -18,7 +18,6 @@ from mars_jax.cli.generate.applies import Choices
 from mars_jax.cli.generate.prompts import CONSTRAINTS, SPANS, PromptRow
 from mars_jax.cli.open_target import open_target
 from mars_jax.cli.progress import Pace
-from mars_jax.cli.theta import fingerprints
 from mars_jax.core import activity
 from mars_jax.core.errors import MarsError
 from mars_jax.core.rule import LoadedRule
@@ -166,7 +165,7 @@ def open_job(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRo
     else:
         drafter = extras.call("--draft-device", args.draft, target, args.draft_device, **asked)
     if args.theta_file is not None:
-        args.theta_file.check_weights(fingerprints(target, drafter, rule))
+        args.theta_file.check_weights(target, drafter, rule)
     simulated = choices.rule.row.name == "simulated"
     if simulated:
         _check_tau(choices.rule, rows, drafter.drafter.max_depth + 1)
@@ -275,7 +274,7 @@ def _tokens(
                 found = None  # one of them is at fault, and is to be named
             for row in chunk:
                 yield row.tokens or _one(target, row, found, how)
-            pace.advance(first + len(chunk))
+            pace.done += len(chunk)
             going.detail = f"{pace.describe()} prompts"
 
 

@@ -33,6 +33,11 @@ class PromptRow:
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)  # of the request
     numbers: dict[str, Any] = dataclasses.field(default_factory=dict)  # of the rule
 
+    @property
+    def given(self) -> dict[str, Any]:
+        """Values by the keys of a file."""
+        return self.settings | {"messages": self.messages, "prompt_tokens": self.tokens}
+
     def error(self, message: object) -> MarsError:
         """`message` with the place it is about."""
         return MarsError(f"{self.where}: {message}" if self.where else str(message))

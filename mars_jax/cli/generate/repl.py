@@ -15,7 +15,7 @@ from typing import IO, Any
 
 import jax
 
-from mars_jax import specs
+from mars_jax.cli.flags import SAMPLING, flag_of
 from mars_jax.cli.generate.applies import check_asked, check_flags
 from mars_jax.cli.generate.arguments import parse
 from mars_jax.cli.generate.job import Job, load_rule, make_requests, open_job
@@ -194,14 +194,14 @@ class Talk:
         run = dict(self._job.run) | self._choices.rule.as_json()
         [request] = make_requests(self._job.session.target, self._args, _ROW)
         shown = {name: run[name] for name in ("target", "draft", "verify", "dtype")} | dict(run["settings"])
-        shown |= {name: getattr(request, name) for name in _SETTINGS}
+        shown |= {name: getattr(request, name) for name in SAMPLING}
         for name, value in shown.items():
             self._tell(f"  {name:<20} {value}")
 
     def _set(self, words: list[str]) -> None:
         """Flags once more, with this one at their end: what is wrong with it is told as it is of a flag."""
         options = {name: o for name, o in self._choices.rule.options.items() if o.flag}
-        known = [*_SETTINGS, *options]
+        known = [*SAMPLING, *options]
         if len(words) != 2:
             raise MarsError(
                 f"/set takes a name and a value, as in /set temperature 0.7: the names are {', '.join(known)}."
@@ -211,7 +211,7 @@ class Talk:
             raise MarsError(
                 f"there is no setting {words[0]}{did_you_mean(name, known)}: expected {', '.join(known)}."
             )
-        argv = [*self._argv, "--" + name.replace("_", "-"), words[1]]
+        argv = [*self._argv, flag_of(name), words[1]]
         args = parse(argv)
         check_asked(args)
         choices = check_flags(args, _ROW)
@@ -219,10 +219,6 @@ class Talk:
             session = self._job.session
             self.running.session = session.using(load_rule(choices.rule, session.target, _ROW))
         self._argv, self._args, self._choices = argv, args, choices
-
-
-_SETTINGS = ("temperature", *specs.FILTERS, *specs.EDITS, "seed", "max_new_tokens")
-"""What /set changes beside the numbers of the rule."""
 
 
 def _conversation(turns: Sequence[Turn]) -> PromptRow:

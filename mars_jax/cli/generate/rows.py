@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from mars_jax.cli.flags import SAMPLING
 from mars_jax.serve.requests import Completion, Request
 
 
@@ -15,21 +16,6 @@ def row_head(request: Request) -> dict[str, Any]:
         | {"prompt": request.prompt}
         | ({} if request.messages is None else {"messages": list(request.messages)})
     )
-
-
-_SAMPLING = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-    "max_new_tokens",
-    "strict",
-)
-"""How a prompt was sampled, by the names of settings."""
 
 
 def to_row(completion: Completion, rule: str, run: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -57,7 +43,7 @@ def to_row(completion: Completion, rule: str, run: Mapping[str, Any] | None = No
             "seconds": completion.seconds,
             "tokens_per_second": completion.tokens_per_second,
             "rule": rule,
-            "sampling": {name: getattr(completion.request, name) for name in _SAMPLING},
+            "sampling": {name: getattr(completion.request, name) for name in (*SAMPLING, "strict")},
         }
         | ({} if run is None else {"run": dict(run)})
         | ({} if completion.log_probs is None else {"log_probs": completion.log_probs._asdict()})

@@ -8,15 +8,13 @@ from collections.abc import Iterator
 from typing import IO
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
 
 from mars_jax.cli.generate.compare import compare, to_table
 from mars_jax.cli.generate.job import Decoding, Job
 from mars_jax.cli.generate.output_file import OutputFile, Unwritten
 from mars_jax.cli.generate.rows import to_row
 from mars_jax.cli.generate.terminal import TextPrinter, console, legend, statistics
-from mars_jax.cli.progress import Count, busy, counted, progress_bar
-from mars_jax.core import activity
+from mars_jax.cli.progress import Count, busy, counted, passing_bars, progress_bar
 from mars_jax.placement import hosts
 from mars_jax.serve.journal import to_line
 from mars_jax.serve.requests import Completion, Request, StreamEvent, total
@@ -31,7 +29,7 @@ def stream_text(job: Job, out: IO[str], *, chat: bool, speedup: bool) -> None:
             with busy("compiling"):
                 events = job.stream(batch)
             done.append(_show(job, printer, batch, events, chat=chat))
-            count.advance(done[-1])
+            count.advance(done[-1], _seconds(done))
     plain = _stream(job.autoregressive) if speedup else None
     everyone = [completion for batch in done for completion in batch]
     _report(job, everyone, _seconds(done), colours=printer.colours, plain=plain)
@@ -107,10 +105,8 @@ def _decoding(job: Job, first: int = 0, *, hold: bool = True) -> Decoding:
 
 def _each(decoding: Decoding, count: Count) -> Iterator[Completion]:
     """The completions, counted."""
-    before = 0.0
     for completion in decoding:
-        count.advance([completion], decoding.seconds - before)
-        before = decoding.seconds
+        count.advance([completion], decoding.seconds)
         yield completion
 
 
@@ -162,17 +158,12 @@ def write_output(job: Job, file: OutputFile | Unwritten, out: IO[str], *, json: 
 
 def print_comparison(job: Job, out: IO[str], *, json: bool) -> None:
     """Print the comparison as a table, or as one object."""
-    columns = (TextColumn("{task.description}"), BarColumn())
-    screen = _errors()
-    with (
-        activity.doing("comparing") as going,
-        Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar,
-    ):
-        task = bar.add_task("comparing")
+    with passing_bars("comparing") as (going, bars):
+        task = bars.add_task("comparing")
 
         def progress(done: int, of: int) -> None:
             going.detail = f"{done} of {of} runs"
-            bar.update(task, completed=done, total=of)
+            bars.update(task, completed=done, total=of)
 
         comparison = compare(job, progress)
     if json:

@@ -10,11 +10,10 @@ from typing import IO
 
 from mars_jax import specs
 from mars_jax.cli.program import Parser, command
-from mars_jax.cli.progress import ticking
-from mars_jax.cli.rule_flags import rule_of
-from mars_jax.cli.theta import plain, settings_of, thetas_of
 from mars_jax.core.errors import MarsError, say
 from mars_jax.lab.commands import pair
+from mars_jax.lab.theta import plain, settings_of, thetas_of
+from mars_jax.lab.ticking import ticking
 
 _DESCRIPTION = """\
 Measure a pair of models: speed, acceptance and quality of a rule, margin-aware
@@ -85,7 +84,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """
     args = parser().parse_args(argv)
     pair.convert(args)
-    args.rule = rule_of(args, "mars", instead=_SWEPT)
+    args.rule = pair.rule_of(args, instead=_SWEPT)
     args.theta_files = []
     if args.thetas:
         args.thetas, args.theta_files = thetas_of(args.rule, args.thetas, settings_of(args))
@@ -120,11 +119,8 @@ def _check(args: argparse.Namespace) -> None:
                 f"--refine does not apply to --draft {kind}: draft with {specs.draft_words(specs.REFINED)}, "
                 "which learn from their failures."
             )
-        for flag in ("mesh", "draft_size"):
-            if getattr(args, flag) is not None:
-                raise MarsError(
-                    f"--refine does not apply with --{flag.replace('_', '-')}: leave one of them out."
-                )
+        if args.draft_size is not None:
+            raise MarsError("--refine does not apply with --draft-size: leave one of them out.")
     if args.simulated_taus and not specs.parse_draft(args.draft).row.stops:
         raise MarsError(
             f"--simulated-taus does not apply to --draft {args.draft}, which often drafts nothing: draft with "
@@ -138,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace, out: IO[str]) -> None:
-    from mars_jax.cli.host_flags import studying
+    from mars_jax.lab.folder import studying
 
     with studying(args, args.output, out) as (place, folder):
         _study(args, folder, place)

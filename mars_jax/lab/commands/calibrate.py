@@ -12,11 +12,10 @@ from typing import IO, Any
 
 from mars_jax import __version__, specs
 from mars_jax.cli.program import Parser, command
-from mars_jax.cli.progress import ticking
-from mars_jax.cli.rule_flags import rule_of
-from mars_jax.cli.theta import FORMAT, fingerprints, settings_of, thetas_of
 from mars_jax.core.errors import MarsError
 from mars_jax.lab.commands import pair
+from mars_jax.lab.theta import FORMAT, fingerprints, settings_of, thetas_of
+from mars_jax.lab.ticking import ticking
 from mars_jax.specs import RuleChoice
 
 _DESCRIPTION = """\
@@ -70,7 +69,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """
     args = parser().parse_args(argv)
     pair.convert(args)
-    args.rule = rule_of(args, "mars", instead=("theta",))
+    args.rule = pair.rule_of(args, instead=("theta",))
     if "theta" not in args.rule.options:
         raise MarsError(
             f"--verify {args.rule.name} has no theta to calibrate: choose a rule that has, such as mars."
@@ -124,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace, out: IO[str]) -> None:
-    from mars_jax.cli.host_flags import studying
+    from mars_jax.lab.folder import studying
 
     named = args.output.with_name(f"{args.output.name}-rows")
     with studying(args, named, out) as (place, work):
@@ -134,8 +133,9 @@ def _run(args: argparse.Namespace, out: IO[str]) -> None:
 def _study(args: argparse.Namespace, work: Path, output: Path, out: IO[str]) -> None:
     from mars_jax.lab.commands.open_pair import open_study
     from mars_jax.lab.evaluate.answers import Decoding
+    from mars_jax.lab.folder import check_writable, claim, write_json
     from mars_jax.lab.studies import calibration
-    from mars_jax.serve.folder import check_writable, claim, digest, fingerprint, write_json
+    from mars_jax.serve.fingerprint import digest, fingerprint
     from mars_jax.serve.session import Session
     from mars_jax.verify import load
 

@@ -14,12 +14,11 @@ from typing import IO, Any
 
 from mars_jax import __version__
 from mars_jax.cli.program import Parser, command
-from mars_jax.cli.progress import ticking
-from mars_jax.cli.rule_flags import given_settings
-from mars_jax.cli.theta import rule_and_file, settings_of
+from mars_jax.cli.rule_flags import given_settings, rule_and_file
 from mars_jax.core.errors import MarsError
 from mars_jax.lab.commands import pair
-from mars_jax.serve.journal import write_whole
+from mars_jax.lab.theta import settings_of
+from mars_jax.lab.ticking import ticking
 
 _DESCRIPTION = """\
 After a relaxed token, the strict rule continues the text twice: behind that token, and behind
@@ -92,18 +91,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace, out: IO[str]) -> None:
-    from mars_jax.cli.host_flags import studying
+    from mars_jax.lab.folder import studying
 
     with studying(args, args.output, out) as (place, folder):
         _study(args, folder, place)
 
 
 def _study(args: argparse.Namespace, folder: Path, out: IO[str]) -> None:
+    from mars_jax.lab.batches import RowFile
     from mars_jax.lab.commands.open_pair import open_study
+    from mars_jax.lab.folder import claim
     from mars_jax.lab.pictures.style import check_installed
     from mars_jax.lab.studies import branch_report, branches
-    from mars_jax.serve.batches import RowFile
-    from mars_jax.serve.folder import claim, digest, fingerprint
+    from mars_jax.serve.fingerprint import digest, fingerprint
 
     problems, target, drafter = open_study(args, folder, lambda problems: check_installed())
     shown = ("max_new_tokens", "horizon", "per_text", "batch_size", "seed", "problems", "chat")
@@ -151,9 +151,10 @@ def _study(args: argparse.Namespace, folder: Path, out: IO[str]) -> None:
 
 
 def _write(output: Path, summary: dict[str, Any], events: list[dict[str, Any]]) -> None:
+    from mars_jax.lab.folder import write_json
     from mars_jax.lab.pictures.style import beside
     from mars_jax.lab.studies import branch_report
-    from mars_jax.serve.folder import write_json
+    from mars_jax.serve.journal import write_whole
 
     try:
         write_json(output / "compounding.json", summary)

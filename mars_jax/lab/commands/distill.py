@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from mars_jax import __version__, assets, specs
-from mars_jax.cli.flags import HOSTS, add_host_flags, check_host_flags
+from mars_jax.cli.flags import HOSTS, Present, add_host_flags
 from mars_jax.cli.program import Parser, command, keep_compilations
 from mars_jax.core.errors import MarsError
 
@@ -241,7 +241,7 @@ def check(args: argparse.Namespace) -> None:
         _unused(args, own, "a head of --from, which has its own")
     if args.features is not None:
         _unused(args, ("length", "devices", "mesh", "write"), "--features")
-    check_host_flags(args)
+    Present(args).refuse_alone()
     if args.mesh is not None and args.devices != 1:
         raise MarsError(
             "--devices does not apply with --mesh, which names the devices: leave one of them out."

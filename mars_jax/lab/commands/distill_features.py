@@ -18,9 +18,10 @@ from mars_jax.core.errors import MarsError, say
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.lab.commands.distill_heads import HEADS, Head, chosen_vocabulary, feature_layers
 from mars_jax.lab.commands.training_text import write_answers
+from mars_jax.lab.folder import SETTINGS, claim
 from mars_jax.lab.training import data, distillation, features
 from mars_jax.models.transformer import language_model
-from mars_jax.serve.folder import SETTINGS, claim, digest, fingerprint
+from mars_jax.serve.fingerprint import digest, fingerprint
 from mars_jax.serve.journal import plain, write_whole
 
 SHARD = 128

@@ -13,21 +13,22 @@ import jax.numpy as jnp
 
 from mars_jax import hub
 from mars_jax.cli.flags import HOSTS
-from mars_jax.cli.host_flags import studying
-from mars_jax.cli.mesh_flags import open_mesh
+from mars_jax.cli.open_target import open_mesh
 from mars_jax.cli.progress import busy
 from mars_jax.core.errors import MarsError, say
+from mars_jax.hub.durable import sync
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.hub.save import free_directory
 from mars_jax.lab.commands.distill_features import check_dumps, train_on_features
 from mars_jax.lab.commands.distill_heads import HEADS, chosen_vocabulary, feature_layers
 from mars_jax.lab.commands.distill_systems import SYSTEMS, open_small
 from mars_jax.lab.commands.training_text import training_text
+from mars_jax.lab.folder import check_writable, claim, studying
 from mars_jax.lab.training import data, distillation
 from mars_jax.lab.training.objectives import divergence
 from mars_jax.placement import hosts
-from mars_jax.serve.folder import check_writable, claim, digest, fingerprint
-from mars_jax.serve.journal import plain, sync_directory
+from mars_jax.serve.fingerprint import digest, fingerprint
+from mars_jax.serve.journal import plain
 
 _NO_MATTER = ("output", "work", "data", "features", "devices", "mesh", "dtype", "layout", *HOSTS)
 """Flags that do not decide what is trained: places, where it is computed, what it is cast to. Data and features count
@@ -124,7 +125,7 @@ def _write(args: argparse.Namespace, apprentice: Any, params: Any, first: Any) -
         made = staging / args.output.name
         HEADS[args.kind].save(made, apprentice.config, cast, args, first)
         made.replace(args.output)
-        sync_directory(args.output.absolute().parent)
+        sync(args.output.absolute().parent)
     except OSError as error:
         raise MarsError(
             f"--output '{args.output}' cannot be written ({error.strerror}): mend that, then run this again."

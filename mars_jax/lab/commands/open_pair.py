@@ -1,4 +1,4 @@
-"""Open the problems, target and drafter that the flags of `cli.pair` name. The cheap checks come first."""
+"""Open the problems, target and drafter that the flags of `commands.pair` name. The cheap checks come first."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from mars_jax import drafters, hub, specs, verify
 from mars_jax.cli.open_target import open_target
 from mars_jax.cli.program import keep_compilations
 from mars_jax.cli.progress import busy
-from mars_jax.cli.theta import fingerprints
 from mars_jax.core.errors import MarsError
 from mars_jax.hub.pretrained import Pretrained, check_same_vocabulary
 from mars_jax.lab.evaluate.answers import check_problems
 from mars_jax.lab.evaluate.tasks.catalogue import read
 from mars_jax.lab.evaluate.tasks.problems import Problem
-from mars_jax.serve.folder import check_folder
+from mars_jax.lab.folder import check_folder
 from mars_jax.specs import RuleChoice
 
 
@@ -90,8 +89,6 @@ def open_pair(
         draft_size=args.draft_size or "fixed",
         any_rule=bool(args.any_rule),
     )
-    if args.theta_files:
-        found = fingerprints(target, drafter, made)
-        for file in args.theta_files:
-            file.check_weights(found)
+    for file in args.theta_files:
+        file.check_weights(target, drafter, made)
     return target, drafter

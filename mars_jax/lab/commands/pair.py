@@ -12,17 +12,17 @@ from mars_jax.cli.flags import (
     CACHE_DTYPE_HELP,
     MESH_HELP,
     NO_CHECK_HELP,
+    Present,
     add_host_flags,
     add_settings,
     add_size_flags,
-    check_host_flags,
-    check_size_flags,
     draft_of,
+    flag_of,
     number_of,
     numbers_of,
 )
 from mars_jax.cli.program import Parser
-from mars_jax.cli.rule_flags import add_rule_flags
+from mars_jax.cli.rule_flags import add_rule_flags, given_settings, named
 from mars_jax.core.errors import MarsError
 from mars_jax.specs import RuleChoice
 
@@ -98,6 +98,22 @@ def make_parser(prog: str, description: str, epilog: str, *, instead: Collection
     return made
 
 
+def rule_of(args: argparse.Namespace, *, instead: Collection[str] = ()) -> RuleChoice:
+    """The rule that the flags choose, by default mars, its settings in range.
+
+    Args:
+      args: of a parser with `add_rule_flags`.
+      instead: as for `add_rule_flags`.
+
+    Raises:
+      MarsError: as `choose`; a setting given twice; weights that are missing.
+    """
+    given = given_settings(args)
+    for name in given.keys() & set(instead):
+        raise MarsError(f"{given[name].shown} does not apply here: give {flag_of(name)}s in its place.")
+    return named(args.verify or "mars", given)
+
+
 def add_code_flags(parser: Parser) -> None:
     """The flags that let generated programs run."""
     group = parser.add_argument_group("code", description="Programs that the target writes.")
@@ -166,7 +182,7 @@ def check(args: argparse.Namespace, rule: RuleChoice, *, output: str) -> None:
         raise MarsError(f"there is no --output: {output}.")
     if not args.task:
         raise MarsError("there is no --task: name one, such as --task arithmetic; --help lists them.")
-    check_host_flags(args)
+    Present(args).refuse_alone()
     names = [task.partition("=")[0] for task in args.task]
     if len(set(names)) < len(names):
         raise MarsError(
@@ -178,17 +194,5 @@ def check(args: argparse.Namespace, rule: RuleChoice, *, output: str) -> None:
         raise MarsError(
             f"--verify {rule.name} does not apply here, since its text means nothing: verify with another rule."
         )
-    check_size_flags(args, rule)
-    if args.tree is not None:
-        if args.num_draft_tokens is not None:
-            raise MarsError(
-                "--num-draft-tokens does not apply with --tree, whose depth is its own: leave one out."
-            )
-        if not draft.row.trees:
-            raise MarsError(
-                f"--tree does not apply to --draft {draft.kind}, which drafts no trees: leave it out."
-            )
-        if "chain" in rule.needs and (isinstance(args.tree, specs.Dynamic) or max(args.tree) > 1):
-            raise MarsError(
-                f"--tree does not apply to the rule {rule.name}, which verifies chains: leave one out."
-            )
+    Present(args).refuse_for(draft, rule)
+    args.draft_size = None if args.draft_size == "fixed" else args.draft_size

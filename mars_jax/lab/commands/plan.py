@@ -13,8 +13,9 @@ from mars_jax import __version__, specs
 from mars_jax.cli.flags import number_of
 from mars_jax.cli.program import Parser, command
 from mars_jax.cli.progress import busy
-from mars_jax.cli.rule_flags import add_rule_flags, rule_of
+from mars_jax.cli.rule_flags import add_rule_flags
 from mars_jax.core.errors import MarsError
+from mars_jax.lab.commands.pair import rule_of
 from mars_jax.lab.commands.plan_table import print_table
 
 _DESCRIPTION = """\
@@ -110,7 +111,7 @@ def _run(args: argparse.Namespace, out: IO[str]) -> bool:
     length = None if args.num_draft_tokens is None else number_of("num_draft_tokens", args.num_draft_tokens)
     tree: Any = None if args.tree is None else specs.parse_tree(args.tree)
     acceptance = _share("acceptance", args.acceptance)
-    rule = rule_of(args, "mars")
+    rule = rule_of(args)
     if needs := {"q", "weights"} & rule.needs:
         raise MarsError(
             f"--verify {rule.name} needs {specs.NEEDS[min(needs)]}, which a plan has not: choose another rule."

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from mars_jax import drafters
-from mars_jax.cli.progress import ticking
 from mars_jax.core.errors import MarsError
 from mars_jax.hub.pretrained import Pretrained
+from mars_jax.lab.batches import RowFile
+from mars_jax.lab.ticking import ticking
 from mars_jax.lab.training import data
-from mars_jax.serve.batches import RowFile
 from mars_jax.serve.generation import generate
 from mars_jax.serve.journal import write_whole
 

@@ -19,12 +19,13 @@ import numpy as np
 from mars_jax import verify
 from mars_jax.core.errors import MarsError
 from mars_jax.core.rule import LoadedRule, facts
+from mars_jax.lab.batches import RowFile
 from mars_jax.lab.evaluate.answers import Decoding
 from mars_jax.lab.evaluate.benchmark.arms import MARS, Arm, base_of
 from mars_jax.lab.evaluate.scoring import scores
 from mars_jax.lab.evaluate.tasks.problems import UNJUDGED, Problem
 from mars_jax.lab.studies.certify import choose, fewest
-from mars_jax.serve.batches import RowFile, Speed
+from mars_jax.lab.ticking import Speed
 from mars_jax.serve.journal import Row
 from mars_jax.specs import RuleChoice
 

@@ -151,7 +151,7 @@ def test_a_head_trains_on_features_that_were_written_before(call, run, text, tar
 def test_a_training_that_is_begun_too_early_leaves_nothing(call, target, tmp_path):
     """Only their settings are read: there are no shards yet."""
     from mars_jax import load
-    from mars_jax.serve.folder import fingerprint
+    from mars_jax.serve.fingerprint import fingerprint
 
     weights = fingerprint((load(str(target), dtype="bfloat16").params,), target)
     (tmp_path / "mine").mkdir()

@@ -14,8 +14,8 @@ from mars_jax.lab.commands.benchmark import main, parse
 from mars_jax.lab.evaluate import answers
 from mars_jax.lab.evaluate.benchmark import plots, report, table
 from mars_jax.lab.evaluate.tasks.problems import Code, Problem
+from mars_jax.lab.folder import claim
 from mars_jax.lab.pictures import style
-from mars_jax.serve.folder import claim
 from mars_jax.serve.journal import Lock
 from tests.lab.evaluate.conftest import dying_after, read_folder
 

@@ -12,13 +12,13 @@ import pytest
 from mars_jax import specs
 from mars_jax.cli.generate.arguments import parse
 from mars_jax.cli.generate.command import main as generate
-from mars_jax.cli.theta import FORMAT, read_theta, settings_of
 from mars_jax.core.errors import MarsError
 from mars_jax.lab.commands.benchmark import main as benchmark
 from mars_jax.lab.commands.calibrate import main
 from mars_jax.lab.commands.compounding import main as compounding
 from mars_jax.lab.evaluate import answers
 from mars_jax.lab.studies.certify import choose, fewest, p_value
+from mars_jax.lab.theta import FORMAT, read_theta, settings_of
 from tests.cli.conftest import write_checkpoint
 from tests.helpers import slow_but
 from tests.lab.evaluate.conftest import dying_after

@@ -48,7 +48,7 @@ def test_on_a_mesh_it_is_the_same(loaded, target):
 
 def test_an_answer_is_scored_without_its_prompt(loaded):
     prompts, answers = [[1, 5], [2, 3, 4, 5]], [[3], [6, 7, 8]]
-    made = likelihood.score_answers(loaded, prompts, answers)
+    made = arm_loops.score_answers(loaded, prompts, answers)
     texts = [p + a for p, a in zip(prompts, answers, strict=True)]
     logits = [s.log_p for s in likelihood.score(loaded, texts)]
     assert made == [
@@ -70,7 +70,7 @@ def test_all_turns_of_a_conversation_count():
     evaluation = types.SimpleNamespace(_decoding=decoding, _settings={})
     first, second = arm_loops.Evaluation._scores(evaluation, [two, one], [said, short])
     prompts = [prompt_tokens(target, two, said.texts[:n], chat=True) for n in (0, 1)]
-    parts = likelihood.score_answers(target, prompts, said.tokens)
+    parts = arm_loops.score_answers(target, prompts, said.tokens)
     np.testing.assert_allclose(first, np.sum(parts, axis=0), atol=1e-3)
     np.testing.assert_allclose(second, parts[0], atol=1e-3)
     assert first[1] == 3

@@ -60,7 +60,7 @@ def _run(args: argparse.Namespace, out: IO[str]) -> bool:
             raise MarsError(f"--output is '{args.output}': expected a file in a folder that exists.")
     # From here on jax loads; what is above answers at once.
     if args.output is not None:
-        from mars_jax.serve.folder import check_writable
+        from mars_jax.lab.folder import check_writable
 
         check_writable(folder if there else args.output)
     keep_compilations()

@@ -12,6 +12,8 @@ import numpy as np
 
 from mars_jax import verify
 from mars_jax.core.rule import LoadedRule, facts
+from mars_jax.hub.pretrained import Pretrained
+from mars_jax.lab.batches import RowFile
 from mars_jax.lab.evaluate.answers import Answer, Decoding, prompt_tokens
 from mars_jax.lab.evaluate.benchmark import margins, rehearsal, texts
 from mars_jax.lab.evaluate.benchmark.arm_rows import Key, make_row
@@ -19,9 +21,9 @@ from mars_jax.lab.evaluate.benchmark.arms import Arm, base_of, make_arms, margin
 from mars_jax.lab.evaluate.benchmark.match import PROBLEMS, Match, match
 from mars_jax.lab.evaluate.scoring import sandbox, scores
 from mars_jax.lab.evaluate.tasks.problems import Problem
+from mars_jax.lab.folder import write_json
+from mars_jax.lab.ticking import Speed
 from mars_jax.serve import likelihood
-from mars_jax.serve.batches import RowFile, Speed
-from mars_jax.serve.folder import write_json
 from mars_jax.serve.journal import Row
 from mars_jax.serve.requests import Request
 from mars_jax.specs import RuleChoice
@@ -135,7 +137,7 @@ class Evaluation:
             for i, (p, a) in enumerate(zip(group, answers, strict=True))
             for turn, tokens in enumerate(a.tokens)
         ]
-        scored = likelihood.score_answers(target, [t[1] for t in turns], [t[2] for t in turns])
+        scored = score_answers(target, [t[1] for t in turns], [t[2] for t in turns])
         sums = np.zeros((len(group), 2))
         np.add.at(sums, [t[0] for t in turns], scored)
         return [*sums.tolist()]
@@ -223,3 +225,15 @@ def by_task(problems: Sequence[Problem]) -> dict[str, list[Problem]]:
     for problem in problems:
         tasks.setdefault(problem.task, []).append(problem)
     return tasks
+
+
+def score_answers(
+    target: Pretrained, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
+) -> list[list[float]]:
+    """The sum of the log-likelihoods of each answer's tokens in nats, and how many tokens it has."""
+    texts = [(*p, *a) for p, a in zip(prompts, answers, strict=True)]
+    scored = likelihood.score(target, texts, rows=max(1, min(likelihood.ROWS, len(texts))))
+    return [
+        [float(np.sum(s.log_p[len(p) - 1 :], dtype=np.float64)), float(len(a))]
+        for s, p, a in zip(scored, prompts, answers, strict=True)
+    ]

@@ -13,7 +13,7 @@ from mars_jax.lab.evaluate.benchmark.arms import AUTOREGRESSIVE, Arm
 from mars_jax.lab.evaluate.benchmark.match import Match
 from mars_jax.lab.evaluate.scoring import sandbox
 from mars_jax.lab.evaluate.tasks.problems import Problem
-from mars_jax.serve.folder import write_json
+from mars_jax.lab.folder import write_json
 
 SUMMARY, TABLE, PAGE = "summary.json", "table.md", "report.html"
 

@@ -20,9 +20,10 @@ from mars_jax.lab.evaluate.benchmark.arm_loops import Evaluation, Progress, by_t
 from mars_jax.lab.evaluate.benchmark.arms import MARS, default_thetas
 from mars_jax.lab.evaluate.scoring import sandbox, scores
 from mars_jax.lab.evaluate.tasks.problems import Problem
+from mars_jax.lab.folder import claim
 from mars_jax.lab.pictures import style
 from mars_jax.lab.training.online import Refiner
-from mars_jax.serve.folder import claim, digest, fingerprint
+from mars_jax.serve.fingerprint import digest, fingerprint
 from mars_jax.serve.session import Session
 from mars_jax.specs import RuleChoice
 

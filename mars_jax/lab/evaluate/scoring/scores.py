@@ -38,7 +38,7 @@ def score(
     """The numbers of one answer, one or, for BLEU, its counts; None where it is not scored.
 
     Args:
-      problem: its metric and what it compares with; for the likelihood see `likelihood.score_answers`.
+      problem: its metric and what it compares with; for the likelihood see `arm_loops.score_answers`.
       text: the answer.
       run_code: whether generated programs may run; without it they are not scored.
       unconfined: whether they may run without walls, where there are none; see `sandbox`.

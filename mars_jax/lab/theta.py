@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mars_jax import specs
-from mars_jax.cli.rule_flags import named
+from mars_jax.cli.rule_flags import is_number
 from mars_jax.core.errors import MarsError
 from mars_jax.core.reading import read_text
 from mars_jax.specs import Given, RuleChoice, choose
 
 FORMAT = "mars-jax theta 3"
 OLD_FORMATS = ("mars-jax theta 1", "mars-jax theta 2")
-"""Of files that do not say which weights they were calibrated with."""
+"""Formats of files that do not say which weights they were calibrated with."""
 SETTINGS = ("target", "draft", "num_draft_tokens", "tree", "temperature")
-"""What a threshold was calibrated for besides its rule: elsewhere its promise does not hold."""
+"""Settings that a threshold was calibrated for besides its rule: elsewhere its promise does not hold."""
 
 
 class ThetaFile(NamedTuple):
@@ -64,8 +64,9 @@ class ThetaFile(NamedTuple):
             if name != "theta":
                 self._compare(name, self.rule.get(name), value, self.rule.get(name), value)
 
-    def check_weights(self, found: dict[str, str]) -> None:
-        """Raise MarsError where the weights of a run, from `fingerprints`, are not those of the calibration."""
+    def check_weights(self, target: Any, drafter: Any, rule: Any) -> None:
+        """Raise MarsError where the weights of a run are not those of the calibration; see `fingerprints`."""
+        found = fingerprints(target, drafter, rule)
         for name in self.weights | found:
             if self.weights.get(name) != found.get(name):
                 raise MarsError(
@@ -81,22 +82,17 @@ class ThetaFile(NamedTuple):
             )
 
 
-def rule_and_file(
-    spec: str | None, given: Mapping[str, Given], default: str
-) -> tuple[RuleChoice, ThetaFile | None]:
-    """The rule that was chosen, where theta may be a file; the rule in the file then goes with it.
+def rule_of_file(spec: str | None, given: Mapping[str, Given]) -> tuple[RuleChoice, ThetaFile]:
+    """The file that theta names, and the rule in it with its threshold: what `--theta FILE` calls.
 
     Args:
-      spec: of the rule, or None for the file's or else the default.
+      spec: of the rule, where one is named.
       given: its settings, from `given_settings`.
-      default: spec where neither says one.
 
     Raises:
-      MarsError: as `named` and `read_theta`; settings that are not those in the file.
+      MarsError: as `file_of`; a rule or settings that are not those in the file.
     """
-    file = file_of(given["theta"]) if "theta" in given else None
-    if file is None:
-        return named(spec or default, given), None
+    file = file_of(given["theta"])
     if spec is not None:
         file.check_rule(RuleChoice(spec, file.rule))
     elif specs.is_own(file.spec):
@@ -105,27 +101,21 @@ def rule_and_file(
         )
     spec = spec or file.spec
     file.check_settings(choose(spec, {k: v for k, v in given.items() if k != "theta"}).settings)
-    choice = RuleChoice(spec, {**file.rule, "theta": file.theta})
-    choice.settled()
-    return choice, file
+    return RuleChoice(spec, file.rule).but(theta=file.theta), file
 
 
-def file_of(given: Given) -> ThetaFile | None:
-    """The file that a threshold names; None where it is a number.
+def file_of(given: Given) -> ThetaFile:
+    """The file that a threshold names.
 
     Raises:
-      MarsError: as `read_theta`, or neither number nor file.
+      MarsError: as `read_theta`, or there is no such file.
     """
-    try:
-        float(given.text)
-    except ValueError:
-        if not Path(given.text).exists():
-            raise MarsError(
-                f"{given.shown} is {given.text}: expected a number above 0 (inf is strict), or a file that "
-                "mars-jax calibrate wrote."
-            ) from None
-        return read_theta(given.text)
-    return None
+    if not Path(given.text).exists():
+        raise MarsError(
+            f"{given.shown} is {given.text}: expected a number above 0 (inf is strict), or a file that "
+            "mars-jax calibrate wrote."
+        )
+    return read_theta(given.text)
 
 
 def fingerprints(target: Any, drafter: Any, rule: Any) -> dict[str, str]:
@@ -138,7 +128,7 @@ def fingerprints(target: Any, drafter: Any, rule: Any) -> dict[str, str]:
     """
     from jax.tree import leaves
 
-    from mars_jax.serve.folder import fingerprint
+    from mars_jax.serve.fingerprint import fingerprint
 
     found = {"target": fingerprint(target.params, target.path), "draft": fingerprint(drafter.params)}
     return found | ({"rule": fingerprint(rule.params)} if leaves(rule.params) else {})
@@ -158,10 +148,10 @@ def thetas_of(
     values, files = [], []
     for text in texts:
         try:
-            file = file_of(Given(text, "--thetas"))
-            if file is None:
+            if is_number(text):
                 values.append(setting.from_text(text, shown="--thetas", **structure))
                 continue
+            file = file_of(Given(text, "--thetas"))
         except MarsError as error:
             raise MarsError(str(error).replace("--thetas is", "--thetas has", 1)) from None
         file.check(run)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,34 +10,7 @@ from mars_jax.core.errors import MarsError
 from mars_jax.serve.journal import Journal, Row, parse
 
 Key = Mapping[str, Any]
-"""What a row is about: the fields that it has to hold."""
-
-
-@dataclasses.dataclass
-class Speed:
-    """What this process has decoded and how long that took, for whoever waits. Rows on file took it no time.
-
-    >>> speed = Speed(emitted=30, steps=10, seconds=2.0)
-    >>> speed.add(emitted=10, steps=10, seconds=2.0)
-    >>> speed.describe(), Speed().describe()
-    ('10 tokens/s, tau 2.00', 'on file already')
-    """
-
-    emitted: int = 0
-    steps: int = 0
-    seconds: float = 0.0
-
-    def add(self, *, emitted: int, steps: int, seconds: float) -> None:
-        """A batch more."""
-        self.emitted += emitted
-        self.steps += steps
-        self.seconds += seconds
-
-    def describe(self) -> str:
-        """Tokens per second, and per step."""
-        if not self.seconds:
-            return "on file already"
-        return f"{self.emitted / max(self.seconds, 1e-9):,.0f} tokens/s, tau {self.emitted / max(self.steps, 1):.2f}"
+"""Fields that a row has to hold: what it is about."""
 
 
 class RowFile:

@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
-import hashlib
+import io
 import json
-import math
 import os
+import tarfile
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 import jax
-import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
+from mars_jax.cli.host_flags import joined
 from mars_jax.core.errors import MarsError, say
-from mars_jax.hub import gguf_config
-from mars_jax.hub.gguf_file import is_gguf, read_gguf
-from mars_jax.placement.hosts import fetch
+from mars_jax.placement import hosts
 from mars_jax.serve.journal import Lock, difference, plain, write_whole
 
 SETTINGS = "settings.json"
-ROWS = 16
-"""Of a weight, that its fingerprint looks at: training changes nearly all, and one takes next to no time."""
 
 
 class Claim(Lock):
@@ -109,7 +105,7 @@ def _compare(folder: Path, settings: Mapping[str, Any], flag: str) -> None:
 
 
 def check_folder(folder: Path, *, flag: str = "--output") -> None:
-    """What can be known before any model is loaded.
+    """Check what can be known before any model is loaded.
 
     Raises:
       MarsError: the folder is none, holds anything but a run, or cannot be made or written to.
@@ -156,45 +152,38 @@ def write_json(path: Path, value: Any) -> None:
     write_whole(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
 
 
-def fingerprint(params: Any, *checkpoints: str | os.PathLike[str]) -> str:
-    """A name for weights: a hash over the name, shape and type of each and `ROWS` of its rows, first and last included.
+@contextlib.contextmanager
+def studying(
+    args: argparse.Namespace, folder: Path, out: IO[str], *, without: str | None = None
+) -> Iterator[tuple[IO[str], Path]]:
+    """`joined`, of a command that keeps rows in a folder; gives the folder too.
 
-    It does not depend on the mesh. Where there are several processes, all call it.
+    The first process has the named one. The others have copies of it of their own, so that all know the same rows and
+    one writes; every process makes every row. What is in it under the name `without` is not copied.
 
-    Args:
-      params: arrays.
-      checkpoints: directories or GGUF files whose config counts too: it decides what the weights mean.
-
-    >>> fingerprint({"w": np.zeros((2, 3))}) == fingerprint({"w": np.ones((2, 3))})
-    False
+    Raises:
+      MarsError: as `joined`.
     """
-    parts = [_config(Path(checkpoint)) for checkpoint in checkpoints]
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        weight = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
-        parts.append(f"{jax.tree_util.keystr(path)} {weight.shape} {weight.dtype}".encode())
-        parts.append(fetch(_some_rows(weight)).tobytes())
-    return digest(b"".join(parts))
+    with joined(args, (), out) as place:
+        if args.mesh is None or jax.process_count() == 1:
+            yield place, folder
+            return
+        files = hosts.broadcast_bytes(_packed(folder, without) if hosts.is_first() else b"")
+        if hosts.is_first():
+            yield place, folder
+            return
+        with tempfile.TemporaryDirectory() as own:
+            copy = Path(own) / folder.name
+            with tarfile.open(fileobj=io.BytesIO(files)) as archive:
+                archive.extractall(own, filter="data")
+            yield place, copy
 
 
-def _config(checkpoint: Path) -> bytes:
-    if is_gguf(checkpoint):
-        return json.dumps(gguf_config.to_json(read_gguf(checkpoint)), sort_keys=True).encode()
-    return (checkpoint / "config.json").read_bytes()
-
-
-def _some_rows(weight: Any) -> Any:
-    """Rows that are evenly spaced over all axes but the last, such as those of experts."""
-    if weight.ndim < 2 or not weight.size:
-        return weight
-    outer = weight.shape[:-1]
-    places = np.unique(np.linspace(0, math.prod(outer) - 1, ROWS).round().astype(np.int64))
-    index = tuple(axis.astype(np.int32) for axis in np.unravel_index(places, outer))
-    if isinstance(weight, jax.Array) and (mesh := jax.typeof(weight).sharding.mesh).explicit_axes:
-        # Types say how arrays are divided, and so how these rows are to be.
-        return weight.at[index].get(out_sharding=NamedSharding(mesh, PartitionSpec()))
-    return weight[index]
-
-
-def digest(data: bytes) -> str:
-    """A short name for bytes."""
-    return hashlib.sha256(data).hexdigest()[:16]
+def _packed(folder: Path, without: str | None) -> bytes:
+    """The files of a folder, as an archive."""
+    made = io.BytesIO()
+    with tarfile.open(fileobj=made, mode="w:gz") as archive:
+        if folder.is_dir():
+            left = f"{folder.name}/{without}"
+            archive.add(folder, arcname=folder.name, filter=lambda file: None if file.name == left else file)
+    return made.getvalue()
