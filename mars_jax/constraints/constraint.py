@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -199,7 +199,8 @@ def tokens(ids: Iterable[int]) -> Constraint:
     return Constraint("tokens", tuple(sorted({int(i) for i in given})))
 
 
-KINDS = ("regex", "json_schema", "choice", "tokens")
+_FACTORIES: dict[str, Any] = {"regex": regex, "json_schema": json_schema, "choice": choice, "tokens": tokens}
+KINDS = tuple(_FACTORIES)
 
 
 def from_fields(given: Mapping[str, Any]) -> Constraint | None:
@@ -218,18 +219,7 @@ def from_fields(given: Mapping[str, Any]) -> Constraint | None:
         )
     if not named:
         return None
-    factories: dict[str, Any] = {
-        "regex": regex,
-        "json_schema": json_schema,
-        "choice": choice,
-        "tokens": tokens,
-    }
-    return factories[named[0]](given[named[0]])
-
-
-def same(constraints: Sequence[Constraint | None]) -> tuple[Constraint, ...]:
-    """Those that differ in their tables, in their order."""
-    return tuple(dict.fromkeys(without_relax(c) for c in constraints if c is not None))
+    return _FACTORIES[named[0]](given[named[0]])
 
 
 def without_relax(constraint: Constraint) -> Constraint:

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
+from jax import Array
 
 from mars_jax.core.types import PyTree
 from mars_jax.models.config import ModelConfig
@@ -48,9 +50,10 @@ def _experts(config: ModelConfig) -> list[Row]:
     return rows
 
 
-def _layer(config: ModelConfig, index: int) -> list[Row]:
-    """Rows of one layer: (path and name below the layer's, shape, init)."""
+def layer_rows(config: ModelConfig, index: int = 0, *, width: int | None = None) -> list[Row]:
+    """Rows of one layer: (path and name below the layer's, shape, init); `width` is that of attention's input."""
     c = config
+    width = width or c.hidden_size
     q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     unit = "zeros" if c.norm_plus_one else "ones"
 
@@ -58,9 +61,9 @@ def _layer(config: ModelConfig, index: int) -> list[Row]:
         return [((key,), f"{name}.weight", (size,), unit)]
 
     rows = norm("attention_norm", "input_layernorm")
-    rows += _matrix("q", "self_attn.q_proj", q, c.hidden_size, c.qkv_bias)
-    rows += _matrix("k", "self_attn.k_proj", kv, c.hidden_size, c.qkv_bias)
-    rows += _matrix("v", "self_attn.v_proj", kv, c.hidden_size, c.qkv_bias)
+    rows += _matrix("q", "self_attn.q_proj", q, width, c.qkv_bias)
+    rows += _matrix("k", "self_attn.k_proj", kv, width, c.qkv_bias)
+    rows += _matrix("v", "self_attn.v_proj", kv, width, c.qkv_bias)
     rows += _matrix("o", "self_attn.o_proj", c.hidden_size, q, c.o_bias)
     if c.qk_norm:
         rows += norm("q_norm", "self_attn.q_norm", c.head_dim)
@@ -89,7 +92,7 @@ def weights(config: ModelConfig) -> tuple[Weight, ...]:
     table = (config.vocab_size, config.hidden_size)
     rows = [Weight(("embed",), "model.embed_tokens.weight", table, "normal")]
     for i in range(config.num_layers):
-        for path, name, shape, init in _layer(config, i):
+        for path, name, shape, init in layer_rows(config, i):
             rows.append(Weight(("layers", i, *path), f"model.layers.{i}.{name}", shape, init))
     unit = "zeros" if config.norm_plus_one else "ones"
     rows.append(Weight(("norm",), "model.norm.weight", (config.hidden_size,), unit))
@@ -136,6 +139,19 @@ def build(config: ModelConfig, make: Callable[[Weight], Any]) -> PyTree:
         return make(row) if rows == (row,) else jnp.stack([make(part) for part in rows])
 
     return build_rows(table, leaf)
+
+
+def random_rows(rows: Iterable[Weight], key: Array, dtype: Any, scale: float) -> Callable[[Weight], Array]:
+    """A `make` of random weights: matrices are normal, of standard deviation `scale`."""
+    rows = tuple(rows)
+    keys = dict(zip(rows, jax.random.split(key, len(rows)), strict=True))
+
+    def make(row: Weight) -> Array:
+        if row.init != "normal":
+            return (jnp.zeros if row.init == "zeros" else jnp.ones)(row.shape, dtype)
+        return (jax.random.normal(keys[row], row.shape, jnp.float32) * scale).astype(dtype)
+
+    return make
 
 
 def build_rows(rows: Iterable[Weight], make: Callable[[Weight], Any]) -> PyTree:
