@@ -156,10 +156,8 @@ def json_schema(schema: Mapping[str, Any] | str | os.PathLike[str], *, compact: 
 def _written(schema: Any) -> str:
     try:
         return json.dumps(schema, allow_nan=False)
-    except (
-        TypeError,
-        ValueError,
-    ) as error:  # of a schema that Python made, or of numbers that JSON has none of
+    # Of a schema that Python made, or of numbers that JSON has none of.
+    except (TypeError, ValueError) as error:
         raise MarsError(f"the schema cannot be written as JSON ({error}): correct it.") from None
     except RecursionError:
         raise too_deep() from None

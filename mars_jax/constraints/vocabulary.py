@@ -27,9 +27,8 @@ class Vocabulary:
 
     tokens: tuple[bytes | None, ...]  # [V]; None is a special token, or an id without a token
     marks: tuple[tuple[int, bytes], ...] = ()  # of special tokens, what they are called
-    encode: Any = (
-        None  # text -> token ids, as the tokenizer has them inside of a text; None spells by longest token
-    )
+    # Text to token ids, as the tokenizer has them inside of a text; None spells by longest token.
+    encode: Any = None
 
     @functools.cached_property
     def digest(self) -> str:

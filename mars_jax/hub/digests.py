@@ -20,10 +20,8 @@ class Digest(NamedTuple):
     """The checksums of one array, all CRC-32."""
 
     whole: int
-    block: tuple[int, ...] = ()  # shape of a block; at the far ends of an array they are smaller
-    blocks: tuple[
-        int, ...
-    ] = ()  # in C order of the blocks; () where they were not taken, and `whole` is all there is
+    block: tuple[int, ...]  # shape of a block; at the far ends of an array they are smaller
+    blocks: tuple[int, ...]  # in C order of the blocks
 
     def parts(self, shape: Sequence[int]) -> Iterator[tuple[Box, int]]:
         """Every block of an array of this shape, with its checksum.
@@ -31,8 +29,6 @@ class Digest(NamedTuple):
         Raises:
           ValueError: the digest is of an array of another shape.
         """
-        if not self.blocks:
-            return iter([(tuple((0, n) for n in shape), self.whole)])
         return zip(grid(shape, self.block), self.blocks, strict=True)
 
 

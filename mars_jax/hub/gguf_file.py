@@ -69,9 +69,8 @@ def read_gguf(path: Path) -> GGUFFile:
         return GGUFFile(path, reader(path))
     except OSError as error:
         raise MarsError(f"'{path}' cannot be read ({error}).") from None
-    except (
-        Exception
-    ) as error:  # the reader trusts the counts in the file: anything from ValueError to IndexError
+    # The reader trusts the counts in the file, and raises anything from ValueError to IndexError.
+    except Exception as error:
         reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
         raise MarsError(
             f"'{path}' is truncated, corrupt or no GGUF file ({reason}): download it again."

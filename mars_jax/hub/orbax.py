@@ -162,9 +162,8 @@ def _restore(
             return checkpointer.restore(Path(path).absolute(), args=what)
     except MarsError:
         raise
-    except (
-        Exception
-    ) as error:  # Orbax and TensorStore raise their own, ValueError, KeyError and OSError alike
+    # Orbax and TensorStore raise their own, ValueError, KeyError and OSError alike.
+    except Exception as error:
         raise MarsError(
             f"'{path}' cannot be read ({_reason(error)}): convert the checkpoint again."
         ) from error
