@@ -76,12 +76,12 @@ def _types(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
+def _is_type(value: Any) -> bool:
+    return value != [] and all(isinstance(one, str) and one in _OF_TYPE for one in _types(value))
+
+
 def _is_list(value: Any) -> bool:
     return isinstance(value, list)
-
-
-def _has_entries(value: Any) -> bool:
-    return isinstance(value, list) and bool(value)
 
 
 def _is_count(value: Any) -> bool:
@@ -89,30 +89,22 @@ def _is_count(value: Any) -> bool:
 
 
 _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "$ref": (
-        lambda value: isinstance(value, str) and value.startswith("#"),
-        "one within the schema, such as #/$defs/name",
-    ),
-    "type": (
-        lambda value: value != [] and all(isinstance(one, str) and one in _OF_TYPE for one in _types(value)),
-        f"one of {', '.join(sorted(_OF_TYPE))}, or a list of them",
-    ),
-    "anyOf": (_has_entries, "a list of schemas"),
-    "allOf": (_has_entries, "a list of schemas"),
-    "enum": (_has_entries, "a list of values"),
-    "properties": (lambda value: value is None or isinstance(value, Mapping), "an object of schemas"),
+    "$ref": (lambda one: isinstance(one, str) and one[:1] == "#", "one inside of it, such as #/$defs/name"),
+    "type": (_is_type, f"one of {', '.join(sorted(_OF_TYPE))}, or a list of them"),
+    "enum": (lambda one: _is_list(one) and one != [], "a list of values"),
+    "properties": (lambda one: one is None or isinstance(one, Mapping), "an object of schemas"),
     "required": (_is_list, "a list of names"),
     "prefixItems": (_is_list, "a list of schemas"),
-    "minItems": (_is_count, "a whole number of at least 0"),
-    "maxItems": (_is_count, "a whole number of at least 0"),
-    "minLength": (_is_count, "a whole number of at least 0"),
-    "maxLength": (_is_count, "a whole number of at least 0"),
-    "pattern": (lambda value: isinstance(value, str), "a text"),
+    "pattern": (lambda one: isinstance(one, str), "a text"),
     "format": (
-        lambda value: isinstance(value, str) and value in FORMATS,
+        lambda one: isinstance(one, str) and one in FORMATS,
         f"one of {', '.join(FORMATS)}, or a pattern",
     ),
 }
+for _name in ("anyOf", "allOf"):
+    _VALUES[_name] = (lambda one: _is_list(one) and one != [], "a list of schemas")
+for _name in ("minItems", "maxItems", "minLength", "maxLength"):
+    _VALUES[_name] = (_is_count, "a whole number of at least 0")
 """What the value of a keyword has to be, and how a message says it."""
 
 

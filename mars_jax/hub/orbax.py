@@ -83,7 +83,9 @@ def save(
     True
     """
     handler = _OneByOne(done)
-    registry = ocp.type_handlers.create_type_handler_registry((Pending, handler))
+    registry = ocp.type_handlers.create_type_handler_registry(
+        (Pending, handler), (jax.Array, ocp.type_handlers.ArrayHandler())
+    )
     # To the compressor, weights are noise.
     trees = ocp.PyTreeCheckpointHandler(
         type_handler_registry=registry, use_compression=False, use_zarr3=False

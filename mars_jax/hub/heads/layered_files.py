@@ -20,11 +20,11 @@ import numpy as np
 from mars_jax import specs
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import PyTree
-from mars_jax.hub.config_json import read_json
+from mars_jax.hub.config_json import dtype_of, read_json
 from mars_jax.hub.files import Tensor, resolve, tensors
 from mars_jax.hub.load import DERIVED, check_tensors, collect, convert, resolve_dtype
 from mars_jax.hub.save import free_directory, named_arrays, write_directory
-from mars_jax.hub.values import given
+from mars_jax.hub.values import given, of_its_kind
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.heads import LayeredHead
 from mars_jax.models.quantize import Int8, is_quantized, quantize
@@ -59,10 +59,8 @@ def checked(read: FromJson[Head]) -> FromJson[Head]:
 
     @functools.wraps(read)
     def made(data: dict[str, Any], shapes: Shapes, target: ModelConfig) -> Head:
-        try:
+        with of_its_kind("config.json holds a value", "correct it"):
             config = read(data, shapes, target)
-        except (TypeError, AttributeError, LookupError, ValueError, ArithmeticError) as error:
-            raise MarsError(f"config.json holds a value of the wrong kind ({error}): correct it.") from None
         expected = next(row.shape[1] for row in config.weights() if row.name == "fc.weight")
         found = next(reversed(shapes.get("fc.weight", ())), expected)
         if found != expected:
@@ -180,8 +178,7 @@ def load_head(
     specs.check_dtype(dtype)
     directory = resolve(name_or_path)
     data = read_json(directory / "config.json")
-    own = str(data.get("dtype") or data.get("torch_dtype") or "float32").removeprefix("torch.")
-    dtype, int8 = resolve_dtype(dtype, own)
+    dtype, int8 = resolve_dtype(dtype, dtype_of(data))
     try:
         held = collect(tensors(directory), canonical)
         if twice := [name for name, found in held.items() if len(found) > 1]:
