@@ -100,6 +100,12 @@ def _allow_list(ids: tuple[int, ...], size: int) -> TokenTable:
     )
 
 
+def _checked(made: Constraint) -> Constraint:
+    """The constraint, whose automaton is made at once so that what is wrong with it is said where it is given."""
+    made.automaton  # noqa: B018
+    return made
+
+
 def regex(pattern: str) -> Constraint:
     """Texts that a regular expression matches as a whole, as `re.fullmatch` does.
 
@@ -114,9 +120,7 @@ def regex(pattern: str) -> Constraint:
     """
     if not isinstance(pattern, str):
         raise MarsError(f"the pattern is {pattern!r}: expected a text.")
-    made = Constraint("regex", pattern)
-    made.automaton  # noqa: B018, so that what is wrong is said here
-    return made
+    return _checked(Constraint("regex", pattern))
 
 
 def json_schema(schema: Mapping[str, Any] | str | os.PathLike[str], *, compact: bool = False) -> Constraint:
@@ -148,9 +152,7 @@ def json_schema(schema: Mapping[str, Any] | str | os.PathLike[str], *, compact: 
     found = parsed(said)
     if not isinstance(found, dict) and found is not True:
         raise MarsError(f"the schema is {shown(found)}: expected a JSON object.")
-    made = Constraint("json_schema", _written(found), compact)
-    made.automaton  # noqa: B018, so that what is wrong is said here
-    return made
+    return _checked(Constraint("json_schema", _written(found), compact))
 
 
 def _written(schema: Any) -> str:
@@ -175,9 +177,7 @@ def choice(texts: Iterable[str]) -> Constraint:
     given = tuple(texts)
     if isinstance(texts, str) or not given or not all(isinstance(one, str) and one for one in given):
         raise MarsError(f"the choice is {texts!r}: expected a list of texts of at least one character.")
-    made = Constraint("choice", tuple(dict.fromkeys(given)))
-    made.automaton  # noqa: B018, so that what is wrong is said here
-    return made
+    return _checked(Constraint("choice", tuple(dict.fromkeys(given))))
 
 
 def tokens(ids: Iterable[int]) -> Constraint:

@@ -99,7 +99,7 @@ _ESCAPED = {
     code: text(f"\\{_SHORT[code]}" if code in _SHORT else f"\\u{code:04x}")
     for code in sorted({*range(0x20), *_SHORT})
 }
-"""What a JSON string does not hold as it is, as `json.dumps` writes it."""
+"""Characters that a JSON string does not hold as they are, as `json.dumps` writes them."""
 
 
 def in_string(node: Node) -> Node:

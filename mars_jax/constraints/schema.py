@@ -89,7 +89,10 @@ def _is_count(value: Any) -> bool:
 
 
 _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "$ref": (lambda one: isinstance(one, str) and one[:1] == "#", "one inside of it, such as #/$defs/name"),
+    "$ref": (
+        lambda one: isinstance(one, str) and one.startswith("#"),
+        "one within the schema, such as #/$defs/name",
+    ),
     "type": (_is_type, f"one of {', '.join(sorted(_OF_TYPE))}, or a list of them"),
     "enum": (lambda one: _is_list(one) and one != [], "a list of values"),
     "properties": (lambda one: one is None or isinstance(one, Mapping), "an object of schemas"),
@@ -105,7 +108,7 @@ for _name in ("anyOf", "allOf"):
     _VALUES[_name] = (lambda one: _is_list(one) and one != [], "a list of schemas")
 for _name in ("minItems", "maxItems", "minLength", "maxLength"):
     _VALUES[_name] = (_is_count, "a whole number of at least 0")
-"""What the value of a keyword has to be, and how a message says it."""
+"""Checks of the values of keywords, and what a message says was expected."""
 
 
 def parsed(said: str) -> Any:
@@ -182,7 +185,7 @@ _COUNTED = {
 
 
 def _most_of(schema: Any, visits: int) -> str:
-    """What there is most of in a schema, for a message."""
+    """The largest part of a schema, for a message."""
     most, what = max(_sizes("", schema), key=lambda size: size[0], default=(0, ""))
     if visits > 2 * most:
         most, what = visits, "schemas, each $ref counted as what it stands for"
@@ -190,7 +193,7 @@ def _most_of(schema: Any, visits: int) -> str:
 
 
 def _sizes(name: str, value: Any) -> Iterator[tuple[int, str]]:
-    """How much there is of everything below a keyword that an automaton grows with."""
+    """Sizes of everything below a keyword that an automaton grows with, and their units."""
     unit, inner = _COUNTED.get(name), []
     if isinstance(value, dict):
         inner = [(key, one) for key, one in value.items() if key not in _NOTES - {"$defs", "definitions"}]

@@ -110,6 +110,11 @@ def read_json(path: Path) -> dict[str, Any]:
     return data
 
 
+def write_json(path: Path, data: dict[str, Any]) -> None:
+    """Write an object as a JSON file for people to read."""
+    path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+
+
 def read_directory(directory: Path) -> tuple[ModelConfig, str | None]:
     """The config of a checkpoint directory, and the dtype it names ("float16", "bfloat16", ... or None)."""
     data = read_json(directory / "config.json")

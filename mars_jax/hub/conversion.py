@@ -8,7 +8,6 @@ there until the next conversion finds it.
 from __future__ import annotations
 
 import functools
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -22,7 +21,7 @@ import numpy as np
 from mars_jax import specs
 from mars_jax.core.errors import MarsError
 from mars_jax.core.home import expanded
-from mars_jax.hub.config_json import read_json, to_json
+from mars_jax.hub.config_json import read_json, to_json, write_json
 from mars_jax.hub.converted import MANIFEST, WEIGHTS, is_converted, write_digests
 from mars_jax.hub.durable import beside, check_place, move, staging, sync_tree, writing
 from mars_jax.hub.files import resolve
@@ -107,12 +106,12 @@ def convert(
                 f"({wrong[0]}): check the disk, and convert again."
             )
         if is_gguf(directory):
-            _write(place / "config.json", to_json(config, dtype=floating))
+            write_json(place / "config.json", to_json(config, dtype=floating))
             read_tokenizer(directory).save_pretrained(place)
         else:
             _copy_files(directory, place, floating)
         manifest = {"source": os.fspath(source), "dtype": floating, "int8": int8, "bytes": total}
-        _write(place / MANIFEST, manifest | write_digests(again))
+        write_json(place / MANIFEST, manifest | write_digests(again))
         _check_free(target, overwrite)
         sync_tree(place)
         _move(place, target)
@@ -122,13 +121,12 @@ def convert(
 def _check_free(target: Path, overwrite: bool) -> None:
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return
-    if not (overwrite and is_converted(target)):
-        cure = (
-            "choose another path"
-            if overwrite
-            else "choose another path, or add --overwrite if it is a conversion"
+    if not overwrite:
+        raise MarsError(
+            f"'{target}' exists and is not empty: choose another path, or add --overwrite if it is a conversion."
         )
-        raise MarsError(f"'{target}' exists and is not {'a conversion' if overwrite else 'empty'}: {cure}.")
+    if not is_converted(target):
+        raise MarsError(f"'{target}' exists and is not a conversion: choose another path.")
 
 
 def _move(place: Path, target: Path) -> None:
@@ -146,8 +144,6 @@ def _copy_files(source: Path, place: Path, dtype: str) -> None:
         if wanted and file.is_file() and not file.name.endswith(".index.json"):
             shutil.copyfile(file, place / file.name)
     data = read_json(source / "config.json")
-    _write(place / "config.json", {k: v for k, v in data.items() if k != "dtype"} | {"torch_dtype": dtype})
-
-
-def _write(path: Path, data: dict[str, Any]) -> None:
-    path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    write_json(
+        place / "config.json", {k: v for k, v in data.items() if k != "dtype"} | {"torch_dtype": dtype}
+    )

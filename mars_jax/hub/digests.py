@@ -6,7 +6,6 @@ A process that reads a part of an array compares the blocks of that part. Oracle
 from __future__ import annotations
 
 import itertools
-import math
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -65,8 +64,3 @@ def digest(array: np.ndarray, block: Sequence[int]) -> Digest:
     """
     parts = (array[tuple(slice(*ends) for ends in box)] for box in grid(array.shape, block))
     return Digest(checksum(array), tuple(block), tuple(checksum(part) for part in parts))
-
-
-def size(box: Box) -> int:
-    """How many numbers a block has."""
-    return math.prod(end - first for first, end in box)

@@ -24,6 +24,7 @@ from mars_jax.core.types import PyTree
 from mars_jax.hub.checked import block_shape, open_store, read_arrays
 from mars_jax.hub.digests import Digest, checksum, digest
 
+_AGAIN = "convert the checkpoint again"
 _CHUNK = 64 << 20
 """Bytes that are stored together: a process that needs a part of an array reads no more than that around it."""
 
@@ -92,15 +93,9 @@ def save(
     )
     arguments = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK), tree)
     what = ocp.args.PyTreeSave(tree, save_args=arguments)  # pyright: ignore
-    try:
-        with ocp.Checkpointer(trees) as checkpointer:
-            checkpointer.save(Path(path).absolute(), args=what)
-    except MarsError:
-        raise
-    except Exception as error:  # as in `_readable`
-        raise MarsError(
-            f"'{path}' cannot be written ({_reason(error)}): choose another path, or make room."
-        ) from error
+    cure = "choose another path, or make room"
+    with _told(path, "written", cure) as place, ocp.Checkpointer(trees) as checkpointer:
+        checkpointer.save(place, args=what)
     return handler.written
 
 
@@ -113,7 +108,7 @@ def digests(
       MarsError: the checkpoint is not of such a tree, or cannot be read.
     """
     read: dict[str, Digest] = {}
-    with _readable(path) as place:
+    with _told(path, "read", _AGAIN) as place:
         for name in _named(tree):
             store = open_store(place, name)
             array = np.asarray(store.read().result())
@@ -135,7 +130,7 @@ def restore(
     Raises:
       MarsError: the checkpoint is not of such a tree, cannot be read, or is not what was written.
     """
-    with _readable(path) as place:
+    with _told(path, "read", _AGAIN) as place:
         arrays = read_arrays(place, _named(like), expected)
     return jax.tree.unflatten(jax.tree.structure(like), arrays)
 
@@ -149,17 +144,15 @@ def _named(tree: PyTree) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _readable(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Turn what is wrong with a checkpoint into a MarsError."""
+def _told(path: str | os.PathLike[str], what: str, cure: str) -> Iterator[Path]:
+    """Turn what Orbax and TensorStore say about a checkpoint into a MarsError."""
     try:
         yield Path(path).absolute()
     except MarsError:
         raise
-    # TensorStore raises ValueError, KeyError and OSError alike.
+    # They raise their own, ValueError, KeyError and OSError alike.
     except Exception as error:
-        raise MarsError(
-            f"'{path}' cannot be read ({_reason(error)}): convert the checkpoint again."
-        ) from error
+        raise MarsError(f"'{path}' cannot be {what} ({_reason(error)}): {cure}.") from error
 
 
 def _reason(error: Exception) -> str:

@@ -161,7 +161,9 @@ class Pretrained:
         if chat:
             return self.encode_chat(as_turns(prompt), system=system, template_args=template_args)
         with told_of_panics(self.name):
-            [ids] = self._encoded([prompt])
+            ids = (
+                self.tokenizer(prompt)["input_ids"] if self._plain is None else self._plain.encode(prompt).ids
+            )
         self.check_tokens(ids)
         return [int(i) for i in ids]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
 import shutil
 import stat
@@ -17,7 +16,7 @@ import numpy as np
 
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import PyTree
-from mars_jax.hub.config_json import from_json, to_json
+from mars_jax.hub.config_json import from_json, to_json, write_json
 from mars_jax.hub.durable import check_place, move, staging, sync, sync_tree, writing
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.quantize import Int8
@@ -116,15 +115,14 @@ def write_directory(
     with writing(target):
         place = Path(os.path.realpath(target))
         with staging(place) as made:
-            config = made / "config.json"
-            config.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+            write_json(made / "config.json", data)
             if arrays:  # a config may be all there is
                 try:
                     save_file(arrays, made / file, metadata={"format": "pt"})
                 except SafetensorError as error:  # a full disk, among others
                     raise OSError(str(error)) from error
                 # safetensors makes the file private, and a checkpoint need not be.
-                (made / file).chmod(config.stat().st_mode)
+                (made / file).chmod((made / "config.json").stat().st_mode)
             sync_tree(made)
             if not _swap(made, place):
                 _replace(made, place, file)

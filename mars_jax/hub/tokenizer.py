@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
 import tempfile
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mars_jax.core.errors import MarsError, first_line
-from mars_jax.core.reading import read_text
+from mars_jax.hub.config_json import read_json
 from mars_jax.hub.gguf_file import is_gguf, read_gguf
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
@@ -154,7 +153,6 @@ def _tokenizer_class(path: Path) -> Any:
 def _tokenizer_config(path: Path) -> dict[str, Any]:
     """The object in tokenizer_config.json; {} where there is no such file, or something else in it."""
     try:
-        data = json.loads(read_text(path / "tokenizer_config.json"))
-    except (OSError, ValueError, RecursionError):  # AutoTokenizer says what is wrong with it
+        return read_json(path / "tokenizer_config.json")
+    except MarsError:  # AutoTokenizer says what is wrong with it
         return {}
-    return data if isinstance(data, dict) else {}

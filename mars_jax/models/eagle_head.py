@@ -112,12 +112,11 @@ class EagleConfig(LayeredHead):
         # The first layer reads an embedding and a feature: with a norm for each, or what `fc` made of them.
         norm, *others = layer_rows(plain, width=2 * e if c.version == 3 else e)
         if c.version == 3:
-            norms = {"embed_norm": norm[1], "hidden_norm": "hidden_norm.weight"}
-            others = [*(((key,), name, *norm[2:]) for key, name in norms.items()), *others]
-        rows += [Weight(("layer", *path), f"{first}.{name}", *rest) for path, name, *rest in others]
+            norms = {"embed_norm": norm.name, "hidden_norm": "hidden_norm.weight"}
+            others = [*(norm._replace(path=(key,), name=name) for key, name in norms.items()), *others]
+        rows += [row.below(("layer",), first) for row in others]
         for i in range(1, layer.num_layers):
-            for path, name, *rest in layer_rows(plain):
-                rows.append(Weight(("more", i - 1, *path), f"layers.{i}.{name}", *rest))
+            rows += [row.below(("more", i - 1), f"layers.{i}") for row in layer_rows(plain)]
         if c.version == 3:
             rows.append(Weight(("norm",), "norm.weight", (e,), "ones"))
         if c.own_unembed:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 
 from mars_jax import specs
 from mars_jax.core.errors import MarsError
@@ -28,7 +29,7 @@ from mars_jax.hub.values import given, of_its_kind
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.heads import LayeredHead
 from mars_jax.models.quantize import Int8, is_quantized, quantize
-from mars_jax.models.weights import build_rows
+from mars_jax.models.weights import Weight, build_rows
 
 Head = TypeVar("Head", bound=LayeredHead)
 Shapes = dict[str, tuple[int, ...]]
@@ -40,7 +41,7 @@ _OTHER = "use the head that was trained for this target"
 _AGAIN = "download the head again"
 _EMBED, _UNEMBED = "embed_tokens.weight", "lm_head.weight"
 _MAPS = ("d2t", "t2d")
-"""Which of the target's tokens a draft vocabulary has, as offsets and as marks."""
+"""Tensors that say which of the target's tokens a draft vocabulary has, as offsets and as marks."""
 _VERIFIERS = ("verifier_norm.weight", "verifier_lm_head.weight")
 """Copies of the target's weights that the training of the speculators library holds, and some exports keep."""
 
@@ -203,19 +204,7 @@ def _read(
     config: Head, held: dict[str, tuple[str, Tensor]], shareable: dict[str, Any], dtype: str, int8: bool
 ) -> tuple[Head, PyTree]:
     """The params of a head, and its config without what the target shares."""
-    found: dict[str, jax.Array | Int8] = {}
-    shared: set[str] = set()
-    for row in config.weights():
-        key = canonical(row.name)
-        name, tensor = held[key]
-        array = tensor.read()
-        if key in shareable and _repeats(array, shareable[key]):
-            shared.add(key)
-            continue
-        try:
-            found[key] = convert(array, dtype, int8=int8 and is_quantized(row))
-        except MarsError as error:
-            raise MarsError(f"tensor {name}: {error}") from None
+    shared = {key for key in shareable if key in held and _repeats(held[key][1].read(), shareable[key])}
     config = dataclasses.replace(
         config,
         own_embed=config.own_embed and _EMBED not in shared,
@@ -225,7 +214,15 @@ def _read(
         raise MarsError(
             "the head ties its lm_head to an embedding of its own, which is not supported: save both."
         )
-    params = build_rows(config.weights(), lambda row: found.pop(canonical(row.name)))
+
+    def read(row: Weight) -> jax.Array | Int8:
+        name, tensor = held[canonical(row.name)]
+        try:
+            return convert(tensor.read(), dtype, int8=int8 and is_quantized(row))
+        except MarsError as error:
+            raise MarsError(f"tensor {name}: {error}") from None
+
+    params = build_rows(config.weights(), read)
     maps = {key: held[key][1].read() for key in _MAPS if key in held}
     if "d2t" in maps:
         ids = _draft_ids(config, **maps)
@@ -263,8 +260,6 @@ def _repeats(ours: np.ndarray, theirs: jax.Array | Int8, rows: int = 4096) -> bo
             part, held = np.asarray(a)[shard.index], np.asarray(shard.data)
             same = same and (copied(part, held) or copied(held, part))
     if jax.process_count() > 1:  # all of them decode with the same head
-        from jax.experimental import multihost_utils
-
         same = bool(np.all(multihost_utils.process_allgather(np.asarray(same))))
     return same
 
