@@ -68,22 +68,13 @@ def utf8(ranges: Ranges) -> tuple[Bytes, ...]:
 
 def _split(low: bytes, high: bytes) -> list[Bytes]:
     """Sequences of as many bytes as both, from low to high."""
-    if len(low) == 1:
-        return [((low[0], high[0]),)]
+    lowest, highest = b"\x80" * (len(low) - 1), b"\xbf" * (len(low) - 1)
+    if low[1:] == lowest and high[1:] == highest:
+        return [((low[0], high[0]), *(((0x80, 0xBF),) * len(lowest)))]
     if low[0] == high[0]:
         return [((low[0], low[0]), *rest) for rest in _split(low[1:], high[1:])]
-    lowest, highest = b"\x80" * (len(low) - 1), b"\xbf" * (len(low) - 1)
-    made, first, last = [], low[0], high[0]
-    if low[1:] != lowest:
-        made += [((first, first), *rest) for rest in _split(low[1:], highest)]
-        first += 1
-    end = []
-    if high[1:] != highest:
-        end = [((last, last), *rest) for rest in _split(lowest, high[1:])]
-        last -= 1
-    if first <= last:
-        made.append(((first, last), *(((0x80, 0xBF),) * (len(low) - 1))))
-    return made + end
+    last = high[0] - 1 if low[1:] == lowest else low[0]
+    return [*_split(low, bytes([last]) + highest), *_split(bytes([last + 1]) + lowest, high)]
 
 
 class _Pieces:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mars_jax.constraints.automaton import FIRST
-from mars_jax.constraints.constraint import Constraint, same, without_relax
+from mars_jax.constraints.constraint import Constraint, without_relax
 from mars_jax.constraints.nodes import TooLarge
 from mars_jax.constraints.token_table import TokenTable
 from mars_jax.constraints.vocabulary import Vocabulary
@@ -67,7 +67,8 @@ def compiled(
     >>> made.rows([Constraint("regex", "ab+"), None]).group.tolist()
     [1, 0]
     """
-    return _compiled(same(constraints), vocabulary, forced)
+    different = dict.fromkeys(without_relax(one) for one in constraints if one is not None)
+    return _compiled(tuple(different), vocabulary, forced)
 
 
 @functools.lru_cache(maxsize=8)
@@ -113,16 +114,8 @@ def joined(tables: dict[Any, TokenTable], vocab: int) -> Compiled:
         rows[own] = numbers[of_state.reshape(-1)]
         starts[key] = (at - 1 + FIRST, group)
         at += count - 1
-    arrays: dict[str, np.ndarray] = {
-        "next": next,
-        "classes": classes,
-        "bits": bits.padded(),
-        "rows": rows,
-        "forced": forced,
-        "accepting": accepting,
-        "closed": closed,
-        "strict": strict,
-    }
+    state = {"rows": rows, "forced": forced, "accepting": accepting, "closed": closed, "strict": strict}
+    arrays = {"next": next, "classes": classes, "bits": bits.padded(), **state}
     return Compiled(Tables(**{name: jnp.asarray(value) for name, value in arrays.items()}), starts)
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -100,6 +100,12 @@ def _allow_list(ids: tuple[int, ...], size: int) -> TokenTable:
     )
 
 
+def _checked(made: Constraint) -> Constraint:
+    """The constraint, whose automaton is made at once so that what is wrong with it is said where it is given."""
+    made.automaton  # noqa: B018
+    return made
+
+
 def regex(pattern: str) -> Constraint:
     """Texts that a regular expression matches as a whole, as `re.fullmatch` does.
 
@@ -114,9 +120,7 @@ def regex(pattern: str) -> Constraint:
     """
     if not isinstance(pattern, str):
         raise MarsError(f"the pattern is {pattern!r}: expected a text.")
-    made = Constraint("regex", pattern)
-    made.automaton  # noqa: B018, so that what is wrong is said here
-    return made
+    return _checked(Constraint("regex", pattern))
 
 
 def json_schema(schema: Mapping[str, Any] | str | os.PathLike[str], *, compact: bool = False) -> Constraint:
@@ -148,18 +152,14 @@ def json_schema(schema: Mapping[str, Any] | str | os.PathLike[str], *, compact: 
     found = parsed(said)
     if not isinstance(found, dict) and found is not True:
         raise MarsError(f"the schema is {shown(found)}: expected a JSON object.")
-    made = Constraint("json_schema", _written(found), compact)
-    made.automaton  # noqa: B018, so that what is wrong is said here
-    return made
+    return _checked(Constraint("json_schema", _written(found), compact))
 
 
 def _written(schema: Any) -> str:
     try:
         return json.dumps(schema, allow_nan=False)
-    except (
-        TypeError,
-        ValueError,
-    ) as error:  # of a schema that Python made, or of numbers that JSON has none of
+    # Of a schema that Python made, or of numbers that JSON has none of.
+    except (TypeError, ValueError) as error:
         raise MarsError(f"the schema cannot be written as JSON ({error}): correct it.") from None
     except RecursionError:
         raise too_deep() from None
@@ -177,9 +177,7 @@ def choice(texts: Iterable[str]) -> Constraint:
     given = tuple(texts)
     if isinstance(texts, str) or not given or not all(isinstance(one, str) and one for one in given):
         raise MarsError(f"the choice is {texts!r}: expected a list of texts of at least one character.")
-    made = Constraint("choice", tuple(dict.fromkeys(given)))
-    made.automaton  # noqa: B018, so that what is wrong is said here
-    return made
+    return _checked(Constraint("choice", tuple(dict.fromkeys(given))))
 
 
 def tokens(ids: Iterable[int]) -> Constraint:
@@ -199,7 +197,8 @@ def tokens(ids: Iterable[int]) -> Constraint:
     return Constraint("tokens", tuple(sorted({int(i) for i in given})))
 
 
-KINDS = ("regex", "json_schema", "choice", "tokens")
+_FACTORIES: dict[str, Any] = {"regex": regex, "json_schema": json_schema, "choice": choice, "tokens": tokens}
+KINDS = tuple(_FACTORIES)
 
 
 def from_fields(given: Mapping[str, Any]) -> Constraint | None:
@@ -218,18 +217,7 @@ def from_fields(given: Mapping[str, Any]) -> Constraint | None:
         )
     if not named:
         return None
-    factories: dict[str, Any] = {
-        "regex": regex,
-        "json_schema": json_schema,
-        "choice": choice,
-        "tokens": tokens,
-    }
-    return factories[named[0]](given[named[0]])
-
-
-def same(constraints: Sequence[Constraint | None]) -> tuple[Constraint, ...]:
-    """Those that differ in their tables, in their order."""
-    return tuple(dict.fromkeys(without_relax(c) for c in constraints if c is not None))
+    return _FACTORIES[named[0]](given[named[0]])
 
 
 def without_relax(constraint: Constraint) -> Constraint:

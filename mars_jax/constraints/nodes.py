@@ -127,27 +127,6 @@ def text(literal: str) -> Node:
     return Sequence(tuple(Chars(((code, code),)) for code in codes))
 
 
-NOTHING = Sequence(())
-"""The empty text."""
-
-
-def chars(members: str) -> Chars:
-    """One of these characters; `a-z` is a range.
-
-    >>> chars("0-9_").ranges
-    ((48, 57), (95, 95))
-    """
-    parts, i = [], 0
-    while i < len(members):
-        if i + 2 < len(members) and members[i + 1] == "-":
-            parts.append((ord(members[i]), ord(members[i + 2])))
-            i += 3
-        else:
-            parts.append((ord(members[i]), ord(members[i])))
-            i += 1
-    return Chars(ranges_of(parts))
-
-
 def optional(part: Node) -> Node:
     """It, or nothing."""
     return Repeat(part, 0, 1)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 import numpy as np
 
@@ -27,26 +26,16 @@ DEEPEST_JSON = 32
 _BETWEEN = "..."
 
 
-class _Tracker(Protocol):
-    """Follows bytes; a state says whether it is inside."""
-
-    def step(self, state: tuple[int, int], byte: int) -> tuple[int, int]: ...
-
-    @property
-    def bytes(self) -> bytes:
-        """Those that it tells apart; all others are alike."""
-        ...
-
-
 @dataclasses.dataclass(frozen=True)
 class _Tags:
-    """From one text to another. The state is (inside, how much of the awaited text has been read)."""
+    """Follows bytes from one text to another; the state is (inside, how much of the awaited text has been read)."""
 
     opening: bytes
     closing: bytes
 
     @property
     def bytes(self) -> bytes:
+        """The bytes that it tells apart; all others are alike."""
         return self.opening + self.closing
 
     def step(self, state: tuple[int, int], byte: int) -> tuple[int, int]:
@@ -60,7 +49,7 @@ class _Tags:
 
 @dataclasses.dataclass(frozen=True)
 class _Json:
-    """The state is (depth, 0 between strings, 1 in one, 2 after a backslash in one)."""
+    """Follows bytes of JSON; the state is (depth, 0 between strings, 1 in one, 2 after a backslash in one)."""
 
     bytes: bytes = b'{}[]"\\'
 
@@ -78,7 +67,7 @@ class _Json:
 
 
 @functools.cache
-def _tracker(name: str) -> _Tracker:
+def _tracker(name: str) -> _Tags | _Json:
     if name == "json":
         return _Json()
     opening, between, closing = name.partition(_BETWEEN)

@@ -10,7 +10,6 @@ import functools
 import hashlib
 import json
 import re
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -27,9 +26,8 @@ class Vocabulary:
 
     tokens: tuple[bytes | None, ...]  # [V]; None is a special token, or an id without a token
     marks: tuple[tuple[int, bytes], ...] = ()  # of special tokens, what they are called
-    encode: Any = (
-        None  # text -> token ids, as the tokenizer has them inside of a text; None spells by longest token
-    )
+    # Text to token ids, as the tokenizer has them inside of a text; None spells by longest token.
+    encode: Any = None
 
     @functools.cached_property
     def digest(self) -> str:
@@ -44,7 +42,13 @@ class Vocabulary:
     @functools.cached_property
     def bytes_and_lengths(self) -> tuple[np.ndarray, np.ndarray]:
         """u8[V, L] and i32[V]: the tokens of text, 0 long where there is none."""
-        return _as_arrays(self.tokens)
+        pieces = [token or b"" for token in self.tokens]
+        lengths = np.asarray(list(map(len, pieces)), np.int32)
+        padded = np.zeros((len(pieces), max(1, int(lengths.max(initial=0)))), np.uint8)
+        padded[np.arange(padded.shape[1])[None] < lengths[:, None]] = np.frombuffer(
+            b"".join(pieces), np.uint8
+        )
+        return padded, lengths
 
     def with_marks(self) -> Vocabulary:
         """With special tokens as the text that they are called, which is how a span may be marked."""
@@ -84,14 +88,6 @@ class Vocabulary:
     @functools.cached_property
     def _most(self) -> int:
         return max(map(len, self._by_bytes), default=0)
-
-
-def _as_arrays(tokens: Sequence[bytes | None]) -> tuple[np.ndarray, np.ndarray]:
-    lengths = np.asarray([len(token or b"") for token in tokens], np.int32)
-    padded = np.zeros((len(tokens), max(1, int(lengths.max(initial=0)))), np.uint8)
-    joined = np.frombuffer(b"".join(token or b"" for token in tokens), np.uint8)
-    padded[np.arange(padded.shape[1])[None] < lengths[:, None]] = joined
-    return padded, lengths
 
 
 @functools.cache

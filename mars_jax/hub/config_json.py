@@ -10,7 +10,7 @@ from mars_jax.core.errors import MarsError
 from mars_jax.core.reading import read_text
 from mars_jax.hub.families import FAMILIES, text_part
 from mars_jax.hub.rope_config import read_rope, write_scaling
-from mars_jax.hub.values import count, given, token_ids
+from mars_jax.hub.values import count, given, of_its_kind, token_ids
 from mars_jax.models.config import ModelConfig, check_parts
 
 _ACTIVATIONS = {
@@ -110,20 +110,27 @@ def read_json(path: Path) -> dict[str, Any]:
     return data
 
 
+def write_json(path: Path, data: dict[str, Any]) -> None:
+    """Write an object as a JSON file for people to read."""
+    path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+
+
 def read_directory(directory: Path) -> tuple[ModelConfig, str | None]:
     """The config of a checkpoint directory, and the dtype it names ("float16", "bfloat16", ... or None)."""
     data = read_json(directory / "config.json")
     generation = directory / "generation_config.json"
     try:
-        config = from_json(data, read_json(generation) if generation.exists() else None)
+        with of_its_kind("config.json holds a value", "correct it"):
+            config = from_json(data, read_json(generation) if generation.exists() else None)
     except MarsError as error:
         raise MarsError(f"'{directory}': {error}") from None
-    except (TypeError, AttributeError, LookupError, ValueError, ArithmeticError) as error:
-        raise MarsError(
-            f"'{directory / 'config.json'}' holds a value of the wrong kind ({error}): correct it."
-        ) from None
+    return config, dtype_of(data)
+
+
+def dtype_of(data: dict[str, Any]) -> str | None:
+    """The dtype that a config.json names, under the key of transformers 5 or the one before it."""
     dtype = data.get("dtype") or data.get("torch_dtype")
-    return config, str(dtype).removeprefix("torch.") if dtype else None
+    return str(dtype).removeprefix("torch.") if dtype else None
 
 
 def to_json(config: ModelConfig, *, dtype: str) -> dict[str, Any]:

@@ -7,13 +7,10 @@ there until the next conversion finds it.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import functools
-import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +21,9 @@ import numpy as np
 from mars_jax import specs
 from mars_jax.core.errors import MarsError
 from mars_jax.core.home import expanded
-from mars_jax.hub.config_json import read_json, to_json
+from mars_jax.hub.config_json import read_json, to_json, write_json
 from mars_jax.hub.converted import MANIFEST, WEIGHTS, is_converted, write_digests
-from mars_jax.hub.durable import check_place, exchange, sync, sync_tree, writing
+from mars_jax.hub.durable import beside, check_place, move, staging, sync_tree, writing
 from mars_jax.hub.files import resolve
 from mars_jax.hub.gguf_file import is_gguf
 from mars_jax.hub.load import find_tensors, read_leaf, read_path, resolve_dtype
@@ -98,90 +95,55 @@ def convert(
 
     tree = build_rows(table, pending)
     total = sum(x.nbytes for x in jax.tree.leaves(tree))
-    with writing(target), _staging(target) as staging:
-        written = orbax.save(staging / WEIGHTS, tree, done=lambda n: progress("writing", n, total))
+    with writing(target), staging(target) as place:
+        written = orbax.save(place / WEIGHTS, tree, done=lambda n: progress("writing", n, total))
         read.cache_clear()
-        again = orbax.digests(staging / WEIGHTS, tree, done=lambda n: progress("verifying", n, total))
+        again = orbax.digests(place / WEIGHTS, tree, done=lambda n: progress("verifying", n, total))
         wrong = sorted(name for name in written if name not in again or written[name] != again[name].whole)
         if wrong:
             raise MarsError(
-                f"{len(wrong)} of {len(written)} arrays in '{staging}' read back otherwise than they were written "
+                f"{len(wrong)} of {len(written)} arrays in '{place}' read back otherwise than they were written "
                 f"({wrong[0]}): check the disk, and convert again."
             )
         if is_gguf(directory):
-            _write(staging / "config.json", to_json(config, dtype=floating))
-            read_tokenizer(directory).save_pretrained(staging)
+            write_json(place / "config.json", to_json(config, dtype=floating))
+            read_tokenizer(directory).save_pretrained(place)
         else:
-            _copy_files(directory, staging, floating)
+            _copy_files(directory, place, floating)
         manifest = {"source": os.fspath(source), "dtype": floating, "int8": int8, "bytes": total}
-        _write(staging / MANIFEST, manifest | write_digests(again))
+        write_json(place / MANIFEST, manifest | write_digests(again))
         _check_free(target, overwrite)
-        sync_tree(staging)
-        _swap(staging, target)
+        sync_tree(place)
+        _move(place, target)
     return target
 
 
 def _check_free(target: Path, overwrite: bool) -> None:
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return
-    if not (overwrite and is_converted(target)):
-        cure = (
-            "choose another path"
-            if overwrite
-            else "choose another path, or add --overwrite if it is a conversion"
+    if not overwrite:
+        raise MarsError(
+            f"'{target}' exists and is not empty: choose another path, or add --overwrite if it is a conversion."
         )
-        raise MarsError(f"'{target}' exists and is not {'a conversion' if overwrite else 'empty'}: {cure}.")
+    if not is_converted(target):
+        raise MarsError(f"'{target}' exists and is not a conversion: choose another path.")
 
 
-@contextlib.contextmanager
-def _staging(target: Path) -> Iterator[Path]:
-    """An empty directory beside the target that one process has for itself. What is still there at the end goes."""
-    staging, replaced = _beside(target, "converting"), _beside(target, "replaced")
-    staging.mkdir(parents=True, exist_ok=True)
-    lock = os.open(staging, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # it goes with the process, however that ends
-        except BlockingIOError:
-            raise MarsError(f"another process is converting to '{target}': wait for it.") from None
-        if replaced.exists() and not target.exists():  # killed between the two renames of `_swap`
-            os.rename(replaced, target)
-        shutil.rmtree(replaced, ignore_errors=True)
-        for left in staging.iterdir():  # of a conversion that was killed
-            shutil.rmtree(left) if left.is_dir() else left.unlink()
-        try:
-            yield staging
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
-    finally:
-        os.close(lock)
-
-
-def _beside(target: Path, what: str) -> Path:
-    return target.parent / f".{target.name}.{what}"
-
-
-def _swap(staging: Path, target: Path) -> None:
-    replaced = _beside(target, "replaced")
-    if target.exists() and any(target.iterdir()):
-        if exchange(staging, target):
-            sync(target.parent)
-            return
+def _move(place: Path, target: Path) -> None:
+    if not move(place, target):
+        replaced = beside(target, "replaced")
         os.rename(target, replaced)
-    os.replace(staging, target)
-    sync(target.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+        move(place, target)
+        shutil.rmtree(replaced, ignore_errors=True)
 
 
-def _copy_files(source: Path, staging: Path, dtype: str) -> None:
+def _copy_files(source: Path, place: Path, dtype: str) -> None:
     """All but the weights: config with the dtype it now has, generation config, tokenizer, chat template."""
     for file in sorted(source.iterdir()):
         wanted = file.suffix in (".json", ".model", ".jinja", ".txt") and file.name != "config.json"
         if wanted and file.is_file() and not file.name.endswith(".index.json"):
-            shutil.copyfile(file, staging / file.name)
+            shutil.copyfile(file, place / file.name)
     data = read_json(source / "config.json")
-    _write(staging / "config.json", {k: v for k, v in data.items() if k != "dtype"} | {"torch_dtype": dtype})
-
-
-def _write(path: Path, data: dict[str, Any]) -> None:
-    path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    write_json(
+        place / "config.json", {k: v for k, v in data.items() if k != "dtype"} | {"torch_dtype": dtype}
+    )

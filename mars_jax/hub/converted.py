@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import jax
 
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import PyTree
@@ -42,21 +39,18 @@ def read_conversion(directory: Path) -> Conversion:
     """
     data = read_json(directory / MANIFEST)
     try:
-        dtype, int8, blocks = data["dtype"], data["int8"], data.get("blocks", {})
+        dtype, int8, blocks = data["dtype"], data["int8"], data["blocks"]
         if dtype not in ("float32", "bfloat16") or not isinstance(int8, bool):
             raise ValueError
-        digests = {name: _digest(whole, blocks.get(name)) for name, whole in data["checksums"].items()}
+        digests = {
+            name: Digest(int(whole), tuple(blocks[name]["shape"]), tuple(map(int, blocks[name]["crc32"])))
+            for name, whole in data["checksums"].items()
+        }
         return Conversion(dtype, int8, digests)
     except (KeyError, TypeError, ValueError, AttributeError):
         raise MarsError(
             f"'{directory / MANIFEST}' is not a conversion's: convert the checkpoint again."
         ) from None
-
-
-def _digest(whole: Any, blocks: Any) -> Digest:
-    if blocks is None:  # of a conversion that was made before there were any
-        return Digest(int(whole))
-    return Digest(int(whole), tuple(map(int, blocks["shape"])), tuple(map(int, blocks["crc32"])))
 
 
 def write_digests(digests: Mapping[str, Digest]) -> dict[str, Any]:
@@ -96,18 +90,4 @@ def restore_params(
         )
     dtype = made.dtype if asked in (None, "int8") else asked
     like = abstract_params(config, dtype, int8=made.int8, shardings=shardings)
-    return orbax.restore(
-        directory / WEIGHTS, like, expected=_expected(directory, made) if check else None
-    ), dtype
-
-
-def _expected(directory: Path, made: Conversion) -> dict[str, Digest] | None:
-    """The checksums to compare; None, with a warning, where every process would have to read everything for that."""
-    if jax.process_count() == 1 or all(digest.blocks for digest in made.digests.values()):
-        return made.digests
-    warnings.warn(
-        f"the checksums of '{directory}' are not compared, for it was converted before each part had its own: convert "
-        "the checkpoint again.",
-        stacklevel=2,
-    )
-    return None
+    return orbax.restore(directory / WEIGHTS, like, expected=made.digests if check else None), dtype

@@ -6,7 +6,6 @@ A process that reads a part of an array compares the blocks of that part. Oracle
 from __future__ import annotations
 
 import itertools
-import math
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -20,10 +19,8 @@ class Digest(NamedTuple):
     """The checksums of one array, all CRC-32."""
 
     whole: int
-    block: tuple[int, ...] = ()  # shape of a block; at the far ends of an array they are smaller
-    blocks: tuple[
-        int, ...
-    ] = ()  # in C order of the blocks; () where they were not taken, and `whole` is all there is
+    block: tuple[int, ...]  # shape of a block; at the far ends of an array they are smaller
+    blocks: tuple[int, ...]  # in C order of the blocks
 
     def parts(self, shape: Sequence[int]) -> Iterator[tuple[Box, int]]:
         """Every block of an array of this shape, with its checksum.
@@ -31,8 +28,6 @@ class Digest(NamedTuple):
         Raises:
           ValueError: the digest is of an array of another shape.
         """
-        if not self.blocks:
-            return iter([(tuple((0, n) for n in shape), self.whole)])
         return zip(grid(shape, self.block), self.blocks, strict=True)
 
 
@@ -69,8 +64,3 @@ def digest(array: np.ndarray, block: Sequence[int]) -> Digest:
     """
     parts = (array[tuple(slice(*ends) for ends in box)] for box in grid(array.shape, block))
     return Digest(checksum(array), tuple(block), tuple(checksum(part) for part in parts))
-
-
-def size(box: Box) -> int:
-    """How many numbers a block has."""
-    return math.prod(end - first for first, end in box)

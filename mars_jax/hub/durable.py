@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -68,3 +70,53 @@ def exchange(one: Path, other: Path) -> bool:
         return False
     here, swap = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of linux/fs.h
     return renameat2(here, os.fsencode(one), here, os.fsencode(other), swap) == 0
+
+
+@contextlib.contextmanager
+def staging(target: Path) -> Iterator[Path]:
+    """Make an empty directory beside the target that one process has for itself; at the end nothing of it stays.
+
+    Whatever a process that was killed has left there goes first, and what it had put aside is put back.
+
+    Raises:
+      MarsError: another process is writing there.
+    """
+    place = beside(target, "writing")
+    place.mkdir(parents=True, exist_ok=True)
+    lock = os.open(place, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # it goes with the process, however that ends
+        except BlockingIOError:
+            raise MarsError(f"another process is writing '{target}': wait for it.") from None
+        replaced = beside(target, "replaced")
+        if replaced.exists() and not target.exists():  # killed between the two renames of `conversion`
+            os.rename(replaced, target)
+        shutil.rmtree(replaced, ignore_errors=True)
+        for left in place.iterdir():
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
+        try:
+            yield place
+        finally:
+            shutil.rmtree(place, ignore_errors=True)
+    finally:
+        os.close(lock)
+
+
+def beside(target: Path, what: str) -> Path:
+    """The hidden name of a directory beside the target."""
+    return target.parent / f".{target.name}.{what}"
+
+
+def move(place: Path, target: Path) -> bool:
+    """Put a directory where nothing is, or an empty one, or in exchange for the one that is there.
+
+    Returns:
+      Whether it was done; see `exchange`.
+    """
+    if not target.exists() or not any(target.iterdir()):
+        os.replace(place, target)
+    elif not exchange(place, target):
+        return False
+    sync(target.parent)
+    return True

@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from mars_jax import assets
-from mars_jax.core.errors import MarsError, did_you_mean
+from mars_jax.core.errors import MarsError, did_you_mean, first_line
 from mars_jax.core.home import expanded
 from mars_jax.hub.config_json import read_json
 from mars_jax.hub.gguf_file import SMOLLM2, installed_smollm2, is_gguf
@@ -82,25 +82,24 @@ def resolve(name_or_path: str | os.PathLike[str], *, weights: bool = True) -> Pa
             f"there is no directory '{name}'{near}: give a checkpoint's directory or a hub name (owner/name)."
         )
     try:
-        from huggingface_hub import HfApi, snapshot_download
+        from huggingface_hub import snapshot_download
 
-        patterns = list(_PATTERNS)
-        if weights:
-            patterns += _weight_patterns(name, HfApi)
-        return Path(snapshot_download(name, allow_patterns=patterns))
+        patterns = _weight_patterns(name) if weights else []
+        return Path(snapshot_download(name, allow_patterns=[*_PATTERNS, *patterns]))
     except Exception as error:  # huggingface_hub raises its own, requests', httpx's and OSError alike
-        reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
         near = did_you_mean(name, (*assets.NAMES, SMOLLM2))
         raise MarsError(
             f"'{name}'{near} is neither a directory nor a checkpoint that the Hugging Face hub gave "
-            f"({type(error).__name__}: {reason.rstrip('.')}): check the name, the network and your access."
+            f"({type(error).__name__}: {first_line(error)}): check the name, the network and your access."
         ) from None
 
 
-def _weight_patterns(name: str, api: Any) -> list[str]:
+def _weight_patterns(name: str) -> list[str]:
     """The one format of weights to fetch; where the hub cannot be asked, both, and the cache decides."""
+    from huggingface_hub import HfApi
+
     try:
-        files = api().list_repo_files(name)
+        files = HfApi().list_repo_files(name)
     except Exception:  # offline: a cached snapshot may still serve
         return ["model*.safetensors", "pytorch_model*.bin"]
     safe = any(f.endswith(".safetensors") and "/" not in f for f in files)
@@ -215,7 +214,7 @@ def _bin(path: Path) -> Iterator[dict[str, Tensor]]:
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:  # torch raises anything from EOFError to UnpicklingError
-            reason = str(error).strip().partition(". ")[0].partition("\n")[0] or type(error).__name__
+            reason = first_line(error).partition(". ")[0]
             raise MarsError(
                 f"'{path}' is truncated, corrupt or unsafe ({reason}): download it again."
             ) from None

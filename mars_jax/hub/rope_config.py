@@ -53,25 +53,18 @@ def read_rope(data: dict[str, Any]) -> Rope:
         raise MarsError(
             f"rope type '{kind}' needs a factor, and config.json gives none: add it to rope_scaling."
         )
+    fields: dict[str, Any] = {"theta": theta, "kind": kind, "factor": float(factor)}
     if kind == "linear":
-        return Rope(theta=theta, kind=kind, factor=float(factor))
+        return Rope(**fields)
+    fields["original_max_positions"] = trained
     if kind == "llama3":
         missing = [key for key in ("low_freq_factor", "high_freq_factor") if scaling.get(key) is None]
         if missing:
             raise MarsError(f"rope type 'llama3' needs {missing[0]}, and config.json gives none: add it.")
-        return Rope(
-            theta=theta,
-            kind=kind,
-            factor=float(factor),
-            original_max_positions=trained,
-            low_freq_factor=float(scaling["low_freq_factor"]),
-            high_freq_factor=float(scaling["high_freq_factor"]),
-        )
+        low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
+        return Rope(**fields, low_freq_factor=low, high_freq_factor=high)
     return Rope(
-        theta=theta,
-        kind=kind,
-        factor=float(factor),
-        original_max_positions=trained,
+        **fields,
         beta_fast=float(scaling.get("beta_fast") or 32),
         beta_slow=float(scaling.get("beta_slow") or 1),
         attention_factor=yarn_attention_factor(scaling, float(factor)),

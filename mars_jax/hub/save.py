@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
 import shutil
 import stat
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -18,8 +16,8 @@ import numpy as np
 
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import PyTree
-from mars_jax.hub.config_json import from_json, to_json
-from mars_jax.hub.durable import check_place, exchange, sync, sync_tree, writing
+from mars_jax.hub.config_json import from_json, to_json, write_json
+from mars_jax.hub.durable import check_place, move, staging, sync, sync_tree, writing
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.quantize import Int8
 from mars_jax.models.weights import Weight, get, weights
@@ -116,54 +114,44 @@ def write_directory(
 
     with writing(target):
         place = Path(os.path.realpath(target))
-        place.parent.mkdir(parents=True, exist_ok=True)
-        staging = Path(tempfile.mkdtemp(prefix=f".{place.name}.", dir=place.parent))
-        try:
+        with staging(place) as made:
+            write_json(made / "config.json", data)
             if arrays:  # a config may be all there is
-                save_file(arrays, staging / file, metadata={"format": "pt"})
+                try:
+                    save_file(arrays, made / file, metadata={"format": "pt"})
+                except SafetensorError as error:  # a full disk, among others
+                    raise OSError(str(error)) from error
                 # safetensors makes the file private, and a checkpoint need not be.
-                (staging / file).chmod(0o666 & ~_umask())
-            (staging / "config.json").write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-            sync_tree(staging)
-            if not place.exists() or not any(place.iterdir()):
-                staging.chmod(0o777 & ~_umask())
-                os.replace(staging, place)
-                sync(place.parent)
-            elif not _swap(staging, place):
-                _replace(staging, place, file)
-        except SafetensorError as error:  # a full disk, among others
-            raise OSError(str(error)) from error
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
+                (made / file).chmod((made / "config.json").stat().st_mode)
+            sync_tree(made)
+            if not _swap(made, place):
+                _replace(made, place, file)
     return target
 
 
-def _swap(staging: Path, target: Path) -> bool:
+def _swap(made: Path, target: Path) -> bool:
     """Let two directories change places, which replaces both files in one step; False where that cannot be.
 
     The other files of the target are in both by then, as hard links.
     """
     if target in (Path.cwd(), *Path.cwd().parents):
         return False  # this process would be left in the directory that goes
-    new = set(os.listdir(staging))
-    try:
-        for name in set(os.listdir(target)) - new:
-            _link(target / name, staging / name)
-        _like(staging, target)
-        for folder, _, _ in os.walk(staging):
-            sync(Path(folder))
-    except (
-        OSError,
-        shutil.Error,
-    ):  # a file system without hard links, say; what is linked goes with the staging
+    new = set(os.listdir(made))
+    if target.exists():
+        # It fails on a file system without hard links, say; what is linked goes with the directory.
+        try:
+            for name in set(os.listdir(target)) - new:
+                _link(target / name, made / name)
+            _like(made, target)
+            for folder, _, _ in os.walk(made):
+                sync(Path(folder))
+        except (OSError, shutil.Error):
+            return False
+    if not move(made, target):
         return False
-    if not exchange(staging, target):
-        return False
-    sync(target.parent)
-    for name in set(os.listdir(staging)) - set(
-        os.listdir(target)
-    ):  # written by somebody else in the meantime
-        os.replace(staging / name, target / name)
+    # Somebody else may have written there in the meantime.
+    for name in set(os.listdir(made)) - set(os.listdir(target)) if made.exists() else ():
+        os.replace(made / name, target / name)
     return True
 
 
@@ -184,20 +172,13 @@ def _like(directory: Path, other: Path) -> None:
     directory.chmod(stat.S_IMODE(found.st_mode))
 
 
-def _replace(staging: Path, target: Path, file: str) -> None:
+def _replace(made: Path, target: Path, file: str) -> None:
     """Put the weights and config.json of one directory in the place of another's; see `write_directory`."""
-    new, old = staging / "config.json", target / "config.json"
+    new, old = made / "config.json", target / "config.json"
     if not old.exists() or old.read_bytes() != new.read_bytes():
         old.unlink(missing_ok=True)
         sync(target)
-    os.replace(staging / file, target / file)
+    os.replace(made / file, target / file)
     sync(target)
     os.replace(new, old)
     sync(target)
-
-
-def _umask() -> int:
-    """The process's umask, which mkdtemp leaves aside: it makes directories private."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -45,25 +45,19 @@ class HostArray:
         return min((b[axis][0] for b in boxes), default=0), max((b[axis][1] for b in boxes), default=0)
 
     def write(self, at: int | None, first: int, block: np.ndarray) -> None:
-        """Rows of the tensor, of number `at` where tensors are stacked, from `first` on."""
-        for box, part in self.parts.items():
-            if at is not None:
-                (low, high), *rest = box
-                if not low <= at < high:
-                    continue
-                box, part = tuple(rest), part[at - low]
-            (low, high), *columns = box
-            begin, end = max(first, low), min(first + len(block), high)
-            if begin < end:
-                inner = tuple(slice(a, b) for a, b in columns)
-                part[begin - low : end - low] = block[(slice(begin - first, end - first), *inner)]
+        """Put rows of a tensor there, of number `at` where tensors are stacked, from `first` on."""
+        box = ((first, first + len(block)), *((0, n) for n in block.shape[1:]))
+        if at is None:
+            self.place(box, block)
+        else:
+            self.place(((at, at + 1), *box), block[None])
 
     def overlaps(self, box: Box) -> bool:
         """Whether anything of a block of the array is needed here."""
         return any(_common(box, own) is not None for own in self.parts)
 
     def place(self, box: Box, block: np.ndarray) -> None:
-        """A block of the array, in whatever floating dtype."""
+        """Put a block of the array there, in whatever floating dtype."""
         for own, part in self.parts.items():
             if (common := _common(box, own)) is not None:
                 target = tuple(slice(a - low, b - low) for (a, b), (low, _) in zip(common, own, strict=True))
@@ -135,7 +129,7 @@ def read_array(
                 made[0].write(at, begin, small.values)  # pyright: ignore[reportArgumentType]
                 made[1].write(at, begin, small.scale)  # pyright: ignore[reportArgumentType]
             else:
-                made[0].write(at, begin, block.astype(made[0].dtype, copy=False))
+                made[0].write(at, begin, block)
     return made
 
 

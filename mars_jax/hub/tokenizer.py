@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
 import tempfile
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mars_jax.core.errors import MarsError, first_line
-from mars_jax.core.reading import read_text
+from mars_jax.hub.config_json import read_json
 from mars_jax.hub.gguf_file import is_gguf, read_gguf
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
@@ -36,7 +35,8 @@ def read_tokenizer(path: Path) -> Any:
       MarsError: there is none that can be read.
     """
     os.environ.setdefault(_PARALLEL, "false")
-    with _no_advice():
+    # On import transformers says where PyTorch is missing, of which a tokenizer has no need.
+    with _environment("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1"):
         from transformers.utils import logging
 
     logging.set_verbosity_error()  # advice of the tokenizer's is not ours to print
@@ -118,28 +118,19 @@ def told_of_panics(name: str | Path) -> Iterator[None]:
         ) from None
 
 
-@contextlib.contextmanager
-def on_all_cores() -> Iterator[None]:
+def on_all_cores() -> contextlib.AbstractContextManager[None]:
     """Let tokenizers divide a batch over threads, unless the user's environment says otherwise.
 
     Not for longer: a process that forks while they may would be warned of it.
     """
-    before = os.environ.get(_PARALLEL)
-    if not _USER_CHOSE:
-        os.environ[_PARALLEL] = "true"
-    try:
-        yield
-    finally:
-        if not _USER_CHOSE and before is not None:
-            os.environ[_PARALLEL] = before
+    return contextlib.nullcontext() if _USER_CHOSE else _environment(_PARALLEL, "true")
 
 
 @contextlib.contextmanager
-def _no_advice() -> Iterator[None]:
-    """On import transformers says where PyTorch is missing, of which a tokenizer has no need."""
-    name = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+def _environment(name: str, value: str) -> Iterator[None]:
+    """Set a variable of the environment for a while."""
     before = os.environ.get(name)
-    os.environ[name] = "1"
+    os.environ[name] = value
     try:
         yield
     finally:
@@ -162,7 +153,6 @@ def _tokenizer_class(path: Path) -> Any:
 def _tokenizer_config(path: Path) -> dict[str, Any]:
     """The object in tokenizer_config.json; {} where there is no such file, or something else in it."""
     try:
-        data = json.loads(read_text(path / "tokenizer_config.json"))
-    except (OSError, ValueError, RecursionError):  # AutoTokenizer says what is wrong with it
+        return read_json(path / "tokenizer_config.json")
+    except MarsError:  # AutoTokenizer says what is wrong with it
         return {}
-    return data if isinstance(data, dict) else {}

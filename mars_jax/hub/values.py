@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from mars_jax.core.errors import MarsError
@@ -43,3 +45,12 @@ def token_ids(data: dict[str, Any], key: str, file: str) -> tuple[int, ...]:
     if any(type(i) is not int or not 0 <= i < 2**31 for i in ids):
         raise MarsError(f"{key} of {file} is {value!r}: expected a token id, or a list of token ids.")
     return tuple(ids)
+
+
+@contextlib.contextmanager
+def of_its_kind(what: str, cure: str) -> Iterator[None]:
+    """Turn what Python says about a value of another type, such as a text for a number, into a MarsError."""
+    try:
+        yield
+    except (TypeError, AttributeError, LookupError, ValueError, ArithmeticError) as error:
+        raise MarsError(f"{what} of the wrong kind ({error}): {cure}.") from None

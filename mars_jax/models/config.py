@@ -84,9 +84,8 @@ class ModelConfig:
     (8, 2, (None, None))
     """
 
-    family: str = (
-        "llama"  # which Hugging Face architecture a saved checkpoint names; the math is in the fields below
-    )
+    # The Hugging Face architecture that a saved checkpoint names; the math is in the fields below.
+    family: str = "llama"
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -108,15 +107,13 @@ class ModelConfig:
     num_experts: int = 0  # MLPs of a layer of which each token takes a few; 0: every layer has the one MLP
     experts_per_token: int = 0
     expert_size: int = 0  # hidden units of one expert; 0: intermediate_size
-    normalize_experts: bool = (
-        True  # a token's experts share weight 1; else they keep their probabilities among all
-    )
+    # A token's experts share weight 1; else they keep their probabilities among all.
+    normalize_experts: bool = True
     dense_layers: tuple[int, ...] = ()  # layers that keep the one MLP although num_experts is not 0
     scale_embeddings: bool = False  # by sqrt(hidden_size), on the way in only
     norm_plus_one: bool = False  # norms multiply by 1 + weight
-    post_norms: bool = (
-        False  # norms also after attention and MLP, before their results join the residual stream
-    )
+    # Norms also after attention and MLP, before their results join the residual stream.
+    post_norms: bool = False
     query_scalar: float = 0.0  # scores of attention are divided by its square root; 0: head_dim
     attention_cap: float | None = None  # scores x of attention become cap * tanh(x / cap)
     logit_cap: float | None = None  # logits too

@@ -28,8 +28,7 @@ from mars_jax.models.heads import init_params as init_params
 from mars_jax.models.layers import dense, gated_mlp, rms_norm
 from mars_jax.models.rope import angles
 from mars_jax.models.transformer import attention
-from mars_jax.models.weights import Weight
-from mars_jax.models.weights import weights as layer_weights
+from mars_jax.models.weights import Weight, layer_rows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,60 +94,34 @@ class EagleConfig(LayeredHead):
         return ("fc", "fc_bias", "fc_norm") if self.version == 3 else ()
 
     def weights(self) -> tuple[Weight, ...]:
-        c, layer = self, self.layer
-        e, heads, groups = (
-            layer.hidden_size,
-            layer.num_heads * layer.head_dim,
-            layer.num_kv_heads * layer.head_dim,
-        )
+        c, layer, e = self, self.layer, self.layer.hidden_size
+        first = "midlayer" if c.version == 3 and layer.num_layers == 1 else "layers.0"
         features = (
-            len(c.feature_layers) * c.target_hidden_size if c.version == 3 else c.target_hidden_size + e
+            c.target_hidden_size + e if c.version == 1 else len(c.feature_layers) * c.target_hidden_size
         )
-        name = "midlayer" if c.version == 3 and layer.num_layers == 1 else "layers.0"
-        inner = 2 * e if c.version == 3 else e
-        rows: list[tuple[tuple[str | int, ...], str, tuple[int, ...], str]] = []
+        rows = [Weight(("fc",), "fc.weight", (e, features), "normal")]
         if c.own_embed:
-            rows.append((("embed",), "embed_tokens.weight", (layer.vocab_size, e), "normal"))
-        rows.append((("fc",), "fc.weight", (e, features), "normal"))
+            rows.insert(0, Weight(("embed",), "embed_tokens.weight", (layer.vocab_size, e), "normal"))
         if c.fc_bias:
-            rows.append((("fc_bias",), "fc.bias", (e,), "zeros"))
-        if c.fc_norm:
-            for i in range(len(c.feature_layers)):
-                rows.append((("fc_norm", i), f"fc_norm.{i}.weight", (c.target_hidden_size,), "ones"))
+            rows.append(Weight(("fc_bias",), "fc.bias", (e,), "zeros"))
+        for i in range(len(c.feature_layers) if c.fc_norm else 0):
+            rows.append(Weight(("fc_norm", i), f"fc_norm.{i}.weight", (c.target_hidden_size,), "ones"))
         if c.input_norm:
-            rows.append((("input_norm",), "input_norm.weight", (features,), "ones"))
+            rows.append(Weight(("input_norm",), "input_norm.weight", (features,), "ones"))
+        plain = dataclasses.replace(layer, num_experts=0, post_norms=False, norm_plus_one=False)
+        # The first layer reads an embedding and a feature: with a norm for each, or what `fc` made of them.
+        norm, *others = layer_rows(plain, width=2 * e if c.version == 3 else e)
         if c.version == 3:
-            rows.append((("layer", "embed_norm"), f"{name}.input_layernorm.weight", (e,), "ones"))
-            rows.append((("layer", "hidden_norm"), f"{name}.hidden_norm.weight", (e,), "ones"))
-        for key, out, width in (
-            ("q", heads, inner),
-            ("k", groups, inner),
-            ("v", groups, inner),
-            ("o", e, heads),
-        ):
-            rows.append((("layer", key), f"{name}.self_attn.{key}_proj.weight", (out, width), "normal"))
-            if layer.o_bias if key == "o" else layer.qkv_bias:
-                rows.append((("layer", f"{key}_bias"), f"{name}.self_attn.{key}_proj.bias", (out,), "zeros"))
-        if layer.qk_norm:
-            for key in ("q", "k"):
-                norm = f"{name}.self_attn.{key}_norm.weight"
-                rows.append((("layer", f"{key}_norm"), norm, (layer.head_dim,), "ones"))
-        rows.append((("layer", "mlp_norm"), f"{name}.post_attention_layernorm.weight", (e,), "ones"))
-        inner, outer = layer.intermediate_size, e
-        for key, out, width in (("gate", inner, outer), ("up", inner, outer), ("down", outer, inner)):
-            rows.append((("layer", key), f"{name}.mlp.{key}_proj.weight", (out, width), "normal"))
-            if layer.mlp_bias:
-                rows.append((("layer", f"{key}_bias"), f"{name}.mlp.{key}_proj.bias", (out,), "zeros"))
-        plain = dataclasses.replace(layer, num_experts=0)
-        for row in layer_weights(plain):
-            if row.path[0] == "layers" and row.path[1]:  # those after the first
-                path = ("more", int(row.path[1]) - 1, *row.path[2:])
-                rows.append((path, row.name.removeprefix("model."), row.shape, row.init))
+            norms = {"embed_norm": norm.name, "hidden_norm": "hidden_norm.weight"}
+            others = [*(norm._replace(path=(key,), name=name) for key, name in norms.items()), *others]
+        rows += [row.below(("layer",), first) for row in others]
+        for i in range(1, layer.num_layers):
+            rows += [row.below(("more", i - 1), f"layers.{i}") for row in layer_rows(plain)]
         if c.version == 3:
-            rows.append((("norm",), "norm.weight", (e,), "ones"))
+            rows.append(Weight(("norm",), "norm.weight", (e,), "ones"))
         if c.own_unembed:
-            rows.append((("unembed",), "lm_head.weight", (c.draft_vocab_size, e), "normal"))
-        return tuple(Weight(*row) for row in rows)
+            rows.append(Weight(("unembed",), "lm_head.weight", (c.draft_vocab_size, e), "normal"))
+        return tuple(rows)
 
 
 @jax.named_scope("fuse")
@@ -204,19 +177,14 @@ def forward(
     rotation = angles(visible.positions, c.rope, c.head_dim)
     with jax.named_scope("mask"):
         attend = attending("xla", visible, cache.slots, None)
-    with jax.named_scope("attention"):
-        mixed, k, v = attention(c, layer, x, rotation, attend, cache.k[0], cache.v[0])
-        h = h + mixed
-    with jax.named_scope("mlp"):
-        h = h + gated_mlp(layer, rms_norm(h, layer["mlp_norm"], c.norm_eps), c.activation)
-    ks, vs = [k], [v]
-    for i, more in enumerate(head.get("more", ()), start=1):
+    ks, vs = [], []
+    for i, part in enumerate((layer, *head.get("more", ()))):
         with jax.named_scope("attention"):
-            normed, old = rms_norm(h, more["attention_norm"], c.norm_eps), (cache.k[i], cache.v[i])
-            mixed, k, v = attention(c, more, normed, rotation, attend, *old)
+            x = rms_norm(h, part["attention_norm"], c.norm_eps) if i else x
+            mixed, k, v = attention(c, part, x, rotation, attend, cache.k[i], cache.v[i])
             h = h + mixed
         with jax.named_scope("mlp"):
-            h = h + gated_mlp(more, rms_norm(h, more["mlp_norm"], c.norm_eps), c.activation)
+            h = h + gated_mlp(part, rms_norm(h, part["mlp_norm"], c.norm_eps), c.activation)
         ks.append(k)
         vs.append(v)
     if config.norm_output:

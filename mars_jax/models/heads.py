@@ -10,7 +10,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import ClassVar, Self
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec as P
@@ -21,7 +20,7 @@ from mars_jax.core.mesh import map_devices, vocabulary_axes
 from mars_jax.core.types import KVCache, LanguageModel, Params, PyTree
 from mars_jax.models import layers
 from mars_jax.models.config import ModelConfig
-from mars_jax.models.weights import Weight, build_rows
+from mars_jax.models.weights import Weight, build_rows, random_rows
 
 Axes = Mapping[str, tuple[str | None, ...]]
 """The logical axes of weights by the last name of their paths; see `placement.shardings`."""
@@ -172,14 +171,7 @@ def layers_like(target: ModelConfig, intermediate_size: int | None = None, **cha
 def init_params(config: HeadConfig, key: Array, dtype="float32", *, scale: float = 0.02) -> PyTree:
     """Random params, as `transformer.init_params`; a draft vocabulary smaller than V takes the first tokens."""
     table = config.weights()
-    keys = dict(zip(table, jax.random.split(key, len(table)), strict=True))
-
-    def make(row: Weight) -> Array:
-        if row.init != "normal":
-            return (jnp.zeros if row.init == "zeros" else jnp.ones)(row.shape, dtype)
-        return (jax.random.normal(keys[row], row.shape, jnp.float32) * scale).astype(dtype)
-
-    params = build_rows(table, make)
+    params = build_rows(table, random_rows(table, key, dtype, scale))
     if isinstance(config, LayeredHead) and config.is_narrow:
         params["ids"] = jnp.arange(config.draft_vocab_size, dtype=jnp.int32)
     return params

@@ -25,9 +25,8 @@ class Int8:
 
     values: Array  # i8[..., out, in]; in [-127, 127]
     scale: Array  # f32[..., out]; the matrix is values * scale[..., None]
-    dtype: Any = struct.field(
-        pytree_node=False
-    )  # that of the matrix it stands for, and of what is looked up in it
+    # That of the matrix it stands for, and of what is looked up in it.
+    dtype: Any = struct.field(pytree_node=False)
 
     @property
     def shape(self) -> tuple[int, ...]:

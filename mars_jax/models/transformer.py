@@ -35,15 +35,7 @@ def init_params(config: ModelConfig, key: Array, dtype="float32", *, scale: floa
     >>> init_params(config, jax.random.key(0))["layers"][0]["gate"].shape
     (24, 16)
     """
-    table = weights.weights(config)
-    keys = dict(zip(table, jax.random.split(key, len(table)), strict=True))
-
-    def make(row: weights.Weight) -> Array:
-        if row.init != "normal":
-            return (jnp.zeros if row.init == "zeros" else jnp.ones)(row.shape, dtype)
-        return (jax.random.normal(keys[row], row.shape, jnp.float32) * scale).astype(dtype)
-
-    return weights.build(config, make)
+    return weights.build(config, weights.random_rows(weights.weights(config), key, dtype, scale))
 
 
 def _norm(config: ModelConfig) -> Callable[[Array, Array], Array]:
@@ -176,8 +168,6 @@ def language_model(
     >>> model.unembed(params, out.hidden).shape
     (1, 2, 32)
     """
-    if not all(0 <= layer < config.num_layers for layer in feature_layers):
-        raise _no_layer(feature_layers, config)
     if attention not in FORMS:
         raise MarsError(f"attention is {attention!r}: expected one of {', '.join(FORMS)}.")
     return _language_model(
@@ -187,13 +177,6 @@ def language_model(
         prefill_chunk,
         attention,
         ((True, True),) * config.num_layers,
-    )
-
-
-def _no_layer(layers: Sequence[int], config: ModelConfig) -> MarsError:
-    wrong = next(layer for layer in layers if not 0 <= layer < config.num_layers)
-    return MarsError(
-        f"feature layer {wrong} does not exist: the model has layers 0 to {config.num_layers - 1}."
     )
 
 
@@ -207,6 +190,10 @@ def _language_model(
     kept: Sublayers,
 ) -> LanguageModel:
     """Cached, so that equal models are the same functions and a jitted caller compiles once."""
+    if wrong := [layer for layer in feature_layers if not 0 <= layer < config.num_layers]:
+        raise MarsError(
+            f"feature layer {wrong[0]} does not exist: the model has layers 0 to {config.num_layers - 1}."
+        )
 
     def init_cache(batch: int, slots: int) -> KVCache:
         return kv_cache.init_cache(
@@ -224,8 +211,6 @@ def _language_model(
         return logits if config.logit_cap is None else soft_cap(logits, config.logit_cap)
 
     def with_features(layers: tuple[int, ...]) -> LanguageModel:
-        if not all(0 <= layer < config.num_layers for layer in layers):
-            raise _no_layer(layers, config)
         return _language_model(config, cache_dtype, tuple(layers), prefill_chunk, form, kept)
 
     def with_layers(mask: Sublayers) -> LanguageModel:

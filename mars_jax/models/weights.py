@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
+from jax import Array
 
 from mars_jax.core.types import PyTree
 from mars_jax.models.config import ModelConfig
@@ -23,44 +25,46 @@ class Weight(NamedTuple):
     shape: tuple[int, ...]
     init: str  # "normal", "zeros" or "ones"
 
+    def below(self, path: tuple[str | int, ...], name: str) -> Weight:
+        """The row of a table that is a part of another, at a path and after a name there."""
+        return self._replace(path=(*path, *self.path), name=f"{name}.{self.name}")
 
-Row = tuple[tuple[str | int, ...], str, tuple[int, ...], str]
-"""A `Weight` whose path and name are below a layer's."""
 
 _EXPERTS = {"mixtral": ("block_sparse_moe", "w1", "w3", "w2")}
 """The names of a layer's experts, and of the gate, up and down projection of each, where they are not Qwen's."""
 
 
-def _matrix(key: str, name: str, out: int, inner: int, bias: bool) -> list[Row]:
-    rows: list[Row] = [((key,), f"{name}.weight", (out, inner), "normal")]
-    return [*rows, ((f"{key}_bias",), f"{name}.bias", (out,), "zeros")] if bias else rows
+def _matrix(key: str, name: str, out: int, inner: int, bias: bool) -> list[Weight]:
+    rows = [Weight((key,), f"{name}.weight", (out, inner), "normal")]
+    return [*rows, Weight((f"{key}_bias",), f"{name}.bias", (out,), "zeros")] if bias else rows
 
 
-def _experts(config: ModelConfig) -> list[Row]:
+def _experts(config: ModelConfig) -> list[Weight]:
     """Rows of a layer's router and experts."""
     c, size = config, config.expert_size or config.intermediate_size
     block, *names = _EXPERTS.get(c.family, ("mlp", "gate_proj", "up_proj", "down_proj"))
-    rows: list[Row] = [(("router",), f"{block}.gate.weight", (c.num_experts, c.hidden_size), "normal")]
+    rows = [Weight(("router",), f"{block}.gate.weight", (c.num_experts, c.hidden_size), "normal")]
     for key, name in zip(("gate", "up", "down"), names, strict=True):
         shape = (c.hidden_size, size) if key == "down" else (size, c.hidden_size)
         for i in range(c.num_experts):
-            rows.append(((f"expert_{key}", i), f"{block}.experts.{i}.{name}.weight", shape, "normal"))
+            rows.append(Weight((f"expert_{key}", i), f"{block}.experts.{i}.{name}.weight", shape, "normal"))
     return rows
 
 
-def _layer(config: ModelConfig, index: int) -> list[Row]:
-    """Rows of one layer: (path and name below the layer's, shape, init)."""
+def layer_rows(config: ModelConfig, index: int = 0, *, width: int | None = None) -> list[Weight]:
+    """Rows of one layer, whose paths and names are below the layer's; `width` is that of attention's input."""
     c = config
+    width = width or c.hidden_size
     q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     unit = "zeros" if c.norm_plus_one else "ones"
 
-    def norm(key: str, name: str, size: int = c.hidden_size) -> list[Row]:
-        return [((key,), f"{name}.weight", (size,), unit)]
+    def norm(key: str, name: str, size: int = c.hidden_size) -> list[Weight]:
+        return [Weight((key,), f"{name}.weight", (size,), unit)]
 
     rows = norm("attention_norm", "input_layernorm")
-    rows += _matrix("q", "self_attn.q_proj", q, c.hidden_size, c.qkv_bias)
-    rows += _matrix("k", "self_attn.k_proj", kv, c.hidden_size, c.qkv_bias)
-    rows += _matrix("v", "self_attn.v_proj", kv, c.hidden_size, c.qkv_bias)
+    rows += _matrix("q", "self_attn.q_proj", q, width, c.qkv_bias)
+    rows += _matrix("k", "self_attn.k_proj", kv, width, c.qkv_bias)
+    rows += _matrix("v", "self_attn.v_proj", kv, width, c.qkv_bias)
     rows += _matrix("o", "self_attn.o_proj", c.hidden_size, q, c.o_bias)
     if c.qk_norm:
         rows += norm("q_norm", "self_attn.q_norm", c.head_dim)
@@ -89,8 +93,7 @@ def weights(config: ModelConfig) -> tuple[Weight, ...]:
     table = (config.vocab_size, config.hidden_size)
     rows = [Weight(("embed",), "model.embed_tokens.weight", table, "normal")]
     for i in range(config.num_layers):
-        for path, name, shape, init in _layer(config, i):
-            rows.append(Weight(("layers", i, *path), f"model.layers.{i}.{name}", shape, init))
+        rows += [row.below(("layers", i), f"model.layers.{i}") for row in layer_rows(config, i)]
     unit = "zeros" if config.norm_plus_one else "ones"
     rows.append(Weight(("norm",), "model.norm.weight", (config.hidden_size,), unit))
     if not config.tie_embeddings:
@@ -136,6 +139,19 @@ def build(config: ModelConfig, make: Callable[[Weight], Any]) -> PyTree:
         return make(row) if rows == (row,) else jnp.stack([make(part) for part in rows])
 
     return build_rows(table, leaf)
+
+
+def random_rows(rows: Iterable[Weight], key: Array, dtype: Any, scale: float) -> Callable[[Weight], Array]:
+    """A `make` of random weights: matrices are normal, of standard deviation `scale`."""
+    rows = tuple(rows)
+    keys = dict(zip(rows, jax.random.split(key, len(rows)), strict=True))
+
+    def make(row: Weight) -> Array:
+        if row.init != "normal":
+            return (jnp.zeros if row.init == "zeros" else jnp.ones)(row.shape, dtype)
+        return (jax.random.normal(keys[row], row.shape, jnp.float32) * scale).astype(dtype)
+
+    return make
 
 
 def build_rows(rows: Iterable[Weight], make: Callable[[Weight], Any]) -> PyTree:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import os
 import sys
+import zlib
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 
 from mars_jax.core.errors import MarsError, first_line
 from mars_jax.core.types import PyTree
@@ -115,10 +117,6 @@ def check_equal(value: Any, what: str) -> None:
     """Raise MarsError where the processes have not been given the same: they would wait for each other for ever."""
     if jax.process_count() == 1:
         return
-    import zlib
-
-    from jax.experimental import multihost_utils
-
     sums = multihost_utils.process_allgather(np.asarray(zlib.crc32(repr(value).encode()), np.uint32))
     if len(set(sums.tolist())) > 1:
         raise MarsError(f"the processes were given different {what}: start all of them with the same.")
@@ -138,8 +136,6 @@ def broadcast(value: int) -> int:
     """The first process's value, in every process."""
     if jax.process_count() == 1:
         return value
-    from jax.experimental import multihost_utils
-
     return int(multihost_utils.broadcast_one_to_all(np.asarray(value, np.int32)))
 
 
@@ -147,8 +143,6 @@ def broadcast_bytes(data: bytes) -> bytes:
     """The first process's bytes, in every process; what the others give is not read."""
     if jax.process_count() == 1:
         return data
-    from jax.experimental import multihost_utils
-
     buffer = np.zeros(broadcast(len(data)), np.uint8)
     if is_first():
         buffer[:] = np.frombuffer(data, np.uint8)
@@ -176,8 +170,6 @@ def fetch(tree: PyTree) -> PyTree:
     def one(x: Any) -> Any:
         if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
             return x
-        from jax.experimental import multihost_utils
-
         return multihost_utils.process_allgather(x, tiled=True)
 
     return jax.device_get(jax.tree.map(one, tree))

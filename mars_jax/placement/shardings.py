@@ -113,8 +113,11 @@ def params_shardings(config: AnyConfig, mesh: AnyMesh) -> PyTree:
     (None, 'model')
     """
     check_named(mesh)
-    if isinstance(config, ModelConfig):
-        _check_experts(config, mesh)
+    axis = size_of("expert", mesh)
+    if isinstance(config, ModelConfig) and config.num_experts % axis:
+        raise MarsError(
+            f"{config.num_experts} experts do not divide over expert={axis}: choose a divisor of {config.num_experts}."
+        )
     made = build_rows(_table(config), lambda row: NamedSharding(mesh, weight_spec(config, mesh, row)))
     if isinstance(config, LayeredHead) and config.is_narrow:
         made["ids"] = NamedSharding(mesh, P())
@@ -156,14 +159,6 @@ def abstract_params(config: AnyConfig, dtype: str, *, int8: bool = False, shardi
         place = default or get(shardings, ("ids",))
         made["ids"] = jax.ShapeDtypeStruct((config.draft_vocab_size,), jnp.int32, sharding=place)
     return made
-
-
-def _check_experts(config: ModelConfig, mesh: AnyMesh) -> None:
-    axis = size_of("expert", mesh)
-    if config.num_experts % axis:
-        raise MarsError(
-            f"{config.num_experts} experts do not divide over expert={axis}: choose a divisor of {config.num_experts}."
-        )
 
 
 def whole(config: AnyConfig, mesh: AnyMesh) -> list[str]:

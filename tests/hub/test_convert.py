@@ -19,7 +19,7 @@ from mars_jax import hub
 from mars_jax.cli.convert import main
 from mars_jax.core import mesh
 from mars_jax.core.errors import MarsError
-from mars_jax.hub import conversion
+from mars_jax.hub import durable
 from mars_jax.hub import orbax as checkpoint
 from mars_jax.models import ModelConfig, init_params
 from mars_jax.placement import shardings as sharding
@@ -100,7 +100,7 @@ def test_killed_it_leaves_nothing_that_looks_complete_and_starts_again(saved, tm
     done = subprocess.run(arguments, capture_output=True, text=True)
     assert done.returncode == -signal.SIGKILL, done.stderr
     [left] = os.listdir(tmp_path)
-    assert left == ".made.converting" and "config.json" not in os.listdir(tmp_path / left)
+    assert left == ".made.writing" and "config.json" not in os.listdir(tmp_path / left)
     with pytest.raises(MarsError):
         hub.load(tmp_path / left)
     made = convert(saved, tmp_path / "made")
@@ -137,13 +137,13 @@ def test_only_conversions_are_replaced_and_one_process_writes_at_a_time(saved, t
         convert(saved, made)
     with pytest.raises(MarsError, match="is a conversion already"):
         convert(made, tmp_path / "again")
-    with conversion._staging(made), pytest.raises(MarsError, match="another process is converting"):
+    with durable.staging(made), pytest.raises(MarsError, match="another process is writing"):
         convert(saved, made, overwrite=True)
     # Killed between its two renames, the next one puts back what was there.
     os.rename(made, tmp_path / ".made.replaced")
     with pytest.raises(MarsError, match=r"no readable config\.json"):
         convert(other, made)
-    with conversion._staging(made):
+    with durable.staging(made):
         assert hub.load(made).config == hub.read_config(saved)
     convert(saved, made, dtype="bfloat16", overwrite=True)
     assert hub.load(made).params["norm"].dtype == jnp.bfloat16

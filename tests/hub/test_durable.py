@@ -22,7 +22,6 @@ from mars_jax.hub.durable import check_place
 from mars_jax.models import ModelConfig, Rope, init_params
 from tests.helpers import slow_but
 
-saving = sys.modules["mars_jax.hub.save"]  # hub.save is its function
 CONFIG = ModelConfig(vocab_size=17, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=2)
 OTHER = dataclasses.replace(CONFIG, rope=Rope(theta=500.0))  # of the same shapes: a mixture would load
 
@@ -37,7 +36,7 @@ class Killed(BaseException):
 
 def test_files_are_on_disk_before_they_have_their_names(tmp_path, monkeypatch):
     done = []
-    fsync, replace = os.fsync, os.replace
+    fsync, replace, exchange = os.fsync, os.replace, durable.exchange
 
     def synced(descriptor):
         done.append(("sync", os.fstat(descriptor).st_ino))
@@ -51,13 +50,13 @@ def test_files_are_on_disk_before_they_have_their_names(tmp_path, monkeypatch):
 
     def exchanged(one, other):
         done.extend(("named", os.stat(path).st_ino) for path in (one, *one.glob("*")))
-        found = durable.exchange(one, other)
+        found = exchange(one, other)
         done.append(("in", os.stat(other.parent).st_ino))
         return found
 
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(os, "replace", renamed)
-    monkeypatch.setattr(saving, "exchange", exchanged)
+    monkeypatch.setattr(durable, "exchange", exchanged)
     source = hub.save(tmp_path / "model", CONFIG, params(0))
     hub.save(source, OTHER, params(1), overwrite=True)
     hub.convert(source, tmp_path / "converted")
@@ -71,7 +70,7 @@ def test_files_are_on_disk_before_they_have_their_names(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("end", range(12))
 def test_where_directories_cannot_change_places_old_and_new_never_mix(tmp_path, monkeypatch, end):
-    monkeypatch.setattr(saving, "exchange", lambda one, other: False)
+    monkeypatch.setattr(durable, "exchange", lambda one, other: False)
     directory = hub.save(tmp_path / "model", CONFIG, params(0))
     (directory / "notes.txt").write_text("mine")
     calls = 0
@@ -110,13 +109,13 @@ import json, os, sys
 from pathlib import Path
 import numpy as np
 from mars_jax.hub import durable
-saving = sys.modules["mars_jax.hub.save"]
+from mars_jax.hub.save import write_directory
 
 directory, file = Path(sys.argv[1]), "model.safetensors"
 
 def write(value):
     arrays = {"w": np.full(1000, value, np.float32)}
-    saving.write_directory(directory, arrays, {"value": value})
+    write_directory(directory, arrays, {"value": value})
 
 def content():
     config = json.loads((directory / "config.json").read_text())
@@ -134,7 +133,7 @@ def kill(at):
     left = [None] * at
     for name in ("fsync", "replace", "link", "unlink", "rmdir", "chmod", "chown"):
         setattr(os, name, dying(getattr(os, name), left))
-    saving.exchange = dying(durable.exchange, left)
+    durable.exchange = dying(durable.exchange, left)
 
 write(1)
 if not durable.exchange(directory, directory):
@@ -197,7 +196,7 @@ def test_what_is_written_beside_an_overwrite_is_kept(tmp_path, monkeypatch):
         (directory / "later.txt").write_text("mine")
         return true(one, other)
 
-    monkeypatch.setattr(saving, "exchange", exchange)
+    monkeypatch.setattr(durable, "exchange", exchange)
     hub.save(directory, OTHER, params(1), overwrite=True)
     assert (directory / "later.txt").read_text() == "mine" and hub.load(directory).config == OTHER
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import PyTree
-from mars_jax.hub.config_json import FAMILIES, from_json, to_json
+from mars_jax.hub.config_json import from_json, to_json
 from mars_jax.hub.heads.layered_files import (
     Shapes,
     canonical,
@@ -239,48 +239,28 @@ def to_head_json(
         raise MarsError(
             "the layout of speculators is written for EAGLE-3 heads alone: choose the layout 'eagle'."
         )
-    data = to_json(config.layer, dtype=dtype) | {"bias": config.fc_bias}
-    if config.version == 3:
-        data |= {
-            "architectures": [f"{FAMILIES[config.layer.family].architecture}Eagle3"],
-            "draft_vocab_size": config.draft_vocab_size,
-            "target_hidden_size": config.target_hidden_size,
-            # Here SGLang looks. Of the same name without the nesting vLLM counts from 1.
-            "eagle_config": {_LAYERS: list(config.feature_layers), "use_aux_hidden_state": True},
-            "fc_norm": config.fc_norm,
-            "norm_before_fc": config.input_norm,
-            "norm_before_residual": config.norm_before_residual,
-            "norm_output": config.norm_output,
-        }
-    if layer_config(data, {canonical(row.name) for row in config.weights()}) != config.layer:
+    layer = to_json(config.layer, dtype=dtype)
+    if layer_config(layer, {canonical(row.name) for row in config.weights()}) != config.layer:
         raise MarsError(
             f"config.json of the family '{config.layer.family}' cannot express the head's layer: choose another family."
         )
-    return _nest(data, config, verifier) if layout == "speculators" else data
-
-
-_HEADS_OWN = (
-    "draft_vocab_size",
-    "target_hidden_size",
-    "fc_norm",
-    "norm_before_fc",
-    "norm_before_residual",
-    "norm_output",
-)
-
-
-def _nest(data: dict[str, Any], config: EagleConfig, verifier: str | None) -> dict[str, Any]:
-    """`flatten` undone: config.json in the layout of speculators."""
-    own = {key: data[key] for key in _HEADS_OWN}
-    named = FAMILIES[config.layer.family].architecture
-    layer = {k: v for k, v in data.items() if k not in (*_HEADS_OWN, "eagle_config", "architectures", "bias")}
+    if config.version == 1:
+        return layer | {"bias": config.fc_bias}
+    [named] = layer["architectures"]
+    own = {
+        "draft_vocab_size": config.draft_vocab_size,
+        "target_hidden_size": config.target_hidden_size,
+        "fc_norm": config.fc_norm,
+        "norm_before_fc": config.input_norm,
+        "norm_before_residual": config.norm_before_residual,
+        "norm_output": config.norm_output,
+    }
+    if layout == "speculators":
+        own |= speculators("eagle3", 5, verifier, named)
+        own |= {"architectures": ["Eagle3Speculator"], "transformer_layer_config": layer, "dtype": dtype}
+        return own | {_LAYERS: [i + 1 for i in config.feature_layers]}
+    own |= {"architectures": [f"{named}Eagle3"], "bias": config.fc_bias}
+    # Here SGLang looks. Of the same name without the nesting vLLM counts from 1.
     return (
-        own
-        | speculators("eagle3", 5, verifier, named)
-        | {
-            "architectures": ["Eagle3Speculator"],
-            _LAYERS: [i + 1 for i in config.feature_layers],
-            "transformer_layer_config": layer | {"architectures": [named]},
-            "dtype": data.get("dtype") or data.get("torch_dtype"),
-        }
+        layer | own | {"eagle_config": {_LAYERS: list(config.feature_layers), "use_aux_hidden_state": True}}
     )

@@ -16,19 +16,20 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 
 from mars_jax import specs
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import PyTree
-from mars_jax.hub.config_json import read_json
-from mars_jax.hub.files import resolve, tensors
-from mars_jax.hub.load import DERIVED, convert, listed, resolve_dtype
+from mars_jax.hub.config_json import dtype_of, read_json
+from mars_jax.hub.files import Tensor, resolve, tensors
+from mars_jax.hub.load import DERIVED, check_tensors, collect, convert, resolve_dtype
 from mars_jax.hub.save import free_directory, named_arrays, write_directory
-from mars_jax.hub.values import given
+from mars_jax.hub.values import given, of_its_kind
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.heads import LayeredHead
 from mars_jax.models.quantize import Int8, is_quantized, quantize
-from mars_jax.models.weights import build_rows
+from mars_jax.models.weights import Weight, build_rows
 
 Head = TypeVar("Head", bound=LayeredHead)
 Shapes = dict[str, tuple[int, ...]]
@@ -39,6 +40,8 @@ FromJson = Callable[[dict[str, Any], Shapes, ModelConfig], Head]
 _OTHER = "use the head that was trained for this target"
 _AGAIN = "download the head again"
 _EMBED, _UNEMBED = "embed_tokens.weight", "lm_head.weight"
+_MAPS = ("d2t", "t2d")
+"""Tensors that say which of the target's tokens a draft vocabulary has, as offsets and as marks."""
 _VERIFIERS = ("verifier_norm.weight", "verifier_lm_head.weight")
 """Copies of the target's weights that the training of the speculators library holds, and some exports keep."""
 
@@ -57,10 +60,8 @@ def checked(read: FromJson[Head]) -> FromJson[Head]:
 
     @functools.wraps(read)
     def made(data: dict[str, Any], shapes: Shapes, target: ModelConfig) -> Head:
-        try:
+        with of_its_kind("config.json holds a value", "correct it"):
             config = read(data, shapes, target)
-        except (TypeError, AttributeError, LookupError, ValueError, ArithmeticError) as error:
-            raise MarsError(f"config.json holds a value of the wrong kind ({error}): correct it.") from None
         expected = next(row.shape[1] for row in config.weights() if row.name == "fc.weight")
         found = next(reversed(shapes.get("fc.weight", ())), expected)
         if found != expected:
@@ -178,70 +179,32 @@ def load_head(
     specs.check_dtype(dtype)
     directory = resolve(name_or_path)
     data = read_json(directory / "config.json")
-    own = str(data.get("dtype") or data.get("torch_dtype") or "float32").removeprefix("torch.")
-    dtype, int8 = resolve_dtype(dtype, own)
+    dtype, int8 = resolve_dtype(dtype, dtype_of(data))
     try:
-        config = from_json(data, _shapes(directory), target_config)
+        held = collect(tensors(directory), canonical)
+        if twice := [name for name, found in held.items() if len(found) > 1]:
+            raise MarsError(f"there are two tensors {twice[0]}: delete the one that is not meant.")
+        config = from_json(data, {name: found[0][1].shape for name, found in held.items()}, target_config)
         shareable = {}
         if not target_config.scale_embeddings:  # else what the target looks up is more than its table
             shareable[_EMBED] = target_params["embed"]
         if shares(config) and target_config.logit_cap is None:
             shareable[_UNEMBED] = target_params.get("unembed", target_params["embed"])
-        return _read(directory, config, shareable, dtype, int8)
+        table = {canonical(row.name): row for row in config.weights()}
+        check_tensors(
+            directory, held, table, lambda name: DERIVED.search(name) or name in (*_MAPS, *_VERIFIERS)
+        )
+        return _read(config, {name: found[0] for name, found in held.items()}, shareable, dtype, int8)
     except MarsError as error:
         text = str(error)
         raise MarsError(text if f"'{directory}" in text else f"'{directory}': {text}") from None
 
 
-def _shapes(directory: Path) -> Shapes:
-    """None of the tensors is read yet."""
-    shapes: Shapes = {}
-    for file in tensors(directory):
-        for name, tensor in file.items():
-            if canonical(name) in shapes:
-                raise MarsError(f"there are two tensors {canonical(name)}: delete the one that is not meant.")
-            shapes[canonical(name)] = tensor.shape
-    return shapes
-
-
 def _read(
-    directory: Path, config: Head, shareable: dict[str, Any], dtype: str, int8: bool
+    config: Head, held: dict[str, tuple[str, Tensor]], shareable: dict[str, Any], dtype: str, int8: bool
 ) -> tuple[Head, PyTree]:
-    """The params of a head, checked against the table of weights, and its config without what the target shares."""
-    table = {canonical(row.name): row for row in config.weights()}
-    found: dict[str, jax.Array | Int8] = {}
-    shared: set[str] = set()
-    maps: dict[str, np.ndarray] = {}
-    extra: list[str] = []
-    for file in tensors(directory):
-        for name, tensor in file.items():
-            key = canonical(name)
-            row = table.get(key)
-            if key in ("d2t", "t2d"):
-                maps[key] = tensor.read()
-            elif row is None:
-                extra += [] if DERIVED.search(key) or key in _VERIFIERS else [name]
-            elif tensor.shape != row.shape:
-                raise MarsError(
-                    f"tensor {name} is {list(tensor.shape)} and config.json and target ask for {list(row.shape)}: use "
-                    "the config the weights came with, and the target they were trained for."
-                )
-            else:
-                array = tensor.read()
-                if key in shareable and _repeats(array, shareable[key]):
-                    shared.add(key)
-                    continue
-                try:
-                    found[key] = convert(array, dtype, int8=int8 and is_quantized(row))
-                except MarsError as error:
-                    raise MarsError(f"tensor {name}: {error}") from None
-    missing = [row.name for key, row in table.items() if key not in found and key not in shared]
-    if missing or extra:
-        article = "an" if config.title[0] in "AEIOU" else "a"
-        what = "missing" if missing else f"not part of {article} {config.title}"
-        raise MarsError(
-            f"tensors that are {what}: {listed(missing or extra)}; use the config the weights came with."
-        )
+    """The params of a head, and its config without what the target shares."""
+    shared = {key for key in shareable if key in held and _repeats(held[key][1].read(), shareable[key])}
     config = dataclasses.replace(
         config,
         own_embed=config.own_embed and _EMBED not in shared,
@@ -251,9 +214,18 @@ def _read(
         raise MarsError(
             "the head ties its lm_head to an embedding of its own, which is not supported: save both."
         )
-    params = build_rows(config.weights(), lambda row: found.pop(canonical(row.name)))
+
+    def read(row: Weight) -> jax.Array | Int8:
+        name, tensor = held[canonical(row.name)]
+        try:
+            return convert(tensor.read(), dtype, int8=int8 and is_quantized(row))
+        except MarsError as error:
+            raise MarsError(f"tensor {name}: {error}") from None
+
+    params = build_rows(config.weights(), read)
+    maps = {key: held[key][1].read() for key in _MAPS if key in held}
     if "d2t" in maps:
-        ids = _draft_ids(config, maps["d2t"], maps.get("t2d"))
+        ids = _draft_ids(config, **maps)
         if config.is_narrow:
             params["ids"] = jnp.asarray(ids)
         elif np.any(maps["d2t"]):
@@ -288,8 +260,6 @@ def _repeats(ours: np.ndarray, theirs: jax.Array | Int8, rows: int = 4096) -> bo
             part, held = np.asarray(a)[shard.index], np.asarray(shard.data)
             same = same and (copied(part, held) or copied(held, part))
     if jax.process_count() > 1:  # all of them decode with the same head
-        from jax.experimental import multihost_utils
-
         same = bool(np.all(multihost_utils.process_allgather(np.asarray(same))))
     return same
 

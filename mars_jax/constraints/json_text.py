@@ -1,0 +1,120 @@
+"""JSON values as nodes, in the form in which `json.dumps` writes them, and what may be asked of numbers and strings.
+
+Oracle: `json` and `jsonschema` (tests/constraints/test_schema.py).
+"""
+
+from __future__ import annotations
+
+import functools
+
+from mars_jax.constraints.nodes import (
+    Chars,
+    Either,
+    Node,
+    Ranges,
+    Repeat,
+    complement,
+    ranges_of,
+    sequence,
+    text,
+)
+from mars_jax.constraints.pattern import parse
+
+# \u with four digits, but no half of a pair: a pair is one character to JSON and would be two here.
+_CHARACTER = parse(r'[^\x00-\x1f"\\]|\\["\\/bfnrt]|\\u([0-9a-cA-CefEF][0-9a-fA-F]|[dD][0-7])[0-9a-fA-F]{2}')
+_DIGIT = parse("[0-9]")
+_POSITIVE = r"(0|[1-9][0-9]{0,17})(\.[0-9]{1,17})?([eE][+\-]?[0-9]{1,2})?"
+BOOLEAN, NULL = parse("true|false"), parse("null")
+NUMBER, POSITIVE_NUMBER = parse(f"-?{_POSITIVE}"), parse(_POSITIVE)
+
+_MONTH_AND_DAY = (
+    r"(0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|1[0-9]|2[0-8])"
+)
+_DATE = rf"[1-9][0-9]{{3}}-({_MONTH_AND_DAY})"
+_TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,6})?(Z|[+\-]([01][0-9]|2[0-3]):[0-5][0-9])"
+_OCTET = r"(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
+FORMATS = {
+    "date": _DATE,
+    "time": _TIME,
+    "date-time": f"({_DATE})T({_TIME})",
+    "uuid": r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}",
+    "ipv4": rf"({_OCTET}\.){{3}}{_OCTET}",
+    "email": r"[a-z0-9._+\-]{1,40}@[a-z0-9]([a-z0-9\-]{0,30}[a-z0-9])?(\.[a-z]{2,12}){1,3}",
+}
+"""Patterns of strings, by their names in JSON Schema."""
+
+
+def string(least: int = 0, most: int | None = None) -> Node:
+    """A string of so many characters."""
+    return sequence(text('"'), Repeat(_CHARACTER, least, most), text('"'))
+
+
+def integers(low: int | None, high: int | None) -> Node:
+    """Whole numbers from low to high, as JSON writes them; None is no bound.
+
+    >>> from mars_jax.constraints.automaton import automaton
+    >>> made = automaton(integers(-3, 120))
+    >>> [n for n in range(-200, 200) if made.matches(str(n))] == list(range(-3, 121))
+    True
+    """
+    parts: list[Node] = []
+    if high is None or high >= 0:
+        parts.append(_naturals(max(low or 0, 0), high))
+    if low is None or low < 0:
+        least = 1 if high is None or high >= 0 else -high
+        parts.append(sequence(text("-"), _naturals(least, None if low is None else -low)))
+    return Either(tuple(parts))
+
+
+@functools.lru_cache(maxsize=1024)
+def _naturals(low: int, high: int | None) -> Node:
+    """From low, at least 0, to high; without a bound up to 18 digits, or as many as low has."""
+    high = 10 ** max(18, len(str(low))) - 1 if high is None else high
+    parts: list[Node] = []
+    for digits in range(len(str(low)), len(str(high)) + 1):
+        first, last = max(low, 10 ** (digits - 1) if digits > 1 else 0), min(high, 10**digits - 1)
+        parts.append(_same_length(str(first), str(last)))
+    return Either(tuple(parts))
+
+
+def _same_length(low: str, high: str) -> Node:
+    """Numbers of as many digits as both, from low to high."""
+    if set(low) <= {"0"} and set(high) <= {"9"}:
+        return Repeat(_DIGIT, len(low), len(low))
+    zeros, nines = "0" * (len(low) - 1), "9" * (len(low) - 1)
+    first, last = ord(low[0]), ord(high[0])
+    if first == last:
+        cases = [(first, first, low[1:], high[1:])]
+    else:
+        cases = [
+            (first, first, low[1:], nines),
+            (first + 1, last - 1, zeros, nines),
+            (last, last, zeros, high[1:]),
+        ]
+    return Either(tuple(sequence(Chars(((a, b),)), _same_length(*rest)) for a, b, *rest in cases if a <= b))
+
+
+_SHORT = {0x08: "b", 0x0C: "f", 0x0A: "n", 0x0D: "r", 0x09: "t", 0x22: '"', 0x5C: "\\"}
+_ESCAPED = {
+    code: text(f"\\{_SHORT[code]}" if code in _SHORT else f"\\u{code:04x}")
+    for code in sorted({*range(0x20), *_SHORT})
+}
+"""Characters that a JSON string does not hold as they are, as `json.dumps` writes them."""
+
+
+def in_string(node: Node) -> Node:
+    """The texts of a pattern inside of a JSON string, as `json.dumps` writes them."""
+    if isinstance(node, Chars):
+        return _char_in_string(node.ranges)
+    if isinstance(node, Repeat):
+        return node._replace(part=in_string(node.part))
+    return node._replace(parts=tuple(map(in_string, node.parts)))
+
+
+@functools.lru_cache(maxsize=1024)
+def _char_in_string(ranges: Ranges) -> Node:
+    parts = [said for code, said in _ESCAPED.items() if any(low <= code <= high for low, high in ranges)]
+    if not parts:
+        return Chars(ranges)
+    plain = complement(ranges_of([*complement(ranges), *((code, code) for code in _ESCAPED)]))
+    return Either((*parts, Chars(plain))) if plain else Either(tuple(parts))
