@@ -29,7 +29,7 @@ Axes = Mapping[str, tuple[str | None, ...]]
 class HeadConfig:
     """Everything static about a head of a target; subclasses are frozen dataclasses."""
 
-    kind: ClassVar[str]  # of `specs.DRAFTERS`, and the name of its factory in `drafters`
+    kind: ClassVar[str]  # the name of its row in `specs.DRAFTERS`, and of its factory
     cached: ClassVar[bool] = False  # its factory takes cache_dtype
     axes: ClassVar[Axes] = {}  # of weights that only heads have
     vocab_size: int  # V, the target's

@@ -88,6 +88,15 @@ class DraftRow:
         """
         return f"{self.name}:{'FILE' if self.file else 'PATH'}" if self.path else self.name
 
+    @property
+    def factory(self) -> str:
+        """ "module:function" of a head's factory, (config, target, length, tree=...) -> Drafter, beside its loader.
+
+        >>> DRAFTERS["eagle"].factory
+        'mars_jax.drafters.eagle:eagle'
+        """
+        return f"{self.loader.partition(':')[0]}:{self.name}"
+
     def usual(self, *, mixture: bool, sample: bool = False) -> tuple[int | None, Dynamic | None]:
         """The draft where neither a length nor a tree is asked for: the length of a chain, or a tree instead.
 

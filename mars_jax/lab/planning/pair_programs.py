@@ -25,7 +25,7 @@ from mars_jax.models.config import ModelConfig
 from mars_jax.models.heads import HeadConfig
 from mars_jax.placement import shardings
 from mars_jax.placement.shardings import AnyConfig
-from mars_jax.specs import DRAFTERS, Dynamic
+from mars_jax.specs import DRAFTERS, Dynamic, factory
 
 
 class PlannedDraft(NamedTuple):
@@ -62,7 +62,7 @@ def draft_of(
     elif tree is None:
         tree = usual_tree
     if isinstance(config, HeadConfig):
-        make = getattr(drafters, config.kind)
+        make = factory(row.factory)
         if row.block and config.drafts and tree is None and length is None:
             tree = Dynamic(depth=config.drafts)
         options = {"tree": tree} | ({"cache_dtype": dtype} if config.cached else {})
