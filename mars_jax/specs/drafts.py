@@ -90,7 +90,7 @@ class DraftRow:
 
     @property
     def factory(self) -> str:
-        """ "module:function" of a head's factory, (config, target, length, tree=...) -> Drafter, beside its loader.
+        """The name of a head's factory, (config, target, length, tree=...) -> Drafter, which stands beside its loader.
 
         >>> DRAFTERS["eagle"].factory
         'mars_jax.drafters.eagle:eagle'
