@@ -55,7 +55,7 @@ def start(arguments, *own, command="generate", devices=4):
         "JAX_PLATFORMS": "cpu",
     }
     return subprocess.Popen(
-        [sys.executable, "-m", f"mars_jax.{command}", *arguments, *own],
+        [sys.executable, "-m", "mars_jax", command, *arguments, *own],
         env=environment,
         cwd=ROOT,
         text=True,
