@@ -192,7 +192,7 @@ def _subsets(
     budget = Budget(_MOST_STEPS, "steps from state to state")
 
     def closed(states: frozenset[int]) -> frozenset[int]:
-        """Return the states reached without a byte, the given ones among them, that a byte leaves or that are `last`."""
+        """Return the states reached without a byte, given ones among them, that a byte leaves or that are `last`."""
         seen, todo = set(states), list(states)
         while todo:
             for following in pieces.free[todo.pop()]:
