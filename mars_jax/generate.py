@@ -1,7 +1,7 @@
 """`python -m mars_jax.generate`: continue prompts from the command line.
 
-This module has the name of the function `mars_jax.generate`, and whoever imports it puts it in the function's
-place on the package. So it can be called, and then is that function.
+This module has the name of the function `mars_jax.generate`, and an import of it takes the function's place on the
+package. So the module can be called, and then is that function.
 """
 
 import sys

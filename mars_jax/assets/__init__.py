@@ -1,4 +1,4 @@
-"""What ships with the package, by name. The card of the model family is `assets/tiny/README.md`."""
+"""Names of what ships with the package. The card of the model family is `assets/tiny/README.md`."""
 
 from __future__ import annotations
 

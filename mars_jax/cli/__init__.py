@@ -1,1 +1,1 @@
-"""What the command lines share: flags, prompts files, rows of JSON, resumable output and the terminal."""
+"""Parts that the command lines share: flags, prompts files, rows of JSON, resumable output and the terminal."""

@@ -29,7 +29,7 @@ _HOME = {
     "check": "mars_jax.lab.commands.check.device_check",
     "lm_eval": "mars_jax.integrations.lm_eval",
 } | {name: f"mars_jax.lab.commands.{name}" for name in _LAB}
-"""Where each command is, by name: no import ties the library to the laboratory."""
+"""Modules of the commands, by name: no import ties the library to the laboratory."""
 _PARSERS = {"generate": "mars_jax.cli.generate.arguments"}
 SHELLS = ("bash", "zsh", "tcsh")
 """Shells whose completion `--completion` prints."""

@@ -43,7 +43,7 @@ def joined(args: argparse.Namespace, rows: Any, out: IO[str]) -> Iterator[IO[str
 
 @contextlib.contextmanager
 def _printing(out: IO[str]) -> Iterator[IO[str]]:
-    """Where this process prints: the first to `out`, the others nowhere. What goes round Python goes to stderr."""
+    """Give the stream to print to: `out` in the first process, else none. Output around Python goes to stderr."""
     if not jax.distributed.is_initialized():
         yield out
         return

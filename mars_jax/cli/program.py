@@ -1,4 +1,4 @@
-"""What every command does around its work: exit codes, one sentence for bad input, a cache of compilations."""
+"""Parts that every command has around its work: exit codes, one sentence for bad input, a cache of compilations."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def _check_switch() -> None:
 
 
 class _Lost(MarsError):
-    """What was printed does not arrive."""
+    """An error: printed output does not arrive."""
 
 
 class _Checked:
@@ -234,7 +234,7 @@ class _Checked:
     def _told(self) -> Iterator[None]:
         try:
             yield
-        except BrokenPipeError:  # whoever read it has had enough
+        except BrokenPipeError:  # the reader has had enough
             raise
         except OSError as error:
             raise _Lost(f"stdout cannot be written ({error.strerror}): direct it to another place.") from None
@@ -245,7 +245,7 @@ class _Checked:
 
 @contextlib.contextmanager
 def _flushed(out: IO[str]) -> Iterator[None]:
-    """What is left in the buffer belongs to the result, also that of --help, which exits."""
+    """Flush the buffer at the end, also after --help, which exits: a failure to write is a failure of the command."""
     try:
         yield
     except SystemExit:
@@ -260,7 +260,7 @@ def _say(sentence: str) -> None:
 
 
 def _reserve() -> None:
-    """Give a closed stdin, stdout or stderr its number back, lest a file of ours get it and what is printed to it."""
+    """Give a closed stdin, stdout or stderr its number back: a file of ours would get it, and the printed output."""
     while (number := os.open(os.devnull, os.O_RDWR)) < 3:
         os.set_inheritable(number, True)
     os.close(number)

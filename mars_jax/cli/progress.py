@@ -38,7 +38,7 @@ def heartbeat() -> Iterator[None]:
     def beat() -> None:
         while not ended.wait(SECONDS):
             if said := activity.describe():
-                with contextlib.suppress(OSError, ValueError):  # stderr is full or closed: nobody listens
+                with contextlib.suppress(OSError, ValueError):  # stderr is full or closed
                     print(said, file=sys.stderr, flush=True)
 
     thread = threading.Thread(target=beat, name="heartbeat", daemon=True)

@@ -1,4 +1,4 @@
-"""What libraries print on stderr when they start, and nobody asked for. Call it before jax is imported."""
+"""Silence for what libraries print on stderr when they start. Call `quiet` before jax is imported."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def quiet() -> None:
 
 
 def may_have_tpu(root: Path = Path("/")) -> bool:
-    """Whether this machine may have a TPU: then libtpu must find its host by itself, with whatever it says.
+    """Tell whether this machine may have a TPU: then libtpu must find its host by itself, with whatever it prints.
 
     Args:
       root: of the file system, for tests.

@@ -127,7 +127,7 @@ FLAGS = ("verify", *_flags())
 
 
 def _help(name: str, settings: list[tuple[str, Setting]]) -> str:
-    """What a setting means in each rule that has it, said once where it means the same."""
+    """Explain a setting for each rule that has it, once for rules in which it means the same."""
     said: dict[str, list[str]] = {}
     for rule, setting in settings:
         text, semicolon, more = setting.help.partition("; ")

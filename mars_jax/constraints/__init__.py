@@ -1,4 +1,4 @@
-"""What a text is to be: patterns, JSON schemas, choices, allow lists; and where in it rules may relax.
+"""Constraints on a text: patterns, JSON schemas, choices, allow lists; and spans in which rules may relax.
 
 A constraint is a value without a model. `compiled` makes the tables of some of them for a vocabulary, which the step
 reads on the device; see `core.guide`. `spans` are where in a text a lossy rule may relax.

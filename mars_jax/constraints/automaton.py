@@ -19,9 +19,9 @@ from mars_jax.core.errors import MarsError
 
 DEAD, FIRST = 0, 1
 MOST_STATES = 32_000
-"""Of an automaton: states are numbered by u16, and several constraints of a batch share the numbers."""
+"""Most states of an automaton: states are numbered by u16, and several constraints of a batch share the numbers."""
 _MOST_STEPS = 5_000_000
-"""From states to sets of states: what is looked at, and so what the sets hold together."""
+"""Most steps from states to sets of states; they also bound what the sets hold together."""
 _MINIMISED = 6_000
 _ROUNDS = 400
 
@@ -30,7 +30,7 @@ Bytes = tuple[tuple[int, int], ...]
 
 
 class Automaton(NamedTuple):
-    """Which bytes may follow. `next[DEAD]` is DEAD; every other state leads to a state of `accepting`."""
+    """A deterministic automaton over bytes. `next[DEAD]` is DEAD; every other state leads to a state of `accepting`."""
 
     next: np.ndarray  # i32[S, K]; by class of byte
     classes: np.ndarray  # u8[256]; the class of every byte
@@ -43,11 +43,11 @@ class Automaton(NamedTuple):
         return state
 
     def matches(self, text: str) -> bool:
-        """Whether the whole text is one of those."""
+        """Tell whether the automaton accepts the whole text."""
         return bool(self.accepting[self.run(text.encode())])
 
     def begins(self, data: bytes) -> bool:
-        """Whether some text of those begins with these bytes."""
+        """Tell whether an accepted text begins with these bytes."""
         return self.run(data) != DEAD
 
 
@@ -145,7 +145,7 @@ class _Pieces:
 
 
 def _says_something(node: Node) -> bool:
-    """Whether a node is more than the empty text: a repeat of nothing is nothing.
+    """Tell whether a node is more than the empty text: a repeat of nothing is nothing.
 
     >>> _says_something(Repeat(Sequence(()), 9, None)), _says_something(Either(()))
     (False, True)
@@ -192,7 +192,7 @@ def _subsets(
     budget = Budget(_MOST_STEPS, "steps from state to state")
 
     def closed(states: frozenset[int]) -> frozenset[int]:
-        """What is reached from states without a byte, themselves included; of what a byte leaves, or the last."""
+        """Return the states reached without a byte, given ones among them, that a byte leaves or that are `last`."""
         seen, todo = set(states), list(states)
         while todo:
             for following in pieces.free[todo.pop()]:

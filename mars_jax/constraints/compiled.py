@@ -22,7 +22,7 @@ from mars_jax.core.guide import BITS, DEAD, FREE, Tables, Tracked
 from mars_jax.core.types import NO_TOKEN
 
 MOST_BYTES = 1 << 30
-"""Of the bits of a batch's constraints on a device."""
+"""Most bytes of the bits of a batch's constraints on a device."""
 
 
 class Compiled(NamedTuple):
@@ -32,7 +32,7 @@ class Compiled(NamedTuple):
     starts: dict[Any, tuple[int, int]]  # the first state and the group of each table, by what it was given as
 
     def rows(self, chosen: Sequence[Any], after: Sequence[int] | None = None) -> Tracked:
-        """Where the rows of a batch begin; None is a row without.
+        """Return the states in which the rows of a batch begin; None is a row without a constraint.
 
         Args:
           chosen: a constraint, or another key of `starts`, for each row, or None.

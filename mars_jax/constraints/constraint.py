@@ -27,7 +27,7 @@ PATH_MAX = 4096
 
 @dataclasses.dataclass(frozen=True)
 class Constraint:
-    """What a completion is to be; see `regex`, `json_schema`, `choice` and `tokens`. Hashable."""
+    """A constraint on a completion; see `regex`, `json_schema`, `choice` and `tokens`. Hashable."""
 
     kind: str
     content: Any  # a text, or a tuple of texts or of token ids
@@ -221,7 +221,7 @@ def from_fields(given: Mapping[str, Any]) -> Constraint | None:
 
 
 def without_relax(constraint: Constraint) -> Constraint:
-    """What tables are made for: they do not depend on whether rules relax.
+    """Return the constraint that tables are made for: they do not depend on whether rules relax.
 
     >>> without_relax(regex("a").relaxed()) == regex("a")
     True

@@ -1,4 +1,4 @@
-"""What a set of texts is made of: pieces of a regular expression, over code points. Oracle: Python's `re`."""
+"""Nodes that a set of texts is made of: pieces of a regular expression, over code points. Oracle: Python's `re`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple, Union
 from mars_jax.core.errors import MarsError
 
 MOST_PIECES = 150_000
-"""Of one constraint while it is built: what is read of a schema or a pattern, and states before they are joined."""
+"""Most pieces of a constraint while it is built: parts of a schema or a pattern, and states before they are joined."""
 LARGEST = 0x10FFFF
 _SURROGATES = (0xD800, 0xDFFF)
 Ranges = tuple[tuple[int, int], ...]
@@ -24,13 +24,13 @@ class TooLarge(MarsError):
 
 
 class Budget:
-    """What is left to spend on a constraint, so that none takes for ever."""
+    """Work that may be spent on a constraint, so that none takes forever."""
 
     def __init__(self, most: int = MOST_PIECES, what: str = "pieces"):
         self._most, self._what, self._spent = most, what, 0
 
     def spend(self, count: int) -> None:
-        """Before the work is done.
+        """Take `count` from the budget before that work is done.
 
         Raises:
           TooLarge: nothing is left.

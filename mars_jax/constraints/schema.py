@@ -460,7 +460,7 @@ def _type_of(given: Mapping[str, Any], where: str) -> str:
 
 
 def _is(value: Any, kind: str) -> bool:
-    """Whether a value is of a type, as JSON Schema has them: 1.0 is an integer, and true is no number.
+    """Tell whether a value is of a type, as JSON Schema has them: 1.0 is an integer, and true is no number.
 
     >>> _is(1.0, "integer"), _is(True, "integer"), _is(1, "number")
     (True, False, True)

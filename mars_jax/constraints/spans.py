@@ -102,7 +102,7 @@ def names_of(given: str | Iterable[str]) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Spans:
-    """Where a lossy rule may relax: inside of one of `relax_in`, where there are any, and of none of `strict_in`."""
+    """Spans for lossy rules, which relax inside `relax_in`, if any are given, and never inside `strict_in`."""
 
     relax_in: tuple[str, ...] = ()
     strict_in: tuple[str, ...] = ()
@@ -148,7 +148,7 @@ def _table(spans: Spans, vocabulary: Vocabulary) -> TokenTable:
 
 
 def state_after(spans: Spans, vocabulary: Vocabulary, tokens: Sequence[int]) -> int:
-    """Where a prompt leaves the spans: a state of their table."""
+    """Return the state of the spans' table after a prompt."""
     return _state_after(spans, vocabulary, tuple(tokens))
 
 

@@ -14,14 +14,16 @@ from mars_jax.constraints.token_table import TokenTable
 from mars_jax.core.home import kept
 
 FORM = 2
-"""Of the files and of what constraints mean; another one is not read."""
+"""Version of the files and of what constraints mean; files of another one are not read."""
 MOST_FILES = 512
 """Kept; the oldest go."""
 
 
 def folder() -> Path | None:
-    """Where tables are kept: `$MARS_JAX_CONSTRAINTS`, else `mars-jax/constraints` in the user's cache; None where the
-    variable is empty, or the user has no home."""
+    """Return the folder of tables: `$MARS_JAX_CONSTRAINTS`, else `mars-jax/constraints` in the user's cache.
+
+    It is None if the variable is empty, or the user has no home.
+    """
     named = os.environ.get("MARS_JAX_CONSTRAINTS")
     if named is not None:
         return Path(named) if named else None
@@ -48,7 +50,7 @@ def stored(key: tuple[str, ...], build: Callable[[], TokenTable]) -> TokenTable:
         place.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=place, suffix=".part", delete=False) as file:
             np.savez_compressed(file, **made._asdict())
-        os.replace(file.name, path)  # nobody sees half of it
+        os.replace(file.name, path)  # no reader sees half of it
         _forget(place)
     except OSError:
         pass

@@ -19,15 +19,15 @@ from mars_jax.constraints.vocabulary import Vocabulary
 from mars_jax.core.errors import MarsError
 
 NO_TOKEN = -1
-"""As in `core.types`, which imports jax: bad flags are answered before that."""
+"""The same value as in `core.types`, which imports jax: bad flags are answered before that."""
 MOST_ENTRIES = 1 << 26
-"""Of a table next u16[S, C]: 128 MiB. Composing as many takes a few seconds."""
+"""Most entries of a table next u16[S, C]: 128 MiB. Composing as many takes a few seconds."""
 MOST_FORCED = 32
 """Bytes of forced text that are read ahead of a state to name its next token."""
 
 
 class TokenTable(NamedTuple):
-    """What a constraint is, for one vocabulary."""
+    """A constraint as an automaton over the tokens of one vocabulary."""
 
     next: np.ndarray  # u16[S, C]
     classes: np.ndarray  # u16[V]

@@ -31,7 +31,7 @@ class Vocabulary:
 
     @functools.cached_property
     def digest(self) -> str:
-        """Of all tokens, to tell vocabularies apart on disk."""
+        """Digest of all tokens, to tell vocabularies apart on disk."""
         made = hashlib.sha256()
         for token in self.tokens:
             made.update(b"\xff" if token is None else len(token).to_bytes(4, "little") + token)
@@ -168,7 +168,7 @@ def _piece(piece: str) -> bytes:
 
 
 def _inside(tokenizer: Any) -> Any:
-    """How a text is tokenized that follows another: without a space or a special token in front."""
+    """Return a function that tokenizes a text as one after another: without a space or a special token in front."""
 
     def ids(text: str) -> list[int]:
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])

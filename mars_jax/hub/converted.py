@@ -27,7 +27,7 @@ class Conversion(NamedTuple):
 
 
 def is_converted(directory: Path) -> bool:
-    """Whether a directory holds a finished conversion."""
+    """Tell whether a directory holds a finished conversion."""
     return (directory / MANIFEST).is_file()
 
 
@@ -54,7 +54,7 @@ def read_conversion(directory: Path) -> Conversion:
 
 
 def write_digests(digests: Mapping[str, Digest]) -> dict[str, Any]:
-    """What the manifest says of the checksums of all arrays."""
+    """Return the manifest's entries for the checksums of all arrays."""
     return {
         "checksums": {name: made.whole for name, made in digests.items()},
         "blocks": {

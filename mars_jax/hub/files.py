@@ -132,7 +132,7 @@ def _shards(directory: Path, index: str) -> list[Path]:
 
 
 def _is_within(name: str) -> bool:
-    """Whether a path stays in the directory that it is relative to. Links may lead out: the hub's cache has them."""
+    """Tell whether a path stays in the directory it is relative to. Links may lead out: the hub's cache has them."""
     path = PurePath(name)
     return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\0" not in name
 

@@ -39,7 +39,7 @@ class GGUFFile:
 
     @property
     def architecture(self) -> str:
-        """Such as "llama", the prefix of the metadata that describes the model."""
+        """Name of the architecture, such as "llama": the prefix of the metadata that describes the model."""
         return str(self.get("general.architecture", ""))
 
     def of_model(self, key: str, default: Any = None) -> Any:
@@ -48,7 +48,7 @@ class GGUFFile:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a path is to be read as GGUF."""
+    """Tell whether a path is to be read as GGUF."""
     return path.suffix == ".gguf" and path.is_file()
 
 

@@ -17,13 +17,15 @@ from mars_jax.models.config import ModelConfig
 from mars_jax.models.weights import weights
 
 _DERIVED = {"rope_freqs.weight"}
-"""What the config says as well."""
+"""Tensors whose values follow from the config."""
 _INTERLEAVED = {"llama"}
 """Architectures whose queries and keys llama.cpp stores for rotating neighbours; the hub's models rotate halves."""
 
 
 def gguf_tensors(path: Any, config: ModelConfig) -> Iterator[dict[str, Tensor]]:
-    """What `files.tensors` gives of a directory, of a GGUF file. A tensor that the model does not have keeps its name.
+    """Give the tensors of a GGUF file as `files.tensors` gives those of a directory.
+
+    A tensor that the model does not have keeps its name.
 
     Raises:
       MarsError: a file that cannot be read.

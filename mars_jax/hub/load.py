@@ -106,7 +106,7 @@ def load(
       check: of a conversion, compare the checksum of every part that is read with what was written. Files of the
         Hugging Face layout hold none.
       cache_dtype: of keys and values: "float32", "bfloat16", or "int8", 8 bits a number and a scale for each token and
-        head; default: the weights', and float32 on a CPU, where XLA would widen a bfloat16 cache anew, whole, at every
+        head; default: the weights', and float32 on a CPU, where XLA would widen a bfloat16 cache again, whole, at every
         step.
       prefill_chunk: prompt tokens that are read at a time; default: what suits backend and buffer. Draft models that
         are loaded for this target take it over.

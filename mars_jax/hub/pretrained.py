@@ -27,7 +27,7 @@ from mars_jax.models.config import ModelConfig
 
 
 class OwnConfig(NamedTuple):
-    """What text to text reads of the config of a model that has none of ours."""
+    """The config of a model that has none of ours, as far as text to text reads it."""
 
     vocab_size: int
     max_positions: int
@@ -36,7 +36,7 @@ class OwnConfig(NamedTuple):
 
 
 Turn = Mapping[str, Any]
-"""Of a conversation: its `role`, such as "user", its `content`, and what else the template reads."""
+"""A turn of a conversation: its `role`, such as "user", its `content`, and what else the template reads."""
 Prompt = str | Sequence[Turn]
 """A text, or a conversation."""
 
@@ -121,12 +121,12 @@ class Pretrained:
 
     @functools.cached_property
     def _plain(self) -> Any:
-        """What does for texts what `tokenizer` does, and is there sooner; None where nothing is."""
+        """A tokenizer that does for texts what `tokenizer` does, and loads sooner; None if there is none."""
         return None if self.own_tokenizer is not None else read_plain(self.path)
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether the checkpoint has any tokenizer; without one it takes and gives token ids."""
+        """True if the checkpoint has any tokenizer; without one it takes and gives token ids."""
         if self.own_tokenizer is not None:
             return True
         if is_gguf(self.path):

@@ -149,7 +149,7 @@ def _swap(made: Path, target: Path) -> bool:
             return False
     if not move(made, target):
         return False
-    # Somebody else may have written there in the meantime.
+    # Another process may have written there in the meantime.
     for name in set(os.listdir(made)) - set(os.listdir(target)) if made.exists() else ():
         os.replace(made / name, target / name)
     return True

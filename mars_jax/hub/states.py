@@ -44,7 +44,7 @@ def save_state(path: str | os.PathLike[str], state: DecodeState) -> None:
 
 
 def restore_state(path: str | os.PathLike[str], like: DecodeState) -> DecodeState:
-    """What `save_state` wrote, where `like` has it.
+    """Restore what `save_state` wrote, on the devices that `like` has it on.
 
     Args:
       path: the directory.

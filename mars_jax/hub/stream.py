@@ -53,7 +53,7 @@ class HostArray:
             self.place(((at, at + 1), *box), block[None])
 
     def overlaps(self, box: Box) -> bool:
-        """Whether anything of a block of the array is needed here."""
+        """Tell whether any of a block of the array is needed here."""
         return any(_common(box, own) is not None for own in self.parts)
 
     def place(self, box: Box, block: np.ndarray) -> None:
@@ -74,7 +74,7 @@ class HostArray:
 
 
 def _common(one: Box, other: Box) -> Box | None:
-    """What two blocks share; None where they share nothing."""
+    """Return the block that two blocks share; None if they share nothing."""
     common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return common if all(first < end for first, end in common) else None
 

@@ -10,7 +10,7 @@ from mars_jax.core.errors import MarsError
 
 
 def given(data: dict[str, Any], key: str, default: Any) -> Any:
-    """What a file says; `default` where it says nothing, or null.
+    """Return the value of a key in a file; `default` if the file has none, or null.
 
     >>> given({"rope_theta": 0}, "rope_theta", 10000.0), given({"rope_theta": None}, "rope_theta", 10000.0)
     (0, 10000.0)

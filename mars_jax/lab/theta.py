@@ -162,7 +162,7 @@ def thetas_of(
 
 
 def read_theta(path: str) -> ThetaFile:
-    """Read what `mars-jax calibrate` wrote. A rule of somebody's own is not looked at, let alone run.
+    """Read what `mars-jax calibrate` wrote. A rule of the user's own is not looked at, let alone run.
 
     Raises:
       MarsError: the file cannot be read, or is something else.

@@ -1,4 +1,4 @@
-"""Progress of work that counts itself, for whoever waits."""
+"""Progress of work that counts itself, for those who wait."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def ticking(things: str) -> Iterator[Ticker]:
 
 @dataclasses.dataclass
 class Speed:
-    """Speed of what this process has decoded, for whoever waits. Rows on file took it no time.
+    """Speed of what this process has decoded, for those who wait. Rows on file took it no time.
 
     >>> speed = Speed(emitted=30, steps=10, seconds=2.0)
     >>> speed.add(emitted=10, steps=10, seconds=2.0)

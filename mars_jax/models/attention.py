@@ -35,7 +35,7 @@ SCORE_BYTES = 8 << 20
 """Scores of a turn there at most, so that they stay in fast memory."""
 
 FORMS = ("xla", "pallas", "interpret")
-"""What `attention` of a model may be: XLA's operations; on TPU the kernel `kernels_pallas.tree_attention`, and XLA's
+"""Values of a model's `attention`: XLA's operations; on TPU the kernel `kernels_pallas.tree_attention`, and XLA's
 operations elsewhere; the kernel in Pallas' interpreter on any platform, for tests."""
 KERNEL_SLOTS = 128
 """The kernel reads caches of a multiple of so many slots, whatever their dtype and number of heads."""

@@ -18,7 +18,7 @@ _COUNTS = ("num_kv_heads", "head_dim", "num_experts", "experts_per_token", "expe
 
 
 LEAST = 1e-15
-"""Of a rotary embedding's theta and factor: frequencies below it are no float32."""
+"""Lower bound of a rotary embedding's theta and factor; below it, frequencies are no float32."""
 MOST_PARTS = 100_000
 """Layers, or experts of all layers, of a model: of the largest published ones 23,424. More is damage, and would ask
 for a table of weights that no memory holds."""

@@ -1,4 +1,4 @@
-"""What every head of a target is: a static config that says what others ask of it, so that they name no kind of head.
+"""Base of every head of a target: a static config that answers what others ask, so that they name no kind of head.
 
 A kind of head is a subclass of `HeadConfig` in a file of its own. B batch, N tokens, E hidden size of the head, F that
 of the target, V vocabulary, W draft vocabulary. Oracle: a loop over the tokens (tests/models/test_eagle.py).
@@ -45,7 +45,7 @@ class HeadConfig:
         raise NotImplementedError
 
     def passes(self, depth: int) -> int:
-        """How often the weights are read for a draft of `depth` tokens in a row."""
+        """Return the number of times that the weights are read for a draft of `depth` tokens in a row."""
         return 1
 
     @property
@@ -86,7 +86,7 @@ class LayeredHead(HeadConfig):
 
     @property
     def is_narrow(self) -> bool:
-        """Whether the draft vocabulary is smaller than the target's; then params have `ids` i32[W]."""
+        """True if the draft vocabulary is smaller than the target's; then params have `ids` i32[W]."""
         return self.draft_vocab_size < self.vocab_size
 
     def init_cache(self, batch: int, slots: int, dtype) -> KVCache:

@@ -55,7 +55,7 @@ def quantize(w: Any, dtype: Any = None) -> Int8:
 
 
 def is_quantized(row: Weight) -> bool:
-    """Whether a row of a table of weights is kept in 8 bits: matrices and tables, but not norms, biases and routers.
+    """Tell whether a row of a table of weights is kept in 8 bits: matrices and tables, not norms, biases and routers.
 
     A router is small, and what it says is a choice that rounding can turn.
     """

@@ -25,7 +25,7 @@ from mars_jax.models.moe import experts_mlp
 from mars_jax.models.rope import angles, rotate
 
 Sublayers = tuple[tuple[bool, bool], ...]
-"""Of every layer, whether its attention is there and whether its MLP is."""
+"""For every layer, whether its attention is there and whether its MLP is."""
 
 
 def init_params(config: ModelConfig, key: Array, dtype="float32", *, scale: float = 0.02) -> PyTree:

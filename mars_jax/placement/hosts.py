@@ -60,7 +60,7 @@ def connect(
             coordinator,
             num_processes,
             process_id,
-            # Without it JAX listens on all of the machine's addresses, and whoever reaches the port joins the run.
+            # Without it JAX listens on all of the machine's addresses, and any peer that reaches the port joins in.
             coordinator_bind_address=os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", coordinator),
             initialization_timeout=START,
             heartbeat_timeout_seconds=HEARTBEAT,
@@ -109,7 +109,7 @@ def leave(code: int) -> None:
 
 
 def is_first() -> bool:
-    """Whether this process is the one that prints and writes."""
+    """Tell whether this process is the one that prints and writes."""
     return jax.process_index() == 0
 
 

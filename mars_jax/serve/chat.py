@@ -17,7 +17,7 @@ from mars_jax.serve.running import Running
 from mars_jax.serve.session import Session
 
 Ask = Callable[[Sequence[Turn]], Request]
-"""What a conversation is asked as."""
+"""Function from a conversation to the request for its next turn."""
 
 
 class Chat:

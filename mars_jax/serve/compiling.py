@@ -20,7 +20,7 @@ Compile = Callable[[Decoder, Params, DecodeState], object]
 def beside(work: Callable[[], object] | None) -> Iterator[None]:
     """Do `work`, which compiles something, while what is inside runs; None: only that runs.
 
-    Where it cannot be compiled, whoever runs it is told.
+    An error of `work` is dropped here: the program's own run raises it.
     """
     if work is None:
         yield

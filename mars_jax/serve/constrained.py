@@ -59,7 +59,7 @@ def with_constraints(options: dict[str, Any], count: int) -> dict[str, Any]:
 
 
 def _is_many(name: str, value: Any) -> bool:
-    """Whether a value is one for each prompt."""
+    """Tell whether a value is one for each prompt."""
     if isinstance(value, str | Mapping) or not isinstance(value, list | tuple):
         return False
     if name in ("choice", "allowed_tokens"):  # one of them is a list already

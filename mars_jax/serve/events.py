@@ -83,7 +83,7 @@ def events(
 
 
 class Seen(NamedTuple):
-    """What the host wants to know of a step, in arrays that the next one does not take."""
+    """Results of a step for the host, in arrays that the next one does not take."""
 
     stats: DecodeStats  # up to and with this step
     info: StepInfo

@@ -34,7 +34,7 @@ def generate(
 ) -> Result:
     """Continue prompts by speculative decoding, side by side in one device loop.
 
-    Where there are more prompts than rows, a row that ends is begun anew with the next prompt, those that may become
+    If there are more prompts than rows, a row that ends starts again with the next prompt, those that may become
     longest first; the tokens of a prompt do not depend on that.
 
     Args:

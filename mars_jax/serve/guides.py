@@ -21,7 +21,7 @@ from mars_jax.serve.requests import Request
 
 
 class RequestGuides(NamedTuple):
-    """What the step needs to follow the texts of some requests; None where none of them asks for it."""
+    """Tables with which the step follows the texts of some requests; None where none of them asks for it."""
 
     constraint: Compiled | None = None
     span: Compiled | None = None
@@ -29,7 +29,7 @@ class RequestGuides(NamedTuple):
 
     @property
     def tables(self) -> Guides | None:
-        """For `Params.guides`."""
+        """Tables for `Params.guides`."""
         if self.constraint is None and self.span is None:
             return None
         return Guides(
@@ -38,11 +38,11 @@ class RequestGuides(NamedTuple):
 
     @property
     def shapes(self) -> Any:
-        """What of the tables decides the compilation."""
+        """Shapes of the tables, which decide the compilation."""
         return tuple(x.shape for x in jax.tree.leaves(self.tables))
 
     def rows(self, own: Sequence[Request]) -> Guides | None:
-        """For `Controls.guides`, of the requests of a batch."""
+        """Return `Controls.guides` for the requests of a batch."""
         if self.constraint is None and self.span is None:
             return None
         spans = [request.spans for request in own]

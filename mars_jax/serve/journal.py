@@ -153,7 +153,7 @@ def _split(data: bytes) -> tuple[list[bytes], bytes]:
 
 
 def could_begin(torn: bytes, head: bytes) -> bool:
-    """Whether a torn line is one that begins with `head`, as far as its bytes reached the disk.
+    """Tell whether a torn line is one that begins with `head`, as far as its bytes reached the disk.
 
     >>> could_begin(b'{"pro', b'{"prompt": '), could_begin(b'\\0\\0\\0', b'{"id'), could_begin(b"notes", b'{"id')
     (True, True, False)

@@ -25,11 +25,11 @@ from mars_jax.serve.prepare import bucket
 ROWS = 4
 """Texts of one forward."""
 POSITIONS = 128
-"""Of each text, whose logits are in memory together."""
+"""Positions of each text whose logits are in memory together."""
 
 
 class Scored(NamedTuple):
-    """Of one text, entry t about its token t + 1 as the target sees it from the tokens before."""
+    """Scores of one text: entry t is about token t + 1, as the target sees it from the tokens before."""
 
     log_p: np.ndarray  # f32[L - 1]; natural logarithm
     best: np.ndarray  # i32[L - 1]; the target's own choice
@@ -42,7 +42,7 @@ class Scored(NamedTuple):
 def score(
     target: Pretrained, texts: Sequence[str] | Sequence[Sequence[int]], *, rows: int = ROWS
 ) -> list[Scored]:
-    """What the target thinks of given texts: the log-probability of every token but the first, from those before it.
+    """Score given texts by the target: the log-probability of every token but the first, from those before it.
 
     Texts of like lengths share a forward. Of a text that was generated, the numbers are `TokenLogProbs.log_prob` of its
     new tokens, up to rounding.

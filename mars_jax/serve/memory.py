@@ -1,4 +1,4 @@
-"""How many rows a device has room for. Oracle: the sizes of the arrays themselves (tests/serve/test_queue.py)."""
+"""Rows that a device has room for. Oracle: the sizes of the arrays themselves (tests/serve/test_queue.py)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mars_jax.serve.prepared import Prepared
 MOST, MOST_ON_CPU = 128, 16
 """Rows of a batch at most. A CPU is busy with some: more of them take as much longer as they are more."""
 SHARE, SHARE_OF_HOST = 0.85, 0.25
-"""Of a device's memory, and of a host's, which other programs use too: for weights, rows and what a step computes."""
+"""Shares of a device's memory, and of a host's, which other programs use too, for weights, rows and a step's arrays."""
 
 
 def default_rows(prepared: Prepared) -> int:
@@ -39,8 +39,10 @@ def default_rows(prepared: Prepared) -> int:
 
 
 def row_bytes(prepared: Prepared) -> int:
-    """What a row takes on each device that has it: its state, and the larger of four copies of the logits of a step and
-    of what a layer makes of a chunk of its prompt."""
+    """Return the bytes of a row on each device that has it.
+
+    They are its state, and the larger of four copies of a step's logits and what a layer makes of a prompt's chunk.
+    """
     parts = of_mesh(prepared.target, 1)
     prompts = prepared.prompts([None] * parts)
     with prepared.target.on_mesh():
@@ -65,7 +67,7 @@ def _part(x: Any, place: Any) -> int:
 
 
 def _bytes_of(device: Any) -> float | None:
-    """What of a device's memory may be used; None where nothing tells."""
+    """Return the bytes of a device's memory that may be used; None if they are unknown."""
     if device.platform == "cpu":
         try:
             return SHARE_OF_HOST * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

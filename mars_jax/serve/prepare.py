@@ -1,4 +1,4 @@
-"""What fits a pair of models, checked, and its decoder; the arrays are made in `prepared`. B batch, T token buffer."""
+"""Checks of what fits a pair of models, and its decoder; the arrays are made in `prepared`. B batch, T token buffer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mars_jax.serve.sizes import with_costs
 from mars_jax.verify import exact
 
 AnyRule = Rule | LoadedRule
-"""What `mars_jax.generate` takes: a rule, or one with weights of its own."""
+"""A rule as `mars_jax.generate` takes it: alone, or with weights of its own."""
 
 
 def loaded_rule(verify: AnyRule | None) -> LoadedRule:

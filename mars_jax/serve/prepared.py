@@ -39,11 +39,11 @@ class Prepared:
 
     @property
     def draws(self) -> bool:
-        """Whether any of the requests is to be drawn; where none is, nothing of drawing is compiled."""
+        """True if any of the requests is to be drawn; if none is, nothing of drawing is compiled."""
         return draws(self.requests)
 
     def prompts(self, entries: Sequence[int | None]) -> Prompts:
-        """What `Decoder.init` takes, for some of the requests by their numbers.
+        """Return what `Decoder.init` takes, for some of the requests by their numbers.
 
         None is a row that only fills the batch. It is born at its limit, so it is done before the first step. On a mesh
         all of them are divided over `data`.
@@ -104,7 +104,7 @@ class Prepared:
 
 
 def draws(requests: Sequence[Request]) -> bool:
-    """Whether any of the requests is not greedy."""
+    """Tell whether any of the requests is not greedy."""
     return any(request.temperature != 0 for request in requests)
 
 

@@ -31,7 +31,7 @@ from mars_jax.serve.sizes import with_costs
 from mars_jax.serve.text import RowText
 
 WAIT = 32
-"""Of so many rows one may be done and wait for others to end with it: so a large batch does not stop at every step."""
+"""Rows for each one that may be done and wait: rows refill together, so a large batch does not stop at every step."""
 
 
 BETWEEN = 4
@@ -99,7 +99,7 @@ class Queue:
         return (event for event in self.events() if isinstance(event, Finished))
 
     def events(self) -> Iterator[Said | Finished]:
-        """What is said, where the queue tells of it, and each completion as it ends."""
+        """Yield what is said, if the queue tells of it, and each completion as it ends."""
         state, stats = self._first()
         ended: list[tuple[int, int, float, tuple, DecodeStats]] = []
         while self._going():
@@ -136,7 +136,7 @@ class Queue:
         yield from self._completed(ended)
 
     def draft_with(self, params: PyTree) -> None:
-        """Go on with other weights of the drafter, of the same shapes and dtypes; nothing compiles anew.
+        """Go on with other weights of the drafter, of the same shapes and dtypes; nothing compiles again.
 
         Rows that run keep what their draft's cache holds of the old ones, which costs acceptance and no exactness.
         """
@@ -196,7 +196,7 @@ class Queue:
         return self._refilled(state, stats) if self._shared else (state, stats)
 
     def _refilled(self, state: DecodeState, stats: DecodeStats) -> tuple[DecodeState, DecodeStats]:
-        """The state with free rows begun anew, one of each part of a mesh at a time.
+        """Start free rows again with the next requests, one of each part of a mesh at a time.
 
         A row's prompt is so read in one shape whenever it begins, and a prompt is enough to keep a device busy: chunks
         of prefill have hundreds of tokens (`prefill.chunk_of`).
@@ -223,7 +223,7 @@ class Queue:
         return state, stats
 
     def _put(self, state: DecodeState, stats: DecodeStats) -> tuple[DecodeState, DecodeStats]:
-        """The state with free rows begun anew, from one reading of each prompt."""
+        """Start free rows again with the next requests, from one reading of each prompt."""
         while self._waiting and None in self._holds:
             row = self._holds.index(None)
             index = self._next(row)
@@ -263,7 +263,7 @@ def compile_queue(prepared: Prepared, rows: int, *, log_probs: bool = False) -> 
 
 
 def shares_prompts(requests: Sequence[Request]) -> bool:
-    """Whether some that follow each other have one prompt, as samples do.
+    """Tell whether any two requests in a row have one prompt, as samples do.
 
     >>> shares_prompts([Request(prompt_tokens=(1, 2)), Request(prompt_tokens=(1, 2), seed=1)])
     True

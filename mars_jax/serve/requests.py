@@ -54,18 +54,18 @@ class Request:
 
     @property
     def spans(self) -> Spans | None:
-        """Where a lossy rule may relax; None is anywhere."""
+        """Spans in which a lossy rule may relax; None is anywhere."""
         return Spans(self.relax_in, self.strict_in) if self.relax_in or self.strict_in else None
 
     @property
     def edits(self) -> bool:
-        """Whether it changes the target's logits."""
+        """True if the request changes the target's logits."""
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
         return bool(self.logit_bias) or penalties != (1.0, 0.0, 0.0)
 
 
 class TokenLogProbs(NamedTuple):
-    """What the target thinks of each new token, in nats; see `core.types.StepInfo`."""
+    """Log-probabilities of each new token under the target, in nats; see `core.types.StepInfo`."""
 
     log_prob: tuple[float, ...]
     temperature_log_prob: tuple[float, ...]
@@ -80,7 +80,7 @@ KINDS = ("exact", "relaxed", "corrected", "trusted")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Completion:
-    """What one prompt got.
+    """The completion of one prompt.
 
     `seconds` is the wall time of its row, from its prefill until the host has seen it end. `metrics` are of what was
     decoded: where a stop string ends a text, some tokens after it among them.
@@ -276,7 +276,7 @@ def _strings(value: Any) -> tuple[str, ...]:
 
 
 def _spread(name: str, value: Any, index: int, count: int) -> Any:
-    """What prompt number `index` of `count` takes of an option: the one value for all, or its own."""
+    """Return the value of an option for prompt number `index` of `count`: the one for all, or its own."""
     many = isinstance(value, list | tuple | np.ndarray | jax.Array) and getattr(value, "ndim", 1) > 0
     if name in ("relax_in", "strict_in"):  # those of every prompt
         return value

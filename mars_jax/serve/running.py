@@ -29,7 +29,7 @@ from mars_jax.serve.sizes import with_costs
 
 WIDTH = 4096
 """Tokens that the buffer has room for from the beginning on, where the model's context allows: a longer text compiles
-anew, and a wider cache costs memory."""
+again, and a wider cache costs memory."""
 
 
 class Running:
@@ -59,13 +59,13 @@ class Running:
         self._widen(most)
         for _ in self._stream(one, compiling=True):
             pass
-        self._state = None  # nobody has asked for that token
+        self._state = None  # no caller has asked for that token
 
     def stream(self, request: Request) -> Generator[StreamEvent, None, None]:
         """Read what is new of the prompt when called, and decode step by step as the events are asked for.
 
-        Whoever stops asking, or closes the iterator, ends the text there; what was said is held all the same. The next
-        call takes the state of an iterator that is not at its end.
+        A caller that stops asking, or closes the iterator, ends the text there; what was said is held all the same. The
+        next call takes the state of an iterator that is not at its end.
 
         Raises:
           MarsError: as `mars_jax.generate`.

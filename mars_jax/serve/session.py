@@ -39,7 +39,7 @@ Rule = TypeVar("Rule", bound=AnyRule | None)
 
 
 class Shape(NamedTuple):
-    """What two batches of sessions over one pair can differ in and need two compilations for."""
+    """Key of a compilation: batches of sessions over one pair that differ in it need two."""
 
     drafter: Drafter
     rule: object  # its structure: rules that differ in numbers share what is compiled

@@ -1,4 +1,4 @@
-"""What a step costs with each size of a draft, measured where it is decoded, before the first batch of a shape.
+"""Costs of a step with each size of a draft, measured where it is decoded, before the first batch of a shape.
 
 Oracle: the clock around steps of the fixed sizes (bench_sizes.json of scripts/results).
 """

@@ -49,7 +49,7 @@ class RowText:
 
 
 def _begun(text: str, stop: str) -> int:
-    """How many characters at the end of a text may be the beginning of a stop string.
+    """Count the characters at the end of a text that may be the beginning of a stop string.
 
     >>> _begun("the en", "end"), _begun("the end", "end")
     (2, 0)

@@ -67,7 +67,7 @@ _SHORT = (
     *("prompts", "prompts_file", "chat", "system", "batch_size"),
     *("stream", "json", "output", "resume", "compare"),
 )
-"""What `--help` shows; `--help-all` shows the others too."""
+"""Flags that `--help` shows; `--help-all` shows all."""
 
 
 def parser() -> Parser:
@@ -283,7 +283,7 @@ def _devices(text: str) -> tuple[int, ...]:
 
 
 def _check_constraints(args: argparse.Namespace) -> None:
-    """What can be said of them without a model, before one is loaded; a schema is read from its file."""
+    """Check constraints and spans without a model, before one is loaded; replace a schema's file by its schema."""
     from mars_jax import constraints
     from mars_jax.constraints.spans import names_of
 

@@ -97,7 +97,7 @@ class Job:
     refining: Any = None  # of `--refine`: sees each completion, and describes what it learned
 
     def run_of(self, index: int) -> dict[str, Any]:
-        """What tells the row of prompt `index` from those of other runs: JSON values."""
+        """Return the JSON values that tell the row of prompt `index` from those of other runs."""
         own = plain(self.numbers[index]) if self.numbers else {}
         return dict(self.run) | {"settings": self.run["settings"] | own}
 
@@ -196,7 +196,7 @@ def open_job(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRo
 
 
 def _dtype(params: Any) -> str:
-    """Of the weights: int8 where matrices are in 8 bits, else the dtype of the numbers."""
+    """Return the dtype of the weights: int8 where matrices are in 8 bits, else that of the numbers."""
     found = {str(leaf.dtype) for leaf in jax.tree.leaves(params)}
     return next((name for name in specs.DTYPES[::-1] if name in found), "")
 

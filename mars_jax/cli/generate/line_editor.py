@@ -15,7 +15,7 @@ KEEPS = 1000
 
 
 def history_file() -> Path | None:
-    """Where lines are kept: in the user's folder for state; None for a user without a home.
+    """Return the file of the history, in the user's folder for state; None for a user without a home.
 
     >>> history_file().parts[-2:]
     ('mars_jax', 'history')
@@ -26,10 +26,9 @@ def history_file() -> Path | None:
 
 @contextlib.contextmanager
 def editing(out: IO[str], words: Sequence[str]) -> Iterator[Callable[[str], str]]:
-    """A function from a prompt to the line that is typed, without its end; `EOFError` at the end of the input.
+    """Give a function from a prompt to the line that is typed, without its end; `EOFError` at the end of the input.
 
-    What is typed is nobody's business but the user's: the file is theirs alone. Where it cannot be written there is a
-    history of the session and no more.
+    The history's file is made for the user alone. If it cannot be written, the history lasts for the session only.
 
     Args:
       out: the terminal.
@@ -69,7 +68,7 @@ def editing(out: IO[str], words: Sequence[str]) -> Iterator[Callable[[str], str]
 
 
 def _made(path: Path) -> bool:
-    """Whether the file is there, made for the user alone where it was not."""
+    """Tell whether the file is there, after making it for the user alone if it was not."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))

@@ -253,7 +253,7 @@ def fingerprints(session: Session, draft: DraftSpec) -> dict[str, str]:
 
 
 class Unwritten:
-    """What stands for the file in the processes that do not write it."""
+    """Stand-in for the file in the processes that do not write it."""
 
     finished = 0
 

@@ -167,7 +167,7 @@ def _stop_strings(value: Any) -> list[str]:
 
 
 def _constraints(fields: dict[str, Any]) -> dict[str, Any]:
-    """What a row says of its text. What it means is read with the prompt."""
+    """Return a row's constraints and spans, with their types checked. Their content is read with the prompt."""
     made = {name: fields[name] for name in (*CONSTRAINTS, *SPANS) if fields.get(name) is not None}
     named = [name for name in CONSTRAINTS if name in made]
     if len(named) > 1:

@@ -43,7 +43,7 @@ COMMANDS = {
     "/quit": "leave, as Ctrl-D does; Ctrl-C stops an answer",
 }
 _ROW = [PromptRow(where="", prompt="Once upon a time")]
-"""What is compiled for, and stands for the prompts that are to come where flags are checked."""
+"""Row to compile for; it also stands for the coming prompts where flags are checked."""
 
 
 def talk(argv: Sequence[str], args: argparse.Namespace, out: IO[str]) -> None:

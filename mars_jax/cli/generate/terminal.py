@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from mars_jax.serve.requests import Completion
 
 STYLES = {"exact": "green", "relaxed": "bold yellow", "corrected": "cyan"}
-"""How the tokens of a `StreamEvent` look, by kind."""
+"""Styles of the tokens of a `StreamEvent`, by kind."""
 _MEANING = {
     "exact": "drafted, as the target would say",
     "relaxed": "drafted, the target's near tie",
@@ -83,14 +83,14 @@ class TextPrinter:
 
 
 def legend(width: int | None = None) -> Text:
-    """What the colours say: in one line, or in one for each where a terminal of so many columns has no room."""
+    """Explain the colours in one line, or in a line for each if they do not fit into `width` columns."""
     parts = [Text(kind, STYLES[kind]) + Text(f" {meaning}") for kind, meaning in _MEANING.items()]
     line = Text("   ").join(parts)
     return line if width is None or line.cell_len <= width else Text("\n").join(parts)
 
 
 def line_of(completion: Completion, *, drafts: bool, read: int) -> str:
-    """How an answer went, in one line. `read` of its prompt's tokens were read, and the others were held."""
+    """Describe an answer in one line. `read` of its prompt's tokens were read, and the others were held."""
     metrics, tokens = completion.metrics, len(completion.tokens)
     said = f"{tokens} tokens in {completion.seconds:.2f} s, {completion.tokens_per_second:.1f} tokens/s"
     if drafts:

@@ -53,7 +53,7 @@ class Ahead(NamedTuple):
 
 @dataclasses.dataclass
 class Guesses:
-    """How often the next draft was there when the verdict was."""
+    """Counts of steps, and of those whose next draft was there when the verdict was."""
 
     steps: int = 0
     held: int = 0
@@ -100,7 +100,7 @@ def handed_by(drafter: Drafter, target: LanguageModel) -> Drafter:
 
 @functools.lru_cache
 def _handed(length: int, vocab: int, stoppable: bool) -> Drafter:
-    """A drafter whose state is the draft, which somebody else puts there."""
+    """Make a drafter whose state is the draft, which the caller puts there."""
 
     def propose(params: Params, state: Array, given: DraftInput) -> tuple[DraftTree, Array]:
         return chain(jnp.concatenate([last_token(given), state], axis=1)), state
@@ -118,7 +118,7 @@ def _handed(length: int, vocab: int, stoppable: bool) -> Drafter:
 
 
 class Committed(NamedTuple):
-    """What the drafter knows of the text."""
+    """The text as far as the drafter knows it."""
 
     tokens: Array  # i32[B, T]
     length: Array  # i32[B]
@@ -158,7 +158,7 @@ def _verify(
 
 @jax.jit
 def _flags(info: StepInfo, done: Array, guessed: tuple[Array, ...]) -> tuple[Array, Array]:
-    """Whether all live rows said what was guessed, arrays i32[B, ...] side by side; and whether all rows are done."""
+    """Tell whether all live rows said the guess, arrays i32[B, ...] side by side, and whether all rows are done."""
     said = jnp.concatenate(guessed, axis=1)
     length = said.shape[1]
     held = (info.num_emitted == length) & jnp.all(info.emitted[:, :length] == said, axis=1)
@@ -185,7 +185,7 @@ def stream(
       state: of `made.decoder`, from `decode.start`.
       draft_device: where the drafter works, another place than the target's: a device, or a mesh over which
         its weights are divided already.
-      pre_verify: while a draft is made anew after a wrong guess, the target says one token without one. Where that is
+      pre_verify: while a draft is made again after a wrong guess, the target says one token without one. If that is
         the first of the new draft, the rest of it is verified next. It pays where a draft takes about as long as the
         target's forward. A lossless rule's tokens stay the same; there are more steps.
       guesses: counts here how many steps there were, and in how many the next draft was there.

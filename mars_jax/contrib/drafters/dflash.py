@@ -254,7 +254,7 @@ def load_dflash(asked: Asked) -> LoadedDrafter:
     config, params = dflash_files.load_dflash(
         asked.path, target.config, target.params, dtype=asked.heads_dtype
     )
-    # As in `hub.load`: XLA's CPU backend would widen a bfloat16 cache anew at every step.
+    # As in `hub.load`: XLA's CPU backend would widen a bfloat16 cache again at every step.
     cache_dtype = "float32" if jax.default_backend() == "cpu" else params["fc"].dtype.name
     tree = asked.tree
     if tree is None and asked.length is None and not asked.sample:

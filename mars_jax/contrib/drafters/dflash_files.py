@@ -30,7 +30,7 @@ from mars_jax.hub.values import given
 from mars_jax.models.config import ModelConfig
 
 LAYOUTS = ("dflash", "speculators")
-"""Of config.json: z-lab's, or DeepSeek's where places say the next token; or that of the speculators library."""
+"""Layouts of config.json: z-lab's, or DeepSeek's if places say the next token; or that of the speculators library."""
 _STATES = "aux_hidden_state_layer_ids"
 _SLIDING = "sliding_attention"
 _UNSUPPORTED = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": 0.0}

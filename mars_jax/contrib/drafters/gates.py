@@ -1,5 +1,4 @@
-"""What a proxy of the target says of drafted tokens: that they stand, that another stands there, or that the target is
-to be asked.
+"""Verdicts of a proxy of the target on drafted tokens: they stand, another stands there, or the target is to be asked.
 
 B batch, P places of a draft, V vocabulary. Oracle: the same decisions in Python, in tests/contrib/test_cascade.py.
 """
@@ -18,7 +17,7 @@ from mars_jax.core.types import NO_TOKEN
 
 
 class Said(NamedTuple):
-    """Of every place, [B, P] each."""
+    """A proxy's verdict on every place, [B, P] each."""
 
     own: Array  # i32; the proxy's best token
     differs: Array  # bool; its own takes the place of the drafted one, which may be NO_TOKEN
@@ -63,4 +62,4 @@ GATES: Mapping[str, Gate] = {
     "margin": Gate(margin, np.float32(0.5), ("margin",)),
     "ratio": Gate(ratio, (np.float32(0.6), np.float32(0.3)), ("accept", "escalate")),
 }
-"""By the name that `cascade` takes."""
+"""Gates by the names that `cascade` takes."""

@@ -33,7 +33,7 @@ NGRAM = "ngram"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class System:
-    """What config.json says."""
+    """The contents of a system's config.json."""
 
     name: str  # of the row of `specs.DRAFTERS`
     draft: str  # of the small model, or `NGRAM`
@@ -45,7 +45,7 @@ class System:
 
 
 def load_system(name_or_path: str | os.PathLike[str], kind: str) -> System:
-    """What config.json in a directory, or on the hub, says of a system.
+    """Read the config.json of a system, in a directory or on the hub.
 
     Raises:
       MarsError: there is no such directory, it is of another system, or says what none can be.
@@ -97,7 +97,7 @@ def _is_mask(layers: Any) -> bool:
 
 
 def part_of(system: System, name: str) -> str:
-    """Where a model that a system names is: in its directory, or by a name of the package's or the hub's."""
+    """Return the place of a model that a system names: in its directory, or by a name of the package's or the hub's."""
     if _is_within(name) and (system.directory / name / "config.json").is_file():
         return str(system.directory / name)
     if Path(name).is_absolute() or name.startswith((".", "~")):

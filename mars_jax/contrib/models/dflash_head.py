@@ -6,8 +6,8 @@ drafted, E hidden size of the head, F that of the target, V vocabulary, W draft 
 Oracle: a transcription in PyTorch over transformers' Qwen3 layers (tests/contrib/test_dflash_head.py).
 
 The context of token t are keys and values that each layer makes of the target's features of t, in slot t and at
-position t. A block is the last committed token, whose features nobody has yet, and K - 1 times the mask token. It sees
-the whole context and, in layers that are not causal, all of itself. What it says of its places are independent
+position t. A block is the last committed token, without features so far, and K - 1 times the mask token. It sees the
+whole context and, in layers that are not causal, all of itself. What it says of its places are independent
 marginals; a Markov head makes each depend on the token before it.
 """
 
@@ -142,7 +142,7 @@ class DFlashConfig(LayeredHead):
 
 @jax.named_scope("fuse")
 def fuse(config: DFlashConfig, head: PyTree, output: ForwardOutput) -> Array:
-    """What the context is made of, [B, N, E], from the target's output at N tokens."""
+    """Return the inputs of the context, [B, N, E], from the target's output at N tokens."""
     joined = hold_whole(jnp.concatenate(list(output.features), axis=-1)).astype(head["fc"].dtype)
     return rms_norm(dense(joined, head["fc"]), head["hidden_norm"], config.layer.norm_eps)
 
@@ -244,7 +244,7 @@ def unembed(config: DFlashConfig, target: LanguageModel, params: Params, hidden:
 
 @jax.named_scope("markov")
 def markov(config: DFlashConfig, head: PyTree, before: Array) -> Array:
-    """What the Markov head adds to logits after the tokens i32[B, N]: f32[B, N, W]."""
+    """Return what the Markov head adds to logits after the tokens i32[B, N]: f32[B, N, W]."""
     known = embed(head["markov_in"], before).astype(head["fc"].dtype)
     return dense(known, head["markov_out"], dtype=jnp.float32)
 

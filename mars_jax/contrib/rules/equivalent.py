@@ -28,7 +28,7 @@ from mars_jax.verify.lossy import numbers
 from mars_jax.verify.relaxed import Relaxed
 
 ALIKE = ("case", "space", "numbers")
-"""What texts may differ in by name: capital letters, a space in front, numbers as words or digits."""
+"""Differences that texts may have, by name: capital letters, a space in front, numbers as words or digits."""
 _WORDS = (
     "zero",
     "one",

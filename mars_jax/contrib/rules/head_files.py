@@ -66,7 +66,7 @@ def save(directory: str | os.PathLike[str], params: PyTree, rule: str = "learned
 
 
 def read_weights(directory: str | os.PathLike[str], target: Any = None, rule: str = "learned") -> PyTree:
-    """What `save` wrote for a rule; "tiny/diversed" is the embedded family's.
+    """Read what `save` wrote for a rule; "tiny/diversed" is the embedded family's.
 
     Raises:
       MarsError: something else is there, weights that are not finite, or that are for a target of another size.

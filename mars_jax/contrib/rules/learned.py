@@ -24,8 +24,10 @@ from mars_jax.verify.relaxed import Relaxed, base_of
 
 @struct.dataclass(kw_only=True)
 class Learned(Relaxed):
-    """As `Mars`, with a head on the target's features in place of its margin: an edge to one of the two best tokens is
-    relaxed where the head gives the outcome of the text less than `theta` of a chance to change.
+    """`Mars` with a head on the target's features in place of its margin.
+
+    An edge to one of the two best tokens is relaxed if the head gives the text's outcome a chance to change of less
+    than `theta`.
 
     The head's weights are `Params.verify`; see `contrib.models.indicator`, and `lab.training.indicator_training` for
     how it learns. The guards are those of `Mars`.

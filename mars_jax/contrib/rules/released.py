@@ -1,4 +1,4 @@
-"""What the released code of MARS does, to be told from the paper's rule. B batch, N nodes, V vocabulary. Oracle: the
+"""The rule of the released code of MARS, which is not the paper's. B batch, N nodes, V vocabulary. Oracle: the
 decisions from their description, one by one in Python, in tests/verify/test_distributions.py."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mars_jax.verify.retargeted import Retargeted, following
 
 @struct.dataclass(kw_only=True)
 class Released(Retargeted):
-    """What the PyTorch code released with MARS (arXiv 2601.15498) does along a chain; a reproduction, not advice.
+    """The rule of the PyTorch code released with MARS (arXiv 2601.15498), along a chain; a reproduction, not advice.
 
     Above temperature 0 a drafted token x is taken with certainty where it is one of the two best and z2 / z1 > ratio,
     of the logits that the filters leave: one that they exclude is -inf, and where z1 < 0 the ratio is above 1 and
@@ -49,7 +49,7 @@ class Released(Retargeted):
 
 
 def released(*, ratio: Any = 0.9, exact_prefix: Any = 0) -> Released:
-    """What the released code of MARS does; see `Released`.
+    """The rule of the released code of MARS; see `Released`.
 
     Args:
       ratio: its threshold, a number above 0; inf takes nothing with certainty.

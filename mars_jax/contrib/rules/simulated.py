@@ -22,7 +22,7 @@ from mars_jax.core.types import Verdict
 from mars_jax.verify.lossy import Lossy, below_strict, numbers
 
 HALVINGS = 24
-"""Of the interval that holds the acceptance rate; what is left of it is below float32's resolution of a tau."""
+"""Halvings of the interval that holds the acceptance rate; the last interval is below float32's resolution of a tau."""
 
 
 @struct.dataclass(kw_only=True)

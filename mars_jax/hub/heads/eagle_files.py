@@ -34,7 +34,7 @@ from mars_jax.models.eagle_head import EagleConfig
 
 _LAYERS = "eagle_aux_hidden_state_layer_ids"
 LAYOUTS = ("eagle", "speculators")
-"""Of config.json: that of SafeAILab, SpecForge and SGLang, or that of the speculators library, which vLLM reads."""
+"""Layouts of config.json: that of SafeAILab, SpecForge and SGLang, or the speculators library's, which vLLM reads."""
 
 
 def load_eagle(
@@ -148,7 +148,7 @@ def flatten(data: dict[str, Any], layer: dict[str, Any]) -> dict[str, Any]:
 
 
 def _said(data: dict[str, Any], key: str) -> Any:
-    """What config.json says about a key of EAGLE, itself or in its `eagle_config`."""
+    """Return the value of a key of EAGLE, from config.json itself or its `eagle_config`."""
     return given(data, key, (data.get("eagle_config") or {}).get(key))
 
 

@@ -1,4 +1,4 @@
-"""What the files of all heads with layers share: config.json checked, tensors by name, draft vocabularies, saving.
+"""Parts that the files of heads with layers share: checks of config.json, tensors by name, draft vocabularies, saving.
 
 V vocabulary, W draft vocabulary. Oracle: heads that PyTorch writes (tests/hub/test_heads.py, test_dflash_files.py).
 """
@@ -33,7 +33,7 @@ from mars_jax.models.weights import Weight, build_rows
 
 Head = TypeVar("Head", bound=LayeredHead)
 Shapes = dict[str, tuple[int, ...]]
-"""Of the tensors of a head, by canonical name."""
+"""Shapes of the tensors of a head, by canonical name."""
 FromJson = Callable[[dict[str, Any], Shapes, ModelConfig], Head]
 """A head's config from the contents of config.json, the shapes of the tensors, and the target's config."""
 
@@ -116,7 +116,7 @@ def shared_fields(
 
 
 def nested_layer(data: dict[str, Any]) -> dict[str, Any] | None:
-    """What config.json says of the layers in the layout of the speculators library; None: it has another."""
+    """Return the config of the layers in the layout of the speculators library; None for another layout."""
     if "speculators_model_type" not in data and "transformer_layer_config" not in data:
         return None
     layer = data.get("transformer_layer_config")
@@ -143,7 +143,7 @@ def read_layers(title: str, key: str, layers: Any, count: int, *, states: bool) 
 
 
 def speculators(kind: str, tokens: int, verifier: str | None, architecture: str | None) -> dict[str, Any]:
-    """What every head says in the layout of speculators: its algorithm, the tokens that it drafts, and its target."""
+    """Return the fields of every head in the layout of speculators: its algorithm, drafted tokens, and target."""
     proposal = {
         "proposal_type": "greedy",
         "speculative_tokens": tokens,
@@ -237,9 +237,10 @@ def _read(
 
 
 def _repeats(ours: np.ndarray, theirs: jax.Array | Int8, rows: int = 4096) -> bool:
-    """Whether a table is a copy of another, perhaps in a narrower dtype; in blocks, which saves memory.
+    """Tell whether a table is a copy of another, perhaps in a narrower dtype; in blocks, which saves memory.
 
-    Of one in 8 bits it is where it rounds to the same. Of one that is spread, every process compares its own parts.
+    A table is a copy of one in 8 bits if it rounds to the same. Every process compares its own parts of a table that is
+    spread over processes.
     """
 
     def copied(a: np.ndarray, b: np.ndarray) -> bool:
