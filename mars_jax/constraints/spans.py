@@ -84,7 +84,7 @@ def _tracker(name: str) -> _Tags | _Json:
 
 
 def names_of(given: str | Iterable[str]) -> tuple[str, ...]:
-    """One span or several, checked.
+    """Return one span or several as a tuple, checked.
 
     Raises:
       MarsError: one is no span.
@@ -134,7 +134,7 @@ class Spans:
         return Automaton(np.asarray(rows, np.int32), classes, accepting), np.asarray(strict, bool)
 
     def table(self, vocabulary: Vocabulary) -> TokenTable:
-        """For a vocabulary, whose special tokens are read as what they are called."""
+        """Return the table for a vocabulary, whose special tokens are read as what they are called."""
         return _table(self, vocabulary)
 
 

@@ -32,7 +32,7 @@ def folder() -> Path | None:
 
 
 def stored(key: tuple[str, ...], build: Callable[[], TokenTable]) -> TokenTable:
-    """The table of a key, from disk where it is there, else built and kept.
+    """Return the table of a key, from disk where it is there, else built and kept.
 
     A folder that cannot be written or a file that cannot be read costs the time of building and nothing else.
     """
