@@ -23,8 +23,10 @@ BROKEN_PIPE = 141  # 128 + SIGPIPE
 
 
 class Parser(argparse.ArgumentParser):
-    """Every command's: descriptions keep their lines, and an abbreviation, whose meaning the next flag would change,
-    is no flag. `--help GROUP` explains the flags of a group, whose title is one word.
+    """Parser of every command. Descriptions keep their lines.
+
+    An abbreviation, whose meaning the next flag would change, is no flag. `--help GROUP` explains the flags of a
+    group, whose title is one word.
 
     Args:
       short: what `--help` shows, by the names of the arguments; `--help-all` then shows all. None: `--help` does.

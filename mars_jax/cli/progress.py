@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from mars_jax.serve.requests import Completion
 
 Show = Callable[[int, str], None]
-"""(prompts more, their speed in words)."""
+"""Function that shows progress: (prompts more, their speed in words)."""
 
 SECONDS = 30.0
-"""Between two lines where stderr is no terminal."""
+"""Seconds between two lines where stderr is no terminal."""
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from mars_jax.core.errors import MarsError
 from mars_jax.core.reading import read_text
 
 PATH_MAX = 4096
-"""Characters of the longest path; a longer text is a schema that is none."""
+"""Characters of the longest path; a longer text is a broken schema, not a path."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Constraint:
 
     @property
     def automaton(self) -> Automaton:
-        """Over the bytes of a text; of `tokens` there is none.
+        """Automaton over the bytes of a text; `tokens` has none.
 
         Raises:
           MarsError: as its factory.

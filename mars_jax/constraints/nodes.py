@@ -41,25 +41,25 @@ class Budget:
 
 
 class Chars(NamedTuple):
-    """One character."""
+    """One character of some ranges."""
 
     ranges: Ranges
 
 
 class Sequence(NamedTuple):
-    """One after the other."""
+    """Parts one after the other."""
 
     parts: tuple[Node, ...]
 
 
 class Either(NamedTuple):
-    """Any one of them."""
+    """Any one of some parts."""
 
     parts: tuple[Node, ...]
 
 
 class Repeat(NamedTuple):
-    """At least `least` times and at most `most`; None is any."""
+    """A part at least `least` times and at most `most`; None is any."""
 
     part: Node
     least: int

@@ -28,7 +28,7 @@ _BETWEEN = "..."
 
 @dataclasses.dataclass(frozen=True)
 class _Tags:
-    """Follows bytes from one text to another; the state is (inside, how much of the awaited text has been read)."""
+    """Tracker of bytes from one text to another; the state is (inside, how much of the awaited text has been read)."""
 
     opening: bytes
     closing: bytes
@@ -49,7 +49,7 @@ class _Tags:
 
 @dataclasses.dataclass(frozen=True)
 class _Json:
-    """Follows bytes of JSON; the state is (depth, 0 between strings, 1 in one, 2 after a backslash in one)."""
+    """Tracker of bytes of JSON; the state is (depth, 0 between strings, 1 in one, 2 after a backslash in one)."""
 
     bytes: bytes = b'{}[]"\\'
 

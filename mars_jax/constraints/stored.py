@@ -16,7 +16,7 @@ from mars_jax.core.home import kept
 FORM = 2
 """Version of the files and of what constraints mean; files of another one are not read."""
 MOST_FILES = 512
-"""Kept; the oldest go."""
+"""Files that are kept; the oldest go."""
 
 
 def folder() -> Path | None:

@@ -32,7 +32,7 @@ from mars_jax.models.quantize import Int8, is_quantized
 from mars_jax.models.weights import Weight, build_rows, leaves
 
 Progress = Callable[[str, int, int], None]
-"""("writing" or "verifying", bytes that were done since the last call, bytes in all)."""
+"""Function told ("writing" or "verifying", bytes done since the last call, bytes in all)."""
 
 
 def convert(

@@ -14,7 +14,7 @@ from mars_jax.models.config import ModelConfig
 from mars_jax.placement.shardings import abstract_params
 
 MANIFEST = "conversion.json"
-"""Written last: a directory without it is no converted checkpoint."""
+"""File that is written last: a directory without it is no converted checkpoint."""
 WEIGHTS = "orbax"
 
 

@@ -101,7 +101,7 @@ class Session:
 
     @property
     def rule_name(self) -> str:
-        """For reports."""
+        """Name of the rule, for reports."""
         return facts(self.rule.rule).name
 
     def using(self, rule: LoadedRule) -> Session:

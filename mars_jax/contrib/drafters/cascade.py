@@ -96,7 +96,7 @@ def cascade(
 
 
 class CascadeState(NamedTuple):
-    """Between two steps."""
+    """State of a cascade between two steps."""
 
     inner: PyTree  # of the inner drafter
     cache: PyTree  # the proxy's own

@@ -46,7 +46,7 @@ from mars_jax.drafters.tree_shapes import Dynamic, Shape, Static, describe, shap
 
 @struct.dataclass(kw_only=True)
 class DFlashState:
-    """Between two steps."""
+    """State of a block drafter between two steps."""
 
     cache: KVCache
 

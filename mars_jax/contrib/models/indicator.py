@@ -13,7 +13,7 @@ from mars_jax.core.types import PyTree
 
 WIDTH = 64
 WORST_GAP = 10.0
-"""Nats; a gap beyond it says no more."""
+"""Largest gap in nats; a gap beyond it says no more."""
 
 
 def init_params(hidden_size: int, key: Array, *, width: int = WIDTH) -> PyTree:
