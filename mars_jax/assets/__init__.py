@@ -25,7 +25,7 @@ NAMES = (*MODELS, EAGLE3, DFLASH, SPRINTER, TRISPEC, VIA_SD, DIVERSED, SMOLLM2_E
 
 
 def path(name: str) -> Path | None:
-    """The directory of an embedded checkpoint, in the Hugging Face layout; None where `name` is not one.
+    """Return the directory of an embedded checkpoint, in the Hugging Face layout; None where `name` is not one.
 
     >>> path("tiny/target").name, path("owner/model")
     ('target', None)

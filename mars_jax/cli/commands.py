@@ -38,7 +38,7 @@ USAGE = "usage: mars-jax COMMAND [flags]; each command explains its flags with -
 
 
 def parser_of(name: str) -> Parser | None:
-    """The parser of a command; None for lm_eval, whose flags are the harness's.
+    """Return the parser of a command; None for lm_eval, whose flags are the harness's.
 
     >>> parser_of("plan").prog
     'mars-jax plan'
@@ -50,7 +50,7 @@ def parser_of(name: str) -> Parser | None:
 
 
 def completion(shell: str) -> str:
-    """A script that completes `mars-jax`, its commands, their flags and the choices of flags, made by shtab.
+    """Return a script that completes `mars-jax`, its commands, their flags and the choices of flags, made by shtab.
 
     Raises:
       ImportError: shtab is not installed.

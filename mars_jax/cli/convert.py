@@ -30,7 +30,7 @@ was left behind goes. Figures go to stderr; bad input ends with exit code 2.
 
 
 def parser() -> Parser:
-    """The parser."""
+    """Make the parser."""
     made = Parser(prog="mars-jax convert", description=_DESCRIPTION, epilog=_EPILOG)
     made.add_argument("--version", action="version", version=f"mars-jax {__version__}")
     made.add_argument(

@@ -31,7 +31,7 @@ SAMPLING = ("temperature", *specs.FILTERS, *specs.EDITS, "seed", "max_new_tokens
 
 
 def flag_of(name: str) -> str:
-    """A flag by its name in Python.
+    """Return a flag by its name in Python.
 
     >>> flag_of("top_k")
     '--top-k'
@@ -40,14 +40,14 @@ def flag_of(name: str) -> str:
 
 
 def add_settings(group: Any, *names: str) -> None:
-    """Flags of settings of a request, as texts; `numbers_of` makes them values."""
+    """Add flags of settings of a request, as texts; `numbers_of` makes them values."""
     for name in names:
         row = specs.REQUEST[name]
         group.add_argument(flag_of(name), metavar=row.metavar, help=row.help)
 
 
 def number_of(name: str, text: str, shown: str | None = None) -> Any:
-    """The value of a flag in the range of the request setting `name`.
+    """Return the value of a flag in the range of the request setting `name`.
 
     Raises:
       MarsError: not a number, or out of range.
@@ -71,7 +71,7 @@ def numbers_of(args: argparse.Namespace, names: Iterable[str]) -> None:
 
 
 def draft_of(draft: str | None, target: str) -> str:
-    """The draft of a pair: the one that is given, or the target's own.
+    """Return the draft of a pair: the one that is given, or the target's own.
 
     >>> draft_of(None, "owner/model")
     'ngram'
@@ -80,7 +80,7 @@ def draft_of(draft: str | None, target: str) -> str:
 
 
 def add_size_flags(group: Any) -> None:
-    """The flags of drafts that are as long as pays, for a group of a parser."""
+    """Add the flags of drafts that are as long as pays to a group of a parser."""
     group.add_argument(
         "--draft-size",
         choices=["fixed", "auto"],
@@ -101,7 +101,7 @@ HOSTS = ("coordinator", "num_processes", "process_id")
 
 
 def add_host_flags(made: Any) -> None:
-    """The flags of several processes that decode as one, for a parser."""
+    """Add the flags of several processes that decode as one to a parser."""
     group = made.add_argument_group(
         "hosts", description="Several, with --mesh; on Cloud TPU and Slurm they find each other."
     )
@@ -231,7 +231,7 @@ class Present:
 
 
 def _key(name: str) -> str:
-    """The name in Python of a flag or a key."""
+    """Return the name in Python of a flag or a key."""
     return name.removeprefix("--").partition(" ")[0].replace("-", "_")
 
 

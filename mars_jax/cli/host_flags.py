@@ -16,7 +16,7 @@ from mars_jax.placement import hosts
 
 @contextlib.contextmanager
 def joined(args: argparse.Namespace, rows: Any, out: IO[str]) -> Iterator[IO[str]]:
-    """The other processes of the run, if it has a mesh; gives where this one is to print.
+    """Join the other processes of the run, if it has a mesh; give the stream that this one is to print to.
 
     Raises:
       MarsError: as `hosts.connect`; other flags or prompts than theirs; or one of them failed.

@@ -40,7 +40,7 @@ def open_target(args: argparse.Namespace, sketch: Pretrained) -> Pretrained:
 
 
 def open_mesh(text: str | None, config: ModelConfig) -> Mesh | None:
-    """The mesh that --mesh names, and a line on stderr for whatever of the model does not divide over it.
+    """Open the mesh that --mesh names; say on stderr which arrays of the model do not divide over it.
 
     Raises:
       MarsError: as `parse_mesh` and `hosts.check_mesh`.

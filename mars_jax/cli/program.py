@@ -23,8 +23,10 @@ BROKEN_PIPE = 141  # 128 + SIGPIPE
 
 
 class Parser(argparse.ArgumentParser):
-    """Every command's: descriptions keep their lines, and an abbreviation, whose meaning the next flag would change,
-    is no flag. `--help GROUP` explains the flags of a group, whose title is one word.
+    """Parser of every command. Descriptions keep their lines.
+
+    An abbreviation, whose meaning the next flag would change, is no flag. `--help GROUP` explains the flags of a
+    group, whose title is one word.
 
     Args:
       short: what `--help` shows, by the names of the arguments; `--help-all` then shows all. None: `--help` does.
@@ -48,7 +50,7 @@ class Parser(argparse.ArgumentParser):
             self.add_argument("--help-all", action=_Help, nargs=0, help="explain all flags")
 
     def format_short(self) -> str:
-        """The help of what most people need; of each text the part before its first semicolon."""
+        """Return the help of what most people need; of each text the part before its first semicolon."""
         if self._short is None:
             return self.format_help()
         made = self._get_formatter()
@@ -65,7 +67,7 @@ class Parser(argparse.ArgumentParser):
         return made.format_help()
 
     def format_group(self, name: str) -> str:
-        """The help of one group.
+        """Return the help of one group.
 
         Raises:
           MarsError: there is no such group.
@@ -84,12 +86,12 @@ class Parser(argparse.ArgumentParser):
         return made.format_help()
 
     def kinds(self) -> dict[str, Parser]:
-        """The parsers of its subcommands, by their names."""
+        """Return the parsers of its subcommands, by their names."""
         found = (action.choices for action in self._actions if isinstance(action, argparse._SubParsersAction))
         return dict(next(found, {}))
 
     def groups(self) -> dict[str, argparse._ArgumentGroup]:
-        """The groups that hold something, by their titles."""
+        """Return the groups that hold something, by their titles."""
         return {str(group.title): group for group in self._action_groups if group._group_actions}
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -100,12 +102,12 @@ class Parser(argparse.ArgumentParser):
         return found, unknown
 
     def error(self, message: str) -> NoReturn:
-        """One sentence, as for every other error, in place of argparse's usage block."""
+        """Raise one sentence, as for every other error, in place of argparse's usage block."""
         near = self._near(message)
         raise MarsError(f"{message.removeprefix('argument ').rstrip('.')}{near}; --help lists the flags.")
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
-        """An empty value, mostly that of a shell variable that is not set, would mean the default in silence."""
+        """Refuse an empty value, mostly of a shell variable that is not set: it would mean the default in silence."""
         if action.option_strings and "" in arg_strings:
             raise MarsError(
                 f"{action.option_strings[-1]} is empty, as where a shell variable is not set: give it a value, "
@@ -114,7 +116,7 @@ class Parser(argparse.ArgumentParser):
         return super()._get_values(action, arg_strings)
 
     def _near(self, message: str) -> str:
-        """The flag or the choice that was probably meant, told from argparse's words."""
+        """Return the flag or the choice that was probably meant, told from argparse's words."""
         if message.startswith("unrecognized arguments: "):
             flag = next((word for word in message.split()[2:] if word.startswith("--")), "")
             return did_you_mean(flag.partition("=")[0], self._option_string_actions)
@@ -203,7 +205,7 @@ def _program(run: Callable[[Sequence[str] | None, IO[str]], None], argv: Sequenc
 
 
 def _check_switch() -> None:
-    """`kernels_pallas.trial.switched_on` refuses the same values, but only once jax and the weights are loaded."""
+    """Check MARS_JAX_PALLAS: `kernels_pallas.trial.switched_on` does so only once jax and the weights are loaded."""
     value = os.environ.get("MARS_JAX_PALLAS") or "1"
     if value not in ("0", "1"):
         raise MarsError(f"MARS_JAX_PALLAS is {value!r}: expected 0, which turns Pallas kernels off, or 1.")

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from mars_jax.serve.requests import Completion
 
 Show = Callable[[int, str], None]
-"""(prompts more, their speed in words)."""
+"""Function that shows progress: (prompts more, their speed in words)."""
 
 SECONDS = 30.0
-"""Between two lines where stderr is no terminal."""
+"""Seconds between two lines where stderr is no terminal."""
 
 
 @contextlib.contextmanager
@@ -75,7 +75,7 @@ class Pace:
         self._of, self._first, self._began = of, done, time.monotonic()
 
     def describe(self) -> str:
-        """The number done of how many, and from the second on the time left."""
+        """Return the number done of how many, and from the second on the time left."""
         said = f"{self.done} of {self._of}"
         if self._first < self.done < self._of:
             each = (time.monotonic() - self._began) / (self.done - self._first)
@@ -84,7 +84,7 @@ class Pace:
 
 
 def duration(seconds: float) -> str:
-    """Hours, minutes and seconds.
+    """Return hours, minutes and seconds as a text.
 
     >>> duration(59), duration(3725)
     ('0:59', '1:02:05')
@@ -105,7 +105,7 @@ class Count:
         self.said = ""
 
     def advance(self, completions: Sequence[Completion], seconds: float) -> None:
-        """These more; `seconds` have all of them taken so far."""
+        """Count these too; `seconds` is the time that all of them have taken so far."""
         self._tokens += sum(completion.metrics.emitted for completion in completions)
         self._steps += sum(completion.metrics.steps for completion in completions)
         self._pace.done += len(completions)
@@ -117,14 +117,14 @@ class Count:
 
 @contextlib.contextmanager
 def counted(of: int) -> Iterator[Count]:
-    """A count of prompts whose text is shown, so that a terminal needs no bar."""
+    """Give a count of prompts whose text is shown, so that a terminal needs no bar."""
     with activity.doing("prompts") as going:
         yield Count(of, going)
 
 
 @contextlib.contextmanager
 def passing_bars(doing: str, *columns: Any) -> Iterator[tuple[activity.Activity, Progress]]:
-    """An activity, and bars of it on a terminal, which go when it ends; `columns` are rich's, to the right of a bar."""
+    """Give an activity, and bars of it on a terminal, which go when it ends; rich's `columns` are right of a bar."""
     from rich.progress import BarColumn, Progress, TextColumn
 
     from mars_jax.cli.generate.terminal import console
@@ -140,7 +140,7 @@ def passing_bars(doing: str, *columns: Any) -> Iterator[tuple[activity.Activity,
 
 @contextlib.contextmanager
 def progress_bar(of: int, done: int = 0) -> Iterator[Count]:
-    """A count of prompts with a bar on stderr, which bad input takes away, so that its sentence stands alone."""
+    """Give a count of prompts with a bar on stderr, which bad input takes away, so that its sentence stands alone."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     from mars_jax.cli.generate.terminal import console

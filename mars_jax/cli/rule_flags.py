@@ -56,7 +56,7 @@ def add_rule_flags(
 
 
 def named(spec: str, given: Mapping[str, Given]) -> RuleChoice:
-    """`choose`, and the weights that a rule needs are named too.
+    """Choose a rule as `choose` does, and check that the weights that it needs are named too.
 
     Raises:
       MarsError: as `choose`; weights that are missing.
@@ -68,7 +68,7 @@ def named(spec: str, given: Mapping[str, Given]) -> RuleChoice:
 
 
 def rule_and_file(spec: str | None, given: Mapping[str, Given], default: str) -> tuple[RuleChoice, Any]:
-    """The rule that was chosen, and the file of `mars-jax calibrate` where theta names one, else None.
+    """Return the rule that was chosen, and the file of `mars-jax calibrate` where theta names one, else None.
 
     Args:
       spec: of the rule, or None for the file's or else the default.
@@ -93,7 +93,7 @@ def is_number(text: str) -> bool:
 
 
 def given_settings(args: argparse.Namespace) -> dict[str, Given]:
-    """The settings of the rule that flags and --rule-option name, as texts."""
+    """Return the settings of the rule that flags and --rule-option name, as texts."""
     given = {}
     for name in _flags():
         value = getattr(args, name, None)
@@ -113,7 +113,7 @@ def given_settings(args: argparse.Namespace) -> dict[str, Given]:
 
 
 def _flags() -> dict[str, list[tuple[str, Setting]]]:
-    """Settings with a flag of their own: by name, each with the rules that have it."""
+    """Return the settings with a flag of their own: by name, each with the rules that have it."""
     found: dict[str, list[tuple[str, Setting]]] = {}
     for row in specs.RULES.values():
         for name, setting in row.settings.items():
@@ -143,7 +143,7 @@ def _help(name: str, settings: list[tuple[str, Setting]]) -> str:
 
 
 def print_rules(out: IO[str], *, as_json: bool, own: str | None = None) -> None:
-    """The table of rules, and the user's own if one is named."""
+    """Print the table of rules, and the user's own if one is named."""
     rows = [*specs.RULES.values(), *([specs.find(own)] if own and specs.is_own(own) else [])]
     if as_json:
         print(json.dumps([row.as_json() for row in rows], indent=2), file=out)
@@ -164,7 +164,7 @@ def _lines(text: str) -> str:
 
 
 def _described(setting: Setting) -> str:
-    """A setting in one line."""
+    """Return a setting in one line."""
     parts = [setting.help] if setting.help else []
     if setting.by:
         assert not isinstance(setting.ranges, specs.Range)
@@ -178,7 +178,7 @@ def _described(setting: Setting) -> str:
 
 
 def print_drafters(out: IO[str], *, as_json: bool) -> None:
-    """The table of drafters."""
+    """Print the table of drafters."""
     rows = specs.DRAFTERS.values()
     if as_json:
         print(json.dumps([row.as_json() for row in rows], indent=2), file=out)

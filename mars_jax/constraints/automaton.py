@@ -37,7 +37,7 @@ class Automaton(NamedTuple):
     accepting: np.ndarray  # bool[S]
 
     def run(self, data: bytes, state: int = FIRST) -> int:
-        """The state after these bytes."""
+        """Return the state after these bytes."""
         for byte in data:
             state = int(self.next[state, self.classes[byte]])
         return state
@@ -53,7 +53,7 @@ class Automaton(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def utf8(ranges: Ranges) -> tuple[Bytes, ...]:
-    """The UTF-8 of code points, as sequences of ranges of bytes.
+    """Return the UTF-8 of code points, as sequences of ranges of bytes.
 
     >>> utf8(((97, 122), (0x7f, 0x80)))
     (((97, 122),), ((127, 127),), ((194, 194), (128, 128)))
@@ -67,7 +67,7 @@ def utf8(ranges: Ranges) -> tuple[Bytes, ...]:
 
 
 def _split(low: bytes, high: bytes) -> list[Bytes]:
-    """Sequences of as many bytes as both, from low to high."""
+    """Return sequences of as many bytes as both, from low to high."""
     lowest, highest = b"\x80" * (len(low) - 1), b"\xbf" * (len(low) - 1)
     if low[1:] == lowest and high[1:] == highest:
         return [((low[0], high[0]), *(((0x80, 0xBF),) * len(lowest)))]
@@ -92,7 +92,7 @@ class _Pieces:
         return len(self.free) - 1
 
     def add(self, node: Node, start: int) -> int:
-        """The state in which a node ends that begins in `start`."""
+        """Add a node that begins in `start`; return the state in which it ends."""
         if isinstance(node, Chars):
             end = self.state()
             # Sequences that begin alike share their beginning, and so do those that end alike their end.
@@ -158,7 +158,7 @@ def _says_something(node: Node) -> bool:
 
 
 def automaton(node: Node) -> Automaton:
-    """The deterministic automaton of a node.
+    """Return the deterministic automaton of a node.
 
     Raises:
       TooLarge: it has too many states.
@@ -184,7 +184,7 @@ def automaton(node: Node) -> Automaton:
 def _subsets(
     pieces: _Pieces, first: int, last: int, classes: np.ndarray, count: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The subset construction: next i32[S, K] and accepting bool[S]."""
+    """Make the subset construction: next i32[S, K] and accepting bool[S]."""
     by_class = [
         [(int(classes[low]), int(classes[high]) + 1, to) for low, high, to in steps] for steps in pieces.byte
     ]
@@ -234,7 +234,7 @@ def _subsets(
 
 
 def _trimmed(next: np.ndarray, accepting: np.ndarray, classes: np.ndarray) -> Automaton:
-    """Without states that lead nowhere, and without states and classes of bytes that are alike."""
+    """Return the automaton without states that lead nowhere, and without states and classes of bytes that are alike."""
     alive = living(next, accepting)
     if not alive[FIRST]:
         raise MarsError("the constraint matches no text at all: correct it.")
@@ -259,7 +259,7 @@ def _trimmed(next: np.ndarray, accepting: np.ndarray, classes: np.ndarray) -> Au
 
 
 def living(next: np.ndarray, accepting: np.ndarray) -> np.ndarray:
-    """bool[S]: the states that lead to an accepting one."""
+    """Return bool[S]: the states that lead to an accepting one."""
     alive = accepting.copy()
     sources, targets = np.repeat(np.arange(len(next)), next.shape[1]), next.reshape(-1)
     order = np.argsort(targets, kind="stable")
@@ -276,7 +276,7 @@ def living(next: np.ndarray, accepting: np.ndarray) -> np.ndarray:
 
 
 def _alike(next: np.ndarray, accepting: np.ndarray, alive: np.ndarray) -> np.ndarray:
-    """i64[S]: a label for each state, equal for those that accept the same texts, where that is cheap to find."""
+    """Return i64[S]: a label for each state, equal for those that accept the same texts, if that is cheap to find."""
     states = np.where(alive, np.arange(len(next)), DEAD)
     if len(next) > _MINIMISED:
         return states

@@ -52,7 +52,7 @@ class Compiled(NamedTuple):
 def compiled(
     constraints: Sequence[Constraint | None], vocabulary: Vocabulary, *, forced: bool = True
 ) -> Compiled:
-    """The tables of some constraints, each once; `Compiled.starts` has them without `relax`.
+    """Return the tables of some constraints, each once; `Compiled.starts` has them without `relax`.
 
     Args:
       constraints: of the rows; None is a row without.
@@ -80,7 +80,7 @@ def _compiled(constraints: tuple[Constraint, ...], vocabulary: Vocabulary, force
 
 
 def joined(tables: dict[Any, TokenTable], vocab: int) -> Compiled:
-    """Several tables as one. State 0 of a table is DEAD; the others are numbered on.
+    """Join several tables into one. State 0 of a table is DEAD; the others are numbered on.
 
     Raises:
       MarsError: they are too large together.
@@ -135,7 +135,7 @@ class _Bits:
         self.add(np.ones(vocab, bool))
 
     def add(self, allowed: np.ndarray) -> int:
-        """The number of a row, bool[V]."""
+        """Return the number of a row, bool[V], after adding it if it is new."""
         padded = np.zeros(BITS * self._width, bool)
         padded[: self._vocab] = allowed
         # Bit k of word j is token k W + j.

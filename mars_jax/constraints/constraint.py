@@ -22,7 +22,7 @@ from mars_jax.core.errors import MarsError
 from mars_jax.core.reading import read_text
 
 PATH_MAX = 4096
-"""Characters of the longest path; a longer text is a schema that is none."""
+"""Characters of the longest path; a longer text is a broken schema, not a path."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,12 +35,12 @@ class Constraint:
     relax: bool = False  # lossy rules relax inside of it too
 
     def relaxed(self) -> Constraint:
-        """The same, inside of which lossy rules may relax: what a text is stays whole, its values may change."""
+        """Return the same, inside of which lossy rules may relax: what a text is stays whole, its values may change."""
         return dataclasses.replace(self, relax=True)
 
     @property
     def automaton(self) -> Automaton:
-        """Over the bytes of a text; of `tokens` there is none.
+        """Automaton over the bytes of a text; `tokens` has none.
 
         Raises:
           MarsError: as its factory.
@@ -48,7 +48,7 @@ class Constraint:
         return _automaton(without_relax(self))
 
     def table(self, vocabulary: Vocabulary) -> TokenTable:
-        """For a vocabulary, from disk where it is there.
+        """Return the table for a vocabulary, from disk if it is there.
 
         Raises:
           MarsError: no text of the constraint can be said in these tokens, or its table would be too large.
@@ -56,7 +56,7 @@ class Constraint:
         return _table(without_relax(self), vocabulary)
 
     def as_json(self) -> dict[str, Any]:
-        """For reports: by what a prompts file calls it."""
+        """Return the constraint for reports, by the name that a prompts file has for it."""
         content = self.content
         if self.kind == "json_schema":
             content = json.loads(content)
@@ -101,13 +101,13 @@ def _allow_list(ids: tuple[int, ...], size: int) -> TokenTable:
 
 
 def _checked(made: Constraint) -> Constraint:
-    """The constraint, whose automaton is made at once so that what is wrong with it is said where it is given."""
+    """Return the constraint after making its automaton, so that an error is raised where the constraint is given."""
     made.automaton  # noqa: B018
     return made
 
 
 def regex(pattern: str) -> Constraint:
-    """Texts that a regular expression matches as a whole, as `re.fullmatch` does.
+    """Allow texts that a regular expression matches as a whole, as `re.fullmatch` does.
 
     Args:
       pattern: in the syntax of Python's `re`, without look-around, back-references and anchors inside.
@@ -124,7 +124,7 @@ def regex(pattern: str) -> Constraint:
 
 
 def json_schema(schema: Mapping[str, Any] | str | os.PathLike[str], *, compact: bool = False) -> Constraint:
-    """JSON values that a schema allows, as `json.dumps` writes them, with properties in the schema's order.
+    """Allow JSON values that a schema allows, as `json.dumps` writes them, with properties in the schema's order.
 
     Args:
       schema: an object, its JSON, or the path of a file that holds it.
@@ -166,7 +166,7 @@ def _written(schema: Any) -> str:
 
 
 def choice(texts: Iterable[str]) -> Constraint:
-    """One of these texts.
+    """Allow one of these texts.
 
     Raises:
       MarsError: there are none, or one is empty or not Unicode, or they are too many.
@@ -181,7 +181,7 @@ def choice(texts: Iterable[str]) -> Constraint:
 
 
 def tokens(ids: Iterable[int]) -> Constraint:
-    """Any number of these tokens and no other; stop tokens end the text as always.
+    """Allow any number of these tokens and no other; stop tokens end the text as always.
 
     Raises:
       MarsError: there are none, or one is no token id.
@@ -202,7 +202,7 @@ KINDS = tuple(_FACTORIES)
 
 
 def from_fields(given: Mapping[str, Any]) -> Constraint | None:
-    """The constraint among named values, such as those of a request: at most one of `KINDS`.
+    """Return the constraint among named values, such as those of a request: at most one of `KINDS`.
 
     Raises:
       MarsError: there are two, or as its factory.

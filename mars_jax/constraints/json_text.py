@@ -45,12 +45,12 @@ FORMATS = {
 
 
 def string(least: int = 0, most: int | None = None) -> Node:
-    """A string of so many characters."""
+    """Return the node of a string of so many characters."""
     return sequence(text('"'), Repeat(_CHARACTER, least, most), text('"'))
 
 
 def integers(low: int | None, high: int | None) -> Node:
-    """Whole numbers from low to high, as JSON writes them; None is no bound.
+    """Return the node of whole numbers from low to high, as JSON writes them; None is no bound.
 
     >>> from mars_jax.constraints.automaton import automaton
     >>> made = automaton(integers(-3, 120))
@@ -68,7 +68,7 @@ def integers(low: int | None, high: int | None) -> Node:
 
 @functools.lru_cache(maxsize=1024)
 def _naturals(low: int, high: int | None) -> Node:
-    """From low, at least 0, to high; without a bound up to 18 digits, or as many as low has."""
+    """Return whole numbers from low, at least 0, to high; without a bound up to 18 digits, or as many as low has."""
     high = 10 ** max(18, len(str(low))) - 1 if high is None else high
     parts: list[Node] = []
     for digits in range(len(str(low)), len(str(high)) + 1):
@@ -78,7 +78,7 @@ def _naturals(low: int, high: int | None) -> Node:
 
 
 def _same_length(low: str, high: str) -> Node:
-    """Numbers of as many digits as both, from low to high."""
+    """Return numbers of as many digits as both, from low to high."""
     if set(low) <= {"0"} and set(high) <= {"9"}:
         return Repeat(_DIGIT, len(low), len(low))
     zeros, nines = "0" * (len(low) - 1), "9" * (len(low) - 1)
@@ -103,7 +103,7 @@ _ESCAPED = {
 
 
 def in_string(node: Node) -> Node:
-    """The texts of a pattern inside of a JSON string, as `json.dumps` writes them."""
+    """Return the texts of a pattern inside of a JSON string, as `json.dumps` writes them."""
     if isinstance(node, Chars):
         return _char_in_string(node.ranges)
     if isinstance(node, Repeat):

@@ -41,25 +41,25 @@ class Budget:
 
 
 class Chars(NamedTuple):
-    """One character."""
+    """One character of some ranges."""
 
     ranges: Ranges
 
 
 class Sequence(NamedTuple):
-    """One after the other."""
+    """Parts one after the other."""
 
     parts: tuple[Node, ...]
 
 
 class Either(NamedTuple):
-    """Any one of them."""
+    """Any one of some parts."""
 
     parts: tuple[Node, ...]
 
 
 class Repeat(NamedTuple):
-    """At least `least` times and at most `most`; None is any."""
+    """A part at least `least` times and at most `most`; None is any."""
 
     part: Node
     least: int
@@ -70,7 +70,7 @@ Node = Union[Chars, Sequence, Either, Repeat]  # noqa: UP007, since it is named 
 
 
 def ranges_of(parts: list[tuple[int, int]]) -> Ranges:
-    """Sorted and joined, without surrogates, which no text has.
+    """Return ranges sorted and joined, without surrogates, which no text has.
 
     >>> ranges_of([(98, 99), (97, 97), (120, 122)])
     ((97, 99), (120, 122))
@@ -93,7 +93,7 @@ def _without_surrogates(parts: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def complement(ranges: Ranges) -> Ranges:
-    """All other code points.
+    """Return all other code points.
 
     >>> complement(((0, 9), (11, LARGEST)))
     ((10, 10),)
@@ -104,7 +104,7 @@ def complement(ranges: Ranges) -> Ranges:
 
 
 def shown(value: object) -> str:
-    """A value in a message, which stays one sentence however long the value is.
+    """Return a value for a message, which stays one sentence however long the value is.
 
     >>> shown("ab"), len(shown("a" * 1000))
     ("'ab'", 60)
@@ -116,7 +116,7 @@ def shown(value: object) -> str:
 
 
 def text(literal: str) -> Node:
-    """The very text.
+    """Return the node of the very text.
 
     Raises:
       MarsError: UTF-8 has no such text, since half of a surrogate pair is in it.
@@ -128,10 +128,10 @@ def text(literal: str) -> Node:
 
 
 def optional(part: Node) -> Node:
-    """It, or nothing."""
+    """Return the node of the given one, or nothing."""
     return Repeat(part, 0, 1)
 
 
 def sequence(*parts: Node) -> Node:
-    """One after the other."""
+    """Return the node of parts one after the other."""
     return Sequence(parts)

@@ -42,7 +42,7 @@ _REFUSED = {
 
 
 def parse(pattern: str, budget: Budget | None = None) -> Node:
-    """The nodes of a pattern, which the whole text is to match.
+    """Return the nodes of a pattern, which the whole text is to match.
 
     Args:
       pattern: in the syntax of Python's `re`.
@@ -142,7 +142,7 @@ class _Reader:
         return complement(found) if negated else found
 
     def _cased(self, ranges: list[tuple[int, int]]) -> Ranges:
-        """With the characters that are the same but for their case, where the pattern ignores it."""
+        """Add the characters that are the same but for their case, where the pattern ignores it."""
         if not self._flags & re.IGNORECASE:
             return ranges_of(ranges)
         made = list(ranges_of(ranges))
@@ -159,13 +159,13 @@ def _is_anchor(item: Any, *names: str) -> bool:
 
 @functools.cache
 def _all_characters() -> str:
-    """Every code point that a text may have; a line break where there is none, which ends no run of a category."""
+    """Return every code point that a text may have: all but surrogates."""
     return "".join(map(chr, [*range(0xD800), *range(0xE000, LARGEST + 1)]))
 
 
 @functools.cache
 def _partners(ascii_only: bool) -> tuple[list[int], list[list[tuple[int, int]]]]:
-    """Code points that have others which are the same but for their case, and those, as Python's `re` has them."""
+    """Return code points with others that are the same but for their case, and those, as Python's `re` has them."""
     cased = "".join(c for c in _all_characters() if c != c.lower() or c != c.upper())
     flags = re.IGNORECASE | (re.ASCII if ascii_only else 0)
     found = [(ord(c), [(ord(same), ord(same)) for same in re.findall(c, cased, flags)]) for c in cased]
@@ -177,7 +177,7 @@ _LETTERS = {"DIGIT": r"\d", "SPACE": r"\s", "WORD": r"\w"}
 
 @functools.cache
 def _category(name: str, ascii_only: bool) -> list[tuple[int, int]]:
-    """The code points of a category, as Python's `re` has them."""
+    """Return the code points of a category, as Python's `re` has them."""
     letter = _LETTERS[name.removeprefix("CATEGORY_").removeprefix("UNI_").removeprefix("NOT_")]
     found = [(ord(c), ord(c)) for c in re.findall(letter, _all_characters(), re.ASCII if ascii_only else 0)]
     made = ranges_of(found)

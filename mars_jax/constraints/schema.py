@@ -112,7 +112,7 @@ for _name in ("minItems", "maxItems", "minLength", "maxLength"):
 
 
 def parsed(said: str) -> Any:
-    """The JSON of a schema.
+    """Return the JSON of a schema.
 
     Raises:
       MarsError: it is none, or nested deeper than the rest of a program could follow.
@@ -140,12 +140,12 @@ def parsed(said: str) -> Any:
 
 
 def too_deep() -> MarsError:
-    """The sentence for JSON that no recursion follows to its end."""
+    """Return the sentence for JSON that no recursion follows to its end."""
     return MarsError(f"the schema has lists and objects more than {MOST_NESTED} deep: write it flatter.")
 
 
 def schema_automaton(schema: Any, *, compact: bool = False) -> Automaton:
-    """The automaton of a schema.
+    """Return the automaton of a schema.
 
     Args:
       schema: as `parsed` gives it.
@@ -185,7 +185,7 @@ _COUNTED = {
 
 
 def _most_of(schema: Any, visits: int) -> str:
-    """The largest part of a schema, for a message."""
+    """Return the largest part of a schema, for a message."""
     most, what = max(_sizes("", schema), key=lambda size: size[0], default=(0, ""))
     if visits > 2 * most:
         most, what = visits, "schemas, each $ref counted as what it stands for"
@@ -193,7 +193,7 @@ def _most_of(schema: Any, visits: int) -> str:
 
 
 def _sizes(name: str, value: Any) -> Iterator[tuple[int, str]]:
-    """Sizes of everything below a keyword that an automaton grows with, and their units."""
+    """Yield the sizes of everything below a keyword that an automaton grows with, and their units."""
     unit, inner = _COUNTED.get(name), []
     if isinstance(value, dict):
         inner = [(key, one) for key, one in value.items() if key not in _NOTES - {"$defs", "definitions"}]
@@ -247,7 +247,7 @@ class _Writer:
         return parts[0] if len(parts) == 1 else Either(tuple(parts))
 
     def _meant(self, name: str, value: Any, where: str) -> list[tuple[str, Any]]:
-        """The schemas that a keyword offers, with where each is."""
+        """Return the schemas that a keyword offers, with where each is."""
         if name == "$ref":
             self._budget.spend(len(value))
             return [(_part(value), self._found(value, where))]
@@ -267,7 +267,7 @@ class _Writer:
         return found
 
     def _one_of(self, given: dict, where: str) -> Node:
-        """Values that are named: those that all keywords name, of the type that stands beside them."""
+        """Return the node of named values: those that all keywords name, of the type that stands beside them."""
         named = " and ".join(name for name in ("const", "enum") if name in given)
         _only(given, {"const", "enum", "type"}, f" beside {named}", where)
         values = given.get("enum", [given.get("const")])
@@ -364,7 +364,7 @@ class _Writer:
         return sequence(text("{"), inside if needed else optional(inside), text("}"))
 
     def _members(self, pairs: list[tuple[Node, bool]]) -> Node:
-        """At least one of an object's, in their order; commas stand between what is there.
+        """Return the node of at least one of an object's members, in their order; commas stand between what is there.
 
         The first that is there is in one half or in the other, so that n of them take n log n nodes.
         """
@@ -382,7 +382,7 @@ class _Writer:
         return sequence(text("{"), optional(self._some(pair)), text("}"))
 
     def _anything(self, depth: int) -> Node:
-        """Any value, of objects and arrays to a depth."""
+        """Return the node of any value, of objects and arrays to a depth."""
         simple = [string(), NUMBER, BOOLEAN, NULL]
         if depth:
             inner = self._anything(depth - 1)
@@ -390,7 +390,7 @@ class _Writer:
         return Either(tuple(simple))
 
     def _some(self, part: Node) -> Node:
-        """One, or more with commas between them."""
+        """Return the node of one, or more with commas between them."""
         return sequence(part, Repeat(self._after_comma(part), 0, None))
 
     def _separated(self, parts: list[Node]) -> list[Node]:
@@ -401,7 +401,7 @@ class _Writer:
 
 
 def _keywords(schema: Any, where: str) -> dict[str, Any]:
-    """The keywords of a schema that say what a value is, their own values checked."""
+    """Return the keywords of a schema that say what a value is, their own values checked."""
     if schema is True:
         return {}
     if not isinstance(schema, Mapping):
@@ -452,7 +452,7 @@ def _only(given: Mapping[str, Any], known: set[str], beside: str, where: str) ->
 
 
 def _type_of(given: Mapping[str, Any], where: str) -> str:
-    """The type that keywords speak of, where the schema names none."""
+    """Return the type that keywords speak of, where the schema names none."""
     kinds = [kind for kind, names in _OF_TYPE.items() if names & given.keys()]
     if len(kinds) != 1 and kinds != ["integer", "number"]:
         raise MarsError(f"the schema at {where} has {' and '.join(given)} and no type: give one.")
@@ -473,7 +473,7 @@ def _is(value: Any, kind: str) -> bool:
 
 
 def _part(name: Any) -> str:
-    """A name as a part of a place, in messages."""
+    """Return a name as a part of a place, in messages."""
     return name if isinstance(name, str) and len(name) <= 60 else shown(name)
 
 

@@ -28,7 +28,7 @@ _BETWEEN = "..."
 
 @dataclasses.dataclass(frozen=True)
 class _Tags:
-    """Follows bytes from one text to another; the state is (inside, how much of the awaited text has been read)."""
+    """Tracker of bytes from one text to another; the state is (inside, how much of the awaited text has been read)."""
 
     opening: bytes
     closing: bytes
@@ -49,7 +49,7 @@ class _Tags:
 
 @dataclasses.dataclass(frozen=True)
 class _Json:
-    """Follows bytes of JSON; the state is (depth, 0 between strings, 1 in one, 2 after a backslash in one)."""
+    """Tracker of bytes of JSON; the state is (depth, 0 between strings, 1 in one, 2 after a backslash in one)."""
 
     bytes: bytes = b'{}[]"\\'
 
@@ -84,7 +84,7 @@ def _tracker(name: str) -> _Tags | _Json:
 
 
 def names_of(given: str | Iterable[str]) -> tuple[str, ...]:
-    """One span or several, checked.
+    """Return one span or several as a tuple, checked.
 
     Raises:
       MarsError: one is no span.
@@ -134,7 +134,7 @@ class Spans:
         return Automaton(np.asarray(rows, np.int32), classes, accepting), np.asarray(strict, bool)
 
     def table(self, vocabulary: Vocabulary) -> TokenTable:
-        """For a vocabulary, whose special tokens are read as what they are called."""
+        """Return the table for a vocabulary, whose special tokens are read as what they are called."""
         return _table(self, vocabulary)
 
 

@@ -16,7 +16,7 @@ from mars_jax.core.home import kept
 FORM = 2
 """Version of the files and of what constraints mean; files of another one are not read."""
 MOST_FILES = 512
-"""Kept; the oldest go."""
+"""Files that are kept; the oldest go."""
 
 
 def folder() -> Path | None:
@@ -32,7 +32,7 @@ def folder() -> Path | None:
 
 
 def stored(key: tuple[str, ...], build: Callable[[], TokenTable]) -> TokenTable:
-    """The table of a key, from disk where it is there, else built and kept.
+    """Return the table of a key, from disk where it is there, else built and kept.
 
     A folder that cannot be written or a file that cannot be read costs the time of building and nothing else.
     """

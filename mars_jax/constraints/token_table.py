@@ -41,14 +41,14 @@ class TokenTable(NamedTuple):
         return self.next != DEAD
 
     def run(self, tokens: list[int], state: int = FIRST) -> int:
-        """The state after these tokens."""
+        """Return the state after these tokens."""
         for token in tokens:
             state = int(self.next[state, self.classes[token]])
         return state
 
 
 def token_table(automaton: Automaton, vocabulary: Vocabulary) -> TokenTable:
-    """The table of an automaton for a vocabulary.
+    """Return the table of an automaton for a vocabulary.
 
     Raises:
       MarsError: it would be too large, or no text of the automaton can be said in these tokens.
@@ -72,7 +72,7 @@ def token_table(automaton: Automaton, vocabulary: Vocabulary) -> TokenTable:
 
 
 def _classes(automaton: Automaton, vocabulary: Vocabulary) -> tuple[np.ndarray, np.ndarray]:
-    """next u16[S, C], and the class of every token u16[V]."""
+    """Return next u16[S, C], and the class of every token u16[V]."""
     states, kinds = automaton.next.shape
     step = np.ascontiguousarray(automaton.next.T).astype(np.uint16)  # [K, S]
     data, lengths = vocabulary.bytes_and_lengths
@@ -115,7 +115,7 @@ def _classes(automaton: Automaton, vocabulary: Vocabulary) -> tuple[np.ndarray, 
 def _forced(
     automaton: Automaton, next: np.ndarray, classes: np.ndarray, vocabulary: Vocabulary
 ) -> np.ndarray:
-    """i32[S]: the token that a tokenizer would begin with where the bytes that follow are certain."""
+    """Return i32[S]: the token that a tokenizer would begin with where the bytes that follow are certain."""
     per_kind = np.bincount(automaton.classes, minlength=automaton.next.shape[1])
     open_ = automaton.next != DEAD
     single = (np.sum(np.where(open_, per_kind[None], 0), axis=1) == 1) & ~automaton.accepting

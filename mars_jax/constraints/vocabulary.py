@@ -51,14 +51,14 @@ class Vocabulary:
         return padded, lengths
 
     def with_marks(self) -> Vocabulary:
-        """With special tokens as the text that they are called, which is how a span may be marked."""
+        """Return the vocabulary with special tokens as their names' text, which is how a span may be marked."""
         tokens = list(self.tokens)
         for number, mark in self.marks:
             tokens[number] = mark
         return Vocabulary(tokens=tuple(tokens))
 
     def spell(self, data: bytes) -> list[int]:
-        """Token ids that say these bytes, as the tokenizer would: what is forced is drafted so."""
+        """Return token ids that say these bytes, as the tokenizer would: what is forced is drafted so."""
         if self.encode is not None:
             # What ends inside of a character is not for a tokenizer of text.
             text = data.decode("utf-8", errors="ignore")
@@ -92,7 +92,7 @@ class Vocabulary:
 
 @functools.cache
 def _alphabet() -> dict[str, int]:
-    """The characters that stand for bytes in a byte-level vocabulary, as GPT-2 has them."""
+    """Return the characters that stand for bytes in a byte-level vocabulary, as GPT-2 has them."""
     plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     made = {chr(byte): byte for byte in plain}
     others = [byte for byte in range(256) if byte not in plain]
@@ -100,7 +100,7 @@ def _alphabet() -> dict[str, int]:
 
 
 def vocabulary(tokenizer: Any, size: int) -> Vocabulary:
-    """The vocabulary of a transformers tokenizer.
+    """Return the vocabulary of a transformers tokenizer.
 
     Args:
       tokenizer: of any family whose tokens are pieces of text: byte-level, sentencepiece with or without byte
@@ -149,7 +149,7 @@ def _vocabulary(tokenizer: Any, size: int) -> Vocabulary:
 
 
 def _decoders(decoder: Any) -> list[str]:
-    """Names of a decoder and of those that it consists of."""
+    """Return the names of a decoder and of those that it consists of."""
     if not decoder:
         return []
     return [decoder["type"], *(name for part in decoder.get("decoders", ()) for name in _decoders(part))]

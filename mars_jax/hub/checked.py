@@ -28,7 +28,7 @@ _THREADS = 8
 
 
 def open_store(path: Path, name: str) -> ts.TensorStore:
-    """The TensorStore of an array of a checkpoint, by Orbax's name of it."""
+    """Open the TensorStore of an array of a checkpoint, by Orbax's name of it."""
     spec = {
         "driver": "zarr",
         "kvstore": {
@@ -42,7 +42,7 @@ def open_store(path: Path, name: str) -> ts.TensorStore:
 
 
 def block_shape(store: ts.TensorStore) -> tuple[int, ...]:
-    """The shape of what is stored together."""
+    """Return the shape of what is stored together."""
     shape: Any = store.chunk_layout.read_chunk.shape
     return tuple(shape)
 
@@ -50,7 +50,7 @@ def block_shape(store: ts.TensorStore) -> tuple[int, ...]:
 def read_arrays(
     path: Path, wanted: Mapping[str, Any], digests: Mapping[str, Digest] | None
 ) -> list[jax.Array]:
-    """The arrays of a checkpoint on their devices; each process reads the blocks that its devices need.
+    """Read the arrays of a checkpoint on their devices; each process reads the blocks that its devices need.
 
     Args:
       path: of the checkpoint.

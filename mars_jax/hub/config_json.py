@@ -35,7 +35,7 @@ def _family(data: dict[str, Any]) -> str:
 
 
 def from_json(data: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
-    """A ModelConfig from the contents of config.json and, if there is one, of generation_config.json.
+    """Make a ModelConfig from the contents of config.json and, if there is one, of generation_config.json.
 
     The stop tokens of both files are merged, config.json's first.
 
@@ -90,7 +90,7 @@ def from_json(data: dict[str, Any], generation: dict[str, Any] | None = None) ->
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.
+    """Read the object in a JSON file.
 
     Raises:
       MarsError: the file is not there, or is not a JSON object.
@@ -116,7 +116,7 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
 
 
 def read_directory(directory: Path) -> tuple[ModelConfig, str | None]:
-    """The config of a checkpoint directory, and the dtype it names ("float16", "bfloat16", ... or None)."""
+    """Read the config of a checkpoint directory, and the dtype it names ("float16", "bfloat16", ... or None)."""
     data = read_json(directory / "config.json")
     generation = directory / "generation_config.json"
     try:
@@ -128,13 +128,13 @@ def read_directory(directory: Path) -> tuple[ModelConfig, str | None]:
 
 
 def dtype_of(data: dict[str, Any]) -> str | None:
-    """The dtype that a config.json names, under the key of transformers 5 or the one before it."""
+    """Return the dtype that a config.json names, under the key of transformers 5 or the one before it."""
     dtype = data.get("dtype") or data.get("torch_dtype")
     return str(dtype).removeprefix("torch.") if dtype else None
 
 
 def to_json(config: ModelConfig, *, dtype: str) -> dict[str, Any]:
-    """The contents of config.json, as transformers 4 and 5 read it."""
+    """Return the contents of config.json, as transformers 4 and 5 read it."""
     family = FAMILIES[config.family]
     activation = next(theirs for theirs, ours in _ACTIVATIONS.items() if ours == config.activation)
     eos = config.eos_token_ids

@@ -32,7 +32,7 @@ from mars_jax.models.quantize import Int8, is_quantized
 from mars_jax.models.weights import Weight, build_rows, leaves
 
 Progress = Callable[[str, int, int], None]
-"""("writing" or "verifying", bytes that were done since the last call, bytes in all)."""
+"""Function told ("writing" or "verifying", bytes done since the last call, bytes in all)."""
 
 
 def convert(
@@ -138,7 +138,7 @@ def _move(place: Path, target: Path) -> None:
 
 
 def _copy_files(source: Path, place: Path, dtype: str) -> None:
-    """All but the weights: config with the dtype it now has, generation config, tokenizer, chat template."""
+    """Copy all but the weights: config with the dtype it now has, generation config, tokenizer, chat template."""
     for file in sorted(source.iterdir()):
         wanted = file.suffix in (".json", ".model", ".jinja", ".txt") and file.name != "config.json"
         if wanted and file.is_file() and not file.name.endswith(".index.json"):

@@ -14,7 +14,7 @@ from mars_jax.models.config import ModelConfig
 from mars_jax.placement.shardings import abstract_params
 
 MANIFEST = "conversion.json"
-"""Written last: a directory without it is no converted checkpoint."""
+"""File that is written last: a directory without it is no converted checkpoint."""
 WEIGHTS = "orbax"
 
 
@@ -32,7 +32,7 @@ def is_converted(directory: Path) -> bool:
 
 
 def read_conversion(directory: Path) -> Conversion:
-    """The manifest of a conversion.
+    """Read the manifest of a conversion.
 
     Raises:
       MarsError: there is none, or it is not one.
@@ -66,7 +66,7 @@ def write_digests(digests: Mapping[str, Digest]) -> dict[str, Any]:
 def restore_params(
     directory: Path, config: ModelConfig, asked: str | None, *, shardings: PyTree = None, check: bool = True
 ) -> tuple[PyTree, str]:
-    """The params of a conversion on their devices, and their floating dtype.
+    """Return the params of a conversion on their devices, and their floating dtype.
 
     Args:
       directory: of the conversion.

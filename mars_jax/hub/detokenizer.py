@@ -21,7 +21,7 @@ class Detokenizer:
         self._context, self._read = 0, len(self._tokens)
 
     def feed(self, tokens: Sequence[int], *, last: bool = False) -> str:
-        """Text that `tokens` complete. `last` releases what was held back."""
+        """Return the text that `tokens` complete. `last` releases what was held back."""
         self._tokens += list(tokens)
         shown = self._decode(self._tokens[self._context : self._read])
         text = self._decode(self._tokens[self._context :])

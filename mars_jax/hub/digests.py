@@ -23,7 +23,7 @@ class Digest(NamedTuple):
     blocks: tuple[int, ...]  # in C order of the blocks
 
     def parts(self, shape: Sequence[int]) -> Iterator[tuple[Box, int]]:
-        """Every block of an array of this shape, with its checksum.
+        """Return every block of an array of this shape, with its checksum.
 
         Raises:
           ValueError: the digest is of an array of another shape.
@@ -32,7 +32,7 @@ class Digest(NamedTuple):
 
 
 def grid(shape: Sequence[int], block: Sequence[int]) -> Iterator[Box]:
-    """The blocks of an array, in C order.
+    """Return the blocks of an array, in C order.
 
     >>> list(grid((3, 2), (2, 2)))
     [((0, 2), (0, 2)), ((2, 3), (0, 2))]
@@ -45,7 +45,7 @@ def grid(shape: Sequence[int], block: Sequence[int]) -> Iterator[Box]:
 
 
 def checksum(array: np.ndarray) -> int:
-    """CRC-32 of the bytes of an array.
+    """Return the CRC-32 of the bytes of an array.
 
     >>> checksum(np.zeros(3, np.float32)) == zlib.crc32(bytes(12))
     True
@@ -55,7 +55,7 @@ def checksum(array: np.ndarray) -> int:
 
 
 def digest(array: np.ndarray, block: Sequence[int]) -> Digest:
-    """The checksums of an array that is stored in blocks of a shape.
+    """Return the checksums of an array that is stored in blocks of a shape.
 
     >>> array = np.arange(6, dtype=np.int8).reshape(3, 2)
     >>> made = digest(array, (2, 2))

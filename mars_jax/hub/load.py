@@ -41,7 +41,7 @@ _IMAGES = re.compile(r"^model\.(vision_tower|multi_modal_projector)\.")
 
 
 def read_config(name_or_path: str | os.PathLike[str]) -> ModelConfig:
-    """The config of a checkpoint, without its weights.
+    """Read the config of a checkpoint, without its weights.
 
     Args:
       name_or_path: directory, or `owner/name` on the Hugging Face hub.
@@ -56,12 +56,12 @@ def read_config(name_or_path: str | os.PathLike[str]) -> ModelConfig:
 
 
 def read_path(path: Path) -> tuple[ModelConfig, str | None]:
-    """The config of a directory or a GGUF file, and the dtype it names; None where it names none."""
+    """Read the config of a directory or a GGUF file, and the dtype it names; None where it names none."""
     return gguf_config.read_config(read_gguf(path)) if is_gguf(path) else read_directory(path)
 
 
 def outline(name_or_path: str | os.PathLike[str]) -> Pretrained:
-    """A checkpoint without its weights: `params` is None. Enough to tokenize and check prompts.
+    """Read a checkpoint without its weights: `params` is None. Enough to tokenize and check prompts.
 
     Raises:
       MarsError: no such checkpoint, or one that is not supported.
@@ -157,7 +157,7 @@ def _mesh(given: Any) -> Mesh | None:
 
 
 def resolve_dtype(asked: str | None, own: str | None) -> tuple[str, bool]:
-    """The floating dtype of params, and whether matrices are in 8 bits, of what is asked for and a checkpoint's own.
+    """Return the floating dtype of params, and whether matrices are in 8 bits, by the asked and the own dtype.
 
     >>> resolve_dtype(None, "float16"), resolve_dtype("int8", "float32")
     (('bfloat16', False), ('float32', True))
@@ -167,13 +167,13 @@ def resolve_dtype(asked: str | None, own: str | None) -> tuple[str, bool]:
 
 
 def listed(names: list[str]) -> str:
-    """The first few names and how many there are."""
+    """Return the first few names and how many there are."""
     shown = ", ".join(names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
 def _alias(name: str) -> str:
-    """A tensor's canonical name: some exports leave out the `model.` prefix, others name the text model."""
+    """Return a tensor's canonical name: some exports leave out the `model.` prefix, others name the text model."""
     name = _TEXT.sub("", name)
     return name if name.startswith(("model.", "lm_head.")) else f"model.{name}"
 
@@ -181,7 +181,7 @@ def _alias(name: str) -> str:
 def collect(
     files: Iterable[dict[str, Tensor]], canonical: Callable[[str], str]
 ) -> dict[str, list[tuple[str, Tensor]]]:
-    """All tensors of some files, with their names there, by canonical name. None of them is read yet."""
+    """Return all tensors of some files, with their names there, by canonical name. None of them is read yet."""
     held: dict[str, list[tuple[str, Tensor]]] = {}
     for file in files:
         for name, tensor in file.items():
@@ -230,7 +230,7 @@ def check_tensors(
 
 
 def convert(array: np.ndarray, dtype: str, *, int8: bool = False) -> jax.Array | Int8:
-    """A whole tensor as params hold it.
+    """Convert a whole tensor as params hold it.
 
     Raises:
       MarsError: it is not of floating numbers.
@@ -244,7 +244,7 @@ def convert(array: np.ndarray, dtype: str, *, int8: bool = False) -> jax.Array |
 
 
 def find_tensors(directory: Path, config: ModelConfig) -> dict[str, tuple[str, Tensor]]:
-    """The tensors of a checkpoint directory by the name in the table of weights, and their name in the files.
+    """Find the tensors of a checkpoint directory by the name in the table of weights, and their name in the files.
 
     Raises:
       MarsError: missing, unexpected, mis-shaped or doubled tensors, by name.
@@ -271,7 +271,7 @@ def read_leaf(
     int8: bool = False,
     sharding: Sharding | None = None,
 ) -> list[HostArray]:
-    """One array of params in host memory; see `stream.read_array`.
+    """Read one array of params in host memory; see `stream.read_array`.
 
     Args:
       directory: for errors.
@@ -289,7 +289,7 @@ def read_leaf(
 def read_params(
     directory: Path, config: ModelConfig, dtype: str, *, int8: bool = False, shardings: PyTree = None
 ) -> PyTree:
-    """The params of a checkpoint directory, on their devices.
+    """Read the params of a checkpoint directory, on their devices.
 
     Args:
       directory: of the checkpoint.

@@ -102,7 +102,7 @@ def save(
 def digests(
     path: str | os.PathLike[str], tree: PyTree, *, done: Callable[[int], None] = lambda size: None
 ) -> dict[str, Digest]:
-    """The checksums of what is on disk: the arrays of a tree of `Pending`, read back one after the other.
+    """Return the checksums of what is on disk: the arrays of a tree of `Pending`, read back one after the other.
 
     Raises:
       MarsError: the checkpoint is not of such a tree, or cannot be read.
@@ -120,7 +120,7 @@ def digests(
 def restore(
     path: str | os.PathLike[str], like: PyTree, *, expected: Mapping[str, Digest] | None = None
 ) -> PyTree:
-    """The arrays of a checkpoint, where `like` has them; each process reads the parts of its own devices.
+    """Restore the arrays of a checkpoint, where `like` has them; each process reads the parts of its own devices.
 
     Args:
       path: the directory.
@@ -136,7 +136,7 @@ def restore(
 
 
 def _named(tree: PyTree) -> dict[str, Any]:
-    """The leaves of a tree by the names that Orbax gives them."""
+    """Return the leaves of a tree by the names that Orbax gives them."""
     return {
         jax.tree_util.keystr(path, simple=True, separator="."): leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
@@ -156,7 +156,7 @@ def _told(path: str | os.PathLike[str], what: str, cure: str) -> Iterator[Path]:
 
 
 def _reason(error: Exception) -> str:
-    """The first line of what an error says, without the specification and the places that TensorStore adds."""
+    """Return the first line of what an error says, without the specification and the places that TensorStore adds."""
     line = next(iter(str(error).strip().splitlines()), "")
     line = re.split(r" \[(?:tensorstore_spec|source locations)", line)[0].rstrip(".: ")
     return f"{type(error).__name__} {line}".strip() if isinstance(error, LookupError) or not line else line

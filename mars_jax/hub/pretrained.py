@@ -65,7 +65,7 @@ class Pretrained:
         mesh: Mesh | None = None,
         name: str = "a model of one's own",
     ) -> Pretrained:
-        """A model of one's own for everything that takes a loaded one: `generate`, `score`, drafters, sessions.
+        """Make a model of one's own for everything that takes a loaded one: `generate`, `score`, drafters, sessions.
 
         Args:
           model: its functions.
@@ -107,7 +107,7 @@ class Pretrained:
         )
 
     def on_mesh(self) -> contextlib.AbstractContextManager:
-        """The context to trace and run programs over these params in: `jax.set_mesh`, where there is a mesh."""
+        """Return the context to trace and run programs over these params in: `jax.set_mesh`, where there is a mesh."""
         return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
 
     @functools.cached_property
@@ -149,7 +149,7 @@ class Pretrained:
         system: str | None = None,
         template_args: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Token ids of a text, as one user turn of the chat template if `chat`; of a conversation as `encode_chat`.
+        """Return token ids of a text, as a user turn of the chat template if `chat`, or of a conversation.
 
         Raises:
           MarsError: the prompt is empty, or as `encode_chat`.
@@ -174,7 +174,7 @@ class Pretrained:
         system: str | None = None,
         template_args: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Token ids of a conversation up to where the model is to answer.
+        """Return token ids of a conversation up to where the model is to answer.
 
         Args:
           turns: each with its `role` and `content`. Where the last one is the assistant's, the model continues it.
@@ -219,7 +219,7 @@ class Pretrained:
         system: str | None = None,
         template_args: Mapping[str, Any] | None = None,
     ) -> list[list[int]]:
-        """`encode` of many prompts at once, on all cores where the tokenizer can.
+        """Encode many prompts at once, as `encode`, on all cores where the tokenizer can.
 
         Raises:
           MarsError: as `encode`, of the first prompt that it refuses.
@@ -261,7 +261,7 @@ class Pretrained:
             )
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids, special tokens left out; "" where there is no tokenizer."""
+        """Return the text of token ids, special tokens left out; "" where there is no tokenizer."""
         if not self.has_tokenizer:
             return ""
         with told_of_panics(self.name):
@@ -273,12 +273,12 @@ class Pretrained:
 
 
 def as_turns(text: str) -> list[Turn]:
-    """A text as a conversation of one user turn."""
+    """Return a text as a conversation of one user turn."""
     return [{"role": "user", "content": text}]
 
 
 def with_system(turns: Sequence[Turn], system: str | None) -> list[Turn]:
-    """The turns of a conversation, after a system turn where one is given and they begin with none.
+    """Return the turns of a conversation, after a system turn where one is given and they begin with none.
 
     Raises:
       MarsError: they are no turns.

@@ -11,7 +11,7 @@ from mars_jax.models.config import Rope
 
 
 def yarn_attention_factor(scaling: dict[str, Any], factor: float) -> float:
-    """YaRN's factor on cos and sin (arXiv 2309.00071, equation 15), as transformers resolves it."""
+    """Return YaRN's factor on cos and sin (arXiv 2309.00071, equation 15), as transformers resolves it."""
 
     def mscale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
@@ -73,7 +73,7 @@ def read_rope(data: dict[str, Any]) -> Rope:
 
 
 def write_scaling(rope: Rope) -> dict[str, Any] | None:
-    """The `rope_scaling` of config.json, as transformers 4 and 5 read it; None where nothing is stretched."""
+    """Return the `rope_scaling` of config.json, as transformers 4 and 5 read it; None where nothing is stretched."""
     if rope.kind == "none":
         return None
     data: dict[str, Any] = {"rope_type": rope.kind, "factor": rope.factor}

@@ -24,7 +24,7 @@ from mars_jax.models.weights import Weight, get, weights
 
 
 def named_arrays(rows: Iterable[Weight], params: PyTree) -> dict[str, np.ndarray]:
-    """Checkpoint name -> array, checked against a table of weights.
+    """Return checkpoint name -> array, checked against a table of weights.
 
     Raises:
       MarsError: params lack a row of the table, or have it in another shape.
@@ -50,7 +50,7 @@ def named_arrays(rows: Iterable[Weight], params: PyTree) -> dict[str, np.ndarray
 
 
 def free_directory(path: str | os.PathLike[str], *, overwrite: bool) -> Path:
-    """The path of a directory to write.
+    """Return the path of a directory to write.
 
     Raises:
       MarsError: it is in use, and `overwrite` does not allow that; or nothing can be written there.
@@ -156,7 +156,7 @@ def _swap(made: Path, target: Path) -> bool:
 
 
 def _link(source: Path, target: Path) -> None:
-    """A file or a directory under a second name."""
+    """Link a file or a directory under a second name."""
     link = functools.partial(os.link, follow_symlinks=False)
     if source.is_dir() and not source.is_symlink():
         shutil.copytree(source, target, symlinks=True, copy_function=link)

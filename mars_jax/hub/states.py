@@ -92,7 +92,7 @@ def _check(path: str | os.PathLike[str], named: dict[str, Any]) -> None:
 
 
 def _named(state: PyTree) -> dict[str, Any]:
-    """The leaves by their places; keys as the words they are made of."""
+    """Return the leaves by their places; keys as the words they are made of."""
     words = [jax.random.key_data(x) if _is_key(x) else x for x in jax.tree.leaves(state)]
     return dict(zip(_names(state), words, strict=True))
 

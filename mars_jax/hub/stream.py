@@ -39,7 +39,7 @@ class HostArray:
         return tuple(s.indices(n)[:2] for s, n in zip(index, self.shape, strict=True))
 
     def rows(self, at: int | None) -> tuple[int, int]:
-        """First and last of the rows that are needed here; of number `at`, where tensors are stacked."""
+        """Return first and last of the rows that are needed here; of number `at`, where tensors are stacked."""
         boxes = [box for box in self.parts if at is None or box[0][0] <= at < box[0][1]]
         axis = 0 if at is None else 1
         return min((b[axis][0] for b in boxes), default=0), max((b[axis][1] for b in boxes), default=0)
@@ -65,7 +65,7 @@ class HostArray:
                 part[target] = block[source].astype(self.dtype, copy=False)
 
     def to_devices(self) -> jax.Array:
-        """The array on its devices; on JAX's default device where no sharding is given."""
+        """Put the array on its devices; on JAX's default device where no sharding is given."""
         if self.sharding is None:
             return jax.device_put(next(iter(self.parts.values())))  # jnp.asarray would copy it, on CPU twice
         return jax.make_array_from_callback(
@@ -80,7 +80,7 @@ def _common(one: Box, other: Box) -> Box | None:
 
 
 def _empty(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    """An array that begins with a cache line: on CPU it becomes the device's as it is."""
+    """Make an array that begins with a cache line: on CPU it becomes the device's as it is."""
     size = math.prod(shape) * dtype.itemsize
     memory = np.empty(size + 64, np.uint8)
     begin = -memory.ctypes.data % 64
@@ -95,7 +95,7 @@ def read_array(
     sharding: Sharding | None = None,
     int8: bool = False,
 ) -> list[HostArray]:
-    """One array of params in host memory: the array, or its values and its scale if `int8`.
+    """Read one array of params in host memory: the array, or its values and its scale if `int8`.
 
     Args:
       tensors: what it consists of, by name: one tensor of `shape`, or all that are stacked along a new first axis.

@@ -29,7 +29,7 @@ _USER_CHOSE = _PARALLEL in os.environ
 # By directory, so that an outline and the model loaded after it read one tokenizer once.
 @functools.lru_cache(maxsize=4)
 def read_tokenizer(path: Path) -> Any:
-    """The transformers tokenizer of a checkpoint's directory or GGUF file. No code of the checkpoint's runs.
+    """Read the transformers tokenizer of a checkpoint's directory or GGUF file. No code of the checkpoint's runs.
 
     Raises:
       MarsError: there is none that can be read.
@@ -58,7 +58,7 @@ def read_tokenizer(path: Path) -> Any:
 
 @functools.lru_cache(maxsize=4)
 def read_plain(path: Path) -> Any:
-    """The `tokenizers.Tokenizer` of a directory whose files say nothing that only transformers would heed, else None.
+    """Read the `tokenizers.Tokenizer` of a directory; None if its files say what only transformers would heed.
 
     It gives the ids and the texts of `read_tokenizer`, and spares a start the import of transformers.
     """
@@ -99,7 +99,7 @@ def _of_gguf(path: Path) -> Any:
 
 @contextlib.contextmanager
 def told_of_panics(name: str | Path) -> Iterator[None]:
-    """A panic of tokenizers, which is written in Rust, as a sentence. Python has it as no `Exception`.
+    """Turn a panic of tokenizers, which is written in Rust, into a sentence. Python has it as no `Exception`.
 
     Args:
       name: of the checkpoint.
@@ -140,7 +140,10 @@ def _environment(name: str, value: str) -> Iterator[None]:
 
 
 def _tokenizer_class(path: Path) -> Any:
-    """The class that `AutoTokenizer` would choose. Where the files name it, its import, 2 s of a start, is saved."""
+    """Return the class that `AutoTokenizer` would choose.
+
+    Where the files name it, its import, 2 s of a start, is saved.
+    """
     import transformers
 
     data = _tokenizer_config(path)
@@ -151,7 +154,7 @@ def _tokenizer_class(path: Path) -> Any:
 
 
 def _tokenizer_config(path: Path) -> dict[str, Any]:
-    """The object in tokenizer_config.json; {} where there is no such file, or something else in it."""
+    """Return the object in tokenizer_config.json; {} where there is no such file, or something else in it."""
     try:
         return read_json(path / "tokenizer_config.json")
     except MarsError:  # AutoTokenizer says what is wrong with it

@@ -20,7 +20,7 @@ def given(data: dict[str, Any], key: str, default: Any) -> Any:
 
 
 def count(data: dict[str, Any], key: str, default: int) -> int:
-    """A whole number of at least 1; `default` where the file says nothing, or null.
+    """Return a whole number of at least 1; `default` where the file says nothing, or null.
 
     Raises:
       MarsError: it is something else.
@@ -32,7 +32,7 @@ def count(data: dict[str, Any], key: str, default: int) -> int:
 
 
 def token_ids(data: dict[str, Any], key: str, file: str) -> tuple[int, ...]:
-    """The ids of one token or of several; () where the file says nothing, or null.
+    """Return the ids of one token or of several; () where the file says nothing, or null.
 
     Raises:
       MarsError: they are something else; it names the file.

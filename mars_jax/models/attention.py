@@ -56,8 +56,8 @@ class Attend(Protocol):
 
 
 def attending(form: str, visible: Visible, slots: int, window: int | None) -> Attend:
-    """The attention of one of `FORMS` to what N nodes may see of a cache of `slots` slots: a pytree of what it reads,
-    which may be an argument of a jitted function.
+    """Return the attention of one of `FORMS` to what N nodes may see of a cache of `slots` slots: a pytree of what it
+    reads, which may be an argument of a jitted function.
 
     Raises (when it is called):
       MarsError: the kernel cannot read such a cache.
@@ -86,7 +86,7 @@ def _attend_by_mask(
 
 @functools.lru_cache
 def _by_kernel(form: str, window: int | None) -> Callable[..., tuple[Array, Rows, Rows]]:
-    """One function for equal arguments, by which jit knows it again."""
+    """Return one function for equal arguments, by which jit knows it again."""
     return functools.partial(_attend_by_kernel, form, window)
 
 
@@ -206,7 +206,7 @@ def attend(
 
 
 def wide_block(q: Array, k: Rows) -> int:
-    """Slots that an accelerator scores at a time, of q [B, N, K, G, D] and a cache k [B, S, K, D]: a power of two.
+    """Return the slots that an accelerator scores at a time, for q [B, N, K, G, D], k [B, S, K, D]: a power of two.
 
     Where a mesh divides the heads, what counts is a device's part of them. Buffers of up to a quarter more than a
     block are scored as a whole, without a loop.
@@ -223,7 +223,7 @@ def wide_block(q: Array, k: Rows) -> int:
 
 
 def _scores(q: Array, k: Rows, mask: Array, scale: float | None, cap: float | None) -> Array:
-    """f32[B, K, N, G, S], in the order that the product gives; -inf where the mask is False."""
+    """Return f32[B, K, N, G, S], in the order that the product gives; -inf where the mask is False."""
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     keys, of_slot = _parts(k)
     if of_slot is None:

@@ -68,7 +68,7 @@ class EagleConfig(LayeredHead):
 
     @classmethod
     def outline(cls, target: ModelConfig) -> Self:
-        """An EAGLE-3 head of the published shape: a Llama layer as wide as the target, that drafts from 32,000 tokens.
+        """Return an EAGLE-3 head of the published shape: a Llama layer as wide as the target, 32,000 tokens to draft.
 
         >>> target = ModelConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_layers=32, num_heads=1)
         >>> EagleConfig.outline(target).feature_layers
@@ -85,7 +85,7 @@ class EagleConfig(LayeredHead):
         )
 
     def passes(self, depth: int) -> int:
-        """One for each level: instead of extending the last one, the accepted path is read once more."""
+        """Return one for each level: instead of extending the last one, the accepted path is read once more."""
         return depth
 
     @property
@@ -126,7 +126,7 @@ class EagleConfig(LayeredHead):
 
 @jax.named_scope("fuse")
 def fuse(config: EagleConfig, head: PyTree, output: ForwardOutput) -> Array:
-    """A head's input from the target's output at N tokens: [B, N, E] in version 3, [B, N, F] in version 1."""
+    """Return a head's input from the target's output at N tokens: [B, N, E] in version 3, [B, N, F] in version 1."""
     if config.version == 1:
         return output.hidden
     features = output.features
@@ -194,7 +194,7 @@ def forward(
 
 @jax.named_scope("unembed")
 def unembed(config: EagleConfig, target: LanguageModel, params: Params, hidden: Array) -> Array:
-    """Logits f32[B, N, W] of the tokens after the next, from features [B, N, E]."""
+    """Return logits f32[B, N, W] of the tokens after the next, from features [B, N, E]."""
     if config.version == 3 and not config.norm_output:
         hidden = rms_norm(hidden, params.draft["norm"], config.layer.norm_eps)
     return config.unembed(target, params, hidden)

@@ -37,11 +37,11 @@ class HeadConfig:
 
     @classmethod
     def outline(cls, target: ModelConfig) -> Self:
-        """A head of the published shape for a target."""
+        """Return a head of the published shape for a target."""
         raise NotImplementedError
 
     def weights(self) -> tuple[Weight, ...]:
-        """The table of the weights, named as in the published checkpoints; see `models.weights`."""
+        """Return the table of the weights, named as in the published checkpoints; see `models.weights`."""
         raise NotImplementedError
 
     def passes(self, depth: int) -> int:
@@ -90,7 +90,7 @@ class LayeredHead(HeadConfig):
         return self.draft_vocab_size < self.vocab_size
 
     def init_cache(self, batch: int, slots: int, dtype) -> KVCache:
-        """An empty cache of the head."""
+        """Make an empty cache of the head."""
         c = self.layer
         return kv_cache.init_cache(
             layers=c.num_layers,
@@ -114,24 +114,24 @@ class LayeredHead(HeadConfig):
             )
 
     def embed(self, target: LanguageModel, params: Params, tokens: Array) -> Array:
-        """The embeddings [B, N, E] of tokens i32[B, N]."""
+        """Return the embeddings [B, N, E] of tokens i32[B, N]."""
         if self.own_embed:
             return layers.embed(params.draft["embed"], tokens)
         assert target.embed is not None  # check_target
         return target.embed(params.target, tokens)
 
     def unembed(self, target: LanguageModel, params: Params, hidden: Array) -> Array:
-        """Logits f32[B, N, W] of hidden states [B, N, E] after the last norm."""
+        """Return logits f32[B, N, W] of hidden states [B, N, E] after the last norm."""
         if self.own_unembed:
             return layers.dense(hidden, params.draft["unembed"], dtype=jnp.float32)
         return target.unembed(params.target, hidden)
 
     def to_target(self, params: Params, ids: Array) -> Array:
-        """Target tokens i32[...] of draft-vocabulary ids i32[...]."""
+        """Return target tokens i32[...] of draft-vocabulary ids i32[...]."""
         return jnp.take(params.draft["ids"], ids) if self.is_narrow else ids
 
     def widen(self, params: Params, logits: Array) -> Array:
-        """Logits f32[B, N, W] of the draft vocabulary over the target's, -inf where it has no token: f32[B, N, V]."""
+        """Return logits f32[B, N, W] of the draft vocabulary as f32[B, N, V], with -inf where it has no token."""
         if not self.is_narrow:
             return logits
         ids, vocab = params.draft["ids"], self.vocab_size
@@ -151,7 +151,7 @@ class LayeredHead(HeadConfig):
 
 
 def layers_like(target: ModelConfig, intermediate_size: int | None = None, **changes) -> ModelConfig:
-    """A head's layers: the heads and positions of its target's layers, in Llama's form."""
+    """Return a head's layers: the heads and positions of its target's layers, in Llama's form."""
     same = (
         "vocab_size",
         "hidden_size",
@@ -169,7 +169,7 @@ def layers_like(target: ModelConfig, intermediate_size: int | None = None, **cha
 
 
 def init_params(config: HeadConfig, key: Array, dtype="float32", *, scale: float = 0.02) -> PyTree:
-    """Random params, as `transformer.init_params`; a draft vocabulary smaller than V takes the first tokens."""
+    """Make random params, as `transformer.init_params`; a draft vocabulary smaller than V takes the first tokens."""
     table = config.weights()
     params = build_rows(table, random_rows(table, key, dtype, scale))
     if isinstance(config, LayeredHead) and config.is_narrow:

@@ -26,7 +26,7 @@ def _dense(x: Array, w: Array) -> Array:
 
 
 def dense_cpu(x: Array, w: Array) -> Array:
-    """The forms that XLA's CPU backend runs fastest; scripts/bench_decode.py measures their sum."""
+    """Multiply in the forms that XLA's CPU backend runs fastest; scripts/bench_decode.py measures their sum."""
     rows = x.shape[0]
     if x.dtype == jnp.bfloat16:
         # One row would be a matrix-vector product, which falls back to scalar code: 10x slower.
@@ -82,7 +82,7 @@ def soft_cap(x: Array, cap: float) -> Array:
 
 
 def embed(table: Array | Int8, ids: Array) -> Array:
-    """Rows of table [V, E] at ids i32[B, N]: [B, N, E]. Ids outside of `[0, V)` take the nearest row."""
+    """Return rows of table [V, E] at ids i32[B, N]: [B, N, E]. Ids outside of `[0, V)` take the nearest row."""
     if isinstance(table, Int8):
         scale = jnp.take(table.scale, ids, axis=0, mode="clip")
         return Int8(jnp.take(table.values, ids, axis=0, mode="clip"), scale, table.dtype).astype(table.dtype)
@@ -101,7 +101,7 @@ def _take(table: Array, ids: Array) -> Array:
 
 
 def _take_bits(table: Array, ids: Array) -> Array:
-    """XLA's CPU backend gathers bfloat16 by widening the whole table first; bits it moves as they are."""
+    """Gather bfloat16 as bits: XLA's CPU backend would widen the whole table first, and moves bits as they are."""
     return lax.bitcast_convert_type(_take(lax.bitcast_convert_type(table, jnp.uint16), ids), jnp.bfloat16)
 
 

@@ -51,7 +51,7 @@ def _ragged(x: Array, w: Array, sizes: Array) -> Array:
 
 @jax.custom_jvp
 def _blocks(x: Array, w: Array, sizes: Array) -> Array:
-    """Blocks of rows of one expert each, as many as there are: an expert without rows costs nothing."""
+    """Multiply blocks of rows of one expert each, as many as there are: an expert without rows costs nothing."""
     rows, experts = x.shape[0], w.shape[0]
     size = min(_LARGEST, 1 << (max(rows // experts, 1).bit_length() - 1))
     blocks = (sizes + size - 1) // size
@@ -72,7 +72,7 @@ def _blocks(x: Array, w: Array, sizes: Array) -> Array:
 
 
 def _divisor(size: int) -> int:
-    """The widest part of whole registers that divides a width, which costs no masks."""
+    """Return the widest part of whole registers that divides a width, which costs no masks."""
     widths = range(_WIDEST, 0, -128)
     return next((w for w in widths if size % w == 0), min(size, _WIDEST))
 
@@ -92,7 +92,7 @@ def _megablox(x: Array, w: Array, sizes: Array) -> Array:
 
 
 def _scaled(form: Callable[..., Array]) -> Callable[..., Array]:
-    """A product of the integers, scaled afterwards."""
+    """Return a product of the integers, scaled afterwards."""
 
     def product(x: Array, values: Array, scale: Array, sizes: Array) -> Array:
         expert = jnp.repeat(jnp.arange(values.shape[0]), sizes, total_repeat_length=x.shape[0])
@@ -134,7 +134,7 @@ def dense_by_expert(x: Array, w: Array | Int8, sizes: Array) -> Array:
 
 
 def experts_mlp(layer: dict[str, Array], x: Array, activation: str, *, count: int, normalize: bool) -> Array:
-    """The gated MLPs of each token's `count` likeliest experts, weighed by their probabilities.
+    """Run the gated MLPs of each token's `count` likeliest experts, weighed by their probabilities.
 
     Args:
       layer: `router` [X, E], `expert_gate` and `expert_up` [X, M, E], `expert_down` [X, E, M].
@@ -178,7 +178,7 @@ def _mix(
     activation: str,
     first: Array | None,
 ) -> Array:
-    """f32[T, E]: what experts make of the tokens that chose them, weighed by `share` f32[T, C].
+    """Return f32[T, E]: what experts make of the tokens that chose them, weighed by `share` f32[T, C].
 
     Args:
       matrices: of all experts; or of some, of which number `first` is the first.

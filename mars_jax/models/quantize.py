@@ -33,12 +33,12 @@ class Int8:
         return self.values.shape
 
     def astype(self, dtype: Any) -> Array:
-        """The matrix itself."""
+        """Return the matrix itself."""
         return (self.values.astype(jnp.float32) * self.scale[..., None]).astype(dtype)
 
 
 def quantize(w: Any, dtype: Any = None) -> Int8:
-    """A matrix [..., out, in] of numpy or JAX in 8 bits; `dtype` is the one it is to stand for, default its own.
+    """Return a matrix [..., out, in] of numpy or JAX in 8 bits; `dtype` is the one it is to stand for, default its own.
 
     No weight moves by more than half of its channel's scale, the channel's largest over 127.
 
@@ -63,7 +63,7 @@ def is_quantized(row: Weight) -> bool:
 
 
 def scale_sharding(sharding: Sharding, ndim: int) -> Sharding:
-    """The sharding of the scale of a quantised matrix of `ndim` axes: the matrix's own, without its last axis.
+    """Return the sharding of the scale of a quantised matrix of `ndim` axes: the matrix's own, without its last axis.
 
     Raises:
       MarsError: the sharding does not name its axes.

@@ -41,7 +41,7 @@ def _yarn(frequency: np.ndarray, rope: Rope, head_dim: int) -> np.ndarray:
 
 
 def frequencies(rope: Rope, head_dim: int) -> np.ndarray:
-    """Radians per position of each rotated pair: f32[head_dim // 2].
+    """Return radians per position of each rotated pair: f32[head_dim // 2].
 
     >>> frequencies(Rope(theta=100.0), 4).tolist()
     [1.0, 0.10000000149011612]
@@ -57,7 +57,7 @@ def frequencies(rope: Rope, head_dim: int) -> np.ndarray:
 
 
 def angles(positions: Array, rope: Rope, head_dim: int) -> tuple[Array, Array]:
-    """cos and sin, f32[B, N, 1, head_dim // 2] each, of positions i32[B, N]."""
+    """Return cos and sin, f32[B, N, 1, head_dim // 2] each, of positions i32[B, N]."""
     theta = positions.astype(jnp.float32)[:, :, None, None] * frequencies(rope, head_dim)[None, None, None]
     return jnp.cos(theta) * rope.attention_factor, jnp.sin(theta) * rope.attention_factor
 

@@ -29,7 +29,7 @@ Sublayers = tuple[tuple[bool, bool], ...]
 
 
 def init_params(config: ModelConfig, key: Array, dtype="float32", *, scale: float = 0.02) -> PyTree:
-    """Random params: normal matrices of standard deviation `scale`, zero biases, norms of scale 1.
+    """Make random params: normal matrices of standard deviation `scale`, zero biases, norms of scale 1.
 
     >>> config = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=2)
     >>> init_params(config, jax.random.key(0))["layers"][0]["gate"].shape
@@ -43,7 +43,7 @@ def _norm(config: ModelConfig) -> Callable[[Array, Array], Array]:
 
 
 def _embed(config: ModelConfig, params: PyTree, tokens: Array) -> Array:
-    """The input of the first layer: [B, N, E]. Padding, NO_TOKEN, is clipped to a token."""
+    """Return the input of the first layer: [B, N, E]. Padding, NO_TOKEN, is clipped to a token."""
     x = embed(params["embed"], tokens)
     # The factor is rounded to the dtype first, as in the oracle.
     return x * jnp.asarray(config.hidden_size**0.5, x.dtype) if config.scale_embeddings else x
@@ -79,7 +79,7 @@ def attention(config: ModelConfig, layer: dict, x: Array, rotation, attend: Atte
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _layer(config: ModelConfig, here: tuple[bool, bool], layer: dict, x: Array, rotation, attend, rows):
-    """One layer, of which `here` says what is there: x [B, N, E] and its rows of the cache, None without attention.
+    """Run one layer, of which `here` says what is there: x [B, N, E] and its rows of the cache, None without attention.
 
     Under jit, so that equal layers are traced and lowered once; XLA writes each out where it stands, as it would
     without. A loop over stacked layers would compile sooner still, and takes 1.4 to 2 times as long a token on CPU.
@@ -144,7 +144,7 @@ def language_model(
     prefill_chunk: int | None = None,
     attention: str = "xla",
 ) -> LanguageModel:
-    """The pure functions of a transformer; see `types.LanguageModel` for their shapes.
+    """Return the pure functions of a transformer; see `types.LanguageModel` for their shapes.
 
     Args:
       config: its static description.

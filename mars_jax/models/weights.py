@@ -26,7 +26,7 @@ class Weight(NamedTuple):
     init: str  # "normal", "zeros" or "ones"
 
     def below(self, path: tuple[str | int, ...], name: str) -> Weight:
-        """The row of a table that is a part of another, at a path and after a name there."""
+        """Return the row of a table that is a part of another, at a path and after a name there."""
         return self._replace(path=(*path, *self.path), name=f"{name}.{self.name}")
 
 
@@ -40,7 +40,7 @@ def _matrix(key: str, name: str, out: int, inner: int, bias: bool) -> list[Weigh
 
 
 def _experts(config: ModelConfig) -> list[Weight]:
-    """Rows of a layer's router and experts."""
+    """Return the rows of a layer's router and experts."""
     c, size = config, config.expert_size or config.intermediate_size
     block, *names = _EXPERTS.get(c.family, ("mlp", "gate_proj", "up_proj", "down_proj"))
     rows = [Weight(("router",), f"{block}.gate.weight", (c.num_experts, c.hidden_size), "normal")]
@@ -52,7 +52,7 @@ def _experts(config: ModelConfig) -> list[Weight]:
 
 
 def layer_rows(config: ModelConfig, index: int = 0, *, width: int | None = None) -> list[Weight]:
-    """Rows of one layer, whose paths and names are below the layer's; `width` is that of attention's input."""
+    """Return the rows of one layer, with paths and names below the layer's; `width` is that of attention's input."""
     c = config
     width = width or c.hidden_size
     q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
@@ -84,7 +84,7 @@ def layer_rows(config: ModelConfig, index: int = 0, *, width: int | None = None)
 
 
 def weights(config: ModelConfig) -> tuple[Weight, ...]:
-    """The table of a config, in the order of the computation.
+    """Return the table of a config, in the order of the computation.
 
     >>> config = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=2)
     >>> weights(config)[2].path, weights(config)[2].name, weights(config)[2].shape
@@ -102,7 +102,7 @@ def weights(config: ModelConfig) -> tuple[Weight, ...]:
 
 
 def leaves(config: ModelConfig) -> dict[Weight, tuple[Weight, ...]]:
-    """The arrays of params, and the rows of the table that each holds: itself, or the experts stacked in it.
+    """Return the arrays of params, and the rows of the table that each holds: itself, or the experts stacked in it.
 
     Rows whose path ends in a number are stacked: `("layers", 3, "expert_up", 5)` is
     `params["layers"][3]["expert_up"][5]` of an array [experts, out, in], which can be split over its first axis. Of a
@@ -125,7 +125,7 @@ def leaves(config: ModelConfig) -> dict[Weight, tuple[Weight, ...]]:
 
 
 def build(config: ModelConfig, make: Callable[[Weight], Any]) -> PyTree:
-    """Params with `make(row)` at each row's path: `{"embed", "layers": ({"q", ...}, ...), "norm", ...}`.
+    """Build params with `make(row)` at each row's path: `{"embed", "layers": ({"q", ...}, ...), "norm", ...}`.
 
     >>> config = ModelConfig(vocab_size=9, hidden_size=4, intermediate_size=6, num_layers=1, num_heads=1,
     ...                      num_experts=3, experts_per_token=2)
@@ -142,7 +142,7 @@ def build(config: ModelConfig, make: Callable[[Weight], Any]) -> PyTree:
 
 
 def random_rows(rows: Iterable[Weight], key: Array, dtype: Any, scale: float) -> Callable[[Weight], Array]:
-    """A `make` of random weights: matrices are normal, of standard deviation `scale`."""
+    """Return a `make` of random weights: matrices are normal, of standard deviation `scale`."""
     rows = tuple(rows)
     keys = dict(zip(rows, jax.random.split(key, len(rows)), strict=True))
 
@@ -155,7 +155,7 @@ def random_rows(rows: Iterable[Weight], key: Array, dtype: Any, scale: float) ->
 
 
 def build_rows(rows: Iterable[Weight], make: Callable[[Weight], Any]) -> PyTree:
-    """`build` for any table: dicts by name, and tuples where the keys are numbers."""
+    """Do `build` for any table: dicts by name, and tuples where the keys are numbers."""
     params: dict[Any, Any] = {}
     for row in rows:
         *parents, last = row.path
@@ -174,7 +174,7 @@ def build_rows(rows: Iterable[Weight], make: Callable[[Weight], Any]) -> PyTree:
 
 
 def get(params: PyTree, path: tuple[str | int, ...]) -> Any:
-    """The leaf of params at a row's path; KeyError or IndexError where there is none."""
+    """Return the leaf of params at a row's path; KeyError or IndexError where there is none."""
     for key in path:
         params = params[key]
     return params

@@ -133,14 +133,14 @@ def check_mesh(mesh: jax.sharding.Mesh | None) -> None:
 
 
 def broadcast(value: int) -> int:
-    """The first process's value, in every process."""
+    """Return the first process's value, in every process."""
     if jax.process_count() == 1:
         return value
     return int(multihost_utils.broadcast_one_to_all(np.asarray(value, np.int32)))
 
 
 def broadcast_bytes(data: bytes) -> bytes:
-    """The first process's bytes, in every process; what the others give is not read."""
+    """Return the first process's bytes, in every process; what the others give is not read."""
     if jax.process_count() == 1:
         return data
     buffer = np.zeros(broadcast(len(data)), np.uint8)
@@ -150,7 +150,7 @@ def broadcast_bytes(data: bytes) -> bytes:
 
 
 def put(tree: PyTree, shardings: PyTree) -> PyTree:
-    """`jax.device_put` of arrays that every process has, also where a process has only some of the devices."""
+    """Do `jax.device_put` of arrays that every process has, also where a process has only some of the devices."""
 
     def one(x: Any, sharding: Any) -> jax.Array:
         if sharding.is_fully_addressable:
@@ -165,7 +165,7 @@ def put(tree: PyTree, shardings: PyTree) -> PyTree:
 
 
 def fetch(tree: PyTree) -> PyTree:
-    """`jax.device_get`, also of arrays of which this process has only some parts; then all processes call it."""
+    """Do `jax.device_get`, also of arrays of which this process has only some parts; then all processes call it."""
 
     def one(x: Any) -> Any:
         if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:

@@ -71,7 +71,7 @@ _LOGICAL: dict[str, tuple[str | None, ...]] = {
 
 
 def weight_spec(config: AnyConfig, mesh: AnyMesh, row: Weight) -> P:
-    """The `PartitionSpec` of an array of params: a row of `models.weights.leaves`, or of a head's table.
+    """Return the `PartitionSpec` of an array of params: a row of `models.weights.leaves`, or of a head's table.
 
     >>> from jax.sharding import AbstractMesh
     >>> from mars_jax.models import ModelConfig
@@ -98,7 +98,7 @@ def weight_spec(config: AnyConfig, mesh: AnyMesh, row: Weight) -> P:
 
 
 def params_shardings(config: AnyConfig, mesh: AnyMesh) -> PyTree:
-    """`NamedSharding`s with the structure of the params of a model or of any heads.
+    """Return `NamedSharding`s with the structure of the params of a model or of any heads.
 
     An array that does not divide over its axis is stored whole on every device, key-value heads most often; `whole`
     names them.
@@ -125,12 +125,12 @@ def params_shardings(config: AnyConfig, mesh: AnyMesh) -> PyTree:
 
 
 def _table(config: AnyConfig) -> Iterable[Weight]:
-    """A row for each array of params."""
+    """Return a row for each array of params."""
     return config.weights() if isinstance(config, HeadConfig) else weights.leaves(config)
 
 
 def abstract_params(config: AnyConfig, dtype: str, *, int8: bool = False, shardings: PyTree = None) -> PyTree:
-    """The params of a model or of any heads as `jax.ShapeDtypeStruct`s with their shardings.
+    """Return the params of a model or of any heads as `jax.ShapeDtypeStruct`s with their shardings.
 
     Args:
       config: of the model or the heads.
@@ -162,7 +162,7 @@ def abstract_params(config: AnyConfig, dtype: str, *, int8: bool = False, shardi
 
 
 def whole(config: AnyConfig, mesh: AnyMesh) -> list[str]:
-    """Arrays stored whole on every device although the mesh has an axis for them: one sentence each, with the numbers.
+    """List arrays stored whole on every device although the mesh has an axis for them: a sentence each, with numbers.
 
     >>> from jax.sharding import AbstractMesh
     >>> from mars_jax.models import ModelConfig
@@ -189,7 +189,7 @@ def whole(config: AnyConfig, mesh: AnyMesh) -> list[str]:
 
 
 def state_shardings(state: PyTree, mesh: AnyMesh) -> PyTree:
-    """`NamedSharding`s of a `DecodeState`, or of anything else whose arrays begin with the rows of the batch.
+    """Return `NamedSharding`s of a `DecodeState`, or of anything else whose arrays begin with the rows of the batch.
 
     Args:
       state: arrays or shapes; caches in it are divided by their heads too, as they say themselves.
@@ -205,7 +205,7 @@ def state_shardings(state: PyTree, mesh: AnyMesh) -> PyTree:
 
 
 def place(params: PyTree, config: AnyConfig, mesh: Mesh) -> PyTree:
-    """Params on a mesh; see `params_shardings`."""
+    """Put params on a mesh; see `params_shardings`."""
 
     def put(sharding: NamedSharding, weight: PyTree) -> PyTree:
         # The scales of a matrix in 8 bits lack its last axis.

@@ -68,7 +68,7 @@ class Chat:
 
     @classmethod
     def over(cls, running: Running, ask: Ask) -> Self:
-        """A conversation over a row that runs already, whose requests `ask` makes."""
+        """Make a conversation over a row that runs already, whose requests `ask` makes."""
         made = cls.__new__(cls)
         made._begin(running, ask)
         return made
@@ -84,7 +84,7 @@ class Chat:
         return self._running.read
 
     def say(self, text: str) -> Completion:
-        """The answer to a turn of the user's. Both become part of the conversation.
+        """Answer a turn of the user's. Both become part of the conversation.
 
         Raises:
           MarsError: the conversation is full, or as `generate`; it then stays as it was.

@@ -13,7 +13,7 @@ from mars_jax.core.decoder import Decoder
 from mars_jax.core.types import DecodeState, Params
 
 Compile = Callable[[Decoder, Params, DecodeState], object]
-"""Compiles a loop over the step for a state, of which it may be given the shapes alone."""
+"""Function that compiles a loop over the step for a state, of which it may be given the shapes alone."""
 
 
 @contextlib.contextmanager

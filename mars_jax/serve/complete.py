@@ -11,7 +11,7 @@ from mars_jax.serve.text import RowText
 
 
 def token_log_probs(source: Any, row: int, count: int) -> TokenLogProbs:
-    """Log-probabilities of the first `count` tokens of a row, from a `StepInfo` or a `TokenRecord` on the host."""
+    """Return log-probabilities of a row's first `count` tokens, from a `StepInfo` or a `TokenRecord` on the host."""
     names = ("log_prob", "temperature_log_prob", "processed_log_prob", "regret")
     values = {name: tuple(getattr(source, name)[row, :count].tolist()) for name in names}
     return TokenLogProbs(**values, kind=tuple(KINDS[k] for k in source.kind[row, :count]))

@@ -20,7 +20,7 @@ FIELDS = tuple(_FACTORIES)
 
 
 def with_constraints(options: dict[str, Any], count: int) -> dict[str, Any]:
-    """Options of `count` prompts whose `constraint` is one for each, in place of those that make one.
+    """Return options of `count` prompts whose `constraint` is one for each, in place of those that make one.
 
     Raises:
       MarsError: two that contradict each other, or as the factories.

@@ -34,7 +34,7 @@ def events(
     ahead: int,
     began: float,
 ) -> Iterator[StreamEvent]:
-    """The tokens of each row as they are decided, and its completion with the last of them.
+    """Yield the tokens of each row as they are decided, and its completion with the last of them.
 
     Args:
       target, requests: whose rows these are, from row 0 on.

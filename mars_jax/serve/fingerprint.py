@@ -22,7 +22,7 @@ ROWS = 16
 
 
 def fingerprint(params: Any, *checkpoints: str | os.PathLike[str]) -> str:
-    """A name for weights: a hash over the name, shape and type of each and `ROWS` of its rows, first and last included.
+    """Return a name for weights: a hash over each one's name, shape, type and `ROWS` rows, first and last included.
 
     It does not depend on the mesh. Where there are several processes, all call it.
 
@@ -48,7 +48,7 @@ def _config(checkpoint: Path) -> bytes:
 
 
 def _some_rows(weight: Any) -> Any:
-    """Rows that are evenly spaced over all axes but the last, such as those of experts."""
+    """Return rows that are evenly spaced over all axes but the last, such as those of experts."""
     if weight.ndim < 2 or not weight.size:
         return weight
     outer = weight.shape[:-1]
@@ -61,5 +61,5 @@ def _some_rows(weight: Any) -> Any:
 
 
 def digest(data: bytes) -> str:
-    """A short name for bytes."""
+    """Return a short name for bytes."""
     return hashlib.sha256(data).hexdigest()[:16]

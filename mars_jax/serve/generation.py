@@ -98,7 +98,7 @@ def generate_iter(
     log_probs: bool = False,
     **options: Any,
 ) -> Iterator[Finished]:
-    """`generate`, each completion as soon as it has ended, as `Finished(index, completion)`.
+    """Do `generate`, and give each completion as soon as it has ended, as `Finished(index, completion)`.
 
     Args:
       target, drafter, prompts, verify, batch_size, log_probs: as for `generate`.
@@ -126,7 +126,7 @@ def generate_stream(
     log_probs: bool = False,
     **options: Any,
 ) -> Iterator[Said | Finished]:
-    """Text as it is said while rows refill: `Said(index, text, tokens, pieces)`, and `Finished` at the end of each.
+    """Give text as it is said while rows refill: `Said(index, text, tokens, pieces)`, and `Finished` at each end.
 
     The host looks after every step, on accelerators after every fourth.
 
@@ -149,7 +149,7 @@ def generate_stream(
 def _asked(
     target: Pretrained, prompts: AnyPrompts, verify: Any, *, samples: int = 1, **options: Any
 ) -> tuple[list[Request], Any]:
-    """The requests that a user asks for, and the rule for them: what it has one of per prompt is its samples'."""
+    """Return the requests that a user asks for, and their rule: what it has one of per prompt is its samples'."""
     requests = make_requests(target, prompts, samples=samples, **options)
     if samples != 1:
         of_prompt = [i // samples for i in range(len(requests))]

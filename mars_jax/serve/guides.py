@@ -59,7 +59,7 @@ class RequestGuides(NamedTuple):
 
 
 def guides_of(target: Pretrained, requests: Sequence[Request]) -> RequestGuides:
-    """The tables of the requests' constraints and spans, built once for each that differs.
+    """Return the tables of the requests' constraints and spans, built once for each that differs.
 
     Raises:
       MarsError: the target has no tokenizer to say what its tokens are, or as `Constraint.table`.
@@ -77,7 +77,7 @@ def guides_of(target: Pretrained, requests: Sequence[Request]) -> RequestGuides:
 
 
 def placed(tables: Guides | None, target: Pretrained) -> PyTree:
-    """Tables on every device of the target's mesh."""
+    """Put tables on every device of the target's mesh."""
     if tables is None or target.mesh is None:
         return tables
     whole = jax.sharding.NamedSharding(target.mesh, jax.sharding.PartitionSpec())

@@ -138,7 +138,7 @@ class Journal:
 
 
 def _split(data: bytes) -> tuple[list[bytes], bytes]:
-    """(whole lines, what follows the last of them).
+    """Return (whole lines, what follows the last of them).
 
     After a power cut a file may have its new length and not yet its new bytes, which then read as NUL. JSON has none,
     and all rows but the last were on disk before: a last line with a NUL in it is as torn as half a line.
@@ -162,7 +162,7 @@ def could_begin(torn: bytes, head: bytes) -> bool:
 
 
 def parse(line: bytes) -> Row | None:
-    """The object in a line, or None where it holds none."""
+    """Return the object in a line, or None where it holds none."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
@@ -171,7 +171,7 @@ def parse(line: bytes) -> Row | None:
 
 
 def to_line(row: Mapping[str, Any]) -> str:
-    """One line of JSON. Numbers that JSON cannot write become null.
+    """Return one line of JSON. Numbers that JSON cannot write become null.
 
     >>> to_line({"tau": float("nan"), "tokens": [1]})
     '{"tau": null, "tokens": [1]}'
@@ -206,7 +206,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def plain(value: Any) -> Any:
-    """A setting as JSON gives it back: tuples are lists, named ones and dataclasses objects, the rest its text.
+    """Return a setting as JSON gives it back: tuples are lists, named ones and dataclasses objects, the rest its text.
 
     >>> plain({"tree": (4, 2), "path": Path("a")}), plain(float("inf"))
     ({'tree': [4, 2], 'path': 'a'}, 'inf')
@@ -225,7 +225,7 @@ def plain(value: Any) -> Any:
 
 
 def difference(there: Mapping[str, Any], ours: Mapping[str, Any]) -> str | None:
-    """The first setting in which a run on disk and this one differ, in words; None where none does.
+    """Return the first setting in which a run on disk and this one differ, in words; None where none does.
 
     A setting that is absent is None, so that files of before a setting existed go on.
 

@@ -87,7 +87,7 @@ def score(
 def batches(
     texts: Sequence[Sequence[int]], rows: int, longest: int
 ) -> Iterator[tuple[list[int], np.ndarray]]:
-    """Texts of like lengths together: (their indices, tokens i32[rows, L]), zeros after a text and below the last."""
+    """Yield texts of like lengths together: (indices, tokens i32[rows, L]), zeros after a text and below the last."""
     order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
     for first in range(0, len(order), rows):
         group = order[first : first + rows]

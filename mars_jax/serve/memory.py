@@ -21,7 +21,7 @@ SHARE, SHARE_OF_HOST = 0.85, 0.25
 
 
 def default_rows(prepared: Prepared) -> int:
-    """Rows to decode side by side: as many as memory has room for, and no more than there are requests.
+    """Return the rows to decode side by side: as many as memory has room for, and no more than there are requests.
 
     The same number on the same machine, whatever else is in its memory. Where memory tells nothing, `MOST`.
     """
@@ -59,7 +59,7 @@ def row_bytes(prepared: Prepared) -> int:
 
 
 def _part(x: Any, place: Any) -> int:
-    """The bytes of an array, or of a device's part of it."""
+    """Return the bytes of an array, or of a device's part of it."""
     shape = x.shape if place is None else place.shard_shape(x.shape)
     # A key is two words.
     size = 8 if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x.dtype.itemsize

@@ -29,7 +29,7 @@ AnyRule = Rule | LoadedRule
 
 
 def loaded_rule(verify: AnyRule | None) -> LoadedRule:
-    """A rule with its weights; None is `exact`."""
+    """Return a rule with its weights; None is `exact`."""
     if isinstance(verify, LoadedRule):
         return verify
     return LoadedRule(exact() if verify is None else verify)
@@ -42,7 +42,7 @@ def prepared(
     *,
     verify: AnyRule | None = None,
 ) -> Prepared:
-    """The decoder of a pair and its params, and requests that fit it.
+    """Return the decoder of a pair and its params, and requests that fit it.
 
     The token buffer is a bucket, so prompts and limits of like lengths share one compilation; everything else that
     differs between requests is a value, the numbers of the rule among them: one for all, or one per request.
@@ -92,7 +92,7 @@ def prepare(
     log_probs: bool = False,
     loop: Compile | None = None,
 ) -> tuple[Decoder, Params, DecodeState]:
-    """The decoder, its params, and the state after prefill for one batch of requests; see `prepared`.
+    """Return the decoder, its params, and the state after prefill for one batch of requests; see `prepared`.
 
     Where the size of drafts follows what they cost, that is measured first. `log_probs` says whether the loop that will
     decode keeps them; `loop` is as for `Prepared.start`.
@@ -106,7 +106,7 @@ def prepare(
 
 
 def of_mesh(target: Pretrained, rows: int) -> int:
-    """The least number of rows from `rows` on that divides over the target's mesh."""
+    """Return the least number of rows from `rows` on that divides over the target's mesh."""
     return rows + -rows % size_of("data", target.mesh)
 
 
@@ -146,13 +146,13 @@ def check_relaxes(verify: AnyRule | None, requests: Sequence[Request]) -> None:
 
 
 def buffer_width(target: Pretrained, requests: Sequence[Request]) -> int:
-    """T of a batch: the bucket of its longest prompt and continuation."""
+    """Return T of a batch: the bucket of its longest prompt and continuation."""
     longest = max(len(r.prompt_tokens) + r.max_new_tokens for r in requests)
     return bucket(min(longest, target.config.max_positions))
 
 
 def bucket(length: int) -> int:
-    """The least of 64, 96, 128, 192, 256, 384, ... that is at least `length`.
+    """Return the least of 64, 96, 128, 192, 256, 384, ... that is at least `length`.
 
     >>> [bucket(n) for n in (1, 65, 128, 200)]
     [64, 96, 128, 256]

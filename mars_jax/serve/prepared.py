@@ -90,7 +90,9 @@ class Prepared:
         )
 
     def start(self, entries: Sequence[int | None], *, loop: Compile | None = None) -> DecodeState:
-        """The state after prefill of some of the requests. `loop`, if it is given, compiles what comes then meanwhile.
+        """Return the state after prefill of some of the requests.
+
+        `loop`, if it is given, compiles what comes then meanwhile.
 
         Not on a mesh, over which the shapes alone do not say how the state will be divided.
         """

@@ -149,7 +149,7 @@ class Queue:
         return any(index is not None for index in self._holds)
 
     def _next(self, row: int) -> int:
-        """The next request, in this row."""
+        """Put the next request into this row; return its number."""
         self._began[row] = time.perf_counter()
         self._holds[row] = index = self._waiting.popleft()
         request = self._prepared.requests[index]
@@ -158,7 +158,7 @@ class Queue:
         return index
 
     def _most(self, state: DecodeState) -> int:
-        """Steps between two looks at the text."""
+        """Return the steps between two looks at the text."""
         if all(text is None for text in self._texts):
             return 2**30
         return 1 if decode.look_ahead(state) == 0 else BETWEEN
@@ -166,7 +166,7 @@ class Queue:
     def _read_texts(
         self, tokens: np.ndarray, length: np.ndarray, done: np.ndarray
     ) -> tuple[np.ndarray, list[Said]]:
-        """bool[B], the rows that have said a stop string; and what is new, where the queue tells of it."""
+        """Return bool[B], the rows that have said a stop string; and what is new, where the queue tells of it."""
         said, new = np.zeros(len(self._holds), bool), []
         for row, text in enumerate(self._texts):
             if text is None or (index := self._holds[row]) is None:
@@ -272,7 +272,7 @@ def shares_prompts(requests: Sequence[Request]) -> bool:
 
 
 def longest_first(requests: Sequence[Request]) -> list[int]:
-    """The numbers of the requests, those of most new tokens first, so that none begins last and keeps a batch alone.
+    """Return the numbers of the requests, most new tokens first: a long one begun last would keep a batch alone.
 
     >>> longest_first([Request(prompt_tokens=(1,), max_new_tokens=n) for n in (5, 9, 5)])
     [1, 0, 2]

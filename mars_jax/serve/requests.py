@@ -214,7 +214,7 @@ def _is_conversation(prompt: Any) -> bool:
 
 
 def _token_ids(values: Any, name: str) -> tuple[int, ...]:
-    """A sequence of whole numbers as a tuple of ints; 1.5 is refused, and so are bytes."""
+    """Return a sequence of whole numbers as a tuple of ints; 1.5 is refused, and so are bytes."""
     try:
         if isinstance(values, bytes):
             raise TypeError
@@ -224,7 +224,7 @@ def _token_ids(values: Any, name: str) -> tuple[int, ...]:
 
 
 def _with_special(target: Pretrained, chosen: dict[str, Any]) -> dict[str, Any]:
-    """Options with stop strings that are a special token of the tokenizer's, which no text shows, as stop tokens."""
+    """Return options in which stop strings that are special tokens, which no text shows, are stop tokens."""
     if not target.has_tokenizer:
         raise MarsError(
             f"stop_strings do not apply to '{target.name}', which has no tokenizer: give stop_tokens."
@@ -239,7 +239,7 @@ def _with_special(target: Pretrained, chosen: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_bans(options: dict[str, Any], count: int) -> dict[str, Any]:
-    """Options whose banned tokens are biases of -inf, and whose biases are pairs of each prompt."""
+    """Return options whose banned tokens are biases of -inf, and whose biases are pairs of each prompt."""
     made = {name: value for name, value in options.items() if name not in ("logit_bias", "banned_tokens")}
     bias, banned = options.get("logit_bias"), options.get("banned_tokens")
     if not bias and banned is None:
@@ -264,7 +264,7 @@ def _check_bias(target: Pretrained, pairs: Sequence[tuple[int, float]]) -> None:
 
 
 def _strings(value: Any) -> tuple[str, ...]:
-    """One stop string or several, none of them empty."""
+    """Return one stop string or several, none of them empty."""
     given = (value,) if isinstance(value, str) else tuple(value)
     if not all(isinstance(text, str) and text for text in given):
         raise MarsError(f"stop_strings is {value!r}: expected texts of at least one character.")
@@ -317,7 +317,7 @@ def check_request(target: Pretrained, request: Request) -> None:
 
 
 def total(completions: Sequence[Completion]) -> Metrics:
-    """Metrics summed over completions."""
+    """Return metrics summed over completions."""
     parts = [dataclasses.asdict(c.metrics) for c in completions]
     summed = {name: sum(p[name] for p in parts) for name in parts[0] if name != "depth_histogram"}
     histogram = tuple(map(sum, zip(*(p["depth_histogram"] for p in parts), strict=True)))

@@ -94,7 +94,7 @@ class Running:
             self._state = None
 
     def _begun(self, made: Prepared, rows: int, compiling: bool) -> DecodeState:
-        """The state that has read a request; `compiling` compiles the step meanwhile."""
+        """Return the state that has read a request; `compiling` compiles the step meanwhile."""
         prompts = made.prompts([0, *[None] * (rows - 1)])
         state, self._state = self._state, None  # its buffers are taken, whatever happens
         with made.target.on_mesh():
@@ -115,7 +115,7 @@ class Running:
     def _steps(
         self, made: Prepared, state: DecodeState, ahead: int
     ) -> Iterator[tuple[DecodeState, StepInfo]]:
-        """The steps. Between two of them the state is held, wherever the caller stops."""
+        """Yield the steps. Between two of them the state is held, wherever the caller stops."""
         self._state = None
         for now, info in decode.stream(made.decoder, made.params, state, ahead=ahead):
             self._state = now
@@ -135,7 +135,8 @@ def _compile_step(made: Prepared, shapes: DecodeState) -> None:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _unread(decoder: Decoder, params: Params, prompts: Prompts) -> DecodeState:
-    """The state of prompts cut to one token, so that there is nothing to read: that their length is known when this is
-    compiled leaves no forward in the program."""
+    """Return the state of prompts cut to one token, so that there is nothing to read: that their length is known when
+    this is compiled leaves no forward in the program.
+    """
     one = np.ones(prompts.tokens.shape[0], np.int32)
     return decoder.init(params, dataclasses.replace(prompts, length=one))

@@ -81,7 +81,7 @@ class Session:
         batch_size: int | None = 1,
         log_probs: bool = False,
     ) -> Session:
-        """A session of what `mars_jax.generate` takes.
+        """Make a session of what `mars_jax.generate` takes.
 
         Args:
           target, drafter, verify, batch_size, log_probs: as for `mars_jax.generate`.
@@ -101,11 +101,11 @@ class Session:
 
     @property
     def rule_name(self) -> str:
-        """For reports."""
+        """Name of the rule, for reports."""
         return facts(self.rule.rule).name
 
     def using(self, rule: LoadedRule) -> Session:
-        """The same pair with another rule; what is compiled for one of the two is for both."""
+        """Return the same pair with another rule; what is compiled for one of the two is for both."""
         return dataclasses.replace(self, rule=rule)
 
     @functools.cached_property
@@ -115,7 +115,7 @@ class Session:
         return dataclasses.replace(self, drafter=drafter, rule=LoadedRule(exact()))
 
     def batches(self, requests: Sequence[Request]) -> Iterator[Batch]:
-        """All the requests, `batch_size` at a time; what the rule has one of per request is dealt out with them."""
+        """Yield all the requests, `batch_size` at a time, with the rule's values of each."""
         if self.batch_size < 1:
             raise MarsError(f"batch_size is {self.batch_size}: give at least 1.")
         for first in range(0, len(requests), self.batch_size):
@@ -126,14 +126,14 @@ class Session:
     def prepare(
         self, requests: Sequence[Request], *, loop: Compile | None = None
     ) -> tuple[Decoder, Params, DecodeState]:
-        """One batch as the arrays that the decoder takes, for a loop of one's own; `loop` as for `Prepared.start`."""
+        """Return one batch as the decoder's arrays, for a loop of one's own; `loop` as for `Prepared.start`."""
         how: Any = {"rows": self.batch_size, "log_probs": self.log_probs, "loop": loop}
         return prepare(self.target, self.drafter, requests, verify=self.rule, **how)
 
     def _steps(
         self, decoder: Decoder, params: Params, state: DecodeState, *, ahead: int
     ) -> Iterator[tuple[DecodeState, StepInfo]]:
-        """The steps of a batch; the state is donated. They run in the target's mesh, which the caller enters."""
+        """Return the steps of a batch; the state is donated. They run in the target's mesh, which the caller enters."""
         if self.drafter.steps is not None:
             return self.drafter.steps(decoder, params, state)
         return decode.stream(decoder, params, state, ahead=ahead)
@@ -156,8 +156,10 @@ class Session:
 
     @activity.doing("compiling")
     def _compile(self, requests: Sequence[Request], stream: bool) -> None:
-        """A chunk of prefill and one step, in the same shapes. They do run, since some backends finish compiling only
-        then."""
+        """Compile a chunk of prefill and one step, in the same shapes.
+
+        They do run, since some backends finish compiling only then.
+        """
         stand_ins = []
         for request in requests:
             length = len(request.prompt_tokens)
@@ -200,8 +202,8 @@ class Session:
         )
 
     def decode(self, requests: Sequence[Request]) -> Result:
-        """All the requests: in one device loop where there are rows for all, else through rows that refill, those that
-        may become longest first.
+        """Decode all the requests: in one device loop where there are rows for all, else through rows that refill,
+        those that may become longest first.
 
         Raises:
           MarsError: as `prepare`.
@@ -230,7 +232,7 @@ class Session:
         )
 
     def refilled(self, requests: Sequence[Request], *, telling: bool = False) -> Queue:
-        """The requests through rows that refill, those that may become longest first; nothing is compiled before.
+        """Decode the requests through rows that refill, those that may be longest first; nothing is compiled before.
 
         Args:
           requests: any number of them.
@@ -249,7 +251,9 @@ class Session:
         return Queue(made, rows, order=longest_first(requests), log_probs=self.log_probs, telling=telling)
 
     def queue(self, requests: Sequence[Request], *, order: Sequence[int] | None = None) -> Iterable[Finished]:
-        """The requests through `batch_size` rows, each as soon as it has ended; see `Queue`. It compiles when called.
+        """Decode the requests through `batch_size` rows, each as soon as it has ended; see `Queue`.
+
+        It compiles when called.
 
         Args:
           requests: any number of them.
@@ -327,7 +331,7 @@ class Session:
 
 
 def rule_of(verify: Any, rows: Sequence[int], count: int) -> Any:
-    """The rule of some of `count` requests: what it has one of per request is theirs."""
+    """Return the rule of some of `count` requests: what it has one of per request is theirs."""
     if isinstance(verify, LoadedRule):
         return verify._replace(rule=take_rows(verify.rule, rows, count))
     return None if verify is None else take_rows(verify, rows, count)

@@ -28,7 +28,7 @@ _MEASURED: dict[Any, tuple[float, ...]] = {}
 
 
 def with_costs(made: Prepared, rows: int, *, log_probs: bool = False, queued: bool = False) -> Prepared:
-    """The prepared requests with a drafter that knows what its sizes cost; as they are where there is but one size.
+    """Return the prepared requests with a drafter that knows what its sizes cost; unchanged if there is but one size.
 
     Args:
       made: the requests and what decodes them.
@@ -55,7 +55,7 @@ def _with(made: Prepared, drafter: Any) -> Prepared:
 
 
 def _measure(made: Prepared, batch: int, *, log_probs: bool, queued: bool) -> list[float]:
-    """Seconds of a step of each size, over short prompts."""
+    """Return the seconds of a step of each size, over short prompts."""
     few = [
         dataclasses.replace(
             request,
@@ -80,7 +80,7 @@ def _measure(made: Prepared, batch: int, *, log_probs: bool, queued: bool) -> li
 
 
 def _round(made: Prepared, entries: list[int], tokens: int, *, log_probs: bool, queued: bool) -> float:
-    """Seconds of a step, of some that give so many tokens at most."""
+    """Return the seconds of a step, of some that give so many tokens at most."""
     state = made.start(entries)
     record = made.width if log_probs else None
     depth = made.decoder.max_depth

@@ -26,7 +26,7 @@ class RowText:
         self.stopped = False
 
     def feed(self, token: int, *, last: bool = False) -> str:
-        """The text that a token completes; `last` releases what was held back. "" after a stop string."""
+        """Return the text that a token completes; `last` releases what was held back. "" after a stop string."""
         if self.stopped:
             return ""
         self.count += 1
@@ -40,7 +40,7 @@ class RowText:
         return text[: len(text) - keep]
 
     def feed_all(self, tokens: Sequence[int], *, last: bool = False) -> list[str]:
-        """The text of each token, up to the one that completes a stop string; `last` is said of the last of them."""
+        """Return the text of each token, up to one that completes a stop string; `last` is about the last of them."""
         pieces: list[str] = []
         for place, token in enumerate(tokens, start=1):
             if not self.stopped:

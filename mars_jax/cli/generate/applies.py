@@ -131,7 +131,7 @@ def _check_sampling(present: Present, args: argparse.Namespace, rows: Sequence[P
 
 
 def _check_file(args: argparse.Namespace, rows: Sequence[PromptRow]) -> None:
-    """A calibrated threshold stands for the settings that it was calibrated with, in every row that takes it."""
+    """Check that every row that takes a calibrated threshold has the settings that it was calibrated with."""
     if args.theta_file is None:
         return
     for row in rows:

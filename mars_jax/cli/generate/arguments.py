@@ -71,7 +71,7 @@ _SHORT = (
 
 
 def parser() -> Parser:
-    """The parser. Flags default to None, so that what was given can be told from what was not."""
+    """Make the parser. Flags default to None, so that what was given can be told from what was not."""
     made = Parser(
         prog="python -m mars_jax.generate",
         usage="%(prog)s [flags] [PROMPT ...]",
@@ -261,7 +261,7 @@ def _add_machine(made: argparse.ArgumentParser) -> None:
 
 
 def _logit_bias(given: Sequence[str]) -> dict[int, float]:
-    """TOKEN=X by token id."""
+    """Return the X of each TOKEN=X by token id."""
     made = {}
     for text in given:
         token, _, value = text.partition("=")
@@ -273,7 +273,7 @@ def _logit_bias(given: Sequence[str]) -> dict[int, float]:
 
 
 def _devices(text: str) -> tuple[int, ...]:
-    """N,N,... as numbers."""
+    """Return the numbers in N,N,..."""
     parts = text.split(",")
     if not all(part.isascii() and part.isdigit() and len(part) < 7 for part in parts):
         raise MarsError(
@@ -295,7 +295,7 @@ def _check_constraints(args: argparse.Namespace) -> None:
 
 
 def _template_args(given: Sequence[str]) -> dict[str, Any]:
-    """NAME=VALUE by name; what is no JSON is a text."""
+    """Return the VALUE of each NAME=VALUE by name; what is no JSON is a text."""
     made: dict[str, Any] = {}
     for text in given:
         name, equals, value = text.partition("=")
@@ -313,7 +313,7 @@ def _template_args(given: Sequence[str]) -> dict[str, Any]:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Flags as values, and `rule`, what those of the rule choose. Whether a flag applies is for `check_flags`.
+    """Return flags as values, and as `rule` what those of the rule choose. `check_flags` says whether a flag applies.
 
     Raises:
       MarsError: an unknown flag, or a value that is not what the flag takes.

@@ -53,7 +53,7 @@ def _run(argv: Sequence[str], args: argparse.Namespace, out: IO[str]) -> None:
 
 
 def _list(args: argparse.Namespace, out: IO[str]) -> None:
-    """The tables, and nothing else."""
+    """Print the tables, and nothing else."""
     if args.prompts or args.prompts_file is not None:
         flag = "--list-rules" if args.list_rules else "--list-drafters"
         raise MarsError(f"{flag} prints a table and decodes nothing: leave the prompts out, or it.")

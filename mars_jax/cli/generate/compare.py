@@ -68,7 +68,7 @@ def _row(name: str, results: list[Result]) -> dict[str, Any]:
 
 
 def to_table(comparison: dict[str, Any]) -> Table:
-    """The comparison for people."""
+    """Return the comparison as a table for people."""
     prompts, repeats = comparison["prompts"], comparison["repeats"]
     table = Table(
         caption=f"{prompts} prompt{'s' * (prompts != 1)}, batches of {comparison['batch_size']}, median of "

@@ -43,7 +43,7 @@ class Decoding:
         self._queue = job.session.queue(requests, order=range(first, len(requests)))
 
     def __iter__(self) -> Iterator[Completion]:
-        """Raises MarsError where all of the first batch fail: then the next would fail as well.
+        """Yield the completions; raise MarsError if all of the first batch fail, since the next would fail as well.
 
         With `hold` they are given when one of them has not failed, and so not at all where they all have.
         """
@@ -102,7 +102,7 @@ class Job:
         return dict(self.run) | {"settings": self.run["settings"] | own}
 
     def batches(self) -> Iterator[Batch]:
-        """The requests, a batch at a time."""
+        """Return the requests, a batch at a time."""
         return self.session.batches(self.requests)
 
     def decode(self, first: int = 0, *, hold: bool = True) -> Decoding:
@@ -202,7 +202,7 @@ def _dtype(params: Any) -> str:
 
 
 def load_rule(choice: specs.RuleChoice, target: Pretrained, rows: Sequence[PromptRow]) -> LoadedRule:
-    """The rule, the numbers that rows choose for themselves as one for each prompt."""
+    """Return the rule, the numbers that rows choose for themselves as one for each prompt."""
     chosen = dict.fromkeys(name for row in rows for name in row.numbers)
     common = {name: setting.default for name, setting in choice.options.items()} | dict(choice.settings)
     own = {name: [row.numbers.get(name, common[name]) for row in rows] for name in chosen}
@@ -213,7 +213,7 @@ def load_rule(choice: specs.RuleChoice, target: Pretrained, rows: Sequence[Promp
 
 
 def _check_tau(choice: specs.RuleChoice, rows: Sequence[PromptRow], most: int) -> None:
-    """A draft gives so many tokens a step at most."""
+    """Check that tau is within the tokens that a draft gives a step at most."""
     for row in rows:
         tau = row.numbers.get("tau") or choice.settings["tau"]
         if tau > most:
@@ -222,7 +222,7 @@ def _check_tau(choice: specs.RuleChoice, rows: Sequence[PromptRow], most: int) -
 
 
 def make_requests(target: Pretrained, args: argparse.Namespace, rows: Sequence[PromptRow]) -> list[Request]:
-    """Tokenized requests. Row i draws with the seed --seed + i unless it names one, whatever its batch.
+    """Tokenize requests. Row i draws with the seed --seed + i unless it names one, whatever its batch.
 
     All of them before weights are loaded, and not as they are decoded: a prompt that is too long is to be named in the
     first seconds, and not after hours of work.
@@ -257,7 +257,7 @@ def make_requests(target: Pretrained, args: argparse.Namespace, rows: Sequence[P
 def _tokens(
     target: Pretrained, rows: Sequence[PromptRow], args: argparse.Namespace
 ) -> Iterator[Sequence[int]]:
-    """Token ids of each prompt, a chunk at a time, each chunk on all cores.
+    """Yield the token ids of each prompt, a chunk at a time, each chunk on all cores.
 
     Raises:
       MarsError: a prompt that cannot be tokenized, by its line.

@@ -78,7 +78,7 @@ def _made(path: Path) -> bool:
 
 
 def _completion(line: str, words: Sequence[str], state: int) -> str | None:
-    """The word number `state` that begins as the line does.
+    """Return the word number `state` that begins as the line does.
 
     >>> _completion("/s", ["/new", "/set", "/settings"], 1)
     '/settings'

@@ -51,7 +51,7 @@ class Recorded(NamedTuple):
 
 
 def recorded(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRow]) -> Recorded:
-    """The settings of the flags and of the prompts file.
+    """Return the settings of the flags and of the prompts file.
 
     A flag that is given with its default is one that is not given: both decode the same.
     """
@@ -193,7 +193,7 @@ class OutputFile:
         self._rows.append(row)
 
     def _check_torn(self, torn: bytes) -> None:
-        """Only a torn row of this run is cut off; another file that merely lacks its last newline is not."""
+        """Check that a torn row is this run's: another file, which merely lacks its last newline, is not cut off."""
         if self.finished < len(self._requests):
             head = to_line(row_head(self._requests[self.finished]))[:-1].encode()
             if could_begin(torn, head):
@@ -236,7 +236,7 @@ class OutputFile:
 
 
 def fingerprints(session: Session, draft: DraftSpec) -> dict[str, str]:
-    """A name for the weights of each that has any. Where there are several processes, all call it.
+    """Return a name for the weights of each that has any. Where there are several processes, all call it.
 
     Args:
       session: with the weights.
@@ -258,16 +258,16 @@ class Unwritten:
     finished = 0
 
     def check_weights(self, weights: Mapping[str, str]) -> None:
-        """Nothing: the first process does."""
+        """Do nothing: the first process does."""
 
     def check(self, requests: Sequence[Request], rule: str) -> None:
-        """Nothing: the first process does."""
+        """Do nothing: the first process does."""
 
     def check_same(self, index: int, completion: Completion) -> None:
-        """Nothing: the first process does."""
+        """Do nothing: the first process does."""
 
     def append(self, completion: Completion, run: Mapping[str, Any] | None = None) -> None:
-        """Nothing: the first process does."""
+        """Do nothing: the first process does."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no file is open."""

@@ -39,12 +39,12 @@ class PromptRow:
         return self.settings | {"messages": self.messages, "prompt_tokens": self.tokens}
 
     def error(self, message: object) -> MarsError:
-        """`message` with the place it is about."""
+        """Make an error of `message` with the place it is about."""
         return MarsError(f"{self.where}: {message}" if self.where else str(message))
 
 
 def from_texts(texts: list[str]) -> list[PromptRow]:
-    """Prompts of the command line.
+    """Return the prompts of the command line.
 
     Raises:
       MarsError: one is empty, or not Unicode.
@@ -53,7 +53,7 @@ def from_texts(texts: list[str]) -> list[PromptRow]:
 
 
 def read_prompts(path: str, rule: RuleChoice) -> list[PromptRow]:
-    """The rows of a file; `-` is stdin. Blank lines are ignored.
+    """Read the rows of a file; `-` is stdin. Blank lines are ignored.
 
     Files named *.jsonl, *.ndjson or *.json hold JSON lines, and so does stdin if it begins with "{".
 
@@ -185,7 +185,7 @@ def _constraints(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _logit_bias(value: Any) -> dict[int, float]:
-    """An object of token ids, whose keys JSON has as texts; "-inf" bans one."""
+    """Return an object of token ids, whose keys JSON has as texts; "-inf" bans one."""
     try:
         return {int(token): float(x) for token, x in value.items()}
     except (AttributeError, TypeError, ValueError):
@@ -195,7 +195,7 @@ def _logit_bias(value: Any) -> dict[int, float]:
 
 
 def _unknown(name: str, rule: RuleChoice, keys: tuple[str, ...]) -> str:
-    """Why a key is none of a row."""
+    """Explain why a key is none of a row."""
     if name in rule.options:
         return f"{name} is one for all prompts: leave it out, and give --rule-option {name}=VALUE."
     if any(name in row.settings for row in specs.RULES.values()):

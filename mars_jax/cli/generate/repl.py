@@ -90,14 +90,14 @@ class Talk:
         self._count = 0  # of answers
 
     def greet(self) -> None:
-        """Who answers, and how to leave."""
+        """Say which pair answers, and how to leave."""
         pair = f"{self._args.target}, {self._args.draft}, rule {self._job.session.rule_name}"
         self._tell(f"{pair}; /help lists commands, Ctrl-D leaves", "dim")
         if self._job.drafts and self._screen.color_system is not None:
             self._screen.print(legend(self._screen.width))
 
     def _tell(self, sentence: str, style: str = "") -> None:
-        """Beside the text: on stderr, no word cut at the terminal's edge."""
+        """Print a sentence beside the text: on stderr, no word cut at the terminal's edge."""
         self._screen.print(sentence, style=style, soft_wrap=False)
 
     def takes(self, ask: Any) -> bool:
@@ -185,7 +185,7 @@ class Talk:
         self._answer(self._last)
 
     def _request(self, row: PromptRow) -> Request:
-        """A line as a request; line i draws with the seed --seed + i, as in a file of prompts."""
+        """Return a line as a request; line i draws with the seed --seed + i, as in a file of prompts."""
         seed = ((self._args.seed or 0) + self._count) % 2**32
         [made] = make_requests(self._job.session.target, _with(self._args, seed=seed), [row])
         return made
@@ -199,7 +199,7 @@ class Talk:
             self._tell(f"  {name:<20} {value}")
 
     def _set(self, words: list[str]) -> None:
-        """Flags once more, with this one at their end: what is wrong with it is told as it is of a flag."""
+        """Parse the flags once more, with this one at their end: what is wrong with it is told as it is of a flag."""
         options = {name: o for name, o in self._choices.rule.options.items() if o.flag}
         known = [*SAMPLING, *options]
         if len(words) != 2:
@@ -231,7 +231,7 @@ def _with(args: argparse.Namespace, **changed: Any) -> argparse.Namespace:
 
 @contextlib.contextmanager
 def stoppable() -> Iterator[list[bool]]:
-    """Ctrl-C fills the list that is given, and leaves the work at hand alone; a second one interrupts it.
+    """Let Ctrl-C fill the list that is given, and leave the work at hand alone; a second one interrupts it.
 
     An interrupt in the middle of a step would take the caches with it, whose buffers the step has been given.
     """

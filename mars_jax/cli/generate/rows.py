@@ -10,7 +10,7 @@ from mars_jax.serve.requests import Completion, Request
 
 
 def row_head(request: Request) -> dict[str, Any]:
-    """The keys with which the row of a request begins, known before anything is decoded."""
+    """Return the keys with which the row of a request begins, known before anything is decoded."""
     return (
         ({} if request.id is None else {"id": request.id})
         | {"prompt": request.prompt}
@@ -19,7 +19,7 @@ def row_head(request: Request) -> dict[str, Any]:
 
 
 def to_row(completion: Completion, rule: str, run: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The row of a finished prompt; docs/rows.md has its schema. `tau` counts the correction or bonus token.
+    """Return the row of a finished prompt; docs/rows.md has its schema. `tau` counts the correction or bonus token.
 
     Args:
       completion: of the prompt.

@@ -33,7 +33,7 @@ class _Console(Console):
 
 
 def console(file: IO[str]) -> Console:
-    """A console that writes text as it is."""
+    """Make a console that writes text as it is."""
     return _Console(
         file=file,
         highlight=False,
@@ -61,7 +61,7 @@ class TextPrinter:
         self._write(("\n" if self._last else "") + text + ("\n" if chat else ""), "dim")
 
     def piece(self, kind: str, text: str) -> None:
-        """Some more of the continuation."""
+        """Print some more of the continuation."""
         self._write(text, STYLES[kind] if self._colours else "")
 
     def end(self) -> None:
@@ -100,7 +100,7 @@ def line_of(completion: Completion, *, drafts: bool, read: int) -> str:
 
 
 def statistics(metrics: Metrics, seconds: float, rule: str, *, drafts: bool) -> str:
-    """A few lines about how the decoding went; those about drafts only where there were any."""
+    """Return a few lines about how the decoding went; those about drafts only where there were any."""
     speed = metrics.emitted / max(seconds, 1e-9)
     lines = [
         f"{metrics.emitted} tokens in {seconds:.2f} s, {speed:.1f} tokens/s, {metrics.steps} steps, "

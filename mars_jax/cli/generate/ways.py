@@ -62,13 +62,13 @@ def _show(
 
 
 def _stop_if_all_failed(job: Job, done: list[Completion]) -> None:
-    """The next batch would fail as well, and there is nothing to show."""
+    """Raise MarsError if all failed: the next batch would fail as well, and there is nothing to show."""
     if all(completion.finish_reason == "failed" for completion in done):
         job.check_finite()
 
 
 def _row_by_row(events: Iterator[StreamEvent]) -> Iterator[StreamEvent]:
-    """Events of row 0 as they come, then those of row 1, and so on."""
+    """Yield the events of row 0 as they come, then those of row 1, and so on."""
     waiting: dict[int, list[StreamEvent]] = collections.defaultdict(list)
     current = 0
     for event in events:
@@ -104,14 +104,14 @@ def _decoding(job: Job, first: int = 0, *, hold: bool = True) -> Decoding:
 
 
 def _each(decoding: Decoding, count: Count) -> Iterator[Completion]:
-    """The completions, counted."""
+    """Yield the completions, and count them."""
     for completion in decoding:
         count.advance([completion], decoding.seconds)
         yield completion
 
 
 def _stream(alone: Job) -> float:
-    """Tokens a second without a draft, streamed as the text was."""
+    """Return the tokens a second without a draft, streamed as the text was."""
     with busy("decoding once more autoregressively, for comparison"):
         streams = [alone.stream(batch) for batch in alone.batches()]
         done = [[e.completion for e in events if e.completion is not None] for events in streams]
@@ -119,7 +119,7 @@ def _stream(alone: Job) -> float:
 
 
 def _speed(alone: Job) -> float:
-    """Tokens a second without a draft."""
+    """Return the tokens a second without a draft."""
     decoding = alone.decode()
     tokens = sum(len(completion.tokens) for completion in decoding)
     return tokens / max(decoding.seconds, 1e-9)
@@ -199,7 +199,7 @@ def _report(
     colours: bool = False,
     plain: float | None = None,
 ) -> None:
-    """Totals on stderr, so that stdout stays the text. `plain` is tokens a second of autoregression."""
+    """Print totals on stderr, so that stdout stays the text. `plain` is tokens a second of autoregression."""
     seconds = max(seconds, 1e-9)
     screen = _errors()
     screen.print()

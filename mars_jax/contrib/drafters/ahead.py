@@ -60,7 +60,7 @@ class Guesses:
 
 
 def ahead(target: LanguageModel, drafter: Drafter, verify: Rule) -> Ahead:
-    """A target and a drafter that work at the same time.
+    """Pair a target and a drafter that work at the same time.
 
     Args:
       target: the model whose text this is.
@@ -80,7 +80,7 @@ def ahead(target: LanguageModel, drafter: Drafter, verify: Rule) -> Ahead:
 
 
 def handed_by(drafter: Drafter, target: LanguageModel) -> Drafter:
-    """The drafter of K tokens that the target sees of one of K + 1.
+    """Make the drafter of K tokens that the target sees of one of K + 1.
 
     Raises:
       MarsError: as `ahead`.
@@ -133,7 +133,7 @@ def _begin(drafter: Drafter, params: PyTree, text: Committed) -> PyTree:
 def _draft(
     drafter: Drafter, params: PyTree, state: PyTree, text: Committed, controls: Controls, keys: Array
 ) -> tuple[Array, Committed, PyTree]:
-    """The draft i32[B, K + 1], the text as if all of it held, and the drafter's state."""
+    """Make the draft i32[B, K + 1], the text as if all of it held, and the drafter's state."""
     given = DraftInput(keys=keys, tokens=text.tokens, length=text.length, controls=controls)
     tree, state = drafter.propose(Params((), params), state, given)
     if tree.draft_logits is not None:
@@ -150,7 +150,7 @@ def _draft(
 def _verify(
     decoder: Decoder, params: PyTree, state: DecodeState, handed: Array
 ) -> tuple[DecodeState, StepInfo, Committed, Array]:
-    """A step with a draft i32[B, K], the text after it and which rows are done then."""
+    """Step with a draft i32[B, K]; return the text after it too, and which rows are done then."""
     state, info = decoder.step(params, dataclasses.replace(state, draft=handed))
     text = Committed(jnp.copy(state.tokens), jnp.copy(state.length))
     return state, info, text, jnp.copy(state.done)
@@ -247,12 +247,12 @@ class _Drafter:
         return contextlib.nullcontext() if self._mesh is None else jax.set_mesh(self._mesh)
 
     def part(self, drafted: Array, columns: slice) -> Array:
-        """Columns of a draft; the loop runs in the target's mesh, where a draft is not."""
+        """Return columns of a draft; the loop runs in the target's mesh, where a draft is not."""
         with self._here():
             return drafted[:, columns]
 
     def draft(self, text: Committed) -> tuple[Array, Committed]:
-        """The draft i32[B, K + 1] after a text, and the text as if all of it held."""
+        """Make the draft i32[B, K + 1] after a text, and the text as if all of it held."""
         text = jax.device_put(text, self._place)
         with self._here():
             drafted, guessed, self._state = _draft(

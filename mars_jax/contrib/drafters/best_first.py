@@ -30,7 +30,7 @@ from mars_jax.drafters.tree_shapes import Dynamic
 
 @jax.named_scope("best_first")
 def best_first(shape: Dynamic, root: Array, logits: Array, alive: Array) -> DraftTree:
-    """The tree of the `shape.num_nodes` likeliest nodes, of at most `shape.top_k` children each, the likeliest first.
+    """Return the tree of the `shape.num_nodes` likeliest nodes, `shape.top_k` children each at most, likeliest first.
 
     Args:
       shape: its depth is D.
@@ -89,7 +89,7 @@ def best_first(shape: Dynamic, root: Array, logits: Array, alive: Array) -> Draf
 
 
 def _sums(source: Array, places: np.ndarray) -> Array:
-    """f32[B, C]: of source f32[B, S] the sums at places i32[C, P], which differ but for that of a zero."""
+    """Return f32[B, C]: of source f32[B, S] the sums at places i32[C, P], which differ but for that of a zero."""
 
     def gathered(source: Array) -> Array:
         # One after the other: the same order for a node and its parent.
@@ -125,7 +125,7 @@ class _Plan(NamedTuple):
 
 @functools.lru_cache
 def _plan(m: int, depth: int, k: int) -> _Plan:
-    """The static part of trees of m nodes, `depth` levels and k children."""
+    """Return the static part of trees of m nodes, `depth` levels and k children."""
     # More depths at once are fewer sorts of more nodes.
     size = 3 if m <= 128 else 2 if m <= 512 else 1
     cuts = [*range(0, depth, size), depth]
@@ -157,11 +157,15 @@ def _plan(m: int, depth: int, k: int) -> _Plan:
 
 
 def _nodes(m: int, k: int, begin: int, end: int, prefixes: int) -> Iterator[tuple[int, ...]]:
-    """The nodes of depths `begin` .. `end` - 1 that may be among the m likeliest: the number of the prefix, by its
-    likelihood among `prefixes`, and those of the tokens below it."""
+    """Yield the nodes of depths `begin` .. `end` - 1 that may be among the m likeliest: the number of the prefix, by
+    its likelihood among `prefixes`, and those of the tokens below it.
+    """
 
     def below(path: tuple[int, ...], width: int, better: int) -> Iterator[tuple[int, ...]]:
-        """`width` nodes of this depth are no less likely than this one, itself among them, and `better` of all."""
+        """Yield the nodes below one.
+
+        At its depth `width` nodes, itself among them, are no less likely; of all, `better` are.
+        """
         for j in range(k):
             count = better + width * (j + 1)
             if count > m:

@@ -96,7 +96,7 @@ def cascade(
 
 
 class CascadeState(NamedTuple):
-    """Between two steps."""
+    """State of a cascade between two steps."""
 
     inner: PyTree  # of the inner drafter
     cache: PyTree  # the proxy's own
@@ -210,13 +210,13 @@ def _cascade(inner: Drafter, proxy: LanguageModel, most: int, gate: str) -> Draf
 
 
 def _first(where: Array) -> Array:
-    """i32[B]: the first place of bool[B, P]; P where there is none."""
+    """Return i32[B]: the first place of bool[B, P]; P where there is none."""
     n = where.shape[1]
     return jnp.min(jnp.where(where, jnp.arange(n, dtype=jnp.int32)[None], n), axis=1)
 
 
 def _put(values: Array, first: Array, new: Array, chosen: Array) -> Array:
-    """values [B, M] with new [B, P] from place `first` i32[B] on, where chosen bool[B, P]."""
+    """Return values [B, M] with new [B, P] from place `first` i32[B] on, where chosen bool[B, P]."""
     place = first[:, None] + jnp.arange(new.shape[1], dtype=jnp.int32)[None]
     place = jnp.where(chosen, place, values.shape[1])
     return jax.vmap(lambda row, at, put: row.at[at].set(put, mode="drop"))(values, place, new)

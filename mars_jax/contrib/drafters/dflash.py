@@ -46,7 +46,7 @@ from mars_jax.drafters.tree_shapes import Dynamic, Shape, Static, describe, shap
 
 @struct.dataclass(kw_only=True)
 class DFlashState:
-    """Between two steps."""
+    """State of a block drafter between two steps."""
 
     cache: KVCache
 
@@ -111,7 +111,7 @@ def _dflash(
         return DFlashState(cache=config.init_cache(batch, buffer + max(size, depth + 1), cache_dtype))
 
     def absorb(params: Params, state: DFlashState, output: ForwardOutput, first: Array) -> DFlashState:
-        """The context of consecutive tokens from position `first` on."""
+        """Write the context of consecutive tokens from position `first` on."""
         fused = head.fuse(config, params.draft, output)
         place = first[:, None] + jnp.arange(fused.shape[1], dtype=jnp.int32)[None]
         return DFlashState(cache=head.absorb(config, params.draft, fused, place, first, state.cache))
@@ -178,7 +178,7 @@ class _Block(NamedTuple):
 
 
 def _alive(config: DFlashConfig, block: _Block) -> Array:
-    """bool[B, D]: the depths that are drafted, of a head whose places do not depend on each other."""
+    """Return bool[B, D]: the depths that are drafted, of a head whose places do not depend on each other."""
     controls = block.given.controls
     if config.confidence:
         stops = _doubt(config, block, block.hidden, block.root) > controls.draft_stop[:, None]
@@ -188,12 +188,12 @@ def _alive(config: DFlashConfig, block: _Block) -> Array:
 
 
 def _doubt(config: DFlashConfig, block: _Block, hidden: Array, before: Array) -> Array:
-    """f32[B, N]: the confidence head's chance that the tokens after `before` are rejected."""
+    """Return f32[B, N]: the confidence head's chance that the tokens after `before` are rejected."""
     return jax.nn.sigmoid(-head.confidence(config, block.params.draft, hidden, before))
 
 
 def _chain(config: DFlashConfig, sample: bool, block: _Block) -> DraftTree:
-    """The likeliest tokens of all places, or what is drawn from them, none of which knows of the others."""
+    """Return the likeliest tokens of all places, or what is drawn from them, none of which knows of the others."""
     params, controls = block.params, block.given.controls
     if sample:
         processed = process(config.widen(params, block.marginals), controls)
@@ -207,11 +207,11 @@ def _chain(config: DFlashConfig, sample: bool, block: _Block) -> DraftTree:
 
 
 def _grown(config: DFlashConfig, shape: Shape, sample: bool, block: _Block) -> DraftTree:
-    """A draft level by level, each from the marginals of its place and, with a Markov head, the token above."""
+    """Grow a draft level by level, each from the marginals of its place and, with a Markov head, the token above."""
     params, first = block.params, block.given.length - 1
 
     def at(depth: Any, values: Array, before: Array) -> Array:
-        """values [B, D, ...] of a depth below the root, for all of the nodes above it i32[B, W]."""
+        """Return values [B, D, ...] of a depth below the root, for all of the nodes above it i32[B, W]."""
         one = lax.dynamic_slice_in_dim(values, depth, 1, axis=1)
         return jnp.broadcast_to(one, (before.shape[0], before.shape[1], *values.shape[2:]))
 

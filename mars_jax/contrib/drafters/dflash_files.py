@@ -98,7 +98,7 @@ def save_dflash(
 
 @checked
 def from_dflash_json(data: dict[str, Any], shapes: Shapes, target: ModelConfig) -> DFlashConfig:
-    """A DFlashConfig from the contents of config.json and the shapes of the tensors by canonical name.
+    """Make a DFlashConfig from the contents of config.json and the shapes of the tensors by canonical name.
 
     Raises:
       MarsError: they contradict each other or the target, or are not supported.
@@ -164,7 +164,7 @@ def _check_kind(data: dict[str, Any], shapes: Shapes) -> None:
 
 
 def _layer(data: dict[str, Any], shapes: Shapes, target: ModelConfig) -> ModelConfig:
-    """The config of the layers: Qwen3's, whose norms and biases the tensors tell."""
+    """Return the config of the layers: Qwen3's, whose norms and biases the tensors tell."""
     norm = shapes.get("layers.0.self_attn.q_norm.weight")
     known = {"vocab_size": target.vocab_size} | {k: v for k, v in data.items() if v is not None}
     if "head_dim" not in known:
@@ -187,7 +187,7 @@ def _layer(data: dict[str, Any], shapes: Shapes, target: ModelConfig) -> ModelCo
 def _feature_layers(
     data: dict[str, Any], shapes: Shapes, target: ModelConfig, nested: bool
 ) -> tuple[int, ...]:
-    """The layers whose outputs the head reads."""
+    """Return the layers whose outputs the head reads."""
     key = _STATES if nested else "target_layer_ids"
     layers, count = data.get(key), target.num_layers
     if layers is None and nested:
@@ -205,7 +205,7 @@ def _feature_layers(
 def to_dflash_json(
     config: DFlashConfig, *, dtype: str, layout: str = "dflash", verifier: str | None = None
 ) -> dict[str, Any]:
-    """The contents of config.json.
+    """Return the contents of config.json.
 
     Args:
       config, dtype: of the head.

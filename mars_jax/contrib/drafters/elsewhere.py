@@ -25,7 +25,7 @@ from mars_jax.verify import needs_q
 
 
 def open_device(numbers: Sequence[int], target_mesh: Mesh | None = None) -> Any:
-    """The place of a drafter: a device, or a mesh of several over which a small model is divided (`model`).
+    """Return the place of a drafter: a device, or a mesh of several over which a small model is divided (`model`).
 
     Args:
       numbers: of devices, as `jax.devices()` counts them.
@@ -66,7 +66,7 @@ def open_device(numbers: Sequence[int], target_mesh: Mesh | None = None) -> Any:
 def draft_elsewhere(
     drafter: drafters.AnyDrafter, target: Pretrained, draft_device: Any, **options: Any
 ) -> drafters.LoadedDrafter:
-    """A small model that drafts on a device or a mesh of its own while the target verifies.
+    """Return a small model that drafts on a device or a mesh of its own while the target verifies.
 
     It drafts one token more than the target is given: the last one is the guess by which it goes on. Rows do not
     refill: prompts are decoded a batch at a time.

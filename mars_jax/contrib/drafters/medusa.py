@@ -98,7 +98,7 @@ def _medusa(config: MedusaConfig, shape: Static, sample: bool) -> Drafter:
     def draft_chain(
         keys: Array, logits: Array, controls: Controls, steering: Steering
     ) -> tuple[Array, Array | None]:
-        """The token of each head i32[B, K], and the processed logits f32[B, N, V] that they were drawn from."""
+        """Return the token of each head i32[B, K], and the processed logits f32[B, N, V] that they were drawn from."""
         if steering.guide is not None:
             return steered_chain(keys, logits, controls, steering)
         if not sample:

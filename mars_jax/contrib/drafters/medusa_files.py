@@ -62,7 +62,7 @@ def load_medusa(
 
 
 def _directory(name_or_path: str | os.PathLike[str]) -> Path:
-    """The local directory with the heads, downloaded where it is a name on the hub."""
+    """Return the local directory with the heads, downloaded where it is a name on the hub."""
     directory = resolve(name_or_path, weights=False)
     if any((directory / name).is_file() for name in _FILES):
         return directory
@@ -86,7 +86,7 @@ def _directory(name_or_path: str | os.PathLike[str]) -> Path:
 
 
 def _config(directory: Path, tensors: dict[str, Tensor], target: ModelConfig) -> MedusaConfig:
-    """The config that config.json states and the tensors confirm."""
+    """Return the config that config.json states and the tensors confirm."""
     data = read_json(directory / "config.json")
 
     def number(key: str) -> int:

@@ -91,8 +91,8 @@ def replay(num_draft_tokens: int = 8, *, max_ngram: int = 6, min_ngram: int = 2)
 
 
 def corpus(texts: Iterable[Sequence[int]], size: int = CORPUS) -> Array:
-    """Token ids of texts as the corpus of `replay`: i32[size], the last ones at its end; the first are left out where
-    there is no room.
+    """Return the token ids of texts as the corpus of `replay`: i32[size], the last ones at its end; the first are left
+    out where there is no room.
 
     A prompt before its answer, as one text, lets the first tokens of an answer be drafted too.
 

@@ -39,7 +39,7 @@ class SprinterParams(NamedTuple):
 
 
 def chance(params: SprinterParams, hidden: Array) -> Array:
-    """f32[...]: sigmoid(w . h + b), the chance that the target accepts the token whose hidden state is h [..., E]."""
+    """Return f32[...]: sigmoid(w . h + b), the chance that the target accepts a token with hidden state h [..., E]."""
     score = jnp.einsum("...e,e->...", hidden.astype(jnp.float32), params.weight) + params.bias
     return jax.nn.sigmoid(score)
 
@@ -102,7 +102,7 @@ def _sprinter(model: LanguageModel, most: int, sample: bool) -> Drafter:
         may_trust = jnp.ones((batch,), bool) if sample else is_greedy(controls)
 
         def pick(logits: Array, depth: Array) -> tuple[Array, Array]:
-            """The next token i32[B, 1], and the logits f32[B, 1, V] that it was drawn from."""
+            """Return the next token i32[B, 1], and the logits f32[B, 1, V] that it was drawn from."""
             if not sample:
                 return argmax(logits), logits
             processed = process(logits, controls)

@@ -109,7 +109,7 @@ def part_of(system: System, name: str) -> str:
 
 
 def load_classifier(system: System) -> tuple[np.ndarray, np.ndarray]:
-    """(weight f32[E], bias f32[]) of SPRINTER's classifier.
+    """Load (weight f32[E], bias f32[]) of SPRINTER's classifier.
 
     Raises:
       MarsError: there are no weights, or they are something else.

@@ -100,7 +100,7 @@ def _cascade(asked: Asked, system: System, proxy: LanguageModel, weights: PyTree
 
 
 def _model(asked: Asked, system: System, name: str) -> Pretrained:
-    """A model that the system names, with the target's tokenizer and on its mesh."""
+    """Load a model that the system names, with the target's tokenizer and on its mesh."""
     found = hub.load(
         part_of(system, name),
         dtype=asked.dtype,

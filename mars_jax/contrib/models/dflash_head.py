@@ -95,7 +95,7 @@ class DFlashConfig(LayeredHead):
 
     @classmethod
     def outline(cls, target: ModelConfig) -> Self:
-        """A DFlash head of the published shape: five of Qwen3's layers as wide as the target, which read five of it.
+        """Return a DFlash head of the published shape: five Qwen3 layers as wide as the target, reading five of its.
 
         >>> target = ModelConfig(vocab_size=9, hidden_size=8, intermediate_size=8, num_layers=36, num_heads=1)
         >>> DFlashConfig.outline(target).feature_layers
@@ -176,7 +176,7 @@ def absorb(
 
 
 def block(config: DFlashConfig, last: Array) -> Array:
-    """The tokens i32[B, K] of a block after the last committed tokens i32[B, 1]."""
+    """Return the tokens i32[B, K] of a block after the last committed tokens i32[B, 1]."""
     masks = jnp.full((last.shape[0], config.block_size - 1), config.mask_token, last.dtype)
     return jnp.concatenate([last, masks], axis=1)
 
@@ -224,7 +224,7 @@ def forward(
 
 
 def _attending(visible: Visible, slots: int, window: int | None, causal: bool) -> Attend:
-    """Attention of a layer; a window also hides what is as far ahead (z-lab/dflash, `_attention_mask`)."""
+    """Return the attention of a layer; a window also hides what is as far ahead (z-lab/dflash, `_attention_mask`)."""
     at = visible.positions[:, :, None]
     rows = visible.positions if visible.seen_positions is None else visible.seen_positions
     seen = visible.seen
@@ -238,7 +238,7 @@ def _attending(visible: Visible, slots: int, window: int | None, causal: bool) -
 
 @jax.named_scope("unembed")
 def unembed(config: DFlashConfig, target: LanguageModel, params: Params, hidden: Array) -> Array:
-    """Logits f32[B, N, W] of hidden states [B, N, E], before what a Markov head adds."""
+    """Return logits f32[B, N, W] of hidden states [B, N, E], before what a Markov head adds."""
     return config.unembed(target, params, hidden)
 
 
@@ -251,7 +251,7 @@ def markov(config: DFlashConfig, head: PyTree, before: Array) -> Array:
 
 @jax.named_scope("confidence")
 def confidence(config: DFlashConfig, head: PyTree, hidden: Array, before: Array) -> Array:
-    """Logits f32[B, N] of the chance that a place is accepted, from hidden states [B, N, E] and the tokens before."""
+    """Return logits f32[B, N] that a place is accepted, from hidden states [B, N, E] and the tokens before."""
     read = hidden.astype(jnp.float32)
     if config.confidence_markov:
         read = jnp.concatenate([read, embed(head["markov_in"], before).astype(jnp.float32)], axis=-1)

@@ -13,11 +13,11 @@ from mars_jax.core.types import PyTree
 
 WIDTH = 64
 WORST_GAP = 10.0
-"""Nats; a gap beyond it says no more."""
+"""Largest gap in nats; a gap beyond it says no more."""
 
 
 def init_params(hidden_size: int, key: Array, *, width: int = WIDTH) -> PyTree:
-    """Random params, float32: one hidden layer on the target's features, and its margin straight to the output.
+    """Make random params, float32: one hidden layer on the target's features, and its margin straight to the output.
 
     >>> init_params(8, jax.random.key(0), width=4)["inner"].shape
     (4, 8)
@@ -32,7 +32,7 @@ def init_params(hidden_size: int, key: Array, *, width: int = WIDTH) -> PyTree:
 
 
 def logit(params: PyTree, hidden: Array, z1: Array, z2: Array) -> Array:
-    """Log odds f32[...] that the runner-up in place of the best token changes the outcome.
+    """Return log odds f32[...] that the runner-up in place of the best token changes the outcome.
 
     Args:
       params: from `init_params`.

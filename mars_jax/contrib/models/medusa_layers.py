@@ -48,7 +48,7 @@ class MedusaConfig(HeadConfig):
 
     @classmethod
     def outline(cls, target: ModelConfig) -> Self:
-        """The published five heads of one block."""
+        """Return the published five heads of one block."""
         return cls(num_heads=5, num_layers=1, hidden_size=target.hidden_size, vocab_size=target.vocab_size)
 
     def weights(self) -> tuple[Weight, ...]:
@@ -65,7 +65,7 @@ class MedusaConfig(HeadConfig):
 
 @jax.named_scope("unembed")
 def logits(params: PyTree, hidden: Array, count: int) -> Array:
-    """Logits of the first `count` heads: hidden [B, 1, E] -> f32[B, K, V], entry i of head i.
+    """Return logits of the first `count` heads: hidden [B, 1, E] -> f32[B, K, V], entry i of head i.
 
     >>> config = MedusaConfig(num_heads=3, num_layers=1, hidden_size=4, vocab_size=6)
     >>> logits(init_params(config, jax.random.key(0)), jnp.ones((1, 1, 4)), 2).shape

@@ -19,7 +19,7 @@ START = 2.0
 
 
 def init_params(hidden_size: int, key: Array, *, width: int = WIDTH, draft_hidden_size: int = 0) -> PyTree:
-    """Random params, float32: one hidden layer on what both models know, and three signals straight to the output.
+    """Make random params, float32: one hidden layer on what both models know, and three signals straight to the output.
 
     Args:
       hidden_size: E.
@@ -43,7 +43,7 @@ def init_params(hidden_size: int, key: Array, *, width: int = WIDTH, draft_hidde
 
 
 def logit(params: PyTree, hidden: Array, log_p: Array, log_q: Array, drafted: Array | None = None) -> Array:
-    """Log odds f32[...] of the target's weight.
+    """Return log odds f32[...] of the target's weight.
 
     Args:
       params: from `init_params`.
@@ -70,12 +70,12 @@ def logit(params: PyTree, hidden: Array, log_p: Array, log_q: Array, drafted: Ar
 
 
 def _read(hidden: Array, matrix: Array) -> Array:
-    """f32[..., W] of hidden states [..., E], whose scale says nothing."""
+    """Return f32[..., W] of hidden states [..., E], whose scale says nothing."""
     x = hidden.astype(jnp.float32)
     x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
     return jnp.einsum("...e,we->...w", x, matrix)
 
 
 def _entropy(p: Array, log_p: Array) -> Array:
-    """f32[...], in nats."""
+    """Return the entropy f32[...], in nats."""
     return -jnp.sum(jnp.where(p > 0, p * jnp.where(p > 0, log_p, 0.0), 0.0), axis=-1)

@@ -90,7 +90,7 @@ def by_context(by: str, base: Any = None, **settings: Any) -> ByContext:
 
 
 def thresholds(by: str, table: Context, evidence: Evidence, theta: Array, margin: str) -> Array:
-    """f32[B, N]: the threshold at every node.
+    """Return f32[B, N]: the threshold at every node.
 
     Args:
       by: what the rule is for.
@@ -131,7 +131,7 @@ def check_kind(by: str) -> None:
 def context(
     by: str, factors: Sequence[float], *, edges: Sequence[float] = (), classes: bytes = b""
 ) -> Context:
-    """A table for `by_context(by)`: what scales the looseness of its threshold, node by node.
+    """Make a table for `by_context(by)`: what scales the looseness of its threshold, node by node.
 
     The looseness of a threshold is the gap between the two best logits that it lets through: in nats for the margin
     gap, as a share of the second logit for ratio. Bin c of the context multiplies it by `factors[c]`: 0 is strict
@@ -175,7 +175,7 @@ def context(
 
 
 def token_classes(texts: Sequence[str]) -> bytes:
-    """The class of every token by its text, u8[V] as bytes; ids as in `CLASSES`.
+    """Return the class of every token by its text, u8[V] as bytes; ids as in `CLASSES`.
 
     A token with a digit is a number; one without letters or digits, but with something to see, is punctuation.
 

@@ -77,5 +77,5 @@ def diversed(*, shift: Any = 0.0, block: bool = False, exact_prefix: Any = 0) ->
 
 
 def read(path: str, target: Any) -> PyTree:
-    """The weights that `diversed:PATH` names; see `head_files.read_weights`."""
+    """Read the weights that `diversed:PATH` names; see `head_files.read_weights`."""
     return read_weights(path, target, "diversed")

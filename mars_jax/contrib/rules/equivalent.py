@@ -93,7 +93,7 @@ def equivalent(*, gap: Any = 2.0, max_relaxed_run: Any = UNLIMITED_RUN, exact_pr
 
 
 def token_groups(target: Any, alike: Iterable[str] = (), groups: Sequence[Sequence[str]] = ()) -> Array:
-    """i32[V], the class of each token of a target; 0 is a token like no other.
+    """Return i32[V], the class of each token of a target; 0 is a token like no other.
 
     Args:
       target: from `mars_jax.load`.
@@ -142,7 +142,7 @@ def token_groups(target: Any, alike: Iterable[str] = (), groups: Sequence[Sequen
 
 
 def _key(text: str, alike: tuple[str, ...]) -> str:
-    """Equal for texts that are alike.
+    """Return a key that is equal for texts that are alike.
 
     >>> _key(" Two", ("case", "space", "numbers")), _key("2", ("numbers",))
     ('2', '2')
@@ -160,7 +160,7 @@ def _key(text: str, alike: tuple[str, ...]) -> str:
 
 
 def read(given: str, target: Any) -> PyTree:
-    """The table that `equivalent:case,space` or `equivalent:FILE.json` names.
+    """Read the table that `equivalent:case,space` or `equivalent:FILE.json` names.
 
     A file holds an object: `alike`, a list of names, and `groups`, lists of texts.
 

@@ -56,7 +56,7 @@ class Fly(Relaxed):
 
 
 def followed(tree: DraftTree, native: Array) -> Array:
-    """i32[B, N]: the length of the longest path below each node whose edges are all `native` bool[B, N].
+    """Return i32[B, N]: the length of the longest path below each node whose edges are all `native` bool[B, N].
 
     >>> from mars_jax.core.tree import chain
     >>> followed(chain(jnp.zeros((1, 4), jnp.int32)), jnp.asarray([[False, False, True, True]])).tolist()

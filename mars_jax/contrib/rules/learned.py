@@ -70,5 +70,5 @@ def learned(
 
 
 def read(path: str, target: Any) -> PyTree:
-    """The weights that `learned:PATH` names; see `head_files.read_weights`."""
+    """Read the weights that `learned:PATH` names; see `head_files.read_weights`."""
     return read_weights(path, target, "learned")

@@ -50,7 +50,7 @@ class Phrase(Relaxed):
 
 
 def regrets(evidence: Evidence) -> Array:
-    """f32[B, N]: nats by which the edge into each node falls short of the target's best; inf for padding and root."""
+    """Return f32[B, N]: nats by which the edge into a node is below the target's best; inf for padding and root."""
     tree = evidence.tree
     here = at_tokens(evidence.logits, jnp.maximum(tree.parents, 0), jnp.maximum(tree.tokens, 0))
     short = at_parent(tree, evidence.stats.top1) - here
@@ -58,8 +58,8 @@ def regrets(evidence: Evidence) -> Array:
 
 
 def stretch(tree: DraftTree, costs: Array, window: Array) -> Array:
-    """f32[B, N]: the least sum of `costs` f32[B, N] over a node and `window` i32[B] nodes in a row below it; inf where
-    there are not so many.
+    """Return f32[B, N]: the least sum of `costs` f32[B, N] over a node and `window` i32[B] nodes in a row below it; inf
+    where there are not so many.
 
     >>> from mars_jax.core.tree import chain
     >>> costs = jnp.asarray([[jnp.inf, 1.0, 2.0, 4.0]])

@@ -86,7 +86,7 @@ class Simulated(Lossy):
 
 
 def acceptance_rate(tau: Array, height: Array, max_depth: int) -> Array:
-    """The rate a f32[B] with 1 + a + ... + a ** height = tau (2211.17192, equation 1); 1 where no rate reaches tau.
+    """Return the rate a f32[B] with 1 + a + ... + a ** height = tau (2211.17192, equation 1); 1 if none reaches tau.
 
     Args:
       tau: f32[B], at least 1.

@@ -100,7 +100,7 @@ def save_eagle(
 
 @checked
 def from_head_json(data: dict[str, Any], shapes: Shapes, target: ModelConfig) -> EagleConfig:
-    """An EagleConfig from the contents of config.json and the shapes of the tensors by canonical name.
+    """Make an EagleConfig from the contents of config.json and the shapes of the tensors by canonical name.
 
     Raises:
       MarsError: they contradict each other or the target, or are not supported.
@@ -125,7 +125,7 @@ def from_head_json(data: dict[str, Any], shapes: Shapes, target: ModelConfig) ->
 
 
 def flatten(data: dict[str, Any], layer: dict[str, Any]) -> dict[str, Any]:
-    """config.json of a head in the layout of the speculators library, as EAGLE's own layout says it.
+    """Rewrite config.json of a head in the layout of the speculators library as EAGLE's own layout says it.
 
     The library numbers a target's hidden states, of which number i is what layer i reads; EAGLE's own files number the
     layers whose output is meant, one less (vllm-project/speculators, `Eagle3SpeculatorConfig` and
@@ -153,7 +153,7 @@ def _said(data: dict[str, Any], key: str) -> Any:
 
 
 def _version(data: dict[str, Any], shapes: Iterable[str]) -> int:
-    """1 or 3, which config.json and the weights must agree about; a config without any mark agrees with either."""
+    """Return 1 or 3, on which config.json and the weights must agree; a config without any mark agrees with either."""
     named = str(data.get("architectures") or "").lower()
     marked = any(data.get(key) is not None for key in ("draft_vocab_size", "eagle_config", _LAYERS))
     held = 3 if "layers.0.hidden_norm.weight" in shapes else 1
@@ -167,7 +167,7 @@ def _version(data: dict[str, Any], shapes: Iterable[str]) -> int:
 
 
 def layer_config(data: dict[str, Any], shapes: Iterable[str]) -> ModelConfig:
-    """The config of a head's layer from config.json and the canonical names of the tensors.
+    """Return the config of a head's layer from config.json and the canonical names of the tensors.
 
     Raises:
       MarsError: other layers than the weights have, a sliding window, or what `hub.config.from_json` does not support.
@@ -205,7 +205,7 @@ def layer_config(data: dict[str, Any], shapes: Iterable[str]) -> ModelConfig:
 
 
 def _feature_layers(data: dict[str, Any], count: int, *, states: bool) -> tuple[int, ...]:
-    """The layers whose outputs the head reads, of a target that has `count`."""
+    """Return the layers whose outputs the head reads, of a target that has `count`."""
     if _said(data, "use_aux_hidden_state") is False:
         raise MarsError(
             "the EAGLE-3 head reads its target's last hidden state alone (use_aux_hidden_state is false), which is not "
@@ -225,7 +225,7 @@ def _feature_layers(data: dict[str, Any], count: int, *, states: bool) -> tuple[
 def to_head_json(
     config: EagleConfig, *, dtype: str, layout: str = "eagle", verifier: str | None = None
 ) -> dict[str, Any]:
-    """The contents of config.json: in the layout "eagle" as SGLang reads it, in that of speculators as vLLM does.
+    """Return the contents of config.json: in the layout "eagle" for SGLang, in that of speculators for vLLM.
 
     Args:
       config, dtype: of the head.

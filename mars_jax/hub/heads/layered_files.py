@@ -47,7 +47,7 @@ _VERIFIERS = ("verifier_norm.weight", "verifier_lm_head.weight")
 
 
 def canonical(name: str) -> str:
-    """A tensor's name without what the exports differ in: the `model.` prefix and `midlayer`.
+    """Return a tensor's name without what the exports differ in: the `model.` prefix and `midlayer`.
 
     >>> canonical("model.midlayer.hidden_norm.weight")
     'layers.0.hidden_norm.weight'
@@ -56,7 +56,7 @@ def canonical(name: str) -> str:
 
 
 def checked(read: FromJson[Head]) -> FromJson[Head]:
-    """`read`, which refuses in one sentence what is of the wrong kind, and an `fc` that reads other features."""
+    """Wrap `read` to refuse in one sentence what is of the wrong kind, and an `fc` that reads other features."""
 
     @functools.wraps(read)
     def made(data: dict[str, Any], shapes: Shapes, target: ModelConfig) -> Head:
@@ -79,7 +79,7 @@ def checked(read: FromJson[Head]) -> FromJson[Head]:
 def shared_fields(
     title: str, data: dict[str, Any], shapes: Shapes, target: ModelConfig, layer: ModelConfig
 ) -> dict[str, Any]:
-    """The fields of a config that are read alike for every head.
+    """Return the fields of a config that are read alike for every head.
 
     Raises:
       MarsError: the head is for another target, or its draft vocabulary is not told.
@@ -126,7 +126,7 @@ def nested_layer(data: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def read_layers(title: str, key: str, layers: Any, count: int, *, states: bool) -> tuple[int, ...]:
-    """The layers of a target that has `count`, by their outputs, or by hidden states, whose numbers are one more."""
+    """Read the layers of a target with `count`, by outputs, or by hidden states, whose numbers are one more."""
     if not isinstance(layers, list) or any(type(i) is not int for i in layers):
         raise MarsError(f"{key} is {layers!r}: give a list of whole numbers.")
     if states and 0 in layers:
@@ -169,7 +169,7 @@ def load_head(
     from_json: FromJson[Head],
     shares: Callable[[Head], bool],
 ) -> tuple[Head, PyTree]:
-    """A head's config and params, tensor by tensor; `hub.load_eagle` says more.
+    """Load a head's config and params, tensor by tensor; `hub.load_eagle` says more.
 
     Args:
       name_or_path, target_config, target_params, dtype: as for `hub.load_eagle`.
@@ -203,7 +203,7 @@ def load_head(
 def _read(
     config: Head, held: dict[str, tuple[str, Tensor]], shareable: dict[str, Any], dtype: str, int8: bool
 ) -> tuple[Head, PyTree]:
-    """The params of a head, and its config without what the target shares."""
+    """Read the params of a head, and its config without what the target shares."""
     shared = {key for key in shareable if key in held and _repeats(held[key][1].read(), shareable[key])}
     config = dataclasses.replace(
         config,
@@ -266,7 +266,7 @@ def _repeats(ours: np.ndarray, theirs: jax.Array | Int8, rows: int = 4096) -> bo
 
 
 def _draft_ids(config: LayeredHead, d2t: np.ndarray, t2d: np.ndarray | None = None) -> np.ndarray:
-    """Target tokens i32[W] from offsets d2t [W], checked against the marks t2d bool[V]."""
+    """Return target tokens i32[W] from offsets d2t [W], checked against the marks t2d bool[V]."""
     count, vocab = config.draft_vocab_size, config.vocab_size
     if d2t.shape != (count,):
         raise MarsError(f"d2t has shape {list(d2t.shape)} and lm_head.weight {count} rows: {_AGAIN}.")
