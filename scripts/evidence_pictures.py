@@ -1,4 +1,4 @@
-"""Draw the plots of scripts/results/evidence anew from its rows and summaries; every figure that is there has to stay.
+"""Draw the plots of scripts/results/evidence again from its rows and summaries; every figure that is there has to stay.
 
     python scripts/evidence_pictures.py    # summaries, tables and pictures
 

@@ -203,7 +203,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     drawn = draw(held.get("count", chosen.count), chosen.seed)
     records = [one.as_json(number) for number, one in enumerate(drawn, start=1)]
     if held and [one["diff"] for one in records] != [one["diff"] for one in held["mutants"]]:
-        raise SystemExit(f"the code has changed since {results} was begun: move that file away to draw anew.")
+        raise SystemExit(
+            f"the code has changed since {results} was begun: move that file away to draw again."
+        )
     if not held:
         commit = common.git("rev-parse", "HEAD")
         held = {"count": chosen.count, "seed": chosen.seed, "commit": commit, "seconds": {}}

@@ -1,4 +1,4 @@
-"""Draw the committed pictures anew, from the committed JSON; those of finished studies stay as they are.
+"""Draw the committed pictures again, from the committed JSON; those of finished studies stay as they are.
 
     python scripts/pictures.py            # all but the one below: nothing is measured
     python scripts/pictures.py --stream   # docs/stream.svg too, whose command decodes

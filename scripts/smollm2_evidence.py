@@ -8,7 +8,7 @@
         --output scripts/results/smollm2_evidence.json
 
 Every arm gets the same prompts and seeds. `exact` writes the target's own text, token for token, so it is the baseline
-of every score. A case that the JSON has already is kept; remove the file to measure anew. Times are not reported here:
+of every score. A case that the JSON has already is kept; remove the file to measure again. Times are not reported here:
 for speed see `smollm2_peers.py`.
 """
 

@@ -108,7 +108,7 @@ def slow_but(values, *fast):
 
 @jax.jit
 def one_row(batch, row):
-    """A row of a tree of arrays as a batch of one. `x[row : row + 1]` outside of jit compiles for every row anew."""
+    """A row of a tree of arrays as a batch of one. `x[row : row + 1]` outside of jit compiles for every row again."""
     return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1), batch)
 
 

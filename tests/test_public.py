@@ -1,6 +1,6 @@
 """What is public, listed in public.json: names with their arguments, commands with their flags, rules and drafters.
 
-    PYTHONPATH=. python tests/test_public.py      write the list anew
+    PYTHONPATH=. python tests/test_public.py      write the list again
 
 A name that goes, and an argument or a flag, is a new major version (docs/stability.md); one that comes needs its line.
 """

@@ -128,7 +128,7 @@ def commit(cache: Any, start: Array, path: Array) -> Any:
       path: i32[B, D + 1]; node ids from the root.
     """
     # i32[B, D]: the slot of the node at depth d + 1. All rows are read before any is written. Past the accepted depth
-    # the path repeats its last node, and those copies go to slots that the next step writes anew.
+    # the path repeats its last node, and those copies go to slots that the next step writes again.
     source = start[:, None] + path[:, 1:]
 
     def move(buffer: Array) -> Array:

@@ -82,7 +82,7 @@ class Decoder:
         prompts: Prompts,
         read: DecodeState | None = None,
     ) -> DecodeState:
-        """Start rows of a running state anew, and leave every bit of the others.
+        """Start rows of a running state again, and leave every bit of the others.
 
         Args:
           params, state: of this decoder; the state has B rows.

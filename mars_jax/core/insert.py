@@ -1,4 +1,4 @@
-"""Rows of a running state start anew, and the others do not notice.
+"""Rows of a running state start again, and the others do not notice.
 
 B rows of the state, b rows that are put into it, T token buffer, M stop tokens. Oracle: each row decoded alone
 (tests/core/test_insert.py).

@@ -175,7 +175,7 @@ def load_eagle(asked: Asked) -> LoadedDrafter:
     """
     target = asked.target
     config, params = hub.load_eagle(asked.path, target.config, target.params, dtype=asked.heads_dtype)
-    # As in `hub.load`: XLA's CPU backend would widen a bfloat16 cache anew at every step.
+    # As in `hub.load`: XLA's CPU backend would widen a bfloat16 cache again at every step.
     cache_dtype = "float32" if jax.default_backend() == "cpu" else params["fc"].dtype.name
 
     def made(length: int, **shape: Any) -> Drafter:

@@ -8,8 +8,8 @@ A module is taken as it is, through one function that calls it. **The contract**
 - A slot is not a position: rotary embeddings take `positions`. Nodes of a tree that stand at one depth share theirs.
 - Padding is clipped: a token below 0 arrives as 0, and nothing reads what comes of it.
 - Rows are independent, and the call is pure: the cache that is given stays what it is.
-- Build once: a module that is bridged twice with the same functions is one model, so nothing compiles anew. A lambda
-  that is made anew is another function.
+- Build once: a module that is bridged twice with the same functions is one model, so nothing compiles again. A lambda
+  that is made again is another function.
 
 `check` tries a model against it. Oracle: transformers' logits through our own transformer
 (tests/integrations/test_bridge.py).

@@ -79,7 +79,7 @@ class MarsJax(TemplateLM):
           mesh: axes with their sizes, joined by a plus since commas part arguments: data=2+model=4.
           coordinator, num_processes, process_id: as for `python -m mars_jax.generate`; every process gives the harness
             the same results, and only one should be given an --output_path.
-          batch_size: prompts that decode side by side, a number; a row that ends is begun anew with the next one.
+          batch_size: prompts that decode side by side, a number; a row that ends is begun again with the next one.
           max_batch_size, device: what the harness always passes; JAX chooses the device by itself.
           **settings: of the rule, such as theta, a number or a file of `mars-jax calibrate`, margin and base.
 

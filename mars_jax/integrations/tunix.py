@@ -322,7 +322,7 @@ class Rollout:
         self._target = dataclasses.replace(self._target, params=made)
 
     def update_drafter(self, params: PyTree) -> None:
-        """Take new weights of the drafter, such as a refreshed head's; nothing compiles anew."""
+        """Take new weights of the drafter, such as a refreshed head's; nothing compiles again."""
         self._drafter = self._drafter._replace(params=params)
 
     @property

@@ -104,7 +104,7 @@ def _from_file(path: str) -> types.ModuleType:
         raise MarsError(
             f"the file of a rule '{path}' cannot be read ({error.strerror}): check the path."
         ) from None
-    # By what it holds, so that an edited file is read anew and an unedited one gives the same classes.
+    # By what it holds, so that an edited file is read again and an unedited one gives the same classes.
     digest = hashlib.sha256(os.path.abspath(path).encode() + b"\0" + source).hexdigest()[:16]
     name = f"mars_jax_own_{Path(path).stem}_{digest}"
     if name in sys.modules:

@@ -147,7 +147,7 @@ OTHERS = {
     [("refill", "draft"), ("refill", "rule"), ("refill", "cache"), ("extend", "draft"), ("extend", "cache")],
 )
 def test_a_state_of_another_decoder_is_named(way, field):
-    """Its rule does not matter where all rows get one anew."""
+    """Its rule does not matter where all rows get one again."""
     decoder, rule = OTHERS[field]
     other = jax.tree.map(
         nothing,

@@ -290,7 +290,7 @@ def test_rows_come_with_their_constraints_and_another_one_compiles_nothing():
     prompts, lengths = ragged([1, 6, 12, 4], 40, VOCAB)
     stats = zero_stats(4, decoder.max_depth)
     state, stats, _ = refill.advance(decoder, params, state, stats, most=3)
-    order = [3, 2, 1, 0]  # every row begins anew with another's text
+    order = [3, 2, 1, 0]  # every row begins again with another's text
     controls = make_controls(4, limit=40, stop_tokens=(STOP,))
     found = compiled([constraints.regex(p) for p in CHOSEN if p], VOCABULARY)
     tracked = found.rows([CHOSEN[i] and constraints.regex(CHOSEN[i]) for i in order])

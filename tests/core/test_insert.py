@@ -144,7 +144,7 @@ IN_TIME = ("ngram, mars",)
     "pair", [pytest.param(pair, marks=[pytest.mark.slow] * (pair not in IN_TIME)) for pair in COVERING]
 )
 def test_what_is_put_into_a_running_state_decodes_as_alone(pair):
-    """Tokens, counters and what each token was; a rule's own state and a draft's begin anew as well."""
+    """Tokens, counters and what each token was; a rule's own state and a draft's begin again as well."""
     served = Served(TARGET, *COVERING[pair])
     found, steps = served.together()
     assert len(found) == len(LENGTHS)

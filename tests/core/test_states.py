@@ -1,4 +1,4 @@
-"""A state that was extended, filled anew or begun with one token drafts as a fresh one, with every drafter.
+"""A state that was extended, filled again or begun with one token drafts as a fresh one, with every drafter.
 
 Tokens alone would not show a draft whose cache misses something: the target corrects it, in more steps.
 """

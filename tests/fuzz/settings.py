@@ -197,7 +197,7 @@ _ROW = {"prompt": "p", "prompt_tokens": [1, 2], "id": "q", "rule": "mars", "toke
 _SETTINGS = {"settings": {"target": "t", "seed": 3}, "own": {"0": {"seed": 9}}, "weights": {"target": "abc"}}
 _OTHERS = damaged(
     {"tokens": [3], "steps": 1, "text": "x"}
-).map(  # what is compared when the row is decoded anew
+).map(  # what is compared when the row is decoded again
     lambda own: to_text(_ROW | own if isinstance(own, dict) else own).encode()
 )
 _ROWS = st.one_of(

@@ -43,7 +43,7 @@ def test_a_module_decodes_as_the_functions_that_it_calls():
     )
     plain, _ = decode_all(HASH, drafter, rule, prompts, lengths, temperature=[0.0, 0.9, 1.2])
     assert committed(ours) == committed(plain)
-    # Other weights, the same functions: nothing compiles anew.
+    # Other weights, the same functions: nothing compiles again.
     assert bridge.from_nnx(Hash(), vocab_size=VOCAB, init_cache=HASH.init_cache)[0] is model
 
 

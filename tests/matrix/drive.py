@@ -154,7 +154,7 @@ def alone(case: Case) -> list[Found]:
     return [of_completion(c) for c in result.completions]
 
 
-# The surfaces, and what a case is compared with: the same requests, each batch started anew. It runs the programs
+# The surfaces, and what a case is compared with: the same requests, each batch started again. It runs the programs
 # that the surface runs, since they take longer to compile than anything else does.
 
 ROWS = 4
@@ -212,7 +212,7 @@ def text(case: Case) -> list[Found]:
 
 
 def chat(case: Case) -> list[tuple[Found, Found]]:
-    """The second turn of a conversation by each rule, with what is said where all of it is read anew."""
+    """The second turn of a conversation by each rule, with what is said where all of it is read again."""
     found = []
     for number in range(len(case.rules)):
         index = len(KINDS) * number + number % len(KINDS)
@@ -282,8 +282,8 @@ def check(case: Case) -> None:
             lawful(case, said)
             same(case, said, again)
         return
-    drive, anew = SURFACES[case.surface]
-    again = anew and anew(case)
+    drive, again = SURFACES[case.surface]
+    again = again and again(case)
     for number, one in enumerate(drive(case)):
         if one is None:
             continue

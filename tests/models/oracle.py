@@ -69,7 +69,7 @@ def torch_logits(model, tokens: np.ndarray) -> np.ndarray:
 
 
 def torch_greedy(model, tokens: np.ndarray, count: int) -> np.ndarray:
-    """`count` greedy tokens, the whole prefix computed anew for each: no cache to be wrong."""
+    """`count` greedy tokens, the whole prefix computed again for each: no cache to be wrong."""
     for _ in range(count):
         tokens = np.concatenate([tokens, torch_logits(model, tokens)[:, -1:].argmax(-1)], axis=1)
     return tokens[:, -count:]

@@ -201,7 +201,7 @@ def test_the_table_names_every_leaf_of_params_once(params):
 
 
 def test_equal_configs_give_the_same_functions():
-    """Otherwise every load would compile everything anew."""
+    """Otherwise every load would compile everything again."""
     again = ModelConfig(**vars(CONFIG))
     assert again is not CONFIG and hash(again) == hash(CONFIG)
     assert language_model(again, feature_layers=[1, 0]).forward is MODEL.forward

@@ -1,4 +1,4 @@
-"""The rules of distributions, and `nucleus` over rejection: how each decides, written anew in Python from its paper,
+"""The rules of distributions, and `nucleus` over rejection: how each decides, written again in Python from its paper,
 one draft and one token at a time. Every decision is compared with those, and the text of whole steps with their law."""
 
 import functools

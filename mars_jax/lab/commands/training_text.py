@@ -105,7 +105,7 @@ def write_texts(
         ]
 
     with contextlib.closing(RowFile(rows)) as file, ticking("texts") as tick:
-        # Some batches at a time, so that a row that ends is begun anew with the next text.
+        # Some batches at a time, so that a row that ends is begun again with the next text.
         for first in range(0, count, GROUP * batch_size):
             numbers = range(first, min(first + GROUP * batch_size, count))
             keys = [{"number": i} for i in numbers]

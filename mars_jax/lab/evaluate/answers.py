@@ -47,7 +47,7 @@ class Decoding:
     @property
     def group(self) -> int:
         """Problems that an arm decodes before the next arm has its turn: some batches of them, so that a row that ends
-        is begun anew with the next problem, and few enough that a slow spell of the machine strikes all arms alike."""
+        is begun again with the next problem, and few enough that a slow spell of the machine strikes all arms alike."""
         size = self.session.batch_size
         return size if size == 1 else GROUP * size
 

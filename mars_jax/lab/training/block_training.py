@@ -41,7 +41,7 @@ def decay_of(block_size: int) -> float:
 
 
 def anchors(tokens: Array, count: int) -> Array:
-    """Places of A blocks in each row, i32[B, A]: one in each of A equal parts, drawn anew for every batch.
+    """Places of A blocks in each row, i32[B, A]: one in each of A equal parts, drawn again for every batch.
 
     They are a function of the tokens i32[B, L], so that a run that was killed continues bit for bit.
     """

@@ -43,7 +43,7 @@ def train(
     Args:
       examples: see `Examples`.
       work: directory of checkpoints, log.jsonl and plot.png.
-      steps, rows: of `rows` examples each, drawn anew.
+      steps, rows: of `rows` examples each, drawn again.
       learning_rate: the peak; see `recipe.muon`.
       seed: of the first params and of the draws.
 

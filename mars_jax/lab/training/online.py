@@ -139,7 +139,7 @@ class Refiner:
         """
         Args:
           target, draft: of one vocabulary; of an EAGLE-3 head its config, as `hub.load_eagle` gives it.
-          params: of the draft; what `refine` gives has their dtypes, so nothing that decodes compiles anew.
+          params: of the draft; what `refine` gives has their dtypes, so nothing that decodes compiles again.
           depth: K of the chain that is drafted.
           held_out: token ids of texts that are never trained on.
           target_params: as they are now; `refine` takes those of later updates.

@@ -3,7 +3,7 @@
 The decode takes one step for each token and accepts nothing, so that the text is the target's own. In every step the
 rule says for each threshold how far it would have walked. A replay then goes along the text by these walks. After a
 relaxed token it goes on with the target's own text, where a decode goes on with another one; that is all it does not
-know, and for an infinite threshold over `exact` it is a decode. Whatever a rule carries from step to step begins anew
+know, and for an infinite threshold over `exact` it is a decode. Whatever a rule carries from step to step begins again
 at every place.
 
 B batch, K thresholds, N nodes, D depth. Oracle: decodes with the strict rule, in tests/lab/evaluate/test_replay.py.

@@ -87,7 +87,7 @@ def notes(settings: Mapping[str, Any], problems: Sequence[Problem], rows: Sequen
         told.append(f"In {full} rows a follow-up turn did not fit the context and was left out.")
     if settings["batch_size"] > 1:
         told.append(
-            f"{settings['batch_size']} problems were decoded side by side, each row begun anew as it ended; s/task is "
+            f"{settings['batch_size']} problems were decoded side by side, each row begun again as it ended; s/task is "
             "their share."
         )
     return told

@@ -139,7 +139,7 @@ def guard(folder: str, readable: list[str], *, walls: bool) -> None:
 
 
 def _take_away() -> None:
-    """Functions that raise no audit event are replaced, and cannot be imported anew."""
+    """Functions that raise no audit event are replaced, and cannot be imported again."""
 
     def refuse(*args: object, **kwargs: object) -> None:
         raise PermissionError("this function is not for generated programs")
