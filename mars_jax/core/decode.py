@@ -59,8 +59,8 @@ def extend(
 ) -> tuple[DecodeState, Array]:
     """`decoder.extend`, checked and compiled. `state` is donated.
 
-    A row that failed holds what is not finite, and starts again by `insert`, as does one that goes on with a prompt of a
-    single token: what a head would draft from in its first step is still that of the text before.
+    A row that failed holds what is not finite, and starts again by `insert`, as does a row that goes on with a prompt
+    of a single token: what a head would draft from in its first step is still that of the text before.
 
     Args:
       decoder, params: from `speculative_decoder`, and the weights.
