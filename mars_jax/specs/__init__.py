@@ -23,7 +23,7 @@ from mars_jax.specs.own import factory, find, is_own, split
 from mars_jax.specs.row import MARGINS, NEEDS, UNLIMITED_RUN, RuleRow
 from mars_jax.specs.rules import RULES, check_setting, rule
 
-OUTLINED = dict(row.outlined for row in DRAFTERS.values() if row.head)
+OUTLINED = dict(row.outlined for row in DRAFTERS.values() if row.outlined)
 """Heads whose published shapes `mars-jax plan` knows, and the classes of their configs."""
 REFINED = tuple(row.name for row in DRAFTERS.values() if row.learns)
 """Drafters that learn from their failures, by `lab.training.online`."""

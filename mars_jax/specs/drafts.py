@@ -72,11 +72,8 @@ class DraftRow:
         False  # drafts a block at once: its usual tree is as deep as the block, which the checkpoint says
     )
     learns: bool = False  # from its failures, by `lab.training.online`
-    outlined: tuple[str, str] = (
-        "",
-        "",
-    )  # of a head whose published shape `mars-jax plan` knows: its name there, and
-    # "module:class" of its config
+    # Of a head whose published shape `mars-jax plan` knows: its name there, and "module:class" of its config.
+    outlined: tuple[str, str] | None = None
     paper: str = ""
 
     @property

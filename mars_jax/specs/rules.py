@@ -30,6 +30,7 @@ from mars_jax.specs.row import (
     share,
 )
 
+# Thresholds that `calibrate` and `benchmark` try for a gap, from strict to loose.
 GAPS = (0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0)
 
 RULES: dict[str, RuleRow] = {
