@@ -87,9 +87,9 @@ def by_prompts(target: mj.Pretrained, stories: Sequence[str], count: int) -> lis
 
 
 def long_prompt(target: mj.Pretrained, text: str, count: int) -> dict[str, Any]:
-    from mars_jax.hub.gguf_file import installed_smollm2
+    from mars_jax.hub.files import resolve
 
-    theirs = Transformers(installed_smollm2())
+    theirs = Transformers(resolve("smollm2"))
     ids = target.tokenizer.encode(text)[:PROMPT]
     assert len(ids) == PROMPT, len(ids)
     made: dict[str, list[int]] = {}

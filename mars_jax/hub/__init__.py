@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from mars_jax.hub.conversion import convert
+from mars_jax.hub.files import is_here
 from mars_jax.hub.heads.eagle_files import load_eagle, save_eagle
 from mars_jax.hub.load import load, outline, read_config
 from mars_jax.hub.save import save
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "convert",
+    "is_here",
     "load",
     "load_eagle",
     "outline",

