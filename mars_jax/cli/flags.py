@@ -9,6 +9,7 @@ from typing import Any
 from mars_jax import assets, specs
 from mars_jax.core.errors import MarsError
 from mars_jax.specs import RuleChoice
+from mars_jax.specs.models import default_draft
 
 MESH_HELP = (
     "divide the work over devices: data (rows of the batch), model (heads, hidden units and vocabulary) and expert, as "
@@ -71,12 +72,18 @@ def numbers_of(args: argparse.Namespace, names: Iterable[str]) -> None:
 
 
 def draft_of(draft: str | None, target: str) -> str:
-    """Return the draft of a pair: the one that is given, or the target's own.
+    """Return the draft of a pair: the one that is given, or the best one for the target that is here, or n-grams.
 
     >>> draft_of(None, "owner/model")
     'ngram'
     """
-    return draft or (f"model:{assets.DRAFT}" if target == assets.TARGET else "ngram")
+    return draft or default_draft(target, lambda name: name in assets.NAMES or _is_here(name))
+
+
+def _is_here(name: str) -> bool:
+    from mars_jax.hub.files import is_here  # with jax, which flags of embedded models do without
+
+    return is_here(name)
 
 
 def add_size_flags(group: Any) -> None:
@@ -130,7 +137,7 @@ WITHOUT = [
 """Flags that would have no effect without one of others, and a word on these."""
 WITH = [
     (["--base", "--block", "--output", "--resume"], "--compare", ", which prints one table of its own rules"),
-    (["--speedup", "--stream", "--no-stream"], "--compare", ", which prints one table of its own rules"),
+    (["--stream", "--no-stream"], "--compare", ", which prints one table of its own rules"),
     (["--num-draft-tokens", "--draft-size auto"], "--tree", ", whose shape is its own"),
     (["--refine"], "--mesh", ""),
     (["--refine"], "--compare", ""),
@@ -144,8 +151,6 @@ WITH = [
     (["--draft-device"], "--num-processes", ", as its devices are one process's"),
     (["--stream"], "--json", ", which prints finished rows"),
     (["--stream"], "--output", ", which has finished rows"),
-    (["--speedup"], "--json", ", which prints no statistics as --compare does"),
-    (["--speedup"], "--output", ", which prints no statistics as --compare does"),
     (["prompt_tokens"], "--chat", ", which makes tokens of texts"),
 ]
 """Flags and keys of prompts that do not go with another flag, and a word on that."""

@@ -53,6 +53,7 @@ DRAFTERS = (
         file=True,
         length=8,
         resizes=True,
+        copies=True,
         paper="2509.23232",
     ),
     DraftRow(

@@ -21,11 +21,13 @@ import numpy as np
 from jax import Array, lax
 
 from mars_jax.core import struct
+from mars_jax.core.conditions import Conditions
 from mars_jax.core.decoder import Decoder, speculative_decoder
 from mars_jax.core.drafter import SPARSE, TRUSTS, Drafter, DraftInput, Reads
 from mars_jax.core.errors import MarsError
 from mars_jax.core.logprobs import LogProbs
 from mars_jax.core.rule import facts
+from mars_jax.core.step import propose, step_keys
 from mars_jax.core.tree import chain, last_token
 from mars_jax.core.types import (
     NO_KIND,
@@ -45,6 +47,8 @@ KEEP = 0.95
 """Decay of the counts after every step with a draft: at batch 1 the last twenty steps count, some 60 tested tokens."""
 GUESS, WEIGHT = 0.8, 4.0
 """The acceptance before anything was seen, and as how many tested tokens it counts."""
+DOUBT = 3.0
+"""More tested tokens, half of them accepted, to begin with where drafts are copied: a text repeats itself or not."""
 MARGIN = 1.1
 """A draft is to promise so many times the speed of none: costs leave out what a draft model has to catch up with, and
 a batch ends with its slowest row."""
@@ -75,12 +79,13 @@ class SizedState:
 
 
 def usual_sizes(length: int) -> tuple[int, ...]:
-    """No draft, half of the length and all of it.
+    """No draft, all of the length, and half of it where that is two tokens shorter: each size is compiled.
 
-    >>> usual_sizes(5), usual_sizes(1)
-    ((0, 3, 5), (0, 1))
+    >>> usual_sizes(5), usual_sizes(3)
+    ((0, 3, 5), (0, 3))
     """
-    return tuple(sorted({0, (length + 1) // 2, length}))
+    half = (length + 1) // 2
+    return (0, half, length) if half + 1 < length else (0, length)
 
 
 def sized(
@@ -182,6 +187,10 @@ class SizedDecoder(Decoder):
     def _step(self, params: Params, state: DecodeState) -> tuple[DecodeState, StepInfo]:
         with jax.named_scope("draft"):
             taken = chosen(params.draft, self.sizes.lengths, state.draft, ~state.done)
+            if SPARSE in self.drafter.traits:
+                # A size that finds nothing costs as much as one that drafts, so it is looked before it is taken. What
+                # times the sizes forces them, and pays for padding too.
+                taken = jnp.where((params.draft.forced < 0) & ~self._finds(params, state), 0, taken)
         steps = [functools.partial(self._sized, size, params) for size in self.sizes.drafters]
         shapes = jax.eval_shape(steps[0], state)[1]
         info = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
@@ -196,6 +205,12 @@ class SizedDecoder(Decoder):
             )
         return carry[1:]
 
+    def _finds(self, params: Params, state: DecodeState) -> Array:
+        """bool[]: true if the drafter has a draft for any live row."""
+        draft_keys, _ = step_keys(state)
+        tree, _ = propose(self.drafter, params, state, Conditions.of(params, state), draft_keys)
+        return jnp.any((tree.tokens[:, 1:] != NO_TOKEN) & ~state.done[:, None])
+
     def _sized(self, size: Drafter, params: Params, state: DecodeState) -> tuple[DecodeState, StepInfo]:
         """A step of one of the sizes, in the shapes of the longest."""
         decoder = Decoder(self.target, size, self.rule, self.prefill_chunk)
@@ -209,6 +224,7 @@ def _sized(
 ) -> tuple[Drafter, tuple[Drafter, ...]]:
     """The longest drafter over `SizedState`, and all the sizes; equal arguments give the same, so compile once."""
     longest = made[-1]
+    before = DOUBT if SPARSE in longest.traits else 0.0
 
     def own(params: Params) -> Params:
         return params._replace(draft=params.draft.weights)
@@ -223,8 +239,8 @@ def _sized(
             draft=longest.init(own(params), tokens, read),
             # Of a single token none is cached: what goes on from here reads the text from place 0 on.
             cached=jnp.maximum(read - 2, 0),
-            accepted=jnp.zeros((batch,), jnp.float32),
-            tested=jnp.zeros((batch,), jnp.float32),
+            accepted=jnp.full((batch,), before / 2, jnp.float32),
+            tested=jnp.full((batch,), before, jnp.float32),
             idle=jnp.zeros((batch,), jnp.int32),
             pause=jnp.full((batch,), PAUSE, jnp.int32),
         )
@@ -246,6 +262,7 @@ def _sized(
         reads=None if reads is None else Reads(reads.layers, observe),
         name=f"{name}, as long as pays",
         catch_up=catch_up,
+        traits=longest.traits,
     )
     return whole, (_idle(longest), *drafts)
 
@@ -351,8 +368,9 @@ def _drafting(size: Drafter) -> Drafter:
         # The first that is rejected ends the walk, and what follows it is not tested. Padding counts as rejected: what
         # is not drafted gives nothing either.
         tested = jnp.minimum(verdict.num_accepted + 1, size.max_depth)
-        # After a pause what was seen before it counts half.
-        keep = jnp.where(state.idle > 0, KEEP / 2, KEEP)
+        # After a pause what was seen before it counts half. A drafter that found nothing did not pause.
+        paused = state.idle >= (state.pause if SPARSE in size.traits else 1)
+        keep = jnp.where(paused, KEEP / 2, KEEP)
         return SizedState(
             draft=size.update(own, state.draft, tree, verdict, output, length),
             # The new length is length + num_accepted + 1, and a draft model's cache ends two tokens before it.
@@ -360,7 +378,7 @@ def _drafting(size: Drafter) -> Drafter:
             accepted=keep * state.accepted + verdict.num_accepted.astype(jnp.float32),
             tested=keep * state.tested + tested.astype(jnp.float32),
             idle=jnp.zeros_like(state.idle),
-            pause=jnp.where(state.idle > 0, jnp.minimum(2 * state.pause, LONGEST_PAUSE), PAUSE),
+            pause=jnp.where(paused, jnp.minimum(2 * state.pause, LONGEST_PAUSE), PAUSE),
         )
 
     # A draft is as often idle as pays: a step of the root alone is a size of its own.

@@ -70,8 +70,8 @@ class MarsJax(TemplateLM):
         Args:
           target, draft, dtype, cache_dtype, prefill_chunk, attention, num_draft_tokens, tree: as for
             `python -m mars_jax.generate`; without a draft the target decodes alone, but for the embedded family.
-          verify: a rule as for `python -m mars_jax.generate`, by default mars, or exact without a draft; one of your
-            own is named as FILE.py:NAME, and its file is run.
+          verify: a rule as for `python -m mars_jax.generate`, by default exact, or mars where one of its settings is
+            given; one of your own is named as FILE.py:NAME, and its file is run.
           max_gen_toks: most new tokens of a task that does not say.
           seed: request i draws with seed + i.
           regex, json_schema, choice: what every generated text is to be: a pattern, a file with a schema, or texts
@@ -98,7 +98,7 @@ class MarsJax(TemplateLM):
         kind, _ = spec = specs.parse_draft(draft_of(draft, target), shown="draft")
         shape = None if tree is None else specs.parse_tree(tree, shown="tree")
         given = {name: specs.Given(str(value), name) for name, value in settings.items()}
-        named, file = rule_and_file(verify, given, "exact" if kind == "none" else "mars")
+        named, file = rule_and_file(verify, given, "mars" if given else "exact")
         if "long" in named.needs:
             raise MarsError(f"verify is {named.name}, whose text means nothing: choose another rule.")
         if file is not None:

@@ -91,16 +91,18 @@ def prepare(
     rows: int | None = None,
     log_probs: bool = False,
     loop: Compile | None = None,
+    streamed: bool = False,
 ) -> tuple[Decoder, Params, DecodeState]:
     """Return the decoder, its params, and the state after prefill for one batch of requests; see `prepared`.
 
     Where the size of drafts follows what they cost, that is measured first. `log_probs` says whether the loop that will
-    decode keeps them; `loop` is as for `Prepared.start`.
+    decode keeps them, `streamed` whether it is the host's; `loop` is as for `Prepared.start`.
 
     On the target's mesh the rows are divided over `data`, and filled up to a multiple of it.
     """
     batch = of_mesh(target, max(rows or 0, len(requests)))
-    made = with_costs(prepared(target, drafter, requests, verify=verify), batch, log_probs=log_probs)
+    made = prepared(target, drafter, requests, verify=verify)
+    made = with_costs(made, batch, log_probs=log_probs, loop="stream" if streamed else "run")
     state = made.start([*range(len(requests)), *[None] * (batch - len(requests))], loop=loop)
     return made.decoder, made.params, state
 

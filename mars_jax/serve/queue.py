@@ -87,7 +87,7 @@ class Queue:
         self._log_probs = log_probs
         self._waiting = collections.deque(range(len(prepared.requests)) if order is None else order)
         batch = of_mesh(prepared.target, rows)
-        self._prepared = with_costs(prepared, batch, log_probs=log_probs, queued=True)
+        self._prepared = with_costs(prepared, batch, log_probs=log_probs, loop="queue")
         together = of_mesh(prepared.target, 1) == 1
         self._shared = together and (shares_prompts(prepared.requests) if shared is None else shared)
         self._read: tuple[tuple[int, ...], DecodeState] | None = None  # a prompt, and a row that has read it

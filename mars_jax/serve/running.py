@@ -78,7 +78,7 @@ class Running:
         made = prepared(target, self.session.drafter, [request], verify=self.session.rule)
         self._widen(len(request.prompt_tokens) + request.max_new_tokens)
         rows = of_mesh(target, 1)
-        made = with_costs(dataclasses.replace(made, width=self._width), rows)
+        made = with_costs(dataclasses.replace(made, width=self._width), rows, loop="stream")
         state = self._begun(made, rows, compiling)
         ahead = decode.look_ahead(state)
         stats = zero_stats(rows, made.decoder.max_depth)

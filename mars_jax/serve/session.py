@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+import statistics
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -22,6 +24,7 @@ from mars_jax.core.errors import MarsError
 from mars_jax.core.metrics import DecodeStats, zero_stats
 from mars_jax.core.rule import LoadedRule, facts, structure, take_rows
 from mars_jax.core.types import DecodeState, Params, StepInfo
+from mars_jax.drafters.sized import forced, measured
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.placement.hosts import fetch
 from mars_jax.serve.compiling import Compile
@@ -36,6 +39,10 @@ from mars_jax.serve.requests import Completion, Request, Result, StreamEvent, to
 from mars_jax.verify import exact
 
 Rule = TypeVar("Rule", bound=AnyRule | None)
+
+
+STEPS = 24
+"""Steps of which `Session.plain_step_seconds` takes the median."""
 
 
 class Shape(NamedTuple):
@@ -124,10 +131,10 @@ class Session:
             yield Batch(self.using(rule), group)
 
     def prepare(
-        self, requests: Sequence[Request], *, loop: Compile | None = None
+        self, requests: Sequence[Request], *, loop: Compile | None = None, streamed: bool = False
     ) -> tuple[Decoder, Params, DecodeState]:
-        """Return one batch as the decoder's arrays, for a loop of one's own; `loop` as for `Prepared.start`."""
-        how: Any = {"rows": self.batch_size, "log_probs": self.log_probs, "loop": loop}
+        """Return one batch as the decoder's arrays, for a loop of one's own; `loop` and `streamed` as for `prepare`."""
+        how: Any = {"rows": self.batch_size, "log_probs": self.log_probs, "loop": loop, "streamed": streamed}
         return prepare(self.target, self.drafter, requests, verify=self.rule, **how)
 
     def _steps(
@@ -160,12 +167,7 @@ class Session:
 
         They do run, since some backends finish compiling only then.
         """
-        stand_ins = []
-        for request in requests:
-            length = len(request.prompt_tokens)
-            short = request.prompt_tokens[:2]
-            most = length - len(short) + request.max_new_tokens
-            stand_ins.append(dataclasses.replace(request, prompt_tokens=short, max_new_tokens=most))
+        stand_ins = [request.stand_in() for request in requests]
 
         def loop(*given: Any) -> object:
             if stream:
@@ -173,7 +175,7 @@ class Session:
             return decode.run.lower(*given, record=self.log_probs).compile()
 
         own_steps = self.drafter.steps is not None
-        decoder, params, state = self.prepare(stand_ins, loop=None if own_steps else loop)
+        decoder, params, state = self.prepare(stand_ins, loop=None if own_steps else loop, streamed=stream)
         one_step = dataclasses.replace(state.controls, limit=state.length + 1)
         state = dataclasses.replace(state, controls=one_step)
         with self.target.on_mesh():
@@ -200,6 +202,26 @@ class Session:
             log_probs=self.log_probs,
             loop=loop,
         )
+
+    def plain_step_seconds(self, requests: Sequence[Request]) -> float:
+        """Return the seconds of a step of `stream` without a draft: the median of `STEPS`, of fewer that take a second.
+
+        The batch's prompts are cut to two tokens, and decode past their stop tokens, in the shapes of whole ones.
+        """
+        plain = self.autoregressive
+        if (sizes := self.drafter.sizes) is not None:  # what is compiled can do without a draft
+            known = measured(self.drafter, [1.0] * len(sizes.lengths))
+            plain = dataclasses.replace(self, drafter=forced(known, 0))
+        plain.compile(requests, stream=True)
+        made = plain.prepare([request.stand_in() for request in requests], streamed=True)
+        times = [time.perf_counter()]
+        with self.target.on_mesh():
+            for state, _ in plain._steps(*made, ahead=0):
+                jax.block_until_ready(state.length)
+                times.append(time.perf_counter())
+                if len(times) > STEPS or (len(times) > 4 and times[-1] - times[0] > 1.0):
+                    break
+        return statistics.median(after - before for before, after in itertools.pairwise(times))
 
     def decode(self, requests: Sequence[Request]) -> Result:
         """Decode all the requests: in one device loop where there are rows for all, else through rows that refill,
@@ -322,7 +344,7 @@ class Session:
 
     def _events(self, requests: Sequence[Request]) -> Iterator[StreamEvent]:
         began = time.perf_counter()
-        decoder, params, state = self.prepare(requests)
+        decoder, params, state = self.prepare(requests, streamed=True)
         # Steps that the drafter makes wait for every verdict anyway.
         ahead = 0 if self.drafter.steps is not None else decode.look_ahead(state)
         done, stats = fetch(state.done), self._stats(decoder, state)

@@ -5,7 +5,9 @@ Oracle: the clock around steps of the fixed sizes (bench_sizes.json of scripts/r
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import itertools
 import time
 from typing import Any
 
@@ -27,13 +29,14 @@ _MEASURED: dict[Any, tuple[float, ...]] = {}
 """Costs by what they depend on, of this process."""
 
 
-def with_costs(made: Prepared, rows: int, *, log_probs: bool = False, queued: bool = False) -> Prepared:
+def with_costs(made: Prepared, rows: int, *, log_probs: bool = False, loop: str = "run") -> Prepared:
     """Return the prepared requests with a drafter that knows what its sizes cost; unchanged if there is but one size.
 
     Args:
       made: the requests and what decodes them.
       rows: B, which divides over the mesh.
-      log_probs, queued: of the loop that will decode them, so that what is compiled for this is compiled for it.
+      log_probs: as the loop that will decode them has it.
+      loop: which one that is: "run", "stream" or "queue"; what is compiled for this is then compiled for it.
     """
     if is_measured(made.drafter):
         return made
@@ -43,7 +46,7 @@ def with_costs(made: Prepared, rows: int, *, log_probs: bool = False, queued: bo
     key = (made.decoder, rows, made.width, kinds, weights, log_probs)
     if key not in _MEASURED:
         with activity.doing("measuring what drafts cost"):
-            found = _measure(made, rows, log_probs=log_probs, queued=queued)
+            found = _measure(made, rows, log_probs=log_probs, loop=loop)
         # Several processes decode as one, and choose as one.
         same = np.frombuffer(hosts.broadcast_bytes(np.asarray(found, np.float64).tobytes()), np.float64)
         _MEASURED[key] = tuple(same.tolist())
@@ -54,7 +57,7 @@ def _with(made: Prepared, drafter: Any) -> Prepared:
     return dataclasses.replace(made, drafter=drafter, params=made.params._replace(draft=drafter.params))
 
 
-def _measure(made: Prepared, batch: int, *, log_probs: bool, queued: bool) -> list[float]:
+def _measure(made: Prepared, batch: int, *, log_probs: bool, loop: str) -> list[float]:
     """Return the seconds of a step of each size, over short prompts."""
     few = [
         dataclasses.replace(
@@ -74,17 +77,17 @@ def _measure(made: Prepared, batch: int, *, log_probs: bool, queued: bool) -> li
         for size, drafter in enumerate(sizes):
             always = _with(stand_ins, forced(made.drafter, size))
             deep = drafter.max_depth
-            found = _round(always, entries, STEPS * (deep + 1), log_probs=log_probs, queued=queued)
+            found = _round(always, entries, STEPS * (deep + 1), log_probs=log_probs, loop=loop)
             best[size] = min(best[size], found) if turn else best[size]
     return best
 
 
-def _round(made: Prepared, entries: list[int], tokens: int, *, log_probs: bool, queued: bool) -> float:
+def _round(made: Prepared, entries: list[int], tokens: int, *, log_probs: bool, loop: str) -> float:
     """Return the seconds of a step, of some that give so many tokens at most."""
     state = made.start(entries)
     record = made.width if log_probs else None
     depth = made.decoder.max_depth
-    if not queued:
+    if loop == "run":
         # As many steps as fit under the limit, which is a value.
         controls = dataclasses.replace(state.controls, limit=state.length + tokens)
         state = dataclasses.replace(state, controls=controls)
@@ -95,8 +98,13 @@ def _round(made: Prepared, entries: list[int], tokens: int, *, log_probs: bool, 
     with made.target.on_mesh():
         state, stats = jax.block_until_ready((state, stats))
         began = time.perf_counter()
-        if queued:
-            # No row can end: the width is theirs to the last token.
+        # No row can end in the other loops: the width is theirs to the last token.
+        if loop == "stream":
+            taken = itertools.islice(decode.stream(made.decoder, made.params, state, ahead=0), STEPS)
+            [(last, _)] = collections.deque(taken, maxlen=1)
+            jax.block_until_ready(last)
+            steps = STEPS
+        elif loop == "queue":
             _, _, steps = jax.block_until_ready(
                 refill.advance(made.decoder, made.params, state, stats, 1, STEPS)
             )

@@ -71,6 +71,7 @@ class DraftRow:
     block: bool = (
         False  # drafts a block at once: its usual tree is as deep as the block, which the checkpoint says
     )
+    copies: bool = False  # drafts what was said before, so that a lossy rule accepts repetitions
     learns: bool = False  # from its failures, by `lab.training.online`
     # Of a head whose published shape `mars-jax plan` knows: its name there, and "module:class" of its config.
     outlined: tuple[str, str] | None = None
@@ -126,6 +127,7 @@ DRAFTERS: dict[str, DraftRow] = {
             loader="mars_jax.drafters.ngram:load_ngram",
             length=8,
             resizes=True,
+            copies=True,
             paper="2304.04487",
         ),
         DraftRow(

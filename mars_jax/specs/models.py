@@ -6,6 +6,7 @@ Digests are those of the files that their publishers put on the Hugging Face hub
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
@@ -314,3 +315,16 @@ def drafts_for(name: str) -> tuple[str, ...]:
     """
     found = named(name) or next((row for row in MODELS.values() if row.is_called(name)), None)
     return found.drafts if found else ()
+
+
+def default_draft(target: str, is_here: Callable[[str], bool]) -> str:
+    """Return the spec of the draft of a target for which none is named: the best that is here, else n-grams.
+
+    Args:
+      target: as for `drafts_for`.
+      is_here: whether a checkpoint needs no download, `hub.is_here`.
+
+    >>> default_draft("smollm2", lambda name: True), default_draft("smollm2", lambda name: False)
+    ('eagle:smollm2/eagle3', 'ngram')
+    """
+    return next((spec for spec in drafts_for(target) if is_here(spec.partition(":")[2])), "ngram")

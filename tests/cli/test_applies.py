@@ -51,7 +51,7 @@ MEDUSA = ["--draft", "medusa:heads"]
         (["--draft", "none", "--verify", "mars"], "--verify mars does not apply to --draft none"),
         (["--draft", "none", "--verify", "rejection"], "--verify rejection does not apply to --draft none"),
         (["--draft", "none", "--num-draft-tokens", "4"], "--num-draft-tokens does not apply to --draft none"),
-        (["--draft-size", "auto"], "--draft-size auto does not apply to the rule mars"),
+        (["--draft-size", "auto", "--theta", "0.9"], "--draft-size auto does not apply to the rule mars"),
         (["--draft-size", "auto", "--draft", "none"], "--draft-size auto does not apply to --draft none"),
         (
             [*MODEL, "--draft-size", "auto", "--verify", "exact", "--tree", "2-2"],
@@ -63,7 +63,7 @@ MEDUSA = ["--draft", "medusa:heads"]
             "--any-rule does not apply to the rule exact",
         ),
         (["--refine", "x.txt"], "--refine does not apply to --draft ngram"),
-        ([*MODEL, "--refine", "x.txt"], "--refine does not apply to the rule mars"),
+        ([*MODEL, "--verify", "mars", "--refine", "x.txt"], "--refine does not apply to the rule mars"),
         (
             [*MODEL, "--verify", "exact", "--refine", "x.txt", "--output", "y", "--resume"],
             "--refine does not apply with --resume",
@@ -153,13 +153,17 @@ def test_a_flag_that_does_not_apply_is_refused(refused, argv, message):
         ({"max_relaxed_run": 2}, ["--draft", "none"], "max_relaxed_run does not apply to the rule exact"),
         ({"draft_stop": 0.5}, [], "draft_stop does not apply to --draft ngram"),
         ({"draft_stop": 0.5}, ["--draft", "none"], "draft_stop does not apply to --draft none"),
-        ({"tau": 2}, [], "tau does not apply to the rule mars, which has base, "),
+        ({"tau": 2}, ["--verify", "mars"], "tau does not apply to the rule mars, which has base, "),
         (
             {"margin": "gap"},
-            [],
+            ["--verify", "mars"],
             "margin is one for all prompts: leave it out, and give --rule-option margin=VALUE",
         ),
-        ({"theta": 2}, [], "theta is 2.0: expected a number above 0 and at most 1 for the margin ratio"),
+        (
+            {"theta": 2},
+            ["--verify", "mars"],
+            "theta is 2.0: expected a number above 0 and at most 1 for the margin ratio",
+        ),
         (
             {"strict": True},
             ["--verify", "exact"],
@@ -204,8 +208,8 @@ def plan(*argv):
 
 
 def test_defaults_follow_the_drafter():
-    assert plan("--target", "x").draft == ("ngram", "") and plan("--target", "x").rule.name == "mars"
-    assert plan("--draft", "none").rule.name == "exact"
+    assert plan("--target", "x").draft == ("ngram", "") and plan("--target", "x").rule.name == "exact"
+    assert plan("--draft", "none").rule.name == "exact" and plan().rule.name == "mars"
     assert plan("--compare").rule.name == "mars"
 
 
@@ -215,7 +219,7 @@ def test_a_drafter_is_known_by_its_kind():
             kind,
             "a/b:c",
         )
-    assert plan(*EAGLE, "--tree", "dynamic").rule.name == "mars"
+    assert plan(*EAGLE, "--tree", "dynamic", "--margin", "gap").rule.name == "mars"
 
 
 def test_heads_sample_for_rejection_as_models_do():

@@ -20,53 +20,38 @@ def test_it_is_the_default():
     assert args.target == assets.TARGET
     assert args.draft == f"model:{assets.DRAFT}"
     assert plan_.draft.kind == "model"
-    assert plan_.measures_speedup
+    assert (plan_.rule.name, plan_.draft_size) == ("mars", "fixed")
 
 
 @pytest.mark.parametrize(
-    ("argv", "draft", "measures"),
+    ("argv", "draft", "rule", "size"),
     [
-        (["--target", assets.TARGET], f"model:{assets.DRAFT}", True),
-        (["--target", "somewhere"], "ngram", False),
-        (["--target", "somewhere", "--speedup"], "ngram", True),
-        (["--draft", "ngram"], "ngram", True),
-        (["--draft", "none"], "none", False),
-        (["--no-speedup"], f"model:{assets.DRAFT}", False),
-        (["--json"], f"model:{assets.DRAFT}", False),
-        (["--output", "rows.jsonl"], f"model:{assets.DRAFT}", False),
+        (["--target", assets.TARGET], f"model:{assets.DRAFT}", "exact", "usual"),
+        (["--target", "somewhere"], "ngram", "exact", "usual"),
+        (["--target", "somewhere", "--num-draft-tokens", "4"], "ngram", "exact", "usual"),
+        (["--target", "somewhere", "--theta", "0.8"], "ngram", "mars", "fixed"),
+        (["--target", "somewhere", "--verify", "rejection"], "ngram", "rejection", "fixed"),
+        (["--target", "somewhere", "--compare"], "ngram", "mars", "fixed"),
+        (["--target", "somewhere", "--draft", "ngram"], "ngram", "exact", "fixed"),
+        (["--target", "somewhere", "--draft-size", "fixed"], "ngram", "exact", "fixed"),
+        (["--draft", "ngram"], "ngram", "exact", "fixed"),
+        (["--draft", "none"], "none", "exact", "fixed"),
+        (["--json"], f"model:{assets.DRAFT}", "mars", "fixed"),
     ],
 )
-def test_draft_and_speedup_follow_the_target(argv, draft, measures):
+def test_what_is_left_open_follows_from_what_is_given(argv, draft, rule, size):
     args, plan_ = plan(*argv, "hello")
-    assert args.draft == draft
-    assert plan_.measures_speedup is measures
+    assert (args.draft, plan_.rule.name, plan_.draft_size) == (draft, rule, size)
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--speedup", "--compare"], "--speedup does not apply with --compare"),
-        (["--speedup", "--json"], "--speedup does not apply with --json, which prints no statistics"),
-        (
-            ["--speedup", "--output", "rows.jsonl"],
-            "--speedup does not apply with --output, which prints no statistics",
-        ),
-        (["--speedup", "--draft", "none"], "--speedup does not apply to --draft none"),
-    ],
-)
-def test_a_speedup_that_nothing_would_show_is_refused(refused, argv, message):
-    assert refused(*argv, "hello").startswith(f"error: {message}")
-
-
-@pytest.mark.parametrize("flags", [[], ["--no-stream"]])
 @pytest.mark.slow
-def test_a_story_and_how_much_faster_it_came(run, flags):
-    outcome = run("--max-new-tokens", 40, *flags, "Once upon a time")
+def test_a_story_and_how_much_faster_it_came(run):
+    outcome = run("--max-new-tokens", 40, "Once upon a time")
     assert outcome.code == 0
     assert outcome.out.startswith("Once upon a time")
     assert len(outcome.out.split()) > 20
     assert re.search(
-        r"\n\d+\.\d\dx the speed of plain autoregression, which made \d+\.\d tokens/s here\n", outcome.err
+        r"\n\d+\.\d\dx the speed of plain decoding, whose step takes [\d.]+ ms here", outcome.err
     )
 
 

@@ -45,7 +45,7 @@ def test_json_is_one_object_a_prompt_and_nothing_else(run, target):
     assert (first["prompt"], second["prompt"]) == ("the sea", "a story of")
     for row in (first, second):
         assert len(row["tokens"]) == 8 or row["finish_reason"] == "stop"
-        assert row["rule"] == "mars"
+        assert row["rule"] == "exact"
         assert sum(row["depth_histogram"]) == row["steps"]
         assert row["tau"] == pytest.approx(len(row["tokens"]) / row["steps"])
         assert row["tokens_per_second"] == pytest.approx(len(row["tokens"]) / row["seconds"])

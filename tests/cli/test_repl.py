@@ -55,7 +55,8 @@ def talk(monkeypatch, target):
 
         monkeypatch.setattr(repl, "editing", editing)
         out, err = Terminal(), Terminal()
-        argv = ["--target", str(target), "--draft", "ngram", "--max-new-tokens", "8", *flags]
+        rule = [] if "none" in flags else ["--verify", "mars"]
+        argv = ["--target", str(target), "--draft", "ngram", *rule, "--max-new-tokens", "8", *flags]
         with contextlib.redirect_stderr(err):
             repl.talk(argv, parse(argv), out)
         return plain(out.getvalue()), " ".join(plain(err.getvalue()).split())
@@ -167,7 +168,6 @@ def test_a_second_ctrl_c_leaves():
         ["--no-stream"],
         ["--batch-size", "4"],
         ["--samples", "2"],
-        ["--speedup"],
         ["--output", "rows.jsonl"],
         ["--draft-device", "1"],
     ],

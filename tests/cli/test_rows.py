@@ -50,7 +50,7 @@ def test_rows_are_those_of_the_page(run, target, tmp_path):
     ]
     prompts.write_text("".join(json.dumps(row) + "\n" for row in own))
     outcome = run(
-        "--target", target, "--draft", "ngram", "--max-new-tokens", "8", "--prompts-file", prompts,
+        "--target", target, "--draft", "ngram", "--verify", "mars", "--max-new-tokens", "8", "--prompts-file", prompts,
         "--num-draft-tokens", "3", "--seed", "3", "--json", "--log-probs",
     )  # fmt: skip
     assert outcome.code == 0, outcome.err

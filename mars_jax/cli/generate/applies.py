@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from mars_jax import assets, specs
+from mars_jax import specs
 from mars_jax.cli.flags import Present, flag_of
 from mars_jax.cli.generate.prompts import CONSTRAINTS, SPANS, PromptRow
 from mars_jax.core.errors import MarsError
@@ -20,7 +20,9 @@ class Choices(NamedTuple):
     rule: RuleChoice
     samples_draft: bool  # draw the draft from its distribution, and hand the rule its true q
     streams: bool
-    measures_speedup: bool  # decode once more autoregressively, for a line of the statistics
+    draft_size: (
+        str  # "fixed" or "auto", or "usual": auto on a CPU, where nodes that are drafted in vain cost most
+    )
 
 
 def check_flags(args: argparse.Namespace, rows: Sequence[PromptRow]) -> Choices:
@@ -39,15 +41,27 @@ def check_flags(args: argparse.Namespace, rows: Sequence[PromptRow]) -> Choices:
     present.refuse_for(draft, rule)
     _check_sampling(present, args, rows)
     _check_file(args, rows)
+    draft_size = _draft_size(args, draft, rule)
     args.draft_size = None if args.draft_size == "fixed" else args.draft_size
     shows_text = not (args.json or args.output or args.compare)
-    drafts_own = args.target in assets.MODELS and draft.kind != "none"
     return Choices(
         draft=draft,
         rule=rule,
         samples_draft="q" in rule.needs and draft.row.samples,
         streams=args.stream is not False and shows_text and args.refine is None,
-        measures_speedup=args.speedup if args.speedup is not None else drafts_own and shows_text,
+        draft_size=draft_size,
+    )
+
+
+def _draft_size(args: argparse.Namespace, draft: specs.DraftSpec, rule: RuleChoice) -> str:
+    """Return the --draft-size of the flags, or "usual" for a draft that is the default."""
+    if args.draft_size is not None:
+        return args.draft_size
+    shaped = args.tree is not None or args.refine is not None or args.draft_device is not None
+    return (
+        "usual"
+        if args.draft_is_default and draft.row.resizes and rule.name == "exact" and not shaped
+        else "fixed"
     )
 
 
@@ -57,7 +71,7 @@ def check_asked(args: argparse.Namespace) -> None:
     Raises:
       MarsError: such a flag was given.
     """
-    flags = ["--json", "--output", "--compare", "--speedup", "--no-stream", "--samples", "--batch-size"]
+    flags = ["--json", "--output", "--compare", "--no-stream", "--samples", "--batch-size"]
     flags += ["--refine", "--draft-device", "--num-processes", "--coordinator"]
     why = "without prompts, which are then asked for one by one: leave it out, or give prompts"
     Present(args).refuse(flags, why)
@@ -66,7 +80,7 @@ def check_asked(args: argparse.Namespace) -> None:
 def _check_draft(present: Present, draft: specs.DraftSpec, rule: RuleChoice) -> None:
     """Refuse what does not go with the kind of the drafter."""
     if draft.kind == "none":
-        flags = ["--compare", "--num-draft-tokens", "--speedup"]
+        flags = ["--compare", "--num-draft-tokens"]
         flags += [f"--verify {rule.spec}"] if "draft" in rule.needs else []
         drafts = specs.draft_words(name for name in specs.DRAFTERS if name != "none")
         present.refuse(

@@ -88,7 +88,7 @@ def _decode(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRow
         elif args.json:
             ways.print_json(job, out)
         elif choices.streams:
-            ways.stream_text(job, out, chat=args.chat, speedup=choices.measures_speedup)
+            ways.stream_text(job, out, chat=args.chat)
         else:
-            ways.print_text(job, out, chat=args.chat, speedup=choices.measures_speedup)
+            ways.print_text(job, out, chat=args.chat)
         job.check_finite()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from mars_jax.core.errors import MarsError
 from mars_jax.core.rule import LoadedRule
 from mars_jax.hub.files import resolve
 from mars_jax.hub.pretrained import Pretrained, check_same_vocabulary
+from mars_jax.placement import hosts
 from mars_jax.serve import requests as request
 from mars_jax.serve.journal import plain
 from mars_jax.serve.queue import Queue
@@ -31,6 +33,10 @@ from mars_jax.serve.session import Batch, Session, check_finite
 
 CHUNK = 2048
 """Prompts that are tokenized at once: enough for all cores, and few enough to tell how far it is."""
+
+
+SHORT = 3
+"""Length of a chain on a CPU, unless asked for: there nodes cost, and with none it is two sizes that compile."""
 
 
 class Decoding:
@@ -124,9 +130,10 @@ class Job:
         check_finite(self.session.target, self.finished)
 
     @functools.cached_property
-    def autoregressive(self) -> Job:
-        """The same prompts without a draft."""
-        return Job(session=self.session.autoregressive, requests=self.requests, drafts=False)
+    def plain_step(self) -> float:
+        """Seconds of a step without a draft over the first batch's rows, measured once."""
+        batch = next(self.session.batches(self.requests))
+        return batch.session.plain_step_seconds(batch.requests)
 
 
 def open_job(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRow]) -> Job:
@@ -150,7 +157,11 @@ def open_job(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRo
     target = open_target(args, sketch)
     if target.mesh is not None:
         rule = load_rule(choices.rule, target, rows)  # its weights go where the target's are
-    asked: dict[str, Any] = {"num_draft_tokens": args.num_draft_tokens, "dtype": args.dtype}
+    varies = choices.draft_size == "auto"
+    length = args.num_draft_tokens
+    if choices.draft_size == "usual" and jax.default_backend() == "cpu":
+        varies, length = True, length or SHORT
+    asked: dict[str, Any] = {"num_draft_tokens": length, "dtype": args.dtype}
     size = min(args.batch_size or (1 if choices.streams else 8), len(requests))
     if args.draft_device is None:
         drafter = drafters.load(
@@ -158,7 +169,7 @@ def open_job(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRo
             target,
             tree=args.tree,
             sample=choices.draft.row.samples and verify.needs_q(rule.rule),
-            draft_size=args.draft_size or "fixed",
+            draft_size="auto" if varies else "fixed",
             any_rule=bool(args.any_rule),
             **asked,
         )
@@ -166,6 +177,9 @@ def open_job(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRo
         drafter = extras.call("--draft-device", args.draft, target, args.draft_device, **asked)
     if args.theta_file is not None:
         args.theta_file.check_weights(target, drafter, rule)
+    if draft.row.copies and not choices.rule.row.lossless and hosts.is_first():
+        why = f"which copies from the text: {choices.rule.name} accepts repetitions of it, and --verify exact does not"
+        print(f"note: the draft is {draft.kind}, {why}.", file=sys.stderr)
     simulated = choices.rule.row.name == "simulated"
     if simulated:
         _check_tau(choices.rule, rows, drafter.drafter.max_depth + 1)

@@ -32,7 +32,8 @@ _OTHER = "choose another --output, or the flags of the run that began it"
 
 _ELSEWHERE = {
     "prompts", "prompts_file",  # rows are compared with their prompts one by one
-    "output", "resume", "json", "stream", "speedup", "compare",
+    "output", "resume", "json", "stream", "compare",
+    "draft_is_default",  # so that its drafts may vary in size, which changes no token
     # A row alone is the row in a batch, on one device or on many.
     "batch_size", "prefill_chunk", "mesh", "draft_device", "coordinator", "num_processes", "process_id",
     "no_check",  # whether checksums are compared, not what is loaded

@@ -22,6 +22,7 @@ from mars_jax.cli.generate.job import Job, load_rule, make_requests, open_job
 from mars_jax.cli.generate.line_editor import editing
 from mars_jax.cli.generate.prompts import PromptRow, from_texts
 from mars_jax.cli.generate.terminal import TextPrinter, console, legend, line_of
+from mars_jax.cli.generate.ways import StepClock, worth
 from mars_jax.cli.host_flags import joined
 from mars_jax.cli.program import keep_compilations
 from mars_jax.cli.progress import busy
@@ -149,12 +150,12 @@ class Talk:
     def _answer(self, text: str) -> None:
         [row] = from_texts([text])
         printer = TextPrinter(self._out, colours=self._job.drafts)
-        completion = None
+        completion, clock = None, StepClock()
         with stoppable() as stopped, contextlib.closing(self._events(text, row)) as events:
             self._last, self._count = text, self._count + 1
             if self._chat is None:
                 printer.prompt(text, chat=False)
-            for event in events:
+            for event in clock.timed(events):
                 for kind, piece in event.pieces:
                     printer.piece(kind, piece)
                 completion = event.completion
@@ -166,6 +167,8 @@ class Talk:
             return
         check_finite(self._job.session.target, [completion])
         self._tell(line_of(completion, drafts=self._job.drafts, read=self.running.read), "dim")
+        if said := worth(self._job, [completion], clock):
+            self._tell(said, "dim")
         self._tell_full(completion)
 
     def _events(self, text: str, row: PromptRow) -> Generator[StreamEvent, None, None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import sys
+import time
 from collections.abc import Iterator
 from typing import IO
 
@@ -21,18 +22,17 @@ from mars_jax.serve.requests import Completion, Request, StreamEvent, total
 from mars_jax.serve.session import Batch
 
 
-def stream_text(job: Job, out: IO[str], *, chat: bool, speedup: bool) -> None:
+def stream_text(job: Job, out: IO[str], *, chat: bool) -> None:
     """Print text as it is decided. Of prompts that share a batch the first streams, and the others follow."""
-    printer, done = TextPrinter(console(out), colours=job.drafts), []
+    printer, done, clock = TextPrinter(console(out), colours=job.drafts), [], StepClock()
     with counted(len(job.requests)) as count:
         for batch in job.batches():
             with busy("compiling"):
                 events = job.stream(batch)
-            done.append(_show(job, printer, batch, events, chat=chat))
+            done.append(_show(job, printer, batch, clock.timed(events), chat=chat))
             count.advance(done[-1], _seconds(done))
-    plain = _stream(job.autoregressive) if speedup else None
     everyone = [completion for batch in done for completion in batch]
-    _report(job, everyone, _seconds(done), colours=printer.colours, plain=plain)
+    _report(job, everyone, _seconds(done), colours=printer.colours, worth=worth(job, everyone, clock))
 
 
 def _show(
@@ -67,6 +67,40 @@ def _stop_if_all_failed(job: Job, done: list[Completion]) -> None:
         job.check_finite()
 
 
+class StepClock:
+    """The time of steps that are streamed, from the first to the last of a batch, and how many they were."""
+
+    def __init__(self) -> None:
+        self.seconds, self.steps = 0.0, 0
+
+    def timed(self, events: Iterator[StreamEvent]) -> Iterator[StreamEvent]:
+        """Yield the events of one batch. The first step ends the prefill, and does not count."""
+        first, now, steps = None, 0.0, 0
+        for event in events:
+            now = time.perf_counter()
+            first = first or now
+            if event.completion is not None:
+                steps = max(steps, event.completion.metrics.steps - 1)
+            yield event
+        self.seconds, self.steps = self.seconds + now - (first or now), self.steps + steps
+
+
+def worth(job: Job, done: list[Completion], clock: StepClock) -> str:
+    """Say how fast drafting was beside plain decoding, and where it lost the cure; "" where nothing was drafted.
+
+    A step gives tau tokens where a plain one gives one; both are timed as they are streamed.
+    """
+    if not (job.drafts and clock.steps and clock.seconds):
+        return ""
+    with busy("timing a step without a draft, for comparison"):
+        plain = job.plain_step
+    ratio = total(done).tau * plain * clock.steps / clock.seconds
+    said = f"{ratio:.2f}x the speed of plain decoding, whose step takes {1e3 * plain:.3g} ms here"
+    if ratio >= 0.97:
+        return said
+    return f"{said}: the draft does not pay here, so leave it out (--draft none)"
+
+
 def _row_by_row(events: Iterator[StreamEvent]) -> Iterator[StreamEvent]:
     """Yield the events of row 0 as they come, then those of row 1, and so on."""
     waiting: dict[int, list[StreamEvent]] = collections.defaultdict(list)
@@ -81,7 +115,7 @@ def _row_by_row(events: Iterator[StreamEvent]) -> Iterator[StreamEvent]:
             current += 1
 
 
-def print_text(job: Job, out: IO[str], *, chat: bool, speedup: bool) -> None:
+def print_text(job: Job, out: IO[str], *, chat: bool) -> None:
     """Print each batch when it is done."""
     printer, done = TextPrinter(console(out), colours=False), []
     with counted(len(job.requests)) as count:
@@ -91,11 +125,7 @@ def print_text(job: Job, out: IO[str], *, chat: bool, speedup: bool) -> None:
             printer.piece("exact", completion.text)
             printer.end()
             done.append(completion)
-    plain = None
-    if speedup:
-        with busy("decoding once more autoregressively, for comparison"):
-            plain = _speed(job.autoregressive)
-    _report(job, done, decoding.seconds, plain=plain)
+    _report(job, done, decoding.seconds)
 
 
 def _decoding(job: Job, first: int = 0, *, hold: bool = True) -> Decoding:
@@ -108,21 +138,6 @@ def _each(decoding: Decoding, count: Count) -> Iterator[Completion]:
     for completion in decoding:
         count.advance([completion], decoding.seconds)
         yield completion
-
-
-def _stream(alone: Job) -> float:
-    """Return the tokens a second without a draft, streamed as the text was."""
-    with busy("decoding once more autoregressively, for comparison"):
-        streams = [alone.stream(batch) for batch in alone.batches()]
-        done = [[e.completion for e in events if e.completion is not None] for events in streams]
-    return total([completion for batch in done for completion in batch]).emitted / _seconds(done)
-
-
-def _speed(alone: Job) -> float:
-    """Return the tokens a second without a draft."""
-    decoding = alone.decode()
-    tokens = sum(len(completion.tokens) for completion in decoding)
-    return tokens / max(decoding.seconds, 1e-9)
 
 
 def print_json(job: Job, out: IO[str]) -> None:
@@ -197,9 +212,9 @@ def _report(
     seconds: float,
     *,
     colours: bool = False,
-    plain: float | None = None,
+    worth: str = "",
 ) -> None:
-    """Print totals on stderr, so that stdout stays the text. `plain` is tokens a second of autoregression."""
+    """Print totals on stderr, so that stdout stays the text; and what a draft was worth."""
     seconds = max(seconds, 1e-9)
     screen = _errors()
     screen.print()
@@ -211,11 +226,8 @@ def _report(
         screen.print(job.refining.describe())
     if job.simulated:
         screen.print("acceptance was simulated: the text means nothing, and quality cannot be read from it")
-    if plain is not None:
-        screen.print(
-            f"{metrics.emitted / seconds / plain:.2f}x the speed of plain autoregression, which made "
-            f"{plain:.1f} tokens/s here"
-        )
+    if worth:
+        screen.print(worth)
 
 
 def _seconds(batches: list[list[Completion]]) -> float:

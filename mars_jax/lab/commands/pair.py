@@ -60,7 +60,7 @@ def make_parser(prog: str, description: str, epilog: str, *, instead: Collection
     group.add_argument(
         "--draft",
         metavar="DRAFT",
-        help=f"{specs.draft_words(DRAFTS)} (default: model:{assets.DRAFT} for {assets.TARGET}, ngram for others)",
+        help=f"{specs.draft_words(DRAFTS)} (default: the best for the target that is here, else ngram)",
     )
     group.add_argument(
         "--num-draft-tokens", metavar="N", help="tokens drafted in a row (default: the drafter's)"
