@@ -144,7 +144,7 @@ def speed(dtype: str, prompts: list[list[int]]) -> dict[str, Any]:
 def first_token(cache: str) -> float:
     """Seconds from the start of a process to the first token of its text, which comes together with the prompt."""
     prompt = "Once upon a time"
-    command = [sys.executable, "-m", "mars_jax.generate", "--no-speedup", prompt]
+    command = [sys.executable, "-m", "mars_jax.generate", prompt]
     environment = {"JAX_COMPILATION_CACHE_DIR": cache, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.05"}
     return common.first_text(command, environment, prompt)[0]
 

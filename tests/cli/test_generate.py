@@ -90,6 +90,48 @@ def test_greedy_drafting_changes_no_token(run, target, draft, eagle, medusa):
         assert [row["tokens"] for row in rows(run(*argv, *flags).out)] == want
 
 
+def test_a_draft_that_nobody_named_is_as_long_as_pays(target):
+    def drafter(*flags):
+        args = parse(["--target", str(target), *FEW, *flags, "the sea"])
+        prompts = from_texts(args.prompts)
+        return open_job(args, check_flags(args, prompts), prompts).session.drafter
+
+    assert drafter().sizes.lengths == (0, 3)
+    assert drafter("--num-draft-tokens", "5").sizes.lengths == (0, 3, 5)
+    assert drafter("--draft", "ngram").sizes is None and drafter("--theta", "0.9").sizes is None
+
+
+def test_copied_drafts_under_a_lossy_rule_are_warned_of(run, target):
+    said = [
+        run("--target", target, *FEW, *flags, "--json", "the sea").err for flags in (["--theta", 0.9], [])
+    ]
+    assert said[0].startswith(
+        "note: the draft is ngram, which copies from the text: mars accepts repetitions"
+    )
+    assert said[1] == ""
+
+
+@pytest.mark.parametrize("pays", [True, False])
+def test_a_text_says_what_its_draft_was_worth(run, target, draft, pays, monkeypatch):
+    """Times are the machine's, so the plain step's is put in: a minute, then nothing."""
+    monkeypatch.setattr(session.Session, "plain_step_seconds", lambda self, requests: 60.0 if pays else 1e-9)
+    said = run("--target", target, *FEW, "--draft", f"model:{draft}", "the sea").err
+    assert "x the speed of plain decoding, whose step takes" in said
+    assert ("leave it out (--draft none)" in said) is not pays
+    assert "the speed of" not in run("--target", target, *PLAIN, "the sea").err
+
+
+@pytest.mark.slow
+def test_a_plain_step_takes_a_time(target, draft):
+    """With a draft, and with a draft of several sizes, whose program decodes plainly too."""
+    for flags in (["--draft", f"model:{draft}"], []):
+        args = parse(["--target", str(target), *FEW, *flags, "the sea"])
+        prompts = from_texts(args.prompts)
+        job = open_job(args, check_flags(args, prompts), prompts)
+        assert 0 < job.plain_step < 1
+        assert job.plain_step == job.plain_step
+
+
 @pytest.mark.slow
 def test_a_sampled_draft_is_its_own_targets_equal(run, target):
     """With draft and target the same model p / q is 1, so rejection keeps every drafted token."""

@@ -62,6 +62,25 @@ def test_the_text_is_the_fixed_chains_whatever_is_chosen():
     assert never == 0 < mixed < always
 
 
+@pytest.mark.parametrize("found", [True, False])
+def test_what_finds_nothing_takes_nothing(found):
+    """A copied draft is looked for before its size is taken: without a match the step is one of the root alone."""
+    made = measured(sized(drafters.LoadedDrafter(drafters.ngram(3), (), resized=drafters.ngram)), [1.0, 1.01])
+    decoder = made.decoder(TARGET, RULE)
+    tokens = (
+        jnp.zeros((1, 40), jnp.int32).at[0, :6].set(jnp.asarray([1, 2, 3, 1, 2, 3] if found else range(1, 7)))
+    )
+    prompts = Prompts(
+        tokens, jnp.asarray([6]), make_controls(1, limit=40), RULE, keys_from_seeds(jnp.arange(1))
+    )
+    before = decode.start(decoder, params_of(made), prompts)
+    tested, idle = np.asarray(before.draft.tested), np.asarray(before.draft.idle)
+    after, info = decode.jitted_step(decoder, params_of(made), before)
+    assert info.num_proposed.tolist() == [3 if found else 0]
+    assert after.draft.idle.tolist() == ([0] if found else [idle[0] + 1])
+    assert (after.draft.tested[0] == tested[0]) is not found
+
+
 @pytest.mark.slow
 def test_the_rows_that_are_asked_for_are_those_that_go_on(monkeypatch):
     params = params_of(measured(MADE, [1.0, 1.01, 1.02]))

@@ -116,7 +116,6 @@ _FLAGS = (
         "--log-probs",
         "--json",
         "--resume",
-        "--speedup",
         "--compare",
     ),
     *(
