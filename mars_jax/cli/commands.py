@@ -17,6 +17,8 @@ COMMANDS = {
     "calibrate": "choose theta from held-out prompts, with a bound on its risk",
     "compounding": "study what relaxed tokens do to the text after them",
     "distill": "train a draft model, or EAGLE or Medusa heads, for a target",
+    "models": "list the models that have a short name, and which of them are here",
+    "pairs": "say what can draft for a model",
     "convert": "convert a checkpoint into Orbax arrays, cast or quantised once",
     "plan": "compile a decode step for TPU slices ahead of time, without a TPU",
     "check": "check kernels, tokens and speed on the device that is there",
@@ -26,6 +28,8 @@ _LAB = ("benchmark", "calibrate", "compounding", "distill", "plan")
 _HOME = {
     "generate": "mars_jax.cli.generate.command",
     "convert": "mars_jax.cli.convert",
+    "models": "mars_jax.cli.model_list",
+    "pairs": "mars_jax.cli.pairs",
     "check": "mars_jax.lab.commands.check.device_check",
     "lm_eval": "mars_jax.integrations.lm_eval",
 } | {name: f"mars_jax.lab.commands.{name}" for name in _LAB}

