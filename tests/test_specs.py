@@ -5,9 +5,11 @@ from __future__ import annotations
 import inspect
 import json
 import math
+import re
 import subprocess
 import sys
 from importlib import import_module
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +17,15 @@ import numpy as np
 import pytest
 
 import kernels_pallas
-from mars_jax import specs, verify
+from mars_jax import assets, hub, specs, verify
 from mars_jax.core.errors import MarsError
 from mars_jax.core.settings import Range, Setting
+from mars_jax.hub.families import FAMILIES
+from mars_jax.lab.planning.outlined_models import CONFIGS
+from mars_jax.specs import models
+from tests.test_features import source
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def message(call, *args, **options):
@@ -238,3 +246,76 @@ def test_drafts_may_be_narrowed():
     assert specs.draft_words().startswith("none, ngram, model:PATH, eagle:PATH, medusa:PATH, ")
     assert "expected ngram or model:PATH." in message(specs.parse_draft, "none", among=("ngram", "model"))
     assert specs.drafters_that("trees") == "model:PATH, eagle:PATH, medusa:PATH or dflash:PATH"
+
+
+# Models by name.
+
+
+@pytest.mark.parametrize("name", models.MODELS)
+def test_a_model_is_what_its_row_says(name):
+    """Of those that are here or whose sizes `plan` knows, the config says so."""
+    row = models.MODELS[name]
+    assert row.family in FAMILIES and row.licence
+    assert row.sha256 is None or (row.file and re.fullmatch("[0-9a-f]{64}", row.sha256))
+    assert bool(row.repository) == (name not in assets.NAMES)
+    here = not row.repository or (row.package and hub.is_here(name))
+    config = hub.read_config(name) if here else CONFIGS.get(name)
+    assert config is None or (config.family, config.vocab_size) == (row.family, row.vocabulary)
+
+
+def test_every_name_of_plan_is_one_of_a_model():
+    assert set(CONFIGS) <= set(models.MODELS)
+
+
+def test_every_draft_is_known_and_has_its_test_and_its_figure():
+    found = models.pairs()
+    for pair in found:
+        draft = specs.parse_draft(pair.draft)
+        row = models.MODELS[pair.target]
+        small = models.MODELS.get(draft.path)
+        assert (small is not None) == (draft.kind == "model")
+        assert small is None or small.family.split("_")[0] == row.family.split("_")[0]
+        assert small is not None or draft.row.head
+        assert pair.loads in models.LOADS
+        file, _, test = pair.test.partition("::")
+        assert source(ROOT / "tests" / file, test), pair
+    heads = {pair.draft.partition(":")[2] for pair in found} - set(models.MODELS)
+    assert heads == set(models.HEADS)
+    assert {(pair.target, pair.draft) for pair in found} >= set(models.FIGURES)
+    for figure in models.FIGURES.values():
+        tau, page = re.fullmatch(r"tau ([\d.]+), (.*)", figure).groups()
+        assert re.search(rf"^\|.* {tau} .*\|$", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def test_the_page_of_heads_is_the_table():
+    page = (ROOT / "docs" / "heads.md").read_text(encoding="utf-8")
+    told = re.findall(r"^\| `(.+?)` \| `(.+?)` \| (.+?) \| (yes|alike) \|$", page, re.MULTILINE)
+    expected = []
+    for pair in models.pairs():
+        head = pair.draft.partition(":")[2]
+        if head not in models.MODELS and pair.loads != "runs":
+            expected.append((models.MODELS[pair.target].repository, head, pair.layout, pair.loads))
+    assert sorted(told) == sorted(expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [
+        ("qwen3-8b", "qwen3-8b"),
+        ("Qwen/Qwen3-8B", "qwen3-8b"),
+        ("/data/Qwen3-8B/", "qwen3-8b"),
+        ("/data/Qwen3-8B-Q4_K_M.gguf", "qwen3-8b"),
+        ("~/hub/models--Qwen--Qwen3-8B/snapshots/0123abc", "qwen3-8b"),
+        ("Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF", "qwen2.5-coder-1.5b"),
+        ("Qwen/Qwen2.5-Coder-1.5B-Instruct", "qwen2.5-coder-1.5b"),
+        ("HuggingFaceTB/SmolLM2-135M-Instruct", "smollm2"),
+        ("tiny/target", "tiny/target"),
+        ("Qwen/Qwen3-8B-Base", None),
+        ("/data/qwen3-80b.gguf", None),
+        ("/mine/target", None),
+        ("", None),
+    ],
+)
+def test_a_target_is_known_by_name_repository_and_path(name, target):
+    assert models.drafts_for(name) == (models.MODELS[target].drafts if target else ())
+    assert {pair.target for pair in models.pairs(name)} == ({target} if target else set())

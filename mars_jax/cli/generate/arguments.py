@@ -95,7 +95,8 @@ def _add_models(made: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--target",
         metavar="PATH",
-        help="directory, GGUF file, or owner/name on the Hugging Face hub (default: tiny/target, which comes along)",
+        help="directory, GGUF file, owner/name on the Hugging Face hub, or a name that mars-jax models lists "
+        "(default: tiny/target, which comes along)",
     )
     group.add_argument(
         "--draft",

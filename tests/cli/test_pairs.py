@@ -1,0 +1,65 @@
+"""`mars-jax models` and `mars-jax pairs`."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from mars_jax.cli import commands
+from mars_jax.specs.models import LOADS, MODELS, pairs
+
+
+@pytest.fixture
+def said(capsys):
+    """Call a command that succeeds; returns what it prints."""
+
+    def call(*argv):
+        capsys.readouterr()
+        assert commands.main(list(argv)) == 0
+        captured = capsys.readouterr()
+        assert captured.err == ""
+        return captured.out
+
+    return call
+
+
+def test_every_model_is_listed_with_its_place(said, monkeypatch):
+    monkeypatch.setattr("mars_jax.hub.is_here", lambda name: name == "qwen3-8b")
+    header, *lines = said("models").splitlines()
+    place = {line.split()[0]: line[header.index("where") :].split()[0] for line in lines}
+    assert list(place) == list(MODELS)
+    assert place["tiny/target"] == "embedded" and place["qwen3-8b"] == "cached"
+    assert place["smollm2"] == place["qwen3-0.6b"] == "obtainable"
+    assert lines[0].endswith("Apache-2.0      model:tiny/draft and 2 more")
+    rows = {row["name"]: row for row in json.loads(said("models", "--json"))}
+    assert {name: row["where"] for name, row in rows.items()} == place
+    assert rows["qwen3-8b"]["drafts"] == list(MODELS["qwen3-8b"].drafts)
+    monkeypatch.setattr("mars_jax.hub.is_here", lambda name: True)
+    assert [row["where"] for row in json.loads(said("models", "--json"))[2:4]] == ["installed", "cached"]
+
+
+def test_pairs_are_those_of_a_target_or_all(said):
+    header, *lines = said("pairs", "/data/Llama-3.1-8B-Instruct").splitlines()
+    assert header.split() == ["target", "draft", "layout", "vocabulary", "loads", "figure", "test"]
+    assert [line.split()[1] for line in lines] == list(MODELS["llama-3.1-8b"].drafts)
+    assert len(said("pairs").splitlines()) == 1 + len(pairs())
+    assert len({pair.target for pair in pairs()}) >= 20
+    [only] = json.loads(said("pairs", "smollm2", "--json"))
+    assert only["draft"] == "eagle:smollm2/eagle3" and only["loads"] == "runs"
+
+
+def test_the_help_explains_how_far_a_pair_is_proven(capsys):
+    with pytest.raises(SystemExit):
+        commands.main(["pairs", "--help"])
+    told = capsys.readouterr().out
+    assert all(f"  {word} " in told and meaning in told for word, meaning in LOADS.items())
+
+
+@pytest.mark.parametrize(("name", "near"), [("qwen3-8", " (did you mean qwen3-8b?)"), ("qwen3-0.6b", "")])
+def test_a_target_that_nothing_drafts_for_is_one_sentence(capsys, name, near):
+    assert commands.main(["pairs", name]) == 2
+    expected = (
+        f"error: no head and no small model is known for '{name}'{near}: draft with ngram, or train one by "
+    )
+    assert capsys.readouterr() == ("", f"{expected}mars-jax distill.\n")
