@@ -56,6 +56,10 @@ def fetch_file(row: ModelRow) -> Path:
     if (found := cached(row.repository, row.file)) is not None:
         return found
     path = _fetch(row.repository, [row.file], f"{row.repository} {row.file}") / row.file
+    if not path.is_file():
+        raise MarsError(
+            f"'{row.repository}' on the Hugging Face hub has no {row.file} any more: give the path of another file."
+        )
     if row.sha256 is not None:
         with activity.doing(f"checking {row.file}"), open(path, "rb") as opened:
             digest = hashlib.file_digest(opened, "sha256").hexdigest()

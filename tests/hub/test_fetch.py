@@ -207,10 +207,12 @@ def test_without_a_hub_the_sentence_has_the_command(server, small, monkeypatch, 
     assert str(error.value).count("\n") == 0 and capfd.readouterr() == ("", "")
 
 
-def test_names_without_a_checkpoint_and_gated_ones_are_told_apart(server):
+def test_names_without_a_checkpoint_and_gated_ones_are_told_apart(server, small):
     with pytest.raises(MarsError, match=r"'owner/absent' .*RepositoryNotFoundError.*check the name"):
         resolve("owner/absent")
-    server.repositories["owner/files"] = {FILE: b""}
+    server.repositories[REPOSITORY] = server.repositories["owner/files"] = {"other.gguf": b""}
+    with pytest.raises(MarsError, match=rf"'{REPOSITORY}' on the Hugging Face hub has no {FILE} any more"):
+        resolve("small")
     with pytest.raises(
         MarsError, match=r"'owner/files' .* has no config.json: .* run hf download owner/files FILE"
     ):
