@@ -57,10 +57,20 @@ def busy(doing: str) -> Iterator[None]:
 
     screen = console(sys.stderr)
     with (
-        activity.doing(doing),
-        screen.status(f"{doing} ...") if screen.is_terminal else contextlib.nullcontext(),
+        activity.doing(doing) as going,
+        screen.status(_Busy(going)) if screen.is_terminal else contextlib.nullcontext(),
     ):
         yield
+
+
+class _Busy:
+    """Text of a spinner, which changes as the work goes on."""
+
+    def __init__(self, going: activity.Activity):
+        self._going = going
+
+    def __rich__(self) -> str:
+        return f"{self._going.name} ... {activity.details(self._going)}".rstrip()
 
 
 class Pace:

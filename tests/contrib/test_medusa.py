@@ -373,7 +373,7 @@ def test_heads_on_the_hub_are_fetched_without_the_files_that_are_not_needed(para
         (local / file).write_bytes((remote / file).read_bytes())
         return str(local / file)
 
-    def configs(name, allow_patterns):
+    def configs(name, allow_patterns, **_):
         assert not any("medusa_lm_head" in pattern for pattern in allow_patterns)
         fetch(name, "config.json")
         return str(local)

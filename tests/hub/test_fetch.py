@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -20,6 +21,7 @@ import pytest
 from huggingface_hub import constants
 
 from mars_jax import assets, hub
+from mars_jax.core import activity
 from mars_jax.core.errors import MarsError
 from mars_jax.hub.files import is_here, resolve
 from mars_jax.specs.models import MODELS, ModelRow
@@ -173,6 +175,25 @@ def test_a_file_with_another_digest_is_not_used_and_not_kept(server, small, monk
     assert not [f for f in Path(constants.HF_HUB_CACHE).rglob("*") if f.is_file() and f.stat().st_size > 4096]
     monkeypatch.setitem(MODELS, "small", small)  # as it is mended, it is fetched again
     assert _digest(resolve("small").read_bytes()) == small.sha256
+
+
+def test_a_download_tells_how_far_it_is(server, monkeypatch):
+    server.repositories["owner/tiny"] = of_directory(assets.path(assets.DRAFT))
+    begun, doing = [], activity.doing
+
+    @contextlib.contextmanager
+    def noted(name):
+        with doing(name) as going:
+            begun.append(going)
+            yield going
+
+    monkeypatch.setattr(activity, "doing", noted)
+    path = resolve("owner/tiny")
+    size = sum(file.stat().st_size for file in path.iterdir()) / 1e6
+    assert [(one.name, one.detail) for one in begun] == [
+        ("downloading owner/tiny", f"{size:.0f} of {size:.0f} MB")
+    ]
+    assert size > 1
 
 
 def test_a_directory_is_whole_only_with_all_its_weights(server):

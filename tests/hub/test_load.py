@@ -346,7 +346,7 @@ def test_only_the_needed_files_of_a_hub_model_are_fetched(monkeypatch, saved, ki
 
     asked = {}
 
-    def fetch(name, allow_patterns):
+    def fetch(name, allow_patterns, **_):
         asked[name] = allow_patterns
         return str(saved)
 
