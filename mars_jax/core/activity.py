@@ -44,7 +44,7 @@ def doing(name: str, detail: str = "") -> Iterator[Activity]:
 
 
 def details(within: Activity) -> str:
-    """What is being done inside of an activity and says how far it is; "" where nothing does.
+    """Describe what is being done inside of an activity, of what says how far it is; "" where nothing does.
 
     >>> with doing("loading") as going, doing("downloading", "3 of 9 MB"):
     ...     details(going)
