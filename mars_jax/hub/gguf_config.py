@@ -5,6 +5,7 @@ Keys: ggml-org/ggml, docs/gguf.md. Oracle: transformers, which reads the same fi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -48,7 +49,7 @@ def read_config(file: GGUFFile) -> tuple[ModelConfig, str | None]:
     except MarsError as error:
         raise MarsError(f"'{file.path}': {error}") from None
     kinds = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
-    matrices = {tensor.tensor_type.name for tensor in file.tensors.values() if len(tensor.shape) > 1}
+    matrices = {tensor.kind.name for tensor in file.tensors.values() if len(tensor.shape) > 1}
     return config, kinds.get(matrices.pop()) if len(matrices) == 1 else None
 
 
@@ -63,7 +64,7 @@ def to_json(file: GGUFFile) -> dict[str, Any]:
     stops = [file.get(f"tokenizer.ggml.{name}_token_id") for name in _STOPS]
     data = {
         "architectures": [ARCHITECTURES[file.architecture]],
-        "vocab_size": int(embed.shape[1]),
+        "vocab_size": embed.shape[0],
         "hidden_size": _number(file, "embedding_length"),
         "intermediate_size": _number(file, "feed_forward_length"),
         "num_hidden_layers": _number(file, "block_count"),
@@ -142,7 +143,8 @@ def _llama3(file: GGUFFile) -> dict[str, Any]:
     The numbers of all published models but for the factor, which the slowest frequencies are divided by whole, are
     those of Llama 3.1. What they give has to be what the file holds.
     """
-    held = np.asarray(file.tensors["rope_freqs.weight"].data, np.float32)
+    name = "rope_freqs.weight"
+    held = file.rows(name, 0, math.prod(file.tensors[name].shape))
     scaling = {
         "rope_type": "llama3",
         "factor": float(held.max()),

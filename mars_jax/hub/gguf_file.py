@@ -1,23 +1,42 @@
-"""A GGUF file, the format of llama.cpp, opened by the `gguf` package. Reading runs nothing of the file's."""
+"""A GGUF file, the format of llama.cpp: its metadata, and rows of its tensors. Reading runs nothing of the file's.
+
+Format: ggml-org/ggml, docs/gguf.md, versions 2 and 3. It is read by plain file access. The reader of the package gguf
+maps the file, whose pages count as this process's memory, and keeps two arrays per token. Oracle: the package's writer
+and its `dequantize` (tests/hub/test_gguf.py).
+"""
 
 from __future__ import annotations
 
 import functools
+import importlib.util
+import math
+import os
+import struct
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
 from mars_jax.core.errors import MarsError, first_line
 
+_NUMBERS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
+"""Types of numbers in the metadata, as `struct` has them."""
+_TEXT, _LIST = 8, 9
+
+
+class GGUFTensor(NamedTuple):
+    """A tensor in a file."""
+
+    shape: tuple[int, ...]  # rows first, as numpy has it
+    kind: Any  # gguf.GGMLQuantizationType
+    begin: int  # of its data, in bytes from the beginning of the file
+
 
 class GGUFFile:
-    """The metadata and the tensors of a file. Tensors are mapped, not read; metadata is read when it is asked for."""
+    """The metadata and the tensors of a file. Tensors are read when they are asked for."""
 
-    def __init__(self, path: Path, reader: Any):
-        self.path, self._reader = path, reader
-        self.tensors: dict[str, Any] = {tensor.name: tensor for tensor in reader.tensors}
-        """`gguf.ReaderTensor` by the file's own names."""
+    def __init__(self, path: Path, values: dict[str, Any], tensors: dict[str, GGUFTensor]):
+        self.path, self._values, self.tensors = path, values, tensors
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return a value of the metadata: a number, a text, or a list of them.
@@ -25,10 +44,9 @@ class GGUFFile:
         Raises:
           MarsError: its bytes are none of these.
         """
-        field = self._reader.fields.get(key)
         try:
-            return default if field is None else field.contents()
-        except (ValueError, LookupError, TypeError) as error:  # such as a text that is not UTF-8
+            return _decoded(self._values.get(key, default))
+        except UnicodeDecodeError as error:
             raise MarsError(
                 f"'{self.path}' holds a {key} that cannot be read ({error}): download it again."
             ) from None
@@ -41,6 +59,49 @@ class GGUFFile:
     def of_model(self, key: str, default: Any = None) -> Any:
         """Return a value of the metadata below the architecture, such as "block_count"."""
         return self.get(f"{self.architecture}.{key}", default)
+
+    def rows(self, name: str, first: int, last: int) -> np.ndarray:
+        """Return rows `first .. last - 1` of a tensor, f32[last - first, ...].
+
+        Raises:
+          MarsError: they cannot be read, or are of a type that the package gguf does not dequantise.
+        """
+        import gguf
+
+        shape, kind, begin = self.tensors[name]
+        flat = len(shape) < 2  # a block then spans what are rows here
+        length = math.prod(shape) if flat else math.prod(shape[1:])
+        width = _size(length, kind)
+        at, count = (0, 1) if flat else (first, last - first)
+        try:
+            with open(self.path, "rb", buffering=0) as file:
+                file.seek(begin + at * width)
+                data = np.fromfile(file, np.uint8, count * width)
+            found = gguf.dequantize(data.reshape(count, width), kind)
+        except NotImplementedError:
+            raise MarsError(
+                f"tensor {name} of '{self.path}' is of type {kind.name}, which the package gguf does not read: take "
+                "a file of another quantisation."
+            ) from None
+        except (OSError, ValueError) as error:  # such as a file that has become shorter
+            raise MarsError(f"tensor {name} of '{self.path}' cannot be read ({error}).") from None
+        return found.reshape(-1)[first:last] if flat else found.reshape(count, *shape[1:])
+
+
+def _decoded(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_decoded(part) for part in value]
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _size(count: int, kind: Any) -> int:
+    """Return the bytes of so many numbers."""
+    import gguf
+
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    if count % block:
+        raise ValueError(f"a row of {count} is no number of blocks of {block}")
+    return count // block * size
 
 
 def is_gguf(path: Path) -> bool:
@@ -55,36 +116,79 @@ def read_gguf(path: Path) -> GGUFFile:
     Raises:
       MarsError: the `gguf` package is not installed, or the file is truncated, corrupt or no GGUF.
     """
-    try:
-        reader = _bounded_reader()
-    except ImportError:
+    if importlib.util.find_spec("gguf") is None:
         raise MarsError(
             f"'{path}' is a GGUF file, and the package gguf is not installed: pip install 'mars-jax[gguf]'."
-        ) from None
+        )
     try:
-        return GGUFFile(path, reader(path))
+        with open(path, "rb") as file:
+            return GGUFFile(path, *_Header(file).read())
     except OSError as error:
         raise MarsError(f"'{path}' cannot be read ({error}).") from None
-    # The reader trusts the counts in the file, and raises anything from ValueError to IndexError.
-    except Exception as error:
+    except Exception as error:  # what a damaged byte may lead to, from ValueError to RecursionError
         raise MarsError(
             f"'{path}' is truncated, corrupt or no GGUF file ({first_line(error)}): download it again."
         ) from None
 
 
-@functools.cache
-def _bounded_reader() -> Any:
-    """Return the reader of the `gguf` package, but one that stops where the file does.
+class _Header:
+    """The header of a file, read from its beginning. It stops where the file does, whatever a damaged count says."""
 
-    Past the end the package's own reads nothing without a word, so that a damaged count, of 2^40 values say, keeps it
-    going until memory is out.
-    """
-    import gguf
+    def __init__(self, file: BinaryIO):
+        self._file, self._size, self._at = file, os.fstat(file.fileno()).st_size, 0
 
-    class BoundedReader(gguf.GGUFReader):
-        def _get(self, offset: int, dtype: Any, count: int = 1, *more: Any, **named: Any) -> Any:
-            if int(offset) + int(count) * np.dtype(dtype).itemsize > len(self.data):
-                raise ValueError("it ends before what its header announces")
-            return super()._get(offset, dtype, count, *more, **named)
+    def read(self) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
+        """Return the metadata, texts as bytes, and the tensors."""
+        import gguf
 
-    return BoundedReader
+        if self._take(4) != b"GGUF":
+            raise ValueError("it does not begin with GGUF")
+        if (version := self._number("I")) not in (2, 3):
+            raise ValueError(f"it is of version {version}, and 2 and 3 can be read")
+        num_tensors, num_values = self._number(), self._number()
+        values = {self._text().decode(): self._value(self._number("I")) for _ in range(num_values)}
+        entries = [self._entry() for _ in range(num_tensors)]
+        alignment = values.get("general.alignment", gguf.GGUF_DEFAULT_ALIGNMENT)
+        data = -(-self._at // alignment) * alignment
+        tensors = {}
+        for name, shape, kind, offset in entries:
+            tensor = tensors[name] = GGUFTensor(shape, gguf.GGMLQuantizationType(kind), data + offset)
+            _size(shape[-1] if shape else 1, tensor.kind)
+            self._check(tensor.begin + _size(math.prod(shape), tensor.kind))
+        if len(values) != num_values or len(tensors) != num_tensors:
+            raise ValueError("it says something twice")
+        return values, tensors
+
+    def _check(self, end: int) -> None:
+        if end > self._size:
+            raise ValueError("it ends before what its header announces")
+
+    def _take(self, size: int) -> bytes:
+        self._check(self._at + size)
+        self._at += size
+        return self._file.read(size)
+
+    def _number(self, code: str = "Q") -> Any:
+        return struct.unpack(f"<{code}", self._take(struct.calcsize(f"<{code}")))[0]
+
+    def _text(self) -> bytes:
+        return self._take(self._number())
+
+    def _value(self, kind: int) -> Any:
+        if kind == _TEXT:
+            return self._text()
+        if kind == _LIST:
+            inner, count = self._number("I"), self._number()
+            if inner in _NUMBERS:
+                code = f"<{count}{_NUMBERS[inner]}"
+                return list(struct.unpack(code, self._take(count * struct.calcsize(_NUMBERS[inner]))))
+            return [self._value(inner) for _ in range(count)]
+        if kind not in _NUMBERS:
+            raise ValueError(f"it holds a value of type {kind}")
+        return self._number(_NUMBERS[kind])
+
+    def _entry(self) -> tuple[str, tuple[int, ...], int, int]:
+        """Return name, shape, type and offset of a tensor."""
+        name = self._text().decode()
+        shape = tuple(self._number() for _ in range(self._number("I")))
+        return name, shape[::-1], self._number("I"), self._number()

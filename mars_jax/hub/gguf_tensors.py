@@ -5,14 +5,14 @@ Oracle: transformers, which reads the same files (tests/hub/test_gguf.py).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from mars_jax.core.errors import MarsError
 from mars_jax.hub.files import Tensor
-from mars_jax.hub.gguf_file import read_gguf
+from mars_jax.hub.gguf_file import GGUFFile, read_gguf
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.weights import weights
 
@@ -37,29 +37,15 @@ def gguf_tensors(path: Any, config: ModelConfig) -> Iterator[dict[str, Tensor]]:
     names = gguf.get_tensor_name_map(kind, config.num_layers)
     ours = {names.get_name(row.name, try_suffixes=(".weight", ".bias")): row.name for row in weights(config)}
     yield {
-        ours.get(name, name): _tensor(path, name, tensor, config, file.architecture)
-        for name, tensor in file.tensors.items()
-        if name not in _DERIVED
+        ours.get(name, name): _tensor(file, name, config) for name in file.tensors if name not in _DERIVED
     }
 
 
-def _tensor(path: Any, name: str, tensor: Any, config: ModelConfig, architecture: str) -> Tensor:
-    import gguf
-
-    shape = tuple(int(size) for size in reversed(tensor.shape))
-
-    def read(first: int, last: int) -> np.ndarray:
-        try:
-            return gguf.dequantize(tensor.data[first:last], tensor.tensor_type).reshape(-1, *shape[1:])
-        except NotImplementedError:
-            raise MarsError(
-                f"tensor {name} of '{path}' is of type {tensor.tensor_type.name}, which the package gguf does not "
-                "read: take a file of another quantisation."
-            ) from None
-
-    if architecture in _INTERLEAVED and (".attn_q." in name or ".attn_k." in name):
+def _tensor(file: GGUFFile, name: str, config: ModelConfig) -> Tensor:
+    shape, read = file.tensors[name].shape, functools.partial(file.rows, name)
+    if file.architecture in _INTERLEAVED and (".attn_q." in name or ".attn_k." in name):
         return Tensor(shape, lambda first, last: _halves(read, config.head_dim, first, last))
-    if architecture.startswith("gemma") and name.endswith("norm.weight"):
+    if file.architecture.startswith("gemma") and name.endswith("norm.weight"):
         return Tensor(shape, lambda first, last: read(first, last) - 1.0)  # llama.cpp stores 1 + scale
     return Tensor(shape, read)
 

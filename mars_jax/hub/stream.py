@@ -19,7 +19,7 @@ from mars_jax.core.errors import MarsError
 from mars_jax.hub.files import Tensor
 from mars_jax.models.quantize import Int8, quantize, scale_sharding
 
-BLOCK = 64 << 20
+BLOCK = 8 << 20
 """Bytes of the rows that are read at a time."""
 
 Box = tuple[tuple[int, int], ...]
