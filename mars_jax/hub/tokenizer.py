@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 from mars_jax.core.errors import MarsError, first_line
 from mars_jax.hub.config_json import read_json
 from mars_jax.hub.gguf_file import is_gguf, read_gguf
+from mars_jax.hub.gguf_tokenizer import gguf_tokenizer
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 """A directory that has a tokenizer has one of these."""
@@ -43,11 +43,14 @@ def read_tokenizer(path: Path) -> Any:
     try:
         with told_of_panics(path):
             if is_gguf(path):
-                return _of_gguf(path)
+                return gguf_tokenizer(read_gguf(path))
             # Without the flag transformers asks on stdin whether to run the checkpoint's code.
             return _tokenizer_class(path).from_pretrained(str(path), trust_remote_code=False)
+    except MarsError:
+        raise
     except Exception as error:  # transformers raises anything from OSError to tokenizers' bare Exception
-        cure = "put the checkpoint's tokenizer files beside its weights, or give prompts as token ids"
+        files = "download it again" if is_gguf(path) else "put the checkpoint's tokenizer files beside its weights"
+        cure = f"{files}, or give prompts as token ids"
         if "auto_map" in _tokenizer_config(path):
             cure = (
                 "its tokenizer_config.json names code of the checkpoint's own (auto_map), which is never run; give "
@@ -80,21 +83,6 @@ def read_plain(path: Path) -> Any:
     found.no_padding()
     found.no_truncation()
     return found
-
-
-def _of_gguf(path: Path) -> Any:
-    import transformers
-    from tokenizers import pre_tokenizers
-
-    # In a folder by itself, because transformers prefers tokenizer files beside it, which may be another model's.
-    with tempfile.TemporaryDirectory() as alone:
-        os.symlink(os.path.abspath(path), os.path.join(alone, path.name))
-        tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(alone, gguf_file=path.name)
-    if read_gguf(path).get("tokenizer.ggml.pre") == "smollm":  # which transformers takes for GPT-2's
-        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-        )
-    return tokenizer
 
 
 @contextlib.contextmanager

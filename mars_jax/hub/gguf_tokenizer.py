@@ -1,0 +1,151 @@
+"""The tokenizer in the metadata of a GGUF file, built by the tokenizers library.
+
+Keys: ggml-org/ggml, docs/gguf.md. Pre-tokenizers and defaults: ggml-org/llama.cpp, src/llama-vocab.cpp, and where it
+approximates a tokenizer.json, as NFC for Qwen or the cases of Tekken's letters, that file. Oracles: the tokenizers that
+metadata was written from, sentencepiece, and transformers' reader (tests/hub/test_gguf_tokenizer.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from mars_jax.core.errors import MarsError
+from mars_jax.hub.gguf_file import GGUFFile
+
+# Types of tokens.
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = range(1, 6)
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # as sentencepiece writes it
+_NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+"""Special tokens by their names in transformers and in the metadata."""
+
+
+class _Split(NamedTuple):
+    """What `tokenizer.ggml.pre` names: how a byte-level tokenizer divides a text into words."""
+
+    patterns: tuple[str, ...]  # one after another, each divides what those before it have left
+    nfc: bool = False  # normalises
+    whole: bool = False  # takes a word that is a token as it is, without merges
+    bos: bool = False  # begins a text with its token, where the file does not say
+
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_MARKS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _SPACES
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _SPACES
+)
+_LLAMA3 = _Split((_WORDS + r"\p{N}{1,3}" + _MARKS,), whole=True, bos=True)
+_QWEN = (_WORDS + r"\p{N}" + _MARKS,)
+_SPLITS = {
+    "default": _Split((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
+    "gpt-2": _Split((_GPT2,)),
+    "smollm": _Split((r"\p{N}", _GPT2)),
+    "llama-bpe": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "llama3": _LLAMA3,
+    "qwen2": _Split(_QWEN, nfc=True),
+    "deepseek-r1-qwen": _Split(_QWEN),
+    "deepseek-coder": _Split((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+", r"\p{N}")),
+    "tekken": _Split((_TEKKEN,), whole=True, bos=True),
+}
+
+
+def gguf_tokenizer(file: GGUFFile) -> Any:
+    """Return the transformers tokenizer that a file describes, its chat template included. It needs no torch.
+
+    Raises:
+      MarsError: a kind of tokenizer, or a way to divide a text, that is not known here.
+    """
+    import transformers
+    from tokenizers import AddedToken
+
+    tokens = file.get("tokenizer.ggml.tokens")
+    types = file.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
+    # An unused token fills a row of the embeddings, and is no text.
+    kinds = {token: (i, types[i]) for i, token in enumerate(tokens) if types[i] != _UNUSED}
+    known = {"gpt2": _byte_level, "llama": _sentencepiece}
+    build = _known(file, "tokenizer.ggml.model", known)
+    made, bos = build(file, kinds)
+    made.add_tokens(
+        [
+            AddedToken(token, special=kind != _USER_DEFINED, normalized=False)
+            for token, (_, kind) in kinds.items()
+            if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)
+        ]
+    )
+    ids = {name: file.get(f"tokenizer.ggml.{key}_token_id") for name, key in _NAMED.items()}
+    named: dict[str, Any] = {name: tokens[i] for name, i in ids.items() if i is not None}
+    for end, default in (("bos", bos), ("eos", False)):
+        if file.get(f"tokenizer.ggml.add_{end}_token", default):
+            named[f"add_{end}_token"] = True
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made,
+        chat_template=file.get("tokenizer.chat_template"),
+        clean_up_tokenization_spaces=False,
+        **named,
+    )
+
+
+def _known(file: GGUFFile, key: str, table: dict[str, Any]) -> Any:
+    """Return the entry of a table that the metadata names.
+
+    Raises:
+      MarsError: there is none.
+    """
+    name = file.get(key)
+    if name not in table:
+        raise MarsError(
+            f"'{file.path}' has {name!r} as its {key}, and the known ones are {', '.join(table)}: take the checkpoint "
+            "in the Hugging Face layout, or give prompts as token ids."
+        )
+    return table[name]
+
+
+def _byte_level(file: GGUFFile, kinds: dict[str, tuple[int, int]]) -> tuple[Any, bool]:
+    """Return the tokenizer of a family that merges bytes, and whether a text begins with a token of its own."""
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    split: _Split = _known(file, "tokenizer.ggml.pre", _SPLITS)
+    merges = [(left, right) for left, _, right in (m.partition(" ") for m in file.get("tokenizer.ggml.merges"))]
+    vocab = {token: i for token, (i, _) in kinds.items()}
+    made = Tokenizer(models.BPE(vocab, merges, ignore_merges=split.whole))
+    if split.nfc:
+        made.normalizer = normalizers.NFC()
+    words = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in split.patterns]
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.pre_tokenizer = pre_tokenizers.Sequence([*words, as_bytes])
+    made.decoder = decoders.ByteLevel()
+    return made, split.bos
+
+
+def _sentencepiece(file: GGUFFile, kinds: dict[str, tuple[int, int]]) -> tuple[Any, bool]:
+    """Return as `_byte_level` the tokenizer of a family that merges what gives the piece of the highest score."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    scores = file.get("tokenizer.ggml.scores")
+    pieces = {token: i for token, (i, kind) in kinds.items() if kind == _NORMAL}
+    merges = sorted(
+        (-scores[i], i, piece[:at], piece[at:])
+        for piece, i in pieces.items()
+        for at in range(1, len(piece))
+        if piece[:at] in pieces and piece[at:] in pieces
+    )
+    unknown = next((token for token, (_, kind) in kinds.items() if kind == _UNKNOWN), None)
+    made = Tokenizer(
+        models.BPE(
+            {token: i for token, (i, _) in kinds.items()},
+            [(left, right) for *_, left, right in merges],
+            unk_token=unknown,
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    prefix = file.get("tokenizer.ggml.add_space_prefix", True)
+    before, after = ([normalizers.Prepend(_SPACE)], [decoders.Strip(" ", 1, 0)]) if prefix else ([], [])
+    made.normalizer = normalizers.Sequence([*before, normalizers.Replace(" ", _SPACE)])
+    texts = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    made.decoder = decoders.Sequence([*texts, *after])
+    return made, True

@@ -1,0 +1,256 @@
+"""Tokenizers of GGUF files against those that their metadata was written from: ids, texts and vocabularies are equal."""
+
+import io
+import json
+import lzma
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import gguf
+import pytest
+import sentencepiece
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
+
+from mars_jax import assets, hub
+from mars_jax.core.errors import MarsError
+from mars_jax.hub.gguf_tokenizer import _SPLITS
+from mars_jax.hub.tokenizer import read_tokenizer
+from tests.hub.test_gguf import smollm2, write
+
+DATA = Path(__file__).parents[1] / "data"
+HARD = (
+    "Il pleut à verse: 1234567 mm,\n\tand 5.6 more…  I'll say WE'LL, they'Re «here»",
+    "日本語のテキスト、 🙂🙂🏽 한국어 e\u0301 é Å Ⅷ ½ ١٢٣ ﬁ",
+    "def f(x):\n    return {x: [1, 22, 333]}  # don't\r\n\r\n\n\n  \t end   ",
+    "   leading spaces, aaaaaaaaaaaaaaaa bbbbb -------- ====== \u00a0 \u3000 x",
+    "CamelCaseWords HTTPServer iPhone ǅ ñÑ https://a.b/c/d?e=f_g&h=1 $5 <b>^~|`</b>",
+    "\x00\x7f\u200b\ufeff\u0300",
+    "x",
+)
+
+
+def stories():
+    return lzma.open(DATA / "tinystories_heldout.txt.xz", "rt").read().split("<|endoftext|>")
+
+
+TEXTS = (*HARD, *(story.strip() for story in stories()[:40]))
+
+
+def tokens_of(path, model, tokens, types, **more):
+    """A file that holds a tokenizer and no tensor."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tokenizer_model(model)
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    for name, value in more.items():
+        getattr(writer, f"add_{name}")(value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def byte_level(path, tokenizer, pre, **more):
+    """A file with the metadata that llama.cpp's converter writes for a tokenizer.json, an unused row at its end."""
+    data = json.loads(tokenizer.to_str())
+    added = {token["id"]: 3 if token["special"] else 4 for token in data["added_tokens"]}
+    tokens = [tokenizer.id_to_token(i) for i in range(tokenizer.get_vocab_size())]
+    types = [added.get(i, 1) for i in range(len(tokens))]
+    merges = [" ".join(pair) for pair in data["model"]["merges"]]
+    more = {"tokenizer_pre": pre, "token_merges": merges, **more}
+    return tokens_of(path, "gpt2", [*tokens, "[PAD0]"], [*types, 5], **more)
+
+
+def pieces(path, processor, **more):
+    """A file with the metadata that llama.cpp's converter writes for a sentencepiece model."""
+    every = range(processor.get_piece_size())
+    types = [
+        2 if processor.is_unknown(i) else 3 if processor.is_control(i) else 6 if processor.is_byte(i) else 1
+        for i in every
+    ]
+    tokens = [processor.id_to_piece(i) for i in every]
+    for i, piece in enumerate(tokens):
+        if piece in USER_DEFINED:
+            tokens[i], types[i] = USER_DEFINED[piece], 4
+    scores = [processor.get_score(i) for i in every]
+    more = {"token_scores": scores, "bos_token_id": 1, "eos_token_id": 2, "unk_token_id": 0, **more}
+    return tokens_of(path, "llama", tokens, types, **more)
+
+
+USER_DEFINED = {"<start>": "<start>", "\u2581\u2581": "  ", "\n\n": "\n\n"}
+
+
+def assert_equal(made, ids, decode, texts=TEXTS):
+    for text in texts:
+        expected = ids(text)
+        assert made(text)["input_ids"] == expected, text
+        assert made.decode(expected, skip_special_tokens=True) == decode(expected), text
+
+
+def test_the_packages_own_tokenizer_comes_back(tmp_path):
+    folder = assets.path(assets.TARGET)
+    own = tokenizers.Tokenizer.from_file(f"{folder}/tokenizer.json")
+    template = Path(f"{folder}/chat_template.jinja").read_text()
+    ends = {"add_bos_token": True, "bos_token_id": 0, "eos_token_id": 0, "chat_template": template}
+    made = read_tokenizer(byte_level(tmp_path / "model.gguf", own, "smollm", **ends))
+    assert_equal(made, lambda text: own.encode(text).ids, own.decode)
+    assert made.get_vocab() == own.get_vocab()
+    theirs = hub.outline(assets.TARGET).tokenizer
+    turns = [{"role": "user", "content": "Who is Lily?"}]
+    said = [one.apply_chat_template(turns, add_generation_prompt=True) for one in (made, theirs)]
+    assert said[0]["input_ids"] == said[1]["input_ids"]
+    named = ("bos_token", "eos_token", "all_special_ids", "added_tokens_decoder")
+    assert [getattr(made, name) for name in named[:3]] == [getattr(theirs, name) for name in named[:3]]
+
+
+# As the tokenizer.json of each family has them.
+ORIGINAL = {
+    "llama-bpe": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "qwen2": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "tekken": r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+}
+ORIGINAL |= {"llama3": ORIGINAL["llama-bpe"], "llama-v3": ORIGINAL["llama-bpe"]}
+ORIGINAL["deepseek-r1-qwen"] = ORIGINAL["qwen2"]
+
+
+def divider(pre):
+    """What a family's tokenizer.json has as its pre-tokenizer."""
+    if pre in ORIGINAL:
+        parts = [pre_tokenizers.Split(Regex(ORIGINAL[pre]), "isolated")]
+    elif pre == "deepseek-coder":
+        patterns = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-퟿]+")
+        parts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+        parts.append(pre_tokenizers.Digits(individual_digits=True))
+    else:
+        before = {
+            "gpt-2": [],
+            "smollm": [pre_tokenizers.Digits(individual_digits=True)],
+            "default": [pre_tokenizers.Split(Regex(r"[\p{P}\$\+<=>\^~\|]+"), "isolated")],
+        }[pre]
+        whole = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        after = [pre_tokenizers.Split("0", "isolated"), pre_tokenizers.Digits()] if pre == "x" else []
+        return pre_tokenizers.Sequence([*before, whole, *after])
+    return pre_tokenizers.Sequence([*parts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """Merges that were learned without a division into words, so that every division shows, but for the last ten."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(r".{1,12}|\s+"), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+    )
+    trainer = trainers.BpeTrainer(
+        vocab_size=900, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator([*HARD * 5, *stories()[:60]], trainer)
+    model = json.loads(tokenizer.to_str())["model"]
+    return model["vocab"], [tuple(pair) for pair in model["merges"]]
+
+
+@pytest.mark.parametrize("pre", [name for name in _SPLITS if name != "default"])
+def test_every_division_into_words_is_that_of_its_family(tmp_path, trained, pre):
+    vocab, merges = trained
+    whole = pre in ("llama-bpe", "llama3", "llama-v3", "tekken")
+    # Without the last merges their tokens are found as whole words alone, where a family looks for these.
+    own = tokenizers.Tokenizer(models.BPE(vocab, merges[:-200], ignore_merges=whole))
+    own.pre_tokenizer, own.decoder = divider(pre), decoders.ByteLevel()
+    if pre == "qwen2":
+        own.normalizer = normalizers.NFC()
+    own.add_special_tokens([AddedToken("<|im_end|>", special=True, normalized=False)])
+    own.add_tokens([AddedToken("<think>", special=False, normalized=False)])
+    made = read_tokenizer(byte_level(tmp_path / "model.gguf", own, pre, add_bos_token=False))
+    texts = (*TEXTS, "So<think> 12</think><|im_end|>\n<|im_end|>", *(f" {word} " for word in vocab))
+    assert_equal(made, lambda text: own.encode(text).ids, own.decode, texts)
+    assert made.get_vocab() == own.get_vocab()
+
+
+def test_bos_is_the_familys_where_the_file_does_not_say(tmp_path, trained):
+    own = tokenizers.Tokenizer(models.BPE(*trained))
+    own.add_special_tokens(["<s>", "</s>"])
+    ends = {"bos_token_id": own.token_to_id("<s>"), "eos_token_id": own.token_to_id("</s>")}
+
+    def ids(name, pre, **more):
+        return read_tokenizer(byte_level(tmp_path / f"{name}.gguf", own, pre, **ends, **more))("x")["input_ids"]
+
+    [x] = ids("none", "qwen2")
+    bos, eos = ends.values()
+    assert ids("llama3", "llama-bpe") == ids("said", "qwen2", add_bos_token=True) == [bos, x]
+    assert ids("both", "llama-bpe", add_bos_token=False, add_eos_token=True) == [x, eos]
+
+
+def test_a_sentencepiece_model_comes_back(tmp_path):
+    shared = os.environ.get("MARS_JAX_SHARED")
+    if shared is None:
+        pytest.skip("MARS_JAX_SHARED names no directory of checkpoints")
+    file = Path(shared) / "checkpoints" / "stories260k" / "tokenizer.model"
+    own = sentencepiece.SentencePieceProcessor(model_file=str(file))
+    made = read_tokenizer(pieces(tmp_path / "model.gguf", own))
+    assert_equal(made, lambda text: [1, *own.encode(text)], lambda ids: own.decode(ids[1:]), TEXTS)
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_pieces_merge_by_score_as_in_sentencepiece(tmp_path, prefix):
+    """With a space in front, as Llama 2 has it, and without, as Gemma, whose runs of spaces are tokens of their own."""
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([line for story in stories()[:60] for line in story.splitlines()]),
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=700,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        add_dummy_prefix=prefix,
+        user_defined_symbols=["<start>"] if prefix else list(USER_DEFINED),
+        minloglevel=2,
+    )
+    own = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+    made = read_tokenizer(pieces(tmp_path / "model.gguf", own, add_space_prefix=prefix, add_bos_token=False))
+    texts = TEXTS if prefix else (*TEXTS, "a  b    c\n\n\nd <start> e<start>")
+    assert_equal(made, own.encode, own.decode, texts)
+    after = made("<start>Hi")["input_ids"]
+    assert after[0] == own.piece_to_id("<start>") and made.decode(after) == ("<start> Hi" if prefix else "<start>Hi")
+
+
+def test_what_is_not_known_is_said(tmp_path):
+    def refused(match, **values):
+        values = {"model": "gpt2", "pre": "gpt-2", "tokens": ["a"], "merges": []} | values
+        path = tmp_path / f"{len(list(tmp_path.iterdir()))}.gguf"
+        writer = gguf.GGUFWriter(path, "llama")
+        for key, value in values.items():
+            if value is not None:
+                writer.add_key_value(
+                    f"tokenizer.ggml.{key}",
+                    value,
+                    gguf.GGUFValueType.get_type(value),
+                )
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        with pytest.raises(MarsError, match=match):
+            read_tokenizer(path)
+
+    refused(r"has 'bloom' as its tokenizer.ggml.pre, and the known ones are default, gpt-2", pre="bloom")
+    refused(r"has None as its tokenizer.ggml.pre", pre=None)
+    refused(r"has 't5' as its tokenizer.ggml.model, and the known ones are gpt2, llama: take", model="t5")
+    refused(r"no tokenizer could be read from .*: download it again", merges=["a b"])
+    refused(r"no tokenizer could be read from .*: download it again", bos_token_id=7)
+
+
+def test_torch_is_not_imported(tmp_path):
+    path = write(tmp_path / "model.gguf", "llama")
+    program = f"""
+import sys
+sys.modules["torch"] = None  # every import of it fails
+import mars_jax as mj
+target = mj.load({str(path)!r})
+print(target.encode("abcd"), target.decode([2, 3]), target.params["embed"].shape)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "[2, 3] abcd (96, 64)\n", done.stderr
