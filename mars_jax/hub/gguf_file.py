@@ -116,13 +116,13 @@ def read_gguf(path: Path) -> GGUFFile:
     Raises:
       MarsError: the `gguf` package is not installed, or the file is truncated, corrupt or no GGUF.
     """
-    if importlib.util.find_spec("gguf") is None:
-        raise MarsError(
-            f"'{path}' is a GGUF file, and the package gguf is not installed: pip install 'mars-jax[gguf]'."
-        )
     try:
         with open(path, "rb") as file:
             return GGUFFile(path, *_Header(file).read())
+    except ImportError:
+        raise MarsError(
+            f"'{path}' is a GGUF file, and the package gguf is not installed: pip install 'mars-jax[gguf]'."
+        ) from None
     except OSError as error:
         raise MarsError(f"'{path}' cannot be read ({error}).") from None
     except Exception as error:  # what a damaged byte may lead to, from ValueError to RecursionError

@@ -101,7 +101,7 @@ def told_of_panics(name: str | Path) -> Iterator[None]:
         if type(error).__name__ != "PanicException":  # which no module exports
             raise
         raise MarsError(
-            f"the tokenizer of '{name}' breaks ({first_line(error)}): its tokenizer.json contradicts itself, so "
+            f"the tokenizer of '{name}' breaks ({first_line(error)}): it contradicts itself, so "
             "download it again, or give prompts as token ids."
         ) from None
 

@@ -1,6 +1,8 @@
 """GGUF files against transformers, which reads the same ones into PyTorch."""
 
 import shutil
+import subprocess
+import sys
 from typing import Any
 
 import gguf
@@ -16,6 +18,7 @@ from mars_jax.core.types import Visible
 from mars_jax.drafters import Dynamic
 from mars_jax.drafters.asked import LoadedDrafter
 from mars_jax.drafters.eagle import eagle
+from mars_jax.hub.config_json import from_json
 from mars_jax.hub.files import resolve
 from mars_jax.hub.gguf_config import to_json
 from mars_jax.hub.gguf_file import read_gguf
@@ -115,8 +118,6 @@ def config_of(case, tied):
     }
     data |= {"num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": KV}
     data |= {"head_dim": WIDTH, "tie_word_embeddings": tied, "sliding_window": 8}
-    from mars_jax.hub.config_json import from_json
-
     return from_json(data)
 
 
@@ -195,6 +196,58 @@ def test_every_row_is_what_the_package_makes_of_it(tmp_path, name):
     )
 
 
+def file_of_300m(path):
+    """A file of 301 million weights in Q4_0, all zero."""
+    sizes = {"embedding_length": 1024, "feed_forward_length": 4096, "block_count": 16, "context_length": 128}
+    data = {"model_type": "llama", "vocab_size": 32000, "hidden_size": 1024, "intermediate_size": 4096}
+    data |= {"num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 16}
+    writer = gguf.GGUFWriter(path, "llama")
+    for key, value in (sizes | {"attention.head_count": 16}).items():
+        writer.add_uint32(f"llama.{key}", value)
+    writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
+    names, kind = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 16), gguf.GGMLQuantizationType.Q4_0
+    for row in weights(from_json(data | {"tie_word_embeddings": True})):
+        name = names.get_name(row.name, try_suffixes=(".weight", ".bias"))
+        if len(row.shape) > 1:
+            writer.add_tensor(name, np.zeros((row.shape[0], row.shape[1] // 32 * 18), np.uint8), raw_dtype=kind)
+        else:
+            writer.add_tensor(name, np.zeros(row.shape, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+_MEASURE = """
+import re, sys
+import gguf, jax
+import mars_jax as mj
+from mars_jax.hub import load
+
+def largest():  # ru_maxrss would begin with that of the process that started this one
+    return int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
+
+jax.block_until_ready(jax.device_put(1.0))
+before = largest()
+stay = sum(leaf.nbytes for leaf in jax.tree.leaves(mj.load(sys.argv[1], dtype="bfloat16").params))
+print(stay, (largest() - before) / stay)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("name", ["300m", "smollm2"])
+def test_loading_takes_little_more_than_the_weights_that_stay(tmp_path, name):
+    """Without what the imports take. Mapped or whole, files and tensors would come on top: it was 1.9 times."""
+    path = smollm2() if name == "smollm2" else file_of_300m(tmp_path / "model.gguf")
+    program = [sys.executable, "-c", _MEASURE, str(path)]
+    done = subprocess.run(program, capture_output=True, text=True, check=True)
+    stay, ratio = map(float, done.stdout.split())
+    print(f"{name}: {ratio:.3f} of {stay / 1e6:.0f} MB")
+    assert stay > 2.6e8 and 0.5 < ratio < 1.25
+
+
 @pytest.mark.parametrize(("first", "last"), [(0, 64), (3, 9), (16, 32), (15, 17), (63, 64)])
 def test_rows_of_queries_can_be_read_apart(tmp_path, first, last):
     path = write(tmp_path / "model.gguf", "llama")
@@ -257,6 +310,13 @@ def test_bad_files_have_their_sentence(tmp_path):
     writer.close()
     with pytest.raises(MarsError, match="is of architecture 'bert': the supported ones in GGUF are llama"):
         mj.load(str(tmp_path / "other.gguf"))
+
+
+def test_without_the_package_its_extra_is_named(tmp_path, monkeypatch):
+    path = write(tmp_path / "model.gguf", "llama")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(MarsError, match=r"package gguf is not installed: pip install 'mars-jax\[gguf\]'"):
+        mj.load(str(path))
 
 
 def smollm2():

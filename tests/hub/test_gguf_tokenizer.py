@@ -4,6 +4,7 @@ import io
 import json
 import lzma
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -126,20 +127,15 @@ def divider(pre):
         parts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
         parts.append(pre_tokenizers.Digits(individual_digits=True))
     else:
-        before = {
-            "gpt-2": [],
-            "smollm": [pre_tokenizers.Digits(individual_digits=True)],
-            "default": [pre_tokenizers.Split(Regex(r"[\p{P}\$\+<=>\^~\|]+"), "isolated")],
-        }[pre]
+        before = [pre_tokenizers.Digits(individual_digits=True)] if pre == "smollm" else []
         whole = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        after = [pre_tokenizers.Split("0", "isolated"), pre_tokenizers.Digits()] if pre == "x" else []
-        return pre_tokenizers.Sequence([*before, whole, *after])
+        return pre_tokenizers.Sequence([*before, whole])
     return pre_tokenizers.Sequence([*parts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
 @pytest.fixture(scope="module")
 def trained():
-    """Merges that were learned without a division into words, so that every division shows, but for the last ten."""
+    """Merges that were learned without a division into words, so that every division shows."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split(Regex(r".{1,12}|\s+"), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
@@ -190,7 +186,9 @@ def test_a_sentencepiece_model_comes_back(tmp_path):
     file = Path(shared) / "checkpoints" / "stories260k" / "tokenizer.model"
     own = sentencepiece.SentencePieceProcessor(model_file=str(file))
     made = read_tokenizer(pieces(tmp_path / "model.gguf", own))
-    assert_equal(made, lambda text: [1, *own.encode(text)], lambda ids: own.decode(ids[1:]), TEXTS)
+    # The model drops spaces next to others, which neither the metadata nor llama.cpp knows of.
+    texts = [re.sub(" +", " ", text).strip(" ") for text in TEXTS]
+    assert_equal(made, lambda text: [1, *own.encode(text)], lambda ids: own.decode(ids[1:]), texts)
 
 
 @pytest.mark.parametrize("prefix", [True, False])
@@ -217,30 +215,61 @@ def test_pieces_merge_by_score_as_in_sentencepiece(tmp_path, prefix):
     assert after[0] == own.piece_to_id("<start>") and made.decode(after) == ("<start> Hi" if prefix else "<start>Hi")
 
 
+def of_kinds(folder):
+    """10,000 texts of the shared data: stories, programs, problems, dialogues, novels."""
+    shares = {
+        "tinystories_train": 2000,
+        "thealgorithms_python": 3000,
+        "gsm8k_train": 2000,
+        "sgd_train": 1500,
+        "100_english_novels": 1500,
+    }
+    for name, count in shares.items():
+        [file] = folder.glob(f"{name}.*")
+        lines = lzma.open(file, "rt").readlines(3_000_000)
+        size = 1 if name == "gsm8k_train" else 12
+        yield from ("".join(lines[i * size : (i + 1) * size]) for i in range(count))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_smollm2s_ids_are_those_of_transformers_reader(tmp_path):
+    """But that it takes the pre-tokenizer for GPT-2's; SmolLM2's own tokenizer.json has single digits as well.
+
+    The texts' ids were those of llama.cpp too, in a comparison by hand.
+    """
+    pytest.importorskip("torch")
+    import transformers
+
+    shared = os.environ.get("MARS_JAX_SHARED")
+    if shared is None:
+        pytest.skip("MARS_JAX_SHARED names no directory of data")
+    path = smollm2()
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(str(path.parent), gguf_file=path.name)
+    theirs.backend_tokenizer.pre_tokenizer = divider("smollm")
+    texts = [*HARD, *of_kinds(Path(shared) / "data")]
+    assert len(set(texts)) > 9500
+    ours = read_tokenizer(path)
+    assert ours.get_vocab() == theirs.get_vocab()
+    for one, other in zip(ours(texts)["input_ids"], theirs(texts)["input_ids"], strict=True):
+        assert one == other
+        assert ours.decode(one, skip_special_tokens=True) == theirs.decode(one, skip_special_tokens=True)
+
+
 def test_what_is_not_known_is_said(tmp_path):
-    def refused(match, **values):
-        values = {"model": "gpt2", "pre": "gpt-2", "tokens": ["a"], "merges": []} | values
+    def refused(match, model="gpt2", **more):
         path = tmp_path / f"{len(list(tmp_path.iterdir()))}.gguf"
-        writer = gguf.GGUFWriter(path, "llama")
-        for key, value in values.items():
-            if value is not None:
-                writer.add_key_value(
-                    f"tokenizer.ggml.{key}",
-                    value,
-                    gguf.GGUFValueType.get_type(value),
-                )
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        tokens_of(path, model, ["a", "aa"], [1, 1], **more)
         with pytest.raises(MarsError, match=match):
             read_tokenizer(path)
 
-    refused(r"has 'bloom' as its tokenizer.ggml.pre, and the known ones are default, gpt-2", pre="bloom")
-    refused(r"has None as its tokenizer.ggml.pre", pre=None)
-    refused(r"has 't5' as its tokenizer.ggml.model, and the known ones are gpt2, llama: take", model="t5")
-    refused(r"no tokenizer could be read from .*: download it again", merges=["a b"])
-    refused(r"no tokenizer could be read from .*: download it again", bos_token_id=7)
+    refused("has 'bloom' as its tokenizer.ggml.pre, and the known ones are default, gpt-2", tokenizer_pre="bloom")
+    refused("has None as its tokenizer.ggml.pre")
+    refused("has 't5' as its tokenizer.ggml.model, and the known ones are gpt2, llama: take", "t5")
+    known = {"tokenizer_pre": "gpt-2"}
+    refused("no tokenizer could be read from .*: download it again, or give", token_merges=["a b"], **known)
+    refused("no tokenizer could be read from .*index out of range", token_merges=["a a"], bos_token_id=7, **known)
+    refused("breaks .*: it contradicts itself, so download it again", token_merges=["aa a"], **known)
 
 
 def test_torch_is_not_imported(tmp_path):
