@@ -36,9 +36,7 @@ def gguf_tensors(path: Any, config: ModelConfig) -> Iterator[dict[str, Tensor]]:
     [kind] = [number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == file.architecture]
     names = gguf.get_tensor_name_map(kind, config.num_layers)
     ours = {names.get_name(row.name, try_suffixes=(".weight", ".bias")): row.name for row in weights(config)}
-    yield {
-        ours.get(name, name): _tensor(file, name, config) for name in file.tensors if name not in _DERIVED
-    }
+    yield {ours.get(name, name): _tensor(file, name, config) for name in file.tensors if name not in _DERIVED}
 
 
 def _tensor(file: GGUFFile, name: str, config: ModelConfig) -> Tensor:

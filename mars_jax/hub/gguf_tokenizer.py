@@ -66,8 +66,7 @@ def gguf_tokenizer(file: GGUFFile) -> Any:
     types = file.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
     # An unused token fills a row of the embeddings, and is no text.
     kinds = {token: (i, types[i]) for i, token in enumerate(tokens) if types[i] != _UNUSED}
-    known = {"gpt2": _byte_level, "llama": _sentencepiece}
-    build = _known(file, "tokenizer.ggml.model", known)
+    build = _known(file, "tokenizer.ggml.model", {"gpt2": _byte_level, "llama": _sentencepiece})
     made, bos = build(file, kinds)
     made.add_tokens(
         [
@@ -109,7 +108,7 @@ def _byte_level(file: GGUFFile, kinds: dict[str, tuple[int, int]]) -> tuple[Any,
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     split: _Split = _known(file, "tokenizer.ggml.pre", _SPLITS)
-    merges = [(left, right) for left, _, right in (m.partition(" ") for m in file.get("tokenizer.ggml.merges"))]
+    merges = [tuple(pair.split(" ")) for pair in file.get("tokenizer.ggml.merges")]
     vocab = {token: i for token, (i, _) in kinds.items()}
     made = Tokenizer(models.BPE(vocab, merges, ignore_merges=split.whole))
     if split.nfc:

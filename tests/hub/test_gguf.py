@@ -199,17 +199,18 @@ def test_every_row_is_what_the_package_makes_of_it(tmp_path, name):
 def file_of_300m(path):
     """A file of 301 million weights in Q4_0, all zero."""
     sizes = {"embedding_length": 1024, "feed_forward_length": 4096, "block_count": 16, "context_length": 128}
-    data = {"model_type": "llama", "vocab_size": 32000, "hidden_size": 1024, "intermediate_size": 4096}
-    data |= {"num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 16}
+    given = {"model_type": "llama", "vocab_size": 32000, "hidden_size": 1024, "intermediate_size": 4096}
+    given |= {"num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 16}
     writer = gguf.GGUFWriter(path, "llama")
     for key, value in (sizes | {"attention.head_count": 16}).items():
         writer.add_uint32(f"llama.{key}", value)
     writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
     names, kind = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 16), gguf.GGMLQuantizationType.Q4_0
-    for row in weights(from_json(data | {"tie_word_embeddings": True})):
+    for row in weights(from_json(given | {"tie_word_embeddings": True})):
         name = names.get_name(row.name, try_suffixes=(".weight", ".bias"))
         if len(row.shape) > 1:
-            writer.add_tensor(name, np.zeros((row.shape[0], row.shape[1] // 32 * 18), np.uint8), raw_dtype=kind)
+            data = np.zeros((row.shape[0], row.shape[1] // 32 * 18), np.uint8)
+            writer.add_tensor(name, data, raw_dtype=kind)
         else:
             writer.add_tensor(name, np.zeros(row.shape, np.float32))
     writer.write_header_to_file()
