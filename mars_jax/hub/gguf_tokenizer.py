@@ -20,7 +20,7 @@ _NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_t
 
 
 class _Split(NamedTuple):
-    """What `tokenizer.ggml.pre` names: how a byte-level tokenizer divides a text into words."""
+    """Division of a text into words by a byte-level tokenizer, which `tokenizer.ggml.pre` names."""
 
     patterns: tuple[str, ...]  # one after another, each divides what those before it have left
     nfc: bool = False  # normalises
