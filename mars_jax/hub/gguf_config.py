@@ -153,8 +153,8 @@ def _llama3(file: GGUFFile) -> dict[str, Any]:
         "original_max_position_embeddings": 8192,
     }
     theta = float(file.of_model("rope.freq_base", 10000.0))
-    plain = theta ** -(np.arange(len(held)) / len(held))
     scaled = np.asarray(frequencies(read_rope({"rope_theta": theta, "rope_scaling": scaling}), 2 * len(held)))
+    plain = theta ** -(np.arange(len(held)) / len(held))
     if not np.allclose(plain / scaled, held, rtol=1e-3):
         raise MarsError("rope_freqs.weight is not Llama 3's scaling, and no other is supported.")
     return scaling

@@ -1,4 +1,4 @@
-"""GGUF files: the header, the metadata by its types, and the tensors.
+"""GGUF files: the header, the metadata by its types, the tensors and the tokenizer.
 
 Format: ggml-org/ggml, docs/gguf.md, version 3.
 """
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from mars_jax.hub.gguf_config import read_config
 from mars_jax.hub.gguf_file import read_gguf
 from mars_jax.hub.gguf_tensors import gguf_tensors
+from mars_jax.hub.tokenizer import read_tokenizer
 from mars_jax.models.weights import weights
 from tests.fuzz.damage import damaged_bytes
 from tests.fuzz.harness import Surface
@@ -123,7 +124,11 @@ METADATA = {
     "llama.rope.scaling.type": Value("text", "linear"),
     "llama.rope.scaling.factor": Value("f32", 2.0),
     "tokenizer.ggml.eos_token_id": Value("u32", 1),
-    "tokenizer.ggml.tokens": Value("list", ["a", "b"], "text"),
+    "tokenizer.ggml.model": Value("text", "llama"),
+    "tokenizer.ggml.tokens": Value("list", ["a", "b", "ab"], "text"),
+    "tokenizer.ggml.scores": Value("list", [0.0, 0.0, -1.0], "f32"),
+    "tokenizer.ggml.token_type": Value("list", [1, 1, 1], "i32"),
+    "tokenizer.ggml.merges": Value("list", ["a b"], "text"),
 }
 TENSORS = {
     "token_embd.weight": Entry((8, 6)),
@@ -136,7 +141,9 @@ _VALUES = st.one_of(
     st.builds(Value, st.sampled_from(("u8", "i8", "u32", "i32", "u64", "bool")), st.sampled_from(SIZES)),
     st.builds(Value, st.just("f32"), st.sampled_from((0.0, -1.0, 1e38, float("inf"), float("nan")))),
     st.builds(
-        Value, st.just("text"), st.sampled_from(("", "llama", "gemma3", "yarn", "none", "\ud800", "a" * 99))
+        Value,
+        st.just("text"),
+        st.sampled_from(("", "llama", "gpt2", "gemma3", "yarn", "none", "\ud800", "a" * 99)),
     ),
     st.builds(
         Value,
@@ -183,8 +190,17 @@ def read(case: bytes, folder: Path) -> None:
             for name, tensor in found.items():
                 if tensor.shape == shapes.get(name):  # `find_tensors` refuses the others
                     assert tensor.read().shape == tensor.shape
+        read_tokenizer(path)("ab\n")
     finally:
         read_gguf.cache_clear()
+        read_tokenizer.cache_clear()
+
+
+def _prepare(folder: Path) -> None:
+    import transformers
+
+    assert transformers.PreTrainedTokenizerFast  # the first case would wait for its import
+    (folder / "in").mkdir()
 
 
 _WHOLE = file(METADATA, TENSORS)
@@ -193,6 +209,6 @@ SURFACES = {
         st.one_of(_structured(), _structured(), damaged_bytes(_WHOLE), damaged_bytes(_WHOLE, last=700)),
         read,
         1500,
-        lambda folder: (folder / "in").mkdir(),
+        _prepare,
     ),
 }
