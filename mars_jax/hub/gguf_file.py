@@ -8,7 +8,6 @@ and its `dequantize` (tests/hub/test_gguf.py).
 from __future__ import annotations
 
 import functools
-import importlib.util
 import math
 import os
 import struct
