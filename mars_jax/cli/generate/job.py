@@ -177,7 +177,7 @@ def open_job(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRo
         drafter = extras.call("--draft-device", args.draft, target, args.draft_device, **asked)
     if args.theta_file is not None:
         args.theta_file.check_weights(target, drafter, rule)
-    if draft.row.copies and not choices.rule.row.lossless and hosts.is_first():
+    if draft.row.copies and not (choices.rule.row.lossless or args.compare) and hosts.is_first():
         why = f"which copies from the text: {choices.rule.name} accepts repetitions of it, and --verify exact does not"
         print(f"note: the draft is {draft.kind}, {why}.", file=sys.stderr)
     simulated = choices.rule.row.name == "simulated"
