@@ -1,4 +1,4 @@
-"""The mesh and the target, with its weights, that --target, --dtype, --mesh and --no-check name."""
+"""The mesh and the target, with its weights, that --target, --dtype, --mesh and --no-check name; if a draft fits it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 
 from mars_jax import hub
 from mars_jax.core.errors import MarsError
+from mars_jax.drafters.shared_tokens import shared_tokens
 from mars_jax.hub.converted import is_converted
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.models import ModelConfig
@@ -52,3 +53,18 @@ def open_mesh(text: str | None, config: ModelConfig) -> Mesh | None:
     for sentence in whole(config, mesh):
         print(f"note: {sentence}", file=sys.stderr)
     return mesh
+
+
+def check_draft(target: Pretrained, path: str) -> None:
+    """Check by outlines alone that a model can draft for a target; say on stderr if it does so with another tokenizer.
+
+    Raises:
+      MarsError: as `hub.outline` and `shared_tokens`.
+    """
+    shared = shared_tokens(target, hub.outline(path))
+    if shared is not None:
+        print(
+            f"note: '{path}' has another tokenizer and drafts the {shared.count:,} of the target's "
+            f"{target.config.vocab_size:,} tokens that it shares.",
+            file=sys.stderr,
+        )

@@ -19,6 +19,7 @@ _HOME = {row.name: row.factory for row in RULES} | {
         "drafters.medusa": ("medusa",),
         "drafters.medusa_files": ("load_medusa", "save_medusa"),
         "drafters.replay": ("corpus", "replay"),
+        "drafters.self_draft": ("self_draft",),
         "drafters.sprinter": ("SprinterParams", "sprinter"),
         "rules.context": ("by_context", "context", "token_classes"),
         "rules.equivalent": ("token_groups",),

@@ -70,4 +70,15 @@ DRAFTERS = (
         outlined=("dflash", "mars_jax.contrib.models.dflash_head:DFlashConfig"),
         paper="2602.06036; trees: 2604.12989",
     ),
+    DraftRow(
+        name="self",
+        help="the target itself in 8 bits, which sees the first tokens and the last alone",
+        loader="mars_jax.contrib.drafters.self_draft:load_self",
+        trees=True,
+        dynamic=True,
+        samples=True,
+        stops=True,
+        length=5,
+        paper="2408.11049, 2502.10424",
+    ),
 )

@@ -38,14 +38,14 @@ def load(
     """The drafter that `spec` names, paired with `target`.
 
     Args:
-      spec: `none`, `ngram`, with a file of earlier answers `replay:FILE`, or with a directory or hub name `model:PATH`,
-        a small language model, `eagle:PATH`, an EAGLE head of the target, `medusa:PATH`, Medusa heads of the target,
+      spec: `none`, `ngram`, `self`, with a file of earlier answers `replay:FILE`, or with a directory or hub name
+        `model:PATH`, a small language model, `eagle:PATH`, an EAGLE head of the target, `medusa:PATH`, Medusa heads,
         `dflash:PATH`, its DFlash or DSpark head, or `sprinter:PATH`, `trispec:PATH` or `via_sd:PATH`, systems that
         vouch for their own drafts, so that no rule is lossless with them.
-      target: the model it drafts for; the vocabularies must agree. The draft is divided over its mesh.
-      num_draft_tokens: chain length; default 5 for a model, all heads for Medusa, the whole block for DFlash, 8 for
-        n-grams, which cost nothing to draft, 20 for SPRINTER, and 24 for TriSpec and VIA-SD; for a target that is a
-        mixture of experts at most 3 where the target tests every token, since every node reads experts of its own.
+      target: the model it drafts for; heads and systems need its vocabulary. The draft is divided over its mesh.
+      num_draft_tokens: chain length; default 5 for a model or `self`, all heads for Medusa, the whole block for DFlash,
+        8 for n-grams, which cost nothing to draft, 20 for SPRINTER, and 24 for TriSpec and VIA-SD; for a target that is
+        a mixture of experts at most 3 where the target tests every token, since every node reads experts of its own.
       tree: children per node at each depth, or, not for Medusa, `Dynamic(...)`; default: chains, and `Dynamic()` for
         EAGLE unless a chain's length is given or the target is a mixture, and for DFlash one as deep as
         its block.

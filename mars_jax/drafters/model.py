@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from mars_jax import hub
 from mars_jax.core import struct
@@ -28,8 +29,10 @@ from mars_jax.core.tree import last_token
 from mars_jax.core.types import DraftTree, LanguageModel, Params, PyTree, Visible
 from mars_jax.drafters.asked import Asked, LoadedDrafter
 from mars_jax.drafters.grow import Growth, Level, grow
+from mars_jax.drafters.shared_tokens import shared_tokens, translated
 from mars_jax.drafters.tree_shapes import Dynamic, Shape, Static, describe, shape_of
-from mars_jax.hub.pretrained import check_same_vocabulary
+from mars_jax.models.heads import widen
+from mars_jax.placement import hosts
 
 
 def language_model(
@@ -39,6 +42,7 @@ def language_model(
     tree: Sequence[int] | Dynamic | None = None,
     sample: bool = False,
     vocab_size: int | None = None,
+    own_tokens: bool = False,
 ) -> Drafter:
     """Draft with a language model; its weights are `Params.draft`.
 
@@ -52,6 +56,7 @@ def language_model(
         they draft without sampling. `verify.rejection` is made for such drafts.
       vocab_size: the target's vocabulary, where checkpoints that share a tokenizer pad theirs differently.
         Draft logits are cut or padded with -inf to it. Default: the model's own.
+      own_tokens: the model has another tokenizer than the target, and `Params.draft` is `shared_tokens.Shared`.
 
     Raises:
       MarsError: K or a branching factor is below 1, or a node has more children than there are tokens.
@@ -61,7 +66,8 @@ def language_model(
     45
     """
     shape = shape_of(num_draft_tokens, tree, min(vocab_size or model.vocab_size, model.vocab_size))
-    return _language_model(model, shape, sample, vocab_size or model.vocab_size)
+    model = translated(model) if own_tokens else model
+    return _language_model(model, shape, sample, vocab_size or model.vocab_size, own_tokens)
 
 
 def feed_last(
@@ -91,7 +97,9 @@ def _put_at(rows: Array, new: Array, at: Array) -> Array:
 
 
 @functools.lru_cache
-def _language_model(model: LanguageModel, shape: Shape, sample: bool, vocab: int) -> Drafter:
+def _language_model(
+    model: LanguageModel, shape: Shape, sample: bool, vocab: int, own_tokens: bool
+) -> Drafter:
     is_chain = isinstance(shape, Static) and shape.is_chain
 
     def init(params: Params, tokens: Array, length: Array) -> ModelState:
@@ -103,6 +111,8 @@ def _language_model(model: LanguageModel, shape: Shape, sample: bool, vocab: int
 
     def unembed(params: Params, hidden: Array) -> Array:
         logits = model.unembed(params.draft, hidden)
+        if own_tokens:
+            return logits
         if vocab <= model.vocab_size:
             return logits[..., :vocab]
         short = vocab - model.vocab_size
@@ -121,6 +131,11 @@ def _language_model(model: LanguageModel, shape: Shape, sample: bool, vocab: int
         logits = unembed(params, hidden)
         known = jnp.pad(hidden, ((0, 0), (0, shape.num_nodes), (0, 0))) if given.hidden else None
         growth = Growth(logits=logits, carry=(cache, known), extend=extend, first=given.length)
+        if own_tokens:
+            ids = params.draft.ids
+            growth = growth._replace(
+                to_target=lambda tokens: ids[tokens], widen=lambda logits: widen(logits, ids, vocab)
+            )
         tree, rows, (cache, known) = grow(
             shape, sample, growth, last_token(given), given.keys, given.controls, given.guide
         )
@@ -157,21 +172,24 @@ def _language_model(model: LanguageModel, shape: Shape, sample: bool, vocab: int
 
 
 def load_model(asked: Asked) -> LoadedDrafter:
-    """`language_model` of a checkpoint.
+    """`language_model` of a checkpoint, by the tokens that it shares with a target of another tokenizer.
 
     Raises:
-      MarsError: as `hub.load`, or its vocabulary is not the target's.
+      MarsError: as `hub.load` and `shared_tokens`.
     """
+    target = asked.target
     draft = hub.load(
-        asked.path,
-        dtype=asked.dtype,
-        mesh=asked.target.mesh,
-        prefill_chunk=asked.target.model.prefill_chunk,
+        asked.path, dtype=asked.dtype, mesh=target.mesh, prefill_chunk=target.model.prefill_chunk
     )
-    check_same_vocabulary(asked.target, draft)
-    vocab = asked.target.config.vocab_size
+    shared = shared_tokens(target, draft)
+    if shared is not None and target.mesh is not None:
+        everywhere = NamedSharding(target.mesh, PartitionSpec())
+        shared = hosts.put(shared, jax.tree.map(lambda _: everywhere, shared))
+    params = draft.params if shared is None else shared._replace(weights=draft.params)
+    ids = None if shared is None else shared.ids
 
     def made(length: int, **shape: Any) -> Drafter:
-        return language_model(draft.model, length, **shape, vocab_size=vocab)
+        vocab = target.config.vocab_size
+        return language_model(draft.model, length, **shape, vocab_size=vocab, own_tokens=shared is not None)
 
-    return LoadedDrafter(made(asked.chain, **asked.shape), draft.params, resized=asked.resized(made))
+    return LoadedDrafter(made(asked.chain, **asked.shape), params, draft_ids=ids, resized=asked.resized(made))

@@ -49,7 +49,9 @@ class Steering(NamedTuple):
             return wide
         count = wide.shape[-1]
         ids = lambda: self.growth.to_target(jnp.arange(count, dtype=jnp.int32))  # noqa: E731
-        made = self.guide.masked(wide, states, ids=None if count == self.guide.vocab else ids)
+        # A draft model may have another tokenizer and as many tokens; then the tables are `narrowed` for it.
+        own = not self.sample and (count != self.guide.vocab or self.guide.tables.narrow is not None)
+        made = self.guide.masked(wide, states, ids=ids if own else None)
         if not self.sample:
             return made
         nothing = jnp.max(made, axis=-1, keepdims=True) == -jnp.inf

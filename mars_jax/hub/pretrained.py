@@ -296,10 +296,13 @@ def with_system(turns: Sequence[Turn], system: str | None) -> list[Turn]:
     return made if system is None or own else [{"role": "system", "content": system}, *made]
 
 
-def check_same_vocabulary(target: Pretrained, draft: Pretrained) -> None:
-    """Raise MarsError where two tokenizers give a token id different meanings.
+def differing_tokens(target: Pretrained, draft: Pretrained) -> list[str]:
+    """Return the tokens that have not the same id in both, sorted.
 
     Checkpoints of one family may pad their embeddings to different sizes; only the tokens count.
+
+    Raises:
+      MarsError: there are no tokenizers to compare, and the sizes differ.
     """
     if not (target.has_tokenizer and draft.has_tokenizer):
         ours, theirs = target.config.vocab_size, draft.config.vocab_size
@@ -308,12 +311,18 @@ def check_same_vocabulary(target: Pretrained, draft: Pretrained) -> None:
                 f"the draft '{draft.name}' has a vocabulary of {theirs} tokens and the target '{target.name}' one "
                 f"of {ours}: pair models that share a tokenizer."
             )
-        return
+        return []
     ours, theirs = ((model._plain or model.tokenizer).get_vocab() for model in (target, draft))
     if ours == theirs:
-        return
-    differing = sorted(t for t in ours.keys() | theirs.keys() if ours.get(t) != theirs.get(t))
-    raise MarsError(
-        f"the draft '{draft.name}' and the target '{target.name}' have different vocabularies ({len(theirs)} and "
-        f"{len(ours)} tokens; {len(differing)} differ, such as {differing[0]!r}): pair models that share a tokenizer."
-    )
+        return []
+    return sorted(t for t in ours.keys() | theirs.keys() if ours.get(t) != theirs.get(t))
+
+
+def check_same_vocabulary(target: Pretrained, draft: Pretrained) -> None:
+    """Raise MarsError where two tokenizers give a token id different meanings, or as `differing_tokens`."""
+    differing = differing_tokens(target, draft)
+    if differing:
+        raise MarsError(
+            f"the draft '{draft.name}' and the target '{target.name}' have different vocabularies ({len(differing)} "
+            f"tokens differ, such as {differing[0]!r}): pair models that share a tokenizer."
+        )

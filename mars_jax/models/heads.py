@@ -134,20 +134,24 @@ class LayeredHead(HeadConfig):
         """Return logits f32[B, N, W] of the draft vocabulary as f32[B, N, V], with -inf where it has no token."""
         if not self.is_narrow:
             return logits
-        ids, vocab = params.draft["ids"], self.vocab_size
-        axes = vocabulary_axes(vocab)
-        if not axes:
-            return jnp.full((*logits.shape[:-1], vocab), -jnp.inf, logits.dtype).at[..., ids].set(logits)
+        return widen(logits, params.draft["ids"], self.vocab_size)
 
-        # Every device gets all W logits, and keeps those of its own part of V.
-        def local(logits: Array, ids: Array) -> Array:
-            size = vocab // lax.axis_size(axes)
-            place = ids - lax.axis_index(axes) * size
-            place = jnp.where(place < 0, size, place)  # a negative index would count from the end
-            empty = jnp.full((*logits.shape[:-1], size), -jnp.inf, logits.dtype)
-            return empty.at[..., place].set(logits, mode="drop")
 
-        return map_devices(local, (P(), P()), P(None, None, axes))(logits, ids)
+def widen(logits: Array, ids: Array, vocab: int) -> Array:
+    """Return logits f32[B, N, W] of tokens `ids` i32[W] as f32[B, N, V], V = `vocab`; a negative id has no place."""
+    axes = vocabulary_axes(vocab)
+
+    # Every device gets all W logits, and keeps those of its own part of V.
+    def local(logits: Array, ids: Array) -> Array:
+        size = vocab // (lax.axis_size(axes) if axes else 1)
+        place = ids - (lax.axis_index(axes) * size if axes else 0)
+        place = jnp.where(place < 0, size, place)  # a negative index would count from the end
+        empty = jnp.full((*logits.shape[:-1], size), -jnp.inf, logits.dtype)
+        return empty.at[..., place].set(logits, mode="drop")
+
+    if not axes:
+        return local(logits, ids)
+    return map_devices(local, (P(), P()), P(None, None, axes))(logits, ids)
 
 
 def layers_like(target: ModelConfig, intermediate_size: int | None = None, **changes) -> ModelConfig:

@@ -132,7 +132,7 @@ DRAFTERS: dict[str, DraftRow] = {
         ),
         DraftRow(
             name="model",
-            help="a small model with the target's tokenizer",
+            help="a small model, best with the target's tokenizer",
             loader="mars_jax.drafters.model:load_model",
             path=True,
             trees=True,

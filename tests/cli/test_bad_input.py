@@ -86,11 +86,6 @@ def test_tensors_that_do_not_fit(refused_unwritten, broken):
     assert "not part of the architecture (model.layers.0.extra.weight)" in message
 
 
-def test_a_draft_of_another_vocabulary(refused_unwritten, target, foreign):
-    message = refused_unwritten("--target", target, "--draft", f"model:{foreign}", "hello")
-    assert "different vocabularies" in message
-
-
 def test_heads_that_are_not_the_targets(refused_unwritten, target, foreign, eagle, medusa):
     message = refused_unwritten("--target", foreign, "--draft", f"medusa:{medusa}", "hello")
     assert "Medusa heads" in message and "are for a vocabulary of" in message

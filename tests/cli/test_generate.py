@@ -184,6 +184,18 @@ def test_heads_sample_chains_and_trees_for_rejection(run, target, eagle, medusa)
         assert row["proposed"] == row["steps"] * nodes
 
 
+@pytest.mark.slow
+def test_a_draft_with_another_tokenizer_drafts_and_says_so(run, target, foreign, tmp_path):
+    flags = ["--target", target, "--verify", "exact", "--json", "the sea"]
+    [plain], found = rows(run(*flags, *PLAIN).out), run(*flags, *FEW, "--draft", f"model:{foreign}")
+    assert rows(found.out)[0]["tokens"] == plain["tokens"]
+    assert f"note: '{foreign}' has another tokenizer and drafts the 25" in found.err
+    texts = tmp_path / "texts"
+    texts.write_text("the sea\n<|endoftext|>\nthe sun\n")
+    refused = run(*flags, *FEW, "--draft", f"model:{foreign}", "--refine", texts)
+    assert refused.code == 2 and "--refine does not apply to --draft model:" in refused.err
+
+
 def test_a_row_stops_its_own_draft(run, target, tmp_path):
     """At 0 nothing is drafted, by any distribution that leaves a doubt; the other row drafts on."""
     file = tmp_path / "p.jsonl"

@@ -17,13 +17,13 @@ from mars_jax import __version__, drafters, hub, specs, verify
 from mars_jax.cli import extras
 from mars_jax.cli.generate.applies import Choices
 from mars_jax.cli.generate.prompts import CONSTRAINTS, SPANS, PromptRow
-from mars_jax.cli.open_target import open_target
+from mars_jax.cli.open_target import check_draft, open_target
 from mars_jax.cli.progress import Pace
 from mars_jax.core import activity
 from mars_jax.core.errors import MarsError
 from mars_jax.core.rule import LoadedRule
 from mars_jax.hub.files import resolve
-from mars_jax.hub.pretrained import Pretrained, check_same_vocabulary
+from mars_jax.hub.pretrained import Pretrained
 from mars_jax.placement import hosts
 from mars_jax.serve import requests as request
 from mars_jax.serve.journal import plain
@@ -147,7 +147,7 @@ def open_job(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRo
     rule = load_rule(choices.rule, sketch, rows)
     draft = choices.draft
     if draft.kind == "model":
-        check_same_vocabulary(sketch, hub.outline(draft.path))
+        check_draft(sketch, draft.path)
     elif draft.checkpoint:
         resolve(draft.checkpoint, weights=False)
     elif draft.path and not Path(draft.path).is_file():

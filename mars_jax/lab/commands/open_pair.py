@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mars_jax import drafters, hub, specs, verify
-from mars_jax.cli.open_target import open_target
+from mars_jax.cli.open_target import check_draft, open_target
 from mars_jax.cli.program import keep_compilations
 from mars_jax.cli.progress import busy
 from mars_jax.core.errors import MarsError
-from mars_jax.hub.pretrained import Pretrained, check_same_vocabulary
+from mars_jax.hub.pretrained import Pretrained
 from mars_jax.lab.evaluate.answers import check_problems
 from mars_jax.lab.evaluate.tasks.catalogue import read
 from mars_jax.lab.evaluate.tasks.problems import Problem
@@ -77,7 +77,7 @@ def open_pair(
     made = verify.load(rule.spec, sketch, **rule.settings)
     kind, path = draft = specs.parse_draft(args.draft, shown="--draft")
     if kind == "model":
-        check_same_vocabulary(sketch, hub.outline(path))
+        check_draft(sketch, path)
     target = open_target(args, sketch)
     drafter = drafters.load(
         args.draft,

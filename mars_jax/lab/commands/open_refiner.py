@@ -6,6 +6,7 @@ from typing import Any
 
 from mars_jax import drafters, hub, specs
 from mars_jax.core.errors import MarsError
+from mars_jax.drafters.shared_tokens import Shared
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.lab.training import online
 from mars_jax.lab.training.data import documents
@@ -49,11 +50,16 @@ def open_refiner(
         model, _ = online.HEADS[kind].load(path, target.config, target.params, dtype=dtype)
     else:
         model = hub.load(path, dtype=dtype).model
+    params = drafter.params if drafter.sizes is None else drafter.params.weights
+    if isinstance(params, Shared):
+        raise MarsError(
+            f"--refine does not apply to --draft {draft}, which has another tokenizer than the target: leave it out."
+        )
     held_out = texts[:: max(len(texts) // HELD_OUT, 2)][:HELD_OUT]
     return online.Refiner(
         target.model,
         model,
-        drafter.params if drafter.sizes is None else drafter.params.weights,
+        params,
         depth=drafter.drafter.max_depth,
         held_out=held_out,
         old=[text for text in texts if not any(text is one for one in held_out)],

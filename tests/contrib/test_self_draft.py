@@ -1,0 +1,86 @@
+"""The target as its own draft: what it says is what the target says under a mask, and no text changes."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mars_jax as mj
+from mars_jax import contrib, drafters, fake, verify
+from mars_jax.contrib.drafters.self_draft import SINKS, load_self
+from mars_jax.core import decode
+from mars_jax.core.controls import make_controls
+from mars_jax.core.types import Params, Prompts, Visible, keys_from_seeds
+from mars_jax.drafters.asked import Asked
+from mars_jax.models import ModelConfig, init_params, language_model
+from mars_jax.models.quantize import Int8
+from tests.helpers import draft_input, ragged
+
+CONFIG = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=2)
+MODEL = language_model(CONFIG)
+WEIGHTS = init_params(CONFIG, jax.random.key(0), scale=0.4)
+BUFFER, WINDOW = 40, 6
+
+
+@jax.jit
+def said_under_a_mask(tokens, length):
+    """The target's logits f32[V] after a text: its own keys, but the last token sees `SINKS` and a window only."""
+    slot, zero = jnp.arange(BUFFER, dtype=jnp.int32), jnp.zeros((1,), jnp.int32)
+    cache = MODEL.forward(
+        WEIGHTS, tokens[None], Visible.causal(zero, BUFFER), MODEL.init_cache(1, BUFFER)
+    ).cache
+    seen = (slot < length) & ((slot < SINKS) | (slot >= length - 1 - WINDOW))
+    here = Visible(
+        first=zero, positions=(length - 1)[None, None], slot=(length - 1)[None], seen=seen[None, None],
+        seen_positions=slot[None],
+    )  # fmt: skip
+    return MODEL.unembed(WEIGHTS, MODEL.forward(WEIGHTS, tokens[length - 1][None, None], here, cache).hidden)[
+        0, 0
+    ]
+
+
+@pytest.mark.parametrize("tree", [pytest.param(None, marks=pytest.mark.slow), (2, 1)])
+def test_what_it_drafts_first_is_what_the_target_says_under_a_mask(tree):
+    """In rows shorter and longer than what it sees, while they grow by paths of a tree."""
+    drafter = contrib.self_draft(MODEL, 2, tree=tree, window=WINDOW)
+    decoder = decode.speculative_decoder(MODEL, drafter, verify.exact(), prefill_chunk=16)
+    prompts, lengths = ragged([1, 9, 22], BUFFER, CONFIG.vocab_size)
+    params, keys = Params(WEIGHTS, WEIGHTS), keys_from_seeds(jnp.arange(3, dtype=jnp.uint32))
+    given = Prompts(prompts, lengths, make_controls(3, limit=BUFFER), verify.exact(), keys)
+    state, propose, accepted = decode.start(decoder, params, given), jax.jit(drafter.propose), 0
+    for _ in range(6):
+        tree_, _ = propose(params, state.draft, draft_input(state))
+        for row in range(3):
+            want = said_under_a_mask(state.tokens[row], state.length[row])
+            assert int(tree_.tokens[row, 1]) == int(jnp.argmax(want))
+        state, info = decode.jitted_step(decoder, params, state)
+        accepted += int(jnp.sum(info.num_emitted - 1))
+    assert accepted > 4
+
+
+def test_weights_are_in_8_bits_and_those_that_are_stay_the_same_arrays():
+    target = mj.Pretrained.from_parts(MODEL, WEIGHTS, config=CONFIG)
+    asked = Asked(target, "", 3, None, False, None)
+    made = load_self(asked).params
+    assert isinstance(made["layers"][0]["up"], Int8) and made["norm"] is WEIGHTS["norm"]
+    again = load_self(asked._replace(target=mj.Pretrained.from_parts(MODEL, made, config=CONFIG))).params
+    assert all(a is b for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(made), strict=True))
+
+
+def test_a_target_that_it_cannot_draft_for_is_refused():
+    own = mj.Pretrained.from_parts(fake.hash_model(vocab_size=9), (), max_positions=64)
+    with pytest.raises(mj.MarsError, match="has no config, and the drafter 'self' is for"):
+        drafters.load("self", own)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"tree": drafters.Dynamic(3, 3, 8)}], ids=["chain", "tree"])
+def test_a_text_longer_than_its_window_is_unchanged(options):
+    target = mj.load("tiny/target", dtype="float32")
+    prompts = ["Once upon a time, there was a little dog. " * 32, "The sun was warm."]
+    want = mj.generate(target, "none", prompts, max_new_tokens=40)
+    found = mj.generate(target, drafters.load("self", target, **options), prompts, max_new_tokens=40)
+    assert len(target.encode(prompts[0])) > 300 and found.tokens == want.tokens
+    assert np.mean([c.metrics.tau for c in found.completions]) > 2
