@@ -81,7 +81,7 @@ def commands(data: Path) -> list[Command]:
             "benchmark",
             lambda f: [
                 *few,
-                *("--problems", "4", "--batch-size", "2", "--temperatures", "1"),
+                *("--problems", "4", "--batch-size", "2", "--temperatures", "1", "--controls", "all"),
                 *("--output", str(f / "out")),
             ],
             lambda f: (

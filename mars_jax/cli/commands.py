@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from mars_jax import __version__
+from mars_jax import __version__, specs
 from mars_jax.cli.program import BAD_INPUT, Parser
 from mars_jax.core.errors import did_you_mean, say
 
@@ -56,10 +56,13 @@ def parser_of(name: str) -> Parser | None:
 def completion(shell: str) -> str:
     """Return a script that completes `mars-jax`, its commands, their flags and the choices of flags, made by shtab.
 
+    Rules and drafters are choices too, by their names in the tables; a path after a name is the user's to write.
+
     Raises:
       ImportError: shtab is not installed.
     """
     shtab = importlib.import_module("shtab")
+    names = {"RULE": list(specs.RULES), "DRAFT": list(specs.DRAFTERS)}
     made = Parser(prog="mars-jax")
     made.add_argument("--version", action="store_true", help="print the version")
     commands = made.add_subparsers()
@@ -71,6 +74,7 @@ def completion(shell: str) -> str:
             for action in parser._actions:
                 if action.metavar in ("PATH", "FILE", "DIR"):
                     action.complete = shtab.FILE  # type: ignore[attr-defined]
+                action.choices = action.choices or names.get(str(action.metavar))
                 # shtab fills in percents itself, of which no completion has any.
                 action.help = (action.help or "").partition("; ")[0].partition(" (")[0].replace("%", "%%")
     return shtab.complete(made, shell)

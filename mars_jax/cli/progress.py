@@ -86,11 +86,19 @@ class Pace:
 
     def describe(self) -> str:
         """Return the number done of how many, and from the second on the time left."""
-        said = f"{self.done} of {self._of}"
-        if self._first < self.done < self._of:
-            each = (time.monotonic() - self._began) / (self.done - self._first)
-            said += f", {duration(each * (self._of - self.done))} left"
-        return said
+        left = None
+        if self._first < self.done:
+            left = (time.monotonic() - self._began) / (self.done - self._first) * (self._of - self.done)
+        return f"{self.done} of {self._of}{time_left(left)}"
+
+
+def time_left(seconds: float | None) -> str:
+    """Return the end of a line of progress: the time left, where it is known and there is any.
+
+    >>> time_left(61.0), time_left(0.0), time_left(None)
+    (', 1:01 left', '', '')
+    """
+    return f", {duration(seconds)} left" if seconds else ""
 
 
 def duration(seconds: float) -> str:

@@ -6,10 +6,15 @@ import contextlib
 import dataclasses
 import sys
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from statistics import fmean
 
-from mars_jax.cli.progress import Pace
+from mars_jax.cli.progress import Pace, time_left
 from mars_jax.core import activity
+
+Progress = Callable[[str, int, int, float | None], None]
+"""Function that shows progress: (what, done, in all, seconds left, or None where nobody knows yet)."""
 
 
 class Ticker:
@@ -20,15 +25,57 @@ class Ticker:
         self._things, self._going, self._seconds, self._last = things, going, seconds, time.monotonic()
         self._pace, self._of = Pace(0), 0
 
-    def __call__(self, what: str, done: int, of: int) -> None:
+    def __call__(self, what: str, done: int, of: int, left: float | None = None) -> None:
+        """Show it; `left` is the time left in seconds, by default that of the pace so far."""
         if of != self._of:
             self._pace, self._of = Pace(of, done=done), of
         self._pace.done = done
-        self._going.detail = f"{self._pace.describe()} ({what})"
+        paced = self._pace.describe() if left is None else f"{done} of {of}{time_left(left)}"
+        self._going.detail = f"{paced} ({what})"
         shown = sys.stderr.isatty() and time.monotonic() - self._last >= self._seconds
         if done == of or shown:
             self._last = time.monotonic()
-            print(f"{what}: {done} of {of} {self._things}", file=sys.stderr, flush=True)
+            print(f"{what}: {done} of {of} {self._things}{time_left(left)}", file=sys.stderr, flush=True)
+
+
+class Work:
+    """Work of several kinds that differ in cost: how much is done, and how long the rest takes at the mean of its kind.
+
+    >>> work = Work({"slow": 10, "fast": 10}, print)
+    >>> work.add("slow", 5, "a slow one", seconds=50.0)
+    a slow one 5 20 150.0
+    >>> work.add("fast", 5, "a fast one", seconds=5.0)
+    a fast one 10 20 55.0
+    """
+
+    def __init__(self, planned: Mapping[str, int], progress: Progress):
+        self.done = 0
+        self._left, self._progress = Counter(planned), progress
+        self._timed: dict[str, tuple[int, float]] = {}
+
+    def add(self, kind: str, count: int, said: str, seconds: float = 0.0) -> None:
+        """So many of a kind more are done; `seconds` is 0 where they were not timed."""
+        self.done += count
+        self.skip(kind, count)
+        self.time(kind, count, seconds)
+        self._progress(said, self.done, self.done + self._left.total(), self._time_left())
+
+    def time(self, kind: str, count: int, seconds: float) -> None:
+        """Learn what so many of a kind cost."""
+        if seconds:
+            known, so_far = self._timed.get(kind, (0, 0.0))
+            self._timed[kind] = known + count, so_far + seconds
+
+    def skip(self, kind: str, count: int) -> None:
+        """So many of a kind turn out not to be needed."""
+        self._left[kind] -= count
+
+    def _time_left(self) -> float | None:
+        """Seconds; a kind that was never timed costs what the others do on average."""
+        each = {kind: seconds / count for kind, (count, seconds) in self._timed.items()}
+        if not each:
+            return None
+        return sum(count * each.get(kind, fmean(each.values())) for kind, count in self._left.items())
 
 
 @contextlib.contextmanager

@@ -57,7 +57,8 @@ def flags(
     given += ["--draft", f"eagle:{row.head}", "--tree", tree, "--chat"]
     for name in tasks:
         given += ["--task", f"{name}={TASKS[name].hub if data is None else data / TASKS[name].file}"]
-    given += ["--temperatures", f"{TEMPERATURE:g}", "--thetas", f"{THETA:g}", "--problems", str(problems)]
+    given += ["--temperatures", f"{TEMPERATURE:g}", "--thetas", f"{THETA:g}", "--controls", "all"]
+    given += ["--problems", str(problems)]
     given += ["--max-new-tokens", str(new_tokens), "--output", str(output / row.name / "run")]
     for flag, value in (("--mesh", row.mesh), ("--dtype", row.dtype)):
         given += [flag, value] if value else []

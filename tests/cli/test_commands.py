@@ -216,6 +216,13 @@ def test_completion_knows_commands_flags_and_choices(capsys):
         for word in (*commands.COMMANDS, "max-new-tokens", "bfloat16", "markov-rank"):
             assert word in out, (shell, word)
     bash = call(capsys, "--completion", "bash")[1]
+    for words, names in (("--verify", specs.RULES), ("--draft", specs.DRAFTERS)):
+        for command in ("generate", "benchmark", "plan"):
+            ask = f"COMP_WORDS=(mars-jax {command} {words} ''); COMP_CWORD=3; _shtab_mars_jax; echo ${{COMPREPLY[@]}}"
+            done = subprocess.run(
+                ["bash", "-c", f"{bash}\n{ask}"], capture_output=True, text=True, timeout=20
+            )
+            assert done.stdout.split() == list(names), done.stderr
     ask = "COMP_WORDS=(mars-jax generate --max); COMP_CWORD=2; _shtab_mars_jax; echo ${COMPREPLY[@]}"
     done = subprocess.run(["bash", "-c", f"{bash}\n{ask}"], capture_output=True, text=True, timeout=20)
     assert set(done.stdout.split()) == {"--max-new-tokens", "--max-relaxed-run"}, done.stderr

@@ -190,7 +190,7 @@ def test_the_benchmark_measures_it_with_the_same_controls(pair, gates, tmp_path)
         "--temperatures",
         0,
     ]
-    flags += ["--verify", f"{gates}:entropy_gate", "--rule-option", f"entropy={ALWAYS}"]
+    flags += ["--controls", "all", "--verify", f"{gates}:entropy_gate", "--rule-option", f"entropy={ALWAYS}"]
     assert benchmark.main([str(x) for x in (*flags, "--output", tmp_path / "out")]) == 0
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["settings"]["rule"] == {"verify": f"{gates}:entropy_gate", "settings": {"entropy": ALWAYS}}

@@ -17,10 +17,10 @@ from mars_jax.lab.ticking import ticking
 
 _DESCRIPTION = """\
 Measure a pair of models: speed, acceptance and quality of a rule, margin-aware
-verification unless --verify says otherwise, against the target alone, the strict rule,
-the rule at theta = inf, another margin matched to the same tau, and the target sampling
-from the same truncated set; all on the same prompts and seeds, in one run. A rule of your
-own is one arm, with the same controls.
+verification unless --verify says otherwise, against the target alone and the strict rule,
+and with --controls all against the rule at theta = inf, another margin matched to the same
+tau, and the target sampling from the same truncated set; all on the same prompts and
+seeds, in one run. A rule of your own is one arm, with the same controls.
 """
 _SWEPT = ("theta", "tau")
 """Settings of rules that have flags for several values."""
@@ -34,7 +34,7 @@ examples:
       --verify gates.py:entropy_gate --rule-option entropy=1.5 --output gate
 
 {pair.TASKS}
-OUTPUT gets rows.jsonl as rows finish, then summary.json, table.md, five plots as PNG, SVG
+OUTPUT gets rows.jsonl as rows finish, then summary.json, table.md, plots as PNG, SVG
 and PDF, and report.html, one page with all of it and the texts side by side. Killed and
 started again with the same flags, it goes on where it was. The table goes to stdout,
 progress to stderr; bad input ends with exit code 2.
@@ -54,6 +54,13 @@ def parser() -> Parser:
     )
     group.add_argument(
         "--temperatures", nargs="+", default=["0", "1"], metavar="X", help="0 is greedy (default: 0 1)"
+    )
+    group.add_argument(
+        "--controls",
+        choices=("none", "paper", "all"),
+        default="paper",
+        help="beside the rule and the target alone: nothing; the strict rule, as in the paper's table, with margins "
+        "and texts of both; all controls, with more than twice the decodes (default: %(default)s)",
     )
     group.add_argument(
         "--simulated-taus",
@@ -156,13 +163,13 @@ def _study(args: argparse.Namespace, folder: Path, out: IO[str]) -> None:
         check_installed()
 
     problems, target, drafter = open_study(args, folder, check)
-    shared = ("rule", "thetas", "temperatures", "simulated_taus")
+    shared = ("rule", "thetas", "temperatures", "simulated_taus", "controls")
     shared += ("max_new_tokens", "batch_size", "seed", "chat")
     refiner = None
     if args.refine is not None:
         samples = any(temperature > 0 for temperature in args.temperatures)
         refiner = open_refiner(args.refine, target, args.draft, drafter, dtype=args.dtype, samples=samples)
-    with ticking("rows") as tick:
+    with ticking("decodes") as tick:
         summary = evaluate(
             target,
             drafter,

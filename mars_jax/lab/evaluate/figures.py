@@ -98,7 +98,7 @@ def recovered_interval(
 def summarize(
     rows: Sequence[dict[str, Any]],
     alone: Sequence[dict[str, Any]],
-    strict: Sequence[dict[str, Any]],
+    strict: Sequence[dict[str, Any]] | None,
     *,
     metric: str,
     seed: int = 0,
@@ -108,7 +108,7 @@ def summarize(
     Args:
       rows: of the arm, see `rows.make_row`.
       alone: of the target alone, on the same problems in the same order.
-      strict: of the strict rule, likewise.
+      strict: of the strict rule, likewise; None where it was not decoded.
       metric: of the task.
       seed: of the bootstrap.
     """
@@ -132,7 +132,7 @@ def summarize(
         "loop_rate": _share(row["loops"] for row in rows),
         "length_rate": _share(row["finish_reason"] != "stop" for row in rows),
         "same_as_autoregressive": _same(rows, alone),
-        "same_as_strict": _same(rows, strict),
+        "same_as_strict": None if strict is None else _same(rows, strict),
         **_quality(rows, alone, metric, seed),
         "intervals": intervals(rows, alone, metric=metric, seed=seed),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import pytest
 
 from mars_jax.lab.commands.benchmark import main
 from mars_jax.lab.evaluate import answers
+from mars_jax.lab.ticking import Ticker
 from tests.cli.conftest import write_checkpoint
 
 PROMPTS = ["the sea", "a story", "of the sun", "and the"]
@@ -36,6 +38,7 @@ def flags(target, prompts):
     return [
         *("--target", target, "--draft", f"model:{target}", "--num-draft-tokens", 2),
         *("--task", f"jsonl={prompts}", "--max-new-tokens", 12, "--batch-size", 3, "--thetas", 0.9, 0.5),
+        *("--controls", "all"),
     ]
 
 
@@ -57,6 +60,7 @@ class Folder(NamedTuple):
     path: Path
     rows: list[dict[str, Any]]
     summary: dict[str, Any]
+    ticks: Sequence[tuple[str, int, int, float | None]] = ()  # what its progress said
 
 
 def read_folder(path: Path) -> Folder:
@@ -69,5 +73,8 @@ def finished(flags, tmp_path_factory):
     """One uninterrupted run."""
     pytest.importorskip("matplotlib")
     path = tmp_path_factory.mktemp("evaluate") / "finished"
-    assert main([*map(str, flags), "--output", str(path)]) == 0
-    return read_folder(path)
+    ticks = []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Ticker, "__call__", lambda self, *told: ticks.append(told))
+        assert main([*map(str, flags), "--output", str(path)]) == 0
+    return read_folder(path)._replace(ticks=ticks)

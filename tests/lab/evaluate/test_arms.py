@@ -166,6 +166,22 @@ def test_a_lossless_rule_has_no_quality_to_control_for():
     assert len(make_arms(RuleChoice("exact", {}), [], temperature=1.0, matched=None)) == 2
 
 
+def test_fewer_controls():
+    def names(choice, controls, *thetas):
+        made = make_arms(choice, thetas, temperature=1.0, matched=None, refined=True, controls=controls)
+        return [arm.name for arm in made]
+
+    assert names(MARS, "none", 0.9, 0.8) == [
+        AUTOREGRESSIVE,
+        "mars theta=0.9",
+        "mars theta=0.8",
+        "exact refined",
+    ]
+    assert names(MARS, "paper", 0.9) == [AUTOREGRESSIVE, "exact", "mars theta=0.9", "exact refined"]
+    for controls in ("none", "paper", "all"):
+        assert names(RuleChoice("exact", {}), controls) == [AUTOREGRESSIVE, "exact", "exact refined"]
+
+
 def test_thresholds_share_what_is_compiled():
     arms = make_arms(MARS, [0.8, 0.9], temperature=1.0, matched=0.7)
     assert len({structure(arm.rule.rule) for arm in arms}) == 4

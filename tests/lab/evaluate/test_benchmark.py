@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from mars_jax.core.errors import MarsError
-from mars_jax.lab.commands.benchmark import main, parse
+from mars_jax.lab.commands.benchmark import main, parse, parser
 from mars_jax.lab.evaluate import answers
 from mars_jax.lab.evaluate.benchmark import plots, report, table
+from mars_jax.lab.evaluate.benchmark.arms import LEFT_OUT
 from mars_jax.lab.evaluate.tasks.problems import Code, Problem
 from mars_jax.lab.folder import claim
 from mars_jax.lab.pictures import style
@@ -86,6 +87,53 @@ def test_batches_run_arm_by_arm(finished):
     """Some batches of each in turn, so that a slow spell strikes all of them."""
     first = [(row["arm"], row["id"]) for row in finished.rows[:8]]
     assert first == [("autoregressive", i) for i in "0123"] + [("exact", i) for i in "0123"]
+
+
+def test_progress_counts_every_decode_and_ends_at_its_total(finished):
+    """Those of the match, of the margins and of the replay too, which leave no rows."""
+    whats, done, of, left = zip(*finished.ticks, strict=True)
+    steps = np.diff([0, *done])
+    counted = {
+        kind: int(sum(n for what, n in zip(whats, steps, strict=True) if what.split(", ")[2] == kind))
+        for kind in ("matching", "margins", "replay", *ARMS)
+    }
+    assert counted.pop("matching") % 4 == 0 and counted.pop("autoregressive top_k=2") == 4
+    assert counted == {kind: 16 if kind == "margins" else 8 for kind in counted}
+    assert (steps > 0).all() and list(of) == sorted(of, reverse=True)  # a match may end early
+    assert done[-1] == of[-1] and done[-2] < of[-1]
+    assert all(seconds is not None and seconds > 0 for seconds in left[:-1]) and left[-1] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("controls", "arms", "margins"),
+    [
+        ("none", ["autoregressive", "mars theta=0.9", "mars theta=0.5"], 0),
+        ("paper", ["autoregressive", "exact", "mars theta=0.9", "mars theta=0.5"], 2),
+    ],
+)
+def test_fewer_controls_are_fewer_arms_with_the_same_rows(
+    flags, finished, tmp_path, capsys, controls, arms, margins
+):
+    assert call(*flags, "--controls", controls, "--temperatures", 1, "--output", tmp_path / "out") == 0
+    made = read_folder(tmp_path / "out")
+    told = capsys.readouterr().err.splitlines()
+    assert any(
+        f": {4 * (len(arms) + margins)} of {4 * (len(arms) + margins)} decodes" in line for line in told
+    )
+    [part] = made.summary["tables"]
+    assert [arm["arm"] for arm in part["arms"]] == arms
+    for arm in arms:
+        assert timeless(rows_of(made, arm, 1.0)) == timeless(rows_of(finished, arm, 1.0))
+        same = [timeless(arm_of(run, arm, 1.0)) for run in (made, finished)]
+        if controls == "none":
+            assert same[0].pop("same_as_strict") is None and same[1].pop("same_as_strict") is not None
+        assert same[0] == same[1]
+    pictures = set(PICTURES) - (set() if margins else {"margins.png"})
+    assert {p.name for p in made.path.glob("*.png")} == pictures
+    page = (made.path / "report.html").read_text()
+    assert page.count("<figure>") == len(pictures) and made.summary["settings"]["controls"] == controls
+    assert len(part["margins"]) == margins and part["match"] is part["replay"] is None
 
 
 def test_the_strict_arms_are_lossless(finished):
@@ -451,6 +499,9 @@ def test_the_default_is_the_embedded_family():
     args = parse(["--task", "arithmetic", "--output", "o"])
     assert (args.target, args.draft) == ("tiny/target", "model:tiny/draft")
     assert args.temperatures == [0.0, 1.0] and args.thetas is None and args.batch_size == 1
+    assert args.controls == "paper"
+    [choices] = [action.choices for action in parser()._actions if action.dest == "controls"]
+    assert choices == tuple(LEFT_OUT)
     assert parse(["--target", "x", "--task", "arithmetic", "--output", "o"]).draft == "ngram"
     with pytest.raises(MarsError, match="a value twice"):
         parse(["--task", "arithmetic", "--output", "o", "--temperatures", "0", "-0"])

@@ -32,7 +32,7 @@ def test_a_replay_is_a_decode_until_something_is_relaxed(target, shape, temperat
     requests = make_requests(target, PROMPTS, temperature=temperature, seed=[5, 6, 7], max_new_tokens=24)
     rule = mj.verify.mars(theta=0.9)
     session = Session(target=target, drafter=drafter, rule=LoadedRule(rule), batch_size=2)
-    counted = rehearsal.walks(session, requests, THETAS, lambda: None)
+    counted = rehearsal.walks(session, requests, THETAS, lambda count: None)
     done = [
         c
         for i in (0, 2)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +15,23 @@ from mars_jax import verify
 from mars_jax.core.rule import LoadedRule, facts
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.lab.batches import RowFile
-from mars_jax.lab.evaluate.answers import Answer, Decoding, prompt_tokens
+from mars_jax.lab.evaluate.answers import Answer, Decoding, prompt_tokens, turns_asked
 from mars_jax.lab.evaluate.benchmark import margins, rehearsal, texts
 from mars_jax.lab.evaluate.benchmark.arm_rows import Key, make_row
 from mars_jax.lab.evaluate.benchmark.arms import Arm, base_of, make_arms, margin_of, other_margin
-from mars_jax.lab.evaluate.benchmark.match import PROBLEMS, Match, match
+from mars_jax.lab.evaluate.benchmark.match import PROBLEMS, STEPS, Match, match
 from mars_jax.lab.evaluate.scoring import sandbox, scores
 from mars_jax.lab.evaluate.tasks.problems import Problem
 from mars_jax.lab.folder import write_json
-from mars_jax.lab.ticking import Speed
+from mars_jax.lab.ticking import Progress, Speed, Work
 from mars_jax.serve import likelihood
-from mars_jax.serve.journal import Row
 from mars_jax.serve.requests import Request
 from mars_jax.specs import RuleChoice
 
 MATCHES, MARGINS, ROWS = "matches.json", "margins.json", "rows.jsonl"
 TEXTS, REPLAY = "texts.json", "replay.json"
-
-Progress = Callable[[str, int, int], None]
-"""`(what, rows done, rows in all)`."""
+_REPLAYED = "replayed"
+"""The kind of work that a replay is; all other kinds are the arms, by their names."""
 
 
 class Evaluation:
@@ -60,7 +59,6 @@ class Evaluation:
             for arm in self.arms(temperature, self._stand_in)
             for problem in group
         ]
-        self._rows = len(keys)
         self.file = RowFile(folder / ROWS, keys)
 
     def _read(self, name: str) -> dict[str, Any]:
@@ -76,8 +74,12 @@ class Evaluation:
 
     @property
     def _stand_in(self) -> float | None:
-        """A matched threshold, before it is known."""
-        return None if self._rule.row.lossless else 1.0
+        """A matched threshold, before it is known; None where none is matched."""
+        return 1.0 if self._controls == "all" and not self._rule.row.lossless else None
+
+    @property
+    def _controls(self) -> str:
+        return self._settings.get("controls", "all")
 
     def arms(self, temperature: float, matched: float | None) -> list[Arm]:
         """The arms at a temperature; a rule with weights reads them once."""
@@ -90,6 +92,7 @@ class Evaluation:
                 target=self._decoding.session.target,
                 simulated_taus=self._settings.get("simulated_taus", ()),
                 refined=self._decoding.refiner is not None,
+                controls=self._controls,
             )
         return self._made[temperature, matched]
 
@@ -97,20 +100,63 @@ class Evaluation:
         return (self._settings["seed"] + self._numbers[task, problem.id]) % 2**32
 
     def decode(self, progress: Progress) -> None:
-        place = 0
+        work = Work(self._planned(), progress)
         for task, temperature in self._places():
-            what = f"{task}, temperature {temperature:g}"
-            tick = functools.partial(progress, f"{what}, matching", place, self._rows)
-            found = self._match(task, temperature, tick)
+            found = self._match(task, temperature, work)
             for group in self._batches(task):
                 for arm in self.arms(temperature, found and found.theta):
                     keys = [Key(task, temperature, arm.name, problem.id)._asdict() for problem in group]
                     make = functools.partial(self._decode, task, temperature, arm, group)
                     rows = self.file.batch(keys, make)
-                    place += len(group)
-                    progress(f"{what}, {arm.name}, {_speed(rows)}", place, self._rows)
-            for name, look in (("margins", self._observe), ("replay", self._replay)):
-                look(task, temperature, functools.partial(progress, f"{what}, {name}", place, self._rows))
+                    sums = {name: sum(row[name] for row in rows) for name in ("emitted", "steps", "seconds")}
+                    said = f"{_place(task, temperature)}, {arm.name}, {Speed(**sums).describe()}"
+                    turns = self._turns(group)
+                    if arm.role == "strict":
+                        # A replay takes a step of it for every token.
+                        work.time(_REPLAYED, turns, sums["seconds"] * sums["emitted"] / sums["steps"])
+                    work.add(arm.name, turns, said, sums["seconds"])
+            for look in (self._observe, self._replay):
+                look(task, temperature, work)
+
+    def _planned(self) -> Counter[str]:
+        """The decodes of each kind that a run makes or finds on file; one is a turn of a problem."""
+        planned: Counter[str] = Counter()
+        for task, temperature in self._places():
+            place, problems = _place(task, temperature), self._tasks[task]
+            for arm in self.arms(temperature, self._stand_in):
+                planned[arm.name] += self._turns(problems)
+            if self._stand_in is not None and place not in self.matches:
+                planned[self._first(temperature).name] += self._most_matching(task)
+            if place not in self.margins:
+                for arm in self._observed(temperature):
+                    planned[arm.name] += len(problems[: margins.PROBLEMS])
+            if self._replayed() and place not in self.replays:
+                planned[_REPLAYED] += len(problems[: rehearsal.PROBLEMS])
+        return planned
+
+    def _turns(self, problems: Sequence[Problem]) -> int:
+        return sum(len(turns_asked(problem, self._decoding.chat)) for problem in problems)
+
+    def _most_matching(self, task: str) -> int:
+        """Decodes of a match that takes all of its steps."""
+        return (1 + STEPS) * self._turns(self._tasks[task][:PROBLEMS])
+
+    def _first(self, temperature: float) -> Arm:
+        """The arm that the controls are matched to."""
+        return next(arm for arm in self.arms(temperature, self._stand_in) if arm.role == "rule")
+
+    def _observed(self, temperature: float) -> list[Arm]:
+        """The arms whose margins are counted: the strict rule, and the rule where it is another."""
+        if self._controls == "none":
+            return []
+        arms = {arm.role: arm for arm in reversed(self.arms(temperature, self._stand_in))}
+        return [arms[role] for role in ("strict", "rule") if role in arms]
+
+    def _replayed(self) -> list[float]:
+        """The thresholds that are replayed."""
+        if self._controls != "all":
+            return []
+        return rehearsal.thetas_of(self._rule, self._decoding.session.drafter, self._settings["thetas"])
 
     def _decode(self, task: str, temperature: float, arm: Arm, group: list[Problem]) -> list[dict[str, Any]]:
         seeds = [self._seed(task, problem) for problem in group]
@@ -148,18 +194,17 @@ class Evaluation:
         prompts = [prompt_tokens(decoding.session.target, p, chat=decoding.chat) for p in problems]
         return problems, decoding.requests(prompts, [self._seed(task, p) for p in problems], temperature)
 
-    def _observe(self, task: str, temperature: float, tick: Callable[[], None]) -> None:
+    def _observe(self, task: str, temperature: float, work: Work) -> None:
         """Histograms of the strict rule's decisions and of the relaxed one's, and texts of both, made once and kept
         beside the rows."""
-        name = f"{task}, temperature {temperature:g}"
-        if name in self.margins:
+        name, arms = _place(task, temperature), self._observed(temperature)
+        if name in self.margins or not arms:
             return
         problems, requests = self._untimed(task, temperature, margins.PROBLEMS)
         session = self._decoding.session
-        arms = self.arms(temperature, self._stand_in)
-        strict = next(arm for arm in arms if arm.role == "strict")
         found, said = {}, {}
-        for arm in (strict, next((arm for arm in arms if arm.role == "rule"), strict)):
+        for arm in arms:
+            tick = functools.partial(work.add, arm.name, said=f"{name}, margins")
             seen = margins.observe(session.using(arm.rule), requests, tick)
             found[arm.name] = margins.histograms(margin_of(self._rule) or "ratio", seen.decisions)
             said[arm.name] = seen
@@ -168,25 +213,24 @@ class Evaluation:
         self.margins[name] = found
         write_json(self._folder / MARGINS, self.margins)
 
-    def _replay(self, task: str, temperature: float, tick: Callable[[], None]) -> None:
+    def _replay(self, task: str, temperature: float, work: Work) -> None:
         """tau at thresholds that no arm has, made once and kept beside the rows."""
-        name = f"{task}, temperature {temperature:g}"
-        session = self._decoding.session
-        thetas = rehearsal.thetas_of(self._rule, session.drafter, self._settings["thetas"])
+        name, thetas = _place(task, temperature), self._replayed()
         if name in self.replays or not thetas:
             return
         _, requests = self._untimed(task, temperature, rehearsal.PROBLEMS)
-        arm = next(arm for arm in self.arms(temperature, self._stand_in) if arm.role == "rule")
-        counted = rehearsal.walks(session.using(arm.rule), requests, thetas, tick)
+        pair = self._decoding.session.using(self._first(temperature).rule)
+        tick = functools.partial(work.add, _REPLAYED, said=f"{name}, replay")
+        counted = rehearsal.walks(pair, requests, thetas, tick)
         self.replays[name] = rehearsal.as_json(thetas, counted)
         write_json(self._folder / REPLAY, self.replays)
 
-    def _match(self, task: str, temperature: float, tick: Callable[[], None]) -> Match | None:
-        """The match of a task at a temperature, found once and kept beside the rows; None for a lossless rule."""
-        name = f"{task}, temperature {temperature:g}"
-        if name in self.matches or self._rule.row.lossless:
+    def _match(self, task: str, temperature: float, work: Work) -> Match | None:
+        """The match of a task at a temperature, found once and kept beside the rows; None where none is wanted."""
+        name = _place(task, temperature)
+        if name in self.matches or self._stand_in is None:
             return self.matches.get(name)
-        first = next(arm for arm in self.arms(temperature, self._stand_in) if arm.role == "rule")
+        first, before = self._first(temperature), work.done
         other = other_margin(margin_of(self._rule))
         problems = self._tasks[task][:PROBLEMS]
         size = self._decoding.group
@@ -197,10 +241,11 @@ class Evaluation:
             for begin in range(0, len(problems), size):
                 group = problems[begin : begin + size]
                 seeds = [self._seed(task, problem) for problem in group]
-                for answer in self._decoding.answer(arm, group, seeds, temperature=temperature):
-                    emitted += answer.metrics.emitted
-                    steps += answer.metrics.steps
-                tick()
+                answers = self._decoding.answer(arm, group, seeds, temperature=temperature)
+                emitted += sum(answer.metrics.emitted for answer in answers)
+                steps += sum(answer.metrics.steps for answer in answers)
+                seconds = sum(answer.seconds for answer in answers)
+                work.add(first.name, self._turns(group), f"{name}, matching", seconds)
             return emitted / steps
 
         def tau_at(theta: float) -> float:
@@ -208,15 +253,14 @@ class Evaluation:
             return tau_of(LoadedRule(verify.mars(base, theta=theta, margin=other, exact_prefix=prefix)))
 
         found = match(tau_at, tau_of(first.rule), other)
+        work.skip(first.name, self._most_matching(task) - (work.done - before))
         self.matches[name] = found
         write_json(self._folder / MATCHES, {place: m._asdict() for place, m in self.matches.items()})
         return found
 
 
-def _speed(rows: Sequence[Row]) -> str:
-    """The speed of a batch in words, for the progress line."""
-    sums = {name: sum(row[name] for row in rows) for name in ("emitted", "steps", "seconds")}
-    return Speed(**sums).describe()
+def _place(task: str, temperature: float) -> str:
+    return f"{task}, temperature {temperature:g}"
 
 
 def by_task(problems: Sequence[Problem]) -> dict[str, list[Problem]]:

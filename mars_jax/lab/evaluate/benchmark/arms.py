@@ -28,6 +28,8 @@ MARS = RuleChoice("mars", {})
 """The rule that is measured unless told otherwise."""
 AUTOREGRESSIVE = "autoregressive"
 """The arm that every other one is measured against."""
+LEFT_OUT = {"none": ("strict", "infinite"), "paper": ("infinite",), "all": ()}
+"""The roles that a choice of controls leaves out; all but "all" also do without "matched" and "control"."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -135,6 +137,7 @@ def make_arms(
     target: Any = None,
     simulated_taus: Sequence[float] = (),
     refined: bool = False,
+    controls: str = "all",
 ) -> list[Arm]:
     """All arms at one temperature: autoregression first, the strict rule second, then the rule and its controls.
 
@@ -144,10 +147,11 @@ def make_arms(
         without a threshold, or that keeps its own: it is one arm.
       temperature: at 0 the simple control, which samples, would be autoregression itself, and is left out.
       matched: threshold of `mars` with `other_margin` that has the tau of the rule; None for a lossless rule, which has
-        no quality to control for.
+        no quality to control for, and where `controls` are not all.
       target: from `mars_jax.load`, for a rule with weights.
       simulated_taus: of arms that accept by chance, which come last but one.
       refined: add the strict rule with a draft that learns as it decodes, which comes last.
+      controls: "all"; "paper" for the target alone, the strict rule and the rule; "none" for the first and the last.
 
     Raises:
       MarsError: as `verify.load`.
@@ -188,7 +192,9 @@ def make_arms(
                 "whose time counts",
             )
         )
-    return arms
+    # A rule that is strict itself has the strict arm for its own.
+    asked = any(arm.role == "rule" for arm in arms)
+    return [arm for arm in arms if not asked or arm.role not in LEFT_OUT[controls]]
 
 
 def _measured(choice: RuleChoice, thetas: Sequence[float], target: Any) -> list[Arm]:

@@ -95,14 +95,14 @@ def edges_of(name: str) -> np.ndarray:
 
 
 def observe(
-    session: Session, requests: Sequence[Request], tick: Callable[[], None] = lambda: None
+    session: Session, requests: Sequence[Request], tick: Callable[[int], None] = lambda count: None
 ) -> Observed:
     """Decode requests step by step, and keep the target's two best logits wherever something was drafted.
 
     Args:
       session: the pair, and the rule whose decisions these are.
       requests: from `make_requests`.
-      tick: called after every batch.
+      tick: called after every batch, with the number of its requests.
     """
     found: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {kind: [] for kind in KINDS}
     tokens: list[list[int]] = []
@@ -127,7 +127,7 @@ def observe(
                 by_kind = (accepted & ~relaxed, accepted & relaxed, rejected)
                 for name, chosen in zip(KINDS, by_kind, strict=True):
                     found[name].append((seen.z1[chosen], seen.z2[chosen]))
-        tick()
+        tick(len(batch.requests))
     decisions = {
         kind: (np.concatenate([z1 for z1, _ in parts]), np.concatenate([z2 for _, z2 in parts]))
         for kind, parts in found.items()

@@ -31,7 +31,7 @@ def render(summary: Mapping[str, Any], texts: Mapping[str, Any], pictures: Mappi
     Args:
       summary: the content of summary.json.
       texts: that of texts.json.
-      pictures: SVG by the names of `plots.PICTURES`.
+      pictures: SVG by the names of `plots.drawn`.
     """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
@@ -57,7 +57,7 @@ def render(summary: Mapping[str, Any], texts: Mapping[str, Any], pictures: Mappi
         columns=table.COLUMNS,
         plots=[
             {"words": words, "svg": inlined(pictures[name], Path(name).stem, words)}
-            for name, words in plots.PICTURES.items()
+            for name, words in plots.drawn(summary).items()
         ],
         of_plots=table.of_plots(summary),
         legend=LEGEND,

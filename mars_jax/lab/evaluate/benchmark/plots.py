@@ -28,8 +28,14 @@ LEAST_POINTS = 10
 """Smallest range of an axis of quality, in points of 100; differences of one or two points are noise."""
 
 
+def drawn(summary: Mapping[str, Any]) -> dict[str, str]:
+    """Those of `PICTURES` that a run has: without the margins where none were counted."""
+    counted = any(table["margins"] for table in summary["tables"])
+    return {name: words for name, words in PICTURES.items() if counted or name != "margins.png"}
+
+
 def draw(summary: Mapping[str, Any], folder: Path, formats: Sequence[str] = FORMATS) -> None:
-    """Write the files of `PICTURES`, each in all formats."""
+    """Write the files of `drawn`, each in all formats."""
     tables, told = summary["tables"], caption(summary)
     margin = summary["settings"]["rule"]["settings"].get("margin")
     columns = min(len(tables), len({table["temperature"] for table in tables}))
@@ -56,6 +62,8 @@ def draw(summary: Mapping[str, Any], folder: Path, formats: Sequence[str] = FORM
     with picture(files("depth.png"), **grid, panel=(3.0, 2.5), caption=told) as axes:
         for row, table in zip(axes, tables, strict=True):
             _depth(row, table)
+    if "margins.png" not in drawn(summary):
+        return
     most = max(len(table["margins"]) for table in tables)
     grid = {"rows": len(tables), "columns": most, "sharey": "row"}
     told = caption(summary, first=margins.PROBLEMS)
@@ -93,7 +101,8 @@ def _interval(arm: Arm, name: str) -> Any:
 
 
 def _strict(table: Table) -> Arm:
-    return next(arm for arm in table["arms"] if arm["role"] == "strict")
+    """The strict rule; the target alone, which is first, where a run has no such arm."""
+    return next((arm for arm in table["arms"] if arm["role"] == "strict"), table["arms"][0])
 
 
 def _family(arm: Arm) -> str:

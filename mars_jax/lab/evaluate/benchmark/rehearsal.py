@@ -93,7 +93,7 @@ def thetas_of(choice: RuleChoice, loaded: LoadedDrafter, measured: Sequence[floa
 
 
 def walks(
-    session: Session, requests: Sequence[Request], thetas: Sequence[float], tick: Callable[[], None]
+    session: Session, requests: Sequence[Request], thetas: Sequence[float], tick: Callable[[int], None]
 ) -> list[list[tuple[int, int]]]:
     """Steps and tokens of every request at each threshold, [n][K].
 
@@ -101,7 +101,7 @@ def walks(
       session: the pair, and the rule, whose `theta` is replaced.
       requests: from `make_requests`.
       thetas: K of them.
-      tick: called after every batch.
+      tick: called after every batch, with the number of its requests.
     """
     rehearsed = session.rule._replace(rule=Rehearse(session.rule.rule, tuple(thetas)))
     counted = []
@@ -116,7 +116,7 @@ def walks(
         accepted = np.stack([walked for _, walked in steps], axis=1)  # i32[B, steps, K]
         for row in range(len(batch.requests)):
             counted.append(counts(accepted[row, live[row]]))
-        tick()
+        tick(len(batch.requests))
     return counted
 
 

@@ -39,14 +39,14 @@ def summarize(
             place = f"{task}, temperature {temperature:g}"
             found = matches.get(place)
             arms = arms_at(temperature, found and found.theta)
-            alone, strict = (by_arm[task, temperature, name] for name in (AUTOREGRESSIVE, arms[1].name))
+            strict = next((arm.name for arm in arms if arm.role == "strict"), None)
             tables.append(
                 {
                     "task": task,
                     "temperature": temperature,
                     "metric": metric,
                     "match": found and found._asdict(),
-                    "margins": margins[place],
+                    "margins": margins.get(place, {}),
                     "replay": rehearsal.taus(replays[place], seed=settings["seed"])
                     if place in replays
                     else None,
@@ -54,8 +54,8 @@ def summarize(
                         {"arm": arm.name, "role": arm.role, "meaning": arm.meaning}
                         | figures.summarize(
                             by_arm[task, temperature, arm.name],
-                            alone,
-                            strict,
+                            by_arm[task, temperature, AUTOREGRESSIVE],
+                            None if strict is None else by_arm[task, temperature, strict],
                             metric=metric,
                             seed=settings["seed"],
                         )
@@ -99,6 +99,6 @@ def write(summary: Mapping[str, Any], texts: Mapping[str, Any], folder: Path) ->
     (folder / TABLE).write_text(table.markdown(summary), encoding="utf-8")
     plots.draw(summary, folder)
     pictures = {
-        name: (folder / name).with_suffix(".svg").read_text(encoding="utf-8") for name in plots.PICTURES
+        name: (folder / name).with_suffix(".svg").read_text(encoding="utf-8") for name in plots.drawn(summary)
     }
     (folder / PAGE).write_text(page.render(summary, texts, pictures), encoding="utf-8")

@@ -12,16 +12,18 @@ from typing import Any
 import jax
 
 from mars_jax import __version__, drafters
+from mars_jax.core import activity
 from mars_jax.core.errors import MarsError
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.lab.evaluate.answers import GROUP, Decoding, check_problems
 from mars_jax.lab.evaluate.benchmark import report
-from mars_jax.lab.evaluate.benchmark.arm_loops import Evaluation, Progress, by_task
-from mars_jax.lab.evaluate.benchmark.arms import MARS, default_thetas
+from mars_jax.lab.evaluate.benchmark.arm_loops import Evaluation, by_task
+from mars_jax.lab.evaluate.benchmark.arms import LEFT_OUT, MARS, default_thetas
 from mars_jax.lab.evaluate.scoring import sandbox, scores
 from mars_jax.lab.evaluate.tasks.problems import Problem
 from mars_jax.lab.folder import claim
 from mars_jax.lab.pictures import style
+from mars_jax.lab.ticking import Progress
 from mars_jax.lab.training.online import Refiner
 from mars_jax.serve.fingerprint import digest, fingerprint
 from mars_jax.serve.session import Session
@@ -38,6 +40,7 @@ def evaluate(
     thetas: Sequence[float] | None = None,
     temperatures: Sequence[float] = (0.0, 1.0),
     simulated_taus: Sequence[float] = (),
+    controls: str = "paper",
     max_new_tokens: int = 256,
     batch_size: int = 1,
     seed: int = 0,
@@ -64,6 +67,9 @@ def evaluate(
         thresholds, or of the user's, which is one arm.
       temperatures: all arms run at each.
       simulated_taus: of further arms, which accept by chance; see `contrib.simulated`.
+      controls: what the rule is compared with beside the target alone: "none"; "paper", the strict rule, with the
+        margins and texts of both; "all", also the rule at theta = inf, another margin matched to the same tau, the
+        target sampling from the truncated set, and thresholds replayed.
       max_new_tokens: of a turn.
       batch_size: problems decoded side by side.
       seed: problem i of a task draws with seed + i, in every arm.
@@ -73,7 +79,7 @@ def evaluate(
       refiner: of the draft: adds an arm whose draft learns as it goes on. In a run that goes on after a kill it learns
         from there, and its tokens are the same.
       names: whatever else tells this run from others, such as the draft's name.
-      progress: called after every batch of an arm.
+      progress: called after every group of decodes, with those to come, the untimed ones too, and their seconds.
 
     Returns:
       The summary, as it is in summary.json.
@@ -81,6 +87,8 @@ def evaluate(
     Raises:
       MarsError: problems that do not fit the target, an output of another run, a package that is missing.
     """
+    if controls not in LEFT_OUT:
+        raise MarsError(f"controls is {controls!r}: expected one of {', '.join(LEFT_OUT)}.")
     if not problems:
         raise MarsError("there are no problems to evaluate on: ask for at least 1.")
     thetas = [float(theta) for theta in (default_thetas(rule) if thetas is None else thetas)]
@@ -111,6 +119,8 @@ def evaluate(
         "temperatures": temperatures,
         # Left out where there are none, so that folders of runs before this setting can go on.
         **({"simulated_taus": [float(tau) for tau in simulated_taus]} if simulated_taus else {}),
+        # Left out where it is all of them, so that folders of runs before this setting can go on.
+        **({} if controls == "all" else {"controls": controls}),
         "tasks": {task: len(group) for task, group in by_task(problems).items()},
         "max_new_tokens": max_new_tokens,
         "batch_size": batch_size,
@@ -136,20 +146,21 @@ def evaluate(
     with claim(folder, settings):
         evaluation = Evaluation(decoding, folder, problems, settings, rule)
         try:
-            evaluation.decode(progress or (lambda what, done, of: None))
+            evaluation.decode(progress or (lambda what, done, of, left: None))
         finally:
             evaluation.file.close()
-        summary = report.summarize(
-            settings,
-            environment(),
-            evaluation.matches,
-            evaluation.margins,
-            evaluation.replays,
-            problems,
-            evaluation.file.rows,
-            evaluation.arms,
-        )
-        report.write(summary, evaluation.texts, folder)
+        with activity.doing("figures and plots"):
+            summary = report.summarize(
+                settings,
+                environment(),
+                evaluation.matches,
+                evaluation.margins,
+                evaluation.replays,
+                problems,
+                evaluation.file.rows,
+                evaluation.arms,
+            )
+            report.write(summary, evaluation.texts, folder)
     return summary
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from mars_jax import specs
 from mars_jax.lab.evaluate.benchmark import margins, rehearsal
 from mars_jax.lab.evaluate.benchmark.arms import AUTOREGRESSIVE
-from mars_jax.lab.evaluate.benchmark.plots import PICTURES
+from mars_jax.lab.evaluate.benchmark.plots import drawn
 from mars_jax.lab.evaluate.scoring.scores import METRICS
 
 KEY = ("arm", "tau", "tokens/s", "speed", "recovered")
@@ -44,7 +44,7 @@ def markdown(summary: Mapping[str, Any]) -> str:
     for table in summary["tables"]:
         lines += [f"### {heading(table)}", "", *_table(table, tuple(COLUMNS)), "", *_depths(table)]
     lines += ["## Columns", "", *(f"- {name}: {text}" for name, text in COLUMNS.items()), "", "## Plots", ""]
-    for name, words in PICTURES.items():
+    for name, words in drawn(summary).items():
         lines += [f"![{words}]({name})", ""]
     return "\n".join([*lines, *(f"{line}\n" for line in of_plots(summary))])
 
@@ -81,7 +81,11 @@ def about(table: Mapping[str, Any]) -> str:
 
 def of_plots(summary: Mapping[str, Any]) -> list[str]:
     """Notes on the plots, which these do not say themselves."""
-    said = [f"The margins are those of the first {margins.PROBLEMS} problems of a task, in their first turn."]
+    said = []
+    if any(table["margins"] for table in summary["tables"]):
+        said.append(
+            f"The margins are those of the first {margins.PROBLEMS} problems of a task, in their first turn."
+        )
     if any(table.get("replay") for table in summary["tables"]):
         said.append(
             "The line of tau against theta is replayed: the rule says at every place of the target's own texts, of the "
