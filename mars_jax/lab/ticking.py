@@ -14,7 +14,7 @@ from mars_jax.cli.progress import Pace, time_left
 from mars_jax.core import activity
 
 Progress = Callable[[str, int, int, float | None], None]
-"""Function that shows progress: (what, done, in all, seconds left, or None where nobody knows yet)."""
+"""Function that shows progress: (what, done, in all, seconds left or None)."""
 
 
 class Ticker:
