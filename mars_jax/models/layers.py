@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from mars_jax.core import mesh
 from mars_jax.models.quantize import Int8
 
 ACTIVATIONS = {
@@ -19,6 +20,10 @@ ACTIVATIONS = {
     "relu": jax.nn.relu,
 }
 """Functions of the names in `ModelConfig.activation`."""
+
+
+_BLOCK = 1 << 19
+"""Weights in 8 bits that a CPU converts at a time: 2 MB as float32."""
 
 
 def _dense(x: Array, w: Array) -> Array:
@@ -38,6 +43,32 @@ def dense_cpu(x: Array, w: Array) -> Array:
     return lax.optimization_barrier(y)[:, :rows].T
 
 
+def _dense_int8(x: Array, values: Array) -> Array:
+    return _dense(x, values.astype(x.dtype))
+
+
+def _dense_int8_cpu(x: Array, values: Array) -> Array:
+    """Convert some rows of the weights at a time, as few as stay in a core's cache.
+
+    XLA would write the whole matrix as floats first, and multiplies 1 row, or 5 to 7, ten times slower in scalar code.
+    In float32 the products are as exact as in bfloat16, and its kernels are faster.
+    """
+    (out, inner), x = values.shape, x.astype(jnp.float32)
+    size = min(out, max(8, _BLOCK // inner // 8 * 8))
+
+    def body(i: Array, y: Array) -> Array:
+        first = jnp.minimum(i * size, out - size)  # the last block may overlap the one before it
+        block = lax.dynamic_slice_in_dim(values, first, size).astype(jnp.float32)
+        return lax.dynamic_update_slice_in_dim(y, dense_cpu(x, block), first, 1)
+
+    return lax.fori_loop(0, -(-out // size), body, jnp.zeros((x.shape[0], out), jnp.float32))
+
+
+def _dense_int8_mesh_cpu(x: Array, values: Array) -> Array:
+    """Convert the whole matrix, which is divided: slices of it would be gathered from all devices."""
+    return dense_cpu(x, values.astype(x.dtype))
+
+
 def dense(x: Array, w: Array | Int8, bias: Array | None = None, *, dtype=None) -> Array:
     """x [..., in] times w [out, in], plus bias [out]: [..., out], summed in float32, cast to `dtype` or x's.
 
@@ -45,10 +76,11 @@ def dense(x: Array, w: Array | Int8, bias: Array | None = None, *, dtype=None) -
     [[4.0, 4.0]]
     """
     rows = x.reshape(-1, x.shape[-1])
-    matrix = w.values.astype(x.dtype) if isinstance(w, Int8) else w
-    y = lax.platform_dependent(rows, matrix, cpu=dense_cpu, default=_dense)
     if isinstance(w, Int8):
-        y = y * w.scale[None]
+        cpu = _dense_int8_cpu if mesh.size_of("model", mesh.current()) == 1 else _dense_int8_mesh_cpu
+        y = lax.platform_dependent(rows, w.values, cpu=cpu, default=_dense_int8) * w.scale[None]
+    else:
+        y = lax.platform_dependent(rows, w, cpu=dense_cpu, default=_dense)
     if bias is not None:
         y = y + bias.astype(jnp.float32)[None]
     return y.astype(dtype or x.dtype).reshape(*x.shape[:-1], w.shape[0])

@@ -10,7 +10,7 @@ import pytest
 from mars_jax import hub
 from mars_jax.contrib.models import medusa_layers
 from mars_jax.core.types import Visible
-from mars_jax.models import ModelConfig, eagle_head, init_params, language_model, moe
+from mars_jax.models import ModelConfig, eagle_head, init_params, language_model, layers, moe
 from mars_jax.models.layers import dense, embed
 from mars_jax.models.moe import dense_by_expert
 from mars_jax.models.quantize import Int8, quantize
@@ -58,6 +58,31 @@ def test_products_are_those_of_the_dequantised_matrix(rows, dtype, tolerance):
     ids = jnp.asarray([[4, -1, 9]], jnp.int32)
     assert embed(w, ids).dtype == dtype
     np.testing.assert_allclose(embed(w, ids)[0].astype("float32"), wide[[4, 0, 4]], rtol=2**-8)
+
+
+@pytest.mark.parametrize("rows", [1, 6, 9])
+@pytest.mark.parametrize("out", [8, 40, 45])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_products_by_blocks_are_those_of_the_whole_matrix_bit_for_bit(monkeypatch, rows, out, dtype):
+    """Whole numbers, whose sums are exact in any order: one block, several, and a last one that overlaps."""
+    monkeypatch.setattr(layers, "_BLOCK", 16 * 24)
+    draw = np.random.default_rng(0)
+    x = jnp.asarray(draw.integers(-9, 10, (rows, 24)), dtype)
+    values = draw.integers(-127, 128, (out, 24)).astype(np.int8)
+    w = Int8(jnp.asarray(values), jnp.ones((out,), jnp.float32), jnp.dtype(dtype))
+    got = jax.jit(lambda x, w: dense(x, w, dtype=jnp.float32))(x, w)
+    np.testing.assert_array_equal(got, np.asarray(x, np.float32) @ values.T.astype(np.float32))
+
+
+def test_only_a_cpu_multiplies_by_blocks_and_converts_no_whole_matrix(monkeypatch):
+    monkeypatch.setattr(layers, "_BLOCK", 8 * 24)
+    x, w = jnp.ones((6, 24), jnp.bfloat16), quantize(normal(0, 40, 24, dtype="bfloat16"))
+    product = jax.jit(lambda x, w: dense(x, w))
+    cpu = product.lower(x, w).compile().as_text()
+    assert "s8[40,24]" in cpu and "f32[8,24]" in cpu and "f32[40,24]" not in cpu and "bf16[40,24]" not in cpu
+    for platform in ("tpu", "cuda"):
+        text = product.trace(x, w).lower(lowering_platforms=(platform,)).as_text()
+        assert "(tensor<40x24xi8>) -> tensor<40x24xbf16>" in text and "while" not in text
 
 
 def test_products_by_expert_are_those_of_the_dequantised_matrices():
