@@ -34,7 +34,8 @@ def test_helpers_lead_to_the_tests_that_import_them():
 
 
 def test_documents_have_tests_too():
-    assert set(distances(["docs/rules.md"])) == set(changed.OF_DOCUMENTS)
+    steps = distances(["docs/rules.md"])
+    assert {name for name, count in steps.items() if count == 1} == set(changed.OF_DOCUMENTS)
 
 
 def test_kernels_have_their_room():

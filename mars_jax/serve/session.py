@@ -210,7 +210,7 @@ class Session:
         """
         plain = self.autoregressive
         if (sizes := self.drafter.sizes) is not None:  # what is compiled can do without a draft
-            known = measured(self.drafter, [1.0] * len(sizes.lengths))
+            known = measured(self.drafter, [1.0] * len(sizes.drafters))
             plain = dataclasses.replace(self, drafter=forced(known, 0))
         plain.compile(requests, stream=True)
         made = plain.prepare([request.stand_in() for request in requests], streamed=True)
