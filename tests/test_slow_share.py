@@ -1,4 +1,4 @@
-"""The ring of the slow tests: every run takes the next share of it, and twelve runs take all."""
+"""The ring of the slow tests: every run takes the next share of it, and sixteen runs take all."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TOLD |= {"skipped": 0, "seconds": 900, "commit": "0123456789"}
 
 
 @pytest.mark.parametrize("count", [1, LEAST, 1799, 1800, 1801, 4000])
-def test_twelve_runs_visit_every_test_and_each_takes_enough(count):
+def test_sixteen_runs_visit_every_test_and_each_takes_enough(count):
     ids = [f"tests/test_it.py::test_it[{i}]" for i in range(count)]
     begin, seen = "7fffffff", set()
     for _ in range(RUNS):
