@@ -15,7 +15,7 @@ from typing import Any
 from mars_jax import assets
 from mars_jax.core import activity
 from mars_jax.core.errors import MarsError, did_you_mean, first_line
-from mars_jax.specs.models import MODELS, ModelRow
+from mars_jax.specs.models import MODELS, ModelRow, named
 
 _PATTERNS = ["*.json", "*.model", "*.jinja", "*.txt"]
 """Files that a checkpoint needs beside its weights: configs, index, tokenizer and chat template."""
@@ -130,7 +130,7 @@ def _refusal(repository: str, error: Exception, wanted: str) -> MarsError:
     """Return what to say where the hub gave nothing; `wanted` is the argument of `hf download`."""
     from huggingface_hub.errors import GatedRepoError
 
-    near = did_you_mean(repository, (*assets.NAMES, *MODELS))
+    near = "" if named(repository) else did_you_mean(repository, (*assets.NAMES, *MODELS))
     cure = f"check the name and your access, or run hf download {wanted} where there is a network."
     if isinstance(error, GatedRepoError):
         cure = f"accept its terms on https://huggingface.co/{repository}, and run hf auth login."

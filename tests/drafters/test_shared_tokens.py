@@ -126,6 +126,7 @@ def test_drafts_are_the_best_shared_tokens_of_a_model_that_reads_token_by_token(
         state, _ = decode.jitted_step(decoder, PARAMS, state)
 
 
+@pytest.mark.slow
 def test_a_sampled_draft_has_its_true_q_and_rejection_the_targets_law():
     drafter = drafters.language_model(SMALL, 2, sample=True, own_tokens=True)
     decoder, rows = decode.speculative_decoder(TARGET, drafter, verify.rejection(), prefill_chunk=16), 4000
