@@ -416,7 +416,8 @@ def test_two_tasks_over_rejection(target, prompts, tmp_path):
     code = call(
         *("--target", target, "--draft", f"model:{target}", "--num-draft-tokens", 2, "--base", "rejection"),
         *("--task", f"stories={stories}", "--task", f"jsonl={prompts}", "--problems", 3, "--batch-size", 3),
-        *("--temperatures", 1, "--max-new-tokens", 12, "--simulated-taus", 1.7, "--output", output),
+        *("--temperatures", 1, "--max-new-tokens", 12, "--simulated-taus", 1.7, "--controls", "all"),
+        *("--output", output),
     )
     assert code == 0
     made = read_folder(output)
