@@ -39,6 +39,7 @@ def smollm2() -> dict[str, Any]:
         "again": _optional("smollm2_again.json", _evidence),
         "peers": _optional("smollm2_peers.json", _peers),
         "first": _optional("smollm2_first_text.json", _first),
+        "defaults": _optional("bench_defaults.json", _defaults),
         "parity": _optional("smollm2_parity.json", _parity),
         "theta": _optional("theta_smollm2.json", _theta),
         "compounding": _optional("compounding-smollm2/compounding.json", _compounding),
@@ -233,6 +234,36 @@ def _peers(report: Mapping[str, Any]) -> dict[str, Any]:
         "report": report,
         "bars": bars,
         "faster": [name for name, rate in ways.items() if rate > own],
+    }
+
+
+def _defaults(report: Mapping[str, Any]) -> dict[str, Any]:
+    names = {"ngram": "n-gram", "head": "its head"}
+    arms, wanted = report["arms"], {"ngram": ">= 0.97 x", "head": ">= 1.1 x"}
+    over = {name: arms[name]["over_plain"] for name in names}
+    return {
+        "settings": report["settings"],
+        "cores": len(report["affinity"]),
+        "prompts": sum(report["prompts"].values()),
+        "differ": sum(arms[name]["texts_that_differ"] for name in names),
+        "rows": [
+            [
+                shown,
+                f"{over[name]['median']:.2f} x [{over[name]['lower_95']:.2f}, {over[name]['upper_95']:.2f}]",
+                f"{arms[name]['tau']:.2f}",
+                *(f"{ratio:.2f}" for ratio in arms[name]["over_plain_by_kind"].values()),
+            ]
+            for name, shown in names.items()
+        ],
+        "bars": [
+            bar(
+                f"default draft, {shown}, processor time, over plain decoding",
+                over[name]["median"],
+                "{:.2f} x",
+                wanted[name],
+            )
+            for name, shown in names.items()
+        ],
     }
 
 
