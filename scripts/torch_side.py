@@ -13,12 +13,13 @@ Tokens = list[list[int]]
 
 
 class Transformers:
-    """A checkpoint in float32, with as many threads as this process may use cores."""
+    """A checkpoint in float32 if nothing else is said, with as many threads as this process may use cores."""
 
-    def __init__(self, path: Path, **how: Any):
+    def __init__(self, path: Path, dtype: str = "float32", **how: Any):
         """
         Args:
           path: a folder, or a GGUF file.
+          dtype: of the weights.
           how: more of `from_pretrained`.
         """
         import torch
@@ -30,7 +31,7 @@ class Transformers:
         folder, file = (path.parent, {"gguf_file": path.name}) if path.is_file() else (path, {})
         self._torch = torch
         self.model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            str(folder), dtype=torch.float32, trust_remote_code=False, **file, **how
+            str(folder), dtype=getattr(torch, dtype), trust_remote_code=False, **file, **how
         ).eval()
 
     def assisting(self, length: int) -> Any:
