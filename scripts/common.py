@@ -6,12 +6,8 @@ Only the standard library is imported at the top, since processor_seconds.py run
 from __future__ import annotations
 
 import argparse
-import contextlib
-import datetime
-import importlib.metadata
 import json
 import os
-import platform
 import shlex
 import subprocess
 import sys
@@ -24,6 +20,11 @@ if TYPE_CHECKING:
     import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT))  # nothing may be installed yet
+
+from mars_jax.lab.provenance import cores, digest, git, machine, provenance, stamp  # noqa: E402
+
+__all__ = ["cores", "digest", "git", "machine", "provenance", "stamp"]
 RESULTS = ROOT / "scripts" / "results"
 RESAMPLES = 10_000
 
@@ -91,56 +92,6 @@ def ratio_of_sums(tops: np.ndarray, bottoms: np.ndarray, *, digits: int = 4) -> 
         ratios = tops[draw].sum(axis=1) / bottoms[draw].sum(axis=1)
     low, high = np.nanquantile(ratios, (0.025, 0.975))
     return [round(float(x), digits) for x in (tops.sum() / max(bottoms.sum(), 1e-9), low, high)]
-
-
-def git(*arguments: str) -> str:
-    """What git prints, in this checkout."""
-    command = ["git", "-C", str(ROOT), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-
-def where() -> dict[str, Any]:
-    """The commit, whether the checkout differs from it, and the machine; no commit where this is no checkout."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    commit, dirty = None, None
-    with contextlib.suppress(OSError, subprocess.CalledProcessError):
-        commit = git("rev-parse", "--short=10", "HEAD")
-        dirty = bool(git("status", "--porcelain", "--untracked-files=no"))
-    return {
-        "commit": commit,
-        "dirty": dirty,
-        "processor": names[0] if names else platform.processor() or platform.machine(),
-        "cores": len(cores()),
-        "python": platform.python_version(),
-    }
-
-
-def cores() -> list[int]:
-    """The cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
-    return list(range(os.cpu_count() or 1))
-
-
-def provenance(*packages: str, **weights: Any) -> dict[str, Any]:
-    """Where a report comes from: date, command, commit, machine, affinity, versions and digests of weights.
-
-    Args:
-      packages: whose versions count, besides jax.
-      weights: params by a name for them.
-    """
-    from mars_jax.serve.fingerprint import fingerprint
-
-    return {
-        "date": datetime.date.today().isoformat(),
-        "command": shlex.join(["python", *sys.argv]),
-        **where(),
-        "affinity": cores(),
-        **{name: importlib.metadata.version(name) for name in ("jax", *packages)},
-        **({"weights": {name: fingerprint(params) for name, params in weights.items()}} if weights else {}),
-    }
 
 
 def kept(path: Path | None) -> dict[str, Any]:

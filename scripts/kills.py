@@ -27,7 +27,15 @@ import common
 from mars_jax.hub.converted import MANIFEST
 
 RESULTS = Path(__file__).parent / "results" / "kills.json"
-TIMES = {"seconds", "tokens_per_second", "speedup", "seconds_per_task", "task_speedup", "tokens_per_s"}
+TIMES = {
+    "date",
+    "seconds",
+    "tokens_per_second",
+    "speedup",
+    "seconds_per_task",
+    "task_speedup",
+    "tokens_per_s",
+}
 """Fields that no two runs have alike."""
 EARLIEST = 1.0
 """Seconds after the start, before which Python imports and nothing is lost."""
@@ -98,7 +106,7 @@ def commands(data: Path) -> list[Command]:
                 *("--problems", "12", "--batch-size", "3", "--bound", "0.9", "--confidence", "0.5"),
                 *("--thetas", "0.9", "0.7", "--output", str(f / "theta.json")),
             ],
-            lambda f: files(f),
+            lambda f: timeless(json.loads((f / "theta.json").read_text())),
             lambda f: (f / "theta.json").exists(),
         ),
         Command(
@@ -108,7 +116,10 @@ def commands(data: Path) -> list[Command]:
                 *("--problems", "8", "--batch-size", "2", "--theta", "0.6", "--horizon", "8"),
                 *("--output", str(f / "out")),
             ],
-            lambda f: files(f / "out"),
+            lambda f: (
+                timeless(json.loads((f / "out" / "compounding.json").read_text())),
+                {name: data for name, data in files(f / "out").items() if name != "compounding.json"},
+            ),
             lambda f: False,
         ),
         Command(
@@ -182,7 +193,7 @@ def attack(command: Command, work: Path, times: int, rng: random.Random) -> dict
         runs += 1
     return {
         "command": command.name, "seconds": round(seconds, 1), "kills": len(moments), "runs": runs,
-        "equal": runs - len(differing), "moments": moments, "differing": differing,
+        "equal": runs - len(differing), "moments": moments, "differing": differing, "made": common.provenance(),
     }  # fmt: skip
 
 

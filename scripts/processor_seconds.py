@@ -56,7 +56,13 @@ def main() -> None:
     if chosen.keep and not status:
         kept = json.loads(chosen.keep.read_text()) if chosen.keep.exists() else []
         kept.append(
-            {"case": chosen.case, **taken, **common.where(), "date": at.isoformat(timespec="minutes")}
+            {
+                "case": chosen.case,
+                **taken,
+                **common.stamp(),
+                **common.machine(),
+                "date": at.isoformat(timespec="minutes"),
+            }
         )
         kept[-1]["command"] = shlex.join(chosen.command)
         common.write(chosen.keep, kept)

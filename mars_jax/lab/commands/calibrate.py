@@ -14,6 +14,7 @@ from mars_jax import __version__, specs
 from mars_jax.cli.program import Parser, command
 from mars_jax.core.errors import MarsError
 from mars_jax.lab.commands import pair
+from mars_jax.lab.provenance import provenance
 from mars_jax.lab.theta import FORMAT, fingerprints, settings_of, thetas_of
 from mars_jax.lab.ticking import ticking
 from mars_jax.specs import RuleChoice
@@ -194,6 +195,7 @@ def _study(args: argparse.Namespace, work: Path, output: Path, out: IO[str]) -> 
             "tau": found["tau"],
             "strict_tau": found["strict_tau"],
             "trials": found["trials"],
+            "made": provenance(),
         }
         try:
             write_json(output, made | asked)

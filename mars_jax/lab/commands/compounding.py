@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import datetime
 import json
 import math
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from mars_jax.cli.program import Parser, command
 from mars_jax.cli.rule_flags import given_settings, rule_and_file
 from mars_jax.core.errors import MarsError
 from mars_jax.lab.commands import pair
+from mars_jax.lab.provenance import provenance
 from mars_jax.lab.theta import settings_of
 from mars_jax.lab.ticking import ticking
 
@@ -144,8 +144,7 @@ def _study(args: argparse.Namespace, folder: Path, out: IO[str]) -> None:
                 )
             tasks[task] = branch_report.summarize(texts, found, horizon=args.horizon, seed=args.seed)
             events += [{"task": task, **_rounded(event)} for event in found]
-        today = datetime.datetime.now(datetime.UTC).date().isoformat()
-        summary = {"settings": settings, "version": __version__, "date": today, "tasks": tasks}
+        summary = {"settings": settings, **provenance(), "tasks": tasks}
         _write(folder, summary, events)
     print(branch_report.markdown(summary), file=out, end="")
 

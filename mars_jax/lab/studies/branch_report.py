@@ -151,7 +151,7 @@ def caption(summary: Mapping[str, Any]) -> str:
         pair,
         "temperature 0",
         f"n = {count}",
-        summary.get("date"),
+        summary.get("date", "")[:10],
         "shades: 95%, bootstrap over problems",
     )
     return "; ".join(fact for fact in facts if fact) + "."

@@ -147,7 +147,9 @@ def test_a_killed_run_goes_on_and_ends_alike(theta_file, flags, tmp_path, capsys
     monkeypatch.setattr(answers, "_decoded", counting)
     capsys.readouterr()
     assert call(*flags, "--output", output) == 0
-    assert output.read_bytes() == theta_file.read_bytes()
+    again, before = (json.loads(path.read_text()) for path in (output, theta_file))
+    assert again.pop("made").keys() == before.pop("made").keys()
+    assert again == before
     assert len(decoded) == 3 - groups + bool(torn) and not rows.exists()
     # The lines of whoever waits; what was on file took this process no time.
     said = [line for line in capsys.readouterr().err.splitlines() if line.endswith(": 8 of 8 answers")]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,6 +10,7 @@ from mars_jax.lab.evaluate.answers import Answer
 from mars_jax.lab.evaluate.benchmark.arms import Arm
 from mars_jax.lab.evaluate.figures import loops
 from mars_jax.lab.evaluate.tasks.problems import Problem
+from mars_jax.lab.provenance import stamp
 from mars_jax.serve.journal import Row
 
 
@@ -54,5 +54,5 @@ def make_row(
         "loops": any(loops(turn, stop_tokens) for turn in answer.tokens),
         "score": score,
         "seconds": answer.seconds,
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        **stamp(),
     }

@@ -42,7 +42,7 @@ def render(summary: Mapping[str, Any], texts: Mapping[str, Any], pictures: Mappi
     )
     environment.filters["plain"] = plain
     return environment.get_template(TEMPLATE).render(
-        facts=[*table.facts(summary["settings"]), *([summary["date"]] if summary.get("date") else [])],
+        facts=[*table.facts(summary["settings"]), *([summary["date"][:10]] if summary.get("date") else [])],
         notes=summary["notes"],
         tables=[
             {

@@ -85,7 +85,7 @@ def caption(summary: Mapping[str, Any], *, first: int | None = None, more: str =
         f"batch {settings['batch_size']}",
         device,
         f"n = {tasks}{more}",
-        summary.get("date"),
+        (summary.get("date") or "")[:10],
         "intervals: 95%, bootstrap over problems" if first is None else "counts",
     )
     return "; ".join(fact for fact in facts if fact) + "."

@@ -23,6 +23,7 @@ from mars_jax.lab.evaluate.scoring import sandbox, scores
 from mars_jax.lab.evaluate.tasks.problems import Problem
 from mars_jax.lab.folder import claim
 from mars_jax.lab.pictures import style
+from mars_jax.lab.provenance import provenance
 from mars_jax.lab.ticking import Progress
 from mars_jax.lab.training.online import Refiner
 from mars_jax.serve.fingerprint import digest, fingerprint
@@ -152,7 +153,7 @@ def evaluate(
         with activity.doing("figures and plots"):
             summary = report.summarize(
                 settings,
-                environment(),
+                provenance() | {"machine": platform.machine(), "backend": jax.default_backend()},
                 evaluation.matches,
                 evaluation.margins,
                 evaluation.replays,
@@ -162,14 +163,3 @@ def evaluate(
             )
             report.write(summary, evaluation.texts, folder)
     return summary
-
-
-def environment() -> dict[str, Any]:
-    """The machine and the versions that the times were measured with."""
-    return {
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        # Of this process, which may be pinned to some of the machine's.
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "backend": jax.default_backend(),
-    }

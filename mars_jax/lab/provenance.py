@@ -1,0 +1,117 @@
+"""Provenance of figures: when, by which command, of which code, on which machine and with which weights.
+
+No path of the machine is kept, and nothing but the standard library is needed where no weights are named.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import hashlib
+import importlib.metadata
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def provenance(*packages: str, **weights: Any) -> dict[str, Any]:
+    """Return where a report comes from: `stamp`, the command with all its flags, `machine`, versions and weights.
+
+    Where the command runs a script of this checkout, `script` has a digest of it by its name, by which a page knows
+    that it has changed since.
+
+    Args:
+      packages: whose versions count, besides mars-jax's and jax's.
+      weights: params by a name for them, of which a digest is kept.
+
+    >>> sorted(provenance())[:5]
+    ['affinity', 'command', 'commit', 'cores', 'date']
+    """
+    from mars_jax import __version__
+
+    found = {
+        **stamp(),
+        "command": command(sys.argv),
+        **machine(),
+        "mars-jax": __version__,
+        **{name: importlib.metadata.version(name) for name in ("jax", *packages)},
+    }
+    script = Path(sys.argv[0]).resolve()
+    if script.is_relative_to(ROOT / "scripts"):
+        found["script"] = {script.relative_to(ROOT).as_posix(): digest(script.read_bytes())}
+    if weights:
+        from mars_jax.serve.fingerprint import fingerprint
+
+        found["weights"] = {name: fingerprint(params) for name, params in weights.items()}
+    return found
+
+
+def stamp() -> dict[str, Any]:
+    """Return the minute (UTC), the commit of this checkout and whether its code differs from it.
+
+    This is what each record of a file has that is filled in parts. Where the package is in no checkout of its own,
+    the commit is None.
+    """
+    now = datetime.datetime.now(datetime.UTC)
+    return {"date": now.isoformat(timespec="minutes"), **_code()}
+
+
+def machine() -> dict[str, Any]:
+    """Return the processor, how many cores this process may use and which, and the version of Python."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return {
+        "processor": names[0] if names else platform.processor() or platform.machine(),
+        "cores": len(cores()),
+        "affinity": cores(),
+        "python": platform.python_version(),
+    }
+
+
+def digest(data: bytes) -> str:
+    """Return a short name for the bytes of a file."""
+    return hashlib.sha256(data).hexdigest()[:12]
+
+
+def cores() -> list[int]:
+    """Return the cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def command(arguments: list[str]) -> str:
+    """Return a command line without the folders of this machine: of a path outside of the checkout, its last part.
+
+    >>> command(["scripts/bench.py", "--task", "stories=/home/me/stories.txt", "--data", "/data/eval/"])
+    'python scripts/bench.py --task stories=stories.txt --data eval'
+    """
+    inside = [re.sub(rf"(?<![^=:,]){re.escape(str(ROOT))}/", "", text) for text in arguments]
+    shown = [re.sub(r"(?<![^=:,])(?:~|\.\.?)?/(?:[^/=:,]+/)*([^/=:,]+)/?", r"\1", text) for text in inside]
+    return shlex.join(["python"] * shown[0].endswith(".py") + shown)
+
+
+def git(*arguments: str) -> str:
+    """Return what git prints, in this checkout."""
+    told = ["git", "-C", str(ROOT), *arguments]
+    return subprocess.run(told, capture_output=True, text=True, check=True).stdout.strip()
+
+
+@functools.cache
+def _code() -> dict[str, Any]:
+    try:
+        if Path(git("rev-parse", "--show-toplevel")) != ROOT:  # installed below somebody's own repository
+            return {"commit": None, "dirty": None}
+        commit = git("rev-parse", "--short=10", "HEAD")
+        # Code alone: a report that is being written, or a page, makes nothing dirty.
+        return {"commit": commit, "dirty": bool(git("status", "--porcelain", "--", "*.py"))}
+    except (OSError, subprocess.CalledProcessError):
+        return {"commit": None, "dirty": None}

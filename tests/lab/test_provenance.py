@@ -1,0 +1,63 @@
+"""What a report says of where it comes from: git itself and digests of hashlib are the oracles."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from mars_jax.lab import provenance
+from mars_jax.serve.fingerprint import fingerprint
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """A repository with one commit, in place of this one."""
+
+    def git(*arguments):
+        told = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b.c", *arguments]
+        return subprocess.run(told, check=True, capture_output=True, text=True).stdout.strip()
+
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "bench.py").write_text("pass\n")
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "one")
+    monkeypatch.setattr(provenance, "ROOT", tmp_path)
+    provenance._code.cache_clear()
+    yield tmp_path, git
+    provenance._code.cache_clear()
+
+
+def test_a_report_names_its_commit_script_command_and_weights(checkout, monkeypatch):
+    root, git = checkout
+    monkeypatch.setattr(
+        sys, "argv", [str(root / "scripts" / "bench.py"), "--data", "/data/eval", "--turns", "3"]
+    )
+    params = {"w": np.ones((2, 3))}
+    found = provenance.provenance("numpy", target=params)
+    assert git("rev-parse", "HEAD").startswith(found["commit"]) and found["dirty"] is False
+    assert found["command"] == "python scripts/bench.py --data eval --turns 3"
+    assert found["script"] == {"scripts/bench.py": hashlib.sha256(b"pass\n").hexdigest()[:12]}
+    assert found["weights"] == {"target": fingerprint(params)} and found["numpy"] == np.__version__
+    assert found["cores"] == len(found["affinity"]) and found["processor"]
+    minutes = datetime.datetime.now(datetime.UTC) - datetime.datetime.fromisoformat(found["date"])
+    assert minutes < datetime.timedelta(minutes=2)
+    assert str(root) not in str(found)
+
+
+@pytest.mark.parametrize(("name", "dirty"), [("report.json", False), ("scripts/new.py", True)])
+def test_a_checkout_is_dirty_by_its_code_and_not_by_its_reports(checkout, name, dirty):
+    root, _ = checkout
+    (root / name).write_text("1\n")
+    assert provenance.stamp()["dirty"] is dirty
+
+
+def test_a_package_below_another_repository_has_no_commit(checkout, monkeypatch):
+    root, _ = checkout
+    monkeypatch.setattr(provenance, "ROOT", root / "scripts")
+    assert provenance.stamp()["commit"] is None
