@@ -123,7 +123,7 @@ def main() -> None:
     made = common.provenance("torch", "transformers", target=target.params)
     report: dict[str, Any] = {
         "command": made["command"],
-        "date": made["date"],
+        "date": made["date"][:10],
         "environment": made | {"torch_threads": torch.get_num_threads()},
         "bar": f"mars({THETA:g}) at batch 1: at least {BAR:g} x the tokens/s of transformers assisted generation",
         "assisted_of_a_batch": refusal(theirs, assistant, tasks["stories"][:2]),

@@ -95,7 +95,7 @@ def main() -> None:
     report = common.kept(args.output)
 
     def keep(name: str, value: Any) -> None:
-        report[name] = value
+        report[name] = value | {"made": common.stamp()}
         common.write(args.output, report)
         print(name, json.dumps(value), flush=True)
 

@@ -1,4 +1,4 @@
-"""Measure the embedded family: bits per byte, arithmetic, acceptance, speed and start-up.
+"""Measure the embedded family: bits per byte, arithmetic, acceptance and speed.
 
     python scripts/eval_embedded.py --stories heldout.txt.xz --output scripts/results/eval_embedded.json
 
@@ -141,19 +141,6 @@ def speed(dtype: str, prompts: list[list[int]]) -> dict[str, Any]:
     return json.loads(run.stdout)
 
 
-def first_token(cache: str) -> float:
-    """Seconds from the start of a process to the first token of its text, which comes together with the prompt."""
-    prompt = "Once upon a time"
-    command = [sys.executable, "-m", "mars_jax.generate", prompt]
-    environment = {"JAX_COMPILATION_CACHE_DIR": cache, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.05"}
-    return common.first_text(command, environment, prompt)[0]
-
-
-def start_up() -> dict[str, float]:
-    with tempfile.TemporaryDirectory() as cache:
-        return {"cold_seconds": first_token(cache), "second_seconds": first_token(cache)}
-
-
 def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--stories", type=Path, required=True, help="held-out stories")
@@ -163,14 +150,14 @@ def main() -> None:
     )
     parser.add_argument("--problems", type=int, default=1000)
     parser.add_argument("--prompts", type=int, default=128, help="stories to continue")
-    parts = ("bits", "arithmetic", "acceptance", "speed", "start")
+    parts = ("bits", "arithmetic", "acceptance", "speed")
     parser.add_argument("--only", nargs="*", choices=parts, default=parts)
     args = parser.parse_args()
     texts = list(documents(args.stories))
     report = common.kept(args.output)
 
     def keep(name: str, value: Any) -> None:
-        report[name] = value
+        report[name] = value | {"made": common.stamp()}
         common.write(args.output, report)
         print(name, json.dumps(value), flush=True)
 
@@ -206,8 +193,6 @@ def main() -> None:
     if "speed" in args.only:
         for dtype in ("float32", "bfloat16"):
             keep(f"speed {dtype}", speed(dtype, story_prompts(target, texts, 5)))
-    if "start" in args.only:
-        keep("start", start_up())
 
 
 if __name__ == "__main__":

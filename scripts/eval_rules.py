@@ -400,8 +400,8 @@ def main() -> None:
         {draft: {t: arms(t, draft, args.study) for t in (0.0, 1.0)} for draft in args.drafts},
         against_margins=PHRASES if args.study == "phrases" else (),
     )
-    made = common.provenance() | {"mars-jax": mj.__version__}
-    common.write(args.output, found | {"date": made["date"], "environment": made})
+    made = common.provenance()
+    common.write(args.output, found | {"date": made["date"][:10], "environment": made})
 
 
 if __name__ == "__main__":

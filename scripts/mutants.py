@@ -208,7 +208,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
     if not held:
         commit = common.git("rev-parse", "HEAD")
-        held = {"count": chosen.count, "seed": chosen.seed, "commit": commit, "seconds": {}}
+        held = {
+            "count": chosen.count,
+            "seed": chosen.seed,
+            **common.provenance(),
+            "commit": commit,
+            "seconds": {},
+        }
         held["mutants"] = records
     _warm()
     for one, record in zip(drawn, held["mutants"], strict=True):

@@ -22,6 +22,7 @@ import common
 import jinja2
 from results_tables import everything
 from results_tables.bars import Bar
+from results_tables.origins import made
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {
@@ -29,6 +30,7 @@ PAGES = {
     "docs/rules-compared.md": "rules_compared.md.jinja",
     "docs/smollm2.md": "smollm2.md.jinja",
     "mars_jax/assets/tiny/README.md": "tiny_card.md.jinja",
+    "scripts/results/README.md": "results_bars.md.jinja",
 }
 """The pages and their templates. Where a page has the marks below, only what is between them is written."""
 BEGIN = "<!-- figures: written by scripts/results_page.py from the JSON in scripts/results -->\n"
@@ -108,7 +110,7 @@ def render(template: str) -> str:
         keep_trailing_newline=True,
         autoescape=False,  # Markdown, from our own files
     )
-    environment.globals |= {"claim": claim, "table": table, "barred": barred}
+    environment.globals |= {"claim": claim, "table": table, "barred": barred, "made": made}
     return wrapped(environment.get_template(template).render(everything()))
 
 

@@ -185,6 +185,7 @@ def main() -> None:
     kept = common.kept(args.output)
     differ = (kept.get("texts_that_differ", {}) if kept.get("old") == args.old else {}) | found
     report = {
+        "environment": common.provenance(),
         "old": args.old,
         "cases": len(differ),
         "prompts": len(next(iter(theirs.values()))),

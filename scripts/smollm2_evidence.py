@@ -280,7 +280,9 @@ def main() -> None:
                         row(task, done, judged[place] if judged else (), target.stop_tokens)
                         for (place, _), done in zip(chosen[task], session.run(requests), strict=True)
                     ]
-                    report["cases"][key] = {"rows": rows} | ({} if gap is None else {"gap": gap})
+                    report["cases"][key] = {"rows": rows, "made": common.stamp()}
+                    if gap is not None:
+                        report["cases"][key]["gap"] = gap
                     summary(report, replay)
                     common.write(args.output, report, indent=None)
                     print(key, report["cases"][key]["figures"]["tau"], flush=True)

@@ -261,7 +261,7 @@ def _replay(args: argparse.Namespace) -> None:
         if parts:
             cases[f"all, T={temperature:g}"] = together(parts)
     report = {
-        "command": "python scripts/smollm2_margins.py replay",
+        "environment": common.provenance(),
         "cases": {
             case: {
                 "prompts": int(logged["text"].max()) + 1,

@@ -13,7 +13,6 @@ read them: docs/tpu.md, "What a step costs". Constants, frozen: mars_jax/lab/pla
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import subprocess
@@ -276,7 +275,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             "topology": asked.topology,
             "batch": asked.batch,
             "context": asked.context,
-            "date": datetime.date.today().isoformat(),
+            "environment": common.provenance("jaxlib", "libtpu"),
             "constants": {
                 "speed": SPEEDS[generation]._asdict(),
                 "bandwidth": CHIPS[generation].bandwidth,
@@ -284,7 +283,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 "op_seconds": OP_SECONDS,
             },
         }
-        report["cases"].setdefault(asked.label, {}).update(made)
+        stamped = {name: found | {"made": common.stamp()} for name, found in made.items()}
+        report["cases"].setdefault(asked.label, {}).update(stamped)
         if asked.about:
             report.setdefault("labels", {})[asked.label] = asked.about
     if made or asked.added:

@@ -61,10 +61,11 @@ def test_the_results_are_those_of_the_json():
 
 
 PAGES = {
-    "docs/results.md": ("| no |", "| yes |"),
-    "docs/smollm2.md": ("| no |", "| maybe |"),
+    "docs/results.md": ("| 10-8-60 |", "| 10-9-60 |"),
+    "docs/smollm2.md": ("| none | 100 |", "| none | 99 |"),
     "docs/rules-compared.md": ("| exact | 64 |", "| exact | 65 |"),
-    "mars_jax/assets/tiny/README.md": ("| no |", "| yes |"),
+    "mars_jax/assets/tiny/README.md": ("Committed on", "Measured on"),
+    "scripts/results/README.md": ("| no |", "| yes |"),
 }
 """The pages that are written from JSON, and a figure that drifts in each."""
 
@@ -92,7 +93,9 @@ def scripts(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
 
 
-@pytest.mark.parametrize("name", ["common", "results_page", "results_tables.bars", "torch_side"])
+@pytest.mark.parametrize(
+    "name", ["common", "results_page", "results_tables.bars", "results_tables.origins", "torch_side"]
+)
 def test_examples_of_the_scripts_run(scripts, name):
     found = doctest.testmod(importlib.import_module(name))
     assert found.attempted and not found.failed
@@ -104,13 +107,17 @@ def test_a_sentence_that_the_figures_contradict_is_not_written(scripts):
         claim(False, "It is faster.")
 
 
-def test_a_bar_without_a_number_is_refused(scripts):
+def test_a_bar_without_a_number_is_refused_and_few_prompts_carry_no_verdict(scripts):
     bar = importlib.import_module("results_tables.bars").bar
     assert [bar("", x, "{}", w).met for x, w in ((2, ">= 2"), (2, "< 2 s"), (13.1, ">= +13%"))] == [
         "yes",
         "no",
         "yes",
     ]
+    assert (
+        bar("", 2, "{}", ">= 2", prompts=29).met == bar("", 2, "{}", ">= 2", turns=4).met == "too few to say"
+    )
+    assert bar("", 2, "{}", ">= 2", prompts=30, turns=5).met == "yes"
     with pytest.raises(ValueError, match="'about 2' is no bar"):
         bar("", 2, "{}", "about 2")
 

@@ -64,13 +64,14 @@ def test_every_public_name_has_an_entry(pages):
 
 
 def test_links_out_of_the_site_lead_into_the_repository(pages):
-    text = "[a](../README.md#start) [b](../scripts/results) ![c](../scripts/results/eval_context.png) [d](rules.md)"
+    picture = "scripts/results/compounding/compounding.png"
+    text = f"[a](../README.md#start) [b](../scripts/results) ![c](../{picture}) [d](rules.md)"
     made = pages.on_site(text, "docs/faq.md", "https://x.org/y")
-    shown = "pictures/scripts-results-eval_context.png"
+    shown = "pictures/scripts-results-compounding-compounding.png"
     assert made.text == (
         f"[a](index.md#start) [b](https://x.org/y/tree/main/scripts/results) ![c]({shown}) [d](rules.md)"
     )
-    assert made.pictures == {shown: "scripts/results/eval_context.png"}
+    assert made.pictures == {shown: picture}
     code = "```sh\n[a](nowhere.md)\n```\n"
     assert pages.on_site(code, "docs/faq.md", "").text == code
     with pytest.raises(ValueError, match=r"docs/faq\.md links to nowhere\.md"):

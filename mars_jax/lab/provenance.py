@@ -28,7 +28,7 @@ def provenance(*packages: str, **weights: Any) -> dict[str, Any]:
     that it has changed since.
 
     Args:
-      packages: whose versions count, besides mars-jax's and jax's.
+      packages: whose versions count, besides mars-jax's and jax's; None for one that is not installed.
       weights: params by a name for them, of which a digest is kept.
 
     >>> sorted(provenance())[:5]
@@ -41,7 +41,7 @@ def provenance(*packages: str, **weights: Any) -> dict[str, Any]:
         "command": command(sys.argv),
         **machine(),
         "mars-jax": __version__,
-        **{name: importlib.metadata.version(name) for name in ("jax", *packages)},
+        **{name: _version(name) for name in ("jax", *packages)},
     }
     script = Path(sys.argv[0]).resolve()
     if script.is_relative_to(ROOT / "scripts"):
@@ -103,6 +103,13 @@ def git(*arguments: str) -> str:
     """Return what git prints, in this checkout."""
     told = ["git", "-C", str(ROOT), *arguments]
     return subprocess.run(told, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 @functools.cache

@@ -36,7 +36,6 @@ def evidence() -> dict[str, Any]:
         "decoded": arms["stories-chain", 1]["mars theta=0.7"]["tau"],
         "replayed": replays["stories-chain", 1][0.7],
         "arms": arms,
-        "loose": f"{100 * loose['recovered']:.1f}% [{_percents(loose['recovered_interval'])}]",
         "loose_lost": 100 * (arms["arithmetic-chain", 0]["autoregressive"]["score"] - loose["score"]),
         "strict_tau": arms["arithmetic-chain", 1]["exact"]["tau"],
         "sharper": story["recovered_interval"][0] > 1,
@@ -66,9 +65,17 @@ def _evidence_row(part: Mapping[str, Any], draft: str, arms: Mapping[str, Any]) 
         f"{mars['regret_per_token']:.3f}",
         f"{strict['speedup']:.2f}x, {mars['speedup']:.2f}x",
         f"{100 * alone['score']:.1f}",
-        f"{100 * mars['recovered']:.1f}% [{_percents(mars['recovered_interval'])}]",
-        f"{100 * matched['recovered']:.1f}%",
+        _distance(alone, mars, part["task"]),
+        f"{100 * (matched['score'] - alone['score']):+.1f}",
     ]
+
+
+def _distance(alone: Mapping[str, Any], arm: Mapping[str, Any], task: str) -> str:
+    """What a rule adds to the target's own score, in points, and what that is. The interval is that of the ratio of
+    the two, times the target's score."""
+    low, high = (100 * alone["score"] * (x - 1) for x in arm["recovered_interval"])
+    word = "lost" if high < 0 else "as alone" if low <= 0 else "better" if task == "arithmetic" else "sharper"
+    return f"{100 * (arm['score'] - alone['score']):+.1f} [{low:+.1f}, {high:+.1f}], {word}"
 
 
 def _evidence_bars(arms: Mapping[tuple[str, int], Mapping[str, Any]]) -> list[Bar]:
@@ -98,10 +105,19 @@ def _assisted_bars(report: Mapping[str, Any]) -> list[Bar]:
             "`mars(theta=0.9)` over transformers' assisted generation, tokens/s, batch 1, "
             f"{case['task']}, temperature {case['temperature']:g}",
             case["ways"]["mars-jax mars(0.9)"]["against_assisted"], "{:.2f} x", ">= 4 x",
+            prompts=case["prompts"], turns=len(case["ways"]["mars-jax mars(0.9)"]["seconds"]),
         )
         for case in report["cases"]
         if case["batch"] == 1
     ]  # fmt: skip
+
+
+def _own(case: Mapping[str, Any]) -> float:
+    """Tokens/s of `mars` over our own decoding without a draft."""
+    ways = case["ways"]
+    return (
+        ways["mars-jax mars(0.9)"]["tokens_per_second"] / ways["mars-jax autoregressive"]["tokens_per_second"]
+    )
 
 
 def assisted() -> dict[str, Any]:
@@ -121,14 +137,17 @@ def assisted() -> dict[str, Any]:
             str(case["batch"]),
             *(f"{case['ways'][name]['tokens_per_second']:.0f}" for name in names),
             f"{case['ways'][names[-1]]['against_assisted']:.2f} x",
+            f"{_own(case):.2f} x",
         ]
         for case in cases
     ]
+    of_batches = {batch: [_own(case) for case in cases if case["batch"] == batch] for batch in (1, 8)}
     return {
         "rows": rows,
         "environment": report["environment"],
         "bars": _assisted_bars(report),
-        "date": report["date"],
+        "least": {batch: min(found) for batch, found in of_batches.items()},
+        "most": {batch: max(found) for batch, found in of_batches.items()},
         "repeats": len(cases[0]["ways"][names[0]]["seconds"]),
         "prompts": cases[0]["prompts"],
     }

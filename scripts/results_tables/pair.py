@@ -1,4 +1,4 @@
-"""The decode loop, the embedded pair and its drafters."""
+"""The embedded pair and its drafters, and what nodes cost on a CPU."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from results_tables.bars import bar, gain, load
+from results_tables.bars import bar, gain, load, span
 
 DRAFTERS = {
     "model chain": "`model:tiny/draft`, chain of 5",
@@ -31,12 +31,7 @@ def blocks() -> dict[str, Any]:
     """eval_dflash.json: what a draft costs, of all drafters with weights, and what it wins; tpu_cost_dflash.json."""
     report = load("eval_dflash.json")
     drafts, speed, equal = report["draft"], report["speed"], report["lossless"]["equal"]
-    rows = [
-        [name, *(f"{row[key]:.1f}" for key in ("propose", "update", "milliseconds"))]
-        for name, row in drafts.items()
-    ]
     of_block, of_eagle = (drafts[f"{name} dynamic tree"]["milliseconds"] for name in ("dflash", "eagle3"))
-    # What takes longest is left out of the page where it was not run again.
     prompts, chi, ahead = report["lossless"]["prompts"], report["chi_square"], report.get("ahead", {})
     chains = {name: row for name, row in ahead.items() if name.startswith("chain")}
     mine = {name: count for name, count in equal.items() if name.startswith("dflash")}
@@ -59,8 +54,8 @@ def blocks() -> dict[str, Any]:
     alone = cases["small-6"]["estimate"]["parts"]
     of_small = 1e3 * sum(seconds for part, seconds in alone.items() if part.startswith("draft"))
     return {
-        "rows": rows,
         "bars": bars,
+        "cost": of_block / of_eagle,
         "floors": [moved / eagle[0] for moved in _floors()],
         "speed": [
             [name, f"{row['tau']:.2f}", f"{row['tokens_per_s']:.0f}", f"{_paired(row, speed['none']):.2f} x"]
@@ -119,20 +114,6 @@ def _draft_of(case: Mapping[str, Any]) -> tuple[float, float]:
     return moved, sum(seconds for part, seconds in estimate.items() if own(part))
 
 
-def speed() -> dict[str, Any]:
-    """bench_decode.json: the decode loop with random weights beside transformers."""
-    report = load("bench_decode.json")
-    rows = []
-    for row in report["results"]:
-        digits = 0 if row["unit"] == "compilations" else 2 if "tokens/s" in row["unit"] else 3
-        case = row["case"][0].upper() + row["case"][1:]
-        case += f"; tau {row['tau']:.2f}" if "tau" in row else ""
-        rows.append(bar(case, row["figure"], f"{{:.{digits}f}} {row['unit']}", row["bar"]))
-    same = [row["same_tokens"] for row in report["results"] if "same_tokens" in row]
-    repeats = len(next(iter(report["results"][0]["seconds"].values())))
-    return {"rows": rows, "machine": report["machine"], "repeats": repeats, "same": all(same)}
-
-
 def family() -> dict[str, Any]:
     """eval_embedded.json: the embedded pair."""
     report = load("eval_embedded.json")
@@ -149,7 +130,6 @@ def family() -> dict[str, Any]:
 
     accuracy = report["arithmetic, exact, temperature 0"]
     compared = {row["rule"]: row for row in report["speed bfloat16"]["rules"]}
-    start = report["start"]
     rows = [
         bar("Target, held-out stories", report["bits target"]["bits_per_byte"], "{:.3f} bits per byte", "<= 0.88"),
         bar(
@@ -177,12 +157,10 @@ def family() -> dict[str, Any]:
             "`--compare`, stories, batch 1, bfloat16: `mars` against autoregression",
             compared["mars"]["speedup"], "{:.2f} x tokens/s", ">= 1.6",
         ),
-        bar("Start to first token, nothing compiled yet", start["cold_seconds"], "{:.1f} s", "< 10 s"),
-        bar("The same, second start", start["second_seconds"], "{:.1f} s", "< 4 s"),
     ]  # fmt: skip
     rates = {name: row["tokens_per_second"] for name, row in compared.items()}
     return {
-        "rows": rows,
+        "bars": rows,
         "environment": report["environment"],
         "rates": rates,
         "problems": accuracy["problems"],
@@ -252,4 +230,28 @@ def drafters() -> dict[str, Any]:
         "stories": report["stories, model chain, exact, temperature 0"]["prompts"],
         "own_tree_is_longer": tau("model dynamic tree", "exact", 0) > tau(tree, "exact", 0),
         "tree_ms": sorted(cost[name] for name in ("model dynamic tree", tree)),
+    }
+
+
+def on_cpu() -> dict[str, Any]:
+    """bench_cpu.json: nodes, n-grams and a long prompt at 135M parameters on a CPU."""
+    report = load("bench_cpu.json")
+
+    def ratio(found: Mapping[str, float]) -> str:
+        return span(found["median"], found["lower_95"], found["upper_95"])
+
+    prompt = report["prompt"]
+    return {
+        "turns": report["turns"],
+        "cores": report["cores"],
+        "nodes": [[str(row["nodes"]), f"{row['ms']:.0f}", ratio(row["over_one"])] for row in report["nodes"]],
+        "ngram": [
+            [
+                row["prompts"],
+                *(f"{row['tokens_per_second'][name]:.0f}" for name in ("none", "ngram")),
+                ratio(row["ngram_over_none"]),
+            ]
+            for row in report["ngram"]
+        ],
+        "prompt": prompt | {"ratio": ratio(prompt["over_transformers"])},
     }

@@ -1,68 +1,38 @@
-"""Growth with sizes, memory, 8 bits, TPU slices, kernels."""
+"""Rows that come and go, drafts as long as pays, learning, 8 bits, TPU slices, kernels."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from results_tables.bars import Bar, bar, load
+from results_tables.bars import bar, load
 
-GB = 1e9
 GIB = 2**30
 GENERATIONS = ("v5e", "v6e", "v5p")
 
 
-def scale() -> dict[str, Any]:
-    """bench_scale.json, bench_load.json, eval_int8.json and eval_int8_cache.json."""
-    report, loading, int8 = (
-        load("bench_scale.json")["results"],
-        load("bench_load.json"),
-        load("eval_int8.json"),
-    )
-    cached = load("eval_int8_cache.json")
-    exact, story = cached["arithmetic"][0], cached["stories"][0]
-    lost = story["nats_int8_minus_bfloat16"]
-
-    def growth(series: str) -> float:
-        times = [point["milliseconds"] for point in report[f"{series}, float32"]["points"].values()]
-        return times[-1] / times[0]
-
-    worst = max(row["host_bytes"] for row in loading["results"]) / GB
-    limit = max(row["bar_bytes"] for row in loading["results"]) / GB
-    logits = int8["logits, int8 from bfloat16"]
-    rms, same = 100 * logits["rms_error_over_rms_logit"], 100 * logits["same_argmax"]
+def eights() -> dict[str, Any]:
+    """eval_int8.json and eval_int8_cache.json: weights and cache in 8 bits beside bfloat16."""
+    int8, cached = load("eval_int8.json"), load("eval_int8_cache.json")
+    logits, exact, story = int8["logits, int8 from bfloat16"], cached["arithmetic"][0], cached["stories"][0]
     taus = [int8[f"{name} target, {name} draft, exact"]["tau"] for name in ("int8", "bfloat16")]
-    rows = [
-        bar(
-            "A step at 256 tokens in a buffer of 8192, over the same in a buffer of 512: chain of 6 nodes",
-            report["buffer, float32"]["figure"], "{:.2f} x", "<= 1.3 x",
-        ),
-        bar(
-            "The same, dynamic tree of 60 nodes",
-            report["buffer, tree of 60, float32"]["figure"], "{:.2f} x", "<= 1.3 x",
-        ),
-        Bar(
-            "Context 8192 over 256; batch 64 over 1; 64 nodes over 1",
-            "; ".join(f"{growth(series):.1f} x" for series in ("context", "batch", "nodes")),
-        ),
-        bar(
-            f"Host memory of loading or converting a checkpoint of {loading['checkpoint_bytes'] / GB:.2f} GB, at most",
-            worst, "{:.2f} GB", f"<= {limit:.2f} GB",
-        ),
-        Bar(
-            "int8 against bfloat16: RMS error of the logits; same best token; tau of `exact`",
-            f"{rms:.2f}%; {same:.2f}%; {taus[0]:.2f} against {taus[1]:.2f}",
-        ),
-        Bar(
-            f"Key-value cache, int8 against bfloat16, `exact`, {exact['problems']} problems: solved; tau; same answers",
-            f"{100 * exact['accuracy']['int8']:.1f}% against {100 * exact['accuracy']['bfloat16']:.1f}%; "
-            f"{exact['tau']['int8']:.2f} against {exact['tau']['bfloat16']:.2f}; {100 * exact['same_answers']:.1f}%",
-        ),
-        Bar(
-            f"The same, {story['stories']} stories: nats a token under the bfloat16 cache",
-            f"{lost['mean']:+.4f} [{lost['low']:+.4f}, {lost['high']:+.4f}]",
-        ),
-    ]  # fmt: skip
-    return {"rows": rows}
+    lost = story["nats_int8_minus_bfloat16"]
+    return {
+        "rows": [
+            ["weights: error of the logits (RMS)", f"{100 * logits['rms_error_over_rms_logit']:.2f}%"],
+            ["weights: places with the same best token", f"{100 * logits['same_argmax']:.2f}%"],
+            ["weights: tau of `exact`, 8 bits against 16", f"{taus[0]:.2f} against {taus[1]:.2f}"],
+            [
+                f"cache: of {exact['problems']} problems solved, 8 bits against 16",
+                f"{100 * exact['accuracy']['int8']:.1f}% against {100 * exact['accuracy']['bfloat16']:.1f}%",
+            ],
+            ["cache: answers that are the same", f"{100 * exact['same_answers']:.1f}%"],
+            [
+                f"cache: nats a token on {story['stories']} stories, 8 bits less 16",
+                f"{lost['mean']:+.4f} [{lost['low']:+.4f}, {lost['high']:+.4f}]",
+            ],
+        ],
+    }
 
 
 def refill() -> dict[str, Any]:
@@ -123,44 +93,6 @@ def sizes() -> dict[str, Any]:
     }
 
 
-def starts() -> dict[str, Any]:
-    """bench_start.json: seconds to the first text."""
-    report = load("bench_start.json")
-    rows = [
-        (
-            state,
-            *(
-                f"{report['median'][f'{when}, {state}'][kind]:.1f}"
-                for when in ("now", "before")
-                for kind in KINDS
-            ),
-            *(f"{report['over_before'][state][kind]:.2f} x" for kind in KINDS),
-        )
-        for state in ("cold", "warm")
-    ]
-    bars = [
-        bar(
-            f"first text, {state}, seconds",
-            report["median"][f"now, {state}"]["clock"],
-            "{:.1f} s",
-            f"<= {limit:g} s",
-        )
-        for state, limit in (("cold", report["bars"]["cold"]), ("warm", report["bars"]["warm"]))
-    ] + [
-        bar(
-            f"first text, {state}, over the first version in turns",
-            report["over_before"][state]["clock"],
-            "{:.2f} x",
-            f"<= {report['bars']['over_before']:g} x",
-        )
-        for state in ("cold", "warm")
-    ]
-    return {"before": report["before"], "cores": report["machine"]["cores"], "rows": rows, "bars": bars}
-
-
-KINDS = ("clock", "processor")
-
-
 def shift() -> dict[str, Any]:
     """online_shift.json: drafters that learn as they decode."""
     report = load("online_shift.json")
@@ -186,11 +118,15 @@ def shift() -> dict[str, Any]:
 
 
 def plans() -> dict[str, Any]:
-    """plans.json: slices by the TPU's compiler."""
-    report = load("plans.json")
+    """plans.json, and paper_plans.json where it has the same slice: slices by the TPU's compiler."""
+    report, own = load("plans.json"), load("paper_plans.json")["rows"]
     targets = list(dict.fromkeys(row["target"] for row in report["entries"].values()))
     entries = sorted(
-        report["entries"].values(),
+        (
+            row | {"tree": "10-7-60"} | ({**own[name], "tree": "10-8-60"} if _is_own(own, name, row) else {})
+            for row in report["entries"].values()
+            for name in [row["target"]]
+        ),
         key=lambda row: (
             targets.index(row["target"]),
             GENERATIONS.index(row["topology"].split(":")[0]),
@@ -202,6 +138,7 @@ def plans() -> dict[str, Any]:
             row["target"],
             row["dtype"],
             row["topology"],
+            row["tree"],
             "yes" if row["fits"] else "no",
             f"{row['held_bytes'] / GIB:.1f} of {row['hbm_bytes'] / GIB:.0f}",
             f"{1e3 * row['floor_seconds']:.1f}",
@@ -217,6 +154,10 @@ def plans() -> dict[str, Any]:
             row["floor_seconds"] > 3 * row["autoregressive_floor_seconds"] for row in mixture
         ),
     }
+
+
+def _is_own(own: Mapping[str, Any], name: str, row: Mapping[str, Any]) -> bool:
+    return name in own and (row["topology"], row["dtype"]) == (own[name]["topology"], "bfloat16")
 
 
 def kernels() -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """A small head that says whether relaxing at a token would change the outcome of its text.
 
-E hidden size, W width. Oracle: held-out branches of the text, in eval_indicator.json of scripts/results.
+E hidden size, W width. Oracle: held-out branches of the text, in scripts/results/eval_indicator.json of commit 2bb9d2d.
 """
 
 from __future__ import annotations
