@@ -120,7 +120,7 @@ def main() -> None:
         "stories": story_prompts(target, list(documents(args.stories)), args.prompts),
         "arithmetic": [target.encode(q, chat=True) for q in questions],
     }
-    made = common.provenance("torch", "transformers", target=target.params)
+    made = common.provenance("torch", "transformers", data=[args.stories], target=target.params)
     report: dict[str, Any] = {
         "command": made["command"],
         "date": made["date"][:10],

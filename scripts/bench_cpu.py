@@ -118,7 +118,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     target, texts = mj.load("smollm2", dtype="float32"), list(documents(args.texts))
-    report = common.provenance("torch", "transformers", target=target.params) | {"turns": args.turns}
+    report = common.provenance("torch", "transformers", data=[args.texts], target=target.params) | {
+        "turns": args.turns
+    }
     parts: dict[str, Callable[[], Any]] = {
         "nodes": lambda: by_nodes(target, 2 * args.turns),
         "ngram": lambda: by_prompts(target, texts, max(5, args.turns // 3)),

@@ -84,7 +84,9 @@ def main() -> None:
             "seconds": seconds[name],
         }
         print(name, rows[name]["over_plain"], rows[name]["over_plain_by_kind"], rows[name]["tau"], flush=True)
-    report = common.provenance(target=target.params) | {"prompts": {k: len(v) for k, v in kinds.items()}}
+    report = common.provenance(data=[args.data], target=target.params) | {
+        "prompts": {k: len(v) for k, v in kinds.items()}
+    }
     common.write(args.output, report | {"settings": vars(args) | {"data": "", "output": ""}, "arms": rows})
 
 

@@ -100,7 +100,7 @@ def main() -> None:
         print(name, json.dumps(value), flush=True)
 
     target = mj.load(assets.TARGET, dtype="float32")
-    report["environment"] = common.provenance(target=target.params)
+    report["environment"] = common.provenance(data=[args.stories], target=target.params)
     heads: dict[str, str] = dict(
         args.head or [("eagle3", f"eagle:{assets.EAGLE3}"), ("dflash", f"dflash:{assets.DFLASH}")]
     )

@@ -162,7 +162,7 @@ def main() -> None:
         print(name, json.dumps(value), flush=True)
 
     target = mj.load(assets.TARGET, dtype="float32")
-    report["environment"] = common.provenance(target=target.params)
+    report["environment"] = common.provenance(data=[args.stories], target=target.params)
     greedy, sampled = (
         mj.drafters.load(
             f"model:{assets.DRAFT}", target, num_draft_tokens=CHAIN, sample=sample, dtype="float32"

@@ -250,7 +250,7 @@ def main() -> None:
     report: dict[str, Any] = {"cases": {}} | common.kept(args.output)
     report |= {
         "settings": {"longest": args.longest, "new_tokens": args.new_tokens, "dtype": "float32"},
-        "environment": common.provenance(target=target.params),
+        "environment": common.provenance(data=[args.data], target=target.params),
     }
     made = sessions(target, args.draft, args.prompts)
     chosen = {

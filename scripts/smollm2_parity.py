@@ -179,7 +179,7 @@ def main() -> None:
     print(apart, flush=True)
 
     report: dict[str, Any] = {
-        "environment": common.provenance("torch", "transformers", target=target.params),
+        "environment": common.provenance("torch", "transformers", data=[args.data], target=target.params),
         "model": path.name,
         "kinds": list(KINDS),
         "prompts": len(chosen),

@@ -191,7 +191,7 @@ def main() -> None:
     path = resolve("smollm2")
     target = mj.load("smollm2", dtype="float32")
     generate = partial(Transformers(path).generate, new=args.new_tokens, stops=target.stop_tokens)
-    made = common.provenance("torch", "transformers", target=target.params)
+    made = common.provenance("torch", "transformers", data=[args.data], target=target.params)
     report: dict[str, Any] = {
         "command": made["command"], "environment": made,
         "task": "mt_bench", "temperature": 0.0, "new_tokens": args.new_tokens, "longest": args.longest,

@@ -15,13 +15,14 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def provenance(*packages: str, **weights: Any) -> dict[str, Any]:
+def provenance(*packages: str, data: Iterable[str | os.PathLike[str]] = (), **weights: Any) -> dict[str, Any]:
     """Return where a report comes from: `stamp`, the command with all its flags, `machine`, versions and weights.
 
     Where the command runs a script of this checkout, `script` has a digest of it by its name, by which a page knows
@@ -29,6 +30,7 @@ def provenance(*packages: str, **weights: Any) -> dict[str, Any]:
 
     Args:
       packages: whose versions count, besides mars-jax's and jax's; None for one that is not installed.
+      data: files, or folders of files, that were read; a digest of each is kept.
       weights: params by a name for them, of which a digest is kept.
 
     >>> sorted(provenance())[:5]
@@ -46,6 +48,8 @@ def provenance(*packages: str, **weights: Any) -> dict[str, Any]:
     script = Path(sys.argv[0]).resolve()
     if script.is_relative_to(ROOT / "scripts"):
         found["script"] = {script.relative_to(ROOT).as_posix(): digest(script.read_bytes())}
+    if texts := [Path(path) for path in data]:
+        found["data"] = {path.name: _digest_of(path) for path in texts}
     if weights:
         from mars_jax.serve.fingerprint import fingerprint
 
@@ -79,6 +83,14 @@ def machine() -> dict[str, Any]:
 def digest(data: bytes) -> str:
     """Return a short name for the bytes of a file."""
     return hashlib.sha256(data).hexdigest()[:12]
+
+
+def _digest_of(path: Path) -> str:
+    """The digest of a file, or of the names and digests of the files in a folder."""
+    if path.is_file():
+        return digest(path.read_bytes())
+    parts = [f"{one.name} {digest(one.read_bytes())}" for one in sorted(path.iterdir()) if one.is_file()]
+    return digest("\n".join(parts).encode())
 
 
 def cores() -> list[int]:

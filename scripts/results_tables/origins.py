@@ -45,7 +45,8 @@ def _origins(report: Any) -> Iterator[Origin]:
             yield from _origins(record)
         return
     places = [place for place in (report, *map(report.get, PLACES)) if isinstance(place, dict)]
-    run = next((place for place in places if place.get("date")), {})
+    dated = [place for place in places if place.get("date")]
+    run = next((place for place in dated if place.get("commit")), dated[0] if dated else {})
     history = report.get("recovered", {})
     script = run.get("script") or history.get("script") or {}
     if history.get("commit"):

@@ -39,7 +39,14 @@ def test_a_report_names_its_commit_script_command_and_weights(checkout, monkeypa
         sys, "argv", [str(root / "scripts" / "bench.py"), "--data", "/data/eval", "--turns", "3"]
     )
     params = {"w": np.ones((2, 3))}
-    found = provenance.provenance("numpy", target=params)
+    data = root / "eval"
+    data.mkdir()
+    (data / "a.txt").write_text("one\n")
+    found = provenance.provenance("numpy", data=[data, data / "a.txt"], target=params)
+    (data / "a.txt").write_text("two\n")
+    again = provenance.provenance(data=[data, data / "a.txt"])["data"]
+    assert found["data"].keys() == again.keys() == {"eval", "a.txt"}
+    assert all(found["data"][name] != again[name] for name in again)
     assert git("rev-parse", "HEAD").startswith(found["commit"]) and found["dirty"] is False
     assert found["command"] == "python scripts/bench.py --data eval --turns 3"
     assert found["script"] == {"scripts/bench.py": hashlib.sha256(b"pass\n").hexdigest()[:12]}

@@ -145,6 +145,11 @@ def _study(args: argparse.Namespace, folder: Path, out: IO[str]) -> None:
             tasks[task] = branch_report.summarize(texts, found, horizon=args.horizon, seed=args.seed)
             events += [{"task": task, **_rounded(event)} for event in found]
         summary = {"settings": settings, **provenance(), "tasks": tasks}
+        kept = folder / "compounding.json"
+        # Figures that were there already keep the date of their run.
+        old = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {}
+        if old.get("tasks") == json.loads(json.dumps(tasks)):
+            summary = old
         _write(folder, summary, events)
     print(branch_report.markdown(summary), file=out, end="")
 

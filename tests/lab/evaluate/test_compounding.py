@@ -177,6 +177,8 @@ def test_the_command_writes_its_report_and_resumes(target, near, tmp_path, capsy
     assert all(len(e["ours"]) <= HORIZON for e in events)
     assert (tmp_path / "out" / "compounding.png").read_bytes()[:4] == b"\x89PNG"
     # Run again it decodes nothing, with other flags it does not run.
+    summary["date"] = date = f"{summary['date'][:10]}T00:00+00:00"  # pictures show the day
+    (tmp_path / "out" / "compounding.json").write_text(json.dumps(summary, indent=1) + "\n")
     before = dateless(tmp_path / "out")
     with monkeypatch.context() as patch:
         for name in ("_run", "_events"):
@@ -184,6 +186,7 @@ def test_the_command_writes_its_report_and_resumes(target, near, tmp_path, capsy
         assert main([str(x) for x in (*flags, "--output", tmp_path / "out")]) == 0
     assert capsys.readouterr().out == shown
     assert dateless(tmp_path / "out") == before
+    assert json.loads((tmp_path / "out" / "compounding.json").read_text())["date"] == date
     assert main([str(x) for x in (*flags, "--seed", 3, "--output", tmp_path / "out")]) == 2
     assert "holds a run with other seed (0 and not 3)" in capsys.readouterr().err
     # Killed in the middle, with a torn row, it goes on.

@@ -27,6 +27,7 @@ from mars_jax.lab.provenance import provenance
 from mars_jax.lab.ticking import Progress
 from mars_jax.lab.training.online import Refiner
 from mars_jax.serve.fingerprint import digest, fingerprint
+from mars_jax.serve.journal import Row
 from mars_jax.serve.session import Session
 from mars_jax.specs import RuleChoice
 
@@ -153,7 +154,9 @@ def evaluate(
         with activity.doing("figures and plots"):
             summary = report.summarize(
                 settings,
-                provenance() | {"machine": platform.machine(), "backend": jax.default_backend()},
+                provenance()
+                | {"machine": platform.machine(), "backend": jax.default_backend()}
+                | _latest(evaluation.file.rows),
                 evaluation.matches,
                 evaluation.margins,
                 evaluation.replays,
@@ -163,3 +166,9 @@ def evaluate(
             )
             report.write(summary, evaluation.texts, folder)
     return summary
+
+
+def _latest(rows: Sequence[Row]) -> dict[str, Any]:
+    """When the last row was decoded, and of which commit: a run that finds them all decodes nothing."""
+    last = max(rows, key=lambda row: row.get("date", ""), default={})
+    return {name: last[name] for name in ("date", "commit", "dirty") if name in last}
