@@ -95,3 +95,9 @@ def test_of_records_with_origins_of_their_own_the_latest_speaks():
     record = {"commit": "a", "dirty": False, "cores": 2, "processor": "P"}
     found = origin([record | {"date": "2026-11-23"}, record | {"date": "2026-11-24", "commit": "b"}])
     assert found.commit == "b"
+
+
+@pytest.mark.parametrize("name", ["results.md", "smollm2.md", "rules-compared.md"])
+def test_a_page_for_readers_has_no_bars(name):
+    text = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    assert not re.search(r"\bbars?\b|\| met \|", text)
