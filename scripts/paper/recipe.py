@@ -14,7 +14,6 @@ what fits, and how long a step takes at least.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import shlex
 import sys
@@ -24,6 +23,8 @@ from statistics import fmean
 from typing import Any
 
 from rows import CONTEXT, ROWS, TASKS, TEMPERATURE, THETA, TREE, Row
+
+from mars_jax.lab.provenance import provenance, stamp
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 PLANS, OTHERS = RESULTS / "paper_plans.json", RESULTS / "plans.json"
@@ -185,8 +186,8 @@ def _plan(args: argparse.Namespace) -> int:
     for row in ROWS:
         if args.dry_run or args.only not in row.name or (row.name in report["rows"] and not args.only):
             continue
-        report["rows"][row.name] = planned(row)
-        report["versions"] = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "libtpu")}
+        report["rows"][row.name] = planned(row) | {"made": stamp()}
+        report["environment"] = provenance("jaxlib", "libtpu")
         PLANS.write_text(json.dumps(report, indent=1) + "\n")
         print(f"{row.name}: compiled in {report['rows'][row.name]['compile_seconds']:.0f} s", flush=True)
     print(plan_table(plans()))
