@@ -31,6 +31,8 @@ PAGES = {
     "docs/smollm2.md": "smollm2.md.jinja",
     "mars_jax/assets/tiny/README.md": "tiny_card.md.jinja",
     "scripts/results/README.md": "results_bars.md.jinja",
+    "docs/tpu.md": "slices.md.jinja",
+    "docs/kernels.md": "kernels_speed.md.jinja",
 }
 """The pages and their templates. Where a page has the marks below, only what is between them is written."""
 BEGIN = "<!-- figures: written by scripts/results_page.py from the JSON in scripts/results -->\n"

@@ -13,7 +13,12 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "scripts" / "results"
 FILES = sorted(RESULTS.rglob("*.json"))
-PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "mars_jax" / "assets").rglob("*.md")]
+PAGES = [
+    RESULTS / "README.md",
+    *ROOT.glob("*.md"),
+    *(ROOT / "docs").glob("*.md"),
+    *(ROOT / "mars_jax" / "assets").rglob("*.md"),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -38,6 +43,8 @@ def test_a_report_without_an_origin_is_refused():
 
 
 def test_every_committed_report_is_read_by_a_page_or_named_by_one(monkeypatch):
+    """And a page says of which commit it is, where one reads it."""
+    origin = importlib.import_module("results_tables.origins").origin
     read = set()
     text_of = Path.read_text
 
@@ -55,6 +62,8 @@ def test_every_committed_report_is_read_by_a_page_or_named_by_one(monkeypatch):
         if path not in read and path.parent not in folders and path.name not in pages
     ]
     assert unread == []
+    commits = {path: origin(json.loads(text_of(path))).commit[:7] for path in read if path.suffix == ".json"}
+    assert [str(path) for path, commit in commits.items() if commit not in pages] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

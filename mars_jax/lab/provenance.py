@@ -46,7 +46,7 @@ def provenance(*packages: str, data: Iterable[str | os.PathLike[str]] = (), **we
         **{name: _version(name) for name in ("jax", *packages)},
     }
     script = Path(sys.argv[0]).resolve()
-    if script.is_relative_to(ROOT / "scripts"):
+    if script.is_relative_to(ROOT / "scripts") and script.is_file():
         found["script"] = {script.relative_to(ROOT).as_posix(): digest(script.read_bytes())}
     if texts := [Path(path) for path in data]:
         found["data"] = {path.name: _digest_of(path) for path in texts}

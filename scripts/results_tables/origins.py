@@ -61,7 +61,7 @@ def made(*names: str) -> str:
     said = {name: sentence(origin(load(name))) for name in names}
     if len(set(said.values())) == 1:
         return said[names[0]]
-    return " ".join(f"`{name}`: {sentence}" for name, sentence in said.items())
+    return " ".join(f"`{name}`: {told[0].lower()}{told[1:]}" for name, told in said.items())
 
 
 def sentence(found: Origin) -> str:
