@@ -12,7 +12,7 @@ import pytest
 from mars_jax.core.errors import MarsError
 from mars_jax.lab.commands.benchmark import main, parse, parser
 from mars_jax.lab.evaluate import answers
-from mars_jax.lab.evaluate.benchmark import plots, report, table
+from mars_jax.lab.evaluate.benchmark import plots, report, run, table
 from mars_jax.lab.evaluate.benchmark.arms import LEFT_OUT
 from mars_jax.lab.evaluate.tasks.problems import Code, Problem
 from mars_jax.lab.folder import claim
@@ -507,3 +507,12 @@ def test_the_default_is_the_embedded_family():
     with pytest.raises(MarsError, match="a value twice"):
         parse(["--task", "arithmetic", "--output", "o", "--temperatures", "0", "-0"])
     assert parse(["--task", "a", "--output", "o", "--margin", "gap", "--thetas", "2"]).thetas == [2.0]
+
+
+def test_a_report_has_the_date_and_commit_of_its_last_row():
+    """Of rows that are older than commits in them, nobody says that they are of this one."""
+    old = {"date": "2026-01-01", "tau": 1.0}
+    new = {"date": "2026-01-02T10:00+00:00", "commit": "a", "dirty": False, "tau": 2.0}
+    assert run._latest([new, old]) == {"date": new["date"], "commit": "a", "dirty": False}
+    assert run._latest([old]) == {"date": "2026-01-01", "commit": None, "dirty": None}
+    assert run._latest([]) == {}

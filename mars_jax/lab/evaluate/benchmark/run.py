@@ -171,4 +171,4 @@ def evaluate(
 def _latest(rows: Sequence[Row]) -> dict[str, Any]:
     """When the last row was decoded, and of which commit: a run that finds them all decodes nothing."""
     last = max(rows, key=lambda row: row.get("date", ""), default={})
-    return {name: last[name] for name in ("date", "commit", "dirty") if name in last}
+    return {name: last.get(name) for name in ("date", "commit", "dirty")} if last else {}
