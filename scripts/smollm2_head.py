@@ -39,6 +39,7 @@ import random
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import common
 
@@ -243,6 +244,50 @@ def export(args: argparse.Namespace) -> None:
     print(f"step {step}, {sum(x.nbytes for x in jax.tree.leaves(low)) / 1e6:.1f} MB in {args.output}")
 
 
+INSTRUCTIONS = {"alpaca": 60, "mt_bench": 40}
+"""Prompts of a kind that `tau` decodes; none is among those that the head learns from."""
+
+
+def tau(args: argparse.Namespace) -> None:
+    """Tokens of a target forward, bonus token included, on instructions that no head has read; float32."""
+    import numpy as np
+    import smollm2_margins
+    from common import ratio_of_sums
+
+    import mars_jax as mj
+    from mars_jax import drafters, verify
+    from mars_jax.serve.requests import make_requests
+    from mars_jax.serve.session import Session
+    from mars_jax.specs import Dynamic
+
+    target = mj.load("smollm2", dtype="float32")
+    files = [args.data / f"{kind}.jsonl.xz" for kind in INSTRUCTIONS]
+    prompts = [
+        ids
+        for file, count in zip(files, INSTRUCTIONS.values(), strict=True)
+        for _, ids in smollm2_margins.prompts(target, file, count, args.longest)
+    ]
+    shapes = {"chain of 3": {"num_draft_tokens": 3}, "tree 10-8-60": {"tree": Dynamic(10, 8, 60)}}
+    report = common.kept(args.output) or {"prompts": len(prompts), "new_tokens": args.new_tokens, "heads": {}}
+    for head in args.heads:
+        made: dict[str, Any] = common.provenance(data=files, target=target.params) | {"tau": {}}
+        for shape, how in shapes.items():
+            drafter = drafters.load(f"eagle:{head}", target, **how)
+            for rule in (verify.exact(), verify.mars(theta=0.9)) if "chain" in shape else (verify.exact(),):
+                for temperature in (0.0, 1.0) if "chain" in shape else (0.0,):
+                    session = Session.of(target, drafter, rule, batch_size=args.batch_size)
+                    asked = make_requests(
+                        target, prompts, temperature=temperature, max_new_tokens=args.new_tokens
+                    )
+                    done = session.decode(asked).completions
+                    counts = np.array([[len(one.tokens), one.metrics.steps] for one in done], np.float64)
+                    name = f"{shape}, {session.rule_name}, temperature {temperature:g}"
+                    made["tau"][name] = ratio_of_sums(counts[:, 0], counts[:, 1])
+                    print(head, name, made["tau"][name], flush=True)
+        report["heads"][Path(head).name if Path(head).exists() else head] = made
+        common.write(args.output, report)
+
+
 def write(path: Path, texts: list[str], *, mode: str = "w") -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open(mode) as file:
@@ -251,15 +296,20 @@ def write(path: Path, texts: list[str], *, mode: str = "w") -> None:
 
 def main() -> None:
     parser = common.parser(__doc__)
-    parser.add_argument("what", choices=("texts", "sources", "own", "twice", "export"))
+    parser.add_argument("what", choices=("texts", "sources", "own", "twice", "export", "tau"))
     parser.add_argument("--data", type=Path, help="the folder of gsm8k_train.jsonl.xz and the others")
     parser.add_argument("--work", type=Path, help="export: folder of the checkpoints; twice: of the prompts")
     parser.add_argument("--count", type=int, default=4000)
     parser.add_argument("--batch-size", type=int, default=96)
+    parser.add_argument("--heads", nargs="+", default=["smollm2/eagle3"], help="tau: heads that draft")
+    parser.add_argument("--longest", type=int, default=160, help="tau: tokens of a prompt")
+    parser.add_argument("--new-tokens", type=int, default=64, help="tau: of a text")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
-    {"texts": texts, "sources": sources, "own": own, "twice": twice, "export": export}[args.what](args)
+    {"texts": texts, "sources": sources, "own": own, "twice": twice, "export": export, "tau": tau}[args.what](
+        args
+    )
 
 
 if __name__ == "__main__":
