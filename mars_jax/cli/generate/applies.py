@@ -20,9 +20,7 @@ class Choices(NamedTuple):
     rule: RuleChoice
     samples_draft: bool  # draw the draft from its distribution, and hand the rule its true q
     streams: bool
-    draft_size: (
-        str  # "fixed" or "auto", or "usual": auto on a CPU, where nodes that are drafted in vain cost most
-    )
+    draft_size: str  # "fixed", "auto", or "usual": auto on a CPU, where nodes drafted in vain cost most
 
 
 def check_flags(args: argparse.Namespace, rows: Sequence[PromptRow]) -> Choices:
@@ -58,11 +56,8 @@ def _draft_size(args: argparse.Namespace, draft: specs.DraftSpec, rule: RuleChoi
     if args.draft_size is not None:
         return args.draft_size
     shaped = args.tree is not None or args.refine is not None or args.draft_device is not None
-    return (
-        "usual"
-        if args.draft_is_default and draft.row.resizes and rule.name == "exact" and not shaped
-        else "fixed"
-    )
+    usual = args.draft_is_default and draft.row.resizes and rule.name == "exact" and not shaped
+    return "usual" if usual else "fixed"
 
 
 def check_asked(args: argparse.Namespace) -> None:

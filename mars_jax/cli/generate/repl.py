@@ -68,7 +68,8 @@ def talk(argv: Sequence[str], args: argparse.Namespace, out: IO[str]) -> None:
         talks = Talk(list(argv), args, job, out)
         with busy("compiling"):
             talks.running.compile(job.requests[0])
-            _ = job.drafts and job.plain_step  # timed here, so that no answer waits for it
+            if job.drafts:
+                _ = job.plain_step  # timed here, so that no answer waits for it
         talks.greet()
         with editing(out, list(COMMANDS)) as ask:
             while talks.takes(ask):
