@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import IO
 
 from mars_jax import specs
+from mars_jax.cli.flags import Present, flag_of
 from mars_jax.cli.program import Parser, command
+from mars_jax.cli.rule_flags import given_settings
 from mars_jax.core.errors import MarsError, say
 from mars_jax.lab.commands import pair
 from mars_jax.lab.theta import plain, settings_of, thetas_of
@@ -21,9 +23,18 @@ verification unless --verify says otherwise, against the target alone and the st
 and with --controls all against the rule at theta = inf, another margin matched to the same
 tau, and the target sampling from the same truncated set; all on the same prompts and
 seeds, in one run. A rule of your own is one arm, with the same controls.
+--forecast tells from the target's own texts what a draft of any length would be worth.
 """
 _SWEPT = ("theta", "tau")
 """Settings of rules that have flags for several values."""
+FORECAST = ("model",)
+"""The drafters of which `forced.READERS` can tell what they say along a text."""
+_OF_ARMS = (
+    *("--verify", "--rule-option", "--thetas", "--controls", "--simulated-taus", "--refine"),
+    *("--num-draft-tokens", "--tree", "--draft-size auto", "--any-rule"),
+    *("--allow-code-execution", "--allow-unconfined-code"),
+)
+"""Flags that a forecast does not heed."""
 _EPILOG = f"""\
 examples:
   mars-jax benchmark --task arithmetic --chat --problems 100 --output evidence
@@ -32,6 +43,8 @@ examples:
       --thetas 0.9 0.8 0.95 --temperatures 0 1 --output evidence
   mars-jax benchmark --task arithmetic --chat --problems 100 \\
       --verify gates.py:entropy_gate --rule-option entropy=1.5 --output gate
+  mars-jax benchmark --forecast --target PATH --draft model:SMALL --chat \\
+      --task arithmetic --problems 100 --output texts
 
 {pair.TASKS}
 OUTPUT gets rows.jsonl as rows finish, then summary.json, table.md, plots as PNG, SVG
@@ -58,9 +71,8 @@ def parser() -> Parser:
     group.add_argument(
         "--controls",
         choices=("none", "paper", "all"),
-        default="paper",
         help="beside the rule and the target alone: nothing; the strict rule, as in the paper's table, with margins "
-        "and texts of both; all controls, with more than twice the decodes (default: %(default)s)",
+        "and texts of both; all controls, with more than twice the decodes (default: paper)",
     )
     group.add_argument(
         "--simulated-taus",
@@ -75,6 +87,12 @@ def parser() -> Parser:
         metavar="FILE",
         help="add an arm, the strict rule with a draft, a model or an EAGLE-3 head, that learns from its failures "
         "after every group of problems; FILE as for mars_jax.generate",
+    )
+    group.add_argument(
+        "--forecast",
+        action="store_true",
+        help="no arms: decode the target alone, and read its texts with the draft, once; gives tau of lossless rules "
+        "with 1 to 12 drafted tokens, and the refusals of low margin. The texts in OUTPUT serve other drafts",
     )
     pair.add_code_flags(made)
     group = made.add_argument_group("output")
@@ -112,6 +130,15 @@ def _tau(text: str) -> float:
 
 
 def _check(args: argparse.Namespace) -> None:
+    if args.forecast:
+        unheeded = [*_OF_ARMS, *(flag_of(name) for name in given_settings(args))]
+        why = "with --forecast, which has no arms and tells all lengths of a draft: leave one of them out"
+        Present(args).refuse(unheeded, why)
+        if (kind := specs.parse_draft(args.draft).kind) not in FORECAST:
+            raise MarsError(
+                f"--forecast does not apply to --draft {kind}: draft with {specs.draft_words(FORECAST)}."
+            )
+    args.controls = args.controls or "paper"
     pair.check(args, args.rule, output="name a folder for rows, table and plots")
     for flag in ("thetas", "temperatures", "simulated_taus"):
         values = getattr(args, flag) or []
@@ -144,7 +171,7 @@ def _run(args: argparse.Namespace, out: IO[str]) -> None:
     from mars_jax.lab.folder import studying
 
     with studying(args, args.output, out) as (place, folder):
-        _study(args, folder, place)
+        (_forecast if args.forecast else _study)(args, folder, place)
 
 
 def _study(args: argparse.Namespace, folder: Path, out: IO[str]) -> None:
@@ -189,3 +216,24 @@ def _study(args: argparse.Namespace, folder: Path, out: IO[str]) -> None:
         )
     print(table.markdown(summary), file=out, end="")
     say(f"rows, table, plots and report are in {args.output}")
+
+
+def _forecast(args: argparse.Namespace, folder: Path, out: IO[str]) -> None:
+    from mars_jax.lab.commands.open_pair import open_forecast
+    from mars_jax.lab.evaluate.benchmark import forced, foretold
+
+    problems, target = open_forecast(args, folder)
+    read = forced.reader(args.draft, target, foretold.LENGTHS[-1], dtype=args.dtype)
+    with ticking("texts") as tick:
+        made = foretold.forecasted(
+            target,
+            args.draft,
+            read,
+            problems,
+            folder,
+            names={name: getattr(args, name) for name in ("dtype", "mesh")} | pair.given(args),
+            progress=tick,
+            **{n: getattr(args, n) for n in ("temperatures", "max_new_tokens", "batch_size", "seed", "chat")},
+        )
+    print(foretold.markdown(made), file=out, end="")
+    say(f"texts and forecast are in {args.output}")

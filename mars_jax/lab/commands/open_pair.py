@@ -60,6 +60,19 @@ def open_study(args: argparse.Namespace, folder: Path, check: Callable[[list[Pro
         return Opened(problems, *open_pair(args, args.rule, problems))
 
 
+def open_forecast(args: argparse.Namespace, folder: Path) -> tuple[list[Problem], Pretrained]:
+    """Open folder, problems and target, in that order, for a forecast, which reads the draft in its own way.
+
+    Raises:
+      MarsError: as `open_study`.
+    """
+    keep_compilations()
+    check_folder(folder)
+    problems = read_problems(args)
+    with busy("loading"):
+        return problems, open_target(args, _sketch(args, problems))
+
+
 def open_pair(
     args: argparse.Namespace, rule: RuleChoice, problems: list[Problem]
 ) -> tuple[Pretrained, drafters.LoadedDrafter]:
@@ -68,17 +81,10 @@ def open_pair(
     Raises:
       MarsError: anything wrong with the checkpoints or the prompts.
     """
-    sketch = hub.outline(args.target)
-    if not sketch.has_tokenizer:
-        raise MarsError(
-            f"'{args.target}' has no tokenizer, and tasks are text: put its files beside the weights."
-        )
-    check_problems(sketch, problems, chat=args.chat)
+    sketch = _sketch(args, problems)
     made = verify.load(rule.spec, sketch, **rule.settings)
-    kind, path = draft = specs.parse_draft(args.draft, shown="--draft")
-    if kind == "model":
-        check_draft(sketch, path)
     target = open_target(args, sketch)
+    draft = specs.parse_draft(args.draft, shown="--draft")
     drafter = drafters.load(
         args.draft,
         target,
@@ -92,3 +98,17 @@ def open_pair(
     for file in args.theta_files:
         file.check_weights(target, drafter, made)
     return target, drafter
+
+
+def _sketch(args: argparse.Namespace, problems: list[Problem]) -> Pretrained:
+    """The outline of a target that prompts and draft fit."""
+    sketch = hub.outline(args.target)
+    if not sketch.has_tokenizer:
+        raise MarsError(
+            f"'{args.target}' has no tokenizer, and tasks are text: put its files beside the weights."
+        )
+    check_problems(sketch, problems, chat=args.chat)
+    kind, path = specs.parse_draft(args.draft, shown="--draft")
+    if kind == "model":
+        check_draft(sketch, path)
+    return sketch

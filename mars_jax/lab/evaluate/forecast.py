@@ -100,7 +100,9 @@ def refused(accept: np.ndarray, begin: np.ndarray, lengths: Sequence[int], where
     return np.sum(begin * within[:, list(lengths)], axis=0)
 
 
-def ratio_of_sums(above: np.ndarray, below: np.ndarray, seed: int = 0) -> tuple[np.ndarray, np.ndarray | None]:
+def ratio_of_sums(
+    above: np.ndarray, below: np.ndarray, seed: int = 0
+) -> tuple[np.ndarray, np.ndarray | None]:
     """Ratios f64[N] of sums over n problems, and their 95% intervals f64[N, 2] by the bootstrap over problems.
 
     Args:

@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 import itertools
+import json
 
 import numpy as np
 import pytest
 
-from mars_jax.lab.evaluate import forecast
+import mars_jax as mj
+from mars_jax.core.errors import MarsError
+from mars_jax.lab.commands.benchmark import FORECAST, main, parse
+from mars_jax.lab.evaluate import answers, forecast
+from mars_jax.lab.evaluate.benchmark import forced, foretold
+from mars_jax.lab.evaluate.tasks.catalogue import read
+from mars_jax.serve.requests import make_requests
+from mars_jax.serve.session import Session
+from tests.lab.evaluate.conftest import PROMPTS
 
 VOCAB, LENGTH = 3, 4
+DTYPE = "float32"
+"""In bfloat16 a draft's two best tokens are often equal but for rounding, which differs from program to program."""
 LAW = np.random.default_rng(0)
-P = {t: LAW.dirichlet(np.ones(VOCAB)) for n in range(LENGTH) for t in itertools.product(range(VOCAB), repeat=n)}
-Q = {t: LAW.dirichlet(np.ones(VOCAB)) for n in range(LENGTH) for t in itertools.product(range(VOCAB), repeat=n)}
+P = {
+    t: LAW.dirichlet(np.ones(VOCAB)) for n in range(LENGTH) for t in itertools.product(range(VOCAB), repeat=n)
+}
+Q = {
+    t: LAW.dirichlet(np.ones(VOCAB)) for n in range(LENGTH) for t in itertools.product(range(VOCAB), repeat=n)
+}
 
 
 def by_token(text, depth):
@@ -84,7 +99,9 @@ def ratio_of(text, depth):
 
 
 @pytest.mark.parametrize(
-    ("step", "accepts"), [(by_token, forecast.by_token), (by_block, forecast.by_block)], ids=["token", "block"]
+    ("step", "accepts"),
+    [(by_token, forecast.by_token), (by_block, forecast.by_block)],
+    ids=["token", "block"],
 )
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_the_steps_given_a_text_are_those_of_the_joint_law(step, accepts, depth):
@@ -117,3 +134,107 @@ def test_ratios_have_intervals_over_problems():
     assert ratio.tolist() == [10 / 6] and interval.tolist() == [[1.0, 2.0]]
     ratio, interval = forecast.ratio_of_sums(np.asarray([[8.0]]), np.asarray([[0.0]]))
     assert interval is None and not np.isfinite(ratio[0])
+
+
+# Along the texts of real pairs.
+
+
+def decoded(target, draft, prompts, temperature, new, *, rule=None, **shape):
+    """Completions by a draft, or by the target alone; prompt i draws with seed i."""
+    requests = make_requests(
+        target, prompts, temperature=temperature, seed=list(range(len(prompts))), max_new_tokens=new
+    )
+    drafter = mj.drafters.load(draft, target, dtype=DTYPE, **shape)
+    return Session.of(target, drafter, rule or mj.verify.exact(), batch_size=len(prompts)).run(requests)
+
+
+def counted(target, draft, prompts, temperature, new):
+    """The forecast of every prompt, from the target's own texts."""
+    alone = decoded(target, "none", prompts, temperature, new)
+    texts = [
+        forced.Text((*ids, *c.tokens), len(ids))
+        for ids, c in zip(map(target.encode, prompts), alone, strict=True)
+    ]
+    read = forced.reader(draft, target, foretold.LENGTHS[-1], dtype=DTYPE)
+    return [foretold.count(read, target, [text], temperature) for text in texts]
+
+
+def steps_of(found, rule, length):
+    return [one.steps[rule][foretold.LENGTHS.index(length)] for one in found]
+
+
+@pytest.mark.parametrize("draft", ["model"])
+def test_steps_under_exact_are_those_of_a_decode(target, draft):
+    """A model that drafts for itself disagrees with what its target draws."""
+    model = mj.load(str(target))
+    draft = f"{draft}:{target}"
+    found = counted(model, draft, PROMPTS, 0.7, 12)
+    done = decoded(model, draft, PROMPTS, 0.7, 12, num_draft_tokens=3)
+    assert steps_of(found, "exact", 3) == [c.metrics.steps for c in done]
+    assert [one.tokens for one in found] == [c.metrics.emitted for c in done]
+    # It is the distribution that its drafts are verified with, so that none of them is refused.
+    whole = [-(-c.metrics.emitted // 4) for c in done]
+    assert sum(steps_of(found, "exact", 3)) > sum(whole)
+    assert steps_of(found, "rejection", 3) == pytest.approx(whole) == steps_of(found, "block", 3)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("draft", ["model:tiny/draft"])
+@pytest.mark.slow
+def test_thirty_prompts_of_the_embedded_pair(draft, temperature):
+    target = mj.load("tiny/target", dtype=DTYPE)
+    prompts = [problem.turns[0] for problem in read("arithmetic", chat=False, limit=30)]
+    found = counted(target, draft, prompts, temperature, 64)
+    for length in (1, 4, 8):
+        done = decoded(target, draft, prompts, temperature, 64, num_draft_tokens=length)
+        assert steps_of(found, "exact", length) == [c.metrics.steps for c in done]
+    if not temperature:
+        return
+    tables = foretold.figures(found)
+    for name, rule in (("rejection", mj.verify.rejection()), ("block", mj.verify.rejection(block=True))):
+        at = foretold.LENGTHS.index(4)
+        done = decoded(target, draft, prompts, temperature, 64, rule=rule, num_draft_tokens=4, sample=True)
+        tau = sum(c.metrics.emitted for c in done) / sum(c.metrics.steps for c in done)
+        low, high = tables[name]["interval"][at]
+        # Other texts of the same prompts: the difference has twice the variance of either, and four deviations.
+        assert abs(tau - tables[name]["tau"][at]) < 4 * np.sqrt(2) * (high - low) / (2 * 1.96)
+
+
+def test_the_command_forecasts_from_texts_that_it_keeps(target, prompts, tmp_path, capsys):
+    out = tmp_path / "out"
+    flags = [
+        *("--forecast", "--target", target, "--draft", f"model:{target}", "--task", f"jsonl={prompts}"),
+        *("--max-new-tokens", 12, "--batch-size", 4, "--temperatures", 0.7, "--output", out),
+    ]
+    assert main([str(flag) for flag in flags]) == 0
+    shown = capsys.readouterr().out
+    [file] = out.glob("forecast_*.json")
+    made = json.loads(file.read_text())
+    assert shown == file.with_suffix(".md").read_text() == foretold.markdown(made)
+    rows = [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
+    alone = decoded(mj.load(str(target)), "none", PROMPTS, 0.7, 12)
+    assert [row["tokens"] for row in rows] == [[list(c.tokens)] for c in alone]
+    [table] = made["tables"]
+    assert table["tokens"] == sum(len(c.tokens) for c in alone) and len(table["exact"]["tau"]) == 12
+    # Its texts are read again and not decoded.
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(answers, "_decoded", None)
+        assert main([str(flag) for flag in flags]) == 0
+    assert json.loads(file.read_text()) == made
+    assert tuple(forced.READERS) == FORECAST
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--verify", "exact"], "--verify does not apply with --forecast"),
+        (["--thetas", "0.8"], "--thetas does not apply with --forecast"),
+        (["--controls", "all"], "--controls does not apply with --forecast"),
+        (["--base", "rejection"], "--base does not apply with --forecast"),
+        (["--num-draft-tokens", "3"], "--num-draft-tokens does not apply with --forecast"),
+        (["--draft", "self"], "--forecast does not apply to --draft self"),
+    ],
+)
+def test_what_a_forecast_does_not_heed_is_refused(flags, said):
+    with pytest.raises(MarsError, match=said):
+        parse(["--forecast", "--draft", "model:tiny/draft", "--task", "arithmetic", "--output", "x", *flags])

@@ -162,7 +162,7 @@ def make_arms(
     measured = _measured(choice, thetas, target)
     strict = base_of(measured[-1].rule)
     arms = [
-        Arm(name=AUTOREGRESSIVE, rule=_EXACT, role="alone", drafts=False, meaning="the target alone"),
+        ALONE,
         Arm(
             name=facts(strict.rule).name,
             rule=strict,
@@ -292,3 +292,5 @@ def base_of(rule: LoadedRule) -> LoadedRule:
 
 
 _EXACT = LoadedRule(verify.exact())
+ALONE = Arm(name=AUTOREGRESSIVE, rule=_EXACT, role="alone", drafts=False, meaning="the target alone")
+"""The target without a draft."""

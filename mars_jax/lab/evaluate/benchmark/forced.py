@@ -1,0 +1,190 @@
+"""Read texts with a draft and its target at every place at once: what either would say, given the text up to there.
+
+A draft that was accepted so far has the text's own tokens, so what its model says next is what it says of the text: one
+forward over the text for a language model, and one for each token ahead for a head, which goes on from its own features.
+
+B rows, L tokens of a row, V vocabulary, T new tokens of a text, K places of a draft. Oracle: decodes of the same pairs,
+in tests/lab/evaluate/test_forecast.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from mars_jax import hub, specs
+from mars_jax.core.evidence import node_stats
+from mars_jax.core.mesh import by_rows, size_of
+from mars_jax.core.types import LanguageModel, PyTree
+from mars_jax.drafters.shared_tokens import shared_tokens, translated
+from mars_jax.hub.pretrained import Pretrained
+from mars_jax.lab.training.objectives import read
+from mars_jax.models.heads import widen
+from mars_jax.placement.hosts import fetch
+from mars_jax.serve.likelihood import POSITIONS, ROWS, batches
+
+
+class Text(NamedTuple):
+    """A prompt and what the target has said after it."""
+
+    tokens: tuple[int, ...]
+    prompt: int  # tokens of the prompt
+
+    @property
+    def new(self) -> int:
+        """T"""
+        return len(self.tokens) - self.prompt
+
+
+class Said(NamedTuple):
+    """What a model says of a token, from those before it."""
+
+    log_p: Any  # f32[...]; of the token, at the temperature of the text
+    rank: Any  # i32[...]; tokens that the model prefers to it
+    best: Any  # i32[...]; the model's two best tokens
+    second: Any  # i32[...]
+    z1: Any  # f32[...]; raw logits of these two
+    z2: Any  # f32[...]
+
+
+class Drafted(NamedTuple):
+    """A draft at every place of a text: entry [t, k] is of its k-th token where it begins after t new tokens and those
+    before it were the text's; k may reach past the end."""
+
+    rank: np.ndarray  # i32[T, K]; tokens that the draft prefers to the text's own; 0: it drafts that
+    tokens: np.ndarray  # i32[T, K]; its first choice, NO_TOKEN where it drafts none
+    log_q: (
+        np.ndarray | None
+    )  # f32[T, K]; of the text's token, at its temperature; None: a draft without a distribution
+
+
+Reader = Callable[[Sequence[Text], float], list[Drafted]]
+"""(texts, temperature) -> what a draft says along them."""
+
+
+def reader(draft: str, target: Pretrained, places: int, *, dtype: str | None = None) -> Reader:
+    """What reads texts with a draft.
+
+    Args:
+      draft: as `drafters.load` takes it, of a kind that is in `READERS`.
+      target: its target.
+      places: K.
+      dtype: of the draft's weights, as for `drafters.load`.
+
+    Raises:
+      MarsError: as `hub.load` and `shared_tokens`.
+    """
+    kind, path = specs.parse_draft(draft)
+    return READERS[kind](path, target, places, dtype)
+
+
+def along(target: Pretrained, texts: Sequence[Text], temperature: float) -> list[Said]:
+    """What the target says of the T new tokens of each text."""
+    read = _read_texts(target.model, target.params, target, texts, temperature)
+    return [
+        Said(*(column[text.prompt - 1 : len(text.tokens) - 1] for column in said))
+        for text, said in zip(texts, read, strict=True)
+    ]
+
+
+def _of_model(path: str, target: Pretrained, places: int, dtype: str | None) -> Reader:
+    draft = hub.load(path, dtype=dtype, mesh=target.mesh)
+    shared = shared_tokens(target, draft)
+    params = draft.params if shared is None else shared._replace(weights=draft.params)
+    model = _over_target(draft.model, target.config.vocab_size, shared is not None)
+
+    def read(texts: Sequence[Text], temperature: float) -> list[Drafted]:
+        found = _read_texts(model, params, target, texts, temperature)
+        return [
+            _placed(text, [said] * places, text.prompt - 1) for text, said in zip(texts, found, strict=True)
+        ]
+
+    return read
+
+
+@functools.lru_cache
+def _over_target(model: LanguageModel, vocab: int, own_tokens: bool) -> LanguageModel:
+    """The model with logits of the target's tokens, -inf at those that it has not."""
+    made = translated(model) if own_tokens else model
+
+    def unembed(params: Any, hidden: Array) -> Array:
+        logits = made.unembed(params, hidden)
+        if own_tokens:
+            return widen(logits, params.ids, vocab)
+        short = max(vocab - model.vocab_size, 0)
+        return jnp.pad(logits[..., :vocab], ((0, 0), (0, 0), (0, short)), constant_values=-jnp.inf)
+
+    return made._replace(unembed=unembed)
+
+
+READERS: dict[str, Callable[[str, Pretrained, int, str | None], Reader]] = {"model": _of_model}
+"""By the kind of the draft."""
+
+
+def _placed(text: Text, said: Sequence[Said], first: int) -> Drafted:
+    """The places of a draft, from entries whose number `first + t + k` of `said[k]` is about new token t + k."""
+    places = np.arange(len(said))
+    entry = first + np.arange(text.new)[:, None] + places
+    inside = (entry >= 0) & (entry < first + text.new)
+    rank, best, log_q = (
+        np.stack([getattr(one, name) for one in said])[places, np.where(inside, entry, 0)]
+        for name in ("rank", "best", "log_p")
+    )
+    # What reaches past the text is refused there, and no step counts it.
+    return Drafted(np.where(inside, rank, 1), best, np.where(inside, log_q, -np.inf))
+
+
+def _read_texts(
+    model: LanguageModel, params: PyTree, target: Pretrained, texts: Sequence[Text], temperature: float
+) -> list[Said]:
+    """Entry t of each text is about token t + 1."""
+    found: list[Any] = [None] * len(texts)
+    rows = ROWS
+    if target.mesh is not None:
+        rows += -rows % size_of("data", target.mesh)
+    for group, tokens in batches([text.tokens for text in texts], rows, target.config.max_positions):
+        with target.on_mesh():
+            divisor = jnp.full((len(tokens),), temperature or 1.0, jnp.float32)
+            said = fetch(_read(model, params, jnp.asarray(tokens), divisor))
+        for row, i in enumerate(group):
+            found[i] = Said(*(column[row] for column in said))
+    return found
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _read(model: LanguageModel, params, tokens, divisor):
+    return by_rows(functools.partial(_read_rows, model))(params, tokens, divisor)
+
+
+def _read_rows(model: LanguageModel, params, tokens, divisor):
+    rows, length = tokens.shape
+    hidden = read(model, params, tokens, jnp.zeros_like(tokens)).hidden
+    # In parts, so that the logits of a whole text are never in memory together.
+    size = min(POSITIONS, length)
+    hidden = jnp.pad(hidden, ((0, 0), (0, -length % size), (0, 0)))
+    following = jnp.pad(tokens[:, 1:], ((0, 0), (0, 1 + -length % size)))
+
+    def part(first):
+        logits = model.unembed(params, jax.lax.dynamic_slice_in_dim(hidden, first, size, axis=1))
+        return about(logits, jax.lax.dynamic_slice_in_dim(following, first, size, axis=1), divisor)
+
+    found = jax.lax.map(part, jnp.arange(0, hidden.shape[1], size, dtype=jnp.int32))
+    return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(rows, -1), found)
+
+
+def about(logits: Array, tokens: Array, divisor: Array) -> Said:
+    """What logits f32[B, n, V] say of tokens i32[B, n], at the temperature f32[B] of each row."""
+    stats = node_stats(logits)
+    own = jnp.take_along_axis(logits, tokens[..., None], axis=2)
+    ids = jnp.arange(logits.shape[2], dtype=jnp.int32)[None, None]
+    # Equals go by their ids, as in an argmax and in top-k.
+    preferred = (logits > own) | ((logits == own) & (ids < tokens[..., None]))
+    log_p = own[..., 0] / divisor[:, None] - jax.nn.logsumexp(logits / divisor[:, None, None], axis=2)
+    rank = jnp.sum(preferred, axis=2, dtype=jnp.int32)
+    return Said(log_p, rank, stats.id1, stats.id2, stats.top1, stats.top2)

@@ -1,0 +1,267 @@
+"""The forecast of a pair: the target's own texts, decoded once and kept, and what a draft would be worth along them.
+
+T new tokens of a text, K places of the longest draft, N lengths. Oracle: decodes of the same pairs, in
+tests/lab/evaluate/test_forecast.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from mars_jax import __version__
+from mars_jax.core.errors import MarsError
+from mars_jax.hub.pretrained import Pretrained
+from mars_jax.lab.batches import RowFile
+from mars_jax.lab.evaluate import forecast
+from mars_jax.lab.evaluate.answers import Decoding, check_problems, prompt_tokens
+from mars_jax.lab.evaluate.benchmark.arm_loops import by_task
+from mars_jax.lab.evaluate.benchmark.arms import ALONE
+from mars_jax.lab.evaluate.benchmark.forced import Drafted, Reader, Said, Text, along
+from mars_jax.lab.evaluate.benchmark.margins import margin_of
+from mars_jax.lab.evaluate.tasks.problems import Problem
+from mars_jax.lab.folder import claim, write_json
+from mars_jax.lab.ticking import Progress, Speed, Work
+from mars_jax.serve.fingerprint import digest, fingerprint
+from mars_jax.serve.session import Session
+
+LENGTHS = tuple(range(1, 13))
+"""Of the chains that are forecast."""
+LOW = 0.9
+"""Ratio z2 / z1 above which a margin is low, as in MARS, arXiv 2601.15498, section 3."""
+LOSSLESS = {"exact": "greedy drafts", "rejection": "sampled drafts", "block": "sampled drafts, by blocks"}
+"""The rules, and what they verify."""
+
+
+class Counted(NamedTuple):
+    """Sums over the texts of a problem."""
+
+    tokens: float
+    steps: dict[str, np.ndarray]  # f64[N], expected, by rule
+    refused: np.ndarray  # f64[N]; greedy drafts that exact stops
+    low: np.ndarray  # f64[N]; those of them where the margin is low
+    taken: np.ndarray  # f64[N]; those of these that `mars` takes at a theta of `LOW`
+
+
+def forecasted(
+    target: Pretrained,
+    draft: str,
+    read: Reader,
+    problems: Sequence[Problem],
+    output: Path,
+    *,
+    temperatures: Sequence[float] = (0.0, 1.0),
+    max_new_tokens: int = 256,
+    batch_size: int = 1,
+    seed: int = 0,
+    chat: bool = False,
+    names: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Decode the target's texts, which go on after a kill and serve any draft, and write a draft's forecast beside them.
+
+    Args:
+      target: from `mars_jax.load`.
+      draft: its name, by which the forecast's file is named.
+      read: what reads texts with it, of `forced.reader`.
+      problems, temperatures, max_new_tokens, batch_size, seed, chat, progress: as for `evaluate`.
+      output: a folder, new, empty, or with the texts of such a run, of any draft.
+      names: whatever else decides the texts.
+
+    Returns:
+      The forecast, as it is in its file.
+
+    Raises:
+      MarsError: problems that do not fit the target, or an output of another run.
+    """
+    if not problems:
+        raise MarsError("there are no problems to forecast on: ask for at least 1.")
+    check_problems(target, problems, chat=chat)
+    tasks = by_task(problems)
+    session = Session.of(target, "none", batch_size=min(batch_size, max(map(len, tasks.values()))))
+    decoding = Decoding(session=session, chat=chat, max_new_tokens=max_new_tokens)
+    settings = {
+        "target": target.name,
+        **(names or {}),
+        "forecast": True,
+        "temperatures": list(temperatures),
+        "tasks": {task: len(group) for task, group in tasks.items()},
+        "max_new_tokens": max_new_tokens,
+        "batch_size": batch_size,
+        "seed": seed,
+        "chat": chat,
+        "problems": digest(repr(list(problems)).encode()),
+        "weights": fingerprint(target.params, target.path),
+        "versions": {"mars-jax": __version__, "jax": jax.__version__},
+        "device": f"{jax.device_count()} {jax.devices()[0].device_kind}",
+    }
+    tables = []
+    with claim(output, settings):
+        file = RowFile(output / "rows.jsonl")
+        try:
+            told = progress or (lambda what, done, of, left: None)
+            work = Work({"text": len(problems) * len(temperatures)}, told)
+            for task, group in tasks.items():
+                for temperature in temperatures:
+                    texts = list(_texts(decoding, group, temperature, seed, file, work))
+                    counted = [count(read, target, of_problem, temperature) for of_problem in texts]
+                    tables.append(
+                        {"task": task, "temperature": temperature, "problems": len(group)}
+                        | figures(counted, seed=seed)
+                    )
+        finally:
+            file.close()
+        made = {"settings": settings, "draft": draft, "lengths": list(LENGTHS), "tables": tables}
+        write_json(output / name_of(draft), made)
+        (output / name_of(draft)).with_suffix(".md").write_text(markdown(made), encoding="utf-8")
+    return made
+
+
+def name_of(draft: str) -> str:
+    """The file of a draft's forecast.
+
+    >>> name_of("model:tiny/draft")
+    'forecast_model_tiny_draft.json'
+    """
+    return f"forecast_{re.sub(r'[^a-zA-Z0-9.-]+', '_', draft)}.json"
+
+
+def _texts(
+    decoding: Decoding, problems: Sequence[Problem], temperature: float, seed: int, file: RowFile, work: Work
+) -> Iterator[list[Text]]:
+    """The texts of every problem, one for each turn, as the target says them."""
+    target = decoding.session.target
+
+    def decode(group: Sequence[Problem], seeds: Sequence[int]) -> list[dict[str, Any]]:
+        answers = decoding.answer(ALONE, group, seeds, temperature=temperature)
+        return [
+            key | {"seed": s, "text": list(a.texts), "tokens": [list(turn) for turn in a.tokens], "seconds": a.seconds}
+            for key, s, a in zip(keys, seeds, answers, strict=True)
+        ]  # fmt: skip
+
+    for first in range(0, len(problems), decoding.group):
+        group = problems[first : first + decoding.group]
+        seeds = [(seed + first + i) % 2**32 for i in range(len(group))]
+        keys = [{"task": p.task, "temperature": temperature, "id": p.id} for p in group]
+        rows = file.batch(keys, functools.partial(decode, group, seeds))
+        seconds, tokens = sum(r["seconds"] for r in rows), sum(len(t) for r in rows for t in r["tokens"])
+        said = Speed(emitted=tokens, steps=tokens, seconds=seconds).describe()
+        work.add("text", len(group), f"{group[0].task}, temperature {temperature:g}, {said}", seconds)
+        for problem, row in zip(group, rows, strict=True):
+            texts = []
+            for turn, new in enumerate(row["tokens"]):
+                prompt = prompt_tokens(target, problem, row["text"][:turn], chat=decoding.chat)
+                texts.append(Text((*prompt, *new), len(prompt)))
+            yield texts
+
+
+def count(read: Reader, target: Pretrained, texts: Sequence[Text], temperature: float) -> Counted:
+    """Steps and refusals that a draft would have along the texts of one problem, with chains of `LENGTHS`."""
+    drafts, said = read(texts, temperature), along(target, texts, temperature)
+    parts = [
+        _count(drafted, of_target, text, temperature, target.stop_tokens)
+        for drafted, of_target, text in zip(drafts, said, texts, strict=True)
+    ]
+    return Counted(
+        sum(part.tokens for part in parts),
+        {rule: sum(part.steps[rule] for part in parts) for rule in parts[0].steps},  # pyright: ignore
+        *(sum(getattr(part, name) for part in parts) for name in ("refused", "low", "taken")),
+    )
+
+
+def _count(drafted: Drafted, said: Said, text: Text, temperature: float, stops: Sequence[int]) -> Counted:
+    exact = (drafted.rank == 0).astype(np.float64)
+    accepts = {"exact": exact}
+    if temperature > 0 and drafted.log_q is not None:
+        place = np.add.outer(np.arange(text.new), np.arange(exact.shape[1]))
+        log_p = said.log_p[np.minimum(place, text.new - 1)]
+        ratio = np.exp(drafted.log_q.astype(np.float64) - log_p)
+        accepts |= {"rejection": forecast.by_token(ratio), "block": forecast.by_block(ratio)}
+    begun = {rule: forecast.begun(accept, LENGTHS) for rule, accept in accepts.items()}
+
+    place = np.minimum(np.add.outer(np.arange(text.new), np.arange(exact.shape[1])), text.new - 1)
+    low = (margin_of("ratio", said.z1, said.z2) > LOW)[place]
+    best, own = said.best[place], np.asarray(text.tokens[text.prompt :])[place]
+    # As `mars` does: a draft that is one of the two best passes, unless a stop token is among what it decides on.
+    barred = np.isin(drafted.tokens, stops) | np.isin(best, stops) | np.isin(own, stops)
+    second = (drafted.tokens == best) | (drafted.tokens == said.second[place])
+    where = {"refused": drafted.tokens >= 0, "low": low, "taken": low & second & ~barred}
+    return Counted(
+        float(text.new),
+        {rule: begin.sum(axis=0) for rule, begin in begun.items()},
+        *(
+            forecast.refused(exact, begun["exact"], LENGTHS, (drafted.tokens >= 0) & chosen)
+            for chosen in where.values()
+        ),
+    )
+
+
+def figures(counted: Sequence[Counted], *, seed: int = 0) -> dict[str, Any]:
+    """Tau of every rule and shares of refusals, lists over `LENGTHS`, with 95% intervals over problems.
+
+    Args:
+      counted: of n problems.
+      seed: of the bootstrap.
+    """
+    tokens = np.asarray([[one.tokens] * len(LENGTHS) for one in counted])
+    refused = np.asarray([one.refused for one in counted])
+    found: dict[str, Any] = {"tokens": int(tokens[:, 0].sum())}
+    for rule in counted[0].steps:
+        found[rule] = _listed(
+            "tau", *forecast.ratio_of_sums(tokens, np.asarray([one.steps[rule] for one in counted]), seed)
+        )
+    for name in ("low", "taken"):
+        above = np.asarray([getattr(one, name) for one in counted])
+        found[name] = _listed("share", *forecast.ratio_of_sums(above, refused, seed))
+    return found
+
+
+def _listed(name: str, values: np.ndarray, interval: np.ndarray | None) -> dict[str, Any]:
+    """For JSON; None where a ratio is none."""
+    there = [bool(x) for x in np.isfinite(values)]
+    bounds = [None] * len(values) if interval is None else interval.tolist()
+    return {
+        name: [x if known else None for x, known in zip(values.tolist(), there, strict=True)],
+        "interval": [x if known else None for x, known in zip(bounds, there, strict=True)],
+    }
+
+
+def markdown(made: Mapping[str, Any]) -> str:
+    """The tables for people."""
+    lines = [f"# {made['draft']} for {made['settings']['target']}, forecast", ""]
+    for table in made["tables"]:
+        rules = [rule for rule in LOSSLESS if rule in table]
+        columns = ["tokens drafted", *(f"tau, {rule}" for rule in rules), "low", "mars takes"]
+        lines += [
+            f"## {table['task']}, temperature {table['temperature']:g}",
+            "",
+            f"{table['problems']} problems, {table['tokens']} tokens.",
+            "",
+            "| " + " | ".join(columns) + " |",
+            "|---:" * len(columns) + "|",
+        ]
+        for at, length in enumerate(made["lengths"]):
+            cells = [str(length), *(_cell(table[rule], "tau", at, "{:.2f}") for rule in rules)]
+            cells += [_cell(table[name], "share", at, "{:.1%}") for name in ("low", "taken")]
+            lines.append("| " + " | ".join(cells) + " |")
+        lines.append("")
+    lines += [f"- tau, {rule}: tokens per step with {what}" for rule, what in LOSSLESS.items()]
+    lines += [
+        f"- low: share of the greedy drafts' refusals where z2 / z1 is above {LOW}",
+        f"- mars takes: share of them that mars at theta = {LOW} accepts instead",
+    ]
+    return "\n".join([*lines, ""])
+
+
+def _cell(of: Mapping[str, Any], name: str, at: int, form: str) -> str:
+    value, interval = of[name][at], of["interval"][at]
+    if value is None:
+        return "-"
+    low_high = "" if interval is None else f" [{', '.join(form.format(x) for x in interval)}]"
+    return form.format(value) + low_high
