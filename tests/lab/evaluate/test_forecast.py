@@ -84,9 +84,9 @@ def by_block(text, depth):
                 after = residual / total if total > 0 else None
             h = 1.0 if n == 0 else h
             if chance * left * h > 0:
-                for y in range(VOCAB) if after is not None else [None]:
+                for y in [None] if after is None else range(VOCAB):
                     end = (*draft[:n], *([] if y is None else [y]), *(["refused"] if n < depth else []))
-                    share = 1.0 if y is None else after[y]
+                    share = 1.0 if after is None or y is None else after[y]
                     found[end] = found.get(end, 0) + chance * left * h * share
             left *= 1 - h
     return found
@@ -131,6 +131,7 @@ def test_a_walk_is_counted_by_hand():
 
 def test_ratios_have_intervals_over_problems():
     ratio, interval = forecast.ratio_of_sums(np.asarray([[8.0], [2.0]]), np.asarray([[4.0], [2.0]]))
+    assert interval is not None
     assert ratio.tolist() == [10 / 6] and interval.tolist() == [[1.0, 2.0]]
     ratio, interval = forecast.ratio_of_sums(np.asarray([[8.0]]), np.asarray([[0.0]]))
     assert interval is None and not np.isfinite(ratio[0])
@@ -179,7 +180,7 @@ def test_steps_under_exact_are_those_of_a_decode(target, draft):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("draft", ["model:tiny/draft"])
+@pytest.mark.parametrize("draft", ["model:tiny/draft", "eagle:tiny/eagle3"])
 @pytest.mark.slow
 def test_thirty_prompts_of_the_embedded_pair(draft, temperature):
     target = mj.load("tiny/target", dtype=DTYPE)

@@ -1,7 +1,8 @@
 """Read texts with a draft and its target at every place at once: what either would say, given the text up to there.
 
-A draft that was accepted so far has the text's own tokens, so what its model says next is what it says of the text: one
-forward over the text for a language model, and one for each token ahead for a head, which goes on from its own features.
+A draft that was accepted so far has the text's own tokens, so what its model says next is what it says of the text.
+That is one forward over the text for a language model. A head goes on from its own features, so it is one for each
+token ahead, as in its training.
 
 B rows, L tokens of a row, V vocabulary, T new tokens of a text, K places of a draft. Oracle: decodes of the same pairs,
 in tests/lab/evaluate/test_forecast.py.
@@ -21,9 +22,11 @@ from jax import Array
 from mars_jax import hub, specs
 from mars_jax.core.evidence import node_stats
 from mars_jax.core.mesh import by_rows, size_of
-from mars_jax.core.types import LanguageModel, PyTree
+from mars_jax.core.types import LanguageModel, Params, PyTree
+from mars_jax.drafters.asked import Asked
 from mars_jax.drafters.shared_tokens import shared_tokens, translated
 from mars_jax.hub.pretrained import Pretrained
+from mars_jax.lab.training.head_training import drafted_ahead, entries
 from mars_jax.lab.training.objectives import read
 from mars_jax.models.heads import widen
 from mars_jax.placement.hosts import fetch
@@ -123,12 +126,38 @@ def _over_target(model: LanguageModel, vocab: int, own_tokens: bool) -> Language
     return made._replace(unembed=unembed)
 
 
-READERS: dict[str, Callable[[str, Pretrained, int, str | None], Reader]] = {"model": _of_model}
+def _of_eagle(path: str, target: Pretrained, places: int, dtype: str | None) -> Reader:
+    asked = Asked(target=target, path=path, length=None, tree=None, sample=False, dtype=dtype)
+    config, params = hub.load_eagle(path, target.config, target.params, dtype=asked.heads_dtype)
+    both = Params(target=target.params, draft=asked.placed(params, config))
+    # As in `drafters.eagle`: the head's keys and values are computed with in this.
+    cache_dtype = "float32" if jax.default_backend() == "cpu" else params["fc"].dtype.name
+
+    def read(texts: Sequence[Text], temperature: float) -> list[Drafted]:
+        run = functools.partial(_read_head, config, target.model, places, cache_dtype, both)
+        # One text at a time, as logits of all of its places are in memory together.
+        found = _in_batches(run, target, texts, temperature, rows=1)
+        # Entry t of the first step is about token t + 2, and says it from where token t + 1 is the last one.
+        return [
+            _placed(text, [Said(*(column[k] for column in said)) for k in range(places)], text.prompt - 2)
+            for text, said in zip(texts, found, strict=True)
+        ]
+
+    return read
+
+
+READERS: dict[str, Callable[[str, Pretrained, int, str | None], Reader]] = {
+    "model": _of_model,
+    "eagle": _of_eagle,
+}
 """By the kind of the draft."""
 
 
 def _placed(text: Text, said: Sequence[Said], first: int) -> Drafted:
-    """The places of a draft, from entries whose number `first + t + k` of `said[k]` is about new token t + k."""
+    """The places of a draft, from entries whose number `first + t + k` of `said[k]` is about new token t + k.
+
+    A head has no entry before a prompt's first token, so after a prompt of one its first draft counts as refused.
+    """
     places = np.arange(len(said))
     entry = first + np.arange(text.new)[:, None] + places
     inside = (entry >= 0) & (entry < first + text.new)
@@ -144,14 +173,24 @@ def _read_texts(
     model: LanguageModel, params: PyTree, target: Pretrained, texts: Sequence[Text], temperature: float
 ) -> list[Said]:
     """Entry t of each text is about token t + 1."""
+    return _in_batches(functools.partial(_read, model, params), target, texts, temperature, rows=ROWS)
+
+
+def _in_batches(
+    run: Callable[[Array, Array], Said],
+    target: Pretrained,
+    texts: Sequence[Text],
+    temperature: float,
+    rows: int,
+) -> list[Said]:
+    """What `run` says of tokens i32[rows, L] at the temperature f32[rows], for each text."""
     found: list[Any] = [None] * len(texts)
-    rows = ROWS
     if target.mesh is not None:
         rows += -rows % size_of("data", target.mesh)
     for group, tokens in batches([text.tokens for text in texts], rows, target.config.max_positions):
         with target.on_mesh():
             divisor = jnp.full((len(tokens),), temperature or 1.0, jnp.float32)
-            said = fetch(_read(model, params, jnp.asarray(tokens), divisor))
+            said = fetch(run(jnp.asarray(tokens), divisor))
         for row, i in enumerate(group):
             found[i] = Said(*(column[row] for column in said))
     return found
@@ -176,6 +215,27 @@ def _read_rows(model: LanguageModel, params, tokens, divisor):
 
     found = jax.lax.map(part, jnp.arange(0, hidden.shape[1], size, dtype=jnp.int32))
     return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(rows, -1), found)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _read_head(config, target: LanguageModel, places: int, cache_dtype: str, both, tokens, divisor):
+    return by_rows(functools.partial(_read_head_rows, config, target, places, cache_dtype))(
+        both, tokens, divisor
+    )
+
+
+def _read_head_rows(config, target: LanguageModel, places: int, cache_dtype: str, both, tokens, divisor):
+    """Said [B, K, L - 1]; entry t of step k is about token t + 2, begun k tokens before."""
+    model = target
+    if config.feature_layers:
+        assert target.with_features is not None  # of a target that has a checkpoint
+        model = target.with_features(config.feature_layers)
+    whole = jnp.zeros_like(tokens)  # one document
+    output = entries(read(model, both.target, tokens, whole), tokens.shape[1] - 1)
+    said = jnp.pad(tokens[:, 2:], ((0, 0), (0, 1)))
+    steps = drafted_ahead(config, target, both, output, tokens, whole, places, cache_dtype)
+    found = [about(config.widen(both, logits), said, divisor) for logits, _ in steps]
+    return jax.tree.map(lambda *x: jnp.stack(x, axis=1), *found)
 
 
 def about(logits: Array, tokens: Array, divisor: Array) -> Said:

@@ -42,7 +42,7 @@ LOSSLESS = {"exact": "greedy drafts", "rejection": "sampled drafts", "block": "s
 class Counted(NamedTuple):
     """Sums over the texts of a problem."""
 
-    tokens: float
+    tokens: int
     steps: dict[str, np.ndarray]  # f64[N], expected, by rule
     refused: np.ndarray  # f64[N]; greedy drafts that exact stops
     low: np.ndarray  # f64[N]; those of them where the margin is low
@@ -64,7 +64,7 @@ def forecasted(
     names: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Decode the target's texts, which go on after a kill and serve any draft, and write a draft's forecast beside them.
+    """Decode the texts of a target, which go on after a kill and serve any draft, and write the forecast of one draft.
 
     Args:
       target: from `mars_jax.load`.
@@ -168,37 +168,38 @@ def count(read: Reader, target: Pretrained, texts: Sequence[Text], temperature: 
         _count(drafted, of_target, text, temperature, target.stop_tokens)
         for drafted, of_target, text in zip(drafts, said, texts, strict=True)
     ]
+
+    def total(name: str) -> np.ndarray:
+        return np.sum([getattr(part, name) for part in parts], axis=0)
+
     return Counted(
         sum(part.tokens for part in parts),
-        {rule: sum(part.steps[rule] for part in parts) for rule in parts[0].steps},  # pyright: ignore
-        *(sum(getattr(part, name) for part in parts) for name in ("refused", "low", "taken")),
+        {rule: np.sum([part.steps[rule] for part in parts], axis=0) for rule in parts[0].steps},
+        **{name: total(name) for name in ("refused", "low", "taken")},
     )
 
 
 def _count(drafted: Drafted, said: Said, text: Text, temperature: float, stops: Sequence[int]) -> Counted:
     exact = (drafted.rank == 0).astype(np.float64)
+    # The place of the text that a draft's k-th token is about; what reaches past the end counts nowhere.
+    place = np.minimum(np.add.outer(np.arange(text.new), np.arange(exact.shape[1])), text.new - 1)
     accepts = {"exact": exact}
     if temperature > 0 and drafted.log_q is not None:
-        place = np.add.outer(np.arange(text.new), np.arange(exact.shape[1]))
-        log_p = said.log_p[np.minimum(place, text.new - 1)]
-        ratio = np.exp(drafted.log_q.astype(np.float64) - log_p)
+        ratio = np.exp(drafted.log_q.astype(np.float64) - said.log_p[place])
         accepts |= {"rejection": forecast.by_token(ratio), "block": forecast.by_block(ratio)}
     begun = {rule: forecast.begun(accept, LENGTHS) for rule, accept in accepts.items()}
 
-    place = np.minimum(np.add.outer(np.arange(text.new), np.arange(exact.shape[1])), text.new - 1)
     low = (margin_of("ratio", said.z1, said.z2) > LOW)[place]
     best, own = said.best[place], np.asarray(text.tokens[text.prompt :])[place]
     # As `mars` does: a draft that is one of the two best passes, unless a stop token is among what it decides on.
     barred = np.isin(drafted.tokens, stops) | np.isin(best, stops) | np.isin(own, stops)
     second = (drafted.tokens == best) | (drafted.tokens == said.second[place])
-    where = {"refused": drafted.tokens >= 0, "low": low, "taken": low & second & ~barred}
+    there = drafted.tokens >= 0
+    where = {"refused": there, "low": there & low, "taken": there & low & second & ~barred}
     return Counted(
-        float(text.new),
+        text.new,
         {rule: begin.sum(axis=0) for rule, begin in begun.items()},
-        *(
-            forecast.refused(exact, begun["exact"], LENGTHS, (drafted.tokens >= 0) & chosen)
-            for chosen in where.values()
-        ),
+        **{name: forecast.refused(exact, begun["exact"], LENGTHS, chosen) for name, chosen in where.items()},
     )
 
 
@@ -211,7 +212,7 @@ def figures(counted: Sequence[Counted], *, seed: int = 0) -> dict[str, Any]:
     """
     tokens = np.asarray([[one.tokens] * len(LENGTHS) for one in counted])
     refused = np.asarray([one.refused for one in counted])
-    found: dict[str, Any] = {"tokens": int(tokens[:, 0].sum())}
+    found: dict[str, Any] = {"tokens": sum(one.tokens for one in counted)}
     for rule in counted[0].steps:
         found[rule] = _listed(
             "tau", *forecast.ratio_of_sums(tokens, np.asarray([one.steps[rule] for one in counted]), seed)
