@@ -12,7 +12,7 @@ import mars_jax as mj
 from mars_jax.core.errors import MarsError
 from mars_jax.lab.commands.benchmark import FORECAST, main, parse
 from mars_jax.lab.evaluate import answers, forecast
-from mars_jax.lab.evaluate.benchmark import forced, foretold
+from mars_jax.lab.evaluate.benchmark import forced, foretold, rehearsal
 from mars_jax.lab.evaluate.tasks.catalogue import read
 from mars_jax.serve.requests import make_requests
 from mars_jax.serve.session import Session
@@ -177,6 +177,40 @@ def test_steps_under_exact_are_those_of_a_decode(target, draft):
     whole = [-(-c.metrics.emitted // 4) for c in done]
     assert sum(steps_of(found, "exact", 3)) > sum(whole)
     assert steps_of(found, "rejection", 3) == pytest.approx(whole) == steps_of(found, "block", 3)
+
+
+@pytest.mark.slow
+def test_refusals_are_those_that_the_rule_meets(target, monkeypatch):
+    """`mars` itself says at every place how far it walks, strict and at theta = 0.9."""
+    model, draft, length = mj.load(str(target)), f"model:{target}", 3
+    found = counted(model, draft, PROMPTS, 0.7, 12)
+    session = Session.of(
+        model,
+        mj.drafters.load(draft, model, num_draft_tokens=length),
+        mj.verify.mars(theta=0.9),
+        batch_size=4,
+    )
+    requests = make_requests(model, PROMPTS, temperature=0.7, seed=[0, 1, 2, 3], max_new_tokens=12)
+    monkeypatch.setattr(rehearsal, "counts", lambda accepted: accepted)
+    at, seen = foretold.LENGTHS.index(length), np.zeros(3)
+    for one, request, completion, walked in zip(
+        found,
+        requests,
+        decoded(model, "none", PROMPTS, 0.7, 12),
+        rehearsal.walks(session, requests, [np.inf, 0.9], lambda count: None),
+        strict=True,
+    ):
+        [scored] = mj.score(model, [[*request.prompt_tokens, *completion.tokens]])
+        ratio = (scored.z2 / scored.z1)[len(request.prompt_tokens) - 1 :]
+        met, place = np.zeros(3), 0
+        while place < len(walked):
+            strict, relaxed = walked[place]
+            if strict < length and place + strict < len(walked):
+                met += 1, ratio[place + strict] > 0.9, relaxed > strict
+            place += strict + 1
+        assert [one.refused[at], one.low[at], one.taken[at]] == met.tolist()
+        seen += met
+    assert seen[0] > seen[1] >= seen[2] > 0
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
