@@ -101,7 +101,7 @@ def load(
     elif tree is None:
         tree = usual_tree
     made = specs.factory(row.loader)(Asked(target, path, length, tree, sample, dtype))
-    _check_finite(path, made.params)
+    check_finite(path, made.params)
     return sized(made, any_rule=any_rule) if draft_size == "auto" else made
 
 
@@ -135,8 +135,9 @@ def _is_finite(weight: Any) -> bool:
     return bool(np.all(np.isfinite(host)))
 
 
-def _check_finite(name: str, params: PyTree) -> None:
-    """A target that is no number shows in its text; a draft would only ever be rejected, so look at its weights."""
+def check_finite(name: str, params: PyTree) -> None:
+    """Raise MarsError for weights that are no numbers. Those of a target show in its text; a draft would only ever be
+    rejected, so look at its weights."""
     weights = [
         (path, weight)
         for path, weight in jax.tree_util.tree_leaves_with_path(params)

@@ -27,7 +27,7 @@ seeds, in one run. A rule of your own is one arm, with the same controls.
 """
 _SWEPT = ("theta", "tau")
 """Settings of rules that have flags for several values."""
-FORECAST = ("model", "eagle")
+FORECAST = ("ngram", "model", "eagle", "replay")
 """The drafters of which `forced.READERS` can tell what they say along a text."""
 _OF_ARMS = (
     *("--verify", "--rule-option", "--thetas", "--controls", "--simulated-taus", "--refine"),

@@ -164,11 +164,9 @@ def steps_of(found, rule, length):
     return [one.steps[rule][foretold.LENGTHS.index(length)] for one in found]
 
 
-@pytest.mark.parametrize("draft", ["model"])
-def test_steps_under_exact_are_those_of_a_decode(target, draft):
+def test_steps_under_exact_are_those_of_a_decode(target):
     """A model that drafts for itself disagrees with what its target draws."""
-    model = mj.load(str(target))
-    draft = f"{draft}:{target}"
+    model, draft = mj.load(str(target)), f"model:{target}"
     found = counted(model, draft, PROMPTS, 0.7, 12)
     done = decoded(model, draft, PROMPTS, 0.7, 12, num_draft_tokens=3)
     assert steps_of(found, "exact", 3) == [c.metrics.steps for c in done]
@@ -177,6 +175,18 @@ def test_steps_under_exact_are_those_of_a_decode(target, draft):
     whole = [-(-c.metrics.emitted // 4) for c in done]
     assert sum(steps_of(found, "exact", 3)) > sum(whole)
     assert steps_of(found, "rejection", 3) == pytest.approx(whole) == steps_of(found, "block", 3)
+
+
+@pytest.mark.parametrize("draft", ["ngram", pytest.param("replay", marks=pytest.mark.slow)])
+def test_steps_of_copies_are_those_of_a_decode(target, tmp_path, draft):
+    model, corpus = mj.load(str(target)), tmp_path / "corpus.txt"
+    if draft == "replay":
+        corpus.write_text("".join(f"{c.text}\n" for c in decoded(model, "none", PROMPTS[:2], 0.7, 40)))
+        draft = f"replay:{corpus}"
+    found = counted(model, draft, PROMPTS, 0.7, 40)
+    done = decoded(model, draft, PROMPTS, 0.7, 40, num_draft_tokens=3)
+    assert steps_of(found, "exact", 3) == [c.metrics.steps for c in done]
+    assert sum(steps_of(found, "exact", 3)) < sum(one.tokens for one in found)
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 A draft that was accepted so far has the text's own tokens, so what its model says next is what it says of the text.
 That is one forward over the text for a language model. A head goes on from its own features, so it is one for each
-token ahead, as in its training.
+token ahead, as in its training. A drafter that copies is asked at every prefix.
 
 B rows, L tokens of a row, V vocabulary, T new tokens of a text, K places of a draft. Oracle: decodes of the same pairs,
 in tests/lab/evaluate/test_forecast.py.
@@ -20,10 +20,15 @@ import numpy as np
 from jax import Array
 
 from mars_jax import hub, specs
+from mars_jax.contrib.drafters.replay import load_replay
+from mars_jax.core.controls import make_controls
+from mars_jax.core.drafter import Drafter, DraftInput
 from mars_jax.core.evidence import node_stats
 from mars_jax.core.mesh import by_rows, size_of
-from mars_jax.core.types import LanguageModel, Params, PyTree
-from mars_jax.drafters.asked import Asked
+from mars_jax.core.types import NO_TOKEN, LanguageModel, Params, PyTree, keys_from_seeds
+from mars_jax.drafters.asked import Asked, LoadedDrafter
+from mars_jax.drafters.by_name import check_finite
+from mars_jax.drafters.ngram import load_ngram
 from mars_jax.drafters.shared_tokens import shared_tokens, translated
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.lab.training.head_training import drafted_ahead, entries
@@ -31,6 +36,10 @@ from mars_jax.lab.training.objectives import read
 from mars_jax.models.heads import widen
 from mars_jax.placement.hosts import fetch
 from mars_jax.serve.likelihood import POSITIONS, ROWS, batches
+from mars_jax.serve.prepare import bucket
+
+PREFIXES = 64
+"""Prefixes of a text that are drafted from together."""
 
 
 class Text(NamedTuple):
@@ -84,7 +93,7 @@ def reader(draft: str, target: Pretrained, places: int, *, dtype: str | None = N
       MarsError: as `hub.load` and `shared_tokens`.
     """
     kind, path = specs.parse_draft(draft)
-    return READERS[kind](path, target, places, dtype)
+    return READERS[kind](Asked(target, path, places, None, False, dtype))
 
 
 def along(target: Pretrained, texts: Sequence[Text], temperature: float) -> list[Said]:
@@ -96,8 +105,10 @@ def along(target: Pretrained, texts: Sequence[Text], temperature: float) -> list
     ]
 
 
-def _of_model(path: str, target: Pretrained, places: int, dtype: str | None) -> Reader:
-    draft = hub.load(path, dtype=dtype, mesh=target.mesh)
+def _of_model(asked: Asked) -> Reader:
+    target = asked.target
+    draft = hub.load(asked.path, dtype=asked.dtype, mesh=target.mesh)
+    check_finite(asked.path, draft.params)
     shared = shared_tokens(target, draft)
     params = draft.params if shared is None else shared._replace(weights=draft.params)
     model = _over_target(draft.model, target.config.vocab_size, shared is not None)
@@ -105,7 +116,8 @@ def _of_model(path: str, target: Pretrained, places: int, dtype: str | None) -> 
     def read(texts: Sequence[Text], temperature: float) -> list[Drafted]:
         found = _read_texts(model, params, target, texts, temperature)
         return [
-            _placed(text, [said] * places, text.prompt - 1) for text, said in zip(texts, found, strict=True)
+            _placed(text, [said] * asked.chain, text.prompt - 1)
+            for text, said in zip(texts, found, strict=True)
         ]
 
     return read
@@ -126,9 +138,10 @@ def _over_target(model: LanguageModel, vocab: int, own_tokens: bool) -> Language
     return made._replace(unembed=unembed)
 
 
-def _of_eagle(path: str, target: Pretrained, places: int, dtype: str | None) -> Reader:
-    asked = Asked(target=target, path=path, length=None, tree=None, sample=False, dtype=dtype)
-    config, params = hub.load_eagle(path, target.config, target.params, dtype=asked.heads_dtype)
+def _of_eagle(asked: Asked) -> Reader:
+    target, places = asked.target, asked.chain
+    config, params = hub.load_eagle(asked.path, target.config, target.params, dtype=asked.heads_dtype)
+    check_finite(asked.path, params)
     both = Params(target=target.params, draft=asked.placed(params, config))
     # As in `drafters.eagle`: the head's keys and values are computed with in this.
     cache_dtype = "float32" if jax.default_backend() == "cpu" else params["fc"].dtype.name
@@ -146,9 +159,49 @@ def _of_eagle(path: str, target: Pretrained, places: int, dtype: str | None) -> 
     return read
 
 
-READERS: dict[str, Callable[[str, Pretrained, int, str | None], Reader]] = {
+def _of_copies(load: Callable[[Asked], LoadedDrafter], asked: Asked) -> Reader:
+    """Drafters without a state, whose drafts are a function of the text so far: every prefix is a row."""
+    drafter, params = load(asked)[:2]
+
+    def read(texts: Sequence[Text], temperature: float) -> list[Drafted]:
+        return [along_prefixes(text) for text in texts]
+
+    def along_prefixes(text: Text) -> Drafted:
+        tokens = np.zeros(bucket(len(text.tokens)), np.int32)
+        tokens[: len(text.tokens)] = text.tokens
+        lengths = text.prompt + np.arange(text.new + -text.new % PREFIXES, dtype=np.int32)
+        lengths = np.minimum(lengths, len(text.tokens)).reshape(-1, PREFIXES)
+        drafted = np.asarray(_copied(drafter, Params(target=(), draft=params), tokens, lengths))[: text.new]
+        place = np.add.outer(text.prompt + np.arange(text.new), np.arange(asked.chain))
+        own = np.append(text.tokens, NO_TOKEN - 1)[np.minimum(place, len(text.tokens))]
+        return Drafted((drafted != own).astype(np.int32), drafted, None)
+
+    return read
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _copied(drafter: Drafter, params: Params, tokens: Array, lengths: Array) -> Array:
+    """The drafts i32[n P, K] after the first tokens i32[L], as many as lengths i32[n, P] say."""
+
+    def some(length: Array) -> Array:
+        rows = jnp.broadcast_to(tokens[None], (PREFIXES, len(tokens)))
+        given = DraftInput(
+            keys=keys_from_seeds(jnp.zeros((PREFIXES,), jnp.uint32)),
+            tokens=rows,
+            length=length,
+            controls=make_controls(PREFIXES, limit=len(tokens)),
+        )
+        state = drafter.init(params, rows, length)
+        return drafter.propose(params, state, given)[0].tokens[:, 1:]
+
+    return jax.lax.map(some, lengths).reshape(lengths.size, -1)
+
+
+READERS: dict[str, Callable[[Asked], Reader]] = {
+    "ngram": functools.partial(_of_copies, load_ngram),
     "model": _of_model,
     "eagle": _of_eagle,
+    "replay": functools.partial(_of_copies, load_replay),
 }
 """By the kind of the draft."""
 
