@@ -31,7 +31,7 @@ FORECAST = ("ngram", "model", "eagle", "replay")
 """The drafters of which `forced.READERS` can tell what they say along a text."""
 _OF_ARMS = (
     *("--verify", "--rule-option", "--thetas", "--controls", "--simulated-taus", "--refine"),
-    *("--num-draft-tokens", "--tree", "--draft-size auto", "--any-rule"),
+    *("--num-draft-tokens", "--draft-size auto", "--any-rule"),
     *("--allow-code-execution", "--allow-unconfined-code"),
 )
 """Flags that a forecast does not heed."""
@@ -92,7 +92,8 @@ def parser() -> Parser:
         "--forecast",
         action="store_true",
         help="no arms: decode the target alone, and read its texts with the draft, once; gives tau of lossless rules "
-        "with 1 to 12 drafted tokens, and the refusals of low margin. The texts in OUTPUT serve other drafts",
+        "with chains of 1 to 12 tokens and with --tree, and the refusals of low margin. The texts in OUTPUT serve other "
+        "drafts",
     )
     pair.add_code_flags(made)
     group = made.add_argument_group("output")
@@ -137,6 +138,11 @@ def _check(args: argparse.Namespace) -> None:
         if (kind := specs.parse_draft(args.draft).kind) not in FORECAST:
             raise MarsError(
                 f"--forecast does not apply to --draft {kind}: draft with {specs.draft_words(FORECAST)}."
+            )
+        if isinstance(args.tree, specs.Dynamic):
+            raise MarsError(
+                "--forecast does not apply to --tree dynamic, whose shape depends on what was drafted: give the "
+                "children per node at each depth, such as 4-2-2-1."
             )
     args.controls = args.controls or "paper"
     pair.check(args, args.rule, output="name a folder for rows, table and plots")
@@ -223,7 +229,8 @@ def _forecast(args: argparse.Namespace, folder: Path, out: IO[str]) -> None:
     from mars_jax.lab.evaluate.benchmark import forced, foretold
 
     problems, target = open_forecast(args, folder)
-    read = forced.reader(args.draft, target, foretold.LENGTHS[-1], dtype=args.dtype)
+    tree = args.tree or ()
+    read = forced.reader(args.draft, target, max(foretold.LENGTHS[-1], len(tree)), dtype=args.dtype)
     with ticking("texts") as tick:
         made = foretold.forecasted(
             target,
@@ -231,6 +238,7 @@ def _forecast(args: argparse.Namespace, folder: Path, out: IO[str]) -> None:
             read,
             problems,
             folder,
+            tree=tree,
             names={name: getattr(args, name) for name in ("dtype", "mesh")} | pair.given(args),
             progress=tick,
             **{n: getattr(args, n) for n in ("temperatures", "max_new_tokens", "batch_size", "seed", "chat")},

@@ -149,7 +149,7 @@ def decoded(target, draft, prompts, temperature, new, *, rule=None, **shape):
     return Session.of(target, drafter, rule or mj.verify.exact(), batch_size=len(prompts)).run(requests)
 
 
-def counted(target, draft, prompts, temperature, new):
+def counted(target, draft, prompts, temperature, new, tree=()):
     """The forecast of every prompt, from the target's own texts."""
     alone = decoded(target, "none", prompts, temperature, new)
     texts = [
@@ -157,7 +157,7 @@ def counted(target, draft, prompts, temperature, new):
         for ids, c in zip(map(target.encode, prompts), alone, strict=True)
     ]
     read = forced.reader(draft, target, foretold.LENGTHS[-1], dtype=DTYPE)
-    return [foretold.count(read, target, [text], temperature) for text in texts]
+    return [foretold.count(read, target, [text], temperature, tree) for text in texts]
 
 
 def steps_of(found, rule, length):
@@ -175,6 +175,17 @@ def test_steps_under_exact_are_those_of_a_decode(target):
     whole = [-(-c.metrics.emitted // 4) for c in done]
     assert sum(steps_of(found, "exact", 3)) > sum(whole)
     assert steps_of(found, "rejection", 3) == pytest.approx(whole) == steps_of(found, "block", 3)
+
+
+@pytest.mark.parametrize("draft", ["model", pytest.param("eagle:tiny/eagle3", marks=pytest.mark.slow)])
+def test_steps_with_a_tree_are_those_of_a_decode(target, draft):
+    target = "tiny/target" if ":" in draft else target
+    draft = draft if ":" in draft else f"model:{target}"
+    target = mj.load(str(target), dtype=DTYPE)
+    found = counted(target, draft, PROMPTS, 0.7, 12, tree=(3, 2))
+    done = decoded(target, draft, PROMPTS, 0.7, 12, tree=(3, 2))
+    assert [one.tree.item() for one in found] == [c.metrics.steps for c in done]
+    assert sum(one.tree.item() for one in found) < sum(steps_of(found, "exact", 2))
 
 
 @pytest.mark.parametrize("draft", ["ngram", pytest.param("replay", marks=pytest.mark.slow)])
@@ -249,7 +260,7 @@ def test_the_command_forecasts_from_texts_that_it_keeps(target, prompts, tmp_pat
     out = tmp_path / "out"
     flags = [
         *("--forecast", "--target", target, "--draft", f"model:{target}", "--task", f"jsonl={prompts}"),
-        *("--max-new-tokens", 12, "--batch-size", 4, "--temperatures", 0.7, "--output", out),
+        *("--max-new-tokens", 12, "--batch-size", 4, "--temperatures", 0.7, "--tree", "3-2", "--output", out),
     ]
     assert main([str(flag) for flag in flags]) == 0
     shown = capsys.readouterr().out
@@ -277,6 +288,7 @@ def test_the_command_forecasts_from_texts_that_it_keeps(target, prompts, tmp_pat
         (["--controls", "all"], "--controls does not apply with --forecast"),
         (["--base", "rejection"], "--base does not apply with --forecast"),
         (["--num-draft-tokens", "3"], "--num-draft-tokens does not apply with --forecast"),
+        (["--tree", "dynamic"], "--forecast does not apply to --tree dynamic"),
         (["--draft", "self"], "--forecast does not apply to --draft self"),
     ],
 )

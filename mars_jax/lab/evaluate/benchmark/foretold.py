@@ -47,6 +47,7 @@ class Counted(NamedTuple):
     refused: np.ndarray  # f64[N]; greedy drafts that exact stops
     low: np.ndarray  # f64[N]; those of them where the margin is low
     taken: np.ndarray  # f64[N]; those of these that `mars` takes at a theta of `LOW`
+    tree: np.ndarray  # f64[1]; expected steps of exact with a tree; of none 0
 
 
 def forecasted(
@@ -56,6 +57,7 @@ def forecasted(
     problems: Sequence[Problem],
     output: Path,
     *,
+    tree: tuple[int, ...] = (),
     temperatures: Sequence[float] = (0.0, 1.0),
     max_new_tokens: int = 256,
     batch_size: int = 1,
@@ -72,6 +74,7 @@ def forecasted(
       read: what reads texts with it, of `forced.reader`.
       problems, temperatures, max_new_tokens, batch_size, seed, chat, progress: as for `evaluate`.
       output: a folder, new, empty, or with the texts of such a run, of any draft.
+      tree: children per node at each depth, no deeper than `read` reads: a tree that is forecast beside the chains.
       names: whatever else decides the texts.
 
     Returns:
@@ -110,16 +113,19 @@ def forecasted(
             for task, group in tasks.items():
                 for temperature in temperatures:
                     texts = list(_texts(decoding, group, temperature, seed, file, work))
-                    counted = [count(read, target, of_problem, temperature) for of_problem in texts]
+                    counted = [count(read, target, of_problem, temperature, tree) for of_problem in texts]
                     tables.append(
                         {"task": task, "temperature": temperature, "problems": len(group)}
                         | figures(counted, seed=seed)
                     )
         finally:
             file.close()
-        made = {"settings": settings, "draft": draft, "lengths": list(LENGTHS), "tables": tables}
-        write_json(output / name_of(draft), made)
-        (output / name_of(draft)).with_suffix(".md").write_text(markdown(made), encoding="utf-8")
+        shape = "-".join(map(str, tree))
+        lengths = list(LENGTHS)
+        made = {"settings": settings, "draft": draft, "lengths": lengths, "tree": shape, "tables": tables}
+        path = output / name_of(f"{draft} {shape}".strip())
+        write_json(path, made)
+        path.with_suffix(".md").write_text(markdown(made), encoding="utf-8")
     return made
 
 
@@ -161,11 +167,14 @@ def _texts(
             yield texts
 
 
-def count(read: Reader, target: Pretrained, texts: Sequence[Text], temperature: float) -> Counted:
-    """Steps and refusals that a draft would have along the texts of one problem, with chains of `LENGTHS`."""
+def count(
+    read: Reader, target: Pretrained, texts: Sequence[Text], temperature: float, tree: Sequence[int] = ()
+) -> Counted:
+    """Steps and refusals that a draft would have along the texts of one problem, with chains of `LENGTHS`, and steps
+    with a tree, by its children per node at each depth."""
     drafts, said = read(texts, temperature), along(target, texts, temperature)
     parts = [
-        _count(drafted, of_target, text, temperature, target.stop_tokens)
+        _count(drafted, of_target, text, temperature, target.stop_tokens, tree)
         for drafted, of_target, text in zip(drafts, said, texts, strict=True)
     ]
 
@@ -175,11 +184,18 @@ def count(read: Reader, target: Pretrained, texts: Sequence[Text], temperature: 
     return Counted(
         sum(part.tokens for part in parts),
         {rule: np.sum([part.steps[rule] for part in parts], axis=0) for rule in parts[0].steps},
-        **{name: total(name) for name in ("refused", "low", "taken")},
+        **{name: total(name) for name in ("refused", "low", "taken", "tree")},
     )
 
 
-def _count(drafted: Drafted, said: Said, text: Text, temperature: float, stops: Sequence[int]) -> Counted:
+def _count(
+    drafted: Drafted,
+    said: Said,
+    text: Text,
+    temperature: float,
+    stops: Sequence[int],
+    tree: Sequence[int],
+) -> Counted:
     exact = (drafted.rank == 0).astype(np.float64)
     # The place of the text that a draft's k-th token is about; what reaches past the end counts nowhere.
     place = np.minimum(np.add.outer(np.arange(text.new), np.arange(exact.shape[1])), text.new - 1)
@@ -196,10 +212,14 @@ def _count(drafted: Drafted, said: Said, text: Text, temperature: float, stops: 
     second = (drafted.tokens == best) | (drafted.tokens == said.second[place])
     there = drafted.tokens >= 0
     where = {"refused": there, "low": there & low, "taken": there & low & second & ~barred}
+    # A node's children are the draft's likeliest tokens after it, and those before it on the path are the text's.
+    depth = len(tree)
+    inside = (drafted.rank[:, :depth] < np.asarray(tree, np.int32)).astype(np.float64)
     return Counted(
         text.new,
         {rule: begin.sum(axis=0) for rule, begin in begun.items()},
         **{name: forecast.refused(exact, begun["exact"], LENGTHS, chosen) for name, chosen in where.items()},
+        tree=forecast.begun(inside, [depth]).sum(axis=0) if depth else np.zeros(1),
     )
 
 
@@ -217,6 +237,9 @@ def figures(counted: Sequence[Counted], *, seed: int = 0) -> dict[str, Any]:
         found[rule] = _listed(
             "tau", *forecast.ratio_of_sums(tokens, np.asarray([one.steps[rule] for one in counted]), seed)
         )
+    trees = np.asarray([one.tree for one in counted])
+    if trees.any():
+        found["tree"] = _listed("tau", *forecast.ratio_of_sums(tokens[:, :1], trees, seed))
     for name in ("low", "taken"):
         above = np.asarray([getattr(one, name) for one in counted])
         found[name] = _listed("share", *forecast.ratio_of_sums(above, refused, seed))
@@ -252,6 +275,11 @@ def markdown(made: Mapping[str, Any]) -> str:
             cells += [_cell(table[name], "share", at, "{:.1%}") for name in ("low", "taken")]
             lines.append("| " + " | ".join(cells) + " |")
         lines.append("")
+        if "tree" in table:
+            lines += [
+                f"The tree {made['tree']}: tau {_cell(table['tree'], 'tau', 0, '{:.2f}')} under exact.",
+                "",
+            ]
     lines += [f"- tau, {rule}: tokens per step with {what}" for rule, what in LOSSLESS.items()]
     lines += [
         f"- low: share of the greedy drafts' refusals where z2 / z1 is above {LOW}",
