@@ -92,8 +92,13 @@ def parser() -> Parser:
         "--forecast",
         action="store_true",
         help="no arms: decode the target alone, and read its texts with the draft, once; gives tau of lossless rules "
-        "with chains of 1 to 12 tokens and with --tree, and the refusals of low margin. The texts in OUTPUT serve other "
-        "drafts",
+        "with chains of 1 to 12 tokens and with --tree, and how many refusals have a low margin; OUTPUT keeps the "
+        "texts for other drafts",
+    )
+    group.add_argument(
+        "--draft-cost",
+        metavar="X",
+        help="with --forecast: what a drafted token costs, in forwards of the target; adds the best lengths",
     )
     pair.add_code_flags(made)
     group = made.add_argument_group("output")
@@ -119,8 +124,19 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         pair.value_of("temperatures", "temperature", text) + 0.0 for text in args.temperatures
     ]
     args.simulated_taus = [_tau(text) for text in args.simulated_taus]
+    args.draft_cost = _cost(args.draft_cost)
     _check(args)
     return args
+
+
+def _cost(text: str | None) -> float | None:
+    try:
+        value = None if text is None else float(text)
+    except ValueError:
+        value = math.nan
+    if value is not None and not 0 <= value < math.inf:
+        raise MarsError(f"--draft-cost is {text}: expected a number of at least 0, such as 0.1.")
+    return value
 
 
 def _tau(text: str) -> float:
@@ -144,6 +160,8 @@ def _check(args: argparse.Namespace) -> None:
                 "--forecast does not apply to --tree dynamic, whose shape depends on what was drafted: give the "
                 "children per node at each depth, such as 4-2-2-1."
             )
+    elif args.draft_cost is not None:
+        raise MarsError("--draft-cost does not apply without --forecast: add it, or leave this out.")
     args.controls = args.controls or "paper"
     pair.check(args, args.rule, output="name a folder for rows, table and plots")
     for flag in ("thetas", "temperatures", "simulated_taus"):
@@ -239,6 +257,7 @@ def _forecast(args: argparse.Namespace, folder: Path, out: IO[str]) -> None:
             problems,
             folder,
             tree=tree,
+            cost=args.draft_cost,
             names={name: getattr(args, name) for name in ("dtype", "mesh")} | pair.given(args),
             progress=tick,
             **{n: getattr(args, n) for n in ("temperatures", "max_new_tokens", "batch_size", "seed", "chat")},

@@ -157,7 +157,7 @@ def counted(target, draft, prompts, temperature, new, tree=()):
         for ids, c in zip(map(target.encode, prompts), alone, strict=True)
     ]
     read = forced.reader(draft, target, foretold.LENGTHS[-1], dtype=DTYPE)
-    return [foretold.count(read, target, [text], temperature, tree) for text in texts]
+    return foretold.count(read, target, [[text] for text in texts], temperature, tree)
 
 
 def steps_of(found, rule, length):
@@ -260,7 +260,20 @@ def test_the_command_forecasts_from_texts_that_it_keeps(target, prompts, tmp_pat
     out = tmp_path / "out"
     flags = [
         *("--forecast", "--target", target, "--draft", f"model:{target}", "--task", f"jsonl={prompts}"),
-        *("--max-new-tokens", 12, "--batch-size", 4, "--temperatures", 0.7, "--tree", "3-2", "--output", out),
+        *(
+            "--max-new-tokens",
+            12,
+            "--batch-size",
+            4,
+            "--temperatures",
+            0.7,
+            "--tree",
+            "3-2",
+            "--draft-cost",
+            0.2,
+            "--output",
+            out,
+        ),
     ]
     assert main([str(flag) for flag in flags]) == 0
     shown = capsys.readouterr().out
@@ -272,12 +285,19 @@ def test_the_command_forecasts_from_texts_that_it_keeps(target, prompts, tmp_pat
     assert [row["tokens"] for row in rows] == [[list(c.tokens)] for c in alone]
     [table] = made["tables"]
     assert table["tokens"] == sum(len(c.tokens) for c in alone) and len(table["exact"]["tau"]) == 12
+    tokens = [tau / (1 + 0.2 * length) for length, tau in enumerate(table["exact"]["tau"], start=1)]
+    assert table["best"]["exact"]["tokens"] == max(1.0, *tokens)
     # Its texts are read again and not decoded.
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(answers, "_decoded", None)
         assert main([str(flag) for flag in flags]) == 0
     assert json.loads(file.read_text()) == made
     assert tuple(forced.READERS) == FORECAST
+
+
+def test_a_cost_without_a_forecast_is_refused():
+    with pytest.raises(MarsError, match="--draft-cost does not apply without --forecast"):
+        parse(["--draft-cost", "0.1", "--task", "arithmetic", "--output", "x"])
 
 
 @pytest.mark.parametrize(
@@ -289,6 +309,7 @@ def test_the_command_forecasts_from_texts_that_it_keeps(target, prompts, tmp_pat
         (["--base", "rejection"], "--base does not apply with --forecast"),
         (["--num-draft-tokens", "3"], "--num-draft-tokens does not apply with --forecast"),
         (["--tree", "dynamic"], "--forecast does not apply to --tree dynamic"),
+        (["--draft-cost", "-1"], "--draft-cost is -1: expected a number of at least 0"),
         (["--draft", "self"], "--forecast does not apply to --draft self"),
     ],
 )

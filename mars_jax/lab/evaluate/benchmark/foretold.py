@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from mars_jax import __version__
+from mars_jax.core import activity
 from mars_jax.core.errors import MarsError
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.lab.batches import RowFile
@@ -58,6 +59,7 @@ def forecasted(
     output: Path,
     *,
     tree: tuple[int, ...] = (),
+    cost: float | None = None,
     temperatures: Sequence[float] = (0.0, 1.0),
     max_new_tokens: int = 256,
     batch_size: int = 1,
@@ -75,6 +77,7 @@ def forecasted(
       problems, temperatures, max_new_tokens, batch_size, seed, chat, progress: as for `evaluate`.
       output: a folder, new, empty, or with the texts of such a run, of any draft.
       tree: children per node at each depth, no deeper than `read` reads: a tree that is forecast beside the chains.
+      cost: of drafting a token, in forwards of the target; adds the best length of each rule.
       names: whatever else decides the texts.
 
     Returns:
@@ -113,16 +116,20 @@ def forecasted(
             for task, group in tasks.items():
                 for temperature in temperatures:
                     texts = list(_texts(decoding, group, temperature, seed, file, work))
-                    counted = [count(read, target, of_problem, temperature, tree) for of_problem in texts]
-                    tables.append(
-                        {"task": task, "temperature": temperature, "problems": len(group)}
-                        | figures(counted, seed=seed)
-                    )
+                    with activity.doing("reading the texts with draft and target"):
+                        counted = count(read, target, texts, temperature, tree)
+                    table = {"task": task, "temperature": temperature, "problems": len(group)}
+                    table |= figures(counted, seed=seed)
+                    if cost is not None:
+                        table["best"] = {
+                            rule: best(table[rule]["tau"], cost) for rule in LOSSLESS if rule in table
+                        }
+                    tables.append(table)
         finally:
             file.close()
         shape = "-".join(map(str, tree))
-        lengths = list(LENGTHS)
-        made = {"settings": settings, "draft": draft, "lengths": lengths, "tree": shape, "tables": tables}
+        made = {"settings": settings, "draft": draft, "lengths": list(LENGTHS), "tree": shape}
+        made |= {"draft_cost": cost, "tables": tables}
         path = output / name_of(f"{draft} {shape}".strip())
         write_json(path, made)
         path.with_suffix(".md").write_text(markdown(made), encoding="utf-8")
@@ -144,10 +151,12 @@ def _texts(
     """The texts of every problem, one for each turn, as the target says them."""
     target = decoding.session.target
 
-    def decode(group: Sequence[Problem], seeds: Sequence[int]) -> list[dict[str, Any]]:
+    def decode(
+        group: Sequence[Problem], seeds: Sequence[int], keys: Sequence[Mapping[str, Any]]
+    ) -> list[dict[str, Any]]:
         answers = decoding.answer(ALONE, group, seeds, temperature=temperature)
         return [
-            key | {"seed": s, "text": list(a.texts), "tokens": [list(turn) for turn in a.tokens], "seconds": a.seconds}
+            {**key, "seed": s, "text": list(a.texts), "tokens": [list(turn) for turn in a.tokens], "seconds": a.seconds}
             for key, s, a in zip(keys, seeds, answers, strict=True)
         ]  # fmt: skip
 
@@ -155,7 +164,7 @@ def _texts(
         group = problems[first : first + decoding.group]
         seeds = [(seed + first + i) % 2**32 for i in range(len(group))]
         keys = [{"task": p.task, "temperature": temperature, "id": p.id} for p in group]
-        rows = file.batch(keys, functools.partial(decode, group, seeds))
+        rows = file.batch(keys, functools.partial(decode, group, seeds, keys))
         seconds, tokens = sum(r["seconds"] for r in rows), sum(len(t) for r in rows for t in r["tokens"])
         said = Speed(emitted=tokens, steps=tokens, seconds=seconds).describe()
         work.add("text", len(group), f"{group[0].task}, temperature {temperature:g}, {said}", seconds)
@@ -168,16 +177,24 @@ def _texts(
 
 
 def count(
-    read: Reader, target: Pretrained, texts: Sequence[Text], temperature: float, tree: Sequence[int] = ()
-) -> Counted:
-    """Steps and refusals that a draft would have along the texts of one problem, with chains of `LENGTHS`, and steps
+    read: Reader,
+    target: Pretrained,
+    problems: Sequence[Sequence[Text]],
+    temperature: float,
+    tree: Sequence[int] = (),
+) -> list[Counted]:
+    """Steps and refusals that a draft would have along the texts of each problem, with chains of `LENGTHS`, and steps
     with a tree, by its children per node at each depth."""
-    drafts, said = read(texts, temperature), along(target, texts, temperature)
-    parts = [
-        _count(drafted, of_target, text, temperature, target.stop_tokens, tree)
-        for drafted, of_target, text in zip(drafts, said, texts, strict=True)
+    # All at once, so that texts of like lengths share a forward.
+    texts = [text for of_problem in problems for text in of_problem]
+    parts = iter(zip(texts, read(texts, temperature), along(target, texts, temperature), strict=True))
+    return [
+        _total([_count(*next(parts), temperature, target.stop_tokens, tree) for _ in of_problem])
+        for of_problem in problems
     ]
 
+
+def _total(parts: Sequence[Counted]) -> Counted:
     def total(name: str) -> np.ndarray:
         return np.sum([getattr(part, name) for part in parts], axis=0)
 
@@ -189,9 +206,9 @@ def count(
 
 
 def _count(
+    text: Text,
     drafted: Drafted,
     said: Said,
-    text: Text,
     temperature: float,
     stops: Sequence[int],
     tree: Sequence[int],
@@ -246,6 +263,22 @@ def figures(counted: Sequence[Counted], *, seed: int = 0) -> dict[str, Any]:
     return found
 
 
+def best(tau: Sequence[float], cost: float) -> dict[str, Any]:
+    """`length` of a chain that gives the most tokens in the time of a target forward, and how many `tokens`; 0 is no
+    draft. A forward is taken to cost the same for a token and for a chain, as on an accelerator with few rows.
+
+    Args:
+      tau: of the lengths 1, 2, ...
+      cost: of drafting a token, in forwards of the target.
+
+    >>> best([1.5, 1.75], 0.25), best([1.5, 1.75], 0.5)
+    ({'length': 1, 'tokens': 1.2}, {'length': 0, 'tokens': 1.0})
+    """
+    tokens = [of / (1 + cost * length) for length, of in enumerate([1.0, *tau])]
+    length = int(np.argmax(tokens))
+    return {"length": length, "tokens": tokens[length]}
+
+
 def _listed(name: str, values: np.ndarray, interval: np.ndarray | None) -> dict[str, Any]:
     """For JSON; None where a ratio is none."""
     there = [bool(x) for x in np.isfinite(values)]
@@ -278,6 +311,13 @@ def markdown(made: Mapping[str, Any]) -> str:
         if "tree" in table:
             lines += [
                 f"The tree {made['tree']}: tau {_cell(table['tree'], 'tau', 0, '{:.2f}')} under exact.",
+                "",
+            ]
+        for rule, found in table.get("best", {}).items():
+            what = f"{found['length']} tokens" if found["length"] else "no draft"
+            speed = f"{found['tokens']:.2f} times the speed of plain decoding"
+            lines += [
+                f"At {made['draft_cost']:g} target forwards for a drafted token, {rule}: {what}, {speed}.",
                 "",
             ]
     lines += [f"- tau, {rule}: tokens per step with {what}" for rule, what in LOSSLESS.items()]
