@@ -16,7 +16,7 @@ from mars_jax.lab.evaluate.benchmark import forced, foretold, rehearsal
 from mars_jax.lab.evaluate.tasks.catalogue import read
 from mars_jax.serve.requests import make_requests
 from mars_jax.serve.session import Session
-from tests.lab.evaluate.conftest import PROMPTS
+from tests.lab.evaluate.conftest import PROMPTS, dying_after
 
 VOCAB, LENGTH = 3, 4
 DTYPE = "float32"
@@ -260,26 +260,20 @@ def test_the_command_forecasts_from_texts_that_it_keeps(target, prompts, tmp_pat
     out = tmp_path / "out"
     flags = [
         *("--forecast", "--target", target, "--draft", f"model:{target}", "--task", f"jsonl={prompts}"),
-        *(
-            "--max-new-tokens",
-            12,
-            "--batch-size",
-            4,
-            "--temperatures",
-            0.7,
-            "--tree",
-            "3-2",
-            "--draft-cost",
-            0.2,
-            "--output",
-            out,
-        ),
+        *("--max-new-tokens", 12, "--temperatures", 0.7, "--tree", "3-2", "--draft-cost", 0.2),
+        *("--output", out),
     ]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(answers, "_decoded", dying_after(2))
+        assert main([str(flag) for flag in flags]) == 130
+    kept = (out / "rows.jsonl").read_bytes()
+    capsys.readouterr()
     assert main([str(flag) for flag in flags]) == 0
     shown = capsys.readouterr().out
     [file] = out.glob("forecast_*.json")
     made = json.loads(file.read_text())
     assert shown == file.with_suffix(".md").read_text() == foretold.markdown(made)
+    assert kept.count(b"\n") == 2 and (out / "rows.jsonl").read_bytes().startswith(kept)
     rows = [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
     alone = decoded(mj.load(str(target)), "none", PROMPTS, 0.7, 12)
     assert [row["tokens"] for row in rows] == [[list(c.tokens)] for c in alone]

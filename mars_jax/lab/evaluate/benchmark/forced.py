@@ -55,7 +55,7 @@ class Text(NamedTuple):
 
 
 class Said(NamedTuple):
-    """What a model says of a token, from those before it."""
+    """Judgement of a model about a token, from those before it."""
 
     log_p: Any  # f32[...]; of the token, at the temperature of the text
     rank: Any  # i32[...]; tokens that the model prefers to it
@@ -81,7 +81,7 @@ Reader = Callable[[Sequence[Text], float], list[Drafted]]
 
 
 def reader(draft: str, target: Pretrained, places: int, *, dtype: str | None = None) -> Reader:
-    """What reads texts with a draft.
+    """Make the reader of texts with a draft.
 
     Args:
       draft: as `drafters.load` takes it, of a kind that is in `READERS`.
@@ -97,7 +97,7 @@ def reader(draft: str, target: Pretrained, places: int, *, dtype: str | None = N
 
 
 def along(target: Pretrained, texts: Sequence[Text], temperature: float) -> list[Said]:
-    """What the target says of the T new tokens of each text."""
+    """Judgements of the target about the T new tokens of each text."""
     read = _read_texts(target.model, target.params, target, texts, temperature)
     return [
         Said(*(column[text.prompt - 1 : len(text.tokens) - 1] for column in said))
@@ -236,7 +236,7 @@ def _in_batches(
     temperature: float,
     rows: int,
 ) -> list[Said]:
-    """What `run` says of tokens i32[rows, L] at the temperature f32[rows], for each text."""
+    """Judgements by `run` of tokens i32[rows, L] at the temperature f32[rows], for each text."""
     found: list[Any] = [None] * len(texts)
     if target.mesh is not None:
         rows += -rows % size_of("data", target.mesh)
@@ -292,7 +292,7 @@ def _read_head_rows(config, target: LanguageModel, places: int, cache_dtype: str
 
 
 def about(logits: Array, tokens: Array, divisor: Array) -> Said:
-    """What logits f32[B, n, V] say of tokens i32[B, n], at the temperature f32[B] of each row."""
+    """Judgements by logits f32[B, n, V] of tokens i32[B, n], at the temperature f32[B] of each row."""
     stats = node_stats(logits)
     own = jnp.take_along_axis(logits, tokens[..., None], axis=2)
     ids = jnp.arange(logits.shape[2], dtype=jnp.int32)[None, None]

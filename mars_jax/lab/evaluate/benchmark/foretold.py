@@ -33,7 +33,7 @@ from mars_jax.serve.fingerprint import digest, fingerprint
 from mars_jax.serve.session import Session
 
 LENGTHS = tuple(range(1, 13))
-"""Of the chains that are forecast."""
+"""Lengths of the chains that are forecast."""
 LOW = 0.9
 """Ratio z2 / z1 above which a margin is low, as in MARS, arXiv 2601.15498, section 3."""
 LOSSLESS = {"exact": "greedy drafts", "rejection": "sampled drafts", "block": "sampled drafts, by blocks"}
@@ -314,13 +314,14 @@ def markdown(made: Mapping[str, Any]) -> str:
                 "",
             ]
         for rule, found in table.get("best", {}).items():
-            what = f"{found['length']} tokens" if found["length"] else "no draft"
-            speed = f"{found['tokens']:.2f} times the speed of plain decoding"
+            what = f"chains of {found['length']}" if found["length"] else "no draft"
             lines += [
-                f"At {made['draft_cost']:g} target forwards for a drafted token, {rule}: {what}, {speed}.",
+                f"At {made['draft_cost']:g} target forwards for a drafted token, best under {rule}: {what}, "
+                f"{found['tokens']:.2f} times the speed of plain decoding.",
                 "",
             ]
-    lines += [f"- tau, {rule}: tokens per step with {what}" for rule, what in LOSSLESS.items()]
+    told = [rule for rule in LOSSLESS if any(rule in table for table in made["tables"])]
+    lines += [f"- tau, {rule}: tokens per step with {LOSSLESS[rule]}" for rule in told]
     lines += [
         f"- low: share of the greedy drafts' refusals where z2 / z1 is above {LOW}",
         f"- mars takes: share of them that mars at theta = {LOW} accepts instead",
