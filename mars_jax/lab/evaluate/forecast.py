@@ -44,7 +44,7 @@ def by_block(ratio: np.ndarray) -> np.ndarray:
     Args:
       ratio: as for `by_token`.
 
-    Source: Sun et al. 2403.10444, section 4, by Bayes' rule.
+    Source: Sun et al. 2403.10444, by Bayes' rule.
 
     >>> by_block(np.asarray([[2.0, 0.5]])).tolist()
     [[1.0, 1.0]]

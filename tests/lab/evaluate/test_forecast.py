@@ -67,7 +67,7 @@ def joint(step, depth, text=(), steps=0):
 
 
 def by_block(text, depth):
-    """The same of block verification (2403.10444, algorithm 2), over all drafts."""
+    """The same of block verification (2403.10444), over all drafts."""
     depth = min(depth, LENGTH - len(text))
     found = {}
     for draft in itertools.product(range(VOCAB), repeat=depth):

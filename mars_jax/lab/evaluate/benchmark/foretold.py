@@ -35,7 +35,7 @@ from mars_jax.serve.session import Session
 LENGTHS = tuple(range(1, 13))
 """Lengths of the chains that are forecast."""
 LOW = 0.9
-"""Ratio z2 / z1 above which a margin is low, as in MARS, arXiv 2601.15498, section 3."""
+"""Ratio z2 / z1 above which a margin is low, as in MARS, arXiv 2601.15498."""
 LOSSLESS = {"exact": "greedy drafts", "rejection": "sampled drafts", "block": "sampled drafts, by blocks"}
 """The rules, and what they verify."""
 
