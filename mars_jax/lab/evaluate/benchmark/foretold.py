@@ -28,6 +28,7 @@ from mars_jax.lab.evaluate.benchmark.forced import Drafted, Reader, Said, Text, 
 from mars_jax.lab.evaluate.benchmark.margins import margin_of
 from mars_jax.lab.evaluate.tasks.problems import Problem
 from mars_jax.lab.folder import claim, write_json
+from mars_jax.lab.provenance import provenance
 from mars_jax.lab.ticking import Progress, Speed, Work
 from mars_jax.serve.fingerprint import digest, fingerprint
 from mars_jax.serve.session import Session
@@ -128,7 +129,7 @@ def forecasted(
         finally:
             file.close()
         shape = "-".join(map(str, tree))
-        made = {"settings": settings, "draft": draft, "lengths": list(LENGTHS), "tree": shape}
+        made = {**provenance(), "settings": settings, "draft": draft, "lengths": list(LENGTHS), "tree": shape}
         made |= {"draft_cost": cost, "tables": tables}
         path = output / name_of(f"{draft} {shape}".strip())
         write_json(path, made)
