@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from mars_jax import contrib, drafters, verify
-from mars_jax.core import decode, fake
+from mars_jax.core import decode, fake, step
 from mars_jax.core.conditions import Conditions
 from mars_jax.core.controls import make_controls
 from mars_jax.core.edits import make_edits
 from mars_jax.core.emit import emit
-from mars_jax.core.step import commit, judge, propose, score, step_keys
+from mars_jax.core.step import commit, score, step_keys
 from mars_jax.core.types import CORRECTED, EXACT, NO_KIND, NO_TOKEN, Params, Prompts, keys_from_seeds
-from tests.helpers import logits_after, ragged
+from tests.helpers import committed, logits_after, ragged
 
 VOCAB, BUFFER, ROWS = 13, 32, 3
 TARGET = fake.hash_model(vocab_size=VOCAB, agree=0.8)
@@ -23,6 +23,10 @@ SMALL = fake.hash_model(vocab_size=VOCAB, seed=5, agree=0.8)
 CHAIN = drafters.language_model(SMALL, 3)
 TREE = drafters.language_model(SMALL, tree=(2, 2))
 NOTHING = Params(target=())
+
+# One program for each of two parts, whose every operation would be one.
+propose = jax.jit(step.propose, static_argnums=0)
+judge = jax.jit(step.judge)
 
 
 def begun(drafter, rule=None, **settings):
@@ -32,7 +36,7 @@ def begun(drafter, rule=None, **settings):
     edits = settings.pop("edits", None)
     controls = dataclasses.replace(make_controls(ROWS, limit=BUFFER, **settings), edits=edits)
     decoder = decode.speculative_decoder(TARGET, drafter, rule)
-    keys = keys_from_seeds(jnp.arange(ROWS, dtype=jnp.uint32))
+    keys = keys_from_seeds(np.arange(ROWS, dtype=np.uint32))
     return decoder, decode.start(decoder, NOTHING, Prompts(tokens, length, controls, rule, keys))
 
 
@@ -46,7 +50,7 @@ def scored(drafter, **settings):
 
 
 def text(state, row):
-    return state.tokens[row, : state.length[row]].tolist()
+    return committed(state)[row]
 
 
 def test_keys_of_the_target_are_constant_and_those_of_a_draft_fresh():
