@@ -41,8 +41,8 @@ class Decoder:
     >>> decoder = speculative_decoder(model, drafters.ngram(4), rule)
     >>> prompts = Prompts(jnp.ones((1, 32), jnp.int32), jnp.asarray([3]), make_controls(1, limit=32), rule,
     ...                   keys_from_seeds(jnp.arange(1)))
-    >>> state = decoder.init(Params(target=()), prompts)
-    >>> state, info = decoder.step(Params(target=()), state)
+    >>> state = jax.jit(decoder.init)(Params(target=()), prompts)
+    >>> state, info = jax.jit(decoder.step)(Params(target=()), state)
     >>> int(state.length[0]) == 3 + int(info.num_emitted[0])
     True
     """
@@ -212,8 +212,9 @@ def speculative_decoder(
       >>> from mars_jax.core.types import keys_from_seeds
       >>> rule = verify.mars(theta=0.9)
       >>> decoder = speculative_decoder(fake.hash_model(vocab_size=11), drafters.ngram(4), rule)
-      >>> state = decoder.init(Params(()), Prompts(jnp.ones((1, 32), jnp.int32), jnp.array([3], jnp.int32),
-      ...                      make_controls(1, limit=32), rule, keys_from_seeds(jnp.arange(1))))
+      >>> prompts = Prompts(jnp.ones((1, 32), jnp.int32), jnp.array([3], jnp.int32), make_controls(1, limit=32),
+      ...                   rule, keys_from_seeds(jnp.arange(1)))
+      >>> state = jax.jit(decoder.init)(Params(()), prompts)
       >>> state = jax.lax.while_loop(lambda s: ~jnp.all(s.done), lambda s: decoder.step(Params(()), s)[0], state)
       >>> int(state.length[0])
       32
