@@ -68,8 +68,8 @@ def write(shape: str, folder: Path) -> Path:
     config = transformers.Qwen2Config(num_key_value_heads=2, **QWEN, **SHAPES[shape])
     torch.manual_seed(0)
     with torch.device("meta"):
-        model = transformers.Qwen2ForCausalLM(config).to(torch.bfloat16)
-    model = model.to_empty(device="cpu")
+        model: Any = transformers.Qwen2ForCausalLM(config)
+    model = model.bfloat16().to_empty(device="cpu")
     for name, tensor in model.named_parameters():
         torch.nn.init.ones_(tensor) if "norm" in name else torch.nn.init.normal_(tensor, std=0.02)
     model.save_pretrained(folder / shape)
@@ -129,8 +129,8 @@ def plain(checkpoint: Path, folder: Path, turns: int) -> dict[str, Any]:
     to_gguf(checkpoint, files["bfloat16"])
     files |= quantised(lib, files["bfloat16"], folder)
     ways: dict[str, Callable[[], Any]] = {}
-    for name, how in {"bfloat16": {"dtype": "bfloat16"}, "int8": {"dtype": "int8"}}.items():
-        target = mj.load(checkpoint, **how)
+    for name in ("bfloat16", "int8"):
+        target = mj.load(checkpoint, dtype=name)
         ways[f"mars-jax, {name}"] = decoding(Session.of(target), [ids], NEW)
     for dtype in ("bfloat16", "float32"):
         made = Transformers(checkpoint, dtype=dtype)

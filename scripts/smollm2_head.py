@@ -13,16 +13,16 @@
         --output heads/smollm2
 
 `texts` are conversations of other people's, which the target only reads: they cost a fifth of what it writes itself.
-That made the first head. What ships went on from it, with five times as much text of the target's own:
+That made the first head, and answers of the target's own made what ships of it:
 
-    python scripts/smollm2_head.py own --count 768 --output prompts/own.txt
-    python scripts/smollm2_head.py sources --data SHARED/data --count 6000 --output prompts/sources.txt
-    python scripts/smollm2_head.py twice --work prompts --output prompts/twice.txt
-    python scripts/smollm2_answers.py --data prompts/twice.txt --longest 80 --shard 160 --output features/answers
-    mars-jax distill eagle3 --target smollm2 --from heads/smollm2 --features features/answers \\
-        --steps-ahead 3 --loss kl+tv --learning-rate 1e-3 --tokens 5e5 --output heads/again
+    python scripts/smollm2_head.py sources --data SHARED/data --count 9000 --output prompts/sources.txt
+    python scripts/smollm2_answers.py --sources prompts/sources.txt --output features/answers
+    python scripts/smollm2_head.py widen --heads smollm2/eagle3 --features features/answers --count 6144 \\
+        --output heads/start
+    mars-jax distill eagle3 --target smollm2 --from heads/start --features features/answers \\
+        --steps-ahead 3 --loss kl+tv --learning-rate 1.5e-3 --tokens 1.5e6 --output heads/again
+    python scripts/smollm2_head.py tau --data SHARED/data/eval --heads smollm2/eagle3 heads/again --output JSON
 
-Commit d2e1a99 has `smollm2_answers.py`, a faster `distill features --chat` in PyTorch for this one architecture.
 `features` writes shard by shard, and `eagle3` begins every epoch with the shards that are there by then, so both can
 run at once; killed, each goes on with the same arguments. No prompt of an evaluation is among these: MT-Bench,
 Vicuna-bench, Alpaca, GSM8K's test part, HumanEval, CNN/DM and WMT are not read.
@@ -205,43 +205,33 @@ def own(args: argparse.Namespace) -> None:
         print(f"{first + count} of {args.count}", flush=True)
 
 
-def twice(args: argparse.Namespace) -> None:
-    """The prompts of `own` two times, with those of `sources` between: each of them is answered at two temperatures."""
-    written = [text.strip() for text in data.documents(args.work / "own.txt")]
-    made = (text.strip() for text in data.documents(args.work / "sources.txt"))
-    others = (text for text in made if len(text) < 700)
-    found: list[str] = []
-    for _ in range(2):
-        for number, text in enumerate(written):
-            found += [text, next(others)] if number % 5 in (1, 3) else [text]
-        if len(found) % 2 == 0:  # answers take turns at the temperatures
-            found.append(next(others))
-    write(args.output, found)
+def widen(args: argparse.Namespace) -> None:
+    """Write a head with the draft vocabulary that the target's answers ask for; new rows begin as the target's own."""
+    import dataclasses
 
-
-def export(args: argparse.Namespace) -> None:
-    """Write the head of the last checkpoint of a training that has not ended, in bfloat16."""
-    import jax
-    import jax.numpy as jnp
     import numpy as np
-    import orbax.checkpoint as ocp
 
     import mars_jax as mj
-    from mars_jax.lab.training import head_training
-    from mars_jax.lab.training.objectives import forward_kl
-    from mars_jax.lab.training.recipe import muon
+    from mars_jax.lab.training import features
 
-    target = mj.load("smollm2", dtype="bfloat16")
-    ids = np.asarray(json.loads((args.work / "draft_vocab.json").read_text()), np.int32)
-    made = head_training.new_eagle3(target.config, target.params, ids=ids, divergence=forward_kl)
-    params = made.init()
-    state = {"params": params, "opt_state": jax.jit(muon(1e-3, 100).init)(params)}
-    with ocp.CheckpointManager((args.work / "checkpoints").absolute()) as manager:
-        step = manager.latest_step()
-        params = manager.restore(step, args=ocp.args.StandardRestore(state))["params"]  # pyright: ignore
-    low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params) | {"ids": jnp.asarray(ids)}
-    mj.hub.save_eagle(args.output, made.config, low, overwrite=True)
-    print(f"step {step}, {sum(x.nbytes for x in jax.tree.leaves(low)) / 1e6:.1f} MB in {args.output}")
+    target = mj.load("smollm2", dtype="float32")
+    [head] = args.heads
+    config, params = mj.hub.load_eagle(head, target.config, target.params, dtype="float32")
+    vocab, old, unembed = target.config.vocab_size, np.asarray(params["ids"]), np.asarray(params["unembed"])
+    counts = np.isin(np.arange(vocab), old) * 0.5
+    for path in features.shards(args.features)[1:]:  # the first is held out
+        shard = features.read_shard(path)
+        best = np.asarray(shard.top)[shard.segments != features.PADDING]
+        for place, weight in enumerate((1.0, 0.3)):
+            counts += weight * np.bincount(best[:, place], minlength=vocab)
+    counts[list(target.stop_tokens)] = np.inf
+    ids = np.sort(np.argsort(-counts, kind="stable")[: args.count]).astype(np.int32)
+    rows = np.array(target.params["embed"], np.float32)
+    rows *= np.median(np.linalg.norm(unembed, axis=1) / np.linalg.norm(rows[old], axis=1))
+    rows[old] = unembed
+    config = dataclasses.replace(config, draft_vocab_size=len(ids))
+    mj.hub.save_eagle(args.output, config, params | {"ids": ids, "unembed": rows[ids]}, overwrite=True)
+    print(f"{len(ids)} tokens, {np.isin(ids, old).sum()} of them as before, in {args.output}")
 
 
 INSTRUCTIONS = {"alpaca": 60, "mt_bench": 40}
@@ -296,20 +286,26 @@ def write(path: Path, texts: list[str], *, mode: str = "w") -> None:
 
 def main() -> None:
     parser = common.parser(__doc__)
-    parser.add_argument("what", choices=("texts", "sources", "own", "twice", "export", "tau"))
-    parser.add_argument("--data", type=Path, help="the folder of gsm8k_train.jsonl.xz and the others")
-    parser.add_argument("--work", type=Path, help="export: folder of the checkpoints; twice: of the prompts")
+    parser.add_argument("what", choices=("texts", "sources", "own", "tau", "widen"))
+    parser.add_argument(
+        "--data", type=Path, help="the folder of gsm8k_train.jsonl.xz and the others; tau: of alpaca.jsonl.xz"
+    )
     parser.add_argument("--count", type=int, default=4000)
     parser.add_argument("--batch-size", type=int, default=96)
-    parser.add_argument("--heads", nargs="+", default=["smollm2/eagle3"], help="tau: heads that draft")
+    parser.add_argument("--heads", nargs="+", default=["smollm2/eagle3"], help="tau, widen: of SmolLM2")
+    parser.add_argument("--features", type=Path, help="widen: what `distill features` writes")
     parser.add_argument("--longest", type=int, default=160, help="tau: tokens of a prompt")
     parser.add_argument("--new-tokens", type=int, default=64, help="tau: of a text")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
-    {"texts": texts, "sources": sources, "own": own, "twice": twice, "export": export, "tau": tau}[args.what](
-        args
-    )
+    {
+        "texts": texts,
+        "sources": sources,
+        "own": own,
+        "tau": tau,
+        "widen": widen,
+    }[args.what](args)
 
 
 if __name__ == "__main__":
