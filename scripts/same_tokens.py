@@ -49,7 +49,8 @@ LOOSE = {
     "adaptive": {"theta": 0.1}, "entropy_gate": {"entropy": 0.5}, "fly": {"window": 1},
     "phrase": {"bound": 3.0, "window": 1},
     "budget": {"gap": 1.0}, "lenience": {"factor": 0.3}, "mixture": {"weight": 0.4}, "cactus": {"divergence": 1.0},
-    "speccascade": {"alpha": 0.5}, "released": {"ratio": 0.6}, "simulated": {"tau": 1.8},
+    "speccascade": {"alpha": 0.5}, "mentored": {"bound": 0.5}, "fuzzy": {"bound": 0.3},
+    "released": {"ratio": 0.6}, "simulated": {"tau": 1.8},
 }  # fmt: skip
 """Settings at which rules relax much."""
 WEIGHTS = {"equivalent": "case,space", "diversed": "tiny/diversed"}

@@ -204,6 +204,37 @@ RULES = (
         BLOCK,
     ),
     distributions(
+        "mentored",
+        "accepts the most that a divergence from the target allows",
+        "2609.30474",
+        number(
+            "bound",
+            0.1,
+            nats("a finite number of at least 0", grid=HARMS),
+            "nats that the text may be from the target at each token; 0 is lossless",
+        ),
+        BLOCK,
+    ),
+    distributions(
+        "fuzzy",
+        "accepts what is drafted wherever target and draft are alike, else by rejection",
+        "2502.20704",
+        Setting(
+            name="distance",
+            kind=str,
+            default="js",
+            choices={"js": "Jensen-Shannon divergence, nats", "tv": "total variation"},
+            help="how they are compared",
+        ),
+        number(
+            "bound",
+            0.1,
+            Range("a number from 0 to 1", 0, 1, grid=HARMS),
+            "how far apart they may be; 0 is lossless",
+        ),
+        BLOCK,
+    ),
+    distributions(
         "released",
         "what the released code of MARS does along a chain, which is not the paper's rule",
         "the code of 2601.15498",

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy import optimize
+from scipy.spatial import distance
 
 from mars_jax import contrib, verify
 from mars_jax.core import tree as trees
@@ -55,6 +57,40 @@ def opt(z, p, q, x, alpha):
     return by_target(p if defers else q, p, q, x)
 
 
+@functools.cache
+def closest(p, q, bound):
+    """f64[V]: min(max(q, a p), b p) for tuples p and q, by nested roots of a and b: the KL divergence falls with a."""
+    p, q = over(np.asarray(p)), over(np.asarray(q))
+    inside = p > 0
+
+    def at(a):
+        v = np.maximum(q, a * p)
+        v[~inside] *= max(1 - v[inside].sum(), 0) / max(v[~inside].sum(), 1e-300)
+        if v.sum() <= 1 + 1e-12:
+            return v
+        short = lambda b: np.minimum(v, b * p).sum() - 1  # noqa: E731
+        return np.minimum(v, optimize.brentq(short, 0.5, 2 * max(v[inside] / p[inside]), xtol=1e-15) * p)
+
+    def harm(a):
+        return np.sum(p[inside] * np.log(p[inside] / at(a)[inside]))
+
+    if harm(np.exp(-600)) <= bound:
+        return at(0.0)
+    return at(np.exp(optimize.brentq(lambda log_a: harm(np.exp(log_a)) - bound, -600, 0, xtol=1e-12)))
+
+
+def mentored(z, p, q, x, bound):
+    return by_target(closest(tuple(p), tuple(q), bound), p, q, x)
+
+
+def fuzzy_js(z, p, q, x, bound):
+    return by_target(q if distance.jensenshannon(p, q) ** 2 < bound else p, p, q, x)
+
+
+def fuzzy_tv(z, p, q, x, bound):
+    return by_target(q if np.abs(p - q).sum() / 2 < bound else p, p, q, x)
+
+
 def released(z, p, q, x, ratio):
     kept = np.where(p > 0, z, -np.inf)  # the filters have set what they exclude to -inf
     first, second = np.argsort(-kept)[:2]
@@ -84,6 +120,9 @@ LAWS = {
     "cactus": Law(contrib.cactus(divergence=0.2), cactus, 0.2),
     "token_v3": Law(contrib.speccascade(alpha=0.6), token_v3, 0.6),
     "opt": Law(contrib.speccascade(trust="opt", alpha=0.3), opt, 0.3),
+    "mentored": Law(contrib.mentored(bound=0.2), mentored, 0.2),
+    "fuzzy": Law(contrib.fuzzy(bound=0.2), fuzzy_js, 0.2),
+    "fuzzy(tv)": Law(contrib.fuzzy(distance="tv", bound=0.5), fuzzy_tv, 0.5),
     "released": Law(contrib.released(ratio=0.6), released, 0.6),
     "nucleus": Law(verify.nucleus(mass=0.9), nucleus, 0.9),
 }
@@ -192,6 +231,33 @@ def test_the_mixture_decides_as_transformers_ensemble(monkeypatch):
             wanted = over(v[stop] - q[stop]) if stop < 2 else np.exp(np.asarray(log_p, float))[0, 2]
             np.testing.assert_allclose(seen[-1].numpy().ravel(), wanted, atol=1e-4)
     assert len(seen) > 40
+
+
+def test_no_distribution_of_a_grid_accepts_more_than_the_mentored_one():
+    """Every distribution of three tokens in steps of 1/200 that is within the bound; the second target excludes one."""
+    parts = np.arange(201)
+    grid = np.stack(np.meshgrid(parts, parts, indexing="ij"), -1).reshape(-1, 2)
+    grid = grid[grid.sum(1) <= 200]
+    grid = np.column_stack([grid, 200 - grid.sum(1)]) / 200
+    p = np.float32([[0.6, 0.3, 0.1], [0.7, 0.3, 0.0], [0.05, 0.05, 0.9], [0.5, 0.5, 0.0]])
+    q = np.float32([[0.2, 0.3, 0.5], [0.1, 0.2, 0.7], [0.6, 0.3, 0.1], [0.0, 0.4, 0.6]])
+    bounds = np.float32([0.0, 0.02, 0.1, 0.3, 1.0, 9.0])
+    rows = [(a, b, d) for a, b in zip(p, q, strict=True) for d in bounds]
+    log_p, log_q = (jnp.log(jnp.asarray([row[i] for row in rows]))[:, None] for i in range(2))
+    rule: Any = for_rows(contrib.mentored(bound=np.asarray([d for _, _, d in rows])), len(rows))
+    found = np.asarray(jax.nn.softmax(rule.target(log_p, log_q, None), axis=-1), float)[:, 0]
+    for (p_row, q_row, bound), v in zip(rows, found, strict=True):
+        with np.errstate(divide="ignore", invalid="ignore"):
+            harms = np.where(p_row > 0, p_row * np.log(p_row / np.vstack([v, grid])), 0.0).sum(1)
+        assert harms[0] <= bound + 1e-6
+        accepted = np.minimum(q_row, np.vstack([v, grid])).sum(1)
+        best = accepted[1:][harms[1:] <= bound].max(initial=0)
+        # The best of the grid is off by a step for each token at most; at bound 0 p itself may be no point of it.
+        assert (
+            best - 1e-5
+            <= accepted[0]
+            <= (best + 0.015 if bound > 0 else np.minimum(p_row, q_row).sum() + 1e-6)
+        )
 
 
 def test_under_lenience_no_token_has_more_than_its_share():

@@ -121,12 +121,18 @@ CASES = {
     "speccascade(opt)": Case(
         contrib.speccascade(trust="opt", alpha=1), verify.rejection(), None, {"alpha": 0.0}, drafter=SAMPLED
     ),
+    "mentored": Case(
+        contrib.mentored(bound=0.5), verify.rejection(), {"bound": 0.0}, {"bound": 0.05}, drafter=SAMPLED
+    ),
+    "fuzzy": Case(
+        contrib.fuzzy(bound=0.4), verify.rejection(), {"bound": 0.0}, {"bound": 0.1}, drafter=SAMPLED
+    ),
     "released": Case(contrib.released(ratio=0.4), verify.rejection(), None, {"ratio": np.inf}, drafter=SAMPLED),
 }  # fmt: skip
 LIKE_ANOTHER = {
     "mars by position", "gap", "topk", "typical", "adaptive", "entropy_gate", "nucleus", "lenience",
     "cactus", "diversed", "speccascade", "speccascade(opt)", "mars over rejection on trees", "mixture on trees",
-    "phrase",
+    "phrase", "mentored", "fuzzy",
 }  # fmt: skip
 """Rules that are a formula in a seam that another rule of the table has as well, and keep no state: they are slow."""
 SEAMS = ("mixture", "budget")

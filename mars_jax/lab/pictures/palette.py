@@ -57,6 +57,8 @@ _CHOSEN = {
     "nucleus": Look(PURPLE, "^"),
     "cactus": Look(ORANGE, "^"),
     "speccascade": Look(SKY, "^"),
+    "mentored": Look(PURPLE, "v"),
+    "fuzzy": Look(ORANGE, "v"),
     "released": Look(VERMILLION, "v"),
     "simulated": Look(GREY, "*"),
 }
