@@ -177,7 +177,7 @@ EXACT_PREFIX = number(
     "exact_prefix",
     0,
     Range("a whole number of at least 0", 0, LARGEST_INT),
-    "tokens at the start of each answer that are verified strictly; 2 where safety matters",
+    "tokens at the start of each answer that are verified strictly",
     kind=int,
     flag=True,
     metavar="N",

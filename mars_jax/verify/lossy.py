@@ -22,9 +22,9 @@ from mars_jax.core.tree import at_parent
 class Lossy(Rule):
     """The base of every lossy rule: the first `exact_prefix` generated tokens of a row are those of its strict base.
 
-    0 by default, as in the papers. 2 is recommended where safety matters: exact verification of the first one or two
-    tokens restores most of what lossy rules lose under jailbreaks and prompt injection (Secure Speculative Decoding,
-    arXiv 2610.08678), at no measurable cost in speed.
+    0 by default, as in the papers. Under jailbreaks and prompt injection lossy rules lose more than their scores say.
+    One strict token restores most of it for Qwen3 and little for Llama-3 (Secure Speculative Decoding, arXiv
+    2610.08678).
     """
 
     exact_prefix: Any = np.int32(0)  # i32[] or [B]
