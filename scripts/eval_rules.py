@@ -156,6 +156,8 @@ def distributions(draft: str) -> list[Arm]:
         *swept("cactus", draft, one("divergence", (0.1, 1.0)), **few),
         *cascade(one("alpha", (0.1, 0.5)), family="speccascade (token_v3)"),
         *cascade(one("alpha", (0.1, 1.0), trust="opt"), family="speccascade (opt)"),
+        *swept("mentored", draft, one("bound", (0.05, 0.2, 0.5)), **few),
+        *swept("fuzzy", draft, one("bound", (0.05, 0.1, 0.2)), **few),
         *swept("released", draft, one("ratio", (0.9, 0.8)), **few),
     ]
 

@@ -53,6 +53,8 @@ DISTRIBUTIONS: dict[str, dict[str, Any]] = {
     "cactus": {},
     "speccascade": {},
     "speccascade (opt)": {"verify": "speccascade", "trust": "opt"},
+    "mentored": {},
+    "fuzzy": {},
     "released": {},
     "nucleus": {},
     "mars over rejection": {"verify": "mars", "base": "rejection"},
