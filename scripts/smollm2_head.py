@@ -259,23 +259,24 @@ def tau(args: argparse.Namespace) -> None:
     ]
     shapes = {"chain of 3": {"num_draft_tokens": 3}, "tree 10-8-60": {"tree": Dynamic(10, 8, 60)}}
     report = common.kept(args.output) or {"prompts": len(prompts), "new_tokens": args.new_tokens, "heads": {}}
+    report |= common.provenance(data=files, target=target.params)
+    asked = {
+        t: make_requests(target, prompts, temperature=t, max_new_tokens=args.new_tokens) for t in (0.0, 1.0)
+    }
+    rules = {"exact": verify.exact(), "mars(0.9)": verify.mars(theta=0.9)}
+    cases = [("chain of 3", rule, t) for rule in rules for t in asked] + [("tree 10-8-60", "exact", 0.0)]
     for head in args.heads:
-        made: dict[str, Any] = common.provenance(data=files, target=target.params) | {"tau": {}}
-        for shape, how in shapes.items():
-            drafter = drafters.load(f"eagle:{head}", target, **how)
-            for rule in (verify.exact(), verify.mars(theta=0.9)) if "chain" in shape else (verify.exact(),):
-                for temperature in (0.0, 1.0) if "chain" in shape else (0.0,):
-                    session = Session.of(target, drafter, rule, batch_size=args.batch_size)
-                    asked = make_requests(
-                        target, prompts, temperature=temperature, max_new_tokens=args.new_tokens
-                    )
-                    done = session.decode(asked).completions
-                    counts = np.array([[len(one.tokens), one.metrics.steps] for one in done], np.float64)
-                    name = f"{shape}, {session.rule_name}, temperature {temperature:g}"
-                    made["tau"][name] = ratio_of_sums(counts[:, 0], counts[:, 1])
-                    print(head, name, made["tau"][name], flush=True)
-        report["heads"][Path(head).name if Path(head).exists() else head] = made
-        common.write(args.output, report)
+        found = report["heads"].setdefault(Path(head).name if Path(head).exists() else head, {})
+        for shape, rule, t in cases:
+            name = f"{shape}, {rule}, temperature {t:g}"
+            if name in found:
+                continue
+            drafter = drafters.load(f"eagle:{head}", target, **shapes[shape])
+            done = Session.of(target, drafter, rules[rule], batch_size=args.batch_size).decode(asked[t])
+            counts = np.array([[len(x.tokens), x.metrics.steps] for x in done.completions], np.float64)
+            found[name] = common.stamp() | {"tau": ratio_of_sums(counts[:, 0], counts[:, 1])}
+            print(head, name, found[name]["tau"], flush=True)
+            common.write(args.output, report)
 
 
 def write(path: Path, texts: list[str], *, mode: str = "w") -> None:
