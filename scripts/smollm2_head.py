@@ -39,7 +39,6 @@ import random
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import common
 

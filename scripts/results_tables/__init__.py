@@ -7,7 +7,7 @@ from typing import Any
 from results_tables.checks import checks, kills, same_cost
 from results_tables.evidence import assisted, evidence
 from results_tables.mutants import mutants
-from results_tables.pair import blocks, drafters, family, on_cpu
+from results_tables.pair import blocks, drafters, family, on_cpu, shapes
 from results_tables.phrases import phrases
 from results_tables.rules import compared
 from results_tables.scale import eights, kernels, plans, refill, shift, sizes
@@ -21,8 +21,8 @@ def everything() -> dict[str, Any]:
     return {
         "family": family(), "drafters": drafters(), "blocks": blocks(), "evidence": evidence(),
         "assisted": assisted(), "studies": studies(),
-        "on_cpu": on_cpu(), "eights": eights(), "plans": plans(), "kernels": kernels(), "rules": compared(),
-        "phrases": phrases(), "refill": refill(), "systems": systems(), "costs": costs(), "smollm2": smollm2(),
-        "sizes": sizes(), "shift": shift(), "mutants": mutants(), "checks": checks(), "kills": kills(),
-        "same_cost": same_cost(),
+        "on_cpu": on_cpu(), "shapes": shapes(), "eights": eights(), "plans": plans(), "kernels": kernels(),
+        "rules": compared(), "phrases": phrases(), "refill": refill(), "systems": systems(), "costs": costs(),
+        "smollm2": smollm2(), "sizes": sizes(), "shift": shift(), "mutants": mutants(), "checks": checks(),
+        "kills": kills(), "same_cost": same_cost(),
     }  # fmt: skip

@@ -233,25 +233,58 @@ def drafters() -> dict[str, Any]:
     }
 
 
+def _ratio(found: Mapping[str, float]) -> str:
+    return span(found["median"], found["lower_95"], found["upper_95"])
+
+
 def on_cpu() -> dict[str, Any]:
     """bench_cpu.json: nodes, n-grams and a long prompt at 135M parameters on a CPU."""
     report = load("bench_cpu.json")
-
-    def ratio(found: Mapping[str, float]) -> str:
-        return span(found["median"], found["lower_95"], found["upper_95"])
-
     prompt = report["prompt"]
     return {
         "turns": report["turns"],
         "cores": report["cores"],
-        "nodes": [[str(row["nodes"]), f"{row['ms']:.0f}", ratio(row["over_one"])] for row in report["nodes"]],
+        "nodes": [
+            [str(row["nodes"]), f"{row['ms']:.0f}", _ratio(row["over_one"])] for row in report["nodes"]
+        ],
         "ngram": [
             [
                 row["prompts"],
                 *(f"{row['tokens_per_second'][name]:.0f}" for name in ("none", "ngram")),
-                ratio(row["ngram_over_none"]),
+                _ratio(row["ngram_over_none"]),
             ]
             for row in report["ngram"]
         ],
-        "prompt": prompt | {"ratio": ratio(prompt["over_transformers"])},
+        "prompt": prompt | {"ratio": _ratio(prompt["over_transformers"])},
+    }
+
+
+def shapes() -> dict[str, Any]:
+    """bench_shapes.json: the shapes of Qwen2.5-1.5B and 0.5B on a CPU."""
+    report = load("bench_shapes.json")
+    plain, drafted = report["plain"], report["drafted"]
+    return {
+        "turns": report["turns"],
+        "cores": report["cores"],
+        "plain": [[name, f"{speed:.2f}"] for name, speed in plain["tokens_per_second"].items()],
+        "best": plain["best_of_transformers"].removeprefix("transformers, "),
+        "over": {name: _ratio(found) for name, found in plain.items() if "_over_" in name},
+        "forward": [
+            [
+                str(row["rows"]),
+                str(row["nodes"]),
+                f"{row['ms']:.0f}",
+                f"{row['products_ms']:.0f}",
+                _ratio(row["over_products"]),
+                _ratio(row["over_one"]),
+            ]
+            for row in report["forward"]["rows"]
+        ],
+        "drafted": [
+            [name, f"{row['tau']:.2f}", f"{row['tokens_per_second']:.2f}", _ratio(row["over_plain"])]
+            for name, row in drafted.items()
+            if "tau" in row  # which the time of a step and of the draft alone have not
+        ],
+        "speeds": {name: drafted[name]["tokens_per_second"] for name in ("plain", "the draft alone")},
+        "ngram": report["ngram"] | {"ratio": _ratio(report["ngram"]["over_plain"])},
     }
