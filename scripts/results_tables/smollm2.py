@@ -29,17 +29,14 @@ def smollm2() -> dict[str, Any]:
     found = {
         "replay": _optional("smollm2_replay.json", _replay),
         "evidence": _optional("smollm2_evidence.json", _evidence),
-        "again": _optional("smollm2_again.json", _evidence),
+        "head": _optional("smollm2_head.json", _head),
         "peers": _optional("smollm2_peers.json", _peers),
         "first": _optional("smollm2_first_text.json", _first),
         "defaults": _optional("bench_defaults.json", _defaults),
         "parity": _optional("smollm2_parity.json", _parity),
         "compounding": _optional("compounding-smollm2/compounding.json", _compounding),
     }
-    # The bars of the evidence are of the head that ships, where that has been measured again.
     bars = {name: part.get("bars", []) for name, part in found.items() if part}
-    if "again" in bars:
-        bars.pop("evidence", None)
     return found | {"bars": [row for rows in bars.values() for row in rows]}
 
 
@@ -92,6 +89,19 @@ def _replay(report: Mapping[str, Any]) -> dict[str, Any]:
         "places": sum(cases[f"all, T={t}"]["places"] for t in TEMPERATURES),
         "prompts": cases["all, T=0"]["prompts"],
     }
+
+
+def _head(report: Mapping[str, Any]) -> dict[str, Any]:
+    ships, before = (report["heads"][name] for name in ("ships", "before"))
+    rows = [
+        (
+            *name.replace("temperature ", "").split(", "),
+            _span(case["tau"]),
+            _span(before[name]["tau"]) if name in before else "",
+        )
+        for name, case in ships.items()
+    ]
+    return {"prompts": report["prompts"], "new_tokens": report["new_tokens"], "rows": rows}
 
 
 def _evidence(report: Mapping[str, Any]) -> dict[str, Any]:
