@@ -30,6 +30,7 @@ def smollm2() -> dict[str, Any]:
         "replay": _optional("smollm2_replay.json", _replay),
         "evidence": _optional("smollm2_evidence.json", _evidence),
         "head": _optional("smollm2_head.json", _head),
+        "self": _optional("smollm2_self.json", _self),
         "peers": _optional("smollm2_peers.json", _peers),
         "first": _optional("smollm2_first_text.json", _first),
         "defaults": _optional("bench_defaults.json", _defaults),
@@ -102,6 +103,17 @@ def _head(report: Mapping[str, Any]) -> dict[str, Any]:
         for name, case in ships.items()
     ]
     return {"prompts": report["prompts"], "new_tokens": report["new_tokens"], "rows": rows}
+
+
+def _self(report: Mapping[str, Any]) -> dict[str, Any]:
+    rows = report["rows"]
+    return {
+        "prompts": len(rows),
+        "same": sum(row["same"] for row in rows),
+        "tau": _span(report["tau"]),
+        "tokens": report["tokens"],
+        "new_tokens": report["new_tokens"],
+    }
 
 
 def _evidence(report: Mapping[str, Any]) -> dict[str, Any]:
