@@ -89,7 +89,7 @@ def commands(data: Path) -> list[Command]:
             "benchmark",
             lambda f: [
                 *few,
-                *("--problems", "4", "--batch-size", "2", "--temperatures", "1", "--controls", "all"),
+                *("--problems", "4", "--batch-size", "2", "--temperatures", "1"),
                 *("--output", str(f / "out")),
             ],
             lambda f: (
