@@ -31,7 +31,7 @@ def _dense(x: Array, w: Array) -> Array:
 
 
 def dense_cpu(x: Array, w: Array) -> Array:
-    """Multiply in the forms that XLA's CPU backend runs fastest; scripts/bench_decode.py measures their sum."""
+    """Multiply in the forms that XLA's CPU backend runs fastest; scripts/bench_shapes.py measures their sum."""
     rows = x.shape[0]
     if x.dtype == jnp.bfloat16:
         # One row would be a matrix-vector product, which falls back to scalar code: 10x slower.
