@@ -144,12 +144,18 @@ def last_token(given: DraftInput) -> Array:
     return pick(given.tokens, given.length[:, None] - 1)
 
 
-def chain(tokens: Array, draft_logits: Array | None = None) -> DraftTree:
+def chain(tokens: Array, draft_logits: Array | None = None, *, expected: Array | None = None) -> DraftTree:
     """The tree of a chain of tokens i32[B, N] whose first is the last committed token."""
     batch, n = tokens.shape
     ids = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (batch, n))
     return DraftTree(
-        tokens=tokens, parents=ids - 1, depths=ids, draft_logits=draft_logits, max_depth=n - 1, is_chain=True
+        tokens=tokens,
+        parents=ids - 1,
+        depths=ids,
+        draft_logits=draft_logits,
+        expected=expected,
+        max_depth=n - 1,
+        is_chain=True,
     )
 
 

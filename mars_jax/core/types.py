@@ -68,6 +68,9 @@ class DraftTree:
     # [B, N, F] or None: what the drafter knew where it drew the children of a node, where a rule asks for it and the
     # drafter has it; anything at nodes without children.
     hidden: Array | None = None
+    # f32[B] or None: the share of the tested tokens that the drafter expects to be accepted, where it can tell one
+    # draft from another; see `drafters.sized`.
+    expected: Array | None = None
     max_depth: int = struct.field(pytree_node=False)  # D
     is_chain: bool = struct.field(pytree_node=False)
 

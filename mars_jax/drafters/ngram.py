@@ -44,10 +44,11 @@ def ngram(num_draft_tokens: int = 8, *, max_ngram: int = 3, min_ngram: int = 1) 
         )
 
     def propose(params: Params, state: PyTree, given: DraftInput) -> tuple[DraftTree, PyTree]:
-        drafted = lookup(
+        drafted, matched = lookup(
             given.tokens, given.length, num_draft_tokens, max_ngram=max_ngram, min_ngram=min_ngram
         )
-        return chain(jnp.concatenate([last_token(given), drafted], axis=1)), state
+        tokens = jnp.concatenate([last_token(given), drafted], axis=1)
+        return chain(tokens, expected=expected(matched)), state
 
     return Drafter(
         init=lambda params, tokens, length: (),
@@ -60,22 +61,41 @@ def ngram(num_draft_tokens: int = 8, *, max_ngram: int = 3, min_ngram: int = 1) 
     )
 
 
-def lookup(tokens: Array, length: Array, count: int, *, max_ngram: int, min_ngram: int) -> Array:
-    """The proposed continuation, i32[B, count], all `NO_TOKEN` in a row without a match.
+def expected(matched: Array) -> Array:
+    """The share of a copy's tested tokens that are accepted, f32[B], after a match of so many tokens i32[B]; 0 of none.
+
+    About what greedy answers of SmolLM2-135M have it: their next token is the copied one after 22% of the matches of
+    one token, 52% of two and 83% of three (133 prompts of six kinds, 128 tokens each).
+
+    >>> expected(jnp.asarray([0, 1, 2, 6])).round(2).tolist()
+    [0.0, 0.3, 0.55, 0.8]
+    """
+    return jnp.asarray([0.0, 0.3, 0.55, 0.8], jnp.float32)[jnp.minimum(matched, 3)]
+
+
+def lookup(
+    tokens: Array, length: Array, count: int, *, max_ngram: int, min_ngram: int
+) -> tuple[Array, Array]:
+    """The proposed continuation, all `NO_TOKEN` in a row without a match.
 
     Args:
       tokens: i32[B, T]; valid below `length`.
       length: i32[B], at least 1.
 
+    Returns:
+      The tokens, i32[B, count], and how many tokens matched, i32[B].
+
     >>> lookup(jnp.asarray([[5, 6, 7, 5, 6, 0]], jnp.int32), jnp.asarray([5], jnp.int32), 2,
-    ...        max_ngram=3, min_ngram=1).tolist()
+    ...        max_ngram=3, min_ngram=1)[0].tolist()
     [[7, 5]]
     """
-    found, best, _ = longest_match(tokens, length, tokens, length, max_ngram=max_ngram, min_ngram=min_ngram)
+    found, best, matched = longest_match(
+        tokens, length, tokens, length, max_ngram=max_ngram, min_ngram=min_ngram
+    )
     period = jnp.maximum(length - best, 1)
     step = jnp.arange(count, dtype=jnp.int32)[None] % period[:, None]
     drafted = jnp.take_along_axis(tokens, jnp.minimum(best[:, None] + step, tokens.shape[1] - 1), axis=1)
-    return jnp.where(found[:, None], drafted, NO_TOKEN)
+    return jnp.where(found[:, None], drafted, NO_TOKEN), matched
 
 
 def longest_match(

@@ -1,8 +1,9 @@
 """Drafts as long as pays now: each step takes a size, no draft among them, by what the device measures as it goes.
 
-What a step of a size costs is a number, measured or planned; what it gives follows from the share of tested tokens that
-were accepted lately, over the rows that are live. The size of the best tokens per second is taken, on the device,
-without a host's word. Source of the estimate: Leviathan et al. 2211.17192, section 3.3. B batch, n sizes.
+What a step of a size costs is a number, measured or planned; what it gives follows from what the drafter expects of its
+draft, and from how that turned out lately, over the rows that are live. The size of the best tokens per second is
+taken, on the device, without a host's word. Source of the estimate: Leviathan et al. 2211.17192, section 3.3. B batch,
+n sizes.
 
 Oracle: the drafter of a fixed size, token for token, and a simulation in Python (tests/drafters/test_sized.py).
 """
@@ -46,9 +47,8 @@ from mars_jax.drafters.asked import LoadedDrafter
 KEEP = 0.95
 """Decay of the counts after every step with a draft: at batch 1 the last twenty steps count, some 60 tested tokens."""
 GUESS, WEIGHT = 0.8, 4.0
-"""The acceptance before anything was seen, and as how many tested tokens it counts."""
-DOUBT = 3.0
-"""More tested tokens, half of them accepted, to begin with where drafts are copied: a text repeats itself or not."""
+"""The acceptance of a draft that does not say what is expected of it, and as how many tested tokens expectations count
+before anything was seen."""
 MARGIN = 1.1
 """A draft is to promise so many times the speed of none: costs leave out what a draft model has to catch up with, and
 a batch ends with its slowest row."""
@@ -73,7 +73,7 @@ class SizedState:
     draft: PyTree
     cached: Array  # i32; committed tokens that the drafter's cache has, of a drafter that is to catch up
     accepted: Array  # f32; tested tokens that were accepted, the latest counting most
-    tested: Array  # f32
+    hoped: Array  # f32; how many of them were expected to be
     idle: Array  # i32; steps since the last draft
     pause: Array  # i32; so many of them before one drafts to see
 
@@ -186,11 +186,8 @@ class SizedDecoder(Decoder):
 
     def _step(self, params: Params, state: DecodeState) -> tuple[DecodeState, StepInfo]:
         with jax.named_scope("draft"):
-            taken = chosen(params.draft, self.sizes.lengths, state.draft, ~state.done)
-            if SPARSE in self.drafter.traits:
-                # A size that finds nothing costs as much as one that drafts, so it is looked before it is taken. What
-                # times the sizes forces them, and pays for padding too.
-                taken = jnp.where((params.draft.forced < 0) & ~self._finds(params, state), 0, taken)
+            expected = self._expected(params, state)
+            taken = chosen(params.draft, self.sizes.lengths, state.draft, ~state.done, expected)
         steps = [functools.partial(self._sized, size, params) for size in self.sizes.drafters]
         shapes = jax.eval_shape(steps[0], state)[1]
         info = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
@@ -205,11 +202,14 @@ class SizedDecoder(Decoder):
             )
         return carry[1:]
 
-    def _finds(self, params: Params, state: DecodeState) -> Array:
-        """bool[]: true if the drafter has a draft for any live row."""
+    def _expected(self, params: Params, state: DecodeState) -> Array:
+        """f32[B]: the acceptance that the drafter expects of the next draft; 0 where a sparse one finds nothing."""
+        if SPARSE not in self.drafter.traits:
+            return jnp.full(state.length.shape, GUESS)
+        # To copy costs next to nothing, and what finds nothing would cost as much as what drafts: it looks beforehand.
         draft_keys, _ = step_keys(state)
         tree, _ = propose(self.drafter, params, state, Conditions.of(params, state), draft_keys)
-        return jnp.any((tree.tokens[:, 1:] != NO_TOKEN) & ~state.done[:, None])
+        return _told(tree)
 
     def _sized(self, size: Drafter, params: Params, state: DecodeState) -> tuple[DecodeState, StepInfo]:
         """A step of one of the sizes, in the shapes of the longest."""
@@ -224,7 +224,6 @@ def _sized(
 ) -> tuple[Drafter, tuple[Drafter, ...]]:
     """The longest drafter over `SizedState`, and all the sizes; equal arguments give the same, so compile once."""
     longest = made[-1]
-    before = DOUBT if SPARSE in longest.traits else 0.0
 
     def own(params: Params) -> Params:
         return params._replace(draft=params.draft.weights)
@@ -232,15 +231,15 @@ def _sized(
     def init(params: Params, tokens: Array, length: Array) -> SizedState:
         batch = length.shape[0]
         # Where no draft is to be expected, a draft model does not read the prompt either; `catch_up` would.
-        reads = longest.catch_up is None or _best(params.draft, lengths, jnp.float32(GUESS + BETTER)) > 0
+        reads = longest.catch_up is None or _best(params.draft, lengths, jnp.asarray([GUESS + BETTER])) > 0
         read = jnp.where(reads, length, jnp.minimum(length, 2))
         # Arrays of their own: a loop that is given the state may not be given one buffer twice.
         return SizedState(
             draft=longest.init(own(params), tokens, read),
             # Of a single token none is cached: what goes on from here reads the text from place 0 on.
             cached=jnp.maximum(read - 2, 0),
-            accepted=jnp.full((batch,), before / 2, jnp.float32),
-            tested=jnp.full((batch,), before, jnp.float32),
+            accepted=jnp.zeros((batch,), jnp.float32),
+            hoped=jnp.zeros((batch,), jnp.float32),
             idle=jnp.zeros((batch,), jnp.int32),
             pause=jnp.full((batch,), PAUSE, jnp.int32),
         )
@@ -267,44 +266,55 @@ def _sized(
     return whole, (_idle(longest), *drafts)
 
 
-def chosen(params: SizedParams, lengths: Sequence[int], state: SizedState, live: Array) -> Array:
+def chosen(
+    params: SizedParams, lengths: Sequence[int], state: SizedState, live: Array, expected: Array
+) -> Array:
     """i32[]: the number of the size that gives most tokens for its cost; the shorter one of equal ones, and none
     where no draft gives `MARGIN` times as many.
 
-    With an acceptance a, a chain of K gives 1 + a + ... + a^K tokens a step.
+    With an acceptance a, a chain of K gives 1 + a + ... + a^K tokens a step. It is the expected one, times what was
+    accepted lately of what was expected.
 
     Args:
       params: with costs f32[n].
       lengths: of the n sizes.
       state: of the rows.
       live: bool[B]; the rows that count, all where none does.
+      expected: f32[B]; the acceptance that the drafter expects of each row's next draft; 0 of none.
 
     >>> import jax
     >>> one, full = jnp.ones((1,), jnp.int32), lambda x: jnp.full((1,), x)
-    >>> state = SizedState(draft=(), cached=one, accepted=full(90.0), tested=full(100.0), idle=one, pause=one * 9)
+    >>> state = SizedState(draft=(), cached=one, accepted=full(90.0), hoped=full(80.0), idle=one, pause=one * 9)
     >>> costs = [SizedParams((), jnp.asarray(c), jnp.int32(-1)) for c in ([1.0, 1.5, 2.0], [1.0, 2.0, 5.0])]
-    >>> [int(chosen(c, (0, 2, 5), state, one > 0)) for c in costs]
+    >>> [int(chosen(c, (0, 2, 5), state, one > 0, full(0.8))) for c in costs]
     [2, 1]
     """
     counts = live | ~jnp.any(live)
     total = lambda x: jnp.sum(jnp.where(counts, x, 0))  # noqa: E731
-    # A mean over tested tokens, with WEIGHT tokens of GUESS before the first was seen.
-    acceptance = (total(state.accepted) + GUESS * WEIGHT) / (total(state.tested) + WEIGHT)
-
+    # To begin with WEIGHT tokens of a usual draft turned out as expected.
+    right = (total(state.accepted) + GUESS * WEIGHT) / (total(state.hoped) + GUESS * WEIGHT)
+    drafts = counts & (expected > 0)
+    acceptance = jnp.where(drafts, expected * right, 0.0)
     # Without a draft nothing is learned, so after a pause the choice is made as if a little more were accepted.
-    now, hoped = (_best(params, lengths, x) for x in (acceptance, acceptance + BETTER))
+    now, better = (
+        _best(params, lengths, x, counts) for x in (acceptance, jnp.where(drafts, acceptance + BETTER, 0.0))
+    )
     waited = jnp.max(jnp.where(counts, state.idle - state.pause, -1)) >= 0
-    picked = jnp.where((now == 0) & waited, hoped, now)
-    return jnp.where(params.forced >= 0, params.forced, picked)
+    return jnp.where((now == 0) & waited, better, now)
 
 
-def _best(params: SizedParams, lengths: Sequence[int], acceptance: Array) -> Array:
-    """i32[]: the number of the size that gives most tokens for its cost at this acceptance, or the forced one.
+def _best(
+    params: SizedParams, lengths: Sequence[int], acceptance: Array, counts: Array | None = None
+) -> Array:
+    """i32[]: the number of the size that gives most tokens for its cost at this acceptance f32[B], or the forced one.
 
-    None, where no draft gives `MARGIN` times as many.
+    None, where no draft gives `MARGIN` times as many. Only rows that count bool[B] do, default all.
     """
-    powers = jnp.cumprod(jnp.full((max(lengths),), 1.0, jnp.float32) * jnp.minimum(acceptance, 1.0))
+    powers = jnp.cumprod(
+        jnp.broadcast_to(jnp.minimum(acceptance, 1.0), (max(lengths), *acceptance.shape)), axis=0
+    )
     # Leviathan et al., equation 1: 1 + a + ... + a^K tokens a step, bonus token included. powers[i] is a^(i + 1).
+    powers = jnp.mean(powers, axis=1, where=counts)
     tokens = [1.0 + jnp.sum(powers[:length]) for length in lengths]
     # What has not been measured costs the same whatever is drafted.
     costs = jnp.where(params.costs > 0, params.costs, 1.0)
@@ -365,8 +375,8 @@ def _drafting(size: Drafter) -> Drafter:
         length: Array,
     ) -> SizedState:
         own = params._replace(draft=params.draft.weights)
-        # The first that is rejected ends the walk, and what follows it is not tested. Padding counts as rejected: what
-        # is not drafted gives nothing either.
+        # The first that is rejected ends the walk, and what follows it is not tested. Padding at the end counts as
+        # rejected: what is not drafted gives nothing either.
         tested = jnp.minimum(verdict.num_accepted + 1, size.max_depth)
         # After a pause what was seen before it counts half. A drafter that found nothing did not pause.
         paused = state.idle >= (state.pause if SPARSE in size.traits else 1)
@@ -376,7 +386,7 @@ def _drafting(size: Drafter) -> Drafter:
             # The new length is length + num_accepted + 1, and a draft model's cache ends two tokens before it.
             cached=length + verdict.num_accepted - 1,
             accepted=keep * state.accepted + verdict.num_accepted.astype(jnp.float32),
-            tested=keep * state.tested + tested.astype(jnp.float32),
+            hoped=keep * state.hoped + _told(tree) * tested.astype(jnp.float32),
             idle=jnp.zeros_like(state.idle),
             pause=jnp.where(paused, jnp.minimum(2 * state.pause, LONGEST_PAUSE), PAUSE),
         )
@@ -385,6 +395,14 @@ def _drafting(size: Drafter) -> Drafter:
     return size._replace(
         propose=propose, update=update, traits=tuple(trait for trait in size.traits if trait != SPARSE)
     )
+
+
+def _told(tree: DraftTree) -> Array:
+    """f32[B]: the acceptance that a drafter expects of its draft; 0 where it has none."""
+    found = jnp.any(tree.tokens[:, 1:] != NO_TOKEN, axis=1)
+    # A draft of which nothing is expected holds what a constraint put in.
+    said = GUESS if tree.expected is None else jnp.where(tree.expected > 0, tree.expected, GUESS)
+    return jnp.where(found, said, 0.0)
 
 
 def widened(info: StepInfo, max_depth: int) -> StepInfo:

@@ -31,7 +31,7 @@ def slow_lookup(tokens, count, max_ngram, min_ngram):
 def test_lookup_is_the_latest_of_the_longest_matches(tokens, sizes):
     buffer = np.full((1, 24), 2, np.int32)  # a plausible token past the length: it must not be found
     buffer[0, : len(tokens)] = tokens
-    got = lookup(
+    got, _ = lookup(
         jnp.asarray(buffer), jnp.asarray([len(tokens)], jnp.int32), 5, max_ngram=sizes[0], min_ngram=sizes[1]
     )
     assert got[0].tolist() == slow_lookup(tokens, 5, *sizes)

@@ -17,7 +17,19 @@ from mars_jax.core import decode, fake
 from mars_jax.core.controls import make_controls
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import Params, Prompts, keys_from_seeds
-from mars_jax.drafters.sized import KEEP, PAUSE, SizedState, chosen, forced, measured, sized
+from mars_jax.drafters.sized import (
+    GUESS,
+    KEEP,
+    MARGIN,
+    PAUSE,
+    WEIGHT,
+    SizedParams,
+    SizedState,
+    chosen,
+    forced,
+    measured,
+    sized,
+)
 from mars_jax.serve import sizes
 from mars_jax.serve.prepare import prepared
 from tests.helpers import draft_input, logits_after, ragged
@@ -74,11 +86,43 @@ def test_what_finds_nothing_takes_nothing(found):
         tokens, jnp.asarray([6]), make_controls(1, limit=40), RULE, keys_from_seeds(jnp.arange(1))
     )
     before = decode.start(decoder, params_of(made), prompts)
-    tested, idle = np.asarray(before.draft.tested), np.asarray(before.draft.idle)
+    hoped, idle = np.asarray(before.draft.hoped), np.asarray(before.draft.idle)
     after, info = decode.jitted_step(decoder, params_of(made), before)
     assert info.num_proposed.tolist() == [3 if found else 0]
     assert after.draft.idle.tolist() == ([0] if found else [idle[0] + 1])
-    assert (after.draft.tested[0] == tested[0]) is not found
+    assert (after.draft.hoped[0] == hoped[0]) is not found
+
+
+def test_a_copy_counts_as_its_match_is_long():
+    """The size is that of a plain sum over rows, each with what its own draft is expected to give."""
+    rng = np.random.default_rng(3)
+    lengths, costs = (0, 2, 4), np.asarray([1.0, 1.5, 2.1])
+    choose = jax.jit(lambda *given: chosen(given[0], lengths, *given[1:]))
+    seen = set()
+    for _ in range(60):
+        expected = rng.choice([0.0, 0.3, 0.55, 0.8], 3)
+        accepted, hoped, live = rng.uniform(0, 9, 3), rng.uniform(0, 9, 3), rng.random(3) < 0.7
+        counts = live if live.any() else ~live
+        right = (accepted[counts].sum() + GUESS * WEIGHT) / (hoped[counts].sum() + GUESS * WEIGHT)
+        speeds = []
+        for length, cost in zip(lengths, costs, strict=True):
+            tokens = [
+                1 + sum(min(a * right, 1.0) ** k for k in range(1, length + 1)) for a in expected[counts]
+            ]
+            speeds.append(np.mean(tokens) / cost * (1 if length else MARGIN))
+        state = SizedState(
+            draft=(),
+            cached=jnp.zeros((3,), jnp.int32),
+            accepted=jnp.asarray(accepted, jnp.float32),
+            hoped=jnp.asarray(hoped, jnp.float32),
+            idle=jnp.zeros((3,), jnp.int32),
+            pause=jnp.full((3,), PAUSE, jnp.int32),
+        )
+        params = SizedParams((), jnp.asarray(costs, jnp.float32), jnp.int32(-1))
+        found = int(choose(params, state, jnp.asarray(live), jnp.asarray(expected, jnp.float32)))
+        assert found == int(np.argmax(speeds))
+        seen.add(found)
+    assert seen == {0, 1, 2}
 
 
 @pytest.mark.slow
@@ -86,7 +130,7 @@ def test_the_rows_that_are_asked_for_are_those_that_go_on(monkeypatch):
     params = params_of(measured(MADE, [1.0, 1.01, 1.02]))
     decoder, state = begun(MADE, params)
     decoder = dataclasses.replace(decoder, prefill_chunk=7)  # so that its step is traced here
-    whole = lambda params, lengths, draft, live: jnp.where(jnp.all(live), 2, 0).astype(jnp.int32)  # noqa: E731
+    whole = lambda params, lengths, draft, live, _: jnp.where(jnp.all(live), 2, 0).astype(jnp.int32)  # noqa: E731
     monkeypatch.setattr(sized_drafts, "chosen", whole)
     _, info = decode.jitted_step(decoder, params, state)
     assert info.num_proposed.tolist() == [CHAIN.max_depth] * 3  # no row is done
@@ -125,12 +169,12 @@ def test_it_tries_again_where_a_better_draft_would_pay_and_seldom():
             draft=(),
             cached=jnp.zeros((2,), jnp.int32),
             accepted=jnp.asarray([70.0, 0.0]),
-            tested=jnp.asarray([100.0, 1e9]),  # the second row is done, and does not count
+            hoped=jnp.asarray([80.0, 1e9]),  # the second row is done, and does not count
             idle=jnp.zeros((2,), jnp.int32),
             pause=jnp.full((2,), PAUSE, jnp.int32),
         )
-        live = jnp.asarray([True, False])
-        choose = jax.jit(lambda state: chosen(params.draft, MADE.sizes.lengths, state, live))
+        live, usual = jnp.asarray([True, False]), jnp.full((2,), GUESS)
+        choose = jax.jit(lambda state: chosen(params.draft, MADE.sizes.lengths, state, live, usual))
         seen = []
         for step in range(400):
             if int(choose(state)):
@@ -139,7 +183,7 @@ def test_it_tries_again_where_a_better_draft_would_pay_and_seldom():
                 keep = KEEP / 2 if int(state.idle[0]) else KEEP
                 state = dataclasses.replace(
                     state,
-                    tested=keep * state.tested + 1,
+                    hoped=keep * state.hoped + GUESS,
                     accepted=keep * state.accepted,
                     pause=2 * state.pause if int(state.idle[0]) else jnp.full((2,), PAUSE, jnp.int32),
                     idle=jnp.zeros((2,), jnp.int32),

@@ -21,7 +21,7 @@ from mars_jax.core.reading import read_text
 from mars_jax.core.tree import chain, last_token
 from mars_jax.core.types import NO_TOKEN, DraftTree, Params, PyTree
 from mars_jax.drafters.asked import Asked, LoadedDrafter
-from mars_jax.drafters.ngram import longest_match
+from mars_jax.drafters.ngram import expected, longest_match
 
 CORPUS = 1 << 16
 """Tokens of a corpus unless told otherwise: some hundreds of answers."""
@@ -77,7 +77,8 @@ def replay(num_draft_tokens: int = 8, *, max_ngram: int = 6, min_ngram: int = 2)
         mine = jnp.where(own[:, None], mine, NO_TOKEN)
         better = found & (~own | (matched > matched_own))
         drafted = jnp.where(better[:, None], theirs, mine)
-        return chain(jnp.concatenate([last_token(given), drafted], axis=1)), state
+        copied = jnp.concatenate([last_token(given), drafted], axis=1)
+        return chain(copied, expected=expected(jnp.where(better, matched, matched_own))), state
 
     return Drafter(
         init=lambda params, tokens, length: (),
