@@ -9,8 +9,9 @@
 A chain of the embedded draft at lengths 2 to 12, temperatures 0 and 1. An arm's length is the one of most tokens per
 second on prompts that no figure uses: 300 problems, 96 stories. Its figures are then of 1,000 problems and 180 stories.
 Tokens per second are tau over what a step costs, twice: on this CPU, as `costs` timed it at batch 1, and as on an
-accelerator that memory bounds, where a step costs 1 + 0.05 K plain ones with a draft as small as an EAGLE head. Source of the challenge: arXiv 2607.08690, which finds that tuned lengths give much
-of what relaxing gives. `decode` goes on where it was killed. `check` holds tau over cost against a clock.
+accelerator that memory bounds, where a step costs 1 + 0.05 K plain ones with a draft as small as an EAGLE head. Source
+of the challenge: arXiv 2607.08690, which finds that tuned lengths give much of what relaxing gives. `decode` goes on
+where it was killed. `check` holds tau over cost against a clock.
 """
 
 from __future__ import annotations
