@@ -281,12 +281,15 @@ def report(rows: Sequence[Mapping[str, Any]], costs: Mapping[str, Any]) -> list[
     return made
 
 
+def packed_rows(file: Path) -> list[dict[str, Any]]:
+    """The rows of a .jsonl.xz."""
+    return [json.loads(line) for line in lzma.decompress(file.read_bytes()).decode().splitlines()]
+
+
 def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("part", choices=("costs", "decode", "check", "report"))
-    parser.add_argument(
-        "--rows", type=Path, help="made or gone on with by decode; report reads .jsonl.xz too"
-    )
+    parser.add_argument("--rows", type=Path, help="made or gone on with by decode; report reads a .jsonl.xz")
     parser.add_argument("--stories", type=Path, help="held-out stories, for decode")
     parser.add_argument("--costs", type=Path, help="the JSON of costs")
     parser.add_argument("--check", type=Path, help="the JSON of check")
@@ -301,11 +304,9 @@ def main() -> None:
         return
     if args.part == "check":
         checked = check(args.stories, eval_rules.read_rows(args.rows), costs["steps"])
-        common.write(args.output, common.provenance() | {"stories": checked})
+        common.write(args.output, common.provenance() | {"turns": TURNS - 2, "stories": checked})
         return
-    raw = args.rows.read_bytes()
-    text = (lzma.decompress(raw) if args.rows.suffix == ".xz" else raw).decode()
-    rows = [json.loads(line) for line in text.splitlines()]
+    rows = packed_rows(args.rows)
     common.write(
         args.output,
         common.provenance()

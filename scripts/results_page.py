@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = {
     "docs/results.md": "results_page.md.jinja",
     "docs/rules-compared.md": "rules_compared.md.jinja",
+    "docs/when-it-pays.md": "when_it_pays.md.jinja",
     "docs/smollm2.md": "smollm2.md.jinja",
     "mars_jax/assets/tiny/README.md": "tiny_card.md.jinja",
     "scripts/results/README.md": "results_bars.md.jinja",

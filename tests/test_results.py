@@ -42,6 +42,14 @@ def test_a_report_without_an_origin_is_refused():
             origin(report)
 
 
+@pytest.mark.slow
+def test_the_study_of_lengths_is_what_its_rows_say():
+    study = importlib.import_module("fair_arms")
+    told = json.loads((RESULTS / "fair_arms.json").read_text(encoding="utf-8"))
+    rows = study.packed_rows(RESULTS / "fair_arms.jsonl.xz")
+    assert study.report(rows, told["costs"]["steps"]) == told["tables"]
+
+
 def test_every_committed_report_is_read_by_a_page_or_named_by_one(monkeypatch):
     """And a page says of which commit it is, where one reads it."""
     origin = importlib.import_module("results_tables.origins").origin

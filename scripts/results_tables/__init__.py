@@ -6,6 +6,7 @@ from typing import Any
 
 from results_tables.checks import checks, kills, same_cost
 from results_tables.evidence import assisted, evidence
+from results_tables.fair import fair
 from results_tables.mutants import mutants
 from results_tables.pair import blocks, drafters, family, on_cpu, shapes
 from results_tables.phrases import phrases
@@ -24,5 +25,5 @@ def everything() -> dict[str, Any]:
         "on_cpu": on_cpu(), "shapes": shapes(), "eights": eights(), "plans": plans(), "kernels": kernels(),
         "rules": compared(), "phrases": phrases(), "refill": refill(), "systems": systems(), "costs": costs(),
         "smollm2": smollm2(), "sizes": sizes(), "shift": shift(), "mutants": mutants(), "checks": checks(),
-        "kills": kills(), "same_cost": same_cost(),
+        "kills": kills(), "same_cost": same_cost(), "fair": fair(),
     }  # fmt: skip

@@ -15,12 +15,9 @@ POINTS = {"arithmetic": 100.0, "stories": 1.0}
 """A score's unit: points, or nats per token."""
 
 
-def fair() -> dict[str, Any] | None:
+def fair() -> dict[str, Any]:
     """The variables of the page: a table for each task and temperature, and every arm by name."""
-    try:
-        report = load("fair_arms.json")
-    except FileNotFoundError:
-        return None
+    report = load("fair_arms.json")
     groups: dict[tuple[str, float], dict[str, dict[str, Any]]] = {}
     best: dict[tuple[str, float, str], str] = {}
     for table in report["tables"]:
@@ -41,7 +38,23 @@ def fair() -> dict[str, Any] | None:
         "best": lambda task, temperature, where: groups[task, temperature][best[task, temperature, where]][
             where
         ],
+        "times": lambda values: span(*values),
+        "named": lambda arm: {
+            "rejection": "`rejection`",
+            "block": "`rejection` by blocks",
+            "exact": "`exact`",
+        }[arm],
         "score": lambda task, values: _score(task, values),
+        "turns": report["check"]["turns"],
+        "checked": [
+            [
+                f"{found['arm']}, temperature {found['temperature']:g}, chain of {found['length']}",
+                f"{found['tau']:.2f}",
+                f"{found['foretold']:.2f}",
+                span(*(found["timed"][key] for key in ("median", "lower_95", "upper_95"))),
+            ]
+            for found in report["check"]["stories"]
+        ],
         "costs": [
             [
                 str(n),
