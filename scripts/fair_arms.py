@@ -63,7 +63,8 @@ class Pair(eval_rules.Pair):
 
 def arms(temperature: float, length: int) -> list[Arm]:
     """The lossless ones first."""
-    draft, drawn = f"chain {length}", {"sampled": True}
+    draft = f"chain {length}"
+    drawn: dict[str, Any] = {"sampled": True}
     exact = swept("exact", draft, [{}])
     mars = swept("mars", draft, [{"theta": 0.9}])
     if temperature == 0:
