@@ -44,7 +44,7 @@ def fair() -> dict[str, Any]:
             "block": "`rejection` by blocks",
             "exact": "`exact`",
         }[arm],
-        "score": lambda task, values: _score(task, values),
+        "score": _score,
         "turns": report["check"]["turns"],
         "apart": max(
             abs(found["foretold"] / found["timed"]["median"] - 1) for found in report["check"]["stories"]
