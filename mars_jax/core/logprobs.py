@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from mars_jax.core.sampling import at_tokens, divisor, process
+from mars_jax.core.sums import total
 from mars_jax.core.types import Controls
 
 
@@ -43,7 +44,8 @@ def log_probs(logits: Array, tokens: Array, controls: Controls, lossless: bool) 
     tokens = jnp.maximum(tokens, 0)
 
     def of_token(z: Array) -> Array:
-        return at_tokens(z, nodes, tokens) - jax.nn.logsumexp(z, axis=-1)
+        top = jnp.max(z, axis=-1)
+        return at_tokens(z, nodes, tokens) - top - jnp.log(total(jnp.exp(z - top[..., None])))
 
     # Shifting before dividing keeps a small temperature from turning the largest logit into inf.
     scaled = (z - jnp.max(z, axis=-1, keepdims=True)) / divisor(controls)[:, None, None]

@@ -23,6 +23,7 @@ from mars_jax.core import cache as kv_cache
 from mars_jax.core.cache import Int8Rows, Rows
 from mars_jax.core.errors import MarsError
 from mars_jax.core.mesh import devices_of, head_axes, hold_heads, map_devices
+from mars_jax.core.sums import total
 from mars_jax.core.types import Visible
 from mars_jax.models.layers import soft_cap
 
@@ -258,9 +259,9 @@ def _slice(rows: Rows, first: Array, size: int) -> Rows:
     return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, size, axis=1), rows)
 
 
-def _finish(mixed: Array, total: Array, dtype) -> Array:
+def _finish(mixed: Array, whole: Array, dtype) -> Array:
     """Normalise after the product: N * D divisions instead of N * S."""
-    mixed = mixed / jnp.where(total == 0, 1.0, total)[..., None]
+    mixed = mixed / jnp.where(whole == 0, 1.0, whole)[..., None]
     return jnp.transpose(mixed, (0, 2, 1, 3, 4)).astype(dtype)
 
 
@@ -302,7 +303,7 @@ def _attend_blocks(
     size = min(block, slots)
 
     def body(i, carry):
-        top, total, mixed = carry
+        top, whole, mixed = carry
         # The last block slides back to stay inside the buffer; what it would count twice is masked.
         first = jnp.minimum(i * size, slots - size)
         fresh = first + jnp.arange(size, dtype=jnp.int32) >= i * size
@@ -311,14 +312,14 @@ def _attend_blocks(
         higher = jnp.maximum(top, jnp.max(scores, axis=-1))
         weights, shrink = jnp.exp(scores - higher[..., None]), jnp.exp(top - higher)
         mixed = mixed * shrink[..., None] + _mix(weights, _slice(v, first, size), q.dtype)
-        return higher, total * shrink + jnp.sum(weights, axis=-1), mixed
+        return higher, whole * shrink + total(weights), mixed
 
     rows = (batch, heads, n, group)
     zeros = jnp.zeros(rows, jnp.float32)
     carry = (jnp.full(rows, _LOWEST, jnp.float32), zeros, jnp.zeros((*rows, dim), jnp.float32))
     count = -(-slots // size) if live is None else (live.astype(jnp.int32) + size - 1) // size
-    _, total, mixed = lax.fori_loop(0, count, body, carry)
-    return _finish(mixed, total, q.dtype)
+    _, whole, mixed = lax.fori_loop(0, count, body, carry)
+    return _finish(mixed, whole, q.dtype)
 
 
 @_attend_blocks.defjvp

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from mars_jax.core import mesh
+from mars_jax.core.sums import total
 from mars_jax.models.quantize import Int8
 
 ACTIVATIONS = {
@@ -92,7 +93,7 @@ def rms_norm(x: Array, scale: Array, eps: float, *, plus_one: bool = False) -> A
     With `plus_one` times 1 + scale, as Gemma stores it.
     """
     y = x.astype(jnp.float32)
-    y = y * lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + eps)
+    y = y * lax.rsqrt(total(jnp.square(y))[..., None] / y.shape[-1] + eps)
     scale = scale.astype(jnp.float32) + 1.0 if plus_one else scale.astype(jnp.float32)
     return (y * jnp.expand_dims(scale, tuple(range(x.ndim - 1)))).astype(x.dtype)
 

@@ -18,7 +18,7 @@ from mars_jax.core.errors import MarsError
 from mars_jax.core.mesh import hold_whole
 from mars_jax.core.types import ForwardOutput, KVCache, LanguageModel, PyTree, Visible
 from mars_jax.models import weights
-from mars_jax.models.attention import FORMS, KERNEL_SLOTS, Attend, attending
+from mars_jax.models.attention import BLOCK, FORMS, KERNEL_SLOTS, Attend, attending
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.layers import dense, embed, gated_mlp, rms_norm, soft_cap
 from mars_jax.models.moe import experts_mlp
@@ -196,10 +196,12 @@ def _language_model(
         )
 
     def init_cache(batch: int, slots: int) -> KVCache:
+        # On a CPU a block begins at the same slots in a buffer of any length, so that a sum over it has one order.
+        whole = KERNEL_SLOTS if form != "xla" else BLOCK if jax.default_backend() == "cpu" else 1
         return kv_cache.init_cache(
             layers=sum(attends for attends, _ in kept),
             batch=batch,
-            slots=slots if form == "xla" else -(-slots // KERNEL_SLOTS) * KERNEL_SLOTS,
+            slots=-(-slots // whole) * whole,
             kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             dtype=cache_dtype,
