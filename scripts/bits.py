@@ -115,10 +115,10 @@ def compared(
             equal += np.array_equal(a.log_probs.log_prob, b.log_probs.log_prob)
         elif place < min(len(a.tokens), len(b.tokens)):
             apart.append(gaps([*ids, *a.tokens[:place]], a.tokens[place], b.tokens[place]))
-    steps = sum(c.metrics.steps for c in other)
+    tau = sum(len(c.tokens) for c in other) / sum(c.metrics.steps for c in other)
     return {
         "prompts": len(given), "same": sum(p is None for p in places), "same_log_probs": int(equal),
-        "parted_at": places, "gaps": [round(g, 4) for g in apart], "tau": round(sum(len(c.tokens) for c in other) / steps, 4),
+        "parted_at": places, "gaps": [round(g, 4) for g in apart], "tau": round(tau, 4),
     }  # fmt: skip
 
 
