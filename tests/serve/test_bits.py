@@ -37,6 +37,7 @@ def check(target, plain, others):
     for draft, length, rows in others:
         for want, got in zip(plain, decoded(target, draft, length, rows=rows), strict=True):
             assert got.tokens == want.tokens, (draft, length, rows)
+            assert got.log_probs is not None and want.log_probs is not None
             np.testing.assert_array_equal(got.log_probs.log_prob, want.log_probs.log_prob)
 
 
