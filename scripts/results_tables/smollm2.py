@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from results_tables.bars import RESULTS, Bar, bar, load, span
@@ -35,6 +35,7 @@ def smollm2() -> dict[str, Any]:
         "first": _optional("smollm2_first_text.json", _first),
         "defaults": _optional("bench_defaults.json", _defaults),
         "parity": _optional("smollm2_parity.json", _parity),
+        "bits": _optional("bits.json", _bits),
         "compounding": _optional("compounding-smollm2/compounding.json", _compounding),
     }
     bars = {name: part.get("bars", []) for name, part in found.items() if part}
@@ -316,6 +317,29 @@ def _parity(report: Mapping[str, Any]) -> dict[str, Any]:
         ],
         "largest": max(row["largest_difference"] for row in report["logits"]),
         "bars": [bar(f"{wanted}: texts that differ from transformers'", different, "{:.0f}", "== 0")],
+    }
+
+
+def _bits(report: Mapping[str, Any]) -> dict[str, Any]:
+    def row(case: str, arm: str, found: Mapping[str, Any]) -> tuple[str, ...]:
+        places = [place for place in found["parted_at"] if place is not None]
+        return (
+            case, arm, f"{found['same']} of {found['prompts']}", str(found["same_log_probs"]),
+            *((f"{median(places):.0f}", f"{max(map(abs, found['gaps']), default=0):.3f}") if places else ("", "")),
+            f"{found['tau']:.2f}",
+        )  # fmt: skip
+
+    cases = report["cases"]
+    chains = [
+        (found["same_log_probs"], found["prompts"])
+        for arms in cases.values()
+        for arm, found in arms.items()
+        if "chain" in arm and "batch" not in arm
+    ]
+    return {
+        "new_tokens": report["new_tokens"],
+        "rows": [row(case, arm, found) for case, arms in cases.items() for arm, found in arms.items()],
+        "chains_are_plain": all(same == count for same, count in chains),
     }
 
 
