@@ -1,64 +1,186 @@
-"""Lossy rules beside the best that is lossless, each at its own best draft length, on the embedded pair.
+"""Lossy rules beside the best that is lossless, each at its own best draft length: a study for each of `STUDIES`.
 
-    python scripts/fair_arms.py costs --output costs.json                                   # while nothing else runs
-    python scripts/fair_arms.py decode --stories heldout.txt.xz --costs costs.json --rows rows.jsonl
-    python scripts/fair_arms.py check --stories heldout.txt.xz --costs costs.json --rows rows.jsonl --output check.json
-    python scripts/fair_arms.py report --costs costs.json --check check.json \
+    python scripts/fair_arms.py costs --study model --output costs.json                     # while nothing else runs
+    python scripts/fair_arms.py decode --study model --data DATA --costs costs.json --rows rows.jsonl
+    python scripts/fair_arms.py check --study model --data DATA --costs costs.json --rows rows.jsonl --output check.json
+    python scripts/fair_arms.py report --study model --costs costs.json --check check.json \
         --rows scripts/results/fair_arms.jsonl.xz --output scripts/results/fair_arms.json
 
-A chain of the embedded draft at lengths 2 to 12, temperatures 0 and 1. An arm's length is the one of most tokens per
-second on prompts that no figure uses: 300 problems, 96 stories. Its figures are then of 1,000 problems and 180 stories.
-Tokens per second are tau over what a step costs, twice: on this CPU, as `costs` timed it at batch 1, and as on an
-accelerator that memory bounds, where a step costs 1 + 0.05 K plain ones with a draft as small as an EAGLE head. Source
-of the challenge: arXiv 2607.08690, which finds that tuned lengths give much of what relaxing gives. `decode` goes on
-where it was killed. `check` holds tau over cost against a clock.
+A chain of a draft at several lengths, temperatures 0 and 1. An arm's length is the one of most tokens per second on
+prompts that no figure uses; its figures are then of other prompts. Tokens per second are tau over what a step costs,
+twice: on this CPU, as `costs` timed it at batch 1, and as on an accelerator that memory bounds, where a step costs
+1 + 0.05 K plain ones with a draft as small as an EAGLE head. Source of the challenge: arXiv 2607.08690, which finds
+that tuned lengths give much of what relaxing gives. `decode` goes on where it was killed. `check` holds tau over cost
+against a clock.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import lzma
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import common
 import eval_rules
 import numpy as np
-from eval_rules import BATCH, Arm, swept
+from eval_rules import BATCH, Arm, row_of, swept
 from rules_report import score_of, spread, sums, tau_of, weights
+from sacrebleu import sentence_chrf
 
 import mars_jax as mj
 from mars_jax import assets
 from mars_jax.lab.evaluate.answers import prompt_tokens
 from mars_jax.lab.evaluate.tasks.catalogue import read
+from mars_jax.lab.evaluate.tasks.problems import Problem
+from mars_jax.serve import likelihood
 from mars_jax.serve.session import Session
 
-LENGTHS = (2, 3, 5, 8, 12)
-CHOOSE = {"arithmetic": 300, "stories": 96}
-"""The first prompts of a task, on which a length is chosen."""
-SCORE = {"arithmetic": 1000, "stories": 180}
 CHEAP = 0.05
 """What a drafted token costs, in plain steps, of a draft as small as an EAGLE head on an accelerator."""
 TURNS = 7
+SHORT = 800
+"""Tokens of a prompt of SmolLM2 at most."""
+TIMED = (("exact", 0.0), ("mars theta 0.9", 0.0), ("rejection", 1.0))
+"""What `check` decodes, of a study's `clocked` task."""
+LOSSLESS = ("exact", "rejection", "block")
+Problems = Sequence[Problem]
 
 
-class Pair(eval_rules.Pair):
-    """The models, and a session for every length."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Task:
+    """Prompts: the first choose lengths, the others are scored."""
 
-    def __init__(self, rows: int) -> None:
-        super().__init__(None)
-        self.rows = rows
+    read: Callable[[Path], Problems]  # from the folder of data
+    choose: int
+    score: int
+    new_tokens: int
+    chat: bool = True
 
-    def _session(self, draft: str, sampled: bool) -> Session:
-        drafter = mj.drafters.load("none", self.target)
-        if draft != "none":
-            length = int(draft.removeprefix("chain "))
-            drafter = mj.drafters.load(
-                f"model:{assets.DRAFT}", self.target, sample=sampled, dtype="float32", num_draft_tokens=length
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Study:
+    """A target, a draft, and what they are asked."""
+
+    target: str
+    draft: str
+    lengths: tuple[int, ...]
+    tasks: Mapping[str, Task]
+    clocked: str
+
+
+def _stories(data: Path) -> Problems:
+    return read("stories", str(data / "tinystories_heldout.txt.xz"), chat=False, limit=276)
+
+
+def _jsonl(data: Path, name: str) -> Problems:
+    """In an order drawn once."""
+    found = read(name, str(data / "eval" / f"{name}.jsonl.xz"), chat=True)
+    short = [p for p in found if len(" ".join(p.turns[:1])) < 4 * SHORT]
+    return [short[i] for i in np.random.default_rng(0).permutation(len(short))]
+
+
+def _open(data: Path) -> Problems:
+    return [*_jsonl(data, "alpaca")[:32], *_jsonl(data, "mt_bench")]
+
+
+def _mixed(data: Path) -> Problems:
+    """As many of each task of Spec-Bench, but for MT-Bench, in turns; what they say is judged by its likelihood."""
+    parts: dict[str, list[Problem]] = {}
+    for problem in _jsonl(data, "spec_bench"):
+        parts.setdefault(problem.task, []).append(problem)
+    parts.pop("spec_bench/mt_bench")
+    in_turns = [p for row in zip(*(parts[task] for task in sorted(parts)), strict=False) for p in row]
+    return [dataclasses.replace(p, metric="likelihood") for p in in_turns]
+
+
+EMBEDDED = {
+    "arithmetic": Task(
+        read=lambda data: read("arithmetic", chat=True, limit=1300), choose=300, score=1000, new_tokens=96
+    ),
+    "stories": Task(read=_stories, choose=96, score=180, new_tokens=104, chat=False),
+}
+ANSWERED = {
+    "open": Task(read=_open, choose=32, score=80, new_tokens=96),
+    "mixed": Task(read=_mixed, choose=20, score=80, new_tokens=96),
+    "summaries": Task(read=lambda data: _jsonl(data, "cnn_dm"), choose=16, score=40, new_tokens=96),
+    "translations": Task(read=lambda data: _jsonl(data, "wmt19"), choose=16, score=40, new_tokens=96),
+}
+STUDIES = {
+    "model": Study(
+        target=assets.TARGET, draft=f"model:{assets.DRAFT}", lengths=(2, 3, 5, 8, 12), tasks=EMBEDDED,
+        clocked="stories",
+    ),
+    "head": Study(
+        target=assets.TARGET, draft="eagle:tiny/eagle3", lengths=(2, 3, 5, 8, 12), tasks=EMBEDDED,
+        clocked="stories",
+    ),
+    "smollm2": Study(
+        target="smollm2", draft="eagle:smollm2/eagle3", lengths=(1, 2, 3, 5), tasks=ANSWERED, clocked="open"
+    ),
+}  # fmt: skip
+
+
+class Pair:
+    """The models of a study, and a session for every length."""
+
+    def __init__(self, study: Study, rows: int) -> None:
+        self.study, self.rows = study, rows
+        self.target = mj.load(study.target, dtype="float32")
+        model = study.draft.removeprefix("model:")
+        self.draft = mj.load(model, dtype="float32") if study.draft.startswith("model:") else None
+        self._sessions: dict[tuple[int, bool], Session] = {}
+
+    def session(self, length: int, sampled: bool) -> Session:
+        """The one with drafts of a kind, of length 0 with none; it remembers what is compiled."""
+        if (length, sampled) not in self._sessions:
+            options: dict[str, Any] = {"num_draft_tokens": length, "sample": sampled, "dtype": "float32"}
+            drafter = (
+                mj.drafters.load(self.study.draft, self.target, **options)
+                if length
+                else mj.drafters.load("none", self.target)
             )
-        return Session(target=self.target, drafter=drafter, batch_size=self.rows, log_probs=self.rows > 1)
+            self._sessions[length, sampled] = Session(
+                target=self.target, drafter=drafter, batch_size=self.rows, log_probs=self.rows > 1
+            )
+        return self._sessions[length, sampled]
+
+    def using(self, arm: Arm, length: int) -> Session:
+        rule = mj.verify.load(arm.spec, self.target, **arm.settings)
+        return self.session(length, arm.sampled).using(rule)
+
+    def prompts(self, task: str, problems: Iterable[Problem]) -> list[list[int]]:
+        return [prompt_tokens(self.target, p, chat=self.study.tasks[task].chat) for p in problems]
+
+    def rows_of(
+        self, arm: Arm, length: int, task: str, temperature: float, group: Sequence[tuple[int, Problem]]
+    ) -> list[dict[str, Any]]:
+        """The figures of some prompts."""
+        prompts = self.prompts(task, (problem for _, problem in group))
+        requests = mj.make_requests(
+            self.target,
+            prompts,
+            temperature=temperature,
+            seed=[number for number, _ in group],
+            max_new_tokens=self.study.tasks[task].new_tokens,
+        )
+        done = self.using(arm, length).run(requests)
+        log_q: list[np.ndarray | None] = [None] * len(done)
+        if self.draft is not None:
+            texts = [[*p, *c.tokens] for p, c in zip(prompts, done, strict=True)]
+            scored = likelihood.score(self.draft, texts, rows=BATCH)
+            log_q = [s.log_p[len(p) - 1 :] for s, p in zip(scored, prompts, strict=True)]
+        key = {"task": task, "temperature": temperature, "draft": f"chain {length}", "arm": arm.name}
+        rows = []
+        for (number, problem), completion, q in zip(group, done, log_q, strict=True):
+            row = {**key, "id": number, **row_of(cast(Any, self), problem, completion, q)}
+            if problem.metric == "bleu":  # which has no score of a sentence
+                row["score"] = [sentence_chrf(completion.text, problem.references).score / 100]
+            rows.append(row)
+        return rows
 
 
 def arms(temperature: float, length: int) -> list[Arm]:
@@ -78,43 +200,32 @@ def arms(temperature: float, length: int) -> list[Arm]:
     ]
 
 
-TIMED = {
-    ("stories", 0.0, "exact"),
-    ("stories", 0.0, "mars theta 0.9"),
-    ("stories", 1.0, "rejection"),
-}
-"""What `check` decodes."""
-LOSSLESS = ("exact", "rejection", "block")
-
-
-def step_costs(seconds: Mapping[str, Any], sampled: bool) -> dict[str, dict[int, float]]:
+def step_costs(study: Study, seconds: Mapping[str, Any], sampled: bool) -> dict[str, dict[int, float]]:
     """What a step of each length costs, in plain ones, by where it runs."""
     kind = "drawn" if sampled else "greedy"
-    timed = {n: seconds[f"{kind} {n}"]["over_plain"]["median"] for n in LENGTHS}
-    return {"this CPU": timed, "a cheap draft": {n: 1 + CHEAP * n for n in LENGTHS}}
+    timed = {n: seconds[f"{kind} {n}"]["over_plain"]["median"] for n in study.lengths}
+    return {"this CPU": timed, "a cheap draft": {n: 1 + CHEAP * n for n in study.lengths}}
 
 
 def best(taus: Mapping[int, float], costs: Mapping[int, float]) -> int:
-    return max(LENGTHS, key=lambda n: taus[n] / costs[n])
+    return max(taus, key=lambda n: taus[n] / costs[n])
 
 
-def time_steps() -> dict[str, Any]:
+def time_steps(study: Study) -> dict[str, Any]:
     """Seconds of a step at batch 1, in turns, of plain decoding and of each length; next to nothing is read before."""
-    pair = Pair(1)
-    [problem] = read("arithmetic", chat=True, limit=1)
-    prompt = prompt_tokens(pair.target, problem, chat=True)[:2]
+    pair = Pair(study, 1)
+    prompt = pair.target.encode("Once upon a time")[:2]
     ways: dict[str, Any] = {}
     steps: dict[str, int] = {}
-    names = ["plain", *(f"{kind} {n}" for n in LENGTHS for kind in ("greedy", "drawn"))]
+    names = ["plain", *(f"{kind} {n}" for n in study.lengths for kind in ("greedy", "drawn"))]
     for name in names:
         kind, _, length = name.partition(" ")
         drawn = kind == "drawn"
-        session = pair.session(f"chain {length}" if length else "none", drawn)
-        rule = mj.verify.load("rejection" if drawn else "exact", pair.target)
+        [arm] = swept("rejection" if drawn else "exact", "chain", [{}], sampled=drawn)
         asked = mj.make_requests(
             pair.target, [prompt], max_new_tokens=192, ignore_eos=True, temperature=float(drawn)
         )
-        alone = session.using(rule)
+        alone = pair.using(arm, int(length or 0))
 
         def way(name: str = name, alone: Any = alone, asked: Any = asked) -> None:
             steps[name] = alone.run(asked)[0].metrics.steps
@@ -128,26 +239,27 @@ def time_steps() -> dict[str, Any]:
     }
 
 
-def check(stories: Path, rows: Sequence[Mapping[str, Any]], costs: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Seconds of 30 stories at batch 1 beside plain decoding, and what tau over cost says they take."""
-    pair = Pair(1)
-    some = [
-        prompt_tokens(pair.target, p, chat=False) for p in read("stories", str(stories), chat=False, limit=30)
-    ]
+def check(
+    study: Study, data: Path, rows: Sequence[Mapping[str, Any]], costs: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Seconds of 30 prompts at batch 1 beside plain decoding, and what tau over cost says they take."""
+    pair, task = Pair(study, 1), study.tasks[study.clocked]
+    some = pair.prompts(study.clocked, task.read(data)[-30:])
     found = []
-    for choice in choices(rows, costs):
-        if (choice["task"], choice["temperature"], choice["arm"]) not in TIMED:
-            continue
+    for choice in choices(study, rows, costs):
         temperature, n = choice["temperature"], choice["best"]["this CPU"]
+        if choice["task"] != study.clocked or (choice["arm"], temperature) not in TIMED:
+            continue
         arm = arms(temperature, n)[choice["at"]]
-        new = eval_rules.NEW_TOKENS["stories"]
         asked = [
-            mj.make_requests(pair.target, [p], max_new_tokens=new, temperature=temperature, seed=i)
+            mj.make_requests(
+                pair.target, [p], max_new_tokens=task.new_tokens, temperature=temperature, seed=i
+            )
             for i, p in enumerate(some)
         ]
         ways = {
-            "plain": pair.session("none", False).using(mj.verify.load("exact", pair.target)),
-            "arm": pair.session(arm.draft, arm.sampled).using(pair.rule(arm)),
+            "plain": pair.session(0, False).using(mj.verify.load("exact", pair.target)),
+            "arm": pair.using(arm, n),
         }
         counts: dict[str, tuple[int, int]] = {}
 
@@ -165,7 +277,7 @@ def check(stories: Path, rows: Sequence[Mapping[str, Any]], costs: Mapping[str, 
                 "length": n,
                 "tau": tau,
                 "steps": counts["arm"][0],
-                "foretold": tau / step_costs(costs, arm.sampled)["this CPU"][n],
+                "foretold": tau / step_costs(study, costs, arm.sampled)["this CPU"][n],
                 "timed": common.ratio(per_token["plain"], per_token["arm"]),
             }
         )
@@ -173,17 +285,19 @@ def check(stories: Path, rows: Sequence[Mapping[str, Any]], costs: Mapping[str, 
     return found
 
 
-def choices(rows: Sequence[Mapping[str, Any]], costs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def choices(
+    study: Study, rows: Sequence[Mapping[str, Any]], costs: Mapping[str, Any]
+) -> Iterator[dict[str, Any]]:
     """Of each task, temperature and arm: tau by length, and the best length by where it runs."""
-    for task, count in CHOOSE.items():
+    for task, asked in study.tasks.items():
         for temperature in (0.0, 1.0):
-            for at, arm in enumerate(arms(temperature, LENGTHS[0])):
+            for at, arm in enumerate(arms(temperature, study.lengths[0])):
                 taus = {}
-                for n in LENGTHS:
+                for n in study.lengths:
                     named = arms(temperature, n)[at]
-                    mine = of(rows, task, temperature, named, range(count))
-                    taus[n] = float(tau_of(mine, np.ones((1, count)))[0])
-                where = step_costs(costs, arm.sampled)
+                    mine = of(rows, task, temperature, named, range(asked.choose))
+                    taus[n] = float(tau_of(mine, np.ones((1, asked.choose)))[0])
+                where = step_costs(study, costs, arm.sampled)
                 yield {
                     "task": task,
                     "temperature": temperature,
@@ -201,20 +315,13 @@ def of(rows: Sequence[Mapping[str, Any]], task: str, temperature: float, arm: Ar
     return sums([{**r, "id": r["id"] - ids.start} for r in mine])
 
 
-def decode(stories: Path, file: Path, costs: Mapping[str, Any]) -> None:
+def decode(study: Study, data: Path, file: Path, costs: Mapping[str, Any]) -> None:
     """Append what is missing of all rows: those that choose first."""
-    pair = Pair(BATCH)
-    problems = {
-        task: read(
-            task,
-            str(stories) if task == "stories" else None,
-            chat=task == "arithmetic",
-            limit=CHOOSE[task] + SCORE[task],
-        )
-        for task in CHOOSE
-    }
+    pair = Pair(study, BATCH)
+    problems = {name: task.read(data) for name, task in study.tasks.items()}
 
-    def fill(task: str, temperature: float, arm: Arm, ids: range) -> None:
+    def fill(task: str, temperature: float, n: int, at: int, ids: range) -> None:
+        arm = arms(temperature, n)[at]
         have = {
             row["id"]
             for row in eval_rules.read_rows(file)
@@ -222,41 +329,44 @@ def decode(stories: Path, file: Path, costs: Mapping[str, Any]) -> None:
             == (task, temperature, arm.draft, arm.name)
         }
         missing = [(i, problems[task][i]) for i in ids if i not in have]
+        # Prompts of a like length share a compilation.
+        missing.sort(key=lambda found: len(found[1].turns[0]))
         for first in range(0, len(missing), BATCH):
-            made = eval_rules.decode_batch(pair, arm, task, temperature, missing[first : first + BATCH])
+            made = pair.rows_of(arm, n, task, temperature, missing[first : first + BATCH])
             with file.open("a", encoding="utf-8") as out:
                 out.writelines(json.dumps(row) + "\n" for row in made)
         print(f"{task} {temperature:g} {arm.draft} {arm.name}: {len(missing)} rows", flush=True)
 
-    for n in LENGTHS:
+    for n in study.lengths:
         for temperature in (0.0, 1.0):
-            for arm in arms(temperature, n):
-                for task, count in CHOOSE.items():
-                    fill(task, temperature, arm, range(count))
-    for choice in list(choices(eval_rules.read_rows(file), costs)):
+            for at in range(len(arms(temperature, n))):
+                for task, asked in study.tasks.items():
+                    fill(task, temperature, n, at, range(asked.choose))
+    for choice in list(choices(study, eval_rules.read_rows(file), costs)):
+        asked = study.tasks[choice["task"]]
         for n in sorted(set(choice["best"].values())):
-            arm = arms(choice["temperature"], n)[choice["at"]]
-            first = CHOOSE[choice["task"]]
-            fill(choice["task"], choice["temperature"], arm, range(first, first + SCORE[choice["task"]]))
+            scored = range(asked.choose, asked.choose + asked.score)
+            fill(choice["task"], choice["temperature"], n, choice["at"], scored)
 
 
-def report(rows: Sequence[Mapping[str, Any]], costs: Mapping[str, Any]) -> list[dict[str, Any]]:
+def report(study: Study, rows: Sequence[Mapping[str, Any]], costs: Mapping[str, Any]) -> list[dict[str, Any]]:
     """A table for each task, temperature and place: arms at their best lengths, beside the best lossless one."""
     tables: dict[tuple[str, float, str], list[dict[str, Any]]] = {}
-    chosen = list(choices(rows, costs))
+    chosen = list(choices(study, rows, costs))
     for choice in chosen:
         for where, n in choice["best"].items():
             task, temperature = choice["task"], choice["temperature"]
+            asked = study.tasks[task]
             arm = arms(temperature, n)[choice["at"]]
-            ids = range(CHOOSE[task], CHOOSE[task] + SCORE[task])
-            w = weights(SCORE[task])
+            ids = range(asked.choose, asked.choose + asked.score)
+            w = weights(asked.score)
             mine = of(rows, task, temperature, arm, ids)
             # `exact` gives the texts of plain decoding, at whatever length it was decoded.
             exact = next(
                 c for c in chosen if (c["task"], c["temperature"], c["at"]) == (task, temperature, 0)
             )
             plain = of(rows, task, temperature, arms(temperature, exact["best"][where])[0], ids)
-            cost = step_costs(costs, arm.sampled)[where][n]
+            cost = step_costs(study, costs, arm.sampled)[where][n]
             tables.setdefault((task, temperature, where), []).append(
                 {
                     "arm": choice["arm"],
@@ -296,32 +406,37 @@ def packed_rows(file: Path) -> list[dict[str, Any]]:
 def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("part", choices=("costs", "decode", "check", "report"))
+    parser.add_argument("--study", choices=STUDIES, required=True)
     parser.add_argument("--rows", type=Path, help="made or gone on with by decode; report reads a .jsonl.xz")
-    parser.add_argument("--stories", type=Path, help="held-out stories, for decode")
+    parser.add_argument(
+        "--data", type=Path, help="folder of held-out stories and of eval/, for decode and check"
+    )
     parser.add_argument("--costs", type=Path, help="the JSON of costs")
     parser.add_argument("--check", type=Path, help="the JSON of check")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
+    study = STUDIES[args.study]
+    made = common.provenance() | {"study": args.study}
     if args.part == "costs":
-        common.write(args.output, common.provenance() | {"steps": time_steps()})
+        common.write(args.output, made | {"steps": time_steps(study)})
         return
     costs = json.loads(args.costs.read_text(encoding="utf-8"))
     if args.part == "decode":
-        decode(args.stories, args.rows, costs["steps"])
+        decode(study, args.data, args.rows, costs["steps"])
         return
     if args.part == "check":
-        checked = check(args.stories, eval_rules.read_rows(args.rows), costs["steps"])
-        common.write(args.output, common.provenance() | {"turns": TURNS - 2, "stories": checked})
+        checked = check(study, args.data, eval_rules.read_rows(args.rows), costs["steps"])
+        common.write(args.output, made | {"turns": TURNS - 2, study.clocked: checked})
         return
     rows = packed_rows(args.rows)
     common.write(
         args.output,
-        common.provenance()
+        made
         | {
             "costs": costs,
             "check": json.loads(args.check.read_text(encoding="utf-8")),
-            "taus": [{k: v for k, v in c.items() if k != "at"} for c in choices(rows, costs["steps"])],
-            "tables": report(rows, costs["steps"]),
+            "taus": [{k: v for k, v in c.items() if k != "at"} for c in choices(study, rows, costs["steps"])],
+            "tables": report(study, rows, costs["steps"]),
         },
     )
 
