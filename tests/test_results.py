@@ -47,7 +47,7 @@ def test_the_study_of_lengths_is_what_its_rows_say():
     study = importlib.import_module("fair_arms")
     told = json.loads((RESULTS / "fair_arms.json").read_text(encoding="utf-8"))
     rows = study.packed_rows(RESULTS / "fair_arms.jsonl.xz")
-    assert study.report(rows, told["costs"]["steps"]) == told["tables"]
+    assert study.report(study.STUDIES["model"], rows, told["costs"]["steps"]) == told["tables"]
 
 
 def test_every_committed_report_is_read_by_a_page_or_named_by_one(monkeypatch):
