@@ -35,7 +35,7 @@ def smollm2() -> dict[str, Any]:
         "first": _optional("smollm2_first_text.json", _first),
         "defaults": _optional("bench_defaults.json", _defaults),
         "parity": _optional("smollm2_parity.json", _parity),
-        "bits": _optional("bits.json", _bits),
+        "bits": _bits([load(f"bits_{name}.json") for name in ("tiny", "smollm2")]),
         "compounding": _optional("compounding-smollm2/compounding.json", _compounding),
     }
     bars = {name: part.get("bars", []) for name, part in found.items() if part}
@@ -320,7 +320,7 @@ def _parity(report: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _bits(report: Mapping[str, Any]) -> dict[str, Any]:
+def _bits(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     def row(case: str, arm: str, found: Mapping[str, Any]) -> tuple[str, ...]:
         places = [place for place in found["parted_at"] if place is not None]
         return (
@@ -329,7 +329,7 @@ def _bits(report: Mapping[str, Any]) -> dict[str, Any]:
             f"{found['tau']:.2f}",
         )  # fmt: skip
 
-    cases = report["cases"]
+    cases = {case: arms for report in reports for case, arms in report["cases"].items()}
     chains = [
         (found["same_log_probs"], found["prompts"])
         for arms in cases.values()
@@ -337,7 +337,7 @@ def _bits(report: Mapping[str, Any]) -> dict[str, Any]:
         if "chain" in arm and "batch" not in arm
     ]
     return {
-        "new_tokens": report["new_tokens"],
+        "new_tokens": reports[0]["new_tokens"],
         "rows": [row(case, arm, found) for case, arms in cases.items() for arm, found in arms.items()],
         "chains_are_plain": all(same == count for same, count in chains),
     }
