@@ -42,8 +42,8 @@ from mars_jax.serve.session import Session
 CHEAP = 0.05
 """What a drafted token costs, in plain steps, of a draft as small as an EAGLE head on an accelerator."""
 TURNS = 7
-SHORT = 800
-"""Tokens of a prompt of SmolLM2 at most."""
+LONGEST = 3200
+"""Characters of a prompt of SmolLM2 at most, some 800 tokens."""
 TIMED = (("exact", 0.0), ("mars theta 0.9", 0.0), ("rejection", 1.0))
 """What `check` decodes, of a study's `clocked` task."""
 LOSSLESS = ("exact", "rejection", "block")
@@ -79,7 +79,7 @@ def _stories(data: Path) -> Problems:
 def _jsonl(data: Path, name: str) -> Problems:
     """In an order drawn once."""
     found = read(name, str(data / "eval" / f"{name}.jsonl.xz"), chat=True)
-    short = [p for p in found if len(" ".join(p.turns[:1])) < 4 * SHORT]
+    short = [p for p in found if len(" ".join(p.turns[:1])) < LONGEST]
     return [short[i] for i in np.random.default_rng(0).permutation(len(short))]
 
 
