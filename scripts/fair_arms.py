@@ -42,8 +42,8 @@ from mars_jax.serve.session import Session
 CHEAP = 0.05
 """What a drafted token costs, in plain steps, of a draft as small as an EAGLE head on an accelerator."""
 TURNS = 7
-LONGEST = 3200
-"""Characters of a prompt of SmolLM2 at most, some 800 tokens."""
+LONGEST = 800
+"""Characters of a prompt of SmolLM2 at most, some 200 tokens."""
 TIMED = (("exact", 0.0), ("mars theta 0.9", 0.0), ("rejection", 1.0))
 """What `check` decodes, of a study's `clocked` task."""
 LOSSLESS = ("exact", "rejection", "block")
@@ -84,15 +84,16 @@ def _jsonl(data: Path, name: str) -> Problems:
 
 
 def _open(data: Path) -> Problems:
-    return [*_jsonl(data, "alpaca")[:32], *_jsonl(data, "mt_bench")]
+    return [*_jsonl(data, "alpaca")[:16], *_jsonl(data, "mt_bench")]
 
 
 def _mixed(data: Path) -> Problems:
-    """As many of each task of Spec-Bench, but for MT-Bench, in turns; what they say is judged by its likelihood."""
-    parts: dict[str, list[Problem]] = {}
+    """As many of each task of Spec-Bench whose prompts are short, in turns; the likelihood judges what they say."""
+    parts: dict[str, list[Problem]] = {
+        f"spec_bench/{name}": [] for name in ("math_reasoning", "qa", "translation")
+    }
     for problem in _jsonl(data, "spec_bench"):
-        parts.setdefault(problem.task, []).append(problem)
-    parts.pop("spec_bench/mt_bench")
+        parts.get(problem.task, []).append(problem)
     in_turns = [p for row in zip(*(parts[task] for task in sorted(parts)), strict=False) for p in row]
     return [dataclasses.replace(p, metric="likelihood") for p in in_turns]
 
@@ -104,10 +105,9 @@ EMBEDDED = {
     "stories": Task(read=_stories, choose=96, score=180, new_tokens=104, chat=False),
 }
 ANSWERED = {
-    "open": Task(read=_open, choose=32, score=80, new_tokens=96),
-    "mixed": Task(read=_mixed, choose=20, score=80, new_tokens=96),
-    "summaries": Task(read=lambda data: _jsonl(data, "cnn_dm"), choose=16, score=40, new_tokens=96),
-    "translations": Task(read=lambda data: _jsonl(data, "wmt19"), choose=16, score=40, new_tokens=96),
+    "open": Task(read=_open, choose=16, score=48, new_tokens=96),
+    "mixed": Task(read=_mixed, choose=12, score=48, new_tokens=96),
+    "translations": Task(read=lambda data: _jsonl(data, "wmt19"), choose=12, score=32, new_tokens=96),
 }
 STUDIES = {
     "model": Study(
@@ -119,7 +119,7 @@ STUDIES = {
         clocked="stories",
     ),
     "smollm2": Study(
-        target="smollm2", draft="eagle:smollm2/eagle3", lengths=(1, 2, 3, 5), tasks=ANSWERED, clocked="open"
+        target="smollm2", draft="eagle:smollm2/eagle3", lengths=(1, 2, 3), tasks=ANSWERED, clocked="open"
     ),
 }  # fmt: skip
 

@@ -77,6 +77,16 @@ def test_a_head_is_distilled_and_drafts(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
+def test_mars_is_reproduced_on_the_pair_that_fits(monkeypatch, tmp_path):
+    settings = {"PROBLEMS": "4", "LENGTHS": "3", "CHECK": "0", "OUTPUT": str(tmp_path / "out")}
+    said, shown = executed("reproduce_mars", monkeypatch, tmp_path, **settings)
+    assert "recipe: embedded" in said and len(re.findall(r"arithmetic: mars theta=.* tau .*score", said)) == 4
+    assert sum("image/png" in data for data in shown) == 2
+    pages = "".join(data.get("text/markdown", "") for data in shown)
+    assert "| strict -> relaxed | measured | published |" in pages and "over the best lossless" in pages
+
+
+@pytest.mark.slow
 def test_meshes_give_the_texts_of_one_device(monkeypatch, tmp_path):
     said, _ = executed("mesh", monkeypatch, tmp_path, NEW_TOKENS="16")
     assert said.count("4 of 4 texts are those of one device") == 2

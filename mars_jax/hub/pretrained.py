@@ -24,6 +24,7 @@ from mars_jax.hub.tokenizer import (
     told_of_panics,
 )
 from mars_jax.models.config import ModelConfig
+from mars_jax.specs.models import template_of
 
 
 class OwnConfig(NamedTuple):
@@ -112,12 +113,17 @@ class Pretrained:
 
     @functools.cached_property
     def tokenizer(self) -> Any:
-        """The transformers tokenizer of the checkpoint.
+        """The transformers tokenizer of the checkpoint; of some known models without a chat template, with theirs.
 
         Raises:
           MarsError: it has none that can be read.
         """
-        return read_tokenizer(self.path) if self.own_tokenizer is None else self.own_tokenizer
+        if self.own_tokenizer is not None:
+            return self.own_tokenizer
+        made = read_tokenizer(self.path)
+        if getattr(made, "chat_template", None) is None:
+            made.chat_template = template_of(self.name)
+        return made
 
     @functools.cached_property
     def _plain(self) -> Any:

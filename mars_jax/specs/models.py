@@ -24,6 +24,7 @@ class ModelRow:
     family: str  # of `hub.families`
     vocabulary: int  # rows of its embedding
     drafts: tuple[str, ...] = ()  # specs of drafters, the one to try first first
+    template: str = ""  # a chat template, where its tokenizer has none
     copies_pay: bool = False  # n-grams were measured to be faster than any of them
 
     def is_called(self, name: str) -> bool:
@@ -116,7 +117,19 @@ _CODER: dict[str, Any] = {"licence": "Apache-2.0", "family": "qwen2", "vocabular
 _QWEN3: dict[str, Any] = {"licence": "Apache-2.0", "family": "qwen3", "vocabulary": 151936}
 _MIXTURE: dict[str, Any] = _QWEN3 | {"family": "qwen3_moe"}
 _LLAMA2: dict[str, Any] = {"licence": "llama2", "family": "llama", "vocabulary": 32000}
-_VICUNA: dict[str, Any] = _LLAMA2 | {"licence": "non-commercial"}
+_VICUNA: dict[str, Any] = _LLAMA2 | {
+    "licence": "non-commercial",
+    # FastChat's `vicuna_v1.1`, which EAGLE's own evaluation of Vicuna uses.
+    "template": (
+        "A chat between a curious user and an artificial intelligence assistant. "
+        "The assistant gives helpful, detailed, and polite answers to the user's questions."
+        "{% for message in messages %}"
+        "{% if message['role'] == 'user' %} USER: {{ message['content'] }}"
+        "{% else %} ASSISTANT: {{ message['content'] }}</s>{% endif %}"
+        "{% endfor %}"
+        "{% if add_generation_prompt %} ASSISTANT:{% endif %}"
+    ),
+}
 _LLAMA3: dict[str, Any] = {"family": "llama", "vocabulary": 128256}
 _GEMMA: dict[str, Any] = {"licence": "gemma", "family": "gemma3_text"}
 
@@ -351,6 +364,19 @@ def default_draft(target: str, is_here: Callable[[str], bool]) -> str:
     if (found := _of_target(target)) and found.copies_pay:
         return "ngram"
     return next((spec for spec in drafts_for(target) if is_here(spec.partition(":")[2])), "ngram")
+
+
+def template_of(name: str) -> str | None:
+    """Return the chat template of a target whose tokenizer has none; None where none is known.
+
+    Args:
+      name: as for `drafts_for`.
+
+    >>> template_of("lmsys/vicuna-13b-v1.3")[:25], template_of("tiny/target")
+    ('A chat between a curious ', None)
+    """
+    found = _of_target(name)
+    return (found.template or None) if found else None
 
 
 class Pair(NamedTuple):

@@ -7,16 +7,12 @@ import dataclasses
 import hashlib
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
-import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
@@ -25,91 +21,20 @@ from mars_jax.core import activity
 from mars_jax.core.errors import MarsError
 from mars_jax.hub.files import is_here, resolve
 from mars_jax.specs.models import MODELS, ModelRow
+from tests.hub.served import digest_of, serving
 from tests.hub.test_gguf import write
 
-COMMIT = "a" * 40
 FILE, REPOSITORY = "small-q8_0.gguf", "owner/small-GGUF"
-
-
-class Handler(BaseHTTPRequestHandler):
-    """The part of the hub's protocol that a download takes: listings by API, files by HEAD and GET with ranges."""
-
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, *_):
-        pass
-
-    def do_HEAD(self):
-        self.do_GET()
-
-    def do_GET(self):
-        at = self.server
-        at.asked.append((self.command, self.path, self.headers.get("Range")))
-        listing = re.match(r"/api/models/([^/]+/[^/?]+)(/tree)?", self.path)
-        file = re.match(r"/([^/]+/[^/]+)/resolve/\w+/(.+)", self.path)
-        repository = (listing or file)[1] if listing or file else ""
-        files = at.repositories.get(repository)
-        if repository in at.gated:
-            self._answer(403, b"", {"X-Error-Code": "GatedRepo", "X-Error-Message": "Access is restricted"})
-        elif files is None or (file and file[2] not in files):
-            self._answer(404, b"", {"X-Error-Code": "EntryNotFound" if files else "RepoNotFound"})
-        elif file:
-            self._file(files[file[2]])
-        elif listing[2]:
-            rows = [{"type": "file", "path": n, "size": len(b), "oid": _digest(b)} for n, b in files.items()]
-            self._answer(200, json.dumps(rows).encode())
-        else:
-            found = {"id": repository, "sha": COMMIT, "siblings": [{"rfilename": name} for name in files]}
-            self._answer(200, json.dumps(found).encode())
-
-    def _file(self, whole):
-        first = int(re.findall(r"\d+", self.headers.get("Range") or "0")[0])
-        more = {"ETag": f'"{_digest(whole)}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
-        if first:
-            more["Content-Range"] = f"bytes {first}-{len(whole) - 1}/{len(whole)}"
-        sent = None
-        if self.command == "GET" and len(whole) > 4096 and self.server.breaks:
-            self.server.breaks -= 1
-            sent = 0 if first else len(whole) // 2
-        self._answer(206 if first else 200, whole[first:], more, sent)
-
-    def _answer(self, status, body, more=(), sent=None):
-        self.send_response(status)
-        for name, value in {"Content-Length": len(body), **dict(more)}.items():
-            self.send_header(name, str(value))
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body[:sent])
-        self.close_connection = sent is not None
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
-
-
-@pytest.fixture
-def server(tmp_path, monkeypatch):
-    """A hub whose repositories are {name: {file: content}}, and an empty cache."""
-    served = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    served.repositories, served.asked, served.breaks, served.gated = {}, [], 0, set()
-    thread = threading.Thread(target=served.serve_forever, args=(0.02,), daemon=True)
-    thread.start()
-    served.url = f"http://127.0.0.1:{served.server_port}"
-    monkeypatch.setattr(constants, "ENDPOINT", served.url)
-    monkeypatch.setattr(
-        constants, "HUGGINGFACE_CO_URL_TEMPLATE", served.url + "/{repo_id}/resolve/{revision}/{filename}"
-    )
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    huggingface_hub.close_session()
-    yield served
-    served.shutdown()
-    served.server_close()
-    huggingface_hub.close_session()
 
 
 def of_directory(path: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in path.iterdir()}
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    with serving(tmp_path / "cache", monkeypatch) as served:
+        yield served
 
 
 @pytest.fixture
@@ -121,7 +46,7 @@ def small(server, tmp_path, monkeypatch):
         name="small",
         repository=REPOSITORY,
         file=FILE,
-        sha256=_digest(content),
+        sha256=digest_of(content),
         licence="MIT",
         family="llama",
         vocabulary=96,
@@ -139,7 +64,7 @@ def test_a_short_name_is_downloaded_once_and_needs_no_network_afterwards(server,
     server.asked.clear()
     monkeypatch.setattr(hashlib, "file_digest", None)  # it is compared once
     assert resolve(REPOSITORY) == resolve("small", weights=False)
-    assert _digest(resolve("small").read_bytes()) == small.sha256
+    assert digest_of(resolve("small").read_bytes()) == small.sha256
     assert server.asked == []
 
 
@@ -148,7 +73,7 @@ def test_a_download_whose_connection_breaks_goes_on_where_it_was(server, small, 
     monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 4096)
     server.breaks = 1
     content = resolve("small").read_bytes()
-    assert _digest(content) == small.sha256
+    assert digest_of(content) == small.sha256
     asked = [ranged for method, path, ranged in server.asked if method == "GET" and path.endswith(FILE)]
     assert asked == [None, f"bytes={len(content) // 2 // 4096 * 4096}-"]
 
@@ -162,7 +87,7 @@ def test_a_connection_that_does_not_come_back_leaves_nothing_to_be_taken_for_the
         resolve("small")
     assert not is_here("small")
     server.breaks = 0
-    assert _digest(resolve("small").read_bytes()) == small.sha256
+    assert digest_of(resolve("small").read_bytes()) == small.sha256
 
 
 def test_a_file_with_another_digest_is_not_used_and_not_kept(server, small, monkeypatch):
@@ -174,7 +99,7 @@ def test_a_file_with_another_digest_is_not_used_and_not_kept(server, small, monk
     assert not is_here("small")
     assert not [f for f in Path(constants.HF_HUB_CACHE).rglob("*") if f.is_file() and f.stat().st_size > 4096]
     monkeypatch.setitem(MODELS, "small", small)  # as it is mended, it is fetched again
-    assert _digest(resolve("small").read_bytes()) == small.sha256
+    assert digest_of(resolve("small").read_bytes()) == small.sha256
 
 
 def test_a_download_tells_how_far_it_is(server, monkeypatch):

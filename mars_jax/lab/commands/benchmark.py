@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
 from mars_jax import specs
-from mars_jax.cli.flags import Present, flag_of
+from mars_jax.cli.flags import Present, flag_of, number_of
 from mars_jax.cli.program import Parser, command
 from mars_jax.cli.rule_flags import given_settings
 from mars_jax.core.errors import MarsError, say
+from mars_jax.lab import recipes
 from mars_jax.lab.commands import pair
 from mars_jax.lab.theta import plain, settings_of, thetas_of
 from mars_jax.lab.ticking import ticking
@@ -24,17 +26,25 @@ and with --controls all against the rule at theta = inf, another margin matched 
 tau, and the target sampling from the same truncated set; all on the same prompts and
 seeds, in one run. A rule of your own is one arm, with the same controls.
 --forecast tells from the target's own texts what a draft of any length would be worth.
+--tune gives each rule the draft length that is best for it, the lossless rules too.
+--recipe NAME does both, the table of a paper and tuned lengths, with the flags of a pair.
 """
 _SWEPT = ("theta", "tau")
 """Settings of rules that have flags for several values."""
 FORECAST = ("ngram", "model", "eagle", "replay")
 """The drafters of which `forced.READERS` can tell what they say along a text."""
-_OF_ARMS = (
-    *("--verify", "--rule-option", "--thetas", "--controls", "--simulated-taus", "--refine"),
+_OF_LENGTHS = (
+    *("--controls", "--simulated-taus", "--refine"),
     *("--num-draft-tokens", "--draft-size auto", "--any-rule"),
-    *("--allow-code-execution", "--allow-unconfined-code"),
+)
+"""Flags that neither a forecast nor a tuned run heeds."""
+_OF_ARMS = (
+    *_OF_LENGTHS,
+    *("--verify", "--rule-option", "--thetas", "--allow-code-execution", "--allow-unconfined-code"),
 )
 """Flags that a forecast does not heed."""
+LENGTHS = ("2", "3", "5", "8", "12")
+"""The lengths that --tune tries where it names none."""
 _EPILOG = f"""\
 examples:
   mars-jax benchmark --task arithmetic --chat --problems 100 --output evidence
@@ -45,6 +55,8 @@ examples:
       --verify gates.py:entropy_gate --rule-option entropy=1.5 --output gate
   mars-jax benchmark --forecast --target PATH --draft model:SMALL --chat \\
       --task arithmetic --problems 100 --output texts
+  mars-jax benchmark --tune --task arithmetic --chat --problems 100 --output tuned
+  mars-jax benchmark --recipe qwen3-8b --output qwen3-8b
 
 {pair.TASKS}
 OUTPUT gets rows.jsonl as rows finish, then summary.json, table.md, plots as PNG, SVG
@@ -57,6 +69,12 @@ progress to stderr; bad input ends with exit code 2.
 def parser() -> Parser:
     """The parser; numbers are still texts."""
     made = pair.make_parser("benchmark", _DESCRIPTION, _EPILOG, instead=_SWEPT)
+    made.add_argument(
+        "--recipe",
+        metavar="NAME",
+        help=f"the flags of a pair, as its paper was measured and then tuned: {', '.join(recipes.names())}, or a .toml "
+        "file; flags that are given count instead",
+    )
     group = made.add_argument_group("arms")
     group.add_argument(
         "--thetas",
@@ -96,9 +114,18 @@ def parser() -> Parser:
         "texts for other drafts",
     )
     group.add_argument(
+        "--tune",
+        nargs="*",
+        metavar="K",
+        help="every arm at the best of these draft lengths, chosen on the first quarter of the problems and scored on "
+        "the others; above temperature 0 with the lossless rules for sampled drafts among the arms (default: "
+        f"{' '.join(LENGTHS)})",
+    )
+    group.add_argument(
         "--draft-cost",
         metavar="X",
-        help="with --forecast: what a drafted token costs, in forwards of the target; adds the best lengths",
+        help="what a drafted token costs, in forwards of the target: with --forecast adds the best lengths, with "
+        "--tune takes the place of the clock",
     )
     pair.add_code_flags(made)
     group = made.add_argument_group("output")
@@ -114,6 +141,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
       SystemExit: after --help and --version.
     """
     args = parser().parse_args(argv)
+    if args.recipe is not None:
+        return _parse_recipe(args, list(sys.argv[1:] if argv is None else argv))
     pair.convert(args)
     args.rule = pair.rule_of(args, instead=_SWEPT)
     args.theta_files = []
@@ -125,7 +154,24 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     ]
     args.simulated_taus = [_tau(text) for text in args.simulated_taus]
     args.draft_cost = _cost(args.draft_cost)
+    if args.tune is not None:
+        args.tune = sorted({number_of("num_draft_tokens", n, shown="--tune") for n in args.tune or LENGTHS})
     _check(args)
+    return args
+
+
+def _parse_recipe(args: argparse.Namespace, argv: list[str]) -> argparse.Namespace:
+    """The flags with `parts`, those of both parts of a recipe, each in a folder of its own below the output."""
+    if args.output is None:
+        raise MarsError("there is no --output: name a folder for rows, tables and plots.")
+    if args.forecast:
+        raise MarsError("--forecast does not apply with --recipe: leave one of them out.")
+    args.chosen = recipes.read(args.recipe)
+    given = recipes.without(argv, ("--recipe", "--output"))
+    args.parts = {
+        part: parse([*args.chosen.argv(part, given), "--output", str(args.output / part)])
+        for part in recipes.PARTS
+    }
     return args
 
 
@@ -147,6 +193,8 @@ def _tau(text: str) -> float:
 
 
 def _check(args: argparse.Namespace) -> None:
+    if args.tune is not None:
+        _check_tuned(args)
     if args.forecast:
         unheeded = [*_OF_ARMS, *(flag_of(name) for name in given_settings(args))]
         why = "with --forecast, which has no arms and tells all lengths of a draft: leave one of them out"
@@ -160,8 +208,10 @@ def _check(args: argparse.Namespace) -> None:
                 "--forecast does not apply to --tree dynamic, whose shape depends on what was drafted: give the "
                 "children per node at each depth, such as 4-2-2-1."
             )
-    elif args.draft_cost is not None:
-        raise MarsError("--draft-cost does not apply without --forecast: add it, or leave this out.")
+    elif args.draft_cost is not None and args.tune is None:
+        raise MarsError(
+            "--draft-cost does not apply without --forecast or --tune: add one, or leave this out."
+        )
     args.controls = args.controls or "paper"
     pair.check(args, args.rule, output="name a folder for rows, table and plots")
     for flag in ("thetas", "temperatures", "simulated_taus"):
@@ -186,6 +236,18 @@ def _check(args: argparse.Namespace) -> None:
         )
 
 
+def _check_tuned(args: argparse.Namespace) -> None:
+    unheeded = [*_OF_LENGTHS, "--tree", "--forecast"]
+    Present(args).refuse(
+        unheeded, "with --tune, which drafts chains of several lengths: leave one of them out"
+    )
+    if not specs.parse_draft(args.draft).row.resizes:
+        raise MarsError(
+            f"--tune does not apply to --draft {args.draft}: draft with {specs.drafters_that('resizes')}, which take "
+            "chains of any length."
+        )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     return command(parse, _run, argv)
@@ -194,8 +256,28 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: argparse.Namespace, out: IO[str]) -> None:
     from mars_jax.lab.folder import studying
 
+    if args.recipe is not None:
+        _follow(args, out)
+        return
     with studying(args, args.output, out) as (place, folder):
-        (_forecast if args.forecast else _study)(args, folder, place)
+        run = _forecast if args.forecast else _study if args.tune is None else _tune
+        run(args, folder, place)
+
+
+def _follow(args: argparse.Namespace, out: IO[str]) -> None:
+    from mars_jax.lab.commands.open_pair import read_problems
+    from mars_jax.lab.recipes.needs import needs
+
+    part = args.parts["tuned"]
+    found = needs(part, args.parts["paper"].controls, read_problems(part))
+    say(f"recipe {args.chosen.name}: {found.describe()}")
+    found.check(args.chosen.name, args.chosen.slice.get("topology", ""))
+    args.output.mkdir(parents=True, exist_ok=True)
+    for part in args.parts.values():
+        _run(part, out)
+    text = recipes.table(args.chosen, args.output)
+    (args.output / "recipe.md").write_text(text, encoding="utf-8")
+    print(text, file=out, end="")
 
 
 def _study(args: argparse.Namespace, folder: Path, out: IO[str]) -> None:
@@ -240,6 +322,41 @@ def _study(args: argparse.Namespace, folder: Path, out: IO[str]) -> None:
         )
     print(table.markdown(summary), file=out, end="")
     say(f"rows, table, plots and report are in {args.output}")
+
+
+def _tune(args: argparse.Namespace, folder: Path, out: IO[str]) -> None:
+    from mars_jax import drafters
+    from mars_jax.lab.commands.open_pair import open_study
+    from mars_jax.lab.evaluate.benchmark import tuned
+    from mars_jax.lab.evaluate.scoring import scores
+
+    code = {"run_code": args.allow_code_execution, "unconfined": args.allow_unconfined_code}
+    args.num_draft_tokens = args.tune[-1]
+    problems, target, drafter = open_study(args, folder, lambda found: scores.check_metrics(found, **code))
+    samples = specs.parse_draft(args.draft).row.samples
+    sampled = samples and "q" in args.rule.needs
+    kinds = {sampled: drafter}
+    if (samples and max(args.temperatures) > 0) or sampled:
+        other = drafters.load(
+            args.draft, target, num_draft_tokens=args.tune[-1], sample=not sampled, dtype=args.dtype
+        )
+        kinds[not sampled] = other._replace(params=drafter.params)
+    with ticking("decodes") as tick:
+        made = tuned.tuned(
+            target,
+            kinds,
+            problems,
+            folder,
+            lengths=args.tune,
+            cost=args.draft_cost,
+            names={name: getattr(args, name) for name in ("draft", "dtype", "mesh")} | pair.given(args),
+            progress=tick,
+            **{name: getattr(args, name) for name in ("rule", "thetas", "temperatures", "max_new_tokens")},
+            **{name: getattr(args, name) for name in ("batch_size", "seed", "chat")},
+            **{name: getattr(args, name) for name in ("allow_code_execution", "allow_unconfined_code")},
+        )
+    print(tuned.markdown(made), file=out, end="")
+    say(f"rows and tables are in {args.output}")
 
 
 def _forecast(args: argparse.Namespace, folder: Path, out: IO[str]) -> None:

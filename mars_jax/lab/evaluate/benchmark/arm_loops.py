@@ -48,6 +48,10 @@ class Evaluation:
         self._decoding, self._folder, self._settings, self._rule = decoding, folder, settings, rule
         self._made: dict[tuple[float, float | None], list[Arm]] = {}
         self._tasks = by_task(problems)
+        self._code = {
+            "run_code": settings["allow_code_execution"],
+            "unconfined": settings.get("confinement") == sandbox.HOOK,
+        }
         self._numbers = {(task, p.id): i for task, group in self._tasks.items() for i, p in enumerate(group)}
         self.matches = {place: Match(**found) for place, found in self._read(MATCHES).items()}
         self.margins, self.texts, self.replays = (self._read(name) for name in (MARGINS, TEXTS, REPLAY))
@@ -135,7 +139,7 @@ class Evaluation:
         return planned
 
     def _turns(self, problems: Sequence[Problem]) -> int:
-        return sum(len(turns_asked(problem, self._decoding.chat)) for problem in problems)
+        return turns_of(problems, self._decoding.chat)
 
     def _most_matching(self, task: str) -> int:
         """Decodes of a match that takes all of its steps."""
@@ -165,28 +169,9 @@ class Evaluation:
         return [
             make_row(problem, arm, temperature, seed, answer, scored, stops)
             for problem, seed, answer, scored in zip(
-                group, seeds, answers, self._scores(group, answers), strict=True
+                group, seeds, answers, scored(self._decoding, group, answers, **self._code), strict=True
             )
         ]
-
-    def _scores(self, group: list[Problem], answers: list[Answer]) -> list[list[float] | None]:
-        """Scores of the last turn of each problem, by the metric of their task; a likelihood is of all turns."""
-        if group[0].metric != "likelihood":
-            how = {
-                "run_code": self._settings["allow_code_execution"],
-                "unconfined": self._settings.get("confinement") == sandbox.HOOK,
-            }
-            return [scores.score(p, a.texts[-1], **how) for p, a in zip(group, answers, strict=True)]
-        target, chat = self._decoding.session.target, self._decoding.chat
-        turns = [
-            (i, prompt_tokens(target, p, a.texts[:turn], chat=chat), tokens)
-            for i, (p, a) in enumerate(zip(group, answers, strict=True))
-            for turn, tokens in enumerate(a.tokens)
-        ]
-        scored = score_answers(target, [t[1] for t in turns], [t[2] for t in turns])
-        sums = np.zeros((len(group), 2))
-        np.add.at(sums, [t[0] for t in turns], scored)
-        return [*sums.tolist()]
 
     def _untimed(self, task: str, temperature: float, count: int) -> tuple[list[Problem], list[Request]]:
         """The first problems of a task, in their first turn."""
@@ -269,6 +254,35 @@ def by_task(problems: Sequence[Problem]) -> dict[str, list[Problem]]:
     for problem in problems:
         tasks.setdefault(problem.task, []).append(problem)
     return tasks
+
+
+def turns_of(problems: Sequence[Problem], chat: bool) -> int:
+    """How many turns of problems are asked, all in all."""
+    return sum(len(turns_asked(problem, chat)) for problem in problems)
+
+
+def scored(
+    decoding: Decoding, problems: Sequence[Problem], answers: Sequence[Answer], **code: bool
+) -> list[list[float] | None]:
+    """Scores of the last turn of each problem of a task, by its metric; a likelihood is of all turns.
+
+    Args:
+      decoding: that gave the answers.
+      problems, answers: in the same order.
+      code: `run_code` and `unconfined`, as for `scores.score`.
+    """
+    if problems[0].metric != "likelihood":
+        return [scores.score(p, a.texts[-1], **code) for p, a in zip(problems, answers, strict=True)]
+    target, chat = decoding.session.target, decoding.chat
+    turns = [
+        (i, prompt_tokens(target, p, a.texts[:turn], chat=chat), tokens)
+        for i, (p, a) in enumerate(zip(problems, answers, strict=True))
+        for turn, tokens in enumerate(a.tokens)
+    ]
+    found = score_answers(target, [t[1] for t in turns], [t[2] for t in turns])
+    sums = np.zeros((len(problems), 2))
+    np.add.at(sums, [t[0] for t in turns], found)
+    return [*sums.tolist()]
 
 
 def score_answers(

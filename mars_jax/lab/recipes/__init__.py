@@ -1,0 +1,167 @@
+"""Recipes: with what a published table was measured, as flags of `mars-jax benchmark`, one file for each pair.
+
+A recipe is measured twice: as its table was, with the rule beside the strict one at the same draft, and with every arm
+at the draft length that is best for it. Nothing here imports jax.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import tomllib
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from mars_jax.core.errors import MarsError, did_you_mean
+
+FOLDER = Path(__file__).parent
+PARTS = ("paper", "tuned")
+"""The folders that a run makes: the table as it was published, and arms at their own best lengths."""
+TASKS = (
+    "mt_bench=HuggingFaceH4/mt_bench_prompts",
+    "humaneval=openai/openai_humaneval",
+    "gsm8k=openai/gsm8k",
+    "alpaca=tatsu-lab/alpaca",
+    "cnn_dm=abisee/cnn_dailymail",
+    "wmt19=wmt/wmt19",
+)
+"""The question sets of the MARS paper (arXiv 2601.15498), on the Hugging Face hub."""
+FLAGS: Mapping[str, Any] = {"task": TASKS, "problems": 80, "max-new-tokens": 1024, "tune": (), "chat": True}
+"""Flags of a recipe that names no others: 80 problems of a task, as many as MT-Bench has."""
+SHAPES = ("--tree", "--num-draft-tokens", "--draft-size", "--any-rule")
+OWN = {
+    "paper": ("--controls", "--simulated-taus", "--refine", *SHAPES),
+    "tuned": ("--tune", "--draft-cost"),
+}
+"""Flags of one part alone."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """One file."""
+
+    name: str
+    about: str = ""
+    source: str = ""  # of the figures that were published
+    flags: Mapping[str, Any]  # of both parts
+    paper: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of the first part
+    slice: Mapping[str, str] = dataclasses.field(
+        default_factory=dict
+    )  # a TPU slice that holds it, and its mesh
+    published: Mapping[str, Sequence[float]] = dataclasses.field(default_factory=dict)  # strict -> relaxed
+
+    def argv(self, part: str, given: Sequence[str]) -> list[str]:
+        """The flags of a part of `PARTS`, those that were given last.
+
+        >>> read("qwen3-8b").argv("paper", ["--problems", "4"])[-2:]
+        ['--problems', '4']
+        """
+        chosen = {**FLAGS, **self.flags}
+        lengths = chosen.pop("tune")
+        chosen |= {"tune": lengths} if part == "tuned" else self.paper
+        given = without(given, [flag for other, flags in OWN.items() if other != part for flag in flags])
+        names = {word.partition("=")[0] for word in given}
+        # A draft of one's own has a shape of its own.
+        names |= {"--tree"} if names & {"--draft", *SHAPES} else set()
+        own = (_words(name, value) for name, value in chosen.items() if f"--{name}" not in names)
+        return [*itertools.chain(*own), *given]
+
+
+def _words(name: str, value: Any) -> list[str]:
+    """
+    >>> _words("task", ["a", "b"]), _words("chat", True), _words("tune", ()), _words("temperatures", ["0", "1"])
+    (['--task', 'a', '--task', 'b'], ['--chat'], ['--tune'], ['--temperatures', '0', '1'])
+    """
+    if name == "task":
+        return [word for task in value for word in ("--task", task)]
+    if value is True:
+        return [f"--{name}"]
+    return [f"--{name}", *map(str, value if isinstance(value, (list, tuple)) else [value])]
+
+
+def without(argv: Sequence[str], flags: Collection[str]) -> list[str]:
+    """Flags but some, and their values.
+
+    >>> without(["--tune", "3", "5", "--problems", "4", "--output=b"], ["--tune", "--output"])
+    ['--problems', '4']
+    """
+    left, skip = [], False
+    for word in argv:
+        if word.startswith("--"):
+            skip = word.partition("=")[0] in flags
+        left += [] if skip else [word]
+    return left
+
+
+def names() -> list[str]:
+    """The recipes that come with the package."""
+    return sorted(file.stem for file in FOLDER.glob("*.toml"))
+
+
+def read(name: str) -> Recipe:
+    """A recipe by its name, or by the path of a file of one's own.
+
+    Raises:
+      MarsError: there is none of that name, or the file is no recipe.
+
+    >>> read("llama-3.1-8b").published["tau"]
+    [4.82, 6.61]
+    """
+    path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
+    if not path.is_file():
+        raise MarsError(
+            f"there is no recipe {name!r}{did_you_mean(name, names())}: choose from {', '.join(names())}."
+        )
+    try:
+        made = Recipe(name=path.stem, **tomllib.loads(path.read_text(encoding="utf-8")))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, TypeError) as error:
+        raise MarsError(
+            f"'{path}' is no recipe ({error}): its parts are about, source, flags, paper, slice, published."
+        ) from None
+    if not {"target", "draft"} <= made.flags.keys():
+        raise MarsError(f"'{path}' is no recipe: its [flags] name a target and a draft.")
+    return made
+
+
+def measured(summary: Mapping[str, Any]) -> dict[str, float]:
+    """Means over the tables of summary.json, as papers have them: speed and tau of the strict rule and the relaxed one,
+    and the share of the score that is kept, where there is one.
+
+    >>> arms = [{"role": r, "speedup": s, "tau": s, "recovered": 1.0} for r, s in (("strict", 2.0), ("rule", 3.0))]
+    >>> measured({"tables": [{"arms": arms}]})
+    {'strict speed': 2.0, 'strict tau': 2.0, 'rule speed': 3.0, 'rule tau': 3.0, 'recovered': 1.0}
+    """
+    found: dict[str, list[float]] = {}
+    for table in summary["tables"]:
+        arms = {arm["role"]: arm for arm in reversed(table["arms"])}
+        for role in ("strict", "rule"):
+            found.setdefault(f"{role} speed", []).append(arms[role]["speedup"])
+            found.setdefault(f"{role} tau", []).append(arms[role]["tau"])
+        if arms["rule"]["recovered"] is not None and math.isfinite(arms["rule"]["recovered"]):
+            found.setdefault("recovered", []).append(arms["rule"]["recovered"])
+    return {name: fmean(values) for name, values in found.items()}
+
+
+def table(recipe: Recipe, output: Path) -> str:
+    """What was published beside what was measured, in Markdown, of a run's folder."""
+    ours = measured(json.loads((output / PARTS[0] / "summary.json").read_text(encoding="utf-8")))
+    lines = [
+        f"# {recipe.name}: {recipe.about}",
+        "",
+        "| strict -> relaxed | measured | published |",
+        "|---|---|---|",
+    ]
+    for word, unit in (("speed", "x"), ("tau", "")):
+        was = recipe.published.get(word)
+        pairs = (ours[f"strict {word}"], ours[f"rule {word}"]), was
+        cells = ["-" if pair is None else f"{pair[0]:.2f}{unit} -> {pair[1]:.2f}{unit}" for pair in pairs]
+        lines.append(f"| {word} | {' | '.join(cells)} |")
+    kept = f"{ours['recovered']:.1%}" if "recovered" in ours else "not scored"
+    lines += [f"| score kept | {kept} | - |", ""]
+    if recipe.published:
+        lines += [f"Published: {recipe.source}. Means over the tasks.", ""]
+    return "\n".join(lines)

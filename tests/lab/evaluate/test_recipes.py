@@ -1,0 +1,138 @@
+"""Recipes: every one parses, says what it takes, and runs from a server of tiny checkpoints to the table."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import jax
+import pytest
+
+from mars_jax import hub, specs
+from mars_jax.core.errors import MarsError
+from mars_jax.lab import recipes
+from mars_jax.lab.commands.benchmark import main, parse
+from mars_jax.lab.evaluate.tasks.problems import Problem
+from mars_jax.lab.planning.outlined_models import CONFIGS
+from mars_jax.lab.recipes import needs
+from mars_jax.models import eagle_head
+from mars_jax.models.eagle_head import EagleConfig
+from tests.cli import conftest as checkpoints
+from tests.hub.served import serving
+
+PROBLEM = Problem(task="t", id="0", turns=("1 + 1?",), metric="none")
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_every_recipe_parses_and_its_pair_is_known(name):
+    args = parse(["--recipe", name, "--output", "x"])
+    paper, tuned = args.parts["paper"], args.parts["tuned"]
+    assert paper.tune is None and tuned.tune and paper.rule.spec == tuned.rule.spec == "mars"
+    assert paper.draft in {pair.draft for pair in specs.models.pairs(paper.target)}
+    assert [str(part.output) for part in (paper, tuned)] == ["x/paper", "x/tuned"]
+    recipe = recipes.read(name)
+    if recipe.published:
+        assert (paper.tree, paper.temperatures) == (specs.Dynamic(top_k=10, depth=8, nodes=60), [1.0])
+        assert len(paper.task) == 6 and paper.chat and paper.controls == "all" and name in CONFIGS
+
+
+def test_flags_that_are_given_count_instead_of_the_recipe_s():
+    given = ["--task", "arithmetic", "--draft", "ngram", "--num-draft-tokens", "3", "--tune", "2", "4"]
+    args = parse(["--recipe", "qwen3-8b", *given, "--problems=7", "--output=x"])
+    paper, tuned = args.parts["paper"], args.parts["tuned"]
+    assert (paper.draft, paper.num_draft_tokens, paper.tree) == ("ngram", 3, None)
+    assert (tuned.tune, tuned.num_draft_tokens, tuned.task) == ([2, 4], None, ["arithmetic"])
+    assert paper.problems == tuned.problems == 7 and paper.target == "qwen3-8b"
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--recipe", "qwen3-8"], "did you mean 'qwen3-8b'|no recipe 'qwen3-8'"),
+        (["--recipe", "qwen3-8b", "--forecast"], "--forecast does not apply with --recipe"),
+    ],
+)
+def test_what_is_no_recipe_is_one_sentence(flags, said):
+    with pytest.raises(MarsError, match=said):
+        parse([*flags, "--output", "x"])
+    with pytest.raises(MarsError, match="there is no --output"):
+        parse(["--recipe", "qwen3-8b"])
+
+
+def test_a_file_that_is_no_recipe_is_one_sentence(tmp_path):
+    file = tmp_path / "own.toml"
+    for text, said in (
+        ("[flags]\ntarget = 'a'", "a target and a draft"),
+        ("nothing", "is no recipe"),
+        ("x = 1", "is no recipe"),
+    ):
+        file.write_text(text)
+        with pytest.raises(MarsError, match=said):
+            recipes.read(str(file))
+
+
+def test_the_weights_that_are_told_are_those_that_load(tmp_path):
+    args = parse(["--recipe", "embedded", "--dtype", "float32", "--output", str(tmp_path)]).parts["tuned"]
+    found = needs.needs(args, "paper", [PROBLEM] * 8)
+    loaded = [hub.load(name, dtype="float32").params for name in ("tiny/target", "tiny/draft")]
+    assert found.weights == sum(leaf.nbytes for leaf in jax.tree.leaves(loaded))
+    assert found.download == 0 and found.hours > 0 and found.room
+    found.check("embedded", "")
+
+
+def test_what_does_not_fit_is_refused_before_weights_are_read(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(needs, "_memory", lambda device: 2**20)
+    assert main(["--recipe", "embedded", "--problems", "4", "--output", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert "of weights for 0.0 GiB of memory" in said and "give a smaller --dtype" in said
+    assert not (tmp_path / "out").exists()
+    disk = needs.Needs(weights=1, room=None, download=2**40, free=2**30, hours=1.0)
+    with pytest.raises(
+        MarsError, match=r"downloads up to 1024.0 GiB, and the disk of the hub's cache has 1.0 GiB"
+    ):
+        disk.check("embedded", "")
+
+
+@pytest.mark.slow
+def test_a_recipe_runs_from_a_server_to_its_table(tmp_path, monkeypatch, capsys):
+    """The pair of Vicuna, whose tokenizer has no chat template of its own, in its layout and much smaller."""
+    pytest.importorskip("rouge_score")
+    monkeypatch.setattr(checkpoints, "CONTEXT", 512)
+    target = checkpoints.write_checkpoint(tmp_path / "target", seed=0)
+    for name in ("tokenizer_config.json", "chat_template.jinja"):
+        if (file := target / name).exists():
+            text = re.sub(r'"chat_template": ".*?(?<!\\)",?', "", file.read_text())
+            file.unlink() if name.endswith("jinja") else file.write_text(text)
+    layer = hub.read_config(target)
+    config = EagleConfig(
+        version=1,
+        layer=layer,
+        target_hidden_size=layer.hidden_size,
+        draft_vocab_size=layer.vocab_size,
+        own_unembed=False,
+    )
+    head = hub.save_eagle(
+        tmp_path / "head", config, eagle_head.init_params(config, jax.random.key(2), scale=0.3)
+    )
+    rows = [
+        {"question_id": i, "turns": ["the sea", "a story"][i : i + 1], "reference": ["a b"]} for i in (0, 1)
+    ]
+    (tmp_path / "cnn_dm.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe = recipes.read("vicuna-13b")
+    with serving(tmp_path / "cache", monkeypatch) as server:
+        for name, folder in (("lmsys/vicuna-13b-v1.3", target), (recipe.flags["draft"][6:], head)):
+            server.repositories[name] = {f.name: f.read_bytes() for f in folder.iterdir() if f.is_file()}
+        flags = ["--recipe", "vicuna-13b", "--task", f"cnn_dm={tmp_path / 'cnn_dm.jsonl'}", "--tree", "2"]
+        flags += ["--max-new-tokens", "4", "--tune", "1", "2", "--controls", "paper", "--dtype", "float32"]
+        assert main([*flags, "--output", str(tmp_path / "out")]) == 0
+        template = hub.outline("vicuna-13b")
+    said = capsys.readouterr()
+    assert "USER: a story ASSISTANT:" in template.tokenizer.decode(template.encode("a story", chat=True))
+    assert "recipe vicuna-13b: 0.0 GiB of weights" in said.err
+    summary = json.loads((tmp_path / "out" / "paper" / "summary.json").read_text())
+    arms = {arm["role"]: arm for arm in summary["tables"][0]["arms"]}
+    table = (tmp_path / "out" / "recipe.md").read_text()
+    assert said.out.endswith(table) and "| 3.12x -> 3.74x |" in table and "| 5.64 -> 7.20 |" in table
+    assert f"| tau | {arms['strict']['tau']:.2f} -> {arms['rule']['tau']:.2f} |" in table
+    tuned = json.loads((tmp_path / "out" / "tuned" / "tuned.json").read_text())
+    assert {arm["length"] for arm in tuned["tables"][0]["arms"]} <= {1, 2}

@@ -1,0 +1,151 @@
+"""Arms at their own best lengths: what a run tells is recounted from its rows, and its rows are decodes."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+import mars_jax as mj
+from mars_jax.core.errors import MarsError
+from mars_jax.lab.commands.benchmark import main, parse
+from mars_jax.lab.evaluate import answers
+from mars_jax.lab.evaluate.benchmark import tuned
+from tests.lab.evaluate.conftest import PROMPTS, dying_after
+
+LENGTHS = (1, 3)
+
+
+@pytest.fixture(scope="module")
+def flags(target, prompts):
+    """Flags but for the output; the target drafts for itself."""
+    return [
+        *("--target", target, "--draft", f"model:{target}", "--tune", *LENGTHS, "--task", f"jsonl={prompts}"),
+        *("--max-new-tokens", 6),
+    ]
+
+
+def run(flags, output, *more):
+    assert main([*map(str, flags), *more, "--output", str(output)]) == 0
+    rows = [json.loads(line) for line in (output / "rows.jsonl").read_text().splitlines()]
+    return json.loads((output / "tuned.json").read_text()), rows
+
+
+ARMS = {
+    0.0: ["exact", "mars theta=0.9"],
+    0.7: ["exact", "rejection", "block", "mars theta=0.9", "mars over rejection theta=0.9"],
+}
+
+
+@pytest.fixture(scope="module", params=[0.0, pytest.param(0.7, marks=pytest.mark.slow)])
+def finished(flags, request, tmp_path_factory):
+    """The temperature, the report and the rows of one run, whose lengths a model of the time chooses."""
+    out = tmp_path_factory.mktemp("tuned") / "out"
+    return request.param, *run(flags, out, "--draft-cost", "0.3", "--temperatures", str(request.param))
+
+
+def test_what_is_told_follows_from_the_rows(finished):
+    temperature, made, rows = finished
+    [table] = made["tables"]
+    chosen = tuned.math.ceil(len(PROMPTS) / tuned.SHARE)
+    assert (table["chosen_on"], table["problems"]) == (chosen, len(PROMPTS) - chosen)
+    names = [arm["arm"] for arm in table["arms"]]
+    assert names == ARMS[temperature]
+
+    def tau(arm, length, choosing):
+        mine = [r for r in rows if (r["arm"], r["length"]) == (arm, length) and (r["id"] == "0") == choosing]
+        assert len(mine) == (chosen if choosing else len(PROMPTS) - chosen)
+        return sum(r["emitted"] for r in mine) / sum(r["steps"] for r in mine)
+
+    rates = {}
+    for arm in table["arms"]:
+        tried = {n: tau(arm["arm"], n, True) for n in LENGTHS}
+        assert arm["tau_by_length"] == {str(n): value for n, value in tried.items()}
+        assert arm["length"] == max(tried, key=lambda n: tried[n] / (1 + 0.3 * n))
+        assert arm["tau"] == tau(arm["arm"], arm["length"], False)
+        rates[arm["arm"]] = arm["tau"] / (1 + 0.3 * arm["length"])
+    # A draft that is the target is accepted whole.
+    assert dict(zip(names, table["arms"], strict=True))[names[-1]]["tau_by_length"]["3"] > 2
+    for arm in table["arms"]:
+        value, low, high = arm["over_lossless"]
+        assert (
+            value == pytest.approx(rates[arm["arm"]] / rates[table["best_lossless"]]) and low <= value <= high
+        )
+    scored = [arm["score"] - table["alone"]["score"] for arm in table["arms"]]
+    assert [arm["less_alone"][0] for arm in table["arms"]] == pytest.approx(scored)
+    assert f"The best lossless arm is {table['best_lossless']}." in tuned.markdown(made)
+
+
+def test_rows_are_those_of_a_decode_at_that_length(finished, target):
+    temperature, _, rows = finished
+    model = mj.load(str(target))
+    sampled = "rejection" in ARMS[temperature]
+    name, rule = ("rejection", mj.verify.rejection()) if sampled else ("mars theta=0.9", mj.verify.mars())
+    drafter = mj.drafters.load(f"model:{target}", model, num_draft_tokens=3, sample=sampled)
+    done = mj.generate(
+        model, drafter, PROMPTS[:1], verify=rule, temperature=temperature, seed=[0], max_new_tokens=6
+    )
+    [row] = [r for r in rows if (r["arm"], r["length"], r["id"]) == (name, 3, "0")]
+    assert row["tokens"] == [list(done.tokens[0])]
+
+
+@pytest.mark.slow
+def test_it_goes_on_after_a_kill(flags, tmp_path):
+    """Rows on file are kept; the others are those of a run that was not killed."""
+    more = ["--draft-cost", "0.3", "--temperatures", "0"]
+    whole = run(flags, tmp_path / "whole", *more)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(answers, "_decoded", dying_after(5))
+        assert main([*map(str, flags), *more, "--output", str(tmp_path / "out")]) == 130
+    kept = (tmp_path / "out" / "rows.jsonl").read_bytes()
+    assert kept.count(b"\n") == 5
+    _, rows = run(flags, tmp_path / "out", *more)
+    assert (tmp_path / "out" / "rows.jsonl").read_bytes().startswith(kept)
+    same = ("arm", "length", "id", "tokens", "steps", "score")
+    assert [[r[k] for k in same] for r in rows] == [[r[k] for k in same] for r in whole[1]]
+
+
+def test_a_ratio_of_an_arm_with_itself_is_one():
+    rows = [{"emitted": n, "steps": 2, "seconds": 0.5, "score": [1.0]} for n in (3, 4, 9)]
+    rate = lambda tokens, steps, seconds: tokens / seconds  # noqa: E731
+    found = tuned.compared(rows, rows, rows, rate, rate, "rouge_l", 0)
+    assert found == {"over_lossless": [1.0, 1.0, 1.0], "less_alone": [0.0, 0.0, 0.0]}
+    half = [{**row, "seconds": 1.0, "score": None} for row in rows]
+    assert tuned.compared(half, rows, rows, rate, rate, "rouge_l", 0) == {
+        "over_lossless": [0.5, 0.5, 0.5],
+        "less_alone": None,
+    }
+    assert np.isclose(tuned._tau(rows), 16 / 6)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--num-draft-tokens", "3"], "--num-draft-tokens does not apply with --tune"),
+        (["--tree", "4-2"], "--tree does not apply with --tune"),
+        (["--controls", "all"], "--controls does not apply with --tune"),
+        (["--forecast"], "--forecast does not apply with --tune"),
+        (["--tune", "0"], "--tune is 0"),
+        (["--draft", "medusa:x"], "--tune does not apply to --draft medusa:x"),
+    ],
+)
+def test_what_it_does_not_heed_is_refused(flags, said):
+    with pytest.raises(MarsError, match=said):
+        parse(
+            [
+                "--tune",
+                *(["3"] if flags[0] != "--tune" else []),
+                *flags,
+                "--task",
+                "arithmetic",
+                "--output",
+                "x",
+            ]
+        )
+
+
+def test_a_task_of_one_problem_is_refused(target, prompts, tmp_path, capsys):
+    flags = ["--tune", "1", "--target", target, "--draft", f"model:{target}", "--task", f"jsonl={prompts}"]
+    assert main([*map(str, flags), "--problems", "1", "--output", str(tmp_path / "out")]) == 2
+    assert "ask for at least 2" in capsys.readouterr().err
