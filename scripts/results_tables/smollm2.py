@@ -3,32 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
-from results_tables.bars import RESULTS, Bar, bar, load, span
-
-TASKS = {
-    "mt_bench": "MT-Bench",
-    "alpaca": "Alpaca",
-    "gsm8k_test": "GSM8K",
-    "humaneval": "HumanEval",
-    "cnn_dm": "CNN/DM",
-    "wmt19": "WMT19",
-}
-TEMPERATURES = ("0", "1")
-PUBLISHED = 0.535
-"""The paper's share of strict rejections with a ratio above 0.9."""
-LEAST_SCORE = 5
-"""Of 100: a ratio of scores below it is not shown."""
-JUDGES = {"rouge_l": "ROUGE-L", "bleu": "BLEU"}
+from results_tables.bars import RESULTS, bar, load, span
 
 
 def smollm2() -> dict[str, Any]:
     """All of it; a part whose JSON is not there is None."""
     found = {
-        "replay": _optional("smollm2_replay.json", _replay),
-        "evidence": _optional("smollm2_evidence.json", _evidence),
         "head": _optional("smollm2_head.json", _head),
         "self": _optional("smollm2_self.json", _self),
         "peers": _optional("smollm2_peers.json", _peers),
@@ -46,51 +29,9 @@ def _optional(name: str, read: Any) -> dict[str, Any] | None:
     return read(load(name)) if (RESULTS / name).exists() else None
 
 
-def _percent(cell: Sequence[float]) -> str:
-    return _span([100 * x for x in cell], "{:.1f}") + "%"
-
-
 def _span(cell: Sequence[float], show: str = "{:.2f}") -> str:
     mean, low, high = cell
     return span(mean, low, high, show)
-
-
-def _rejections(report: Mapping[str, Any], name: str, case: str) -> tuple[str, ...]:
-    found = report["cases"][case]
-    refused = found["rejected"]["7"]
-    return (
-        name, case[-1], str(found["prompts"]), f"{refused['median_z1']:.1f}", f"{refused['places_above_0.9']:.1%}",
-        str(refused["rejections"]), _percent(refused["share_above_0.9"]), _percent(refused["share_that_mars_takes"]),
-    )  # fmt: skip
-
-
-def _replay(report: Mapping[str, Any]) -> dict[str, Any]:
-    cases = report["cases"]
-    named = [(name, f"{task}, T={t}") for task, name in TASKS.items() for t in TEMPERATURES]
-    named += [("all", f"all, T={t}") for t in TEMPERATURES]
-    sweep, gaps = {}, {}
-    for t in TEMPERATURES:
-        taus = cases[f"all, T={t}"]["tau"]
-        lengths = [k for k in taus["ratio"]["inf"] if k in ("3", "4", "5", "7", "9", "12")]
-        sweep[t] = [
-            ("inf, which is `exact`" if theta == "inf" else theta, *(f"{cells[k][0]:.2f}" for k in lengths))
-            for theta, cells in taus["ratio"].items()
-        ]
-        gaps[t] = {x: f"{cells['3'][0]:.2f}" for x, cells in taus["gap"].items() if x != "inf"}
-    both = [cases[f"all, T={t}"]["rejected"]["7"]["share_above_0.9"] for t in TEMPERATURES]
-    return {
-        "rejections": [_rejections(report, name, case) for name, case in named if case in cases],
-        "shares": [_percent(cell) for cell in both],
-        "above": min(cell[0] for cell in both) > PUBLISHED,
-        "taken": [
-            _percent(cases[f"all, T={t}"]["rejected"]["7"]["share_that_mars_takes"]) for t in TEMPERATURES
-        ],
-        "lengths": lengths,
-        "sweep": sweep,
-        "gaps": gaps,
-        "places": sum(cases[f"all, T={t}"]["places"] for t in TEMPERATURES),
-        "prompts": cases["all, T=0"]["prompts"],
-    }
 
 
 def _head(report: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,101 +56,6 @@ def _self(report: Mapping[str, Any]) -> dict[str, Any]:
         "tokens": report["tokens"],
         "new_tokens": report["new_tokens"],
     }
-
-
-def _evidence(report: Mapping[str, Any]) -> dict[str, Any]:
-    cases, together = report["cases"], report["all"]
-
-    def figures(key: str) -> dict[str, Any] | None:
-        return cases[key]["figures"] if key in cases else None
-
-    taus, quality = [], []
-    for task, name in TASKS.items():
-        for t in TEMPERATURES:
-            arms = {
-                rule: figures(f"{task}, chain of 3, {rule}, T={t}")
-                for rule in ("exact", "mars(0.96)", "mars(0.9)", "mars(0.84)")
-            }
-            mars = arms["mars(0.9)"]
-            if mars is None or arms["exact"] is None:
-                continue
-            taus.append((
-                name, t, str(mars["prompts"]), *(_span(arm["tau"]) if arm else "" for arm in arms.values()),
-                _percent(mars["relaxed_share"]), _span(mars["regret_per_token"], "{:.3f}"),
-            ))  # fmt: skip
-            judge = next((j for j in JUDGES if j in mars), None)
-            quality.append((
-                name, t, _recovered(mars["likelihood"]),
-                _change(JUDGES[judge], mars[judge]) if judge else "",
-                _recovered(mars[judge]) if judge else "",
-                f"{arms['exact']['loop_rate'][0]:.0%}", f"{mars['loop_rate'][0]:.0%}",
-            ))  # fmt: skip
-    arms = [
-        (
-            draft, rule, t.removeprefix("T="), f"{found['prompts']} of {found['tasks']}", _span(found["tau"]),
-            " ".join("-" if x is None else f"{x:.0%}" for x in found["accepted_at_depth"][:4]),
-            _percent(found["relaxed_share"]), _span(found["regret_per_token"], "{:.3f}"),
-            _recovered(found["likelihood"]) if "likelihood" in found else "",
-            f"{found['loop_rate'][0]:.0%}",
-        )
-        for name, found in together.items()
-        for draft, rule, t in [name.split(", ")]
-    ]  # fmt: skip
-    check = report.get("replay_check", [])
-    apart = [row["replayed"][0] / row["decoded"][0] - 1 for row in check]
-    tree = figures("mt_bench, tree 10-8-60, exact, T=0")
-    bars: list[Bar] = []
-    if tree:
-        bars.append(
-            bar(
-                "tau of the head's tree 10-8-60, `exact`, temperature 0, MT-Bench",
-                tree["tau"][0],
-                "{:.2f}",
-                ">= 2.5",
-                prompts=tree["prompts"],
-            )
-        )
-    gains = {name: found for name, found in report.get("gain", {}).items() if found["prompts"]}
-    if "chain of 3, T=1" in gains:
-        found = gains["chain of 3, T=1"]
-        case = (
-            f"tau of `mars(0.9)` over `exact`, temperature 1, chain of 3, the same {found['prompts']} prompts"
-        )
-        bars.append(bar(case, 100 * (found["ratio"][0] - 1), "{:+.0f}%", ">= +13%", prompts=found["prompts"]))
-    return {
-        "settings": report["settings"],
-        "environment": report["environment"],
-        "prompts": max(found["prompts"] for found in together.values()),
-        "taus": taus,
-        "quality": quality,
-        "gains": [
-            (*name.rsplit(", T=", 1), str(found["prompts"]), _gain(found["ratio"]))
-            for name, found in gains.items()
-        ],
-        "arms": arms,
-        "checked": len(check),
-        "inside": sum(row["inside_interval"] for row in check),
-        "apart": 100 * fmean(abs(x) for x in apart) if apart else None,
-        "worst": 100 * max(map(abs, apart)) if apart else None,
-        "bars": bars,
-    }
-
-
-def _gain(ratio: Sequence[float]) -> str:
-    return _span([100 * (x - 1) for x in ratio], "{:+.0f}") + "%"
-
-
-def _change(name: str, found: Mapping[str, Any]) -> str:
-    return f"{name} {100 * found['strict']:.1f} -> {100 * found['score']:.1f}"
-
-
-def _recovered(found: Mapping[str, Any]) -> str:
-    """A ratio as a signed change; none of scores so low that it would say nothing."""
-    if found["recovered"] is None or 100 * found.get("strict", 1) < LEAST_SCORE:
-        return "-"
-    if found["interval"] is None:
-        return f"{100 * (found['recovered'] - 1):+.0f}%"
-    return _gain([found["recovered"], *found["interval"]])
 
 
 def _peers(report: Mapping[str, Any]) -> dict[str, Any]:

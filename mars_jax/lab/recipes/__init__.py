@@ -147,7 +147,7 @@ def measured(summary: Mapping[str, Any]) -> dict[str, float]:
 
 
 def table(recipe: Recipe, output: Path) -> str:
-    """What was published beside what was measured, in Markdown, of a run's folder."""
+    """The published figures beside the measured ones, in Markdown, of a run's folder."""
     ours = measured(json.loads((output / PARTS[0] / "summary.json").read_text(encoding="utf-8")))
     lines = [
         f"# {recipe.name}: {recipe.about}",

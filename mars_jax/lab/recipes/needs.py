@@ -1,4 +1,4 @@
-"""What a recipe takes on the devices at hand, from configs alone, before any weights are read.
+"""The needs of a recipe on the devices at hand, from configs alone, before any weights are read.
 
 Oracle: the arrays of loaded models, in tests/lab/evaluate/test_recipes.py.
 """
@@ -77,7 +77,7 @@ def _gib(count: float) -> str:
 
 
 def needs(args: argparse.Namespace, controls: str, problems: Sequence[Problem]) -> Needs:
-    """What target and draft of a benchmark take, in memory and on disk, and how long both parts of a recipe last.
+    """The memory and disk that target and draft of a benchmark take, and the time of both parts of a recipe.
 
     Args:
       args: of `mars-jax benchmark` with --tune.

@@ -257,7 +257,7 @@ def by_task(problems: Sequence[Problem]) -> dict[str, list[Problem]]:
 
 
 def turns_of(problems: Sequence[Problem], chat: bool) -> int:
-    """How many turns of problems are asked, all in all."""
+    """Count of the turns that are asked, of all problems."""
     return sum(len(turns_asked(problem, chat)) for problem in problems)
 
 

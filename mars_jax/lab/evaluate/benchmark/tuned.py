@@ -64,7 +64,7 @@ def arms_at(
       samples: whether the drafter does.
 
     >>> [arm.name for arm in arms_at(MARS, [0.9], 1.0, None, samples=True)]
-    ['exact', 'rejection', 'block', 'mars theta=0.9', 'mars[rejection] theta=0.9']
+    ['exact', 'rejection', 'block', 'mars theta=0.9', 'mars over rejection theta=0.9']
     """
     rules = [RuleChoice("exact", {}), rule]
     if temperature > 0 and samples:
@@ -101,7 +101,7 @@ class Tuning:
         return {}
 
     def decoding(self, arm: Arm, length: int) -> Decoding:
-        """What decodes with drafts of a length; it remembers what is compiled."""
+        """The settings with drafts of a length, which remember what is compiled."""
         sampled = verify.needs_q(arm.rule.rule)
         if (sampled, length) not in self._decodings:
             drafter = self.drafters[sampled]
@@ -336,7 +336,7 @@ class _Loop:
 
 
 def _choosing(problems: Sequence[Problem]) -> int:
-    """How many of the problems choose lengths."""
+    """Count of the problems that choose lengths."""
     return math.ceil(len(problems) / SHARE)
 
 
