@@ -70,6 +70,7 @@ class Study:
     lengths: tuple[int, ...]
     tasks: Mapping[str, Task]
     clocked: str
+    rows: int = BATCH  # decoded side by side
 
 
 def _stories(data: Path) -> Problems:
@@ -119,7 +120,7 @@ STUDIES = {
         clocked="stories",
     ),
     "smollm2": Study(
-        target="smollm2", draft="eagle:smollm2/eagle3", lengths=(1, 2, 3), tasks=ANSWERED, clocked="open"
+        target="smollm2", draft="eagle:smollm2/eagle3", lengths=(1, 2, 3), tasks=ANSWERED, clocked="open", rows=16
     ),
 }  # fmt: skip
 
@@ -317,7 +318,7 @@ def of(rows: Sequence[Mapping[str, Any]], task: str, temperature: float, arm: Ar
 
 def decode(study: Study, data: Path, file: Path, costs: Mapping[str, Any]) -> None:
     """Append what is missing of all rows: those that choose first."""
-    pair = Pair(study, BATCH)
+    pair = Pair(study, study.rows)
     problems = {name: task.read(data) for name, task in study.tasks.items()}
 
     def fill(task: str, temperature: float, n: int, at: int, ids: range) -> None:
@@ -331,8 +332,8 @@ def decode(study: Study, data: Path, file: Path, costs: Mapping[str, Any]) -> No
         missing = [(i, problems[task][i]) for i in ids if i not in have]
         # Prompts of a like length share a compilation.
         missing.sort(key=lambda found: len(found[1].turns[0]))
-        for first in range(0, len(missing), BATCH):
-            made = pair.rows_of(arm, n, task, temperature, missing[first : first + BATCH])
+        for first in range(0, len(missing), study.rows):
+            made = pair.rows_of(arm, n, task, temperature, missing[first : first + study.rows])
             with file.open("a", encoding="utf-8") as out:
                 out.writelines(json.dumps(row) + "\n" for row in made)
         print(f"{task} {temperature:g} {arm.draft} {arm.name}: {len(missing)} rows", flush=True)
