@@ -16,6 +16,7 @@ from typing import Any
 import common
 import cost_picture
 import evidence_pictures
+import fair_picture
 import rules_pictures
 import speed_picture
 import stream_picture
@@ -36,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--stream", action="store_true", help="run the command of docs/stream.svg again")
     args = parser.parse_args(argv)
+    fair_picture.main([])
     speed_picture.main([])
     rules_pictures.main([])
     cost_picture.main([])

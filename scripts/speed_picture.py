@@ -1,4 +1,4 @@
-"""Draw docs/speed.svg and docs/speed.png, the picture of the README, from scripts/results/bench_assisted.json.
+"""Draw docs/speed.svg, beside transformers, from scripts/results/bench_assisted.json.
 
     python scripts/speed_picture.py            # after bench_assisted.py was run again
     python scripts/speed_picture.py --caption  # prints the line that belongs under the picture
@@ -110,13 +110,13 @@ def draw(report: Mapping[str, Any], pictures: Sequence[Path]) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--caption", action="store_true", help="print the caption and draw nothing")
-    parser.add_argument("--folder", type=Path, default=ROOT / "docs", help="where speed.svg and speed.png go")
+    parser.add_argument("--folder", type=Path, default=ROOT / "docs", help="where speed.svg goes")
     chosen = parser.parse_args(argv)
     report = json.loads(SOURCE.read_text(encoding="utf-8"))
     if chosen.caption:
         print(caption(report))
         return
-    draw(report, [chosen.folder / "speed.svg", chosen.folder / "speed.png"])
+    draw(report, [chosen.folder / "speed.svg"])
 
 
 if __name__ == "__main__":
