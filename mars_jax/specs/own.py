@@ -33,6 +33,10 @@ _TAKEN = {*CONTROLS, "seed", "max_new_tokens", "id", "prompt", "prompt_tokens"}
 """Keys of a row of a prompts file that mean something else."""
 
 
+PURPOSES = {"rule": "that makes a rule", "judge": "of a prompt and an answer that gives a number from 0 to 1"}
+"""Purposes of a user's function, by its kind."""
+
+
 def split(spec: str) -> tuple[str, str]:
     """The name of a rule of the table, and the path of its weights, "" where none is named.
 
@@ -82,27 +86,27 @@ def find(spec: str) -> RuleRow:
     )
 
 
-def factory(spec: str) -> Callable[..., Any]:
-    """The function that a row's `factory` or a user's spec names.
+def factory(spec: str, kind: str = "rule") -> Callable[..., Any]:
+    """The function that a row's `factory` or a user's spec names; `kind` is what messages call it.
 
     Raises:
       MarsError: no such file, module or name, or one that cannot be called, or a file that fails.
     """
     where, _, name = spec.rpartition(":")
-    module = _from_file(where) if where.endswith(".py") else _from_module(where, spec)
+    module = _from_file(where, kind) if where.endswith(".py") else _from_module(where, spec, kind)
     made = getattr(module, name, None)
     if not callable(made):
         has = "is nothing that can be called" if hasattr(module, name) else "is not in it"
-        raise MarsError(f"the rule is {spec}: {name} {has}; name a function that makes a rule.")
+        raise MarsError(f"the {kind} is {spec}: {name} {has}; name a function {PURPOSES[kind]}.")
     return made
 
 
-def _from_file(path: str) -> types.ModuleType:
+def _from_file(path: str, kind: str) -> types.ModuleType:
     try:
         source = read_bytes(path)
     except OSError as error:
         raise MarsError(
-            f"the file of a rule '{path}' cannot be read ({error.strerror}): check the path."
+            f"the file of a {kind} '{path}' cannot be read ({error.strerror}): check the path."
         ) from None
     # By what it holds, so that an edited file is read again and an unedited one gives the same classes.
     digest = hashlib.sha256(os.path.abspath(path).encode() + b"\0" + source).hexdigest()[:16]
@@ -118,21 +122,22 @@ def _from_file(path: str) -> types.ModuleType:
     except Exception as error:
         del sys.modules[name]
         raise MarsError(
-            f"the file of a rule '{path}' does not run ({type(error).__name__}: {error}): mend it first."
+            f"the file of a {kind} '{path}' does not run ({type(error).__name__}: {error}): mend it first."
         ) from error
     return module
 
 
-def _from_module(name: str, spec: str) -> types.ModuleType:
+def _from_module(name: str, spec: str, kind: str) -> types.ModuleType:
     # A console script does not look where it is started, which `python -m` does.
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
         return importlib.import_module(name)
     except (ImportError, TypeError, ValueError) as error:
+        expected = {"rule": f"a rule of the table ({', '.join(RULES)}), ", "judge": ""}
         raise MarsError(
-            f"the rule is {spec}: the module '{name}' cannot be imported ({error}); expected a rule of the "
-            f"table ({', '.join(RULES)}), FILE.py:NAME or package.module:NAME."
+            f"the {kind} is {spec}: the module '{name}' cannot be imported ({error}); expected "
+            f"{expected[kind]}FILE.py:NAME or package.module:NAME."
         ) from None
 
 

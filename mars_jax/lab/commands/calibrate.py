@@ -1,4 +1,4 @@
-"""`mars-jax calibrate`: a threshold whose risk stays below a bound, from held-out prompts."""
+"""`mars-jax calibrate`: a threshold, or a strict prefix, whose risk stays below a bound, from held-out prompts."""
 
 from __future__ import annotations
 
@@ -12,23 +12,28 @@ from typing import IO, Any
 
 from mars_jax import __version__, specs
 from mars_jax.cli.program import Parser, command
+from mars_jax.cli.rule_flags import given_settings
 from mars_jax.core.errors import MarsError
 from mars_jax.lab.commands import pair
 from mars_jax.lab.provenance import provenance
 from mars_jax.lab.theta import FORMAT, fingerprints, settings_of, thetas_of
 from mars_jax.lab.ticking import ticking
 from mars_jax.specs import RuleChoice
+from mars_jax.specs.own import factory
 
 _DESCRIPTION = """\
 Choose theta from held-out prompts: the loosest threshold at which a risk stays below a
 bound with a stated confidence (Learn then Test, arXiv 2110.01052), over the choice of the
 prompts. What is promised holds for prompts like these, with the same pair of models.
+With --prefixes, the fewest strict first tokens at a fixed theta.
 """
 _EPILOG = f"""\
 examples:
   mars-jax calibrate --task arithmetic --chat --problems 500 --risk accuracy \\
       --bound 0.02 --output theta.json
   python -m mars_jax.generate --theta theta.json --chat "..."
+  mars-jax calibrate --task jsonl=attacks.jsonl --chat --risk judges.py:is_safe \
+      --prefixes 16 8 4 2 1 0 --output prefix.json
 
 {pair.TASKS}
 The file goes to generate as --theta FILE and to benchmark among --thetas; they refuse it
@@ -40,19 +45,26 @@ started again with the same flags, it goes on where it was.
 
 def parser() -> Parser:
     """The parser; numbers are still texts."""
-    made = pair.make_parser("calibrate", _DESCRIPTION, _EPILOG, instead=("theta",))
+    made = pair.make_parser("calibrate", _DESCRIPTION, _EPILOG)
     group = made.add_argument_group("calibration")
     group.add_argument(
         "--risk",
-        choices=("regret", "accuracy"),
         default="regret",
+        metavar="RISK",
         help="regret: nats per token that the rule adds, mean over texts, each clipped at 1; accuracy: share of the "
-        "score that it takes (default: %(default)s)",
+        "score that it takes; FILE.py:NAME: of the number from 0 to 1 that a function of prompt and answer gives, "
+        "whose file is run (default: %(default)s)",
     )
     group.add_argument("--bound", metavar="X", help="of the risk (default: 0.02)", default="0.02")
     group.add_argument("--confidence", metavar="X", default="0.95", help="default: %(default)s")
     group.add_argument(
         "--thetas", nargs="+", metavar="X", help="to try, from strict to loose (default: a fixed grid)"
+    )
+    group.add_argument(
+        "--prefixes",
+        nargs="+",
+        metavar="N",
+        help="strict first tokens to try, falling, in the place of thetas; the rule keeps its own --theta",
     )
     group.add_argument("--temperature", metavar="X", default="0", help="0 is greedy (default: %(default)s)")
     pair.add_code_flags(made)
@@ -70,7 +82,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """
     args = parser().parse_args(argv)
     pair.convert(args)
-    args.rule = pair.rule_of(args, instead=("theta",))
+    given = given_settings(args)
+    if args.prefixes is not None and "exact_prefix" in given:
+        raise MarsError(
+            f"{given['exact_prefix'].shown} does not apply with --prefixes: leave one of them out."
+        )
+    args.rule = pair.rule_of(args, instead=("theta",) if args.prefixes is None else ())
+    args.judge = None
+    if args.risk not in ("regret", "accuracy"):
+        args.risk, args.judge = "judge", _judge(args.risk)
     if "theta" not in args.rule.options:
         raise MarsError(
             f"--verify {args.rule.name} has no theta to calibrate: choose a rule that has, such as mars."
@@ -80,7 +100,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     for name in ("bound", "confidence"):
         setattr(args, name, _share(name, getattr(args, name)))
     args.theta_files = []
-    if args.thetas is not None:
+    if args.prefixes is not None:
+        _check_prefixes(args)
+    elif args.thetas is not None:
         args.thetas, args.theta_files = thetas_of(args.rule, args.thetas, settings_of(args))
         _check_thetas(args.thetas, args.rule)
     elif specs.is_own(args.rule.spec):
@@ -102,6 +124,30 @@ def _share(name: str, text: str) -> float:
     if not 0 < value < 1:
         raise MarsError(f"--{name} is {text}: expected a number between 0 and 1.")
     return value
+
+
+def _judge(spec: str) -> str:
+    """The spec of a judge, whose file has run.
+
+    Raises:
+      MarsError: it is none.
+    """
+    if not specs.is_own(spec):
+        raise MarsError(f"--risk is {spec}: expected regret, accuracy, or a judge as FILE.py:NAME.")
+    factory(spec, "judge")
+    return spec
+
+
+def _check_prefixes(args: argparse.Namespace) -> None:
+    if args.thetas is not None:
+        raise MarsError("--thetas does not apply with --prefixes, at one theta: leave one of them out.")
+    if "exact_prefix" not in args.rule.options:
+        raise MarsError(f"--prefixes does not apply to {specs.not_in(args.rule, 'exact_prefix')}.")
+    setting, structure = args.rule.setting("exact_prefix")
+    found = [setting.from_text(text, shown="--prefixes", **structure) for text in args.prefixes]
+    if found != sorted(set(found), reverse=True):
+        raise MarsError("--prefixes are not in order: give each once, falling, such as 8 4 2 1 0.")
+    args.prefixes = found
 
 
 def _check_thetas(thetas: list[float], rule: RuleChoice) -> None:
@@ -149,12 +195,14 @@ def _study(args: argparse.Namespace, work: Path, output: Path, out: IO[str]) -> 
     decoding = Decoding(session=session, chat=args.chat, max_new_tokens=args.max_new_tokens)
     settings = settings_of(args, temperature=args.temperature)
     rule = args.rule.as_json(but=("theta",))
+    searched = "theta" if args.prefixes is None else "exact_prefix"
     asked = {
         "promise": {
             "risk": args.risk,
             "meaning": calibration.RISKS[args.risk],
             "bound": args.bound,
             "confidence": args.confidence,
+            **({} if args.judge is None else {"judge": args.judge}),
         },
         "tasks": args.task,
         "problems": len(problems),
@@ -169,6 +217,11 @@ def _study(args: argparse.Namespace, work: Path, output: Path, out: IO[str]) -> 
         | asked
         | {"rule": rule}
         | {name: getattr(args, name) for name in ("thetas", "batch_size", "dtype", "mesh")}
+        | (
+            {}
+            if args.prefixes is None
+            else {"prefixes": args.prefixes, "theta": args.rule.settled()["theta"]}
+        )
         | pair.given(args)
     )
     weights = fingerprint((target.params, drafter.params), target.path)
@@ -181,20 +234,25 @@ def _study(args: argparse.Namespace, work: Path, output: Path, out: IO[str]) -> 
             **code,
             rule=args.rule,
             thetas=args.thetas,
+            prefixes=args.prefixes,
+            judge=None if args.judge is None else factory(args.judge, "judge"),
             temperature=args.temperature,
             seed=args.seed,
             progress=tick,
             rows=work / "rows.jsonl",
         )
+        theta = found["value"]
+        if args.prefixes is not None and theta != math.inf:
+            rule["settings"]["exact_prefix"], theta = theta, args.rule.settled()["theta"]
         made = {
             "format": FORMAT,
-            "theta": "inf" if found["theta"] == math.inf else found["theta"],
+            "theta": "inf" if theta == math.inf else theta,
             "rule": rule,
             "settings": settings,
             "weights": fingerprints(target, drafter, load(args.rule.spec, target, **args.rule.settings)),
             "tau": found["tau"],
             "strict_tau": found["strict_tau"],
-            "trials": found["trials"],
+            "trials": [{searched: trial.pop("value"), **trial} for trial in found["trials"]],
             "made": provenance(),
         }
         try:
@@ -205,23 +263,25 @@ def _study(args: argparse.Namespace, work: Path, output: Path, out: IO[str]) -> 
                 "again, which goes on from its rows."
             ) from None
         shutil.rmtree(work)  # the file has it all
-    print(_table(found, args), file=out)
+    print(_table(found | {"trials": made["trials"]}, searched, args), file=out)
 
 
-def _table(found: dict[str, Any], args: argparse.Namespace) -> str:
-    unit = "nats per token" if args.risk == "regret" else "of the score"
-    lines = [f"{'theta':>8} {'risk':>9} {'p-value':>9} {'tau':>6}"]
+def _table(found: dict[str, Any], searched: str, args: argparse.Namespace) -> str:
+    unit = {"regret": "nats per token", "accuracy": "of the score", "judge": "of the judge's number"}[
+        args.risk
+    ]
+    word = {"theta": "theta", "exact_prefix": "prefix"}[searched]
+    lines = [f"{word:>8} {'risk':>9} {'p-value':>9} {'tau':>6}"]
     for trial in found["trials"]:
         lines.append(
-            f"{trial['theta']:>8g} {trial['risk']:>9.5f} {trial['p_value']:>9.2g} {trial['tau']:>6.2f}"
+            f"{trial[searched]:>8g} {trial['risk']:>9.5f} {trial['p_value']:>9.2g} {trial['tau']:>6.2f}"
             f"  {'certified' if trial['passed'] else 'not certified'}"
         )
-    theta, strict = found["theta"], found["strict_tau"]
+    value, strict = found["value"], found["strict_tau"]
+    held = f"{args.risk} below {args.bound:g} {unit} with confidence {args.confidence:g}"
     said = (
-        f"no threshold keeps {args.risk} below {args.bound:g} {unit} with confidence {args.confidence:g}: the file "
-        "says inf, which is strict"
-        if theta == math.inf
-        else f"theta {theta:g}: {args.risk} below {args.bound:g} {unit} with confidence {args.confidence:g}; tau "
-        f"{found['tau']:.2f}, strict {strict:.2f}"
+        f"no {'threshold' if searched == 'theta' else word} keeps {held}: the file says inf, which is strict"
+        if value == math.inf
+        else f"{word} {value:g}: {held}; tau {found['tau']:.2f}, strict {strict:.2f}"
     )
     return "\n".join([*lines, said])

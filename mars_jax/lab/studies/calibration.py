@@ -1,4 +1,4 @@
-"""Choose a threshold whose risk stays below a bound, with a stated confidence: decode, measure, and test.
+"""Choose a threshold, or a strict prefix, whose risk stays below a bound with a stated confidence.
 
 The risk compares with the strict rule on the same prompts and seeds; the test is `studies.certify`'s.
 Oracle: 200 resamplings of a known population in tests/lab/evaluate/test_calibration.py.
@@ -32,8 +32,11 @@ from mars_jax.specs import RuleChoice
 RISKS = {
     "regret": "what the rule adds to the regret of a text, in nats per token, mean over texts, each clipped at 1 nat",
     "accuracy": "what the rule takes from the score of a text, from 0 to 1, mean over texts",
+    "judge": "what the rule takes from a judge's number for a text, from 0 to 1, mean over texts",
 }
 """Risks by name. Both compare with the strict rule on the same prompt and seed."""
+Judge = Callable[[str, str], float]
+"""(prompt, answer) -> a number from 0 to 1, of which more is better."""
 CLIP = 1.0
 """Nats per token at which the loss of one text is clipped: a test needs bounded losses."""
 
@@ -47,6 +50,8 @@ def calibrate(
     confidence: float,
     rule: RuleChoice = MARS,
     thetas: Sequence[float] | None = None,
+    prefixes: Sequence[int] | None = None,
+    judge: Judge | None = None,
     temperature: float = 0.0,
     seed: int = 0,
     run_code: bool = False,
@@ -64,22 +69,27 @@ def calibrate(
       confidence: with which the bound shall hold.
       rule: whose theta is calibrated, with its other settings.
       thetas: from strict to loose; default: those of its row in `specs.RULES`.
+      prefixes: of strict first tokens, falling, in the place of thetas: the shortest that is certified is taken, at
+        the rule's own theta.
+      judge: of the risk "judge".
       temperature, seed: problem i draws with seed + i under every rule.
       run_code, unconfined: as for `scores.score`.
       progress: `(what, done, of)`, called after every batch.
       rows: file to keep what was decoded in, where a run with the same arguments that was killed goes on.
 
     Returns:
-      `theta`, inf where nothing is certified, `tau` there and of the strict rule, and `trials`.
+      `value`, the theta or the prefix, inf where nothing is certified, `tau` there and of the strict rule, and
+      `trials`.
 
     Raises:
       MarsError: a risk that the problems cannot measure.
     """
-    thetas = list(grid(rule) if thetas is None else thetas)
+    setting = "theta" if prefixes is None else "exact_prefix"
+    values = list(prefixes if prefixes is not None else grid(rule) if thetas is None else thetas)
     check(problems, risk=risk, bound=bound, confidence=confidence, run_code=run_code, unconfined=unconfined)
     rules = [
-        verify.load(rule.spec, decoding.session.target, **{**rule.settings, "theta": theta})
-        for theta in thetas
+        verify.load(rule.spec, decoding.session.target, **{**rule.settings, setting: value})
+        for value in values
     ]
     strict = base_of(rules[0])
 
@@ -104,6 +114,7 @@ def calibrate(
                     speed,
                     temperature=temperature,
                     risk=risk,
+                    judge=judge,
                     run_code=run_code,
                     unconfined=unconfined,
                 )
@@ -114,16 +125,16 @@ def calibrate(
 
         alone = decode(strict, facts(strict.rule).name)
 
-        def losses_at(theta: float) -> tuple[np.ndarray, float]:
-            found = decode(rules[thetas.index(theta)], f"theta={theta:g}")
+        def losses_at(value: float) -> tuple[np.ndarray, float]:
+            found = decode(rules[values.index(value)], f"{setting}={value:g}")
             pairs = [(a["worth"], b["worth"]) for a, b in zip(alone, found, strict=True)]
             lost = np.asarray([before - after for before, after in pairs if None not in (before, after)])
             return np.clip(lost / CLIP, -1, 1), _tau(found)
 
-        theta, trials = choose(thetas, losses_at, bound=bound / CLIP, confidence=confidence)
+        chosen, trials = choose(values, losses_at, bound=bound / CLIP, confidence=confidence)
     return {
-        "theta": theta,
-        "tau": next((t.tau for t in trials if t.theta == theta), _tau(alone)),
+        "value": chosen,
+        "tau": next((t.tau for t in trials if t.value == chosen), _tau(alone)),
         "strict_tau": _tau(alone),
         "trials": [dataclasses.asdict(t) for t in trials],
     }
@@ -166,6 +177,7 @@ def _rows(
     *,
     temperature: float,
     risk: str,
+    judge: Judge | None,
     run_code: bool,
     unconfined: bool,
 ) -> list[Row]:
@@ -177,6 +189,8 @@ def _rows(
         speed.add(emitted=metrics.emitted, steps=metrics.steps, seconds=answer.seconds)
         if risk == "regret":
             worth = -metrics.regret_per_token
+        elif judge is not None:
+            worth = _judged(judge, problem, answer.texts[-1])
         else:
             numbers = scores.score(problem, answer.texts[-1], run_code=run_code, unconfined=unconfined)
             worth = None if numbers is None else numbers[0]
@@ -190,6 +204,23 @@ def _rows(
             }
         )
     return made
+
+
+def _judged(judge: Judge, problem: Problem, answer: str) -> float:
+    """
+    >>> _judged(lambda prompt, answer: "no" in answer, Problem(task="t", id="0", turns=("?",), metric="none"), "no")
+    1.0
+    """
+    found = judge(problem.turns[-1], answer)
+    try:
+        number = float(found)
+    except (TypeError, ValueError):
+        number = np.nan
+    if not 0 <= number <= 1:
+        raise MarsError(
+            f"the judge gave {found!r} for problem {problem.id}: it is to give a number from 0 to 1, more for better."
+        )
+    return number
 
 
 def check(

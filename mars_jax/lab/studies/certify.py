@@ -24,9 +24,9 @@ BET = 0.75
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """One threshold that was tested."""
+    """One threshold, or another setting of a rule, that was tested."""
 
-    theta: float
+    value: float
     risk: float  # mean loss of the calibration problems
     p_value: float
     passed: bool

@@ -17,6 +17,8 @@ from mars_jax.lab.commands.benchmark import main as benchmark
 from mars_jax.lab.commands.calibrate import main
 from mars_jax.lab.commands.compounding import main as compounding
 from mars_jax.lab.evaluate import answers
+from mars_jax.lab.evaluate.tasks.problems import Problem
+from mars_jax.lab.studies import calibration
 from mars_jax.lab.studies.certify import choose, fewest, p_value
 from mars_jax.lab.theta import FORMAT, read_theta, settings_of
 from tests.cli.conftest import write_checkpoint
@@ -169,6 +171,70 @@ def test_rows_of_other_settings_and_paths_that_take_no_file_are_refused(flags, t
         assert call("--target", "nowhere", "--task", "arithmetic", "--output", place) == 2
         error = capsys.readouterr().err
         assert f"'{place.parent}'" in error or f"'{place}' cannot be written" in error
+
+
+@pytest.fixture
+def judge(tmp_path):
+    """A judge that likes what begins with a letter."""
+    file = tmp_path / "judges.py"
+    file.write_text(
+        "def first(prompt, answer):\n    assert prompt.startswith('the sea')\n    return answer[:1].isalpha()\n"
+    )
+    return file
+
+
+def test_the_shortest_prefix_that_a_judge_lets_pass_is_chosen(flags, target, judge, tmp_path, capsys):
+    """All pass under so weak a bound, so it is the last; a strict first token leaves the first letter as it was."""
+    at = flags.index("--thetas")
+    flags = [*flags[:at], *flags[at + 3 :], "--prefixes", 2, 1, "--theta", 0.5]
+    output = tmp_path / "prefix.json"
+    assert call(*flags, "--risk", f"{judge}:first", "--output", output) == 0
+    assert "prefix 1: judge below 0.9 of the judge's number with confidence 0.5" in capsys.readouterr().out
+    made = json.loads(output.read_text())
+    assert made["theta"] == 0.5 and made["rule"]["settings"]["exact_prefix"] == 1
+    assert made["promise"] | {"meaning": ""} == {
+        "risk": "judge", "judge": f"{judge}:first", "meaning": "", "bound": 0.9, "confidence": 0.5
+    }  # fmt: skip
+    assert [(t["exact_prefix"], t["risk"]) for t in made["trials"]] == [(2, 0.0), (1, 0.0)]
+    pair = [
+        "--target",
+        str(target),
+        "--draft",
+        f"model:{target}",
+        "--num-draft-tokens",
+        "2",
+        "--temperature",
+        "1",
+    ]
+    assert parse([*pair, "--theta", str(output), "hello"]).rule.settled()["exact_prefix"] == 1
+    problem = Problem(task="t", id="0", turns=("?",), metric="none")
+    for wrong in (2, -0.1, float("nan"), "good", None):
+        with pytest.raises(MarsError, match="for problem 0: it is to give a number from 0 to 1"):
+            calibration._judged(lambda prompt, answer, said=wrong: said, problem, "yes")
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--prefixes", "1", "2"], "--prefixes are not in order"),
+        (["--prefixes", "2", "2"], "--prefixes are not in order"),
+        (["--prefixes", "2", "--thetas", "0.9"], "--thetas does not apply with --prefixes"),
+        (["--prefixes", "2", "--exact-prefix", "3"], "--exact-prefix does not apply with --prefixes"),
+        (["--prefixes", "2", "--verify", "exact"], "no theta to calibrate"),
+        (["--theta", "0.8"], "--theta does not apply here: give --thetas"),
+        (["--risk", "harm"], "--risk is harm: expected regret, accuracy, or a judge as FILE.py:NAME"),
+        (["--risk", "nowhere.py:safe"], "the file of a judge 'nowhere.py' cannot be read"),
+        (
+            ["--risk", "math:nothing"],
+            "the judge is math:nothing: nothing is not in it; name a function of a prompt",
+        ),
+    ],
+)
+def test_prefixes_and_judges_that_are_none_are_refused(tmp_path, flags, said):
+    from mars_jax.lab.commands.calibrate import parse as calibrate
+
+    with pytest.raises(MarsError, match=said):
+        calibrate([*flags, "--task", "arithmetic", "--output", str(tmp_path / "x.json")])
 
 
 def test_the_file_says_what_was_promised_and_for_what(theta_file, target):
