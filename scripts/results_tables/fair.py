@@ -1,23 +1,38 @@
-"""Arms at their own best draft lengths: fair_arms.json."""
+"""Arms at their own best draft lengths: fair_arms.json, and those of the other studies."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from results_tables.bars import load, span
+from results_tables.bars import RESULTS, load, span
 
+FILES = {"model": "fair_arms.json", "head": "fair_arms_head.json", "smollm2": "fair_arms_smollm2.json"}
+"""The report of each study of scripts/fair_arms.py."""
 PLACES = ("this CPU", "a cheap draft")
 HEADER = (
     *("arm", "length", "tau", *(f"over plain, {place}" for place in PLACES)),
     *("over the best lossless one", "score less plain's", "relaxed"),
 )
-POINTS = {"arithmetic": 100.0, "stories": 1.0}
-"""A score's unit: points, or nats per token."""
+POINTS = ("arithmetic", "translations")
+"""Tasks whose score is in points of 100; that of the others is in nats per token."""
 
 
 def fair() -> dict[str, Any]:
-    """The variables of the page: a table for each task and temperature, and every arm by name."""
-    report = load("fair_arms.json")
+    """The variables of each study of which there is a report, by its name, and what a step costs on a TPU slice."""
+    return {name: _study(load(file)) for name, file in FILES.items() if (RESULTS / file).exists()} | {
+        "slice": _slice()
+    }
+
+
+def _slice() -> float:
+    """A step with a chain of 5 over a plain one, of an 8B target and its EAGLE-3 head, by the TPU compiler."""
+    cases = load("tpu_cost.json")["cases"]["now"]
+    chain, plain = (cases[name]["estimate"]["in_order_seconds"] for name in ("chain-5", "none"))
+    return chain / plain
+
+
+def _study(report: dict[str, Any]) -> dict[str, Any]:
+    """A table for each task and temperature, and every arm by name."""
     groups: dict[tuple[str, float], dict[str, dict[str, Any]]] = {}
     best: dict[tuple[str, float, str], str] = {}
     for table in report["tables"]:
@@ -25,6 +40,11 @@ def fair() -> dict[str, Any]:
         arms = groups.setdefault((table["task"], table["temperature"]), {})
         for arm in table["arms"]:
             arms.setdefault(arm["arm"], {})[table["where"]] = arm
+    steps = report["costs"]["steps"]
+    lengths = sorted(int(name.split()[1]) for name in steps if name.startswith("greedy"))
+    checked = report["check"][
+        "open" if report["study"] == "smollm2" else "stories"
+    ]  # the task that was timed
     return {
         "tables": [
             {
@@ -46,9 +66,7 @@ def fair() -> dict[str, Any]:
         }[arm],
         "score": _score,
         "turns": report["check"]["turns"],
-        "apart": max(
-            abs(found["foretold"] / found["timed"]["median"] - 1) for found in report["check"]["stories"]
-        ),
+        "apart": max(abs(found["foretold"] / found["timed"]["median"] - 1) for found in checked),
         "checked": [
             [
                 f"{found['arm']}, temperature {found['temperature']:g}, chain of {found['length']}",
@@ -56,22 +74,20 @@ def fair() -> dict[str, Any]:
                 f"{found['foretold']:.2f}",
                 span(*(found["timed"][key] for key in ("median", "lower_95", "upper_95"))),
             ]
-            for found in report["check"]["stories"]
+            for found in checked
         ],
         "costs": [
-            [
-                str(n),
-                f"{report['costs']['steps'][f'greedy {n}']['over_plain']['median']:.2f}",
-                f"{1 + 0.05 * n:.2f}",
-            ]
-            for n in (2, 3, 5, 8, 12)
+            [str(n), f"{steps[f'greedy {n}']['over_plain']['median']:.2f}", f"{1 + 0.05 * n:.2f}"]
+            for n in lengths
         ],
     }
 
 
 def _score(task: str, values: list[float]) -> str:
-    show = "{:+.1f}" if task == "arithmetic" else "{:+.3f}"
-    return span(*(POINTS[task] * value + 0.0 for value in values), show=show)
+    points = task in POINTS
+    return span(
+        *((100 if points else 1) * value + 0.0 for value in values), show="{:+.1f}" if points else "{:+.3f}"
+    )
 
 
 def _row(task: str, name: str, found: dict[str, Any]) -> list[str]:
