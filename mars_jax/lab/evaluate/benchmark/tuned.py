@@ -40,6 +40,8 @@ from mars_jax.specs import RuleChoice
 
 LENGTHS = (2, 3, 5, 8, 12)
 """Lengths of a chain that are tried unless others are asked for."""
+ENOUGH = 30
+"""Problems of which a table says something."""
 SHARE = 4
 """One problem in so many chooses lengths."""
 RESAMPLES = 2000
@@ -411,7 +413,12 @@ def markdown(made: Mapping[str, Any]) -> str:
             f"## {table['task']}, temperature {table['temperature']:g}",
             "",
             f"{table['problems']} problems, after {table['chosen_on']} that chose; score: "
-            f"{scores.METRICS[table['metric']]}. The best lossless arm is {table['best_lossless']}.",
+            f"{scores.METRICS[table['metric']]}. The best lossless arm is {table['best_lossless']}."
+            + (
+                f" Fewer than {ENOUGH} problems say little, whatever their intervals."
+                if table["problems"] < ENOUGH
+                else ""
+            ),
             "",
             f"| {' | '.join(COLUMNS)} |",
             f"|---|{'---:|' * (len(COLUMNS) - 1)}",
