@@ -173,9 +173,9 @@ def main() -> None:
     # Each relaxed rule after the strict rule that it relaxes.
     rules: dict[str, tuple[Any, Any]] = {
         "exact": (greedy, exact),
-        "mars over exact": (greedy, mj.verify.mars(exact, theta=0.9)),
+        "mars over exact": (greedy, mj.verify.mars(base=exact, theta=0.9)),
         "rejection": (sampled, rejection),
-        "mars over rejection": (sampled, mj.verify.mars(rejection, theta=0.9)),
+        "mars over rejection": (sampled, mj.verify.mars(base=rejection, theta=0.9)),
     }
     cases = [(rule, t) for t in (0.0, 1.0) for rule in (list(rules)[:2] if t == 0 else rules)]
     if "bits" in args.only:

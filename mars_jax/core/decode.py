@@ -19,7 +19,7 @@ from jax import Array, lax
 from mars_jax.core.decoder import Decoder as Decoder
 from mars_jax.core.decoder import speculative_decoder as speculative_decoder
 from mars_jax.core.errors import MarsError
-from mars_jax.core.given import check_prompts
+from mars_jax.core.given import check_prompts, rows_of
 from mars_jax.core.mesh import by_rows
 from mars_jax.core.metrics import DecodeStats, accumulate, zero_stats
 from mars_jax.core.rule import for_rows
@@ -129,7 +129,7 @@ def run(
             live = ~jnp.all(carry[0].done)
             return live if carry[2] is None else live & (carry[2] > 0)
 
-        batch, buffer = state.tokens.shape
+        batch, buffer = rows_of(state), state.tokens.shape[1]
         stats = zero_stats(batch, decoder.max_depth, record=buffer if record else None)
         return lax.while_loop(going, body, (state, stats, most))[:2]
 

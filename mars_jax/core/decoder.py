@@ -19,7 +19,16 @@ from mars_jax.core.drafter import Drafter
 from mars_jax.core.emit import emit
 from mars_jax.core.errors import MarsError
 from mars_jax.core.extend import extended, padded_to
-from mars_jax.core.given import begun, check_places, check_prompts, check_same, check_settings, rows_of
+from mars_jax.core.given import (
+    begun,
+    check_pair,
+    check_params,
+    check_places,
+    check_prompts,
+    check_same,
+    check_settings,
+    rows_of,
+)
 from mars_jax.core.insert import as_wide, inserted, scatter
 from mars_jax.core.mesh import by_rows
 from mars_jax.core.prefill import observing, prefill
@@ -68,10 +77,17 @@ class Decoder:
         Raises:
           MarsError: as `checked`.
         """
+        check_params(params)
         return by_rows(self._read)(params, self.checked(prompts))
 
     def step(self, params: Params, state: DecodeState) -> tuple[DecodeState, StepInfo]:
-        """Advance every live row by 1 to D + 1 tokens: propose, score, judge, update, emit, commit."""
+        """Advance every live row by 1 to D + 1 tokens: propose, score, judge, update, emit, commit.
+
+        Raises:
+          MarsError: params that are no `Params`, or a state that is none.
+        """
+        check_params(params)
+        rows_of(state)
         return by_rows(self._step)(params, state)
 
     def insert(
@@ -94,6 +110,7 @@ class Decoder:
         Raises:
           MarsError: as `checked`, rows that are not of the state or are named twice, or a state of another decoder.
         """
+        check_params(params)
         prompts = self.checked(prompts)
         check_places(rows, prompts.length.shape[0], rows_of(state))
         prompts = dataclasses.replace(prompts, controls=as_wide(prompts.controls, state.controls))
@@ -121,6 +138,8 @@ class Decoder:
         Raises:
           MarsError: as `checked`, or a state of another decoder.
         """
+        check_params(params)
+        rows_of(state)
         go_on = functools.partial(extended, self.target, self.drafter, self.prefill_chunk, self._check_cache)
         return by_rows(go_on)(params, state, padded_to(state, self.checked(prompts)))
 
@@ -132,6 +151,11 @@ class Decoder:
             other shapes or dtypes, and, where they can be seen, lengths outside of 1 .. t and tokens outside of the
             vocabulary; see `core.given`.
         """
+        if not isinstance(prompts, Prompts):
+            raise MarsError(
+                f"the prompts are of type {type(prompts).__name__}: expected Prompts(tokens, length, controls, rule, "
+                "keys)."
+            )
         check_prompts(prompts.tokens, prompts.length, self.target.vocab_size)
         if structure(prompts.rule) != self.rule:
             raise MarsError(
@@ -219,6 +243,7 @@ def speculative_decoder(
       >>> int(state.length[0])
       32
     """
+    check_pair(target, drafter)
     if prefill_chunk is not None and prefill_chunk < 1:
         raise MarsError(f"prefill_chunk is {prefill_chunk}: expected a whole number of at least 1, or None.")
     if drafter.vocab_size is not None and drafter.vocab_size != target.vocab_size:

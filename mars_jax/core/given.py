@@ -16,12 +16,35 @@ from jax import Array
 from jax.core import Tracer
 
 from mars_jax.core import mesh as meshes
+from mars_jax.core.drafter import Drafter
 from mars_jax.core.errors import MarsError
 from mars_jax.core.guide import first_states
-from mars_jax.core.types import KEY_IMPL, Controls, DecodeState, Prompts, PyTree
+from mars_jax.core.types import KEY_IMPL, Controls, DecodeState, LanguageModel, Params, Prompts, PyTree
 
 NO_ROW = -1
 """An entry of `rows` that only fills the sub-batch, and is put nowhere."""
+
+
+def check_pair(target: Any, drafter: Any) -> None:
+    """Raise MarsError for anything but a model and a drafter as functions, without their weights."""
+    if not isinstance(target, LanguageModel):
+        raise MarsError(
+            f"the target is of type {type(target).__name__}: expected a LanguageModel, which is the field model of "
+            "what mars_jax.load gives."
+        )
+    if not isinstance(drafter, Drafter):
+        raise MarsError(
+            f"the drafter is of type {type(drafter).__name__}: expected a Drafter, which is the field drafter of what "
+            "mars_jax.drafters.load gives."
+        )
+
+
+def check_params(params: Any) -> None:
+    """Raise MarsError for anything but the weights of both models."""
+    if not isinstance(params, Params):
+        raise MarsError(
+            f"params is of type {type(params).__name__}: expected Params(target=..., draft=...), the weights of both."
+        )
 
 
 def check_prompts(prompts: Any, lengths: Any, vocab_size: int) -> None:

@@ -100,7 +100,7 @@ def facts(rule: Any) -> Rule:
     """The attributes of a rule: the rule itself, or those of a foreign callable, with defaults for what it lacks.
 
     >>> from mars_jax import verify
-    >>> facts(verify.mars(verify.rejection())).base.needs, facts(lambda evidence: None).lossless
+    >>> facts(verify.mars(base=verify.rejection())).base.needs, facts(lambda evidence: None).lossless
     (('q',), False)
     """
     return rule if isinstance(rule, Rule) else _Foreign(rule)
@@ -110,7 +110,7 @@ def asks(what: str, rule: Any) -> bool:
     """True where a rule, or the rule that it is over, has `what` among its needs.
 
     >>> from mars_jax import verify
-    >>> asks("q", verify.mars(verify.rejection())), asks("q", verify.mars())
+    >>> asks("q", verify.mars(base=verify.rejection())), asks("q", verify.mars())
     (True, False)
     """
     while rule is not None:

@@ -15,6 +15,7 @@ from jax import Array
 from mars_jax.core import cache as kv_cache
 from mars_jax.core import struct
 from mars_jax.core.cache import KVCache as KVCache
+from mars_jax.core.errors import MarsError
 from mars_jax.core.visible import Visible as Visible
 
 PyTree = Any
@@ -279,7 +280,12 @@ KEY_IMPL = "threefry2x32"
 def keys_from_seeds(seeds: Array) -> Array:
     """One PRNG key per row: seeds u32[B] or i32[B] -> key[B], of `threefry2x32` whatever JAX's default is.
 
+    Raises:
+      MarsError: seeds that are no array of one dimension.
+
     >>> keys_from_seeds(jax.numpy.arange(3)).shape
     (3,)
     """
+    if getattr(seeds, "ndim", None) != 1:
+        raise MarsError("keys_from_seeds takes one seed for each row: give an array, such as jnp.arange(4).")
     return jax.vmap(lambda seed: jax.random.key(seed, impl=KEY_IMPL))(seeds)

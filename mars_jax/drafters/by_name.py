@@ -29,7 +29,7 @@ def load(
     target: Pretrained,
     *,
     num_draft_tokens: int | None = None,
-    tree: Sequence[int] | Dynamic | None = None,
+    tree: Sequence[int] | Dynamic | str | None = None,
     sample: bool = False,
     dtype: str | None = None,
     draft_size: str = "fixed",
@@ -46,7 +46,8 @@ def load(
       num_draft_tokens: chain length; default 5 for a model or `self`, all heads for Medusa, the whole block for DFlash,
         8 for n-grams, which cost nothing to draft, 20 for SPRINTER, and 24 for TriSpec and VIA-SD; for a target that is
         a mixture of experts at most 3 where the target tests every token, since every node reads experts of its own.
-      tree: children per node at each depth, or, not for Medusa, `Dynamic(...)`; default: chains, and `Dynamic()` for
+      tree: children per node at each depth, or, not for Medusa, `Dynamic(...)`, or either as text, such as "4-2-2-1"
+        and "dynamic"; default: chains, and `Dynamic()` for
         EAGLE unless a chain's length is given or the target is a mixture, and for DFlash one as deep as
         its block.
       sample: draw the chain from the draft and hand over the true q, for `verify.rejection`. EAGLE then drafts a
@@ -62,6 +63,9 @@ def load(
     >>> load("ngram", None, num_draft_tokens=4).drafter.num_nodes
     5
     """
+    if isinstance(tree, str):
+        tree = specs.parse_tree(tree, shown="tree")
+    _check_shape(num_draft_tokens, tree)
     parsed = specs.parse_draft(spec)
     (kind, path), row = parsed, parsed.row
     # A model of one's own may have another config than ours.
@@ -105,6 +109,17 @@ def load(
     return sized(made, any_rule=any_rule) if draft_size == "auto" else made
 
 
+def _check_shape(num_draft_tokens: Any, tree: Any) -> None:
+    if num_draft_tokens is not None:
+        specs.REQUEST["num_draft_tokens"].check(num_draft_tokens)
+    if tree is not None and not isinstance(tree, Dynamic):
+        whole = isinstance(tree, Sequence) and all(isinstance(n, int | np.integer) and n > 0 for n in tree)
+        if not whole:
+            raise MarsError(
+                f"tree is {tree!r}: expected the children per node at each depth, such as (4, 2, 2), or Dynamic(...)."
+            )
+
+
 def loaded(drafter: AnyDrafter, target: Pretrained) -> LoadedDrafter:
     """A drafter with its weights, of any form that `generate` takes.
 
@@ -114,6 +129,11 @@ def loaded(drafter: AnyDrafter, target: Pretrained) -> LoadedDrafter:
     """
     if isinstance(drafter, str):
         return load(drafter, target)
+    if not isinstance(drafter, Drafter | LoadedDrafter):
+        raise MarsError(
+            f"the drafter is of type {type(drafter).__name__}: give a spec such as 'ngram', or what "
+            "mars_jax.drafters.load gives."
+        )
     return LoadedDrafter(drafter, ()) if isinstance(drafter, Drafter) else drafter
 
 

@@ -118,6 +118,10 @@ def load(
     >>> target = load("path/to/Llama-3.1-8B-Instruct", dtype="bfloat16")  # doctest: +SKIP
     >>> target = load("path/to/Llama-3.3-70B-Instruct", mesh="data=2,model=4")  # doctest: +SKIP
     """
+    if not isinstance(name_or_path, str | os.PathLike):
+        raise MarsError(
+            f"the checkpoint is of type {type(name_or_path).__name__}: give its name, or its path."
+        )
     hosts.check_devices()
     mesh = _mesh(mesh)
     if mesh is not None and shardings is None:

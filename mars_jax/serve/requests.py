@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +14,7 @@ import numpy as np
 from mars_jax import specs
 from mars_jax.constraints import Constraint
 from mars_jax.constraints.spans import Spans, names_of
-from mars_jax.core.errors import MarsError
+from mars_jax.core.errors import MarsError, did_you_mean
 from mars_jax.core.metrics import Metrics
 from mars_jax.core.settings import LARGEST_FLOAT
 from mars_jax.core.types import NO_TOKEN
@@ -23,6 +23,15 @@ from mars_jax.serve.constrained import FIELDS, with_constraints
 
 AnyPrompts = str | Sequence[str] | Sequence[Sequence[int]] | Sequence[Turn] | Sequence[Sequence[Turn]]
 """A text, texts, token ids, a conversation or conversations."""
+MEANT = {
+    "max_tokens": "max_new_tokens",
+    "max_length": "max_new_tokens",
+    "stop": "stop_strings",
+    "do_sample": "temperature",
+    "n": "samples",
+    "num_return_sequences": "samples",
+}
+"""Options of other libraries, and what they are called here."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -158,6 +167,14 @@ def make_requests(
     **options: Any,
 ) -> list[Request]:
     """Tokenize prompts and spread options over them; see `generate`. The samples of a prompt follow each other."""
+    if not isinstance(target, Pretrained):
+        raise MarsError(
+            f"the target is of type {type(target).__name__}: give what mars_jax.load or Pretrained.from_parts makes."
+        )
+    if not isinstance(prompts, Iterable):
+        raise MarsError(
+            f"the prompts are of type {type(prompts).__name__}: give a text, texts, token ids, or conversations."
+        )
     if samples < 1:
         raise MarsError(f"samples is {samples}: ask for at least 1.")
     given: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
@@ -177,7 +194,8 @@ def make_requests(
                 raise MarsError(
                     f"{name} is a setting of the rule: give it there, as in verify={row.name}({name}=...)."
                 )
-        raise TypeError(f"generate() got an unexpected keyword argument '{name}'")
+        near = f" (did you mean {MEANT[name]}?)" if name in MEANT else did_you_mean(name, known)
+        raise TypeError(f"generate() got an unexpected keyword argument '{name}'{near}")
     if ignore_eos and "stop_tokens" in options:
         raise MarsError("ignore_eos and stop_tokens contradict each other: leave one of them out.")
     options = with_constraints(_with_bans(options, len(given)), len(given))

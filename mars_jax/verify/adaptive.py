@@ -32,7 +32,7 @@ class Adaptive(Relaxed):
 
 
 def adaptive(
-    base: Any = None, *, theta: Any = 0.3, max_relaxed_run: Any = UNLIMITED_RUN, exact_prefix: Any = 0
+    theta: Any = 0.3, *, base: Any = None, max_relaxed_run: Any = UNLIMITED_RUN, exact_prefix: Any = 0
 ) -> Adaptive:
     """Acceptance by the ratio of probabilities; see `Adaptive`.
 

@@ -75,9 +75,9 @@ class Mars(Relaxed):
 
 
 def mars(
-    base: Any = None,
-    *,
     theta: Any = 0.9,
+    *,
+    base: Any = None,
     margin: str = "ratio",
     max_relaxed_run: Any = UNLIMITED_RUN,
     exact_prefix: Any = 0,

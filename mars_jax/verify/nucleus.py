@@ -42,7 +42,7 @@ class Nucleus(Relaxed):
 
 
 def nucleus(
-    base: Any = None, *, mass: Any = 0.9, max_relaxed_run: Any = UNLIMITED_RUN, exact_prefix: Any = 0
+    mass: Any = 0.9, *, base: Any = None, max_relaxed_run: Any = UNLIMITED_RUN, exact_prefix: Any = 0
 ) -> Nucleus:
     """Nucleus acceptance; see `Nucleus`.
 

@@ -35,9 +35,9 @@ class TopK(Relaxed):
 
 
 def topk(
-    base: Any = None,
-    *,
     k: Any = 10,
+    *,
+    base: Any = None,
     delta: Any = 0.6,
     max_relaxed_run: Any = UNLIMITED_RUN,
     exact_prefix: Any = 0,

@@ -37,9 +37,9 @@ class Typical(Relaxed):
 
 
 def typical(
-    base: Any = None,
-    *,
     epsilon: Any = 0.09,
+    *,
+    base: Any = None,
     delta: Any = 0.3,
     max_relaxed_run: Any = UNLIMITED_RUN,
     exact_prefix: Any = 0,

@@ -80,8 +80,8 @@ RULES = {
     "rejection": verify.rejection(),
     "block": verify.rejection(block=True),
     "mars": verify.mars(),
-    "mars over rejection": verify.mars(verify.rejection()),
-    "mars over block": verify.mars(verify.rejection(block=True)),
+    "mars over rejection": verify.mars(base=verify.rejection()),
+    "mars over block": verify.mars(base=verify.rejection(block=True)),
 }
 PAIRS = [(d, r) for d in DRAFTERS for r in RULES if "tree" not in d or r in ("exact", "mars")]
 # Every drafter, every rule, and every rule that reads the q of a sampled chain.

@@ -124,6 +124,42 @@ def test_what_cannot_be_meant_gets_a_sentence(way, name, change, sentence):
         ask(way, **{name: change})
 
 
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (
+            lambda s: decode.speculative_decoder("tiny/target", DRAFTERS["ngram"], RULE),
+            "the target is of type str: expected",
+        ),
+        (
+            lambda s: decode.speculative_decoder(TARGET, "ngram", RULE),
+            "the drafter is of type str: expected a Drafter",
+        ),
+        (
+            lambda s: DECODER.init({}, Prompts(*arrays(1).values())),
+            r"params is of type dict: expected Params\(target",
+        ),
+        (
+            lambda s: DECODER.init(NO_WEIGHTS, arrays(1)),
+            r"the prompts are of type dict: expected Prompts\(tokens",
+        ),
+        (lambda s: DECODER.step(s, NO_WEIGHTS), r"params is of type DecodeState: expected Params\(target"),
+        (
+            lambda s: DECODER.step(NO_WEIGHTS, Prompts(*arrays(1).values())),
+            "state is a Prompts: expected what decode",
+        ),
+        (
+            lambda s: decode.run(DECODER, NO_WEIGHTS, Prompts(*arrays(1).values())),
+            "state is a Prompts: expected what",
+        ),
+        (lambda s: keys_from_seeds(3), "keys_from_seeds takes one seed for each row"),
+    ],
+)
+def test_what_is_no_model_no_weights_and_no_state_gets_a_sentence(call, sentence):
+    with pytest.raises(MarsError, match=sentence):
+        call(state())
+
+
 def test_a_row_is_named_once():
     with pytest.raises(MarsError, match=r"rows are \[1, 1\]: expected each of 0 to 2 at most once"):
         ask("refill", rows=jnp.asarray([1, 1]), **arrays(2))

@@ -39,7 +39,7 @@ COVERING = {
     "chain of 1, topk": (DRAFTERS["chain of 1"], verify.topk(delta=1.5)),
     "sampled chain, rejection": (DRAFTERS["sampled chain"], verify.rejection()),
     "sampled chain, mars over block": (
-        DRAFTERS["sampled chain"], verify.mars(verify.rejection(block=True), theta=0.5),
+        DRAFTERS["sampled chain"], verify.mars(base=verify.rejection(block=True), theta=0.5),
     ),
     "static tree, budget": (DRAFTERS["static tree"], contrib.budget(gap=1.0, total=4.0)),
     "dynamic tree, mars": (

@@ -85,7 +85,8 @@ def lowered(function, *arguments, platform):
 
 
 @pytest.mark.parametrize(
-    ("rule", "kernel"), [(verify.mars(), "margin_accept"), (verify.mars(verify.rejection()), "margin_stats")]
+    ("rule", "kernel"),
+    [(verify.mars(), "margin_accept"), (verify.mars(base=verify.rejection()), "margin_stats")],
 )
 def test_the_decode_loop_holds_the_tpu_kernel_once_and_no_other_elsewhere(rule, kernel):
     decoder = speculative_decoder(fake.hash_model(vocab_size=1100), drafters.ngram(4), rule)

@@ -84,7 +84,7 @@ CASES = {
         CONFIG,
         drafters.language_model(MODEL, 3, sample=True),
         CONFIG,
-        verify.mars(verify.rejection(block=True)),
+        verify.mars(base=verify.rejection(block=True)),
     ),
     "model tree, mars": (CONFIG, drafters.language_model(MODEL, tree=(3, 1)), CONFIG, verify.mars()),
     "model dynamic tree, exact": (

@@ -120,7 +120,7 @@ def test_nucleus_lets_through_what_top_p_keeps_of_what_the_row_draws_from(chain,
     tree, logits = case(chain)
     warpers = transformers.TemperatureLogitsWarper(temperature), transformers.TopKLogitsWarper(5)
     wanted = at_edges(tree, warped(logits, *warpers, transformers.TopPLogitsWarper(mass)))
-    rule = verify.nucleus(verify.exact(), mass=mass)
+    rule = verify.nucleus(base=verify.exact(), mass=mass)
     same_and_mixed(relaxable(rule, tree, logits, temperature=temperature, top_k=5), wanted)
     best = at_edges(tree, np.asarray(logits) == np.asarray(logits).max(-1, keepdims=True))
     np.testing.assert_array_equal(relaxable(rule, tree, logits), best)  # at temperature 0
@@ -220,7 +220,7 @@ def test_over_rejection_a_step_relaxes_no_more_than_its_share():
     sure = jnp.tile(jnp.asarray([[[0.0, -9.0, -9.0]]]), (ROWS, 5, 1))
     tree = trees.chain(tokens, sure[..., jnp.asarray([1, 0, 2])])
     for most in (0, 1, 3):
-        rule = contrib.budget(verify.rejection(), gap=9.0, max_relaxed=most, total=99.0)
+        rule = contrib.budget(base=verify.rejection(), gap=9.0, max_relaxed=most, total=99.0)
         rows = oracles.controls_of([(1.0, 0, 1.0, 0.0)] * ROWS)
         verdict = judge(rule)(oracles.keys_of(1, ROWS), tree, sure, rows)
         relaxed = np.asarray(verdict.relaxed).sum(1)
@@ -235,7 +235,7 @@ def test_over_rejection_no_more_are_relaxed_in_a_row_than_may_be(base):
     tree = trees.chain(jnp.asarray(np.pad(drafted, ((0, 0), (1, 0))), jnp.int32))
     sure = jnp.broadcast_to(jnp.asarray([30.0, 0.0, 0.0]), (ROWS, nodes, 3))
     rows = oracles.controls_of([(1.0, 0, 1.0, 0.0)] * ROWS, max_relaxed_run=most.astype(np.int32))
-    rule = verify.topk(base, k=2, delta=99.0)
+    rule = verify.topk(base=base, k=2, delta=99.0)
     verdict = jax.jit(judge(rule))(oracles.keys_of(1, ROWS), tree, sure, rows)
     for row in range(ROWS):
         count = run = 0

@@ -80,7 +80,7 @@ def test_exact_walks_where_the_sample_of_each_node_leads():
         assert int(verdict.num_accepted[b]) == len(path) - 1 and int(verdict.next_token[b]) == y[b, node]
 
 
-ALONE = (mars(rejection(block=True)), exact(), mars(), mars(rejection()))
+ALONE = (mars(base=rejection(block=True)), exact(), mars(), mars(base=rejection()))
 
 
 @pytest.mark.slow
@@ -106,9 +106,9 @@ def test_verifiers_are_values():
     assert (
         structure(mars(theta=0.8)) == structure(mars(theta=0.9)) != structure(mars(margin="gap", theta=0.9))
     )
-    assert structure(mars()) != structure(mars(rejection()))
+    assert structure(mars()) != structure(mars(base=rejection()))
     assert exact() == exact() and rejection() != rejection(block=True)
-    rules = exact(), rejection(), rejection(True), mars(), mars(rejection(True), margin="gap")
+    rules = exact(), rejection(), rejection(True), mars(), mars(base=rejection(True), margin="gap")
     assert [v.name for v in rules] == [
         "exact", "rejection", "block", "mars", "mars(gap) over block",
     ]  # fmt: skip

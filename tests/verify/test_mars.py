@@ -146,7 +146,7 @@ BASES = [exact(), rejection(), rejection(block=True)]
 def test_theta_inf_and_strict_rows_equal_the_base_bit_for_bit(base):
     keys, tree, logits, controls = chain_case(seed=0)
     controls = controls.replace(temperature=controls.temperature.at[::3].set(0.0))
-    strict, rule = jitted(base)(keys, tree, logits, controls), jitted(mars(base))
+    strict, rule = jitted(base)(keys, tree, logits, controls), jitted(mars(base=base))
     assert jnp.sum(rule(keys, tree, logits, controls).relaxed) > 10
     traces = len(TRACES)
     for name, value in {"theta": np.inf, "strict": True, "max_relaxed_run": 0}.items():
@@ -182,7 +182,7 @@ def one_step(tokens, logits, parents=None, *, base=None, **controls):
         tree = tree.replace(parents=parents, depths=depths, max_depth=1, is_chain=False)
     logits = jnp.asarray([logits + [[0.0] * 4] * (6 - len(logits))], jnp.float32)
     made = oracles.controls_of([GREEDY], **{"theta": 0.9, **controls})
-    verdict = jitted(mars(base))(oracles.keys_of(0, 1), tree, logits, made)
+    verdict = jitted(mars(base=base))(oracles.keys_of(0, 1), tree, logits, made)
     out, count = oracles.emitted(tree.tokens, verdict)
     relaxed = np.asarray(verdict.relaxed[0])
     assert not relaxed[len(tokens) :].any()
@@ -252,7 +252,7 @@ def test_over_rejection_the_strict_stretch_stands_and_only_guarded_edges_are_rel
         stop_tokens=jnp.asarray(np.random.default_rng(0).integers(0, 5, (ROWS, 1)), jnp.int32),
         max_relaxed_run=jnp.full((ROWS,), 2, jnp.int32),
     )
-    rule = mars(base)
+    rule = mars(base=base)
     strict, got = jitted(base)(keys, tree, logits, controls), jitted(rule)(keys, tree, logits, controls)
     rows = for_rows(dataclasses.replace(rule, theta=controls.theta), ROWS)
     seen = evidence(tree, logits, controls=controls)
@@ -281,7 +281,7 @@ def test_over_rejection_greedy_rows_are_mars_over_exact(base):
     tree = tree.replace(draft_logits=jnp.zeros_like(logits))
     mixed = controls.replace(temperature=controls.temperature.at[::2].set(1.0))
     expected = jitted(mars())(keys, tree, logits, controls)
-    run = jitted(mars(base))
+    run = jitted(mars(base=base))
     oracles.same_verdict(run(keys, tree, logits, controls), expected)
     odd = lambda x: x[1::2]  # noqa: E731
     oracles.same_verdict(jax.tree.map(odd, run(keys, tree, logits, mixed)), jax.tree.map(odd, expected))
@@ -310,7 +310,9 @@ def test_behind_a_relaxed_token_rejection_starts_afresh(block):
     logits = np.stack([oracles.after(table, drafted[:, :i]) for i in range(4)], 1)
     tree = trees.chain(jnp.asarray(tokens, jnp.int32), jnp.asarray(np.stack(seen, 1), jnp.float32))
     controls = oracles.controls_of([(1.0, 0, 1.0, 0.0)] * rows, theta=0.9)
-    verdict = jitted(mars(rejection(block)))(oracles.keys_of(3, rows), tree, jnp.asarray(logits), controls)
+    verdict = jitted(mars(base=rejection(block)))(
+        oracles.keys_of(3, rows), tree, jnp.asarray(logits), controls
+    )
     relaxed = np.asarray(verdict.relaxed)
     assert not relaxed[:, 1:].any() and 0.3 < relaxed[:, 0].mean() < 0.7
     out, count = oracles.emitted(tokens, verdict)
@@ -335,7 +337,7 @@ def test_what_cannot_be_relaxed_is_refused():
     with pytest.raises(MarsError, match=r"margin is 'entropy'.*ratio, gap"):
         mars(margin="entropy")
     with pytest.raises(MarsError, match=r"base is .*exact"):
-        mars(mars())
+        mars(base=mars())
     for theta in (0.0, -1.0, float("nan"), 1.5, [0.5, 1.5]):
         with pytest.raises(MarsError, match=r"^theta is"):
             mars(theta=theta)
@@ -344,4 +346,4 @@ def test_what_cannot_be_relaxed_is_refused():
 
 def test_its_name_says_margin_and_base():
     assert mars(margin="gap", theta=1.5).name == "mars(gap)"
-    assert mars(rejection()).name == "mars over rejection"
+    assert mars(base=rejection()).name == "mars over rejection"

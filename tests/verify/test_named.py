@@ -29,7 +29,7 @@ def gate(
     More of it.
     '''
     RUNS.append((entropy, most, on, kind, word, base, floor))
-    return verify.mars(base)
+    return verify.mars(base=base)
 
 
 def needy(level: float):

@@ -61,14 +61,14 @@ CASES = {
     "block": Case(verify.rejection(True), verify.rejection(True), drafter=SAMPLED, relaxes=False),
     "mars": Case(verify.mars(theta=0.5), verify.exact(), {"theta": np.inf}, {"theta": 0.8}, drafter=TREE),
     "mars over rejection": Case(
-        verify.mars(verify.rejection(), theta=0.5), verify.rejection(), {"theta": np.inf}, {"theta": 0.97},
+        verify.mars(base=verify.rejection(), theta=0.5), verify.rejection(), {"theta": np.inf}, {"theta": 0.97},
         drafter=SAMPLED,
     ),
     "rejection on trees": Case(
         verify.rejection(), verify.rejection(), drafter=SAMPLED_TREE, relaxes=False
     ),
     "mars over rejection on trees": Case(
-        verify.mars(verify.rejection(), theta=0.5), verify.rejection(), {"theta": np.inf}, {"theta": 0.97},
+        verify.mars(base=verify.rejection(), theta=0.5), verify.rejection(), {"theta": np.inf}, {"theta": 0.97},
         drafter=SAMPLED_TREE,
     ),
     "mixture on trees": Case(

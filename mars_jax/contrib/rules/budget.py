@@ -43,9 +43,9 @@ class Budget(Relaxed):
 
 
 def budget(
-    base: Any = None,
-    *,
     gap: Any = 0.25,
+    *,
+    base: Any = None,
     max_relaxed: Any = 2,
     total: Any = 8.0,
     max_relaxed_run: Any = UNLIMITED_RUN,

@@ -85,7 +85,7 @@ def by_context(by: str, base: Any = None, **settings: Any) -> ByContext:
     'mars(by position)'
     """
     check_kind(by)
-    made = mars(base, **settings)
+    made = mars(base=base, **settings)
     return ByContext(by=by, **{field.name: getattr(made, field.name) for field in dataclasses.fields(made)})
 
 

@@ -34,7 +34,7 @@ class EntropyGate(Relaxed):
 
 
 def entropy_gate(
-    base: Any = None, *, entropy: Any = 1.5, max_relaxed_run: Any = UNLIMITED_RUN, exact_prefix: Any = 0
+    entropy: Any = 1.5, *, base: Any = None, max_relaxed_run: Any = UNLIMITED_RUN, exact_prefix: Any = 0
 ) -> EntropyGate:
     """Acceptance of the runner-up by entropy; see `EntropyGate`.
 

@@ -49,7 +49,7 @@ class Learned(Relaxed):
 
 
 def learned(
-    base: Any = None, *, theta: Any = 0.1, max_relaxed_run: Any = UNLIMITED_RUN, exact_prefix: Any = 0
+    theta: Any = 0.1, *, base: Any = None, max_relaxed_run: Any = UNLIMITED_RUN, exact_prefix: Any = 0
 ) -> Learned:
     """Relaxed verification by a learned head; see `Learned`.
 

@@ -106,7 +106,7 @@ def test_the_arms_over_rejection():
         "mars over rejection matched",
     ]
     assert arms[1].rule.rule == verify.rejection()
-    assert structure(arms[3].rule.rule) == structure(verify.mars(verify.rejection(), margin="gap"))
+    assert structure(arms[3].rule.rule) == structure(verify.mars(base=verify.rejection(), margin="gap"))
 
 
 def test_the_matched_margin_is_another_rule():
@@ -129,7 +129,7 @@ from mars_jax import verify
 
 
 def gate(entropy: float = 1.5):
-    return verify.mars(verify.rejection(), theta=0.5)
+    return verify.mars(base=verify.rejection(), theta=0.5)
 """
 
 

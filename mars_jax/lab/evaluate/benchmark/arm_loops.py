@@ -235,7 +235,7 @@ class Evaluation:
 
         def tau_at(theta: float) -> float:
             base, prefix = base_of(first.rule).rule, facts(first.rule.rule).exact_prefix
-            return tau_of(LoadedRule(verify.mars(base, theta=theta, margin=other, exact_prefix=prefix)))
+            return tau_of(LoadedRule(verify.mars(base=base, theta=theta, margin=other, exact_prefix=prefix)))
 
         found = match(tau_at, tau_of(first.rule), other)
         work.skip(first.name, self._most_matching(task) - (work.done - before))

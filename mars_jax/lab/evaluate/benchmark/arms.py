@@ -238,7 +238,7 @@ def _controls(choice: RuleChoice, first: Arm, matched: float, temperature: float
     margin = margin_of(choice)
     strict = base_of(first.rule).rule
     prefix = facts(first.rule.rule).exact_prefix
-    other = verify.mars(strict, theta=matched, margin=other_margin(margin), exact_prefix=prefix)
+    other = verify.mars(base=strict, theta=matched, margin=other_margin(margin), exact_prefix=prefix)
     at = f"theta={first.theta:g}" if first.theta is not None else first.name
     arms = [
         Arm(

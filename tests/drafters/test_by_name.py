@@ -1,0 +1,39 @@
+"""Shapes of drafts that `load` takes: numbers, trees, and trees as the command line writes them."""
+
+from __future__ import annotations
+
+import pytest
+
+import mars_jax as mj
+from mars_jax.core.errors import MarsError
+from mars_jax.specs import parse_tree
+
+
+@pytest.fixture(scope="module")
+def target():
+    return mj.load("tiny/target")
+
+
+@pytest.mark.parametrize("tree", ["dynamic", "dynamic:4-3-12", "3-2"])
+def test_a_tree_is_what_its_text_says(target, tree):
+    made, meant = (
+        mj.drafters.load("eagle:tiny/eagle3", target, tree=shape).drafter
+        for shape in (tree, parse_tree(tree))
+    )
+    assert (made.num_nodes, made.max_depth) == (meant.num_nodes, meant.max_depth)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"tree": "dynamc"}, "tree is dynamc .did you mean dynamic"),
+        ({"tree": 5}, "tree is 5: expected the children per node at each depth"),
+        ({"tree": (2, 0)}, r"tree is \(2, 0\): expected the children per node"),
+        ({"tree": [2.0]}, r"tree is \[2.0\]: expected the children per node"),
+        ({"num_draft_tokens": 2.5}, "num_draft_tokens is 2.5: expected a whole number"),
+        ({"num_draft_tokens": "3"}, "num_draft_tokens is '3': expected a whole number"),
+    ],
+)
+def test_what_is_no_shape_gets_a_sentence(options, said):
+    with pytest.raises(MarsError, match=said):
+        mj.drafters.load("ngram", None, **options)
