@@ -43,11 +43,12 @@ def test_a_report_without_an_origin_is_refused():
 
 
 @pytest.mark.slow
-def test_the_study_of_lengths_is_what_its_rows_say():
+@pytest.mark.parametrize("file", sorted(path.name for path in RESULTS.glob("fair_arms*.json")))
+def test_the_study_of_lengths_is_what_its_rows_say(file):
     study = importlib.import_module("fair_arms")
-    told = json.loads((RESULTS / "fair_arms.json").read_text(encoding="utf-8"))
-    rows = study.packed_rows(RESULTS / "fair_arms.jsonl.xz")
-    assert study.report(study.STUDIES["model"], rows, told["costs"]["steps"]) == told["tables"]
+    told = json.loads((RESULTS / file).read_text(encoding="utf-8"))
+    rows = study.packed_rows(RESULTS / file.replace(".json", ".jsonl.xz"))
+    assert study.report(study.STUDIES[told["study"]], rows, told["costs"]["steps"]) == told["tables"]
 
 
 def test_every_committed_report_is_read_by_a_page_or_named_by_one(monkeypatch):
