@@ -20,7 +20,7 @@ from mars_jax.lab.pictures.style import no_grid, picture, whiskers
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "scripts" / "results" / "fair_arms.json"
-PLACES = {"this CPU": "two CPU cores", "a cheap draft": "an accelerator that memory bounds, modelled"}
+PLACES = {"this CPU": "a CPU", "a cheap draft": "an accelerator that memory bounds, modelled"}
 ARMS = {
     "exact": ("exact: lossless", "exact"),
     "block": ("rejection, by blocks: lossless, at temperature 1", "rejection"),
@@ -32,10 +32,12 @@ GROUPS = (("stories", 0.0), ("arithmetic", 0.0), ("stories", 1.0), ("arithmetic"
 
 def caption(report: Mapping[str, Any]) -> str:
     """The line under the picture: the pair, the device, n and the date."""
+    count = report["costs"]["cores"]
+    cores = "1 core" if count == 1 else f"{count} cores"
     return (
         "Speed over plain decoding at batch 1, every rule at its own best draft length: `tiny/target` (12M) drafted by "
         "`tiny/draft` (1M), float32, 180 stories and 1,000 problems, tau over the time of a step: timed on "
-        f"{report['cores']} cores of {report['processor']}, and 1 + 0.05 K plain steps for K drafted tokens, "
+        f"{cores} of {report['costs']['processor']}, and 1 + 0.05 K plain steps for K drafted tokens, "
         f"{report['date'][:10]}."
     )
 
