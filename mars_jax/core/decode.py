@@ -123,7 +123,7 @@ def run(
             state, stats, left = carry
             state, info = decoder.step(params, state)
             with jax.named_scope("emit"):
-                return state, accumulate(stats, info), None if left is None else left - 1
+                return state, accumulate(stats, info, state.length), None if left is None else left - 1
 
         def going(carry: tuple[DecodeState, DecodeStats, Any]) -> Array:
             live = ~jnp.all(carry[0].done)

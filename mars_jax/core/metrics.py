@@ -39,10 +39,10 @@ class DecodeStats:
 
 @struct.dataclass(kw_only=True)
 class TokenRecord:
-    """A record of each new token of a row, [B, T] each: entry j is the j-th token after the prompt; see `StepInfo`."""
+    """A record of each new token, [B, T] each: entry [b, t] is about `DecodeState.tokens[b, t]`; see `StepInfo`."""
 
-    kind: Array  # i32; NO_KIND after the last
-    regret: Array  # f32, as are the others; 0 after the last
+    kind: Array  # i32; NO_KIND where a token is none of these steps', such as the prompt's
+    regret: Array  # f32, as are the others; 0 there
     log_prob: Array
     temperature_log_prob: Array
     processed_log_prob: Array
@@ -65,14 +65,20 @@ def _empty_record(batch: int, buffer: int) -> TokenRecord:
     return TokenRecord(**numbers | {"kind": jnp.full((batch, buffer), NO_KIND, jnp.int32)})
 
 
-def _append(record: TokenRecord, info: StepInfo, emitted: Array) -> TokenRecord:
-    """The record after one more step of rows that had emitted i32[B] tokens before it."""
+def _append(record: TokenRecord, info: StepInfo, length: Array) -> TokenRecord:
+    """The record after one more step, of rows that have i32[B] tokens after it."""
     step = TokenRecord(**{field.name: getattr(info, field.name) for field in dataclasses.fields(TokenRecord)})
-    return append(record, emitted, step, info.num_emitted)
+    return append(record, length - info.num_emitted, step, info.num_emitted)
 
 
-def accumulate(stats: DecodeStats, info: StepInfo) -> DecodeStats:
-    """Add one step. Draft tokens cut off by a stop token or a limit do not count as accepted."""
+def accumulate(stats: DecodeStats, info: StepInfo, length: Array) -> DecodeStats:
+    """Add one step. Draft tokens cut off by a stop token or a limit do not count as accepted.
+
+    Args:
+      stats: so far.
+      info: of the step.
+      length: i32[B], of the state after it.
+    """
     live = info.num_emitted > 0
     accepted = jnp.minimum(info.verdict.num_accepted, info.num_emitted)
     depth = info.verdict.relaxed.shape[1]
@@ -89,7 +95,7 @@ def accumulate(stats: DecodeStats, info: StepInfo) -> DecodeStats:
         accepted_trusted=stats.accepted_trusted + trusted,
         depth_histogram=stats.depth_histogram + histogram.astype(jnp.int32),
         regret=stats.regret + jnp.sum(info.regret, axis=1),
-        tokens=None if stats.tokens is None else _append(stats.tokens, info, stats.emitted),
+        tokens=None if stats.tokens is None else _append(stats.tokens, info, length),
     )
 
 

@@ -66,7 +66,7 @@ def advance(
             state, stats, steps, _ = carry
             state, info = decoder.step(params, state)
             with jax.named_scope("emit"):
-                return state, accumulate(stats, info), steps + 1, done(state)
+                return state, accumulate(stats, info, state.length), steps + 1, done(state)
 
         count = done(state)
         start = (state, stats, jnp.int32(0), count)

@@ -10,11 +10,12 @@ from mars_jax.serve.requests import KINDS, Completion, Request, TokenLogProbs
 from mars_jax.serve.text import RowText
 
 
-def token_log_probs(source: Any, row: int, count: int) -> TokenLogProbs:
-    """Return log-probabilities of a row's first `count` tokens, from a `StepInfo` or a `TokenRecord` on the host."""
+def token_log_probs(source: Any, row: int, first: int, count: int) -> TokenLogProbs:
+    """Return log-probabilities of `count` tokens of a row, from a `StepInfo` or a `TokenRecord` on the host."""
+    those = slice(first, first + count)
     names = ("log_prob", "temperature_log_prob", "processed_log_prob", "regret")
-    values = {name: tuple(getattr(source, name)[row, :count].tolist()) for name in names}
-    return TokenLogProbs(**values, kind=tuple(KINDS[k] for k in source.kind[row, :count]))
+    values = {name: tuple(getattr(source, name)[row, those].tolist()) for name in names}
+    return TokenLogProbs(**values, kind=tuple(KINDS[k] for k in source.kind[row, those]))
 
 
 def complete(
@@ -30,7 +31,8 @@ def complete(
       seconds: for `Completion.seconds`.
     """
     tokens, length, failed = final
-    said = tokens[row, len(request.prompt_tokens) : length[row]].tolist()
+    first = len(request.prompt_tokens)
+    said = tokens[row, first : length[row]].tolist()
     # As the stream does it, so that a character cut in two reads the same both ways.
     text = RowText(target, request)
     pieces = text.feed_all(said, last=True)
@@ -48,5 +50,5 @@ def complete(
         finish_reason="failed" if failed else "stop" if stopped else "length",
         metrics=summarize(stats, row),
         seconds=seconds,
-        log_probs=None if stats.tokens is None else token_log_probs(stats.tokens, row, len(new)),
+        log_probs=None if stats.tokens is None else token_log_probs(stats.tokens, row, first, len(new)),
     )

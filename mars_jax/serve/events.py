@@ -67,7 +67,7 @@ def events(
                 continue
             tokens = host.emitted[row, : host.num_emitted[row]].tolist()
             said = texts[row].feed_all(tokens, last=bool(done[row]))
-            told = token_log_probs(host, row, len(said))
+            told = token_log_probs(host, row, 0, len(said))
             tokens, pieces = tokens[: len(said)], tuple(zip(told.kind, said, strict=True))
             completion = None
             if texts[row].stopped:
@@ -95,4 +95,4 @@ class Seen(NamedTuple):
 def look(stats: DecodeStats, info: StepInfo, state: tuple[Array, Array, Array, Array]) -> Seen:
     """Count a step and copy what later ones overwrite: (done, tokens, length, failed)."""
     done, *final = jax.tree.map(jnp.copy, state)
-    return Seen(accumulate(stats, info), info, done, tuple(final))
+    return Seen(accumulate(stats, info, final[1]), info, done, tuple(final))

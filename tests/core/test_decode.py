@@ -210,8 +210,8 @@ def test_stream_takes_the_steps_of_run():
         [row[:n].tolist() for row, n in zip(prompts, lengths, strict=True)],
     )
     first = decode.start(decoder, NO_WEIGHTS, Prompts(prompts, lengths, made, verify.mars(), keys))
-    for state, info in decode.stream(decoder, NO_WEIGHTS, first):  # noqa: B007 (the last one is used below)
-        counted = accumulate(counted, info)
+    for state, info in decode.stream(decoder, NO_WEIGHTS, first):
+        counted = accumulate(counted, info, state.length)
         for row in range(4):
             text[row] += [t for t in info.emitted[row].tolist() if t != NO_TOKEN]
     assert committed(state) == committed(ran) == text

@@ -143,7 +143,7 @@ def test_a_recorded_run_says_the_same_as_its_steps():
     decoder = decode.speculative_decoder(TARGET, DRAFTERS["chain"], made, prefill_chunk=16)
     keys = keys_from_seeds(jnp.arange(3, dtype=jnp.uint32))
     controls = make_controls(3, limit=[32, 20, 32], temperature=[0.0, 1.0, 1.0])
-    arguments = (decoder, NO_WEIGHTS, prompts, lengths, controls, made, keys)
+    arguments = (decoder, NO_WEIGHTS, Prompts(prompts, lengths, controls, made, keys))
     final, stats = decode.run(decoder, NO_WEIGHTS, decode.start(*arguments), record=True)
     assert decode.run(decoder, NO_WEIGHTS, decode.start(*arguments))[1].tokens is None
     names = ("log_prob", "temperature_log_prob", "processed_log_prob", "regret", "kind")
@@ -153,8 +153,11 @@ def test_a_recorded_run_says_the_same_as_its_steps():
         for name in names:
             want = np.concatenate([getattr(i, name)[row, : int(i.num_emitted[row])] for i in steps])
             got = np.asarray(getattr(stats.tokens, name)[row])
-            np.testing.assert_array_equal(got[:count], want)
-            assert set(got[count:].tolist()) <= {NO_KIND if name == "kind" else 0}
+            first = int(lengths[row])  # where its token is in the buffer
+            np.testing.assert_array_equal(got[first : first + count], want)
+            assert {*got[:first].tolist(), *got[first + count :].tolist()} <= {
+                NO_KIND if name == "kind" else 0
+            }
 
 
 def test_a_broken_row_fails_alone_and_only_by_what_is_on_its_path():

@@ -42,8 +42,8 @@ def streamed(drafter, rule, ahead):
     """The steps, what they add up to, and the last state."""
     decoder, first = started(drafter, rule)
     stats, steps = zero_stats(3, decoder.max_depth, record=48), []
-    for state, info in decode.stream(decoder, NO_WEIGHTS, first, ahead=ahead):  # noqa: B007 (the last is used below)
-        stats = accumulate(stats, info)
+    for state, info in decode.stream(decoder, NO_WEIGHTS, first, ahead=ahead):
+        stats = accumulate(stats, info, state.length)
         steps.append(jax.device_get(info))
     return steps, stats, state
 

@@ -288,5 +288,5 @@ def run(
     stats = jax.device_put(zero_stats(prompts.tokens.shape[0], made.decoder.max_depth), where)
     options = {"draft_device": draft_device, "pre_verify": pre_verify, "guesses": guesses}
     for now, info in stream(made, params, state, **options):
-        state, stats = now, _count(stats, info)
+        state, stats = now, _count(stats, info, now.length)
     return state, stats, guesses

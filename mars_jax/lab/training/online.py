@@ -54,19 +54,21 @@ def no_failures(rows: int = 64, width: int = 256) -> Failures:
     )
 
 
-def rejected_places(kind: Array, depth: int) -> Array:
-    """Which new tokens stand where a draft was rejected: bool[B, T] of kinds i32[B, T], as `TokenRecord` has them.
+def rejected_places(kind: Array, depth: int, first: Array) -> Array:
+    """Which tokens stand where a draft was rejected: bool[B, T] of kinds i32[B, T], as `TokenRecord` has them, and of
+    the place i32[B] of the first new one.
 
     A token that ends a step is a bonus where K = `depth` tokens were accepted before it, and else a correction. A place
     where nothing was drafted counts as a correction too.
 
-    >>> rejected_places(jnp.asarray([[0, 2, 0, 0, 2, 2]]), 2).astype(int).tolist()
-    [[0, 1, 0, 0, 0, 1]]
+    >>> rejected_places(jnp.asarray([[-1, 0, 2, 0, 0, 2, 2]]), 2, jnp.asarray([1])).astype(int).tolist()
+    [[0, 0, 1, 0, 0, 0, 1]]
     """
     index = jnp.arange(kind.shape[1], dtype=jnp.int32)[None]
     ends = kind == CORRECTED
     last = jax.lax.cummax(jnp.where(ends, index, -1), axis=1)
     before = jnp.pad(last[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
+    before = jnp.maximum(before, first[:, None] - 1)
     return ends & (index - before - 1 < depth)
 
 
@@ -78,12 +80,12 @@ def add_failures(
     Args:
       tokens: i32[B, T] of the buffer's width T or less, prompts with what was said.
       prompt_length, length: i32[B].
-      kind: i32[B, T]; entry j is about the j-th token after the prompt.
+      kind: i32[B, T]; of each token.
       depth: K, the drafter's.
     """
     batch, width = tokens.shape
     rows, room = buffer.tokens.shape
-    spread = jax.vmap(lambda row, first: jnp.roll(row, first))(rejected_places(kind, depth), prompt_length)
+    spread = rejected_places(kind, depth, prompt_length)
     index = jnp.arange(width, dtype=jnp.int32)[None]
     spread &= (index >= prompt_length[:, None]) & (index < length[:, None])
     at = (buffer.place + jnp.arange(batch, dtype=jnp.int32)) % rows
@@ -232,8 +234,9 @@ class Refiner:
         tokens, length = _padded(texts, self._width)
         kind = np.full(tokens.shape, -1, np.int32)
         for row, own in enumerate(kinds):
-            kept = own[: self._width]
-            kind[row, : len(kept)] = kept
+            first = prompts[row]
+            kept = own[: self._width - first]
+            kind[row, first : first + len(kept)] = kept
         self.see(jnp.asarray(tokens), jnp.asarray(prompts, jnp.int32), jnp.asarray(length), jnp.asarray(kind))
 
     def refine(self, target_params: PyTree, steps: int = 8) -> Refined:

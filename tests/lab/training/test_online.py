@@ -60,7 +60,7 @@ def test_failures_are_the_corrections_of_the_steps(pair):
     wanted = np.zeros(begun.tokens.shape, bool)
     stats = zero_stats(3, decoder.max_depth, record=begun.tokens.shape[1])
     for state, info in decode.stream(decoder, params, begun, ahead=0):
-        stats = accumulate(stats, info)
+        stats = accumulate(stats, info, state.length)
         for row in range(3):
             # The token that ends a step, where fewer than all drafted ones were accepted, and the limit did not cut it.
             count, accepted = int(info.num_emitted[row]), int(info.verdict.num_accepted[row])
