@@ -413,7 +413,7 @@ def main() -> None:
         "--data", type=Path, help="folder of held-out stories and of eval/, for decode and check"
     )
     parser.add_argument("--costs", type=Path, help="the JSON of costs")
-    parser.add_argument("--check", type=Path, help="the JSON of check")
+    parser.add_argument("--check", type=Path, help="the JSON of check, where there is one")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     study = STUDIES[args.study]
@@ -435,7 +435,7 @@ def main() -> None:
         made
         | {
             "costs": costs,
-            "check": json.loads(args.check.read_text(encoding="utf-8")),
+            "check": None if args.check is None else json.loads(args.check.read_text(encoding="utf-8")),
             "taus": [{k: v for k, v in c.items() if k != "at"} for c in choices(study, rows, costs["steps"])],
             "tables": report(study, rows, costs["steps"]),
         },
