@@ -42,9 +42,7 @@ def _study(report: dict[str, Any]) -> dict[str, Any]:
             arms.setdefault(arm["arm"], {})[table["where"]] = arm
     steps = report["costs"]["steps"]
     lengths = sorted(int(name.split()[1]) for name in steps if name.startswith("greedy"))
-    checked = report["check"][
-        "open" if report["study"] == "smollm2" else "stories"
-    ]  # the task that was timed
+    checked = report["check"]["stories"] if report["check"] else []
     return {
         "tables": [
             {
@@ -65,8 +63,10 @@ def _study(report: dict[str, Any]) -> dict[str, Any]:
             "exact": "`exact`",
         }[arm],
         "score": _score,
-        "turns": report["check"]["turns"],
-        "apart": max(abs(found["foretold"] / found["timed"]["median"] - 1) for found in checked),
+        "turns": report["check"]["turns"] if report["check"] else 0,
+        "apart": max(
+            (abs(found["foretold"] / found["timed"]["median"] - 1) for found in checked), default=0.0
+        ),
         "checked": [
             [
                 f"{found['arm']}, temperature {found['temperature']:g}, chain of {found['length']}",
