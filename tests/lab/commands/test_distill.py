@@ -12,7 +12,7 @@ import pytest
 from safetensors import safe_open
 
 from mars_jax.lab.commands import distill, distill_heads
-from mars_jax.lab.training import data
+from mars_jax.lab.training import data, head_training
 from mars_jax.lab.training import distillation as training
 from mars_jax.lab.training.objectives import forward_kl
 
@@ -286,7 +286,7 @@ def test_a_target_divided_over_a_mesh_teaches_the_same(kind, target, draft, tmp_
         pretrained = load(str(target), dtype="float32", mesh=mesh)
         stream = data.stream([TEXT] * 4, pretrained.tokenizer.backend_tokenizer)
         if kind == "eagle3":
-            made = training.eagle3(
+            made = head_training.new_eagle3(
                 pretrained.config, pretrained.params, layers=(0, 0, 0), steps=2, divergence=forward_kl
             )
         else:
