@@ -254,7 +254,7 @@ class _Loop:
         first = self._decode(task, problems[:chosen], 0, temperature, tried)
         lengths = [max(self._lengths, key=lambda n: self._rate(first[arm.name, n], n)) for arm in arms]
         free = max(
-            (at for at, arm in enumerate(arms) if arm.role == "strict"),
+            (at for at, arm in enumerate(arms) if arm.rule.rule.lossless),
             key=lambda at: self._rate(first[arms[at].name, lengths[at]], lengths[at]),
         )
         best = list(zip(arms, lengths, strict=True))
