@@ -156,6 +156,15 @@ def current() -> AbstractMesh | None:
     return mesh
 
 
+def on_cpu() -> bool:
+    """Whether what is traced here is for a CPU: by the current mesh, or else by the default backend.
+
+    A plan traces for the devices of its mesh, which are not on this machine.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return (jax.default_backend() if device is None else device.device_kind) == "cpu"
+
+
 def by_rows(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """`function(params, *rows)` on the mesh it is traced for, each device on rows of its own.
 

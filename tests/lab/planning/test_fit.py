@@ -13,7 +13,7 @@ from mars_jax import MarsError, verify
 from mars_jax.cli import progress
 from mars_jax.lab import planning
 from mars_jax.lab.commands import plan
-from mars_jax.lab.planning import advice, make_plan
+from mars_jax.lab.planning import advice, dump, make_plan
 from mars_jax.lab.planning.chips import CHIPS, TYPES, larger, topology
 from mars_jax.lab.planning.compiled_program import _out_of_memory, collectives
 from mars_jax.lab.planning.fit import default_mesh, draft_of
@@ -23,6 +23,7 @@ from mars_jax.models.eagle_head import EagleConfig
 from mars_jax.placement.shardings import parse_mesh
 
 pytest.importorskip("libtpu", reason="plans need libtpu: pip install 'mars-jax[test]' on Linux x86-64")
+dump.dump_folder()  # before a test loads libtpu
 
 TINY = ModelConfig(
     vocab_size=512,
