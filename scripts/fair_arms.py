@@ -9,9 +9,9 @@
 A chain of a draft at several lengths, temperatures 0 and 1. An arm's length is the one of most tokens per second on
 prompts that no figure uses; its figures are then of other prompts. Tokens per second are tau over what a step costs,
 twice: on this CPU, as `costs` timed it at batch 1, and as on an accelerator that memory bounds, where a step costs
-1 + 0.05 K plain ones with a draft as small as an EAGLE head. Source of the challenge: arXiv 2607.08690, which finds
-that tuned lengths give much of what relaxing gives. `decode` goes on where it was killed. `check` holds tau over cost
-against a clock.
+1 + 0.05 K plain ones with a draft as small as an EAGLE head and 1 + 0.01 K with n-grams. Source of the challenge:
+arXiv 2607.08690, which finds that tuned lengths give much of what relaxing gives. `decode` goes on where it was
+killed. `check` holds tau over cost against a clock.
 """
 
 from __future__ import annotations
@@ -39,14 +39,15 @@ from mars_jax.lab.evaluate.tasks.problems import Problem
 from mars_jax.serve import likelihood
 from mars_jax.serve.session import Session
 
-CHEAP = 0.05
-"""What a drafted token costs, in plain steps, of a draft as small as an EAGLE head on an accelerator."""
+CHEAP = {"chain": 0.05, "ngram": 0.01}
+"""What a drafted token costs, in plain steps, on an accelerator that memory bounds: of a draft as small as an EAGLE
+head, and at most of one that is looked up and only verified."""
 TURNS = 7
 LONGEST = 800
 """Characters of a prompt of SmolLM2 at most, some 200 tokens."""
 TIMED = (("exact", 0.0), ("mars theta 0.9", 0.0), ("rejection", 1.0))
 """What `check` decodes, of a study's `clocked` task."""
-LOSSLESS = ("exact", "rejection", "block")
+LOSSLESS = ("exact", "rejection")
 Problems = Sequence[Problem]
 
 
@@ -71,6 +72,11 @@ class Study:
     tasks: Mapping[str, Task]
     clocked: str
     rows: int = BATCH  # decoded side by side
+    ngram: tuple[int, ...] = ()  # lengths of drafts from the text so far, one more lossless arm
+    more: bool = False  # with the rules that MARS is compared with elsewhere
+
+    def lengths_of(self, arm: Arm) -> tuple[int, ...]:
+        return self.ngram if arm.draft == "ngram" else self.lengths
 
 
 def _stories(data: Path) -> Problems:
@@ -78,10 +84,12 @@ def _stories(data: Path) -> Problems:
 
 
 def _jsonl(data: Path, name: str) -> Problems:
-    """In an order drawn once."""
+    """The short ones in an order drawn once, and then the long ones in another."""
     found = read(name, str(data / "eval" / f"{name}.jsonl.xz"), chat=True)
-    short = [p for p in found if len(" ".join(p.turns[:1])) < LONGEST]
-    return [short[i] for i in np.random.default_rng(0).permutation(len(short))]
+    parts: tuple[list[Problem], list[Problem]] = [], []
+    for problem in found:
+        parts[len(problem.turns[0]) >= LONGEST].append(problem)
+    return [part[i] for part in parts for i in np.random.default_rng(0).permutation(len(part))]
 
 
 def _open(data: Path) -> Problems:
@@ -89,12 +97,13 @@ def _open(data: Path) -> Problems:
 
 
 def _mixed(data: Path) -> Problems:
-    """As many of each task of Spec-Bench whose prompts are short, in turns; the likelihood judges what they say."""
+    """As many of each task of Spec-Bench with short prompts, in turns; the likelihood judges what they say."""
     parts: dict[str, list[Problem]] = {
         f"spec_bench/{name}": [] for name in ("math_reasoning", "qa", "translation")
     }
     for problem in _jsonl(data, "spec_bench"):
-        parts.get(problem.task, []).append(problem)
+        if len(problem.turns[0]) < LONGEST:
+            parts.get(problem.task, []).append(problem)
     in_turns = [p for row in zip(*(parts[task] for task in sorted(parts)), strict=False) for p in row]
     return [dataclasses.replace(p, metric="likelihood") for p in in_turns]
 
@@ -106,21 +115,23 @@ EMBEDDED = {
     "stories": Task(read=_stories, choose=96, score=180, new_tokens=104, chat=False),
 }
 ANSWERED = {
-    "open": Task(read=_open, choose=16, score=48, new_tokens=96),
-    "mixed": Task(read=_mixed, choose=12, score=48, new_tokens=96),
-    "translations": Task(read=lambda data: _jsonl(data, "wmt19"), choose=12, score=32, new_tokens=96),
+    "open": Task(read=_open, choose=16, score=80, new_tokens=96),
+    "mixed": Task(read=_mixed, choose=12, score=80, new_tokens=96),
+    "translations": Task(read=lambda data: _jsonl(data, "wmt19"), choose=12, score=40, new_tokens=96),
+    "news": Task(read=lambda data: _jsonl(data, "cnn_dm"), choose=12, score=40, new_tokens=96),
 }
 STUDIES = {
     "model": Study(
         target=assets.TARGET, draft=f"model:{assets.DRAFT}", lengths=(2, 3, 5, 8, 12), tasks=EMBEDDED,
-        clocked="stories",
+        clocked="stories", more=True,
     ),
     "head": Study(
         target=assets.TARGET, draft="eagle:tiny/eagle3", lengths=(2, 3, 5, 8, 12), tasks=EMBEDDED,
         clocked="stories",
     ),
     "smollm2": Study(
-        target="smollm2", draft="eagle:smollm2/eagle3", lengths=(1, 2, 3), tasks=ANSWERED, clocked="open", rows=16
+        target="smollm2", draft="eagle:smollm2/eagle3", lengths=(1, 2, 3), tasks=ANSWERED, clocked="open", rows=16,
+        ngram=(1, 3, 6),
     ),
 }  # fmt: skip
 
@@ -133,31 +144,30 @@ class Pair:
         self.target = mj.load(study.target, dtype="float32")
         model = study.draft.removeprefix("model:")
         self.draft = mj.load(model, dtype="float32") if study.draft.startswith("model:") else None
-        self._sessions: dict[tuple[int, bool], Session] = {}
+        self._sessions: dict[tuple[str, bool], Session] = {}
 
-    def session(self, length: int, sampled: bool) -> Session:
-        """The one with drafts of a kind, of length 0 with none; it remembers what is compiled."""
-        if (length, sampled) not in self._sessions:
-            options: dict[str, Any] = {"num_draft_tokens": length, "sample": sampled, "dtype": "float32"}
-            drafter = (
-                mj.drafters.load(self.study.draft, self.target, **options)
-                if length
-                else mj.drafters.load("none", self.target)
-            )
-            self._sessions[length, sampled] = Session(
+    def session(self, draft: str, sampled: bool = False) -> Session:
+        """The one with drafts of a kind and length, or "none"; it remembers what is compiled."""
+        if (draft, sampled) not in self._sessions:
+            kind, _, length = draft.partition(" ")
+            options: dict[str, Any] = {"num_draft_tokens": int(length)} if length else {}
+            if kind == "chain":
+                options |= {"sample": sampled, "dtype": "float32"}
+            drafter = mj.drafters.load(self.study.draft if kind == "chain" else kind, self.target, **options)
+            self._sessions[draft, sampled] = Session(
                 target=self.target, drafter=drafter, batch_size=self.rows, log_probs=self.rows > 1
             )
-        return self._sessions[length, sampled]
+        return self._sessions[draft, sampled]
 
-    def using(self, arm: Arm, length: int) -> Session:
+    def using(self, arm: Arm) -> Session:
         rule = mj.verify.load(arm.spec, self.target, **arm.settings)
-        return self.session(length, arm.sampled).using(rule)
+        return self.session(arm.draft, arm.sampled).using(rule)
 
     def prompts(self, task: str, problems: Iterable[Problem]) -> list[list[int]]:
         return [prompt_tokens(self.target, p, chat=self.study.tasks[task].chat) for p in problems]
 
     def rows_of(
-        self, arm: Arm, length: int, task: str, temperature: float, group: Sequence[tuple[int, Problem]]
+        self, arm: Arm, task: str, temperature: float, group: Sequence[tuple[int, Problem]]
     ) -> list[dict[str, Any]]:
         """The figures of some prompts."""
         prompts = self.prompts(task, (problem for _, problem in group))
@@ -168,13 +178,13 @@ class Pair:
             seed=[number for number, _ in group],
             max_new_tokens=self.study.tasks[task].new_tokens,
         )
-        done = self.using(arm, length).run(requests)
+        done = self.using(arm).run(requests)
         log_q: list[np.ndarray | None] = [None] * len(done)
         if self.draft is not None:
             texts = [[*p, *c.tokens] for p, c in zip(prompts, done, strict=True)]
             scored = likelihood.score(self.draft, texts, rows=BATCH)
             log_q = [s.log_p[len(p) - 1 :] for s, p in zip(scored, prompts, strict=True)]
-        key = {"task": task, "temperature": temperature, "draft": f"chain {length}", "arm": arm.name}
+        key = {"task": task, "temperature": temperature, "draft": arm.draft, "arm": arm.name}
         rows = []
         for (number, problem), completion, q in zip(group, done, log_q, strict=True):
             row = {**key, "id": number, **row_of(cast(Any, self), problem, completion, q)}
@@ -184,28 +194,49 @@ class Pair:
         return rows
 
 
-def arms(temperature: float, length: int) -> list[Arm]:
-    """The lossless ones first."""
-    draft = f"chain {length}"
+def arms(study: Study, temperature: float) -> list[Arm]:
+    """The lossless ones first. `sized` gives each the length of its draft."""
     drawn: dict[str, Any] = {"sampled": True}
-    exact = swept("exact", draft, [{}])
-    mars = swept("mars", draft, [{"theta": 0.9}])
+    exact = swept("exact", "chain", [{}])
+    if study.ngram:
+        exact += swept("exact", "ngram", [{}], family="exact over n-grams")
+    mars = swept("mars", "chain", [{"theta": 0.9}])
+    gap = {"theta": 1.0, "margin": "gap"}
     if temperature == 0:
-        return [*exact, *mars, *swept("topk", draft, [{"delta": 1.2}])]
+        more = [
+            *swept("mars", "chain", [gap], family="mars (gap)"),
+            *swept("typical", "chain", [{"epsilon": 0.09, "delta": 0.3}]),
+        ]
+        return [*exact, *mars, *swept("topk", "chain", [{"delta": 1.2}]), *(more if study.more else [])]
+    over = functools.partial(swept, "mars", "chain", **drawn)
+    more = [
+        *over([gap | {"base": "rejection"}], family="mars (gap) over rejection"),
+        *swept("mentored", "chain", [{"bound": 0.05}], **drawn),
+        *swept("fuzzy", "chain", [{"bound": 0.1}], **drawn),
+        *swept("fuzzy", "chain", [{"bound": 0.3, "distance": "tv"}], family="fuzzy (tv)", **drawn),
+    ]
     return [
         *exact,
-        *swept("rejection", draft, [{}], **drawn),
-        *swept("rejection", draft, [{"block": True}], family="block", **drawn),
+        *swept("rejection", "chain", [{}], **drawn),
+        *swept("rejection", "chain", [{"block": True}], family="block", **drawn),
         *mars,
-        *swept("mars", draft, [{"theta": 0.9, "base": "rejection"}], family="mars over rejection", **drawn),
+        *over([{"theta": 0.9, "base": "rejection"}], family="mars over rejection"),
+        *(more if study.more else []),
     ]
 
 
-def step_costs(study: Study, seconds: Mapping[str, Any], sampled: bool) -> dict[str, dict[int, float]]:
+def sized(arm: Arm, length: int) -> Arm:
+    return dataclasses.replace(arm, draft=f"{arm.draft} {length}")
+
+
+def step_costs(study: Study, seconds: Mapping[str, Any], arm: Arm) -> dict[str, dict[int, float]]:
     """What a step of each length costs, in plain ones, by where it runs."""
-    kind = "drawn" if sampled else "greedy"
-    timed = {n: seconds[f"{kind} {n}"]["over_plain"]["median"] for n in study.lengths}
-    return {"this CPU": timed, "a cheap draft": {n: 1 + CHEAP * n for n in study.lengths}}
+    kind = "ngram" if arm.draft == "ngram" else "drawn" if arm.sampled else "greedy"
+    lengths = study.lengths_of(arm)
+    return {
+        "this CPU": {n: seconds[f"{kind} {n}"]["over_plain"]["median"] for n in lengths},
+        "a cheap draft": {n: 1 + CHEAP[arm.draft] * n for n in lengths},
+    }
 
 
 def best(taus: Mapping[int, float], costs: Mapping[int, float]) -> int:
@@ -218,15 +249,19 @@ def time_steps(study: Study) -> dict[str, Any]:
     prompt = pair.target.encode("Once upon a time")[:2]
     ways: dict[str, Any] = {}
     steps: dict[str, int] = {}
-    names = ["plain", *(f"{kind} {n}" for n in study.lengths for kind in ("greedy", "drawn"))]
+    names = [
+        *("plain", *(f"{kind} {n}" for n in study.lengths for kind in ("greedy", "drawn"))),
+        *(f"ngram {n}" for n in study.ngram),
+    ]
     for name in names:
         kind, _, length = name.partition(" ")
         drawn = kind == "drawn"
-        [arm] = swept("rejection" if drawn else "exact", "chain", [{}], sampled=drawn)
+        draft = {"plain": "none", "ngram": name}.get(kind, f"chain {length}")
+        [arm] = swept("rejection" if drawn else "exact", draft, [{}], sampled=drawn)
         asked = mj.make_requests(
             pair.target, [prompt], max_new_tokens=192, ignore_eos=True, temperature=float(drawn)
         )
-        alone = pair.using(arm, int(length or 0))
+        alone = pair.using(arm)
 
         def way(name: str = name, alone: Any = alone, asked: Any = asked) -> None:
             steps[name] = alone.run(asked)[0].metrics.steps
@@ -251,7 +286,7 @@ def check(
         temperature, n = choice["temperature"], choice["best"]["this CPU"]
         if choice["task"] != study.clocked or (choice["arm"], temperature) not in TIMED:
             continue
-        arm = arms(temperature, n)[choice["at"]]
+        arm = sized(choice["kind"], n)
         asked = [
             mj.make_requests(
                 pair.target, [p], max_new_tokens=task.new_tokens, temperature=temperature, seed=i
@@ -259,8 +294,8 @@ def check(
             for i, p in enumerate(some)
         ]
         ways = {
-            "plain": pair.session(0, False).using(mj.verify.load("exact", pair.target)),
-            "arm": pair.using(arm, n),
+            "plain": pair.session("none").using(mj.verify.load("exact", pair.target)),
+            "arm": pair.using(arm),
         }
         counts: dict[str, tuple[int, int]] = {}
 
@@ -278,7 +313,7 @@ def check(
                 "length": n,
                 "tau": tau,
                 "steps": counts["arm"][0],
-                "foretold": tau / step_costs(study, costs, arm.sampled)["this CPU"][n],
+                "foretold": tau / step_costs(study, costs, choice["kind"])["this CPU"][n],
                 "timed": common.ratio(per_token["plain"], per_token["arm"]),
             }
         )
@@ -292,19 +327,18 @@ def choices(
     """Of each task, temperature and arm: tau by length, and the best length by where it runs."""
     for task, asked in study.tasks.items():
         for temperature in (0.0, 1.0):
-            for at, arm in enumerate(arms(temperature, study.lengths[0])):
+            for kind in arms(study, temperature):
                 taus = {}
-                for n in study.lengths:
-                    named = arms(temperature, n)[at]
-                    mine = of(rows, task, temperature, named, range(asked.choose))
+                for n in study.lengths_of(kind):
+                    mine = of(rows, task, temperature, sized(kind, n), range(asked.choose))
                     taus[n] = float(tau_of(mine, np.ones((1, asked.choose)))[0])
-                where = step_costs(study, costs, arm.sampled)
+                where = step_costs(study, costs, kind)
                 yield {
                     "task": task,
                     "temperature": temperature,
-                    "arm": arm.name,
-                    "lossless": arm.family in LOSSLESS,
-                    "at": at,
+                    "arm": kind.name,
+                    "lossless": kind.spec in LOSSLESS,
+                    "kind": kind,
                     "taus": taus,
                     "best": {name: best(taus, found) for name, found in where.items()},
                 }
@@ -321,8 +355,7 @@ def decode(study: Study, data: Path, file: Path, costs: Mapping[str, Any]) -> No
     pair = Pair(study, study.rows)
     problems = {name: task.read(data) for name, task in study.tasks.items()}
 
-    def fill(task: str, temperature: float, n: int, at: int, ids: range) -> None:
-        arm = arms(temperature, n)[at]
+    def fill(task: str, temperature: float, arm: Arm, ids: range) -> None:
         have = {
             row["id"]
             for row in eval_rules.read_rows(file)
@@ -333,21 +366,21 @@ def decode(study: Study, data: Path, file: Path, costs: Mapping[str, Any]) -> No
         # Prompts of a like length share a compilation.
         missing.sort(key=lambda found: len(found[1].turns[0]))
         for first in range(0, len(missing), study.rows):
-            made = pair.rows_of(arm, n, task, temperature, missing[first : first + study.rows])
+            made = pair.rows_of(arm, task, temperature, missing[first : first + study.rows])
             with file.open("a", encoding="utf-8") as out:
                 out.writelines(json.dumps(row) + "\n" for row in made)
         print(f"{task} {temperature:g} {arm.draft} {arm.name}: {len(missing)} rows", flush=True)
 
-    for n in study.lengths:
-        for temperature in (0.0, 1.0):
-            for at in range(len(arms(temperature, n))):
+    for temperature in (0.0, 1.0):
+        for kind in arms(study, temperature):
+            for n in study.lengths_of(kind):
                 for task, asked in study.tasks.items():
-                    fill(task, temperature, n, at, range(asked.choose))
+                    fill(task, temperature, sized(kind, n), range(asked.choose))
     for choice in list(choices(study, eval_rules.read_rows(file), costs)):
         asked = study.tasks[choice["task"]]
         for n in sorted(set(choice["best"].values())):
             scored = range(asked.choose, asked.choose + asked.score)
-            fill(choice["task"], choice["temperature"], n, choice["at"], scored)
+            fill(choice["task"], choice["temperature"], sized(choice["kind"], n), scored)
 
 
 def report(study: Study, rows: Sequence[Mapping[str, Any]], costs: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -358,16 +391,16 @@ def report(study: Study, rows: Sequence[Mapping[str, Any]], costs: Mapping[str, 
         for where, n in choice["best"].items():
             task, temperature = choice["task"], choice["temperature"]
             asked = study.tasks[task]
-            arm = arms(temperature, n)[choice["at"]]
+            arm = sized(choice["kind"], n)
             ids = range(asked.choose, asked.choose + asked.score)
             w = weights(asked.score)
             mine = of(rows, task, temperature, arm, ids)
             # `exact` gives the texts of plain decoding, at whatever length it was decoded.
             exact = next(
-                c for c in chosen if (c["task"], c["temperature"], c["at"]) == (task, temperature, 0)
+                c for c in chosen if (c["task"], c["temperature"], c["arm"]) == (task, temperature, "exact")
             )
-            plain = of(rows, task, temperature, arms(temperature, exact["best"][where])[0], ids)
-            cost = step_costs(study, costs, arm.sampled)[where][n]
+            plain = of(rows, task, temperature, sized(exact["kind"], exact["best"][where]), ids)
+            cost = step_costs(study, costs, choice["kind"])[where][n]
             tables.setdefault((task, temperature, where), []).append(
                 {
                     "arm": choice["arm"],
@@ -436,7 +469,9 @@ def main() -> None:
         | {
             "costs": costs,
             "check": None if args.check is None else json.loads(args.check.read_text(encoding="utf-8")),
-            "taus": [{k: v for k, v in c.items() if k != "at"} for c in choices(study, rows, costs["steps"])],
+            "taus": [
+                {k: v for k, v in c.items() if k != "kind"} for c in choices(study, rows, costs["steps"])
+            ],
             "tables": report(study, rows, costs["steps"]),
         },
     )
