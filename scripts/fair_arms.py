@@ -213,7 +213,10 @@ def arms(study: Study, temperature: float) -> list[Arm]:
         *over([gap | {"base": "rejection"}], family="mars (gap) over rejection"),
         *swept("mentored", "chain", [{"bound": 0.05}], **drawn),
         *swept("fuzzy", "chain", [{"bound": 0.1}], **drawn),
-        *swept("fuzzy", "chain", [{"bound": 0.3, "distance": "tv"}], family="fuzzy (tv)", **drawn),
+        *(
+            dataclasses.replace(arm, settings={**arm.settings, "distance": "tv"})
+            for arm in swept("fuzzy", "chain", [{"bound": 0.3}], family="fuzzy (tv)", **drawn)
+        ),
     ]
     return [
         *exact,
