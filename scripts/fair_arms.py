@@ -118,7 +118,6 @@ ANSWERED = {
     "open": Task(read=_open, choose=16, score=80, new_tokens=96),
     "mixed": Task(read=_mixed, choose=12, score=80, new_tokens=96),
     "translations": Task(read=lambda data: _jsonl(data, "wmt19"), choose=12, score=40, new_tokens=96),
-    "news": Task(read=lambda data: _jsonl(data, "cnn_dm"), choose=12, score=40, new_tokens=96),
 }
 STUDIES = {
     "model": Study(
