@@ -28,7 +28,7 @@ from mars_jax.hub.files import resolve
 from mars_jax.hub.gguf_file import is_gguf
 from mars_jax.hub.load import find_tensors, read_leaf, read_path, resolve_dtype
 from mars_jax.hub.tokenizer import read_tokenizer
-from mars_jax.models.quantize import Int8, is_quantized
+from mars_jax.models.quantize import bits_of, made_of, parts_of
 from mars_jax.models.weights import Weight, build_rows, leaves
 
 Progress = Callable[[str, int, int], None]
@@ -67,7 +67,7 @@ def convert(
     """
     from mars_jax.hub import orbax
 
-    specs.check_dtype(dtype)
+    specs.check_dtype(dtype, known=specs.STORED_DTYPES)
     target = Path(os.path.abspath(expanded(destination)))
     with writing(target):
         _check_free(target, overwrite)
@@ -76,22 +76,22 @@ def convert(
     if is_converted(directory):
         raise MarsError(f"'{directory}' is a conversion already: convert the checkpoint that it was made of.")
     config, own = read_path(directory)
-    floating, int8 = resolve_dtype(dtype, own)
+    floating, bits = resolve_dtype(dtype, own)
     found, table = find_tensors(directory, config), leaves(config)
 
     # An array in 8 bits is two, which are read together and written one after the other.
     @functools.lru_cache(maxsize=1)
     def read(leaf: Weight) -> list[np.ndarray]:
-        arrays = read_leaf(directory, found, leaf, table[leaf], floating, int8=int8)
+        arrays = read_leaf(directory, found, leaf, table[leaf], floating, bits=bits)
         return [next(iter(array.parts.values())) for array in arrays]
 
     def pending(leaf: Weight) -> Any:
         def array(index: int, shape: tuple[int, ...], kind: Any) -> Any:
             return orbax.Pending(shape, jnp.dtype(kind), lambda: read(leaf)[index])
 
-        if not (int8 and is_quantized(leaf)):
+        if (kept := bits_of(leaf, bits)) is None:
             return array(0, leaf.shape, floating)
-        return Int8(array(0, leaf.shape, "int8"), array(1, leaf.shape[:-1], "float32"), jnp.dtype(floating))
+        return made_of([array(i, *part) for i, part in enumerate(parts_of(leaf.shape, kept))], floating)
 
     tree = build_rows(table, pending)
     total = sum(x.nbytes for x in jax.tree.leaves(tree))
@@ -110,7 +110,7 @@ def convert(
             read_tokenizer(directory).save_pretrained(place)
         else:
             _copy_files(directory, place, floating)
-        manifest = {"source": os.fspath(source), "dtype": floating, "int8": int8, "bytes": total}
+        manifest = {"source": os.fspath(source), "dtype": floating, "int8": bits == 8, "bytes": total}
         write_json(place / MANIFEST, manifest | write_digests(again))
         _check_free(target, overwrite)
         sync_tree(place)

@@ -82,6 +82,10 @@ def restore_params(
     from mars_jax.hub import orbax
 
     made = read_conversion(directory)
+    if asked == "int4":
+        raise MarsError(
+            f"'{directory}' is a conversion, and weights in 4 bits are made of a checkpoint itself: load that one."
+        )
     if asked is not None and (asked == "int8") != made.int8:
         held = "int8" if made.int8 else made.dtype
         raise MarsError(
@@ -89,5 +93,5 @@ def restore_params(
             f"{asked}."
         )
     dtype = made.dtype if asked in (None, "int8") else asked
-    like = abstract_params(config, dtype, int8=made.int8, shardings=shardings)
+    like = abstract_params(config, dtype, bits=8 if made.int8 else None, shardings=shardings)
     return orbax.restore(directory / WEIGHTS, like, expected=made.digests if check else None), dtype

@@ -67,24 +67,32 @@ class GGUFFile:
         """
         import gguf
 
-        shape, kind, begin = self.tensors[name]
+        shape, kind, _ = self.tensors[name]
         flat = len(shape) < 2  # a block then spans what are rows here
-        length = math.prod(shape) if flat else math.prod(shape[1:])
-        width = _size(length, kind)
-        at, count = (0, 1) if flat else (first, last - first)
+        data = self.stored(name, 0, 1) if flat else self.stored(name, first, last)
         try:
-            with open(self.path, "rb", buffering=0) as file:
-                file.seek(begin + at * width)
-                data = np.fromfile(file, np.uint8, count * width)
-            found = gguf.dequantize(data.reshape(count, width), kind)
+            found = gguf.dequantize(data, kind)
         except NotImplementedError:
             raise MarsError(
                 f"tensor {name} of '{self.path}' is of type {kind.name}, which the package gguf does not read: take "
                 "a file of another quantisation."
             ) from None
+        return found.reshape(-1)[first:last] if flat else found.reshape(len(data), *shape[1:])
+
+    def stored(self, name: str, first: int, last: int) -> np.ndarray:
+        """Return rows of a tensor as the file has them, u8[last - first, bytes]; a vector is one row.
+
+        Raises:
+          MarsError: they cannot be read.
+        """
+        shape, kind, begin = self.tensors[name]
+        width = _size(math.prod(shape if len(shape) < 2 else shape[1:]), kind)
+        try:
+            with open(self.path, "rb", buffering=0) as file:
+                file.seek(begin + first * width)
+                return np.fromfile(file, np.uint8, (last - first) * width).reshape(last - first, width)
         except (OSError, ValueError) as error:  # such as a file that has become shorter
             raise MarsError(f"tensor {name} of '{self.path}' cannot be read ({error}).") from None
-        return found.reshape(-1)[first:last] if flat else found.reshape(count, *shape[1:])
 
 
 def _decoded(value: Any) -> Any:

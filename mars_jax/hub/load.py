@@ -26,7 +26,7 @@ from mars_jax.hub.gguf_tensors import gguf_tensors
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.hub.stream import HostArray, read_array, to_params
 from mars_jax.models.config import ModelConfig
-from mars_jax.models.quantize import Int8, is_quantized, quantize
+from mars_jax.models.quantize import Quantized, bits_of, quantize, quantize_4
 from mars_jax.models.transformer import language_model
 from mars_jax.models.weights import Weight, build_rows, get, leaves, weights
 from mars_jax.placement import hosts
@@ -97,7 +97,8 @@ def load(
         "qwen3-0.6b", or a checkpoint inside the package: "tiny/target" (the default), "tiny/draft".
       dtype: "float32" or "bfloat16"; None is the checkpoint's own (float16 becomes bfloat16; a
         quantised GGUF file float32). "int8" keeps matrices
-        in 8 bits per weight (`models.quantize`), and everything else in the checkpoint's own.
+        in 8 bits per weight (`models.quantize`), and everything else in the checkpoint's own. "int4" keeps those of
+        layers in 4 bits, embeddings and experts in 8. GGUF's Q4_0 and Q4_1 are then kept as the file has them.
       mesh: devices to divide the weights over, with any of the axes `data`, `model` and `expert`, of type Auto or
         Explicit, or a text such as "data=2,model=4"; see `mars_jax.placement.shardings`. `generate` then divides the
         batch over `data`.
@@ -127,7 +128,7 @@ def load(
     if mesh is not None and shardings is None:
         shardings = params_shardings(read_config(name_or_path), mesh)
     specs.check_dtype(dtype)
-    specs.check_dtype(cache_dtype, shown="cache_dtype")
+    specs.check_dtype(cache_dtype, shown="cache_dtype", known=specs.STORED_DTYPES)
     if prefill_chunk is not None:
         specs.REQUEST["prefill_chunk"].check(prefill_chunk)
     directory = resolve(name_or_path)
@@ -135,8 +136,8 @@ def load(
     if is_converted(directory):
         params, dtype = restore_params(directory, config, dtype, shardings=shardings, check=check)
     else:
-        dtype, int8 = resolve_dtype(dtype, own)
-        params = read_params(directory, config, dtype, int8=int8, shardings=shardings)
+        dtype, bits = resolve_dtype(dtype, own)
+        params = read_params(directory, config, dtype, bits=bits, shardings=shardings)
     cache_dtype = cache_dtype or ("float32" if jax.default_backend() == "cpu" else dtype)
     return Pretrained(
         name=os.fspath(name_or_path),
@@ -160,14 +161,14 @@ def _mesh(given: Any) -> Mesh | None:
     )
 
 
-def resolve_dtype(asked: str | None, own: str | None) -> tuple[str, bool]:
-    """Return the floating dtype of params, and whether matrices are in 8 bits, by the asked and the own dtype.
+def resolve_dtype(asked: str | None, own: str | None) -> tuple[str, int | None]:
+    """Return the floating dtype of params, and the bits of matrices where not it, by the asked and the own dtype.
 
     >>> resolve_dtype(None, "float16"), resolve_dtype("int8", "float32")
-    (('bfloat16', False), ('float32', True))
+    (('bfloat16', None), ('float32', 8))
     """
     floating = "float32" if own in (None, "float32", "float64") else "bfloat16"
-    return asked if asked in ("float32", "bfloat16") else floating, asked == "int8"
+    return asked if asked in ("float32", "bfloat16") else floating, specs.BITS.get(asked or "")
 
 
 def listed(names: list[str]) -> str:
@@ -233,16 +234,16 @@ def check_tensors(
         )
 
 
-def convert(array: np.ndarray, dtype: str, *, int8: bool = False) -> jax.Array | Int8:
-    """Convert a whole tensor as params hold it.
+def convert(array: np.ndarray, dtype: str, *, bits: int | None = None) -> jax.Array | Quantized:
+    """Convert a whole tensor as params hold it; `bits` by `quantize.bits_of`.
 
     Raises:
       MarsError: it is not of floating numbers.
     """
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise MarsError(f"it holds {array.dtype}: quantised checkpoints are not supported.")
-    if int8:
-        return jax.device_put(quantize(array, dtype))
+    if bits is not None:
+        return jax.device_put((quantize if bits == 8 else quantize_4)(array, dtype))
     # A copy, since an array of a .bin file is the file itself.
     return jnp.asarray(array.astype(jnp.dtype(dtype), copy=False))
 
@@ -272,7 +273,7 @@ def read_leaf(
     rows: Sequence[Weight],
     dtype: str,
     *,
-    int8: bool = False,
+    bits: int | None = None,
     sharding: Sharding | None = None,
 ) -> list[HostArray]:
     """Read one array of params in host memory; see `stream.read_array`.
@@ -281,17 +282,17 @@ def read_leaf(
       directory: for errors.
       found: from `find_tensors`.
       leaf, rows: an entry of `weights.leaves`.
-      dtype, int8, sharding: as for `read_params`.
+      dtype, bits, sharding: as for `read_params`.
     """
     parts = [found[row.name] for row in rows]
     try:
-        return read_array(parts, leaf.shape, dtype, sharding=sharding, int8=int8 and is_quantized(leaf))
+        return read_array(parts, leaf.shape, dtype, sharding=sharding, bits=bits_of(leaf, bits))
     except MarsError as error:
         raise MarsError(f"'{directory}': {error}") from None
 
 
 def read_params(
-    directory: Path, config: ModelConfig, dtype: str, *, int8: bool = False, shardings: PyTree = None
+    directory: Path, config: ModelConfig, dtype: str, *, bits: int | None = None, shardings: PyTree = None
 ) -> PyTree:
     """Read the params of a checkpoint directory, on their devices.
 
@@ -299,16 +300,16 @@ def read_params(
       directory: of the checkpoint.
       config: its config.
       dtype: floating.
-      int8: matrices in 8 bits.
+      bits: of matrices, by `quantize.bits_of`.
       shardings: tree of shardings with the structure of params; None is JAX's default device.
 
     Raises:
       MarsError: missing, unexpected or mis-shaped tensors, by name.
     """
     found = find_tensors(directory, config)
-    params: dict[Weight, jax.Array | Int8] = {}
+    params: dict[Weight, jax.Array | Quantized] = {}
     for leaf, rows in leaves(config).items():
         sharding = None if shardings is None else get(shardings, leaf.path)
-        made = to_params(read_leaf(directory, found, leaf, rows, dtype, int8=int8, sharding=sharding), dtype)
+        made = to_params(read_leaf(directory, found, leaf, rows, dtype, bits=bits, sharding=sharding), dtype)
         params[leaf] = jax.block_until_ready(made)  # until then the host has it too
     return build_rows(params, params.__getitem__)

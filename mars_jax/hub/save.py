@@ -19,7 +19,7 @@ from mars_jax.core.types import PyTree
 from mars_jax.hub.config_json import from_json, to_json, write_json
 from mars_jax.hub.durable import check_place, move, staging, sync, sync_tree, writing
 from mars_jax.models.config import ModelConfig
-from mars_jax.models.quantize import Int8
+from mars_jax.models.quantize import Quantized
 from mars_jax.models.weights import Weight, get, weights
 
 
@@ -33,8 +33,10 @@ def named_arrays(rows: Iterable[Weight], params: PyTree) -> dict[str, np.ndarray
     for row in rows:
         try:
             value = get(params, row.path)
-            if isinstance(value, Int8):
-                raise MarsError("int8 weights are not saved in this layout: save those they were made of.")
+            if isinstance(value, Quantized):
+                raise MarsError(
+                    "quantised weights are not saved in this layout: save those they were made of."
+                )
             value = np.asarray(jax.device_get(value))
         except (KeyError, IndexError, TypeError):
             raise MarsError(

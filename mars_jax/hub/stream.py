@@ -17,7 +17,16 @@ from jax.sharding import Sharding
 
 from mars_jax.core.errors import MarsError
 from mars_jax.hub.files import Tensor
-from mars_jax.models.quantize import Int8, quantize, scale_sharding
+from mars_jax.hub.gguf_blocks import BLOCK_SIZE
+from mars_jax.models.quantize import (
+    Quantized,
+    is_packed,
+    made_of,
+    part_shardings,
+    parts_of,
+    quantize,
+    quantize_4,
+)
 
 BLOCK = 8 << 20
 """Bytes of the rows that are read at a time."""
@@ -38,10 +47,10 @@ class HostArray:
     def _box(self, index: Any) -> Box:
         return tuple(s.indices(n)[:2] for s, n in zip(index, self.shape, strict=True))
 
-    def rows(self, at: int | None) -> tuple[int, int]:
+    def rows(self, at: int | None, axis: int = 0) -> tuple[int, int]:
         """Return first and last of the rows that are needed here; of number `at`, where tensors are stacked."""
         boxes = [box for box in self.parts if at is None or box[0][0] <= at < box[0][1]]
-        axis = 0 if at is None else 1
+        axis = axis if at is None else 1
         return min((b[axis][0] for b in boxes), default=0), max((b[axis][1] for b in boxes), default=0)
 
     def write(self, at: int | None, first: int, block: np.ndarray) -> None:
@@ -57,7 +66,7 @@ class HostArray:
         return any(_common(box, own) is not None for own in self.parts)
 
     def place(self, box: Box, block: np.ndarray) -> None:
-        """Put a block of the array there, in whatever floating dtype."""
+        """Put a block of the array there, in whatever dtype of its kind."""
         for own, part in self.parts.items():
             if (common := _common(box, own)) is not None:
                 target = tuple(slice(a - low, b - low) for (a, b), (low, _) in zip(common, own, strict=True))
@@ -93,38 +102,47 @@ def read_array(
     dtype: Any,
     *,
     sharding: Sharding | None = None,
-    int8: bool = False,
+    bits: int | None = None,
 ) -> list[HostArray]:
-    """Read one array of params in host memory: the array, or its values and its scale if `int8`.
+    """Read one array of params in host memory: the array, or the parts of it in so many bits (`quantize.parts_of`).
 
     Args:
       tensors: what it consists of, by name: one tensor of `shape`, or all that are stacked along a new first axis.
       shape: of the array.
       dtype: floating; of the array, or of what the quantised one stands for.
       sharding: which parts this host needs, and where they go; None is all of it.
-      int8: see `models.quantize`.
+      bits: of the matrix; in 4, a tensor that has its own 4 bits is kept as it is.
 
     Raises:
       MarsError: a tensor that cannot be read, or does not hold floating numbers.
     """
-    if int8:
-        split = None if sharding is None else scale_sharding(sharding, len(shape))
-        made = [HostArray(shape, "int8", sharding), HostArray(shape[:-1], "float32", split)]
+    if bits is not None:
+        group = BLOCK_SIZE if tensors[0][1].blocks is not None else None
+        parts = parts_of(shape, bits, group=group, packed=is_packed(sharding))
+        split = [None] * len(parts) if sharding is None else part_shardings(sharding, parts)
+        made = [HostArray(*part, place) for part, place in zip(parts, split, strict=True)]
     else:
         made = [HostArray(shape, dtype, sharding)]
     stacked = len(shape) > len(tensors[0][1].shape)
     for number, (name, tensor) in enumerate(tensors):
         at = number if stacked else None
-        first, last = made[0].rows(at)
+        first, last = made[0].rows(at, axis=-1 if bits == 4 else 0)
         step = max(1, BLOCK // (4 * math.prod(tensor.shape[1:])))
         for begin in range(first, last, step):
+            end = min(begin + step, last)
             try:
-                block = tensor.rows(begin, min(begin + step, last))
+                if bits == 4 and tensor.blocks is not None:
+                    _write_4(made, begin, tensor.blocks(begin, end))
+                    continue
+                block = tensor.rows(begin, end)
                 if not jnp.issubdtype(block.dtype, jnp.floating):
                     raise MarsError(f"it holds {block.dtype}: quantised checkpoints are not supported.")
             except MarsError as error:
                 raise MarsError(f"tensor {name}: {error}") from None
-            if int8:
+            if bits == 4:
+                small = quantize_4(block)
+                _write_4(made, begin, (small.values, small.scale, small.offset))  # pyright: ignore[reportArgumentType]
+            elif bits == 8:
                 small = quantize(block)
                 made[0].write(at, begin, small.values)  # pyright: ignore[reportArgumentType]
                 made[1].write(at, begin, small.scale)  # pyright: ignore[reportArgumentType]
@@ -133,7 +151,14 @@ def read_array(
     return made
 
 
-def to_params(arrays: Sequence[HostArray], dtype: Any) -> jax.Array | Int8:
+def _write_4(made: Sequence[HostArray], first: int, parts: Sequence[np.ndarray]) -> None:
+    """Put some rows of a matrix in 4 bits there, which are last in its parts."""
+    for array, part in zip(made, parts, strict=True):
+        ends = (first, first + part.shape[-1])
+        array.place((*((0, n) for n in part.shape[:-1]), ends), part)
+
+
+def to_params(arrays: Sequence[HostArray], dtype: Any) -> jax.Array | Quantized:
     """Move the result of `read_array` to the devices."""
     placed = [array.to_devices() for array in arrays]
-    return placed[0] if len(placed) == 1 else Int8(*placed, dtype=jnp.dtype(dtype))
+    return placed[0] if len(placed) == 1 else made_of(placed, dtype)

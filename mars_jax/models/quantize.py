@@ -1,14 +1,17 @@
-"""Weights in 8 bits: per output channel, symmetric, the largest of each channel at 127.
+"""Weights in 8 bits, per output channel and symmetric, or in 4 bits, by groups of inputs with a scale and an offset.
 
-A quantised matrix stands in params where the matrix would: `layers.dense`, `layers.embed` and
-`moe.dense_by_expert` take either. Products are made of the integers, which every float dtype in use holds exactly, and
+A quantised matrix stands in params where the matrix would: `layers.dense` takes any, `layers.embed` and
+`moe.dense_by_expert` take 8 bits. Products are made of the integers, which every float dtype in use holds exactly, and
 scaled afterwards; sums stay float32. Oracle: the product of the dequantised matrix (tests/models/test_quantize.py).
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -17,6 +20,10 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from mars_jax.core import struct
 from mars_jax.core.errors import MarsError
 from mars_jax.models.weights import Weight
+
+GROUPS = (128, 64, 32)
+"""Inputs that share a scale in 4 bits: the first of these that divides a row. Larger groups are fewer bytes, and a
+TPU's products by groups of 128 take no longer with 60 rows than with 8."""
 
 
 @struct.dataclass
@@ -37,6 +44,33 @@ class Int8:
         return (self.values.astype(jnp.float32) * self.scale[..., None]).astype(dtype)
 
 
+@struct.dataclass
+class Int4:
+    """A matrix [out, in] in 4 bits, in groups of G inputs. What the formats Q4_0 and Q4_1 of GGUF hold, it holds too.
+
+    Inputs come first, as a TPU multiplies them: with outputs first it would move the weights at every step.
+    """
+
+    values: Array  # i4[in / G, G, out], in [-8, 7]; i8 on a CPU, which does not pack i4 and is slower with it
+    scale: Array  # f16[in / G, out]; the matrix is values * scale + offset, of each group
+    offset: Array  # f32[in / G, out]
+    # That of the matrix it stands for.
+    dtype: Any = struct.field(pytree_node=False)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape[2], self.values.shape[0] * self.values.shape[1]
+
+    def astype(self, dtype: Any) -> Array:
+        """Return the matrix itself."""
+        scale, offset = (x.astype(jnp.float32)[:, None] for x in (self.scale, self.offset))
+        wide = self.values.astype(jnp.float32) * scale + offset
+        return wide.reshape(-1, wide.shape[-1]).T.astype(dtype)
+
+
+Quantized = Int8 | Int4
+
+
 def quantize(w: Any, dtype: Any = None) -> Int8:
     """Return a matrix [..., out, in] of numpy or JAX in 8 bits; `dtype` is the one it is to stand for, default its own.
 
@@ -54,25 +88,112 @@ def quantize(w: Any, dtype: Any = None) -> Int8:
         return Int8(values=values.astype("int8"), scale=scale, dtype=jnp.dtype(dtype or w.dtype))
 
 
-def is_quantized(row: Weight) -> bool:
-    """Tell whether a row of a table of weights is kept in 8 bits: matrices and tables, not norms, biases and routers.
+def quantize_4(w: np.ndarray, dtype: Any = None) -> Int4:
+    """Return a matrix [out, in] of numpy in 4 bits; `in` is a multiple of 32. The values are i8, see `Int4`.
 
-    A router is small, and what it says is a choice that rounding can turn.
+    The least and the largest of a group are the ends of its 16 steps, so no weight moves by more than about half of
+    one: a fifteenth of what the group spans.
+
+    >>> made = quantize_4(np.arange(64, dtype=np.float32).reshape(2, 32))
+    >>> made.values[0, :3, 0].tolist(), made.scale.shape, float(abs(made.astype("float32")[0, 5] - 5)) < 31 / 30
+    ([-8, -8, -7], (1, 2), True)
     """
-    return row.init == "normal" and "router" not in row.path
+    with np.errstate(invalid="ignore", over="ignore"):
+        groups = w.astype(np.float32).reshape(len(w), -1, group_size(w.shape[1]))
+        least = groups.min(axis=-1)
+        scale = ((groups.max(axis=-1) - least) / 15).astype(np.float16)
+        wide = scale.astype(np.float32)
+        offset = least + 8 * wide
+        steps = np.round((groups - offset[..., None]) / np.where(wide == 0, 1, wide)[..., None])
+        values = np.clip(steps, -8, 7).astype(np.int8).transpose(1, 2, 0)
+    return Int4(values=values, scale=scale.T, offset=offset.T, dtype=jnp.dtype(dtype or w.dtype))
 
 
-def scale_sharding(sharding: Sharding, ndim: int) -> Sharding:
-    """Return the sharding of the scale of a quantised matrix of `ndim` axes: the matrix's own, without its last axis.
+def group_size(inputs: int) -> int | None:
+    """Return the inputs that share a scale in 4 bits, of a matrix with so many; None where none of `GROUPS` divides."""
+    return next((size for size in GROUPS if inputs % size == 0), None)
+
+
+def bits_of(row: Weight, bits: int | None) -> int | None:
+    """Return how many bits a row of a table of weights is kept in where `bits` are asked for; None is its own dtype.
+
+    Norms, biases and routers are never quantised. A router is small, and what it says is a choice that rounding can
+    turn. In 4 bits the matrices of layers are; embeddings, experts, and inputs in no groups of 32, are in 8.
+    """
+    if bits is None or row.init != "normal" or "router" in row.path:
+        return None
+    fits = len(row.shape) == 2 and group_size(row.shape[1]) is not None
+    return 4 if bits == 4 and fits and row.path[-1] not in ("embed", "unembed") else 8
+
+
+def bits_of_head(row: Weight, bits: int | None) -> int | None:
+    """Return the bits of a row of a head, as `bits_of` does. A head is small and what it drafts is worth more, so 8."""
+    return bits_of(row, None if bits is None else 8)
+
+
+Part = tuple[tuple[int, ...], str]
+
+
+def parts_of(
+    shape: tuple[int, ...], bits: int, *, group: int | None = None, packed: bool = True
+) -> list[Part]:
+    """Return shape and dtype of each array that a matrix of a shape is kept in: the fields of `Int8` or `Int4`.
+
+    Args:
+      shape: of the matrix.
+      bits: 8 or 4.
+      group: inputs that share a scale; default: `group_size`.
+      packed: see `is_packed`.
+
+    >>> parts_of((16, 64), 4)
+    [((1, 64, 16), 'int4'), ((1, 16), 'float16'), ((1, 16), 'float32')]
+    """
+    if bits == 8:
+        return [(shape, "int8"), (shape[:-1], "float32")]
+    size = group or group_size(shape[1])
+    assert size is not None  # by `bits_of`
+    groups = (shape[1] // size, shape[0])
+    values = (groups[0], size, groups[1])
+    return [(values, "int4" if packed else "int8"), (groups, "float16"), (groups, "float32")]
+
+
+def made_of(parts: list[Any], dtype: Any) -> Quantized:
+    """Return the quantised matrix of arrays as `parts_of` lists them."""
+    return (Int8 if len(parts) == 2 else Int4)(*parts, dtype=jnp.dtype(dtype))
+
+
+def is_packed(sharding: Sharding | None) -> bool:
+    """Tell whether 4 bits are packed where a sharding puts an array; None is JAX's default device."""
+    if sharding is None:
+        return jax.default_backend() != "cpu"
+    return next(iter(sharding.device_set)).platform != "cpu"
+
+
+def num_bytes(x: Any) -> int:
+    """Return the bytes of an array, or of an abstract one, as a device holds it: two numbers of i4 in one."""
+    return x.size // 2 if x.dtype == jnp.int4 else x.size * x.dtype.itemsize
+
+
+def part_shardings(sharding: Sharding, parts: Sequence[Part]) -> list[Sharding]:
+    """Return the shardings of the parts of a matrix: its own axes; groups of inputs are divided if they can be.
 
     Raises:
       MarsError: the sharding does not name its axes.
     """
     if isinstance(sharding, NamedSharding):
+        ndim = len(parts[0][0]) if len(parts) == 2 else 2
         spec = (*sharding.spec, *[None] * (ndim - len(sharding.spec)))
-        return NamedSharding(sharding.mesh, PartitionSpec(*spec[:-1]))
+        if len(parts) == 2:
+            specs = [spec, spec[:-1]]
+        else:
+            out, inner = spec
+            names = () if inner is None else (inner,) if isinstance(inner, str) else inner
+            ways = math.prod(sharding.mesh.shape[name] for name in names)
+            inner = inner if parts[1][0][0] % ways == 0 else None
+            specs = [(inner, None, out), (inner, out), (inner, out)]
+        return [NamedSharding(sharding.mesh, PartitionSpec(*one)) for one in specs]
     if sharding.is_fully_replicated:
-        return sharding
+        return [sharding] * len(parts)
     raise MarsError(
-        f"int8 weights cannot be spread by a {type(sharding).__name__}: give a NamedSharding, or a device."
+        f"quantised weights cannot be spread by a {type(sharding).__name__}: give a NamedSharding, or a device."
     )

@@ -31,7 +31,7 @@ from mars_jax.core.types import PyTree
 from mars_jax.models import weights
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.heads import HeadConfig, LayeredHead
-from mars_jax.models.quantize import Int8, is_quantized, scale_sharding
+from mars_jax.models.quantize import bits_of, is_packed, made_of, part_shardings, parts_of
 from mars_jax.models.weights import Weight, build_rows, get
 from mars_jax.placement import hosts
 
@@ -129,30 +129,38 @@ def _table(config: AnyConfig) -> Iterable[Weight]:
     return config.weights() if isinstance(config, HeadConfig) else weights.leaves(config)
 
 
-def abstract_params(config: AnyConfig, dtype: str, *, int8: bool = False, shardings: PyTree = None) -> PyTree:
+def abstract_params(
+    config: AnyConfig, dtype: str, *, bits: int | None = None, shardings: PyTree = None
+) -> PyTree:
     """Return the params of a model or of any heads as `jax.ShapeDtypeStruct`s with their shardings.
 
     Args:
       config: of the model or the heads.
       dtype: floating.
-      int8: matrices in 8 bits, see `models.quantize`.
+      bits: of matrices, by `quantize.bits_of`.
       shardings: tree of shardings with the structure of params; default: JAX's default device.
 
     >>> from mars_jax.models import ModelConfig
     >>> config = ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=4)
-    >>> abstract_params(config, "bfloat16", int8=True)["embed"].scale.shape
+    >>> abstract_params(config, "bfloat16", bits=8)["embed"].scale.shape
     (32,)
     """
     default = None if shardings is not None else SingleDeviceSharding(jnp.zeros(()).devices().pop())
 
     def shape(row: Weight) -> Any:
         place: Sharding = default or get(shardings, row.path)
-        if not (int8 and is_quantized(row)):
+        kept = bits_of(row, bits)
+        if kept is None:
             return jax.ShapeDtypeStruct(row.shape, jnp.dtype(dtype), sharding=place)
-        values: Any = jax.ShapeDtypeStruct(row.shape, jnp.int8, sharding=place)
-        scale = scale_sharding(place, len(row.shape))
-        scales: Any = jax.ShapeDtypeStruct(row.shape[:-1], jnp.float32, sharding=scale)
-        return Int8(values=values, scale=scales, dtype=jnp.dtype(dtype))
+        parts = parts_of(row.shape, kept, packed=is_packed(place))
+        places = part_shardings(place, parts)
+        return made_of(
+            [
+                jax.ShapeDtypeStruct(shape, jnp.dtype(kind), sharding=where)
+                for (shape, kind), where in zip(parts, places, strict=True)
+            ],
+            dtype,
+        )
 
     made = build_rows(_table(config), shape)
     if isinstance(config, LayeredHead) and config.is_narrow:

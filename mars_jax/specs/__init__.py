@@ -6,6 +6,8 @@ and the factories take their ranges from their row.
 Oracle: tests/test_specs.py, which holds every row against its factory.
 """
 
+from collections.abc import Sequence
+
 from mars_jax.core.errors import MarsError
 from mars_jax.core.settings import CONTROLS, EDITS, LARGEST_INT, Range, Setting, by_name
 from mars_jax.specs.choice import Given, RuleChoice, choose, not_in
@@ -27,8 +29,12 @@ OUTLINED = dict(row.outlined for row in DRAFTERS.values() if row.outlined)
 """Heads whose published shapes `mars-jax plan` knows, and the classes of their configs."""
 REFINED = tuple(row.name for row in DRAFTERS.values() if row.learns)
 """Drafters that learn from their failures, by `lab.training.online`."""
-DTYPES = ("float32", "bfloat16", "int8")
-"""Dtypes of weights, and of keys and values."""
+STORED_DTYPES = ("float32", "bfloat16", "int8")
+"""Dtypes of keys and values, and of weights in a conversion."""
+DTYPES = (*STORED_DTYPES, "int4")
+"""Dtypes of weights."""
+BITS = {"int8": 8, "int4": 4}
+"""Bits that matrices are kept in, by the dtypes that are not those of numbers."""
 ATTENTION = ("xla", "pallas")
 """Forms of a target's attention that a user chooses from; see `models.language_model`."""
 FILTERS = ("top_k", "top_p", "min_p")
@@ -95,6 +101,7 @@ REQUEST = (CONTROLS | EDITS) | by_name(
 
 __all__ = [
     "ATTENTION",
+    "BITS",
     "DRAFTERS",
     "DTYPES",
     "EDITS",
@@ -128,10 +135,10 @@ __all__ = [
 ]
 
 
-def check_dtype(dtype: str | None, *, shown: str = "dtype") -> None:
-    """Raise MarsError for a dtype of weights, or of a cache, that is none of `DTYPES`; None is the default.
+def check_dtype(dtype: str | None, *, shown: str = "dtype", known: Sequence[str] = DTYPES) -> None:
+    """Raise MarsError for a dtype of weights, or of a cache, that is not known; None is the default.
 
     >>> check_dtype("bfloat16")
     """
-    if dtype is not None and dtype not in DTYPES:
-        raise MarsError(f"{shown} '{dtype}' is not supported: choose one of {', '.join(DTYPES)}.")
+    if dtype is not None and dtype not in known:
+        raise MarsError(f"{shown} '{dtype}' is not supported: choose one of {', '.join(known)}.")

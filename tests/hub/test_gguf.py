@@ -24,6 +24,7 @@ from mars_jax.hub.gguf_config import to_json
 from mars_jax.hub.gguf_file import read_gguf
 from mars_jax.lab.training import head_training
 from mars_jax.lab.training.objectives import forward_kl
+from mars_jax.models.quantize import Int4
 from mars_jax.models.weights import weights
 
 VOCAB, LAYERS, HEADS, KV, WIDTH = 96, 2, 4, 2, 16
@@ -191,6 +192,11 @@ def test_every_row_is_what_the_package_makes_of_it(tmp_path, name):
     tensor = found["model.layers.1.mlp.up_proj.weight"]
     assert tensor.shape == whole.shape == (96, 64)
     np.testing.assert_array_equal(tensor.rows(5, 23), whole[5:23])
+    weights = mj.load(str(path), dtype="int4").params["layers"][1]["up"]
+    own = name in ("Q4_0", "Q4_1")
+    assert weights.values.shape == ((2, 32, 96) if own else (1, 64, 96))
+    moved = np.abs(np.asarray(weights.astype("float32")) - whole).max()
+    assert moved == 0 if own else 0 < moved < 0.1 * np.abs(whole).max()
     assert mj.load(str(path)).params["embed"].dtype == {"F16": "bfloat16", "BF16": "bfloat16"}.get(
         name, "float32"
     )
@@ -251,12 +257,14 @@ def test_loading_takes_little_more_than_the_weights_that_stay(tmp_path, name):
 
 @pytest.mark.parametrize(("first", "last"), [(0, 64), (3, 9), (16, 32), (15, 17), (63, 64)])
 def test_rows_of_queries_can_be_read_apart(tmp_path, first, last):
-    path = write(tmp_path / "model.gguf", "llama")
+    path = write(tmp_path / "model.gguf", "llama", quantisation=gguf.GGMLQuantizationType.Q4_1)
     from mars_jax.hub.gguf_tensors import gguf_tensors
 
     [found] = gguf_tensors(path, hub.read_config(str(path)))
     tensor = found["model.layers.0.self_attn.q_proj.weight"]
     np.testing.assert_array_equal(tensor.rows(first, last), tensor.read()[first:last])
+    made = Int4(*tensor.blocks(first, last), dtype=np.dtype("float32"))
+    np.testing.assert_array_equal(made.astype("float32"), tensor.read()[first:last])
 
 
 def test_a_conversion_holds_what_the_file_holds(tmp_path):

@@ -389,7 +389,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
     (tmp_path / "config.json").unlink()
     assert "no readable config.json" in message(load, tmp_path)
     assert "there is no directory" in message(load, tmp_path / "absent")
-    assert "dtype 'int4' is not supported" in message(load, tmp_path, dtype="int4")
+    assert "dtype 'int2' is not supported" in message(load, tmp_path, dtype="int2")
 
 
 # The layout of the speculators library, of which RedHatAI's heads are.

@@ -420,8 +420,8 @@ def test_a_config_that_is_not_supported_names_the_value(saved, fields, expected)
 
 
 def test_a_dtype_that_is_not_supported_is_named(saved):
-    assert "dtype 'int4' is not supported: choose one of float32, bfloat16, int8" in message(
-        hub.load, saved, dtype="int4"
+    assert "dtype 'int2' is not supported: choose one of float32, bfloat16, int8, int4" in message(
+        hub.load, saved, dtype="int2"
     )
 
 

@@ -15,7 +15,7 @@ from mars_jax.core.errors import MarsError
 from mars_jax.hub import stream
 from mars_jax.hub.files import Tensor
 from mars_jax.models import ModelConfig, init_params
-from mars_jax.models.quantize import Int8, quantize
+from mars_jax.models.quantize import Int8, quantize, quantize_4
 from mars_jax.placement import shardings as sharding
 
 CONFIG = ModelConfig(
@@ -76,10 +76,13 @@ class Here:
         return dict(enumerate(self.indices))
 
 
-@pytest.mark.parametrize("int8", [False, True])
-def test_only_the_rows_that_devices_here_hold_are_read(monkeypatch, int8):
+@pytest.mark.parametrize("bits", [None, 8])
+def test_only_the_rows_that_devices_here_hold_are_read(monkeypatch, bits):
     monkeypatch.setattr(stream, "BLOCK", 4 * 4 * 2)  # two rows
-    monkeypatch.setattr(stream, "scale_sharding", lambda here, ndim: Here(*[i[:-1] for i in here.indices]))
+    monkeypatch.setattr(stream, "is_packed", lambda here: False)
+    monkeypatch.setattr(
+        stream, "part_shardings", lambda here, parts: [here, Here(*[i[:-1] for i in here.indices])]
+    )
     whole = np.random.default_rng(0).standard_normal((3, 10, 4)).astype(np.float32)
     asked = []
 
@@ -92,13 +95,33 @@ def test_only_the_rows_that_devices_here_hold_are_read(monkeypatch, int8):
 
     parts = [(f"expert {i}", tensor(i)) for i in range(3)]
     index = slice(1, 2), slice(3, 8), slice(2, 4)
-    made = stream.read_array(parts, (3, 10, 4), "float32", sharding=Here(index), int8=int8)
+    made = stream.read_array(parts, (3, 10, 4), "float32", sharding=Here(index), bits=bits)
     assert asked == [(1, 3, 5), (1, 5, 7), (1, 7, 8)]
     # The scale of a channel is of all its weights, wherever they are stored.
-    expected = [quantize(whole).values[index], quantize(whole).scale[index[:-1]]] if int8 else [whole[index]]
+    expected = [quantize(whole).values[index], quantize(whole).scale[index[:-1]]] if bits else [whole[index]]
     for array, want in zip(made, expected, strict=True):
         [part] = array.parts.values()
         np.testing.assert_array_equal(part, want)
+
+
+def test_in_4_bits_the_rows_of_devices_here_are_read(monkeypatch):
+    monkeypatch.setattr(stream, "BLOCK", 4 * 64 * 2)  # two rows
+    whole = np.random.default_rng(0).standard_normal((10, 64)).astype(np.float32)
+    asked = []
+
+    def rows(first, last):
+        asked.append((first, last))
+        return whole[first:last]
+
+    spread = mesh.parse_mesh("model=2", jax.devices()[:2])
+    place = NamedSharding(spread, P("model"))
+    made = stream.to_params(
+        stream.read_array([("up", Tensor((10, 64), rows))], (10, 64), "float32", sharding=place, bits=4),
+        "float32",
+    )
+    assert asked == [(i, min(i + 2, 10)) for i in range(0, 10, 2)]
+    jax.tree.map(np.testing.assert_array_equal, made, quantize_4(whole))
+    assert made.values.sharding.spec == P(None, None, "model")
 
 
 def test_a_file_that_was_cut_off_after_it_was_opened_is_named(saved, tmp_path):
@@ -113,11 +136,11 @@ def test_a_file_that_was_cut_off_after_it_was_opened_is_named(saved, tmp_path):
 
 
 def test_int8_needs_a_sharding_whose_axes_have_names():
-    with pytest.raises(MarsError, match="int8 weights cannot be spread by a Odd: give a NamedSharding"):
-        from mars_jax.models.quantize import scale_sharding
+    with pytest.raises(MarsError, match="quantised weights cannot be spread by a Odd: give a NamedSharding"):
+        from mars_jax.models.quantize import part_shardings, parts_of
 
         class Odd:
             is_fully_replicated = False
 
-        scale_sharding(Odd(), 2)
+        part_shardings(Odd(), parts_of((2, 2), 8))  # pyright: ignore[reportArgumentType]
     assert jnp.int8 == quantize(np.ones((2, 2), np.float32)).values.dtype

@@ -83,7 +83,7 @@ OTHERS: dict[str, tuple[Any, ...]] = {
     "constraint": ("regex", "json_schema", "choice", "allowed_tokens", None),
     "edits": (None, "bans", "penalties"),
     "span": (None, "relax_in", "strict_in"),
-    "weights": ("float32", "float32", "float32", "bfloat16", "int8"),
+    "weights": ("float32", "float32", "bfloat16", "int8", "int4"),
     "cache": (None, None, "bfloat16", "int8"),
     "mesh": (None, None, None, None, None, None, None, None, "data=2", "model=2"),
     "log_probs": (False, True),

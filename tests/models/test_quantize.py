@@ -1,4 +1,4 @@
-"""Weights in 8 bits compute what their dequantised matrices compute, in every family and in heads."""
+"""Weights in 8 and in 4 bits compute what their dequantised matrices compute, in every family and in heads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from mars_jax.core.types import Visible
 from mars_jax.models import ModelConfig, eagle_head, init_params, language_model, layers, moe
 from mars_jax.models.layers import dense, embed
 from mars_jax.models.moe import dense_by_expert
-from mars_jax.models.quantize import Int8, quantize
+from mars_jax.models.quantize import Int4, Int8, Quantized, bits_of, quantize, quantize_4
+from mars_jax.models.weights import Weight
 
 
 def normal(seed, *shape, dtype="float32"):
@@ -24,8 +25,12 @@ def is_int8(x):
     return isinstance(x, Int8)
 
 
+def is_quantized(x):
+    return isinstance(x, Quantized)
+
+
 def dequantized(params):
-    return jax.tree.map(lambda x: x.astype(x.dtype) if is_int8(x) else x, params, is_leaf=is_int8)
+    return jax.tree.map(lambda x: x.astype(x.dtype) if is_quantized(x) else x, params, is_leaf=is_quantized)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -98,7 +103,57 @@ def test_products_by_expert_are_those_of_the_dequantised_matrices():
         assert "4x5x7xi8" in text
 
 
-SIZES = {"vocab_size": 29, "hidden_size": 16, "intermediate_size": 24, "num_layers": 2, "num_heads": 4}
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("inputs", "group"), [(96, 32), (192, 64), (256, 128)])
+def test_in_4_bits_no_weight_moves_by_more_than_half_a_step_of_its_group(inputs, group, dtype):
+    w = np.array(normal(0, 5, inputs, dtype=dtype))
+    w[2, :group] = w[2, 0]  # a group of one value
+    made = quantize_4(w)
+    assert made.shape == w.shape and made.dtype == w.dtype and made.scale.shape == (inputs // group, 5)
+    assert made.values.min() == -8 and made.values.max() == 7
+    wide = w.astype(np.float32).reshape(5, -1, group)
+    step = (wide.max(-1) - wide.min(-1)) / 15
+    error = np.abs(np.asarray(made.astype("float32")).reshape(wide.shape) - wide).max(-1)
+    assert np.all(error <= 0.5001 * step + 15 * 2.0**-11 * step + 1e-6)  # a scale of float16, 15 times
+
+
+@pytest.mark.parametrize("rows", [1, 5, 8, 70])
+@pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-4), ("bfloat16", 2**-3)])
+@pytest.mark.parametrize("form", ["cpu", "groups"])
+def test_products_in_4_bits_are_those_of_the_dequantised_matrix(rows, dtype, tolerance, form):
+    x, w = (
+        normal(0, rows, 96, dtype=dtype),
+        jax.device_put(quantize_4(np.asarray(normal(1, 7, 96, dtype=dtype)))),
+    )
+    want = np.asarray(x, np.float32) @ np.asarray(w.astype("float32")).T
+    product = dense if form == "cpu" else layers._dense_int4
+    np.testing.assert_allclose(jax.jit(product)(x, w).astype("float32"), want, atol=tolerance)
+
+
+def test_a_tpu_multiplies_4_bits_by_groups_of_rows_padded_to_8():
+    w = quantize_4(np.asarray(normal(0, 7, 64)))
+    packed = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, "int4" if a.dtype == np.int8 else a.dtype), w
+    )
+
+    def text(rows):
+        x = jax.ShapeDtypeStruct((rows, 64), jnp.bfloat16)
+        return jax.jit(dense).trace(x, packed).lower(lowering_platforms=("tpu",)).as_text()
+
+    assert "tensor<1x64x7xi4>) -> tensor<1x64x7xbf16>" in text(3) and "tensor<1x8x7xf32>" in text(3)
+    assert "tensor<1x64x7xi4>) -> tensor<1x64x7xf32>" in text(65)  # a prompt's rows
+
+
+def test_in_4_bits_some_matrices_have_8():
+    def bits(*path, shape):
+        return bits_of(Weight(path, "", shape, "normal"), 4)
+
+    assert bits("layers", 0, "up", shape=(7, 64)) == 4 and bits("layers", 0, "up", shape=(7, 40)) == 8
+    assert bits("embed", shape=(7, 64)) == bits("layers", 0, "expert_up", shape=(4, 7, 64)) == 8
+    assert bits("layers", 0, "router", shape=(4, 64)) is None
+
+
+SIZES = {"vocab_size": 29, "hidden_size": 32, "intermediate_size": 64, "num_layers": 2, "num_heads": 4}
 CONFIGS = {
     "qwen3 moe, a dense layer, untied": ModelConfig(
         family="qwen3_moe",
@@ -124,13 +179,17 @@ CONFIGS = {
 }
 
 
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_family_loaded_in_int8_is_the_model_of_its_dequantised_weights(name, tmp_path):
+def test_a_family_loaded_in_few_bits_is_the_model_of_its_dequantised_weights(name, dtype, tmp_path):
     config = CONFIGS[name]
     saved = hub.save(tmp_path / "model", config, init_params(config, jax.random.key(0), scale=0.3))
-    checkpoint = hub.load(saved, dtype="int8")
-    kinds = {is_int8(x) for x in jax.tree.leaves(checkpoint.params["layers"], is_leaf=is_int8)}
-    assert kinds == {True, False} and is_int8(checkpoint.params["embed"])
+    checkpoint = hub.load(saved, dtype=dtype)
+    kinds = {type(x) for x in jax.tree.leaves(checkpoint.params["layers"], is_leaf=is_quantized)}
+    # In 4 bits Qwen's experts have 8.
+    wanted = {"int8": {Int8}, "int4": {Int4, Int8} if config.num_experts else {Int4}}
+    assert kinds & {Int4, Int8} == wanted[dtype] and len(kinds) > len(wanted[dtype])
+    assert is_int8(checkpoint.params["embed"])
     tokens, start = np.random.default_rng(0).integers(0, 29, (2, 6)), jnp.zeros((2,), jnp.int32)
     model = language_model(config)
 
@@ -141,34 +200,35 @@ def test_a_family_loaded_in_int8_is_the_model_of_its_dequantised_weights(name, t
         return model.unembed(params, out.hidden)
 
     got = logits(checkpoint.params)
-    # 1e-4: the scale is applied after the product, in float32.
-    np.testing.assert_allclose(got, logits(dequantized(checkpoint.params)), atol=1e-4)
+    # The scale is applied after the product, in float32.
+    np.testing.assert_allclose(got, logits(dequantized(checkpoint.params)), atol=1e-3)
     assert np.abs(got - logits(hub.load(saved).params)).max() > 1e-4  # the weights are not the same
 
 
-def test_heads_load_in_int8_beside_a_target_in_int8(tmp_path):
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_heads_load_in_int8_beside_a_target_in_few_bits(dtype, tmp_path):
     layer = ModelConfig(family="llama", **SIZES | {"num_layers": 1})
     target = hub.save(tmp_path / "target", layer, init_params(layer, jax.random.key(1), scale=0.3))
-    target = hub.load(target, dtype="int8")
+    target = hub.load(target, dtype=dtype)
     config = eagle_head.EagleConfig(
-        version=1, layer=layer, target_hidden_size=16, draft_vocab_size=29, own_embed=True
+        version=1, layer=layer, target_hidden_size=32, draft_vocab_size=29, own_embed=True
     )
     head = eagle_head.init_params(config, jax.random.key(2), scale=0.3)
     whole = hub.load(target.path).params
     own = {"embed": whole["embed"], "unembed": whole["unembed"] * 1.5}
     saved = hub.save_eagle(tmp_path / "head", config, head | own)
-    config, loaded = hub.load_eagle(saved, target.config, target.params, dtype="int8")
+    config, loaded = hub.load_eagle(saved, target.config, target.params, dtype=dtype)
     # What it repeats of the target it shares, although the target's is rounded by now.
     assert not config.own_embed and config.own_unembed and is_int8(loaded["unembed"])
-    hidden = normal(0, 1, 3, 16)
+    hidden = normal(0, 1, 3, 32)
     x = jnp.concatenate([hidden, hidden], axis=-1)
     got = dense(x, loaded["fc"])
     np.testing.assert_allclose(got, dense(x, dequantized(loaded)["fc"]), atol=1e-5)
 
     from mars_jax.contrib.drafters.medusa_files import load_medusa, save_medusa
 
-    heads = medusa_layers.MedusaConfig(num_heads=2, num_layers=1, hidden_size=16, vocab_size=29)
+    heads = medusa_layers.MedusaConfig(num_heads=2, num_layers=1, hidden_size=32, vocab_size=29)
     save_medusa(tmp_path / "medusa", heads, medusa_layers.init_params(heads, jax.random.key(3), scale=0.3))
-    _, loaded = load_medusa(tmp_path / "medusa", layer, dtype="int8")
+    _, loaded = load_medusa(tmp_path / "medusa", layer, dtype=dtype)
     got = medusa_layers.logits(loaded, hidden[:, :1], 2)
     np.testing.assert_allclose(got, medusa_layers.logits(dequantized(loaded), hidden[:, :1], 2), atol=1e-5)

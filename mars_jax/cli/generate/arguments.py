@@ -120,7 +120,7 @@ def _add_models(made: argparse.ArgumentParser) -> None:
         "--dtype",
         choices=specs.DTYPES,
         help="of the weights (default: the checkpoint's own); of heads the target's; int8: matrices in 8 bits per "
-        "weight, and the rest in the checkpoint's own",
+        "weight, and the rest in the checkpoint's own; int4: those of layers in 4 bits, other matrices in 8",
     )
     add_settings(group, "draft_stop")
     add_size_flags(group)
@@ -247,7 +247,7 @@ def _add_output(made: argparse.ArgumentParser) -> None:
 def _add_machine(made: argparse.ArgumentParser) -> None:
     group = made.add_argument_group("machine")
     group.add_argument("--attention", choices=specs.ATTENTION, help=ATTENTION_HELP)
-    group.add_argument("--cache-dtype", choices=specs.DTYPES, help=CACHE_DTYPE_HELP)
+    group.add_argument("--cache-dtype", choices=specs.STORED_DTYPES, help=CACHE_DTYPE_HELP)
     group.add_argument("--no-check", action="store_true", default=None, help=NO_CHECK_HELP)
     add_settings(group, "prefill_chunk")
     group.add_argument("--mesh", metavar="data=2,model=4", help=MESH_HELP)

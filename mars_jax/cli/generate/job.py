@@ -24,6 +24,7 @@ from mars_jax.core.errors import MarsError
 from mars_jax.core.rule import LoadedRule
 from mars_jax.hub.files import resolve
 from mars_jax.hub.pretrained import Pretrained
+from mars_jax.models.quantize import Int4
 from mars_jax.placement import hosts
 from mars_jax.serve import requests as request
 from mars_jax.serve.journal import plain
@@ -210,8 +211,9 @@ def open_job(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRo
 
 
 def _dtype(params: Any) -> str:
-    """Return the dtype of the weights: int8 where matrices are in 8 bits, else that of the numbers."""
-    found = {str(leaf.dtype) for leaf in jax.tree.leaves(params)}
+    """Return the dtype of the weights: int8 or int4 where matrices are in so many bits, else that of the numbers."""
+    leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, Int4))
+    found = {"int4" if isinstance(leaf, Int4) else str(leaf.dtype) for leaf in leaves}
     return next((name for name in specs.DTYPES[::-1] if name in found), "")
 
 

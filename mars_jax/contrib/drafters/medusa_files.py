@@ -21,7 +21,7 @@ from mars_jax.hub.files import Tensor, _bin, _safetensors, resolve
 from mars_jax.hub.load import convert, listed, resolve_dtype
 from mars_jax.hub.save import free_directory, named_arrays, write_directory
 from mars_jax.models.config import ModelConfig
-from mars_jax.models.quantize import Int8, is_quantized
+from mars_jax.models.quantize import Quantized, bits_of_head
 from mars_jax.models.weights import Weight, build_rows
 
 _FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "model.safetensors")
@@ -141,11 +141,11 @@ def _read(file: Path, config: MedusaConfig, tensors: dict[str, Tensor], dtype: s
             f"'{file}' holds other than its config.json says: {'; '.join(found)}: use intact heads."
         )
 
-    def take(row: Weight) -> jax.Array | Int8:
+    def take(row: Weight) -> jax.Array | Quantized:
         array = tensors[row.name].read()
-        floating, int8 = resolve_dtype(dtype, array.dtype.name)
+        floating, bits = resolve_dtype(dtype, array.dtype.name)
         try:
-            return convert(array, floating, int8=int8 and is_quantized(row))
+            return convert(array, floating, bits=bits_of_head(row, bits))
         except MarsError as error:
             raise MarsError(f"'{file}': tensor {row.name}: {error}") from None
 

@@ -39,7 +39,7 @@ from mars_jax.drafters.asked import Asked, LoadedDrafter
 from mars_jax.drafters.grow import Growth, Level, grow
 from mars_jax.drafters.tree_shapes import Dynamic, Shape, describe, shape_of
 from mars_jax.models.config import ModelConfig
-from mars_jax.models.quantize import Int8, is_quantized, quantize
+from mars_jax.models.quantize import Quantized, bits_of, quantize
 from mars_jax.models.weights import Weight, build_rows, get, leaves
 
 SINKS, WINDOW = 4, 256
@@ -157,7 +157,7 @@ def load_self(asked: Asked) -> LoadedDrafter:
 
     def in_8_bits(row: Weight) -> PyTree:
         weight = get(target.params, row.path)
-        return quantize(weight) if is_quantized(row) and not isinstance(weight, Int8) else weight
+        return quantize(weight) if bits_of(row, 8) and not isinstance(weight, Quantized) else weight
 
     drafter = self_draft(target.model, asked.chain, **asked.shape)
     return LoadedDrafter(drafter, build_rows(leaves(config), in_8_bits))

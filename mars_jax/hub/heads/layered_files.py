@@ -28,7 +28,7 @@ from mars_jax.hub.save import free_directory, named_arrays, write_directory
 from mars_jax.hub.values import given, of_its_kind
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.heads import LayeredHead
-from mars_jax.models.quantize import Int8, is_quantized, quantize
+from mars_jax.models.quantize import Int8, Quantized, bits_of_head, quantize
 from mars_jax.models.weights import Weight, build_rows
 
 Head = TypeVar("Head", bound=LayeredHead)
@@ -179,7 +179,7 @@ def load_head(
     specs.check_dtype(dtype)
     directory = resolve(name_or_path)
     data = read_json(directory / "config.json")
-    dtype, int8 = resolve_dtype(dtype, dtype_of(data))
+    dtype, bits = resolve_dtype(dtype, dtype_of(data))
     try:
         held = collect(tensors(directory), canonical)
         if twice := [name for name, found in held.items() if len(found) > 1]:
@@ -194,14 +194,14 @@ def load_head(
         check_tensors(
             directory, held, table, lambda name: DERIVED.search(name) or name in (*_MAPS, *_VERIFIERS)
         )
-        return _read(config, {name: found[0] for name, found in held.items()}, shareable, dtype, int8)
+        return _read(config, {name: found[0] for name, found in held.items()}, shareable, dtype, bits)
     except MarsError as error:
         text = str(error)
         raise MarsError(text if f"'{directory}" in text else f"'{directory}': {text}") from None
 
 
 def _read(
-    config: Head, held: dict[str, tuple[str, Tensor]], shareable: dict[str, Any], dtype: str, int8: bool
+    config: Head, held: dict[str, tuple[str, Tensor]], shareable: dict[str, Any], dtype: str, bits: int | None
 ) -> tuple[Head, PyTree]:
     """Read the params of a head, and its config without what the target shares."""
     shared = {key for key in shareable if key in held and _repeats(held[key][1].read(), shareable[key])}
@@ -215,10 +215,10 @@ def _read(
             "the head ties its lm_head to an embedding of its own, which is not supported: save both."
         )
 
-    def read(row: Weight) -> jax.Array | Int8:
+    def read(row: Weight) -> jax.Array | Quantized:
         name, tensor = held[canonical(row.name)]
         try:
-            return convert(tensor.read(), dtype, int8=int8 and is_quantized(row))
+            return convert(tensor.read(), dtype, bits=bits_of_head(row, bits))
         except MarsError as error:
             raise MarsError(f"tensor {name}: {error}") from None
 

@@ -69,7 +69,7 @@ def make_parser(prog: str, description: str, epilog: str, *, instead: Collection
     add_size_flags(group)
     group.add_argument("--dtype", choices=specs.DTYPES, help="of the weights (default: the checkpoint's own)")
     group.add_argument("--attention", choices=specs.ATTENTION, help=ATTENTION_HELP)
-    group.add_argument("--cache-dtype", choices=specs.DTYPES, help=CACHE_DTYPE_HELP)
+    group.add_argument("--cache-dtype", choices=specs.STORED_DTYPES, help=CACHE_DTYPE_HELP)
     group.add_argument("--no-check", action="store_true", help=NO_CHECK_HELP)
     group.add_argument("--mesh", metavar="data=2,model=4", help=MESH_HELP)
     add_host_flags(made)

@@ -13,7 +13,7 @@ from mars_jax.lab.planning.chips import Topology
 from mars_jax.lab.planning.compiled_program import OutOfMemory, compile_program, held_bytes
 from mars_jax.lab.planning.pair_programs import PlannedDraft, local_bytes, programs
 from mars_jax.models.config import ModelConfig
-from mars_jax.specs import Dynamic
+from mars_jax.specs import BITS, Dynamic
 
 
 class Attempt(NamedTuple):
@@ -129,19 +129,23 @@ def compare(
 
 
 def advise(attempt: Callable[[str | None, str], Attempt], dtype: str, larger: Sequence[str]) -> list[Attempt]:
-    """Try 8 bits on the same slice, and find the next slice on which the weights fit as they are.
+    """Try fewer bits on the same slice, and find the next slice on which the weights fit as they are.
 
     Args:
       attempt: from a slice, None for the same, and a dtype.
-      dtype: that does not fit; from "int8" there is none smaller.
+      dtype: that does not fit.
       larger: slices in the order in which they are tried.
 
     Returns:
-      What was tried, fitting or not: at most one of 8 bits, and slices up to the first that fits.
+      What was tried, fitting or not: fewer bits up to the first that fit, and slices up to the first that fits.
     """
     found: list[Attempt] = []
-    if dtype != "int8":
-        found.append(attempt(None, "int8"))
+    for fewer, bits in BITS.items():
+        if bits >= BITS.get(dtype, 16):
+            continue
+        found.append(attempt(None, fewer))
+        if found[-1].fits:
+            break
     for name in larger:
         try:
             found.append(attempt(name, dtype))

@@ -85,7 +85,7 @@ def make_plan(
       verify: the rule.
       batch: B.
       context: tokens of prompt and output together.
-      dtype: of weights and caches; "int8" is the target's matrices in 8 bits, and bfloat16 for the rest.
+      dtype: of weights and caches; "int8" and "int4" are of the target's matrices, and bfloat16 for the rest.
       keep: given the name of a file and the text of a program, before XLA compiled it and after.
 
     Raises:

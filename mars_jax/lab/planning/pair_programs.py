@@ -23,9 +23,10 @@ from mars_jax.core.types import DecodeState, Params, Prompts, PyTree, keys_from_
 from mars_jax.models import transformer
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.heads import HeadConfig
+from mars_jax.models.quantize import num_bytes
 from mars_jax.placement import shardings
 from mars_jax.placement.shardings import AnyConfig
-from mars_jax.specs import DRAFTERS, Dynamic, factory
+from mars_jax.specs import BITS, DRAFTERS, Dynamic, factory
 
 
 class PlannedDraft(NamedTuple):
@@ -52,7 +53,7 @@ def draft_of(
       dtype: of the weights and the cache.
       mixture: whether the target is a mixture of experts, for which the default is a short chain.
     """
-    dtype = "bfloat16" if dtype == "int8" else dtype
+    dtype = "bfloat16" if dtype in BITS else dtype
     if config == "none":
         return PlannedDraft(lambda _: drafters.none())
     row = DRAFTERS[kind_of(config)]
@@ -122,16 +123,16 @@ def programs(
 ) -> Programs:
     """The programs to lower for a target and its draft on a mesh, for `batch` rows of `context` tokens.
 
-    `dtype` is of the weights, as `specs.DTYPES` has them; what is not kept in 8 bits is bfloat16 with "int8".
+    `dtype` is of the weights, as `specs.DTYPES` has them; what is not kept in fewer bits is bfloat16 with those.
     """
-    wide = "bfloat16" if dtype == "int8" else dtype
+    wide = "bfloat16" if dtype in BITS else dtype
     model = transformer.language_model(target, dtype=wide)
 
-    def placed(config: AnyConfig, *, int8: bool = False) -> PyTree:
+    def placed(config: AnyConfig, *, bits: int | None = None) -> PyTree:
         places = shardings.params_shardings(config, mesh)
-        return shardings.abstract_params(config, wide, int8=int8, shardings=places)
+        return shardings.abstract_params(config, wide, bits=bits, shardings=places)
 
-    params = Params(target=placed(target, int8=dtype == "int8"))
+    params = Params(target=placed(target, bits=BITS.get(dtype)))
     if draft.config is not None:
         params = params._replace(draft=placed(draft.config))
 
@@ -170,6 +171,6 @@ def local_bytes(tree: PyTree) -> int:
     def of(x: Any) -> int:
         place = x.sharding
         shape = place.shard_shape(x.shape) if isinstance(place, NamedSharding) else x.shape
-        return math.prod(shape) * x.dtype.itemsize
+        return num_bytes(jax.ShapeDtypeStruct(shape, x.dtype))
 
     return sum(map(of, jax.tree.leaves(tree)))

@@ -22,6 +22,7 @@ from mars_jax.core.errors import MarsError
 from mars_jax.lab.evaluate.answers import turns_asked
 from mars_jax.lab.evaluate.benchmark.tuned import SHARE
 from mars_jax.lab.evaluate.tasks.problems import Problem
+from mars_jax.models.quantize import num_bytes
 from mars_jax.placement.shardings import AnyConfig, abstract_params, parse_mesh
 
 ROOM = 0.85
@@ -118,9 +119,9 @@ def needs(args: argparse.Namespace, controls: str, problems: Sequence[Problem]) 
 
 def bytes_of(config: AnyConfig, dtype: str | None) -> int:
     """The bytes of the params of a config; of a checkpoint's own dtype, two a number."""
-    wide = "bfloat16" if dtype in (None, "int8") else dtype
-    leaves = jax.tree.leaves(abstract_params(config, wide, int8=dtype == "int8"))
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+    wide = "bfloat16" if dtype is None or dtype in specs.BITS else dtype
+    params = abstract_params(config, wide, bits=specs.BITS.get(dtype or ""))
+    return sum(map(num_bytes, jax.tree.leaves(params)))
 
 
 def _memory(device: Any) -> int | None:

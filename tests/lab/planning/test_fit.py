@@ -81,12 +81,17 @@ def test_a_model_that_is_too_large_does_not_fit():
 
 
 @pytest.mark.slow
-def test_in_8_bits_a_model_reads_a_byte_a_weight_and_its_scales():
+def test_in_8_and_4_bits_a_model_reads_its_weights_and_their_scales():
     made = planned(TINY, "v5e:2x2", dtype="int8")
+    fewer = planned(TINY, "v5e:2x2", dtype="int4")
     divided, whole = 512 + 3 * 256 + 2 * 512, 2 * 256  # channels; those of `o` and `down` are on every chip
     cache = 2 * 2 * (256 + 1) * 64
     assert made.fits
     assert made.read_bytes == MATRICES // 4 + 4 * (divided // 4 + whole) + 2 * 3 * 256 + cache
+    # Half a byte a weight, and 6 bytes for a group of 128; the unembedding is in 8 bits.
+    out = 256 * 256  # its two groups of inputs are no four, so it is on every chip
+    numbers = (MATRICES - 512 * 256 - out) // 4 + out
+    assert fewer.read_bytes == numbers // 2 + 6 * numbers // 128 + 512 * (256 + 4) // 4 + 2 * 3 * 256 + cache
 
 
 @pytest.mark.slow
@@ -218,6 +223,7 @@ def test_what_does_not_fit_either_is_not_recommended():
     tried = advice.advise(attempt_of(large(40)), "bfloat16", ["v5e:2x2"])
     assert [(one.topology, one.dtype, one.fits) for one in tried] == [
         ("v5e:1x1", "int8", False),
+        ("v5e:1x1", "int4", False),
         ("v5e:2x2", "bfloat16", False),
     ]
     assert all(one.held_bytes > one.hbm_bytes for one in tried)
@@ -227,7 +233,7 @@ def test_what_does_not_fit_either_is_not_recommended():
             raise MarsError("3 chips")
         return advice.Attempt(name, dtype, {}, name == "fits", 1, 1)
 
-    found = advice.advise(attempt, "int8", ["small", "odd", "fits", "larger"])
+    found = advice.advise(attempt, "int4", ["small", "odd", "fits", "larger"])
     assert [one.topology for one in found] == ["small", "fits"]
 
 
