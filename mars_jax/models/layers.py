@@ -47,7 +47,12 @@ def dense_cpu(x: Array, w: Array) -> Array:
 
 
 def _dense_int8(x: Array, values: Array) -> Array:
-    return _dense(x, values.astype(x.dtype))
+    return _dense(_eights(x), values.astype(x.dtype))[: x.shape[0]]
+
+
+def _eights(x: Array) -> Array:
+    """Pad rows to a multiple of 8. Fewer rows of integers would be summed outside of a TPU's matrix units."""
+    return jnp.pad(x, ((0, -x.shape[0] % 8), (0, 0)))
 
 
 def _dense_int8_cpu(x: Array, values: Array) -> Array:
@@ -79,8 +84,7 @@ def _dense_int4(x: Array, w: Int4) -> Array:
         return lax.dot_general(
             x, w.astype(x.dtype), (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
         )
-    # Fewer than 8 rows would be summed outside of a TPU's matrix units, which takes twice as long.
-    groups = jnp.pad(x, ((0, -rows % 8), (0, 0))).reshape(-1, count, size)
+    groups = _eights(x).reshape(-1, count, size)
     y = jnp.einsum("bgk,gkn->gbn", groups, w.values.astype(x.dtype), preferred_element_type=jnp.float32)
     sums = jnp.sum(groups.astype(jnp.float32), axis=-1).T[..., None]
     scale, offset = (part.astype(jnp.float32)[:, None] for part in (w.scale, w.offset))
@@ -152,8 +156,11 @@ def soft_cap(x: Array, cap: float) -> Array:
 def embed(table: Array | Int8, ids: Array) -> Array:
     """Return rows of table [V, E] at ids i32[B, N]: [B, N, E]. Ids outside of `[0, V)` take the nearest row."""
     if isinstance(table, Int8):
-        scale = jnp.take(table.scale, ids, axis=0, mode="clip")
-        return Int8(jnp.take(table.values, ids, axis=0, mode="clip"), scale, table.dtype).astype(table.dtype)
+        # For fewer ids a TPU would take slices, and for them copy the whole table into another layout at every step.
+        flat = ids.reshape(-1)
+        eights = jnp.pad(flat, (0, -flat.size % 8))
+        rows = Int8(_take(table.values, eights), _take(table.scale, eights), table.dtype).astype(table.dtype)
+        return rows[: flat.size].reshape(*ids.shape, -1)
     return _gather(table, ids)
 
 

@@ -29,7 +29,9 @@ def flops(module: Module, computation: Computation, instruction: Instruction) ->
         labels = (instruction.attribute("dim_labels") or "").partition("_")[2].partition("->")[0]
         outputs = kernel.dims[labels.index("o")] if "o" in labels else 1
         groups = int(instruction.attribute("batch_group_count") or 1)
-        return 2 * instruction.shapes[0].size * kernel.size // max(1, outputs) // groups
+        return (
+            2 * instruction.shapes[0].size * kernel.size // max(1, outputs) // groups // _batches(instruction)
+        )
     if instruction.opcode == "dot":
         left = computation.instructions[instruction.operands[0]].shapes[0]
         contracted = 1
@@ -37,6 +39,34 @@ def flops(module: Module, computation: Computation, instruction: Instruction) ->
             contracted *= left.dims[axis]
         return 2 * instruction.shapes[0].size * contracted
     return 0
+
+
+def _batches(instruction: Instruction) -> int:
+    """Return how many products a convolution is that stands for a batch of them, each with a part of its kernel.
+
+    XLA writes a batch of n as a window of n that moves n - 1 over what is n apart, so it meets one number at a time.
+
+    >>> from mars_jax.lab.planning import hlo
+    >>> module = hlo.parse('''HloModule tiny
+    ... ENTRY %main (x: f32[4,8,9], w: f32[4,9,5]) -> f32[4,8,5] {
+    ...   %x = f32[4,8,9] parameter(0)
+    ...   %w = f32[4,9,5] parameter(1)
+    ...   ROOT %c = f32[4,8,5] convolution(%x, %w), window={size=4 stride=3 lhs_dilate=4}, dim_labels=0bf_0io->0bf
+    ... }
+    ... ''')
+    >>> main = module.computations["main"]
+    >>> flops(module, main, main.root) == 2 * 4 * 8 * 9 * 5
+    True
+    """
+    window = instruction.rest.partition("window={")[2].partition("}")[0]
+    sides = {name: side.split("x") for name, _, side in (part.partition("=") for part in window.split())}
+    if not {"size", "stride", "lhs_dilate"} <= sides.keys():
+        return 1
+    batches = 1
+    for size, stride, apart in zip(sides["size"], sides["stride"], sides["lhs_dilate"], strict=True):
+        if size == apart and int(stride) == int(size) - 1:
+            batches *= int(size)
+    return batches
 
 
 def _axes(instruction: Instruction, name: str) -> list[int]:
