@@ -245,6 +245,10 @@ def test_other_drafts_are_refused(spec):
 def test_drafts_may_be_narrowed():
     assert specs.draft_words().startswith("none, ngram, model:PATH, eagle:PATH, medusa:PATH, ")
     assert "expected ngram or model:PATH." in message(specs.parse_draft, "none", among=("ngram", "model"))
+    assert (
+        message(specs.parse_draft, object(), among=("ngram",))
+        == "the drafter is of type object: expected ngram."
+    )
     assert specs.drafters_that("trees") == "model:PATH, eagle:PATH, medusa:PATH, dflash:PATH or self"
 
 

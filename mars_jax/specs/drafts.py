@@ -212,8 +212,10 @@ def parse_draft(spec: str, *, shown: str = "the drafter", among: Iterable[str] =
     >>> parse_draft("eagle:owner/name")
     DraftSpec(kind='eagle', path='owner/name')
     """
-    kind, colon, path = spec.partition(":")
     among = list(among)
+    if not isinstance(spec, str):
+        raise MarsError(f"{shown} is of type {type(spec).__name__}: expected {draft_words(among)}.")
+    kind, colon, path = spec.partition(":")
     if kind not in among or DRAFTERS[kind].path != bool(path) or (colon and not path):
         near = did_you_mean(kind, among)
         raise MarsError(f"{shown} is {spec}{near}: expected {draft_words(among)}.")
