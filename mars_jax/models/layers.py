@@ -6,6 +6,9 @@ dimension.
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
@@ -29,8 +32,8 @@ _MANY = 64
 """Rows up to which a product in 4 bits goes by groups."""
 
 
-def _dense(x: Array, w: Array) -> Array:
-    return lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+def _dense(x: Array, w: Array, dtype: Any = jnp.float32) -> Array:
+    return lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
 
 
 def dense_cpu(x: Array, w: Array) -> Array:
@@ -48,6 +51,10 @@ def dense_cpu(x: Array, w: Array) -> Array:
 
 def _dense_int8(x: Array, values: Array) -> Array:
     return _dense(_eights(x), values.astype(x.dtype))[: x.shape[0]]
+
+
+def _dense_int8_mesh(x: Array, values: Array, dtype: Any) -> Array:
+    return _dense(x, values.astype(x.dtype), dtype)
 
 
 def _eights(x: Array) -> Array:
@@ -72,9 +79,9 @@ def _dense_int8_cpu(x: Array, values: Array) -> Array:
     return lax.fori_loop(0, -(-out // size), body, jnp.zeros((x.shape[0], out), jnp.float32))
 
 
-def _dense_int8_mesh_cpu(x: Array, values: Array) -> Array:
+def _dense_int8_mesh_cpu(x: Array, values: Array, dtype: Any) -> Array:
     """Convert the whole matrix, which is divided: slices of it would be gathered from all devices."""
-    return dense_cpu(x, values.astype(x.dtype))
+    return dense_cpu(x, values.astype(x.dtype)).astype(dtype)
 
 
 def _dense_int4(x: Array, w: Int4) -> Array:
@@ -107,20 +114,30 @@ def _dense_int4_cpu(x: Array, w: Int4) -> Array:
 def dense(x: Array, w: Array | Quantized, bias: Array | None = None, *, dtype=None) -> Array:
     """x [..., in] times w [out, in], plus bias [out]: [..., out], summed in float32, cast to `dtype` or x's.
 
+    Where devices share the sum, each casts its part first, and what they send is added up in that dtype.
+
     >>> dense(jnp.ones((1, 3)), jnp.ones((2, 3)), jnp.ones((2,))).tolist()
     [[4.0, 4.0]]
     """
     rows = x.reshape(-1, x.shape[-1])
     whole = mesh.size_of("model", mesh.current()) == 1
+    # Of a divided matrix devices send sums of half the bytes in bfloat16. Each adds up in float32, as it would anyway.
+    narrow = x.dtype if bias is None and (dtype or x.dtype) == x.dtype else jnp.float32
     if isinstance(w, Int4):
         y = lax.platform_dependent(
             rows, w, cpu=_dense_int4_cpu if whole else _dense_int4, default=_dense_int4
         )
     elif isinstance(w, Int8):
-        cpu = _dense_int8_cpu if whole else _dense_int8_mesh_cpu
-        y = lax.platform_dependent(rows, w.values, cpu=cpu, default=_dense_int8) * w.scale[None]
+        forms = (_dense_int8_cpu, _dense_int8)
+        if not whole:
+            forms = [
+                functools.partial(form, dtype=narrow) for form in (_dense_int8_mesh_cpu, _dense_int8_mesh)
+            ]
+        y = lax.platform_dependent(rows, w.values, cpu=forms[0], default=forms[1])
+        y = y.astype(jnp.float32) * w.scale[None]
     else:
-        y = lax.platform_dependent(rows, w, cpu=dense_cpu, default=_dense)
+        default = functools.partial(_dense, dtype=narrow)
+        y = lax.platform_dependent(rows, w, cpu=lambda x, w: dense_cpu(x, w).astype(narrow), default=default)
     if bias is not None:
         y = y + bias.astype(jnp.float32)[None]
     return y.astype(dtype or x.dtype).reshape(*x.shape[:-1], w.shape[0])

@@ -13,7 +13,7 @@ from mars_jax import MarsError, verify
 from mars_jax.cli import progress
 from mars_jax.lab import planning
 from mars_jax.lab.commands import plan
-from mars_jax.lab.planning import advice, dump, make_plan
+from mars_jax.lab.planning import advice, dump, hlo, make_plan
 from mars_jax.lab.planning.chips import CHIPS, TYPES, larger, topology
 from mars_jax.lab.planning.compiled_program import _out_of_memory, collectives
 from mars_jax.lab.planning.fit import default_mesh, draft_of
@@ -68,9 +68,22 @@ def test_what_the_compiler_holds_is_at_least_what_was_added_up(spread):
 
 
 @pytest.mark.slow
-def test_the_layers_are_summed_over_the_chips(spread):
-    assert any(name.startswith("all-reduce bf16") for name in spread.collectives)
-    assert not spread.notes
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_the_layers_are_summed_over_the_chips_in_bfloat16(dtype):
+    texts = {}
+    made = planned(TINY, "v5e:2x2", dtype=dtype, keep=texts.__setitem__)
+    assert not made.notes
+    module = hlo.parse(texts["decode.hlo.txt"])
+    sums = [
+        (
+            instruction.shapes[0].dtype,
+            *(body.instructions[name].shapes[0].dtype for name in instruction.operands),
+        )
+        for body in module.computations.values()
+        for instruction in body.instructions.values()
+        if instruction.opcode.startswith("all-reduce") and instruction.shapes[0].size >= 256
+    ]
+    assert sums.count(("bf16", "bf16")) >= 2 and not any("f32" in types for types in sums)
 
 
 @pytest.mark.slow
