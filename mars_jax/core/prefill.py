@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from mars_jax.core.drafter import Drafter
+from mars_jax.core.mesh import on_cpu
 from mars_jax.core.types import ForwardOutput, LanguageModel, Params, PyTree, Visible
 
 CHUNK, LONG_CHUNK, LONG = 64, 256, 1024
@@ -23,14 +24,14 @@ WIDE_CHUNK = 512
 
 
 def chunk_of(buffer: int = 0) -> int:
-    """Tokens of a prefill forward in a buffer of so many, on the default backend.
+    """Tokens of a prefill forward in a buffer of so many, where it is traced for (`mesh.on_cpu`).
 
     The default serves where what is new of a text is seldom long, whatever the buffer.
 
-    >>> chunk_of(256) if jax.default_backend() == "cpu" else 64
+    >>> chunk_of(256) if on_cpu() else 64
     64
     """
-    if jax.default_backend() != "cpu":
+    if not on_cpu():
         return WIDE_CHUNK
     return CHUNK if buffer < LONG else LONG_CHUNK
 

@@ -7,10 +7,13 @@ import json
 import math
 import time
 
+import jax
 import pytest
 
 from mars_jax import MarsError, verify
 from mars_jax.cli import progress
+from mars_jax.core.cache import slots
+from mars_jax.core.prefill import chunk_of
 from mars_jax.lab import planning
 from mars_jax.lab.commands import plan
 from mars_jax.lab.planning import advice, dump, hlo, make_plan
@@ -18,7 +21,7 @@ from mars_jax.lab.planning.chips import CHIPS, TYPES, larger, topology
 from mars_jax.lab.planning.compiled_program import _out_of_memory, collectives
 from mars_jax.lab.planning.fit import default_mesh, draft_of
 from mars_jax.lab.planning.outlined_models import CONFIGS
-from mars_jax.models import ModelConfig
+from mars_jax.models import ModelConfig, transformer
 from mars_jax.models.eagle_head import EagleConfig
 from mars_jax.placement.shardings import parse_mesh
 
@@ -114,6 +117,15 @@ def test_experts_that_nobody_chose_are_not_read():
     made = planned(mixture, "v5e:1x1")
     others = 2 * (512 * 256 + 4 * 256 * 256 + 8 * 256 + 3 * 256) + 2 * 2 * (256 + 1) * 4 * 64
     assert made.read_bytes == others + 2 * 2 * 3 * 256 * 512  # 2 of 8 for one token
+
+
+def test_what_is_traced_for_a_slice_has_its_chunks_and_slots():
+    model = transformer.language_model(TINY)
+    assert chunk_of(64) == 64 and slots(model.init_cache(1, 200)) == 256
+    with jax.set_mesh(parse_mesh("model=1", topology("v5e:1x1").devices)):
+        assert chunk_of(64) == 512
+        made = jax.eval_shape(lambda: model.init_cache(1, 200))
+    assert slots(made) == 200
 
 
 def test_the_message_of_the_compiler_is_read():
