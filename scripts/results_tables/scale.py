@@ -5,30 +5,39 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from results_tables.bars import bar, load
+from results_tables.bars import bar, load, span
 
 GIB = 2**30
 GENERATIONS = ("v5e", "v6e", "v5p")
 
 
-def eights() -> dict[str, Any]:
-    """eval_int8.json and eval_int8_cache.json: weights and cache in 8 bits beside bfloat16."""
-    int8, cached = load("eval_int8.json"), load("eval_int8_cache.json")
-    logits, exact, story = int8["logits, int8 from bfloat16"], cached["arithmetic"][0], cached["stories"][0]
-    taus = [int8[f"{name} target, {name} draft, exact"]["tau"] for name in ("int8", "bfloat16")]
+def bits() -> dict[str, Any]:
+    """eval_bits.json and eval_int8_cache.json: weights in 8 and 4 bits, and the cache in 8."""
+    report, cached = load("eval_bits.json"), load("eval_int8_cache.json")
+    exact, story = cached["arithmetic"][0], cached["stories"][0]
     lost = story["nats_int8_minus_bfloat16"]
+
+    def row(model: str, dtype: str, found: Mapping[str, Any]) -> list[str]:
+        shares = [f"{100 * found[name]:.1f}%" if name in found else "-" for name in ("accuracy", "same")]
+        tau = f"{found['tau']:.2f}" if "tau" in found else "-"
+        return [f"`{model}`", dtype, span(*found["lost"], show="{:+.4f}"), *shares, tau]
+
+    results = report["results"]
     return {
+        "stories": report["stories"],
+        "problems": report["problems"],
+        "native": abs(results["smollm2"]["int4"]["lost"][0]) < abs(results["smollm2"]["int8"]["lost"][0]),
         "rows": [
-            ["weights: error of the logits (RMS)", f"{100 * logits['rms_error_over_rms_logit']:.2f}%"],
-            ["weights: places with the same best token", f"{100 * logits['same_argmax']:.2f}%"],
-            ["weights: tau of `exact`, 8 bits against 16", f"{taus[0]:.2f} against {taus[1]:.2f}"],
+            row(model, dtype, found) for model, some in results.items() for dtype, found in some.items()
+        ],
+        "cache": [
             [
-                f"cache: of {exact['problems']} problems solved, 8 bits against 16",
+                f"of {exact['problems']} problems solved, 8 bits against 16",
                 f"{100 * exact['accuracy']['int8']:.1f}% against {100 * exact['accuracy']['bfloat16']:.1f}%",
             ],
-            ["cache: answers that are the same", f"{100 * exact['same_answers']:.1f}%"],
+            ["answers that are the same", f"{100 * exact['same_answers']:.1f}%"],
             [
-                f"cache: nats a token on {story['stories']} stories, 8 bits less 16",
+                f"nats a token on {story['stories']} stories, 8 bits less 16",
                 f"{lost['mean']:+.4f} [{lost['low']:+.4f}, {lost['high']:+.4f}]",
             ],
         ],
