@@ -157,7 +157,7 @@ def current() -> AbstractMesh | None:
 
 
 def on_cpu() -> bool:
-    """Whether what is traced here is for a CPU: by the current mesh, or else by the default backend.
+    """Tell whether what is traced here is for a CPU: by the current mesh, or else by the default backend.
 
     A plan traces for the devices of its mesh, which are not on this machine.
     """
