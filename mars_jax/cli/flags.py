@@ -132,6 +132,7 @@ WITHOUT = [
     ),
     (["--system", "--template-arg"], ["--chat", "messages"], ", which have a chat template"),
     (["--resume"], ["--output"], ", the file that it continues"),
+    (["--part"], ["--output"], ", of which it writes a part"),
     (["--log-probs"], ["--json", "--output"], ", whose rows it adds to"),
 ]
 """Flags that would have no effect without one of others, and a word on these."""
@@ -143,6 +144,7 @@ WITH = [
     (["--refine"], "--compare", ""),
     (["--refine"], "--stream", ""),
     (["--refine"], "--resume", ", as what the draft had learned is gone"),
+    (["--refine"], "--part", ", as every part would learn for itself"),
     (["--draft-device"], "--tree", ", since only a chain can be guessed to hold"),
     (["--draft-device"], "--compare", ""),
     (["--draft-device"], "--draft-size auto", ""),

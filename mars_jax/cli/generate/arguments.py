@@ -22,6 +22,7 @@ from mars_jax.cli.flags import (
     draft_of,
     numbers_of,
 )
+from mars_jax.cli.parts import parse_part
 from mars_jax.cli.program import Parser
 from mars_jax.cli.rule_flags import OWN, add_rule_flags, given_settings, rule_and_file
 from mars_jax.core.errors import MarsError
@@ -238,6 +239,11 @@ def _add_output(made: argparse.ArgumentParser) -> None:
     group.add_argument("--output", metavar="FILE", help="append those objects to a new file, one by one")
     group.add_argument("--resume", action="store_true", help="continue the --output of an interrupted run")
     group.add_argument(
+        "--part",
+        metavar="I/N",
+        help="decode rows I, I + N, I + 2 N ... alone, into FILE-0000I-of-0000N; mars-jax merge puts them together",
+    )
+    group.add_argument(
         "--compare",
         action="store_true",
         help="compare speed: without a draft, by exact, by the rule; prints one table, of acceptance too",
@@ -322,6 +328,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     _check_constraints(args)
     if args.tree is not None:
         args.tree = specs.parse_tree(args.tree)
+    args.part = None if args.part is None else parse_part(args.part)
     args.draft_device = None if args.draft_device is None else _devices(args.draft_device)
     # The demonstration shows what MARS does, and a setting of a rule is one of MARS; what else is asked for is exact.
     shows = args.target is None and args.draft is None

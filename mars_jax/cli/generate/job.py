@@ -238,7 +238,7 @@ def _check_tau(choice: specs.RuleChoice, rows: Sequence[PromptRow], most: int) -
 
 
 def make_requests(target: Pretrained, args: argparse.Namespace, rows: Sequence[PromptRow]) -> list[Request]:
-    """Tokenize requests. Row i draws with the seed --seed + i unless it names one, whatever its batch.
+    """Tokenize requests. Row i draws with the seed --seed + i unless it names one, whatever its batch and its part.
 
     All of them before weights are loaded, and not as they are decoded: a prompt that is too long is to be named in the
     first seconds, and not after hours of work.
@@ -255,8 +255,9 @@ def make_requests(target: Pretrained, args: argparse.Namespace, rows: Sequence[P
     ]
     common = {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
     requests = []
+    first, step = (args.part.number, args.part.of) if args.part is not None else (0, 1)
     for index, (row, tokens) in enumerate(zip(rows, _tokens(target, rows, args), strict=True)):
-        settings = common | {"seed": ((args.seed or 0) + index) % 2**32} | row.settings
+        settings = common | {"seed": ((args.seed or 0) + first + step * index) % 2**32} | row.settings
         if own := [name for name in CONSTRAINTS if name in row.settings]:
             settings |= {name: None for name in CONSTRAINTS if name not in own}
         if args.relax_constrained and any(settings.get(name) is not None for name in CONSTRAINTS):
