@@ -29,7 +29,7 @@ _LAB = ("benchmark", "calibrate", "compounding", "distill", "plan")
 _HOME = {
     "generate": "mars_jax.cli.generate.command",
     "convert": "mars_jax.cli.convert",
-    "merge": "mars_jax.cli.parts",
+    "merge": "mars_jax.cli.merge",
     "models": "mars_jax.cli.model_list",
     "pairs": "mars_jax.cli.pairs",
     "check": "mars_jax.lab.commands.check.device_check",

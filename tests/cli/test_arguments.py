@@ -75,7 +75,7 @@ def test_a_setting_of_another_rule_has_its_range_too(refused, text):
     [
         (["--verify", "fast", "x"], "there is no rule 'fast': choose one of exact, rejection, mars"),
         (["--verify", "marss", "x"], "there is no rule 'marss' (did you mean mars?)"),
-        (["--dtype", "int4", "x"], "--dtype: invalid choice"),
+        (["--dtype", "int2", "x"], "--dtype: invalid choice"),
         (["--margin", "wide", "x"], "--margin is wide: expected one of ratio, gap"),
         (["--base", "mars", "x"], "--base is mars: expected one of exact, rejection"),
         (["--rule-option", "theta", "x"], "--rule-option is theta: expected NAME=VALUE"),

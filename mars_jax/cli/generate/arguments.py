@@ -22,7 +22,7 @@ from mars_jax.cli.flags import (
     draft_of,
     numbers_of,
 )
-from mars_jax.cli.parts import parse_part
+from mars_jax.cli.merge import parse_part
 from mars_jax.cli.program import Parser
 from mars_jax.cli.rule_flags import OWN, add_rule_flags, given_settings, rule_and_file
 from mars_jax.core.errors import MarsError

@@ -12,7 +12,7 @@ from typing import IO
 from mars_jax.cli.generate.applies import Choices, check_asked, check_flags
 from mars_jax.cli.generate.arguments import parse
 from mars_jax.cli.generate.prompts import PromptRow, from_texts, read_prompts
-from mars_jax.cli.parts import part_path
+from mars_jax.cli.merge import part_path
 from mars_jax.cli.program import command, keep_compilations
 from mars_jax.cli.rule_flags import print_drafters, print_rules
 from mars_jax.core.errors import MarsError

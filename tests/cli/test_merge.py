@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from mars_jax.cli import parts
+from mars_jax.cli import merge
 from mars_jax.cli.generate import command
 
 TIMES = ("seconds", "tokens_per_second")
@@ -39,7 +39,7 @@ def run(tmp_path_factory):
 
 
 def message(capsys, *argv):
-    assert parts.main(list(map(str, argv))) == 2
+    assert merge.main(list(map(str, argv))) == 2
     return capsys.readouterr().err
 
 
@@ -55,7 +55,7 @@ def test_merged_they_are_what_one_process_writes(run, capsys):
         capsys, out
     )
     assert not out.exists() and decode("out.jsonl", "--part", "1/3", "--resume") == 0
-    assert parts.main([str(out)]) == 0 and capsys.readouterr().out == f"{out}: 5 rows\n"
+    assert merge.main([str(out)]) == 0 and capsys.readouterr().out == f"{out}: 5 rows\n"
     assert rows_of(out) == rows_of(folder / "whole.jsonl")
     beside = [folder / f"{name}.jsonl.settings.json" for name in ("out", "whole")]
     assert beside[0].read_bytes() == beside[1].read_bytes()

@@ -1,7 +1,7 @@
 """Prompts divided over machines that know nothing of each other: `generate --part I/N`, and `mars-jax merge`.
 
 Part I has rows I, I + N, I + 2 N and so on, in a file of its own, which is resumed alone. Merged, the rows are those of
-one process, but for the times that they took. Oracle: a run in one process (tests/cli/test_parts.py).
+one process, but for the times that they took. Oracle: a run in one process (tests/cli/test_merge.py).
 """
 
 from __future__ import annotations
