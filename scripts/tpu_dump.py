@@ -137,13 +137,13 @@ def main() -> None:
         chosen["prefill_chunk"] = PREFILL_CHUNK
     model = transformer.language_model(config, dtype="bfloat16", **chosen)
 
-    def placed(config: Any, *, int8: bool = False) -> Any:
+    def placed(config: Any, *, bits: int | None = None) -> Any:
         places = shardings.params_shardings(config, mesh)
-        return shardings.abstract_params(config, "bfloat16", int8=int8, shardings=places)
+        return shardings.abstract_params(config, "bfloat16", bits=bits, shardings=places)
 
     params = Params(target=placed(config))
     if draft.config is not None:
-        params = params._replace(draft=placed(draft.config, int8=asked.draft.endswith("-int8")))
+        params = params._replace(draft=placed(draft.config, bits=8 if asked.draft.endswith("-int8") else None))
     drafter = draft.make(model)
     decoder = speculative_decoder(model, drafter, rule)
     if asked.constraint is not None:

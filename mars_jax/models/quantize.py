@@ -99,7 +99,7 @@ def quantize_4(w: np.ndarray, dtype: Any = None) -> Int4:
     ([-8, -8, -7], (1, 2), True)
     """
     with np.errstate(invalid="ignore", over="ignore"):
-        groups = w.astype(np.float32).reshape(len(w), -1, group_size(w.shape[1]))
+        groups = w.astype(np.float32).reshape(len(w), -1, group_size(w.shape[1]) or GROUPS[-1])
         least = groups.min(axis=-1)
         scale = ((groups.max(axis=-1) - least) / 15).astype(np.float16)
         wide = scale.astype(np.float32)

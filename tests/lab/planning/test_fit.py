@@ -398,7 +398,7 @@ def test_what_fuses_the_targets_features_is_read_once_a_step():
     head = EagleConfig.outline(config)
     mesh = parse_mesh("model=1", topology("v5e:1x1").devices)
     places = shardings.params_shardings(head, mesh)
-    weights = shardings.abstract_params(head, "bfloat16", int8=False, shardings=places)
+    weights = shardings.abstract_params(head, "bfloat16", shardings=places)
     fused = local_bytes({name: value for name, value in weights.items() if name in head.read_once})
     assert fused == 2 * 256 * len(head.feature_layers) * 256
     reads = []
