@@ -143,7 +143,9 @@ def main() -> None:
 
     params = Params(target=placed(config))
     if draft.config is not None:
-        params = params._replace(draft=placed(draft.config, bits=8 if asked.draft.endswith("-int8") else None))
+        params = params._replace(
+            draft=placed(draft.config, bits=8 if asked.draft.endswith("-int8") else None)
+        )
     drafter = draft.make(model)
     decoder = speculative_decoder(model, drafter, rule)
     if asked.constraint is not None:

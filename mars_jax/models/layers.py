@@ -28,8 +28,8 @@ ACTIVATIONS = {
 
 _BLOCK = 1 << 19
 """Quantised weights that a CPU converts at a time: 2 MB as float32."""
-_MANY = 64
-"""Rows up to which a product in 4 bits goes by groups."""
+_FEW, _MANY = 8, 64
+"""Rows from which on devices add up in bfloat16, and up to which a product in 4 bits goes by groups."""
 
 
 def _dense(x: Array, w: Array, dtype: Any = jnp.float32) -> Array:
@@ -114,15 +114,17 @@ def _dense_int4_cpu(x: Array, w: Int4) -> Array:
 def dense(x: Array, w: Array | Quantized, bias: Array | None = None, *, dtype=None) -> Array:
     """x [..., in] times w [out, in], plus bias [out]: [..., out], summed in float32, cast to `dtype` or x's.
 
-    Where devices share the sum, each casts its part first, and what they send is added up in that dtype.
+    Where devices share the sums of 8 rows or more, each casts its part first, and what they send is added up so.
 
     >>> dense(jnp.ones((1, 3)), jnp.ones((2, 3)), jnp.ones((2,))).tolist()
     [[4.0, 4.0]]
     """
     rows = x.reshape(-1, x.shape[-1])
     whole = mesh.size_of("model", mesh.current()) == 1
-    # Of a divided matrix devices send sums of half the bytes in bfloat16. Each adds up in float32, as it would anyway.
+    # Of a divided matrix devices send sums of half the bytes in bfloat16. Each adds up in float32, as it would anyway;
+    # but for few rows, whose products XLA takes apart on a TPU, and whose sums are small.
     narrow = x.dtype if bias is None and (dtype or x.dtype) == x.dtype else jnp.float32
+    narrow = jnp.float32 if whole or rows.shape[0] < _FEW else narrow
     if isinstance(w, Int4):
         y = lax.platform_dependent(
             rows, w, cpu=_dense_int4_cpu if whole else _dense_int4, default=_dense_int4

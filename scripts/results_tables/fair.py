@@ -61,6 +61,7 @@ def _study(report: dict[str, Any]) -> dict[str, Any]:
             "rejection": "`rejection`",
             "block": "`rejection` by blocks",
             "exact": "`exact`",
+            "exact over n-grams": "`exact` over n-grams",
         }[arm],
         "score": _score,
         "turns": report["check"]["turns"] if report["check"] else 0,
@@ -79,6 +80,11 @@ def _study(report: dict[str, Any]) -> dict[str, Any]:
         "costs": [
             [str(n), f"{steps[f'greedy {n}']['over_plain']['median']:.2f}", f"{1 + 0.05 * n:.2f}"]
             for n in lengths
+        ],
+        "ngrams": [
+            f"{found['over_plain']['median']:.2f}"
+            for name, found in steps.items()
+            if name.startswith("ngram")
         ],
     }
 

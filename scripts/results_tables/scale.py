@@ -44,6 +44,24 @@ def bits() -> dict[str, Any]:
     }
 
 
+def one_chip() -> dict[str, Any]:
+    """plan_bits.json: a published model in few bits on one chip, by the compiler's schedule."""
+    results = load("plan_bits.json")["results"]
+
+    def row(name: str, found: Mapping[str, Any]) -> list[str]:
+        steps = (("autoregressive_step", "autoregressive_floor_seconds"), ("step", "floor_seconds"))
+        pairs = [(found[step]["low_seconds"], found[floor]) for step, floor in steps]
+        held = f"{found['held_bytes'] / GIB:.1f} of {found['hbm_bytes'] / GIB:.0f}"
+        return [*name.split(", "), held, *(f"{1e3 * a:.1f} ({a / b:.2f} x)" for a, b in pairs)]
+
+    return {
+        "rows": [row(name, found) for name, found in results.items()],
+        "fits": all(found["fits"] for found in results.values()),
+        "trees_in_4_bits_lose": results["v6e, int4, tree of 60"]["step"]["low_seconds"]
+        > results["v6e, int8, tree of 60"]["step"]["low_seconds"],
+    }
+
+
 def refill() -> dict[str, Any]:
     """bench_refill.json."""
     report = load("bench_refill.json")

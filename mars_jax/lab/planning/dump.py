@@ -55,7 +55,9 @@ def recorded(text: str) -> tuple[hlo.Module, bundles.Schedule] | None:
 
 @contextlib.contextmanager
 def fresh() -> Iterator[None]:
-    """Without JAX's compilation cache: a program from there has no schedule."""
+    """Without JAX's compilation cache, whose programs have no schedule, and without the schedules of other programs."""
+    for path in dump_folder().iterdir():
+        path.unlink()
     before = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
     jax.config.update("jax_enable_compilation_cache", False)
     try:

@@ -74,7 +74,7 @@ def test_what_the_compiler_holds_is_at_least_what_was_added_up(spread):
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 def test_the_layers_are_summed_over_the_chips_in_bfloat16(dtype):
     texts = {}
-    made = planned(TINY, "v5e:2x2", dtype=dtype, keep=texts.__setitem__)
+    made = planned(TINY, "v5e:2x2", dtype=dtype, batch=8, mesh="model=4", keep=texts.__setitem__)
     assert not made.notes
     module = hlo.parse(texts["decode.hlo.txt"])
     sums = [
@@ -84,7 +84,7 @@ def test_the_layers_are_summed_over_the_chips_in_bfloat16(dtype):
         )
         for body in module.computations.values()
         for instruction in body.instructions.values()
-        if instruction.opcode.startswith("all-reduce") and instruction.shapes[0].size >= 256
+        if instruction.opcode.startswith("all-reduce") and instruction.shapes[0].size >= 8 * 256
     ]
     assert sums.count(("bf16", "bf16")) >= 2 and not any("f32" in types for types in sums)
 
