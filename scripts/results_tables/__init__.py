@@ -22,7 +22,8 @@ def everything() -> dict[str, Any]:
     return {
         "family": family(), "drafters": drafters(), "blocks": blocks(), "evidence": evidence(),
         "assisted": assisted(), "studies": studies(),
-        "on_cpu": on_cpu(), "shapes": shapes(), "bits": bits(), "one_chip": one_chip(), "plans": plans(), "kernels": kernels(),
+        "on_cpu": on_cpu(), "shapes": shapes(), "bits": bits(), "one_chip": one_chip(), "plans": plans(),
+        "kernels": kernels(),
         "rules": compared(), "phrases": phrases(), "refill": refill(), "systems": systems(), "costs": costs(),
         "smollm2": smollm2(), "sizes": sizes(), "shift": shift(), "mutants": mutants(), "checks": checks(),
         "kills": kills(), "same_cost": same_cost(), "fair": fair(),
