@@ -260,8 +260,8 @@ def test_half_precision_becomes_bfloat16_unless_another_is_asked_for(params, tmp
     assert load_medusa(directory, OF_TARGET)[1]["heads"][0]["unembed"].dtype == jnp.bfloat16
     full = load_medusa(directory, OF_TARGET, dtype="float32")[1]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3), full, params.draft)
-    with pytest.raises(MarsError, match="dtype 'int4' is not supported"):
-        load_medusa(directory, OF_TARGET, dtype="int4")
+    with pytest.raises(MarsError, match="dtype 'int2' is not supported"):
+        load_medusa(directory, OF_TARGET, dtype="int2")
 
 
 def test_saved_heads_load_as_they_were(params, tmp_path):
