@@ -7,6 +7,7 @@ Every process runs the same program on the same prompts; the first one prints. O
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import zlib
 from typing import Any
@@ -55,6 +56,8 @@ def connect(
         assert num_processes is not None and process_id is not None
         if not 0 <= process_id < num_processes:
             raise MarsError(f"--process-id is {process_id}: expected one from 0 to {num_processes - 1}.")
+        if process_id == 0 and coordinator is not None and not _can_listen(coordinator):
+            raise _no_listening(coordinator)
     try:
         jax.distributed.initialize(
             coordinator,
@@ -72,14 +75,36 @@ def connect(
         if len(missing) == 3 and any(text in str(error) for text in alone):
             return
         if "start RPC server" in str(error):
-            raise MarsError(
-                f"--coordinator is {coordinator}, where this machine cannot listen: name an address of process 0's "
-                "machine and a free port, or set JAX_COORDINATOR_BIND_ADDRESS to the one behind that name."
-            ) from None
+            raise _no_listening(coordinator) from None
         raise MarsError(
             f"the processes of the run do not connect ({first_line(error)}): start all of them within {START} s with "
             "one --coordinator, or take --num-processes 1 for a run of one."
         ) from None
+
+
+def _can_listen(coordinator: str) -> bool:
+    """Try it, as jaxlib may crash where its server cannot start; what is no address here is left to JAX."""
+    host, _, port = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", coordinator).rpartition(":")
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return True
+    for family, kind, protocol, _, address in found:
+        with socket.socket(family, kind, protocol) as tried:
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                tried.bind(address)
+                return True
+            except OSError:
+                continue
+    return False
+
+
+def _no_listening(coordinator: str | None) -> MarsError:
+    return MarsError(
+        f"--coordinator is {coordinator}, where this machine cannot listen: name an address of process 0's machine and "
+        "a free port, or set JAX_COORDINATOR_BIND_ADDRESS to the one behind that name."
+    )
 
 
 def check_devices() -> None:
