@@ -115,12 +115,13 @@ STUDIES = {
 
 
 def study(folder, name):
-    """The findings of a study, without its times."""
+    """The findings of a study, without its times and how it was made."""
     file = STUDIES[name][1]
     text = (folder / file).read_text() if file else folder.read_text()
     rows = [json.loads(line) for line in text.splitlines()] if file else [json.loads(text)]
     return [
-        {key: value for key, value in row.items() if "second" not in key and key != "date"} for row in rows
+        {key: value for key, value in row.items() if "second" not in key and key not in ("date", "made")}
+        for row in rows
     ]
 
 
