@@ -108,6 +108,14 @@ def _mixed(data: Path) -> Problems:
     return [dataclasses.replace(p, metric="likelihood") for p in in_turns]
 
 
+def _news(data: Path) -> Problems:
+    """The shorter ones in an order drawn once: SmolLM2 reads up to 900 tokens of them."""
+    found = sorted(
+        read("cnn_dm", str(data / "eval" / "cnn_dm.jsonl.xz"), chat=True), key=lambda p: len(p.turns[0])
+    )
+    return [found[i] for i in np.random.default_rng(0).permutation(52)]
+
+
 EMBEDDED = {
     "arithmetic": Task(
         read=lambda data: read("arithmetic", chat=True, limit=1300), choose=300, score=1000, new_tokens=96
@@ -118,6 +126,7 @@ ANSWERED = {
     "open": Task(read=_open, choose=16, score=80, new_tokens=96),
     "mixed": Task(read=_mixed, choose=12, score=80, new_tokens=96),
     "translations": Task(read=lambda data: _jsonl(data, "wmt19"), choose=12, score=40, new_tokens=96),
+    "news": Task(read=_news, choose=12, score=40, new_tokens=96),
 }
 STUDIES = {
     "model": Study(
