@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from mars_jax.core.mesh import over_vocabulary
 from mars_jax.core.sampling import at_tokens, divisor, process
 from mars_jax.core.sums import total
 from mars_jax.core.types import Controls
@@ -45,7 +46,11 @@ def log_probs(logits: Array, tokens: Array, controls: Controls, lossless: bool) 
 
     def of_token(z: Array) -> Array:
         top = jnp.max(z, axis=-1)
-        return at_tokens(z, nodes, tokens) - top - jnp.log(total(jnp.exp(z - top[..., None])))
+        # Halves of a divided vocabulary would travel, in steps that the rows of other devices may not take.
+        sums = over_vocabulary(
+            lambda axes, part: jax.lax.psum(total(part), axes), total, jnp.exp(z - top[..., None])
+        )
+        return at_tokens(z, nodes, tokens) - top - jnp.log(sums)
 
     # Shifting before dividing keeps a small temperature from turning the largest logit into inf.
     scaled = (z - jnp.max(z, axis=-1, keepdims=True)) / divisor(controls)[:, None, None]

@@ -28,7 +28,7 @@ from mars_jax.hub.files import resolve
 from mars_jax.hub.gguf_file import is_gguf
 from mars_jax.hub.load import find_tensors, read_leaf, read_path, resolve_dtype
 from mars_jax.hub.tokenizer import read_tokenizer
-from mars_jax.models.quantize import bits_of, made_of, parts_of
+from mars_jax.models.quantize import FORMS, bits_of
 from mars_jax.models.weights import Weight, build_rows, leaves
 
 Progress = Callable[[str, int, int], None]
@@ -91,7 +91,9 @@ def convert(
 
         if (kept := bits_of(leaf, bits)) is None:
             return array(0, leaf.shape, floating)
-        return made_of([array(i, *part) for i, part in enumerate(parts_of(leaf.shape, kept))], floating)
+        form = FORMS[kept]
+        arrays = [array(i, one.shape, one.dtype) for i, one in enumerate(form.leaves(leaf.shape, None))]
+        return form(*arrays, dtype=jnp.dtype(floating))
 
     tree = build_rows(table, pending)
     total = sum(x.nbytes for x in jax.tree.leaves(tree))

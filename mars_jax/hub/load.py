@@ -310,6 +310,7 @@ def read_params(
     params: dict[Weight, jax.Array | Quantized] = {}
     for leaf, rows in leaves(config).items():
         sharding = None if shardings is None else get(shardings, leaf.path)
-        made = to_params(read_leaf(directory, found, leaf, rows, dtype, bits=bits, sharding=sharding), dtype)
+        read = read_leaf(directory, found, leaf, rows, dtype, bits=bits, sharding=sharding)
+        made = to_params(read, dtype, bits_of(leaf, bits))
         params[leaf] = jax.block_until_ready(made)  # until then the host has it too
     return build_rows(params, params.__getitem__)

@@ -19,11 +19,8 @@ from mars_jax.core.errors import MarsError
 from mars_jax.hub.files import Tensor
 from mars_jax.hub.gguf_blocks import BLOCK_SIZE
 from mars_jax.models.quantize import (
+    FORMS,
     Quantized,
-    is_packed,
-    made_of,
-    part_shardings,
-    parts_of,
     quantize,
     quantize_4,
 )
@@ -104,7 +101,7 @@ def read_array(
     sharding: Sharding | None = None,
     bits: int | None = None,
 ) -> list[HostArray]:
-    """Read one array of params in host memory: the array, or the parts of it in so many bits (`quantize.parts_of`).
+    """Read one array of params in host memory: the array, or the leaves of it in so many bits (`quantize.FORMS`).
 
     Args:
       tensors: what it consists of, by name: one tensor of `shape`, or all that are stacked along a new first axis.
@@ -118,9 +115,7 @@ def read_array(
     """
     if bits is not None:
         group = BLOCK_SIZE if tensors[0][1].blocks is not None else None
-        parts = parts_of(shape, bits, group=group, packed=is_packed(sharding))
-        split = [None] * len(parts) if sharding is None else part_shardings(sharding, parts)
-        made = [HostArray(*part, place) for part, place in zip(parts, split, strict=True)]
+        made = [HostArray(*leaf) for leaf in FORMS[bits].leaves(shape, sharding, group)]
     else:
         made = [HostArray(shape, dtype, sharding)]
     stacked = len(shape) > len(tensors[0][1].shape)
@@ -158,7 +153,7 @@ def _write_4(made: Sequence[HostArray], first: int, parts: Sequence[np.ndarray])
         array.place((*((0, n) for n in part.shape[:-1]), ends), part)
 
 
-def to_params(arrays: Sequence[HostArray], dtype: Any) -> jax.Array | Quantized:
+def to_params(arrays: Sequence[HostArray], dtype: Any, bits: int | None = None) -> jax.Array | Quantized:
     """Move the result of `read_array` to the devices."""
     placed = [array.to_devices() for array in arrays]
-    return placed[0] if len(placed) == 1 else made_of(placed, dtype)
+    return placed[0] if bits is None else FORMS[bits](*placed, dtype=jnp.dtype(dtype))

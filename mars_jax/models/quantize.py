@@ -8,8 +8,7 @@ scaled afterwards; sums stay float32. Oracle: the product of the dequantised mat
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +23,14 @@ from mars_jax.models.weights import Weight
 GROUPS = (128, 64, 32)
 """Inputs that share a scale in 4 bits: the first of these that divides a row. Larger groups are fewer bytes, and a
 TPU's products by groups of 128 take no longer with 60 rows than with 8."""
+
+
+class Leaf(NamedTuple):
+    """An array that a quantised matrix is kept in, before it is read."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    sharding: Sharding | None
 
 
 @struct.dataclass
@@ -42,6 +49,14 @@ class Int8:
     def astype(self, dtype: Any) -> Array:
         """Return the matrix itself."""
         return (self.values.astype(jnp.float32) * self.scale[..., None]).astype(dtype)
+
+    @staticmethod
+    def leaves(shape: tuple[int, ...], sharding: Sharding | None, group: int | None = None) -> list[Leaf]:
+        """Return the fields of a matrix of a shape, in their order; see `leaves_of`."""
+        del group  # a scale is of a whole channel
+        spec = _axes(sharding, len(shape))
+        places = (_at(sharding, spec), _at(sharding, spec[:-1]))
+        return [Leaf(shape, "int8", places[0]), Leaf(shape[:-1], "float32", places[1])]
 
 
 @struct.dataclass
@@ -67,8 +82,49 @@ class Int4:
         wide = self.values.astype(jnp.float32) * scale + offset
         return wide.reshape(-1, wide.shape[-1]).T.astype(dtype)
 
+    @staticmethod
+    def leaves(shape: tuple[int, ...], sharding: Sharding | None, group: int | None = None) -> list[Leaf]:
+        """Return the fields of a matrix of a shape, in their order; groups are divided if they can be."""
+        size = group or group_size(shape[1])
+        assert size is not None  # by `bits_of`
+        outputs, groups = shape[0], shape[1] // size
+        out, inner = _axes(sharding, 2)
+        if isinstance(sharding, NamedSharding):
+            names = () if inner is None else (inner,) if isinstance(inner, str) else inner
+            if groups % math.prod(sharding.mesh.shape[name] for name in names):
+                inner = None
+        values, rest = _at(sharding, (inner, None, out)), _at(sharding, (inner, out))
+        return [
+            Leaf((groups, size, outputs), "int4" if is_packed(sharding) else "int8", values),
+            Leaf((groups, outputs), "float16", rest),
+            Leaf((groups, outputs), "float32", rest),
+        ]
+
 
 Quantized = Int8 | Int4
+FORMS: dict[int, type[Int8] | type[Int4]] = {8: Int8, 4: Int4}
+"""What a matrix is kept as, by its bits. `leaves` of it says the arrays that it is made of."""
+
+
+def _axes(sharding: Sharding | None, ndim: int) -> tuple[Any, ...]:
+    """Return the axes of a mesh that divide each dimension of a matrix.
+
+    Raises:
+      MarsError: the sharding does not name its axes.
+    """
+    if isinstance(sharding, NamedSharding):
+        return (*sharding.spec, *[None] * (ndim - len(sharding.spec)))
+    if sharding is None or sharding.is_fully_replicated:
+        return (None,) * ndim
+    raise MarsError(
+        f"quantised weights cannot be spread by a {type(sharding).__name__}: give a NamedSharding, or a device."
+    )
+
+
+def _at(sharding: Sharding | None, spec: tuple[Any, ...]) -> Sharding | None:
+    if isinstance(sharding, NamedSharding):
+        return NamedSharding(sharding.mesh, PartitionSpec(*spec))
+    return sharding
 
 
 def quantize(w: Any, dtype: Any = None) -> Int8:
@@ -131,37 +187,6 @@ def bits_of_head(row: Weight, bits: int | None) -> int | None:
     return bits_of(row, None if bits is None else 8)
 
 
-Part = tuple[tuple[int, ...], str]
-
-
-def parts_of(
-    shape: tuple[int, ...], bits: int, *, group: int | None = None, packed: bool = True
-) -> list[Part]:
-    """Return shape and dtype of each array that a matrix of a shape is kept in: the fields of `Int8` or `Int4`.
-
-    Args:
-      shape: of the matrix.
-      bits: 8 or 4.
-      group: inputs that share a scale; default: `group_size`.
-      packed: see `is_packed`.
-
-    >>> parts_of((16, 64), 4)
-    [((1, 64, 16), 'int4'), ((1, 16), 'float16'), ((1, 16), 'float32')]
-    """
-    if bits == 8:
-        return [(shape, "int8"), (shape[:-1], "float32")]
-    size = group or group_size(shape[1])
-    assert size is not None  # by `bits_of`
-    groups = (shape[1] // size, shape[0])
-    values = (groups[0], size, groups[1])
-    return [(values, "int4" if packed else "int8"), (groups, "float16"), (groups, "float32")]
-
-
-def made_of(parts: list[Any], dtype: Any) -> Quantized:
-    """Return the quantised matrix of arrays as `parts_of` lists them."""
-    return (Int8 if len(parts) == 2 else Int4)(*parts, dtype=jnp.dtype(dtype))
-
-
 def is_packed(sharding: Sharding | None) -> bool:
     """Tell whether 4 bits are packed where a sharding puts an array; None is JAX's default device."""
     if sharding is None:
@@ -172,28 +197,3 @@ def is_packed(sharding: Sharding | None) -> bool:
 def num_bytes(x: Any) -> int:
     """Return the bytes of an array, or of an abstract one, as a device holds it: two numbers of i4 in one."""
     return x.size // 2 if x.dtype == jnp.int4 else x.size * x.dtype.itemsize
-
-
-def part_shardings(sharding: Sharding, parts: Sequence[Part]) -> list[Sharding]:
-    """Return the shardings of the parts of a matrix: its own axes; groups of inputs are divided if they can be.
-
-    Raises:
-      MarsError: the sharding does not name its axes.
-    """
-    if isinstance(sharding, NamedSharding):
-        ndim = len(parts[0][0]) if len(parts) == 2 else 2
-        spec = (*sharding.spec, *[None] * (ndim - len(sharding.spec)))
-        if len(parts) == 2:
-            specs = [spec, spec[:-1]]
-        else:
-            out, inner = spec
-            names = () if inner is None else (inner,) if isinstance(inner, str) else inner
-            ways = math.prod(sharding.mesh.shape[name] for name in names)
-            inner = inner if parts[1][0][0] % ways == 0 else None
-            specs = [(inner, None, out), (inner, out), (inner, out)]
-        return [NamedSharding(sharding.mesh, PartitionSpec(*one)) for one in specs]
-    if sharding.is_fully_replicated:
-        return [sharding] * len(parts)
-    raise MarsError(
-        f"quantised weights cannot be spread by a {type(sharding).__name__}: give a NamedSharding, or a device."
-    )

@@ -31,7 +31,7 @@ from mars_jax.core.types import PyTree
 from mars_jax.models import weights
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.heads import HeadConfig, LayeredHead
-from mars_jax.models.quantize import bits_of, is_packed, made_of, part_shardings, parts_of
+from mars_jax.models.quantize import FORMS, bits_of
 from mars_jax.models.weights import Weight, build_rows, get
 from mars_jax.placement import hosts
 
@@ -152,15 +152,12 @@ def abstract_params(
         kept = bits_of(row, bits)
         if kept is None:
             return jax.ShapeDtypeStruct(row.shape, jnp.dtype(dtype), sharding=place)
-        parts = parts_of(row.shape, kept, packed=is_packed(place))
-        places = part_shardings(place, parts)
-        return made_of(
-            [
-                jax.ShapeDtypeStruct(shape, jnp.dtype(kind), sharding=where)
-                for (shape, kind), where in zip(parts, places, strict=True)
-            ],
-            dtype,
-        )
+        form = FORMS[kept]
+        leaves = form.leaves(row.shape, place)
+        arrays = [
+            jax.ShapeDtypeStruct(one.shape, jnp.dtype(one.dtype), sharding=one.sharding) for one in leaves
+        ]
+        return form(*arrays, dtype=jnp.dtype(dtype))
 
     made = build_rows(_table(config), shape)
     if isinstance(config, LayeredHead) and config.is_narrow:

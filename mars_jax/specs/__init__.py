@@ -110,6 +110,7 @@ __all__ = [
     "NEEDS",
     "REQUEST",
     "RULES",
+    "STORED_DTYPES",
     "UNLIMITED_RUN",
     "DraftRow",
     "DraftSpec",

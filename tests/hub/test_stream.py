@@ -76,13 +76,14 @@ class Here:
         return dict(enumerate(self.indices))
 
 
+def leaves(shape, here, group):
+    return [(shape, "int8", here), (shape[:-1], "float32", Here(*[i[:-1] for i in here.indices]))]
+
+
 @pytest.mark.parametrize("bits", [None, 8])
 def test_only_the_rows_that_devices_here_hold_are_read(monkeypatch, bits):
     monkeypatch.setattr(stream, "BLOCK", 4 * 4 * 2)  # two rows
-    monkeypatch.setattr(stream, "is_packed", lambda here: False)
-    monkeypatch.setattr(
-        stream, "part_shardings", lambda here, parts: [here, Here(*[i[:-1] for i in here.indices])]
-    )
+    monkeypatch.setattr(stream.FORMS[8], "leaves", staticmethod(leaves))
     whole = np.random.default_rng(0).standard_normal((3, 10, 4)).astype(np.float32)
     asked = []
 
@@ -118,6 +119,7 @@ def test_in_4_bits_the_rows_of_devices_here_are_read(monkeypatch):
     made = stream.to_params(
         stream.read_array([("up", Tensor((10, 64), rows))], (10, 64), "float32", sharding=place, bits=4),
         "float32",
+        4,
     )
     assert asked == [(i, min(i + 2, 10)) for i in range(0, 10, 2)]
     jax.tree.map(np.testing.assert_array_equal, made, quantize_4(whole))
@@ -137,10 +139,9 @@ def test_a_file_that_was_cut_off_after_it_was_opened_is_named(saved, tmp_path):
 
 def test_int8_needs_a_sharding_whose_axes_have_names():
     with pytest.raises(MarsError, match="quantised weights cannot be spread by a Odd: give a NamedSharding"):
-        from mars_jax.models.quantize import part_shardings, parts_of
 
         class Odd:
             is_fully_replicated = False
 
-        part_shardings(Odd(), parts_of((2, 2), 8))  # pyright: ignore[reportArgumentType]
+        stream.FORMS[8].leaves((2, 2), Odd())  # pyright: ignore[reportArgumentType]
     assert jnp.int8 == quantize(np.ones((2, 2), np.float32)).values.dtype
