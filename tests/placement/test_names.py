@@ -57,10 +57,12 @@ def test_axes_of_other_names_decode_as_one_device(names):
         state = jax.eval_shape(
             lambda p: DECODER.init(
                 Params(p),
-                *ragged([1] * 4, 32, 128),
-                make_controls(4, limit=32),
-                RULE,
-                keys_from_seeds(jnp.arange(4)),
+                Prompts(
+                    *ragged([1] * 4, 32, 128),
+                    make_controls(4, limit=32),
+                    RULE,
+                    keys_from_seeds(jnp.arange(4)),
+                ),
             ),
             placed,
         )

@@ -27,6 +27,7 @@ from mars_jax.contrib.models.medusa_layers import MedusaConfig
 from mars_jax.core import decode, sampling
 from mars_jax.core.controls import make_controls
 from mars_jax.core.errors import MarsError
+from mars_jax.core.logprobs import log_probs
 from mars_jax.core.mesh import by_rows
 from mars_jax.core.types import Params, Prompts, keys_from_seeds
 from mars_jax.drafters import Dynamic
@@ -321,6 +322,7 @@ def test_sampling_from_a_divided_vocabulary_sends_a_few_numbers_per_node():
             "logsumexp": sampling.top_k(logits, 5).logsumexp,
             "processed": sampling.process(logits, controls),
             "at_tokens": sampling.at_tokens(logits, nodes, tokens),
+            "log_prob": log_probs(logits, tokens[:, :3], controls, lossless=True).log_prob,
         }
 
     mesh = mesh_of("data=2,model=4")
@@ -335,7 +337,7 @@ def test_sampling_from_a_divided_vocabulary_sends_a_few_numbers_per_node():
         got = program((), logits, *placed[2:])
     for name in ("argmax", "sample", "top_k", "at_tokens"):
         jax.tree.map(np.testing.assert_array_equal, got[name], wanted[name])
-    for name in ("processed", "logsumexp"):
+    for name in ("processed", "logsumexp", "log_prob"):
         np.testing.assert_allclose(got[name], wanted[name], rtol=1e-6)
     found = collectives(program.as_text())
     assert {name for name, _ in found} <= {"all-gather", "all-reduce"}
