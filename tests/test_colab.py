@@ -6,6 +6,7 @@ import base64
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 jupytext = pytest.importorskip("jupytext")
@@ -46,9 +47,13 @@ def executed(name, monkeypatch, tmp_path, **settings):
 
 @pytest.mark.slow
 def test_rollouts_learn_and_compile_nothing_after_the_first_update(monkeypatch, tmp_path):
-    said, shown = executed("rl_rollouts", monkeypatch, tmp_path, UPDATES="3")
+    said, shown = executed("rl_rollouts", monkeypatch, tmp_path, UPDATES="8", REFRESH="24")
     updates = [line for line in said.splitlines() if line.startswith("update ")]
-    assert len(updates) == 3 and all(line.endswith(" 0 compilations") for line in updates[1:]), said
+    assert len(updates) == 8 and all(line.endswith(" 0 compilations") for line in updates[1:]), said
+    rewards = [float(reward) for reward in re.findall(r"reward (\S+),", said)]
+    assert np.mean(rewards[-2:]) > np.mean(rewards[:2]) + 0.2, said
+    [(stale, refreshed)] = re.findall(r"stale draft (\S+), refreshed (\S+)", said)
+    assert ", kept" in said and float(refreshed) > float(stale), said
     assert float(re.search(r"teacher forcing by (\S+)", said)[1]) < 1e-4
     assert "refreshed" in said and any("image/png" in data for data in shown)
 
