@@ -5,37 +5,56 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from mars_jax import constraints, contrib, drafters, hub, integrations, models, verify
-    from mars_jax.core import decode, fake, metrics, sampling, tree, types
-    from mars_jax.core.compilations import enable_compilation_cache
-    from mars_jax.core.controls import make_controls
-    from mars_jax.core.decode import run, stream
-    from mars_jax.core.decoder import Decoder, speculative_decoder
-    from mars_jax.core.drafter import Drafter
-    from mars_jax.core.edits import make_edits
-    from mars_jax.core.errors import MarsError
-    from mars_jax.core.metrics import Metrics, summarize
-    from mars_jax.core.types import (
-        Controls,
-        DecodeState,
-        DraftTree,
-        ForwardOutput,
-        KVCache,
-        LanguageModel,
-        Params,
-        Prompts,
-        StepInfo,
-        Verdict,
-        keys_from_seeds,
-    )
-    from mars_jax.hub import load
-    from mars_jax.hub.pretrained import Pretrained
-    from mars_jax.placement import shardings
-    from mars_jax.serve.chat import Chat
-    from mars_jax.serve.generation import generate, generate_iter, generate_stream
-    from mars_jax.serve.likelihood import score
-    from mars_jax.serve.requests import Completion, Request, Result, make_requests
+if TYPE_CHECKING:  # `as` says that a name is exported
+    from mars_jax import constraints as constraints
+    from mars_jax import contrib as contrib
+    from mars_jax import drafters as drafters
+    from mars_jax import hub as hub
+    from mars_jax import integrations as integrations
+    from mars_jax import models as models
+    from mars_jax import verify as verify
+    from mars_jax.core import decode as decode
+    from mars_jax.core import fake as fake
+    from mars_jax.core import metrics as metrics
+    from mars_jax.core import refill as refill
+    from mars_jax.core import sampling as sampling
+    from mars_jax.core import tree as tree
+    from mars_jax.core import types as types
+    from mars_jax.core.compilations import enable_compilation_cache as enable_compilation_cache
+    from mars_jax.core.controls import make_controls as make_controls
+    from mars_jax.core.decode import run as run
+    from mars_jax.core.decode import stream as stream
+    from mars_jax.core.decoder import Decoder as Decoder
+    from mars_jax.core.decoder import speculative_decoder as speculative_decoder
+    from mars_jax.core.drafter import Drafter as Drafter
+    from mars_jax.core.edits import make_edits as make_edits
+    from mars_jax.core.errors import MarsError as MarsError
+    from mars_jax.core.metrics import Metrics as Metrics
+    from mars_jax.core.metrics import summarize as summarize
+    from mars_jax.core.types import Controls as Controls
+    from mars_jax.core.types import DecodeState as DecodeState
+    from mars_jax.core.types import DraftTree as DraftTree
+    from mars_jax.core.types import ForwardOutput as ForwardOutput
+    from mars_jax.core.types import KVCache as KVCache
+    from mars_jax.core.types import LanguageModel as LanguageModel
+    from mars_jax.core.types import Params as Params
+    from mars_jax.core.types import Prompts as Prompts
+    from mars_jax.core.types import StepInfo as StepInfo
+    from mars_jax.core.types import Verdict as Verdict
+    from mars_jax.core.types import keys_from_seeds as keys_from_seeds
+    from mars_jax.core.visible import Visible as Visible
+    from mars_jax.hub import load as load
+    from mars_jax.hub.pretrained import Pretrained as Pretrained
+    from mars_jax.placement import shardings as sharding
+    from mars_jax.serve.chat import Chat as Chat
+    from mars_jax.serve.generation import generate as generate
+    from mars_jax.serve.generation import generate_iter as generate_iter
+    from mars_jax.serve.generation import generate_stream as generate_stream
+    from mars_jax.serve.likelihood import score as score
+    from mars_jax.serve.requests import Completion as Completion
+    from mars_jax.serve.requests import Request as Request
+    from mars_jax.serve.requests import Result as Result
+    from mars_jax.serve.requests import make_requests as make_requests
 
 __version__ = "0.1.0"
 
@@ -60,6 +79,7 @@ _HOME = {
     "Result": "serve.requests",
     "StepInfo": "core.types",
     "Verdict": "core.types",
+    "Visible": "core.visible",
     "enable_compilation_cache": "core.compilations",
     "generate": "serve.generation",
     "generate_iter": "serve.generation",
@@ -83,6 +103,7 @@ _MODULES = {
     "hub": "hub",
     "metrics": "core.metrics",
     "models": "models",
+    "refill": "core.refill",
     "sampling": "core.sampling",
     "sharding": "placement.shardings",
     "tree": "core.tree",
@@ -95,15 +116,17 @@ _MODULES = {
 __all__ = sorted([*_HOME, *_MODULES])  # pyright: ignore[reportUnsupportedDunderAll]
 
 
-def __getattr__(name: str):
-    if name in _HOME:
-        value = getattr(importlib.import_module(f"mars_jax.{_HOME[name]}"), name)
-    elif name in _MODULES:
-        value = importlib.import_module(f"mars_jax.{_MODULES[name]}")
-    else:
-        raise AttributeError(f"module 'mars_jax' has no attribute '{name}'")
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # a type checker would take any name for one of these
+
+    def __getattr__(name: str):
+        if name in _HOME:
+            value = getattr(importlib.import_module(f"mars_jax.{_HOME[name]}"), name)
+        elif name in _MODULES:
+            value = importlib.import_module(f"mars_jax.{_MODULES[name]}")
+        else:
+            raise AttributeError(f"module 'mars_jax' has no attribute '{name}'")
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

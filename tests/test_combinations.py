@@ -18,7 +18,7 @@ import pytest
 
 import mars_jax as mj
 from mars_jax import constraints, contrib, drafters, fake, specs, verify
-from mars_jax.constraints.compiled import compiled
+from mars_jax.constraints.batch_tables import compiled
 from mars_jax.core import decode
 from mars_jax.core.controls import make_controls
 from mars_jax.core.guide import Guides

@@ -12,6 +12,7 @@ from mars_jax.contrib.rule_rows import RULES
 _HOME = {row.name: row.factory for row in RULES} | {
     name: f"mars_jax.contrib.{module}:{name}"
     for module, names in {
+        "drafters.ahead": ("ahead", "run_ahead"),
         "drafters.cascade": ("CascadeParams", "cascade"),
         "drafters.dflash": ("dflash",),
         "drafters.dflash_files": ("load_dflash", "save_dflash"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from mars_jax.core.conditions import Conditions
 from mars_jax.core.drafter import Drafter
 from mars_jax.core.emit import emit
 from mars_jax.core.errors import MarsError
+from mars_jax.core.evidence import Evidence
 from mars_jax.core.extend import extended, padded_to
 from mars_jax.core.given import (
     begun,
@@ -32,9 +34,9 @@ from mars_jax.core.given import (
 from mars_jax.core.insert import as_wide, inserted, scatter
 from mars_jax.core.mesh import by_rows
 from mars_jax.core.prefill import observing, prefill
-from mars_jax.core.rule import facts, for_rows, structure
+from mars_jax.core.rule import Rule, facts, for_rows, structure
 from mars_jax.core.step import commit, judge, propose, score, step_keys
-from mars_jax.core.types import DecodeState, LanguageModel, Params, Prompts, StepInfo
+from mars_jax.core.types import DecodeState, LanguageModel, Params, Prompts, StepInfo, Verdict
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,7 +215,11 @@ class Decoder:
 
 
 def speculative_decoder(
-    target: LanguageModel, drafter: Drafter, verify: Any, *, prefill_chunk: int | None = None
+    target: LanguageModel,
+    drafter: Drafter,
+    verify: Rule | Callable[[Evidence], tuple[Verdict, Any]],
+    *,
+    prefill_chunk: int | None = None,
 ) -> Decoder:
     """Speculative decoding (Leviathan et al. 2211.17192) with any drafter and any rule.
 

@@ -19,7 +19,8 @@ from mars_jax.core.decoder import Decoder
 from mars_jax.core.errors import MarsError
 from mars_jax.core.given import check_places, rows_of
 from mars_jax.core.mesh import by_rows, over_rows
-from mars_jax.core.metrics import DecodeStats, accumulate, zero_stats
+from mars_jax.core.metrics import DecodeStats, accumulate
+from mars_jax.core.metrics import zero_stats as zero_stats
 from mars_jax.core.pick import in_rows
 from mars_jax.core.types import DecodeState, Params, Prompts
 

@@ -1,5 +1,7 @@
 """Drafters: each a factory of a `Drafter`, a NamedTuple of pure functions. `load` finds one by its name."""
 
+from mars_jax.core.drafter import DraftInput
+from mars_jax.core.tree import chain, last_token
 from mars_jax.drafters.asked import LoadedDrafter
 from mars_jax.drafters.by_name import AnyDrafter, load, loaded
 from mars_jax.drafters.eagle import eagle
@@ -11,11 +13,14 @@ from mars_jax.drafters.tree_shapes import Dynamic
 
 __all__ = [
     "AnyDrafter",
+    "DraftInput",
     "Dynamic",
     "LoadedDrafter",
     "SizedParams",
+    "chain",
     "eagle",
     "language_model",
+    "last_token",
     "load",
     "loaded",
     "ngram",

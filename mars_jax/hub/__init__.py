@@ -25,10 +25,12 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str):
-    # Orbax loads with the first state, and not with the first checkpoint of weights.
-    if name in ("restore_state", "save_state"):
-        from mars_jax.hub import states
+if not TYPE_CHECKING:  # a type checker would take any name for one of these
 
-        return getattr(states, name)
-    raise AttributeError(f"module 'mars_jax.hub' has no attribute '{name}'")
+    def __getattr__(name: str):
+        # Orbax loads with the first state, and not with the first checkpoint of weights.
+        if name in ("restore_state", "save_state"):
+            from mars_jax.hub import states
+
+            return getattr(states, name)
+        raise AttributeError(f"module 'mars_jax.hub' has no attribute '{name}'")

@@ -6,11 +6,12 @@ Oracle: `generate` of the whole conversation (tests/serve/test_running.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 from mars_jax import drafters
 from mars_jax.core.errors import MarsError
 from mars_jax.hub.pretrained import Pretrained, Turn
+from mars_jax.serve.options import Options
 from mars_jax.serve.prepare import AnyRule, check_relaxes
 from mars_jax.serve.requests import Completion, Request, StreamEvent, make_requests
 from mars_jax.serve.running import Running
@@ -46,7 +47,7 @@ class Chat:
         system: str | None = None,
         template_args: Mapping[str, Any] | None = None,
         ignore_eos: bool = False,
-        **options: Any,
+        **options: Unpack[Options],
     ):
         """
         Args:

@@ -7,10 +7,11 @@ Oracle: `transformers` generate with the same checkpoint (tests/serve/test_gener
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Unpack
 
 from mars_jax import drafters
 from mars_jax.hub.pretrained import Pretrained
+from mars_jax.serve.options import CallOptions, Options
 from mars_jax.serve.prepare import AnyRule, check_relaxes
 from mars_jax.serve.queue import Finished, Said
 from mars_jax.serve.requests import AnyPrompts, Request, Result, make_requests
@@ -30,7 +31,7 @@ def generate(
     ignore_eos: bool = False,
     log_probs: bool = False,
     samples: int = 1,
-    **options: Any,
+    **options: Unpack[Options],
 ) -> Result:
     """Continue prompts by speculative decoding, side by side in one device loop.
 
@@ -96,7 +97,7 @@ def generate_iter(
     verify: AnyRule | None = None,
     batch_size: int | None = None,
     log_probs: bool = False,
-    **options: Any,
+    **options: Unpack[CallOptions],
 ) -> Iterator[Finished]:
     """Do `generate`, and give each completion as soon as it has ended, as `Finished(index, completion)`.
 
@@ -124,7 +125,7 @@ def generate_stream(
     verify: AnyRule | None = None,
     batch_size: int | None = None,
     log_probs: bool = False,
-    **options: Any,
+    **options: Unpack[CallOptions],
 ) -> Iterator[Said | Finished]:
     """Give text as it is said while rows refill: `Said(index, text, tokens, pieces)`, and `Finished` at each end.
 
@@ -147,10 +148,10 @@ def generate_stream(
 
 
 def _asked(
-    target: Pretrained, prompts: AnyPrompts, verify: Any, *, samples: int = 1, **options: Any
+    target: Pretrained, prompts: AnyPrompts, verify: Any, **options: Unpack[CallOptions]
 ) -> tuple[list[Request], Any]:
     """Return the requests that a user asks for, and their rule: what it has one of per prompt is its samples'."""
-    requests = make_requests(target, prompts, samples=samples, **options)
+    requests, samples = make_requests(target, prompts, **options), options.get("samples", 1)
     if samples != 1:
         of_prompt = [i // samples for i in range(len(requests))]
         verify = rule_of(verify, of_prompt, len(requests) // samples)

@@ -9,7 +9,7 @@ import jax
 
 from mars_jax.constraints import vocabulary
 from mars_jax.constraints.automaton import FIRST
-from mars_jax.constraints.compiled import Compiled, compiled, joined
+from mars_jax.constraints.batch_tables import Compiled, compiled, joined
 from mars_jax.constraints.spans import state_after
 from mars_jax.constraints.vocabulary import Vocabulary
 from mars_jax.core.errors import MarsError

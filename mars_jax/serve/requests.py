@@ -6,7 +6,7 @@ import dataclasses
 import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import numpy as np
@@ -19,7 +19,8 @@ from mars_jax.core.metrics import Metrics
 from mars_jax.core.settings import LARGEST_FLOAT
 from mars_jax.core.types import NO_TOKEN
 from mars_jax.hub.pretrained import Pretrained, Turn
-from mars_jax.serve.constrained import FIELDS, with_constraints
+from mars_jax.serve.constrained import with_constraints
+from mars_jax.serve.options import Options
 
 AnyPrompts = str | Sequence[str] | Sequence[Sequence[int]] | Sequence[Turn] | Sequence[Sequence[Turn]]
 """A text, texts, token ids, a conversation or conversations."""
@@ -164,7 +165,7 @@ def make_requests(
     template_args: Mapping[str, Any] | None = None,
     ignore_eos: bool = False,
     samples: int = 1,
-    **options: Any,
+    **options: Unpack[Options],
 ) -> list[Request]:
     """Tokenize prompts and spread options over them; see `generate`. The samples of a prompt follow each other."""
     if not isinstance(target, Pretrained):
@@ -186,8 +187,7 @@ def make_requests(
         raise MarsError(
             "system and template_args do not apply to plain texts: give chat=True, or conversations."
         )
-    known = {f.name for f in dataclasses.fields(Request)} | {"banned_tokens", "relax_constrained", *FIELDS}
-    known -= {"prompt", "messages", "prompt_tokens", "id"}
+    known = Options.__optional_keys__
     for name in options.keys() - known:
         for row in specs.RULES.values():
             if name in row.settings:
@@ -198,14 +198,14 @@ def make_requests(
         raise TypeError(f"generate() got an unexpected keyword argument '{name}'{near}")
     if ignore_eos and "stop_tokens" in options:
         raise MarsError("ignore_eos and stop_tokens contradict each other: leave one of them out.")
-    options = with_constraints(_with_bans(options, len(given)), len(given))
-    if "stop_tokens" not in options:
-        options["stop_tokens"] = () if ignore_eos else target.stop_tokens
+    settings = with_constraints(_with_bans({**options}, len(given)), len(given))
+    if "stop_tokens" not in settings:
+        settings["stop_tokens"] = () if ignore_eos else target.stop_tokens
     if samples > 1:
-        options.setdefault("seed", 0)
+        settings.setdefault("seed", 0)
     requests = []
     for index, prompt in enumerate(given):
-        chosen = {name: _spread(name, value, index, len(given)) for name, value in options.items()}
+        chosen = {name: _spread(name, value, index, len(given)) for name, value in settings.items()}
         for name in ("relax_in", "strict_in"):
             if name in chosen:
                 chosen[name] = names_of(chosen[name])
@@ -230,7 +230,7 @@ def make_requests(
             "samples do not apply at temperature 0, where all are the same: give a temperature above 0."
         )
     # One seed for all counts up over the samples; of a prompt's own seed its samples count up from it.
-    one = isinstance(options["seed"], int | np.integer)
+    one = isinstance(settings["seed"], int | np.integer)
     return [
         dataclasses.replace(request, seed=request.seed + sample + index * (samples - 1) * one)
         for index, request in enumerate(requests)

@@ -4,6 +4,7 @@ from kernels_pallas import MARGINS
 from mars_jax.core.evidence import Evidence, evidence, node_stats
 from mars_jax.core.logprobs import entropy
 from mars_jax.core.rule import LoadedRule, Rule, for_rows
+from mars_jax.core.tree import at_parent
 from mars_jax.verify.adaptive import Adaptive, adaptive
 from mars_jax.verify.exact import Exact, exact
 from mars_jax.verify.lossy import Lossy
@@ -34,6 +35,7 @@ __all__ = [
     "TopK",
     "Typical",
     "adaptive",
+    "at_parent",
     "entropy",
     "evidence",
     "exact",

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mars_jax import drafters, verify
-from mars_jax.contrib.drafters.ahead import ahead, run
+from mars_jax.contrib.drafters.ahead import ahead, run_ahead
 from mars_jax.core import fake
 from mars_jax.core.controls import make_controls
 from mars_jax.core.errors import MarsError
@@ -45,7 +45,7 @@ def test_tokens_are_those_of_the_plain_loop(noise, temperature, pre_verify):
     made = ahead(MODEL, drafters.language_model(MODEL, 4), rule)
     asked = Prompts(prompts, lengths, controls, verify.for_rows(rule, 3), keys)
     given = jax.device_put((params, asked), here)
-    state, stats, guesses = run(made, *given, draft_device=there, pre_verify=pre_verify)
+    state, stats, guesses = run_ahead(made, *given, draft_device=there, pre_verify=pre_verify)
     assert state.tokens.devices() == {here}
     plain, counted = decode_all(
         MODEL,
@@ -83,5 +83,5 @@ def test_a_drafter_that_cannot_draft_ahead_is_refused():
         prompts, lengths = ragged([3], 16, 8)
         keys = keys_from_seeds(jnp.zeros((1,), jnp.uint32))
         rule = verify.for_rows(verify.exact(), 1)
-        run(drawn, weights(0.0), Prompts(prompts, lengths, make_controls(1, limit=16), rule, keys),
+        run_ahead(drawn, weights(0.0), Prompts(prompts, lengths, make_controls(1, limit=16), rule, keys),
             draft_device=jax.devices()[1])  # fmt: skip

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mars_jax import constraints, contrib, drafters, verify
-from mars_jax.constraints.compiled import compiled
+from mars_jax.constraints.batch_tables import compiled
 from mars_jax.core import decode, struct
 from mars_jax.core.controls import make_controls
 from mars_jax.core.cut import cut

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mars_jax import constraints, drafters, fake, verify
-from mars_jax.constraints.compiled import compiled
+from mars_jax.constraints.batch_tables import compiled
 from mars_jax.core import decode
 from mars_jax.core.controls import make_controls
 from mars_jax.core.edits import make_edits

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mars_jax import verify
-from mars_jax.constraints.compiled import joined
+from mars_jax.constraints.batch_tables import joined
 from mars_jax.constraints.spans import Spans, state_after
 from mars_jax.core import decode
 from mars_jax.core.controls import make_controls

@@ -264,7 +264,7 @@ class _Drafter:
 _count = jax.jit(accumulate, donate_argnums=0)
 
 
-def run(
+def run_ahead(
     made: Ahead,
     params: Params,
     prompts: Prompts,
