@@ -17,6 +17,7 @@ import pytest
 from mars_jax import specs
 from mars_jax.cli.commands import COMMANDS
 from tests.helpers import slow_but
+from tests.pages import blocks
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
@@ -319,9 +320,7 @@ def test_the_readme_is_short():
 
 
 def test_the_python_of_the_readme_runs(capsys):
-    (block,) = re.findall(
-        r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL
-    )
+    (block,) = blocks(ROOT / "README.md")
     exec(compile(block, "README.md", "exec"), {})
     told, tau = capsys.readouterr().out.rsplit("\n", 2)[:2]
     assert len(told) > 20

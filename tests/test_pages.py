@@ -1,17 +1,19 @@
 """The Python of the pages in docs/, run block after block; and the figures that pages repeat."""
 
+import ast
 import re
-from pathlib import Path
 
 import pytest
 
-DOCS = Path(__file__).parents[1] / "docs"
-PAGES = sorted(path.name for path in DOCS.glob("*.md") if "\n```python\n" in path.read_text())
-"""Every page with Python in it."""
+from tests.pages import PAGES, ROOT, as_file, blocks
+
+DOCS = ROOT / "docs"
+NAMES = [path.name for path in PAGES if path.parent == DOCS]
+"""Every page of docs/ with Python in it."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", NAMES)
 def test_the_code_of_a_page_runs(page, monkeypatch):
     # Users have JAX's own defaults.
     import jax
@@ -19,10 +21,8 @@ def test_the_code_of_a_page_runs(page, monkeypatch):
     jax.config.update("jax_numpy_rank_promotion", "allow")
     jax.config.update("jax_numpy_dtype_promotion", "standard")
     try:
-        blocks = re.findall(r"^```python\n(.*?)^```$", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)
-        assert len(blocks) > 1
         names: dict = {"__name__": "page"}
-        for number, block in enumerate(blocks, start=1):
+        for number, block in enumerate(blocks(DOCS / page), start=1):
             exec(compile(block, f"{page}, block {number}", "exec"), names)
     finally:
         jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -30,17 +30,27 @@ def test_the_code_of_a_page_runs(page, monkeypatch):
 
 
 def test_the_first_block_of_the_rules_is_a_whole_file(tmp_path):
-    text = (DOCS / "rules.md").read_text()
-    first = re.search(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)[1]
+    first = blocks(DOCS / "rules.md")[0]
     assert len(first.strip().splitlines()) < 30
     names: dict = {"__name__": "entropy_gate"}
     exec(first, names)
     assert names["entropy_gate"](0.5).entropy == 0.5
 
 
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_a_page_as_a_file_has_the_blocks_at_the_lines_of_the_page(path):
+    """It is what `.ci/run types` hands to pyright."""
+    made, page = as_file(path).splitlines(), path.read_text(encoding="utf-8").splitlines()
+    code = [(number, line) for number, line in enumerate(made) if line]
+    assert all(page[number] == line for number, line in code)
+    written = "".join(blocks(path)).splitlines()
+    assert [line for _, line in code] == [line for line in written if line]
+    ast.parse(as_file(path))
+
+
 def test_there_are_pages_with_python():
-    assert {"rules.md", "drafters.md", "embedding.md", "bridges.md", "rollouts.md"} <= set(PAGES)
-    assert {"start.md", "choosing.md", "faq.md", "tpu.md"} <= set(PAGES)
+    assert {"rules.md", "drafters.md", "embedding.md", "bridges.md", "rollouts.md"} <= set(NAMES)
+    assert {"start.md", "choosing.md", "faq.md", "tpu.md"} <= set(NAMES)
 
 
 @pytest.mark.parametrize("page", ["choosing.md", "faq.md"])

@@ -7,12 +7,18 @@ A name that goes, and an argument or a flag, is a new major version (docs/stabil
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import json
 import re
 import sys
 from pathlib import Path
+
+import pytest
+
+import mars_jax
+from tests.pages import PAGES, as_file
 
 LIST = Path(__file__).parent / "public.json"
 PROMISE = Path(__file__).parent.parent / "docs" / "stability.md"
@@ -100,6 +106,91 @@ def test_the_promise_is_short_and_kept_by_names_that_are_exported():
     for full in names:
         home, _, name = full.rpartition(".")
         assert name in importlib.import_module(home).__all__, full
+
+
+def listed(module):
+    """Names that a module exports: those of its `__all__`; of one without a list, what is ours in it."""
+    ours = [
+        n for n, x in vars(module).items() if getattr(x, "__module__", None) and "mars_jax" in x.__module__
+    ]
+    return getattr(module, "__all__", [name for name in ours if not name.startswith("_")])
+
+
+def is_public(full):
+    """Tell whether a document may use a dotted name: one that is promised, one that a promised module exports, or one
+    of a ring, of which `contrib` has a list."""
+    parts = full.split(".")
+    if any(part.startswith("_") for part in parts):
+        return False
+    if parts[:2] in (["mars_jax", "lab"], ["mars_jax", "integrations"]):
+        return True
+    if parts[:2] == ["mars_jax", "contrib"]:
+        return len(parts) == 2 or parts[2] in mars_jax.contrib.__all__
+    prefix = next((".".join(parts[:n]) for n in (3, 2) if ".".join(parts[:n]) in promised()), None)
+    if prefix is None or not inspect.ismodule(found := named(prefix)):
+        return full == "mars_jax" or prefix is not None  # attributes of what is promised are its own
+    return full == prefix or full.removeprefix(f"{prefix}.").split(".")[0] in listed(found)
+
+
+def used(source):
+    """The dotted names of the package that a file imports or reaches by attributes."""
+    tree, homes, found = ast.parse(source), {}, set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            homes |= {one.asname or one.name.split(".")[0]: one.name for one in node.names}
+            found |= {one.name for one in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            homes |= {one.asname or one.name: f"{node.module}.{one.name}" for one in node.names}
+            found |= {f"{node.module}.{one.name}" for one in node.names}
+    for node in ast.walk(tree):
+        parts = []
+        while isinstance(node, ast.Attribute):
+            parts, node = [node.attr, *parts], node.value
+        if parts and isinstance(node, ast.Name) and node.id in homes:
+            found.add(".".join([homes[node.id], *parts]))
+    return {name for name in found if name.split(".")[0] in ("mars_jax", "kernels_pallas")}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_documents_use_public_names_only(path):
+    names = used(as_file(path))
+    assert names and [name for name in sorted(names) if not is_public(name)] == []
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("from mars_jax.core import refill", "mars_jax.core.refill"),
+        ("from mars_jax.serve.prepare import bucket", "mars_jax.serve.prepare.bucket"),
+        ("import mars_jax as mj\nmj.tree.chain(x)", "mars_jax.tree.chain"),
+        ("import mars_jax as mj\nmj.decode.jax", "mars_jax.decode.jax"),
+        ("from mars_jax import drafters as d\nd.by_name.load", "mars_jax.drafters.by_name.load"),
+        ("import mars_jax\nmars_jax.contrib.drafters.ahead", "mars_jax.contrib.drafters.ahead"),
+        ("import mars_jax as mj\nmj.verify._x", "mars_jax.verify._x"),
+    ],
+)
+def test_a_name_that_is_not_public_is_found(source, name):
+    assert name in used(source) and not is_public(name)
+
+
+def test_names_that_load_lazily_are_declared_for_type_checkers_with_their_homes():
+    for package, homes in (
+        (mars_jax, mars_jax._HOME | mars_jax._MODULES),
+        (mars_jax.constraints, mars_jax.constraints._HOME),
+    ):
+        [block] = [
+            node
+            for node in ast.parse(inspect.getsource(package)).body
+            if isinstance(node, ast.If) and isinstance(node.test, ast.Name)
+        ]
+        declared = {
+            one.asname or one.name: {node.module, f"{node.module}.{one.name}"}
+            for node in block.body
+            if isinstance(node, ast.ImportFrom)
+            for one in node.names
+        }
+        assert declared.keys() == homes.keys()
+        assert [name for name, home in homes.items() if f"mars_jax.{home}" not in declared[name]] == []
 
 
 def test_what_goes_and_what_comes_is_told():

@@ -64,6 +64,14 @@ def test_a_row_names_a_factory_and_only_what_it_takes(name):
     assert row.lossless or row.paper
 
 
+def test_theta_is_the_first_argument_of_every_rule_that_has_one():
+    with_theta = [row for row in specs.RULES.values() if "theta" in row.settings]
+    assert {"mars", "adaptive", "learned"} <= {row.name for row in with_theta}
+    for row in with_theta:
+        first = next(iter(inspect.signature(specs.factory(row.factory)).parameters.values()))
+        assert (first.name, first.kind) == ("theta", inspect.Parameter.POSITIONAL_OR_KEYWORD), row.name
+
+
 def test_a_rule_is_called_as_its_row_and_names_what_it_is_over():
     for name, row in specs.RULES.items():
         if "weights" in row.needs or name == "simulated":  # whose name says its tau

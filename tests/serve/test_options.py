@@ -1,0 +1,71 @@
+"""The typed options of `generate` are the fields of `Request`, what the docstring names, and what is taken."""
+
+import dataclasses
+import inspect
+import re
+
+import pytest
+
+import mars_jax as mj
+from mars_jax.serve.generation import generate, generate_iter, generate_stream
+from mars_jax.serve.options import CallOptions, Options
+from mars_jax.serve.requests import make_requests
+
+GIVEN = {"prompt", "messages", "prompt_tokens", "id"}
+"""Fields of `Request` that say what is asked, and are no options."""
+MAKE = {"banned_tokens": "logit_bias", "relax_constrained": "constraint"} | dict.fromkeys(
+    ("regex", "json_schema", "choice", "allowed_tokens"), "constraint"
+)
+"""Options without a field of their own, and the field that each becomes."""
+
+
+def keywords(function):
+    """Names of the arguments that are given by name, without `**options`."""
+    parameters = inspect.signature(function).parameters.values()
+    return {one.name for one in parameters if one.kind is inspect.Parameter.KEYWORD_ONLY}
+
+
+def test_options_are_the_fields_of_a_request_and_what_makes_one():
+    fields = {field.name for field in dataclasses.fields(mj.Request)} - GIVEN
+    assert Options.__optional_keys__ == fields | set(MAKE)
+    assert set(MAKE.values()) <= fields and not Options.__required_keys__
+
+
+def test_the_documentation_of_generate_names_the_options_and_no_other():
+    said = generate.__doc__.split("**options:")[1].split("Raises:")[0]
+    assert [name for name in sorted(Options.__optional_keys__) if not re.search(rf"\b{name}\b", said)] == []
+    plain = re.sub(r"\(.*?\)|`[^`]*`", "", said, flags=re.DOTALL)
+    assert set(re.findall(r"\b[a-z]+_[a-z_]+\b", plain)) <= Options.__optional_keys__
+
+
+def test_the_options_of_a_call_are_the_other_arguments_of_generate():
+    others = CallOptions.__optional_keys__ - Options.__optional_keys__
+    assert others == keywords(make_requests)
+    for function in (generate_iter, generate_stream):
+        assert keywords(generate) - keywords(function) == others
+    assert keywords(mj.Chat.__init__) - {"verify"} < others
+
+
+def test_every_option_is_taken_and_no_other():
+    target = mj.load()
+    values = {
+        "temperature": 0.5,
+        "stop_tokens": (),
+        "stop_strings": "x",
+        "logit_bias": {3: 1.0},
+        "banned_tokens": [4],
+        "constraint": mj.constraints.regex("a+"),
+        "regex": "a+",
+        "json_schema": {"type": "integer"},
+        "choice": ["a", "b"],
+        "allowed_tokens": [5],
+        "relax_in": "think",
+        "strict_in": "code",
+    }
+    for name in Options.__optional_keys__ - {"relax_constrained"}:
+        [request] = make_requests(target, "Once", **{name: values.get(name, 1)})
+        assert request.prompt == "Once", name
+    [relaxed] = make_requests(target, "Once", regex="a+", relax_constrained=True)
+    assert relaxed.constraint == mj.constraints.regex("a+").relaxed()
+    with pytest.raises(TypeError, match="unexpected keyword argument 'prompt_tokens'"):
+        make_requests(target, "Once", prompt_tokens=(1,))
