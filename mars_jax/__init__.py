@@ -45,7 +45,7 @@ if TYPE_CHECKING:  # `as` says that a name is exported
     from mars_jax.core.visible import Visible as Visible
     from mars_jax.hub import load as load
     from mars_jax.hub.pretrained import Pretrained as Pretrained
-    from mars_jax.placement import shardings as sharding
+    from mars_jax.placement import shardings as _shardings
     from mars_jax.serve.chat import Chat as Chat
     from mars_jax.serve.generation import generate as generate
     from mars_jax.serve.generation import generate_iter as generate_iter
@@ -55,6 +55,8 @@ if TYPE_CHECKING:  # `as` says that a name is exported
     from mars_jax.serve.requests import Request as Request
     from mars_jax.serve.requests import Result as Result
     from mars_jax.serve.requests import make_requests as make_requests
+
+    sharding = _shardings
 
 __version__ = "0.1.0"
 

@@ -24,6 +24,7 @@ def right(target: mj.Pretrained, drafter: mj.drafters.LoadedDrafter, schema: dic
         print(index + 1, completion.text.upper())
     mj.generate_stream(target, "ngram", ["a"], batch_size=2, system="Be brief.", chat=True, ignore_eos=True)
     mj.make_requests(target, ["a"], max_new_tokens=4, chat=True)[0].prompt_tokens.count(0)
+    mj.sharding.name_axes(data="fsdp")
     mj.Chat(target, "ngram", temperature=0.7, max_new_tokens=8).say("Hello").text.upper()
 
 
