@@ -103,7 +103,7 @@ class Int4:
 
 Quantized = Int8 | Int4
 FORMS: dict[int, type[Int8] | type[Int4]] = {8: Int8, 4: Int4}
-"""What a matrix is kept as, by its bits. `leaves` of it says the arrays that it is made of."""
+"""Forms of a matrix by its bits. `leaves` of one says the arrays that it is made of."""
 
 
 def _axes(sharding: Sharding | None, ndim: int) -> tuple[Any, ...]:
