@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from mars_jax.core.errors import MarsError
+from mars_jax.core.errors import MarsError, check_count, check_type
 from mars_jax.core.settings import CONTROLS, LARGEST_INT, Range, Setting, by_name
 from mars_jax.core.types import NO_TOKEN, Controls
 
@@ -63,6 +63,7 @@ def make_controls(
     def field(name: str, value: Any, dtype: Any) -> Array:
         return _field(name, value, batch, dtype)
 
+    check_count("batch", batch)
     return Controls(
         temperature=None if temperature is None else field("temperature", temperature, np.float32),
         top_k=field("top_k", top_k, np.int32),
@@ -108,6 +109,7 @@ def _stop_tokens(value: Any, batch: int) -> Array:
         if value.ndim == 2 and value.shape[0] == batch and value.shape[1] >= 1:
             return value.astype(jnp.int32)
         value = np.asarray(value)
+    check_type("stop_tokens", value, Iterable, "a sequence of token ids, or one for each row")
     rows = list(value)
     if not any(isinstance(row, Sequence | np.ndarray) and np.ndim(row) == 1 for row in rows):
         rows = [rows] * batch

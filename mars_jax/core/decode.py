@@ -18,12 +18,24 @@ from jax import Array, lax
 
 from mars_jax.core.decoder import Decoder as Decoder
 from mars_jax.core.decoder import speculative_decoder as speculative_decoder
-from mars_jax.core.errors import MarsError
-from mars_jax.core.given import check_prompts, rows_of
+from mars_jax.core.donating import donating
+from mars_jax.core.errors import check_count, check_type
+from mars_jax.core.given import check_asked, check_params, check_prompts, rows_of
 from mars_jax.core.mesh import by_rows
 from mars_jax.core.metrics import DecodeStats, accumulate, zero_stats
 from mars_jax.core.rule import for_rows
 from mars_jax.core.types import DecodeState, Params, Prompts, StepInfo
+
+
+def check_given(decoder: Any, params: Any, *others: Any, max_steps: Any = None, record: bool = False) -> None:
+    """Raise MarsError for anything but a decoder, its weights, and a state or prompts after them."""
+    check_type("the decoder", decoder, Decoder, "what speculative_decoder gives")
+    check_params(params)
+    if others:
+        rows_of(others[0])
+    # A number on the device is a value of the program.
+    if max_steps is not None and not (isinstance(max_steps, Array) and max_steps.shape == ()):
+        check_count("max_steps", max_steps, 0)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -37,6 +49,7 @@ def start(decoder: Decoder, params: Params, prompts: Prompts) -> DecodeState:
     Raises:
       MarsError: as `Decoder.checked`.
     """
+    check_given(decoder, params)
     return _start(decoder, params, ready(decoder, prompts))
 
 
@@ -50,6 +63,7 @@ def ready(decoder: Decoder, prompts: Prompts) -> Prompts:
 
     A number of the rule becomes one per row, so that one number and several compile the same program.
     """
+    check_asked(prompts)
     check_prompts(prompts.tokens, prompts.length, decoder.vocab_size)
     return dataclasses.replace(prompts, rule=for_rows(prompts.rule, prompts.tokens.shape[0]))
 
@@ -82,17 +96,18 @@ def extend(
     >>> read.tolist()
     [2]
     """
+    check_given(decoder, params, state)
     return _extend(decoder, params, state, ready(decoder, prompts))
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+@donating(2)
 def _extend(
     decoder: Decoder, params: Params, state: DecodeState, prompts: Prompts
 ) -> tuple[DecodeState, Array]:
     return decoder.extend(params, state, prompts)
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames="record", donate_argnums=2)
+@donating(2, check=check_given, static_argnames="record")
 def run(
     decoder: Decoder,
     params: Params,
@@ -136,7 +151,7 @@ def run(
     return by_rows(loop)((params, None if max_steps is None else jnp.asarray(max_steps, jnp.int32)), state)
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+@donating(2, check=check_given)
 def jitted_step(decoder: Decoder, params: Params, state: DecodeState) -> tuple[DecodeState, StepInfo]:
     """`decoder.step`, compiled, with `state` donated."""
     return decoder.step(params, state)
@@ -171,12 +186,12 @@ def stream(
       ahead: 0 waits for each step before the next one, and yields none past the end; default `look_ahead(state)`.
 
     Raises:
-      MarsError: `ahead` is below 0.
+      MarsError: `ahead` is below 0, or the state was given away before.
     """
+    check_given(decoder, params, state)
     if ahead is None:
         ahead = look_ahead(state)
-    if ahead < 0:
-        raise MarsError(f"ahead is {ahead}: expected 0 or more steps.")
+    check_count("ahead", ahead, 0)
     flags = collections.deque([_all_done(state)])
     while len(flags) <= ahead or not bool(flags.popleft()):
         state, info = jitted_step(decoder, params, state)

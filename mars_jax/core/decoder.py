@@ -23,6 +23,7 @@ from mars_jax.core.evidence import Evidence
 from mars_jax.core.extend import extended, padded_to
 from mars_jax.core.given import (
     begun,
+    check_asked,
     check_pair,
     check_params,
     check_places,
@@ -153,11 +154,7 @@ class Decoder:
             other shapes or dtypes, and, where they can be seen, lengths outside of 1 .. t and tokens outside of the
             vocabulary; see `core.given`.
         """
-        if not isinstance(prompts, Prompts):
-            raise MarsError(
-                f"the prompts are of type {type(prompts).__name__}: expected Prompts(tokens, length, controls, rule, "
-                "keys)."
-            )
+        check_asked(prompts)
         check_prompts(prompts.tokens, prompts.length, self.target.vocab_size)
         if structure(prompts.rule) != self.rule:
             raise MarsError(

@@ -10,7 +10,7 @@ Oracles: these processors, and autoregression (tests/core/test_edits.py).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from mars_jax.core.errors import MarsError
+from mars_jax.core.errors import MarsError, check_count, check_type
 from mars_jax.core.settings import EDITS, LARGEST_FLOAT
 from mars_jax.core.tree import ancestors
 from mars_jax.core.types import NO_TOKEN, DraftTree, Edits
@@ -49,9 +49,13 @@ def make_edits(
     >>> make_edits(2, logit_bias={5: -jnp.inf}).bias_tokens.tolist()
     [[5], [5]]
     """
+    check_count("batch", batch)
+    check_type("logit_bias", logit_bias, Iterable, "a mapping of token ids to numbers, or one for each row")
     rows = [logit_bias] * batch if isinstance(logit_bias, Mapping) else list(logit_bias) or [{}] * batch
     if len(rows) != batch:
         raise MarsError(f"logit_bias has {len(rows)} rows: expected one mapping, or one for each of {batch}.")
+    for row in rows:
+        check_type("logit_bias of a row", row, (Mapping, Sequence), "a mapping of token ids to numbers")
     pairs = [list(row.items()) if isinstance(row, Mapping) else list(row) for row in rows]
     width = max(width, *(len(row) for row in pairs))
     tokens = np.full((batch, width), NO_TOKEN, np.int32)
@@ -66,6 +70,8 @@ def make_edits(
 
     def penalty(name: str, value: Any) -> Array:
         EDITS[name].check(value)
+        if jnp.shape(value) not in ((), (batch,)):
+            raise MarsError(f"{name} has shape {jnp.shape(value)}: expected one value, or one for each row.")
         return jnp.broadcast_to(jnp.asarray(value, jnp.float32), (batch,))
 
     return Edits(

@@ -1,8 +1,10 @@
 """The one exception this package raises for bad input, and what its sentences are made of."""
 
 import difflib
+import numbers
 import sys
 from collections.abc import Iterable
+from typing import Any
 
 
 class MarsError(Exception):
@@ -13,6 +15,29 @@ class MarsError(Exception):
 
     def __str__(self) -> str:
         return printable(super().__str__())  # it quotes files, templates and paths of others
+
+
+def check_type(name: str, value: Any, kinds: type | tuple[type, ...], wanted: str) -> None:
+    """Raise MarsError for a value of another type than `kinds`; `wanted` says where to get one.
+
+    >>> check_type("the text", 3, str, "a text")
+    Traceback (most recent call last):
+    mars_jax.core.errors.MarsError: the text is of type int: expected a text.
+    """
+    if not isinstance(value, kinds):
+        raise MarsError(f"{name} is of type {type(value).__name__}: expected {wanted}.")
+
+
+def check_count(name: str, value: Any, least: int = 1) -> None:
+    """Raise MarsError for anything but a whole number of at least `least`.
+
+    >>> check_count("batch_size", 0.5)
+    Traceback (most recent call last):
+    mars_jax.core.errors.MarsError: batch_size is 0.5: expected a whole number of at least 1.
+    """
+    if not isinstance(value, numbers.Integral) or value < least:
+        shown = value if isinstance(value, numbers.Number | str) else f"of type {type(value).__name__}"
+        raise MarsError(f"{name} is {shown}: expected a whole number of at least {least}.")
 
 
 def did_you_mean(given: str, known: Iterable[str]) -> str:

@@ -16,8 +16,9 @@ from jax import Array
 from jax.core import Tracer
 
 from mars_jax.core import mesh as meshes
+from mars_jax.core.donating import check_held
 from mars_jax.core.drafter import Drafter
-from mars_jax.core.errors import MarsError
+from mars_jax.core.errors import MarsError, check_type
 from mars_jax.core.guide import first_states
 from mars_jax.core.types import KEY_IMPL, Controls, DecodeState, LanguageModel, Params, Prompts, PyTree
 
@@ -27,24 +28,28 @@ NO_ROW = -1
 
 def check_pair(target: Any, drafter: Any) -> None:
     """Raise MarsError for anything but a model and a drafter as functions, without their weights."""
-    if not isinstance(target, LanguageModel):
-        raise MarsError(
-            f"the target is of type {type(target).__name__}: expected a LanguageModel, which is the field model of "
-            "what mars_jax.load gives."
-        )
-    if not isinstance(drafter, Drafter):
-        raise MarsError(
-            f"the drafter is of type {type(drafter).__name__}: expected a Drafter, which is the field drafter of what "
-            "mars_jax.drafters.load gives."
-        )
+    check_type(
+        "the target",
+        target,
+        LanguageModel,
+        "a LanguageModel, which is the field model of what mars_jax.load gives",
+    )
+    check_type(
+        "the drafter",
+        drafter,
+        Drafter,
+        "a Drafter, which is the field drafter of what mars_jax.drafters.load gives",
+    )
 
 
 def check_params(params: Any) -> None:
     """Raise MarsError for anything but the weights of both models."""
-    if not isinstance(params, Params):
-        raise MarsError(
-            f"params is of type {type(params).__name__}: expected Params(target=..., draft=...), the weights of both."
-        )
+    check_type("params", params, Params, "Params(target=..., draft=...), the weights of both")
+
+
+def check_asked(prompts: Any) -> None:
+    """Raise MarsError for anything but `Prompts`."""
+    check_type("prompts", prompts, Prompts, "Prompts(tokens, length, controls, rule, keys)")
 
 
 def check_prompts(prompts: Any, lengths: Any, vocab_size: int) -> None:
@@ -147,10 +152,8 @@ def begun(prompts: Prompts, cache: PyTree, draft: PyTree) -> DecodeState:
 
 def rows_of(state: Any) -> int:
     """B of a state; raise MarsError for what is none."""
-    if not isinstance(state, DecodeState):
-        raise MarsError(
-            f"state is a {type(state).__name__}: expected what decode.start or Decoder.init gives."
-        )
+    check_type("state", state, DecodeState, "what decode.start or Decoder.init gives")
+    check_held(state.tokens, "this function")
     return state.tokens.shape[0]
 
 

@@ -19,7 +19,7 @@ from jax import Array
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from mars_jax.core.errors import MarsError
+from mars_jax.core.errors import MarsError, check_type
 from mars_jax.core.types import PyTree
 
 AnyMesh = Mesh | AbstractMesh
@@ -62,6 +62,7 @@ def name_axes(**names: str | Sequence[str]) -> None:
     for role, given in names.items():
         if role not in AXES:
             raise MarsError(f"'{role}' is no role of a mesh axis: expected {', '.join(AXES)}.")
+        check_type(f"the name of the axis for {role}", given, (str, Sequence), "a text, or some")
         for name in [given] if isinstance(given, str) else given:
             if _ROLES.get(name, role) != role:
                 raise MarsError(
@@ -110,6 +111,7 @@ def parse_mesh(text: str, devices: Sequence[Any] | None = None) -> Mesh:
     >>> dict(parse_mesh("model=1").shape)
     {'model': 1}
     """
+    check_type("the mesh", text, str, "axes with their sizes, such as 'data=2,model=4'")
     sizes: dict[str, int] = {}
     for part in text.split(","):
         name, _, size = (piece.strip() for piece in part.partition("="))

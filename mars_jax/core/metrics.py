@@ -15,6 +15,7 @@ import numpy as np
 from jax import Array
 
 from mars_jax.core import struct
+from mars_jax.core.errors import check_type
 from mars_jax.core.pick import append
 from mars_jax.core.types import NO_KIND, TRUSTED, StepInfo
 
@@ -150,6 +151,8 @@ class Metrics:
 
 def summarize(stats: DecodeStats, rows: Any = slice(None)) -> Metrics:
     """Totals of `stats` over `rows` (an index, a slice or a list of indices into the batch) on the host."""
+
+    check_type("stats", stats, DecodeStats, "the counters that mars_jax.run gives")
 
     def pick(values: Array) -> np.ndarray:
         return np.atleast_1d(np.asarray(values)[rows])

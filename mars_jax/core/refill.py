@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mars_jax.core.decode import ready
+from mars_jax.core.decode import check_given, ready
 from mars_jax.core.decoder import Decoder
-from mars_jax.core.errors import MarsError
+from mars_jax.core.donating import donating
+from mars_jax.core.errors import MarsError, check_type
 from mars_jax.core.given import check_places, rows_of
 from mars_jax.core.mesh import by_rows, over_rows
 from mars_jax.core.metrics import DecodeStats, accumulate
@@ -25,7 +26,12 @@ from mars_jax.core.pick import in_rows
 from mars_jax.core.types import DecodeState, Params, Prompts
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=(2, 3))
+def _check(decoder: Any, params: Any, state: Any, stats: Any, *_: Any, **__: Any) -> None:
+    check_given(decoder, params, state)
+    check_type("stats", stats, DecodeStats, "what zero_stats or an earlier call gives")
+
+
+@donating(2, 3, check=_check)
 def advance(
     decoder: Decoder,
     params: Params,
@@ -93,12 +99,13 @@ def refill(
       decoder, params, state, stats: as for `advance`.
       rows, prompts, read: as for `Decoder.insert`.
     """
+    _check(decoder, params, state, stats)
     prompts = ready(decoder, prompts)
     check_places(rows, prompts.tokens.shape[0], rows_of(state))
     return _refill(decoder, params, state, stats, rows, prompts, read)
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=(2, 3))
+@donating(2, 3)
 def _refill(
     decoder: Decoder, params: Params, state: DecodeState, stats: DecodeStats, rows: Array, *new: Any
 ) -> tuple[DecodeState, DecodeStats]:

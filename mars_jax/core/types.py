@@ -281,11 +281,12 @@ def keys_from_seeds(seeds: Array) -> Array:
     """One PRNG key per row: seeds u32[B] or i32[B] -> key[B], of `threefry2x32` whatever JAX's default is.
 
     Raises:
-      MarsError: seeds that are no array of one dimension.
+      MarsError: seeds that are no array of whole numbers of one dimension.
 
     >>> keys_from_seeds(jax.numpy.arange(3)).shape
     (3,)
     """
-    if getattr(seeds, "ndim", None) != 1:
+    whole = jax.numpy.issubdtype(getattr(seeds, "dtype", float), jax.numpy.integer)
+    if getattr(seeds, "ndim", None) != 1 or not whole:
         raise MarsError("keys_from_seeds takes one seed for each row: give an array, such as jnp.arange(4).")
     return jax.vmap(lambda seed: jax.random.key(seed, impl=KEY_IMPL))(seeds)

@@ -17,7 +17,7 @@ from mars_jax.core.types import PyTree
 from mars_jax.drafters.asked import Asked, LoadedDrafter
 from mars_jax.drafters.sized import sized
 from mars_jax.drafters.tree_shapes import Dynamic
-from mars_jax.hub.pretrained import Pretrained
+from mars_jax.hub.pretrained import Pretrained, check_pretrained
 from mars_jax.models.config import ModelConfig
 
 AnyDrafter = LoadedDrafter | Drafter | str
@@ -63,6 +63,8 @@ def load(
     >>> load("ngram", None, num_draft_tokens=4).drafter.num_nodes
     5
     """
+    if target is not None:
+        check_pretrained(target)
     if isinstance(tree, str):
         tree = specs.parse_tree(tree, shown="tree")
     _check_shape(num_draft_tokens, tree)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from mars_jax.core.errors import MarsError, first_line
+from mars_jax.core.errors import MarsError, check_type, first_line
 from mars_jax.core.types import LanguageModel, PyTree
 from mars_jax.hub.gguf_file import is_gguf, read_gguf
 from mars_jax.hub.tokenizer import (
@@ -40,6 +40,11 @@ Turn = Mapping[str, Any]
 """A turn of a conversation: its `role`, such as "user", its `content`, and what else the template reads."""
 Prompt = str | Sequence[Turn]
 """A text, or a conversation."""
+
+
+def check_pretrained(target: Any) -> None:
+    """Raise MarsError for anything but a model with its weights."""
+    check_type("the target", target, Pretrained, "what mars_jax.load or Pretrained.from_parts makes")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -46,6 +46,10 @@ class Int8:
     def shape(self) -> tuple[int, ...]:
         return self.values.shape
 
+    @property
+    def group(self) -> int | None:
+        return None
+
     def astype(self, dtype: Any) -> Array:
         """Return the matrix itself."""
         return (self.values.astype(jnp.float32) * self.scale[..., None]).astype(dtype)
@@ -75,6 +79,10 @@ class Int4:
     @property
     def shape(self) -> tuple[int, ...]:
         return self.values.shape[2], self.values.shape[0] * self.values.shape[1]
+
+    @property
+    def group(self) -> int | None:
+        return self.values.shape[1]
 
     def astype(self, dtype: Any) -> Array:
         """Return the matrix itself."""

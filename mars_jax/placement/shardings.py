@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from mars_jax.core.errors import MarsError
+from mars_jax.core.errors import MarsError, check_type, first_line
 from mars_jax.core.mesh import (
     AnyMesh,
     axes_of,
@@ -31,7 +31,7 @@ from mars_jax.core.types import PyTree
 from mars_jax.models import weights
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.heads import HeadConfig, LayeredHead
-from mars_jax.models.quantize import FORMS, bits_of
+from mars_jax.models.quantize import FORMS, Quantized, bits_of
 from mars_jax.models.weights import Weight, build_rows, get
 from mars_jax.placement import hosts
 
@@ -154,7 +154,7 @@ def abstract_params(
             return jax.ShapeDtypeStruct(row.shape, jnp.dtype(dtype), sharding=place)
         form = FORMS[kept]
         leaves = form.leaves(row.shape, place)
-        arrays = [
+        arrays: list[Any] = [
             jax.ShapeDtypeStruct(one.shape, jnp.dtype(one.dtype), sharding=one.sharding) for one in leaves
         ]
         return form(*arrays, dtype=jnp.dtype(dtype))
@@ -213,7 +213,28 @@ def place(params: PyTree, config: AnyConfig, mesh: Mesh) -> PyTree:
     """Put params on a mesh; see `params_shardings`."""
 
     def put(sharding: NamedSharding, weight: PyTree) -> PyTree:
-        # The scales of a matrix in 8 bits lack its last axis.
-        return jax.tree.map(lambda x: hosts.put(x, NamedSharding(mesh, P(*sharding.spec[: x.ndim]))), weight)
+        if not isinstance(weight, Quantized):
+            return hosts.put(weight, sharding)
+        form = type(weight)
+        leaves = form.leaves(weight.shape, sharding, weight.group)
+        arrays = [
+            hosts.put(x, leaf.sharding) for x, leaf in zip(jax.tree.leaves(weight), leaves, strict=True)
+        ]
+        return form(*arrays, dtype=weight.dtype)
 
-    return jax.tree.map(put, params_shardings(config, mesh), params)
+    check_type("the mesh", mesh, Mesh, "a jax.sharding.Mesh, such as mars_jax.sharding.parse_mesh makes")
+    check_type(
+        "the config", config, (ModelConfig, HeadConfig), "the config of the model, such as target.config"
+    )
+    places = params_shardings(config, mesh)
+    try:
+        return jax.tree.map(put, places, params)
+    except ValueError as error:
+        if jax.tree.structure(places) == jax.tree.structure(
+            params, is_leaf=lambda x: isinstance(x, Quantized)
+        ):
+            raise
+        raise MarsError(
+            f"params are not of the structure of this config ({first_line(error)}): give the weights that "
+            "belong to it."
+        ) from None

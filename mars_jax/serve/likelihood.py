@@ -7,18 +7,18 @@ texts, in tests/integrations/test_harness.py.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mars_jax.core.errors import MarsError
+from mars_jax.core.errors import MarsError, check_count, check_type
 from mars_jax.core.evidence import node_stats
 from mars_jax.core.mesh import by_rows, size_of
 from mars_jax.core.types import LanguageModel, Visible
-from mars_jax.hub.pretrained import Pretrained
+from mars_jax.hub.pretrained import Pretrained, check_pretrained
 from mars_jax.placement.hosts import fetch
 from mars_jax.serve.prepare import bucket
 
@@ -59,11 +59,15 @@ def score(
     >>> [scored] = mj.score(mj.load(), ["Once upon a time"])  # doctest: +SKIP
     >>> float(scored.log_p.sum())  # doctest: +SKIP
     """
+    check_pretrained(target)
     if isinstance(texts, str):
         raise MarsError("texts is one text: give a list of them.")
-    if rows < 1:
-        raise MarsError(f"rows is {rows}: expected a whole number of at least 1.")
-    texts = [target.encode(text) if isinstance(text, str) else list(text) for text in texts]
+    check_type("texts", texts, Iterable, "a list of texts, or of token ids")
+    given = list(texts)  # an iterator is read once
+    for text in given:
+        check_type("one of the texts", text, (str, Sequence, np.ndarray), "a text, or token ids")
+    check_count("rows", rows)
+    texts = [target.encode(text) if isinstance(text, str) else list(text) for text in given]
     context = target.config.max_positions
     for number, text in enumerate(texts):
         target.check_tokens(text)

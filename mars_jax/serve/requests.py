@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Unpack
@@ -14,11 +15,11 @@ import numpy as np
 from mars_jax import specs
 from mars_jax.constraints import Constraint
 from mars_jax.constraints.spans import Spans, names_of
-from mars_jax.core.errors import MarsError, did_you_mean
+from mars_jax.core.errors import MarsError, check_count, did_you_mean
 from mars_jax.core.metrics import Metrics
 from mars_jax.core.settings import LARGEST_FLOAT
 from mars_jax.core.types import NO_TOKEN
-from mars_jax.hub.pretrained import Pretrained, Turn
+from mars_jax.hub.pretrained import Pretrained, Turn, check_pretrained
 from mars_jax.serve.constrained import with_constraints
 from mars_jax.serve.options import Options
 
@@ -168,16 +169,12 @@ def make_requests(
     **options: Unpack[Options],
 ) -> list[Request]:
     """Tokenize prompts and spread options over them; see `generate`. The samples of a prompt follow each other."""
-    if not isinstance(target, Pretrained):
-        raise MarsError(
-            f"the target is of type {type(target).__name__}: give what mars_jax.load or Pretrained.from_parts makes."
-        )
+    check_pretrained(target)
     if not isinstance(prompts, Iterable):
         raise MarsError(
             f"the prompts are of type {type(prompts).__name__}: give a text, texts, token ids, or conversations."
         )
-    if samples < 1:
-        raise MarsError(f"samples is {samples}: ask for at least 1.")
+    check_count("samples", samples)
     given: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
     if not given:
         raise MarsError("there are no prompts: give at least one.")
@@ -341,8 +338,9 @@ def check_request(target: Pretrained, request: Request) -> None:
             f"the prompt has {len(request.prompt_tokens)} tokens and '{target.name}' a context of {context}: "
             "shorten the prompt, so that at least one token can follow."
         )
-    if request.max_new_tokens < 1:
-        raise MarsError(f"max_new_tokens is {request.max_new_tokens}: ask for at least 1.")
+    check_count("max_new_tokens", request.max_new_tokens)
+    if not isinstance(request.seed, numbers.Integral):
+        raise MarsError(f"seed is {request.seed!r}: expected a whole number.")
 
 
 def total(completions: Sequence[Completion]) -> Metrics:

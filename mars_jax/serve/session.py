@@ -20,7 +20,7 @@ from mars_jax import drafters
 from mars_jax.core import activity, decode
 from mars_jax.core.decoder import Decoder
 from mars_jax.core.drafter import Drafter
-from mars_jax.core.errors import MarsError
+from mars_jax.core.errors import MarsError, check_count
 from mars_jax.core.metrics import DecodeStats, zero_stats
 from mars_jax.core.rule import LoadedRule, facts, structure, take_rows
 from mars_jax.core.types import DecodeState, Params, StepInfo
@@ -96,8 +96,8 @@ class Session:
         Raises:
           MarsError: as `drafters.load`, or batch_size is below 1.
         """
-        if batch_size is not None and batch_size < 1:
-            raise MarsError(f"batch_size is {batch_size}: give at least 1.")
+        if batch_size is not None:
+            check_count("batch_size", batch_size)
         return cls(
             target=target,
             drafter=drafters.loaded(drafter, target),
