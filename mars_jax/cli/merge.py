@@ -1,7 +1,7 @@
-"""Prompts divided over machines that know nothing of each other: `generate --part I/N`, and `mars-jax merge`.
+"""`mars-jax merge`: what parts of a run wrote, put together.
 
-Part I has rows I, I + N, I + 2 N and so on, in a file of its own, which is resumed alone. Merged, the rows are those of
-one process, but for the times that they took. Oracle: a run in one process (tests/cli/test_merge.py).
+The rows are those of one process, but for the times that they took. Oracle: a run in one process
+(tests/cli/test_merge.py).
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 from mars_jax import __version__
+from mars_jax.cli.part import Part, part_path
 from mars_jax.cli.program import Parser, command
 from mars_jax.core.errors import MarsError
 
@@ -27,47 +28,6 @@ examples:
   mars-jax generate --prompts-file in.jsonl --output out.jsonl --part 1/2   # on another
   mars-jax merge out.jsonl    # reads out-00000-of-00002.jsonl and out-00001-of-00002.jsonl
 """
-
-
-class Part(NamedTuple):
-    """A share of the rows of a run."""
-
-    number: int
-    of: int
-    rows: int = 0  # of all parts together
-
-    def share(self) -> slice:
-        """Return the rows of the part.
-
-        >>> list(range(7))[Part(1, 3).share()]
-        [1, 4]
-        """
-        return slice(self.number, None, self.of)
-
-
-def parse_part(text: str) -> Part:
-    """Return the part that a flag names.
-
-    Raises:
-      MarsError: it is not I/N with I below N.
-
-    >>> parse_part("3/16")
-    Part(number=3, of=16, rows=0)
-    """
-    found = re.fullmatch(r"(\d{1,5})/(\d{1,5})", text, re.ASCII)
-    if found is None or int(found[1]) >= int(found[2]):
-        raise MarsError(f"--part is {text!r}: expected I/N, such as 0/4, with I from 0 to N - 1.")
-    return Part(int(found[1]), int(found[2]))
-
-
-def part_path(path: str, part: Part) -> str:
-    """Return the file of a part.
-
-    >>> part_path("runs/out.jsonl", Part(3, 16))
-    'runs/out-00003-of-00016.jsonl'
-    """
-    file = Path(path)
-    return str(file.with_name(f"{file.stem}-{part.number:05d}-of-{part.of:05d}{file.suffix}"))
 
 
 def parser() -> Parser:

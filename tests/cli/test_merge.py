@@ -8,6 +8,8 @@ import pytest
 
 from mars_jax.cli import merge
 from mars_jax.cli.generate import command
+from mars_jax.cli.part import Part, parse_part
+from mars_jax.core.errors import MarsError
 
 TIMES = ("seconds", "tokens_per_second")
 PROMPTS = [
@@ -17,6 +19,12 @@ PROMPTS = [
     {"prompt": "A"},
     {"prompt": "Lily"},
 ]
+
+
+def array(number, of, **others):
+    """What Slurm tells a task of an array."""
+    told = {"ID": number, "COUNT": of, "MIN": 0, "MAX": of - 1} | others
+    return {f"SLURM_ARRAY_TASK_{name}": str(value) for name, value in told.items()}
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +40,10 @@ def run(tmp_path_factory):
 
     assert decode("whole.jsonl") == 0
     for number in range(3):
-        assert decode("out.jsonl", "--part", f"{number}/3") == 0
+        with pytest.MonkeyPatch.context() as patched:
+            for name, value in array(number, 3).items():
+                patched.setenv(name, value)
+            assert decode("out.jsonl", "--part", "auto") == 0
     cut = folder / "out-00001-of-00003.jsonl"
     cut.write_text(cut.read_text()[:-20])  # its writer was killed
     return folder, decode
@@ -85,7 +96,7 @@ def test_merged_they_are_what_one_process_writes(run, capsys):
 @pytest.mark.parametrize("text", ["3/3", "1", "1/0", "a/b"])
 def test_a_part_that_cannot_be_is_named(text, capsys):
     assert command.main(["--part", text, "--output", "x", "hello"]) == 2
-    assert f"--part is {text!r}: expected I/N, such as 0/4" in capsys.readouterr().err
+    assert f"--part is {text!r}: expected auto, or I/N, such as 0/4" in capsys.readouterr().err
 
 
 def test_more_parts_than_rows_and_no_file_are_refused(tmp_path, capsys):
@@ -93,3 +104,47 @@ def test_more_parts_than_rows_and_no_file_are_refused(tmp_path, capsys):
     assert "--part 2/3 has none of the 1 rows: take fewer parts." in capsys.readouterr().err
     assert command.main(["--part", "0/1", "hello"]) == 2
     assert "--part does not apply without --output, of which it writes a part" in capsys.readouterr().err
+
+
+SRUN = {"SLURM_PROCID": "1", "SLURM_NTASKS": "4"}
+POD = {"JOB_COMPLETION_INDEX": "3", "JOB_COMPLETIONS": "16"}
+
+
+@pytest.mark.parametrize(
+    ("told", "part"),
+    [
+        (array(3, 16), Part(3, 16)),
+        (array(3, 16) | SRUN, Part(3, 16)),  # of a task's own processes, which decode as one
+        (SRUN, Part(1, 4)),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, Part(0, 1)),
+        (POD, Part(3, 16)),
+        ({"TPU_WORKER_ID": "1", "TPU_WORKER_HOSTNAMES": "a,b"}, Part(1, 2)),
+        (
+            POD | {"TPU_WORKER_ID": "0", "TPU_WORKER_HOSTNAMES": "localhost"},
+            Part(3, 16),
+        ),  # slices of one host
+    ],
+)
+def test_auto_is_the_number_that_a_scheduler_gives(told, part):
+    assert parse_part("auto", {"HOME": "/", **told}) == part
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        ({}, "none of SLURM_ARRAY_TASK_ID, SLURM_PROCID, JOB_COMPLETION_INDEX, TPU_WORKER_ID is set: start it by"),
+        (SRUN | POD, "SLURM_PROCID says 1/4 and JOB_COMPLETION_INDEX says 3/16: give I/N."),
+        ({"JOB_COMPLETION_INDEX": "3"}, "JOB_COMPLETION_INDEX is '3' with JOB_COMPLETIONS '': set both"),
+        ({"TPU_WORKER_ID": "0"}, "TPU_WORKER_ID is '0' with TPU_WORKER_HOSTNAMES '': set both"),
+        (SRUN | {"SLURM_PROCID": "4"}, "SLURM_PROCID is '4' with SLURM_NTASKS '4'"),
+        # Some tasks of an array, run again.
+        (array(3, 1, MIN=3, MAX=3), "the Slurm array has 1 tasks from 3 to 3: begin it with one such as --array=0-15"),
+        (array(3, 5, MIN=3, MAX=7), "the Slurm array has 5 tasks from 3 to 7"),
+        (array(0, 1), "the Slurm array has 1 tasks from 0 to 0"),
+        (array(1, 2, MAX=3), "the Slurm array has 2 tasks from 0 to 3"),
+    ],
+)  # fmt: skip
+def test_auto_without_one_answer_is_refused(told, message):
+    with pytest.raises(MarsError) as caught:
+        parse_part("auto", told)
+    assert message in str(caught.value) and str(caught.value).startswith("--part is auto, and ")

@@ -22,7 +22,7 @@ from mars_jax.cli.flags import (
     draft_of,
     numbers_of,
 )
-from mars_jax.cli.merge import parse_part
+from mars_jax.cli.part import PART_HELP, parse_part
 from mars_jax.cli.program import Parser
 from mars_jax.cli.rule_flags import OWN, add_rule_flags, given_settings, rule_and_file
 from mars_jax.core.errors import MarsError
@@ -238,11 +238,7 @@ def _add_output(made: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--output", metavar="FILE", help="append those objects to a new file, one by one")
     group.add_argument("--resume", action="store_true", help="continue the --output of an interrupted run")
-    group.add_argument(
-        "--part",
-        metavar="I/N",
-        help="decode rows I, I + N, I + 2 N ... alone, into FILE-0000I-of-0000N; mars-jax merge puts them together",
-    )
+    group.add_argument("--part", metavar="I/N", help=PART_HELP)
     group.add_argument(
         "--compare",
         action="store_true",

@@ -12,7 +12,7 @@ from typing import IO
 from mars_jax.cli.generate.applies import Choices, check_asked, check_flags
 from mars_jax.cli.generate.arguments import parse
 from mars_jax.cli.generate.prompts import PromptRow, from_texts, read_prompts
-from mars_jax.cli.merge import part_path
+from mars_jax.cli.part import part_path
 from mars_jax.cli.program import command, keep_compilations
 from mars_jax.cli.rule_flags import print_drafters, print_rules
 from mars_jax.core.errors import MarsError
@@ -45,11 +45,8 @@ def _run(argv: Sequence[str], args: argparse.Namespace, out: IO[str]) -> None:
     choices = check_flags(args, rows)
     rows = [row for row in rows for _ in range(args.samples or 1)]
     if args.part is not None:
-        args.part = args.part._replace(rows=len(rows))
+        args.part = args.part.among(len(rows))
         args.output, rows = part_path(args.output, args.part), rows[args.part.share()]
-        if not rows:
-            share = f"{args.part.number}/{args.part.of}"
-            raise MarsError(f"--part {share} has none of the {args.part.rows} rows: take fewer parts.")
 
     # From here on jax loads; what is above answers at once.
     from mars_jax.cli.host_flags import joined

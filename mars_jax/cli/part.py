@@ -1,0 +1,126 @@
+"""A share of the rows of a run, for machines that know nothing of each other: `--part I/N`, or `auto`.
+
+Part I has rows I, I + N, I + 2 N and so on, in a file or folder of its own, which is resumed alone.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from mars_jax.core.errors import MarsError
+
+PART_HELP = (
+    "decode rows I, I + N, I + 2 N ... alone, into NAME-0000I-of-0000N; auto: as Slurm, Kubernetes or a TPU pod number "
+    "this process; mars-jax merge puts the parts together"
+)
+_ARRAY = "SLURM_ARRAY_TASK"
+_SCHEDULERS = {
+    f"{_ARRAY}_ID": f"{_ARRAY}_COUNT",
+    "SLURM_PROCID": "SLURM_NTASKS",
+    "JOB_COMPLETION_INDEX": "JOB_COMPLETIONS",  # Kubernetes tells the first alone
+    "TPU_WORKER_ID": "TPU_WORKER_HOSTNAMES",
+}
+"""Variables in which schedulers number their processes, and those that tell how many there are."""
+
+
+class Part(NamedTuple):
+    """A share of the rows of a run."""
+
+    number: int
+    of: int
+    rows: int = 0  # of all parts together
+
+    def share(self) -> slice:
+        """Return the rows of the part.
+
+        >>> list(range(7))[Part(1, 3).share()]
+        [1, 4]
+        """
+        return slice(self.number, None, self.of)
+
+    def among(self, rows: int) -> Part:
+        """Return the part of so many rows.
+
+        Raises:
+          MarsError: it has none of them.
+        """
+        if self.number >= rows:
+            told = f"--part {self.number}/{self.of} has none of the {rows} rows"
+            raise MarsError(f"{told}: take fewer parts.")
+        return self._replace(rows=rows)
+
+
+def parse_part(text: str, environment: Mapping[str, str] = os.environ) -> Part:
+    """Return the part that a flag names.
+
+    Args:
+      text: I/N, or "auto": what a scheduler says in the environment.
+      environment: variables by name.
+
+    Raises:
+      MarsError: it is not I/N with I below N, or no scheduler says which part this is, or two differ.
+
+    >>> parse_part("3/16")
+    Part(number=3, of=16, rows=0)
+    >>> parse_part("auto", {"JOB_COMPLETION_INDEX": "3", "JOB_COMPLETIONS": "16"})
+    Part(number=3, of=16, rows=0)
+    """
+    if text == "auto":
+        return _scheduled(environment)
+    found = re.fullmatch(r"(\d{1,5})/(\d{1,5})", text, re.ASCII)
+    if found is None or int(found[1]) >= int(found[2]):
+        raise MarsError(f"--part is {text!r}: expected auto, or I/N, such as 0/4, with I from 0 to N - 1.")
+    return Part(int(found[1]), int(found[2]))
+
+
+def _scheduled(environment: Mapping[str, str]) -> Part:
+    """Return the part that the schedulers name. One with a single process has no say beside one with several."""
+    in_array = f"{_ARRAY}_ID" in environment
+    found = {
+        number: _numbered(environment, number, count)
+        for number, count in _SCHEDULERS.items()
+        if number in environment and not (in_array and number == "SLURM_PROCID")  # a task of a task
+    }
+    several = {number: part for number, part in found.items() if part.of > 1} or found
+    if not several:
+        raise MarsError(
+            f"--part is auto, and none of {', '.join(_SCHEDULERS)} is set: start it by a scheduler, or give I/N."
+        )
+    if len(set(several.values())) > 1:
+        told = " and ".join(f"{number} says {part.number}/{part.of}" for number, part in several.items())
+        raise MarsError(f"--part is auto, and {told}: give I/N.")
+    return next(iter(several.values()))
+
+
+def _numbered(environment: Mapping[str, str], number: str, count: str) -> Part:
+    """Return the part that a scheduler names."""
+    text, told = environment[number], environment.get(count, "")
+    if number == f"{_ARRAY}_ID":
+        # Where some tasks of an array are begun again, the count is theirs and not that of the parts.
+        first, last = (environment.get(f"{_ARRAY}_{end}", "?") for end in ("MIN", "MAX"))
+        if first != "0" or told == "1" or told != str(int(last) + 1 if last.isdigit() else last):
+            raise MarsError(
+                f"--part is auto, and the Slurm array has {told} tasks from {first} to {last}: begin it with one such "
+                "as --array=0-15, or give I/N."
+            )
+    of = str(len(told.split(","))) if count == "TPU_WORKER_HOSTNAMES" and told else told
+    try:
+        return parse_part(f"{text}/{of}")
+    except MarsError:
+        raise MarsError(
+            f"--part is auto, and {number} is {text!r} with {count} {told!r}: set both, or give I/N."
+        ) from None
+
+
+def part_path(path: str, part: Part) -> str:
+    """Return the file of a part.
+
+    >>> part_path("runs/out.jsonl", Part(3, 16))
+    'runs/out-00003-of-00016.jsonl'
+    """
+    file = Path(path)
+    return str(file.with_name(f"{file.stem}-{part.number:05d}-of-{part.of:05d}{file.suffix}"))
