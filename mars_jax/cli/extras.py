@@ -1,4 +1,4 @@
-"""Flags that reach outside of the library, by name: no import ties it to `contrib` or `lab`."""
+"""Flags and commands that reach outside of the library, by name: no import ties it to `contrib` or `lab`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ EXTRAS = {
     "--draft-device": "mars_jax.contrib.drafters.elsewhere:open_elsewhere",
     "--refine": "mars_jax.lab.commands.refining:open_refining",
     "--theta": "mars_jax.lab.theta:rule_of_file",
+    "merge": "mars_jax.lab.evaluate.benchmark.merging:merge",
 }
-"""Functions that flags call: "module:function"."""
+"""Functions that flags and commands call: "module:function"."""
 
 
 def call(flag: str, *arguments: Any, **options: Any) -> Any:
-    """Call the function of a flag."""
+    """Call the function of a flag or a command."""
     return specs.factory(EXTRAS[flag])(*arguments, **options)

@@ -116,11 +116,60 @@ def _numbered(environment: Mapping[str, str], number: str, count: str) -> Part:
         ) from None
 
 
-def part_path(path: str, part: Part) -> str:
-    """Return the file of a part.
+def part_path(path: str | Path, part: Part, *, folder: bool = False) -> str:
+    """Return the file of a part, or its folder.
 
-    >>> part_path("runs/out.jsonl", Part(3, 16))
-    'runs/out-00003-of-00016.jsonl'
+    >>> part_path("runs/out.jsonl", Part(3, 16)), part_path("qwen2.5", Part(3, 16), folder=True)
+    ('runs/out-00003-of-00016.jsonl', 'qwen2.5-00003-of-00016')
     """
     file = Path(path)
-    return str(file.with_name(f"{file.stem}-{part.number:05d}-of-{part.of:05d}{file.suffix}"))
+    stem, suffix = (file.name, "") if folder else (file.stem, file.suffix)
+    return str(file.with_name(f"{stem}-{part.number:05d}-of-{part.of:05d}{suffix}"))
+
+
+def parts_of(path: Path) -> dict[Part, Path]:
+    """Return the parts of a run, in order, and the file or the folder of each.
+
+    Args:
+      path: the --output that the parts were given.
+
+    Raises:
+      MarsError: there are none, one is missing, or they are of several runs.
+    """
+    files = re.compile(rf"{re.escape(path.stem)}-(\d{{5}})-of-(\d{{5}}){re.escape(path.suffix)}")
+    folders = re.compile(rf"{re.escape(path.name)}-(\d{{5}})-of-(\d{{5}})")
+    there = {}
+    for file in path.parent.glob("*"):
+        folder = file.is_dir()
+        if found := (folders if folder else files).fullmatch(file.name):
+            there[folder, Part(int(found[1]), int(found[2]))] = file
+    runs = sorted({(part.of, folder) for folder, part in there})
+    if len(runs) != 1:
+        told = f"parts of {' and of '.join(str(of) for of, _ in runs)} runs" if runs else "no parts"
+        raise MarsError(f"there are {told} of '{path}': give the --output of one run with --part I/N.")
+    [(of, folder)] = runs
+    for number in range(of):
+        part = Part(number, of)
+        if (folder, part) not in there:
+            missing = part_path(path, part, folder=folder)
+            raise MarsError(f"'{missing}' is missing: decode it with --part {number}/{of}.")
+    return {part: there[folder, part] for part in (Part(number, of) for number in range(of))}
+
+
+def rows_of(file: Path, part: Part, told: Mapping[str, int]) -> int:
+    """Return the rows of all parts together, as a part has recorded them.
+
+    Args:
+      file: of the part.
+      part: that its name says.
+      told: the part that its settings say.
+
+    Raises:
+      MarsError: it is another part.
+    """
+    found = Part(**told)
+    if found[:2] != part[:2]:
+        raise MarsError(
+            f"'{file}' holds part {found.number}/{found.of}: decode it again with --part {part.number}/{part.of}."
+        )
+    return found.rows

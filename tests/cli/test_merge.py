@@ -16,7 +16,7 @@ PROMPTS = [
     {"prompt": "Once upon a time"},
     {"prompt": "Tom had", "id": "tom", "temperature": 0.5},
     {"prompt": "The cat", "seed": 9},
-    {"prompt": "A"},
+    {"prompt": "A\u2028line"},
     {"prompt": "Lily"},
 ]
 
@@ -55,7 +55,7 @@ def message(capsys, *argv):
 
 
 def rows_of(path):
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = [json.loads(line) for line in path.read_text().split("\n")[:-1]]
     return [{name: value for name, value in row.items() if name not in TIMES} for row in rows]
 
 
@@ -85,6 +85,12 @@ def test_merged_they_are_what_one_process_writes(run, capsys):
         assert f"was decoded with {told}" in message(capsys, out)
     third.unlink()
     assert "out-00002-of-00003.jsonl' is missing: decode it with --part 2/3." in message(capsys, out)
+    first = folder / "out-00000-of-00003.jsonl"
+    for name in (first, folder / f"{first.name}.settings.json"):
+        (folder / name.name.replace("00000-of", "00002-of")).write_bytes(name.read_bytes())
+    assert "out-00002-of-00003.jsonl' holds part 0/3: decode it again with --part 2/3." in message(
+        capsys, out
+    )
     third.write_bytes(kept[0])
     (folder / f"{third.name}.settings.json").write_bytes(kept[1][:-9])
     assert "is damaged: decode that part again" in message(capsys, out)

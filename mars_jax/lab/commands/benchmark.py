@@ -11,6 +11,7 @@ from typing import IO
 
 from mars_jax import specs
 from mars_jax.cli.flags import Present, flag_of, number_of
+from mars_jax.cli.part import PART_HELP, parse_part, part_path
 from mars_jax.cli.program import Parser, command
 from mars_jax.cli.rule_flags import given_settings
 from mars_jax.core.errors import MarsError, say
@@ -43,6 +44,8 @@ _OF_ARMS = (
     *("--verify", "--rule-option", "--thetas", "--allow-code-execution", "--allow-unconfined-code"),
 )
 """Flags that a forecast does not heed."""
+_OF_ALL = ("--controls all", "--tune", "--forecast")
+"""Flags whose result no part has alone."""
 LENGTHS = ("2", "3", "5", "8", "12")
 """The lengths that --tune tries where it names none."""
 _EPILOG = f"""\
@@ -130,6 +133,7 @@ def parser() -> Parser:
     pair.add_code_flags(made)
     group = made.add_argument_group("output")
     group.add_argument("--output", type=Path, metavar="DIR", help="a new folder, or one to go on with")
+    group.add_argument("--part", metavar="I/N", help=PART_HELP)
     return made
 
 
@@ -156,7 +160,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args.draft_cost = _cost(args.draft_cost)
     if args.tune is not None:
         args.tune = sorted({number_of("num_draft_tokens", n, shown="--tune") for n in args.tune or LENGTHS})
+    args.part = None if args.part is None else parse_part(args.part)
     _check(args)
+    if args.part is not None:
+        args.output = Path(part_path(args.output, args.part, folder=True))
     return args
 
 
@@ -164,8 +171,7 @@ def _parse_recipe(args: argparse.Namespace, argv: list[str]) -> argparse.Namespa
     """The flags with `parts`, those of both parts of a recipe, each in a folder of its own below the output."""
     if args.output is None:
         raise MarsError("there is no --output: name a folder for rows, tables and plots.")
-    if args.forecast:
-        raise MarsError("--forecast does not apply with --recipe: leave one of them out.")
+    Present(args).refuse(["--forecast", "--part"], "with --recipe: leave one of them out")
     args.chosen = recipes.read(args.recipe)
     given = recipes.without(argv, ("--recipe", "--output"))
     args.parts = {
@@ -193,6 +199,10 @@ def _tau(text: str) -> float:
 
 
 def _check(args: argparse.Namespace) -> None:
+    if args.part is not None:
+        Present(args).refuse(
+            _OF_ALL, "with --part, as it depends on the problems of all parts: leave one of them out"
+        )
     if args.tune is not None:
         _check_tuned(args)
     if args.forecast:
@@ -317,9 +327,13 @@ def _study(args: argparse.Namespace, folder: Path, out: IO[str]) -> None:
             | pair.given(args)
             | ({} if args.refine is None else {"refine": args.refine}),
             refiner=refiner,
+            part=args.part,
             progress=tick,
             **{name: getattr(args, name) for name in shared},
         )
+    if args.part is not None:
+        say(f"the rows of part {args.part.number}/{args.part.of} are in {args.output}")
+        return
     print(table.markdown(summary), file=out, end="")
     say(f"rows, table, plots and report are in {args.output}")
 

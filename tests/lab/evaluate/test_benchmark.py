@@ -12,7 +12,7 @@ import pytest
 from mars_jax.core.errors import MarsError
 from mars_jax.lab.commands.benchmark import main, parse, parser
 from mars_jax.lab.evaluate import answers
-from mars_jax.lab.evaluate.benchmark import plots, report, run, table
+from mars_jax.lab.evaluate.benchmark import plots, report, table
 from mars_jax.lab.evaluate.benchmark.arms import LEFT_OUT
 from mars_jax.lab.evaluate.tasks.problems import Code, Problem
 from mars_jax.lab.folder import claim
@@ -278,7 +278,8 @@ def test_notes_say_what_the_figures_do_not(finished):
     told = Problem(task="mt_bench", id="0", turns=("One?", "Two?"))
     bare = Problem(task="humaneval", id="0", turns=("Complete it.",))
     coded = Problem(task="mbpp", id="0", turns=("Write it.",), metric="pass@1", code=Code("", "", ""))
-    notes = report.notes(settings, [told, bare, coded], [{"finish_reason": "context"}])
+    notes = report.notes(settings, [told, bare, coded])
+    notes += report.notes_of_rows([{"finish_reason": "context"}])
     words = (
         "Follow-up turns were left out",
         "programs were not run",
@@ -287,8 +288,8 @@ def test_notes_say_what_the_figures_do_not(finished):
     )
     assert len(notes) == 4 and all(word in note for word, note in zip(words, notes, strict=True))
     allowed = settings | {"chat": True, "allow_code_execution": True}
-    assert report.notes(allowed, [told, coded], [{"finish_reason": "stop"}]) == []
-    hooked = report.notes(allowed | {"confinement": "audit hook"}, [told, coded], [{"finish_reason": "stop"}])
+    assert report.notes(allowed, [told, coded]) == report.notes_of_rows([{"finish_reason": "stop"}]) == []
+    hooked = report.notes(allowed | {"confinement": "audit hook"}, [told, coded])
     assert len(hooked) == 1 and "audit hook alone" in hooked[0]
 
 
@@ -513,6 +514,6 @@ def test_a_report_has_the_date_and_commit_of_its_last_row():
     """Of rows that are older than commits in them, nobody says that they are of this one."""
     old = {"date": "2026-01-01", "tau": 1.0}
     new = {"date": "2026-01-02T10:00+00:00", "commit": "a", "dirty": False, "tau": 2.0}
-    assert run._latest([new, old]) == {"date": new["date"], "commit": "a", "dirty": False}
-    assert run._latest([old]) == {"date": "2026-01-01", "commit": None, "dirty": None}
-    assert run._latest([]) == {}
+    assert report.latest([new, old]) == {"date": new["date"], "commit": "a", "dirty": False}
+    assert report.latest([old]) == {"date": "2026-01-01", "commit": None, "dirty": None}
+    assert report.latest([]) == {}

@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 
 from mars_jax import verify
+from mars_jax.cli.part import Part
 from mars_jax.core.rule import LoadedRule, facts
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.lab.batches import RowFile
 from mars_jax.lab.evaluate.answers import Answer, Decoding, prompt_tokens, turns_asked
 from mars_jax.lab.evaluate.benchmark import margins, rehearsal, texts
-from mars_jax.lab.evaluate.benchmark.arm_rows import Key, make_row
+from mars_jax.lab.evaluate.benchmark.arm_rows import Key, make_row, place_of
 from mars_jax.lab.evaluate.benchmark.arms import Arm, base_of, make_arms, margin_of, other_margin
 from mars_jax.lab.evaluate.benchmark.match import PROBLEMS, STEPS, Match, match
 from mars_jax.lab.evaluate.scoring import sandbox, scores
@@ -44,15 +45,19 @@ class Evaluation:
         problems: Sequence[Problem],
         settings: Mapping[str, Any],
         rule: RuleChoice,
+        part: Part | None = None,
     ):
         self._decoding, self._folder, self._settings, self._rule = decoding, folder, settings, rule
         self._made: dict[tuple[float, float | None], list[Arm]] = {}
-        self._tasks = by_task(problems)
+        self._tasks = by_task(problems if part is None else problems[part.share()])
         self._code = {
             "run_code": settings["allow_code_execution"],
             "unconfined": settings.get("confinement") == sandbox.HOOK,
         }
-        self._numbers = {(task, p.id): i for task, group in self._tasks.items() for i, p in enumerate(group)}
+        # Of all problems, so that seeds do not depend on the part.
+        self._numbers = {
+            (task, p.id): i for task, group in by_task(problems).items() for i, p in enumerate(group)
+        }
         self.matches = {place: Match(**found) for place, found in self._read(MATCHES).items()}
         self.margins, self.texts, self.replays = (self._read(name) for name in (MARGINS, TEXTS, REPLAY))
         # A placeholder, since the names of arms do not depend on the threshold that is matched.
@@ -71,6 +76,10 @@ class Evaluation:
 
     def _places(self) -> Iterator[tuple[str, float]]:
         return ((task, t) for task in self._tasks for t in self._settings["temperatures"])
+
+    def _head(self, task: str, count: int) -> list[Problem]:
+        """Those of the first problems of a task that are this part's."""
+        return [problem for problem in self._tasks[task] if self._numbers[task, problem.id] < count]
 
     def _batches(self, task: str) -> Iterator[list[Problem]]:
         problems, size = self._tasks[task], self._decoding.group
@@ -113,7 +122,7 @@ class Evaluation:
                     make = functools.partial(self._decode, task, temperature, arm, group)
                     rows = self.file.batch(keys, make)
                     sums = {name: sum(row[name] for row in rows) for name in ("emitted", "steps", "seconds")}
-                    said = f"{_place(task, temperature)}, {arm.name}, {Speed(**sums).describe()}"
+                    said = f"{place_of(task, temperature)}, {arm.name}, {Speed(**sums).describe()}"
                     turns = self._turns(group)
                     if arm.role == "strict":
                         # A replay takes a step of it for every token.
@@ -126,16 +135,16 @@ class Evaluation:
         """The decodes of each kind that a run makes or finds on file; one is a turn of a problem."""
         planned: Counter[str] = Counter()
         for task, temperature in self._places():
-            place, problems = _place(task, temperature), self._tasks[task]
+            place, problems = place_of(task, temperature), self._tasks[task]
             for arm in self.arms(temperature, self._stand_in):
                 planned[arm.name] += self._turns(problems)
             if self._stand_in is not None and place not in self.matches:
                 planned[self._first(temperature).name] += self._most_matching(task)
             if place not in self.margins:
                 for arm in self._observed(temperature):
-                    planned[arm.name] += len(problems[: margins.PROBLEMS])
+                    planned[arm.name] += len(self._head(task, margins.PROBLEMS))
             if self._replayed() and place not in self.replays:
-                planned[_REPLAYED] += len(problems[: rehearsal.PROBLEMS])
+                planned[_REPLAYED] += len(self._head(task, rehearsal.PROBLEMS))
         return planned
 
     def _turns(self, problems: Sequence[Problem]) -> int:
@@ -175,17 +184,17 @@ class Evaluation:
 
     def _untimed(self, task: str, temperature: float, count: int) -> tuple[list[Problem], list[Request]]:
         """The first problems of a task, in their first turn."""
-        decoding, problems = self._decoding, self._tasks[task][:count]
+        decoding, problems = self._decoding, self._head(task, count)
         prompts = [prompt_tokens(decoding.session.target, p, chat=decoding.chat) for p in problems]
         return problems, decoding.requests(prompts, [self._seed(task, p) for p in problems], temperature)
 
     def _observe(self, task: str, temperature: float, work: Work) -> None:
         """Histograms of the strict rule's decisions and of the relaxed one's, and texts of both, made once and kept
         beside the rows."""
-        name, arms = _place(task, temperature), self._observed(temperature)
-        if name in self.margins or not arms:
-            return
+        name, arms = place_of(task, temperature), self._observed(temperature)
         problems, requests = self._untimed(task, temperature, margins.PROBLEMS)
+        if name in self.margins or not arms or not problems:
+            return
         session = self._decoding.session
         found, said = {}, {}
         for arm in arms:
@@ -193,14 +202,14 @@ class Evaluation:
             seen = margins.observe(session.using(arm.rule), requests, tick)
             found[arm.name] = margins.histograms(margin_of(self._rule) or "ratio", seen.decisions)
             said[arm.name] = seen
-        self.texts[name] = texts.as_json(session.target, problems, requests, said)
+        self.texts[name] = texts.as_json(session.target, self._head(task, texts.PROBLEMS), requests, said)
         write_json(self._folder / TEXTS, self.texts)
         self.margins[name] = found
         write_json(self._folder / MARGINS, self.margins)
 
     def _replay(self, task: str, temperature: float, work: Work) -> None:
         """tau at thresholds that no arm has, made once and kept beside the rows."""
-        name, thetas = _place(task, temperature), self._replayed()
+        name, thetas = place_of(task, temperature), self._replayed()
         if name in self.replays or not thetas:
             return
         _, requests = self._untimed(task, temperature, rehearsal.PROBLEMS)
@@ -212,7 +221,7 @@ class Evaluation:
 
     def _match(self, task: str, temperature: float, work: Work) -> Match | None:
         """The match of a task at a temperature, found once and kept beside the rows; None where none is wanted."""
-        name = _place(task, temperature)
+        name = place_of(task, temperature)
         if name in self.matches or self._stand_in is None:
             return self.matches.get(name)
         first, before = self._first(temperature), work.done
@@ -242,10 +251,6 @@ class Evaluation:
         self.matches[name] = found
         write_json(self._folder / MATCHES, {place: m._asdict() for place, m in self.matches.items()})
         return found
-
-
-def _place(task: str, temperature: float) -> str:
-    return f"{task}, temperature {temperature:g}"
 
 
 def by_task(problems: Sequence[Problem]) -> dict[str, list[Problem]]:

@@ -23,6 +23,11 @@ class Key(NamedTuple):
     id: str
 
 
+def place_of(task: str, temperature: float) -> str:
+    """The name of a task at a temperature, in files and in what progress says."""
+    return f"{task}, temperature {temperature:g}"
+
+
 def make_row(
     problem: Problem,
     arm: Arm,

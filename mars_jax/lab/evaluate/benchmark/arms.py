@@ -47,6 +47,10 @@ class Arm:
     theta: float | None = None  # the threshold, or None for a rule that has none
     meaning: str  # for the legend of a table
 
+    def legend(self) -> dict[str, str]:
+        """Return what a table says of it."""
+        return {"arm": self.name, "role": self.role, "meaning": self.meaning}
+
 
 @struct.dataclass(kw_only=True)
 class LowMarginSampling(verify.Lossy):

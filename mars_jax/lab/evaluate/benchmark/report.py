@@ -8,8 +8,8 @@ from typing import Any
 
 from mars_jax.lab.evaluate import figures
 from mars_jax.lab.evaluate.benchmark import page, plots, rehearsal, table
-from mars_jax.lab.evaluate.benchmark.arm_rows import Row
-from mars_jax.lab.evaluate.benchmark.arms import AUTOREGRESSIVE, Arm
+from mars_jax.lab.evaluate.benchmark.arm_rows import Row, place_of
+from mars_jax.lab.evaluate.benchmark.arms import AUTOREGRESSIVE
 from mars_jax.lab.evaluate.benchmark.match import Match
 from mars_jax.lab.evaluate.scoring import sandbox
 from mars_jax.lab.evaluate.tasks.problems import Problem
@@ -24,22 +24,29 @@ def summarize(
     matches: Mapping[str, Match],
     margins: Mapping[str, Any],
     replays: Mapping[str, Any],
-    problems: Sequence[Problem],
+    metrics: Mapping[str, str],
+    told: Sequence[str],
     rows: Sequence[Row],
-    arms_at: Callable[[float, float | None], list[Arm]],
+    arms_at: Callable[[float, float | None], list[dict[str, str]]],
 ) -> dict[str, Any]:
-    """The content of summary.json. `arms_at` gives the arms at a temperature and a matched threshold."""
-    metrics = {problem.task: problem.metric for problem in problems}
+    """The content of summary.json.
+
+    Args:
+      settings, environment, matches, margins, replays, rows: of the run.
+      metrics: by task, in the order of the tables.
+      told: what `notes` says.
+      arms_at: gives the legends of the arms at a temperature and a matched threshold.
+    """
     by_arm: dict[tuple[str, float, str], list[Row]] = {}
     for row in rows:
         by_arm.setdefault((row["task"], row["temperature"], row["arm"]), []).append(row)
     tables = []
     for task, metric in metrics.items():
         for temperature in settings["temperatures"]:
-            place = f"{task}, temperature {temperature:g}"
+            place = place_of(task, temperature)
             found = matches.get(place)
             arms = arms_at(temperature, found and found.theta)
-            strict = next((arm.name for arm in arms if arm.role == "strict"), None)
+            strict = next((arm["arm"] for arm in arms if arm["role"] == "strict"), None)
             tables.append(
                 {
                     "task": task,
@@ -51,9 +58,9 @@ def summarize(
                     if place in replays
                     else None,
                     "arms": [
-                        {"arm": arm.name, "role": arm.role, "meaning": arm.meaning}
+                        arm
                         | figures.summarize(
-                            by_arm[task, temperature, arm.name],
+                            by_arm[task, temperature, arm["arm"]],
                             by_arm[task, temperature, AUTOREGRESSIVE],
                             None if strict is None else by_arm[task, temperature, strict],
                             metric=metric,
@@ -65,15 +72,27 @@ def summarize(
             )
     return {
         "settings": dict(settings),
-        "environment": dict(environment),
+        "environment": {**environment, **latest(rows)},
         "date": max((row["date"] for row in rows if "date" in row), default=None),
-        "notes": notes(settings, problems, rows),
+        "notes": [*told, *notes_of_rows(rows)],
         "tables": tables,
     }
 
 
-def notes(settings: Mapping[str, Any], problems: Sequence[Problem], rows: Sequence[Row]) -> list[str]:
-    """Facts that a reader needs and that the figures do not show."""
+def latest(rows: Sequence[Row]) -> dict[str, Any]:
+    """When the last row was decoded, and of which commit: a run that finds them all decodes nothing."""
+    last = max(rows, key=lambda row: row.get("date", ""), default={})
+    return {name: last.get(name) for name in ("date", "commit", "dirty")} if last else {}
+
+
+def notes_of_rows(rows: Sequence[Row]) -> list[str]:
+    """Facts about some rows, as `notes`."""
+    full = sum(row["finish_reason"] == "context" for row in rows)
+    return [f"In {full} rows a follow-up turn did not fit the context and was left out."] * (full > 0)
+
+
+def notes(settings: Mapping[str, Any], problems: Sequence[Problem]) -> list[str]:
+    """Facts about settings and problems that a reader needs and that the figures do not show."""
     told = []
     if not settings["chat"] and any(len(p.turns) > 1 for p in problems):
         told.append("Follow-up turns were left out: they need a chat template, which --chat applies.")
@@ -83,8 +102,6 @@ def notes(settings: Mapping[str, Any], problems: Sequence[Problem], rows: Sequen
         told.append("Generated programs ran under Python's audit hook alone, without walls.")
     if any(p.task == "humaneval" and p.code is None for p in problems):
         told.append("This HumanEval file has no tests, so nothing is scored: its original layout has them.")
-    if full := sum(row["finish_reason"] == "context" for row in rows):
-        told.append(f"In {full} rows a follow-up turn did not fit the context and was left out.")
     if settings["batch_size"] > 1:
         told.append(
             f"{settings['batch_size']} problems were decoded side by side, each row begun again as it ended; s/task is "

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from mars_jax import __version__, drafters
+from mars_jax.cli.part import Part
 from mars_jax.core import activity
 from mars_jax.core.errors import MarsError
 from mars_jax.hub.pretrained import Pretrained
@@ -21,13 +22,12 @@ from mars_jax.lab.evaluate.benchmark.arm_loops import Evaluation, by_task
 from mars_jax.lab.evaluate.benchmark.arms import LEFT_OUT, MARS, default_thetas
 from mars_jax.lab.evaluate.scoring import sandbox, scores
 from mars_jax.lab.evaluate.tasks.problems import Problem
-from mars_jax.lab.folder import claim
+from mars_jax.lab.folder import claim, write_json
 from mars_jax.lab.pictures import style
 from mars_jax.lab.provenance import provenance
 from mars_jax.lab.ticking import Progress
 from mars_jax.lab.training.online import Refiner
 from mars_jax.serve.fingerprint import digest, fingerprint
-from mars_jax.serve.journal import Row
 from mars_jax.serve.session import Session
 from mars_jax.specs import RuleChoice
 
@@ -50,6 +50,7 @@ def evaluate(
     allow_code_execution: bool = False,
     allow_unconfined_code: bool = False,
     refiner: Refiner | None = None,
+    part: Part | None = None,
     names: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
@@ -80,6 +81,8 @@ def evaluate(
       allow_unconfined_code: and without walls where this machine has none, with your rights.
       refiner: of the draft: adds an arm whose draft learns as it goes on. In a run that goes on after a kill it learns
         from there, and its tokens are the same.
+      part: the share of the problems that is decoded, for `merging.merge`; it writes rows and summary alone. Controls
+        are "none" or "paper" then, and there is no refiner: what they do depends on all problems.
       names: whatever else tells this run from others, such as the draft's name.
       progress: called after every group of decodes, with those to come, the untimed ones too, and their seconds.
 
@@ -93,6 +96,12 @@ def evaluate(
         raise MarsError(f"controls is {controls!r}: expected one of {', '.join(LEFT_OUT)}.")
     if not problems:
         raise MarsError("there are no problems to evaluate on: ask for at least 1.")
+    if part is not None:
+        if controls == "all" or refiner is not None:
+            raise MarsError(
+                f"{'a refiner' if refiner else 'controls all'} does not apply to a part: leave one out."
+            )
+        part = part.among(len(problems))
     thetas = [float(theta) for theta in (default_thetas(rule) if thetas is None else thetas)]
     temperatures = [float(temperature) + 0.0 for temperature in temperatures]  # -0 is 0
     for name, values in (("thetas", thetas), ("temperatures", temperatures)):
@@ -141,12 +150,13 @@ def evaluate(
         "weights": fingerprint((target.params, drafter.params), target.path),
         "versions": {"mars-jax": __version__, "jax": jax.__version__},
         "device": f"{jax.device_count()} {jax.devices()[0].device_kind}",
+        **({} if part is None else {"part": part._asdict()}),
     }
     largest = max(settings["tasks"].values())
     session = Session(target=target, drafter=drafter, batch_size=min(batch_size, largest))
     decoding = Decoding(session=session, chat=chat, max_new_tokens=max_new_tokens, refiner=refiner)
     with claim(folder, settings):
-        evaluation = Evaluation(decoding, folder, problems, settings, rule)
+        evaluation = Evaluation(decoding, folder, problems, settings, rule, part)
         try:
             evaluation.decode(progress or (lambda what, done, of, left: None))
         finally:
@@ -154,21 +164,20 @@ def evaluate(
         with activity.doing("figures and plots"):
             summary = report.summarize(
                 settings,
-                provenance()
-                | {"machine": platform.machine(), "backend": jax.default_backend()}
-                | _latest(evaluation.file.rows),
+                provenance() | {"machine": platform.machine(), "backend": jax.default_backend()},
                 evaluation.matches,
                 evaluation.margins,
                 evaluation.replays,
-                problems,
+                {
+                    problem.task: problem.metric
+                    for problem in (problems if part is None else problems[part.share()])
+                },
+                report.notes(settings, problems),
                 evaluation.file.rows,
-                evaluation.arms,
+                lambda temperature, matched: [arm.legend() for arm in evaluation.arms(temperature, matched)],
             )
-            report.write(summary, evaluation.texts, folder)
+            if part is None:
+                report.write(summary, evaluation.texts, folder)
+            else:
+                write_json(folder / report.SUMMARY, summary)
     return summary
-
-
-def _latest(rows: Sequence[Row]) -> dict[str, Any]:
-    """When the last row was decoded, and of which commit: a run that finds them all decodes nothing."""
-    last = max(rows, key=lambda row: row.get("date", ""), default={})
-    return {name: last.get(name) for name in ("date", "commit", "dirty")} if last else {}

@@ -21,10 +21,10 @@ def as_json(
     requests: Sequence[Request],
     said: Mapping[str, Observed],
 ) -> list[dict[str, Any]]:
-    """For texts.json: of the first problems `id`, `prompt`, and by arm `tokens`, their `kinds` and their `pieces`, the
-    text that each completes; joined they are the text."""
+    """For texts.json: of `problems`, which the first `requests` are of, `id`, `prompt`, and by arm `tokens`, their
+    `kinds` and their `pieces`, the text that each completes; joined they are the text."""
     found = []
-    for number, (problem, request) in enumerate(zip(problems[:PROBLEMS], requests, strict=False)):
+    for number, (problem, request) in enumerate(zip(problems, requests, strict=False)):
         arms = {
             name: {
                 "tokens": seen.tokens[number],
