@@ -101,5 +101,7 @@ def test_a_state_that_was_given_away_is_told():
         lambda: DECODER.step(PARAMS, state),
     ]
     for use in again:
-        with pytest.raises(MarsError, match=r"was given away before.*: go on with the state that it returned"):
+        with pytest.raises(
+            MarsError, match=r"was given away before.*: go on with the state that it returned"
+        ):
             use()
