@@ -19,7 +19,7 @@ COMMANDS = {
     "distill": "train a draft model, or EAGLE or Medusa heads, for a target",
     "models": "list the models that have a short name, and which of them are here",
     "pairs": "say what can draft for a model",
-    "merge": "put together what generate or benchmark wrote with --part",
+    "merge": "put the parts together that other commands wrote with --part",
     "convert": "convert a checkpoint into Orbax arrays, cast or quantised once",
     "plan": "compile a decode step for TPU slices ahead of time, without a TPU",
     "check": "check kernels, tokens and speed on the device that is there",

@@ -10,7 +10,7 @@ EXTRAS = {
     "--draft-device": "mars_jax.contrib.drafters.elsewhere:open_elsewhere",
     "--refine": "mars_jax.lab.commands.refining:open_refining",
     "--theta": "mars_jax.lab.theta:rule_of_file",
-    "merge": "mars_jax.lab.evaluate.benchmark.merging:merge",
+    "merge": "mars_jax.lab.merging:merge",
 }
 """Functions that flags and commands call: "module:function"."""
 

@@ -19,9 +19,9 @@ from mars_jax.cli.program import Parser, command
 from mars_jax.core.errors import MarsError
 
 _DESCRIPTION = """\
-Put what generate or benchmark wrote with --part I/N together, in the order of the prompts.
-A part that is missing or unfinished, or was decoded with other settings or weights, is
-refused.
+Put together what generate, benchmark or distill features wrote with --part I/N, in the
+order of the prompts. A part that is missing or unfinished, or was decoded with other
+settings or weights, is refused.
 """
 _EPILOG = """\
 examples:
@@ -55,7 +55,7 @@ def _run(args: argparse.Namespace, out: IO[str]) -> None:
         raise MarsError(f"'{target}' exists: remove it, or rename it.")
     parts = parts_of(target)
     if next(iter(parts.values())).is_dir():
-        print(f"{target}: {extras.call('merge', parts, target)} rows", file=out)
+        print(f"{target}: {extras.call('merge', parts, target)}", file=out)
         return
     lines, settings = merged(parts)
     try:

@@ -53,6 +53,18 @@ class Part(NamedTuple):
             raise MarsError(f"{told}: take fewer parts.")
         return self._replace(rows=rows)
 
+    def unfinished(self, folder: Path) -> MarsError:
+        """Return the error of a folder that lacks rows."""
+        return MarsError(
+            f"'{folder}' is unfinished: run it again with --part {self.number}/{self.of}, and it goes on."
+        )
+
+    def damaged(self, folder: Path) -> MarsError:
+        """Return the error of a folder that cannot be read."""
+        return MarsError(
+            f"'{folder}' is damaged: remove it, and run it again with --part {self.number}/{self.of}."
+        )
+
 
 def parse_part(text: str, environment: Mapping[str, str] = os.environ) -> Part:
     """Return the part that a flag names.

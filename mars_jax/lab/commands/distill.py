@@ -10,6 +10,7 @@ from typing import IO, Any, NamedTuple
 
 from mars_jax import __version__, assets, specs
 from mars_jax.cli.flags import HOSTS, Present, add_host_flags
+from mars_jax.cli.part import PART_HELP, parse_part
 from mars_jax.cli.program import Parser, command, keep_compilations
 from mars_jax.core.errors import MarsError
 
@@ -95,6 +96,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "--chat": {"action": "store_true", "default": None, "help": "the target answers each document"},
     "--temperatures": _flag("T,U", "of the answers, which take turns (default: 0,1)"),
     "--shard": _flag("N", "documents of a shard (default: 128)", int),
+    "--part": _flag("I/N", PART_HELP.replace("decode rows", "write shards")),
 }
 """Flags by name. A kind may explain one in words of its own, `Kind.told`."""
 _DATA = ("--target", "--data", "--output")
@@ -172,7 +174,7 @@ KINDS = {
         "what a target says of a text, for eagle3 --features",
         _DATA,
         ("--length", "--seed"),
-        ("--feature-layers", "--chat", "--temperatures", "--shard"),
+        ("--feature-layers", "--chat", "--temperatures", "--shard", "--part"),
     ),
 }
 
@@ -282,6 +284,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace, out: IO[str]) -> None:
     check(args)
+    args.part = None if args.part is None else parse_part(args.part)
     # From here on jax loads; what is above answers at once.
     keep_compilations()
     if args.kind == "features":

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
+from mars_jax.cli import merge
 from mars_jax.lab.commands import distill, distill_heads
 from mars_jax.lab.training import data, head_training
 from mars_jax.lab.training import distillation as training
@@ -195,6 +196,54 @@ def test_features_are_of_the_targets_answers(call, tmp_path):
         answer = range(len(next(a for a in asked if ids[: len(a)] == a)) - 1, len(ids) - 1)
         said = [int(found.top[row, i, 0]) == ids[i + 1] for i in answer]
         assert np.mean(said) > 0.85  # bfloat16 in other shapes: ties
+
+
+def test_features_in_parts_are_those_of_one_process(call, target, tmp_path, monkeypatch, capsys):
+    """Five shards by three parts, of which one was killed after its first."""
+    from mars_jax.lab.training import features
+
+    path = tmp_path / "text.txt"
+    path.write_text("\n<|endoftext|>\n".join(f"the sea {'and the sun ' * n}" for n in range(1, 6)))
+    flags = (
+        "features",
+        "--target",
+        target,
+        "--data",
+        path,
+        "--length",
+        24,
+        "--feature-layers",
+        "0,0,0",
+        "--shard",
+        1,
+    )
+    assert call(*flags, "--output", tmp_path / "whole")[0] == 0
+    out, part = tmp_path / "made", tmp_path / "made-00001-of-00003"
+    for number in (0, 2):
+        assert call(*flags, "--output", out, "--part", f"{number}/3")[0] == 0
+
+    def dies(folder, recorded, write=features.write_shard):
+        if folder.name != "00001":
+            raise KeyboardInterrupt
+        write(folder, recorded)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(features, "write_shard", dies)
+        assert call(*flags, "--output", out, "--part", "1/3")[0] == 130
+    assert merge.main([str(out)]) == 2
+    assert f"'{part}' is unfinished: run it again with --part 1/3, and it goes on." in capsys.readouterr().err
+    assert call(*flags, "--output", out, "--part", "1/3")[0] == 0
+    (part / "00004").rename(tmp_path / "kept")
+    assert merge.main([str(out)]) == 2 and not out.exists()
+    assert f"'{part}' is damaged: remove it, and run it again with --part 1/3." in capsys.readouterr().err
+    (tmp_path / "kept").rename(part / "00004")
+    assert merge.main([str(out)]) == 0 and capsys.readouterr().out == f"{out}: 5 shards\n"
+    files = [file.relative_to(out) for file in sorted(out.rglob("*"))]
+    assert files == [file.relative_to(tmp_path / "whole") for file in sorted((tmp_path / "whole").rglob("*"))]
+    for file in files:
+        assert (out / file).is_dir() or (out / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
+    code, err = call(*flags, "--output", out, "--part", "5/6")
+    assert code == 2 and "--part 5/6 has none of the 5 rows: take fewer parts." in err
 
 
 @pytest.mark.parametrize("kind", distill.KINDS)

@@ -7,60 +7,27 @@ process (tests/lab/evaluate/test_merging.py).
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mars_jax.cli.part import Part, rows_of
+from mars_jax.cli.part import Part
 from mars_jax.core.errors import MarsError
 from mars_jax.lab.evaluate.benchmark import report
 from mars_jax.lab.evaluate.benchmark.arm_loops import MARGINS, ROWS, TEXTS
 from mars_jax.lab.evaluate.benchmark.arm_rows import place_of
-from mars_jax.lab.folder import SETTINGS, check_writable, write_json
+from mars_jax.lab.folder import write_json
 from mars_jax.lab.pictures import style
-from mars_jax.serve.journal import Row, difference, to_line
+from mars_jax.serve.journal import Row, to_line
 
 
 class _Run(NamedTuple):
     """The files of a part."""
 
-    settings: dict[str, Any]
     rows: list[Row]
     summary: dict[str, Any]
     margins: dict[str, Any]
     texts: dict[str, Any]
-
-
-def merge(parts: Mapping[Part, Path], target: Path) -> int:
-    """Write the folder of all parts together; returns the number of its rows.
-
-    Args:
-      parts: from `parts_of`.
-      target: the folder, which is not there yet. It comes into being whole.
-
-    Raises:
-      MarsError: a part is unfinished or damaged, they differ in a setting, or a package is missing.
-    """
-    style.check_installed()
-    check_writable(target)
-    runs, total = [], None
-    for part, folder in parts.items():
-        run = _read(folder, part)
-        rows = rows_of(folder, part, run.settings.pop("part"))
-        total = total or rows
-        if runs and (found := difference(runs[0].settings | {"rows": total}, run.settings | {"rows": rows})):
-            raise MarsError(f"'{folder}' was decoded with {found} than the parts before it: decode it again.")
-        runs.append(run)
-    try:
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as staged:
-            made = Path(staged) / target.name
-            made.mkdir()
-            count = _write(runs, made, target)
-            made.rename(target)
-    except OSError as error:
-        raise MarsError(f"'{target}' cannot be written ({error.strerror}): mend that.") from None
-    return count
 
 
 def _read(folder: Path, part: Part) -> _Run:
@@ -68,25 +35,33 @@ def _read(folder: Path, part: Part) -> _Run:
         path = folder / name
         return default if default is not None and not path.exists() else json.loads(path.read_text("utf-8"))
 
-    again = f"run it again with --part {part.number}/{part.of}"
     if not (folder / report.SUMMARY).exists():
-        raise MarsError(f"'{folder}' is unfinished: {again}, and it goes on.")
+        raise part.unfinished(folder)
     try:
         lines = (folder / ROWS).read_bytes().splitlines()  # of a text, U+2028 would end a line
         rows = [dict(json.loads(line)) for line in lines]
-        run = _Run(read(SETTINGS), rows, read(report.SUMMARY), read(MARGINS, {}), read(TEXTS, {}))
-        Part(**run.settings["part"])
+        run = _Run(rows, read(report.SUMMARY), read(MARGINS, {}), read(TEXTS, {}))
         wanted = sum(arm["problems"] for table in run.summary["tables"] for arm in table["arms"])
         if len(rows) != wanted:
             raise ValueError
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        raise MarsError(f"'{folder}' is damaged: remove it, and {again}.") from None
+        raise part.damaged(folder) from None
     return run
 
 
-def _write(runs: list[_Run], folder: Path, target: Path) -> int:
-    """Write all files of the run; returns the number of its rows."""
-    settings = runs[0].settings
+def write(parts: Mapping[Part, Path], settings: Mapping[str, Any], folder: Path) -> int:
+    """Write all files of the run but its settings; returns the number of its rows.
+
+    Args:
+      parts: and their folders.
+      settings: of the run.
+      folder: an empty one.
+
+    Raises:
+      MarsError: a part is unfinished or damaged, or a package is missing.
+    """
+    style.check_installed()
+    runs = [_read(there, part) for part, there in parts.items()]
     tables = [table for run in runs for table in run.summary["tables"]]
     metrics = {table["task"]: table["metric"] for table in tables}
     legends = {
@@ -109,7 +84,7 @@ def _write(runs: list[_Run], folder: Path, target: Path) -> int:
     there = {_key(row, settings): row for run in runs for row in run.rows}
     if set(there) != set(keys) or len(keys) != sum(len(run.rows) for run in runs):
         raise MarsError(
-            f"the parts of '{target}' have other rows than one run: remove them, and decode them again."
+            f"the parts of '{folder.name}' have other rows than one run: remove them, and decode them again."
         )
     rows = [there[key] for key in keys]
     numbers = {(row["task"], row["id"]): number for (*_, number), row in there.items()}
@@ -132,7 +107,6 @@ def _write(runs: list[_Run], folder: Path, target: Path) -> int:
         rows,
         lambda temperature, matched: legends[temperature],
     )
-    write_json(folder / SETTINGS, settings)
     (folder / ROWS).write_text("".join(f"{to_line(row)}\n" for row in rows), encoding="utf-8")
     if margins:
         write_json(folder / MARGINS, margins)
