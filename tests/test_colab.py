@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import os
 import re
 from pathlib import Path
 
@@ -35,10 +36,17 @@ def executed(name, monkeypatch, tmp_path, **settings):
     pytest.importorskip("matplotlib")
     for key, value in settings.items():
         monkeypatch.setenv(key, value)
-    monkeypatch.setenv("PYTHONPATH", str(COLAB.parent))
+    kernel = os.environ.get("MARS_JAX_TESTS_KERNEL")  # of an environment with the wheel
+    if kernel is None:
+        monkeypatch.setenv("PYTHONPATH", str(COLAB.parent))
+    else:
+        monkeypatch.delenv("PYTHONPATH", raising=False)
     notebook = jupytext.read(COLAB / f"{name}.ipynb")
     nbclient.NotebookClient(
-        notebook, timeout=1200, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
+        notebook,
+        timeout=1200,
+        kernel_name=kernel or "python3",
+        resources={"metadata": {"path": str(tmp_path)}},
     ).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     said = "".join(output.get("text", "") for output in outputs)
