@@ -43,7 +43,7 @@ from mars_jax.models.config import Rope
 from mars_jax.placement.shardings import params_shardings
 from mars_jax.serve.memory import default_rows
 from mars_jax.serve.prepare import AnyRule, bucket, loaded_rule, prepared
-from mars_jax.serve.queue import Queue
+from mars_jax.serve.queue import Queue, Shares
 from mars_jax.serve.requests import Request, total
 
 if TYPE_CHECKING:
@@ -246,7 +246,9 @@ class Rollout:
         # One width for all calls of a config, so that prompts of other lengths compile nothing.
         made = dataclasses.replace(made, width=bucket(width + new))
         rows = self._batch_size or default_rows(made)
-        found = dict(Queue(made, rows, log_probs=True, shared=self._mesh is None))
+        found = dict(
+            Queue(made, rows, log_probs=True, shared=Shares.PROMPTS if self._mesh is None else Shares.NOTHING)
+        )
         completions = [found[i] for i in range(len(requests))]
         self.metrics = total(completions)
         if any(completion.finish_reason == "failed" for completion in completions):

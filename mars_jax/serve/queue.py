@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import enum
 import itertools
 import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from mars_jax.core import activity, decode, refill
 from mars_jax.core.decoder import Decoder
 from mars_jax.core.given import NO_ROW
 from mars_jax.core.mesh import size_of
 from mars_jax.core.metrics import DecodeStats, zero_stats
+from mars_jax.core.prefill import CHUNK
 from mars_jax.core.types import DecodeState, Params, PyTree
 from mars_jax.placement.hosts import fetch, put
 from mars_jax.placement.shardings import state_shardings
@@ -32,6 +36,10 @@ from mars_jax.serve.text import RowText
 
 WAIT = 32
 """Rows for each one that may be done and wait: rows refill together, so a large batch does not stop at every step."""
+
+
+SAVED = 2048
+"""Tokens that need not be read again, from which on the program that goes on from a beginning is worth compiling."""
 
 
 BETWEEN = 4
@@ -67,7 +75,7 @@ class Queue:
         *,
         order: Sequence[int] | None = None,
         log_probs: bool = False,
-        shared: bool | None = None,
+        shared: Shares | None = None,
         telling: bool = False,
         compiling: bool = False,
     ):
@@ -77,20 +85,22 @@ class Queue:
           rows: B, filled up to a multiple of the mesh's axis `data`.
           order: numbers of requests in the order in which they begin; default: as they are.
           log_probs: keep what the target thinks of each token.
-          shared: read a prompt once for requests that follow each other, on no mesh that divides rows; default: where
-            there are such.
+          shared: read once what requests that follow each other begin with, on no mesh that divides rows; default:
+            where that pays, see `Shares`.
           telling: `events` tells of new tokens too, for which the host looks after every step, on accelerators after
             every fourth.
         """
         self._telling, self._compiling = telling, compiling
         self.forwards = 0
         self._log_probs = log_probs
-        self._waiting = collections.deque(range(len(prepared.requests)) if order is None else order)
+        order = range(len(prepared.requests)) if order is None else order
+        self._waiting = collections.deque(order)
         batch = of_mesh(prepared.target, rows)
         self._prepared = with_costs(prepared, batch, log_probs=log_probs, loop="queue")
         together = of_mesh(prepared.target, 1) == 1
-        self._shared = together and (shares_prompts(prepared.requests) if shared is None else shared)
-        self._read: tuple[tuple[int, ...], DecodeState] | None = None  # a prompt, and a row that has read it
+        shares = shares_of([prepared.requests[i] for i in order]) if shared is None else shared
+        self._shares = shares if together else Shares.NOTHING
+        self._read: Reading | None = None
         self._holds: list[int | None] = [None] * batch  # request by row
         self._began = [0.0] * batch
         self._texts: list[RowText | None] = [None] * batch  # of rows with stop strings
@@ -181,7 +191,7 @@ class Queue:
 
     def _first(self) -> tuple[DecodeState, DecodeStats]:
         entries: list[int | None] = [None] * len(self._holds)
-        if not self._shared:
+        if not self._shares:
             entries = [self._next(row) if self._waiting else None for row in range(len(self._holds))]
         record = self._prepared.width if self._log_probs else None
         stats = zero_stats(len(entries), self._prepared.decoder.max_depth, record=record)
@@ -193,7 +203,7 @@ class Queue:
             return refill.advance.lower(decoder, params, state, stats, 1, 1).compile()
 
         state = self._prepared.start(entries, loop=loop if self._compiling else None)
-        return self._refilled(state, stats) if self._shared else (state, stats)
+        return self._refilled(state, stats) if self._shares else (state, stats)
 
     def _refilled(self, state: DecodeState, stats: DecodeStats) -> tuple[DecodeState, DecodeStats]:
         """Start free rows again with the next requests, one of each part of a mesh at a time.
@@ -201,7 +211,7 @@ class Queue:
         A row's prompt is so read in one shape whenever it begins, and a prompt is enough to keep a device busy: chunks
         of prefill have hundreds of tokens (`prefill.chunk_of`).
         """
-        if self._shared:
+        if self._shares:
             return self._put(state, stats)
         target = self._prepared.target
         parts = size_of("data", target.mesh)
@@ -223,19 +233,33 @@ class Queue:
         return state, stats
 
     def _put(self, state: DecodeState, stats: DecodeStats) -> tuple[DecodeState, DecodeStats]:
-        """Start free rows again with the next requests, from one reading of each prompt."""
+        """Start free rows again with the next requests, by a row of its own that has read their prompts."""
         while self._waiting and None in self._holds:
             row = self._holds.index(None)
             index = self._next(row)
-            prompt = self._prepared.requests[index].prompt_tokens
-            if self._read is None or self._read[0] != prompt:
-                self._read = None  # its memory, before there is another
-                self._read = prompt, self._prepared.start([index])
-            made, at, read = self._prepared, jnp.array(np.asarray([row], np.int32)), self._read[1]
+            self._read = self._reading(index)
+            made, at, read = self._prepared, jnp.array(np.asarray([row], np.int32)), self._read.state
             prompts = made.prompts([index])
             with made.target.on_mesh():
                 state, stats = refill.refill(made.decoder, made.params, state, stats, at, prompts, read)
         return state, stats
+
+    def _reading(self, index: int) -> Reading:
+        """Return a row that has read a prompt: the one before it goes on from what both begin with."""
+        prompt, made, held = self._prepared.requests[index].prompt_tokens, self._prepared, self._read
+        if held is not None and held.prompt == prompt:
+            return held
+        self._read = None  # its memory, before there is another
+        # Where weights are broken, slots after the text may hold what is no number, and would spoil what is read next.
+        goes_on = held is not None and self._shares is Shares.BEGINNINGS and len(prompt) > 1
+        if goes_on and bool(fetch(held.sound)):
+            with made.target.on_mesh():
+                state, _ = decode.extend(made.decoder, made.params, held.state, made.prompts([index]))
+        else:
+            held = None
+            state = made.start([index])
+        with made.target.on_mesh():
+            return Reading(prompt, state, _sound((state.cache, state.draft)))
 
     def _completed(self, ended: Sequence[tuple[int, int, float, tuple, DecodeStats]]) -> Iterator[Finished]:
         for row, index, seconds, final, counters in ended:
@@ -244,37 +268,75 @@ class Queue:
             yield Finished(index, made)
 
 
+class Reading(NamedTuple):
+    """A row that has read a prompt."""
+
+    prompt: tuple[int, ...]
+    state: DecodeState
+    sound: Array  # bool[]: its caches hold numbers alone
+
+
+@jax.jit
+def _sound(caches: PyTree) -> Array:
+    floats = [x for x in jax.tree.leaves(caches) if jnp.issubdtype(x.dtype, jnp.floating)]
+    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in floats])) if floats else jnp.bool_(True)
+
+
 @activity.doing("compiling")
-def compile_queue(prepared: Prepared, rows: int, *, log_probs: bool = False) -> None:
+def compile_queue(prepared: Prepared, rows: int, shares: Shares, *, log_probs: bool = False) -> None:
     """Compile what a `Queue` of these requests will run, so that it times no compilation; next to free where it is.
 
     The first of them are decoded for a token, with prompts of a token or two.
     """
+    # Neighbours with other prompts, so that one goes on from what is read of another.
     short = [
-        dataclasses.replace(request, prompt_tokens=request.prompt_tokens[:2], max_new_tokens=1)
-        for request in prepared.requests
+        dataclasses.replace(request, prompt_tokens=request.prompt_tokens[:1] * (2 + i % 2), max_new_tokens=1)
+        if shares is Shares.BEGINNINGS
+        else dataclasses.replace(request, prompt_tokens=request.prompt_tokens[:2], max_new_tokens=1)
+        for i, request in enumerate(prepared.requests)
     ]
     few = range(min(of_mesh(prepared.target, rows) + 1, len(short)))
     stand_ins = dataclasses.replace(prepared, requests=short)
-    shared = shares_prompts(prepared.requests)
     collections.deque(
-        Queue(stand_ins, rows, order=few, log_probs=log_probs, shared=shared, compiling=True), maxlen=0
+        Queue(stand_ins, rows, order=few, log_probs=log_probs, shared=shares, compiling=True), maxlen=0
     )
 
 
-def shares_prompts(requests: Sequence[Request]) -> bool:
-    """Tell whether any two requests in a row have one prompt, as samples do.
+class Shares(enum.IntEnum):
+    """What requests that follow each other have in common, and what is read once for them."""
 
-    >>> shares_prompts([Request(prompt_tokens=(1, 2)), Request(prompt_tokens=(1, 2), seed=1)])
-    True
+    NOTHING = 0
+    PROMPTS = 1  # whole ones, as samples of a prompt have
+    BEGINNINGS = 2  # a system prompt, or examples before a question
+
+
+def shares_of(requests: Sequence[Request]) -> Shares:
+    """Return what is read once for requests in this order.
+
+    >>> shares_of([Request(prompt_tokens=(1, 2)), Request(prompt_tokens=(1, 2), seed=1)]).name
+    'PROMPTS'
     """
-    return any(a.prompt_tokens == b.prompt_tokens for a, b in itertools.pairwise(requests))
+    pairs = [(a.prompt_tokens, b.prompt_tokens) for a, b in itertools.pairwise(requests)]
+    # A beginning of some tokens saves no forward, which reads dozens.
+    common = (n for a, b in pairs if a != b and (n := _common(a, b)) >= CHUNK)
+    if sum(common) >= SAVED:
+        return Shares.BEGINNINGS
+    return Shares.PROMPTS if any(a == b for a, b in pairs) else Shares.NOTHING
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    """Return how many tokens two prompts begin with alike."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def longest_first(requests: Sequence[Request]) -> list[int]:
     """Return the numbers of the requests, most new tokens first: a long one begun last would keep a batch alone.
 
+    Those that may be equally long follow each other by their prompts, where more is read once for them in that order.
+
     >>> longest_first([Request(prompt_tokens=(1,), max_new_tokens=n) for n in (5, 9, 5)])
     [1, 0, 2]
     """
-    return sorted(range(len(requests)), key=lambda i: -requests[i].max_new_tokens)
+    order = sorted(range(len(requests)), key=lambda i: -requests[i].max_new_tokens)
+    alike = sorted(order, key=lambda i: (-requests[i].max_new_tokens, requests[i].prompt_tokens))
+    return alike if shares_of([requests[i] for i in alike]) is Shares.BEGINNINGS else order

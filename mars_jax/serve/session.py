@@ -34,7 +34,7 @@ from mars_jax.serve.guides import guides_of
 from mars_jax.serve.memory import default_rows
 from mars_jax.serve.prepare import AnyRule, buffer_width, loaded_rule, of_mesh, prepare, prepared
 from mars_jax.serve.prepared import draws
-from mars_jax.serve.queue import Finished, Queue, compile_queue, longest_first, shares_prompts
+from mars_jax.serve.queue import Finished, Queue, compile_queue, longest_first, shares_of
 from mars_jax.serve.requests import Completion, Request, Result, StreamEvent, total
 from mars_jax.verify import exact
 
@@ -238,12 +238,14 @@ class Session:
         else:
             made = prepared(self.target, self.drafter, requests, verify=self.rule)
             rows = of_mesh(self.target, self.batch_size or default_rows(made))
-            plain = not shares_prompts(requests) and not any(request.stop_strings for request in requests)
+            order = longest_first(requests)
+            shares = shares_of([requests[i] for i in order])
+            plain = not shares and not any(request.stop_strings for request in requests)
             if len(requests) <= rows and plain:
                 completions = dataclasses.replace(self, batch_size=rows)._run(requests)
                 forwards = max(completion.metrics.steps for completion in completions)
             else:
-                queue = Queue(made, rows, order=longest_first(requests), log_probs=self.log_probs)
+                queue = Queue(made, rows, order=order, log_probs=self.log_probs)
                 by_number = dict(queue)
                 completions, forwards = [by_number[i] for i in range(len(requests))], queue.forwards
         return Result(
@@ -286,11 +288,12 @@ class Session:
             return self._in_batches(requests, range(len(requests)) if order is None else order)
         made = prepared(self.target, self.drafter, requests, verify=self.rule)
         rows = self.batch_size or default_rows(made)
-        waits = len(requests if order is None else order) > rows
-        kind = "shared" if shares_prompts(requests) else "refilled" if waits else "filled"
+        order = range(len(requests)) if order is None else order
+        shares = shares_of([requests[i] for i in order])
+        kind = shares.name if shares else "refilled" if len(order) > rows else "filled"
         shape = self._shape(requests, made.width, f"queue, {kind}")
         if shape not in self._compiled:
-            compile_queue(made, rows, log_probs=self.log_probs)
+            compile_queue(made, rows, shares, log_probs=self.log_probs)
             self._compiled.add(shape)
         return Queue(made, rows, order=order, log_probs=self.log_probs)
 

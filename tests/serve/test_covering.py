@@ -33,7 +33,7 @@ from mars_jax.core.types import Visible, keys_from_seeds
 from mars_jax.models import ModelConfig, eagle_head, init_params, language_model
 from mars_jax.models.eagle_head import EagleConfig
 from mars_jax.serve.prepare import prepared
-from mars_jax.serve.queue import Queue, longest_first
+from mars_jax.serve.queue import Queue, Shares, longest_first
 
 PROMPTS, ROWS, VOCAB = 200, 16, 64
 CONFIG = ModelConfig(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=2)
@@ -175,9 +175,9 @@ def rounds(request, tokens):
 def test_two_hundred_uneven_prompts_get_what_each_would_get_alone(target, requests, rule, drafter):
     chosen = LoadedRule(verify.load(rule, target).rule)
     made = prepared(target, drafters.LoadedDrafter(*(GREEDY | SAMPLED)[drafter]()), requests, verify=chosen)
-    queue = Queue(made, ROWS, order=longest_first(requests), shared=False)
+    queue = Queue(made, ROWS, order=longest_first(requests), shared=Shares.NOTHING)
     together = {index: completion.tokens for index, completion in queue}
-    alone = {index: completion.tokens for index, completion in Queue(made, 1, shared=False)}
+    alone = {index: completion.tokens for index, completion in Queue(made, 1, shared=Shares.NOTHING)}
     assert len(alone) == PROMPTS and queue.forwards < sum(map(len, alone.values())) / 4
     differing = [index for index in alone if together[index] != alone[index]]
     apart = {}

@@ -11,12 +11,12 @@ import pytest
 import mars_jax as mj
 from mars_jax import drafters, verify
 from mars_jax.core import decode, fake
-from mars_jax.core.types import Prompts
 from mars_jax.models import language_model
 from mars_jax.serve import memory
 from mars_jax.serve.prepare import prepared
-from mars_jax.serve.queue import Queue, Said
+from mars_jax.serve.queue import Queue, Said, Shares
 from mars_jax.serve.requests import make_requests
+from tests.helpers import slow_but
 
 WORDS = ("Once upon a time", "The cat", "A big dog ran", "One day, Tim", "Lily had a", "They", "In the sun")
 ROOM = {
@@ -72,9 +72,9 @@ def test_samples_of_a_prompt_read_it_once(target, draft, monkeypatch):
     }
     read, start = [], decode.start
 
-    def counted(decoder, params, prompts, *rest):
-        read.append(prompts.shape[0])
-        return start(decoder, params, Prompts(prompts, *rest))
+    def counted(decoder, params, prompts):
+        read.append(prompts.tokens.shape[0])
+        return start(decoder, params, prompts)
 
     monkeypatch.setattr(decode, "start", counted)
     found = mj.generate(target, draft, WORDS[:3], batch_size=3, **options)
@@ -83,7 +83,7 @@ def test_samples_of_a_prompt_read_it_once(target, draft, monkeypatch):
     requests = [completion.request for completion in found.completions]
     assert [request.seed for request in requests] == list(range(5, 17))
     made = prepared(target, draft, requests)
-    for index, alone in Queue(made, 1, shared=False):
+    for index, alone in Queue(made, 1, shared=Shares.NOTHING):
         assert alone.tokens == found.tokens[index]
     thetas = verify.mars(theta=[0.1, 0.5, np.inf])
     rowwise = mj.generate(target, draft, WORDS[:3], batch_size=3, **options | {"verify": thetas})
@@ -94,6 +94,65 @@ def test_samples_of_a_prompt_read_it_once(target, draft, monkeypatch):
         assert [one.seed for one in made] == list(range(2 * len(WORDS)))
     with pytest.raises(mj.MarsError, match="samples do not apply at temperature 0"):
         mj.generate(target, draft, WORDS, samples=2)
+
+
+def hashed():
+    return mj.Pretrained.from_parts(fake.hash_model(vocab_size=64), (), None, max_positions=512)
+
+
+PAIRS = {
+    "hash, ngram": (hashed, "ngram"),
+    "tiny, ngram": (lambda: mj.load("tiny/target", dtype="float32"), "ngram"),
+    "tiny, model": (lambda: mj.load("tiny/target", dtype="float32"), "model:tiny/draft"),
+    "tiny, head": (lambda: mj.load("tiny/target", dtype="float32"), "eagle:tiny/eagle3"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("pair", slow_but(PAIRS, "hash, ngram"))
+def test_what_prompts_begin_with_is_read_once(pair, monkeypatch):
+    """Two beginnings by turns, as of two system prompts: each is read once, and every request gets what it would
+    alone, up to rounding in the log-probabilities."""
+    make, draft = PAIRS[pair]
+    target = make()
+    rng = np.random.default_rng(0)
+    beginnings = [rng.integers(3, 60, n).tolist() for n in (300, 280)]
+    prompts = [[*beginnings[i % 2], *rng.integers(3, 60, 5 + 2 * i).tolist()] for i in range(12)]
+    read, extend = [len(min(prompts))], decode.extend
+
+    def counted(*given):
+        state, new = extend(*given)
+        read.append(int(new[0]))
+        return state, new
+
+    monkeypatch.setattr(decode, "extend", counted)
+    options = {"max_new_tokens": 12, "log_probs": True, "batch_size": 3}
+    found = mj.generate(target, draft, prompts, **options)
+    assert len(read) == 12
+    once = 300 + 280 + sum(5 + 2 * i for i in range(12))
+    assert sum(read) <= 1.15 * once < 0.3 * sum(map(len, prompts))
+    requests = mj.make_requests(target, prompts, max_new_tokens=12)
+    made = prepared(target, draft, requests)
+    for index, alone in Queue(made, 3, shared=Shares.NOTHING, log_probs=True):
+        one = found.completions[index]
+        assert (alone.tokens, alone.metrics.steps) == (one.tokens, one.metrics.steps)
+        np.testing.assert_allclose(alone.log_probs.log_prob, one.log_probs.log_prob, atol=2e-5)
+
+
+def test_a_prompt_that_spoils_its_row_spoils_no_other(target):
+    """What is read next does not go on from a row whose caches hold what is no number."""
+    bad = 50
+    params = {**target.params, "embed": target.params["embed"].at[bad].set(np.nan)}
+    params["unembed"] = target.params["embed"]
+    config = dataclasses.replace(target.config, tie_embeddings=False)
+    lame = dataclasses.replace(target, config=config, params=params, model=language_model(config))
+    start = [7] * 40
+    prompts = [[*start, bad, bad, 9, 9], [*start, 9], [*start, 11]]
+    options = {"max_new_tokens": 3, "batch_size": 1}
+    requests = mj.make_requests(lame, prompts, max_new_tokens=3)
+    queue = Queue(prepared(lame, "none", requests), 1, shared=Shares.BEGINNINGS)
+    found = dict(queue)
+    assert [found[i].finish_reason for i in range(3)] == ["failed", "length", "length"]
+    assert [found[i].tokens for i in (1, 2)] == mj.generate(target, "none", prompts[1:], **options).tokens
 
 
 def test_a_batch_size_of_its_own_is_what_memory_has_room_for(target, monkeypatch):
