@@ -250,9 +250,9 @@ class Queue:
         if held is not None and held.prompt == prompt:
             return held
         self._read = None  # its memory, before there is another
+        goes_on = self._shares is Shares.BEGINNINGS and len(prompt) > 1
         # Where weights are broken, slots after the text may hold what is no number, and would spoil what is read next.
-        goes_on = held is not None and self._shares is Shares.BEGINNINGS and len(prompt) > 1
-        if goes_on and bool(fetch(held.sound)):
+        if held is not None and goes_on and bool(fetch(held.sound)):
             with made.target.on_mesh():
                 state, _ = decode.extend(made.decoder, made.params, held.state, made.prompts([index]))
         else:
