@@ -43,9 +43,9 @@ class Tensor(NamedTuple):
 
     shape: tuple[int, ...]
     rows: Callable[[int, int], np.ndarray]  # (first, last) -> [last - first, ...], along the first axis
-    blocks: Callable[[int, int], tuple[np.ndarray, ...]] | None = (
-        None  # of a matrix in 4 bits; see `gguf_blocks`
-    )
+    # Of a matrix in 4 bits, with as many inputs to a scale: the fields of `models.quantize.Int4`, outputs last.
+    blocks: Callable[[int, int], tuple[np.ndarray, ...]] | None = None
+    group: int | None = None
 
     def read(self) -> np.ndarray:
         """Read all of it."""

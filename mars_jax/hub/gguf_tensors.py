@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from mars_jax.hub.files import Tensor
-from mars_jax.hub.gguf_blocks import KINDS, read_blocks
+from mars_jax.hub.gguf_blocks import BLOCK_SIZE, KINDS, read_blocks
 from mars_jax.hub.gguf_file import GGUFFile, read_gguf
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.weights import weights
@@ -47,7 +47,9 @@ def _tensor(file: GGUFFile, name: str, config: ModelConfig) -> Tensor:
     if file.architecture in _INTERLEAVED and (".attn_q." in name or ".attn_k." in name):
         read, stored = (functools.partial(_halves, rows, config.head_dim) for rows in (read, stored))
     if len(shape) == 2 and kind.name in KINDS:
-        return Tensor(shape, read, lambda first, last: read_blocks(stored(first, last), kind.name))
+        return Tensor(
+            shape, read, lambda first, last: read_blocks(stored(first, last), kind.name), BLOCK_SIZE
+        )
     if file.architecture.startswith("gemma") and name.endswith("norm.weight"):
         return Tensor(shape, lambda first, last: read(first, last) - 1.0)  # llama.cpp stores 1 + scale
     return Tensor(shape, read)

@@ -23,6 +23,7 @@ from mars_jax.hub.converted import is_converted, restore_params
 from mars_jax.hub.files import Tensor, resolve, tensors
 from mars_jax.hub.gguf_file import is_gguf, read_gguf
 from mars_jax.hub.gguf_tensors import gguf_tensors
+from mars_jax.hub.packed_files import packing, unpacked
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.hub.stream import HostArray, read_array, to_params
 from mars_jax.models.config import ModelConfig
@@ -96,9 +97,10 @@ def load(
       name_or_path: directory, .gguf file, `owner/name` on the Hugging Face hub, a short name of `specs.models`, such as
         "qwen3-0.6b", or a checkpoint inside the package: "tiny/target" (the default), "tiny/draft".
       dtype: "float32" or "bfloat16"; None is the checkpoint's own (float16 becomes bfloat16; a
-        quantised GGUF file float32). "int8" keeps matrices
+        quantised GGUF file float32; AWQ, GPTQ and compressed-tensors in 4 bits "int4"). "int8" keeps matrices
         in 8 bits per weight (`models.quantize`), and everything else in the checkpoint's own. "int4" keeps those of
-        layers in 4 bits, embeddings and experts in 8. GGUF's Q4_0 and Q4_1 are then kept as the file has them.
+        layers in 4 bits, embeddings and experts in 8. What is in 4 bits already (GGUF's Q4_0 and Q4_1, AWQ, GPTQ but
+        for its `desc_act`, compressed-tensors' pack-quantized) is then kept as the file has it.
       mesh: devices to divide the weights over, with any of the axes `data`, `model` and `expert`, of type Auto or
         Explicit, or a text such as "data=2,model=4"; see `mars_jax.placement.shardings`. `generate` then divides the
         batch over `data`.
@@ -136,6 +138,8 @@ def load(
     if is_converted(directory):
         params, dtype = restore_params(directory, config, dtype, shardings=shardings, check=check)
     else:
+        if dtype is None and not is_gguf(directory) and packing(directory) is not None:
+            dtype = "int4"  # it was rounded for that
         dtype, bits = resolve_dtype(dtype, own)
         params = read_params(directory, config, dtype, bits=bits, shardings=shardings)
     cache_dtype = cache_dtype or ("float32" if jax.default_backend() == "cpu" else dtype)
@@ -254,7 +258,12 @@ def find_tensors(directory: Path, config: ModelConfig) -> dict[str, tuple[str, T
     Raises:
       MarsError: missing, unexpected, mis-shaped or doubled tensors, by name.
     """
-    held = collect(gguf_tensors(directory, config) if is_gguf(directory) else tensors(directory), _alias)
+    if is_gguf(directory):
+        files = gguf_tensors(directory, config)
+    else:
+        how = packing(directory)
+        files = tensors(directory) if how is None else unpacked(directory, tensors(directory), how)
+    held = collect(files, _alias)
     table = {row.name: row for row in weights(config)}
 
     def harmless(name: str) -> bool:

@@ -17,7 +17,6 @@ from jax.sharding import Sharding
 
 from mars_jax.core.errors import MarsError
 from mars_jax.hub.files import Tensor
-from mars_jax.hub.gguf_blocks import BLOCK_SIZE
 from mars_jax.models.quantize import (
     FORMS,
     Quantized,
@@ -114,8 +113,7 @@ def read_array(
       MarsError: a tensor that cannot be read, or does not hold floating numbers.
     """
     if bits is not None:
-        group = BLOCK_SIZE if tensors[0][1].blocks is not None else None
-        made = [HostArray(*leaf) for leaf in FORMS[bits].leaves(shape, sharding, group)]
+        made = [HostArray(*leaf) for leaf in FORMS[bits].leaves(shape, sharding, tensors[0][1].group)]
     else:
         made = [HostArray(shape, dtype, sharding)]
     stacked = len(shape) > len(tensors[0][1].shape)

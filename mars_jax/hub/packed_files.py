@@ -1,0 +1,183 @@
+"""Matrices in 4 bits as AWQ, GPTQ and compressed-tensors pack them, by the names that plain ones would have.
+
+Eight numbers of 4 bits stand in one i32, the first in its lowest bits. A weight is (q - z) * s, with a scale s and a
+zero z for each output and group of inputs:
+
+| | numbers q | scales | zeros |
+|---|---|---|---|
+| AWQ | `qweight` [in, out / 8], eight outputs in the order 0 2 4 6 1 3 5 7 | `scales` [in / G, out] | `qzeros` [in / G, out / 8], in the same order |
+| GPTQ | `qweight` [in / 8, out] | `scales` [in / G, out] | `qzeros` [in / G, out / 8], less 1 in the first version |
+| compressed-tensors | `weight_packed` [out, in / 8] | `weight_scale` [out, in / G] | `weight_zero_point` [out / 8, in / G], or 8 |
+
+In GPTQ `g_idx` [in] names the group of each input. Where groups are not neighbours, as `desc_act` makes them, a matrix
+is dequantised, and rounded anew where 4 bits are asked for. Sources: casper-hansen/AutoAWQ `packing_utils.py`,
+AutoGPTQ `qlinear_cuda_old.py`, vllm-project/compressed-tensors `pack_quantized`. Oracle: what these packages packed
+(tests/hub/packed_by_others.npz).
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mars_jax.core.errors import MarsError
+from mars_jax.hub.config_json import read_json
+from mars_jax.hub.files import Tensor
+
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+_NIBBLES = np.arange(0, 32, 4, dtype=np.uint32)
+_PIECE = re.compile(r"^(.*)\.(qweight|qzeros|scales|g_idx|weight_(?:packed|scale|zero_point|shape|g_idx))$")
+
+
+class _Matrix(NamedTuple):
+    """A matrix, inputs first."""
+
+    q: np.ndarray  # u8[in, out]
+    zero: np.ndarray  # u8[groups, out]
+    scale: np.ndarray  # floating [groups, out]
+    group: np.ndarray  # i32[in]; the group of each input
+
+
+def packing(directory: Path) -> Mapping[str, Any] | None:
+    """Return the `quantization_config` of a checkpoint whose matrices are packed in 4 bits; None of any other.
+
+    Raises:
+      MarsError: it is of a method that is known and in a form that is not read.
+    """
+    data = read_json(directory / "config.json")
+    found = data.get("quantization_config") or data.get("compression_config")
+    if not isinstance(found, dict) or found.get("quant_method") not in _READERS:
+        return None
+    method = found["quant_method"]
+    if method == "compressed-tensors":
+        groups = [g for g in (found.get("config_groups") or {}).values() if isinstance(g, dict)]
+        weights = [g.get("weights") or {} for g in groups]
+        fits = found.get("format") == "pack-quantized" and all(w.get("num_bits") == 4 for w in weights)
+    else:
+        fits = found.get("bits", found.get("w_bit")) == 4 and (
+            method == "gptq" or str(found.get("version", "gemm")).lower() == "gemm"
+        )
+    if not fits:
+        raise MarsError(
+            f"'{directory}' is quantised by {method} in a form that is not read: use one in 4 bits (AWQ's version "
+            "gemm, compressed-tensors' format pack-quantized), or the checkpoint that it was made of."
+        )
+    return found
+
+
+def unpacked(
+    directory: Path, files: Iterable[Mapping[str, Tensor]], how: Mapping[str, Any]
+) -> Iterator[dict[str, Tensor]]:
+    """Give the tensors of a checkpoint's files, each packed matrix as one tensor `NAME.weight`.
+
+    Args:
+      directory: for errors.
+      files: from `files.tensors`.
+      how: from `packing`.
+
+    Raises:
+      MarsError: a matrix of which a piece is missing.
+    """
+    pieces: dict[str, dict[str, Tensor]] = {}
+    for file in files:
+        plain = {}
+        for name, tensor in file.items():
+            if found := _PIECE.match(name):
+                pieces.setdefault(found[1], {})[found[2]] = tensor
+            else:
+                plain[name] = tensor
+        yield plain
+    read = _READERS[how["quant_method"]]
+
+    @functools.lru_cache(maxsize=1)  # all rows of a matrix are in each of its pieces
+    def matrix(name: str) -> _Matrix:
+        made = read({piece: tensor.read() for piece, tensor in pieces[name].items()}, how)
+        if len(made.group) % len(made.scale) or made.zero.shape != made.scale.shape:
+            raise MarsError(f"its pieces are of {made.q.shape}, {made.zero.shape} and {made.scale.shape}.")
+        return made
+
+    made = {}
+    for name, own in pieces.items():
+        try:
+            made[f"{name}.weight"] = _tensor(
+                functools.partial(matrix, name), own, _SHAPES[how["quant_method"]]
+            )
+        except KeyError as error:
+            raise MarsError(
+                f"'{directory}' lacks {name}.{error.args[0]}: download the checkpoint again."
+            ) from None
+    yield made
+
+
+def _tensor(matrix: Any, pieces: Mapping[str, Tensor], shape: Any) -> Tensor:
+    def rows(first: int, last: int) -> np.ndarray:
+        m = matrix()
+        steps = m.q[:, first:last].astype(np.float32) - m.zero[m.group, first:last]
+        return (steps * m.scale[m.group, first:last].astype(np.float32)).T
+
+    def blocks(first: int, last: int) -> tuple[np.ndarray, ...]:
+        m = matrix()
+        scale = m.scale[:, first:last].astype(np.float32)
+        values = (m.q[:, first:last].astype(np.int8) - np.int8(8)).reshape(len(m.scale), size, -1)
+        return values, scale.astype(np.float16), (8 - m.zero[:, first:last].astype(np.float32)) * scale
+
+    outputs, inputs, groups = shape(pieces)
+    size = inputs // groups
+    order = next((pieces[name].read() for name in ("g_idx", "weight_g_idx") if name in pieces), None)
+    neighbours = order is None or np.any(order < 0) or np.array_equal(order, np.arange(inputs) // size)
+    return Tensor((outputs, inputs), rows, blocks, size) if neighbours else Tensor((outputs, inputs), rows)
+
+
+def _spread(packed: np.ndarray) -> np.ndarray:
+    """i32[..., n] -> u8[..., 8 n], the numbers of 4 bits in the order of their bits."""
+    wide = packed.view(np.uint32)[..., None] >> _NIBBLES & 15
+    return wide.astype(np.uint8).reshape(*packed.shape[:-1], -1)
+
+
+def _awq(pieces: Mapping[str, np.ndarray], how: Mapping[str, Any]) -> _Matrix:
+    # The number at bit 4 i is that of output order[i].
+    back = np.argsort(_AWQ_ORDER)
+    q, zero = (
+        spread.reshape(len(spread), -1, 8)[..., back].reshape(spread.shape)
+        for spread in map(_spread, (pieces["qweight"], pieces["qzeros"]))
+    )
+    return _in_order(q, zero, pieces["scales"])
+
+
+def _gptq(pieces: Mapping[str, np.ndarray], how: Mapping[str, Any]) -> _Matrix:
+    q, zero = _spread(pieces["qweight"].T.copy()).T, _spread(pieces["qzeros"])
+    if how.get("checkpoint_format", "gptq") != "gptq_v2":
+        zero = zero + np.uint8(1)
+    made = _in_order(q, zero, pieces["scales"])
+    return made._replace(group=pieces["g_idx"].astype(np.int32)) if "g_idx" in pieces else made
+
+
+def _compressed(pieces: Mapping[str, np.ndarray], how: Mapping[str, Any]) -> _Matrix:
+    scale = pieces["weight_scale"].T
+    q = _spread(pieces["weight_packed"]).T
+    if "weight_zero_point" in pieces:
+        zero = _spread(pieces["weight_zero_point"].T.copy())
+    else:
+        zero = np.full(scale.shape, 8, np.uint8)
+    made = _in_order(q, zero, scale)
+    own = pieces.get("weight_g_idx")
+    return made if own is None or np.any(own < 0) else made._replace(group=own.astype(np.int32))
+
+
+def _in_order(q: np.ndarray, zero: np.ndarray, scale: np.ndarray) -> _Matrix:
+    return _Matrix(q, zero, scale, np.arange(len(q), dtype=np.int32) // (len(q) // len(scale)))
+
+
+_READERS = {"awq": _awq, "gptq": _gptq, "compressed-tensors": _compressed}
+_SHAPES = {  # (outputs, inputs, groups) of the pieces
+    "awq": lambda p: (p["scales"].shape[1], p["qweight"].shape[0], p["qzeros"].shape[0]),
+    "gptq": lambda p: (p["scales"].shape[1], p["qweight"].shape[0] * 8, p["qzeros"].shape[0]),
+    "compressed-tensors": lambda p: (
+        p["weight_packed"].shape[0], p["weight_packed"].shape[1] * 8, p["weight_scale"].shape[1],
+    ),
+}  # fmt: skip

@@ -1,0 +1,176 @@
+"""Checkpoints in 4 bits as AWQ, GPTQ and compressed-tensors pack them.
+
+`packed_by_others.npz` is what the packages themselves made of random matrices [32, 64] in groups of 32: AutoAWQ 0.2.9
+(`dequantize_gemm` of random bits), AutoGPTQ 0.7.1 (`QuantLinear.pack`), compressed-tensors 0.20.0 (`pack_to_int32`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import mars_jax as mj
+from mars_jax.core.errors import MarsError
+from mars_jax.hub.files import Tensor
+from mars_jax.hub.packed_files import packing, unpacked
+from mars_jax.hub.save import save
+from mars_jax.models import ModelConfig, init_params
+from mars_jax.models.quantize import Int4
+
+METHODS = ("awq", "gptq", "compressed-tensors")
+HOW = {
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True},
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False},
+    "compressed-tensors": {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"weights": {"num_bits": 4, "group_size": 32}}},
+    },
+}
+CONFIG = ModelConfig(
+    vocab_size=64, hidden_size=64, intermediate_size=96, num_layers=2, num_heads=4, num_kv_heads=2, max_positions=64
+)  # fmt: skip
+
+
+def on_disk(array):
+    return Tensor(array.shape, lambda first, last: array[first:last] if array.ndim else array)
+
+
+def by_others(method):
+    with np.load(Path(__file__).parent / "packed_by_others.npz") as file:
+        found = {name.split("/")[1]: file[name] for name in file if name.startswith(f"{method}/")}
+    weight = found.pop("weight")
+    return {f"model.up.{piece}": on_disk(array) for piece, array in found.items()}, weight
+
+
+def read(pieces, method, **how):
+    *_, made = unpacked(Path("here"), [pieces], HOW[method] | how)
+    return made["model.up.weight"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_weights_are_those_that_the_packages_mean(method):
+    pieces, weight = by_others(method)
+    tensor = read(pieces, method)
+    assert (tensor.shape, tensor.group) == ((32, 64), 32)
+    np.testing.assert_array_equal(tensor.read(), weight)
+    np.testing.assert_array_equal(tensor.rows(5, 9), weight[5:9])
+    kept = Int4(*map(jnp.asarray, tensor.blocks(0, 32)), dtype=jnp.dtype("float32"))
+    np.testing.assert_allclose(kept.astype("float32"), weight, rtol=1e-6, atol=1e-7)
+
+
+def test_groups_that_are_no_neighbours_are_dequantised():
+    pieces, weight = by_others("gptq")
+    order = np.random.default_rng(0).permutation(64)
+    group = (np.arange(64) // 32)[order].astype(np.int32)
+    plain = read(pieces, "gptq")
+    tensor = read(pieces | {"model.up.g_idx": on_disk(group)}, "gptq")
+    assert tensor.blocks is None and tensor.group is None
+    # Inputs that keep their group keep their weights.
+    same = group == np.arange(64) // 32
+    np.testing.assert_array_equal(tensor.read()[:, same], weight[:, same])
+    assert not np.array_equal(tensor.read(), plain.read())
+
+
+def test_the_second_version_of_gptq_keeps_its_zeros():
+    pieces, weight = by_others("gptq")
+    scale = pieces["model.up.scales"].read().astype(np.float32).T.repeat(32, axis=1)
+    np.testing.assert_allclose(
+        read(pieces, "gptq", checkpoint_format="gptq_v2").read() - weight, scale, rtol=1e-4
+    )
+
+
+def packed(q, zero, scale, method):
+    """The pieces of q [in, out], zero and scale [groups, out], a number at a time."""
+
+    def rows(array, order=range(8)):
+        """[n, 8 m] -> i32[n, m]"""
+        made = np.zeros((len(array), array.shape[1] // 8), np.uint32)
+        for place, source in enumerate(order):
+            made |= array[:, source::8].astype(np.uint32) << np.uint32(4 * place)
+        return made.view(np.int32)
+
+    if method == "awq":
+        order = (0, 2, 4, 6, 1, 3, 5, 7)
+        return {"qweight": rows(q, order), "qzeros": rows(zero, order), "scales": scale}
+    if method == "gptq":
+        return {"qweight": rows(q.T).T.copy(), "qzeros": rows((zero - 1) & 15), "scales": scale}
+    return {
+        "weight_packed": rows(q.T.copy()),
+        "weight_zero_point": rows(zero).T.copy(),
+        "weight_scale": scale.T.copy(),
+        "weight_shape": np.asarray(q.T.shape),
+    }
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """A checkpoint whose matrices of layers are in 4 bits, as floats, and the numbers they are made of."""
+    folder = tmp_path_factory.mktemp("plain")
+    save(folder, CONFIG, init_params(CONFIG, jax.random.key(0), scale=0.3))
+    weights, rng, parts = load_file(folder / "model.safetensors"), np.random.default_rng(0), {}
+    for name, weight in weights.items():
+        if name.endswith("proj.weight"):
+            out, inner = weight.shape
+            q, zero = rng.integers(0, 16, (inner, out)), rng.integers(1, 16, (inner // 32, out))
+            scale = (rng.uniform(0.01, 0.03, zero.shape)).astype(np.float16)
+            parts[name.removesuffix(".weight")] = q, zero, scale
+            spread = ((q - zero.repeat(32, 0)) * scale.astype(np.float32).repeat(32, 0)).T
+            weights[name] = np.ascontiguousarray(spread, np.float32)
+    save_file(weights, folder / "model.safetensors")
+    return folder, parts
+
+
+@pytest.fixture(params=METHODS)
+def checkpoint(request, plain, tmp_path):
+    folder, parts = plain
+    shutil.copytree(folder, tmp_path / request.param)
+    made = tmp_path / request.param
+    weights = load_file(made / "model.safetensors")
+    for name, part in parts.items():
+        del weights[f"{name}.weight"]
+        weights |= {f"{name}.{piece}": array for piece, array in packed(*part, request.param).items()}
+    save_file(weights, made / "model.safetensors")
+    config = json.loads((made / "config.json").read_text())
+    (made / "config.json").write_text(json.dumps(config | {"quantization_config": HOW[request.param]}))
+    return made
+
+
+def test_a_packed_checkpoint_is_the_model_of_its_weights(checkpoint, plain):
+    """Kept as it is by default, and dequantised on demand: bit for bit the floats."""
+    floats = mj.load(plain[0], dtype="float32")
+    wide, kept = mj.load(checkpoint, dtype="float32"), mj.load(checkpoint)
+    jax.tree.map(np.testing.assert_array_equal, wide.params, floats.params)
+    up = kept.params["layers"][0]["up"]
+    assert isinstance(up, Int4) and up.values.shape == (2, 32, 96) and up.group == 32
+    np.testing.assert_allclose(up.astype("float32"), floats.params["layers"][0]["up"], rtol=1e-6, atol=1e-7)
+    # Its embeddings are in 8 bits, as those of every model in 4.
+    tables = {name: kept.params[name].astype("float32") for name in ("embed", "unembed")}
+    same = dataclasses.replace(floats, params=floats.params | tables)
+    options = {"max_new_tokens": 12, "ignore_eos": True}
+    wanted = mj.generate(same, "ngram", [[1, 2, 3]], **options).tokens
+    assert mj.generate(kept, "ngram", [[1, 2, 3]], **options).tokens == wanted
+
+
+@pytest.mark.parametrize(
+    "change", [{"bits": 8}, {"quant_method": "compressed-tensors", "format": "float-quantized"}, {"version": "gemv"}]
+)  # fmt: skip
+def test_other_forms_are_refused(tmp_path, change):
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": HOW["awq"] | change}))
+    with pytest.raises(MarsError, match=r"is quantised by \S+ in a form that is not read: use one in 4 bits"):
+        packing(tmp_path)
+
+
+def test_a_missing_piece_is_named():
+    pieces, _ = by_others("awq")
+    del pieces["model.up.scales"]
+    with pytest.raises(MarsError, match=r"'here' lacks model\.up\.scales: download the checkpoint again"):
+        read(pieces, "awq")
