@@ -303,7 +303,7 @@ def compile_queue(prepared: Prepared, rows: int, shares: Shares, *, log_probs: b
 
 
 class Shares(enum.IntEnum):
-    """What requests that follow each other have in common, and what is read once for them."""
+    """Kinds of what requests that follow each other have in common, which is read once for them."""
 
     NOTHING = 0
     PROMPTS = 1  # whole ones, as samples of a prompt have

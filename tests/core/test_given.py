@@ -93,7 +93,7 @@ ANYWHERE = [
     ("keys", lambda x: [0] * x.shape[0], "keys are of dtype list: expected typed keys"),
     ("rule", verify.exact(), "the rule exact is not of the structure"),
     ("rule", verify.mars(theta=[0.5] * 5), "theta of the rule has shape .5,.: expected one number, or one for each"),
-    ("state", lambda x: x.cache, "state is a KVCache: expected what decode.start or Decoder.init gives"),
+    ("state", lambda x: x.cache, "state is of type KVCache: expected what decode.start or Decoder.init gives"),
 ]  # fmt: skip
 INSERTED = [
     ("rows", [3], "rows are .3.: expected each of 0 to 2 at most once, or -1 for none"),
@@ -141,16 +141,16 @@ def test_what_cannot_be_meant_gets_a_sentence(way, name, change, sentence):
         ),
         (
             lambda s: DECODER.init(NO_WEIGHTS, arrays(1)),
-            r"the prompts are of type dict: expected Prompts\(tokens",
+            r"prompts is of type dict: expected Prompts\(tokens",
         ),
         (lambda s: DECODER.step(s, NO_WEIGHTS), r"params is of type DecodeState: expected Params\(target"),
         (
             lambda s: DECODER.step(NO_WEIGHTS, Prompts(*arrays(1).values())),
-            "state is a Prompts: expected what decode",
+            "state is of type Prompts: expected what decode",
         ),
         (
             lambda s: decode.run(DECODER, NO_WEIGHTS, Prompts(*arrays(1).values())),
-            "state is a Prompts: expected what",
+            "state is of type Prompts: expected what",
         ),
         (lambda s: keys_from_seeds(3), "keys_from_seeds takes one seed for each row"),
     ],
