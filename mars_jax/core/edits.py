@@ -70,8 +70,8 @@ def make_edits(
 
     def penalty(name: str, value: Any) -> Array:
         EDITS[name].check(value)
-        if jnp.shape(value) not in ((), (batch,)):
-            raise MarsError(f"{name} has shape {jnp.shape(value)}: expected one value, or one for each row.")
+        if np.shape(value) not in ((), (batch,)):
+            raise MarsError(f"{name} has shape {np.shape(value)}: expected one value, or one for each row.")
         return jnp.broadcast_to(jnp.asarray(value, jnp.float32), (batch,))
 
     return Edits(

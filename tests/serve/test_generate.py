@@ -293,7 +293,7 @@ def test_an_option_that_does_not_exist_is_a_type_error(target):
         ):
             mj.generate(target, "none", [[1]], **{name: 5})
     for given, said in (
-        ((target.model, "none", [[1]]), "the target is of type LanguageModel: give what mars_jax.load"),
+        ((target.model, "none", [[1]]), "the target is of type LanguageModel: expected what mars_jax.load"),
         ((target, 5, [[1]]), "the drafter is of type int: give a spec such as 'ngram'"),
         ((target, "none", None), "the prompts are of type NoneType: give a text"),
     ):
