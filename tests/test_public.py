@@ -154,7 +154,8 @@ def used(source):
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_documents_use_public_names_only(path):
     names = used(as_file(path))
-    assert names and [name for name in sorted(names) if not is_public(name)] == []
+    assert names or "mars_jax" in as_file(path)  # run as a command
+    assert [name for name in sorted(names) if not is_public(name)] == []
 
 
 @pytest.mark.parametrize(
