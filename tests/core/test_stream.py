@@ -92,6 +92,7 @@ def test_the_flag_that_is_read_is_that_of_a_step_so_far_back(monkeypatch, ahead)
 
     monkeypatch.setattr(decode, "_all_done", Flag)
     monkeypatch.setattr(decode, "jitted_step", step)
+    monkeypatch.setattr(decode, "check_given", lambda *given: None)
     assert len(list(decode.stream(None, None, "state", ahead=ahead))) == 7 + ahead
     assert read == [(step, step + ahead) for step in range(8)]
 
@@ -105,5 +106,5 @@ def test_a_cpu_gains_nothing_from_looking_ahead():
 
 def test_no_step_is_ahead_by_less_than_none():
     decoder, state = started(*WAYS["a chain, exact"])
-    with pytest.raises(MarsError, match="ahead is -1: expected 0 or more steps"):
+    with pytest.raises(MarsError, match="ahead is -1: expected a whole number of at least 0"):
         next(decode.stream(decoder, NO_WEIGHTS, state, ahead=-1))
