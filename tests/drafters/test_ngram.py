@@ -1,5 +1,6 @@
 """Prompt lookup against a search in Python."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -10,8 +11,10 @@ from hypothesis import strategies as st
 
 from mars_jax import drafters
 from mars_jax.core.errors import MarsError
+from mars_jax.core.fake import hash_model
 from mars_jax.core.types import NO_TOKEN
 from mars_jax.drafters.ngram import lookup
+from mars_jax.hub.pretrained import Pretrained
 
 
 def slow_lookup(tokens, count, max_ngram, min_ngram):
@@ -45,6 +48,8 @@ def test_arguments_out_of_range_are_refused():
 
 
 def test_for_a_mixture_of_experts_the_usual_chain_is_short():
-    mixture = SimpleNamespace(config=SimpleNamespace(num_experts=8))
+    plain = Pretrained.from_parts(hash_model(vocab_size=11), (), None, max_positions=32)
+    config = SimpleNamespace(num_experts=8)  # as far as it is asked
+    mixture = dataclasses.replace(plain, config=config)  # pyright: ignore[reportArgumentType]
     assert drafters.load("ngram", mixture).drafter.num_nodes == 4
     assert drafters.load("ngram", mixture, num_draft_tokens=8).drafter.num_nodes == 9
