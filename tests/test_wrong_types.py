@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import mars_jax as mj
@@ -105,3 +106,24 @@ def test_a_state_that_was_given_away_is_told():
             MarsError, match=r"was given away before.*: go on with the state that it returned"
         ):
             use()
+
+
+def test_weights_that_were_given_away_are_told_by_their_name():
+    target = mj.load("tiny/draft", dtype="float32")
+    decoder = mj.speculative_decoder(target.model, DRAFTER, RULE)
+    params = mj.Params({**target.params, "embed": jnp.array(target.params["embed"])})
+    state = mj.decode.start(decoder, params, usual()["prompts"])
+    params.target["embed"].delete()  # as a trainer's update does
+    with pytest.raises(MarsError, match="the params given to run was given away before"):
+        mj.run(decoder, params, state)
+
+
+def test_values_of_every_library_are_taken():
+    state = mj.decode.start(DECODER, PARAMS, usual()["prompts"])
+    state, _ = mj.run(DECODER, PARAMS, state=state, max_steps=np.asarray(1))
+    state, _ = mj.run(DECODER, PARAMS, state, max_steps=jnp.int32(1))
+    target, asked = usual()["target"], [[1], [2]]
+    for limits in (jnp.asarray([3, 4]), np.asarray([3, 4]), [3, 4]):
+        requests = mj.make_requests(target, asked, max_new_tokens=limits, seed=jnp.arange(2))
+        assert [(r.max_new_tokens, r.seed) for r in requests] == [(3, 0), (4, 1)]
+    assert mj.make_requests(target, asked, max_new_tokens=jnp.int32(4))[1].max_new_tokens == 4

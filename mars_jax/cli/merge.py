@@ -79,11 +79,13 @@ def merged(parts: Mapping[Part, Path]) -> tuple[list[str], dict[str, Any]]:
     first: dict[str, Any] | None = None
     for part, file in parts.items():
         rows, settings = _read(file)
-        total = rows_of(file, part, settings["settings"].pop("part"))
+        told = settings["settings"].pop("part")
+        total = rows_of(file, part, told)
+        asked = {"rows": total, "prompts": told.get("prompts")}
         if first is None:
-            first = settings | {"rows": total}
+            first = settings | {"asked": asked}
         for what in ("settings", "weights"):
-            found = difference(first[what] | {"rows": first["rows"]}, settings[what] | {"rows": total})
+            found = difference(first[what] | first["asked"], settings[what] | asked)
             if found is not None:
                 raise MarsError(
                     f"'{file}' was decoded with {found} than the parts before it: decode it again."

@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mars_jax.core.errors import MarsError
 
@@ -33,6 +33,7 @@ class Part(NamedTuple):
     number: int
     of: int
     rows: int = 0  # of all parts together
+    prompts: str = ""  # a digest of all of them
 
     def share(self) -> slice:
         """Return the rows of the part.
@@ -76,10 +77,10 @@ def parse_part(text: str, environment: Mapping[str, str] = os.environ) -> Part:
     Raises:
       MarsError: it is not I/N with I below N, or no scheduler says which part this is, or two differ.
 
-    >>> parse_part("3/16")
-    Part(number=3, of=16, rows=0)
-    >>> parse_part("auto", {"JOB_COMPLETION_INDEX": "3", "JOB_COMPLETIONS": "16"})
-    Part(number=3, of=16, rows=0)
+    >>> parse_part("3/16")[:2]
+    (3, 16)
+    >>> parse_part("auto", {"JOB_COMPLETION_INDEX": "3", "JOB_COMPLETIONS": "16"})[:2]
+    (3, 16)
     """
     if text == "auto":
         return _scheduled(environment)
@@ -91,12 +92,14 @@ def parse_part(text: str, environment: Mapping[str, str] = os.environ) -> Part:
 
 def _scheduled(environment: Mapping[str, str]) -> Part:
     """Return the part that the schedulers name. One with a single process has no say beside one with several."""
-    in_array = f"{_ARRAY}_ID" in environment
     found = {
         number: _numbered(environment, number, count)
         for number, count in _SCHEDULERS.items()
-        if number in environment and not (in_array and number == "SLURM_PROCID")  # a task of a task
+        if number in environment
     }
+    _check_srun(environment, found)
+    if f"{_ARRAY}_ID" in found:
+        found.pop("SLURM_PROCID", None)  # of the task's one process
     several = {number: part for number, part in found.items() if part.of > 1} or found
     if not several:
         raise MarsError(
@@ -106,6 +109,19 @@ def _scheduled(environment: Mapping[str, str]) -> Part:
         told = " and ".join(f"{number} says {part.number}/{part.of}" for number, part in several.items())
         raise MarsError(f"--part is auto, and {told}: give I/N.")
     return next(iter(several.values()))
+
+
+def _check_srun(environment: Mapping[str, str], found: Mapping[str, Part]) -> None:
+    """Raise MarsError where Slurm counts processes that are none, or are no parts."""
+    part = found.get("SLURM_PROCID")
+    if part is None or part.of == 1:
+        return
+    if f"{_ARRAY}_ID" in found:
+        raise MarsError(
+            f"--part is auto, and each task of the Slurm array has {part.of} processes: give them one, or give I/N."
+        )
+    if "SLURM_STEP_NODELIST" not in environment:  # the batch script itself, by which JAX tells it too
+        raise MarsError(f"--part is auto, and Slurm has {part.of} tasks: start it by srun, or give I/N.")
 
 
 def _numbered(environment: Mapping[str, str], number: str, count: str) -> Part:
@@ -168,7 +184,7 @@ def parts_of(path: Path) -> dict[Part, Path]:
     return {part: there[folder, part] for part in (Part(number, of) for number in range(of))}
 
 
-def rows_of(file: Path, part: Part, told: Mapping[str, int]) -> int:
+def rows_of(file: Path, part: Part, told: Mapping[str, Any]) -> int:
     """Return the rows of all parts together, as a part has recorded them.
 
     Args:

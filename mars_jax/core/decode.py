@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from mars_jax.core.decoder import Decoder as Decoder
@@ -26,15 +27,17 @@ from mars_jax.core.metrics import DecodeStats, accumulate, zero_stats
 from mars_jax.core.rule import for_rows
 from mars_jax.core.types import DecodeState, Params, Prompts, StepInfo
 
+_ABSENT = object()
 
-def check_given(decoder: Any, params: Any, *others: Any, max_steps: Any = None, record: bool = False) -> None:
-    """Raise MarsError for anything but a decoder, its weights, and a state or prompts after them."""
+
+def check_given(decoder: Any, params: Any, state: Any = _ABSENT, *, max_steps: Any = None, **_: Any) -> None:
+    """Raise MarsError for anything but a decoder, its weights, a state, and a whole number of steps."""
     check_type("the decoder", decoder, Decoder, "what speculative_decoder gives")
     check_params(params)
-    if others:
-        rows_of(others[0])
-    # A number on the device is a value of the program.
-    if max_steps is not None and not (isinstance(max_steps, Array) and max_steps.shape == ()):
+    if state is not _ABSENT:
+        rows_of(state)
+    is_array = isinstance(max_steps, Array | np.ndarray) and max_steps.shape == ()
+    if max_steps is not None and not (is_array and jnp.issubdtype(max_steps.dtype, jnp.integer)):
         check_count("max_steps", max_steps, 0)
 
 

@@ -7,6 +7,7 @@ Oracle: a state that was given away (tests/core/test_given.py).
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, Generic, ParamSpec, TypeVar
 
@@ -30,6 +31,7 @@ class Donating(Generic[P, R]):
         self._check = check
         self._jitted: Any = jax.jit(function, **options)
         functools.update_wrapper(self, function)
+        self.__wrapped__ = function
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         if self._check is not None:
@@ -37,8 +39,10 @@ class Donating(Generic[P, R]):
         try:
             return self._jitted(*args, **kwargs)
         except (RuntimeError, ValueError):
-            for x in jax.tree.leaves(args):
-                check_held(x, self.__name__.removeprefix("_"))
+            given = inspect.signature(self.__wrapped__).bind(*args, **kwargs).arguments
+            for name, value in given.items():
+                for x in jax.tree.leaves(value):
+                    check_held(x, name, self.__name__.removeprefix("_"))
             raise
 
     def __getattr__(self, name: str) -> Any:
@@ -62,10 +66,10 @@ def donating(
     return lambda function: Donating(function, check, static_argnums=0, donate_argnums=donated, **options)
 
 
-def check_held(x: Any, by: str) -> None:
-    """Raise MarsError for an array whose memory was taken over."""
+def check_held(x: Any, name: str, by: str) -> None:
+    """Raise MarsError for an array of the argument `name` whose memory was taken over."""
     if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted():
         raise MarsError(
-            f"the state given to {by} was given away before, to a function that takes its memory: go on with the state "
-            "that it returned, or make a new one by start."
+            f"the {name} given to {by} was given away before, to a function that takes its memory: go on with the "
+            f"{name} that it returned."
         ) from None

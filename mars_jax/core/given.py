@@ -153,7 +153,7 @@ def begun(prompts: Prompts, cache: PyTree, draft: PyTree) -> DecodeState:
 def rows_of(state: Any) -> int:
     """B of a state; raise MarsError for what is none."""
     check_type("state", state, DecodeState, "what decode.start or Decoder.init gives")
-    check_held(state.tokens, "this function")
+    check_held(state.tokens, "state", "this function")
     return state.tokens.shape[0]
 
 

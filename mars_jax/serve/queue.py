@@ -23,7 +23,7 @@ from mars_jax.core.decoder import Decoder
 from mars_jax.core.given import NO_ROW
 from mars_jax.core.mesh import size_of
 from mars_jax.core.metrics import DecodeStats, zero_stats
-from mars_jax.core.prefill import CHUNK
+from mars_jax.core.prefill import chunk_of
 from mars_jax.core.types import DecodeState, Params, PyTree
 from mars_jax.placement.hosts import fetch, put
 from mars_jax.placement.shardings import state_shardings
@@ -85,8 +85,8 @@ class Queue:
           rows: B, filled up to a multiple of the mesh's axis `data`.
           order: numbers of requests in the order in which they begin; default: as they are.
           log_probs: keep what the target thinks of each token.
-          shared: read once what requests that follow each other begin with, on no mesh that divides rows; default:
-            where that pays, see `Shares`.
+          shared: what is read once for requests that follow each other; default: `shares_of`, NOTHING on a mesh that
+            divides rows.
           telling: `events` tells of new tokens too, for which the host looks after every step, on accelerators after
             every fourth.
         """
@@ -97,9 +97,8 @@ class Queue:
         self._waiting = collections.deque(order)
         batch = of_mesh(prepared.target, rows)
         self._prepared = with_costs(prepared, batch, log_probs=log_probs, loop="queue")
-        together = of_mesh(prepared.target, 1) == 1
-        shares = shares_of([prepared.requests[i] for i in order]) if shared is None else shared
-        self._shares = shares if together else Shares.NOTHING
+        self._shares = shares_of(prepared, order) if shared is None else shared
+        self._chunk = chunk_of_decoder(prepared)
         self._read: Reading | None = None
         self._holds: list[int | None] = [None] * batch  # request by row
         self._began = [0.0] * batch
@@ -208,8 +207,8 @@ class Queue:
     def _refilled(self, state: DecodeState, stats: DecodeStats) -> tuple[DecodeState, DecodeStats]:
         """Start free rows again with the next requests, one of each part of a mesh at a time.
 
-        A row's prompt is so read in one shape whenever it begins, and a prompt is enough to keep a device busy: chunks
-        of prefill have hundreds of tokens (`prefill.chunk_of`).
+        Where nothing is shared, a row's prompt is so read in one shape whenever it begins, and a prompt is enough to
+        keep a device busy: chunks of prefill have hundreds of tokens (`prefill.chunk_of`).
         """
         if self._shares:
             return self._put(state, stats)
@@ -251,13 +250,17 @@ class Queue:
             return held
         self._read = None  # its memory, before there is another
         goes_on = self._shares is Shares.BEGINNINGS and len(prompt) > 1
+        if held is not None and not self._compiling:
+            goes_on &= forwards_saved(held.prompt, prompt, self._chunk) > 0
         # Where weights are broken, slots after the text may hold what is no number, and would spoil what is read next.
-        if held is not None and goes_on and bool(fetch(held.sound)):
+        if held is not None and held.sound is not None and goes_on and bool(fetch(held.sound)):
             with made.target.on_mesh():
                 state, _ = decode.extend(made.decoder, made.params, held.state, made.prompts([index]))
         else:
             held = None
             state = made.start([index])
+        if self._shares is not Shares.BEGINNINGS:
+            return Reading(prompt, state, None)
         with made.target.on_mesh():
             return Reading(prompt, state, _sound((state.cache, state.draft)))
 
@@ -273,7 +276,7 @@ class Reading(NamedTuple):
 
     prompt: tuple[int, ...]
     state: DecodeState
-    sound: Array  # bool[]: its caches hold numbers alone
+    sound: Array | None  # bool[]: its caches hold numbers alone; where others go on from it
 
 
 @jax.jit
@@ -310,23 +313,48 @@ class Shares(enum.IntEnum):
     BEGINNINGS = 2  # a system prompt, or examples before a question
 
 
-def shares_of(requests: Sequence[Request]) -> Shares:
-    """Return what is read once for requests in this order.
+def shares_of(made: Prepared, order: Sequence[int]) -> Shares:
+    """Return what is read once for requests in an order: nothing on a mesh that divides rows.
 
-    >>> shares_of([Request(prompt_tokens=(1, 2)), Request(prompt_tokens=(1, 2), seed=1)]).name
-    'PROMPTS'
+    Beginnings are where that saves half of the forwards that read, and `SAVED` tokens: a row then reads alone what rows
+    would have read side by side, by one program more.
     """
-    pairs = [(a.prompt_tokens, b.prompt_tokens) for a, b in itertools.pairwise(requests)]
-    # A beginning of some tokens saves no forward, which reads dozens.
-    common = (n for a, b in pairs if a != b and (n := _common(a, b)) >= CHUNK)
-    if sum(common) >= SAVED:
+    if of_mesh(made.target, 1) > 1:
+        return Shares.NOTHING
+    prompts = [made.requests[i].prompt_tokens for i in order]
+    chunk = chunk_of_decoder(made)
+    saved = sum(forwards_saved(a, b, chunk) for a, b in itertools.pairwise(prompts) if a != b)
+    if saved * chunk >= SAVED and 2 * saved >= sum(-(-len(p) // chunk) for p in prompts):
         return Shares.BEGINNINGS
-    return Shares.PROMPTS if any(a == b for a, b in pairs) else Shares.NOTHING
+    return Shares.PROMPTS if any(a == b for a, b in itertools.pairwise(prompts)) else Shares.NOTHING
 
 
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """Return how many tokens two prompts begin with alike."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+def chunk_of_decoder(made: Prepared) -> int:
+    """Return the tokens of a forward that reads a prompt."""
+    with made.target.on_mesh():
+        return made.decoder.prefill_chunk or made.target.model.prefill_chunk or chunk_of(made.width)
+
+
+def forwards_saved(before: Sequence[int], prompt: Sequence[int], chunk: int) -> int:
+    """Return the forwards that reading a prompt takes less where what both begin with is read already.
+
+    >>> forwards_saved([1] * 130 + [2], [1] * 200, 64)
+    2
+    """
+    return -(-len(prompt) // chunk) - -(-(len(prompt) - common_length(before, prompt)) // chunk)
+
+
+def common_length(a: Sequence[int], b: Sequence[int]) -> int:
+    """Return how many tokens two prompts begin with alike, by halves: slices are compared faster than tokens.
+
+    >>> common_length((1, 2, 3), (1, 2, 4, 5)), common_length((1,), (1, 2))
+    (2, 1)
+    """
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if a[low:middle] == b[low:middle] else (low, middle - 1)
+    return low
 
 
 def longest_first(requests: Sequence[Request]) -> list[int]:
@@ -339,4 +367,5 @@ def longest_first(requests: Sequence[Request]) -> list[int]:
     """
     order = sorted(range(len(requests)), key=lambda i: -requests[i].max_new_tokens)
     alike = sorted(order, key=lambda i: (-requests[i].max_new_tokens, requests[i].prompt_tokens))
-    return alike if shares_of([requests[i] for i in alike]) is Shares.BEGINNINGS else order
+    pairs = itertools.pairwise(requests[i].prompt_tokens for i in alike)
+    return alike if sum(common_length(a, b) for a, b in pairs if a != b) >= SAVED else order

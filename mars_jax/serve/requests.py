@@ -303,6 +303,8 @@ def _strings(value: Any) -> tuple[str, ...]:
 
 def _spread(name: str, value: Any, index: int, count: int) -> Any:
     """Return the value of an option for prompt number `index` of `count`: the one for all, or its own."""
+    if isinstance(value, jax.Array | np.ndarray):
+        value = np.asarray(value) if value.ndim else value.item()
     many = isinstance(value, list | tuple | np.ndarray | jax.Array) and getattr(value, "ndim", 1) > 0
     if name in ("relax_in", "strict_in"):  # those of every prompt
         return value

@@ -239,13 +239,13 @@ class Session:
             made = prepared(self.target, self.drafter, requests, verify=self.rule)
             rows = of_mesh(self.target, self.batch_size or default_rows(made))
             order = longest_first(requests)
-            shares = shares_of([requests[i] for i in order])
+            shares = shares_of(made, order)
             plain = not shares and not any(request.stop_strings for request in requests)
             if len(requests) <= rows and plain:
                 completions = dataclasses.replace(self, batch_size=rows)._run(requests)
                 forwards = max(completion.metrics.steps for completion in completions)
             else:
-                queue = Queue(made, rows, order=order, log_probs=self.log_probs)
+                queue = Queue(made, rows, order=order, log_probs=self.log_probs, shared=shares)
                 by_number = dict(queue)
                 completions, forwards = [by_number[i] for i in range(len(requests))], queue.forwards
         return Result(
@@ -289,13 +289,13 @@ class Session:
         made = prepared(self.target, self.drafter, requests, verify=self.rule)
         rows = self.batch_size or default_rows(made)
         order = range(len(requests)) if order is None else order
-        shares = shares_of([requests[i] for i in order])
+        shares = shares_of(made, order)
         kind = shares.name if shares else "refilled" if len(order) > rows else "filled"
         shape = self._shape(requests, made.width, f"queue, {kind}")
         if shape not in self._compiled:
             compile_queue(made, rows, shares, log_probs=self.log_probs)
             self._compiled.add(shape)
-        return Queue(made, rows, order=order, log_probs=self.log_probs)
+        return Queue(made, rows, order=order, log_probs=self.log_probs, shared=shares)
 
     def _sized(self, requests: Sequence[Request]) -> Session:
         return self if self.batch_size else dataclasses.replace(self, batch_size=len(requests))

@@ -72,6 +72,13 @@ def test_merged_they_are_what_one_process_writes(run, capsys):
     assert beside[0].read_bytes() == beside[1].read_bytes()
     assert "exists: remove it" in message(capsys, out)
     out.unlink()
+    # As many other prompts.
+    beside = folder / "out-00002-of-00003.jsonl.settings.json"
+    kept = beside.read_text()
+    digest = json.loads(kept)["settings"]["part"]["prompts"]
+    beside.write_text(kept.replace(digest, "0" * len(digest)))
+    assert "was decoded with other prompts" in message(capsys, out)
+    beside.write_text(kept)
 
     # A part of other settings, and one of other weights.
     third = folder / "out-00002-of-00003.jsonl"
@@ -112,7 +119,7 @@ def test_more_parts_than_rows_and_no_file_are_refused(tmp_path, capsys):
     assert "--part does not apply without --output, of which it writes a part" in capsys.readouterr().err
 
 
-SRUN = {"SLURM_PROCID": "1", "SLURM_NTASKS": "4"}
+SRUN = {"SLURM_PROCID": "1", "SLURM_NTASKS": "4", "SLURM_STEP_NODELIST": "node[1-4]"}
 POD = {"JOB_COMPLETION_INDEX": "3", "JOB_COMPLETIONS": "16"}
 
 
@@ -120,7 +127,7 @@ POD = {"JOB_COMPLETION_INDEX": "3", "JOB_COMPLETIONS": "16"}
     ("told", "part"),
     [
         (array(3, 16), Part(3, 16)),
-        (array(3, 16) | SRUN, Part(3, 16)),  # of a task's own processes, which decode as one
+        (array(3, 16) | {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, Part(3, 16)),
         (SRUN, Part(1, 4)),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, Part(0, 1)),
         (POD, Part(3, 16)),
@@ -143,6 +150,8 @@ def test_auto_is_the_number_that_a_scheduler_gives(told, part):
         ({"JOB_COMPLETION_INDEX": "3"}, "JOB_COMPLETION_INDEX is '3' with JOB_COMPLETIONS '': set both"),
         ({"TPU_WORKER_ID": "0"}, "TPU_WORKER_ID is '0' with TPU_WORKER_HOSTNAMES '': set both"),
         (SRUN | {"SLURM_PROCID": "4"}, "SLURM_PROCID is '4' with SLURM_NTASKS '4'"),
+        (array(3, 16) | SRUN, "each task of the Slurm array has 4 processes: give them one, or give I/N."),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, "Slurm has 4 tasks: start it by srun, or give I/N."),
         # Some tasks of an array, run again.
         (array(3, 1, MIN=3, MAX=3), "the Slurm array has 1 tasks from 3 to 3: begin it with one such as --array=0-15"),
         (array(3, 5, MIN=3, MAX=7), "the Slurm array has 5 tasks from 3 to 7"),

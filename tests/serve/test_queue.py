@@ -117,13 +117,19 @@ def test_what_prompts_begin_with_is_read_once(pair, monkeypatch):
     rng = np.random.default_rng(0)
     beginnings = [rng.integers(3, 60, n).tolist() for n in (300, 280)]
     prompts = [[*beginnings[i % 2], *rng.integers(3, 60, 5 + 2 * i).tolist()] for i in range(12)]
-    read, extend = [len(min(prompts))], decode.extend
+    read, start, extend = [], decode.start, decode.extend
+
+    def began(decoder, params, given):
+        if len(given.length) == 1:  # others only fill the batch
+            read.append(int(given.length[0]))
+        return start(decoder, params, given)
 
     def counted(*given):
         state, new = extend(*given)
         read.append(int(new[0]))
         return state, new
 
+    monkeypatch.setattr(decode, "start", began)
     monkeypatch.setattr(decode, "extend", counted)
     options = {"max_new_tokens": 12, "log_probs": True, "batch_size": 3}
     found = mj.generate(target, draft, prompts, **options)

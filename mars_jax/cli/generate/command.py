@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import functools
+import hashlib
 import sys
 from collections.abc import Sequence
 from typing import IO
@@ -45,7 +47,10 @@ def _run(argv: Sequence[str], args: argparse.Namespace, out: IO[str]) -> None:
     choices = check_flags(args, rows)
     rows = [row for row in rows for _ in range(args.samples or 1)]
     if args.part is not None:
-        args.part = args.part.among(len(rows))
+        told = repr([dataclasses.astuple(row) for row in rows])
+        args.part = args.part.among(len(rows))._replace(
+            prompts=hashlib.sha256(told.encode()).hexdigest()[:16]
+        )
         args.output, rows = part_path(args.output, args.part), rows[args.part.share()]
 
     # From here on jax loads; what is above answers at once.

@@ -98,11 +98,20 @@ def merge(parts: Mapping[Part, Path], settings: Mapping[str, Any], folder: Path)
         if not (there / FINISHED).exists():
             raise part.unfinished(there)
         shards = features.shards(there)
-        if json.loads((there / FINISHED).read_text()) != [shard.name for shard in shards]:
+        try:
+            named = json.loads((there / FINISHED).read_text())
+        except ValueError:
+            named = None
+        if named != [shard.name for shard in shards]:
             raise part.damaged(there)
         for shard in shards:
-            shutil.copytree(shard, folder / shard.name)
+            try:
+                shutil.copytree(shard, folder / shard.name)
+            except shutil.Error:
+                raise part.damaged(there) from None
         count += len(shards)
+    if not count:
+        raise MarsError("no part has a shard: give shorter documents, or a larger --length.")
     return count
 
 
