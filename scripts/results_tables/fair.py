@@ -13,7 +13,7 @@ HEADER = (
     *("arm", "length", "tau", *(f"over plain, {place}" for place in PLACES)),
     *("over the best lossless one", "score less plain's", "relaxed"),
 )
-POINTS = ("arithmetic", "translations")
+POINTS = ("arithmetic", "translations", "news")
 """Tasks whose score is in points of 100; that of the others is in nats per token."""
 
 
@@ -42,7 +42,7 @@ def _study(report: dict[str, Any]) -> dict[str, Any]:
             arms.setdefault(arm["arm"], {})[table["where"]] = arm
     steps = report["costs"]["steps"]
     lengths = sorted(int(name.split()[1]) for name in steps if name.startswith("greedy"))
-    checked = report["check"]["stories"] if report["check"] else []
+    checked = next((report["check"][task] for task in ("stories", "open") if task in (report["check"] or {})), [])
     return {
         "tables": [
             {
