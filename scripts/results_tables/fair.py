@@ -42,7 +42,9 @@ def _study(report: dict[str, Any]) -> dict[str, Any]:
             arms.setdefault(arm["arm"], {})[table["where"]] = arm
     steps = report["costs"]["steps"]
     lengths = sorted(int(name.split()[1]) for name in steps if name.startswith("greedy"))
-    checked = next((report["check"][task] for task in ("stories", "open") if task in (report["check"] or {})), [])
+    checked = next(
+        (report["check"][task] for task in ("stories", "open") if task in (report["check"] or {})), []
+    )
     return {
         "tables": [
             {
