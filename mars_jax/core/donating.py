@@ -1,7 +1,7 @@
 """Jitted functions that take the memory of their arguments, with the types of what they compile, and a sentence for
 an argument that is used again.
 
-Oracle: a state that was given away (tests/core/test_given.py).
+Oracle: states and weights that were given away (tests/test_wrong_types.py).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def donating(
 ) -> Callable[[Callable[P, R]], Donating[P, R]]:
     """Compile a function of a decoder, whose arguments of these numbers are taken over.
 
-    `check` sees the positional arguments first, and raises where they are of a wrong type.
+    `check` sees the arguments first, and raises where they are of a wrong type.
 
     >>> @donating(1)
     ... def double(decoder, x):

@@ -96,9 +96,12 @@ def unpacked(
 
     @functools.lru_cache(maxsize=1)  # all rows of a matrix are in each of its pieces
     def matrix(name: str) -> _Matrix:
-        made = read({piece: tensor.read() for piece, tensor in pieces[name].items()}, how)
-        if len(made.group) % len(made.scale) or made.zero.shape != made.scale.shape:
-            raise MarsError(f"its pieces are of {made.q.shape}, {made.zero.shape} and {made.scale.shape}.")
+        try:
+            made = read({piece: tensor.read() for piece, tensor in pieces[name].items()}, how)
+        except (ValueError, IndexError, ZeroDivisionError, AttributeError):
+            raise _unfit(name) from None
+        if not _fits(made):
+            raise _unfit(name)
         return made
 
     made = {}
@@ -111,7 +114,20 @@ def unpacked(
             raise MarsError(
                 f"'{directory}' lacks {name}.{error.args[0]}: download the checkpoint again."
             ) from None
+        except (ValueError, IndexError, ZeroDivisionError):
+            raise MarsError(f"'{directory}': {_unfit(name)}") from None
     yield made
+
+
+def _fits(made: _Matrix) -> bool:
+    """Tell whether pieces are of one matrix."""
+    (inputs, outputs), groups = made.q.shape, len(made.scale)
+    shapes = made.scale.shape == made.zero.shape == (groups, outputs) and made.group.shape == (inputs,)
+    return shapes and inputs % groups == 0 and bool(np.all((made.group >= 0) & (made.group < groups)))
+
+
+def _unfit(name: str) -> MarsError:
+    return MarsError(f"the pieces of {name} are of no one matrix: download the checkpoint again.")
 
 
 def _tensor(matrix: Any, pieces: Mapping[str, Tensor], shape: Any) -> Tensor:

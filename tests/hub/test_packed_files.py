@@ -169,6 +169,26 @@ def test_other_forms_are_refused(tmp_path, change):
         packing(tmp_path)
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_pieces_of_no_one_matrix_are_refused(method):
+    """Each of them cut, emptied or flattened: where it is found, or where it is read."""
+    for cut in (lambda x: x[:1], lambda x: x[:0], lambda x: x.reshape(-1), lambda x: x[..., :1]):
+        for name in by_others(method)[0]:
+            if name.endswith("weight_shape"):  # which nothing needs
+                continue
+            pieces, weight = by_others(method)
+            array = cut(pieces[name].read())
+            if array.shape == pieces[name].shape:
+                continue
+            try:
+                tensor = read(pieces | {name: on_disk(array)}, method)
+                if tensor.shape == weight.shape:  # else the table of weights refuses it
+                    tensor.read()
+                    raise AssertionError((name, array.shape))
+            except MarsError as error:
+                assert "the pieces of model.up are of no one matrix: download" in str(error)
+
+
 def test_a_missing_piece_is_named():
     pieces, _ = by_others("awq")
     del pieces["model.up.scales"]
