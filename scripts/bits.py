@@ -5,11 +5,15 @@ they part the gap of the two logits.
     python scripts/bits.py --data SHARED/data/eval --output scripts/results/bits.json
 
 A pair is the embedded one or SmolLM2, whose draft model is the target itself, so that tau says how many of its drafts
-were the target's to the bit. `batch of 8` is decoded with refilled rows.
+were the target's to the bit. `batch of 8` is decoded with refilled rows. `--sums float64` shows what a tree needs to be
+plain decoding to the bit, and what that takes: attention whose sums do not feel in which slots their terms stand. The
+library adds in float32, since float64 has to be enabled for the whole of a program that maps over the step.
 """
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +29,7 @@ import mars_jax as mj
 from mars_jax import drafters
 from mars_jax.core.types import Visible
 from mars_jax.lab.evaluate.tasks import arithmetic
+from mars_jax.models import attention
 from mars_jax.serve.requests import Completion, make_requests
 from mars_jax.serve.session import Session
 
@@ -71,6 +76,45 @@ def parted(a: Sequence[int], b: Sequence[int]) -> int | None:
     if list(a) == list(b):
         return None
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def attend_in_float64(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: jax.Array,
+    live: jax.Array | None,
+    scale: float | None = None,
+    cap: float | None = None,
+    block: int = attention.BLOCK,
+) -> jax.Array:
+    """Take the place of `attention._attend_blocks`: the same blocks, exponentials and sums in float64."""
+    batch, nodes, heads, group, dim = q.shape
+    slots = k.shape[1]
+    size = min(block, slots)
+    rows = (batch, heads, nodes, group)
+    with jax.enable_x64(True):
+
+        def body(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            top, whole, mixed = carry
+            first = jnp.minimum(i * size, slots - size).astype(jnp.int32)
+            fresh = first + jnp.arange(size, dtype=jnp.int32) >= i * size
+            seen = jax.lax.dynamic_slice_in_dim(mask, first, size, axis=2) & fresh[None, None]
+            scores = attention._scores(q, attention._slice(k, first, size), seen, scale, cap)
+            higher = jnp.maximum(top, jnp.max(scores, axis=-1))
+            weights = jnp.exp((scores - higher[..., None]).astype(jnp.float64))
+            shrink = jnp.exp((top - higher).astype(jnp.float64))
+            values, _ = attention._parts(attention._slice(v, first, size))
+            mixed = mixed * shrink[..., None] + jnp.einsum(
+                "bkngs,bskd->bkngd", weights, values.astype(jnp.float64)
+            )
+            return higher, whole * shrink + jnp.sum(weights, axis=-1), mixed
+
+        top = jnp.full(rows, attention._LOWEST, jnp.float32)
+        zeros = jnp.zeros(rows, jnp.float64), jnp.zeros((*rows, dim), jnp.float64)
+        count = -(-slots // size) if live is None else (live.astype(jnp.int32) + size - 1) // size
+        _, whole, mixed = jax.lax.fori_loop(0, count, body, (top, *zeros))
+        return attention._finish(mixed, whole, q.dtype)
 
 
 class Gaps:
@@ -129,24 +173,34 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--prompts", type=int, default=30)
     parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=ARMS, help="`none` goes first")
+    parser.add_argument("--sums", nargs="+", default=["float32"], choices=["float32", "float64"])
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
+    attends = {"float32": attention._attend_blocks, "float64": attend_in_float64}
     cases: dict[str, Any] = {}
     for pair in args.pairs:
         names = PAIRS[pair]
-        for dtype in args.dtypes:
+        for dtype, sums in itertools.product(args.dtypes, args.sums):
+            attention._attend_blocks = attends[sums]
+            key = f"{pair}, {dtype}" + (", sums in float64" if sums == "float64" else "")
             target = mj.load(*([names["target"]] if names["target"] else []), dtype=dtype)
             given = prompts(pair, target, args.data, args.prompts)
             requests = make_requests(target, given, max_new_tokens=args.new_tokens)
             gaps = Gaps(target, max(map(len, given)) + args.new_tokens)
             plain: list[Completion] = []
-            for name, (draft, options, rows) in ARMS.items():
+            for name in args.arms:
+                draft, options, rows = ARMS[name]
                 drafter = drafters.load(names.get(draft, draft), target, **options)
                 session = Session(target=target, drafter=drafter, batch_size=rows, log_probs=True)
+                session.run(requests[:1])
+                start = time.perf_counter()
                 found = session.run(requests)
+                seconds = time.perf_counter() - start
                 plain = plain or found
-                cases.setdefault(f"{pair}, {dtype}", {})[name] = compared(plain, found, given, gaps)
-                print(pair, dtype, name, cases[f"{pair}, {dtype}"][name], flush=True)
+                case = compared(plain, found, given, gaps) | {"seconds": round(seconds, 2)}
+                cases.setdefault(key, {})[name] = case
+                print(key, name, case, flush=True)
             report = common.provenance(data=[args.data / f"{kind}.jsonl.xz" for kind in KINDS])
             common.write(args.output, report | {"new_tokens": args.new_tokens, "cases": cases})
             jax.clear_caches()
