@@ -46,6 +46,8 @@ class Tensor(NamedTuple):
     # Of a matrix in 4 bits, with as many inputs to a scale: the fields of `models.quantize.Int4`, outputs last.
     blocks: Callable[[int, int], tuple[np.ndarray, ...]] | None = None
     group: int | None = None
+    # Of a matrix in more than 4 bits, up to 8: what it would lose in 4, its author did not want to lose.
+    wider: bool = False
 
     def read(self) -> np.ndarray:
         """Read all of it."""

@@ -52,7 +52,8 @@ def _tensor(file: GGUFFile, name: str, config: ModelConfig) -> Tensor:
         )
     if file.architecture.startswith("gemma") and name.endswith("norm.weight"):
         return Tensor(shape, lambda first, last: read(first, last) - 1.0)  # llama.cpp stores 1 + scale
-    return Tensor(shape, read)
+    wider = kind.name.startswith(("Q5_", "Q6_", "Q8_"))
+    return Tensor(shape, read, wider=wider)
 
 
 def _halves(read: Any, size: int, first: int, last: int) -> np.ndarray:

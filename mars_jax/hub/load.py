@@ -99,8 +99,9 @@ def load(
       dtype: "float32" or "bfloat16"; None is the checkpoint's own (float16 becomes bfloat16; a
         quantised GGUF file float32; AWQ, GPTQ and compressed-tensors in 4 bits "int4"). "int8" keeps matrices
         in 8 bits per weight (`models.quantize`), and everything else in the checkpoint's own. "int4" keeps those of
-        layers in 4 bits, embeddings and experts in 8. What is in 4 bits already (GGUF's Q4_0 and Q4_1, AWQ, GPTQ but
-        for its `desc_act`, compressed-tensors' pack-quantized) is then kept as the file has it.
+        layers in 4 bits, embeddings and experts in 8. What is in 4 bits already (GGUF's Q4_0, Q4_1 and Q4_K, AWQ,
+        GPTQ but for its `desc_act`, compressed-tensors' pack-quantized) is then kept as the file has it, and what a
+        GGUF file has in 5 to 8 bits in 8.
       mesh: devices to divide the weights over, with any of the axes `data`, `model` and `expert`, of type Auto or
         Explicit, or a text such as "data=2,model=4"; see `mars_jax.placement.shardings`. `generate` then divides the
         batch over `data`.
@@ -275,6 +276,17 @@ def find_tensors(directory: Path, config: ModelConfig) -> dict[str, tuple[str, T
     return {name: held[name][0] for name in table}
 
 
+def kept_bits(
+    found: dict[str, tuple[str, Tensor]], leaf: Weight, rows: Sequence[Weight], bits: int | None
+) -> int | None:
+    """Return the bits that an array of params is kept in where `bits` are asked for; see `read_leaf`.
+
+    A file of 4 bits has some matrices in more where they are worth more: those are kept in 8.
+    """
+    kept = bits_of(leaf, bits)
+    return 8 if kept == 4 and any(found[row.name][1].wider for row in rows) else kept
+
+
 def read_leaf(
     directory: Path,
     found: dict[str, tuple[str, Tensor]],
@@ -295,7 +307,9 @@ def read_leaf(
     """
     parts = [found[row.name] for row in rows]
     try:
-        return read_array(parts, leaf.shape, dtype, sharding=sharding, bits=bits_of(leaf, bits))
+        return read_array(
+            parts, leaf.shape, dtype, sharding=sharding, bits=kept_bits(found, leaf, rows, bits)
+        )
     except MarsError as error:
         raise MarsError(f"'{directory}': {error}") from None
 
@@ -320,6 +334,6 @@ def read_params(
     for leaf, rows in leaves(config).items():
         sharding = None if shardings is None else get(shardings, leaf.path)
         read = read_leaf(directory, found, leaf, rows, dtype, bits=bits, sharding=sharding)
-        made = to_params(read, dtype, bits_of(leaf, bits))
+        made = to_params(read, dtype, kept_bits(found, leaf, rows, bits))
         params[leaf] = jax.block_until_ready(made)  # until then the host has it too
     return build_rows(params, params.__getitem__)

@@ -65,7 +65,7 @@ class Int8:
 
 @struct.dataclass
 class Int4:
-    """A matrix [out, in] in 4 bits, in groups of G inputs. What the formats Q4_0 and Q4_1 of GGUF hold, it holds too.
+    """A matrix [out, in] in 4 bits, in groups of G inputs. What Q4_0, Q4_1 and Q4_K of GGUF hold, it holds too.
 
     Inputs come first, as a TPU multiplies them: with outputs first it would move the weights at every step.
     """

@@ -24,7 +24,7 @@ from mars_jax.hub.gguf_config import to_json
 from mars_jax.hub.gguf_file import read_gguf
 from mars_jax.lab.training import head_training
 from mars_jax.lab.training.objectives import forward_kl
-from mars_jax.models.quantize import Int4
+from mars_jax.models.quantize import Int4, Int8
 from mars_jax.models.weights import weights
 
 VOCAB, LAYERS, HEADS, KV, WIDTH = 96, 2, 4, 2, 16
@@ -194,7 +194,8 @@ def test_every_row_is_what_the_package_makes_of_it(tmp_path, name):
     np.testing.assert_array_equal(tensor.rows(5, 23), whole[5:23])
     weights = mj.load(str(path), dtype="int4").params["layers"][1]["up"]
     own = name in ("Q4_0", "Q4_1")
-    assert weights.values.shape == ((2, 32, 96) if own else (1, 64, 96))
+    wider = name in ("Q5_0", "Q5_1", "Q8_0")
+    assert weights.values.shape == ((2, 32, 96) if own else (96, 64) if wider else (1, 64, 96))
     moved = np.abs(np.asarray(weights.astype("float32")) - whole).max()
     assert moved == 0 if own else 0 < moved < 0.1 * np.abs(whole).max()
     assert mj.load(str(path)).params["embed"].dtype == {"F16": "bfloat16", "BF16": "bfloat16"}.get(
@@ -202,28 +203,76 @@ def test_every_row_is_what_the_package_makes_of_it(tmp_path, name):
     )
 
 
-def file_of_300m(path):
-    """A file of 301 million weights in Q4_0, all zero."""
-    sizes = {"embedding_length": 1024, "feed_forward_length": 4096, "block_count": 16, "context_length": 128}
-    given = {"model_type": "llama", "vocab_size": 32000, "hidden_size": 1024, "intermediate_size": 4096}
-    given |= {"num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 16}
+def file_of(path, data, *, hidden, inner, layers, vocab):
+    """A llama file; `data` gives a matrix's bytes and their kind by its name and shape."""
+    sizes = {
+        "embedding_length": hidden,
+        "feed_forward_length": inner,
+        "block_count": layers,
+        "context_length": 128,
+    }
+    given = {"model_type": "llama", "vocab_size": vocab, "hidden_size": hidden, "intermediate_size": inner}
+    given |= {"num_hidden_layers": layers, "num_attention_heads": 16, "num_key_value_heads": 16}
     writer = gguf.GGUFWriter(path, "llama")
     for key, value in (sizes | {"attention.head_count": 16}).items():
         writer.add_uint32(f"llama.{key}", value)
     writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
-    names, kind = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 16), gguf.GGMLQuantizationType.Q4_0
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, layers)
     for row in weights(from_json(given | {"tie_word_embeddings": True})):
         name = names.get_name(row.name, try_suffixes=(".weight", ".bias"))
         if len(row.shape) > 1:
-            data = np.zeros((row.shape[0], row.shape[1] // 32 * 18), np.uint8)
-            writer.add_tensor(name, data, raw_dtype=kind)
+            array, kind = data(name, row.shape)
+            writer.add_tensor(name, array, raw_dtype=kind)
         else:
-            writer.add_tensor(name, np.zeros(row.shape, np.float32))
+            writer.add_tensor(name, np.ones(row.shape, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def file_of_300m(path):
+    """A file of 301 million weights in Q4_0, all zero."""
+
+    def data(name, shape):
+        return np.zeros((shape[0], shape[1] // 32 * 18), np.uint8), gguf.GGMLQuantizationType.Q4_0
+
+    return file_of(path, data, hidden=1024, inner=4096, layers=16, vocab=32000)
+
+
+def test_k_quants_are_kept_and_what_has_more_bits_is_kept_in_8(tmp_path):
+    """As Q4_K_M has it: values and half of the rest in Q6_K. The package has no quantiser for either, so the bytes are
+    random, with factors as large as real ones."""
+    draw = np.random.default_rng(0)
+
+    def data(name, shape):
+        kind = gguf.GGMLQuantizationType["Q6_K" if "attn_v" in name or "token_embd" in name else "Q4_K"]
+        size = gguf.GGML_QUANT_SIZES[kind][1]
+        blocks = draw.integers(0, 256, (shape[0], shape[1] // 256, size), np.uint8)
+        factors = draw.uniform(0.5, 1, (*blocks.shape[:2], 2)).astype(np.float16)
+        if kind.name == "Q4_K":  # a factor of scales, one of what is taken: 7.5 steps of it, in the middle
+            blocks[..., :4] = (factors * np.float16([2e-4, 1.5e-3])).view(np.uint8)
+        else:
+            blocks[..., -2:] = (factors[..., :1] * np.float16(2e-5)).view(np.uint8)
+        return blocks.reshape(shape[0], -1), kind
+
+    path = file_of(tmp_path / "model.gguf", data, hidden=256, inner=512, layers=2, vocab=VOCAB)
+    held = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    ours, whole = (mj.load(str(path), dtype=dtype) for dtype in ("int4", "float32"))
+    layer, wide = ours.params["layers"][1], whole.params["layers"][1]
+    for name, stored in (("up", "ffn_up"), ("down", "ffn_down"), ("o", "attn_output")):
+        tensor = held[f"blk.1.{stored}.weight"]
+        want = gguf.dequantize(tensor.data, tensor.tensor_type)
+        np.testing.assert_array_equal(wide[name], want)
+        assert layer[name].group == 32
+        scale = np.asarray(layer[name].scale, np.float32).repeat(32, axis=0).T
+        assert np.all(np.abs(layer[name].astype("float32") - want) <= 15 * scale * 2.0**-11 + 1e-7)
+    assert isinstance(layer["q"], Int4) and isinstance(layer["v"], Int8)
+    assert isinstance(ours.params["embed"], Int8)
+    want = our_logits(whole)
+    moved, in_8 = (np.abs(our_logits(t) - want).mean() for t in (ours, mj.load(str(path), dtype="int8")))
+    assert moved < in_8 < 0.03 * want.std()  # channels in 8 bits are what it loses at all
 
 
 _MEASURE = """
