@@ -16,6 +16,8 @@ from jax.experimental.pallas import tpu as pltpu
 from kernels_pallas.blocks import AttentionBlocks
 
 LOWEST = float(jnp.finfo(jnp.float32).min)
+LOG2_E = 1.4426950408889634
+"""Scores are kept times this: a TPU has 2 ** x, of which e ** x takes one product more for every score."""
 FIRST, BASE, COUNT, RECENT, WRITTEN = range(5)
 """Entries of a row in its table: the first slot of its region, the slot that its first block begins at, the number of
 its blocks, the last slot that some window hides, and where there are new rows the slot of the first of them."""
@@ -38,8 +40,8 @@ class Shape(NamedTuple):
     writes: bool  # whether there are new rows to be written first
 
 
-ITEM, BLOCK, ISSUED, USED = range(4)
-"""The next block to copy in, of which item, and how many were copied and used so far."""
+ITEM, BLOCK, ISSUED, USED, LANDED = range(5)
+"""The next block to copy in, of which item, how many were copied and used so far, and whether new rows are there."""
 
 
 def attend_rows(
@@ -66,7 +68,7 @@ def attend_rows(
         sources, landed, refs = (k_ref, v_ref), refs[-2], (out_ref, *refs[7:-2])
     else:
         sources, refs = refs[: arrived.shape[1]], refs[arrived.shape[1] : -1]
-    # out [1, 1, K, M, D]; f32[K, M, 128], each number in all lanes, twice; f32[K, M, D]; i32[4] in scalar memory
+    # out [1, 1, K, M, D]; f32[K, M, 128], each number in all lanes, twice; f32[K, M, D]; i32[5] in scalar memory
     out_ref, top_ref, total_ref, mixed_ref, state_ref, *buffers = refs
     core, item = pl.program_id(0), pl.program_id(1)
     size, rows_of_core = blocks.slots, shape.items // shape.tiles
@@ -80,6 +82,17 @@ def attend_rows(
         for kind, (rows, cache) in enumerate(zip(new, sources, strict=True)):
             place = pl.ds(table_ref[WRITTEN, row], rows.shape[1])
             yield pltpu.make_async_copy(rows.at[row], cache.at[row, place], landed.at[kind])
+
+    def land():
+        """Wait until the new rows of this core are where they belong."""
+
+        def end(i, _):
+            for copy in writing(i):
+                copy.wait()
+            return 0
+
+        lax.fori_loop(0, rows_of_core, end, 0)
+        state_ref[LANDED] = 1
 
     def start_of(row, block):
         # The last block of the cache begins earlier, so that it is whole; it repeats slots.
@@ -108,7 +121,12 @@ def attend_rows(
         @pl.when(item < shape.items)
         def _():
             row = row_of(item)
-            for copy in copies(row, start_of(row, block), lax.rem(state_ref[ISSUED], blocks.buffers)):
+            start = start_of(row, block)
+            if shape.writes:
+                # Only a block that new rows are part of waits for them: for all, since semaphores are not by row.
+                pl.when((state_ref[LANDED] == 0) & (start + size > table_ref[WRITTEN, row]))(land)
+
+            for copy in copies(row, start, lax.rem(state_ref[ISSUED], blocks.buffers)):
                 copy.start()
             done = block + 1 == table_ref[COUNT, row]
             state_ref[ITEM] = jnp.where(done, item + 1, item)
@@ -117,22 +135,16 @@ def attend_rows(
 
     @pl.when(item == 0)
     def _():
-        for i in range(4):
+        for i in range(5):
             state_ref[i] = 0
         if shape.writes:
-            # All rows of this core, and before any is read: blocks are copied in before their row's turn.
+            # All rows of this core at once: blocks are copied in before their row's turn.
             def begin(i, _):
                 for copy in writing(i):
                     copy.start()
                 return 0
 
-            def end(i, _):
-                for copy in writing(i):
-                    copy.wait()
-                return 0
-
             lax.fori_loop(0, rows_of_core, begin, 0)
-            lax.fori_loop(0, rows_of_core, end, 0)
         for _ in range(blocks.buffers - 1):
             copy_next()
 
@@ -148,17 +160,17 @@ def attend_rows(
             scores = lax.dot_general(
                 q_ref[0, 0, head], keys, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
             )
-            scores = scores * shape.scale
+            scores = scores * (shape.scale if shape.cap is not None else shape.scale * LOG2_E)
             if len(buffers) > 2:
                 scores = scores * buffers[2][buffer, pl.ds(head, 1)]
             if shape.cap is not None:
-                scores = shape.cap * jnp.tanh(scores / shape.cap)
+                scores = shape.cap * LOG2_E * jnp.tanh(scores / shape.cap)
             if mask is not None:
                 scores = jnp.where(mask, scores, -jnp.inf)
             # The softmax as a fold over blocks: a higher maximum shrinks what was summed so far.
             before = top_ref[head][:, :1]
             top = jnp.maximum(before, jnp.max(scores, axis=1, keepdims=True))
-            weights, shrink = jnp.exp(scores - top), jnp.exp(before - top)
+            weights, shrink = jnp.exp2(scores - top), jnp.exp2(before - top)
             total = total_ref[head][:, :1] * shrink + jnp.sum(weights, axis=1, keepdims=True)
             top_ref[head] = jnp.broadcast_to(top, top_ref.shape[1:])
             total_ref[head] = jnp.broadcast_to(total, total_ref.shape[1:])

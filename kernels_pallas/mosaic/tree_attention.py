@@ -125,19 +125,31 @@ def tree_attention(
                 pltpu.VMEM((heads, m, LANES), jnp.float32),
                 pltpu.VMEM((heads, m, LANES), jnp.float32),
                 pltpu.VMEM((heads, m, dim), jnp.float32),
-                pltpu.SMEM((4,), jnp.int32),
+                pltpu.SMEM((5,), jnp.int32),
                 *scratch,
             ],
         ),
         out_shape=out_shape,
         input_output_aliases=aliases,
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        cost_estimate=_cost(queries, k),
         interpret=interpret,
         name="tree_attention",
     )(table, queries, known, *sources)
     out = out[:, :, :, : per_tile * group].reshape(batch, tiles, heads, per_tile, group, dim)
     out = jnp.moveaxis(out, 2, 3).reshape(batch, tiles * per_tile, heads, group, dim)[:, :n]
     return (out, *caches) if caches else out
+
+
+def _cost(queries: Array, k: Array) -> pl.CostEstimate:
+    """What XLA is to think that a call takes, where every row is full: by it XLA brings in weights under the call."""
+    batch, tiles, heads, m, dim = queries.shape
+    scores = batch * tiles * heads * m * k.shape[1]
+    return pl.CostEstimate(
+        flops=4 * scores * dim,
+        transcendentals=scores,
+        bytes_accessed=2 * tiles * k.size * k.dtype.itemsize + 2 * queries.size * queries.dtype.itemsize,
+    )
 
 
 def _tiled(q: Array, tiles: int, per_tile: int) -> Array:
