@@ -20,8 +20,8 @@ CACHE_DTYPE_HELP = (
     "each token and head"
 )
 ATTENTION_HELP = (
-    "of the target (default: xla); pallas: on TPU a kernel that reads of each row only its own slots, which no chip "
-    "has run yet, and xla elsewhere"
+    "of the target (default: auto); pallas: on TPU a kernel that reads of each row only its own slots, which no chip "
+    "has run yet, and xla elsewhere; auto: that kernel where 8 rows or more decode at a time and it compiles"
 )
 NO_CHECK_HELP = (
     "do not compare the checksums of a --target that mars-jax convert wrote with what is read of it"

@@ -35,7 +35,7 @@ def open_target(args: argparse.Namespace, sketch: Pretrained) -> Pretrained:
         mesh=mesh,
         check=not args.no_check,
         cache_dtype=args.cache_dtype,
-        attention=args.attention or "xla",
+        attention=args.attention or "auto",
         prefill_chunk=args.prefill_chunk,
     )
 

@@ -87,7 +87,7 @@ def load(
     check: bool = True,
     cache_dtype: str | None = None,
     prefill_chunk: int | None = None,
-    attention: str = "xla",
+    attention: str = "auto",
 ) -> Pretrained:
     """Load a checkpoint in the Hugging Face layout, what `convert` made of one, or a GGUF file.
 
@@ -114,7 +114,7 @@ def load(
         step.
       prefill_chunk: prompt tokens that are read at a time; default: what suits backend and buffer. Draft models that
         are loaded for this target take it over.
-      attention: "xla", or "pallas": a kernel on TPU, which no chip has run yet; see `models.language_model`.
+      attention: "auto", "xla" or "pallas", a kernel on TPU; see `models.language_model`.
 
     Raises:
       MarsError: with one sentence that names what is wrong and the cure.

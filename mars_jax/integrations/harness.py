@@ -51,7 +51,7 @@ class MarsJax(TemplateLM):
         dtype: str | None = None,
         cache_dtype: str | None = None,
         prefill_chunk: int | None = None,
-        attention: str = "xla",
+        attention: str = "auto",
         max_gen_toks: int = 256,
         seed: int = 0,
         regex: str | None = None,

@@ -18,11 +18,12 @@ from jax.tree_util import Partial
 
 from kernels_pallas import BlockError, NewRows, tree_attention, write_and_attend
 from kernels_pallas.blocks import attention_blocks
+from kernels_pallas.trial import kernel_or
 from kernels_pallas.whole import whole_or_partitioned
 from mars_jax.core import cache as kv_cache
 from mars_jax.core.cache import Int8Rows, Rows
 from mars_jax.core.errors import MarsError
-from mars_jax.core.mesh import devices_of, head_axes, hold_heads, map_devices
+from mars_jax.core.mesh import devices_of, head_axes, hold_heads, map_devices, on_cpu
 from mars_jax.core.sums import total
 from mars_jax.core.types import Visible
 from mars_jax.models.layers import soft_cap
@@ -35,9 +36,13 @@ some megabytes."""
 SCORE_BYTES = 8 << 20
 """Scores of a turn there at most, so that they stay in fast memory."""
 
-FORMS = ("xla", "pallas", "interpret")
-"""Values of a model's `attention`: XLA's operations; on TPU the kernel `kernels_pallas.tree_attention`, and XLA's
-operations elsewhere; the kernel in Pallas' interpreter on any platform, for tests."""
+FORMS = ("auto", "xla", "pallas", "interpret")
+"""Values of a model's `attention`: what suits the batch; XLA's operations; on TPU the kernel
+`kernels_pallas.tree_attention`, and XLA's operations elsewhere; the kernel in Pallas' interpreter on any platform, for
+tests."""
+KERNEL_ROWS, KERNEL_NODES = 8, 64
+"""Rows of a batch from which on "auto" takes the kernel on a TPU, and their nodes at most: a prompt's chunks are XLA's.
+By the compiler's schedule there is nothing to win at one row (docs/kernels.md)."""
 KERNEL_SLOTS = 128
 """The kernel reads caches of a multiple of so many slots, whatever their dtype and number of heads."""
 
@@ -64,7 +69,9 @@ def attending(form: str, visible: Visible, slots: int, window: int | None) -> At
       MarsError: the kernel cannot read such a cache.
     """
     live = jnp.max(visible.slot) + visible.positions.shape[1]
-    if form == "xla":
+    rows, nodes = visible.positions.shape
+    fits = rows >= KERNEL_ROWS and nodes <= KERNEL_NODES and slots % KERNEL_SLOTS == 0
+    if form == "xla" or (form == "auto" and (on_cpu() or not fits)):
         return Partial(_attend_by_mask, visible.dense(slots, window), live, visible.slot)
     return Partial(_by_kernel(form, window), visible)
 
@@ -103,37 +110,25 @@ def _attend_by_kernel(
     scale: float,
     cap: float | None,
 ) -> tuple[Array, Rows, Rows]:
-    def kernel(
-        q: Array, k: Rows, v: Rows, new: tuple[Array, Array], visible: Visible, interpret: bool = False
-    ) -> tuple[Array, Rows, Rows]:
-        _check_kernel(q, k)
-        given: dict[str, Any] = {
-            "seen": visible.seen,
-            "positions": visible.positions,
-            "seen_positions": visible.seen_positions,
-            "window": window,
-            "cap": cap,
-            "scale": scale,
-            "implementation": "pallas_tpu",
-            "interpret": interpret,
-        }
-        if not (isinstance(k, Int8Rows) or isinstance(v, Int8Rows)):
-            return write_and_attend(q, k, v, NewRows(*new, visible.slot), visible.first, **given)
-        # Rows of 8 bits have scales, which are made here and stored apart.
-        k, v = (kv_cache.write(old, rows, visible.slot) for old, rows in zip((k, v), new, strict=True))
-        (keys, k_scale), (values, v_scale) = _parts(k), _parts(v)
-        out = tree_attention(q, keys, values, visible.first, k_scale=k_scale, v_scale=v_scale, **given)
-        return out, k, v
+    kernel = functools.partial(_kernel, window=window, cap=cap, scale=scale, interpret=form == "interpret")
 
     def by_mask(q: Array, k: Rows, v: Rows, new: tuple[Array, Array], visible: Visible):
         return attending("xla", visible, k.shape[1], window)(q, k, v, new, scale=scale, cap=cap)
 
     def on_device(q: Array, k: Rows, v: Rows, new: tuple[Array, Array], visible: Visible):
+        if form == "auto" and _unreadable(q, k):
+            return by_mask(q, k, v, new, visible)
         if form == "interpret":
-            return kernel(q, k, v, new, visible, interpret=True)
-        tpu = whole_or_partitioned(kernel, by_mask)
+            return kernel(q, k, v, new, visible)
+        # What nobody named is tried first, and gives way where it does not compile.
+        whole = kernel_or(kernel, by_mask, platform="tpu") if form == "auto" else kernel
+        tpu = whole_or_partitioned(whole, by_mask)
         return lax.platform_dependent(q, k, v, new, visible, tpu=tpu, default=by_mask)
 
+    if form == "auto":
+        on_device = jax.custom_jvp(on_device)
+        # The kernel has no gradient; the value is the same.
+        on_device.defjvp(lambda primals, tangents: jax.jvp(by_mask, primals, tangents))
     axes = head_axes(k.shape[2])
     if axes is None:
         return on_device(q, k, v, new, visible)
@@ -141,8 +136,41 @@ def _attend_by_kernel(
     return map_devices(on_device, (*[by_heads] * 4, P()), by_heads)(q, k, v, new, visible)
 
 
-def _check_kernel(q: Array, k: Rows) -> None:
-    """Raise MarsError for what the kernel cannot read: on one device, and only where it is to run."""
+def _kernel(
+    q: Array,
+    k: Rows,
+    v: Rows,
+    new: tuple[Array, Array],
+    visible: Visible,
+    *,
+    window: int | None,
+    cap: float | None,
+    scale: float,
+    interpret: bool,
+) -> tuple[Array, Rows, Rows]:
+    if (reason := _unreadable(q, k)) is not None:
+        raise MarsError(f'{reason} Or load the model with attention="xla".')
+    given: dict[str, Any] = {
+        "seen": visible.seen,
+        "positions": visible.positions,
+        "seen_positions": visible.seen_positions,
+        "window": window,
+        "cap": cap,
+        "scale": scale,
+        "implementation": "pallas_tpu",
+        "interpret": interpret,
+    }
+    if not (isinstance(k, Int8Rows) or isinstance(v, Int8Rows)):
+        return write_and_attend(q, k, v, NewRows(*new, visible.slot), visible.first, **given)
+    # Rows of 8 bits have scales, which are made here and stored apart.
+    k, v = (kv_cache.write(old, rows, visible.slot) for old, rows in zip((k, v), new, strict=True))
+    (keys, k_scale), (values, v_scale) = _parts(k), _parts(v)
+    out = tree_attention(q, keys, values, visible.first, k_scale=k_scale, v_scale=v_scale, **given)
+    return out, k, v
+
+
+def _unreadable(q: Array, k: Rows) -> BlockError | None:
+    """Return why the kernel cannot read a cache on one device; None where it can."""
     try:
         attention_blocks(
             None,
@@ -155,7 +183,8 @@ def _check_kernel(q: Array, k: Rows) -> None:
             scaled=isinstance(k, Int8Rows),
         )
     except BlockError as error:
-        raise MarsError(f'{error} Or load the model with attention="xla".') from None
+        return error
+    return None
 
 
 def attend(

@@ -18,7 +18,7 @@ from mars_jax.core.errors import MarsError
 from mars_jax.core.mesh import hold_whole, on_cpu
 from mars_jax.core.types import ForwardOutput, KVCache, LanguageModel, PyTree, Visible
 from mars_jax.models import weights
-from mars_jax.models.attention import BLOCK, FORMS, KERNEL_SLOTS, Attend, attending
+from mars_jax.models.attention import BLOCK, FORMS, KERNEL_ROWS, KERNEL_SLOTS, Attend, attending
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.layers import dense, embed, gated_mlp, rms_norm, soft_cap
 from mars_jax.models.moe import experts_mlp
@@ -142,7 +142,7 @@ def language_model(
     cache_dtype=None,
     feature_layers: Sequence[int] = (),
     prefill_chunk: int | None = None,
-    attention: str = "xla",
+    attention: str = "auto",
 ) -> LanguageModel:
     """Return the pure functions of a transformer; see `types.LanguageModel` for their shapes.
 
@@ -154,9 +154,9 @@ def language_model(
         `forward` returns as `features`, in this order.
       prefill_chunk: prompt tokens per forward while a prompt is read; None: what suits the backend.
       attention: "xla", or "pallas": on TPU the kernel `kernels_pallas.tree_attention`, which reads of each row only its
-        own slots and needs no mask, and "xla" on other platforms. It is not the default because no chip has run it
-        yet. It has no gradient, and its caches hold up to 127 slots more. "interpret" is the kernel in Pallas'
-        interpreter, for tests.
+        own slots and needs no mask, and "xla" on other platforms. "auto" is the kernel on a TPU for steps of 8 rows or
+        more where it compiles, and "xla" elsewhere. The kernel named has no gradient, which "auto" has, and its caches
+        hold up to 127 slots more. No chip has run it yet. "interpret" is the kernel in Pallas' interpreter, for tests.
 
     Raises:
       MarsError: a feature layer that the model does not have, or an unknown attention.
@@ -197,7 +197,8 @@ def _language_model(
 
     def init_cache(batch: int, slots: int) -> KVCache:
         # On a CPU a block begins at the same slots in a buffer of any length, so that a sum over it has one order.
-        whole = KERNEL_SLOTS if form != "xla" else BLOCK if on_cpu() else 1
+        kernel = batch >= KERNEL_ROWS if form == "auto" else form != "xla"
+        whole = KERNEL_SLOTS if kernel else BLOCK if on_cpu() else 1
         return kv_cache.init_cache(
             layers=sum(attends for attends, _ in kept),
             batch=batch,

@@ -35,7 +35,7 @@ DTYPES = (*STORED_DTYPES, "int4")
 """Dtypes of weights."""
 BITS = {"int8": 8, "int4": 4}
 """Bits that matrices are kept in, by the dtypes that are not those of numbers."""
-ATTENTION = ("xla", "pallas")
+ATTENTION = ("auto", "xla", "pallas")
 """Forms of a target's attention that a user chooses from; see `models.language_model`."""
 FILTERS = ("top_k", "top_p", "min_p")
 """Settings that only sampling reads; their defaults are off."""

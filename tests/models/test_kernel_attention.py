@@ -10,12 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kernels_pallas import trial
 from mars_jax import drafters, verify
 from mars_jax.core import decode
 from mars_jax.core.controls import make_controls
 from mars_jax.core.errors import MarsError
 from mars_jax.core.types import Params, Prompts, Visible, keys_from_seeds
-from mars_jax.models import ModelConfig, init_params, language_model
+from mars_jax.models import ModelConfig, init_params, language_model, transformer
+from mars_jax.models import attention as attention_module
 from mars_jax.placement import shardings
 from tests.helpers import committed, ragged
 
@@ -118,30 +120,33 @@ def test_on_a_mesh_each_device_attends_with_its_own_heads(axes):
         assert joined(text) == joined(without)
 
 
-def lowered(attention, platform, mesh=None):
+def lowered(attention, platform, mesh=None, *, rows=2, nodes=4, kv_heads=2, differentiated=False):
     """The text of one forward for a platform."""
     config = ModelConfig(
         vocab_size=VOCAB,
         hidden_size=64,
         intermediate_size=64,
         num_layers=2,
-        num_heads=2,
-        num_kv_heads=2,
+        num_heads=kv_heads,
+        num_kv_heads=kv_heads,
         head_dim=128,
     )
     model = language_model(config, dtype="bfloat16", attention=attention)
-    first = jax.ShapeDtypeStruct((2,), jnp.int32)
+    first = jax.ShapeDtypeStruct((rows,), jnp.int32)
     given = jax.eval_shape(
         lambda: (
             init_params(config, jax.random.key(0), "bfloat16"),
-            jnp.zeros((2, 4), jnp.int32),
-            model.init_cache(2, 300),
+            jnp.zeros((rows, nodes), jnp.int32),
+            model.init_cache(rows, 300),
         )
     )
 
     def forward(params, tokens, cache, first):
-        return model.forward(params, tokens, Visible.causal(first, 4), cache)
+        return model.forward(params, tokens, Visible.causal(first, nodes), cache)
 
+    if differentiated:
+        whole = forward
+        forward = jax.grad(lambda *given: jnp.sum(whole(*given).hidden.astype(jnp.float32)))
     return jax.jit(forward).trace(*given, first).lower(lowering_platforms=(platform,)).as_text()
 
 
@@ -156,6 +161,40 @@ def test_on_tpu_it_is_one_kernel_a_layer_without_a_mask_and_elsewhere_none():
         assert "tpu_custom_call" not in lowered("pallas", platform)
 
 
+@pytest.fixture
+def elsewhere(monkeypatch):
+    """Trace as a program for an accelerator is traced."""
+    for module in (attention_module, transformer):
+        monkeypatch.setattr(module, "on_cpu", lambda: False)
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_from_8_rows_on_a_tpu_takes_the_kernel_unasked():
+    calls = {
+        name: lowered("auto", **{"platform": "tpu", "rows": 8} | case).count("tpu_custom_call")
+        for name, case in {
+            "a step": {},
+            "few rows": {"rows": 7},
+            "a chunk of a prompt": {"nodes": 65},
+            "heads that it cannot read": {"kv_heads": 3},
+            "another platform": {"platform": "cuda"},
+            "a gradient": {"differentiated": True},
+        }.items()
+    }
+    assert calls == dict.fromkeys(calls, 0) | {"a step": 1}
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_a_kernel_that_is_switched_off_or_does_not_compile_gives_way(monkeypatch):
+    monkeypatch.setenv("MARS_JAX_PALLAS", "0")
+    assert "tpu_custom_call" not in lowered("auto", "tpu", rows=8)
+    monkeypatch.setenv("MARS_JAX_PALLAS", "1")
+    # Here it is compiled for a CPU, which has no Mosaic.
+    monkeypatch.setattr(trial, "runs_here", lambda platform: True)
+    assert "tpu_custom_call" not in lowered("auto", "tpu", rows=8)
+    assert "tpu_custom_call" in lowered("pallas", "tpu", rows=8)
+
+
 def test_a_cache_that_the_kernel_cannot_read_is_refused_where_it_would_run():
     config = ModelConfig(vocab_size=VOCAB, hidden_size=48, intermediate_size=64, num_layers=1, num_heads=3)
     model = language_model(config, dtype="bfloat16", attention="pallas")
@@ -168,5 +207,5 @@ def test_a_cache_that_the_kernel_cannot_read_is_refused_where_it_would_run():
 
 
 def test_an_unknown_attention_is_refused():
-    with pytest.raises(MarsError, match="attention is 'flash': expected one of xla, pallas, interpret"):
+    with pytest.raises(MarsError, match="attention is 'flash': expected one of auto, xla, pallas, interpret"):
         language_model(CONFIG, attention="flash")

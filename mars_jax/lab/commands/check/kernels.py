@@ -50,7 +50,6 @@ class Case(NamedTuple):
     call: Callable[..., Any]  # (*operands, **options of a form)
     operands: Any
     without: tuple[str, ...] = ()  # implementations that it does not have
-    opt_in: bool = False  # its kernel runs nowhere unasked
 
 
 class Attended(NamedTuple):
@@ -90,10 +89,7 @@ def check_kernels(platform: str, tick: Callable[[str], None] = lambda what: None
             if form.name in case.without:
                 continue
             tick(f"{case.operation}, {form.name}")
-            asked = form._replace(
-                required=form.required and not (case.opt_in and form.name.startswith("pallas"))
-            )
-            rows.append(_row(case, asked, **_compared(case, form, want)))
+            rows.append(_row(case, form, **_compared(case, form, want)))
     tick("experts")
     return [*rows, _experts()]
 
@@ -236,7 +232,7 @@ def _attention(dtype: str, window: int | None) -> Case:
         f", window {window}" * (window is not None)
     )
     operands = (q, k, v, first, seen, depths.astype(np.int32))
-    return Case("tree_attention", shape, dtype, call, operands, ("partitioned", "pallas_gpu"), opt_in=True)
+    return Case("tree_attention", shape, dtype, call, operands, ("partitioned", "pallas_gpu"))
 
 
 def _logits(batch: int, nodes: int, vocab: int, *, seed: int) -> np.ndarray:
