@@ -85,7 +85,9 @@ def tree_attention(
         writes=new is not None,
     )
     by_heads = pl.BlockSpec((1, 1, heads, m, dim), of)
-    sources, scratch = [k, v], []
+    # XLA, which knows what the call costs, would else bring a whole cache into fast memory where one fits.
+    sources = [k, v] if interpret else [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in (k, v)]
+    scratch = []
     if is_flat(k):
         sources = [x.reshape(batch, slots, dim) for x in sources]
         held = (blocks.slots, dim)
