@@ -319,7 +319,15 @@ class Session:
         """Decode one batch in one device loop, at most `batch_size` requests; its time holds no compilation.
 
         A drafter with steps of its own takes a loop of the host's.
+
+        Raises:
+          MarsError: there are more requests than rows, or as `prepare`.
         """
+        if self.batch_size and len(requests) > self.batch_size:
+            raise MarsError(
+                f"there are {len(requests)} requests for {self.batch_size} rows: give them to `decode`, or raise "
+                "batch_size."
+            )
         self.compile(requests)
         return self._run(requests)
 
