@@ -7,13 +7,14 @@ The rows are those of one process, but for the times that they took. Oracle: a r
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from mars_jax import __version__
-from mars_jax.cli import extras
+from mars_jax.cli import extras, remote
 from mars_jax.cli.part import Part, parts_of, rows_of
 from mars_jax.cli.program import Parser, command
 from mars_jax.core.errors import MarsError
@@ -28,6 +29,7 @@ examples:
   mars-jax generate --prompts-file in.jsonl --output out.jsonl --part 0/2   # on one machine
   mars-jax generate --prompts-file in.jsonl --output out.jsonl --part 1/2   # on another
   mars-jax merge out.jsonl    # reads out-00000-of-00002.jsonl and out-00001-of-00002.jsonl
+  mars-jax merge gs://bucket/out.jsonl    # where the parts were given such an --output
   mars-jax merge evidence     # of benchmark: the folders evidence-00000-of-00002 and so on
 """
 
@@ -50,23 +52,30 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: argparse.Namespace, out: IO[str]) -> None:
     from mars_jax.serve.journal import to_line, write_whole  # jax loads with it
 
-    target = Path(args.output)
-    if target.exists():
+    target = args.output if remote.is_url(args.output) else Path(args.output)
+    if target.exists() if isinstance(target, Path) else remote.exists(target):
         raise MarsError(f"'{target}' exists: remove it, or rename it.")
     parts = parts_of(target)
-    if next(iter(parts.values())).is_dir():
+    one = next(iter(parts.values()))
+    if isinstance(one, Path) and one.is_dir():
         print(f"{target}: {extras.call('merge', parts, target)}", file=out)
         return
     lines, settings = merged(parts)
-    try:
-        write_whole(Path(f"{target}.settings.json"), to_line(settings) + "\n")
-        write_whole(target, "".join(f"{line}\n" for line in lines))
-    except OSError as error:
-        raise MarsError(f"'{target}' cannot be written ({error.strerror}): mend that.") from None
+    text = "".join(f"{line}\n" for line in lines)
+    if isinstance(target, str):
+        remote.write(f"{target}.settings.json", to_line(settings).encode() + b"\n")
+        remote.write(target, text.encode())
+        remote.write(f"{target}{remote.DONE}", f"{len(lines)}\n".encode())
+    else:
+        try:
+            write_whole(Path(f"{target}.settings.json"), to_line(settings) + "\n")
+            write_whole(target, text)
+        except OSError as error:
+            raise MarsError(f"'{target}' cannot be written ({error.strerror}): mend that.") from None
     print(f"{target}: {len(lines)} rows", file=out)
 
 
-def merged(parts: Mapping[Part, Path]) -> tuple[list[str], dict[str, Any]]:
+def merged(parts: Mapping[Part, Path | str]) -> tuple[list[str], dict[str, Any]]:
     """Return the lines of all files in the order of the prompts, and their settings.
 
     Raises:
@@ -91,6 +100,8 @@ def merged(parts: Mapping[Part, Path]) -> tuple[list[str], dict[str, Any]]:
                     f"'{file}' was decoded with {found} than the parts before it: decode it again."
                 )
         numbers = range(total)[part.share()]
+        if isinstance(file, str):
+            _check_done(file, part, len(rows))
         if len(rows) != len(numbers):
             raise MarsError(
                 f"'{file}' holds {len(rows)} of {len(numbers)} rows: go on with it by --part {part.number}/{part.of} "
@@ -105,16 +116,31 @@ def merged(parts: Mapping[Part, Path]) -> tuple[list[str], dict[str, Any]]:
     }  # fmt: skip
 
 
-def _read(file: Path) -> tuple[list[str], dict[str, Any]]:
+def _check_done(url: str, part: Part, rows: int) -> None:
+    """Check that the run which writes an object has ended: its rows alone do not tell."""
+    with contextlib.suppress(FileNotFoundError):
+        if remote.read(f"{url}{remote.DONE}").strip() == str(rows).encode():
+            return
+    raise MarsError(
+        f"'{url}' has {rows} rows and no '{remote.DONE}' of {rows} beside it: wait for its run, or go on with it by "
+        f"--part {part.number}/{part.of} --resume."
+    )
+
+
+def _read(file: Path | str) -> tuple[list[str], dict[str, Any]]:
     """Return the whole lines of a part, and its settings."""
-    beside = Path(f"{file}.settings.json")
+    beside = f"{file}.settings.json"
     try:
-        text = file.read_text(encoding="utf-8")
-        found = json.loads(beside.read_text(encoding="utf-8"))
+        text, told = (_bytes(name).decode() for name in (str(file), beside))
+        found = json.loads(told)
         made = {name: dict(found[name] or {}) for name in ("settings", "own", "weights")}
         Part(**made["settings"]["part"])
     except FileNotFoundError as error:
-        raise MarsError(f"there is no '{error.filename}': decode that part again.") from None
+        raise MarsError(f"there is no '{error.filename or beside}': decode that part again.") from None
     except (OSError, ValueError, KeyError, TypeError):
-        raise MarsError(f"'{file}' or '{beside.name}' is damaged: decode that part again.") from None
+        raise MarsError(f"'{file}' or '{Path(beside).name}' is damaged: decode that part again.") from None
     return text.split("\n")[:-1], made
+
+
+def _bytes(name: str) -> bytes:
+    return remote.read(name) if remote.is_url(name) else Path(name).read_bytes()

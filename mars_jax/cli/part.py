@@ -8,9 +8,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
+from mars_jax.cli import remote
 from mars_jax.core.errors import MarsError
 
 PART_HELP = (
@@ -145,31 +146,37 @@ def _numbered(environment: Mapping[str, str], number: str, count: str) -> Part:
 
 
 def part_path(path: str | Path, part: Part, *, folder: bool = False) -> str:
-    """Return the file of a part, or its folder.
+    """Return the file of a part, or its folder, or its URL.
 
     >>> part_path("runs/out.jsonl", Part(3, 16)), part_path("qwen2.5", Part(3, 16), folder=True)
     ('runs/out-00003-of-00016.jsonl', 'qwen2.5-00003-of-00016')
+    >>> part_path("gs://bucket/out.jsonl", Part(3, 16))
+    'gs://bucket/out-00003-of-00016.jsonl'
     """
+    if remote.is_url(path):
+        store, slash, name = str(path).rpartition("/")
+        return f"{store}{slash}{part_path(name, part, folder=folder)}"
     file = Path(path)
     stem, suffix = (file.name, "") if folder else (file.stem, file.suffix)
     return str(file.with_name(f"{stem}-{part.number:05d}-of-{part.of:05d}{suffix}"))
 
 
-def parts_of(path: Path) -> dict[Part, Path]:
+def parts_of(path: Path | str) -> dict[Part, Path | str]:
     """Return the parts of a run, in order, and the file or the folder of each.
 
     Args:
-      path: the --output that the parts were given.
+      path: the --output that the parts were given; a text where it is a URL, as theirs are then.
 
     Raises:
       MarsError: there are none, one is missing, or they are of several runs.
     """
-    files = re.compile(rf"{re.escape(path.stem)}-(\d{{5}})-of-(\d{{5}}){re.escape(path.suffix)}")
-    folders = re.compile(rf"{re.escape(path.name)}-(\d{{5}})-of-(\d{{5}})")
+    named = PurePath(path)
+    files = re.compile(rf"{re.escape(named.stem)}-(\d{{5}})-of-(\d{{5}}){re.escape(named.suffix)}")
+    folders = re.compile(rf"{re.escape(named.name)}-(\d{{5}})-of-(\d{{5}})")
     there = {}
-    for file in path.parent.glob("*"):
-        folder = file.is_dir()
-        if found := (folders if folder else files).fullmatch(file.name):
+    for file in path.parent.glob("*") if isinstance(path, Path) else _objects(path):
+        folder = isinstance(file, Path) and file.is_dir()
+        if found := (folders if folder else files).fullmatch(PurePath(file).name):
             there[folder, Part(int(found[1]), int(found[2]))] = file
     runs = sorted({(part.of, folder) for folder, part in there})
     if len(runs) != 1:
@@ -184,7 +191,13 @@ def parts_of(path: Path) -> dict[Part, Path]:
     return {part: there[folder, part] for part in (Part(number, of) for number in range(of))}
 
 
-def rows_of(file: Path, part: Part, told: Mapping[str, Any]) -> int:
+def _objects(url: str) -> list[str]:
+    """Return the URLs of the objects beside one."""
+    store, slash, _ = url.rpartition("/")
+    return [f"{store}{slash}{name}" for name in remote.names(store + slash)]
+
+
+def rows_of(file: Path | str, part: Part, told: Mapping[str, Any]) -> int:
     """Return the rows of all parts together, as a part has recorded them.
 
     Args:

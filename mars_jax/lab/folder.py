@@ -7,6 +7,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import tarfile
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -110,6 +111,10 @@ def check_folder(folder: Path, *, flag: str = "--output") -> None:
     Raises:
       MarsError: the folder is none, holds anything but a run, or cannot be made or written to.
     """
+    if re.match(r"\w[\w+.-]+:/", str(folder)):  # as `Path` has a URL
+        raise MarsError(
+            f"{flag} '{folder}' is a URL: name a folder of this machine, and copy it when it is done."
+        )
     if folder.exists() and not folder.is_dir():
         raise MarsError(f"{flag} '{folder}' is a file: name a folder.")
     try:

@@ -48,7 +48,8 @@ more examples:
 Text goes to stdout, statistics and progress to stderr; bad input ends with exit code 2.
 """
 _ROWS = textwrap.fill(
-    "A prompts file holds one prompt a line. Named *.jsonl, it holds one object a line: prompt, messages (a "
+    "A prompts file holds one prompt a line. Named *.jsonl, it holds one object a line, and named *.parquet, or as a "
+    "dataset of the hub, OWNER/NAME[:CONFIG[:SPLIT]], it has their keys as columns: prompt, messages (a "
     "conversation) or prompt_tokens, and "
     "where a prompt chooses for itself id, "
     + ", ".join(name for name, row in specs.REQUEST.items() if row.per_row)
@@ -200,7 +201,11 @@ def _add_input(made: argparse.ArgumentParser) -> None:
         metavar="PROMPT",
         help="texts to continue (default: asks a terminal)",
     )
-    group.add_argument("--prompts-file", metavar="FILE", help="read prompts from a file, or - for stdin")
+    group.add_argument(
+        "--prompts-file",
+        metavar="FILE",
+        help="read prompts from a file, or - for stdin; a URL such as gs://... or a dataset of the hub will do",
+    )
     group.add_argument(
         "--chat",
         action="store_true",
@@ -236,7 +241,12 @@ def _add_output(made: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--json", action="store_true", help="print one JSON object per prompt; with --list-rules the table"
     )
-    group.add_argument("--output", metavar="FILE", help="append those objects to a new file, one by one")
+    group.add_argument(
+        "--output",
+        metavar="FILE",
+        help="append those objects to a new file, one by one; a URL, such as gs://..., is written again every half "
+        "minute, and at the end URL.done",
+    )
     group.add_argument("--resume", action="store_true", help="continue the --output of an interrupted run")
     group.add_argument("--part", metavar="I/N", help=PART_HELP)
     group.add_argument(

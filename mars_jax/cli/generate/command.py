@@ -11,12 +11,14 @@ import sys
 from collections.abc import Sequence
 from typing import IO
 
+from mars_jax.cli import remote
 from mars_jax.cli.generate.applies import Choices, check_asked, check_flags
 from mars_jax.cli.generate.arguments import parse
 from mars_jax.cli.generate.prompts import PromptRow, from_texts, read_prompts
 from mars_jax.cli.part import part_path
 from mars_jax.cli.program import command, keep_compilations
 from mars_jax.cli.rule_flags import print_drafters, print_rules
+from mars_jax.cli.sigterm import ending_in_order
 from mars_jax.core.errors import MarsError
 
 
@@ -76,12 +78,16 @@ def _decode(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRow
     from mars_jax.cli.generate import ways
     from mars_jax.cli.generate.job import open_job
     from mars_jax.cli.generate.output_file import OutputFile, Unwritten, fingerprints, recorded
+    from mars_jax.cli.generate.uploaded_file import UploadedFile
     from mars_jax.placement import hosts
 
     with contextlib.ExitStack() as stack:
         file: OutputFile | Unwritten = Unwritten()
+        if args.output is not None:
+            stack.enter_context(ending_in_order(lambda: file.end()))
         if args.output is not None and hosts.is_first():
-            file = OutputFile(args.output, recorded(args, choices, rows), resume=args.resume)
+            made = UploadedFile if remote.is_url(args.output) else OutputFile
+            file = made(args.output, recorded(args, choices, rows), resume=args.resume)
             stack.callback(file.close)
         with ways.busy("loading"):
             job = open_job(args, choices, rows)

@@ -1,13 +1,14 @@
 """The file of finished rows: those of one run, with its settings beside it, in the order of the prompts.
 
 `FILE.settings.json` has what decides the rows, the weights too, so that `--resume` adds no others. See `journal` for
-how rows survive.
+how rows survive. Where the file is a URL, rows are written here and uploaded now and then: see `uploaded_file`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -88,22 +89,31 @@ def check_output(path: str) -> None:
 class OutputFile:
     """The rows of one run, whose process has the file for itself. Its content changes with the first `append`."""
 
-    def __init__(self, path: str, recorded: Recorded, *, resume: bool):
+    def __init__(self, path: str, recorded: Recorded, *, resume: bool, here: Path | None = None):
         """Lock the file, and compare the settings that it was begun with; before any model is loaded.
+
+        Args:
+          path: of the file, as messages name it.
+          recorded: settings of the run.
+          resume: whether it may exist.
+          here: file that is written in its stead.
 
         Raises:
           MarsError: the file exists and is not to be resumed, cannot be written, is another process's, or was begun
             with other settings.
         """
-        check_output(path)
-        existed = Path(path).exists()
+        file = here or Path(path)
+        check_output(str(file))
+        existed = file.exists()
         self._path, self._recorded = path, recorded
-        self._beside = Path(f"{path}.settings.json")
-        self._journal = Journal(path, again="add --resume")
+        self._beside = Path(f"{file}.settings.json")
+        self._journal = Journal(file, again="add --resume")
         self._rows: list[dict[str, Any]] = []
         self._requests: Sequence[Request] = ()
         self._rule = ""
         self._begun_with: dict[str, str] = {}
+        # Held by the main thread for a row, or for good by the one that heeds SIGTERM.
+        self._writing = threading.RLock()
         self._written = self._unrecorded = False
         try:
             if existed and not resume:
@@ -133,7 +143,7 @@ class OutputFile:
             return
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise MarsError(
-                f"'{self._beside}' is damaged: remove it to resume without its protection."
+                f"'{self._path}.settings.json' is damaged: remove it to resume without its protection."
             ) from None
         found = difference(settings, self._recorded.settings)
         if found is not None:
@@ -176,9 +186,8 @@ class OutputFile:
         if self._journal.torn:
             self._check_torn(self._journal.torn)
         if self._unrecorded:
-            say(
-                f"note: '{self._path}' has no {self._beside.name}, so only its last rows are compared with this run."
-            )
+            name = f"{Path(self._path).name}.settings.json"
+            say(f"note: '{self._path}' has no {name}, so only its last rows are compared with this run.")
 
     def _read(self, line: bytes) -> None:
         number = len(self._rows) + 1
@@ -221,19 +230,43 @@ class OutputFile:
         Raises:
           MarsError: the disk does not take it.
         """
-        if not self._written and not self._unrecorded:
-            try:
-                write_whole(self._beside, to_line(self._recorded._asdict()) + "\n")
-            except OSError as error:
-                raise MarsError(
-                    f"'{self._beside}' cannot be written ({error.strerror}): mend that."
-                ) from None
-            self._written = True
-        self._journal.append(to_row(completion, self._rule, run))
+        with self._writing:
+            if not self._written and not self._unrecorded:
+                try:
+                    write_whole(self._beside, to_line(self._recorded._asdict()) + "\n")
+                except OSError as error:
+                    raise MarsError(
+                        f"'{self._beside}' cannot be written ({error.strerror}): mend that."
+                    ) from None
+                self._written = True
+            self._journal.append(to_row(completion, self._rule, run))
 
     def close(self) -> None:
         """Let go of the file. One that this run made and wrote nothing to goes."""
-        self._journal.close()
+        with self._writing:
+            self._journal.close()
+
+    def end(self) -> str:
+        """Close the file, which takes no more rows, as the process ends; say how many it has, and how to go on.
+
+        Raises:
+          MarsError: as `close`.
+        """
+        self._writing.acquire()
+        self.close()
+        of = f" of {len(self._requests)}" if self._requests else ""
+        return f"terminated with {self.rows}{of} rows in '{self._path}': run it again with --resume to go on."
+
+    @property
+    def rows(self) -> int:
+        """Number of rows that are kept."""
+        return self.whole_lines().count(b"\n")
+
+    def whole_lines(self) -> bytes:
+        """Return what is on disk, without a torn line."""
+        path = self._journal.path
+        data = path.read_bytes() if path.exists() else b""
+        return data[: data.rfind(b"\n") + 1]
 
 
 def fingerprints(session: Session, draft: DraftSpec) -> dict[str, str]:
@@ -272,3 +305,7 @@ class Unwritten:
 
     def close(self) -> None:
         """Do nothing: no file is open."""
+
+    def end(self) -> str:
+        """Say nothing of rows: the first process does."""
+        return "terminated"

@@ -1,14 +1,18 @@
-"""Read a prompts file: plain text, one prompt a line, or JSON lines with settings of their own."""
+"""Read prompts: text, one a line, or JSON lines, parquet and datasets, whose rows have settings of their own."""
 
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from mars_jax import specs
-from mars_jax.core.errors import MarsError, did_you_mean
+from mars_jax.cli import extras, remote
+from mars_jax.core.errors import MarsError, did_you_mean, first_line, say
 from mars_jax.core.reading import read_bytes
 from mars_jax.specs import RuleChoice
 
@@ -55,25 +59,85 @@ def from_texts(texts: list[str]) -> list[PromptRow]:
 def read_prompts(path: str, rule: RuleChoice) -> list[PromptRow]:
     """Read the rows of a file; `-` is stdin. Blank lines are ignored.
 
-    Files named *.jsonl, *.ndjson or *.json hold JSON lines, and so does stdin if it begins with "{".
+    Files named *.jsonl, *.ndjson or *.json hold JSON lines, and so does stdin if it begins with "{". Columns of a
+    *.parquet file, and those of a dataset that are known, are keys of such a line; null is a key that is not there.
 
     Args:
-      path: of the file.
+      path: of the file, or its URL, or a dataset of the hub as OWNER/NAME[:CONFIG[:SPLIT]], or a folder of one.
       rule: whose numbers a row may choose for itself.
 
     Raises:
       MarsError: no such file, no prompts in it, or a line that is not a prompt.
     """
     name = "stdin" if path == "-" else path
+    local = path == "-" or remote.is_url(path) or Path(path).is_file()
+    columns = None if local else extras.call("--prompts-file", path)
+    if columns is not None:
+        rows = list(_of_dataset(path, columns, rule))
+    elif path.lower().endswith(".parquet"):
+        rows = [_from_columns(row, f"{path}, row {i}", rule) for i, row in enumerate(_parquet(path))]
+    else:
+        rows = list(_lines(path, name, rule))
+    if not rows:
+        raise MarsError(f"the prompts file '{name}' holds no prompts: give one a line.")
+    return rows
+
+
+def _read(path: str) -> bytes:
     try:
-        data = sys.stdin.buffer.read() if path == "-" else read_bytes(path)
+        if path == "-":
+            return sys.stdin.buffer.read()
+        return remote.read(path) if remote.is_url(path) else read_bytes(path)
     except FileNotFoundError:
         raise MarsError(f"there is no prompts file '{path}': check the path.") from None
     except OSError as error:
         raise MarsError(
             f"the prompts file '{path}' cannot be read ({error.strerror}): check the path."
         ) from None
-    rows = []
+
+
+def _parquet(path: str) -> list[dict[str, Any]]:
+    data = _read(path)
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError:
+        raise MarsError("a .parquet file needs the package pyarrow: install mars-jax[evaluate].") from None
+    try:
+        return parquet.read_table(io.BytesIO(data)).to_pylist(maps_as_pydicts="strict")
+    except (ArrowException, OSError, ValueError, KeyError) as error:
+        raise MarsError(
+            f"the prompts file '{path}' cannot be read ({first_line(error)}): give an intact parquet file."
+        ) from None
+
+
+def _of_dataset(
+    path: str, columns: Iterator[tuple[str, dict[str, Any]]], rule: RuleChoice
+) -> Iterator[PromptRow]:
+    """Yield the rows of a dataset. It is another's, so columns that are no keys are left out, and named once."""
+    known = {*_KEYS, *_numbers(rule)}
+    other: dict[str, None] = {}
+    for where, values in columns:
+        other |= dict.fromkeys(values.keys() - known)
+        yield _from_columns({key: values[key] for key in values.keys() & known}, where, rule)
+    if other:
+        say(
+            f"note: columns of '{path}' that are no keys of a prompt are left out: {', '.join(sorted(other))}."
+        )
+
+
+def _from_columns(columns: dict[str, Any], where: str, rule: RuleChoice) -> PromptRow:
+    return _checked(_from_fields(_given(columns), PromptRow(where=where), rule))
+
+
+def _given(value: Any) -> Any:
+    """Leave nulls out: every row of a table has every column, and every struct in it every field."""
+    if isinstance(value, dict):
+        return {key: _given(one) for key, one in value.items() if one is not None}
+    return [_given(one) for one in value] if isinstance(value, list) else value
+
+
+def _lines(path: str, name: str, rule: RuleChoice) -> Iterator[PromptRow]:
+    data = _read(path)
     jsonl = (
         data.lstrip().startswith(b"{")
         if path == "-"
@@ -92,10 +156,7 @@ def read_prompts(path: str, rule: RuleChoice) -> list[PromptRow]:
             row = _from_json_line(text, where, rule) if jsonl else PromptRow(where=where, prompt=text)
         except RecursionError:  # of the parser, or of what then looks at the values
             raise MarsError(f"{where}: it is nested too deeply: give flatter values.") from None
-        rows.append(_checked(row))
-    if not rows:
-        raise MarsError(f"the prompts file '{name}' holds no prompts: give one a line.")
-    return rows
+        yield _checked(row)
 
 
 def _from_json_line(line: str, where: str, rule: RuleChoice) -> PromptRow:
@@ -108,13 +169,25 @@ def _from_json_line(line: str, where: str, rule: RuleChoice) -> PromptRow:
     row = PromptRow(where=where)
     if not isinstance(fields, dict):
         raise row.error('it is not an object: write {"prompt": "..."}.')
+    return _from_fields(fields, row, rule)
+
+
+def _numbers(rule: RuleChoice) -> dict[str, Any]:
+    """Return the settings of the rule that a row may choose for itself."""
+    return {name: setting for name, setting in rule.options.items() if setting.per_row}
+
+
+def _from_fields(fields: dict[str, Any], row: PromptRow, rule: RuleChoice) -> PromptRow:
+    """Return the prompt of an object; `row` has its place."""
     for key, value in fields.items():
         try:
             json.dumps({key: value}, ensure_ascii=False).encode()
         except UnicodeEncodeError:
             # JSON can name half of a surrogate pair, which no file and no terminal takes.
             raise row.error(f"{ascii(key)[1:-1]} is not valid Unicode: give it as UTF-8.") from None
-    numbers = {name: setting for name, setting in rule.options.items() if setting.per_row}
+        except TypeError:  # a date or bytes, of a table
+            raise row.error(f"{key} is of a type that JSON does not have: give texts and numbers.") from None
+    numbers = _numbers(rule)
     for name in sorted(fields.keys() - {*_KEYS, *numbers}):
         raise row.error(_unknown(name, rule, (*_KEYS, *numbers)))
     if sum(key in fields for key in ("prompt", "messages", "prompt_tokens")) != 1:
@@ -145,7 +218,7 @@ def _from_json_line(line: str, where: str, rule: RuleChoice) -> PromptRow:
     except MarsError as error:
         raise row.error(error) from None
     return PromptRow(
-        where=where,
+        where=row.where,
         prompt=prompt,
         messages=None if messages is None else tuple(messages),
         tokens=None if tokens is None else tuple(tokens),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +22,7 @@ from mars_jax.lab.pictures import style
 from mars_jax.serve.journal import Lock
 from tests.lab.evaluate.conftest import dying_after, read_folder
 
+ROOT = Path(__file__).parents[3]
 TIMES = {"date", "seconds", "tokens_per_second", "speedup", "seconds_per_task", "task_speedup"}
 PICTURES = tuple(plots.PICTURES)
 DRAWN = {Path(name).with_suffix(f".{kind}").name for name in PICTURES for kind in style.FORMATS}
@@ -322,6 +325,29 @@ def test_a_killed_run_goes_on_where_it_was(flags, finished, tmp_path, monkeypatc
     assert sorted(p.name for p in output.iterdir()) == sorted(p.name for p in finished.path.iterdir())
 
 
+ENDS = """
+import os, signal, sys
+from mars_jax.lab.commands import benchmark
+from mars_jax.serve import journal
+inner = journal.Journal.append
+def append(self, row):
+    inner(self, row)
+    os.kill(os.getpid(), signal.SIGTERM)
+journal.Journal.append = append
+sys.exit(benchmark.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+def test_sigterm_says_how_to_go_on(flags, tmp_path):
+    argv = [str(a) for a in (*flags, "--controls", "none", "--output", tmp_path / "out")]
+    ended = subprocess.run([sys.executable, "-c", ENDS, *argv], capture_output=True, text=True, cwd=ROOT)
+    assert ended.returncode == 143
+    kept = f"terminated: the rows that ended are in '{tmp_path / 'out'}', so run the same command again, and it goes "
+    assert ended.stderr.splitlines()[-1] == f"{kept}on."
+    assert (tmp_path / "out" / "rows.jsonl").read_bytes().count(b"\n") >= 1
+
+
 def test_a_folder_is_one_process_at_a_time(flags, finished, refused, tmp_path):
     output = shutil.copytree(finished.path, tmp_path / "copy")
     with Lock(output):
@@ -403,6 +429,7 @@ def test_a_folder_of_something_else_is_refused(flags, refused, tmp_path):
     (tmp_path / "thesis.tex").write_text("x")
     assert "holds other files" in refused(*flags, "--output", tmp_path)
     assert "is a file: name a folder" in refused(*flags, "--output", tmp_path / "thesis.tex")
+    assert "is a URL: name a folder of this machine" in refused(*flags, "--output", "gs://bucket/out")
 
 
 # Other runs.

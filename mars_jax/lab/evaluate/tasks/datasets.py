@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mars_jax.core.errors import MarsError
 from mars_jax.lab.evaluate.tasks.jsonl import Fields
@@ -27,10 +27,11 @@ PARTS = {
     "mt_bench": Part(None, "train"),
     "cnn_dm": Part("3.0.0", "test"),
     "wmt19": Part("zh-en", "validation"),
+    "prompts": Part(None, "train"),
 }
 """Configs and splits of datasets, by their cards: openai/gsm8k, tatsu-lab/alpaca, HuggingFaceH4/mt_bench_prompts,
 abisee/cnn_dailymail and wmt/wmt19. Others have no config and a test split, as openai/openai_humaneval and
-google-research-datasets/mbpp."""
+google-research-datasets/mbpp. "prompts" are those of `mars-jax generate`, which mostly have that split alone."""
 
 
 def is_hub_name(path: str) -> bool:
@@ -39,7 +40,7 @@ def is_hub_name(path: str) -> bool:
     >>> is_hub_name("openai/gsm8k"), is_hub_name("openai/gsm8k:main:test"), is_hub_name("gsm8k_test.jsonl")
     (True, True, False)
     """
-    if Path(path).is_file() or re.search(r"\.(jsonl?|txt)(\.(xz|gz))?$", path):
+    if Path(path).is_file() or re.search(r"\.(jsonl?|ndjson|parquet|txt)(\.(xz|gz))?$", path):
         return False
     return Path(path).is_dir() or re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]*){0,2}", path) is not None
 
@@ -74,3 +75,14 @@ def read_hub(path: str, task: str) -> Iterator[Fields]:
             "give a file of JSON lines" if folder else "write OWNER/NAME:CONFIG:SPLIT, or give a local file"
         )
         raise MarsError(f"the dataset '{path}' cannot be read ({reason}): {cure}.") from None
+
+
+def columns(path: str) -> Iterator[tuple[str, dict[str, Any]]] | None:
+    """The rows of a dataset as (place, columns), for `generate --prompts-file`; None where a path names no dataset.
+
+    Raises:
+      MarsError: as `read_hub`.
+    """
+    if not is_hub_name(path):
+        return None
+    return ((fields.where, fields.values) for fields in read_hub(path, "prompts"))

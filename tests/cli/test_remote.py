@@ -1,0 +1,328 @@
+"""Prompts and rows where data lives: parquet, datasets, and objects of a store."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mars_jax
+from mars_jax.cli import merge, remote
+from mars_jax.cli.generate import uploaded_file
+from mars_jax.cli.generate.prompts import read_prompts
+from mars_jax.cli.sigterm import ending_in_order
+from mars_jax.core.errors import MarsError
+from mars_jax.specs import RuleChoice
+
+ROOT = Path(mars_jax.__file__).parents[1]
+MARS = RuleChoice("mars", {})
+FEW = ["--draft", "none", "--max-new-tokens", "8", "--temperature", "1"]
+TIMES = ("seconds", "tokens_per_second")
+PROMPTS = [
+    {"prompt": "the sea"},
+    {"messages": [{"role": "user", "content": "A\u2028line"}], "id": 7},
+    {"prompt_tokens": [5, 6], "temperature": 0.5, "stop_strings": ["x"], "theta": 0.8},
+]
+
+
+@pytest.fixture
+def store():
+    """The URL of an empty folder."""
+    import fsspec
+
+    memory = fsspec.filesystem("memory")
+    memory.store.clear()
+    yield "memory://runs"
+    memory.store.clear()
+
+
+def objects():
+    import fsspec
+
+    return {
+        name.rpartition("/")[2]: file.getvalue() for name, file in fsspec.filesystem("memory").store.items()
+    }
+
+
+def put(url, data):
+    import fsspec
+
+    system, path = fsspec.core.url_to_fs(url)
+    system.pipe_file(path, data)
+
+
+def jsonl(rows):
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def parquet(rows):
+    import io
+
+    import pyarrow
+    from pyarrow import parquet
+
+    file = io.BytesIO()
+    parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    return file.getvalue()
+
+
+def told(rows):
+    return [(row.prompt, row.messages, row.tokens, row.id, row.settings, row.numbers) for row in rows]
+
+
+def timeless(data):
+    rows = [json.loads(line) for line in data.split(b"\n")[:-1]]
+    return [{name: value for name, value in row.items() if name not in TIMES} for row in rows]
+
+
+# Prompts.
+
+
+def test_prompts_are_the_same_from_jsonl_and_parquet_here_and_in_a_store(tmp_path, store, capsys):
+    columns = {key: None for row in PROMPTS for key in row}
+    table = parquet([columns | row for row in PROMPTS])
+    (tmp_path / "in.jsonl").write_bytes(jsonl(PROMPTS))
+    (tmp_path / "in.parquet").write_bytes(table)
+    expected = told(read_prompts(str(tmp_path / "in.jsonl"), MARS))
+    assert [row[3] for row in expected] == [None, 7, None]
+    for name, data in (("in.jsonl", jsonl(PROMPTS)), ("in.parquet", table)):
+        put(f"{store}/{name}", data)
+        for path in (str(tmp_path / name), f"{store}/{name}", f"file://{tmp_path / name}"):
+            assert told(read_prompts(path, MARS)) == expected, path
+    put(f"{store}/in.txt", b"one\n\ntwo\n")
+    assert [row.prompt for row in read_prompts(f"{store}/in.txt", MARS)] == ["one", "two"]
+    assert capsys.readouterr().err == ""
+
+
+def test_columns_of_a_dataset_that_are_no_keys_are_left_out_and_named(tmp_path, monkeypatch, capsys):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "published"
+    folder.mkdir()
+    rows = [{"prompt": f"p{i}", "seed": i, "category": "math", "answer": i} for i in range(2)]
+    (folder / "train.jsonl").write_bytes(jsonl(rows))
+    found = read_prompts(str(folder), MARS)
+    assert [(row.prompt, row.settings) for row in found] == [("p0", {"seed": 0}), ("p1", {"seed": 1})]
+    assert "that are no keys of a prompt are left out: answer, category." in capsys.readouterr().err
+    (folder / "train.jsonl").write_bytes(jsonl([{"prompt": "fine"}, {"prompt": ""}]))
+    with pytest.raises(MarsError, match="row 1: the prompt is empty"):
+        read_prompts(str(folder), MARS)
+
+
+def test_what_cannot_be_read_is_one_sentence(tmp_path, store, refused, monkeypatch):
+    import datetime
+
+    def message(path):
+        return refused("--prompts-file", path)
+
+    (tmp_path / "torn.parquet").write_bytes(parquet([{"prompt": "a"}])[:-9])
+    assert "torn.parquet' cannot be read (" in message(tmp_path / "torn.parquet")
+    put(f"{store}/odd.parquet", parquet([{"prompt": "a", "temprature": 1.0}]))
+    assert "odd.parquet, row 0: unknown key 'temprature' (did you mean" in message(f"{store}/odd.parquet")
+    put(f"{store}/day.parquet", parquet([{"prompt": "a", "id": datetime.date(2026, 1, 1)}]))
+    assert "day.parquet, row 0: id is of a type that JSON does not have" in message(f"{store}/day.parquet")
+    assert f"there is no prompts file '{store}/none.jsonl'" in message(f"{store}/none.jsonl")
+    assert "cannot be read (Protocol not known: nowhere): check the URL" in message("nowhere://b/in.jsonl")
+    monkeypatch.setitem(sys.modules, "gcsfs", None)  # as where it is not installed
+    assert "needs a package (Please install gcsfs" in message("gs://bucket/in.jsonl")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    assert "needs the package pyarrow: install mars-jax[evaluate]." in message(tmp_path / "torn.parquet")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert "need the package datasets: install mars-jax[evaluate]." in message("owner/name")
+
+
+# Rows.
+
+
+@pytest.fixture
+def decode(run, target, store):
+    """Decode five prompts of the store into it."""
+    put(f"{store}/in.jsonl", jsonl({"prompt": f"prompt {i}"} for i in range(5)))
+
+    def call(name, *flags):
+        argv = ["--target", target, *FEW, "--batch-size", 2, "--prompts-file", f"{store}/in.jsonl"]
+        return run(*argv, "--output", f"{store}/{name}", *flags)
+
+    return call
+
+
+def test_rows_in_a_store_are_those_of_a_file_and_merge(decode, store, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert decode("whole.jsonl").code == 0
+    found = objects()
+    assert found["whole.jsonl"].count(b"\n") == 5 and found["whole.jsonl.done"] == b"5\n"
+    assert "exists: add --resume" in decode("whole.jsonl").err
+    assert "holds all 5 rows already" in decode("whole.jsonl", "--resume").err
+
+    for number in range(2):
+        assert decode("out.jsonl", "--part", f"{number}/2").code == 0
+    # The second part's machine was taken away, and its object has fewer rows and no mark.
+    second, done = f"{store}/out-00001-of-00002.jsonl", objects()["out-00001-of-00002.jsonl.done"]
+    rows = objects()["out-00001-of-00002.jsonl"]
+    put(second, rows[: rows.index(b"\n") + 1])
+    for mark in (b"", done):
+        put(f"{second}.done", mark)
+        assert merge.main([f"{store}/out.jsonl"]) == 2
+        told = f"'{second}' has 1 rows and no '.done' of 1 beside it: wait for its run, or go on with it by --part 1/2"
+        assert told in capsys.readouterr().err
+    assert decode("out.jsonl", "--part", "1/2", "--resume").code == 0
+    assert merge.main([f"{store}/out.jsonl"]) == 0
+    assert capsys.readouterr().out == f"{store}/out.jsonl: 5 rows\n"
+    found = objects()
+    assert timeless(found["out.jsonl"]) == timeless(found["whole.jsonl"])
+    assert found["out.jsonl.settings.json"] == found["whole.jsonl.settings.json"]
+    assert found["out.jsonl.done"] == b"5\n"
+    assert merge.main([f"{store}/out.jsonl"]) == 2 and "exists: remove it" in capsys.readouterr().err
+    assert merge.main([f"{store}/none.jsonl"]) == 2 and "there are no parts of" in capsys.readouterr().err
+    assert not list(tmp_path.glob("mars-jax-*"))
+
+
+def test_an_object_of_another_run_is_refused_and_left_alone(decode, store):
+    assert decode("out.jsonl").code == 0
+    before = objects()
+    assert "was begun with other seed" in decode("out.jsonl", "--resume", "--seed", 9).err
+    put(f"{store}/in.jsonl", jsonl([{"prompt": "other"}]))
+    assert "has more rows than there are prompts" in decode("out.jsonl", "--resume").err
+    assert objects() | {"in.jsonl": b""} == before | {"in.jsonl": b""}
+
+
+def test_the_mark_of_the_end_goes_before_more_rows_come(decode, store, monkeypatch):
+    def write(url, data):
+        if url.endswith("out.jsonl"):
+            marked.append("out.jsonl.done" in objects())
+        inner(url, data)
+
+    assert decode("out.jsonl").code == 0
+    inner, marked = remote.write, []
+    monkeypatch.setattr(remote, "write", write)
+    put(f"{store}/in.jsonl", jsonl({"prompt": f"prompt {i}"} for i in range(7)))
+    assert decode("out.jsonl", "--resume").code == 0
+    assert marked[0] is False and objects()["out.jsonl.done"] == b"7\n"
+
+
+class Failing:
+    """A store that refuses some of the writes of a name, by their numbers."""
+
+    def __init__(self, monkeypatch, name, *refused):
+        inner, self.seen = remote.write, []
+
+        def write(url, data):
+            if url.endswith(name):
+                self.seen.append(data.count(b"\n"))
+                if len(self.seen) in refused:
+                    raise MarsError(f"'{url}' cannot be written (503): check the URL, and your rights there.")
+            inner(url, data)
+
+        monkeypatch.setattr(remote, "write", write)
+        monkeypatch.setattr(uploaded_file, "SECONDS", 0.0)
+
+
+def test_a_store_that_refuses_the_first_row_ends_the_run(decode, monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    failing = Failing(monkeypatch, "out.jsonl", 1)
+    outcome = decode("out.jsonl")
+    assert outcome.code == 2 and "out.jsonl' cannot be written (503): check" in outcome.err
+    assert failing.seen == [1] and not list(tmp_path.iterdir())
+
+
+def test_a_store_that_refuses_later_is_tried_again_and_no_row_is_lost(decode, monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(uploaded_file, "SHARE", 1e9)  # uploads with every row
+    failing = Failing(monkeypatch, "out.jsonl", 2, 3)
+    outcome = decode("out.jsonl")
+    assert outcome.code == 0 and "it is tried again" in outcome.err
+    assert failing.seen == [1, 2, 3, 4, 5] and objects()["out.jsonl.done"] == b"5\n"
+
+    Failing(monkeypatch, "lost.jsonl", 5, 6)
+    outcome = decode("lost.jsonl")
+    [kept] = tmp_path.glob("*/rows.jsonl")
+    assert (
+        outcome.code == 2 and f"until then all rows are in '{kept}', which you can copy there." in outcome.err
+    )
+    assert timeless(kept.read_bytes()) == timeless(objects()["out.jsonl"])
+    assert "lost.jsonl.done" not in objects() and objects()["lost.jsonl"].count(b"\n") == 4
+
+
+# SIGTERM.
+
+ENDS = """
+import os, signal, sys
+from mars_jax.cli.generate import command
+from mars_jax.serve import journal
+inner = journal.Journal.append
+def append(self, row):
+    inner(self, row)
+    appended.append(row)
+    if len(appended) == 3:
+        os.kill(os.getpid(), signal.SIGTERM)
+appended = []
+journal.Journal.append = append
+sys.exit(command.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("where", ["{}", "file://{}"], ids=["file", "url"])
+def test_sigterm_keeps_the_rows_that_ended_and_says_how_to_go_on(where, run, target, tmp_path):
+    (tmp_path / "in.jsonl").write_bytes(jsonl({"prompt": f"prompt {i}"} for i in range(7)))
+    output = where.format(tmp_path / "out.jsonl")
+    argv = ["--target", target, *FEW, "--batch-size", 2, "--prompts-file", tmp_path / "in.jsonl"]
+    argv = [str(a) for a in argv]
+    command = [sys.executable, "-c", ENDS, *argv, "--output", output]
+    made = tmp_path / "tmp"
+    made.mkdir()
+    ended = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT,
+        env=os.environ | {"TMPDIR": str(made)},
+    )  # fmt: skip
+    assert ended.returncode == 128 + signal.SIGTERM
+    last = ended.stderr.splitlines()[-1]
+    assert last == f"terminated with 3 of 7 rows in '{output}': run it again with --resume to go on."
+    kept = (tmp_path / "out.jsonl").read_bytes()
+    assert kept.count(b"\n") == 3 and kept.endswith(b"\n")
+    assert not (tmp_path / "out.jsonl.done").exists() and not list(made.glob("mars-jax-*"))
+
+    assert run(*argv, "--output", output, "--resume").code == 0
+    assert run(*argv, "--output", tmp_path / "whole.jsonl").code == 0
+    assert (tmp_path / "out.jsonl").read_bytes().startswith(kept)
+    assert timeless((tmp_path / "out.jsonl").read_bytes()) == timeless(
+        (tmp_path / "whole.jsonl").read_bytes()
+    )
+
+
+def test_sigterm_is_heeded_while_the_main_thread_is_busy():
+    code = """
+import threading
+from mars_jax.cli.sigterm import ending_in_order
+lock = threading.Lock()
+with ending_in_order(lambda: "the rows are kept"), lock:
+    print("busy", flush=True)
+    lock.acquire()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"busy\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.communicate() == (b"", b"the rows are kept\n")
+    assert process.returncode == 143
+
+
+def test_sigterm_is_left_to_a_program_that_heeds_it(decode):
+    def own(number, frame):
+        came.append(number)
+
+    came: list[int] = []
+    assert decode("out.jsonl").code == 0
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    signal.signal(signal.SIGTERM, own)
+    try:
+        with ending_in_order(str):
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert came == [signal.SIGTERM] and signal.getsignal(signal.SIGTERM) == own
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
