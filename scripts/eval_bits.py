@@ -47,9 +47,8 @@ def answered(target: mj.Pretrained) -> dict[str, Any]:
     drafter = mj.drafters.load(f"model:{assets.DRAFT}", target, num_draft_tokens=DRAFTED)
     session = Session(target=target, drafter=drafter, batch_size=ROWS)
     prompts = [prompt_tokens(target, problem, chat=True) for problem in problems]
-    done = session.using(mj.verify.load("exact", target)).run(
-        mj.make_requests(target, prompts, max_new_tokens=96)
-    )
+    requests = mj.make_requests(target, prompts, max_new_tokens=96)
+    done = session.using(mj.verify.load("exact", target)).decode(requests).completions
     right = [scores.score(problem, one.text) for problem, one in zip(problems, done, strict=True)]
     steps, emitted = (sum(getattr(one.metrics, name) for one in done) for name in ("steps", "emitted"))
     return {

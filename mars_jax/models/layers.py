@@ -42,9 +42,8 @@ def dense_cpu(x: Array, w: Array) -> Array:
     if x.dtype == jnp.bfloat16:
         # One row would be a matrix-vector product, which falls back to scalar code: 10x slower.
         return _dense(jnp.pad(x, ((0, 1), (0, 0))), w)[:1] if rows == 1 else _dense(x, w)
-    # Eigen's kernels take eight columns at a time; 5 to 7 cost more than 8, and 9 to 15 more than 16. Of 32 columns it
-    # adds up in another order than of any other number: those are 40.
-    padded = jnp.pad(x, ((0, -rows % 8 + 8 * (24 < rows <= 32)), (0, 0))) if rows > 4 else x
+    # Eigen's kernels take eight columns at a time; 5 to 7 cost more than 8, and 9 to 15 more than 16.
+    padded = jnp.pad(x, ((0, -rows % 8), (0, 0))) if rows > 4 else x
     y = lax.dot_general(w, padded, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     # W @ x.T streams [out, in] weights twice as fast as x @ W.T; the barrier keeps XLA from turning it back.
     return lax.optimization_barrier(y)[:, :rows].T

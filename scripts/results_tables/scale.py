@@ -188,7 +188,7 @@ def _is_own(own: Mapping[str, Any], name: str, row: Mapping[str, Any]) -> bool:
 
 
 def kernels() -> dict[str, Any]:
-    """bench_kernels_cpu.json: `margin_stats` on the CPU beside `lax.top_k`."""
+    """bench_kernels_cpu.json: `margin_stats` on the CPU beside `lax.top_k`; tpu_cost_batch.json: attention of batches."""
     report = load("bench_kernels_cpu.json")
     prefix = "margin_stats "
     found = [row for row in report["results"] if row["name"].startswith(prefix)]
@@ -215,4 +215,14 @@ def kernels() -> dict[str, Any]:
         "machine": report["machine"],
         "jax": report["jax"],
         "repeats": report["repeats"],
+        "batch": [_of_batch(rows, draft) for rows in (8, 32) for draft in ("none", "chain-5")],
     }
+
+
+def _of_batch(rows: int, draft: str) -> list[str]:
+    cases = load("tpu_cost_batch.json")["cases"]
+    xla, auto = (cases[f"{form}-b{rows}"][draft]["estimate"] for form in ("xla", "auto"))
+    name = "none" if draft == "none" else f"EAGLE-3, chain of {draft.partition('-')[2]}"
+    spans = [f"{1e3 * x['low_seconds']:.2f} .. {1e3 * x['high_seconds']:.2f}" for x in (xla, auto)]
+    over = f"{auto['low_seconds'] / auto['bytes_seconds']:.2f}"
+    return [str(rows), name, *spans, str(xla["ops"]), str(auto["ops"]), over]

@@ -18,7 +18,7 @@ def smollm2() -> dict[str, Any]:
         "first": _optional("smollm2_first_text.json", _first),
         "defaults": _optional("bench_defaults.json", _defaults),
         "parity": _optional("smollm2_parity.json", _parity),
-        "bits": _bits([load(f"bits_{name}.json") for name in ("tiny", "smollm2")]),
+        "bits": _bits([load(f"bits_{name}.json") for name in ("tiny", "smollm2")], load("bits_trees.json")),
         "compounding": _optional("compounding-smollm2/compounding.json", _compounding),
     }
     bars = {name: part.get("bars", []) for name, part in found.items() if part}
@@ -166,7 +166,7 @@ def _parity(report: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _bits(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _bits(reports: Sequence[Mapping[str, Any]], trees: Mapping[str, Any]) -> dict[str, Any]:
     def row(case: str, arm: str, found: Mapping[str, Any]) -> tuple[str, ...]:
         places = [place for place in found["parted_at"] if place is not None]
         return (
@@ -176,16 +176,34 @@ def _bits(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         )  # fmt: skip
 
     cases = {case: arms for report in reports for case, arms in report["cases"].items()}
-    chains = [
-        (found["same_log_probs"], found["prompts"])
-        for arms in cases.values()
-        for arm, found in arms.items()
-        if "chain" in arm and "batch" not in arm
+
+    def chains(dtype: str, what: str) -> bool:
+        return all(
+            found[what] == found["prompts"]
+            for case, arms in cases.items()
+            for arm, found in arms.items()
+            if dtype in case and "chain" in arm and "batch" not in arm
+        )
+
+    wide = {case: arms for case, arms in trees["cases"].items() if "float64" in case}
+    narrow = {case.split(", sums")[0]: trees["cases"][case.split(", sums")[0]] for case in wide}
+    longer = [
+        sum(arms[arm]["seconds"] for arms in wide.values())
+        / sum(arms[arm]["seconds"] for arms in narrow.values())
+        for arm in ("none", "head, tree of 12")
     ]
     return {
         "new_tokens": reports[0]["new_tokens"],
         "rows": [row(case, arm, found) for case, arms in cases.items() for arm, found in arms.items()],
-        "chains_are_plain": all(same == count for same, count in chains),
+        "chains_are_plain": chains("bfloat16", "same_log_probs"),
+        "chains_say_the_same": chains("float32", "same"),
+        "trees": [
+            row(case, "head, tree of 12", arms["head, tree of 12"]) for case, arms in trees["cases"].items()
+        ],
+        "trees_are_plain": all(
+            found["same_log_probs"] == found["prompts"] for arms in wide.values() for found in arms.values()
+        ),
+        "longer": [f"{ratio:.2f}" for ratio in longer],
     }
 
 

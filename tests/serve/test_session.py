@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 import mars_jax as mj
 from mars_jax import drafters, verify
+from mars_jax.core.errors import MarsError
 from mars_jax.serve import session as sessions
 from mars_jax.serve.requests import make_requests
 from mars_jax.serve.session import Session
@@ -48,6 +51,13 @@ def test_a_rule_with_a_number_for_each_request_deals_them_out(pair):
         for word, theta in zip(WORDS, loose, strict=True)
     ]
     assert found == [result.tokens[0] for result in alone]
+
+
+def test_more_requests_than_rows_are_refused(pair):
+    asked = requests(pair.target)
+    alone = dataclasses.replace(pair, batch_size=1)
+    with pytest.raises(MarsError, match=f"there are {len(asked)} requests for 1 rows: give them to `decode`"):
+        alone.run(asked)
 
 
 def test_each_shape_is_compiled_once(pair, compiled):
