@@ -144,7 +144,7 @@ def tree_attention(
 
 
 def _cost(queries: Array, k: Array) -> pl.CostEstimate:
-    """What XLA is to think that a call takes, where every row is full: by it XLA brings in weights under the call."""
+    """Return what a call takes where every row is full, by which XLA decides what it brings in under the call."""
     batch, tiles, heads, m, dim = queries.shape
     scores = batch * tiles * heads * m * k.shape[1]
     return pl.CostEstimate(
