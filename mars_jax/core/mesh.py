@@ -167,6 +167,13 @@ def on_cpu() -> bool:
     return (jax.default_backend() if device is None else device.device_kind) == "cpu"
 
 
+def on_tpu() -> bool:
+    """Tell whether what is traced here is for a TPU, as `on_cpu` does."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    name = jax.default_backend() if device is None else device.device_kind
+    return name.lower().startswith("tpu")
+
+
 def by_rows(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """`function(params, *rows)` on the mesh it is traced for, each device on rows of its own.
 

@@ -26,9 +26,9 @@ from mars_jax.hub.converted import MANIFEST, WEIGHTS, is_converted, write_digest
 from mars_jax.hub.durable import beside, check_place, move, staging, sync_tree, writing
 from mars_jax.hub.files import resolve
 from mars_jax.hub.gguf_file import is_gguf
-from mars_jax.hub.load import find_tensors, kept_bits, read_leaf, read_path, resolve_dtype
+from mars_jax.hub.load import find_tensors, read_leaf, read_path, resolve_dtype
 from mars_jax.hub.tokenizer import read_tokenizer
-from mars_jax.models.quantize import FORMS
+from mars_jax.models.quantize import FORMS, bits_of
 from mars_jax.models.weights import Weight, build_rows, leaves
 
 Progress = Callable[[str, int, int], None]
@@ -89,7 +89,7 @@ def convert(
         def array(index: int, shape: tuple[int, ...], kind: Any) -> Any:
             return orbax.Pending(shape, jnp.dtype(kind), lambda: read(leaf)[index])
 
-        if (kept := kept_bits(found, leaf, table[leaf], bits)) is None:
+        if (kept := bits_of(leaf, bits)) is None:
             return array(0, leaf.shape, floating)
         form = FORMS[kept]
         arrays = [array(i, one.shape, one.dtype) for i, one in enumerate(form.leaves(leaf.shape, None))]

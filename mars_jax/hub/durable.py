@@ -31,9 +31,11 @@ def check_place(target: str | os.PathLike[str]) -> None:
     Only trying tells: to root, /proc seems to take files.
 
     Raises:
-      MarsError: it does not.
+      MarsError: it does not, or it is a URL.
     """
     path = Path(target)
+    if "://" in os.fspath(target):
+        raise MarsError(f"'{target}' is a URL: name a folder of this machine, and copy it when it is done.")
     with writing(target):
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent):

@@ -101,7 +101,7 @@ def load(
         in 8 bits per weight (`models.quantize`), and everything else in the checkpoint's own. "int4" keeps those of
         layers in 4 bits, embeddings and experts in 8. What is in 4 bits already (GGUF's Q4_0, Q4_1 and Q4_K, AWQ,
         GPTQ but for its `desc_act`, compressed-tensors' pack-quantized) is then kept as the file has it, and what a
-        GGUF file has in 5 to 8 bits in 8.
+        GGUF file has in 5 to 8 bits beside that in 8.
       mesh: devices to divide the weights over, with any of the axes `data`, `model` and `expert`, of type Auto or
         Explicit, or a text such as "data=2,model=4"; see `mars_jax.placement.shardings`. `generate` then divides the
         batch over `data`.

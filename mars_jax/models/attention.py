@@ -23,7 +23,7 @@ from kernels_pallas.whole import whole_or_partitioned
 from mars_jax.core import cache as kv_cache
 from mars_jax.core.cache import Int8Rows, Rows
 from mars_jax.core.errors import MarsError
-from mars_jax.core.mesh import devices_of, head_axes, hold_heads, map_devices, on_cpu
+from mars_jax.core.mesh import devices_of, head_axes, hold_heads, map_devices, on_tpu
 from mars_jax.core.sums import total
 from mars_jax.core.types import Visible
 from mars_jax.models.layers import soft_cap
@@ -71,7 +71,7 @@ def attending(form: str, visible: Visible, slots: int, window: int | None) -> At
     live = jnp.max(visible.slot) + visible.positions.shape[1]
     rows, nodes = visible.positions.shape
     fits = rows >= KERNEL_ROWS and nodes <= KERNEL_NODES and slots % KERNEL_SLOTS == 0
-    if form == "xla" or (form == "auto" and (on_cpu() or not fits)):
+    if form == "xla" or (form == "auto" and not (on_tpu() and fits)):
         return Partial(_attend_by_mask, visible.dense(slots, window), live, visible.slot)
     return Partial(_by_kernel(form, window), visible)
 

@@ -188,7 +188,7 @@ def _is_own(own: Mapping[str, Any], name: str, row: Mapping[str, Any]) -> bool:
 
 
 def kernels() -> dict[str, Any]:
-    """bench_kernels_cpu.json: `margin_stats` on the CPU beside `lax.top_k`; tpu_cost_batch.json: attention of batches."""
+    """bench_kernels_cpu.json: `margin_stats` on the CPU; tpu_cost_batch.json: attention of batches on a TPU."""
     report = load("bench_kernels_cpu.json")
     prefix = "margin_stats "
     found = [row for row in report["results"] if row["name"].startswith(prefix)]

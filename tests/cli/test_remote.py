@@ -104,11 +104,19 @@ def test_columns_of_a_dataset_that_are_no_keys_are_left_out_and_named(tmp_path, 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     folder = tmp_path / "published"
     folder.mkdir()
-    rows = [{"prompt": f"p{i}", "seed": i, "category": "math", "answer": i} for i in range(2)]
+    turns = [{"role": "user", "content": "p"}, {"role": "assistant", "content": "a"}]
+    more = {"category": "math", "choice": "A", "messages": turns}
+    rows = [{"prompt": f"p{i}", "id": i, "seed": i, **more} for i in range(2)]
     (folder / "train.jsonl").write_bytes(jsonl(rows))
     found = read_prompts(str(folder), MARS)
-    assert [(row.prompt, row.settings) for row in found] == [("p0", {"seed": 0}), ("p1", {"seed": 1})]
-    assert "that are no keys of a prompt are left out: answer, category." in capsys.readouterr().err
+    assert [(row.prompt, row.id, row.settings) for row in found] == [("p0", 0, {}), ("p1", 1, {})]
+    assert (
+        f"other columns of '{folder}' are left out: category, choice, messages, seed."
+        in capsys.readouterr().err
+    )
+    (folder / "train.jsonl").write_bytes(jsonl([{"question": "Why?", "answer": "So."}]))
+    with pytest.raises(MarsError, match="columns are question, answer, and none of prompt, messages"):
+        read_prompts(str(folder), MARS)
     (folder / "train.jsonl").write_bytes(jsonl([{"prompt": "fine"}, {"prompt": ""}]))
     with pytest.raises(MarsError, match="row 1: the prompt is empty"):
         read_prompts(str(folder), MARS)
@@ -124,6 +132,13 @@ def test_what_cannot_be_read_is_one_sentence(tmp_path, store, refused, monkeypat
     assert "torn.parquet' cannot be read (" in message(tmp_path / "torn.parquet")
     put(f"{store}/odd.parquet", parquet([{"prompt": "a", "temprature": 1.0}]))
     assert "odd.parquet, row 0: unknown key 'temprature' (did you mean" in message(f"{store}/odd.parquet")
+    index = [{"prompt": "a", "max_new_tokens": x, "__index_level_0__": 5} for x in (8.0, None)]
+    put(f"{store}/pandas.parquet", parquet(index))
+    assert [row.settings for row in read_prompts(f"{store}/pandas.parquet", MARS)] == [
+        {"max_new_tokens": 8},
+        {},
+    ]
+    assert "there is no prompts file" in message(tmp_path / "in.JSONL")
     put(f"{store}/day.parquet", parquet([{"prompt": "a", "id": datetime.date(2026, 1, 1)}]))
     assert "day.parquet, row 0: id is of a type that JSON does not have" in message(f"{store}/day.parquet")
     assert f"there is no prompts file '{store}/none.jsonl'" in message(f"{store}/none.jsonl")
@@ -281,9 +296,11 @@ def test_sigterm_keeps_the_rows_that_ended_and_says_how_to_go_on(where, run, tar
     )  # fmt: skip
     assert ended.returncode == 128 + signal.SIGTERM
     last = ended.stderr.splitlines()[-1]
-    assert last == f"terminated with 3 of 7 rows in '{output}': run it again with --resume to go on."
     kept = (tmp_path / "out.jsonl").read_bytes()
-    assert kept.count(b"\n") == 3 and kept.endswith(b"\n")
+    count = kept.count(b"\n")
+    # The main thread may end a row before the other one closes the file.
+    assert 3 <= count < 7 and kept.endswith(b"\n")
+    assert last == f"terminated with {count} of 7 rows in '{output}': run it again with --resume to go on."
     assert not (tmp_path / "out.jsonl.done").exists() and not list(made.glob("mars-jax-*"))
 
     assert run(*argv, "--output", output, "--resume").code == 0

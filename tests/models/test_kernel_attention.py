@@ -163,9 +163,9 @@ def test_on_tpu_it_is_one_kernel_a_layer_without_a_mask_and_elsewhere_none():
 
 @pytest.fixture
 def elsewhere(monkeypatch):
-    """Trace as a program for an accelerator is traced."""
+    """Trace as a program for a TPU is traced."""
     for module in (attention_module, transformer):
-        monkeypatch.setattr(module, "on_cpu", lambda: False)
+        monkeypatch.setattr(module, "on_tpu", lambda: True)
 
 
 @pytest.mark.usefixtures("elsewhere")

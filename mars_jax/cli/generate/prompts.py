@@ -20,6 +20,7 @@ _PER_REQUEST = {name: row for name, row in specs.REQUEST.items() if row.per_row}
 CONSTRAINTS = ("regex", "json_schema", "choice", "allowed_tokens")
 """Keys that say what a text is to be, at most one in a row."""
 SPANS = ("relax_in", "strict_in")
+_PROMPTS = ("prompt", "messages", "prompt_tokens")
 _KEYS = (
     "prompt", "messages", "prompt_tokens", "id", *_PER_REQUEST, "stop_strings", "logit_bias", *CONSTRAINTS, *SPANS
 )  # fmt: skip
@@ -113,20 +114,30 @@ def _parquet(path: str) -> list[dict[str, Any]]:
 def _of_dataset(
     path: str, columns: Iterator[tuple[str, dict[str, Any]]], rule: RuleChoice
 ) -> Iterator[PromptRow]:
-    """Yield the rows of a dataset. It is another's, so columns that are no keys are left out, and named once."""
-    known = {*_KEYS, *_numbers(rule)}
+    """Yield the rows of a dataset. It is another's, so a row is its prompt and id, and the rest is named once."""
     other: dict[str, None] = {}
     for where, values in columns:
-        other |= dict.fromkeys(values.keys() - known)
-        yield _from_columns({key: values[key] for key in values.keys() & known}, where, rule)
+        found = [key for key in _PROMPTS if values.get(key) is not None]
+        if not found:
+            raise MarsError(
+                f"{where}: its columns are {', '.join(values)}, and none of {', '.join(_PROMPTS)}: write its "
+                "prompts to a .jsonl file."
+            )
+        kept = {found[0], "id"} & values.keys()
+        other |= dict.fromkeys(values.keys() - kept)
+        yield _from_columns({key: values[key] for key in kept}, where, rule)
     if other:
         say(
-            f"note: columns of '{path}' that are no keys of a prompt are left out: {', '.join(sorted(other))}."
+            f"note: a dataset gives prompts and their ids; other columns of '{path}' are left out: "
+            f"{', '.join(sorted(other))}."
         )
 
 
 def _from_columns(columns: dict[str, Any], where: str, rule: RuleChoice) -> PromptRow:
-    return _checked(_from_fields(_given(columns), PromptRow(where=where), rule))
+    # The index that pandas writes, and its whole numbers, which become floats where one of a column is null.
+    given = {key: x for key, x in _given(columns).items() if not key.startswith("__index_level_")}
+    whole = {key: int(x) for key, x in given.items() if isinstance(x, float) and x.is_integer()}
+    return _checked(_from_fields(given | whole, PromptRow(where=where), rule))
 
 
 def _given(value: Any) -> Any:
@@ -190,7 +201,7 @@ def _from_fields(fields: dict[str, Any], row: PromptRow, rule: RuleChoice) -> Pr
     numbers = _numbers(rule)
     for name in sorted(fields.keys() - {*_KEYS, *numbers}):
         raise row.error(_unknown(name, rule, (*_KEYS, *numbers)))
-    if sum(key in fields for key in ("prompt", "messages", "prompt_tokens")) != 1:
+    if sum(key in fields for key in _PROMPTS) != 1:
         raise row.error("it needs one of prompt, messages and prompt_tokens, and no two of them.")
     prompt, tokens, name = fields.get("prompt"), fields.get("prompt_tokens"), fields.get("id")
     if "prompt" in fields and not isinstance(prompt, str):

@@ -40,7 +40,11 @@ def is_hub_name(path: str) -> bool:
     >>> is_hub_name("openai/gsm8k"), is_hub_name("openai/gsm8k:main:test"), is_hub_name("gsm8k_test.jsonl")
     (True, True, False)
     """
-    if Path(path).is_file() or re.search(r"\.(jsonl?|ndjson|parquet|txt)(\.(xz|gz))?$", path):
+    # A file that is not there, where its folder is, is a slip and no name: it is not asked for elsewhere.
+    ending = re.search(r"\.(jsonl?|ndjson|parquet|txt|csv|tsv|md)(\.(xz|gz))?$", path, re.IGNORECASE)
+    if Path(path).is_file() or ending:
+        return False
+    if not Path(path).is_dir() and "/" in path and Path(path).parent.is_dir():
         return False
     return Path(path).is_dir() or re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]*){0,2}", path) is not None
 
