@@ -34,14 +34,18 @@ class UploadedFile(OutputFile):
         Raises:
           MarsError: as `OutputFile`, or the store does not give the object.
         """
+        held: dict[str, bytes] = {}
+        for ending in ("", ".settings.json"):
+            with contextlib.suppress(FileNotFoundError):
+                held[ending] = remote.read(f"{url}{ending}")
+        # Not before: reading takes long, and a process that ends meanwhile would leave the folder.
         self._folder = Path(tempfile.mkdtemp(prefix="mars-jax-"))
         self._uploaded: int | None = None
         self._refused, self._next = False, 0.0
         here = self._folder / "rows.jsonl"
         try:
-            for ending in ("", ".settings.json"):
-                with contextlib.suppress(FileNotFoundError):
-                    Path(f"{here}{ending}").write_bytes(remote.read(f"{url}{ending}"))
+            for ending, data in held.items():
+                Path(f"{here}{ending}").write_bytes(data)
             super().__init__(url, recorded, resume=resume, here=here)
         except BaseException:
             shutil.rmtree(self._folder, ignore_errors=True)
