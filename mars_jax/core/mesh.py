@@ -158,20 +158,23 @@ def current() -> AbstractMesh | None:
     return mesh
 
 
-def on_cpu() -> bool:
-    """Tell whether what is traced here is for a CPU: by the current mesh, or else by the default backend.
+def device_kind() -> str:
+    """The kind of device that what is traced here is for, as jax names it: of the current mesh, or else the default's.
 
     A plan traces for the devices of its mesh, which are not on this machine.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
-    return (jax.default_backend() if device is None else device.device_kind) == "cpu"
+    return jax.devices()[0].device_kind if device is None else device.device_kind
+
+
+def on_cpu() -> bool:
+    """Tell whether what is traced here is for a CPU."""
+    return device_kind() == "cpu"
 
 
 def on_tpu() -> bool:
-    """Tell whether what is traced here is for a TPU, as `on_cpu` does."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    name = jax.default_backend() if device is None else device.device_kind
-    return name.lower().startswith("tpu")
+    """Tell whether what is traced here is for a TPU."""
+    return device_kind().startswith("TPU")
 
 
 def by_rows(function: Callable[..., PyTree]) -> Callable[..., PyTree]:

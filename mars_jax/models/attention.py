@@ -42,7 +42,8 @@ FORMS = ("auto", "xla", "pallas", "interpret")
 tests."""
 KERNEL_ROWS, KERNEL_NODES = 8, 64
 """Rows of a batch from which on "auto" takes the kernel on a TPU, and their nodes at most: a prompt's chunks are XLA's.
-By the compiler's schedule there is nothing to win at one row (docs/kernels.md)."""
+Fewer rows take it where XLA would score them in turns; of those that it scores at once there is nothing to win
+(docs/kernels.md)."""
 KERNEL_SLOTS = 128
 """The kernel reads caches of a multiple of so many slots, whatever their dtype and number of heads."""
 
@@ -70,7 +71,7 @@ def attending(form: str, visible: Visible, slots: int, window: int | None) -> At
     """
     live = jnp.max(visible.slot) + visible.positions.shape[1]
     rows, nodes = visible.positions.shape
-    fits = rows >= KERNEL_ROWS and nodes <= KERNEL_NODES and slots % KERNEL_SLOTS == 0
+    fits = nodes <= KERNEL_NODES and slots % KERNEL_SLOTS == 0
     if form == "xla" or (form == "auto" and not (on_tpu() and fits)):
         return Partial(_attend_by_mask, visible.dense(slots, window), live, visible.slot)
     return Partial(_by_kernel(form, window), visible)
@@ -114,6 +115,9 @@ def _attend_by_kernel(
 
     def by_mask(q: Array, k: Rows, v: Rows, new: tuple[Array, Array], visible: Visible):
         return attending("xla", visible, k.shape[1], window)(q, k, v, new, scale=scale, cap=cap)
+
+    if form == "auto" and len(q) < KERNEL_ROWS and not in_turns(q, k):
+        return by_mask(q, k, v, new, visible)
 
     def on_device(q: Array, k: Rows, v: Rows, new: tuple[Array, Array], visible: Visible):
         if form == "auto" and _unreadable(q, k):
@@ -221,9 +225,8 @@ def attend(
         return _attend_blocks(wide, k, v, mask, live, scale, cap).astype(q.dtype)
 
     elsewhere = on_gpu = functools.partial(attend_all, scale=scale, cap=cap)
-    block = wide_block(q, k)
-    if k.shape[1] > block + block // 4:
-        elsewhere = functools.partial(_attend_blocks, scale=scale, cap=cap, block=block)
+    if in_turns(q, k):
+        elsewhere = functools.partial(_attend_blocks, scale=scale, cap=cap, block=wide_block(q, k))
 
         # A loop whose length the host does not know makes a GPU wait for the host in every turn.
         def on_gpu(q, k, v, mask, live):
@@ -238,8 +241,7 @@ def attend(
 def wide_block(q: Array, k: Rows) -> int:
     """Return the slots that an accelerator scores at a time, for q [B, N, K, G, D], k [B, S, K, D]: a power of two.
 
-    Where a mesh divides the heads, what counts is a device's part of them. Buffers of up to a quarter more than a
-    block are scored as a whole, without a loop.
+    Where a mesh divides the heads, what counts is a device's part of them.
 
     >>> wide_block(jnp.zeros((1, 1, 2, 4, 128), jnp.bfloat16), jnp.zeros((1, 8192, 2, 128), jnp.bfloat16))
     4096
@@ -250,6 +252,12 @@ def wide_block(q: Array, k: Rows) -> int:
     scores = batch * heads * group * nodes * 4
     wanted = max(TURN_BYTES // slot, TURN_SLOTS)
     return max(256, 1 << max(min(wanted, SCORE_BYTES // scores), 1).bit_length() - 1)
+
+
+def in_turns(q: Array, k: Rows) -> bool:
+    """Tell whether an accelerator scores blocks in turns: not buffers of up to a quarter more than one."""
+    block = wide_block(q, k)
+    return k.shape[1] > block + block // 4
 
 
 def _scores(q: Array, k: Rows, mask: Array, scale: float | None, cap: float | None) -> Array:

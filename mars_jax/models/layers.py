@@ -13,6 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from kernels_pallas.mosaic import int4
+from kernels_pallas.trial import kernel_or
+from kernels_pallas.whole import whole_or_partitioned
 from mars_jax.core import mesh
 from mars_jax.core.sums import total
 from mars_jax.models.quantize import Int4, Int8, Quantized
@@ -28,8 +31,8 @@ ACTIVATIONS = {
 
 _BLOCK = 1 << 19
 """Quantised weights that a CPU converts at a time: 2 MB as float32."""
-_FEW, _MANY = 8, 64
-"""Rows from which on devices add up in bfloat16, and up to which a product in 4 bits goes by groups."""
+_FEW = 8
+"""Rows from which on devices add up in bfloat16."""
 
 
 def _dense(x: Array, w: Array, dtype: Any = jnp.float32) -> Array:
@@ -87,7 +90,7 @@ def _dense_int8_mesh_cpu(x: Array, values: Array, dtype: Any) -> Array:
 def _dense_int4(x: Array, w: Int4) -> Array:
     """By groups, whose sums are scaled; of many rows, such as a prompt's, by the matrix itself."""
     rows, (count, size, _) = x.shape[0], w.values.shape
-    if rows > _MANY:
+    if rows > int4.ROWS:
         return lax.dot_general(
             x, w.astype(x.dtype), (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
         )
@@ -96,6 +99,22 @@ def _dense_int4(x: Array, w: Int4) -> Array:
     sums = jnp.sum(groups.astype(jnp.float32), axis=-1).T[..., None]
     scale, offset = (part.astype(jnp.float32)[:, None] for part in (w.scale, w.offset))
     return jnp.sum(y * scale + sums * offset, axis=0)[:rows]
+
+
+def _dense_int4_tpu(x: Array, w: Int4) -> Array:
+    """By the kernel, where it takes the shapes and XLA does not divide the work."""
+    fits = int4.fits(x.shape[0], w.shape[1], w.shape[0], w.values.shape[1])
+    if not fits or x.dtype != jnp.bfloat16 or w.values.dtype != jnp.int4:
+        return _dense_int4(x, w)
+    kernel = functools.partial(int4.dense_int4, chip=mesh.device_kind())
+
+    def plain(x: Array, values: Array, scale: Array, offset: Array) -> Array:
+        return _dense_int4(x, Int4(values, scale, offset, w.dtype))
+
+    tpu = jax.custom_jvp(whole_or_partitioned(kernel_or(kernel, plain, platform="tpu"), plain))
+    # The kernel has no gradient; the value is the same.
+    tpu.defjvp(lambda primals, tangents: jax.jvp(plain, primals, tangents))
+    return tpu(x, w.values, w.scale, w.offset)
 
 
 def _dense_int4_cpu(x: Array, w: Int4) -> Array:
@@ -126,9 +145,8 @@ def dense(x: Array, w: Array | Quantized, bias: Array | None = None, *, dtype=No
     narrow = x.dtype if bias is None and (dtype or x.dtype) == x.dtype else jnp.float32
     narrow = jnp.float32 if whole or rows.shape[0] < _FEW else narrow
     if isinstance(w, Int4):
-        y = lax.platform_dependent(
-            rows, w, cpu=_dense_int4_cpu if whole else _dense_int4, default=_dense_int4
-        )
+        cpu = _dense_int4_cpu if whole else _dense_int4
+        y = lax.platform_dependent(rows, w, cpu=cpu, tpu=_dense_int4_tpu, default=_dense_int4)
     elif isinstance(w, Int8):
         forms = (_dense_int8_cpu, _dense_int8)
         if not whole:

@@ -22,7 +22,7 @@ LIBTPU_FLAGS = (
 
 # A bundle's address, its label (LB: loop body, PF: fall through, ...), the depth of its loop as so many '>', its text.
 _BUNDLE = re.compile(r"^\s*(?:0x[0-9a-f]+|0)\s+([A-Z]{2})?\s*:\s*(>*)\s*\{", re.M)
-_DELAY = 4  # bundles after a branch, which run before it jumps
+BRANCH_DELAY = 4  # bundles after a branch, which run before it jumps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +115,7 @@ def parse(text: str) -> Routine:
             branches.append((k, bool(negated), predicate, region))
     defined = _definitions(bundles)
     loops = [
-        Loop(regions[region], min(k + _DELAY, len(bundles) - 1), _trips(defined, predicate))
+        Loop(regions[region], min(k + BRANCH_DELAY, len(bundles) - 1), _trips(defined, predicate))
         for k, _, predicate, region in branches
         if regions.get(region, k + 1) <= k
     ]

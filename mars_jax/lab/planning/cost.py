@@ -14,7 +14,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Literal
 
-from mars_jax.lab.planning.bundles import Schedule, unknown
+from mars_jax.lab.planning import walk
+from mars_jax.lab.planning.bundles import Routine, Schedule, unknown
 from mars_jax.lab.planning.compiled_program import COLLECTIVES
 from mars_jax.lab.planning.flops import flops
 from mars_jax.lab.planning.hlo import Computation, Instruction, Module
@@ -117,6 +118,7 @@ class _Reader:
     def __init__(self, module: Module, schedule: Schedule, live: int, branches: str):
         self.module, self.schedule, self.live, self.branches = module, schedule, live, branches
         self.parts, self.routines = Parts(module), Routines(module, schedule)
+        self.walked: dict[int, int] = {}  # by the identity of a kernel's routine
         self.called = {name for name, _ in schedule.top.calls()}
 
     def step(self) -> Step:
@@ -180,7 +182,7 @@ class _Reader:
             times=times,
             traffic=traffic(self.module, computation, instruction),
             # The loops of a collective wait for others: the model of `constants` stands for them.
-            bundles=0 if collective or routine is None else routine.executed,
+            bundles=0 if collective or routine is None else self.executed(instruction, routine),
             flops=flops(self.module, computation, instruction),
             sent=sent,
             received=received,
@@ -189,6 +191,14 @@ class _Reader:
             gathered=self.gathered(instruction),
             scalar=scalar,
         )
+
+    def executed(self, instruction: Instruction, routine: Routine) -> int:
+        """Bundles: of a kernel by its grid, of whatever else by its loops."""
+        if instruction.target != "tpu_custom_call":
+            return routine.executed
+        if id(routine) not in self.walked:
+            self.walked[id(routine)] = walk.executed(routine)
+        return self.walked[id(routine)]
 
     def gathered(self, instruction: Instruction) -> int:
         if instruction.opcode == "gather":

@@ -1,0 +1,242 @@
+"""The TPU kernel of a product in 4 bits by groups: unpacked in registers, and multiplied in bfloat16.
+
+R rows, K inputs, N outputs, G groups of `size` inputs. XLA makes a product of each group, scales the results and adds
+them up; of 60 rows over groups of 32 that takes four times as long as the bytes. This kernel reads the matrix as it is
+stored. Oracle: the product of the dequantised matrix (tests/kernels/test_int4.py).
+
+A word of 32 bits holds the inputs 8s .. 8s + 7 of an output. A shift, a mask and an exclusive or make of it the inputs
+k and k + 4 as two numbers 24 + v in bfloat16: at 16 its mantissa has room for v + 8. So inputs come out in another
+order, and a permutation matrix brings x into the same one, which is exact.
+
+The sums of a group are scaled after the product, which is exact too; what 24 adds to them goes into the offset. Groups
+smaller than the depth of a matrix unit are told apart by rows of x that are 0 elsewhere. Where those would be too many
+rows, as of a tree, the weights are scaled before the product, and rounded to bfloat16 as a dequantised model has them.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+CHUNK = 128
+"""Inputs that are unpacked at a time: the depth of a matrix unit."""
+ROWS = 64
+"""Rows that are multiplied at most, a row of every group of a chunk counted."""
+_INNER = 2048
+"""Inputs of a block at most."""
+_FEW, _WEIGHTS = 16, (2**20, 2**21)
+"""Weights of a block at most: the first copy of a product is hidden by nothing. Where v6e and later multiply more than
+`_FEW` rows a product takes longer than its copy, and larger blocks have fewer gaps between them."""
+_BIAS = 24
+
+
+def fits(rows: int, inputs: int, outputs: int, size: int) -> bool:
+    """Tell whether the kernel takes a product of such shapes.
+
+    >>> fits(60, 4096, 14336, 128), fits(60, 13824, 5120, 32), fits(60, 576, 1536, 64), fits(512, 4096, 4096, 128)
+    (True, True, False, False)
+    """
+    return rows <= ROWS and inputs % CHUNK == 0 and outputs % 128 == 0 and size in (32, 64, CHUNK)
+
+
+def _divisor(size: int, most: int) -> int:
+    """Return the largest divisor in whole registers.
+
+    >>> _divisor(14336, 2048), _divisor(13824, 2048)
+    (2048, 1536)
+    """
+    return next(part for part in range(most // 128 * 128, 0, -128) if size % part == 0)
+
+
+def dense_int4(
+    x: Array, values: Array, scale: Array, offset: Array, *, chip: str, interpret: Any = False
+) -> Array:
+    """x bf16[R, K] times the matrix `values * scale + offset`: f32[R, N]. See `fits` for the shapes.
+
+    Args:
+      values: i4[G, size, N].
+      scale: f16[G, N].
+      offset: f32[G, N].
+      chip: the kind of device as jax names it. From v6e on weights are scaled in bfloat16, to which their scales are
+        rounded; chips before compute in float32 alone. v4 and v5p have two cores.
+    """
+    (count, inputs), (groups, size, outputs) = x.shape, values.shape
+    each = CHUNK // size
+    eights = -(-count // 8) * 8
+    by_group = each == 1 or each * eights <= ROWS
+    rows = eights if by_group and each > 1 else -(-count // 16) * 16
+    x = jnp.pad(x, ((0, rows - count), (0, 0)))
+    inner = _divisor(inputs, _INNER)
+    narrow = not chip.startswith(("TPU v4", "TPU v5"))
+    width = _divisor(outputs, _WEIGHTS[narrow and rows > _FEW] // inner)
+    steps, of_block = inputs // inner, inner // size
+    cores = 2 if chip in ("TPU v4", "TPU v5") and outputs // width % 2 == 0 else 1
+    turns = outputs // width // cores
+    column = lambda c, j, i: (0, c * turns + j)  # noqa: E731
+    made = pl.pallas_call(
+        functools.partial(_kernel, by_group=by_group, narrow=narrow),
+        grid=(cores, turns, steps),
+        in_specs=[
+            pl.BlockSpec((rows, inputs), lambda c, j, i: (0, 0)),
+            pl.BlockSpec((of_block, size, width), lambda c, j, i: (i, 0, c * turns + j)),
+            pl.BlockSpec((groups, width), column),
+            pl.BlockSpec((groups, width), column),
+        ],
+        out_specs=pl.BlockSpec((rows, width), column),
+        out_shape=jax.ShapeDtypeStruct((rows, outputs), jnp.float32),
+        scratch_shapes=[
+            pltpu.VMEM((steps, each * rows if by_group else rows, inner), jnp.bfloat16),
+            pltpu.VMEM((steps, rows, of_block), jnp.float32),
+            pltpu.VMEM((rows, 3 * groups), jnp.bfloat16),
+            pltpu.VMEM((steps, of_block, width), jnp.float32),
+        ],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=48 * 2**20
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * rows * inputs * outputs,
+            transcendentals=0,
+            bytes_accessed=outputs * (inputs // 2 + 6 * groups + 4 * rows),
+        ),
+        interpret=interpret,
+        name="dense_int4",
+    )(x, values, lax.bitcast_convert_type(scale, jnp.uint16), offset)  # Mosaic takes no float16
+    return made[:count]
+
+
+def _kernel(
+    x, values, bits, offset, out, ordered, added, sums, scales, *, by_group: bool, narrow: bool
+) -> None:
+    """Add a block to its outputs.
+
+    x bf16[R, K], values i4[groups of the block, size, outputs of it], bits u16[G, outputs] and offset f32 alike, out
+    f32[R, outputs]. Kept: `ordered`, x in the order of the unpacked inputs, by steps; `added`, its sums over groups, by
+    steps, and `sums`, the same in parts of bfloat16; and `scales` f32, of these outputs, by steps.
+    """
+    turn, step = pl.program_id(1), pl.program_id(2)
+    rows, steps, inner = len(x), ordered.shape[0], ordered.shape[2]
+    of_block, size, _ = values.shape
+    each = CHUNK // size
+    pairs = by_group or narrow
+
+    @pl.when((turn == 0) & (step == 0))
+    def _():
+        orders = [_order(pairs, size, g) for g in range(each)] if by_group else [_order(pairs, CHUNK, 0)]
+
+        members = _members(inner, size)
+
+        @pl.loop(0, steps)
+        def _(i: Array) -> None:
+            block = x[:, pl.ds(pl.multiple_of(i * inner, CHUNK), inner)]
+            for c in range(0, inner, CHUNK):
+                parts = [_product(block[:, c : c + CHUNK], order) for order in orders]
+                ordered[i, :, c : c + CHUNK] = jnp.concatenate(parts, axis=0).astype(jnp.bfloat16)
+            added[i] = _product(block, members)
+
+        high, low = _split(jnp.concatenate([added[i] for i in range(steps)], axis=1))
+        sums[...] = jnp.concatenate([high, low, high], axis=1)
+
+    @pl.when(step == 0)
+    def _():
+        scale = _float32(bits[...])
+        high, low = _split(offset[...] - _BIAS * scale if by_group else offset[...])
+        out[...] = _product(sums[...], jnp.concatenate([high, high, low], axis=0))
+        for i in range(steps):
+            scales[i] = scale[i * of_block : (i + 1) * of_block]
+
+    made = out[...]
+    if by_group:
+        for c in range(inner // CHUNK):
+            w = jnp.concatenate([_biased(word, k) for word in _words(values, c) for k in range(4)], axis=0)
+            part = _product(ordered[step, :, CHUNK * c : CHUNK * (c + 1)], w)
+            for g in range(each):
+                made += part[rows * g : rows * (g + 1)] * scales[step, each * c + g : each * c + g + 1]
+    else:
+        times = (16 if narrow else 8) // (64 // size)
+        spread = _spread(scales[step], times)
+        spread = spread.astype(jnp.bfloat16) if narrow else spread * 2.0**-28
+        # Two chunks are as deep as the matrix units of the chips that are narrow.
+        deep = 2 * CHUNK if narrow else CHUNK
+        for first in range(0, inner, deep):
+            last = min(first + deep, inner)
+            chunks = range(first // CHUNK, last // CHUNK)
+            w = jnp.concatenate([part for c in chunks for part in _scaled(values, spread, c, narrow)], axis=0)
+            made += _product(ordered[step, :, first:last], w.astype(jnp.bfloat16))
+    out[...] = made
+
+
+def _product(x: Array, w: Array) -> Array:
+    return jnp.dot(x, w, preferred_element_type=jnp.float32)
+
+
+def _split(x: Array) -> tuple[Array, Array]:
+    """Return float32 numbers as the sums of two in bfloat16, which hold 16 bits of them."""
+    high = x.astype(jnp.bfloat16)
+    return high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16)
+
+
+def _order(pairs: bool, size: int, group: int) -> Array:
+    """Return the matrix bf16[CHUNK, CHUNK] that brings a group of a chunk into the order in which it is unpacked."""
+    row, column = (lax.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), axis) for axis in (0, 1))
+    # Input 64h + 8s + k + 4t goes to column 64h + 16k + 2s + t of pairs, and to 64h + 16k + 8t + s else.
+    s, t = ((column >> 1) & 7, column & 1) if pairs else (column & 7, (column >> 3) & 1)
+    taken = (column & 64) + 8 * s + ((column >> 4) & 3) + 4 * t
+    return ((row == taken) & ((row & -size) == group * size)).astype(jnp.bfloat16)
+
+
+def _members(inputs: int, size: int) -> Array:
+    """Return the matrix bf16[inputs, inputs / size] that adds up each group."""
+    row, column = (lax.broadcasted_iota(jnp.int32, (inputs, inputs // size), axis) for axis in (0, 1))
+    return ((row & -size) == column * size).astype(jnp.bfloat16)
+
+
+def _float32(bits: Array) -> Array:
+    """Return the float16 numbers of u16 as float32, those below its normal range too."""
+    bits = bits.astype(jnp.int32)
+    size = bits & 0x7FFF
+    normal = lax.bitcast_convert_type(size << 13, jnp.float32) * 2.0**112
+    value = jnp.where(size < 0x400, size.astype(jnp.float32) * 2.0**-24, normal)
+    return jnp.where(bits >= 0x8000, -value, value)
+
+
+def _spread(x: Array, times: int) -> Array:
+    """Repeat each row of float16 numbers f32[G, N]: f32[times * G, N]. The matrix unit does it exactly in two parts."""
+    row, column = (lax.broadcasted_iota(jnp.int32, (times * len(x), 2 * len(x)), axis) for axis in (0, 1))
+    mine = row & -times
+    at = ((mine == column * times) | (mine == (column - len(x)) * times)).astype(jnp.bfloat16)
+    return _product(at, jnp.concatenate(_split(x), axis=0))
+
+
+def _words(values: Any, chunk: int) -> list[Array]:
+    """Return the halves of a chunk as words i32[8, N]."""
+    each = CHUNK // values.shape[1]
+    parts = [pltpu.bitcast(values[chunk * each + g], jnp.int32) for g in range(each)]
+    words = jnp.concatenate(parts, axis=0)
+    return [words[:8], words[8:]]
+
+
+def _biased(word: Array, k: int) -> Array:
+    """Return the inputs k and k + 4 of words i32[8, N] as bf16[16, N], each 24 more."""
+    moved = word << 3 if k == 0 else word >> (4 * k - 3)
+    return pltpu.bitcast((moved & 0x00780078) ^ 0x41C041C0, jnp.bfloat16)
+
+
+def _scaled(values: Any, scales: Array, chunk: int, narrow: bool) -> list[Array]:
+    """Return the weights of a chunk, in parts: bf16[16, N], or f32[8, N] where it is not `narrow`."""
+    parts = []
+    for half, word in enumerate(_words(values, chunk), 2 * chunk):
+        if narrow:
+            scale = scales[16 * half : 16 * (half + 1)]
+            parts += [(_biased(word, k) - jnp.bfloat16(_BIAS)) * scale for k in range(4)]
+        else:
+            scale = scales[8 * half : 8 * (half + 1)]
+            # The inputs k and k + 4 in the topmost bits, with their signs.
+            shifts = [shift for k in range(4) for shift in (28 - 4 * k, 12 - 4 * k)]
+            parts += [((word << shift) & -(1 << 28)).astype(jnp.float32) * scale for shift in shifts]
+    return parts

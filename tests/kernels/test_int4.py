@@ -1,0 +1,75 @@
+"""The kernel of products in 4 bits against the product of the dequantised matrix in numpy float64."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kernels_pallas.mosaic import int4
+from tests.helpers import slow_but
+from tests.kernels.implementations import RACES, assert_no_races
+
+CHIPS = {"float32": "TPU v5 lite", "bfloat16": "TPU v6 lite", "two cores": "TPU v5"}
+
+
+def matrix(rng, inputs, outputs, size):
+    """Values, scales with float16's least and some below 0, and offsets of a matrix in 4 bits; and the matrix."""
+    groups = inputs // size
+    values = rng.integers(-8, 8, (groups, size, outputs))
+    scale = rng.normal(size=(groups, outputs)).astype(np.float16) / 8
+    scale[0, :3] = 6e-8, 3e-5, 0
+    offset = rng.normal(size=(groups, outputs)).astype(np.float32)
+    wide = values * scale.astype(np.float64)[:, None] + offset[:, None]
+    return (
+        jnp.asarray(values, jnp.int4),
+        jnp.asarray(scale),
+        jnp.asarray(offset),
+        wide.reshape(inputs, outputs),
+    )
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize(
+    "rows, inputs, outputs, size",
+    slow_but(
+        [(1, 128, 128, 128), (60, 640, 256, 128), (5, 256, 256, 32), (16, 384, 128, 64), (20, 256, 128, 32),
+         (60, 384, 256, 64)],
+        (60, 640, 256, 128), (5, 256, 256, 32), (20, 256, 128, 32),
+    ),
+)  # fmt: skip
+def test_it_is_the_product_of_the_dequantised_matrix(rows, inputs, outputs, size, chip, monkeypatch):
+    monkeypatch.setattr(int4, "_INNER", 256)  # several blocks, both ways
+    monkeypatch.setattr(int4, "_WEIGHTS", (128 * 256, 128 * 256))
+    rng = np.random.default_rng(rows + inputs)
+    values, scale, offset, wide = matrix(rng, inputs, outputs, size)
+    x = jnp.asarray(rng.normal(size=(rows, inputs)) + 0.5, jnp.bfloat16)
+    assert int4.fits(rows, inputs, outputs, size)
+    made = int4.dense_int4(x, values, scale, offset, chip=CHIPS[chip], interpret=True)
+    exact = np.asarray(x, np.float64) @ wide
+    # Few rows, and groups as deep as a matrix unit, are scaled after the product; else weights are rounded to bfloat16.
+    by_group = size == 128 or rows * 128 // size <= int4.ROWS
+    rounded = 2.0**-14 if by_group else 2.0**-8
+    size_of = np.abs(np.asarray(x, np.float64)) @ np.abs(wide)
+    assert np.all(np.abs(np.asarray(made) - exact) <= rounded * size_of)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows, size", [(3, 128), (3, 32), (24, 32)])
+def test_nothing_races(rows, size, monkeypatch):
+    monkeypatch.setattr(int4, "_INNER", 128)
+    monkeypatch.setattr(int4, "_WEIGHTS", (128 * 128, 128 * 128))
+    rng = np.random.default_rng(0)
+    values, scale, offset, wide = matrix(rng, 256, 256, size)
+    x = jnp.asarray(rng.normal(size=(rows, 256)), jnp.bfloat16)
+    made = int4.dense_int4(x, values, scale, offset, chip="TPU v6 lite", interpret=RACES)
+    np.testing.assert_allclose(made, np.asarray(x, np.float64) @ wide, atol=0.5)
+    assert_no_races()
+
+
+def test_float16_numbers_are_decoded_to_the_bit():
+    every = np.arange(1 << 16, dtype=np.uint16)
+    every = every[np.isfinite(every.view(np.float16))]
+    made = jax.jit(int4._float32)(jnp.asarray(every))
+    np.testing.assert_array_equal(made, every.view(np.float16).astype(np.float32))
