@@ -69,8 +69,8 @@ def attending(form: str, visible: Visible, slots: int, window: int | None) -> At
     Raises (when it is called):
       MarsError: the kernel cannot read such a cache.
     """
-    live = jnp.max(visible.slot) + visible.positions.shape[1]
-    rows, nodes = visible.positions.shape
+    nodes = visible.positions.shape[1]
+    live = jnp.max(visible.slot) + nodes
     fits = nodes <= KERNEL_NODES and slots % KERNEL_SLOTS == 0
     if form == "xla" or (form == "auto" and not (on_tpu() and fits)):
         return Partial(_attend_by_mask, visible.dense(slots, window), live, visible.slot)
