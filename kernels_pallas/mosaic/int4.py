@@ -24,6 +24,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from kernels_pallas.blocks import TWO_CORES
+
 CHUNK = 128
 """Inputs that are unpacked at a time: the depth of a matrix unit."""
 ROWS = 64
@@ -64,7 +66,7 @@ def dense_int4(
       scale: f16[G, N].
       offset: f32[G, N].
       chip: the kind of device as jax names it. From v6e on weights are scaled in bfloat16, to which their scales are
-        rounded; chips before compute in float32 alone. v4 and v5p have two cores.
+        rounded; chips before compute in float32 alone.
     """
     (count, inputs), (groups, size, outputs) = x.shape, values.shape
     each = CHUNK // size
@@ -76,7 +78,7 @@ def dense_int4(
     narrow = not chip.startswith(("TPU v4", "TPU v5"))
     width = _divisor(outputs, _WEIGHTS[narrow and rows > _FEW] // inner)
     steps, of_block = inputs // inner, inner // size
-    cores = 2 if chip in ("TPU v4", "TPU v5") and outputs // width % 2 == 0 else 1
+    cores = 2 if chip in TWO_CORES and outputs // width % 2 == 0 else 1
     turns = outputs // width // cores
     column = lambda c, j, i: (0, c * turns + j)  # noqa: E731
     made = pl.pallas_call(

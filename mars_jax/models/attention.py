@@ -17,13 +17,13 @@ from jax.sharding import PartitionSpec as P
 from jax.tree_util import Partial
 
 from kernels_pallas import BlockError, NewRows, tree_attention, write_and_attend
-from kernels_pallas.blocks import attention_blocks
+from kernels_pallas.blocks import TWO_CORES, attention_blocks
 from kernels_pallas.trial import kernel_or
 from kernels_pallas.whole import whole_or_partitioned
 from mars_jax.core import cache as kv_cache
 from mars_jax.core.cache import Int8Rows, Rows
 from mars_jax.core.errors import MarsError
-from mars_jax.core.mesh import devices_of, head_axes, hold_heads, map_devices, on_tpu
+from mars_jax.core.mesh import device_kind, devices_of, head_axes, hold_heads, map_devices, on_tpu
 from mars_jax.core.sums import total
 from mars_jax.core.types import Visible
 from mars_jax.models.layers import soft_cap
@@ -42,8 +42,8 @@ FORMS = ("auto", "xla", "pallas", "interpret")
 tests."""
 KERNEL_ROWS, KERNEL_NODES = 8, 64
 """Rows of a batch from which on "auto" takes the kernel on a TPU, and their nodes at most: a prompt's chunks are XLA's.
-Fewer rows take it where XLA would score them in turns; of those that it scores at once there is nothing to win
-(docs/kernels.md)."""
+Fewer rows take it where XLA would score them in turns, on chips of one core; of those that it scores at once there is
+nothing to win (docs/kernels.md)."""
 KERNEL_SLOTS = 128
 """The kernel reads caches of a multiple of so many slots, whatever their dtype and number of heads."""
 
@@ -116,7 +116,9 @@ def _attend_by_kernel(
     def by_mask(q: Array, k: Rows, v: Rows, new: tuple[Array, Array], visible: Visible):
         return attending("xla", visible, k.shape[1], window)(q, k, v, new, scale=scale, cap=cap)
 
-    if form == "auto" and len(q) < KERNEL_ROWS and not in_turns(q, k):
+    # The kernel divides rows over the cores of a chip, so few rows would leave one idle.
+    few = len(q) < KERNEL_ROWS and (device_kind() in TWO_CORES or not in_turns(q, k))
+    if form == "auto" and few:
         return by_mask(q, k, v, new, visible)
 
     def on_device(q: Array, k: Rows, v: Rows, new: tuple[Array, Array], visible: Visible):

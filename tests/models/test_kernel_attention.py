@@ -120,7 +120,7 @@ def test_on_a_mesh_each_device_attends_with_its_own_heads(axes):
         assert joined(text) == joined(without)
 
 
-def lowered(attention, platform, mesh=None, *, rows=2, nodes=4, kv_heads=2, differentiated=False):
+def lowered(attention, platform, mesh=None, *, rows=2, nodes=4, kv_heads=2, slots=300, differentiated=False):
     """The text of one forward for a platform."""
     config = ModelConfig(
         vocab_size=VOCAB,
@@ -137,7 +137,7 @@ def lowered(attention, platform, mesh=None, *, rows=2, nodes=4, kv_heads=2, diff
         lambda: (
             init_params(config, jax.random.key(0), "bfloat16"),
             jnp.zeros((rows, nodes), jnp.int32),
-            model.init_cache(rows, 300),
+            model.init_cache(rows, slots),
         )
     )
 
@@ -166,22 +166,29 @@ def elsewhere(monkeypatch):
     """Trace as a program for a TPU is traced."""
     for module in (attention_module, transformer):
         monkeypatch.setattr(module, "on_tpu", lambda: True)
+    monkeypatch.setattr(attention_module, "device_kind", lambda: "TPU v6 lite")
 
 
 @pytest.mark.usefixtures("elsewhere")
-def test_from_8_rows_on_a_tpu_takes_the_kernel_unasked():
+def test_from_8_rows_or_where_xla_takes_turns_a_tpu_takes_the_kernel_unasked(monkeypatch):
     calls = {
         name: lowered("auto", **{"platform": "tpu", "rows": 8} | case).count("tpu_custom_call")
         for name, case in {
             "a step": {},
             "few rows": {"rows": 7},
+            "few rows of a long cache": {"rows": 1, "slots": 1 << 14},
             "a chunk of a prompt": {"nodes": 65},
             "heads that it cannot read": {"kv_heads": 3},
             "another platform": {"platform": "cuda"},
             "a gradient": {"differentiated": True},
         }.items()
     }
-    assert calls == dict.fromkeys(calls, 0) | {"a step": 1}
+    assert calls == dict.fromkeys(calls, 0) | {"a step": 1, "few rows of a long cache": 1}
+    monkeypatch.setattr(
+        attention_module, "device_kind", lambda: "TPU v5"
+    )  # two cores, of which one would be idle
+    jax.clear_caches()
+    assert "tpu_custom_call" not in lowered("auto", "tpu", rows=1, slots=1 << 14)
 
 
 @pytest.mark.usefixtures("elsewhere")

@@ -232,3 +232,30 @@ def test_heads_load_in_int8_beside_a_target_in_few_bits(dtype, tmp_path):
     _, loaded = load_medusa(tmp_path / "medusa", layer, dtype=dtype)
     got = medusa_layers.logits(loaded, hidden[:, :1], 2)
     np.testing.assert_allclose(got, medusa_layers.logits(dequantized(loaded), hidden[:, :1], 2), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "case, kernels",
+    [
+        ({}, 1),
+        ({"rows": 60, "size": 32}, 1),
+        ({"rows": 65}, 0),  # as of a prompt
+        ({"dtype": "float32"}, 0),
+        ({"inputs": 192, "size": 64}, 0),
+        ({"platform": "cuda"}, 0),
+        ({"differentiated": True}, 0),
+    ],
+)
+def test_on_a_tpu_a_product_in_4_bits_is_a_kernel_where_it_takes_the_shapes(case, kernels):
+    def lowered(*, rows=1, inputs=256, size=128, dtype="bfloat16", platform="tpu", differentiated=False):
+        groups = inputs // size
+        leaves = [((groups, size, 128), "int4"), ((groups, 128), "float16"), ((groups, 128), "float32")]
+        values, scale, offset = (jax.ShapeDtypeStruct(*leaf) for leaf in leaves)
+        w = Int4(values=values, scale=scale, offset=offset, dtype=dtype)
+        product = dense
+        if differentiated:
+            product = jax.grad(lambda x, w: jnp.sum(dense(x, w, dtype=jnp.float32)))
+        x = jax.ShapeDtypeStruct((rows, inputs), dtype)
+        return jax.jit(product).trace(x, w).lower(lowering_platforms=(platform,)).as_text()
+
+    assert lowered(**case).count("tpu_custom_call") == kernels

@@ -19,6 +19,8 @@ import numpy as np
 from kernels_pallas import AcceptControls, api, top_k, tree_attention, trial
 from mars_jax.core.tree import ancestors, static_topology
 from mars_jax.models import moe
+from mars_jax.models.layers import dense
+from mars_jax.models.quantize import Int4
 
 INTERPRETED = 1500
 """V for an interpreter, not a whole number of registers."""
@@ -90,8 +92,10 @@ def check_kernels(platform: str, tick: Callable[[str], None] = lambda what: None
                 continue
             tick(f"{case.operation}, {form.name}")
             rows.append(_row(case, form, **_compared(case, form, want)))
-    tick("experts")
-    return [*rows, _experts()]
+    for case, want, tolerance in (_experts(), _in_4_bits(1, 128), _in_4_bits(5, 32), _in_4_bits(60, 32)):
+        tick(case.operation)
+        rows.append(_product(case, want, tolerance))
+    return rows
 
 
 @functools.cache
@@ -283,22 +287,42 @@ def _drafted(parents: np.ndarray, vocab: int, dtype: str, margin: str, *, drawn:
     return logits, tokens, np.tile(parents.astype(np.int32), (batch, 1)), y if drawn else None, controls
 
 
-def _experts() -> dict[str, Any]:
-    """Products with the matrices of experts, as a mixture takes them here, beside numpy's."""
+def _experts() -> tuple[Case, np.ndarray, float]:
+    """Products with the matrices of experts, as a mixture takes them here, and numpy's."""
     draw = np.random.default_rng(0)
     x, w = (np.asarray(jnp.asarray(draw.normal(size=s), jnp.bfloat16)) for s in ((48, 256), (4, 128, 256)))
     sizes = np.array([20, 0, 1, 27], np.int32)
     of = np.repeat(np.arange(4), sizes)
     want = np.einsum("ri,roi->ro", x.astype(np.float32), w.astype(np.float32)[of])
     case = Case("dense_by_expert", "[48, 256] by 4 experts", "bfloat16", moe.dense_by_expert, (x, w, sizes))
+    # Products of bfloat16 are exact in float32; sums of 256 of them, in any order, are within 256 roundings.
+    return case, want, 256 * 2**-24
+
+
+def _in_4_bits(rows: int, size: int) -> tuple[Case, np.ndarray, float]:
+    """A product in 4 bits by groups of a size, as a model takes it here, and numpy's."""
+    draw, inputs, outputs = np.random.default_rng(0), 512, 256
+    x = np.asarray(jnp.asarray(draw.normal(size=(rows, inputs)), jnp.bfloat16))
+    w = Int4(
+        values=jnp.asarray(draw.integers(-8, 8, (inputs // size, size, outputs)), jnp.int4),
+        scale=jnp.asarray(draw.normal(size=(inputs // size, outputs)), jnp.float16),
+        offset=jnp.asarray(draw.normal(size=(inputs // size, outputs)), jnp.float32),
+        dtype=jnp.bfloat16,
+    )
+    want = x.astype(np.float32) @ np.asarray(w.astype(jnp.float32)).T
+    call = functools.partial(dense, dtype=jnp.float32)
+    # A weight may be rounded to bfloat16, by 2^-8 of it with its scale; of 512 the errors cancel in part.
+    return Case("dense", f"[{rows}, {inputs}], groups of {size}", "int4", call, (x, w)), want, 2.0**-8
+
+
+def _product(case: Case, want: np.ndarray, tolerance: float) -> dict[str, Any]:
     try:
         call = jax.jit(case.call)
         got = np.asarray(call(*jax.device_put(case.operands)))
     except Exception as error:
         return _row(case, Form("default", {}), status="failed", detail=_line(error), milliseconds=None)
-    # Products of bfloat16 are exact in float32; sums of 256 of them, in any order, are within 256 roundings.
     off = float(np.max(np.abs(got - want)) / np.max(np.abs(want)))
-    right = off < 256 * 2**-24
+    right = off < tolerance
     return _row(
         case,
         Form("default", {}),
