@@ -100,7 +100,7 @@ def _local(name_or_path: str | os.PathLike[str]) -> Path | None:
     """Return the directory or file of what needs no hub; None where it is to be asked.
 
     Raises:
-      MarsError: it is no name on the hub either, or in a package that is not installed.
+      MarsError: it is no name on the hub either, in a package that is not installed, or left out of the wheel.
     """
     path, name = expanded(name_or_path), os.fspath(name_or_path)
     embedded, row = assets.path(name), named(name)
@@ -108,6 +108,11 @@ def _local(name_or_path: str | os.PathLike[str]) -> Path | None:
     if path.is_dir() and ((embedded or row) is None or (path / "config.json").is_file()):
         return path
     if embedded is not None:
+        if not embedded.is_dir():
+            raise MarsError(
+                f"'{name}' is not in the wheel, which leaves out weights of examples: install mars-jax from a checkout "
+                f"by pip install -e ., or name a copy of its folder mars_jax/assets/{name}."
+            )
         return embedded
     if row is not None and row.package:
         return installed(row)
