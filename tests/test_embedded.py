@@ -73,7 +73,9 @@ def test_a_folder_of_the_same_name_hides_it_only_with_a_checkpoint(tmp_path, mon
 
 def test_what_the_wheel_leaves_out_is_asked_for_in_one_sentence(tmp_path, monkeypatch):
     monkeypatch.setattr(assets, "path", lambda name: tmp_path / name if name in assets.NAMES else None)
-    with pytest.raises(mj.MarsError, match=r"^'tiny/dflash' is not in the wheel.* pip install -e \., or name a copy"):
+    with pytest.raises(
+        mj.MarsError, match=r"^'tiny/dflash' is not in the wheel.* pip install -e \., or name a copy"
+    ):
         resolve(assets.DFLASH)
 
 

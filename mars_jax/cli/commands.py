@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import IO, Any
 
 from mars_jax import __version__, specs
-from mars_jax.cli.program import BAD_INPUT, Parser
-from mars_jax.core.errors import did_you_mean, say
+from mars_jax.cli.program import Parser, program
+from mars_jax.core.errors import MarsError, did_you_mean
 
 COMMANDS = {
     "generate": "continue prompts by speculative decoding",
@@ -85,34 +85,30 @@ def completion(shell: str) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code. Without a name, list them."""
     given = list(sys.argv[1:] if argv is None else argv)
-    name = given[0] if given else "--help"
-    if name in ("-h", "--help"):
-        lines = [USAGE, "", *(f"  {command:<12} {does}" for command, does in COMMANDS.items())]
-        lines += ["", f"mars-jax --completion SHELL prints a completion script for {', '.join(SHELLS)}."]
-        print("\n".join(lines))
-        return 0
-    if name == "--version":
-        print(f"mars-jax {__version__}")
-        return 0
-    if name == "--completion":
-        return _complete(given[1:])
-    if name not in COMMANDS:
-        known = ", ".join(COMMANDS)
-        near = did_you_mean(name, COMMANDS)
-        say(f"error: there is no command '{name}'{near}: choose one of {known}.")
-        return BAD_INPUT
-    module = importlib.import_module(_HOME[name])
+    if not given or given[0] not in COMMANDS:
+        return program(_answer, given or ["--help"])
+    module = importlib.import_module(_HOME[given[0]])
     return module.main(given[1:])
 
 
-def _complete(given: Sequence[str]) -> int:
-    """Print a script for a shell; returns the exit code."""
-    if len(given) != 1 or given[0] not in SHELLS:
-        say(f"error: --completion is {' '.join(given) or 'empty'}: expected one of {', '.join(SHELLS)}.")
-        return BAD_INPUT
-    try:
-        print(completion(given[0]))
-    except ImportError:
-        say("error: the package shtab is not installed: install mars-jax[completion].")
-        return BAD_INPUT
-    return 0
+def _answer(given: Sequence[str], out: IO[str]) -> None:
+    """Print what is asked of `mars-jax` itself."""
+    name, *rest = given
+    if name in ("-h", "--help"):
+        lines = [USAGE, "", *(f"  {command:<12} {does}" for command, does in COMMANDS.items())]
+        lines += ["", f"mars-jax --completion SHELL prints a completion script for {', '.join(SHELLS)}."]
+        print("\n".join(lines), file=out)
+    elif name == "--version":
+        print(f"mars-jax {__version__}", file=out)
+    elif name == "--completion":
+        if len(rest) != 1 or rest[0] not in SHELLS:
+            raise MarsError(
+                f"--completion is {' '.join(rest) or 'empty'}: expected one of {', '.join(SHELLS)}."
+            )
+        try:
+            print(completion(rest[0]), file=out)
+        except ImportError:
+            raise MarsError("the package shtab is not installed: install mars-jax[completion].") from None
+    else:
+        near = did_you_mean(name, COMMANDS)
+        raise MarsError(f"there is no command '{name}'{near}: choose one of {', '.join(COMMANDS)}.")

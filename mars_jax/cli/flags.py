@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from mars_jax import assets, specs
@@ -38,6 +38,20 @@ def flag_of(name: str) -> str:
     '--top-k'
     """
     return "--" + name.replace("_", "-")
+
+
+def without(argv: Sequence[str], flags: Collection[str]) -> list[str]:
+    """Return flags without some of them and their values.
+
+    >>> without(["--tune", "3", "5", "--problems", "4", "--output=b"], ["--tune", "--output"])
+    ['--problems', '4']
+    """
+    left, skip = [], False
+    for word in argv:
+        if word.startswith("--"):
+            skip = word.partition("=")[0] in flags
+        left += [] if skip else [word]
+    return left
 
 
 def add_settings(group: Any, *names: str) -> None:

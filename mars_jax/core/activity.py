@@ -50,11 +50,19 @@ def details(within: Activity) -> str:
     ...     details(going)
     'downloading: 3 of 9 MB'
     """
-    inside = _going[_going.index(within) + 1 :]
-    return "; ".join(f"{one.name}: {one.detail}" for one in inside if one.detail)
+    inside = [one for one in _going[_going.index(within) + 1 :] if one.detail]
+    return "; ".join(one.detail if one.name == within.name else f"{one.name}: {one.detail}" for one in inside)
 
 
 def describe() -> str:
-    """Everything that is being done, the widest first; "" where nothing has a name."""
-    now = time.monotonic()
-    return "; ".join(activity.describe(now) for activity in list(_going))
+    """Describe everything that is being done, the widest first and each name once; "" where nothing has a name.
+
+    >>> with doing("compiling"), doing("compiling"):
+    ...     describe()
+    'compiling ... (0 s)'
+    """
+    now, told = time.monotonic(), {}
+    for activity in list(_going):
+        if activity.name not in told or activity.detail:
+            told[activity.name] = activity
+    return "; ".join(activity.describe(now) for activity in told.values())

@@ -93,6 +93,13 @@ def test_a_harness_that_is_missing_is_one_sentence(capsys):
     assert err == "error: the package lm-eval is not installed: install mars-jax[lm-eval].\n"
 
 
+@pytest.mark.skipif(importlib.util.find_spec("lm_eval") is not None, reason="lm-eval is installed")
+def test_a_harness_that_is_missing_has_a_help_all_the_same(capsys):
+    code, out, err = call(capsys, "lm_eval", "--help")
+    assert (code, err) == (0, "") and out.startswith("usage: mars-jax lm_eval --model mars_jax ")
+    assert "install" in out and max(map(len, out.splitlines())) <= 80
+
+
 # The tables.
 
 
@@ -229,6 +236,16 @@ def test_completion_knows_commands_flags_and_choices(capsys):
     ask = "COMP_WORDS=(mars-jax distill dflash --ma); COMP_CWORD=3; _shtab_mars_jax; echo ${COMPREPLY[@]}"
     done = subprocess.run(["bash", "-c", f"{bash}\n{ask}"], capture_output=True, text=True, timeout=20)
     assert set(done.stdout.split()) == {"--markov-rank", "--mask-token"}, done.stderr
+
+
+def test_a_reader_that_has_enough_ends_it_in_silence():
+    """As `mars-jax --completion bash | head -1`."""
+    pytest.importorskip("shtab")
+    for asked in (["--completion", "bash"], ["--help"]):
+        command = [sys.executable, "-m", "mars_jax", *asked]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT) as run:
+            run.stdout.close()
+            assert run.stderr.read() == b"" and run.wait(timeout=60) == 141
 
 
 def test_completion_is_refused_in_one_sentence(capsys, monkeypatch):

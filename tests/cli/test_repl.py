@@ -14,10 +14,11 @@ import time
 import pytest
 
 import mars_jax as mj
-from mars_jax.cli.generate import line_editor, repl
+from mars_jax.cli.generate import job, line_editor, repl
 from mars_jax.cli.generate.arguments import parse
 from mars_jax.cli.generate.command import main
 from mars_jax.cli.generate.terminal import _CONTROLS, TextPrinter
+from mars_jax.cli.open_target import open_target
 from tests.cli.shell import Shell, plain
 
 TEMPLATE = "{% for m in messages %}{{ m.role[0] }}: {{ m.content }}\n{% endfor %}a:"
@@ -103,6 +104,37 @@ def test_settings_change_what_follows(talk):
     assert "theta 0.5 " in err and "max_new_tokens 3 " in err and "verify mars" in err
 
 
+def test_the_rule_and_the_draft_change_over_the_same_target(talk, chatty, monkeypatch):
+    """An answer is that of the new pair over the conversation so far, and no target is loaded again."""
+    opened = []
+    monkeypatch.setattr(job, "open_target", lambda *given: opened.append(given) or open_target(*given))
+    lines = [
+        "the sun",
+        "/draft none",
+        "/rule exact",
+        "/draft none",
+        "and?",
+        "/draft ngram --num-draft-tokens 2",
+        "so",
+    ]
+    out, err = talk("--chat", "--theta", "0.5", lines=lines, target=chatty)
+    assert len(opened) == 1
+    assert "error: --verify mars does not apply to --draft none" in err  # and the pair stays as it was
+    pairs = re.findall(r"target, (\w+), rule (\w+)", err)
+    assert pairs == [("ngram", "mars"), ("ngram", "exact"), ("none", "exact"), ("ngram", "exact")]
+    reads = [tuple(map(int, pair)) for pair in re.findall(r"read (\d+) of (\d+) prompt tokens", err)]
+    assert len(reads) == 3 and all(read == of - 1 for read, of in reads)  # the caches are the new pair's
+    # The texts are those of a chat whose turns were answered so.
+    loaded, turns, said = mj.load(str(chatty)), [], []
+    rules = (mj.verify.mars(theta=0.5), mj.verify.exact(), mj.verify.exact())
+    for text, draft, rule in zip(lines[::4] + lines[6:], ("ngram", "none", "ngram"), rules, strict=True):
+        chat = mj.Chat(loaded, draft, verify=rule, max_new_tokens=8)
+        chat.messages = turns
+        said.append(shown(chat.say(text).text))
+        turns = chat.messages
+    assert out == "".join(said) + "\n"
+
+
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
@@ -113,6 +145,11 @@ def test_settings_change_what_follows(talk):
         ("/set", "/set takes a name and a value, as in /set temperature 0.7: the names are temperature"),
         ("/set thta 1", "there is no setting thta (did you mean theta?)"),
         ("/set theta x", "--theta is x: expected"),
+        ("/rule", "/rule takes a name first, as in /rule mars --theta 0.8: expected exact, "),
+        ("/rule mras", "there is no rule 'mras' (did you mean mars?)"),
+        ("/rule mars --thta 1", "/rule takes no --thta (did you mean --theta?)"),
+        ("/draft eagle", "--draft is eagle: "),
+        ("/draft ngram --target x", "/draft takes no --target (did you mean --tree?): expected --tree, "),
         ("/set top_k 5", "--top-k does not apply at temperature 0"),
         ("word " * 80, "the prompt has"),
     ],

@@ -137,13 +137,24 @@ class Job:
         return batch.session.plain_step_seconds(batch.requests)
 
 
-def open_job(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRow]) -> Job:
+def open_job(
+    args: argparse.Namespace,
+    choices: Choices,
+    rows: Sequence[PromptRow],
+    target: Pretrained | None = None,
+) -> Job:
     """Check prompts and vocabularies on configs and tokenizers alone, and only then load weights.
+
+    Args:
+      args: the flags.
+      choices: of the flags.
+      rows: the prompts.
+      target: of an earlier job of the same flags, which is then not loaded again.
 
     Raises:
       MarsError: anything wrong with the checkpoints, the rule or the prompts.
     """
-    sketch = hub.outline(args.target)
+    sketch = target or hub.outline(args.target)
     requests = make_requests(sketch, args, rows)
     rule = load_rule(choices.rule, sketch, rows)
     draft = choices.draft
@@ -155,7 +166,7 @@ def open_job(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRo
         raise MarsError(f"--draft is {draft.kind}:{draft.path}, and there is no such file: check the path.")
     if not sketch.has_tokenizer and not (args.json or args.output or args.compare):
         raise MarsError(f"'{args.target}' has no tokenizer and so no text to show: add --json for token ids.")
-    target = open_target(args, sketch)
+    target = target or open_target(args, sketch)
     if target.mesh is not None:
         rule = load_rule(choices.rule, target, rows)  # its weights go where the target's are
     varies = choices.draft_size == "auto"

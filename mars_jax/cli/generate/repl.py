@@ -15,8 +15,8 @@ from typing import IO, Any
 
 import jax
 
-from mars_jax.cli.flags import SAMPLING, flag_of
-from mars_jax.cli.generate.applies import check_asked, check_flags
+from mars_jax.cli.flags import SAMPLING, flag_of, without
+from mars_jax.cli.generate.applies import Choices, check_asked, check_flags
 from mars_jax.cli.generate.arguments import parse
 from mars_jax.cli.generate.job import Job, load_rule, make_requests, open_job
 from mars_jax.cli.generate.line_editor import editing
@@ -26,12 +26,14 @@ from mars_jax.cli.generate.ways import StepClock, worth
 from mars_jax.cli.host_flags import joined
 from mars_jax.cli.program import keep_compilations
 from mars_jax.cli.progress import busy
+from mars_jax.cli.rule_flags import FLAGS as RULE_FLAGS
 from mars_jax.core.errors import MarsError, did_you_mean
 from mars_jax.hub.pretrained import Turn
 from mars_jax.serve.chat import Chat
 from mars_jax.serve.requests import Completion, Request, StreamEvent
 from mars_jax.serve.running import Running
 from mars_jax.serve.session import check_finite
+from mars_jax.specs import DRAFTERS, RULES
 
 PROMPT = "> "
 COMMANDS = {
@@ -41,8 +43,15 @@ COMMANDS = {
     "/again": "say the last one once more, as after /set",
     "/settings": "how texts are decoded",
     "/set": "NAME VALUE: change one of them, as in /set temperature 0.7",
+    "/rule": "NAME [FLAGS]: verify by another rule, as in /rule mars --theta 0.8",
+    "/draft": "SPEC [FLAGS]: draft with another drafter, as in /draft ngram",
     "/quit": "leave, as Ctrl-D does; Ctrl-C stops an answer",
 }
+_CHOSEN = {
+    "/rule": (*map(flag_of, RULE_FLAGS), "--rule-option"),
+    "/draft": ("--draft", "--tree", "--num-draft-tokens", "--draft-stop", "--draft-size", "--any-rule"),
+}
+"""Flags that a command gives anew, its own first."""
 _ROW = [PromptRow(where="", prompt="Once upon a time")]
 """Row to compile for; it also stands for the coming prompts where flags are checked."""
 
@@ -66,10 +75,7 @@ def talk(argv: Sequence[str], args: argparse.Namespace, out: IO[str]) -> None:
         with busy("loading"):
             job = open_job(args, choices, _ROW)
         talks = Talk(list(argv), args, job, out)
-        with busy("compiling"):
-            talks.running.compile(job.requests[0])
-            if job.drafts:
-                _ = job.plain_step  # timed here, so that no answer waits for it
+        talks.compile()
         talks.greet()
         with editing(out, list(COMMANDS)) as ask:
             while talks.takes(ask):
@@ -92,10 +98,19 @@ class Talk:
         self._last: str | None = None  # prompt
         self._count = 0  # of answers
 
+    def compile(self) -> None:
+        """Compile the pair's step, and time a plain one, so that no answer waits for either."""
+        with busy("compiling"):
+            self.running.compile(self._job.requests[0])
+            if self._job.drafts:
+                _ = self._job.plain_step
+
+    def _pair(self) -> str:
+        return f"{self._args.target}, {self._args.draft}, rule {self._job.session.rule_name}"
+
     def greet(self) -> None:
         """Say which pair answers, and how to leave."""
-        pair = f"{self._args.target}, {self._args.draft}, rule {self._job.session.rule_name}"
-        self._tell(f"{pair}; /help lists commands, Ctrl-D leaves", "dim")
+        self._tell(f"{self._pair()}; /help lists commands, Ctrl-D leaves", "dim")
         if self._job.drafts and self._screen.color_system is not None:
             self._screen.print(legend(self._screen.width))
 
@@ -130,7 +145,7 @@ class Talk:
             raise MarsError(
                 f"there is no command {name}{near}: /help lists them; a space before a text says that it is one."
             )
-        if rest and name != "/set":
+        if rest and name not in ("/set", *_CHOSEN):
             raise MarsError(f"{name} takes nothing: leave {' '.join(rest)!r} out.")
         if name == "/help":
             for command, does in COMMANDS.items():
@@ -139,6 +154,8 @@ class Talk:
             self._show()
         elif name == "/set":
             self._set(rest)
+        elif name in _CHOSEN:
+            self._choose(name, rest)
         elif name == "/again":
             self._again()
         elif name in ("/new", "/undo"):
@@ -217,13 +234,44 @@ class Talk:
                 f"there is no setting {words[0]}{did_you_mean(name, known)}: expected {', '.join(known)}."
             )
         argv = [*self._argv, flag_of(name), words[1]]
-        args = parse(argv)
-        check_asked(args)
-        choices = check_flags(args, _ROW)
+        args, choices = _parsed(argv)
         if name in options:
             session = self._job.session
             self.running.session = session.using(load_rule(choices.rule, session.target, _ROW))
         self._argv, self._args, self._choices = argv, args, choices
+
+    def _choose(self, name: str, words: list[str]) -> None:
+        """Open the job again with another rule or draft, over the target that is loaded."""
+        own, known = _CHOSEN[name], RULES if name == "/rule" else DRAFTERS
+        if not words or words[0].startswith("-"):
+            raise MarsError(
+                f"{name} takes a name first, {COMMANDS[name].partition(', ')[2]}: expected {', '.join(known)}."
+            )
+        for flag in (word.partition("=")[0] for word in words if word.startswith("--")):
+            if flag not in own:
+                raise MarsError(
+                    f"{name} takes no {flag}{did_you_mean(flag, own)}: expected {', '.join(own[1:])}."
+                )
+        argv = without(self._argv, own)
+        if name == "/draft" and not any(word.partition("=")[0] == "--verify" for word in argv):
+            argv += [
+                "--verify",
+                self._choices.rule.spec,
+            ]  # the rule stays, whatever is the default of a draft
+        argv += [own[0], *words]
+        args, choices = _parsed(argv)
+        with busy("loading"):
+            job = open_job(args, choices, _ROW, self._job.session.target)
+        self._argv, self._args, self._choices, self._job = argv, args, choices, job
+        self.running.session = job.session
+        self.compile()
+        self._tell(self._pair(), "dim")
+
+
+def _parsed(argv: Sequence[str]) -> tuple[argparse.Namespace, Choices]:
+    args = parse(argv)
+    check_asked(args)
+    return args, check_flags(args, _ROW)
 
 
 def _conversation(turns: Sequence[Turn]) -> PromptRow:

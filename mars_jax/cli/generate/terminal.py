@@ -108,11 +108,12 @@ def statistics(metrics: Metrics, seconds: float, rule: str, *, drafts: bool) -> 
     ]
     if drafts:
         histogram = "  ".join(f"{depth}: {count}" for depth, count in enumerate(metrics.depth_histogram))
+        trusted = f", {metrics.accepted_trusted} trusted" if metrics.accepted_trusted else ""
         lines += [
             f"tau {metrics.tau:.2f} tokens per step with the correction or bonus token, "
             f"{metrics.tau_without_bonus:.2f} without",
             f"drafted {metrics.proposed}, accepted {metrics.accepted} ({metrics.acceptance_rate:.1%}): "
-            f"{metrics.accepted_exact} exact, {metrics.accepted_relaxed} relaxed",
+            f"{metrics.accepted_exact} exact, {metrics.accepted_relaxed} relaxed{trusted}",
             f"steps by draft tokens accepted  {histogram}",
         ]
     lines.append(f"regret {metrics.regret_per_token:.4f} nats per token below the target's best")

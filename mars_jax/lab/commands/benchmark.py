@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO
 
 from mars_jax import specs
-from mars_jax.cli.flags import Present, flag_of, number_of
+from mars_jax.cli.flags import Present, flag_of, number_of, without
 from mars_jax.cli.part import PART_HELP, parse_part, part_path
 from mars_jax.cli.program import Parser, command
 from mars_jax.cli.rule_flags import given_settings
@@ -174,7 +174,7 @@ def _parse_recipe(args: argparse.Namespace, argv: list[str]) -> argparse.Namespa
         raise MarsError("there is no --output: name a folder for rows, tables and plots.")
     Present(args).refuse(["--forecast", "--part"], "with --recipe: leave one of them out")
     args.chosen = recipes.read(args.recipe)
-    given = recipes.without(argv, ("--recipe", "--output"))
+    given = without(argv, ("--recipe", "--output"))
     args.parts = {
         part: parse([*args.chosen.argv(part, given), "--output", str(args.output / part)])
         for part in recipes.PARTS

@@ -11,11 +11,12 @@ import itertools
 import json
 import math
 import tomllib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from mars_jax.cli.flags import without
 from mars_jax.core.errors import MarsError, did_you_mean
 
 FOLDER = Path(__file__).parent
@@ -81,20 +82,6 @@ def _words(name: str, value: Any) -> list[str]:
     if value is True:
         return [f"--{name}"]
     return [f"--{name}", *map(str, value if isinstance(value, (list, tuple)) else [value])]
-
-
-def without(argv: Sequence[str], flags: Collection[str]) -> list[str]:
-    """Flags but some, and their values.
-
-    >>> without(["--tune", "3", "5", "--problems", "4", "--output=b"], ["--tune", "--output"])
-    ['--problems', '4']
-    """
-    left, skip = [], False
-    for word in argv:
-        if word.startswith("--"):
-            skip = word.partition("=")[0] in flags
-        left += [] if skip else [word]
-    return left
 
 
 def names() -> list[str]:
