@@ -86,14 +86,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code. Without a name, list them."""
     given = list(sys.argv[1:] if argv is None else argv)
     if not given or given[0] not in COMMANDS:
-        return program(_answer, given or ["--help"])
+        return program(_answer, given)
     module = importlib.import_module(_HOME[given[0]])
     return module.main(given[1:])
 
 
-def _answer(given: Sequence[str], out: IO[str]) -> None:
+def _answer(given: Sequence[str] | None, out: IO[str]) -> None:
     """Print what is asked of `mars-jax` itself."""
-    name, *rest = given
+    name, *rest = given or ["--help"]
     if name in ("-h", "--help"):
         lines = [USAGE, "", *(f"  {command:<12} {does}" for command, does in COMMANDS.items())]
         lines += ["", f"mars-jax --completion SHELL prints a completion script for {', '.join(SHELLS)}."]

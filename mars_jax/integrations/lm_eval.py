@@ -13,8 +13,8 @@ from mars_jax.cli.program import program
 _HELP = """\
 usage: mars-jax lm_eval --model mars_jax --model_args NAME=VALUE,... [flags]
 
-Run lm-evaluation-harness with a draft and a rule. The flags are the harness's own:
---help lists them once mars-jax[lm-eval] is installed. --model_args takes flags of
+Run lm-evaluation-harness with a draft and a rule. The flags are the harness's:
+install mars-jax[lm-eval], and --help lists them. --model_args takes flags of
 mars-jax generate by their names: target, draft, verify, theta and others.
 
 example:

@@ -149,9 +149,7 @@ class StreamEvent:
 
     row: int  # index of the prompt
     text: str  # may lag behind `tokens` inside of a multi-byte character
-    pieces: tuple[
-        tuple[str, str], ...
-    ]  # (kind, text): "exact", "relaxed" or "corrected"; joined they are `text`
+    pieces: tuple[tuple[str, str], ...]  # (kind of KINDS, text); joined they are `text`
     tokens: tuple[int, ...]
     log_probs: TokenLogProbs  # of `tokens`
     completion: Completion | None  # with the last event of its row

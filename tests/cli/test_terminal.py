@@ -13,6 +13,7 @@ from rich.console import Console
 from mars_jax.cli.generate import terminal
 from mars_jax.cli.generate.terminal import TextPrinter, console, statistics
 from mars_jax.core.metrics import Metrics
+from mars_jax.serve.requests import KINDS
 from tests.cli.shell import Shell, plain
 
 METRICS = Metrics(
@@ -42,13 +43,13 @@ def story(file, *, colours=True):
     printer = TextPrinter(console(file), colours=colours)
     for prompt in ("Once [b]", "Then"):
         printer.prompt(prompt, chat=False)
-        for kind in ("exact", "relaxed", "corrected"):
+        for kind in KINDS:
             printer.piece(kind, f" {kind}")
         printer.end()
     return file.getvalue()
 
 
-PLAIN = "Once [b] exact relaxed corrected\n\nThen exact relaxed corrected\n"
+PLAIN = "Once [b] exact relaxed corrected trusted\n\nThen exact relaxed corrected trusted\n"
 
 
 def test_a_file_gets_the_text_alone():
@@ -58,7 +59,7 @@ def test_a_file_gets_the_text_alone():
 def test_a_terminal_tells_the_kinds_apart():
     text = story(Terminal())
     codes = {kind: text[: text.index(f" {kind}")].rpartition("\x1b")[2] for kind in terminal.STYLES}
-    assert len(set(codes.values())) == 3
+    assert len(set(codes.values())) == len(KINDS)
 
 
 def test_no_color_is_honoured(monkeypatch):
@@ -164,5 +165,5 @@ def test_a_reader_that_has_had_enough_ends_the_command_without_a_word(target):
 
 def test_the_legend_names_every_kind():
     file = io.StringIO()
-    Console(file=file, width=200).print(terminal.legend())
+    Console(file=file, width=200).print(terminal.legend(trusts=True))
     assert all(kind in file.getvalue() for kind in terminal.STYLES)

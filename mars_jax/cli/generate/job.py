@@ -20,6 +20,7 @@ from mars_jax.cli.generate.prompts import CONSTRAINTS, SPANS, PromptRow
 from mars_jax.cli.open_target import check_draft, open_target
 from mars_jax.cli.progress import Pace
 from mars_jax.core import activity
+from mars_jax.core.drafter import TRUSTS
 from mars_jax.core.errors import MarsError
 from mars_jax.core.rule import LoadedRule
 from mars_jax.hub.files import resolve
@@ -129,6 +130,11 @@ class Job:
     def check_finite(self) -> None:
         """Raise MarsError where prompts failed; their rows are written by then."""
         check_finite(self.session.target, self.finished)
+
+    @property
+    def trusts(self) -> bool:
+        """Whether the drafter vouches for tokens itself."""
+        return TRUSTS in self.session.drafter.drafter.traits
 
     @functools.cached_property
     def plain_step(self) -> float:

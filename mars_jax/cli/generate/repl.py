@@ -111,8 +111,11 @@ class Talk:
     def greet(self) -> None:
         """Say which pair answers, and how to leave."""
         self._tell(f"{self._pair()}; /help lists commands, Ctrl-D leaves", "dim")
+        self._legend()
+
+    def _legend(self) -> None:
         if self._job.drafts and self._screen.color_system is not None:
-            self._screen.print(legend(self._screen.width))
+            self._screen.print(legend(self._screen.width, trusts=self._job.trusts))
 
     def _tell(self, sentence: str, style: str = "") -> None:
         """Print a sentence beside the text: on stderr, no word cut at the terminal's edge."""
@@ -266,6 +269,8 @@ class Talk:
         self.running.session = job.session
         self.compile()
         self._tell(self._pair(), "dim")
+        if job.trusts:  # which no answer showed before
+            self._legend()
 
 
 def _parsed(argv: Sequence[str]) -> tuple[argparse.Namespace, Choices]:

@@ -15,11 +15,12 @@ from mars_jax.core.metrics import Metrics
 if TYPE_CHECKING:
     from mars_jax.serve.requests import Completion
 
-STYLES = {"exact": "green", "relaxed": "bold yellow", "corrected": "cyan"}
+STYLES = {"exact": "green", "relaxed": "bold yellow", "trusted": "magenta", "corrected": "cyan"}
 """Styles of the tokens of a `StreamEvent`, by kind."""
 _MEANING = {
     "exact": "drafted, as the target would say",
     "relaxed": "drafted, the target's near tie",
+    "trusted": "drafted, taken without a test",
     "corrected": "the target's own",
 }
 # Text of a model or a file must not drive the terminal: other control characters are shown as a replacement.
@@ -82,9 +83,15 @@ class TextPrinter:
         self._out.file.flush()
 
 
-def legend(width: int | None = None) -> Text:
-    """Explain the colours in one line, or in a line for each if they do not fit into `width` columns."""
-    parts = [Text(kind, STYLES[kind]) + Text(f" {meaning}") for kind, meaning in _MEANING.items()]
+def legend(width: int | None = None, *, trusts: bool = False) -> Text:
+    """Explain the colours in one line, or in a line for each if they do not fit into `width` columns.
+
+    Args:
+      width: columns of the terminal.
+      trusts: the drafter vouches for its own drafts.
+    """
+    kinds = [kind for kind in _MEANING if trusts or kind != "trusted"]
+    parts = [Text(kind, STYLES[kind]) + Text(f" {_MEANING[kind]}") for kind in kinds]
     line = Text("   ").join(parts)
     return line if width is None or line.cell_len <= width else Text("\n").join(parts)
 

@@ -220,7 +220,7 @@ def _report(
     screen = _errors()
     screen.print()
     if colours and screen.color_system is not None:
-        screen.print(legend(screen.width))
+        screen.print(legend(screen.width, trusts=job.trusts))
     metrics = total(everyone)
     screen.print(statistics(metrics, seconds, job.session.rule_name, drafts=job.drafts))
     if job.refining is not None:
