@@ -26,11 +26,16 @@ settings or weights, is refused.
 """
 _EPILOG = """\
 examples:
-  mars-jax generate --prompts-file in.jsonl --output out.jsonl --part 0/2   # on one machine
-  mars-jax generate --prompts-file in.jsonl --output out.jsonl --part 1/2   # on another
-  mars-jax merge out.jsonl    # reads out-00000-of-00002.jsonl and out-00001-of-00002.jsonl
-  mars-jax merge gs://bucket/out.jsonl    # where the parts were given such an --output
-  mars-jax merge evidence     # of benchmark: the folders evidence-00000-of-00002 and so on
+  # on one machine
+  mars-jax generate --prompts-file in.jsonl --output out.jsonl --part 0/2
+  # on another
+  mars-jax generate --prompts-file in.jsonl --output out.jsonl --part 1/2
+  # reads out-00000-of-00002.jsonl and out-00001-of-00002.jsonl
+  mars-jax merge out.jsonl
+  # where the parts were given such an --output
+  mars-jax merge gs://bucket/out.jsonl
+  # folders of benchmark: evidence-00000-of-00002 and so on
+  mars-jax merge evidence
 """
 
 

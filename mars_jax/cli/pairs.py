@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import textwrap
 from collections.abc import Sequence
 from typing import IO
 
@@ -24,7 +25,10 @@ examples:
   mars-jax pairs ~/models/Qwen3-8B --json
 
 In the column "loads":
-""" + "\n".join(f"  {word:<6} {meaning}" for word, meaning in LOADS.items())
+""" + "\n".join(
+    textwrap.fill(meaning, 78, initial_indent=f"  {word:<7}", subsequent_indent=" " * 9)
+    for word, meaning in LOADS.items()
+)
 
 
 def parser() -> Parser:

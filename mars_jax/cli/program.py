@@ -22,8 +22,20 @@ INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 BROKEN_PIPE = 141  # 128 + SIGPIPE
 
 
+class _Formatter(argparse.HelpFormatter):
+    """Fills the paragraphs of a description to the width, but for those with indented lines, such as examples."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        def filled(paragraph: str) -> str:
+            if re.search(r"^ ", paragraph, re.MULTILINE):
+                return paragraph
+            return textwrap.fill(paragraph, width, break_on_hyphens=False)
+
+        return textwrap.indent("\n\n".join(map(filled, text.strip("\n").split("\n\n"))), indent)
+
+
 class Parser(argparse.ArgumentParser):
-    """Parser of every command. Descriptions keep their lines.
+    """Parser of every command. The paragraphs of its description are as wide as the terminal.
 
     An abbreviation, whose meaning the next flag would change, is no flag. `--help GROUP` explains the flags of a
     group, whose title is one word.
@@ -35,7 +47,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, *, short: Collection[str] | None = None, add_help: bool = True, **options: Any):
         super().__init__(
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=_Formatter,
             allow_abbrev=False,
             add_help=False,
             **options,

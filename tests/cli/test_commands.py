@@ -64,6 +64,16 @@ def test_every_command_has_help_that_loads_no_jax(name):
     assert "usage: " in run.stdout
 
 
+def test_every_help_fits_eighty_columns(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    made = [parser for name in commands.COMMANDS if (parser := commands.parser_of(name)) is not None]
+    kinds = [kind for parser in made for kind in parser.kinds().values()]
+    lines = [
+        line for one in (*made, *kinds) for line in (one.format_help() + one.format_short()).splitlines()
+    ]
+    assert len(lines) > 500 and [line for line in lines if len(line) > 80] == []
+
+
 @pytest.mark.parametrize("name", [name for name in commands.COMMANDS if name != "lm_eval"])
 def test_groups_of_flags_have_names_of_one_word(name):
     """By which `--help GROUP` asks for them."""

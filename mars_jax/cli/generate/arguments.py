@@ -34,16 +34,17 @@ them to keep.
 """
 _EPILOG = """\
 examples:
-  python -m mars_jax.generate "Once upon a time"
-  python -m mars_jax.generate --target PATH --draft eagle:HEAD --chat
+  mars-jax generate "Once upon a time"
+  mars-jax generate --target PATH --draft eagle:HEAD --chat
 
 more examples:
-  python -m mars_jax.generate --target PATH --draft model:SMALL --verify exact "Hello"
-  python -m mars_jax.generate --target PATH --prompts-file in.jsonl --output out.jsonl
-  python -m mars_jax.generate --target PATH --draft eagle:HEAD --tree dynamic:8-6-40 "Hello"
-  python -m mars_jax.generate --target PATH --verify gates.py:entropy_gate \\
+  mars-jax generate --target PATH --draft model:SMALL --verify exact "Hello"
+  mars-jax generate --target PATH --prompts-file in.jsonl --output out.jsonl
+  mars-jax generate --target PATH --draft eagle:HEAD \\
+      --tree dynamic:8-6-40 "Hello"
+  mars-jax generate --target PATH --verify gates.py:entropy_gate \\
       --rule-option entropy=1.5 "Hello"
-  python -m mars_jax.generate --target PATH --compare "Once upon a time"
+  mars-jax generate --target PATH --compare "Once upon a time"
 
 Text goes to stdout, statistics and progress to stderr; bad input ends with exit code 2.
 """

@@ -59,7 +59,7 @@ examples:
       --verify gates.py:entropy_gate --rule-option entropy=1.5 --output gate
   mars-jax benchmark --forecast --target PATH --draft model:SMALL --chat \\
       --task arithmetic --problems 100 --output texts
-  mars-jax benchmark --tune --task arithmetic --chat --problems 100 --output tuned
+  mars-jax benchmark --tune --task arithmetic --chat --problems 100 --output t
   mars-jax benchmark --recipe qwen3-8b --output qwen3-8b
 
 {pair.TASKS}

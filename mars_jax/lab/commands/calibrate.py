@@ -32,8 +32,8 @@ examples:
   mars-jax calibrate --task arithmetic --chat --problems 500 --risk accuracy \\
       --bound 0.02 --output theta.json
   python -m mars_jax.generate --theta theta.json --chat "..."
-  mars-jax calibrate --task jsonl=attacks.jsonl --chat --risk judges.py:is_safe \
-      --prefixes 16 8 4 2 1 0 --output prefix.json
+  mars-jax calibrate --task jsonl=attacks.jsonl --chat \\
+      --risk judges.py:is_safe --prefixes 16 8 4 2 1 0 --output prefix.json
 
 {pair.TASKS}
 The file goes to generate as --theta FILE and to benchmark among --thetas; they refuse it

@@ -28,7 +28,7 @@ Everything at temperature 0.
 """
 _EPILOG = f"""\
 examples:
-  mars-jax compounding --task arithmetic --chat --problems 200 --output compounding
+  mars-jax compounding --task arithmetic --chat --problems 200 --output texts
 
 {pair.TASKS}
 OUTPUT gets rows.jsonl as texts finish, then compounding.json, compounding.md, the picture

@@ -27,17 +27,19 @@ from mars_jax.core.errors import MarsError
 from mars_jax.specs import RuleChoice
 
 TASKS = """\
-tasks; PATH is a local file (plain, .xz or .gz) or a dataset of the Hub (OWNER/NAME[:CONFIG[:SPLIT]])
+tasks, where PATH is a local file (plain, .xz or .gz) or, of a dataset of the
+hub, OWNER/NAME[:CONFIG[:SPLIT]]:
   arithmetic            generated word problems; exact match after ####
   gsm8k=PATH            exact match after ####
-  humaneval=PATH        pass@1 where the file has the tests, with --allow-code-execution
+  humaneval=PATH        pass@1, with --allow-code-execution; needs tests
   mbpp=PATH             pass@1, with --allow-code-execution
   cnn_dm=PATH           ROUGE-L
   wmt19=PATH            BLEU
   spec_bench=PATH       its six parts, each by its own metric
-  mt_bench=PATH, alpaca=PATH, stories=FILE (local: documents between <|endoftext|>)
-                        likelihood under the target
-  jsonl=PATH            `prompt` or `turns`, and `metric` and `reference` where scored
+  mt_bench=PATH         likelihood under the target
+  alpaca=PATH           likelihood under the target
+  stories=FILE          likelihood; local, documents between <|endoftext|>
+  jsonl=PATH            `prompt` or `turns`; to score, `metric` and `reference`
 """
 DRAFTS = tuple(name for name in specs.DRAFTERS if name != "none")
 

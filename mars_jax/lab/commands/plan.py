@@ -27,7 +27,8 @@ _EPILOG = """\
 examples:
   mars-jax plan --target llama-3.1-8b --draft eagle3 --topology v5e:2x2
   mars-jax plan --target qwen3-235b-a22b --topology v5p:2x2x4 --batch 8 --json
-  mars-jax plan --target path/to/config.json --draft model:llama-3.2-1b --topology v6e:1x1
+  mars-jax plan --target PATH/config.json --draft model:llama-3.2-1b \\
+      --topology v6e:1x1
 
 A target is a name (vicuna-13b, llama-3.1-8b, llama-3.2-1b, llama-3.3-70b, qwen3-8b,
 qwen3-32b, qwen3-235b-a22b), a config.json or a directory with one, or a name on the
