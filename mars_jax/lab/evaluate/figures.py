@@ -181,10 +181,14 @@ def intervals(
                 _bounds(after / before) for before, after in itertools.pairwise(reached.T)
             ],
             "score": None,
+            "score_change": None,
         }
-        if all(row["score"] is not None for row in rows):
-            numbers = np.asarray([[*row["score"], 1.0] for row in rows], np.float64)
-            found["score"] = _bounds(np.asarray(total(metric, weights @ numbers)))
+        if all(row["score"] is not None for row in (*rows, *alone)):
+            ours, theirs = (
+                np.asarray(total(metric, weights @ np.asarray([[*row["score"], 1.0] for row in part])))
+                for part in (rows, alone)
+            )
+            found |= {"score": _bounds(ours), "score_change": _bounds(ours - theirs)}
     return found
 
 
@@ -215,7 +219,7 @@ def _quality(
     rows: Sequence[dict[str, Any]], alone: Sequence[dict[str, Any]], metric: str, seed: int
 ) -> dict[str, Any]:
     if any(row["score"] is None for row in (*rows, *alone)):
-        return {"score": None, "recovered": None, "recovered_interval": None}
+        return {"score": None, "score_change": None, "recovered": None, "recovered_interval": None}
     ours, theirs = (np.asarray([row["score"] for row in part], np.float64) for part in (rows, alone))
     mine, other = (
         float(total(metric, np.append(part.sum(axis=0), len(part))[None])[0]) for part in (ours, theirs)
@@ -223,6 +227,7 @@ def _quality(
     interval = recovered_interval(metric, ours, theirs, seed=seed) if other else None
     return {
         "score": mine,
+        "score_change": mine - other,
         "recovered": mine / other if other else None,
         "recovered_interval": None if interval is None else list(interval),
     }

@@ -128,8 +128,10 @@ def measured(summary: Mapping[str, Any]) -> dict[str, float]:
         for role in ("strict", "rule"):
             found.setdefault(f"{role} speed", []).append(arms[role]["speedup"])
             found.setdefault(f"{role} tau", []).append(arms[role]["tau"])
-        if arms["rule"]["recovered"] is not None and math.isfinite(arms["rule"]["recovered"]):
-            found.setdefault("recovered", []).append(arms["rule"]["recovered"])
+        kept = arms["rule"]["recovered"]
+        # A likelihood above the target's own is no gain.
+        if kept is not None and math.isfinite(kept) and table.get("metric") != "likelihood":
+            found.setdefault("recovered", []).append(kept)
     return {name: fmean(values) for name, values in found.items()}
 
 

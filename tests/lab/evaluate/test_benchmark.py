@@ -226,12 +226,12 @@ def test_plots_and_table_of_what_is_not_scored(finished, tmp_path):
     for part in summary["tables"]:
         part["metric"] = "none"
         for arm in part["arms"]:
-            arm |= {"score": None, "recovered": None, "recovered_interval": None}
+            arm |= {"score": None, "score_change": None, "recovered": None, "recovered_interval": None}
         # An arm without a threshold, which comes after the others.
         part["arms"].append(part["arms"][1] | {"arm": "simulated tau=2", "role": "simulated"})
     plots.draw(summary, tmp_path)
     assert {p.name for p in tmp_path.iterdir()} == DRAWN
-    assert "not scored" in table.markdown(summary) and "| recovered |" in table.markdown(summary)
+    assert "not scored" in table.markdown(summary) and "| change |" in table.markdown(summary)
     assert table.key(summary["tables"][0]) == ["arm", "tau", "tokens/s", "speed", "regret"]
 
 
@@ -292,6 +292,11 @@ def test_notes_say_what_the_figures_do_not(finished):
     assert len(notes) == 4 and all(word in note for word, note in zip(words, notes, strict=True))
     allowed = settings | {"chat": True, "allow_code_execution": True}
     assert report.notes(allowed, [told, coded]) == report.notes_of_rows([{"finish_reason": "stop"}]) == []
+    rows = [{"finish_reason": "stop", "date": f"2026-11-2{day}T01:00", "commit": "a"} for day in (4, 4, 5)]
+    [days] = report.notes_of_rows(rows)
+    assert days.startswith(
+        "The rows were decoded on 2 days (2026-11-24, 2026-11-25): arms that were timed apart"
+    )
     hooked = report.notes(allowed | {"confinement": "audit hook"}, [told, coded])
     assert len(hooked) == 1 and "audit hook alone" in hooked[0]
 

@@ -125,10 +125,11 @@ def test_a_summary_by_hand():
         "same_as_autoregressive": pytest.approx(2 / 3),
         "same_as_strict": pytest.approx(1 / 3),
         "score": 0.5,
+        "score_change": pytest.approx(0.5 - 2 / 3),
         "recovered": 0.75,
     }
     assert interval is None or interval[0] <= 0.75 <= interval[1]
-    for name in ("tau", "tokens_per_second", "speedup", "regret_per_token", "score"):
+    for name in ("tau", "tokens_per_second", "speedup", "regret_per_token", "score", "score_change"):
         assert spans[name][0] <= made[name] <= spans[name][1], name
     assert spans["acceptance_by_depth"] == [[0.5, 0.5], [1.0, 1.0]]  # every row has the same
 
@@ -153,7 +154,9 @@ def test_intervals_are_of_the_same_resamples_of_problems():
     sizes = zip(rng.integers(2, 9, 9), rng.random(9), strict=True)
     rows = [row([0] * int(count), [1.0], seconds=float(seconds)) for count, seconds in sizes]
     made = intervals(rows, rows, metric="final_answer")
-    assert made["speedup"] == [1.0, 1.0] and made["score"] == [1.0, 1.0]
+    assert (
+        made["speedup"] == [1.0, 1.0] and made["score"] == [1.0, 1.0] and made["score_change"] == [0.0, 0.0]
+    )
     assert made["tokens_per_second"][0] < made["tokens_per_second"][1]
     assert made == intervals(rows, rows, metric="final_answer")
     assert made["tau"] != intervals(rows, rows, metric="final_answer", seed=1)["tau"]

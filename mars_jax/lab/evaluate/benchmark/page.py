@@ -42,14 +42,17 @@ def render(summary: Mapping[str, Any], texts: Mapping[str, Any], pictures: Mappi
     )
     environment.filters["plain"] = plain
     return environment.get_template(TEMPLATE).render(
-        facts=[*table.facts(summary["settings"]), *([summary["date"][:10]] if summary.get("date") else [])],
+        title=f"{plots.pair(summary['settings'])}, measured",
+        facts=table.facts(summary),
         notes=summary["notes"],
         tables=[
             {
                 "heading": table.heading(found),
                 "about": table.about(found),
                 "key": table.key(found),
-                "rows": [table.cells(arm) | {"meaning": arm["meaning"]} for arm in found["arms"]],
+                "rows": [
+                    table.cells(arm, found["metric"]) | {"meaning": arm["meaning"]} for arm in found["arms"]
+                ],
                 "texts": [_problem(problem) for problem in texts.get(table.heading(found), [])],
             }
             for found in summary["tables"]

@@ -81,14 +81,38 @@ def caption(summary: Mapping[str, Any], *, first: int | None = None, more: str =
     counts = settings["tasks"].items()
     tasks = ", ".join(f"{n if first is None else min(n, first)} problems of {task}" for task, n in counts)
     facts = (
-        f"{settings['target']} drafted by {settings.get('draft', settings['drafter'])}, {settings['drafter']}",
+        f"{pair(settings)}, {settings['drafter']}",
         f"batch {settings['batch_size']}",
         device,
         f"n = {tasks}{more}",
-        (summary.get("date") or "")[:10],
+        dates(summary),
         "intervals: 95%, bootstrap over problems" if first is None else "counts",
     )
     return "; ".join(fact for fact in facts if fact) + "."
+
+
+def pair(settings: Mapping[str, Any]) -> str:
+    """The two models, without the folders of a machine.
+
+    >>> pair({"target": "/data/models/qwen", "draft": "eagle:owner/head", "drafter": "eagle3(60)"})
+    'qwen drafted by eagle:owner/head'
+    """
+
+    def short(name: str) -> str:
+        kind, colon, path = name.rpartition(":")
+        return kind + colon + (Path(path).name if path.startswith(("/", "~", ".")) else path)
+
+    return f"{short(settings['target'])} drafted by {short(settings.get('draft') or settings['drafter'])}"
+
+
+def dates(summary: Mapping[str, Any]) -> str:
+    """The first and the last day of a run's rows; "" of a run whose rows have none.
+
+    >>> dates({"days": ["2026-11-24", "2026-11-25"]}), dates({"date": "2026-11-25T22:36+00:00"})
+    ('2026-11-24 to 2026-11-25', '2026-11-25')
+    """
+    days = summary.get("days") or [(summary.get("date") or "")[:10]]
+    return " to ".join(dict.fromkeys((days[0], days[-1])))
 
 
 def _title(axis: Any, table: Table, more: str = "") -> None:

@@ -74,6 +74,7 @@ def summarize(
         "settings": dict(settings),
         "environment": {**environment, **latest(rows)},
         "date": max((row["date"] for row in rows if "date" in row), default=None),
+        "days": _days(rows),
         "notes": [*told, *notes_of_rows(rows)],
         "tables": tables,
     }
@@ -85,10 +86,23 @@ def latest(rows: Sequence[Row]) -> dict[str, Any]:
     return {name: last.get(name) for name in ("date", "commit", "dirty")} if last else {}
 
 
+def _days(rows: Sequence[Row]) -> list[str]:
+    return sorted({row["date"][:10] for row in rows if "date" in row})
+
+
 def notes_of_rows(rows: Sequence[Row]) -> list[str]:
     """Facts about some rows, as `notes`."""
-    full = sum(row["finish_reason"] == "context" for row in rows)
-    return [f"In {full} rows a follow-up turn did not fit the context and was left out."] * (full > 0)
+    told = []
+    if full := sum(row["finish_reason"] == "context" for row in rows):
+        told.append(f"In {full} rows a follow-up turn did not fit the context and was left out.")
+    days, commits = _days(rows), {row.get("commit") for row in rows}
+    if len(days) > 1 or len(commits) > 1:
+        code = f" by {len(commits)} versions of the code" if len(commits) > 1 else ""
+        told.append(
+            f"The rows were decoded on {len(days)} {'days' if len(days) > 1 else 'day'} "
+            f"({', '.join(days)}){code}: arms that were timed apart may differ in speed for that reason alone."
+        )
+    return told
 
 
 def notes(settings: Mapping[str, Any], problems: Sequence[Problem]) -> list[str]:

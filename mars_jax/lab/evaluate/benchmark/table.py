@@ -8,11 +8,11 @@ from typing import Any
 from mars_jax import specs
 from mars_jax.lab.evaluate.benchmark import margins, rehearsal
 from mars_jax.lab.evaluate.benchmark.arms import AUTOREGRESSIVE
-from mars_jax.lab.evaluate.benchmark.plots import drawn
+from mars_jax.lab.evaluate.benchmark.plots import dates, drawn, pair
 from mars_jax.lab.evaluate.scoring.scores import METRICS
 
-KEY = ("arm", "tau", "tokens/s", "speed", "recovered")
-"""The columns that a table opens with; `regret` in the place of `recovered` where nothing is scored."""
+KEY = ("arm", "tau", "tokens/s", "speed", "change")
+"""The columns that a table opens with; `regret` in the place of `change` where nothing is scored."""
 COLUMNS = {
     "arm": "how the prompts were decoded; the list below says what each arm is",
     "tau": "tokens per target forward, the correction or bonus token included",
@@ -27,15 +27,16 @@ COLUMNS = {
     "same": "share of answers that are the target's own, token for token; at temperature 0 a lossless rule has 100%, "
     "but for ties that rounding decides",
     "score": "see the heading",
-    "recovered": "score against that of the target alone, with a 95% interval by the paired bootstrap over problems; "
-    "of a likelihood 100% is the aim, for what exceeds it is sharper than the target's own samples",
+    "change": "score minus that of the target alone, in points of 100, with a 95% interval by the paired bootstrap "
+    "over problems; the word says whether the interval excludes 0. A likelihood aims at 0: above it, texts are sharper "
+    "than the target's own samples",
 }
 """The meaning of each column of a table."""
 
 
 def markdown(summary: Mapping[str, Any]) -> str:
     """All tables, first those of five columns."""
-    lines = ["# Speculative decoding, measured", "", "; ".join(facts(summary["settings"])) + ".", ""]
+    lines = [f"# {pair(summary['settings'])}, measured", "", "; ".join(facts(summary)) + ".", ""]
     for note in summary["notes"]:
         lines += [f"Note: {note}", ""]
     for table in summary["tables"]:
@@ -52,15 +53,16 @@ def markdown(summary: Mapping[str, Any]) -> str:
 def key(table: Mapping[str, Any]) -> list[str]:
     """The five columns that a reader wants first."""
     scored = any(arm["score"] is not None for arm in table["arms"])
-    return [name if scored or name != "recovered" else "regret" for name in KEY]
+    return [name if scored or name != "change" else "regret" for name in KEY]
 
 
-def facts(settings: Mapping[str, Any]) -> list[str]:
-    """The settings of a run, as words."""
-    shown = ("target", "draft", "drafter", "dtype", "rule", "max_new_tokens")
-    shown += ("batch_size", "seed", "chat", "device")
+def facts(summary: Mapping[str, Any]) -> list[str]:
+    """The settings of a run, as words, and the days of its rows."""
+    settings = summary["settings"]
+    shown = ("drafter", "dtype", "rule", "max_new_tokens", "batch_size", "seed", "chat", "device")
     told = {**settings, "rule": _rule(settings["rule"])}
-    return [f"{k.replace('_', ' ')} {_fact(told[k])}" for k in shown if told.get(k) is not None]
+    said = [f"{k.replace('_', ' ')} {_fact(told[k])}" for k in shown if told.get(k) is not None]
+    return [*said, *filter(None, [dates(summary)])]
 
 
 def heading(table: Mapping[str, Any]) -> str:
@@ -95,13 +97,29 @@ def of_plots(summary: Mapping[str, Any]) -> list[str]:
     return said
 
 
-def cells(arm: Mapping[str, Any]) -> dict[str, str]:
+def change(arm: Mapping[str, Any], metric: str) -> str:
+    """How far the score of an arm is from that of the target alone, with a word for it.
+
+    >>> arm = {"arm": "mars", "score_change": -0.02, "intervals": {"score_change": [-0.03, -0.01]}}
+    >>> change(arm, "final_answer"), change(arm, "likelihood")
+    ('-2.0 [-3.0, -1.0], worse', '-2.0 [-3.0, -1.0], flatter')
+    >>> change(arm | {"intervals": {"score_change": [-0.05, 0.01]}}, "final_answer")
+    '-2.0 [-5.0, +1.0], within noise'
+    """
+    if arm["score_change"] is None or arm["arm"] == AUTOREGRESSIVE:
+        return "-"
+    points = f"{100 * arm['score_change']:+.1f}"
+    if (interval := arm["intervals"]["score_change"]) is None:
+        return f"{points}, no interval"
+    low, high = interval
+    up, down = ("sharper", "flatter") if metric == "likelihood" else ("better", "worse")
+    word = "the same" if low == high == 0 else up if low > 0 else down if high < 0 else "within noise"
+    return f"{points} [{100 * low:+.1f}, {100 * high:+.1f}], {word}"
+
+
+def cells(arm: Mapping[str, Any], metric: str) -> dict[str, str]:
     """The row of an arm, by `COLUMNS`."""
     drafts = bool(arm["acceptance_by_depth"])
-    recovered = "-" if arm["recovered"] is None else f"{arm['recovered']:.1%}"
-    if arm["recovered_interval"] is not None and arm["arm"] != AUTOREGRESSIVE:
-        low, high = arm["recovered_interval"]
-        recovered += f" [{low:.1%}, {high:.1%}]"
     values = (
         arm["arm"],
         f"{arm['tau']:.2f}",
@@ -115,7 +133,7 @@ def cells(arm: Mapping[str, Any]) -> dict[str, str]:
         f"{arm['length_rate']:.1%}",
         f"{arm['same_as_autoregressive']:.1%}",
         "-" if arm["score"] is None else f"{100 * arm['score']:.1f}",
-        recovered,
+        change(arm, metric),
     )
     return dict(zip(COLUMNS, values, strict=True))
 
@@ -136,7 +154,7 @@ def _fact(value: Any) -> str:
 
 
 def _table(table: Mapping[str, Any], columns: Sequence[str]) -> list[str]:
-    rows = [cells(arm) for arm in table["arms"]]
+    rows = [cells(arm, table["metric"]) for arm in table["arms"]]
     return [
         "| " + " | ".join(columns) + " |",
         "|---|" + "---:|" * (len(columns) - 1),
