@@ -231,7 +231,7 @@ def test_plots_and_table_of_what_is_not_scored(finished, tmp_path):
         part["arms"].append(part["arms"][1] | {"arm": "simulated tau=2", "role": "simulated"})
     plots.draw(summary, tmp_path)
     assert {p.name for p in tmp_path.iterdir()} == DRAWN
-    assert "not scored" in table.markdown(summary) and "| change |" in table.markdown(summary)
+    assert "not scored" in table.markdown(summary) and "| score change |" in table.markdown(summary)
     assert table.key(summary["tables"][0]) == ["arm", "tau", "tokens/s", "speed", "regret"]
 
 

@@ -131,7 +131,7 @@ def test_the_tables_are_those_of_the_summary(finished, read):
             "tau",
             "tokens/s",
             "speed",
-            "change",
+            "score change",
         ]
         assert [cell.text for cell in wide.find("th", scope="row")] == [arm["arm"] for arm in table["arms"]]
         taus = [row.find("td")[0].text for row in key.find("tbody")[0].find("tr")]

@@ -11,8 +11,8 @@ from mars_jax.lab.evaluate.benchmark.arms import AUTOREGRESSIVE
 from mars_jax.lab.evaluate.benchmark.plots import dates, drawn, pair
 from mars_jax.lab.evaluate.scoring.scores import METRICS
 
-KEY = ("arm", "tau", "tokens/s", "speed", "change")
-"""The columns that a table opens with; `regret` in the place of `change` where nothing is scored."""
+KEY = ("arm", "tau", "tokens/s", "speed", "score change")
+"""The columns that a table opens with; `regret` in the place of `score change` where nothing is scored."""
 COLUMNS = {
     "arm": "how the prompts were decoded; the list below says what each arm is",
     "tau": "tokens per target forward, the correction or bonus token included",
@@ -27,7 +27,7 @@ COLUMNS = {
     "same": "share of answers that are the target's own, token for token; at temperature 0 a lossless rule has 100%, "
     "but for ties that rounding decides",
     "score": "see the heading",
-    "change": "score minus that of the target alone, in points of 100, with a 95% interval by the paired bootstrap "
+    "score change": "score minus that of the target alone, in points of 100, with a 95% interval by the paired bootstrap "
     "over problems; the word says whether the interval excludes 0. A likelihood aims at 0: above it, texts are sharper "
     "than the target's own samples",
 }
@@ -53,7 +53,7 @@ def markdown(summary: Mapping[str, Any]) -> str:
 def key(table: Mapping[str, Any]) -> list[str]:
     """The five columns that a reader wants first."""
     scored = any(arm["score"] is not None for arm in table["arms"])
-    return [name if scored or name != "change" else "regret" for name in KEY]
+    return [name if scored or name != "score change" else "regret" for name in KEY]
 
 
 def facts(summary: Mapping[str, Any]) -> list[str]:
