@@ -102,7 +102,7 @@ def change(arm: Mapping[str, Any], metric: str) -> str:
 
     >>> arm = {"arm": "mars", "score_change": -0.02, "intervals": {"score_change": [-0.03, -0.01]}}
     >>> change(arm, "final_answer"), change(arm, "likelihood")
-    ('-2.0 [-3.0, -1.0], worse', '-2.0 [-3.0, -1.0], flatter')
+    ('-2.0 [-3.0, -1.0], worse', '-2.0 [-3.0, -1.0], less likely')
     >>> change(arm | {"intervals": {"score_change": [-0.05, 0.01]}}, "final_answer")
     '-2.0 [-5.0, +1.0], within noise'
     """
@@ -112,7 +112,7 @@ def change(arm: Mapping[str, Any], metric: str) -> str:
     if (interval := arm["intervals"]["score_change"]) is None:
         return f"{points}, no interval"
     low, high = interval
-    up, down = ("sharper", "flatter") if metric == "likelihood" else ("better", "worse")
+    up, down = ("likelier", "less likely") if metric == "likelihood" else ("better", "worse")
     word = "the same" if low == high == 0 else up if low > 0 else down if high < 0 else "within noise"
     return f"{points} [{100 * low:+.1f}, {100 * high:+.1f}], {word}"
 
