@@ -14,18 +14,18 @@ from mars_jax.cli.progress import Pace, passing_bars
 from mars_jax.core.errors import say
 
 _DESCRIPTION = """\
-Convert a checkpoint of the Hugging Face layout into one whose weights are an Orbax checkpoint:
-on several hosts each process then reads the parts of its own devices, whatever the mesh.
-One array of weights is in memory at a time. What was written is read back and compared,
-and checksums are stored with it, which are compared whenever it is loaded.
+Convert a checkpoint of the Hugging Face layout into one whose weights are an Orbax checkpoint.
+On several hosts each process then reads only the parts of its own devices, for any mesh.
+One array of weights is in memory at a time. The result is read back and compared, and its
+checksums are compared again at every load.
 """
 _EPILOG = """\
 examples:
   mars-jax convert Qwen/Qwen3-235B-A22B /data/qwen3-235b --dtype int8
   python -m mars_jax.generate --target /data/qwen3-235b --mesh expert=8 "Hello"
 
-DST appears when it is complete, under its name or not at all. Killed, start it again: what
-was left behind goes. Figures go to stderr; bad input ends with exit code 2.
+DST gets its name only when it is complete. After a kill, start the command again; it removes
+what was left. Figures go to stderr; bad input ends with exit code 2.
 """
 
 

@@ -105,15 +105,15 @@ def add_size_flags(group: Any) -> None:
     group.add_argument(
         "--draft-size",
         choices=["fixed", "auto"],
-        help="auto: each step drafts the whole chain, half of it or nothing, as pays then by what steps cost and by "
-        f"how much was accepted lately; with {specs.drafters_that('resizes')} and lossless rules (default: fixed)",
+        help="auto: each step drafts the whole chain, half of it or nothing, by the cost of a step and the recent "
+        f"acceptance; with {specs.drafters_that('resizes')} and lossless rules (default: fixed)",
     )
     group.add_argument(
         "--any-rule",
         action="store_true",
         default=None,
-        help="with --draft-size auto, and where drafts learn as they decode: lossy rules too, although a text then "
-        "depends on what else is decoded",
+        help="allow lossy rules with --draft-size auto and with drafts that learn, although a text then depends on "
+        "what else is decoded",
     )
 
 
@@ -126,12 +126,15 @@ def add_host_flags(made: Any) -> None:
     group = made.add_argument_group(
         "hosts", description="Several, with --mesh; on Cloud TPU and Slurm they find each other."
     )
-    group.add_argument("--coordinator", metavar="HOST:PORT", help="of process 0, where it is to listen")
+    group.add_argument("--coordinator", metavar="HOST:PORT", help="address at which process 0 listens")
     group.add_argument(
-        "--num-processes", type=int, metavar="N", help="started with the same flags; 1: look for no others"
+        "--num-processes",
+        type=int,
+        metavar="N",
+        help="number of processes, which all have the same flags; 1: look for no others",
     )
     group.add_argument(
-        "--process-id", type=int, metavar="I", help="which of them this is; 0 prints and writes"
+        "--process-id", type=int, metavar="I", help="number of this process; process 0 prints and writes"
     )
 
 

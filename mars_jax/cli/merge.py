@@ -76,7 +76,7 @@ def _run(args: argparse.Namespace, out: IO[str]) -> None:
             write_whole(Path(f"{target}.settings.json"), to_line(settings) + "\n")
             write_whole(target, text)
         except OSError as error:
-            raise MarsError(f"'{target}' cannot be written ({error.strerror}): mend that.") from None
+            raise MarsError(f"'{target}' cannot be written ({error.strerror}): fix that.") from None
     print(f"{target}: {len(lines)} rows", file=out)
 
 

@@ -17,7 +17,7 @@ _OF_JAX = 1.0
 def enable_compilation_cache(path: str | os.PathLike[str] | None = None) -> str:
     """Keep what XLA compiles in a folder, so that the next process loads it; for notebooks and jobs. Commands do so.
 
-    It also counts for what this process compiles from here on, whatever it has compiled before.
+    It applies to everything that this process compiles after the call.
 
     Args:
       path: the folder, also of a bucket (gs://...); default: where JAX is told to keep them already, as by

@@ -177,11 +177,11 @@ def look_ahead(state: DecodeState) -> int:
 def stream(
     decoder: Decoder, params: Params, state: DecodeState, *, ahead: int | None = None
 ) -> Iterator[tuple[DecodeState, StepInfo]]:
-    """The same step in a Python loop, yielding after each one. `state` is donated: use the one that is yielded.
+    """Step in a Python loop, yielding `(state, info)` after each step. `state` is donated: use the one that is yielded.
 
-    Whether all rows are done is read of a step that lies `ahead` steps back, so that the device computes while the host
-    looks. So `ahead` steps more are yielded after the last row has ended; they emit nothing, and change no token,
-    length, flag or rule. The number of steps depends on the tokens alone and not on time: processes that decode as one
+    The host checks whether all rows are done `ahead` steps late, so that the device need not wait for it. Therefore
+    `ahead` more steps are yielded after the last row has ended; they emit nothing, and change no token, length, flag
+    or rule. The number of steps depends on the tokens alone and not on time: processes that decode as one
     take the same.
 
     Args:

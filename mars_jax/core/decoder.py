@@ -75,7 +75,7 @@ class Decoder:
         return self.target.vocab_size
 
     def init(self, params: Params, prompts: Prompts) -> DecodeState:
-        """Read prompts, whose width is the token buffer T: it bounds prompt and continuation together.
+        """Make a state by reading prompts. Their width is the token buffer T: the longest prompt and continuation.
 
         Raises:
           MarsError: as `checked`.
@@ -101,7 +101,7 @@ class Decoder:
         prompts: Prompts,
         read: DecodeState | None = None,
     ) -> DecodeState:
-        """Start rows of a running state again, and leave every bit of the others.
+        """Start rows of a running state again with new prompts; no bit of the other rows changes.
 
         Args:
           params, state: of this decoder; the state has B rows.
@@ -127,13 +127,13 @@ class Decoder:
         )
 
     def extend(self, params: Params, state: DecodeState, prompts: Prompts) -> tuple[DecodeState, Array]:
-        """Go on with other prompts in every row, as the next turn of a conversation is one.
+        """Continue every row with another prompt, such as a conversation with its next turn.
 
         Only what comes after the longest beginning that a row has committed already is read; see `core.extend`.
 
         Args:
           params, state: of this decoder; the state has B rows.
-          prompts: one for each row, at most T wide: the whole texts, whatever of them is new.
+          prompts: one for each row, at most T wide: the whole texts, with the part that was read before.
 
         Returns:
           The state, and how many tokens of each prompt were read: i32[B].
@@ -225,7 +225,7 @@ def speculative_decoder(
     Args:
       target: the model whose text this is.
       drafter: proposes the trees; `drafters.none()` for plain autoregression.
-      verify: decides how far to walk; see `mars_jax.verify`.
+      verify: the rule, which decides how much of a draft is accepted; see `mars_jax.verify`.
       prefill_chunk: prompt tokens per prefill forward of the target; None takes its own, and where it has none what
         suits the backend: see `prefill.chunk_of`. A draft model goes by its own.
 

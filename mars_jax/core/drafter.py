@@ -79,9 +79,9 @@ class Reads(NamedTuple):
 
 
 class Drafter(NamedTuple):
-    """A source of draft trees as pure functions, which keep what they know in a state whose leaves are [B, ...].
+    """A source of draft trees: pure functions over a state whose leaves are [B, ...].
 
-    A drafter without a state that says the last token once more:
+    A drafter without a state that repeats the last token:
 
     >>> import jax.numpy as jnp
     >>> from mars_jax.core.controls import make_controls

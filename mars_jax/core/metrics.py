@@ -150,7 +150,7 @@ class Metrics:
 
 
 def summarize(stats: DecodeStats, rows: Any = slice(None)) -> Metrics:
-    """Totals of `stats` over `rows` (an index, a slice or a list of indices into the batch) on the host."""
+    """Sum `stats` over `rows` (an index, a slice or a list of indices into the batch) on the host."""
 
     check_type("stats", stats, DecodeStats, "the counters that mars_jax.run gives")
 

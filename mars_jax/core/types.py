@@ -160,7 +160,7 @@ class Prompts:
 
 @struct.dataclass(kw_only=True)
 class DecodeState:
-    """Exactly what the next step needs. Every leaf begins with B.
+    """State of the decoding loop: exactly what the next step needs. Every leaf begins with B.
 
     A prompt of three tokens in a buffer of six. Its last token is the root of the first draft, and in no cache yet:
 
@@ -189,7 +189,7 @@ class DecodeState:
 
 @struct.dataclass(kw_only=True)
 class StepInfo:
-    """Diagnosis of one step, never carried. Finished rows have `num_emitted == 0` and count nothing.
+    """Facts about one step, not carried to the next. Finished rows have `num_emitted == 0` and count nothing.
 
     The row of `DecodeState` drafts 1 and 0. The target takes 1, says 2 in place of 0, and 2 is `CORRECTED`:
 

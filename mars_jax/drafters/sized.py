@@ -95,12 +95,12 @@ def sized(
     costs: Sequence[float] | None = None,
     any_rule: bool = False,
 ) -> LoadedDrafter:
-    """The drafter with a chain in each step as long as pays then: two or three sizes, no draft among them.
+    """Make a drafter that chooses the length of its chain in each step: two or three sizes, one of them no draft.
 
-    Texts under `exact` are those of every fixed size, for a draft that is not drawn. Where a draft is drawn, under
-    `rejection` say, their law is the same, and their tokens depend on what else is in the batch.
+    Under `exact`, texts of deterministic drafts are those of every fixed size. Sampled texts, as under `rejection`,
+    have the same distribution, and their tokens depend on the other rows of the batch.
 
-    A step without a draft leaves a draft model's cache as it is; the first draft afterwards feeds what it missed.
+    A step without a draft leaves a draft model's cache behind; the next draft reads the missing tokens first.
 
     Args:
       loaded: a drafter of chains with its weights; its own length is the longest.

@@ -71,7 +71,7 @@ class Pretrained:
         mesh: Mesh | None = None,
         name: str = "a model of one's own",
     ) -> Pretrained:
-        """Make a model of one's own for everything that takes a loaded one: `generate`, `score`, drafters, sessions.
+        """Make a `Pretrained` from your own functions and weights, for `generate`, `score`, drafters and sessions.
 
         Args:
           model: its functions.

@@ -44,7 +44,7 @@ def merge(parts: Mapping[Part, Path], target: Path) -> str:
             write_json(made / SETTINGS, first)
             made.rename(target)
     except OSError as error:
-        raise MarsError(f"'{target}' cannot be written ({error.strerror}): mend that.") from None
+        raise MarsError(f"'{target}' cannot be written ({error.strerror}): fix that.") from None
     return told
 
 

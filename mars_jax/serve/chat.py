@@ -22,10 +22,10 @@ Ask = Callable[[Sequence[Turn]], Request]
 
 
 class Chat:
-    """A conversation. Of every turn the models read what is new, and the answer is that of a fresh run of it all.
+    """A conversation whose turns share a cache: only new tokens are read, and an answer is that of a fresh run.
 
-    The text of each turn is what the chat template makes of the whole conversation. Where it writes an earlier turn
-    differently, as templates do that drop an answer's thoughts, the models read on from there.
+    The chat template is applied to the whole conversation at each turn. Some templates change earlier turns, for
+    example by removing an answer's thoughts; the models then read from the first change on.
 
     `messages` holds the turns, each with its `role` and `content`, an answer without the white space around it; change
     it as you like between two of them.
@@ -69,7 +69,7 @@ class Chat:
 
     @classmethod
     def over(cls, running: Running, ask: Ask) -> Self:
-        """Make a conversation over a row that runs already, whose requests `ask` makes."""
+        """Make a conversation over an existing `Running`; `ask` makes its requests."""
         made = cls.__new__(cls)
         made._begin(running, ask)
         return made
@@ -81,11 +81,11 @@ class Chat:
 
     @property
     def read(self) -> int:
-        """Tokens that were read for the last turn; the others were held."""
+        """Tokens read for the last turn; the others were in the cache."""
         return self._running.read
 
     def say(self, text: str) -> Completion:
-        """Answer a turn of the user's. Both become part of the conversation.
+        """Answer a turn of the user, and add both to the conversation.
 
         Raises:
           MarsError: the conversation is full, or as `generate`; it then stays as it was.
@@ -95,8 +95,10 @@ class Chat:
         return events[-1].completion
 
     def stream(self, text: str) -> Generator[StreamEvent, None, None]:
-        """`say`, step by step. Closed before its end, the answer is what was said so far; with nothing said, the turn
-        is none."""
+        """Do `say`, step by step.
+
+        If the iterator is closed early, the answer is the text so far; without any text the turn is dropped.
+        """
         turns: list[Turn] = [*self.messages, {"role": "user", "content": text}]
         request = self.ask(turns)
         target, tokens = self._running.session.target, len(request.prompt_tokens)
@@ -126,7 +128,7 @@ class Chat:
         self.messages = [*turns, {"role": "assistant", "content": said.strip()}]
 
     def undo(self) -> str:
-        """Take the last turn of the user's back, and the answer; gives its text.
+        """Remove the user's last turn and its answer; returns the text of the turn.
 
         Raises:
           MarsError: there is none.
@@ -139,5 +141,5 @@ class Chat:
         return text
 
     def clear(self) -> None:
-        """Begin a new conversation. What was held is read again only where the new one begins differently."""
+        """Begin a new conversation. Tokens that it shares with the beginning of the old one are not read again."""
         self.messages = []

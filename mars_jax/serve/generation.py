@@ -99,7 +99,7 @@ def generate_iter(
     log_probs: bool = False,
     **options: Unpack[CallOptions],
 ) -> Iterator[Finished]:
-    """Do `generate`, and give each completion as soon as it has ended, as `Finished(index, completion)`.
+    """Do `generate`, and yield each completion as soon as it ends, as `Finished(index, completion)`.
 
     Args:
       target, drafter, prompts, verify, batch_size, log_probs: as for `generate`.
@@ -127,7 +127,7 @@ def generate_stream(
     log_probs: bool = False,
     **options: Unpack[CallOptions],
 ) -> Iterator[Said | Finished]:
-    """Give text as it is said while rows refill: `Said(index, text, tokens, pieces)`, and `Finished` at each end.
+    """Yield text as it is decoded while rows refill: `Said(index, text, tokens, pieces)`, and `Finished` at each end.
 
     The host looks after every step, on accelerators after every fourth.
 

@@ -90,6 +90,6 @@ def _vocabulary(target: Pretrained, text: bool) -> Vocabulary:
         return Vocabulary(tokens=(None,) * size)
     if not target.has_tokenizer:
         raise MarsError(
-            f"'{target.name}' has no tokenizer, so nobody knows what its tokens say: constrain it by tokens alone."
+            f"'{target.name}' has no tokenizer, so the text of its tokens is unknown: constrain it by tokens alone."
         )
     return vocabulary(target.tokenizer, size)

@@ -126,7 +126,7 @@ class Journal:
             os.fsync(self._lock.descriptor)
         except OSError as error:
             raise MarsError(
-                f"'{self.path}' cannot be written ({error.strerror}): mend that, then {self._again}."
+                f"'{self.path}' cannot be written ({error.strerror}): fix that, then {self._again}."
             ) from None
 
     def close(self) -> None:

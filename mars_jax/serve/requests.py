@@ -104,8 +104,8 @@ KINDS = ("exact", "relaxed", "corrected", "trusted")
 class Completion:
     """The completion of one prompt.
 
-    `seconds` is the wall time of its row, from its prefill until the host has seen it end. `metrics` are of what was
-    decoded: where a stop string ends a text, some tokens after it among them.
+    `seconds` is the wall time of its row, from its prefill until the host has seen it end. `metrics` count all decoded
+    tokens, also some after a stop string.
     """
 
     request: Request

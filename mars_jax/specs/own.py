@@ -122,7 +122,7 @@ def _from_file(path: str, kind: str) -> types.ModuleType:
     except Exception as error:
         del sys.modules[name]
         raise MarsError(
-            f"the file of a {kind} '{path}' does not run ({type(error).__name__}: {error}): mend it first."
+            f"the file of a {kind} '{path}' does not run ({type(error).__name__}: {error}): fix it first."
         ) from error
     return module
 

@@ -26,14 +26,13 @@ from mars_jax.verify.rejection import Rejection
 
 @struct.dataclass(kw_only=True)
 class Relaxed(Lossy):
-    """A strict rule that also takes some edges that it would refuse. Subclass it to write a rule of edges.
+    """Base of rules that also accept some edges that a strict rule refuses. Subclass it to write a rule of edges.
 
-    A subclass says where: by `low`, the nodes at which the target's runner-up may stand in for its best token, or by
-    `relaxable`, the edges themselves. It may bound how far: `max_relaxed_run` in a row, `max_relaxed` in a step, and
-    with `cost` and `spend` what the relaxed edges of a row may add up to over the whole text; what is left is state
-    that the rule carries on.
+    A subclass defines `low`, the nodes at which the target's runner-up is as good as its best token, or `relaxable`,
+    the edges themselves. `max_relaxed_run` bounds relaxed edges in a row and `max_relaxed` those of a step. `cost` and
+    `spend` bound the sum over the relaxed edges of a row's whole text; the remaining budget is state of the rule.
 
-    This class guards what no subclass has to think of: an exact sibling goes first; strict rows and spans, the exact
+    This class takes care of the rest: an exact sibling goes first; strict rows and spans, the exact
     prefix, padding, tokens that a ban or a constraint forbids, and stop tokens (the drafted one, the target's best, or
     the one that the base would emit) are never relaxed.
     """

@@ -22,8 +22,8 @@ class Typical(Relaxed):
     """Typical acceptance (Medusa, arXiv 2401.10774, section 2.3.1): a drafted token x is accepted where
     p(x) > min(epsilon, delta exp(-H(p))), H the entropy in nats.
 
-    So less is asked of a token where the target is unsure. p is the target's at temperature 1, whatever the row draws
-    at, as in every margin here. Lossy; at epsilon 1 and delta inf it equals `base` bit for bit.
+    The threshold is lower where the target is unsure. p is the target's distribution at temperature 1, whatever the
+    row's own temperature is, as in every margin here. Lossy; at epsilon 1 and delta inf it equals `base` bit for bit.
     """
 
     epsilon: Any  # f32[] or [B]; what is enough however sure the target is

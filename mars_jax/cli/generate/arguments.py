@@ -99,12 +99,12 @@ def _add_models(made: argparse.ArgumentParser) -> None:
         "--target",
         metavar="PATH",
         help="directory, GGUF file, owner/name on the Hugging Face hub, or a name that mars-jax models lists "
-        "(default: tiny/target, which comes along)",
+        "(default: tiny/target, which is included)",
     )
     group.add_argument(
         "--draft",
         metavar="DRAFT",
-        help=f"{specs.draft_words()} (default: the best for the target that is here, else ngram); --list-drafters "
+        help=f"{specs.draft_words()} (default: the target's best that needs no download, else ngram); --list-drafters "
         "explains them",
     )
     add_settings(group, "num_draft_tokens")
@@ -114,15 +114,15 @@ def _add_models(made: argparse.ArgumentParser) -> None:
         "--tree",
         metavar="4-2-2-1",
         help="children per node at each depth of a draft tree, or dynamic (default for eagle and dflash); dynamic "
-        f"follows the draft's confidence; with {specs.drafters_that('trees')}; dynamic:8-6-40 has its "
+        f"follows the draft's confidence; with {specs.drafters_that('trees')}; dynamic:8-6-40 gives "
         f"children, depth and nodes (default: dynamic:{sizes}, for dflash as deep as its block), with "
-        f"{specs.drafters_that('dynamic')}. EAGLE's own depth counts what follows the first level: "
+        f"{specs.drafters_that('dynamic')}. EAGLE's own depth does not count the first level: "
         "its depth=7 is dynamic:10-8-60",
     )
     group.add_argument(
         "--dtype",
         choices=specs.DTYPES,
-        help="of the weights (default: the checkpoint's own); of heads the target's; int8: matrices in 8 bits per "
+        help="of the weights (default: the checkpoint's own); a head has the target's; int8: matrices in 8 bits per "
         "weight, and the rest in the checkpoint's own; int4: those of layers in 4 bits, other matrices in 8",
     )
     add_settings(group, "draft_stop")
@@ -130,14 +130,14 @@ def _add_models(made: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--draft-device",
         metavar="N[,N...]",
-        help="draft with model:PATH on this device, or over these, while the target verifies on others, on the "
-        "guess that all of the last draft holds; the tokens stay the same (default: in turns, where the target is)",
+        help="draft with model:PATH on this device, or on several, while the target verifies on others; a draft "
+        "assumes that the last one is accepted, and tokens stay the same (default: in turns, on the target's device)",
     )
     group.add_argument(
         "--refine",
         metavar="FILE",
         help="let the draft, a model or an EAGLE-3 head, learn from its failures as it decodes, under lossless rules; "
-        "FILE holds texts, parted by <|endoftext|>, on which it must not get worse: an update is reverted if tau on "
+        "FILE holds texts, separated by <|endoftext|>, on which quality must not drop: an update is reverted if tau on "
         "the held-out part falls by 3%%",
     )
     add_settings(group, "refine_every")
@@ -176,22 +176,32 @@ def _add_sampling(made: argparse.ArgumentParser) -> None:
 def _add_text(made: argparse.ArgumentParser) -> None:
     group = made.add_argument_group("text", description="What a text is to be.")
     one = group.add_mutually_exclusive_group()
-    one.add_argument("--regex", metavar="PATTERN", help="a text that the pattern matches as a whole")
-    one.add_argument("--json-schema", metavar="FILE", help="JSON of this schema, as Python writes it")
+    one.add_argument("--regex", metavar="PATTERN", help="constrain the text to match the whole pattern")
     one.add_argument(
-        "--choice", action="append", metavar="TEXT", help="one of these texts; may be given several times"
+        "--json-schema", metavar="FILE", help="constrain the text to JSON of this schema, as Python writes it"
+    )
+    one.add_argument(
+        "--choice",
+        action="append",
+        metavar="TEXT",
+        help="constrain the text to one of these; may be given several times",
     )
     group.add_argument(
         "--relax-constrained",
         action="store_true",
         default=None,
-        help="let a lossy rule relax inside of such a text, which keeps its form (default: it does not)",
+        help="let a lossy rule relax in constrained text, which stays valid (default: it does not)",
     )
     spans = "think, code, tool, json, or OPEN...CLOSE; may be given several times"
     group.add_argument(
-        "--relax-in", action="append", metavar="SPAN", help=f"let a lossy rule relax there alone: {spans}"
+        "--relax-in",
+        action="append",
+        metavar="SPAN",
+        help=f"let a lossy rule relax in this span only: {spans}",
     )
-    group.add_argument("--strict-in", action="append", metavar="SPAN", help="let it relax nothing there")
+    group.add_argument(
+        "--strict-in", action="append", metavar="SPAN", help="let a lossy rule relax nothing in this span"
+    )
 
 
 def _add_input(made: argparse.ArgumentParser) -> None:
@@ -205,16 +215,15 @@ def _add_input(made: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--prompts-file",
         metavar="FILE",
-        help="read prompts from a file, or - for stdin; a URL such as gs://... or a dataset of the hub will do",
+        help="read prompts from a file, or - for stdin; also a URL such as gs://..., or a dataset of the hub",
     )
     group.add_argument(
         "--chat",
         action="store_true",
-        help="put prompts through the model's chat template; "
-        "lines that a terminal is asked for are then turns of one conversation",
+        help="format prompts with the model's chat template; on a terminal, lines are then turns of one conversation",
     )
     group.add_argument(
-        "--system", metavar="TEXT", help="with a chat template: content of a first, system turn"
+        "--system", metavar="TEXT", help="content of a system turn, which comes first; with a chat template"
     )
     group.add_argument(
         "--template-arg",
@@ -245,8 +254,8 @@ def _add_output(made: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--output",
         metavar="FILE",
-        help="append those objects to a new file, one by one; a URL, such as gs://..., is written again every half "
-        "minute, and at the end URL.done",
+        help="append these objects to a new file, one by one; a URL, such as gs://..., is rewritten every half "
+        "minute, and URL.done follows at the end",
     )
     group.add_argument("--resume", action="store_true", help="continue the --output of an interrupted run")
     group.add_argument("--part", metavar="I/N", help=PART_HELP)

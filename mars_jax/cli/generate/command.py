@@ -67,7 +67,7 @@ def _list(args: argparse.Namespace, out: IO[str]) -> None:
     """Print the tables, and nothing else."""
     if args.prompts or args.prompts_file is not None:
         flag = "--list-rules" if args.list_rules else "--list-drafters"
-        raise MarsError(f"{flag} prints a table and decodes nothing: leave the prompts out, or it.")
+        raise MarsError(f"{flag} prints a table and decodes nothing: leave out the prompts, or the flag.")
     if args.list_rules:
         print_rules(out, as_json=args.json, own=args.verify)
     if args.list_drafters:

@@ -133,7 +133,7 @@ class Job:
 
     @property
     def trusts(self) -> bool:
-        """Whether the drafter vouches for tokens itself."""
+        """True if the drafter vouches for its own drafts."""
         return TRUSTS in self.session.drafter.drafter.traits
 
     @functools.cached_property

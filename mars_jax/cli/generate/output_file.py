@@ -236,7 +236,7 @@ class OutputFile:
                     write_whole(self._beside, to_line(self._recorded._asdict()) + "\n")
                 except OSError as error:
                     raise MarsError(
-                        f"'{self._beside}' cannot be written ({error.strerror}): mend that."
+                        f"'{self._beside}' cannot be written ({error.strerror}): fix that."
                     ) from None
                 self._written = True
             self._journal.append(to_row(completion, self._rule, run))

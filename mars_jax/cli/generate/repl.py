@@ -71,7 +71,7 @@ def talk(argv: Sequence[str], args: argparse.Namespace, out: IO[str]) -> None:
     keep_compilations()
     with joined(args, _ROW, out):
         if jax.process_count() > 1:
-            raise MarsError("a terminal is one process's: give prompts where several decode as one.")
+            raise MarsError("one process answers on a terminal, and this run has several: give prompts.")
         with busy("loading"):
             job = open_job(args, choices, _ROW)
         talks = Talk(list(argv), args, job, out)

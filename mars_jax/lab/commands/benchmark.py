@@ -22,14 +22,14 @@ from mars_jax.lab.theta import plain, settings_of, thetas_of
 from mars_jax.lab.ticking import ticking
 
 _DESCRIPTION = """\
-Measure a pair of models: speed, acceptance and quality of a rule, margin-aware
-verification unless --verify says otherwise, against the target alone and the strict rule,
-and with --controls all against the rule at theta = inf, another margin matched to the same
-tau, and the target sampling from the same truncated set; all on the same prompts and
-seeds, in one run. A rule of your own is one arm, with the same controls.
---forecast tells from the target's own texts what a draft of any length would be worth.
---tune gives each rule the draft length that is best for it, the lossless rules too.
---recipe NAME does both, the table of a paper and tuned lengths, with the flags of a pair.
+Measure speed, acceptance and quality of a pair of models under a rule (default: mars),
+beside the target alone and the strict rule, on the same prompts and seeds. --controls all
+adds the rule at theta = inf, another margin matched to the same tau, and the target
+sampling from the same truncated set. A rule of your own is one arm, with the same controls.
+
+--forecast estimates the value of drafts of all lengths from the target's own texts. --tune
+gives each rule its best draft length, the lossless rules too. --recipe NAME measures a pair
+as in its paper, and then with tuned lengths.
 """
 _SWEPT = ("theta", "tau")
 """Settings of rules that have flags for several values."""
@@ -64,9 +64,9 @@ examples:
 
 {pair.TASKS}
 OUTPUT gets rows.jsonl as rows finish, then summary.json, table.md, plots as PNG, SVG
-and PDF, and report.html, one page with all of it and the texts side by side. Killed and
-started again with the same flags, it goes on where it was. The table goes to stdout,
-progress to stderr; bad input ends with exit code 2.
+and PDF, and report.html, one page with all of it and the texts side by side. After a kill,
+the same command goes on where it was. The table goes to stdout, progress to stderr; bad
+input ends with exit code 2.
 """
 
 

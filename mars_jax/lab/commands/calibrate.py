@@ -24,8 +24,8 @@ from mars_jax.specs.own import factory
 _DESCRIPTION = """\
 Choose theta from held-out prompts: the loosest threshold at which a risk stays below a
 bound with a stated confidence (Learn then Test, arXiv 2110.01052), over the choice of the
-prompts. What is promised holds for prompts like these, with the same pair of models.
-With --prefixes, the fewest strict first tokens at a fixed theta.
+prompts. The bound holds for prompts like these, with the same pair of models. With
+--prefixes, choose the fewest strict first tokens at a fixed theta instead.
 """
 _EPILOG = f"""\
 examples:
@@ -36,10 +36,10 @@ examples:
       --risk judges.py:is_safe --prefixes 16 8 4 2 1 0 --output prefix.json
 
 {pair.TASKS}
-The file goes to generate as --theta FILE and to benchmark among --thetas; they refuse it
-for another pair, other weights of it, another rule or temperature. Where no threshold is
-certified it holds inf, which is strict. Until then answers are in OUTPUT-rows: killed and
-started again with the same flags, it goes on where it was.
+generate takes the file as --theta FILE, and benchmark among --thetas; they refuse it for
+another pair, other weights, another rule or temperature. If no threshold is certified, it
+holds inf, which is strict. During the run answers are in OUTPUT-rows: after a kill, the same
+command goes on where it was.
 """
 
 
@@ -259,7 +259,7 @@ def _study(args: argparse.Namespace, work: Path, output: Path, out: IO[str]) -> 
             write_json(output, made | asked)
         except OSError as error:
             raise MarsError(
-                f"--output '{args.output}' cannot be written ({error.strerror}): mend that, then run the same command "
+                f"--output '{args.output}' cannot be written ({error.strerror}): fix that, then run the same command "
                 "again, which goes on from its rows."
             ) from None
         shutil.rmtree(work)  # the file has it all

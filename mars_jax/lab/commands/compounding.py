@@ -21,10 +21,10 @@ from mars_jax.lab.theta import settings_of
 from mars_jax.lab.ticking import ticking
 
 _DESCRIPTION = """\
-After a relaxed token, the strict rule continues the text twice: behind that token, and behind
-the target's own. How the two depart by distance (agreement, likelihood under the target,
-score) says whether errors compound. A control does the same where the rule refuses to relax.
-Everything at temperature 0.
+After a relaxed token, the strict rule continues the text twice: after that token, and after
+the target's own. Their agreement, likelihood under the target and score by distance show
+whether errors compound. A control does the same where the rule refuses to relax. All of it is
+at temperature 0.
 """
 _EPILOG = f"""\
 examples:
@@ -32,8 +32,8 @@ examples:
 
 {pair.TASKS}
 OUTPUT gets rows.jsonl as texts finish, then compounding.json, compounding.md, the picture
-compounding as PNG, SVG and PDF, and events.jsonl; the report goes to stdout too. Killed
-and started again with the same flags, it goes on where it was.
+compounding as PNG, SVG and PDF, and events.jsonl; the report goes to stdout too. After a
+kill, the same command goes on where it was.
 """
 
 
@@ -168,7 +168,7 @@ def _write(output: Path, summary: dict[str, Any], events: list[dict[str, Any]]) 
         branch_report.draw(summary, beside(output / "compounding.png"))
     except OSError as error:
         raise MarsError(
-            f"--output '{output}' cannot be written ({error.strerror}): mend that, then run the same command again."
+            f"--output '{output}' cannot be written ({error.strerror}): fix that, then run the same command again."
         ) from None
 
 

@@ -25,7 +25,7 @@ examples:
       --write 2000 --loss kl+tv --output drafts/mine
 
 `mars-jax distill KIND --help` explains the flags of a kind. Data are text files, plain, .xz
-or .gz, whose documents are separated by lines of <|endoftext|>. Killed and started again with
+or .gz, whose documents are separated by lines of <|endoftext|>. Started again after a kill with
 the same arguments, it goes on where its last checkpoint was; with other arguments it refuses
 the --work of that run. A plot of loss and acceptance is beside the checkpoints, in --work.
 """

@@ -128,7 +128,7 @@ def _write(args: argparse.Namespace, apprentice: Any, params: Any, first: Any) -
         sync(args.output.absolute().parent)
     except OSError as error:
         raise MarsError(
-            f"--output '{args.output}' cannot be written ({error.strerror}): mend that, then run this again."
+            f"--output '{args.output}' cannot be written ({error.strerror}): fix that, then run this again."
         ) from None
     finally:
         shutil.rmtree(staging, ignore_errors=True)

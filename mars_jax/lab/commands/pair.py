@@ -62,7 +62,7 @@ def make_parser(prog: str, description: str, epilog: str, *, instead: Collection
     group.add_argument(
         "--draft",
         metavar="DRAFT",
-        help=f"{specs.draft_words(DRAFTS)} (default: the best for the target that is here, else ngram)",
+        help=f"{specs.draft_words(DRAFTS)} (default: the target's best that needs no download, else ngram)",
     )
     group.add_argument(
         "--num-draft-tokens", metavar="N", help="tokens drafted in a row (default: the drafter's)"
@@ -83,7 +83,7 @@ def make_parser(prog: str, description: str, epilog: str, *, instead: Collection
         "--problems", metavar="N", help="the first N of each task (default: all; arithmetic 200)"
     )
     group.add_argument(
-        "--chat", action="store_true", help="put questions through the chat template (never stories)"
+        "--chat", action="store_true", help="format questions with the chat template (never stories)"
     )
     group = made.add_argument_group("decoding")
     group.add_argument(

@@ -19,9 +19,9 @@ from mars_jax.lab.commands.pair import rule_of
 from mars_jax.lab.commands.plan_table import print_table
 
 _DESCRIPTION = """\
-Compile the decode loop of a pair of models ahead of time for a TPU slice, and say what it
-holds on each chip, what travels between chips, what a step reads at least, how long that
-takes at the chip's published bandwidth, and whether it fits. Needs libtpu, but no TPU.
+Compile the decode loop of a pair of models ahead of time for a TPU slice, and report
+whether it fits, the memory of each chip, the traffic between chips, the bytes that a step
+reads at least, and their time at the chip's published bandwidth. Needs libtpu, but no TPU.
 """
 _EPILOG = """\
 examples:
@@ -32,11 +32,11 @@ examples:
 
 A target is a name (vicuna-13b, llama-3.1-8b, llama-3.2-1b, llama-3.3-70b, qwen3-8b,
 qwen3-32b, qwen3-235b-a22b), a config.json or a directory with one, or a name on the
-Hugging Face hub, of which the config alone is read. Slices are named generation:shape,
-such as v5e:4x4, v6e:2x4, v4:2x2x1 and v5p:2x2x2, or as Google's Cloud names them, by chips as
-in v5litepod-8 and v6e-8, by cores, two a chip, as in v4-8 and v5p-8. Exit code 1: it does not
-fit; then weights in 8 bits and larger slices are compiled until one fits. For a mixture of experts,
-where a large draft reads most experts, chains of 3 and 5 and a tree are compiled and compared.
+Hugging Face hub, whose config alone is read. Slices are named generation:shape, such as
+v5e:4x4, v6e:2x4, v4:2x2x1 and v5p:2x2x2, or as in Google Cloud: v5litepod-8 and v6e-8 count
+chips, v4-8 and v5p-8 count cores, of which a chip has two. Exit code 1 means that the pair does
+not fit; weights in 8 bits and larger slices are then compiled until one fits. For a mixture of
+experts, where a large draft reads most experts, chains of 3 and 5 and a tree are compared.
 """
 _DRAFTS = f"{', '.join(specs.OUTLINED)}, model:TARGET, ngram or none"
 
@@ -59,7 +59,7 @@ def parser() -> Parser:
         "--acceptance",
         default="0.75",
         metavar="A",
-        help="chance that a drafted token is accepted, by which drafts are compared for a mixture of experts, unless "
+        help="probability that a drafted token is accepted, to compare drafts for a mixture of experts, unless "
         "one is asked for (default: %(default)s)",
     )
     add_rule_flags(made.add_argument_group("rule"))

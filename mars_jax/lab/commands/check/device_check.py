@@ -16,18 +16,18 @@ from mars_jax.core import activity
 from mars_jax.core.errors import MarsError
 
 _DESCRIPTION = """\
-Check on the device that is there, in some minutes: every kernel against the reference (the
-TPU kernels by their interpreter where there is no TPU), the tokens of drafts against
-autoregression, what a step takes beside its plan, and what a draft is worth. All of it on
-the models of the package, so nothing is downloaded.
+Check this machine's device in a few minutes: every kernel against its reference (the TPU
+kernels in their interpreter without a TPU), the tokens of drafts against autoregression, the
+time of a step beside its plan, and the speed that a draft gains. It uses the models of the
+package, so nothing is downloaded.
 """
 _EPILOG = """\
 examples:
   mars-jax check
   mars-jax check --output check.json
 
-The file of --output is what to attach to a report: versions, device, rows and figures, and no
-names of hosts, users or folders. Exit code 1: something is wrong; speed never is.
+Attach the file of --output to a report: it has versions, device, rows and figures, and no
+names of hosts, users or folders. Exit code 1 means that something is wrong; a slow device is not.
 """
 RIGHT = ("equal", "equal up to ties")
 

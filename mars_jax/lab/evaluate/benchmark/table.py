@@ -27,9 +27,9 @@ COLUMNS = {
     "same": "share of answers that are the target's own, token for token; at temperature 0 a lossless rule has 100%, "
     "but for ties that rounding decides",
     "score": "see the heading",
-    "score change": "score minus that of the target alone, in points of 100, with a 95% interval by the paired bootstrap "
-    "over problems; the word says whether the interval excludes 0. A likelihood aims at 0: above it, texts are sharper "
-    "than the target's own samples",
+    "score change": "score minus that of the target alone, in points of 100, with a 95% interval by the paired "
+    "bootstrap over problems; the word says whether the interval excludes 0. A likelihood aims at 0: above it, texts "
+    "are sharper than the target's own samples",
 }
 """The meaning of each column of a table."""
 
@@ -98,7 +98,7 @@ def of_plots(summary: Mapping[str, Any]) -> list[str]:
 
 
 def change(arm: Mapping[str, Any], metric: str) -> str:
-    """How far the score of an arm is from that of the target alone, with a word for it.
+    """Signed distance of an arm's score from that of the target alone, with a word for it.
 
     >>> arm = {"arm": "mars", "score_change": -0.02, "intervals": {"score_change": [-0.03, -0.01]}}
     >>> change(arm, "final_answer"), change(arm, "likelihood")
