@@ -20,7 +20,7 @@ def warp(z: Array, controls: Controls, active: Array) -> Array:
     vocab = z.shape[-1]
     top = jnp.max(z, axis=-1, keepdims=True)
     # Shifting before dividing keeps a small temperature from turning the largest logit into inf.
-    assert controls.temperature is not None  # or nobody draws
+    assert controls.temperature is not None  # or no row draws
     temperature = jnp.where(active, controls.temperature, 1.0)[:, None, None]
     scaled = (z - top) / temperature
 

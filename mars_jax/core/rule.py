@@ -77,7 +77,7 @@ class _Foreign(Rule):
 
     def __init__(self, rule: Any):
         self.lossless = bool(getattr(rule, "lossless", False))
-        # Nobody knows what it reads where it does not say so.
+        # It may read everything unless it says what it reads.
         self.needs = tuple(getattr(rule, "needs", ("draft_hidden",)))
         self.base = getattr(rule, "base", None)
         self.exact_prefix = getattr(rule, "exact_prefix", 0)

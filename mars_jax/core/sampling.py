@@ -124,7 +124,7 @@ def _shards_argmax(axes: tuple[str, ...], part: Array) -> Array:
 
 
 def _argmax(logits: Array) -> Array:
-    # [..., V] -> [..., V / BLOCK, BLOCK]. Of equal maxima argmax takes the first block, and in it the first token.
+    # [..., V] -> [..., V / BLOCK, BLOCK]. argmax takes the first block of equal maxima, and in it the first token.
     blocks = _blocks(logits, -jnp.inf)
     block = jnp.argmax(jnp.max(blocks, axis=-1), axis=-1).astype(jnp.int32)
     return block * BLOCK + jnp.argmax(_block(blocks, block), axis=-1).astype(jnp.int32)

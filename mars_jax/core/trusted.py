@@ -56,8 +56,8 @@ def judged(rule: Any, evidence: Evidence) -> tuple[Verdict, Any, Array]:
     found, rule = rule(_after(evidence, count))
     if type(found) is not Verdict:
         raise MarsError(
-            f"the rule gives a {type(found).__name__} of its own, whose arrays nobody can put behind trusted tokens: "
-            "return a Verdict, or draft without trust."
+            f"the rule returns a {type(found).__name__}, whose extra arrays cannot be shifted past trusted tokens: "
+            "return a plain Verdict, or use a drafter without trust."
         )
     accepted = count + found.num_accepted
     # Edge d of the whole draft is edge d - count of what the rule saw. The first `count` edges are trusted instead.

@@ -245,8 +245,8 @@ class _Children(NamedTuple):
     """The candidates under W nodes, [B, W * k] each."""
 
     tokens: Array  # i32
-    # f32; what a candidate is ranked by, never above its parent's: the log-probability of its path. Of a sampled draft
-    # that of its parent's path and of the j-th likeliest token, where it is the j-th that was drawn.
+    # f32; what a candidate is ranked by, never above its parent's: the log-probability of its path. In a sampled
+    # draft the j-th drawn child counts its parent's path and the j-th likeliest token instead.
     rank: Array
     path: Array  # f32; log-probability of its path, by which its own children are ranked; -inf: it stops
 

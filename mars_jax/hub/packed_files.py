@@ -10,7 +10,7 @@ zero z for each output and group of inputs:
 | compressed-tensors | `weight_packed` [out, in / 8] | `weight_scale` [out, in / G] | `weight_zero_point` [out / 8, in / G], or 8 |
 
 In GPTQ `g_idx` [in] names the group of each input. Where groups are not neighbours, as `desc_act` makes them, a matrix
-is dequantised, and rounded anew where 4 bits are asked for. Sources: casper-hansen/AutoAWQ `packing_utils.py`,
+is dequantised, and rounded again where 4 bits are asked for. Sources: casper-hansen/AutoAWQ `packing_utils.py`,
 AutoGPTQ `qlinear_cuda_old.py`, vllm-project/compressed-tensors `pack_quantized`. Oracle: what these packages packed
 (tests/hub/packed_by_others.npz).
 """  # noqa: E501

@@ -440,7 +440,7 @@ def _rollout_class() -> type:
 
 
 def __getattr__(name: str) -> Any:
-    # The class derives from one of Tunix's, so it is made when somebody asks for it.
+    # The class derives from one of Tunix's, so it is made on first use.
     if name == "MarsRollout":
         return _rollout_class()
     raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

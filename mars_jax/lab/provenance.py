@@ -127,7 +127,7 @@ def _version(name: str) -> str | None:
 @functools.cache
 def _code() -> dict[str, Any]:
     try:
-        if Path(git("rev-parse", "--show-toplevel")) != ROOT:  # installed below somebody's own repository
+        if Path(git("rev-parse", "--show-toplevel")) != ROOT:  # installed inside another repository
             return {"commit": None, "dirty": None}
         commit = git("rev-parse", "--short=10", "HEAD")
         # Code alone: a report that is being written, or a page, makes nothing dirty.

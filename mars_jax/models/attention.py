@@ -126,7 +126,7 @@ def _attend_by_kernel(
             return by_mask(q, k, v, new, visible)
         if form == "interpret":
             return kernel(q, k, v, new, visible)
-        # What nobody named is tried first, and gives way where it does not compile.
+        # The automatic choice is tried first, and replaced where it does not compile.
         whole = kernel_or(kernel, by_mask, platform="tpu") if form == "auto" else kernel
         tpu = whole_or_partitioned(whole, by_mask)
         return lax.platform_dependent(q, k, v, new, visible, tpu=tpu, default=by_mask)

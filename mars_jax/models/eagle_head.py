@@ -6,7 +6,7 @@ transcription in PyTorch over transformers' Llama layers (tests/models/test_eagl
 
 Entry t of a head pairs the target's feature of token t with the embedding of token t + 1, has position t, and its
 output says which token t + 2 is and stands in for the feature of token t + 1 where the target has not been there yet.
-Of several layers the first is EAGLE's, and those after it are plain ones.
+In a head of several layers the first is EAGLE's, and the others are plain.
 """
 
 from __future__ import annotations

@@ -105,8 +105,8 @@ def leaves(config: ModelConfig) -> dict[Weight, tuple[Weight, ...]]:
     """Return the arrays of params, and the rows of the table that each holds: itself, or the experts stacked in it.
 
     Rows whose path ends in a number are stacked: `("layers", 3, "expert_up", 5)` is
-    `params["layers"][3]["expert_up"][5]` of an array [experts, out, in], which can be split over its first axis. Of a
-    stack, the path and the shape are the array's and the name is that of its first row.
+    `params["layers"][3]["expert_up"][5]` of an array [experts, out, in], which can be split over its first axis. A
+    stack has the path and the shape of the array, and the name of its first row.
 
     >>> config = ModelConfig(vocab_size=9, hidden_size=4, intermediate_size=6, num_layers=1, num_heads=1,
     ...                      num_experts=3, experts_per_token=2)

@@ -52,24 +52,24 @@ def generate(
       template_args: variables of the chat template, such as `{"enable_thinking": False}`.
       ignore_eos: decode to `max_new_tokens` past any stop token.
       samples: completions of each prompt, which follow each other in the result. A prompt is read once for all of
-        them, but on a mesh that divides rows. They need a temperature.
-      log_probs: also give what the target thinks of each new token, `Completion.log_probs`.
+        them, except on a mesh that divides rows. They need a temperature.
+      log_probs: also return log-probabilities, regret and kind of each new token, as `Completion.log_probs`.
       **options: fields of `Request`, each one value for all prompts or a sequence of one per prompt: temperature,
         top_k, top_p, min_p, strict (not for lossless rules), draft_stop (see `make_controls`; not for n-grams), seed,
         max_new_tokens (default 256), stop_tokens (default: the model's), stop_strings (texts that end a completion; see
         `serve.text.RowText`), logit_bias (by token id what is added to its logit), banned_tokens, repetition_penalty
         (as in transformers), presence_penalty and frequency_penalty (as OpenAI's); these change the target, so a
         lossless rule stays lossless. A single seed s gives prompt i the seed s + i.
-        At temperature 0 a row takes the best token, and the filters and the seed have nothing to choose.
-        What a text is to be: regex, json_schema (an object, its JSON or a file), choice (texts, one of which), or
-        allowed_tokens; or as `constraint` what `mars_jax.constraints` made. It masks the target, so every rule
-        honours it. A lossy rule relaxes nothing there, unless relax_constrained=True. relax_in and strict_in: spans
-        inside of which alone, and inside of which never, a lossy rule relaxes; see `constraints.spans`.
+        At temperature 0 a row takes the best token, and the filters and the seed have no effect.
+        Constraints on the text: regex, json_schema (an object, its JSON or a file), choice (a list of texts), or
+        allowed_tokens; or `constraint`, a value from `mars_jax.constraints`. A constraint masks the target, so every
+        rule obeys it. A lossy rule relaxes nothing in constrained text unless relax_constrained=True. With relax_in
+        a lossy rule relaxes inside these spans only, with strict_in outside of them only; see `constraints.spans`.
 
     Raises:
       MarsError: a prompt that is empty or does not fit the context, a value out of range.
 
-    A prompt at which the target's logits are not finite ends with the finish reason "failed", and harms no other.
+    A prompt at which the target's logits are not finite ends with the finish reason "failed"; the others go on.
 
     >>> import mars_jax as mj  # doctest: +SKIP
     >>> target = mj.load("path/to/checkpoint")  # doctest: +SKIP

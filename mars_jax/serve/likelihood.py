@@ -44,8 +44,8 @@ def score(
 ) -> list[Scored]:
     """Score given texts by the target: the log-probability of every token but the first, from those before it.
 
-    Texts of like lengths share a forward. Of a text that was generated, the numbers are `TokenLogProbs.log_prob` of its
-    new tokens, up to rounding.
+    Texts of similar lengths share a forward. For a generated text the numbers of its new tokens are its
+    `TokenLogProbs.log_prob`, up to rounding.
 
     Args:
       target: the model; on a mesh rows are divided over `data`, and the rest as its weights are.

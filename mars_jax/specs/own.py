@@ -160,7 +160,7 @@ def _settings(spec: str, made: Callable[..., Any]) -> list[Setting]:
         elif parameter.default is parameter.empty:
             raise MarsError(
                 f"the rule is {spec}: its argument '{parameter.name}' has no default and is annotated neither as "
-                "float, int, bool, str nor Literal, so that nobody can give it: give it a default, or annotate it."
+                "float, int, bool, str nor Literal, so that no flag can set it: give it a default, or annotate it."
             )
     return settings
 

@@ -51,7 +51,7 @@ _CHOSEN = {
     "/rule": (*map(flag_of, RULE_FLAGS), "--rule-option"),
     "/draft": ("--draft", "--tree", "--num-draft-tokens", "--draft-stop", "--draft-size", "--any-rule"),
 }
-"""Flags that a command gives anew, its own first."""
+"""Flags that a command sets again, its own first."""
 _ROW = [PromptRow(where="", prompt="Once upon a time")]
 """Row to compile for; it also stands for the coming prompts where flags are checked."""
 

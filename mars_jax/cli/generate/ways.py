@@ -23,7 +23,7 @@ from mars_jax.serve.session import Batch
 
 
 def stream_text(job: Job, out: IO[str], *, chat: bool) -> None:
-    """Print text as it is decided. Of prompts that share a batch the first streams, and the others follow."""
+    """Print text as it is decided. The first prompt of a batch streams, and the others follow."""
     printer, done, clock = TextPrinter(console(out), colours=job.drafts), [], StepClock()
     with counted(len(job.requests)) as count:
         for batch in job.batches():

@@ -22,8 +22,8 @@ class Released(Retargeted):
     of the logits that the filters leave: one that they exclude is -inf, and where z1 < 0 the ratio is above 1 and
     passes. Elsewhere x is taken with min(1, p(x) / q(x)), else p without x is drawn from, which is right for q = 1
     alone: so it is biased at every ratio. With a deterministic draft q is 1. At temperature 0 it is exact.
-    Stop tokens are not guarded. In strict rows it is `rejection`. Of its trees, where the first sibling of the two best
-    wins, nothing is reproduced here; `mars` is the paper's rule.
+    Stop tokens are not guarded. In strict rows it is `rejection`. The trees of that code, where the first sibling of
+    the two best wins, are not reproduced; `mars` is the paper's rule.
     """
 
     ratio: Any  # f32[] or [B]; inf takes nothing with certainty

@@ -260,7 +260,7 @@ def to_head_json(
         own |= {"architectures": ["Eagle3Speculator"], "transformer_layer_config": layer, "dtype": dtype}
         return own | {_LAYERS: [i + 1 for i in config.feature_layers]}
     own |= {"architectures": [f"{named}Eagle3"], "bias": config.fc_bias}
-    # Here SGLang looks. Of the same name without the nesting vLLM counts from 1.
+    # SGLang looks here. vLLM reads the same name without the nesting, and counts from 1.
     return (
         layer | own | {"eagle_config": {_LAYERS: list(config.feature_layers), "use_aux_hidden_state": True}}
     )

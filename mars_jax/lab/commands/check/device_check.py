@@ -105,7 +105,7 @@ def make_report() -> dict[str, Any]:
                 report[name] = check(lambda what, going=going: setattr(going, "detail", what))
             except (
                 Exception
-            ) as error:  # what dies on somebody's device is what the report is for; the rest goes on
+            ) as error:  # failures on a device are what the report is for; the other checks go on
                 report[name] = None
                 failed.append(
                     f"{name}: {type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:500]}"
@@ -138,7 +138,7 @@ def _print(report: dict[str, Any], out: IO[str]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    # Where nobody's window has a width, as in a notebook, the widest table has room.
+    # Without a window that has a width, as in a notebook, the widest table has room.
     width = None if out.isatty() else 150
     screen = Console(file=out, width=width, soft_wrap=True, highlight=False, markup=False)
     found, device = report["versions"], report["device"]

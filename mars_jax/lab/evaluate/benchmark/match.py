@@ -54,7 +54,7 @@ def match(tau_at: Callable[[float], float], wanted: float, margin: str, *, steps
     looseness = 1.0 if margin == "gap" else 0.1
     best = None
     for _ in range(steps):
-        # Rounded, since nobody can use or quote more digits.
+        # Rounded, since more digits would be of no use.
         theta = float(f"{threshold(margin, looseness):.4g}")
         tau = tau_at(theta)
         if best is None or abs(tau - wanted) < abs(best.tau - wanted):
