@@ -40,7 +40,7 @@ def parser() -> Parser:
     made.add_argument(
         "--dtype",
         choices=specs.STORED_DTYPES,
-        help="of the weights (default: the checkpoint's own); int8: matrices in 8 bits, the rest in its own",
+        help="dtype of the weights (default: the checkpoint's own); int8: matrices in 8 bits, the rest in its own",
     )
     made.add_argument("--overwrite", action="store_true", help="replace a DST that is itself a conversion")
     return made

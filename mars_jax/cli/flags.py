@@ -16,16 +16,14 @@ MESH_HELP = (
     "in data=2,model=4 (default: one device)"
 )
 CACHE_DTYPE_HELP = (
-    "of the target's keys and values (default: the weights', on a CPU float32); int8: 8 bits a number, and a scale for "
-    "each token and head"
+    "dtype of the target's keys and values (default: the weights', on a CPU float32); int8: 8 bits a number, and a "
+    "scale for each token and head"
 )
 ATTENTION_HELP = (
-    "of the target (default: auto); pallas: on TPU a kernel that reads of each row only its own slots, which no chip "
-    "has run yet, and xla elsewhere; auto: that kernel where 8 rows or more decode at a time and it compiles"
+    "how the target attends (default: auto); pallas: on TPU a kernel that reads only the row's own slots, which no "
+    "chip has run yet, and xla elsewhere; auto: that kernel where 8 rows or more decode at a time and it compiles"
 )
-NO_CHECK_HELP = (
-    "do not compare the checksums of a --target that mars-jax convert wrote with what is read of it"
-)
+NO_CHECK_HELP = "do not check the checksums of a --target that mars-jax convert wrote"
 
 SAMPLING = ("temperature", *specs.FILTERS, *specs.EDITS, "seed", "max_new_tokens")
 """Settings that say how a prompt is sampled."""

@@ -122,8 +122,8 @@ def _add_models(made: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--dtype",
         choices=specs.DTYPES,
-        help="of the weights (default: the checkpoint's own); a head has the target's; int8: matrices in 8 bits per "
-        "weight, and the rest in the checkpoint's own; int4: those of layers in 4 bits, other matrices in 8",
+        help="dtype of the weights (default: the checkpoint's own); a head has the target's; int8: matrices in 8 bits "
+        "per weight, and the rest in the checkpoint's own; int4: those of layers in 4 bits, other matrices in 8",
     )
     add_settings(group, "draft_stop")
     add_size_flags(group)
@@ -174,7 +174,7 @@ def _add_sampling(made: argparse.ArgumentParser) -> None:
 
 
 def _add_text(made: argparse.ArgumentParser) -> None:
-    group = made.add_argument_group("text", description="What a text is to be.")
+    group = made.add_argument_group("text", description="Constraints on texts.")
     one = group.add_mutually_exclusive_group()
     one.add_argument("--regex", metavar="PATTERN", help="constrain the text to match the whole pattern")
     one.add_argument(

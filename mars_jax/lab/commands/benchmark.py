@@ -76,7 +76,7 @@ def parser() -> Parser:
     made.add_argument(
         "--recipe",
         metavar="NAME",
-        help=f"the flags of a pair, as its paper was measured and then tuned: {', '.join(recipes.names())}, or a .toml "
+        help=f"measure a pair as in its paper, and then with tuned lengths: {', '.join(recipes.names())}, or a .toml "
         "file; flags that are given count instead",
     )
     group = made.add_argument_group("arms")
@@ -84,7 +84,7 @@ def parser() -> Parser:
         "--thetas",
         nargs="+",
         metavar="X",
-        help="of the rule, an arm for each, or files of mars_jax.calibrate; the controls are matched to the first "
+        help="thetas of the rule, an arm for each, or files of calibrate; the controls are matched to the first "
         "(default: the rule's own theta, 0.9 for mars)",
     )
     group.add_argument(
@@ -93,7 +93,7 @@ def parser() -> Parser:
     group.add_argument(
         "--controls",
         choices=("none", "paper", "all"),
-        help="beside the rule and the target alone: nothing; the strict rule, as in the paper's table, with margins "
+        help="arms beside the rule and the target alone: none; the strict rule, as in the paper's table, with margins "
         "and texts of both; all controls, with more than twice the decodes (default: paper)",
     )
     group.add_argument(
@@ -128,7 +128,7 @@ def parser() -> Parser:
     group.add_argument(
         "--draft-cost",
         metavar="X",
-        help="what a drafted token costs, in forwards of the target: with --forecast adds the best lengths, with "
+        help="cost of a drafted token, in forwards of the target: with --forecast adds the best lengths, with "
         "--tune takes the place of the clock",
     )
     pair.add_code_flags(made)

@@ -55,10 +55,13 @@ def parser() -> Parser:
         "score that it takes; FILE.py:NAME: of the number from 0 to 1 that a function of prompt and answer gives, "
         "whose file is run (default: %(default)s)",
     )
-    group.add_argument("--bound", metavar="X", help="of the risk (default: 0.02)", default="0.02")
+    group.add_argument("--bound", metavar="X", help="bound of the risk (default: 0.02)", default="0.02")
     group.add_argument("--confidence", metavar="X", default="0.95", help="default: %(default)s")
     group.add_argument(
-        "--thetas", nargs="+", metavar="X", help="to try, from strict to loose (default: a fixed grid)"
+        "--thetas",
+        nargs="+",
+        metavar="X",
+        help="thresholds to try, from strict to loose (default: a fixed grid)",
     )
     group.add_argument(
         "--prefixes",

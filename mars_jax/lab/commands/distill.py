@@ -38,47 +38,51 @@ def _flag(metavar: str, help: str, kind: type = str, **more: Any) -> dict[str, A
 _FLAGS: dict[str, dict[str, Any]] = {
     "--target": _flag("PATH", "default: %(default)s", default=assets.TARGET),
     "--data": _flag("FILE", "text to learn from", Path, nargs="+"),
-    "--output": _flag("DIR", "new directory of what is made", Path, required=True),
-    "--work": _flag("DIR", "of the checkpoints (default: OUTPUT-training)", Path),
+    "--output": _flag("DIR", "new directory for the result", Path, required=True),
+    "--work": _flag("DIR", "directory of the checkpoints (default: OUTPUT-training)", Path),
     "--write": _flag(
         "N",
         "train on N texts that the target itself writes at temperature 1, from the first 16 tokens of the documents "
         "(default: on the documents)",
         int,
     ),
-    "--tokens": _flag("N", "to train on (default: %(default)g)", float, default=2e6),
-    "--step-tokens": _flag("N", "of one step (default: %(default)s)", int, default=2048),
+    "--tokens": _flag("N", "tokens to train on (default: %(default)g)", float, default=2e6),
+    "--step-tokens": _flag("N", "tokens of one step (default: %(default)s)", int, default=2048),
     "--length": _flag("N", "tokens of a row (default: %(default)s)", int, default=256),
     "--learning-rate": _flag("X", "default: %(default)s", float, default=1e-3),
     "--loss": _flag("NAME", "kl, reverse_kl and tv, or a sum such as kl+0.5*tv (default: kl)", default="kl"),
     "--seed": _flag("N", "default: %(default)s", int, default=0),
-    "--devices": _flag("N", "to divide a step's rows among (default: 1)", int, default=1),
+    "--devices": _flag(
+        "N", "devices among which the rows of a step are divided (default: 1)", int, default=1
+    ),
     "--mesh": _flag(
         "data=2,model=4",
-        "instead of --devices: the target divided over model, and a step's rows over data, so that a head of a target "
-        "that no device holds can be trained",
+        "instead of --devices: divide the target over model and the rows of a step over data, to train a head of a "
+        "target that does not fit on one device",
     ),
     "--dtype": {
         "choices": ("float32", "bfloat16"),
         "default": "bfloat16",
-        "help": "of what is written (default: %(default)s)",
+        "help": "dtype of the result (default: %(default)s)",
     },
-    "--intermediate-size": _flag("N", "of the head's MLPs (default: the target's)", int),
-    "--draft-vocab": _flag("W", "the W most frequent tokens (default: all)", int),
-    "--layout": _flag("NAME", "of the files"),
-    "--feature-layers": _flag("I,J,K", "of the target, 0-based"),
-    "--steps-ahead": _flag("N", "of training-time test (default: 5)", int),
+    "--intermediate-size": _flag("N", "width of the head's MLPs (default: the target's)", int),
+    "--draft-vocab": _flag("W", "draft the W most frequent tokens only (default: all)", int),
+    "--layout": _flag("NAME", "layout of the files"),
+    "--feature-layers": _flag("I,J,K", "layers of the target to read, 0-based"),
+    "--steps-ahead": _flag("N", "steps of training-time test (default: 5)", int),
     "--features": _flag(
         "DIR",
-        "train on these; an epoch begins with the shards that are there by then. A run can be prolonged: --tokens may "
-        "change until its rate begins to fall. --data is then text that counts too where --draft-vocab is chosen",
+        "train on these features; an epoch begins with the shards that exist by then. --tokens may change until the "
+        "learning rate begins to fall. --data is then more text to choose --draft-vocab from",
         Path,
         nargs="+",
     ),
     "--heads": _flag("N", "default: 4", int),
-    "--block-size": _flag("N", "tokens that are drafted at once, and one (default: 16)", int),
+    "--block-size": _flag("N", "tokens of a block, the last committed one included (default: 16)", int),
     "--head-layers": _flag("N", "layers of the head (default: 5)", int),
-    "--mask-token": _flag("ID", "stands for what is drafted (default: the token that begins a text)", int),
+    "--mask-token": _flag(
+        "ID", "token in the place of drafted ones (default: the token that begins a text)", int
+    ),
     "--markov-rank": _flag("R", "DSpark: correct each token by the one before (default: no)", int),
     "--confidence": {
         "action": "store_true",
@@ -86,15 +90,15 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "help": "DSpark: learn where a draft should end (--draft-stop)",
     },
     "--from": _flag("PATH", "checkpoint of the model that drafts", dest="first"),
-    "--left-out": _flag("SHARE", "of the target's sublayers (default: 0.45)", float),
+    "--left-out": _flag("SHARE", "share of the target's sublayers to leave out (default: 0.45)", float),
     "--evaluations": _flag("N", "masks to try at most (default: 128)", int),
     "--task": _flag(
         "NAME[=PATH]",
-        "whose answers are rewarded, as for mars-jax benchmark (default: arithmetic, the training part)",
+        "task whose answers are rewarded, as for mars-jax benchmark (default: arithmetic, the training part)",
     ),
-    "--updates": _flag("N", "of the head (default: 40)", int),
+    "--updates": _flag("N", "updates of the head (default: 40)", int),
     "--chat": {"action": "store_true", "default": None, "help": "the target answers each document"},
-    "--temperatures": _flag("T,U", "of the answers, which take turns (default: 0,1)"),
+    "--temperatures": _flag("T,U", "temperatures of the answers, in turns (default: 0,1)"),
     "--shard": _flag("N", "documents of a shard (default: 128)", int),
     "--part": _flag("I/N", PART_HELP.replace("decode rows", "write shards")),
 }
@@ -128,8 +132,8 @@ KINDS = {
             *("--intermediate-size", "--layout"),
         ),
         {
-            "--from": "an EAGLE-3 head that is to learn on (default: a new one)",
-            "--layout": "of the files: eagle, which SGLang reads, or speculators (default: eagle)",
+            "--from": "EAGLE-3 head to train further (default: a new one)",
+            "--layout": "layout of the files: eagle, which SGLang reads, or speculators (default: eagle)",
         },
     ),
     "eagle1": Kind("an EAGLE-1 head, by regression", _TEXT, _TRAINING, ("--intermediate-size",)),
@@ -142,7 +146,9 @@ KINDS = {
             *("--block-size", "--head-layers", "--feature-layers", "--draft-vocab", "--mask-token"),
             *("--markov-rank", "--confidence", "--intermediate-size", "--layout"),
         ),
-        {"--layout": "of the files: dflash, which z-lab's code reads, or speculators (default: dflash)"},
+        {
+            "--layout": "layout of the files: dflash, which z-lab's code reads, or speculators (default: dflash)"
+        },
     ),
     "model": Kind(
         "a small language model, on the target's distributions",

@@ -69,7 +69,9 @@ def make_parser(prog: str, description: str, epilog: str, *, instead: Collection
     )
     group.add_argument("--tree", metavar="4-2-2-1", help="draft a tree; as for mars_jax.generate")
     add_size_flags(group)
-    group.add_argument("--dtype", choices=specs.DTYPES, help="of the weights (default: the checkpoint's own)")
+    group.add_argument(
+        "--dtype", choices=specs.DTYPES, help="dtype of the weights (default: the checkpoint's own)"
+    )
     group.add_argument("--attention", choices=specs.ATTENTION, help=ATTENTION_HELP)
     group.add_argument("--cache-dtype", choices=specs.STORED_DTYPES, help=CACHE_DTYPE_HELP)
     group.add_argument("--no-check", action="store_true", help=NO_CHECK_HELP)
@@ -77,17 +79,17 @@ def make_parser(prog: str, description: str, epilog: str, *, instead: Collection
     add_host_flags(made)
     group = made.add_argument_group("tasks")
     group.add_argument(
-        "--task", action="append", default=[], metavar="NAME[=PATH]", help="what to measure; once or more"
+        "--task", action="append", default=[], metavar="NAME[=PATH]", help="task to measure; once or more"
     )
     group.add_argument(
-        "--problems", metavar="N", help="the first N of each task (default: all; arithmetic 200)"
+        "--problems", metavar="N", help="take the first N of each task (default: all; arithmetic 200)"
     )
     group.add_argument(
         "--chat", action="store_true", help="format questions with the chat template (never stories)"
     )
     group = made.add_argument_group("decoding")
     group.add_argument(
-        "--max-new-tokens", default="256", metavar="N", help="of an answer (default: %(default)s)"
+        "--max-new-tokens", default="256", metavar="N", help="most tokens of an answer (default: %(default)s)"
     )
     group.add_argument(
         "--batch-size", default="1", metavar="N", help="problems decoded side by side (default: %(default)s)"
@@ -129,7 +131,7 @@ def add_code_flags(parser: Parser) -> None:
     group.add_argument(
         "--allow-unconfined-code",
         action="store_true",
-        help="with it, where neither works: run them with your rights under Python's audit hook and the same bounds, "
+        help="with it, if neither works: run them with your rights under Python's audit hook and the same bounds, "
         "a guard against accidents and not against malice",
     )
 

@@ -82,7 +82,7 @@ def parser() -> Parser:
         "--dtype",
         choices=specs.DTYPES,
         default="bfloat16",
-        help="of the weights; int8, int4: bits of the target's matrices (default: %(default)s)",
+        help="dtype of the weights; int8, int4: bits of the target's matrices (default: %(default)s)",
     )
     group = made.add_argument_group("output")
     group.add_argument(
