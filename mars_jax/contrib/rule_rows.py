@@ -142,13 +142,13 @@ RULES = (
     ),
     distributions(
         "lenience",
-        "speculative sampling that refuses a drafted token less often than it should",
+        "speculative sampling that refuses drafted tokens less often",
         "2211.17192, appendix A.5",
         number(
             "factor",
             0.5,
             Range("a number above 0 and at most 1", 0, 1, above=True, grid=ODDS),
-            "of the draft's probability in every comparison; 1 is lossless",
+            "factor of the draft's probability in every comparison; 1 is lossless",
         ),
         BLOCK,
     ),

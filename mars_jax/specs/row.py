@@ -17,12 +17,12 @@ MARGINS = {
 }
 """Margins that a threshold may bound, as `kernels_pallas.MARGINS` computes them."""
 NEEDS = {
-    "draft": "a draft, about which it decides",
+    "draft": "a draft",
     "q": "the draft's true probabilities",
     "chain": "chains, no trees",
     "weights": "weights of its own, as NAME:PATH",
-    "draft_hidden": "what the draft knew, where its head reads that",
-    "long": "drafts of a sure length: no ngram, no draft_stop",
+    "draft_hidden": "hidden states of the draft, if its head reads them",
+    "long": "drafts of a fixed length: no ngram, no draft_stop",
 }
 """Needs of rules, in words."""
 

@@ -71,7 +71,9 @@ RULES: dict[str, RuleRow] = {
             "topk",
             "also keeps what is among the target's best tokens and near the best one",
             "TensorRT-LLM's relaxed acceptance",
-            number("k", 10, WHOLE, "of the target's best tokens that may be kept; 0 never relaxes", kind=int),
+            number(
+                "k", 10, WHOLE, "how many of the target's best tokens may be kept; 0 never relaxes", kind=int
+            ),
             number(
                 "delta",
                 0.6,
@@ -128,7 +130,7 @@ RULES: dict[str, RuleRow] = {
                 "weight",
                 0.5,
                 Range("a number from 0 to 1", 0, 1, grid=ODDS),
-                "of the target in the mixture; 1 is lossless, 0 follows the draft",
+                "weight of the target in the mixture; 1 is lossless, 0 follows the draft",
             ),
             BLOCK,
         ),
