@@ -31,8 +31,8 @@ class TpuBlocks(NamedTuple):
     """Block of the TPU kernels: `trees` whole trees (rows, where there are no trees) by `tokens` of the
     vocabulary."""
 
-    trees: int
-    tokens: int
+    trees: int  # of a block
+    tokens: int  # of a block
 
 
 def tile_rows(dtype) -> int:
@@ -114,9 +114,9 @@ class GpuBlocks(NamedTuple):
     """Blocks of the GPU kernel: each row's vocabulary is cut into `splits` programs of `warps` warps, each of
     which steps over `tokens` at a time."""
 
-    splits: int
-    tokens: int = 2048
-    warps: int = 8
+    splits: int  # programs of a row
+    tokens: int = 2048  # of a block
+    warps: int = 8  # of a program
 
 
 PROGRAMS = 1024
@@ -152,9 +152,9 @@ class AttentionBlocks(NamedTuple):
     """Blocks of the attention kernel: `slots` of the cache and `queries` of a row at a time; `buffers` blocks of slots
     are on the chip or on their way to it."""
 
-    slots: int
-    queries: int
-    buffers: int = 4
+    slots: int  # of a block of the cache
+    queries: int  # of a block
+    buffers: int = 4  # blocks on the chip
 
 
 ATTENTION_BYTES = 2**19

@@ -1,7 +1,9 @@
-"""The pages of the documentation site that are made from something else, and what happens to links of the others.
+"""The pages of the documentation site: those of docs/, and those that are made from something else.
 
-`mkdocs build --strict` calls this through `site_hooks.py`. Nothing here imports jax or mkdocs: flags come from the
-parsers, names from the packages' own tables, and docstrings are read from the source.
+python scripts/site_pages.py      writes them into build/pages, from which `zensical build --strict` makes build/site
+
+Nothing here imports jax or the generator: flags come from the parsers, names from the packages' own tables and from
+docs/stability.md, fields and docstrings from the source. So another generator of Markdown could take the folder.
 
 Oracle: tests/test_site.py.
 """
@@ -10,19 +12,23 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import importlib
 import os
 import posixpath
 import re
+import shutil
+import sys
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-if TYPE_CHECKING:  # mkdocs calls this before the package is on its path
+if TYPE_CHECKING:  # the package is not on the path before `main`
     from mars_jax.cli.program import Parser
 
 ROOT = Path(__file__).resolve().parents[1]
+PAGES = ROOT / "build" / "pages"
 FROM_ROOT = {
     "README.md": "index.md",
     "CHANGELOG.md": "changelog.md",
@@ -169,6 +175,11 @@ def _flag(action: argparse.Action) -> str:
     return f"| `{told.replace('|', chr(92) + '|')}` | {_escaped(' '.join(text.split()))} |"
 
 
+def _prose(text: str) -> str:
+    """A comment as Markdown: what is in backquotes is code."""
+    return "`".join(_escaped(part) if i % 2 == 0 else part for i, part in enumerate(text.split("`")))
+
+
 def _escaped(text: str) -> str:
     return re.sub(r"([*_<>|`\[\]])", r"\\\1", text)
 
@@ -177,70 +188,194 @@ def _escaped(text: str) -> str:
 
 
 class Name(NamedTuple):
-    """A public name: how a user calls it, and where it is defined."""
+    """A name of the reference: how a user calls it, and where it is defined."""
 
     shown: str
     home: str
 
 
+REFERENCE = {
+    "text to text": ("text", "[The tutorial](../tutorial.md) begins with these."),
+    "the step in a program": ("step", "[The step in your own program](../embedding.md) explains these."),
+    "a model or a drafter of your own": (
+        "protocols",
+        "[Drafters](../drafters.md#writing-a-drafter) explains these.",
+    ),
+    "rules": ("rules", "[Rules](../rules.md) explains these."),
+    "a rule of your own": ("own-rules", "[Writing a rule](../rules.md#writing-a-rule) explains these."),
+    "drafters": ("drafters", "[Drafters](../drafters.md) explains these."),
+    "kernels": ("kernels", "[Kernels](../kernels.md) explains these."),
+    "errors, compilation, modules": ("modules", "Modules that are promised come first."),
+    "rules and drafters of one paper each": (
+        "contrib",
+        "All of `mars_jax.contrib` may change in any version.",
+    ),
+}
+"""Pages of the reference by purpose, which is that of docs/stability.md for all but the last: (file, first line)."""
+
+
+def promised() -> dict[str, list[str]]:
+    """The names that docs/stability.md promises, by what they are for."""
+    text = (ROOT / "docs" / "stability.md").read_text(encoding="utf-8")
+    rows = text[text.index("| what for | names |") :].split("\n\n")[0].splitlines()[2:]
+    cells = (row.strip("| ").split(" | ") for row in rows)
+    return {purpose: re.findall(r"`([\w.]+)`", names) for purpose, names in cells}
+
+
 def api_names() -> dict[str, list[Name]]:
-    """The public names by their page: `mars_jax` itself, `verify` and `drafters`, of each what it exports."""
+    """The names of the reference by purpose: what is promised, then what is exported besides."""
+    import mars_jax
+    from mars_jax import contrib
+
+    names = {
+        purpose: [f if f.startswith("kernels_pallas.") else f"mars_jax.{f}" for f in row]
+        for purpose, row in promised().items()
+    }
+    around = names["errors, compilation, modules"]  # modules have entries of another kind
+    around[:] = [name for name in around if name.rpartition(".")[2] not in mars_jax._MODULES]
+    listed = {name for row in names.values() for name in row}
+    for name in exported("mars_jax.verify"):
+        if name not in listed:
+            factory = f"mars_jax.verify.{name.rpartition('.')[2].lower()}"
+            names["rules" if factory in listed and name != factory else "a rule of your own"].append(name)
+    for purpose, package in (("drafters", "mars_jax.drafters"), ("kernels", "kernels_pallas")):
+        names[purpose] += [name for name in exported(package) if name not in listed]
+    ours = [f"mars_jax.{name}" for name in mars_jax._HOME]
+    names["a model or a drafter of your own"] += [name for name in ours if name not in listed]
+    pages = {
+        purpose: [Name(name, home_of(name)) for name in names[purpose]] for purpose in list(REFERENCE)[:-1]
+    }
+    of_papers = [Name(f"mars_jax.contrib.{n}", home.replace(":", ".")) for n, home in contrib._HOME.items()]
+    return pages | {list(REFERENCE)[-1]: of_papers}
+
+
+def exported(package: str) -> list[str]:
+    """The names in `__all__` of a package, which is not imported."""
+    source = (ROOT / package.replace(".", "/") / "__init__.py").read_text(encoding="utf-8")
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
+            return [f"{package}.{name}" for name in ast.literal_eval(node.value)]
+    raise ValueError(f"{package} has no __all__.")
+
+
+def home_of(name: str) -> str:
+    """The module that defines a name, and the name there; packages are asked where they import it from.
+
+    >>> home_of("mars_jax.load"), home_of("mars_jax.verify.exact")
+    ('mars_jax.hub.load.load', 'mars_jax.verify.exact.exact')
+    """
     import mars_jax
 
-    pages = {
-        "mars_jax": [Name(f"mars_jax.{n}", f"mars_jax.{home}.{n}") for n, home in mars_jax._HOME.items()]
-    }
-    for package in ("verify", "drafters"):
-        pages[package] = exported(f"mars_jax.{package}")
-    return {page: sorted(names) for page, names in pages.items()}
+    package, _, own = name.rpartition(".")
+    if package == "mars_jax" and own in mars_jax._HOME:
+        return home_of(f"mars_jax.{mars_jax._HOME[own]}.{own}")
+    for node in _parsed(package).body:
+        if isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                if (alias.asname or alias.name) == own:
+                    return home_of(f"{node.module}.{alias.name}")
+    return name
 
 
-def exported(package: str) -> list[Name]:
-    """The names in `__all__` of a package, and where its `__init__.py` imports each from. It is not imported."""
-    source = (ROOT / package.replace(".", "/") / "__init__.py").read_text(encoding="utf-8")
-    homes: dict[str, str] = {}
-    listed: list[str] = []
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.ImportFrom):
-            homes |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
-        elif isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
-            listed = ast.literal_eval(node.value)
-    return [Name(f"{package}.{name}", homes.get(name, f"{package}.{name}")) for name in listed]
+def _file(module: str) -> Path:
+    path = ROOT / module.replace(".", "/")
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+@functools.cache
+def _parsed(module: str) -> ast.Module:
+    path = _file(module)  # none is a class around a class, or a module of another package
+    return ast.parse(path.read_text(encoding="utf-8") if path.exists() else "")
 
 
 def api_pages() -> dict[str, str]:
     """Pages whose entries mkdocstrings fills from the docstrings, by their path on the site."""
     import mars_jax
 
-    told = {
-        "mars_jax": "`import mars_jax` loads nothing heavy: each of these names loads on first use.",
-        "verify": "The rules, and what a rule of your own is made of; [Rules](../rules.md) explains them.",
-        "drafters": "The drafters; [Drafters](../drafters.md) explains them.",
-    }
+    names = api_names()
     pages = {}
-    for page, names in api_names().items():
-        title = page if page == "mars_jax" else f"mars_jax.{page}"
-        lines = [f"# {title}", "", told[page], ""]
-        for name in names:
+    for purpose, (page, told) in REFERENCE.items():
+        lines = [f"# {purpose[0].upper()}{purpose[1:]}", "", told, ""]
+        for name in names[purpose]:
             lines += [f"::: {name.home}", "    options:", f"      heading: {name.shown}", ""]
         pages[f"api/{page}.md"] = "\n".join(lines)
-    known = [name for names in api_names().values() for name in names]
-    lines = [
-        "# Modules",
-        "",
-        "The modules that `mars_jax` offers by name, beside `verify` and `drafters`.",
-        "",
-    ]
-    for name, home in mars_jax._MODULES.items():
-        if name in told:
-            continue
+    known = [name.home.rpartition(".") for row in names.values() for name in row]
+    lines = []
+    for name in sorted(mars_jax._MODULES.keys() - {"verify", "drafters"}, key=_is_later):
+        home = f"mars_jax.{mars_jax._MODULES[name]}"
         # What has an entry on another page has none here.
-        others = [n.home.rpartition(".")[2] for n in known if n.home.rpartition(".")[0] == f"mars_jax.{home}"]
-        filters = ", ".join(f'"!^{other}$"' for other in ("_.*", *sorted(others)))
-        lines += [f"::: mars_jax.{home}", "    options:", f"      heading: mars_jax.{name}"]
-        lines += [f"      filters: [{filters}]", ""]
-    pages["api/modules.md"] = "\n".join(lines)
+        filters = ", ".join(
+            f'"!^{own}$"' for own in ("_.*", *sorted(own for m, _, own in known if m == home))
+        )
+        lines += [
+            f"::: {home}",
+            "    options:",
+            f"      heading: mars_jax.{name}",
+            f"      filters: [{filters}]",
+            "",
+        ]
+    pages["api/modules.md"] += "\n".join(lines)
     return pages
+
+
+def _is_later(module: str) -> tuple[bool, str]:
+    return module not in promised()["errors, compilation, modules"], module  # what is promised comes first
+
+
+class Field(NamedTuple):
+    """A field of a class: its name, its annotation, and what the comment or docstring beside it says."""
+
+    name: str
+    annotation: str
+    meaning: str
+
+
+def fields(home: str) -> list[Field]:
+    """The fields of a class and of its bases in this repository, those of the bases first.
+
+    A comment stands after a field, or on the lines before it; a docstring after it.
+
+    >>> fields("mars_jax.verify.mars.Mars")[-1].name, fields("mars_jax.core.types.Verdict")[1]
+    ('margin', Field(name='num_accepted', annotation='Array', meaning='i32[B]; edges walked'))
+    """
+    module, _, own = home.rpartition(".")
+    found: dict[str, Field] = {}
+    kind = next((n for n in _parsed(module).body if isinstance(n, ast.ClassDef) and n.name == own), None)
+    if kind is None:
+        return []
+    for base in kind.bases:
+        if isinstance(base, ast.Name) and (of := home_of(f"{module}.{base.id}")).split(".")[0] == "mars_jax":
+            found |= {field.name: field for field in fields(of)}
+    lines = _file(module).read_text(encoding="utf-8").splitlines()
+    for node, after in zip(kind.body, [*kind.body[1:], None], strict=True):
+        target = node.target if isinstance(node, ast.AnnAssign) else getattr(node, "targets", [None])[0]
+        if isinstance(target, ast.Name) and not target.id.startswith("_"):
+            annotation = ast.unparse(node.annotation) if isinstance(node, ast.AnnAssign) else ""
+            meaning = _beside(node, after, lines) or (found[target.id].meaning if target.id in found else "")
+            found[target.id] = Field(target.id, annotation, meaning)
+        elif isinstance(node, ast.FunctionDef):
+            found.pop(node.name, None)  # a property in the place of a field
+    return list(found.values())
+
+
+def _beside(node: ast.stmt, after: ast.stmt | None, lines: list[str]) -> str:
+    if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+        return " ".join(str(after.value.value).split())
+    last = lines[(node.end_lineno or 0) - 1]
+    if "#" in last[node.end_col_offset or 0 :]:
+        return last[node.end_col_offset or 0 :].partition("#")[2].strip()
+    first = node.lineno - 1
+    while lines[first - 1].lstrip().startswith("#"):
+        first -= 1
+    return " ".join(line.strip().lstrip("# ") for line in lines[first : node.lineno - 1])
+
+
+def told(docstring: str, home: str) -> str:
+    """A docstring as the site shows it: examples are blocks of code, and a class lists its fields."""
+    rows = [
+        f"  {name} ({annotation or 'Any'}): {_prose(meaning)}" for name, annotation, meaning in fields(home)
+    ]
+    return "\n".join([fenced(docstring), *(["", "Attributes:", *rows] if rows else [])])
 
 
 def fenced(docstring: str) -> str:
@@ -261,3 +396,27 @@ def fenced(docstring: str) -> str:
             inside = False
         lines.append(line)
     return "\n".join([*lines, f"{margin}```"] if inside else lines)
+
+
+def write(folder: Path) -> None:
+    """Write every page, and every picture that one shows, into a folder, which is made anew."""
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(ROOT / "docs", folder)
+    address = repository()
+    pages = {"flags.md": flags_page(), **api_pages()}
+    pictures: dict[str, str] = {}
+    own = {f"docs/{path.name}": path.name for path in (ROOT / "docs").glob("*.md")}
+    for source, page in (own | FROM_ROOT).items():
+        pages[page], shown = on_site((ROOT / source).read_text(encoding="utf-8"), source, address)
+        pictures |= shown
+    for page, text in pages.items():
+        (folder / page).parent.mkdir(exist_ok=True)
+        (folder / page).write_text(text, encoding="utf-8")
+    for picture, source in pictures.items():
+        (folder / picture).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / source, folder / picture)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    write(PAGES)

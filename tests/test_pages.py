@@ -100,7 +100,7 @@ def test_the_jobs_of_schedulers_are_commands_that_there_are():
 
 def test_there_are_pages_with_python():
     assert {"rules.md", "drafters.md", "embedding.md", "bridges.md", "rollouts.md"} <= set(NAMES)
-    assert {"start.md", "choosing.md", "faq.md", "tpu.md"} <= set(NAMES)
+    assert {"tutorial.md", "choosing.md", "faq.md", "tpu.md"} <= set(NAMES)
 
 
 @pytest.mark.parametrize("page", ["choosing.md", "faq.md"])

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import doctest
 import importlib
+import inspect
 import re
 import tomllib
 from pathlib import Path
 
 import pytest
 
+import kernels_pallas
 from mars_jax import __version__
 from mars_jax.cli.commands import COMMANDS
-from tests.test_public import named
+from tests.test_public import named, promised
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -49,18 +52,68 @@ def test_every_flag_of_every_command_is_on_the_page(pages):
 
 def test_every_public_name_has_an_entry(pages):
     import mars_jax
-    from mars_jax import drafters, verify
+    from mars_jax import contrib, drafters, verify
 
-    entries = pages.api_pages()
-    assert set(entries) == {"api/mars_jax.md", "api/verify.md", "api/drafters.md", "api/modules.md"}
-    for package, page in ((mars_jax, "mars_jax"), (verify, "verify"), (drafters, "drafters")):
-        homes = dict(pages.api_names()[page])
-        modules = mars_jax._MODULES if package is mars_jax else ()
-        assert {name.rpartition(".")[2] for name in homes} == set(package.__all__) - set(modules)
-        for home in homes.values():
-            assert f"::: {home}\n" in entries[f"api/{page}.md"]
-            module, _, own = home.rpartition(".")
-            assert getattr(importlib.import_module(module), own) is named(f"{package.__name__}.{own}")
+    names, entries = pages.api_names(), pages.api_pages()
+    shown = [name.shown for row in names.values() for name in row]
+    assert len(shown) == len(set(shown))
+    every = {f"mars_jax.{name}" for name in mars_jax._HOME}
+    for package in (verify, drafters, contrib, kernels_pallas):
+        every |= {f"{package.__name__}.{name}" for name in package.__all__}
+    assert set(shown) == every
+    for module in mars_jax._MODULES.keys() - {"verify", "drafters"}:
+        assert f"heading: mars_jax.{module}\n" in entries["api/modules.md"]
+    for purpose, (page, _) in pages.REFERENCE.items():
+        for name in names[purpose]:
+            assert f"::: {name.home}\n" in entries[f"api/{page}.md"]
+            package, _, own = name.shown.rpartition(".")
+            assert at(name.home) is (
+                getattr(contrib, own) if package == "mars_jax.contrib" else named(name.shown)
+            )
+    # Rules and drafters of the library come before those of one paper each.
+    assert list(entries)[-1] == "api/contrib.md"
+
+
+def at(home):
+    module, _, own = home.rpartition(".")
+    return getattr(importlib.import_module(module), own)
+
+
+def test_every_field_of_a_public_class_has_its_meaning_and_every_array_its_shape(pages):
+    counted = 0
+    for name in (name for row in pages.api_names().values() for name in row):
+        value, told = at(name.home), pages.fields(name.home)
+        if not inspect.isclass(value):
+            continue
+        made = [f.name for f in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
+        assert {*made, *getattr(value, "_fields", ())} <= {field.name for field in told}, name.shown
+        for field in told:
+            assert field.meaning, f"{name.shown}.{field.name}"
+            assert "Array" not in field.annotation or re.search(r"\[.*?\]|\(.*\)", field.meaning), field
+        assert all(f"  {f.name} (" in pages.told("", name.home) for f in told)
+        counted += len(told)
+    assert counted > 150
+
+
+def test_every_promised_function_says_what_it_returns(pages):
+    """By a part of its docstring, or by a class that has an entry."""
+    entries = {name.home.rpartition(".")[2] for row in pages.api_names().values() for name in row}
+    for full in promised():
+        value = named(full)
+        if not inspect.ismodule(value) and not inspect.isclass(value):
+            back = str(inspect.signature(value).return_annotation)
+            assert "Returns:" in (inspect.getdoc(value) or "") or set(re.findall(r"\w+", back)) & entries, (
+                full
+            )
+
+
+def test_every_page_has_its_place_and_is_written(pages, tmp_path):
+    pages.write(tmp_path)
+    written = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.md")}
+    config = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    placed = re.findall(r"([\w/-]+\.md)$", config[config.index("\nnav:") :], re.MULTILINE)
+    assert sorted(placed) == sorted(written)
+    assert "::: mars_jax.hub.load.load\n" in (tmp_path / "api" / "text.md").read_text(encoding="utf-8")
 
 
 def test_links_out_of_the_site_lead_into_the_repository(pages):

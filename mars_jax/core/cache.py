@@ -61,7 +61,7 @@ class KVCache:
     """The logical axis of each dimension, which says how a mesh divides it; see `mesh.logical_axes`."""
 
     k: tuple[Rows, ...]  # each [B, S, kv_heads, head_dim]
-    v: tuple[Rows, ...]
+    v: tuple[Rows, ...]  # as k
 
     @property
     def slots(self) -> int:

@@ -188,6 +188,9 @@ def stream(
       decoder, params, state: as for `run`.
       ahead: 0 waits for each step before the next one, and yields none past the end; default `look_ahead(state)`.
 
+    Returns:
+      (the state after a step, what the step did), step after step.
+
     Raises:
       MarsError: `ahead` is below 0, or the state was given away before.
     """

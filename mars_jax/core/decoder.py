@@ -59,8 +59,8 @@ class Decoder:
     True
     """
 
-    target: LanguageModel
-    drafter: Drafter
+    target: LanguageModel  # the model whose text this is
+    drafter: Drafter  # proposes the trees
     rule: Any  # its structure; the numbers are in the state
     prefill_chunk: int | None = None  # prompt tokens of a forward of the target; see `prefill.chunk_of`
 

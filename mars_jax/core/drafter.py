@@ -26,8 +26,8 @@ class DraftInput:
 
     keys: Array  # key[B]; fresh in every step
     tokens: Array  # i32[B, T]; committed below `length`
-    length: Array  # i32[B]
-    controls: Controls
+    length: Array  # i32[B]; committed tokens
+    controls: Controls  # of the rows, [B]
     guide: Guide | None = None  # what a constraint lets follow; a draft that does not heed it loses nodes
     # The rule reads `DraftTree.hidden`; a drafter that has none leaves it out.
     hidden: bool = struct.field(pytree_node=False, default=False)
@@ -99,15 +99,15 @@ class Drafter(NamedTuple):
     """
 
     init: Callable[[Params, Array, Array], PyTree]  # (params, tokens i32[B, T], length i32[B]) -> draft state
-    propose: Propose
-    update: Update
+    propose: Propose  # (params, state, `DraftInput`) -> (tree, state)
+    update: Update  # (params, state, tree, verdict, output, length) -> state
     num_nodes: int  # N, static; the root is one of them
     max_depth: int  # D, static
-    reads: Reads | None = None
+    reads: Reads | None = None  # hears what the target computes of a prompt; see `Reads`
     vocab_size: int | None = None  # None: drafts only tokens it has seen
     # (params, state, tokens i32[B, T], cached i32[B], length i32[B]) -> state: for a drafter with a cache that
     # `reads` does not fill, feeds the committed tokens from `cached` on: steps without a draft left them out, or the
     # row goes on with another text (`Decoder.extend`). A drafter with neither reads all of such a text again
     catch_up: Callable[[Params, PyTree, Array, Array, Array], PyTree] | None = None
     traits: tuple[str, ...] = ()  # of STOPS, SPARSE and TRUSTS
-    name: str = "drafter"
+    name: str = "drafter"  # for reports

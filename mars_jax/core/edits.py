@@ -43,6 +43,9 @@ def make_edits(
       frequency_penalty: 0 is off.
       width: least K, so that batches share a compilation.
 
+    Returns:
+      bias_tokens i32[B, K], bias f32[B, K], and repetition, presence and frequency, f32[B] each.
+
     Raises:
       MarsError: a value is out of range.
 

@@ -30,12 +30,12 @@ class Evidence:
 
     keys: Array  # key[B]; constant over a row's life: key what you draw by position, as `sampling.node_uniforms` does
     start: Array  # i32[B]; position of the root
-    prompt_length: Array  # i32[B]
-    tree: DraftTree
+    prompt_length: Array  # i32[B]; tokens of the prompt
+    tree: DraftTree  # the draft, [B, N]
     # f32[B, N, V]; target logits before temperature, with the edits and the constraint of the row
     logits: Array
     hidden: Array  # [B, N, E]; the target's, after its final norm
-    controls: Controls
+    controls: Controls  # of the rows, [B]
     params: PyTree = ()  # Params.verify
     # bool[B, N] or None; a span makes the edges below these nodes strict, see `guide`
     strict_nodes: Array | None = None

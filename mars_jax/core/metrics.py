@@ -110,14 +110,14 @@ class Metrics:
     (3.0, 2.0, 0.25)
     """
 
-    steps: int
-    emitted: int
-    proposed: int
-    accepted_exact: int
-    accepted_relaxed: int
+    steps: int  # target forwards, one per row and step
+    emitted: int  # new tokens
+    proposed: int  # drafted tokens
+    accepted_exact: int  # drafted tokens that the strict rule accepts
+    accepted_relaxed: int  # drafted tokens that only the relaxed rule accepts
     depth_histogram: tuple[int, ...]  # steps by number of draft tokens accepted
     regret: float  # total, nats
-    accepted_trusted: int = 0
+    accepted_trusted: int = 0  # drafted tokens that were taken without a test
 
     @property
     def accepted(self) -> int:

@@ -68,8 +68,8 @@ class Rule:
 class LoadedRule(NamedTuple):
     """A rule and its weights, which go into `Params.verify`."""
 
-    rule: Any
-    params: PyTree = ()
+    rule: Any  # a `Rule`, or a callable like one
+    params: PyTree = ()  # its weights, which it sees as `Evidence.params`
 
 
 class _Foreign(Rule):

@@ -56,7 +56,7 @@ class DraftTree:
     [True, True, False, True, False]
     """
 
-    tokens: Array  # i32[B, N]
+    tokens: Array  # i32[B, N]; NO_TOKEN is padding
     parents: Array  # i32[B, N]; parents[:, 0] == NO_NODE and 0 <= parents[:, i] < i
     depths: Array  # i32[B, N]; depths[:, 0] == 0
     # f32[B, N, V] or None: the processed logits (see `sampling.process`) from which the children of node i were
@@ -73,7 +73,7 @@ class DraftTree:
     # draft from another; see `drafters.sized`.
     expected: Array | None = None
     max_depth: int = struct.field(pytree_node=False)  # D
-    is_chain: bool = struct.field(pytree_node=False)
+    is_chain: bool = struct.field(pytree_node=False)  # each node is the child of the one before
 
 
 @struct.dataclass(kw_only=True)
@@ -175,13 +175,13 @@ class DecodeState:
     """
 
     tokens: Array  # i32[B, T]; tokens[b, :length[b]] are committed
-    length: Array  # i32[B]
-    prompt_length: Array  # i32[B]
-    done: Array  # bool[B]
+    length: Array  # i32[B]; committed tokens, the prompt included
+    prompt_length: Array  # i32[B]; tokens of the prompt
+    done: Array  # bool[B]; nothing is added to the row any more
     failed: Array  # bool[B]; the target's logits were not finite, and the row stopped there
     cache: PyTree  # the target's own: only its `LanguageModel` opens it
-    draft: PyTree
-    controls: Controls
+    draft: PyTree  # the drafter's own; leaves [B, ...]
+    controls: Controls  # of the rows
     rule: PyTree  # the rule, whose every number is [B]
     keys: Array  # key[B]; constant: a row's randomness is a function of its key and of positions
     guides: Guides | None = None  # i32[B] each: the states of the automata of `Controls.guides`
@@ -208,27 +208,28 @@ class StepInfo:
     ([[1, 2, -1]], [[0, 2, -1]], [2], [[3, 1, 4, 1, 2, 0]])
     """
 
-    verdict: Verdict
+    verdict: Verdict  # of the rule
     emitted: Array  # i32[B, D + 1]; NO_TOKEN from num_emitted on
-    num_emitted: Array  # i32[B]
+    num_emitted: Array  # i32[B]; new tokens
     num_proposed: Array  # i32[B]; drafted nodes that are not padding
     kind: Array  # i32[B, D + 1]; EXACT, RELAXED, CORRECTED or TRUSTED; NO_KIND from num_emitted on
-    # f32[B, D + 1] each, of every emitted token and in nats; 0 from num_emitted on
-    regret: Array  # z1 - z[token], of the raw target
-    log_prob: Array  # log softmax(z)[token], of the raw target
-    # log softmax(z / T)[token] over the whole vocabulary, which is what RL libraries mean; at T = 0, log_prob
+    # The last four are of every emitted token and in nats; 0 from num_emitted on.
+    regret: Array  # f32[B, D + 1]; z1 - z[token], of the raw target
+    log_prob: Array  # f32[B, D + 1]; log softmax(z)[token], of the raw target
+    # f32[B, D + 1]; log softmax(z / T)[token] over the whole vocabulary, which is what RL libraries mean; at T = 0,
+    # log_prob
     temperature_log_prob: Array
-    # of the distribution that the token was drawn from, after the filters; NaN where the rule is not lossless and the
-    # row not strict, since the law of its text is not p
+    # f32[B, D + 1]; of the distribution that the token was drawn from, after the filters; NaN where the rule is not
+    # lossless and the row not strict, since the law of its text is not p
     processed_log_prob: Array
 
 
 class Params(NamedTuple):
     """Weights of both models and of a rule that has some, and tables; always an argument, never closed over."""
 
-    target: PyTree
-    draft: PyTree = ()
-    verify: PyTree = ()
+    target: PyTree  # weights of the target
+    draft: PyTree = ()  # weights of the drafter, as it wants them
+    verify: PyTree = ()  # weights of the rule, as `Evidence.params`
     guides: PyTree = None  # tables of automata, `guide.Guides` of `guide.Tables`; those of `Controls.guides`
 
 
@@ -236,7 +237,7 @@ class ForwardOutput(NamedTuple):
     hidden: Array  # [B, N, E]; after the final norm: what `unembed` takes
     # [B, N, E] each: outputs of the layers asked for, for target-coupled drafters
     features: tuple[Array, ...]
-    cache: PyTree
+    cache: PyTree  # with the rows of these nodes
 
 
 class Forward(Protocol):
@@ -255,9 +256,9 @@ class LanguageModel(NamedTuple):
     """
 
     init_cache: Callable[[int, int], PyTree]  # (batch, slots) -> cache
-    forward: Forward
+    forward: Forward  # (params, tokens i32[B, N], visible, cache) -> ForwardOutput
     unembed: Callable[[PyTree, Array], Array]  # (params, hidden [B, N, E]) -> f32[B, N, V]
-    vocab_size: int
+    vocab_size: int  # V
     # What drafters that are coupled to their target ask of it; a model without them drafts with other drafters.
     embed: Callable[[PyTree, Array], Array] | None = None  # (params, tokens i32[B, N]) -> [B, N, E]
     # layers -> the model that returns their outputs
@@ -279,6 +280,9 @@ KEY_IMPL = "threefry2x32"
 
 def keys_from_seeds(seeds: Array) -> Array:
     """One PRNG key per row: seeds u32[B] or i32[B] -> key[B], of `threefry2x32` whatever JAX's default is.
+
+    Returns:
+      key[B]; `Prompts.keys`.
 
     Raises:
       MarsError: seeds that are no array of whole numbers of one dimension.

@@ -29,7 +29,7 @@ class Visible:
     [[1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 0, 1]]
     """
 
-    first: Array  # i32[B]
+    first: Array  # i32[B]; slots that are committed
     positions: Array  # i32[B, N]; of the nodes
     slot: Array  # i32[B]; the nodes' rows are written at slot .. slot + N - 1
     seen: Array | None = None  # bool[B, N, R]; None: R == N, and node i sees the rows 0 .. i

@@ -20,8 +20,8 @@ Steps = Callable[[Decoder, Params, DecodeState], Iterator[tuple[DecodeState, Ste
 class LoadedDrafter(NamedTuple):
     """A drafter and its weights, and what a pair is to know of it beyond a step."""
 
-    drafter: Drafter
-    params: PyTree
+    drafter: Drafter  # its functions
+    params: PyTree  # its weights, which go into `Params.draft`
     # Where it drafts from a vocabulary of its own: the target's tokens i32[U] of that, for which `guide.narrowed`
     # prepares a constraint's tables.
     draft_ids: Array | None = None

@@ -51,10 +51,10 @@ def check_pretrained(target: Any) -> None:
 class Pretrained:
     """A loaded model: pure functions, their params, the static config and the tokenizer."""
 
-    name: str
-    model: LanguageModel
-    params: PyTree  # None where only the outline was read
-    config: ModelConfig
+    name: str  # for messages and reports
+    model: LanguageModel  # its functions
+    params: PyTree  # its weights; None where only the outline was read
+    config: ModelConfig  # sizes, dtypes and what else is static
     path: Path  # the directory or GGUF file it came from
     mesh: Mesh | None = None  # over which params are divided; None is one device
     own_tokenizer: Any = None  # given, and not read from `path`

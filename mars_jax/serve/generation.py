@@ -105,6 +105,9 @@ def generate_iter(
       target, drafter, prompts, verify, batch_size, log_probs: as for `generate`.
       **options: its other arguments.
 
+    Returns:
+      `Finished(index, completion)` of each prompt: its number among `prompts`, and its `Completion`.
+
     Raises:
       MarsError: as `generate`, when it is called and not first when a completion is asked for.
 
@@ -134,6 +137,10 @@ def generate_stream(
     Args:
       target, drafter, prompts, verify, batch_size, log_probs: as for `generate`.
       **options: its other arguments.
+
+    Returns:
+      `Said(index, text, tokens, pieces)`, where `pieces` are (kind, text) and joined they are `text`; and
+      `Finished(index, completion)` at each end.
 
     Raises:
       MarsError: as `generate`, when it is called.

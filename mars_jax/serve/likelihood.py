@@ -52,6 +52,10 @@ def score(
       texts: texts, or token ids; each within the model's context.
       rows: texts of one forward; on a mesh filled up to a multiple of its axis `data`.
 
+    Returns:
+      For each text of L tokens `log_p` f32[L - 1], the natural logarithm of p of token t + 1; `best` and `second`
+      i32[L - 1], the target's two best tokens there; `z1` and `z2` f32[L - 1], their raw logits; and `tokens`, all L.
+
     Raises:
       MarsError: a text that is empty or longer than the context, or a token outside of the vocabulary.
 

@@ -42,22 +42,24 @@ class Request:
 
     prompt: str | None = None  # None where only tokens were given, or a conversation
     messages: tuple[Turn, ...] | None = None  # the conversation, where one was given
-    prompt_tokens: tuple[int, ...]
-    id: Any = None
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    strict: bool = False
-    draft_stop: float = math.inf
-    seed: int = 0
-    max_new_tokens: int = 256
-    stop_tokens: tuple[int, ...] = ()
-    stop_strings: tuple[str, ...] = ()
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    prompt_tokens: tuple[int, ...]  # token ids, at least one
+    id: Any = None  # the user's own, as it was given
+    temperature: float = 0.0  # 0 is greedy
+    top_k: int = 0  # 0 is off
+    top_p: float = 1.0  # 1 is off
+    min_p: float = 0.0  # 0 is off
+    strict: bool = False  # nothing is relaxed
+    draft_stop: float = math.inf  # as `Controls.draft_stop`
+    seed: int = 0  # of its draws
+    max_new_tokens: int = 256  # of the completion, at most
+    stop_tokens: tuple[int, ...] = ()  # token ids that end it
+    stop_strings: tuple[str, ...] = ()  # texts that end it, and are no part of it
+    logit_bias: tuple[
+        tuple[int, float], ...
+    ] = ()  # (token id, what is added to its logit); -inf bans a token
+    repetition_penalty: float = 1.0  # 1 is off; of tokens in prompt and text
+    presence_penalty: float = 0.0  # 0 is off; of tokens in the text
+    frequency_penalty: float = 0.0  # 0 is off; of tokens in the text, for each time that they are there
     constraint: Constraint | None = None  # what the text is to be
     relax_in: tuple[
         str, ...
@@ -108,12 +110,12 @@ class Completion:
     tokens, also some after a stop string.
     """
 
-    request: Request
+    request: Request  # what was asked for
     text: str  # "" where the checkpoint has no tokenizer; it ends before a stop string
     tokens: list[int]  # new tokens, the stop token included, or the one that completes a stop string
     finish_reason: str  # "stop", "length", or "failed": the target's logits were not finite there
-    metrics: Metrics
-    seconds: float
+    metrics: Metrics  # counters of the row's steps
+    seconds: float  # wall time of the row
     log_probs: TokenLogProbs | None = None  # of the new tokens, where they were asked for
 
     @property
@@ -125,9 +127,9 @@ class Completion:
 class Result:
     """The completions of one call, in the order of its prompts."""
 
-    completions: list[Completion]
+    completions: list[Completion]  # of prompt after prompt
     metrics: Metrics  # totals over all prompts
-    seconds: float
+    seconds: float  # wall time of the call
     forwards: int  # of the target, each over all rows that decode side by side
 
     @property

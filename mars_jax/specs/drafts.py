@@ -27,8 +27,8 @@ class Dynamic:
       MarsError: a size below 1.
     """
 
-    top_k: int = 10
-    depth: int = 7
+    top_k: int = 10  # nodes that grow at each level, and children of each
+    depth: int = 7  # D, levels
     nodes: int = 60  # the root included
 
     def __post_init__(self):

@@ -38,7 +38,7 @@ class Mars(Relaxed):
     """
 
     theta: Any  # f32[] or [B]; threshold in the units of the margin; inf is strict
-    margin: str = struct.field(pytree_node=False, default="ratio")
+    margin: str = struct.field(pytree_node=False, default="ratio")  # of MARGINS
 
     @property
     def name(self) -> str:

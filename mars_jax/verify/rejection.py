@@ -38,7 +38,7 @@ class Rejection(Rule):
     shorten the draft. Rows with temperature 0 are exact.
     """
 
-    block: bool = struct.field(pytree_node=False, default=False)
+    block: bool = struct.field(pytree_node=False, default=False)  # decides on the block as a whole
     lossless: ClassVar[bool] = True
 
     @property

@@ -31,8 +31,8 @@ class Retargeted(Lossy):
     its q. Where v depends on the drafted token, of which a tree has several, say `chains_only = True`.
     """
 
-    block: bool = struct.field(pytree_node=False, default=False)
-    chains_only: ClassVar[bool] = False
+    block: bool = struct.field(pytree_node=False, default=False)  # verify by blocks, along chains
+    chains_only: ClassVar[bool] = False  # refuses trees
 
     @property
     def needs(self) -> tuple[str, ...]:
