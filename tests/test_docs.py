@@ -172,6 +172,23 @@ def test_the_pictures_of_the_rules_show_their_json(tmp_path, task):
     assert "mars (gap)" in texts and texts == kept_texts
 
 
+def test_the_picture_of_a_step_is_what_its_script_draws(scripts):
+    drawn = importlib.import_module("step_picture").svg()
+    assert drawn == (ROOT / "docs" / "step.svg").read_text(encoding="utf-8")
+
+
+def test_the_glossary_has_twelve_terms_that_the_main_pages_link_to():
+    terms = anchors(ROOT / "docs" / "glossary.md") - {"glossary"}
+    assert len(terms) == 12
+    linked = {
+        name: {
+            link.partition("#")[2] for link in links(ROOT / "docs" / name) if link.startswith("glossary.md")
+        }
+        for name in ("tutorial.md", "choosing.md", "embedding.md", "rules.md")
+    }
+    assert set().union(*linked.values()) == terms and min(map(len, linked.values())) >= 3
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "picture", "word"),
