@@ -16,13 +16,14 @@
 #
 # An EAGLE-3 head reads its target's features and drafts from them. Here one is trained for a target on texts that the
 # target writes itself, by training-time test ([arXiv 2503.01840](https://arxiv.org/abs/2503.01840)), and then it
-# drafts. On a CPU this takes some minutes and the head stays weak; more tokens make it better.
+# drafts. With so few tokens the head stays weak; more make it better.
 #
 # ## Install
 #
-# `SOURCE` is what pip installs where the package is not there yet: a package name, a `git+https://` address, or a
-# folder with a checkout. On a TPU runtime (Runtime, Change runtime type) the extra `tpu` names the libtpu that fits its
-# JAX; on a GPU runtime the extra `cuda` does. Restart the session if pip replaced a JAX that was loaded already.
+# A wheel beside the notebook comes first: make one by `pip wheel --no-deps .` in a checkout, and upload it. Without one
+# pip takes `SOURCE`: a package name, a `git+https://` address, or a folder with a checkout. A TPU needs the libtpu that
+# fits its JAX, and a GPU its CUDA, which the extras name. Restart the session if pip replaced a JAX that was loaded
+# already. Expect a minute.
 
 # %%
 import glob
@@ -32,10 +33,11 @@ import sys
 
 SOURCE = "mars-jax"  # @param {type:"string"}
 
+on_tpu, on_gpu = glob.glob("/dev/accel*") + glob.glob("/dev/vfio/*"), glob.glob("/dev/nvidia0")
 if importlib.util.find_spec("mars_jax") is None:
-    on_tpu = glob.glob("/dev/accel*") or glob.glob("/dev/vfio/*")
-    extras = "train,tpu" if on_tpu else "train,cuda" if glob.glob("/dev/nvidia0") else "train"
-    address = f"mars-jax[{extras}] @ {SOURCE}" if "://" in SOURCE else f"{SOURCE}[{extras}]"
+    source = (sorted(glob.glob("mars_jax-*.whl")) or [SOURCE])[-1]
+    extras = "train,evaluate" + (",tpu" if on_tpu else ",cuda" if on_gpu else "")
+    address = f"mars-jax[{extras}] @ {source}" if "://" in source else f"{source}[{extras}]"
     subprocess.run([sys.executable, "-m", "pip", "install", "-q", address], check=True)
 
 # %%
@@ -44,9 +46,11 @@ import os
 from pathlib import Path
 
 import jax
-import matplotlib.pyplot as plt
+from IPython.display import Image, display
 
 import mars_jax as mj
+from mars_jax.lab.pictures.palette import COLOURS
+from mars_jax.lab.pictures.style import picture
 
 TARGET = os.environ.get("TARGET", "tiny/target")
 TOKENS = os.environ.get("TOKENS", "200000")
@@ -79,7 +83,7 @@ Path("beginnings.txt").write_text("\n<|endoftext|>\n".join(begun), encoding="utf
 # ## Train
 #
 # In a process of its own, on the CPU or on the accelerator, so that its memory is free afterwards. Killed and started
-# again, it goes on where its last checkpoint was.
+# again, it goes on where its last checkpoint was. Expect 5 minutes on two cores.
 
 # %%
 flags = ["eagle3", "--target", TARGET, "--data", "beginnings.txt", "--write", WRITE, "--tokens", TOKENS]
@@ -89,12 +93,13 @@ subprocess.run([sys.executable, "-m", "mars_jax", "distill", *flags], check=True
 
 # %%
 figures = [json.loads(line) for line in Path("head-training/log.jsonl").read_text().splitlines()]
-for ahead in (1, 2, 3):
-    plt.plot([row[f"accept_{ahead}"] for row in figures], label=f"{ahead} ahead")
-plt.xlabel("step")
-plt.ylabel("share of positions where the head's best token is the target's")
-plt.legend()
-plt.show()
+with picture([Path("accepted.png")], panel=(6, 3.4), caption=f"a head for {TARGET}, {TOKENS} tokens") as (
+    (axis,),
+):
+    for ahead, colour in zip((1, 2, 3), COLOURS, strict=False):
+        axis.plot([100 * row[f"accept_{ahead}"] for row in figures], label=f"{ahead} ahead", color=colour)
+    axis.set(xlabel="step", ylabel="head's best token is the target's, %", ylim=(0, None))
+display(Image("accepted.png"))
 print(
     f"accepted one ahead: {figures[0]['accept_1']:.0%} at the first step, {figures[-1]['accept_1']:.0%} at the last"
 )
@@ -103,12 +108,15 @@ print(
 # ## Draft with it
 #
 # Text under `exact` is the target's own. tau is tokens per forward of the target; the prompts were not trained on.
+# Expect half a minute.
 
 # %%
 target = mj.load(TARGET, dtype="float32")
 prompts = ["Once upon a time, a boy", "The cat and the bird", "Mom said it was time", "In the sun, the frog"]
 options = {"verify": mj.verify.exact(), "max_new_tokens": 48}
 plain = mj.generate(target, "none", prompts, **options)
+for prompt, text in zip(prompts, plain.text, strict=True):
+    print(f"{prompt}|{text}\n")
 for spec in ["ngram", "eagle:head"] + (["eagle:tiny/eagle3"] if TARGET == "tiny/target" else []):
     given = {"num_draft_tokens": 4} | ({"dtype": "float32"} if ":" in spec else {})
     result = mj.generate(target, mj.drafters.load(spec, target, **given), prompts, **options)

@@ -20,9 +20,10 @@
 #
 # ## Install
 #
-# `SOURCE` is what pip installs where the package is not there yet: a package name, a `git+https://` address, or a
-# folder with a checkout. On a TPU runtime (Runtime, Change runtime type) the extra `tpu` names the libtpu that fits its
-# JAX; on a GPU runtime the extra `cuda` does. Restart the session if pip replaced a JAX that was loaded already.
+# A wheel beside the notebook comes first: make one by `pip wheel --no-deps .` in a checkout, and upload it. Without one
+# pip takes `SOURCE`: a package name, a `git+https://` address, or a folder with a checkout. A TPU needs the libtpu that
+# fits its JAX, and a GPU its CUDA, which the extras name. Restart the session if pip replaced a JAX that was loaded
+# already. Expect a minute.
 
 # %%
 import glob
@@ -32,16 +33,17 @@ import sys
 
 SOURCE = "mars-jax"  # @param {type:"string"}
 
+on_tpu, on_gpu = glob.glob("/dev/accel*") + glob.glob("/dev/vfio/*"), glob.glob("/dev/nvidia0")
 if importlib.util.find_spec("mars_jax") is None:
-    on_tpu = glob.glob("/dev/accel*") or glob.glob("/dev/vfio/*")
-    extras = "evaluate,tpu" if on_tpu else "evaluate,cuda" if glob.glob("/dev/nvidia0") else "evaluate"
-    address = f"mars-jax[{extras}] @ {SOURCE}" if "://" in SOURCE else f"{SOURCE}[{extras}]"
+    source = (sorted(glob.glob("mars_jax-*.whl")) or [SOURCE])[-1]
+    extras = "train,evaluate" + (",tpu" if on_tpu else ",cuda" if on_gpu else "")
+    address = f"mars-jax[{extras}] @ {source}" if "://" in source else f"{source}[{extras}]"
     subprocess.run([sys.executable, "-m", "pip", "install", "-q", address], check=True)
 
 # %%
 import os
 
-if not (glob.glob("/dev/accel*") or glob.glob("/dev/vfio/*") or glob.glob("/dev/nvidia0")):
+if not (on_tpu or on_gpu):
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
 import jax
@@ -55,7 +57,7 @@ print(f"mars-jax {mj.__version__}, jax {jax.__version__}, {count} x {jax.devices
 # ## Rows over `data`, the model over `model`
 #
 # Weights stream tensor by tensor to the devices that hold them. What does not divide is whole on every device, and
-# `whole` says what that is.
+# `whole` says what that is. Expect a minute.
 
 # %%
 prompts = ["Once upon a time", "One day, a cat", "Tim and Sue went", "The old dog"]
@@ -74,13 +76,15 @@ alone = mj.generate(
     one, mj.drafters.load("model:tiny/draft", one, num_draft_tokens=3, dtype="float32"), prompts, **options
 )
 same = sum(a == b for a, b in zip(divided.tokens, alone.tokens, strict=True))
-print(divided.text[0], f"\n\n{same} of {len(prompts)} texts are those of one device")
+for prompt, text in zip(prompts, divided.text, strict=True):
+    print(f"{prompt}|{text}\n")
+print(f"{same} of {len(prompts)} texts are those of one device")
 
 # %% [markdown]
 # ## A trainer's own axes
 #
 # Axes of other names are given their role once. A trainer's weights are divided over all axes; `place` lays them out
-# for decoding once an update, and no step gathers them.
+# for decoding once an update, and no step gathers them. Expect half a minute.
 
 # %%
 import numpy as np

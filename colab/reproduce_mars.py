@@ -21,9 +21,10 @@
 #
 # ## Install
 #
-# `SOURCE` is what pip installs where the package is not there yet: a package name, a `git+https://` address, or a
-# folder with a checkout. On a TPU runtime (Runtime, Change runtime type) the extra `tpu` names the libtpu that fits its
-# JAX; on a GPU runtime the extra `cuda` does. Restart the session if pip replaced a JAX that was loaded already.
+# A wheel beside the notebook comes first: make one by `pip wheel --no-deps .` in a checkout, and upload it. Without one
+# pip takes `SOURCE`: a package name, a `git+https://` address, or a folder with a checkout. A TPU needs the libtpu that
+# fits its JAX, and a GPU its CUDA, which the extras name. Restart the session if pip replaced a JAX that was loaded
+# already. Expect a minute.
 
 # %%
 import glob
@@ -33,10 +34,11 @@ import sys
 
 SOURCE = "mars-jax"  # @param {type:"string"}
 
+on_tpu, on_gpu = glob.glob("/dev/accel*") + glob.glob("/dev/vfio/*"), glob.glob("/dev/nvidia0")
 if importlib.util.find_spec("mars_jax") is None:
-    on_tpu = glob.glob("/dev/accel*") or glob.glob("/dev/vfio/*")
-    extras = "evaluate,tpu" if on_tpu else "evaluate,cuda" if glob.glob("/dev/nvidia0") else "evaluate"
-    address = f"mars-jax[{extras}] @ {SOURCE}" if "://" in SOURCE else f"{SOURCE}[{extras}]"
+    source = (sorted(glob.glob("mars_jax-*.whl")) or [SOURCE])[-1]
+    extras = "train,evaluate" + (",tpu" if on_tpu else ",cuda" if on_gpu else "")
+    address = f"mars-jax[{extras}] @ {source}" if "://" in source else f"{source}[{extras}]"
     subprocess.run([sys.executable, "-m", "pip", "install", "-q", address], check=True)
 
 # %% [markdown]

@@ -16,14 +16,14 @@
 #
 # A policy is trained with GRPO ([arXiv 2402.03300](https://arxiv.org/abs/2402.03300)) on samples that a small draft
 # speeds up. Under `exact` the samples follow the policy's own law whatever the draft, so a draft that grows stale costs
-# speed and nothing else; then it is refreshed from its own failures. The models come with the package. On a CPU this
-# takes some minutes.
+# speed and nothing else; then it is refreshed from its own failures. The models come with the package.
 #
 # ## Install
 #
-# `SOURCE` is what pip installs where the package is not there yet: a package name, a `git+https://` address, or a
-# folder with a checkout. On a TPU runtime (Runtime, Change runtime type) the extra `tpu` names the libtpu that fits its
-# JAX; on a GPU runtime the extra `cuda` does. Restart the session if pip replaced a JAX that was loaded already.
+# A wheel beside the notebook comes first: make one by `pip wheel --no-deps .` in a checkout, and upload it. Without one
+# pip takes `SOURCE`: a package name, a `git+https://` address, or a folder with a checkout. A TPU needs the libtpu that
+# fits its JAX, and a GPU its CUDA, which the extras name. Restart the session if pip replaced a JAX that was loaded
+# already. Expect a minute.
 
 # %%
 import glob
@@ -33,23 +33,27 @@ import sys
 
 SOURCE = "mars-jax"  # @param {type:"string"}
 
+on_tpu, on_gpu = glob.glob("/dev/accel*") + glob.glob("/dev/vfio/*"), glob.glob("/dev/nvidia0")
 if importlib.util.find_spec("mars_jax") is None:
-    on_tpu = glob.glob("/dev/accel*") or glob.glob("/dev/vfio/*")
-    extras = "evaluate,tpu" if on_tpu else "evaluate,cuda" if glob.glob("/dev/nvidia0") else "evaluate"
-    address = f"mars-jax[{extras}] @ {SOURCE}" if "://" in SOURCE else f"{SOURCE}[{extras}]"
+    source = (sorted(glob.glob("mars_jax-*.whl")) or [SOURCE])[-1]
+    extras = "train,evaluate" + (",tpu" if on_tpu else ",cuda" if on_gpu else "")
+    address = f"mars-jax[{extras}] @ {source}" if "://" in source else f"{source}[{extras}]"
     subprocess.run([sys.executable, "-m", "pip", "install", "-q", address], check=True)
 
 # %%
 import dataclasses
 import os
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import matplotlib.pyplot as plt
 import numpy as np
 import optax
+from IPython.display import Image, display
 
 import mars_jax as mj
+from mars_jax.lab.pictures.palette import BLUE, VERMILLION
+from mars_jax.lab.pictures.style import picture
 from mars_jax.lab.training import online
 
 UPDATES = int(os.environ.get("UPDATES", "12"))
@@ -98,7 +102,7 @@ def rollout(policy, draft, seed):
 # ## One update
 #
 # The behaviour policy's log-probabilities, `temperature_log_prob`, come with the samples: log softmax(z / T) over the
-# whole vocabulary. Shapes are fixed, so nothing compiles after the first update.
+# whole vocabulary. Shapes are fixed, so nothing compiles after the first update. Expect 3 minutes for twelve updates.
 
 # %%
 WIDTH = 64
@@ -171,7 +175,7 @@ for step in range(UPDATES):
 #
 # As the policy moves, its draft falls behind, and tau with it. The draft learns from the last four rollouts, at the
 # places where it was rejected. Held-out text guards against forgetting: where the expected tau there falls by more than
-# 3%, the draft goes back to what it was.
+# 3%, the draft goes back to what it was. Expect 2 minutes.
 
 # %%
 held_out = [
@@ -198,12 +202,23 @@ stale, renewed = (rollout(policy, one, seed=77_000) for one in (draft, fresh))
 assert stale.tokens == renewed.tokens  # the draft is not what is said
 print(f"tau with the stale draft {stale.metrics.tau:.2f}, refreshed {renewed.metrics.tau:.2f}")
 
+# %% [markdown]
+# The left panel is the reason to train, and the right one the price: tau falls while the policy learns, and comes back
+# with the draft. No sample depended on that.
+
 # %%
-figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.5))
-left.plot(rewards, "o-")
-left.set(xlabel="update", ylabel="mean reward")
-right.plot(taus, "o-", label="stale draft")
-right.plot([UPDATES], [renewed.metrics.tau], "s", label="refreshed")
-right.set(xlabel="update", ylabel="tau, tokens per forward of the policy")
-right.legend()
-plt.show()
+caption = f"tiny/target drafted by tiny/draft, {len(prompts)} prompts, {SAMPLES} samples of each"
+with picture([Path("rollouts.png")], columns=2, panel=(4.6, 3.2), caption=caption) as ((left, right),):
+    left.plot(rewards, "o-", color=BLUE)
+    left.set(xlabel="update", ylabel="mean reward", ylim=(0, 1), title="the policy learns")
+    right.plot(taus, "o-", color=BLUE, label="the draft as it was")
+    right.plot([UPDATES], [renewed.metrics.tau], "s", color=VERMILLION, label="refreshed")
+    right.set(xlabel="update", ylabel="tau, tokens per forward of the policy", title="its draft falls behind")
+display(Image("rollouts.png"))
+
+# %% [markdown]
+# What the policy said before and after, of one prompt:
+
+# %%
+for when, one in (("before", said[0]), ("after", renewed.completions[0])):
+    print(f"{when:7} {prompts[0]}|{one.text}\n")

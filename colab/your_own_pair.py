@@ -16,13 +16,14 @@
 #
 # A target and a draft from the Hugging Face hub on a TPU: first what they take and how long a step is, from their
 # configs alone; then the pair itself, beside the target without a draft. Where there is no TPU the pair that comes with
-# the package stands in, and this takes some minutes.
+# the package stands in.
 #
 # ## Install
 #
-# `SOURCE` is what pip installs where the package is not there yet: a package name, a `git+https://` address, or a
-# folder with a checkout. On a TPU runtime (Runtime, Change runtime type) the extra `tpu` names the libtpu that fits its
-# JAX; on a GPU runtime the extra `cuda` does. Restart the session if pip replaced a JAX that was loaded already.
+# A wheel beside the notebook comes first: make one by `pip wheel --no-deps .` in a checkout, and upload it. Without one
+# pip takes `SOURCE`: a package name, a `git+https://` address, or a folder with a checkout. A TPU needs the libtpu that
+# fits its JAX, and a GPU its CUDA, which the extras name. Restart the session if pip replaced a JAX that was loaded
+# already. Expect a minute.
 
 # %%
 import glob
@@ -32,10 +33,11 @@ import sys
 
 SOURCE = "mars-jax"  # @param {type:"string"}
 
+on_tpu, on_gpu = glob.glob("/dev/accel*") + glob.glob("/dev/vfio/*"), glob.glob("/dev/nvidia0")
 if importlib.util.find_spec("mars_jax") is None:
-    on_tpu = glob.glob("/dev/accel*") or glob.glob("/dev/vfio/*")
-    extras = "evaluate,tpu" if on_tpu else "evaluate,cuda" if glob.glob("/dev/nvidia0") else "evaluate"
-    address = f"mars-jax[{extras}] @ {SOURCE}" if "://" in SOURCE else f"{SOURCE}[{extras}]"
+    source = (sorted(glob.glob("mars_jax-*.whl")) or [SOURCE])[-1]
+    extras = "train,evaluate" + (",tpu" if on_tpu else ",cuda" if on_gpu else "")
+    address = f"mars-jax[{extras}] @ {source}" if "://" in source else f"{source}[{extras}]"
     subprocess.run([sys.executable, "-m", "pip", "install", "-q", address], check=True)
 
 # %% [markdown]
@@ -46,21 +48,22 @@ if importlib.util.find_spec("mars_jax") is None:
 
 # %%
 import os
+from pathlib import Path
 
-accelerator = bool(glob.glob("/dev/accel*") or glob.glob("/dev/vfio/*") or glob.glob("/dev/nvidia0"))
+accelerator = bool(on_tpu or on_gpu)
 TARGET = os.environ.get("TARGET", "Qwen/Qwen3-1.7B" if accelerator else "tiny/target")
 DRAFT = os.environ.get("DRAFT", "model:Qwen/Qwen3-0.6B" if accelerator else "model:tiny/draft")
 TOPOLOGY = os.environ.get("TOPOLOGY", "v5e:1x1")  # Colab has v5e-1 and v6e-1
 PLANNED = os.environ.get("PLANNED", TARGET if accelerator else "llama-3.2-1b")
 PLANNED_DRAFT = os.environ.get("PLANNED_DRAFT", DRAFT if accelerator else "ngram")
-NEW = int(os.environ.get("NEW_TOKENS", "96"))
+NEW = int(os.environ.get("NEW_TOKENS", "192"))
 
 # %% [markdown]
 # ## Plan first
 #
 # `mars-jax plan` compiles the decode loop for the slice ahead of time, without weights and without the TPU: what each
 # chip holds, how long a step takes at its published bandwidth, and whether the pair fits. It runs in a process of its
-# own, before this one takes the TPU. It needs libtpu.
+# own, before this one takes the TPU. It needs libtpu. Expect a minute.
 
 # %%
 if importlib.util.find_spec("libtpu") is None:
@@ -78,14 +81,18 @@ else:
 # %% [markdown]
 # ## Load and decode
 #
-# Of the time that is told, none is compilation: the first call of each way is not counted.
+# Three rounds are timed in turn after one that compiles: a speed is their median, with the lowest and the highest.
+# Regret is what relaxing costs. Expect a minute.
 
 # %%
 import time
 
 import jax
+from IPython.display import Image, display
 
 import mars_jax as mj
+from mars_jax.lab.pictures.palette import look
+from mars_jax.lab.pictures.style import no_grid, picture, whiskers
 
 print(f"mars-jax {mj.__version__}, jax {jax.__version__}, {jax.devices()[0].device_kind}")
 target = mj.load(TARGET)
@@ -103,14 +110,25 @@ prompts = (
 )
 
 
-def timed(drafter, rule):
-    def run():
+def timed(ways):
+    """(the result, its three speeds from low to high) of each way."""
+
+    def run(drafter, rule):
         began = time.perf_counter()
         done = mj.generate(target, drafter, prompts, verify=rule, max_new_tokens=NEW, chat=chat)
-        return done, time.perf_counter() - began
+        return done, done.metrics.emitted / (time.perf_counter() - began)
 
-    run()
-    return min((run() for _ in range(3)), key=lambda pair: pair[1])
+    found = {name: run(*way)[0] for name, way in ways.items()}
+    rounds = [{name: run(*way)[1] for name, way in ways.items()} for _ in range(3)]
+    return {name: (found[name], sorted(one[name] for one in rounds)) for name in ways}
+
+
+def show(found):
+    for name, (result, (low, middle, high)) in found.items():
+        print(
+            f"{name:9} {middle:6.0f} [{low:.0f}, {high:.0f}] tokens/s   tau {result.metrics.tau:.2f}   "
+            f"regret {result.metrics.regret_per_token:.3f} nats per token"
+        )
 
 
 ways = {
@@ -118,17 +136,30 @@ ways = {
     "exact": (draft, mj.verify.exact()),
     "mars 0.9": (draft, mj.verify.mars(theta=0.9)),
 }
-found = {name: timed(*way) for name, way in ways.items()}
-for name, (result, seconds) in found.items():
-    speed = result.metrics.emitted / seconds
-    print(
-        f"{name:9} {speed:8.0f} tokens/s   tau {result.metrics.tau:.2f}   regret {result.metrics.regret:.2f} nats"
-    )
+found = timed(ways)
+show(found)
+
+# %% [markdown]
+# A draft is worth what it makes faster on this machine, so that is what the picture shows: speed, and the range of the
+# rounds.
 
 # %%
-print(found["mars 0.9"][0].text[0])
+caption = f"{TARGET} drafted by {DRAFT}, {len(prompts)} rows, {jax.devices()[0].device_kind}, three rounds"
+looks = {"no draft": look("autoregressive"), "exact": look("exact"), "mars 0.9": look("mars")}
+with picture([Path("speed.png")], panel=(6, 2.2), caption=caption) as ((axis,),):
+    for place, (name, (_, (low, middle, high))) in enumerate(found.items()):
+        axis.errorbar([middle], [place], xerr=whiskers([middle], [(low, high)]), **looks[name].line)
+    axis.set_yticks(range(len(found)), list(found))
+    axis.invert_yaxis()
+    axis.set(xlabel="tokens/s", xlim=(0, None), ylim=(len(found) - 0.5, -0.5))
+    no_grid(axis, "y")
+display(Image("speed.png"))
+
+# %%
+for prompt, text in zip(prompts, found["mars 0.9"][0].text, strict=True):
+    print(f"{prompt}|{text}\n")
 same = sum(a == b for a, b in zip(found["exact"][0].tokens, found["no draft"][0].tokens, strict=True))
-print(f"\n{same} of {len(prompts)} texts of exact are those without a draft")
+print(f"{same} of {len(prompts)} texts of exact are those without a draft")
 
 # %% [markdown]
 # In bfloat16 two programs may round a tie of two tokens to either; in float32 (`mj.load(TARGET, dtype="float32")`) all
@@ -138,11 +169,11 @@ print(f"\n{same} of {len(prompts)} texts of exact are those without a draft")
 #
 # A draft pays in small batches, and in large ones it may not. `draft_size="auto"` measures what a step costs with the
 # whole chain, with half of it and without, and takes in each step what gives most tokens a second. Texts stay the same.
+# Expect half a minute.
 
 # %%
 auto = mj.drafters.load(DRAFT, target, draft_size="auto")
-result, seconds = timed(auto, mj.verify.exact())
-print(f"{result.metrics.emitted / seconds:.0f} tokens/s with {len(prompts)} rows")
+show(timed({"auto": (auto, mj.verify.exact())}))
 
 # %% [markdown]
 # On the command line: `python -m mars_jax.generate --target PATH --draft model:SMALL "..."`, and

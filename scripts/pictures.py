@@ -19,6 +19,7 @@ import evidence_pictures
 import fair_picture
 import rules_pictures
 import speed_picture
+import step_picture
 import stream_picture
 import tpu_cost
 
@@ -41,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     speed_picture.main([])
     rules_pictures.main([])
     cost_picture.main([])
+    step_picture.main([])
     tpu_cost.draw(read("tpu_cost.json"), [DOCS / "tpu_cost.svg"])
     compounding = RESULTS / "compounding"
     branch_report.draw(read("compounding/compounding.json"), [compounding / "compounding.png"])

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import argparse
 import ast
+import base64
 import functools
 import importlib
+import json
 import os
 import posixpath
 import re
@@ -398,6 +400,27 @@ def fenced(docstring: str) -> str:
     return "\n".join([*lines, f"{margin}```"] if inside else lines)
 
 
+def notebook_page(name: str) -> tuple[str, dict[str, bytes]]:
+    """A notebook as Markdown: its texts, its code and its stored outputs, and its pictures by their path."""
+    cells = json.loads((ROOT / "colab" / f"{name}.ipynb").read_text(encoding="utf-8"))["cells"]
+    parts, pictures = [], {}
+    for cell in cells:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        for output in cell.get("outputs", []):
+            data = {kind: "".join(lines) for kind, lines in output.get("data", {}).items()}
+            if picture := data.get("image/png"):
+                path = f"notebooks/{name}-{len(pictures) + 1}.png"
+                pictures[path] = base64.b64decode(picture)
+                parts.append(f"![what the cell above draws]({posixpath.basename(path)})")
+            elif shown := data.get("text/markdown", data.get("text/html")):
+                parts.append(shown)
+            else:
+                said = re.sub(r"\x1b\[[\d;]*m", "", "".join(output.get("text", data.get("text/plain", ""))))
+                parts.append(f"```text\n{said.rstrip()}\n```")
+    return "\n\n".join(parts) + "\n", pictures
+
+
 def write(folder: Path) -> None:
     """Write every page, and every picture that one shows, into a folder, which is made anew."""
     shutil.rmtree(folder, ignore_errors=True)
@@ -405,16 +428,22 @@ def write(folder: Path) -> None:
     address = repository()
     pages = {"flags.md": flags_page(), **api_pages()}
     pictures: dict[str, str] = {}
-    own = {f"docs/{path.name}": path.name for path in (ROOT / "docs").glob("*.md")}
-    for source, page in (own | FROM_ROOT).items():
+    of_docs = {f"docs/{path.name}": path.name for path in (ROOT / "docs").glob("*.md")}
+    for source, page in (of_docs | FROM_ROOT).items():
         pages[page], shown = on_site((ROOT / source).read_text(encoding="utf-8"), source, address)
         pictures |= shown
+    drawn: dict[str, bytes] = {}
+    for path in (ROOT / "colab").glob("*.ipynb"):
+        text, own = notebook_page(path.stem)
+        pages[f"notebooks/{path.stem}.md"], drawn = text, drawn | own
     for page, text in pages.items():
         (folder / page).parent.mkdir(exist_ok=True)
         (folder / page).write_text(text, encoding="utf-8")
     for picture, source in pictures.items():
         (folder / picture).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / source, folder / picture)
+    for picture, data in drawn.items():
+        (folder / picture).write_bytes(data)
 
 
 if __name__ == "__main__":
