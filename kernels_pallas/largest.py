@@ -27,8 +27,8 @@ BLOCK = 128
 class TopK(NamedTuple):
     """In the order (larger value, then smaller id)."""
 
-    values: Array  # f32[..., k]
-    ids: Array  # i32[..., k]
+    values: Array  # f32[..., k]; the largest first
+    ids: Array  # i32[..., k]; their places
     logsumexp: Array  # f32[...]; of the whole row
 
 

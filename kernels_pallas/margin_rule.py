@@ -43,7 +43,7 @@ class Acceptance(NamedTuple):
     num_accepted: Array  # i32[B]; edges walked
     next_token: Array  # i32[B]; y of the node where the walk stops
     relaxed: Array  # bool[B, D]; edge accepted only thanks to relaxation
-    stats: MarginStats  # [B, N] each
+    stats: MarginStats  # [B, N] each; of every node
 
 
 Margin = Callable[[Array, Array, Array], Array]

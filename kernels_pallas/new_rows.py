@@ -14,8 +14,8 @@ from jax import Array
 class NewRows(NamedTuple):
     """Keys and values of W tokens, and the slot of the first: they go to `slot[b] .. slot[b] + W - 1`."""
 
-    k: Array  # [B, W, K, D]
-    v: Array  # [B, W, K, D]
+    k: Array  # [B, W, K, D]; keys
+    v: Array  # [B, W, K, D]; values
     slot: Array  # i32[B]; all of the slots are inside of the cache
 
 

@@ -27,8 +27,8 @@ class MarginStats(NamedTuple):
     unspecified values.
     """
 
-    top1: Array  # f32[...]
-    id1: Array  # i32[...]
+    top1: Array  # f32[...]; the largest
+    id1: Array  # i32[...]; its place
     top2: Array  # f32[...]; -inf where V == 1
     id2: Array  # i32[...]; NO_ID where V == 1
     logsumexp: Array | None = None  # f32[...]; None where it was not asked for; -inf for a row of -inf

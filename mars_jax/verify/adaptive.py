@@ -24,7 +24,7 @@ class Adaptive(Relaxed):
     more, as at inf, it equals `base` bit for bit.
     """
 
-    theta: Any  # f32[] or [B]
+    theta: Any  # f32[] or [B]; share of max p above which a token is accepted
 
     def relaxable(self, evidence: Evidence) -> Array:
         # p(x) / p(top1) = exp(z_x - z_1): the normaliser cancels.

@@ -27,7 +27,7 @@ class Lossy(Rule):
     2610.08678).
     """
 
-    exact_prefix: Any = np.int32(0)  # i32[] or [B]
+    exact_prefix: Any = np.int32(0)  # i32[] or [B]; generated tokens at the start that are strict
 
     def strict_edges(self, evidence: Evidence) -> Array:
         """i32[B]: edges to nodes of at most this depth are strict; all of them in strict rows."""

@@ -27,7 +27,7 @@ class Typical(Relaxed):
     """
 
     epsilon: Any  # f32[] or [B]; what is enough however sure the target is
-    delta: Any  # f32[] or [B]
+    delta: Any  # f32[] or [B]; factor of exp(-entropy)
 
     def relaxable(self, evidence: Evidence) -> Array:
         # log(delta exp(-H)) = log(delta) - H, f32[B, N] at each node; the token x is judged at its parent.

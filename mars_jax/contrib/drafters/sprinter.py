@@ -32,7 +32,7 @@ class SprinterParams(NamedTuple):
 
     model: PyTree  # weights of the small model
     weight: Array  # f32[E]; of the classifier on the model's hidden state at a drafted token
-    bias: Array  # f32[]
+    bias: Array  # f32[]; of its logit
     # f32[]: the chance of acceptance below which the target is asked; above 1 it always is. A value, so that changing
     # it compiles nothing.
     threshold: Any = np.float32(0.5)
