@@ -211,7 +211,7 @@ caption = f"tiny/target drafted by tiny/draft, {len(prompts)} prompts, {SAMPLES}
 with picture([Path("rollouts.png")], columns=2, panel=(4.6, 3.2), caption=caption) as ((left, right),):
     left.plot(rewards, "o-", color=BLUE)
     left.set(xlabel="update", ylabel="mean reward", ylim=(0, 1), title="the policy learns")
-    right.plot(taus, "o-", color=BLUE, label="the draft as it was")
+    right.plot([*taus, stale.metrics.tau], "o-", color=BLUE, label="the draft as it was")
     right.plot([UPDATES], [renewed.metrics.tau], "s", color=VERMILLION, label="refreshed")
     right.set(xlabel="update", ylabel="tau, tokens per forward of the policy", title="its draft falls behind")
 display(Image("rollouts.png"))
