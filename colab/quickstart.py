@@ -184,9 +184,9 @@ for name, (low, middle, high) in speeds.items():
 # ## Speed against quality
 #
 # What a looser theta buys (tau), what it is worth on this machine (speed, with the range of the rounds), and what it
-# costs (problems right). With so few problems the last is noisy: `mars-jax benchmark` runs the same comparison with
-# controls and intervals, and `mars-jax calibrate` picks a theta whose loss stays below a bound with a stated
-# confidence.
+# costs (problems right). Where ranges overlap, neither is shown to be faster. With so few problems the last panel is
+# noisy: `mars-jax benchmark` runs the same comparison with controls and intervals, and `mars-jax calibrate` picks a
+# theta whose loss stays below a bound with a stated confidence.
 
 # %%
 caption = f"{PROBLEMS} word problems at temperature 1; three rounds on {jax.devices()[0].device_kind}"

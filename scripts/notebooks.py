@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 import tempfile
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,10 @@ def notebook(name: str, old: Any = None) -> Any:
 
 
 def run(made: Any) -> None:
-    """Run a notebook in an empty folder. What it says on stderr, progress most of all, is not kept."""
+    """Run a notebook in an empty folder, and print how long each cell took, which its text is to say.
+
+    What it says on stderr, progress most of all, is not kept.
+    """
     import nbclient
 
     with tempfile.TemporaryDirectory() as folder:
@@ -91,7 +95,11 @@ def run(made: Any) -> None:
         ).execute()
     for cell in made.cells:
         if cell.cell_type == "code":
-            cell.metadata.pop("execution", None)
+            times = cell.metadata.pop("execution")
+            began, ended = (
+                datetime.fromisoformat(times[f"iopub.status.{when}"]) for when in ("busy", "idle")
+            )
+            print(f"{cell.id}: {(ended - began).total_seconds():.0f} s")
             cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
 
 
