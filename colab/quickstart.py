@@ -134,7 +134,7 @@ if RUN_LARGE:
 # target's own distribution; `autoregressive` is the target alone. Thresholds are values, so only the first of each
 # rule compiles. Three rounds are timed in turn, and each speed is their median with the lowest and the highest. Regret
 # is what relaxing costs: nats between the target's best logit and the token's. Large targets are asked to end as the
-# small one does. Expect 5 minutes.
+# small one does. Expect 2 minutes.
 
 # %%
 THETAS = (0.95, 0.9, 0.8, 0.7, 0.6, 0.5)

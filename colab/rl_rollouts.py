@@ -102,7 +102,7 @@ def rollout(policy, draft, seed):
 # ## One update
 #
 # The behaviour policy's log-probabilities, `temperature_log_prob`, come with the samples: log softmax(z / T) over the
-# whole vocabulary. Shapes are fixed, so nothing compiles after the first update. Expect 3 minutes for twelve updates.
+# whole vocabulary. Shapes are fixed, so nothing compiles after the first update. Expect 2 minutes for twelve updates.
 
 # %%
 WIDTH = 64
@@ -175,7 +175,7 @@ for step in range(UPDATES):
 #
 # As the policy moves, its draft falls behind, and tau with it. The draft learns from the last four rollouts, at the
 # places where it was rejected. Held-out text guards against forgetting: where the expected tau there falls by more than
-# 3%, the draft goes back to what it was. Expect 2 minutes.
+# 3%, the draft goes back to what it was. Expect a minute.
 
 # %%
 held_out = [

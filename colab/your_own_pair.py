@@ -169,7 +169,7 @@ print(f"{same} of {len(prompts)} texts of exact are those without a draft")
 #
 # A draft pays in small batches, and in large ones it may not. `draft_size="auto"` measures what a step costs with the
 # whole chain, with half of it and without, and takes in each step what gives most tokens a second. Texts stay the same.
-# Expect half a minute.
+# Expect a minute.
 
 # %%
 auto = mj.drafters.load(DRAFT, target, draft_size="auto")
