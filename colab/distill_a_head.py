@@ -77,7 +77,7 @@ where = [
 ]
 what = ["found a red ball", "saw a little bird", "met a big dog", "wanted to play"]
 begun = [f"One day, {a} went to {b}. {a} {c}." for a in who for b in where for c in what]
-Path("beginnings.txt").write_text("\n<|endoftext|>\n".join(begun), encoding="utf-8")
+_ = Path("beginnings.txt").write_text("\n<|endoftext|>\n".join(begun), encoding="utf-8")
 
 # %% [markdown]
 # ## Train
@@ -89,7 +89,7 @@ Path("beginnings.txt").write_text("\n<|endoftext|>\n".join(begun), encoding="utf
 flags = ["eagle3", "--target", TARGET, "--data", "beginnings.txt", "--write", WRITE, "--tokens", TOKENS]
 flags += ["--step-tokens", "1024", "--length", "128", "--steps-ahead", "3", "--draft-vocab", "2048"]
 flags += ["--learning-rate", "2e-3", "--loss", "kl+tv", "--output", "head"]
-subprocess.run([sys.executable, "-m", "mars_jax", "distill", *flags], check=True)
+_ = subprocess.run([sys.executable, "-m", "mars_jax", "distill", *flags], check=True)
 
 # %%
 figures = [json.loads(line) for line in Path("head-training/log.jsonl").read_text().splitlines()]
