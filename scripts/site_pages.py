@@ -253,8 +253,7 @@ def api_names() -> dict[str, list[Name]]:
 
 def exported(package: str) -> list[str]:
     """The names in `__all__` of a package, which is not imported."""
-    source = (ROOT / package.replace(".", "/") / "__init__.py").read_text(encoding="utf-8")
-    for node in ast.parse(source).body:
+    for node in _parsed(package).body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
             return [f"{package}.{name}" for name in ast.literal_eval(node.value)]
     raise ValueError(f"{package} has no __all__.")
