@@ -89,7 +89,7 @@ def test_a_kernel_that_does_not_compile_is_told_with_its_reason(small, monkeypat
 
 def test_experts_that_multiply_wrongly_are_told(monkeypatch):
     monkeypatch.setattr(kernels.moe, "dense_by_expert", lambda x, w, sizes: (x @ w[0].T).astype("float32"))
-    (sentence,) = wrong_kernels([kernels._experts()])
+    (sentence,) = wrong_kernels([kernels._product(*kernels._experts())])
     assert "dense_by_expert as default" in sentence and "differs (off by" in sentence
 
 
