@@ -72,6 +72,16 @@ def test_rows_are_whole_lines_in_order(path):
     assert "id" not in rows[0] and [row["id"] for row in rows[1:]] == [1, 2]
 
 
+def test_a_process_that_is_terminated_says_what_is_left_to_do(path):
+    file = open_file(path)
+    for index in range(2):
+        file.append(completion(index))
+    assert file.end() == f"terminated with 2 of 3 rows in '{path}': run it again with --resume to go on."
+    file = open_file(path)
+    file.append(completion(2))
+    assert file.end() == f"terminated with all 3 rows in '{path}': nothing is left to do."
+
+
 def test_every_row_is_on_disk_before_the_next(path, monkeypatch):
     synced = []
     monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(path.read_bytes().count(b"\n")))

@@ -247,13 +247,15 @@ class OutputFile:
             self._journal.close()
 
     def end(self) -> str:
-        """Close the file, which takes no more rows, as the process ends; say how many it has, and how to go on.
+        """Close the file, which takes no more rows, as the process ends; say how many it has, and whether to go on.
 
         Raises:
           MarsError: as `close`.
         """
         self._writing.acquire()
         self.close()
+        if self.rows == len(self._requests) > 0:
+            return f"terminated with all {self.rows} rows in '{self._path}': nothing is left to do."
         of = f" of {len(self._requests)}" if self._requests else ""
         return f"terminated with {self.rows}{of} rows in '{self._path}': run it again with --resume to go on."
 
