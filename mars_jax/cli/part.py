@@ -55,8 +55,8 @@ class Part(NamedTuple):
             raise MarsError(f"{told}: take fewer parts.")
         return self._replace(rows=rows)
 
-    def unfinished(self, folder: Path) -> MarsError:
-        """Return the error of a folder that lacks rows."""
+    def unfinished(self, folder: Path | str) -> MarsError:
+        """Return the error of a folder, or a file, that lacks rows."""
         return MarsError(
             f"'{folder}' is unfinished: run it again with --part {self.number}/{self.of}, and it goes on."
         )
@@ -206,11 +206,13 @@ def rows_of(file: Path | str, part: Part, told: Mapping[str, Any]) -> int:
       told: the part that its settings say.
 
     Raises:
-      MarsError: it is another part.
+      MarsError: it is another part, or has not ended, where their number is known at the end alone.
     """
     found = Part(**told)
     if found[:2] != part[:2]:
         raise MarsError(
             f"'{file}' holds part {found.number}/{found.of}: decode it again with --part {part.number}/{part.of}."
         )
+    if not found.rows:
+        raise part.unfinished(file)
     return found.rows

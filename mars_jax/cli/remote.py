@@ -27,6 +27,18 @@ def is_url(path: str | os.PathLike[str]) -> bool:
     return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", os.fspath(path)) is not None
 
 
+def refuse(path: str | os.PathLike[str], flag: str) -> None:
+    """Raise MarsError where a path that has to be one of this machine is a URL.
+
+    >>> refuse("runs/evidence", "--output")
+    """
+    if is_url(path):
+        raise MarsError(
+            f"{flag} is '{os.fspath(path)}': give a path of this machine, and copy what is there to the store at the "
+            "end (gcloud storage cp -r, aws s3 cp --recursive)."
+        )
+
+
 def read(url: str) -> bytes:
     """Return the bytes of an object.
 

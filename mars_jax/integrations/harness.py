@@ -12,17 +12,21 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
+
+import jax
 
 from mars_jax import assets, constraints, drafters, hub, specs
 from mars_jax import verify as rules
 from mars_jax.cli.flags import draft_of
+from mars_jax.cli.generate.output_file import fingerprints
 from mars_jax.cli.open_target import open_mesh
 from mars_jax.cli.progress import progress_bar
 from mars_jax.cli.rule_flags import rule_and_file
 from mars_jax.core.errors import MarsError
 from mars_jax.hub.pretrained import Pretrained
+from mars_jax.integrations.answer_file import Answers, place_of
 from mars_jax.placement import hosts
 from mars_jax.serve.likelihood import score
 from mars_jax.serve.queue import longest_first
@@ -35,6 +39,15 @@ try:
     from lm_eval.api.registry import register_model
 except ImportError:
     raise MarsError("the package lm-eval is not installed: install mars-jax[lm-eval].") from None
+
+_ELSEWHERE = {
+    *("self", "__class__", "settings", "verify"),  # the rule is recorded as it is resolved
+    *("batch_size", "prefill_chunk", "mesh", "coordinator", "num_processes", "process_id"),
+    *("max_batch_size", "device", "rows", "part"),
+}
+"""Arguments of a model that decide no answer."""
+CHUNK = 32
+"""Batches of likelihoods that are written together; texts of one length share them."""
 
 
 @register_model("mars_jax")
@@ -61,6 +74,8 @@ class MarsJax(TemplateLM):
         coordinator: str | None = None,
         num_processes: int | None = None,
         process_id: int | None = None,
+        rows: str | None = None,
+        part: str | None = None,
         batch_size: int | str = 1,
         max_batch_size: int | None = None,
         device: str | None = None,
@@ -79,6 +94,8 @@ class MarsJax(TemplateLM):
           mesh: axes with their sizes, joined by a plus since commas part arguments: data=2+model=4.
           coordinator, num_processes, process_id: as for `python -m mars_jax.generate`; every process gives the harness
             the same results, and only one should be given an --output_path.
+          rows: a file of answers, a row each. A run goes on from those that are there; without `part` it scores them.
+          part: I/N, or auto, as for `python -m mars_jax.generate`; `mars-jax merge` puts the rows together.
           batch_size: prompts that decode side by side, a number; a row that ends is begun again with the next one.
           max_batch_size, device: what the harness always passes; JAX chooses the device by itself.
           **settings: of the rule, such as theta, a number or a file of `mars-jax calibrate`, margin and base.
@@ -86,10 +103,14 @@ class MarsJax(TemplateLM):
         Raises:
           MarsError: with one sentence that names what is wrong and the cure.
         """
-        empty = [name for name, value in locals().items() if value == ""]
+        arguments = dict(locals())
+        empty = [name for name, value in arguments.items() if value == ""]
         if empty:
             raise MarsError(f"{empty[0]} is empty: give it a value, or leave it out.")
         super().__init__()
+        if part is not None and rows is None:
+            raise MarsError("part does not apply without rows, the file of its answers: add it.")
+        place = None if rows is None else place_of(rows, part)
         size = str(batch_size)
         if not (size.isascii() and size.isdigit() and len(size) < 10 and int(size)):
             raise MarsError(f"batch_size is {batch_size}: expected a whole number of at least 1.")
@@ -111,6 +132,8 @@ class MarsJax(TemplateLM):
             )
         if mesh is not None:
             hosts.connect(coordinator, num_processes, process_id)
+        if rows is not None and jax.process_count() > 1:
+            raise MarsError("rows does not apply to several processes that decode as one: leave it out.")
         loaded = hub.load(
             target,
             dtype=dtype,
@@ -135,6 +158,11 @@ class MarsJax(TemplateLM):
         if file is not None:
             file.check_weights(loaded, drafter, rule)
         self._session = Session(target=loaded, drafter=drafter, rule=rule, batch_size=int(batch_size))
+        self._answers = None
+        if place is not None:
+            told = {name: value for name, value in arguments.items() if name not in _ELSEWHERE}
+            told |= {"verify": named.spec, **named.settings}
+            self._answers = Answers(*place, told, fingerprints(self._session, spec))
         self._max_gen_toks, self._seed = max_gen_toks, seed
         given = {"regex": regex, "json_schema": json_schema, "choice": choice and str(choice).split("|")}
         self._constraint = constraints.from_fields({name: value for name, value in given.items() if value})
@@ -144,6 +172,23 @@ class MarsJax(TemplateLM):
     @property
     def _target(self) -> Pretrained:
         return self._session.target
+
+    @property
+    def rank(self) -> int:
+        """0, as no process knows of others. The harness asks again when all is answered, where the file is closed."""
+        if self._answers is not None:
+            self._answers.end()
+        return super().rank
+
+    def set_cache_hook(self, cache_hook: Any) -> None:
+        """Refuse the harness's own cache beside rows, as it would keep answers that belong to other parts.
+
+        Raises:
+          MarsError: there are rows.
+        """
+        if self._answers is not None:
+            raise MarsError("--use_cache does not apply with rows, which keep the answers too: leave it out.")
+        super().set_cache_hook(cache_hook)
 
     @property
     def eot_token_id(self) -> int:
@@ -244,25 +289,53 @@ class MarsJax(TemplateLM):
             answers.append((float(found.log_p[len(found.log_p) - n :].sum(dtype="float64")), greedy))
         return answers
 
+    def _each(
+        self, kind: str, requests: Sequence[Any], answer: Callable[[Sequence[int]], Iterable[Any]], other: Any
+    ) -> list[Any]:
+        """Return the answers of the file, of `answer` for the rest, and `other` where they belong to other parts."""
+        if self._answers is None:
+            return list(answer(range(len(requests))))
+        found = [other] * len(requests)
+        for index, made in self._answers.of(kind, requests, answer):
+            found[index] = made
+        return found
+
+    def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """Likelihood of texts after their contexts, and whether greedy decoding gives them."""
+        ask, size = super().loglikelihood, CHUNK * (self._session.batch_size or 1)
+
+        def answer(numbers: Sequence[int]) -> Iterator[tuple[float, bool]]:
+            for first in range(0, len(numbers), size):
+                yield from ask([requests[i] for i in numbers[first : first + size]], disable_tqdm=disable_tqdm)
+
+        found = self._each("loglikelihood", requests, answer, (0.0, False))
+        return [(float(log_p), greedy) for log_p, greedy in found]
+
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Likelihood of whole texts, in windows of the context where they are longer."""
-        totals = []
-        for request in requests:
-            windows = utils.get_rolling_token_windows(
-                token_list=self.tok_encode(request.args[0], add_special_tokens=False),
-                prefix_token=self.prefix_token_id,
-                max_seq_len=self.max_length - 1,
-                context_len=1,
-            )
-            pairs = [(None, *utils.make_disjoint_window(window)) for window in windows]
-            totals.append(sum(log_p for log_p, _ in self._loglikelihood_tokens(pairs)))
-        return totals
+
+        def answer(numbers: Sequence[int]) -> Iterator[float]:
+            for i in numbers:
+                windows = utils.get_rolling_token_windows(
+                    token_list=self.tok_encode(requests[i].args[0], add_special_tokens=False),
+                    prefix_token=self.prefix_token_id,
+                    max_seq_len=self.max_length - 1,
+                    context_len=1,
+                )
+                pairs = [(None, *utils.make_disjoint_window(window)) for window in windows]
+                yield sum(log_p for log_p, _ in self._loglikelihood_tokens(pairs))
+
+        return [float(log_p) for log_p in self._each("loglikelihood_rolling", requests, answer, 0.0)]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Decode with the draft and the rule, up to the first of a request's stop strings.
 
         Tau and tokens per second are said on stderr.
         """
+        return self._each("generate_until", requests, lambda numbers: self._generate(requests, numbers), "")
+
+    def _generate(self, requests: Sequence[Any], numbers: Sequence[int]) -> Iterator[str]:
+        """Yield the texts of some requests, in their order."""
         made = []
         for index, request in enumerate(requests):
             context, options = request.args
@@ -279,16 +352,20 @@ class MarsJax(TemplateLM):
                 **sampling,
             )
         if not made:
-            return []
-        queue = self._session.queue(made, order=longest_first(made))
-        began, answers = time.perf_counter(), [""] * len(made)
-        with progress_bar(len(made)) as count:
+            return
+        # A row is on file when those before it are: where there is one, the first requests begin first.
+        queue = self._session.queue(made, order=longest_first(made) if self._answers is None else numbers)
+        began, ended, waiting = time.perf_counter(), {}, iter(numbers)
+        with progress_bar(len(numbers)) as count:
+            following = next(waiting)
             for index, completion in queue:
-                answers[index] = completion.text
+                ended[index] = completion.text
                 count.advance([completion], time.perf_counter() - began)
+                while following in ended:
+                    yield ended.pop(following)
+                    following = next(waiting, -1)
         if hosts.is_first():
-            print(f"mars_jax: {len(made)} answers, {count.said}", file=sys.stderr)
-        return answers
+            print(f"mars_jax: {len(numbers)} answers, {count.said}", file=sys.stderr)
 
 
 def _options(given: dict[str, Any], limit: int) -> tuple[int, list[str], dict[str, Any]]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
+import json
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 from mars_jax import __version__
 from mars_jax.cli.program import program
+from mars_jax.core.errors import MarsError
 
 _HELP = """\
 usage: mars-jax lm_eval --model mars_jax --model_args NAME=VALUE,... [flags]
@@ -16,6 +19,7 @@ usage: mars-jax lm_eval --model mars_jax --model_args NAME=VALUE,... [flags]
 Run lm-evaluation-harness with a draft and a rule. The flags are the harness's:
 install mars-jax[lm-eval], and --help lists them. --model_args takes flags of
 mars-jax generate by their names: target, draft, verify, theta and others.
+--rows FILE keeps the answers, and --part I/N takes one part of them.
 
 example:
   mars-jax lm_eval --model mars_jax --tasks gsm8k --limit 100 \\
@@ -35,12 +39,26 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(_HELP, end="", file=out)
             return
 
+        ours = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        ours.add_argument("--rows")
+        ours.add_argument("--part")
+        kept, given = ours.parse_known_args(given)
+        kept = {name: value for name, value in vars(kept).items() if value is not None}
+        if kept:
+            if any(flag in ("-C", "--config") or flag.startswith("--config=") for flag in given):
+                raise MarsError(f"--{next(iter(kept))} does not apply with --config: put it among its model_args.")
+            given += ["--model_args", json.dumps(kept)]  # the harness adds them to those that are given
+
         from mars_jax.integrations import harness  # noqa: F401  # enters the model into the harness's registry
+        from mars_jax.integrations.answer_file import Answered
 
         from lm_eval.__main__ import cli_evaluate  # isort: skip  # after ours, which says where it is missing
 
         sys.argv = [sys.argv[0], *given]  # the only place where the harness looks
         sys.stdout = out  # the harness prints its tables there
-        cli_evaluate()
+        try:
+            cli_evaluate()
+        except Answered as part:
+            print(part, file=out)
 
     return program(run, argv)

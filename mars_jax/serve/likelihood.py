@@ -7,6 +7,7 @@ texts, in tests/integrations/test_harness.py.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -95,15 +96,19 @@ def score(
 def batches(
     texts: Sequence[Sequence[int]], rows: int, longest: int
 ) -> Iterator[tuple[list[int], np.ndarray]]:
-    """Yield texts of like lengths together: (indices, tokens i32[rows, L]), zeros after a text and below the last."""
-    order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
-    for first in range(0, len(order), rows):
-        group = order[first : first + rows]
-        width = max(len(texts[group[-1]]), min(bucket(len(texts[group[-1]])), longest))
-        tokens = np.zeros((rows, width), np.int32)
-        for row, i in enumerate(group):
-            tokens[row, : len(texts[i])] = texts[i]
-        yield group, tokens
+    """Yield texts of like lengths together: (indices, tokens i32[rows, L]), zeros after a text and below the last.
+
+    L is that of a text alone, so that its scores are the same bits beside any others.
+    """
+    widths = [max(len(text), min(bucket(len(text)), longest)) for text in texts]
+    for width, alike in itertools.groupby(sorted(range(len(texts)), key=widths.__getitem__), widths.__getitem__):
+        group = list(alike)
+        for first in range(0, len(group), rows):
+            some = group[first : first + rows]
+            tokens = np.zeros((rows, width), np.int32)
+            for row, i in enumerate(some):
+                tokens[row, : len(texts[i])] = texts[i]
+            yield some, tokens
 
 
 @functools.partial(jax.jit, static_argnums=0)
