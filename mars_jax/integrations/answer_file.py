@@ -95,6 +95,15 @@ class Answers:
         Raises:
           MarsError: the file has answers to other requests, or the disk does not take more.
         """
+        try:
+            yield from self._of(kind, requests, answer)
+        except BaseException:  # a program that lives on may begin the run again
+            self._journal.close()
+            raise
+
+    def _of(
+        self, kind: str, requests: Sequence[Any], answer: Callable[[Sequence[int]], Iterable[Any]]
+    ) -> Iterator[tuple[int, Any]]:
         keys = [_key(kind, request) for request in requests]
         self._digest.update("".join(keys).encode())
         share = range(len(keys)) if self._part is None else range(*self._mine().indices(len(keys)))
@@ -109,7 +118,8 @@ class Answers:
         left = share[len(kept) :]
         if not left:
             return
-        if not could_begin(self._journal.torn, to_line({"request": keys[left[0]]})[:-1].encode()):
+        head = to_line({"request": keys[left[0]]})[:-1].encode()
+        if self._rows == len(self._journal.lines) and not could_begin(self._journal.torn, head):
             raise MarsError(f"the last line of '{self.path}' does not answer this run's request: {_OTHER}.")
         self._settle({})
         for made, index in zip(answer(left), left, strict=True):
