@@ -20,8 +20,8 @@ from mars_jax.cli.program import Parser, command
 from mars_jax.core.errors import MarsError
 
 _DESCRIPTION = """\
-Put together what generate, benchmark or distill features wrote with --part I/N, in the
-order of the prompts. A part that is missing or unfinished, or was decoded with other
+Put together what generate, benchmark, lm_eval or distill features wrote with --part I/N,
+in the order of the prompts. A part that is missing or unfinished, or was decoded with other
 settings or weights, is refused.
 """
 _EPILOG = """\
@@ -34,6 +34,8 @@ examples:
   mars-jax merge out.jsonl
   # where the parts were given such an --output
   mars-jax merge gs://bucket/out.jsonl
+  # answers of lm_eval, by its --rows
+  mars-jax merge rows.jsonl
   # folders of benchmark: evidence-00000-of-00002 and so on
   mars-jax merge evidence
 """

@@ -11,8 +11,10 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
 from typing import IO, Any, NoReturn
 
+from mars_jax.cli import remote
 from mars_jax.cli.progress import heartbeat
 from mars_jax.cli.quiet import quiet
 from mars_jax.core.errors import MarsError, did_you_mean, say
@@ -119,12 +121,18 @@ class Parser(argparse.ArgumentParser):
         raise MarsError(f"{message.removeprefix('argument ').rstrip('.')}{near}; --help lists the flags.")
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
-        """Refuse an empty value, mostly of a shell variable that is not set: it would mean the default in silence."""
+        """Refuse an empty value, mostly of a shell variable that is not set: it would mean the default in silence.
+
+        Refuse a URL too where a path of this machine is meant: a `Path` would make a folder of its name.
+        """
         if action.option_strings and "" in arg_strings:
             raise MarsError(
                 f"{action.option_strings[-1]} is empty, as where a shell variable is not set: give it a value, "
                 "or leave it out."
             )
+        if action.type is Path:
+            for text in arg_strings:
+                remote.refuse(text, (action.option_strings or [action.metavar])[-1])
         return super()._get_values(action, arg_strings)
 
     def _near(self, message: str) -> str:

@@ -28,14 +28,15 @@ def is_url(path: str | os.PathLike[str]) -> bool:
 
 
 def refuse(path: str | os.PathLike[str], flag: str) -> None:
-    """Raise MarsError where a path that has to be one of this machine is a URL.
+    """Raise MarsError where a path that has to be one of this machine is a URL, or what `Path` makes of one.
 
     >>> refuse("runs/evidence", "--output")
     """
-    if is_url(path):
+    if re.match(r"\w[\w+.-]+:/", os.fspath(path)):
+        url = re.sub(":/+", "://", os.fspath(path), count=1)
         raise MarsError(
-            f"{flag} is '{os.fspath(path)}': give a path of this machine, and copy what is there to the store at the "
-            "end (gcloud storage cp -r, aws s3 cp --recursive)."
+            f"{flag} '{url}' is a URL: name a path of this machine, and copy what is there to the store when it is done "
+            "(gcloud storage cp -r, aws s3 cp --recursive)."
         )
 
 

@@ -7,7 +7,6 @@ import contextlib
 import io
 import json
 import os
-import re
 import tarfile
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -17,6 +16,7 @@ from typing import IO, Any
 
 import jax
 
+from mars_jax.cli import remote
 from mars_jax.cli.host_flags import joined
 from mars_jax.core.errors import MarsError, say
 from mars_jax.placement import hosts
@@ -111,10 +111,7 @@ def check_folder(folder: Path, *, flag: str = "--output") -> None:
     Raises:
       MarsError: the folder is none, holds anything but a run, or cannot be made or written to.
     """
-    if re.match(r"\w[\w+.-]+:/", str(folder)):  # as `Path` has a URL
-        raise MarsError(
-            f"{flag} '{folder}' is a URL: name a folder of this machine, and copy it when it is done."
-        )
+    remote.refuse(folder, flag)
     if folder.exists() and not folder.is_dir():
         raise MarsError(f"{flag} '{folder}' is a file: name a folder.")
     try:

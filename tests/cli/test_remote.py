@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import mars_jax
-from mars_jax.cli import merge, remote
+from mars_jax.cli import commands, merge, remote
 from mars_jax.cli.generate import uploaded_file
 from mars_jax.cli.generate.prompts import read_prompts
 from mars_jax.cli.sigterm import ending_in_order
@@ -261,6 +261,27 @@ def test_a_store_that_refuses_later_is_tried_again_and_no_row_is_lost(decode, mo
     )
     assert timeless(kept.read_bytes()) == timeless(objects()["out.jsonl"])
     assert "lost.jsonl.done" not in objects() and objects()["lost.jsonl"].count(b"\n") == 4
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["benchmark", "--task", "arithmetic", "--output", "gs://bucket/made"],
+        ["benchmark", "--recipe", "qwen3-8b", "--output", "gs://bucket/made"],
+        ["distill", "features", "--data", "text.txt", "--part", "0/2", "--output", "gs://bucket/made"],
+        ["distill", "eagle3", "--output", "head", "--data", "text.txt", "--work", "gs://bucket/made"],
+        ["calibrate", "--task", "arithmetic", "--output", "gs://bucket/made"],
+        ["check", "--output", "gs://bucket/made"],
+        ["convert", "tiny/target", "gs://bucket/made"],
+    ],
+    ids=lambda argv: " ".join(argv[:3]),
+)
+def test_a_folder_that_is_a_url_is_refused_with_what_to_do(argv, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert commands.main(argv) == 2
+    out, err = capsys.readouterr()
+    assert "'gs://bucket/made' is a URL: name a path of this machine, and copy what is there to the store" in err
+    assert out == "" and not list(tmp_path.iterdir())
 
 
 # SIGTERM.

@@ -79,5 +79,5 @@ def test_a_place_is_a_file_of_this_machine(tmp_path):
     assert place_of("runs/out.jsonl", None)[1] is None
     file, part = place_of(str(tmp_path / "out.jsonl"), "3/16")
     assert file == tmp_path / "out-00003-of-00016.jsonl" and part == Part(3, 16)
-    with pytest.raises(MarsError, match="rows is 'gs://bucket/out.jsonl': give a path of this machine, and copy"):
+    with pytest.raises(MarsError, match="rows 'gs://bucket/out.jsonl' is a URL: name a path of this machine"):
         place_of("gs://bucket/out.jsonl", None)

@@ -119,7 +119,7 @@ def test_rows_of_parts_are_those_of_one_run_and_have_its_scores(folder, evaluate
     [
         (["--part", "0/2"], "part does not apply without rows, the file of its answers: add it."),
         (["--rows", "rows.jsonl", "--part", "2/2"], "--part is '2/2': expected auto, or I/N"),
-        (["--rows", "gs://bucket/rows.jsonl"], "rows is 'gs://bucket/rows.jsonl': give a path of this machine"),
+        (["--rows", "gs://bucket/rows.jsonl"], "rows 'gs://bucket/rows.jsonl' is a URL: name a path of this machine"),
         (["--part", "0/2", "--config", "run.yaml"], "--part does not apply with --config: put it among its model_args"),
     ],
 )

@@ -434,7 +434,7 @@ def test_a_folder_of_something_else_is_refused(flags, refused, tmp_path):
     (tmp_path / "thesis.tex").write_text("x")
     assert "holds other files" in refused(*flags, "--output", tmp_path)
     assert "is a file: name a folder" in refused(*flags, "--output", tmp_path / "thesis.tex")
-    assert "is a URL: name a folder of this machine" in refused(*flags, "--output", "gs://bucket/out")
+    assert "is a URL: name a path of this machine" in refused(*flags, "--output", "gs://bucket/out")
 
 
 # Other runs.
