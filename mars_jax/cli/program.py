@@ -132,7 +132,7 @@ class Parser(argparse.ArgumentParser):
             )
         if action.type is Path:
             for text in arg_strings:
-                remote.refuse(text, (action.option_strings or [action.metavar])[-1])
+                remote.refuse(text, [str(action.metavar), *action.option_strings][-1])
         return super()._get_values(action, arg_strings)
 
     def _near(self, message: str) -> str:

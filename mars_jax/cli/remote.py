@@ -35,8 +35,8 @@ def refuse(path: str | os.PathLike[str], flag: str) -> None:
     if re.match(r"\w[\w+.-]+:/", os.fspath(path)):
         url = re.sub(":/+", "://", os.fspath(path), count=1)
         raise MarsError(
-            f"{flag} '{url}' is a URL: name a path of this machine, and copy what is there to the store when it is done "
-            "(gcloud storage cp -r, aws s3 cp --recursive)."
+            f"{flag} '{url}' is a URL: name a path of this machine, and copy what is there to the store when it is "
+            "done (gcloud storage cp -r, aws s3 cp --recursive)."
         )
 
 

@@ -61,7 +61,8 @@ class Answers:
         self.path, self._part = path, part
         self._beside = Path(f"{self.path}.settings.json")
         self._told = {"settings": plain(settings), "own": {}, "weights": plain(weights)}
-        self._requests, self._rows = 0, 0  # that the harness has asked for, and those of them that are on file
+        # Those that the harness has asked for, and how many of this part's are on file.
+        self._requests, self._rows = 0, 0
         self._digest = hashlib.sha256()
         self._journal = Journal(self.path)
         try:
@@ -113,7 +114,9 @@ class Answers:
             self._rows += 1
             row = parse(line)
             if row is None or row.get("request") != keys[index] or "answer" not in row:
-                raise MarsError(f"line {self._rows} of '{self.path}' does not answer this run's request: {_OTHER}.")
+                raise MarsError(
+                    f"line {self._rows} of '{self.path}' does not answer this run's request: {_OTHER}."
+                )
             yield index, row["answer"]
         left = share[len(kept) :]
         if not left:
@@ -135,7 +138,7 @@ class Answers:
     def _settle(self, part: Mapping[str, Any]) -> None:
         """Write the settings; of a part with how many requests there are, which is 0 until its end."""
         if self._part is not None:
-            self._told["settings"]["part"] = self._part._asdict() | part
+            self._told["settings"]["part"] = {**self._part._asdict(), **part}
         try:
             write_whole(self._beside, to_line(self._told) + "\n")
         except OSError as error:

@@ -46,7 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         kept = {name: value for name, value in vars(kept).items() if value is not None}
         if kept:
             if any(flag in ("-C", "--config") or flag.startswith("--config=") for flag in given):
-                raise MarsError(f"--{next(iter(kept))} does not apply with --config: put it among its model_args.")
+                raise MarsError(
+                    f"--{next(iter(kept))} does not apply with --config: put it among its model_args."
+                )
             given += ["--model_args", json.dumps(kept)]  # the harness adds them to those that are given
 
         from mars_jax.integrations import harness  # noqa: F401  # enters the model into the harness's registry

@@ -101,7 +101,9 @@ def batches(
     L is that of a text alone, so that its scores are the same bits beside any others.
     """
     widths = [max(len(text), min(bucket(len(text)), longest)) for text in texts]
-    for width, alike in itertools.groupby(sorted(range(len(texts)), key=widths.__getitem__), widths.__getitem__):
+    for width, alike in itertools.groupby(
+        sorted(range(len(texts)), key=widths.__getitem__), widths.__getitem__
+    ):
         group = list(alike)
         for first in range(0, len(group), rows):
             some = group[first : first + rows]

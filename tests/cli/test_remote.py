@@ -280,7 +280,9 @@ def test_a_folder_that_is_a_url_is_refused_with_what_to_do(argv, tmp_path, monke
     monkeypatch.chdir(tmp_path)
     assert commands.main(argv) == 2
     out, err = capsys.readouterr()
-    assert "'gs://bucket/made' is a URL: name a path of this machine, and copy what is there to the store" in err
+    assert (
+        "'gs://bucket/made' is a URL: name a path of this machine, and copy what is there to the store" in err
+    )
     assert out == "" and not list(tmp_path.iterdir())
 
 

@@ -62,7 +62,10 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def evaluate(folder, capsys, monkeypatch):
     index = TaskManager.__init__
-    few = lambda *given, **options: index(*given, **options | {"include_defaults": False})
+
+    def few(*given, **options):
+        index(*given, **options | {"include_defaults": False})
+
     monkeypatch.setattr(TaskManager, "__init__", few)  # the harness's thousands of tasks take seconds to list
 
     def run(*flags, code=0):
@@ -119,8 +122,14 @@ def test_rows_of_parts_are_those_of_one_run_and_have_its_scores(folder, evaluate
     [
         (["--part", "0/2"], "part does not apply without rows, the file of its answers: add it."),
         (["--rows", "rows.jsonl", "--part", "2/2"], "--part is '2/2': expected auto, or I/N"),
-        (["--rows", "gs://bucket/rows.jsonl"], "rows 'gs://bucket/rows.jsonl' is a URL: name a path of this machine"),
-        (["--part", "0/2", "--config", "run.yaml"], "--part does not apply with --config: put it among its model_args"),
+        (
+            ["--rows", "gs://bucket/rows.jsonl"],
+            "rows 'gs://bucket/rows.jsonl' is a URL: name a path of this machine",
+        ),
+        (
+            ["--part", "0/2", "--config", "run.yaml"],
+            "--part does not apply with --config: put it among its model_args",
+        ),
     ],
 )
 def test_flags_that_cannot_be_are_named(flags, message, evaluate):
