@@ -78,7 +78,7 @@ def test_a_checkpoint_of_maxtext_decodes_as_its_own_forward_says(tmp_path):
         ["bash", "-o", "pipefail", "-c", "\n".join(lines)],
         cwd=tmp_path, env=env, capture_output=True, text=True, timeout=1200, check=False,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-1000:]
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["tokens"] == found["greedy"] and len({*found["tokens"][0]}) > 4
     assert found["gap"] < 1e-5
