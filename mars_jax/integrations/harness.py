@@ -162,7 +162,7 @@ class MarsJax(TemplateLM):
         self._answers = None
         if place is not None:
             told = {name: value for name, value in arguments.items() if name not in _ELSEWHERE}
-            told |= {"verify": named.spec, **named.settings}
+            told |= {"draft": draft_of(draft, target), "verify": named.spec, **named.settings}
             self._answers = Answers(*place, told, fingerprints(self._session, spec))
         self._max_gen_toks, self._seed = max_gen_toks, seed
         given = {"regex": regex, "json_schema": json_schema, "choice": choice and str(choice).split("|")}

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mars_jax import __version__
-from mars_jax.cli.program import program
+from mars_jax.cli.program import Parser, program
 from mars_jax.core.errors import MarsError
 
 _HELP = """\
@@ -39,10 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(_HELP, end="", file=out)
             return
 
-        ours = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        ours = Parser(add_help=False)
         ours.add_argument("--rows")
         ours.add_argument("--part")
-        kept, given = ours.parse_known_args(given)
+        kept, given = argparse.ArgumentParser.parse_known_args(ours, given)  # the rest is the harness's
         kept = {name: value for name, value in vars(kept).items() if value is not None}
         if kept:
             if any(flag in ("-C", "--config") or flag.startswith("--config=") for flag in given):

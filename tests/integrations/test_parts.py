@@ -120,6 +120,7 @@ def test_rows_of_parts_are_those_of_one_run_and_have_its_scores(folder, evaluate
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        (["--rows"], "--rows: expected one argument"),
         (["--part", "0/2"], "part does not apply without rows, the file of its answers: add it."),
         (["--rows", "rows.jsonl", "--part", "2/2"], "--part is '2/2': expected auto, or I/N"),
         (

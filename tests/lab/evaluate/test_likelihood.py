@@ -76,6 +76,15 @@ def test_all_turns_of_a_conversation_count():
     assert first[1] == 3
 
 
+def test_a_text_has_the_bits_beside_others_that_it_has_alone():
+    """So parts of an evaluation score as the whole does."""
+    embedded = mj.load("tiny/draft", dtype="float32")
+    texts = [[7 + i * i % 390 for i in range(length)] for length in (45, 70, 120)]
+    for text, found in zip(texts, mj.score(embedded, texts, rows=3), strict=True):
+        [alone] = mj.score(embedded, [text], rows=3)
+        np.testing.assert_array_equal(found.log_p, alone.log_p)
+
+
 def test_the_public_score_is_teacher_forcing_by_transformers():
     """And of texts that were generated it is what generation said of them."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
