@@ -95,8 +95,8 @@ class MarsJax(TemplateLM):
           coordinator, num_processes, process_id: as for `python -m mars_jax.generate`; every process gives the harness
             the same results, and only one should be given an --output_path.
           rows: a file of answers, a row each. A run goes on from those that are there; without `part` it scores them.
-          part: I/N, or auto, as for `python -m mars_jax.generate`; the evaluation ends by `Answered`, without a score, and
-            `mars-jax merge` puts the rows together.
+          part: I/N, or auto, as for `python -m mars_jax.generate`; the evaluation ends by `Answered`, without a score,
+            and `mars-jax merge` puts the rows together.
           batch_size: prompts that decode side by side, a number; a row that ends is begun again with the next one.
           max_batch_size, device: what the harness always passes; JAX chooses the device by itself.
           **settings: of the rule, such as theta, a number or a file of `mars-jax calibrate`, margin and base.
