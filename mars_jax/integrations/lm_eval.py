@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mars_jax import __version__
+from mars_jax.cli.part import PART_HELP
 from mars_jax.cli.program import Parser, program
 from mars_jax.core.errors import MarsError
 
@@ -39,9 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(_HELP, end="", file=out)
             return
 
-        ours = Parser(add_help=False)
-        ours.add_argument("--rows")
-        ours.add_argument("--part")
+        ours = Parser(prog="mars-jax lm_eval", add_help=False)
+        ours.add_argument("--rows", metavar="FILE", help="keep the answers there, from which a run goes on")
+        ours.add_argument("--part", metavar="I/N", help=PART_HELP.replace("decode rows", "answer requests"))
+        if {"-h", "--help"} & {*given}:
+            print(f"{ours.format_help()}\nand the flags of lm-evaluation-harness:\n", file=out)
         kept, given = argparse.ArgumentParser.parse_known_args(ours, given)  # the rest is the harness's
         kept = {name: value for name, value in vars(kept).items() if value is not None}
         if kept:

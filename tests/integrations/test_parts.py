@@ -140,3 +140,12 @@ def test_flags_that_cannot_be_are_named(flags, message, evaluate):
 def test_the_cache_of_the_harness_is_refused_beside_rows(folder, evaluate):
     told = evaluate("--rows", folder / "more.jsonl", "--use_cache", folder / "cache", code=2)
     assert "--use_cache does not apply with rows, which keep the answers too: leave it out." in told
+
+
+def test_help_has_our_flags_and_those_of_the_harness(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["mars-jax"])
+    with pytest.raises(SystemExit) as ended:
+        lm_eval.main(["run", "--help"])
+    out = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert out.index("--rows FILE") < out.index("answer requests I, I + N") < out.index("--model_args")
