@@ -5,6 +5,7 @@ Oracle: `safetensors.numpy.save_file` and `torch.save`, round trip in tests/hub.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -48,6 +49,8 @@ class Tensor(NamedTuple):
     group: int | None = None
     # Of a matrix in more than 4 bits, up to 8: what it would lose in 4, its author did not want to lose.
     wider: bool = False
+    # Of a tensor in float8, whose numbers mean nothing without scales, what `rows` would give.
+    numbers: Callable[[int, int], np.ndarray] | None = None
 
     def read(self) -> np.ndarray:
         """Read all of it."""
@@ -207,7 +210,7 @@ def _safetensors(path: Path) -> Iterator[dict[str, Tensor]]:
         shape, begin = tuple(entry["shape"]), 8 + size + entry["data_offsets"][0]
         dtype, width = _DTYPES.get(entry["dtype"]), math.prod(shape[1:])
 
-        def rows(first: int, last: int) -> np.ndarray:
+        def rows(first: int, last: int, dtype: Any = dtype) -> np.ndarray:
             if dtype is None:
                 raise MarsError(_quantised(name, path, entry["dtype"]))
             made = np.empty((last - first, *shape[1:]), dtype)
@@ -224,7 +227,9 @@ def _safetensors(path: Path) -> Iterator[dict[str, Tensor]]:
                 raise MarsError(f"'{path}' ends within tensor {name}: download it again.")
             return made
 
-        return Tensor(shape, rows)
+        float8 = entry["dtype"] == "F8_E4M3"
+        numbers = functools.partial(rows, dtype=ml_dtypes.float8_e4m3fn) if float8 else None
+        return Tensor(shape, rows, numbers=numbers)
 
     yield {name: tensor(name, entry) for name, entry in header.items() if name != "__metadata__"}
 

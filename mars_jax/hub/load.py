@@ -25,6 +25,7 @@ from mars_jax.hub.gguf_file import is_gguf, read_gguf
 from mars_jax.hub.gguf_tensors import gguf_tensors
 from mars_jax.hub.packed_files import packing, unpacked
 from mars_jax.hub.pretrained import Pretrained
+from mars_jax.hub.scaled_files import scaled
 from mars_jax.hub.stream import HostArray, read_array, to_params
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.quantize import Quantized, bits_of, quantize, quantize_4
@@ -263,7 +264,8 @@ def find_tensors(directory: Path, config: ModelConfig) -> dict[str, tuple[str, T
         files = gguf_tensors(directory, config)
     else:
         how = packing(directory)
-        files = tensors(directory) if how is None else unpacked(directory, tensors(directory), how)
+        files = tensors(directory)
+        files = scaled(directory, files) if how is None else unpacked(directory, files, how)
     held = collect(files, _alias)
     table = {row.name: row for row in weights(config)}
 

@@ -54,6 +54,8 @@ def packing(directory: Path) -> Mapping[str, Any] | None:
     if not isinstance(found, dict) or found.get("quant_method") not in _READERS:
         return None
     method = found["quant_method"]
+    if found.get("format") in ("float-quantized", "int-quantized", "naive-quantized"):
+        return None  # `scaled_files` reads those
     if method == "compressed-tensors":
         groups = [g for g in (found.get("config_groups") or {}).values() if isinstance(g, dict)]
         weights = [g.get("weights") or {} for g in groups]

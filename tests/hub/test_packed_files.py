@@ -161,7 +161,7 @@ def test_a_packed_checkpoint_is_the_model_of_its_weights(checkpoint, plain):
 
 
 @pytest.mark.parametrize(
-    "change", [{"bits": 8}, {"quant_method": "compressed-tensors", "format": "float-quantized"}, {"version": "gemv"}]
+    "change", [{"bits": 8}, {"quant_method": "compressed-tensors", "format": "marlin-24"}, {"version": "gemv"}]
 )  # fmt: skip
 def test_other_forms_are_refused(tmp_path, change):
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": HOW["awq"] | change}))

@@ -1,0 +1,92 @@
+"""Matrices in 8 bits that are stored beside their scales, as plain matrices: of checkpoints in fp8 (e4m3) and in int8.
+
+A weight is its number times its scale. A matrix [out, in] has one scale, one for each output, or one for each block:
+
+| | scales | made by |
+|---|---|---|
+| fp8 with blocks | `NAME.weight_scale_inv` [out / b, in / b], b by `weight_block_size` | DeepSeek-V3, Qwen3 in FP8 |
+| fp8 of a whole matrix | `NAME.weight_scale` [] | AutoFP8 |
+| `float-quantized` and `int-quantized` | `NAME.weight_scale` [out, 1], [1] or by blocks | compressed-tensors |
+
+These formats also say how activations are to be rounded. They are not rounded here, so scales of activations are left
+out. Sources: deepseek-ai/DeepSeek-V3 `inference/kernel.py` (`weight_dequant`), vllm-project/compressed-tensors
+`quantizers/naive_quantized.py`. Oracle: PyTorch's float8 (tests/hub/test_scaled_files.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mars_jax.core.errors import MarsError
+from mars_jax.hub.config_json import read_json
+from mars_jax.hub.files import Tensor
+
+_SCALES = (".weight_scale_inv", ".weight_scale")
+_OF_ACTIVATIONS = (".input_scale", ".activation_scale", ".k_scale", ".v_scale")
+
+
+def scaled(directory: Path, files: Iterable[Mapping[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """Give the tensors of a checkpoint's files, those that have scales as the matrices that they stand for.
+
+    Raises:
+      MarsError: scales that do not fit their matrix.
+    """
+    held = list(files)  # nothing is read yet; scales may be in another file than their matrix
+    scales = {
+        name.removesuffix(end): tensor
+        for file in held
+        for name, tensor in file.items()
+        for end in _SCALES
+        if name.endswith(end)
+    }
+    if not scales:
+        yield from map(dict, held)
+        return
+    size = _block_size(directory)
+    for file in held:
+        yield {
+            name: _matrix(directory, name, tensor, scales[base], size)
+            if name.endswith(".weight") and (base := name.removesuffix(".weight")) in scales
+            else tensor
+            for name, tensor in file.items()
+            if not name.endswith((*_SCALES, *_OF_ACTIVATIONS))
+        }
+
+
+def _block_size(directory: Path) -> Any:
+    """Return the outputs and inputs of a block, as the config says; None where it says none."""
+    data = read_json(directory / "config.json")
+    found = data.get("quantization_config") or data.get("compression_config")
+    found = found if isinstance(found, dict) else {}
+    groups = [g for g in (found.get("config_groups") or {}).values() if isinstance(g, dict)]
+    structures = [(g.get("weights") or {}).get("block_structure") for g in groups]
+    return found.get("weight_block_size") or next(filter(None, structures), None)
+
+
+def _matrix(directory: Path, name: str, tensor: Tensor, scale: Tensor, size: Any) -> Tensor:
+    outputs, inputs = tensor.shape if len(tensor.shape) == 2 else (0, 0)
+    shape = scale.shape
+    blocked = isinstance(size, list) and len(size) == 2 and all(isinstance(n, int) and n > 0 for n in size)
+    if shape in ((), (1,), (1, 1)):
+        tall, wide = outputs, inputs
+    elif shape in ((outputs,), (outputs, 1)):
+        tall, wide = 1, inputs
+    elif blocked and shape == (-(-outputs // size[0]), -(-inputs // size[1])):
+        tall, wide = size
+    else:
+        raise MarsError(
+            f"'{directory}': scales {list(shape)} of {name} do not fit its shape {list(tensor.shape)}: download the "
+            "checkpoint again, or use the one that it was made of."
+        )
+
+    def rows(first: int, last: int) -> np.ndarray:
+        own = scale.read().astype(np.float32).reshape(-1, max(1, -(-inputs // wide)))
+        own = own[np.arange(first, last) // tall]
+        numbers = (tensor.numbers or tensor.rows)(first, last)
+        return numbers.astype(np.float32) * np.repeat(own, wide, axis=1)[:, :inputs]
+
+    return Tensor(tensor.shape, rows)
