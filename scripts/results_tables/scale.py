@@ -57,8 +57,12 @@ def one_chip() -> dict[str, Any]:
     return {
         "rows": [row(name, found) for name, found in results.items()],
         "fits": all(found["fits"] for found in results.values()),
-        "trees_in_4_bits_lose": results["v6e, int4, tree of 60"]["step"]["low_seconds"]
-        > results["v6e, int8, tree of 60"]["step"]["low_seconds"],
+        "fewer_bits_are_faster": all(
+            results[name][step]["low_seconds"] < results[name.replace("int4", "int8")][step]["low_seconds"]
+            for name in results
+            if "int4" in name
+            for step in ("step", "autoregressive_step")
+        ),
     }
 
 
