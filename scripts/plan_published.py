@@ -2,8 +2,8 @@
 
     python scripts/plan_published.py --output scripts/results/plan_published.json    # five plans: half an hour
 
-The rows are the recipes of the MARS paper's pairs: its tau with EAGLE-3 and with MARS, and its speedups on H100s. A plan
-gives a step with the paper's tree and a step without a draft, batch 1, 4,096 tokens, bfloat16. No TPU is needed.
+The recipes of the MARS paper's pairs have its taus and its speedups on H100s, with EAGLE-3 and with MARS. A plan gives
+the time of a step with the paper's tree and of one without a draft: batch 1, 4,096 tokens, bfloat16. No TPU is needed.
 """
 
 from __future__ import annotations
