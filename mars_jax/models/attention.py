@@ -42,8 +42,8 @@ FORMS = ("auto", "xla", "pallas", "interpret")
 tests."""
 KERNEL_ROWS, KERNEL_NODES = 8, 64
 """Rows of a batch from which on "auto" takes the kernel on a TPU, and their nodes at most: a prompt's chunks are XLA's.
-Fewer rows take it where XLA would score them in turns, on chips of one core; of those that it scores at once there is
-nothing to win (docs/kernels.md)."""
+Fewer rows take it where XLA would score them in turns; of those that it scores at once there is nothing to win
+(docs/kernels.md)."""
 KERNEL_SLOTS = 128
 """The kernel reads caches of a multiple of so many slots, whatever their dtype and number of heads."""
 
@@ -116,8 +116,9 @@ def _attend_by_kernel(
     def by_mask(q: Array, k: Rows, v: Rows, new: tuple[Array, Array], visible: Visible):
         return attending("xla", visible, k.shape[1], window)(q, k, v, new, scale=scale, cap=cap)
 
-    # The kernel divides rows over the cores of a chip, so few rows would leave one idle.
-    few = len(q) < KERNEL_ROWS and (device_kind() in TWO_CORES or not in_turns(q, k))
+    # The kernel divides rows over the cores of a chip, so one row leaves one idle, which a single query cannot afford.
+    idle = device_kind() in TWO_CORES and q.shape[1] == 1
+    few = len(q) < KERNEL_ROWS and (idle or not in_turns(q, k))
     if form == "auto" and few:
         return by_mask(q, k, v, new, visible)
 
