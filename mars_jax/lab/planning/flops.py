@@ -29,9 +29,8 @@ def flops(module: Module, computation: Computation, instruction: Instruction) ->
         labels = (instruction.attribute("dim_labels") or "").partition("_")[2].partition("->")[0]
         outputs = kernel.dims[labels.index("o")] if "o" in labels else 1
         groups = int(instruction.attribute("batch_group_count") or 1)
-        return (
-            2 * instruction.shapes[0].size * kernel.size // max(1, outputs) // groups // _batches(instruction)
-        )
+        taps = 2 * instruction.shapes[0].size * kernel.size // max(1, outputs) // groups
+        return round(taps * _share(computation, instruction))
     if instruction.opcode == "dot":
         left = computation.instructions[instruction.operands[0]].shapes[0]
         contracted = 1
@@ -41,10 +40,11 @@ def flops(module: Module, computation: Computation, instruction: Instruction) ->
     return 0
 
 
-def _batches(instruction: Instruction) -> int:
-    """Return how many products a convolution is that stands for a batch of them, each with a part of its kernel.
+def _share(computation: Computation, instruction: Instruction) -> float:
+    """Return how many of a convolution's products are with numbers, and not with padding or the gaps of a dilation.
 
-    XLA writes a batch of n as a window of n that moves n - 1 over what is n apart, so it meets one number at a time.
+    XLA writes products in parts so: a batch of n as a window of n over what is n apart, and outputs in n parts as a
+    window of n over one number with n - 1 of padding on each side. Both meet one number at a time.
 
     >>> from mars_jax.lab.planning import hlo
     >>> module = hlo.parse('''HloModule tiny
@@ -60,13 +60,21 @@ def _batches(instruction: Instruction) -> int:
     """
     window = instruction.rest.partition("window={")[2].partition("}")[0]
     sides = {name: side.split("x") for name, _, side in (part.partition("=") for part in window.split())}
-    if not {"size", "stride", "lhs_dilate"} <= sides.keys():
-        return 1
-    batches = 1
-    for size, stride, apart in zip(sides["size"], sides["stride"], sides["lhs_dilate"], strict=True):
-        if size == apart and int(stride) == int(size) - 1:
-            batches *= int(size)
-    return batches
+    sizes = [int(size) for size in sides.get("size", [])]
+    labels, _, result = (instruction.attribute("dim_labels") or "").partition("->")
+    left = computation.instructions[instruction.operands[0]].shapes[0].dims
+    share = 1.0
+    for axis, size in enumerate(sizes):
+        stride, dilated, apart = (
+            int(sides[name][axis]) if name in sides else 1 for name in ("stride", "lhs_dilate", "rhs_dilate")
+        )
+        low = int(sides["pad"][axis].partition("_")[0]) if "pad" in sides else 0
+        held = left[labels.partition("_")[0].index(str(axis))]
+        made = instruction.shapes[0].dims[result.index(str(axis))]
+        places = [out * stride + tap * apart - low for out in range(made) for tap in range(size)]
+        met = sum(place % dilated == 0 and 0 <= place // dilated < held for place in places)
+        share *= met / (made * size)
+    return share
 
 
 def _axes(instruction: Instruction, name: str) -> list[int]:

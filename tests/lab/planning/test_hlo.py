@@ -8,6 +8,7 @@ import pytest
 
 from mars_jax.core.errors import MarsError
 from mars_jax.lab.planning import hlo
+from mars_jax.lab.planning.flops import flops
 from mars_jax.lab.planning.hlo_loops import trips
 
 TINY = Path(__file__).parent / "data" / "tiny_loop"
@@ -112,3 +113,38 @@ def test_a_counter_to_a_constant_and_the_compilers_note_give_the_turns(start, no
     module = hlo.parse(COUNTED.replace("START", start).replace("NOTED", noted))
     entry = module.computations["main"]
     assert trips(module, entry, entry.root, live=0) == expected
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "made", "window", "labels", "products"),
+    [
+        # Of a query product, by heads, as a v5p's compiler writes it; and of attention, a batch of two heads.
+        (
+            "60,32,1",
+            "16,128,32",
+            "60,16,128",
+            "size=16 pad=15_15 rhs_reversal=1",
+            "bf0_0oi->b0f",
+            60 * 16 * 128 * 32,
+        ),
+        (
+            "2,8,128",
+            "96,2,128",
+            "2,8,96",
+            "size=2 stride=1 pad=0_0 lhs_dilate=2",
+            "0bf_o0i->0bf",
+            2 * 8 * 96 * 128,
+        ),
+        ("8,7,16", "3,64,16", "8,7,64", "size=3 pad=1_1", "b0f_0oi->b0f", 8 * (3 * 7 - 2) * 64 * 16),
+    ],
+)
+def test_products_with_padding_and_gaps_are_none(left, right, made, window, labels, products):
+    module = hlo.parse(f"""HloModule tiny
+ENTRY %main (x: f32[{left}], w: f32[{right}]) -> f32[{made}] {{
+  %x = f32[{left}] parameter(0)
+  %w = f32[{right}] parameter(1)
+  ROOT %c = f32[{made}] convolution(%x, %w), window={{{window}}}, dim_labels={labels}
+}}
+""")
+    main = module.computations["main"]
+    assert flops(module, main, main.root) == 2 * products
