@@ -125,6 +125,10 @@ class Pretrained:
         """
         if self.own_tokenizer is not None:
             return self.own_tokenizer
+        if self.path == Path(os.devnull):
+            raise MarsError(
+                f"'{self.name}' was made without a tokenizer: give prompts as token ids, or from_parts a tokenizer=."
+            )
         made = read_tokenizer(self.path)
         if getattr(made, "chat_template", None) is None:
             made.chat_template = template_of(self.name)
