@@ -148,6 +148,12 @@ class _Reader:
                 found += self.branch(instruction, times)
             elif instruction.opcode == "call":
                 found += self.items(self.module.computations[instruction.calls[0]], times)
+            elif instruction.name.startswith("async-collective-"):
+                # A pair of fusions around a collective, which only its beginning holds. It counts there as if it were
+                # waited for.
+                inside = self.module.computations[instruction.calls[0]]
+                own = [i for i in inside.instructions.values() if i.opcode in COLLECTIVES]
+                found += [self.op(inside, i, times) for i in own if "-start" in instruction.name]
             elif instruction.opcode.endswith("-done"):
                 found.append(Wait(instruction.operands[0]))
             elif not is_free(instruction):

@@ -123,6 +123,31 @@ def test_of_a_conditional_the_asked_branch_is_counted(branches, expected):
     assert [op.name for op in step.ops()] == expected
 
 
+ASYNCHRONOUS = """HloModule pair
+%started (x: f32[8,60]) -> (f32[8,60], f32[32,60]) {
+  %x = f32[8,60]{1,0} parameter(0)
+  %all-gather.1 = f32[32,60]{1,0} all-gather(%x), replica_groups={{0,1,2,3}}, dimensions={0}
+  ROOT %custom-call.1 = (f32[8,60]{1,0}, f32[32,60]{1,0}) custom-call(%all-gather.1), custom_call_target="Begin"
+}
+%ended (y: f32[32,60]) -> f32[32,60] {
+  %y = f32[32,60]{1,0} parameter(0)
+  ROOT %custom-call.2 = f32[32,60]{1,0} custom-call(%y), custom_call_target="End"
+}
+ENTRY %main (x: f32[8,60]) -> f32[32,60] {
+  %x = f32[8,60]{1,0} parameter(0)
+  %async-collective-start = (f32[8,60]{1,0}, f32[32,60]{1,0}) fusion(%x), kind=kCustom, calls=%started
+  %part = f32[32,60]{1,0} get-tuple-element(%async-collective-start), index=1
+  ROOT %async-collective-done = f32[32,60]{1,0} fusion(%part), kind=kCustom, calls=%ended
+}
+"""
+
+
+def test_a_collective_between_two_fusions_counts_once():
+    step = read_step(hlo.parse(ASYNCHRONOUS), bundles.Schedule(bundles.Routine([], []), {}), live=1)
+    (op,) = step.ops()
+    assert (op.opcode, op.devices, op.sent, op.received) == ("all-gather", 4, 8 * 60 * 4, 32 * 60 * 4)
+
+
 def an_op(name, *, opcode="fusion", moved=0, bundles=0, times=1, part="target/mlp"):
     return Op(
         name=name, opcode=opcode, part=part, times=times, traffic=Traffic(moved, 0), bundles=bundles, flops=0,
