@@ -66,6 +66,25 @@ def one_chip() -> dict[str, Any]:
     }
 
 
+def published() -> dict[str, Any]:
+    """plan_published.json: taus of the MARS paper times the compiler's steps."""
+    results = load("plan_published.json")["results"]
+
+    def row(name: str, found: Mapping[str, Any]) -> list[str]:
+        paper, step, alone = found["published"], found["step"], found["alone"]
+        ranges = [" .. ".join(f"{1e3 * seconds:.2f}" for seconds in times) for times in (alone, step)]
+        # The lower time of a routine for both steps, or the upper one for both.
+        shares = sorted(a / b for a, b in zip(alone, step, strict=True))
+        ours = [" .. ".join(f"{tau * share:.2f}" for share in shares) for tau in paper["tau"]]
+        both = [f"{tau} ({speed:.2f})" for tau, speed in zip(paper["tau"], paper["speed"], strict=True)]
+        return [name, found["topology"], *ranges, both[0], ours[0], both[1], ours[1]]
+
+    return {
+        "rows": [row(name, found) for name, found in results.items()],
+        "fits": all(found["fits"] for found in results.values()),
+    }
+
+
 def refill() -> dict[str, Any]:
     """bench_refill.json."""
     report = load("bench_refill.json")
