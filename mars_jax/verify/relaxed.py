@@ -1,4 +1,4 @@
-"""The seam of edges: a strict rule, and the edges that a lossy rule lets it take as well.
+"""Relaxing edges: a strict rule, and the edges that a lossy rule lets it take as well.
 
 B batch, N nodes, V vocabulary. Oracle: tests/verify/test_rules.py, for every rule of the table.
 """

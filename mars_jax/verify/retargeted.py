@@ -1,4 +1,4 @@
-"""The seam of distributions: rejection against another distribution than the target's.
+"""Changing the target distribution: rejection against another one than the target's.
 
 B batch, N nodes, V vocabulary. Oracle: exact enumeration in tests/verify/test_retargeted.py.
 """

@@ -90,7 +90,8 @@ class StepClock:
 def worth(job: Job, done: list[Completion], clock: StepClock) -> str:
     """Say how fast drafting was beside plain decoding, and where it lost the cure; "" where nothing was drafted.
 
-    A step gives tau tokens where a plain one gives one; both are timed as they are streamed.
+    A step gives tau tokens where a plain one gives one; both are timed as they are streamed. One timing on a busy machine
+    may be wrong, so it advises no more than another look.
     """
     if not (job.drafts and clock.steps and clock.seconds):
         return ""
@@ -99,7 +100,7 @@ def worth(job: Job, done: list[Completion], clock: StepClock) -> str:
     said = f"{ratio:.2f}x the speed of plain decoding, whose step takes {1e3 * plain:.3g} ms here"
     if ratio >= 0.97:
         return said
-    return f"{said}: the draft does not pay here, so leave it out (--draft none)"
+    return f"{said}: the draft did not pay in this run; if --compare says so too, take --draft none"
 
 
 def _row_by_row(events: Iterator[StreamEvent]) -> Iterator[StreamEvent]:
