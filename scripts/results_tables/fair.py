@@ -45,7 +45,9 @@ def _study(report: dict[str, Any]) -> dict[str, Any]:
     checked = next(
         (report["check"][task] for task in ("stories", "open") if task in (report["check"] or {})), []
     )
+    cores = report["costs"]["cores"]
     return {
+        "cores": f"{cores} core" + "s" * (cores != 1),
         "tables": [
             {
                 "title": f"{task.capitalize()}, temperature {temperature:g}",
