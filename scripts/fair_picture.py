@@ -36,8 +36,8 @@ def caption(report: Mapping[str, Any]) -> str:
     cores = "1 core" if count == 1 else f"{count} cores"
     return (
         "Speed over plain decoding at batch 1, every rule at its own best draft length: `tiny/target` (12M) drafted by "
-        "`tiny/draft` (1M), float32, 180 stories and 1,000 problems. Speed is tau divided by step time. Left: step time "
-        f"measured on {cores} of {report['costs']['processor']}. Right: modelled as 1 + 0.05 K plain steps for K "
+        "`tiny/draft` (1M), float32, 180 stories and 1,000 problems. Speed is tau divided by step time. Left: step "
+        f"time measured on {cores} of {report['costs']['processor']}. Right: modelled as 1 + 0.05 K plain steps for K "
         f"drafted tokens. {report['date'][:10]}."
     )
 

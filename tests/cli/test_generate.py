@@ -112,7 +112,8 @@ def test_a_text_says_what_its_draft_was_worth(run, target, draft, pays, monkeypa
     monkeypatch.setattr(session.Session, "plain_step_seconds", lambda self, requests: 60.0 if pays else 1e-9)
     said = run("--target", target, *FEW, "--draft", f"model:{draft}", "the sea").err
     assert "x the speed of plain decoding, whose step takes" in said
-    assert ("the draft did not pay in this run; if --compare says so too, take --draft none" in said) is not pays
+    doubts = "the draft did not pay in this run; if --compare says so too, take --draft none"
+    assert (doubts in said) is not pays
     assert "the speed of" not in run("--target", target, *PLAIN, "the sea").err
 
 

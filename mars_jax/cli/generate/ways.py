@@ -88,10 +88,10 @@ class StepClock:
 
 
 def worth(job: Job, done: list[Completion], clock: StepClock) -> str:
-    """Say how fast drafting was beside plain decoding, and where it lost the cure; "" where nothing was drafted.
+    """Say how fast drafting was beside plain decoding, and where it lost what to try; "" where nothing was drafted.
 
-    A step gives tau tokens where a plain one gives one; both are timed as they are streamed. One timing on a busy machine
-    may be wrong, so it advises no more than another look.
+    A step gives tau tokens where a plain one gives one; both are timed as they are streamed.
+    One timing on a busy machine may be wrong, so a loss is to be looked at again.
     """
     if not (job.drafts and clock.steps and clock.seconds):
         return ""
