@@ -114,6 +114,8 @@ def test_a_text_says_what_its_draft_was_worth(run, target, draft, pays, monkeypa
     assert "x the speed of plain decoding, whose step takes" in said
     doubts = "the draft did not pay in this run; if --compare says so too, take --draft none"
     assert (doubts in said) is not pays
+    if pays:  # at most tau: a step with a draft is no shorter than a plain one
+        assert re.search(r"tau ([\d.]+)", said)[1] == re.search(r"([\d.]+)x the speed", said)[1]
     assert "the speed of" not in run("--target", target, *PLAIN, "the sea").err
 
 
