@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from mars_jax import drafters, verify
-from mars_jax.core import decode, prefill
+from mars_jax.core import decode, mesh, prefill
 from mars_jax.core.controls import make_controls
 from mars_jax.core.errors import MarsError
 from mars_jax.core.fake import hash_model
@@ -60,7 +60,7 @@ def test_a_draft_model_goes_by_its_own():
 
 
 def test_an_accelerator_is_filled(monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    monkeypatch.setattr(mesh, "device_kind", lambda: "TPU v5 lite")
     assert prefill.chunk_of(64) == prefill.chunk_of(4096) == 512
 
 

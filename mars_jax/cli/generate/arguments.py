@@ -145,7 +145,7 @@ def _add_models(made: argparse.ArgumentParser) -> None:
 
 def _add_rule(made: argparse.ArgumentParser) -> None:
     group = made.add_argument_group("rule", description=_OWN)
-    add_rule_flags(group, default="exact; mars with --compare, a setting of it or no model named")
+    add_rule_flags(group, default="exact, or mars with --compare, a setting of it or no model")
     one = group.add_mutually_exclusive_group()
     one.add_argument("--list-rules", action="store_true", help="print the table of rules, and nothing else")
     one.add_argument(
