@@ -57,8 +57,7 @@ def packing(directory: Path) -> Mapping[str, Any] | None:
     if found.get("format") in ("float-quantized", "int-quantized", "naive-quantized"):
         return None  # `scaled_files` reads those
     if method == "compressed-tensors":
-        groups = [g for g in (found.get("config_groups") or {}).values() if isinstance(g, dict)]
-        weights = [g.get("weights") or {} for g in groups]
+        weights = group_weights(found)
         fits = found.get("format") == "pack-quantized" and all(w.get("num_bits") == 4 for w in weights)
     else:
         fits = found.get("bits", found.get("w_bit")) == 4 and (
@@ -70,6 +69,13 @@ def packing(directory: Path) -> Mapping[str, Any] | None:
             "gemm, compressed-tensors' format pack-quantized), or the checkpoint that it was made of."
         )
     return found
+
+
+def group_weights(config: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return what the groups of a config of compressed-tensors say of weights."""
+    groups = config.get("config_groups")
+    found = [g.get("weights") for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else []
+    return [weights for weights in found if isinstance(weights, dict)]
 
 
 def unpacked(

@@ -24,9 +24,10 @@ import numpy as np
 from mars_jax.core.errors import MarsError
 from mars_jax.hub.config_json import read_json
 from mars_jax.hub.files import Tensor
+from mars_jax.hub.packed_files import group_weights
 
 _SCALES = (".weight_scale_inv", ".weight_scale")
-_OF_ACTIVATIONS = (".input_scale", ".activation_scale", ".k_scale", ".v_scale")
+_OF_ACTIVATIONS = (".input_scale", ".activation_scale", ".output_scale", ".k_scale", ".v_scale", ".kv_scale")
 
 
 def scaled(directory: Path, files: Iterable[Mapping[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
@@ -36,13 +37,14 @@ def scaled(directory: Path, files: Iterable[Mapping[str, Tensor]]) -> Iterator[d
       MarsError: scales that do not fit their matrix.
     """
     held = list(files)  # nothing is read yet; scales may be in another file than their matrix
-    scales = {
-        name.removesuffix(end): tensor
-        for file in held
-        for name, tensor in file.items()
-        for end in _SCALES
-        if name.endswith(end)
-    }
+    scales: dict[str, Tensor] = {}
+    for name, tensor in ((name, tensor) for file in held for name, tensor in file.items()):
+        if end := next(filter(name.endswith, _SCALES), None):
+            if (base := name.removesuffix(end)) in scales:
+                raise MarsError(
+                    f"'{directory}' has two scales of {base}.weight: download the checkpoint again."
+                )
+            scales[base] = tensor
     if not scales:
         yield from map(dict, held)
         return
@@ -61,9 +63,9 @@ def _block_size(directory: Path) -> Any:
     """Return the outputs and inputs of a block, as the config says; None where it says none."""
     data = read_json(directory / "config.json")
     found = data.get("quantization_config") or data.get("compression_config")
-    found = found if isinstance(found, dict) else {}
-    groups = [g for g in (found.get("config_groups") or {}).values() if isinstance(g, dict)]
-    structures = [(g.get("weights") or {}).get("block_structure") for g in groups]
+    if not isinstance(found, dict):
+        return None
+    structures = [weights.get("block_structure") for weights in group_weights(found)]
     return found.get("weight_block_size") or next(filter(None, structures), None)
 
 
@@ -76,17 +78,21 @@ def _matrix(directory: Path, name: str, tensor: Tensor, scale: Tensor, size: Any
     elif shape in ((outputs,), (outputs, 1)):
         tall, wide = 1, inputs
     elif blocked and shape == (-(-outputs // size[0]), -(-inputs // size[1])):
-        tall, wide = size
+        tall, wide = min(size[0], outputs), min(size[1], inputs)
     else:
+        tall = wide = 0
+    if not tall or not wide:
         raise MarsError(
-            f"'{directory}': scales {list(shape)} of {name} do not fit its shape {list(tensor.shape)}: download the "
-            "checkpoint again, or use the one that it was made of."
+            f"'{directory}': scales {list(shape)} of {name}, {list(tensor.shape)}, are read of a whole matrix, of each "
+            "output, or of blocks by weight_block_size: use the checkpoint that it was made of."
         )
 
     def rows(first: int, last: int) -> np.ndarray:
-        own = scale.read().astype(np.float32).reshape(-1, max(1, -(-inputs // wide)))
-        own = own[np.arange(first, last) // tall]
         numbers = (tensor.numbers or tensor.rows)(first, last)
+        if numbers.dtype.itemsize > 1:
+            raise MarsError(f"it holds {numbers.dtype} beside scales: weights in 8 bits have them.")
+        own = scale.read().astype(np.float32).reshape(-1, -(-inputs // wide))
+        own = own[np.arange(first, last) // tall]
         return numbers.astype(np.float32) * np.repeat(own, wide, axis=1)[:, :inputs]
 
     return Tensor(tensor.shape, rows)

@@ -85,13 +85,46 @@ def test_in_8_bits_it_is_rounded_again_and_its_own_dtype_is_the_default(tmp_path
     assert mj.load(tmp_path / "scaled").params["layers"][0]["gate"].dtype == jnp.float32
 
 
-@pytest.mark.parametrize("size", [None, [64, 64], "128", [0, 24]])
-def test_scales_that_do_not_fit_are_refused(size, tmp_path):
+def changed(folder, **config):
+    data = json.loads((folder / "config.json").read_text())
+    data["quantization_config"] |= config
+    (folder / "config.json").write_text(json.dumps(data))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"weight_block_size": size} for size in (None, [64, 64], "128", [0, 24], [10**30, 24])]
+    + [{"weight_block_size": None, "config_groups": groups} for groups in ([1], {"g": {"weights": "x"}})],
+)
+def test_scales_that_do_not_fit_are_refused(config, tmp_path):
     write(tmp_path / "scaled", "blocks")
-    config = json.loads((tmp_path / "scaled" / "config.json").read_text())
-    config["quantization_config"]["weight_block_size"] = size
-    (tmp_path / "scaled" / "config.json").write_text(json.dumps(config))
     with pytest.raises(
-        MarsError, match=r"scales \[2, 4\] of model.layers.0.mlp.down_proj.weight do not fit its"
+        MarsError, match=r"scales \[2, 4\] of model.layers.0.mlp.down_proj.weight, \[64, 96\], are read"
     ):
+        mj.load(changed(tmp_path / "scaled", **config))
+
+
+def test_a_block_far_larger_than_its_matrix_takes_no_memory(tmp_path):
+    meant = write(tmp_path / "scaled", "whole")
+    file = tmp_path / "scaled" / "model-00002-of-00002.safetensors"
+    torch_file.save_file({name: w.reshape(1, 1) for name, w in torch_file.load_file(file).items()}, file)
+    made = mj.load(changed(tmp_path / "scaled", weight_block_size=[10**11, 10**11]), dtype="float32")
+    gate = np.asarray(meant["model.layers.0.mlp.gate_proj.weight"])
+    np.testing.assert_array_equal(made.params["layers"][0]["gate"], gate)
+
+
+@pytest.mark.parametrize("plain", ["mlp.up_proj", "input_layernorm"])
+def test_scales_beside_what_is_in_no_8_bits_are_refused(plain, tmp_path):
+    """Weights that were dequantised already would be scaled twice."""
+    write(tmp_path / "scaled", "whole")
+    name = f"model.layers.1.{plain}"
+    for file in (tmp_path / "scaled").glob("*.safetensors"):
+        held = torch_file.load_file(file)
+        if f"{name}.weight" in held:
+            held[f"{name}.weight"] = held[f"{name}.weight"].float()
+        else:
+            held[f"{name}.weight_scale"] = torch.ones(())
+        torch_file.save_file(held, file)
+    with pytest.raises(MarsError, match=r"holds float32 beside scales|are read of a whole matrix"):
         mj.load(tmp_path / "scaled")
