@@ -19,7 +19,7 @@ fast memory that every generation grants a kernel by default."""
 MAX_ROWS = 1024
 """Rows per block. The state takes 2.5 KiB a row."""
 
-TWO_CORES = ("TPU v4", "TPU v5")
+TWO_CORES = ("TPU v4", "TPU v5", "TPU v5p")
 """Kinds of devices, as jax names them, whose two cores share a kernel's work: v4 and v5p."""
 
 

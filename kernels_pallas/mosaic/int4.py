@@ -35,6 +35,8 @@ _INNER = 2048
 _FEW, _WEIGHTS = 16, (2**20, 2**21)
 """Weights of a block at most: the first copy of a product is hidden by nothing. Where v6e and later multiply more than
 `_FEW` rows a product takes longer than its copy, and larger blocks have fewer gaps between them."""
+_SCALES = 2**18
+"""Groups of a block's outputs at most, of 16 bytes each in fast memory, of which a v4 has 16 MB."""
 _BIAS = 24
 
 
@@ -76,7 +78,8 @@ def dense_int4(
     x = jnp.pad(x, ((0, rows - count), (0, 0)))
     inner = _divisor(inputs, _INNER)
     narrow = not chip.startswith(("TPU v4", "TPU v5"))
-    width = _divisor(outputs, _WEIGHTS[narrow and rows > _FEW] // inner)
+    # Scales and offsets of all groups are beside a block.
+    width = _divisor(outputs, max(128, min(_WEIGHTS[narrow and rows > _FEW] // inner, _SCALES // groups)))
     steps, of_block = inputs // inner, inner // size
     cores = 2 if chip in TWO_CORES and outputs // width % 2 == 0 else 1
     turns = outputs // width // cores

@@ -21,7 +21,7 @@ CACHE_DTYPE_HELP = (
 )
 ATTENTION_HELP = (
     "how the target attends (default: auto); pallas: on TPU a kernel that reads only the row's own slots, which no "
-    "chip has run yet, and xla elsewhere; auto: that kernel where 8 rows or more decode at a time and it compiles"
+    "chip has run yet, and xla elsewhere; auto: that kernel where it pays and compiles"
 )
 NO_CHECK_HELP = "do not check the checksums of a --target that mars-jax convert wrote"
 

@@ -74,7 +74,9 @@ def packing(directory: Path) -> Mapping[str, Any] | None:
 def group_weights(config: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return what the groups of a config of compressed-tensors say of weights."""
     groups = config.get("config_groups")
-    found = [g.get("weights") for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else []
+    found = (
+        [g.get("weights") for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else []
+    )
     return [weights for weights in found if isinstance(weights, dict)]
 
 

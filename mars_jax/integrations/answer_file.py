@@ -62,7 +62,7 @@ class Answers:
         self._beside = Path(f"{self.path}.settings.json")
         self._told = {"settings": plain(settings), "own": {}, "weights": plain(weights)}
         # Those that the harness has asked for, and how many of this part's are on file.
-        self._requests, self._rows = 0, 0
+        self._requests, self._rows, self._ended = 0, 0, False
         self._digest = hashlib.sha256()
         self._journal = Journal(self.path)
         try:
@@ -105,6 +105,8 @@ class Answers:
     def _of(
         self, kind: str, requests: Sequence[Any], answer: Callable[[Sequence[int]], Iterable[Any]]
     ) -> Iterator[tuple[int, Any]]:
+        if self._ended:
+            raise MarsError(f"the run of '{self.path}' has ended: make another model for another run.")
         keys = [_key(kind, request) for request in requests]
         self._digest.update("".join(keys).encode())
         share = range(len(keys)) if self._part is None else range(*self._mine().indices(len(keys)))
@@ -151,8 +153,9 @@ class Answers:
           Answered: this is a part.
           MarsError: the file has more rows than there are requests, or the part has none of them.
         """
-        if not self._requests:
+        if not self._requests or self._ended:
             return
+        self._ended = True
         self._journal.close()
         if self._rows < len(self._journal.lines):
             raise MarsError(f"'{self.path}' has more rows than this run has requests: {_OTHER}.")

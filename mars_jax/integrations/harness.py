@@ -159,14 +159,16 @@ class MarsJax(TemplateLM):
         if file is not None:
             file.check_weights(loaded, drafter, rule)
         self._session = Session(target=loaded, drafter=drafter, rule=rule, batch_size=int(batch_size))
+        given = {"regex": regex, "json_schema": json_schema, "choice": choice and str(choice).split("|")}
+        self._constraint = constraints.from_fields({name: value for name, value in given.items() if value})
         self._answers = None
         if place is not None:
             told = {name: value for name, value in arguments.items() if name not in _ELSEWHERE}
             told |= {"draft": draft_of(draft, target), "verify": named.spec, **named.settings}
+            if json_schema and self._constraint is not None:
+                told["json_schema"] = self._constraint.content  # the file's, which may change
             self._answers = Answers(*place, told, fingerprints(self._session, spec))
         self._max_gen_toks, self._seed = max_gen_toks, seed
-        given = {"regex": regex, "json_schema": json_schema, "choice": choice and str(choice).split("|")}
-        self._constraint = constraints.from_fields({name: value for name, value in given.items() if value})
         self.tokenizer = loaded.tokenizer
         self._template: str | None = None
 

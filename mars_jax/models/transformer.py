@@ -154,9 +154,10 @@ def language_model(
         `forward` returns as `features`, in this order.
       prefill_chunk: prompt tokens per forward while a prompt is read; None: what suits the backend.
       attention: "xla", or "pallas": on TPU the kernel `kernels_pallas.tree_attention`, which reads of each row only its
-        own slots and needs no mask, and "xla" on other platforms. "auto" is the kernel on a TPU for steps of 8 rows or
-        more where it compiles, and "xla" elsewhere. The kernel named has no gradient, which "auto" has, and its caches
-        hold up to 127 slots more. No chip has run it yet. "interpret" is the kernel in Pallas' interpreter, for tests.
+        own slots and needs no mask, and "xla" on other platforms. "auto" is the kernel on a TPU where it compiles, for
+        steps of 8 rows or more and for caches that XLA would read in turns, and "xla" elsewhere. The kernel named has
+        no gradient, which "auto" has, and its caches hold up to 127 slots more. No chip has run it yet.
+        "interpret" is the kernel in Pallas' interpreter, for tests.
 
     Raises:
       MarsError: a feature layer that the model does not have, or an unknown attention.

@@ -56,6 +56,19 @@ def test_parts_number_the_requests_of_all_calls(path):
         answers(path.with_name("none.jsonl"), calls=calls, part=Part(8, 9))
 
 
+def test_a_run_that_has_ended_is_not_gone_on_with(path):
+    file = Answers(path, None, {"seed": 0}, {"target": "a"})
+
+    def answer(numbers):
+        return [(0.0, REQUESTS[n].args[0]) for n in numbers]
+
+    assert len(list(file.of("loglikelihood", REQUESTS, answer))) == 3
+    file.end()
+    file.end()  # the harness asks twice
+    with pytest.raises(MarsError, match="has ended: make another model for another run"):
+        list(file.of("loglikelihood", REQUESTS, answer))
+
+
 def test_a_file_of_another_run_is_refused_by_what_differs_and_left_alone(path):
     answers(path)
     whole = path.read_bytes()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import re
 import signal
 import sys
 from collections.abc import Generator, Iterator, Sequence
@@ -250,7 +251,7 @@ class Talk:
             raise MarsError(
                 f"{name} takes a name first, {COMMANDS[name].partition(', ')[2]}: expected {', '.join(known)}."
             )
-        for flag in (word.partition("=")[0] for word in words if word.startswith("--")):
+        for flag in (word.partition("=")[0] for word in words if re.match(r"-[^\d.]", word)):
             if flag not in own:
                 raise MarsError(
                     f"{name} takes no {flag}{did_you_mean(flag, own)}: expected {', '.join(own[1:])}."
@@ -263,6 +264,8 @@ class Talk:
             ]  # the rule stays, whatever is the default of a draft
         argv += [own[0], *words]
         args, choices = _parsed(argv)
+        if args.prompts != self._args.prompts:
+            raise MarsError(f"{name} takes one name, and then flags: {', '.join(own[1:])}.")
         with busy("loading"):
             job = open_job(args, choices, _ROW, self._job.session.target)
         self._argv, self._args, self._choices, self._job = argv, args, choices, job

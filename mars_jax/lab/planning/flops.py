@@ -71,7 +71,7 @@ def _share(computation: Computation, instruction: Instruction) -> float:
         low = int(sides["pad"][axis].partition("_")[0]) if "pad" in sides else 0
         held = left[labels.partition("_")[0].index(str(axis))]
         made = instruction.shapes[0].dims[result.index(str(axis))]
-        places = [out * stride + tap * apart - low for out in range(made) for tap in range(size)]
+        places = (out * stride + tap * apart - low for out in range(made) for tap in range(size))
         met = sum(place % dilated == 0 and 0 <= place // dilated < held for place in places)
         share *= met / (made * size)
     return share

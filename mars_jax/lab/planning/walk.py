@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from mars_jax.lab.planning.bundles import BRANCH_DELAY, Routine
+from mars_jax.lab.planning.bundles import BRANCH_DELAY, Routine, unknown
 
 _MOST = 1 << 22
 """Bundles that are carried out at most."""
@@ -42,7 +42,11 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
 
 
 def executed(routine: Routine) -> int:
-    """Return how many bundles a kernel executes."""
+    """Return how many bundles a kernel executes.
+
+    Raises:
+      MarsError: they are too many to be carried out.
+    """
     bundles = [_statements(bundle) for bundle in routine.bundles]
     starts: dict[str, int] = {}
     for k, bundle in enumerate(routine.bundles):
@@ -52,7 +56,7 @@ def executed(routine: Routine) -> int:
     memory: dict[str, int | None] = {}
     looped: set[int] = set()  # the beginnings of loops that are in a turn after their first
     count, at, jump = 0, 0, (-1, -1)  # a jump: the bundle after which it is made, and its aim
-    while at < len(bundles) and count < _MOST:
+    while at < len(bundles):
         count += 1
         for kind, name, operands in bundles[at]:
             if kind == "sbr.rel":
@@ -70,6 +74,8 @@ def executed(routine: Routine) -> int:
                 values[name] = _read(values, operands[at in looped])
             else:
                 values[name] = _computed(kind, [_read(values, text) for text in operands])
+        if count == _MOST:
+            raise unknown("a kernel does not end")
         at, jump = (jump[1], (-1, -1)) if at == jump[0] else (at + 1, jump)
     return count
 

@@ -100,7 +100,7 @@ def pair(settings: Mapping[str, Any]) -> str:
 
     def short(name: str) -> str:
         kind, colon, path = name.rpartition(":")
-        return kind + colon + (Path(path).name if path.startswith(("/", "~", ".")) else path)
+        return kind + colon + (Path(path).resolve().name if path.startswith(("/", "~", ".")) else path)
 
     return f"{short(settings['target'])} drafted by {short(settings.get('draft') or settings['drafter'])}"
 
