@@ -85,9 +85,7 @@ def tree_attention(
         writes=new is not None,
     )
     by_heads = pl.BlockSpec((1, 1, heads, m, dim), of)
-    # XLA, which knows what the call costs, would else bring a whole cache into fast memory where one fits.
-    sources = [k, v] if interpret else [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in (k, v)]
-    scratch = []
+    sources, scratch = [k, v], []
     if is_flat(k):
         sources = [x.reshape(batch, slots, dim) for x in sources]
         held = (blocks.slots, dim)
@@ -95,6 +93,9 @@ def tree_attention(
         # Heads wider than the lanes are copied in parts, since a strided load takes rows of one width.
         width = LANES if dim % LANES == 0 else dim
         held = (dim // width, blocks.slots, heads, width)
+    if not interpret:
+        # XLA, which knows what the call costs, would else bring a whole cache into fast memory where one fits.
+        sources = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in sources]
     scratch += [pltpu.VMEM((blocks.buffers, *held), k.dtype) for _ in sources]
     if k_scale is not None and v_scale is not None:
         sources += [jnp.swapaxes(x, 1, 2) for x in (k_scale, v_scale)]

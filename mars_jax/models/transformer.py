@@ -18,7 +18,7 @@ from mars_jax.core.errors import MarsError
 from mars_jax.core.mesh import hold_whole, on_cpu, on_tpu
 from mars_jax.core.types import ForwardOutput, KVCache, LanguageModel, PyTree, Visible
 from mars_jax.models import weights
-from mars_jax.models.attention import BLOCK, FORMS, KERNEL_SLOTS, Attend, attending
+from mars_jax.models.attention import BLOCK, FORMS, KERNEL_ROWS, KERNEL_SLOTS, TURN_SLOTS, Attend, attending
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.layers import dense, embed, gated_mlp, rms_norm, soft_cap
 from mars_jax.models.moe import experts_mlp
@@ -198,7 +198,9 @@ def _language_model(
 
     def init_cache(batch: int, slots: int) -> KVCache:
         # On a CPU a block begins at the same slots in a buffer of any length, so that a sum over it has one order.
-        kernel = on_tpu() if form == "auto" else form != "xla"
+        kernel = form != "xla"
+        if form == "auto":  # which fewer rows of short buffers never take
+            kernel = on_tpu() and (batch >= KERNEL_ROWS or slots > TURN_SLOTS)
         whole = KERNEL_SLOTS if kernel else BLOCK if on_cpu() else 1
         return kv_cache.init_cache(
             layers=sum(attends for attends, _ in kept),

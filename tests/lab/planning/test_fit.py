@@ -125,7 +125,9 @@ def test_what_is_traced_for_a_slice_has_its_chunks_and_slots():
     with jax.set_mesh(parse_mesh("model=1", topology("v5e:1x1").devices)):
         assert chunk_of(64) == 512
         made = jax.eval_shape(lambda: model.init_cache(1, 200))
-    assert slots(made) == 256  # what attention's kernel reads
+        long = jax.eval_shape(lambda: model.init_cache(1, 1200))
+    assert slots(long) == 1280  # which attention's kernel reads
+    assert slots(made) == 200
 
 
 def test_the_message_of_the_compiler_is_read():
