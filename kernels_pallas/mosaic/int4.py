@@ -1,7 +1,7 @@
 """The TPU kernel of a product in 4 bits by groups: unpacked in registers, and multiplied in bfloat16.
 
 R rows, K inputs, N outputs, G groups of `size` inputs. XLA makes a product of each group, scales the results and adds
-them up; of 60 rows over groups of 32 that takes four times as long as the bytes. This kernel reads the matrix as it is
+them up; of 60 rows over groups of 32 that takes far longer than the bytes. This kernel reads the matrix as it is
 stored. Oracle: the product of the dequantised matrix (tests/kernels/test_int4.py).
 
 A word of 32 bits holds the inputs 8s .. 8s + 7 of an output. A shift, a mask and an exclusive or make of it the inputs
