@@ -19,8 +19,9 @@ LOWEST = float(jnp.finfo(jnp.float32).min)
 LOG2_E = 1.4426950408889634
 """Scores are kept times this: a TPU has 2 ** x, of which e ** x takes one product more for every score."""
 FIRST, BASE, COUNT, RECENT, WRITTEN = range(5)
-"""Entries of a row in its table: the first slot of its region, the slot that its first block begins at, the number of
-its blocks, the last slot that some window hides, and where there are new rows the slot of the first of them."""
+"""Entries of a row's tile in the table: the slot before which all of the tile see everything, the slot that its first
+block begins at, the number of its blocks, the last slot that some window hides, and where there are new rows the slot
+of the first of them."""
 UPPER, AFTER, WORDS = 0, 1, 2
 """Columns of a query: the last slot that it sees where the queries are in a row, the last one that its window hides,
 and from column `WORDS` on the rows of the region that it sees, 32 in a word."""
@@ -45,7 +46,7 @@ ITEM, BLOCK, ISSUED, USED, LANDED = range(5)
 
 
 def attend_rows(
-    table_ref,  # i32[4 or 5, B] in scalar memory
+    table_ref,  # i32[4 or 5, B T] in scalar memory
     q_ref,  # [1, 1, K, M, D]
     known_ref,  # i32[1, 1, M, 2 + words]
     *refs,  # keys and values [B, S, K, D] in HBM, and scales f32[B, K, S] or new rows [B, W, K, D] of the two; the
@@ -76,11 +77,14 @@ def attend_rows(
     def row_of(item):
         return core * rows_of_core + lax.div(item, shape.tiles)
 
+    def entry(name, item):
+        return table_ref[name, core * shape.items + item]
+
     def writing(i):
         """The copies of new rows of row `i` of this core to where they belong."""
         row = core * rows_of_core + i
         for kind, (rows, cache) in enumerate(zip(new, sources, strict=True)):
-            place = pl.ds(table_ref[WRITTEN, row], rows.shape[1])
+            place = pl.ds(entry(WRITTEN, i * shape.tiles), rows.shape[1])
             yield pltpu.make_async_copy(rows.at[row], cache.at[row, place], landed.at[kind])
 
     def land():
@@ -94,11 +98,9 @@ def attend_rows(
         lax.fori_loop(0, rows_of_core, end, 0)
         state_ref[LANDED] = 1
 
-    def start_of(row, block):
+    def start_of(item, block):
         # The last block of the cache begins earlier, so that it is whole; it repeats slots.
-        return pl.multiple_of(
-            jnp.minimum(table_ref[BASE, row] + block * size, shape.slots - size), shape.align
-        )
+        return pl.multiple_of(jnp.minimum(entry(BASE, item) + block * size, shape.slots - size), shape.align)
 
     def copies(row, start, buffer):
         for kind, (source, target) in enumerate(zip(sources, buffers, strict=True)):
@@ -120,15 +122,14 @@ def attend_rows(
 
         @pl.when(item < shape.items)
         def _():
-            row = row_of(item)
-            start = start_of(row, block)
+            start = start_of(item, block)
             if shape.writes:
                 # Only a block that new rows are part of waits for them: for all, since semaphores are not by row.
-                pl.when((state_ref[LANDED] == 0) & (start + size > table_ref[WRITTEN, row]))(land)
+                pl.when((state_ref[LANDED] == 0) & (start + size > entry(WRITTEN, item)))(land)
 
-            for copy in copies(row, start, lax.rem(state_ref[ISSUED], blocks.buffers)):
+            for copy in copies(row_of(item), start, lax.rem(state_ref[ISSUED], blocks.buffers)):
                 copy.start()
-            done = block + 1 == table_ref[COUNT, row]
+            done = block + 1 == entry(COUNT, item)
             state_ref[ITEM] = jnp.where(done, item + 1, item)
             state_ref[BLOCK] = jnp.where(done, 0, block + 1)
             state_ref[ISSUED] += 1
@@ -149,7 +150,7 @@ def attend_rows(
             copy_next()
 
     row = row_of(item)
-    first, base, recent = table_ref[FIRST, row], table_ref[BASE, row], table_ref[RECENT, row]
+    first, base, recent = entry(FIRST, item), entry(BASE, item), entry(RECENT, item)
     top_ref[...] = jnp.full_like(top_ref, LOWEST)
     total_ref[...] = jnp.zeros_like(total_ref)
     mixed_ref[...] = jnp.zeros_like(mixed_ref)
@@ -182,7 +183,7 @@ def attend_rows(
 
     def step(block, _):
         copy_next()
-        start, own = start_of(row, block), base + block * size
+        start, own = start_of(item, block), base + block * size
         buffer = lax.rem(state_ref[USED], blocks.buffers)
         for copy in copies(row, start, buffer):
             copy.wait()
@@ -200,7 +201,7 @@ def attend_rows(
         state_ref[USED] += 1
         return 0
 
-    lax.fori_loop(0, table_ref[COUNT, row], step, 0)
+    lax.fori_loop(0, entry(COUNT, item), step, 0)
     for head in range(shape.heads):
         total = total_ref[head][:, :1]
         out = mixed_ref[head] / jnp.where(total == 0, 1.0, total)

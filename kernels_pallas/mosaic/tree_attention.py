@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from kernels_pallas.blocks import LANES, AttentionBlocks, attention_blocks, tile_rows
 from kernels_pallas.mask import pack, region
-from kernels_pallas.mosaic.attend import Shape, attend_rows
+from kernels_pallas.mosaic.attend import RECENT, Shape, attend_rows
 from kernels_pallas.new_rows import NewRows
 
 
@@ -62,9 +62,24 @@ def tree_attention(
     known = _known(first, inside, after, n, tiles * per_tile).reshape(batch, tiles, per_tile, -1)
     known = jnp.repeat(known, group, axis=2)
     known = jnp.pad(known, ((0, 0), (0, 0), (0, m - per_tile * group), (0, 0)))
-    table = row_table(first, rows, after, slots=slots, size=blocks.slots, align=align)
+    # Queries in a row see more from tile to tile, and others all of the region.
+    parts = [(t * per_tile, min((t + 1) * per_tile, n)) for t in range(tiles)]
+    table = jnp.concatenate(
+        [
+            tile_table(
+                first + (begin if inside is None else 0),
+                end - begin if inside is None else rows,
+                None if after is None else after[:, begin:end],
+                slots=slots,
+                size=blocks.slots,
+                align=align,
+            )[..., None]
+            for begin, end in parts
+        ],
+        axis=2,
+    ).reshape(RECENT + 1, batch * tiles)
     if new is not None:
-        table = jnp.concatenate([table, new.slot[None].astype(jnp.int32)])
+        table = jnp.concatenate([table, jnp.repeat(new.slot.astype(jnp.int32), tiles)[None]])
 
     simulated = isinstance(interpret, pltpu.InterpretParams)
     cores = 2 if batch % 2 == 0 else 1
@@ -173,18 +188,18 @@ def _known(first: Array, inside: Array | None, after: Array | None, n: int, padd
     return jnp.pad(jnp.concatenate(columns, axis=2), ((0, 0), (0, padded - n), (0, 0)))
 
 
-def row_table(first: Array, rows: int, after: Array | None, *, slots: int, size: int, align: int) -> Array:
-    """The table of rows, i32[4, B]: `FIRST`, `BASE`, `COUNT` and `RECENT`.
+def tile_table(first: Array, rows: int, after: Array | None, *, slots: int, size: int, align: int) -> Array:
+    """The table of a tile of every row, i32[4, B]: `FIRST`, `BASE`, `COUNT` and `RECENT`.
 
     Args:
-      first: i32[B].
-      rows: R.
+      first: i32[B]; slots before it are seen by all of the tile.
+      rows: R, or those up to the tile's last query.
       after: i32[B, N], the last position that each query's window hides, or None.
       slots: S.
       size: slots of a block.
       align: what the first slot of a block is a multiple of.
 
-    >>> row_table(jnp.asarray([3, 90]), 6, None, slots=96, size=16, align=1)[2].tolist()
+    >>> tile_table(jnp.asarray([3, 90]), 6, None, slots=96, size=16, align=1)[2].tolist()
     [1, 6]
     """
     base, recent = jnp.zeros_like(first), jnp.full_like(first, -1)

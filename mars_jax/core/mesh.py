@@ -344,6 +344,11 @@ def head_axes(heads: int) -> tuple[str, ...] | None:
     return None if mesh is None else axes_of("kv_heads", heads, mesh)
 
 
+def whole_mesh_axes(heads: int) -> tuple[str, ...]:
+    mesh = _ready()
+    return () if mesh is None or names_of("data", mesh) else axes_of("kv_heads", heads, mesh)
+
+
 def expert_axes(experts: int, size: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The mesh axes over which experts are divided where this is traced, and over which the hidden units of each."""
     mesh = _ready()

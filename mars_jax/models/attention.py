@@ -71,7 +71,7 @@ def attending(form: str, visible: Visible, slots: int, window: int | None) -> At
     """
     nodes = visible.positions.shape[1]
     live = jnp.max(visible.slot) + nodes
-    fits = nodes <= KERNEL_NODES and slots % KERNEL_SLOTS == 0
+    fits = slots % KERNEL_SLOTS == 0 and (nodes <= KERNEL_NODES or visible.seen is None)
     if form == "xla" or (form == "auto" and not (on_tpu() and fits)):
         return Partial(_attend_by_mask, visible.dense(slots, window), live, visible.slot)
     return Partial(_by_kernel(form, window), visible)
@@ -89,7 +89,8 @@ def _attend_by_mask(
     scale: float,
     cap: float | None,
 ) -> tuple[Array, Rows, Rows]:
-    k, v = (hold_heads(kv_cache.write(old, rows, slot)) for old, rows in zip((k, v), new, strict=True))
+    if new is not None:
+        k, v = (hold_heads(kv_cache.write(old, rows, slot)) for old, rows in zip((k, v), new, strict=True))
     return attend(q, k, v, mask, live, scale=scale, cap=cap), k, v
 
 
@@ -167,10 +168,12 @@ def _kernel(
         "implementation": "pallas_tpu",
         "interpret": interpret,
     }
-    if not (isinstance(k, Int8Rows) or isinstance(v, Int8Rows)):
+    if not (isinstance(k, Int8Rows) or isinstance(v, Int8Rows)) and new is not None and q.shape[1] <= KERNEL_NODES:
         return write_and_attend(q, k, v, NewRows(*new, visible.slot), visible.first, **given)
-    # Rows of 8 bits have scales, which are made here and stored apart.
-    k, v = (kv_cache.write(old, rows, visible.slot) for old, rows in zip((k, v), new, strict=True))
+    # Rows of 8 bits have scales, which are made here and stored apart. What a prompt's chunk writes is much, and nothing
+    # in its last layer attends.
+    if new is not None:
+        k, v = (kv_cache.write(old, rows, visible.slot) for old, rows in zip((k, v), new, strict=True))
     (keys, k_scale), (values, v_scale) = _parts(k), _parts(v)
     out = tree_attention(q, keys, values, visible.first, k_scale=k_scale, v_scale=v_scale, **given)
     return out, k, v

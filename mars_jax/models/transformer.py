@@ -12,17 +12,30 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import PartitionSpec as P
 
 from mars_jax.core import cache as kv_cache
 from mars_jax.core.errors import MarsError
-from mars_jax.core.mesh import hold_whole, on_cpu, on_tpu
+from mars_jax.core.mesh import devices_of, hold_whole, map_devices, on_cpu, on_tpu, whole_mesh_axes
 from mars_jax.core.types import ForwardOutput, KVCache, LanguageModel, PyTree, Visible
-from mars_jax.models import weights
+from mars_jax.models import ring, weights
 from mars_jax.models.attention import BLOCK, FORMS, KERNEL_ROWS, KERNEL_SLOTS, TURN_SLOTS, Attend, attending
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.layers import dense, embed, gated_mlp, rms_norm, soft_cap
 from mars_jax.models.moe import experts_mlp
+from mars_jax.models.quantize import Quantized
 from mars_jax.models.rope import angles, rotate
+
+RING_ROWS = 256
+
+
+def quantized_spec(w, side):
+    if isinstance(w, Quantized):
+        mesh = jax.sharding.get_abstract_mesh()
+        leaves = type(w).leaves(w.shape, jax.sharding.NamedSharding(mesh, side), w.group)
+        return jax.tree.unflatten(jax.tree.structure(w), [leaf.sharding.spec for leaf in leaves])
+    return side
+
 
 Sublayers = tuple[tuple[bool, bool], ...]
 """For every layer, whether its attention is there and whether its MLP is."""
@@ -62,19 +75,30 @@ def attention(config: ModelConfig, layer: dict, x: Array, rotation, attend: Atte
 
     The projections set the width of x and of what is returned; `config` sets the heads.
     """
-    batch, n, _ = x.shape
-    heads, group = config.num_kv_heads, config.num_heads // config.num_kv_heads
-    q = dense(x, layer["q"], layer.get("q_bias")).reshape(batch, n, config.num_heads, config.head_dim)
-    k = dense(x, layer["k"], layer.get("k_bias")).reshape(batch, n, heads, config.head_dim)
-    v = dense(x, layer["v"], layer.get("v_bias")).reshape(batch, n, heads, config.head_dim)
+    q, *new = _project(config, layer, x, rotation)
+    mixed, k_cache, v_cache = attend(q, k_cache, v_cache, tuple(new), **_scores(config))
+    return _out(layer, mixed), k_cache, v_cache
+
+
+def _project(config: ModelConfig, layer: dict, x: Array, rotation) -> tuple[Array, Array, Array]:
+    """Return queries [B, N, K, G, D], keys and values [B, N, K, D] of as many heads as the matrices have."""
+    q, k, v = (
+        dense(x, layer[name], layer.get(f"{name}_bias")).reshape(*x.shape[:2], -1, config.head_dim)
+        for name in "qkv"
+    )
     if config.qk_norm:
         norm = _norm(config)
         q, k = norm(q, layer["q_norm"]), norm(k, layer["k_norm"])
     q, k = rotate(q, *rotation), rotate(k, *rotation)
-    q = q.reshape(batch, n, heads, group, config.head_dim)
-    scale = (config.query_scalar or config.head_dim) ** -0.5
-    mixed, k_cache, v_cache = attend(q, k_cache, v_cache, (k, v), scale=scale, cap=config.attention_cap)
-    return dense(mixed.reshape(batch, n, -1), layer["o"], layer.get("o_bias")), k_cache, v_cache
+    return q.reshape(*k.shape[:3], -1, config.head_dim), k, v
+
+
+def _scores(config: ModelConfig) -> dict[str, float | None]:
+    return {"scale": (config.query_scalar or config.head_dim) ** -0.5, "cap": config.attention_cap}
+
+
+def _out(layer: dict, mixed: Array) -> Array:
+    return dense(mixed.reshape(*mixed.shape[:2], -1), layer["o"], layer.get("o_bias"))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -98,6 +122,100 @@ def _layer(config: ModelConfig, here: tuple[bool, bool], layer: dict, x: Array, 
     return x, rows
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+def _ring_layer(
+    config: ModelConfig,
+    axes: ring.Axes,
+    form: str,
+    window: int | None,
+    here: tuple[bool, bool],
+    layer: dict,
+    x: Array,
+    rotations,
+    halves: list[list[Visible]],
+    rows,
+):
+    """Run `_layer` with x [B, n, E] of each device, the rotations of all pieces, and what their halves see."""
+    norm = _norm(config)
+    attends, has_mlp = here
+    if attends:
+        with jax.named_scope("attention"):
+            pieces = ring.around(axes, norm(x, layer["attention_norm"]))
+            made = [
+                _project(config, layer, piece, angle) for piece, angle in zip(pieces, rotations, strict=True)
+            ]
+            k, v = rows
+            for (_, *new), two in zip(made, halves, strict=True):
+                for seen, at in zip(two, (0, x.shape[1] // 2), strict=True):
+                    k, v = (
+                        kv_cache.write(old, part[:, at : at + x.shape[1] // 2], seen.slot)
+                        for old, part in zip((k, v), new, strict=True)
+                    )
+            rows = k, v
+
+            def mixed(q: Array, two: list[Visible]) -> Array:
+                found = [
+                    attending(form, seen, k.shape[1], window)(part, k, v, None, **_scores(config))[0]
+                    for seen, part in zip(two, jnp.split(q, 2, axis=1), strict=True)
+                ]
+                return _out(layer, jnp.concatenate(found, axis=1))
+
+            parts = [functools.partial(mixed, q, two) for (q, *_), two in zip(made, halves, strict=True)]
+            change = ring.summed(axes, parts)
+            x = x + (norm(change, layer["attention_post_norm"]) if config.post_norms else change)
+    if has_mlp:
+        with jax.named_scope("mlp"):
+            pieces = ring.around(axes, norm(x, layer["mlp_norm"]))
+            change = ring.summed(axes, [functools.partial(_mlp, config, layer, piece) for piece in pieces])
+            x = x + (norm(change, layer["mlp_post_norm"]) if config.post_norms else change)
+    return x, rows
+
+
+def _ring_axes(config: ModelConfig, layers, visible: Visible) -> ring.Axes:
+    """Return the mesh axes around which the rows of a forward travel; () where they do not."""
+    n = visible.positions.shape[1]
+    axes = whole_mesh_axes(config.num_kv_heads) if on_tpu() else ()
+    size = devices_of("kv_heads", config.num_kv_heads)
+    alone = config.o_bias or config.mlp_bias or config.num_experts
+    if not axes or alone or visible.seen is not None or n % (32 * size) or n < RING_ROWS * size:
+        return ()
+    return axes
+
+
+def _ring_forward(config, axes, form, feature_layers, kept, layers, x, visible, cache):
+    """Run the layers of `_forward`."""
+    whole, last = P(), P(None, None, axes)
+
+    def spec(name, w):
+        side = P(None, axes) if name in ("o", "down") else P(axes) if name[0] in "qkvgu" and "norm" not in name else whole
+        return quantized_spec(w, side)
+
+    specs = tuple({name: spec(name, w) for name, w in layer.items()} for layer in layers)
+
+    def local(layers, x, first, cache):
+        n = x.shape[1]
+        halves = [[Visible.causal(first + at, n // 2) for at in two] for two in ring.starts(axes, n)]
+        ropes = [config.rope if w is None else config.local_rope or config.rope for w in config.windows]
+        rotations = {
+            rope: [angles(jnp.concatenate([seen.positions for seen in two], axis=1), rope, config.head_dim) for two in halves]
+            for rope in dict.fromkeys(ropes)
+        }
+        ks, vs, outputs = [], [], {}
+        for i, (layer, here) in enumerate(zip(layers, kept, strict=True)):
+            rows = (cache.k[len(ks)], cache.v[len(vs)]) if here[0] else None
+            with jax.named_scope(f"layer{i}"):
+                x, rows = _ring_layer(config, axes, form, config.windows[i], here, layer, x, rotations[ropes[i]], halves, rows)
+            if rows is not None:
+                ks.append(rows[0])
+                vs.append(rows[1])
+            if i in feature_layers:
+                outputs[i] = x
+        return x, [outputs[i] for i in feature_layers], KVCache(k=tuple(ks), v=tuple(vs))
+
+    rows_spec = P(None, axes)
+    return map_devices(local, (specs, rows_spec, P(), last), (rows_spec, rows_spec, last))(layers, x, visible.first, cache)
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _forward(
     config: ModelConfig,
@@ -112,6 +230,10 @@ def _forward(
     norm = _norm(config)
     with jax.named_scope("embed"):
         x = _embed(config, params, tokens)
+    axes = _ring_axes(config, params["layers"], visible)
+    if axes:
+        x, features, cache = _ring_forward(config, axes, form, feature_layers, kept, params["layers"], x, visible, cache)
+        return ForwardOutput(hidden=norm(x, params["norm"]), features=tuple(features), cache=cache)
     positions = visible.positions
     ropes = [config.rope if w is None else config.local_rope or config.rope for w in config.windows]
     rotations = {rope: angles(positions, rope, config.head_dim) for rope in dict.fromkeys(ropes)}

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kernels_pallas import AttentionBlocks, BlockError, NewRows, tree_attention, write_and_attend
 from kernels_pallas.blocks import attention_blocks
 from kernels_pallas.mosaic.attend import COUNT
-from kernels_pallas.mosaic.tree_attention import row_table
+from kernels_pallas.mosaic.tree_attention import tile_table
 from tests.helpers import slow_but
 from tests.kernels.implementations import IMPLEMENTATIONS, assert_no_races
 
@@ -328,5 +328,5 @@ def test_ragged_rows_cost_little_more_than_what_they_hold():
             blocks, align = attention_blocks(
                 None, n=n, heads=heads, group=4, dim=128, slots=8320, dtype=jnp.bfloat16, scaled=False
             )
-            table = row_table(jnp.asarray(lengths), n, None, slots=8320, size=blocks.slots, align=align)
+            table = tile_table(jnp.asarray(lengths), n, None, slots=8320, size=blocks.slots, align=align)
             assert int(table[COUNT].sum()) * blocks.slots <= 1.15 * (lengths + n).sum()

@@ -42,6 +42,7 @@ class Op:
     sent: int  # bytes of a collective's operands
     received: int  # and of its results
     devices: int  # of a collective's group
+    way: str  # who sends to whom, where that runs beside the instructions after it; else empty
     sorted: int  # elements along the axis of a sort
     gathered: int  # elements of a gather that XLA lowers element by element
     scalar: bool  # without a routine: a few bundles of the top level
@@ -193,6 +194,7 @@ class _Reader:
             sent=sent,
             received=received,
             devices=_group(instruction.rest) if collective else 0,
+            way=_way(instruction),
             sorted=_sorted(instruction, shapes[0].dims if shapes else ()),
             gathered=self.gathered(instruction),
             scalar=scalar,
@@ -229,6 +231,13 @@ def _sorted(instruction: Instruction, dims: tuple[int, ...]) -> int:
         return 0
     axis = re.search(r"dimensions=\{(\d+)\}", instruction.rest)
     return dims[int(axis[1]) if axis else -1] if dims else 0
+
+
+def _way(instruction: Instruction) -> str:
+    if instruction.opcode != "collective-permute-start":
+        return ""
+    pairs = re.search(r"source_target_pairs=\S*", instruction.rest)
+    return pairs[0] if pairs else instruction.opcode
 
 
 def _group(text: str) -> int:

@@ -48,7 +48,7 @@ def figures(step: Step, speed: Speed, bandwidth: float) -> Figures:
         if op.devices:
             seconds = collective_seconds(op.opcode, op.sent, op.received, op.devices, speed.link)
             part["collectives"] += op.times
-            part["collective_seconds"] += op.times * seconds
+            part["collective_seconds"] += 0 if op.way else op.times * seconds
             collectives[f"{op.opcode} of {op.received} bytes over {op.devices} in {op.part}"] += op.times
         if op.sorted:
             sorts[f"{op.sorted} in {op.part}"] += op.times
@@ -56,8 +56,11 @@ def figures(step: Step, speed: Speed, bandwidth: float) -> Figures:
             gathers[f"{op.gathered} in {op.part}"] += op.times
     for part, bundles in step.overhead.items():
         parts[part]["bundles"] += bundles
-    for part, seconds in seconds_in_order(step, speed, bandwidth).items():
+    in_order, waited = seconds_in_order(step, speed, bandwidth)
+    for part, seconds in in_order.items():
         parts[part]["in_order_seconds"] += seconds
+    for part, seconds in waited.items():  # of what is sent ahead only the wait comes on top
+        parts[part]["collective_seconds"] += seconds
     return {
         "parts": {name: dict(part) for name, part in sorted(parts.items())},
         "collectives": dict(collectives),
