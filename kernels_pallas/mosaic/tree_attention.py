@@ -152,7 +152,7 @@ def tree_attention(
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         cost_estimate=_cost(queries, k),
         interpret=interpret,
-        name="tree_attention",
+        name=f"tree_attention-bq{per_tile}-bkv{blocks.slots}",  # what its schedule is read by
     )(table, queries, known, *sources)
     out = out[:, :, :, : per_tile * group].reshape(batch, tiles, heads, per_tile, group, dim)
     out = jnp.moveaxis(out, 2, 3).reshape(batch, tiles * per_tile, heads, group, dim)[:, :n]

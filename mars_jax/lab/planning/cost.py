@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Literal
 
+from kernels_pallas.mosaic.attend import WORDS
 from mars_jax.lab.planning import walk
 from mars_jax.lab.planning.bundles import Routine, Schedule, unknown
 from mars_jax.lab.planning.compiled_program import COLLECTIVES
@@ -189,7 +190,7 @@ class _Reader:
             times=times,
             traffic=traffic(self.module, computation, instruction),
             # The loops of a collective wait for others: the model of `constants` stands for them.
-            bundles=0 if collective or routine is None else self.executed(instruction, routine),
+            bundles=0 if collective or routine is None else self.executed(computation, instruction, routine),
             flops=flops(self.module, computation, instruction),
             sent=sent,
             received=received,
@@ -200,13 +201,31 @@ class _Reader:
             scalar=scalar,
         )
 
-    def executed(self, instruction: Instruction, routine: Routine) -> int:
+    def executed(self, computation: Computation, instruction: Instruction, routine: Routine) -> int:
         """Bundles: of a kernel by its grid, of whatever else by its loops."""
         if instruction.target != "tpu_custom_call":
             return routine.executed
         if id(routine) not in self.walked:
-            self.walked[id(routine)] = walk.executed(routine)
+            operands = [computation.instructions[name] for name in instruction.operands]
+            self.walked[id(routine)] = walk.executed(routine, self.table(instruction, operands))
         return self.walked[id(routine)]
+
+    def table(self, instruction: Instruction, operands: list[Instruction]) -> list[list[int]]:
+        """The table of attention's kernel (`attend.FIRST` and so on) where all rows are live and no window hides any.
+
+        Of a prompt's chunk the last query of a row is in the last live slot.
+        """
+        sizes = re.match(r"tree_attention-bq(\d+)-bkv(\d+)", instruction.name)
+        if sizes is None:
+            return []
+        queries, size = map(int, sizes.groups())
+        columns, tiles, words = (x.shapes[0].dims[i] for x, i in zip(operands, (1, 1, 3), strict=False))
+        in_a_row = words == WORDS
+        ends = [self.live - (tiles - 1 - t) * queries if in_a_row else self.live for t in range(tiles)]
+        ends = [max(end, 1) for end in ends] * (columns // tiles)
+        firsts = [max(end - queries, 0) for end in ends]
+        zeros = [0] * columns
+        return [firsts, zeros, [-(-end // size) for end in ends], [-1] * columns, firsts]
 
     def gathered(self, instruction: Instruction) -> int:
         if instruction.opcode == "gather":

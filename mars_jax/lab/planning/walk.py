@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from kernels_pallas.blocks import LANES
 from mars_jax.lab.planning.bundles import BRANCH_DELAY, Routine, unknown
 
 _MOST = 1 << 22
@@ -28,6 +29,8 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "sadd.s32": operator.add,
     "ssub.s32": operator.sub,
     "smul.u32": operator.mul,
+    "smin.u32": lambda a, b: min(a % (1 << 32), b % (1 << 32)),
+    "smax.u32": lambda a, b: max(a % (1 << 32), b % (1 << 32)),
     "sand.u32": operator.and_,
     "sor.u32": operator.or_,
     "sxor.u32": operator.xor,
@@ -41,8 +44,12 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
 } | {f"scmp.{name}.s32.totalorder": getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
 
 
-def executed(routine: Routine) -> int:
+def executed(routine: Routine, table: Sequence[Sequence[int]] = ()) -> int:
     """Return how many bundles a kernel executes.
+
+    Args:
+      routine: the kernel's.
+      table: the rows of the numbers that are brought into scalar memory before the grid begins; of up to 128 each.
 
     Raises:
       MarsError: they are too many to be carried out.
@@ -53,7 +60,7 @@ def executed(routine: Routine) -> int:
         for region in re.findall(r"(?:Start|Start/End empty) region (\d+)", bundle):
             starts.setdefault(region, k)
     values: dict[str, int | None] = {}
-    memory: dict[str, int | None] = {}
+    memory: dict[int | None, int | None] = {}
     looped: set[int] = set()  # the beginnings of loops that are in a turn after their first
     count, at, jump = 0, 0, (-1, -1)  # a jump: the bundle after which it is made, and its aim
     while at < len(bundles):
@@ -67,9 +74,16 @@ def executed(routine: Routine) -> int:
                 if aim is not None and aim <= at:
                     (looped.add if taken else looped.discard)(aim)
             elif kind == "sst":
-                memory[name] = _read(values, operands[0])
+                memory[_address(values, name)] = _read(values, operands[0])
             elif kind == "sld":
-                values[name] = memory.get(operands[0])
+                place = _address(values, operands[0])
+                values[name] = None if place is None else memory.get(place)
+            elif kind == "dma":
+                place = _read(values, operands[0])
+                if place is not None:
+                    memory |= {
+                        place + LANES * i + k: x for i, row in enumerate(table) for k, x in enumerate(row)
+                    }
             elif kind == "sphi":
                 values[name] = _read(values, operands[at in looped])
             else:
@@ -92,7 +106,17 @@ def _computed(kind: str, operands: list[int | None]) -> int | None:
     return _signed(int(_OPERATIONS[kind](*operands)))
 
 
+def _address(values: dict[str, int | None], text: str) -> int | None:
+    """Return the place in scalar memory that a sum names."""
+    if text.endswith("_spill"):
+        return -int(re.sub(r"\D", "", text))
+    parts = [_read(values, part.strip(" $")) for part in text.split("+")]
+    return None if None in parts else sum(part for part in parts if part is not None)
+
+
 def _read(values: dict[str, int | None], text: str) -> int | None:
+    if place := re.fullmatch(r"\[?#allocation(\d+)\]?", text):
+        return int(place[1]) << 18  # far from one another
     if text.startswith("!"):
         found = _read(values, text[1:])
         return None if found is None else 1 - found
@@ -110,6 +134,8 @@ def _statements(bundle: str) -> list[tuple[str, str, list[str]]]:
             found.append(("sbr.rel", "", [branch[1] or "1", branch[2]]))
         elif stored := re.match(r"%\w+ = sst \[smem:\[([^]]*)\]\] (?:\([^)]*\), )?(%\w+)", text):
             found.append(("sst", stored[1], [stored[2]]))
+        elif moved := re.match(r"%\w+ = dma\.\w+_to_smem .*?(%\w+|\[#allocation\d+\]), \[#allocation\d+\]$", text, re.S):
+            found.append(("dma", "", [moved[1]]))
         elif loaded := re.match(r"%(\w+) = sld \[smem:\[([^]]*)\]\]", text):
             found.append(("sld", loaded[1], [loaded[2]]))
         elif made := re.match(r"%(\w+) = (s\w+(?:\.\w+)*|p\w+) (.*)", text, re.S):
