@@ -67,8 +67,7 @@ def test_all_turns_of_a_conversation_count():
     said = types.SimpleNamespace(texts=(" Yes.", " No."), tokens=((20, 30), (40,)))
     short = types.SimpleNamespace(texts=(" Yes.",), tokens=((20, 30),))
     decoding = types.SimpleNamespace(session=types.SimpleNamespace(target=target), chat=True)
-    evaluation = types.SimpleNamespace(_decoding=decoding, _settings={})
-    first, second = arm_loops.Evaluation._scores(evaluation, [two, one], [said, short])
+    first, second = arm_loops.scored(decoding, [two, one], [said, short])
     prompts = [prompt_tokens(target, two, said.texts[:n], chat=True) for n in (0, 1)]
     parts = arm_loops.score_answers(target, prompts, said.tokens)
     np.testing.assert_allclose(first, np.sum(parts, axis=0), atol=1e-3)
