@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mars_jax.cli import remote
+from mars_jax.cli.generate.output_file import check_output
 from mars_jax.cli.part import Part, parse_part, part_path
 from mars_jax.core.errors import MarsError
 from mars_jax.serve.journal import Journal, could_begin, difference, parse, plain, to_line, write_whole
@@ -45,7 +46,11 @@ class Answers:
     """The file of one run, which its process has for itself."""
 
     def __init__(
-        self, path: Path, part: Part | None, settings: Mapping[str, Any], weights: Mapping[str, str]
+        self,
+        path: Path,
+        part: Part | None,
+        settings: Mapping[str, Any],
+        weights: Mapping[str, str] | None = None,
     ):
         """Lock the file, and compare what it was begun with.
 
@@ -53,11 +58,13 @@ class Answers:
           path: of the file.
           part: of the requests; None for all of them.
           settings: what decides the answers, beside the requests.
-          weights: a fingerprint of each checkpoint.
+          weights: a fingerprint of each checkpoint; None before they are loaded, to compare the rest.
 
         Raises:
-          MarsError: the file cannot be written, is another process's, or was begun with other settings or weights.
+          MarsError: there can be no such file, it cannot be written, is another process's, or was begun with other
+            settings or weights.
         """
+        check_output(str(path), "--rows")
         self.path, self._part = path, part
         self._beside = Path(f"{self.path}.settings.json")
         self._told = {"settings": plain(settings), "own": {}, "weights": plain(weights)}
@@ -80,7 +87,8 @@ class Answers:
             raise MarsError(f"'{self._beside}' is damaged or missing: choose another --rows.") from None
         told["settings"].pop("part", None)
         for what, was in told.items():
-            if found := difference(was, self._told[what]):
+            ours = self._told[what]
+            if ours is not None and (found := difference(was, ours)):
                 raise MarsError(f"'{self.path}' was begun with {found}: {_OTHER}.")
 
     def of(
@@ -145,6 +153,10 @@ class Answers:
             write_whole(self._beside, to_line(self._told) + "\n")
         except OSError as error:
             raise MarsError(f"'{self._beside}' cannot be written ({error.strerror}): mend that.") from None
+
+    def close(self) -> None:
+        """Let go of the file. One that this run made and wrote nothing to goes."""
+        self._journal.close()
 
     def end(self) -> None:
         """Close the file, as all requests have been answered.

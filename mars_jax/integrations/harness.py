@@ -135,6 +135,14 @@ class MarsJax(TemplateLM):
             hosts.connect(coordinator, num_processes, process_id)
         if rows is not None and jax.process_count() > 1:
             raise MarsError("rows does not apply to several processes that decode as one: leave it out.")
+        given = {"regex": regex, "json_schema": json_schema, "choice": choice and str(choice).split("|")}
+        self._constraint = constraints.from_fields({name: value for name, value in given.items() if value})
+        told = {name: value for name, value in arguments.items() if name not in _ELSEWHERE}
+        told |= {"draft": draft_of(draft, target), "verify": named.spec, **named.settings}
+        if json_schema and self._constraint is not None:
+            told["json_schema"] = self._constraint.content  # the file's, which may change
+        if place is not None:
+            Answers(*place, told).close()  # what is wrong with the file is said before weights load
         loaded = hub.load(
             target,
             dtype=dtype,
@@ -159,15 +167,7 @@ class MarsJax(TemplateLM):
         if file is not None:
             file.check_weights(loaded, drafter, rule)
         self._session = Session(target=loaded, drafter=drafter, rule=rule, batch_size=int(batch_size))
-        given = {"regex": regex, "json_schema": json_schema, "choice": choice and str(choice).split("|")}
-        self._constraint = constraints.from_fields({name: value for name, value in given.items() if value})
-        self._answers = None
-        if place is not None:
-            told = {name: value for name, value in arguments.items() if name not in _ELSEWHERE}
-            told |= {"draft": draft_of(draft, target), "verify": named.spec, **named.settings}
-            if json_schema and self._constraint is not None:
-                told["json_schema"] = self._constraint.content  # the file's, which may change
-            self._answers = Answers(*place, told, fingerprints(self._session, spec))
+        self._answers = None if place is None else Answers(*place, told, fingerprints(self._session, spec))
         self._max_gen_toks, self._seed = max_gen_toks, seed
         self.tokenizer = loaded.tokenizer
         self._template: str | None = None

@@ -45,7 +45,7 @@ class Lock:
             except BlockingIOError:
                 os.close(self.descriptor)
                 raise MarsError(
-                    f"another process is writing to '{path}': wait until it ends, or choose another --output."
+                    f"another process is writing to '{path}': wait until it ends, or choose another path."
                 ) from None
             except OSError:  # a file system without locks; there is nothing to hold
                 return

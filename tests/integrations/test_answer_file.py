@@ -84,8 +84,21 @@ def test_a_file_of_another_run_is_refused_by_what_differs_and_left_alone(path):
     refused("line 1 of '", calls=(REQUESTS[1:],))
     refused("has more rows than this run has requests", calls=(REQUESTS[:2],))
     refused("the last line of '", content=b"notes")
+    path.write_bytes(whole)
+    with pytest.raises(MarsError, match=r"was begun with other seed \(0 and not 1\)"):
+        Answers(path, None, {"seed": 1})  # before weights are there to compare
+    Answers(path, None, {"seed": 0}).close()
     path.with_name("rows.jsonl.settings.json").unlink()
     refused("is damaged or missing: choose another --rows.")
+
+
+def test_where_no_file_can_be_is_said_with_the_cure(path):
+    with pytest.raises(MarsError, match=r"there is no directory '.*none' for --rows: make it first\."):
+        Answers(path.parent / "none" / "rows.jsonl", None, {})
+    with pytest.raises(MarsError, match=r"--rows '.*' is not a regular file: choose another path\."):
+        Answers(path.parent, None, {})
+    Answers(path, None, {}).close()
+    assert not path.exists()
 
 
 def test_a_place_is_a_file_of_this_machine(tmp_path):

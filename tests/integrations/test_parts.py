@@ -127,13 +127,17 @@ def test_rows_of_parts_are_those_of_one_run_and_have_its_scores(folder, evaluate
             ["--rows", "gs://bucket/rows.jsonl"],
             "rows 'gs://bucket/rows.jsonl' is a URL: name a path of this machine",
         ),
+        (["--rows", "none/rows.jsonl"], "there is no directory 'none' for --rows: make it first."),
+        (["--rows", "/"], "--rows '/' is not a regular file: choose another path."),
+        (["--rows", "/proc/rows.jsonl"], "'/proc/rows.jsonl' cannot be opened ("),
         (
             ["--part", "0/2", "--config", "run.yaml"],
             "--part does not apply with --config: put it among its model_args",
         ),
     ],
 )
-def test_flags_that_cannot_be_are_named(flags, message, evaluate):
+def test_flags_that_cannot_be_are_named_before_anything_loads(flags, message, evaluate, monkeypatch):
+    monkeypatch.setattr(harness.hub, "load", None)
     assert message in evaluate(*flags, code=2)
 
 

@@ -77,13 +77,13 @@ def _is_default(name: str, value: Any) -> bool:
     return value is None or value is False or (name in _DEFAULTS and value == _DEFAULTS[name])
 
 
-def check_output(path: str) -> None:
+def check_output(path: str, flag: str = "--output") -> None:
     """Raise MarsError where there can be no such file. It opens nothing."""
     file = Path(path)
     if file.exists() and not file.is_file():
-        raise MarsError(f"--output '{path}' is not a regular file: choose another path.")
+        raise MarsError(f"{flag} '{path}' is not a regular file: choose another path.")
     if not file.exists() and not file.parent.is_dir():
-        raise MarsError(f"there is no directory '{file.parent}' for --output: make it first.")
+        raise MarsError(f"there is no directory '{file.parent}' for {flag}: make it first.")
 
 
 class OutputFile:
