@@ -110,6 +110,8 @@ def merged(parts: Mapping[Part, Path | str]) -> tuple[list[str], dict[str, Any]]
         if isinstance(file, str):
             _check_done(file, part, len(rows))
         if len(rows) != len(numbers):
+            if "max_gen_toks" in settings["settings"]:  # of lm_eval, whose files go on without a flag
+                raise part.unfinished(file)
             raise MarsError(
                 f"'{file}' holds {len(rows)} of {len(numbers)} rows: go on with it by --part {part.number}/{part.of} "
                 "--resume."

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from mars_jax.cli import merge
 from mars_jax.cli.part import Part
 from mars_jax.core.errors import MarsError
 from mars_jax.integrations.answer_file import Answered, Answers, place_of
@@ -54,6 +55,17 @@ def test_parts_number_the_requests_of_all_calls(path):
     assert (told["number"], told["of"], told["rows"]) == (1, 3, 8) and len(told["prompts"]) == 16
     with pytest.raises(MarsError, match="--part 8/9 has none of the 8 rows: take fewer parts"):
         answers(path.with_name("none.jsonl"), calls=calls, part=Part(8, 9))
+
+
+def test_a_part_that_lost_rows_goes_on_by_the_same_command(path, capsys):
+    for number in range(2):
+        with pytest.raises(Answered):
+            part = path.with_name(f"rows-0000{number}-of-00002.jsonl")
+            answers(part, part=Part(number, 2), settings={"max_gen_toks": 256})
+    part.write_bytes(b"")
+    assert merge.main([str(path)]) == 2
+    told = f"'{part}' is unfinished: run it again with --part 1/2, and it goes on."
+    assert told in capsys.readouterr().err
 
 
 def test_a_run_that_has_ended_is_not_gone_on_with(path):

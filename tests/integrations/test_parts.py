@@ -101,6 +101,10 @@ def test_rows_of_parts_are_those_of_one_run_and_have_its_scores(folder, evaluate
     assert 0 < kept.count(b"\n") < ASKED // 2
     parts[1].write_bytes(kept[:-20])
     assert evaluate("--rows", out, "--part", "0/2") == f"{parts[0]}: 13 of {ASKED} rows\n"
+    ended = parts[0].read_bytes()
+    parts[0].write_bytes(ended[: ended.index(b"\n") + 1])
+    assert f"'{parts[0]}' is unfinished: run it again with --part 0/2, and it goes on." in refused(out)
+    parts[0].write_bytes(ended)
     assert f"'{parts[1]}' is unfinished: run it again with --part 1/2, and it goes on." in refused(out)
     monkeypatch.setenv("JOB_COMPLETION_INDEX", "1")
     monkeypatch.setenv("JOB_COMPLETIONS", "2")
