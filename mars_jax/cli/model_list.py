@@ -10,7 +10,7 @@ from typing import IO
 
 from mars_jax import __version__
 from mars_jax.cli.program import Parser, command
-from mars_jax.specs.models import MODELS, ModelRow
+from mars_jax.specs.models import MODELS, ModelRow, drafts_for
 
 _DESCRIPTION = """\
 List the models that have a short name. --target and --draft model:NAME take one wherever
@@ -57,11 +57,14 @@ def _run(args: argparse.Namespace, out: IO[str]) -> None:
         return kept if is_here(row.name) else "obtainable"
 
     if args.json:
-        made = [dataclasses.asdict(row) | {"where": where(row)} for row in MODELS.values()]
+        made = [
+            dataclasses.asdict(row) | {"drafts": drafts_for(row.name), "where": where(row)}
+            for row in MODELS.values()
+        ]
         print(json.dumps(made, indent=2), file=out)
         return
     rows = [
-        (row.name, where(row), row.package or row.repository, row.licence, _shown(row.drafts))
+        (row.name, where(row), row.package or row.repository, row.licence, _shown(drafts_for(row.name)))
         for row in MODELS.values()
     ]
     print_columns([("name", "where", "from", "licence", "drafted by"), *rows], out)

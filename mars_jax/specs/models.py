@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
+from mars_jax import assets
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelRow:
@@ -341,6 +343,8 @@ def _of_target(name: str) -> ModelRow | None:
 def drafts_for(name: str) -> tuple[str, ...]:
     """Return specs of what drafts for a target, the one to try first first; () for a target that is not known.
 
+    Weights of the package that the wheel leaves out are none of them there.
+
     Args:
       name: short name, repository on the hub, or path of a checkpoint, whose last part then tells which model it is.
 
@@ -348,7 +352,12 @@ def drafts_for(name: str) -> tuple[str, ...]:
     (('eagle:smollm2/eagle3',), ('model:qwen2.5-coder-0.5b',))
     """
     found = _of_target(name)
-    return found.drafts if found else ()
+    return tuple(filter(_ships, found.drafts)) if found else ()
+
+
+def _ships(draft: str) -> bool:
+    embedded = assets.path(draft.partition(":")[2])
+    return embedded is None or embedded.is_dir()
 
 
 def default_draft(target: str, is_here: Callable[[str], bool]) -> str:
@@ -398,7 +407,7 @@ def pairs(name: str | None = None) -> list[Pair]:
     [('model:gemma-3-270m', 'safetensors')]
     """
     rows = MODELS.values() if name is None else filter(None, [_of_target(name)])
-    return [_pair(row, draft) for row in rows for draft in row.drafts]
+    return [_pair(row, draft) for row in rows for draft in drafts_for(row.name)]
 
 
 def _pair(row: ModelRow, draft: str) -> Pair:

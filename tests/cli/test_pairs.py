@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from mars_jax import assets
 from mars_jax.cli import commands
 from mars_jax.specs.models import LOADS, MODELS, pairs
 
@@ -47,6 +48,14 @@ def test_pairs_are_those_of_a_target_or_all(said):
     assert len({pair.target for pair in pairs()}) >= 20
     [only] = json.loads(said("pairs", "smollm2", "--json"))
     assert only["draft"] == "eagle:smollm2/eagle3" and only["loads"] == "runs"
+
+
+def test_a_head_that_the_wheel_leaves_out_is_not_listed(said, monkeypatch, tmp_path):
+    path, left_out = assets.path, tmp_path / "none"
+    monkeypatch.setattr(assets, "path", lambda name: left_out if name == assets.DFLASH else path(name))
+    drafts = ["model:tiny/draft", "eagle:tiny/eagle3"]
+    assert [pair["draft"] for pair in json.loads(said("pairs", "tiny/target", "--json"))] == drafts
+    assert json.loads(said("models", "--json"))[0]["drafts"] == drafts
 
 
 def test_the_help_explains_how_far_a_pair_is_proven(capsys):
