@@ -221,7 +221,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--topology", default="v5e:2x2")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--context", type=int, default=4096, help="slots of a row that hold something")
-    parser.add_argument("--attention", default="xla", help="of the target: xla or pallas")
+    parser.add_argument("--attention", default="auto", help="of the target: auto, xla or pallas")
     parser.add_argument("--constraint", type=int, metavar="STATES", help="rows have one, of so many states")
     parser.add_argument("--branches", choices=("cheap", "dear"), default="cheap")
     parser.add_argument("--checkout", type=Path, default=ROOT, help="the mars_jax to compile")

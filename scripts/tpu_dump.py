@@ -121,7 +121,7 @@ def main() -> None:
     parser.add_argument("--topology", default="v5e:2x2")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--context", type=int, default=4096)
-    parser.add_argument("--attention", default="xla", help="of the target: xla or pallas")
+    parser.add_argument("--attention", default="auto", help="of the target: auto, xla or pallas")
     parser.add_argument(
         "--constraint", type=int, metavar="STATES", help="every row has one, of tables of so many states"
     )
