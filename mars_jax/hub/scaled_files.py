@@ -1,12 +1,13 @@
 """Matrices in 8 bits that are stored beside their scales, as plain matrices: of checkpoints in fp8 (e4m3) and in int8.
 
-A weight is its number times its scale. A matrix [out, in] has one scale, one for each output, or one for each block:
+A weight is its number times its scale. A matrix [out, in] has one scale, one for each output, or one for each block.
+A group of inputs is a block of one output:
 
 | | scales | made by |
 |---|---|---|
 | fp8 with blocks | `NAME.weight_scale_inv` [out / b, in / b], b by `weight_block_size` | DeepSeek-V3, Qwen3 in FP8 |
 | fp8 of a whole matrix | `NAME.weight_scale` [] | AutoFP8 |
-| `float-quantized` and `int-quantized` | `NAME.weight_scale` [out, 1], [1] or by blocks | compressed-tensors |
+| `float-quantized`, `int-quantized` | `NAME.weight_scale` [out, 1], [1], or by blocks or groups | compressed-tensors |
 
 These formats also say how activations are to be rounded. They are not rounded here, so scales of activations are left
 out. Sources: deepseek-ai/DeepSeek-V3 `inference/kernel.py` (`weight_dequant`), vllm-project/compressed-tensors
@@ -65,8 +66,12 @@ def _block_size(directory: Path) -> Any:
     found = data.get("quantization_config") or data.get("compression_config")
     if not isinstance(found, dict):
         return None
-    structures = [weights.get("block_structure") for weights in group_weights(found)]
-    return found.get("weight_block_size") or next(filter(None, structures), None)
+    return found.get("weight_block_size") or next(filter(None, map(_structure, group_weights(found))), None)
+
+
+def _structure(weights: Mapping[str, Any]) -> Any:
+    size = weights.get("group_size")
+    return weights.get("block_structure") or (None if size in (None, -1) else [1, size])
 
 
 def _matrix(directory: Path, name: str, tensor: Tensor, scale: Tensor, size: Any) -> Tensor:
@@ -84,7 +89,7 @@ def _matrix(directory: Path, name: str, tensor: Tensor, scale: Tensor, size: Any
     if not tall or not wide:
         raise MarsError(
             f"'{directory}': scales {list(shape)} of {name}, {list(tensor.shape)}, are read of a whole matrix, of each "
-            "output, or of blocks by weight_block_size: use the checkpoint that it was made of."
+            "output, or of blocks or groups by their size in config.json: use the checkpoint that it was made of."
         )
 
     def rows(first: int, last: int) -> np.ndarray:

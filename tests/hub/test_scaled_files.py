@@ -23,6 +23,7 @@ CONFIG = ModelConfig(
 )  # fmt: skip
 BLOCK = [40, 24]
 """Outputs and inputs, which divide no matrix here."""
+GROUP = 32
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
 COMPRESSED = {"quant_method": "compressed-tensors", "quantization_status": "compressed"}
 HOW = {
@@ -30,17 +31,21 @@ HOW = {
     "whole": FP8 | {"activation_scheme": "static"},
     "channels": COMPRESSED | {"format": "float-quantized", "config_groups": {"group_0": {"weights": {"num_bits": 8}}}},
     "int8": COMPRESSED | {"format": "int-quantized", "config_groups": {"group_0": {"weights": {"num_bits": 8}}}},
+    "groups": COMPRESSED | {"format": "int-quantized", "config_groups": {
+        "group_0": {"weights": {"num_bits": 8, "strategy": "channel", "group_size": -1}},
+        "group_1": {"weights": {"num_bits": 8, "strategy": "group", "group_size": GROUP}},
+    }},
 }  # fmt: skip
 
 
 def rounded(w, how):
     """A matrix's numbers and scales, and the matrix that they stand for, by PyTorch."""
-    tall, wide = {"blocks": BLOCK, "whole": w.shape}.get(how, [1, w.shape[1]])
-    most = 127 if how == "int8" else 448
+    tall, wide = {"blocks": BLOCK, "groups": [1, GROUP], "whole": w.shape}.get(how, [1, w.shape[1]])
+    most = 127 if how in ("int8", "groups") else 448
     blocks = [[part.abs().max() / most for part in rows.split(wide, 1)] for rows in w.split(tall, 0)]
     scale = torch.tensor(blocks)
     spread = scale.repeat_interleave(tall, 0)[: w.shape[0]].repeat_interleave(wide, 1)[:, : w.shape[1]]
-    numbers = (w / spread).round().to(torch.int8) if how == "int8" else (w / spread).to(torch.float8_e4m3fn)
+    numbers = (w / spread).round().to(torch.int8) if most == 127 else (w / spread).to(torch.float8_e4m3fn)
     return numbers, scale.reshape(()) if how == "whole" else scale, numbers.float() * spread
 
 
