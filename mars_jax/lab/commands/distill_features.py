@@ -20,7 +20,7 @@ from mars_jax.core.errors import MarsError, say
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.lab.commands.distill_heads import HEADS, Head, chosen_vocabulary, feature_layers
 from mars_jax.lab.commands.training_text import write_answers
-from mars_jax.lab.folder import SETTINGS, claim, write_json
+from mars_jax.lab.folder import SETTINGS, check_folder, claim, write_json
 from mars_jax.lab.training import data, distillation, features
 from mars_jax.models.transformer import language_model
 from mars_jax.serve.fingerprint import digest, fingerprint
@@ -39,11 +39,19 @@ def write_features(args: argparse.Namespace) -> None:
       MarsError: a file cannot be read, the output is of another run, or no document is short enough to be answered.
     """
     temperatures = _numbers(args.temperatures or "0,1")
+    documents = [text for path in args.data for text in data.documents(path)]
+    size = args.shard or SHARD
+    shards = range(0, len(documents), size)
+    numbers, output, part = range(len(shards)), args.output, args.part
+    if part is not None:
+        part = part.among(len(shards))
+        numbers, output = numbers[part.share()], Path(part_path(output, part, folder=True))
+    check_folder(output)
+    sketch = hub.outline(args.target)
+    layers = feature_layers(args, sketch, None)
+    record = features.reader(language_model(sketch.config, dtype="bfloat16", feature_layers=layers))
     with busy("loading"):
         target = hub.load(args.target, dtype="bfloat16")
-        documents = [text for path in args.data for text in data.documents(path)]
-    layers = feature_layers(args, target, None)
-    size = args.shard or SHARD
     settings = {
         name: plain(value) for name, value in vars(args).items() if name in ("chat", "length", "seed")
     }
@@ -54,13 +62,8 @@ def write_features(args: argparse.Namespace) -> None:
         "data": digest("\0".join(documents).encode()),
         "weights": fingerprint((target.params,), target.path),
     }
-    shards = range(0, len(documents), size)
-    numbers, output = range(len(shards)), args.output
-    if args.part is not None:
-        part = args.part.among(len(shards))
-        numbers, output = numbers[part.share()], Path(part_path(output, part, folder=True))
+    if part is not None:
         settings["part"] = part._asdict()
-    record = features.reader(language_model(target.config, dtype="bfloat16", feature_layers=layers))
     with claim(output, settings):
         for number in numbers:
             first, folder = shards[number], output / f"{number:05d}"
@@ -78,10 +81,10 @@ def write_features(args: argparse.Namespace) -> None:
                 f"{folder}: {len(ids)} texts, {count:,} tokens in {len(rows[0])} rows of {args.length}; "
                 f"{written - began:.0f} s to write, {time.perf_counter() - written:.0f} s to read"
             )
-        if args.part is not None:
+        if part is not None:
             # A shard whose documents leave no room for an answer is not there.
             write_json(output / FINISHED, [shard.name for shard in features.shards(output)])
-    if args.part is None and not features.shards(output):
+    if part is None and not features.shards(output):
         raise MarsError(
             f"no document leaves room for an answer in --length {args.length}: give shorter ones, or more."
         )
@@ -156,13 +159,22 @@ def check_dumps(args: argparse.Namespace, target: Pretrained, layers: Sequence[i
     return [_check_dump(dump, layers, weights) for dump in args.features]
 
 
-def _check_dump(dump: Path, layers: Sequence[int], weights: str) -> str:
+def dump_settings(dump: Path) -> dict[str, Any]:
+    """The settings that a folder of features was written with.
+
+    Raises:
+      MarsError: it is no such folder.
+    """
     try:
-        settings = json.loads((dump / SETTINGS).read_text(encoding="utf-8"))
+        return json.loads((dump / SETTINGS).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         raise MarsError(
             f"'{dump}' is no folder of features: write one with `mars-jax distill features`."
         ) from None
+
+
+def _check_dump(dump: Path, layers: Sequence[int], weights: str) -> str:
+    settings = dump_settings(dump)
     if settings.get("layers") != list(layers):
         raise MarsError(
             f"the features in '{dump}' are of the layers {settings.get('layers')} and not {list(layers)}: give their "

@@ -15,12 +15,14 @@ from mars_jax import hub
 from mars_jax.cli.flags import HOSTS
 from mars_jax.cli.open_target import open_mesh
 from mars_jax.cli.progress import busy
+from mars_jax.contrib.drafters.system_files import NGRAM
 from mars_jax.core.errors import MarsError, say
 from mars_jax.hub.durable import sync
+from mars_jax.hub.files import resolve
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.hub.save import free_directory
-from mars_jax.lab.commands.distill_features import check_dumps, train_on_features
-from mars_jax.lab.commands.distill_heads import HEADS, chosen_vocabulary, feature_layers
+from mars_jax.lab.commands.distill_features import check_dumps, dump_settings, train_on_features
+from mars_jax.lab.commands.distill_heads import HEADS, chosen_vocabulary, feature_layers, layers_of
 from mars_jax.lab.commands.distill_systems import SYSTEMS, open_small
 from mars_jax.lab.commands.training_text import training_text
 from mars_jax.lab.folder import check_writable, claim, studying
@@ -47,13 +49,20 @@ def distill(args: argparse.Namespace, out: IO[str]) -> None:
 
 
 def _distill(args: argparse.Namespace, work: Path) -> None:
+    # Refused now, and not when the models are loaded.
     if args.loss is not None:
-        divergence(args.loss)  # refused now, and not when the models are loaded
+        divergence(args.loss)
+    layers_of(args.feature_layers)
     if args.devices is not None and args.devices > len(jax.devices()):
         raise MarsError(f"--devices is {args.devices}: there are {len(jax.devices())}.")
     free_directory(args.output, overwrite=False)
     check_writable(args.output)
     check_writable(work, flag="--work")
+    documents = [text for path in args.data or () for text in data.documents(path)]
+    for dump in args.features or ():
+        dump_settings(dump)
+    if args.first not in (None, NGRAM):
+        resolve(args.first, weights=False)
     with busy("loading"):
         # Features are of the bfloat16 model, and say so.
         mesh = None if args.mesh is None else open_mesh(args.mesh, hub.outline(args.target).config)
@@ -61,7 +70,6 @@ def _distill(args: argparse.Namespace, work: Path) -> None:
         first: Any = None
         if args.first is not None:
             first = open_small(args) if args.kind in SYSTEMS else HEADS[args.kind].open(args.first, target)
-        documents = [text for path in args.data or () for text in data.documents(path)]
     weights = (target.params, () if first is None else first.params)
     settings = recorded(args) | {
         "data": digest("\0".join(documents).encode()),

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
+from mars_jax import hub
 from mars_jax.cli import merge
 from mars_jax.lab.commands import distill, distill_heads
 from mars_jax.lab.training import data, head_training
@@ -440,6 +441,31 @@ def test_data_that_was_cut_short_is_a_sentence(call, target, tmp_path, suffix, o
         path.write_bytes(damaged)
         code, err = call(*SMALL, "--target", target, "--data", path, "--output", tmp_path / "made")
         assert code == 2 and f"error: '{path}' cannot be read as text (" in err
+
+
+@pytest.mark.parametrize(
+    "argv, sentence",
+    [
+        (("eagle3", "--data", "none.txt"), "'none.txt' cannot be read as text ("),
+        (("eagle3", "--features", "none"), "'none' is no folder of features"),
+        (("eagle3", "--data", "TEXT", "--from", "none"), "there is no directory 'none'"),
+        (("eagle3", "--data", "TEXT", "--feature-layers", "0,x"), "--feature-layers is 0,x: expected layer numbers"),
+        (("via_sd", "--data", "none.txt", "--from", "ngram"), "'none.txt' cannot be read as text ("),
+        (("features", "--data", "none.txt"), "'none.txt' cannot be read as text ("),
+        (("features", "--data", "TEXT", "--output", "TEXT"), "text.txt' is a file: name a folder."),
+        (("features", "--data", "TEXT", "--part", "7/8"), "--part 7/8 has none of the"),
+        (("features", "--data", "TEXT", "--feature-layers", "0,99"), "feature layer 99 does not exist"),
+    ],
+)  # fmt: skip
+def test_what_needs_no_weights_is_refused_before_they_load(
+    argv, sentence, call, text, target, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(hub, "load", None)
+    output = () if "--output" in argv else ("--output", tmp_path / "made")
+    argv = [text if word == "TEXT" else word for word in argv]
+    code, err = call(*argv, "--target", target, *output)
+    assert code == 2 and sentence in err.splitlines()[-1]
+    assert [file.name for file in tmp_path.iterdir()] == ["text.txt"]
 
 
 @pytest.mark.parametrize("place", ["{}/file/made", "/proc/made", "{}/file"])
