@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 from jax.sharding import Mesh
 
@@ -11,10 +12,12 @@ from mars_jax import hub
 from mars_jax.core.errors import MarsError
 from mars_jax.drafters.shared_tokens import shared_tokens
 from mars_jax.hub.converted import is_converted
+from mars_jax.hub.files import resolve
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.models import ModelConfig
 from mars_jax.placement import hosts
 from mars_jax.placement.shardings import parse_mesh, whole
+from mars_jax.specs import DraftSpec
 
 
 def open_target(args: argparse.Namespace, sketch: Pretrained) -> Pretrained:
@@ -55,12 +58,31 @@ def open_mesh(text: str | None, config: ModelConfig) -> Mesh | None:
     return mesh
 
 
-def check_draft(target: Pretrained, path: str) -> None:
-    """Check by outlines alone that a model can draft for a target; say on stderr if it does so with another tokenizer.
+def check_file(path: str, shown: str) -> None:
+    """Raise MarsError where there is no file that can be read.
+
+    Args:
+      path: of the file, or of a pipe.
+      shown: the flag and its value, for the message.
+    """
+    if not Path(path).exists() or Path(path).is_dir():
+        raise MarsError(f"{shown}, and there is no such file: check the path.")
+
+
+def check_draft(target: Pretrained, draft: DraftSpec) -> None:
+    """Check without weights that what a draft names is there, and that a model can draft for the target; say on stderr
+    if it does so with another tokenizer.
 
     Raises:
-      MarsError: as `hub.outline` and `shared_tokens`.
+      MarsError: as `hub.outline` and `shared_tokens`, or it is not there.
     """
+    path = draft.path
+    if draft.kind != "model":
+        if draft.checkpoint:
+            resolve(draft.checkpoint, weights=False)
+        elif path:
+            check_file(path, f"--draft is {draft.kind}:{path}")
+        return
     shared = shared_tokens(target, hub.outline(path))
     if shared is not None:
         print(

@@ -21,7 +21,7 @@ from mars_jax import assets, constraints, drafters, hub, specs
 from mars_jax import verify as rules
 from mars_jax.cli.flags import draft_of
 from mars_jax.cli.generate.output_file import fingerprints
-from mars_jax.cli.open_target import open_mesh
+from mars_jax.cli.open_target import check_draft, open_mesh
 from mars_jax.cli.progress import progress_bar
 from mars_jax.cli.rule_flags import rule_and_file
 from mars_jax.core.errors import MarsError
@@ -143,18 +143,20 @@ class MarsJax(TemplateLM):
             told["json_schema"] = self._constraint.content  # the file's, which may change
         if place is not None:
             Answers(*place, told).close()  # what is wrong with the file is said before weights load
+        sketch = hub.outline(target)
+        if not sketch.has_tokenizer:
+            raise MarsError(
+                f"'{target}' has no tokenizer, and tasks are text: put its files beside the weights."
+            )
+        check_draft(sketch, spec)
         loaded = hub.load(
             target,
             dtype=dtype,
-            mesh=None if mesh is None else open_mesh(mesh.replace("+", ","), hub.outline(target).config),
+            mesh=None if mesh is None else open_mesh(mesh.replace("+", ","), sketch.config),
             cache_dtype=cache_dtype,
             prefill_chunk=prefill_chunk,
             attention=attention,
         )
-        if not loaded.has_tokenizer:
-            raise MarsError(
-                f"'{target}' has no tokenizer, and tasks are text: put its files beside the weights."
-            )
         rule = rules.load(named.spec, loaded, **named.settings)
         drafter = drafters.load(
             draft_of(draft, target),

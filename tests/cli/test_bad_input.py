@@ -45,6 +45,13 @@ def test_a_missing_path(refused_unwritten, tmp_path, target):
     assert "holds no weights" in refused_unwritten("--target", _without_weights(target, tmp_path), "hello")
 
 
+def test_a_missing_file_is_refused_before_weights_load(refused_unwritten, tmp_path, target, monkeypatch):
+    monkeypatch.setattr(hub, "load", None)
+    for path in (tmp_path / "nowhere", tmp_path):
+        argv = ["--target", target, "--draft", f"model:{target}", "--refine", path, "hello"]
+        assert f"--refine is {path}, and there is no such file: check the path." in refused_unwritten(*argv)
+
+
 def _without_weights(target, tmp_path):
     bare = tmp_path / "bare"
     bare.mkdir()

@@ -132,6 +132,7 @@ def test_rows_of_parts_are_those_of_one_run_and_have_its_scores(folder, evaluate
             "rows 'gs://bucket/rows.jsonl' is a URL: name a path of this machine",
         ),
         (["--rows", "none/rows.jsonl"], "there is no directory 'none' for --rows: make it first."),
+        (["--model_args", "draft=eagle:nowhere"], "there is no directory 'nowhere'"),
         (["--rows", "/"], "--rows '/' is not a regular file: choose another path."),
         (["--rows", "/proc/rows.jsonl"], "'/proc/rows.jsonl' cannot be opened ("),
         (

@@ -8,7 +8,6 @@ import functools
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,13 +16,12 @@ from mars_jax import __version__, drafters, hub, specs, verify
 from mars_jax.cli import extras
 from mars_jax.cli.generate.applies import Choices
 from mars_jax.cli.generate.prompts import CONSTRAINTS, SPANS, PromptRow
-from mars_jax.cli.open_target import check_draft, open_target
+from mars_jax.cli.open_target import check_draft, check_file, open_target
 from mars_jax.cli.progress import Pace
 from mars_jax.core import activity
 from mars_jax.core.drafter import TRUSTS
 from mars_jax.core.errors import MarsError
 from mars_jax.core.rule import LoadedRule
-from mars_jax.hub.files import resolve
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.models.quantize import Int4
 from mars_jax.placement import hosts
@@ -164,12 +162,9 @@ def open_job(
     requests = make_requests(sketch, args, rows)
     rule = load_rule(choices.rule, sketch, rows)
     draft = choices.draft
-    if draft.kind == "model":
-        check_draft(sketch, draft.path)
-    elif draft.checkpoint:
-        resolve(draft.checkpoint, weights=False)
-    elif draft.path and not Path(draft.path).is_file():
-        raise MarsError(f"--draft is {draft.kind}:{draft.path}, and there is no such file: check the path.")
+    check_draft(sketch, draft)
+    if args.refine is not None:
+        check_file(args.refine, f"--refine is {args.refine}")
     if not sketch.has_tokenizer and not (args.json or args.output or args.compare):
         raise MarsError(f"'{args.target}' has no tokenizer and so no text to show: add --json for token ids.")
     target = target or open_target(args, sketch)

@@ -278,8 +278,11 @@ def _run(args: argparse.Namespace, out: IO[str]) -> None:
 
 def _follow(args: argparse.Namespace, out: IO[str]) -> None:
     from mars_jax.lab.commands.open_pair import read_problems
+    from mars_jax.lab.folder import check_folder
     from mars_jax.lab.recipes.needs import needs
 
+    for part in args.parts.values():
+        check_folder(part.output)
     part = args.parts["tuned"]
     found = needs(part, args.parts["paper"].controls, read_problems(part))
     say(f"recipe {args.chosen.name}: {found.describe()}")
@@ -293,6 +296,7 @@ def _follow(args: argparse.Namespace, out: IO[str]) -> None:
 
 
 def _study(args: argparse.Namespace, folder: Path, out: IO[str]) -> None:
+    from mars_jax.cli.open_target import check_file
     from mars_jax.lab.commands.open_pair import open_study
     from mars_jax.lab.commands.open_refiner import open_refiner
     from mars_jax.lab.evaluate import evaluate
@@ -306,6 +310,8 @@ def _study(args: argparse.Namespace, folder: Path, out: IO[str]) -> None:
     def check(problems: list[Problem]) -> None:
         scores.check_metrics(problems, **code)
         check_installed()
+        if args.refine is not None:
+            check_file(args.refine, f"--refine is {args.refine}")
 
     problems, target, drafter = open_study(args, folder, check)
     shared = ("rule", "thetas", "temperatures", "simulated_taus", "controls")

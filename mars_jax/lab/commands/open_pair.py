@@ -108,7 +108,5 @@ def _sketch(args: argparse.Namespace, problems: list[Problem]) -> Pretrained:
             f"'{args.target}' has no tokenizer, and tasks are text: put its files beside the weights."
         )
     check_problems(sketch, problems, chat=args.chat)
-    kind, path = specs.parse_draft(args.draft, shown="--draft")
-    if kind == "model":
-        check_draft(sketch, path)
+    check_draft(sketch, specs.parse_draft(args.draft, shown="--draft"))
     return sketch

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mars_jax import hub
 from mars_jax.core.errors import MarsError
 from mars_jax.lab.commands.benchmark import main, parse, parser
 from mars_jax.lab.evaluate import answers
@@ -521,6 +522,33 @@ def test_what_must_be_there(refused, tmp_path, target):
     assert "--chat does not apply to stories" in refused(
         "--task", "stories=x", "--chat", "--output", tmp_path / "o"
     )
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--draft", "eagle:nowhere"], "there is no directory 'nowhere'"),
+        (
+            ["--draft", "replay:nowhere"],
+            "--draft is replay:nowhere, and there is no such file: check the path.",
+        ),
+        (["--refine", "nowhere"], "--refine is nowhere, and there is no such file: check the path."),
+    ],
+)
+def test_a_path_that_is_not_there_is_refused_before_weights_load(
+    refused, tmp_path, monkeypatch, argv, message
+):
+    monkeypatch.setattr(hub, "load", None)
+    given = ["--task", "arithmetic", "--problems", 2, "--output", tmp_path / "o", *argv]
+    assert message in refused(*given)
+    assert not (tmp_path / "o").exists()
+
+
+def test_a_recipe_has_a_folder_that_can_be_written(refused, tmp_path):
+    (tmp_path / "file").touch()
+    place = tmp_path / "file" / "paper"
+    assert f"'{place}' leads through" in refused("--recipe", "embedded", "--output", place.parent)
+    assert "is a URL: name a path" in refused("--recipe", "embedded", "--output", "gs://bucket/out")
 
 
 def test_a_problem_that_does_not_fit_is_named(refused, target, tmp_path):
