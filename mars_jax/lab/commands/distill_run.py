@@ -23,7 +23,7 @@ from mars_jax.hub.pretrained import Pretrained
 from mars_jax.hub.save import free_directory
 from mars_jax.lab.commands.distill_features import check_dumps, dump_settings, train_on_features
 from mars_jax.lab.commands.distill_heads import HEADS, chosen_vocabulary, feature_layers, layers_of
-from mars_jax.lab.commands.distill_systems import SYSTEMS, open_small
+from mars_jax.lab.commands.distill_systems import SYSTEMS, open_small, rewarded
 from mars_jax.lab.commands.training_text import training_text
 from mars_jax.lab.folder import check_writable, claim, studying
 from mars_jax.lab.training import data, distillation
@@ -61,6 +61,8 @@ def _distill(args: argparse.Namespace, work: Path) -> None:
     documents = [text for path in args.data or () for text in data.documents(path)]
     for dump in args.features or ():
         dump_settings(dump)
+    if args.task is not None:
+        rewarded(args.task)
     if args.first not in (None, NGRAM):
         resolve(args.first, weights=False)
     with busy("loading"):

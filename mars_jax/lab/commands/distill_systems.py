@@ -120,8 +120,7 @@ def _diversed(
     args: argparse.Namespace, target: Pretrained, small: Pretrained, documents: Sequence[str], work: Path
 ) -> None:
     check_same_vocabulary(target, small)
-    name, _, path = (args.task or "arithmetic").partition("=")
-    problems = _problems(name, path or None)
+    problems = rewarded(args.task)
     prompts = target.encode_many([p.turns[0] for p in problems], chat=True)
     vocab = target.config.vocab_size
     drafter = language_model(small.model, CHAIN, sample=True, vocab_size=vocab)
@@ -172,8 +171,14 @@ Raises:
 """
 
 
-def _problems(name: str, path: str | None) -> list[Problem]:
-    if name == "arithmetic" and path is None:
+def rewarded(task: str | None) -> list[Problem]:
+    """The problems of `--task`, by default those of arithmetic.
+
+    Raises:
+      MarsError: there is no such task or file, or its answers have no rewards.
+    """
+    name, _, path = (task or "arithmetic").partition("=")
+    if name == "arithmetic" and not path:
         made = arithmetic.generate(TRAINING_PROBLEMS, split="train")
         return [
             Problem(
@@ -181,10 +186,10 @@ def _problems(name: str, path: str | None) -> list[Problem]:
             )
             for i, p in enumerate(made)
         ]
-    problems = read(name, path, chat=True)
-    rewarded = ("final_answer", "last_number", "rouge_l")
-    if any(p.metric not in rewarded for p in problems):
+    problems = read(name, path or None, chat=True)
+    metrics = ("final_answer", "last_number", "rouge_l")
+    if any(p.metric not in metrics for p in problems):
         raise MarsError(
-            f"--task {name} rewards no single answer: choose one whose metric is {', '.join(rewarded)}."
+            f"--task {name} rewards no single answer: choose one whose metric is {', '.join(metrics)}."
         )
     return problems

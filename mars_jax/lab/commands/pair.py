@@ -181,7 +181,7 @@ def check(args: argparse.Namespace, rule: RuleChoice, *, output: str) -> None:
     try:
         draft = specs.parse_draft(args.draft, shown="--draft", among=DRAFTS)
     except MarsError as error:
-        raise MarsError(f"{str(error)[:-1]}; the target alone is an arm of every run.") from None
+        raise MarsError(f"{str(error)[:-1]}; without a draft there is nothing to verify.") from None
     if args.output is None:
         raise MarsError(f"there is no --output: {output}.")
     if not args.task:

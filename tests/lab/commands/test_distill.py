@@ -451,6 +451,7 @@ def test_data_that_was_cut_short_is_a_sentence(call, target, tmp_path, suffix, o
         (("eagle3", "--data", "TEXT", "--from", "none"), "there is no directory 'none'"),
         (("eagle3", "--data", "TEXT", "--feature-layers", "0,x"), "--feature-layers is 0,x: expected layer numbers"),
         (("via_sd", "--data", "none.txt", "--from", "ngram"), "'none.txt' cannot be read as text ("),
+        (("diversed", "--from", "tiny/draft", "--task", "chess"), "there is no task 'chess'"),
         (("features", "--data", "none.txt"), "'none.txt' cannot be read as text ("),
         (("features", "--data", "TEXT", "--output", "TEXT"), "text.txt' is a file: name a folder."),
         (("features", "--data", "TEXT", "--part", "7/8"), "--part 7/8 has none of the"),
