@@ -137,6 +137,7 @@ def load(
         specs.REQUEST["prefill_chunk"].check(prefill_chunk)
     directory = resolve(name_or_path)
     config, own = read_path(directory)
+    language_model(config, attention=attention)  # an unknown one is refused before weights are read
     if is_converted(directory):
         params, dtype = restore_params(directory, config, dtype, shardings=shardings, check=check)
     else:

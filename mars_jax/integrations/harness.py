@@ -117,6 +117,10 @@ class MarsJax(TemplateLM):
             raise MarsError(f"batch_size is {batch_size}: expected a whole number of at least 1.")
         if target != assets.TARGET:
             draft = draft or "none"
+        specs.REQUEST["max_new_tokens"].check(max_gen_toks, shown="max_gen_toks")
+        specs.REQUEST["seed"].check(seed, shown="seed")
+        if num_draft_tokens is not None:
+            specs.REQUEST["num_draft_tokens"].check(num_draft_tokens, shown="num_draft_tokens")
         kind, _ = spec = specs.parse_draft(draft_of(draft, target), shown="draft")
         shape = None if tree is None else specs.parse_tree(tree, shown="tree")
         given = {name: specs.Given(str(value), name) for name, value in settings.items()}
@@ -149,6 +153,7 @@ class MarsJax(TemplateLM):
                 f"'{target}' has no tokenizer, and tasks are text: put its files beside the weights."
             )
         check_draft(sketch, spec)
+        rules.load(named.spec, sketch, **named.settings)
         loaded = hub.load(
             target,
             dtype=dtype,

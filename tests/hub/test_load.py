@@ -425,6 +425,11 @@ def test_a_dtype_that_is_not_supported_is_named(saved):
     )
 
 
+def test_an_attention_that_is_not_known_is_refused_before_weights_are_read(saved):
+    (saved / "model.safetensors").write_bytes(b"")
+    assert "attention is 'flash': expected one of auto, xla" in message(hub.load, saved, attention="flash")
+
+
 @pytest.mark.parametrize("keep", [4, 200, -100])
 def test_truncated_safetensors_are_named(saved, keep):
     file = saved / "model.safetensors"

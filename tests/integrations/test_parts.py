@@ -133,6 +133,9 @@ def test_rows_of_parts_are_those_of_one_run_and_have_its_scores(folder, evaluate
         ),
         (["--rows", "none/rows.jsonl"], "there is no directory 'none' for --rows: make it first."),
         (["--model_args", "draft=eagle:nowhere"], "there is no directory 'nowhere'"),
+        (["--model_args", "verify=learned:nowhere"], "the weights of a rule 'nowhere' cannot be read"),
+        (["--model_args", "seed=-1"], "seed is -1: expected a whole number from 0"),
+        (["--model_args", "max_gen_toks=0"], "max_gen_toks is 0: expected a whole number of at least 1"),
         (["--rows", "/"], "--rows '/' is not a regular file: choose another path."),
         (["--rows", "/proc/rows.jsonl"], "'/proc/rows.jsonl' cannot be opened ("),
         (
