@@ -344,9 +344,14 @@ def head_axes(heads: int) -> tuple[str, ...] | None:
     return None if mesh is None else axes_of("kv_heads", heads, mesh)
 
 
-def whole_mesh_axes(heads: int) -> tuple[str, ...]:
+def alone(logical: str, size: int) -> tuple[str, ...]:
+    """The mesh axes over which `size` things are divided where no rows of the batch are; () on any other mesh.
+
+    Only there devices may send to one another in a loop that ends when some rows do: on a CPU what is sent to one
+    waits for all.
+    """
     mesh = _ready()
-    return () if mesh is None or names_of("data", mesh) else axes_of("kv_heads", heads, mesh)
+    return () if mesh is None or names_of("data", mesh) else axes_of(logical, size, mesh)
 
 
 def expert_axes(experts: int, size: int) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from mars_jax.core.drafter import Drafter
-from mars_jax.core.mesh import on_cpu
+from mars_jax.core.mesh import current, on_cpu, on_tpu, size_of
 from mars_jax.core.types import ForwardOutput, LanguageModel, Params, PyTree, Visible
 
 CHUNK, LONG_CHUNK, LONG = 64, 256, 1024
@@ -21,16 +21,21 @@ CHUNK, LONG_CHUNK, LONG = 64, 256, 1024
 of one in a long buffer, whose cache is read fewer times then; and from how many tokens on a buffer is long."""
 WIDE_CHUNK = 512
 """Tokens of a chunk elsewhere: a pass over the weights takes as long as the arithmetic of 166 (v5p) to 560 (v6e)."""
+RING_CHUNK, RING_LONG = 2048, 4096
+"""Tokens of all rows in a chunk that a TPU's devices share, so that each has enough to multiply while others send
+(`models/ring.py`); and from how many tokens on a buffer is worth such chunks, of which a short prompt fills little."""
 
 
-def chunk_of(buffer: int = 0) -> int:
-    """Tokens of a prefill forward in a buffer of so many, where it is traced for (`mesh.on_cpu`).
+def chunk_of(buffer: int = 0, rows: int = 1) -> int:
+    """Tokens of a prefill forward of so many rows in a buffer of so many tokens, where it is traced for.
 
     The default serves where what is new of a text is seldom long, whatever the buffer.
 
     >>> chunk_of(256) if on_cpu() else 64
     64
     """
+    if on_tpu() and buffer >= RING_LONG and size_of("model", current()) > 1:
+        return max(RING_CHUNK // rows, WIDE_CHUNK)
     if not on_cpu():
         return WIDE_CHUNK
     return CHUNK if buffer < LONG else LONG_CHUNK
@@ -66,7 +71,7 @@ def prefill(
       chunk: tokens per forward; None takes the model's `prefill_chunk`, and where that is None `chunk_of`.
     """
     buffer = tokens.shape[1]
-    size = min(chunk or model.prefill_chunk or chunk_of(buffer), buffer)
+    size = min(chunk or model.prefill_chunk or chunk_of(buffer, len(tokens)), buffer)
 
     def body(carry: tuple[Array, PyTree, PyTree]) -> tuple[Array, PyTree, PyTree]:
         at, cache, state = carry

@@ -54,11 +54,11 @@ class Attend(Protocol):
     """Attention of a layer to what its nodes may see, their own keys and values among it, which it writes first.
 
     q [B, N, K, G, D], the cache's k and v [B, S, K, D], and `new`, the nodes' own, [B, N, K, D] -> [B, N, K, G, D],
-    and the cache's two with the new rows.
+    and the cache's two with the new rows. `new` is None where they are in the cache already.
     """
 
     def __call__(
-        self, q: Array, k: Rows, v: Rows, new: tuple[Array, Array], *, scale: float, cap: float | None
+        self, q: Array, k: Rows, v: Rows, new: tuple[Array, Array] | None, *, scale: float, cap: float | None
     ) -> tuple[Array, Rows, Rows]: ...
 
 
@@ -84,7 +84,7 @@ def _attend_by_mask(
     q: Array,
     k: Rows,
     v: Rows,
-    new: tuple[Array, Array],
+    new: tuple[Array, Array] | None,
     *,
     scale: float,
     cap: float | None,
@@ -107,14 +107,14 @@ def _attend_by_kernel(
     q: Array,
     k: Rows,
     v: Rows,
-    new: tuple[Array, Array],
+    new: tuple[Array, Array] | None,
     *,
     scale: float,
     cap: float | None,
 ) -> tuple[Array, Rows, Rows]:
     kernel = functools.partial(_kernel, window=window, cap=cap, scale=scale, interpret=form == "interpret")
 
-    def by_mask(q: Array, k: Rows, v: Rows, new: tuple[Array, Array], visible: Visible):
+    def by_mask(q: Array, k: Rows, v: Rows, new: tuple[Array, Array] | None, visible: Visible):
         return attending("xla", visible, k.shape[1], window)(q, k, v, new, scale=scale, cap=cap)
 
     # The kernel divides rows over the cores of a chip, so one row leaves one idle, which a single query cannot afford.
@@ -123,7 +123,7 @@ def _attend_by_kernel(
     if form == "auto" and few:
         return by_mask(q, k, v, new, visible)
 
-    def on_device(q: Array, k: Rows, v: Rows, new: tuple[Array, Array], visible: Visible):
+    def on_device(q: Array, k: Rows, v: Rows, new: tuple[Array, Array] | None, visible: Visible):
         if form == "auto" and _unreadable(q, k):
             return by_mask(q, k, v, new, visible)
         if form == "interpret":
@@ -148,7 +148,7 @@ def _kernel(
     q: Array,
     k: Rows,
     v: Rows,
-    new: tuple[Array, Array],
+    new: tuple[Array, Array] | None,
     visible: Visible,
     *,
     window: int | None,
@@ -168,10 +168,14 @@ def _kernel(
         "implementation": "pallas_tpu",
         "interpret": interpret,
     }
-    if not (isinstance(k, Int8Rows) or isinstance(v, Int8Rows)) and new is not None and q.shape[1] <= KERNEL_NODES:
+    if (
+        not (isinstance(k, Int8Rows) or isinstance(v, Int8Rows))
+        and new is not None
+        and q.shape[1] <= KERNEL_NODES
+    ):
         return write_and_attend(q, k, v, NewRows(*new, visible.slot), visible.first, **given)
-    # Rows of 8 bits have scales, which are made here and stored apart. What a prompt's chunk writes is much, and nothing
-    # in its last layer attends.
+    # Rows of 8 bits have scales, which are made here and stored apart. Of a prompt's chunk XLA writes the rows, and in
+    # the last layer leaves the rest out, which nothing reads.
     if new is not None:
         k, v = (kv_cache.write(old, rows, visible.slot) for old, rows in zip((k, v), new, strict=True))
     (keys, k_scale), (values, v_scale) = _parts(k), _parts(v)

@@ -11,12 +11,21 @@ P devices, n rows of each. Oracle: the same rows on one device (tests/models/tes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.sharding import PartitionSpec as P
+
+from mars_jax.models.quantize import Int4, Int8
 
 Axes = tuple[str, ...]
+
+_OUTPUTS = ("q", "k", "v", "gate", "up")
+_INPUTS = ("o", "down")
+"""Matrices of a layer whose outputs are divided, and those whose inputs are."""
 
 
 def starts(axes: Axes, n: int) -> list[tuple[Array, Array]]:
@@ -41,10 +50,11 @@ def summed(axes: Axes, parts: Sequence[Callable[[], Array]]) -> Array:
 
     A part is called where it is added, and sums travel in its dtype.
     """
-    total = None
-    # What begins with the piece that is s away comes back to its device with the last one.
-    for part in (*parts[1:], parts[0]):
-        total = part() if total is None else part() + _passed(axes, total)
+    # What begins with the piece that is one step away comes back to its device with its own.
+    first, *rest = (*parts[1:], parts[0])
+    total = first()
+    for part in rest:
+        total = part() + _passed(axes, total)
     return total
 
 
@@ -56,3 +66,25 @@ def _passed(axes: Axes, x: Array) -> Array:
         for part, by in ((x[:, :half], 1), (x[:, half:], -1))
     ]
     return jnp.concatenate(ends, axis=1)
+
+
+def specs(axes: Axes, layer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how a layer's arrays are divided over the axes, for `shard_map`."""
+    return {name: _spec(axes, name, w) for name, w in layer.items()}
+
+
+def divides(size: int, layer: Mapping[str, Any]) -> bool:
+    """Tell whether so many devices have a part of each matrix: one in 4 bits may have too few groups of inputs."""
+    inner = [layer[name] for name in _INPUTS if name in layer]
+    return all(len(w.values) % size == 0 for w in inner if isinstance(w, Int4))
+
+
+def _spec(axes: Axes, name: str, w: Any) -> Any:
+    out = axes if name.removesuffix("_bias") in _OUTPUTS else None
+    inner = axes if name in _INPUTS else None
+    if isinstance(w, Int4):
+        by_group = P(inner, out)
+        return dataclasses.replace(w, values=P(inner, None, out), scale=by_group, offset=by_group)
+    if isinstance(w, Int8):
+        return dataclasses.replace(w, values=P(out, inner), scale=P(out))
+    return P(out, inner) if w.ndim == 2 else P(out)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,26 +17,18 @@ from jax.sharding import PartitionSpec as P
 
 from mars_jax.core import cache as kv_cache
 from mars_jax.core.errors import MarsError
-from mars_jax.core.mesh import devices_of, hold_whole, map_devices, on_cpu, on_tpu, whole_mesh_axes
+from mars_jax.core.mesh import alone, devices_of, hold_whole, map_devices, on_cpu, on_tpu
 from mars_jax.core.types import ForwardOutput, KVCache, LanguageModel, PyTree, Visible
 from mars_jax.models import ring, weights
 from mars_jax.models.attention import BLOCK, FORMS, KERNEL_ROWS, KERNEL_SLOTS, TURN_SLOTS, Attend, attending
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.layers import dense, embed, gated_mlp, rms_norm, soft_cap
 from mars_jax.models.moe import experts_mlp
-from mars_jax.models.quantize import Quantized
-from mars_jax.models.rope import angles, rotate
+from mars_jax.models.rope import Rope, angles, rotate
 
 RING_ROWS = 256
-
-
-def quantized_spec(w, side):
-    if isinstance(w, Quantized):
-        mesh = jax.sharding.get_abstract_mesh()
-        leaves = type(w).leaves(w.shape, jax.sharding.NamedSharding(mesh, side), w.group)
-        return jax.tree.unflatten(jax.tree.structure(w), [leaf.sharding.spec for leaf in leaves])
-    return side
-
+"""Rows of each device from which on a prompt's chunk goes around a ring. With fewer, a device would rather wait for the
+weights that it multiplies each piece by."""
 
 Sublayers = tuple[tuple[bool, bool], ...]
 """For every layer, whether its attention is there and whether its MLP is."""
@@ -75,8 +68,8 @@ def attention(config: ModelConfig, layer: dict, x: Array, rotation, attend: Atte
 
     The projections set the width of x and of what is returned; `config` sets the heads.
     """
-    q, *new = _project(config, layer, x, rotation)
-    mixed, k_cache, v_cache = attend(q, k_cache, v_cache, tuple(new), **_scores(config))
+    q, k, v = _project(config, layer, x, rotation)
+    mixed, k_cache, v_cache = attend(q, k_cache, v_cache, (k, v), **_scores(config))
     return _out(layer, mixed), k_cache, v_cache
 
 
@@ -93,7 +86,7 @@ def _project(config: ModelConfig, layer: dict, x: Array, rotation) -> tuple[Arra
     return q.reshape(*k.shape[:3], -1, config.head_dim), k, v
 
 
-def _scores(config: ModelConfig) -> dict[str, float | None]:
+def _scores(config: ModelConfig) -> dict[str, Any]:
     return {"scale": (config.query_scalar or config.head_dim) ** -0.5, "cap": config.attention_cap}
 
 
@@ -125,38 +118,40 @@ def _layer(config: ModelConfig, here: tuple[bool, bool], layer: dict, x: Array, 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
 def _ring_layer(
     config: ModelConfig,
+    here: tuple[bool, bool],
     axes: ring.Axes,
     form: str,
     window: int | None,
-    here: tuple[bool, bool],
     layer: dict,
     x: Array,
-    rotations,
+    rotations: list,
     halves: list[list[Visible]],
     rows,
 ):
-    """Run `_layer` with x [B, n, E] of each device, the rotations of all pieces, and what their halves see."""
+    """Run `_layer` on x [B, n, E] of each device, for the rotations of the pieces and what their halves see."""
     norm = _norm(config)
     attends, has_mlp = here
     if attends:
         with jax.named_scope("attention"):
             pieces = ring.around(axes, norm(x, layer["attention_norm"]))
             made = [
-                _project(config, layer, piece, angle) for piece, angle in zip(pieces, rotations, strict=True)
+                _project(config, layer, piece, rotation)
+                for piece, rotation in zip(pieces, rotations, strict=True)
             ]
-            k, v = rows
             for (_, *new), two in zip(made, halves, strict=True):
-                for seen, at in zip(two, (0, x.shape[1] // 2), strict=True):
-                    k, v = (
-                        kv_cache.write(old, part[:, at : at + x.shape[1] // 2], seen.slot)
-                        for old, part in zip((k, v), new, strict=True)
-                    )
-            rows = k, v
+                for at, seen in enumerate(two):
+                    rows = [
+                        kv_cache.write(old, jnp.split(part, 2, axis=1)[at], seen.slot)
+                        for old, part in zip(rows, new, strict=True)
+                    ]
+
+            k, v = rows
 
             def mixed(q: Array, two: list[Visible]) -> Array:
+                """Attend with a piece's queries; all that they see is in the cache."""
                 found = [
                     attending(form, seen, k.shape[1], window)(part, k, v, None, **_scores(config))[0]
-                    for seen, part in zip(two, jnp.split(q, 2, axis=1), strict=True)
+                    for part, seen in zip(jnp.split(q, 2, axis=1), two, strict=True)
                 ]
                 return _out(layer, jnp.concatenate(found, axis=1))
 
@@ -171,49 +166,75 @@ def _ring_layer(
     return x, rows
 
 
-def _ring_axes(config: ModelConfig, layers, visible: Visible) -> ring.Axes:
-    """Return the mesh axes around which the rows of a forward travel; () where they do not."""
-    n = visible.positions.shape[1]
-    axes = whole_mesh_axes(config.num_kv_heads) if on_tpu() else ()
-    size = devices_of("kv_heads", config.num_kv_heads)
-    alone = config.o_bias or config.mlp_bias or config.num_experts
-    if not axes or alone or visible.seen is not None or n % (32 * size) or n < RING_ROWS * size:
+def _ring_axes(config: ModelConfig, layers: Sequence[dict], visible: Visible) -> ring.Axes:
+    """Return the axes of a mesh around which rows go: a prompt's chunk on a TPU, whose layers divide whole."""
+    axes = alone("kv_heads", config.num_kv_heads) if on_tpu() and visible.seen is None else ()
+    same = all(
+        alone(*things) == axes
+        for things in (("heads", config.num_heads), ("hidden", config.intermediate_size))
+    )
+    size, (batch, n) = devices_of("kv_heads", config.num_kv_heads), visible.positions.shape
+    # A bias after the sum would be added once for each device, and experts go to devices in their own way.
+    if not (axes and same) or config.o_bias or config.mlp_bias or config.num_experts:
         return ()
-    return axes
+    long = batch * n >= RING_ROWS * size and n % (2 * size) == 0
+    return axes if long and all(ring.divides(size, layer) for layer in layers) else ()
 
 
-def _ring_forward(config, axes, form, feature_layers, kept, layers, x, visible, cache):
-    """Run the layers of `_forward`."""
-    whole, last = P(), P(None, None, axes)
+def _ring_layers(
+    config: ModelConfig,
+    form: str,
+    feature_layers: tuple[int, ...],
+    kept: Sublayers,
+    axes: ring.Axes,
+    layers: Sequence[dict],
+    x: Array,
+    visible: Visible,
+    cache: KVCache,
+) -> tuple[Array, dict[int, Array], KVCache]:
+    """Run the layers of `_forward` on a prompt's chunk x [B, N, E], whose rows devices pass around."""
 
-    def spec(name, w):
-        side = P(None, axes) if name in ("o", "down") else P(axes) if name[0] in "qkvgu" and "norm" not in name else whole
-        return quantized_spec(w, side)
-
-    specs = tuple({name: spec(name, w) for name, w in layer.items()} for layer in layers)
-
-    def local(layers, x, first, cache):
+    def on_device(layers: Sequence[dict], x: Array, first: Array, cache: KVCache):
         n = x.shape[1]
         halves = [[Visible.causal(first + at, n // 2) for at in two] for two in ring.starts(axes, n)]
-        ropes = [config.rope if w is None else config.local_rope or config.rope for w in config.windows]
+        positions = [jnp.concatenate([seen.positions for seen in two], axis=1) for two in halves]
+        ropes = _ropes(config)
         rotations = {
-            rope: [angles(jnp.concatenate([seen.positions for seen in two], axis=1), rope, config.head_dim) for two in halves]
-            for rope in dict.fromkeys(ropes)
+            rope: [angles(of, rope, config.head_dim) for of in positions] for rope in dict.fromkeys(ropes)
         }
-        ks, vs, outputs = [], [], {}
-        for i, (layer, here) in enumerate(zip(layers, kept, strict=True)):
-            rows = (cache.k[len(ks)], cache.v[len(vs)]) if here[0] else None
-            with jax.named_scope(f"layer{i}"):
-                x, rows = _ring_layer(config, axes, form, config.windows[i], here, layer, x, rotations[ropes[i]], halves, rows)
-            if rows is not None:
-                ks.append(rows[0])
-                vs.append(rows[1])
-            if i in feature_layers:
-                outputs[i] = x
-        return x, [outputs[i] for i in feature_layers], KVCache(k=tuple(ks), v=tuple(vs))
 
-    rows_spec = P(None, axes)
-    return map_devices(local, (specs, rows_spec, P(), last), (rows_spec, rows_spec, last))(layers, x, visible.first, cache)
+        def run(i: int, here: tuple[bool, bool], x: Array, rows):
+            window, turns = config.windows[i], rotations[ropes[i]]
+            return _ring_layer(config, here, axes, form, window, layers[i], x, turns, halves, rows)
+
+        return _each_layer(run, feature_layers, kept, x, cache)
+
+    by_rows, by_heads = P(None, axes), P(None, None, axes)
+    specs = (tuple(ring.specs(axes, layer) for layer in layers), by_rows, P(), by_heads)
+    mapped = map_devices(on_device, specs, (by_rows, by_rows, by_heads))
+    return mapped(tuple(layers), x, visible.first, cache)
+
+
+def _ropes(config: ModelConfig) -> list[Rope]:
+    """Return the rotation of each layer."""
+    return [config.rope if w is None else config.local_rope or config.rope for w in config.windows]
+
+
+def _each_layer(
+    run: Callable, feature_layers: tuple[int, ...], kept: Sublayers, x: Array, cache: KVCache
+) -> tuple[Array, dict[int, Array], KVCache]:
+    """Run layer after layer: their output, those of `feature_layers`, and the cache."""
+    ks, vs, outputs = [], [], {}
+    for i, here in enumerate(kept):
+        rows = (cache.k[len(ks)], cache.v[len(vs)]) if here[0] else None
+        with jax.named_scope(f"layer{i}"):
+            x, rows = run(i, here, x, rows)
+        if rows is not None:
+            ks.append(rows[0])
+            vs.append(rows[1])
+        if i in feature_layers:
+            outputs[i] = x
+    return x, outputs, KVCache(k=tuple(ks), v=tuple(vs))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
@@ -230,31 +251,25 @@ def _forward(
     norm = _norm(config)
     with jax.named_scope("embed"):
         x = _embed(config, params, tokens)
-    axes = _ring_axes(config, params["layers"], visible)
+    layers = params["layers"]
+    axes = _ring_axes(config, layers, visible)
     if axes:
-        x, features, cache = _ring_forward(config, axes, form, feature_layers, kept, params["layers"], x, visible, cache)
-        return ForwardOutput(hidden=norm(x, params["norm"]), features=tuple(features), cache=cache)
-    positions = visible.positions
-    ropes = [config.rope if w is None else config.local_rope or config.rope for w in config.windows]
-    rotations = {rope: angles(positions, rope, config.head_dim) for rope in dict.fromkeys(ropes)}
-    with jax.named_scope("mask"):
-        attends = {
-            window: attending(form, visible, cache.slots, window) for window in dict.fromkeys(config.windows)
-        }
-    ks, vs, outputs = [], [], {}
-    for i, (layer, here) in enumerate(zip(params["layers"], kept, strict=True)):
-        rows = (cache.k[len(ks)], cache.v[len(vs)]) if here[0] else None
-        window = config.windows[i]
-        with jax.named_scope(f"layer{i}"):
-            x, rows = _layer(config, here, layer, x, rotations[ropes[i]], attends[window], rows)
-        if rows is not None:
-            ks.append(rows[0])
-            vs.append(rows[1])
-        if i in feature_layers:
-            outputs[i] = x
-    hidden = norm(x, params["norm"])
+        x, outputs, cache = _ring_layers(config, form, feature_layers, kept, axes, layers, x, visible, cache)
+    else:
+        ropes = _ropes(config)
+        rotations = {rope: angles(visible.positions, rope, config.head_dim) for rope in dict.fromkeys(ropes)}
+        with jax.named_scope("mask"):
+            attends = {
+                window: attending(form, visible, cache.slots, window)
+                for window in dict.fromkeys(config.windows)
+            }
+
+        def run(i: int, here: tuple[bool, bool], x: Array, rows):
+            return _layer(config, here, layers[i], x, rotations[ropes[i]], attends[config.windows[i]], rows)
+
+        x, outputs, cache = _each_layer(run, feature_layers, kept, x, cache)
     features = tuple(outputs[i] for i in feature_layers)
-    return ForwardOutput(hidden=hidden, features=features, cache=KVCache(k=tuple(ks), v=tuple(vs)))
+    return ForwardOutput(hidden=norm(x, params["norm"]), features=features, cache=cache)
 
 
 def language_model(

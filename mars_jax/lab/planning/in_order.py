@@ -14,9 +14,7 @@ from mars_jax.lab.planning.constants import Speed, collective_seconds
 from mars_jax.lab.planning.cost import COPIES, Items, Loop, Op, Step, Wait
 
 
-def seconds_in_order(
-    step: Step, speed: Speed, bandwidth: float
-) -> tuple[dict[str, float], dict[str, float]]:
+def seconds_in_order(step: Step, speed: Speed, bandwidth: float) -> tuple[dict[str, float], dict[str, float]]:
     """By part, without the instructions' own time; and what of it waits for what devices have sent ahead.
 
     Args:

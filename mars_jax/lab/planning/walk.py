@@ -134,7 +134,9 @@ def _statements(bundle: str) -> list[tuple[str, str, list[str]]]:
             found.append(("sbr.rel", "", [branch[1] or "1", branch[2]]))
         elif stored := re.match(r"%\w+ = sst \[smem:\[([^]]*)\]\] (?:\([^)]*\), )?(%\w+)", text):
             found.append(("sst", stored[1], [stored[2]]))
-        elif moved := re.match(r"%\w+ = dma\.\w+_to_smem .*?(%\w+|\[#allocation\d+\]), \[#allocation\d+\]$", text, re.S):
+        elif moved := re.match(
+            r"%\w+ = dma\.\w+_to_smem .*?(%\w+|\[#allocation\d+\]), \[#allocation\d+\]$", text, re.S
+        ):
             found.append(("dma", "", [moved[1]]))
         elif loaded := re.match(r"%(\w+) = sld \[smem:\[([^]]*)\]\]", text):
             found.append(("sld", loaded[1], [loaded[2]]))

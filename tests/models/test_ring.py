@@ -1,0 +1,147 @@
+"""A prompt's chunk whose rows go around the devices of a mesh, against the same chunk on one device."""
+
+from __future__ import annotations
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from mars_jax.core.types import Visible
+from mars_jax.models import ModelConfig, init_params, language_model, ring, transformer
+from mars_jax.models.rope import Rope
+from mars_jax.placement import shardings
+
+SMALL = {
+    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_layers": 2, "num_heads": 8, "num_kv_heads": 4,
+    "head_dim": 16,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_pieces_come_in_the_order_of_their_starts_and_sums_go_back_to_their_rows(size):
+    mesh = jax.make_mesh((size,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
+    x = jnp.arange(size * 6 * 2, dtype=jnp.float32).reshape(1, size * 6, 2)
+
+    def local(x):
+        pieces = ring.around(("model",), x)
+        begins = jnp.stack([jnp.stack(two) for two in ring.starts(("model",), 6)])
+        mine = (1 + jax.lax.axis_index("model")).astype(jnp.float32)
+        parts = [lambda piece=piece: piece * mine for piece in pieces]
+        return jnp.stack(pieces)[None], begins[None], ring.summed(("model",), parts)
+
+    by_rows = P(None, "model")
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=by_rows, out_specs=(P("model"), P("model"), by_rows))
+    pieces, begins, total = jax.jit(mapped)(x)
+    for device in range(size):
+        for piece, two in zip(pieces[device], begins[device], strict=True):
+            wanted = [x[0, int(at) : int(at) + 3] for at in two]
+            np.testing.assert_array_equal(piece[0], np.concatenate(wanted))
+    np.testing.assert_array_equal(total, x * sum(range(1, size + 1)))
+
+
+@pytest.fixture
+def elsewhere(monkeypatch):
+    """Trace as for a TPU, whose kernel gives way on this machine."""
+    monkeypatch.setattr(transformer, "on_tpu", lambda: True)
+    monkeypatch.setattr(transformer, "RING_ROWS", 8)
+
+
+def forwards(config, mesh=None, *, bits=None, cache_dtype=None, batch=1, kept=None, attention="auto"):
+    """The outputs of two chunks, one after the other, and how often rows were sent."""
+    model = language_model(
+        config, cache_dtype=cache_dtype, attention=attention, feature_layers=(0, config.num_layers - 1)
+    )
+    if kept is not None:
+        model = model.with_layers(kept)
+    params = init_params(config, jax.random.key(0), scale=0.2)
+    if bits is not None:
+        params = quantized(config, params, bits)
+    if mesh is not None:
+        places = shardings.params_shardings(config, mesh)
+        params = (
+            jax.tree.map(
+                lambda x, place: x if isinstance(x, dict) else jax.device_put(x, place), params, places
+            )
+            if bits is None
+            else params
+        )
+    tokens = jax.random.randint(jax.random.key(1), (batch, 64), 0, config.vocab_size)
+
+    def run(params, tokens, first, cache):
+        return model.forward(params, tokens, Visible.causal(first, 32), cache)
+
+    cache, found, sent = model.init_cache(batch, 96), [], 0
+    with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
+        for first in (0, 32):
+            given = (params, tokens[:, first : first + 32], jnp.full((batch,), first, jnp.int32), cache)
+            if first == 0:
+                made = jax.jit(run).lower(*given).compile()
+            out = made(*given)
+            cache = out.cache
+            found.append((out.hidden, out.features))
+    return (found, cache), made.as_text().count(" collective-permute")
+
+
+def quantized(config, params, bits):
+    from mars_jax.models.quantize import bits_of, quantize, quantize_4
+    from mars_jax.models.weights import leaves
+
+    def at(path):
+        return tuple(getattr(key, "key", getattr(key, "idx", None)) for key in path)
+
+    rows = {row.path: row for row in leaves(config)}
+    forms = {8: quantize, 4: lambda w: jax.tree.map(jnp.asarray, quantize_4(np.asarray(w)))}
+
+    def of(path, w):
+        chosen = bits_of(rows[at(path)], bits)
+        return w if chosen is None else forms[chosen](w)
+
+    return jax.tree_util.tree_map_with_path(of, params)
+
+
+GEMMA = {
+    "qk_norm": True, "post_norms": True, "windows": (24, None), "local_rope": Rope(theta=1e4),
+    "rope": Rope(theta=1e6), "attention_cap": 30.0,
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.parametrize(
+    ("more", "options"),
+    [
+        ({}, {}),
+        (GEMMA, {"batch": 2}),
+        pytest.param(GEMMA, {"batch": 2, "attention": "interpret"}, marks=pytest.mark.slow),
+        ({"qkv_bias": True}, {"bits": 8, "cache_dtype": "int8"}),
+        ({"head_dim": 32, "intermediate_size": 256}, {"bits": 4}),
+        ({}, {"kept": ((True, False), (False, True))}),
+    ],
+    ids=["plain", "norms and windows", "the kernel", "8 bits", "4 bits", "some sublayers"],
+)
+def test_a_chunk_is_that_of_one_device(more, options):
+    config = ModelConfig(**SMALL | more)
+    wanted, _ = forwards(config, **options)
+    found, sent = forwards(config, shardings.parse_mesh("model=2"), **options)
+    assert sent > 0
+    for one, other in zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-4)
+
+
+@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.parametrize(
+    ("more", "axes"),
+    [
+        ({}, "data=2,model=2"),  # a loop over chunks ends where rows do, and not on all devices at once
+        ({"num_kv_heads": 2}, "model=4"),  # two heads on four devices are on each
+        ({"o_bias": True}, "model=2"),  # it would be added by each
+        ({"num_experts": 4, "experts_per_token": 2, "expert_size": 32}, "model=2"),
+    ],
+    ids=["rows are divided", "heads are not", "a bias after the sum", "experts"],
+)
+def test_other_meshes_and_layers_do_without(more, axes):
+    _, sent = forwards(ModelConfig(**SMALL | more), shardings.parse_mesh(axes), batch=2)
+    assert sent == 0
