@@ -78,18 +78,39 @@ def draft_ops(folder: Path, live: int) -> dict[str, float]:
 def case(
     folders: Sequence[Path], layers: tuple[int, int], count: int, generation: str, live: int, branches: str
 ) -> dict[str, Any]:
-    """Figures and estimate of the whole model, from the folders of its two small programs."""
-    few, more = (read(folder, generation, live, branches) for folder in folders)
-    found = extrapolate(few, more, layers, count)
+    """Figures and estimate of the whole model, from the folders of its two small programs; of a prompt, whose programs
+    are of a chunk, those of its last chunk, and the seconds of all."""
+
+    def whole(live: int) -> dict[str, Any]:
+        few, more = (read(folder, generation, live, branches) for folder in folders)
+        return extrapolate(few, more, layers, count)
+
+    def estimated(found: dict[str, Any]) -> dict[str, Any]:
+        return estimate(found, SPEEDS[generation], CHIPS[generation].bandwidth)
+
     told = folders[1] / "meta.json"
-    return {
-        "compiled": json.loads(told.read_text()) if told.exists() else {},
+    compiled = json.loads(told.read_text()) if told.exists() else {}
+    ends = [live]
+    if chunk := compiled.get("chunk"):
+        # Where devices pass rows around, each of its calls attends for another part: on average for one in the middle.
+        part = chunk // compiled["parts"]
+        ends = [end - (chunk - part) // 2 for end in range(chunk, live + 1, chunk)]
+    found = [whole(end) for end in ends]
+    estimates = [estimated(one) for one in found]
+    made = {
+        "compiled": compiled,
         "extrapolated": f"from {layers[0]} and {layers[1]} layers to {count}",
         "branches": branches,
         "draft_ops": draft_ops(folders[1], live),
-        "estimate": estimate(found, SPEEDS[generation], CHIPS[generation].bandwidth),
-        "figures": found,
+        "estimate": estimates[-1],
+        "figures": found[-1],
     }
+    if chunk:
+        keys = ("low_seconds", "high_seconds", "in_order_seconds", "collective_seconds")
+        made["prompt"] = {key: sum(one[key] for one in estimates) for key in keys}
+        flops = sum(part.get("flops", 0) for one in found for part in one["parts"].values())
+        made["prompt"]["products_seconds"] = flops / SPEEDS[generation].peak_bf16
+    return made
 
 
 def added(
@@ -151,6 +172,12 @@ def show(name: str, found: Mapping[str, Any]) -> None:
         f"{total['ops']} ops, {total['scalars']} scalars, {total['collectives']} collectives, "
         f"sorts {sum(made['sorts'].values())}, gathers {sum(made['gathers'].values())}, loops {made['loops']}."
     )
+    if prompt := found.get("prompt"):
+        console.print(
+            f"The prompt: {1e3 * prompt['low_seconds']:.1f} .. {1e3 * prompt['high_seconds']:.1f} ms in chunks of "
+            f"{found['compiled']['chunk']}, in order {1e3 * prompt['in_order_seconds']:.1f} ms; its products alone "
+            f"{1e3 * prompt['products_seconds']:.1f} ms at the peak."
+        )
 
 
 def bars(found: Mapping[str, Any]) -> dict[str, float]:

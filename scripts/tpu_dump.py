@@ -28,6 +28,7 @@ from mars_jax.contrib.models.dflash_head import DFlashConfig
 from mars_jax.core.decode import speculative_decoder
 from mars_jax.core.decoder import Decoder
 from mars_jax.core.guide import Guides, Narrow, Tables, Tracked
+from mars_jax.core.prefill import chunk_of
 from mars_jax.core.types import Params, Prompts
 from mars_jax.lab.planning import fit
 from mars_jax.lab.planning.chips import topology
@@ -35,9 +36,6 @@ from mars_jax.lab.planning.outlined_models import CONFIGS
 from mars_jax.models import transformer
 from mars_jax.models.eagle_head import EagleConfig
 from mars_jax.placement import shardings
-
-PREFILL_CHUNK = 512
-"""Tokens, as `prefill.chunk_of` has it where an accelerator is."""
 
 
 def draft_of(kind: str, config: Any) -> Any:
@@ -132,10 +130,7 @@ def main() -> None:
     config = dataclasses.replace(full, num_layers=asked.layers, windows=full.windows[: asked.layers])
     mesh = Mesh(np.array(where.devices), ("model",))
     draft, rule = draft_of(asked.draft, config), verify.mars()
-    chosen: dict[str, Any] = {"attention": asked.attention}
-    if asked.draft == "prefill":
-        chosen["prefill_chunk"] = PREFILL_CHUNK
-    model = transformer.language_model(config, dtype="bfloat16", **chosen)
+    model = transformer.language_model(config, dtype="bfloat16", attention=asked.attention)
 
     def placed(config: Any, *, bits: int | None = None) -> Any:
         places = shardings.params_shardings(config, mesh)
@@ -169,6 +164,11 @@ def main() -> None:
         "temporary_bytes": memory.temp_size_in_bytes,
         "jax": jax.__version__,
     }
+    if asked.draft == "prefill":
+        with jax.set_mesh(mesh):
+            told["chunk"] = min(chunk_of(asked.context), asked.context)
+        # Halves of what each device has, where rows are passed around.
+        told["parts"] = 2 * mesh.size if "collective-permute" in compiled.as_text() else 1
     (asked.folder / "meta.json").write_text(json.dumps(told))
 
 

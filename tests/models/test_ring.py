@@ -74,7 +74,7 @@ def forwards(config, mesh=None, *, bits=None, cache_dtype=None, batch=1, kept=No
     def run(params, tokens, first, cache):
         return model.forward(params, tokens, Visible.causal(first, 32), cache)
 
-    cache, found, sent = model.init_cache(batch, 96), [], 0
+    cache, found = model.init_cache(batch, 96), []
     with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
         for first in (0, 32):
             given = (params, tokens[:, first : first + 32], jnp.full((batch,), first, jnp.int32), cache)
