@@ -319,6 +319,17 @@ def test_a_window_is_read_from_its_own_begin():
     assert np.isfinite(got).all()
 
 
+def test_a_tile_of_a_prompt_reads_no_block_after_its_last_query():
+    """Of two tiles of 8 queries the second sees 8 slots more."""
+    case = make(12, b=1, n=16, k=1, s=96, tree=False)
+    first = jnp.asarray([16], jnp.int32)
+    k, v = np.asarray(case.k).copy(), np.asarray(case.v).copy()
+    k[:, 24:] = v[:, 24:] = np.nan
+    broken = Case(case.q, jnp.asarray(k), jnp.asarray(v), first, case.options)
+    got = run("mosaic", broken, AttentionBlocks(8, 8))
+    assert np.isfinite(got[:, :8]).all() and not np.isfinite(got[:, 8:]).any()
+
+
 def test_ragged_rows_cost_little_more_than_what_they_hold():
     """The kernel reads `count` blocks of a row, as the test with NaN shows. A batch of 32, the blocks of Llama-3.1-8B
     over four chips, and over one."""

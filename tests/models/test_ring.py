@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+import mars_jax as mj
 from mars_jax.core.types import Visible
 from mars_jax.models import ModelConfig, init_params, language_model, ring, transformer
 from mars_jax.models.rope import Rope
@@ -145,3 +146,25 @@ def test_a_chunk_is_that_of_one_device(more, options):
 def test_other_meshes_and_layers_do_without(more, axes):
     _, sent = forwards(ModelConfig(**SMALL | more), shardings.parse_mesh(axes), batch=2)
     assert sent == 0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("elsewhere")
+def test_a_text_goes_on_from_a_prompt_that_went_around(monkeypatch):
+    """With a head that reads its target's layers, by the command's own way in."""
+
+    mesh, sent = shardings.parse_mesh("model=2"), []
+    passed = ring._passed
+    monkeypatch.setattr(ring, "_passed", lambda *given: sent.append(1) or passed(*given))
+
+    def tokens(rows):
+        monkeypatch.setattr(transformer, "RING_ROWS", rows)
+        jax.clear_caches()
+        target = mj.load("tiny/target", dtype="float32", mesh=mesh, prefill_chunk=32)
+        prompt = "Once upon a time there was a little girl who loved to play in the garden with her dog. "
+        made = mj.generate(target, "eagle:tiny/eagle3", [2 * prompt], max_new_tokens=24, temperature=0.0)
+        return made.tokens[0].tolist()
+
+    whole = tokens(1 << 20)
+    assert not sent
+    assert tokens(8) == whole and sent

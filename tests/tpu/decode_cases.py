@@ -5,12 +5,16 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
+from jax import Array
 from jax.sharding import Mesh
 
 from mars_jax import drafters, verify
+from mars_jax.core.controls import make_controls
 from mars_jax.core.decode import speculative_decoder
 from mars_jax.core.drafter import Drafter
-from mars_jax.core.types import LanguageModel, Params, PyTree
+from mars_jax.core.types import DecodeState, LanguageModel, Params, Prompts, PyTree, keys_from_seeds
 from mars_jax.lab.planning import hlo
 from mars_jax.lab.planning.fit import lower_loop
 from mars_jax.lab.planning.outlined_models import CONFIGS
@@ -101,6 +105,25 @@ def eagle_loop(*, layers: int, batch: int, tree: Any, slots: int = BUFFER) -> tu
     assert text is not None and memory is not None
     embedding = target.vocab_size * target.hidden_size * 2 // 4
     return hlo.parse(text), memory.temp_size_in_bytes, embedding
+
+
+def prompt(context: int) -> hlo.Module:
+    """The compiled program that reads a prompt, for a Llama-3.2-1B of two layers with an EAGLE-3 head over four v5e."""
+    on, target = aot.mesh("v5e", devices=4), shortened("llama-3.2-1b", 2)
+    head = EagleConfig.outline(target)
+    params = Params(target=weights(target, on), draft=weights(head, on))
+    drafter = drafters.eagle(head, model(target), 5, cache_dtype="bfloat16")
+    decoder = speculative_decoder(model(target), drafter, verify.mars())
+
+    def start(params: Params, tokens: Array, lengths: Array) -> DecodeState:
+        controls, keys = make_controls(1, limit=context), keys_from_seeds(jnp.zeros(1, jnp.uint32))
+        return decoder.init(params, Prompts(tokens, lengths, controls, verify.mars(), keys))
+
+    given = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, context), (1,))]
+    with jax.set_mesh(on):
+        text = jax.jit(start).lower(params, *aot.abstract(given, on)).compile().as_text()
+    assert text is not None
+    return hlo.parse(text)
 
 
 def compile_loop(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import math
 import re
 
@@ -84,3 +85,17 @@ def test_a_loop_has_nothing_that_a_tpu_does_one_by_one(tree):
     }
     assert known <= {levels}
     assert temporaries < embedding
+
+
+@pytest.mark.slow
+def test_a_prompt_is_passed_around_four_chips_and_read_by_the_kernel():
+    """Each of two layers sends rows around before two products and sums after two: three times, both ways."""
+    opcodes = collections.Counter(
+        name
+        for computation in decode_cases.prompt(4096).computations.values()
+        for i in computation.instructions.values()
+        for name in (i.opcode, i.name.partition("-")[0])
+    )
+    assert opcodes["collective-permute-start"] == 2 * 4 * 3 * 2
+    # The halves of what each chip has, which are not in a row.
+    assert opcodes["tree_attention"] == 2 * 4 * 2

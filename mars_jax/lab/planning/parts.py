@@ -55,6 +55,8 @@ def part(op_name: str, functions: Iterable[str] = ()) -> str | None:
     # Outermost first: a drafter's model is also a transformer.
     for phase, pattern in _PHASE_FUNCTIONS:
         if any(re.search(pattern, function) for function in functions):
+            if (component := next((word for word in COMPONENTS if word in words), None)) is not None:
+                return f"{phase}/{component}"
             for component, inner in _COMPONENT_FUNCTIONS:
                 if any(re.search(inner, function) for function in functions):
                     return f"{phase}/{component}"

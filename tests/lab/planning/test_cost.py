@@ -148,10 +148,10 @@ def test_a_collective_between_two_fusions_counts_once():
     assert (op.opcode, op.devices, op.sent, op.received) == ("all-gather", 4, 8 * 60 * 4, 32 * 60 * 4)
 
 
-def an_op(name, *, opcode="fusion", moved=0, bundles=0, times=1, part="target/mlp"):
+def an_op(name, *, opcode="fusion", moved=0, bundles=0, times=1, part="target/mlp", **sent):
     return Op(
         name=name, opcode=opcode, part=part, times=times, traffic=Traffic(moved, 0), bundles=bundles, flops=0,
-        sent=0, received=0, devices=0, sorted=0, gathered=0, scalar=False,
+        sorted=0, gathered=0, scalar=False, **{"sent": 0, "received": 0, "devices": 0, "way": ""} | sent,
     )  # fmt: skip
 
 
@@ -176,6 +176,28 @@ def test_a_loop_takes_its_turns_and_waits_for_what_it_starts_in_each():
     # What was started before the loop is served by all its turns.
     outer = an_op("o", opcode="copy-start", moved=100)
     assert nanoseconds([outer, Loop("w", 4, True, [an_op("a", bundles=40, times=4)]), Wait("o")]) == 160
+
+
+def test_what_is_sent_ahead_is_under_way_while_others_run():
+    def sending(name, way, size):
+        sent = {"sent": size, "received": size, "devices": 2, "way": way}
+        return an_op(name, opcode="collective-permute-start", **sent)
+
+    hop = round(1e9 * HOP_SECONDS)
+    there, back = sending("t", "0 to 1", 300), sending("b", "1 to 0", 300)  # each takes a hop and 300 ns
+    speed = SLOW._replace(link=2e9)
+
+    def found(items):
+        parts, waited = seconds_in_order(Step(items, {}, 0), speed, 1e9)
+        return round(1e9 * sum(parts.values())), round(1e9 * sum(waited.values()))
+
+    computing = an_op("a", bundles=hop + 100)
+    assert found([there, computing, Wait("t")]) == (hop + 300, 200)
+    # Two ways do not share a link, and what goes the same way comes one after the other.
+    assert found([there, back, computing, Wait("t"), Wait("b")]) == (hop + 300, 200)
+    again = sending("s", "0 to 1", 300)
+    assert found([there, again, computing, Wait("s")]) == (2 * (hop + 300), hop + 500)
+    assert found([there, an_op("a", bundles=2 * hop), Wait("t")]) == (2 * hop, 0)
 
 
 def test_the_layers_are_extrapolated_and_the_rest_is_the_larger_program():

@@ -46,3 +46,23 @@ def test_a_part_counts_in_the_turns_in_which_it_runs(test, of, predicate, skippe
 def test_a_loop_whose_end_was_read_runs_once():
     text = KERNEL.replace("%s9_s5, 10", "%s9_s5, %s77_s7").format(test="ne", of="0", predicate="%p5_p0")
     assert walk.executed(bundles.parse(text)) == 2 + 15
+
+
+TABLE = """
+     0   :  { %18 = dma.vmem_to_smem /*vmem=*/%s7_s1, /*size_in_granules=*/128, /*smem=*/[#allocation5], [#allocation10] }
+   0x1   :  { %s1_s0 = smov 0  ;;  %s2_s1 = sld [smem:[#allocation5 + $0x81]] }
+   0x2 LB: > { %s3_s2 = sphi %s1_s0, %s4_s0  ;;  %s4_s0 = sadd.s32 1, %s3_s2 } /* Start region 7 */
+   0x3   : > { %p8_p1 = scmp.ge.s32.totalorder %s4_s0, %s2_s1 /* loop exit test */ }
+   0x4   : > { %10 = sbr.rel (!%p8_p1) target = $region7 }
+   0x5   : > {}
+   0x6   : > {}
+   0x7   : > {}
+   0x8   : > {} /* End region 7 */
+"""
+
+
+def test_a_loop_runs_as_often_as_a_table_that_is_given_says():
+    routine = bundles.parse(TABLE)
+    assert walk.executed(routine) == 2 + 7
+    # The second number of the second row: rows are as far apart as a TPU has lanes.
+    assert walk.executed(routine, [[9, 9], [9, 4]]) == 2 + 4 * 7
