@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import Array
+from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -129,11 +130,13 @@ def parse_mesh(text: str, devices: Sequence[Any] | None = None) -> Mesh:
         raise MarsError(
             f"the mesh {text} is of {count} devices and there are {len(devices)}: make it smaller."
         )
-    return Mesh(
-        np.array(devices[:count]).reshape(tuple(sizes.values())),
-        tuple(sizes),
-        axis_types=(AxisType.Auto,) * len(sizes),
-    )
+    shape = tuple(sizes.values())
+    try:
+        # On a TPU neighbours along an axis are neighbours on the slice, where jax knows how.
+        grid = mesh_utils.create_device_mesh(shape, devices[:count])
+    except (NotImplementedError, ValueError, AssertionError):
+        grid = np.array(devices[:count]).reshape(shape)
+    return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
 def axes_of(logical: str, size: int, mesh: AnyMesh, *, without: tuple[str, ...] = ()) -> tuple[str, ...]:

@@ -12,6 +12,8 @@ pytest.importorskip(
     "libtpu", reason="TPU compilation needs libtpu: pip install 'mars-jax[test]' on Linux x86-64"
 )
 
+from mars_jax.core.mesh import parse_mesh
+from mars_jax.lab.planning.chips import topology
 from mars_jax.models.attention import KERNEL_ROWS
 from tests.tpu import decode_cases
 
@@ -99,3 +101,10 @@ def test_a_prompt_is_passed_around_four_chips_and_read_by_the_kernel():
     assert opcodes["collective-permute-start"] == 2 * 4 * 3 * 2
     # The halves of what each chip has, which are not in a row.
     assert opcodes["tree_attention"] == 2 * 4 * 2
+
+
+def test_neighbours_of_a_mesh_are_neighbours_on_the_slice():
+    """Rows of a prompt go around it."""
+    places = [chip.coords for chip in parse_mesh("model=4", topology("v5e:2x2").devices).devices]
+    for one, other in zip(places, places[1:] + places[:1], strict=True):
+        assert sum(abs(a - b) for a, b in zip(one, other, strict=True)) == 1
