@@ -49,7 +49,7 @@ def test_a_loop_whose_end_was_read_runs_once():
 
 
 TABLE = """
-     0   :  { %18 = dma.vmem_to_smem /*vmem=*/%s7_s1, /*size_in_granules=*/128, /*smem=*/[#allocation5], [#allocation10] }
+     0   :  { %18 = dma.vmem_to_smem /*vmem=*/%s7_s1, 128, /*smem=*/[#allocation5], [#allocation10] }
    0x1   :  { %s1_s0 = smov 0  ;;  %s2_s1 = sld [smem:[#allocation5 + $0x81]] }
    0x2 LB: > { %s3_s2 = sphi %s1_s0, %s4_s0  ;;  %s4_s0 = sadd.s32 1, %s3_s2 } /* Start region 7 */
    0x3   : > { %p8_p1 = scmp.ge.s32.totalorder %s4_s0, %s2_s1 /* loop exit test */ }
