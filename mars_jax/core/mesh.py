@@ -330,8 +330,7 @@ def _ready() -> AbstractMesh | None:
 
 def vocabulary_axes(vocab: int) -> tuple[str, ...]:
     """The mesh axes over which logits of `vocab` tokens are divided where this is traced; () where they are whole."""
-    mesh = _ready()
-    return () if mesh is None else axes_of("vocab", vocab, mesh)
+    return axes_here("vocab", vocab) or ()
 
 
 def devices_of(logical: str, size: int) -> int:
@@ -340,11 +339,11 @@ def devices_of(logical: str, size: int) -> int:
     return 1 if mesh is None else math.prod(mesh.shape[name] for name in axes_of(logical, size, mesh))
 
 
-def head_axes(heads: int) -> tuple[str, ...] | None:
-    """The mesh axes over which so many key-value heads are divided where this is traced, () where every device has
-    them all; None where nothing is mapped by hand: on one device, or where XLA divides rows as it sees fit."""
+def axes_here(logical: str, size: int) -> tuple[str, ...] | None:
+    """The mesh axes over which `size` things of a logical axis are divided where this is traced, () where every device
+    has them all; None where nothing is mapped by hand: on one device, or where XLA divides rows as it sees fit."""
     mesh = _ready()
-    return None if mesh is None else axes_of("kv_heads", heads, mesh)
+    return None if mesh is None else axes_of(logical, size, mesh)
 
 
 def alone(logical: str, size: int) -> tuple[str, ...]:

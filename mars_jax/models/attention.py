@@ -23,7 +23,7 @@ from kernels_pallas.whole import whole_or_partitioned
 from mars_jax.core import cache as kv_cache
 from mars_jax.core.cache import Int8Rows, Rows
 from mars_jax.core.errors import MarsError
-from mars_jax.core.mesh import device_kind, devices_of, head_axes, hold_heads, map_devices, on_tpu
+from mars_jax.core.mesh import axes_here, device_kind, devices_of, hold_heads, map_devices, on_tpu
 from mars_jax.core.sums import total
 from mars_jax.core.types import Visible
 from mars_jax.models.layers import soft_cap
@@ -137,7 +137,7 @@ def _attend_by_kernel(
         on_device = jax.custom_jvp(on_device)
         # The kernel has no gradient; the value is the same.
         on_device.defjvp(lambda primals, tangents: jax.jvp(by_mask, primals, tangents))
-    axes = head_axes(k.shape[2])
+    axes = axes_here("kv_heads", k.shape[2])
     if axes is None:
         return on_device(q, k, v, new, visible)
     by_heads = P(None, None, axes or None)

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.sharding import PartitionSpec as P
 
 from kernels_pallas.mosaic import int4
 from kernels_pallas.trial import kernel_or
@@ -33,6 +34,9 @@ _BLOCK = 1 << 19
 """Quantised weights that a CPU converts at a time: 2 MB as float32."""
 _FEW = 8
 """Rows from which on devices add up in bfloat16."""
+
+Things = tuple[str, int] | None
+"""A logical axis of `mesh.RULES` and how many things of it there are."""
 
 
 def _dense(x: Array, w: Array, dtype: Any = jnp.float32) -> Array:
@@ -101,9 +105,15 @@ def _dense_int4(x: Array, w: Int4) -> Array:
     return jnp.sum(y * scale + sums * offset, axis=0)[:rows]
 
 
-def _dense_int4_tpu(x: Array, w: Int4) -> Array:
-    """By the kernel, where it takes the shapes and XLA does not divide the work."""
-    fits = int4.fits(x.shape[0], w.shape[1], w.shape[0], w.values.shape[1])
+def _dense_int4_tpu(x: Array, w: Int4, *, outputs: Things, inputs: Things, dtype: Any) -> Array:
+    """By the kernel on each device's part, where it takes the shapes of that; devices add up numbers of `dtype`."""
+    things = outputs or inputs
+    axes = mesh.axes_here(*things) if things else None
+    parts = mesh.devices_of(*things) if things else 1
+    if inputs and len(w.values) % parts:
+        axes, parts = (), 1  # every device has the whole matrix, see `Int4.leaves`
+    out, inner = (size // parts if of else size for size, of in zip(w.shape, (outputs, inputs), strict=True))
+    fits = int4.fits(x.shape[0], inner, out, w.values.shape[1])
     if not fits or x.dtype != jnp.bfloat16 or w.values.dtype != jnp.int4:
         return _dense_int4(x, w)
     kernel = functools.partial(int4.dense_int4, chip=mesh.device_kind())
@@ -111,7 +121,15 @@ def _dense_int4_tpu(x: Array, w: Int4) -> Array:
     def plain(x: Array, values: Array, scale: Array, offset: Array) -> Array:
         return _dense_int4(x, Int4(values, scale, offset, w.dtype))
 
-    tpu = jax.custom_jvp(whole_or_partitioned(kernel_or(kernel, plain, platform="tpu"), plain))
+    on_device = whole_or_partitioned(kernel_or(kernel, plain, platform="tpu"), plain)
+    by_out, by_in = (axes or None if of else None for of in (outputs, inputs))
+
+    def part(*operands: Array) -> Array:
+        y = on_device(*operands)
+        return lax.psum(y.astype(dtype), by_in).astype(y.dtype) if by_in else y
+
+    specs = (P(None, by_in), P(by_in, None, by_out), *[P(by_in, by_out)] * 2)
+    tpu = jax.custom_jvp(on_device if axes is None else mesh.map_devices(part, specs, P(None, by_out)))
     # The kernel has no gradient; the value is the same.
     tpu.defjvp(lambda primals, tangents: jax.jvp(plain, primals, tangents))
     return tpu(x, w.values, w.scale, w.offset)
@@ -130,10 +148,19 @@ def _dense_int4_cpu(x: Array, w: Int4) -> Array:
     return lax.fori_loop(0, count, body, jnp.sum(groups, axis=-1) @ w.offset)
 
 
-def dense(x: Array, w: Array | Quantized, bias: Array | None = None, *, dtype=None) -> Array:
+def dense(
+    x: Array,
+    w: Array | Quantized,
+    bias: Array | None = None,
+    *,
+    dtype=None,
+    outputs: Things = None,
+    inputs: Things = None,
+) -> Array:
     """x [..., in] times w [out, in], plus bias [out]: [..., out], summed in float32, cast to `dtype` or x's.
 
-    Where devices share the sums of 8 rows or more, each casts its part first, and what they send is added up so.
+    Where devices share the sums of 8 rows or more, each casts its part first, and what they send is added up so. What
+    a mesh divides w by is `outputs` or `inputs`, such as ("heads", 32); on a TPU the kernel of 4 bits needs to know.
 
     >>> dense(jnp.ones((1, 3)), jnp.ones((2, 3)), jnp.ones((2,))).tolist()
     [[4.0, 4.0]]
@@ -146,7 +173,8 @@ def dense(x: Array, w: Array | Quantized, bias: Array | None = None, *, dtype=No
     narrow = jnp.float32 if whole or rows.shape[0] < _FEW else narrow
     if isinstance(w, Int4):
         cpu = _dense_int4_cpu if whole else _dense_int4
-        y = lax.platform_dependent(rows, w, cpu=cpu, tpu=_dense_int4_tpu, default=_dense_int4)
+        tpu = functools.partial(_dense_int4_tpu, outputs=outputs, inputs=inputs, dtype=narrow)
+        y = lax.platform_dependent(rows, w, cpu=cpu, tpu=tpu, default=_dense_int4)
     elif isinstance(w, Int8):
         forms = (_dense_int8_cpu, _dense_int8)
         if not whole:
@@ -176,9 +204,11 @@ def rms_norm(x: Array, scale: Array, eps: float, *, plus_one: bool = False) -> A
 
 def gated_mlp(layer: dict[str, Array], x: Array, activation: str) -> Array:
     """down(activation(gate(x)) * up(x)) for x [B, N, E] (arXiv 2002.05202); between products in float32."""
-    gate = dense(x, layer["gate"], layer.get("gate_bias"), dtype=jnp.float32)
-    up = dense(x, layer["up"], layer.get("up_bias"), dtype=jnp.float32)
-    return dense((ACTIVATIONS[activation](gate) * up).astype(x.dtype), layer["down"], layer.get("down_bias"))
+    hidden = ("hidden", layer["gate"].shape[0])
+    gate = dense(x, layer["gate"], layer.get("gate_bias"), dtype=jnp.float32, outputs=hidden)
+    up = dense(x, layer["up"], layer.get("up_bias"), dtype=jnp.float32, outputs=hidden)
+    x = (ACTIVATIONS[activation](gate) * up).astype(x.dtype)
+    return dense(x, layer["down"], layer.get("down_bias"), inputs=hidden)
 
 
 def soft_cap(x: Array, cap: float) -> Array:

@@ -70,14 +70,21 @@ def attention(config: ModelConfig, layer: dict, x: Array, rotation, attend: Atte
     """
     q, k, v = _project(config, layer, x, rotation)
     mixed, k_cache, v_cache = attend(q, k_cache, v_cache, (k, v), **_scores(config))
-    return _out(layer, mixed), k_cache, v_cache
+    return _out(config, layer, mixed), k_cache, v_cache
 
 
 def _project(config: ModelConfig, layer: dict, x: Array, rotation) -> tuple[Array, Array, Array]:
     """Return queries [B, N, K, G, D], keys and values [B, N, K, D] of as many heads as the matrices have."""
+    many = {
+        "q": _heads(config),
+        "k": ("kv_heads", config.num_kv_heads),
+        "v": ("kv_heads", config.num_kv_heads),
+    }
     q, k, v = (
-        dense(x, layer[name], layer.get(f"{name}_bias")).reshape(*x.shape[:2], -1, config.head_dim)
-        for name in "qkv"
+        dense(x, layer[name], layer.get(f"{name}_bias"), outputs=things).reshape(
+            *x.shape[:2], -1, config.head_dim
+        )
+        for name, things in many.items()
     )
     if config.qk_norm:
         norm = _norm(config)
@@ -90,8 +97,13 @@ def _scores(config: ModelConfig) -> dict[str, Any]:
     return {"scale": (config.query_scalar or config.head_dim) ** -0.5, "cap": config.attention_cap}
 
 
-def _out(layer: dict, mixed: Array) -> Array:
-    return dense(mixed.reshape(*mixed.shape[:2], -1), layer["o"], layer.get("o_bias"))
+def _heads(config: ModelConfig) -> tuple[str, int]:
+    return "heads", config.num_heads
+
+
+def _out(config: ModelConfig, layer: dict, mixed: Array) -> Array:
+    mixed = mixed.reshape(*mixed.shape[:2], -1)
+    return dense(mixed, layer["o"], layer.get("o_bias"), inputs=_heads(config))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -153,7 +165,7 @@ def _ring_layer(
                     attending(form, seen, k.shape[1], window)(part, k, v, None, **_scores(config))[0]
                     for part, seen in zip(jnp.split(q, 2, axis=1), two, strict=True)
                 ]
-                return _out(layer, jnp.concatenate(found, axis=1))
+                return _out(config, layer, jnp.concatenate(found, axis=1))
 
             parts = [functools.partial(mixed, q, two) for (q, *_), two in zip(made, halves, strict=True)]
             change = ring.summed(axes, parts)

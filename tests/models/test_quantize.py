@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kernels_pallas.mosaic import int4
 from mars_jax import hub
 from mars_jax.contrib.models import medusa_layers
+from mars_jax.core.mesh import by_rows, parse_mesh
 from mars_jax.core.types import Visible
 from mars_jax.models import ModelConfig, eagle_head, init_params, language_model, layers, moe
 from mars_jax.models.layers import dense, embed
@@ -259,3 +261,50 @@ def test_on_a_tpu_a_product_in_4_bits_is_a_kernel_where_it_takes_the_shapes(case
         return jax.jit(product).trace(x, w).lower(lowering_platforms=(platform,)).as_text()
 
     assert lowered(**case).count("tpu_custom_call") == kernels
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Take the TPU's form of a product, with its kernel in the interpreter; a list of kernels, and of what sums add."""
+    made = []
+
+    def kernel(*operands, **options):
+        made.append("kernel")
+        return dense_int4(*operands, **options, interpret=True)
+
+    def psum(x, axes):
+        made.append(x.dtype.name)
+        return add(x, axes)
+
+    dense_int4, add = int4.dense_int4, jax.lax.psum
+    monkeypatch.setattr(int4, "dense_int4", kernel)
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *arrays, tpu, **others: tpu(*arrays))
+    monkeypatch.setattr(jax.lax, "psum", psum)
+    return made
+
+
+@pytest.mark.parametrize(
+    "axes, shape, divided, expected",
+    [
+        ("model=4", (512, 256), {"outputs": ("hidden", 512)}, ["kernel"]),
+        ("model=4", (128, 512), {"inputs": ("hidden", 512)}, ["bfloat16", "kernel"]),
+        ("model=2,expert=2", (128, 512), {"inputs": ("heads", 4)}, ["bfloat16", "kernel"]),
+        ("data=2,model=2", (128, 512), {"inputs": ("hidden", 512)}, ["float32", "kernel"]),  # 4 rows each
+        ("model=4", (128, 384), {"inputs": ("hidden", 384)}, ["kernel"]),  # three groups do not divide
+        ("model=4", (256, 128), {"outputs": ("kv_heads", 2)}, ["kernel"]),  # two heads do not divide
+        ("data=8", (128, 256), {"outputs": ("hidden", 128)}, ["kernel"]),
+        ("model=4", (256, 128), {"outputs": ("hidden", 256)}, []),  # the kernel takes no 64 outputs
+        ("model=4", (128, 128), {}, []),  # nobody says what divides it
+    ],
+)
+def test_on_a_mesh_the_kernel_multiplies_by_a_devices_part_of_a_matrix_in_4_bits(
+    axes, shape, divided, expected, calls
+):
+    wide, x = quantize_4(np.asarray(normal(0, *shape))), normal(1, 8, shape[1], dtype="bfloat16")
+    w = Int4(jnp.asarray(wide.values, "int4"), wide.scale, wide.offset, dtype="bfloat16")
+    product = jax.jit(by_rows(lambda w, x: dense(x, w, **divided)))
+    with jax.set_mesh(parse_mesh(axes)):
+        made = product(w, x)
+    assert calls == expected
+    x, wide = np.asarray(x, np.float64), np.asarray(wide.astype("float32"), np.float64).T
+    assert np.all(np.abs(np.asarray(made, np.float64) - x @ wide) <= 2.0**-8 * np.abs(x) @ np.abs(wide))
