@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 
 import jax
 import pytest
@@ -13,8 +14,12 @@ pytest.importorskip(
     "libtpu", reason="TPU compilation needs libtpu: pip install 'mars-jax[test]' on Linux x86-64"
 )
 
+from mars_jax.core.mesh import by_rows
+from mars_jax.core.types import Visible
+from mars_jax.models import ModelConfig, language_model
 from mars_jax.models.layers import dense
 from mars_jax.models.quantize import Int4
+from mars_jax.placement.shardings import abstract_params, params_shardings
 from tests.helpers import slow_but
 from tests.tpu import aot
 
@@ -51,6 +56,29 @@ def test_a_product_is_one_kernel_and_copies_no_matrix(shape, rows, size, generat
     assert report["temporary_bytes"] < shape[0] * shape[1] / 4
 
 
-def test_a_matrix_that_a_mesh_divides_is_left_to_xla():
+def test_on_four_chips_each_multiplies_by_its_part_and_no_matrix_travels():
+    config = ModelConfig(
+        vocab_size=1024, hidden_size=512, intermediate_size=1024, num_layers=1, num_heads=4, head_dim=128
+    )
+    rows, on = 8, aot.mesh("v5e", devices=4)
+    model = language_model(config, dtype="bfloat16", attention="xla")
+    params = abstract_params(config, "bfloat16", bits=4, shardings=params_shardings(config, on))
+    tokens, start = (jax.ShapeDtypeStruct(shape, "int32") for shape in ((1, rows), (1,)))
+    cache = jax.eval_shape(lambda: model.init_cache(1, 128))
+
+    def forward(params, tokens, start, cache):
+        return model.forward(params, tokens, Visible.causal(start, rows), cache).hidden
+
+    with jax.set_mesh(on):
+        others = [aot.abstract(x, on) for x in (tokens, start, cache)]
+        report = aot.compile_for(by_rows(forward), params, *others)
+    assert report["mosaic_kernels"] == 7
+    # What is added up after `o` and after `down`. The others are of the embeddings, which are in 8 bits.
+    collectives = report["collectives"]
+    assert collectives.pop("all-reduce bf16[8,512]") == 2
+    assert all(re.fullmatch(r"all-reduce (f32\[8\]|u32\[2,512\])", name) for name in collectives)
+
+
+def test_a_matrix_of_which_nobody_says_how_a_mesh_divides_it_is_left_to_xla():
     report = compiled(8, 128, SHAPES[0], aot.mesh("v5e", devices=4), "model")
     assert report["mosaic_kernels"] == 0
