@@ -13,9 +13,9 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.core
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
+from jax.sharding import PartitionSpec as P
 
 _whole_p = Primitive("whole_or_partitioned")
 _whole_p.multiple_results = True
@@ -47,9 +47,9 @@ def _impl(*leaves: Any, **forms: Any) -> list[Any]:
 
 @_whole_p.def_abstract_eval
 def _abstract_eval(*leaves: Any, whole: Any, partitioned: Any) -> list[Any]:
+    """Return the types that `partitioned` gives: inside `shard_map` they say over which axes a result varies."""
     del whole
-    shapes = jax.eval_shape(partitioned, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves))
-    return [jax.core.ShapedArray(x.shape, x.dtype) for x in shapes]
+    return [x.update(weak_type=False) for x in jax.make_jaxpr(partitioned)(*leaves).out_avals]
 
 
 def _batch(leaves: Any, axes: Any, *, whole: Any, partitioned: Any) -> tuple[list[Any], list[int]]:
@@ -60,6 +60,10 @@ def _batch(leaves: Any, axes: Any, *, whole: Any, partitioned: Any) -> tuple[lis
 
 def _lower(ctx: Any, *leaves: Any, whole: Any, partitioned: Any) -> Any:
     form = partitioned if is_partitioned(ctx) else whole
+    if form is whole and jax.sharding.get_abstract_mesh().manual_axes:
+        # Where `shard_map` checks over which axes arrays vary, a kernel has to say it of each result. `_abstract_eval`
+        # has said it, so the kernel is put into one that does not check, which maps nothing that is not mapped already.
+        form = jax.shard_map(whole, in_specs=P(), out_specs=P(), check_vma=False)
     return mlir.lower_fun(form, multiple_results=True)(ctx, *leaves)
 
 

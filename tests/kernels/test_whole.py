@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from kernels_pallas import margin_stats
 from kernels_pallas.whole import is_partitioned, whole_or_partitioned
 from tests.kernels.test_sharded import mesh_of
 
@@ -53,6 +54,33 @@ def test_inside_shard_map_over_one_of_two_axes_it_is_partitioned():
         form_of, mesh=mesh, in_specs=P("data"), out_specs=P("data"), axis_names={"data"}, check_vma=False
     )
     runs(jax.jit(spread), ZEROS, PARTITIONED)
+
+
+def test_shard_map_knows_over_which_axes_a_result_varies():
+    def spread(out_specs):
+        return jax.jit(
+            jax.shard_map(
+                form_of,
+                mesh=mesh_of(data=2, model=4),
+                in_specs=P("data"),
+                out_specs=out_specs,
+                check_vma=True,
+            )
+        )
+
+    runs(spread(P("data")), ZEROS, WHOLE)
+    with pytest.raises(ValueError, match="replication"):
+        spread(P())(ZEROS)
+
+
+@pytest.mark.parametrize("spec", [P("data", "model"), P()])
+def test_a_kernel_runs_in_a_shard_map_that_checks_over_which_axes_results_vary(spec):
+    spread = jax.shard_map(
+        margin_stats, mesh=mesh_of(data=2, model=4), in_specs=spec, out_specs=spec, check_vma=True
+    )
+    logits = jax.ShapeDtypeStruct((8, 16, 512), "float32")
+    lowered = jax.jit(spread).trace(logits).lower(lowering_platforms=("tpu",))
+    assert lowered.as_text().count("tpu_custom_call") == 1
 
 
 def test_one_shard_map_inside_another_over_the_axes_that_it_left_is_whole():
