@@ -9,8 +9,10 @@ k and k + 4 as two numbers 24 + v in bfloat16: at 16 its mantissa has room for v
 order, and a permutation matrix brings x into the same one, which is exact.
 
 The sums of a group are scaled after the product, which is exact too; what 24 adds to them goes into the offset. Groups
-smaller than the depth of a matrix unit are told apart by rows of x that are 0 elsewhere. Where those would be too many
-rows, as of a tree, the weights are scaled before the product, and rounded to bfloat16 as a dequantised model has them.
+smaller than the depth of a matrix unit are told apart by rows of x that are 0 elsewhere: a row of x becomes one row for
+each group of a chunk, so that 8 rows of results meet the scales of a chunk as they are stored, and the rows are added
+up in the end. Where those would be too many rows, as of a tree, the weights are scaled before the product, and rounded
+to bfloat16 as a dequantised model has them.
 """
 
 from __future__ import annotations
@@ -32,11 +34,12 @@ ROWS = 64
 """Rows that are multiplied at most, a row of every group of a chunk counted."""
 _INNER = 2048
 """Inputs of a block at most."""
-_FEW, _WEIGHTS = 16, (2**20, 2**21)
-"""Weights of a block at most: the first copy of a product is hidden by nothing. Where v6e and later multiply more than
-`_FEW` rows a product takes longer than its copy, and larger blocks have fewer gaps between them."""
+_WEIGHTS = 2**20, 2**21
+"""Weights of a block at most, before v6e and from it on. The first copy of a product is hidden by nothing, so blocks
+are small. From v6e on a block's work takes about as long as its copy, and larger blocks have fewer gaps between them.
+"""
 _SCALES = 2**18
-"""Groups of a block's outputs at most, of 16 bytes each in fast memory, of which a v4 has 16 MB."""
+"""Groups of a block's outputs at most, of 16 to 28 bytes each in fast memory, of which a v4 has 16 MB."""
 _BIAS = 24
 
 
@@ -72,14 +75,18 @@ def dense_int4(
     """
     (count, inputs), (groups, size, outputs) = x.shape, values.shape
     each = CHUNK // size
-    eights = -(-count // 8) * 8
-    by_group = each == 1 or each * eights <= ROWS
-    rows = eights if by_group and each > 1 else -(-count // 16) * 16
-    x = jnp.pad(x, ((0, rows - count), (0, 0)))
+    by_group = each * count <= ROWS or each == 1
+    parts = each if by_group else 1
+    if parts > 1:
+        # Of each row one for every group of a chunk, 0 elsewhere.
+        k, group = (lax.broadcasted_iota(jnp.int32, (1, each, inputs), axis) for axis in (2, 1))
+        x = jnp.where(k // size % each == group, x[:, None], 0).reshape(-1, inputs)
+    rows = -(-len(x) // 8) * 8
+    x = jnp.pad(x, ((0, rows - len(x)), (0, 0)))
     inner = _divisor(inputs, _INNER)
     narrow = not chip.startswith(("TPU v4", "TPU v5"))
     # Scales and offsets of all groups are beside a block.
-    width = _divisor(outputs, max(128, min(_WEIGHTS[narrow and rows > _FEW] // inner, _SCALES // groups)))
+    width = _divisor(outputs, max(128, min(_WEIGHTS[narrow] // inner, _SCALES // groups)))
     steps, of_block = inputs // inner, inner // size
     cores = 2 if chip in TWO_CORES and outputs // width % 2 == 0 else 1
     turns = outputs // width // cores
@@ -96,10 +103,10 @@ def dense_int4(
         out_specs=pl.BlockSpec((rows, width), column),
         out_shape=jax.ShapeDtypeStruct((rows, outputs), jnp.float32),
         scratch_shapes=[
-            pltpu.VMEM((steps, each * rows if by_group else rows, inner), jnp.bfloat16),
+            pltpu.VMEM((steps, rows, inner), jnp.bfloat16),
             pltpu.VMEM((steps, rows, of_block), jnp.float32),
             pltpu.VMEM((rows, 3 * groups), jnp.bfloat16),
-            pltpu.VMEM((steps, of_block, width), jnp.float32),
+            pltpu.VMEM((steps, inner // CHUNK * 8 if parts > 1 else of_block, width), jnp.float32),
         ],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=48 * 2**20
@@ -112,7 +119,7 @@ def dense_int4(
         interpret=interpret,
         name="dense_int4",
     )(x, values, lax.bitcast_convert_type(scale, jnp.uint16), offset)  # Mosaic takes no float16
-    return made[:count]
+    return jnp.sum(made[: count * parts].reshape(count, parts, outputs), axis=1)
 
 
 def _kernel(
@@ -122,7 +129,8 @@ def _kernel(
 
     x bf16[R, K], values i4[groups of the block, size, outputs of it], bits u16[G, outputs] and offset f32 alike, out
     f32[R, outputs]. Kept: `ordered`, x in the order of the unpacked inputs, by steps; `added`, its sums over groups, by
-    steps, and `sums`, the same in parts of bfloat16; and `scales` f32, of these outputs, by steps.
+    steps, and `sums`, the same in parts of bfloat16; and `scales` f32, of these outputs, by steps, where rows are told
+    apart by groups as 8 rows for each chunk.
     """
     turn, step = pl.program_id(1), pl.program_id(2)
     rows, steps, inner = len(x), ordered.shape[0], ordered.shape[2]
@@ -132,16 +140,14 @@ def _kernel(
 
     @pl.when((turn == 0) & (step == 0))
     def _():
-        orders = [_order(pairs, size, g) for g in range(each)] if by_group else [_order(pairs, CHUNK, 0)]
-
+        order = _order(pairs)
         members = _members(inner, size)
 
         @pl.loop(0, steps)
         def _(i: Array) -> None:
             block = x[:, pl.ds(pl.multiple_of(i * inner, CHUNK), inner)]
             for c in range(0, inner, CHUNK):
-                parts = [_product(block[:, c : c + CHUNK], order) for order in orders]
-                ordered[i, :, c : c + CHUNK] = jnp.concatenate(parts, axis=0).astype(jnp.bfloat16)
+                ordered[i, :, c : c + CHUNK] = _product(block[:, c : c + CHUNK], order).astype(jnp.bfloat16)
             added[i] = _product(block, members)
 
         high, low = _split(jnp.concatenate([added[i] for i in range(steps)], axis=1))
@@ -153,15 +159,22 @@ def _kernel(
         high, low = _split(offset[...] - _BIAS * scale if by_group else offset[...])
         out[...] = _product(sums[...], jnp.concatenate([high, high, low], axis=0))
         for i in range(steps):
-            scales[i] = scale[i * of_block : (i + 1) * of_block]
+            of_step = scale[i * of_block : (i + 1) * of_block]
+            if by_group and each > 1:
+                chunks = [of_step[first : first + each] for first in range(0, of_block, each)]
+                scales[i] = jnp.concatenate([part for part in chunks for _ in range(8 // each)], axis=0)
+            else:
+                scales[i] = of_step
 
     made = out[...]
     if by_group:
         for c in range(inner // CHUNK):
             w = jnp.concatenate([_biased(word, k) for word in _words(values, c) for k in range(4)], axis=0)
             part = _product(ordered[step, :, CHUNK * c : CHUNK * (c + 1)], w)
-            for g in range(each):
-                made += part[rows * g : rows * (g + 1)] * scales[step, each * c + g : each * c + g + 1]
+            if each == 1:
+                made += part * scales[step, c : c + 1]
+            else:
+                made += part * jnp.concatenate([scales[step, 8 * c : 8 * c + 8]] * (rows // 8), axis=0)
     else:
         times = (16 if narrow else 8) // (64 // size)
         spread = _spread(scales[step], times)
@@ -186,13 +199,13 @@ def _split(x: Array) -> tuple[Array, Array]:
     return high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16)
 
 
-def _order(pairs: bool, size: int, group: int) -> Array:
-    """Return the matrix bf16[CHUNK, CHUNK] that brings a group of a chunk into the order in which it is unpacked."""
+def _order(pairs: bool) -> Array:
+    """Return the matrix bf16[CHUNK, CHUNK] that brings a chunk into the order in which it is unpacked."""
     row, column = (lax.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), axis) for axis in (0, 1))
     # Input 64h + 8s + k + 4t goes to column 64h + 16k + 2s + t of pairs, and to 64h + 16k + 8t + s else.
     s, t = ((column >> 1) & 7, column & 1) if pairs else (column & 7, (column >> 3) & 1)
     taken = (column & 64) + 8 * s + ((column >> 4) & 3) + 4 * t
-    return ((row == taken) & ((row & -size) == group * size)).astype(jnp.bfloat16)
+    return (row == taken).astype(jnp.bfloat16)
 
 
 def _members(inputs: int, size: int) -> Array:
@@ -221,8 +234,8 @@ def _spread(x: Array, times: int) -> Array:
 def _words(values: Any, chunk: int) -> list[Array]:
     """Return the halves of a chunk as words i32[8, N]."""
     each = CHUNK // values.shape[1]
-    parts = [pltpu.bitcast(values[chunk * each + g], jnp.int32) for g in range(each)]
-    words = jnp.concatenate(parts, axis=0)
+    of_chunk = values[chunk * each : (chunk + 1) * each].reshape(CHUNK, values.shape[2])
+    words = pltpu.bitcast(of_chunk, jnp.int32)
     return [words[:8], words[8:]]
 
 
