@@ -100,13 +100,14 @@ def dense_int4(
             pl.BlockSpec((groups, width), column),
             pl.BlockSpec((groups, width), column),
         ],
-        out_specs=pl.BlockSpec((rows, width), column),
-        out_shape=jax.ShapeDtypeStruct((rows, outputs), jnp.float32),
+        out_specs=pl.BlockSpec((rows // parts, width), column),
+        out_shape=jax.ShapeDtypeStruct((rows // parts, outputs), jnp.float32),
         scratch_shapes=[
             pltpu.VMEM((steps, rows, inner), jnp.bfloat16),
             pltpu.VMEM((steps, rows, of_block), jnp.float32),
             pltpu.VMEM((rows, 3 * groups), jnp.bfloat16),
             pltpu.VMEM((steps, inner // CHUNK * 8 if parts > 1 else of_block, width), jnp.float32),
+            pltpu.VMEM((width // 128 * rows, 128), jnp.float32),
         ],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=48 * 2**20
@@ -119,11 +120,11 @@ def dense_int4(
         interpret=interpret,
         name="dense_int4",
     )(x, values, lax.bitcast_convert_type(scale, jnp.uint16), offset)  # Mosaic takes no float16
-    return jnp.sum(made[: count * parts].reshape(count, parts, outputs), axis=1)
+    return made[:count]
 
 
 def _kernel(
-    x, values, bits, offset, out, ordered, added, sums, scales, *, by_group: bool, narrow: bool
+    x, values, bits, offset, out, ordered, added, sums, scales, total, *, by_group: bool, narrow: bool
 ) -> None:
     """Add a block to its outputs.
 
@@ -157,7 +158,7 @@ def _kernel(
     def _():
         scale = _float32(bits[...])
         high, low = _split(offset[...] - _BIAS * scale if by_group else offset[...])
-        out[...] = _product(sums[...], jnp.concatenate([high, high, low], axis=0))
+        _put(total, _product(sums[...], jnp.concatenate([high, high, low], axis=0)))
         for i in range(steps):
             of_step = scale[i * of_block : (i + 1) * of_block]
             if by_group and each > 1:
@@ -166,7 +167,7 @@ def _kernel(
             else:
                 scales[i] = of_step
 
-    made = out[...]
+    made = jnp.concatenate([total[first : first + rows] for first in range(0, len(total), rows)], axis=1)
     if by_group:
         for c in range(inner // CHUNK):
             w = jnp.concatenate([_biased(word, k) for word in _words(values, c) for k in range(4)], axis=0)
@@ -186,7 +187,21 @@ def _kernel(
             chunks = range(first // CHUNK, last // CHUNK)
             w = jnp.concatenate([part for c in chunks for part in _scaled(values, spread, c, narrow)], axis=0)
             made += _product(ordered[step, :, first:last], w.astype(jnp.bfloat16))
-    out[...] = made
+    _put(total, made)
+
+    @pl.when(step == steps - 1)
+    def _():
+        parts = rows // len(out)
+        for t in range(len(total) // rows):
+            of_rows = [total[pl.ds(rows * t + g, len(out), stride=parts)] for g in range(parts)]
+            out[:, 128 * t : 128 * (t + 1)] = sum(of_rows)
+
+
+def _put(total: Any, made: Array) -> None:
+    """Keep f32[R, outputs] as columns of 128, one after the other, of which rows can be read with a stride."""
+    rows = len(made)
+    for t in range(len(total) // rows):
+        total[rows * t : rows * (t + 1)] = made[:, 128 * t : 128 * (t + 1)]
 
 
 def _product(x: Array, w: Array) -> Array:
