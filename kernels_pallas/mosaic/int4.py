@@ -129,9 +129,9 @@ def _kernel(
     """Add a block to its outputs.
 
     x bf16[R, K], values i4[groups of the block, size, outputs of it], bits u16[G, outputs] and offset f32 alike, out
-    f32[R, outputs]. Kept: `ordered`, x in the order of the unpacked inputs, by steps; `added`, its sums over groups, by
-    steps, and `sums`, the same in parts of bfloat16; and `scales` f32, of these outputs, by steps, where rows are told
-    apart by groups as 8 rows for each chunk.
+    f32[R / parts, outputs]; a row of results has `parts` rows of x. Kept: `ordered`, x in the order of the unpacked
+    inputs, by steps; `added`, its sums over groups, by steps, and `sums`, the same in parts of bfloat16; `scales` f32,
+    of these outputs, by steps, where rows have parts as 8 rows for each chunk; and `total`, the sums so far.
     """
     turn, step = pl.program_id(1), pl.program_id(2)
     rows, steps, inner = len(x), ordered.shape[0], ordered.shape[2]
