@@ -89,7 +89,8 @@ def write(buffer: Any, rows: Array, start: Array) -> Any:
     rows = rows.astype(buffer.dtype)
     if buffer.shape[0] == 1:  # the same on every platform, and without a loop or a scatter
         return lax.dynamic_update_slice_in_dim(buffer, rows, start[0], axis=1)
-    return lax.platform_dependent(buffer, rows, start, cpu=_write_slices, default=_write_rows)
+    tpu = _write_short if _is_short(buffer) else _write_rows
+    return lax.platform_dependent(buffer, rows, start, cpu=_write_slices, tpu=tpu, default=_write_rows)
 
 
 def _write_slices(buffer: Array, rows: Array, start: Array) -> Array:
@@ -104,6 +105,35 @@ def _write_rows(buffer: Array, rows: Array, start: Array) -> Array:
     return buffer.at[row, slot].set(
         rows, unique_indices=True, indices_are_sorted=True, mode="promise_in_bounds"
     )
+
+
+def _is_short(buffer: Array) -> bool:
+    """Tell whether rows are shorter than a TPU's 128 lanes, as the scales of a token's heads are.
+
+    A scatter or a gather of rows has them in the lanes, padded, and would copy the whole buffer to that. A select over
+    all slots has the slots there, as the buffer is stored and attention reads it.
+    """
+    return buffer.ndim == 3 and buffer.shape[2] < 128
+
+
+def _write_short(buffer: Array, rows: Array, start: Array) -> Array:
+    slot = start[:, None] + jnp.arange(rows.shape[1], dtype=jnp.int32)[None]
+    there = _at(buffer, slot)
+    found = jnp.sum(jnp.where(there, rows[:, :, None], 0), axis=1, dtype=buffer.dtype)
+    return jnp.where(jnp.any(there, axis=1), found, buffer)
+
+
+def _take_short(buffer: Array, slot: Array) -> Array:
+    return jnp.sum(jnp.where(_at(buffer, slot), buffer[:, None], 0), axis=2, dtype=buffer.dtype)
+
+
+def _take_rows(buffer: Array, slot: Array) -> Array:
+    return jax.vmap(lambda b, s: b.at[s].get(mode="promise_in_bounds"))(buffer, slot)
+
+
+def _at(buffer: Array, slot: Array) -> Array:
+    """bool[B, N, S, 1]: which of the slots each of slot i32[B, N] is."""
+    return (slot[..., None] == jnp.arange(buffer.shape[1], dtype=jnp.int32)[None, None])[..., None]
 
 
 def slots(cache: Any) -> int:
@@ -132,7 +162,8 @@ def commit(cache: Any, start: Array, path: Array) -> Any:
     source = start[:, None] + path[:, 1:]
 
     def move(buffer: Array) -> Array:
-        rows = jax.vmap(lambda b, s: b.at[s].get(mode="promise_in_bounds"))(buffer, source)
+        tpu = _take_short if _is_short(buffer) else _take_rows
+        rows = lax.platform_dependent(buffer, source, tpu=tpu, default=_take_rows)
         return write(buffer, rows, start + 1)
 
     return jax.tree.map(move, cache)

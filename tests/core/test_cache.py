@@ -46,6 +46,19 @@ def test_every_form_of_write_gives_the_same(form):
         np.testing.assert_array_equal(form(*map(jnp.asarray, (buffer, rows, start))), want)
 
 
+def test_short_rows_are_moved_by_selects_as_by_scatters_and_gathers():
+    """A TPU has scales so, and a scale that is no number stays where it is."""
+    rng = np.random.default_rng(3)
+    buffer, rows = rng.standard_normal((3, 9, 2)).astype(np.float32), rng.standard_normal((3, 4, 2))
+    rows[1, 2, 0], buffer[2, 1, 1] = np.nan, np.inf
+    given = jnp.asarray(buffer), jnp.asarray(rows, jnp.float32), jnp.asarray([5, 0, 3], jnp.int32)
+    assert cache_module._is_short(given[0])
+    np.testing.assert_array_equal(cache_module._write_short(*given), cache_module._write_rows(*given))
+    source = jnp.asarray([[1, 1, 8], [0, 4, 2], [7, 1, 3]], jnp.int32)
+    taken = (form(given[0], source) for form in (cache_module._take_short, cache_module._take_rows))
+    np.testing.assert_array_equal(*taken)
+
+
 def test_a_cache_of_one_layer_says_its_slots_and_is_made_by_keywords():
     cache = init_cache(layers=1, batch=2, slots=7, kv_heads=1, head_dim=4, dtype=jnp.float32)
     assert cache.slots == cache_module.slots(cache) == 7

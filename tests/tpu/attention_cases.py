@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from kernels_pallas import NewRows, tree_attention, write_and_attend
+from mars_jax.core.cache import KVCache, commit, init_cache
+from mars_jax.core.types import Visible
+from mars_jax.models.attention import attending
 from tests.tpu import aot
 
 
@@ -103,3 +108,28 @@ def compile_case(case: Case, generation: str, *, writes: bool = False) -> dict[s
         donate_argnums=(0,) if writes else (),
     )
     return {"cache_bytes": 2 * elements * dtype.itemsize, **report}
+
+
+def layouts_of_scales(form: str, batch: int, generation: str) -> set[str]:
+    """Return the layouts of a cache's scales in a loop over steps: attention of a tree of 6, and the commit."""
+    on, heads, nodes, slots = aot.mesh(generation), HEADS["llama-3.1-8b"], 6, 4224
+    sizes = {"kv_heads": heads.kv_heads, "head_dim": heads.dim}
+    cache = jax.eval_shape(lambda: init_cache(layers=1, batch=batch, slots=slots, dtype="int8", **sizes))
+    shape = (batch, nodes, heads.kv_heads)
+    q = jax.ShapeDtypeStruct((*shape, heads.group, heads.dim), jnp.bfloat16)
+    new = jax.ShapeDtypeStruct((*shape, heads.dim), jnp.bfloat16)
+
+    def loop(cache: KVCache, q: jax.Array, new: jax.Array, start: jax.Array) -> Any:
+        def step(_: Any, carried: Any) -> Any:
+            cache, start, _ = carried
+            attend = attending(form, Visible.causal(start, nodes), slots, None)
+            out, k, v = attend(q, cache.k[0], cache.v[0], (new, new), scale=heads.dim**-0.5, cap=None)
+            path = jnp.broadcast_to(jnp.asarray([0, 2, 5]), (batch, 3))
+            return commit(cache.replace(k=(k,), v=(v,)), start, path), start + 3, out
+
+        return lax.fori_loop(0, 10, step, (cache, start, q))
+
+    given = aot.abstract((cache, q, new, jax.ShapeDtypeStruct((batch,), jnp.int32)), on)
+    pattern = re.compile(rf"f32\[{batch},{slots},{heads.kv_heads}\]{{([\d,]+)")
+    lowered = jax.jit(loop, donate_argnums=0).lower(*given)
+    return aot.compile_program(lowered, read=lambda text: set(pattern.findall(text)))["read"]

@@ -41,6 +41,13 @@ def test_new_rows_are_written_in_place(case):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("form", "batch"), [("pallas", 8), ("xla", 4), ("xla", 1)])
+def test_scales_have_their_slots_in_the_lanes_all_the_time(form, batch):
+    """Heads there would be padded to 128: half as many bytes as the numbers, copied at every step."""
+    assert attention_cases.layouts_of_scales(form, batch, "v5e") == {"1,2,0"}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("generation", list(aot.TOPOLOGIES))
 @pytest.mark.parametrize("case", attention_cases.ALL, ids=attention_cases.name)
 def test_every_kernel_compiles(case, generation):
