@@ -247,7 +247,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", nargs=2, type=int, default=[2, 4])
     parser.add_argument("--topology", default="v5e:2x2")
     parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--context", type=int, default=4096, help="slots of a row that hold something")
+    parser.add_argument("--context", type=int, default=4096, help="slots of a row")
+    parser.add_argument("--live", type=int, help="slots of a row that hold something (default: all)")
     parser.add_argument("--attention", default="auto", help="of the target: auto, xla or pallas")
     parser.add_argument("--constraint", type=int, metavar="STATES", help="rows have one, of so many states")
     parser.add_argument("--branches", choices=("cheap", "dear"), default="cheap")
@@ -263,16 +264,17 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> None:
     asked = parse(argv)
+    live = asked.live or asked.context
     generation = asked.topology.partition(":")[0]
     report: dict[str, Any] = {"cases": {}} | common.kept(asked.json)
     made: dict[str, Any] = {}
     if asked.folders:
         made[asked.name] = case(
-            asked.folders, asked.layers, asked.model_layers, generation, asked.context, asked.branches
+            asked.folders, asked.layers, asked.model_layers, generation, live, asked.branches
         )
     if asked.added:
         whole = json.loads(REPORT.read_text())["cases"]["now"][asked.name]["estimate"]["low_seconds"]
-        told = added(asked.added, generation, asked.context, asked.branches, whole)
+        told = added(asked.added, generation, live, asked.branches, whole)
         print(
             json.dumps(
                 {key: told[key] for key in ("parts", "low_seconds", "share_of_step", "whole_programs")}
@@ -293,7 +295,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 flat = [str(word) for pair in arguments.items() for word in pair]
                 dump(flat, folder.resolve(), asked.checkout.resolve())
             layers = json.loads((folders[0] / "meta.json").read_text())["layers"]
-            made[name] = case(folders, asked.layers, layers, generation, asked.context, asked.branches)
+            made[name] = case(folders, asked.layers, layers, generation, live, asked.branches)
     for name, found in made.items():
         show(f"{name}, {asked.label}", found)
     if made:

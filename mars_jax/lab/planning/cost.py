@@ -14,8 +14,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Literal
 
-from kernels_pallas.mosaic.attend import WORDS
 from mars_jax.lab.planning import walk
+from mars_jax.lab.planning.attention_kernel import attention_table, read_by_blocks
 from mars_jax.lab.planning.bundles import Routine, Schedule, unknown
 from mars_jax.lab.planning.compiled_program import COLLECTIVES
 from mars_jax.lab.planning.flops import flops
@@ -183,14 +183,16 @@ class _Reader:
         received = sum(shape.payload for shape in shapes) if collective else 0
         if instruction.opcode in ("all-gather-start", "collective-permute-start"):
             received -= sent  # these give their operands back
+        moved = traffic(self.module, computation, instruction)
+        rows = attention_table(instruction, operands, self.live)
         return Op(
             name=instruction.name,
             opcode=instruction.opcode,
             part=self.parts.of(computation, instruction),
             times=times,
-            traffic=traffic(self.module, computation, instruction),
+            traffic=read_by_blocks(instruction, operands, moved, rows) if rows else moved,
             # The loops of a collective wait for others: the model of `constants` stands for them.
-            bundles=0 if collective or routine is None else self.executed(computation, instruction, routine),
+            bundles=0 if collective or routine is None else self.executed(instruction, routine, rows),
             flops=flops(self.module, computation, instruction),
             sent=sent,
             received=received,
@@ -201,31 +203,13 @@ class _Reader:
             scalar=scalar,
         )
 
-    def executed(self, computation: Computation, instruction: Instruction, routine: Routine) -> int:
+    def executed(self, instruction: Instruction, routine: Routine, rows: list[list[int]]) -> int:
         """Bundles: of a kernel by its grid, of whatever else by its loops."""
         if instruction.target != "tpu_custom_call":
             return routine.executed
         if id(routine) not in self.walked:
-            operands = [computation.instructions[name] for name in instruction.operands]
-            self.walked[id(routine)] = walk.executed(routine, self.table(instruction, operands))
+            self.walked[id(routine)] = walk.executed(routine, rows)
         return self.walked[id(routine)]
-
-    def table(self, instruction: Instruction, operands: list[Instruction]) -> list[list[int]]:
-        """The table of attention's kernel (`attend.FIRST` and so on) where all rows are live and no window hides any.
-
-        Of a prompt's chunk the last query of a row is in the last live slot.
-        """
-        sizes = re.match(r"tree_attention-bq(\d+)-bkv(\d+)", instruction.name)
-        if sizes is None:
-            return []
-        queries, size = map(int, sizes.groups())
-        columns, tiles, words = (x.shapes[0].dims[i] for x, i in zip(operands, (1, 1, 3), strict=False))
-        in_a_row = words == WORDS
-        ends = [self.live - (tiles - 1 - t) * queries if in_a_row else self.live for t in range(tiles)]
-        ends = [max(end, 1) for end in ends] * (columns // tiles)
-        firsts = [max(end - queries, 0) for end in ends]
-        zeros = [0] * columns
-        return [firsts, zeros, [-(-end // size) for end in ends], [-1] * columns, firsts]
 
     def gathered(self, instruction: Instruction) -> int:
         if instruction.opcode == "gather":

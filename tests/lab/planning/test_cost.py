@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from kernels_pallas.mosaic.tree_attention import tile_table
 from mars_jax.core.errors import MarsError
 from mars_jax.lab.planning import bundles, hlo
+from mars_jax.lab.planning.attention_kernel import attention_table, read_by_blocks
 from mars_jax.lab.planning.constants import HOP_SECONDS, OP_SECONDS, SPEEDS, collective_seconds
 from mars_jax.lab.planning.cost import Loop, Op, Step, Wait, read_step
 from mars_jax.lab.planning.estimate import estimate, extrapolate, figures
 from mars_jax.lab.planning.in_order import seconds_in_order
 from mars_jax.lab.planning.parts import part
-from mars_jax.lab.planning.traffic import Traffic
+from mars_jax.lab.planning.traffic import Traffic, traffic
 
 TINY = Path(__file__).parent / "data" / "tiny_loop"
 SPEED = SPEEDS["v5e"]
@@ -238,3 +242,37 @@ def test_a_ring_that_passes_both_ways():
 )
 def test_parts_by_scope_and_by_function(name, functions, expected):
     assert part(name, functions) == expected
+
+
+KERNEL = """HloModule a
+
+ENTRY %main (t: s32[4,4]) -> bf16[2,2,2,512,128] {
+  %t = s32[4,4]{1,0} parameter(0)
+  %q = bf16[2,2,2,512,128]{4,3,2,1,0} parameter(1)
+  %n = s32[2,2,512,WORDS]{3,2,1,0} parameter(2)
+  %k = bf16[2,640,2,128]{3,2,1,0} parameter(3)
+  %v = bf16[2,640,2,128]{3,2,1,0} parameter(4)
+  ROOT %tree_attention-bq128-bkv64.3 = bf16[2,2,2,512,128]{4,3,2,1,0} custom-call(%t, %q, %n, %k, %v), custom_call_target="tpu_custom_call"
+}
+"""  # noqa: E501
+
+
+@pytest.mark.parametrize("words", [2, 4])
+def test_attentions_kernel_has_the_table_that_it_is_given_and_reads_its_blocks(words):
+    """Two rows of two tiles of 128 queries: in a row, or a tree's, whose tiles all see the same."""
+    module = hlo.parse(KERNEL.replace("WORDS", str(words)))
+    inside = module.computations[module.entry]
+    call = inside.root
+    operands = [inside.instructions[name] for name in call.operands]
+    found = attention_table(call, operands, 300)
+    of_tile = [
+        tile_table(jnp.full((2,), end - 128), 128, None, slots=640, size=64, align=1)
+        for end in ((172, 300) if words == 2 else (300, 300))
+    ]
+    np.testing.assert_array_equal(found[:4], jnp.stack(of_tile, axis=2).reshape(4, 4))
+    assert len(found) == 5
+    moved = read_by_blocks(call, operands, traffic(module, inside, call), found)
+    blocks = 2 * (3 + 5) if words == 2 else 2 * (5 + 5)
+    others = sum(x.shapes[0].bytes for x in operands[:3])
+    assert moved.read == others + blocks * 64 * 2 * 128 * 2 * 2
+    assert attention_table(inside.instructions["k"], [], 300) == []
