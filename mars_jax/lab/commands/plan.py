@@ -35,8 +35,9 @@ qwen3-32b, qwen3-235b-a22b), a config.json or a directory with one, or a name on
 Hugging Face hub, whose config alone is read. Slices are named generation:shape, such as
 v5e:4x4, v6e:2x4, v4:2x2x1 and v5p:2x2x2, or as in Google Cloud: v5litepod-8 and v6e-8 count
 chips, v4-8 and v5p-8 count cores, of which a chip has two. Exit code 1 means that the pair does
-not fit; weights in 8 bits and larger slices are then compiled until one fits. For a mixture of
-experts, where a large draft reads most experts, chains of 3 and 5 and a tree are compared.
+not fit; weights in 8 bits and larger slices are then compiled until one fits. With --acceptance
+a chain and trees of 7 and 10 levels are compared; for a mixture of experts, where a large draft
+reads most experts, always chains of 3 and 5 and a tree.
 """
 _DRAFTS = f"{', '.join(specs.OUTLINED)}, model:TARGET, ngram or none"
 
@@ -57,10 +58,9 @@ def parser() -> Parser:
     group.add_argument("--num-draft-tokens", metavar="N", help="length of a chain (default: the drafter's)")
     group.add_argument(
         "--acceptance",
-        default="0.75",
-        metavar="A",
-        help="probability that a drafted token is accepted, to compare drafts for a mixture of experts, unless "
-        "one is asked for (default: %(default)s)",
+        metavar="A,...",
+        help="compare drafts, unless one is asked for; probability that a drafted token is accepted, by depth, the "
+        "last of all below (of a mixture of experts drafts are compared at 0.75)",
     )
     add_rule_flags(made.add_argument_group("rule"))
     group = made.add_argument_group("slice")
@@ -111,7 +111,7 @@ def _run(args: argparse.Namespace, out: IO[str]) -> bool:
     batch, context = _number("batch", args.batch), _number("context", args.context)
     length = None if args.num_draft_tokens is None else number_of("num_draft_tokens", args.num_draft_tokens)
     tree: Any = None if args.tree is None else specs.parse_tree(args.tree)
-    acceptance = _share("acceptance", args.acceptance)
+    acceptance = None if args.acceptance is None else _shares("acceptance", args.acceptance)
     rule = rule_of(args)
     if needs := {"q", "weights"} & rule.needs:
         raise MarsError(
@@ -157,17 +157,19 @@ def _run(args: argparse.Namespace, out: IO[str]) -> bool:
         made = planning.make_plan(*models, **options, keep=keep)
     drafts = []
     alone = made.autoregressive_step
-    if mixture and row.dynamic and row.resizes and length is tree is None and made.fits and alone:
+    if acceptance is None and mixture:
+        acceptance = [0.75]
+    if acceptance and row.dynamic and row.resizes and length is tree is None and made.fits and alone:
 
         def step(shape: Any) -> dict[str, Any] | None:
-            if (shape.length, shape.tree) == row.usual(mixture=True):
+            if (shape.length, shape.tree) == row.usual(mixture=mixture):
                 return made.step
             models, options = pair(where, args.dtype, shape.length, shape.tree)
             again = planning.make_plan(*models, **options)
             return again.step if again.fits else None
 
         with busy("comparing drafts"):
-            drafts = advice.compare(step, alone, acceptance)
+            drafts = advice.compare(step, alone, acceptance, advice.SHAPES if mixture else advice.DEEPER)
     tried = []
     if not made.fits:
         with busy("looking for what fits"):
@@ -195,14 +197,14 @@ def _number(name: str, text: str) -> int:
     return int(text)
 
 
-def _share(name: str, text: str) -> float:
+def _shares(name: str, text: str) -> list[float]:
     try:
-        value = float(text)
+        values = [float(part) for part in text.split(",")]
     except ValueError:
-        value = -1.0
-    if not 0 < value < 1:
-        raise MarsError(f"--{name} is {text}: expected a number above 0 and below 1.")
-    return value
+        values = [-1.0]
+    if not all(0 < value < 1 for value in values):
+        raise MarsError(f"--{name} is {text}: expected numbers above 0 and below 1, such as 0.8,0.75,0.7.")
+    return values
 
 
 def _config(name: str) -> Any:

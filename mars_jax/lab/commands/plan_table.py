@@ -65,7 +65,7 @@ def print_table(
         name = "draft with" if one is drafts[0] else "  rather than"
         times = f"{1e3 * one.low_seconds:.2f} to {1e3 * one.high_seconds:.2f} ms, pays above tau "
         times += f"{one.pays_above[0]:.2f} to {one.pays_above[1]:.2f}, {one.gain:.2f} x at tau {one.tau:.2f}"
-        table.add_row(name, f"{one.flags} ({times} of {asked['acceptance']:g} accepted)")
+        table.add_row(name, f"{one.flags} ({times})")
     for note in made.notes:
         table.add_row("note", note)
     for one in tried:

@@ -70,24 +70,32 @@ class Shape(NamedTuple):
             return f"--num-draft-tokens {self.length}"
         return f"--tree dynamic:{self.tree.top_k}-{self.tree.depth}-{self.tree.nodes}"
 
-    def tau(self, acceptance: float) -> float:
-        """Tokens a step where a drafted token is accepted with this chance, whatever stands before it.
+    def tau(self, acceptance: Sequence[float]) -> float:
+        """Tokens a step where a drafted token is accepted with the chance of its depth; the last is of all below.
 
         Of a tree a level is accepted where the likeliest child or the next one is, each with that chance. That is a
         model: `1 + a + ... + a^length` for a chain (Leviathan et al. 2211.17192, equation 1), and with
         `1 - (1 - a)^2` for `a` over the levels of a tree.
 
-        >>> round(Shape(3, None).tau(0.5), 3), round(Shape(None, Dynamic(depth=3)).tau(0.5), 3)
+        >>> round(Shape(3, None).tau([0.5]), 3), round(Shape(None, Dynamic(depth=3)).tau([0.5]), 3)
         (1.875, 2.734)
+        >>> Shape(3, None).tau([0.5, 0.25])
+        1.65625
         """
-        if self.tree is None:
-            assert self.length is not None
-            return sum(acceptance**i for i in range(self.length + 1))
-        return sum((1 - (1 - acceptance) ** 2) ** i for i in range(self.tree.depth + 1))
+        depth = self.length if self.tree is None else self.tree.depth
+        assert depth is not None
+        held, tokens = 1.0, 1.0
+        for level in range(depth):
+            a = acceptance[min(level, len(acceptance) - 1)]
+            held *= a if self.tree is None else 1 - (1 - a) ** 2
+            tokens += held
+        return tokens
 
 
 SHAPES = (Shape(3, None), Shape(5, None), Shape(None, Dynamic()))
-"""Drafts that are tried for a mixture of experts."""
+"""Drafts that are tried for a mixture of experts, for which a large one is dear."""
+DEEPER = (Shape(5, None), Shape(None, Dynamic()), Shape(None, Dynamic(depth=10)))
+"""Drafts that are tried for other targets, whose steps take little longer with more nodes or levels."""
 
 
 class Draft(NamedTuple):
@@ -104,7 +112,7 @@ class Draft(NamedTuple):
 def compare(
     step: Callable[[Shape], dict[str, Any] | None],
     alone: dict[str, Any],
-    acceptance: float,
+    acceptance: Sequence[float],
     shapes: Sequence[Shape] = SHAPES,
 ) -> list[Draft]:
     """The drafts that could be compiled, the one with the most tokens/s first.
@@ -112,7 +120,7 @@ def compare(
     Args:
       step: the estimate (`planning.estimate`) of a step with a draft, None where it does not fit.
       alone: the estimate of a step without one.
-      acceptance: the chance that a drafted token is accepted; see `Shape.tau`.
+      acceptance: the chances that a drafted token is accepted, by depth; see `Shape.tau`.
       shapes: of the drafts.
     """
     found = []

@@ -1,4 +1,4 @@
-"""What attention's kernel does for rows of a known length: the table that it reads, and the blocks that it copies.
+"""The table that attention's kernel reads for rows of a known length, and the blocks that it copies.
 
 A schedule does not have the table, which says how often the kernel's loop over blocks of slots turns. Its name has the
 sizes of blocks. Oracle: tests/lab/planning/test_cost.py, by `tile_table`, which makes the table for the kernel.
