@@ -13,7 +13,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels_pallas.blocks import AttentionBlocks
+from kernels_pallas.blocks import LANES, AttentionBlocks
 
 LOWEST = float(jnp.finfo(jnp.float32).min)
 LOG2_E = 1.4426950408889634
@@ -169,15 +169,14 @@ def attend_rows(
             if mask is not None:
                 scores = jnp.where(mask, scores, -jnp.inf)
             # The softmax as a fold over blocks: a higher maximum shrinks what was summed so far.
-            before = top_ref[head][:, :1]
+            before = top_ref[head]
             top = jnp.maximum(before, jnp.max(scores, axis=1, keepdims=True))
-            weights, shrink = jnp.exp2(scores - top), jnp.exp2(before - top)
-            total = total_ref[head][:, :1] * shrink + jnp.sum(weights, axis=1, keepdims=True)
-            top_ref[head] = jnp.broadcast_to(top, top_ref.shape[1:])
-            total_ref[head] = jnp.broadcast_to(total, total_ref.shape[1:])
+            weights, shrink = jnp.exp2(scores - _wide(top, scores.shape[1])), jnp.exp2(before - top)
+            top_ref[head] = top
+            total_ref[head] = total_ref[head] * shrink + jnp.sum(weights, axis=1, keepdims=True)
             if len(buffers) > 2:
                 weights = weights * buffers[3][buffer, pl.ds(head, 1)]
-            mixed_ref[head] = mixed_ref[head] * shrink + jnp.dot(
+            mixed_ref[head] = mixed_ref[head] * _wide(shrink, values.shape[1]) + jnp.dot(
                 weights.astype(values.dtype), values, preferred_element_type=jnp.float32
             )
 
@@ -203,9 +202,15 @@ def attend_rows(
 
     lax.fori_loop(0, entry(COUNT, item), step, 0)
     for head in range(shape.heads):
-        total = total_ref[head][:, :1]
-        out = mixed_ref[head] / jnp.where(total == 0, 1.0, total)
+        total = total_ref[head]
+        out = mixed_ref[head] / _wide(jnp.where(total == 0, 1.0, total), out_ref.shape[-1])
         out_ref[0, 0, head] = out.astype(out_ref.dtype)
+
+
+def _wide(x: Array, width: int) -> Array:
+    """Return f32[M, width] of f32[M, 128], which has each number in all lanes: a number in one lane takes a permutation
+    of lanes to get there."""
+    return jnp.concatenate([x] * -(-width // LANES), axis=1)[:, :width]
 
 
 def _mask(known: Array, first: Array, start: Array, own: Array, size: int, *, causal: bool) -> Array:
