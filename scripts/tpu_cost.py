@@ -94,7 +94,7 @@ def case(
     if chunk := compiled.get("chunk"):
         # Where devices pass rows around, each of its calls attends for another part: on average for one in the middle.
         part = chunk // compiled["parts"]
-        ends = [end - (chunk - part) // 2 for end in range(chunk, live + 1, chunk)]
+        ends = [min(end, live) - (chunk - part) // 2 for end in range(chunk, live + chunk, chunk)]
     found = [whole(end) for end in ends]
     estimates = [estimated(one) for one in found]
     made = {

@@ -166,7 +166,7 @@ def main() -> None:
     }
     if asked.draft == "prefill":
         with jax.set_mesh(mesh):
-            told["chunk"] = min(chunk_of(asked.context), asked.context)
+            told["chunk"] = min(chunk_of(asked.context, asked.batch), asked.context)
         # Halves of what each device has, where rows are passed around.
         told["parts"] = 2 * mesh.size if "collective-permute" in compiled.as_text() else 1
     (asked.folder / "meta.json").write_text(json.dumps(told))

@@ -132,7 +132,7 @@ def parse_mesh(text: str, devices: Sequence[Any] | None = None) -> Mesh:
         )
     shape = tuple(sizes.values())
     try:
-        # On a TPU neighbours along an axis are neighbours on the slice, where jax knows how.
+        # On a TPU neighbours along an axis are neighbours on the slice, for the shapes whose order jax knows.
         grid = mesh_utils.create_device_mesh(shape, devices[:count])
     except (NotImplementedError, ValueError, AssertionError):
         grid = np.array(devices[:count]).reshape(shape)
@@ -354,6 +354,12 @@ def alone(logical: str, size: int) -> tuple[str, ...]:
     """
     mesh = _ready()
     return () if mesh is None or names_of("data", mesh) else axes_of(logical, size, mesh)
+
+
+def in_order(axes: Sequence[str]) -> bool:
+    """Tell whether axes stand as in the mesh this is traced for: `lax.ppermute` counts devices in the mesh's order."""
+    mesh = _ready()
+    return mesh is not None and tuple(axes) == tuple(name for name in mesh.axis_names if name in axes)
 
 
 def expert_axes(experts: int, size: int) -> tuple[tuple[str, ...], tuple[str, ...]]:

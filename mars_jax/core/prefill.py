@@ -23,7 +23,8 @@ WIDE_CHUNK = 512
 """Tokens of a chunk elsewhere: a pass over the weights takes as long as the arithmetic of 166 (v5p) to 560 (v6e)."""
 RING_CHUNK, RING_LONG = 2048, 4096
 """Tokens of all rows in a chunk that a TPU's devices share, so that each has enough to multiply while others send
-(`models/ring.py`); and from how many tokens on a buffer is worth such chunks, of which a short prompt fills little."""
+(`models/ring.py`); and from how many tokens on a buffer is worth such chunks, of which a short prompt fills little.
+Models that pass nothing around, such as mixtures, have no gain from them."""
 
 
 def chunk_of(buffer: int = 0, rows: int = 1) -> int:
@@ -34,8 +35,10 @@ def chunk_of(buffer: int = 0, rows: int = 1) -> int:
     >>> chunk_of(256) if on_cpu() else 64
     64
     """
-    if on_tpu() and buffer >= RING_LONG and size_of("model", current()) > 1:
-        return max(RING_CHUNK // rows, WIDE_CHUNK)
+    shared = size_of("model", current()) > 1 and size_of("data", current()) == 1
+    if on_tpu() and buffer >= RING_LONG and shared:
+        # A power of two, which divides over devices.
+        return max(RING_CHUNK >> (rows - 1).bit_length(), WIDE_CHUNK)
     if not on_cpu():
         return WIDE_CHUNK
     return CHUNK if buffer < LONG else LONG_CHUNK

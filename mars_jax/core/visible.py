@@ -32,7 +32,7 @@ class Visible:
     first: Array  # i32[B]; slots that are committed
     positions: Array  # i32[B, N]; of the nodes
     slot: Array  # i32[B]; the nodes' rows are written at slot .. slot + N - 1
-    seen: Array | None = None  # bool[B, N, R]; None: R == N, and node i sees the rows 0 .. i
+    seen: Array | None = None  # bool[B, N, R]; None: as of `causal`, R == N and node i sees the rows 0 .. i
     seen_positions: Array | None = None  # i32[B, R]; of the rows from `first` on; None: they are the nodes
 
     @staticmethod

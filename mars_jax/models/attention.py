@@ -41,9 +41,9 @@ FORMS = ("auto", "xla", "pallas", "interpret")
 `kernels_pallas.tree_attention`, and XLA's operations elsewhere; the kernel in Pallas' interpreter on any platform, for
 tests."""
 KERNEL_ROWS, KERNEL_NODES = 8, 64
-"""Rows of a batch from which on "auto" takes the kernel on a TPU, and their nodes at most: a prompt's chunks are XLA's.
-Fewer rows take it where XLA would score them in turns; of those that it scores at once there is nothing to win
-(docs/kernels.md)."""
+"""Rows of a batch from which on "auto" takes the kernel on a TPU, and their nodes at most where a mask says what they
+see; a prompt's chunk may be of any length. Fewer rows take it where XLA would score them in turns; of those that it
+scores at once there is nothing to win (docs/kernels.md)."""
 KERNEL_SLOTS = 128
 """The kernel reads caches of a multiple of so many slots, whatever their dtype and number of heads."""
 

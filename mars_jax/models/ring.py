@@ -87,4 +87,6 @@ def _spec(axes: Axes, name: str, w: Any) -> Any:
         return dataclasses.replace(w, values=P(inner, None, out), scale=by_group, offset=by_group)
     if isinstance(w, Int8):
         return dataclasses.replace(w, values=P(out, inner), scale=P(out))
+    if getattr(w, "ndim", 0) == 0:  # something of a model of one's own
+        return P()
     return P(out, inner) if w.ndim == 2 else P(out)

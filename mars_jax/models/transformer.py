@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from mars_jax.core import cache as kv_cache
 from mars_jax.core.errors import MarsError
-from mars_jax.core.mesh import alone, devices_of, hold_whole, map_devices, on_cpu, on_tpu
+from mars_jax.core.mesh import alone, devices_of, hold_whole, in_order, map_devices, on_cpu, on_tpu
 from mars_jax.core.types import ForwardOutput, KVCache, LanguageModel, PyTree, Visible
 from mars_jax.models import ring, weights
 from mars_jax.models.attention import BLOCK, FORMS, KERNEL_ROWS, KERNEL_SLOTS, TURN_SLOTS, Attend, attending
@@ -180,14 +180,15 @@ def _ring_layer(
 
 def _ring_axes(config: ModelConfig, layers: Sequence[dict], visible: Visible) -> ring.Axes:
     """Return the axes of a mesh around which rows go: a prompt's chunk on a TPU, whose layers divide whole."""
-    axes = alone("kv_heads", config.num_kv_heads) if on_tpu() and visible.seen is None else ()
+    causal = visible.seen is None and visible.seen_positions is None
+    axes = alone("kv_heads", config.num_kv_heads) if on_tpu() and causal else ()
     same = all(
         alone(*things) == axes
         for things in (("heads", config.num_heads), ("hidden", config.intermediate_size))
     )
     size, (batch, n) = devices_of("kv_heads", config.num_kv_heads), visible.positions.shape
     # A bias after the sum would be added once for each device, and experts go to devices in their own way.
-    if not (axes and same) or config.o_bias or config.mlp_bias or config.num_experts:
+    if not (axes and same and in_order(axes)) or config.o_bias or config.mlp_bias or config.num_experts:
         return ()
     long = batch * n >= RING_ROWS * size and n % (2 * size) == 0
     return axes if long and all(ring.divides(size, layer) for layer in layers) else ()

@@ -23,7 +23,7 @@ from mars_jax.core.decoder import Decoder
 from mars_jax.core.given import NO_ROW
 from mars_jax.core.mesh import size_of
 from mars_jax.core.metrics import DecodeStats, zero_stats
-from mars_jax.core.prefill import chunk_of
+from mars_jax.core.prefill import WIDE_CHUNK, chunk_of
 from mars_jax.core.types import DecodeState, Params, PyTree
 from mars_jax.placement.hosts import fetch, put
 from mars_jax.placement.shardings import state_shardings
@@ -332,7 +332,9 @@ def shares_of(made: Prepared, order: Sequence[int]) -> Shares:
 def chunk_of_decoder(made: Prepared) -> int:
     """Return the tokens of a forward that reads a prompt."""
     with made.target.on_mesh():
-        return made.decoder.prefill_chunk or made.target.model.prefill_chunk or chunk_of(made.width)
+        # What comes after a shared beginning is read in no longer chunks than these (`core.extend`).
+        usual = min(chunk_of(made.width), WIDE_CHUNK)
+        return made.decoder.prefill_chunk or made.target.model.prefill_chunk or usual
 
 
 def forwards_saved(before: Sequence[int], prompt: Sequence[int], chunk: int) -> int:

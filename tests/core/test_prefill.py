@@ -62,6 +62,10 @@ def test_a_draft_model_goes_by_its_own():
 def test_an_accelerator_is_filled(monkeypatch):
     monkeypatch.setattr(mesh, "device_kind", lambda: "TPU v5 lite")
     assert prefill.chunk_of(64) == prefill.chunk_of(4096) == 512
+    for axes, wanted in (("model=4", [2048, 512, 512]), ("data=2,model=2", [512] * 3)):
+        with jax.set_mesh(mesh.parse_mesh(axes)):
+            assert [prefill.chunk_of(4096, rows) for rows in (1, 3, 16)] == wanted
+            assert prefill.chunk_of(2048) == 512
 
 
 def test_less_than_a_token_is_refused():

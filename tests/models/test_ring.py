@@ -137,11 +137,15 @@ def test_a_chunk_is_that_of_one_device(more, options):
     ("more", "axes"),
     [
         ({}, "data=2,model=2"),  # a loop over chunks ends where rows do, and not on all devices at once
+        (
+            {},
+            "expert=2,model=2",
+        ),  # the heads' order is another than that of the mesh, in which rows would be sent
         ({"num_kv_heads": 2}, "model=4"),  # two heads on four devices are on each
         ({"o_bias": True}, "model=2"),  # it would be added by each
         ({"num_experts": 4, "experts_per_token": 2, "expert_size": 32}, "model=2"),
     ],
-    ids=["rows are divided", "heads are not", "a bias after the sum", "experts"],
+    ids=["rows are divided", "another order", "heads are not", "a bias after the sum", "experts"],
 )
 def test_other_meshes_and_layers_do_without(more, axes):
     _, sent = forwards(ModelConfig(**SMALL | more), shardings.parse_mesh(axes), batch=2)
