@@ -97,7 +97,7 @@ def case(
         ends = [min(end, live) - (chunk - part) // 2 for end in range(chunk, live + chunk, chunk)]
     found = [whole(end) for end in ends]
     estimates = [estimated(one) for one in found]
-    made = {
+    made: dict[str, Any] = {
         "compiled": compiled,
         "extrapolated": f"from {layers[0]} and {layers[1]} layers to {count}",
         "branches": branches,

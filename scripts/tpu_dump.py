@@ -153,7 +153,8 @@ def main() -> None:
     compiled = lowered.compile()
     seconds = time.perf_counter() - started
     asked.folder.mkdir(parents=True, exist_ok=True)
-    (asked.folder / "hlo.txt").write_text(compiled.as_text())
+    text: Any = compiled.as_text()
+    (asked.folder / "hlo.txt").write_text(text)
     memory: Any = compiled.memory_analysis()
     told = {
         "layers": full.num_layers,
@@ -168,7 +169,7 @@ def main() -> None:
         with jax.set_mesh(mesh):
             told["chunk"] = min(chunk_of(asked.context, asked.batch), asked.context)
         # Halves of what each device has, where rows are passed around.
-        told["parts"] = 2 * mesh.size if "collective-permute" in compiled.as_text() else 1
+        told["parts"] = 2 * mesh.size if "collective-permute" in text else 1
     (asked.folder / "meta.json").write_text(json.dumps(told))
 
 
