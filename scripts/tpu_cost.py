@@ -107,9 +107,11 @@ def case(
     }
     if chunk:
         keys = ("low_seconds", "high_seconds", "in_order_seconds", "collective_seconds")
-        made["prompt"] = {key: sum(one[key] for one in estimates) for key in keys}
         flops = sum(part.get("flops", 0) for one in found for part in one["parts"].values())
-        made["prompt"]["products_seconds"] = flops / SPEEDS[generation].peak_bf16
+        made["prompt"] = {
+            **{key: sum(one[key] for one in estimates) for key in keys},
+            "products_seconds": flops / SPEEDS[generation].peak_bf16,
+        }
     return made
 
 
