@@ -1,8 +1,8 @@
 """What a decode step costs on a TPU, by the schedule that libtpu's compiler makes; no TPU is needed.
 
-    python scripts/tpu_cost.py --cases none chain-5 tree       # compiles 6 programs of 2 and 4 layers: some minutes
+    python scripts/tpu_cost.py --cases none chain-5 tree       # a minute or two each
     python scripts/tpu_cost.py --cases none --checkout OLD --label before
-    python scripts/tpu_cost.py --from DIR2 DIR4 --layers 2 4 --model-layers 32
+    python scripts/tpu_cost.py --from DIR --name tree          # a dump that was made before
     python scripts/tpu_cost.py --added DIR DIR --name chain-5  # what the second program adds
     python scripts/tpu_cost.py --picture                       # of what is in the JSON
 
@@ -30,7 +30,7 @@ from mars_jax.lab.planning import bundles, hlo
 from mars_jax.lab.planning.chips import CHIPS
 from mars_jax.lab.planning.constants import HOP_SECONDS, OP_SECONDS, SPEEDS
 from mars_jax.lab.planning.cost import read_step
-from mars_jax.lab.planning.estimate import estimate, extrapolate, figures
+from mars_jax.lab.planning.estimate import estimate, figures
 
 ROOT = Path(__file__).resolve().parents[1]
 REPORT = ROOT / "scripts" / "results" / "tpu_cost.json"
@@ -75,33 +75,26 @@ def draft_ops(folder: Path, live: int) -> dict[str, float]:
     return found
 
 
-def case(
-    folders: Sequence[Path], layers: tuple[int, int], count: int, generation: str, live: int, branches: str
-) -> dict[str, Any]:
-    """Figures and estimate of the whole model, from the folders of its two small programs; of a prompt, whose programs
-    are of a chunk, those of its last chunk, and the seconds of all."""
-
-    def whole(live: int) -> dict[str, Any]:
-        few, more = (read(folder, generation, live, branches) for folder in folders)
-        return extrapolate(few, more, layers, count)
+def case(folder: Path, generation: str, live: int, branches: str) -> dict[str, Any]:
+    """Figures and estimate of a program from its folder; of a prompt, whose program is of a chunk, those of its last
+    chunk, and the seconds of all."""
 
     def estimated(found: dict[str, Any]) -> dict[str, Any]:
         return estimate(found, SPEEDS[generation], CHIPS[generation].bandwidth)
 
-    told = folders[1] / "meta.json"
+    told = folder / "meta.json"
     compiled = json.loads(told.read_text()) if told.exists() else {}
     ends = [live]
     if chunk := compiled.get("chunk"):
         # Where devices pass rows around, each of its calls attends for another part: on average for one in the middle.
         part = chunk // compiled["parts"]
         ends = [min(end, live) - (chunk - part) // 2 for end in range(chunk, live + chunk, chunk)]
-    found = [whole(end) for end in ends]
+    found = [read(folder, generation, end, branches) for end in ends]
     estimates = [estimated(one) for one in found]
     made: dict[str, Any] = {
         "compiled": compiled,
-        "extrapolated": f"from {layers[0]} and {layers[1]} layers to {count}",
         "branches": branches,
-        "draft_ops": draft_ops(folders[1], live),
+        "draft_ops": draft_ops(folder, live),
         "estimate": estimates[-1],
         "figures": found[-1],
     }
@@ -240,13 +233,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = common.parser(__doc__)
     parser.add_argument("--model", default="llama-3.1-8b")
     parser.add_argument("--cases", nargs="*", default=[], help="as tpu_dump.py takes them for --draft")
-    parser.add_argument("--from", nargs=2, type=Path, dest="folders", metavar="DIR", help="dumps made before")
+    parser.add_argument("--from", type=Path, dest="folder", metavar="DIR", help="a dump made before")
     parser.add_argument(
         "--added", nargs=2, type=Path, metavar="DIR", help="a dump, and one that has something more"
     )
     parser.add_argument("--name", default="none", help="the case that --from and --added are stored as")
-    parser.add_argument("--model-layers", type=int, default=32, help="of the model that --from was cut from")
-    parser.add_argument("--layers", nargs=2, type=int, default=[2, 4])
     parser.add_argument("--topology", default="v5e:2x2")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--context", type=int, default=4096, help="slots of a row")
@@ -270,10 +261,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     generation = asked.topology.partition(":")[0]
     report: dict[str, Any] = {"cases": {}} | common.kept(asked.json)
     made: dict[str, Any] = {}
-    if asked.folders:
-        made[asked.name] = case(
-            asked.folders, asked.layers, asked.model_layers, generation, live, asked.branches
-        )
+    if asked.folder:
+        made[asked.name] = case(asked.folder, generation, live, asked.branches)
     if asked.added:
         whole = json.loads(REPORT.read_text())["cases"]["now"][asked.name]["estimate"]["low_seconds"]
         told = added(asked.added, generation, live, asked.branches, whole)
@@ -285,19 +274,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         report.setdefault("added", {}).setdefault(asked.label, {})[asked.name] = told
     for name in asked.cases:
         with tempfile.TemporaryDirectory(prefix="mars-jax-tpu-cost-") as scratch:
-            folders = [(asked.keep or Path(scratch)) / f"{name}-{count}" for count in asked.layers]
-            for folder, count in zip(folders, asked.layers, strict=True):
-                arguments = {
-                    "--model": asked.model, "--draft": name, "--layers": count, "--topology": asked.topology,
-                    "--batch": asked.batch, "--context": asked.context, "--attention": asked.attention,
-                }  # fmt: skip
-                if asked.constraint is not None:
-                    arguments["--constraint"] = asked.constraint
-                folder.mkdir(parents=True, exist_ok=True)
-                flat = [str(word) for pair in arguments.items() for word in pair]
-                dump(flat, folder.resolve(), asked.checkout.resolve())
-            layers = json.loads((folders[0] / "meta.json").read_text())["layers"]
-            made[name] = case(folders, asked.layers, layers, generation, live, asked.branches)
+            folder = (asked.keep or Path(scratch)) / name
+            arguments = {
+                "--model": asked.model, "--draft": name, "--topology": asked.topology, "--batch": asked.batch,
+                "--context": asked.context, "--attention": asked.attention,
+            }  # fmt: skip
+            if asked.constraint is not None:
+                arguments["--constraint"] = asked.constraint
+            folder.mkdir(parents=True, exist_ok=True)
+            flat = [str(word) for pair in arguments.items() for word in pair]
+            dump(flat, folder.resolve(), asked.checkout.resolve())
+            made[name] = case(folder, generation, live, asked.branches)
     for name, found in made.items():
         show(f"{name}, {asked.label}", found)
     if made:

@@ -1,6 +1,6 @@
 """Compile one decode loop for a TPU slice and leave its optimised HLO, and what the compiler said of it, in a folder.
 
-    LIBTPU_INIT_ARGS="--xla_jf_dump_to=DIR ..." python scripts/tpu_dump.py --draft tree --layers 2 DIR
+    LIBTPU_INIT_ARGS="--xla_jf_dump_to=DIR ..." python scripts/tpu_dump.py --draft tree DIR
 
 scripts/tpu_cost.py starts it, once for each program: libtpu takes its flags when it is loaded. Another checkout, from
 3c5a038 on, is judged by the same tool: put it on PYTHONPATH.
@@ -115,7 +115,7 @@ def main() -> None:
         default="none",
         help="none, tree, chain-K, small-K, dflash, dflash-int8 or dflash-chain; prefill: the prompt",
     )
-    parser.add_argument("--layers", type=int, required=True)
+    parser.add_argument("--layers", type=int, help="default: all of the model's")
     parser.add_argument("--topology", default="v5e:2x2")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--context", type=int, default=4096)
@@ -127,7 +127,8 @@ def main() -> None:
     asked = parser.parse_args()
 
     where, full = topology(asked.topology), CONFIGS[asked.model]
-    config = dataclasses.replace(full, num_layers=asked.layers, windows=full.windows[: asked.layers])
+    layers = asked.layers or full.num_layers
+    config = dataclasses.replace(full, num_layers=layers, windows=full.windows[:layers])
     mesh = Mesh(np.array(where.devices), ("model",))
     draft, rule = draft_of(asked.draft, config), verify.mars()
     model = transformer.language_model(config, dtype="bfloat16", attention=asked.attention)
@@ -157,7 +158,7 @@ def main() -> None:
     (asked.folder / "hlo.txt").write_text(text)
     memory: Any = compiled.memory_analysis()
     told = {
-        "layers": full.num_layers,
+        "layers": layers,
         "nodes": drafter.num_nodes,
         "max_depth": drafter.max_depth,
         "compile_seconds": round(seconds, 1),

@@ -131,7 +131,8 @@ def _kernel(
     x bf16[R, K], values i4[groups of the block, size, outputs of it], bits u16[G, outputs] and offset f32 alike, out
     f32[R / parts, outputs]; a row of results has `parts` rows of x. Kept: `ordered`, x in the order of the unpacked
     inputs, by steps; `added`, its sums over groups, by steps, and `sums`, the same in parts of bfloat16; `scales` f32,
-    of these outputs, by steps, where rows have parts as 8 rows for each chunk; and `total`, the sums so far.
+    of these outputs, by steps, where results are scaled, and where rows have parts as 8 rows for each chunk; and
+    `total`, the sums so far.
     """
     turn, step = pl.program_id(1), pl.program_id(2)
     rows, steps, inner = len(x), ordered.shape[0], ordered.shape[2]
@@ -156,12 +157,12 @@ def _kernel(
 
     @pl.when(step == 0)
     def _():
-        scale = _float32(bits[...])
-        high, low = _split(offset[...] - _BIAS * scale if by_group else offset[...])
+        scale = _float32(bits[...]) if by_group else None
+        high, low = _split(offset[...] if scale is None else offset[...] - _BIAS * scale)
         _put(total, _product(sums[...], jnp.concatenate([high, high, low], axis=0)))
-        for i in range(steps):
+        for i in range(steps if scale is not None else 0):
             of_step = scale[i * of_block : (i + 1) * of_block]
-            if by_group and each > 1:
+            if each > 1:
                 chunks = [of_step[first : first + each] for first in range(0, of_block, each)]
                 scales[i] = jnp.concatenate([part for part in chunks for _ in range(8 // each)], axis=0)
             else:
@@ -177,15 +178,14 @@ def _kernel(
             else:
                 made += part * jnp.concatenate([scales[step, 8 * c : 8 * c + 8]] * (rows // 8), axis=0)
     else:
-        times = (16 if narrow else 8) // (64 // size)
-        spread = _spread(scales[step], times)
-        spread = spread.astype(jnp.bfloat16) if narrow else spread * 2.0**-28
+        of_step = _float32(bits[pl.ds(pl.multiple_of(step * of_block, of_block), of_block), :])
+        scale = _of_words(of_step, narrow)
         # Two chunks are as deep as the matrix units of the chips that are narrow.
         deep = 2 * CHUNK if narrow else CHUNK
         for first in range(0, inner, deep):
             last = min(first + deep, inner)
             chunks = range(first // CHUNK, last // CHUNK)
-            w = jnp.concatenate([part for c in chunks for part in _scaled(values, spread, c, narrow)], axis=0)
+            w = jnp.concatenate([part for c in chunks for part in _scaled(values, scale, c, narrow)], axis=0)
             made += _product(ordered[step, :, first:last], w.astype(jnp.bfloat16))
     _put(total, made)
 
@@ -234,16 +234,17 @@ def _float32(bits: Array) -> Array:
     bits = bits.astype(jnp.int32)
     size = bits & 0x7FFF
     normal = lax.bitcast_convert_type(size << 13, jnp.float32) * 2.0**112
-    value = jnp.where(size < 0x400, size.astype(jnp.float32) * 2.0**-24, normal)
+    # Below the normal range the first is 0, and above it the second is less.
+    value = jnp.maximum(normal, size.astype(jnp.float32) * 2.0**-24)
     return jnp.where(bits >= 0x8000, -value, value)
 
 
-def _spread(x: Array, times: int) -> Array:
-    """Repeat each row of float16 numbers f32[G, N]: f32[times * G, N]. The matrix unit does it exactly in two parts."""
-    row, column = (lax.broadcasted_iota(jnp.int32, (times * len(x), 2 * len(x)), axis) for axis in (0, 1))
-    mine = row & -times
-    at = ((mine == column * times) | (mine == (column - len(x)) * times)).astype(jnp.bfloat16)
-    return _product(at, jnp.concatenate(_split(x), axis=0))
+def _of_words(scale: Array, narrow: bool) -> Array:
+    """Return scales f32 as words are multiplied by them: twice in bfloat16 for both numbers of one, else 2^28 less."""
+    if not narrow:
+        return scale * 2.0**-28
+    high = lax.bitcast_convert_type(scale.astype(jnp.bfloat16).astype(jnp.float32), jnp.int32)
+    return lax.bitcast_convert_type(high | lax.shift_right_logical(high, 16), jnp.float32)
 
 
 def _words(values: Any, chunk: int) -> list[Array]:
@@ -262,14 +263,20 @@ def _biased(word: Array, k: int) -> Array:
 
 def _scaled(values: Any, scales: Array, chunk: int, narrow: bool) -> list[Array]:
     """Return the weights of a chunk, in parts: bf16[16, N], or f32[8, N] where it is not `narrow`."""
-    parts = []
+    parts, each, wide = [], 64 // values.shape[1], (8, values.shape[2])
     for half, word in enumerate(_words(values, chunk), 2 * chunk):
+        # A word has 8 inputs of one group.
+        groups = range(half * each, (half + 1) * each)
+        scale, *other = [jnp.broadcast_to(scales[g : g + 1], wide) for g in groups]
+        if other:
+            scale = jnp.where(lax.broadcasted_iota(jnp.int32, wide, 0) < 4, scale, *other)
         if narrow:
-            scale = scales[16 * half : 16 * (half + 1)]
+            scale = pltpu.bitcast(scale, jnp.bfloat16)
             parts += [(_biased(word, k) - jnp.bfloat16(_BIAS)) * scale for k in range(4)]
         else:
-            scale = scales[8 * half : 8 * (half + 1)]
-            # The inputs k and k + 4 in the topmost bits, with their signs.
-            shifts = [shift for k in range(4) for shift in (28 - 4 * k, 12 - 4 * k)]
-            parts += [((word << shift) & -(1 << 28)).astype(jnp.float32) * scale for shift in shifts]
+            for k in range(4):
+                # The input k + 4 stands in the topmost bits, with its sign, and k 16 bits below, which adds less to it
+                # than bfloat16 rounds off.
+                both = (word << (12 - 4 * k)) & -0x0FFF1000
+                parts += [w.astype(jnp.float32) * scale for w in (both << 16, both)]
     return parts

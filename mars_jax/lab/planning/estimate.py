@@ -14,9 +14,6 @@ from mars_jax.lab.planning.constants import OP_SECONDS, Speed, collective_second
 from mars_jax.lab.planning.cost import COPIES, Step
 from mars_jax.lab.planning.in_order import seconds_in_order
 
-LAYERED = ("target/attention", "target/mlp", "commit")
-"""Parts that every layer of the target adds to."""
-
 Figures = dict[str, Any]
 """Nested dicts of numbers, ready for JSON; a key that is missing is 0."""
 
@@ -70,49 +67,6 @@ def figures(step: Step, speed: Speed, bandwidth: float) -> Figures:
         "resident_bytes": step.resident_bytes,
         "largest_written_bytes": max((op.traffic.written for op in step.ops()), default=0),
     }
-
-
-def extrapolate(few: Figures, more: Figures, layers: tuple[int, int], count: int) -> Figures:
-    """Figures of a model of `count` layers, from those of programs of `layers` layers.
-
-    The parts that layers belong to grow by a straight line. The others are taken from the larger program: which of
-    their arrays the compiler keeps in fast memory changes from program to program, and is no slope.
-
-    >>> few = {"parts": {"target/mlp": {"ops": 30}, "verify": {"ops": 7}}, "sorts": {"4 in draft": 5}}
-    >>> more = {"parts": {"target/mlp": {"ops": 50}, "verify": {"ops": 8}}, "sorts": {"4 in draft": 6}}
-    >>> extrapolate(few, more, (2, 4), 32)
-    {'parts': {'target/mlp': {'ops': 330}, 'verify': {'ops': 8}}, 'sorts': {'4 in draft': 6}}
-    """
-    found: Figures = {}
-    for kind, value in more.items():
-        if kind == "parts":
-            found[kind] = {
-                name: {
-                    key: _line(few[kind].get(name, {}).get(key, 0), part.get(key, 0), layers, count)
-                    if name in LAYERED
-                    else part[key]
-                    for key in part
-                }
-                for name, part in value.items()
-            }
-        elif kind in ("collectives", "sorts", "gathers"):
-            found[kind] = {
-                name: _line(few[kind].get(name, 0), number, layers, count)
-                if name.rpartition(" in ")[2] in LAYERED
-                else number
-                for name, number in value.items()
-            }
-        elif kind == "loops":
-            keys = dict.fromkeys([*few[kind], *value])
-            found[kind] = {k: _line(few[kind].get(k, 0), value.get(k, 0), layers, count) for k in keys}
-        else:
-            found[kind] = value
-    return found
-
-
-def _line(few: float, more: float, layers: tuple[int, int], count: int) -> float:
-    value = max(0, few + (more - few) / (layers[1] - layers[0]) * (count - layers[0]))
-    return round(value) if isinstance(few, int) and isinstance(more, int) else value
 
 
 def estimate(found: Figures, speed: Speed, bandwidth: float) -> Figures:

@@ -14,7 +14,7 @@ from mars_jax.lab.planning import bundles, hlo
 from mars_jax.lab.planning.attention_kernel import attention_table, read_by_blocks
 from mars_jax.lab.planning.constants import HOP_SECONDS, OP_SECONDS, SPEEDS, collective_seconds
 from mars_jax.lab.planning.cost import Loop, Op, Step, Wait, read_step
-from mars_jax.lab.planning.estimate import estimate, extrapolate, figures
+from mars_jax.lab.planning.estimate import estimate, figures
 from mars_jax.lab.planning.in_order import seconds_in_order
 from mars_jax.lab.planning.parts import part
 from mars_jax.lab.planning.traffic import Traffic, traffic
@@ -202,22 +202,6 @@ def test_what_is_sent_ahead_is_under_way_while_others_run():
     again = sending("s", "0 to 1", 300)
     assert found([there, again, computing, Wait("s")]) == (2 * (hop + 300), hop + 500)
     assert found([there, an_op("a", bundles=2 * hop), Wait("t")]) == (2 * hop, 0)
-
-
-def test_the_layers_are_extrapolated_and_the_rest_is_the_larger_program():
-    few = {
-        "parts": {"target/mlp": {"ops": 30}, "draft": {"ops": 9}},
-        "collectives": {},
-        "sorts": {},
-        "gathers": {},
-    }
-    more = {"parts": {"target/mlp": {"ops": 50}, "draft": {"ops": 8}}, "loops": {"4 turns": 4}}
-    few |= {"loops": {"4 turns": 2}, "resident_bytes": 1}
-    more |= {"collectives": {"all-reduce in target/mlp": 2}, "sorts": {}, "gathers": {}, "resident_bytes": 3}
-    found = extrapolate(few, more, (2, 4), 32)
-    assert found["parts"] == {"target/mlp": {"ops": 330}, "draft": {"ops": 8}}
-    assert found["collectives"] == {"all-reduce in target/mlp": 30}
-    assert found["loops"] == {"4 turns": 32} and found["resident_bytes"] == 3
 
 
 def test_a_ring_that_passes_both_ways():
