@@ -157,16 +157,18 @@ def _kernel(
 
     @pl.when(step == 0)
     def _():
-        scale = _float32(bits[...]) if by_group else None
-        high, low = _split(offset[...] if scale is None else offset[...] - _BIAS * scale)
-        _put(total, _product(sums[...], jnp.concatenate([high, high, low], axis=0)))
-        for i in range(steps if scale is not None else 0):
-            of_step = scale[i * of_block : (i + 1) * of_block]
-            if each > 1:
-                chunks = [of_step[first : first + each] for first in range(0, of_block, each)]
-                scales[i] = jnp.concatenate([part for part in chunks for _ in range(8 // each)], axis=0)
-            else:
+        rest = offset[...]
+        if by_group:
+            scale = _float32(bits[...])
+            rest -= _BIAS * scale
+            for i in range(steps):
+                of_step = scale[i * of_block : (i + 1) * of_block]
+                if each > 1:
+                    chunks = [of_step[first : first + each] for first in range(0, of_block, each)]
+                    of_step = jnp.concatenate([part for part in chunks for _ in range(8 // each)], axis=0)
                 scales[i] = of_step
+        high, low = _split(rest)
+        _put(total, _product(sums[...], jnp.concatenate([high, high, low], axis=0)))
 
     made = jnp.concatenate([total[first : first + rows] for first in range(0, len(total), rows)], axis=1)
     if by_group:
