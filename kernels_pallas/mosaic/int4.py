@@ -277,8 +277,8 @@ def _scaled(values: Any, scales: Array, chunk: int, narrow: bool) -> list[Array]
             parts += [(_biased(word, k) - jnp.bfloat16(_BIAS)) * scale for k in range(4)]
         else:
             for k in range(4):
-                # The input k + 4 stands in the topmost bits, with its sign, and k 16 bits below, which adds less to it
-                # than bfloat16 rounds off.
+                # The input k + 4 stands in the topmost bits, with its sign, and k 16 bits below, which adds less than
+                # 2^-12 to it: no mask of its own is worth that.
                 both = (word << (12 - 4 * k)) & -0x0FFF1000
                 parts += [w.astype(jnp.float32) * scale for w in (both << 16, both)]
     return parts

@@ -58,6 +58,12 @@ def one_chip() -> dict[str, Any]:
     return {
         "rows": [row(name, found) for name, found in results.items()],
         "fits": all(found["fits"] for found in results.values()),
+        "trees_over_small_groups_are_longer": all(
+            found["step"]["low_seconds"]
+            > results[name.replace("int4 in groups of 32", "int8")]["step"]["low_seconds"]
+            for name, found in results.items()
+            if "groups" in name and "tree" in name
+        ),
         "fewer_bits_are_faster": all(
             results[name][step]["low_seconds"]
             < results[re.sub("int4[^,]*", "int8", name)][step]["low_seconds"]
