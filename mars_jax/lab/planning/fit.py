@@ -118,20 +118,10 @@ def make_plan(
             alone_step = compiled("autoregression", drafters.none(), undrafted)[1]["read"]
 
     cache = local_bytes(state.cache)
-    drafted = local_bytes(state.draft)
-    own = read_once(target, params.target, tokens=batch * drafter.num_nodes)
-    alone = read_once(target, params.target, tokens=batch)
-    extra = 0
-    if draft.config is not None:
-        # A level each: a chain of a model begins with two tokens at once.
-        passes, once = drafter.max_depth, 0
-        if isinstance(draft.config, HeadConfig):
-            passes = draft.config.passes(drafter.max_depth)
-            once = local_bytes(
-                [params.draft[name] for name in draft.config.read_once if name in params.draft]
-            )
-        extra = passes * (read_once(draft.config, params.draft, tokens=batch) + drafted) - (passes - 1) * once
-    read = own + cache + extra
+    alone = read_once(target, params.target, tokens=batch) + cache
+    read = step_bytes(
+        target, draft, drafter, params, batch=batch, cache=cache, drafted=local_bytes(state.draft)
+    )
     return Plan(
         topology=topology.name,
         chips=topology.chips,
@@ -143,7 +133,7 @@ def make_plan(
         cache_bytes=local_bytes(state),
         read_bytes=read,
         floor_seconds=read / topology.bandwidth,
-        autoregressive_floor_seconds=(alone + cache) / topology.bandwidth,
+        autoregressive_floor_seconds=alone / topology.bandwidth,
         collectives=report["collectives"],
         compile_seconds=report["seconds"],
         step=step,
@@ -160,6 +150,37 @@ def _estimated(where: Topology, context: int, text: str) -> dict[str, Any] | Non
     speed = SPEEDS[where.name.partition(":")[0]]
     made = figures(read_step(*found, live=context), speed, where.bandwidth)
     return estimate(made, speed, where.bandwidth)
+
+
+def step_bytes(
+    target: ModelConfig,
+    draft: PlannedDraft,
+    drafter: Drafter,
+    params: Params,
+    *,
+    batch: int,
+    cache: int,
+    drafted: int,
+) -> int:
+    """Bytes that one device reads in a step: in each pass the weights and the live cache once.
+
+    Args:
+      target, draft, drafter, params: of the pair.
+      batch: B.
+      cache: bytes of the target's live cache.
+      drafted: of the drafter's.
+    """
+    read = read_once(target, params.target, tokens=batch * drafter.num_nodes) + cache
+    if draft.config is None:
+        return read
+    # A level each: a chain of a model begins with two tokens at once.
+    passes, once = drafter.max_depth, 0
+    if isinstance(draft.config, HeadConfig):
+        passes = draft.config.passes(drafter.max_depth)
+        once = local_bytes([params.draft[name] for name in draft.config.read_once if name in params.draft])
+    return (
+        read + passes * (read_once(draft.config, params.draft, tokens=batch) + drafted) - (passes - 1) * once
+    )
 
 
 def read_once(config: AnyConfig, params: PyTree, *, tokens: int) -> int:

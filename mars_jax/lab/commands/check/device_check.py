@@ -64,16 +64,7 @@ def _run(args: argparse.Namespace, out: IO[str]) -> bool:
 
         check_writable(folder if there else args.output)
     keep_compilations()
-    report = make_report()
-    if args.output is not None:
-        from mars_jax.serve.journal import write_whole
-
-        try:
-            write_whole(args.output, json.dumps(report, indent=1) + "\n")
-        except OSError as error:
-            raise MarsError(
-                f"--output '{args.output}' cannot be written ({error.strerror}): name another file."
-            ) from None
+    report = make_report(lambda so_far: _save(so_far, args.output))
     if args.json:
         print(json.dumps(report), file=out)
     else:
@@ -81,14 +72,33 @@ def _run(args: argparse.Namespace, out: IO[str]) -> bool:
     return not report["wrong"]
 
 
-def make_report() -> dict[str, Any]:
-    """Everything that is checked; "wrong" lists what is wrong, a sentence each."""
+def _save(report: dict[str, Any], output: Path | None) -> None:
+    if output is None:
+        return
+    from mars_jax.serve.journal import write_whole
+
+    try:
+        write_whole(output, json.dumps(report, indent=1) + "\n")
+    except OSError as error:
+        raise MarsError(
+            f"--output '{output}' cannot be written ({error.strerror}): name another file."
+        ) from None
+
+
+def make_report(save: Callable[[dict[str, Any]], None] = lambda so_far: None) -> dict[str, Any]:
+    """Everything that is checked; "wrong" lists what is wrong, a sentence each.
+
+    Args:
+      save: given what is known after each section, the last time the whole report.
+    """
     import jax
 
-    from mars_jax.lab.commands.check import kernels, machine, speed, tokens
+    from mars_jax.lab.commands.check import kernels, large, machine, speed, tokens
+    from mars_jax.lab.provenance import stamp
 
     began = time.perf_counter()
     report: dict[str, Any] = {
+        **stamp(),
         "versions": machine.versions(),
         "device": machine.device(),
         "settings": machine.settings(),
@@ -97,6 +107,7 @@ def make_report() -> dict[str, Any]:
         "kernels": lambda tick: kernels.check_kernels(jax.default_backend(), tick),
         "tokens": tokens.check_tokens,
         "speed": speed.check_speed,
+        "large": large.check_large,
     }
     failed = []
     for name, check in sections.items():
@@ -110,12 +121,13 @@ def make_report() -> dict[str, Any]:
                 failed.append(
                     f"{name}: {type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:500]}"
                 )
-    report["wrong"] = [
-        *wrong_kernels(report["kernels"] or []),
-        *wrong_tokens(report["tokens"] or []),
-        *failed,
-    ]
-    report["seconds"] = round(time.perf_counter() - began, 1)
+        report["wrong"] = [
+            *wrong_kernels(report.get("kernels") or []),
+            *wrong_tokens(report.get("tokens") or []),
+            *failed,
+        ]
+        report["seconds"] = round(time.perf_counter() - began, 1)
+        save(report)
     return report
 
 
@@ -161,6 +173,8 @@ def _print(report: dict[str, Any], out: IO[str]) -> None:
         screen.print(table)
     if report["speed"] is not None:
         _print_speed(report["speed"], Table, screen)
+    if report["large"] is not None:
+        _print_large(report["large"], Table, screen)
     for sentence in report["wrong"]:
         screen.print(f"wrong: {sentence}")
     if not report["wrong"]:
@@ -186,3 +200,30 @@ def _print_speed(speed: dict[str, Any], table_of: Any, screen: Any) -> None:
     screen.print(table)
     if "missing" in plan:
         screen.print(f"no plan: {plan['missing']}")
+
+
+def _print_large(large: dict[str, Any], table_of: Any, screen: Any) -> None:
+    if "missing" in large:
+        screen.print(f"no steps of a large model: {large['missing']}")
+        return
+    prompt = large["prompt"]
+    screen.print(
+        f"a copy moves {large['copy_bytes_per_second'] / 1e9:.0f} GB/s, a product of bfloat16 does "
+        f"{large['product_flops'] / 1e12:.0f} TFLOP/s"
+    )
+    name = f"{large['target']}, {large['dtype']}, {large['context']} tokens"
+    table = table_of(name, "rows", "ms a step", "reads alone", "tau", "tokens/s")
+    for row in large["steps"]:
+        if "failed" in row:
+            table.add_row(row["arm"], str(row["rows"]), row["failed"])
+            continue
+        table.add_row(
+            row["arm"],
+            str(row["rows"]),
+            f"{row['milliseconds']:.2f}",
+            f"{row['milliseconds'] * row['of_copy']:.2f}",
+            f"{row['tau']:.2f}",
+            f"{row['tokens_per_second']:.0f}",
+        )
+    table.add_row("the prompt", "1", prompt.get("failed") or f"{prompt['milliseconds']:.1f}")
+    screen.print(table)

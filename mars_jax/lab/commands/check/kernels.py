@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ import numpy as np
 
 from kernels_pallas import AcceptControls, api, top_k, tree_attention, trial
 from mars_jax.core.tree import ancestors, static_topology
+from mars_jax.lab.commands.check.timing import looped, taken
 from mars_jax.models import moe
 from mars_jax.models.layers import dense
 from mars_jax.models.quantize import Int4
@@ -27,6 +27,8 @@ INTERPRETED = 1500
 COMPILED = 32000
 """V for a device."""
 TIMES = 7
+LOOPED = 50
+"""Calls of a loop on an accelerator, of which one is shorter than its dispatch."""
 ROWS = 12
 """B."""
 
@@ -137,13 +139,9 @@ def _compiled(call: Callable[..., Any], **options: Any) -> Callable[..., Any]:
 
 
 def _median(call: Callable[..., Any], operands: Any) -> float:
-    """Seconds of a call, dispatch included."""
-    taken = []
-    for _ in range(TIMES):
-        began = time.perf_counter()
-        jax.block_until_ready(call(*operands))
-        taken.append(time.perf_counter() - began)
-    return statistics.median(taken)
+    """Seconds of a call."""
+    times = 1 if jax.default_backend() == "cpu" else LOOPED
+    return statistics.median(taken(looped(call, times, tuple(operands)), TIMES)) / times
 
 
 def _on_cpu() -> contextlib.AbstractContextManager:
