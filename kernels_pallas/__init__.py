@@ -2,7 +2,7 @@
 
 from kernels_pallas.api import margin_accept, margin_stats
 from kernels_pallas.attend_tree import tree_attention, write_and_attend
-from kernels_pallas.blocks import AttentionBlocks, BlockError, GpuBlocks, TpuBlocks
+from kernels_pallas.blocks import AttentionBlocks, BlockError, TpuBlocks
 from kernels_pallas.largest import TopK, sharded_top_k, top_k
 from kernels_pallas.margin_rule import MARGINS, Acceptance, AcceptControls
 from kernels_pallas.new_rows import NewRows
@@ -15,7 +15,6 @@ __all__ = [
     "Acceptance",
     "AttentionBlocks",
     "BlockError",
-    "GpuBlocks",
     "MarginStats",
     "NewRows",
     "TopK",

@@ -10,11 +10,10 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import jax
 from jax import Array
 
 from kernels_pallas import margin_rule, mosaic, reference, xla
-from kernels_pallas.blocks import GpuBlocks, TpuBlocks
+from kernels_pallas.blocks import TpuBlocks
 from kernels_pallas.dispatch import dispatch
 from kernels_pallas.margin_rule import Acceptance, AcceptControls, as_arrays, check_margin
 from kernels_pallas.stats import MarginStats
@@ -25,7 +24,7 @@ def margin_stats(
     *,
     logsumexp: bool = False,
     implementation: str | None = None,
-    blocks: TpuBlocks | GpuBlocks | None = None,
+    blocks: TpuBlocks | None = None,
     interpret: Any = False,
 ) -> MarginStats:
     """Statistics of logits [..., V] (bfloat16 or float32, V >= 1) over the last axis, in float32.
@@ -35,16 +34,15 @@ def margin_stats(
     Args:
       logits: raw logits; `-inf` where a token is masked.
       logsumexp: also return it. Greedy decoding needs none, and without it none is computed.
-      implementation: "pallas_tpu" (Mosaic), "pallas_gpu" (Triton), "xla", "partitioned", "reference", or
-        None. None is "partitioned" where XLA spreads the program over devices by itself, else "pallas_tpu"
-        where the program is lowered for a TPU, and "xla" everywhere else. A named one is never replaced: on
-        another platform it fails.
-      blocks: block sizes of a named kernel, `TpuBlocks` or `GpuBlocks`.
-      interpret: run a named kernel on CPU: True, or `pltpu.InterpretParams(...)` for "pallas_tpu".
+      implementation: "pallas_tpu" (Mosaic), "xla", "partitioned", "reference", or None. None is "partitioned"
+        where XLA spreads the program over devices by itself and on GPUs, else "pallas_tpu" where the program
+        is lowered for a TPU, and "xla" everywhere else. A named one is never replaced: on another platform it
+        fails.
+      blocks: block sizes of the named kernel.
+      interpret: run the named kernel on CPU: True, or `pltpu.InterpretParams(...)`.
 
     Raises:
       ValueError: unknown implementation, illegal block sizes, or options the implementation does not have.
-      NotImplementedError: "pallas_gpu" with a jax that has no Triton backend any more.
 
     >>> import jax.numpy as jnp
     >>> margin_stats(jnp.asarray([[1.0, 3.0, 2.0]])).id2.tolist()
@@ -55,7 +53,6 @@ def margin_stats(
         "xla": xla.margin_stats,
         "partitioned": xla.partitioned_margin_stats,
         "pallas_tpu": mosaic.margin_tpu.margin_stats,
-        "pallas_gpu": _triton_margin_stats,
     }
     forms = {name: functools.partial(form, logsumexp=logsumexp) for name, form in forms.items()}
     return dispatch(implementation, blocks, interpret, (logits,), forms)
@@ -72,7 +69,7 @@ def margin_accept(
     margin: str = "ratio",
     logsumexp: bool = False,
     implementation: str | None = None,
-    blocks: TpuBlocks | GpuBlocks | None = None,
+    blocks: TpuBlocks | None = None,
     interpret: Any = False,
 ) -> Acceptance:
     """Margin-aware acceptance (MARS, arXiv 2601.15498, Algorithm 1) over a tree of drafted tokens.
@@ -122,24 +119,5 @@ def margin_accept(
         "xla": two_steps(xla.margin_stats, margin_rule.decide),
         "partitioned": two_steps(xla.partitioned_margin_stats, margin_rule.decide),
         "pallas_tpu": functools.partial(mosaic.margin_tpu.margin_accept, logsumexp=logsumexp, **options),
-        # The statistics are a few numbers per node by then: XLA fuses the walk over them into one small
-        # kernel.
-        "pallas_gpu": two_steps(_triton_margin_stats, margin_rule.decide),
     }
     return dispatch(implementation, blocks, interpret, (logits, tokens, parents, y, controls), forms)
-
-
-def _triton_margin_stats(logits: Array, **options: Any) -> MarginStats:
-    """`gpu.margin_gpu.margin_stats`, imported when it is asked for.
-
-    jax 0.12 deprecates Pallas' Triton backend. Only "pallas_gpu" needs it, so the release that removes it
-    breaks nothing else.
-    """
-    try:
-        from kernels_pallas.gpu import margin_gpu as triton
-    except ImportError as error:
-        raise NotImplementedError(
-            f"implementation is 'pallas_gpu', and jax {jax.__version__} has no Triton backend for it: "
-            "leave implementation out, which takes 'xla' on a GPU."
-        ) from error
-    return triton.margin_stats(logits, **options)

@@ -110,44 +110,6 @@ def top_k_fits(vocab: int, k: int) -> bool:
     return k < LANES and SUBLANES * 4 * vocab <= TOP_K_BYTES
 
 
-class GpuBlocks(NamedTuple):
-    """Blocks of the GPU kernel: each row's vocabulary is cut into `splits` programs of `warps` warps, each of
-    which steps over `tokens` at a time."""
-
-    splits: int  # programs of a row
-    tokens: int = 2048  # of a block
-    warps: int = 8  # of a program
-
-
-PROGRAMS = 1024
-"""Programs that keep a large GPU busy: an H200 has 132 multiprocessors with room for 8 of these each."""
-
-
-def gpu_blocks(blocks: GpuBlocks | None, *, rows: int, vocab: int, dtype) -> GpuBlocks:
-    """`blocks` where it is legal, or the default.
-
-    Raises:
-      BlockError: with what is wrong and what would be right.
-    """
-    _itemsize(dtype)
-    if rows == 0 or vocab == 0:
-        raise BlockError(f"logits have {rows} rows of {vocab} tokens: neither may be 0.")
-    if blocks is None:
-        tokens = min(GpuBlocks(1).tokens, max(_power_of_two(vocab), 128))
-        splits = min(_power_of_two(-(-PROGRAMS // rows)), _power_of_two(-(-vocab // tokens)))
-        return GpuBlocks(splits, tokens, max(tokens // 256, 1))
-    for name, value, limit in (("splits", blocks.splits, 2**16), ("tokens", blocks.tokens, 2**15)):
-        if value <= 0 or value & (value - 1) or value > limit:
-            raise BlockError(f"blocks.{name} is {value}: expected a power of two from 1 to {limit}.")
-    if blocks.warps not in (1, 2, 4, 8, 16, 32):
-        raise BlockError(f"blocks.warps is {blocks.warps}: expected a power of two from 1 to 32.")
-    return blocks
-
-
-def _power_of_two(at_least: int) -> int:
-    return 1 << (at_least - 1).bit_length()
-
-
 class AttentionBlocks(NamedTuple):
     """Blocks of the attention kernel: `slots` of the cache and `queries` of a row at a time; `buffers` blocks of slots
     are on the chip or on their way to it."""

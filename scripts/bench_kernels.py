@@ -23,7 +23,6 @@ import numpy as np
 
 from kernels_pallas import AcceptControls, margin_accept, margin_stats
 from kernels_pallas.shapes import DRAFTS
-from mars_jax.lab.commands.check.timing import looped
 
 STATS_SHAPES = {
     "cpu": [(8, 8, 128256), (8, 8, 4096), (1, 1, 128256), (1, 8, 151936), (8, 8, 32000)],
@@ -36,10 +35,8 @@ def timed_in_turns(
     forms: dict[str, Callable[..., Any]], operands: tuple[Any, ...], repeats: int
 ) -> dict[str, Any]:
     """Seconds of each form, compiled."""
-    # On an accelerator many calls are one program: a call takes less time than its dispatch.
-    times = 1 if jax.default_backend() == "cpu" else 100
-    seconds = common.in_turns({name: looped(form, times, operands) for name, form in forms.items()}, repeats)
-    seconds = {name: taken / times for name, taken in seconds.items()}
+    compiled = {name: functools.partial(jax.jit(form), *operands) for name, form in forms.items()}
+    seconds = common.in_turns(compiled, repeats)
     return {
         name: {"median_ms": float(1e3 * np.median(s)), "seconds": s.tolist()} for name, s in seconds.items()
     }
@@ -72,8 +69,6 @@ def bench_stats(shape: tuple[int, ...], dtype: Any, repeats: int) -> dict[str, A
         "top_k": top_k,
         "top_k logsumexp": lambda z: (top_k(z), jax.nn.logsumexp(z.astype(jnp.float32), axis=-1)),
     }
-    if jax.default_backend() == "gpu":
-        forms["margin_stats in Triton"] = functools.partial(margin_stats, implementation="pallas_gpu")
     if dtype == jnp.bfloat16 and jax.default_backend() == "cpu":
         # On bfloat16 XLA's CPU top_k falls back to a sort, 100 times slower: the fair rival widens first.
         forms["top_k"] = lambda z: top_k(z.astype(jnp.float32))
@@ -103,7 +98,6 @@ def bench_accept(draft_name: str, vocab: int, repeats: int) -> dict[str, Any]:
     forms = {
         "margin_accept": accept(None),
         "reference": accept("reference"),
-        **({"in Triton": accept("pallas_gpu")} if jax.default_backend() == "gpu" else {}),
         "margin_stats": lambda z, t, p: margin_stats(z),
     }
     timed = timed_in_turns(forms, (logits, tokens, parents), repeats)

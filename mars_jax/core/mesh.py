@@ -180,6 +180,11 @@ def on_tpu() -> bool:
     return device_kind().startswith("TPU")
 
 
+def on_gpu() -> bool:
+    """Tell whether what is traced here is for a GPU."""
+    return not (on_cpu() or on_tpu())
+
+
 def by_rows(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
     """`function(params, *rows)` on the mesh it is traced for, each device on rows of its own.
 

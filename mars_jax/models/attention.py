@@ -23,7 +23,7 @@ from kernels_pallas.whole import whole_or_partitioned
 from mars_jax.core import cache as kv_cache
 from mars_jax.core.cache import Int8Rows, Rows
 from mars_jax.core.errors import MarsError
-from mars_jax.core.mesh import axes_here, device_kind, devices_of, hold_heads, map_devices, on_tpu
+from mars_jax.core.mesh import axes_here, device_kind, devices_of, hold_heads, map_devices, on_gpu, on_tpu
 from mars_jax.core.sums import total
 from mars_jax.core.types import Visible
 from mars_jax.models.layers import soft_cap
@@ -33,13 +33,17 @@ BLOCK = 128
 TURN_BYTES, TURN_SLOTS = 4 << 20, 1024
 """Keys and values that a turn of the loop reads elsewhere, at least, and slots: its instructions take as long as
 some megabytes."""
-SCORE_BYTES = 8 << 20
-"""Scores of a turn there at most, so that they stay in fast memory."""
+SCORE_BYTES, GPU_SCORE_BYTES = 8 << 20, 512 << 20
+"""Scores of a turn there at most, so that they stay in fast memory; and on a GPU, where a turn copies the slots that it
+reads, so that they fit beside a model."""
+FLASH_QUERIES, FLASH_SINGLE = 2048, 256
+"""Queries of all rows and heads from which on cuDNN attends faster than XLA on an H100, over 4,000 slots: of several
+nodes a row, and of one (docs/kernels.md)."""
 
 FORMS = ("auto", "xla", "pallas", "interpret")
-"""Values of a model's `attention`: what suits the batch; XLA's operations; on TPU the kernel
-`kernels_pallas.tree_attention`, and XLA's operations elsewhere; the kernel in Pallas' interpreter on any platform, for
-tests."""
+"""Values of a model's `attention`: what suits the batch, the kernel on a TPU and cuDNN on a GPU among it; XLA's
+operations; on TPU the kernel `kernels_pallas.tree_attention`, and XLA's operations elsewhere; the kernel in Pallas'
+interpreter on any platform, for tests."""
 KERNEL_ROWS, KERNEL_NODES = 8, 64
 """Rows of a batch from which on "auto" takes the kernel on a TPU, and their nodes at most where a mask says what they
 see; a prompt's chunk may be of any length. Fewer rows take it where XLA would score them in turns; of those that it
@@ -73,7 +77,8 @@ def attending(form: str, visible: Visible, slots: int, window: int | None) -> At
     live = jnp.max(visible.slot) + nodes
     fits = slots % KERNEL_SLOTS == 0 and (nodes <= KERNEL_NODES or visible.seen is None)
     if form == "xla" or (form == "auto" and not (on_tpu() and fits)):
-        return Partial(_attend_by_mask, visible.dense(slots, window), live, visible.slot)
+        by_mask = _attend_by_flash if form == "auto" and on_gpu() else _attend_by_mask
+        return Partial(by_mask, visible.dense(slots, window), live, visible.slot)
     return Partial(_by_kernel(form, window), visible)
 
 
@@ -88,10 +93,15 @@ def _attend_by_mask(
     *,
     scale: float,
     cap: float | None,
+    flash: bool = False,
 ) -> tuple[Array, Rows, Rows]:
     if new is not None:
         k, v = (hold_heads(kv_cache.write(old, rows, slot)) for old, rows in zip((k, v), new, strict=True))
-    return attend(q, k, v, mask, live, scale=scale, cap=cap), k, v
+    return attend(q, k, v, mask, live, scale=scale, cap=cap, flash=flash), k, v
+
+
+def _attend_by_flash(*given: Any, **options: Any) -> tuple[Array, Rows, Rows]:
+    return _attend_by_mask(*given, **options, flash=True)
 
 
 @functools.lru_cache
@@ -210,6 +220,7 @@ def attend(
     *,
     scale: float | None = None,
     cap: float | None = None,
+    flash: bool = False,
 ) -> Array:
     """Grouped-query attention.
 
@@ -224,6 +235,7 @@ def attend(
       live: i32[]; `mask[:, :, live:]` is False everywhere.
       scale: scores are multiplied by it; None is D ** -0.5.
       cap: `layers.soft_cap` of the scores, before the mask; None leaves them.
+      flash: on a GPU by cuDNN, where it reads such arrays and is faster.
 
     Returns:
       [B, N, K, G, D] in q's dtype.
@@ -234,18 +246,66 @@ def attend(
         wide = q.astype(jnp.float32) if isinstance(k, Int8Rows) else q
         return _attend_blocks(wide, k, v, mask, live, scale, cap).astype(q.dtype)
 
-    elsewhere = on_gpu = functools.partial(attend_all, scale=scale, cap=cap)
+    elsewhere = gpu = functools.partial(attend_all, scale=scale, cap=cap)
     if in_turns(q, k):
         elsewhere = functools.partial(_attend_blocks, scale=scale, cap=cap, block=wide_block(q, k))
+    if k.shape[1] > (block := _block(q, GPU_SCORE_BYTES)):
+        turns = functools.partial(_attend_blocks, scale=scale, cap=cap, block=block)
 
         # A loop whose length the host does not know makes a GPU wait for the host in every turn.
-        def on_gpu(q, k, v, mask, live):
+        def gpu(q, k, v, mask, live):
             del live
-            return elsewhere(q, k, v, mask, None)
+            return turns(q, k, v, mask, None)
 
-    return lax.platform_dependent(
-        q, k, v, mask, live, cpu=on_cpu, cuda=on_gpu, rocm=on_gpu, default=elsewhere
+    cuda = _flash_or(gpu, scale) if flash and _suits_flash(q, k, cap) else gpu
+    return lax.platform_dependent(q, k, v, mask, live, cpu=on_cpu, cuda=cuda, rocm=gpu, default=elsewhere)
+
+
+def _suits_flash(q: Array, k: Rows, cap: float | None) -> bool:
+    queries, narrow = q.size // q.shape[-1], k.dtype in (jnp.bfloat16, jnp.float16)
+    many = queries >= FLASH_SINGLE if q.shape[1] == 1 else queries > FLASH_QUERIES
+    return many and narrow and q.dtype == k.dtype and cap is None
+
+
+def _flash_or(plain: Callable[..., Array], scale: float | None) -> Callable[..., Array]:
+    """cuDNN's attention where it compiles and operands are whole, else `plain`, which has the gradient of both."""
+    tried = kernel_or(functools.partial(_flash, scale=scale), plain, platform="gpu")
+    form = jax.custom_jvp(whole_or_partitioned(tried, plain))
+    form.defjvp(lambda primals, tangents: jax.jvp(plain, primals, tangents))
+    return form
+
+
+def _flash(
+    q: Array,
+    k: Array,
+    v: Array,
+    mask: Array,
+    live: Array,
+    *,
+    scale: float | None,
+    implementation: Any = "cudnn",
+) -> Array:
+    """`attend` by `jax.nn.dot_product_attention`. Where a tile has room, the queries of a group share one, so that keys
+    and values are read once for all of them."""
+    del live  # rows have lengths of their own
+    batch, nodes, heads, group, dim = q.shape
+    together = 1 < nodes <= KERNEL_NODES
+    queries = jnp.swapaxes(q, 2, 3).reshape(batch, nodes * group, heads, dim) if together else q
+    allowed = jnp.repeat(mask, group, axis=1) if together else mask
+    last = jnp.max(jnp.where(mask, jnp.arange(1, k.shape[1] + 1, dtype=jnp.int32), 1), axis=(1, 2))
+    out = jax.nn.dot_product_attention(
+        queries.reshape(*queries.shape[:2], -1, dim),
+        k,
+        v,
+        mask=allowed[:, None],
+        scale=scale,
+        key_value_seq_lengths=last,
+        implementation=implementation,
     )
+    out = (
+        jnp.swapaxes(out.reshape(batch, nodes, group, heads, dim), 2, 3) if together else out.reshape(q.shape)
+    )
+    return jnp.where(jnp.any(mask, axis=2)[:, :, None, None, None], out, 0)
 
 
 def wide_block(q: Array, k: Rows) -> int:
@@ -256,12 +316,16 @@ def wide_block(q: Array, k: Rows) -> int:
     >>> wide_block(jnp.zeros((1, 1, 2, 4, 128), jnp.bfloat16), jnp.zeros((1, 8192, 2, 128), jnp.bfloat16))
     4096
     """
-    batch, nodes, heads, group, dim = q.shape
-    heads //= devices_of("kv_heads", heads)
-    slot = 2 * batch * heads * dim * k.dtype.itemsize
-    scores = batch * heads * group * nodes * 4
-    wanted = max(TURN_BYTES // slot, TURN_SLOTS)
-    return max(256, 1 << max(min(wanted, SCORE_BYTES // scores), 1).bit_length() - 1)
+    batch, _, heads, _, dim = q.shape
+    slot = 2 * batch * (heads // devices_of("kv_heads", heads)) * dim * k.dtype.itemsize
+    return min(_block(q, SCORE_BYTES), 1 << max(TURN_BYTES // slot, TURN_SLOTS).bit_length() - 1)
+
+
+def _block(q: Array, most: int) -> int:
+    """Return how many slots have so many bytes of scores at most: a power of two, at least 256."""
+    batch, nodes, heads, group, _ = q.shape
+    scores = batch * (heads // devices_of("kv_heads", heads)) * group * nodes * 4
+    return max(256, 1 << max(most // scores, 1).bit_length() - 1)
 
 
 def in_turns(q: Array, k: Rows) -> bool:

@@ -17,7 +17,6 @@ IMPLEMENTATIONS = {
     "partitioned": {"implementation": "partitioned"},
     "mosaic": {"implementation": "pallas_tpu", "interpret": True},
     "mosaic_simulated": {"implementation": "pallas_tpu", "interpret": RACES},
-    "triton": {"implementation": "pallas_gpu", "interpret": True},
 }
 
 

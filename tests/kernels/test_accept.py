@@ -197,10 +197,6 @@ class TestMosaic(Cases):
         self.check(*arguments, **options)
 
 
-class TestTriton(Cases):
-    name = "triton"
-
-
 @pytest.mark.slow
 class TestMosaicSimulated(Cases):
     name = "mosaic_simulated"

@@ -285,7 +285,7 @@ class TestRefusals:
         k, first = jnp.zeros((1, 32, 2, 128)), jnp.zeros(1, jnp.int32)
         q = k[:, :1, :, None]
         for options, message in (
-            ({"implementation": "triton"}, "implementation is 'triton': expected None or one of"),
+            ({"implementation": "cuda"}, "implementation is 'cuda': expected None or one of"),
             ({"interpret": True}, "blocks and interpret belong to a kernel"),
             ({"k_scale": jnp.ones((1, 32, 2))}, "keys and values have scales both or neither"),
         ):

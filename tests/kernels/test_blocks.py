@@ -9,12 +9,11 @@ import re
 import jax.numpy as jnp
 import pytest
 
-from kernels_pallas import BlockError, GpuBlocks, TpuBlocks, margin_stats
-from kernels_pallas.blocks import gpu_blocks, tpu_blocks
+from kernels_pallas import BlockError, TpuBlocks, margin_stats
+from kernels_pallas.blocks import tpu_blocks
 from kernels_pallas.shapes import DRAFTS, VOCABULARIES
 
 TPU = functools.partial(margin_stats, implementation="pallas_tpu", interpret=True)
-GPU = functools.partial(margin_stats, implementation="pallas_gpu", interpret=True)
 
 
 @pytest.mark.parametrize(
@@ -41,9 +40,6 @@ GPU = functools.partial(margin_stats, implementation="pallas_gpu", interpret=Tru
             "a block of 40 trees of 1 nodes by 1048576 tokens does not fit",
         ),
         (TPU, jnp.int32, None, "logits are int32: the kernels take float32 or bfloat16."),
-        (GPU, jnp.float32, GpuBlocks(3), "blocks.splits is 3: expected a power of two from 1 to"),
-        (GPU, jnp.float32, GpuBlocks(2, 1000), "blocks.tokens is 1000: expected a power of two"),
-        (GPU, jnp.float32, GpuBlocks(2, 1024, 5), "blocks.warps is 5: expected a power of two"),
     ],
 )
 def test_illegal_blocks_of_margin_stats(run, dtype, blocks, sentence):
@@ -54,10 +50,7 @@ def test_illegal_blocks_of_margin_stats(run, dtype, blocks, sentence):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_every_named_shape_has_legal_default_blocks(dtype):
     for vocab, draft in itertools.product(VOCABULARIES.values(), DRAFTS.values()):
-        rows = draft.batch * draft.nodes
         options = {"vocab": vocab, "dtype": dtype}
         for group, nodes in ((1, draft.nodes), (8, draft.nodes), (16, 1)):
             found = tpu_blocks(None, trees=draft.batch, nodes=nodes, group=group, **options)
             assert found == tpu_blocks(found, trees=draft.batch, nodes=nodes, group=group, **options)
-        found = gpu_blocks(None, rows=rows, **options)
-        assert found == gpu_blocks(found, rows=rows, **options)

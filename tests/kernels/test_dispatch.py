@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from kernels_pallas import AcceptControls, TpuBlocks, margin_accept, margin_stats
 
 LOGITS = jax.ShapeDtypeStruct((8, 8, 128256), jnp.float32)
-
-
-def on_a_card():
-    """jax 0.12 lowers for Triton only where it knows the card; 0.10 asks for none."""
-    if jax.__version_info__ < (0, 12):
-        return contextlib.nullcontext()
-    return use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H100", None, "gpu")))
 
 
 def lowered(function, *arguments, platform):
@@ -39,10 +28,6 @@ def acceptance(**options):
 
 BOTH_DTYPES = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 BOTH_FORMS = pytest.mark.parametrize("logsumexp", [False, True])
-# jax 0.12 warns that the next ones have no Triton backend. Only who names "pallas_gpu" hears of it.
-EXPECT_DEPRECATION = pytest.mark.filterwarnings(
-    "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
-)
 
 
 @BOTH_DTYPES
@@ -62,21 +47,19 @@ def test_acceptance_lowers_to_one_kernel_on_tpu_and_to_none_elsewhere():
         assert "custom_call" not in lowered(accept, *arguments, platform=platform)
 
 
-@EXPECT_DEPRECATION
-@BOTH_DTYPES
-@BOTH_FORMS
-def test_the_gpu_kernel_runs_where_it_is_named(dtype, logsumexp):
-    stats = functools.partial(margin_stats, logsumexp=logsumexp, implementation="pallas_gpu")
-    logits = jax.ShapeDtypeStruct(LOGITS.shape, dtype)
-    with on_a_card():
-        assert lowered(stats, logits, platform="cuda").count("xla.gpu.triton") == 1
+def test_a_gpu_takes_the_largest_twice():
+    """Two reductions, which one of its cards did faster than the search of blocks."""
 
+    def text(platform, **options):
+        return lowered(functools.partial(margin_stats, **options), LOGITS, platform=platform)
 
-@EXPECT_DEPRECATION
-def test_acceptance_by_the_gpu_kernel_is_that_kernel_and_a_walk():
-    accept, arguments = acceptance(implementation="pallas_gpu")
-    with on_a_card():
-        assert lowered(accept, *arguments, platform="cuda").count("xla.gpu.triton") == 1
+    def body(text):
+        return text.split("func.func public @main", 1)[1]
+
+    for platform, name in (("cuda", "partitioned"), ("rocm", "partitioned"), ("cpu", "xla")):
+        assert body(text(platform)).count("stablehlo.reduce") == body(
+            text(platform, implementation=name)
+        ).count("stablehlo.reduce")
 
 
 def test_only_a_cpu_takes_a_few_rows_at_a_time():
@@ -85,32 +68,9 @@ def test_only_a_cpu_takes_a_few_rows_at_a_time():
     assert "stablehlo.while" not in lowered(stats, LOGITS, platform="cuda")
 
 
-def test_nothing_is_imported_from_the_deprecated_backend_before_it_is_named():
-    code = """
-import sys
-import jax.numpy as jnp
-import kernels_pallas
-kernels_pallas.margin_stats(jnp.zeros((2, 300)))
-print("jax.experimental.pallas.triton" in sys.modules, "kernels_pallas.gpu.margin_gpu" in sys.modules)
-"""
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout.split() == ["False", "False"]
-
-
-def test_a_jax_without_that_backend_says_what_to_do(monkeypatch):
-    monkeypatch.delitem(sys.modules, "kernels_pallas.gpu.margin_gpu", raising=False)
-    monkeypatch.delattr("kernels_pallas.gpu.margin_gpu", raising=False)
-    monkeypatch.delattr("jax.experimental.pallas.triton", raising=False)
-    monkeypatch.setitem(sys.modules, "jax.experimental.pallas.triton", None)
-    with pytest.raises(NotImplementedError, match="has no Triton backend for it: leave implementation out"):
-        margin_stats(jnp.zeros((2, 300)), implementation="pallas_gpu", interpret=True)
-    assert margin_stats(jnp.zeros((2, 300))).id2.tolist() == [1, 1]
-
-
-@pytest.mark.parametrize("implementation", ["pallas_tpu", "pallas_gpu"])
-def test_a_named_kernel_fails_where_it_cannot_run(implementation):
+def test_a_named_kernel_fails_where_it_cannot_run():
     with pytest.raises(ValueError, match="interpret mode is supported on CPU"):
-        margin_stats(jnp.zeros((2, 300)), implementation=implementation)
+        margin_stats(jnp.zeros((2, 300)), implementation="pallas_tpu")
 
 
 def test_options_that_would_be_ignored_are_refused():

@@ -116,8 +116,3 @@ def test_what_does_not_fit_the_kernel_is_refused_where_it_was_named():
     with pytest.raises(BlockError, match="do not fit"):
         jax.eval_shape(named, logits)
     jax.eval_shape(functools.partial(top_k, k=4), logits)  # unnamed, it is another form
-
-
-def test_no_gpu_kernel_is_claimed():
-    with pytest.raises(ValueError, match="no GPU kernel"):
-        top_k(jnp.zeros((3, 40)), 2, implementation="pallas_gpu")

@@ -153,10 +153,6 @@ class TestMosaic(Cases):
         self.check(self.normal(19, 1000), blocks=blocks._replace(trees=8))
 
 
-class TestTriton(Cases):
-    name = "triton"
-
-
 @pytest.mark.slow
 class TestMosaicSimulated(Cases):
     name = "mosaic_simulated"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -97,17 +99,63 @@ def test_the_cost_on_cpu_follows_the_live_length(monkeypatch):
     assert np.isfinite(attention._attend_blocks(q, k, v, mask, live)).all()
 
 
-@pytest.mark.parametrize("platform", ["tpu", "cuda", "rocm"])
-def test_accelerators_read_long_buffers_block_by_block(platform):
+def lowered(platform: str, shapes) -> str:
+    """The program of a platform."""
+    return (
+        jax.jit(lambda *given: attend(*given)).trace(*shapes).lower(lowering_platforms=(platform,)).as_text()
+    )
+
+
+def test_a_tpu_reads_long_buffers_block_by_block():
     """A buffer of a quarter more than a block is read as a whole, and a longer one in a loop."""
     block = wide_block(*jax.eval_shape(lambda: case(0, slots=8))[:2])
-    for slots, loops in ((block + block // 4, 0), (block + block // 4 + 1, 1)):
+    for slots, count in ((block + block // 4, 0), (block + block // 4 + 1, 1)):
         shapes = jax.eval_shape(lambda slots=slots: case(0, slots=slots))
-        text = jax.jit(attend).trace(*shapes).lower(lowering_platforms=(platform,)).as_text()
-        assert text.count("stablehlo.while") == loops
-    # A GPU would wait for the host in every turn of a loop whose length is a number on the device.
+        assert lowered("tpu", shapes).count("stablehlo.while") == count
+
+
+@pytest.mark.parametrize("platform", ["cuda", "rocm"])
+def test_a_gpu_reads_all_slots_at_once_while_their_scores_fit(platform, monkeypatch):
+    shapes = jax.eval_shape(lambda: case(0, slots=16384))
+    assert lowered(platform, shapes).count("stablehlo.while") == 0
+    monkeypatch.setattr(attention, "GPU_SCORE_BYTES", 8192 * 4 * math.prod(shapes[0].shape[:-1]))
+    text = lowered(platform, shapes)
+    assert text.count("stablehlo.while") == 1
+    # It would wait for the host in every turn of a loop whose length is a number on the device.
     condition = text.split("stablehlo.while")[1].split("cond {")[1].split("stablehlo.return")[0]
-    assert ("stablehlo.constant dense<2>" in condition) == (platform != "tpu")
+    assert "stablehlo.constant dense<2>" in condition
+
+
+@pytest.mark.parametrize("nodes", [1, 5, 70])
+def test_attention_of_cudnn_is_asked_for_the_same(nodes):
+    """XLA's form of the same public function takes its place: queries of a group together, and each alone."""
+    q, k, v, mask, live = case(3, n=nodes, slots=300, live=280)
+    mask = mask.at[0, 0].set(False)
+    got = attention._flash(q, k, v, mask, live, scale=0.2, implementation="xla")
+    np.testing.assert_allclose(got, attend_all(q, k, v, mask, live, scale=0.2), atol=2e-6)
+
+
+def test_cudnn_attends_where_it_reads_the_arrays_and_is_faster():
+    def suits(batch, nodes, dtype=jnp.bfloat16, cap=None, cache=None):
+        q = jax.ShapeDtypeStruct((batch, nodes, 8, 4, 128), dtype)
+        return attention._suits_flash(q, jax.ShapeDtypeStruct((batch, 4096, 8, 128), cache or dtype), cap)
+
+    assert suits(32, 60) and suits(1, 512) and suits(8, 1) and suits(8, 10, jnp.float16)
+    assert not suits(1, 1) and not suits(1, 60) and not suits(2, 10)
+    assert (
+        not suits(32, 60, jnp.float32) and not suits(32, 60, cache=jnp.int8) and not suits(32, 60, cap=20.0)
+    )
+
+
+def test_without_a_gpu_cudnn_gives_way_and_has_the_same_gradient(monkeypatch):
+    monkeypatch.setattr(attention, "_suits_flash", lambda *given: True)
+    q, k, v, mask, live = case(5, slots=300, live=280)
+
+    def loss(q, flash):
+        return jnp.sum(jnp.sin(attend(q, k, v, mask, live, flash=flash)))
+
+    for form in (loss, jax.grad(loss)):
+        np.testing.assert_array_equal(form(q, True), form(q, False))
 
 
 def test_a_block_is_as_large_as_fast_memory_and_a_turn_allow():

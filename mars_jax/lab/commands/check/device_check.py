@@ -111,6 +111,7 @@ def make_report(save: Callable[[dict[str, Any]], None] = lambda so_far: None) ->
     }
     failed = []
     for name, check in sections.items():
+        started = time.perf_counter()
         with activity.doing(f"checking {name}") as going:
             try:
                 report[name] = check(lambda what, going=going: setattr(going, "detail", what))
@@ -126,6 +127,7 @@ def make_report(save: Callable[[dict[str, Any]], None] = lambda so_far: None) ->
             *wrong_tokens(report.get("tokens") or []),
             *failed,
         ]
+        report["seconds_of"] = report.get("seconds_of", {}) | {name: round(time.perf_counter() - started, 1)}
         report["seconds"] = round(time.perf_counter() - began, 1)
         save(report)
     return report
@@ -206,24 +208,21 @@ def _print_large(large: dict[str, Any], table_of: Any, screen: Any) -> None:
     if "missing" in large:
         screen.print(f"no steps of a large model: {large['missing']}")
         return
-    prompt = large["prompt"]
+    copy, product = large["copy_bytes_per_second"], large["product_flops"]
     screen.print(
-        f"a copy moves {large['copy_bytes_per_second'] / 1e9:.0f} GB/s, a product of bfloat16 does "
-        f"{large['product_flops'] / 1e12:.0f} TFLOP/s"
+        f"a copy moves {copy / 1e9:.0f} GB/s, a product of bfloat16 does {product / 1e12:.0f} TFLOP/s"
     )
-    name = f"{large['target']}, {large['dtype']}, {large['context']} tokens"
-    table = table_of(name, "rows", "ms a step", "reads alone", "tau", "tokens/s")
-    for row in large["steps"]:
+    table = table_of(
+        f"{large['target']}, {large['dtype']}, {large['context']} tokens",
+        *("rows", "ms", "its reads alone", "its products alone", "tau", "tokens/s"),
+    )
+    for row in [*large["steps"], {"arm": "the prompt", "rows": 1} | large["prompt"]]:
         if "failed" in row:
             table.add_row(row["arm"], str(row["rows"]), row["failed"])
             continue
+        figures = [row["milliseconds"], 1e3 * row.get("bytes", 0) / copy, 1e3 * row["flops"] / product]
+        said = [f"{row['tau']:.2f}", f"{row['tokens_per_second']:.0f}"] if "tau" in row else []
         table.add_row(
-            row["arm"],
-            str(row["rows"]),
-            f"{row['milliseconds']:.2f}",
-            f"{row['milliseconds'] * row['of_copy']:.2f}",
-            f"{row['tau']:.2f}",
-            f"{row['tokens_per_second']:.0f}",
+            row["arm"], str(row["rows"]), *(f"{figure:.2f}" if figure else "" for figure in figures), *said
         )
-    table.add_row("the prompt", "1", prompt.get("failed") or f"{prompt['milliseconds']:.1f}")
     screen.print(table)

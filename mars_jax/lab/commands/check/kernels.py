@@ -19,6 +19,7 @@ from kernels_pallas import AcceptControls, api, top_k, tree_attention, trial
 from mars_jax.core.tree import ancestors, static_topology
 from mars_jax.lab.commands.check.timing import looped, taken
 from mars_jax.models import moe
+from mars_jax.models.attention import attend
 from mars_jax.models.layers import dense
 from mars_jax.models.quantize import Int4
 
@@ -63,9 +64,7 @@ class Attended(NamedTuple):
 
 
 def forms(platform: str) -> list[Form]:
-    """The forms to check on a platform: every one that may run there unasked, and the platform's kernel.
-
-    The Triton kernel is no default, so its failure is reported and does not count.
+    """The forms to check on a platform: every one that may run there unasked, and the kernel.
 
     >>> [(form.name, form.how) for form in forms("tpu")][-1]
     ('pallas_tpu', 'compiled')
@@ -73,9 +72,7 @@ def forms(platform: str) -> list[Form]:
     made = [Form(name, {"implementation": name}) for name in ("xla", "partitioned")]
     if platform == "tpu":
         made.append(Form("pallas_tpu", {"implementation": "pallas_tpu"}, required=trial.switched_on()))
-    elif platform == "gpu":
-        made.append(Form("pallas_gpu", {"implementation": "pallas_gpu"}, required=False))
-    else:
+    elif platform == "cpu":
         made.append(Form("pallas_tpu", {"implementation": "pallas_tpu", "interpret": True}))
     return made
 
@@ -94,7 +91,8 @@ def check_kernels(platform: str, tick: Callable[[str], None] = lambda what: None
                 continue
             tick(f"{case.operation}, {form.name}")
             rows.append(_row(case, form, **_compared(case, form, want)))
-    for case, want, tolerance in (_experts(), _in_4_bits(1, 128), _in_4_bits(5, 32), _in_4_bits(60, 32)):
+    products = (_experts(), _attended(), _in_4_bits(1, 128), _in_4_bits(5, 32), _in_4_bits(60, 32))
+    for case, want, tolerance in products:
         tick(case.operation)
         rows.append(_product(case, want, tolerance))
     return rows
@@ -121,16 +119,14 @@ def _row(case: Case, form: Form, **found: Any) -> dict[str, Any]:
 
 def _compared(case: Case, form: Form, want: Any) -> dict[str, Any]:
     try:
-        call, operands = _compiled(case.call, **form.options), jax.device_put(case.operands)
-        got = jax.device_get(call(*operands))
+        got, milliseconds = _timed(functools.partial(case.call, **form.options), case.operands)
     except Exception as error:  # whatever a compiler or a driver raises is what the report is about
         return {"status": "failed", "detail": _line(error), "milliseconds": None}
     wrong = differences(want, got)
-    seconds = None if form.options.get("interpret") else 1e3 * _median(call, operands)
     return {
         "status": "differs" if wrong else "equal",
         "detail": ", ".join(wrong) or None,
-        "milliseconds": seconds,
+        "milliseconds": None if form.options.get("interpret") else milliseconds,
     }
 
 
@@ -138,10 +134,11 @@ def _compiled(call: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     return jax.jit(functools.partial(call, **options))
 
 
-def _median(call: Callable[..., Any], operands: Any) -> float:
-    """Seconds of a call."""
+def _timed(call: Callable[..., Any], operands: Any) -> tuple[Any, float]:
+    """What a call gives, and its milliseconds."""
     times = 1 if jax.default_backend() == "cpu" else LOOPED
-    return statistics.median(taken(looped(call, times, tuple(operands)), TIMES)) / times
+    run = looped(call, times, tuple(jax.device_put(operands)))
+    return jax.device_get(run()), 1e3 * statistics.median(taken(run, TIMES)) / times
 
 
 def _on_cpu() -> contextlib.AbstractContextManager:
@@ -194,11 +191,7 @@ def cases(vocab: int) -> list[Case]:
         stats = functools.partial(api.margin_stats, logsumexp=True)
         made.append(Case("margin_stats", f"[{ROWS}, 8, {vocab}]", dtype, stats, (np.asarray(logits),)))
         largest = functools.partial(top_k, k=10)
-        made.append(
-            Case(
-                "top_k", f"10 of [{ROWS}, 8, {vocab}]", dtype, largest, (np.asarray(logits),), ("pallas_gpu",)
-            )
-        )
+        made.append(Case("top_k", f"10 of [{ROWS}, 8, {vocab}]", dtype, largest, (np.asarray(logits),)))
     for shape, parents, depth, dtype, margin, drawn in (
         ("chain", chain, 5, "float32", "ratio", False),
         ("tree", tree, 3, "bfloat16", "gap", True),
@@ -234,7 +227,7 @@ def _attention(dtype: str, window: int | None) -> Case:
         f", window {window}" * (window is not None)
     )
     operands = (q, k, v, first, seen, depths.astype(np.int32))
-    return Case("tree_attention", shape, dtype, call, operands, ("partitioned", "pallas_gpu"))
+    return Case("tree_attention", shape, dtype, call, operands, ("partitioned",))
 
 
 def _logits(batch: int, nodes: int, vocab: int, *, seed: int) -> np.ndarray:
@@ -297,6 +290,24 @@ def _experts() -> tuple[Case, np.ndarray, float]:
     return case, want, 256 * 2**-24
 
 
+def _attended() -> tuple[Case, np.ndarray, float]:
+    """Attention of a batch of trees as a model takes it here, which on a GPU is cuDNN's, and numpy's."""
+    draw, nodes, heads, group, dim, slots = np.random.default_rng(0), 60, 2, 4, 128, 512
+    shapes = (ROWS, nodes, heads, group, dim), (ROWS, slots, heads, dim), (ROWS, slots, heads, dim)
+    q, k, v = (np.asarray(jnp.asarray(draw.normal(size=shape), jnp.bfloat16)) for shape in shapes)
+    live = draw.integers(nodes, slots + 1, (ROWS, 1, 1))
+    mask = (draw.random((ROWS, nodes, slots)) < 0.7) & (np.arange(slots) < live)
+    mask[0, 0] = False  # sees nothing, and gets zeros
+    scores = np.einsum("bnkgd,bskd->bnkgs", *(x.astype(np.float32) for x in (q, k))) * dim**-0.5
+    weights = np.exp(scores) * mask[:, :, None, None]
+    mixed = np.einsum("bnkgs,bskd->bnkgd", weights, v.astype(np.float32))
+    want = mixed / np.maximum(np.sum(weights, axis=-1), 1e-9)[..., None]
+    shape = f"[{ROWS}, {nodes}, {heads}, {group}, {dim}] over {slots}"
+    call = functools.partial(attend, flash=True)
+    # Weights, values and results are rounded to bfloat16, by 2^-8 of numbers of about 1.
+    return Case("attend", shape, "bfloat16", call, (q, k, v, mask, np.int32(slots))), want, 2.0**-7
+
+
 def _in_4_bits(rows: int, size: int) -> tuple[Case, np.ndarray, float]:
     """A product in 4 bits by groups of a size, as a model takes it here, and numpy's."""
     draw, inputs, outputs = np.random.default_rng(0), 512, 256
@@ -315,8 +326,7 @@ def _in_4_bits(rows: int, size: int) -> tuple[Case, np.ndarray, float]:
 
 def _product(case: Case, want: np.ndarray, tolerance: float) -> dict[str, Any]:
     try:
-        call = jax.jit(case.call)
-        got = np.asarray(call(*jax.device_put(case.operands)))
+        got, milliseconds = _timed(case.call, case.operands)
     except Exception as error:
         return _row(case, Form("default", {}), status="failed", detail=_line(error), milliseconds=None)
     off = float(np.max(np.abs(got - want)) / np.max(np.abs(want)))
@@ -326,7 +336,7 @@ def _product(case: Case, want: np.ndarray, tolerance: float) -> dict[str, Any]:
         Form("default", {}),
         status="equal" if right else "differs",
         detail=None if right else f"off by {off:.1e} of the largest",
-        milliseconds=1e3 * _median(call, jax.device_put(case.operands)),
+        milliseconds=milliseconds,
     )
 
 

@@ -7,6 +7,7 @@ So nothing is read from disk, the times are those of a real model, and the text 
 from __future__ import annotations
 
 import functools
+import math
 import os
 import statistics
 import time
@@ -30,6 +31,7 @@ from mars_jax.models import transformer
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.eagle_head import EagleConfig
 from mars_jax.models.quantize import num_bytes
+from mars_jax.models.weights import leaves
 from mars_jax.placement import shardings
 from mars_jax.specs import BITS
 
@@ -68,6 +70,7 @@ class Program(NamedTuple):
     params: Params
     start: Callable[[], DecodeState]
     bytes: int  # that a step reads at least
+    flops: int  # of the target's products
 
 
 def check_large(tick: Callable[[str], None] = lambda what: None) -> dict[str, Any]:
@@ -101,6 +104,9 @@ def measured(
     wide = "bfloat16" if dtype in BITS else dtype
     model, head = transformer.language_model(config, dtype=wide), EagleConfig.outline(config)
     alone = Params(target=drawn(shardings.abstract_params(config, wide, bits=BITS.get(dtype))))
+    weights = sum(
+        math.prod(row.shape) for row in leaves(config) if row.path != ("embed",) or config.tie_embeddings
+    )
     drafted = alone._replace(draft=drawn(shardings.abstract_params(head, wide)))
     # Logits of a standard deviation of `PEAK`, as sure of a token as a head that was trained: its trees are deep.
     drafted.draft["unembed"] *= PEAK / (0.02 * config.hidden_size**0.5)
@@ -122,16 +128,14 @@ def measured(
         width = context + (1 + ROUNDS) * STEPS * (1 + drafter.max_depth)
         prompts = _prompts(config.vocab_size, rule, batch, context, width)
         shapes = decode.shapes(decoder, params, prompts)
-        live = context / (width + drafter.num_nodes)
-        cache, own = (
-            round(live * sum(map(num_bytes, jax.tree.leaves(part)))) for part in (shapes.cache, shapes.draft)
-        )
+        cache, own = (_live_bytes(part, context) for part in (shapes.cache, shapes.draft))
         lowered = decode.run.lower(decoder, params, shapes, max_steps=jnp.asarray(STEPS, jnp.int32))
         return Program(
             compiled=pool.submit(lowered.compile),
             params=params,
             start=lambda: begun(decoder.checked(prompts), drawn(shapes.cache), drawn(shapes.draft)),
             bytes=step_bytes(config, draft, drafter, params, batch=batch, cache=cache, drafted=own),
+            flops=2 * weights * batch * drafter.num_nodes,
         )
 
     # Compilers run beside one another, but where they time kernels on the device. Measuring begins when all are done.
@@ -148,17 +152,21 @@ def measured(
         ]
     found["compile_seconds"] = round(time.perf_counter() - began, 1)
     tick("a prompt")
-    found["prompt"] = {"tokens": context} | _tried(lambda: _prompt_times(reading.result(), alone, prompt))
+    found["prompt"] = {"tokens": context, "flops": 2 * weights * context} | _tried(
+        lambda: _prompt_times(reading.result(), alone, prompt)
+    )
     found["steps"] = []
     for arm, batch, made in programs:
         tick(f"{arm.name}, {batch} rows")
-        row = {"arm": arm.name, "rows": batch, "bytes": made.bytes} | _tried(
-            lambda made=made: _step_times(made)
-        )
-        if "milliseconds" in row:
-            row["of_copy"] = made.bytes / found["copy_bytes_per_second"] / (row["milliseconds"] / 1e3)
-        found["steps"].append(row)
+        row = {"arm": arm.name, "rows": batch, "bytes": made.bytes, "flops": made.flops}
+        found["steps"].append(row | _tried(lambda made=made: _step_times(made)))
     return found
+
+
+def _live_bytes(part: PyTree, context: int) -> int:
+    """Bytes of a context in caches of a slot for each token and more."""
+    caches = [x for x in jax.tree.leaves(part) if x.ndim > 2 and x.shape[1] > context]
+    return sum(num_bytes(x) * context // x.shape[1] for x in caches)
 
 
 def _tried(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
