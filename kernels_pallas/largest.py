@@ -52,9 +52,8 @@ def top_k(logits: Array, k: int, *, implementation: str | None = None, interpret
     """
     xla = functools.partial(_xla, k=k)
     forms = {"reference": functools.partial(_reference, k=k), "xla": xla, "partitioned": xla}
-    forms |= {
-        "pallas_tpu": functools.partial(_top_k_kernel, k=k) if _takes(logits, k, implementation) else xla,
-    }
+    kernel = functools.partial(_top_k_kernel, k=k)
+    forms["pallas_tpu"] = kernel if _takes(logits, k, implementation) else xla
     return dispatch(implementation, None, interpret, (logits,), forms)
 
 
@@ -80,7 +79,7 @@ def sharded_top_k(
     kernel: Any = functools.partial(form, interpret=False)
     kernel.trial = functools.partial(_top_k_of_parts, k=k)
     forms = {"reference": form, "xla": form, "partitioned": form}
-    forms |= {"pallas_tpu": kernel if _takes(part, k, implementation) else form}
+    forms["pallas_tpu"] = kernel if _takes(part, k, implementation) else form
     return dispatch(implementation, None, interpret, (part,), forms)
 
 

@@ -86,7 +86,7 @@ def partitioned_margin_stats(logits: Array, *, logsumexp: bool = False) -> Margi
 
     XLA partitions each of them over a sharded vocabulary into a reduction per device and an exchange of one
     number per node and device, whatever V is; it would gather the whole logits for the two levels above or
-    for `lax.top_k`. Slow on CPU, where argmax is.
+    for `lax.top_k`. Slow on CPU, where argmax is, and on an H100 the fastest form.
     """
     z = logits.astype(jnp.float32)
     ids = lax.broadcasted_iota(jnp.int32, z.shape, z.ndim - 1)

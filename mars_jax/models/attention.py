@@ -23,7 +23,16 @@ from kernels_pallas.whole import whole_or_partitioned
 from mars_jax.core import cache as kv_cache
 from mars_jax.core.cache import Int8Rows, Rows
 from mars_jax.core.errors import MarsError
-from mars_jax.core.mesh import axes_here, device_kind, devices_of, hold_heads, map_devices, on_gpu, on_tpu
+from mars_jax.core.mesh import (
+    axes_here,
+    current,
+    device_kind,
+    devices_of,
+    hold_heads,
+    map_devices,
+    on_gpu,
+    on_tpu,
+)
 from mars_jax.core.sums import total
 from mars_jax.core.types import Visible
 from mars_jax.models.layers import soft_cap
@@ -77,7 +86,7 @@ def attending(form: str, visible: Visible, slots: int, window: int | None) -> At
     live = jnp.max(visible.slot) + nodes
     fits = slots % KERNEL_SLOTS == 0 and (nodes <= KERNEL_NODES or visible.seen is None)
     if form == "xla" or (form == "auto" and not (on_tpu() and fits)):
-        by_mask = _attend_by_flash if form == "auto" and on_gpu() else _attend_by_mask
+        by_mask = _attend_by_flash if form == "auto" else _attend_by_mask
         return Partial(by_mask, visible.dense(slots, window), live, visible.slot)
     return Partial(_by_kernel(form, window), visible)
 
@@ -235,7 +244,7 @@ def attend(
       live: i32[]; `mask[:, :, live:]` is False everywhere.
       scale: scores are multiplied by it; None is D ** -0.5.
       cap: `layers.soft_cap` of the scores, before the mask; None leaves them.
-      flash: on a GPU by cuDNN, where it reads such arrays and is faster.
+      flash: on a single GPU by cuDNN, where it reads such arrays and is faster.
 
     Returns:
       [B, N, K, G, D] in q's dtype.
@@ -257,7 +266,9 @@ def attend(
             del live
             return turns(q, k, v, mask, None)
 
-    cuda = _flash_or(gpu, scale) if flash and _suits_flash(q, k, cap) else gpu
+    cuda = (
+        _flash_or(gpu, scale) if flash and on_gpu() and current() is None and _suits_flash(q, k, cap) else gpu
+    )
     return lax.platform_dependent(q, k, v, mask, live, cpu=on_cpu, cuda=cuda, rocm=gpu, default=elsewhere)
 
 
@@ -268,9 +279,8 @@ def _suits_flash(q: Array, k: Rows, cap: float | None) -> bool:
 
 
 def _flash_or(plain: Callable[..., Array], scale: float | None) -> Callable[..., Array]:
-    """cuDNN's attention where it compiles and operands are whole, else `plain`, which has the gradient of both."""
-    tried = kernel_or(functools.partial(_flash, scale=scale), plain, platform="gpu")
-    form = jax.custom_jvp(whole_or_partitioned(tried, plain))
+    """cuDNN's attention where it compiles, else `plain`, which has the gradient of both."""
+    form = jax.custom_jvp(kernel_or(functools.partial(_flash, scale=scale), plain, platform="gpu"))
     form.defjvp(lambda primals, tangents: jax.jvp(plain, primals, tangents))
     return form
 

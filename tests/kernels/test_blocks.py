@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import re
 
@@ -13,38 +12,33 @@ from kernels_pallas import BlockError, TpuBlocks, margin_stats
 from kernels_pallas.blocks import tpu_blocks
 from kernels_pallas.shapes import DRAFTS, VOCABULARIES
 
-TPU = functools.partial(margin_stats, implementation="pallas_tpu", interpret=True)
-
 
 @pytest.mark.parametrize(
-    ("run", "dtype", "blocks", "sentence"),
+    ("dtype", "blocks", "sentence"),
     [
-        (TPU, jnp.float32, TpuBlocks(8, 100), "blocks.tokens is 100: expected a positive multiple of 128."),
-        (TPU, jnp.float32, TpuBlocks(8, 0), "blocks.tokens is 0: expected a positive multiple of 128."),
+        (jnp.float32, TpuBlocks(8, 100), "blocks.tokens is 100: expected a positive multiple of 128."),
+        (jnp.float32, TpuBlocks(8, 0), "blocks.tokens is 0: expected a positive multiple of 128."),
         (
-            TPU,
             jnp.float32,
             TpuBlocks(12, 128),
             "blocks.trees is 12: expected a positive multiple of 8 for float32",
         ),
         (
-            TPU,
             jnp.bfloat16,
             TpuBlocks(8, 128),
             "blocks.trees is 8: expected a positive multiple of 16 for bfloat16",
         ),
         (
-            TPU,
             jnp.float32,
             TpuBlocks(40, 2**20),
             "a block of 40 trees of 1 nodes by 1048576 tokens does not fit",
         ),
-        (TPU, jnp.int32, None, "logits are int32: the kernels take float32 or bfloat16."),
+        (jnp.int32, None, "logits are int32: the kernels take float32 or bfloat16."),
     ],
 )
-def test_illegal_blocks_of_margin_stats(run, dtype, blocks, sentence):
+def test_illegal_blocks_of_margin_stats(dtype, blocks, sentence):
     with pytest.raises(BlockError, match=re.escape(sentence)):
-        run(jnp.zeros((40, 300), dtype), blocks=blocks)
+        margin_stats(jnp.zeros((40, 300), dtype), implementation="pallas_tpu", blocks=blocks, interpret=True)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

@@ -47,23 +47,28 @@ def test_acceptance_lowers_to_one_kernel_on_tpu_and_to_none_elsewhere():
         assert "custom_call" not in lowered(accept, *arguments, platform=platform)
 
 
-def test_a_gpu_takes_the_largest_twice():
-    """Two reductions, which one of its cards did faster than the search of blocks."""
+@pytest.mark.parametrize(
+    ("platform", "form", "other"),
+    [("cuda", "partitioned", "xla"), ("rocm", "partitioned", "xla"), ("cpu", "xla", "partitioned")],
+)
+def test_a_gpu_takes_the_form_that_xla_can_partition(platform, form, other):
+    """Programs are told apart by their reductions, of which the search of blocks has more."""
 
-    def text(platform, **options):
-        return lowered(functools.partial(margin_stats, **options), LOGITS, platform=platform)
+    def reductions(**options):
+        accept, arguments = acceptance(**options)
+        return [
+            lowered(function, *operands, platform=platform).count("stablehlo.reduce")
+            for function, operands in (
+                (functools.partial(margin_stats, **options), (LOGITS,)),
+                (accept, arguments),
+            )
+        ]
 
-    def body(text):
-        return text.split("func.func public @main", 1)[1]
-
-    for platform, name in (("cuda", "partitioned"), ("rocm", "partitioned"), ("cpu", "xla")):
-        assert body(text(platform)).count("stablehlo.reduce") == body(
-            text(platform, implementation=name)
-        ).count("stablehlo.reduce")
+    assert reductions() == reductions(implementation=form) != reductions(implementation=other)
 
 
 def test_only_a_cpu_takes_a_few_rows_at_a_time():
-    stats = functools.partial(margin_stats, logsumexp=True)
+    stats = functools.partial(margin_stats, logsumexp=True, implementation="xla")
     assert "stablehlo.while" in lowered(stats, LOGITS, platform="cpu")
     assert "stablehlo.while" not in lowered(stats, LOGITS, platform="cuda")
 

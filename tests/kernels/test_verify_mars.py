@@ -105,8 +105,7 @@ def test_the_decode_loop_holds_the_tpu_kernel_once_and_no_other_elsewhere(rule, 
     assert len(calls) == on_tpu.count("tpu_custom_call") and len(set(calls)) == 1
     assert calls[0][1] == kernel
     for platform in ("cpu", "cuda"):
-        text = lowered(loop, state, platform=platform)
-        assert "tpu_custom_call" not in text
+        assert "tpu_custom_call" not in lowered(loop, state, platform=platform)
 
 
 def test_where_xla_partitions_the_vocabulary_there_is_no_kernel_and_the_same_verdict():

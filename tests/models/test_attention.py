@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh
 
 from mars_jax.models import attention
 from mars_jax.models.attention import BLOCK, attend, attend_all, wide_block
@@ -147,15 +148,26 @@ def test_cudnn_attends_where_it_reads_the_arrays_and_is_faster():
     )
 
 
-def test_without_a_gpu_cudnn_gives_way_and_has_the_same_gradient(monkeypatch):
-    monkeypatch.setattr(attention, "_suits_flash", lambda *given: True)
-    q, k, v, mask, live = case(5, slots=300, live=280)
+def test_a_program_for_one_gpu_has_attention_of_cudnn(monkeypatch):
+    """Private jax: cuDNN's version and the card are asked of a library that is not here."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
-    def loss(q, flash):
-        return jnp.sum(jnp.sin(attend(q, k, v, mask, live, flash=flash)))
+    monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91300)
+    monkeypatch.setattr(cudnn, "check_compute_capability", lambda least: True)
+    monkeypatch.setattr(cudnn, "is_cuda_compute_capability_equal", lambda other: False)
 
-    for form in (loss, jax.grad(loss)):
-        np.testing.assert_array_equal(form(q, True), form(q, False))
+    def calls(batch: int) -> int:
+        shapes = jax.eval_shape(
+            lambda: case(0, batch=batch, n=60, heads=8, group=4, dim=128, dtype="bfloat16")
+        )
+        traced = jax.jit(lambda *given: attend(*given, flash=True)).trace(*shapes)
+        return traced.lower(lowering_platforms=("cuda",)).as_text().count("@__cudnn")
+
+    assert calls(32) == 0, "of no GPU"
+    monkeypatch.setattr(attention, "on_gpu", lambda: True)
+    assert calls(32) == 1 and calls(1) == 0
+    monkeypatch.setattr(attention, "current", lambda: AbstractMesh((2,), ("model",)))
+    assert calls(32) == 0, "of several"
 
 
 def test_a_block_is_as_large_as_fast_memory_and_a_turn_allow():

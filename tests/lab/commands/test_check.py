@@ -264,7 +264,7 @@ def test_on_this_machine_nothing_is_wrong(tmp_path):
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)
-    assert {row["status"] for row in found["kernels"]} == {"equal"} and len(found["kernels"]) == 23
+    assert {row["status"] for row in found["kernels"]} == {"equal"} and len(found["kernels"]) == 27
     assert len(found["tokens"]) == 5 and all(row["tokens"] == 192 for row in found["tokens"])
     assert {row["status"] for row in found["tokens"]} <= {"equal", "equal up to ties"}
     assert all(row["tau"] > 2 for row in found["tokens"][1:])

@@ -64,7 +64,7 @@ class Attended(NamedTuple):
 
 
 def forms(platform: str) -> list[Form]:
-    """The forms to check on a platform: every one that may run there unasked, and the kernel.
+    """The forms to check on a platform: XLA's, and the kernel, compiled on a TPU and interpreted on a CPU.
 
     >>> [(form.name, form.how) for form in forms("tpu")][-1]
     ('pallas_tpu', 'compiled')
@@ -135,7 +135,7 @@ def _compiled(call: Callable[..., Any], **options: Any) -> Callable[..., Any]:
 
 
 def _timed(call: Callable[..., Any], operands: Any) -> tuple[Any, float]:
-    """What a call gives, and its milliseconds."""
+    """Return the results of a call, and its milliseconds."""
     times = 1 if jax.default_backend() == "cpu" else LOOPED
     run = looped(call, times, tuple(jax.device_put(operands)))
     return jax.device_get(run()), 1e3 * statistics.median(taken(run, TIMES)) / times

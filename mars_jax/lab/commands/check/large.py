@@ -1,4 +1,4 @@
-"""What a model of 8 billion weights takes on this device: steps, a prompt and a batch, beside a copy and a product.
+"""Times of a model of 8 billion weights on this device: steps, a prompt and a batch, beside a copy and a product.
 
 Weights and caches are drawn at random, and how much of a draft is accepted by chance, with a tau that was published.
 So nothing is read from disk, the times are those of a real model, and the text means nothing. B batch.
@@ -50,7 +50,7 @@ COPIED, SIDE = GIB, 8192
 
 
 class Arm(NamedTuple):
-    """How an EAGLE-3 head drafts."""
+    """Draft of an EAGLE-3 head."""
 
     name: str
     options: dict[str, Any] | None  # of `draft_of`; None drafts nothing
@@ -170,7 +170,7 @@ def _live_bytes(part: PyTree, context: int) -> int:
 
 
 def _tried(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What is measured, or why it failed: a batch that does not fit leaves the rest."""
+    """Figures, or why there are none: a batch that does not fit leaves the rest."""
     try:
         return measure()
     except Exception as error:  # whatever a compiler or a driver raises is what the report is about
