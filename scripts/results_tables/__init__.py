@@ -11,7 +11,7 @@ from results_tables.mutants import mutants
 from results_tables.pair import blocks, drafters, family, on_cpu, shapes
 from results_tables.phrases import phrases
 from results_tables.rules import compared
-from results_tables.scale import bits, kernels, one_chip, plans, published, refill, shift, sizes
+from results_tables.scale import bits, gpu, kernels, one_chip, plans, published, refill, shift, sizes
 from results_tables.smollm2 import smollm2
 from results_tables.studies import studies
 from results_tables.systems import costs, systems
@@ -23,7 +23,7 @@ def everything() -> dict[str, Any]:
         "family": family(), "drafters": drafters(), "blocks": blocks(), "evidence": evidence(),
         "assisted": assisted(), "studies": studies(),
         "on_cpu": on_cpu(), "shapes": shapes(), "bits": bits(), "one_chip": one_chip(), "plans": plans(),
-        "published": published(), "kernels": kernels(),
+        "published": published(), "kernels": kernels(), "gpu": gpu(),
         "rules": compared(), "phrases": phrases(), "refill": refill(), "systems": systems(), "costs": costs(),
         "smollm2": smollm2(), "sizes": sizes(), "shift": shift(), "mutants": mutants(), "checks": checks(),
         "kills": kills(), "same_cost": same_cost(), "fair": fair(),

@@ -254,6 +254,53 @@ def kernels() -> dict[str, Any]:
     }
 
 
+def gpu() -> dict[str, Any]:
+    """check_h100.json and bench_attention_h100.json: a step of an 8B on a GPU, and attention of one of its layers."""
+    report, attention = load("check_h100.json"), load("bench_attention_h100.json")
+    large = report["large"]
+    copy, product = large["copy_bytes_per_second"], large["product_flops"]
+    steps = [
+        [
+            row["arm"], str(row["rows"]), f"{row['milliseconds']:.2f}", f"{1e3 * row['bytes'] / copy:.2f}",
+            f"{row['tau']:.2f}", f"{row['tokens_per_second']:.0f}",
+        ]
+        for row in large["steps"]
+    ]  # fmt: skip
+    attended = [
+        [
+            str(row["rows"]), str(row["nodes"]), f"{1e3 * row['bytes'] / copy:.3f}",
+            *(f"{row[form]['milliseconds']:.3f}" for form in ("turns", "all", "cudnn")),
+        ]
+        for row in attention["rows"]
+    ]  # fmt: skip
+    by_form = {
+        name: [
+            row["milliseconds"]
+            for row in report["kernels"]
+            if row["implementation"] == name and "margin" in row["operation"]
+        ]
+        for name in ("xla", "partitioned", "pallas_gpu")
+    }
+    return {
+        "kind": report["device"]["kind"],
+        "jax": report["versions"]["jax"],
+        "seconds": report["seconds"],
+        "copied": f"{copy / 1e9:,.0f}",
+        "product": f"{product / 1e12:.0f}",
+        "steps": steps,
+        "prompt": f"{large['prompt']['milliseconds']:.0f}",
+        "attended": attended,
+        "forms": [[f"`{name}`", *(f"{taken:.4f}" for taken in times)] for name, times in by_form.items()],
+        "right": not report["wrong"],
+        "partitioned_is_fastest": all(
+            first <= min(others)
+            for first, *others in zip(
+                by_form["partitioned"], by_form["xla"], by_form["pallas_gpu"], strict=True
+            )
+        ),
+    }
+
+
 def _of_batch(rows: str, label: str, draft: str) -> list[str]:
     cases = load("tpu_cost_batch.json")["cases"]
     xla, auto = (cases[f"{form}-{label}"][draft]["estimate"] for form in ("xla", "auto"))

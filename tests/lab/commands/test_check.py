@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -15,8 +16,9 @@ import pytest
 
 from kernels_pallas import api
 from mars_jax import hub
-from mars_jax.lab.commands.check import device_check, kernels, speed, tokens
+from mars_jax.lab.commands.check import device_check, kernels, large, speed, tokens
 from mars_jax.lab.commands.check.device_check import main, wrong_kernels, wrong_tokens
+from mars_jax.lab.commands.check.timing import looped
 from mars_jax.serve.likelihood import score
 
 
@@ -215,6 +217,64 @@ def test_a_report_is_for_people_too(sections, capsys):
         "wrong: margin_stats as xla, [1, 2] float32: differs (top1 (1 of 2))" in out
         and "no plan: of no TPU" in out
     )
+
+
+LARGE = {
+    "target": "an 8B",
+    "dtype": "int4",
+    "context": 4096,
+    "copy_bytes_per_second": 1e12,
+    "product_flops": 2e14,
+    "prompt": {"tokens": 4096, "flops": 10**13, "milliseconds": 80.0},
+    "steps": [
+        {"arm": "plain", "rows": 1, "bytes": 5 * 10**9, "flops": 10**10, "milliseconds": 6.25}
+        | {"tau": 1.0, "tokens_per_second": 160.0},
+        {"arm": "tree", "rows": 32, "bytes": 1, "flops": 1, "failed": "RESOURCE_EXHAUSTED: no room"},
+    ],
+}
+
+
+def test_times_of_a_large_model_stand_beside_what_the_device_can_do(sections, monkeypatch, capsys):
+    monkeypatch.setattr(large, "check_large", lambda tick: LARGE)
+    assert main([]) == 0
+    lines = [line.split("│")[1:-1] for line in capsys.readouterr().out.splitlines() if "│" in line]
+    said = {cells[0].strip(): [cell.strip() for cell in cells[1:]] for cells in lines}
+    assert said["plain"] == ["1", "6.25", "5.00", "0.05", "1.00", "160"]
+    assert said["the prompt"] == ["1", "80.00", "", "50.00", "", ""]
+    assert said["tree"][:2] == ["32", "RESOURCE_EXHAUSTED: no room"]
+
+
+def test_without_an_accelerator_no_large_model_is_made():
+    assert large.check_large() == {"missing": "an accelerator with 12 GiB of memory is needed"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "int4"])
+def test_a_large_model_is_timed_with_acceptance_by_chance(dtype, monkeypatch):
+    monkeypatch.setattr(large, "COPIED", 2**20)
+    monkeypatch.setattr(large, "SIDE", 64)
+    full = large.CONFIGS[large.TARGET]
+    sizes = {"num_layers": 4, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 500, "windows": ()}
+    config = dataclasses.replace(full, **sizes, num_heads=4, num_kv_heads=2, head_dim=16)
+    found = large.measured(config, dtype, rows=2, context=64)
+    assert found["prompt"]["milliseconds"] > 0
+    taus = {(row["arm"], row["rows"]): row["tau"] for row in found["steps"]}
+    assert len(taus) == 5 and taus["plain", 1] == taus["plain", 2] == 1
+    assert taus["chain of 5", 1] == pytest.approx(large.CHAIN.tau, abs=1)
+    assert taus["tree 10-7-60", 2] == pytest.approx(large.TREE.tau, abs=1.5)
+    plain, *_, many, _ = found["steps"]
+    bits = {"bfloat16": 16, "int4": 4}[dtype]
+    # All weights but the embedding, once, however many rows: the head's are wide.
+    assert plain["bytes"] < many["bytes"] < 2 * plain["bytes"] and many["flops"] == 2 * plain["flops"]
+    assert plain["bytes"] * 8 / (plain["flops"] / 2) > bits
+
+
+def test_a_loop_calls_as_often_as_it_is_asked_to():
+    calls = []
+    run = looped(
+        lambda x: jax.pure_callback(lambda x: calls.append(1) or x, x, x), 5, (np.ones(2, np.float32),)
+    )
+    assert run().tolist() == [1, 1] and len(calls) == 5
 
 
 def test_a_section_that_dies_is_told_and_the_others_go_on(sections, monkeypatch, capsys, tmp_path):
