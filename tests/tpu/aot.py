@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mars_jax.lab.planning.chips import topology
@@ -21,8 +20,8 @@ __all__ = ["TOPOLOGIES", "abstract", "compile_for", "compile_program", "held_byt
 TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 LARGER = {"v5p": "v5p:2x2x2"}
 """Topologies of 8 devices."""
-WITHOUT_FIGURES = {"tpu7x": "tpu7x:2x2x1"}
-"""Generations that libtpu compiles for and `planning` has no published figures of."""
+NEW = {"tpu7x": "tpu7x:2x2x1"}
+"""Generations for which a few tests compile."""
 
 
 def compile_for(
@@ -39,11 +38,7 @@ def hbm_bytes(generation: str) -> int:
 
 def mesh(generation: str, *, devices: int = 1, axis: str = "model") -> Mesh:
     """The first devices of a topology of `generation` as a mesh of one axis."""
-    if generation in WITHOUT_FIGURES:
-        topology("v5e:2x2")  # which tells libtpu not to look for a host
-        found = topologies.get_topology_desc(WITHOUT_FIGURES[generation], "tpu").devices
-    else:
-        found = topology(TOPOLOGIES[generation] if devices <= 4 else LARGER[generation]).devices
+    found = topology((TOPOLOGIES | NEW)[generation] if devices <= 4 else LARGER[generation]).devices
     return Mesh(np.array(found[:devices]), (axis,))
 
 

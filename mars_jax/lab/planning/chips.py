@@ -1,7 +1,7 @@
 """Published figures of TPU chips, and the topologies that libtpu compiles for.
 
 Memory and bandwidth of a chip, and the shapes of slices by their accelerator types: Google's Cloud TPU documentation,
-pages v4, v5e, v5p and v6e (Trillium), 2026.
+pages v4, v5e, v5p, v6e (Trillium) and TPU7x (Ironwood), 2026.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from mars_jax.core.errors import MarsError
 
 
 class Chip(NamedTuple):
-    """One chip. A v4 chip is two devices for the compiler, which share what it has."""
+    """One chip. A chip of v4 or tpu7x is two devices for the compiler, which share what it has."""
 
     hbm_bytes: int
     bandwidth: float  # bytes a second between HBM and the core
@@ -26,6 +26,7 @@ CHIPS = {
     "v5e": Chip(16 * 2**30, 819e9, 2),
     "v5p": Chip(95 * 2**30, 2765e9, 3),
     "v6e": Chip(32 * 2**30, 1600e9, 2),
+    "tpu7x": Chip(192 * 2**30, 7380e9, 3),
 }
 
 
@@ -41,7 +42,7 @@ class Type(NamedTuple):
     """The form of accelerator types, such as v5litepod-8, that name slices of a generation."""
 
     generation: str
-    unit: int  # that a type counts, in a chip: cores of v4 and v5p, chips of the others
+    unit: int  # that a type counts, in a chip: cores of v4, v5p and tpu7x, chips of the others
     shapes: dict[int, str]  # by chips
 
 
@@ -51,6 +52,7 @@ TYPES = {
     "v5e": Type("v5e", 1, _FLAT),
     "v5p": Type("v5p", 2, _DEEP),
     "v6e": Type("v6e", 1, _FLAT),
+    "tpu7x": Type("tpu7x", 2, _DEEP),
 }
 
 
@@ -125,7 +127,7 @@ def topology(name: str) -> Topology:
     if chip is None or len(sizes) != chip.dims or not whole:
         raise MarsError(
             f"the topology is {name!r}: expected {', '.join(CHIPS)} and a shape, of two numbers such as v5e:4x4, or of "
-            "three for v4 and v5p, such as v5p:2x2x2; or a type such as v5litepod-4, v5p-8 or v6e-8."
+            "three for v4, v5p and tpu7x, such as v5p:2x2x2; or a type such as v5litepod-4, v5p-8 or v6e-8."
         )
     # Before libtpu is loaded: it must not look for a TPU host, and several processes may load it side by side.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")

@@ -150,12 +150,16 @@ class _Reader:
                 found += self.branch(instruction, times)
             elif instruction.opcode == "call":
                 found += self.items(self.module.computations[instruction.calls[0]], times)
-            elif instruction.name.startswith("async-collective-"):
-                # A pair of fusions around a collective, which only its beginning holds. It counts there as if it were
-                # waited for.
+            elif instruction.name.startswith("async-collective-") or instruction.opcode == "call-start":
+                # A pair of fusions around a collective, or of calls of a chip's sparse cores, which only its beginning
+                # holds. It counts there as if it were waited for.
                 inside = self.module.computations[instruction.calls[0]]
                 own = [i for i in inside.instructions.values() if i.opcode in COLLECTIVES]
+                if instruction.opcode == "call-start" and not own:
+                    raise unknown(f"{instruction.name} is no collective")
                 found += [self.op(inside, i, times) for i in own if "-start" in instruction.name]
+            elif instruction.opcode == "call-done":
+                pass
             elif instruction.opcode.endswith("-done"):
                 found.append(Wait(instruction.operands[0]))
             elif not is_free(instruction):

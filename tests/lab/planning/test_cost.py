@@ -152,6 +152,34 @@ def test_a_collective_between_two_fusions_counts_once():
     assert (op.opcode, op.devices, op.sent, op.received) == ("all-gather", 4, 8 * 60 * 4, 32 * 60 * 4)
 
 
+OFFLOADED = """
+HloModule one, is_scheduled=true
+
+%called (param: bf16[10,4096], token: token[]) -> bf16[10,4096] {
+  %token = token[] parameter(1)
+  %param = bf16[10,4096]{1,0} parameter(0)
+  ROOT %all-reduce.1 = bf16[10,4096]{1,0} all-reduce(%param), replica_groups=mesh['axis_0'=8,'axis_1'=1] {'axis_0'}, to_apply=%add, metadata={op_name="jit(run)/while/body/target/mlp"}
+}, execution_thread="sparsecore"
+
+ENTRY %main (x: bf16[10,4096]) -> bf16[10,4096] {
+  %x = bf16[10,4096]{1,0} parameter(0)
+  %prepared = s32[]{:S(2)} custom-call(), custom_call_target="PrepareAsyncCallStart"
+  %ready = token[] custom-call(%prepared), custom_call_target="PrepareAsyncCallDone"
+  %all-reduce.1.cloned.1.call-start = ((bf16[10,4096]{1,0}, token[]), bf16[10,4096]{1,0}) call-start(%x, %ready), async_execution_thread="sparsecore", to_apply=%called
+  ROOT %all-reduce.1.cloned.1.call-done = bf16[10,4096]{1,0} call-done(%all-reduce.1.cloned.1.call-start)
+}
+"""  # noqa: E501
+
+
+def test_a_collective_of_the_sparse_cores_counts_once():
+    """As libtpu writes them for tpu7x."""
+    nothing = bundles.Schedule(bundles.Routine([], []), {})
+    (op,) = [op for op in read_step(hlo.parse(OFFLOADED), nothing, live=1).ops() if not op.scalar]
+    assert (op.opcode, op.devices, op.sent, op.part) == ("all-reduce", 8, 2 * 10 * 4096, "target/mlp")
+    with pytest.raises(MarsError, match="call-start is no collective"):
+        read_step(hlo.parse(OFFLOADED.replace("all-reduce(", "copy(")), nothing, live=1)
+
+
 def an_op(name, *, opcode="fusion", moved=0, bundles=0, times=1, part="target/mlp", **sent):
     return Op(
         name=name, opcode=opcode, part=part, times=times, traffic=Traffic(moved, 0), bundles=bundles, flops=0,

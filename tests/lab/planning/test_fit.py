@@ -196,6 +196,7 @@ def test_the_command_prints_json_and_ends_with_whether_it_fits(capsys):
         ("v6e-16", "v6e:4x4", 16),
         ("v5p-8", "v5p:2x2x1", 4),
         ("v4-16", "v4:2x2x2", 8),
+        ("tpu7x-8", "tpu7x:2x2x1", 4),
     ],
 )
 def test_slices_have_the_names_of_the_cloud_too(name, shape, chips):
