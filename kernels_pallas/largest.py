@@ -21,8 +21,8 @@ from kernels_pallas.stats import bits
 
 Axis = str | tuple[str, ...]
 BLOCK = 64
-"""Tokens of a block whose maximum is looked at first. Ten blocks are fewer than 1,024 tokens, which XLA sorts on a GPU
-in a fifth of the time that its search of more takes."""
+"""Tokens of a block whose maximum is looked at first. Ten blocks are fewer than 1,024 tokens, which XLA sorts faster
+on a GPU than it searches more."""
 
 
 class TopK(NamedTuple):

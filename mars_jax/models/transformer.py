@@ -348,7 +348,7 @@ def _language_model(
 
     def init_cache(batch: int, slots: int) -> KVCache:
         # On a CPU a block begins at the same slots in a buffer of any length, so that a sum over it has one order. On a
-        # GPU scores in rows that are aligned take two thirds of the time.
+        # GPU rows of scores that are aligned take less time.
         kernel = form != "xla"
         if form == "auto":  # which fewer rows of short buffers never take
             kernel = on_tpu() and (batch >= KERNEL_ROWS or slots > TURN_SLOTS)
