@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 
 from mars_jax.constraints.automaton import FIRST, Automaton, automaton
-from mars_jax.constraints.nodes import Either, shown, text
+from mars_jax.constraints.nodes import Either, text
 from mars_jax.constraints.pattern import parse
 from mars_jax.constraints.schema import parsed, schema_automaton, too_deep
 from mars_jax.constraints.stored import stored
 from mars_jax.constraints.token_table import NO_TOKEN, TokenTable, token_table
 from mars_jax.constraints.vocabulary import Vocabulary
-from mars_jax.core.errors import MarsError
+from mars_jax.core.errors import MarsError, check_type, shown
 from mars_jax.core.reading import read_text
 
 PATH_MAX = 4096
@@ -118,8 +118,7 @@ def regex(pattern: str) -> Constraint:
     >>> regex(r"[0-9]{4}-[0-9]{2}").automaton.matches("2026-11")
     True
     """
-    if not isinstance(pattern, str):
-        raise MarsError(f"the pattern is {pattern!r}: expected a text.")
+    check_type("the pattern", pattern, str, "a text")
     return _checked(Constraint("regex", pattern))
 
 
@@ -174,9 +173,9 @@ def choice(texts: Iterable[str]) -> Constraint:
     >>> choice(["yes", "no"]).automaton.matches("no")
     True
     """
-    given = tuple(texts)
-    if isinstance(texts, str) or not given or not all(isinstance(one, str) and one for one in given):
-        raise MarsError(f"the choice is {texts!r}: expected a list of texts of at least one character.")
+    given = tuple(texts) if isinstance(texts, Iterable) and not isinstance(texts, str) else ()
+    if not given or not all(isinstance(one, str) and one for one in given):
+        raise MarsError(f"the choice is {shown(texts)}: expected a list of texts of at least one character.")
     return _checked(Constraint("choice", tuple(dict.fromkeys(given))))
 
 
@@ -189,11 +188,12 @@ def tokens(ids: Iterable[int]) -> Constraint:
     >>> tokens([5, 7]).content
     (5, 7)
     """
-    given = tuple(ids)
+    values = ids.tolist() if hasattr(ids, "tolist") else ids
+    given = tuple(values) if isinstance(values, Iterable) and not isinstance(values, bytes | Mapping) else ()
     if not given or not all(
         isinstance(i, int | np.integer) and not isinstance(i, bool) and i >= 0 for i in given
     ):
-        raise MarsError(f"the tokens are {given!r}: expected token ids, whole numbers of at least 0.")
+        raise MarsError(f"the tokens are {shown(ids)}: expected token ids, whole numbers of at least 0.")
     return Constraint("tokens", tuple(sorted({int(i) for i in given})))
 
 

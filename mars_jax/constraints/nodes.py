@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, Union
 
-from mars_jax.core.errors import MarsError
+from mars_jax.core.errors import MarsError, shown
 
 MOST_PIECES = 150_000
 """Most pieces of a constraint while it is built: parts of a schema or a pattern, and states before they are joined."""
@@ -101,18 +101,6 @@ def complement(ranges: Ranges) -> Ranges:
     ends = [-1, *(high for _, high in ranges)]
     starts = [*(low for low, _ in ranges), LARGEST + 1]
     return ranges_of([(a + 1, b - 1) for a, b in zip(ends, starts, strict=True) if a + 1 <= b - 1])
-
-
-def shown(value: object) -> str:
-    """Return a value for a message, which stays one sentence however long the value is.
-
-    >>> shown("ab"), len(shown("a" * 1000))
-    ("'ab'", 60)
-    """
-    if type(value) is int and value.bit_length() > 999:  # of thousands of digits Python writes none
-        return f"a number of {value.bit_length()} bits"
-    said = repr(value)
-    return said if len(said) <= 60 else f"{said[:57]}..."
 
 
 def text(literal: str) -> Node:

@@ -26,9 +26,8 @@ from mars_jax.constraints.nodes import (
     Sequence,
     complement,
     ranges_of,
-    shown,
 )
-from mars_jax.core.errors import MarsError
+from mars_jax.core.errors import MarsError, shown
 
 _parser: Any = importlib.import_module("re._parser")
 _REFUSED = {

@@ -35,11 +35,10 @@ from mars_jax.constraints.nodes import (
     TooLarge,
     optional,
     sequence,
-    shown,
     text,
 )
 from mars_jax.constraints.pattern import parse
-from mars_jax.core.errors import MarsError
+from mars_jax.core.errors import MarsError, shown
 
 DEEPEST = 24
 """Schemas inside of schemas; a recursive one is deeper than any."""

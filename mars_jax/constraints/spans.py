@@ -14,7 +14,7 @@ import numpy as np
 from mars_jax.constraints.automaton import FIRST, Automaton
 from mars_jax.constraints.token_table import NO_TOKEN, TokenTable, token_table
 from mars_jax.constraints.vocabulary import Vocabulary
-from mars_jax.core.errors import MarsError
+from mars_jax.core.errors import MarsError, check_text, check_type
 
 NAMED = {
     "think": ("<think>", "</think>"),
@@ -77,10 +77,7 @@ def _tracker(name: str) -> _Tags | _Json:
             f"the span is {name!r}: expected {', '.join(NAMED)}, json, or what opens and what closes one, as in "
             f"'<plan>{_BETWEEN}</plan>'."
         )
-    try:
-        return _Tags(tags[0].encode(), tags[1].encode())
-    except UnicodeEncodeError:
-        raise MarsError(f"the span is {name!r}, which is not valid Unicode: give it as UTF-8.") from None
+    return _Tags(tags[0].encode(), tags[1].encode())
 
 
 def names_of(given: str | Iterable[str]) -> tuple[str, ...]:
@@ -92,10 +89,10 @@ def names_of(given: str | Iterable[str]) -> tuple[str, ...]:
     >>> names_of("think"), names_of(["<a>...</a>", "json"])
     (('think',), ('<a>...</a>', 'json'))
     """
+    check_type("the span", given, (str, list, tuple), "a text, or a list of texts")
     found = (given,) if isinstance(given, str) else tuple(given)
     for name in found:
-        if not isinstance(name, str):
-            raise MarsError(f"the span is {name!r}: expected a text.")
+        check_text("the span", name)
         _tracker(name)
     return found
 

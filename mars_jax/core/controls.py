@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -12,8 +12,8 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from mars_jax.core.errors import MarsError, check_count, check_type
-from mars_jax.core.settings import CONTROLS, LARGEST_INT, Range, Setting, by_name
+from mars_jax.core.errors import MarsError, check_count, shown
+from mars_jax.core.settings import CONTROLS, EDITS, LARGEST_INT, Range, Setting, by_name
 from mars_jax.core.types import NO_TOKEN, Controls
 
 _LIMIT = Setting(
@@ -22,7 +22,7 @@ _LIMIT = Setting(
     help="most tokens of a row",
     ranges=Range("a whole number of at least 1", 1, LARGEST_INT),
 )
-_SETTINGS = CONTROLS | by_name(_LIMIT)
+_SETTINGS = CONTROLS | EDITS | by_name(_LIMIT)
 
 
 def make_controls(
@@ -61,7 +61,7 @@ def make_controls(
     """
 
     def field(name: str, value: Any, dtype: Any) -> Array:
-        return _field(name, value, batch, dtype)
+        return one_per_row(name, value, batch, dtype)
 
     check_count("batch", batch)
     return Controls(
@@ -86,20 +86,29 @@ def is_stop(tokens: Array, stop_tokens: Array) -> Array:
     return jnp.any(tokens[..., None] == stops, axis=-1) & (tokens >= 0)
 
 
-def _field(name: str, value: Any, batch: int, dtype: Any) -> Array:
+def one_per_row(name: str, value: Any, batch: int, dtype: Any) -> Array:
+    """Return dtype[batch] of a setting, from one value for all rows or one per row.
+
+    Raises:
+      MarsError: of another type or shape, or out of range.
+    """
     if isinstance(value, Tracer):
         return jnp.broadcast_to(value.astype(dtype), (batch,))
     try:
         raw = np.asarray(value)
+        kinds = (np.bool_,) if dtype == np.bool_ else (jnp.integer, jnp.floating)
+        if not any(jnp.issubdtype(raw.dtype, kind) for kind in kinds):
+            raise TypeError
         array = raw.astype(dtype)
-    except (TypeError, ValueError):
-        raise MarsError(f"{name} is {value!r}: expected a number, or one per row.") from None
+    except (TypeError, ValueError, OverflowError):
+        wanted = "True or False" if dtype == np.bool_ else "a number"
+        raise MarsError(f"{name} is {shown(value)}: expected {wanted}, or one per row.") from None
     if array.shape not in ((), (batch,)):
         raise MarsError(
             f"{name} has shape {array.shape}: expected one value, or one for each of the {batch} rows."
         )
     if dtype == np.int32 and not np.all(raw == array):
-        raise MarsError(f"{name} is {value!r}: expected whole numbers of 32 bits.")
+        raise MarsError(f"{name} is {shown(value)}: expected whole numbers of 32 bits.")
     _SETTINGS[name].check(array)
     return jax.device_put(np.broadcast_to(array, (batch,)), may_alias=False)  # for which nothing is compiled
 
@@ -109,19 +118,32 @@ def _stop_tokens(value: Any, batch: int) -> Array:
         if value.ndim == 2 and value.shape[0] == batch and value.shape[1] >= 1:
             return value.astype(jnp.int32)
         value = np.asarray(value)
-    check_type("stop_tokens", value, Iterable, "a sequence of token ids, or one for each row")
+    if not isinstance(value, Iterable) or isinstance(value, str | bytes | Mapping) or np.ndim(value) == 0:
+        raise MarsError(
+            f"stop_tokens is {shown(value)}: expected a sequence of token ids, or one for each row."
+        )
     rows = list(value)
-    if not any(isinstance(row, Sequence | np.ndarray) and np.ndim(row) == 1 for row in rows):
+    if not any(isinstance(row, list | tuple | np.ndarray | Array) for row in rows):
         rows = [rows] * batch
     if len(rows) != batch:
         raise MarsError(
             f"stop_tokens has {len(rows)} rows: expected one sequence of ids, or one for each of {batch}."
         )
-    width = max(1, *(len(row) for row in rows)) if rows else 1
-    padded = np.full((batch, width), NO_TOKEN, np.int32)
-    for b, row in enumerate(rows):
-        ids = np.asarray(row if len(row) else [NO_TOKEN])
-        if not np.issubdtype(ids.dtype, np.integer) or np.any(ids < NO_TOKEN):
-            raise MarsError(f"stop_tokens holds {row!r}: expected token ids, whole numbers of at least 0.")
-        padded[b, : len(ids)] = ids
+    ids = [_row_of_ids(row) for row in rows]
+    padded = np.full((batch, max(1, *map(len, ids))), NO_TOKEN, np.int32)
+    for b, row in enumerate(ids):
+        padded[b, : len(row)] = row
     return jax.device_put(padded, may_alias=False)
+
+
+def _row_of_ids(row: Any) -> np.ndarray:
+    """i32[M]: the stop tokens of one row."""
+    try:
+        ids = np.asarray(row)
+    except ValueError:  # lists of several lengths
+        ids = np.zeros((0, 0))
+    if ids.shape == (0,):
+        return ids.astype(np.int32)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu" or np.any((ids < NO_TOKEN) | (ids > LARGEST_INT)):
+        raise MarsError(f"stop_tokens holds {shown(row)}: expected token ids, whole numbers of at least 0.")
+    return ids

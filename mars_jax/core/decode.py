@@ -20,11 +20,12 @@ from jax import Array, lax
 from mars_jax.core.decoder import Decoder as Decoder
 from mars_jax.core.decoder import speculative_decoder as speculative_decoder
 from mars_jax.core.donating import donating
-from mars_jax.core.errors import check_count, check_type
+from mars_jax.core.errors import MarsError, check_count, check_type, shown
 from mars_jax.core.given import check_asked, check_params, check_prompts, rows_of
 from mars_jax.core.mesh import by_rows
 from mars_jax.core.metrics import DecodeStats, accumulate, zero_stats
 from mars_jax.core.rule import for_rows
+from mars_jax.core.settings import LARGEST_INT
 from mars_jax.core.types import DecodeState, Params, Prompts, StepInfo
 
 _ABSENT = object()
@@ -36,9 +37,21 @@ def check_given(decoder: Any, params: Any, state: Any = _ABSENT, *, max_steps: A
     check_params(params)
     if state is not _ABSENT:
         rows_of(state)
-    is_array = isinstance(max_steps, Array | np.ndarray) and max_steps.shape == ()
-    if max_steps is not None and not (is_array and jnp.issubdtype(max_steps.dtype, jnp.integer)):
-        check_count("max_steps", max_steps, 0)
+    if max_steps is not None:
+        check_number("max_steps", max_steps, 0)
+
+
+def check_number(name: str, value: Any, least: int = 1) -> None:
+    """Raise MarsError for anything but a number of steps or rows that fits i32: Python's, or an array i32[]."""
+    if (
+        isinstance(value, Array | np.ndarray)
+        and value.shape == ()
+        and jnp.issubdtype(value.dtype, jnp.integer)
+    ):
+        return
+    check_count(name, value, least)
+    if value > LARGEST_INT:
+        raise MarsError(f"{name} is {shown(value)}: expected at most {LARGEST_INT}.")
 
 
 @functools.partial(jax.jit, static_argnums=0)

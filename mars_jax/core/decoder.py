@@ -18,7 +18,7 @@ from jax import Array
 from mars_jax.core.conditions import Conditions
 from mars_jax.core.drafter import Drafter
 from mars_jax.core.emit import emit
-from mars_jax.core.errors import MarsError
+from mars_jax.core.errors import MarsError, check_count
 from mars_jax.core.evidence import Evidence
 from mars_jax.core.extend import extended, padded_to
 from mars_jax.core.given import (
@@ -87,10 +87,10 @@ class Decoder:
         """Advance every live row by 1 to D + 1 tokens: propose, score, judge, update, emit, commit.
 
         Raises:
-          MarsError: params that are no `Params`, or a state that is none.
+          MarsError: params that are no `Params`, a state that is none, or one that began under another rule.
         """
         check_params(params)
-        rows_of(state)
+        self._check_state(state)
         return by_rows(self._step)(params, state)
 
     def insert(
@@ -115,10 +115,12 @@ class Decoder:
         """
         check_params(params)
         prompts = self.checked(prompts)
+        self._check_state(state)
         check_places(rows, prompts.length.shape[0], rows_of(state))
         prompts = dataclasses.replace(prompts, controls=as_wide(prompts.controls, state.controls))
         if read is None:
             return inserted(self._read, self._put, params, state, rows, prompts)
+        self._check_state(read)
         self._check_cache(read)
         prompts = dataclasses.replace(prompts, tokens=read.tokens, length=read.length)
         # A row of -1 goes one past the end, where it is dropped.
@@ -142,7 +144,7 @@ class Decoder:
           MarsError: as `checked`, or a state of another decoder.
         """
         check_params(params)
-        rows_of(state)
+        self._check_state(state)
         go_on = functools.partial(extended, self.target, self.drafter, self.prefill_chunk, self._check_cache)
         return by_rows(go_on)(params, state, padded_to(state, self.checked(prompts)))
 
@@ -156,11 +158,7 @@ class Decoder:
         """
         check_asked(prompts)
         check_prompts(prompts.tokens, prompts.length, self.target.vocab_size)
-        if structure(prompts.rule) != self.rule:
-            raise MarsError(
-                f"the rule {facts(prompts.rule).name} is not of the structure that this decoder was made for: give "
-                "speculative_decoder the same rule; only its numbers may differ."
-            )
+        self._check_rule(prompts.rule)
         count = prompts.tokens.shape[0]
         check_settings(prompts.controls, prompts.keys, count)
         controls, rule, keys = jax.tree.map(
@@ -205,6 +203,19 @@ class Decoder:
         self._check_cache(state)
         return scatter(self.target, state, at, new)
 
+    def _check_state(self, state: DecodeState) -> None:
+        """Raise MarsError for anything but a state that began under this decoder's rule."""
+        rows_of(state)
+        self._check_rule(state.rule)
+
+    def _check_rule(self, rule: Any) -> None:
+        """Raise MarsError for a rule that differs from this decoder's in more than its numbers."""
+        if structure(rule) != self.rule:
+            raise MarsError(
+                f"the rule {facts(rule).name} is not of the structure that this decoder was made for: give "
+                "speculative_decoder the same rule; only its numbers may differ."
+            )
+
     def _check_cache(self, state: DecodeState) -> None:
         batch, buffer = state.tokens.shape
         own = jax.eval_shape(lambda: self.target.init_cache(batch, buffer + self.drafter.num_nodes))
@@ -247,8 +258,8 @@ def speculative_decoder(
       32
     """
     check_pair(target, drafter)
-    if prefill_chunk is not None and prefill_chunk < 1:
-        raise MarsError(f"prefill_chunk is {prefill_chunk}: expected a whole number of at least 1, or None.")
+    if prefill_chunk is not None:
+        check_count("prefill_chunk", prefill_chunk)
     if drafter.vocab_size is not None and drafter.vocab_size != target.vocab_size:
         raise MarsError(
             f"the drafter '{drafter.name}' has a vocabulary of {drafter.vocab_size} tokens and the target one of "

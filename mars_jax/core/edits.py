@@ -10,7 +10,7 @@ Oracles: these processors, and autoregression (tests/core/test_edits.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,8 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from mars_jax.core.errors import MarsError, check_count, check_type
-from mars_jax.core.settings import EDITS, LARGEST_FLOAT
+from mars_jax.core.controls import one_per_row
+from mars_jax.core.errors import MarsError, check_count, check_type, shown
+from mars_jax.core.settings import LARGEST_FLOAT, LARGEST_INT
 from mars_jax.core.tree import ancestors
 from mars_jax.core.types import NO_TOKEN, DraftTree, Edits
 
@@ -53,37 +54,56 @@ def make_edits(
     [[5], [5]]
     """
     check_count("batch", batch)
-    check_type("logit_bias", logit_bias, Iterable, "a mapping of token ids to numbers, or one for each row")
+    check_count("width", width)
+    wanted = "a mapping of token ids to numbers, or one for each row"
+    check_type("logit_bias", logit_bias, (Mapping, list, tuple), wanted)
     rows = [logit_bias] * batch if isinstance(logit_bias, Mapping) else list(logit_bias) or [{}] * batch
     if len(rows) != batch:
         raise MarsError(f"logit_bias has {len(rows)} rows: expected one mapping, or one for each of {batch}.")
     for row in rows:
-        check_type("logit_bias of a row", row, (Mapping, Sequence), "a mapping of token ids to numbers")
+        check_type("logit_bias of a row", row, (Mapping, list, tuple), "a mapping of token ids to numbers")
     pairs = [list(row.items()) if isinstance(row, Mapping) else list(row) for row in rows]
     width = max(width, *(len(row) for row in pairs))
     tokens = np.full((batch, width), NO_TOKEN, np.int32)
     values = np.zeros((batch, width), np.float32)
     for b, row in enumerate(pairs):
-        for k, (token, value) in enumerate(row):
-            if token < 0 or not value <= LARGEST_FLOAT:
-                raise MarsError(
-                    f"logit_bias has {token}: {value}: expected a token id and a number, or -inf to ban it."
-                )
-            tokens[b, k], values[b, k] = token, value
-
-    def penalty(name: str, value: Any) -> Array:
-        EDITS[name].check(value)
-        if np.shape(value) not in ((), (batch,)):
-            raise MarsError(f"{name} has shape {np.shape(value)}: expected one value, or one for each row.")
-        return jnp.broadcast_to(jnp.asarray(value, jnp.float32), (batch,))
+        for k, pair in enumerate(row):
+            if not isinstance(pair, tuple | list) or len(pair) != 2:
+                raise MarsError(f"logit_bias has {shown(pair)}: expected pairs of a token id and a number.")
+            tokens[b, k], values[b, k] = bias_of(*pair)
 
     return Edits(
         bias_tokens=jnp.asarray(tokens),
         bias=jnp.asarray(values),
-        repetition=penalty("repetition_penalty", repetition_penalty),
-        presence=penalty("presence_penalty", presence_penalty),
-        frequency=penalty("frequency_penalty", frequency_penalty),
+        repetition=one_per_row("repetition_penalty", repetition_penalty, batch, np.float32),
+        presence=one_per_row("presence_penalty", presence_penalty, batch, np.float32),
+        frequency=one_per_row("frequency_penalty", frequency_penalty, batch, np.float32),
     )
+
+
+def bias_of(
+    token: Any, value: Any, vocab_size: int = LARGEST_INT, wanted: str = "a token id"
+) -> tuple[int, float]:
+    """Return an entry of a logit bias as Python's numbers.
+
+    Args:
+      token: from 0 to `vocab_size` - 1.
+      value: finite, or -inf.
+      wanted: description of `token` for the message.
+
+    Raises:
+      MarsError: another type, or out of range.
+
+    >>> bias_of(np.int32(5), 1)
+    (5, 1.0)
+    """
+    token, value = (x.item() if isinstance(x, np.generic) else x for x in (token, value))
+    is_token = type(token) is int and 0 <= token < vocab_size
+    if not is_token or type(value) not in (int, float) or not value <= LARGEST_FLOAT:
+        raise MarsError(
+            f"logit_bias has {shown(token)}: {shown(value)}: expected {wanted} and a number, or -inf to ban it."
+        )
+    return token, float(value)
 
 
 def edited(

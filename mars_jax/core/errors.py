@@ -29,15 +29,54 @@ def check_type(name: str, value: Any, kinds: type | tuple[type, ...], wanted: st
 
 
 def check_count(name: str, value: Any, least: int = 1) -> None:
-    """Raise MarsError for anything but a whole number of at least `least`.
+    """Raise MarsError for anything but a whole number of at least `least`; a bool is none.
 
     >>> check_count("batch_size", 0.5)
     Traceback (most recent call last):
     mars_jax.core.errors.MarsError: batch_size is 0.5: expected a whole number of at least 1.
     """
-    if not isinstance(value, numbers.Integral) or value < least:
-        shown = value if isinstance(value, numbers.Number | str) else f"of type {type(value).__name__}"
-        raise MarsError(f"{name} is {shown}: expected a whole number of at least {least}.")
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
+        raise MarsError(f"{name} is {shown(value)}: expected a whole number of at least {least}.")
+
+
+def check_text(name: str, value: Any) -> None:
+    """Raise MarsError for anything but a string that UTF-8 can encode: half of a surrogate pair has no bytes.
+
+    >>> check_text("the prompt", "a\ud800")
+    Traceback (most recent call last):
+    mars_jax.core.errors.MarsError: the prompt is 'a\\ud800', which is not valid Unicode: give it as UTF-8.
+    """
+    if not isinstance(value, str):
+        raise MarsError(f"{name} is {shown(value)}: expected a text.")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise MarsError(f"{name} is {shown(value)}, which is not valid Unicode: give it as UTF-8.") from None
+
+
+def check_switch(name: str, value: Any) -> None:
+    """Raise MarsError for anything but True or False."""
+    if not isinstance(value, bool):
+        raise MarsError(f"{name} is {shown(value)}: expected True or False.")
+
+
+def shown(value: Any) -> str:
+    """Format a value for a message in at most 100 characters: as Python writes it, or an object by its type.
+
+    >>> shown("ab"), shown(object()), len(shown("a" * 1000))
+    ("'ab'", 'of type object', 100)
+    """
+    if not isinstance(value, numbers.Number | str | bytes | list | tuple | dict | set | type(None)):
+        return f"of type {type(value).__name__}"
+    if isinstance(value, int) and value.bit_length() > 999:  # Python refuses to print thousands of digits
+        return f"a number of {value.bit_length()} bits"
+    try:
+        text = repr(value)
+    except ValueError:  # such a number inside a list
+        return f"of type {type(value).__name__}"
+    if "\n" in text:  # an array inside a list
+        return f"of type {type(value).__name__}"
+    return text if len(text) <= 100 else f"{text[:97]}..."
 
 
 def did_you_mean(given: str, known: Iterable[str]) -> str:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mars_jax.core.decode import check_given, ready
+from mars_jax.core.decode import check_given, check_number, ready
 from mars_jax.core.decoder import Decoder
 from mars_jax.core.donating import donating
 from mars_jax.core.errors import MarsError, check_type
@@ -26,9 +26,11 @@ from mars_jax.core.pick import in_rows
 from mars_jax.core.types import DecodeState, Params, Prompts
 
 
-def _check(decoder: Any, params: Any, state: Any, stats: Any, *_: Any, **__: Any) -> None:
+def _check(decoder: Any, params: Any, state: Any, stats: Any, ended: Any = 1, most: Any = 1) -> None:
     check_given(decoder, params, state)
     check_type("stats", stats, DecodeStats, "what zero_stats or an earlier call gives")
+    for name, value in {"ended": ended, "most": most}.items():
+        check_number(name, value)
 
 
 @donating(2, 3, check=_check)
@@ -102,6 +104,8 @@ def refill(
     _check(decoder, params, state, stats)
     prompts = ready(decoder, prompts)
     check_places(rows, prompts.tokens.shape[0], rows_of(state))
+    if read is not None:
+        rows_of(read)
     return _refill(decoder, params, state, stats, rows, prompts, read)
 
 

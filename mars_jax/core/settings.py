@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from mars_jax.core.errors import MarsError, did_you_mean
+from mars_jax.core.errors import MarsError, did_you_mean, shown
 
 LARGEST_INT = 2**31 - 1
 """Settings travel as int32 and float32."""
@@ -97,7 +97,7 @@ class Setting:
         single = bool(self.choices) or (self.kind in (bool, str) and not self.per_row)
         for one in [value] if single and isinstance(value, list | tuple) else _each(value):
             if not self._holds(one, chosen):
-                told = f"{one:g}" if type(one) is float else repr(one)
+                told = f"{one:g}" if type(one) is float else shown(one)
                 near = did_you_mean(str(one), self.choices)
                 raise MarsError(f"{shown or self.name} is {told}{near}: expected {self.expected(**chosen)}.")
 
@@ -135,7 +135,7 @@ class Setting:
         return value
 
     def from_json(self, value: Any, **chosen: Any) -> Any:
-        """The value of a key in a row of a prompts file.
+        """The value of a key in a row of a prompts file, or of an option of `generate`, in the setting's type.
 
         Raises:
           MarsError: of another type, or out of range.
@@ -147,7 +147,7 @@ class Setting:
         if self.kind is float and type(value) is int and abs(value) <= LARGEST_FLOAT:
             value = float(value)
         if type(value) is not self.kind or not self._holds(value, chosen):
-            raise MarsError(f"{self.name} is {value!r}: expected {self.expected(**chosen)}.")
+            raise MarsError(f"{self.name} is {shown(value)}: expected {self.expected(**chosen)}.")
         return value
 
     def as_json(self) -> dict[str, Any]:

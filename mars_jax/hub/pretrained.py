@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import operator
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +14,17 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from mars_jax.core.errors import MarsError, check_type, first_line
+from mars_jax.core.conversation import Turn as Turn
+from mars_jax.core.conversation import as_conversation, as_turns
+from mars_jax.core.errors import (
+    MarsError,
+    check_count,
+    check_switch,
+    check_text,
+    check_type,
+    first_line,
+    shown,
+)
 from mars_jax.core.types import LanguageModel, PyTree
 from mars_jax.hub.gguf_file import is_gguf, read_gguf
 from mars_jax.hub.tokenizer import (
@@ -36,8 +47,6 @@ class OwnConfig(NamedTuple):
     bos_token_id: int | None = None
 
 
-Turn = Mapping[str, Any]
-"""A turn of a conversation: its `role`, such as "user", its `content`, and what else the template reads."""
 Prompt = str | Sequence[Turn]
 """A text, or a conversation."""
 
@@ -99,9 +108,12 @@ class Pretrained:
             raise MarsError(
                 "stop_tokens do not apply with a config, whose eos_token_ids they are: leave them out."
             )
+        check_type("the model", model, LanguageModel, "a LanguageModel")
         known: Any = config
         if known is None:
-            known = OwnConfig(model.vocab_size, int(max_positions or 0), tuple(int(i) for i in stop_tokens))
+            check_count("max_positions", max_positions)
+            stops = token_ids("stop_tokens", stop_tokens, model.vocab_size)
+            known = OwnConfig(model.vocab_size, int(max_positions or 0), stops)
         return Pretrained(
             name=name,
             model=model,
@@ -156,6 +168,32 @@ class Pretrained:
         eos = self.tokenizer.eos_token_id if self.has_tokenizer else None
         return () if eos is None else (int(eos),)
 
+    @functools.cached_property
+    def chat_stop_tokens(self) -> tuple[int, ...]:
+        """Ids that end an answer in a chat: `stop_tokens`, the tokenizer's end of text, and its end of a turn.
+
+        The end of a turn is the special token that the chat template writes directly after an assistant's message, such
+        as <|im_end|>. Some checkpoints name it in none of their configs.
+        """
+        if not self.has_tokenizer:
+            return self.stop_tokens
+        special = {
+            token.content: i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special
+        }
+        content = "An answer"
+        try:
+            text = self.tokenizer.apply_chat_template(
+                [*as_turns("A question"), {"role": "assistant", "content": content}], tokenize=False
+            )
+        except Exception:  # there is no template, or it refuses these turns
+            text = ""
+        after = text.partition(content)[2]
+        ends = [token for token in special if token and after.startswith(token)]
+        ids = [special[token] for token in sorted(ends, key=len)[-1:]]
+        eos = self.tokenizer.eos_token_id
+        ids += [] if eos is None else [int(eos)]
+        return tuple(dict.fromkeys([*self.stop_tokens, *(i for i in ids if i < self.config.vocab_size)]))
+
     def encode(
         self,
         prompt: Prompt,
@@ -169,10 +207,12 @@ class Pretrained:
         Raises:
           MarsError: the prompt is empty, or as `encode_chat`.
         """
-        if not prompt:
-            raise MarsError("the prompt is empty: give at least one character of text to continue.")
+        check_switch("chat", chat)
         if not isinstance(prompt, str):
             return self.encode_chat(prompt, system=system, template_args=template_args)
+        if not prompt:
+            raise MarsError("the prompt is empty: give at least one character of text to continue.")
+        check_text("the prompt", prompt)
         if chat:
             return self.encode_chat(as_turns(prompt), system=system, template_args=template_args)
         with told_of_panics(self.name):
@@ -204,7 +244,10 @@ class Pretrained:
             raise MarsError(
                 f"'{self.name}' has no chat template: leave --chat out, or use an instruction-tuned model."
             )
-        turns = with_system(turns, system)
+        turns = as_conversation(turns, system)
+        check_type(
+            "template_args", template_args, (Mapping, type(None)), "variables of the chat template by name"
+        )
         continues = turns[-1]["role"] == "assistant"
         try:
             with told_of_panics(self.name):
@@ -239,6 +282,8 @@ class Pretrained:
         Raises:
           MarsError: as `encode`, of the first prompt that it refuses.
         """
+        check_type("prompts", prompts, (list, tuple), "a list of texts or conversations")
+        check_switch("chat", chat)
         try:
             turns = [p if not isinstance(p, str) else as_turns(p) if chat else None for p in prompts]
             with on_all_cores(), told_of_panics(self.name):
@@ -246,7 +291,7 @@ class Pretrained:
                     found = self._encoded(list(prompts))
                 elif all(turns) and not any(t and t[-1]["role"] == "assistant" for t in turns):
                     found = self.tokenizer.apply_chat_template(
-                        [with_system(t or (), system) for t in turns],
+                        [as_conversation(t or (), system) for t in turns],
                         add_generation_prompt=True,
                         return_dict=True,
                         **(template_args or {}),
@@ -264,51 +309,61 @@ class Pretrained:
             return self.tokenizer(texts)["input_ids"]
         return [encoding.ids for encoding in self._plain.encode_batch(texts)]
 
-    def check_tokens(self, ids: Sequence[int]) -> None:
-        """Raise MarsError where ids are none at all, or outside of the model's vocabulary."""
-        if not len(ids):
+    def check_tokens(self, ids: Sequence[int]) -> tuple[int, ...]:
+        """Return the token ids of a prompt as ints.
+
+        Raises:
+          MarsError: there are none, or one is not a whole number or is outside of the model's vocabulary.
+        """
+        tokens = token_ids("the prompt", ids)
+        if not tokens:
             raise MarsError("the prompt has no tokens: give at least one.")
-        outside = [i for i in ids if not 0 <= i < self.config.vocab_size]
+        outside = [i for i in tokens if not 0 <= i < self.config.vocab_size]
         if outside:
             raise MarsError(
                 f"prompt token {outside[0]} is outside of the {self.config.vocab_size} tokens of '{self.name}': "
                 "tokenize the prompt with this model's own tokenizer."
             )
+        return tokens
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids, special tokens left out; "" where there is no tokenizer."""
+        """Return the text of token ids, special tokens left out; "" where there is no tokenizer.
+
+        Raises:
+          MarsError: an id is not a whole number or is outside of the model's vocabulary.
+        """
+        tokens = list(token_ids("ids", ids, self.config.vocab_size))
         if not self.has_tokenizer:
             return ""
         with told_of_panics(self.name):
             if self._plain is not None:
-                return self._plain.decode(list(ids), skip_special_tokens=True)
-            return self.tokenizer.decode(
-                list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
-            )
+                return self._plain.decode(tokens, skip_special_tokens=True)
+            return self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
-def as_turns(text: str) -> list[Turn]:
-    """Return a text as a conversation of one user turn."""
-    return [{"role": "user", "content": text}]
-
-
-def with_system(turns: Sequence[Turn], system: str | None) -> list[Turn]:
-    """Return the turns of a conversation, after a system turn where one is given and they begin with none.
+def token_ids(name: str, values: Any, vocab_size: int | None = None) -> tuple[int, ...]:
+    """Return a sequence of token ids as ints; `vocab_size`, if given, bounds them.
 
     Raises:
-      MarsError: they are no turns.
+      MarsError: not a sequence, or an entry that is not a whole number or is out of range.
 
-    >>> [turn["role"] for turn in with_system(as_turns("Hello"), "Be brief.")]
-    ['system', 'user']
+    >>> token_ids("stop_tokens", np.asarray([3, 4]), 11)
+    (3, 4)
     """
-    made = list(turns)
-    for turn in made:
-        if not isinstance(turn, Mapping) or not isinstance(turn.get("role"), str) or "content" not in turn:
-            raise MarsError(f"a turn is {turn!r}: expected an object with a role and its content.")
-    if not made:
-        raise MarsError("the conversation is empty: give at least one turn.")
-    own = made[0]["role"] == "system"
-    return made if system is None or own else [{"role": "system", "content": system}, *made]
+    wanted = "token ids" if vocab_size is None else f"token ids from 0 to {vocab_size - 1}"
+    try:
+        if isinstance(values, str | bytes | Mapping):
+            raise TypeError
+        raw = tuple(values.tolist() if hasattr(values, "tolist") else values)
+        ids = tuple(map(operator.index, raw))
+        outside = vocab_size is not None and any(not 0 <= i < vocab_size for i in ids)
+        if outside or any(isinstance(i, bool) for i in raw):
+            raise ValueError
+    except (TypeError, ValueError):
+        raise MarsError(
+            f"{name} is {shown(values)}: expected {wanted}, a sequence of whole numbers."
+        ) from None
+    return ids
 
 
 def differing_tokens(target: Pretrained, draft: Pretrained) -> list[str]:

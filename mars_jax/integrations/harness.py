@@ -24,6 +24,7 @@ from mars_jax.cli.generate.output_file import fingerprints
 from mars_jax.cli.open_target import check_draft, open_mesh
 from mars_jax.cli.progress import progress_bar
 from mars_jax.cli.rule_flags import rule_and_file
+from mars_jax.core.conversation import as_conversation
 from mars_jax.core.errors import MarsError
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.integrations.answer_file import Answers, place_of
@@ -258,9 +259,10 @@ class MarsJax(TemplateLM):
         """
         if self._template is None:
             self.chat_template(True)
+        turns = as_conversation(chat_history)
         try:
             return self.tokenizer.apply_chat_template(
-                list(chat_history),
+                turns,
                 chat_template=self._template,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
@@ -358,6 +360,7 @@ class MarsJax(TemplateLM):
             made += make_requests(
                 self._target,
                 [ids],
+                chat=self._template is not None,
                 max_new_tokens=limit,
                 seed=(self._seed + index) % 2**32,
                 stop_strings=until,

@@ -5,6 +5,9 @@ Oracle: `generate` of the whole conversation (tests/serve/test_running.py).
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Self, Unpack
 
@@ -27,8 +30,10 @@ class Chat:
     The chat template is applied to the whole conversation at each turn. Some templates change earlier turns, for
     example by removing an answer's thoughts; the models then read from the first change on.
 
-    `messages` holds the turns, each with its `role` and `content`, an answer without the white space around it; change
-    it as you like between two of them.
+    `messages` holds the turns, each with its `role` and `content`, an answer without the white space around it. Change
+    it as you like between two turns; a turn during which it changes is not added.
+
+    Turn i of the user, counted from 0, draws with the seed + i, so a conversation that is repeated gives the same answers.
 
     >>> import mars_jax as mj
     >>> chat = mj.Chat(mj.load("tiny/target"), "ngram", max_new_tokens=8)
@@ -51,8 +56,7 @@ class Chat:
     ):
         """
         Args:
-          target, drafter, verify, system, template_args, ignore_eos, options: as for `generate`, each option one value;
-            a turn draws with the one seed.
+          target, drafter, verify, system, template_args, ignore_eos, options: as for `generate`, each option one value.
 
         Raises:
           MarsError: as `generate`.
@@ -63,7 +67,8 @@ class Chat:
         def ask(turns: Sequence[Turn]) -> Request:
             [request] = make_requests(target, [turns], **how, **options)
             check_relaxes(session.rule, [request])
-            return request
+            turn = sum(turn["role"] == "user" for turn in turns) - 1
+            return dataclasses.replace(request, seed=(request.seed + turn) % 2**32)
 
         self._begin(Running(session), ask)
 
@@ -78,6 +83,9 @@ class Chat:
         self.messages: list[Turn] = []
         self.ask = ask
         self._running = running
+        self._last: Callable[[], Generator[StreamEvent] | None] = lambda: (
+            None
+        )  # weak reference to the last stream
 
     @property
     def read(self) -> int:
@@ -97,8 +105,10 @@ class Chat:
     def stream(self, text: str) -> Generator[StreamEvent, None, None]:
         """Do `say`, step by step.
 
-        If the iterator is closed early, the answer is the text so far; without any text the turn is dropped.
+        If the iterator is closed early, the answer is the text so far; without any text the turn is dropped. The next
+        turn, `undo` and `clear` close it.
         """
+        self._close()
         turns: list[Turn] = [*self.messages, {"role": "user", "content": text}]
         request = self.ask(turns)
         target, tokens = self._running.session.target, len(request.prompt_tokens)
@@ -107,25 +117,37 @@ class Chat:
                 f"the conversation is full: with this turn it has {tokens} tokens, and '{target.name}' a context of "
                 f"{target.config.max_positions}: take turns back, or begin a new one."
             )
-        return self._kept(turns, self._running.stream(request))
+        events = self._answered(turns, self._running.stream(request))
+        # A weak reference, so that a stream that its caller drops is closed at once.
+        self._last = weakref.ref(events)
+        return events
 
-    def _kept(self, turns: list[Turn], told: Generator[StreamEvent, None, None]) -> Generator[StreamEvent]:
-        said = ""
+    def _close(self) -> None:
+        """Close the stream of the last turn if it has not been read to its end."""
+        if (events := self._last()) is not None:
+            events.close()
+
+    def _answered(
+        self, turns: list[Turn], events: Generator[StreamEvent, None, None]
+    ) -> Generator[StreamEvent]:
+        """Yield the events of a turn, and add it with its answer to the conversation at its end."""
+        answer = ""
         try:
-            for event in told:
-                said += event.text
-                if event.completion is not None:
-                    self._end(turns, said)
-                yield event
+            with contextlib.closing(events):
+                for event in events:
+                    answer += event.text
+                    if event.completion is not None:
+                        self._add(turns, answer)
+                    yield event
         except GeneratorExit:
-            if said:
-                self._end(turns, said)
+            if answer:
+                self._add(turns, answer)
             raise
 
-    def _end(self, turns: list[Turn], said: str) -> None:
-        # Templates write the space between a role and its text themselves, and where they do a second one would begin
-        # other tokens than those that were said.
-        self.messages = [*turns, {"role": "assistant", "content": said.strip()}]
+    def _add(self, turns: list[Turn], answer: str) -> None:
+        if self.messages == turns[:-1]:
+            # Templates write the space between a role and its text themselves. A second space would change the tokens.
+            self.messages = [*turns, {"role": "assistant", "content": answer.strip()}]
 
     def undo(self) -> str:
         """Remove the user's last turn and its answer; returns the text of the turn.
@@ -133,6 +155,7 @@ class Chat:
         Raises:
           MarsError: there is none.
         """
+        self._close()
         last = max((i for i, turn in enumerate(self.messages) if turn["role"] == "user"), default=None)
         if last is None:
             raise MarsError("there is no turn to take back: the conversation is empty.")
@@ -142,4 +165,5 @@ class Chat:
 
     def clear(self) -> None:
         """Begin a new conversation. Tokens that it shares with the beginning of the old one are not read again."""
+        self._close()
         self.messages = []

@@ -71,7 +71,7 @@ class Prepared:
         if any(r.edits for r in self.requests):
             controls = dataclasses.replace(controls, edits=self._edits(own))
         controls = dataclasses.replace(controls, guides=self.guides.rows(own))
-        keys = keys_from_seeds(jnp.array(np.asarray([r.seed & 0xFFFFFFFF for r in own], np.uint32)))
+        keys = keys_from_seeds(jnp.array(np.asarray([r.seed for r in own], np.uint32)))
         numbers = take_rows(self.rule.rule, [i or 0 for i in entries], len(self.requests))
         made = Prompts(jnp.array(tokens), jnp.array(lengths), controls, for_rows(numbers, len(own)), keys)
         mesh = self.target.mesh

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import numbers
-import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Unpack
 
@@ -15,11 +13,19 @@ import numpy as np
 from mars_jax import specs
 from mars_jax.constraints import Constraint
 from mars_jax.constraints.spans import Spans, names_of
-from mars_jax.core.errors import MarsError, check_count, did_you_mean
+from mars_jax.core.edits import bias_of
+from mars_jax.core.errors import (
+    MarsError,
+    check_count,
+    check_switch,
+    check_text,
+    check_type,
+    did_you_mean,
+    shown,
+)
 from mars_jax.core.metrics import Metrics
-from mars_jax.core.settings import LARGEST_FLOAT
 from mars_jax.core.types import NO_TOKEN
-from mars_jax.hub.pretrained import Pretrained, Turn, check_pretrained
+from mars_jax.hub.pretrained import Pretrained, Turn, check_pretrained, token_ids
 from mars_jax.serve.constrained import with_constraints
 from mars_jax.serve.options import Options
 
@@ -50,7 +56,7 @@ class Request:
     min_p: float = 0.0  # 0 is off
     strict: bool = False  # nothing is relaxed
     draft_stop: float = math.inf  # as `Controls.draft_stop`
-    seed: int = 0  # of its draws
+    seed: int = 0  # of its draws; `make_requests` numbers them, so that requests differ
     max_new_tokens: int = 256  # of the completion, at most
     stop_tokens: tuple[int, ...] = ()  # token ids that end it
     stop_strings: tuple[str, ...] = ()  # texts that end it, and are no part of it
@@ -168,13 +174,23 @@ def make_requests(
     samples: int = 1,
     **options: Unpack[Options],
 ) -> list[Request]:
-    """Tokenize prompts and spread options over them; see `generate`. The samples of a prompt follow each other."""
+    """Tokenize prompts and spread options over them; see `generate`. The samples of a prompt follow each other.
+
+    Every value of a user is checked here, so that the functions behind need not.
+    """
     check_pretrained(target)
-    if not isinstance(prompts, Iterable):
+    for name, value in {"chat": chat, "ignore_eos": ignore_eos}.items():
+        check_switch(name, value)
+    check_count("samples", samples)
+    check_type(
+        "template_args", template_args, (Mapping, type(None)), "variables of the chat template by name"
+    )
+    if hasattr(prompts, "tolist"):
+        prompts = prompts.tolist()
+    if isinstance(prompts, bytes | Mapping) or not isinstance(prompts, Iterable):
         raise MarsError(
             f"the prompts are of type {type(prompts).__name__}: give a text, texts, token ids, or conversations."
         )
-    check_count("samples", samples)
     given: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
     if not given:
         raise MarsError("there are no prompts: give at least one.")
@@ -195,19 +211,14 @@ def make_requests(
         raise TypeError(f"generate() got an unexpected keyword argument '{name}'{near}")
     if ignore_eos and "stop_tokens" in options:
         raise MarsError("ignore_eos and stop_tokens contradict each other: leave one of them out.")
-    settings = with_constraints(_with_bans({**options}, len(given)), len(given))
-    if "stop_tokens" not in settings:
-        settings["stop_tokens"] = () if ignore_eos else target.stop_tokens
-    if samples > 1:
-        settings.setdefault("seed", 0)
+    settings = with_constraints(_with_bans(target, {"seed": 0, **options}, len(given)), len(given))
+    spread = {name: _spread(name, value, len(given)) for name, value in settings.items()}
     requests = []
     for index, prompt in enumerate(given):
-        chosen = {name: _spread(name, value, index, len(given)) for name, value in settings.items()}
-        for name in ("relax_in", "strict_in"):
-            if name in chosen:
-                chosen[name] = names_of(chosen[name])
-        if chosen.get("logit_bias"):
-            _check_bias(target, chosen["logit_bias"])
+        chosen = {name: _checked(target, name, values[index]) for name, values in spread.items()}
+        if "stop_tokens" not in chosen and not ignore_eos:
+            in_chat = chat or _is_conversation(prompt)
+            chosen["stop_tokens"] = target.chat_stop_tokens if in_chat else target.stop_tokens
         if chosen.get("stop_strings"):
             chosen = _with_special(target, chosen)
         if isinstance(prompt, str):
@@ -217,19 +228,16 @@ def make_requests(
             ids = target.encode_chat(prompt, system=system, template_args=template_args)
             requests.append(Request(messages=tuple(prompt), prompt_tokens=tuple(ids), **chosen))
         else:
-            ids = _token_ids(prompt, f"prompt {index}")
-            target.check_tokens(ids)
+            ids = target.check_tokens(token_ids(f"prompt {index}", prompt))
             requests.append(Request(prompt_tokens=ids, **chosen))
-    if samples == 1:
-        return requests
-    if any(request.temperature == 0 for request in requests):
+    if samples > 1 and any(request.temperature == 0 for request in requests):
         raise MarsError(
             "samples do not apply at temperature 0, where all are the same: give a temperature above 0."
         )
-    # One seed for all counts up over the samples; of a prompt's own seed its samples count up from it.
-    one = isinstance(settings["seed"], int | np.integer)
+    # One seed for all counts up over all requests, a prompt's own seed over its samples.
+    stride = 0 if np.ndim(settings["seed"]) else samples
     return [
-        dataclasses.replace(request, seed=request.seed + sample + index * (samples - 1) * one)
+        dataclasses.replace(request, seed=(request.seed + index * stride + sample) % 2**32)
         for index, request in enumerate(requests)
         for sample in range(samples)
     ]
@@ -237,16 +245,6 @@ def make_requests(
 
 def _is_conversation(prompt: Any) -> bool:
     return isinstance(prompt, list | tuple) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
-
-
-def _token_ids(values: Any, name: str) -> tuple[int, ...]:
-    """Return a sequence of whole numbers as a tuple of ints; 1.5 is refused, and so are bytes."""
-    try:
-        if isinstance(values, bytes):
-            raise TypeError
-        return tuple(operator.index(i) for i in np.asarray(values).tolist())
-    except (TypeError, ValueError):
-        raise MarsError(f"{name} is {values!r}: expected token ids, a sequence of whole numbers.") from None
 
 
 def _with_special(target: Pretrained, chosen: dict[str, Any]) -> dict[str, Any]:
@@ -257,79 +255,85 @@ def _with_special(target: Pretrained, chosen: dict[str, Any]) -> dict[str, Any]:
         )
     special = {str(token): i for i, token in target.tokenizer.added_tokens_decoder.items() if token.special}
     strings = chosen["stop_strings"]
-    tokens = dict.fromkeys([*chosen["stop_tokens"], *(special[s] for s in strings if s in special)])
+    tokens = dict.fromkeys([*chosen.get("stop_tokens", ()), *(special[s] for s in strings if s in special)])
     return chosen | {
         "stop_tokens": tuple(tokens),
         "stop_strings": tuple(s for s in strings if s not in special),
     }
 
 
-def _with_bans(options: dict[str, Any], count: int) -> dict[str, Any]:
-    """Return options whose banned tokens are biases of -inf, and whose biases are pairs of each prompt."""
-    made = {name: value for name, value in options.items() if name not in ("logit_bias", "banned_tokens")}
-    bias, banned = options.get("logit_bias"), options.get("banned_tokens")
-    if not bias and banned is None:
-        return made
-    biases = [bias] * count if bias is None or isinstance(bias, Mapping) else list(bias)
-    if len(biases) != count:
-        raise MarsError(
-            f"logit_bias has {len(biases)} values for {count} prompts: give one, or one per prompt."
+def _with_bans(target: Pretrained, options: dict[str, Any], count: int) -> dict[str, Any]:
+    """Return options of `count` prompts with each banned token as a bias of -inf."""
+    others = {name: value for name, value in options.items() if name != "banned_tokens"}
+    if options.get("banned_tokens") is None:
+        return others
+    biases = _spread("logit_bias", options.get("logit_bias"), count)
+    bans = _spread("banned_tokens", options["banned_tokens"], count)
+    merged = [
+        _pairs(bias) | dict.fromkeys(_ids(target, "banned_tokens", ids), -math.inf)
+        for bias, ids in zip(biases, bans, strict=True)
+    ]
+    return others | {"logit_bias": merged}
+
+
+def _ids(target: Pretrained, name: str, value: Any) -> tuple[int, ...]:
+    """Return one token id or several."""
+    return token_ids(name, (value,) if isinstance(value, int) else value, target.config.vocab_size)
+
+
+def _pairs(bias: Any) -> dict[Any, Any]:
+    """Return a logit bias as a dict."""
+    check_type(
+        "logit_bias", bias, (Mapping, type(None)), "a mapping of token ids to numbers, or one per prompt"
+    )
+    return dict(bias or {})
+
+
+def _spread(name: str, value: Any, count: int) -> list[Any]:
+    """Return the value of an option for each of `count` prompts."""
+    if hasattr(value, "tolist"):  # an array
+        value = value.tolist()
+    many = isinstance(value, list | tuple) and name not in ("relax_in", "strict_in")
+    if name in ("stop_tokens", "banned_tokens", "stop_strings"):  # one value of these is a sequence itself
+        many = many and any(isinstance(one, list | tuple) or np.ndim(one) for one in value)
+    if not many:
+        return [value] * count
+    if len(value) != count:
+        raise MarsError(f"{name} has {len(value)} values for {count} prompts: give one, or one per prompt.")
+    return list(value)
+
+
+def _checked(target: Pretrained, name: str, value: Any) -> Any:
+    """Return the value of an option for one prompt, in the type of the field of `Request`.
+
+    Raises:
+      MarsError: it is of another type, or out of range.
+    """
+    if name in specs.REQUEST:
+        return specs.REQUEST[name].from_json(
+            value.item() if isinstance(value, np.generic | jax.Array) else value
         )
-    bans = [() if banned is None else _spread("stop_tokens", banned, i, count) for i in range(count)]
-    pairs = [dict(b or {}) | dict.fromkeys(ids, -math.inf) for b, ids in zip(biases, bans, strict=True)]
-    return made | {"logit_bias": [tuple((int(i), float(x)) for i, x in one.items()) for one in pairs]}
-
-
-def _check_bias(target: Pretrained, pairs: Sequence[tuple[int, float]]) -> None:
-    for token, value in pairs:
-        if not 0 <= token < target.config.vocab_size or not value <= LARGEST_FLOAT:
-            raise MarsError(
-                f"logit_bias has {token}: {value}: expected one of the {target.config.vocab_size} tokens of "
-                f"'{target.name}' and a number, or -inf to ban it."
-            )
+    if name == "stop_tokens":
+        return _ids(target, name, value)
+    if name == "stop_strings":
+        return _strings(value)
+    if name == "logit_bias":
+        size = target.config.vocab_size
+        wanted = f"one of the {size} tokens of '{target.name}'"
+        return tuple(bias_of(token, x, size, wanted) for token, x in _pairs(value).items())
+    if name in ("relax_in", "strict_in"):
+        return names_of(value)
+    return value  # a constraint
 
 
 def _strings(value: Any) -> tuple[str, ...]:
     """Return one stop string or several, none of them empty."""
-    given = (value,) if isinstance(value, str) else tuple(value)
-    if not all(isinstance(text, str) and text for text in given):
-        raise MarsError(f"stop_strings is {value!r}: expected texts of at least one character.")
-    try:
-        "".join(given).encode()
-    except UnicodeEncodeError:  # no text has it, so it would never end one
-        raise MarsError(f"stop_strings is {value!r}, which is not valid Unicode: give it as UTF-8.") from None
-    return given
-
-
-def _spread(name: str, value: Any, index: int, count: int) -> Any:
-    """Return the value of an option for prompt number `index` of `count`: the one for all, or its own."""
-    if isinstance(value, jax.Array | np.ndarray):
-        value = np.asarray(value) if value.ndim else value.item()
-    many = isinstance(value, list | tuple | np.ndarray | jax.Array) and getattr(value, "ndim", 1) > 0
-    if name in ("relax_in", "strict_in"):  # those of every prompt
-        return value
-    if name == "stop_strings":
-        if not many or not any(isinstance(one, list | tuple) for one in value):
-            return _strings(value)  # those of every prompt
-        if len(value) != count:
-            raise MarsError(
-                f"stop_strings has {len(value)} values for {count} prompts: give texts, or a list for each."
-            )
-        return _strings(value[index])
-    if name == "stop_tokens":
-        value = value if many else (value,)
-        many = (
-            len(value) > 0 and not isinstance(value[0], int | np.integer) and getattr(value[0], "ndim", 1) > 0
-        )
-        if not many:  # a flat sequence is one row's worth
-            return _token_ids(value, name)
-    if many or name == "logit_bias":
-        if len(value) != count:
-            raise MarsError(
-                f"{name} has {len(value)} values for {count} prompts: give one, or one per prompt."
-            )
-        return _token_ids(value[index], name) if name == "stop_tokens" else value[index]
-    return value + index if name == "seed" and isinstance(value, int | np.integer) else value
+    strings = (value,) if isinstance(value, str) else value
+    if not isinstance(strings, list | tuple) or not all(isinstance(text, str) and text for text in strings):
+        raise MarsError(f"stop_strings is {shown(value)}: expected texts of at least one character.")
+    for text in strings:  # no text has half of a surrogate pair, so it would never end one
+        check_text("stop_strings", text)
+    return tuple(strings)
 
 
 def check_request(target: Pretrained, request: Request) -> None:
@@ -340,9 +344,8 @@ def check_request(target: Pretrained, request: Request) -> None:
             f"the prompt has {len(request.prompt_tokens)} tokens and '{target.name}' a context of {context}: "
             "shorten the prompt, so that at least one token can follow."
         )
-    check_count("max_new_tokens", request.max_new_tokens)
-    if not isinstance(request.seed, numbers.Integral):
-        raise MarsError(f"seed is {request.seed!r}: expected a whole number.")
+    for name in ("max_new_tokens", "seed"):
+        specs.REQUEST[name].check(getattr(request, name))
 
 
 def total(completions: Sequence[Completion]) -> Metrics:

@@ -275,7 +275,10 @@ def make_requests(target: Pretrained, args: argparse.Namespace, rows: Sequence[P
         if args.relax_constrained and any(settings.get(name) is not None for name in CONSTRAINTS):
             settings["relax_constrained"] = True
         try:
-            [made] = request.make_requests(target, [tokens], ignore_eos=args.ignore_eos, **settings)
+            chat = bool(args.chat or row.messages)
+            [made] = request.make_requests(
+                target, [tokens], chat=chat, ignore_eos=args.ignore_eos, **settings
+            )
             request.check_request(target, made)
         except MarsError as error:
             raise row.error(error) from None

@@ -12,6 +12,7 @@ from typing import Any
 
 from mars_jax import specs
 from mars_jax.cli import extras, remote
+from mars_jax.core.conversation import as_conversation
 from mars_jax.core.errors import MarsError, did_you_mean, first_line, say
 from mars_jax.core.reading import read_bytes
 from mars_jax.specs import RuleChoice
@@ -209,13 +210,11 @@ def _from_fields(fields: dict[str, Any], row: PromptRow, rule: RuleChoice) -> Pr
     if "prompt_tokens" in fields and not (isinstance(tokens, list) and all(type(i) is int for i in tokens)):
         raise row.error("prompt_tokens is not a list of whole numbers: give token ids.")
     messages = fields.get("messages")
-    if "messages" in fields and not (
-        isinstance(messages, list) and messages and all(map(_is_turn, messages))
-    ):
-        raise row.error('messages is no conversation: give a list of {"role": "user", "content": "..."}.')
     if type(name) not in (str, int, type(None)):
         raise row.error(f"id is {name!r}: expected a text or a whole number.")
     try:
+        if "messages" in fields:
+            as_conversation(messages)
         settings = {key: row.from_json(fields[key]) for key, row in _PER_REQUEST.items() if key in fields}
         if "stop_strings" in fields:
             settings["stop_strings"] = _stop_strings(fields["stop_strings"])
@@ -237,10 +236,6 @@ def _from_fields(fields: dict[str, Any], row: PromptRow, rule: RuleChoice) -> Pr
         settings=settings,
         numbers=chosen,
     )
-
-
-def _is_turn(value: Any) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("role"), str) and "content" in value
 
 
 def _stop_strings(value: Any) -> list[str]:

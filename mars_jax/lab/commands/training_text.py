@@ -50,11 +50,12 @@ def write_answers(
     seed: int,
     batch_size: int = 64,
 ) -> list[list[int]]:
-    """Prompts and what the target says to them, `length` tokens together at most; the temperatures take turns."""
+    """Return chat prompts with the target's answers, of up to `length` tokens together; the temperatures take turns."""
     result = generate(
         target,
         "none",
         prompts,
+        chat=True,
         temperature=[temperatures[i % len(temperatures)] for i in range(len(prompts))],
         seed=[(seed + i) % 2**32 for i in range(len(prompts))],
         max_new_tokens=[length - len(ids) for ids in prompts],

@@ -45,6 +45,12 @@ class Decoding:
     refiner: Refiner | None = None  # of the draft, for the arm that refines it
 
     @property
+    def stop_tokens(self) -> tuple[int, ...]:
+        """Ids that end an answer."""
+        target = self.session.target
+        return target.chat_stop_tokens if self.chat else target.stop_tokens
+
+    @property
     def group(self) -> int:
         """Problems that an arm decodes before the next arm has its turn: some batches of them, so that a row that ends
         is begun again with the next problem, and few enough that a slow spell of the machine strikes all arms alike."""
@@ -97,6 +103,7 @@ class Decoding:
         return request.make_requests(
             self.session.target,
             prompts,
+            chat=self.chat,
             temperature=temperature,
             top_k=top_k,
             seed=seeds,

@@ -174,7 +174,7 @@ class Evaluation:
     def _decode(self, task: str, temperature: float, arm: Arm, group: list[Problem]) -> list[dict[str, Any]]:
         seeds = [self._seed(task, problem) for problem in group]
         answers = self._decoding.answer(arm, group, seeds, temperature=temperature)
-        stops = self._decoding.session.target.stop_tokens
+        stops = self._decoding.stop_tokens
         return [
             make_row(problem, arm, temperature, seed, answer, scored, stops)
             for problem, seed, answer, scored in zip(

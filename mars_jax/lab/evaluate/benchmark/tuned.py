@@ -328,7 +328,7 @@ class _Loop:
             arm, length or self._lengths[0]
         )  # which the target alone does not read
         answers = decoding.answer(arm, group, seeds, temperature=temperature)
-        stops = self._tuning.target.stop_tokens
+        stops = decoding.stop_tokens
         return [
             {**make_row(problem, arm, temperature, seed, answer, score, stops), "length": length}
             for problem, seed, answer, score in zip(

@@ -1,0 +1,74 @@
+"""Conversations: the one place that reads turns with their roles and contents. Oracle: tests/serve/test_chat.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mars_jax.core.errors import MarsError, check_text, shown
+
+Turn = Mapping[str, Any]
+"""A turn of a conversation: its `role`, such as "user", its `content`, and any other keys that its template reads.
+
+The content is a string, or as in OpenAI's format a list of parts `{"type": "text", "text": ...}`, which are joined without
+a separator. It may be None next to `tool_calls`."""
+
+
+def as_turns(text: str) -> list[Turn]:
+    """Return a text as a conversation of one user turn."""
+    return [{"role": "user", "content": text}]
+
+
+def as_conversation(turns: Any, system: str | None = None) -> list[Turn]:
+    """Return a conversation as chat templates take it: each content one string, and a system turn first if given.
+
+    Args:
+      turns: as `Turn` describes them. Keys other than `role` and `content` are for the template.
+      system: content of a system turn before them, unless they begin with one.
+
+    Raises:
+      MarsError: there are no turns, or one has no role, or a content that is not text.
+
+    >>> parts = [{"type": "text", "text": "Hello"}, {"type": "text", "text": ", you"}]
+    >>> [turn["content"] for turn in as_conversation([{"role": "user", "content": parts}], "Be brief.")]
+    ['Be brief.', 'Hello, you']
+    """
+    if not isinstance(turns, Sequence) or isinstance(turns, str | bytes):
+        raise MarsError(f"the conversation is {shown(turns)}: expected a list of turns.")
+    conversation = [_as_turn(turn) for turn in turns]
+    if not conversation:
+        raise MarsError("the conversation is empty: give at least one turn.")
+    if system is None or conversation[0]["role"] == "system":
+        return conversation
+    check_text("system", system)
+    return [{"role": "system", "content": system}, *conversation]
+
+
+def _as_turn(turn: Any) -> Turn:
+    """Return a turn whose content is one string."""
+    if (
+        not isinstance(turn, Mapping)
+        or not isinstance(turn.get("role"), str)
+        or not {"content", "tool_calls"} & turn.keys()
+    ):
+        raise MarsError(f"a turn is {shown(turn)}: expected an object with a role and its content.")
+    check_text("the role of a turn", turn["role"])
+    content = turn.get("content")
+    if content is None and turn.get("tool_calls"):
+        content = ""  # templates without a case for None would write "None"
+    elif isinstance(content, list | tuple):
+        content = "".join(map(_text_of_part, content))
+    check_text(f"the content of a turn of the {turn['role']}", content)
+    return {**turn, "content": content}
+
+
+def _text_of_part(part: Any) -> str:
+    """Return the text of one part of a content in OpenAI's format."""
+    if not isinstance(part, Mapping) or not isinstance(part.get("type"), str):
+        raise MarsError(f'a part of a content is {shown(part)}: expected {{"type": "text", "text": "..."}}.')
+    if part["type"] != "text":
+        raise MarsError(
+            f"a part of a content is of the type {part['type']!r}: models here read text, so give text parts."
+        )
+    check_text("the text of a part of a content", part.get("text"))
+    return part["text"]
