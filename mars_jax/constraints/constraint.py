@@ -18,7 +18,7 @@ from mars_jax.constraints.schema import parsed, schema_automaton, too_deep
 from mars_jax.constraints.stored import stored
 from mars_jax.constraints.token_table import NO_TOKEN, TokenTable, token_table
 from mars_jax.constraints.vocabulary import Vocabulary
-from mars_jax.core.errors import MarsError, check_type, shown
+from mars_jax.core.errors import MarsError, check_type, short_repr
 from mars_jax.core.reading import read_text
 
 PATH_MAX = 4096
@@ -144,13 +144,13 @@ def json_schema(schema: Mapping[str, Any] | str | os.PathLike[str], *, compact: 
                 said = read_text(said)
             except (OSError, ValueError) as error:
                 reason = getattr(error, "strerror", None) or "it is not UTF-8"
-                path = f"'{said}'" if len(said) <= PATH_MAX else shown(said)
+                path = f"'{said}'" if len(said) <= PATH_MAX else short_repr(said)
                 raise MarsError(
                     f"the schema {path} cannot be read ({reason}): give a file that holds JSON."
                 ) from None
     found = parsed(said)
     if not isinstance(found, dict) and found is not True:
-        raise MarsError(f"the schema is {shown(found)}: expected a JSON object.")
+        raise MarsError(f"the schema is {short_repr(found)}: expected a JSON object.")
     return _checked(Constraint("json_schema", _written(found), compact))
 
 
@@ -164,6 +164,14 @@ def _written(schema: Any) -> str:
         raise too_deep() from None
 
 
+def _listed(values: Any) -> tuple[Any, ...]:
+    """Return the entries of an iterable, or none of anything else."""
+    try:
+        return tuple(values)
+    except TypeError:
+        return ()
+
+
 def choice(texts: Iterable[str]) -> Constraint:
     """Allow one of these texts.
 
@@ -173,9 +181,11 @@ def choice(texts: Iterable[str]) -> Constraint:
     >>> choice(["yes", "no"]).automaton.matches("no")
     True
     """
-    given = tuple(texts) if isinstance(texts, Iterable) and not isinstance(texts, str) else ()
+    given = () if isinstance(texts, str) else _listed(texts)
     if not given or not all(isinstance(one, str) and one for one in given):
-        raise MarsError(f"the choice is {shown(texts)}: expected a list of texts of at least one character.")
+        raise MarsError(
+            f"the choice is {short_repr(texts)}: expected a list of texts of at least one character."
+        )
     return _checked(Constraint("choice", tuple(dict.fromkeys(given))))
 
 
@@ -188,12 +198,11 @@ def tokens(ids: Iterable[int]) -> Constraint:
     >>> tokens([5, 7]).content
     (5, 7)
     """
-    values = ids.tolist() if hasattr(ids, "tolist") else ids
-    given = tuple(values) if isinstance(values, Iterable) and not isinstance(values, bytes | Mapping) else ()
+    given = () if isinstance(ids, bytes | Mapping) else _listed(ids)
     if not given or not all(
         isinstance(i, int | np.integer) and not isinstance(i, bool) and i >= 0 for i in given
     ):
-        raise MarsError(f"the tokens are {shown(ids)}: expected token ids, whole numbers of at least 0.")
+        raise MarsError(f"the tokens are {short_repr(ids)}: expected token ids, whole numbers of at least 0.")
     return Constraint("tokens", tuple(sorted({int(i) for i in given})))
 
 
@@ -210,6 +219,7 @@ def from_fields(given: Mapping[str, Any]) -> Constraint | None:
     >>> from_fields({"regex": "a+"}).kind, from_fields({})
     ('regex', None)
     """
+    check_type("the constraints", given, Mapping, "values by name")
     named = [kind for kind in KINDS if given.get(kind) is not None]
     if len(named) > 1:
         raise MarsError(

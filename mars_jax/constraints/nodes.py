@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, Union
 
-from mars_jax.core.errors import MarsError, shown
+from mars_jax.core.errors import MarsError, short_repr
 
 MOST_PIECES = 150_000
 """Most pieces of a constraint while it is built: parts of a schema or a pattern, and states before they are joined."""
@@ -111,7 +111,7 @@ def text(literal: str) -> Node:
     """
     codes = [ord(c) for c in literal]
     if any(_SURROGATES[0] <= code <= _SURROGATES[1] for code in codes):
-        raise MarsError(f"the text {shown(literal)} is not valid Unicode: give it as UTF-8.")
+        raise MarsError(f"the text {short_repr(literal)} is not valid Unicode: give it as UTF-8.")
     return Sequence(tuple(Chars(((code, code),)) for code in codes))
 
 

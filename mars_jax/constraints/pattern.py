@@ -27,7 +27,7 @@ from mars_jax.constraints.nodes import (
     complement,
     ranges_of,
 )
-from mars_jax.core.errors import MarsError, shown
+from mars_jax.core.errors import MarsError, short_repr
 
 _parser: Any = importlib.import_module("re._parser")
 _REFUSED = {
@@ -62,12 +62,12 @@ def parse(pattern: str, budget: Budget | None = None) -> Node:
             tree = _parser.parse(pattern)
     except (re.error, RecursionError, OverflowError) as error:
         raise MarsError(
-            f"the pattern {shown(pattern)} is no regular expression ({error}): correct it."
+            f"the pattern {short_repr(pattern)} is no regular expression ({error}): correct it."
         ) from None
     try:
         return _Reader(pattern, tree.state.flags, budget).all_of(list(tree))
     except RecursionError:
-        raise MarsError(f"the pattern {shown(pattern)} is nested too deep: simplify it.") from None
+        raise MarsError(f"the pattern {short_repr(pattern)} is nested too deep: simplify it.") from None
 
 
 class _Reader:
@@ -76,7 +76,7 @@ class _Reader:
 
     def _refuse(self, what: str) -> MarsError:
         return MarsError(
-            f"the pattern {shown(self._pattern)} {what}, which no automaton can follow: write it without."
+            f"the pattern {short_repr(self._pattern)} {what}, which no automaton can follow: write it without."
         )
 
     def all_of(self, items: list[Any]) -> Node:

@@ -38,7 +38,7 @@ from mars_jax.constraints.nodes import (
     text,
 )
 from mars_jax.constraints.pattern import parse
-from mars_jax.core.errors import MarsError, shown
+from mars_jax.core.errors import MarsError, short_repr
 
 DEEPEST = 24
 """Schemas inside of schemas; a recursive one is deeper than any."""
@@ -260,7 +260,7 @@ class _Writer:
             part = part.replace("~1", "/").replace("~0", "~")
             if not isinstance(found, Mapping) or part not in found:
                 raise MarsError(
-                    f"the $ref at {where} is {shown(reference)}, and there is no such schema: correct it."
+                    f"the $ref at {where} is {short_repr(reference)}, and there is no such schema: correct it."
                 )
             found = found[part]
         return found
@@ -344,7 +344,7 @@ class _Writer:
         for name in required:
             if not isinstance(name, str) or name not in (properties or ()):
                 raise MarsError(
-                    f"the object at {where} requires {shown(name)}, which no property describes: add it to "
+                    f"the object at {where} requires {short_repr(name)}, which no property describes: add it to "
                     "properties, or leave it out."
                 )
         if not properties:
@@ -404,7 +404,7 @@ def _keywords(schema: Any, where: str) -> dict[str, Any]:
     if schema is True:
         return {}
     if not isinstance(schema, Mapping):
-        raise MarsError(f"the schema at {where} is {shown(schema)}: expected an object.")
+        raise MarsError(f"the schema at {where} is {short_repr(schema)}: expected an object.")
     given = {name: one for name, one in schema.items() if name not in _NOTES}
     for name in given.keys() & _VALUES.keys():
         holds, expected = _VALUES[name]
@@ -414,7 +414,7 @@ def _keywords(schema: Any, where: str) -> dict[str, Any]:
 
 
 def _unexpected(name: str, value: Any, where: str, expected: str) -> MarsError:
-    return MarsError(f"{name} at {where} is {shown(value)}: expected {expected}.")
+    return MarsError(f"{name} at {where} is {short_repr(value)}: expected {expected}.")
 
 
 def _both(beside: dict[str, Any], schema: Any, where: str) -> dict[str, Any]:
@@ -445,8 +445,8 @@ def _only(given: Mapping[str, Any], known: set[str], beside: str, where: str) ->
     for name in given:
         if name not in known:
             raise MarsError(
-                f"the schema at {where} has {shown(name)}, which cannot be held to{beside}: leave it out, or check "
-                "it afterwards."
+                f"the schema at {where} has {short_repr(name)}, which cannot be held to{beside}: leave it out, or "
+                "check it afterwards."
             )
 
 
@@ -473,7 +473,7 @@ def _is(value: Any, kind: str) -> bool:
 
 def _part(name: Any) -> str:
     """Return a name as a part of a place, in messages."""
-    return name if isinstance(name, str) and len(name) <= 60 else shown(name)
+    return name if isinstance(name, str) and len(name) <= 60 else short_repr(name)
 
 
 def _least_and_most(given: Mapping[str, Any], what: str, where: str) -> tuple[int, int | None]:

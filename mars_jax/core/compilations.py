@@ -7,7 +7,7 @@ import os
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from mars_jax.core.errors import MarsError
+from mars_jax.core.errors import MarsError, check_type
 from mars_jax.core.home import kept
 
 _OF_JAX = 1.0
@@ -32,6 +32,7 @@ def enable_compilation_cache(path: str | os.PathLike[str] | None = None) -> str:
     >>> enable_compilation_cache("/tmp/compiled")  # doctest: +SKIP
     '/tmp/compiled'
     """
+    check_type("the path", path, (str, os.PathLike, type(None)), "a folder")
     told = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
     if jax.config.jax_persistent_cache_min_compile_time_secs == _OF_JAX:  # pyright: ignore[reportAttributeAccessIssue]
         # A start has many programs that compile in less than a second, below which JAX keeps none.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from mars_jax.core.errors import MarsError, check_count, shown
+from mars_jax.core.errors import MarsError, check_count, short_repr
 from mars_jax.core.settings import CONTROLS, EDITS, LARGEST_INT, Range, Setting, by_name
 from mars_jax.core.types import NO_TOKEN, Controls
 
@@ -102,13 +102,13 @@ def one_per_row(name: str, value: Any, batch: int, dtype: Any) -> Array:
         array = raw.astype(dtype)
     except (TypeError, ValueError, OverflowError):
         wanted = "True or False" if dtype == np.bool_ else "a number"
-        raise MarsError(f"{name} is {shown(value)}: expected {wanted}, or one per row.") from None
+        raise MarsError(f"{name} is {short_repr(value)}: expected {wanted}, or one per row.") from None
     if array.shape not in ((), (batch,)):
         raise MarsError(
             f"{name} has shape {array.shape}: expected one value, or one for each of the {batch} rows."
         )
     if dtype == np.int32 and not np.all(raw == array):
-        raise MarsError(f"{name} is {shown(value)}: expected whole numbers of 32 bits.")
+        raise MarsError(f"{name} is {short_repr(value)}: expected whole numbers of 32 bits.")
     _SETTINGS[name].check(array)
     return jax.device_put(np.broadcast_to(array, (batch,)), may_alias=False)  # for which nothing is compiled
 
@@ -118,11 +118,14 @@ def _stop_tokens(value: Any, batch: int) -> Array:
         if value.ndim == 2 and value.shape[0] == batch and value.shape[1] >= 1:
             return value.astype(jnp.int32)
         value = np.asarray(value)
-    if not isinstance(value, Iterable) or isinstance(value, str | bytes | Mapping) or np.ndim(value) == 0:
+    try:
+        if isinstance(value, str | bytes | Mapping):
+            raise TypeError
+        rows = list(value)
+    except TypeError:
         raise MarsError(
-            f"stop_tokens is {shown(value)}: expected a sequence of token ids, or one for each row."
-        )
-    rows = list(value)
+            f"stop_tokens is {short_repr(value)}: expected a sequence of token ids, or one for each row."
+        ) from None
     if not any(isinstance(row, list | tuple | np.ndarray | Array) for row in rows):
         rows = [rows] * batch
     if len(rows) != batch:
@@ -145,5 +148,7 @@ def _row_of_ids(row: Any) -> np.ndarray:
     if ids.shape == (0,):
         return ids.astype(np.int32)
     if ids.ndim != 1 or ids.dtype.kind not in "iu" or np.any((ids < NO_TOKEN) | (ids > LARGEST_INT)):
-        raise MarsError(f"stop_tokens holds {shown(row)}: expected token ids, whole numbers of at least 0.")
+        raise MarsError(
+            f"stop_tokens holds {short_repr(row)}: expected token ids, whole numbers of at least 0."
+        )
     return ids

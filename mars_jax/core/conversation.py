@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mars_jax.core.errors import MarsError, check_text, shown
+from mars_jax.core.errors import MarsError, check_text, short_repr
 
 Turn = Mapping[str, Any]
 """A turn of a conversation: its `role`, such as "user", its `content`, and any other keys that its template reads.
 
-The content is a string, or as in OpenAI's format a list of parts `{"type": "text", "text": ...}`, which are joined without
-a separator. It may be None next to `tool_calls`."""
+The content is a string, or as in OpenAI's format a list of parts `{"type": "text", "text": ...}`, which are joined
+without a separator. It may be None next to `tool_calls`."""
 
 
 def as_turns(text: str) -> list[Turn]:
@@ -34,7 +34,7 @@ def as_conversation(turns: Any, system: str | None = None) -> list[Turn]:
     ['Be brief.', 'Hello, you']
     """
     if not isinstance(turns, Sequence) or isinstance(turns, str | bytes):
-        raise MarsError(f"the conversation is {shown(turns)}: expected a list of turns.")
+        raise MarsError(f"the conversation is {short_repr(turns)}: expected a list of turns.")
     conversation = [_as_turn(turn) for turn in turns]
     if not conversation:
         raise MarsError("the conversation is empty: give at least one turn.")
@@ -46,12 +46,9 @@ def as_conversation(turns: Any, system: str | None = None) -> list[Turn]:
 
 def _as_turn(turn: Any) -> Turn:
     """Return a turn whose content is one string."""
-    if (
-        not isinstance(turn, Mapping)
-        or not isinstance(turn.get("role"), str)
-        or not {"content", "tool_calls"} & turn.keys()
-    ):
-        raise MarsError(f"a turn is {shown(turn)}: expected an object with a role and its content.")
+    is_turn = isinstance(turn, Mapping) and isinstance(turn.get("role"), str)
+    if not is_turn or not {"content", "tool_calls"} & turn.keys():
+        raise MarsError(f"a turn is {short_repr(turn)}: expected an object with a role and its content.")
     check_text("the role of a turn", turn["role"])
     content = turn.get("content")
     if content is None and turn.get("tool_calls"):
@@ -65,10 +62,12 @@ def _as_turn(turn: Any) -> Turn:
 def _text_of_part(part: Any) -> str:
     """Return the text of one part of a content in OpenAI's format."""
     if not isinstance(part, Mapping) or not isinstance(part.get("type"), str):
-        raise MarsError(f'a part of a content is {shown(part)}: expected {{"type": "text", "text": "..."}}.')
+        raise MarsError(
+            f'a part of a content is {short_repr(part)}: expected {{"type": "text", "text": "..."}}.'
+        )
     if part["type"] != "text":
         raise MarsError(
-            f"a part of a content is of the type {part['type']!r}: models here read text, so give text parts."
+            f"a part of a content is of type {short_repr(part['type'])}: models here read text, so give text parts."
         )
     check_text("the text of a part of a content", part.get("text"))
     return part["text"]

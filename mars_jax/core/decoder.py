@@ -30,6 +30,7 @@ from mars_jax.core.given import (
     check_prompts,
     check_same,
     check_settings,
+    other_decoder,
     rows_of,
 )
 from mars_jax.core.insert import as_wide, inserted, scatter
@@ -144,7 +145,7 @@ class Decoder:
           MarsError: as `checked`, or a state of another decoder.
         """
         check_params(params)
-        self._check_state(state)
+        rows_of(state)
         go_on = functools.partial(extended, self.target, self.drafter, self.prefill_chunk, self._check_cache)
         return by_rows(go_on)(params, state, padded_to(state, self.checked(prompts)))
 
@@ -158,7 +159,11 @@ class Decoder:
         """
         check_asked(prompts)
         check_prompts(prompts.tokens, prompts.length, self.target.vocab_size)
-        self._check_rule(prompts.rule)
+        if structure(prompts.rule) != self.rule:
+            raise MarsError(
+                f"the rule {facts(prompts.rule).name} is not of the structure that this decoder was made for: give "
+                "speculative_decoder the same rule; only its numbers may differ."
+            )
         count = prompts.tokens.shape[0]
         check_settings(prompts.controls, prompts.keys, count)
         controls, rule, keys = jax.tree.map(
@@ -204,17 +209,10 @@ class Decoder:
         return scatter(self.target, state, at, new)
 
     def _check_state(self, state: DecodeState) -> None:
-        """Raise MarsError for anything but a state that began under this decoder's rule."""
+        """Raise MarsError for anything but a state under this decoder's rule, whose numbers may differ."""
         rows_of(state)
-        self._check_rule(state.rule)
-
-    def _check_rule(self, rule: Any) -> None:
-        """Raise MarsError for a rule that differs from this decoder's in more than its numbers."""
-        if structure(rule) != self.rule:
-            raise MarsError(
-                f"the rule {facts(rule).name} is not of the structure that this decoder was made for: give "
-                "speculative_decoder the same rule; only its numbers may differ."
-            )
+        if structure(state.rule) != self.rule:
+            raise other_decoder("rule")
 
     def _check_cache(self, state: DecodeState) -> None:
         batch, buffer = state.tokens.shape

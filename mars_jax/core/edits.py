@@ -19,7 +19,7 @@ import numpy as np
 from jax import Array
 
 from mars_jax.core.controls import one_per_row
-from mars_jax.core.errors import MarsError, check_count, check_type, shown
+from mars_jax.core.errors import MarsError, check_count, check_type, short_repr
 from mars_jax.core.settings import LARGEST_FLOAT, LARGEST_INT
 from mars_jax.core.tree import ancestors
 from mars_jax.core.types import NO_TOKEN, DraftTree, Edits
@@ -69,7 +69,9 @@ def make_edits(
     for b, row in enumerate(pairs):
         for k, pair in enumerate(row):
             if not isinstance(pair, tuple | list) or len(pair) != 2:
-                raise MarsError(f"logit_bias has {shown(pair)}: expected pairs of a token id and a number.")
+                raise MarsError(
+                    f"logit_bias has {short_repr(pair)}: expected pairs of a token id and a number."
+                )
             tokens[b, k], values[b, k] = bias_of(*pair)
 
     return Edits(
@@ -101,7 +103,8 @@ def bias_of(
     is_token = type(token) is int and 0 <= token < vocab_size
     if not is_token or type(value) not in (int, float) or not value <= LARGEST_FLOAT:
         raise MarsError(
-            f"logit_bias has {shown(token)}: {shown(value)}: expected {wanted} and a number, or -inf to ban it."
+            f"logit_bias has {short_repr(token)}: {short_repr(value)}: expected {wanted} and a number, or -inf to ban "
+            "it."
         )
     return token, float(value)
 

@@ -36,7 +36,7 @@ def check_count(name: str, value: Any, least: int = 1) -> None:
     mars_jax.core.errors.MarsError: batch_size is 0.5: expected a whole number of at least 1.
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
-        raise MarsError(f"{name} is {shown(value)}: expected a whole number of at least {least}.")
+        raise MarsError(f"{name} is {short_repr(value)}: expected a whole number of at least {least}.")
 
 
 def check_text(name: str, value: Any) -> None:
@@ -47,23 +47,25 @@ def check_text(name: str, value: Any) -> None:
     mars_jax.core.errors.MarsError: the prompt is 'a\\ud800', which is not valid Unicode: give it as UTF-8.
     """
     if not isinstance(value, str):
-        raise MarsError(f"{name} is {shown(value)}: expected a text.")
+        raise MarsError(f"{name} is {short_repr(value)}: expected a text.")
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise MarsError(f"{name} is {shown(value)}, which is not valid Unicode: give it as UTF-8.") from None
+        raise MarsError(
+            f"{name} is {short_repr(value)}, which is not valid Unicode: give it as UTF-8."
+        ) from None
 
 
 def check_switch(name: str, value: Any) -> None:
     """Raise MarsError for anything but True or False."""
     if not isinstance(value, bool):
-        raise MarsError(f"{name} is {shown(value)}: expected True or False.")
+        raise MarsError(f"{name} is {short_repr(value)}: expected True or False.")
 
 
-def shown(value: Any) -> str:
+def short_repr(value: Any) -> str:
     """Format a value for a message in at most 100 characters: as Python writes it, or an object by its type.
 
-    >>> shown("ab"), shown(object()), len(shown("a" * 1000))
+    >>> short_repr("ab"), short_repr(object()), len(short_repr("a" * 1000))
     ("'ab'", 'of type object', 100)
     """
     if not isinstance(value, numbers.Number | str | bytes | list | tuple | dict | set | type(None)):

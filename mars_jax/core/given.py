@@ -172,10 +172,15 @@ def check_same(what: str, held: PyTree, own: PyTree, *, rows: bool = True) -> No
         return structure, [(leaf.shape[0 if rows else 1 :], leaf.dtype) for leaf in leaves]
 
     if shapes(held) != shapes(own):
-        raise MarsError(
-            f"the field '{what}' of the state is not as this decoder makes it: give a state that began with the same "
-            "target, drafter, rule and width of the token buffer."
-        )
+        raise other_decoder(what)
+
+
+def other_decoder(field: str) -> MarsError:
+    """Return the error for a state of which a field belongs to another decoder."""
+    return MarsError(
+        f"the field '{field}' of the state is not as this decoder makes it: give a state that began with the same "
+        "target, drafter, rule and width of the token buffer."
+    )
 
 
 def _check_whole(name: str, value: Any, ndim: int, wanted: str) -> None:

@@ -65,6 +65,7 @@ def name_axes(**names: str | Sequence[str]) -> None:
             raise MarsError(f"'{role}' is no role of a mesh axis: expected {', '.join(AXES)}.")
         check_type(f"the name of the axis for {role}", given, (str, Sequence), "a text, or some")
         for name in [given] if isinstance(given, str) else given:
+            check_type(f"the name of the axis for {role}", name, str, "a text")
             if _ROLES.get(name, role) != role:
                 raise MarsError(
                     f"the mesh axis '{name}' is to be {role} and holds {_ROLES[name]} already: give the axes of your "

@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array
 
 from mars_jax.core import struct
-from mars_jax.core.errors import check_type
+from mars_jax.core.errors import MarsError, check_type, short_repr
 from mars_jax.core.pick import append
 from mars_jax.core.types import NO_KIND, TRUSTED, StepInfo
 
@@ -151,8 +151,17 @@ class Metrics:
 
 def summarize(stats: DecodeStats, rows: Any = slice(None)) -> Metrics:
     """Sum `stats` over `rows` (an index, a slice or a list of indices into the batch) on the host."""
-
     check_type("stats", stats, DecodeStats, "the counters that mars_jax.run gives")
+    try:
+        np.empty(stats.steps.shape[0])[rows]
+        usable = rows is not None and not isinstance(rows, bool)
+    except (IndexError, TypeError, ValueError):
+        usable = False
+    if not usable:
+        raise MarsError(
+            f"rows is {short_repr(rows)}: expected an index, a slice or a list of indices into the "
+            f"{stats.steps.shape[0]} rows."
+        )
 
     def pick(values: Array) -> np.ndarray:
         return np.atleast_1d(np.asarray(values)[rows])

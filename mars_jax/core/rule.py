@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array
 
 from mars_jax.core.drafter import Drafter
-from mars_jax.core.errors import MarsError, shown
+from mars_jax.core.errors import MarsError, short_repr
 from mars_jax.core.evidence import Evidence
 from mars_jax.core.types import PyTree, Verdict
 
@@ -135,7 +135,7 @@ def structure(rule: Any) -> Any:
     leaves, treedef = jax.tree.flatten(rule)
     if not callable(rule) or any(leaf is rule or callable(leaf) for leaf in leaves):
         raise MarsError(
-            f"verify is {shown(rule)}: expected a rule, such as mars_jax.verify.mars(); a rule of your own is a "
+            f"verify is {short_repr(rule)}: expected a rule, such as mars_jax.verify.mars(); a rule of your own is a "
             "struct.dataclass whose fields are numbers."
         )
     return treedef

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from mars_jax.core.errors import MarsError, did_you_mean, shown
+from mars_jax.core.errors import MarsError, did_you_mean, short_repr
 
 LARGEST_INT = 2**31 - 1
 """Settings travel as int32 and float32."""
@@ -93,11 +93,11 @@ class Setting:
 
         >>> Setting(name="top_k", kind=int, help="", ranges=Range("a whole number of at least 0", 0)).check([0, 5])
         """
-        # What decides the structure is one for all rows.
-        single = bool(self.choices) or (self.kind in (bool, str) and not self.per_row)
+        # A setting that decides the structure has one value for all rows.
+        single = bool(self.choices) or not self.per_row
         for one in [value] if single and isinstance(value, list | tuple) else _each(value):
             if not self._holds(one, chosen):
-                told = f"{one:g}" if type(one) is float else shown(one)
+                told = f"{one:g}" if type(one) is float else short_repr(one)
                 near = did_you_mean(str(one), self.choices)
                 raise MarsError(f"{shown or self.name} is {told}{near}: expected {self.expected(**chosen)}.")
 
@@ -147,7 +147,7 @@ class Setting:
         if self.kind is float and type(value) is int and abs(value) <= LARGEST_FLOAT:
             value = float(value)
         if type(value) is not self.kind or not self._holds(value, chosen):
-            raise MarsError(f"{self.name} is {shown(value)}: expected {self.expected(**chosen)}.")
+            raise MarsError(f"{self.name} is {short_repr(value)}: expected {self.expected(**chosen)}.")
         return value
 
     def as_json(self) -> dict[str, Any]:
@@ -174,14 +174,15 @@ class Setting:
 
 
 def _each(value: Any) -> list[Any]:
-    """The numbers in an array, in nested lists, or in one number; none of a value that jax is tracing."""
+    """Return the numbers in an array or a list, or one number; none of a value that jax is tracing."""
     jax = sys.modules.get("jax")
     if jax is not None and isinstance(value, jax.core.Tracer):
         return []
     value = value.tolist() if hasattr(value, "tolist") else value
-    if isinstance(value, list | tuple):
-        return [one for part in value for one in _each(part)]
-    return [value]
+    if not isinstance(value, list | tuple):
+        return [value]
+    # A number in a list may be an array of no dimensions, but no list, as every row has one number.
+    return [one for part in value for one in ([part] if isinstance(part, list | tuple) else _each(part))]
 
 
 def by_name(*settings: Setting) -> dict[str, Setting]:

@@ -12,11 +12,11 @@ from jax import Array
 
 from mars_jax import specs
 from mars_jax.core.drafter import Drafter
-from mars_jax.core.errors import MarsError
+from mars_jax.core.errors import MarsError, check_switch, check_type, short_repr
 from mars_jax.core.types import PyTree
 from mars_jax.drafters.asked import Asked, LoadedDrafter
 from mars_jax.drafters.sized import sized
-from mars_jax.drafters.tree_shapes import Dynamic
+from mars_jax.drafters.tree_shapes import Dynamic, check_tree
 from mars_jax.hub.pretrained import Pretrained, check_pretrained
 from mars_jax.models.config import ModelConfig
 
@@ -68,12 +68,16 @@ def load(
     if isinstance(tree, str):
         tree = specs.parse_tree(tree, shown="tree")
     _check_shape(num_draft_tokens, tree)
+    check_type("the drafter", spec, str, "its spec, such as 'ngram'")
+    for name, value in {"sample": sample, "any_rule": any_rule}.items():
+        check_switch(name, value)
+    specs.check_dtype(dtype)
     parsed = specs.parse_draft(spec)
     (kind, path), row = parsed, parsed.row
     # A model of one's own may have another config than ours.
     mixture = target is not None and getattr(target.config, "num_experts", 0) > 0
-    if draft_size not in ("fixed", "auto"):
-        raise MarsError(f"draft_size is {draft_size!r}: expected 'fixed' or 'auto'.")
+    if not (isinstance(draft_size, str) and draft_size in ("fixed", "auto")):
+        raise MarsError(f"draft_size is {short_repr(draft_size)}: expected 'fixed' or 'auto'.")
     if any_rule and draft_size == "fixed":
         raise MarsError(
             "any_rule does not apply to drafts of a fixed size, which no text depends on: leave it out."
@@ -114,12 +118,8 @@ def load(
 def _check_shape(num_draft_tokens: Any, tree: Any) -> None:
     if num_draft_tokens is not None:
         specs.REQUEST["num_draft_tokens"].check(num_draft_tokens)
-    if tree is not None and not isinstance(tree, Dynamic):
-        whole = isinstance(tree, Sequence) and all(isinstance(n, int | np.integer) and n > 0 for n in tree)
-        if not whole:
-            raise MarsError(
-                f"tree is {tree!r}: expected the children per node at each depth, such as (4, 2, 2), or Dynamic(...)."
-            )
+    if tree is not None:
+        check_tree(tree)
 
 
 def loaded(drafter: AnyDrafter, target: Pretrained) -> LoadedDrafter:

@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from mars_jax import hub
 from mars_jax.core import struct
 from mars_jax.core.drafter import STOPS, Drafter, DraftInput
+from mars_jax.core.errors import check_count, check_switch, check_type
 from mars_jax.core.pick import pick
 from mars_jax.core.prefill import chunk_of, prefill
 from mars_jax.core.tree import last_token
@@ -65,6 +66,11 @@ def language_model(
     >>> language_model(hash_model(vocab_size=11), tree=(4, 2, 2, 1)).num_nodes
     45
     """
+    check_type("the model", model, LanguageModel, "a LanguageModel")
+    for name, value in {"sample": sample, "own_tokens": own_tokens}.items():
+        check_switch(name, value)
+    if vocab_size is not None:
+        check_count("vocab_size", vocab_size)
     shape = shape_of(num_draft_tokens, tree, min(vocab_size or model.vocab_size, model.vocab_size))
     model = translated(model) if own_tokens else model
     return _language_model(model, shape, sample, vocab_size or model.vocab_size, own_tokens)

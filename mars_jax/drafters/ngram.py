@@ -12,13 +12,12 @@ import jax.numpy as jnp
 from jax import Array
 
 from mars_jax.core.drafter import SPARSE, Drafter, DraftInput
-from mars_jax.core.errors import MarsError
+from mars_jax.core.errors import MarsError, check_count
 from mars_jax.core.tree import chain, last_token
 from mars_jax.core.types import NO_TOKEN, DraftTree, Params, PyTree
 from mars_jax.drafters.asked import Asked, LoadedDrafter
 
 
-@functools.lru_cache
 def ngram(num_draft_tokens: int = 8, *, max_ngram: int = 3, min_ngram: int = 1) -> Drafter:
     """Propose the tokens that followed the latest of the longest earlier matches of the current suffix.
 
@@ -36,13 +35,18 @@ def ngram(num_draft_tokens: int = 8, *, max_ngram: int = 3, min_ngram: int = 1) 
     >>> ngram(4).num_nodes
     5
     """
-    if num_draft_tokens < 1:
-        raise MarsError(f"num_draft_tokens is {num_draft_tokens}: an n-gram draft needs at least 1 token.")
-    if not 1 <= min_ngram <= max_ngram:
+    lengths = {"num_draft_tokens": num_draft_tokens, "max_ngram": max_ngram, "min_ngram": min_ngram}
+    for name, value in lengths.items():
+        check_count(name, value)
+    if min_ngram > max_ngram:
         raise MarsError(
             f"min_ngram is {min_ngram} and max_ngram {max_ngram}: give 1 <= min_ngram <= max_ngram."
         )
+    return _ngram(num_draft_tokens, max_ngram, min_ngram)
 
+
+@functools.lru_cache
+def _ngram(num_draft_tokens: int, max_ngram: int, min_ngram: int) -> Drafter:
     def propose(params: Params, state: PyTree, given: DraftInput) -> tuple[DraftTree, PyTree]:
         drafted, matched = lookup(
             given.tokens, given.length, num_draft_tokens, max_ngram=max_ngram, min_ngram=min_ngram

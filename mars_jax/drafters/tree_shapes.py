@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from mars_jax.core.errors import MarsError
+from mars_jax.core.errors import MarsError, check_count, short_repr
 from mars_jax.specs import Dynamic
 
 
@@ -58,13 +59,26 @@ def shape_of(num_draft_tokens: int, tree: Sequence[int] | Dynamic | None, vocab_
     Raises:
       MarsError: a level without nodes, or a node with more children than there are tokens.
     """
-    if isinstance(tree, Dynamic):
-        shape: Shape = tree
-    else:
-        shape = Static(tuple(tree) if tree is not None else (1,) * num_draft_tokens)
+    if tree is None:
+        check_count("num_draft_tokens", num_draft_tokens)
+        return Static((1,) * num_draft_tokens)
+    check_tree(tree)
+    shape = tree if isinstance(tree, Dynamic) else Static(tuple(tree))
     if shape.top_k > vocab_size:
-        raise MarsError(f"a node cannot have {shape.top_k} children in a vocabulary of {vocab_size} tokens.")
+        raise MarsError(
+            f"a node cannot have {shape.top_k} children in a vocabulary of {vocab_size} tokens: give fewer."
+        )
     return shape
+
+
+def check_tree(tree: Any) -> None:
+    """Raise MarsError for anything but `Dynamic` or the number of children per node at each depth."""
+    numbers = isinstance(tree, list | tuple) and all(isinstance(n, int | np.integer) and n > 0 for n in tree)
+    if not isinstance(tree, Dynamic) and not (numbers and tree):
+        raise MarsError(
+            f"tree is {short_repr(tree)}: expected the children per node at each depth, such as (4, 2, 2), or "
+            "Dynamic(...)."
+        )
 
 
 def describe(shape: Shape, sample: bool) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, Sharding
 
 from mars_jax import assets, specs
-from mars_jax.core.errors import MarsError
+from mars_jax.core.errors import MarsError, check_switch, check_type, short_repr
 from mars_jax.core.mesh import parse_mesh
 from mars_jax.core.types import PyTree
 from mars_jax.hub import gguf_config
@@ -135,6 +135,10 @@ def load(
     specs.check_dtype(cache_dtype, shown="cache_dtype", known=specs.STORED_DTYPES)
     if prefill_chunk is not None:
         specs.REQUEST["prefill_chunk"].check(prefill_chunk)
+    check_switch("check", check)
+    check_type(
+        "shardings", shardings, (Mapping, type(None)), "a tree of jax.sharding.Sharding like the params"
+    )
     directory = resolve(name_or_path)
     config, own = read_path(directory)
     language_model(config, attention=attention)  # an unknown one is refused before weights are read
@@ -164,7 +168,7 @@ def _mesh(given: Any) -> Mesh | None:
     if isinstance(given, str):
         return parse_mesh(given)
     raise MarsError(
-        f'the mesh is {given!r}: expected a jax.sharding.Mesh, or a text such as "data=2,model=4".'
+        f'the mesh is {short_repr(given)}: expected a jax.sharding.Mesh, or a text such as "data=2,model=4".'
     )
 
 

@@ -23,7 +23,7 @@ from mars_jax.core.errors import (
     check_text,
     check_type,
     first_line,
-    shown,
+    short_repr,
 )
 from mars_jax.core.types import LanguageModel, PyTree
 from mars_jax.hub.gguf_file import is_gguf, read_gguf
@@ -361,7 +361,7 @@ def token_ids(name: str, values: Any, vocab_size: int | None = None) -> tuple[in
             raise ValueError
     except (TypeError, ValueError):
         raise MarsError(
-            f"{name} is {shown(values)}: expected {wanted}, a sequence of whole numbers."
+            f"{name} is {short_repr(values)}: expected {wanted}, a sequence of whole numbers."
         ) from None
     return ids
 

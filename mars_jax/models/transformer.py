@@ -16,7 +16,7 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from mars_jax.core import cache as kv_cache
-from mars_jax.core.errors import MarsError
+from mars_jax.core.errors import MarsError, short_repr
 from mars_jax.core.mesh import alone, devices_of, hold_whole, in_order, map_devices, on_tpu
 from mars_jax.core.types import ForwardOutput, KVCache, LanguageModel, PyTree, Visible
 from mars_jax.models import ring, weights
@@ -319,8 +319,8 @@ def language_model(
     >>> model.unembed(params, out.hidden).shape
     (1, 2, 32)
     """
-    if attention not in FORMS:
-        raise MarsError(f"attention is {attention!r}: expected one of {', '.join(FORMS)}.")
+    if not (isinstance(attention, str) and attention in FORMS):
+        raise MarsError(f"attention is {short_repr(attention)}: expected one of {', '.join(FORMS)}.")
     return _language_model(
         config,
         jnp.dtype(cache_dtype or dtype),

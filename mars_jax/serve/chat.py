@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Self, Unpack
 
 from mars_jax import drafters
-from mars_jax.core.errors import MarsError
+from mars_jax.core.errors import MarsError, check_type
 from mars_jax.hub.pretrained import Pretrained, Turn
 from mars_jax.serve.options import Options
 from mars_jax.serve.prepare import AnyRule, check_relaxes
@@ -33,7 +33,7 @@ class Chat:
     `messages` holds the turns, each with its `role` and `content`, an answer without the white space around it. Change
     it as you like between two turns; a turn during which it changes is not added.
 
-    Turn i of the user, counted from 0, draws with the seed + i, so a conversation that is repeated gives the same answers.
+    Turn i of the user, counted from 0, draws with the seed + i. A conversation that is repeated gives the same answers.
 
     >>> import mars_jax as mj
     >>> chat = mj.Chat(mj.load("tiny/target"), "ngram", max_new_tokens=8)
@@ -109,6 +109,7 @@ class Chat:
         turn, `undo` and `clear` close it.
         """
         self._close()
+        check_type("messages", self.messages, list, "a list of turns")
         turns: list[Turn] = [*self.messages, {"role": "user", "content": text}]
         request = self.ask(turns)
         target, tokens = self._running.session.target, len(request.prompt_tokens)

@@ -7,7 +7,7 @@ from typing import Any
 
 from mars_jax import constraints
 from mars_jax.constraints import Constraint
-from mars_jax.core.errors import MarsError, check_switch, shown
+from mars_jax.core.errors import MarsError, check_switch, short_repr
 
 _FACTORIES = {
     "regex": constraints.regex,
@@ -48,7 +48,7 @@ def with_constraints(options: dict[str, Any], count: int) -> dict[str, Any]:
                 made[id(one)] = one if name == "constraint" else _FACTORIES[name](one)
                 if not isinstance(made[id(one)], Constraint):
                     raise MarsError(
-                        f"constraint is {shown(one)}: expected what a function of mars_jax.constraints makes, such as regex."
+                        f"constraint is {short_repr(one)}: expected one of mars_jax.constraints, such as regex(...)."
                     )
             own[i] = made[id(one)]
     check_switch("relax_constrained", options.get("relax_constrained", False))

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mars_jax.core.errors import MarsError, check_count, check_type
+from mars_jax.core.errors import MarsError, check_count, short_repr
 from mars_jax.core.evidence import node_stats
 from mars_jax.core.mesh import by_rows, size_of
 from mars_jax.core.types import LanguageModel, Visible
@@ -67,15 +67,16 @@ def score(
     check_pretrained(target)
     if isinstance(texts, str):
         raise MarsError("texts is one text: give a list of them.")
-    check_type("texts", texts, Iterable, "a list of texts, or of token ids")
-    given = list(texts)  # an iterator is read once
-    for text in given:
-        check_type("one of the texts", text, (str, Sequence, np.ndarray), "a text, or token ids")
+    try:
+        if isinstance(texts, bytes | Mapping):
+            raise TypeError
+        given = list(texts)  # an iterator is read once
+    except TypeError:
+        raise MarsError(f"texts is {short_repr(texts)}: expected a list of texts, or of token ids.") from None
     check_count("rows", rows)
-    texts = [target.encode(text) if isinstance(text, str) else list(text) for text in given]
+    texts = [target.check_tokens(target.encode(text) if isinstance(text, str) else text) for text in given]
     context = target.config.max_positions
     for number, text in enumerate(texts):
-        target.check_tokens(text)
         if len(text) > context:
             raise MarsError(
                 f"text {number} has {len(text)} tokens and '{target.name}' a context of {context}: cut it."

@@ -21,7 +21,7 @@ from mars_jax.core.errors import (
     check_text,
     check_type,
     did_you_mean,
-    shown,
+    short_repr,
 )
 from mars_jax.core.metrics import Metrics
 from mars_jax.core.types import NO_TOKEN
@@ -185,7 +185,7 @@ def make_requests(
     check_type(
         "template_args", template_args, (Mapping, type(None)), "variables of the chat template by name"
     )
-    if hasattr(prompts, "tolist"):
+    if isinstance(prompts, np.ndarray | jax.Array):
         prompts = prompts.tolist()
     if isinstance(prompts, bytes | Mapping) or not isinstance(prompts, Iterable):
         raise MarsError(
@@ -330,7 +330,7 @@ def _strings(value: Any) -> tuple[str, ...]:
     """Return one stop string or several, none of them empty."""
     strings = (value,) if isinstance(value, str) else value
     if not isinstance(strings, list | tuple) or not all(isinstance(text, str) and text for text in strings):
-        raise MarsError(f"stop_strings is {shown(value)}: expected texts of at least one character.")
+        raise MarsError(f"stop_strings is {short_repr(value)}: expected texts of at least one character.")
     for text in strings:  # no text has half of a surrogate pair, so it would never end one
         check_text("stop_strings", text)
     return tuple(strings)

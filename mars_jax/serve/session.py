@@ -20,7 +20,7 @@ from mars_jax import drafters
 from mars_jax.core import activity, decode
 from mars_jax.core.decoder import Decoder
 from mars_jax.core.drafter import Drafter
-from mars_jax.core.errors import MarsError, check_count
+from mars_jax.core.errors import MarsError, check_count, check_switch
 from mars_jax.core.metrics import DecodeStats, zero_stats
 from mars_jax.core.rule import LoadedRule, facts, structure, take_rows
 from mars_jax.core.types import DecodeState, Params, StepInfo
@@ -98,10 +98,13 @@ class Session:
         """
         if batch_size is not None:
             check_count("batch_size", batch_size)
+        check_switch("log_probs", log_probs)
+        rule = loaded_rule(verify)
+        structure(rule.rule)  # which raises for anything but a rule
         return cls(
             target=target,
             drafter=drafters.loaded(drafter, target),
-            rule=loaded_rule(verify),
+            rule=rule,
             batch_size=batch_size or 0,
             log_probs=log_probs,
         )

@@ -8,7 +8,7 @@ Oracle: tests/test_specs.py, which holds every row against its factory.
 
 from collections.abc import Sequence
 
-from mars_jax.core.errors import MarsError
+from mars_jax.core.errors import MarsError, short_repr
 from mars_jax.core.settings import CONTROLS, EDITS, LARGEST_INT, Range, Setting, by_name
 from mars_jax.specs.choice import Given, RuleChoice, choose, not_in
 from mars_jax.specs.drafts import (
@@ -141,5 +141,5 @@ def check_dtype(dtype: str | None, *, shown: str = "dtype", known: Sequence[str]
 
     >>> check_dtype("bfloat16")
     """
-    if dtype is not None and dtype not in known:
-        raise MarsError(f"{shown} '{dtype}' is not supported: choose one of {', '.join(known)}.")
+    if dtype is not None and not (isinstance(dtype, str) and dtype in known):
+        raise MarsError(f"{shown} {short_repr(dtype)} is not supported: choose one of {', '.join(known)}.")

@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from mars_jax.core.errors import MarsError, did_you_mean
+from mars_jax.core.errors import MarsError, check_count, did_you_mean
 
 MOST_NODES = 1024
 """Nodes of the largest tree: every one is a node of the one target forward, which past this is no longer cheap."""
@@ -32,8 +32,8 @@ class Dynamic:
     nodes: int = 60  # the root included
 
     def __post_init__(self):
-        if min(self.top_k, self.depth, self.nodes - 1) < 1:
-            raise MarsError(f"a dynamic tree of {self}: give at least 1 child, 1 level and 2 nodes.")
+        for name, least in {"top_k": 1, "depth": 1, "nodes": 2}.items():
+            check_count(f"{name} of a dynamic tree", getattr(self, name), least)
 
     @property
     def candidates(self) -> int:

@@ -9,7 +9,7 @@ import inspect
 from typing import Any
 
 from mars_jax import specs
-from mars_jax.core.errors import MarsError
+from mars_jax.core.errors import MarsError, check_type
 from mars_jax.core.rule import LoadedRule, asks
 
 
@@ -30,6 +30,7 @@ def load(spec: str, target: Any = None, **settings: Any) -> LoadedRule:
     >>> load("mars", margin="gap", theta=1.5).rule.margin
     'gap'
     """
+    check_type("the rule", spec, str, "its name, such as 'mars'")
     row = specs.find(spec)
     if specs.is_own(spec):
         return _own(spec, row, settings)

@@ -14,7 +14,7 @@ from jax import Array
 from mars_jax.core import struct
 from mars_jax.core.controls import is_stop
 from mars_jax.core.cut import impossible
-from mars_jax.core.errors import MarsError
+from mars_jax.core.errors import MarsError, short_repr
 from mars_jax.core.evidence import Evidence
 from mars_jax.core.tree import Allowance, at_parent, gather_path
 from mars_jax.core.types import Verdict
@@ -100,7 +100,7 @@ def base_of(base: Any, rule: str) -> Any:
     """
     if base is not None and not isinstance(base, Exact | Rejection):
         raise MarsError(
-            f"base is {base!r}: expected exact() or rejection(...), the rules that {rule} can relax."
+            f"base is {short_repr(base)}: expected exact() or rejection(...), the rules that {rule} can relax."
         )
     return Exact() if base is None else base
 

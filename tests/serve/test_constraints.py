@@ -169,7 +169,7 @@ def test_a_mesh_changes_nothing(target):
     [
         ({"regex": "a", "choice": ["b"]}, "choice is given beside another constraint"),
         ({"regex": ["a", "b"]}, "regex has 2 values for 1 prompts"),
-        ({"constraint": "a"}, "constraint is 'a': expected what a function of mars_jax.constraints makes"),
+        ({"constraint": "a"}, "constraint is 'a': expected one of mars_jax.constraints"),
         ({"relax_constrained": True}, "relax_constrained does not apply where no text is constrained"),
         ({"relax_in": "think"}, "relax_in does not apply to the rule exact, which relaxes nothing"),
         ({"strict_in": "thought"}, "the span is 'thought'"),

@@ -50,6 +50,7 @@ def test_every_option_is_taken_and_no_other():
     target = mj.load()
     values = {
         "temperature": 0.5,
+        "strict": True,
         "stop_tokens": (),
         "stop_strings": "x",
         "logit_bias": {3: 1.0},
