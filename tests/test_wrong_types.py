@@ -6,6 +6,10 @@ A user's first mistakes are a string for a model, a `Pretrained` for its weights
 from __future__ import annotations
 
 import functools
+import inspect
+import json
+import re
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +19,8 @@ import mars_jax as mj
 from mars_jax import fake, refill
 from mars_jax.core.errors import MarsError
 from mars_jax.core.metrics import zero_stats
+from mars_jax.serve.options import Options
+from mars_jax.serve.session import Session
 
 MODEL, RULE, DRAFTER = fake.hash_model(vocab_size=11), mj.verify.mars(0.9), mj.drafters.ngram(4)
 DECODER = mj.speculative_decoder(MODEL, DRAFTER, RULE)
@@ -127,3 +133,240 @@ def test_values_of_every_library_are_taken():
         requests = mj.make_requests(target, asked, max_new_tokens=limits, seed=jnp.arange(2))
         assert [(r.max_new_tokens, r.seed) for r in requests] == [(3, 0), (4, 1)]
     assert mj.make_requests(target, asked, max_new_tokens=jnp.int32(4))[1].max_new_tokens == 4
+
+
+SENTENCE = r"^[^\n]+: [^\n]+\.$"
+VALUES = {
+    "None": None, "a number": 5, "below 0": -1, "above 32 bits": 2**40, "a large number": 10**5000, "half": 0.5,
+    "NaN": float("nan"), "infinity": float("inf"), "imaginary": 1j, "a bool": True, "text": "x", "no text": "",
+    "half a character": "a\ud800", "bytes": b"x", "a list": ["x"], "an empty list": [], "a nested list": [[["x"]]],
+    "a list of None": [None], "a list of objects": [object()], "a ragged list": [[1], 2], "a list of -1": [-1],
+    "a list of large numbers": [2**40], "a list of halves of characters": ["\ud800"], "a dict": {"x": 1},
+    "a dict of text": {1: "x"}, "an empty dict": {}, "an object": object(), "a type": int, "a function": len,
+    "a matrix": np.ones((2, 2)), "a vector": jnp.ones(3), "an array of no dimensions": np.asarray(3.5),
+}  # fmt: skip
+"""Values that somebody may pass for any argument."""
+
+TEXT = {"text", "no text"}
+
+
+@functools.cache
+def chatty():
+    return mj.hub.outline("tiny/target")
+
+
+def option(name, **others):
+    return lambda value: mj.make_requests(chatty(), ["a", "b"], **others, **{name: value})
+
+
+def argument(function, name, *args, **others):
+    return lambda value: function(*args, **others, **{name: value})
+
+
+def turn(**fields):
+    return [{"role": "user", "content": "x"} | fields]
+
+
+def session(**arguments):
+    return Session.of(**({"target": usual()["target"]} | arguments))
+
+
+def chat_with(messages):
+    chat = mj.Chat(chatty())
+    chat.messages = messages
+    return chat.stream("x")
+
+
+ARGUMENTS = {
+    # What reads prompts and options: `generate`, `generate_iter`, `generate_stream` and `Chat` call `make_requests`.
+    **{
+        f"make_requests.{name}": option(name)
+        for name in sorted(Options.__optional_keys__ - {"relax_constrained"})
+    },
+    "make_requests.relax_constrained": option("relax_constrained", regex="a"),
+    "make_requests.prompts": lambda x: mj.make_requests(chatty(), x),
+    "make_requests.prompts of one": lambda x: mj.make_requests(chatty(), [x]),
+    "make_requests.prompts, another": lambda x: mj.make_requests(chatty(), ["a", x]),
+    "make_requests.role": lambda x: mj.make_requests(chatty(), [turn(role=x)]),
+    "make_requests.content": lambda x: mj.make_requests(chatty(), [turn(content=x)]),
+    "make_requests.chat": option("chat"),
+    "make_requests.ignore_eos": option("ignore_eos"),
+    "make_requests.system": option("system", chat=True),
+    "make_requests.template_args": option("template_args", chat=True),
+    "Session.batch_size": lambda x: session(batch_size=x),
+    "Session.drafter": lambda x: session(drafter=x),
+    "Session.verify": lambda x: session(verify=x),
+    "Session.log_probs": lambda x: session(log_probs=x),
+    "Chat.messages": chat_with,
+    "Chat.stream": lambda x: mj.Chat(chatty()).stream(x),
+    "score.texts": lambda x: mj.score(usual()["target"], x),
+    "score.texts of one": lambda x: mj.score(usual()["target"], [x]),
+    **{
+        f"Pretrained.{name}": (lambda x, name=name: getattr(chatty(), name)(x))
+        for name in ("encode", "encode_chat", "encode_many", "decode", "check_tokens")
+    },
+    "Pretrained.decode of one": lambda x: chatty().decode([x]),
+    "Pretrained.encode_many of one": lambda x: chatty().encode_many([x]),
+    "from_parts.model": lambda x: mj.Pretrained.from_parts(x, (), max_positions=8),
+    "from_parts.max_positions": lambda x: mj.Pretrained.from_parts(MODEL, (), max_positions=x),
+    "from_parts.stop_tokens": argument(mj.Pretrained.from_parts, "stop_tokens", MODEL, (), max_positions=8),
+    # Settings of a step.
+    **{
+        f"make_controls.{name}": argument(
+            mj.make_controls, name, 2, **({} if name == "limit" else {"limit": 8})
+        )
+        for name in ("limit", "temperature", "top_k", "top_p", "min_p", "strict", "draft_stop", "stop_tokens")
+    },
+    **{
+        f"make_edits.{name}": argument(mj.make_edits, name, 2)
+        for name in ("logit_bias", "repetition_penalty", "presence_penalty", "frequency_penalty")
+    },
+    "keys_from_seeds": mj.keys_from_seeds,
+    "summarize.rows": lambda x: mj.summarize(zero_stats(1, 4), x),
+    "speculative_decoder.prefill_chunk": argument(
+        mj.speculative_decoder, "prefill_chunk", MODEL, DRAFTER, RULE
+    ),
+    # Drafters, rules and constraints.
+    **{f"ngram.{name}": argument(mj.drafters.ngram, name) for name in ("max_ngram", "min_ngram")},
+    **{
+        f"language_model.{name}": argument(mj.drafters.language_model, name, MODEL)
+        for name in ("tree", "sample", "vocab_size", "own_tokens")
+    },
+    "language_model.model": lambda x: mj.drafters.language_model(x),
+    **{f"Dynamic.{name}": argument(mj.drafters.Dynamic, name) for name in ("top_k", "depth", "nodes")},
+    "drafters.load.spec": lambda x: mj.drafters.load(x, usual()["target"]),
+    **{
+        f"drafters.load.{name}": argument(mj.drafters.load, name, "ngram", usual()["target"])
+        for name in ("num_draft_tokens", "tree", "sample", "dtype", "draft_size", "any_rule")
+    },
+    "verify.load.spec": lambda x: mj.verify.load(x),
+    **{
+        f"verify.{rule}.{name}": argument(getattr(mj.verify, rule), name)
+        for rule in ("adaptive", "mars", "mixture", "nucleus", "topk", "typical")
+        for name in inspect.signature(getattr(mj.verify, rule)).parameters
+        if name != "block"
+    },
+    **{
+        f"constraints.{name}": getattr(mj.constraints, name)
+        for name in ("regex", "json_schema", "choice", "tokens")
+    },
+    "constraints.from_fields": mj.constraints.from_fields,
+    # Models.
+    "load.name_or_path": lambda x: mj.load(x),
+    **{
+        f"load.{name}": argument(mj.load, name, "tiny/draft")
+        for name in ("dtype", "mesh", "check", "cache_dtype", "prefill_chunk", "attention")
+    },
+}
+ACCEPTED = {
+    "make_requests.seed": {"a number"},
+    "make_requests.top_k": {"a number"},
+    "make_requests.max_new_tokens": {"a number"},
+    "make_requests.top_p": {"half"},
+    "make_requests.strict": {"a bool"},
+    "make_requests.stop_tokens": {"a number", "an empty list"},
+    "make_requests.banned_tokens": {"None", "a number", "an empty list"},
+    "make_requests.stop_strings": {"text", "a list", "an empty list"},
+    "make_requests.logit_bias": {"None", "an empty dict"},
+    "make_requests.prompts": {"text", "a list"},
+    "make_requests.prompts of one": {"text"},
+    "make_requests.content": {*TEXT, "an empty list"},
+    "make_requests.system": {"None", *TEXT},
+    "make_requests.template_args": {"None", "a dict", "an empty dict"},
+    "make_requests.chat": {"a bool"},
+    "Pretrained.encode": {"text"},
+    "Pretrained.decode": {"an empty list"},
+    "Pretrained.decode of one": {"a number"},
+    "Session.batch_size": {"None", "a number"},
+    "Session.verify": {"None"},
+    "Session.drafter": set(),
+    "make_controls.stop_tokens": {"an empty list", "a list of -1"},
+    "make_controls.strict": {"a bool"},
+    "make_controls.limit": {"a number"},
+    "keys_from_seeds": set(),
+    "speculative_decoder.prefill_chunk": {"None", "a number"},
+    "drafters.load.num_draft_tokens": {"None", "a number"},
+    "load.dtype": {"None"},
+}
+"""Values that are right for an argument, where they are few enough to list."""
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_an_argument_takes_a_value_or_refuses_it_in_one_sentence(name):
+    accepted = set()
+    for label, value in VALUES.items():
+        if label == "above 32 bits" and name in SIZES:
+            continue
+        try:
+            ARGUMENTS[name](value)
+            accepted.add(label)
+        except MarsError as error:
+            assert re.match(SENTENCE, str(error)), (label, str(error))
+    assert accepted == ACCEPTED.get(name, accepted)
+
+
+SIZES = {
+    "ngram.max_ngram",
+    "ngram.min_ngram",
+    "Dynamic.top_k",
+    "Dynamic.depth",
+    "Dynamic.nodes",
+    "language_model.vocab_size",
+}
+"""Arguments without an upper limit of their own."""
+
+
+MISTAKES = [
+    ({"stop_strings": 5}, "stop_strings is 5: expected texts of at least one character"),
+    (
+        {"logit_bias": {"x": 1}},
+        "logit_bias has 'x': 1: expected one of the 4096 tokens of 'tiny/target' and a number",
+    ),
+    ({"logit_bias": {4096: 1}}, "logit_bias has 4096: 1: expected one of the 4096 tokens"),
+    ({"logit_bias": {1: True}}, "logit_bias has 1: True: expected one of the 4096 tokens"),
+    ({"seed": -1}, "seed is -1: expected a whole number from 0 to 4294967295"),
+    ({"seed": 2**32}, "seed is 4294967296: expected a whole number from 0 to 4294967295"),
+    ({"seed": [0, -1]}, "seed is -1: expected a whole number from 0 to 4294967295"),
+    ({"seed": True}, "seed is True: expected a whole number"),
+    ({"stop_tokens": 4096}, "stop_tokens is .4096,.: expected token ids from 0 to 4095"),
+    ({"stop_tokens": [-1]}, "stop_tokens is .-1.: expected token ids from 0 to 4095"),
+    ({"banned_tokens": [9999]}, "banned_tokens is .9999.: expected token ids from 0 to 4095"),
+    ({"temperature": "hot"}, "temperature is 'hot': expected a finite number of at least 0"),
+    ({"max_new_tokens": True}, "max_new_tokens is True: expected a whole number of at least 1"),
+    ({"samples": True}, "samples is True: expected a whole number of at least 1"),
+    ({"prompts": {"a": 1}}, "the prompts are of type dict: give a text, texts, token ids, or conversations"),
+    ({"prompts": b"ab"}, "the prompts are of type bytes: give a text"),
+    ({"prompts": None}, "the prompts are of type NoneType: give a text"),
+    ({"prompts": "a\ud800"}, "the prompt is 'a.*ud800', which is not valid Unicode: give it as UTF-8"),
+    ({"prompts": [[1.5]]}, "prompt 0 is .1.5.: expected token ids, a sequence of whole numbers"),
+    ({"prompts": [[1, 4096]]}, "prompt token 4096 is outside of the 4096 tokens of 'tiny/target'"),
+]
+
+
+@pytest.mark.parametrize(("options", "sentence"), MISTAKES)
+def test_a_mistake_in_a_request_is_named_with_its_value(options, sentence):
+    with pytest.raises(MarsError, match=rf"^{sentence}.*\.$"):
+        mj.make_requests(chatty(), **({"prompts": ["a", "b"]} | options))
+
+
+def test_numbers_of_numpy_and_jax_are_taken_where_numbers_of_python_are():
+    for number in (np.int32, np.int64, np.uint8, jnp.int32):
+        [request] = mj.make_requests(
+            usual()["target"], [[number(1)]], seed=number(3), top_k=number(2), stop_tokens=number(4),
+            temperature=np.float32(0.5), logit_bias={np.int64(5): np.float32(1)}, banned_tokens=[number(6)],
+        )  # fmt: skip
+        assert (request.seed, request.top_k, request.stop_tokens) == (3, 2, (4,))
+        assert request.prompt_tokens == (1,) and request.temperature == 0.5
+        assert request.logit_bias == ((5, 1.0), (6, -np.inf))
+        assert {type(x) for x in (request.seed, request.top_k, *request.stop_tokens)} == {int}
+
+
+def test_every_public_function_is_tried():
+    """A function that `tests/public.json` gains needs a row above."""
+    tried = {part for name in (*ARGUMENTS, *CALLS) for part in name.split(".")}
+    names = json.loads(Path(__file__).with_name("public.json").read_text())["names"]
+    public = {
+        name.split(".")[-1] for name, arguments in names.items() if name.startswith("mars_jax.") and arguments
+    }
+    others = {"generate_iter", "generate_stream", "eagle", "enable_compilation_cache", "rejection"}
+    assert {name for name in public if name.islower()} - tried == others

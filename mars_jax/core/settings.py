@@ -98,7 +98,7 @@ class Setting:
         for one in [value] if single and isinstance(value, list | tuple) else _each(value):
             if not self._holds(one, chosen):
                 told = f"{one:g}" if type(one) is float else short_repr(one)
-                near = did_you_mean(str(one), self.choices)
+                near = did_you_mean(one, self.choices) if isinstance(one, str) else ""
                 raise MarsError(f"{shown or self.name} is {told}{near}: expected {self.expected(**chosen)}.")
 
     def _holds(self, value: Any, chosen: Mapping[str, Any]) -> bool:

@@ -222,3 +222,32 @@ def test_what_is_put_nowhere_changes_nothing():
         refill.refill(
             DECODER, NO_WEIGHTS, held, zero_stats(ROWS, DECODER.max_depth), jnp.asarray([7]), prompts, read
         )
+
+
+STEPPING = {
+    "run": lambda *given: decode.run(*given),
+    "stream": lambda *given: next(decode.stream(*given)),
+    "jitted_step": lambda *given: decode.jitted_step(*given),
+    "advance": lambda *given: refill.advance(*given, zero_stats(ROWS, 4)),
+    "refill": lambda *given: refill.refill(
+        *given, zero_stats(ROWS, 4), jnp.asarray([1]), Prompts(*(arrays(1) | {"rule": EXACT}).values())
+    ),
+    "Decoder.step": lambda decoder, *given: decoder.step(*given),
+    "Decoder.insert": lambda decoder, *given: decoder.insert(
+        *given, jnp.asarray([1]), Prompts(*(arrays(1) | {"rule": EXACT}).values())
+    ),
+}
+
+
+@pytest.mark.parametrize("way", STEPPING)
+def test_a_state_under_a_lossy_rule_is_not_decoded_by_a_lossless_decoder(way):
+    decoder = decode.speculative_decoder(TARGET, DRAFTERS["ngram"], EXACT, prefill_chunk=8)
+    with pytest.raises(MarsError, match="the field 'rule' of the state is not as this decoder makes it"):
+        STEPPING[way](decoder, NO_WEIGHTS, state())
+
+
+def test_extend_gives_every_row_the_rule_of_its_new_prompt():
+    decoder = decode.speculative_decoder(TARGET, DRAFTERS["ngram"], EXACT, prefill_chunk=8)
+    prompts = Prompts(*(arrays(ROWS) | {"rule": EXACT}).values())
+    extended, _ = jax.eval_shape(decoder.extend, NO_WEIGHTS, state(), prompts)
+    assert jax.tree.structure(extended.rule) == decoder.rule

@@ -8,14 +8,17 @@ import shutil
 import pytest
 
 import mars_jax as mj
-from mars_jax import hub
+from mars_jax import hub, specs
 from mars_jax.cli.generate.command import main
+from mars_jax.cli.generate.prompts import read_prompts
+from mars_jax.core.conversation import as_conversation
 
 TEMPLATE = """\
 {%- for m in messages %}[{{ m.role }}]{{ m.content }}{% if not loop.last or m.role != 'assistant' %}
 {% endif %}{% endfor %}
 {%- if add_generation_prompt %}[assistant]{% if enable_thinking is defined and not enable_thinking %}<no>{% endif %}
 {%- endif %}"""
+MARS = specs.RuleChoice("mars", {})
 SYSTEM = {"role": "system", "content": "Be brief."}
 TURNS = [
     {"role": "user", "content": "Hello"},
@@ -105,3 +108,82 @@ def test_what_is_no_conversation_gets_a_sentence(chatty):
         mj.make_requests(target, "Hello", system="x")
     with pytest.raises(mj.MarsError, match=r"cannot be applied .*multiple values"):
         mj.make_requests(target, TURNS, template_args={"return_dict": True})
+
+
+def text_part(text):
+    return {"type": "text", "text": text}
+
+
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {}}}
+READ_AS = {
+    "one part": ([{"role": "user", "content": [text_part("Hello")]}], ["Hello"]),
+    "two parts": ([{"role": "user", "content": [text_part("He"), text_part("llo")]}], ["Hello"]),
+    "no part": ([{"role": "user", "content": []}], [""]),
+    "a tuple": ([{"role": "user", "content": (text_part("Hello"),)}], ["Hello"]),
+    "a tool call": ([{"role": "assistant", "content": None, "tool_calls": [CALL]}], [""]),
+    "a tool call alone": ([{"role": "assistant", "tool_calls": [CALL]}], [""]),
+    "other keys": ([{"role": "user", "content": "Hello", "name": "Tom"}], ["Hello"]),
+}
+REFUSED = {
+    "an image": ({"role": "user", "content": [text_part("a"), {"type": "image_url", "image_url": {"url": "x"}}]},
+                 "a part of a content is of type 'image_url': models here read text"),
+    "audio": ({"role": "user", "content": [{"type": "input_audio"}]}, "a part of a content is of type 'input_audio'"),
+    "a part without a type": ({"role": "user", "content": [{"text": "a"}]}, "a part of a content is {'text': 'a'}"),
+    "a part that is a string": ({"role": "user", "content": ["a"]}, "a part of a content is 'a': expected"),
+    "a part whose text is a number": ({"role": "user", "content": [text_part(5)]}, "the text of a part .* is 5"),
+    "no content": ({"role": "user"}, r"a turn is {'role': 'user'}: expected an object with a role and its content"),
+    "None": ({"role": "assistant", "content": None}, "the content of a turn of the assistant is None"),
+    "a number": ({"role": "user", "content": 5}, "the content of a turn of the user is 5: expected a text"),
+    "an object": ({"role": "user", "content": {"a": 1}}, "the content of a turn of the user is {'a': 1}"),
+    "no role": ({"content": "a"}, "a turn is {'content': 'a'}: expected an object with a role"),
+    "a role that is a number": ({"role": 1, "content": "a"}, "a turn is .*: expected an object with a role"),
+    "half a character": ({"role": "user", "content": "\ud800"}, "a turn of the user is .* not valid Unicode"),
+    "no object": ("user", "a turn is 'user': expected an object with a role"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", READ_AS)
+def test_a_content_in_parts_is_read_as_one_string(name, chatty):
+    target = hub.outline(str(chatty))
+    turns, contents = READ_AS[name]
+    assert [turn["content"] for turn in as_conversation(turns)] == contents
+    plain = [turn | {"content": content} for turn, content in zip(turns, contents, strict=True)]
+    plain.append({"role": "user", "content": "x"})
+    wanted = target.tokenizer.apply_chat_template(plain, add_generation_prompt=True, return_dict=True)[
+        "input_ids"
+    ]
+    asked = [*turns, {"role": "user", "content": "x"}]
+    chat = mj.Chat(target)
+    assert chat.ask(asked).prompt_tokens == tuple(wanted)
+    assert target.encode(asked) == target.encode_chat(asked) == target.encode_many([asked])[0] == wanted
+    [request] = mj.make_requests(target, [asked])
+    assert list(request.prompt_tokens) == wanted and request.messages == tuple(asked)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_content_that_is_not_text_is_refused_by_name(name, chatty, tmp_path):
+    target = hub.outline(str(chatty))
+    turn, sentence = REFUSED[name]
+    turns = [{"role": "user", "content": "x"}, turn]
+    for call in (
+        lambda: mj.make_requests(target, [turns]),
+        lambda: mj.Chat(target).ask(turns),
+        lambda: target.encode(turns),
+        lambda: target.encode_chat(turns),
+        lambda: target.encode_many([turns]),
+    ):
+        with pytest.raises(mj.MarsError, match=sentence):
+            call()
+    if "half" not in name:  # which a file cannot hold
+        path = tmp_path / "prompts.jsonl"
+        path.write_text(json.dumps({"messages": turns}))
+        with pytest.raises(mj.MarsError, match=f"line 1: {sentence}"):
+            read_prompts(str(path), MARS)
+
+
+def test_a_prompts_file_has_contents_in_parts(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    turns = READ_AS["two parts"][0]
+    path.write_text(json.dumps({"messages": turns}))
+    [row] = read_prompts(str(path), MARS)
+    assert row.messages == tuple(turns)

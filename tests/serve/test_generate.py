@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 
 import mars_jax as mj
-from mars_jax import contrib, hub, verify
+from mars_jax import contrib, fake, hub, verify
+from mars_jax.cli.generate import job
+from mars_jax.cli.generate.arguments import parse
+from mars_jax.cli.generate.prompts import PromptRow
 from mars_jax.core import decode
 from mars_jax.hub.detokenizer import Detokenizer
 from mars_jax.models.config import ModelConfig
@@ -145,6 +148,43 @@ def test_a_single_seed_counts_up_over_the_prompts(target):
     )
     assert first.tokens == second.tokens
     assert len({tuple(t) for t in first.tokens}) == 3
+
+
+SEEDS = [
+    ({}, 4, [0, 1, 2, 3]),
+    ({"seed": 7}, 3, [7, 8, 9]),
+    ({"seed": np.int64(7)}, 2, [7, 8]),
+    ({"seed": 2**32 - 1}, 3, [2**32 - 1, 0, 1]),
+    ({"seed": [9, 4]}, 2, [9, 4]),
+    ({"samples": 3}, 2, [0, 1, 2, 3, 4, 5]),
+    ({"samples": 3, "seed": 10}, 2, [10, 11, 12, 13, 14, 15]),
+    ({"samples": 3, "seed": [10, 20]}, 2, [10, 11, 12, 20, 21, 22]),
+]
+
+
+@pytest.mark.parametrize(("options", "count", "wanted"), SEEDS)
+def test_every_request_draws_with_a_seed_of_its_own(target, options, count, wanted):
+    requests = mj.make_requests(target, [[3]] * count, temperature=1.0, **options)
+    assert [request.seed for request in requests] == wanted
+
+
+@pytest.mark.parametrize("argv", [[], ["--seed", "7"], ["--seed", str(2**32 - 1)]])
+def test_the_command_and_the_library_draw_with_the_same_seeds(target, argv):
+    rows = [PromptRow(where="", tokens=(3,))] * 3
+    seeds = [request.seed for request in job.make_requests(target, parse(argv), rows)]
+    options = {"seed": int(argv[1])} if argv else {}
+    assert seeds == [request.seed for request in mj.make_requests(target, [[3]] * 3, **options)]
+
+
+def test_unseeded_samples_differ_and_every_call_repeats_them():
+    target = mj.Pretrained.from_parts(fake.hash_model(vocab_size=64), (), max_positions=32)
+    options = {"temperature": 1.0, "max_new_tokens": 12}
+    unseeded, again, seeded = (
+        mj.generate(target, "none", [[3]] * 4, **options, **seed).tokens
+        for seed in ({}, {}, {"seed": [0, 1, 2, 3]})
+    )
+    assert unseeded == again == seeded
+    assert len({tuple(tokens) for tokens in unseeded}) == 4
 
 
 def test_stop_tokens_and_context_end_a_row(target):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 import shutil
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -215,3 +217,71 @@ def test_a_conversation_refuses_what_generate_refuses(target):
         mj.Chat(target, top=3).say("Tom")
     with pytest.raises(MarsError, match="relax_in does not apply to the rule exact"):
         mj.Chat(target, relax_in="think").say("Tom")
+
+
+class Scripted:
+    """A stand-in for `Running` that answers each turn with the words "one two three", an event each."""
+
+    def __init__(self):
+        self.session = SimpleNamespace(
+            target=SimpleNamespace(name="scripted", config=SimpleNamespace(max_positions=1000))
+        )
+
+    def stream(self, request):
+        for word in ("one", " two", " three"):
+            yield SimpleNamespace(text=word, completion=request if word == " three" else None)
+
+
+def scripted_chat():
+    return mj.Chat.over(Scripted(), lambda turns: SimpleNamespace(prompt_tokens=[1] * len(turns)))
+
+
+def contents(chat):
+    return [turn["content"] for turn in chat.messages]
+
+
+ABANDON = {
+    "closed": lambda events: events.close(),
+    "collected": lambda events: None,  # the caller drops its only reference
+    "read on": lambda events: list(events),
+}
+LATER = {
+    "say": (lambda chat: chat.say("b"), ["a", "one two", "b", "one two three"]),
+    "stream": (lambda chat: list(chat.stream("b")), ["a", "one two", "b", "one two three"]),
+    "undo": (lambda chat: chat.undo(), []),
+    "clear": (lambda chat: chat.clear(), []),
+    "change": (lambda chat: setattr(chat, "messages", [{"role": "user", "content": "x"}]), ["x"]),
+}
+
+
+@pytest.mark.parametrize("later", LATER)
+@pytest.mark.parametrize("abandon", ABANDON)
+def test_an_abandoned_stream_does_not_change_a_later_conversation(abandon, later):
+    chat = scripted_chat()
+    events = chat.stream("a")
+    assert [next(events).text, next(events).text] == ["one", " two"]
+    act, wanted = LATER[later]
+    act(chat)
+    assert contents(chat) == wanted
+    ABANDON[abandon](events)
+    del events
+    gc.collect()
+    assert contents(chat) == wanted
+
+
+def test_a_stream_that_its_caller_drops_is_kept_as_far_as_it_was_read():
+    chat = scripted_chat()
+    for _ in chat.stream("a"):
+        break
+    assert contents(chat) == ["a", "one"]
+    events = chat.stream("b")
+    chat.say("c")  # nothing of the turn "b" was read
+    events.close()
+    assert contents(chat) == ["a", "one", "c", "one two three"]
+
+
+def test_turns_of_a_chat_draw_with_seeds_of_their_own(target):
+    for options, wanted in (({}, [0, 1, 2]), ({"seed": 2**32 - 2}, [2**32 - 2, 2**32 - 1, 0])):
+        chat = mj.Chat(target, temperature=1.0, **options)
+        turns = [{"role": role, "content": "Tom"} for role in ("user", "assistant") * 2 + ("user",)]
+        assert [chat.ask(turns[:n]).seed for n in (1, 3, 5)] == wanted
