@@ -20,6 +20,7 @@ _LIMIT = Setting(
     name="limit",
     kind=int,
     help="most tokens of a row",
+    per_row=True,
     ranges=Range("a whole number of at least 1", 1, LARGEST_INT),
 )
 _SETTINGS = CONTROLS | EDITS | by_name(_LIMIT)
@@ -99,7 +100,8 @@ def one_per_row(name: str, value: Any, batch: int, dtype: Any) -> Array:
         kinds = (np.bool_,) if dtype == np.bool_ else (jnp.integer, jnp.floating)
         if not any(jnp.issubdtype(raw.dtype, kind) for kind in kinds):
             raise TypeError
-        array = raw.astype(dtype)
+        with np.errstate(invalid="ignore", over="ignore"):  # checked below
+            array = raw.astype(dtype)
     except (TypeError, ValueError, OverflowError):
         wanted = "True or False" if dtype == np.bool_ else "a number"
         raise MarsError(f"{name} is {short_repr(value)}: expected {wanted}, or one per row.") from None

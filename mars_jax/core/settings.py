@@ -95,7 +95,8 @@ class Setting:
         """
         # A setting that decides the structure has one value for all rows.
         single = bool(self.choices) or not self.per_row
-        for one in [value] if single and isinstance(value, list | tuple) else _each(value):
+        several = isinstance(value, list | tuple) or getattr(value, "ndim", 0)
+        for one in [value] if single and several else _each(value):
             if not self._holds(one, chosen):
                 told = f"{one:g}" if type(one) is float else short_repr(one)
                 near = did_you_mean(one, self.choices) if isinstance(one, str) else ""
@@ -109,6 +110,8 @@ class Setting:
         if isinstance(value, bool) or not isinstance(value, int | float):
             return False
         if self.kind is int and isinstance(value, float) and not value.is_integer():
+            return False
+        if self.kind is float and isinstance(value, int) and abs(value) > LARGEST_FLOAT:
             return False
         return value in self.range(**chosen)
 

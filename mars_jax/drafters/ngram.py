@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from mars_jax.core.drafter import SPARSE, Drafter, DraftInput
-from mars_jax.core.errors import MarsError, check_count
+from mars_jax.core.errors import MarsError, check_count, short_repr
 from mars_jax.core.tree import chain, last_token
 from mars_jax.core.types import NO_TOKEN, DraftTree, Params, PyTree
 from mars_jax.drafters.asked import Asked, LoadedDrafter
@@ -40,7 +40,7 @@ def ngram(num_draft_tokens: int = 8, *, max_ngram: int = 3, min_ngram: int = 1) 
         check_count(name, value)
     if min_ngram > max_ngram:
         raise MarsError(
-            f"min_ngram is {min_ngram} and max_ngram {max_ngram}: give 1 <= min_ngram <= max_ngram."
+            f"min_ngram is {short_repr(min_ngram)} and max_ngram {max_ngram}: give 1 <= min_ngram <= max_ngram."
         )
     return _ngram(num_draft_tokens, max_ngram, min_ngram)
 

@@ -42,12 +42,14 @@ def generate(
       target: from `mars_jax.load`.
       drafter: from `mars_jax.drafters.load`, or its spec where it needs no more than that, such as "ngram"; or a
         `Drafter` without weights of its own.
-      prompts: a text, texts, or token ids; or conversations, each a list of turns with their `role` and `content`.
+      prompts: a text, texts, or token ids; or conversations, each a list of turns with their `role` and `content`, a
+        string or a list of text parts in OpenAI's format.
       verify: the rule, such as `verify.mars(theta=0.9)`, or a `LoadedRule`; default `verify.exact()`, which changes
         nothing but the speed. Its numbers are one for all prompts, or one per prompt.
       batch_size: rows that decode side by side; default: what memory has room for, at most 128 for each device of the
         mesh's axis `data`, 16 on a CPU.
-      chat: put each text through the chat template as a user turn.
+      chat: put each text through the chat template as a user turn. Answers in a chat also end at the tokenizer's end of
+        text and at its end of a turn, see `Pretrained.chat_stop_tokens`; of token ids, `chat` changes only that.
       system: content of a system turn that comes first, where a conversation has none of its own.
       template_args: variables of the chat template, such as `{"enable_thinking": False}`.
       ignore_eos: decode to `max_new_tokens` past any stop token.
@@ -59,7 +61,8 @@ def generate(
         max_new_tokens (default 256), stop_tokens (default: the model's), stop_strings (texts that end a completion; see
         `serve.text.RowText`), logit_bias (by token id what is added to its logit), banned_tokens, repetition_penalty
         (as in transformers), presence_penalty and frequency_penalty (as OpenAI's); these change the target, so a
-        lossless rule stays lossless. A single seed s gives prompt i the seed s + i.
+        lossless rule stays lossless. A single seed s, by default 0, gives completion i the seed s + i modulo 2**32, so
+        completions of one prompt differ and every call repeats them. With one seed per prompt, its sample j adds j.
         At temperature 0 a row takes the best token, and the filters and the seed have no effect.
         Constraints on the text: regex, json_schema (an object, its JSON or a file), choice (a list of texts), or
         allowed_tokens; or `constraint`, a value from `mars_jax.constraints`. A constraint masks the target, so every

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 
-from mars_jax import drafters
+from mars_jax import drafters, specs
 from mars_jax.core import activity, decode
 from mars_jax.core.decoder import Decoder
 from mars_jax.core.drafter import Drafter
@@ -98,6 +98,7 @@ class Session:
         """
         if batch_size is not None:
             check_count("batch_size", batch_size)
+            specs.REQUEST["batch_size"].check(batch_size)
         check_switch("log_probs", log_probs)
         rule = loaded_rule(verify)
         structure(rule.rule)  # which raises for anything but a rule
