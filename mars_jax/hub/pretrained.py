@@ -347,7 +347,7 @@ def token_ids(name: str, values: Any, vocab_size: int | None = None) -> tuple[in
     Raises:
       MarsError: not a sequence, or an entry that is not a whole number or is out of range.
 
-    >>> token_ids("stop_tokens", np.asarray([3, 4]), 11)
+    >>> token_ids("stop_tokens", range(3, 5), 11)
     (3, 4)
     """
     wanted = "token ids" if vocab_size is None else f"token ids from 0 to {vocab_size - 1}"
