@@ -83,9 +83,7 @@ class Chat:
         self.messages: list[Turn] = []
         self.ask = ask
         self._running = running
-        self._last: Callable[[], Generator[StreamEvent] | None] = lambda: (
-            None
-        )  # weak reference to the last stream
+        self._last: weakref.ref[Generator[StreamEvent]] | None = None  # the stream of the last turn
 
     @property
     def read(self) -> int:
@@ -119,13 +117,14 @@ class Chat:
                 f"{target.config.max_positions}: take turns back, or begin a new one."
             )
         events = self._answered(turns, self._running.stream(request))
-        # A weak reference, so that a stream that its caller drops is closed at once.
+        # The reference is weak, so that Python closes a stream as soon as its caller drops it.
         self._last = weakref.ref(events)
         return events
 
     def _close(self) -> None:
         """Close the stream of the last turn if it has not been read to its end."""
-        if (events := self._last()) is not None:
+        events = None if self._last is None else self._last()
+        if events is not None:
             events.close()
 
     def _answered(

@@ -176,7 +176,7 @@ def make_requests(
 ) -> list[Request]:
     """Tokenize prompts and spread options over them; see `generate`. The samples of a prompt follow each other.
 
-    Every value of a user is checked here, so that the functions behind need not.
+    All values from users are checked here.
     """
     check_pretrained(target)
     for name, value in {"chat": chat, "ignore_eos": ignore_eos}.items():
