@@ -52,9 +52,9 @@ def _tensor(file: GGUFFile, name: str, config: ModelConfig) -> Tensor:
         )
     if file.architecture.startswith("gemma") and name.endswith("norm.weight"):
         return Tensor(shape, lambda first, last: read(first, last) - 1.0)  # llama.cpp stores 1 + scale
-    # Beside matrices in 4 bits; a file that has none is rounded as asked.
+    # Only next to matrices in 4 bits. In any other file every matrix may be rounded to 4.
     mixed = any(other.kind.name in KINDS for other in file.tensors.values())
-    return Tensor(shape, read, wider=mixed and kind.name.startswith(("Q5_", "Q6_", "Q8_")))
+    return Tensor(shape, read, wider=mixed)
 
 
 def _halves(read: Any, size: int, first: int, last: int) -> np.ndarray:
