@@ -204,7 +204,9 @@ def _tensor(matrix: Any, pieces: Mapping[str, Tensor], shape: Any) -> Tensor:
     size = inputs // groups
     order = next((pieces[name].read() for name in ("g_idx", "weight_g_idx") if name in pieces), None)
     neighbours = order is None or np.any(order < 0) or np.array_equal(order, np.arange(inputs) // size)
-    if neighbours and _fit_float16(next(pieces[name] for name in ("scales", "weight_scale") if name in pieces)):
+    if neighbours and _fit_float16(
+        next(pieces[name] for name in ("scales", "weight_scale") if name in pieces)
+    ):
         return Tensor((outputs, inputs), rows, blocks, size)
     return Tensor((outputs, inputs), rows)
 
@@ -215,7 +217,9 @@ def _fit_float16(scales: Tensor) -> bool:
         return True
     wide = scales.read().astype(np.float32)
     with np.errstate(over="ignore"):
-        return bool(np.all(np.abs(wide.astype(np.float16).astype(np.float32) - wide) <= np.abs(wide) * 2.0**-9))
+        return bool(
+            np.all(np.abs(wide.astype(np.float16).astype(np.float32) - wide) <= np.abs(wide) * 2.0**-9)
+        )
 
 
 def _spread(packed: np.ndarray) -> np.ndarray:

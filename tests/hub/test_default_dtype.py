@@ -79,7 +79,9 @@ def write_packed(
         if permuted in name:
             group = draw.permutation(group)
         meant[name] = ((q - zero[group]) * scale.astype(np.float32)[group]).T
-        pieces = packed(q, zero, scale, method) | ({"g_idx": group.astype(np.int32)} if method == "gptq" else {})
+        pieces = packed(q, zero, scale, method) | (
+            {"g_idx": group.astype(np.int32)} if method == "gptq" else {}
+        )
         stored |= {f"{base}.{piece}": array for piece, array in pieces.items()}
         if ".layers." in name and ".experts." not in name and permuted not in name and tiny not in name:
             exact.add(name)
