@@ -106,8 +106,8 @@ def load(
         `desc_act`, experts, embeddings and unpacked matrices become bfloat16. "int8" rounds matrices to 8 bits per
         weight (`models.quantize`) and keeps everything else in the checkpoint's dtype. "int4" rounds matrices of
         layers to 4 bits, embeddings and experts to 8. With "int4", 4-bit matrices of a file are not rounded again
-        (GGUF's Q4_0, Q4_1 and Q4_K, AWQ, GPTQ without `desc_act`, compressed-tensors' pack-quantized), and the wider
-        matrices of a GGUF file that also has 4-bit ones are rounded to 8.
+        (GGUF's Q4_0, Q4_1 and Q4_K, AWQ, GPTQ without `desc_act`, compressed-tensors' pack-quantized), and matrices
+        that such a GGUF file has in more bits are rounded to 8.
       mesh: devices to divide the weights over, with any of the axes `data`, `model` and `expert`, of type Auto or
         Explicit, or a text such as "data=2,model=4"; see `mars_jax.placement.shardings`. `generate` then divides the
         batch over `data`.
@@ -146,11 +146,11 @@ def load(
     if is_converted(directory):
         params, dtype = restore_params(directory, config, dtype, shardings=shardings, check=check)
     else:
-        default = dtype is None
-        dtype, bits = resolve_dtype(dtype, own)
-        if default and not is_gguf(directory) and packing(directory) is not None:
-            bits = AS_PACKED
-        params = read_params(directory, config, dtype, bits=bits, shardings=shardings)
+        packed = not is_gguf(directory) and packing(directory) is not None
+        floating, bits = resolve_dtype(dtype, own)
+        bits = AS_PACKED if dtype is None and packed else bits
+        params = read_params(directory, config, floating, bits=bits, shardings=shardings)
+        dtype = floating
     cache_dtype = cache_dtype or ("float32" if jax.default_backend() == "cpu" else dtype)
     return Pretrained(
         name=os.fspath(name_or_path),

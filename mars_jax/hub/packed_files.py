@@ -10,9 +10,9 @@ zero z for each output and group of inputs:
 | compressed-tensors | `weight_packed` [out, in / 8] | `weight_scale` [out, in / G] | `weight_zero_point` [out / 8, in / G], or 8 |
 
 In GPTQ `g_idx` [in] names the group of each input. With `desc_act` the inputs of a group are not neighbours. Such a
-matrix is dequantised, and rounded again only for an explicit dtype "int4". Sources: casper-hansen/AutoAWQ `packing_utils.py`,
-AutoGPTQ `qlinear_cuda_old.py`, vllm-project/compressed-tensors `pack_quantized`. Oracle: what these packages packed
-(tests/hub/packed_by_others.npz).
+matrix is dequantised, and rounded again only for an explicit dtype "int4". Sources: casper-hansen/AutoAWQ
+`packing_utils.py`, AutoGPTQ `qlinear_cuda_old.py`, vllm-project/compressed-tensors `pack_quantized`. Oracle: matrices
+that these packages packed (tests/hub/packed_by_others.npz).
 """  # noqa: E501
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ def _tensor(matrix: Any, pieces: Mapping[str, Tensor], shape: Any) -> Tensor:
 
 
 def _fit_float16(scales: Tensor) -> bool:
-    """Tell whether scales keep bfloat16's precision in float16, as `models.quantize.Int4` holds them."""
+    """Return whether scales keep bfloat16's precision in the float16 of `models.quantize.Int4`."""
     if scales.rows(0, 0).dtype == np.float16:
         return True
     wide = scales.read().astype(np.float32)

@@ -109,7 +109,7 @@ def write_gguf(path):
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
     meant, packed_names = {}, set()
     for row in leaves(config):
-        tensor = tensors[names.get_name(row.name, try_suffixes=(".weight", ".bias"))]
+        tensor = tensors[str(names.get_name(row.name, try_suffixes=(".weight", ".bias")))]
         weight = gguf.dequantize(tensor.data, tensor.tensor_type).reshape(row.shape)
         if row.path[-1] in ("q", "k"):  # llama.cpp interleaves the halves of each head
             weight = weight.reshape(config.num_heads, -1, 2, row.shape[1]).swapaxes(1, 2).reshape(row.shape)
