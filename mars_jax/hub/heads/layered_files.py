@@ -24,6 +24,7 @@ from mars_jax.core.types import PyTree
 from mars_jax.hub.config_json import dtype_of, read_json
 from mars_jax.hub.files import Tensor, resolve, tensors
 from mars_jax.hub.load import DERIVED, check_tensors, collect, convert, resolve_dtype
+from mars_jax.hub.rope_config import check_same_rope
 from mars_jax.hub.save import free_directory, named_arrays, write_directory
 from mars_jax.hub.values import given, of_its_kind
 from mars_jax.models.config import ModelConfig
@@ -122,6 +123,7 @@ def nested_layer(data: dict[str, Any]) -> dict[str, Any] | None:
     layer = data.get("transformer_layer_config")
     if not isinstance(layer, dict):
         raise MarsError("config.json has no transformer_layer_config: use the config the weights came with.")
+    check_same_rope(data, layer, "transformer_layer_config")
     return layer
 
 
