@@ -108,6 +108,8 @@ def from_dflash_json(data: dict[str, Any], shapes: Shapes, target: ModelConfig) 
     named = str(data.get("architectures") or "").lower() + str(data.get("speculators_model_type") or "")
     nested = nested_layer(data)
     own = data | (data.get("dflash_config") or {}) if nested is None else data
+    # z-lab's class reads the block size at the top of config.json and the rest in dflash_config.
+    own = own | {"block_size": given(data, "block_size", own.get("block_size"))}
     layer = data if nested is None else nested
     config = _layer(layer, shapes, target)
     layers = _feature_layers(own, shapes, target, nested is not None)
