@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from mars_jax.core.errors import MarsError
 from mars_jax.hub.rope_config import check_same_rope, read_rope
-from mars_jax.hub.values import count, given
+from mars_jax.hub.values import count
 from mars_jax.models.config import ModelConfig, Rope
 
 _KINDS = {True: "sliding_attention", False: "full_attention"}

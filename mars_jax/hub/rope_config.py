@@ -48,8 +48,8 @@ def read_rope(data: dict[str, Any], *, base: str = "rope_theta", theta: float = 
             first, second = getattr(rope, name), getattr(other, name)
             if first != second:
                 raise MarsError(
-                    f"rope_scaling and rope_parameters differ in rope {name} ({first!r} and {second!r}, defaults included): "
-                    "keep the one that the model was trained with."
+                    f"rope_scaling and rope_parameters differ in rope {name} ({first!r} and {second!r}, defaults "
+                    "included): keep the one that the model was trained with."
                 )
     return rope
 

@@ -152,7 +152,10 @@ def test_json_that_is_nested_too_deep_gets_a_sentence(saved, file, brackets):
     "fields, expected",
     [
         ({"rope_theta": 0}, "rope theta (0.0)"),
-        ({"rope_theta": None, "rope_parameters": {"rope_theta": 0, "rope_type": "default"}}, "rope theta (0.0)"),
+        (
+            {"rope_theta": None, "rope_parameters": {"rope_theta": 0, "rope_type": "default"}},
+            "rope theta (0.0)",
+        ),
         ({"rope_theta": float("inf")}, "rope theta (inf)"),
         ({"rope_theta": float("nan")}, "rope theta (nan)"),
         ({"partial_rotary_factor": 0.0}, "partial_rotary_factor is not supported"),
