@@ -245,7 +245,7 @@ def test_a_model_of_ones_own_decodes_as_a_loaded_one():
             mj.Pretrained.from_parts(*parts, **given)
 
 
-# The token that begins texts.
+# The BOS token.
 
 BOS = "<|endoftext|>"
 ENCODERS = {
@@ -259,7 +259,7 @@ ENCODERS = {
 
 @pytest.fixture(params=["tokenizers", "transformers"])
 def encoding_target(request, checkpoint):
-    """A checkpoint whose tokenizer adds BOS; its texts are encoded by one of two libraries."""
+    """A checkpoint whose tokenizer adds BOS, read by one of the two libraries that encode."""
     if request.param == "transformers":
         edit(checkpoint / "special_tokens_map.json", bos_token=BOS)
     target = hub.outline(checkpoint)

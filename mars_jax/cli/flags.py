@@ -179,7 +179,7 @@ OF_DRAFT = [
     (["--tree"], "trees", "drafts no trees"),
     (["--draft-stop", "draft_stop"], "stops", "has no entropy to stop by"),
     (["--draft-size auto"], "resizes", "has no chains of several lengths"),
-    (["--head-embed"], "embeds", "has no embedding of its own"),
+    (["--head-embed"], "embeds", "has no embedding in its checkpoint"),
 ]
 """Flags and keys that only some drafters heed, by their property in `specs.DRAFTERS`, and what the others lack."""
 

@@ -234,7 +234,7 @@ def _check_switch() -> None:
 
 @contextlib.contextmanager
 def _one_line_warnings() -> Iterator[None]:
-    """Print each MarsWarning once, as one line on stderr, whatever the filters of Python are."""
+    """Print each MarsWarning once, as one line on stderr, regardless of Python's filters."""
     with warnings.catch_warnings():
         show = warnings.showwarning
 

@@ -1,4 +1,4 @@
-"""The exception that this package raises for bad input, its warning for probable mistakes, and parts of their text."""
+"""The exception for bad input, the warning for probable mistakes, and functions that word them."""
 
 import difflib
 import numbers

@@ -196,7 +196,7 @@ def _is_within(name: str) -> bool:
 
 
 def tensors(directory: Path) -> Iterator[dict[str, Tensor]]:
-    """Yield the tensors of a checkpoint, file by file. They can be read in any order; nothing is held in memory.
+    """Yield the tensors of a checkpoint, file by file. They can be read in any order, and only headers are in memory.
 
     If an index assigns a tensor to one of several shards that contain it, the other copies are left out.
 

@@ -270,7 +270,7 @@ class Pretrained:
                         **(template_args or {}),
                     )["input_ids"]
             complete = all(prompts) and all(found) and len(found) == len(prompts)
-        except Exception:  # of a template, or of a tokenizer: `encode` names the prompt at fault
+        except Exception:  # from a template or a tokenizer; `encode` names the prompt
             complete = False
         if not complete:
             return [self.encode(p, chat=chat, system=system, template_args=template_args) for p in prompts]

@@ -76,7 +76,7 @@ class DraftRow:
         False  # drafts a block at once: its usual tree is as deep as the block, which the checkpoint says
     )
     copies: bool = False  # drafts what was said before, so that a lossy rule accepts repetitions
-    embeds: bool = False  # may have an embedding of its own, which head_embed replaces
+    embeds: bool = False  # its checkpoint may hold an embedding, which head_embed replaces
     learns: bool = False  # from its failures, by `lab.training.online`
     # Of a head whose published shape `mars-jax plan` knows: its name there, and "module:class" of its config.
     outlined: tuple[str, str] | None = None

@@ -60,7 +60,7 @@ def test_devices_that_are_not_there_are_one_sentence_of_every_command_and_of_loa
 
 
 @pytest.mark.parametrize("filters", ["ignore", "error"])
-def test_a_warning_is_one_line_on_stderr_whatever_the_filters_are(filters, capsys):
+def test_a_warning_is_one_line_on_stderr_with_any_filter(filters, capsys):
     def run(argv, out):
         for sentence in ("the draft is odd", "the prompt\nis odd", "the draft is odd"):
             warn(sentence)

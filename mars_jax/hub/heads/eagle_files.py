@@ -47,8 +47,8 @@ def load_eagle(
 ) -> tuple[EagleConfig, PyTree]:
     """Load an EAGLE-1, -2 or -3 head of a target, tensor by tensor.
 
-    A head that repeats the target's embedding (EAGLE-1: or unembedding) shares it instead. If its embedding differs
-    from the target's, a MarsWarning says so.
+    A head that repeats the target's embedding (EAGLE-1: or unembedding) shares it instead. Issue a MarsWarning if the
+    head's embedding differs from the target's.
 
     Args:
       name_or_path: directory, or `owner/name` on the Hugging Face hub.

@@ -283,10 +283,10 @@ def _repeats(ours: np.ndarray, theirs: jax.Array | Int8, rows: int = 4096) -> bo
 
 
 def _is_another(ours: Tensor, theirs: jax.Array | Int8, rows: int = 64) -> bool:
-    """Tell whether a table differs from another of its shape by more than rounding.
+    """Return whether two tables of the same shape differ by more than rounding.
 
-    Compares the directions of some rows, since heads normalise what they look up. Every process compares rows of the
-    parts that it holds.
+    Compare only the directions of some rows, since EAGLE-3 and DFlash heads normalise embeddings. Each process samples
+    its own shards.
     """
     if ours.shape != theirs.shape:
         return False
