@@ -27,10 +27,10 @@ class LoadedDrafter(NamedTuple):
     draft_ids: Array | None = None
     # The same drafter with a chain of so many tokens, over the same state; None: it drafts no chains of any length.
     resized: Callable[[int], Drafter] | None = None
-    max_positions: int | None = None  # the longest text that its weights were trained for
     sizes: Sizes | None = None  # each step drafts one of several; see `drafters.sized`
     # Makes the steps of a batch in place of `decode.stream`; rows then do not refill.
     steps: Steps | None = None
+    max_positions: int | None = None  # the longest text that its weights were trained for
 
     def decoder(self, target: LanguageModel, verify: Any) -> Decoder:
         """The decoder of a target with this drafter.

@@ -135,9 +135,10 @@ class Session:
         self, requests: Sequence[Request], *, loop: Compile | None = None, streamed: bool = False
     ) -> tuple[Decoder, Params, DecodeState]:
         """Return one batch as the decoder's arrays, for a loop of one's own; `loop` and `streamed` as for `prepare`."""
-        self._check_length(requests)
         how: Any = {"rows": self.batch_size, "log_probs": self.log_probs, "loop": loop, "streamed": streamed}
-        return prepare(self.target, self.drafter, requests, verify=self.rule, **how)
+        made = prepare(self.target, self.drafter, requests, verify=self.rule, **how)
+        self._check_length(requests)
+        return made
 
     def _check_length(self, requests: Sequence[Request]) -> None:
         """Warn, once per session, if a text may become longer than the drafter was trained for."""
@@ -153,8 +154,9 @@ class Session:
 
     def prepared(self, requests: Sequence[Request]) -> Prepared:
         """Return requests that fit the pair, with their decoder; see `serve.prepare.prepared`."""
+        made = prepared(self.target, self.drafter, requests, verify=self.rule)
         self._check_length(requests)
-        return prepared(self.target, self.drafter, requests, verify=self.rule)
+        return made
 
     def _steps(
         self, decoder: Decoder, params: Params, state: DecodeState, *, ahead: int
