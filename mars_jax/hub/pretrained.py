@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from mars_jax.core.errors import MarsError, check_type, first_line
+from mars_jax.core.errors import MarsError, check_type, first_line, warn
 from mars_jax.core.types import LanguageModel, PyTree
 from mars_jax.hub.gguf_file import is_gguf, read_gguf
 from mars_jax.hub.tokenizer import (
@@ -180,7 +180,23 @@ class Pretrained:
                 self.tokenizer(prompt)["input_ids"] if self._plain is None else self._plain.encode(prompt).ids
             )
         self.check_tokens(ids)
+        self._warn_of_second_bos([prompt], [ids])
         return [int(i) for i in ids]
+
+    def _warn_of_second_bos(self, prompts: Sequence[Any], encoded: Sequence[Sequence[int]]) -> None:
+        """Warn if a prompt begins with the BOS token in a tokenizer that adds it."""
+        bos = self.config.bos_token_id
+        if bos is None:
+            bos = getattr(self.own_tokenizer, "bos_token_id", None)
+        twice = [prompt for prompt, ids in zip(prompts, encoded, strict=True) if list(ids[:2]) == [bos, bos]]
+        if not twice:
+            return
+        token = self._plain.id_to_token(bos) if self._plain else self.tokenizer.convert_ids_to_tokens(bos)
+        if not all(prompt.startswith(2 * token) for prompt in twice):
+            warn(
+                f"a prompt begins with {token}, which the tokenizer of '{self.name}' adds as well, so that the model "
+                "reads it twice: leave it out of the prompt."
+            )
 
     def encode_chat(
         self,
@@ -239,6 +255,8 @@ class Pretrained:
         Raises:
           MarsError: as `encode`, of the first prompt that it refuses.
         """
+        found: list[list[int]] = []
+        turns: list[Any] = []
         try:
             turns = [p if not isinstance(p, str) else as_turns(p) if chat else None for p in prompts]
             with on_all_cores(), told_of_panics(self.name):
@@ -251,13 +269,14 @@ class Pretrained:
                         return_dict=True,
                         **(template_args or {}),
                     )["input_ids"]
-                else:
-                    found = []
-            if all(prompts) and all(found) and len(found) == len(prompts):
-                return found
-        except Exception:  # of a template, or of a tokenizer: the prompt at fault says what it is
-            pass
-        return [self.encode(p, chat=chat, system=system, template_args=template_args) for p in prompts]
+            complete = all(prompts) and all(found) and len(found) == len(prompts)
+        except Exception:  # from a template or a tokenizer; `encode` names the prompt
+            complete = False
+        if not complete:
+            return [self.encode(p, chat=chat, system=system, template_args=template_args) for p in prompts]
+        if not any(turns):
+            self._warn_of_second_bos(prompts, found)
+        return found
 
     def _encoded(self, texts: list[Any]) -> list[list[int]]:
         if self._plain is None:

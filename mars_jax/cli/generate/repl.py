@@ -50,7 +50,15 @@ COMMANDS = {
 }
 _CHOSEN = {
     "/rule": (*map(flag_of, RULE_FLAGS), "--rule-option"),
-    "/draft": ("--draft", "--tree", "--num-draft-tokens", "--draft-stop", "--draft-size", "--any-rule"),
+    "/draft": (
+        "--draft",
+        "--tree",
+        "--num-draft-tokens",
+        "--draft-stop",
+        "--draft-size",
+        "--any-rule",
+        "--head-embed",
+    ),
 }
 """Flags that a command sets again, its own first."""
 _ROW = [PromptRow(where="", prompt="Once upon a time")]

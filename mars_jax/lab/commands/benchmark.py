@@ -43,6 +43,7 @@ _OF_LENGTHS = (
 _OF_ARMS = (
     *_OF_LENGTHS,
     *("--verify", "--rule-option", "--thetas", "--allow-code-execution", "--allow-unconfined-code"),
+    "--head-embed",
 )
 """Flags that a forecast does not heed."""
 _OF_ALL = ("--controls all", "--tune", "--forecast")
@@ -360,7 +361,12 @@ def _tune(args: argparse.Namespace, folder: Path, out: IO[str]) -> None:
     kinds = {sampled: drafter}
     if (samples and max(args.temperatures) > 0) or sampled:
         other = drafters.load(
-            args.draft, target, num_draft_tokens=args.tune[-1], sample=not sampled, dtype=args.dtype
+            args.draft,
+            target,
+            num_draft_tokens=args.tune[-1],
+            sample=not sampled,
+            dtype=args.dtype,
+            head_embed=args.head_embed or "own",
         )
         kinds[not sampled] = other._replace(params=drafter.params)
     with ticking("decodes") as tick:
