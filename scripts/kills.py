@@ -186,14 +186,14 @@ def heed_interrupts() -> None:
 
 
 def catches(process: int, number: int) -> bool:
-    """Whether a process has a handler for a signal; a command has one of SIGTERM once it handles signals."""
+    """Return whether a process has a handler for a signal: a command has one for SIGTERM as soon as it handles signals."""
     status = Path(f"/proc/{process}/status").read_text()
     [mask] = [line.split()[1] for line in status.splitlines() if line.startswith("SigCgt")]
     return bool(int(mask, 16) >> (number - 1) & 1)
 
 
 def attack(command: Command, work: Path, times: int, number: int, rng: random.Random) -> dict[str, Any]:
-    """Kill a command so many times, some of them one after the other, and compare its result with a whole run's."""
+    """Kill a command `times` times, up to `CHAIN` times in one run, and compare its result with a whole run's."""
     whole = work / f"{command.name}-whole"
     for _ in range(2):  # the first compiles, the second tells how long it takes
         shutil.rmtree(whole, ignore_errors=True)

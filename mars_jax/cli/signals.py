@@ -1,9 +1,9 @@
-"""Ctrl-C and SIGTERM: a command that is a process of its own ends at once, with one line on stderr.
+"""Ctrl-C and SIGTERM end a command at once, with one line on stderr.
 
-Python runs signal handlers in the main thread and between two bytecodes, so none runs while XLA compiles; and an
-exception that a handler raises inside a callback of XLA is lost, or crashes the process. Therefore the handlers do
-nothing, and two other threads read the signals from a pipe. A program that calls a command's `main` keeps its own
-handlers.
+Python runs signal handlers in the main thread between two bytecodes, so none runs while XLA compiles. An exception
+that a handler raises inside a callback of XLA is lost or crashes the process. Therefore the handlers do nothing, and
+two other threads read the signals from a pipe. Only the entry points of the process call `handle`: a program that
+calls a command's `main` keeps its own handlers.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def ending(action: Callable[[], str]) -> Iterator[None]:
     """Call `action` if a signal ends the process inside the block.
 
     Args:
-      action: saves what has to be saved, in another thread than the main one, which keeps running; returns the rest
-        of the line that begins with "interrupted" or "terminated".
+      action: saves unfinished work and returns the end of the line that begins with "interrupted" or "terminated". It
+        runs in another thread while the main thread continues.
     """
     _state.actions.append(action)
     try:
