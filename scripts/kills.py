@@ -186,7 +186,7 @@ def heed_interrupts() -> None:
 
 
 def catches(process: int, number: int) -> bool:
-    """Return whether a process has a handler for a signal: a command has one for SIGTERM as soon as it handles signals."""
+    """Return whether a process has a handler for a signal; a command that handles signals has one for SIGTERM."""
     status = Path(f"/proc/{process}/status").read_text()
     [mask] = [line.split()[1] for line in status.splitlines() if line.startswith("SigCgt")]
     return bool(int(mask, 16) >> (number - 1) & 1)

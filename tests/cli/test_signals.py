@@ -38,6 +38,7 @@ def signalled(number, code, *argv, environment=None):
     )
     with process:
         try:
+            assert process.stdout is not None
             ready = "now\n" in process.stdout
             began = time.monotonic()
             process.send_signal(number)
