@@ -186,7 +186,6 @@ def command(
 
 def program(run: Callable[[Sequence[str] | None, IO[str]], None], argv: Sequence[str] | None) -> int:
     """Run `run(argv, stdout)`; returns the exit code."""
-    _reserve()
     quiet()
     with heartbeat():
         code = _program(run, argv)
@@ -297,17 +296,6 @@ def _flushed(out: IO[str]) -> Iterator[None]:
 def _say(sentence: str) -> None:
     with contextlib.suppress(OSError, ValueError):  # where stderr is lost too, the exit code says it
         say(sentence)
-
-
-def _reserve() -> None:
-    """Give a closed stdin, stdout or stderr its number back: a file of ours would get it, and the printed output."""
-    while (number := os.open(os.devnull, os.O_RDWR)) < 3:
-        os.set_inheritable(number, True)
-    os.close(number)
-    if sys.stdin is None:
-        sys.stdin = open(0)  # noqa: SIM115
-    if sys.stderr is None:
-        sys.stderr = open(2, "w")  # noqa: SIM115
 
 
 def keep_compilations() -> None:

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import IO
 
 from mars_jax import specs
+from mars_jax.cli import signals
 from mars_jax.cli.flags import Present, flag_of, number_of, without
 from mars_jax.cli.part import PART_HELP, parse_part, part_path
 from mars_jax.cli.program import Parser, command
 from mars_jax.cli.rule_flags import given_settings
-from mars_jax.cli.sigterm import ending_in_order
 from mars_jax.core.errors import MarsError, say
 from mars_jax.lab import recipes
 from mars_jax.lab.commands import pair
@@ -271,8 +271,8 @@ def _run(args: argparse.Namespace, out: IO[str]) -> None:
     if args.recipe is not None:
         _follow(args, out)
         return
-    kept = f"terminated: the rows that ended are in '{args.output}', so run the same command again, and it goes on."
-    with ending_in_order(lambda: kept), studying(args, args.output, out) as (place, folder):
+    kept = f": '{args.output}' has the finished rows; run the same command again to continue."
+    with signals.ending(lambda: kept), studying(args, args.output, out) as (place, folder):
         run = _forecast if args.forecast else _study if args.tune is None else _tune
         run(args, folder, place)
 
