@@ -110,7 +110,7 @@ def vocabulary(tokenizer: Any, size: int) -> Vocabulary:
     Raises:
       MarsError: a tokenizer whose tokens are no pieces of text.
     """
-    # Tokens may be added to a tokenizer, or become special.
+    # Part of the key, since a user may add tokens to a tokenizer or make them special.
     added = str(tokenizer.added_tokens_decoder), str(getattr(tokenizer, "all_special_ids", ()))
     try:
         return _vocabulary(tokenizer, size, added)

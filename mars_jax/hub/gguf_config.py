@@ -129,7 +129,7 @@ def _check_forward(file: GGUFFile, config: ModelConfig) -> None:
 
 
 def _neutral(file: GGUFFile, config: ModelConfig) -> dict[str, tuple[Any, ...]]:
-    """Return the values of each key with which the forward pass is the config's."""
+    """Return the values of each key for which the forward pass is that of the config."""
     width = (config.head_dim,)
     window = next(filter(None, config.windows), 0)
     neutral = _NEUTRAL | {

@@ -37,7 +37,7 @@ class GGUFTensor(NamedTuple):
 
 
 class GGUFFile:
-    """The metadata and the tensors of a model, from one file or from all parts of a split one. Tensors load lazily."""
+    """The metadata and tensors of a model in one file or in several parts. `rows` and `stored` read a tensor's data."""
 
     def __init__(self, path: Path, values: dict[str, Any], tensors: dict[str, GGUFTensor]):
         self.path, self._values, self.tensors = path, values, tensors
@@ -124,7 +124,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def gguf_parts(path: Path) -> list[Path]:
-    """Return all files of a model: the parts of a split one, whichever of them `path` names.
+    """Return all files of a model. The path of any part of a split model gives all its parts.
 
     >>> [part.name for part in gguf_parts(Path("m-00002-of-00002.gguf"))]
     ['m-00001-of-00002.gguf', 'm-00002-of-00002.gguf']
@@ -173,7 +173,7 @@ def read_gguf(path: Path) -> GGUFFile:
 
 
 def _read_header(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
-    """Return the metadata of one file, texts as bytes, and its tensors.
+    """Return the metadata of one file, with strings as bytes, and its tensors.
 
     Raises:
       MarsError: as `read_gguf`.

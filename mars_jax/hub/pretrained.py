@@ -61,7 +61,7 @@ class Pretrained:
     path: Path  # the directory or GGUF file it came from
     mesh: Mesh | None = None  # over which params are divided; None is one device
     own_tokenizer: Any = None  # given, and not read from `path`
-    # Versions of the files of its tokenizer, which is read on first use, when the config was read.
+    # Versions of the tokenizer's files when the model was loaded. The tokenizer itself is read on first use.
     tokenizer_versions: dict[Path, Version] | None = None
 
     @staticmethod
@@ -135,7 +135,7 @@ class Pretrained:
                 f"'{self.name}' was made without a tokenizer: give prompts as token ids, or from_parts a tokenizer=."
             )
         self._check_files()
-        tokenizer = copy.copy(read_tokenizer(self.path))  # models of one path share only the vocabulary
+        tokenizer = copy.copy(read_tokenizer(self.path))  # the cached one keeps its own template
         if getattr(tokenizer, "chat_template", None) is None:
             tokenizer.chat_template = template_of(self.name)
         return tokenizer

@@ -78,7 +78,7 @@ def test_a_factor_without_a_type_scales_positions_linearly_as_in_llama_cpp(tmp_p
 
 @pytest.mark.parametrize("case", ["llama", "qwen3", "gemma3"])
 def test_heads_without_a_width_divide_the_hidden_size(tmp_path, case):
-    """The config classes of Qwen3 and Gemma have defaults of their own, 128 and 256."""
+    """The config classes of Qwen3 and Gemma default to 128 and 256 instead."""
     path = write(tmp_path / "model.gguf", case)
     key = f"{case}.attention.key_length".encode()
     path.write_bytes(path.read_bytes().replace(key, key[:-6] + b"absent"))

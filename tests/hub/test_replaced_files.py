@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from mars_jax.hub import versions
 from mars_jax.hub.load import find_tensors
 from tests.hub.test_gguf import our_logits, write
 
+EMBEDDED = Path(assets.__file__).parent / "tiny" / "target"
 TEXT = "Once upon a time, abcd"
 
 
@@ -82,7 +84,7 @@ CHANGES = {
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    folder = shutil.copytree(assets.path(assets.TARGET), tmp_path / "model")
+    folder = shutil.copytree(EMBEDDED, tmp_path / "model")
     data = json.loads((folder / "tokenizer.json").read_text())
     (folder / "tokenizer.json").write_text(json.dumps(data))
     return folder
@@ -126,7 +128,7 @@ def gguf_parts(folder):
 
 
 def safetensors(folder):
-    shutil.copytree(assets.path(assets.TARGET), folder / "model")
+    shutil.copytree(EMBEDDED, folder / "model")
     shutil.copy(folder / "model" / "model.safetensors", folder / "other")
     return folder / "model" / "model.safetensors", folder / "other"
 
