@@ -225,9 +225,9 @@ def _safetensors(path: Path) -> Iterator[dict[str, Tensor]]:
                         left = left[got:]
             except OSError as error:
                 raise MarsError(f"tensor {name} of '{path}' cannot be read ({error}).") from None
-            check_version(path, version)
             if len(left):
                 raise MarsError(f"'{path}' ends within tensor {name}: download it again.")
+            check_version(path, version)
             return made
 
         float8 = entry["dtype"] == "F8_E4M3"
