@@ -48,7 +48,7 @@ class Tensor(NamedTuple):
     # Of a matrix in 4 bits, with as many inputs to a scale: the fields of `models.quantize.Int4`, outputs last.
     blocks: Callable[[int, int], tuple[np.ndarray, ...]] | None = None
     group: int | None = None
-    # Of a matrix in more than 4 bits, up to 8: what it would lose in 4, its author did not want to lose.
+    # Keep the matrix in at least 8 bits: the file holds other matrices in 4, and its author chose more for this one.
     wider: bool = False
     # Of a tensor in float8, whose numbers mean nothing without scales, what `rows` would give.
     numbers: Callable[[int, int], np.ndarray] | None = None
