@@ -120,7 +120,6 @@ def test_a_config_that_names_code_beside_a_plain_tokenizer_loads_without_it(with
     edit(
         checkpoint / "tokenizer_config.json", tokenizer_class="GPT2Tokenizer", auto_map={"AutoConfig": "x.Y"}
     )
-    read_tokenizer.cache_clear()
     assert hub.outline(str(checkpoint)).encode("hello")
     assert not trace.exists()
 

@@ -23,6 +23,7 @@ from mars_jax.core.home import expanded
 from mars_jax.hub.config_json import read_json
 from mars_jax.hub.fetch import cached, fetch_directory, fetch_file, installed
 from mars_jax.hub.gguf_file import is_gguf
+from mars_jax.hub.versions import check_version, version_of
 from mars_jax.specs.models import MODELS, named
 
 _DTYPES = {
@@ -235,6 +236,7 @@ def _safetensors(path: Path) -> Iterator[dict[str, Tensor]]:
     """Read by plain file access: safetensors maps a file and its pages would count as this process's memory."""
     from safetensors import SafetensorError, safe_open
 
+    version = version_of(path)
     try:
         with safe_open(path, framework="np"):  # it checks the header against the file
             pass
@@ -263,6 +265,7 @@ def _safetensors(path: Path) -> Iterator[dict[str, Tensor]]:
                 raise MarsError(f"tensor {name} of '{path}' cannot be read ({error}).") from None
             if len(left):
                 raise MarsError(f"'{path}' ends within tensor {name}: download it again.")
+            check_version(path, version)
             return made
 
         float8 = entry["dtype"] == "F8_E4M3"
@@ -280,6 +283,7 @@ def _bin(path: Path) -> Iterator[dict[str, Tensor]]:
             f"'{path}' is a PyTorch file, and torch is not installed: pip install 'mars-jax[torch]', "
             "or use a checkpoint with safetensors."
         ) from None
+    version = version_of(path)
     try:
         # weights_only: a .bin file is a pickle, which could otherwise run code.
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -307,6 +311,7 @@ def _bin(path: Path) -> Iterator[dict[str, Tensor]]:
 
     def reader(name: str, tensor) -> Callable[[int, int], np.ndarray]:
         def rows(first: int, last: int) -> np.ndarray:
+            check_version(path, version)
             try:
                 part = (tensor.detach()[first:last] if tensor.ndim else tensor.detach()[None]).contiguous()
                 if part.dtype == torch.bfloat16:  # which numpy does not know

@@ -45,7 +45,7 @@ def gguf_tensors(path: Any, config: ModelConfig) -> Iterator[dict[str, Tensor]]:
 def _tensor(file: GGUFFile, name: str, config: ModelConfig) -> Tensor:
     import gguf
 
-    shape, kind, _ = file.tensors[name]
+    shape, kind, *_ = file.tensors[name]
     read = functools.partial(file.rows, name)
     stored = functools.partial(file.stored, name)
     if file.architecture in _INTERLEAVED and (".attn_q." in name or ".attn_k." in name):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import os
@@ -21,8 +22,10 @@ from mars_jax.hub.tokenizer import (
     on_all_cores,
     read_plain,
     read_tokenizer,
+    tokenizer_versions,
     told_of_panics,
 )
+from mars_jax.hub.versions import Version
 from mars_jax.models.config import ModelConfig
 from mars_jax.specs.models import template_of
 
@@ -58,6 +61,8 @@ class Pretrained:
     path: Path  # the directory or GGUF file it came from
     mesh: Mesh | None = None  # over which params are divided; None is one device
     own_tokenizer: Any = None  # given, and not read from `path`
+    # Versions of the tokenizer's files when the model was loaded. The tokenizer itself is read on first use.
+    tokenizer_versions: dict[Path, Version] | None = None
 
     @staticmethod
     def from_parts(
@@ -129,21 +134,33 @@ class Pretrained:
             raise MarsError(
                 f"'{self.name}' was made without a tokenizer: give prompts as token ids, or from_parts a tokenizer=."
             )
-        made = read_tokenizer(self.path)
-        if getattr(made, "chat_template", None) is None:
-            made.chat_template = template_of(self.name)
-        return made
+        self._check_files()
+        tokenizer = copy.copy(read_tokenizer(self.path))  # the cached one keeps its own template
+        if getattr(tokenizer, "chat_template", None) is None:
+            tokenizer.chat_template = template_of(self.name)
+        return tokenizer
 
     @functools.cached_property
     def _plain(self) -> Any:
         """A tokenizer that does for texts what `tokenizer` does, and loads sooner; None if there is none."""
-        return None if self.own_tokenizer is not None else read_plain(self.path)
+        if self.own_tokenizer is not None:
+            return None
+        self._check_files()
+        return read_plain(self.path)
 
-    @property
+    def _check_files(self) -> None:
+        """Raise MarsError if the files of the tokenizer changed after the model was loaded."""
+        if self.tokenizer_versions not in (None, tokenizer_versions(self.path)):
+            raise MarsError(
+                f"the tokenizer of '{self.path}' changed after '{self.name}' was loaded: load the model again."
+            )
+
+    @functools.cached_property
     def has_tokenizer(self) -> bool:
         """True if the checkpoint has any tokenizer; without one it takes and gives token ids."""
         if self.own_tokenizer is not None:
             return True
+        self._check_files()
         if is_gguf(self.path):
             return read_gguf(self.path).get("tokenizer.ggml.model") is not None
         return any((self.path / name).exists() for name in TOKENIZER_FILES)

@@ -66,13 +66,21 @@ def metadata(writer, case):
     writer.add_uint32("tokenizer.ggml.eos_token_id", 1)
 
 
-def write(path, case, *, quantisation=gguf.GGMLQuantizationType.F32, drop=(), change=()):
-    """A file of random weights, laid out as llama.cpp's converter lays them out."""
+def write(
+    path, case, *, quantisation=gguf.GGMLQuantizationType.F32, drop=(), change=(), values=(), seed=0, **split
+):
+    """A file of random weights, laid out as llama.cpp's converter lays them out.
+
+    `values` are added to the metadata, or replace it; `split` holds arguments of the writer that divide it into parts.
+    """
     architecture = "llama" if case == "llama3" else case
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, architecture, **split)
     metadata(writer, case)
+    for key, value in dict(values).items():
+        kind = gguf.GGUFValueType.get_type(value)
+        writer.kv_data[0][key] = gguf.GGUFValue(value=value, type=kind)
     tied = architecture.startswith("gemma")
-    draw = np.random.default_rng(0)
+    draw = np.random.default_rng(seed)
     [kind] = [number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture]
     names = gguf.get_tensor_name_map(kind, LAYERS)
     for row in weights(config_of(case, tied)):
