@@ -239,7 +239,7 @@ ARGUMENTS = {
     "drafters.load.spec": lambda x: mj.drafters.load(x, usual()["target"]),
     **{
         f"drafters.load.{name}": argument(mj.drafters.load, name, "ngram", usual()["target"])
-        for name in ("num_draft_tokens", "tree", "sample", "dtype", "draft_size", "any_rule")
+        for name in ("num_draft_tokens", "tree", "sample", "dtype", "draft_size", "any_rule", "head_embed")
     },
     "verify.load.spec": lambda x: mj.verify.load(x),
     **{
