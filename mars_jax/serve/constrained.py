@@ -51,11 +51,17 @@ def with_constraints(options: dict[str, Any], count: int) -> dict[str, Any]:
                         f"constraint is {short_repr(one)}: expected one of mars_jax.constraints, such as regex(...)."
                     )
             own[i] = made[id(one)]
-    check_switch("relax_constrained", options.get("relax_constrained", False))
-    if options.get("relax_constrained"):
-        if not any(own):
-            raise MarsError("relax_constrained does not apply where no text is constrained: leave it out.")
-        own = [one and one.relaxed() for one in own]
+    relax = options.get("relax_constrained", False)
+    switches = list(relax) if isinstance(relax, list | tuple) else [relax] * count
+    if len(switches) != count:
+        raise MarsError(
+            f"relax_constrained has {len(switches)} values for {count} prompts: give one, or one per prompt."
+        )
+    for switch in switches:
+        check_switch("relax_constrained", switch)
+    if any(switches) and not any(own):
+        raise MarsError("relax_constrained does not apply where no text is constrained: leave it out.")
+    own = [one.relaxed() if one and switch else one for one, switch in zip(own, switches, strict=True)]
     return left | {"constraint": own} if any(own) else {k: v for k, v in left.items() if k != "constraint"}
 
 

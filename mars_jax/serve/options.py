@@ -51,7 +51,7 @@ class Options(TypedDict, total=False):
     choice: Sequence[str] | Sequence[Sequence[str] | None] | None
     allowed_tokens: Sequence[int] | Sequence[Sequence[int] | None] | None
     constraint: Constraint | Sequence[Constraint | None] | None
-    relax_constrained: bool
+    relax_constrained: bool | Sequence[bool]
     relax_in: str | Sequence[str]
     strict_in: str | Sequence[str]
 

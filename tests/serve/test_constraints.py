@@ -194,3 +194,13 @@ def test_bad_options_get_a_sentence(target, ask, options, sentence):
 def test_bad_flags_get_a_sentence(flags, sentence, capsys):
     assert main([*flags, TEXT]) == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_prompts_choose_whether_rules_relax_in_their_constraint():
+    target = mj.load()
+    made = mj.make_requests(
+        target, ["a", "b", "c"], regex=["a+", "b+", None], relax_constrained=[False, True, True]
+    )
+    assert [request.constraint and request.constraint.relax for request in made] == [False, True, None]
+    with pytest.raises(mj.MarsError, match="relax_constrained has 2 values for 3 prompts"):
+        mj.make_requests(target, ["a", "b", "c"], regex="a+", relax_constrained=[False, True])
