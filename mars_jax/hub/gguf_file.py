@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from mars_jax.core.errors import MarsError, first_line
+from mars_jax.core.limits import GGUF_HEADER_BYTES
 
 _NUMBERS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 """Types of numbers in the metadata, as `struct` has them."""
@@ -173,6 +174,8 @@ class _Header:
     def _take(self, size: int) -> bytes:
         self._check(self._at + size)
         self._at += size
+        if self._at > GGUF_HEADER_BYTES:
+            raise ValueError(f"its header has more than {GGUF_HEADER_BYTES:,} bytes")
         return self._file.read(size)
 
     def _number(self, code: str = "Q") -> Any:

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from mars_jax.core.errors import MarsError, did_you_mean
+from mars_jax.core.home import check_path
+from mars_jax.core.limits import TREE_NODES
 
-MOST_NODES = 1024
-"""Nodes of the largest tree: every one is a node of the one target forward, which past this is no longer cheap."""
 MIXTURE_LENGTH = 3
 """Length of a chain for a mixture of experts. Every node reads experts of its own: of 128 experts, 8 a token, a chain
 of 3 reads 23% and a tree of 60 nodes 98%."""
@@ -207,7 +207,7 @@ def parse_draft(spec: str, *, shown: str = "the drafter", among: Iterable[str] =
       among: the kinds that are taken here.
 
     Raises:
-      MarsError: an unknown kind, a path that is missing or too many.
+      MarsError: an unknown kind, a missing or superfluous path, or one that no file can have.
 
     >>> parse_draft("eagle:owner/name")
     DraftSpec(kind='eagle', path='owner/name')
@@ -219,6 +219,7 @@ def parse_draft(spec: str, *, shown: str = "the drafter", among: Iterable[str] =
     if kind not in among or DRAFTERS[kind].path != bool(path) or (colon and not path):
         near = did_you_mean(kind, among)
         raise MarsError(f"{shown} is {spec}{near}: expected {draft_words(among)}.")
+    check_path(path, shown)
     return DraftSpec(kind, path)
 
 
@@ -259,5 +260,5 @@ def parse_tree(text: str, *, shown: str = "--tree") -> tuple[int, ...] | Dynamic
 
 
 def _check_nodes(shown: str, text: str, nodes: int) -> None:
-    if nodes > MOST_NODES:
-        raise MarsError(f"{shown} is {text}, more than {MOST_NODES} nodes: choose a smaller tree.")
+    if nodes > TREE_NODES:
+        raise MarsError(f"{shown} is {text}, more than {TREE_NODES} nodes: choose a smaller tree.")
