@@ -28,16 +28,17 @@ def check_type(name: str, value: Any, kinds: type | tuple[type, ...], wanted: st
         raise MarsError(f"{name} is of type {type(value).__name__}: expected {wanted}.")
 
 
-def check_count(name: str, value: Any, least: int = 1) -> None:
-    """Raise MarsError for anything but a whole number of at least `least`.
+def check_count(name: str, value: Any, least: int = 1, most: int | None = None) -> None:
+    """Raise MarsError for anything but a whole number of at least `least`, and at most `most` unless it is None.
 
     >>> check_count("batch_size", 0.5)
     Traceback (most recent call last):
     mars_jax.core.errors.MarsError: batch_size is 0.5: expected a whole number of at least 1.
     """
-    if not isinstance(value, numbers.Integral) or value < least:
+    if not isinstance(value, numbers.Integral) or value < least or (most is not None and value > most):
         shown = value if isinstance(value, numbers.Number | str) else f"of type {type(value).__name__}"
-        raise MarsError(f"{name} is {shown}: expected a whole number of at least {least}.")
+        between = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise MarsError(f"{name} is {shown}: expected a whole number {between}.")
 
 
 def did_you_mean(given: str, known: Iterable[str]) -> str:

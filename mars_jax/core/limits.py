@@ -39,9 +39,13 @@ TEMPLATE_BYTES = 256 << 10
 """A chat template: the longest published ones have some 30 KB."""
 TEMPLATE_WORK = 1 << 27
 """Characters and items that a chat template may handle in one rendering, each operation counted as 128 more."""
-DRAFT_TOKENS = 1024
-"""Tokens of a drafted chain. The target reads every one of them in its one forward."""
+DRAFT_TOKENS = 128
+"""Tokens of a drafted chain. Each one is a node of the target's one forward, which is no longer cheap beyond this."""
 TREE_NODES = 1024
 """Nodes of a draft tree, for the same reason."""
+BATCH_ROWS = 1 << 16
+"""Prompts decoded at once."""
+SAMPLES = 1 << 16
+"""Completions of one prompt, each of which is a request of its own."""
 NGRAM_TOKENS = 64
 """Tokens of the longest suffix that an n-gram drafter looks for, each of which is a pass over the text."""

@@ -14,7 +14,9 @@ import jax
 from jax.sharding import Mesh
 
 from mars_jax.core.errors import MarsError, check_type, first_line
+from mars_jax.core.limits import PROMPT_BYTES
 from mars_jax.core.types import LanguageModel, PyTree
+from mars_jax.hub.chat_template import bound_templates
 from mars_jax.hub.gguf_file import is_gguf, read_gguf
 from mars_jax.hub.tokenizer import (
     TOKENIZER_FILES,
@@ -171,6 +173,8 @@ class Pretrained:
         """
         if not prompt:
             raise MarsError("the prompt is empty: give at least one character of text to continue.")
+        if isinstance(prompt, str) and (size := len(prompt.encode("utf-8", "surrogatepass"))) > PROMPT_BYTES:
+            raise MarsError(f"the prompt has {size:,} bytes: expected at most {PROMPT_BYTES:,}; shorten it.")
         if not isinstance(prompt, str):
             return self.encode_chat(prompt, system=system, template_args=template_args)
         if chat:
@@ -204,6 +208,7 @@ class Pretrained:
             raise MarsError(
                 f"'{self.name}' has no chat template: leave --chat out, or use an instruction-tuned model."
             )
+        bound_templates()
         turns = with_system(turns, system)
         continues = turns[-1]["role"] == "assistant"
         try:
@@ -242,9 +247,12 @@ class Pretrained:
         try:
             turns = [p if not isinstance(p, str) else as_turns(p) if chat else None for p in prompts]
             with on_all_cores(), told_of_panics(self.name):
-                if not any(turns):
+                if any(isinstance(p, str) and len(p) > PROMPT_BYTES // 4 for p in prompts):
+                    found = []  # one by one takes less memory, and names what is too long
+                elif not any(turns):
                     found = self._encoded(list(prompts))
                 elif all(turns) and not any(t and t[-1]["role"] == "assistant" for t in turns):
+                    bound_templates()
                     found = self.tokenizer.apply_chat_template(
                         [with_system(t or (), system) for t in turns],
                         add_generation_prompt=True,

@@ -24,7 +24,7 @@ class Dynamic:
     root, get their `top_k` likeliest children; of all children `nodes` - 1 are kept, the likeliest.
 
     Raises:
-      MarsError: a size below 1.
+      MarsError: a size below 1, or more than `TREE_NODES` nodes.
     """
 
     top_k: int = 10  # nodes that grow at each level, and children of each
@@ -34,6 +34,8 @@ class Dynamic:
     def __post_init__(self):
         if min(self.top_k, self.depth, self.nodes - 1) < 1:
             raise MarsError(f"a dynamic tree of {self}: give at least 1 child, 1 level and 2 nodes.")
+        # Nodes that are drafted are work, even if few of them are kept.
+        check_nodes("the tree", f"{self.top_k}-{self.depth}-{self.nodes}", max(self.nodes, self.top_k * self.depth))
 
     @property
     def candidates(self) -> int:
@@ -247,18 +249,16 @@ def parse_tree(text: str, *, shown: str = "--tree") -> tuple[int, ...] | Dynamic
     if dynamic:
         if sizes[2] < 2:
             raise MarsError(f"{shown} is {text}: expected at least 2 nodes, the first being the root.")
-        tree = Dynamic(*sizes)
-        # What is drafted, not only what is kept of it, is work.
-        _check_nodes(shown, text, max(tree.nodes, tree.top_k * tree.depth))
-        return tree
+        return Dynamic(*sizes)
     nodes, level = 1, 1
     for width in sizes:
         level *= width
         nodes += level
-        _check_nodes(shown, text, nodes)
+        check_nodes(shown, text, nodes)
     return sizes
 
 
-def _check_nodes(shown: str, text: str, nodes: int) -> None:
+def check_nodes(shown: str, shape: object, nodes: int) -> None:
+    """Raise MarsError if a tree, whose shape the message quotes, has more than `TREE_NODES` nodes."""
     if nodes > TREE_NODES:
-        raise MarsError(f"{shown} is {text}, more than {TREE_NODES} nodes: choose a smaller tree.")
+        raise MarsError(f"{shown} is {shape}, more than {TREE_NODES} nodes: choose a smaller tree.")
