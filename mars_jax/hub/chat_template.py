@@ -23,7 +23,7 @@ from jinja2.visitor import NodeTransformer
 
 from mars_jax.core.limits import PROMPT_BYTES, TEMPLATE_BYTES, TEMPLATE_WORK
 
-_STEP, _ITEM, _NODE = 128, 32, 4
+_STEP, _ITEM, _NODE = 256, 128, 4
 """Work of an operation, of an item in a list, and of a node of a loop's or macro's body each time that it runs. They
 take the time of about so many characters."""
 _NUMBER_BITS = 1 << 16
@@ -54,7 +54,9 @@ def _check(work: int) -> None:
     """Raise TemplateError if less work is left."""
     left = _left.get()
     if left is not None and work > left:
-        raise TemplateError(f"it takes more than {TEMPLATE_WORK:,} characters and steps, the limit of a template")
+        raise TemplateError(
+            f"it takes more than {TEMPLATE_WORK:,} characters and steps, the limit of a template"
+        )
 
 
 def _spend(work: int) -> None:

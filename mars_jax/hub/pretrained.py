@@ -16,7 +16,6 @@ from jax.sharding import Mesh
 from mars_jax.core.errors import MarsError, check_type, first_line
 from mars_jax.core.limits import PROMPT_BYTES
 from mars_jax.core.types import LanguageModel, PyTree
-from mars_jax.hub.chat_template import bound_templates
 from mars_jax.hub.gguf_file import is_gguf, read_gguf
 from mars_jax.hub.tokenizer import (
     TOKENIZER_FILES,
@@ -208,7 +207,7 @@ class Pretrained:
             raise MarsError(
                 f"'{self.name}' has no chat template: leave --chat out, or use an instruction-tuned model."
             )
-        bound_templates()
+        _bound_templates()
         turns = with_system(turns, system)
         continues = turns[-1]["role"] == "assistant"
         try:
@@ -252,7 +251,7 @@ class Pretrained:
                 elif not any(turns):
                     found = self._encoded(list(prompts))
                 elif all(turns) and not any(t and t[-1]["role"] == "assistant" for t in turns):
-                    bound_templates()
+                    _bound_templates()
                     found = self.tokenizer.apply_chat_template(
                         [with_system(t or (), system) for t in turns],
                         add_generation_prompt=True,
@@ -293,6 +292,12 @@ class Pretrained:
             return self.tokenizer.decode(
                 list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
             )
+
+
+def _bound_templates() -> None:
+    from mars_jax.hub.chat_template import bound_templates  # with jinja2, which plain texts do without
+
+    bound_templates()
 
 
 def as_turns(text: str) -> list[Turn]:

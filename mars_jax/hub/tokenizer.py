@@ -134,7 +134,14 @@ def _environment(name: str, value: str) -> Iterator[None]:
 
 def _check_files(directory: Path) -> None:
     """Raise MarsError for a file that makes the libraries of tokenizers wait, or is larger than any tokenizer."""
-    patterns = ("*token*", "vocab.*", "merges.txt", "*.model", "*chat_template*", "additional_chat_templates/*")
+    patterns = (
+        "*token*",
+        "vocab.*",
+        "merges.txt",
+        "*.model",
+        "*chat_template*",
+        "additional_chat_templates/*",
+    )
     for file in (file for pattern in patterns for file in directory.glob(pattern) if not file.is_dir()):
         try:
             open_file(file, TOKENIZER_BYTES).close()

@@ -21,6 +21,7 @@ _COUNTS = ("num_kv_heads", "head_dim", "num_experts", "experts_per_token", "expe
 LEAST = 1e-15
 """Lower bound of a rotary embedding's theta and factor; below it, frequencies are no float32."""
 
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rope:
     """Rotary position embedding and how its frequencies are stretched beyond the trained length.
@@ -178,7 +179,10 @@ def check_parts(layers: int, experts: int = 0) -> None:
       layers: their number.
       experts: of each layer; 0 for a dense model.
     """
-    for name, value, most in (("num_layers", layers, LAYERS), ("num_layers times num_experts", layers * experts, EXPERTS)):
+    for name, value, most in (
+        ("num_layers", layers, LAYERS),
+        ("num_layers times num_experts", layers * experts, EXPERTS),
+    ):
         if value > most:
             raise MarsError(
                 f"{name} is {value:,}: expected at most {most:,}; use the config the checkpoint came with."

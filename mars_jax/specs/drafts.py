@@ -35,7 +35,9 @@ class Dynamic:
         if min(self.top_k, self.depth, self.nodes - 1) < 1:
             raise MarsError(f"a dynamic tree of {self}: give at least 1 child, 1 level and 2 nodes.")
         # Nodes that are drafted are work, even if few of them are kept.
-        check_nodes("the tree", f"{self.top_k}-{self.depth}-{self.nodes}", max(self.nodes, self.top_k * self.depth))
+        check_nodes(
+            "the tree", f"{self.top_k}-{self.depth}-{self.nodes}", max(self.nodes, self.top_k * self.depth)
+        )
 
     @property
     def candidates(self) -> int:

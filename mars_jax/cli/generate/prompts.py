@@ -180,9 +180,13 @@ def _lines(path: str, name: str, rule: RuleChoice) -> Iterator[PromptRow]:
         for number, line in enumerate(iter(lambda: file.readline(LINE_BYTES + 1), b""), start=1):
             where = f"{name}, line {number}"
             if len(line) > LINE_BYTES:
-                raise MarsError(f"{where}: it has more than {LINE_BYTES:,} bytes: give shorter prompts, one a line.")
+                raise MarsError(
+                    f"{where}: it has more than {LINE_BYTES:,} bytes: give shorter prompts, one a line."
+                )
             try:
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8").removesuffix("\n").removesuffix("\r")
+                text = (
+                    line.decode("utf-8-sig" if number == 1 else "utf-8").removesuffix("\n").removesuffix("\r")
+                )
             except UnicodeDecodeError:
                 raise MarsError(f"{where}: it is not UTF-8: convert the file.") from None
             if not text.strip():
