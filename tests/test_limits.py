@@ -258,7 +258,7 @@ def safetensors_header(path):
 MODEL = fake.hash_model(vocab_size=11)
 HUGE = 10**9
 SIZES = {
-    "a line of a prompts file": (endless_line, "line 1: it has more than 33,554,432 bytes"),
+    "a line of a prompts file": (endless_line, "line 1: it has more than 16,777,216 bytes"),
     "a prompt": (long_prompt, "line 1: the prompt has 8,388,609 bytes: expected at most 8,388,608"),
     "a prompt in Python": (
         lambda path: mj.load("tiny/target").encode("x" * (limits.PROMPT_BYTES + 1)),
@@ -295,15 +295,15 @@ SIZES = {
     "a token of a GGUF file": (long_token, "has a token of 5,000,000 bytes: expected at most 1,024"),
     "a text of a GGUF file": (
         lambda path: gguf_header(path, struct.pack("<Q", 1 << 39)),
-        "its header has more than 67,108,864 bytes",
+        "its header has more than 33,554,432 bytes",
     ),
     "a list of a GGUF file": (
         lambda path: gguf_header(path, struct.pack("<QcIIQ", 1, b"a", 9, 0, 1 << 38)),
-        "its header has more than 67,108,864 bytes",
+        "its header has more than 33,554,432 bytes",
     ),
     "the header of a safetensors file": (
         safetensors_header,
-        "its header has 33,554,433 bytes, and at most 33,554,432",
+        "its header has 16,777,217 bytes, and at most 16,777,216",
     ),
     "samples": (
         lambda path: mj.generate(mj.load("tiny/target"), "none", ["a"], samples=HUGE, temperature=1.0),

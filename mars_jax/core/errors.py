@@ -7,6 +7,10 @@ from collections.abc import Iterable
 from typing import Any
 
 
+LONGEST = 20_000
+"""Characters of a message."""
+
+
 class MarsError(Exception):
     """Bad input, in one sentence that names the thing, its value and the cure.
 
@@ -14,7 +18,10 @@ class MarsError(Exception):
     """
 
     def __str__(self) -> str:
-        return printable(super().__str__())  # it quotes files, templates and paths of others
+        text = super().__str__()
+        if len(text) > LONGEST:  # a value that it quotes may have megabytes
+            text = f"{text[: LONGEST // 2]} ... {text[-LONGEST // 2 :]}"
+        return printable(text)  # it quotes files, templates and paths of others
 
 
 def check_type(name: str, value: Any, kinds: type | tuple[type, ...], wanted: str) -> None:

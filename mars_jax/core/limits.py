@@ -14,12 +14,12 @@ FILE_BYTES = 1 << 34
 """A text to train on or to read prompts from: 16 GiB, below what a sparse or damaged file may claim."""
 DATASET_FILES = 10_000
 """Files and folders in the folder of a dataset, all of which are listed."""
-JSON_BYTES = 32 << 20
-"""A JSON file, or the header of a safetensors file. Lists of lists take 20 times their text; the index of a model with
-a trillion weights has 22 MB."""
-TOKENIZER_BYTES = 128 << 20
+JSON_BYTES = 16 << 20
+"""A JSON file, or the header of a safetensors file. Lists of lists take 30 times their text; the index of a model with
+a trillion weights has 7 MB."""
+TOKENIZER_BYTES = 48 << 20
 """A file of a tokenizer: Gemma's tokenizer.json has 33 MB."""
-GGUF_HEADER_BYTES = 64 << 20
+GGUF_HEADER_BYTES = 32 << 20
 """The metadata and the table of tensors of a GGUF file: Gemma's has 19 MB."""
 TOKEN_BYTES = 1024
 """One token of a GGUF vocabulary, whose splits are all tried: published ones have up to 256."""
@@ -31,10 +31,13 @@ DIMENSION = 1 << 24
 """A width, a vocabulary, or a count of heads: the largest vocabulary has 262,208 tokens."""
 POSITIONS = 2**31 - 1
 """Positions of a context, which are int32."""
-LINE_BYTES = 32 << 20
+LINE_BYTES = 16 << 20
 """A line of a prompts file: a prompt of `PROMPT_BYTES`, escaped."""
 PROMPT_BYTES = 8 << 20
-"""A prompt, or a rendered conversation, before it is encoded: a tokenizer takes up to 150 bytes per byte."""
+"""A prompt, or a rendered conversation, before it is encoded: two million tokens of English."""
+PREFIXES = (1 << 19, 1 << 21)
+"""Characters of a long prompt that are encoded alone first: a tokenizer takes 400 bytes per token, and the beginning of
+a text that is far too long is too long by itself."""
 TEMPLATE_BYTES = 256 << 10
 """A chat template: the longest published ones have some 30 KB."""
 TEMPLATE_WORK = 1 << 27

@@ -189,6 +189,8 @@ class _Header:
             return self._text()
         if kind == _LIST:
             inner, count = self._number("I"), self._number()
+            if inner == _LIST:
+                raise ValueError("it holds a list of lists, which no reader of GGUF takes")
             if inner in _NUMBERS:
                 code = f"<{count}{_NUMBERS[inner]}"
                 return list(struct.unpack(code, self._take(count * struct.calcsize(_NUMBERS[inner]))))

@@ -14,7 +14,7 @@ import jax
 from jax.sharding import Mesh
 
 from mars_jax.core.errors import MarsError, check_type, first_line
-from mars_jax.core.limits import PROMPT_BYTES
+from mars_jax.core.limits import PREFIXES, PROMPT_BYTES
 from mars_jax.core.types import LanguageModel, PyTree
 from mars_jax.hub.gguf_file import is_gguf, read_gguf
 from mars_jax.hub.tokenizer import (
@@ -172,16 +172,13 @@ class Pretrained:
         """
         if not prompt:
             raise MarsError("the prompt is empty: give at least one character of text to continue.")
-        if isinstance(prompt, str) and (size := len(prompt.encode("utf-8", "surrogatepass"))) > PROMPT_BYTES:
-            raise MarsError(f"the prompt has {size:,} bytes: expected at most {PROMPT_BYTES:,}; shorten it.")
         if not isinstance(prompt, str):
             return self.encode_chat(prompt, system=system, template_args=template_args)
         if chat:
             return self.encode_chat(as_turns(prompt), system=system, template_args=template_args)
         with told_of_panics(self.name):
-            ids = (
-                self.tokenizer(prompt)["input_ids"] if self._plain is None else self._plain.encode(prompt).ids
-            )
+            self._check_length(prompt)
+            [ids] = self._encoded([prompt])
         self.check_tokens(ids)
         return [int(i) for i in ids]
 
@@ -212,13 +209,16 @@ class Pretrained:
         continues = turns[-1]["role"] == "assistant"
         try:
             with told_of_panics(self.name):
-                encoded = tokenizer.apply_chat_template(
+                apply = functools.partial(
+                    tokenizer.apply_chat_template,
                     turns,
                     add_generation_prompt=not continues,
                     continue_final_message=continues,
-                    return_dict=True,
                     **(template_args or {}),
                 )
+                if sum(len(str(turn["content"])) for turn in turns) > PREFIXES[0]:
+                    self._check_length(apply(tokenize=False))
+                encoded = apply(return_dict=True)
         except MarsError:
             raise
         except Exception as error:  # a template is a program of the checkpoint's: it may raise anything
@@ -246,8 +246,8 @@ class Pretrained:
         try:
             turns = [p if not isinstance(p, str) else as_turns(p) if chat else None for p in prompts]
             with on_all_cores(), told_of_panics(self.name):
-                if any(isinstance(p, str) and len(p) > PROMPT_BYTES // 4 for p in prompts):
-                    found = []  # one by one takes less memory, and names what is too long
+                if any(len(str(p)) > PREFIXES[0] for p in prompts):
+                    found = []  # encoded one by one, with `_check_length`
                 elif not any(turns):
                     found = self._encoded(list(prompts))
                 elif all(turns) and not any(t and t[-1]["role"] == "assistant" for t in turns):
@@ -265,6 +265,18 @@ class Pretrained:
         except Exception:  # of a template, or of a tokenizer: the prompt at fault says what it is
             pass
         return [self.encode(p, chat=chat, system=system, template_args=template_args) for p in prompts]
+
+    def _check_length(self, text: str) -> None:
+        """Raise MarsError for a text that is far too long, before all of it is encoded."""
+        if (size := len(text.encode("utf-8", "surrogatepass"))) > PROMPT_BYTES:
+            raise MarsError(f"the prompt has {size:,} bytes: expected at most {PROMPT_BYTES:,}; shorten it.")
+        most = self.config.max_positions
+        for prefix in PREFIXES:
+            # The last tokens of a prefix may join with what follows, so it counts only if it is longer by a quarter.
+            if len(text) > prefix and len(self._encoded([text[:prefix]])[0]) > most + most // 4:
+                raise MarsError(
+                    f"the prompt has more than {most} tokens and '{self.name}' a context of {most}: shorten the prompt."
+                )
 
     def _encoded(self, texts: list[Any]) -> list[list[int]]:
         if self._plain is None:
