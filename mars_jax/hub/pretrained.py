@@ -178,7 +178,7 @@ class Pretrained:
             return self.encode_chat(as_turns(prompt), system=system, template_args=template_args)
         with told_of_panics(self.name):
             self._check_length(prompt)
-            [ids] = self._encoded([prompt])
+            ids = self._ids(prompt)
         self.check_tokens(ids)
         return [int(i) for i in ids]
 
@@ -273,10 +273,13 @@ class Pretrained:
         most = self.config.max_positions
         for prefix in PREFIXES:
             # The last tokens of a prefix may join with what follows, so it counts only if it is longer by a quarter.
-            if len(text) > prefix and len(self._encoded([text[:prefix]])[0]) > most + most // 4:
+            if len(text) > prefix and len(self._ids(text[:prefix])) > most + most // 4:
                 raise MarsError(
                     f"the prompt has more than {most} tokens and '{self.name}' a context of {most}: shorten the prompt."
                 )
+
+    def _ids(self, text: str) -> list[int]:
+        return self.tokenizer(text)["input_ids"] if self._plain is None else self._plain.encode(text).ids
 
     def _encoded(self, texts: list[Any]) -> list[list[int]]:
         if self._plain is None:
