@@ -41,7 +41,7 @@ FORMS = {
     "DRAFT": ["model:{}", "eagle:{}", "medusa:{}", "dflash:{}", "sprinter:{}", "replay:{}"],
     "RULE": ["learned:{}", "{}.py:rule", "equivalent:{}"],
     "NAME[=PATH]": ["jsonl={}", "stories={}", "{}"],
-    **dict.fromkeys([*PATHS, "NAME", "--theta", "--thetas", "--prompts-file"], ["{}"]),
+    **{key: ["{}"] for key in [*PATHS, "NAME", "--theta", "--thetas", "--prompts-file"]},
 }
 """Forms of a value that holds a path, by metavar or flag."""
 NEEDED = {
@@ -255,6 +255,14 @@ def safetensors_header(path):
     return hub.load(path)
 
 
+def many_shards(path):
+    path.mkdir()
+    shutil.copy(assets.path("tiny/target") / "config.json", path)
+    names = {f"{i}": f"{i}.safetensors" for i in range(limits.SHARDS + 1)}
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    return hub.load(path)
+
+
 MODEL = fake.hash_model(vocab_size=11)
 HUGE = 10**9
 SIZES = {
@@ -305,6 +313,7 @@ SIZES = {
         safetensors_header,
         "its header has 16,777,217 bytes, and at most 16,777,216",
     ),
+    "the files of an index": (many_shards, "names 10,001 files: expected at most 10,000"),
     "samples": (
         lambda path: mj.generate(mj.load("tiny/target"), "none", ["a"], samples=HUGE, temperature=1.0),
         "samples is 1000000000: expected a whole number from 1 to 65536",

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-
 LONGEST = 20_000
 """Characters of a message."""
 

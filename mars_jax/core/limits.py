@@ -17,6 +17,8 @@ DATASET_FILES = 10_000
 JSON_BYTES = 16 << 20
 """A JSON file, or the header of a safetensors file. Lists of lists take 30 times their text; the index of a model with
 a trillion weights has 7 MB."""
+SHARDS = 10_000
+"""Files that the index of a checkpoint names."""
 TOKENIZER_BYTES = 48 << 20
 """A file of a tokenizer: Gemma's tokenizer.json has 33 MB."""
 GGUF_HEADER_BYTES = 32 << 20
@@ -38,7 +40,7 @@ PROMPT_BYTES = 8 << 20
 PREFIXES = (1 << 19, 1 << 21)
 """Characters of a long prompt that are encoded alone first: a tokenizer takes 400 bytes per token, and the beginning of
 a text that is far too long is too long by itself."""
-TEMPLATE_BYTES = 256 << 10
+TEMPLATE_BYTES = 96 << 10
 """A chat template: the longest published ones have some 30 KB."""
 TEMPLATE_WORK = 1 << 27
 """Characters and items that a chat template may handle in one rendering, each operation counted as 128 more."""

@@ -28,12 +28,28 @@ _STEP, _ITEM, _NODE = 256, 128, 4
 take the time of about so many characters."""
 _NUMBER_BITS = 1 << 16
 """Bits of a whole number. Products of longer ones take time that grows with the square."""
-_LINEAR = (
-    "startswith endswith find rfind index rindex count split rsplit partition rpartition strip lstrip rstrip "
-    "removeprefix removesuffix default d"
-).split()
+_LINEAR = [
+    "startswith",
+    "endswith",
+    "find",
+    "rfind",
+    "index",
+    "rindex",
+    "count",
+    "split",
+    "rsplit",
+    "partition",
+    "rpartition",
+    "strip",
+    "lstrip",
+    "rstrip",
+    "removeprefix",
+    "removesuffix",
+    "default",
+    "d",
+]
 """Methods and filters whose time and result are at most the sum of their operands."""
-_QUADRATIC = "sum striptags urlize wordwrap xmlattr pprint".split()
+_QUADRATIC = ["sum", "striptags", "urlize", "wordwrap", "xmlattr", "pprint"]
 """Filters whose time or result may grow with the square of the input."""
 
 _left: contextvars.ContextVar[int | None] = contextvars.ContextVar("left", default=None)

@@ -19,7 +19,7 @@ import numpy as np
 from mars_jax import assets
 from mars_jax.core.errors import MarsError, did_you_mean, first_line
 from mars_jax.core.home import expanded
-from mars_jax.core.limits import JSON_BYTES
+from mars_jax.core.limits import JSON_BYTES, SHARDS
 from mars_jax.hub.config_json import read_json
 from mars_jax.hub.fetch import cached, fetch_directory, fetch_file, installed
 from mars_jax.hub.gguf_file import is_gguf
@@ -156,6 +156,10 @@ def _shards(directory: Path, index: str) -> list[Path]:
                 "use a checkpoint from a source that you trust."
             )
     shards = [directory / name for name in dict.fromkeys(mapping.values())]
+    if len(shards) > SHARDS:
+        raise MarsError(
+            f"'{directory / index}' names {len(shards):,} files: expected at most {SHARDS:,}; download the checkpoint again."
+        )
     absent = [shard.name for shard in shards if not os.path.isfile(shard)]
     if absent:
         raise MarsError(

@@ -208,7 +208,11 @@ def test_a_bad_stop_token_of_the_generation_config_names_that_file(saved, value)
         (GEMMA_3, {"sliding_window_pattern": 0}, "sliding_window_pattern is 0"),
         (QWEN_3_MOE, {"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
         (QWEN_3_MOE, {"head_dim": 0}, "head_dim is 0"),
-        (QWEN_3_MOE, {"num_experts": 10**9}, "num_layers times num_experts is 2,000,000,000: expected at most 65,536"),
+        (
+            QWEN_3_MOE,
+            {"num_experts": 10**9},
+            "num_layers times num_experts is 2,000,000,000: expected at most 65,536",
+        ),
         (
             GEMMA_3,
             {"text_config": GEMMA_3["text_config"] | {"num_hidden_layers": 10**12}},
