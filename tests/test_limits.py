@@ -1,4 +1,4 @@
-"""Limits of `mars_jax.core.limits`: hostile names and sizes are refused in one sentence, before anything is allocated."""
+"""Hostile names, files and sizes are refused in one sentence, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,8 +29,10 @@ from mars_jax.hub.config_json import from_json
 from mars_jax.hub.gguf_file import GGUFFile, read_gguf
 from mars_jax.hub.gguf_tokenizer import gguf_tokenizer
 from mars_jax.hub.heads.eagle_files import from_head_json
+from mars_jax.lab.evaluate.tasks import datasets
 from mars_jax.models.config import ModelConfig
 
+TARGET = Path(str(assets.path("tiny/target")))
 LONG_NAMES = {
     "a long name": "x" * 300,
     "a long name in a path": f"nowhere/{'x' * 300}/y",
@@ -114,7 +117,8 @@ def test_no_argument_takes_a_name_that_no_file_can_have(command, kind, tmp_path,
 def python_calls():
     """Calls of every public function that takes a path, by name."""
     target = mj.load("tiny/target")
-    state, config = object(), target.config
+    state: Any = object()
+    config: Any = target.config
     calls = {
         "load": mj.load,
         "hub.outline": hub.outline,
@@ -167,7 +171,7 @@ CHECKPOINT_FILES = (
 @pytest.mark.parametrize("file", CHECKPOINT_FILES)
 @pytest.mark.parametrize("kind", ["pipe", "device", "sparse"])
 def test_no_file_of_a_checkpoint_makes_a_run_wait(file, kind, tmp_path):
-    directory = shutil.copytree(assets.path("tiny/target"), tmp_path / "target")
+    directory = shutil.copytree(TARGET, tmp_path / "target")
     (directory / file).unlink(missing_ok=True)
     if kind == "pipe":
         os.mkfifo(directory / file)
@@ -209,11 +213,12 @@ def long_prompt(path):
 
 
 def many_files(path):
-    for i in range(100):
-        (path / f"{i}").mkdir(parents=True)
-        for j in range(100):
-            (path / f"{i}" / f"{j}").symlink_to("nowhere")
-    return read_prompts(str(path), specs.choose("exact", {}))
+    for i in range(10):
+        (path / f"{i}" / "nested").mkdir(parents=True)
+        (path / f"{i}" / "rows.jsonl").touch()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets, "DATASET_FILES", 20)
+        return read_prompts(str(path), specs.choose("exact", {}))
 
 
 def head_of(**fields):
@@ -248,7 +253,7 @@ def gguf_header(path, content):
 
 def safetensors_header(path):
     path.mkdir()
-    shutil.copy(assets.path("tiny/target") / "config.json", path)
+    shutil.copy(TARGET / "config.json", path)
     with (path / "model.safetensors").open("wb") as file:
         file.write(struct.pack("<Q", limits.JSON_BYTES + 1))
         file.truncate(1 << 30)
@@ -257,7 +262,7 @@ def safetensors_header(path):
 
 def many_shards(path):
     path.mkdir()
-    shutil.copy(assets.path("tiny/target") / "config.json", path)
+    shutil.copy(TARGET / "config.json", path)
     names = {f"{i}": f"{i}.safetensors" for i in range(limits.SHARDS + 1)}
     (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
     return hub.load(path)
@@ -272,7 +277,7 @@ SIZES = {
         lambda path: mj.load("tiny/target").encode("x" * (limits.PROMPT_BYTES + 1)),
         "the prompt has 8,388,609 bytes: expected at most 8,388,608",
     ),
-    "a folder of prompts": (many_files, "holds more than 10,000 files: name a file"),
+    "a folder of prompts": (many_files, "holds more than 20 files: name a file"),
     "layers of a config": (
         lambda path: config_of(num_hidden_layers=HUGE),
         "num_layers is 1,000,000,000: expected at most 1,024",
@@ -348,7 +353,9 @@ SIZES = {
             "self_draft": lambda count: contrib.self_draft(MODEL, count),
             "sprinter": lambda count: contrib.sprinter(MODEL, count),
             "cascade": lambda count: contrib.cascade(mj.drafters.ngram(4), MODEL, count),
-            "drafters.load": lambda count: mj.drafters.load("ngram", None, num_draft_tokens=count),
+            "drafters.load": lambda count: mj.drafters.load(
+                "ngram", mj.load("tiny/target"), num_draft_tokens=count
+            ),
         }.items()
     },
 }

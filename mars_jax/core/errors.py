@@ -41,7 +41,9 @@ def check_count(name: str, value: Any, least: int = 1, most: int | None = None) 
     Traceback (most recent call last):
     mars_jax.core.errors.MarsError: batch_size is 0.5: expected a whole number of at least 1.
     """
-    if not isinstance(value, numbers.Integral) or value < least or (most is not None and value > most):
+    if not isinstance(value, numbers.Integral) or not least <= int(value) <= (
+        int(value) if most is None else most
+    ):
         shown = value if isinstance(value, numbers.Number | str) else f"of type {type(value).__name__}"
         between = f"of at least {least}" if most is None else f"from {least} to {most}"
         raise MarsError(f"{name} is {shown}: expected a whole number {between}.")

@@ -16,11 +16,9 @@ def check_path(path: str | os.PathLike[str], shown: str = "the path") -> None:
       path: to check.
       shown: name of the argument in the message.
 
-    >>> check_path("runs/evidence")
-    >>> check_path("runs/" + 300 * "x")
+    >>> check_path("runs/a\\0b", "--output")
     Traceback (most recent call last):
-    mars_jax.core.errors.MarsError: the path 'runs/xxxxxxxxxxxxxxxxxxxxxxxxxxx...' holds a name of 300 bytes: expected at
-    most 255; shorten the name.
+    mars_jax.core.errors.MarsError: --output 'runs/a\\x00b' holds a NUL character, which no path can: remove it.
     """
     text = os.fspath(path)
     quoted = f"{shown} '{text if len(text) <= 80 else text[:32] + '...'}'"

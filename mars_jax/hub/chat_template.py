@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import importlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -28,28 +29,12 @@ _STEP, _ITEM, _NODE = 256, 128, 4
 take the time of about so many characters."""
 _NUMBER_BITS = 1 << 16
 """Bits of a whole number. Products of longer ones take time that grows with the square."""
-_LINEAR = [
-    "startswith",
-    "endswith",
-    "find",
-    "rfind",
-    "index",
-    "rindex",
-    "count",
-    "split",
-    "rsplit",
-    "partition",
-    "rpartition",
-    "strip",
-    "lstrip",
-    "rstrip",
-    "removeprefix",
-    "removesuffix",
-    "default",
-    "d",
-]
+_LINEAR = (
+    *("startswith", "endswith", "find", "rfind", "index", "rindex", "count", "split", "rsplit", "partition"),
+    *("rpartition", "strip", "lstrip", "rstrip", "removeprefix", "removesuffix", "default", "d"),
+)
 """Methods and filters whose time and result are at most the sum of their operands."""
-_QUADRATIC = ["sum", "striptags", "urlize", "wordwrap", "xmlattr", "pprint"]
+_QUADRATIC = ("sum", "striptags", "urlize", "wordwrap", "xmlattr", "pprint")
 """Filters whose time or result may grow with the square of the input."""
 
 _left: contextvars.ContextVar[int | None] = contextvars.ContextVar("left", default=None)
@@ -284,8 +269,7 @@ def bound_templates() -> None:
 
     transformers has no argument for the environment, which its module of templates looks up by name.
     """
-    from transformers.utils import chat_template_utils
-
-    if chat_template_utils.ImmutableSandboxedEnvironment is not BoundedEnvironment:
-        chat_template_utils.ImmutableSandboxedEnvironment = BoundedEnvironment  # type: ignore[attr-defined]
-        chat_template_utils._compile_jinja_template.cache_clear()
+    module: Any = importlib.import_module("transformers.utils.chat_template_utils")
+    if module.ImmutableSandboxedEnvironment is not BoundedEnvironment:
+        module.ImmutableSandboxedEnvironment = BoundedEnvironment
+        module._compile_jinja_template.cache_clear()

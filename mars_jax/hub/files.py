@@ -158,7 +158,8 @@ def _shards(directory: Path, index: str) -> list[Path]:
     shards = [directory / name for name in dict.fromkeys(mapping.values())]
     if len(shards) > SHARDS:
         raise MarsError(
-            f"'{directory / index}' names {len(shards):,} files: expected at most {SHARDS:,}; download the checkpoint again."
+            f"'{directory / index}' names {len(shards):,} files: expected at most {SHARDS:,}; download the checkpoint "
+            "again."
         )
     absent = [shard.name for shard in shards if not os.path.isfile(shard)]
     if absent:

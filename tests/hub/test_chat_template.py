@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import jinja2
 import pytest
 from jinja2.exceptions import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -41,8 +40,10 @@ HOSTILE = {
     "nested loops": "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3,
     "a condition of a loop": "{% for a in range(99999) %}{% for b in range(99999) if false %}{% endfor %}{% endfor %}",
     "loops that print": "{% for a in range(99999) %}{{ 'x' * 200 }}{% endfor %}",
-    "a text doubled by ~": "{% set n = namespace(x='a') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
-    "a text doubled by +": "{% set n = namespace(x='a') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
+    "a text doubled by ~": "{% set n = namespace(x='a') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}"
+    "{% endfor %}",
+    "a text doubled by +": "{% set n = namespace(x='a') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}"
+    "{% endfor %}",
     "a list that holds itself twice": "{% set n = namespace(x=[]) %}{% for i in range(60) %}{% set n.x = [n.x, n.x] %}"
     "{% endfor %}{{ n.x }}",
     "a namespace that holds itself twice": "{% set n = namespace(x=1) %}{% for i in range(60) %}"
@@ -81,12 +82,15 @@ FEATURES = """
 {%- if loop.index > 7 %}{% break %}{% endif %}
 {%- else %}nobody{% endfor %}
 {{- ns.text }}{{ ns.count * 2 }} {{ 7 % 4 }} {{ 2 ** 10 }} {{ '%s-%03d' % ('a', 5) }} {{ '{}'.format([1, 2]) }}
-{{ messages | map(attribute='role') | join(', ') }} {{ messages | selectattr('role', 'equalto', 'user') | list | length }}
+{{ messages | map(attribute='role') | join(', ') }}
+{{ messages | selectattr('role', 'equalto', 'user') | list | length }}
 {{ messages[0] | tojson }} {{ missing }}{{ missing is defined }} {{ ('a', 'b') }} {{ {'x': [1, none, true]} }}
 {% for key, value in {'b': 1, 'a': 2} | dictsort %}{{ loop.index }}/{{ loop.length }}{{ key }}={{ value }};{% endfor %}
-{{ ' x ' | trim | replace('x', 'yy') | center(8) }}|{{ 'a b'.split(' ')[::-1] }} {{ range(3) | sum }} {{ [3, 1] | sort }}
+{{ ' x ' | trim | replace('x', 'yy') | center(8) }}|{{ 'a b'.split(' ')[::-1] }}
+{{ range(3) | sum }} {{ [3, 1] | sort }}
 {% set block %}in {{ 'a' }} block{% endset %}{{ block | length }}{% filter upper %}{{ block }}{% endfilter %}
-{{ 'x' in 'xyz' and 'user' in messages | map(attribute='role') | list }} {{ 'c' if messages == [] else 'd' }} {{ 1 < 2 < 3 }}
+{{ 'x' in 'xyz' and 'user' in messages | map(attribute='role') | list }}
+{{ 'c' if messages == [] else 'd' }} {{ 1 < 2 < 3 }}
 """
 TURNS = [
     {"role": "system", "content": "Be brief."},
@@ -102,7 +106,7 @@ TEMPLATES = {"features": FEATURES} | {name: text for name in MODELS if (text := 
 def test_a_template_gives_the_text_of_the_sandbox(name, turns):
     texts = []
     for environment in (BoundedEnvironment, ImmutableSandboxedEnvironment):
-        made = environment(trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols])
+        made = environment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
         variables = {
             "messages": turns,
             "add_generation_prompt": True,

@@ -216,7 +216,7 @@ def test_a_bad_stop_token_of_the_generation_config_names_that_file(saved, value)
         (
             GEMMA_3,
             {"text_config": GEMMA_3["text_config"] | {"num_hidden_layers": 10**12}},
-            "num_layers is 10",
+            "num_layers is 1,000,000,000,000: expected at most 1,024",
         ),
         (QWEN_3_MOE, {"moe_intermediate_size": 7.5}, "expert_size is 7.5: expected a whole number"),
     ],
