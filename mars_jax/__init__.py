@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # `as` says that a name is exported
     from mars_jax.core.drafter import Drafter as Drafter
     from mars_jax.core.edits import make_edits as make_edits
     from mars_jax.core.errors import MarsError as MarsError
+    from mars_jax.core.errors import MarsWarning as MarsWarning
     from mars_jax.core.metrics import Metrics as Metrics
     from mars_jax.core.metrics import summarize as summarize
     from mars_jax.core.types import Controls as Controls
@@ -73,6 +74,7 @@ _HOME = {
     "KVCache": "core.types",
     "LanguageModel": "core.types",
     "MarsError": "core.errors",
+    "MarsWarning": "core.errors",
     "Metrics": "core.metrics",
     "Params": "core.types",
     "Prompts": "core.types",

@@ -1,8 +1,30 @@
 """`python -m mars_jax COMMAND`, which the console script `mars-jax` is too."""
 
+import os
 import sys
 
-from mars_jax.cli.commands import main
+from mars_jax.cli import signals
+
+
+def main(*words: str) -> int:
+    """Run the command line, after these words; returns the exit code."""
+    _reserve()
+    signals.handle()  # before the imports of commands, which take longer than a hasty Ctrl-C
+    from mars_jax.cli import commands
+
+    return commands.main([*words, *sys.argv[1:]])
+
+
+def _reserve() -> None:
+    """Open /dev/null as each closed stdin, stdout or stderr: another file would get its number and the output."""
+    while (number := os.open(os.devnull, os.O_RDWR)) < 3:
+        os.set_inheritable(number, True)
+    os.close(number)
+    if sys.stdin is None:
+        sys.stdin = open(0)  # noqa: SIM115
+    if sys.stderr is None:
+        sys.stderr = open(2, "w")  # noqa: SIM115
+
 
 if __name__ == "__main__":
     sys.exit(main())

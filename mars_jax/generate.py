@@ -7,7 +7,12 @@ package. So the module can be called, and then is that function.
 import sys
 import types
 
-from mars_jax.cli.generate.command import main
+if __name__ == "__main__":
+    from mars_jax.__main__ import main as run
+
+    sys.exit(run("generate"))
+
+from mars_jax.cli.generate.command import main as main
 
 
 class _CallableModule(types.ModuleType):
@@ -19,6 +24,3 @@ class _CallableModule(types.ModuleType):
 
 
 sys.modules[__name__].__class__ = _CallableModule
-
-if __name__ == "__main__":
-    sys.exit(main())

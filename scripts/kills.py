@@ -1,9 +1,11 @@
-"""Kill commands with SIGKILL at random moments, run them again, and compare with a run that nobody killed.
+"""Kill commands at random moments, run them again, and compare with a run that was not killed.
 
     python scripts/kills.py --times 20
+    python scripts/kills.py --times 10 --signal INT --results interrupts.json
 
-Every command works on the embedded family. Results must be equal byte for byte, but for times; the script ends with
-exit code 1 where one is not. Writes scripts/results/kills.json.
+Every command works on the embedded family. Results must be equal byte for byte, except for times. A command that gets
+INT or TERM must also end with the exit code of the signal and with one line that names it. The script ends with exit
+code 1 if a command fails one of these checks. Writes scripts/results/kills.json.
 """
 
 from __future__ import annotations
@@ -37,8 +39,10 @@ TIMES = {
     "tokens_per_s",
 }
 """Fields that no two runs have alike."""
-EARLIEST = 1.0
-"""Seconds after the start, before which Python imports and nothing is lost."""
+EARLIEST = {signal.SIGKILL: 1.0, signal.SIGINT: 0.15, signal.SIGTERM: 0.15}
+"""Seconds after the start of the first signal. Before, Python starts; and SIGKILL during imports loses nothing."""
+WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
+"""First word of the last line on stderr."""
 CHAIN = 5
 """Kills that one run of a command has to survive at most."""
 
@@ -144,24 +148,52 @@ def commands(data: Path) -> list[Command]:
     ]
 
 
-def run(command: Command, folder: Path, *, kill_after: float | None = None) -> bool:
-    """Run it; returns whether it ended by itself. Nothing of a killed one is left running."""
+def run(
+    command: Command, folder: Path, *, kill_after: float | None = None, number: int = signal.SIGKILL
+) -> dict[str, Any] | None:
+    """Run a command; returns how the signal ended it, or None if it ended before. No process is left running."""
     argv = [sys.executable, "-m", "mars_jax", command.name, *command.argv(folder)]
-    with (folder.parent / f"{folder.name}.log").open("ab") as log:
-        process = subprocess.Popen(argv, stdout=log, stderr=log, start_new_session=True)
+    log = folder.parent / f"{folder.name}.log"
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            argv, stdout=file, stderr=file, start_new_session=True, preexec_fn=heed_interrupts
+        )
         try:
             process.wait(kill_after)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+            early = not catches(process.pid, signal.SIGTERM)
+            began = time.monotonic()
+            os.killpg(process.pid, number)
             process.wait()
-            return False
+            seconds = time.monotonic() - began
+            text = log.read_text(errors="replace")
+            word = WORDS.get(signal.Signals(number))
+            in_order = process.returncode == (128 + number if word else -number)
+            if word:
+                in_order &= sum(line.startswith(word) for line in text.splitlines()) == 1
+                in_order &= "Traceback" not in text
+            if not (in_order or early):
+                print(f"{command.name} ended with {process.returncode}: {text}", file=sys.stderr)
+            return {"seconds": round(seconds, 3), "early": early, "in_order": in_order}
     if process.returncode:
-        raise SystemExit(f"{' '.join(argv)} ended with {process.returncode}: see {log.name}")
-    return True
+        raise SystemExit(f"{' '.join(argv)} ended with {process.returncode}: see {log}")
+    return None
 
 
-def attack(command: Command, work: Path, times: int, rng: random.Random) -> dict[str, Any]:
-    """Kill a command so many times, some of them one after the other, and compare what it leaves when it may end."""
+def heed_interrupts() -> None:
+    """Restore SIGINT in a child: shells let processes in the background ignore it, which children inherit."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def catches(process: int, number: int) -> bool:
+    """Return whether a process has a handler for a signal; a command that handles signals has one for SIGTERM."""
+    status = Path(f"/proc/{process}/status").read_text()
+    [mask] = [line.split()[1] for line in status.splitlines() if line.startswith("SigCgt")]
+    return bool(int(mask, 16) >> (number - 1) & 1)
+
+
+def attack(command: Command, work: Path, times: int, number: int, rng: random.Random) -> dict[str, Any]:
+    """Kill a command `times` times, up to `CHAIN` times in one run, and compare its result with a whole run's."""
     whole = work / f"{command.name}-whole"
     for _ in range(2):  # the first compiles, the second tells how long it takes
         shutil.rmtree(whole, ignore_errors=True)
@@ -169,16 +201,20 @@ def attack(command: Command, work: Path, times: int, rng: random.Random) -> dict
         began = time.monotonic()
         run(command, whole)
         seconds = time.monotonic() - began
-    expected, moments, runs, differing = command.result(whole), [], 0, []
+    expected, moments, endings, runs, differing = command.result(whole), [], [], 0, []
+    earliest = EARLIEST[signal.Signals(number)]
     while len(moments) < times:
         folder = work / f"{command.name}-{runs}"
         folder.mkdir()
         most = min(times, len(moments) + CHAIN)
         while len(moments) < most:
-            moment = rng.uniform(EARLIEST, max(seconds, EARLIEST))
-            if command.finished(folder) or run(command, folder, kill_after=moment):
+            moment = rng.uniform(earliest, max(seconds, earliest))
+            if command.finished(folder):
+                break
+            if (ending := run(command, folder, kill_after=moment, number=number)) is None:
                 break
             moments.append(round(moment, 2))
+            endings.append(ending)
             print(
                 f"{command.name}: kill {len(moments)} at {moment:.1f} of {seconds:.1f} s",
                 file=sys.stderr,
@@ -191,7 +227,8 @@ def attack(command: Command, work: Path, times: int, rng: random.Random) -> dict
         else:
             shutil.rmtree(folder)
         runs += 1
-    return {
+    caught = {} if number == signal.SIGKILL else {"signal": number, "endings": endings}
+    return caught | {
         "command": command.name, "seconds": round(seconds, 1), "kills": len(moments), "runs": runs,
         "equal": runs - len(differing), "moments": moments, "differing": differing, "made": common.provenance(),
     }  # fmt: skip
@@ -206,22 +243,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the attack; returns the exit code."""
     parser = common.parser(__doc__)
     parser.add_argument("--times", type=int, default=20, help="kills of each command (default: %(default)s)")
+    parser.add_argument(
+        "--signal", choices=("KILL", "INT", "TERM"), default="KILL", help="default: %(default)s"
+    )
     parser.add_argument("--only", nargs="+", metavar="COMMAND", help="default: all")
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
     parser.add_argument("--work", type=Path, help="folder to work in (default: a temporary one)")
     parser.add_argument("--results", type=Path, default=RESULTS, help="default: %(default)s")
     args = parser.parse_args(argv)
+    number = signal.Signals[f"SIG{args.signal}"]
     with tempfile.TemporaryDirectory() as temporary:
         work = args.work or Path(temporary)
         work.mkdir(parents=True, exist_ok=True)
         chosen = [c for c in commands(work) if args.only is None or c.name in args.only]
-        found = [attack(c, work, args.times, random.Random(f"{args.seed} {c.name}")) for c in chosen]
+        found = [attack(c, work, args.times, number, random.Random(f"{args.seed} {c.name}")) for c in chosen]
     known = json.loads(args.results.read_text()) if args.results.exists() else []
     kept = [row for row in known if row["command"] not in {row["command"] for row in found}]
     common.write(args.results, [*kept, *found])
+    failed = any(row["differing"] for row in found)
     for row in found:
         print(f"{row['command']:<12} {row['kills']:>3} kills, {row['equal']} of {row['runs']} runs equal")
-    return int(any(row["differing"] for row in found))
+        late = [ending for ending in row.get("endings", []) if not ending["early"]]
+        if late:
+            print(
+                f"  {sum(ending['in_order'] for ending in late)} of {len(late)} in order, "
+                f"the slowest in {max(ending['seconds'] for ending in late):.2f} s"
+            )
+            failed = failed or not all(ending["in_order"] for ending in late)
+    return int(failed)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,8 @@ LAYERS = [
     "drafters",
     "serve",
     "cli",
-    "__main__ generate",
+    "__main__",
+    "generate",
 ]
 RANK = {name: rank for rank, line in enumerate(LAYERS) for name in line.split()}
 RINGS = {

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import jax
@@ -14,7 +15,7 @@ import pytest
 import mars_jax as mj
 from mars_jax import assets, hub
 from mars_jax.core import fake
-from mars_jax.core.errors import MarsError
+from mars_jax.core.errors import MarsError, MarsWarning
 from mars_jax.hub.tokenizer import read_plain, read_tokenizer
 from mars_jax.lab.evaluate.answers import prompt_tokens
 from mars_jax.lab.evaluate.tasks.problems import Problem
@@ -119,7 +120,6 @@ def test_a_config_that_names_code_beside_a_plain_tokenizer_loads_without_it(with
     edit(
         checkpoint / "tokenizer_config.json", tokenizer_class="GPT2Tokenizer", auto_map={"AutoConfig": "x.Y"}
     )
-    read_tokenizer.cache_clear()
     assert hub.outline(str(checkpoint)).encode("hello")
     assert not trace.exists()
 
@@ -242,3 +242,51 @@ def test_a_model_of_ones_own_decodes_as_a_loaded_one():
     for given in ({}, {"config": loaded.config, "max_positions": 9}):
         with pytest.raises(MarsError, match="from_parts takes a config, or max_positions"):
             mj.Pretrained.from_parts(*parts, **given)
+
+
+# The BOS token.
+
+BOS = "<|endoftext|>"
+ENCODERS = {
+    "encode": lambda target, prompts, **how: [target.encode(prompt, **how) for prompt in prompts],
+    "encode_many": lambda target, prompts, **how: target.encode_many(prompts, **how),
+    "make_requests": lambda target, prompts, **how: [
+        list(request.prompt_tokens) for request in mj.make_requests(target, prompts, **how)
+    ],
+}
+
+
+@pytest.fixture(params=["tokenizers", "transformers"])
+def encoding_target(request, checkpoint):
+    """A checkpoint whose tokenizer adds BOS, read by one of the two libraries that encode."""
+    if request.param == "transformers":
+        edit(checkpoint / "special_tokens_map.json", bos_token=BOS)
+    target = hub.outline(checkpoint)
+    assert (target._plain is None) == (request.param == "transformers")
+    return target
+
+
+@pytest.mark.parametrize("encode", ENCODERS.values(), ids=ENCODERS)
+def test_prompts_that_begin_with_the_bos_token_warn_once(encoding_target, encode):
+    [once] = encode(encoding_target, ["Once"])
+    assert once[0] == 0
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        assert encode(encoding_target, [BOS + "Once", "Once", BOS + "Once"]) == [[0, *once], once, [0, *once]]
+    assert [warning.category for warning in caught] == [MarsWarning]
+    assert f"begins with {BOS}, which the tokenizer of" in str(caught[0].message)
+    assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("encode", ENCODERS.values(), ids=ENCODERS)
+def test_a_chat_template_with_the_bos_token_gives_one(encoding_target, encode):
+    turns = [{"role": "user", "content": "Once"}]
+    for prompts, how in (([turns], {}), (["Once"], {"chat": True}), ([turns, turns], {"system": "Tell."})):
+        for ids in encode(encoding_target, prompts, **how):
+            assert ids[0] == 0 and ids[1] != 0
+
+
+def test_a_tokenizer_that_adds_no_bos_token_does_not_warn(checkpoint):
+    edit(checkpoint / "tokenizer.json", post_processor=None)
+    target = hub.outline(checkpoint)
+    assert target.encode(BOS + "Once")[:1] == [0] and target.encode(2 * BOS + "Once")[:2] == [0, 0]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import IO
 
 from mars_jax import __version__, specs
+from mars_jax.cli import signals
 from mars_jax.cli.program import Parser, command
 from mars_jax.cli.progress import Pace, passing_bars
 from mars_jax.core.errors import say
@@ -57,11 +58,17 @@ def _run(args: argparse.Namespace, out: IO[str]) -> None:
     from rich.progress import DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
 
     from mars_jax import hub
+    from mars_jax.hub.durable import beside
 
     jax.config.update("jax_platforms", "cpu")  # it computes nothing, and others may need the accelerator
     began, size = time.perf_counter(), 0
     columns = (DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with passing_bars("converting", *columns) as (going, bars):
+    place = beside(args.destination, "writing")
+
+    def leftover() -> str:
+        return f": the same command removes '{place}' and starts again." if place.exists() else ""
+
+    with signals.ending(leftover), passing_bars("converting", *columns) as (going, bars):
         tasks, paces = {}, {}
 
         def progress(stage: str, done: int, total: int) -> None:

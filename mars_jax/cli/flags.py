@@ -23,6 +23,10 @@ ATTENTION_HELP = (
     "how the target attends (default: auto); pallas: on TPU a kernel that reads only the row's own slots, which no "
     "chip has run yet, and xla elsewhere; auto: that kernel where it pays and compiles"
 )
+HEAD_EMBED_HELP = (
+    f"embedding that a head reads, with {specs.drafters_that('embeds')} (default: own, if its checkpoint has one); "
+    "target: the target's"
+)
 NO_CHECK_HELP = "do not check the checksums of a --target that mars-jax convert wrote"
 
 SAMPLING = ("temperature", *specs.FILTERS, *specs.EDITS, "seed", "max_new_tokens")
@@ -175,6 +179,7 @@ OF_DRAFT = [
     (["--tree"], "trees", "drafts no trees"),
     (["--draft-stop", "draft_stop"], "stops", "has no entropy to stop by"),
     (["--draft-size auto"], "resizes", "has no chains of several lengths"),
+    (["--head-embed"], "embeds", "has no embedding in its checkpoint"),
 ]
 """Flags and keys that only some drafters heed, by their property in `specs.DRAFTERS`, and what the others lack."""
 

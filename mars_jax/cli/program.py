@@ -10,6 +10,7 @@ import os
 import re
 import sys
 import textwrap
+import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -17,7 +18,7 @@ from typing import IO, Any, NoReturn
 from mars_jax.cli import remote
 from mars_jax.cli.progress import heartbeat
 from mars_jax.cli.quiet import quiet
-from mars_jax.core.errors import MarsError, did_you_mean, say
+from mars_jax.core.errors import MarsError, MarsWarning, did_you_mean, say
 from mars_jax.core.home import check_path
 
 BAD_INPUT = 2
@@ -190,7 +191,6 @@ def command(
 
 def program(run: Callable[[Sequence[str] | None, IO[str]], None], argv: Sequence[str] | None) -> int:
     """Run `run(argv, stdout)`; returns the exit code."""
-    _reserve()
     quiet()
     with heartbeat():
         code = _program(run, argv)
@@ -205,7 +205,7 @@ def _program(run: Callable[[Sequence[str] | None, IO[str]], None], argv: Sequenc
     out: Any = _Checked(sys.stdout)
     try:
         # Whatever a library prints is no part of the result.
-        with contextlib.redirect_stdout(sys.stderr), _flushed(out):
+        with contextlib.redirect_stdout(sys.stderr), _flushed(out), _one_line_warnings():
             _check_switch()
             try:
                 run(argv, out)
@@ -234,6 +234,23 @@ def _check_switch() -> None:
     value = os.environ.get("MARS_JAX_PALLAS") or "1"
     if value not in ("0", "1"):
         raise MarsError(f"MARS_JAX_PALLAS is {value!r}: expected 0, which turns Pallas kernels off, or 1.")
+
+
+@contextlib.contextmanager
+def _one_line_warnings() -> Iterator[None]:
+    """Print each MarsWarning once, as one line on stderr, regardless of Python's filters."""
+    with warnings.catch_warnings():
+        show = warnings.showwarning
+
+        def show_one_line(message: Any, category: Any, *place: Any) -> None:
+            if issubclass(category, MarsWarning):
+                _say(f"warning: {' '.join(str(message).split())}")
+            else:
+                show(message, category, *place)
+
+        warnings.showwarning = show_one_line
+        warnings.simplefilter("default", MarsWarning)
+        yield
 
 
 class _Lost(MarsError):
@@ -284,17 +301,6 @@ def _flushed(out: IO[str]) -> Iterator[None]:
 def _say(sentence: str) -> None:
     with contextlib.suppress(OSError, ValueError):  # where stderr is lost too, the exit code says it
         say(sentence)
-
-
-def _reserve() -> None:
-    """Give a closed stdin, stdout or stderr its number back: a file of ours would get it, and the printed output."""
-    while (number := os.open(os.devnull, os.O_RDWR)) < 3:
-        os.set_inheritable(number, True)
-    os.close(number)
-    if sys.stdin is None:
-        sys.stdin = open(0)  # noqa: SIM115
-    if sys.stderr is None:
-        sys.stderr = open(2, "w")  # noqa: SIM115
 
 
 def keep_compilations() -> None:

@@ -110,14 +110,16 @@ def vocabulary(tokenizer: Any, size: int) -> Vocabulary:
     Raises:
       MarsError: a tokenizer whose tokens are no pieces of text.
     """
+    # Part of the key, since a user may add tokens to a tokenizer or make them special.
+    added = str(tokenizer.added_tokens_decoder), str(getattr(tokenizer, "all_special_ids", ()))
     try:
-        return _vocabulary(tokenizer, size)
+        return _vocabulary(tokenizer, size, added)
     except TypeError:  # a tokenizer that cannot be hashed
-        return _vocabulary.__wrapped__(tokenizer, size)
+        return _vocabulary.__wrapped__(tokenizer, size, added)
 
 
 @functools.lru_cache(maxsize=4)
-def _vocabulary(tokenizer: Any, size: int) -> Vocabulary:
+def _vocabulary(tokenizer: Any, size: int, _: tuple[str, str]) -> Vocabulary:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     decoders = (
         _decoders(json.loads(backend.to_str()).get("decoder")) if backend is not None else ["Metaspace"]

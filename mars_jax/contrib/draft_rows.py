@@ -67,6 +67,7 @@ DRAFTERS = (
         samples=True,
         stops=True,
         block=True,
+        embeds=True,
         outlined=("dflash", "mars_jax.contrib.models.dflash_head:DFlashConfig"),
         paper="2602.06036; trees: 2604.12989",
     ),

@@ -1,8 +1,9 @@
-"""The one exception this package raises for bad input, and what its sentences are made of."""
+"""The exception for bad input, the warning for probable mistakes, and functions that word them."""
 
 import difflib
 import numbers
 import sys
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -21,6 +22,18 @@ class MarsError(Exception):
         if len(text) > LONGEST:  # a value that it quotes may have megabytes
             text = f"{text[: LONGEST // 2]} ... {text[-LONGEST // 2 :]}"
         return printable(text)  # it quotes files, templates and paths of others
+
+
+class MarsWarning(UserWarning):
+    """A probable mistake in the input, in one sentence; decoding continues."""
+
+
+def warn(sentence: str) -> None:
+    """Issue a MarsWarning that points to the caller of this package."""
+    frame, level = sys._getframe(), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("mars_jax."):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(printable(sentence), MarsWarning, stacklevel=level)
 
 
 def check_type(name: str, value: Any, kinds: type | tuple[type, ...], wanted: str) -> None:

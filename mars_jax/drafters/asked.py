@@ -30,6 +30,7 @@ class LoadedDrafter(NamedTuple):
     sizes: Sizes | None = None  # each step drafts one of several; see `drafters.sized`
     # Makes the steps of a batch in place of `decode.stream`; rows then do not refill.
     steps: Steps | None = None
+    max_positions: int | None = None  # the longest text that its weights were trained for
 
     def decoder(self, target: LanguageModel, verify: Any) -> Decoder:
         """The decoder of a target with this drafter.
@@ -59,6 +60,7 @@ class Asked(NamedTuple):
     tree: Sequence[int] | Dynamic | None
     sample: bool
     dtype: str | None
+    head_embed: str = "own"  # of `specs.HEAD_EMBED`
 
     @property
     def shape(self) -> dict[str, Any]:

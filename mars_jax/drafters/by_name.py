@@ -34,6 +34,7 @@ def load(
     dtype: str | None = None,
     draft_size: str = "fixed",
     any_rule: bool = False,
+    head_embed: str = "own",
 ) -> LoadedDrafter:
     """The drafter that `spec` names, paired with `target`.
 
@@ -56,6 +57,8 @@ def load(
       draft_size: "fixed", or "auto": each step drafts all of the chain, half of it or nothing, as pays then; see
         `drafters.sized`. For n-grams, models, EAGLE heads, which then draft a chain, and replay.
       any_rule: with "auto", lossy rules too, whose texts then depend on what else is in the batch.
+      head_embed: of EAGLE and DFlash heads, "own" to read the embedding in the head's checkpoint, if there is one, or
+        "target" to read the target's in its place.
 
     Raises:
       MarsError: unknown spec, an argument that the drafter does not take, a draft that does not fit the target.
@@ -74,6 +77,8 @@ def load(
     mixture = target is not None and getattr(target.config, "num_experts", 0) > 0
     if draft_size not in ("fixed", "auto"):
         raise MarsError(f"draft_size is {draft_size!r}: expected 'fixed' or 'auto'.")
+    if head_embed not in specs.HEAD_EMBED:
+        raise MarsError(f"head_embed is {head_embed!r}: expected one of {', '.join(specs.HEAD_EMBED)}.")
     if any_rule and draft_size == "fixed":
         raise MarsError(
             "any_rule does not apply to drafts of a fixed size, which no text depends on: leave it out."
@@ -84,7 +89,11 @@ def load(
             f"draft_size='auto' does not apply to {what}: draft a chain with {specs.drafters_that('resizes')}."
         )
     length, usual_tree = row.usual(mixture=mixture, sample=sample or draft_size == "auto")
-    unused = {"tree": (tree is not None, "trees"), "sample": (sample, "samples")}
+    unused = {
+        "tree": (tree is not None, "trees"),
+        "sample": (sample, "samples"),
+        "head_embed": (head_embed != "own", "embeds"),
+    }
     for name, (given, what) in unused.items():
         if given and not getattr(row, what):
             raise MarsError(
@@ -106,7 +115,7 @@ def load(
         length = num_draft_tokens
     elif tree is None:
         tree = usual_tree
-    made = specs.factory(row.loader)(Asked(target, path, length, tree, sample, dtype))
+    made = specs.factory(row.loader)(Asked(target, path, length, tree, sample, dtype, head_embed))
     check_finite(path, made.params)
     return sized(made, any_rule=any_rule) if draft_size == "auto" else made
 

@@ -174,7 +174,9 @@ def load_eagle(asked: Asked) -> LoadedDrafter:
       MarsError: as `hub.load_eagle`.
     """
     target = asked.target
-    config, params = hub.load_eagle(asked.path, target.config, target.params, dtype=asked.heads_dtype)
+    config, params = hub.load_eagle(
+        asked.path, target.config, target.params, dtype=asked.heads_dtype, head_embed=asked.head_embed
+    )
     # As in `hub.load`: XLA's CPU backend would widen a bfloat16 cache again at every step.
     cache_dtype = "float32" if jax.default_backend() == "cpu" else params["fc"].dtype.name
 
@@ -186,5 +188,6 @@ def load_eagle(asked: Asked) -> LoadedDrafter:
         made(asked.chain, **asked.shape),
         params,
         draft_ids=params.get("ids"),
+        max_positions=config.layer.max_positions,
         resized=asked.resized(made),
     )

@@ -192,4 +192,10 @@ def load_model(asked: Asked) -> LoadedDrafter:
         vocab = target.config.vocab_size
         return language_model(draft.model, length, **shape, vocab_size=vocab, own_tokens=shared is not None)
 
-    return LoadedDrafter(made(asked.chain, **asked.shape), params, draft_ids=ids, resized=asked.resized(made))
+    return LoadedDrafter(
+        made(asked.chain, **asked.shape),
+        params,
+        draft_ids=ids,
+        max_positions=draft.config.max_positions,
+        resized=asked.resized(made),
+    )

@@ -50,7 +50,9 @@ def from_json(data: dict[str, Any], generation: dict[str, Any] | None = None) ->
     """
     data = text_part(data)
     family = _family(data)
-    data = FAMILIES[family].defaults | data
+    defaults = FAMILIES[family].defaults
+    theta = defaults.get("rope_theta", 10000.0)  # kept apart: in `data` it would contradict rope_parameters
+    data = {key: value for key, value in defaults.items() if key != "rope_theta"} | data
     required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     missing = [key for key in required if type(data.get(key)) is not int]
     if missing:
@@ -59,7 +61,7 @@ def from_json(data: dict[str, Any], generation: dict[str, Any] | None = None) ->
         )
     check_parts(data["num_hidden_layers"])  # before a list is made of one entry for each
     key = FAMILIES[family].activation
-    activation = given(data, key, FAMILIES[family].defaults.get(key, "silu"))
+    activation = given(data, key, defaults.get(key, "silu"))
     if activation not in _ACTIVATIONS:
         raise MarsError(
             f"{key} '{activation}' is not supported: the supported ones are {', '.join(_ACTIVATIONS)}."
@@ -81,13 +83,15 @@ def from_json(data: dict[str, Any], generation: dict[str, Any] | None = None) ->
         "head_dim": 0 if data.get("head_dim") is None else count(data, "head_dim", 0),
         "max_positions": count(data, "max_position_embeddings", 2048),
         "norm_eps": float(given(data, "rms_norm_eps", 1e-6)),
-        "rope": read_rope(data),
         "tie_embeddings": bool(data.get("tie_word_embeddings", False)),
         "activation": _ACTIVATIONS[activation],
         "bos_token_id": bos[0] if bos else None,
         "eos_token_ids": tuple(dict.fromkeys(eos)),
     }
-    return ModelConfig(**(fields | FAMILIES[family].read(data)))
+    fields |= FAMILIES[family].read(data)
+    if "rope" not in fields:
+        fields["rope"] = read_rope(data, theta=theta)
+    return ModelConfig(**fields)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from mars_jax.core.errors import MarsError
-from mars_jax.hub.rope_config import read_rope
-from mars_jax.hub.values import count, given
+from mars_jax.hub.rope_config import check_same_rope, read_rope
+from mars_jax.hub.values import count
 from mars_jax.models.config import ModelConfig, Rope
 
 _KINDS = {True: "sliding_attention", False: "full_attention"}
@@ -163,16 +163,18 @@ def _read_gemma3(data: dict[str, Any]) -> dict[str, Any]:
     if data.get("attn_logit_softcapping") is not None:
         raise MarsError("attn_logit_softcapping means nothing in Gemma 3: set it to null.")
     nested = data.get("rope_parameters") or {}
+    if odd := [key for key in nested if key not in _KINDS.values()]:
+        raise MarsError(f"rope_parameters has {odd[0]}: in Gemma 3 it has settings for each layer type only.")
 
-    def rope(kind: str, theta: float, scaling: dict[str, Any] | None) -> Rope:
-        own = {"rope_theta": theta, **(scaling or {}), **(nested.get(kind) or {})}
-        return read_rope(data | {"rope_scaling": own})
+    def rope(kind: str, base: str, theta: float, scaling: dict[str, Any] | None) -> Rope:
+        settings = {"rope_scaling": scaling, "rope_parameters": nested.get(kind)}
+        return read_rope(data | settings, base=base, theta=theta)
 
     pattern = count(data, "sliding_window_pattern", count(data, "_sliding_window_pattern", 6))
     return _read_gemma(data, pattern) | {
         "qk_norm": True,
-        "rope": rope(_KINDS[False], given(data, "rope_theta", 1e6), data.get("rope_scaling")),
-        "local_rope": rope(_KINDS[True], given(data, "rope_local_base_freq", 1e4), None),
+        "rope": rope(_KINDS[False], "rope_theta", 1e6, data.get("rope_scaling")),
+        "local_rope": rope(_KINDS[True], "rope_local_base_freq", 1e4, None),
     }
 
 
@@ -248,4 +250,5 @@ def text_part(data: dict[str, Any]) -> dict[str, Any]:
         return data
     outer = {key: value for key, value in data.items() if key != "text_config"}
     # Its stop tokens are those of the whole: the text model's are the defaults of the config class.
+    check_same_rope(outer, data["text_config"], "text_config")
     return data["text_config"] | outer | {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"]}

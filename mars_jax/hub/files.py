@@ -5,6 +5,7 @@ Oracle: `safetensors.numpy.save_file` and `torch.save`, round trip in tests/hub.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
@@ -23,6 +24,7 @@ from mars_jax.core.limits import JSON_BYTES, SHARDS
 from mars_jax.hub.config_json import read_json
 from mars_jax.hub.fetch import cached, fetch_directory, fetch_file, installed
 from mars_jax.hub.gguf_file import is_gguf
+from mars_jax.hub.versions import check_version, version_of
 from mars_jax.specs.models import MODELS, named
 
 _DTYPES = {
@@ -48,7 +50,7 @@ class Tensor(NamedTuple):
     # Of a matrix in 4 bits, with as many inputs to a scale: the fields of `models.quantize.Int4`, outputs last.
     blocks: Callable[[int, int], tuple[np.ndarray, ...]] | None = None
     group: int | None = None
-    # Of a matrix in more than 4 bits, up to 8: what it would lose in 4, its author did not want to lose.
+    # Keep the matrix in at least 8 bits: the file holds other matrices in 4, and its author chose more for this one.
     wider: bool = False
     # Of a tensor in float8, whose numbers mean nothing without scales, what `rows` would give.
     numbers: Callable[[int, int], np.ndarray] | None = None
@@ -96,7 +98,8 @@ def _is_whole(directory: Path) -> bool:
     """Tell whether all weights of a downloaded checkpoint are there, and not only those before an interruption."""
     files = [file.name for file in directory.iterdir() if file.is_file()]
     for index in (name for name in files if name.endswith(".index.json")):
-        return bool(_shards(directory, index))
+        if index.removesuffix(".index.json") not in files:
+            return bool(_shards(directory, index, _weight_map(directory, index)))
     return any(name.endswith((".safetensors", ".bin", ".pt")) and "-of-" not in name for name in files)
 
 
@@ -140,11 +143,11 @@ def _local(name_or_path: str | os.PathLike[str]) -> Path | None:
     return None
 
 
-def _shards(directory: Path, index: str) -> list[Path]:
-    """Return the files that an index names.
+def _weight_map(directory: Path, index: str) -> dict[str, str]:
+    """Return the file of each tensor, relative to the directory, as an index names it.
 
     Raises:
-      MarsError: one of them is not there, or not within the directory.
+      MarsError: it is not an index, or names a file outside of the directory.
     """
     mapping = read_json(directory / index).get("weight_map")
     if not isinstance(mapping, dict) or not all(isinstance(name, str) for name in mapping.values()):
@@ -155,19 +158,42 @@ def _shards(directory: Path, index: str) -> list[Path]:
                 f"'{directory / index}' names {name!r} for tensor {tensor}, which is no file within its directory: "
                 "use a checkpoint from a source that you trust."
             )
-    shards = [directory / name for name in dict.fromkeys(mapping.values())]
+    return mapping
+
+
+def _shards(directory: Path, index: str, weight_map: dict[str, str]) -> list[str]:
+    """Return the names of all shards in an index.
+
+    Raises:
+      MarsError: one of them is absent.
+    """
+    shards = list(dict.fromkeys(weight_map.values()))
     if len(shards) > SHARDS:
         raise MarsError(
             f"'{directory / index}' names {len(shards):,} files: expected at most {SHARDS:,}; download the checkpoint "
             "again."
         )
-    absent = [shard.name for shard in shards if not os.path.isfile(shard)]
+    absent = [shard for shard in shards if not os.path.isfile(directory / shard)]
     if absent:
         raise MarsError(
             f"'{directory}' lacks {absent[0]}, which {index} names ({len(absent)} of {len(shards)} files are "
             "absent): download the checkpoint again."
         )
     return shards
+
+
+def _check_unambiguous(directory: Path, name: str, index: str, weight_map: dict[str, str]) -> None:
+    """Raise MarsError if shards that an index names are next to a whole file that it does not name.
+
+    transformers reads the file and vLLM the shards. An index whose shards are absent was left over, as in many
+    quantised checkpoints.
+    """
+    shard = next((shard for shard in weight_map.values() if os.path.isfile(directory / shard)), None)
+    if shard is not None:
+        raise MarsError(
+            f"'{directory}' has both {name} and {shard}, which {index} names: delete {name}, or the index and its "
+            "shards."
+        )
 
 
 def _is_within(name: str) -> bool:
@@ -177,18 +203,31 @@ def _is_within(name: str) -> bool:
 
 
 def tensors(directory: Path) -> Iterator[dict[str, Tensor]]:
-    """Yield the tensors of a checkpoint, file by file. They can be read in any order; nothing is held in memory.
+    """Yield the tensors of a checkpoint, file by file. They can be read in any order, and only headers are in memory.
+
+    If an index assigns a tensor to one of several shards that contain it, the other copies are left out.
 
     Raises:
-      MarsError: no weights, an absent shard, or a file that cannot be read.
+      MarsError: no weights, an absent shard, a file that cannot be read, or a whole file next to shards.
     """
     for name, read in (("model.safetensors", _safetensors), ("pytorch_model.bin", _bin)):
-        if (directory / name).is_file():
+        whole, index = (directory / name).is_file(), f"{name}.index.json"
+        weight_map: dict[str, str] = {}
+        if (directory / index).is_file():
+            with contextlib.suppress(MarsError) if whole else contextlib.nullcontext():
+                weight_map = _weight_map(directory, index)
+        if whole and name not in weight_map.values():
+            _check_unambiguous(directory, name, index, weight_map)
             yield from read(directory / name)
             return
-        if (directory / f"{name}.index.json").is_file():
-            for shard in _shards(directory, f"{name}.index.json"):
-                yield from read(shard)
+        if weight_map:
+            shards = {shard: next(read(directory / shard)) for shard in _shards(directory, index, weight_map)}
+            for shard, held in shards.items():
+                yield {
+                    key: tensor
+                    for key, tensor in held.items()
+                    if (named := weight_map.get(key, shard)) == shard or key not in shards[named]
+                }
             return
     raise MarsError(
         f"'{directory}' holds no weights: put model.safetensors, pytorch_model.bin or sharded ones there."
@@ -203,6 +242,7 @@ def _safetensors(path: Path) -> Iterator[dict[str, Tensor]]:
     """Read by plain file access: safetensors maps a file and its pages would count as this process's memory."""
     from safetensors import SafetensorError, safe_open
 
+    version = version_of(path)
     try:
         with open(path, "rb") as file:
             size = int.from_bytes(file.read(8), "little")
@@ -233,6 +273,7 @@ def _safetensors(path: Path) -> Iterator[dict[str, Tensor]]:
                 raise MarsError(f"tensor {name} of '{path}' cannot be read ({error}).") from None
             if len(left):
                 raise MarsError(f"'{path}' ends within tensor {name}: download it again.")
+            check_version(path, version)
             return made
 
         float8 = entry["dtype"] == "F8_E4M3"
@@ -250,6 +291,7 @@ def _bin(path: Path) -> Iterator[dict[str, Tensor]]:
             f"'{path}' is a PyTorch file, and torch is not installed: pip install 'mars-jax[torch]', "
             "or use a checkpoint with safetensors."
         ) from None
+    version = version_of(path)
     try:
         # weights_only: a .bin file is a pickle, which could otherwise run code.
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -277,6 +319,7 @@ def _bin(path: Path) -> Iterator[dict[str, Tensor]]:
 
     def reader(name: str, tensor) -> Callable[[int, int], np.ndarray]:
         def rows(first: int, last: int) -> np.ndarray:
+            check_version(path, version)
             try:
                 part = (tensor.detach()[first:last] if tensor.ndim else tensor.detach()[None]).contiguous()
                 if part.dtype == torch.bfloat16:  # which numpy does not know

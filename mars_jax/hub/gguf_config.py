@@ -6,6 +6,7 @@ Keys: ggml-org/ggml, docs/gguf.md. Oracle: transformers, which reads the same fi
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,6 +31,38 @@ _STOPS = ("eos", "eot", "eom")
 """Tokens that end a text, a turn and a message."""
 _27B = {"gemma2": 46, "gemma3": 62}
 """Layers of the largest models, whose scores are scaled by hidden size over heads; the file does not say it."""
+_WINDOW_PERIOD = {"gemma2": 2, "gemma3": 6}
+"""Layers from one without a sliding window to the next, as llama.cpp and `hub.families` have it."""
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "activation_sparsity_scale": (0,),
+    "attention.causal": (True,),
+    "attention.clamp_kqv": (0,),
+    "attention.max_alibi_bias": (0,),
+    "attention.output_scale": (0, 1),
+    "attention.shared_kv_layers": (0,),
+    "attention.temperature_length": (0,),
+    "attention.temperature_scale": (0,),
+    "embedding_scale": (0, 1),
+    "expert_count": (0,),
+    "expert_used_count": (0,),
+    "logit_scale": (0, 1),
+    "nextn_predict_layers": (0,),
+    "residual_scale": (0, 1),
+    "rope.dimension_sections": (0,),
+    "rope.scaling.alpha": (0, 1),
+    "rope.scaling.yarn_attn_factor": (1,),
+    "rope.scaling.yarn_beta_fast": (32,),
+    "rope.scaling.yarn_beta_slow": (1,),
+    "rope.scaling.yarn_ext_factor": (1, -1),
+    "rope.scaling.yarn_log_multiplier": (0,),
+    "router_logit_softcapping": (0,),
+    "swin_norm": (False,),
+    "use_parallel_residual": (False,),
+}
+"""Keys that change the forward pass and are not implemented, with the values that change nothing.
+
+`_neutral` adds keys whose neutral values depend on the model. Source: `llama_model::load_hparams` of llama.cpp.
+"""
 
 
 def read_config(file: GGUFFile) -> tuple[ModelConfig, str | None]:
@@ -46,6 +79,7 @@ def read_config(file: GGUFFile) -> tuple[ModelConfig, str | None]:
     try:
         with of_its_kind("it holds metadata", "download it again"):
             config = from_json(to_json(file))
+            _check_forward(file, config)
     except MarsError as error:
         raise MarsError(f"'{file.path}': {error}") from None
     kinds = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
@@ -58,19 +92,17 @@ def to_json(file: GGUFFile) -> dict[str, Any]:
     embed = file.tensors.get("token_embd.weight")
     if embed is None:
         raise MarsError("it has no tensor token_embd.weight: download it again.")
-    if file.of_model("expert_count"):
-        raise MarsError("it is a mixture of experts, which is supported in safetensors and not in GGUF.")
-    heads = _number(file, "attention.head_count")
+    hidden, heads = _number(file, "embedding_length"), _number(file, "attention.head_count")
     stops = [file.get(f"tokenizer.ggml.{name}_token_id") for name in _STOPS]
     data = {
         "architectures": [ARCHITECTURES[file.architecture]],
         "vocab_size": embed.shape[0],
-        "hidden_size": _number(file, "embedding_length"),
+        "hidden_size": hidden,
         "intermediate_size": _number(file, "feed_forward_length"),
         "num_hidden_layers": _number(file, "block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": _number(file, "attention.head_count_kv", heads),
-        "head_dim": file.of_model("attention.key_length"),
+        "head_dim": _number(file, "attention.key_length", hidden // heads if hidden and heads else None),
         "max_position_embeddings": file.of_model("context_length"),
         "rms_norm_eps": _decimal(file.of_model("attention.layer_norm_rms_epsilon")),
         "rope_theta": _decimal(file.of_model("rope.freq_base")),
@@ -85,14 +117,62 @@ def to_json(file: GGUFFile) -> dict[str, Any]:
     return {key: value for key, value in data.items() if value is not None}
 
 
+def _check_forward(file: GGUFFile, config: ModelConfig) -> None:
+    """Raise MarsError if the metadata describes a forward pass that differs from the config's."""
+    for key, neutral in _neutral(file, config).items():
+        value = file.of_model(key)
+        if value is not None and not _is_neutral(value, neutral):
+            raise MarsError(
+                f"{file.architecture}.{key} is {reprlib.repr(value)}, and only {neutral[0]!r} is supported in GGUF "
+                "files: load the checkpoint in the Hugging Face layout if its architecture is supported."
+            )
+
+
+def _neutral(file: GGUFFile, config: ModelConfig) -> dict[str, tuple[Any, ...]]:
+    """Return the values of each key for which the forward pass is that of the config."""
+    width = (config.head_dim,)
+    window = next(filter(None, config.windows), 0)
+    neutral = _NEUTRAL | {
+        "attention.key_length_swa": width,
+        "attention.scale": ((config.query_scalar or config.head_dim) ** -0.5, 0),
+        # A window of the whole context hides nothing.
+        "attention.sliding_window": (
+            window,
+            max(config.max_positions, _number(file, "attention.sliding_window", 0)),
+        ),
+        "attention.value_length": width,
+        "attention.value_length_swa": width,
+        "attn_logit_softcapping": (config.attention_cap or 0,),
+        "final_logit_softcapping": (config.logit_cap or 0,),
+        "rope.dimension_count": width,
+        "rope.dimension_count_swa": width,
+    }
+    if config.rope.kind != "yarn":
+        neutral["rope.scaling.attn_factor"] = (1,)
+    if window:
+        layers = [size is not None for size in config.windows]
+        neutral["attention.sliding_window_pattern"] = (_WINDOW_PERIOD[file.architecture], layers)
+        neutral["rope.freq_base_swa"] = ((config.local_rope or config.rope).theta,)
+    return neutral
+
+
+def _is_neutral(value: Any, neutral: Sequence[Any]) -> bool:
+    """Return whether a value, or each value of a list with one for each layer, is neutral up to rounding to float32."""
+    if value in neutral:
+        return True
+    numbers = [number for number in neutral if not isinstance(number, list)]
+    values = value if isinstance(value, list) else [value]
+    return all(any(math.isclose(x, number, rel_tol=1e-6) for number in numbers) for x in values)
+
+
 def _gemma(file: GGUFFile, data: dict[str, Any]) -> dict[str, Any]:
     largest = data["num_hidden_layers"] == _27B[file.architecture]
     width = data["hidden_size"] / data["num_attention_heads"] if largest else data["head_dim"]
     return {
         "query_pre_attn_scalar": width,
         "sliding_window": file.of_model("attention.sliding_window"),
-        "attn_logit_softcapping": _decimal(file.of_model("attn_logit_softcapping")),
-        "final_logit_softcapping": _decimal(file.of_model("final_logit_softcapping")),
+        "attn_logit_softcapping": _decimal(file.of_model("attn_logit_softcapping") or None),
+        "final_logit_softcapping": _decimal(file.of_model("final_logit_softcapping") or None),
         "rope_local_base_freq": _decimal(file.of_model("rope.freq_base_swa")),
     }
 
@@ -117,12 +197,17 @@ def _decimal(value: float | None) -> float | None:
 
 
 def _scaling(file: GGUFFile) -> dict[str, Any] | None:
+    kind = file.of_model("rope.scaling.type", "linear")  # llama.cpp's default
+    factor = _decimal(file.of_model("rope.scaling.factor", file.of_model("rope.scale_linear")))
+    is_plain = kind == "none" or (kind == "linear" and factor in (None, 0, 1))
     if "rope_freqs.weight" in file.tensors:
+        if not is_plain:
+            raise MarsError(
+                f"it has rope_freqs.weight and rope.scaling.type {kind!r}: only one of them is supported."
+            )
         return _llama3(file)
-    kind = file.of_model("rope.scaling.type")
-    if kind in (None, "none"):
+    if is_plain:
         return None
-    factor = _decimal(file.of_model("rope.scaling.factor"))
     scaling = {
         "rope_type": kind,
         "factor": factor,

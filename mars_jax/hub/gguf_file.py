@@ -7,9 +7,9 @@ and its `dequantize` (tests/hub/test_gguf.py).
 
 from __future__ import annotations
 
-import functools
 import math
 import os
+import re
 import struct
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -18,10 +18,13 @@ import numpy as np
 
 from mars_jax.core.errors import MarsError, first_line
 from mars_jax.core.limits import GGUF_HEADER_BYTES
+from mars_jax.hub.versions import Version, cached_by_version, check_version, version_of
 
 _NUMBERS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 """Types of numbers in the metadata, as `struct` has them."""
 _TEXT, _LIST = 8, 9
+_PART = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.gguf")
+"""The name of a part of a split file, by llama.cpp's `llama_split_path`."""
 
 
 class GGUFTensor(NamedTuple):
@@ -30,10 +33,12 @@ class GGUFTensor(NamedTuple):
     shape: tuple[int, ...]  # rows first, as numpy has it
     kind: Any  # gguf.GGMLQuantizationType
     begin: int  # of its data, in bytes from the beginning of the file
+    path: Path  # of the file that stores it, one of several if the model is split
+    version: Version  # of that file when its header was read
 
 
 class GGUFFile:
-    """The metadata and the tensors of a file. Tensors are read when they are asked for."""
+    """The metadata and tensors of a model in one file or in several parts. `rows` and `stored` read a tensor's data."""
 
     def __init__(self, path: Path, values: dict[str, Any], tensors: dict[str, GGUFTensor]):
         self.path, self._values, self.tensors = path, values, tensors
@@ -68,7 +73,7 @@ class GGUFFile:
         """
         import gguf
 
-        shape, kind, _ = self.tensors[name]
+        shape, kind, *_ = self.tensors[name]
         flat = len(shape) < 2  # a block then spans what are rows here
         data = self.stored(name, 0, 1) if flat else self.stored(name, first, last)
         try:
@@ -84,16 +89,18 @@ class GGUFFile:
         """Return rows of a tensor as the file has them, u8[last - first, bytes]; a vector is one row.
 
         Raises:
-          MarsError: they cannot be read.
+          MarsError: they cannot be read, or the file changed after its header was read.
         """
-        shape, kind, begin = self.tensors[name]
+        shape, kind, begin, path, version = self.tensors[name]
         width = _size(math.prod(shape if len(shape) < 2 else shape[1:]), kind)
         try:
-            with open(self.path, "rb", buffering=0) as file:
+            with open(path, "rb", buffering=0) as file:
                 file.seek(begin + first * width)
-                return np.fromfile(file, np.uint8, (last - first) * width).reshape(last - first, width)
-        except (OSError, ValueError) as error:  # such as a file that has become shorter
-            raise MarsError(f"tensor {name} of '{self.path}' cannot be read ({error}).") from None
+                data = np.fromfile(file, np.uint8, (last - first) * width)
+            check_version(path, version)
+            return data.reshape(last - first, width)
+        except (OSError, ValueError) as error:
+            raise MarsError(f"tensor {name} of '{path}' cannot be read ({error}).") from None
 
 
 def _decoded(value: Any) -> Any:
@@ -117,16 +124,65 @@ def is_gguf(path: Path) -> bool:
     return path.suffix == ".gguf" and path.is_file()
 
 
-@functools.lru_cache(maxsize=4)
+def gguf_parts(path: Path) -> list[Path]:
+    """Return all files of a model. The path of any part of a split model gives all its parts.
+
+    >>> [part.name for part in gguf_parts(Path("m-00002-of-00002.gguf"))]
+    ['m-00001-of-00002.gguf', 'm-00002-of-00002.gguf']
+    """
+    match = _PART.fullmatch(path.name)
+    if match is None or int(match[3]) < 2:
+        return [path]
+    return [path.with_name(f"{match[1]}-{i + 1:05}-of-{match[3]}.gguf") for i in range(int(match[3]))]
+
+
+@cached_by_version(gguf_parts)
 def read_gguf(path: Path) -> GGUFFile:
-    """Open a file.
+    """Open a file, or all parts of a split one. The first part holds the metadata, each part some of the tensors.
 
     Raises:
-      MarsError: the `gguf` package is not installed, or the file is truncated, corrupt or no GGUF.
+      MarsError: the `gguf` package is not installed; a file is truncated, corrupt or no GGUF; or the parts of a split
+        file are incomplete, or their names contradict their headers.
+    """
+    parts = gguf_parts(path)
+    missing = [part.name for part in parts if not part.is_file()]
+    if missing and len(parts) > 1:
+        raise MarsError(
+            f"'{path}' is one of {len(parts)} parts of a split file, and {missing[0]} is missing: put all parts into "
+            "one folder."
+        )
+    headers = [_read_header(part) for part in parts]
+    for i, (part, (values, _)) in enumerate(zip(parts, headers, strict=True)):
+        number, count = values.get("split.no"), values.get("split.count")
+        whole = len(parts) == 1 and count in (None, 0, 1)
+        if not whole and (number, count) != (i, len(parts)):
+            kind = f"part {i + 1} of {len(parts)}" if len(parts) > 1 else "a whole file"
+            raise MarsError(
+                f"'{part}' is {kind} by its name, but its header has split.no {number} and split.count {count}: "
+                "restore the names that llama-gguf-split gave its parts, or join them with its --merge."
+            )
+    values = headers[0][0]
+    tensors = {name: tensor for _, held in headers for name, tensor in held.items()}
+    total = sum(len(held) for _, held in headers)
+    expected = values.get("split.tensors.count", total) if len(parts) > 1 else total
+    if not len(tensors) == total == expected:
+        raise MarsError(
+            f"the parts of '{path}' hold {total} tensors with {len(tensors)} names, and their split.tensors.count is "
+            f"{expected}: download all parts again, from one source."
+        )
+    return GGUFFile(path, values, tensors)
+
+
+def _read_header(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
+    """Return the metadata of one file, with strings as bytes, and its tensors.
+
+    Raises:
+      MarsError: as `read_gguf`.
     """
     try:
+        version = version_of(path)
         with open(path, "rb") as file:
-            return GGUFFile(path, *_Header(file).read())
+            return _Header(file, path, version).read()
     except ImportError:
         raise MarsError(
             f"'{path}' is a GGUF file, and the package gguf is not installed: pip install 'mars-jax[gguf]'."
@@ -142,8 +198,9 @@ def read_gguf(path: Path) -> GGUFFile:
 class _Header:
     """The header of a file, read from its beginning. It stops where the file does, whatever a damaged count says."""
 
-    def __init__(self, file: BinaryIO):
+    def __init__(self, file: BinaryIO, path: Path, version: Version):
         self._file, self._size, self._at = file, os.fstat(file.fileno()).st_size, 0
+        self._path, self._version = path, version
 
     def read(self) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
         """Return the metadata, texts as bytes, and the tensors."""
@@ -160,7 +217,8 @@ class _Header:
         data = -(-self._at // alignment) * alignment
         tensors = {}
         for name, shape, kind, offset in entries:
-            tensor = tensors[name] = GGUFTensor(shape, gguf.GGMLQuantizationType(kind), data + offset)
+            kind = gguf.GGMLQuantizationType(kind)
+            tensor = tensors[name] = GGUFTensor(shape, kind, data + offset, self._path, self._version)
             _size(shape[-1] if shape else 1, tensor.kind)
             self._check(tensor.begin + _size(math.prod(shape), tensor.kind))
         if len(values) != num_values or len(tensors) != num_tensors:

@@ -17,6 +17,8 @@ from mars_jax.hub.gguf_file import GGUFFile, read_gguf
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.weights import weights
 
+_MOST_BITS = 5
+"""Bits per weight of Q4_1, scales included: the most of any kind whose weights have 4 bits."""
 _DERIVED = {"rope_freqs.weight"}
 """Tensors whose values follow from the config."""
 _INTERLEAVED = {"llama"}
@@ -41,7 +43,9 @@ def gguf_tensors(path: Any, config: ModelConfig) -> Iterator[dict[str, Tensor]]:
 
 
 def _tensor(file: GGUFFile, name: str, config: ModelConfig) -> Tensor:
-    shape, kind, _ = file.tensors[name]
+    import gguf
+
+    shape, kind, *_ = file.tensors[name]
     read = functools.partial(file.rows, name)
     stored = functools.partial(file.stored, name)
     if file.architecture in _INTERLEAVED and (".attn_q." in name or ".attn_k." in name):
@@ -52,9 +56,10 @@ def _tensor(file: GGUFFile, name: str, config: ModelConfig) -> Tensor:
         )
     if file.architecture.startswith("gemma") and name.endswith("norm.weight"):
         return Tensor(shape, lambda first, last: read(first, last) - 1.0)  # llama.cpp stores 1 + scale
-    # Beside matrices in 4 bits; a file that has none is rounded as asked.
+    # Only next to matrices in 4 bits. In any other file every matrix may be rounded to 4.
     mixed = any(other.kind.name in KINDS for other in file.tensors.values())
-    return Tensor(shape, read, wider=mixed and kind.name.startswith(("Q5_", "Q6_", "Q8_")))
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    return Tensor(shape, read, wider=mixed and 8 * size / block > _MOST_BITS)
 
 
 def _halves(read: Any, size: int, first: int, last: int) -> np.ndarray:

@@ -27,6 +27,7 @@ from mars_jax.hub.packed_files import packing, unpacked
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.hub.scaled_files import scaled
 from mars_jax.hub.stream import HostArray, read_array, to_params
+from mars_jax.hub.tokenizer import tokenizer_versions
 from mars_jax.models.config import ModelConfig
 from mars_jax.models.quantize import Quantized, bits_of, quantize, quantize_4
 from mars_jax.models.transformer import language_model
@@ -36,6 +37,9 @@ from mars_jax.placement.shardings import params_shardings
 
 # Buffers that old exports carry and that the config determines.
 DERIVED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|self_attn\.(bias|masked_bias))$")
+
+AS_PACKED = 0
+"""Value of `bits` that keeps matrices in 4 bits if the checkpoint packs them so, and everything else floating."""
 
 # Of Gemma 3 with images, whose text model is loaded and nothing else.
 _TEXT = re.compile(r"^(language_model\.(?=model\.|lm_head\.)|model\.language_model\.)")
@@ -69,6 +73,7 @@ def outline(name_or_path: str | os.PathLike[str]) -> Pretrained:
       MarsError: no such checkpoint, or one that is not supported.
     """
     directory = resolve(name_or_path, weights=False)
+    versions = tokenizer_versions(directory)
     config = read_path(directory)[0]
     return Pretrained(
         name=os.fspath(name_or_path),
@@ -76,6 +81,7 @@ def outline(name_or_path: str | os.PathLike[str]) -> Pretrained:
         params=None,
         config=config,
         path=directory,
+        tokenizer_versions=versions,
     )
 
 
@@ -97,12 +103,14 @@ def load(
     Args:
       name_or_path: directory, .gguf file, `owner/name` on the Hugging Face hub, a short name of `specs.models`, such as
         "qwen3-0.6b", or a checkpoint inside the package: "tiny/target" (the default), "tiny/draft".
-      dtype: "float32" or "bfloat16"; None is the checkpoint's own (float16 becomes bfloat16; a
-        quantised GGUF file float32; AWQ, GPTQ and compressed-tensors in 4 bits "int4"). "int8" keeps matrices
-        in 8 bits per weight (`models.quantize`), and everything else in the checkpoint's own. "int4" keeps those of
-        layers in 4 bits, embeddings and experts in 8. What is in 4 bits already (GGUF's Q4_0, Q4_1 and Q4_K, AWQ,
-        GPTQ but for its `desc_act`, compressed-tensors' pack-quantized) is then kept as the file has it, and what a
-        GGUF file has in 5 to 8 bits beside that in 8.
+      dtype: "float32" or "bfloat16". None keeps the checkpoint's dtype: float16 becomes bfloat16, and a quantised GGUF
+        file becomes float32. For AWQ, GPTQ and compressed-tensors in 4 bits, None also keeps each matrix of a layer
+        packed if the file packs it in groups of neighbouring inputs. It rounds nothing again: matrices with GPTQ's
+        `desc_act`, experts, embeddings and unpacked matrices become bfloat16. "int8" rounds matrices to 8 bits per
+        weight (`models.quantize`) and keeps everything else in the checkpoint's dtype. "int4" rounds matrices of
+        layers to 4 bits, embeddings and experts to 8. With "int4", 4-bit matrices of a file are not rounded again
+        (GGUF's Q4_0, Q4_1 and Q4_K, AWQ, GPTQ without `desc_act`, compressed-tensors' pack-quantized), and matrices
+        that such a GGUF file has in more bits are rounded to 8.
       mesh: devices to divide the weights over, with any of the axes `data`, `model` and `expert`, of type Auto or
         Explicit, or a text such as "data=2,model=4"; see `mars_jax.placement.shardings`. `generate` then divides the
         batch over `data`.
@@ -136,15 +144,17 @@ def load(
     if prefill_chunk is not None:
         specs.REQUEST["prefill_chunk"].check(prefill_chunk)
     directory = resolve(name_or_path)
+    versions = tokenizer_versions(directory)
     config, own = read_path(directory)
     language_model(config, attention=attention)  # an unknown one is refused before weights are read
     if is_converted(directory):
         params, dtype = restore_params(directory, config, dtype, shardings=shardings, check=check)
     else:
-        if dtype is None and not is_gguf(directory) and packing(directory) is not None:
-            dtype = "int4"  # it was rounded for that
-        dtype, bits = resolve_dtype(dtype, own)
-        params = read_params(directory, config, dtype, bits=bits, shardings=shardings)
+        packed = not is_gguf(directory) and packing(directory) is not None
+        floating, bits = resolve_dtype(dtype, own)
+        bits = AS_PACKED if dtype is None and packed else bits
+        params = read_params(directory, config, floating, bits=bits, shardings=shardings)
+        dtype = floating
     cache_dtype = cache_dtype or ("float32" if jax.default_backend() == "cpu" else dtype)
     return Pretrained(
         name=os.fspath(name_or_path),
@@ -155,6 +165,7 @@ def load(
         config=config,
         path=directory,
         mesh=mesh,
+        tokenizer_versions=versions,
     )
 
 
@@ -282,12 +293,17 @@ def find_tensors(directory: Path, config: ModelConfig) -> dict[str, tuple[str, T
 def kept_bits(
     found: dict[str, tuple[str, Tensor]], leaf: Weight, rows: Sequence[Weight], bits: int | None
 ) -> int | None:
-    """Return the bits that an array of params is kept in where `bits` are asked for; see `read_leaf`.
+    """Return the bits that an array of params is kept in; None means its floating dtype.
 
-    A file of 4 bits has some matrices in more where they are worth more: those are kept in 8.
+    With `bits` 4, matrices that a GGUF file holds in more bits than its others are kept in 8. With `AS_PACKED` no
+    matrix is rounded again.
     """
+    stored = [found[row.name][1] for row in rows]
+    if bits == AS_PACKED:
+        packed = all(tensor.blocks is not None for tensor in stored)
+        return 4 if packed and bits_of(leaf, 4) == 4 else None
     kept = bits_of(leaf, bits)
-    return 8 if kept == 4 and any(found[row.name][1].wider for row in rows) else kept
+    return 8 if kept == 4 and any(tensor.wider for tensor in stored) else kept
 
 
 def read_leaf(
@@ -326,7 +342,7 @@ def read_params(
       directory: of the checkpoint.
       config: its config.
       dtype: floating.
-      bits: of matrices, by `quantize.bits_of`.
+      bits: of matrices, by `quantize.bits_of`, or `AS_PACKED`.
       shardings: tree of shardings with the structure of params; None is JAX's default device.
 
     Raises:

@@ -9,10 +9,10 @@ zero z for each output and group of inputs:
 | GPTQ | `qweight` [in / 8, out] | `scales` [in / G, out] | `qzeros` [in / G, out / 8], less 1 in the first version |
 | compressed-tensors | `weight_packed` [out, in / 8] | `weight_scale` [out, in / G] | `weight_zero_point` [out / 8, in / G], or 8 |
 
-In GPTQ `g_idx` [in] names the group of each input. Where groups are not neighbours, as `desc_act` makes them, a matrix
-is dequantised, and rounded again where 4 bits are asked for. Sources: casper-hansen/AutoAWQ `packing_utils.py`,
-AutoGPTQ `qlinear_cuda_old.py`, vllm-project/compressed-tensors `pack_quantized`. Oracle: what these packages packed
-(tests/hub/packed_by_others.npz).
+In GPTQ `g_idx` [in] names the group of each input. With `desc_act` the inputs of a group are not neighbours. Such a
+matrix is dequantised, and rounded again only for an explicit dtype "int4". Sources: casper-hansen/AutoAWQ
+`packing_utils.py`, AutoGPTQ `qlinear_cuda_old.py`, vllm-project/compressed-tensors `pack_quantized`. Oracle: matrices
+that these packages packed (tests/hub/packed_by_others.npz).
 """  # noqa: E501
 
 from __future__ import annotations
@@ -31,6 +31,10 @@ from mars_jax.hub.files import Tensor
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _NIBBLES = np.arange(0, 32, 4, dtype=np.uint32)
+_FUSED = ("weight_input", "weight_output")
+"""Locations of compressed-tensors' transforms that the stored weights already contain."""
+OF_ACTIVATIONS = (".input_scale", ".activation_scale", ".output_scale", ".k_scale", ".v_scale", ".kv_scale")
+"""Names of tensors that only describe how activations are rounded, which are not rounded here."""
 _PIECE = re.compile(r"^(.*)\.(qweight|qzeros|scales|g_idx|weight_(?:packed|scale|zero_point|shape|g_idx))$")
 
 
@@ -47,21 +51,28 @@ def packing(directory: Path) -> Mapping[str, Any] | None:
     """Return the `quantization_config` of a checkpoint whose matrices are packed in 4 bits; None of any other.
 
     Raises:
-      MarsError: it is of a method that is known and in a form that is not read.
+      MarsError: its method is known but its form is not read, or it rotates activations.
     """
     data = read_json(directory / "config.json")
     found = data.get("quantization_config") or data.get("compression_config")
-    if not isinstance(found, dict) or found.get("quant_method") not in _READERS:
+    if not isinstance(found, dict):
+        return None
+    _check_forward(directory, found)
+    if found.get("quant_method") not in _READERS:
         return None
     method = found["quant_method"]
     if found.get("format") in ("float-quantized", "int-quantized", "naive-quantized"):
         return None  # `scaled_files` reads those
     if method == "compressed-tensors":
         weights = group_weights(found)
-        fits = found.get("format") == "pack-quantized" and all(w.get("num_bits") == 4 for w in weights)
+        fits = found.get("format") == "pack-quantized" and all(
+            w.get("num_bits") == 4 and w.get("type", "int") == "int" for w in weights
+        )
     else:
         fits = found.get("bits", found.get("w_bit")) == 4 and (
-            method == "gptq" or str(found.get("version", "gemm")).lower() == "gemm"
+            _gptq_format(found) in ("gptq", "gptq_v2")
+            if method == "gptq"
+            else str(found.get("version", "gemm")).lower() == "gemm"
         )
     if not fits:
         raise MarsError(
@@ -69,6 +80,42 @@ def packing(directory: Path) -> Mapping[str, Any] | None:
             "gemm, compressed-tensors' format pack-quantized), or the checkpoint that it was made of."
         )
     return found
+
+
+def _check_forward(directory: Path, config: Mapping[str, Any]) -> None:
+    """Refuse settings of a `quantization_config` that change the forward and are not implemented.
+
+    Sources: vllm-project/compressed-tensors `transform/transform_args.py`, ModelCloud/GPTQModel
+    `quantization/rotation/rotation.py`.
+    """
+    rotations = [f"rotation {config['rotation']!r}"] if config.get("rotation") else []
+    if transforms := config.get("transform_config"):
+        try:
+            rotations += [
+                f"transform_config {name!r} at {use['location']!r}"
+                for name, scheme in transforms["config_groups"].items()
+                for use in scheme["apply"]
+                if use["location"] not in _FUSED
+            ]
+        except (AttributeError, KeyError, TypeError):
+            rotations.append("a transform_config without config_groups and their locations")
+    if rotations:
+        raise MarsError(
+            f"'{directory}' rotates activations while it runs ({rotations[0]} in its quantization_config), which is "
+            "not supported: use a checkpoint without online rotations, or the one that it was made of."
+        )
+    sparsity = config.get("sparsity_config")
+    stored = sparsity.get("format") if isinstance(sparsity, dict) else None
+    if stored not in (None, "dense"):
+        raise MarsError(
+            f"'{directory}' stores sparse weights (sparsity_config has the format {stored!r}), which are not read: "
+            "use the checkpoint that it was made of."
+        )
+
+
+def _gptq_format(config: Mapping[str, Any]) -> str:
+    """Return "gptq", whose stored zeros are less 1, "gptq_v2", or a format that is not read."""
+    return str(config.get("checkpoint_format") or config.get("format") or "gptq").lower()
 
 
 def group_weights(config: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -99,7 +146,7 @@ def unpacked(
         for name, tensor in file.items():
             if found := _PIECE.match(name):
                 pieces.setdefault(found[1], {})[found[2]] = tensor
-            else:
+            elif not name.endswith(OF_ACTIVATIONS):
                 plain[name] = tensor
         yield plain
     read = _READERS[how["quant_method"]]
@@ -148,15 +195,31 @@ def _tensor(matrix: Any, pieces: Mapping[str, Tensor], shape: Any) -> Tensor:
 
     def blocks(first: int, last: int) -> tuple[np.ndarray, ...]:
         m = matrix()
-        scale = m.scale[:, first:last].astype(np.float32)
+        scale = m.scale[:, first:last].astype(np.float16)
         values = (m.q[:, first:last].astype(np.int8) - np.int8(8)).reshape(len(m.scale), size, -1)
-        return values, scale.astype(np.float16), (8 - m.zero[:, first:last].astype(np.float32)) * scale
+        # From the rounded scale, so that a weight near its zero is as precise as the others.
+        return values, scale, (8 - m.zero[:, first:last].astype(np.float32)) * scale.astype(np.float32)
 
     outputs, inputs, groups = shape(pieces)
     size = inputs // groups
     order = next((pieces[name].read() for name in ("g_idx", "weight_g_idx") if name in pieces), None)
     neighbours = order is None or np.any(order < 0) or np.array_equal(order, np.arange(inputs) // size)
-    return Tensor((outputs, inputs), rows, blocks, size) if neighbours else Tensor((outputs, inputs), rows)
+    if neighbours and _fit_float16(
+        next(pieces[name] for name in ("scales", "weight_scale") if name in pieces)
+    ):
+        return Tensor((outputs, inputs), rows, blocks, size)
+    return Tensor((outputs, inputs), rows)
+
+
+def _fit_float16(scales: Tensor) -> bool:
+    """Return whether scales keep bfloat16's precision in the float16 of `models.quantize.Int4`."""
+    if scales.rows(0, 0).dtype == np.float16:
+        return True
+    wide = scales.read().astype(np.float32)
+    with np.errstate(over="ignore"):
+        return bool(
+            np.all(np.abs(wide.astype(np.float16).astype(np.float32) - wide) <= np.abs(wide) * 2.0**-9)
+        )
 
 
 def _spread(packed: np.ndarray) -> np.ndarray:
@@ -177,7 +240,7 @@ def _awq(pieces: Mapping[str, np.ndarray], how: Mapping[str, Any]) -> _Matrix:
 
 def _gptq(pieces: Mapping[str, np.ndarray], how: Mapping[str, Any]) -> _Matrix:
     q, zero = _spread(pieces["qweight"].T.copy()).T, _spread(pieces["qzeros"])
-    if how.get("checkpoint_format", "gptq") != "gptq_v2":
+    if _gptq_format(how) != "gptq_v2":
         zero = zero + np.uint8(1)
     made = _in_order(q, zero, pieces["scales"])
     return made._replace(group=pieces["g_idx"].astype(np.int32)) if "g_idx" in pieces else made

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import os
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from mars_jax.core.errors import MarsError, check_type, first_line
+from mars_jax.core.errors import MarsError, check_type, first_line, warn
 from mars_jax.core.limits import PREFIXES, PROMPT_BYTES
 from mars_jax.core.types import LanguageModel, PyTree
 from mars_jax.hub.gguf_file import is_gguf, read_gguf
@@ -22,8 +23,10 @@ from mars_jax.hub.tokenizer import (
     on_all_cores,
     read_plain,
     read_tokenizer,
+    tokenizer_versions,
     told_of_panics,
 )
+from mars_jax.hub.versions import Version
 from mars_jax.models.config import ModelConfig
 from mars_jax.specs.models import template_of
 
@@ -59,6 +62,8 @@ class Pretrained:
     path: Path  # the directory or GGUF file it came from
     mesh: Mesh | None = None  # over which params are divided; None is one device
     own_tokenizer: Any = None  # given, and not read from `path`
+    # Versions of the tokenizer's files when the model was loaded. The tokenizer itself is read on first use.
+    tokenizer_versions: dict[Path, Version] | None = None
 
     @staticmethod
     def from_parts(
@@ -130,21 +135,33 @@ class Pretrained:
             raise MarsError(
                 f"'{self.name}' was made without a tokenizer: give prompts as token ids, or from_parts a tokenizer=."
             )
-        made = read_tokenizer(self.path)
-        if getattr(made, "chat_template", None) is None:
-            made.chat_template = template_of(self.name)
-        return made
+        self._check_files()
+        tokenizer = copy.copy(read_tokenizer(self.path))  # the cached one keeps its own template
+        if getattr(tokenizer, "chat_template", None) is None:
+            tokenizer.chat_template = template_of(self.name)
+        return tokenizer
 
     @functools.cached_property
     def _plain(self) -> Any:
         """A tokenizer that does for texts what `tokenizer` does, and loads sooner; None if there is none."""
-        return None if self.own_tokenizer is not None else read_plain(self.path)
+        if self.own_tokenizer is not None:
+            return None
+        self._check_files()
+        return read_plain(self.path)
 
-    @property
+    def _check_files(self) -> None:
+        """Raise MarsError if the files of the tokenizer changed after the model was loaded."""
+        if self.tokenizer_versions not in (None, tokenizer_versions(self.path)):
+            raise MarsError(
+                f"the tokenizer of '{self.path}' changed after '{self.name}' was loaded: load the model again."
+            )
+
+    @functools.cached_property
     def has_tokenizer(self) -> bool:
         """True if the checkpoint has any tokenizer; without one it takes and gives token ids."""
         if self.own_tokenizer is not None:
             return True
+        self._check_files()
         if is_gguf(self.path):
             return read_gguf(self.path).get("tokenizer.ggml.model") is not None
         return any((self.path / name).exists() for name in TOKENIZER_FILES)
@@ -180,7 +197,23 @@ class Pretrained:
             self._check_length(prompt)
             ids = self._ids(prompt)
         self.check_tokens(ids)
+        self._warn_of_second_bos([prompt], [ids])
         return [int(i) for i in ids]
+
+    def _warn_of_second_bos(self, prompts: Sequence[Any], encoded: Sequence[Sequence[int]]) -> None:
+        """Warn if a prompt begins with the BOS token in a tokenizer that adds it."""
+        bos = self.config.bos_token_id
+        if bos is None:
+            bos = getattr(self.own_tokenizer, "bos_token_id", None)
+        twice = [prompt for prompt, ids in zip(prompts, encoded, strict=True) if list(ids[:2]) == [bos, bos]]
+        if not twice:
+            return
+        token = self._plain.id_to_token(bos) if self._plain else self.tokenizer.convert_ids_to_tokens(bos)
+        if not all(prompt.startswith(2 * token) for prompt in twice):
+            warn(
+                f"a prompt begins with {token}, which the tokenizer of '{self.name}' adds as well, so that the model "
+                "reads it twice: leave it out of the prompt."
+            )
 
     def encode_chat(
         self,
@@ -243,6 +276,8 @@ class Pretrained:
         Raises:
           MarsError: as `encode`, of the first prompt that it refuses.
         """
+        found: list[list[int]] = []
+        turns: list[Any] = []
         try:
             turns = [p if not isinstance(p, str) else as_turns(p) if chat else None for p in prompts]
             with on_all_cores(), told_of_panics(self.name):
@@ -258,13 +293,14 @@ class Pretrained:
                         return_dict=True,
                         **(template_args or {}),
                     )["input_ids"]
-                else:
-                    found = []
-            if all(prompts) and all(found) and len(found) == len(prompts):
-                return found
-        except Exception:  # of a template, or of a tokenizer: the prompt at fault says what it is
-            pass
-        return [self.encode(p, chat=chat, system=system, template_args=template_args) for p in prompts]
+            complete = all(prompts) and all(found) and len(found) == len(prompts)
+        except Exception:  # from a template or a tokenizer; `encode` names the prompt
+            complete = False
+        if not complete:
+            return [self.encode(p, chat=chat, system=system, template_args=template_args) for p in prompts]
+        if not any(turns):
+            self._warn_of_second_bos(prompts, found)
+        return found
 
     def _check_length(self, text: str) -> None:
         """Raise MarsError for a text that is far too long, before all of it is encoded."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
 from typing import Any
 
 from mars_jax.core.errors import MarsError
-from mars_jax.hub.values import count, given
+from mars_jax.hub.values import count
 from mars_jax.models.config import Rope
 
 
@@ -23,19 +25,72 @@ def yarn_attention_factor(scaling: dict[str, Any], factor: float) -> float:
     return mscale(1.0)
 
 
-def read_rope(data: dict[str, Any]) -> Rope:
-    """Read `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before it).
+def read_rope(data: dict[str, Any], *, base: str = "rope_theta", theta: float = 10000.0) -> Rope:
+    """Read `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (transformers 4).
+
+    A setting may be repeated, as in `type` next to `rope_type`, if the values are equal.
+
+    Args:
+      data: contents of config.json.
+      base: key of the frequencies' base outside of `rope_scaling` and `rope_parameters`.
+      theta: base if config.json has none.
 
     Raises:
-      MarsError: a type that is not supported, or one that lacks a number.
+      MarsError: a type that is not supported or lacks a number, or settings that contradict each other.
 
     >>> read_rope({"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 2.0}}).factor
     2.0
     """
-    scaling = data.get("rope_scaling") or data.get("rope_parameters") or {}
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    theta = float(given(scaling, "rope_theta", given(data, "rope_theta", 10000.0)))
-    if given(scaling, "partial_rotary_factor", given(data, "partial_rotary_factor", 1.0)) != 1.0:
+    keys = [key for key in ("rope_scaling", "rope_parameters") if data.get(key)] or ["rope_scaling"]
+    rope, *others = [_read(data, key, base, theta) for key in keys]
+    for other in others:
+        for name in ("kind", *(field.name for field in dataclasses.fields(Rope))):
+            first, second = getattr(rope, name), getattr(other, name)
+            if first != second:
+                raise MarsError(
+                    f"rope_scaling and rope_parameters differ in rope {name} ({first!r} and {second!r}, defaults "
+                    "included): keep the one that the model was trained with."
+                )
+    return rope
+
+
+def check_same_rope(outer: dict[str, Any], inner: dict[str, Any], place: str) -> None:
+    """Raise MarsError if config.json repeats RoPE settings of its nested config `place` with other values."""
+    for key in ("rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq"):
+        _agreed({key: outer.get(key), f"{place}.{key}": inner.get(key)}, None)
+
+
+def _agreed(values: dict[str, Any], default: Any) -> Any:
+    """Return the value of a setting that several keys may have; `default` if none has it.
+
+    Raises:
+      MarsError: two keys have different values.
+    """
+    present = {key: value for key, value in values.items() if value is not None}
+    for (key, value), (other, different) in itertools.pairwise(present.items()):
+        if value != different:
+            raise MarsError(
+                f"{key} is {value!r} and {other} is {different!r}: keep the one that the model was trained with."
+            )
+    return next(iter(present.values()), default)
+
+
+def _read(data: dict[str, Any], place: str, base: str, default_theta: float) -> Rope:
+    """Read the settings in `data[place]`, and those that older configs have outside of it."""
+    scaling = data.get(place) or {}
+    if nested := [key for key in scaling if key.endswith("_attention")]:
+        raise MarsError(
+            f"{place} has settings for each layer type ({nested[0]}), and this model has one rope."
+        )
+
+    def setting(key: str, default: Any, outside: str | None = None) -> Any:
+        outside = outside or key
+        return _agreed({f"{place}.{key}": scaling.get(key), outside: data.get(outside)}, default)
+
+    types = {f"{place}.{key}": scaling.get(key) for key in ("rope_type", "type")}
+    kind = _agreed(types, "default")
+    theta = float(setting("rope_theta", default_theta, base))
+    if setting("partial_rotary_factor", 1.0) != 1.0:
         raise MarsError("partial_rotary_factor is not supported: only heads that are rotated whole are.")
     if kind == "default":
         return Rope(theta=theta)
@@ -45,7 +100,7 @@ def read_rope(data: dict[str, Any]) -> Rope:
         )
     longest = count(data, "max_position_embeddings", 2048)
     trained = "original_max_position_embeddings"
-    trained = count(data, trained, count(scaling, trained, longest))
+    trained = count({trained: setting(trained, longest)}, trained, longest)
     factor = scaling.get("factor")
     if factor is None and kind == "yarn":
         factor = longest / trained

@@ -9,8 +9,8 @@ A group of inputs is a block of one output:
 | fp8 of a whole matrix | `NAME.weight_scale` [] | AutoFP8 |
 | `float-quantized`, `int-quantized` | `NAME.weight_scale` [out, 1], [1], or by blocks or groups | compressed-tensors |
 
-These formats also say how activations are to be rounded. They are not rounded here, so scales of activations are left
-out. Sources: deepseek-ai/DeepSeek-V3 `inference/kernel.py` (`weight_dequant`), vllm-project/compressed-tensors
+These formats also describe how to round activations, keys and values. They are not rounded here, so their scales are
+left out. Sources: deepseek-ai/DeepSeek-V3 `inference/kernel.py` (`weight_dequant`), vllm-project/compressed-tensors
 `quantizers/naive_quantized.py`. Oracle: PyTorch's float8 (tests/hub/test_scaled_files.py).
 """
 
@@ -25,10 +25,9 @@ import numpy as np
 from mars_jax.core.errors import MarsError
 from mars_jax.hub.config_json import read_json
 from mars_jax.hub.files import Tensor
-from mars_jax.hub.packed_files import group_weights
+from mars_jax.hub.packed_files import OF_ACTIVATIONS, group_weights
 
 _SCALES = (".weight_scale_inv", ".weight_scale")
-_OF_ACTIVATIONS = (".input_scale", ".activation_scale", ".output_scale", ".k_scale", ".v_scale", ".kv_scale")
 
 
 def scaled(directory: Path, files: Iterable[Mapping[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
@@ -56,7 +55,7 @@ def scaled(directory: Path, files: Iterable[Mapping[str, Tensor]]) -> Iterator[d
             if name.endswith(".weight") and (base := name.removesuffix(".weight")) in scales
             else tensor
             for name, tensor in file.items()
-            if not name.endswith((*_SCALES, *_OF_ACTIVATIONS))
+            if not name.endswith((*_SCALES, *OF_ACTIVATIONS))
         }
 
 

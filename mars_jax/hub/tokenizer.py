@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,11 +12,23 @@ from mars_jax.core.errors import MarsError, first_line
 from mars_jax.core.limits import TOKENIZER_BYTES
 from mars_jax.core.reading import open_file
 from mars_jax.hub.config_json import read_json
-from mars_jax.hub.gguf_file import is_gguf, read_gguf
+from mars_jax.hub.gguf_file import gguf_parts, is_gguf, read_gguf
 from mars_jax.hub.gguf_tokenizer import gguf_tokenizer
+from mars_jax.hub.versions import Version, cached_by_version, version_of
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 """A directory that has a tokenizer has one of these."""
+_READ = (
+    "*token*",
+    "*vocab*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "chat_template*",
+    "additional_chat_templates/*",
+    "config.json",
+)
+"""Patterns of all files that transformers reads for a tokenizer."""
 
 # Names under which transformers 4 and 5 save a tokenizer that tokenizer.json describes in full.
 _PLAIN = ("PreTrainedTokenizerFast", "TokenizersBackend")
@@ -28,8 +39,20 @@ _PARALLEL = "TOKENIZERS_PARALLELISM"
 _USER_CHOSE = _PARALLEL in os.environ
 
 
-# By directory, so that an outline and the model loaded after it read one tokenizer once.
-@functools.lru_cache(maxsize=4)
+def _tokenizer_files(path: Path) -> list[Path]:
+    """Return the files that determine the tokenizer of a checkpoint's directory or GGUF file."""
+    if is_gguf(path):
+        return gguf_parts(path)
+    return sorted(file for pattern in _READ for file in path.glob(pattern))
+
+
+def tokenizer_versions(path: Path) -> dict[Path, Version]:
+    """Return the versions of the files that determine the tokenizer of a checkpoint."""
+    return {file: version_of(file) for file in _tokenizer_files(path)}
+
+
+# Cached, so that an outline and the model loaded after it read one tokenizer once.
+@cached_by_version(_tokenizer_files)
 def read_tokenizer(path: Path) -> Any:
     """Read the transformers tokenizer of a checkpoint's directory or GGUF file. No code of the checkpoint's runs.
 
@@ -63,7 +86,7 @@ def read_tokenizer(path: Path) -> Any:
         raise MarsError(f"no tokenizer could be read from '{path}' ({first_line(error)}): {cure}.") from error
 
 
-@functools.lru_cache(maxsize=4)
+@cached_by_version(_tokenizer_files)
 def read_plain(path: Path) -> Any:
     """Read the `tokenizers.Tokenizer` of a directory; None if its files say what only transformers would heed.
 

@@ -21,7 +21,7 @@ from mars_jax.core.types import DecodeState, Params, Prompts, StepInfo
 from mars_jax.placement.hosts import fetch
 from mars_jax.serve.compiling import beside
 from mars_jax.serve.events import events
-from mars_jax.serve.prepare import bucket, of_mesh, prepared
+from mars_jax.serve.prepare import bucket, of_mesh
 from mars_jax.serve.prepared import Prepared
 from mars_jax.serve.requests import Request, StreamEvent
 from mars_jax.serve.session import Session
@@ -75,7 +75,7 @@ class Running:
     def _stream(self, request: Request, *, compiling: bool = False) -> Generator[StreamEvent, None, None]:
         began = time.perf_counter()
         target = self.session.target
-        made = prepared(target, self.session.drafter, [request], verify=self.session.rule)
+        made = self.session.prepared([request])
         self._widen(len(request.prompt_tokens) + request.max_new_tokens)
         rows = of_mesh(target, 1)
         made = with_costs(dataclasses.replace(made, width=self._width), rows, loop="stream")

@@ -20,7 +20,7 @@ from mars_jax import drafters
 from mars_jax.core import activity, decode
 from mars_jax.core.decoder import Decoder
 from mars_jax.core.drafter import Drafter
-from mars_jax.core.errors import MarsError, check_count
+from mars_jax.core.errors import MarsError, check_count, warn
 from mars_jax.core.limits import BATCH_ROWS
 from mars_jax.core.metrics import DecodeStats, zero_stats
 from mars_jax.core.rule import LoadedRule, facts, structure, take_rows
@@ -34,7 +34,7 @@ from mars_jax.serve.events import events, look
 from mars_jax.serve.guides import guides_of
 from mars_jax.serve.memory import default_rows
 from mars_jax.serve.prepare import AnyRule, buffer_width, loaded_rule, of_mesh, prepare, prepared
-from mars_jax.serve.prepared import draws
+from mars_jax.serve.prepared import Prepared, draws
 from mars_jax.serve.queue import Finished, Queue, compile_queue, longest_first, shares_of
 from mars_jax.serve.requests import Completion, Request, Result, StreamEvent, total
 from mars_jax.verify import exact
@@ -78,6 +78,7 @@ class Session:
     batch_size: int = 1  # rows side by side; 0: what memory has room for
     log_probs: bool = False  # keep what the target thinks of each token
     _compiled: set[Shape] = dataclasses.field(default_factory=set, repr=False)
+    _warned: set[str] = dataclasses.field(default_factory=set, repr=False)  # names of drafters
 
     @classmethod
     def of(
@@ -136,7 +137,27 @@ class Session:
     ) -> tuple[Decoder, Params, DecodeState]:
         """Return one batch as the decoder's arrays, for a loop of one's own; `loop` and `streamed` as for `prepare`."""
         how: Any = {"rows": self.batch_size, "log_probs": self.log_probs, "loop": loop, "streamed": streamed}
-        return prepare(self.target, self.drafter, requests, verify=self.rule, **how)
+        made = prepare(self.target, self.drafter, requests, verify=self.rule, **how)
+        self._check_length(requests)
+        return made
+
+    def _check_length(self, requests: Sequence[Request]) -> None:
+        """Warn, once per session, if a text may become longer than the drafter was trained for."""
+        longest = max(len(request.prompt_tokens) + request.max_new_tokens for request in requests)
+        longest, trained = min(longest, self.target.config.max_positions), self.drafter.max_positions
+        name = self.drafter.drafter.name
+        if trained is not None and longest > trained and name not in self._warned:
+            self._warned.add(name)
+            warn(
+                f"the drafter {name} was trained for texts of {trained} tokens (max_position_embeddings), and a prompt "
+                f"with its completion may reach {longest}: fewer drafts may be accepted after {trained}."
+            )
+
+    def prepared(self, requests: Sequence[Request]) -> Prepared:
+        """Return requests that fit the pair, with their decoder; see `serve.prepare.prepared`."""
+        made = prepared(self.target, self.drafter, requests, verify=self.rule)
+        self._check_length(requests)
+        return made
 
     def _steps(
         self, decoder: Decoder, params: Params, state: DecodeState, *, ahead: int
@@ -237,7 +258,7 @@ class Session:
             completions = [completion for batch in found for completion in batch]
             forwards = sum(max(completion.metrics.steps for completion in batch) for batch in found)
         else:
-            made = prepared(self.target, self.drafter, requests, verify=self.rule)
+            made = self.prepared(requests)
             rows = of_mesh(self.target, self.batch_size or default_rows(made))
             order = longest_first(requests)
             shares = shares_of(made, order)
@@ -271,7 +292,7 @@ class Session:
                 f"rows do not refill with the drafter '{self.drafter.drafter.name}', which works on a device of its "
                 "own: use generate, or Session.stream."
             )
-        made = prepared(self.target, self.drafter, requests, verify=self.rule)
+        made = self.prepared(requests)
         rows = self.batch_size or default_rows(made)
         return Queue(made, rows, order=longest_first(requests), log_probs=self.log_probs, telling=telling)
 
@@ -287,7 +308,7 @@ class Session:
         """
         if self.drafter.steps is not None:
             return self._in_batches(requests, range(len(requests)) if order is None else order)
-        made = prepared(self.target, self.drafter, requests, verify=self.rule)
+        made = self.prepared(requests)
         rows = self.batch_size or default_rows(made)
         order = range(len(requests)) if order is None else order
         shares = shares_of(made, order)

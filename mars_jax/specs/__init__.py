@@ -14,6 +14,7 @@ from mars_jax.core.settings import CONTROLS, EDITS, LARGEST_INT, Range, Setting,
 from mars_jax.specs.choice import Given, RuleChoice, choose, not_in
 from mars_jax.specs.drafts import (
     DRAFTERS,
+    HEAD_EMBED,
     DraftRow,
     DraftSpec,
     Dynamic,
@@ -106,6 +107,7 @@ __all__ = [
     "DTYPES",
     "EDITS",
     "FILTERS",
+    "HEAD_EMBED",
     "MARGINS",
     "NEEDS",
     "REQUEST",

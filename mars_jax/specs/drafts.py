@@ -16,6 +16,10 @@ MIXTURE_LENGTH = 3
 of 3 reads 23% and a tree of 60 nodes 98%."""
 
 
+HEAD_EMBED = ("own", "target")
+"""Embedding that a head reads: its own if the checkpoint has one, or always the target's."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Dynamic:
     """A tree whose shape follows the drafter's confidence (EAGLE-2 2406.16858, section 4).
@@ -76,6 +80,7 @@ class DraftRow:
         False  # drafts a block at once: its usual tree is as deep as the block, which the checkpoint says
     )
     copies: bool = False  # drafts what was said before, so that a lossy rule accepts repetitions
+    embeds: bool = False  # its checkpoint may hold an embedding, which head_embed replaces
     learns: bool = False  # from its failures, by `lab.training.online`
     # Of a head whose published shape `mars-jax plan` knows: its name there, and "module:class" of its config.
     outlined: tuple[str, str] | None = None
@@ -161,6 +166,7 @@ DRAFTERS: dict[str, DraftRow] = {
             length=5,
             resizes=True,
             grows=True,
+            embeds=True,
             learns=True,
             outlined=("eagle3", "mars_jax.models.eagle_head:EagleConfig"),
             paper="2401.15077, 2406.16858, 2503.01840",

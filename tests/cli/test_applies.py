@@ -57,6 +57,10 @@ MEDUSA = ["--draft", "medusa:heads"]
             [*MODEL, "--draft-size", "auto", "--verify", "exact", "--tree", "2-2"],
             "--draft-size auto does not apply with --tree",
         ),
+        (
+            ["--head-embed", "target"],
+            "--head-embed does not apply to --draft ngram, which has no embedding in its checkpoint",
+        ),
         (["--any-rule"], "--any-rule does not apply without --draft-size auto or --refine"),
         (
             ["--verify", "exact", "--draft-size", "auto", "--any-rule"],

@@ -1,4 +1,4 @@
-"""Commands killed by SIGKILL at random moments end as if nobody had: a few of the kills of scripts/kills.py."""
+"""Commands that get a signal at random moments and run again give the result of a whole run: see scripts/kills.py."""
 
 from __future__ import annotations
 
@@ -17,10 +17,22 @@ ROOT = Path(__file__).parent.parent.parent
 @pytest.mark.parametrize(
     "command", ["generate", "benchmark", "calibrate", "compounding", "distill", "convert"]
 )
-def test_a_command_killed_twice_at_random_ends_as_one_that_was_not(command, tmp_path):
+@pytest.mark.parametrize("number", ["KILL", "INT"])
+def test_a_command_killed_twice_at_random_ends_as_one_that_was_not(command, number, tmp_path):
     pytest.importorskip("matplotlib")
     results = tmp_path / "kills.json"
-    argv = ["--times", "2", "--only", command, "--work", tmp_path / "work", "--results", results]
+    argv = [
+        "--times",
+        "2",
+        "--only",
+        command,
+        "--signal",
+        number,
+        "--work",
+        tmp_path / "work",
+        "--results",
+        results,
+    ]
     run = subprocess.run(
         [sys.executable, ROOT / "scripts" / "kills.py", *argv],
         capture_output=True, text=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)},

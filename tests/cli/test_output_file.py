@@ -76,10 +76,10 @@ def test_a_process_that_is_terminated_says_what_is_left_to_do(path):
     file = open_file(path)
     for index in range(2):
         file.append(completion(index))
-    assert file.end() == f"terminated with 2 of 3 rows in '{path}': run it again with --resume to go on."
+    assert file.end() == f" with 2 of 3 rows in '{path}': run it again with --resume to go on."
     file = open_file(path)
     file.append(completion(2))
-    assert file.end() == f"terminated with all 3 rows in '{path}': nothing is left to do."
+    assert file.end() == f" with all 3 rows in '{path}': nothing is left to do."
 
 
 def test_every_row_is_on_disk_before_the_next(path, monkeypatch):

@@ -8,15 +8,17 @@ import re
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import pytest
 
 import mars_jax
-from mars_jax.cli import commands, progress, quiet
+from mars_jax.cli import commands, program, progress, quiet
 from mars_jax.cli.generate import job
 from mars_jax.cli.progress import Pace, busy, counted, heartbeat
 from mars_jax.core import activity
+from mars_jax.core.errors import warn
 from mars_jax.core.metrics import Metrics
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.serve import queue
@@ -55,6 +57,19 @@ def test_devices_that_are_not_there_are_one_sentence_of_every_command_and_of_loa
     said = found.stderr.splitlines() + found.stdout.splitlines()
     told = f"error: JAX finds none of the devices that JAX_PLATFORMS names, '{platforms}' ("
     assert len(said) == 3 and all(line.startswith(told) for line in said), said
+
+
+@pytest.mark.parametrize("filters", ["ignore", "error"])
+def test_a_warning_is_one_line_on_stderr_with_any_filter(filters, capsys):
+    def run(argv, out):
+        for sentence in ("the draft is odd", "the prompt\nis odd", "the draft is odd"):
+            warn(sentence)
+        print("text", file=out)
+
+    warnings.simplefilter(filters)
+    for _ in range(2):  # a second command in the same process prints them again
+        assert program.program(run, []) == 0
+        assert capsys.readouterr() == ("text\n", "warning: the draft is odd\nwarning: the prompt is odd\n")
 
 
 # A stdout that is lost.

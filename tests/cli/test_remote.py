@@ -15,9 +15,9 @@ import mars_jax
 from mars_jax.cli import commands, merge, remote
 from mars_jax.cli.generate import uploaded_file
 from mars_jax.cli.generate.prompts import read_prompts
-from mars_jax.cli.sigterm import ending_in_order
 from mars_jax.core.errors import MarsError
 from mars_jax.specs import RuleChoice
+from tests.cli.shell import HEEDS
 
 ROOT = Path(mars_jax.__file__).parents[1]
 MARS = RuleChoice("mars", {})
@@ -286,44 +286,53 @@ def test_a_folder_that_is_a_url_is_refused_with_what_to_do(argv, tmp_path, monke
     assert out == "" and not list(tmp_path.iterdir())
 
 
-# SIGTERM.
+# Signals.
 
 ENDS = """
-import os, signal, sys
-from mars_jax.cli.generate import command
+import os, sys
+from mars_jax.__main__ import main
 from mars_jax.serve import journal
 inner = journal.Journal.append
 def append(self, row):
     inner(self, row)
     appended.append(row)
     if len(appended) == 3:
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), {number})
 appended = []
 journal.Journal.append = append
-sys.exit(command.main(sys.argv[1:]))
+sys.exit(main("generate"))
 """
 
 
-@pytest.mark.parametrize("where", ["{}", "file://{}"], ids=["file", "url"])
-def test_sigterm_keeps_the_rows_that_ended_and_says_how_to_go_on(where, run, target, tmp_path):
+@pytest.mark.parametrize(
+    ("where", "number", "word"),
+    [
+        ("{}", signal.SIGINT, "interrupted"),
+        ("{}", signal.SIGTERM, "terminated"),
+        ("file://{}", signal.SIGTERM, "terminated"),
+    ],
+    ids=["file-ctrl-c", "file-sigterm", "url-sigterm"],
+)
+def test_a_signal_keeps_the_finished_rows_and_the_run_resumes(where, number, word, run, target, tmp_path):
     (tmp_path / "in.jsonl").write_bytes(jsonl({"prompt": f"prompt {i}"} for i in range(7)))
     output = where.format(tmp_path / "out.jsonl")
     argv = ["--target", target, *FEW, "--batch-size", 2, "--prompts-file", tmp_path / "in.jsonl"]
     argv = [str(a) for a in argv]
-    command = [sys.executable, "-c", ENDS, *argv, "--output", output]
+    command = [sys.executable, "-c", HEEDS, sys.executable, "-c", ENDS.format(number=int(number)), *argv]
+    command += ["--output", output]
     made = tmp_path / "tmp"
     made.mkdir()
     ended = subprocess.run(
         command, capture_output=True, text=True, cwd=ROOT,
         env=os.environ | {"TMPDIR": str(made)},
     )  # fmt: skip
-    assert ended.returncode == 128 + signal.SIGTERM
-    last = ended.stderr.splitlines()[-1]
+    assert ended.returncode == 128 + number
+    [last] = [line for line in ended.stderr.splitlines() if line.startswith(word)]
     kept = (tmp_path / "out.jsonl").read_bytes()
     count = kept.count(b"\n")
     # The main thread may end a row before the other one closes the file.
     assert 3 <= count < 7 and kept.endswith(b"\n")
-    assert last == f"terminated with {count} of 7 rows in '{output}': run it again with --resume to go on."
+    assert last == f"{word} with {count} of 7 rows in '{output}': run it again with --resume to go on."
     assert not (tmp_path / "out.jsonl.done").exists() and not list(made.glob("mars-jax-*"))
 
     assert run(*argv, "--output", output, "--resume").code == 0
@@ -332,37 +341,3 @@ def test_sigterm_keeps_the_rows_that_ended_and_says_how_to_go_on(where, run, tar
     assert timeless((tmp_path / "out.jsonl").read_bytes()) == timeless(
         (tmp_path / "whole.jsonl").read_bytes()
     )
-
-
-def test_sigterm_is_heeded_while_the_main_thread_is_busy():
-    code = """
-import threading
-from mars_jax.cli.sigterm import ending_in_order
-lock = threading.Lock()
-with ending_in_order(lambda: "the rows are kept"), lock:
-    print("busy", flush=True)
-    lock.acquire()
-"""
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT
-    ) as process:
-        assert process.stdout is not None and process.stdout.readline() == b"busy\n"
-        process.send_signal(signal.SIGTERM)
-        assert process.communicate() == (b"", b"the rows are kept\n")
-    assert process.returncode == 143
-
-
-def test_sigterm_is_left_to_a_program_that_heeds_it(decode):
-    def own(number, frame):
-        came.append(number)
-
-    came: list[int] = []
-    assert decode("out.jsonl").code == 0
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    signal.signal(signal.SIGTERM, own)
-    try:
-        with ending_in_order(str):
-            os.kill(os.getpid(), signal.SIGTERM)
-        assert came == [signal.SIGTERM] and signal.getsignal(signal.SIGTERM) == own
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)

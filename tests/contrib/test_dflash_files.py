@@ -192,6 +192,15 @@ def test_a_published_layout_loads_and_comes_back_from_both_that_are_written(tmp_
     assert ids == [2, 6, 10]
 
 
+@pytest.mark.parametrize(
+    "top, nested, expected", [(16, 8, 16), (16, None, 16), (None, 8, 8)], ids=["both", "top", "nested"]
+)
+def test_the_block_size_at_the_top_counts_as_in_the_published_class(tmp_path, top, nested, expected):
+    fields = ZLAB | {"block_size": top, "dflash_config": ZLAB["dflash_config"] | {"block_size": nested}}
+    path = publish(tmp_path / "head", fields, backbone())
+    assert contrib.load_dflash(path, TARGET, TARGET_PARAMS)[0].block_size == expected
+
+
 def test_int8_keeps_matrices_in_8_bits(tmp_path):
     path = publish(tmp_path / "head", DSPARK, backbone() | small_vocabulary() | spark(W))
     config, params = contrib.load_dflash(path, TARGET, TARGET_PARAMS, dtype="int8")

@@ -31,6 +31,11 @@ def test_a_tree_is_what_its_text_says(target, tree):
         ({"tree": (2, 0)}, r"tree is \(2, 0\): expected the children per node"),
         ({"tree": [2.0]}, r"tree is \[2.0\]: expected the children per node"),
         ({"num_draft_tokens": 2.5}, "num_draft_tokens is 2.5: expected a whole number"),
+        ({"head_embed": "mine"}, "head_embed is 'mine': expected one of own, target"),
+        (
+            {"head_embed": "target"},
+            "head_embed does not apply to the drafter 'ngram'.*eagle:PATH or dflash:PATH",
+        ),
         ({"num_draft_tokens": "3"}, "num_draft_tokens is '3': expected a whole number"),
     ],
 )

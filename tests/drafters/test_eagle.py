@@ -1,16 +1,19 @@
 """The EAGLE drafter: lossless, in step with a head run afresh, and drafting what that head says."""
 
 import functools
+import shutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
-from mars_jax import drafters, verify
+import mars_jax as mj
+from mars_jax import assets, drafters, verify
 from mars_jax.core import decode, fake
 from mars_jax.core.controls import make_controls
-from mars_jax.core.errors import MarsError
+from mars_jax.core.errors import MarsError, MarsWarning
 from mars_jax.core.types import Params, Prompts, Visible, keys_from_seeds
 from mars_jax.drafters.eagle import eagle
 from mars_jax.drafters.tree_shapes import Dynamic
@@ -156,3 +159,26 @@ def test_a_head_that_does_not_fit_its_target_is_refused():
         eagle(HEADS["eagle-1"], fake.hash_model(vocab_size=VOCAB))
     with pytest.raises(MarsError, match=r"LanguageModel\.with_features"):
         eagle(HEADS["eagle-3"], MODEL._replace(with_features=None))
+
+
+@pytest.mark.slow
+def test_head_embed_restores_what_another_embedding_costs(tmp_path):
+    """The head of the package, with an embedding that its target does not have."""
+    path = shutil.copytree(assets.path("tiny/eagle3"), tmp_path / "head")
+    weights = load_file(path / "model.safetensors")
+    target = mj.load("tiny/target")
+    table = np.asarray(target.params["embed"])
+    save_file(weights | {"embed_tokens.weight": table[::-1].copy()}, path / "model.safetensors")
+    with pytest.warns(MarsWarning, match="is not the target's"):
+        wrong = drafters.load(f"eagle:{path}", target)
+    results = [
+        mj.generate(target, drafter, ["Once upon a time"], max_new_tokens=48)
+        for drafter in (
+            wrong,
+            drafters.load(f"eagle:{path}", target, head_embed="target"),
+            "eagle:tiny/eagle3",
+        )
+    ]
+    wrong, replaced, intact = (result.metrics.tau for result in results)
+    assert wrong < replaced - 0.5 and replaced == intact
+    assert len({tuple(result.tokens[0]) for result in results}) == 1

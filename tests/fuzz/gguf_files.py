@@ -181,19 +181,14 @@ def read(case: bytes, folder: Path) -> None:
     """A file from its first byte to its tensors."""
     path = folder / "in" / "model.gguf"
     path.write_bytes(case)
-    read_gguf.cache_clear()
-    try:
-        made = read_gguf(path)
-        config = read_config(made)[0]
-        shapes = {row.name: row.shape for row in weights(config)}
-        for found in gguf_tensors(path, config):
-            for name, tensor in found.items():
-                if tensor.shape == shapes.get(name):  # `find_tensors` refuses the others
-                    assert tensor.read().shape == tensor.shape
-        read_tokenizer(path)("ab\n")
-    finally:
-        read_gguf.cache_clear()
-        read_tokenizer.cache_clear()
+    made = read_gguf(path)
+    config = read_config(made)[0]
+    shapes = {row.name: row.shape for row in weights(config)}
+    for found in gguf_tensors(path, config):
+        for name, tensor in found.items():
+            if tensor.shape == shapes.get(name):  # `find_tensors` refuses the others
+                assert tensor.read().shape == tensor.shape
+    read_tokenizer(path)("ab\n")
 
 
 def _prepare(folder: Path) -> None:

@@ -76,6 +76,7 @@ _FLAGS = (
         "--tree",
         "--draft-device",
         "--draft-size",
+        "--head-embed",
         "--refine-every",
     ),
     *(

@@ -66,13 +66,21 @@ def metadata(writer, case):
     writer.add_uint32("tokenizer.ggml.eos_token_id", 1)
 
 
-def write(path, case, *, quantisation=gguf.GGMLQuantizationType.F32, drop=(), change=()):
-    """A file of random weights, laid out as llama.cpp's converter lays them out."""
+def write(
+    path, case, *, quantisation=gguf.GGMLQuantizationType.F32, drop=(), change=(), values=(), seed=0, **split
+):
+    """A file of random weights, laid out as llama.cpp's converter lays them out.
+
+    `values` are added to the metadata, or replace it; `split` holds arguments of the writer that divide it into parts.
+    """
     architecture = "llama" if case == "llama3" else case
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, architecture, **split)
     metadata(writer, case)
+    for key, value in dict(values).items():
+        kind = gguf.GGUFValueType.get_type(value)
+        writer.kv_data[0][key] = gguf.GGUFValue(value=value, type=kind)
     tied = architecture.startswith("gemma")
-    draw = np.random.default_rng(0)
+    draw = np.random.default_rng(seed)
     [kind] = [number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture]
     names = gguf.get_tensor_name_map(kind, LAYERS)
     for row in weights(config_of(case, tied)):
@@ -240,21 +248,26 @@ def file_of_300m(path):
     return file_of(path, data, hidden=1024, inner=4096, layers=16, vocab=32000)
 
 
+def random_blocks(draw, shape, kind):
+    """Return random bytes of a matrix in Q4_K, Q5_K or Q6_K, with factors as large as real ones."""
+    size = gguf.GGML_QUANT_SIZES[kind][1]
+    blocks = draw.integers(0, 256, (shape[0], shape[1] // 256, size), np.uint8)
+    factors = draw.uniform(0.5, 1, (*blocks.shape[:2], 2)).astype(np.float16)
+    if kind.name == "Q6_K":
+        blocks[..., -2:] = (factors[..., :1] * np.float16(2e-5)).view(np.uint8)
+    else:  # a factor of scales, and one of minima that is 7.5 times as large, so that weights are centred
+        blocks[..., :4] = (factors * np.float16([2e-4, 1.5e-3])).view(np.uint8)
+    return blocks.reshape(shape[0], -1)
+
+
 def test_k_quants_are_kept_and_what_has_more_bits_is_kept_in_8(tmp_path):
     """As Q4_K_M has it: values and half of the rest in Q6_K. The package has no quantiser for either, so the bytes are
-    random, with factors as large as real ones."""
+    random."""
     draw = np.random.default_rng(0)
 
     def data(name, shape):
         kind = gguf.GGMLQuantizationType["Q6_K" if "attn_v" in name or "token_embd" in name else "Q4_K"]
-        size = gguf.GGML_QUANT_SIZES[kind][1]
-        blocks = draw.integers(0, 256, (shape[0], shape[1] // 256, size), np.uint8)
-        factors = draw.uniform(0.5, 1, (*blocks.shape[:2], 2)).astype(np.float16)
-        if kind.name == "Q4_K":  # a factor of scales, one of what is taken: 7.5 steps of it, in the middle
-            blocks[..., :4] = (factors * np.float16([2e-4, 1.5e-3])).view(np.uint8)
-        else:
-            blocks[..., -2:] = (factors[..., :1] * np.float16(2e-5)).view(np.uint8)
-        return blocks.reshape(shape[0], -1), kind
+        return random_blocks(draw, shape, kind), kind
 
     path = file_of(tmp_path / "model.gguf", data, hidden=256, inner=512, layers=2, vocab=VOCAB)
     held = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}

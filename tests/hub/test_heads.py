@@ -14,10 +14,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from mars_jax import hub
-from mars_jax.core.errors import MarsError
+from mars_jax import contrib, hub
+from mars_jax.contrib.models.dflash_head import DFlashConfig
+from mars_jax.core.errors import MarsError, MarsWarning
 from mars_jax.models import ModelConfig, Rope
 from mars_jax.models.eagle_head import EagleConfig
+from mars_jax.models.quantize import quantize
 from mars_jax.models.weights import build_rows
 
 V, W, E, INNER = 61, 20, 32, 44
@@ -25,6 +27,7 @@ TARGET = ModelConfig(vocab_size=V, hidden_size=E, intermediate_size=80, num_laye
 RNG = np.random.default_rng(0)
 # All that a loader asks of a target's weights.
 TARGET_PARAMS = {name: jnp.asarray(RNG.standard_normal((V, E), np.float32)) for name in ("embed", "unembed")}
+NEAR = np.asarray(TARGET_PARAMS["embed"]) * 1.01  # the target's, but for more than the rounding of any dtype
 IDS = np.sort(RNG.permutation(V)[:W])
 
 FIELDS_1 = {
@@ -163,7 +166,7 @@ def test_an_eagle_1_head_shares_its_targets_tables(tmp_path, kind):
         ({"architectures": ["Eagle3DraftModel"], "draft_vocab_size": None}, {}, {"draft_vocab_size": W}),
         ({"attention_bias": True, "mlp_bias": True}, {}, {}),
         ({}, {"midlayer.self_attn.rotary_emb.inv_freq": random(4)}, {}),
-        ({}, {"embed_tokens.weight": random(V, E)}, {"own_embed": True}),
+        ({}, {"embed_tokens.weight": NEAR}, {"own_embed": True}),
         ({}, {"embed_tokens.weight": np.asarray(TARGET_PARAMS["embed"])}, {"own_embed": False}),
     ],
 )
@@ -197,6 +200,63 @@ def test_a_head_narrower_than_its_target_loads(tmp_path):
         publish(tmp_path, tensors, FIELDS_3 | {"target_hidden_size": 48}), wide, params
     )
     assert config.target_hidden_size == 48 and config.layer.hidden_size == E and head["fc"].shape == (E, 144)
+
+
+OTHER = random(V, E)
+
+
+def read_eagle(directory, embedding, **options):
+    tensors = eagle_3() if embedding is None else eagle_3() | {"embed_tokens.weight": embedding}
+    directory.mkdir(exist_ok=True)
+    return load(publish(directory, tensors, FIELDS_3), **options)
+
+
+def read_dflash(directory, embedding, **options):
+    config = DFlashConfig.outline(TARGET)
+    config = dataclasses.replace(config, own_embed=embedding is not None)
+    params = params_of(config) | ({} if embedding is None else {"embed": jnp.asarray(embedding)})
+    path = contrib.save_dflash(directory / "head", config, params)
+    return contrib.load_dflash(path, TARGET, TARGET_PARAMS, **options)
+
+
+HEADS = {"eagle": read_eagle, "dflash": read_dflash}
+
+
+@pytest.mark.parametrize("read", HEADS.values(), ids=HEADS)
+def test_an_embedding_that_is_not_the_targets_warns_and_head_embed_replaces_it(tmp_path, read):
+    with pytest.warns(MarsWarning, match="is not the target's.*head_embed='target'"):
+        config, params = read(tmp_path / "own", OTHER)
+    assert config.own_embed
+    np.testing.assert_array_equal(params["embed"], OTHER)
+    replaced, without = read(tmp_path / "target", OTHER, head_embed="target")
+    assert replaced == dataclasses.replace(config, own_embed=False) and "embed" not in without
+
+
+@pytest.mark.parametrize("head_embed", ["own", "target"])
+@pytest.mark.parametrize("read", HEADS.values(), ids=HEADS)
+@pytest.mark.parametrize("embedding", [None, TARGET_PARAMS["embed"], NEAR], ids=["none", "equal", "near"])
+def test_the_targets_embedding_does_not_warn(tmp_path, read, embedding, head_embed):
+    config, _ = read(tmp_path, None if embedding is None else np.asarray(embedding), head_embed=head_embed)
+    assert config.own_embed == (embedding is NEAR and head_embed == "own")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "int8"])
+def test_rounding_is_no_difference_between_embeddings(tmp_path, dtype):
+    def rounded(table):
+        table = np.asarray(table)
+        return jax.device_put(quantize(table) if dtype == "int8" else table.astype(dtype).astype(np.float32))
+
+    path = publish(tmp_path, eagle_3() | {"embed_tokens.weight": NEAR}, FIELDS_3)
+    hub.load_eagle(path, TARGET, TARGET_PARAMS | {"embed": rounded(TARGET_PARAMS["embed"])})
+    with pytest.warns(MarsWarning, match="is not the target's"):
+        hub.load_eagle(path, TARGET, TARGET_PARAMS | {"embed": rounded(OTHER)})
+
+
+def test_a_target_that_scales_its_embedding_cannot_replace_a_heads(tmp_path):
+    scaled = dataclasses.replace(TARGET, scale_embeddings=True)
+    path = publish(tmp_path, eagle_3() | {"embed_tokens.weight": NEAR}, FIELDS_3)
+    with pytest.raises(MarsError, match="the target scales its embeddings"):
+        hub.load_eagle(path, scaled, TARGET_PARAMS, head_embed="target")
 
 
 def without(tensors, *names):
@@ -501,6 +561,7 @@ def params_of(config, dtype="float32"):
     return params
 
 
+@pytest.mark.filterwarnings("ignore:the embedding of the EAGLE head")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", SAVED)
 def test_a_saved_head_loads_as_it_was(tmp_path, name, dtype):

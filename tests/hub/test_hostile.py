@@ -71,10 +71,14 @@ def test_a_tensor_under_two_names_is_refused(saved):
             call(saved)
 
 
-def test_a_tensor_in_two_files_is_refused(saved):
+def test_a_tensor_in_two_files_is_refused_if_the_index_names_neither(saved):
     first, second = shard(saved, "safetensors")
     both = load_file(saved / second) | {"lm_head.weight": 2 * load_file(saved / first)["lm_head.weight"]}
     save_file(both, saved / second)
+    index = saved / "model.safetensors.index.json"
+    weight_map = json.loads(index.read_text())["weight_map"]
+    del weight_map["lm_head.weight"]
+    index.write_text(json.dumps({"weight_map": weight_map}))
     assert "1 are there twice" in (text := message(hub.load, saved)) and "lm_head.weight in two files" in text
 
 
@@ -148,7 +152,10 @@ def test_json_that_is_nested_too_deep_gets_a_sentence(saved, file, brackets):
     "fields, expected",
     [
         ({"rope_theta": 0}, "rope theta (0.0)"),
-        ({"rope_parameters": {"rope_theta": 0, "rope_type": "default"}}, "rope theta (0.0)"),
+        (
+            {"rope_theta": None, "rope_parameters": {"rope_theta": 0, "rope_type": "default"}},
+            "rope theta (0.0)",
+        ),
         ({"rope_theta": float("inf")}, "rope theta (inf)"),
         ({"rope_theta": float("nan")}, "rope theta (nan)"),
         ({"partial_rotary_factor": 0.0}, "partial_rotary_factor is not supported"),

@@ -122,6 +122,37 @@ def test_sharded_weights_load_as_whole_ones(saved, params, kind):
     assert_equal(hub.load(saved).params, params)
 
 
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_of_two_copies_of_a_tensor_the_one_in_the_index_is_read(saved, params, kind):
+    tensors = load_file(saved / "model.safetensors")
+    files = shard(saved, kind)
+    index = next(saved.glob("*.index.json"))
+    weight_map = json.loads(index.read_text())["weight_map"]
+    for file in files:
+        copies = {name: tensor + (weight_map[name] != file) for name, tensor in tensors.items()}
+        write(saved / file, {name: copy.astype(np.float32) for name, copy in copies.items()}, kind)
+    assert_equal(hub.load(saved).params, params)
+    index.write_text(json.dumps({"weight_map": {"model.norm.weight": files[0], "other": files[1]}}))
+    assert "are there twice" in message(hub.load, saved)
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_a_whole_file_next_to_shards_is_refused_unless_the_index_names_it(saved, params, kind):
+    tensors = load_file(saved / "model.safetensors")
+    files = shard(saved, kind)
+    whole = "model.safetensors" if kind == "safetensors" else "pytorch_model.bin"
+    write(saved / whole, {name: tensor + np.float32(1) for name, tensor in tensors.items()}, kind)
+    assert f"has both {whole} and {files[0]}, which {whole}.index.json names" in message(hub.load, saved)
+    for file in files:  # then the index was left over
+        (saved / file).unlink()
+    larger = jax.tree.map(lambda a: a + 1, params)
+    assert_equal(hub.load(saved).params, larger)
+    write(saved / "norm", {"model.norm.weight": tensors["model.norm.weight"]}, kind)
+    weight_map = {name: "norm" if name == "model.norm.weight" else whole for name in tensors}
+    (saved / f"{whole}.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert_equal(hub.load(saved).params, larger | {"norm": params["norm"]})
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_bin_weights_load_as_safetensors(saved, params, dtype):
     write(saved / "pytorch_model.bin", load_file(saved / "model.safetensors"), "bin", dtype)

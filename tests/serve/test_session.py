@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import shutil
+from pathlib import Path
 
 import pytest
 
 import mars_jax as mj
-from mars_jax import drafters, verify
-from mars_jax.core.errors import MarsError
+from mars_jax import assets, drafters, verify
+from mars_jax.core.errors import MarsError, MarsWarning
 from mars_jax.serve import session as sessions
 from mars_jax.serve.requests import make_requests
+from mars_jax.serve.running import Running
 from mars_jax.serve.session import Session
+from tests.helpers import slow_but
 from tests.matrix.world import target as target_of
 
 WORDS = ("the sea", "a story", "of the sun")
@@ -80,3 +85,58 @@ def test_the_target_alone_is_one_session(pair, compiled):
     [plain], [drafted] = alone.run(requests(pair.target)[:1]), pair.run(requests(pair.target)[:1])
     assert plain.tokens == drafted.tokens and plain.metrics.tau == 1.0
     assert len(compiled) == 2
+
+
+ENTRIES = {
+    "prepared": lambda session, asked: session.prepared(asked),
+    "decode": lambda session, asked: session.decode(asked),
+    "run": lambda session, asked: session.run(asked),
+    "stream": lambda session, asked: list(session.stream(asked)),
+    "queue": lambda session, asked: list(session.queue(asked)),
+    "refilled": lambda session, asked: list(session.refilled(asked)),
+    "running": lambda session, asked: list(Running(session).stream(asked[0])),
+}
+
+
+@pytest.mark.parametrize("entry", slow_but(ENTRIES, "prepared"))
+def test_a_text_longer_than_the_drafter_was_trained_for_warns_once(pair, entry):
+    short = dataclasses.replace(pair, drafter=pair.drafter._replace(max_positions=9), _warned=set())
+    asked = requests(pair.target)[:2]
+    longest = max(len(request.prompt_tokens) for request in asked) + 8
+    with pytest.warns(MarsWarning) as caught:
+        for _ in range(2):
+            ENTRIES[entry](short, asked)
+    [warning] = caught
+    text = str(warning.message)
+    assert (
+        "trained for texts of 9 tokens (max_position_embeddings)" in text and f"may reach {longest}:" in text
+    )
+    exact = dataclasses.replace(short, drafter=pair.drafter._replace(max_positions=longest), _warned=set())
+    ENTRIES[entry](exact, asked)
+
+
+DRAFTS = (
+    "model:draft",
+    "eagle:eagle3",
+    "dflash:dflash",
+    "sprinter:sprinter",
+    "trispec:trispec",
+    "via_sd:via_sd",
+)
+
+
+@pytest.mark.parametrize("spec", slow_but(DRAFTS, "eagle:eagle3", "sprinter:sprinter"))
+def test_a_loaded_drafter_knows_its_trained_length(tmp_path, spec):
+    kind, name = spec.split(":")
+    tiny = Path(assets.__file__).parent / "tiny"
+    directory = shutil.copytree(tiny / name, tmp_path / name)
+    small = directory
+    if kind in (
+        "sprinter",
+        "trispec",
+        "via_sd",
+    ):  # they name a small model, and prefer one in their own directory
+        small = shutil.copytree(tiny / "draft", directory / "tiny" / "draft")
+    fields = json.loads((small / "config.json").read_text())
+    (small / "config.json").write_text(json.dumps(fields | {"max_position_embeddings": 100}))
+    assert drafters.load(f"{kind}:{directory}", mj.load("tiny/target")).max_positions == 100

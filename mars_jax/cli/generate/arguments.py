@@ -13,6 +13,7 @@ from mars_jax import __version__, assets, specs
 from mars_jax.cli.flags import (
     ATTENTION_HELP,
     CACHE_DTYPE_HELP,
+    HEAD_EMBED_HELP,
     MESH_HELP,
     NO_CHECK_HELP,
     SAMPLING,
@@ -125,6 +126,7 @@ def _add_models(made: argparse.ArgumentParser) -> None:
         help="dtype of the weights (default: the checkpoint's own); a head has the target's; int8: matrices in 8 bits "
         "per weight, and the rest in the checkpoint's own; int4: those of layers in 4 bits, other matrices in 8",
     )
+    group.add_argument("--head-embed", choices=specs.HEAD_EMBED, help=HEAD_EMBED_HELP)
     add_settings(group, "draft_stop")
     add_size_flags(group)
     group.add_argument(

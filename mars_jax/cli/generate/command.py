@@ -11,14 +11,13 @@ import sys
 from collections.abc import Sequence
 from typing import IO
 
-from mars_jax.cli import remote
+from mars_jax.cli import remote, signals
 from mars_jax.cli.generate.applies import Choices, check_asked, check_flags
 from mars_jax.cli.generate.arguments import parse
 from mars_jax.cli.generate.prompts import PromptRow, from_texts, read_prompts
 from mars_jax.cli.part import part_path
 from mars_jax.cli.program import command, keep_compilations
 from mars_jax.cli.rule_flags import print_drafters, print_rules
-from mars_jax.cli.sigterm import ending_in_order
 from mars_jax.core.errors import MarsError
 
 
@@ -84,7 +83,7 @@ def _decode(args: argparse.Namespace, choices: Choices, rows: Sequence[PromptRow
     with contextlib.ExitStack() as stack:
         file: OutputFile | Unwritten = Unwritten()
         if args.output is not None:
-            stack.enter_context(ending_in_order(lambda: file.end()))
+            stack.enter_context(signals.ending(lambda: file.end()))
         if args.output is not None and hosts.is_first():
             made = UploadedFile if remote.is_url(args.output) else OutputFile
             file = made(args.output, recorded(args, choices, rows), resume=args.resume)

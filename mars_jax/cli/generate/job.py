@@ -184,6 +184,7 @@ def open_job(
             sample=choices.draft.row.samples and verify.needs_q(rule.rule),
             draft_size="auto" if varies else "fixed",
             any_rule=bool(args.any_rule),
+            head_embed=args.head_embed or "own",
             **asked,
         )
     else:

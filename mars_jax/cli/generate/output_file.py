@@ -112,7 +112,7 @@ class OutputFile:
         self._requests: Sequence[Request] = ()
         self._rule = ""
         self._begun_with: dict[str, str] = {}
-        # Held by the main thread for a row, or for good by the one that heeds SIGTERM.
+        # The main thread takes it for a row; the thread that ends the process takes it and keeps it.
         self._writing = threading.RLock()
         self._written = self._unrecorded = False
         try:
@@ -247,7 +247,10 @@ class OutputFile:
             self._journal.close()
 
     def end(self) -> str:
-        """Close the file, which takes no more rows, as the process ends; say how many it has, and whether to go on.
+        """Close the file because a signal ends the process. No row can be written after this.
+
+        Returns:
+          The rest of the last line: how many rows the file has, and how to continue.
 
         Raises:
           MarsError: as `close`.
@@ -255,9 +258,9 @@ class OutputFile:
         self._writing.acquire()
         self.close()
         if self.rows == len(self._requests) > 0:
-            return f"terminated with all {self.rows} rows in '{self._path}': nothing is left to do."
+            return f" with all {self.rows} rows in '{self._path}': nothing is left to do."
         of = f" of {len(self._requests)}" if self._requests else ""
-        return f"terminated with {self.rows}{of} rows in '{self._path}': run it again with --resume to go on."
+        return f" with {self.rows}{of} rows in '{self._path}': run it again with --resume to go on."
 
     @property
     def rows(self) -> int:
@@ -309,5 +312,5 @@ class Unwritten:
         """Do nothing: no file is open."""
 
     def end(self) -> str:
-        """Say nothing of rows: the first process does."""
-        return "terminated"
+        """Return nothing: the first process has the rows."""
+        return ""

@@ -9,13 +9,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import re
-import signal
 import sys
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import IO, Any
 
 import jax
 
+from mars_jax.cli import signals
 from mars_jax.cli.flags import SAMPLING, flag_of, without
 from mars_jax.cli.generate.applies import Choices, check_asked, check_flags
 from mars_jax.cli.generate.arguments import parse
@@ -50,7 +50,15 @@ COMMANDS = {
 }
 _CHOSEN = {
     "/rule": (*map(flag_of, RULE_FLAGS), "--rule-option"),
-    "/draft": ("--draft", "--tree", "--num-draft-tokens", "--draft-stop", "--draft-size", "--any-rule"),
+    "/draft": (
+        "--draft",
+        "--tree",
+        "--num-draft-tokens",
+        "--draft-stop",
+        "--draft-size",
+        "--any-rule",
+        "--head-embed",
+    ),
 }
 """Flags that a command sets again, its own first."""
 _ROW = [PromptRow(where="", prompt="Once upon a time")]
@@ -125,7 +133,8 @@ class Talk:
     def takes(self, ask: Any) -> bool:
         """Ask for one line and answer it; False at the end."""
         try:
-            line = ask(PROMPT)
+            with signals.raising():
+                line = ask(PROMPT)
         except EOFError:
             self._out.file.write("\n")
             return False
@@ -174,7 +183,7 @@ class Talk:
         [row] = from_texts([text])
         printer = TextPrinter(self._out, colours=self._job.drafts)
         completion, clock = None, StepClock()
-        with stoppable() as stopped, contextlib.closing(self._events(text, row)) as events:
+        with signals.stoppable() as stop, contextlib.closing(self._events(text, row)) as events:
             self._last, self._count = text, self._count + 1
             if self._chat is None:
                 printer.prompt(text, chat=False)
@@ -182,7 +191,7 @@ class Talk:
                 for kind, piece in event.pieces:
                     printer.piece(kind, piece)
                 completion = event.completion
-                if stopped and completion is None:
+                if stop.is_set() and completion is None:
                     break
         printer.end()
         if completion is None:
@@ -288,23 +297,3 @@ def _conversation(turns: Sequence[Turn]) -> PromptRow:
 
 def _with(args: argparse.Namespace, **changed: Any) -> argparse.Namespace:
     return argparse.Namespace(**(vars(args) | changed))
-
-
-@contextlib.contextmanager
-def stoppable() -> Iterator[list[bool]]:
-    """Let Ctrl-C fill the list that is given, and leave the work at hand alone; a second one interrupts it.
-
-    An interrupt in the middle of a step would take the caches with it, whose buffers the step has been given.
-    """
-    asked: list[bool] = []
-
-    def note(number: int, frame: Any) -> None:
-        if asked:
-            raise KeyboardInterrupt
-        asked.append(True)
-
-    before = signal.signal(signal.SIGINT, note)
-    try:
-        yield asked
-    finally:
-        signal.signal(signal.SIGINT, before)

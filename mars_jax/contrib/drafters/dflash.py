@@ -252,7 +252,7 @@ def load_dflash(asked: Asked) -> LoadedDrafter:
     """
     target = asked.target
     config, params = dflash_files.load_dflash(
-        asked.path, target.config, target.params, dtype=asked.heads_dtype
+        asked.path, target.config, target.params, dtype=asked.heads_dtype, head_embed=asked.head_embed
     )
     # As in `hub.load`: XLA's CPU backend would widen a bfloat16 cache again at every step.
     cache_dtype = "float32" if jax.default_backend() == "cpu" else params["fc"].dtype.name
@@ -262,4 +262,5 @@ def load_dflash(asked: Asked) -> LoadedDrafter:
     options: Any = {"tree": tree, "sample": asked.sample, "cache_dtype": cache_dtype}
     made = dflash(config, target.model, asked.length, **options)
     params = asked.placed(params, config)
-    return LoadedDrafter(made, params, draft_ids=params.get("ids"))
+    longest = config.layer.max_positions
+    return LoadedDrafter(made, params, draft_ids=params.get("ids"), max_positions=longest)

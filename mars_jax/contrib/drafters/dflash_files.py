@@ -43,13 +43,14 @@ def load_dflash(
     target_params: PyTree,
     *,
     dtype: str | None = None,
+    head_embed: str = "own",
 ) -> tuple[DFlashConfig, PyTree]:
     """Load a DFlash or DSpark head of a target, tensor by tensor.
 
     A head that repeats the target's embedding or unembedding shares it instead.
 
     Args:
-      name_or_path, target_config, target_params, dtype: as for `load_eagle`.
+      name_or_path, target_config, target_params, dtype, head_embed: as for `load_eagle`.
 
     Returns:
       The config, and what `Params.draft` is to be. In it `ids` i32[W] are the target's tokens that a draft
@@ -61,8 +62,8 @@ def load_dflash(
     >>> target = load("Qwen/Qwen3-8B")  # doctest: +SKIP
     >>> config, head = load_dflash("z-lab/Qwen3-8B-DFlash-b16", target.config, target.params)  # doctest: +SKIP
     """
-    own = name_or_path, target_config, target_params, dtype
-    return load_head(*own, from_dflash_json, lambda config: True)
+    head = name_or_path, target_config, target_params, dtype
+    return load_head(*head, from_dflash_json, lambda config: True, head_embed=head_embed)
 
 
 def save_dflash(
@@ -108,6 +109,8 @@ def from_dflash_json(data: dict[str, Any], shapes: Shapes, target: ModelConfig) 
     named = str(data.get("architectures") or "").lower() + str(data.get("speculators_model_type") or "")
     nested = nested_layer(data)
     own = data | (data.get("dflash_config") or {}) if nested is None else data
+    # z-lab's class reads the block size at the top of config.json and the rest in dflash_config.
+    own = own | {"block_size": given(data, "block_size", own.get("block_size"))}
     layer = data if nested is None else nested
     config = _layer(layer, shapes, target)
     layers = _feature_layers(own, shapes, target, nested is not None)

@@ -98,7 +98,8 @@ def draft_elsewhere(
             )
         return stream(Ahead(decoder, longer, handed), params, state, draft_device=draft_device)
 
-    return drafters.LoadedDrafter(handed, loaded.params, steps=steps)
+    longest = loaded.max_positions
+    return drafters.LoadedDrafter(handed, loaded.params, max_positions=longest, steps=steps)
 
 
 def open_elsewhere(

@@ -47,7 +47,8 @@ def load_sprinter(asked: Asked) -> LoadedDrafter:
         bias=jnp.asarray(bias),
         threshold=np.float32(system.numbers["threshold"]),
     )
-    return LoadedDrafter(sprinter(draft.model, asked.chain, sample=asked.sample), params)
+    drafter = sprinter(draft.model, asked.chain, sample=asked.sample)
+    return LoadedDrafter(drafter, params, max_positions=draft.config.max_positions)
 
 
 def load_trispec(asked: Asked) -> LoadedDrafter:
@@ -58,7 +59,7 @@ def load_trispec(asked: Asked) -> LoadedDrafter:
     """
     system = load_system(asked.path, "trispec")
     proxy = _model(asked, system, system.proxy)
-    return _cascade(asked, system, proxy.model, proxy.params, "margin")
+    return _cascade(asked, system, proxy.model, proxy.params, "margin", proxy.config.max_positions)
 
 
 def load_via_sd(asked: Asked) -> LoadedDrafter:
@@ -77,10 +78,13 @@ def load_via_sd(asked: Asked) -> LoadedDrafter:
         slim = model.with_layers(system.layers)
     except MarsError as error:
         raise MarsError(f"'{system.directory}' does not fit '{asked.target.name}': {error}") from None
-    return _cascade(asked, system, slim, asked.target.params, "ratio")
+    return _cascade(asked, system, slim, asked.target.params, "ratio", asked.target.config.max_positions)
 
 
-def _cascade(asked: Asked, system: System, proxy: LanguageModel, weights: PyTree, gate: str) -> LoadedDrafter:
+def _cascade(
+    asked: Asked, system: System, proxy: LanguageModel, weights: PyTree, gate: str, longest: int
+) -> LoadedDrafter:
+    """Load the draft that `proxy` vouches for; `longest` is the longest text that the proxy was trained for."""
     inner: Drafter
     params: PyTree
     if system.draft == NGRAM:
@@ -89,6 +93,7 @@ def _cascade(asked: Asked, system: System, proxy: LanguageModel, weights: PyTree
         draft = _model(asked, system, system.draft)
         vocab = asked.target.config.vocab_size
         inner, params = language_model(draft.model, system.draft_tokens, vocab_size=vocab), draft.params
+        longest = min(longest, draft.config.max_positions)
     if proxy.vocab_size != asked.target.config.vocab_size:
         raise MarsError(
             f"the proxy of '{system.directory}' has a vocabulary of {proxy.vocab_size} tokens and "
@@ -96,7 +101,8 @@ def _cascade(asked: Asked, system: System, proxy: LanguageModel, weights: PyTree
         )
     numbers: Any = tuple(np.float32(system.numbers[name]) for name in GATES[gate].names)
     drafter = cascade(inner, proxy, asked.chain, gate=gate)
-    return LoadedDrafter(drafter, CascadeParams(params, weights, numbers if len(numbers) > 1 else numbers[0]))
+    cascade_params = CascadeParams(params, weights, numbers if len(numbers) > 1 else numbers[0])
+    return LoadedDrafter(drafter, cascade_params, max_positions=longest)
 
 
 def _model(asked: Asked, system: System, name: str) -> Pretrained:

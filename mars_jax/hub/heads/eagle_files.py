@@ -43,10 +43,12 @@ def load_eagle(
     target_params: PyTree,
     *,
     dtype: str | None = None,
+    head_embed: str = "own",
 ) -> tuple[EagleConfig, PyTree]:
     """Load an EAGLE-1, -2 or -3 head of a target, tensor by tensor.
 
-    A head that repeats the target's embedding (EAGLE-1: or unembedding) shares it instead.
+    A head that repeats the target's embedding (EAGLE-1: or unembedding) shares it instead. Issue a MarsWarning if the
+    head's embedding differs from the target's.
 
     Args:
       name_or_path: directory, or `owner/name` on the Hugging Face hub.
@@ -54,6 +56,7 @@ def load_eagle(
       target_params: its params.
       dtype: "float32" or "bfloat16"; None is the head's own (float16 becomes bfloat16). "int8" keeps its matrices in
         8 bits per weight, and the rest in its own.
+      head_embed: "own" to read the head's embedding, if its checkpoint has one, or "target" to share the target's.
 
     Returns:
       The config, and what `Params.draft` is to be. In it `ids` i32[W] are the target's tokens that a draft
@@ -65,8 +68,8 @@ def load_eagle(
     >>> name, target = "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", load("meta-llama/...")  # doctest: +SKIP
     >>> config, head = load_eagle(name, target.config, target.params)  # doctest: +SKIP
     """
-    own = name_or_path, target_config, target_params, dtype
-    return load_head(*own, from_head_json, lambda config: config.version == 1)
+    head = name_or_path, target_config, target_params, dtype
+    return load_head(*head, from_head_json, lambda config: config.version == 1, head_embed=head_embed)
 
 
 def save_eagle(

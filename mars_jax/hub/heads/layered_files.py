@@ -19,11 +19,12 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from mars_jax import specs
-from mars_jax.core.errors import MarsError
+from mars_jax.core.errors import MarsError, warn
 from mars_jax.core.types import PyTree
 from mars_jax.hub.config_json import dtype_of, read_json
 from mars_jax.hub.files import Tensor, resolve, tensors
 from mars_jax.hub.load import DERIVED, check_tensors, collect, convert, resolve_dtype
+from mars_jax.hub.rope_config import check_same_rope
 from mars_jax.hub.save import free_directory, named_arrays, write_directory
 from mars_jax.hub.values import given, of_its_kind
 from mars_jax.models.config import ModelConfig
@@ -122,6 +123,7 @@ def nested_layer(data: dict[str, Any]) -> dict[str, Any] | None:
     layer = data.get("transformer_layer_config")
     if not isinstance(layer, dict):
         raise MarsError("config.json has no transformer_layer_config: use the config the weights came with.")
+    check_same_rope(data, layer, "transformer_layer_config")
     return layer
 
 
@@ -168,11 +170,13 @@ def load_head(
     dtype: str | None,
     from_json: FromJson[Head],
     shares: Callable[[Head], bool],
+    *,
+    head_embed: str,
 ) -> tuple[Head, PyTree]:
     """Load a head's config and params, tensor by tensor; `hub.load_eagle` says more.
 
     Args:
-      name_or_path, target_config, target_params, dtype: as for `hub.load_eagle`.
+      name_or_path, target_config, target_params, dtype, head_embed: as for `hub.load_eagle`.
       from_json: reads the config.
       shares: whether a head may share its target's unembedding.
     """
@@ -194,7 +198,20 @@ def load_head(
         check_tensors(
             directory, held, table, lambda name: DERIVED.search(name) or name in (*_MAPS, *_VERIFIERS)
         )
-        return _read(config, {name: found[0] for name, found in held.items()}, shareable, dtype, bits)
+        stored = {name: found[0] for name, found in held.items()}
+        if head_embed == "target" and config.own_embed:
+            if _EMBED not in shareable:
+                raise MarsError(
+                    "head_embed='target' does not apply: the target scales its embeddings, which the head does not."
+                )
+            config = dataclasses.replace(config, own_embed=False)
+        head = _read(config, stored, shareable, dtype, bits)
+        if head[0].own_embed and _is_another(stored[_EMBED][1], target_params["embed"]):
+            warn(
+                f"the embedding of the {config.title} in '{directory}' is not the target's, which lowers acceptance "
+                "unless the head was trained with it: head_embed='target' (--head-embed target) reads the target's."
+            )
+        return head
     except MarsError as error:
         text = str(error)
         raise MarsError(text if f"'{directory}" in text else f"'{directory}': {text}") from None
@@ -263,6 +280,25 @@ def _repeats(ours: np.ndarray, theirs: jax.Array | Int8, rows: int = 4096) -> bo
     if jax.process_count() > 1:  # all of them decode with the same head
         same = bool(np.all(multihost_utils.process_allgather(np.asarray(same))))
     return same
+
+
+def _is_another(ours: Tensor, theirs: jax.Array | Int8, rows: int = 64) -> bool:
+    """Return whether two tables of the same shape differ by more than rounding.
+
+    Compare only the directions of some rows, since EAGLE-3 and DFlash heads normalise embeddings. Each process samples
+    its own shards.
+    """
+    if ours.shape != theirs.shape:
+        return False
+    cosines = []
+    for shard in (theirs.values if isinstance(theirs, Int8) else theirs).addressable_shards:
+        first, last, _ = shard.index[0].indices(ours.shape[0])
+        ids = np.unique(np.linspace(first, last - 1, rows).round().astype(int))
+        for row, b in zip(ids.tolist(), np.asarray(shard.data[ids - first]).astype(np.float32), strict=True):
+            a = ours.rows(row, row + 1)[0, shard.index[1]].astype(np.float32)
+            if norms := float(np.linalg.norm(a) * np.linalg.norm(b)):
+                cosines.append(float(a @ b) / norms)
+    return bool(cosines) and float(np.mean(cosines)) < 0.99
 
 
 def _draft_ids(config: LayeredHead, d2t: np.ndarray, t2d: np.ndarray | None = None) -> np.ndarray:

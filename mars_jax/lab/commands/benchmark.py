@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import IO
 
 from mars_jax import specs
+from mars_jax.cli import signals
 from mars_jax.cli.flags import Present, flag_of, number_of, without
 from mars_jax.cli.part import PART_HELP, parse_part, part_path
 from mars_jax.cli.program import Parser, command
 from mars_jax.cli.rule_flags import given_settings
-from mars_jax.cli.sigterm import ending_in_order
 from mars_jax.core.errors import MarsError, say
 from mars_jax.lab import recipes
 from mars_jax.lab.commands import pair
@@ -43,6 +43,7 @@ _OF_LENGTHS = (
 _OF_ARMS = (
     *_OF_LENGTHS,
     *("--verify", "--rule-option", "--thetas", "--allow-code-execution", "--allow-unconfined-code"),
+    "--head-embed",
 )
 """Flags that a forecast does not heed."""
 _OF_ALL = ("--controls all", "--tune", "--forecast")
@@ -270,8 +271,8 @@ def _run(args: argparse.Namespace, out: IO[str]) -> None:
     if args.recipe is not None:
         _follow(args, out)
         return
-    kept = f"terminated: the rows that ended are in '{args.output}', so run the same command again, and it goes on."
-    with ending_in_order(lambda: kept), studying(args, args.output, out) as (place, folder):
+    kept = f": '{args.output}' has the finished rows; run the same command again to continue."
+    with signals.ending(lambda: kept), studying(args, args.output, out) as (place, folder):
         run = _forecast if args.forecast else _study if args.tune is None else _tune
         run(args, folder, place)
 
@@ -360,7 +361,12 @@ def _tune(args: argparse.Namespace, folder: Path, out: IO[str]) -> None:
     kinds = {sampled: drafter}
     if (samples and max(args.temperatures) > 0) or sampled:
         other = drafters.load(
-            args.draft, target, num_draft_tokens=args.tune[-1], sample=not sampled, dtype=args.dtype
+            args.draft,
+            target,
+            num_draft_tokens=args.tune[-1],
+            sample=not sampled,
+            dtype=args.dtype,
+            head_embed=args.head_embed or "own",
         )
         kinds[not sampled] = other._replace(params=drafter.params)
     with ticking("decodes") as tick:

@@ -94,6 +94,7 @@ def open_pair(
         dtype=args.dtype,
         draft_size=args.draft_size or "fixed",
         any_rule=bool(args.any_rule),
+        head_embed=args.head_embed or "own",
     )
     for file in args.theta_files:
         file.check_weights(target, drafter, made)

@@ -10,6 +10,7 @@ from mars_jax import __version__, assets, specs
 from mars_jax.cli.flags import (
     ATTENTION_HELP,
     CACHE_DTYPE_HELP,
+    HEAD_EMBED_HELP,
     MESH_HELP,
     NO_CHECK_HELP,
     Present,
@@ -68,6 +69,7 @@ def make_parser(prog: str, description: str, epilog: str, *, instead: Collection
         "--num-draft-tokens", metavar="N", help="tokens drafted in a row (default: the drafter's)"
     )
     group.add_argument("--tree", metavar="4-2-2-1", help="draft a tree; as for mars_jax.generate")
+    group.add_argument("--head-embed", choices=specs.HEAD_EMBED, help=HEAD_EMBED_HELP)
     add_size_flags(group)
     group.add_argument(
         "--dtype", choices=specs.DTYPES, help="dtype of the weights (default: the checkpoint's own)"
@@ -157,7 +159,7 @@ def given(args: argparse.Namespace) -> dict[str, Any]:
     """
     return {
         name: getattr(args, name)
-        for name in ("attention", "cache_dtype", "draft_size", "any_rule")
+        for name in ("attention", "cache_dtype", "draft_size", "any_rule", "head_embed")
         if getattr(args, name) is not None
     }
 

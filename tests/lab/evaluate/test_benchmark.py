@@ -333,14 +333,14 @@ def test_a_killed_run_goes_on_where_it_was(flags, finished, tmp_path, monkeypatc
 
 ENDS = """
 import os, signal, sys
-from mars_jax.lab.commands import benchmark
+from mars_jax.__main__ import main
 from mars_jax.serve import journal
 inner = journal.Journal.append
 def append(self, row):
     inner(self, row)
     os.kill(os.getpid(), signal.SIGTERM)
 journal.Journal.append = append
-sys.exit(benchmark.main(sys.argv[1:]))
+sys.exit(main("benchmark"))
 """
 
 
@@ -349,8 +349,8 @@ def test_sigterm_says_how_to_go_on(flags, tmp_path):
     argv = [str(a) for a in (*flags, "--controls", "none", "--output", tmp_path / "out")]
     ended = subprocess.run([sys.executable, "-c", ENDS, *argv], capture_output=True, text=True, cwd=ROOT)
     assert ended.returncode == 143
-    kept = f"terminated: the rows that ended are in '{tmp_path / 'out'}', so run the same command again, and it goes "
-    assert ended.stderr.splitlines()[-1] == f"{kept}on."
+    last = f"terminated: '{tmp_path / 'out'}' has the finished rows; run the same command again to continue."
+    assert ended.stderr.splitlines()[-1] == last
     assert (tmp_path / "out" / "rows.jsonl").read_bytes().count(b"\n") >= 1
 
 

@@ -23,7 +23,7 @@ from mars_jax.core import decode
 from mars_jax.core.controls import make_controls
 from mars_jax.core.given import begun
 from mars_jax.core.rule import Rule, for_rows
-from mars_jax.core.types import DecodeState, Params, Prompts, PyTree, keys_from_seeds
+from mars_jax.core.types import DecodeState, LanguageModel, Params, Prompts, PyTree, keys_from_seeds
 from mars_jax.lab.commands.check.timing import looped, taken
 from mars_jax.lab.planning.fit import draft_of, step_bytes
 from mars_jax.lab.planning.outlined_models import CONFIGS
@@ -64,13 +64,79 @@ TREE = Arm("tree 10-7-60", {}, 6.61)
 
 
 class Program(NamedTuple):
-    """A loop of steps that is being compiled, and what it runs on."""
+    """A lowered loop of `STEPS` steps, its arguments, and the least work of one step."""
 
-    compiled: Future[Any]
+    lowered: Any
     params: Params
     start: Callable[[], DecodeState]
-    bytes: int  # that a step reads at least
-    flops: int  # of the target's products
+    bytes: int  # read by one step at least
+    flops: int  # of the target's products in one step
+
+
+class Pair(NamedTuple):
+    """A target and an EAGLE-3 head of its size, with random weights on the device."""
+
+    config: ModelConfig
+    model: LanguageModel
+    plain: Params
+    drafted: Params
+    context: int
+
+    def steps(self, arm: Arm, batch: int) -> Program:
+        """Lower the decode loop of `batch` rows, each with `context` tokens."""
+        head, dtype = EagleConfig.outline(self.config), self.drafted.draft["unembed"].dtype.name
+        draft = draft_of("none") if arm.options is None else draft_of(head, dtype=dtype, **arm.options)
+        params = self.plain if arm.options is None else self.drafted
+        drafter = draft.make(self.model)
+        rule = contrib.simulated(arm.tau)
+        decoder = decode.speculative_decoder(self.model, drafter, rule)
+        # The buffer has room for the warm-up round and the timed ones.
+        width = self.context + (1 + ROUNDS) * STEPS * (1 + drafter.max_depth)
+        prompts = _prompts(self.config.vocab_size, rule, batch, self.context, width)
+        shapes = decode.shapes(decoder, params, prompts)
+        cache, draft_cache = (_live_bytes(part, self.context) for part in (shapes.cache, shapes.draft))
+        return Program(
+            lowered=decode.run.lower(decoder, params, shapes, max_steps=jnp.asarray(STEPS, jnp.int32)),
+            params=params,
+            start=lambda: begun(decoder.checked(prompts), drawn(shapes.cache), drawn(shapes.draft)),
+            bytes=step_bytes(
+                self.config, draft, drafter, params, batch=batch, cache=cache, drafted=draft_cache
+            ),
+            flops=2 * self.num_weights * batch * drafter.num_nodes,
+        )
+
+    def prompt(self) -> tuple[Any, Prompts]:
+        """Lower the prefill of one prompt of `context` tokens; return it with the prompt."""
+        rule = contrib.simulated(PLAIN.tau)
+        decoder = decode.speculative_decoder(self.model, draft_of("none").make(self.model), rule)
+        prompts = _prompts(self.config.vocab_size, rule, 1, self.context, self.context)
+        return jax.jit(decoder.init).lower(self.plain, prompts), prompts
+
+    @property
+    def num_weights(self) -> int:
+        """Weights that take part in a product."""
+        rows = leaves(self.config)
+        return sum(
+            math.prod(row.shape) for row in rows if row.path != ("embed",) or self.config.tie_embeddings
+        )
+
+
+def random_pair(config: ModelConfig, dtype: str, context: int, **options: Any) -> Pair:
+    """Return a `Pair` with weights drawn on the device.
+
+    Args:
+      config: of the target.
+      dtype: of the target's weights, one of `specs.DTYPES`; the head's stay wide.
+      context: tokens in each row before its first step, and of the prompt.
+      options: of `transformer.language_model`.
+    """
+    wide = "bfloat16" if dtype in BITS else dtype
+    model = transformer.language_model(config, dtype=wide, **options)
+    plain = Params(target=drawn(shardings.abstract_params(config, wide, bits=BITS.get(dtype))))
+    head = drawn(shardings.abstract_params(EagleConfig.outline(config), wide))
+    # Scale logits to a standard deviation of `PEAK`, as in a trained head: otherwise trees stay shallow.
+    head["unembed"] *= PEAK / (0.02 * config.hidden_size**0.5)
+    return Pair(config, model, plain, plain._replace(draft=head), context)
 
 
 def check_large(tick: Callable[[str], None] = lambda what: None) -> dict[str, Any]:
@@ -101,66 +167,39 @@ def measured(
       tick: told what is being done.
     """
     tick("weights")
-    wide = "bfloat16" if dtype in BITS else dtype
-    model, head = transformer.language_model(config, dtype=wide), EagleConfig.outline(config)
-    alone = Params(target=drawn(shardings.abstract_params(config, wide, bits=BITS.get(dtype))))
-    weights = sum(
-        math.prod(row.shape) for row in leaves(config) if row.path != ("embed",) or config.tie_embeddings
-    )
-    drafted = alone._replace(draft=drawn(shardings.abstract_params(head, wide)))
-    # Logits of a standard deviation of `PEAK`, as sure of a token as a head that was trained: its trees are deep.
-    drafted.draft["unembed"] *= PEAK / (0.02 * config.hidden_size**0.5)
+    pair = random_pair(config, dtype, context)
     tick("a copy and a product")
-    found: dict[str, Any] = {
+    report: dict[str, Any] = {
         "dtype": dtype,
         "context": context,
         "copy_bytes_per_second": copy_rate(COPIED),
         "product_flops": product_rate(SIDE),
     }
-
-    def program(arm: Arm, batch: int) -> Program:
-        draft = draft_of("none") if arm.options is None else draft_of(head, dtype=wide, **arm.options)
-        params = alone if arm.options is None else drafted
-        drafter = draft.make(model)
-        rule = contrib.simulated(arm.tau)
-        decoder = decode.speculative_decoder(model, drafter, rule)
-        # The first round is not counted; each may add so much.
-        width = context + (1 + ROUNDS) * STEPS * (1 + drafter.max_depth)
-        prompts = _prompts(config.vocab_size, rule, batch, context, width)
-        shapes = decode.shapes(decoder, params, prompts)
-        cache, own = (_live_bytes(part, context) for part in (shapes.cache, shapes.draft))
-        lowered = decode.run.lower(decoder, params, shapes, max_steps=jnp.asarray(STEPS, jnp.int32))
-        return Program(
-            compiled=pool.submit(lowered.compile),
-            params=params,
-            start=lambda: begun(decoder.checked(prompts), drawn(shapes.cache), drawn(shapes.draft)),
-            bytes=step_bytes(config, draft, drafter, params, batch=batch, cache=cache, drafted=own),
-            flops=2 * weights * batch * drafter.num_nodes,
-        )
-
-    # Compilers run beside one another, but where they time kernels on the device. Measuring begins when all are done.
+    # Compile in parallel, except on a GPU, where XLA times kernels while it compiles. Measure when all are compiled.
     with ThreadPoolExecutor(1 if jax.default_backend() == "gpu" else os.cpu_count()) as pool:
         tick("compiling")
         began = time.perf_counter()
-        rule = contrib.simulated(PLAIN.tau)
-        decoder = decode.speculative_decoder(model, draft_of("none").make(model), rule)
-        prompt = _prompts(config.vocab_size, rule, 1, context, context)
-        reading = pool.submit(jax.jit(decoder.init).lower(alone, prompt).compile)
-        programs = [
-            (arm, batch, program(arm, batch))
-            for arm, batch in ((PLAIN, 1), (CHAIN, 1), (TREE, 1), (PLAIN, rows), (TREE, rows))
-        ]
-    found["compile_seconds"] = round(time.perf_counter() - began, 1)
+        lowered, prompts = pair.prompt()
+        prefill = pool.submit(lowered.compile)
+        programs = []
+        for arm, batch in ((PLAIN, 1), (CHAIN, 1), (TREE, 1), (PLAIN, rows), (TREE, rows)):
+            program = pair.steps(arm, batch)
+            programs.append((arm, batch, program, pool.submit(program.lowered.compile)))
+    report["compile_seconds"] = round(time.perf_counter() - began, 1)
     tick("a prompt")
-    found["prompt"] = {"tokens": context, "flops": 2 * weights * context} | _tried(
-        lambda: _prompt_times(reading.result(), alone, prompt)
+    report["prompt"] = {"tokens": context, "flops": 2 * pair.num_weights * context} | attempt(
+        lambda: prompt_times(prefill.result(), pair.plain, prompts)
     )
-    found["steps"] = []
-    for arm, batch, made in programs:
+    report["steps"] = []
+    for arm, batch, program, compiled in programs:
         tick(f"{arm.name}, {batch} rows")
-        row = {"arm": arm.name, "rows": batch, "bytes": made.bytes, "flops": made.flops}
-        found["steps"].append(row | _tried(lambda made=made: _step_times(made)))
-    return found
+        row = {"arm": arm.name, "rows": batch, "bytes": program.bytes, "flops": program.flops}
+        report["steps"].append(row | attempt(functools.partial(_timed, program, compiled)))
+    return report
+
+
+def _timed(program: Program, compiled: Future[Any]) -> dict[str, Any]:
+    return step_times(program, compiled.result())
 
 
 def _live_bytes(part: PyTree, context: int) -> int:
@@ -169,17 +208,17 @@ def _live_bytes(part: PyTree, context: int) -> int:
     return sum(num_bytes(x) * context // x.shape[1] for x in caches)
 
 
-def _tried(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Figures, or why there are none: a batch that does not fit leaves the rest."""
+def attempt(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return the figures of `measure`, or why it failed, so that one program without memory does not end the report."""
     try:
         return measure()
-    except Exception as error:  # whatever a compiler or a driver raises is what the report is about
+    except Exception as error:  # whatever a compiler or a driver raises belongs in the report
         return {"failed": f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}"}
 
 
-def _step_times(program: Program) -> dict[str, Any]:
-    compiled, state = program.compiled.result(), program.start()
-    most = jnp.asarray(STEPS, jnp.int32)
+def step_times(program: Program, compiled: Any) -> dict[str, Any]:
+    """Time a step in `ROUNDS` loops of `STEPS` steps, after one loop that is not counted."""
+    state, most = program.start(), jnp.asarray(STEPS, jnp.int32)
     times, tokens = [], 0
     for i in range(1 + ROUNDS):
         began = time.perf_counter()
@@ -192,7 +231,8 @@ def _step_times(program: Program) -> dict[str, Any]:
     return {"milliseconds": step, "all": times, "tau": tau, "tokens_per_second": 1e3 * tau * rows / step}
 
 
-def _prompt_times(compiled: Any, params: Params, prompts: Prompts) -> dict[str, Any]:
+def prompt_times(compiled: Any, params: Params, prompts: Prompts) -> dict[str, Any]:
+    """Time a prefill in `ROUNDS` calls, after one that is not counted."""
     times = [1e3 * seconds for seconds in taken(lambda: compiled(params, prompts), ROUNDS)]
     return {"milliseconds": statistics.median(times), "all": times}
 

@@ -1,0 +1,154 @@
+"""Ctrl-C and SIGTERM end a command at once, with one line on stderr.
+
+Python runs signal handlers in the main thread between two bytecodes, so none runs while XLA compiles. An exception
+that a handler raises inside a callback of XLA is lost or crashes the process. Therefore the handlers do nothing, and
+two other threads read the signals from a pipe. Only the entry points of the process call `handle`: a program that
+calls a command's `main` keeps its own handlers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import termios
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from mars_jax.core.errors import printable
+
+_WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
+_DEFAULTS = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+_MARK = 0  # no signal has this number
+_SHOW_CURSOR = "\x1b[?25h"  # bars hide it
+
+
+class _State:
+    """Everything that the threads share with the main thread."""
+
+    def __init__(self) -> None:
+        self.writing: int | None = None  # end of the pipe; None without `handle`
+        self.terminal: list[Any] | None = None  # attributes of stdin
+        self.stop: threading.Event | None = None  # event that the next Ctrl-C sets
+        self.raises = False  # whether Ctrl-C raises KeyboardInterrupt in the main thread
+        self.actions: list[Callable[[], str]] = []  # of `ending`
+        self.turn = threading.Lock()  # to read the pipe
+        self.marked = threading.Event()
+        self.ending, self.printing = (
+            threading.Lock(),
+            threading.Lock(),
+        )  # taken once, by the thread that does it
+
+
+_state = _State()
+
+
+def handle() -> None:
+    """Handle Ctrl-C and SIGTERM until the process ends; ignored signals stay ignored.
+
+    Call it from the main thread before anything that takes long, such as imports.
+    """
+    numbers = [number for number, default in _DEFAULTS.items() if signal.getsignal(number) == default]
+    reading, _state.writing = os.pipe()
+    os.set_blocking(_state.writing, False)
+    signal.set_wakeup_fd(_state.writing, warn_on_full_buffer=False)
+    for number in numbers:
+        signal.signal(number, _on_signal)
+    with contextlib.suppress(termios.error):
+        _state.terminal = termios.tcgetattr(0)
+    for _ in range(2):  # the second one reads the signals that come while the first one ends the process
+        threading.Thread(target=_watch, args=(reading,), name="signals", daemon=True).start()
+    os.register_at_fork(after_in_child=lambda: _release(numbers))
+
+
+def _release(numbers: list[signal.Signals]) -> None:
+    """Restore Python's handlers in a forked child: its signals must not end the parent, which reads the same pipe."""
+    signal.set_wakeup_fd(-1)
+    _state.writing = None
+    for number in numbers:
+        signal.signal(number, _DEFAULTS[number])
+
+
+def _on_signal(number: int, frame: Any) -> None:
+    """Handle a signal in the main thread. Python writes to the pipe only those signals that have a handler."""
+    if number == signal.SIGINT and _state.raises:
+        raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def ending(action: Callable[[], str]) -> Iterator[None]:
+    """Call `action` if a signal ends the process inside the block.
+
+    Args:
+      action: saves unfinished work and returns the end of the line that begins with "interrupted" or "terminated". It
+        runs in another thread while the main thread continues.
+    """
+    _state.actions.append(action)
+    try:
+        yield
+    finally:
+        _state.actions.remove(action)
+
+
+@contextlib.contextmanager
+def stoppable() -> Iterator[threading.Event]:
+    """Yield an event that the first Ctrl-C sets instead of ending the process. A second Ctrl-C ends it."""
+    _state.stop = threading.Event()
+    try:
+        yield _state.stop
+    finally:
+        if _state.writing is not None:  # wait until the signals that came in the block are read
+            _state.marked.clear()
+            os.write(_state.writing, bytes([_MARK]))
+            _state.marked.wait()
+        _state.stop = None
+
+
+@contextlib.contextmanager
+def raising() -> Iterator[None]:
+    """Raise KeyboardInterrupt on Ctrl-C, for a block that waits for a line of input."""
+    with stoppable():
+        try:
+            _state.raises = True
+            yield
+        finally:
+            _state.raises = False
+
+
+def _watch(reading: int) -> None:
+    while True:
+        with _state.turn:
+            number = os.read(reading, 1)[0]
+            stop = _state.stop
+            if number == _MARK:
+                _state.marked.set()
+            elif number == signal.SIGINT and stop is not None and not stop.is_set():
+                stop.set()
+                continue
+        if number in _WORDS:
+            _end(signal.Signals(number))
+
+
+def _end(number: signal.Signals) -> None:
+    try:
+        text = _WORDS[number]
+        if _state.ending.acquire(blocking=False) and _state.actions:
+            try:
+                text += _state.actions[-1]()
+            except Exception as error:
+                text += f": {' '.join(str(error).split())}"
+        if _state.printing.acquire(blocking=False):
+            _print(text)
+    finally:
+        os._exit(128 + number)
+
+
+def _print(text: str) -> None:
+    """Print the last line, past the buffers and locks of the main thread, on a terminal as the command found it."""
+    with contextlib.suppress(OSError, termios.error):
+        if _state.terminal is not None and os.tcgetpgrp(0) == os.getpgrp():
+            termios.tcsetattr(0, termios.TCSADRAIN, _state.terminal)
+    with contextlib.suppress(OSError):
+        begin = f"{_SHOW_CURSOR}\n" if os.isatty(2) else ""
+        os.write(2, f"{begin}{printable(text)}\n".encode(errors="replace"))

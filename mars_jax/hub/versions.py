@@ -1,0 +1,53 @@
+"""Versions of files, so that neither a cache nor a model that is being read mixes two files of one name."""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from mars_jax.core.errors import MarsError
+
+_CLOCK = 2_000_000_000
+"""Nanoseconds; the coarsest clock of a file system (FAT) stamps all changes within this time alike."""
+
+Version = tuple[int, ...] | None
+"""Device, inode, size, and the times of the last changes of data and inode; None if the file cannot be read."""
+
+
+def version_of(path: Path) -> Version:
+    """Return the version of a file. It differs after the file is rewritten or replaced."""
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+def check_version(path: Path, expected: Version) -> None:
+    """Raise MarsError if a file has another version than `expected`. Call it after reading."""
+    if version_of(path) != expected:
+        raise MarsError(f"'{path}' changed while it was being read: load it again.")
+
+
+def cached_by_version(files: Callable[[Path], Iterable[Path]]) -> Callable[[Any], Any]:
+    """Decorate a function of a path: return the cached result until one of `files(path)` changes.
+
+    A file that changed a moment ago is read again each time, since the next change may get the same time stamp.
+    """
+
+    def decorate(read: Callable[[Path], Any]) -> Callable[[Path], Any]:
+        cached = functools.lru_cache(maxsize=4)(lambda path, versions: read(path))
+
+        @functools.wraps(read)
+        def read_cached(path: Path) -> Any:
+            versions = tuple((file, version_of(file)) for file in files(path))
+            newest = max((max(version[-2:]) for _, version in versions if version), default=0)
+            return read(path) if time.time_ns() - newest < _CLOCK else cached(path, versions)
+
+        return read_cached
+
+    return decorate

@@ -1,0 +1,204 @@
+"""Ctrl-C and SIGTERM: a command ends at once, with the exit code of the signal and with one line."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import termios
+import threading
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from mars_jax.cli import commands
+from tests.cli.shell import HEEDS, Shell
+from tests.helpers import slow_but
+
+ROOT = Path(__file__).parent.parent.parent
+WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
+SECONDS = 2.0
+"""Time from a signal to the end of the process, at most."""
+
+
+def signalled(number, code, *argv, environment=None):
+    """Run code, and send a signal once it prints "now"; returns (exit code, stdout after that line, stderr)."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HEEDS, sys.executable, "-c", code, *argv],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | (environment or {}),
+    )
+    with process:
+        try:
+            assert process.stdout is not None
+            ready = "now\n" in process.stdout
+            began = time.monotonic()
+            process.send_signal(number)
+            output = process.communicate(timeout=20)
+            seconds = time.monotonic() - began
+        finally:
+            process.kill()
+    assert ready, output
+    assert seconds < SECONDS
+    return process.returncode, *output
+
+
+# Print a line as the import of a module begins, and keep the main thread busy.
+AT_IMPORT = """
+import runpy, sys, time
+module = sys.argv.pop(1)
+class Busy:
+    def find_spec(self, name, path=None, target=None):
+        if name == module:
+            print("now", flush=True)
+            time.sleep(60)
+sys.meta_path.insert(0, Busy())
+"""
+ENTRIES = {
+    "python -m mars_jax": 'runpy.run_module("mars_jax", run_name="__main__")',
+    "python -m mars_jax.generate": 'runpy.run_module("mars_jax.generate", run_name="__main__")',
+    "mars-jax": "from mars_jax.__main__ import main; sys.exit(main())",
+}
+
+
+@pytest.mark.parametrize("name", commands.COMMANDS)
+def test_every_command_handles_signals_before_it_is_imported(name):
+    code = AT_IMPORT + ENTRIES["python -m mars_jax"]
+    assert signalled(signal.SIGINT, code, commands._HOME[name], name) == (130, "", "interrupted\n")
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("number", WORDS)
+def test_every_entry_point_handles_signals_before_it_imports_commands(entry, number):
+    assert signalled(number, AT_IMPORT + ENTRIES[entry], "mars_jax.cli.commands") == (
+        128 + number,
+        "",
+        f"{WORDS[number]}\n",
+    )
+
+
+def test_the_console_script_is_the_entry_point_that_handles_signals():
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts == {"mars-jax": "mars_jax.__main__:main"}
+
+
+# Print a line as soon as the command does something, while the main thread does it.
+AT_ACTIVITY = """
+import re, runpy, sys, threading, time
+from mars_jax.core import activity
+doing = sys.argv.pop(1)
+def wait():
+    while not re.search(doing, activity.describe() or ""):
+        time.sleep(0.01)
+    print("now", flush=True, file=sys.__stdout__)
+threading.Thread(target=wait, daemon=True).start()
+runpy.run_module("mars_jax", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("doing", slow_but(["compiling", "^loading", r"^prompts: \d"], "compiling"))
+def test_a_command_that_is_busy_in_xla_is_interrupted(doing):
+    argv = ["generate", "--no-stream", "--draft", "none", "--max-new-tokens", "200", "--ignore-eos"]
+    argv += ["--batch-size", "1", *["Once upon a time"] * 9]
+    environment = {"JAX_ENABLE_COMPILATION_CACHE": "false"}
+    code, _, errors = signalled(signal.SIGINT, AT_ACTIVITY, doing, *argv, environment=environment)
+    assert (code, errors) == (130, "interrupted\n")
+
+
+HANDLES = """
+import os, signal, sys, threading, time
+from mars_jax.cli import signals
+def send(number):
+    os.kill(os.getpid(), number)
+signals.handle()
+"""
+
+
+@pytest.mark.parametrize("number", WORDS)
+def test_an_action_runs_while_the_main_thread_waits_for_a_lock(number):
+    code = HANDLES + "lock = threading.Lock(); lock.acquire()\n"
+    code += 'with signals.ending(lambda: " with 3 rows"):\n    print("now", flush=True); lock.acquire()'
+    assert signalled(number, code) == (128 + number, "", f"{WORDS[number]} with 3 rows\n")
+
+
+def test_an_action_that_fails_is_part_of_the_line():
+    code = HANDLES + 'with signals.ending(lambda: {}["rows"]):\n    print("now", flush=True); time.sleep(60)'
+    assert signalled(signal.SIGINT, code) == (130, "", "interrupted: 'rows'\n")
+
+
+def test_a_second_signal_ends_a_command_whose_action_takes_long():
+    code = HANDLES + 'with signals.ending(lambda: [print("now", flush=True), time.sleep(60)]):\n'
+    code += "    send(signal.SIGTERM); time.sleep(60)"
+    assert signalled(signal.SIGINT, code) == (130, "", "interrupted\n")
+
+
+def test_ctrl_c_stops_a_reply_and_a_second_one_ends_the_command():
+    code = HANDLES + "with signals.stoppable() as stop:\n    send(signal.SIGINT); assert stop.wait(10)\n"
+    code += "with signals.stoppable() as stop:\n    send(signal.SIGINT); assert stop.wait(10)\n"
+    code += '    print("now", flush=True); time.sleep(60)'
+    assert signalled(signal.SIGINT, code) == (130, "", "interrupted\n")
+
+
+def test_ctrl_c_at_the_prompt_raises_and_the_command_continues():
+    code = HANDLES + "for _ in range(20):\n    try:\n        with signals.raising():\n"
+    code += "            send(signal.SIGINT); time.sleep(60)\n    except KeyboardInterrupt:\n        pass\n"
+    code += 'print("now", flush=True); time.sleep(60)'
+    assert signalled(signal.SIGTERM, code) == (143, "", "terminated\n")
+
+
+def test_a_signal_that_the_caller_ignores_stays_ignored():
+    code = f"import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n{HANDLES}"
+    code += 'send(signal.SIGINT); print("now", flush=True); time.sleep(60)'
+    assert signalled(signal.SIGTERM, code) == (143, "", "terminated\n")
+
+
+def test_a_signal_of_a_forked_child_does_not_end_the_command():
+    code = HANDLES + "child = os.fork()\nif not child:\n    send(signal.SIGTERM); time.sleep(60)\n"
+    code += "assert os.waitpid(child, 0)[1] == signal.SIGTERM; time.sleep(0.2)\n"
+    code += 'print("now", flush=True); time.sleep(60)'
+    assert signalled(signal.SIGINT, code) == (130, "", "interrupted\n")
+
+
+@pytest.mark.parametrize("name", commands.COMMANDS)
+def test_a_command_that_a_program_calls_leaves_its_handlers_alone(name, monkeypatch, capsys):
+    def handlers():
+        return [signal.getsignal(number) for number in WORDS]
+
+    during, before = [], handlers()
+    module = commands.importlib.import_module(commands._HOME[name])
+    monkeypatch.setattr(
+        module, "main", lambda argv, main=module.main: (during.append(handlers()), main(argv))[1]
+    )
+    codes = []
+
+    def call():
+        try:
+            codes.append(commands.main([name, "--version"]))
+        except SystemExit as exit:
+            codes.append(exit.code)
+
+    call()
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    assert codes == [0, 0] and during == [before, before] and handlers() == before
+
+
+def test_the_terminal_is_as_the_command_found_it():
+    code = HANDLES + 'import tty; tty.setraw(0); sys.stderr.write("\\x1b[?25l"); print("now", flush=True)\n'
+    shell = Shell("-c", f"{code}time.sleep(60)")
+    before = termios.tcgetattr(shell._theirs)
+    shell.until("now")
+    assert termios.tcgetattr(shell._theirs) != before
+    os.kill(shell._process.pid, signal.SIGTERM)
+    assert re.search(r"\x1b\[\?25h\r?\nterminated\r?\n", shell.until("terminated\r?\n"))
+    assert termios.tcgetattr(shell._theirs) == before
+    assert shell.ends() == 143

@@ -1,0 +1,85 @@
+"""Metadata of GGUF files that changes the forward pass: computed with, or refused by name.
+
+Meanings and defaults: `llama_model::load_hparams` in ggml-org/llama.cpp, src/llama-model.cpp.
+"""
+
+import re
+
+import pytest
+
+from mars_jax import hub
+from mars_jax.core.errors import MarsError
+from tests.hub.test_gguf import WIDTH, write
+
+# Architecture, key, a value that changes nothing, and one that changes the forward pass.
+KEYS = [
+    ("llama", "attention.causal", True, False),
+    ("llama", "attention.clamp_kqv", 0.0, 8.0),
+    ("llama", "attention.max_alibi_bias", 0.0, 8.0),
+    ("llama", "attention.output_scale", 1.0, 0.5),
+    ("llama", "attention.scale", WIDTH**-0.5, 0.125),
+    ("llama", "attention.shared_kv_layers", 0, 1),
+    ("llama", "attention.sliding_window", 128, 127),
+    ("llama", "attention.temperature_scale", 0.0, 0.1),
+    ("llama", "attention.value_length", WIDTH, 8),
+    ("llama", "attn_logit_softcapping", 0.0, 50.0),
+    ("llama", "embedding_scale", 1.0, 12.0),
+    ("llama", "expert_count", 0, 8),
+    ("llama", "expert_used_count", 0, 2),
+    ("llama", "final_logit_softcapping", 0.0, 30.0),
+    ("llama", "logit_scale", 0.0, 0.5),
+    ("llama", "nextn_predict_layers", 0, 1),
+    ("llama", "residual_scale", 1.0, 0.2),
+    ("llama", "rope.dimension_count", WIDTH, 8),
+    ("llama", "rope.dimension_count_swa", WIDTH, 8),
+    ("llama", "rope.dimension_sections", [0, 0, 0, 0], [2, 3, 3, 0]),
+    ("llama", "rope.scaling.alpha", 1.0, 1000.0),
+    ("llama", "rope.scaling.attn_factor", 1.0, 0.5),
+    ("llama", "rope.scaling.yarn_beta_fast", 32.0, 8.0),
+    ("llama", "rope.scaling.yarn_ext_factor", -1.0, 0.5),
+    ("llama", "rope.scaling.yarn_log_multiplier", 0.0, 0.1),
+    ("llama", "router_logit_softcapping", 0.0, 30.0),
+    ("llama", "swin_norm", False, True),
+    ("llama", "use_parallel_residual", False, True),
+    ("llama3", "rope.scaling.type", "none", "yarn"),
+    ("qwen2", "attention.sliding_window", 0, 8),
+    ("qwen3", "rope.dimension_count", WIDTH, 8),
+    ("gemma2", "attention.sliding_window_pattern", [True, False], [True, True]),
+    ("gemma2", "attention.key_length_swa", WIDTH, 8),
+    ("gemma2", "rope.freq_base_swa", 10000.0, 500.0),
+    ("gemma3", "attention.sliding_window_pattern", 6, 2),
+    ("gemma3", "attn_logit_softcapping", 0.0, 50.0),
+]
+
+
+@pytest.mark.parametrize(("case", "key", "neutral", "changing"), KEYS)
+def test_keys_that_change_the_forward_pass_are_refused_unless_neutral(tmp_path, case, key, neutral, changing):
+    def config(name, values):
+        return hub.read_config(str(write(tmp_path / name, case, values=values)))
+
+    full = f"{case.replace('llama3', 'llama')}.{key}"
+    assert config("neutral.gguf", {full: neutral}) == config("plain.gguf", {})
+    with pytest.raises(MarsError, match=re.escape(key)):
+        config("changing.gguf", {full: changing})
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0},
+        {"llama.rope.scaling.factor": 4.0},
+        {"llama.rope.scale_linear": 4.0},
+    ],
+)
+def test_a_factor_without_a_type_scales_positions_linearly_as_in_llama_cpp(tmp_path, values):
+    rope = hub.read_config(str(write(tmp_path / "model.gguf", "llama", values=values))).rope
+    assert (rope.kind, rope.factor) == ("linear", 4.0)
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen3", "gemma3"])
+def test_heads_without_a_width_divide_the_hidden_size(tmp_path, case):
+    """The config classes of Qwen3 and Gemma default to 128 and 256 instead."""
+    path = write(tmp_path / "model.gguf", case)
+    key = f"{case}.attention.key_length".encode()
+    path.write_bytes(path.read_bytes().replace(key, key[:-6] + b"absent"))
+    assert hub.read_config(str(path)).head_dim == 64 // 4

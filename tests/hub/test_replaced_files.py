@@ -1,0 +1,194 @@
+"""Files that change at their paths: a process reads what a new process would read, and never mixes two versions."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import mars_jax as mj
+from mars_jax import assets, hub
+from mars_jax.constraints.vocabulary import vocabulary
+from mars_jax.core.errors import MarsError
+from mars_jax.hub import versions
+from mars_jax.hub.load import find_tensors
+from tests.hub.test_gguf import our_logits, write
+
+EMBEDDED = Path(assets.__file__).parent / "tiny" / "target"
+TEXT = "Once upon a time, abcd"
+
+
+@pytest.fixture(autouse=True)
+def cached(monkeypatch):
+    """Cache files that were written just now, too: the tests wait longer than a tick of the clock between writes."""
+    monkeypatch.setattr(versions, "_CLOCK", 0)
+
+
+def replace(path, data):
+    new = path.with_name("new")
+    new.write_bytes(data)
+    os.replace(new, path)
+
+
+def rewrite(path, data):
+    inode = path.stat().st_ino
+    path.write_bytes(data)
+    assert path.stat().st_ino == inode
+
+
+WAYS = pytest.mark.parametrize("put", [replace, rewrite])
+
+
+@WAYS
+def test_a_replaced_gguf_file_is_read_again(tmp_path, put):
+    path = write(tmp_path / "model.gguf", "llama")
+    copy = write(tmp_path / "copy.gguf", "llama", seed=1, values={"llama.rope.freq_base": 40000.0})
+    copy.write_bytes(copy.read_bytes().replace(b"ab\2\0\0\0\0\0\0\0cd", b"cd\2\0\0\0\0\0\0\0ab"))
+    old = mj.load(str(path))
+    old_logits, old_ids = our_logits(old), old.encode("abab")
+    assert path.stat().st_size == copy.stat().st_size
+    put(path, copy.read_bytes())
+    new, expected = mj.load(str(path)), mj.load(str(copy))
+    assert new.config == expected.config != old.config
+    np.testing.assert_array_equal(our_logits(new), our_logits(expected))
+    assert np.abs(our_logits(new) - old_logits).max() > 1
+    assert new.encode("abab") == expected.encode("abab") == [3, 3] and old_ids == [2, 2]
+
+
+def swap_tokens(path):
+    """Exchange the ids of two tokens, which leaves the size of the file."""
+    data = json.loads(path.read_text())
+    vocab = data["model"]["vocab"]
+    first, second = "\u0120upon", "\u0120time"
+    assert len(str(vocab[first])) == len(str(vocab[second]))
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    return json.dumps(data).encode()
+
+
+def new_template(path):
+    return b"{{ messages[0].content }}!"
+
+
+def with_bos(path):
+    return json.dumps(json.loads(path.read_text()) | {"add_bos_token": True}).encode()
+
+
+CHANGES = {
+    "tokenizer.json": swap_tokens,
+    "chat_template.jinja": new_template,
+    "tokenizer_config.json": with_bos,
+}
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    folder = shutil.copytree(EMBEDDED, tmp_path / "model")
+    data = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps(data))
+    return folder
+
+
+def ids_of(folder):
+    model = hub.outline(str(folder))
+    return model.encode(TEXT), model.encode(TEXT, chat=True), model.tokenizer(TEXT)["input_ids"]
+
+
+@WAYS
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_replaced_tokenizer_is_read_again(checkpoint, tmp_path, name, put):
+    before = ids_of(checkpoint)
+    assert ids_of(checkpoint) == before
+    put(checkpoint / name, CHANGES[name](checkpoint / name))
+    copy = shutil.copytree(checkpoint, tmp_path / "copy")
+    assert ids_of(checkpoint) == ids_of(copy)
+    assert name == "tokenizer_config.json" or ids_of(checkpoint) != before
+
+
+def test_an_added_or_removed_file_of_a_tokenizer_counts(checkpoint):
+    before = ids_of(checkpoint)
+    (checkpoint / "chat_template.jinja").rename(checkpoint / "away")
+    with pytest.raises(MarsError, match="has no chat template"):
+        ids_of(checkpoint)
+    (checkpoint / "away").rename(checkpoint / "chat_template.jinja")
+    assert ids_of(checkpoint) == before
+
+
+def gguf_file(folder):
+    return write(folder / "model.gguf", "llama"), write(folder / "other.gguf", "llama", seed=1)
+
+
+def gguf_parts(folder):
+    (folder / "others").mkdir()
+    for place, seed in ((folder, 0), (folder / "others", 1)):
+        write(place / "model.gguf", "llama", split_max_tensors=12, seed=seed)
+    last = "model-00002-of-00002.gguf"
+    return folder / last, folder / "others" / last
+
+
+def safetensors(folder):
+    shutil.copytree(EMBEDDED, folder / "model")
+    shutil.copy(folder / "model" / "model.safetensors", folder / "other")
+    return folder / "model" / "model.safetensors", folder / "other"
+
+
+def torch_bin(folder):
+    torch = pytest.importorskip("torch")
+    from safetensors.torch import load_file
+
+    file, _ = safetensors(folder)
+    torch.save(load_file(file), folder / "other")
+    file.unlink()
+    shutil.copy(folder / "other", file.with_name("pytorch_model.bin"))
+    return file.with_name("pytorch_model.bin"), folder / "other"
+
+
+@WAYS
+@pytest.mark.parametrize("make", [gguf_file, gguf_parts, safetensors, torch_bin])
+def test_tensors_of_a_file_that_changed_after_its_header_was_read_are_refused(tmp_path, make, put):
+    file, other = make(tmp_path)
+    path = file if file.suffix == ".gguf" else file.parent
+    tensors = find_tensors(path, hub.read_config(str(path)))
+    _, tensor = tensors["model.norm.weight"]
+    tensor.read()
+    put(file, other.read_bytes())
+    with pytest.raises(MarsError, match=f"{file.name}' changed while it was being read: load it again"):
+        tensor.read()
+
+
+USES = {
+    "encode": lambda model: model.encode("abcd"),
+    "decode": lambda model: model.decode([3]),
+    "tokenizer": lambda model: model.tokenizer,
+    "has_tokenizer": lambda model: model.has_tokenizer,
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("make", [gguf_file, safetensors])
+def test_a_loaded_model_does_not_take_the_tokenizer_of_a_later_file(tmp_path, make, use):
+    file, other = make(tmp_path)
+    path = file if file.suffix == ".gguf" else file.parent
+    models = [hub.outline(str(path)) for _ in range(2)]
+    USES[use](models[0])
+    changed = file if file.suffix == ".gguf" else path / "tokenizer.json"
+    replace(changed, other.read_bytes() if changed == file else changed.read_bytes())
+    USES[use](models[0])  # it has its tokenizer already
+    with pytest.raises(MarsError, match=r"changed after .* was loaded: load the model again"):
+        USES[use](models[1])
+
+
+def test_models_of_one_path_do_not_share_a_chat_template():
+    first, second = hub.outline(assets.TARGET), hub.outline(assets.TARGET)
+    first.tokenizer.chat_template = "{{ messages[0].content }}!"
+    assert second.tokenizer.chat_template != first.tokenizer.chat_template
+    assert first.encode("Hi", chat=True) == first.encode("Hi!")[1:] != second.encode("Hi", chat=True)
+
+
+def test_the_vocabulary_of_constraints_has_tokens_that_were_added_to_the_tokenizer(checkpoint):
+    tokenizer = hub.outline(str(checkpoint)).tokenizer
+    size = len(tokenizer) + 1
+    assert vocabulary(tokenizer, size).tokens[-1] is None
+    tokenizer.add_tokens(["<plan>"])
+    assert vocabulary(tokenizer, size).tokens[-1] == b"<plan>"

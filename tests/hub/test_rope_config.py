@@ -1,0 +1,245 @@
+"""RoPE settings of published configs are read as transformers reads them; contradictory settings are refused."""
+
+from __future__ import annotations
+
+import copy
+import re
+
+import pytest
+
+from mars_jax.contrib.drafters.dflash_files import from_dflash_json
+from mars_jax.core.errors import MarsError
+from mars_jax.hub.config_json import from_json
+from mars_jax.hub.heads.eagle_files import from_head_json
+from mars_jax.models import ModelConfig, Rope
+
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 44,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 131072,
+}
+LLAMA3_NUMBERS = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+LLAMA3 = {"rope_type": "llama3", **LLAMA3_NUMBERS}
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+LINEAR = {"rope_type": "linear", "factor": 8.0}
+LLAMA3_ROPE = Rope(theta=5e5, kind="llama3", factor=8.0, original_max_positions=8192)
+YARN_ROPE = Rope(
+    theta=1e6, kind="yarn", factor=4.0, original_max_positions=32768, attention_factor=1.1386294361119891
+)
+LAYER_TYPES = {
+    "full_attention": {**LINEAR, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+
+ACCEPTED = {
+    "llama-2": ("llama", {}, Rope()),
+    "llama-3.1": ("llama", {"rope_theta": 500000.0, "rope_scaling": LLAMA3}, LLAMA3_ROPE),
+    "llama-3.1, transformers 5": ("llama", {"rope_parameters": {**LLAMA3, "rope_theta": 5e5}}, LLAMA3_ROPE),
+    "rope_scaling null": ("llama", {"rope_theta": 1e5, "rope_scaling": None}, Rope(theta=1e5)),
+    "equal type and rope_type": (
+        "qwen2",
+        {"rope_theta": 1e6, "rope_scaling": {**YARN, "rope_type": "yarn"}},
+        YARN_ROPE,
+    ),
+    "qwen3": ("qwen3", {"rope_theta": 1000000, "rope_scaling": None}, Rope(theta=1e6)),
+    "qwen3 with yarn": (
+        "qwen3",
+        {"rope_theta": 1000000, "rope_scaling": YARN, "max_position_embeddings": 40960},
+        YARN_ROPE,
+    ),
+    "both generations, equal": (
+        "qwen3",
+        {
+            "rope_theta": 1000000,
+            "rope_scaling": YARN,
+            "rope_parameters": {**YARN, "type": None, "rope_type": "yarn", "rope_theta": 1e6},
+        },
+        YARN_ROPE,
+    ),
+    "original length repeated": (
+        "llama",
+        {"rope_theta": 5e5, "rope_scaling": LLAMA3, "original_max_position_embeddings": 8192},
+        LLAMA3_ROPE,
+    ),
+    "mixtral, base by default": ("mixtral", {}, Rope(theta=1e6)),
+    "mixtral of another base": (
+        "mixtral",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5e4}},
+        Rope(theta=5e4),
+    ),
+}
+GEMMA3 = {
+    "gemma-3-1b": (
+        {"rope_theta": 1000000, "rope_local_base_freq": 10000, "rope_scaling": None},
+        Rope(theta=1e6),
+    ),
+    "gemma-3-4b": ({"rope_scaling": LINEAR}, Rope(theta=1e6, kind="linear", factor=8.0)),
+    "gemma-3-4b, transformers 5": (
+        {"rope_parameters": LAYER_TYPES},
+        Rope(theta=1e6, kind="linear", factor=8.0),
+    ),
+    "gemma-3-4b, both generations": (
+        {
+            "rope_theta": 1000000,
+            "rope_local_base_freq": 10000,
+            "rope_scaling": LINEAR,
+            "rope_parameters": LAYER_TYPES,
+        },
+        Rope(theta=1e6, kind="linear", factor=8.0),
+    ),
+}
+CONTRADICTIONS = {
+    "types of two generations": (
+        {"rope_scaling": YARN, "rope_parameters": {"rope_type": "linear", "factor": 4.0}},
+        "rope_scaling and rope_parameters differ in rope kind ('yarn' and 'linear'",
+    ),
+    "scaling next to default": (
+        {"rope_scaling": YARN, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+        "differ in rope kind ('yarn' and 'none'",
+    ),
+    "bases of two generations": (
+        {"rope_scaling": YARN, "rope_parameters": {**YARN, "rope_theta": 1e6}},
+        "differ in rope theta (10000.0 and 1000000.0, defaults included)",
+    ),
+    "factors of two generations": (
+        {"rope_scaling": YARN, "rope_parameters": {**YARN, "factor": 2.0}},
+        "differ in rope factor (4.0 and 2.0",
+    ),
+    "base outside and inside": (
+        {"rope_theta": 1e4, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+        "rope_parameters.rope_theta is 1000000.0 and rope_theta is 10000.0",
+    ),
+    "type and rope_type": (
+        {"rope_scaling": {**YARN, "rope_type": "linear"}},
+        "rope_scaling.rope_type is 'linear' and rope_scaling.type is 'yarn'",
+    ),
+    "original length": (
+        {"rope_scaling": LLAMA3, "original_max_position_embeddings": 4096},
+        "original_max_position_embeddings is 8192 and original_max_position_embeddings is 4096",
+    ),
+    "rotated part": (
+        {
+            "partial_rotary_factor": 0.5,
+            "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 1.0},
+        },
+        "rope_parameters.partial_rotary_factor is 1.0 and partial_rotary_factor is 0.5",
+    ),
+    "layer types in a model of one rope": (
+        {"rope_parameters": LAYER_TYPES},
+        "rope_parameters has settings for each layer type (full_attention)",
+    ),
+}
+GEMMA3_CONTRADICTIONS = {
+    "full base": (
+        {"rope_theta": 5e5, "rope_parameters": LAYER_TYPES},
+        "rope_parameters.rope_theta is 1000000.0 and rope_theta is 500000.0",
+    ),
+    "sliding base": (
+        {"rope_local_base_freq": 2e4, "rope_parameters": LAYER_TYPES},
+        "rope_parameters.rope_theta is 10000.0 and rope_local_base_freq is 20000.0",
+    ),
+    "factors": (
+        {"rope_scaling": {**LINEAR, "factor": 4.0}, "rope_parameters": LAYER_TYPES},
+        "differ in rope factor (4.0 and 8.0",
+    ),
+    "no layer types": ({"rope_parameters": {**LINEAR, "rope_theta": 1e6}}, "rope_parameters has rope_type"),
+}
+
+
+def read_model(family, data):
+    return from_json({"model_type": family, **SIZES, **data}).rope
+
+
+def read_eagle(data):
+    target = ModelConfig(vocab_size=61, hidden_size=32, intermediate_size=44, num_layers=9, num_heads=4)
+    fields = {**SIZES, "model_type": "llama", "num_hidden_layers": 1, "draft_vocab_size": 61, **data}
+    shapes = {"layers.0.hidden_norm.weight": (32,), "fc.weight": (32, 96), "lm_head.weight": (61, 32)}
+    return from_head_json(fields, shapes, target).layer.rope
+
+
+def read_speculators(data):
+    layer = {**SIZES, "model_type": "llama", "num_hidden_layers": 1}
+    outer = {"speculators_model_type": "eagle3", "norm_before_residual": False}
+    return read_eagle({**outer, "transformer_layer_config": {**layer, **data}})
+
+
+def read_dflash(data):
+    target = ModelConfig(vocab_size=61, hidden_size=32, intermediate_size=44, num_layers=9, num_heads=4)
+    fields = {
+        **SIZES,
+        "num_hidden_layers": 2,
+        "block_size": 4,
+        "mask_token_id": 0,
+        "target_layer_ids": [1],
+        **data,
+    }
+    return from_dflash_json(fields, {"fc.weight": (32, 32)}, target).layer.rope
+
+
+HEADS = {"eagle": read_eagle, "speculators": read_speculators, "dflash": read_dflash}
+READERS = {"model": lambda data: read_model("llama", data), **HEADS}
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_published_settings_are_read_as_transformers_reads_them(name):
+    family, data, expected = ACCEPTED[name]
+    assert read_model(family, data) == expected
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoConfig.for_model(family, **copy.deepcopy({**SIZES, **data})).rope_parameters
+    kind = expected.kind if expected.kind != "none" else "default"
+    assert (theirs["rope_type"], theirs["rope_theta"]) == (kind, expected.theta)
+    assert theirs.get("factor", 1.0) == expected.factor
+
+
+@pytest.mark.parametrize("name", GEMMA3)
+def test_gemma_3_reads_settings_for_each_layer_type(name):
+    data, expected = GEMMA3[name]
+    config = from_json({"model_type": "gemma3_text", **SIZES, **data})
+    assert (config.rope, config.local_rope) == (expected, Rope(theta=1e4))
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("name", [name for name in ACCEPTED if ACCEPTED[name][0] != "mixtral"])
+def test_published_settings_of_heads_are_read(head, name):
+    assert HEADS[head](ACCEPTED[name][1]) == ACCEPTED[name][2]
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+def test_contradictory_settings_are_refused_with_both_values(reader, name):
+    data, expected = CONTRADICTIONS[name]
+    with pytest.raises(MarsError, match=re.escape(expected)):
+        READERS[reader](data)
+
+
+@pytest.mark.parametrize("name", GEMMA3_CONTRADICTIONS)
+def test_contradictory_settings_of_gemma_3_are_refused_with_both_values(name):
+    data, expected = GEMMA3_CONTRADICTIONS[name]
+    with pytest.raises(MarsError, match=re.escape(expected)):
+        read_model("gemma3_text", data)
+
+
+def test_settings_outside_of_a_nested_config_must_equal_those_inside():
+    with pytest.raises(
+        MarsError, match=r"rope_theta is 1\.0 and transformer_layer_config\.rope_theta is 2\.0"
+    ):
+        read_eagle(
+            {
+                "speculators_model_type": "eagle3",
+                "norm_before_residual": False,
+                "rope_theta": 1.0,
+                "transformer_layer_config": {**SIZES, "model_type": "llama", "rope_theta": 2.0},
+            }
+        )
+    with pytest.raises(MarsError, match=r"rope_theta is 1\.0 and text_config\.rope_theta is 2\.0"):
+        read_model("gemma3", {"rope_theta": 1.0, "text_config": {**SIZES, "rope_theta": 2.0}})

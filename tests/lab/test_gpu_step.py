@@ -1,0 +1,134 @@
+"""`scripts/gpu_step.py` on a CPU with a tiny shape."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mars_jax.core.types import Visible
+from mars_jax.models import init_params
+from mars_jax.models.transformer import language_model
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "gpu_step.py"
+
+
+@pytest.fixture
+def gpu_step(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    return importlib.import_module("gpu_step")
+
+
+def test_joined_products_equal_separate_ones(gpu_step):
+    config = gpu_step.SHAPES["tiny"].config
+    params, model = init_params(config, jax.random.key(0)), language_model(config)
+    tokens = jnp.asarray([[3, 1, 4, 1, 5]])
+
+    def hidden(params):
+        visible = Visible.causal(jnp.zeros((1,), jnp.int32), tokens.shape[1])
+        return model.forward(params, tokens, visible, model.init_cache(1, 8)).hidden
+
+    separate = hidden(params)
+    with gpu_step.joined_products():
+        joined = hidden(gpu_step.join(params))
+    np.testing.assert_allclose(joined, separate, rtol=1e-5, atol=1e-6)
+
+
+def test_operations_are_counted_in_the_largest_loop_and_inside_its_fusions(gpu_step):
+    text = """
+%fused (p: bf16[4,8]) -> bf16[8,8] {
+  ROOT %c = bf16[8,8]{1,0} concatenate(%p, %p), dimensions={0}
+}
+%branch (p: f32[2]) -> f32[2] {
+  ROOT %d = f32[2]{0} copy(%p)
+}
+%body (p: (f32[2], bf16[4,8])) -> (f32[2], bf16[4,8]) {
+  %a = f32[2]{0} get-tuple-element(%p), index=0
+  %f = bf16[8,8]{1,0} fusion(%b), kind=kLoop, calls=%fused
+  %e = bf16[6144,4096]{1,0} concatenate(%q, %k, %v), dimensions={0}
+  %g = f32[2]{0} conditional(%i, %a, %a), branch_computations={%branch, %branch}
+  ROOT %t = (f32[2]{0}, bf16[4,8]{1,0}) tuple(%g, %b)
+}
+%small (p: f32[2]) -> f32[2] {
+  ROOT %h = f32[2]{0} copy(%p)
+}
+ENTRY %main (x: f32[2]) -> f32[2] {
+  %outside = f32[2]{0} copy(%x)
+  %w = (f32[2]{0}, bf16[4,8]{1,0}) while(%x), condition=%cond, body=%body
+  ROOT %v = f32[2]{0} while(%x), condition=%cond, body=%small
+}
+"""
+    assert gpu_step.loop_operations(text) == {
+        "concatenate": 1,
+        "copy": 1,
+        "fusion": 1,
+        "fused concatenate": 1,
+        "concatenated": {"bf16[8,8]": 1, "bf16[6144,4096]": 1},
+    }
+
+
+def test_sections_are_measured_and_an_option_that_xla_lacks_is_reported(gpu_step, monkeypatch, tmp_path):
+    path = tmp_path / "report.json"
+    monkeypatch.setitem(gpu_step.VARIANTS, "unknown", gpu_step.Variant({"xla_gpu_no_such_option": 1}))
+    sections = [
+        ("device", "default"),
+        ("steps", "joined"),
+        ("prompts", "no dot merger, graphs"),
+        ("prompts", "unknown"),
+    ]
+    monkeypatch.setitem(gpu_step.SECTIONS, "tiny", sections)
+    monkeypatch.setattr(sys, "argv", ["gpu_step.py", "--shape", "tiny", "--output", str(path)])
+    gpu_step.main()
+    report = json.loads(path.read_text())
+    assert {section["status"] for section in report["sections"].values()} == {"complete"}
+    rows = {name: section["rows"] for name, section in report["sections"].items()}
+    assert rows["device: default"][0]["copy_bytes_per_second"] > 0
+    [step] = rows["steps: joined"]
+    assert step["tau"] == 1 and step["tokens_per_second"] == pytest.approx(1e3 / step["milliseconds"])
+    assert step["loop"]["fusion"] > 0
+    assert [row["chunk"] for row in rows["prompts: no dot merger, graphs"]] == [16, 32]
+    assert all(row["milliseconds"] > 0 for row in rows["prompts: no dot merger, graphs"])
+    assert all("xla_gpu_no_such_option" in row["failed"] for row in rows["prompts: unknown"])
+
+
+@pytest.mark.slow
+def test_a_killed_run_keeps_its_sections_and_the_next_one_completes_the_report(gpu_step, tmp_path):
+    path = tmp_path / "report.json"
+    command = [sys.executable, str(SCRIPT), "--shape", "tiny", "--output", str(path)]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as process:
+        while not path.exists() or '"steps: joined"' not in path.read_text():
+            assert process.poll() is None
+            time.sleep(0.1)
+        process.send_signal(signal.SIGKILL)
+    kept = json.loads(path.read_text())["sections"]
+    assert kept["steps: default"]["status"] == "complete" and len(kept["steps: default"]["rows"]) == 3
+    subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
+    sections = json.loads(path.read_text())["sections"]
+    assert sections["steps: default"] == kept["steps: default"]
+    assert list(sections) == [f"{what}: {name}" for what, name in gpu_step.SECTIONS["tiny"]]
+    assert {section["status"] for section in sections.values()} == {"complete"}
+    assert [row["tau"] > 1 for row in sections["steps: default"]["rows"]] == [False, True, True]
+
+
+def test_a_section_that_fails_or_takes_too_long_is_reported(gpu_step, monkeypatch, tmp_path):
+    path = tmp_path / "report.json"
+    monkeypatch.setattr(gpu_step, "__file__", str(tmp_path / "child.py"))
+    for code, limit, status in (
+        ("raise SystemExit(3)", 30, "exit code 3"),
+        ("while True: pass", 0.2, "stopped after 0.2 s"),
+    ):
+        (tmp_path / "child.py").write_text(code)
+        path.write_text('{"sections": {}}')
+        gpu_step.measure_in_child("steps", "default", "8b", path, limit)
+        assert json.loads(path.read_text())["sections"] == {"steps: default": {"rows": [], "status": status}}
