@@ -131,7 +131,7 @@ class Parser(argparse.ArgumentParser):
         folder. A URL in place of a local path would become a folder of that name.
         """
         name = [str(action.metavar or action.dest), *action.option_strings][-1]
-        if "" in arg_strings and action.metavar != "PROMPT":
+        if "" in arg_strings and (action.option_strings or action.metavar in PATHS):
             cure = ", or leave it out" if action.option_strings else ""
             raise MarsError(f"{name} is empty, as if a shell variable is not set: give it a value{cure}.")
         for text in arg_strings:

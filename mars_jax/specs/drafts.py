@@ -257,6 +257,8 @@ def parse_tree(text: str, *, shown: str = "--tree") -> tuple[int, ...] | Dynamic
     if dynamic:
         if sizes[2] < 2:
             raise MarsError(f"{shown} is {text}: expected at least 2 nodes, the first being the root.")
+        top_k, depth, nodes = sizes
+        check_nodes(shown, text, max(nodes, top_k * depth))  # by the flag's name
         return Dynamic(*sizes)
     nodes, level = 1, 1
     for width in sizes:
