@@ -19,6 +19,7 @@ import numpy as np
 from jax import Array
 
 from mars_jax.core.errors import MarsError, check_count, check_type
+from mars_jax.core.limits import BATCH_ROWS
 from mars_jax.core.settings import EDITS, LARGEST_FLOAT
 from mars_jax.core.tree import ancestors
 from mars_jax.core.types import NO_TOKEN, DraftTree, Edits
@@ -52,7 +53,7 @@ def make_edits(
     >>> make_edits(2, logit_bias={5: -jnp.inf}).bias_tokens.tolist()
     [[5], [5]]
     """
-    check_count("batch", batch)
+    check_count("batch", batch, most=BATCH_ROWS)
     check_type("logit_bias", logit_bias, Iterable, "a mapping of token ids to numbers, or one for each row")
     rows = [logit_bias] * batch if isinstance(logit_bias, Mapping) else list(logit_bias) or [{}] * batch
     if len(rows) != batch:

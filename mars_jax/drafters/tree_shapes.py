@@ -7,8 +7,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mars_jax.core.errors import MarsError
+from mars_jax.core.errors import MarsError, check_count
+from mars_jax.core.limits import DRAFT_TOKENS
 from mars_jax.specs import Dynamic
+from mars_jax.specs.drafts import check_nodes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,7 +18,7 @@ class Static:
     """A tree, or a chain, of a fixed shape: every node of depth l has `branching[l]` children.
 
     Raises:
-      MarsError: a level without nodes.
+      MarsError: a level without nodes, or more than `TREE_NODES` nodes.
     """
 
     branching: tuple[int, ...]
@@ -27,6 +29,11 @@ class Static:
                 f"a draft of shape {self.branching} has a level without nodes: give at least 1 draft token and at "
                 "least 1 child at each level."
             )
+        nodes, level = 1, 1
+        for width in self.branching:
+            level *= width
+            nodes += level
+            check_nodes("the draft", self.branching, nodes)
 
     @property
     def is_chain(self) -> bool:
@@ -56,11 +63,13 @@ def shape_of(num_draft_tokens: int, tree: Sequence[int] | Dynamic | None, vocab_
     """The shape that a drafter's arguments name: a chain, unless `tree` says otherwise.
 
     Raises:
-      MarsError: a level without nodes, or a node with more children than there are tokens.
+      MarsError: a level without nodes, too many tokens or nodes, or a node with more children than there are tokens.
     """
     if isinstance(tree, Dynamic):
         shape: Shape = tree
     else:
+        if tree is None:
+            check_count("num_draft_tokens", num_draft_tokens, most=DRAFT_TOKENS)
         shape = Static(tuple(tree) if tree is not None else (1,) * num_draft_tokens)
     if shape.top_k > vocab_size:
         raise MarsError(f"a node cannot have {shape.top_k} children in a vocabulary of {vocab_size} tokens.")

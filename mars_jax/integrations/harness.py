@@ -25,6 +25,7 @@ from mars_jax.cli.open_target import check_draft, open_mesh
 from mars_jax.cli.progress import progress_bar
 from mars_jax.cli.rule_flags import rule_and_file
 from mars_jax.core.errors import MarsError
+from mars_jax.hub.chat_template import bound_templates
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.integrations.answer_file import Answers, place_of
 from mars_jax.placement import hosts
@@ -258,6 +259,7 @@ class MarsJax(TemplateLM):
         """
         if self._template is None:
             self.chat_template(True)
+        bound_templates()
         try:
             return self.tokenizer.apply_chat_template(
                 list(chat_history),

@@ -16,6 +16,7 @@ from mars_jax import specs
 from mars_jax.constraints import Constraint
 from mars_jax.constraints.spans import Spans, names_of
 from mars_jax.core.errors import MarsError, check_count, did_you_mean
+from mars_jax.core.limits import SAMPLES
 from mars_jax.core.metrics import Metrics
 from mars_jax.core.settings import LARGEST_FLOAT
 from mars_jax.core.types import NO_TOKEN
@@ -174,7 +175,7 @@ def make_requests(
         raise MarsError(
             f"the prompts are of type {type(prompts).__name__}: give a text, texts, token ids, or conversations."
         )
-    check_count("samples", samples)
+    check_count("samples", samples, most=SAMPLES)
     given: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
     if not given:
         raise MarsError("there are no prompts: give at least one.")
