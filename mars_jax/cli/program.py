@@ -19,10 +19,13 @@ from mars_jax.cli import remote
 from mars_jax.cli.progress import heartbeat
 from mars_jax.cli.quiet import quiet
 from mars_jax.core.errors import MarsError, MarsWarning, did_you_mean, say
+from mars_jax.core.home import check_path
 
 BAD_INPUT = 2
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 BROKEN_PIPE = 141  # 128 + SIGPIPE
+PATHS = ("PATH", "FILE", "DIR", "SRC", "DST", "TARGET")
+"""Metavars of arguments whose value is a path, or a name that may be one."""
 
 
 class _Formatter(argparse.HelpFormatter):
@@ -122,18 +125,20 @@ class Parser(argparse.ArgumentParser):
         raise MarsError(f"{message.removeprefix('argument ').rstrip('.')}{near}; --help lists the flags.")
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
-        """Refuse an empty value, mostly of a shell variable that is not set: it would mean the default in silence.
+        """Refuse values that no flag or path can have, before anything is opened.
 
-        Refuse a URL too where a path of this machine is meant: a `Path` would make a folder of its name.
+        An empty value is mostly a shell variable that is not set: it would silently mean the default, or the current
+        folder. A URL in place of a local path would become a folder of that name.
         """
-        if action.option_strings and "" in arg_strings:
-            raise MarsError(
-                f"{action.option_strings[-1]} is empty, as where a shell variable is not set: give it a value, "
-                "or leave it out."
-            )
-        if action.type is Path:
-            for text in arg_strings:
-                remote.refuse(text, [str(action.metavar), *action.option_strings][-1])
+        name = [str(action.metavar or action.dest), *action.option_strings][-1]
+        if "" in arg_strings and (action.option_strings or action.metavar in PATHS):
+            cure = ", or leave it out" if action.option_strings else ""
+            raise MarsError(f"{name} is empty, as if a shell variable is not set: give it a value{cure}.")
+        for text in arg_strings:
+            if action.type is Path:
+                remote.refuse(text, name)
+            if (action.type is Path or action.metavar in PATHS) and not remote.is_url(text):
+                check_path(text, name)
         return super()._get_values(action, arg_strings)
 
     def _near(self, message: str) -> str:

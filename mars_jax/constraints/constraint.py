@@ -19,10 +19,8 @@ from mars_jax.constraints.stored import stored
 from mars_jax.constraints.token_table import NO_TOKEN, TokenTable, token_table
 from mars_jax.constraints.vocabulary import Vocabulary
 from mars_jax.core.errors import MarsError, check_type, short_repr
+from mars_jax.core.limits import JSON_BYTES
 from mars_jax.core.reading import read_text
-
-PATH_MAX = 4096
-"""Characters of the longest path; a longer text is a broken schema, not a path."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,12 +139,11 @@ def json_schema(schema: Mapping[str, Any] | str | os.PathLike[str], *, compact: 
         said = os.fspath(schema)
         if not said.lstrip().startswith("{") and said.strip() != "true":
             try:
-                said = read_text(said)
+                said = read_text(said, JSON_BYTES)
             except (OSError, ValueError) as error:
                 reason = getattr(error, "strerror", None) or "it is not UTF-8"
-                path = f"'{said}'" if len(said) <= PATH_MAX else short_repr(said)
                 raise MarsError(
-                    f"the schema {path} cannot be read ({reason}): give a file that holds JSON."
+                    f"the schema '{said}' cannot be read ({reason}): give a file that holds JSON."
                 ) from None
     found = parsed(said)
     if not isinstance(found, dict) and found is not True:

@@ -13,6 +13,7 @@ from jax import Array
 from jax.core import Tracer
 
 from mars_jax.core.errors import MarsError, check_count, short_repr
+from mars_jax.core.limits import BATCH_ROWS
 from mars_jax.core.settings import CONTROLS, EDITS, LARGEST_INT, Range, Setting, by_name
 from mars_jax.core.types import NO_TOKEN, Controls
 
@@ -64,7 +65,7 @@ def make_controls(
     def field(name: str, value: Any, dtype: Any) -> Array:
         return one_per_row(name, value, batch, dtype)
 
-    check_count("batch", batch)
+    check_count("batch", batch, most=BATCH_ROWS)
     return Controls(
         temperature=None if temperature is None else field("temperature", temperature, np.float32),
         top_k=field("top_k", top_k, np.int32),

@@ -20,6 +20,7 @@ from jax import Array
 
 from mars_jax.core.controls import one_per_row
 from mars_jax.core.errors import MarsError, check_count, check_type, short_repr
+from mars_jax.core.limits import BATCH_ROWS
 from mars_jax.core.settings import LARGEST_FLOAT, LARGEST_INT
 from mars_jax.core.tree import ancestors
 from mars_jax.core.types import NO_TOKEN, DraftTree, Edits
@@ -53,7 +54,7 @@ def make_edits(
     >>> make_edits(2, logit_bias={5: -jnp.inf}).bias_tokens.tolist()
     [[5], [5]]
     """
-    check_count("batch", batch)
+    check_count("batch", batch, most=BATCH_ROWS)
     check_count("width", width)
     wanted = "a mapping of token ids to numbers, or one for each row"
     check_type("logit_bias", logit_bias, (Mapping, list, tuple), wanted)

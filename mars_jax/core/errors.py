@@ -7,6 +7,9 @@ import warnings
 from collections.abc import Iterable
 from typing import Any
 
+LONGEST = 20_000
+"""Characters of a message."""
+
 
 class MarsError(Exception):
     """Bad input, in one sentence that names the thing, its value and the cure.
@@ -15,7 +18,10 @@ class MarsError(Exception):
     """
 
     def __str__(self) -> str:
-        return printable(super().__str__())  # it quotes files, templates and paths of others
+        text = super().__str__()
+        if len(text) > LONGEST:  # a value that it quotes may have megabytes
+            text = f"{text[: LONGEST // 2]} ... {text[-LONGEST // 2 :]}"
+        return printable(text)  # it quotes files, templates and paths of others
 
 
 class MarsWarning(UserWarning):
@@ -41,15 +47,17 @@ def check_type(name: str, value: Any, kinds: type | tuple[type, ...], wanted: st
         raise MarsError(f"{name} is of type {type(value).__name__}: expected {wanted}.")
 
 
-def check_count(name: str, value: Any, least: int = 1) -> None:
-    """Raise MarsError for anything but a whole number of at least `least`; a bool is none.
+def check_count(name: str, value: Any, least: int = 1, most: int | None = None) -> None:
+    """Raise MarsError for anything but a whole number from `least` to `most`, if given; a bool is refused too.
 
     >>> check_count("batch_size", 0.5)
     Traceback (most recent call last):
     mars_jax.core.errors.MarsError: batch_size is 0.5: expected a whole number of at least 1.
     """
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
-        raise MarsError(f"{name} is {short_repr(value)}: expected a whole number of at least {least}.")
+    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not whole or int(value) < least or (most is not None and int(value) > most):
+        between = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise MarsError(f"{name} is {short_repr(value)}: expected a whole number {between}.")
 
 
 def check_text(name: str, value: Any) -> None:

@@ -1,4 +1,4 @@
-"""The home folder of the user: `~` in a path, and where things are kept between runs."""
+"""Paths that users name: which of them can exist, `~` for the home folder, and where things are kept between runs."""
 
 from __future__ import annotations
 
@@ -6,17 +6,48 @@ import os
 from pathlib import Path
 
 from mars_jax.core.errors import MarsError
+from mars_jax.core.limits import NAME_BYTES, PATH_BYTES
+
+
+def check_path(path: str | os.PathLike[str], shown: str = "the path") -> None:
+    """Raise MarsError for a path that no file can have, before any system call fails with a bare OSError.
+
+    Args:
+      path: to check.
+      shown: name of the argument in the message.
+
+    >>> check_path("runs/a\\0b", "--output")
+    Traceback (most recent call last):
+    mars_jax.core.errors.MarsError: --output 'runs/a\\x00b' holds a NUL character, which no path can: remove it.
+    """
+    text = os.fspath(path)
+    quoted = f"{shown} '{text if len(text) <= 80 else text[:32] + '...'}'"
+    try:
+        encoded = os.fsencode(text)
+    except UnicodeEncodeError:
+        raise MarsError(f"{quoted} is not valid Unicode: rename the file.") from None
+    if b"\0" in encoded:
+        raise MarsError(f"{quoted} holds a NUL character, which no path can: remove it.")
+    if len(encoded) > PATH_BYTES:
+        raise MarsError(
+            f"{quoted} has {len(encoded):,} bytes: expected at most {PATH_BYTES:,}; shorten the path."
+        )
+    if (longest := max(map(len, encoded.split(b"/")))) > NAME_BYTES:
+        raise MarsError(
+            f"{quoted} holds a name of {longest:,} bytes: expected at most {NAME_BYTES}; shorten the name."
+        )
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:
     """A path whose leading `~` or `~user` is the home folder that it stands for.
 
     Raises:
-      MarsError: there is no such user, or its home is not known.
+      MarsError: there is no such user, its home is not known, or as `check_path`.
 
     >>> expanded("a/~b").parts
     ('a', '~b')
     """
+    check_path(path)
     try:
         return Path(path).expanduser()
     except RuntimeError:

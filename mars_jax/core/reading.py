@@ -10,18 +10,23 @@ import stat
 from pathlib import Path
 from typing import IO, Any
 
-MOST = 1 << 34
-"""Bytes of a file, and of what a compressed one holds: 16 GiB, above every text to train on and below what a sparse
-file or a damaged one may claim."""
+from mars_jax.core.home import check_path
+from mars_jax.core.limits import FILE_BYTES
 
 
-def open_file(path: str | os.PathLike[str]) -> IO[bytes]:
+def open_file(path: str | os.PathLike[str], most: int = FILE_BYTES) -> IO[bytes]:
     """Open a regular file, or a link to one.
 
+    Args:
+      path: of the file.
+      most: bytes that it may have.
+
     Raises:
-      OSError: there is none, it cannot be read, it is too large, or it is a directory, a pipe or a device; `strerror`
-        says which.
+      MarsError: no file can have such a path.
+      OSError: there is no such file, it cannot be read, it is too large, or it is a directory, a pipe or a device;
+        `strerror` says which.
     """
+    check_path(path)
     # Without O_NONBLOCK the opening of a pipe waits for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     found, wrong = os.fstat(descriptor), None
@@ -29,46 +34,41 @@ def open_file(path: str | os.PathLike[str]) -> IO[bytes]:
         wrong = errno.EISDIR, "it is a directory"
     elif not stat.S_ISREG(found.st_mode):
         wrong = errno.EINVAL, "it is a pipe or a device, and no file"
-    elif found.st_size > MOST:
-        wrong = errno.EFBIG, f"it has {found.st_size:,} bytes, and at most {MOST:,} are read"
+    elif found.st_size > most:
+        wrong = errno.EFBIG, f"it has {found.st_size:,} bytes, and at most {most:,} are read"
     if wrong is not None:
         os.close(descriptor)
         raise OSError(*wrong)
     return os.fdopen(descriptor, "rb")
 
 
-def read_bytes(path: str | os.PathLike[str]) -> bytes:
-    """The contents of a regular file.
-
-    Raises:
-      OSError: as `open_file`.
-    """
-    with open_file(path) as file:
+def read_bytes(path: str | os.PathLike[str], most: int = FILE_BYTES) -> bytes:
+    """The contents of a regular file; arguments and errors are those of `open_file`."""
+    with open_file(path, most) as file:
         return file.read()
 
 
-def read_text(path: str | os.PathLike[str]) -> str:
-    """The contents of a regular file as text.
+def read_text(path: str | os.PathLike[str], most: int = FILE_BYTES) -> str:
+    """The contents of a regular file as text; arguments and errors are those of `open_file`.
 
     Raises:
-      OSError: as `open_file`.
-      UnicodeDecodeError: it is no UTF-8.
+      UnicodeDecodeError: it is not UTF-8.
     """
-    return read_bytes(path).decode("utf-8")
+    return read_bytes(path, most).decode("utf-8")
 
 
 def unpacked(path: str | os.PathLike[str]) -> bytes:
     """The contents of a regular file, decompressed where its name ends in .xz or .gz.
 
     Raises:
-      OSError: as `open_file`, or it holds more than `MOST`.
+      OSError: as `open_file`, or it holds more than `FILE_BYTES`.
       EOFError, lzma.LZMAError, zlib.error: a compressed one is damaged, or was cut short.
     """
     opener: Any = {".xz": lzma.open, ".gz": gzip.open}.get(Path(path).suffix)
     if opener is None:
         return read_bytes(path)
     with open_file(path) as packed, opener(packed, "rb") as file:
-        data = file.read(MOST + 1)
-    if len(data) > MOST:
-        raise OSError(errno.EFBIG, f"it holds more than {MOST:,} bytes")
+        data = file.read(FILE_BYTES + 1)
+    if len(data) > FILE_BYTES:
+        raise OSError(errno.EFBIG, f"it holds more than {FILE_BYTES:,} bytes")
     return data

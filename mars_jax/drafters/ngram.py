@@ -13,6 +13,7 @@ from jax import Array
 
 from mars_jax.core.drafter import SPARSE, Drafter, DraftInput
 from mars_jax.core.errors import MarsError, check_count, short_repr
+from mars_jax.core.limits import DRAFT_TOKENS, NGRAM_TOKENS
 from mars_jax.core.tree import chain, last_token
 from mars_jax.core.types import NO_TOKEN, DraftTree, Params, PyTree
 from mars_jax.drafters.asked import Asked, LoadedDrafter
@@ -25,7 +26,7 @@ def ngram(num_draft_tokens: int = 8, *, max_ngram: int = 3, min_ngram: int = 1) 
     repetition for as long as is asked. Without a match the nodes are padding and the step emits one token.
 
     Args:
-      num_draft_tokens: length K of the chain, at least 1.
+      num_draft_tokens: length K of the chain, from 1 to `DRAFT_TOKENS`.
       max_ngram: longest suffix that is looked for.
       min_ngram: shortest suffix that counts as a match.
 
@@ -35,9 +36,9 @@ def ngram(num_draft_tokens: int = 8, *, max_ngram: int = 3, min_ngram: int = 1) 
     >>> ngram(4).num_nodes
     5
     """
-    lengths = {"num_draft_tokens": num_draft_tokens, "max_ngram": max_ngram, "min_ngram": min_ngram}
-    for name, value in lengths.items():
-        check_count(name, value)
+    check_count("num_draft_tokens", num_draft_tokens, most=DRAFT_TOKENS)
+    check_count("max_ngram", max_ngram, most=NGRAM_TOKENS)
+    check_count("min_ngram", min_ngram)
     if min_ngram > max_ngram:
         raise MarsError(
             f"min_ngram is {short_repr(min_ngram)} and max_ngram {max_ngram}: give 1 <= min_ngram <= max_ngram."

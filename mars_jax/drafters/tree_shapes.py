@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 
 from mars_jax.core.errors import MarsError, check_count, short_repr
+from mars_jax.core.limits import DRAFT_TOKENS
 from mars_jax.specs import Dynamic
+from mars_jax.specs.drafts import check_nodes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,7 +19,7 @@ class Static:
     """A tree, or a chain, of a fixed shape: every node of depth l has `branching[l]` children.
 
     Raises:
-      MarsError: a level without nodes.
+      MarsError: a level without nodes, or more than `TREE_NODES` nodes.
     """
 
     branching: tuple[int, ...]
@@ -28,6 +30,11 @@ class Static:
                 f"a draft of shape {self.branching} has a level without nodes: give at least 1 draft token and at "
                 "least 1 child at each level."
             )
+        nodes, level = 1, 1
+        for width in self.branching:
+            level *= width
+            nodes += level
+            check_nodes("the draft", self.branching, nodes)
 
     @property
     def is_chain(self) -> bool:
@@ -57,10 +64,10 @@ def shape_of(num_draft_tokens: int, tree: Sequence[int] | Dynamic | None, vocab_
     """The shape that a drafter's arguments name: a chain, unless `tree` says otherwise.
 
     Raises:
-      MarsError: a level without nodes, or a node with more children than there are tokens.
+      MarsError: a level without nodes, too many tokens or nodes, or a node with more children than there are tokens.
     """
     if tree is None:
-        check_count("num_draft_tokens", num_draft_tokens)
+        check_count("num_draft_tokens", num_draft_tokens, most=DRAFT_TOKENS)
         return Static((1,) * num_draft_tokens)
     check_tree(tree)
     shape = tree if isinstance(tree, Dynamic) else Static(tuple(tree))

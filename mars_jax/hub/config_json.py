@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mars_jax.core.errors import MarsError
+from mars_jax.core.limits import JSON_BYTES
 from mars_jax.core.reading import read_text
 from mars_jax.hub.families import FAMILIES, text_part
 from mars_jax.hub.rope_config import read_rope, write_scaling
@@ -100,10 +101,11 @@ def read_json(path: Path) -> dict[str, Any]:
       MarsError: the file is not there, or is not a JSON object.
     """
     try:
-        data = json.loads(read_text(path))
-    except OSError:
+        data = json.loads(read_text(path, JSON_BYTES))
+    except OSError as error:
+        reason = "" if isinstance(error, FileNotFoundError) else f" ({error.strerror})"
         raise MarsError(
-            f"there is no readable {path.name} in '{path.parent}': give a checkpoint's directory."
+            f"there is no readable {path.name} in '{path.parent}'{reason}: give a checkpoint's directory."
         ) from None
     except (ValueError, RecursionError) as error:  # the second: lists within lists, 100,000 deep
         raise MarsError(f"'{path}' is not valid JSON ({error}): download the checkpoint again.") from None

@@ -20,6 +20,7 @@ import numpy as np
 from mars_jax import assets
 from mars_jax.core.errors import MarsError, did_you_mean, first_line
 from mars_jax.core.home import expanded
+from mars_jax.core.limits import JSON_BYTES, SHARDS
 from mars_jax.hub.config_json import read_json
 from mars_jax.hub.fetch import cached, fetch_directory, fetch_file, installed
 from mars_jax.hub.gguf_file import is_gguf
@@ -167,6 +168,11 @@ def _shards(directory: Path, index: str, weight_map: dict[str, str]) -> list[str
       MarsError: one of them is absent.
     """
     shards = list(dict.fromkeys(weight_map.values()))
+    if len(shards) > SHARDS:
+        raise MarsError(
+            f"'{directory / index}' names {len(shards):,} files: expected at most {SHARDS:,}; download the checkpoint "
+            "again."
+        )
     absent = [shard for shard in shards if not os.path.isfile(directory / shard)]
     if absent:
         raise MarsError(
@@ -238,10 +244,12 @@ def _safetensors(path: Path) -> Iterator[dict[str, Tensor]]:
 
     version = version_of(path)
     try:
-        with safe_open(path, framework="np"):  # it checks the header against the file
-            pass
         with open(path, "rb") as file:
             size = int.from_bytes(file.read(8), "little")
+            if size > JSON_BYTES:
+                raise ValueError(f"its header has {size:,} bytes, and at most {JSON_BYTES:,} are read")
+            with safe_open(path, framework="np"):  # it checks the header against the file
+                pass
             header = json.loads(file.read(size))
     except (SafetensorError, OSError, ValueError) as error:
         raise MarsError(f"'{path}' is truncated or corrupt ({error}): download it again.") from None

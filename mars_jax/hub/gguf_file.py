@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from mars_jax.core.errors import MarsError, first_line
+from mars_jax.core.limits import GGUF_HEADER_BYTES
 from mars_jax.hub.versions import Version, cached_by_version, check_version, version_of
 
 _NUMBERS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
@@ -231,6 +232,8 @@ class _Header:
     def _take(self, size: int) -> bytes:
         self._check(self._at + size)
         self._at += size
+        if self._at > GGUF_HEADER_BYTES:
+            raise ValueError(f"its header has more than {GGUF_HEADER_BYTES:,} bytes")
         return self._file.read(size)
 
     def _number(self, code: str = "Q") -> Any:
@@ -244,6 +247,8 @@ class _Header:
             return self._text()
         if kind == _LIST:
             inner, count = self._number("I"), self._number()
+            if inner == _LIST:
+                raise ValueError("it holds a list of lists, which no reader of GGUF takes")
             if inner in _NUMBERS:
                 code = f"<{count}{_NUMBERS[inner]}"
                 return list(struct.unpack(code, self._take(count * struct.calcsize(_NUMBERS[inner]))))

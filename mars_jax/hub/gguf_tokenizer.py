@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from mars_jax.core.errors import MarsError
+from mars_jax.core.limits import TOKEN_BYTES
 from mars_jax.hub.gguf_file import GGUFFile
 
 # Types of tokens.
@@ -63,6 +64,11 @@ def gguf_tokenizer(file: GGUFFile) -> Any:
     from tokenizers import AddedToken
 
     tokens = file.get("tokenizer.ggml.tokens")
+    if longest := max((t for t in tokens if len(t.encode()) > TOKEN_BYTES), key=len, default=""):
+        raise MarsError(
+            f"'{file.path}' has a token of {len(longest.encode()):,} bytes: expected at most {TOKEN_BYTES:,}; download "
+            "it again, or give prompts as token ids."
+        )
     types = file.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
     # An unused token fills a row of the embeddings, and is no text.
     kinds = {token: (i, types[i]) for i, token in enumerate(tokens) if types[i] != _UNUSED}

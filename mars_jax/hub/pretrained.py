@@ -27,6 +27,7 @@ from mars_jax.core.errors import (
     short_repr,
     warn,
 )
+from mars_jax.core.limits import PREFIXES, PROMPT_BYTES
 from mars_jax.core.types import LanguageModel, PyTree
 from mars_jax.hub.gguf_file import is_gguf, read_gguf
 from mars_jax.hub.tokenizer import (
@@ -199,6 +200,7 @@ class Pretrained:
             token.content: i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special
         }
         content = "An answer"
+        _bound_templates()
         try:
             text = self.tokenizer.apply_chat_template(
                 [*as_turns("A question"), {"role": "assistant", "content": content}], tokenize=False
@@ -234,9 +236,8 @@ class Pretrained:
         if chat:
             return self.encode_chat(as_turns(prompt), system=system, template_args=template_args)
         with told_of_panics(self.name):
-            ids = (
-                self.tokenizer(prompt)["input_ids"] if self._plain is None else self._plain.encode(prompt).ids
-            )
+            self._check_length(prompt)
+            ids = self._ids(prompt)
         self.check_tokens(ids)
         self._warn_of_second_bos([prompt], [ids])
         return [int(i) for i in ids]
@@ -278,6 +279,7 @@ class Pretrained:
             raise MarsError(
                 f"'{self.name}' has no chat template: leave --chat out, or use an instruction-tuned model."
             )
+        _bound_templates()
         turns = as_conversation(turns, system)
         check_type(
             "template_args", template_args, (Mapping, type(None)), "variables of the chat template by name"
@@ -285,13 +287,16 @@ class Pretrained:
         continues = turns[-1]["role"] == "assistant"
         try:
             with told_of_panics(self.name):
-                encoded = tokenizer.apply_chat_template(
+                apply = functools.partial(
+                    tokenizer.apply_chat_template,
                     turns,
                     add_generation_prompt=not continues,
                     continue_final_message=continues,
-                    return_dict=True,
                     **(template_args or {}),
                 )
+                if sum(len(str(turn["content"])) for turn in turns) > PREFIXES[0]:
+                    self._check_length(apply(tokenize=False))
+                encoded = apply(return_dict=True)
         except MarsError:
             raise
         except Exception as error:  # a template is a program of the checkpoint's: it may raise anything
@@ -323,9 +328,12 @@ class Pretrained:
         try:
             turns = [p if not isinstance(p, str) else as_turns(p) if chat else None for p in prompts]
             with on_all_cores(), told_of_panics(self.name):
-                if not any(turns):
+                if any(len(str(p)) > PREFIXES[0] for p in prompts):
+                    found = []  # encoded one by one, with `_check_length`
+                elif not any(turns):
                     found = self._encoded(list(prompts))
                 elif all(turns) and not any(t and t[-1]["role"] == "assistant" for t in turns):
+                    _bound_templates()
                     found = self.tokenizer.apply_chat_template(
                         [as_conversation(t or (), system) for t in turns],
                         add_generation_prompt=True,
@@ -340,6 +348,21 @@ class Pretrained:
         if not any(turns):
             self._warn_of_second_bos(prompts, found)
         return found
+
+    def _check_length(self, text: str) -> None:
+        """Raise MarsError for a text that is far too long, before all of it is encoded."""
+        if (size := len(text.encode("utf-8", "surrogatepass"))) > PROMPT_BYTES:
+            raise MarsError(f"the prompt has {size:,} bytes: expected at most {PROMPT_BYTES:,}; shorten it.")
+        most = self.config.max_positions
+        for prefix in PREFIXES:
+            # The last tokens of a prefix may join with what follows, so it counts only if it is longer by a quarter.
+            if len(text) > prefix and len(self._ids(text[:prefix])) > most + most // 4:
+                raise MarsError(
+                    f"the prompt has more than {most} tokens and '{self.name}' a context of {most}: shorten the prompt."
+                )
+
+    def _ids(self, text: str) -> list[int]:
+        return self.tokenizer(text)["input_ids"] if self._plain is None else self._plain.encode(text).ids
 
     def _encoded(self, texts: list[Any]) -> list[list[int]]:
         if self._plain is None:
@@ -376,6 +399,12 @@ class Pretrained:
             if self._plain is not None:
                 return self._plain.decode(tokens, skip_special_tokens=True)
             return self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def _bound_templates() -> None:
+    from mars_jax.hub.chat_template import bound_templates  # with jinja2, which plain texts do without
+
+    bound_templates()
 
 
 def token_ids(name: str, values: Any, vocab_size: int | None = None) -> tuple[int, ...]:

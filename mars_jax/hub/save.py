@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from mars_jax.core.errors import MarsError
+from mars_jax.core.home import check_path
 from mars_jax.core.types import PyTree
 from mars_jax.hub.config_json import from_json, to_json, write_json
 from mars_jax.hub.durable import check_place, move, staging, sync, sync_tree, writing
@@ -57,6 +58,7 @@ def free_directory(path: str | os.PathLike[str], *, overwrite: bool) -> Path:
     Raises:
       MarsError: it is in use, and `overwrite` does not allow that; or nothing can be written there.
     """
+    check_path(path)
     target = Path(path)
     with writing(target):
         used = target.exists() and (not target.is_dir() or (any(target.iterdir()) and not overwrite))

@@ -15,6 +15,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import SingleDeviceSharding
 
 from mars_jax.core.errors import MarsError
+from mars_jax.core.home import check_path
 from mars_jax.core.types import KEY_IMPL, DecodeState, PyTree
 from mars_jax.hub import orbax
 
@@ -32,6 +33,7 @@ def save_state(path: str | os.PathLike[str], state: DecodeState) -> None:
     Raises:
       MarsError: there is something at `path`, or the disk does not take it.
     """
+    check_path(path)
     if Path(path).exists():
         raise MarsError(f"'{path}' exists: choose the name of a new folder.")
     try:
@@ -54,6 +56,7 @@ def restore_state(path: str | os.PathLike[str], like: DecodeState) -> DecodeStat
     Raises:
       MarsError: the checkpoint cannot be read, or is of another structure or of other shapes.
     """
+    check_path(path)
     default = SingleDeviceSharding(jnp.zeros(()).devices().pop())
     leaves, structure = jax.tree.flatten(like)
     shapes = jax.eval_shape(_named, like)

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from mars_jax.core.errors import MarsError, first_line
+from mars_jax.core.limits import TOKENIZER_BYTES
+from mars_jax.core.reading import open_file
 from mars_jax.hub.config_json import read_json
 from mars_jax.hub.gguf_file import gguf_parts, is_gguf, read_gguf
 from mars_jax.hub.gguf_tokenizer import gguf_tokenizer
@@ -57,6 +59,7 @@ def read_tokenizer(path: Path) -> Any:
     Raises:
       MarsError: there is none that can be read.
     """
+    _check_files(path)
     os.environ.setdefault(_PARALLEL, "false")
     # On import transformers says where PyTorch is missing, of which a tokenizer has no need.
     with _environment("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1"):
@@ -89,6 +92,7 @@ def read_plain(path: Path) -> Any:
 
     It gives the ids and the texts of `read_tokenizer`, and spares a start the import of transformers.
     """
+    _check_files(path)
     data = _tokenizer_config(path)
     others = any((path / name).exists() for name in ("special_tokens_map.json", "added_tokens.json"))
     if data.get("tokenizer_class") not in _PLAIN or others or data.keys() - _HEEDED - _NAMED:
@@ -149,6 +153,25 @@ def _environment(name: str, value: str) -> Iterator[None]:
         os.environ.pop(name)
         if before is not None:
             os.environ[name] = before
+
+
+def _check_files(directory: Path) -> None:
+    """Raise MarsError for a file that makes the libraries of tokenizers wait, or is larger than any tokenizer."""
+    patterns = (
+        "*token*",
+        "vocab.*",
+        "merges.txt",
+        "*.model",
+        "*chat_template*",
+        "additional_chat_templates/*",
+    )
+    for file in (file for pattern in patterns for file in directory.glob(pattern) if not file.is_dir()):
+        try:
+            open_file(file, TOKENIZER_BYTES).close()
+        except OSError as error:
+            raise MarsError(
+                f"'{file}' cannot be read ({error.strerror}): put the checkpoint's tokenizer files there."
+            ) from None
 
 
 def _tokenizer_class(path: Path) -> Any:

@@ -7,12 +7,14 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from mars_jax.core.errors import MarsError
 
 _CLOCK = 2_000_000_000
 """Nanoseconds; the coarsest clock of a file system (FAT) stamps all changes within this time alike."""
+
+Result = TypeVar("Result")
 
 Version = tuple[int, ...] | None
 """Device, inode, size, and the times of the last changes of data and inode; None if the file cannot be read."""
@@ -33,17 +35,19 @@ def check_version(path: Path, expected: Version) -> None:
         raise MarsError(f"'{path}' changed while it was being read: load it again.")
 
 
-def cached_by_version(files: Callable[[Path], Iterable[Path]]) -> Callable[[Any], Any]:
+def cached_by_version(
+    files: Callable[[Path], Iterable[Path]],
+) -> Callable[[Callable[[Path], Result]], Callable[[Path], Result]]:
     """Decorate a function of a path: return the cached result until one of `files(path)` changes.
 
     A file that changed a moment ago is read again each time, since the next change may get the same time stamp.
     """
 
-    def decorate(read: Callable[[Path], Any]) -> Callable[[Path], Any]:
+    def decorate(read: Callable[[Path], Result]) -> Callable[[Path], Result]:
         cached = functools.lru_cache(maxsize=4)(lambda path, versions: read(path))
 
         @functools.wraps(read)
-        def read_cached(path: Path) -> Any:
+        def read_cached(path: Path) -> Result:
             versions = tuple((file, version_of(file)) for file in files(path))
             newest = max((max(version[-2:]) for _, version in versions if version), default=0)
             return read(path) if time.time_ns() - newest < _CLOCK else cached(path, versions)

@@ -26,6 +26,7 @@ from mars_jax.cli.progress import progress_bar
 from mars_jax.cli.rule_flags import rule_and_file
 from mars_jax.core.conversation import as_conversation
 from mars_jax.core.errors import MarsError
+from mars_jax.hub.chat_template import bound_templates
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.integrations.answer_file import Answers, place_of
 from mars_jax.placement import hosts
@@ -260,6 +261,7 @@ class MarsJax(TemplateLM):
         if self._template is None:
             self.chat_template(True)
         turns = as_conversation(chat_history)
+        bound_templates()
         try:
             return self.tokenizer.apply_chat_template(
                 turns,

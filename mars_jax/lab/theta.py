@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 from mars_jax import specs
 from mars_jax.cli.rule_flags import is_number
 from mars_jax.core.errors import MarsError
+from mars_jax.core.home import check_path
+from mars_jax.core.limits import JSON_BYTES
 from mars_jax.core.reading import read_text
 from mars_jax.specs import Given, RuleChoice, choose
 
@@ -110,6 +112,7 @@ def file_of(given: Given) -> ThetaFile:
     Raises:
       MarsError: as `read_theta`, or there is no such file.
     """
+    check_path(given.text, given.shown)
     if not Path(given.text).exists():
         raise MarsError(
             f"{given.shown} is {given.text}: expected a number above 0 (inf is strict), or a file that "
@@ -168,7 +171,7 @@ def read_theta(path: str) -> ThetaFile:
       MarsError: the file cannot be read, or is something else.
     """
     try:
-        data = json.loads(read_text(path))
+        data = json.loads(read_text(path, JSON_BYTES))
         if data["format"] in OLD_FORMATS:
             raise MarsError(
                 f"'{path}' does not say which weights it was calibrated with, as files of an earlier mars-jax: "

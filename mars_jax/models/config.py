@@ -10,6 +10,7 @@ import math
 import numbers
 
 from mars_jax.core.errors import MarsError
+from mars_jax.core.limits import DIMENSION, EXPERTS, LAYERS, POSITIONS
 
 ROPE_KINDS = ("none", "linear", "llama3", "yarn")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
@@ -19,9 +20,6 @@ _COUNTS = ("num_kv_heads", "head_dim", "num_experts", "experts_per_token", "expe
 
 LEAST = 1e-15
 """Lower bound of a rotary embedding's theta and factor; below it, frequencies are no float32."""
-MOST_PARTS = 100_000
-"""Layers, or experts of all layers, of a model: of the largest published ones 23,424. More is damage, and would ask
-for a table of weights that no memory holds."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,6 +127,13 @@ class ModelConfig:
             if not isinstance(getattr(self, name), numbers.Integral):
                 raise MarsError(f"{name} is {getattr(self, name)!r}: expected a whole number.")
         check_parts(self.num_layers, self.num_experts)
+        for name in (*sizes, *_COUNTS):
+            most = POSITIONS if name == "max_positions" else DIMENSION
+            if getattr(self, name) > most:
+                raise MarsError(
+                    f"{name} is {getattr(self, name):,}: expected at most {most:,}; use the config the checkpoint came "
+                    "with."
+                )
         if not 0 <= self.norm_eps < math.inf:  # NaN would make every logit NaN
             raise MarsError(f"norm_eps is {self.norm_eps}: expected a number of at least 0, such as 1e-6.")
         if self.head_dim == 0 and self.hidden_size % self.num_heads:
@@ -168,15 +173,17 @@ class ModelConfig:
 
 
 def check_parts(layers: int, experts: int = 0) -> None:
-    """Raise MarsError where a model has more layers, or experts in all of them, than any.
+    """Raise MarsError if a model has more than `LAYERS` layers, or more than `EXPERTS` experts in all of them.
 
     Args:
-      layers: how many.
-      experts: of each layer; 0 is no mixture.
+      layers: their number.
+      experts: of each layer; 0 for a dense model.
     """
-    if layers * max(experts, 1) > MOST_PARTS:
-        of = f" of {experts} experts" if experts > 1 else ""
-        raise MarsError(
-            f"num_layers is {layers}{of}, and no model has more than {MOST_PARTS:,} in all: use the config the "
-            "checkpoint came with."
-        )
+    for name, value, most in (
+        ("num_layers", layers, LAYERS),
+        ("num_layers times num_experts", layers * experts, EXPERTS),
+    ):
+        if value > most:
+            raise MarsError(
+                f"{name} is {value:,}: expected at most {most:,}; use the config the checkpoint came with."
+            )

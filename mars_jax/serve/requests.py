@@ -23,6 +23,7 @@ from mars_jax.core.errors import (
     did_you_mean,
     short_repr,
 )
+from mars_jax.core.limits import SAMPLES
 from mars_jax.core.metrics import Metrics
 from mars_jax.core.types import NO_TOKEN
 from mars_jax.hub.pretrained import Pretrained, Turn, check_pretrained, token_ids
@@ -181,7 +182,7 @@ def make_requests(
     check_pretrained(target)
     for name, value in {"chat": chat, "ignore_eos": ignore_eos}.items():
         check_switch(name, value)
-    check_count("samples", samples)
+    check_count("samples", samples, most=SAMPLES)
     check_type(
         "template_args", template_args, (Mapping, type(None)), "variables of the chat template by name"
     )

@@ -16,11 +16,12 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 
-from mars_jax import drafters, specs
+from mars_jax import drafters
 from mars_jax.core import activity, decode
 from mars_jax.core.decoder import Decoder
 from mars_jax.core.drafter import Drafter
 from mars_jax.core.errors import MarsError, check_count, check_switch, warn
+from mars_jax.core.limits import BATCH_ROWS
 from mars_jax.core.metrics import DecodeStats, zero_stats
 from mars_jax.core.rule import LoadedRule, facts, structure, take_rows
 from mars_jax.core.types import DecodeState, Params, StepInfo
@@ -95,11 +96,10 @@ class Session:
           target, drafter, verify, batch_size, log_probs: as for `mars_jax.generate`.
 
         Raises:
-          MarsError: as `drafters.load`, or batch_size is below 1.
+          MarsError: as `drafters.load`, or batch_size is out of range.
         """
         if batch_size is not None:
-            check_count("batch_size", batch_size)
-            specs.REQUEST["batch_size"].check(batch_size)
+            check_count("batch_size", batch_size, most=BATCH_ROWS)
         check_switch("log_probs", log_probs)
         rule = loaded_rule(verify)
         structure(rule.rule)  # which raises for anything but a rule

@@ -9,6 +9,7 @@ Oracle: tests/test_specs.py, which holds every row against its factory.
 from collections.abc import Sequence
 
 from mars_jax.core.errors import MarsError, short_repr
+from mars_jax.core.limits import BATCH_ROWS, DRAFT_TOKENS, SAMPLES
 from mars_jax.core.settings import CONTROLS, EDITS, LARGEST_INT, Range, Setting, by_name
 from mars_jax.specs.choice import Given, RuleChoice, choose, not_in
 from mars_jax.specs.drafts import (
@@ -62,15 +63,14 @@ REQUEST = (CONTROLS | EDITS) | by_name(
     Setting(
         name="batch_size",
         kind=int,
-        ranges=Range("a whole number from 1 to 65536", 1, 2**16),
+        ranges=Range(f"a whole number from 1 to {BATCH_ROWS}", 1, BATCH_ROWS),
         metavar="N",
         help="prompts decoded at once (default: 1 to stream, else 8)",
     ),
     Setting(
         name="num_draft_tokens",
         kind=int,
-        # Every drafted token is a node of the one target forward, which past this is no longer cheap.
-        ranges=Range("a whole number from 1 to 128", 1, 128),
+        ranges=Range(f"a whole number from 1 to {DRAFT_TOKENS}", 1, DRAFT_TOKENS),
         metavar="N",
         help="tokens drafted in a row (default: 5, by ngram 8); heads draft a tree, or for rejection a chain as "
         "long as they can; 3 for a mixture of experts",
@@ -85,7 +85,7 @@ REQUEST = (CONTROLS | EDITS) | by_name(
     Setting(
         name="samples",
         kind=int,
-        ranges=Range("a whole number of at least 1", 1, LARGEST_INT),
+        ranges=Range(f"a whole number from 1 to {SAMPLES}", 1, SAMPLES),
         metavar="N",
         help="completions of each prompt, which follow each other; they need a temperature (default: 1)",
     ),

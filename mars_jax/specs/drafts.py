@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from mars_jax.core.errors import MarsError, check_count, did_you_mean
+from mars_jax.core.home import check_path
+from mars_jax.core.limits import TREE_NODES
 
-MOST_NODES = 1024
-"""Nodes of the largest tree: every one is a node of the one target forward, which past this is no longer cheap."""
 MIXTURE_LENGTH = 3
 """Length of a chain for a mixture of experts. Every node reads experts of its own: of 128 experts, 8 a token, a chain
 of 3 reads 23% and a tree of 60 nodes 98%."""
@@ -28,7 +28,7 @@ class Dynamic:
     root, get their `top_k` likeliest children; of all children `nodes` - 1 are kept, the likeliest.
 
     Raises:
-      MarsError: a size below 1.
+      MarsError: a size below 1, or more than `TREE_NODES` nodes.
     """
 
     top_k: int = 10  # nodes that grow at each level, and children of each
@@ -38,6 +38,10 @@ class Dynamic:
     def __post_init__(self):
         for name, least in {"top_k": 1, "depth": 1, "nodes": 2}.items():
             check_count(f"{name} of a dynamic tree", getattr(self, name), least)
+        # Nodes that are drafted are work, even if few of them are kept.
+        check_nodes(
+            "the tree", f"{self.top_k}-{self.depth}-{self.nodes}", max(self.nodes, self.top_k * self.depth)
+        )
 
     @property
     def candidates(self) -> int:
@@ -213,7 +217,7 @@ def parse_draft(spec: str, *, shown: str = "the drafter", among: Iterable[str] =
       among: the kinds that are taken here.
 
     Raises:
-      MarsError: an unknown kind, a path that is missing or too many.
+      MarsError: an unknown kind, a missing or superfluous path, or one that no file can have.
 
     >>> parse_draft("eagle:owner/name")
     DraftSpec(kind='eagle', path='owner/name')
@@ -225,6 +229,7 @@ def parse_draft(spec: str, *, shown: str = "the drafter", among: Iterable[str] =
     if kind not in among or DRAFTERS[kind].path != bool(path) or (colon and not path):
         near = did_you_mean(kind, among)
         raise MarsError(f"{shown} is {spec}{near}: expected {draft_words(among)}.")
+    check_path(path, shown)
     return DraftSpec(kind, path)
 
 
@@ -252,18 +257,18 @@ def parse_tree(text: str, *, shown: str = "--tree") -> tuple[int, ...] | Dynamic
     if dynamic:
         if sizes[2] < 2:
             raise MarsError(f"{shown} is {text}: expected at least 2 nodes, the first being the root.")
-        tree = Dynamic(*sizes)
-        # What is drafted, not only what is kept of it, is work.
-        _check_nodes(shown, text, max(tree.nodes, tree.top_k * tree.depth))
-        return tree
+        top_k, depth, nodes = sizes
+        check_nodes(shown, text, max(nodes, top_k * depth))  # by the flag's name
+        return Dynamic(*sizes)
     nodes, level = 1, 1
     for width in sizes:
         level *= width
         nodes += level
-        _check_nodes(shown, text, nodes)
+        check_nodes(shown, text, nodes)
     return sizes
 
 
-def _check_nodes(shown: str, text: str, nodes: int) -> None:
-    if nodes > MOST_NODES:
-        raise MarsError(f"{shown} is {text}, more than {MOST_NODES} nodes: choose a smaller tree.")
+def check_nodes(shown: str, shape: object, nodes: int) -> None:
+    """Raise MarsError if a tree, whose shape the message quotes, has more than `TREE_NODES` nodes."""
+    if nodes > TREE_NODES:
+        raise MarsError(f"{shown} is {shape}, more than {TREE_NODES} nodes: choose a smaller tree.")

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mars_jax.core.errors import MarsError
+from mars_jax.core.home import check_path
 from mars_jax.core.reading import read_bytes
 from mars_jax.core.settings import CONTROLS, LARGEST_INT, Range, Setting
 from mars_jax.specs.row import RuleRow
@@ -73,6 +74,7 @@ def find(spec: str) -> RuleRow:
     """
     if not is_own(spec):
         name, path = split(spec)
+        check_path(path, "the rule's path")
         row = rule(name)
         if ":" in spec and not (path and "weights" in row.needs):
             raise MarsError(f"the rule is {spec}: {name} has no weights, so name it alone.")

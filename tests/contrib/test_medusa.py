@@ -204,7 +204,7 @@ def test_a_sampled_chain_follows_the_distributions_it_reports(params):
     ("options", "message"),
     [
         ({"num_draft_tokens": 5}, "5 tokens in a row needs as many Medusa heads, and there are 4"),
-        ({"num_draft_tokens": 0}, "at least 1 draft token"),
+        ({"num_draft_tokens": 0}, "num_draft_tokens is 0: expected a whole number from 1 to 128"),
         ({"tree": (2, 2, 1, 1, 1)}, "and there are 4"),
         ({"tree": (8,)}, "8 children in a vocabulary of 7"),
         ({"tree": Dynamic()}, "draft no dynamic tree"),

@@ -41,7 +41,7 @@ def test_lookup_is_the_latest_of_the_longest_matches(tokens, sizes):
 
 
 def test_arguments_out_of_range_are_refused():
-    with pytest.raises(MarsError, match="num_draft_tokens is 0"):
+    with pytest.raises(MarsError, match="num_draft_tokens is 0: expected a whole number from 1 to 128"):
         drafters.ngram(0)
     with pytest.raises(MarsError, match="1 <= min_ngram <= max_ngram"):
         drafters.ngram(4, max_ngram=2, min_ngram=3)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import json
+import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from mars_jax import specs
 from mars_jax.cli import extras, remote
 from mars_jax.core.conversation import as_conversation
 from mars_jax.core.errors import MarsError, did_you_mean, first_line, say
-from mars_jax.core.reading import read_bytes
+from mars_jax.core.home import check_path
+from mars_jax.core.limits import LINE_BYTES, PROMPT_BYTES
+from mars_jax.core.reading import open_file
 from mars_jax.specs import RuleChoice
 
 _PER_REQUEST = {name: row for name, row in specs.REQUEST.items() if row.per_row}
@@ -72,8 +77,10 @@ def read_prompts(path: str, rule: RuleChoice) -> list[PromptRow]:
       MarsError: no such file, no prompts in it, or a line that is not a prompt.
     """
     name = "stdin" if path == "-" else path
-    local = path == "-" or remote.is_url(path) or Path(path).is_file()
-    columns = None if local else extras.call("--prompts-file", path)
+    stream = path == "-" or remote.is_url(path) or _descriptor(path) is not None
+    if not stream:
+        check_path(path, "the prompts file")
+    columns = None if stream or Path(path).is_file() else extras.call("--prompts-file", path)
     if columns is not None:
         rows = list(_of_dataset(path, columns, rule))
     elif path.lower().endswith(".parquet"):
@@ -85,11 +92,28 @@ def read_prompts(path: str, rule: RuleChoice) -> list[PromptRow]:
     return rows
 
 
-def _read(path: str) -> bytes:
+def _descriptor(path: str) -> int | None:
+    """Return the open file that a path such as /dev/fd/63 names, which a shell makes of <(...); else None."""
+    if path == "/dev/stdin":
+        return 0
+    numbered = re.fullmatch(r"/dev/fd/(\d{1,9})", path)
+    return None if numbered is None else int(numbered[1])
+
+
+@contextlib.contextmanager
+def _opened(path: str) -> Iterator[IO[bytes]]:
+    """Open a prompts file: stdin, an object of a store, a pipe that this process holds already, or a regular file."""
+    descriptor = _descriptor(path)
     try:
         if path == "-":
-            return sys.stdin.buffer.read()
-        return remote.read(path) if remote.is_url(path) else read_bytes(path)
+            yield sys.stdin.buffer
+            return
+        if remote.is_url(path):
+            opened: IO[bytes] = io.BytesIO(remote.read(path))
+        else:
+            opened = open_file(path) if descriptor is None else os.fdopen(os.dup(descriptor), "rb")
+        with opened:
+            yield opened
     except FileNotFoundError:
         raise MarsError(f"there is no prompts file '{path}': check the path.") from None
     except OSError as error:
@@ -98,14 +122,16 @@ def _read(path: str) -> bytes:
         ) from None
 
 
-def _parquet(path: str) -> list[dict[str, Any]]:
-    data = _read(path)
+def _parquet(path: str) -> Iterator[dict[str, Any]]:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError:
         raise MarsError("a .parquet file needs the package pyarrow: install mars-jax[evaluate].") from None
     try:
-        return parquet.read_table(io.BytesIO(data)).to_pylist(maps_as_pydicts="strict")
+        with _opened(path) as file:
+            # In small batches: a dictionary repeats one long text at no cost to the file.
+            for batch in parquet.ParquetFile(file).iter_batches(batch_size=64):
+                yield from batch.to_pylist(maps_as_pydicts="strict")
     except (ArrowException, OSError, ValueError, KeyError) as error:
         raise MarsError(
             f"the prompts file '{path}' cannot be read ({first_line(error)}): give an intact parquet file."
@@ -149,26 +175,30 @@ def _given(value: Any) -> Any:
 
 
 def _lines(path: str, name: str, rule: RuleChoice) -> Iterator[PromptRow]:
-    data = _read(path)
-    jsonl = (
-        data.lstrip().startswith(b"{")
-        if path == "-"
-        else path.lower().endswith((".jsonl", ".ndjson", ".json"))
-    )
-    # Split the bytes: str.splitlines would also split at characters that a prompt may hold.
-    for number, line in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
-        where = f"{name}, line {number}"
-        try:
-            text = line.decode("utf-8").removesuffix("\r")
-        except UnicodeDecodeError:
-            raise MarsError(f"{where}: it is not UTF-8: convert the file.") from None
-        if not text.strip():
-            continue
-        try:
-            row = _from_json_line(text, where, rule) if jsonl else PromptRow(where=where, prompt=text)
-        except RecursionError:  # of the parser, or of what then looks at the values
-            raise MarsError(f"{where}: it is nested too deeply: give flatter values.") from None
-        yield _checked(row)
+    jsonl = None if path == "-" else path.lower().endswith((".jsonl", ".ndjson", ".json"))
+    with _opened(path) as file:
+        # Lines of bytes: str.splitlines would also split at characters that a prompt may hold.
+        for number, line in enumerate(iter(lambda: file.readline(LINE_BYTES + 1), b""), start=1):
+            where = f"{name}, line {number}"
+            if len(line) > LINE_BYTES:
+                raise MarsError(
+                    f"{where}: it has more than {LINE_BYTES:,} bytes: give shorter prompts, one a line."
+                )
+            try:
+                text = (
+                    line.decode("utf-8-sig" if number == 1 else "utf-8").removesuffix("\n").removesuffix("\r")
+                )
+            except UnicodeDecodeError:
+                raise MarsError(f"{where}: it is not UTF-8: convert the file.") from None
+            if not text.strip():
+                continue
+            if jsonl is None:  # stdin has no name to tell the format by
+                jsonl = text.lstrip().startswith("{")
+            try:
+                row = _from_json_line(text, where, rule) if jsonl else PromptRow(where=where, prompt=text)
+            except RecursionError:  # of the parser, or of what then looks at the values
+                raise MarsError(f"{where}: it is nested too deeply: give flatter values.") from None
+            yield _checked(row)
 
 
 def _from_json_line(line: str, where: str, rule: RuleChoice) -> PromptRow:
@@ -287,9 +317,11 @@ def _checked(row: PromptRow) -> PromptRow:
         if not row.prompt:
             raise row.error("the prompt is empty: give at least one character of text to continue.")
         try:
-            row.prompt.encode("utf-8")
+            size = len(row.prompt.encode("utf-8"))
         except UnicodeEncodeError:
             raise row.error("the prompt is not valid Unicode: give it as UTF-8.") from None
+        if size > PROMPT_BYTES:
+            raise row.error(f"the prompt has {size:,} bytes: expected at most {PROMPT_BYTES:,}; shorten it.")
     elif row.messages is None and not row.tokens:
         raise row.error("prompt_tokens is empty: give at least one token id.")
     return row

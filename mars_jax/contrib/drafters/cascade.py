@@ -22,8 +22,9 @@ from jax import Array, lax
 from mars_jax.contrib.drafters.gates import GATES
 from mars_jax.core.controls import is_stop
 from mars_jax.core.drafter import STOPS, TRUSTS, Drafter, DraftInput
-from mars_jax.core.errors import MarsError
+from mars_jax.core.errors import MarsError, check_count
 from mars_jax.core.extend import caught_up
+from mars_jax.core.limits import DRAFT_TOKENS
 from mars_jax.core.prefill import chunk_of, prefill
 from mars_jax.core.sampling import is_greedy
 from mars_jax.core.tree import chain, last_token
@@ -85,6 +86,7 @@ def cascade(
             f"the drafter '{inner.name}' has a vocabulary of {inner.vocab_size} tokens and the proxy one of "
             f"{proxy.vocab_size}: use models that share a tokenizer."
         )
+    check_count("num_draft_tokens", num_draft_tokens, most=DRAFT_TOKENS)
     if num_draft_tokens < inner.max_depth + 1:
         raise MarsError(
             f"num_draft_tokens is {num_draft_tokens}: a round of '{inner.name}' can give {inner.max_depth + 1} tokens; "

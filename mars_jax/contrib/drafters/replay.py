@@ -16,7 +16,8 @@ import numpy as np
 from jax import Array
 
 from mars_jax.core.drafter import SPARSE, Drafter, DraftInput
-from mars_jax.core.errors import MarsError
+from mars_jax.core.errors import MarsError, check_count
+from mars_jax.core.limits import DRAFT_TOKENS, NGRAM_TOKENS
 from mars_jax.core.reading import read_text
 from mars_jax.core.tree import chain, last_token
 from mars_jax.core.types import NO_TOKEN, DraftTree, Params, PyTree
@@ -38,7 +39,7 @@ def replay(num_draft_tokens: int = 8, *, max_ngram: int = 6, min_ngram: int = 2)
     Lossless under lossless rules: a draft is a function of committed tokens and of the corpus.
 
     Args:
-      num_draft_tokens: length K of the chain, at least 1.
+      num_draft_tokens: length K of the chain, from 1 to `DRAFT_TOKENS`.
       max_ngram: longest suffix that is looked for in the corpus; of the row's own text 3.
       min_ngram: shortest suffix that counts as a match in the corpus.
 
@@ -48,8 +49,8 @@ def replay(num_draft_tokens: int = 8, *, max_ngram: int = 6, min_ngram: int = 2)
     >>> replay(4).num_nodes
     5
     """
-    if num_draft_tokens < 1:
-        raise MarsError(f"num_draft_tokens is {num_draft_tokens}: a replayed draft needs at least 1 token.")
+    check_count("num_draft_tokens", num_draft_tokens, most=DRAFT_TOKENS)
+    check_count("max_ngram", max_ngram, most=NGRAM_TOKENS)
     if not 1 <= min_ngram <= max_ngram:
         raise MarsError(
             f"min_ngram is {min_ngram} and max_ngram {max_ngram}: give 1 <= min_ngram <= max_ngram."

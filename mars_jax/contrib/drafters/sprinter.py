@@ -19,7 +19,8 @@ from jax import Array, lax
 
 from mars_jax.core.controls import is_stop
 from mars_jax.core.drafter import TRUSTS, Drafter, DraftInput
-from mars_jax.core.errors import MarsError
+from mars_jax.core.errors import check_count
+from mars_jax.core.limits import DRAFT_TOKENS
 from mars_jax.core.prefill import chunk_of, prefill
 from mars_jax.core.sampling import argmax, is_greedy, process, sample_processed
 from mars_jax.core.tree import chain, last_token
@@ -63,14 +64,13 @@ def sprinter(model: LanguageModel, num_draft_tokens: int = 20, *, sample: bool =
       sample: draw the draft from the model with the request's own settings, and hand the true q to the verifier.
 
     Raises:
-      MarsError: M is below 1.
+      MarsError: M is below 1 or above `DRAFT_TOKENS`.
 
     >>> from mars_jax.core.fake import hash_model
     >>> sprinter(hash_model(vocab_size=11)).num_nodes
     21
     """
-    if num_draft_tokens < 1:
-        raise MarsError(f"num_draft_tokens is {num_draft_tokens}: expected at least 1.")
+    check_count("num_draft_tokens", num_draft_tokens, most=DRAFT_TOKENS)
     return _sprinter(model, num_draft_tokens, sample)
 
 

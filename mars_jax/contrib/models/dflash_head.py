@@ -22,6 +22,7 @@ from jax import Array
 
 from mars_jax.core import cache as kv_cache
 from mars_jax.core.errors import MarsError
+from mars_jax.core.limits import DRAFT_TOKENS
 from mars_jax.core.mesh import hold_heads, hold_whole
 from mars_jax.core.types import ForwardOutput, KVCache, LanguageModel, Params, PyTree, Visible
 from mars_jax.models.attention import Attend, attending
@@ -34,7 +35,7 @@ from mars_jax.models.transformer import attention
 from mars_jax.models.weights import Weight
 from mars_jax.models.weights import weights as layer_weights
 
-LONGEST_BLOCK = 129
+LONGEST_BLOCK = DRAFT_TOKENS + 1
 """Tokens of a block: as many drafted ones as any drafter drafts at most, and the one before them."""
 
 

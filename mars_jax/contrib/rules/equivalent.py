@@ -19,6 +19,7 @@ from mars_jax.contrib.rules.phrase import regrets
 from mars_jax.core import struct
 from mars_jax.core.errors import MarsError
 from mars_jax.core.evidence import Evidence
+from mars_jax.core.limits import JSON_BYTES
 from mars_jax.core.reading import read_text
 from mars_jax.core.tree import at_parent
 from mars_jax.core.types import PyTree
@@ -172,7 +173,7 @@ def read(given: str, target: Any) -> PyTree:
     if all(name in ALIKE for name in given.split(",")):
         return token_groups(target, given.split(","))
     try:
-        found = json.loads(read_text(given))
+        found = json.loads(read_text(given, JSON_BYTES))
         alike, groups = found.get("alike", []), found.get("groups", [])
         if not all(isinstance(text, str) for group in groups for text in group):
             raise ValueError("a group is no list of texts")

@@ -17,7 +17,9 @@ import numpy as np
 from mars_jax import assets
 from mars_jax.contrib.models import indicator, mixer
 from mars_jax.core.errors import MarsError
-from mars_jax.core.reading import read_text
+from mars_jax.core.home import check_path
+from mars_jax.core.limits import JSON_BYTES
+from mars_jax.core.reading import open_file, read_text
 from mars_jax.core.types import PyTree
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
@@ -46,6 +48,7 @@ def save(directory: str | os.PathLike[str], params: PyTree, rule: str = "learned
     """
     from safetensors.numpy import save_file
 
+    check_path(directory)
     directory = Path(directory)
     width, hidden_size = params["inner"].shape
     sizes = {"hidden_size": hidden_size, "width": width}
@@ -75,11 +78,13 @@ def read_weights(directory: str | os.PathLike[str], target: Any = None, rule: st
     from safetensors.numpy import load_file
 
     model_type, init = HEADS[rule]
+    check_path(directory)
     directory = assets.path(os.fspath(directory)) or Path(directory)
     try:
-        config = json.loads(read_text(directory / CONFIG))
+        config = json.loads(read_text(directory / CONFIG, JSON_BYTES))
         if config["model_type"] != model_type:
             raise ValueError(f"its model_type is {config['model_type']}")
+        open_file(directory / WEIGHTS).close()  # a pipe would make `load_file` wait
         found = load_file(directory / WEIGHTS)
         sizes = {name: size for name, size in config.items() if name not in ("model_type", "hidden_size")}
         wanted = jax.eval_shape(lambda key: init(config["hidden_size"], key, **sizes), jax.random.key(0))

@@ -28,8 +28,8 @@ from mars_jax.hub.heads.layered_files import (
     shared_fields,
     speculators,
 )
-from mars_jax.hub.values import given
-from mars_jax.models.config import ModelConfig
+from mars_jax.hub.values import count, given
+from mars_jax.models.config import ModelConfig, check_parts
 from mars_jax.models.eagle_head import EagleConfig
 
 _LAYERS = "eagle_aux_hidden_state_layer_ids"
@@ -181,7 +181,8 @@ def layer_config(data: dict[str, Any], shapes: Iterable[str]) -> ModelConfig:
     plain = re.sub(r"eagle-?\d?", "", named, flags=re.IGNORECASE)
     data = data | {"architectures": [plain] if plain.endswith("ForCausalLM") else None}
     layers = {int(found[1]) for name in shapes if (found := re.match(r"layers\.(\d{1,9})\.", name))}
-    said = given(data, "num_hidden_layers", 1)
+    said = count(data, "num_hidden_layers", 1)
+    check_parts(said)
     if layers and layers != set(range(said)):
         raise MarsError(
             f"config.json says that the EAGLE head has {said} layers and the weights are of layers "

@@ -18,6 +18,7 @@ from typing import Any
 
 from mars_jax.cli.flags import without
 from mars_jax.core.errors import MarsError, did_you_mean
+from mars_jax.core.home import check_path
 
 FOLDER = Path(__file__).parent
 PARTS = ("paper", "tuned")
@@ -98,6 +99,7 @@ def read(name: str) -> Recipe:
     >>> read("llama-3.1-8b").published["tau"]
     [4.82, 6.61]
     """
+    check_path(name, "the recipe")
     path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
     if not path.is_file():
         raise MarsError(

@@ -5,12 +5,16 @@ Oracle: folders that `datasets` reads by the same call, in tests/lab/evaluate/te
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mars_jax.core.errors import MarsError
+from mars_jax.core.home import check_path
+from mars_jax.core.limits import DATASET_FILES
 from mars_jax.lab.evaluate.tasks.jsonl import Fields
 
 
@@ -41,6 +45,7 @@ def is_hub_name(path: str) -> bool:
     (True, True, False)
     """
     # A file that is not there, where its folder is, is a slip and no name: it is not asked for elsewhere.
+    check_path(path)
     ending = re.search(r"\.(jsonl?|ndjson|parquet|txt|csv|tsv|md)(\.(xz|gz))?$", path, re.IGNORECASE)
     if Path(path).is_file() or ending:
         return False
@@ -67,6 +72,8 @@ def read_hub(path: str, task: str) -> Iterator[Fields]:
             "datasets of the Hub need the package datasets: install mars-jax[evaluate]."
         ) from None
     folder = Path(path).is_dir()
+    if folder:
+        _check_entries(path)
     name, config, split = (path, "", "") if folder else (*path.split(":"), "", "")[:3]
     part = PARTS.get(task, Part(None, "test"))
     try:
@@ -79,6 +86,22 @@ def read_hub(path: str, task: str) -> Iterator[Fields]:
             "give a file of JSON lines" if folder else "write OWNER/NAME:CONFIG:SPLIT, or give a local file"
         )
         raise MarsError(f"the dataset '{path}' cannot be read ({reason}): {cure}.") from None
+
+
+def _check_entries(folder: str) -> None:
+    """Raise MarsError for a folder of more files than a dataset has, such as a home folder: `datasets` lists all."""
+    count, folders = 0, [folder]
+    while folders:
+        with contextlib.suppress(OSError), os.scandir(folders.pop()) as entries:
+            for entry in entries:
+                count += 1
+                if count > DATASET_FILES:
+                    raise MarsError(
+                        f"the folder '{folder}' holds more than {DATASET_FILES:,} files: name a file, or the folder of "
+                        "one dataset."
+                    )
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(entry.path)
 
 
 def columns(path: str) -> Iterator[tuple[str, dict[str, Any]]] | None:

@@ -1,0 +1,56 @@
+"""Upper bounds on everything that users and files hand over, each checked where the value enters. No jax.
+
+Every bound is above what published models and real texts need, and low enough that refusing a larger value takes less
+than 1.5 GB and 5 seconds. SECURITY.md lists them; oracle: tests/test_limits.py.
+"""
+
+from __future__ import annotations
+
+NAME_BYTES = 255
+"""One name in a path: NAME_MAX of the common file systems."""
+PATH_BYTES = 4095
+"""A path: PATH_MAX of Linux, less the closing NUL."""
+FILE_BYTES = 1 << 34
+"""A text to train on or to read prompts from: 16 GiB, below what a sparse or damaged file may claim."""
+DATASET_FILES = 10_000
+"""Files and folders in the folder of a dataset, all of which are listed."""
+JSON_BYTES = 16 << 20
+"""A JSON file, or the header of a safetensors file. Lists of lists take 30 times their text; the index of a model with
+a trillion weights has 7 MB."""
+SHARDS = 10_000
+"""Files that the index of a checkpoint names."""
+TOKENIZER_BYTES = 48 << 20
+"""A file of a tokenizer: Gemma's tokenizer.json has 33 MB."""
+GGUF_HEADER_BYTES = 32 << 20
+"""The metadata and the table of tensors of a GGUF file: Gemma's has 19 MB."""
+TOKEN_BYTES = 1024
+"""One token of a GGUF vocabulary, whose splits are all tried: published ones have up to 256."""
+LAYERS = 1024
+"""Layers of a model: Llama 3.1 405B has 126."""
+EXPERTS = 65_536
+"""Experts of all layers of a model: Kimi K2 has 23,424."""
+DIMENSION = 1 << 24
+"""A width, a vocabulary, or a count of heads: the largest vocabulary has 262,208 tokens."""
+POSITIONS = 2**31 - 1
+"""Positions of a context, which are int32."""
+LINE_BYTES = 16 << 20
+"""A line of a prompts file: a prompt of `PROMPT_BYTES`, escaped."""
+PROMPT_BYTES = 8 << 20
+"""A prompt, or a rendered conversation, before it is encoded: two million tokens of English."""
+PREFIXES = (1 << 19, 1 << 21)
+"""Characters of a long prompt that are encoded alone first: a tokenizer takes 400 bytes per token, and the beginning of
+a text that is far too long is too long by itself."""
+TEMPLATE_BYTES = 96 << 10
+"""A chat template: the longest published ones have some 30 KB."""
+TEMPLATE_WORK = 1 << 27
+"""Characters and items that a chat template may handle in one rendering, each operation counted as 128 more."""
+DRAFT_TOKENS = 128
+"""Tokens of a drafted chain. Each one is a node of the target's one forward, which is no longer cheap beyond this."""
+TREE_NODES = 1024
+"""Nodes of a draft tree, for the same reason."""
+BATCH_ROWS = 1 << 16
+"""Prompts decoded at once."""
+SAMPLES = 1 << 16
+"""Completions of one prompt, each of which is a request of its own."""
+NGRAM_TOKENS = 64
+"""Tokens of the longest suffix that an n-gram drafter looks for, each of which is a pass over the text."""

@@ -1,0 +1,415 @@
+"""Hostile names, files and sizes are refused in one sentence, before anything is allocated."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mars_jax as mj
+from mars_jax import assets, constraints, contrib, fake, hub, specs
+from mars_jax.cli import commands
+from mars_jax.cli.generate.prompts import read_prompts
+from mars_jax.cli.program import PATHS
+from mars_jax.contrib.drafters.dflash_files import load_dflash
+from mars_jax.contrib.drafters.medusa_files import load_medusa
+from mars_jax.core import limits
+from mars_jax.core.errors import MarsError
+from mars_jax.hub.config_json import from_json
+from mars_jax.hub.gguf_file import GGUFFile, read_gguf
+from mars_jax.hub.gguf_tokenizer import gguf_tokenizer
+from mars_jax.hub.heads.eagle_files import from_head_json
+from mars_jax.lab.evaluate.tasks import datasets
+from mars_jax.models.config import ModelConfig
+
+TARGET = Path(str(assets.path("tiny/target")))
+LONG_NAMES = {
+    "a long name": "x" * 300,
+    "a long name in a path": f"nowhere/{'x' * 300}/y",
+    "a long path": "/".join(["x" * 100] * 60),
+    "a NUL": "a\0b",
+    "half a surrogate pair": "a\ud800b",
+}
+FORMS = {
+    "DRAFT": ["model:{}", "eagle:{}", "medusa:{}", "dflash:{}", "sprinter:{}", "replay:{}"],
+    "RULE": ["learned:{}", "{}.py:rule", "equivalent:{}"],
+    "NAME[=PATH]": ["jsonl={}", "stories={}", "{}"],
+    **{key: ["{}"] for key in [*PATHS, "NAME", "--theta", "--thetas", "--prompts-file"]},
+}
+"""Forms of a value that holds a path, by metavar or flag."""
+NEEDED = {
+    "benchmark": ["--task", "arithmetic", "--output", "made"],
+    "calibrate": ["--task", "arithmetic", "--output", "made"],
+    "compounding": ["--task", "arithmetic", "--output", "made"],
+    "distill": ["--data", "texts", "--output", "made", "--target", "tiny/target"],
+    "convert": ["tiny/target", "made"],
+}
+"""Valid values of arguments that a command requires."""
+NAMED_BY_PLACE = {"source": 1, "destination": 2}
+"""Places of arguments of `convert` in its line."""
+
+
+def path_arguments():
+    """Return (command, argument, form of its value) for every argument that may hold a path."""
+    cases = []
+    for name in commands.COMMANDS:
+        parser = commands.parser_of(name)
+        kinds = (
+            {} if parser is None else {name: parser, **{f"{name} {k}": p for k, p in parser.kinds().items()}}
+        )
+        for words, one in kinds.items():
+            for action in one._actions:
+                argument = [action.dest, *action.option_strings][-1]
+                for form in FORMS.get(argument, FORMS.get(str(action.metavar), [])):
+                    cases.append((words, argument, form))
+    return cases
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting(tmp_path, monkeypatch):
+    """Run in an empty folder, and fail after two minutes."""
+    monkeypatch.chdir(tmp_path)
+
+    def stop(*_):
+        raise KeyboardInterrupt  # no handler takes it for an unreadable file
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(120)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=[pytest.mark.slow] * (i > 0)) for i, k in enumerate(LONG_NAMES)]
+)
+@pytest.mark.parametrize("command", dict.fromkeys(command for command, _, _ in path_arguments()))
+def test_no_argument_takes_a_name_that_no_file_can_have(command, kind, tmp_path, capsys):
+    Path("texts").write_text("a story\n" * 100)
+    for words, argument, form in path_arguments():
+        if words != command:
+            continue
+        argv = [*words.split(), *NEEDED.get(words.split()[0], [])]
+        value = form.format(LONG_NAMES[kind])
+        if argument.startswith("--"):
+            argv += [argument, value]
+        elif argument in NAMED_BY_PLACE:
+            argv[NAMED_BY_PLACE[argument]] = value
+        else:
+            argv.append(value)
+        assert commands.main(argv) == 2, argv
+        out, err = capsys.readouterr()
+        assert out == "" and err.splitlines()[-1].startswith("error: "), err
+        assert "Traceback" not in err
+    assert [path.name for path in tmp_path.iterdir()] == ["texts"]
+
+
+def python_calls():
+    """Calls of every public function that takes a path, by name."""
+    target = mj.load("tiny/target")
+    state: Any = object()
+    config: Any = target.config
+    calls = {
+        "load": mj.load,
+        "hub.outline": hub.outline,
+        "hub.read_config": hub.read_config,
+        "hub.save": lambda path: hub.save(path, config, target.params),
+        "hub.convert": lambda path: hub.convert("tiny/target", path),
+        "hub.convert from": lambda path: hub.convert(path, "made"),
+        "hub.save_state": lambda path: hub.save_state(path, state),
+        "hub.restore_state": lambda path: hub.restore_state(path, state),
+        "hub.load_eagle": lambda path: hub.load_eagle(path, config, target.params),
+        "contrib.load_medusa": lambda path: load_medusa(path, config),
+        "contrib.load_dflash": lambda path: load_dflash(path, config, target.params),
+        "contrib.save": lambda path: contrib.save(path, {"inner": np.zeros((2, 2), np.float32)}),
+        "constraints.json_schema": constraints.json_schema,
+        "constraints.json_schema of a Path": lambda path: constraints.json_schema(Path(path)),
+    }
+    for name, row in specs.DRAFTERS.items():
+        if row.path:
+            calls[f"drafters.load of {name}"] = lambda path, name=name: mj.drafters.load(
+                f"{name}:{path}", target
+            )
+    for name, row in specs.RULES.items():
+        if "weights" in row.needs:
+            calls[f"verify.load of {name}"] = lambda path, name=name: mj.verify.load(f"{name}:{path}", target)
+    calls["verify.load of a file"] = lambda path: mj.verify.load(f"{path}.py:rule", target)
+    return calls
+
+
+def test_no_function_takes_a_name_that_no_file_can_have(tmp_path):
+    for name, call in python_calls().items():
+        for value in LONG_NAMES.values():
+            with pytest.raises(MarsError, match=r"^[^\n]+[:;] [^\n]+\.$") as caught:
+                call(value)
+            assert str(caught.value).count("x") < 200, name
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("command", ["merge", "convert", "pairs"])
+def test_an_empty_argument_is_refused(command, capsys):
+    assert commands.main([command, ""] + ["made"] * (command == "convert")) == 2
+    assert "is empty, as if a shell variable is not set: give it a value." in capsys.readouterr().err
+
+
+CHECKPOINT_FILES = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja", "model.safetensors",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("file", CHECKPOINT_FILES)
+@pytest.mark.parametrize("kind", ["pipe", "device", "sparse"])
+def test_no_file_of_a_checkpoint_makes_a_run_wait(file, kind, tmp_path):
+    directory = shutil.copytree(TARGET, tmp_path / "target")
+    (directory / file).unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(directory / file)
+    elif kind == "device":
+        (directory / file).symlink_to("/dev/zero")
+    else:
+        (directory / file).touch()
+        os.truncate(directory / file, 1 << 40)
+    with pytest.raises(MarsError, match=re.escape(str(directory))):
+        hub.load(directory).encode([{"role": "user", "content": "hello"}])
+
+
+@pytest.mark.parametrize("pipe", ["-", "/dev/stdin", "/dev/fd/{}"])
+def test_prompts_come_through_a_pipe_that_is_open(pipe, monkeypatch):
+    reader, writer = os.pipe()
+    os.write(writer, b'{"prompt": "a"}\n\n{"prompt": "b"}' if pipe == "-" else b"a\r\n\nb")
+    os.close(writer)
+    before = os.dup(0)
+    os.dup2(reader, 0)
+    monkeypatch.setattr("sys.stdin", open(0, closefd=False))  # noqa: SIM115
+    try:
+        rows = read_prompts(pipe.format(reader), specs.choose("exact", {}))
+    finally:
+        os.dup2(before, 0)
+        os.close(before)
+        os.close(reader)
+    assert [row.prompt for row in rows] == ["a", "b"]
+
+
+def endless_line(path):
+    with path.open("wb") as file:
+        file.truncate(limits.LINE_BYTES + 1)
+    return read_prompts(str(path), specs.choose("exact", {}))
+
+
+def long_prompt(path):
+    path.write_text("x" * (limits.PROMPT_BYTES + 1))
+    return read_prompts(str(path), specs.choose("exact", {}))
+
+
+def many_files(path):
+    for i in range(10):
+        (path / f"{i}" / "nested").mkdir(parents=True)
+        (path / f"{i}" / "rows.jsonl").touch()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets, "DATASET_FILES", 20)
+        return read_prompts(str(path), specs.choose("exact", {}))
+
+
+def head_of(**fields):
+    data = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "vocab_size": 17,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+    }
+    data |= {"num_hidden_layers": 1, "num_attention_heads": 2, "draft_vocab_size": 9} | fields
+    shapes = {"layers.0.hidden_norm.weight": (16,)}
+    config = ModelConfig(vocab_size=17, hidden_size=16, intermediate_size=24, num_layers=9, num_heads=2)
+    return from_head_json(data, shapes, config)
+
+
+def config_of(**fields):
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    return from_json({"model_type": "qwen3_moe", "num_attention_heads": 2, **sizes} | fields)
+
+
+def long_token(path):
+    values = {"tokenizer.ggml.model": b"llama", "tokenizer.ggml.tokens": [b"a" * 5_000_000]}
+    return gguf_tokenizer(GGUFFile(path, values, {}))
+
+
+def gguf_header(path, content):
+    with path.open("wb") as file:
+        file.write(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + content)
+        file.truncate(1 << 40)
+    return read_gguf(path)
+
+
+def safetensors_header(path):
+    path.mkdir()
+    shutil.copy(TARGET / "config.json", path)
+    with (path / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", limits.JSON_BYTES + 1))
+        file.truncate(1 << 30)
+    return hub.load(path)
+
+
+def many_shards(path):
+    path.mkdir()
+    shutil.copy(TARGET / "config.json", path)
+    names = {f"{i}": f"{i}.safetensors" for i in range(limits.SHARDS + 1)}
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    return hub.load(path)
+
+
+MODEL = fake.hash_model(vocab_size=11)
+HUGE = 10**9
+SIZES = {
+    "a line of a prompts file": (endless_line, "line 1: it has more than 16,777,216 bytes"),
+    "a prompt": (long_prompt, "line 1: the prompt has 8,388,609 bytes: expected at most 8,388,608"),
+    "a prompt in Python": (
+        lambda path: mj.load("tiny/target").encode("x" * (limits.PROMPT_BYTES + 1)),
+        "the prompt has 8,388,609 bytes: expected at most 8,388,608",
+    ),
+    "a folder of prompts": (many_files, "holds more than 20 files: name a file"),
+    "layers of a config": (
+        lambda path: config_of(num_hidden_layers=HUGE),
+        "num_layers is 1,000,000,000: expected at most 1,024",
+    ),
+    "experts of a config": (
+        lambda path: config_of(num_experts=HUGE),
+        "num_layers times num_experts is 1,000,000,000: expected at most 65,536",
+    ),
+    **{
+        f"{key} of a config": (
+            lambda path, key=key: config_of(**{key: 10**12}),
+            f"{name} is 1,000,000,000,000: expected at most {most:,}",
+        )
+        for key, name, most in (
+            ("vocab_size", "vocab_size", limits.DIMENSION),
+            ("hidden_size", "hidden_size", limits.DIMENSION),
+            ("intermediate_size", "intermediate_size", limits.DIMENSION),
+            ("num_attention_heads", "num_heads", limits.DIMENSION),
+            ("head_dim", "head_dim", limits.DIMENSION),
+            ("moe_intermediate_size", "expert_size", limits.DIMENSION),
+            ("max_position_embeddings", "max_positions", limits.POSITIONS),
+        )
+    },
+    "layers of a head": (
+        lambda path: head_of(num_hidden_layers=HUGE),
+        "num_layers is 1,000,000,000: expected at most 1,024",
+    ),
+    "a token of a GGUF file": (long_token, "has a token of 5,000,000 bytes: expected at most 1,024"),
+    "a text of a GGUF file": (
+        lambda path: gguf_header(path, struct.pack("<Q", 1 << 39)),
+        "its header has more than 33,554,432 bytes",
+    ),
+    "a list of a GGUF file": (
+        lambda path: gguf_header(path, struct.pack("<QcIIQ", 1, b"a", 9, 0, 1 << 38)),
+        "its header has more than 33,554,432 bytes",
+    ),
+    "the header of a safetensors file": (
+        safetensors_header,
+        "its header has 16,777,217 bytes, and at most 16,777,216",
+    ),
+    "the files of an index": (many_shards, "names 10,001 files: expected at most 10,000"),
+    "samples": (
+        lambda path: mj.generate(mj.load("tiny/target"), "none", ["a"], samples=HUGE, temperature=1.0),
+        "samples is 1000000000: expected a whole number from 1 to 65536",
+    ),
+    "batch_size": (
+        lambda path: mj.generate(mj.load("tiny/target"), "none", ["a"], batch_size=HUGE),
+        "batch_size is 1000000000: expected a whole number from 1 to 65536",
+    ),
+    "rows of controls": (
+        lambda path: mj.make_controls(HUGE, limit=8),
+        "batch is 1000000000: expected a whole number from 1 to",
+    ),
+    "rows of edits": (
+        lambda path: mj.make_edits(HUGE),
+        "batch is 1000000000: expected a whole number from 1 to",
+    ),
+    "max_ngram": (
+        lambda path: mj.drafters.ngram(4, max_ngram=HUGE),
+        "max_ngram is 1000000000: expected a whole number from 1 to 64",
+    ),
+    "a tree": (lambda path: mj.drafters.language_model(MODEL, tree=(10,) * 9), "more than 1024 nodes"),
+    "a dynamic tree": (lambda path: specs.Dynamic(10, 7, HUGE), "10-7-1000000000, more than 1024 nodes"),
+    **{
+        f"a chain of {name}": (
+            lambda path, make=make: make(HUGE),
+            "num_draft_tokens is 1000000000: expected a whole number from 1 to 128",
+        )
+        for name, make in {
+            "ngram": mj.drafters.ngram,
+            "replay": contrib.replay,
+            "language_model": lambda count: mj.drafters.language_model(MODEL, count),
+            "self_draft": lambda count: contrib.self_draft(MODEL, count),
+            "sprinter": lambda count: contrib.sprinter(MODEL, count),
+            "cascade": lambda count: contrib.cascade(mj.drafters.ngram(4), MODEL, count),
+            "drafters.load": lambda count: mj.drafters.load(
+                "ngram", mj.load("tiny/target"), num_draft_tokens=count
+            ),
+        }.items()
+    },
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_size_above_its_limit_is_refused_with_both(name, tmp_path):
+    call, expected = SIZES[name]
+    with pytest.raises(MarsError, match=re.escape(expected)):
+        call(tmp_path / "named.gguf")
+
+
+MEASURED = """
+import json, pathlib, resource, sys, tempfile, time
+import tokenizers, transformers
+import mars_jax as mj
+from mars_jax.core.errors import MarsError
+from tests.hub.test_chat_template import HOSTILE
+from tests.test_limits import SIZES
+
+target = mj.load("tiny/target")
+target.encode([{"role": "user", "content": "hello"}])
+
+def rendered(template):
+    target.tokenizer.chat_template = template
+    target.encode([{"role": "user", "content": "hello"}])
+
+calls = {name: call for name, (call, _) in SIZES.items()}
+if sys.argv[1] == "templates":
+    calls = {name: (lambda path, text=text: rendered(text)) for name, text in HOSTILE.items()}
+seconds = {}
+for name, call in calls.items():
+    with tempfile.TemporaryDirectory() as folder:
+        start = time.process_time()
+        try:
+            call(pathlib.Path(folder, "named.gguf"))
+        except MarsError:
+            seconds[name] = time.process_time() - start
+assert seconds.keys() == calls.keys(), calls.keys() - seconds.keys()
+print(json.dumps({"seconds": seconds, "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("inputs", ["templates", "sizes"])
+def test_a_refusal_takes_little_time_and_memory(inputs, tmp_path):
+    """The peak of one process that refuses all of them bounds the peak of each."""
+    root = str(Path(__file__).parent.parent)
+    command = [sys.executable, "-c", MEASURED, inputs]
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": root}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    measured = json.loads(done.stdout.splitlines()[-1])
+    print(inputs, measured)
+    assert measured["peak"] < 1.5e9
+    assert {name: time for name, time in measured["seconds"].items() if time > 5} == {}
