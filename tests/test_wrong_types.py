@@ -324,7 +324,7 @@ MISTAKES = [
     ({"banned_tokens": [9999]}, "banned_tokens is .9999.: expected token ids from 0 to 4095"),
     ({"temperature": "hot"}, "temperature is 'hot': expected a finite number of at least 0"),
     ({"max_new_tokens": True}, "max_new_tokens is True: expected a whole number of at least 1"),
-    ({"samples": True}, "samples is True: expected a whole number of at least 1"),
+    ({"samples": True}, "samples is True: expected a whole number from 1 to 65536"),
     ({"prompts": {"a": 1}}, "the prompts are of type dict: give a text, texts, token ids, or conversations"),
     ({"prompts": b"ab"}, "the prompts are of type bytes: give a text"),
     ({"prompts": None}, "the prompts are of type NoneType: give a text"),

@@ -285,18 +285,23 @@ class Pretrained:
             "template_args", template_args, (Mapping, type(None)), "variables of the chat template by name"
         )
         continues = turns[-1]["role"] == "assistant"
+
+        def apply(
+            **form: bool,
+        ) -> Any:  # not `functools.partial`, in which a template argument could be overwritten
+            return tokenizer.apply_chat_template(
+                turns,
+                add_generation_prompt=not continues,
+                continue_final_message=continues,
+                **form,
+                **(template_args or {}),
+            )
+
         try:
             with told_of_panics(self.name):
-                apply = functools.partial(
-                    tokenizer.apply_chat_template,
-                    turns,
-                    add_generation_prompt=not continues,
-                    continue_final_message=continues,
-                    **(template_args or {}),
-                )
                 if sum(len(str(turn["content"])) for turn in turns) > PREFIXES[0]:
                     self._check_length(apply(tokenize=False))
-                encoded = apply(return_dict=True)
+                encoded = apply(tokenize=True, return_dict=True)
         except MarsError:
             raise
         except Exception as error:  # a template is a program of the checkpoint's: it may raise anything
