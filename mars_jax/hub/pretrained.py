@@ -139,6 +139,20 @@ class Pretrained:
         """A tokenizer that does for texts what `tokenizer` does, and loads sooner; None if there is none."""
         return None if self.own_tokenizer is not None else read_plain(self.path)
 
+    @functools.cached_property
+    def invalid_byte(self) -> int | None:
+        """Token id of the byte 0xFF, which no UTF-8 text contains; None for a tokenizer without byte fallback."""
+        name = "<0xFF>"
+        if not self.has_tokenizer:
+            return None
+        if self._plain is not None:
+            return self._plain.token_to_id(name)
+        try:
+            token = self.tokenizer.convert_tokens_to_ids(name)
+            return token if self.tokenizer.convert_ids_to_tokens(token) == name else None
+        except (AttributeError, TypeError):  # a tokenizer of another library, or a vocabulary without an unknown token
+            return None
+
     @property
     def has_tokenizer(self) -> bool:
         """True if the checkpoint has any tokenizer; without one it takes and gives token ids."""
