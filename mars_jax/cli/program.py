@@ -17,6 +17,7 @@ from typing import IO, Any, NoReturn
 from mars_jax.cli import remote
 from mars_jax.cli.progress import heartbeat
 from mars_jax.cli.quiet import quiet
+from mars_jax.core import user_code
 from mars_jax.core.errors import MarsError, did_you_mean, say
 
 BAD_INPUT = 2
@@ -221,6 +222,13 @@ def _program(run: Callable[[Sequence[str] | None, IO[str]], None], argv: Sequenc
     except BrokenPipeError:
         _discard(out)
         return BROKEN_PIPE
+    except (Exception, SystemExit) as error:
+        # Tracebacks of this package's own errors stay.
+        problem = user_code.failure(error, user_code.MODULES)
+        if problem is None:
+            raise
+        _say(f"error: {problem}.")
+        return BAD_INPUT
     return 0
 
 

@@ -42,7 +42,9 @@ class Detokenizer:
         """Return the text of all tokens since the last piece, including text that later tokens may change."""
         before = self._decode(self._tokens[self._context : self._read])
         text = self._decode(self._tokens[self._context :])
-        if not text.startswith(before):  # an invalid byte follows a character of the prompt in the same run of bytes
+        if not text.startswith(
+            before
+        ):  # an invalid byte follows a character of the prompt in the same run of bytes
             return self._decode(self._tokens[self._read :])
         return text[len(before) :]
 

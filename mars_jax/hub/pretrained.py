@@ -150,7 +150,10 @@ class Pretrained:
         try:
             token = self.tokenizer.convert_tokens_to_ids(name)
             return token if self.tokenizer.convert_ids_to_tokens(token) == name else None
-        except (AttributeError, TypeError):  # a tokenizer of another library, or a vocabulary without an unknown token
+        except (
+            AttributeError,
+            TypeError,
+        ):  # a tokenizer of another library, or a vocabulary without an unknown token
             return None
 
     @property
