@@ -241,7 +241,7 @@ def check_array(
 
 
 def check_same_rule(rule: Any, method: str, after: Any) -> None:
-    """Raise MarsError if a method of a rule returned anything but the rule with numbers of the same shapes and dtypes."""
+    """Raise MarsError unless a method returned the rule, with numbers of the same shapes and dtypes."""
     if Structure.of(after) != Structure.of(rule):
         raise wrong_result(
             rule, method, described(after), f"an object of type {type(rule).__name__} with the same structure"

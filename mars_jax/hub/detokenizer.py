@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from mars_jax.hub.pretrained import Pretrained
 
-
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 

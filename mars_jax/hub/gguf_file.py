@@ -128,7 +128,7 @@ def read_gguf(path: Path) -> GGUFFile:
             return GGUFFile(path, *_Header(file).read())
     except ImportError:
         raise MarsError(
-            f"'{path}' is a GGUF file, and the package gguf is not installed: pip install 'mars-jax[gguf]'."
+            f"'{path}' is a GGUF file, and the package gguf is not installed: pip install gguf."
         ) from None
     except OSError as error:
         raise MarsError(f"'{path}' cannot be read ({error}).") from None

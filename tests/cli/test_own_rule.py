@@ -389,8 +389,8 @@ def test_a_file_that_fails_gets_one_sentence(kind, refused, tmp_path):
     file = tmp_path / "gate.py"
     file.write_text(source)
     expected = (
-        f"error: the file of a rule '{file}' does not run: {file}, line {line_of(file)}: {problem}; expected a file that "
-        "defines a function that makes a rule.\n"
+        f"error: the file of a rule '{file}' does not run: {file}, line {line_of(file)}: {problem}; expected a file "
+        "that defines a function that makes a rule.\n"
     )
     assert refused("--target", "nowhere", "--verify", f"{file}:gate", "the sea") == expected
 

@@ -71,7 +71,7 @@ TOKENS = st.lists(
         st.sampled_from([*WORDS, SPECIAL_ID, 0xFF, 0xE2, 0x82, 0xAC]).map(lambda token: [token]),
     ),
     max_size=8,
-).map(lambda runs: sum(runs, []))
+).map(lambda runs: [token for run in runs for token in run])
 """Complete characters, parts of them, invalid bytes, words and special tokens."""
 PROMPTS = {"a word": [256, WORD], "an emoji in bytes": [WORD, *bytes_of("🙂€")]}
 FAST = settings(max_examples=40, deadline=None, derandomize=True)

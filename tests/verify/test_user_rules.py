@@ -34,7 +34,7 @@ def test_the_original_exception_of_a_rule_stays_reachable():
 
 def test_errors_of_the_rules_of_this_package_pass_unchanged(monkeypatch):
     monkeypatch.setattr(Raises, "__module__", "mars_jax.verify.raises")
-    with pytest.raises(ZeroDivisionError, match="^no entropy$"):
+    with pytest.raises(ZeroDivisionError, match="no entropy"):
         decide(Raises(), EVIDENCE)
 
 

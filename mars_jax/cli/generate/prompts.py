@@ -102,7 +102,7 @@ def _parquet(path: str) -> list[dict[str, Any]]:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError:
-        raise MarsError("a .parquet file needs the package pyarrow: install mars-jax[evaluate].") from None
+        raise MarsError("a .parquet file needs the package pyarrow: pip install pyarrow.") from None
     try:
         return parquet.read_table(io.BytesIO(data)).to_pylist(maps_as_pydicts="strict")
     except (ArrowException, OSError, ValueError, KeyError) as error:

@@ -54,7 +54,7 @@ def check_installed() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise MarsError("plots need the package matplotlib: install mars-jax[evaluate].") from None
+        raise MarsError("plots need the package matplotlib: pip install matplotlib.") from None
 
 
 def beside(path: Path, formats: Sequence[str] = FORMATS) -> list[Path]:

@@ -63,9 +63,7 @@ def read_hub(path: str, task: str) -> Iterator[Fields]:
         import datasets
         from datasets.exceptions import DatasetsError
     except ImportError:
-        raise MarsError(
-            "datasets of the Hub need the package datasets: install mars-jax[evaluate]."
-        ) from None
+        raise MarsError("datasets of the Hub need the package datasets: pip install datasets.") from None
     folder = Path(path).is_dir()
     name, config, split = (path, "", "") if folder else (*path.split(":"), "", "")[:3]
     part = PARTS.get(task, Part(None, "test"))
