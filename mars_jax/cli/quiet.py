@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
@@ -26,6 +27,8 @@ def quiet() -> None:
     """Set what keeps jaxlib and libtpu quiet, unless the environment says something about it already."""
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
+    # Orbax logs the traceback of an error that it raises as well.
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
     if not _NO_TPU.keys() & os.environ.keys() and not may_have_tpu():
         os.environ.update(_NO_TPU)
 

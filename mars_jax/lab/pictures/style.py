@@ -108,7 +108,9 @@ def picture(
         if legend:
             _name(figure, axes, width)
         for file in files:
-            figure.savefig(file, metadata=METADATA[file.suffix[1:]])
+            staged, kind = file.with_name(f"{file.name}.partial"), file.suffix[1:]
+            figure.savefig(staged, format=kind, metadata=METADATA[kind])
+            staged.replace(file)
 
 
 def _name(figure: Any, axes: Any, width: float) -> None:
