@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from pathlib import Path
+from types import TracebackType
 
 _GOOGLE = "0x1ae0"
 _NOT_A_TPU = ("0x0042",)  # Google's network card, in every machine of its cloud
@@ -27,10 +29,18 @@ def quiet() -> None:
     """Set what keeps jaxlib and libtpu quiet, unless the environment says something about it already."""
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
-    # Orbax logs the traceback of an error that it raises as well.
-    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    # Orbax and its threads log the traceback of an error that is raised as well.
+    for name in ("absl", "concurrent.futures"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    sys.excepthook = _excepthook
     if not _NO_TPU.keys() & os.environ.keys() and not may_have_tpu():
         os.environ.update(_NO_TPU)
+
+
+def _excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print an uncaught exception, except those of TensorStore about the closed event loop of a failed save."""
+    if str(error) != "Event loop is closed":
+        sys.__excepthook__(kind, error, trace)
 
 
 def may_have_tpu(root: Path = Path("/")) -> bool:

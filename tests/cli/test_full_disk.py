@@ -71,8 +71,11 @@ PAIR = ["--target", "tiny/target", "--draft", "model:tiny/draft", "--task", "jso
 COMMANDS = {
     "generate": (1, "generate", "--max-new-tokens", "4", "--output", "{to}/rows.jsonl", "--prompts-file", "{prompts}"),
     "convert": (1000, "convert", "tiny/target", "{to}/converted"),
-    "benchmark": (1000, "benchmark", *PAIR, "--max-new-tokens", "4", "--temperatures", "0", "--output", "{to}/evidence"),
-    "calibrate": (1, "calibrate", *PAIR, "--max-new-tokens", "4", "--output", "{to}/theta.json"),
+    "benchmark": (1000, "benchmark", *PAIR, "--max-new-tokens", "4", "--temperatures", "0", "--output", "{to}/out"),
+    "calibrate": (
+        1, "calibrate", *PAIR, "--max-new-tokens", "4", "--bound", "0.9", "--confidence", "0.5",
+        "--output", "{to}/theta.json",
+    ),
     "distill": (
         5000, "distill", "eagle3", "--target", "tiny/target", "--data", "{documents}", "--tokens", "2048",
         "--output", "{to}/head",

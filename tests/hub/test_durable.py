@@ -257,7 +257,7 @@ try:
 except MarsError as error:
     print(error)
 try:
-    states.save_state(sys.argv[2] + "/state", {"tokens": jax.numpy.zeros((20, 20), "int32")})
+    states.save_state(sys.argv[2] + "/state", {"cache": jax.random.normal(jax.random.key(0), (40, 40))})
 except MarsError as error:
     print(error)
 """
