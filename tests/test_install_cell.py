@@ -11,7 +11,7 @@ import pytest
 
 COLAB = Path(__file__).parents[1] / "colab"
 CELLS = {
-    path.stem: re.search(r"^import glob\n.*?check=True\)\n", path.read_text(), re.MULTILINE | re.DOTALL)[0]
+    path.stem: re.findall(r"^import glob\n.*?check=True\)\n", path.read_text(), re.MULTILINE | re.DOTALL)[0]
     for path in sorted(COLAB.glob("*.py"))
 }
 

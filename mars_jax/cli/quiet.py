@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 from pathlib import Path
-from types import TracebackType
+from typing import Any
 
 _GOOGLE = "0x1ae0"
 _NOT_A_TPU = ("0x0042",)  # Google's network card, in every machine of its cloud
@@ -32,15 +32,15 @@ def quiet() -> None:
     # Orbax and its threads log the traceback of an error that is raised as well.
     for name in ("absl", "concurrent.futures"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    sys.excepthook = _excepthook
+    sys.unraisablehook = _unraisable
     if not _NO_TPU.keys() & os.environ.keys() and not may_have_tpu():
         os.environ.update(_NO_TPU)
 
 
-def _excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print an uncaught exception, except those of TensorStore about the closed event loop of a failed save."""
-    if str(error) != "Event loop is closed":
-        sys.__excepthook__(kind, error, trace)
+def _unraisable(problem: Any) -> None:
+    """Print an error in a callback, except those of TensorStore about the closed event loop of a failed save."""
+    if str(problem.exc_value) != "Event loop is closed":
+        sys.__unraisablehook__(problem)
 
 
 def may_have_tpu(root: Path = Path("/")) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -50,7 +52,7 @@ def classes():
     def defined(accepts):
         @struct.dataclass(kw_only=True)
         class Gate(verify.Relaxed):
-            theta: np.ndarray
+            theta: Any
 
             def low(self, evidence):
                 return jnp.full(evidence.tree.tokens.shape, accepts)
