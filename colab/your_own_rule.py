@@ -20,10 +20,10 @@
 #
 # ## Install
 #
-# A wheel beside the notebook comes first: make one by `pip wheel --no-deps .` in a checkout, and upload it. Without one
-# pip takes `SOURCE`: a package name, a `git+https://` address, or a folder with a checkout. A TPU needs the libtpu that
-# fits its JAX, and a GPU its CUDA, which the extras name. Restart the session if pip replaced a JAX that was loaded
-# already. Expect a minute.
+# Upload a wheel next to this notebook (`pip wheel --no-deps .` in a checkout makes one), or set `SOURCE` to the path of
+# a wheel or to an address such as `git+https://HOST/OWNER/mars-jax`. The package is never installed by its name only.
+# The extras add the libtpu that fits JAX on a TPU, and CUDA on a GPU. Restart the session if pip replaced a JAX that
+# was loaded already. Expect a minute.
 
 # %%
 import glob
@@ -31,11 +31,13 @@ import importlib.util
 import subprocess
 import sys
 
-SOURCE = "mars-jax"  # @param {type:"string"}
+SOURCE = ""  # @param {type:"string"}
 
 on_tpu, on_gpu = glob.glob("/dev/accel*") + glob.glob("/dev/vfio/*"), glob.glob("/dev/nvidia0")
 if importlib.util.find_spec("mars_jax") is None:
     source = (sorted(glob.glob("mars_jax-*.whl")) or [SOURCE])[-1]
+    if "://" not in source and not (source.endswith(".whl") and glob.glob(glob.escape(source))):
+        sys.exit("Upload a wheel of mars-jax, or set SOURCE to the path of a wheel or a Git address.")
     extras = "train,evaluate" + (",tpu" if on_tpu else ",cuda" if on_gpu else "")
     address = f"mars-jax[{extras}] @ {source}" if "://" in source else f"{source}[{extras}]"
     subprocess.run([sys.executable, "-m", "pip", "install", "-q", address], check=True)

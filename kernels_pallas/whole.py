@@ -42,7 +42,9 @@ def whole_or_partitioned(whole: Callable[..., Any], partitioned: Callable[..., A
 
 @_whole_p.def_impl
 def _impl(*leaves: Any, **forms: Any) -> list[Any]:
-    return jax.jit(functools.partial(_whole_p.bind, **forms))(*leaves)
+    # Lowering chooses the form, so this compiles even under `jax.disable_jit`, which would call `_impl` again.
+    with jax.disable_jit(False):
+        return jax.jit(functools.partial(_whole_p.bind, **forms))(*leaves)
 
 
 @_whole_p.def_abstract_eval

@@ -4,7 +4,8 @@
     PYTHONPATH=. python scripts/notebooks.py --run NAME   # runs one from end to end, and stores what it says and draws
 
 The address to install from, and that of the badge, is `Repository` among `[project.urls]` of pyproject.toml. While
-there is none, notebooks have no badge, and install a wheel beside them. It needs the extra `notebook`.
+there is none, notebooks have no badge, and install the wheel or the address that the user fills in. It needs the extra
+`notebook`.
 
 Oracle: tests/test_colab.py.
 """
@@ -24,10 +25,10 @@ import site_pages
 COLAB = Path(__file__).resolve().parents[1] / "colab"
 INSTALL = """# ## Install
 #
-# A wheel beside the notebook comes first: make one by `pip wheel --no-deps .` in a checkout, and upload it. Without one
-# pip takes `SOURCE`: a package name, a `git+https://` address, or a folder with a checkout. A TPU needs the libtpu that
-# fits its JAX, and a GPU its CUDA, which the extras name. Restart the session if pip replaced a JAX that was loaded
-# already. Expect a minute.
+# Upload a wheel next to this notebook (`pip wheel --no-deps .` in a checkout makes one), or set `SOURCE` to the path of
+# a wheel or to an address such as `git+https://HOST/OWNER/mars-jax`. The package is never installed by its name only.
+# The extras add the libtpu that fits JAX on a TPU, and CUDA on a GPU. Restart the session if pip replaced a JAX that
+# was loaded already. Expect a minute.
 
 # %%
 import glob
@@ -40,6 +41,8 @@ SOURCE = "ADDRESS"  # @param {type:"string"}
 on_tpu, on_gpu = glob.glob("/dev/accel*") + glob.glob("/dev/vfio/*"), glob.glob("/dev/nvidia0")
 if importlib.util.find_spec("mars_jax") is None:
     source = (sorted(glob.glob("mars_jax-*.whl")) or [SOURCE])[-1]
+    if "://" not in source and not (source.endswith(".whl") and glob.glob(glob.escape(source))):
+        sys.exit("Upload a wheel of mars-jax, or set SOURCE to the path of a wheel or a Git address.")
     extras = "train,evaluate" + (",tpu" if on_tpu else ",cuda" if on_gpu else "")
     address = f"mars-jax[{extras}] @ {source}" if "://" in source else f"{source}[{extras}]"
     subprocess.run([sys.executable, "-m", "pip", "install", "-q", address], check=True)
@@ -53,7 +56,7 @@ RUNTIME = {"accelerator": "TPU", "colab": {"gpuType": "V5E1", "provenance": []}}
 def installing(source: str) -> str:
     """The text of a notebook with the common way to install."""
     address = site_pages.repository()
-    install = INSTALL.replace("ADDRESS", f"git+{address}" if address else "mars-jax")
+    install = INSTALL.replace("ADDRESS", f"git+{address}" if address else "")
     made, count = re.subn(r"^# ## Install\n.*?check=True\)\n\n", lambda _: install, source, flags=re.M | re.S)
     if count != 1:
         raise ValueError(f"{count} parts are named Install: expected one.")

@@ -108,7 +108,7 @@ def _answer(given: Sequence[str] | None, out: IO[str]) -> None:
         try:
             print(completion(rest[0]), file=out)
         except ImportError:
-            raise MarsError("the package shtab is not installed: install mars-jax[completion].") from None
+            raise MarsError("the package shtab is not installed: pip install shtab.") from None
     else:
         near = did_you_mean(name, COMMANDS)
         raise MarsError(f"there is no command '{name}'{near}: choose one of {', '.join(COMMANDS)}.")

@@ -18,7 +18,8 @@ from typing import IO, Any, NoReturn
 from mars_jax.cli import remote
 from mars_jax.cli.progress import heartbeat
 from mars_jax.cli.quiet import quiet
-from mars_jax.core.errors import MarsError, MarsWarning, did_you_mean, say
+from mars_jax.core import user_code
+from mars_jax.core.errors import MarsError, MarsWarning, did_you_mean, say, unwritable
 from mars_jax.core.home import check_path
 
 BAD_INPUT = 2
@@ -184,7 +185,14 @@ def command(
     def parsed(argv: Sequence[str] | None, out: IO[str]) -> None:
         with contextlib.redirect_stdout(out):
             args = parse(argv)
-        run(args, out)
+        try:
+            run(args, out)
+        except MarsError:
+            raise
+        except Exception as error:
+            if full := unwritable(error, getattr(args, "output", None)):
+                raise full from error
+            raise
 
     return program(parsed, argv)
 
@@ -226,6 +234,14 @@ def _program(run: Callable[[Sequence[str] | None, IO[str]], None], argv: Sequenc
     except BrokenPipeError:
         _discard(out)
         return BROKEN_PIPE
+    except (Exception, SystemExit) as error:
+        # Tracebacks of this package's own errors stay.
+        problem = user_code.failure(error, user_code.MODULES)
+        sentence = unwritable(error) if problem is None else f"{problem}."
+        if sentence is None:
+            raise
+        _say(f"error: {sentence}")
+        return BAD_INPUT
     return 0
 
 

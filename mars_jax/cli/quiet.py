@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
 from pathlib import Path
+from typing import Any
 
 _GOOGLE = "0x1ae0"
 _NOT_A_TPU = ("0x0042",)  # Google's network card, in every machine of its cloud
@@ -26,8 +29,18 @@ def quiet() -> None:
     """Set what keeps jaxlib and libtpu quiet, unless the environment says something about it already."""
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
+    # Orbax and its threads log the traceback of an error that is raised as well.
+    for name in ("absl", "concurrent.futures"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    sys.unraisablehook = _unraisable
     if not _NO_TPU.keys() & os.environ.keys() and not may_have_tpu():
         os.environ.update(_NO_TPU)
+
+
+def _unraisable(problem: Any) -> None:
+    """Print an error in a callback, except those of TensorStore about the closed event loop of a failed save."""
+    if str(problem.exc_value) != "Event loop is closed":
+        sys.__unraisablehook__(problem)
 
 
 def may_have_tpu(root: Path = Path("/")) -> bool:

@@ -1,7 +1,9 @@
 """The exception for bad input, the warning for probable mistakes, and functions that word them."""
 
 import difflib
+import errno
 import numbers
+import os
 import sys
 import warnings
 from collections.abc import Iterable
@@ -34,6 +36,34 @@ def warn(sentence: str) -> None:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("mars_jax."):
         frame, level = frame.f_back, level + 1
     warnings.warn(printable(sentence), MarsWarning, stacklevel=level)
+
+
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+"""Errors of the system about a disk that takes no more."""
+
+
+def unwritable(error: BaseException, path: str | os.PathLike[str] | None = None) -> MarsError | None:
+    """Return a sentence for a full disk, or for a limit on files; None if an error has another reason.
+
+    Libraries raise it as various types, with the words of the system in their message.
+
+    Args:
+      error: of any library.
+      path: for the message if the error names no file.
+
+    >>> print(unwritable(ValueError("RESOURCE_EXHAUSTED: No space left on device [os_error_code='28']"), "out"))
+    cannot write to 'out': No space left on device; make room, or choose another path.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        text = str(cause)
+        reason = next((os.strerror(code) for code in _UNWRITABLE if os.strerror(code) in text), None)
+        if reason is not None:
+            name = path or getattr(cause, "filename", None)
+            place = "the disk" if name is None else f"'{os.fsdecode(name)}'"
+            return MarsError(f"cannot write to {place}: {reason}; make room, or choose another path.")
+        cause = cause.__cause__ or cause.__context__
+    return None
 
 
 def check_type(name: str, value: Any, kinds: type | tuple[type, ...], wanted: str) -> None:

@@ -16,6 +16,14 @@ from mars_jax.core.drafter import Drafter
 from mars_jax.core.errors import MarsError, short_repr
 from mars_jax.core.evidence import Evidence
 from mars_jax.core.types import PyTree, Verdict
+from mars_jax.core.user_code import (
+    MODULES,
+    definition,
+    described,
+    failure,
+    frames_in,
+    is_user_module,
+)
 
 ALL_EDGES = np.iinfo(np.int32).max
 
@@ -120,8 +128,27 @@ def asks(what: str, rule: Any) -> bool:
     return False
 
 
-def structure(rule: Any) -> Any:
-    """The part of a rule that decides the compilation: its pytree structure, hashable.
+class Structure(NamedTuple):
+    """The structure of a pytree with the classes of its nodes.
+
+    jaxlib compares two dataclasses by their fields only: rules of different classes could share a compiled program.
+    """
+
+    treedef: Any
+    kinds: tuple[Any, ...]  # (class of the node or None, kinds of each child)
+
+    @classmethod
+    def of(cls, tree: PyTree) -> Structure:
+        def kinds(treedef: Any) -> tuple[Any, ...]:
+            data = treedef.node_data()
+            return (data and data[0], *map(kinds, treedef.children()))
+
+        treedef = jax.tree.structure(tree)
+        return cls(treedef, kinds(treedef))
+
+
+def structure(rule: Any) -> Structure:
+    """Return the part of a rule that decides the compilation: its pytree structure, hashable.
 
     Raises:
       MarsError: not a rule, or one that is no pytree of numbers.
@@ -132,13 +159,109 @@ def structure(rule: Any) -> Any:
     """
     if isinstance(rule, LoadedRule):
         raise MarsError("verify is a LoadedRule here: give its .rule, and its .params as Params.verify.")
-    leaves, treedef = jax.tree.flatten(rule)
-    if not callable(rule) or any(leaf is rule or callable(leaf) for leaf in leaves):
+    leaves = jax.tree.leaves(rule)
+    if not callable(rule) or not all(
+        hasattr(x, "dtype") or isinstance(x, bool | int | float) for x in leaves
+    ):
         raise MarsError(
             f"verify is {short_repr(rule)}: expected a rule, such as mars_jax.verify.mars(); a rule of your own is a "
             "struct.dataclass whose fields are numbers."
         )
-    return treedef
+    return Structure.of(rule)
+
+
+EXPECTED = {
+    "__call__": "(Verdict, rule)",
+    "low": "bool[B, N]",
+    "relaxable": "bool[B, N]",
+    "target": "f32[B, N, V]",
+    "cost": "(f32[B, N], f32[B]) or None",
+    "spend": "the rule with its new budget",
+}
+"""Results of the methods of a rule."""
+
+
+def decide(rule: Any, evidence: Evidence) -> tuple[Verdict, Any]:
+    """Return `rule(evidence)`, checked.
+
+    Raises:
+      MarsError: the rule returned something else than a verdict and itself; or a rule of the user raised an exception,
+        which is the cause of this one. Exceptions of this package's rules pass unchanged.
+    """
+    try:
+        result = rule(evidence)
+    except MarsError:
+        raise
+    except (Exception, SystemExit) as error:
+        kind = type(rule)
+        if not is_user_module(kind.__module__):
+            raise
+        modules = {kind.__module__, *MODULES}
+        names = [code.co_name for code, _ in frames_in(modules, error)]
+        method = next((name for name in names if name in EXPECTED), "__call__")
+        raise MarsError(
+            f"the rule {kind.__name__} fails in {failure(error, modules, kind)}; expected {method} to return "
+            f"{EXPECTED[method]}."
+        ) from error
+    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Verdict)):
+        raise wrong_result(rule, "__call__", described(result))
+    verdict, after = result
+    batch, depth = evidence.tree.tokens.shape[0], evidence.tree.max_depth
+    shapes = {
+        "path": ("int32", (batch, depth + 1)),
+        "num_accepted": ("int32", (batch,)),
+        "next_token": ("int32", (batch,)),
+        "relaxed": ("bool", (batch, depth)),
+    }
+    for name, (dtype, shape) in shapes.items():
+        check_array(rule, "__call__", getattr(verdict, name), dtype, shape, of=f"a verdict whose {name} is ")
+    check_same_rule(rule, "__call__", after)
+    return verdict, after
+
+
+def check_array(
+    rule: Any, method: str, value: Any, dtype: str, shape: tuple[int, ...], *, of: str = ""
+) -> None:
+    """Raise MarsError if a method of a rule returned anything but an array of this shape and dtype.
+
+    Args:
+      rule, method: whose result it is.
+      value: the result, or a part of it.
+      dtype: "floating" for any floating dtype.
+      shape: of the array.
+      of: the place of the array in the result, for the message.
+    """
+    found = getattr(value, "dtype", None)
+    fits = found is not None and (
+        jnp.issubdtype(found, jnp.floating) if dtype == "floating" else found == np.dtype(dtype)
+    )
+    if not fits or value.shape != shape:
+        dtype = "float32" if dtype == "floating" else dtype
+        raise wrong_result(rule, method, f"{of}{described(value)}", f"{of}{dtype}{list(shape)}")
+
+
+def check_same_rule(rule: Any, method: str, after: Any) -> None:
+    """Raise MarsError unless a method returned the rule, with numbers of the same shapes and dtypes."""
+    if Structure.of(after) != Structure.of(rule):
+        raise wrong_result(
+            rule, method, described(after), f"an object of type {type(rule).__name__} with the same structure"
+        )
+    for (path, old), new in zip(
+        jax.tree_util.tree_leaves_with_path(rule), jax.tree.leaves(after), strict=True
+    ):
+        if jnp.shape(new) != jnp.shape(old) or jnp.result_type(new) != jnp.result_type(old):
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            rule_with = f"a rule whose {name} is "
+            raise wrong_result(rule, method, f"{rule_with}{described(new)}", f"{rule_with}{described(old)}")
+
+
+def wrong_result(rule: Any, method: str, returned: str, expected: str | None = None) -> MarsError:
+    """Return the error that a method of a rule returned a value of the wrong kind."""
+    function = getattr(type(rule), method)
+    return MarsError(
+        f"the rule {type(rule).__name__} fails in {definition(function)}: {method} returned {returned}; expected "
+        f"{expected or EXPECTED[method]}."
+    )
 
 
 def for_rows(rule: PyTree, batch: int) -> PyTree:

@@ -18,7 +18,7 @@ from mars_jax.core.cut import cut
 from mars_jax.core.drafter import SPARSE, Drafter, DraftInput
 from mars_jax.core.evidence import Evidence
 from mars_jax.core.pick import in_rows
-from mars_jax.core.rule import facts
+from mars_jax.core.rule import decide, facts
 from mars_jax.core.tree import chain, visible
 from mars_jax.core.trusted import judged
 from mars_jax.core.types import (
@@ -151,7 +151,7 @@ def judge(
     with jax.named_scope("verify"):
         trusted = None
         if tree.trusted is None:
-            verdict, rule = state.rule(evidence)
+            verdict, rule = decide(state.rule, evidence)
         else:
             verdict, rule, trusted = judged(state.rule, evidence)
         # A lossless rule gives a token of probability 0 no chance, so only a lossy one has to be cut.

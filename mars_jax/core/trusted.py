@@ -18,7 +18,7 @@ from mars_jax.core.controls import is_stop
 from mars_jax.core.errors import MarsError
 from mars_jax.core.evidence import Evidence
 from mars_jax.core.pick import leading, pick
-from mars_jax.core.rule import facts
+from mars_jax.core.rule import decide, facts
 from mars_jax.core.sampling import at_drafted
 from mars_jax.core.tree import at_parent
 from mars_jax.core.types import NO_TOKEN, DraftTree, Verdict
@@ -53,7 +53,7 @@ def judged(rule: Any, evidence: Evidence) -> tuple[Verdict, Any, Array]:
     if not tree.is_chain:
         raise MarsError("a draft with trusted tokens is a tree: trust tokens of chains only.")
     count = count_of(evidence, rule)
-    found, rule = rule(_after(evidence, count))
+    found, rule = decide(rule, _after(evidence, count))
     if type(found) is not Verdict:
         raise MarsError(
             f"the rule returns a {type(found).__name__}, whose extra arrays cannot be shifted past trusted tokens: "

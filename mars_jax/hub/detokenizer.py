@@ -6,26 +6,50 @@ from collections.abc import Sequence
 
 from mars_jax.hub.pretrained import Pretrained
 
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
 
 class Detokenizer:
-    """Turn a growing list of tokens into text, piece by piece; the pieces joined are the text of the whole.
+    """Turn a growing list of tokens into text, piece by piece. Joined, the pieces are the text of all tokens.
 
-    Bytes of an unfinished character are held back until it is complete. Only the tokens since the piece before
-    last are decoded again, so the cost of a piece does not grow with the text.
+    Text that a later token may change is held back: an unfinished character, and with byte fallback a whole run of
+    byte tokens, since `tokenizers` replaces every byte of a run that is not valid UTF-8. Only the tokens since the
+    piece before last are decoded again, so the cost of a piece does not grow with the text.
     """
 
     def __init__(self, pretrained: Pretrained, prompt_tokens: Sequence[int]):
         self._decode = pretrained.decode
-        # The prompt's tail gives the tokenizer the context in which the first new token joins the text.
-        self._tokens = list(prompt_tokens)[-8:]
-        self._context, self._read = 0, len(self._tokens)
+        self._invalid_byte = pretrained.invalid_byte
+        # The end of the prompt is the context in which the first new token is decoded: a tokenizer may drop the space
+        # before the first word. Characters of which the context has only a part are left out.
+        context = list(prompt_tokens)[-8:]
+        while REPLACEMENT in self._decode(context):
+            context.pop(0)
+        self._tokens = context
+        self._context, self._read = 0, len(context)
 
     def feed(self, tokens: Sequence[int], *, last: bool = False) -> str:
-        """Return the text that `tokens` complete. `last` releases what was held back."""
+        """Return the text that `tokens` complete. `last` releases the text that was held back."""
         self._tokens += list(tokens)
-        shown = self._decode(self._tokens[self._context : self._read])
-        text = self._decode(self._tokens[self._context :])
-        if not last and (text.endswith("\N{REPLACEMENT CHARACTER}") or len(text) <= len(shown)):
+        text = self.pending()
+        if not last and (not text or text.endswith(REPLACEMENT) or self._may_change()):
             return ""
         self._context, self._read = self._read, len(self._tokens)
-        return text[len(shown) :]
+        return text
+
+    def pending(self) -> str:
+        """Return the text of all tokens since the last piece, including text that later tokens may change."""
+        before = self._decode(self._tokens[self._context : self._read])
+        text = self._decode(self._tokens[self._context :])
+        if not text.startswith(
+            before
+        ):  # an invalid byte follows a character of the prompt in the same run of bytes
+            return self._decode(self._tokens[self._read :])
+        return text[len(before) :]
+
+    def _may_change(self) -> bool:
+        """True if the text ends in a run of byte tokens, which an invalid byte would replace as a whole."""
+        if self._invalid_byte is None:
+            return False
+        window = self._tokens[self._context :]
+        return not self._decode([*window, self._invalid_byte]).startswith(self._decode(window))

@@ -11,15 +11,21 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from mars_jax.core.errors import MarsError
+from mars_jax.core.errors import MarsError, unwritable
 
 
 @contextlib.contextmanager
 def writing(target: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn what the system says against writing `target` into a MarsError."""
+    """Turn errors of the system, and a full disk by whatever type a library raises, into a MarsError."""
     try:
         yield
-    except OSError as error:
+    except MarsError as error:
+        raise unwritable(error, target) or error from error.__cause__
+    except Exception as error:
+        if full := unwritable(error, target):
+            raise full from error
+        if not isinstance(error, OSError):
+            raise
         raise MarsError(
             f"'{os.fspath(target)}' cannot be written ({error.strerror or error}): choose another path, or make room."
         ) from error

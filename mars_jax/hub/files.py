@@ -288,7 +288,7 @@ def _bin(path: Path) -> Iterator[dict[str, Tensor]]:
         import torch
     except ImportError:
         raise MarsError(
-            f"'{path}' is a PyTorch file, and torch is not installed: pip install 'mars-jax[torch]', "
+            f"'{path}' is a PyTorch file, and torch is not installed: pip install torch, "
             "or use a checkpoint with safetensors."
         ) from None
     version = version_of(path)

@@ -185,7 +185,7 @@ def _read_header(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
             return _Header(file, path, version).read()
     except ImportError:
         raise MarsError(
-            f"'{path}' is a GGUF file, and the package gguf is not installed: pip install 'mars-jax[gguf]'."
+            f"'{path}' is a GGUF file, and the package gguf is not installed: pip install gguf."
         ) from None
     except OSError as error:
         raise MarsError(f"'{path}' cannot be read ({error}).") from None

@@ -170,6 +170,21 @@ class Pretrained:
             )
 
     @functools.cached_property
+    def invalid_byte(self) -> int | None:
+        """Token id of the byte 0xFF, which no UTF-8 text contains; None for a tokenizer without byte fallback."""
+        name = "<0xFF>"
+        if not self.has_tokenizer:
+            return None
+        if self._plain is not None:
+            return self._plain.token_to_id(name)
+        try:
+            token = self.tokenizer.convert_tokens_to_ids(name)
+            return token if self.tokenizer.convert_ids_to_tokens(token) == name else None
+        except (AttributeError, TypeError):
+            # Another library's tokenizer, or a vocabulary without an unknown token.
+            return None
+
+    @functools.cached_property
     def has_tokenizer(self) -> bool:
         """True if the checkpoint has any tokenizer; without one it takes and gives token ids."""
         if self.own_tokenizer is not None:

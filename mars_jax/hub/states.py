@@ -5,7 +5,9 @@ Oracle: the same rows decoded without a break (tests/hub/test_states.py).
 
 from __future__ import annotations
 
+import glob
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from mars_jax.core.errors import MarsError
 from mars_jax.core.home import check_path
 from mars_jax.core.types import KEY_IMPL, DecodeState, PyTree
 from mars_jax.hub import orbax
+from mars_jax.hub.durable import writing
 
 
 def save_state(path: str | os.PathLike[str], state: DecodeState) -> None:
@@ -36,13 +39,15 @@ def save_state(path: str | os.PathLike[str], state: DecodeState) -> None:
     check_path(path)
     if Path(path).exists():
         raise MarsError(f"'{path}' exists: choose the name of a new folder.")
-    try:
-        with ocp.StandardCheckpointer() as checkpointer:
-            checkpointer.save(Path(path).absolute(), _named(state))
-    except OSError as error:
-        raise MarsError(
-            f"'{path}' cannot be written ({error.strerror or error}): choose another path, or make room."
-        ) from error
+    place = Path(path).absolute()
+    with writing(path):
+        try:
+            with ocp.StandardCheckpointer() as checkpointer:
+                checkpointer.save(place, _named(state))
+        except BaseException:
+            for partial in place.parent.glob(f"{glob.escape(place.name)}.orbax-checkpoint-tmp*"):
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
 
 
 def restore_state(path: str | os.PathLike[str], like: DecodeState) -> DecodeState:

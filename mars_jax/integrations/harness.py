@@ -40,7 +40,7 @@ try:
     from lm_eval.api.model import TemplateLM
     from lm_eval.api.registry import register_model
 except ImportError:
-    raise MarsError("the package lm-eval is not installed: install mars-jax[lm-eval].") from None
+    raise MarsError("the package lm-eval is not installed: pip install lm-eval.") from None
 
 _ELSEWHERE = {
     *("self", "__class__", "settings", "verify"),  # the rule is recorded as it is resolved

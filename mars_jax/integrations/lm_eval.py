@@ -18,7 +18,7 @@ _HELP = """\
 usage: mars-jax lm_eval --model mars_jax --model_args NAME=VALUE,... [flags]
 
 Run lm-evaluation-harness with a draft and a rule. The flags are the harness's:
-install mars-jax[lm-eval], and --help lists them. --model_args takes flags of
+pip install lm-eval, and --help lists them. --model_args takes flags of
 mars-jax generate by their names: target, draft, verify, theta and others.
 --rows FILE keeps the answers, and --part I/N takes one part of them.
 

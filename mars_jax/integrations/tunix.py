@@ -293,21 +293,35 @@ class Rollout:
         self._calls += 1
         return [int(x) for x in made]
 
-    def get_per_token_logps(self, prompt_tokens: Array, completion_tokens: Array) -> Array:
-        """Log-probabilities of given completions under the rollout's weights at temperature 1: f32[B, C].
+    def get_per_token_logps(
+        self, prompt_tokens: Array, completion_tokens: Array, completion_mask: Array | None = None
+    ) -> Array:
+        """Return log-probabilities of completions under the rollout's weights at temperature 1: f32[B, C].
 
         Args:
           prompt_tokens: i32[B, P], padded on the left.
-          completion_tokens: i32[B, C], padded on the right. After the first end of text they mean nothing.
+          completion_tokens: i32[B, C], padded on the right.
+          completion_mask: bool[B, C] or numbers; tokens where it is 0 are padding, which no other token attends to and
+            which has no position. None: every token but the pad token counts, as in `tunix.rl.common`. Values of
+            padding, and of a token right after it, mean nothing.
+
+        Raises:
+          MarsError: the mask has another shape than the completions.
         """
+        completions = jnp.asarray(completion_tokens, jnp.int32)
+        mask = completions != self.pad_id() if completion_mask is None else jnp.asarray(completion_mask) != 0
+        if mask.shape != completions.shape:
+            raise MarsError(
+                f"completion_mask has shape {mask.shape}: expected {completions.shape}, as of completion_tokens."
+            )
         with self._target.on_mesh():
             return _log_probs(
                 self._target.model,
                 self._target.params,
                 jnp.asarray(prompt_tokens, jnp.int32),
-                jnp.asarray(completion_tokens, jnp.int32),
+                completions,
+                mask,
                 pad=self.pad_id(),
-                eos=self.eos_id(),
             )
 
     def update_params(self, params: PyTree, filter_types: tuple[Any, ...] | None = None) -> None:
@@ -402,17 +416,14 @@ def _config_that_computes_the_same(actor: Any, state: PyTree) -> ModelConfig:
     return best
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames=("pad", "eos"))
+@functools.partial(jax.jit, static_argnums=0, static_argnames="pad")
 def _log_probs(
-    model: LanguageModel, params: PyTree, prompts: Array, completions: Array, *, pad: int, eos: int
+    model: LanguageModel, params: PyTree, prompts: Array, completions: Array, mask: Array, *, pad: int
 ) -> Array:
     batch, width = prompts.shape
     tokens = jnp.concatenate([prompts, completions], axis=1)
     count = tokens.shape[1]
-    ended = jnp.cumsum((completions == eos).astype(jnp.int32), axis=1) - (completions == eos).astype(
-        jnp.int32
-    )
-    valid = jnp.concatenate([prompts != pad, ended == 0], axis=1)
+    valid = jnp.concatenate([prompts != pad, mask], axis=1)
     positions = jnp.maximum(jnp.cumsum(valid.astype(jnp.int32), axis=1) - 1, 0)
     zero = jnp.zeros((batch,), jnp.int32)
     seen = jnp.tril(jnp.ones((count, count), bool))[None] & valid[:, None]

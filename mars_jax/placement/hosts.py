@@ -118,7 +118,7 @@ def check_devices() -> None:
         named = getattr(jax.config, "jax_platforms", None) or ""
         raise MarsError(
             f"JAX finds none of the devices that JAX_PLATFORMS names, '{named}' ({reason}): install JAX for them, such "
-            "as with mars-jax[cuda], or unset JAX_PLATFORMS, without which JAX chooses by itself."
+            "as with jax[cuda13], or unset JAX_PLATFORMS, without which JAX chooses by itself."
         ) from None
 
 

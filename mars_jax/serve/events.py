@@ -73,6 +73,9 @@ def events(
             if texts[row].stopped:
                 done[row] = True
             if done[row]:
+                # A row may end without a token, such as one whose constraint lets nothing follow.
+                if remaining := texts[row].end():
+                    pieces += (("exact", remaining),)
                 ended = ended or fetch((seen.stats, seen.final))
                 seconds = time.perf_counter() - began
                 completion = complete(target, request, row, ended[1], ended[0], seconds)

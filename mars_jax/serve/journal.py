@@ -197,10 +197,14 @@ def write_whole(path: Path, text: str) -> None:
       OSError: the disk does not take it.
     """
     staged = path.with_name(f"{path.name}.partial")
-    with staged.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with staged.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        staged.unlink(missing_ok=True)
+        raise
     staged.replace(path)
     sync(path.parent)
 

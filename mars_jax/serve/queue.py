@@ -183,6 +183,9 @@ class Queue:
             read = len(self._prepared.requests[index].prompt_tokens) + text.count
             fresh = tokens[row, read : length[row]].tolist()
             pieces = text.feed_all(fresh, last=bool(done[row]))
+            # A row may end without a token, such as one whose constraint lets nothing follow.
+            if done[row] and (remaining := text.end()):
+                pieces.append(remaining)
             said[row] = text.stopped
             if self._telling and pieces:
                 new.append(Said(index, "".join(pieces), tuple(fresh[: len(pieces)]), tuple(pieces)))

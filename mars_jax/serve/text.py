@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mars_jax.hub.detokenizer import Detokenizer
+from mars_jax.hub.detokenizer import REPLACEMENT, Detokenizer
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.serve.requests import Request
 
 
 class RowText:
-    """Tokens of one request turned into text, piece by piece, until they have said one of its stop strings.
+    """Text of the tokens of one request, piece by piece, up to the first of its stop strings.
 
-    The text ends before the stop string, as OpenAI's does. The tokens end with the one that completes it, as with
-    transformers; only new text is searched, and not where the prompt ends. What may be the beginning of a stop string
-    is held back until more is known. A character cut in two reads the same in pieces and as a whole.
+    The text ends before the stop string, as OpenAI's does, and the tokens with the one that completes it, as those of
+    transformers do. Only new text is searched, without the end of the prompt. Text that may begin a stop string is held
+    back until the next tokens decide. Joined, the pieces are the text of all tokens.
     """
 
     def __init__(self, target: Pretrained, request: Request):
@@ -26,15 +26,25 @@ class RowText:
         self.stopped = False
 
     def feed(self, token: int, *, last: bool = False) -> str:
-        """Return the text that a token completes; `last` releases what was held back. "" after a stop string."""
+        """Return the text that a token completes; `last` releases the text held back. "" after a stop string."""
+        self.count += not self.stopped
+        return self._text([token], last)
+
+    def end(self) -> str:
+        """Return the text held back, for a row that ends without another token."""
+        return self._text([], last=True)
+
+    def _text(self, tokens: Sequence[int], last: bool) -> str:
         if self.stopped:
             return ""
-        self.count += 1
-        text = self._held + self._detokenizer.feed([token], last=last)
-        cuts = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        text = self._held + self._detokenizer.feed(tokens, last=last)
+        # A stop string may be complete in characters that the detokenizer holds back.
+        pending = self._detokenizer.pending() if self._stops else ""
+        searched = text if pending.endswith(REPLACEMENT) else text + pending
+        cuts = [at for stop in self._stops if (at := searched.find(stop)) >= 0]
         if cuts:
             self.stopped, self._held = True, ""
-            return text[: min(cuts)]
+            return searched[: min(cuts)]
         keep = 0 if last else max((_begun(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

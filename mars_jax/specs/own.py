@@ -5,6 +5,7 @@ Naming a file runs it: what it holds is the user's own code, and nothing else ev
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import importlib.util
@@ -17,7 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mars_jax.core.errors import MarsError
+from mars_jax.core import user_code
+from mars_jax.core.errors import MarsError, first_line
 from mars_jax.core.home import check_path
 from mars_jax.core.reading import read_bytes
 from mars_jax.core.settings import CONTROLS, LARGEST_INT, Range, Setting
@@ -119,35 +121,49 @@ def _from_file(path: str, kind: str) -> types.ModuleType:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look their module up there
+    user_code.MODULES.add(name)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise MarsError(
-            f"the file of a {kind} '{path}' does not run ({type(error).__name__}: {error}): fix it first."
+            f"the file of a {kind} '{path}' does not run: {_import_failure(error, name, path)}; expected a file that "
+            f"defines a function {PURPOSES[kind]}."
         ) from error
     return module
+
+
+def _import_failure(error: BaseException, module: str, name: str) -> str:
+    """Return the file and line at which a module could not be imported, and the error."""
+    if isinstance(error, SyntaxError):  # it was raised before any line ran
+        return f"{error.filename}, line {error.lineno}: SyntaxError ({error.msg})"
+    message = f"{type(error).__name__} ({first_line(error)})"
+    return user_code.failure(error, {module}) or f"{name}: {message}"
 
 
 def _from_module(name: str, spec: str, kind: str) -> types.ModuleType:
     # A console script does not look where it is started, which `python -m` does.
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
+    if user_code.is_user_module(name):
+        user_code.MODULES.add(name)
     try:
         return importlib.import_module(name)
-    except (ImportError, TypeError, ValueError) as error:
+    except (Exception, SystemExit) as error:
+        problem = error if isinstance(error, ImportError) else _import_failure(error, name, name)
         expected = {"rule": f"a rule of the table ({', '.join(RULES)}), ", "judge": ""}
         raise MarsError(
-            f"the {kind} is {spec}: the module '{name}' cannot be imported ({error}); expected "
+            f"the {kind} is {spec}: the module '{name}' cannot be imported ({problem}); expected "
             f"{expected[kind]}FILE.py:NAME or package.module:NAME."
-        ) from None
+        ) from error
 
 
 def _settings(spec: str, made: Callable[..., Any]) -> list[Setting]:
     try:
-        found = inspect.signature(made, eval_str=True)
-    except NameError:  # an annotation that exists for type checkers alone
         found = inspect.signature(made)
+        # An annotation may exist for type checkers only.
+        with contextlib.suppress(Exception):
+            found = inspect.signature(made, eval_str=True)
     except (TypeError, ValueError):
         raise MarsError(
             f"the rule is {spec}: it has no signature; name a function that makes a rule."

@@ -9,8 +9,9 @@ import inspect
 from typing import Any
 
 from mars_jax import specs
+from mars_jax.core import user_code
 from mars_jax.core.errors import MarsError, check_type
-from mars_jax.core.rule import LoadedRule, asks
+from mars_jax.core.rule import LoadedRule, asks, structure
 
 
 def load(spec: str, target: Any = None, **settings: Any) -> LoadedRule:
@@ -67,12 +68,22 @@ def _own(spec: str, row: specs.RuleRow, settings: dict[str, Any]) -> LoadedRule:
         raise MarsError(
             f"the rule {row.name} needs a {missing[0]}: give {row.settings[missing[0]].expected()}."
         )
-    made = factory(**settings)
+    name = spec.rpartition(":")[2]
+    try:
+        made = factory(**settings)
+    except MarsError:
+        raise
+    except (Exception, SystemExit) as error:
+        problem = user_code.failure(error, user_code.MODULES, factory)
+        raise MarsError(f"the rule is {spec}: {problem}; expected {name} to return a rule.") from error
     loaded = made if isinstance(made, LoadedRule) else LoadedRule(made)
-    if not callable(loaded.rule):
+    try:
+        structure(loaded.rule)
+    except MarsError:
         raise MarsError(
-            f"the rule is {spec}: it returned {made!r}; return a rule, as docs/rules.md describes, or a LoadedRule."
-        )
+            f"the rule is {spec}: {user_code.definition(factory)}: {name} returned {user_code.described(made)}; "
+            "expected a rule, a struct.dataclass whose fields are numbers (docs/rules.md), or a LoadedRule."
+        ) from None
     return loaded
 
 

@@ -16,8 +16,10 @@ from mars_jax.core.controls import is_stop
 from mars_jax.core.cut import impossible
 from mars_jax.core.errors import MarsError, short_repr
 from mars_jax.core.evidence import Evidence
+from mars_jax.core.rule import check_array, check_same_rule, wrong_result
 from mars_jax.core.tree import Allowance, at_parent, gather_path
 from mars_jax.core.types import Verdict
+from mars_jax.core.user_code import described
 from mars_jax.specs import UNLIMITED_RUN
 from mars_jax.verify.exact import Exact
 from mars_jax.verify.lossy import Lossy
@@ -52,7 +54,9 @@ class Relaxed(Lossy):
     def relaxable(self, evidence: Evidence) -> Array:
         """bool[B, N]: the edges into these nodes may be relaxed; by default those into one of the target's two best
         tokens, at nodes where `low`."""
-        return runner_up_edges(evidence, self.low(evidence))
+        low = self.low(evidence)
+        check_array(self, "low", low, "bool", evidence.tree.tokens.shape)
+        return runner_up_edges(evidence, low)
 
     def cost(self, evidence: Evidence) -> tuple[Array, Array] | None:
         """The cost of relaxing the edge into each node, f32[B, N], and each row's budget left, f32[B]; None is free."""
@@ -74,17 +78,33 @@ class Relaxed(Lossy):
         )
         if evidence.strict_nodes is not None:
             free &= ~at_parent(tree, evidence.strict_nodes)
-        return self.relaxable(evidence) & free & ~impossible(evidence)
+        relaxable = self.relaxable(evidence)
+        check_array(self, "relaxable", relaxable, "bool", tree.tokens.shape)
+        return relaxable & free & ~impossible(evidence)
 
     def __call__(self, evidence: Evidence) -> tuple[Verdict, Self]:
-        cost, budget = self.cost(evidence) or (None, None)
+        cost, budget = self._cost_and_budget(evidence)
         allowed = Allowance(self.guarded(evidence), self.max_relaxed_run, cost, budget, self.max_relaxed)
         verdict = self.base.relax(evidence, allowed)
         if cost is None or budget is None:
             return verdict, self
         # f32[B, D]: edge d leads into path[d + 1].
         paid = jnp.where(verdict.relaxed, gather_path(cost, verdict.path[:, 1:]), 0.0)
-        return verdict, self.spend(budget - jnp.sum(paid, axis=1))
+        after = self.spend(budget - jnp.sum(paid, axis=1))
+        check_same_rule(self, "spend", after)
+        return verdict, after
+
+    def _cost_and_budget(self, evidence: Evidence) -> tuple[Array, Array] | tuple[None, None]:
+        result = self.cost(evidence)
+        if result is None:
+            return None, None
+        if not (isinstance(result, tuple) and len(result) == 2):
+            raise wrong_result(self, "cost", described(result))
+        cost, budget = result
+        shape = evidence.tree.tokens.shape
+        check_array(self, "cost", cost, "floating", shape, of="a cost ")
+        check_array(self, "cost", budget, "floating", shape[:1], of="a budget ")
+        return cost, budget
 
 
 def over(name: str, base: Any) -> str:

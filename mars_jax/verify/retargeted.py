@@ -14,6 +14,7 @@ from jax import Array
 from mars_jax.core import struct
 from mars_jax.core.errors import MarsError
 from mars_jax.core.evidence import Evidence
+from mars_jax.core.rule import check_array
 from mars_jax.core.sampling import if_greedy, is_greedy, process
 from mars_jax.core.types import NO_TOKEN, DraftTree, Verdict
 from mars_jax.verify.exact import Exact
@@ -73,6 +74,7 @@ class Retargeted(Lossy):
             if evidence.strict_nodes is not None:
                 follows_p |= evidence.strict_nodes
             log_v = self.target(log_p, _log_q(evidence, ends, log_p), evidence)
+            check_array(self, "target", log_v, "floating", log_p.shape)
             if evidence.controls.guides is not None or evidence.controls.edits is not None:
                 # A draft that heeds neither a constraint nor a ban has tokens in q that v must not have from it.
                 log_v = jnp.where(evidence.logits > -jnp.inf, log_v, -jnp.inf)

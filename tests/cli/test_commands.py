@@ -100,7 +100,7 @@ def test_the_console_script_is_the_module(capsys):
 def test_a_harness_that_is_missing_is_one_sentence(capsys):
     code, out, err = call(capsys, "lm_eval", "--tasks", "x")
     assert (code, out) == (2, "")
-    assert err == "error: the package lm-eval is not installed: install mars-jax[lm-eval].\n"
+    assert err == "error: the package lm-eval is not installed: pip install lm-eval.\n"
 
 
 @pytest.mark.skipif(importlib.util.find_spec("lm_eval") is not None, reason="lm-eval is installed")
@@ -265,5 +265,5 @@ def test_completion_is_refused_in_one_sentence(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "shtab", None)
     code, out, err = call(capsys, "--completion", "bash")
     assert (code, out) == (2, "") and err == (
-        "error: the package shtab is not installed: install mars-jax[completion].\n"
+        "error: the package shtab is not installed: pip install shtab.\n"
     )

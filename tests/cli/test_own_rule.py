@@ -7,7 +7,7 @@ import json
 import pytest
 
 from mars_jax.lab.commands import benchmark, calibrate, compounding
-from tests.helpers import noisy_copy
+from tests.helpers import noisy_copy, slow_but
 
 ENTROPY_GATE = '''
 """Relaxes where the target's entropy is high."""
@@ -242,3 +242,162 @@ def test_its_theta_can_be_calibrated(run, pair, gates, tmp_path, capsys):
         run(*pair, "--max-new-tokens", 8, "--json", *own[:2], "--rule-option", "theta=0", "the sea")
     )
     assert row["tokens"] == same["tokens"]
+
+
+FAILING = """
+import dataclasses
+import sys
+
+import flax.struct
+import jax.numpy as jnp
+import numpy as np
+
+from mars_jax import verify
+
+
+@flax.struct.dataclass(frozen=True)
+class Gate(verify.{base}):
+    theta: object = np.float32(1)
+
+    {method}
+
+
+def gate():
+    return {made}
+"""
+RAISES = "def low(self, evidence):\n        {} # here"
+"""A method whose second line fails."""
+FAILURES = {
+    "raise": (
+        RAISES.format("raise ValueError('no\\nentropy')"),
+        "low raised ValueError (no); expected low to return bool[B, N]",
+    ),
+    "zero": (
+        RAISES.format("1 / 0"),
+        "low raised ZeroDivisionError (division by zero); expected low to return bool[B, N]",
+    ),
+    "exit": (RAISES.format("sys.exit(3)"), "low raised SystemExit (3); expected low to return bool[B, N]"),
+    "helper": (
+        "def low(self, evidence):\n        return self.help()\n    def help(self):\n        raise KeyError('x') # here",
+        "help raised KeyError ('x'); expected low to return bool[B, N]",
+    ),
+    "traced": (
+        RAISES.format("return jnp.ones(3) if evidence.logits[0, 0, 0] > 0 else None"),
+        "low raised TracerBoolConversionError (Attempted boolean conversion of traced array with shape bool[]); "
+        "expected low to return bool[B, N]",
+    ),
+    "inside jax": (
+        RAISES.format("return jnp.ones(3) @ jnp.ones(4)"),
+        "low raised TypeError (dot_general requires contracting dimensions to have the same shape, got (3,) and (4,)); "
+        "expected low to return bool[B, N]",
+    ),
+    "shape": (
+        "def low(self, evidence): # here\n        return jnp.ones(3, bool)",
+        "low returned bool[3]; expected bool[1, 3]",
+    ),
+    "dtype": (
+        "def low(self, evidence): # here\n        return verify.entropy(evidence.logits)",
+        "low returned float32[1, 3]; expected bool[1, 3]",
+    ),
+    "nothing": ("def low(self, evidence): # here\n        pass", "low returned None; expected bool[1, 3]"),
+    "relaxable": (
+        "def relaxable(self, evidence): # here\n        return 'all'",
+        "relaxable returned 'all'; expected bool[1, 3]",
+    ),
+    "cost": (
+        "def relaxable(self, evidence):\n        return evidence.tree.tokens > 0\n"
+        "    def cost(self, evidence): # here\n        return self.theta, self.theta",
+        "cost returned a cost float32[1]; expected a cost float32[1, 3]",
+    ),
+    "budget": (
+        "def relaxable(self, evidence):\n        return evidence.tree.tokens > 0\n"
+        "    def cost(self, evidence): # here\n        return self.theta",
+        "cost returned float32[1]; expected (f32[B, N], f32[B]) or None",
+    ),
+    "spend": (
+        "def relaxable(self, evidence):\n        return evidence.tree.tokens > 0\n"
+        "    def cost(self, evidence):\n        return jnp.ones(evidence.tree.tokens.shape), self.theta\n"
+        "    def spend(self, left): # here\n        return dataclasses.replace(self, theta=left[0])",
+        "spend returned a rule whose theta is float32[]; expected a rule whose theta is float32[1]",
+    ),
+    "target": (
+        "def target(self, log_p, log_q, evidence): # here\n        return log_p[:, 0]",
+        "target returned float32[1, 269]; expected float32[1, 3, 269]",
+    ),
+    "no pair": (
+        "def __call__(self, evidence): # here\n        return verify.exact()(evidence)[0]",
+        "__call__ returned an object of type Verdict; expected (Verdict, rule)",
+    ),
+    "verdict": (
+        "def __call__(self, evidence): # here\n        verdict, _ = verify.exact()(evidence)\n"
+        "        return dataclasses.replace(verdict, next_token=verdict.next_token.astype('float32')), self",
+        "__call__ returned a verdict whose next_token is float32[1]; expected a verdict whose next_token is int32[1]",
+    ),
+    "another rule": (
+        "def __call__(self, evidence): # here\n        return verify.exact()(evidence)",
+        "__call__ returned an object of type Exact; expected an object of type Gate with the same structure",
+    ),
+}
+CONSTRUCTORS = {
+    "raises": (
+        "1 / 0 # here",
+        "gate raised ZeroDivisionError (division by zero); expected gate to return a rule",
+    ),
+    "exits": ("sys.exit('stop') # here", "gate raised SystemExit (stop); expected gate to return a rule"),
+    "no rule": ("3", "gate returned 3; expected a rule"),
+    "no numbers": ("Gate(theta='high')", "gate returned an object of type Gate; expected a rule"),
+}
+IMPORTS = {
+    "exit": ("import sys\nsys.exit(1) # here", "<module> raised SystemExit (1)"),
+    "name": ("\nundefined # here", "<module> raised NameError (name 'undefined' is not defined)"),
+    "syntax": ("def gate(: # here", "SyntaxError (invalid syntax)"),
+}
+
+
+def failing(path, method="pass", made="Gate()"):
+    path.write_text(
+        FAILING.format(method=method, made=made, base="Retargeted" if "def target" in method else "Relaxed")
+    )
+    return path
+
+
+def line_of(path, marker="# here"):
+    return next(n for n, line in enumerate(path.read_text().splitlines(), start=1) if marker in line)
+
+
+@pytest.mark.parametrize("kind", slow_but(FAILURES, "raise", "dtype"))
+def test_a_method_that_fails_gets_one_sentence(kind, refused, pair, tmp_path):
+    method, problem = FAILURES[kind]
+    file = failing(tmp_path / "gate.py", method)
+    sampled = ["--temperature", "1"] if kind == "target" else []
+    sentence = refused(*pair, *sampled, "--max-new-tokens", "4", "--verify", f"{file}:gate", "the sea")
+    assert sentence == f"error: the rule Gate fails in {file}, line {line_of(file)}: {problem}.\n"
+
+
+@pytest.mark.parametrize("kind", slow_but(CONSTRUCTORS, "exits"))
+def test_a_constructor_that_fails_gets_one_sentence(kind, refused, pair, tmp_path):
+    made, problem = CONSTRUCTORS[kind]
+    file = failing(tmp_path / "gate.py", made=made)
+    line = line_of(file, "# here" if "# here" in made else "def gate")
+    sentence = refused(*pair, "--verify", f"{file}:gate", "the sea")
+    assert sentence.startswith(f"error: the rule is {file}:gate: {file}, line {line}: {problem}")
+
+
+@pytest.mark.parametrize("kind", slow_but(IMPORTS, "exit", "syntax"))
+def test_a_file_that_fails_gets_one_sentence(kind, refused, tmp_path):
+    source, problem = IMPORTS[kind]
+    file = tmp_path / "gate.py"
+    file.write_text(source)
+    expected = (
+        f"error: the file of a rule '{file}' does not run: {file}, line {line_of(file)}: {problem}; expected a file "
+        "that defines a function that makes a rule.\n"
+    )
+    assert refused("--target", "nowhere", "--verify", f"{file}:gate", "the sea") == expected
+
+
+@pytest.mark.slow
+def test_an_attribute_that_fails_gets_one_sentence(refused, pair, tmp_path):
+    method = "@property\n    def needs(self):\n        raise OSError('gone') # here"
+    file = failing(tmp_path / "gate.py", method)
+    sentence = refused(*pair, "--verify", f"{file}:gate", "the sea")
+    assert sentence == f"error: {file}, line {line_of(file)}: needs raised OSError (gone).\n"

@@ -146,9 +146,9 @@ def test_what_cannot_be_read_is_one_sentence(tmp_path, store, refused, monkeypat
     monkeypatch.setitem(sys.modules, "gcsfs", None)  # as where it is not installed
     assert "needs a package (Please install gcsfs" in message("gs://bucket/in.jsonl")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    assert "needs the package pyarrow: install mars-jax[evaluate]." in message(tmp_path / "torn.parquet")
+    assert "needs the package pyarrow: pip install pyarrow." in message(tmp_path / "torn.parquet")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    assert "need the package datasets: install mars-jax[evaluate]." in message("owner/name")
+    assert "need the package datasets: pip install datasets." in message("owner/name")
 
 
 # Rows.

@@ -244,6 +244,7 @@ signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 import jax
 from mars_jax import hub
 from mars_jax.core.errors import MarsError
+from mars_jax.hub import states
 checkpoint = hub.load(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]),) * 2)
 sys.dont_write_bytecode = True  # Python would keep what is cut short, and no later import could read it
@@ -253,6 +254,10 @@ except MarsError as error:
     print(error)
 try:
     hub.save(sys.argv[2] + "/saved", checkpoint.config, checkpoint.params)
+except MarsError as error:
+    print(error)
+try:
+    states.save_state(sys.argv[2] + "/state", {"cache": jax.random.normal(jax.random.key(0), (40, 40))})
 except MarsError as error:
     print(error)
 """
@@ -265,6 +270,7 @@ def test_a_disk_that_takes_no_more_gets_a_sentence_and_nothing_is_left(tmp_path,
     arguments = [sys.executable, "-c", FULL, str(source), str(tmp_path / "to"), str(most)]
     done = subprocess.run(arguments, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert len(lines) == 2 and all("cannot be written (" in line for line in lines), lines
+    ending = "File too large; make room, or choose another path."
+    names = ("converted", "saved", "state")
+    assert done.stdout.splitlines() == [f"cannot write to '{tmp_path}/to/{name}': {ending}" for name in names]
     assert os.listdir(tmp_path / "to") == []

@@ -385,7 +385,7 @@ def test_bad_files_have_their_sentence(tmp_path):
 def test_without_the_package_its_extra_is_named(tmp_path, monkeypatch):
     path = write(tmp_path / "model.gguf", "llama")
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(MarsError, match=r"package gguf is not installed: pip install 'mars-jax\[gguf\]'"):
+    with pytest.raises(MarsError, match=r"package gguf is not installed: pip install gguf"):
         mj.load(str(path))
 
 

@@ -113,6 +113,25 @@ def test_an_update_is_device_work_and_compiles_nothing(made):
     assert first.tokens[1].tolist() != second.tokens[0].tolist()
 
 
+@pytest.mark.slow
+def test_a_completion_mask_hides_tokens_from_the_others(made):
+    """Hidden tokens have no position, so the others have the log-probabilities of the text without them."""
+    _, actor = made
+    rollout = rollout_of(actor)
+    prompt, tokens = [1, 5, 9], [7, 2, 8, 11]  # an end of text between two turns
+    prompts = jnp.asarray([[0, *prompt]])
+    padded = jnp.asarray([[*tokens, 0, 0]])
+    expected = teacher_forced(actor, prompt, tokens, 1.0)
+    unmasked = rollout.get_per_token_logps(prompts, padded)
+    np.testing.assert_allclose(unmasked[0, :4], expected, atol=2e-4)
+    with_junk = jnp.asarray([[7, 33, 2, 8, 11, 44]])
+    mask = jnp.asarray([[1, 0, 1, 1, 1, 0]])
+    found = rollout.get_per_token_logps(prompts, with_junk, completion_mask=mask)
+    np.testing.assert_allclose(found[0, jnp.asarray([0, 3, 4])], expected[jnp.asarray([0, 2, 3])], atol=2e-4)
+    with pytest.raises(MarsError, match=r"completion_mask has shape \(1, 2\): expected \(1, 6\)"):
+        rollout.get_per_token_logps(prompts, with_junk, completion_mask=mask[:, :2])
+
+
 def test_what_it_refuses(made):
     _, actor = made
     with pytest.raises(MarsError, match="is lossy: its samples are not the policy's"):

@@ -158,10 +158,10 @@ def test_a_users_settings_are_checked(own, name, settings, expected):
 
 def test_what_is_no_factory_is_named(own, tmp_path):
     assert "NOTHING is nothing that can be called" in message(verify.load, f"{own}:NOTHING")
-    assert "it returned None; return a rule" in message(verify.load, f"{own}:nothing")
+    assert "nothing returned None; expected a rule" in message(verify.load, f"{own}:nothing")
     assert "its argument 'table' has no default" in message(verify.load, f"{own}:unsayable")
     (tmp_path / "broken.py").write_text("1 / 0\n")
-    assert "does not run (ZeroDivisionError: division by zero)" in message(
+    assert "broken.py, line 1: <module> raised ZeroDivisionError (division by zero)" in message(
         verify.load, f"{tmp_path}/broken.py:gate"
     )
 

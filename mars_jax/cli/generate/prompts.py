@@ -126,7 +126,7 @@ def _parquet(path: str) -> Iterator[dict[str, Any]]:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError:
-        raise MarsError("a .parquet file needs the package pyarrow: install mars-jax[evaluate].") from None
+        raise MarsError("a .parquet file needs the package pyarrow: pip install pyarrow.") from None
     try:
         with _opened(path) as file:
             # In small batches: a dictionary repeats one long text at no cost to the file.

@@ -281,6 +281,7 @@ def _follow(args: argparse.Namespace, out: IO[str]) -> None:
     from mars_jax.lab.commands.open_pair import read_problems
     from mars_jax.lab.folder import check_folder
     from mars_jax.lab.recipes.needs import needs
+    from mars_jax.serve.journal import write_whole
 
     for part in args.parts.values():
         check_folder(part.output)
@@ -292,7 +293,7 @@ def _follow(args: argparse.Namespace, out: IO[str]) -> None:
     for part in args.parts.values():
         _run(part, out)
     text = recipes.table(args.chosen, args.output)
-    (args.output / "recipe.md").write_text(text, encoding="utf-8")
+    write_whole(args.output / "recipe.md", text)
     print(text, file=out, end="")
 
 

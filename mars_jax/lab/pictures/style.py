@@ -54,7 +54,7 @@ def check_installed() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise MarsError("plots need the package matplotlib: install mars-jax[evaluate].") from None
+        raise MarsError("plots need the package matplotlib: pip install matplotlib.") from None
 
 
 def beside(path: Path, formats: Sequence[str] = FORMATS) -> list[Path]:
@@ -108,7 +108,9 @@ def picture(
         if legend:
             _name(figure, axes, width)
         for file in files:
-            figure.savefig(file, metadata=METADATA[file.suffix[1:]])
+            staged, kind = file.with_name(f"{file.name}.partial"), file.suffix[1:]
+            figure.savefig(staged, format=kind, metadata=METADATA[kind])
+            staged.replace(file)
 
 
 def _name(figure: Any, axes: Any, width: float) -> None:

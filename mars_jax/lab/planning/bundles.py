@@ -79,7 +79,7 @@ def unknown(what: str) -> MarsError:
     """The error of a program that would be read as less than it is."""
     return MarsError(
         f"the schedule of this program cannot be read whole, since {what}: use the libtpu that mars-jax is tested with "
-        "(pip install 'mars-jax[test]'), or another batch or number of drafted tokens."
+        "(its extra 'test'), or another batch or number of drafted tokens."
     )
 
 

@@ -146,7 +146,7 @@ def topology(name: str) -> Topology:
         text = str(error)
         if "libtpu" in text.lower() or isinstance(error, ImportError):
             raise MarsError(
-                "compiling for a TPU needs libtpu: pip install 'mars-jax[tpu]' on Linux x86-64."
+                "compiling for a TPU needs libtpu: pip install 'jax[tpu]' on Linux x86-64."
             ) from None
         raise MarsError(
             f"libtpu knows no topology {name!r} ({text.splitlines()[0]}): choose another shape."

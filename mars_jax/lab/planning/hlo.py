@@ -183,7 +183,7 @@ def parse(text: str) -> Module:
             elif line.strip():
                 raise MarsError(
                     f"the compiled program has a line that is no instruction ({line.strip()[:60]}): use the libtpu "
-                    "that mars-jax is tested with (pip install 'mars-jax[test]')."
+                    "that mars-jax is tested with (its extra 'test')."
                 )
     return Module(computations, entry, _functions(text))
 

@@ -15,7 +15,7 @@ from jax import Array
 
 from mars_jax.core import decode, struct
 from mars_jax.core.evidence import Evidence
-from mars_jax.core.rule import Rule, facts
+from mars_jax.core.rule import Rule, decide, facts
 from mars_jax.core.tree import gather_path
 from mars_jax.core.types import NO_TOKEN, Verdict
 from mars_jax.placement.hosts import fetch
@@ -65,7 +65,7 @@ class Observe(Rule):
         return facts(self.rule).needs
 
     def __call__(self, evidence: Evidence) -> tuple[Seen, Observe]:
-        verdict, rule = self.rule(evidence)
+        verdict, rule = decide(self.rule, evidence)
         tree, stats = evidence.tree, evidence.stats
         nodes = jnp.arange(tree.tokens.shape[1], dtype=jnp.int32)
         child = (tree.parents[:, None, :] == nodes[None, :, None]) & (tree.tokens != NO_TOKEN)[:, None, :]

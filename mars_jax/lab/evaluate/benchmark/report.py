@@ -14,6 +14,7 @@ from mars_jax.lab.evaluate.benchmark.match import Match
 from mars_jax.lab.evaluate.scoring import sandbox
 from mars_jax.lab.evaluate.tasks.problems import Problem
 from mars_jax.lab.folder import write_json
+from mars_jax.serve.journal import write_whole
 
 SUMMARY, TABLE, PAGE = "summary.json", "table.md", "report.html"
 
@@ -127,9 +128,9 @@ def notes(settings: Mapping[str, Any], problems: Sequence[Problem]) -> list[str]
 def write(summary: Mapping[str, Any], texts: Mapping[str, Any], folder: Path) -> None:
     """Write summary.json, table.md, the plots and report.html. `texts` are those of texts.json."""
     write_json(folder / SUMMARY, summary)
-    (folder / TABLE).write_text(table.markdown(summary), encoding="utf-8")
+    write_whole(folder / TABLE, table.markdown(summary))
     plots.draw(summary, folder)
     pictures = {
         name: (folder / name).with_suffix(".svg").read_text(encoding="utf-8") for name in plots.drawn(summary)
     }
-    (folder / PAGE).write_text(page.render(summary, texts, pictures), encoding="utf-8")
+    write_whole(folder / PAGE, page.render(summary, texts, pictures))

@@ -34,7 +34,7 @@ from mars_jax.lab.folder import claim, write_json
 from mars_jax.lab.provenance import provenance
 from mars_jax.lab.ticking import Progress, Speed, Work
 from mars_jax.serve.fingerprint import digest, fingerprint
-from mars_jax.serve.journal import Row
+from mars_jax.serve.journal import Row, write_whole
 from mars_jax.serve.session import Session
 from mars_jax.specs import RuleChoice
 
@@ -214,7 +214,7 @@ def tuned(
             file.close()
         made = {**provenance(), "settings": settings, "lengths": sorted(lengths), "tables": tables}
         write_json(output / FILE, made)
-        (output / TABLE).write_text(markdown(made), encoding="utf-8")
+        write_whole(output / TABLE, markdown(made))
     return made
 
 

@@ -124,7 +124,7 @@ def _rouge() -> Any:
     try:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError:
-        raise MarsError("ROUGE-L needs the package rouge-score: install mars-jax[evaluate].") from None
+        raise MarsError("ROUGE-L needs the package rouge-score: pip install rouge-score.") from None
     return RougeScorer(["rougeL"], use_stemmer=True)
 
 
@@ -141,7 +141,7 @@ def _bleu_metric() -> Any:
     try:
         from sacrebleu.metrics.bleu import BLEU
     except ImportError:
-        raise MarsError("BLEU needs the package sacrebleu: install mars-jax[evaluate].") from None
+        raise MarsError("BLEU needs the package sacrebleu: pip install sacrebleu.") from None
     return BLEU(effective_order=True)
 
 

@@ -68,9 +68,7 @@ def read_hub(path: str, task: str) -> Iterator[Fields]:
         import datasets
         from datasets.exceptions import DatasetsError
     except ImportError:
-        raise MarsError(
-            "datasets of the Hub need the package datasets: install mars-jax[evaluate]."
-        ) from None
+        raise MarsError("datasets of the Hub need the package datasets: pip install datasets.") from None
     folder = Path(path).is_dir()
     if folder:
         _check_entries(path)

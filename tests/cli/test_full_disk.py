@@ -1,0 +1,106 @@
+"""Commands on a disk that takes no more: one sentence, exit code 2, and nothing half-written under a final name."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from mars_jax.cli.program import command
+
+FULL = os.strerror(errno.ENOSPC)
+
+
+def chained():
+    try:
+        raise OSError(errno.ENOSPC, FULL)
+    except OSError as error:
+        raise RuntimeError("the checkpoint failed") from error
+
+
+def raising(error):
+    def fail():
+        raise error
+
+    return fail
+
+
+ERRORS = {
+    "with a name": (raising(OSError(errno.ENOSPC, FULL, "rows.jsonl")), FULL),
+    "without a name": (raising(OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))), os.strerror(errno.EDQUOT)),
+    "of tensorstore": (
+        raising(ValueError(f"RESOURCE_EXHAUSTED: Failed to write: {FULL} [os_error_code='28']")),
+        FULL,
+    ),
+    "of safetensors": (raising(Exception(f"Error while serializing: I/O error: {FULL} (os error 28)")), FULL),
+    "chained": (chained, FULL),
+}
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+def test_a_full_disk_gets_one_sentence_whatever_library_raises_it(kind, capsys):
+    fail, reason = ERRORS[kind]
+    assert command(lambda argv: argparse.Namespace(output="out"), lambda args, out: fail(), []) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == f"error: cannot write to 'out': {reason}; make room, or choose another path.\n"
+
+
+def test_other_errors_of_this_package_keep_their_traceback():
+    with pytest.raises(OSError, match="a bug"):
+        command(
+            lambda argv: argparse.Namespace(output="out"), lambda args, out: raising(OSError("a bug"))(), []
+        )
+
+
+LIMITED = """
+import resource, sys
+import mars_jax.cli.commands as commands
+sys.dont_write_bytecode = True
+most = int(sys.argv[1])
+import mars_jax, jax, orbax.checkpoint, safetensors.numpy
+resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+sys.exit(commands.main(sys.argv[2:]))
+"""
+PAIR = ["--target", "tiny/target", "--draft", "model:tiny/draft", "--task", "jsonl={prompts}"]
+COMMANDS = {
+    "generate": (1, "generate", "--max-new-tokens", "4", "--output", "{to}/rows.jsonl", "--prompts-file", "{prompts}"),
+    "convert": (1000, "convert", "tiny/target", "{to}/converted"),
+    "benchmark": (1000, "benchmark", *PAIR, "--max-new-tokens", "4", "--temperatures", "0", "--output", "{to}/out"),
+    "calibrate": (
+        1, "calibrate", *PAIR, "--max-new-tokens", "4", "--bound", "0.9", "--confidence", "0.5",
+        "--output", "{to}/theta.json",
+    ),
+    "distill": (
+        5000, "distill", "eagle3", "--target", "tiny/target", "--data", "{documents}", "--tokens", "2048",
+        "--output", "{to}/head",
+    ),
+}  # fmt: skip
+"""Bytes that a file may have, and the command."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_whose_files_may_not_grow_ends_with_one_sentence(name, tmp_path):
+    most, *argv = COMMANDS[name]
+    prompts, documents, to = tmp_path / "prompts.jsonl", tmp_path / "documents.txt", tmp_path / "to"
+    prompts.write_text("".join(json.dumps({"prompt": f"Once upon {i}"}) + "\n" for i in range(2)))
+    documents.write_text("Once upon a time there was a cat who saw the sea. <|endoftext|>" * 400)
+    to.mkdir()
+    argv = [part.format(prompts=prompts, documents=documents, to=to) for part in argv]
+    environment = os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "0"}
+    run = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(most), *argv], capture_output=True, text=True, env=environment
+    )
+    assert run.returncode == 2, run.stderr
+    assert "Traceback" not in run.stderr
+    sentence = run.stderr.splitlines()[-1]
+    assert sentence.startswith("error: ") and "File too large" in sentence and str(to) in sentence
+    for file in to.rglob("*.json"):
+        json.loads(file.read_text())
+    assert not list(to.rglob("*.safetensors")) and not (to / "converted").exists()

@@ -1,0 +1,151 @@
+"""Streamed text of arbitrary bytes against the text of all tokens at once, for both ways to write bytes as tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+
+import hypothesis.strategies as st
+import pytest
+import tokenizers
+import transformers
+from hypothesis import example, given, settings
+from tokenizers import decoders, models
+
+from mars_jax.core import fake
+from mars_jax.hub.detokenizer import Detokenizer
+from mars_jax.hub.pretrained import Pretrained
+from mars_jax.serve.requests import Request
+from mars_jax.serve.text import RowText
+
+SPECIAL = "<s>"
+CHARACTERS = ["é", "€", "🙂", "\N{REPLACEMENT CHARACTER}", "a"]
+"""Characters of one to four bytes."""
+
+
+def byte_level():
+    """A tokenizer whose tokens are bytes, written as printable characters, as for GPT-2, Llama 3 and Qwen."""
+    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(256) if byte not in visible]
+    names = dict(zip([*visible, *hidden], map(chr, [*visible, *range(256, 256 + len(hidden))]), strict=True))
+    tokens = [*(names[byte] for byte in range(256)), "\u0120cat", "dog", SPECIAL]
+    made = tokenizers.Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
+    made.decoder = decoders.ByteLevel()
+    return made
+
+
+def byte_fallback():
+    """A tokenizer with words, and bytes for the characters that it lacks, as for Llama 2 and Gemma."""
+    tokens = [*(f"<0x{byte:02X}>" for byte in range(256)), "\u2581cat", "dog", SPECIAL]
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    made = tokenizers.Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
+    spaces = decoders.Replace("\u2581", " ")
+    made.decoder = decoders.Sequence(
+        [spaces, decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return made
+
+
+KINDS = {"byte level": byte_level, "byte fallback": byte_fallback}
+WORDS, WORD, SPECIAL_ID = [256, 257], 257, 258
+SIZE = 259
+
+
+@functools.cache
+def pretrained(kind):
+    made = KINDS[kind]()
+    made.add_special_tokens([SPECIAL])
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=made)
+    return Pretrained.from_parts(fake.hash_model(vocab_size=SIZE), (), tokenizer, max_positions=64)
+
+
+def bytes_of(text):
+    """Byte tokens of a text: in both vocabularies the number of a byte is its token id."""
+    return list(text.encode())
+
+
+TOKENS = st.lists(
+    st.one_of(
+        st.sampled_from([bytes_of(character) for character in CHARACTERS]),
+        st.sampled_from([*WORDS, SPECIAL_ID, 0xFF, 0xE2, 0x82, 0xAC]).map(lambda token: [token]),
+    ),
+    max_size=8,
+).map(lambda runs: [token for run in runs for token in run])
+"""Complete characters, parts of them, invalid bytes, words and special tokens."""
+PROMPTS = {"a word": [256, WORD], "an emoji in bytes": [WORD, *bytes_of("🙂€")]}
+FAST = settings(max_examples=40, deadline=None, derandomize=True)
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_pieces_join_to_the_text_of_all_tokens(kind, prompt):
+    target, prompt = pretrained(kind), PROMPTS[prompt]
+
+    @FAST
+    @given(TOKENS, st.sets(st.integers(0, 40)))
+    @example([*bytes_of("€"), 0xFF, WORD], set())  # `tokenizers` replaces the complete character as well
+    @example([*bytes_of("€"), SPECIAL_ID, 0xFF, WORD], set())  # a special token does not end a run of bytes
+    @example([0xE2, 0x82], set())  # the text stops inside a character
+    def check(tokens, joined_with_next):
+        detokenizer = Detokenizer(target, prompt)
+        pieces, chunk = [], []
+        for place, token in enumerate(tokens):
+            chunk.append(token)
+            if place not in joined_with_next:
+                pieces.append(detokenizer.feed(chunk))
+                chunk = []
+        pieces.append(detokenizer.feed(chunk, last=True))
+        before, whole = target.decode(prompt), target.decode([*prompt, *tokens])
+        # Where an invalid byte follows a prompt that ends in bytes, `tokenizers` would replace the prompt's characters.
+        expected = whole.removeprefix(before) if whole.startswith(before) else target.decode(tokens)
+        assert "".join(pieces) == expected
+
+    check()
+
+
+@pytest.mark.parametrize("stop", ["€", "dog", "é🙂"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stop_string_cuts_the_text_of_all_tokens(kind, stop):
+    target = pretrained(kind)
+
+    @FAST
+    @given(TOKENS)
+    @example([WORD, *bytes_of("€"), 0xFF])
+    @example([*bytes_of("é🙂"), WORD])
+    def check(tokens):
+        text = RowText(target, Request(prompt_tokens=(WORD,), max_new_tokens=40, stop_strings=(stop,)))
+        pieces = [text.feed(token) for token in tokens]
+        pieces.append(text.end())
+        # The tokens end with the first one that completes the stop string.
+        prefixes = [target.decode([WORD, *tokens[:n]]).removeprefix("dog") for n in range(len(tokens) + 1)]
+        ends = [n for n, prefix in enumerate(prefixes) if stop in prefix]
+        if ends:
+            assert text.stopped and text.count == ends[0]
+            assert "".join(pieces) == prefixes[ends[0]].partition(stop)[0]
+        else:
+            assert not text.stopped and "".join(pieces) == prefixes[-1]
+
+    check()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prompt_that_ends_inside_a_character_adds_nothing_to_the_text(kind):
+    target = pretrained(kind)
+    for prompt in ([WORD, 0xE2], [WORD, 0xE2, 0x82]):
+        detokenizer = Detokenizer(target, prompt)
+        tokens = [0xAC, WORD]
+        pieces = [detokenizer.feed([token]) for token in tokens]
+        assert "".join(pieces) == target.decode(tokens) == "\N{REPLACEMENT CHARACTER}dog"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_invalid_byte_exists_only_with_byte_fallback(kind, tmp_path):
+    target = pretrained(kind)
+    expected = 0xFF if kind == "byte fallback" else None
+    assert target.invalid_byte == expected
+    target.tokenizer.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    without_transformers = dataclasses.replace(target, path=tmp_path, own_tokenizer=None)
+    assert without_transformers._plain is not None and without_transformers.invalid_byte == expected

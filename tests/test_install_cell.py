@@ -1,0 +1,71 @@
+"""The cell of the notebooks that installs the package: a wheel or an address, and never a package by its name only."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+COLAB = Path(__file__).parents[1] / "colab"
+CELLS = {
+    path.stem: re.findall(r"^import glob\n.*?check=True\)\n", path.read_text(), re.MULTILINE | re.DOTALL)[0]
+    for path in sorted(COLAB.glob("*.py"))
+}
+
+
+@pytest.fixture
+def installed(monkeypatch, tmp_path):
+    """The arguments of pip when the first cell runs with a value of SOURCE and some files next to the notebook."""
+
+    def run(source, *files):
+        [cell] = set(CELLS.values())
+        commands = []
+        monkeypatch.chdir(tmp_path)
+        for name in files:
+            (tmp_path / name).touch()
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+        monkeypatch.setattr(subprocess, "run", lambda command, check: commands.append(command[3:]))
+        exec(re.sub(r'^SOURCE = ""', f"SOURCE = {source!r}", cell, flags=re.MULTILINE), {})
+        return commands
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("source", "files", "address"),
+    [
+        ("", ["mars_jax-1.0-py3-none-any.whl"], "mars_jax-1.0-py3-none-any.whl["),
+        ("mine.whl", ["mine.whl"], "mine.whl["),
+        (
+            "git+https://host/owner/mars-jax",
+            [],
+            r"mars-jax\[train,evaluate[^]]*\] @ git\+https://host/owner/mars-jax$",
+        ),
+    ],
+)
+def test_it_installs_the_wheel_or_the_address(installed, source, files, address):
+    [(*command, target)] = installed(source, *files)
+    assert command == ["install", "-q"]
+    assert target.startswith(address) or re.match(address, target)
+
+
+@pytest.mark.parametrize(
+    "source", ["", "mars-jax", "mars_jax", "mars-jax[evaluate]", "missing.whl", "folder"]
+)
+def test_without_either_it_prints_one_sentence_and_installs_nothing(installed, source):
+    with pytest.raises(SystemExit, match="Upload a wheel of mars-jax"):
+        installed(source)
+
+
+def test_no_message_installs_this_package_by_its_name():
+    """Somebody else may own the name in a registry."""
+    for path in [
+        *COLAB.parent.glob("*.md"),
+        *(COLAB.parent / "docs").glob("*.md"),
+        *(COLAB.parent / "mars_jax").rglob("*.py"),
+    ]:
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"pip install (?:-\S+ )*['\"]?mars[-_]jax(?!-)", text), path
