@@ -12,6 +12,7 @@ from mars_jax.core import decode, refill
 from mars_jax.core.controls import make_controls
 from mars_jax.core.errors import MarsError
 from mars_jax.core.metrics import zero_stats
+from mars_jax.core.rule import structure
 from mars_jax.core.types import Prompts, keys_from_seeds
 from tests.core.test_decode import DRAFTERS, SMALL, TARGET, VOCAB
 from tests.helpers import NO_WEIGHTS, committed
@@ -250,4 +251,4 @@ def test_extend_gives_every_row_the_rule_of_its_new_prompt():
     decoder = decode.speculative_decoder(TARGET, DRAFTERS["ngram"], EXACT, prefill_chunk=8)
     prompts = Prompts(*(arrays(ROWS) | {"rule": EXACT}).values())
     extended, _ = jax.eval_shape(decoder.extend, NO_WEIGHTS, state(), prompts)
-    assert jax.tree.structure(extended.rule) == decoder.rule
+    assert structure(extended.rule) == decoder.rule
