@@ -5,7 +5,8 @@
 Weights are random and acceptance is simulated, as in `mars-jax check`. Each program also lists the copies, fusions and
 concatenations in the body of its decode loop. A section is one group of programs with one variant. It runs in a process
 of its own with a time limit, so a compiler that hangs or crashes costs one section. The report is written again after
-every figure. Run the same command again to continue a report: finished sections are skipped.
+every figure. Run the same command again to continue a report: finished sections are skipped, and so are variants
+with an option that this XLA lacks.
 
     JAX_PLATFORMS=cpu python scripts/gpu_step.py --shape tiny --output tiny.json
 
@@ -36,6 +37,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import common
+import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
 
@@ -272,7 +274,8 @@ def measure(what: str, name: str, shape: Shape, path: Path) -> None:
 
     if what == "device":
         copy, product = large.copy_rate(shape.copied), large.product_rate(shape.side)
-        add(machine.device() | {"copy_bytes_per_second": copy, "product_flops": product})
+        rates = {"copy_bytes_per_second": copy, "product_flops": product}
+        add(machine.device() | rates | {"unsupported": _unsupported()})
     else:
         pair = large.random_pair(shape.config, shape.dtype, shape.context, attention=variant.attention)
         if what == "prompts":
@@ -303,18 +306,14 @@ def _steps(pair: Pair, arm: Arm, batch: int, variant: Variant) -> dict[str, Any]
         pair = pair._replace(plain=pair.plain._replace(target=join(pair.plain.target)))
     with joined_products() if variant.joined else contextlib.nullcontext():
         program = pair.steps(arm, batch)
-    began = time.perf_counter()
-    compiled = program.lowered.compile(compiler_options=dict(variant.options))
-    seconds = round(time.perf_counter() - began, 1)
+    compiled, seconds = _compiled(program.lowered, variant)
     work = {"bytes": program.bytes, "flops": program.flops, "compile_seconds": seconds}
     return large.step_times(program, compiled) | work | {"loop": loop_operations(compiled.as_text())}
 
 
 def _prompt(pair: Pair, variant: Variant) -> dict[str, Any]:
     lowered, prompts = pair.prompt()
-    began = time.perf_counter()
-    compiled = lowered.compile(compiler_options=dict(variant.options))
-    seconds = round(time.perf_counter() - began, 1)
+    compiled, seconds = _compiled(lowered, variant)
     work = {"tokens": pair.context, "flops": 2 * pair.num_weights * pair.context, "compile_seconds": seconds}
     return large.prompt_times(compiled, pair.plain, prompts) | work
 
@@ -363,18 +362,34 @@ def compile_only(num_layers: int, shape: Shape, path: Path) -> None:
         )
         _, lowered = pair.lower(pair.drafter, pair.params)
         for name, variant in variants.items():
-            figures = large.attempt(functools.partial(_compiled, lowered, variant))
+            figures = large.attempt(functools.partial(_operations, lowered, variant))
             section = report["sections"].setdefault(f"compiled only: {name}", {"rows": []})
             section["rows"].append({"arm": arm.name, "layers": num_layers} | figures)
             print(f"{arm.name}, {name}: {figures}", flush=True)
             common.write(path, report)
 
 
-def _compiled(lowered: Any, variant: Variant) -> dict[str, Any]:
+def _operations(lowered: Any, variant: Variant) -> dict[str, Any]:
+    compiled, seconds = _compiled(lowered, variant)
+    return {"compile_seconds": seconds, "loop": loop_operations(compiled.as_text())}
+
+
+def _compiled(lowered: Any, variant: Variant) -> tuple[Any, float]:
+    """Compile with a variant's options; return also the seconds that it took."""
     began = time.perf_counter()
     compiled = lowered.compile(compiler_options=dict(variant.options))
-    seconds = round(time.perf_counter() - began, 1)
-    return {"compile_seconds": seconds, "loop": loop_operations(compiled.as_text())}
+    return compiled, round(time.perf_counter() - began, 1)
+
+
+def _unsupported() -> dict[str, str]:
+    """Return the variants with an option that this XLA lacks, and its messages."""
+    tried = {
+        name: large.attempt(
+            lambda variant=variant: {"seconds": _compiled(jax.jit(lambda x: x).lower(1.0), variant)[1]}
+        )
+        for name, variant in VARIANTS.items()
+    }
+    return {name: result["failed"] for name, result in tried.items() if "failed" in result}
 
 
 def measure_in_child(what: str, name: str, shape: str, path: Path, limit: float) -> None:
@@ -400,7 +415,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=570, help="seconds for everything (default 570)")
     parser.add_argument("--limit", type=float, default=110, help="seconds for one section (default 110)")
     parser.add_argument(
-        "--compile-only", type=int, metavar="LAYERS", help="compile for an H100 that is not here; see above"
+        "--compile-only", type=int, metavar="LAYERS", help="compile for an H100 without one; see above"
     )
     parser.add_argument("--section", nargs=2, help=argparse.SUPPRESS)  # measure this one in this process
     args = parser.parse_args()
@@ -408,15 +423,22 @@ def main() -> None:
         what, name = args.section
         measure(what, name, SHAPES[args.shape], args.output)
         return
+    new = {"shape": args.shape, "machine": common.provenance("jaxlib"), "sections": {}}
     if args.compile_only:
-        common.write(args.output, {"machine": common.provenance("jaxlib"), "sections": {}})
+        common.write(args.output, new)
         compile_only(args.compile_only, SHAPES[args.shape], args.output)
         return
     deadline = time.monotonic() + args.budget
-    if not common.kept(args.output):
-        common.write(args.output, {"machine": common.provenance("jaxlib"), "sections": {}})
+    report = common.kept(args.output) or new
+    if (report["shape"], report["machine"]["commit"]) != (args.shape, new["machine"]["commit"]):
+        parser.error(f"{args.output} is the report of another shape or commit: choose another --output")
+    common.write(args.output, report)
     for what, name in SECTIONS[args.shape]:
-        if common.kept(args.output)["sections"].get(f"{what}: {name}", {}).get("status") == "complete":
+        sections = common.kept(args.output)["sections"]
+        device = sections.get("device: default", {"rows": []})["rows"]
+        if sections.get(f"{what}: {name}", {}).get("status") == "complete":
+            continue
+        if device and name in device[0]["unsupported"]:
             continue
         limit = min(args.limit, deadline - time.monotonic())
         if limit < SHORTEST:

@@ -92,13 +92,27 @@ def test_sections_are_measured_and_an_option_that_xla_lacks_is_reported(gpu_step
     report = json.loads(path.read_text())
     assert {section["status"] for section in report["sections"].values()} == {"complete"}
     rows = {name: section["rows"] for name, section in report["sections"].items()}
-    assert rows["device: default"][0]["copy_bytes_per_second"] > 0
+    [device] = rows["device: default"]
+    assert device["copy_bytes_per_second"] > 0
+    assert (
+        "xla_gpu_no_such_option" in device["unsupported"]["unknown"]
+        and "default" not in device["unsupported"]
+    )
     [step] = rows["steps: joined"]
     assert step["tau"] == 1 and step["tokens_per_second"] == pytest.approx(1e3 / step["milliseconds"])
     assert step["loop"]["fusion"] > 0
     assert [row["chunk"] for row in rows["prompts: no dot merger, graphs"]] == [16, 32]
     assert all(row["milliseconds"] > 0 for row in rows["prompts: no dot merger, graphs"])
-    assert all("xla_gpu_no_such_option" in row["failed"] for row in rows["prompts: unknown"])
+    assert "prompts: unknown" not in rows
+
+
+def test_a_report_of_another_shape_is_not_continued(gpu_step, monkeypatch, tmp_path, capsys):
+    path = tmp_path / "report.json"
+    path.write_text('{"shape": "8b", "machine": {"commit": null}, "sections": {}}')
+    monkeypatch.setattr(sys, "argv", ["gpu_step.py", "--shape", "tiny", "--output", str(path)])
+    with pytest.raises(SystemExit):
+        gpu_step.main()
+    assert "another shape or commit" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -116,7 +130,10 @@ def test_a_killed_run_keeps_its_sections_and_the_next_one_completes_the_report(g
     subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
     sections = json.loads(path.read_text())["sections"]
     assert sections["steps: default"] == kept["steps: default"]
-    assert list(sections) == [f"{what}: {name}" for what, name in gpu_step.SECTIONS["tiny"]]
+    missing = sections["device: default"]["rows"][0]["unsupported"]
+    assert list(sections) == [
+        f"{what}: {name}" for what, name in gpu_step.SECTIONS["tiny"] if name not in missing
+    ]
     assert {section["status"] for section in sections.values()} == {"complete"}
     assert [row["tau"] > 1 for row in sections["steps: default"]["rows"]] == [False, True, True]
 
