@@ -91,7 +91,7 @@ def test_what_follows_the_name_reaches_the_command(capsys):
 
 def test_the_console_script_is_the_module(capsys):
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-    assert scripts == {"mars-jax": "mars_jax.cli.commands:main"}
+    assert scripts == {"mars-jax": "mars_jax.__main__:main"}
     run = subprocess.run([sys.executable, "-m", "mars_jax"], capture_output=True, text=True, cwd=ROOT)
     assert run.returncode == 0 and run.stdout == call(capsys)[1]
 

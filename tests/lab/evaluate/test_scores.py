@@ -169,5 +169,5 @@ def test_a_missing_package_is_named_before_anything_runs(monkeypatch, metric, pa
     monkeypatch.setitem(sys.modules, package, None)
     scores._rouge.cache_clear()
     scores._bleu_metric.cache_clear()
-    with pytest.raises(MarsError, match=r"install mars-jax\[evaluate\]"):
+    with pytest.raises(MarsError, match="pip install "):
         check_metrics([problem(metric, "a")], run_code=False)
