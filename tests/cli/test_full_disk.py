@@ -58,6 +58,26 @@ def test_other_errors_of_this_package_keep_their_traceback():
         )
 
 
+@pytest.mark.parametrize("hides", [False, True])
+def test_a_bug_while_a_full_disk_is_handled_keeps_its_traceback(hides):
+    def fail():
+        try:
+            raise OSError(errno.ENOSPC, FULL)
+        except OSError:
+            if hides:
+                raise ZeroDivisionError("a bug") from None
+            raise ZeroDivisionError("a bug")  # noqa: B904
+
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        command(lambda argv: argparse.Namespace(output="out"), lambda args, out: fail(), [])
+
+
+def test_an_error_of_the_system_is_judged_by_its_number():
+    missing = OSError(errno.ENOENT, os.strerror(errno.ENOENT), FULL)  # the name of the file is the sentence
+    with pytest.raises(FileNotFoundError):
+        command(lambda argv: argparse.Namespace(output="out"), lambda args, out: raising(missing)(), [])
+
+
 LIMITED = """
 import resource, sys
 import mars_jax.cli.commands as commands
