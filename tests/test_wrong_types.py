@@ -391,12 +391,12 @@ def test_scalars_and_arrays_of_any_library_have_the_result_of_python_values(name
     "tree", [np.asarray(2), np.ones((1, 1), int), np.asarray([1.5]), np.asarray([], int)]
 )
 def test_an_array_that_is_no_tree_is_refused(tree):
-    with pytest.raises(MarsError, match="^tree is .*: expected the children per node"):
+    with pytest.raises(MarsError, match=r"^tree is .*: expected the children per node"):
         mj.drafters.language_model(MODEL, tree=tree)
 
 
 def test_an_array_of_several_switches_is_refused():
-    with pytest.raises(MarsError, match="^chat is .*: expected True or False"):
+    with pytest.raises(MarsError, match=r"^chat is .*: expected True or False"):
         mj.make_requests(chatty(), ["a"], chat=np.asarray([True]))
 
 

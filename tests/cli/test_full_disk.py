@@ -80,12 +80,13 @@ def test_an_error_of_the_system_is_judged_by_its_number():
 
 LIMITED = """
 import resource, sys
-import mars_jax.cli.commands as commands
+from mars_jax.__main__ import main
 sys.dont_write_bytecode = True
 most = int(sys.argv[1])
 import mars_jax, jax, orbax.checkpoint, safetensors.numpy
 resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
-sys.exit(commands.main(sys.argv[2:]))
+sys.argv[1:] = sys.argv[2:]
+sys.exit(main())
 """
 PAIR = ["--target", "tiny/target", "--draft", "model:tiny/draft", "--task", "jsonl={prompts}"]
 COMMANDS = {
