@@ -60,7 +60,7 @@ def _as_turn(turn: Any) -> Turn:
 
 
 def _text_of_part(part: Any) -> str:
-    """Return the text of one part of a content in OpenAI's format."""
+    """Return the text of one content part in OpenAI's format."""
     if not isinstance(part, Mapping) or not isinstance(part.get("type"), str):
         raise MarsError(f'a content part is {short_repr(part)}: expected {{"type": "text", "text": "..."}}.')
     if part["type"] != "text":
