@@ -45,8 +45,8 @@ _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 def unwritable(error: BaseException, path: str | os.PathLike[str] | None = None) -> MarsError | None:
     """Return a sentence for a full disk, or for a limit on files; None if an error has another reason.
 
-    Libraries wrap the OSError in their own types and keep its text. An error that is raised while another one is
-    handled, without `from`, has a reason of its own.
+    Libraries wrap the OSError in their own types and keep its text. Only explicit causes (`raise ... from error`) are
+    searched: a bug in the code that handles a full disk must keep its traceback.
 
     Args:
       error: of any library.
