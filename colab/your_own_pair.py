@@ -37,10 +37,11 @@ on_tpu, on_gpu = glob.glob("/dev/accel*") + glob.glob("/dev/vfio/*"), glob.glob(
 if importlib.util.find_spec("mars_jax") is None:
     source = (sorted(glob.glob("mars_jax-*.whl")) or [SOURCE])[-1]
     if "://" not in source and not (source.endswith(".whl") and glob.glob(glob.escape(source))):
-        sys.exit("Upload a wheel of mars-jax, or set SOURCE to the path of a wheel or a Git address.")
-    extras = "train,evaluate" + (",tpu" if on_tpu else ",cuda" if on_gpu else "")
-    address = f"mars-jax[{extras}] @ {source}" if "://" in source else f"{source}[{extras}]"
-    subprocess.run([sys.executable, "-m", "pip", "install", "-q", address], check=True)
+        print("Upload a wheel of mars-jax, or set SOURCE to the path of a wheel or a Git address.")
+    else:
+        extras = "train,evaluate" + (",tpu" if on_tpu else ",cuda" if on_gpu else "")
+        address = f"mars-jax[{extras}] @ {source}" if "://" in source else f"{source}[{extras}]"
+        subprocess.run([sys.executable, "-m", "pip", "install", "-q", address], check=True)
 
 # %% [markdown]
 # ## The pair

@@ -3,13 +3,16 @@
 import os
 import sys
 
-from mars_jax.cli import signals
+from mars_jax.cli import quiet, signals
 
 
 def main(*words: str) -> int:
     """Run the command line, after these words; returns the exit code."""
     _reserve()
-    signals.handle()  # before the imports of commands, which take longer than a hasty Ctrl-C
+    signals.handle()  # imports are slow, and Ctrl-C must work during them
+    quiet.quiet_duplicates()
+    # JAX's preemption service would replace the handler of SIGTERM.
+    os.environ.setdefault("JAX_ENABLE_PREEMPTION_SERVICE", "false")
     from mars_jax.cli import commands
 
     return commands.main([*words, *sys.argv[1:]])

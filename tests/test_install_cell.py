@@ -55,9 +55,10 @@ def test_it_installs_the_wheel_or_the_address(installed, source, files, address)
 @pytest.mark.parametrize(
     "source", ["", "mars-jax", "mars_jax", "mars-jax[evaluate]", "missing.whl", "folder"]
 )
-def test_without_either_it_prints_one_sentence_and_installs_nothing(installed, source):
-    with pytest.raises(SystemExit, match="Upload a wheel of mars-jax"):
-        installed(source)
+def test_without_either_it_prints_one_sentence_and_installs_nothing(installed, source, capsys):
+    assert installed(source) == []
+    sentence = "Upload a wheel of mars-jax, or set SOURCE to the path of a wheel or a Git address.\n"
+    assert capsys.readouterr() == (sentence, "")
 
 
 def test_no_message_installs_this_package_by_its_name():

@@ -159,7 +159,7 @@ def test_no_function_takes_a_name_that_no_file_can_have(tmp_path):
 @pytest.mark.parametrize("command", ["merge", "convert", "pairs"])
 def test_an_empty_argument_is_refused(command, capsys):
     assert commands.main([command, ""] + ["made"] * (command == "convert")) == 2
-    assert "is empty, as if a shell variable is not set: give it a value." in capsys.readouterr().err
+    assert "is empty; a shell variable may be unset: give it a value." in capsys.readouterr().err
 
 
 CHECKPOINT_FILES = (

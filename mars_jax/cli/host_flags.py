@@ -24,9 +24,6 @@ def joined(args: argparse.Namespace, rows: Any, out: IO[str]) -> Iterator[IO[str
     if args.mesh is None:
         yield out
         return
-    jax.config.update(
-        "jax_enable_preemption_service", False
-    )  # it would replace the command's handler of SIGTERM
     hosts.connect(args.coordinator, args.num_processes, args.process_id)
     own = ("coordinator", "process_id")
     try:

@@ -128,13 +128,13 @@ class Parser(argparse.ArgumentParser):
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         """Refuse values that no flag or path can have, before anything is opened.
 
-        An empty value is mostly a shell variable that is not set: it would silently mean the default, or the current
+        An empty value usually comes from an unset shell variable. It would silently select the default or the current
         folder. A URL in place of a local path would become a folder of that name.
         """
         name = [str(action.metavar or action.dest), *action.option_strings][-1]
         if "" in arg_strings and (action.option_strings or action.metavar in PATHS):
             cure = ", or leave it out" if action.option_strings else ""
-            raise MarsError(f"{name} is empty, as if a shell variable is not set: give it a value{cure}.")
+            raise MarsError(f"{name} is empty; a shell variable may be unset: give it a value{cure}.")
         for text in arg_strings:
             if action.type is Path:
                 remote.refuse(text, name)
@@ -212,7 +212,7 @@ def program(run: Callable[[Sequence[str] | None, IO[str]], None], argv: Sequence
 def _program(run: Callable[[Sequence[str] | None, IO[str]], None], argv: Sequence[str] | None) -> int:
     out: Any = _Checked(sys.stdout)
     try:
-        # Whatever a library prints is no part of the result.
+        # Output of libraries must not mix with the result.
         with contextlib.redirect_stdout(sys.stderr), _flushed(out), _one_line_warnings():
             _check_switch()
             try:
@@ -235,8 +235,8 @@ def _program(run: Callable[[Sequence[str] | None, IO[str]], None], argv: Sequenc
         _discard(out)
         return BROKEN_PIPE
     except (Exception, SystemExit) as error:
-        # Tracebacks of this package's own errors stay.
-        problem = user_code.failure(error, user_code.MODULES)
+        # Keep tracebacks of bugs in this package.
+        problem = user_code.failure(error, user_code.frames_in(user_code.MODULES, error))
         sentence = unwritable(error) if problem is None else f"{problem}."
         if sentence is None:
             raise

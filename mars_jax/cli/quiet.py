@@ -29,18 +29,23 @@ def quiet() -> None:
     """Set what keeps jaxlib and libtpu quiet, unless the environment says something about it already."""
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
-    # Orbax and its threads log the traceback of an error that is raised as well.
-    for name in ("absl", "concurrent.futures"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    sys.unraisablehook = _unraisable
     if not _NO_TPU.keys() & os.environ.keys() and not may_have_tpu():
         os.environ.update(_NO_TPU)
 
 
-def _unraisable(problem: Any) -> None:
-    """Print an error in a callback, except those of TensorStore about the closed event loop of a failed save."""
-    if str(problem.exc_value) != "Event loop is closed":
-        sys.__unraisablehook__(problem)
+def quiet_duplicates() -> None:
+    """Hide errors that libraries log in addition to raising them. Only the entry points of the process call it."""
+    # Orbax and its threads log the traceback of an error that they also raise.
+    for name in ("absl", "concurrent.futures"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    previous = sys.unraisablehook
+
+    def hook(problem: Any) -> None:
+        # TensorStore's callbacks complain about the event loop that a failed save has closed.
+        if str(problem.exc_value) != "Event loop is closed":
+            previous(problem)
+
+    sys.unraisablehook = hook
 
 
 def may_have_tpu(root: Path = Path("/")) -> bool:

@@ -35,10 +35,8 @@ class _State:
         self.actions: list[Callable[[], str]] = []  # of `ending`
         self.turn = threading.Lock()  # to read the pipe
         self.marked = threading.Event()
-        self.ending, self.printing = (
-            threading.Lock(),
-            threading.Lock(),
-        )  # taken once, by the thread that does it
+        self.ending = threading.Lock()  # taken once, by the thread that calls the action
+        self.printing = threading.Lock()  # taken once, by the thread that prints the line
 
 
 _state = _State()
@@ -47,7 +45,7 @@ _state = _State()
 def handle() -> None:
     """Handle Ctrl-C and SIGTERM until the process ends; ignored signals stay ignored.
 
-    Call it from the main thread before anything that takes long, such as imports.
+    Call it from the main thread before any slow work, such as imports.
     """
     numbers = [number for number, default in _DEFAULTS.items() if signal.getsignal(number) == default]
     reading, _state.writing = os.pipe()
@@ -101,8 +99,9 @@ def stoppable() -> Iterator[threading.Event]:
         if _state.writing is not None:  # wait until the signals that came in the block are read
             _state.marked.clear()
             os.write(_state.writing, bytes([_MARK]))
-            _state.marked.wait()
-        _state.stop = None
+            _state.marked.wait()  # `_watch` has set `stop` to None: the next Ctrl-C ends the process
+        else:
+            _state.stop = None
 
 
 @contextlib.contextmanager
@@ -122,6 +121,7 @@ def _watch(reading: int) -> None:
             number = os.read(reading, 1)[0]
             stop = _state.stop
             if number == _MARK:
+                _state.stop = None
                 _state.marked.set()
             elif number == signal.SIGINT and stop is not None and not stop.is_set():
                 stop.set()
@@ -133,9 +133,10 @@ def _watch(reading: int) -> None:
 def _end(number: signal.Signals) -> None:
     try:
         text = _WORDS[number]
-        if _state.ending.acquire(blocking=False) and _state.actions:
+        actions = list(_state.actions)  # the main thread may remove one
+        if _state.ending.acquire(blocking=False) and actions:
             try:
-                text += _state.actions[-1]()
+                text += actions[-1]()
             except Exception as error:
                 text += f": {' '.join(str(error).split())}"
         if _state.printing.acquire(blocking=False):
@@ -145,7 +146,7 @@ def _end(number: signal.Signals) -> None:
 
 
 def _print(text: str) -> None:
-    """Print the last line, past the buffers and locks of the main thread, on a terminal as the command found it."""
+    """Restore the terminal and write the last line directly to stderr, because the main thread may hold its lock."""
     with contextlib.suppress(OSError, termios.error):
         if _state.terminal is not None and os.tcgetpgrp(0) == os.getpgrp():
             termios.tcsetattr(0, termios.TCSADRAIN, _state.terminal)

@@ -129,7 +129,7 @@ def _stop_tokens(value: Any, batch: int) -> Array:
         raise MarsError(
             f"stop_tokens is {short_repr(value)}: expected a sequence of token ids, or one for each row."
         ) from None
-    if not any(isinstance(row, list | tuple | np.ndarray | Array) for row in rows):
+    if not any(getattr(row, "ndim", isinstance(row, list | tuple | range)) for row in rows):
         rows = [rows] * batch
     if len(rows) != batch:
         raise MarsError(

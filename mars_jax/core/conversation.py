@@ -1,4 +1,4 @@
-"""Conversations: the one place that reads turns with their roles and contents. Oracle: tests/serve/test_chat.py."""
+"""Validation and normalisation of chat turns. Oracle: tests/serve/test_chat.py."""
 
 from __future__ import annotations
 
@@ -60,14 +60,12 @@ def _as_turn(turn: Any) -> Turn:
 
 
 def _text_of_part(part: Any) -> str:
-    """Return the text of one part of a content in OpenAI's format."""
+    """Return the text of one content part in OpenAI's format."""
     if not isinstance(part, Mapping) or not isinstance(part.get("type"), str):
-        raise MarsError(
-            f'a part of a content is {short_repr(part)}: expected {{"type": "text", "text": "..."}}.'
-        )
+        raise MarsError(f'a content part is {short_repr(part)}: expected {{"type": "text", "text": "..."}}.')
     if part["type"] != "text":
         raise MarsError(
-            f"a part of a content is of type {short_repr(part['type'])}: models here read text, so give text parts."
+            f"a content part is of type {short_repr(part['type'])}: models here read text, so give text parts."
         )
-    check_text("the text of a part of a content", part.get("text"))
+    check_text("the text of a content part", part.get("text"))
     return part["text"]

@@ -20,7 +20,7 @@ from jax import Array, lax
 from mars_jax.core.decoder import Decoder as Decoder
 from mars_jax.core.decoder import speculative_decoder as speculative_decoder
 from mars_jax.core.donating import donating
-from mars_jax.core.errors import MarsError, check_count, check_type, short_repr
+from mars_jax.core.errors import check_count, check_type
 from mars_jax.core.given import check_asked, check_params, check_prompts, rows_of
 from mars_jax.core.mesh import by_rows
 from mars_jax.core.metrics import DecodeStats, accumulate, zero_stats
@@ -49,9 +49,7 @@ def check_number(name: str, value: Any, least: int = 1) -> None:
         and jnp.issubdtype(value.dtype, jnp.integer)
     ):
         return
-    check_count(name, value, least)
-    if value > LARGEST_INT:
-        raise MarsError(f"{name} is {short_repr(value)}: expected at most {LARGEST_INT}.")
+    check_count(name, value, least, LARGEST_INT)
 
 
 @functools.partial(jax.jit, static_argnums=0)

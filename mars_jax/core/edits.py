@@ -100,7 +100,10 @@ def bias_of(
     >>> bias_of(np.int32(5), 1)
     (5, 1.0)
     """
-    token, value = (x.item() if isinstance(x, np.generic) else x for x in (token, value))
+    token, value = (
+        x.item() if isinstance(x, np.generic | np.ndarray | Array) and not np.ndim(x) else x
+        for x in (token, value)
+    )
     is_token = type(token) is int and 0 <= token < vocab_size
     if not is_token or type(value) not in (int, float) or not value <= LARGEST_FLOAT:
         raise MarsError(

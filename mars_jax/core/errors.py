@@ -39,13 +39,14 @@ def warn(sentence: str) -> None:
 
 
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
-"""Errors of the system about a disk that takes no more."""
+"""errno values of a failed write: full, over quota, too large, read-only."""
 
 
 def unwritable(error: BaseException, path: str | os.PathLike[str] | None = None) -> MarsError | None:
     """Return a sentence for a full disk, or for a limit on files; None if an error has another reason.
 
-    Libraries raise it as various types, with the words of the system in their message.
+    Libraries wrap the OSError in their own types and keep its text. Only explicit causes (`raise ... from error`) are
+    searched: a bug in the code that handles a full disk must keep its traceback.
 
     Args:
       error: of any library.
@@ -56,13 +57,16 @@ def unwritable(error: BaseException, path: str | os.PathLike[str] | None = None)
     """
     cause: BaseException | None = error
     while cause is not None:
-        text = str(cause)
-        reason = next((os.strerror(code) for code in _UNWRITABLE if os.strerror(code) in text), None)
+        if isinstance(cause, OSError) and cause.errno is not None:
+            reason = os.strerror(cause.errno) if cause.errno in _UNWRITABLE else None
+        else:
+            text = str(cause)
+            reason = next((os.strerror(code) for code in _UNWRITABLE if os.strerror(code) in text), None)
         if reason is not None:
             name = path or getattr(cause, "filename", None)
             place = "the disk" if name is None else f"'{os.fsdecode(name)}'"
             return MarsError(f"cannot write to {place}: {reason}; make room, or choose another path.")
-        cause = cause.__cause__ or cause.__context__
+        cause = cause.__cause__
     return None
 
 
@@ -108,8 +112,9 @@ def check_text(name: str, value: Any) -> None:
 
 
 def check_switch(name: str, value: Any) -> None:
-    """Raise MarsError for anything but True or False."""
-    if not isinstance(value, bool):
+    """Raise MarsError for anything but True or False, of Python, NumPy or JAX."""
+    is_array = getattr(value, "dtype", None) == "bool" and not value.shape
+    if not isinstance(value, bool) and not is_array:
         raise MarsError(f"{name} is {short_repr(value)}: expected True or False.")
 
 

@@ -176,7 +176,7 @@ def check_same(what: str, held: PyTree, own: PyTree, *, rows: bool = True) -> No
 
 
 def other_decoder(field: str) -> MarsError:
-    """Return the error for a state of which a field belongs to another decoder."""
+    """Return the error for a state with a field of another decoder."""
     return MarsError(
         f"the field '{field}' of the state is not as this decoder makes it: give a state that began with the same "
         "target, drafter, rule and width of the token buffer."

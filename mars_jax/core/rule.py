@@ -5,6 +5,8 @@ B batch, N nodes. Oracle: tests/verify/test_rules.py.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -66,7 +68,7 @@ class Rule:
 
     def strict_edges(self, evidence: Evidence) -> Array:
         """i32[B]: edges to nodes of at most this depth are strict; all of them in strict rows."""
-        return jnp.where(evidence.controls.strict, ALL_EDGES, 0)
+        return jnp.where(evidence.controls.strict, np.int32(ALL_EDGES), np.int32(0))
 
     def __call__(self, evidence: Evidence) -> tuple[Verdict, Self]:
         """The verdict on a draft, and the rule with what it keeps."""
@@ -172,37 +174,50 @@ def structure(rule: Any) -> Structure:
 
 EXPECTED = {
     "__call__": "(Verdict, rule)",
+    "name": "a string",
+    "needs": "a tuple of strings",
+    "check_drafter": "None",
+    "strict_edges": "i32[B]",
+    "guarded": "bool[B, N]",
     "low": "bool[B, N]",
     "relaxable": "bool[B, N]",
     "target": "f32[B, N, V]",
     "cost": "(f32[B, N], f32[B]) or None",
     "spend": "the rule with its new budget",
 }
-"""Results of the methods of a rule."""
+"""Results of the methods and properties of a rule."""
 
 
-def decide(rule: Any, evidence: Evidence) -> tuple[Verdict, Any]:
-    """Return `rule(evidence)`, checked.
+@contextlib.contextmanager
+def user_errors(rule: Any) -> Iterator[None]:
+    """Turn an exception that a rule of the user raises in the block into a MarsError, whose cause it is.
 
-    Raises:
-      MarsError: the rule returned something else than a verdict and itself; or a rule of the user raised an exception,
-        which is the cause of this one. Exceptions of this package's rules pass unchanged.
+    Exceptions of this package's rules pass unchanged.
     """
     try:
-        result = rule(evidence)
+        yield
     except MarsError:
         raise
     except (Exception, SystemExit) as error:
         kind = type(rule)
         if not is_user_module(kind.__module__):
             raise
-        modules = {kind.__module__, *MODULES}
-        names = [code.co_name for code, _ in frames_in(modules, error)]
-        method = next((name for name in names if name in EXPECTED), "__call__")
+        frames = frames_in({kind.__module__, *MODULES}, error)
+        method = next((code.co_name for code, _ in frames if code.co_name in EXPECTED), "__call__")
         raise MarsError(
-            f"the rule {kind.__name__} fails in {failure(error, modules, kind)}; expected {method} to return "
-            f"{EXPECTED[method]}."
+            f"the rule {kind.__name__} fails in {failure(error, frames, kind)}; expected "
+            f"{method} to return {EXPECTED[method]}."
         ) from error
+
+
+def decide(rule: Any, evidence: Evidence) -> tuple[Verdict, Any]:
+    """Return `rule(evidence)`, checked.
+
+    Raises:
+      MarsError: the rule returned something else than a verdict and itself, or as `user_errors`.
+    """
+    with user_errors(rule):
+        result = rule(evidence)
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Verdict)):
         raise wrong_result(rule, "__call__", described(result))
     verdict, after = result
@@ -225,15 +240,15 @@ def check_array(
     """Raise MarsError if a method of a rule returned anything but an array of this shape and dtype.
 
     Args:
-      rule, method: whose result it is.
+      rule, method: the rule and the method that returned the value.
       value: the result, or a part of it.
       dtype: "floating" for any floating dtype.
       shape: of the array.
       of: the place of the array in the result, for the message.
     """
-    found = getattr(value, "dtype", None)
-    fits = found is not None and (
-        jnp.issubdtype(found, jnp.floating) if dtype == "floating" else found == np.dtype(dtype)
+    value_dtype = getattr(value, "dtype", None)
+    fits = value_dtype is not None and (
+        jnp.issubdtype(value_dtype, jnp.floating) if dtype == "floating" else value_dtype == np.dtype(dtype)
     )
     if not fits or value.shape != shape:
         dtype = "float32" if dtype == "floating" else dtype

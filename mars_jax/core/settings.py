@@ -98,9 +98,11 @@ class Setting:
         several = isinstance(value, list | tuple) or getattr(value, "ndim", 0)
         for one in [value] if single and several else _each(value):
             if not self._holds(one, chosen):
-                told = f"{one:g}" if type(one) is float else short_repr(one)
-                near = did_you_mean(one if isinstance(one, str) else short_repr(one), self.choices)
-                raise MarsError(f"{shown or self.name} is {told}{near}: expected {self.expected(**chosen)}.")
+                text = f"{one:g}" if type(one) is float else short_repr(one)
+                suggestion = did_you_mean(one if isinstance(one, str) else short_repr(one), self.choices)
+                raise MarsError(
+                    f"{shown or self.name} is {text}{suggestion}: expected {self.expected(**chosen)}."
+                )
 
     def _holds(self, value: Any, chosen: Mapping[str, Any]) -> bool:
         if self.choices:

@@ -1,11 +1,11 @@
-"""Errors in code of the user, such as a rule in a file: which line raised what, in one sentence. No jax here."""
+"""One-sentence reports of exceptions in user code, such as a rule in a file. No jax here."""
 
 from __future__ import annotations
 
 import inspect
 import traceback
 import types
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from mars_jax.core.errors import first_line
@@ -34,18 +34,28 @@ def frames_in(modules: Collection[str], error: BaseException) -> list[tuple[type
 
 
 def failure(
-    error: BaseException, modules: Collection[str], code: Callable[..., Any] | None = None
+    error: BaseException,
+    frames: Sequence[tuple[types.CodeType, int]],
+    code: Callable[..., Any] | None = None,
 ) -> str | None:
-    """Return "FILE, line N: FUNCTION raised ERROR (MESSAGE)" for the deepest frame in some modules.
+    """Return "FILE, line N: FUNCTION raised ERROR (MESSAGE)" for the deepest of the frames from `frames_in`.
 
-    If there is no such frame, name the definition of `code`; without `code` return None.
+    If there is no frame, name the definition of `code`; without `code` return None.
+    """
+    if frames:
+        deepest, line = frames[-1]
+        return f"{deepest.co_filename}, line {line}: {deepest.co_name} raised {reason(error)}"
+    return None if code is None else f"{definition(code)}: it raised {reason(error)}"
+
+
+def reason(error: BaseException) -> str:
+    """Return "ERROR (MESSAGE)", or only the type of an error without a message.
+
+    >>> reason(ValueError("no entropy")), reason(ValueError())
+    ('ValueError (no entropy)', 'ValueError')
     """
     message, name = first_line(error), type(error).__name__
-    reason = name if message == name else f"{name} ({message})"
-    if frames := frames_in(modules, error):
-        deepest, line = frames[-1]
-        return f"{deepest.co_filename}, line {line}: {deepest.co_name} raised {reason}"
-    return None if code is None else f"{definition(code)}: it raised {reason}"
+    return name if message == name else f"{name} ({message})"
 
 
 def definition(code: Callable[..., Any]) -> str:

@@ -16,7 +16,7 @@ from mars_jax.core.errors import MarsError, check_switch, check_type, short_repr
 from mars_jax.core.types import PyTree
 from mars_jax.drafters.asked import Asked, LoadedDrafter
 from mars_jax.drafters.sized import sized
-from mars_jax.drafters.tree_shapes import Dynamic, check_tree
+from mars_jax.drafters.tree_shapes import Dynamic, checked_tree
 from mars_jax.hub.pretrained import Pretrained, check_pretrained
 from mars_jax.models.config import ModelConfig
 
@@ -70,7 +70,10 @@ def load(
         check_pretrained(target)
     if isinstance(tree, str):
         tree = specs.parse_tree(tree, shown="tree")
-    _check_shape(num_draft_tokens, tree)
+    if num_draft_tokens is not None:
+        specs.REQUEST["num_draft_tokens"].check(num_draft_tokens)
+    if tree is not None:
+        tree = checked_tree(tree)
     check_type("the drafter", spec, str, "its spec, such as 'ngram'")
     for name, value in {"sample": sample, "any_rule": any_rule}.items():
         check_switch(name, value)
@@ -124,13 +127,6 @@ def load(
     made = specs.factory(row.loader)(Asked(target, path, length, tree, sample, dtype, head_embed))
     check_finite(path, made.params)
     return sized(made, any_rule=any_rule) if draft_size == "auto" else made
-
-
-def _check_shape(num_draft_tokens: Any, tree: Any) -> None:
-    if num_draft_tokens is not None:
-        specs.REQUEST["num_draft_tokens"].check(num_draft_tokens)
-    if tree is not None:
-        check_tree(tree)
 
 
 def loaded(drafter: AnyDrafter, target: Pretrained) -> LoadedDrafter:

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from jax import Array
 
 from mars_jax.core.errors import MarsError, check_count, short_repr
 from mars_jax.core.limits import DRAFT_TOKENS
 from mars_jax.specs import Dynamic
-from mars_jax.specs.drafts import check_nodes
+from mars_jax.specs.drafts import check_branching
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,11 +31,7 @@ class Static:
                 f"a draft of shape {self.branching} has a level without nodes: give at least 1 draft token and at "
                 "least 1 child at each level."
             )
-        nodes, level = 1, 1
-        for width in self.branching:
-            level *= width
-            nodes += level
-            check_nodes("the draft", self.branching, nodes)
+        check_branching("the draft", self.branching, self.branching)
 
     @property
     def is_chain(self) -> bool:
@@ -69,8 +66,8 @@ def shape_of(num_draft_tokens: int, tree: Sequence[int] | Dynamic | None, vocab_
     if tree is None:
         check_count("num_draft_tokens", num_draft_tokens, most=DRAFT_TOKENS)
         return Static((1,) * num_draft_tokens)
-    check_tree(tree)
-    shape = tree if isinstance(tree, Dynamic) else Static(tuple(tree))
+    tree = checked_tree(tree)
+    shape = tree if isinstance(tree, Dynamic) else Static(tree)
     if shape.top_k > vocab_size:
         raise MarsError(
             f"a node cannot have {shape.top_k} children in a vocabulary of {vocab_size} tokens: give fewer."
@@ -78,14 +75,24 @@ def shape_of(num_draft_tokens: int, tree: Sequence[int] | Dynamic | None, vocab_
     return shape
 
 
-def check_tree(tree: Any) -> None:
-    """Raise MarsError for anything but `Dynamic` or the number of children per node at each depth."""
-    numbers = isinstance(tree, list | tuple) and all(isinstance(n, int | np.integer) and n > 0 for n in tree)
-    if not isinstance(tree, Dynamic) and not (numbers and tree):
+def checked_tree(tree: Any) -> tuple[int, ...] | Dynamic:
+    """Return `Dynamic`, or the number of children per node at each depth as a tuple.
+
+    Raises:
+      MarsError: another type, an empty sequence, or a number below 1.
+    """
+    if isinstance(tree, Dynamic):
+        return tree
+    sizes = tree.tolist() if isinstance(tree, np.ndarray | Array) else tree
+    numbers = isinstance(sizes, list | tuple) and all(
+        isinstance(n, int | np.integer) and n > 0 for n in sizes
+    )
+    if not numbers or not sizes:
         raise MarsError(
             f"tree is {short_repr(tree)}: expected the children per node at each depth, such as (4, 2, 2), or "
             "Dynamic(...)."
         )
+    return tuple(map(int, sizes))
 
 
 def describe(shape: Shape, sample: bool) -> str:

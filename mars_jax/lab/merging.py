@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mars_jax.cli import signals
 from mars_jax.cli.part import Part, rows_of
 from mars_jax.core.errors import MarsError
+from mars_jax.hub.durable import staging
 from mars_jax.lab.commands import distill_features
 from mars_jax.lab.evaluate.benchmark import merged
 from mars_jax.lab.folder import SETTINGS, check_writable, write_json
@@ -37,8 +38,9 @@ def merge(parts: Mapping[Part, Path], target: Path) -> str:
     del first["rows"]
     write, what = (distill_features.merge, "shards") if "shard" in first else (merged.write, "rows")
     try:
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as staged:
-            made = Path(staged) / target.name
+        leftover = ": the same command removes what is unfinished and starts again."
+        with signals.ending(lambda: leftover), staging(target) as staged:
+            made = staged / target.name
             made.mkdir()
             told = f"{write(parts, first, made)} {what}"
             write_json(made / SETTINGS, first)

@@ -138,6 +138,7 @@ class Chat:
                     answer += event.text
                     if event.completion is not None:
                         self._add(turns, answer)
+                        answer = ""
                     yield event
         except GeneratorExit:
             if answer:

@@ -49,7 +49,8 @@ def generate(
       batch_size: rows that decode side by side; default: what memory has room for, at most 128 for each device of the
         mesh's axis `data`, 16 on a CPU.
       chat: put each text through the chat template as a user turn. Answers in a chat also end at the tokenizer's end of
-        text and at its end of a turn, see `Pretrained.chat_stop_tokens`; of token ids, `chat` changes only that.
+        text and at its end of a turn, see `Pretrained.chat_stop_tokens`; for prompts given as token ids, `chat` only
+        adds these stop tokens.
       system: content of a system turn that comes first, where a conversation has none of its own.
       template_args: variables of the chat template, such as `{"enable_thinking": False}`.
       ignore_eos: decode to `max_new_tokens` past any stop token.

@@ -14,7 +14,7 @@ from mars_jax.core.drafter import STOPS, TRUSTS, Drafter
 from mars_jax.core.errors import MarsError
 from mars_jax.core.guide import narrowed
 from mars_jax.core.mesh import size_of
-from mars_jax.core.rule import LoadedRule, Rule, facts, structure
+from mars_jax.core.rule import LoadedRule, Rule, facts, structure, user_errors
 from mars_jax.core.types import DecodeState, Params
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.serve.compiling import Compile
@@ -115,6 +115,11 @@ def of_mesh(target: Pretrained, rows: int) -> int:
 def _check_rule(rule: LoadedRule, drafter: Drafter, requests: Sequence[Request]) -> None:
     """Raise MarsError for a rule that cannot run, or for a switch that it does not have."""
     structure(rule.rule)
+    with user_errors(rule.rule):
+        _check_needs(rule, drafter, requests)
+
+
+def _check_needs(rule: LoadedRule, drafter: Drafter, requests: Sequence[Request]) -> None:
     said = facts(rule.rule)
     if "weights" in said.needs and not jax.tree.leaves(rule.params):
         raise MarsError(

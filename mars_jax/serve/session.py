@@ -139,10 +139,18 @@ class Session:
         self, requests: Sequence[Request], *, loop: Compile | None = None, streamed: bool = False
     ) -> tuple[Decoder, Params, DecodeState]:
         """Return one batch as the decoder's arrays, for a loop of one's own; `loop` and `streamed` as for `prepare`."""
-        how: Any = {"rows": self.batch_size, "log_probs": self.log_probs, "loop": loop, "streamed": streamed}
-        made = prepare(self.target, self.drafter, requests, verify=self.rule, **how)
+        prepared_batch = prepare(
+            self.target,
+            self.drafter,
+            requests,
+            verify=self.rule,
+            rows=self.batch_size,
+            log_probs=self.log_probs,
+            loop=loop,
+            streamed=streamed,
+        )
         self._check_length(requests)
-        return made
+        return prepared_batch
 
     def _check_length(self, requests: Sequence[Request]) -> None:
         """Warn, once per session, if a text may become longer than the drafter was trained for."""
@@ -261,16 +269,16 @@ class Session:
             completions = [completion for batch in found for completion in batch]
             forwards = sum(max(completion.metrics.steps for completion in batch) for batch in found)
         else:
-            made = self.prepared(requests)
-            rows = of_mesh(self.target, self.batch_size or default_rows(made))
+            prepared_requests = self.prepared(requests)
+            rows = of_mesh(self.target, self.batch_size or default_rows(prepared_requests))
             order = longest_first(requests)
-            shares = shares_of(made, order)
+            shares = shares_of(prepared_requests, order)
             plain = not shares and not any(request.stop_strings for request in requests)
             if len(requests) <= rows and plain:
                 completions = dataclasses.replace(self, batch_size=rows)._run(requests)
                 forwards = max(completion.metrics.steps for completion in completions)
             else:
-                queue = Queue(made, rows, order=order, log_probs=self.log_probs, shared=shares)
+                queue = Queue(prepared_requests, rows, order=order, log_probs=self.log_probs, shared=shares)
                 by_number = dict(queue)
                 completions, forwards = [by_number[i] for i in range(len(requests))], queue.forwards
         return Result(
@@ -295,9 +303,11 @@ class Session:
                 f"rows do not refill with the drafter '{self.drafter.drafter.name}', which works on a device of its "
                 "own: use generate, or Session.stream."
             )
-        made = self.prepared(requests)
-        rows = self.batch_size or default_rows(made)
-        return Queue(made, rows, order=longest_first(requests), log_probs=self.log_probs, telling=telling)
+        prepared_requests = self.prepared(requests)
+        rows = self.batch_size or default_rows(prepared_requests)
+        return Queue(
+            prepared_requests, rows, order=longest_first(requests), log_probs=self.log_probs, telling=telling
+        )
 
     def queue(self, requests: Sequence[Request], *, order: Sequence[int] | None = None) -> Iterable[Finished]:
         """Decode the requests through `batch_size` rows, each as soon as it has ended; see `Queue`.
@@ -311,16 +321,16 @@ class Session:
         """
         if self.drafter.steps is not None:
             return self._in_batches(requests, range(len(requests)) if order is None else order)
-        made = self.prepared(requests)
-        rows = self.batch_size or default_rows(made)
+        prepared_requests = self.prepared(requests)
+        rows = self.batch_size or default_rows(prepared_requests)
         order = range(len(requests)) if order is None else order
-        shares = shares_of(made, order)
+        shares = shares_of(prepared_requests, order)
         kind = shares.name if shares else "refilled" if len(order) > rows else "filled"
-        shape = self._shape(requests, made.width, f"queue, {kind}")
+        shape = self._shape(requests, prepared_requests.width, f"queue, {kind}")
         if shape not in self._compiled:
-            compile_queue(made, rows, shares, log_probs=self.log_probs)
+            compile_queue(prepared_requests, rows, shares, log_probs=self.log_probs)
             self._compiled.add(shape)
-        return Queue(made, rows, order=order, log_probs=self.log_probs, shared=shares)
+        return Queue(prepared_requests, rows, order=order, log_probs=self.log_probs, shared=shares)
 
     def _sized(self, requests: Sequence[Request]) -> Session:
         return self if self.batch_size else dataclasses.replace(self, batch_size=len(requests))

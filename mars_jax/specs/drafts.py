@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from mars_jax.core.errors import MarsError, check_count, did_you_mean
@@ -260,12 +260,17 @@ def parse_tree(text: str, *, shown: str = "--tree") -> tuple[int, ...] | Dynamic
         top_k, depth, nodes = sizes
         check_nodes(shown, text, max(nodes, top_k * depth))  # by the flag's name
         return Dynamic(*sizes)
+    check_branching(shown, text, sizes)
+    return sizes
+
+
+def check_branching(shown: str, shape: object, branching: Sequence[int]) -> None:
+    """Raise MarsError if a tree with `branching[l]` children per node of depth l has more than `TREE_NODES` nodes."""
     nodes, level = 1, 1
-    for width in sizes:
+    for width in branching:
         level *= width
         nodes += level
-        check_nodes(shown, text, nodes)
-    return sizes
+        check_nodes(shown, shape, nodes)
 
 
 def check_nodes(shown: str, shape: object, nodes: int) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from mars_jax.core import user_code
-from mars_jax.core.errors import MarsError, first_line
+from mars_jax.core.errors import MarsError
 from mars_jax.core.home import check_path
 from mars_jax.core.reading import read_bytes
 from mars_jax.core.settings import CONTROLS, LARGEST_INT, Range, Setting
@@ -137,8 +137,8 @@ def _import_failure(error: BaseException, module: str, name: str) -> str:
     """Return the file and line at which a module could not be imported, and the error."""
     if isinstance(error, SyntaxError):  # it was raised before any line ran
         return f"{error.filename}, line {error.lineno}: SyntaxError ({error.msg})"
-    message = f"{type(error).__name__} ({first_line(error)})"
-    return user_code.failure(error, {module}) or f"{name}: {message}"
+    frames = user_code.frames_in({module}, error)
+    return user_code.failure(error, frames) or f"{name}: {user_code.reason(error)}"
 
 
 def _from_module(name: str, spec: str, kind: str) -> types.ModuleType:

@@ -74,7 +74,7 @@ def _own(spec: str, row: specs.RuleRow, settings: dict[str, Any]) -> LoadedRule:
     except MarsError:
         raise
     except (Exception, SystemExit) as error:
-        problem = user_code.failure(error, user_code.MODULES, factory)
+        problem = user_code.failure(error, user_code.frames_in(user_code.MODULES, error), factory)
         raise MarsError(f"the rule is {spec}: {problem}; expected {name} to return a rule.") from error
     loaded = made if isinstance(made, LoadedRule) else LoadedRule(made)
     try:

@@ -54,8 +54,9 @@ class Relaxed(Lossy):
     def relaxable(self, evidence: Evidence) -> Array:
         """bool[B, N]: the edges into these nodes may be relaxed; by default those into one of the target's two best
         tokens, at nodes where `low`."""
-        low = self.low(evidence)
-        check_array(self, "low", low, "bool", evidence.tree.tokens.shape)
+        shape = evidence.tree.tokens.shape
+        low = _spread(self.low(evidence), shape)
+        check_array(self, "low", low, "bool", shape)
         return runner_up_edges(evidence, low)
 
     def cost(self, evidence: Evidence) -> tuple[Array, Array] | None:
@@ -72,19 +73,23 @@ class Relaxed(Lossy):
         """bool[B, N]: of the edges that are `relaxable` those that any rule may relax."""
         tree, stop_tokens = evidence.tree, evidence.controls.stop_tokens
         # Guards look at the edge into a node: at its own token x, and at the parent, by whose logits x is judged.
-        free = (tree.depths > self.strict_edges(evidence)[:, None]) & (tree.tokens >= 0)
+        strict_edges = self.strict_edges(evidence)
+        check_array(self, "strict_edges", strict_edges, "int32", tree.tokens.shape[:1])
+        free = (tree.depths > strict_edges[:, None]) & (tree.tokens >= 0)
         free &= ~is_stop(tree.tokens, stop_tokens) & ~at_parent(
             tree, is_stop(evidence.stats.id1, stop_tokens)
         )
         if evidence.strict_nodes is not None:
             free &= ~at_parent(tree, evidence.strict_nodes)
-        relaxable = self.relaxable(evidence)
+        relaxable = _spread(self.relaxable(evidence), tree.tokens.shape)
         check_array(self, "relaxable", relaxable, "bool", tree.tokens.shape)
         return relaxable & free & ~impossible(evidence)
 
     def __call__(self, evidence: Evidence) -> tuple[Verdict, Self]:
         cost, budget = self._cost_and_budget(evidence)
-        allowed = Allowance(self.guarded(evidence), self.max_relaxed_run, cost, budget, self.max_relaxed)
+        guarded = self.guarded(evidence)
+        check_array(self, "guarded", guarded, "bool", evidence.tree.tokens.shape)
+        allowed = Allowance(guarded, self.max_relaxed_run, cost, budget, self.max_relaxed)
         verdict = self.base.relax(evidence, allowed)
         if cost is None or budget is None:
             return verdict, self
@@ -105,6 +110,14 @@ class Relaxed(Lossy):
         check_array(self, "cost", cost, "floating", shape, of="a cost ")
         check_array(self, "cost", budget, "floating", shape[:1], of="a budget ")
         return cost, budget
+
+
+def _spread(value: Any, shape: tuple[int, ...]) -> Any:
+    """Broadcast an array whose dimensions have the sizes of `shape` or 1; return any other value unchanged."""
+    sizes = getattr(value, "shape", ())
+    if len(sizes) == len(shape) and all(size in (1, full) for size, full in zip(sizes, shape, strict=True)):
+        return jnp.broadcast_to(value, shape)
+    return value
 
 
 def over(name: str, base: Any) -> str:

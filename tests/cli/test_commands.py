@@ -180,7 +180,7 @@ def test_an_empty_value_of_any_flag_of_any_command_is_one_sentence(capsys, form)
         code, out, err = call(capsys, *command, *given)
         assert (code, out) == (2, ""), (command, flag)
         assert (
-            err.startswith(f"error: {flag} is empty, as if a shell variable is not set: give")
+            err.startswith(f"error: {flag} is empty; a shell variable may be unset: give")
             and err.count("\n") == 1
         )
 

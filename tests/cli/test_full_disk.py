@@ -58,14 +58,35 @@ def test_other_errors_of_this_package_keep_their_traceback():
         )
 
 
+@pytest.mark.parametrize("hides", [False, True])
+def test_a_bug_while_a_full_disk_is_handled_keeps_its_traceback(hides):
+    def fail():
+        try:
+            raise OSError(errno.ENOSPC, FULL)
+        except OSError:
+            if hides:
+                raise ZeroDivisionError("a bug") from None
+            raise ZeroDivisionError("a bug")  # noqa: B904
+
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        command(lambda argv: argparse.Namespace(output="out"), lambda args, out: fail(), [])
+
+
+def test_an_error_of_the_system_is_judged_by_its_number():
+    missing = OSError(errno.ENOENT, os.strerror(errno.ENOENT), FULL)  # the name of the file is the sentence
+    with pytest.raises(FileNotFoundError):
+        command(lambda argv: argparse.Namespace(output="out"), lambda args, out: raising(missing)(), [])
+
+
 LIMITED = """
 import resource, sys
-import mars_jax.cli.commands as commands
+from mars_jax.__main__ import main
 sys.dont_write_bytecode = True
 most = int(sys.argv[1])
 import mars_jax, jax, orbax.checkpoint, safetensors.numpy
 resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
-sys.exit(commands.main(sys.argv[2:]))
+sys.argv[1:] = sys.argv[2:]
+sys.exit(main())
 """
 PAIR = ["--target", "tiny/target", "--draft", "model:tiny/draft", "--task", "jsonl={prompts}"]
 COMMANDS = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import signal
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from mars_jax.cli import commands
+from mars_jax.cli import commands, signals
 from tests.cli.shell import HEEDS, Shell
 from tests.helpers import slow_but
 
@@ -145,6 +146,51 @@ def test_ctrl_c_stops_a_reply_and_a_second_one_ends_the_command():
     code += "with signals.stoppable() as stop:\n    send(signal.SIGINT); assert stop.wait(10)\n"
     code += '    print("now", flush=True); time.sleep(60)'
     assert signalled(signal.SIGINT, code) == (130, "", "interrupted\n")
+
+
+def test_ctrl_c_right_after_a_reply_ends_the_command():
+    """The signal comes after the mark was read and before the main thread leaves the block."""
+    code = HANDLES + "wait = signals._state.marked.wait\n"
+    code += 'signals._state.marked.wait = lambda: (wait(), print("now", flush=True), time.sleep(60))\n'
+    code += "with signals.stoppable():\n    pass\n"
+    assert signalled(signal.SIGINT, code) == (130, "", "interrupted\n")
+
+
+def test_a_block_without_handlers_leaves_no_event_behind():
+    with signals.stoppable() as stop:
+        assert signals._state.stop is stop
+    assert signals._state.stop is None
+
+
+AT_ENTRY = """
+import logging, sys
+sys.unraisablehook = lambda problem: print("hook", problem.exc_value)
+from mars_jax.__main__ import main
+from mars_jax.cli import commands
+commands.main = lambda argv: 0
+main()
+class Failing:
+    def __init__(self, text): self.text = text
+    def __del__(self): raise RuntimeError(self.text)
+Failing("Event loop is closed"); Failing("another")
+print(logging.getLogger("absl").level == logging.CRITICAL)
+from jax._src import distributed
+print(distributed._ENABLE_PREEMPTION_SERVICE.value)
+"""
+
+
+def test_the_entry_point_quiets_libraries_and_keeps_the_previous_hook():
+    process = subprocess.run([sys.executable, "-c", AT_ENTRY], capture_output=True, text=True, cwd=ROOT)
+    assert process.stdout == "hook another\nTrue\nFalse\n", process.stderr
+
+
+def test_a_command_that_a_program_calls_keeps_its_hooks_and_log_levels(capsys):
+    def settings():
+        return sys.unraisablehook, *(logging.getLogger(name).level for name in ("absl", "concurrent.futures"))
+
+    before = settings()
+    assert commands.main(["generate", "--list-rules"]) == 0
+    assert settings() == before
 
 
 def test_ctrl_c_at_the_prompt_raises_and_the_command_continues():

@@ -126,11 +126,11 @@ READ_AS = {
 }
 REFUSED = {
     "an image": ({"role": "user", "content": [text_part("a"), {"type": "image_url", "image_url": {"url": "x"}}]},
-                 "a part of a content is of type 'image_url': models here read text"),
-    "audio": ({"role": "user", "content": [{"type": "input_audio"}]}, "a part of a content is of type 'input_audio'"),
-    "a part without a type": ({"role": "user", "content": [{"text": "a"}]}, "a part of a content is {'text': 'a'}"),
-    "a part that is a string": ({"role": "user", "content": ["a"]}, "a part of a content is 'a': expected"),
-    "a part whose text is a number": ({"role": "user", "content": [text_part(5)]}, "the text of a part .* is 5"),
+                 "a content part is of type 'image_url': models here read text"),
+    "audio": ({"role": "user", "content": [{"type": "input_audio"}]}, "a content part is of type 'input_audio'"),
+    "a part without a type": ({"role": "user", "content": [{"text": "a"}]}, "a content part is {'text': 'a'}"),
+    "a part that is a string": ({"role": "user", "content": ["a"]}, "a content part is 'a': expected"),
+    "a part whose text is a number": ({"role": "user", "content": [text_part(5)]}, "the text of a content part is 5"),
     "no content": ({"role": "user"}, r"a turn is {'role': 'user'}: expected an object with a role and its content"),
     "None": ({"role": "assistant", "content": None}, "the content of a turn of the assistant is None"),
     "a number": ({"role": "user", "content": 5}, "the content of a turn of the user is 5: expected a text"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -9,11 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mars_jax import verify
-from mars_jax.core import struct
+from mars_jax import drafters, verify
+from mars_jax.core import struct, trusted
 from mars_jax.core.errors import MarsError
-from mars_jax.core.rule import Rule, decide, structure
+from mars_jax.core.rule import LoadedRule, Rule, decide, structure
 from mars_jax.core.tree import chain
+from mars_jax.lab.evaluate.benchmark.rehearsal import Rehearse
+from mars_jax.serve.prepare import _check_rule
+from mars_jax.serve.requests import Request
 from mars_jax.specs.own import find
 
 EVIDENCE = verify.evidence(chain(jnp.asarray([[2, 0]], jnp.int32)), jnp.zeros((1, 2, 3)))
@@ -38,6 +42,89 @@ def test_errors_of_the_rules_of_this_package_pass_unchanged(monkeypatch):
     monkeypatch.setattr(Raises, "__module__", "mars_jax.verify.raises")
     with pytest.raises(ZeroDivisionError, match="no entropy"):
         decide(Raises(), EVIDENCE)
+
+
+def broken(name, body):
+    """A rule over edges that overrides one method."""
+    methods = {"low": lambda self, evidence: jnp.ones(evidence.tree.tokens.shape, bool), name: body}
+    return struct.dataclass(type("Gate", (verify.Relaxed,), {"__module__": __name__} | methods))()
+
+
+@pytest.mark.parametrize(
+    ("method", "value", "sentence"),
+    [
+        ("strict_edges", jnp.zeros((1,)), r"strict_edges returned float32\[1\]; expected int32\[1\]"),
+        (
+            "strict_edges",
+            jnp.zeros((2,), jnp.int32),
+            r"strict_edges returned int32\[2\]; expected int32\[1\]",
+        ),
+        ("strict_edges", None, r"strict_edges returned None; expected int32\[1\]"),
+        ("guarded", jnp.zeros((1, 2)), r"guarded returned float32\[1, 2\]; expected bool\[1, 2\]"),
+        ("guarded", None, r"guarded returned None; expected bool\[1, 2\]"),
+    ],
+)
+def test_a_wrong_result_names_the_method_and_what_was_expected(method, value, sentence):
+    with pytest.raises(MarsError, match=rf"^the rule Gate fails in .*: {sentence}\.$"):
+        decide(broken(method, lambda self, evidence: value), EVIDENCE)
+
+
+@pytest.mark.parametrize("method", ["low", "relaxable"])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 2), (2, 1)])
+def test_edges_with_dimensions_of_size_1_are_broadcast(method, shape):
+    evidence = verify.evidence(chain(jnp.asarray([[2, 0], [1, 0]], jnp.int32)), jnp.zeros((2, 2, 3)))
+    small, full = (
+        broken(method, lambda self, e, size=size: jnp.ones(size, bool)) for size in (shape, (2, 2))
+    )
+    results = [decide(rule, evidence)[0] for rule in (small, full)]
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool(jnp.all(a == b)), *results))
+
+
+def failing(name):
+    """A function of this name that raises."""
+    namespace: dict[str, Any] = {}
+    exec(
+        compile(f"def {name}(self, *given): raise ZeroDivisionError", __file__, "exec"), globals(), namespace
+    )
+    return namespace[name]
+
+
+ATTRIBUTES = {"needs": "a tuple of strings", "name": "a string", "check_drafter": "None"}
+
+
+@pytest.mark.parametrize("name", ATTRIBUTES)
+def test_an_attribute_that_raises_gets_one_sentence_with_its_cause(name):
+    attribute = failing(name) if name == "check_drafter" else property(failing(name))
+    # A request with `strict` is refused by a sentence with the name of the lossless rule.
+    fields = {"__module__": __name__, "lossless": name == "name", name: attribute}
+    kind = struct.dataclass(type("Gate", (verify.Relaxed,), fields))
+    requests = [Request(prompt="", prompt_tokens=(1,), strict=True)]
+    sentence = (
+        rf"^the rule Gate fails in .*: {name} raised Zero.*; expected {name} to return {ATTRIBUTES[name]}\.$"
+    )
+    with pytest.raises(MarsError, match=sentence) as error:
+        _check_rule(LoadedRule(kind()), drafters.ngram(2), requests)
+    assert isinstance(error.value.__cause__, ZeroDivisionError)
+
+
+def test_strict_edges_of_a_rule_with_trusted_drafts_gets_one_sentence():
+    tree = dataclasses.replace(EVIDENCE.tree, trusted=jnp.ones((1, 2), bool))
+    evidence = dataclasses.replace(EVIDENCE, tree=tree)
+    with pytest.raises(
+        MarsError, match=r"^the rule Gate fails in .*: strict_edges raised .* to return i32\[B\]\.$"
+    ):
+        trusted.judged(broken("strict_edges", failing("strict_edges")), evidence)
+    with pytest.raises(MarsError, match=r"strict_edges returned float32\[1\]; expected int32\[1\]"):
+        trusted.judged(broken("strict_edges", lambda self, evidence: jnp.zeros((1,))), evidence)
+
+
+def test_a_sweep_over_thresholds_reports_a_failing_rule_in_one_sentence():
+    @struct.dataclass
+    class Failing(Raises):
+        theta: Any = np.float32(1)
+
+    with pytest.raises(MarsError, match="the rule Failing fails in"):
+        decide(Rehearse(Failing(), (0.5, 0.9)), EVIDENCE)
 
 
 def test_an_annotation_that_cannot_be_evaluated_is_ignored(tmp_path):

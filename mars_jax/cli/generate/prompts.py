@@ -102,7 +102,7 @@ def _descriptor(path: str) -> int | None:
 
 @contextlib.contextmanager
 def _opened(path: str) -> Iterator[IO[bytes]]:
-    """Open a prompts file: stdin, an object of a store, a pipe that this process holds already, or a regular file."""
+    """Open a prompts file: stdin, an object in a store, an inherited pipe, or a regular file."""
     descriptor = _descriptor(path)
     try:
         if path == "-":
@@ -129,7 +129,7 @@ def _parquet(path: str) -> Iterator[dict[str, Any]]:
         raise MarsError("a .parquet file needs the package pyarrow: pip install pyarrow.") from None
     try:
         with _opened(path) as file:
-            # In small batches: a dictionary repeats one long text at no cost to the file.
+            # In small batches: dictionary encoding lets a small file expand to many copies of one long text.
             for batch in parquet.ParquetFile(file).iter_batches(batch_size=64):
                 yield from batch.to_pylist(maps_as_pydicts="strict")
     except (ArrowException, OSError, ValueError, KeyError) as error:
@@ -192,7 +192,7 @@ def _lines(path: str, name: str, rule: RuleChoice) -> Iterator[PromptRow]:
                 raise MarsError(f"{where}: it is not UTF-8: convert the file.") from None
             if not text.strip():
                 continue
-            if jsonl is None:  # stdin has no name to tell the format by
+            if jsonl is None:  # stdin has no file extension: detect the format from the first line
                 jsonl = text.lstrip().startswith("{")
             try:
                 row = _from_json_line(text, where, rule) if jsonl else PromptRow(where=where, prompt=text)

@@ -24,7 +24,7 @@ from jax import Array
 from mars_jax.core import decode, struct
 from mars_jax.core.drafter import TRUSTS
 from mars_jax.core.evidence import Evidence
-from mars_jax.core.rule import Rule
+from mars_jax.core.rule import Rule, decide
 from mars_jax.core.types import Verdict
 from mars_jax.drafters import LoadedDrafter
 from mars_jax.placement.hosts import fetch
@@ -60,7 +60,7 @@ class Rehearse(Rule):
 
         def accepted(theta: Array) -> Array:
             rule = dataclasses.replace(self.rule, theta=jnp.broadcast_to(theta, (batch,)))
-            return rule(evidence)[0].num_accepted
+            return decide(rule, evidence)[0].num_accepted
 
         walks = Walks(
             path=jnp.zeros((batch, depth + 1), jnp.int32),
