@@ -11,6 +11,7 @@ from mars_jax.hub.chat_template import BoundedEnvironment, bounded_templates
 from mars_jax.specs.models import MODELS, template_of
 
 LONG = "{% set x = ('x' * 1000) | replace('x', 'x' * 1000) %}"
+assert len(BoundedEnvironment().from_string(LONG + "{{ x }}").render()) == 10**6
 SLOW_METHODS = {
     "rfind": "x.rfind(y)",
     "rindex": "(x ~ y).rindex(y)",
