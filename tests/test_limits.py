@@ -270,6 +270,8 @@ def many_shards(path):
 
 MODEL = fake.hash_model(vocab_size=11)
 HUGE = 10**9
+
+
 def large_index(path):
     path.mkdir()
     shutil.copy(TARGET / "config.json", path)

@@ -1,7 +1,7 @@
 """Upper bounds on values from users and files, each checked once, on input.
 
-Every bound is above the sizes of published models and real prompts, and low enough that refusing a larger value takes less
-than 1.5 GB and 5 seconds. SECURITY.md lists them; oracle: tests/test_limits.py.
+Every bound is above the sizes of published models and real prompts, and low enough that refusing a larger value takes
+less than 1.5 GB and 5 seconds. SECURITY.md lists them; oracle: tests/test_limits.py.
 """
 
 from __future__ import annotations

@@ -32,21 +32,19 @@ take the time of about so many characters."""
 _NUMBER_BITS = 1 << 16
 """Bits of a whole number. Products of longer ones take time that grows with the square."""
 _LINEAR = (
-    *("startswith", "endswith", "find", "index", "count", "split", "partition", "removeprefix", "removesuffix"),
-    *("default", "d", "truncate", "map", "select", "reject", "selectattr", "rejectattr", "sort", "unique"),
-    *("groupby", "dictsort"),
+    *("startswith", "endswith", "find", "index", "count", "split", "partition", "removeprefix"),
+    *("removesuffix", "default", "d", "truncate", "map", "select", "reject", "selectattr", "rejectattr"),
+    *("sort", "unique", "groupby", "dictsort"),
 )
 """Methods and filters whose time and result are at most the sum of their operands."""
 _SEARCHES = ("rfind", "rindex", "rsplit", "rpartition", "strip", "lstrip", "rstrip", "trim")
 """Methods and filters whose time is at most the product of their operands, in comparisons of two characters."""
-_COMPARISONS = 16
-"""Comparisons of two characters that take the time of one step."""
 _QUADRATIC = ("sum", "striptags", "urlize", "wordwrap", "xmlattr", "pprint")
 """Filters whose time or result may grow with the square of the input."""
 _REFUSED = ("generate_lorem_ipsum", "encode", "decode")
 """Functions whose time is not bounded by their arguments: `lipsum`, and codecs such as punycode."""
-_CONVERSION = re.compile(r"%(?:\([^()]*\))?[-+ #0]*(\*|\d*)(?:\.(\*|\d*))?[hlL]?(.?)", re.DOTALL)
-"""A conversion of the operator %: its width, its precision and the character of its type."""
+_CONVERSION = re.compile(r"%(?:\([^()]*\))?([-+ #0]*[\d*.]*[hlL]?.?)", re.DOTALL)
+"""A conversion of the operator %, without its key. One that begins with "(" has a key with parentheses."""
 
 _replacing = threading.RLock()
 _left: contextvars.ContextVar[int | None] = contextvars.ContextVar("left", default=None)
@@ -95,7 +93,7 @@ def _size(value: Any) -> int:
         elif isinstance(item, Mapping):
             pending += [*item, *item.values()]
         elif isinstance(item, list | tuple | MappingView):
-            pending += item
+            pending.extend(item)
         elif isinstance(item, Namespace):
             pending.append(item._Namespace__attrs)  # type: ignore[attr-defined]
         elif isinstance(item, Sequence):  # a range
@@ -115,57 +113,44 @@ def _length(value: Any) -> int:
     return _ITEM * len(value) if isinstance(value, Sized) else 0
 
 
-def _characters(value: Any) -> int:
-    return max(len(value), 1) if isinstance(value, str | bytes) else _size(value)
-
-
-def _fields(text: str, name: str) -> list[str]:
-    """Return the width and precision of each field of a format string.
-
-    Raises:
-      TemplateError: one of them is an argument, so that it is not known before the string is written.
-    """
-    if name == "%":
-        fields = [(width + "." + (digits or ""), kind) for width, digits, kind in _CONVERSION.findall(text)]
-    else:
-        fields = [(spec or "", "") for _, field, spec, _ in Formatter().parse(text) if field is not None]
-    for spec, kind in fields:
-        if kind == "(" or ("*" if name == "%" else "{") in spec:
-            raise TemplateError("a width that is an argument is not supported")
-    return [spec for spec, _ in fields]
-
-
 def _charge(name: str, value: Any, arguments: Sequence[Any]) -> None:
     """Count the time of an operation, and raise TemplateError if less work is left than its result may take.
 
     Arguments multiply a value as counts (`*`), widths (`center`) or as replacement strings (`replace`).
     """
     _spend(_length(value))
-    strings = [argument for argument in arguments if isinstance(argument, str | bytes)]
+    strings: list[Any] = [argument for argument in arguments if isinstance(argument, str | bytes)]
+    characters = sum(map(len, strings))
     if name in _LINEAR:
         return
     if name in _SEARCHES:
-        _spend(_length(value) * sum(map(len, strings)) // _COMPARISONS)
+        # A step takes the time of 16 comparisons.
+        _spend(_length(value) * characters // 16)
     elif name in ("%", "format", "format_map"):
-        fields = _fields(str(value), name)
-        widths = sum(int(digits[:20]) for spec in fields for digits in re.findall(r"\d+", spec))
+        fields = (
+            _CONVERSION.findall(str(value))
+            if name == "%"
+            else [item[2] for item in Formatter().parse(str(value))]
+        )
+        if any(
+            character in spec for spec in filter(None, fields) for character in ("*(" if name == "%" else "{")
+        ):
+            raise TemplateError("a width that is an argument is not supported")
+        # A width such as that of "%1000000d" is in the format string.
+        widths = sum(int(digits[:20]) for spec in fields for digits in re.findall(r"\d+", spec or ""))
         _check(widths + len(fields) * sum(map(_size, arguments)))
     elif name == "join":
-        count = len(value) if isinstance(value, Sized) else 1
-        _check(_size(value) + count * sum(map(len, strings)))
+        _check(_size(value) + (len(value) if isinstance(value, Sized) else 1) * characters)
     elif name == "replace" and isinstance(value, str) and len(strings) == 2:
-        _check(max(map(value.count, strings)) * sum(map(len, strings)))
+        _check(max(map(value.count, strings)) * characters)
     else:
-        factor = sum(abs(item) if isinstance(item, int) else _characters(item) for item in arguments)
-        factor += _size(value) if name in _QUADRATIC else 0
-        _check(_characters(value) * factor if factor else 0)
+        factors = [abs(item) if isinstance(item, int) else _size(item) - _ITEM + 1 for item in arguments]
+        factors += [_size(value)] if name in _QUADRATIC else []
+        _check((_size(value) - _ITEM + 1) * sum(factors) if factors else 0)
 
 
 def _counted(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Wrap a filter or a test so that it counts its work; compiled templates call all of them through the wrapped ones.
-
-    The name is "test" for a test, which may compare its value with its arguments.
-    """
+    """Wrap a filter, or a test by the name "test", so that it counts its work in all compiled templates."""
     first = 0 if getattr(function, "jinja_pass_arg", None) is None else 1
 
     @functools.wraps(function)
@@ -331,7 +316,7 @@ def _compiled(compile_template: Callable[[str], Template], source: str) -> Templ
 def bounded_templates() -> Iterator[None]:
     """Make transformers render chat templates in a `BoundedEnvironment`, for one thread at a time, and then as before.
 
-    transformers has no argument for the environment; its function that compiles templates is replaced.
+    transformers has no argument for the environment.
     """
     module: Any = importlib.import_module("transformers.utils.chat_template_utils")
     with _replacing:

@@ -165,7 +165,9 @@ def _read_gemma3(data: dict[str, Any]) -> dict[str, Any]:
     nested = data.get("rope_parameters") or {}
     unexpected = [key for key, value in nested.items() if value is not None and key not in _KINDS.values()]
     if unexpected:
-        raise MarsError(f"rope_parameters has {unexpected[0]}: in Gemma 3 it has settings for each layer type only.")
+        raise MarsError(
+            f"rope_parameters has {unexpected[0]}: in Gemma 3 it has settings for each layer type only."
+        )
 
     def rope(kind: str, base: str, theta: float, scaling: dict[str, Any] | None) -> Rope:
         settings = {"rope_scaling": scaling, "rope_parameters": nested.get(kind)}

@@ -423,7 +423,9 @@ class Pretrained:
 
 
 def _bounded_templates() -> contextlib.AbstractContextManager[None]:
-    from mars_jax.hub.chat_template import bounded_templates  # imports jinja2, which plain prompts do not need
+    from mars_jax.hub.chat_template import (
+        bounded_templates,
+    )  # imports jinja2, which plain prompts do not need
 
     return bounded_templates()
 

@@ -80,8 +80,10 @@ HOSTILE = {
     "many fields": "{{ ('%s' * 10**4) | format('x' * 10**5) }}",
     "loops of searches": LONG + "{% for i in range(99999) %}{% if 'y' in x %}{% endif %}{% endfor %}",
     "loops of slices": LONG + "{% for i in range(99999) %}{% set y = x[1:] %}{% endfor %}",
-    "loops of tests": LONG + "{% for i in range(99999) %}{% if 'xxxxxxxxxxxxy' is in x %}{% endif %}{% endfor %}",
-    "loops of changed": LONG + "{% for i in range(99999) %}{% if loop.changed(x[0:] ~ i) %}{% endif %}{% endfor %}",
+    "loops of tests": LONG
+    + "{% for i in range(99999) %}{% if 'xxxxxxxxxxxxy' is in x %}{% endif %}{% endfor %}",
+    "loops of changed": LONG
+    + "{% for i in range(99999) %}{% if loop.changed(x[0:] ~ i) %}{% endif %}{% endfor %}",
     "loops of changed with one list": "{% set x = range(99999) | list %}{% for i in range(99999) %}"
     "{% if loop.changed(x) %}{% endif %}{% endfor %}",
     "loops of count": "{% set x = range(99999) | list %}{% for i in range(99999) %}"
@@ -108,7 +110,8 @@ SLOW = {
 def test_a_hostile_template_is_refused_by_its_limit(name):
     environment = BoundedEnvironment(extensions=["jinja2.ext.loopcontrols"])
     with pytest.raises(
-        TemplateError, match=r"more than [\d,]+ (characters and steps|bits)|expected at most [\d,]+$|not supported$"
+        TemplateError,
+        match=r"more than [\d,]+ (characters and steps|bits)|expected at most [\d,]+$|not supported$",
     ):
         environment.from_string(HOSTILE[name]).render(messages=[])
 
@@ -168,7 +171,7 @@ OPERATIONS = {
     "selectattr": "{{ (messages | selectattr('role', 'equalto', 'user') | list)[-1].content }}",
     "rejectattr": "{{ (messages | rejectattr('role', 'equalto', 'system') | list)[-1].content }}",
     "method replace": "{% for m in messages %}{{ m.content.replace('</s>', '') }}{% endfor %}",
-    "filter replace": "{% for m in messages %}{{ m.content | replace('<|im_start|>', '&lt;|im_start|&gt;') }}{% endfor %}",
+    "filter replace": "{% for m in messages %}{{ m.content | replace('<|im_end|>', '&lt;im_end&gt;') }}{% endfor %}",
     "filter join": "{{ messages | map(attribute='content') | join('\\n<|end|>\\n') }}",
     "method join": "{{ '\\n<|end|>\\n'.join(messages | map(attribute='content')) }}",
     "method format": "{% for m in messages %}{{ '<{}>{{}}{:>9}'.format(m.content, 1) }}{% endfor %}",

@@ -123,7 +123,9 @@ def test_files_of_other_programs_do_not_count(checkpoint):
     assert model.encode(TEXT) == hub.outline(str(checkpoint)).encode(TEXT)
 
 
-@pytest.mark.parametrize("name", ["tekken.json", "special_tokens_map.json", "x.tiktoken", "my_chat_template.jinja"])
+@pytest.mark.parametrize(
+    "name", ["tekken.json", "special_tokens_map.json", "x.tiktoken", "my_chat_template.jinja"]
+)
 def test_all_files_of_a_tokenizer_have_a_limit_and_a_version(checkpoint, name):
     model = hub.outline(str(checkpoint))
     (checkpoint / name).touch()

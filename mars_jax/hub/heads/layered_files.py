@@ -294,7 +294,9 @@ def _differs(head_embed: Tensor, target_embed: jax.Array | Int8, rows: int = 64)
     for shard in (target_embed.values if isinstance(target_embed, Int8) else target_embed).addressable_shards:
         first, last, _ = shard.index[0].indices(head_embed.shape[0])
         ids = np.unique(np.linspace(first, last - 1, rows).round().astype(int))
-        for row, target_row in zip(ids.tolist(), np.asarray(shard.data[ids - first]).astype(np.float32), strict=True):
+        for row, target_row in zip(
+            ids.tolist(), np.asarray(shard.data[ids - first]).astype(np.float32), strict=True
+        ):
             head_row = head_embed.rows(row, row + 1)[0, shard.index[1]].astype(np.float32)
             if norms := float(np.linalg.norm(head_row) * np.linalg.norm(target_row)):
                 cosines.append(float(head_row @ target_row) / norms)
