@@ -93,7 +93,7 @@ def _size(value: Any) -> int:
         elif isinstance(item, Mapping):
             pending += [*item, *item.values()]
         elif isinstance(item, list | tuple | MappingView):
-            pending.extend(item)
+            pending.extend(item)  # type: ignore[arg-type]
         elif isinstance(item, Namespace):
             pending.append(item._Namespace__attrs)  # type: ignore[attr-defined]
         elif isinstance(item, Sequence):  # a range
