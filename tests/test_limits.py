@@ -270,7 +270,22 @@ def many_shards(path):
 
 MODEL = fake.hash_model(vocab_size=11)
 HUGE = 10**9
+
+
+def large_index(path):
+    path.mkdir()
+    shutil.copy(TARGET / "config.json", path)
+    text = "{" + " " * limits.JSON_BYTES + '"weight_map": {"model.norm.weight": "absent"}}'
+    index = path / "model.safetensors.index.json"
+    index.write_text(text)
+    with pytest.raises(MarsError, match="lacks absent, which"):
+        hub.load(path)
+    os.truncate(index, limits.INDEX_BYTES + 1)
+    return hub.load(path)
+
+
 SIZES = {
+    "the index of a checkpoint": (large_index, "it has 25,165,825 bytes, and at most 25,165,824 are read"),
     "a line of a prompts file": (endless_line, "line 1: it has more than 16,777,216 bytes"),
     "a prompt": (long_prompt, "line 1: the prompt has 8,388,609 bytes: expected at most 8,388,608"),
     "a prompt in Python": (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import subprocess
@@ -53,6 +54,14 @@ def test_the_plain_tokenizer_is_that_of_transformers(name):
 def test_what_only_transformers_heeds_is_left_to_it(checkpoint, fields):
     edit(checkpoint / "tokenizer_config.json", **fields)
     assert read_plain(checkpoint) is None
+
+
+def test_a_tokenizer_of_another_library_without_added_tokens_has_stop_tokens(checkpoint):
+    class Tokenizer:
+        eos_token_id = 5
+
+    model = dataclasses.replace(hub.outline(str(checkpoint)), own_tokenizer=Tokenizer())
+    assert model.chat_stop_tokens == tuple(dict.fromkeys([*model.stop_tokens, 5]))
 
 
 @pytest.mark.slow

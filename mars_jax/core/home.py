@@ -1,4 +1,4 @@
-"""Paths that users name: which of them can exist, `~` for the home folder, and where things are kept between runs."""
+"""Paths that users name: validity, `~` for the home folder, and folders for files kept between runs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Upper bounds on everything that users and files hand over, each checked where the value enters. No jax.
+"""Upper bounds on values from users and files, each checked once, on input.
 
-Every bound is above what published models and real texts need, and low enough that refusing a larger value takes less
-than 1.5 GB and 5 seconds. SECURITY.md lists them; oracle: tests/test_limits.py.
+Every bound is above the sizes of published models and real prompts, and low enough that refusing a larger value takes
+less than 1.5 GB and 5 seconds. SECURITY.md lists them; oracle: tests/test_limits.py.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ PATH_BYTES = 4095
 FILE_BYTES = 1 << 34
 """A text to train on or to read prompts from: 16 GiB, below what a sparse or damaged file may claim."""
 DATASET_FILES = 10_000
-"""Files and folders in the folder of a dataset, all of which are listed."""
+"""Files and folders in the folder of a dataset; the whole folder is listed."""
 JSON_BYTES = 16 << 20
-"""A JSON file, or the header of a safetensors file. Lists of lists take 30 times their text; the index of a model with
-a trillion weights has 7 MB."""
+"""A JSON file, or the header of a safetensors file. Lists of lists take 30 times their text."""
+INDEX_BYTES = 24 << 20
+"""The index of a checkpoint's shards: that of Qwen3-235B in 4 bits has about 14 MB."""
 SHARDS = 10_000
 """Files that the index of a checkpoint names."""
 TOKENIZER_BYTES = 48 << 20
@@ -24,7 +25,7 @@ TOKENIZER_BYTES = 48 << 20
 GGUF_HEADER_BYTES = 32 << 20
 """The metadata and the table of tensors of a GGUF file: Gemma's has 19 MB."""
 TOKEN_BYTES = 1024
-"""One token of a GGUF vocabulary, whose splits are all tried: published ones have up to 256."""
+"""One token of a GGUF vocabulary. The tokenizer tries every split of it. Published ones have up to 256."""
 LAYERS = 1024
 """Layers of a model: Llama 3.1 405B has 126."""
 EXPERTS = 65_536
@@ -38,19 +39,19 @@ LINE_BYTES = 16 << 20
 PROMPT_BYTES = 8 << 20
 """A prompt, or a rendered conversation, before it is encoded: two million tokens of English."""
 PREFIXES = (1 << 19, 1 << 21)
-"""Characters of a long prompt that are encoded alone first: a tokenizer takes 400 bytes per token, and the beginning of
-a text that is far too long is too long by itself."""
+"""Encode these prefixes of a long prompt first, to refuse one that is far too long without encoding all of it (a
+tokenizer uses 400 bytes per token)."""
 TEMPLATE_BYTES = 96 << 10
 """A chat template: the longest published ones have some 30 KB."""
 TEMPLATE_WORK = 1 << 27
 """Characters and items that a chat template may handle in one rendering, each operation counted as 128 more."""
 DRAFT_TOKENS = 128
-"""Tokens of a drafted chain. Each one is a node of the target's one forward, which is no longer cheap beyond this."""
+"""Tokens of a drafted chain. Each one is a node of the target's forward pass, whose cost grows beyond this."""
 TREE_NODES = 1024
 """Nodes of a draft tree, for the same reason."""
 BATCH_ROWS = 1 << 16
 """Prompts decoded at once."""
 SAMPLES = 1 << 16
-"""Completions of one prompt, each of which is a request of its own."""
+"""Completions of one prompt. Each is a separate request."""
 NGRAM_TOKENS = 64
 """Tokens of the longest suffix that an n-gram drafter looks for, each of which is a pass over the text."""

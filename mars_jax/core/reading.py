@@ -1,4 +1,4 @@
-"""Files that users name, read whole: regular files alone, since a pipe or a device may never end."""
+"""Files that users name, read whole. Only regular files: a pipe or a device may never end."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ def open_file(path: str | os.PathLike[str], most: int = FILE_BYTES) -> IO[bytes]
     check_path(path)
     # Without O_NONBLOCK the opening of a pipe waits for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    found, wrong = os.fstat(descriptor), None
-    if stat.S_ISDIR(found.st_mode):
-        wrong = errno.EISDIR, "it is a directory"
-    elif not stat.S_ISREG(found.st_mode):
-        wrong = errno.EINVAL, "it is a pipe or a device, and no file"
-    elif found.st_size > most:
-        wrong = errno.EFBIG, f"it has {found.st_size:,} bytes, and at most {most:,} are read"
-    if wrong is not None:
+    status, error = os.fstat(descriptor), None
+    if stat.S_ISDIR(status.st_mode):
+        error = errno.EISDIR, "it is a directory"
+    elif not stat.S_ISREG(status.st_mode):
+        error = errno.EINVAL, "it is a pipe or a device, not a regular file"
+    elif status.st_size > most:
+        error = errno.EFBIG, f"it has {status.st_size:,} bytes, and at most {most:,} are read"
+    if error is not None:
         os.close(descriptor)
-        raise OSError(*wrong)
+        raise OSError(*error)
     return os.fdopen(descriptor, "rb")
 
 

@@ -94,14 +94,14 @@ def from_json(data: dict[str, Any], generation: dict[str, Any] | None = None) ->
     return ModelConfig(**fields)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read the object in a JSON file.
+def read_json(path: Path, most: int = JSON_BYTES) -> dict[str, Any]:
+    """Read the object in a JSON file of at most `most` bytes.
 
     Raises:
       MarsError: the file is not there, or is not a JSON object.
     """
     try:
-        data = json.loads(read_text(path, JSON_BYTES))
+        data = json.loads(read_text(path, most))
     except OSError as error:
         reason = "" if isinstance(error, FileNotFoundError) else f" ({error.strerror})"
         raise MarsError(

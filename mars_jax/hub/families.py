@@ -163,8 +163,11 @@ def _read_gemma3(data: dict[str, Any]) -> dict[str, Any]:
     if data.get("attn_logit_softcapping") is not None:
         raise MarsError("attn_logit_softcapping means nothing in Gemma 3: set it to null.")
     nested = data.get("rope_parameters") or {}
-    if odd := [key for key in nested if key not in _KINDS.values()]:
-        raise MarsError(f"rope_parameters has {odd[0]}: in Gemma 3 it has settings for each layer type only.")
+    unexpected = [key for key, value in nested.items() if value is not None and key not in _KINDS.values()]
+    if unexpected:
+        raise MarsError(
+            f"rope_parameters has {unexpected[0]}: in Gemma 3 it has settings for each layer type only."
+        )
 
     def rope(kind: str, base: str, theta: float, scaling: dict[str, Any] | None) -> Rope:
         settings = {"rope_scaling": scaling, "rope_parameters": nested.get(kind)}

@@ -5,7 +5,6 @@ Oracle: `safetensors.numpy.save_file` and `torch.save`, round trip in tests/hub.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import math
@@ -20,7 +19,7 @@ import numpy as np
 from mars_jax import assets
 from mars_jax.core.errors import MarsError, did_you_mean, first_line
 from mars_jax.core.home import expanded
-from mars_jax.core.limits import JSON_BYTES, SHARDS
+from mars_jax.core.limits import INDEX_BYTES, JSON_BYTES, SHARDS
 from mars_jax.hub.config_json import read_json
 from mars_jax.hub.fetch import cached, fetch_directory, fetch_file, installed
 from mars_jax.hub.gguf_file import is_gguf
@@ -149,7 +148,7 @@ def _weight_map(directory: Path, index: str) -> dict[str, str]:
     Raises:
       MarsError: it is not an index, or names a file outside of the directory.
     """
-    mapping = read_json(directory / index).get("weight_map")
+    mapping = read_json(directory / index, INDEX_BYTES).get("weight_map")
     if not isinstance(mapping, dict) or not all(isinstance(name, str) for name in mapping.values()):
         raise MarsError(f"'{directory / index}' has no weight_map: download the checkpoint again.")
     for tensor, name in mapping.items():
@@ -214,18 +213,22 @@ def tensors(directory: Path) -> Iterator[dict[str, Tensor]]:
         whole, index = (directory / name).is_file(), f"{name}.index.json"
         weight_map: dict[str, str] = {}
         if (directory / index).is_file():
-            with contextlib.suppress(MarsError) if whole else contextlib.nullcontext():
+            try:
                 weight_map = _weight_map(directory, index)
+            except MarsError:
+                # A whole file does not need its index.
+                if not whole:
+                    raise
         if whole and name not in weight_map.values():
             _check_unambiguous(directory, name, index, weight_map)
             yield from read(directory / name)
             return
         if weight_map:
             shards = {shard: next(read(directory / shard)) for shard in _shards(directory, index, weight_map)}
-            for shard, held in shards.items():
+            for shard, shard_tensors in shards.items():
                 yield {
                     key: tensor
-                    for key, tensor in held.items()
+                    for key, tensor in shard_tensors.items()
                     if (named := weight_map.get(key, shard)) == shard or key not in shards[named]
                 }
             return

@@ -43,7 +43,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention.temperature_length": (0,),
     "attention.temperature_scale": (0,),
     "embedding_scale": (0, 1),
-    "expert_count": (0,),
     "expert_used_count": (0,),
     "logit_scale": (0, 1),
     "nextn_predict_layers": (0,),
@@ -92,6 +91,11 @@ def to_json(file: GGUFFile) -> dict[str, Any]:
     embed = file.tensors.get("token_embd.weight")
     if embed is None:
         raise MarsError("it has no tensor token_embd.weight: download it again.")
+    if experts := file.of_model("expert_count"):
+        raise MarsError(
+            f"it is a mixture of experts (expert_count is {reprlib.repr(experts)}), which is supported in safetensors "
+            "and not in GGUF: load the checkpoint in the Hugging Face layout."
+        )
     hidden, heads = _number(file, "embedding_length"), _number(file, "attention.head_count")
     stops = [file.get(f"tokenizer.ggml.{name}_token_id") for name in _STOPS]
     data = {

@@ -162,8 +162,8 @@ def read_gguf(path: Path) -> GGUFFile:
                 "restore the names that llama-gguf-split gave its parts, or join them with its --merge."
             )
     values = headers[0][0]
-    tensors = {name: tensor for _, held in headers for name, tensor in held.items()}
-    total = sum(len(held) for _, held in headers)
+    tensors = {name: tensor for _, part_tensors in headers for name, tensor in part_tensors.items()}
+    total = sum(len(part_tensors) for _, part_tensors in headers)
     expected = values.get("split.tensors.count", total) if len(parts) > 1 else total
     if not len(tensors) == total == expected:
         raise MarsError(

@@ -38,9 +38,6 @@ from mars_jax.placement.shardings import params_shardings
 # Buffers that old exports carry and that the config determines.
 DERIVED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|self_attn\.(bias|masked_bias))$")
 
-AS_PACKED = 0
-"""Value of `bits` that keeps matrices in 4 bits if the checkpoint packs them so, and everything else floating."""
-
 # Of Gemma 3 with images, whose text model is loaded and nothing else.
 _TEXT = re.compile(r"^(language_model\.(?=model\.|lm_head\.)|model\.language_model\.)")
 _IMAGES = re.compile(r"^model\.(vision_tower|multi_modal_projector)\.")
@@ -156,8 +153,10 @@ def load(
     else:
         packed = not is_gguf(directory) and packing(directory) is not None
         floating, bits = resolve_dtype(dtype, own)
-        bits = AS_PACKED if dtype is None and packed else bits
-        params = read_params(directory, config, floating, bits=bits, shardings=shardings)
+        keep_packed = dtype is None and packed
+        params = read_params(
+            directory, config, floating, bits=bits, keep_packed=keep_packed, shardings=shardings
+        )
         dtype = floating
     cache_dtype = cache_dtype or ("float32" if jax.default_backend() == "cpu" else dtype)
     return Pretrained(
@@ -295,15 +294,19 @@ def find_tensors(directory: Path, config: ModelConfig) -> dict[str, tuple[str, T
 
 
 def kept_bits(
-    found: dict[str, tuple[str, Tensor]], leaf: Weight, rows: Sequence[Weight], bits: int | None
+    found: dict[str, tuple[str, Tensor]],
+    leaf: Weight,
+    rows: Sequence[Weight],
+    bits: int | None,
+    keep_packed: bool,
 ) -> int | None:
     """Return the bits that an array of params is kept in; None means its floating dtype.
 
-    With `bits` 4, matrices that a GGUF file holds in more bits than its others are kept in 8. With `AS_PACKED` no
-    matrix is rounded again.
+    With `bits` 4, matrices that a GGUF file holds in more bits than its others are kept in 8. With `keep_packed`,
+    no matrix is rounded again.
     """
     stored = [found[row.name][1] for row in rows]
-    if bits == AS_PACKED:
+    if keep_packed:
         packed = all(tensor.blocks is not None for tensor in stored)
         return 4 if packed and bits_of(leaf, 4) == 4 else None
     kept = bits_of(leaf, bits)
@@ -318,6 +321,7 @@ def read_leaf(
     dtype: str,
     *,
     bits: int | None = None,
+    keep_packed: bool = False,
     sharding: Sharding | None = None,
 ) -> list[HostArray]:
     """Read one array of params in host memory; see `stream.read_array`.
@@ -326,19 +330,24 @@ def read_leaf(
       directory: for errors.
       found: from `find_tensors`.
       leaf, rows: an entry of `weights.leaves`.
-      dtype, bits, sharding: as for `read_params`.
+      dtype, bits, keep_packed, sharding: as for `read_params`.
     """
     parts = [found[row.name] for row in rows]
     try:
-        return read_array(
-            parts, leaf.shape, dtype, sharding=sharding, bits=kept_bits(found, leaf, rows, bits)
-        )
+        kept = kept_bits(found, leaf, rows, bits, keep_packed)
+        return read_array(parts, leaf.shape, dtype, sharding=sharding, bits=kept)
     except MarsError as error:
         raise MarsError(f"'{directory}': {error}") from None
 
 
 def read_params(
-    directory: Path, config: ModelConfig, dtype: str, *, bits: int | None = None, shardings: PyTree = None
+    directory: Path,
+    config: ModelConfig,
+    dtype: str,
+    *,
+    bits: int | None = None,
+    keep_packed: bool = False,
+    shardings: PyTree = None,
 ) -> PyTree:
     """Read the params of a checkpoint directory, on their devices.
 
@@ -346,7 +355,8 @@ def read_params(
       directory: of the checkpoint.
       config: its config.
       dtype: floating.
-      bits: of matrices, by `quantize.bits_of`, or `AS_PACKED`.
+      bits: of matrices, by `quantize.bits_of`.
+      keep_packed: keep matrices in 4 bits if the checkpoint packs them so, and everything else floating.
       shardings: tree of shardings with the structure of params; None is JAX's default device.
 
     Raises:
@@ -356,7 +366,9 @@ def read_params(
     params: dict[Weight, jax.Array | Quantized] = {}
     for leaf, rows in leaves(config).items():
         sharding = None if shardings is None else get(shardings, leaf.path)
-        read = read_leaf(directory, found, leaf, rows, dtype, bits=bits, sharding=sharding)
-        made = to_params(read, dtype, kept_bits(found, leaf, rows, bits))
+        read = read_leaf(
+            directory, found, leaf, rows, dtype, bits=bits, keep_packed=keep_packed, sharding=sharding
+        )
+        made = to_params(read, dtype, kept_bits(found, leaf, rows, bits, keep_packed))
         params[leaf] = jax.block_until_ready(made)  # until then the host has it too
     return build_rows(params, params.__getitem__)

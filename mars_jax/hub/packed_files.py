@@ -119,7 +119,7 @@ def _gptq_format(config: Mapping[str, Any]) -> str:
 
 
 def group_weights(config: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return what the groups of a config of compressed-tensors say of weights."""
+    """Return the `weights` settings of each group of a compressed-tensors config."""
     groups = config.get("config_groups")
     found = (
         [g.get("weights") for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else []
@@ -128,14 +128,14 @@ def group_weights(config: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def unpacked(
-    directory: Path, files: Iterable[Mapping[str, Tensor]], how: Mapping[str, Any]
+    directory: Path, files: Iterable[Mapping[str, Tensor]], config: Mapping[str, Any]
 ) -> Iterator[dict[str, Tensor]]:
     """Give the tensors of a checkpoint's files, each packed matrix as one tensor `NAME.weight`.
 
     Args:
       directory: for errors.
       files: from `files.tensors`.
-      how: from `packing`.
+      config: from `packing`.
 
     Raises:
       MarsError: a matrix of which a piece is missing.
@@ -149,12 +149,12 @@ def unpacked(
             elif not name.endswith(OF_ACTIVATIONS):
                 plain[name] = tensor
         yield plain
-    read = _READERS[how["quant_method"]]
+    read = _READERS[config["quant_method"]]
 
     @functools.lru_cache(maxsize=1)  # all rows of a matrix are in each of its pieces
     def matrix(name: str) -> _Matrix:
         try:
-            made = read({piece: tensor.read() for piece, tensor in pieces[name].items()}, how)
+            made = read({piece: tensor.read() for piece, tensor in pieces[name].items()}, config)
         except (ValueError, IndexError, ZeroDivisionError, AttributeError):
             raise _unfit(name) from None
         if not _fits(made):
@@ -165,7 +165,7 @@ def unpacked(
     for name, own in pieces.items():
         try:
             made[f"{name}.weight"] = _tensor(
-                functools.partial(matrix, name), own, _SHAPES[how["quant_method"]]
+                functools.partial(matrix, name), own, _SHAPES[config["quant_method"]]
             )
         except KeyError as error:
             raise MarsError(

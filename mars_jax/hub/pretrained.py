@@ -212,14 +212,16 @@ class Pretrained:
         if not self.has_tokenizer:
             return self.stop_tokens
         special = {
-            token.content: i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special
+            token.content: i
+            for i, token in getattr(self.tokenizer, "added_tokens_decoder", {}).items()
+            if token.special
         }
         content = "An answer"
-        _bound_templates()
         try:
-            text = self.tokenizer.apply_chat_template(
-                [*as_turns("A question"), {"role": "assistant", "content": content}], tokenize=False
-            )
+            with _bounded_templates():
+                text = self.tokenizer.apply_chat_template(
+                    [*as_turns("A question"), {"role": "assistant", "content": content}], tokenize=False
+                )
         except Exception:  # there is no template, or it refuses these turns
             text = ""
         after = text.partition(content)[2]
@@ -294,7 +296,6 @@ class Pretrained:
             raise MarsError(
                 f"'{self.name}' has no chat template: leave --chat out, or use an instruction-tuned model."
             )
-        _bound_templates()
         turns = as_conversation(turns, system)
         check_type(
             "template_args", template_args, (Mapping, type(None)), "variables of the chat template by name"
@@ -313,7 +314,7 @@ class Pretrained:
             )
 
         try:
-            with told_of_panics(self.name):
+            with told_of_panics(self.name), _bounded_templates():
                 if sum(len(str(turn["content"])) for turn in turns) > PREFIXES[0]:
                     self._check_length(apply(tokenize=False))
                 encoded = apply(tokenize=True, return_dict=True)
@@ -353,13 +354,13 @@ class Pretrained:
                 elif not any(turns):
                     found = self._encoded(list(prompts))
                 elif all(turns) and not any(t and t[-1]["role"] == "assistant" for t in turns):
-                    _bound_templates()
-                    found = self.tokenizer.apply_chat_template(
-                        [as_conversation(t or (), system) for t in turns],
-                        add_generation_prompt=True,
-                        return_dict=True,
-                        **(template_args or {}),
-                    )["input_ids"]
+                    with _bounded_templates():
+                        found = self.tokenizer.apply_chat_template(
+                            [as_conversation(t or (), system) for t in turns],
+                            add_generation_prompt=True,
+                            return_dict=True,
+                            **(template_args or {}),
+                        )["input_ids"]
             complete = all(prompts) and all(found) and len(found) == len(prompts)
         except Exception:  # from a template or a tokenizer; `encode` names the prompt
             complete = False
@@ -421,10 +422,12 @@ class Pretrained:
             return self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
-def _bound_templates() -> None:
-    from mars_jax.hub.chat_template import bound_templates  # with jinja2, which plain texts do without
+def _bounded_templates() -> contextlib.AbstractContextManager[None]:
+    from mars_jax.hub.chat_template import (
+        bounded_templates,
+    )  # imports jinja2, which plain prompts do not need
 
-    bound_templates()
+    return bounded_templates()
 
 
 def token_ids(name: str, values: Any, vocab_size: int | None = None) -> tuple[int, ...]:

@@ -44,13 +44,13 @@ def read_rope(data: dict[str, Any], *, base: str = "rope_theta", theta: float = 
     keys = [key for key in ("rope_scaling", "rope_parameters") if data.get(key)] or ["rope_scaling"]
     rope, *others = [_read(data, key, base, theta) for key in keys]
     for other in others:
-        for name in ("kind", *(field.name for field in dataclasses.fields(Rope))):
-            first, second = getattr(rope, name), getattr(other, name)
-            if first != second:
-                raise MarsError(
-                    f"rope_scaling and rope_parameters differ in rope {name} ({first!r} and {second!r}, defaults "
-                    "included): keep the one that the model was trained with."
-                )
+        if rope != other:
+            names = ("kind", *(field.name for field in dataclasses.fields(Rope)))
+            name = next(name for name in names if getattr(rope, name) != getattr(other, name))
+            raise MarsError(
+                f"rope_scaling and rope_parameters differ in rope {name} ({getattr(rope, name)!r} and "
+                f"{getattr(other, name)!r}, defaults included): keep the one that the model was trained with."
+            )
     return rope
 
 
@@ -78,6 +78,10 @@ def _agreed(values: dict[str, Any], default: Any) -> Any:
 def _read(data: dict[str, Any], place: str, base: str, default_theta: float) -> Rope:
     """Read the settings in `data[place]`, and those that older configs have outside of it."""
     scaling = data.get(place) or {}
+    if not isinstance(scaling, dict):
+        raise MarsError(
+            f'{place} is {scaling!r}: expected an object, such as {{"rope_type": "linear", "factor": 2.0}}.'
+        )
     if nested := [key for key in scaling if key.endswith("_attention")]:
         raise MarsError(
             f"{place} has settings for each layer type ({nested[0]}), and this model has one rope."

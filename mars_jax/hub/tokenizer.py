@@ -19,14 +19,8 @@ from mars_jax.hub.versions import Version, cached_by_version, version_of
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 """A directory that has a tokenizer has one of these."""
 _READ = (
-    "*token*",
-    "*vocab*",
-    "merges.txt",
-    "*.model",
-    "*.tiktoken",
-    "chat_template*",
-    "additional_chat_templates/*",
-    "config.json",
+    *("tokenizer*", "tekken.json", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
+    *("*.model", "*.tiktoken", "*chat_template*", "additional_chat_templates/*", "config.json"),
 )
 """Patterns of all files that transformers reads for a tokenizer."""
 
@@ -157,15 +151,7 @@ def _environment(name: str, value: str) -> Iterator[None]:
 
 def _check_files(directory: Path) -> None:
     """Raise MarsError for a file that makes the libraries of tokenizers wait, or is larger than any tokenizer."""
-    patterns = (
-        "*token*",
-        "vocab.*",
-        "merges.txt",
-        "*.model",
-        "*chat_template*",
-        "additional_chat_templates/*",
-    )
-    for file in (file for pattern in patterns for file in directory.glob(pattern) if not file.is_dir()):
+    for file in (file for pattern in _READ for file in directory.glob(pattern) if not file.is_dir()):
         try:
             open_file(file, TOKENIZER_BYTES).close()
         except OSError as error:

@@ -49,7 +49,8 @@ def cached_by_version(
         @functools.wraps(read)
         def read_cached(path: Path) -> Result:
             versions = tuple((file, version_of(file)) for file in files(path))
-            newest = max((max(version[-2:]) for _, version in versions if version), default=0)
+            # Unlike the time of the data, a user cannot set that of the inode to the future.
+            newest = max((version[-1] for _, version in versions if version), default=0)
             return read(path) if time.time_ns() - newest < _CLOCK else cached(path, versions)
 
         return read_cached

@@ -26,7 +26,7 @@ from mars_jax.cli.progress import progress_bar
 from mars_jax.cli.rule_flags import rule_and_file
 from mars_jax.core.conversation import as_conversation
 from mars_jax.core.errors import MarsError
-from mars_jax.hub.chat_template import bound_templates
+from mars_jax.hub.chat_template import bounded_templates
 from mars_jax.hub.pretrained import Pretrained
 from mars_jax.integrations.answer_file import Answers, place_of
 from mars_jax.placement import hosts
@@ -261,15 +261,15 @@ class MarsJax(TemplateLM):
         if self._template is None:
             self.chat_template(True)
         turns = as_conversation(chat_history)
-        bound_templates()
         try:
-            return self.tokenizer.apply_chat_template(
-                turns,
-                chat_template=self._template,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=not add_generation_prompt,
-            )
+            with bounded_templates():
+                return self.tokenizer.apply_chat_template(
+                    turns,
+                    chat_template=self._template,
+                    tokenize=False,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=not add_generation_prompt,
+                )
         except Exception as error:  # a template is a program, and may raise anything
             reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
             raise MarsError(

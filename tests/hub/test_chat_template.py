@@ -5,11 +5,29 @@ from __future__ import annotations
 import pytest
 from jinja2.exceptions import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from transformers.utils import chat_template_utils
 
-from mars_jax.hub.chat_template import BoundedEnvironment
+from mars_jax.hub.chat_template import BoundedEnvironment, bounded_templates
 from mars_jax.specs.models import MODELS, template_of
 
+LONG = "{% set x = ('x' * 1000) | replace('x', 'x' * 1000) %}"
+assert len(BoundedEnvironment().from_string(LONG + "{{ x }}").render()) == 10**6
+SLOW_METHODS = {
+    "rfind": "x.rfind(y)",
+    "rindex": "(x ~ y).rindex(y)",
+    "rsplit": "x.rsplit(y)",
+    "rpartition": "x.rpartition(y)",
+    "strip": "x.strip('y' * 10**5 ~ x[0])",
+    "lstrip": "x.lstrip('y' * 10**5 ~ x[0])",
+    "rstrip": "x.rstrip('y' * 10**5 ~ x[0])",
+    "trim": "x | trim('y' * 10**5 ~ x[0])",
+}
 HOSTILE = {
+    **{
+        f"the search {name}": LONG + "{% set y = 'xy' ~ 'x' * 10**5 %}{% for i in range(99999) %}"
+        "{% set z = " + text + " %}{% endfor %}"
+        for name, text in SLOW_METHODS.items()
+    },
     "a text times a number": "{{ 'x' * 10**10 }}",
     "a number times a text": "{{ 10**10 * 'x' }}",
     "a list times a number": "{{ [1] * 10**10 }}",
@@ -51,8 +69,31 @@ HOSTILE = {
     "a macro that calls itself twice": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}"
     "{{ f(60) }}",
     "a block": "{% set b %}{% for i in range(99999) %}{{ 'x' * 10**5 }}{% endfor %}{% endset %}",
-    "searches": "{% set x = 'x' * 8000000 %}{% for i in range(99999) %}{% if 'y' in x %}{% endif %}{% endfor %}",
-    "slices": "{% set x = 'x' * 8000000 %}{% for i in range(99999) %}{% set y = x[1:] %}{% endfor %}",
+    "the method join of a generator": "{{ ('x' * 10**5).join(range(99999) | map('string')) }}",
+    "texts of long numbers": "{{ [2 ** 14000] * 10 ** 6 }}",
+    "a width by *": "{{ '%*d' % (10**8, 1) }}",
+    "a precision by *": "{{ '%.*f' % (10**8, 1) }}",
+    "a precision": "{{ '%.1000000000f' % 1 }}",
+    "a width after nested parentheses": "{{ '%((a))1000000000d' % {'(a)': 1} }}",
+    "a nested width": "{{ '{a:{w}}'.format_map({'a': 1, 'w': 10**8}) }}",
+    "a nested width of an item": "{{ '{0[0]:{0[1]}}'.format([1, 10**8]) }}",
+    "many fields": "{{ ('%s' * 10**4) | format('x' * 10**5) }}",
+    "loops of searches": LONG + "{% for i in range(99999) %}{% if 'y' in x %}{% endif %}{% endfor %}",
+    "loops of slices": LONG + "{% for i in range(99999) %}{% set y = x[1:] %}{% endfor %}",
+    "loops of tests": LONG
+    + "{% for i in range(99999) %}{% if 'xxxxxxxxxxxxy' is in x %}{% endif %}{% endfor %}",
+    "loops of changed": LONG
+    + "{% for i in range(99999) %}{% if loop.changed(x[0:] ~ i) %}{% endif %}{% endfor %}",
+    "loops of changed with one list": "{% set x = range(99999) | list %}{% for i in range(99999) %}"
+    "{% if loop.changed(x) %}{% endif %}{% endfor %}",
+    "loops of count": "{% set x = range(99999) | list %}{% for i in range(99999) %}"
+    "{% if x.count(-1) %}{% endif %}{% endfor %}",
+    "loops of items": "{% set x = {'a': range(99999) | list} %}{% for i in range(99999) %}"
+    "{% if x.items() == x.items() %}{% endif %}{% endfor %}",
+    "loops of a long key": "{% set x = ('a', 'b') * 10**5 %}{% for i in range(99999) %}"
+    "{% if {}[x] %}{% endif %}{% endfor %}",
+    "lipsum": "{{ lipsum(10**6) }}",
+    "a codec": "{{ 'x'.encode('punycode') }}",
     "its own length": "x" * 100_000,
 }
 SLOW = {
@@ -69,7 +110,8 @@ SLOW = {
 def test_a_hostile_template_is_refused_by_its_limit(name):
     environment = BoundedEnvironment(extensions=["jinja2.ext.loopcontrols"])
     with pytest.raises(
-        TemplateError, match=r"more than [\d,]+ (characters and steps|bits)|expected at most [\d,]+$"
+        TemplateError,
+        match=r"more than [\d,]+ (characters and steps|bits)|expected at most [\d,]+$|not supported$",
     ):
         environment.from_string(HOSTILE[name]).render(messages=[])
 
@@ -117,15 +159,54 @@ def test_a_template_gives_the_text_of_the_sandbox(name, turns):
     assert texts[0] == texts[1] != ""
 
 
-def test_a_long_conversation_is_within_the_limit():
-    """Ten thousand turns, and one turn of 7 MB, through every kind of operation that usual templates have."""
-    environment = BoundedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    template = environment.from_string(
-        "{% for m in messages %}{% if m.role == 'user' and loop.index0 < messages | length %}"
-        "{{ '<|user|>\\n' + m.content | trim + '<|end|>\\n' }}{% else %}"
-        "{{ '<|assistant|>\\n' ~ m['content'].split('</think>')[-1].strip() ~ '<|end|>\\n' }}{% endif %}{% endfor %}"
+CONVERSATIONS = {
+    "10,000 turns": [{"role": role, "content": "hello " * 10} for role in ("user", "assistant")] * 5000,
+    "2,000 turns": [{"role": role, "content": "</s> {} %s " * 5} for role in ("user", "assistant")] * 1000,
+    "one long turn": [{"role": "user", "content": "x" * 7_000_000}],
+}
+OPERATIONS = {
+    "usual": "{% for m in messages %}{% if m.role == 'user' and loop.index0 < messages | length %}"
+    "{{ '<|user|>\\n' + m.content | trim + '<|end|>\\n' }}{% else %}"
+    "{{ '<|assistant|>\\n' ~ m['content'].split('</think>')[-1].strip() ~ '<|end|>\\n' }}{% endif %}{% endfor %}",
+    "selectattr": "{{ (messages | selectattr('role', 'equalto', 'user') | list)[-1].content }}",
+    "rejectattr": "{{ (messages | rejectattr('role', 'equalto', 'system') | list)[-1].content }}",
+    "method replace": "{% for m in messages %}{{ m.content.replace('</s>', '') }}{% endfor %}",
+    "filter replace": "{% for m in messages %}{{ m.content | replace('<|im_end|>', '&lt;im_end&gt;') }}{% endfor %}",
+    "filter join": "{{ messages | map(attribute='content') | join('\\n<|end|>\\n') }}",
+    "method join": "{{ '\\n<|end|>\\n'.join(messages | map(attribute='content')) }}",
+    "method format": "{% for m in messages %}{{ '<{}>{{}}{:>9}'.format(m.content, 1) }}{% endfor %}",
+    "operator %": "{% for m in messages %}{{ '%s * %s: 100%% *' % (m.content, 1) }}{% endfor %}",
+    "filter format": "{% for m in messages %}{{ '<%s>' | format(m.content) }}{% endfor %}",
+    "searches": "{% for m in messages %}{{ m.content.rstrip('\\n ').rsplit('</think>', 1)[-1] }}"
+    "{{ m.content.rfind('</s>', 3) if '<tool>' not in m.content }}{% endfor %}",
+    "truncate": "{% for m in messages %}{{ m.content | truncate(255) }}{% endfor %}",
+    "tojson": "{{ messages | tojson(indent=4) }}",
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("conversation", CONVERSATIONS)
+def test_a_long_conversation_is_within_the_limit(conversation, operation):
+    bounded, sandbox = (
+        environment(trim_blocks=True, lstrip_blocks=True)
+        .from_string(OPERATIONS[operation])
+        .render(messages=CONVERSATIONS[conversation])
+        for environment in (BoundedEnvironment, ImmutableSandboxedEnvironment)
     )
-    many = [{"role": role, "content": "hello " * 10} for role in ("user", "assistant")] * 5000
-    assert template.render(messages=many).count("hello") == 100_000
-    one = [{"role": "user", "content": "x" * 7_000_000}]
-    assert len(template.render(messages=one)) == 7_000_000 + len("<|user|>\n<|end|>\n")
+    assert bounded == sandbox
+
+
+def test_transformers_renders_templates_without_limits_outside_of_the_context():
+    source = "{{ ('x' * 10**5) | length }}" + "{# a comment #}" * 10_000
+    with bounded_templates(), pytest.raises(TemplateError, match="characters: expected at most"):
+        chat_template_utils.render_jinja_template([TURNS], chat_template=source)
+    assert chat_template_utils.render_jinja_template([TURNS], chat_template=source)[0] == ["100000"]
+    with bounded_templates(), pytest.raises(TemplateError, match="characters: expected at most"):
+        chat_template_utils.render_jinja_template([TURNS], chat_template=source)
+
+
+def test_templates_in_the_context_have_the_filters_of_transformers():
+    source = "{{ messages | tojson }}{{ strftime_now('%Y') }}{% generation %}<b>{% endgeneration %}"
+    with bounded_templates():
+        bounded = chat_template_utils.render_jinja_template([TURNS], chat_template=source)
+    assert bounded == chat_template_utils.render_jinja_template([TURNS], chat_template=source)

@@ -63,6 +63,12 @@ def test_keys_that_change_the_forward_pass_are_refused_unless_neutral(tmp_path, 
         config("changing.gguf", {full: changing})
 
 
+def test_a_mixture_of_experts_is_refused_by_its_name(tmp_path):
+    path = write(tmp_path / "model.gguf", "llama", values={"llama.expert_count": 8})
+    with pytest.raises(MarsError, match=r"mixture of experts .* is supported in safetensors and not in GGUF"):
+        hub.read_config(str(path))
+
+
 @pytest.mark.parametrize(
     "values",
     [

@@ -115,6 +115,35 @@ def test_an_added_or_removed_file_of_a_tokenizer_counts(checkpoint):
     assert ids_of(checkpoint) == before
 
 
+def test_files_of_other_programs_do_not_count(checkpoint):
+    model = hub.outline(str(checkpoint))
+    for name in ("tokens.json", "my_tokens.bin", "my_vocab"):
+        (checkpoint / name).touch()
+        os.truncate(checkpoint / name, 1 << 40)
+    assert model.encode(TEXT) == hub.outline(str(checkpoint)).encode(TEXT)
+
+
+@pytest.mark.parametrize(
+    "name", ["tekken.json", "special_tokens_map.json", "x.tiktoken", "my_chat_template.jinja"]
+)
+def test_all_files_of_a_tokenizer_have_a_limit_and_a_version(checkpoint, name):
+    model = hub.outline(str(checkpoint))
+    (checkpoint / name).touch()
+    os.truncate(checkpoint / name, 1 << 40)
+    with pytest.raises(MarsError, match=r"changed after .* was loaded"):
+        model.encode(TEXT)
+    with pytest.raises(MarsError, match=f"{name}' cannot be read"):
+        hub.outline(str(checkpoint)).encode(TEXT)
+
+
+def test_a_file_of_the_future_is_cached(tmp_path):
+    path = tmp_path / "file"
+    path.touch()
+    os.utime(path, ns=(2**62, 2**62))
+    reads = versions.cached_by_version(lambda path: [path])(lambda path: object())
+    assert reads(path) is reads(path)
+
+
 def gguf_file(folder):
     return write(folder / "model.gguf", "llama"), write(folder / "other.gguf", "llama", seed=1)
 

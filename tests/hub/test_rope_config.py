@@ -88,6 +88,10 @@ GEMMA3 = {
         {"rope_parameters": LAYER_TYPES},
         Rope(theta=1e6, kind="linear", factor=8.0),
     ),
+    "gemma-3-4b, with a null type": (
+        {"rope_parameters": {**LAYER_TYPES, "rope_type": None}},
+        Rope(theta=1e6, kind="linear", factor=8.0),
+    ),
     "gemma-3-4b, both generations": (
         {
             "rope_theta": 1000000,
@@ -134,6 +138,8 @@ CONTRADICTIONS = {
         },
         "rope_parameters.partial_rotary_factor is 1.0 and partial_rotary_factor is 0.5",
     ),
+    "a string": ({"rope_scaling": "linear"}, "rope_scaling is 'linear': expected an object"),
+    "a list": ({"rope_parameters": [1]}, "rope_parameters is [1]: expected an object"),
     "layer types in a model of one rope": (
         {"rope_parameters": LAYER_TYPES},
         "rope_parameters has settings for each layer type (full_attention)",

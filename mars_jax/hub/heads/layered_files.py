@@ -206,7 +206,7 @@ def load_head(
                 )
             config = dataclasses.replace(config, own_embed=False)
         head = _read(config, stored, shareable, dtype, bits)
-        if head[0].own_embed and _is_another(stored[_EMBED][1], target_params["embed"]):
+        if head[0].own_embed and _differs(stored[_EMBED][1], target_params["embed"]):
             warn(
                 f"the embedding of the {config.title} in '{directory}' is not the target's, which lowers acceptance "
                 "unless the head was trained with it: head_embed='target' (--head-embed target) reads the target's."
@@ -282,22 +282,24 @@ def _repeats(ours: np.ndarray, theirs: jax.Array | Int8, rows: int = 4096) -> bo
     return same
 
 
-def _is_another(ours: Tensor, theirs: jax.Array | Int8, rows: int = 64) -> bool:
+def _differs(head_embed: Tensor, target_embed: jax.Array | Int8, rows: int = 64) -> bool:
     """Return whether two tables of the same shape differ by more than rounding.
 
     Compare only the directions of some rows, since EAGLE-3 and DFlash heads normalise embeddings. Each process samples
     its own shards.
     """
-    if ours.shape != theirs.shape:
+    if head_embed.shape != target_embed.shape:
         return False
     cosines = []
-    for shard in (theirs.values if isinstance(theirs, Int8) else theirs).addressable_shards:
-        first, last, _ = shard.index[0].indices(ours.shape[0])
+    for shard in (target_embed.values if isinstance(target_embed, Int8) else target_embed).addressable_shards:
+        first, last, _ = shard.index[0].indices(head_embed.shape[0])
         ids = np.unique(np.linspace(first, last - 1, rows).round().astype(int))
-        for row, b in zip(ids.tolist(), np.asarray(shard.data[ids - first]).astype(np.float32), strict=True):
-            a = ours.rows(row, row + 1)[0, shard.index[1]].astype(np.float32)
-            if norms := float(np.linalg.norm(a) * np.linalg.norm(b)):
-                cosines.append(float(a @ b) / norms)
+        for row, target_row in zip(
+            ids.tolist(), np.asarray(shard.data[ids - first]).astype(np.float32), strict=True
+        ):
+            head_row = head_embed.rows(row, row + 1)[0, shard.index[1]].astype(np.float32)
+            if norms := float(np.linalg.norm(head_row) * np.linalg.norm(target_row)):
+                cosines.append(float(head_row @ target_row) / norms)
     return bool(cosines) and float(np.mean(cosines)) < 0.99
 
 
