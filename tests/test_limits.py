@@ -355,7 +355,10 @@ SIZES = {
         "max_ngram is 1000000000: expected a whole number from 1 to 64",
     ),
     "a tree": (lambda path: mj.drafters.language_model(MODEL, tree=(10,) * 9), "more than 1024 nodes"),
-    "a dynamic tree": (lambda path: specs.Dynamic(10, 7, HUGE), "nodes of a dynamic tree is 1000000000: expected a whole number from 2 to 1024"),
+    "a dynamic tree": (
+        lambda path: specs.Dynamic(10, 7, HUGE),
+        "nodes of a dynamic tree is 1000000000: expected a whole number from 2 to 1024",
+    ),
     **{
         f"a chain of {name}": (
             lambda path, make=make: make(HUGE),
