@@ -37,6 +37,8 @@ _LINEAR = (
     *("sort", "unique", "groupby", "dictsort"),
 )
 """Methods and filters whose time and result are at most the sum of their operands."""
+_PER_CHARACTER = ("title", "wordcount", "urlencode", "join", "list", "map", "reject", "select", "sort", "unique")
+"""Filters that run Python code for every character or word of a string."""
 _SEARCHES = ("rfind", "rindex", "rsplit", "rpartition", "strip", "lstrip", "rstrip", "trim")
 """Methods and filters whose time is at most the product of their operands, in comparisons of two characters."""
 _QUADRATIC = ("sum", "striptags", "urlize", "wordwrap", "xmlattr", "pprint")
@@ -118,7 +120,7 @@ def _charge(name: str, value: Any, arguments: Sequence[Any]) -> None:
 
     Arguments multiply a value as counts (`*`), widths (`center`) or as replacement strings (`replace`).
     """
-    _spend(_length(value))
+    _spend(_length(value) * (6 if name in _PER_CHARACTER else 1))
     strings: list[Any] = [argument for argument in arguments if isinstance(argument, str | bytes)]
     characters = sum(map(len, strings))
     if name in _LINEAR:

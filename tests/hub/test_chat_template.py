@@ -28,6 +28,12 @@ HOSTILE = {
         "{% set z = " + text + " %}{% endfor %}"
         for name, text in SLOW_METHODS.items()
     },
+    **{
+        f"the filter {name} in a loop": "{% set x = 'ab ' * 300000 %}{% for i in range(99999) %}{% set y = x | "
+        f"{name}"
+        " %}{% endfor %}"
+        for name in ("title", "wordcount", "select | join")
+    },
     "a text times a number": "{{ 'x' * 10**10 }}",
     "a number times a text": "{{ 10**10 * 'x' }}",
     "a list times a number": "{{ [1] * 10**10 }}",
@@ -97,6 +103,7 @@ HOSTILE = {
     "its own length": "x" * 100_000,
 }
 SLOW = {
+    *(f"the filter {name} in a loop" for name in ("title", "wordcount", "select | join")),
     "the filter sum",
     "a list that holds itself twice",
     "a namespace that holds itself twice",
