@@ -37,7 +37,9 @@ _LINEAR = (
     *("sort", "unique", "groupby", "dictsort"),
 )
 """Methods and filters whose time and result are at most the sum of their operands."""
-_PER_CHARACTER = ("title", "wordcount", "urlencode", "join", "list", "map", "reject", "select", "sort", "unique")
+_PER_CHARACTER = (
+    *("title", "wordcount", "urlencode", "join", "list", "map", "reject", "select", "sort", "unique"),
+)
 """Filters that run Python code for every character or word of a string."""
 _SEARCHES = ("rfind", "rindex", "rsplit", "rpartition", "strip", "lstrip", "rstrip", "trim")
 """Methods and filters whose time is at most the product of their operands, in comparisons of two characters."""
