@@ -18,7 +18,7 @@ import pytest
 from mars_jax import specs
 from mars_jax.cli.commands import COMMANDS
 from tests.helpers import slow_but
-from tests.pages import blocks
+from tests.helpers.pages import blocks
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]

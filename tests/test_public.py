@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 import mars_jax
-from tests.pages import PAGES, as_file
+from tests.helpers.pages import PAGES, as_file
 
 LIST = Path(__file__).parent / "public.json"
 PROMISE = Path(__file__).parent.parent / "docs" / "stability.md"
