@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.register_assert_rewrite("tests.helpers")
+
 CACHE_LIMIT = 2 * 2**30
 """Bytes of compiled programs to keep when a run begins. The fast tests write 0.3 GB."""
 
