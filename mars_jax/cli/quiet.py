@@ -15,8 +15,8 @@ _QUIET = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
 }
 _NO_TPU = {
-    # Without a TPU, libtpu complains in five lines that it does not find its host. These are the values of a machine with
-    # one chip; nothing else reads them, and JAX chooses another device.
+    # Without a TPU, libtpu complains in five lines that it does not find its host. These are the values of a machine
+    # with one chip; nothing else reads them, and JAX chooses another device.
     "TPU_ACCELERATOR_TYPE": "v5litepod-1",
     "TPU_WORKER_HOSTNAMES": "localhost",
 }
