@@ -119,7 +119,14 @@ def test_results_of_other_answers_are_refused(tasks, tmp_path):
 @pytest.mark.parametrize(("flags", "summary"), [((), "summary.json"), (("--tune", "2"), "tuned.json")])
 def test_the_same_command_fills_in_the_scores(target, tasks, tmp_path, capsys, flags, summary):
     output = tmp_path / "output"
-    argv = ["--target", str(target), "--draft", f"model:{target}", "--task", f"humaneval={tasks['humaneval']}"]
+    argv = [
+        "--target",
+        str(target),
+        "--draft",
+        f"model:{target}",
+        "--task",
+        f"humaneval={tasks['humaneval']}",
+    ]
     argv += ["--max-new-tokens", "4", "--temperatures", "0", "--output", str(output), *flags]
     assert main(argv) == 0
     assert UNSCORED in capsys.readouterr().out
