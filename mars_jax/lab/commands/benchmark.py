@@ -98,7 +98,6 @@ def parser() -> Parser:
         metavar="X",
         help="with --tune, cost of a drafted token in forwards of the target, used in place of the clock",
     )
-    pair.add_code_flags(made)
     group = made.add_argument_group("output")
     group.add_argument("--output", type=Path, metavar="DIR", help="a new folder, or one to go on with")
     group.add_argument("--part", metavar="I/N", help=PART_HELP)
@@ -243,10 +242,8 @@ def _study(args: argparse.Namespace, folder: Path, out: IO[str]) -> None:
     from mars_jax.lab.evaluate.tasks.problems import Problem
     from mars_jax.lab.pictures import check_installed
 
-    code = {"run_code": args.allow_code_execution, "unconfined": args.allow_unconfined_code}
-
     def check(problems: list[Problem]) -> None:
-        scores.check_metrics(problems, **code)
+        scores.check_metrics(problems)
         check_installed()
         if args.refine is not None:
             check_file(args.refine, f"--refine is {args.refine}")
@@ -264,8 +261,6 @@ def _study(args: argparse.Namespace, folder: Path, out: IO[str]) -> None:
             drafter,
             problems,
             folder,
-            allow_code_execution=args.allow_code_execution,
-            allow_unconfined_code=args.allow_unconfined_code,
             names={
                 name: plain(getattr(args, name))
                 for name in ("draft", "num_draft_tokens", "tree", "dtype", "mesh")
@@ -290,9 +285,8 @@ def _tune(args: argparse.Namespace, folder: Path, out: IO[str]) -> None:
     from mars_jax.lab.evaluate.benchmark import tuned
     from mars_jax.lab.evaluate.scoring import scores
 
-    code = {"run_code": args.allow_code_execution, "unconfined": args.allow_unconfined_code}
     args.num_draft_tokens = args.tune[-1]
-    problems, target, drafter = open_study(args, folder, lambda found: scores.check_metrics(found, **code))
+    problems, target, drafter = open_study(args, folder, scores.check_metrics)
     samples = specs.parse_draft(args.draft).row.samples
     sampled = samples and "q" in args.rule.needs
     kinds = {sampled: drafter}
@@ -318,7 +312,6 @@ def _tune(args: argparse.Namespace, folder: Path, out: IO[str]) -> None:
             progress=tick,
             **{name: getattr(args, name) for name in ("rule", "thetas", "temperatures", "max_new_tokens")},
             **{name: getattr(args, name) for name in ("batch_size", "seed", "chat")},
-            **{name: getattr(args, name) for name in ("allow_code_execution", "allow_unconfined_code")},
         )
     print(tuned.markdown(made), file=out, end="")
     say(f"rows and tables are in {args.output}")
