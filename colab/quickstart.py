@@ -57,8 +57,7 @@ from IPython.display import HTML, Image, display
 import mars_jax as mj
 from mars_jax.lab.evaluate.scoring.scores import score
 from mars_jax.lab.evaluate.tasks.arithmetic import read_arithmetic
-from mars_jax.lab.pictures.palette import look
-from mars_jax.lab.pictures.style import no_grid, picture, whiskers
+from mars_jax.lab.pictures import look, no_grid, picture, whiskers
 
 PROBLEMS = int(os.environ.get("PROBLEMS", "32"))  # of the sweep below; more make its curves smoother
 print(

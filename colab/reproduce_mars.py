@@ -115,8 +115,7 @@ display(Markdown((OUTPUT / "recipe.md").read_text()))
 # %% [markdown]
 # ## Theta
 #
-# A lower theta accepts more. Points are decodes with 95% intervals over the problems; the line is replayed from the
-# target's own texts.
+# A lower theta accepts more. Whiskers are 95% intervals over the problems.
 
 # %%
 display(Image(OUTPUT / "paper" / "tau_theta.png"))
@@ -127,15 +126,6 @@ for table in summary["tables"]:
             low, high = arm["intervals"]["tau"]
             score = "not scored" if arm["score"] is None else f"score {100 * arm['score']:.1f}"
             print(f"{table['task']}: {arm['arm']:18} tau {arm['tau']:.2f} [{low:.2f}, {high:.2f}], {score}")
-
-# %% [markdown]
-# ## Refusals
-#
-# Where a draft is refused, how far apart are the target's two best tokens? MARS takes the runner-up on the right of
-# theta.
-
-# %%
-display(Image(OUTPUT / "paper" / "margins.png"))
 
 # %% [markdown]
 # ## Every rule at its own length

@@ -114,19 +114,6 @@ def commands(data: Path) -> list[Command]:
             lambda f: (f / "theta.json").exists(),
         ),
         Command(
-            "compounding",
-            lambda f: [
-                *few,
-                *("--problems", "8", "--batch-size", "2", "--theta", "0.6", "--horizon", "8"),
-                *("--output", str(f / "out")),
-            ],
-            lambda f: (
-                timeless(json.loads((f / "out" / "compounding.json").read_text())),
-                {name: data for name, data in files(f / "out").items() if name != "compounding.json"},
-            ),
-            lambda f: False,
-        ),
-        Command(
             "distill",
             lambda f: [
                 *("medusa", "--heads", "1", "--data", str(text), "--output", str(f / "made")),

@@ -16,8 +16,7 @@ from typing import Any
 import common
 from results_tables.rules import GONE
 
-from mars_jax.lab.pictures.palette import GREY, look
-from mars_jax.lab.pictures.style import honest_limits, level, picture, whiskers
+from mars_jax.lab.pictures import GREY, honest_limits, level, look, picture, whiskers
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "scripts" / "results" / "eval_rules.json"
@@ -26,8 +25,6 @@ SCORES = {"stories": "log-likelihood, nats per token", "arithmetic": "right answ
 
 LEAST = {"stories": 0.3, "arithmetic": 0.1}
 """Of a score that an axis spans."""
-BOUNDS = {"stories": (float("-inf"), 0.0), "arithmetic": (0.0, 1.0)}
-"""Of a score."""
 STRICT = ("exact", "rejection", "block")
 PER_PANEL = 5
 """Families beside the strict rules, so that lines can be told apart."""
@@ -96,10 +93,8 @@ def draw(report: Mapping[str, Any], task: str, files: Sequence[Path]) -> None:
             for axis, table, column in zip(row, tables, ends, strict=True):
                 column += panel(axis, table, alone.get(table["temperature"]), chosen)
                 axis.set_title(f"{table['draft']}, temperature {table['temperature']:g}")
-        for axis, table, column in zip(axes[0], tables, ends, strict=True):
-            honest_limits(
-                axis, column, alone[table["temperature"]][1:], least=LEAST[task], bounds=BOUNDS[task]
-            )
+        for axis, column in zip(axes[0], ends, strict=True):
+            honest_limits(axis, column, least=LEAST[task])
         for axis in axes[:, 0]:
             axis.set_ylabel(SCORES[task])
         for column in axes.T:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import common
 
-from mars_jax.lab.pictures.palette import BLACK, BLUE, GREEN, GREY, LIGHT
+from mars_jax.lab.pictures import BLACK, BLUE, GREEN, GREY, LIGHT
 
 ROOT = Path(__file__).resolve().parents[1]
 PANEL, HEIGHT, TOP = 212, 342, 132

@@ -23,7 +23,7 @@ from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
 from mars_jax.cli.generate.terminal import legend
-from mars_jax.lab.pictures.palette import ORANGE, PURPLE, SKY, VERMILLION
+from mars_jax.lab.pictures import ORANGE, PURPLE, SKY, VERMILLION
 
 ROOT = Path(__file__).resolve().parents[1]
 WIDTH = 110

@@ -24,8 +24,21 @@ from typing import Any
 
 import common
 
-from mars_jax.lab.pictures.palette import BLACK, PARTS
-from mars_jax.lab.pictures.style import no_grid, picture, whiskers
+from mars_jax.lab.pictures import (
+    BLACK,
+    BLUE,
+    GREEN,
+    GREY,
+    LIGHT,
+    ORANGE,
+    PURPLE,
+    SKY,
+    VERMILLION,
+    YELLOW,
+    no_grid,
+    picture,
+    whiskers,
+)  # fmt: skip
 from mars_jax.lab.planning import bundles, hlo
 from mars_jax.lab.planning.chips import CHIPS
 from mars_jax.lab.planning.constants import HOP_SECONDS, OP_SECONDS, SPEEDS
@@ -34,6 +47,18 @@ from mars_jax.lab.planning.estimate import estimate, figures
 
 ROOT = Path(__file__).resolve().parents[1]
 REPORT = ROOT / "scripts" / "results" / "tpu_cost.json"
+PARTS = {
+    "target/mlp": BLUE,
+    "target/attention": SKY,
+    "target/unembed": GREEN,
+    "draft": ORANGE,
+    "mask": VERMILLION,
+    "verify": PURPLE,
+    "update": YELLOW,
+    "the rest": GREY,
+    "instructions": LIGHT,
+}
+"""Colours of the parts of a step's cost."""
 
 
 def dump(arguments: Sequence[str], folder: Path, checkout: Path) -> None:

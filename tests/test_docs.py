@@ -5,7 +5,6 @@ from __future__ import annotations
 import doctest
 import importlib
 import json
-import lzma
 import re
 import shutil
 import subprocess
@@ -206,28 +205,6 @@ def test_the_pictures_of_a_step_show_their_json(tmp_path, command, picture, word
     assert len(paths) == len(kept_paths)
     texts, kept_texts = (re.findall(r"<text[^>]*>([^<]*)</text>", text) for text in (drawn, kept))
     assert word in texts and texts == kept_texts
-
-
-@pytest.mark.slow
-def test_the_evidence_has_the_figures_of_its_rows(scripts):
-    """Of one folder: all figures of the summary are counted again, and every interval holds its figure."""
-    pictures = importlib.import_module("evidence_pictures")
-    folder = ROOT / "scripts" / "results" / "evidence" / "stories-chain"
-    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    with lzma.open(folder / "rows.jsonl.xz", "rt", encoding="utf-8") as file:
-        rows = [json.loads(line) for line in file]
-    replays = json.loads((folder / "replay.json").read_text(encoding="utf-8"))
-    again = pictures.completed(json.loads(json.dumps(summary)), rows, replays)
-    assert pictures.same(again, summary)
-    for table in summary["tables"]:
-        assert len(table["replay"]["thetas"]) >= 6  # inf and at least five others
-        for arm in table["arms"]:
-            for name in ("tau", "tokens_per_second", "score", "regret_per_token"):
-                low, high = arm["intervals"][name]
-                assert low <= arm[name] <= high
-    summary["tables"][0]["arms"][2]["tau"] += 0.01
-    with pytest.raises(ValueError, match="tau is 3"):
-        pictures.completed(summary, rows, replays)
 
 
 def test_the_picture_of_the_stream_fetches_nothing():

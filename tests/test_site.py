@@ -118,10 +118,10 @@ def test_every_page_has_its_place_and_is_written(pages, tmp_path):
 
 
 def test_links_out_of_the_site_lead_into_the_repository(pages):
-    picture = "scripts/results/compounding/compounding.png"
+    picture = "scripts/results/evidence/stories-chain/depth.png"
     text = f"[a](../README.md#start) [b](../scripts/results) ![c](../{picture}) [d](rules.md)"
     made = pages.on_site(text, "docs/faq.md", "https://x.org/y")
-    shown = "pictures/scripts-results-compounding-compounding.png"
+    shown = "pictures/scripts-results-evidence-stories-chain-depth.png"
     assert made.text == (
         f"[a](index.md#start) [b](https://x.org/y/tree/main/scripts/results) ![c]({shown}) [d](rules.md)"
     )

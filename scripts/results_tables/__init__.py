@@ -13,7 +13,6 @@ from results_tables.phrases import phrases
 from results_tables.rules import compared
 from results_tables.scale import bits, gpu, kernels, one_chip, plans, published, refill, shift, sizes
 from results_tables.smollm2 import smollm2
-from results_tables.studies import studies
 from results_tables.systems import costs, systems
 
 
@@ -21,7 +20,7 @@ def everything() -> dict[str, Any]:
     """The variables of the template."""
     return {
         "family": family(), "drafters": drafters(), "blocks": blocks(), "evidence": evidence(),
-        "assisted": assisted(), "studies": studies(),
+        "assisted": assisted(),
         "on_cpu": on_cpu(), "shapes": shapes(), "bits": bits(), "one_chip": one_chip(), "plans": plans(),
         "published": published(), "kernels": kernels(), "gpu": gpu(),
         "rules": compared(), "phrases": phrases(), "refill": refill(), "systems": systems(), "costs": costs(),

@@ -19,7 +19,6 @@ def smollm2() -> dict[str, Any]:
         "defaults": _optional("bench_defaults.json", _defaults),
         "parity": _optional("smollm2_parity.json", _parity),
         "bits": _bits([load(f"bits_{name}.json") for name in ("tiny", "smollm2")], load("bits_trees.json")),
-        "compounding": _optional("compounding-smollm2/compounding.json", _compounding),
     }
     bars = {name: part.get("bars", []) for name, part in found.items() if part}
     return found | {"bars": [row for rows in bars.values() for row in rows]}
@@ -205,7 +204,3 @@ def _bits(reports: Sequence[Mapping[str, Any]], trees: Mapping[str, Any]) -> dic
         ),
         "longer": [f"{ratio:.2f}" for ratio in longer],
     }
-
-
-def _compounding(report: Mapping[str, Any]) -> dict[str, Any]:
-    return {"tasks": {name: found["findings"] for name, found in report["tasks"].items()}}

@@ -14,9 +14,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "command", ["generate", "benchmark", "calibrate", "compounding", "distill", "convert"]
-)
+@pytest.mark.parametrize("command", ["generate", "benchmark", "calibrate", "distill", "convert"])
 @pytest.mark.parametrize("number", ["KILL", "INT"])
 def test_a_command_killed_twice_at_random_ends_as_one_that_was_not(command, number, tmp_path):
     pytest.importorskip("matplotlib")

@@ -12,8 +12,7 @@ import jax
 import numpy as np
 import optax
 
-from mars_jax.lab.pictures.palette import COLOURS
-from mars_jax.lab.pictures.style import picture
+from mars_jax.lab.pictures import COLOURS, picture
 from mars_jax.lab.training.loop import warmup_stable_decay
 
 DECAY = 0.35

@@ -79,7 +79,6 @@ def arms_at(
             choice,
             thetas if choice.spec == rule.spec else (),
             temperature=temperature,
-            matched=None,
             target=target,
             controls="paper",
         )
