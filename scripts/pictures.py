@@ -21,7 +21,6 @@ import rules_pictures
 import speed_picture
 import step_picture
 import stream_picture
-import tpu_cost
 
 from mars_jax.lab.studies import branch_report
 
@@ -43,7 +42,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     rules_pictures.main([])
     cost_picture.main([])
     step_picture.main([])
-    tpu_cost.draw(read("tpu_cost.json"), [DOCS / "tpu_cost.svg"])
     compounding = RESULTS / "compounding"
     branch_report.draw(read("compounding/compounding.json"), [compounding / "compounding.png"])
     evidence_pictures.main([])

@@ -94,18 +94,6 @@ RULES = _looks()
 
 KINDS = {"accepted": GREEN, "relaxed": ORANGE, "rejected": VERMILLION}
 """Colours of drafted tokens."""
-PARTS = {
-    "target/mlp": BLUE,
-    "target/attention": SKY,
-    "target/unembed": GREEN,
-    "draft": ORANGE,
-    "mask": VERMILLION,
-    "verify": PURPLE,
-    "update": YELLOW,
-    "the rest": GREY,
-    "instructions": LIGHT,
-}
-"""Colours of the parts of a step's cost."""
 
 
 def look(name: str) -> Look:
