@@ -2,7 +2,7 @@
 
     python -m scripts.tpu_schedule tree chain-5 none        # a minute or more each
     python -m scripts.tpu_schedule tree --model llama-3.3-70b --topology v5p:2x2x1 --json tree.json
-    python -m scripts.tpu_schedule --overheads              # mars_jax/lab/planning/overheads.json, from which `plan` estimates
+    python -m scripts.tpu_schedule --overheads              # the table from which `plan` estimates
     python -m scripts.tpu_schedule --accuracy               # the estimates of `plan` against recorded schedules
 
 docs/tpu.md, "What a step costs", explains the columns.

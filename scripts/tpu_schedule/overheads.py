@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mars_jax.drafters import Dynamic
 from mars_jax.lab.planning import estimate

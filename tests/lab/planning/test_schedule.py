@@ -6,6 +6,7 @@ import importlib
 from pathlib import Path
 
 import pytest
+
 from scripts.tpu_schedule import bundles, hlo
 from scripts.tpu_schedule.step import Reader, step_cost
 from scripts.tpu_schedule.traffic import moved_bytes
